@@ -1,0 +1,1 @@
+//! ringdisk fuse.

@@ -1,0 +1,1 @@
+//! ringdisk qcow2.

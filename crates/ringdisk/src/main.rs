@@ -1,0 +1,2 @@
+//! ringdisk.
+fn main() {}
