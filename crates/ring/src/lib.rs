@@ -1,1 +1,44 @@
-//! ringdisk ring.
+//! One io_uring for each thread.
+//!
+//! Promises, in this order:
+//! 1. **Memory the kernel may still write is never freed.** An operation owns a local reference
+//!    on its buffer until its completion arrives, also when the future was dropped.
+//! 2. **One thread, one ring.** A [`Ring`] is a handle that never leaves its thread; other threads
+//!    reach it through [`Remote`] only.
+//! 3. **No allocation, no lock and no system call for an operation.** Slots are made at start-up,
+//!    entries are batched, and one `io_uring_enter` submits, waits and collects.
+//! 4. **Polling is adaptive.** A thread may spin before it sleeps, learns whether that paid and
+//!    never does so on an idle export ([`SpinPolicy`]).
+//!
+//! This is the only crate that touches submission queue entries; `io-uring` is hidden inside.
+
+mod buffer;
+mod config;
+mod counters;
+mod executor;
+mod offload;
+mod op;
+mod opset;
+mod placement;
+mod remote;
+mod ring;
+mod runtime;
+mod setup;
+mod slots;
+mod spin;
+#[cfg(test)]
+mod tests;
+mod uring;
+
+pub use buffer::IoBuf;
+pub use config::Config;
+pub use counters::{Counters, CountersSnapshot};
+pub use op::{Fd, Op, Sleep};
+pub use opset::OpSet;
+pub use placement::{Topology, allowed_cpus, current_cpu, pin_to_cpu, pin_to_cpus};
+pub use remote::{Mailbox, Remote};
+pub use ring::{RawCommand, Ring, Timeout};
+pub use runtime::Runtime;
+pub use rustix::io::Errno;
+pub use setup::SetupError;
+pub use spin::SpinPolicy;

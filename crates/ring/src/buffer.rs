@@ -1,0 +1,209 @@
+//! I/O memory.
+//!
+//! An [`IoBuf`] is a piece of a region that the kernel may write at any time while an operation
+//! is in flight. So no Rust reference to its bytes ever exists: they are copied in and out through
+//! raw pointers. References are counted locally (no atomics): a buffer belongs to one thread.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::rc::Rc;
+
+/// From this size on a region is its own mapping: zeroed lazily, so untouched pages cost nothing.
+const MAP_FROM_BYTES: usize = 64 * 1024;
+/// Size of a page on every platform that has the kernels we need.
+const PAGE_BYTES: usize = 4096;
+
+/// Memory that is freed when the last buffer on it goes.
+struct Region {
+    start: NonNull<u8>,
+    len: usize,
+    /// How it was made: `None` for a mapping, else the layout for `dealloc`.
+    layout: Option<Layout>,
+}
+
+impl Region {
+    fn new(len: usize, align: usize) -> Region {
+        assert!(align.is_power_of_two(), "alignment {align} is not a power of two");
+        if len >= MAP_FROM_BYTES && align <= PAGE_BYTES {
+            if let Some(region) = Region::map(len) {
+                return region;
+            }
+        }
+        let layout = Layout::from_size_align(len.max(1), align.max(16)).expect("buffer size");
+        // SAFETY: the layout's size is not zero (`max(1)`).
+        let start = unsafe { alloc_zeroed(layout) };
+        let Some(start) = NonNull::new(start) else { std::alloc::handle_alloc_error(layout) };
+        Region { start, len, layout: Some(layout) }
+    }
+
+    fn map(len: usize) -> Option<Region> {
+        use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
+        // SAFETY: a fresh anonymous mapping at an address that the kernel chooses aliases nothing.
+        let start = unsafe {
+            mmap_anonymous(
+                std::ptr::null_mut(),
+                len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE | MapFlags::NORESERVE,
+            )
+        }
+        .ok()?;
+        // SAFETY: the range is the mapping just made. A failure only costs copies on fork.
+        let _ = unsafe { madvise(start, len, Advice::LinuxDontFork) };
+        Some(Region { start: NonNull::new(start.cast())?, len, layout: None })
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        match self.layout {
+            // SAFETY: `start` came from `alloc_zeroed` with this very layout, and the last
+            // reference is gone (Rc). Operations in flight hold references, so none is running.
+            Some(layout) => unsafe { dealloc(self.start.as_ptr(), layout) },
+            // SAFETY: as above, for a mapping of `len` bytes made by `map`.
+            None => unsafe {
+                let _ = rustix::mm::munmap(self.start.as_ptr().cast(), self.len);
+            },
+        }
+    }
+}
+
+/// A piece of I/O memory; clones and slices share the bytes. Not `Send`.
+#[derive(Clone)]
+pub struct IoBuf {
+    region: Rc<Region>,
+    offset: usize,
+    len: usize,
+}
+
+impl std::fmt::Debug for IoBuf {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("IoBuf").field("offset", &self.offset).field("len", &self.len).finish()
+    }
+}
+
+impl IoBuf {
+    /// Zeroed memory of `len` bytes, aligned to `align` (a power of two). Large buffers take
+    /// memory only when they are touched. Panics when `align` is no power of two; aborts when
+    /// there is no memory, as every allocation does.
+    pub fn new(len: usize, align: usize) -> IoBuf {
+        IoBuf { region: Rc::new(Region::new(len, align)), offset: 0, len }
+    }
+
+    /// Length in bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether the length is 0.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Start address, for operations. The bytes may change under the reader at any time.
+    pub(crate) fn as_mut_ptr(&self) -> *mut u8 {
+        // SAFETY: `offset + len <= region.len` holds from construction (`new`, `slice`), so the
+        // result stays inside the allocation or one past its end.
+        unsafe { self.region.start.as_ptr().add(self.offset) }
+    }
+
+    /// Start address as a number, to compare with an alignment or to hand to the kernel.
+    pub fn address(&self) -> usize {
+        self.as_mut_ptr() as usize
+    }
+
+    /// Whether the start address is a multiple of `align` bytes.
+    pub fn is_aligned(&self, align: usize) -> bool {
+        self.address().is_multiple_of(align)
+    }
+
+    /// A part of this buffer. Panics when the range leaves it (a programming error).
+    pub fn slice(&self, range: Range<usize>) -> IoBuf {
+        assert!(
+            range.start <= range.end && range.end <= self.len,
+            "slice {range:?} of {}",
+            self.len
+        );
+        IoBuf {
+            region: Rc::clone(&self.region),
+            offset: self.offset + range.start,
+            len: range.end - range.start,
+        }
+    }
+
+    /// Copies `src` to byte `at`. Panics when it does not fit.
+    pub fn copy_from_slice(&self, at: usize, src: &[u8]) {
+        self.check(at, src.len());
+        // SAFETY: the range was checked to lie inside this buffer; `src` is a Rust slice, and no
+        // Rust reference to region memory exists, so the two cannot overlap.
+        unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), self.as_mut_ptr().add(at), src.len()) }
+    }
+
+    /// Copies from byte `at` into `dst`. Panics when `dst` asks for more than there is.
+    pub fn copy_to_slice(&self, at: usize, dst: &mut [u8]) {
+        self.check(at, dst.len());
+        // SAFETY: as in `copy_from_slice`, the other way.
+        unsafe {
+            std::ptr::copy_nonoverlapping(self.as_mut_ptr().add(at), dst.as_mut_ptr(), dst.len())
+        }
+    }
+
+    /// Copies all of `src` to byte `at`; the two may be parts of one region. Panics when it does
+    /// not fit.
+    pub fn copy_from_buf(&self, at: usize, src: &IoBuf) {
+        self.check(at, src.len);
+        // SAFETY: both ranges were checked to lie inside their regions; `copy` allows overlap.
+        unsafe { std::ptr::copy(src.as_mut_ptr(), self.as_mut_ptr().add(at), src.len) }
+    }
+
+    /// Sets all bytes.
+    pub fn fill(&self, byte: u8) {
+        // SAFETY: the range is this buffer.
+        unsafe { std::ptr::write_bytes(self.as_mut_ptr(), byte, self.len) }
+    }
+
+    /// Whether all bytes are 0.
+    pub fn is_zero(&self) -> bool {
+        let mut chunk = [0u8; 512];
+        let mut at = 0;
+        while at < self.len {
+            let n = chunk.len().min(self.len - at);
+            self.copy_to_slice(at, &mut chunk[..n]);
+            if chunk[..n].iter().any(|&b| b != 0) {
+                return false;
+            }
+            at += n;
+        }
+        true
+    }
+
+    /// A copy of the bytes. Allocates: for control paths and tests.
+    pub fn to_vec(&self) -> Vec<u8> {
+        let mut out = vec![0; self.len];
+        self.copy_to_slice(0, &mut out);
+        out
+    }
+
+    /// Gives the memory of whole pages inside this buffer back to the system; they read as zeroes
+    /// afterwards. For buffers that are not in use. Does nothing for small buffers.
+    pub fn release_pages(&self) {
+        if self.region.layout.is_some() {
+            return;
+        }
+        let start = self.address().next_multiple_of(PAGE_BYTES);
+        let end = (self.address() + self.len) / PAGE_BYTES * PAGE_BYTES;
+        if start < end {
+            let from = self.as_mut_ptr().wrapping_add(start - self.address());
+            // SAFETY: the range lies inside a private anonymous mapping that this buffer keeps
+            // alive; discarding pages changes their content to zeroes, which raw memory allows.
+            let _ = unsafe {
+                rustix::mm::madvise(from.cast(), end - start, rustix::mm::Advice::LinuxDontNeed)
+            };
+        }
+    }
+
+    fn check(&self, at: usize, len: usize) {
+        assert!(at <= self.len && len <= self.len - at, "{len} bytes at {at} of {}", self.len);
+    }
+}

@@ -1,0 +1,136 @@
+//! Reaching a ring thread from another thread: wake-ups and jobs.
+//!
+//! Control path only: a lock and an eventfd. A ring thread that wakes its own tasks through a
+//! `Waker` stays on its thread and takes neither.
+
+use std::cell::RefCell;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use rustix::event::{EventfdFlags, eventfd};
+
+use crate::{Errno, Ring};
+
+/// Something to do on a ring thread.
+pub(crate) type Job = Box<dyn FnOnce(&Ring) + Send>;
+
+/// Values for another thread, taken in the order in which they were put.
+///
+/// Promises: nothing is lost, and of several `put`s before a `take` exactly the first reports that
+/// the taker must be signalled. Used by any number of threads on the left, one on the right.
+#[derive(Debug)]
+pub struct Mailbox<T>(Mutex<Vec<T>>);
+
+impl<T> Default for Mailbox<T> {
+    fn default() -> Self {
+        Mailbox(Mutex::new(Vec::new()))
+    }
+}
+
+impl<T> Mailbox<T> {
+    /// Adds a value; returns whether the box was empty, i.e. the taker must be signalled.
+    pub fn put(&self, value: T) -> bool {
+        let mut values = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        values.push(value);
+        values.len() == 1
+    }
+
+    /// Takes all values.
+    pub fn take(&self) -> Vec<T> {
+        std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+enum Message {
+    Wake(u32),
+    Run(Job),
+}
+
+thread_local! {
+    /// Tasks woken by their own thread: (address of the ring's `Shared`, task).
+    static WOKEN_HERE: RefCell<Vec<(usize, u32)>> = const { RefCell::new(Vec::new()) };
+}
+
+/// The part of a ring that other threads may touch.
+pub(crate) struct Shared {
+    messages: Mailbox<Message>,
+    event: OwnedFd,
+    owner: std::thread::ThreadId,
+}
+
+impl Shared {
+    pub(crate) fn new() -> Result<Shared, Errno> {
+        Ok(Shared {
+            messages: Mailbox::default(),
+            event: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            owner: std::thread::current().id(),
+        })
+    }
+
+    fn address(&self) -> usize {
+        std::ptr::from_ref(self) as usize
+    }
+
+    /// Wakes a task, from any thread.
+    pub(crate) fn wake(&self, task: u32) {
+        if std::thread::current().id() == self.owner {
+            WOKEN_HERE.with_borrow_mut(|woken| woken.push((self.address(), task)));
+        } else {
+            self.send(Message::Wake(task));
+        }
+    }
+
+    fn send(&self, message: Message) {
+        if self.messages.put(message) {
+            // The counter cannot overflow: it is read before 2^64 writes.
+            let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
+        }
+    }
+
+    /// The descriptor that becomes readable when a message arrives.
+    pub(crate) fn event(&self) -> BorrowedFd<'_> {
+        self.event.as_fd()
+    }
+
+    /// Empties the eventfd and hands out what other threads sent. Ring thread only.
+    pub(crate) fn receive(&self, ring: &Ring, mut wake: impl FnMut(u32)) {
+        let _ = rustix::io::read(&self.event, &mut [0u8; 8]);
+        for message in self.messages.take() {
+            match message {
+                Message::Wake(task) => wake(task),
+                Message::Run(job) => job(ring),
+            }
+        }
+    }
+
+    /// Hands out what this thread woke itself.
+    pub(crate) fn receive_local(&self, mut wake: impl FnMut(u32)) {
+        WOKEN_HERE.with_borrow_mut(|woken| {
+            woken.retain(|&(address, task)| {
+                let mine = address == self.address();
+                if mine {
+                    wake(task);
+                }
+                !mine
+            });
+        });
+    }
+}
+
+/// Reaches a ring thread from anywhere.
+#[derive(Clone)]
+pub struct Remote(pub(crate) Arc<Shared>);
+
+impl std::fmt::Debug for Remote {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Remote")
+    }
+}
+
+impl Remote {
+    /// Runs `job` on the ring's thread, soon; never when that thread ended before. Any thread,
+    /// also the ring's own. The job may spawn tasks and must not block.
+    pub fn run(&self, job: impl FnOnce(&Ring) + Send + 'static) {
+        self.0.send(Message::Run(Box::new(job)));
+    }
+}

@@ -1,0 +1,571 @@
+//! The handle through which everything on a ring thread submits.
+
+use std::cell::{Cell, RefCell, UnsafeCell};
+use std::collections::VecDeque;
+use std::future::{Future, poll_fn};
+use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use io_uring::{opcode, squeue, types};
+
+use crate::counters::Counters;
+use crate::executor::Executor;
+use crate::op::{Fd, Op, Sleep, State, What};
+use crate::remote::{Remote, Shared};
+use crate::slots::{Completed, Keep, Slots, VECTOR_MAX, Waiter};
+use crate::uring::{Completion, Uring};
+use crate::{Errno, IoBuf, offload};
+
+/// Marks the user data of a poll linked before an operation; alone: a cancellation.
+pub(crate) const TAG_IGNORE: u64 = 1 << 63;
+/// User data of the poll on the eventfd of [`Shared`].
+pub(crate) const TAG_EVENT: u64 = (1 << 62) | 1;
+/// User data of a message from another ring; its result is the message.
+pub(crate) const TAG_MESSAGE: u64 = (1 << 62) | 2;
+
+/// `EPOLLIN`.
+const POLL_IN: u32 = libc::POLLIN as u32;
+/// `EPOLLEXCLUSIVE`: of all exclusive waiters the kernel wakes one (include/uapi/linux/eventpoll.h).
+const POLL_EXCLUSIVE: u32 = 1 << 28;
+
+pub(crate) struct Inner {
+    pub(crate) uring: Uring,
+    pub(crate) slots: RefCell<Slots>,
+    /// Vectors and times that the kernel reads while an operation is in flight, one a slot.
+    vectors: Box<[UnsafeCell<[libc::iovec; VECTOR_MAX]>]>,
+    times: Box<[UnsafeCell<types::Timespec>]>,
+    /// Those who wait for a slot.
+    hungry: RefCell<VecDeque<Waiter>>,
+    pub(crate) executor: Executor,
+    pub(crate) counters: Arc<Counters>,
+    pub(crate) shared: Arc<Shared>,
+    /// Operations queued since the last enter that complete while they are submitted.
+    pub(crate) inline_expected: Cell<u32>,
+    messages: RefCell<VecDeque<u32>>,
+    message_waiter: RefCell<Waiter>,
+    files: RefCell<Vec<u32>>,
+    registered_buffers: RefCell<Vec<IoBuf>>,
+    pub(crate) event_armed: Cell<bool>,
+}
+
+/// Handle of a ring; cheap to clone, bound to its thread.
+#[derive(Clone)]
+pub struct Ring(pub(crate) Rc<Inner>);
+
+impl std::fmt::Debug for Ring {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Ring({} in flight)", self.0.slots.borrow().in_flight())
+    }
+}
+
+/// A driver command (`IORING_OP_URING_CMD`), on a ring of 128-byte entries.
+/// Source: include/uapi/linux/io_uring.h, struct io_uring_sqe.
+#[derive(Clone, Debug)]
+pub struct RawCommand {
+    /// The file that takes the command.
+    pub fd: Fd,
+    /// `sqe.cmd_op`.
+    pub operation: u32,
+    /// `sqe.addr` and `sqe.len`; memory that they name is the caller's to keep.
+    pub address: u64,
+    /// See `address`.
+    pub len: u32,
+    /// `sqe.buf_index`, with `IORING_URING_CMD_FIXED`.
+    pub fixed_buffer: Option<u16>,
+    /// The command area, `sqe.cmd`.
+    pub command: [u8; 80],
+}
+
+/// The time given to a future ran out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Timeout;
+
+impl Inner {
+    pub(crate) fn new(config: &crate::Config) -> Result<Inner, crate::SetupError> {
+        let shared =
+            Arc::new(Shared::new().map_err(|e| crate::SetupError::from(std::io::Error::from(e)))?);
+        let uring = Uring::new(config)?;
+        let slots = config.slots.max(8);
+        Ok(Inner {
+            uring,
+            slots: RefCell::new(Slots::new(slots)),
+            vectors: (0..slots)
+                .map(|_| {
+                    UnsafeCell::new(
+                        [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; VECTOR_MAX],
+                    )
+                })
+                .collect(),
+            times: (0..slots).map(|_| UnsafeCell::new(types::Timespec::new())).collect(),
+            hungry: RefCell::new(VecDeque::new()),
+            executor: Executor::new(Arc::clone(&shared)),
+            counters: Arc::new(Counters::default()),
+            shared,
+            inline_expected: Cell::new(0),
+            messages: RefCell::new(VecDeque::new()),
+            message_waiter: RefCell::new(Waiter::None),
+            files: RefCell::new((0..config.files).rev().collect()),
+            registered_buffers: RefCell::new(Vec::new()),
+            event_armed: Cell::new(false),
+        })
+    }
+
+    /// Takes a slot, or notes that the polled future waits for one.
+    pub(crate) fn take_slot(&self, keep: Keep, cx: &Context<'_>) -> Result<u32, Keep> {
+        self.slots.borrow_mut().take(keep).inspect_err(|_| {
+            self.counters.slots_full.add(1);
+            self.hungry.borrow_mut().push_back(self.executor.waiter(cx));
+        })
+    }
+
+    pub(crate) fn poll_slot(&self, slot: u32, cx: &Context<'_>) -> Poll<i32> {
+        let result = self.slots.borrow_mut().poll(slot, || self.executor.waiter(cx));
+        match result {
+            Some(result) => {
+                self.feed_hungry();
+                Poll::Ready(result)
+            }
+            None => Poll::Pending,
+        }
+    }
+
+    fn feed_hungry(&self) {
+        let waiter = self.hungry.borrow_mut().pop_front();
+        if let Some(waiter) = waiter {
+            self.executor.wake(waiter);
+        }
+    }
+
+    /// Makes room for `count` entries, with an early enter if need be.
+    fn make_room(&self, count: usize) {
+        if !self.uring.has_room(count) {
+            self.counters.queue_full.add(1);
+            if let Err(error) = self.uring.enter(&self.counters, 0, None) {
+                tracing::error!("io_uring_enter: {error}");
+            }
+        }
+    }
+
+    fn push(&self, entry: squeue::Entry) {
+        self.make_room(1);
+        self.uring.push(entry);
+    }
+
+    pub(crate) fn submit(&self, slot: u32, what: &What, inline: bool) {
+        let user_data = self.slots.borrow().user_data(slot);
+        match what {
+            What::Entry(entry) => self.push(entry.clone().user_data(user_data)),
+            What::WhenReadable(fd, entry) => {
+                self.make_room(2);
+                let poll = match *fd {
+                    Fd::Raw(fd) => {
+                        opcode::PollAdd::new(types::Fd(fd), POLL_IN | POLL_EXCLUSIVE).build()
+                    }
+                    Fd::Fixed(fd) => {
+                        opcode::PollAdd::new(types::Fixed(fd), POLL_IN | POLL_EXCLUSIVE).build()
+                    }
+                };
+                // A poll that succeeded posts nothing; one that failed posts its error and
+                // silences the read behind it (kernel: REQ_F_SKIP_LINK_CQES).
+                let flags = squeue::Flags::IO_LINK | squeue::Flags::SKIP_SUCCESS;
+                self.uring.push(poll.flags(flags).user_data(user_data | TAG_IGNORE));
+                self.uring.push(entry.clone().user_data(user_data));
+            }
+            What::Timeout(duration) => {
+                let time = self.times[slot as usize].get();
+                // SAFETY: the slot is in flight and belongs to this operation alone, so nobody else
+                // reads or writes its time; the table lives as long as the ring.
+                unsafe { *time = types::Timespec::from(*duration) };
+                self.push(opcode::Timeout::new(time).build().user_data(user_data));
+            }
+        }
+        if inline {
+            self.inline_expected.set(self.inline_expected.get() + 1);
+        }
+    }
+
+    /// The future of an operation is gone.
+    pub(crate) fn abandon_slot(&self, slot: u32) {
+        let user_data = self.slots.borrow().user_data(slot);
+        if self.slots.borrow_mut().abandon(slot) {
+            self.counters.cancelled.add(1);
+            self.cancel(user_data);
+        } else {
+            self.feed_hungry();
+        }
+    }
+
+    /// Asks the kernel to end an operation, and the poll linked before it.
+    pub(crate) fn cancel(&self, user_data: u64) {
+        for target in [user_data | TAG_IGNORE, user_data] {
+            let entry = opcode::AsyncCancel::new(target).build().user_data(TAG_IGNORE);
+            self.push(entry.flags(squeue::Flags::SKIP_SUCCESS));
+        }
+    }
+
+    /// Deals with one completion.
+    pub(crate) fn complete(&self, completion: Completion) {
+        self.counters.cqes.add(1);
+        match completion.user_data {
+            TAG_EVENT => self.event_armed.set(false),
+            TAG_MESSAGE => {
+                self.messages.borrow_mut().push_back(completion.result as u32);
+                let waiter = self.message_waiter.replace(Waiter::None);
+                self.executor.wake(waiter);
+            }
+            // A failed poll: the kernel then posts nothing for the read linked to it. A failed
+            // cancellation has generation 0, which no slot has.
+            user_data => {
+                let target = user_data & !TAG_IGNORE;
+                let done = self.slots.borrow_mut().complete(target, completion.result);
+                match done {
+                    Completed::Wake(waiter) => self.executor.wake(waiter),
+                    Completed::Nobody => self.feed_hungry(),
+                }
+            }
+        }
+    }
+
+    /// Keeps a poll on the eventfd in the ring.
+    pub(crate) fn arm_event(&self) {
+        if !self.event_armed.replace(true) {
+            let fd = types::Fd(self.shared.event().as_raw_fd());
+            self.push(opcode::PollAdd::new(fd, POLL_IN).build().user_data(TAG_EVENT));
+        }
+    }
+}
+
+/// Builds an entry for a raw or a registered descriptor.
+macro_rules! on_fd {
+    ($fd:expr, |$target:ident| $build:expr) => {
+        match $fd {
+            Fd::Raw(fd) => {
+                let $target = types::Fd(fd);
+                $build
+            }
+            Fd::Fixed(index) => {
+                let $target = types::Fixed(index);
+                $build
+            }
+        }
+    };
+}
+
+/// Length for the kernel. One operation moves less than 4 GiB by construction of its buffer.
+fn len_u32(buf: &IoBuf) -> u32 {
+    u32::try_from(buf.len()).unwrap_or(u32::MAX)
+}
+
+impl Ring {
+    fn op(&self, entry: squeue::Entry, keep: Option<IoBuf>) -> Op {
+        Op::new(self, What::Entry(entry), keep)
+    }
+
+    fn read_entry(fd: Fd, offset: u64, buf: &IoBuf) -> squeue::Entry {
+        on_fd!(fd, |fd| opcode::Read::new(fd, buf.as_mut_ptr(), len_u32(buf))
+            .offset(offset)
+            .build())
+    }
+
+    /// Reads at byte `offset` into `buf`. Result: bytes read, short at the end of the file.
+    pub fn read(&self, fd: Fd, offset: u64, buf: &IoBuf) -> Op {
+        self.op(Self::read_entry(fd, offset, buf), Some(buf.clone()))
+    }
+
+    /// Writes `buf` at byte `offset`. Result: bytes written, may be short.
+    pub fn write(&self, fd: Fd, offset: u64, buf: &IoBuf) -> Op {
+        let entry = on_fd!(fd, |fd| opcode::Write::new(fd, buf.as_mut_ptr(), len_u32(buf))
+            .offset(offset)
+            .build());
+        self.op(entry, Some(buf.clone()))
+    }
+
+    /// As [`Ring::read`], into memory of registered buffer `index`. Errors: `EFAULT` when `buf` is
+    /// no part of it.
+    pub fn read_fixed(&self, fd: Fd, offset: u64, buf: &IoBuf, index: u16) -> Op {
+        let entry = on_fd!(fd, |fd| {
+            opcode::ReadFixed::new(fd, buf.as_mut_ptr(), len_u32(buf), index).offset(offset).build()
+        });
+        self.op(entry, Some(buf.clone()))
+    }
+
+    /// As [`Ring::write`], from memory of registered buffer `index`.
+    pub fn write_fixed(&self, fd: Fd, offset: u64, buf: &IoBuf, index: u16) -> Op {
+        let entry = on_fd!(fd, |fd| {
+            opcode::WriteFixed::new(fd, buf.as_mut_ptr(), len_u32(buf), index)
+                .offset(offset)
+                .build()
+        });
+        self.op(entry, Some(buf.clone()))
+    }
+
+    /// Waits until the descriptor is readable, as an exclusive waiter (of several, the kernel
+    /// wakes one), then reads into `buf`: one completion and one system call for both.
+    ///
+    /// Errors: `EAGAIN` or a long wait when another reader took the data in between.
+    /// For a descriptor in non-blocking mode that is read by several threads, as /dev/fuse.
+    pub fn read_when_readable(&self, fd: Fd, buf: &IoBuf) -> Op {
+        let what = What::WhenReadable(fd, Self::read_entry(fd, 0, buf));
+        Op::new(self, what, Some(buf.clone()))
+    }
+
+    /// Takes a slot and fills it, then awaits the completion of what `entry` builds from the
+    /// slot's vector.
+    async fn vectored(
+        &self,
+        bufs: &[IoBuf],
+        entry: impl Fn(*const libc::iovec, u32) -> squeue::Entry,
+    ) -> Result<u32, Errno> {
+        if bufs.len() > VECTOR_MAX {
+            return Err(Errno::INVAL);
+        }
+        let inner = &self.0;
+        let slot = poll_fn(|cx| {
+            let mut kept = [const { None }; VECTOR_MAX];
+            for (place, buf) in kept.iter_mut().zip(bufs) {
+                *place = Some(buf.clone());
+            }
+            match inner.take_slot(Keep::Vector(kept), cx) {
+                Ok(slot) => Poll::Ready(slot),
+                Err(_) => Poll::Pending,
+            }
+        })
+        .await;
+        let vector = inner.vectors[slot as usize].get();
+        for (at, buf) in bufs.iter().enumerate() {
+            // SAFETY: the slot belongs to this operation alone, `at < VECTOR_MAX` was checked, and
+            // the table lives as long as the ring.
+            unsafe {
+                (*vector)[at] =
+                    libc::iovec { iov_base: buf.as_mut_ptr().cast(), iov_len: buf.len() };
+            }
+        }
+        let count = u32::try_from(bufs.len()).unwrap_or(0);
+        inner.submit(slot, &What::Entry(entry(vector.cast(), count)), false);
+        Op { ring: self.clone(), state: State::InFlight(slot), inline: false }.await
+    }
+
+    /// Reads into up to 8 pieces. Errors: `EINVAL` for more.
+    pub async fn readv(&self, fd: Fd, offset: u64, bufs: &[IoBuf]) -> Result<u32, Errno> {
+        self.vectored(bufs, |vector, count| {
+            on_fd!(fd, |fd| opcode::Readv::new(fd, vector, count).offset(offset).build())
+        })
+        .await
+    }
+
+    /// Writes up to 8 pieces. Errors: `EINVAL` for more.
+    pub async fn writev(&self, fd: Fd, offset: u64, bufs: &[IoBuf]) -> Result<u32, Errno> {
+        self.vectored(bufs, |vector, count| {
+            on_fd!(fd, |fd| opcode::Writev::new(fd, vector, count).offset(offset).build())
+        })
+        .await
+    }
+
+    /// Makes the file's data (and with `data_only` false its metadata) durable.
+    pub fn fsync(&self, fd: Fd, data_only: bool) -> Op {
+        let flags =
+            if data_only { types::FsyncFlags::DATASYNC } else { types::FsyncFlags::empty() };
+        self.op(on_fd!(fd, |fd| opcode::Fsync::new(fd).flags(flags).build()), None)
+    }
+
+    /// fallocate(2) with `mode`.
+    pub fn fallocate(&self, fd: Fd, mode: i32, offset: u64, len: u64) -> Op {
+        let entry =
+            on_fd!(fd, |fd| opcode::Fallocate::new(fd, len).offset(offset).mode(mode).build());
+        self.op(entry, None)
+    }
+
+    /// ftruncate(2). Errors: `EINVAL` also when the kernel is older than 6.9.
+    pub fn ftruncate(&self, fd: Fd, len: u64) -> Op {
+        self.op(on_fd!(fd, |fd| opcode::Ftruncate::new(fd, len).build()), None)
+    }
+
+    /// Waits for poll(2) events; the result is the set that occurred.
+    pub fn poll(&self, fd: Fd, events: u32) -> Op {
+        self.op(on_fd!(fd, |fd| opcode::PollAdd::new(fd, events).build()), None)
+    }
+
+    /// Waits.
+    pub fn sleep(&self, duration: Duration) -> Sleep {
+        Sleep(Op::new(self, What::Timeout(duration), None))
+    }
+
+    /// Awaits `future` for at most `limit`; then drops it. Costs a timer for each call: for
+    /// control paths.
+    pub async fn within<F: Future>(
+        &self,
+        limit: Duration,
+        future: F,
+    ) -> Result<F::Output, Timeout> {
+        let mut future = std::pin::pin!(future);
+        let mut sleep = std::pin::pin!(self.sleep(limit));
+        poll_fn(|cx| {
+            if let Poll::Ready(output) = future.as_mut().poll(cx) {
+                return Poll::Ready(Ok(output));
+            }
+            sleep.as_mut().poll(cx).map(|()| Err(Timeout))
+        })
+        .await
+    }
+
+    /// Asks the kernel to end the operation named by [`Op::id`]; it then completes with
+    /// `ECANCELED`, or with its result when that came first.
+    pub fn cancel(&self, id: u64) {
+        self.0.cancel(id);
+    }
+
+    /// Sends `message` to the ring whose descriptor is `ring_fd` (see [`Ring::raw_fd`]); there
+    /// [`Ring::receive`] yields it.
+    pub fn send_message(&self, ring_fd: RawFd, message: u32) -> Op {
+        let entry =
+            opcode::MsgRingData::new(types::Fd(ring_fd), message.cast_signed(), TAG_MESSAGE, None)
+                .build();
+        self.op(entry, None)
+    }
+
+    /// The next message from another ring. One task of a ring may wait for messages.
+    pub fn receive(&self) -> impl Future<Output = u32> + '_ {
+        poll_fn(|cx| match self.0.messages.borrow_mut().pop_front() {
+            Some(message) => Poll::Ready(message),
+            None => {
+                *self.0.message_waiter.borrow_mut() = self.0.executor.waiter(cx);
+                Poll::Pending
+            }
+        })
+    }
+
+    /// Sends a driver command. Errors: `EOPNOTSUPP` on a ring without 128-byte entries.
+    pub async fn command(&self, command: &RawCommand) -> Result<u32, Errno> {
+        let inner = &self.0;
+        let slot = poll_fn(|cx| match inner.take_slot(Keep::Nothing, cx) {
+            Ok(slot) => Poll::Ready(slot),
+            Err(_) => Poll::Pending,
+        })
+        .await;
+        let user_data = inner.slots.borrow().user_data(slot);
+        let entry = command_entry(command, user_data);
+        inner.make_room(1);
+        if let Err(error) = inner.uring.push_wide(&entry) {
+            inner.slots.borrow_mut().complete(user_data, 0);
+            inner.slots.borrow_mut().abandon(slot);
+            return Err(error);
+        }
+        Op { ring: self.clone(), state: State::InFlight(slot), inline: false }.await
+    }
+
+    /// Puts a descriptor into the ring's table. `None` when the table is full or the kernel
+    /// refuses: use the raw descriptor then.
+    pub fn register_file(&self, fd: &impl AsFd) -> Option<Fd> {
+        let index = self.0.files.borrow_mut().pop()?;
+        let raw = fd.as_fd().as_raw_fd();
+        match self.0.uring.submitter().register_files_update(index, &[raw]) {
+            Ok(_) => Some(Fd::Fixed(index)),
+            Err(error) => {
+                tracing::debug!("file not registered: {error}");
+                self.0.files.borrow_mut().push(index);
+                None
+            }
+        }
+    }
+
+    /// Empties a place in the table; the kernel drops its reference on the file.
+    pub fn unregister_file(&self, fd: Fd) {
+        if let Fd::Fixed(index) = fd {
+            if let Err(error) = self.0.uring.submitter().register_files_update(index, &[-1]) {
+                tracing::warn!("registered file {index} not released: {error}");
+                return;
+            }
+            self.0.files.borrow_mut().push(index);
+        }
+    }
+
+    /// Registers buffers for [`Ring::read_fixed`]; their indexes are their places in `bufs`. Once
+    /// for each ring. Errors: `ENOMEM` above RLIMIT_MEMLOCK, `EBUSY` the second time.
+    pub fn register_buffers(&self, bufs: &[IoBuf]) -> Result<(), Errno> {
+        let vector: Vec<libc::iovec> = bufs
+            .iter()
+            .map(|buf| libc::iovec { iov_base: buf.as_mut_ptr().cast(), iov_len: buf.len() })
+            .collect();
+        // SAFETY: the memory stays allocated as long as the registration: the ring keeps a
+        // reference on each buffer and is closed before it drops them.
+        unsafe { self.0.uring.submitter().register_buffers(&vector) }
+            .map_err(|error| Errno::from_raw_os_error(error.raw_os_error().unwrap_or(libc::EIO)))?;
+        self.0.registered_buffers.borrow_mut().extend_from_slice(bufs);
+        Ok(())
+    }
+
+    /// Adds a task to this thread. Allocates: at start-up, not for a request.
+    pub fn spawn(&self, future: impl Future<Output = ()> + 'static) {
+        self.0.executor.spawn(future);
+    }
+
+    /// Runs `work` on a helper thread and awaits its result: for what would block or take long
+    /// (decompression, lseek, ioctl). Allocates. A dropped future lets the work finish unseen.
+    pub fn offload<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> impl Future<Output = T> {
+        offload::run(work)
+    }
+
+    /// Lets other tasks run first.
+    pub fn yield_now(&self) -> impl Future<Output = ()> {
+        let mut yielded = false;
+        poll_fn(move |cx| {
+            if std::mem::replace(&mut yielded, true) {
+                return Poll::Ready(());
+            }
+            cx.waker().wake_by_ref();
+            Poll::Pending
+        })
+    }
+
+    /// A handle for other threads.
+    pub fn remote(&self) -> Remote {
+        Remote(Arc::clone(&self.0.shared))
+    }
+
+    /// The ring's counters, to be read from any thread.
+    pub fn counters(&self) -> Arc<Counters> {
+        Arc::clone(&self.0.counters)
+    }
+
+    /// The ring's descriptor, as the target of [`Ring::send_message`].
+    pub fn raw_fd(&self) -> RawFd {
+        self.0.uring.raw_fd()
+    }
+
+    /// Operations in flight.
+    pub fn in_flight(&self) -> usize {
+        self.0.slots.borrow().in_flight()
+    }
+}
+
+/// The 128-byte entry of a command. `io-uring` 0.7 cannot set `len` beside a command, so the
+/// entry is written as bytes. Offsets: include/uapi/linux/io_uring.h, struct io_uring_sqe.
+fn command_entry(command: &RawCommand, user_data: u64) -> squeue::Entry128 {
+    const { assert!(size_of::<squeue::Entry128>() == 128) };
+    let mut bytes = [0u8; 128];
+    let (fd, fixed_file) = match command.fd {
+        Fd::Raw(fd) => (fd, 0),
+        Fd::Fixed(index) => (index.cast_signed(), 1u8),
+    };
+    bytes[0] = opcode::UringCmd80::CODE;
+    bytes[1] = fixed_file;
+    bytes[4..8].copy_from_slice(&fd.to_ne_bytes());
+    bytes[8..12].copy_from_slice(&command.operation.to_ne_bytes());
+    bytes[16..24].copy_from_slice(&command.address.to_ne_bytes());
+    bytes[24..28].copy_from_slice(&command.len.to_ne_bytes());
+    if let Some(index) = command.fixed_buffer {
+        bytes[28..32].copy_from_slice(&1u32.to_ne_bytes());
+        bytes[40..42].copy_from_slice(&index.to_ne_bytes());
+    }
+    bytes[32..40].copy_from_slice(&user_data.to_ne_bytes());
+    bytes[48..128].copy_from_slice(&command.command);
+    // SAFETY: `Entry128` is `repr(C)` over plain integers and byte arrays, 128 bytes as asserted
+    // above: every bit pattern is valid.
+    unsafe { std::mem::transmute::<[u8; 128], squeue::Entry128>(bytes) }
+}

@@ -1,0 +1,166 @@
+//! The loop of a ring thread.
+//!
+//! A turn: poll all ready tasks, then one enter that submits what they queued, runs the kernel's
+//! deferred work and waits if nothing is ready, then take all completions.
+
+use std::future::Future;
+use std::pin::pin;
+use std::rc::Rc;
+use std::task::Poll;
+use std::time::{Duration, Instant};
+
+use crate::executor::ROOT;
+use crate::ring::Inner;
+use crate::{Config, Ring, SetupError, SpinPolicy};
+
+/// How long the end of a ring waits for operations that were cancelled. After that their memory is
+/// leaked, since the kernel may still write it.
+const CLOSE_WAIT: Duration = Duration::from_secs(1);
+
+/// A ring with its thread's tasks. Lives and dies on the thread that made it.
+#[derive(Debug)]
+pub struct Runtime {
+    ring: Ring,
+    spin: SpinPolicy,
+    last_sleep: Instant,
+}
+
+impl Runtime {
+    /// Makes the ring of this thread. Errors: see [`SetupError`].
+    pub fn new(config: Config) -> Result<Runtime, SetupError> {
+        let inner = Inner::new(&config)?;
+        Ok(Runtime { ring: Ring(Rc::new(inner)), spin: config.spin, last_sleep: Instant::now() })
+    }
+
+    /// The handle for tasks.
+    pub fn ring(&self) -> &Ring {
+        &self.ring
+    }
+
+    /// Runs `future` and all spawned tasks until `future` is done. The thread sleeps in
+    /// `io_uring_enter` only.
+    pub fn block_on<F: Future>(&mut self, future: F) -> F::Output {
+        let mut future = pin!(future);
+        let inner = Rc::clone(&self.ring.0);
+        let waker = inner.executor.waker(ROOT);
+        inner.executor.mark_root_ready();
+        loop {
+            if let Poll::Ready(output) = inner.executor.poll_root(future.as_mut(), &waker) {
+                return output;
+            }
+            inner.shared.receive_local(|task| inner.executor.schedule(task));
+            inner.executor.run_ready();
+            inner.shared.receive_local(|task| inner.executor.schedule(task));
+            self.turn(!inner.executor.has_ready());
+        }
+    }
+
+    /// One enter, and all completions that are there.
+    fn turn(&mut self, may_wait: bool) {
+        let inner = Rc::clone(&self.ring.0);
+        inner.arm_event();
+        if may_wait && !self.poll_before_sleep() {
+            // Inline completions are there at once: the wait is for one more than those.
+            let want = 1 + inner.inline_expected.get();
+            inner.counters.sleeps.add(1);
+            self.enter(want);
+            if !self.spin.cap().is_zero() {
+                let now = Instant::now();
+                self.spin.slept(now - self.last_sleep);
+                self.last_sleep = now;
+            }
+        } else if !may_wait && (inner.uring.queued() > 0 || inner.uring.has_work()) {
+            self.enter(0);
+        }
+        self.collect();
+    }
+
+    fn enter(&self, want: u32) {
+        let inner = &self.ring.0;
+        inner.inline_expected.set(0);
+        if let Err(error) = inner.uring.enter(&inner.counters, want, None) {
+            // Only a programming error or a dying kernel gets here; spinning on it would hide it.
+            tracing::error!("io_uring_enter: {error}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// Takes all completions.
+    fn collect(&self) {
+        let inner = &self.ring.0;
+        while let Some(completion) = inner.uring.next_completion() {
+            inner.complete(completion);
+            if !inner.event_armed.get() {
+                inner.shared.receive(&self.ring, |task| inner.executor.schedule(task));
+                inner.arm_event();
+            }
+        }
+    }
+
+    /// Submits, then watches shared memory for a while. Returns whether there is work now, i.e.
+    /// there is no need to sleep.
+    fn poll_before_sleep(&mut self) -> bool {
+        let budget = self.spin.budget();
+        if budget.is_zero() || !self.ring.0.uring.can_poll() {
+            return false;
+        }
+        let inner = Rc::clone(&self.ring.0);
+        let expected = inner.inline_expected.get();
+        if inner.uring.queued() > 0 {
+            self.enter(0);
+            let before = inner.counters.cqes.get();
+            self.collect();
+            if inner.counters.cqes.get() - before > u64::from(expected)
+                || inner.executor.has_ready()
+            {
+                return true;
+            }
+        }
+        let start = Instant::now();
+        loop {
+            if inner.uring.has_work() {
+                self.enter(0);
+                self.spin.paid();
+                inner.counters.polls_paid.add(1);
+                self.last_sleep = Instant::now();
+                return true;
+            }
+            if start.elapsed() >= budget {
+                self.spin.missed();
+                inner.counters.polls_missed.add(1);
+                return false;
+            }
+            for _ in 0..8 {
+                std::hint::spin_loop();
+            }
+        }
+    }
+}
+
+impl Drop for Runtime {
+    fn drop(&mut self) {
+        let inner = Rc::clone(&self.ring.0);
+        inner.executor.clear();
+        let pending: Vec<u64> = inner.slots.borrow().pending().collect();
+        for user_data in pending {
+            inner.cancel(user_data);
+        }
+        let deadline = Instant::now() + CLOSE_WAIT;
+        while inner.slots.borrow().pending().next().is_some() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                let count = inner.slots.borrow().pending().count();
+                tracing::warn!(
+                    "{count} operations did not end in {CLOSE_WAIT:?}; their memory is leaked"
+                );
+                inner.slots.borrow_mut().leak_pending();
+                break;
+            }
+            if inner.uring.enter(&inner.counters, 1, Some(left)).is_err() {
+                inner.slots.borrow_mut().leak_pending();
+                break;
+            }
+            self.collect();
+        }
+    }
+}

@@ -1,0 +1,177 @@
+//! Slots: one for each operation in flight, made at start-up.
+//!
+//! A slot keeps what the kernel may still touch (buffers, vectors, a time) until the completion
+//! arrives, whoever dropped what meanwhile. A generation in the user data tells a late completion
+//! from the slot's next use.
+
+use std::task::Waker;
+
+use crate::IoBuf;
+
+/// Pieces of a vectored operation.
+pub(crate) const VECTOR_MAX: usize = 8;
+
+/// What the kernel may touch until the completion.
+#[derive(Debug)]
+pub(crate) enum Keep {
+    Nothing,
+    Buffer(IoBuf),
+    Vector(#[expect(dead_code, reason = "kept alive, never read")] [Option<IoBuf>; VECTOR_MAX]),
+}
+
+/// Who is told of the completion.
+#[derive(Debug)]
+pub(crate) enum Waiter {
+    None,
+    /// A task of this ring's executor: no reference count is touched.
+    Task(u32),
+    /// A future that is polled with a waker of its own.
+    Waker(Waker),
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    Free,
+    InFlight,
+    /// The future is gone; the slot is freed by the completion.
+    Orphan,
+    Done(i32),
+}
+
+#[derive(Debug)]
+struct Slot {
+    generation: u32,
+    state: State,
+    waiter: Waiter,
+    keep: Keep,
+}
+
+/// What a completion means for the executor.
+#[derive(Debug)]
+pub(crate) enum Completed {
+    /// Wake this waiter.
+    Wake(Waiter),
+    /// Nobody waits any more, or the completion is stale.
+    Nobody,
+}
+
+/// All slots of a ring.
+#[derive(Debug)]
+pub(crate) struct Slots {
+    slots: Vec<Slot>,
+    free: Vec<u32>,
+    in_flight: usize,
+}
+
+impl Slots {
+    pub(crate) fn new(count: u32) -> Slots {
+        let slots = (0..count)
+            .map(|_| Slot {
+                generation: 0,
+                state: State::Free,
+                waiter: Waiter::None,
+                keep: Keep::Nothing,
+            })
+            .collect();
+        Slots { slots, free: (0..count).rev().collect(), in_flight: 0 }
+    }
+
+    /// Takes a free slot for an operation. Gives `keep` back when all are in use.
+    pub(crate) fn take(&mut self, keep: Keep) -> Result<u32, Keep> {
+        let Some(index) = self.free.pop() else { return Err(keep) };
+        let slot = &mut self.slots[index as usize];
+        debug_assert_eq!(slot.state, State::Free);
+        slot.generation = (slot.generation + 1) & GENERATION_MASK;
+        if slot.generation == 0 {
+            slot.generation = 1;
+        }
+        slot.state = State::InFlight;
+        slot.keep = keep;
+        self.in_flight += 1;
+        Ok(index)
+    }
+
+    /// The user data that leads a completion back here.
+    pub(crate) fn user_data(&self, index: u32) -> u64 {
+        u64::from(self.slots[index as usize].generation) << 32 | u64::from(index)
+    }
+
+    /// Sets who is woken, unless the result is there already: then returns it and frees the slot.
+    pub(crate) fn poll(&mut self, index: u32, waiter: impl FnOnce() -> Waiter) -> Option<i32> {
+        let slot = &mut self.slots[index as usize];
+        if let State::Done(result) = slot.state {
+            self.release(index);
+            return Some(result);
+        }
+        slot.waiter = waiter();
+        None
+    }
+
+    /// The future of the operation is dropped. Returns whether the kernel still has it.
+    pub(crate) fn abandon(&mut self, index: u32) -> bool {
+        let slot = &mut self.slots[index as usize];
+        slot.waiter = Waiter::None;
+        if slot.state == State::InFlight {
+            slot.state = State::Orphan;
+            return true;
+        }
+        self.release(index);
+        false
+    }
+
+    /// A completion arrived.
+    pub(crate) fn complete(&mut self, user_data: u64, result: i32) -> Completed {
+        let index = user_data as u32;
+        let Some(slot) = self.slots.get_mut(index as usize) else { return Completed::Nobody };
+        if u64::from(slot.generation) != user_data >> 32 {
+            return Completed::Nobody;
+        }
+        match slot.state {
+            State::InFlight => {
+                slot.state = State::Done(result);
+                // The kernel is done with the memory: give it back before the future looks.
+                slot.keep = Keep::Nothing;
+                Completed::Wake(std::mem::replace(&mut slot.waiter, Waiter::None))
+            }
+            State::Orphan => {
+                self.release(index);
+                Completed::Nobody
+            }
+            State::Free | State::Done(_) => Completed::Nobody,
+        }
+    }
+
+    fn release(&mut self, index: u32) {
+        let slot = &mut self.slots[index as usize];
+        slot.state = State::Free;
+        slot.keep = Keep::Nothing;
+        slot.waiter = Waiter::None;
+        self.free.push(index);
+        self.in_flight -= 1;
+    }
+
+    /// Operations that the kernel has or whose result was not taken.
+    pub(crate) fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+
+    /// User data of every operation that the kernel still has.
+    pub(crate) fn pending(&self) -> impl Iterator<Item = u64> + '_ {
+        self.slots.iter().enumerate().filter_map(|(index, slot)| {
+            matches!(slot.state, State::InFlight | State::Orphan)
+                .then(|| u64::from(slot.generation) << 32 | index as u64)
+        })
+    }
+
+    /// Forgets all memory that the kernel may still touch, so that nothing frees it.
+    pub(crate) fn leak_pending(&mut self) {
+        for slot in &mut self.slots {
+            if matches!(slot.state, State::InFlight | State::Orphan) {
+                std::mem::forget(std::mem::replace(&mut slot.keep, Keep::Nothing));
+            }
+        }
+    }
+}
+
+/// Generations use 30 bits: the two above mark other kinds of user data.
+pub(crate) const GENERATION_MASK: u32 = (1 << 30) - 1;

@@ -1,0 +1,79 @@
+//! When to poll before sleeping.
+//!
+//! A thread that sleeps pays a wake-up; one that polls takes a CPU that its client may need. Which
+//! is cheaper depends on the client, so the policy tries and learns: a poll that found work pays,
+//! one that did not costs. After misses it pauses, each time for longer; after a long sleep (an
+//! idle export) it does not poll at all.
+
+use std::time::Duration;
+
+/// Polls in a row that must miss before the pause starts.
+const MISSES_ALLOWED: u32 = 2;
+/// Longest pause, in sleeps. At one sleep for each request this is one trial in 1024 requests.
+const PAUSE_MAX: u32 = 1024;
+/// A pause after the first failed trial, in sleeps.
+const PAUSE_FIRST: u32 = 16;
+
+/// Learns whether polling for a while before sleeping pays. Owned by the ring thread.
+#[derive(Clone, Debug)]
+pub struct SpinPolicy {
+    cap: Duration,
+    /// Misses since the last poll that paid.
+    misses: u32,
+    /// Sleeps left before the next trial.
+    pause: u32,
+    /// Length of the next pause.
+    pause_next: u32,
+    /// The last sleep was long: the export is idle.
+    idle: bool,
+}
+
+impl SpinPolicy {
+    /// Never polls.
+    pub fn off() -> SpinPolicy {
+        SpinPolicy::adaptive(Duration::ZERO)
+    }
+
+    /// Polls for at most `cap` before a sleep, as long as that pays.
+    pub fn adaptive(cap: Duration) -> SpinPolicy {
+        SpinPolicy { cap, misses: 0, pause: 0, pause_next: PAUSE_FIRST, idle: false }
+    }
+
+    /// The longest poll.
+    pub fn cap(&self) -> Duration {
+        self.cap
+    }
+
+    /// How long to poll now; zero means: sleep at once.
+    pub(crate) fn budget(&mut self) -> Duration {
+        if self.cap.is_zero() || self.idle {
+            return Duration::ZERO;
+        }
+        if self.pause > 0 {
+            self.pause -= 1;
+            return Duration::ZERO;
+        }
+        self.cap
+    }
+
+    /// A poll found work.
+    pub(crate) fn paid(&mut self) {
+        self.misses = 0;
+        self.pause_next = PAUSE_FIRST;
+    }
+
+    /// A poll ran out of its budget.
+    pub(crate) fn missed(&mut self) {
+        self.misses += 1;
+        if self.misses >= MISSES_ALLOWED {
+            self.pause = self.pause_next;
+            self.pause_next = (self.pause_next * 2).min(PAUSE_MAX);
+        }
+    }
+
+    /// A sleep took `slept`. One that is much longer than the cap marks the export idle: the next
+    /// request does not make the thread poll, the one after it may.
+    pub(crate) fn slept(&mut self, slept: Duration) {
+        self.idle = slept > self.cap * 20;
+    }
+}
