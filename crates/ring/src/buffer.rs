@@ -25,10 +25,11 @@ struct Region {
 impl Region {
     fn new(len: usize, align: usize) -> Region {
         assert!(align.is_power_of_two(), "alignment {align} is not a power of two");
-        if len >= MAP_FROM_BYTES && align <= PAGE_BYTES {
-            if let Some(region) = Region::map(len) {
-                return region;
-            }
+        if len >= MAP_FROM_BYTES
+            && align <= PAGE_BYTES
+            && let Some(region) = Region::map(len)
+        {
+            return region;
         }
         let layout = Layout::from_size_align(len.max(1), align.max(16)).expect("buffer size");
         // SAFETY: the layout's size is not zero (`max(1)`).
@@ -145,7 +146,7 @@ impl IoBuf {
         self.check(at, dst.len());
         // SAFETY: as in `copy_from_slice`, the other way.
         unsafe {
-            std::ptr::copy_nonoverlapping(self.as_mut_ptr().add(at), dst.as_mut_ptr(), dst.len())
+            std::ptr::copy_nonoverlapping(self.as_mut_ptr().add(at), dst.as_mut_ptr(), dst.len());
         }
     }
 

@@ -51,11 +51,17 @@ thread_local! {
     static WOKEN_HERE: RefCell<Vec<(usize, u32)>> = const { RefCell::new(Vec::new()) };
 }
 
+/// A number that differs between living threads, cheaper than a thread id.
+fn thread_mark() -> usize {
+    WOKEN_HERE.with(|woken| std::ptr::from_ref(woken) as usize)
+}
+
 /// The part of a ring that other threads may touch.
 pub(crate) struct Shared {
     messages: Mailbox<Message>,
     event: OwnedFd,
-    owner: std::thread::ThreadId,
+    /// [`thread_mark`] of the ring's thread.
+    owner: usize,
 }
 
 impl Shared {
@@ -63,7 +69,7 @@ impl Shared {
         Ok(Shared {
             messages: Mailbox::default(),
             event: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
-            owner: std::thread::current().id(),
+            owner: thread_mark(),
         })
     }
 
@@ -73,7 +79,7 @@ impl Shared {
 
     /// Wakes a task, from any thread.
     pub(crate) fn wake(&self, task: u32) {
-        if std::thread::current().id() == self.owner {
+        if thread_mark() == self.owner {
             WOKEN_HERE.with_borrow_mut(|woken| woken.push((self.address(), task)));
         } else {
             self.send(Message::Wake(task));

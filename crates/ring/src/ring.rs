@@ -212,7 +212,7 @@ impl Inner {
         match completion.user_data {
             TAG_EVENT => self.event_armed.set(false),
             TAG_MESSAGE => {
-                self.messages.borrow_mut().push_back(completion.result as u32);
+                self.messages.borrow_mut().push_back(completion.result.cast_unsigned());
                 let waiter = self.message_waiter.replace(Waiter::None);
                 self.executor.wake(waiter);
             }
@@ -312,6 +312,15 @@ impl Ring {
         Op::new(self, what, Some(buf.clone()))
     }
 
+    /// Waits for a slot.
+    async fn slot(&self, keep: impl Fn() -> Keep) -> u32 {
+        poll_fn(|cx| match self.0.take_slot(keep(), cx) {
+            Ok(slot) => Poll::Ready(slot),
+            Err(_) => Poll::Pending,
+        })
+        .await
+    }
+
     /// Takes a slot and fills it, then awaits the completion of what `entry` builds from the
     /// slot's vector.
     async fn vectored(
@@ -323,17 +332,8 @@ impl Ring {
             return Err(Errno::INVAL);
         }
         let inner = &self.0;
-        let slot = poll_fn(|cx| {
-            let mut kept = [const { None }; VECTOR_MAX];
-            for (place, buf) in kept.iter_mut().zip(bufs) {
-                *place = Some(buf.clone());
-            }
-            match inner.take_slot(Keep::Vector(kept), cx) {
-                Ok(slot) => Poll::Ready(slot),
-                Err(_) => Poll::Pending,
-            }
-        })
-        .await;
+        let slot = self.slot(|| Keep::Pieces).await;
+        inner.slots.borrow_mut().keep_pieces(slot, bufs);
         let vector = inner.vectors[slot as usize].get();
         for (at, buf) in bufs.iter().enumerate() {
             // SAFETY: the slot belongs to this operation alone, `at < VECTOR_MAX` was checked, and
@@ -440,11 +440,7 @@ impl Ring {
     /// Sends a driver command. Errors: `EOPNOTSUPP` on a ring without 128-byte entries.
     pub async fn command(&self, command: &RawCommand) -> Result<u32, Errno> {
         let inner = &self.0;
-        let slot = poll_fn(|cx| match inner.take_slot(Keep::Nothing, cx) {
-            Ok(slot) => Poll::Ready(slot),
-            Err(_) => Poll::Pending,
-        })
-        .await;
+        let slot = self.slot(|| Keep::Nothing).await;
         let user_data = inner.slots.borrow().user_data(slot);
         let entry = command_entry(command, user_data);
         inner.make_room(1);

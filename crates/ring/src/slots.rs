@@ -16,7 +16,8 @@ pub(crate) const VECTOR_MAX: usize = 8;
 pub(crate) enum Keep {
     Nothing,
     Buffer(IoBuf),
-    Vector(#[expect(dead_code, reason = "kept alive, never read")] [Option<IoBuf>; VECTOR_MAX]),
+    /// The slot's `pieces`.
+    Pieces,
 }
 
 /// Who is told of the completion.
@@ -44,6 +45,17 @@ struct Slot {
     state: State,
     waiter: Waiter,
     keep: Keep,
+    /// Buffers of a vectored operation; here so that `Keep` stays small.
+    pieces: [Option<IoBuf>; VECTOR_MAX],
+}
+
+impl Slot {
+    /// Drops what was kept: the kernel is done with it.
+    fn forget_kept(&mut self) {
+        if matches!(std::mem::replace(&mut self.keep, Keep::Nothing), Keep::Pieces) {
+            self.pieces.fill(None);
+        }
+    }
 }
 
 /// What a completion means for the executor.
@@ -71,6 +83,7 @@ impl Slots {
                 state: State::Free,
                 waiter: Waiter::None,
                 keep: Keep::Nothing,
+                pieces: [const { None }; VECTOR_MAX],
             })
             .collect();
         Slots { slots, free: (0..count).rev().collect(), in_flight: 0 }
@@ -89,6 +102,13 @@ impl Slots {
         slot.keep = keep;
         self.in_flight += 1;
         Ok(index)
+    }
+
+    /// Makes a slot taken with [`Keep::Pieces`] keep these buffers; at most [`VECTOR_MAX`].
+    pub(crate) fn keep_pieces(&mut self, index: u32, bufs: &[IoBuf]) {
+        for (place, buf) in self.slots[index as usize].pieces.iter_mut().zip(bufs) {
+            *place = Some(buf.clone());
+        }
     }
 
     /// The user data that leads a completion back here.
@@ -121,7 +141,7 @@ impl Slots {
 
     /// A completion arrived.
     pub(crate) fn complete(&mut self, user_data: u64, result: i32) -> Completed {
-        let index = user_data as u32;
+        let index = (user_data & u64::from(u32::MAX)) as u32;
         let Some(slot) = self.slots.get_mut(index as usize) else { return Completed::Nobody };
         if u64::from(slot.generation) != user_data >> 32 {
             return Completed::Nobody;
@@ -130,7 +150,7 @@ impl Slots {
             State::InFlight => {
                 slot.state = State::Done(result);
                 // The kernel is done with the memory: give it back before the future looks.
-                slot.keep = Keep::Nothing;
+                slot.forget_kept();
                 Completed::Wake(std::mem::replace(&mut slot.waiter, Waiter::None))
             }
             State::Orphan => {
@@ -144,7 +164,7 @@ impl Slots {
     fn release(&mut self, index: u32) {
         let slot = &mut self.slots[index as usize];
         slot.state = State::Free;
-        slot.keep = Keep::Nothing;
+        slot.forget_kept();
         slot.waiter = Waiter::None;
         self.free.push(index);
         self.in_flight -= 1;
@@ -157,10 +177,11 @@ impl Slots {
 
     /// User data of every operation that the kernel still has.
     pub(crate) fn pending(&self) -> impl Iterator<Item = u64> + '_ {
-        self.slots.iter().enumerate().filter_map(|(index, slot)| {
-            matches!(slot.state, State::InFlight | State::Orphan)
-                .then(|| u64::from(slot.generation) << 32 | index as u64)
-        })
+        self.slots
+            .iter()
+            .enumerate()
+            .filter(|(_, slot)| matches!(slot.state, State::InFlight | State::Orphan))
+            .map(|(index, slot)| u64::from(slot.generation) << 32 | index as u64)
     }
 
     /// Forgets all memory that the kernel may still touch, so that nothing frees it.
@@ -168,6 +189,7 @@ impl Slots {
         for slot in &mut self.slots {
             if matches!(slot.state, State::InFlight | State::Orphan) {
                 std::mem::forget(std::mem::replace(&mut slot.keep, Keep::Nothing));
+                std::mem::forget(std::mem::replace(&mut slot.pieces, [const { None }; VECTOR_MAX]));
             }
         }
     }
