@@ -1,1 +1,35 @@
-//! ringdisk disk.
+//! What an export serves: null, raw and qcow2 images with their backing chains.
+//!
+//! Promises:
+//! 1. **No lock, no allocation, no shared reference count** for a request whose mapping is cached.
+//! 2. **An image is not trusted.** The files that it names are opened inside the allowed
+//!    directories only, with the format that the image states; nothing is guessed.
+//! 3. **Chains are flat.** Layers are a list and look-ups loop over it, so a deep chain costs no
+//!    stack.
+//! 4. **Nothing from outside ends the process**: malformed images give an [`Error`], failing
+//!    storage gives an errno.
+
+#![forbid(unsafe_code)]
+
+mod disk;
+mod error;
+mod gate;
+pub mod name;
+mod null;
+mod options;
+pub mod probe;
+pub mod resolve;
+mod status;
+mod watch;
+
+pub use disk::Disk;
+pub use error::{Error, ErrorKind};
+pub use options::{Cache, Format, ImageOptions, NullOptions, Source};
+pub use ringdisk_ring::Errno;
+pub use status::BlockStatus;
+pub use watch::SizeWatch;
+
+/// Layers of a backing chain, top image included. Each holds a descriptor (two with a data file),
+/// so 256 fit into the usual limit of 1024 descriptors beside everything else; chains longer than
+/// that come from loops or scripts gone wild.
+pub const LAYERS_MAX: usize = 256;

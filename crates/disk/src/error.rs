@@ -1,0 +1,116 @@
+//! Control path errors: opening, resizing and describing images.
+//!
+//! Promises: every message names the object (a file, an option), the reason, and what the user can
+//! do about it. Callers match on [`ErrorKind`]; reporters print the error and then its sources.
+
+use std::error::Error as StdError;
+use std::fmt;
+use std::io;
+
+/// What went wrong, for callers that decide by it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// The image or a file that it names does not exist.
+    NotFound,
+    /// The operating system refused access.
+    PermissionDenied,
+    /// A backing or data file lies outside the allowed directories.
+    NotAllowed,
+    /// The file is neither a regular file nor a block device.
+    NotAnImage,
+    /// The format is not known, or not named where it must be.
+    UnknownFormat,
+    /// The image asks for something that this version does not do.
+    Unsupported,
+    /// An option or a name inside the image makes no sense.
+    Invalid,
+    /// The backing chain comes back to a file that is already in it.
+    Loop,
+    /// The backing chain has more layers than [`LAYERS_MAX`](crate::LAYERS_MAX).
+    TooDeep,
+    /// Another program holds a lock on the image.
+    Locked,
+    /// The image is damaged.
+    Corrupt,
+    /// The operating system reported another error.
+    Io,
+}
+
+/// A control path error: kind, message and cause.
+#[derive(Debug)]
+pub struct Error {
+    kind: ErrorKind,
+    message: String,
+    source: Option<Box<dyn StdError + Send + Sync + 'static>>,
+}
+
+impl Error {
+    /// An error without a deeper cause.
+    ///
+    /// * `message`: one sentence that names the object, the reason and the way out.
+    pub fn new(kind: ErrorKind, message: impl Into<String>) -> Error {
+        Error { kind, message: message.into(), source: None }
+    }
+
+    /// Adds the cause; `Display` of this error does not repeat it.
+    #[must_use]
+    pub fn with_source(mut self, source: impl StdError + Send + Sync + 'static) -> Error {
+        self.source = Some(Box::new(source));
+        self
+    }
+
+    /// Puts what was being done in front of the message.
+    #[must_use]
+    pub fn context(mut self, context: impl fmt::Display) -> Error {
+        self.message = format!("{context}: {}", self.message);
+        self
+    }
+
+    /// An error of the operating system while `doing` was being done.
+    pub(crate) fn os(doing: impl fmt::Display, errno: rustix::io::Errno) -> Error {
+        use rustix::io::Errno;
+        let kind = match errno {
+            Errno::NOENT | Errno::NOTDIR => ErrorKind::NotFound,
+            Errno::ACCESS | Errno::PERM => ErrorKind::PermissionDenied,
+            Errno::ISDIR | Errno::NXIO | Errno::NODEV => ErrorKind::NotAnImage,
+            Errno::LOOP => ErrorKind::Loop,
+            _ => ErrorKind::Io,
+        };
+        let hint = match errno {
+            Errno::MFILE => "; raise the limit with `ulimit -n`",
+            Errno::ROFS => "; open it read-only",
+            _ => "",
+        };
+        let cause = io::Error::from(errno);
+        // The operating system's text carries "(os error N)"; users need the words only.
+        let text = cause.to_string();
+        let words = text.split(" (os error").next().unwrap_or_default();
+        Error::new(kind, format!("{doing}: {words}{hint}"))
+    }
+
+    /// What went wrong.
+    pub fn kind(&self) -> ErrorKind {
+        self.kind
+    }
+
+    /// The message without the causes.
+    pub fn message(&self) -> &str {
+        &self.message
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl StdError for Error {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        match &self.source {
+            Some(source) => Some(source.as_ref()),
+            None => None,
+        }
+    }
+}

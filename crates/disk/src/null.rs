@@ -1,0 +1,45 @@
+//! The null disk: any size, keeps nothing.
+//!
+//! Measures everything but storage. Reads leave the buffer as it is, or fill it with zeroes;
+//! writes are dropped. Never allocates, locks or blocks.
+
+use std::time::Duration;
+
+use ringdisk_ring::{IoBuf, Ring};
+
+use crate::NullOptions;
+
+/// A null node.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Null {
+    read_zeroes: bool,
+    latency: Option<Duration>,
+}
+
+impl Null {
+    pub(crate) fn new(options: &NullOptions) -> Null {
+        Null {
+            read_zeroes: options.read_zeroes,
+            latency: (!options.latency.is_zero()).then_some(options.latency),
+        }
+    }
+
+    /// Whether reads return zeroes rather than leave the buffer alone.
+    pub(crate) fn read_zeroes(&self) -> bool {
+        self.read_zeroes
+    }
+
+    /// Waits for as long as a request takes.
+    pub(crate) async fn delay(&self, ring: &Ring) {
+        if let Some(latency) = self.latency {
+            ring.sleep(latency).await;
+        }
+    }
+
+    /// Fills the buffer if reads return zeroes.
+    pub(crate) fn fill(&self, buf: &IoBuf) {
+        if self.read_zeroes {
+            buf.fill(0);
+        }
+    }
+}

@@ -1,0 +1,146 @@
+//! What a caller can choose about an image.
+//!
+//! Plain data with defaults; nothing here opens a file.
+
+use std::fmt;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use crate::{Error, ErrorKind};
+
+/// An image format that can be opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Format {
+    /// Bytes as they are.
+    Raw,
+    /// QEMU copy-on-write, version 2 and 3.
+    Qcow2,
+}
+
+impl Format {
+    /// The name that images and command lines use.
+    pub fn name(self) -> &'static str {
+        match self {
+            Format::Raw => "raw",
+            Format::Qcow2 => "qcow2",
+        }
+    }
+}
+
+impl fmt::Display for Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Format {
+    type Err = Error;
+
+    /// Reads `raw` or `qcow2`.
+    ///
+    /// Errors: `UnknownFormat` for every other word.
+    fn from_str(text: &str) -> Result<Format, Error> {
+        match text {
+            "raw" => Ok(Format::Raw),
+            "qcow2" => Ok(Format::Qcow2),
+            _ => Err(Error::new(
+                ErrorKind::UnknownFormat,
+                format!("unknown format '{}'; known formats: raw, qcow2", text.escape_debug()),
+            )),
+        }
+    }
+}
+
+/// How the host's page cache and flushes are used; the words are QEMU's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Cache {
+    /// Host page cache; a flush makes writes durable.
+    #[default]
+    Writeback,
+    /// `O_DIRECT`: no host page cache; a flush makes writes durable.
+    None,
+    /// Host page cache; each write is flushed before it is answered.
+    Writethrough,
+    /// Host page cache; flushes are ignored, so a crash of the host loses data.
+    Unsafe,
+}
+
+impl Cache {
+    /// Whether files are opened with `O_DIRECT`.
+    pub fn direct(self) -> bool {
+        self == Cache::None
+    }
+}
+
+impl FromStr for Cache {
+    type Err = Error;
+
+    /// Reads QEMU's words; `directsync` is not offered.
+    ///
+    /// Errors: `Invalid` for every other word.
+    fn from_str(text: &str) -> Result<Cache, Error> {
+        match text {
+            "writeback" => Ok(Cache::Writeback),
+            "none" => Ok(Cache::None),
+            "writethrough" => Ok(Cache::Writethrough),
+            "unsafe" => Ok(Cache::Unsafe),
+            _ => Err(Error::new(
+                ErrorKind::Invalid,
+                format!(
+                    "unknown cache mode '{}'; known modes: writeback, none, writethrough, unsafe",
+                    text.escape_debug()
+                ),
+            )),
+        }
+    }
+}
+
+/// Options of [`Disk::open`](crate::Disk::open). `Default` probes the format, opens for writing
+/// and allows files below the image's own directory.
+#[derive(Clone, Debug, Default)]
+pub struct ImageOptions {
+    /// Format of the top image; `None` probes it, and then a raw image protects its first sector.
+    pub format: Option<Format>,
+    /// Open for reading only.
+    pub read_only: bool,
+    /// Fall back to reading where the image cannot be written (a format that is only read, no
+    /// permission, a read-only file system) instead of failing; the reason is then in
+    /// [`Disk::read_only_reason`](crate::Disk::read_only_reason).
+    pub auto_read_only: bool,
+    /// Use of the host page cache and of flushes, for every file of the chain.
+    pub cache: Cache,
+    /// First byte of the image inside a raw file, bytes.
+    pub raw_offset: u64,
+    /// Size of the image inside a raw file, bytes; `None`: to the end of the file. An image with a
+    /// given size cannot be resized.
+    pub raw_size: Option<u64>,
+    /// Directories (with all below) and single files that backing and data file names may lead
+    /// to, beside the image's own directory.
+    pub allow_paths: Vec<PathBuf>,
+    /// Memory cap of the metadata cache of each qcow2 layer, bytes; `None`: sized by the image.
+    pub metadata_cache_bytes: Option<u64>,
+    /// Take no locks (QEMU's `force-share`); only with `read_only`.
+    pub force_share: bool,
+}
+
+/// Where the top image is.
+#[derive(Debug)]
+pub enum Source {
+    /// A path that the user named; symbolic links in it are followed.
+    Path(PathBuf),
+    /// An inherited descriptor, and a name for messages.
+    Fd(OwnedFd, String),
+}
+
+/// Options of [`Disk::null`](crate::Disk::null).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NullOptions {
+    /// Size of the disk, bytes.
+    pub size: u64,
+    /// Reads return zeroes; otherwise they leave the buffer as it is.
+    pub read_zeroes: bool,
+    /// How long each read, write, flush and write-zeroes takes; zero: no wait.
+    pub latency: Duration,
+}

@@ -1,0 +1,489 @@
+//! Opens the files that an image names, inside the allowed directories only.
+//!
+//! Promises: whatever an image says, and whatever happens to the file system meanwhile, the file
+//! that is opened was reached by steps inside an allowed directory, or is a file that the user
+//! named. A path is walked one component at a time from a directory that is held open; each step is
+//! an `openat2` with `RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS`, so the kernel follows no link on its
+//! own. Links are read and their text is walked by the same rules. Nothing outside the allowed
+//! directories is touched, not even to see whether it exists. FIFOs, sockets and character devices
+//! are never opened (checked on an `O_PATH` descriptor first, and again after the open, which does
+//! not block).
+//!
+//! Control path; called by the thread that opens an image.
+
+use std::ffi::{OsStr, OsString};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStringExt;
+use std::path::{Component, Path, PathBuf};
+
+use rustix::fs::{self, FileType, Mode, OFlags, ResolveFlags, Stat};
+use rustix::io::Errno;
+
+use crate::name::printable_path;
+use crate::{Error, ErrorKind};
+
+/// Symbolic links followed for one name; the kernel's own limit (`MAXSYMLINKS`).
+pub const SYMLINKS_MAX: u32 = 40;
+
+/// Components walked for one name. A path of `PATH_MAX` bytes has at most 2048; links add theirs.
+const COMPONENTS_MAX: u32 = 4096;
+
+/// How often a name is tried again when the file changed between the check and the open.
+const RACES_MAX: u32 = 16;
+
+/// An opened file and what it is.
+#[derive(Debug)]
+pub struct Opened {
+    /// The descriptor; not `O_NONBLOCK`.
+    pub fd: OwnedFd,
+    /// Device and inode; for a block device a pair made of its device number.
+    pub identity: (u64, u64),
+}
+
+/// How to open the file at the end of a path.
+#[derive(Clone, Copy, Debug)]
+pub struct Access {
+    /// Open for reading and writing.
+    pub write: bool,
+    /// `O_DIRECT`, where the file system has it.
+    pub direct: bool,
+}
+
+/// A directory with everything below, or one file.
+#[derive(Debug)]
+enum Allowed {
+    Directory {
+        /// As the user spelled it, made absolute, and as the kernel calls it.
+        paths: [PathBuf; 2],
+        fd: OwnedFd,
+    },
+    File {
+        paths: [PathBuf; 2],
+        /// `O_PATH`.
+        fd: OwnedFd,
+    },
+}
+
+/// The allowed directories and files.
+#[derive(Debug, Default)]
+pub struct Resolver {
+    allowed: Vec<Allowed>,
+}
+
+/// Where a walk stands: a held directory below an allowed one.
+struct Place<'a> {
+    root: &'a Path,
+    root_fd: BorrowedFd<'a>,
+    /// Directories below the root that lead here, so `..` goes back the way it came.
+    below: Vec<OwnedFd>,
+}
+
+/// What one look at the end of a path found.
+enum Step {
+    Done(OwnedFd),
+    /// A link: its text.
+    Link(PathBuf),
+}
+
+impl Resolver {
+    /// Allows directories with all below, and single files.
+    ///
+    /// * `paths`: named by the user, so links in them are followed.
+    ///
+    /// Errors: as of `open(2)`, and `NotAnImage` for a path that is neither a directory nor an
+    /// image.
+    pub fn new(paths: &[PathBuf]) -> Result<Resolver, Error> {
+        let mut resolver = Resolver::default();
+        for path in paths {
+            resolver.allow(path)?;
+        }
+        Ok(resolver)
+    }
+
+    /// Allows one more directory or file.
+    ///
+    /// Errors: as [`Resolver::new`].
+    pub fn allow(&mut self, path: &Path) -> Result<(), Error> {
+        let doing = format!("cannot allow the path '{}'", printable_path(path));
+        let flags = OFlags::PATH | OFlags::CLOEXEC;
+        let fd = fs::open(path, flags, Mode::empty()).map_err(|e| Error::os(&doing, e))?;
+        let stat = fs::fstat(&fd).map_err(|e| Error::os(&doing, e))?;
+        let real = real_path(&fd).map_err(|e| Error::os(&doing, e))?;
+        let given = absolute(path).map_err(|e| Error::os(&doing, e))?;
+        let paths = [given, real];
+        match FileType::from_raw_mode(stat.st_mode) {
+            FileType::Directory => self.allowed.push(Allowed::Directory { paths, fd }),
+            FileType::RegularFile | FileType::BlockDevice => {
+                self.allowed.push(Allowed::File { paths, fd });
+            }
+            other => return Err(not_an_image(&printable_path(path), other)),
+        }
+        Ok(())
+    }
+
+    /// The allowed paths, for messages.
+    pub fn describe(&self) -> String {
+        let mut text = String::new();
+        for allowed in &self.allowed {
+            let (Allowed::Directory { paths, .. } | Allowed::File { paths, .. }) = allowed;
+            if !text.is_empty() {
+                text.push_str(", ");
+            }
+            text.push('\'');
+            text.push_str(&printable_path(&paths[0]));
+            text.push('\'');
+        }
+        if text.is_empty() {
+            text.push_str("none");
+        }
+        text
+    }
+
+    /// The first allowed directory; base of relative names when the image has no path.
+    pub fn first_directory(&self) -> Option<&Path> {
+        self.allowed.iter().find_map(|allowed| match allowed {
+            Allowed::Directory { paths, .. } => Some(paths[0].as_path()),
+            Allowed::File { .. } => None,
+        })
+    }
+
+    /// Opens a file that an image names.
+    ///
+    /// * `path`: absolute.
+    ///
+    /// Errors: `NotAllowed` when the way leads outside, `NotFound`, `NotAnImage` (directory, FIFO,
+    /// device), `PermissionDenied`, `Loop` (symbolic links), `Io`.
+    pub fn open(&self, path: &Path, access: Access) -> Result<Opened, Error> {
+        for _ in 0..RACES_MAX {
+            match self.walk(path, access) {
+                Err(WalkError::Raced) => {}
+                Err(WalkError::Outside) => return Err(self.outside(path)),
+                Err(WalkError::Os(errno)) => {
+                    let doing = format!("cannot open '{}'", printable_path(path));
+                    return Err(Error::os(doing, errno));
+                }
+                Err(WalkError::NotAnImage(kind)) => {
+                    return Err(not_an_image(&printable_path(path), kind));
+                }
+                Ok(opened) => return Ok(opened),
+            }
+        }
+        Err(Error::new(
+            ErrorKind::NotAllowed,
+            format!(
+                "'{}' was replaced again and again while it was being opened",
+                printable_path(path)
+            ),
+        ))
+    }
+
+    fn outside(&self, path: &Path) -> Error {
+        let directory = path.parent().unwrap_or(path);
+        Error::new(
+            ErrorKind::NotAllowed,
+            format!(
+                "'{}' is, or leads through a link or '..', outside the allowed paths ({}); if you \
+                 trust the image, add the directory where the file really is, for example \
+                 `--allow-path '{}'`",
+                printable_path(path),
+                self.describe(),
+                printable_path(directory),
+            ),
+        )
+    }
+
+    /// The single file that the user allowed under this path.
+    fn allowed_file(&self, path: &Path) -> Option<&OwnedFd> {
+        self.allowed.iter().find_map(|allowed| match allowed {
+            Allowed::File { paths, fd } if paths.iter().any(|p| p == path) => Some(fd),
+            _ => None,
+        })
+    }
+
+    /// The deepest allowed directory that the path starts with, and the rest of the path.
+    fn enter<'a>(&'a self, path: &Path) -> Option<(Place<'a>, PathBuf)> {
+        let mut best: Option<(usize, Place<'a>, PathBuf)> = None;
+        for allowed in &self.allowed {
+            let Allowed::Directory { paths, fd } = allowed else {
+                continue;
+            };
+            for prefix in paths {
+                let Ok(rest) = path.strip_prefix(prefix) else {
+                    continue;
+                };
+                let depth = prefix.components().count();
+                if best.as_ref().is_none_or(|(most, ..)| depth > *most) {
+                    let place = Place { root: &paths[1], root_fd: fd.as_fd(), below: Vec::new() };
+                    best = Some((depth, place, rest.to_path_buf()));
+                }
+            }
+        }
+        best.map(|(_, place, rest)| (place, rest))
+    }
+
+    /// One attempt.
+    fn walk(&self, path: &Path, access: Access) -> Result<Opened, WalkError> {
+        let mut target = path.to_path_buf();
+        let mut links = 0;
+        let mut components = 0;
+        // Each turn starts at an allowed directory; a link or `..` that leaves it starts another.
+        'again: loop {
+            if let Some(fd) = self.allowed_file(&target) {
+                return reopen(fd, access);
+            }
+            let (mut place, rest) = self.enter(&target).ok_or(WalkError::Outside)?;
+            let mut todo: Vec<OsString> = reversed(&rest);
+            while let Some(name) = todo.pop() {
+                components += 1;
+                if components > COMPONENTS_MAX {
+                    return Err(WalkError::Os(Errno::NAMETOOLONG));
+                }
+                if name == ".." {
+                    if place.below.pop().is_none() {
+                        let mut above = place.root.parent().unwrap_or(place.root).to_path_buf();
+                        append(&mut above, todo);
+                        target = above;
+                        continue 'again;
+                    }
+                    continue;
+                }
+                let last = todo.is_empty();
+                let step = if last {
+                    open_last(place.fd(), &name, access)?
+                } else {
+                    open_directory(place.fd(), &name)?
+                };
+                match step {
+                    Step::Done(fd) if last => {
+                        let identity = check(&fd)?;
+                        return Ok(Opened { fd, identity });
+                    }
+                    Step::Done(fd) => place.below.push(fd),
+                    Step::Link(text) => {
+                        links += 1;
+                        if links > SYMLINKS_MAX {
+                            return Err(WalkError::Os(Errno::LOOP));
+                        }
+                        if text.is_absolute() {
+                            target = text;
+                            append(&mut target, todo);
+                            continue 'again;
+                        }
+                        todo.extend(reversed(&text));
+                    }
+                }
+            }
+            // Nothing left to open: the path named a directory.
+            return Err(WalkError::NotAnImage(FileType::Directory));
+        }
+    }
+}
+
+impl Place<'_> {
+    fn fd(&self) -> BorrowedFd<'_> {
+        self.below.last().map_or(self.root_fd, AsFd::as_fd)
+    }
+}
+
+/// Why a walk ended.
+enum WalkError {
+    Os(Errno),
+    Outside,
+    NotAnImage(FileType),
+    /// The file was replaced between two steps.
+    Raced,
+}
+
+impl From<Errno> for WalkError {
+    fn from(errno: Errno) -> WalkError {
+        WalkError::Os(errno)
+    }
+}
+
+/// Components in reverse order; a leading `/` and `.` are dropped.
+fn reversed(path: &Path) -> Vec<OsString> {
+    let names = path.components().filter_map(|component| match component {
+        Component::Normal(name) => Some(name.to_os_string()),
+        Component::ParentDir => Some(OsString::from("..")),
+        Component::RootDir | Component::CurDir | Component::Prefix(_) => None,
+    });
+    let mut names: Vec<OsString> = names.collect();
+    names.reverse();
+    names
+}
+
+fn append(path: &mut PathBuf, mut reversed: Vec<OsString>) {
+    while let Some(name) = reversed.pop() {
+        path.push(name);
+    }
+}
+
+/// Steps of a walk never follow a link and never leave their directory.
+fn step_flags() -> ResolveFlags {
+    ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS
+}
+
+fn open_directory(at: BorrowedFd<'_>, name: &OsStr) -> Result<Step, WalkError> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    match fs::openat2(at, name, flags, Mode::empty(), step_flags()) {
+        Ok(fd) => Ok(Step::Done(fd)),
+        // A link is ELOOP by the resolve flags, or ENOTDIR by O_DIRECTORY.
+        Err(errno @ (Errno::LOOP | Errno::NOTDIR)) => read_link(at, name, errno),
+        Err(errno) => Err(walk_error(errno)),
+    }
+}
+
+fn open_last(at: BorrowedFd<'_>, name: &OsStr, access: Access) -> Result<Step, WalkError> {
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let looked_at = match fs::openat2(at, name, flags, Mode::empty(), step_flags()) {
+        Ok(fd) => fd,
+        Err(errno @ Errno::LOOP) => return read_link(at, name, errno),
+        Err(errno) => return Err(walk_error(errno)),
+    };
+    let before = check_stat(&fs::fstat(&looked_at)?)?;
+    let flags = open_flags(access) | OFlags::NOFOLLOW;
+    let opened =
+        open_maybe_direct(flags, |flags| fs::openat2(at, name, flags, Mode::empty(), step_flags()));
+    let fd = match opened {
+        Ok(fd) => fd,
+        Err(Errno::LOOP | Errno::NOENT | Errno::NXIO) => return Err(WalkError::Raced),
+        Err(errno) => return Err(walk_error(errno)),
+    };
+    if check(&fd)? != before {
+        return Err(WalkError::Raced);
+    }
+    blocking(&fd)?;
+    Ok(Step::Done(fd))
+}
+
+/// The text of a link; `errno` when it is none after all.
+fn read_link(at: BorrowedFd<'_>, name: &OsStr, errno: Errno) -> Result<Step, WalkError> {
+    match fs::readlinkat(at, name, Vec::new()) {
+        Ok(text) if !text.as_bytes().is_empty() => {
+            let text = OsString::from_vec(text.into_bytes());
+            Ok(Step::Link(PathBuf::from(text)))
+        }
+        Ok(_) => Err(WalkError::Os(Errno::NOENT)),
+        // Not a link: it was replaced if the error said that it was one.
+        Err(Errno::INVAL) if errno == Errno::LOOP => Err(WalkError::Raced),
+        Err(Errno::INVAL) => Err(WalkError::Os(errno)),
+        Err(other) => Err(WalkError::Os(other)),
+    }
+}
+
+/// EXDEV: the kernel saw the step leave the directory. EAGAIN: a rename made it unsure.
+fn walk_error(errno: Errno) -> WalkError {
+    match errno {
+        Errno::XDEV => WalkError::Outside,
+        Errno::AGAIN => WalkError::Raced,
+        errno => WalkError::Os(errno),
+    }
+}
+
+fn open_flags(access: Access) -> OFlags {
+    let mode = if access.write { OFlags::RDWR } else { OFlags::RDONLY };
+    let direct = if access.direct { OFlags::DIRECT } else { OFlags::empty() };
+    mode | direct | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC
+}
+
+/// Opens; a file system without `O_DIRECT` (EINVAL) gets the plain open, and the storage layer
+/// decides what to say about it.
+fn open_maybe_direct(
+    flags: OFlags,
+    open: impl Fn(OFlags) -> Result<OwnedFd, Errno>,
+) -> Result<OwnedFd, Errno> {
+    match open(flags) {
+        Err(Errno::INVAL) if flags.contains(OFlags::DIRECT) => open(flags - OFlags::DIRECT),
+        result => result,
+    }
+}
+
+/// Takes `O_NONBLOCK` off again: io_uring reads it as "never wait" on some file systems.
+fn blocking(fd: &OwnedFd) -> Result<(), Errno> {
+    let flags = fs::fcntl_getfl(fd)?;
+    fs::fcntl_setfl(fd, flags - OFlags::NONBLOCK)
+}
+
+/// Opens a held `O_PATH` descriptor for real; no name is looked up again.
+fn reopen(fd: &OwnedFd, access: Access) -> Result<Opened, WalkError> {
+    let path = proc_path(fd);
+    let flags = open_flags(access);
+    let fd = open_maybe_direct(flags, |flags| fs::open(&path, flags, Mode::empty()))?;
+    let identity = check(&fd)?;
+    blocking(&fd)?;
+    Ok(Opened { fd, identity })
+}
+
+/// Opens the image that the user named: links are followed, the kind of file is checked before
+/// and after.
+///
+/// Errors: as of `open(2)`, `NotAnImage` for directories, FIFOs, sockets, character devices.
+pub fn open_named(path: &Path, access: Access) -> Result<Opened, Error> {
+    let doing = format!("cannot open the image '{}'", printable_path(path));
+    let flags = OFlags::PATH | OFlags::CLOEXEC;
+    let held = fs::open(path, flags, Mode::empty()).map_err(|e| Error::os(&doing, e))?;
+    let stat = fs::fstat(&held).map_err(|e| Error::os(&doing, e))?;
+    match check_stat(&stat).and_then(|_| reopen(&held, access)) {
+        Ok(opened) => Ok(opened),
+        Err(WalkError::NotAnImage(kind)) => Err(not_an_image(&printable_path(path), kind)),
+        Err(WalkError::Os(errno)) => Err(Error::os(doing, errno)),
+        Err(WalkError::Outside | WalkError::Raced) => Err(Error::os(doing, Errno::AGAIN)),
+    }
+}
+
+/// What an inherited descriptor is.
+///
+/// Errors: `NotAnImage`, `Io`.
+pub fn identify(fd: &OwnedFd, name: &str) -> Result<(u64, u64), Error> {
+    match check(fd) {
+        Ok(identity) => Ok(identity),
+        Err(WalkError::NotAnImage(kind)) => Err(not_an_image(name, kind)),
+        Err(WalkError::Os(errno)) => Err(Error::os(format!("cannot use '{name}'"), errno)),
+        Err(_) => Err(Error::os(format!("cannot use '{name}'"), Errno::IO)),
+    }
+}
+
+fn check(fd: &OwnedFd) -> Result<(u64, u64), WalkError> {
+    check_stat(&fs::fstat(fd)?)
+}
+
+/// The identity of a regular file or block device.
+fn check_stat(stat: &Stat) -> Result<(u64, u64), WalkError> {
+    match FileType::from_raw_mode(stat.st_mode) {
+        FileType::RegularFile => Ok((stat.st_dev, stat.st_ino)),
+        // Several device nodes may lead to one device. No file system has this device number.
+        FileType::BlockDevice => Ok((u64::MAX, stat.st_rdev)),
+        other => Err(WalkError::NotAnImage(other)),
+    }
+}
+
+fn not_an_image(name: &str, kind: FileType) -> Error {
+    let kind = match kind {
+        FileType::Directory => "a directory",
+        FileType::Fifo => "a FIFO",
+        FileType::Socket => "a socket",
+        FileType::CharacterDevice => "a character device",
+        FileType::Symlink => "a symbolic link",
+        _ => "of an unknown kind",
+    };
+    Error::new(
+        ErrorKind::NotAnImage,
+        format!("'{name}' is {kind}; an image is a regular file or a block device"),
+    )
+}
+
+fn proc_path(fd: &OwnedFd) -> PathBuf {
+    use std::os::fd::AsRawFd;
+    PathBuf::from(format!("/proc/self/fd/{}", fd.as_raw_fd()))
+}
+
+/// What the kernel calls an open file.
+fn real_path(fd: &OwnedFd) -> Result<PathBuf, Errno> {
+    let text = fs::readlinkat(fs::CWD, proc_path(fd), Vec::new())?;
+    Ok(PathBuf::from(OsString::from_vec(text.into_bytes())))
+}
+
+/// The path from the root, links and `..` left as they are.
+pub(crate) fn absolute(path: &Path) -> Result<PathBuf, Errno> {
+    std::path::absolute(path).map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::INVAL))
+}
