@@ -5,12 +5,13 @@
 //! - [`request`], [`reply`], [`negotiate`]: bytes to typed requests, results to bytes, the INIT exchange; shared by all transports
 //!   and tested without a kernel;
 //! - `file`: what each operation does on a disk;
-//! - `mount`: making and removing the mount, without libfuse.
+//! - [`mount`]: making and removing the mount, without libfuse.
 
 #![deny(unsafe_code)]
 
 pub mod abi;
 mod error;
+pub mod mount;
 pub mod negotiate;
 pub mod reply;
 pub mod request;

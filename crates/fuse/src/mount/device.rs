@@ -1,0 +1,43 @@
+//! Opening `/dev/fuse`.
+//!
+//! Promises: descriptors are close-on-exec and nonblocking; a missing or forbidden device gives a message that says what to do.
+
+use std::os::fd::OwnedFd;
+
+use rustix::fs::{Mode, OFlags, open};
+use rustix::io::Errno;
+
+use crate::error::{Error, ErrorKind};
+
+/// Where the kernel offers FUSE.
+pub const DEVICE_PATH: &str = "/dev/fuse";
+
+/// Opens the device; errors are those of `open(2)`.
+pub(crate) fn open_raw() -> Result<OwnedFd, Errno> {
+    open(DEVICE_PATH, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK, Mode::empty())
+}
+
+/// Opens the device for a mount of our own.
+///
+/// Errors: [`ErrorKind::DeviceMissing`], [`ErrorKind::DeviceForbidden`], [`ErrorKind::System`].
+pub(crate) fn open_for_mount() -> Result<OwnedFd, Error> {
+    open_raw().map_err(open_error)
+}
+
+/// Explains why the device could not be opened.
+pub(crate) fn open_error(errno: Errno) -> Error {
+    match errno {
+        Errno::NOENT => Error::new(ErrorKind::DeviceMissing, format!("{DEVICE_PATH} does not exist"))
+            .hint("load the driver with `modprobe fuse`; in a container, pass the device in (`--device /dev/fuse`)"),
+        Errno::NODEV | Errno::NXIO => {
+            Error::new(ErrorKind::DeviceMissing, format!("{DEVICE_PATH} has no driver behind it")).hint("load it with `modprobe fuse`")
+        }
+        Errno::ACCESS | Errno::PERM => {
+            Error::new(ErrorKind::DeviceForbidden, format!("{DEVICE_PATH} may not be opened")).errno(errno).hint(
+                "run as root, install fuse3 (its fusermount3 opens the device for ordinary users), or in a container \
+                 pass the device in (`--device /dev/fuse`)",
+            )
+        }
+        _ => Error::new(ErrorKind::System, format!("cannot open {DEVICE_PATH}")).errno(errno),
+    }
+}

@@ -1,0 +1,274 @@
+//! Making, checking and removing the mount of an export, without libfuse.
+//!
+//! Promises: a [`Mount`] that goes out of scope takes its mount with it; only mounts of our own are ever removed; every failure says
+//! what to do. Called on control threads only: mounting and unmounting wait for other processes, and unmounting from a thread that
+//! serves requests would wait for itself.
+//!
+//! Root mounts directly, by the file-descriptor API (fsopen, fsmount, move_mount) or, where that is missing or forbidden, by
+//! mount(2). Everybody else asks `fusermount3`.
+
+use std::ffi::OsString;
+use std::fs;
+use std::io::Write;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+use rustix::mount::UnmountFlags;
+use rustix::process::{getegid, geteuid};
+
+use crate::error::{Error, ErrorKind};
+
+pub mod device;
+mod direct;
+pub mod ffi;
+mod helper;
+pub mod mountpoint;
+pub mod table;
+
+pub use ffi::clone_device;
+pub use table::{FSTYPE, MountEntry};
+
+/// Where the kernel shows FUSE connections when fusectl is mounted.
+const FUSECTL_PATH: &str = "/sys/fs/fuse/connections";
+
+/// How to mount.
+#[derive(Clone, Debug)]
+pub struct MountOptions {
+    /// What the mount table shows as the source: the name of the image.
+    pub source: OsString,
+    /// The kernel refuses writes with EROFS.
+    pub read_only: bool,
+    /// Other users than the one that mounts may open the file, as far as its permissions let them.
+    pub allow_other: bool,
+    /// Largest READ, bytes: [`crate::negotiate::Profile::transfer_bytes`].
+    pub max_read: u32,
+    /// Who mounts.
+    pub method: Method,
+}
+
+/// Who calls mount.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Method {
+    /// This process if it is root, otherwise, or if it may not, `fusermount3`.
+    #[default]
+    Auto,
+    /// This process.
+    Direct,
+    /// `fusermount3`.
+    Helper,
+}
+
+/// How hard to unmount.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unmount {
+    /// Fails with [`ErrorKind::Busy`] while anybody has the file open.
+    Normal,
+    /// Disappears from the tree at once and ends when the last user closes it.
+    Lazy,
+    /// Aborts the connection first (every request ends with an error), then as lazy.
+    Force,
+}
+
+/// A mount of ours, with the first `/dev/fuse` descriptor of its connection.
+///
+/// Dropping it removes the mount (lazily if it is busy).
+#[derive(Debug)]
+pub struct Mount {
+    device: OwnedFd,
+    mountpoint: PathBuf,
+    /// `None` if the mount was gone again before we could look.
+    connection: Option<u32>,
+    is_active: bool,
+}
+
+/// Mounts an export on `path`, an existing regular file, and gives the descriptor on which its requests arrive.
+///
+/// The kernel sends INIT now but does not wait for the answer. Nothing may touch the mountpoint before requests are served.
+///
+/// Errors: those of [`mountpoint::check`]; [`ErrorKind::DeviceMissing`], [`ErrorKind::DeviceForbidden`],
+/// [`ErrorKind::HelperMissing`], [`ErrorKind::AllowOtherDenied`], [`ErrorKind::PermissionDenied`], [`ErrorKind::Unsupported`],
+/// [`ErrorKind::System`].
+pub fn mount(path: &Path, options: &MountOptions) -> Result<Mount, Error> {
+    let mountpoint = mountpoint::check(path)?;
+    let device = match options.method {
+        Method::Direct => mount_direct(&mountpoint, options)?,
+        Method::Helper => helper::mount(&mountpoint, options)?,
+        Method::Auto if geteuid().is_root() => match mount_direct(&mountpoint, options) {
+            // Root of a container may lack the right to mount while the helper, set-user-id outside of it, cannot help either;
+            // the first error is then the one to show.
+            Err(error) if error.kind() == ErrorKind::PermissionDenied => helper::mount(&mountpoint, options).map_err(|_| error)?,
+            result => result?,
+        },
+        Method::Auto => match helper::mount(&mountpoint, options) {
+            // In a user namespace with /dev/fuse the helper is not needed.
+            Err(error) if error.kind() == ErrorKind::HelperMissing => mount_direct(&mountpoint, options).map_err(|_| error)?,
+            result => result?,
+        },
+    };
+    let connection = table::at(&mountpoint)?.filter(MountEntry::is_ours).and_then(|entry| entry.connection());
+    Ok(Mount { device, mountpoint, connection, is_active: true })
+}
+
+fn mount_direct(mountpoint: &Path, options: &MountOptions) -> Result<OwnedFd, Error> {
+    let device = device::open_for_mount()?;
+    direct::mount(mountpoint, device.as_fd(), options)?;
+    Ok(device)
+}
+
+impl Mount {
+    /// The first descriptor of the connection, nonblocking; more by [`clone_device`]. It must stay open while requests that were
+    /// read from it are unanswered, and the connection ends when the last one is closed.
+    #[must_use]
+    pub fn device(&self) -> BorrowedFd<'_> {
+        self.device.as_fd()
+    }
+
+    /// Absolute path of the file.
+    #[must_use]
+    pub fn mountpoint(&self) -> &Path {
+        &self.mountpoint
+    }
+
+    /// Number of the connection (its name in fusectl), if the mount was seen.
+    #[must_use]
+    pub fn connection(&self) -> Option<u32> {
+        self.connection
+    }
+
+    /// Whether the mount is still in the tree of this process.
+    ///
+    /// Errors: [`ErrorKind::System`] if the mount table cannot be read.
+    pub fn is_mounted(&self) -> Result<bool, Error> {
+        match self.connection {
+            Some(connection) => Ok(table::of_connection(connection)?.is_some()),
+            None => Ok(false),
+        }
+    }
+
+    /// Removes the mount. It is no error if somebody else removed it already.
+    ///
+    /// After success nothing is done on drop.
+    ///
+    /// Errors: [`ErrorKind::Busy`] with [`Unmount::Normal`], [`ErrorKind::PermissionDenied`], [`ErrorKind::System`].
+    pub fn unmount(&mut self, how: Unmount) -> Result<(), Error> {
+        if !self.is_active {
+            return Ok(());
+        }
+        let Some(entry) = self.connection.map(table::of_connection).transpose()?.flatten() else {
+            self.is_active = false;
+            return Ok(());
+        };
+        if how == Unmount::Force {
+            self.abort();
+        }
+        detach(&entry, how)?;
+        self.is_active = false;
+        Ok(())
+    }
+
+    /// Aborts the connection: every request ends with ECONNABORTED, later ones with ENOTCONN, reading the device with
+    /// ECONNABORTED. The mount stays until it is removed.
+    ///
+    /// Returns whether the kernel was told. If not (an ordinary user without fusectl), closing every descriptor of the connection
+    /// has the same effect.
+    pub fn abort(&self) -> bool {
+        self.connection.is_some_and(abort_connection)
+    }
+
+    /// Keeps the mount and gives up responsibility for it. For tests and for a process that hands its descriptors to another.
+    pub fn into_device(mut self) -> Result<OwnedFd, Error> {
+        self.is_active = false;
+        self.device.try_clone().map_err(|source| Error::new(ErrorKind::System, "cannot duplicate the FUSE descriptor").source(source))
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        if !self.is_active {
+            return;
+        }
+        let result = match self.unmount(Unmount::Normal) {
+            Err(error) if error.kind() == ErrorKind::Busy => self.unmount(Unmount::Lazy),
+            result => result,
+        };
+        if let Err(error) = result {
+            tracing::warn!("{error}");
+        }
+    }
+}
+
+/// Removes a ringdisk mount of any process, by its path.
+///
+/// Errors: [`ErrorKind::NotMounted`] if no export of ours is there, [`ErrorKind::Busy`] with [`Unmount::Normal`],
+/// [`ErrorKind::PermissionDenied`], [`ErrorKind::System`].
+pub fn unmount(path: &Path, how: Unmount) -> Result<(), Error> {
+    let mountpoint = mountpoint::resolve(path)?;
+    let shown = mountpoint.display();
+    let Some(entry) = table::at(&mountpoint)? else {
+        return Err(Error::new(ErrorKind::NotMounted, format!("nothing is mounted on {shown}")).hint(known_mounts()?));
+    };
+    if !entry.is_ours() {
+        let message = format!("{shown} is not served by ringdisk but by {} ({})", entry.source.display(), entry.fstype);
+        return Err(Error::new(ErrorKind::NotMounted, message).hint(format!("use `umount {shown}`")));
+    }
+    if how == Unmount::Force
+        && let Some(connection) = entry.connection()
+    {
+        abort_connection(connection);
+    }
+    detach(&entry, how)
+}
+
+/// Names the mounts that there are, for the message about one that there is not.
+fn known_mounts() -> Result<String, Error> {
+    let names: Vec<String> = table::ours()?.iter().map(|entry| entry.mountpoint.display().to_string()).collect();
+    Ok(if names.is_empty() { "no ringdisk mount is visible here".to_owned() } else { format!("ringdisk mounts: {}", names.join(", ")) })
+}
+
+/// Takes one mount out of the tree.
+fn detach(entry: &MountEntry, how: Unmount) -> Result<(), Error> {
+    let lazy = how != Unmount::Normal;
+    let flags = if lazy { UnmountFlags::DETACH | UnmountFlags::NOFOLLOW } else { UnmountFlags::NOFOLLOW };
+    let shown = entry.mountpoint.display();
+    match rustix::mount::unmount(&entry.mountpoint, flags) {
+        Ok(()) => Ok(()),
+        // EINVAL: not a mountpoint any more. ENOENT: the file went with it.
+        Err(Errno::INVAL | Errno::NOENT) => Ok(()),
+        Err(Errno::BUSY) => Err(busy(&entry.mountpoint)),
+        Err(Errno::PERM | Errno::ACCESS) => helper::unmount(&entry.mountpoint, lazy),
+        Err(errno) => Err(Error::new(ErrorKind::System, format!("cannot unmount {shown}")).errno(errno)),
+    }
+}
+
+fn busy(mountpoint: &Path) -> Error {
+    let shown = mountpoint.display();
+    Error::new(ErrorKind::Busy, format!("{shown} is in use")).hint(format!(
+        "see who has it open with `fuser -v {shown}` or `losetup -a`, or end it anyway with `ringdisk umount --lazy {shown}`"
+    ))
+}
+
+/// Tells the kernel to abort a connection: through fusectl if it is mounted, through a private instance of it (root) if not.
+fn abort_connection(connection: u32) -> bool {
+    let name = format!("{connection}/abort");
+    if let Ok(mut file) = fs::OpenOptions::new().write(true).open(Path::new(FUSECTL_PATH).join(&name)) {
+        return file.write_all(b"1").is_ok();
+    }
+    abort_private(&name).is_ok()
+}
+
+/// fusectl has one instance per kernel; a detached mount of it serves without being visible to anybody.
+fn abort_private(name: &str) -> Result<(), Errno> {
+    let root = direct::detached("fusectl")?;
+    let file = rustix::fs::openat(root, name, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty())?;
+    rustix::io::write(file, b"1").map(drop)
+}
+
+/// Numbers of the user and group that own the mount.
+fn owner() -> (u32, u32) {
+    (geteuid().as_raw(), getegid().as_raw())
+}
+
+#[cfg(test)]
+mod tests;
