@@ -1,0 +1,84 @@
+//! What can go wrong when storage is opened, in words for the person who reads it.
+//!
+//! Control path only. The data path uses [`rustix::io::Errno`] and nothing else.
+
+use rustix::io::Errno;
+
+/// What kind of failure it is, for callers that act on it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// O_DIRECT was asked for and the file cannot do it: open it buffered, or give up.
+    DirectUnsupported,
+    /// `create_new`, and the file is there already.
+    Exists,
+    /// Options that contradict each other.
+    InvalidInput,
+    /// Any other failure of the system; see the source.
+    Io,
+    /// Another process uses the image in a way that excludes ours.
+    Locked,
+    /// There is no such file.
+    NotFound,
+    /// The user may not open it.
+    PermissionDenied,
+    /// Write access to something that can only be read.
+    ReadOnly,
+    /// Neither a regular file nor a block device.
+    WrongType,
+}
+
+/// A failure to open storage. `Display` names the object, the reason and what the user can do; the
+/// system's error, if there is one, is the `source`.
+#[derive(Debug)]
+pub struct Error {
+    kind: ErrorKind,
+    context: String,
+    source: Option<Errno>,
+}
+
+impl Error {
+    pub(crate) fn new(kind: ErrorKind, context: String) -> Error {
+        Error { kind, context, source: None }
+    }
+
+    /// Takes the kind from the errno.
+    pub(crate) fn system(context: String, errno: Errno) -> Error {
+        let kind = match errno {
+            Errno::NOENT | Errno::NOTDIR | Errno::NXIO | Errno::NODEV => ErrorKind::NotFound,
+            Errno::ACCESS | Errno::PERM => ErrorKind::PermissionDenied,
+            Errno::ROFS => ErrorKind::ReadOnly,
+            Errno::ISDIR => ErrorKind::WrongType,
+            Errno::EXIST => ErrorKind::Exists,
+            _ => ErrorKind::Io,
+        };
+        Error { kind, context, source: Some(errno) }
+    }
+
+    pub(crate) fn with_source(mut self, errno: Errno) -> Error {
+        self.source = Some(errno);
+        self
+    }
+
+    /// What kind of failure it is.
+    pub fn kind(&self) -> ErrorKind {
+        self.kind
+    }
+
+    /// The system's error, if there is one.
+    pub fn errno(&self) -> Option<Errno> {
+        self.source
+    }
+}
+
+impl std::fmt::Display for Error {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.context)
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.source.as_ref().map(|errno| errno as _)
+    }
+}

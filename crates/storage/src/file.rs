@@ -1,0 +1,120 @@
+//! A regular file or block device that is open: its facts, length and flush.
+//!
+//! Shared by all queue threads. On the data path nothing here is written except the length (when it
+//! changes), so the cache lines stay shared. Reading is in `read`, writing in `write`, holes and space
+//! in `space`.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+
+use ringdisk_ring::{Errno, Fd, Ring};
+
+use crate::gate::Gate;
+use crate::{Kind, Limits};
+
+/// The largest offset that the kernel takes (loff_t); also keeps -1, "current position" for
+/// io_uring, out.
+pub(crate) const OFFSET_MAX: u64 = i64::MAX as u64;
+
+/// Checks that a request ends at an offset that exists. Errors: `EINVAL`.
+pub(crate) fn end_of(offset: u64, len: u64) -> Result<u64, Errno> {
+    offset.checked_add(len).filter(|&end| end <= OFFSET_MAX).ok_or(Errno::INVAL)
+}
+
+#[derive(Debug)]
+pub(crate) struct File {
+    pub(crate) name: String,
+    /// The descriptor of `owner`, for operations without a look through the reference.
+    pub(crate) fd: Fd,
+    pub(crate) kind: Kind,
+    pub(crate) read_only: bool,
+    pub(crate) limits: Limits,
+    /// Bytes. Only a hint for anything but this process: others can change the file.
+    pub(crate) len: AtomicU64,
+    /// Where writes have to be whole blocks; else `None`.
+    pub(crate) gate: Option<Gate>,
+    /// The same file without O_DIRECT, for the piece of a block at the end of a regular file whose
+    /// length is no multiple of the block.
+    pub(crate) buffered_twin: Option<OwnedFd>,
+    /// First flush that failed on the page cache, as an errno; 0: none.
+    pub(crate) flush_failed: AtomicI32,
+    pub(crate) identity: (u64, u64),
+    /// Last field: closed after everything else is gone. Shared with helper threads.
+    pub(crate) owner: Arc<OwnedFd>,
+}
+
+impl File {
+    pub(crate) fn borrow(&self) -> BorrowedFd<'_> {
+        self.owner.as_fd()
+    }
+
+    pub(crate) fn len(&self) -> u64 {
+        self.len.load(Ordering::Relaxed)
+    }
+
+    /// The file reaches at least to `end` now.
+    pub(crate) fn has_grown_to(&self, end: u64) {
+        // Looked at first: the line stays shared while nothing grows.
+        if end > self.len() {
+            self.len.fetch_max(end, Ordering::Relaxed);
+        }
+    }
+
+    /// Asks the system for the length. One quick system call (fstat or lseek).
+    pub(crate) fn refresh_len(&self) -> Result<u64, Errno> {
+        let len = real_len(self.borrow(), self.kind)?;
+        self.len.store(len, Ordering::Relaxed);
+        Ok(len)
+    }
+
+    /// Errors: `EROFS` when open for reading only.
+    pub(crate) fn check_writable(&self) -> Result<(), Errno> {
+        if self.read_only { Err(Errno::ROFS) } else { Ok(()) }
+    }
+
+    /// Makes all completed writes durable, down to the device (fdatasync).
+    ///
+    /// Errors: what the kernel reports. After a failure on the page cache all later flushes fail
+    /// too: the kernel drops pages that it could not write and marks them clean, so a later success
+    /// would be a lie.
+    pub(crate) async fn flush(&self, ring: &Ring) -> Result<(), Errno> {
+        if self.read_only {
+            return Ok(());
+        }
+        match self.flush_failed.load(Ordering::Relaxed) {
+            0 => {}
+            errno => return Err(Errno::from_raw_os_error(errno)),
+        }
+        loop {
+            match ring.fsync(self.fd, true).await {
+                Ok(_) => return Ok(()),
+                Err(Errno::INTR) => {}
+                Err(errno) => {
+                    let cancelled = errno == Errno::CANCELED;
+                    if !cancelled && (!self.limits.direct || self.buffered_twin.is_some()) {
+                        self.flush_failed.store(errno.raw_os_error(), Ordering::Relaxed);
+                    }
+                    return Err(errno);
+                }
+            }
+        }
+    }
+
+    /// Bytes that the file takes on its file system; a block device takes all its bytes.
+    pub(crate) fn allocated_bytes(&self) -> u64 {
+        match (self.kind, rustix::fs::fstat(self.borrow())) {
+            // st_blocks counts 512 bytes whatever the block size (stat(2)).
+            (Kind::Regular, Ok(stat)) => u64::try_from(stat.st_blocks).unwrap_or(0) * 512,
+            _ => self.len(),
+        }
+    }
+}
+
+/// Length of an open file or block device, in bytes.
+pub(crate) fn real_len(fd: BorrowedFd<'_>, kind: Kind) -> Result<u64, Errno> {
+    match kind {
+        Kind::BlockDevice => rustix::fs::seek(fd, rustix::fs::SeekFrom::End(0)),
+        _ => rustix::fs::fstat(fd).map(|stat| u64::try_from(stat.st_size).unwrap_or(0)),
+    }
+}

@@ -1,0 +1,220 @@
+//! Opening files and block devices, and taking over descriptors.
+//!
+//! Control thread; may block for as long as the file system takes. Promises: what is opened is a
+//! regular file or a block device, in the mode asked for, locked, with limits that were verified;
+//! on an error nothing stays open, locked or newly created.
+
+use std::ffi::OsStr;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI32, AtomicU64};
+
+use ringdisk_ring::Fd;
+use rustix::fs::{CWD, FileType, Mode, OFlags, Stat};
+use rustix::io::Errno;
+
+use crate::error::{Error, ErrorKind};
+use crate::file::{File, real_len};
+use crate::gate::Gate;
+use crate::{Kind, Lock, OpenOptions, ffi, lock, probe};
+
+/// Opens by path.
+pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<File, Error> {
+    let name = path.to_string_lossy().into_owned();
+    check_options(&name, options)?;
+    let (fd, created) = open_or_create(path, &name, options)?;
+    let result = adopt(fd, &name, options);
+    if result.is_err() && created {
+        let _ = std::fs::remove_file(path);
+    }
+    result
+}
+
+/// Takes over a descriptor: inherited, or opened by a caller that resolves names itself.
+pub(crate) fn from_fd(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<File, Error> {
+    check_options(name, options)?;
+    adopt(fd, name, options)
+}
+
+fn check_options(name: &str, options: &OpenOptions) -> Result<(), Error> {
+    let refuse = |what: &str| Err(Error::new(ErrorKind::InvalidInput, format!("'{name}': {what}")));
+    if options.lock == Lock::ForceShare && !options.read_only {
+        return refuse("--force-share works only together with --read-only");
+    }
+    if (options.create || options.create_new) && options.read_only {
+        return refuse("a file that is to be created cannot be opened read-only");
+    }
+    Ok(())
+}
+
+/// Returns whether the file was made just now.
+fn open_or_create(
+    path: &Path,
+    name: &str,
+    options: &OpenOptions,
+) -> Result<(OwnedFd, bool), Error> {
+    let access = if options.read_only { OFlags::RDONLY } else { OFlags::RDWR };
+    // NONBLOCK: opening a pipe or a tape must not wait. It is taken off again in `adopt`.
+    let flags = access | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
+    let create = flags | OFlags::CREATE | OFlags::EXCL;
+    let mode = Mode::from_raw_mode(0o644);
+    let open = |flags| rustix::fs::openat(CWD, path, flags, mode);
+    let result = if options.create_new {
+        open(create).map(|fd| (fd, true))
+    } else {
+        match open(flags) {
+            Err(Errno::NOENT) if options.create => match open(create) {
+                // Somebody else made it meanwhile.
+                Err(Errno::EXIST) => open(flags).map(|fd| (fd, false)),
+                other => other.map(|fd| (fd, true)),
+            },
+            other => other.map(|fd| (fd, false)),
+        }
+    };
+    result.map_err(|errno| open_error(path, name, options, errno))
+}
+
+fn open_error(path: &Path, name: &str, options: &OpenOptions, errno: Errno) -> Error {
+    let context = match errno {
+        Errno::NOENT if path.as_os_str() == OsStr::new("") => "the image has an empty name".into(),
+        Errno::NOENT if path.is_symlink() => {
+            format!("cannot open '{name}': it is a symbolic link to something that is not there")
+        }
+        Errno::NOENT => format!("cannot open '{name}': there is no such file"),
+        Errno::EXIST => format!("cannot create '{name}': it exists already"),
+        Errno::ISDIR => format!("cannot open '{name}': it is a directory, not a disk image"),
+        // What open(2) says to a socket, and to a device node without a driver.
+        Errno::NXIO | Errno::NODEV => {
+            format!("cannot open '{name}': it is no file, or a device that is not there")
+        }
+        Errno::ACCESS | Errno::PERM if !options.read_only && can_read(path) => {
+            format!("'{name}' may be read but not written: use --read-only, or change its mode")
+        }
+        Errno::ACCESS | Errno::PERM => {
+            format!("cannot open '{name}': permission denied; check its owner and mode")
+        }
+        Errno::ROFS => format!("'{name}' is on a read-only file system: use --read-only"),
+        Errno::TXTBSY => format!("cannot open '{name}' for writing: it is running or swapped to"),
+        Errno::MFILE | Errno::NFILE => {
+            format!("cannot open '{name}': too many open files; raise the limit (ulimit -n)")
+        }
+        Errno::LOOP => format!("cannot open '{name}': too many symbolic links"),
+        _ => format!("cannot open '{name}'"),
+    };
+    Error::system(context, errno)
+}
+
+fn can_read(path: &Path) -> bool {
+    rustix::fs::access(path, rustix::fs::Access::READ_OK).is_ok()
+}
+
+/// From an open descriptor to storage.
+fn adopt(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<File, Error> {
+    let system =
+        |what: &'static str| move |errno| Error::system(format!("cannot {what} '{name}'"), errno);
+    let stat = rustix::fs::fstat(&fd).map_err(system("examine"))?;
+    let kind = kind_of(&stat).map_err(|what| {
+        let context =
+            format!("'{name}' is {what}; a disk image is a regular file or a block device");
+        Error::new(ErrorKind::WrongType, context)
+    })?;
+    let direct = set_flags(&fd, name, options)?;
+    if kind == Kind::BlockDevice
+        && !options.read_only
+        && ffi::is_read_only_device(fd.as_fd()).unwrap_or(false)
+    {
+        let context =
+            format!("'{name}' is a read-only device: use --read-only (or blockdev --setrw)");
+        return Err(Error::new(ErrorKind::ReadOnly, context));
+    }
+    lock::acquire(fd.as_fd(), name, options.lock, options.read_only)?;
+    let limits = probe::limits(fd.as_fd(), kind, &stat, direct).map_err(|errno| {
+        let error = direct_unsupported(name);
+        if errno == Errno::INVAL { error } else { error.with_source(errno) }
+    })?;
+    let len = real_len(fd.as_fd(), kind).map_err(system("find the length of"))?;
+    let whole_blocks = limits.offset_align > 1 && !options.read_only;
+    let buffered_twin = (whole_blocks && kind == Kind::Regular)
+        .then(|| open_buffered(fd.as_fd()))
+        .and_then(|twin| {
+            twin.inspect_err(|errno| {
+                tracing::debug!("'{name}': no buffered descriptor beside the direct one: {errno}");
+            })
+            .ok()
+        });
+    Ok(File {
+        name: name.into(),
+        fd: Fd::Raw(fd.as_raw_fd()),
+        kind,
+        read_only: options.read_only,
+        limits,
+        len: AtomicU64::new(len),
+        gate: whole_blocks.then(Gate::new),
+        buffered_twin,
+        flush_failed: AtomicI32::new(0),
+        identity: identity(&stat, kind),
+        owner: Arc::new(fd),
+    })
+}
+
+fn kind_of(stat: &Stat) -> Result<Kind, &'static str> {
+    match FileType::from_raw_mode(stat.st_mode) {
+        FileType::RegularFile => Ok(Kind::Regular),
+        FileType::BlockDevice => Ok(Kind::BlockDevice),
+        FileType::Directory => Err("a directory"),
+        FileType::CharacterDevice => Err("a character device"),
+        FileType::Fifo => Err("a pipe"),
+        FileType::Socket => Err("a socket"),
+        FileType::Symlink => Err("a symbolic link"),
+        _ => Err("neither a file nor a device"),
+    }
+}
+
+/// Device and inode; for a block device the device itself, whichever node names it (no file has
+/// inode 0).
+fn identity(stat: &Stat, kind: Kind) -> (u64, u64) {
+    match kind {
+        Kind::BlockDevice => (stat.st_rdev, 0),
+        _ => (stat.st_dev, stat.st_ino),
+    }
+}
+
+/// Checks and sets the flags of the open file. Returns whether O_DIRECT is in effect.
+fn set_flags(fd: &OwnedFd, name: &str, options: &OpenOptions) -> Result<bool, Error> {
+    let flags = rustix::fs::fcntl_getfl(fd)
+        .map_err(|errno| Error::system(format!("cannot examine '{name}'"), errno))?;
+    let access = flags & OFlags::ACCMODE;
+    let refuse =
+        |kind, what: &str| Err(Error::new(kind, format!("the descriptor of '{name}' {what}")));
+    if flags.contains(OFlags::PATH) || access == OFlags::WRONLY {
+        return refuse(ErrorKind::InvalidInput, "was not opened for reading");
+    }
+    if access == OFlags::RDONLY && !options.read_only {
+        return refuse(ErrorKind::ReadOnly, "was opened for reading only: use --read-only");
+    }
+    // NONBLOCK makes io_uring fail where it should wait; APPEND sends every write to the end.
+    let mut wanted = flags - OFlags::NONBLOCK - OFlags::APPEND;
+    wanted.set(OFlags::DIRECT, options.direct || flags.contains(OFlags::DIRECT));
+    if wanted != flags {
+        rustix::fs::fcntl_setfl(fd, wanted).map_err(|errno| match errno {
+            Errno::INVAL if wanted.contains(OFlags::DIRECT) => direct_unsupported(name),
+            _ => Error::system(format!("cannot set the open flags of '{name}'"), errno),
+        })?;
+    }
+    Ok(wanted.contains(OFlags::DIRECT))
+}
+
+fn direct_unsupported(name: &str) -> Error {
+    let context = format!(
+        "'{name}' is on a file system without direct I/O (O_DIRECT): use --cache writeback, or \
+         move the image to another file system"
+    );
+    Error::new(ErrorKind::DirectUnsupported, context)
+}
+
+/// The same file once more, without O_DIRECT.
+fn open_buffered(fd: BorrowedFd<'_>) -> Result<OwnedFd, Errno> {
+    let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
+    rustix::fs::openat(CWD, path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
+}

@@ -1,0 +1,111 @@
+//! Reading a file.
+//!
+//! A request that suits the limits is one ring operation into the caller's buffer: no allocation, no
+//! lock, no copy. Anything else goes through a bounce buffer of at most [`BOUNCE_MAX`] bytes at a
+//! time. Ring threads.
+
+use ringdisk_ring::{Errno, IoBuf, Ring};
+
+use crate::file::{File, end_of};
+
+/// Bytes of a bounce buffer: as much as the largest FUSE request, so one pass is the rule.
+pub(crate) const BOUNCE_MAX: usize = 1 << 20;
+/// Reads that bring nothing new before a file that keeps changing is given up.
+const FRUITLESS_MAX: u32 = 8;
+
+impl File {
+    /// Reads up to the end of `buf` or of the file. Errors: the kernel's; `EINVAL` past the
+    /// largest offset.
+    pub(crate) async fn read(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<usize, Errno> {
+        end_of(offset, buf.len() as u64)?;
+        if self.limits.suits(offset, buf.len(), buf.address()) {
+            self.read_fitting(ring, offset, buf).await
+        } else {
+            // Boxed: the rare path must not make the task of every request larger.
+            Box::pin(self.read_bounced(ring, offset, buf)).await
+        }
+    }
+
+    /// `offset`, length and address suit the limits.
+    pub(crate) async fn read_fitting(
+        &self,
+        ring: &Ring,
+        offset: u64,
+        buf: &IoBuf,
+    ) -> Result<usize, Errno> {
+        let len = buf.len();
+        if len == 0 {
+            return Ok(0);
+        }
+        loop {
+            match ring.read(self.fd, offset, buf).await {
+                Ok(n) if n as usize >= len => return Ok(len),
+                Ok(n) => return Box::pin(self.read_rest(ring, offset, buf, n as usize)).await,
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno),
+            }
+        }
+    }
+
+    /// Goes on after a short transfer of `done` bytes.
+    async fn read_rest(
+        &self,
+        ring: &Ring,
+        offset: u64,
+        buf: &IoBuf,
+        mut done: usize,
+    ) -> Result<usize, Errno> {
+        let align = self.limits.offset_align as usize;
+        let mut fruitless = 0;
+        while done < buf.len() {
+            // Also notices that somebody cut the file.
+            if offset + done as u64 >= self.refresh_len()? {
+                break;
+            }
+            // O_DIRECT goes on at a block boundary only; what is read twice is the same file.
+            let from = done / align * align;
+            match ring.read(self.fd, offset + from as u64, &buf.slice(from..buf.len())).await {
+                Ok(n) if from + n as usize > done => {
+                    done = from + n as usize;
+                    fruitless = 0;
+                }
+                Ok(_) | Err(Errno::INTR) if fruitless < FRUITLESS_MAX => fruitless += 1,
+                Ok(_) => return Err(Errno::IO),
+                Err(errno) => return Err(errno),
+            }
+        }
+        Ok(done)
+    }
+
+    async fn read_bounced(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<usize, Errno> {
+        let align = u64::from(self.limits.offset_align);
+        let end = offset + buf.len() as u64;
+        let mut done = 0;
+        let mut bounce: Option<IoBuf> = None;
+        while done < buf.len() {
+            let at = offset + done as u64;
+            let start = at / align * align;
+            let stop = end.next_multiple_of(align).min(start + BOUNCE_MAX as u64);
+            // At most BOUNCE_MAX.
+            let want = usize::try_from(stop - start).map_err(|_| Errno::INVAL)?;
+            let whole = bounce.get_or_insert_with(|| self.bounce(want));
+            let piece = whole.slice(0..want.min(whole.len()));
+            let got = self.read_fitting(ring, start, &piece).await?;
+            let skip = usize::try_from(at - start).map_err(|_| Errno::INVAL)?;
+            let useful = got.saturating_sub(skip).min(buf.len() - done);
+            if useful > 0 {
+                buf.copy_from_buf(done, &piece.slice(skip..skip + useful));
+            }
+            done += useful;
+            if got < piece.len() {
+                break;
+            }
+        }
+        Ok(done)
+    }
+
+    /// Memory for O_DIRECT, at most [`BOUNCE_MAX`] bytes.
+    pub(crate) fn bounce(&self, len: usize) -> IoBuf {
+        IoBuf::new(len.min(BOUNCE_MAX), self.limits.memory_align as usize)
+    }
+}

@@ -1,0 +1,276 @@
+//! Length, holes, zeroes and space of a file.
+//!
+//! Ring threads. What can block without being an io_uring operation (lseek for holes, BLKDISCARD)
+//! runs on a helper thread.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+use ringdisk_ring::{Errno, IoBuf, Ring};
+use rustix::fs::{FallocateFlags, SeekFrom};
+
+use crate::file::{File, end_of};
+use crate::gate::Pass;
+use crate::read::BOUNCE_MAX;
+use crate::{Allocation, Kind, Preallocation, ffi};
+
+impl File {
+    /// Gives space back. On a regular file the bytes read as zeroes afterwards; on a block device
+    /// as whatever the device likes, and parts of a sector at either end stay.
+    ///
+    /// Beyond the end of the file nothing happens. Errors: `EOPNOTSUPP` when file system or device
+    /// cannot, `EROFS`.
+    pub(crate) async fn discard(&self, ring: &Ring, offset: u64, len: u64) -> Result<(), Errno> {
+        self.check_writable()?;
+        let end = end_of(offset, len)?.min(self.len());
+        match self.kind {
+            _ if offset >= end => Ok(()),
+            Kind::BlockDevice => {
+                let align = u64::from(self.limits.discard_align);
+                let (start, end) = (offset.next_multiple_of(align), end / align * align);
+                if start >= end {
+                    return Ok(());
+                }
+                let _pass = self.pass(start, end).await;
+                let owner = Arc::clone(&self.owner);
+                ring.offload(move || ffi::discard(owner.as_fd(), start, end - start)).await
+            }
+            _ => {
+                let _pass = self.pass(offset, end).await;
+                let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+                self.fallocate(ring, mode, offset, end - offset).await
+            }
+        }
+    }
+
+    /// Makes bytes read as zeroes; a regular file grows when it must.
+    ///
+    /// * `may_unmap`: the space may be given back.
+    /// * `fallback`: write zeroes when there is no quick way; else `EOPNOTSUPP`.
+    ///
+    /// Errors: the kernel's, `EROFS`, `ENOSPC` past the end of a block device.
+    pub(crate) async fn write_zeroes(
+        &self,
+        ring: &Ring,
+        offset: u64,
+        len: u64,
+        may_unmap: bool,
+        fallback: bool,
+    ) -> Result<(), Errno> {
+        self.check_writable()?;
+        let end = end_of(offset, len)?;
+        if len == 0 {
+            return Ok(());
+        }
+        if self.kind == Kind::BlockDevice && end > self.len() && end > self.refresh_len()? {
+            return Err(Errno::NOSPC);
+        }
+        // Devices zero whole sectors only; the parts at either end are written.
+        let align = u64::from(self.limits.discard_align);
+        let (start, stop) = (offset.next_multiple_of(align), end / align * align);
+        if start >= stop {
+            return self.write_zero_bytes(ring, offset, end, fallback).await;
+        }
+        let quick = {
+            let _pass = self.pass(start, stop).await;
+            self.zero_quickly(ring, start, stop, may_unmap, fallback).await
+        };
+        match quick {
+            Ok(()) => {}
+            Err(Errno::OPNOTSUPP) if fallback => {
+                return self.write_zero_bytes(ring, offset, end, true).await;
+            }
+            Err(errno) => return Err(errno),
+        }
+        self.write_zero_bytes(ring, offset, start, true).await?;
+        self.write_zero_bytes(ring, stop, end, true).await
+    }
+
+    /// Tries what the file system or device does without a transfer. Errors: `EOPNOTSUPP`.
+    async fn zero_quickly(
+        &self,
+        ring: &Ring,
+        start: u64,
+        stop: u64,
+        may_unmap: bool,
+        fallback: bool,
+    ) -> Result<(), Errno> {
+        let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        // On a device KEEP_SIZE is part of the mode; a file shall grow.
+        let zero = match self.kind {
+            Kind::BlockDevice => FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE,
+            _ => FallocateFlags::ZERO_RANGE,
+        };
+        if may_unmap {
+            match self.fallocate(ring, punch, start, stop - start).await {
+                Ok(()) => return self.grow_to(ring, stop).await,
+                Err(Errno::OPNOTSUPP) => {}
+                Err(errno) => return Err(errno),
+            }
+        }
+        // A device that has no command for it makes the kernel write the zeroes, which is no quick way.
+        if self.kind == Kind::BlockDevice && !fallback {
+            return Err(Errno::OPNOTSUPP);
+        }
+        match self.fallocate(ring, zero, start, stop - start).await {
+            Err(Errno::OPNOTSUPP) if !may_unmap && self.kind == Kind::Regular => {
+                // Zeroes by a hole that is filled with reserved space again.
+                self.fallocate(ring, punch, start, stop - start).await?;
+                self.fallocate(ring, FallocateFlags::empty(), start, stop - start).await?;
+            }
+            other => other?,
+        }
+        if self.kind == Kind::Regular {
+            self.has_grown_to(stop);
+        }
+        Ok(())
+    }
+
+    async fn grow_to(&self, ring: &Ring, end: u64) -> Result<(), Errno> {
+        if self.kind == Kind::Regular && end > self.len() && end > self.refresh_len()? {
+            self.truncate(ring, end).await?;
+        }
+        Ok(())
+    }
+
+    /// Writes zeroes as data. Errors: `EOPNOTSUPP` unless `allowed`, else as `write`.
+    async fn write_zero_bytes(
+        &self,
+        ring: &Ring,
+        mut from: u64,
+        to: u64,
+        allowed: bool,
+    ) -> Result<(), Errno> {
+        if from >= to {
+            return Ok(());
+        }
+        if !allowed {
+            return Err(Errno::OPNOTSUPP);
+        }
+        let zeroes_len = usize::try_from(to - from).unwrap_or(BOUNCE_MAX).min(BOUNCE_MAX);
+        let zeroes = IoBuf::new(zeroes_len, self.limits.memory_align.max(512) as usize);
+        while from < to {
+            let len = usize::try_from(to - from).unwrap_or(zeroes_len).min(zeroes_len);
+            let done = self.write(ring, from, &zeroes.slice(0..len)).await?;
+            if done == 0 {
+                return Err(Errno::IO);
+            }
+            from += done as u64;
+        }
+        Ok(())
+    }
+
+    /// Sets the length of a regular file. Errors: `EOPNOTSUPP` on a block device unless it has that
+    /// length, `EROFS`, `EFBIG`, `ENOSPC`, …
+    pub(crate) async fn set_len(&self, ring: &Ring, len: u64) -> Result<(), Errno> {
+        self.check_writable()?;
+        end_of(len, 0).map_err(|_| Errno::FBIG)?;
+        if self.kind == Kind::BlockDevice {
+            return if self.refresh_len()? == len { Ok(()) } else { Err(Errno::OPNOTSUPP) };
+        }
+        let _pass = self.pass(len.min(self.len()), u64::MAX).await;
+        self.truncate(ring, len).await
+    }
+
+    /// Prepares space. The file reaches at least to `offset + len` afterwards. Errors: `EOPNOTSUPP`
+    /// where the file system cannot reserve; `EINVAL` for `Full` below the end of the file, since it
+    /// would overwrite; `ENOSPC`, `EROFS`, …
+    pub(crate) async fn preallocate(
+        &self,
+        ring: &Ring,
+        offset: u64,
+        len: u64,
+        mode: Preallocation,
+    ) -> Result<(), Errno> {
+        self.check_writable()?;
+        let end = end_of(offset, len)?;
+        if self.kind == Kind::BlockDevice {
+            // All its bytes exist.
+            return if end <= self.refresh_len()? { Ok(()) } else { Err(Errno::NOSPC) };
+        }
+        if mode == Preallocation::Full && offset < self.refresh_len()? {
+            return Err(Errno::INVAL);
+        }
+        let pass = self.pass(offset, u64::MAX).await;
+        if mode != Preallocation::Off && len > 0 {
+            match self.fallocate(ring, FallocateFlags::empty(), offset, len).await {
+                Err(Errno::OPNOTSUPP) if mode == Preallocation::Full => {}
+                other => other?,
+            }
+            self.refresh_len()?;
+        }
+        self.grow_to(ring, end).await?;
+        // The writes below take passes of their own; waiting for one while holding another could
+        // wait for ever.
+        drop(pass);
+        if mode == Preallocation::Full {
+            self.write_zero_bytes(ring, offset, end, true).await?;
+        }
+        Ok(())
+    }
+
+    /// Whether bytes at `offset` are data or a hole, and for how many bytes (at most `len`). At or
+    /// past the end: a hole of 0 bytes. What cannot tell (block devices, some file systems) is data.
+    pub(crate) async fn allocation(
+        &self,
+        ring: &Ring,
+        offset: u64,
+        len: u64,
+    ) -> Result<(Allocation, u64), Errno> {
+        let mut end = offset.saturating_add(len).min(self.len());
+        if offset.saturating_add(len) > end {
+            end = offset.saturating_add(len).min(self.refresh_len()?);
+        }
+        if offset >= end {
+            return Ok((Allocation::Hole, 0));
+        }
+        if self.kind == Kind::BlockDevice {
+            return Ok((Allocation::Data, end - offset));
+        }
+        let owner = Arc::clone(&self.owner);
+        let (allocation, stop) = ring.offload(move || extent(&owner, offset, end)).await?;
+        Ok((allocation, stop.clamp(offset + 1, end) - offset))
+    }
+
+    async fn pass(&self, start: u64, end: u64) -> Option<Pass<'_>> {
+        match &self.gate {
+            None => None,
+            Some(gate) => Some(gate.shared(start, end).await),
+        }
+    }
+
+    async fn fallocate(
+        &self,
+        ring: &Ring,
+        mode: FallocateFlags,
+        offset: u64,
+        len: u64,
+    ) -> Result<(), Errno> {
+        let mode = mode.bits().cast_signed();
+        loop {
+            match ring.fallocate(self.fd, mode, offset, len).await {
+                Ok(_) => return Ok(()),
+                Err(Errno::INTR) => {}
+                // ENODEV: a file system without fallocate on this kind of file; ENOSYS: none.
+                Err(Errno::NODEV | Errno::NOSYS) => return Err(Errno::OPNOTSUPP),
+                Err(errno) => return Err(errno),
+            }
+        }
+    }
+}
+
+/// The run at `offset`, which is inside the file, and where it ends. Blocks.
+fn extent(file: &OwnedFd, offset: u64, end: u64) -> Result<(Allocation, u64), Errno> {
+    match rustix::fs::seek(file, SeekFrom::Data(offset)) {
+        Ok(data) if data > offset => Ok((Allocation::Hole, data)),
+        Ok(_) => match rustix::fs::seek(file, SeekFrom::Hole(offset)) {
+            // Somebody punched between the two calls: the next look tells.
+            Ok(hole) => Ok((Allocation::Data, hole.max(offset + 1))),
+            Err(_) => Ok((Allocation::Data, end)),
+        },
+        // No data up to the end, or the file was cut.
+        Err(Errno::NXIO) => Ok((Allocation::Hole, end)),
+        Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok((Allocation::Data, end)),
+        Err(errno) => Err(errno),
+    }
+}

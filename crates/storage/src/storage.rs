@@ -1,0 +1,278 @@
+//! The type that all users of this crate hold: one of several kinds of storage.
+//!
+//! Dispatch is a match, so a file costs no indirection.
+
+use std::os::fd::OwnedFd;
+use std::path::Path;
+
+use ringdisk_ring::{Errno, Fd, IoBuf, Ring};
+
+use crate::custom::CustomStorage;
+use crate::error::Error;
+use crate::file::{File, end_of};
+use crate::{Allocation, Kind, Limits, OpenOptions, Preallocation, open};
+
+/// Something that holds bytes. `Send + Sync`; used as `Arc<Storage>`.
+///
+/// Data path errors are the kernel's; besides: `EINVAL` for a request that ends past offset
+/// 2^63 − 1, `EROFS` for a change of storage that is open for reading only.
+#[derive(Debug)]
+pub struct Storage(Inner);
+
+#[derive(Debug)]
+enum Inner {
+    File(File),
+    Custom(Box<dyn CustomStorage>),
+}
+
+impl Storage {
+    /// Opens a regular file or block device. Blocks. Errors: see [`crate::ErrorKind`]; the message
+    /// names the path, the reason and the remedy.
+    pub fn open(path: &Path, options: &OpenOptions) -> Result<Storage, Error> {
+        open::open(path, options).map(|file| Storage(Inner::File(file)))
+    }
+
+    /// Takes over an open descriptor (inherited, or from a caller that resolves names itself).
+    ///
+    /// O_NONBLOCK and O_APPEND are taken off its open file description, O_DIRECT is set if
+    /// `options.direct`; a descriptor that has O_DIRECT keeps it. The lock belongs to the description: as
+    /// long as the giver keeps a duplicate, the lock stays. `create` and `create_new` mean nothing here.
+    ///
+    /// * `name`: for messages.
+    ///
+    /// Errors: as [`Storage::open`].
+    pub fn from_fd(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<Storage, Error> {
+        open::from_fd(fd, name, options).map(|file| Storage(Inner::File(file)))
+    }
+
+    /// Wraps storage of another kind.
+    pub fn custom(inner: Box<dyn CustomStorage>) -> Storage {
+        Storage(Inner::Custom(inner))
+    }
+
+    /// The path as given, or the name of the descriptor.
+    pub fn name(&self) -> &str {
+        match &self.0 {
+            Inner::File(file) => &file.name,
+            Inner::Custom(custom) => custom.name(),
+        }
+    }
+
+    /// Length in bytes, as last seen: follows this process's own changes at once, those of others at
+    /// [`Storage::refresh_len`] and when a read ends early. No system call.
+    #[allow(clippy::len_without_is_empty)] // `is_empty` follows.
+    pub fn len(&self) -> u64 {
+        match &self.0 {
+            Inner::File(file) => file.len(),
+            Inner::Custom(custom) => custom.len(),
+        }
+    }
+
+    /// Whether the length is 0.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Asks the system for the length, in bytes. One quick system call.
+    pub fn refresh_len(&self) -> Result<u64, Errno> {
+        match &self.0 {
+            Inner::File(file) => file.refresh_len(),
+            Inner::Custom(custom) => Ok(custom.len()),
+        }
+    }
+
+    /// Whether it was opened for reading only.
+    pub fn is_read_only(&self) -> bool {
+        match &self.0 {
+            Inner::File(file) => file.read_only,
+            Inner::Custom(custom) => custom.is_read_only(),
+        }
+    }
+
+    /// What it is.
+    pub fn kind(&self) -> Kind {
+        match &self.0 {
+            Inner::File(file) => file.kind,
+            Inner::Custom(_) => Kind::Custom,
+        }
+    }
+
+    /// What requests suit it best; found out when it was opened.
+    pub fn limits(&self) -> Limits {
+        match &self.0 {
+            Inner::File(file) => file.limits,
+            Inner::Custom(custom) => custom.limits(),
+        }
+    }
+
+    /// The descriptor, for those who submit I/O themselves. They keep to [`Storage::limits`], keep this
+    /// storage alive meanwhile, and do not write while O_DIRECT needs whole blocks
+    /// (`offset_align > 1`), since such writes are coordinated in here. `None`: no file.
+    pub fn raw_fd(&self) -> Option<Fd> {
+        match &self.0 {
+            Inner::File(file) => Some(file.fd),
+            Inner::Custom(_) => None,
+        }
+    }
+
+    /// Device and inode number of a file, (device number, 0) of a block device: equal for two
+    /// storages on the same bytes. `None`: no file.
+    pub fn identity(&self) -> Option<(u64, u64)> {
+        match &self.0 {
+            Inner::File(file) => Some(file.identity),
+            Inner::Custom(_) => None,
+        }
+    }
+
+    /// Bytes that it takes where it is stored (`st_blocks` × 512). One quick system call.
+    pub fn allocated_bytes(&self) -> u64 {
+        match &self.0 {
+            Inner::File(file) => file.allocated_bytes(),
+            Inner::Custom(custom) => custom.allocated_bytes(),
+        }
+    }
+
+    /// Reads into `buf`. Short only at the end of the storage; 0 at or past it.
+    ///
+    /// After an error the content of `buf` is undefined.
+    pub async fn read(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<usize, Errno> {
+        match &self.0 {
+            Inner::File(file) => file.read(ring, offset, buf).await,
+            Inner::Custom(custom) => read_custom(&**custom, ring, offset, buf).await,
+        }
+    }
+
+    /// Writes `buf`; a regular file grows when it must. Returns the bytes written: fewer than there
+    /// are when an error came after some progress. Not durable before [`Storage::flush`].
+    ///
+    /// Errors: `ENOSPC` (also past the end of a block device), `EIO`, `EDQUOT`, `EFBIG`, `EROFS`, …
+    pub async fn write(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<usize, Errno> {
+        match &self.0 {
+            Inner::File(file) => file.write(ring, offset, buf).await,
+            Inner::Custom(custom) => write_custom(&**custom, ring, offset, buf).await,
+        }
+    }
+
+    /// Makes all writes that completed before durable, down to the device.
+    ///
+    /// Errors: `EIO`, `ENOSPC`, `EDQUOT`: written data may be lost. On buffered storage every later
+    /// flush fails too, since the kernel forgets the pages that it could not write.
+    pub async fn flush(&self, ring: &Ring) -> Result<(), Errno> {
+        match &self.0 {
+            Inner::File(file) => file.flush(ring).await,
+            Inner::Custom(custom) => custom.flush(ring).await,
+        }
+    }
+
+    /// Gives space back. A regular file then reads as zeroes there, a block device as whatever it
+    /// likes: who needs zeroes calls [`Storage::write_zeroes`] with `may_unmap`. Beyond the end nothing
+    /// happens.
+    ///
+    /// Errors: `EOPNOTSUPP` when file system or device cannot.
+    pub async fn discard(&self, ring: &Ring, offset: u64, len: u64) -> Result<(), Errno> {
+        match &self.0 {
+            Inner::File(file) => file.discard(ring, offset, len).await,
+            Inner::Custom(custom) => custom.discard(ring, offset, len).await,
+        }
+    }
+
+    /// Makes a range read as zeroes; a regular file grows when it must.
+    ///
+    /// * `may_unmap`: the space may be given back; else it stays (or becomes) reserved.
+    /// * `fallback`: write zeroes where there is no quicker way; without it: `EOPNOTSUPP` then.
+    ///
+    /// Errors: as [`Storage::write`]; after one, a part may have been zeroed.
+    pub async fn write_zeroes(
+        &self,
+        ring: &Ring,
+        offset: u64,
+        len: u64,
+        may_unmap: bool,
+        fallback: bool,
+    ) -> Result<(), Errno> {
+        match &self.0 {
+            Inner::File(file) => file.write_zeroes(ring, offset, len, may_unmap, fallback).await,
+            Inner::Custom(custom) => {
+                custom.write_zeroes(ring, offset, len, may_unmap, fallback).await
+            }
+        }
+    }
+
+    /// Sets the length in bytes. Errors: `EOPNOTSUPP` on a block device (unless it has that length),
+    /// `EFBIG`, `ENOSPC`, `EROFS`, …
+    pub async fn set_len(&self, ring: &Ring, len: u64) -> Result<(), Errno> {
+        match &self.0 {
+            Inner::File(file) => file.set_len(ring, len).await,
+            Inner::Custom(custom) => custom.set_len(ring, len).await,
+        }
+    }
+
+    /// Prepares space for `offset..offset + len` and lets the storage reach at least to its end.
+    ///
+    /// Errors: `EINVAL` for [`Preallocation::Full`] below the end of the file (it would overwrite),
+    /// `EOPNOTSUPP` where nothing can be reserved, `ENOSPC`, …
+    pub async fn preallocate(
+        &self,
+        ring: &Ring,
+        offset: u64,
+        len: u64,
+        mode: Preallocation,
+    ) -> Result<(), Errno> {
+        match &self.0 {
+            Inner::File(file) => file.preallocate(ring, offset, len, mode).await,
+            Inner::Custom(custom) => custom.preallocate(ring, offset, len, mode).await,
+        }
+    }
+
+    /// Whether there is data or a hole at `offset`, and for how many bytes (1 to `len`; the run may
+    /// go on after that). (Hole, 0) at or past the end. What cannot tell is data. Runs on a helper
+    /// thread.
+    pub async fn allocation(
+        &self,
+        ring: &Ring,
+        offset: u64,
+        len: u64,
+    ) -> Result<(Allocation, u64), Errno> {
+        match &self.0 {
+            Inner::File(file) => file.allocation(ring, offset, len).await,
+            Inner::Custom(custom) => custom.allocation(ring, offset, len).await,
+        }
+    }
+}
+
+async fn read_custom(
+    custom: &dyn CustomStorage,
+    ring: &Ring,
+    offset: u64,
+    buf: &IoBuf,
+) -> Result<usize, Errno> {
+    end_of(offset, buf.len() as u64)?;
+    let mut done = 0;
+    while done < buf.len() {
+        match custom.read(ring, offset + done as u64, &buf.slice(done..buf.len())).await? {
+            0 => break,
+            n => done += n.min(buf.len() - done),
+        }
+    }
+    Ok(done)
+}
+
+async fn write_custom(
+    custom: &dyn CustomStorage,
+    ring: &Ring,
+    offset: u64,
+    buf: &IoBuf,
+) -> Result<usize, Errno> {
+    end_of(offset, buf.len() as u64)?;
+    let mut done = 0;
+    while done < buf.len() {
+        match custom.write(ring, offset + done as u64, &buf.slice(done..buf.len())).await {
+            Ok(0) if done == 0 => return Err(Errno::IO),
+            Ok(0) => break,
+            Ok(n) => done += n.min(buf.len() - done),
+            Err(errno) if done == 0 => return Err(errno),
+            Err(_) => break,
+        }
+    }
+    Ok(done)
+}
