@@ -1,0 +1,184 @@
+//! What a test may assume of the machine, and what it must not leave behind.
+//!
+//! Counts descriptors, threads and mounts by reading /proc; guards put global settings back when they are dropped.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FlockOperation, flock};
+
+/// Whether all combinations are wanted in place of pairs (`RINGDISK_FULL=1`).
+#[must_use]
+pub fn full() -> bool {
+    std::env::var("RINGDISK_FULL").is_ok_and(|value| !value.is_empty() && value != "0")
+}
+
+/// Whether this process may mount without help.
+#[must_use]
+pub fn is_root() -> bool {
+    rustix::process::geteuid().is_root()
+}
+
+/// True when the test may go on; says why it does not.
+#[must_use]
+pub fn needs(what: &str, there: bool) -> bool {
+    if !there {
+        eprintln!("left out: this machine has no {what}");
+    }
+    there
+}
+
+/// True when this is root; says that the test is left out when it is not.
+#[must_use]
+pub fn needs_root() -> bool {
+    needs("root for this test", is_root())
+}
+
+/// Open descriptors of a process.
+#[must_use]
+pub fn descriptors(pid: u32) -> usize {
+    std::fs::read_dir(format!("/proc/{pid}/fd")).map_or(0, Iterator::count)
+}
+
+/// Threads of a process.
+#[must_use]
+pub fn threads(pid: u32) -> usize {
+    std::fs::read_dir(format!("/proc/{pid}/task")).map_or(0, Iterator::count)
+}
+
+/// What a process holds at one moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Holds {
+    /// Open descriptors.
+    pub descriptors: usize,
+    /// Threads, kernel workers of its rings included.
+    pub threads: usize,
+}
+
+impl Holds {
+    /// Counts them.
+    #[must_use]
+    pub fn of(pid: u32) -> Holds {
+        Holds { descriptors: descriptors(pid), threads: threads(pid) }
+    }
+}
+
+/// Resident memory of a process in bytes.
+#[must_use]
+pub fn resident_bytes(pid: u32) -> u64 {
+    status_number(pid, "VmRSS:") * 1024
+}
+
+fn status_number(pid: u32, key: &str) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix(key));
+    line.and_then(|l| l.split_whitespace().next()?.parse().ok()).unwrap_or(0)
+}
+
+/// Time on a CPU, in ns, of the threads of a process that are alive.
+#[must_use]
+pub fn cpu_ns(pid: u32) -> u64 {
+    let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return 0 };
+    tasks
+        .flatten()
+        .filter_map(|task| std::fs::read_to_string(task.path().join("schedstat")).ok())
+        .filter_map(|line| line.split_whitespace().next()?.parse::<u64>().ok())
+        .sum()
+}
+
+/// One line of the mount table.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MountEntry {
+    /// Mountpoint.
+    pub path: PathBuf,
+    /// File system type, such as `fuse.ringdisk`.
+    pub kind: String,
+    /// Options of the mount and of its super block, joined by a comma.
+    pub options: String,
+    /// Minor device number: the name of a FUSE connection in sysfs.
+    pub minor: u32,
+}
+
+/// The mount table of this process.
+#[must_use]
+pub fn mounts() -> Vec<MountEntry> {
+    let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    table.lines().filter_map(parse_mount).collect()
+}
+
+// Source: proc_pid_mountinfo(5).
+fn parse_mount(line: &str) -> Option<MountEntry> {
+    let (left, right) = line.split_once(" - ")?;
+    let left: Vec<&str> = left.split(' ').collect();
+    let right: Vec<&str> = right.split(' ').collect();
+    Some(MountEntry {
+        path: PathBuf::from(unescape(left.get(4)?)),
+        kind: (*right.first()?).to_owned(),
+        options: format!("{},{}", left.get(5)?, right.get(2)?),
+        minor: left.get(2)?.split_once(':')?.1.parse().ok()?,
+    })
+}
+
+/// Octal escapes of the mount table: blank, tab, newline, backslash.
+fn unescape(text: &str) -> String {
+    text.replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\")
+}
+
+/// The mount at exactly this path, the topmost one.
+#[must_use]
+pub fn mount_at(path: &Path) -> Option<MountEntry> {
+    // Not canonicalize: that asks the file system, which may be the one that hangs.
+    let parent = path.parent()?.canonicalize().ok()?;
+    let wanted = parent.join(path.file_name()?);
+    mounts().into_iter().rev().find(|mount| mount.path == wanted)
+}
+
+/// Keeps tests that touch settings of the whole machine apart, also those of other test programs.
+#[derive(Debug)]
+pub struct Alone {
+    _file: File,
+}
+
+/// Waits until no other test holds the machine.
+#[must_use]
+pub fn alone() -> Alone {
+    lock(FlockOperation::LockExclusive)
+}
+
+/// Held by tests that only need that nobody changes settings of the machine meanwhile.
+#[must_use]
+pub fn together() -> Alone {
+    lock(FlockOperation::LockShared)
+}
+
+fn lock(operation: FlockOperation) -> Alone {
+    let path = std::env::temp_dir().join("ringdisk-tests.lock");
+    let file = File::options().create(true).truncate(false).write(true).open(&path);
+    let file = file.unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    flock(&file, operation).expect("flock");
+    Alone { _file: file }
+}
+
+/// A kernel setting that is put back when this is dropped.
+#[derive(Debug)]
+pub struct Sysctl {
+    path: PathBuf,
+    before: String,
+}
+
+impl Sysctl {
+    /// Sets `kernel/io_uring_disabled` and the like; `None` when the kernel has no such setting or it may not be written.
+    #[must_use]
+    pub fn set(name: &str, value: &str) -> Option<Sysctl> {
+        let path = Path::new("/proc/sys").join(name);
+        let before = std::fs::read_to_string(&path).ok()?;
+        std::fs::write(&path, value).ok()?;
+        Some(Sysctl { path, before: before.trim().to_owned() })
+    }
+}
+
+impl Drop for Sysctl {
+    fn drop(&mut self) {
+        let _ = std::fs::write(&self.path, &self.before);
+    }
+}

@@ -1,0 +1,265 @@
+//! Real mounts for tests: the program itself, loop devices, small file systems.
+//!
+//! Promises: whatever happens in the test, dropping a guard ends its process and removes its mount.
+
+use std::ffi::OsStr;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use rustix::process::Signal;
+use tempfile::TempDir;
+
+use crate::limits::mount_at;
+use crate::process::{Finished, Process, command, ok_words, run, until};
+
+/// How long a mount may take to answer on a busy machine.
+const READY: Duration = Duration::from_secs(20);
+/// How long a mount may take to go after SIGTERM.
+pub const STOP: Duration = Duration::from_secs(5);
+
+/// A directory for images and mountpoints on a real file system, removed with all that is in it.
+#[must_use]
+pub fn scratch() -> TempDir {
+    // Not under the system's temporary directory where that is memory: O_DIRECT and holes should be real ones.
+    let place = std::env::var_os("RINGDISK_TEST_DIR").unwrap_or_else(|| "/var/tmp".into());
+    tempfile::Builder::new()
+        .prefix("ringdisk-test-")
+        .tempdir_in(place)
+        .expect("a scratch directory")
+}
+
+/// The program serving one image at one mountpoint.
+#[derive(Debug)]
+pub struct Mounted {
+    process: Option<Process>,
+    path: PathBuf,
+    // Last: removed after the mount is gone.
+    _directory: Option<TempDir>,
+}
+
+impl Mounted {
+    /// `BINARY mount ARGS… MOUNTPOINT` on a new empty file; panics when it does not come up.
+    #[must_use]
+    pub fn start<S: AsRef<OsStr>>(binary: &str, args: &[S]) -> Mounted {
+        let directory = scratch();
+        let path = directory.path().join("disk");
+        let mut mounted = Self::start_at(binary, args, &path);
+        mounted._directory = Some(directory);
+        mounted
+    }
+
+    /// The same at a path of the caller.
+    #[must_use]
+    pub fn start_at<S: AsRef<OsStr>>(binary: &str, args: &[S], path: &Path) -> Mounted {
+        let mut command = Command::new(binary);
+        command.arg("mount").args(args).arg(path);
+        Self::from_command(&mut command, path)
+    }
+
+    /// Starts any command that serves `path` in the foreground, and waits until it answers.
+    #[must_use]
+    pub fn from_command(command: &mut Command, path: &Path) -> Mounted {
+        match Self::try_from_command(command, path) {
+            Ok(mounted) => mounted,
+            Err(finished) => panic!("{command:?}: {finished:?}"),
+        }
+    }
+
+    /// The same; an `Err` when the command ends before anything is mounted.
+    pub fn try_from_command(command: &mut Command, path: &Path) -> Result<Mounted, Finished> {
+        if !path.exists() {
+            std::fs::write(path, "").expect("an empty file to mount on");
+        }
+        let process = Process::spawn(command);
+        let mut mounted =
+            Mounted { process: Some(process), path: path.to_owned(), _directory: None };
+        let ended = until(READY, || {
+            if mounted.process().ended().is_some() {
+                return Some(true);
+            }
+            mount_at(path).map(|_| false)
+        });
+        match ended {
+            Some(false) => Ok(mounted),
+            Some(true) => Err(mounted.take().finish(READY)),
+            None => panic!("{command:?}: no mount within {READY:?}: {}", mounted.output()),
+        }
+    }
+
+    /// The served file.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The served file as text.
+    #[must_use]
+    pub fn text(&self) -> &str {
+        self.path.to_str().expect("a path of this test")
+    }
+
+    /// The serving process.
+    pub fn process(&mut self) -> &mut Process {
+        self.process.as_mut().expect("not stopped yet")
+    }
+
+    /// Its id.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.process.as_ref().expect("not stopped yet").pid()
+    }
+
+    /// What it printed so far.
+    #[must_use]
+    pub fn output(&self) -> String {
+        self.process.as_ref().map(Process::output).unwrap_or_default()
+    }
+
+    /// Sends SIGTERM and expects the process and the mount to be gone within 5 s.
+    pub fn stop(self) -> Finished {
+        self.stop_by(Signal::TERM)
+    }
+
+    /// The same with another signal.
+    pub fn stop_by(mut self, signal: Signal) -> Finished {
+        self.process().signal(signal);
+        self.finish()
+    }
+
+    /// Expects the process to end by itself, and the mount to be gone, within 5 s.
+    pub fn finish(mut self) -> Finished {
+        let finished = self.take().finish(STOP);
+        assert_eq!(mount_at(&self.path), None, "left behind; it said: {}", finished.output());
+        finished
+    }
+
+    fn take(&mut self) -> Process {
+        self.process.take().expect("not stopped yet")
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        if let Some(mut process) = self.process.take() {
+            process.signal(Signal::TERM);
+            if process.wait(STOP).is_none() {
+                abort(&self.path);
+            }
+        }
+        unmount(&self.path);
+    }
+}
+
+/// Ends a FUSE connection by force, so that nobody waits for it any longer.
+pub fn abort(path: &Path) {
+    if let Some(mount) = mount_at(path) {
+        let switch = format!("/sys/fs/fuse/connections/{}/abort", mount.minor);
+        let _ = std::fs::write(switch, "1");
+    }
+}
+
+/// Removes what is mounted at `path`, lazily; nothing mounted is no error.
+pub fn unmount(path: &Path) {
+    for _ in 0..10 {
+        if mount_at(path).is_none() {
+            return;
+        }
+        let _ = run(command(&["umount", "-l"]).arg(path));
+    }
+}
+
+/// A file system that is mounted for a test.
+#[derive(Debug)]
+pub struct FileSystem {
+    path: PathBuf,
+}
+
+impl FileSystem {
+    /// A file system in memory of `bytes` at `path` (made when missing).
+    #[must_use]
+    pub fn tmpfs(path: &Path, bytes: u64) -> FileSystem {
+        std::fs::create_dir_all(path).expect("a directory");
+        let options = format!("size={bytes},mode=0777");
+        ok_words(&["mount", "-t", "tmpfs", "-o", &options, "tmpfs", text(path)]);
+        FileSystem { path: path.to_owned() }
+    }
+
+    /// Mounts the file system in `device` (a block device or, with `-o loop`, a file) at `path`.
+    #[must_use]
+    pub fn of(device: &Path, path: &Path, options: &str) -> FileSystem {
+        std::fs::create_dir_all(path).expect("a directory");
+        ok_words(&["mount", "-o", options, text(device), text(path)]);
+        FileSystem { path: path.to_owned() }
+    }
+
+    /// Where it is mounted.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Unmounts it properly, so that everything is written.
+    pub fn unmount(self) {
+        ok_words(&["umount", text(&self.path)]);
+    }
+}
+
+impl Drop for FileSystem {
+    fn drop(&mut self) {
+        unmount(&self.path);
+    }
+}
+
+/// A loop device.
+#[derive(Debug)]
+pub struct Loop {
+    device: PathBuf,
+}
+
+impl Loop {
+    /// Attaches a file; `None` where the machine has no loop devices.
+    #[must_use]
+    pub fn attach(file: &Path, options: &[&str]) -> Option<Loop> {
+        if !Path::new("/dev/loop-control").exists() {
+            return None;
+        }
+        let out = ok(command(&["losetup", "--find", "--show"]).args(options).arg(file));
+        Some(Loop { device: PathBuf::from(out.trim()) })
+    }
+
+    /// Such as `/dev/loop0`.
+    #[must_use]
+    pub fn device(&self) -> &Path {
+        &self.device
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = run(command(&["losetup", "--detach"]).arg(&self.device));
+    }
+}
+
+/// A copy of a program that every user may start (a build directory may be closed to others), in a directory that belongs to `uid`.
+#[must_use]
+pub fn for_user(binary: &str, uid: u32) -> (TempDir, PathBuf) {
+    let directory = scratch();
+    let path = directory.path().join("ringdisk");
+    std::fs::copy(binary, &path).expect("a copy of the program");
+    let open = |p: &Path| std::fs::set_permissions(p, std::fs::Permissions::from_mode(0o755));
+    open(&path).and_then(|()| open(directory.path())).expect("permissions");
+    std::os::unix::fs::chown(directory.path(), Some(uid), Some(uid)).expect("chown");
+    (directory, path)
+}
+
+fn ok(command: &mut Command) -> String {
+    crate::process::ok(command)
+}
+
+/// A path as text; the tests make only such paths.
+#[must_use]
+pub fn text(path: &Path) -> &str {
+    path.to_str().expect("a path of this test")
+}

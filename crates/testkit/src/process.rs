@@ -1,0 +1,212 @@
+//! External commands with a time limit.
+//!
+//! Promises: no command outlives its limit or its guard; output goes to files, so a full pipe never blocks one. Called by tests on any
+//! thread. Panics, with the command and what it printed, when something does not work as the test assumes.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process, kill_process_group};
+
+/// Enough for every single command of the tests, also on a busy machine with two CPUs.
+pub const LIMIT: Duration = Duration::from_secs(60);
+/// How often a waiting test looks.
+const LOOK: Duration = Duration::from_millis(3);
+/// How long a killed process may take to be gone.
+const GONE: Duration = Duration::from_secs(3);
+
+/// What a command did.
+#[derive(Debug)]
+pub struct Finished {
+    /// Exit code or signal.
+    pub status: ExitStatus,
+    /// All it printed, replaced where it is not UTF-8.
+    pub stdout: String,
+    /// The same of standard error.
+    pub stderr: String,
+}
+
+impl Finished {
+    /// Exit code; `None` when a signal ended it.
+    #[must_use]
+    pub fn code(&self) -> Option<i32> {
+        self.status.code()
+    }
+
+    /// Number of the signal that ended it.
+    #[must_use]
+    pub fn signal(&self) -> Option<i32> {
+        self.status.signal()
+    }
+
+    /// Both outputs, for messages and searches.
+    #[must_use]
+    pub fn output(&self) -> String {
+        format!("{}{}", self.stdout, self.stderr)
+    }
+}
+
+/// A running command in its own process group; dropping it kills the group.
+#[derive(Debug)]
+pub struct Process {
+    child: Child,
+    what: String,
+    stdout: File,
+    stderr: File,
+    status: Option<ExitStatus>,
+}
+
+impl Process {
+    /// Starts `command` with nothing on standard input; standard output and error go to files unless `command` set them
+    /// (`Command` does not tell, so use [`Process::spawn_as_is`] for that).
+    #[must_use]
+    pub fn spawn(command: &mut Command) -> Process {
+        let (stdout, stderr) = (scratch_file(), scratch_file());
+        command.stdout(clone(&stdout)).stderr(clone(&stderr));
+        Self::start(command, stdout, stderr)
+    }
+
+    /// Starts `command` with the standard output that it was given; standard error goes to a file.
+    #[must_use]
+    pub fn spawn_as_is(command: &mut Command) -> Process {
+        let (stdout, stderr) = (scratch_file(), scratch_file());
+        command.stderr(clone(&stderr));
+        Self::start(command, stdout, stderr)
+    }
+
+    fn start(command: &mut Command, stdout: File, stderr: File) -> Process {
+        command.stdin(Stdio::null()).process_group(0);
+        let what = format!("{command:?}");
+        let child = command.spawn().unwrap_or_else(|error| panic!("{what}: {error}"));
+        Process { child, what, stdout, stderr, status: None }
+    }
+
+    /// Process id.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// The end of the process, when it has come.
+    pub fn ended(&mut self) -> Option<ExitStatus> {
+        if self.status.is_none() {
+            self.status = self.child.try_wait().expect("wait for a child");
+        }
+        self.status
+    }
+
+    /// Waits up to `limit` for the end.
+    pub fn wait(&mut self, limit: Duration) -> Option<ExitStatus> {
+        until(limit, || self.ended())
+    }
+
+    /// Waits up to `limit` for the end and panics when it does not come.
+    pub fn finish(mut self, limit: Duration) -> Finished {
+        let Some(status) = self.wait(limit) else {
+            let output = self.output();
+            panic!("{} did not end within {limit:?}; it said: {output}", self.what);
+        };
+        Finished { status, stdout: content(&self.stdout), stderr: content(&self.stderr) }
+    }
+
+    /// Sends a signal to the process alone; an ended process is no error.
+    pub fn signal(&self, signal: Signal) {
+        if self.status.is_none() {
+            let _ = kill_process(self.id(), signal);
+        }
+    }
+
+    /// What it has printed so far, output and error.
+    #[must_use]
+    pub fn output(&self) -> String {
+        format!("{}{}", content(&self.stdout), content(&self.stderr))
+    }
+
+    fn id(&self) -> Pid {
+        Pid::from_child(&self.child)
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // The group also when the leader has ended: it may have left children.
+        let _ = kill_process_group(self.id(), Signal::KILL);
+        // A process in an uninterruptible wait must not block the test run.
+        self.wait(GONE);
+    }
+}
+
+/// Runs `command` to its end.
+pub fn run(command: &mut Command) -> Finished {
+    Process::spawn(command).finish(LIMIT)
+}
+
+/// Runs `command`, which must succeed, and returns its standard output.
+pub fn ok(command: &mut Command) -> String {
+    let finished = run(command);
+    assert!(
+        finished.status.success(),
+        "{command:?}: {}\n{}",
+        finished.status,
+        finished.output().trim_end()
+    );
+    finished.stdout
+}
+
+/// A command from words: `command(&["qemu-img", "info", path])`.
+#[must_use]
+pub fn command(words: &[&str]) -> Command {
+    let mut command = Command::new(words[0]);
+    command.args(&words[1..]);
+    // Programs of the administrator are not on the path of every caller.
+    let path = std::env::var("PATH").unwrap_or_default();
+    command.env("PATH", format!("{path}:/usr/sbin:/sbin"));
+    command
+}
+
+/// Runs words, which must succeed.
+pub fn ok_words(words: &[&str]) -> String {
+    ok(&mut command(words))
+}
+
+/// Looks until `found` gives something, at most for `limit`.
+pub fn until<T>(limit: Duration, mut found: impl FnMut() -> Option<T>) -> Option<T> {
+    let end = Instant::now() + limit;
+    loop {
+        if let Some(value) = found() {
+            return Some(value);
+        }
+        if Instant::now() >= end {
+            return None;
+        }
+        std::thread::sleep(LOOK);
+    }
+}
+
+/// Whether a program of this name can be started.
+#[must_use]
+pub fn has(program: &str) -> bool {
+    let path = std::env::var("PATH").unwrap_or_default();
+    format!("{path}:/usr/sbin:/sbin")
+        .split(':')
+        .any(|directory| std::path::Path::new(directory).join(program).exists())
+}
+
+fn scratch_file() -> File {
+    tempfile::tempfile().expect("a temporary file")
+}
+
+fn clone(file: &File) -> Stdio {
+    Stdio::from(file.try_clone().expect("a second descriptor"))
+}
+
+/// All of a file; the position, which the child shares, is not touched.
+fn content(file: &File) -> String {
+    let mut bytes = vec![0; file.metadata().map_or(0, |m| usize::try_from(m.len()).unwrap_or(0))];
+    let read = file.read_at(&mut bytes, 0).unwrap_or(0);
+    bytes.truncate(read);
+    String::from_utf8_lossy(&bytes).into_owned()
+}
