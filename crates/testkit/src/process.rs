@@ -3,6 +3,7 @@
 //! Promises: no command outlives its limit or its guard; output goes to files, so a full pipe never blocks one. Called by tests on any
 //! thread. Panics, with the command and what it printed, when something does not work as the test assumes.
 
+use std::borrow::BorrowMut;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -140,13 +141,14 @@ impl Drop for Process {
 }
 
 /// Runs `command` to its end.
-pub fn run(command: &mut Command) -> Finished {
-    Process::spawn(command).finish(LIMIT)
+pub fn run(mut command: impl BorrowMut<Command>) -> Finished {
+    Process::spawn(command.borrow_mut()).finish(LIMIT)
 }
 
 /// Runs `command`, which must succeed, and returns its standard output.
-pub fn ok(command: &mut Command) -> String {
-    let finished = run(command);
+pub fn ok(mut command: impl BorrowMut<Command>) -> String {
+    let command = command.borrow_mut();
+    let finished = run(&mut *command);
     assert!(
         finished.status.success(),
         "{command:?}: {}\n{}",
@@ -169,7 +171,7 @@ pub fn command(words: &[&str]) -> Command {
 
 /// Runs words, which must succeed.
 pub fn ok_words(words: &[&str]) -> String {
-    ok(&mut command(words))
+    ok(command(words))
 }
 
 /// Looks until `found` gives something, at most for `limit`.
