@@ -7,7 +7,10 @@
 //! Source: `include/uapi/linux/fuse.h` (offered under BSD-2-Clause), protocol 7.46. Names follow that header; an `In` structure
 //! comes from the kernel, an `Out` structure goes to it.
 
-#![allow(missing_debug_implementations, reason = "the derives of zerocopy make hidden marker types; our own structures have Debug")]
+#![allow(
+    missing_debug_implementations,
+    reason = "the derives of zerocopy make hidden marker types; our own structures have Debug"
+)]
 
 use std::mem::offset_of;
 

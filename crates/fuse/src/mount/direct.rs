@@ -11,8 +11,8 @@ use std::path::Path;
 use rustix::fs::CWD;
 use rustix::io::Errno;
 use rustix::mount::{
-    FsMountFlags, FsOpenFlags, MountAttrFlags, MountFlags, MoveMountFlags, fsconfig_create, fsconfig_set_flag, fsconfig_set_string, fsmount,
-    fsopen, move_mount,
+    FsMountFlags, FsOpenFlags, MountAttrFlags, MountFlags, MoveMountFlags, fsconfig_create,
+    fsconfig_set_flag, fsconfig_set_string, fsmount, fsopen, move_mount,
 };
 
 use super::table::{FSTYPE, SUBTYPE};
@@ -25,12 +25,17 @@ const ROOT_MODE: &str = "100600";
 /// Mounts the connection of `device` on `mountpoint`.
 ///
 /// Errors: [`ErrorKind::PermissionDenied`], [`ErrorKind::Unsupported`] (no FUSE in this kernel), [`ErrorKind::System`].
-pub(super) fn mount(mountpoint: &Path, device: BorrowedFd<'_>, options: &MountOptions) -> Result<(), Error> {
+pub(super) fn mount(
+    mountpoint: &Path,
+    device: BorrowedFd<'_>,
+    options: &MountOptions,
+) -> Result<(), Error> {
     match mount_by_descriptors(mountpoint, device, options) {
         Ok(()) => Ok(()),
         // ENOSYS: Linux before 5.2. EPERM: also what filters of system calls answer for calls that they do not know.
         Err(failure) if matches!(failure.errno, Errno::NOSYS | Errno::PERM) => {
-            mount_classic(mountpoint, device, options).map_err(|errno| explain(mountpoint, errno, ""))
+            mount_classic(mountpoint, device, options)
+                .map_err(|errno| explain(mountpoint, errno, ""))
         }
         Err(failure) => Err(explain(mountpoint, failure.errno, &failure.log)),
     }
@@ -50,10 +55,17 @@ struct Failure {
     log: String,
 }
 
-fn mount_by_descriptors(mountpoint: &Path, device: BorrowedFd<'_>, options: &MountOptions) -> Result<(), Failure> {
-    let context = fsopen("fuse", FsOpenFlags::FSOPEN_CLOEXEC).map_err(|errno| Failure { errno, log: String::new() })?;
+fn mount_by_descriptors(
+    mountpoint: &Path,
+    device: BorrowedFd<'_>,
+    options: &MountOptions,
+) -> Result<(), Failure> {
+    let context = fsopen("fuse", FsOpenFlags::FSOPEN_CLOEXEC)
+        .map_err(|errno| Failure { errno, log: String::new() })?;
     let attached = configure(&context, device, options).and_then(|()| {
-        let mut attributes = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV | MountAttrFlags::MOUNT_ATTR_NOATIME;
+        let mut attributes = MountAttrFlags::MOUNT_ATTR_NOSUID
+            | MountAttrFlags::MOUNT_ATTR_NODEV
+            | MountAttrFlags::MOUNT_ATTR_NOATIME;
         if options.read_only {
             attributes |= MountAttrFlags::MOUNT_ATTR_RDONLY;
         }
@@ -63,7 +75,11 @@ fn mount_by_descriptors(mountpoint: &Path, device: BorrowedFd<'_>, options: &Mou
     attached.map_err(|errno| Failure { errno, log: kernel_log(context.as_fd()) })
 }
 
-fn configure(context: &OwnedFd, device: BorrowedFd<'_>, options: &MountOptions) -> Result<(), Errno> {
+fn configure(
+    context: &OwnedFd,
+    device: BorrowedFd<'_>,
+    options: &MountOptions,
+) -> Result<(), Errno> {
     let (user, group) = owner();
     fsconfig_set_string(context, "source", options.source.as_bytes())?;
     fsconfig_set_string(context, "subtype", SUBTYPE)?;
@@ -95,7 +111,11 @@ fn kernel_log(context: BorrowedFd<'_>) -> String {
     lines.join(", ")
 }
 
-fn mount_classic(mountpoint: &Path, device: BorrowedFd<'_>, options: &MountOptions) -> Result<(), Errno> {
+fn mount_classic(
+    mountpoint: &Path,
+    device: BorrowedFd<'_>,
+    options: &MountOptions,
+) -> Result<(), Errno> {
     let (user, group) = owner();
     let mut data = format!(
         "fd={},rootmode={ROOT_MODE},user_id={user},group_id={group},default_permissions,max_read={}",

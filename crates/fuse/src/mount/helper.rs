@@ -15,7 +15,8 @@ use std::process::{Child, Command, Stdio};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::{Errno, FdFlags, fcntl_setfd};
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SocketFlags, SocketType, recvmsg, socketpair,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SocketFlags, SocketType,
+    recvmsg, socketpair,
 };
 
 use super::table::SUBTYPE;
@@ -23,7 +24,8 @@ use super::{MountOptions, busy};
 use crate::error::{Error, ErrorKind};
 
 /// Names of the helper, newest first; looked up in PATH and then where distributions keep it.
-const HELPER_NAMES: [&str; 4] = ["fusermount3", "fusermount", "/usr/bin/fusermount3", "/bin/fusermount3"];
+const HELPER_NAMES: [&str; 4] =
+    ["fusermount3", "fusermount", "/usr/bin/fusermount3", "/bin/fusermount3"];
 /// What the helper says is cut to this many bytes.
 const HELPER_TEXT_MAX: u64 = 4096;
 
@@ -32,8 +34,11 @@ const HELPER_TEXT_MAX: u64 = 4096;
 /// Errors: [`ErrorKind::HelperMissing`], [`ErrorKind::AllowOtherDenied`], [`ErrorKind::DeviceMissing`],
 /// [`ErrorKind::DeviceForbidden`], [`ErrorKind::PermissionDenied`], [`ErrorKind::System`].
 pub(super) fn mount(mountpoint: &Path, options: &MountOptions) -> Result<OwnedFd, Error> {
-    let system = |errno: Errno| Error::new(ErrorKind::System, "cannot talk to fusermount3").errno(errno);
-    let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).map_err(system)?;
+    let system =
+        |errno: Errno| Error::new(ErrorKind::System, "cannot talk to fusermount3").errno(errno);
+    let (ours, theirs) =
+        socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
+            .map_err(system)?;
 
     let mut child = spawn(|command| {
         command.arg("-o").arg(option_text(options)).arg("--").arg(mountpoint);
@@ -54,7 +59,9 @@ pub(super) fn mount(mountpoint: &Path, options: &MountOptions) -> Result<OwnedFd
             Ok(device)
         }
         (_, Err(text)) => Err(explain(mountpoint, &text)),
-        (None, Ok(())) => Err(Error::new(ErrorKind::System, "fusermount3 mounted but sent no device")),
+        (None, Ok(())) => {
+            Err(Error::new(ErrorKind::System, "fusermount3 mounted but sent no device"))
+        }
     }
 }
 
@@ -76,7 +83,8 @@ pub(super) fn unmount(mountpoint: &Path, lazy: bool) -> Result<(), Error> {
         Err(text) if text.is_empty() || text.contains("busy") => Err(busy(mountpoint)),
         Err(text) => {
             let message = format!("not allowed to unmount {}: {text}", mountpoint.display());
-            Err(Error::new(ErrorKind::PermissionDenied, message).hint("only root and the user who mounted it may"))
+            Err(Error::new(ErrorKind::PermissionDenied, message)
+                .hint("only root and the user who mounted it may"))
         }
     }
 }
@@ -90,10 +98,15 @@ fn spawn(prepare: impl Fn(&mut Command) -> io::Result<()>) -> Result<Child, Erro
         match started {
             Ok(child) => return Ok(child),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => return Err(Error::new(ErrorKind::System, format!("cannot start {name}")).source(error)),
+            Err(error) => {
+                return Err(
+                    Error::new(ErrorKind::System, format!("cannot start {name}")).source(error)
+                );
+            }
         }
     }
-    Err(Error::new(ErrorKind::HelperMissing, "fusermount3 was not found").hint("install the package fuse3, or run as root"))
+    Err(Error::new(ErrorKind::HelperMissing, "fusermount3 was not found")
+        .hint("install the package fuse3, or run as root"))
 }
 
 /// Waits for the helper; `Err` with what it said if it failed.
@@ -143,7 +156,10 @@ fn option_text(options: &MountOptions) -> std::ffi::OsString {
         text.push(byte);
     }
     let access = if options.read_only { "ro" } else { "rw" };
-    let rest = format!(",subtype={SUBTYPE},max_read={},default_permissions,noatime,nosuid,nodev,{access}", options.max_read);
+    let rest = format!(
+        ",subtype={SUBTYPE},max_read={},default_permissions,noatime,nosuid,nodev,{access}",
+        options.max_read
+    );
     text.extend_from_slice(rest.as_bytes());
     if options.allow_other {
         text.extend_from_slice(b",allow_other");
@@ -155,8 +171,11 @@ fn option_text(options: &MountOptions) -> std::ffi::OsString {
 fn explain(mountpoint: &Path, text: &str) -> Error {
     let shown = mountpoint.display();
     if text.contains("allow_other") {
-        return Error::new(ErrorKind::AllowOtherDenied, "ordinary users may not mount with --allow-other on this machine")
-            .hint("put the line `user_allow_other` into /etc/fuse.conf, or leave the option out");
+        return Error::new(
+            ErrorKind::AllowOtherDenied,
+            "ordinary users may not mount with --allow-other on this machine",
+        )
+        .hint("put the line `user_allow_other` into /etc/fuse.conf, or leave the option out");
     }
     if text.contains("/dev/fuse") || text.contains("device not found") {
         return if text.contains("Permission denied") || text.contains("not permitted") {
@@ -165,8 +184,14 @@ fn explain(mountpoint: &Path, text: &str) -> Error {
             super::device::open_error(Errno::NOENT)
         };
     }
-    let error = Error::new(ErrorKind::PermissionDenied, format!("fusermount3 refused to mount on {shown}: {text}"));
-    if text.contains("user has no write access") || text.contains("failed to access mountpoint") || text.contains("bad mount point") {
+    let error = Error::new(
+        ErrorKind::PermissionDenied,
+        format!("fusermount3 refused to mount on {shown}: {text}"),
+    );
+    if text.contains("user has no write access")
+        || text.contains("failed to access mountpoint")
+        || text.contains("bad mount point")
+    {
         return error.hint("the mountpoint must be a file that you own or may write");
     }
     error

@@ -98,16 +98,21 @@ pub fn mount(path: &Path, options: &MountOptions) -> Result<Mount, Error> {
         Method::Auto if geteuid().is_root() => match mount_direct(&mountpoint, options) {
             // Root of a container may lack the right to mount while the helper, set-user-id outside of it, cannot help either;
             // the first error is then the one to show.
-            Err(error) if error.kind() == ErrorKind::PermissionDenied => helper::mount(&mountpoint, options).map_err(|_| error)?,
+            Err(error) if error.kind() == ErrorKind::PermissionDenied => {
+                helper::mount(&mountpoint, options).map_err(|_| error)?
+            }
             result => result?,
         },
         Method::Auto => match helper::mount(&mountpoint, options) {
             // In a user namespace with /dev/fuse the helper is not needed.
-            Err(error) if error.kind() == ErrorKind::HelperMissing => mount_direct(&mountpoint, options).map_err(|_| error)?,
+            Err(error) if error.kind() == ErrorKind::HelperMissing => {
+                mount_direct(&mountpoint, options).map_err(|_| error)?
+            }
             result => result?,
         },
     };
-    let connection = table::at(&mountpoint)?.filter(MountEntry::is_ours).and_then(|entry| entry.connection());
+    let connection =
+        table::at(&mountpoint)?.filter(MountEntry::is_ours).and_then(|entry| entry.connection());
     Ok(Mount { device, mountpoint, connection, is_active: true })
 }
 
@@ -180,7 +185,9 @@ impl Mount {
     /// Keeps the mount and gives up responsibility for it. For tests and for a process that hands its descriptors to another.
     pub fn into_device(mut self) -> Result<OwnedFd, Error> {
         self.is_active = false;
-        self.device.try_clone().map_err(|source| Error::new(ErrorKind::System, "cannot duplicate the FUSE descriptor").source(source))
+        self.device.try_clone().map_err(|source| {
+            Error::new(ErrorKind::System, "cannot duplicate the FUSE descriptor").source(source)
+        })
     }
 }
 
@@ -207,11 +214,18 @@ pub fn unmount(path: &Path, how: Unmount) -> Result<(), Error> {
     let mountpoint = mountpoint::resolve(path)?;
     let shown = mountpoint.display();
     let Some(entry) = table::at(&mountpoint)? else {
-        return Err(Error::new(ErrorKind::NotMounted, format!("nothing is mounted on {shown}")).hint(known_mounts()?));
+        return Err(Error::new(ErrorKind::NotMounted, format!("nothing is mounted on {shown}"))
+            .hint(known_mounts()?));
     };
     if !entry.is_ours() {
-        let message = format!("{shown} is not served by ringdisk but by {} ({})", entry.source.display(), entry.fstype);
-        return Err(Error::new(ErrorKind::NotMounted, message).hint(format!("use `umount {shown}`")));
+        let message = format!(
+            "{shown} is not served by ringdisk but by {} ({})",
+            entry.source.display(),
+            entry.fstype
+        );
+        return Err(
+            Error::new(ErrorKind::NotMounted, message).hint(format!("use `umount {shown}`"))
+        );
     }
     if how == Unmount::Force
         && let Some(connection) = entry.connection()
@@ -223,14 +237,20 @@ pub fn unmount(path: &Path, how: Unmount) -> Result<(), Error> {
 
 /// Names the mounts that there are, for the message about one that there is not.
 fn known_mounts() -> Result<String, Error> {
-    let names: Vec<String> = table::ours()?.iter().map(|entry| entry.mountpoint.display().to_string()).collect();
-    Ok(if names.is_empty() { "no ringdisk mount is visible here".to_owned() } else { format!("ringdisk mounts: {}", names.join(", ")) })
+    let names: Vec<String> =
+        table::ours()?.iter().map(|entry| entry.mountpoint.display().to_string()).collect();
+    Ok(if names.is_empty() {
+        "no ringdisk mount is visible here".to_owned()
+    } else {
+        format!("ringdisk mounts: {}", names.join(", "))
+    })
 }
 
 /// Takes one mount out of the tree.
 fn detach(entry: &MountEntry, how: Unmount) -> Result<(), Error> {
     let lazy = how != Unmount::Normal;
-    let flags = if lazy { UnmountFlags::DETACH | UnmountFlags::NOFOLLOW } else { UnmountFlags::NOFOLLOW };
+    let flags =
+        if lazy { UnmountFlags::DETACH | UnmountFlags::NOFOLLOW } else { UnmountFlags::NOFOLLOW };
     let shown = entry.mountpoint.display();
     match rustix::mount::unmount(&entry.mountpoint, flags) {
         Ok(()) => Ok(()),
@@ -238,7 +258,9 @@ fn detach(entry: &MountEntry, how: Unmount) -> Result<(), Error> {
         Err(Errno::INVAL | Errno::NOENT) => Ok(()),
         Err(Errno::BUSY) => Err(busy(&entry.mountpoint)),
         Err(Errno::PERM | Errno::ACCESS) => helper::unmount(&entry.mountpoint, lazy),
-        Err(errno) => Err(Error::new(ErrorKind::System, format!("cannot unmount {shown}")).errno(errno)),
+        Err(errno) => {
+            Err(Error::new(ErrorKind::System, format!("cannot unmount {shown}")).errno(errno))
+        }
     }
 }
 
@@ -252,7 +274,9 @@ fn busy(mountpoint: &Path) -> Error {
 /// Tells the kernel to abort a connection: through fusectl if it is mounted, through a private instance of it (root) if not.
 fn abort_connection(connection: u32) -> bool {
     let name = format!("{connection}/abort");
-    if let Ok(mut file) = fs::OpenOptions::new().write(true).open(Path::new(FUSECTL_PATH).join(&name)) {
+    if let Ok(mut file) =
+        fs::OpenOptions::new().write(true).open(Path::new(FUSECTL_PATH).join(&name))
+    {
         return file.write_all(b"1").is_ok();
     }
     abort_private(&name).is_ok()

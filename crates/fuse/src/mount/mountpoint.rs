@@ -77,7 +77,10 @@ pub fn check(path: &Path) -> Result<PathBuf, Error> {
         "not a regular file"
     };
     let hint = if kind.is_dir() {
-        format!("a disk is served as a file, so name one: `{}`", absolute.join("disk.raw").display())
+        format!(
+            "a disk is served as a file, so name one: `{}`",
+            absolute.join("disk.raw").display()
+        )
     } else {
         "name a regular file; an empty one is made when there is none".to_owned()
     };
@@ -88,15 +91,26 @@ pub fn check(path: &Path) -> Result<PathBuf, Error> {
 fn occupied(mountpoint: &Path, entry: &MountEntry) -> Error {
     let shown = mountpoint.display();
     if !entry.is_ours() {
-        let message = format!("mountpoint {shown} already has {} ({}) mounted on it", entry.source.display(), entry.fstype);
-        return Error::new(ErrorKind::Occupied, message).hint(format!("choose another file, or unmount it first: `umount {shown}`"));
+        let message = format!(
+            "mountpoint {shown} already has {} ({}) mounted on it",
+            entry.source.display(),
+            entry.fstype
+        );
+        return Error::new(ErrorKind::Occupied, message)
+            .hint(format!("choose another file, or unmount it first: `umount {shown}`"));
     }
     if is_dead(mountpoint) {
-        let message = format!("mountpoint {shown} still carries the mount of a ringdisk that is gone ({})", entry.source.display());
-        return Error::new(ErrorKind::Stale, message).hint(format!("remove it: `ringdisk umount {shown}`"));
+        let message = format!(
+            "mountpoint {shown} still carries the mount of a ringdisk that is gone ({})",
+            entry.source.display()
+        );
+        return Error::new(ErrorKind::Stale, message)
+            .hint(format!("remove it: `ringdisk umount {shown}`"));
     }
-    let message = format!("mountpoint {shown} already serves {} (ringdisk)", entry.source.display());
-    Error::new(ErrorKind::AlreadyOurs, message).hint(format!("stop it first: `ringdisk umount {shown}`, or choose another file"))
+    let message =
+        format!("mountpoint {shown} already serves {} (ringdisk)", entry.source.display());
+    Error::new(ErrorKind::AlreadyOurs, message)
+        .hint(format!("stop it first: `ringdisk umount {shown}`, or choose another file"))
 }
 
 /// Whether the server of a FUSE mount is gone, which shows as ENOTCONN.
@@ -107,7 +121,8 @@ pub(crate) fn is_dead(mountpoint: &Path) -> bool {
     let (sender, receiver) = mpsc::channel();
     let path = mountpoint.to_path_buf();
     let asked = thread::Builder::new().name("mountpoint".to_owned()).spawn(move || {
-        let is_dead = fs::symlink_metadata(&path).is_err_and(|error| error.raw_os_error() == Some(Errno::NOTCONN.raw_os_error()));
+        let is_dead = fs::symlink_metadata(&path)
+            .is_err_and(|error| error.raw_os_error() == Some(Errno::NOTCONN.raw_os_error()));
         // The receiver may have given up.
         let _ = sender.send(is_dead);
     });
@@ -117,14 +132,20 @@ pub(crate) fn is_dead(mountpoint: &Path) -> bool {
 fn io_error(path: &Path, error: io::Error) -> Error {
     let shown = path.display();
     match error.kind() {
-        io::ErrorKind::NotFound => Error::new(ErrorKind::NotFound, format!("mountpoint {shown} does not exist"))
-            .hint(format!("make an empty file there: `touch {shown}`")),
+        io::ErrorKind::NotFound => {
+            Error::new(ErrorKind::NotFound, format!("mountpoint {shown} does not exist"))
+                .hint(format!("make an empty file there: `touch {shown}`"))
+        }
         io::ErrorKind::PermissionDenied => {
-            Error::new(ErrorKind::PermissionDenied, format!("mountpoint {shown}")).source(error).hint("choose a file that you may write")
+            Error::new(ErrorKind::PermissionDenied, format!("mountpoint {shown}"))
+                .source(error)
+                .hint("choose a file that you may write")
         }
-        io::ErrorKind::NotADirectory => {
-            Error::new(ErrorKind::NotFound, format!("mountpoint {shown}: a part of the path is not a directory")).source(error)
-        }
+        io::ErrorKind::NotADirectory => Error::new(
+            ErrorKind::NotFound,
+            format!("mountpoint {shown}: a part of the path is not a directory"),
+        )
+        .source(error),
         _ => Error::new(ErrorKind::System, format!("mountpoint {shown}")).source(error),
     }
 }

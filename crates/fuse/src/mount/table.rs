@@ -50,7 +50,8 @@ impl MountEntry {
     /// Number of the FUSE connection, also the name of its directory in fusectl.
     #[must_use]
     pub fn connection(&self) -> Option<u32> {
-        let is_fuse = self.fstype == "fuse" || self.fstype == "fuseblk" || self.fstype.starts_with("fuse.");
+        let is_fuse =
+            self.fstype == "fuse" || self.fstype == "fuseblk" || self.fstype.starts_with("fuse.");
         is_fuse.then_some(self.device.1)
     }
 }
@@ -59,8 +60,11 @@ impl MountEntry {
 ///
 /// Errors: [`ErrorKind::System`] if `/proc` is not there.
 pub fn read() -> Result<Vec<MountEntry>, Error> {
-    let bytes = fs::read(TABLE_PATH)
-        .map_err(|source| Error::new(ErrorKind::System, format!("cannot read {TABLE_PATH}")).source(source).hint("is /proc mounted?"))?;
+    let bytes = fs::read(TABLE_PATH).map_err(|source| {
+        Error::new(ErrorKind::System, format!("cannot read {TABLE_PATH}"))
+            .source(source)
+            .hint("is /proc mounted?")
+    })?;
     Ok(parse(&bytes))
 }
 
@@ -101,7 +105,8 @@ fn parse_line(line: &[u8]) -> Option<MountEntry> {
     let mut fields = line.split(|&byte| byte == b' ');
     let id = number(fields.next()?)?;
     let parent = number(fields.next()?)?;
-    let mut device = text(fields.next()?).split(':').map(str::to_owned).collect::<Vec<_>>().into_iter();
+    let mut device =
+        text(fields.next()?).split(':').map(str::to_owned).collect::<Vec<_>>().into_iter();
     let major = device.next()?.parse().ok()?;
     let minor = device.next()?.parse().ok()?;
     let _root = fields.next()?;
@@ -112,7 +117,16 @@ fn parse_line(line: &[u8]) -> Option<MountEntry> {
     let fstype = text(&unescape(fields.next()?).into_vec());
     let source = unescape(fields.next()?);
     let super_options = fields.next().map(text).unwrap_or_default();
-    Some(MountEntry { id, parent, device: (major, minor), mountpoint, options, fstype, source, super_options })
+    Some(MountEntry {
+        id,
+        parent,
+        device: (major, minor),
+        mountpoint,
+        options,
+        fstype,
+        source,
+        super_options,
+    })
 }
 
 fn text(bytes: &[u8]) -> String {

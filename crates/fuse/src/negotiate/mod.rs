@@ -15,10 +15,14 @@ use std::fmt;
 use std::fs;
 
 use crate::abi::flags::{
-    FOPEN_DIRECT_IO, FOPEN_KEEP_CACHE, FOPEN_NOFLUSH, FOPEN_PARALLEL_DIRECT_WRITES, INIT_ABORT_ERROR, INIT_ASYNC_DIO, INIT_ASYNC_READ,
-    INIT_BIG_WRITES, INIT_DIRECT_IO_ALLOW_MMAP, INIT_EXT, INIT_HANDLE_KILLPRIV_V2, INIT_HAS_RESEND, INIT_MAX_PAGES, INIT_PARALLEL_DIROPS,
+    FOPEN_DIRECT_IO, FOPEN_KEEP_CACHE, FOPEN_NOFLUSH, FOPEN_PARALLEL_DIRECT_WRITES,
+    INIT_ABORT_ERROR, INIT_ASYNC_DIO, INIT_ASYNC_READ, INIT_BIG_WRITES, INIT_DIRECT_IO_ALLOW_MMAP,
+    INIT_EXT, INIT_HANDLE_KILLPRIV_V2, INIT_HAS_RESEND, INIT_MAX_PAGES, INIT_PARALLEL_DIROPS,
 };
-use crate::abi::{InitIn, InitOut, KERNEL_MINOR_VERSION, KERNEL_MINOR_VERSION_MIN, KERNEL_VERSION, MIN_READ_BUFFER, WRITE_DATA_OFFSET};
+use crate::abi::{
+    InitIn, InitOut, KERNEL_MINOR_VERSION, KERNEL_MINOR_VERSION_MIN, KERNEL_VERSION,
+    MIN_READ_BUFFER, WRITE_DATA_OFFSET,
+};
 
 /// Largest READ or WRITE that we ask for, bytes.
 pub const TRANSFER_BYTES_MAX: u32 = 1 << 20;
@@ -48,7 +52,9 @@ impl Profile {
     #[must_use]
     pub fn detect(kernel_cache: bool) -> Profile {
         let page_bytes = u32::try_from(rustix::param::page_size()).unwrap_or(4096);
-        let limit = fs::read_to_string("/proc/sys/fs/fuse/max_pages_limit").ok().and_then(|text| text.trim().parse().ok());
+        let limit = fs::read_to_string("/proc/sys/fs/fuse/max_pages_limit")
+            .ok()
+            .and_then(|text| text.trim().parse().ok());
         Profile::new(page_bytes, limit, kernel_cache)
     }
 
@@ -58,7 +64,11 @@ impl Profile {
     pub fn new(page_bytes: u32, max_pages_limit: Option<u32>, kernel_cache: bool) -> Profile {
         let wanted = TRANSFER_BYTES_MAX / page_bytes;
         let max_pages = wanted.min(max_pages_limit.unwrap_or(MAX_PAGES_LIMIT_DEFAULT)).max(1);
-        Profile { page_bytes, max_pages: u16::try_from(max_pages).unwrap_or(u16::MAX), kernel_cache }
+        Profile {
+            page_bytes,
+            max_pages: u16::try_from(max_pages).unwrap_or(u16::MAX),
+            kernel_cache,
+        }
     }
 
     /// Largest READ and WRITE, bytes. The mount option `max_read` must have this value.
@@ -78,7 +88,11 @@ impl Profile {
     /// A descriptor that cannot write has nothing to flush when it is closed.
     #[must_use]
     pub fn open_flags(&self, can_write: bool) -> u32 {
-        let cache = if self.kernel_cache { FOPEN_KEEP_CACHE } else { FOPEN_DIRECT_IO | FOPEN_PARALLEL_DIRECT_WRITES };
+        let cache = if self.kernel_cache {
+            FOPEN_KEEP_CACHE
+        } else {
+            FOPEN_DIRECT_IO | FOPEN_PARALLEL_DIRECT_WRITES
+        };
         let flush = if can_write { 0 } else { FOPEN_NOFLUSH };
         cache | flush
     }
@@ -128,7 +142,11 @@ pub struct TooOld {
 impl fmt::Display for TooOld {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.without_async_dio {
-            return write!(formatter, "the kernel's FUSE {}.{} does not offer asynchronous direct I/O", self.major, self.minor);
+            return write!(
+                formatter,
+                "the kernel's FUSE {}.{} does not offer asynchronous direct I/O",
+                self.major, self.minor
+            );
         }
         write!(
             formatter,
@@ -145,7 +163,11 @@ impl std::error::Error for TooOld {}
 /// Errors: [`TooOld`]; reply with EPROTO then, the mount cannot work.
 pub fn negotiate(init: &InitIn, profile: &Profile) -> Result<InitAnswer, TooOld> {
     if init.major > KERNEL_VERSION {
-        return Ok(InitAnswer::Again(InitOut { major: KERNEL_VERSION, minor: KERNEL_MINOR_VERSION, ..InitOut::default() }));
+        return Ok(InitAnswer::Again(InitOut {
+            major: KERNEL_VERSION,
+            minor: KERNEL_MINOR_VERSION,
+            ..InitOut::default()
+        }));
     }
     let too_old = TooOld { major: init.major, minor: init.minor, without_async_dio: false };
     if init.major < KERNEL_VERSION || init.minor < KERNEL_MINOR_VERSION_MIN {

@@ -117,7 +117,11 @@ pub fn error_frame(unique: u64, errno: Errno) -> [u8; OUT_HEADER_BYTES] {
 pub fn notify_inval_inode(pages: bool) -> [u8; NOTIFY_INVAL_INODE_BYTES] {
     let mut frame = [0; NOTIFY_INVAL_INODE_BYTES];
     let body = NotifyInvalInodeOut { ino: ROOT_ID, off: if pages { 0 } else { -1 }, len: 0 };
-    frame[..OUT_HEADER_BYTES].copy_from_slice(&header(0, NOTIFY_INVAL_INODE, size_of::<NotifyInvalInodeOut>()));
+    frame[..OUT_HEADER_BYTES].copy_from_slice(&header(
+        0,
+        NOTIFY_INVAL_INODE,
+        size_of::<NotifyInvalInodeOut>(),
+    ));
     frame[OUT_HEADER_BYTES..].copy_from_slice(body.as_bytes());
     frame
 }

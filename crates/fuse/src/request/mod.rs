@@ -10,8 +10,9 @@ use zerocopy::FromBytes;
 
 use crate::abi::opcode;
 use crate::abi::{
-    BatchForgetIn, FallocateIn, FlushIn, ForgetIn, FsyncIn, GetattrIn, IN_HEADER_BYTES, InHeader, InitIn, InterruptIn, LseekIn, OpenIn,
-    REQUEST_HEAD_BYTES, ReadIn, ReleaseIn, SetattrIn, WriteIn,
+    BatchForgetIn, FallocateIn, FlushIn, ForgetIn, FsyncIn, GetattrIn, IN_HEADER_BYTES, InHeader,
+    InitIn, InterruptIn, LseekIn, OpenIn, REQUEST_HEAD_BYTES, ReadIn, ReleaseIn, SetattrIn,
+    WriteIn,
 };
 
 /// Bytes of the first INIT request (up to protocol 7.35).
@@ -102,10 +103,21 @@ impl ParseError {
 impl fmt::Display for ParseError {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            ParseError::ShortHeader { received } => write!(formatter, "request of {received} bytes is shorter than a header ({IN_HEADER_BYTES})"),
-            ParseError::Length { stated, received } => write!(formatter, "request states {stated} bytes but {received} were received"),
+            ParseError::ShortHeader { received } => write!(
+                formatter,
+                "request of {received} bytes is shorter than a header ({IN_HEADER_BYTES})"
+            ),
+            ParseError::Length { stated, received } => {
+                write!(formatter, "request states {stated} bytes but {received} were received")
+            }
             ParseError::Arguments { header } => {
-                write!(formatter, "arguments of {} ({}) do not fit a request of {} bytes", opcode::name(header.opcode), header.opcode, header.len)
+                write!(
+                    formatter,
+                    "arguments of {} ({}) do not fit a request of {} bytes",
+                    opcode::name(header.opcode),
+                    header.opcode,
+                    header.len
+                )
             }
         }
     }
@@ -138,7 +150,11 @@ impl Request {
     /// * `length`: length of all that follows the header, in bytes (may be more than `arguments` holds).
     ///
     /// Errors: [`ParseError::Arguments`].
-    pub fn from_parts(header: InHeader, arguments: &[u8], length: usize) -> Result<Request, ParseError> {
+    pub fn from_parts(
+        header: InHeader,
+        arguments: &[u8],
+        length: usize,
+    ) -> Result<Request, ParseError> {
         let arguments = &arguments[..arguments.len().min(length)];
         let operation = match header.opcode {
             opcode::INIT => init(arguments).map(Operation::Init),
@@ -172,7 +188,10 @@ impl Request {
     pub fn expects_reply(&self) -> bool {
         !matches!(
             self.operation,
-            Operation::Forget(_) | Operation::BatchForget(_) | Operation::Interrupt(_) | Operation::NotifyReply
+            Operation::Forget(_)
+                | Operation::BatchForget(_)
+                | Operation::Interrupt(_)
+                | Operation::NotifyReply
         )
     }
 }
@@ -180,7 +199,10 @@ impl Request {
 /// Whether the kernel waits for a reply to a request with this operation number; for frames that could not be parsed.
 #[must_use]
 pub fn opcode_expects_reply(number: u32) -> bool {
-    !matches!(number, opcode::FORGET | opcode::BATCH_FORGET | opcode::INTERRUPT | opcode::NOTIFY_REPLY)
+    !matches!(
+        number,
+        opcode::FORGET | opcode::BATCH_FORGET | opcode::INTERRUPT | opcode::NOTIFY_REPLY
+    )
 }
 
 /// Copies the arguments out of the frame, which need not be aligned. Longer arguments are those of a newer kernel: accepted.

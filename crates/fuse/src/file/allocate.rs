@@ -1,0 +1,54 @@
+//! FALLOCATE.
+//!
+//! Promises: nothing is written where a mode is refused; a range that was punched or zeroed reads as zeroes.
+
+use ringdisk_ring::{Errno, Ring};
+
+use super::{FILE_BYTES_MAX, FileServer};
+use crate::abi::FallocateIn;
+
+const KEEP_SIZE: u32 = libc::FALLOC_FL_KEEP_SIZE.unsigned_abs();
+const PUNCH_HOLE: u32 = libc::FALLOC_FL_PUNCH_HOLE.unsigned_abs();
+const ZERO_RANGE: u32 = libc::FALLOC_FL_ZERO_RANGE.unsigned_abs();
+const PUNCH_AND_KEEP: u32 = PUNCH_HOLE | KEEP_SIZE;
+const ZERO_AND_KEEP: u32 = ZERO_RANGE | KEEP_SIZE;
+
+impl FileServer {
+    /// Grows the disk, punches holes, or zeroes a range.
+    ///
+    /// - no flag: at or past the end the disk grows, `growable` or not; before it, EOPNOTSUPP: a disk does not reserve space.
+    /// - `PUNCH_HOLE | KEEP_SIZE`: never by writing zeroes; past the end nothing happens.
+    /// - `ZERO_RANGE`: grows past the end, with `KEEP_SIZE` it does not.
+    /// - any other combination: EOPNOTSUPP.
+    ///
+    /// Errors: EACCES on a read-only export; EINVAL for an empty range; EFBIG; EOPNOTSUPP also where the disk cannot; those of the
+    /// disk.
+    pub(super) async fn fallocate(&self, ring: &Ring, argument: &FallocateIn) -> Result<(), Errno> {
+        if self.read_only {
+            return Err(Errno::ACCESS);
+        }
+        let FallocateIn { offset, length, mode, .. } = *argument;
+        if length == 0 {
+            return Err(Errno::INVAL);
+        }
+        let end =
+            offset.checked_add(length).filter(|end| *end <= FILE_BYTES_MAX).ok_or(Errno::FBIG)?;
+        match mode {
+            0 if offset >= self.disk.size() => self.disk.grow(ring, end).await,
+            PUNCH_AND_KEEP => self.disk.punch(ring, offset, length).await,
+            ZERO_RANGE => {
+                if end > self.disk.size() {
+                    self.disk.grow(ring, end).await?;
+                }
+                self.zero(ring, offset, length).await
+            }
+            ZERO_AND_KEEP => self.zero(ring, offset, length).await,
+            _ => Err(Errno::OPNOTSUPP),
+        }
+    }
+
+    /// Zeroes stay allocated, as ZERO_RANGE promises.
+    async fn zero(&self, ring: &Ring, offset: u64, length: u64) -> Result<(), Errno> {
+        self.disk.write_zeroes(ring, offset, length, false).await
+    }
+}

@@ -1,0 +1,323 @@
+//! What each file operation does on a disk.
+//!
+//! Promises: results are those of the table in `docs/architecture.md` (the ones that qemu-storage-daemon's clients know), whatever
+//! the transport; reads are never short inside the disk; writes past the end grow the disk only with `growable`. Called by the
+//! tasks of all queue threads at once: the state is atomics, there is no lock, and no request allocates.
+//!
+//! READ and WRITE are calls of their own ([`FileServer::read`], [`FileServer::write`]), so that the transport decides where the data
+//! lies; everything else is one call that writes the reply ([`FileServer::serve_control`]).
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::SystemTime;
+
+use ringdisk_disk::{Cache, Disk};
+use ringdisk_ring::{Errno, IoBuf, Ring};
+
+use crate::abi::flags::{WRITE_CACHE, WRITE_KILL_SUIDGID};
+use crate::abi::{OpenIn, OpenOut, StatfsOut, WriteIn};
+use crate::negotiate::Profile;
+use crate::reply::ReplyBuf;
+use crate::request::{Operation, Request};
+
+mod allocate;
+mod attributes;
+mod seek;
+
+/// Handle in every OPEN reply. The same for all, so that a request stays valid when another process takes the connection over.
+const FILE_HANDLE: u64 = 1;
+/// Longest name that STATFS reports, bytes.
+const NAME_BYTES_MAX: u32 = 255;
+/// Smallest block size that STATFS reports, bytes.
+const STATFS_BLOCK_MIN: u32 = 512;
+/// Permissions of a writable export at start.
+const MODE_WRITABLE: u32 = 0o600;
+/// Permissions of a read-only export at start.
+const MODE_READ_ONLY: u32 = 0o400;
+/// Largest size of a file, bytes: what `off_t` holds.
+const FILE_BYTES_MAX: u64 = i64::MAX as u64;
+
+/// How a disk is shown as a file.
+#[derive(Clone, Copy, Debug)]
+pub struct FileOptions {
+    /// Writes past the end grow the disk.
+    pub growable: bool,
+    /// Nothing may be changed; also the case if the disk itself is read-only.
+    pub read_only: bool,
+    /// The mount lets other users in, so that modes and owners mean something.
+    pub allow_other: bool,
+    /// What the mount was negotiated with.
+    pub profile: Profile,
+    /// Owner of the file at start.
+    pub uid: u32,
+    /// Group of the file at start.
+    pub gid: u32,
+}
+
+/// A disk as a file: the meaning of every operation.
+#[derive(Debug)]
+pub struct FileServer {
+    disk: Arc<Disk>,
+    growable: bool,
+    read_only: bool,
+    allow_other: bool,
+    profile: Profile,
+    /// Permission bits, changed by chmod.
+    mode: AtomicU32,
+    uid: AtomicU32,
+    gid: AtomicU32,
+    /// Open files of all clients.
+    open_files: AtomicU64,
+    /// Time that a read-only file shows: it does not change, so tools that watch for changes must not see any.
+    started: SystemTime,
+}
+
+impl FileServer {
+    /// Shows `disk` as a file.
+    #[must_use]
+    pub fn new(disk: Arc<Disk>, options: &FileOptions) -> FileServer {
+        let read_only = options.read_only || disk.is_read_only();
+        FileServer {
+            disk,
+            growable: options.growable && !read_only,
+            read_only,
+            allow_other: options.allow_other,
+            profile: options.profile,
+            mode: AtomicU32::new(if read_only { MODE_READ_ONLY } else { MODE_WRITABLE }),
+            uid: AtomicU32::new(options.uid),
+            gid: AtomicU32::new(options.gid),
+            open_files: AtomicU64::new(0),
+            started: SystemTime::now(),
+        }
+    }
+
+    /// The disk behind the file.
+    #[must_use]
+    pub fn disk(&self) -> &Arc<Disk> {
+        &self.disk
+    }
+
+    /// What the mount was negotiated with.
+    #[must_use]
+    pub fn profile(&self) -> &Profile {
+        &self.profile
+    }
+
+    /// Whether the file refuses every change.
+    #[must_use]
+    pub fn is_read_only(&self) -> bool {
+        self.read_only
+    }
+
+    /// Open files of all clients at this moment.
+    #[must_use]
+    pub fn open_files(&self) -> u64 {
+        self.open_files.load(Ordering::Relaxed)
+    }
+
+    /// Reads into the first `size` bytes of `buf`.
+    ///
+    /// * `offset`: bytes; `size`: bytes, cut to the length of `buf`.
+    ///
+    /// Returns the bytes to send: less than `size` only where the disk ends, since the kernel takes a short read for the end of the
+    /// file and shrinks its idea of the size; 0 at and past the end.
+    ///
+    /// Errors: those of the disk.
+    pub async fn read(
+        &self,
+        ring: &Ring,
+        offset: u64,
+        size: u32,
+        buf: &IoBuf,
+    ) -> Result<usize, Errno> {
+        let size = usize::try_from(size).unwrap_or(usize::MAX);
+        let done = if size < buf.len() {
+            self.disk.read(ring, offset, &buf.slice(0..size)).await?
+        } else {
+            self.disk.read(ring, offset, buf).await?
+        };
+        if done >= size.min(buf.len()) {
+            return Ok(done);
+        }
+        // The end of the disk, as a rule. A disk that promises more (it grew meanwhile) gets zeroes, which is what new space holds.
+        let inside = self.inside(offset, size.min(buf.len()));
+        if done < inside {
+            buf.slice(done..inside).fill(0);
+        }
+        Ok(done.max(inside))
+    }
+
+    /// Writes the whole of `buf`, which holds the data of the WRITE request `argument`.
+    ///
+    /// Returns the bytes that the client has written: cut at the end of the disk unless it is growable, so 0 at and past the end
+    /// (tools report "No space left on device"). A page-cached mount gets ENOSPC there instead, because its kernel would turn 0 into
+    /// EIO. Less is also returned if an error came after some progress. With O_DSYNC or O_SYNC the data is durable on return.
+    ///
+    /// Errors: EACCES on a read-only export; EFBIG past the largest file size; EOPNOTSUPP past the end of a disk that is growable but
+    /// cannot be resized; those of the disk.
+    pub async fn write(
+        &self,
+        ring: &Ring,
+        argument: &WriteIn,
+        buf: &IoBuf,
+    ) -> Result<usize, Errno> {
+        if self.read_only {
+            return Err(Errno::ACCESS);
+        }
+        if argument.write_flags & WRITE_KILL_SUIDGID != 0 {
+            self.kill_suid_sgid();
+        }
+        if buf.is_empty() {
+            return Ok(0);
+        }
+        // Pages of a shared mapping end at the end of the file. If they do not, the file has shrunk since: that must not undo it.
+        let from_page_cache = argument.write_flags & WRITE_CACHE != 0;
+        let end = argument
+            .offset
+            .checked_add(buf.len() as u64)
+            .filter(|end| *end <= FILE_BYTES_MAX)
+            .ok_or(Errno::FBIG)?;
+        if self.growable && !from_page_cache && end > self.disk.size() {
+            self.disk.grow(ring, end).await?;
+        }
+
+        let done = self.write_all(ring, argument.offset, buf).await?;
+        if done > 0 && wants_sync(argument.flags) && self.disk.cache() != Cache::Writethrough {
+            self.disk.flush(ring).await?;
+        }
+        if from_page_cache {
+            return Ok(buf.len());
+        }
+        if done == 0 && self.profile.kernel_cache {
+            return Err(Errno::NOSPC);
+        }
+        Ok(done)
+    }
+
+    /// Writes until the end of `buf` or of the disk.
+    async fn write_all(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<usize, Errno> {
+        let mut done = self.disk.write(ring, offset, buf).await?;
+        // Short inside the disk means that an error came after some progress: the rest will name it.
+        while done < self.inside(offset, buf.len()) {
+            match self.disk.write(ring, offset + done as u64, &buf.slice(done..buf.len())).await {
+                Ok(0) => break,
+                Ok(more) => done += more,
+                // A page-cached mount would report a short write as EIO; better the true error.
+                Err(errno) if self.profile.kernel_cache => return Err(errno),
+                Err(_) => break,
+            }
+        }
+        Ok(done)
+    }
+
+    /// Serves any operation but INIT, READ and WRITE, and writes its reply to `out`, which stays empty if there is none to send.
+    pub async fn serve_control(&self, ring: &Ring, request: &Request, out: &mut ReplyBuf) {
+        out.clear();
+        if !request.expects_reply() {
+            return;
+        }
+        let unique = request.header.unique;
+        let result = self.control(ring, request, out).await;
+        if let Err(errno) = result {
+            out.set_error(unique, errno);
+        }
+    }
+
+    async fn control(
+        &self,
+        ring: &Ring,
+        request: &Request,
+        out: &mut ReplyBuf,
+    ) -> Result<(), Errno> {
+        let unique = request.header.unique;
+        match &request.operation {
+            Operation::Getattr(_) => out.set_body(unique, &self.attributes()),
+            Operation::Setattr(argument) => {
+                self.set_attributes(ring, argument).await?;
+                out.set_body(unique, &self.attributes());
+            }
+            Operation::Open(argument) => out.set_body(unique, &self.open(argument)?),
+            Operation::Release(_) => {
+                self.release();
+                out.set_empty(unique);
+            }
+            Operation::Fsync(_) | Operation::Flush(_) => {
+                self.disk.flush(ring).await?;
+                out.set_empty(unique);
+            }
+            Operation::Statfs => out.set_body(unique, &self.statfs()),
+            Operation::Fallocate(argument) => {
+                self.fallocate(ring, argument).await?;
+                out.set_empty(unique);
+            }
+            Operation::Lseek(argument) => out.set_body(unique, &self.seek(ring, argument).await?),
+            Operation::Destroy => out.set_empty(unique),
+            // The root is the file, and a file has no children.
+            Operation::Lookup => return Err(Errno::NOENT),
+            // The kernel remembers ENOSYS and does not ask again, or falls back to what it can do itself.
+            Operation::Unsupported(_) => return Err(Errno::NOSYS),
+            // The transport keeps these for itself; INIT is never repeated.
+            Operation::Init(_) | Operation::Read(_) | Operation::Write(_) => {
+                return Err(Errno::INVAL);
+            }
+            Operation::Forget(_)
+            | Operation::BatchForget(_)
+            | Operation::Interrupt(_)
+            | Operation::NotifyReply => {}
+        }
+        Ok(())
+    }
+
+    /// Errors: EACCES for writing to a read-only export (the kernel has said EROFS before, as a rule).
+    fn open(&self, argument: &OpenIn) -> Result<OpenOut, Errno> {
+        let can_write = argument.flags & ACCESS_MODE != READ_ONLY_ACCESS;
+        if can_write && self.read_only {
+            return Err(Errno::ACCESS);
+        }
+        if argument.open_flags & crate::abi::flags::OPEN_KILL_SUIDGID != 0 {
+            self.kill_suid_sgid();
+        }
+        self.open_files.fetch_add(1, Ordering::Relaxed);
+        Ok(OpenOut {
+            fh: FILE_HANDLE,
+            open_flags: self.profile.open_flags(can_write),
+            backing_id: 0,
+        })
+    }
+
+    fn release(&self) {
+        // A RELEASE without an OPEN would be a bug of the kernel; the count must not wrap over it.
+        let _ = self
+            .open_files
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |count| count.checked_sub(1));
+    }
+
+    fn statfs(&self) -> StatfsOut {
+        let block = self.disk.optimal_transfer().max(STATFS_BLOCK_MIN);
+        StatfsOut { bsize: block, frsize: block, namelen: NAME_BYTES_MAX, ..StatfsOut::default() }
+    }
+
+    /// Bytes of a request that lie inside the disk.
+    fn inside(&self, offset: u64, len: usize) -> usize {
+        let left = self.disk.size().saturating_sub(offset);
+        usize::try_from(left).map_or(len, |left| left.min(len))
+    }
+}
+
+/// Bits of open flags that say whether the file is read or written.
+#[allow(clippy::cast_sign_loss, reason = "a small positive constant of the C library")]
+const ACCESS_MODE: u32 = libc::O_ACCMODE as u32;
+/// Value of [`ACCESS_MODE`] for a file that is only read.
+#[allow(clippy::cast_sign_loss, reason = "a small positive constant of the C library")]
+const READ_ONLY_ACCESS: u32 = libc::O_RDONLY as u32;
+/// The bit that O_SYNC and O_DSYNC have in common.
+#[allow(clippy::cast_sign_loss, reason = "a small positive constant of the C library")]
+const DSYNC: u32 = libc::O_DSYNC as u32;
+
+/// Whether a WRITE with these flags must be durable before it is answered.
+fn wants_sync(flags: u32) -> bool {
+    flags & DSYNC != 0
+}
+
+#[cfg(test)]
+mod tests;
