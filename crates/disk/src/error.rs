@@ -13,7 +13,7 @@ use std::io;
 pub enum ErrorKind {
     /// The image or a file that it names does not exist.
     NotFound,
-    /// The operating system refused access.
+    /// The operating system refused access, or the file system is read-only.
     PermissionDenied,
     /// A backing or data file lies outside the allowed directories.
     NotAllowed,
@@ -72,7 +72,7 @@ impl Error {
         use rustix::io::Errno;
         let kind = match errno {
             Errno::NOENT | Errno::NOTDIR => ErrorKind::NotFound,
-            Errno::ACCESS | Errno::PERM => ErrorKind::PermissionDenied,
+            Errno::ACCESS | Errno::PERM | Errno::ROFS => ErrorKind::PermissionDenied,
             Errno::ISDIR | Errno::NXIO | Errno::NODEV => ErrorKind::NotAnImage,
             Errno::LOOP => ErrorKind::Loop,
             _ => ErrorKind::Io,

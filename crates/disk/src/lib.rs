@@ -11,22 +11,32 @@
 
 #![forbid(unsafe_code)]
 
+pub mod describe;
 mod disk;
 mod error;
 mod gate;
+mod guard;
+mod layer;
+mod map;
 pub mod name;
 mod null;
+mod open;
 mod options;
 pub mod probe;
+mod read;
 pub mod resolve;
 mod status;
 mod watch;
+mod write;
 
 pub use disk::Disk;
 pub use error::{Error, ErrorKind};
+pub use layer::Layer;
+pub use map::Mapping;
 pub use options::{Cache, Format, ImageOptions, NullOptions, Source};
+pub use read::PIECES_MAX;
 pub use ringdisk_ring::Errno;
-pub use status::BlockStatus;
+pub use status::{BlockStatus, MapEntry};
 pub use watch::SizeWatch;
 
 /// Layers of a backing chain, top image included. Each holds a descriptor (two with a data file),

@@ -36,10 +36,10 @@ impl Null {
         }
     }
 
-    /// Fills the buffer if reads return zeroes.
-    pub(crate) fn fill(&self, buf: &IoBuf) {
+    /// Fills the first `len` bytes if reads return zeroes.
+    pub(crate) fn fill(&self, buf: &IoBuf, len: usize) {
         if self.read_zeroes {
-            buf.fill(0);
+            buf.slice(0..len).fill(0);
         }
     }
 }

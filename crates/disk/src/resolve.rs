@@ -414,20 +414,42 @@ fn reopen(fd: &OwnedFd, access: Access) -> Result<Opened, WalkError> {
     Ok(Opened { fd, identity })
 }
 
-/// Opens the image that the user named: links are followed, the kind of file is checked before
-/// and after.
-///
-/// Errors: as of `open(2)`, `NotAnImage` for directories, FIFOs, sockets, character devices.
-pub fn open_named(path: &Path, access: Access) -> Result<Opened, Error> {
-    let doing = format!("cannot open the image '{}'", printable_path(path));
-    let flags = OFlags::PATH | OFlags::CLOEXEC;
-    let held = fs::open(path, flags, Mode::empty()).map_err(|e| Error::os(&doing, e))?;
-    let stat = fs::fstat(&held).map_err(|e| Error::os(&doing, e))?;
-    match check_stat(&stat).and_then(|_| reopen(&held, access)) {
-        Ok(opened) => Ok(opened),
-        Err(WalkError::NotAnImage(kind)) => Err(not_an_image(&printable_path(path), kind)),
-        Err(WalkError::Os(errno)) => Err(Error::os(doing, errno)),
-        Err(WalkError::Outside | WalkError::Raced) => Err(Error::os(doing, Errno::AGAIN)),
+/// A file that the user named, held without being opened: later opens lead to this very file.
+#[derive(Debug)]
+pub struct Held {
+    fd: OwnedFd,
+    name: String,
+}
+
+impl Held {
+    /// Looks up a path that the user named: links are followed.
+    ///
+    /// Errors: as of `open(2)`, `NotAnImage` for directories, FIFOs, sockets, character devices.
+    pub fn named(path: &Path) -> Result<Held, Error> {
+        let name = printable_path(path);
+        let flags = OFlags::PATH | OFlags::CLOEXEC;
+        let fd = fs::open(path, flags, Mode::empty())
+            .map_err(|errno| Error::os(format!("cannot open the image '{name}'"), errno))?;
+        identify(&fd, &name)?;
+        Ok(Held { fd, name })
+    }
+
+    /// Opens it.
+    ///
+    /// Errors: as of `open(2)`, `NotAnImage`.
+    pub fn open(&self, access: Access) -> Result<Opened, Error> {
+        reopen(&self.fd, access).map_err(|error| of_walk(error, &self.name))
+    }
+}
+
+/// An error of a walk that does not search.
+fn of_walk(error: WalkError, name: &str) -> Error {
+    match error {
+        WalkError::NotAnImage(kind) => not_an_image(name, kind),
+        WalkError::Os(errno) => Error::os(format!("cannot open '{name}'"), errno),
+        WalkError::Outside | WalkError::Raced => {
+            Error::os(format!("cannot open '{name}'"), Errno::AGAIN)
+        }
     }
 }
 
@@ -435,12 +457,7 @@ pub fn open_named(path: &Path, access: Access) -> Result<Opened, Error> {
 ///
 /// Errors: `NotAnImage`, `Io`.
 pub fn identify(fd: &OwnedFd, name: &str) -> Result<(u64, u64), Error> {
-    match check(fd) {
-        Ok(identity) => Ok(identity),
-        Err(WalkError::NotAnImage(kind)) => Err(not_an_image(name, kind)),
-        Err(WalkError::Os(errno)) => Err(Error::os(format!("cannot use '{name}'"), errno)),
-        Err(_) => Err(Error::os(format!("cannot use '{name}'"), Errno::IO)),
-    }
+    check(fd).map_err(|error| of_walk(error, name))
 }
 
 fn check(fd: &OwnedFd) -> Result<(u64, u64), WalkError> {

@@ -1,0 +1,176 @@
+//! One layer of a chain: a node, its names, and what it says about a range.
+//!
+//! Promises: asking a layer about a range that is in memory takes no lock, allocates nothing and
+//! never blocks.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use ringdisk_qcow2::{Compressed, Extent, ExtentKind, Qcow2};
+use ringdisk_ring::Errno;
+use ringdisk_storage::Storage;
+
+use crate::null::Null;
+use crate::{Format, NullOptions};
+
+/// What a layer is made of.
+#[derive(Debug)]
+#[allow(clippy::large_enum_variant)] // One for each layer, never moved after the open.
+pub(crate) enum Node {
+    /// Keeps nothing.
+    Null(Null),
+    /// Bytes of a storage as they are.
+    Raw(Raw),
+    /// A qcow2 image.
+    Qcow2(Qcow2),
+}
+
+/// A window of a storage.
+#[derive(Debug)]
+pub(crate) struct Raw {
+    pub(crate) storage: Arc<Storage>,
+    /// First byte of the window in the storage, bytes.
+    pub(crate) offset: u64,
+    /// The user fixed the size of the window.
+    pub(crate) fixed_size: bool,
+}
+
+/// One layer of a backing chain.
+#[derive(Debug)]
+pub struct Layer {
+    pub(crate) node: Node,
+    /// Size of the layer, bytes. Changed by a resize of the top layer only.
+    pub(crate) size: AtomicU64,
+    pub(crate) name: PathBuf,
+    pub(crate) data_name: Option<PathBuf>,
+    pub(crate) full_backing_name: Option<String>,
+    /// The image file holds much less than its length: preallocated, so what the image calls data
+    /// may be a hole of the file.
+    pub(crate) sparse: bool,
+}
+
+/// What a layer, and then the chain, has for the start of a range.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Kind {
+    /// Bytes of the layer's data storage.
+    Data { offset: u64 },
+    /// Zeroes, with the place that is reserved for them.
+    Zero { offset: Option<u64> },
+    /// Part of a compressed cluster.
+    Compressed(Compressed),
+    /// Nothing here; the layer below decides, and below the last one are zeroes.
+    Unallocated,
+    /// A null node: reads leave the buffer alone.
+    Untouched,
+}
+
+impl Layer {
+    /// A layer without names.
+    pub(crate) fn new(node: Node, size: u64) -> Layer {
+        Layer {
+            node,
+            size: AtomicU64::new(size),
+            name: PathBuf::new(),
+            data_name: None,
+            full_backing_name: None,
+            sparse: false,
+        }
+    }
+
+    /// A null layer.
+    pub(crate) fn null(options: &NullOptions) -> Layer {
+        let mut layer = Layer::new(Node::Null(Null::new(options)), options.size);
+        layer.name = PathBuf::from("null");
+        layer
+    }
+
+    /// Size of the layer, bytes.
+    pub fn size(&self) -> u64 {
+        self.size.load(Ordering::Acquire)
+    }
+
+    /// Format; `None` for a null disk.
+    pub fn format(&self) -> Option<Format> {
+        match &self.node {
+            Node::Null(_) => None,
+            Node::Raw(_) => Some(Format::Raw),
+            Node::Qcow2(_) => Some(Format::Qcow2),
+        }
+    }
+
+    /// Name of the image as it was opened: the user's path, or the backing file name seen from
+    /// there.
+    pub fn name(&self) -> &Path {
+        &self.name
+    }
+
+    /// Name of the external data file, seen from where the user is.
+    pub fn data_name(&self) -> Option<&Path> {
+        self.data_name.as_deref()
+    }
+
+    /// Name of the file that [`BlockStatus::offset`](crate::BlockStatus::offset) belongs to.
+    pub fn host_name(&self) -> &Path {
+        self.data_name.as_deref().unwrap_or(&self.name)
+    }
+
+    /// Full name of the backing file as `qemu-img` shows it.
+    pub fn full_backing_name(&self) -> Option<&str> {
+        self.full_backing_name.as_deref()
+    }
+
+    /// The qcow2 image.
+    pub fn qcow2(&self) -> Option<&Qcow2> {
+        match &self.node {
+            Node::Qcow2(image) => Some(image),
+            Node::Null(_) | Node::Raw(_) => None,
+        }
+    }
+
+    /// The image file.
+    pub fn file(&self) -> Option<&Arc<Storage>> {
+        match &self.node {
+            Node::Null(_) => None,
+            Node::Raw(raw) => Some(&raw.storage),
+            Node::Qcow2(image) => Some(image.file()),
+        }
+    }
+
+    /// Where the layer's plain bytes are: the image file, or its external data file.
+    pub fn data_storage(&self) -> Option<&Arc<Storage>> {
+        match &self.node {
+            Node::Null(_) => None,
+            Node::Raw(raw) => Some(&raw.storage),
+            Node::Qcow2(image) => Some(image.data_storage()),
+        }
+    }
+
+    /// What the layer has at `offset`, when that is in memory.
+    ///
+    /// * `len`: bytes wanted, inside the layer.
+    ///
+    /// Errors: those of the image (EIO for a damaged table).
+    pub(crate) fn look(&self, offset: u64, len: u64) -> Result<Option<(u64, Kind)>, Errno> {
+        match &self.node {
+            Node::Qcow2(image) => Ok(image.map_cached(offset, len)?.map(of_extent)),
+            Node::Raw(raw) => {
+                let offset = raw.offset + offset;
+                Ok(Some((len, Kind::Data { offset })))
+            }
+            Node::Null(null) if null.read_zeroes() => Ok(Some((len, Kind::Zero { offset: None }))),
+            Node::Null(_) => Ok(Some((len, Kind::Untouched))),
+        }
+    }
+}
+
+/// An extent in this crate's terms.
+pub(crate) fn of_extent(extent: Extent) -> (u64, Kind) {
+    let kind = match extent.kind {
+        ExtentKind::Data { offset } => Kind::Data { offset },
+        ExtentKind::Zero { offset } => Kind::Zero { offset },
+        ExtentKind::Compressed(cluster) => Kind::Compressed(cluster),
+        ExtentKind::Unallocated => Kind::Unallocated,
+    };
+    (extent.len, kind)
+}

@@ -1,0 +1,562 @@
+//! Opens an image with its backing chain.
+//!
+//! Promises: layers are opened in a loop, one after the other, so a deep chain costs no stack; every
+//! file that an image names goes through the [`Resolver`]; the format of a backing file is what the
+//! image states, or the chain is refused; a chain that returns to one of its files, or is longer than
+//! [`LAYERS_MAX`], is refused. On an error everything that was opened is closed again.
+//!
+//! Control path; runs on the thread that owns `ring`.
+
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+use ringdisk_qcow2::Qcow2;
+use ringdisk_ring::{Errno, Ring};
+use ringdisk_storage::{Lock, Storage};
+
+use crate::disk::Parts;
+use crate::guard::SectorGuard;
+use crate::layer::{Layer, Node, Raw};
+use crate::name::{FileName, beside, printable, printable_path};
+use crate::probe::{PROBE_LEN, choose, probe};
+use crate::resolve::{Access, Held, Opened, Resolver, absolute, identify};
+use crate::{Disk, Error, ErrorKind, Format, ImageOptions, LAYERS_MAX, Source};
+
+/// Block that is read for probing: larger than a sector for descriptors with `O_DIRECT`.
+const PROBE_BLOCK: usize = 4096;
+
+/// An image that is open as a file, and what is known about it.
+struct Candidate {
+    opened: Opened,
+    /// As the user sees it.
+    name: PathBuf,
+    /// Where relative names inside the image start; `None` for an inherited descriptor.
+    directory: Option<PathBuf>,
+    format: Format,
+    read_only: bool,
+    raw_offset: u64,
+    raw_size: Option<u64>,
+    without_backing: bool,
+}
+
+/// State of one open.
+struct Opening<'a> {
+    ring: &'a Ring,
+    options: &'a ImageOptions,
+    resolver: Resolver,
+    layers: Vec<Layer>,
+    /// Files of the chain, one for each layer.
+    seen: Vec<(u64, u64)>,
+}
+
+impl Disk {
+    /// Opens an image with its whole backing chain.
+    ///
+    /// Errors: see [`ErrorKind`]; the message names the file, the reason and what to do.
+    pub async fn open(
+        ring: &Ring,
+        source: Source,
+        options: &ImageOptions,
+    ) -> Result<Arc<Disk>, Error> {
+        check_options(options)?;
+        let mut opening = Opening {
+            ring,
+            options,
+            resolver: Resolver::new(&options.allow_paths)?,
+            layers: Vec::new(),
+            seen: Vec::new(),
+        };
+        let mut parts = Parts { cache: options.cache, ..Parts::default() };
+        let mut next = Some(opening.top(source, &mut parts)?);
+        while let Some(candidate) = next {
+            next = opening.add(candidate).await?;
+        }
+        Ok(Disk::build(opening.layers, parts))
+    }
+}
+
+fn check_options(options: &ImageOptions) -> Result<(), Error> {
+    let invalid = |message: &str| Err(Error::new(ErrorKind::Invalid, message));
+    if options.force_share && !options.read_only {
+        return invalid("force-share needs read-only: two writers would damage the image");
+    }
+    if options.format == Some(Format::Qcow2) && has_window(options) {
+        return invalid("an offset or a size can be given for raw images only");
+    }
+    Ok(())
+}
+
+fn has_window(options: &ImageOptions) -> bool {
+    options.raw_offset != 0 || options.raw_size.is_some()
+}
+
+impl Opening<'_> {
+    /// Opens the image that the user named and finds its format.
+    fn top(&mut self, source: Source, parts: &mut Parts) -> Result<Candidate, Error> {
+        let mut read_only = self.options.read_only;
+        let (held, opened, name, directory) = match source {
+            Source::Path(path) => {
+                let held = Held::named(&path)?;
+                let directory =
+                    absolute(&path).ok().and_then(|path| path.parent().map(Path::to_path_buf));
+                if let Some(directory) = &directory {
+                    // A directory that cannot be looked into allows nothing; an image that names
+                    // no files does not need it.
+                    let _ = self.resolver.allow(directory);
+                }
+                let opened = self.open_held(&held, &mut read_only, parts)?;
+                (Some(held), opened, path, directory)
+            }
+            Source::Fd(fd, name) => {
+                let opened = self.inherited(fd, &name, &mut read_only, parts)?;
+                (None, opened, PathBuf::from(name), None)
+            }
+        };
+        let shown = printable_path(&name);
+        let probed = self.options.format.is_none() && !has_window(self.options);
+        let format = match self.options.format {
+            Some(format) => format,
+            None if probed => choose(&shown, probe(&first_sector(&opened.fd, &shown)?))?,
+            None => Format::Raw,
+        };
+        let mut candidate = Candidate {
+            opened,
+            name,
+            directory,
+            format,
+            read_only,
+            raw_offset: self.options.raw_offset,
+            raw_size: self.options.raw_size,
+            without_backing: false,
+        };
+        if format == Format::Qcow2 && !read_only {
+            self.qcow2_read_only(&mut candidate, held.as_ref(), parts)?;
+        }
+        parts.read_only = candidate.read_only;
+        if probed && format == Format::Raw && !candidate.read_only {
+            parts.guard = Some(SectorGuard::new(candidate.name.clone()));
+        }
+        Ok(candidate)
+    }
+
+    fn access(&self, read_only: bool) -> Access {
+        Access { write: !read_only, direct: self.options.cache.direct() }
+    }
+
+    /// Opens for writing, or for reading where that was asked for or fallen back to.
+    fn open_held(
+        &self,
+        held: &Held,
+        read_only: &mut bool,
+        parts: &mut Parts,
+    ) -> Result<Opened, Error> {
+        match held.open(self.access(*read_only)) {
+            Err(error)
+                if !*read_only
+                    && self.options.auto_read_only
+                    && error.kind() == ErrorKind::PermissionDenied =>
+            {
+                let opened = held.open(self.access(true))?;
+                *read_only = true;
+                parts.read_only_reason = Some(error.to_string());
+                Ok(opened)
+            }
+            Err(error) if !*read_only && error.kind() == ErrorKind::PermissionDenied => {
+                let message = format!("{error}; open it read-only, or ask for write permission");
+                Err(Error::new(error.kind(), message))
+            }
+            result => result,
+        }
+    }
+
+    /// Takes an inherited descriptor as it is.
+    fn inherited(
+        &self,
+        fd: OwnedFd,
+        name: &str,
+        read_only: &mut bool,
+        parts: &mut Parts,
+    ) -> Result<Opened, Error> {
+        let shown = printable(name.as_bytes());
+        let identity = identify(&fd, &shown)?;
+        let flags = rustix::fs::fcntl_getfl(&fd)
+            .map_err(|errno| Error::os(format!("cannot use '{shown}'"), errno))?;
+        let mode = flags & rustix::fs::OFlags::RWMODE;
+        if mode == rustix::fs::OFlags::WRONLY || flags.contains(rustix::fs::OFlags::PATH) {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!("the descriptor '{shown}' cannot be read; open it for reading and writing"),
+            ));
+        }
+        if mode == rustix::fs::OFlags::RDONLY && !*read_only {
+            let reason = format!("the descriptor '{shown}' is open for reading only");
+            if !self.options.auto_read_only {
+                return Err(Error::new(
+                    ErrorKind::PermissionDenied,
+                    format!("{reason}; pass a writable one, or open it read-only"),
+                ));
+            }
+            *read_only = true;
+            parts.read_only_reason = Some(reason);
+        }
+        Ok(Opened { fd, identity })
+    }
+
+    /// A qcow2 image is only read for now: refuses, or falls back.
+    fn qcow2_read_only(
+        &self,
+        candidate: &mut Candidate,
+        held: Option<&Held>,
+        parts: &mut Parts,
+    ) -> Result<(), Error> {
+        let reason = format!(
+            "'{}' is a qcow2 image, and this version reads qcow2 only",
+            printable_path(&candidate.name)
+        );
+        if !self.options.auto_read_only {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                format!(
+                    "{reason}; open it read-only, or convert it with `qemu-img convert -O raw` to \
+                     write to it"
+                ),
+            ));
+        }
+        if let Some(held) = held {
+            candidate.opened = held.open(self.access(true))?;
+        }
+        candidate.read_only = true;
+        parts.read_only_reason = Some(reason);
+        Ok(())
+    }
+
+    /// Makes a layer of an open file, and opens the file below it.
+    async fn add(&mut self, candidate: Candidate) -> Result<Option<Candidate>, Error> {
+        if let Some(at) = self.seen.iter().position(|id| *id == candidate.opened.identity) {
+            return Err(self.looped(&candidate.name, at));
+        }
+        self.seen.push(candidate.opened.identity);
+        let storage = self.storage(candidate.opened, &candidate.name, candidate.read_only)?;
+        let name = candidate.name;
+        let mut layer = match candidate.format {
+            Format::Raw => raw_layer(storage, &name, candidate.raw_offset, candidate.raw_size)?,
+            Format::Qcow2 => {
+                let directory = candidate.directory.as_deref();
+                self.qcow2_layer(storage, &name, directory).await?
+            }
+        };
+        layer.name.clone_from(&name);
+        let below = match layer.qcow2() {
+            Some(image) if !candidate.without_backing => {
+                let info = image.info();
+                info.backing_file
+                    .as_deref()
+                    .map(|file| (file.to_vec(), info.backing_format.clone()))
+            }
+            _ => None,
+        };
+        let mut next = None;
+        if let Some((file, format)) = below {
+            let context = || {
+                let (file, name) = (printable(&file), printable_path(&name));
+                format!("backing file '{file}' of '{name}'")
+            };
+            let (full, candidate) = self
+                .below(&file, format.as_deref(), &name, candidate.directory.as_deref())
+                .map_err(|error| error.context(context()))?;
+            layer.full_backing_name = Some(full);
+            next = Some(candidate);
+        }
+        self.layers.push(layer);
+        if next.is_some() && self.layers.len() == LAYERS_MAX {
+            return Err(Error::new(
+                ErrorKind::TooDeep,
+                format!(
+                    "the backing chain of '{}' has more than {LAYERS_MAX} layers; shorten it with \
+                     `qemu-img commit` or `qemu-img rebase`",
+                    printable_path(self.top_name())
+                ),
+            ));
+        }
+        Ok(next)
+    }
+
+    /// Opens the backing file that an image names.
+    ///
+    /// * `of`, `directory`: name of that image, and where its relative names start.
+    fn below(
+        &self,
+        file: &[u8],
+        format: Option<&str>,
+        of: &Path,
+        directory: Option<&Path>,
+    ) -> Result<(String, Candidate), Error> {
+        let parsed = FileName::parse(file)?;
+        let format = backing_format(format, &parsed, file, of)?;
+        if format == Format::Qcow2 && (parsed.raw_offset != 0 || parsed.raw_size.is_some()) {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                "an offset or a size can be given for raw images only",
+            ));
+        }
+        let path = self.path_of(&parsed, directory)?;
+        let opened = self.resolver.open(&path, self.access(true))?;
+        let name = beside(of, &parsed);
+        let full = if file.starts_with(b"json:") {
+            String::from_utf8_lossy(file).into_owned()
+        } else {
+            name.to_string_lossy().into_owned()
+        };
+        let candidate = Candidate {
+            opened,
+            name,
+            directory: path.parent().map(Path::to_path_buf),
+            format,
+            read_only: true,
+            raw_offset: parsed.raw_offset,
+            raw_size: parsed.raw_size,
+            without_backing: parsed.without_backing,
+        };
+        Ok((full, candidate))
+    }
+
+    /// The absolute path of a file that an image names.
+    fn path_of(&self, name: &FileName, directory: Option<&Path>) -> Result<PathBuf, Error> {
+        if name.path.is_absolute() {
+            return Ok(name.path.clone());
+        }
+        match directory.or_else(|| self.resolver.first_directory()) {
+            Some(directory) => Ok(directory.join(&name.path)),
+            None => Err(Error::new(
+                ErrorKind::NotAllowed,
+                "the image was handed over as a descriptor, so its directory is not known; name \
+                 the directory with `--allow-path DIRECTORY`",
+            )),
+        }
+    }
+
+    /// A qcow2 layer with its external data file.
+    async fn qcow2_layer(
+        &self,
+        storage: Arc<Storage>,
+        name: &Path,
+        directory: Option<&Path>,
+    ) -> Result<Layer, Error> {
+        let options = ringdisk_qcow2::OpenOptions {
+            metadata_cache_bytes: self.options.metadata_cache_bytes,
+            ..ringdisk_qcow2::OpenOptions::default()
+        };
+        let mut image =
+            Qcow2::open(self.ring, storage, &options).await.map_err(|error| of_qcow2(&error))?;
+        let mut data_name = None;
+        if image.info().external_data_file {
+            let file = image.info().data_file.clone().ok_or_else(|| {
+                Error::new(
+                    ErrorKind::Unsupported,
+                    format!(
+                        "'{}' has an external data file and does not name it; name it with \
+                         `qemu-img amend -o data_file=FILE`",
+                        printable_path(name)
+                    ),
+                )
+            })?;
+            let (full, data) = self.data_file(&file, name, directory).map_err(|error| {
+                let (file, name) = (printable(&file), printable_path(name));
+                error.context(format!("data file '{file}' of '{name}'"))
+            })?;
+            image.set_data_file(data).map_err(|error| of_qcow2(&error))?;
+            data_name = Some(full);
+        }
+        let sparse = is_sparse(image.file(), image.info().cluster_size());
+        let size = image.info().virtual_size;
+        let mut layer = Layer::new(Node::Qcow2(image), size);
+        layer.data_name = data_name;
+        layer.sparse = sparse;
+        Ok(layer)
+    }
+
+    /// Opens the external data file that an image names.
+    fn data_file(
+        &self,
+        file: &[u8],
+        of: &Path,
+        directory: Option<&Path>,
+    ) -> Result<(PathBuf, Arc<Storage>), Error> {
+        let parsed = FileName::parse(file)?;
+        if parsed.format == Some(Format::Qcow2)
+            || parsed.raw_offset != 0
+            || parsed.raw_size.is_some()
+        {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "a data file is a plain file or block device, used from its first byte",
+            ));
+        }
+        let path = self.path_of(&parsed, directory)?;
+        let opened = self.resolver.open(&path, self.access(true))?;
+        if self.seen.contains(&opened.identity) {
+            return Err(Error::new(ErrorKind::Loop, "it is one of the images of the chain itself"));
+        }
+        let name = beside(of, &parsed);
+        let storage = self.storage(opened, &name, true)?;
+        Ok((name, storage))
+    }
+
+    fn storage(&self, opened: Opened, name: &Path, read_only: bool) -> Result<Arc<Storage>, Error> {
+        let options = ringdisk_storage::OpenOptions {
+            read_only,
+            direct: self.options.cache.direct(),
+            lock: if self.options.force_share { Lock::ForceShare } else { Lock::Auto },
+            ..ringdisk_storage::OpenOptions::default()
+        };
+        let name = printable_path(name);
+        Storage::from_fd(opened.fd, &name, &options)
+            .map(Arc::new)
+            .map_err(|error| of_storage(&error))
+    }
+
+    fn top_name(&self) -> &Path {
+        self.layers.first().map_or(Path::new(""), Layer::name)
+    }
+
+    fn looped(&self, name: &Path, at: usize) -> Error {
+        let first = self.layers.get(at).map_or(name, Layer::name);
+        let from = self.layers.last().map_or(name, Layer::name);
+        Error::new(
+            ErrorKind::Loop,
+            format!(
+                "the backing chain of '{}' is a loop: '{}' names '{}', which is already in the \
+                 chain as '{}'; give '{}' another backing file with `qemu-img rebase -u`",
+                printable_path(self.top_name()),
+                printable_path(from),
+                printable_path(name),
+                printable_path(first),
+                printable_path(from),
+            ),
+        )
+    }
+}
+
+/// The format of a backing file: what the image states, or nothing.
+fn backing_format(
+    stated: Option<&str>,
+    name: &FileName,
+    file: &[u8],
+    of: &Path,
+) -> Result<Format, Error> {
+    let stated = match stated {
+        // QEMU takes the names of its file drivers for "as it is".
+        Some("file" | "host_device") => Some(Format::Raw),
+        Some(text) => Some(text.parse::<Format>().map_err(|error| {
+            let hint = "convert it with `qemu-img convert`, or state its real format with \
+                        `qemu-img rebase -u`";
+            Error::new(error.kind(), format!("{error}; {hint}"))
+        })?),
+        None => None,
+    };
+    match (stated, name.format) {
+        (Some(stated), Some(named)) if stated != named => Err(Error::new(
+            ErrorKind::Invalid,
+            format!("its format is stated as {stated} and named as {named}"),
+        )),
+        (Some(format), _) | (None, Some(format)) => Ok(format),
+        (None, None) => Err(Error::new(
+            ErrorKind::UnknownFormat,
+            format!(
+                "the image does not state the format of its backing file, and guessing it would \
+                 let a guest choose which files are read; state it with \
+                 `qemu-img rebase -u -b '{}' -F FORMAT '{}'` (FORMAT is raw or qcow2)",
+                printable(file),
+                printable_path(of),
+            ),
+        )),
+    }
+}
+
+/// A raw layer over a window of a storage.
+fn raw_layer(
+    storage: Arc<Storage>,
+    name: &Path,
+    offset: u64,
+    size: Option<u64>,
+) -> Result<Layer, Error> {
+    let len = storage.len();
+    let left = len.checked_sub(offset);
+    let fits = left.is_some_and(|left| size.is_none_or(|size| size <= left));
+    let Some(left) = left.filter(|_| fits) else {
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format!(
+                "the window of '{}' (offset {offset}, size {}) goes past its end at {len} bytes",
+                printable_path(name),
+                size.map_or("to the end".to_owned(), |size| size.to_string()),
+            ),
+        ));
+    };
+    let raw = Raw { storage, offset, fixed_size: size.is_some() };
+    let mut layer = Layer::new(Node::Raw(raw), 0);
+    layer.size = AtomicU64::new(size.unwrap_or(left));
+    Ok(layer)
+}
+
+/// Whether an image file holds so much less than its length that its clusters must have been made
+/// in advance. A tenth, or two clusters, may be missing by chance.
+fn is_sparse(file: &Storage, cluster_size: u64) -> bool {
+    let held = file.allocated_bytes() / cluster_size;
+    let clusters = file.len() / cluster_size;
+    clusters >= (held.saturating_mul(10) / 9).max(held.saturating_add(2))
+}
+
+/// The first sector of a file, as much as there is. Reads a whole aligned block, so it works on
+/// descriptors with `O_DIRECT` too.
+fn first_sector(fd: &OwnedFd, name: &str) -> Result<Vec<u8>, Error> {
+    let mut memory = vec![0; 2 * PROBE_BLOCK];
+    let start = memory.as_ptr().align_offset(PROBE_BLOCK).min(PROBE_BLOCK);
+    let block = &mut memory[start..start + PROBE_BLOCK];
+    let mut done = 0;
+    while done < PROBE_LEN {
+        match rustix::io::pread(fd, &mut block[done..], done as u64) {
+            Ok(0) => break,
+            Ok(count) => done += count,
+            Err(Errno::INTR) => {}
+            Err(errno) => return Err(Error::os(format!("cannot read '{name}'"), errno)),
+        }
+    }
+    Ok(block[..done.min(PROBE_LEN)].to_vec())
+}
+
+fn of_storage(error: &ringdisk_storage::Error) -> Error {
+    use ringdisk_storage::ErrorKind as Theirs;
+    let kind = match error.kind() {
+        Theirs::Locked => ErrorKind::Locked,
+        Theirs::NotFound => ErrorKind::NotFound,
+        Theirs::PermissionDenied | Theirs::ReadOnly => ErrorKind::PermissionDenied,
+        Theirs::WrongType => ErrorKind::NotAnImage,
+        Theirs::DirectUnsupported => ErrorKind::Unsupported,
+        Theirs::InvalidInput => ErrorKind::Invalid,
+        _ => ErrorKind::Io,
+    };
+    carry(kind, error)
+}
+
+fn of_qcow2(error: &ringdisk_qcow2::Error) -> Error {
+    use ringdisk_qcow2::ErrorKind as Theirs;
+    let kind = match error.kind() {
+        Theirs::NotQcow2 => ErrorKind::UnknownFormat,
+        Theirs::Corrupt | Theirs::TooLarge => ErrorKind::Corrupt,
+        Theirs::Unsupported | Theirs::Encrypted => ErrorKind::Unsupported,
+        Theirs::InvalidRequest => ErrorKind::Invalid,
+        _ => ErrorKind::Io,
+    };
+    carry(kind, error)
+}
+
+/// An error of a lower crate in ours: its words, with its cause if it has one.
+fn carry(kind: ErrorKind, error: &dyn std::error::Error) -> Error {
+    match error.source() {
+        Some(source) => Error::new(kind, format!("{error}: {source}")),
+        None => Error::new(kind, error.to_string()),
+    }
+}

@@ -1,0 +1,122 @@
+//! Tests of the crate on real files. Images are made by `qemu-img` and `qemu-io` (Debian package
+//! `qemu-utils`), which are also the reference for every byte and every answer.
+
+mod chains;
+mod gate;
+mod images;
+mod maps;
+mod names;
+mod null;
+mod options;
+mod paths;
+mod probing;
+mod raw;
+
+use std::future::Future;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+
+use ringdisk_ring::{Config, IoBuf, Ring, Runtime};
+use tempfile::TempDir;
+
+use crate::{Disk, Error, ImageOptions, Source};
+
+/// Runs a test's future on a ring of its own.
+pub(crate) fn run<T, F: Future<Output = T>>(test: impl FnOnce(Ring) -> F) -> T {
+    let mut runtime = Runtime::new(Config::default()).expect("io_uring is needed by these tests");
+    let ring = runtime.ring().clone();
+    runtime.block_on(test(ring))
+}
+
+/// A directory for one test.
+pub(crate) fn directory() -> TempDir {
+    tempfile::tempdir().expect("temporary directory")
+}
+
+/// Runs a program in a directory and returns what it prints.
+pub(crate) fn program(directory: &Path, name: &str, arguments: &[&str]) -> String {
+    let output = Command::new(name)
+        .args(arguments)
+        .current_dir(directory)
+        .output()
+        .unwrap_or_else(|error| panic!("{name} is needed by these tests: {error}"));
+    assert!(
+        output.status.success(),
+        "{name} {arguments:?}: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    String::from_utf8(output.stdout).expect("text")
+}
+
+pub(crate) fn qemu_img(directory: &TempDir, arguments: &[&str]) -> String {
+    program(directory.path(), "qemu-img", arguments)
+}
+
+/// Runs `qemu-io` commands on an image.
+pub(crate) fn qemu_io(directory: &TempDir, format: &str, image: &str, commands: &[&str]) {
+    let mut arguments = vec!["-f", format];
+    for command in commands {
+        arguments.extend(["-c", command]);
+    }
+    arguments.push(image);
+    program(directory.path(), "qemu-io", &arguments);
+}
+
+/// Options of a reader.
+pub(crate) fn reading() -> ImageOptions {
+    ImageOptions {
+        read_only: true,
+        ..ImageOptions::default()
+    }
+}
+
+pub(crate) async fn open(
+    ring: &Ring,
+    path: impl Into<PathBuf>,
+    options: &ImageOptions,
+) -> Result<Arc<Disk>, Error> {
+    Disk::open(ring, Source::Path(path.into()), options).await
+}
+
+/// The error of an open that must fail.
+pub(crate) fn refusal(path: impl Into<PathBuf>, options: &ImageOptions) -> Error {
+    let path = path.into();
+    run(async |ring| {
+        open(&ring, path, options)
+            .await
+            .expect_err("this image must be refused")
+    })
+}
+
+/// Reads a range in requests of `step` bytes.
+pub(crate) async fn read_steps(ring: &Ring, disk: &Disk, step: usize) -> Vec<u8> {
+    let buf = IoBuf::new(step, 4096);
+    let mut bytes = Vec::new();
+    loop {
+        // What a read does not fill would show.
+        buf.fill(0xa5);
+        let done = disk
+            .read(ring, bytes.len() as u64, &buf)
+            .await
+            .expect("read");
+        bytes.extend_from_slice(&buf.to_vec()[..done]);
+        if done < step {
+            return bytes;
+        }
+    }
+}
+
+/// A buffer with these bytes.
+pub(crate) fn buffer(bytes: &[u8]) -> IoBuf {
+    let buf = IoBuf::new(bytes.len(), 4096);
+    buf.copy_from_slice(0, bytes);
+    buf
+}
+
+/// The same bytes, without printing megabytes when they differ.
+pub(crate) fn assert_same(ours: &[u8], theirs: &[u8]) {
+    assert_eq!(ours.len(), theirs.len(), "length");
+    let differs = ours.iter().zip(theirs).position(|(a, b)| a != b);
+    assert_eq!(differs, None, "first byte that differs");
+}

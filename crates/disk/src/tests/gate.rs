@@ -1,0 +1,54 @@
+//! The task lock, polled by hand.
+
+use std::future::Future;
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::{Context, Poll, Wake, Waker};
+
+use crate::gate::Gate;
+
+#[derive(Default)]
+struct Count(AtomicUsize);
+
+impl Wake for Count {
+    fn wake(self: Arc<Self>) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn the_second_waits_until_the_first_is_done() {
+    let gate = Gate::default();
+    let count = Arc::new(Count::default());
+    let waker = Waker::from(Arc::clone(&count));
+    let mut context = Context::from_waker(&waker);
+    let mut first = pin!(gate.enter());
+    let mut second = pin!(gate.enter());
+    let Poll::Ready(pass) = first.as_mut().poll(&mut context) else {
+        panic!("the gate is free");
+    };
+    assert!(second.as_mut().poll(&mut context).is_pending());
+    drop(pass);
+    assert_eq!(count.0.load(Ordering::Relaxed), 1);
+    assert!(second.as_mut().poll(&mut context).is_ready());
+}
+
+#[test]
+fn a_waiter_that_is_dropped_does_not_keep_others_out() {
+    let gate = Gate::default();
+    let count = Arc::new(Count::default());
+    let waker = Waker::from(Arc::clone(&count));
+    let mut context = Context::from_waker(&waker);
+    let mut first = Box::pin(gate.enter());
+    let mut dropped = Box::pin(gate.enter());
+    let mut third = Box::pin(gate.enter());
+    let pass = first.as_mut().poll(&mut context);
+    assert!(pass.is_ready());
+    assert!(dropped.as_mut().poll(&mut context).is_pending());
+    assert!(third.as_mut().poll(&mut context).is_pending());
+    drop(dropped);
+    drop(pass);
+    assert!(count.0.load(Ordering::Relaxed) >= 1);
+    assert!(third.as_mut().poll(&mut context).is_ready());
+}

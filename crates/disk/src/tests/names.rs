@@ -1,0 +1,117 @@
+//! Names of backing files.
+
+use std::path::Path;
+
+use crate::name::{FileName, NAME_BYTES_MAX};
+use crate::{ErrorKind, Format};
+
+fn path_of(name: &str) -> String {
+    let parsed = FileName::parse(name.as_bytes()).expect("name");
+    parsed.path.to_str().expect("text").to_owned()
+}
+
+fn kind_of(name: &[u8]) -> ErrorKind {
+    FileName::parse(name).expect_err("refused").kind()
+}
+
+#[test]
+fn plain_paths_are_taken_as_they_are() {
+    for name in ["base.raw", "../x/y", "/a b/c", "./a:b", "dir/a:b", "ö", " "] {
+        assert_eq!(path_of(name), name);
+    }
+}
+
+#[test]
+fn the_file_prefix_is_dropped() {
+    assert_eq!(path_of("file:base.raw"), "base.raw");
+    assert_eq!(path_of("file:/a/b"), "/a/b");
+    assert_eq!(path_of("file:a:b"), "a:b");
+}
+
+#[test]
+fn protocols_are_refused_by_name() {
+    for name in ["nbd://host/x", "http://host/x", "rbd:pool/x", "fat:dir", "x:y", ":x"] {
+        let error = FileName::parse(name.as_bytes()).expect_err("refused");
+        assert_eq!(error.kind(), ErrorKind::Unsupported, "{name}");
+        let protocol = name.split(':').next().expect("word");
+        assert!(error.message().contains(&format!("'{protocol}:'")), "{error}");
+    }
+}
+
+#[test]
+fn broken_names_are_invalid() {
+    let long = vec![b'a'; NAME_BYTES_MAX + 1];
+    for name in [&b""[..], b"file:", b"a\0b", &long, b"json:", b"json:{", b"json:[]"] {
+        assert_eq!(kind_of(name), ErrorKind::Invalid);
+    }
+}
+
+#[test]
+fn json_names_of_plain_files_are_understood() {
+    let qcow2 = Some(Format::Qcow2);
+    let cases = [
+        (r#"{"driver":"qcow2","file":{"driver":"file","filename":"x"}}"#, qcow2),
+        (r#"{"driver":"qcow2","file.filename":"x"}"#, qcow2),
+        (r#"{"driver":"qcow2","file.driver":"file","file.filename":"x"}"#, qcow2),
+        (r#"{"driver":"raw","file":{"driver":"host_device","filename":"x"}}"#, Some(Format::Raw)),
+        (r#"{"driver":"file","filename":"x"}"#, None),
+        (r#"{"filename":"x"}"#, None),
+        (r#"{"file":{"filename":"x"}}"#, None),
+        (r#"{"driver":"file","filename":"file:x","locking":"off","cache.direct":true}"#, None),
+    ];
+    for (text, format) in cases {
+        let parsed = FileName::parse(format!("json:{text}").as_bytes()).expect(text);
+        assert_eq!(parsed.path, Path::new("x"), "{text}");
+        assert_eq!(parsed.format, format, "{text}");
+        assert!(!parsed.without_backing);
+    }
+}
+
+#[test]
+fn json_windows_of_raw_files_are_understood() {
+    let text = br#"json:{"driver":"raw","offset":512,"size":"1024","file.filename":"x"}"#;
+    let parsed = FileName::parse(text).expect("name");
+    assert_eq!((parsed.raw_offset, parsed.raw_size), (512, Some(1024)));
+}
+
+#[test]
+fn a_json_name_can_cut_the_chain() {
+    let text = br#"json:{"driver":"qcow2","backing":null,"file.filename":"x"}"#;
+    assert!(FileName::parse(text).expect("name").without_backing);
+}
+
+#[test]
+fn json_names_of_anything_else_are_refused() {
+    let unsupported = [
+        r#"{"driver":"nbd","host":"h"}"#,
+        r#"{"driver":"qcow2","file":{"driver":"https","url":"x"}}"#,
+        r#"{"driver":"qcow2","file":"node0"}"#,
+        r#"{"driver":"qcow2","encrypt.format":"aes","file.filename":"x"}"#,
+        r#"{"driver":"qcow2","data-file":{"filename":"y"},"file.filename":"x"}"#,
+        r#"{"driver":"qcow2","backing":{"driver":"null-co"},"file.filename":"x"}"#,
+        r#"{"driver":"qcow2","file.filename":"x","file.pr-manager":"y"}"#,
+        r#"{"driver":"vmdk","file.filename":"x"}"#,
+    ];
+    for text in unsupported {
+        assert_eq!(kind_of(format!("json:{text}").as_bytes()), ErrorKind::Unsupported, "{text}");
+    }
+    let invalid = [
+        r#"{"driver":"qcow2"}"#,
+        r#"{"driver":"qcow2","file":{}}"#,
+        r#"{"driver":"qcow2","file":7}"#,
+        r#"{"driver":7,"filename":"x"}"#,
+        r#"{"driver":"file","filename":""}"#,
+        r#"{"driver":"file","filename":"a\u0000b"}"#,
+        r#"{"driver":"raw","offset":-1,"file.filename":"x"}"#,
+        r#"{"driver":"qcow2","file":{"filename":"x"},"file.filename":"y"}"#,
+    ];
+    for text in invalid {
+        assert_eq!(kind_of(format!("json:{text}").as_bytes()), ErrorKind::Invalid, "{text}");
+    }
+}
+
+#[test]
+fn deep_json_is_refused_without_using_up_the_stack() {
+    let name = format!("json:{}", "[".repeat(NAME_BYTES_MAX - 5));
+    assert_eq!(kind_of(name.as_bytes()), ErrorKind::Invalid);
+}
