@@ -11,3 +11,4 @@ pub mod images;
 pub mod limits;
 pub mod mount;
 pub mod process;
+pub mod sim;

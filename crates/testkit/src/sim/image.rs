@@ -1,0 +1,130 @@
+//! Sparse memory with a length: the content of a simulated medium.
+
+use std::collections::BTreeMap;
+
+/// Bytes of a page; also the unit of the allocation map.
+pub(crate) const PAGE: u64 = 4096;
+
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Image {
+    pages: BTreeMap<u64, Box<[u8]>>,
+    len: u64,
+}
+
+/// Page, offset in it, and bytes there, of each piece of a range.
+fn pieces(offset: u64, len: usize) -> impl Iterator<Item = (u64, usize, usize)> {
+    let mut at = offset;
+    let end = offset + len as u64;
+    std::iter::from_fn(move || {
+        (at < end).then(|| {
+            let inside = at % PAGE;
+            let count = (PAGE - inside).min(end - at);
+            let piece = (at / PAGE, index(inside), index(count));
+            at += count;
+            piece
+        })
+    })
+}
+
+/// A number that is at most a page, or at most the length of something in memory.
+fn index(number: u64) -> usize {
+    usize::try_from(number).expect("fits in memory")
+}
+
+impl Image {
+    pub(crate) fn new(len: u64) -> Image {
+        Image { pages: BTreeMap::new(), len }
+    }
+
+    pub(crate) fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Reads up to `len` bytes, fewer at the end.
+    pub(crate) fn read(&self, offset: u64, len: u64) -> Vec<u8> {
+        let len = index(len.min(self.len.saturating_sub(offset)));
+        let mut out = Vec::with_capacity(len);
+        for (page, inside, count) in pieces(offset, len) {
+            match self.pages.get(&page) {
+                Some(bytes) => out.extend_from_slice(&bytes[inside..inside + count]),
+                None => out.resize(out.len() + count, 0),
+            }
+        }
+        out
+    }
+
+    /// Writes and grows.
+    pub(crate) fn write(&mut self, offset: u64, bytes: &[u8]) {
+        let mut done = 0;
+        for (page, inside, count) in pieces(offset, bytes.len()) {
+            let page = self.pages.entry(page).or_insert_with(|| vec![0; index(PAGE)].into());
+            page[inside..inside + count].copy_from_slice(&bytes[done..done + count]);
+            done += count;
+        }
+        self.len = self.len.max(offset + bytes.len() as u64);
+    }
+
+    /// Zeroes a range inside the length; whole pages become holes if `unmap`.
+    pub(crate) fn zero(&mut self, offset: u64, len: u64, unmap: bool) {
+        let end = offset.saturating_add(len).min(self.len);
+        let touched: Vec<u64> = if offset < end {
+            self.pages.range(offset / PAGE..end.div_ceil(PAGE)).map(|(&page, _)| page).collect()
+        } else {
+            Vec::new()
+        };
+        for page in touched {
+            let (start, stop) = (page * PAGE, (page + 1) * PAGE);
+            // What lies beyond the length counts as covered.
+            let covered = offset <= start && (stop <= end || end == self.len);
+            if unmap && covered {
+                self.pages.remove(&page);
+            } else if let Some(bytes) = self.pages.get_mut(&page) {
+                bytes[index(offset.max(start) - start)..index(end.min(stop) - start)].fill(0);
+            }
+        }
+    }
+
+    /// Reserves pages, so that they are no holes, and grows.
+    pub(crate) fn reserve(&mut self, offset: u64, len: u64) {
+        for page in offset / PAGE..(offset + len).div_ceil(PAGE) {
+            self.pages.entry(page).or_insert_with(|| vec![0; index(PAGE)].into());
+        }
+        self.len = self.len.max(offset + len);
+    }
+
+    pub(crate) fn set_len(&mut self, len: u64) {
+        if len < self.len {
+            // The rest of the last page must read as zeroes when it grows again.
+            self.zero(len, self.len - len, true);
+            self.pages.split_off(&len.div_ceil(PAGE));
+        }
+        self.len = len;
+    }
+
+    /// Whether the page at `offset` exists, and where the run of equal pages ends.
+    pub(crate) fn run(&self, offset: u64) -> (bool, u64) {
+        let first = offset / PAGE;
+        let exists = self.pages.contains_key(&first);
+        let end = if exists {
+            let mut expected = first;
+            for (&page, _) in self.pages.range(first..) {
+                if page != expected {
+                    break;
+                }
+                expected += 1;
+            }
+            expected
+        } else {
+            self.pages.range(first..).next().map_or(u64::MAX / PAGE, |(&page, _)| page)
+        };
+        (exists, (end * PAGE).min(self.len))
+    }
+
+    pub(crate) fn allocated_bytes(&self) -> u64 {
+        self.pages.len() as u64 * PAGE
+    }
+
+    pub(crate) fn to_vec(&self) -> Vec<u8> {
+        self.read(0, self.len)
+    }
+}

@@ -1,0 +1,190 @@
+//! The simulated storage as the code under test sees it.
+
+use std::future::poll_fn;
+use std::task::Poll;
+
+use ringdisk_ring::{IoBuf, Ring};
+use ringdisk_storage::{Allocation, CustomStorage, Errno, Limits, LocalFuture, Preallocation};
+
+use super::SimStorage;
+use super::rules::{self, Fault};
+use super::state::{Action, OpKind, Outcome, Wait};
+
+/// Forgets a waiting operation when its future is dropped.
+struct Waiting<'a> {
+    sim: &'a SimStorage,
+    number: u64,
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.sim.state().abandon(self.number);
+    }
+}
+
+impl SimStorage {
+    /// One operation, with its fault.
+    async fn run(
+        &self,
+        ring: &Ring,
+        kind: OpKind,
+        offset: u64,
+        len: u64,
+        make: impl FnOnce(&super::state::State, u64) -> Action,
+    ) -> Result<Outcome, Errno> {
+        let (record, action, fault) = {
+            let mut state = self.state();
+            let record = state.begin(kind, offset, len);
+            if !state.is_powered() {
+                return Err(Errno::IO);
+            }
+            let state = &mut *state;
+            let fault =
+                rules::choose(&mut state.rules, &mut state.prng, record.number, kind, offset, len);
+            let moved = match fault {
+                Some(Fault::Short(most) | Fault::FailAfter(most, _)) => len.min(most),
+                _ => len,
+            };
+            (record, make(state, moved), fault)
+        };
+        let wait = match fault {
+            None | Some(Fault::Short(_)) => return self.state().perform(&action),
+            Some(Fault::Fail(errno)) => return Err(errno),
+            Some(Fault::FailAfter(_, errno)) => {
+                if kind == OpKind::Write {
+                    self.state().perform(&action)?;
+                }
+                return Err(errno);
+            }
+            Some(Fault::Delay(_) | Fault::DelayBetween(..)) => Wait::Timer,
+            Some(Fault::Hold) => Wait::Released,
+            Some(Fault::Hang) => Wait::Forever,
+        };
+        self.state().park(record, action.clone(), wait);
+        let waiting = Waiting { sim: self, number: record.number };
+        if let Some(Fault::Delay(time)) = fault {
+            ring.sleep(time).await;
+            drop(waiting);
+            return self.state().perform(&action);
+        }
+        poll_fn(|cx| {
+            self.state().poll(record.number, cx.waker()).map_or(Poll::Pending, Poll::Ready)
+        })
+        .await
+    }
+}
+
+/// For operations that only succeed or fail.
+fn done(_: Outcome) {}
+
+impl CustomStorage for SimStorage {
+    fn name(&self) -> &'static str {
+        "simulated storage"
+    }
+
+    fn len(&self) -> u64 {
+        self.state().image.len()
+    }
+
+    fn is_read_only(&self) -> bool {
+        self.state().read_only
+    }
+
+    fn limits(&self) -> Limits {
+        self.state().limits
+    }
+
+    fn allocated_bytes(&self) -> u64 {
+        self.state().image.allocated_bytes()
+    }
+
+    fn read<'a>(&'a self, ring: &'a Ring, offset: u64, buf: &'a IoBuf) -> LocalFuture<'a, usize> {
+        Box::pin(async move {
+            let make = |_: &_, len| Action::Read { offset, len };
+            match self.run(ring, OpKind::Read, offset, buf.len() as u64, make).await? {
+                Outcome::Bytes(bytes) => {
+                    buf.copy_from_slice(0, &bytes);
+                    Ok(bytes.len())
+                }
+                _ => Ok(0),
+            }
+        })
+    }
+
+    fn write<'a>(&'a self, ring: &'a Ring, offset: u64, buf: &'a IoBuf) -> LocalFuture<'a, usize> {
+        Box::pin(async move {
+            let make = |_: &_, len| {
+                let mut bytes = buf.to_vec();
+                bytes.truncate(usize::try_from(len).unwrap_or(usize::MAX));
+                Action::Write { offset, bytes }
+            };
+            match self.run(ring, OpKind::Write, offset, buf.len() as u64, make).await? {
+                Outcome::Count(count) => Ok(count),
+                _ => Ok(0),
+            }
+        })
+    }
+
+    fn flush<'a>(&'a self, ring: &'a Ring) -> LocalFuture<'a, ()> {
+        Box::pin(async move {
+            let make = |state: &super::state::State, _| state.flush_action();
+            self.run(ring, OpKind::Flush, 0, 0, make).await.map(done)
+        })
+    }
+
+    fn discard<'a>(&'a self, ring: &'a Ring, offset: u64, len: u64) -> LocalFuture<'a, ()> {
+        Box::pin(async move {
+            let make = |_: &_, _| Action::Zero { offset, len, unmap: true, grow: false };
+            self.run(ring, OpKind::Discard, offset, len, make).await.map(done)
+        })
+    }
+
+    fn write_zeroes<'a>(
+        &'a self,
+        ring: &'a Ring,
+        offset: u64,
+        len: u64,
+        may_unmap: bool,
+        _fallback: bool,
+    ) -> LocalFuture<'a, ()> {
+        Box::pin(async move {
+            let make = |_: &_, _| Action::Zero { offset, len, unmap: may_unmap, grow: true };
+            self.run(ring, OpKind::WriteZeroes, offset, len, make).await.map(done)
+        })
+    }
+
+    fn set_len<'a>(&'a self, ring: &'a Ring, len: u64) -> LocalFuture<'a, ()> {
+        Box::pin(async move {
+            let make = |_: &_, _| Action::SetLen(len);
+            self.run(ring, OpKind::SetLen, len, 0, make).await.map(done)
+        })
+    }
+
+    fn preallocate<'a>(
+        &'a self,
+        ring: &'a Ring,
+        offset: u64,
+        len: u64,
+        mode: Preallocation,
+    ) -> LocalFuture<'a, ()> {
+        Box::pin(async move {
+            let make = |_: &_, _| Action::Preallocate { offset, len, mode };
+            self.run(ring, OpKind::Preallocate, offset, len, make).await.map(done)
+        })
+    }
+
+    fn allocation<'a>(
+        &'a self,
+        ring: &'a Ring,
+        offset: u64,
+        len: u64,
+    ) -> LocalFuture<'a, (Allocation, u64)> {
+        Box::pin(async move {
+            let make = |_: &_, _| Action::Allocation { offset, len };
+            match self.run(ring, OpKind::Allocation, offset, len, make).await? {
+                Outcome::Run(kind, run) => Ok((kind, run)),
+                _ => Err(Errno::IO),
+            }
+        })
+    }
+}

@@ -1,0 +1,322 @@
+//! The state of a simulated storage: content, what is not durable yet, what waits.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::task::Waker;
+
+use ringdisk_storage::{Allocation, Errno, Limits, Preallocation};
+
+use super::image::Image;
+use super::prng::Prng;
+use super::rules::Rule;
+
+/// Kinds of operations, after the methods of `Storage`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[allow(missing_docs)] // The names are those of the methods.
+pub enum OpKind {
+    Read,
+    Write,
+    Flush,
+    Discard,
+    WriteZeroes,
+    SetLen,
+    Preallocate,
+    Allocation,
+}
+
+/// An operation that began.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Record {
+    /// Its place in the log, from 0.
+    pub number: u64,
+    /// What it is.
+    pub kind: OpKind,
+    /// Its offset in bytes; the new length for `SetLen`; 0 for `Flush`.
+    pub offset: u64,
+    /// Its length in bytes; 0 for `SetLen` and `Flush`.
+    pub len: u64,
+}
+
+/// An operation that waits for its release.
+pub type Held = Record;
+
+/// An operation with all that it needs to take effect later.
+#[derive(Clone, Debug)]
+pub(crate) enum Action {
+    Read {
+        offset: u64,
+        len: u64,
+    },
+    Write {
+        offset: u64,
+        bytes: Vec<u8>,
+    },
+    /// Covers the changes made before it began.
+    Flush {
+        before: u64,
+    },
+    Zero {
+        offset: u64,
+        len: u64,
+        unmap: bool,
+        grow: bool,
+    },
+    SetLen(u64),
+    Preallocate {
+        offset: u64,
+        len: u64,
+        mode: Preallocation,
+    },
+    Allocation {
+        offset: u64,
+        len: u64,
+    },
+}
+
+/// What an operation brings.
+#[derive(Clone, Debug)]
+pub(crate) enum Outcome {
+    Done,
+    Bytes(Vec<u8>),
+    Count(usize),
+    Run(Allocation, u64),
+}
+
+/// A change that took effect and may be lost.
+#[derive(Clone, Debug)]
+pub(crate) enum Change {
+    Write { offset: u64, bytes: Vec<u8> },
+    Zero { offset: u64, len: u64, unmap: bool },
+    Reserve { offset: u64, len: u64 },
+    SetLen(u64),
+}
+
+impl Change {
+    pub(crate) fn apply(&self, image: &mut Image) {
+        match self {
+            Change::Write { offset, bytes } => image.write(*offset, bytes),
+            Change::Zero { offset, len, unmap } => image.zero(*offset, *len, *unmap),
+            Change::Reserve { offset, len } => image.reserve(*offset, *len),
+            Change::SetLen(len) => image.set_len(*len),
+        }
+    }
+}
+
+/// Why an operation waits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Wait {
+    Released,
+    Timer,
+    Forever,
+}
+
+#[derive(Debug)]
+pub(crate) struct Pending {
+    pub(crate) record: Record,
+    pub(crate) action: Action,
+    wait: Wait,
+    waker: Option<Waker>,
+    outcome: Option<Result<Outcome, Errno>>,
+    /// Its future is gone; it may take effect all the same.
+    orphan: bool,
+}
+
+#[derive(Debug)]
+pub(crate) struct State {
+    pub(crate) image: Image,
+    pub(crate) durable: Image,
+    /// Changes that are not durable, with their numbers, in the order in which they took effect.
+    pub(crate) journal: VecDeque<(u64, Change)>,
+    next_change: u64,
+    pub(crate) pending: BTreeMap<u64, Pending>,
+    pub(crate) rules: Vec<Rule>,
+    pub(crate) prng: Prng,
+    pub(crate) log: Vec<Record>,
+    pub(crate) limits: Limits,
+    pub(crate) read_only: bool,
+    powered: bool,
+}
+
+impl State {
+    pub(crate) fn new(len: u64, seed: u64) -> State {
+        State::with_image(Image::new(len), seed)
+    }
+
+    pub(crate) fn with_image(image: Image, seed: u64) -> State {
+        State {
+            durable: image.clone(),
+            image,
+            journal: VecDeque::new(),
+            next_change: 0,
+            pending: BTreeMap::new(),
+            rules: Vec::new(),
+            prng: Prng::new(seed),
+            log: Vec::new(),
+            limits: Limits::byte_granular(),
+            read_only: false,
+            powered: true,
+        }
+    }
+
+    pub(crate) fn put(&mut self, offset: u64, bytes: &[u8]) {
+        self.image.write(offset, bytes);
+        self.durable.write(offset, bytes);
+    }
+
+    pub(crate) fn set_len_behind(&mut self, len: u64) {
+        self.image.set_len(len);
+        self.durable.set_len(len);
+    }
+
+    /// Notes that an operation begins.
+    pub(crate) fn begin(&mut self, kind: OpKind, offset: u64, len: u64) -> Record {
+        let record = Record { number: self.log.len() as u64, kind, offset, len };
+        self.log.push(record);
+        record
+    }
+
+    /// The action of a flush that begins now.
+    pub(crate) fn flush_action(&self) -> Action {
+        Action::Flush { before: self.next_change }
+    }
+
+    fn change(&mut self, change: Change) {
+        change.apply(&mut self.image);
+        self.journal.push_back((self.next_change, change));
+        self.next_change += 1;
+    }
+
+    /// Lets an operation take effect.
+    pub(crate) fn perform(&mut self, action: &Action) -> Result<Outcome, Errno> {
+        if !self.powered {
+            return Err(Errno::IO);
+        }
+        let changes = !matches!(
+            action,
+            Action::Read { .. } | Action::Flush { .. } | Action::Allocation { .. }
+        );
+        if changes && self.read_only {
+            return Err(Errno::ROFS);
+        }
+        match *action {
+            Action::Read { offset, len } => {
+                return Ok(Outcome::Bytes(self.image.read(offset, len)));
+            }
+            Action::Write { offset, ref bytes } => {
+                let count = bytes.len();
+                self.change(Change::Write { offset, bytes: bytes.clone() });
+                return Ok(Outcome::Count(count));
+            }
+            Action::Flush { before } => {
+                while let Some((_, change)) =
+                    self.journal.pop_front_if(|(number, _)| *number < before)
+                {
+                    change.apply(&mut self.durable);
+                }
+            }
+            Action::Zero { offset, len, unmap, grow } => {
+                if grow && offset + len > self.image.len() {
+                    self.change(Change::SetLen(offset + len));
+                }
+                self.change(Change::Zero { offset, len, unmap });
+            }
+            Action::SetLen(len) => self.change(Change::SetLen(len)),
+            Action::Preallocate { offset, len, mode } => {
+                if mode == Preallocation::Full && offset < self.image.len() {
+                    return Err(Errno::INVAL);
+                }
+                if mode != Preallocation::Off {
+                    self.change(Change::Reserve { offset, len });
+                } else if offset + len > self.image.len() {
+                    self.change(Change::SetLen(offset + len));
+                }
+            }
+            Action::Allocation { offset, len } => {
+                let end = offset.saturating_add(len).min(self.image.len());
+                if offset >= end {
+                    return Ok(Outcome::Run(Allocation::Hole, 0));
+                }
+                let (exists, stop) = self.image.run(offset);
+                let kind = if exists { Allocation::Data } else { Allocation::Hole };
+                return Ok(Outcome::Run(kind, stop.min(end) - offset));
+            }
+        }
+        Ok(Outcome::Done)
+    }
+
+    /// Lets an operation wait.
+    pub(crate) fn park(&mut self, record: Record, action: Action, wait: Wait) {
+        let pending = Pending { record, action, wait, waker: None, outcome: None, orphan: false };
+        self.pending.insert(record.number, pending);
+    }
+
+    /// The outcome of a waiting operation, when it has one; it waits no longer then.
+    pub(crate) fn poll(&mut self, number: u64, waker: &Waker) -> Option<Result<Outcome, Errno>> {
+        if !self.powered {
+            self.pending.remove(&number);
+            return Some(Err(Errno::IO));
+        }
+        let Some(pending) = self.pending.get_mut(&number) else { return Some(Err(Errno::IO)) };
+        if pending.outcome.is_none() {
+            pending.waker = Some(waker.clone());
+            return None;
+        }
+        self.pending.remove(&number)?.outcome
+    }
+
+    /// The future of a waiting operation is gone. A change may still reach the medium, as in a
+    /// real disk; what only reads is forgotten.
+    pub(crate) fn abandon(&mut self, number: u64) {
+        if let Some(pending) = self.pending.get_mut(&number) {
+            pending.orphan = true;
+            pending.waker = None;
+            let write = matches!(pending.action, Action::Write { .. } | Action::Zero { .. });
+            if !write || pending.outcome.is_some() || pending.wait != Wait::Released {
+                self.pending.remove(&number);
+            }
+        }
+    }
+
+    /// Ends the wait of a held operation.
+    pub(crate) fn release(&mut self, number: u64, errno: Option<Errno>) -> bool {
+        let ready =
+            |pending: &&mut Pending| pending.wait == Wait::Released && pending.outcome.is_none();
+        let Some(pending) = self.pending.get_mut(&number).filter(ready) else { return false };
+        let action = pending.action.clone();
+        let outcome = errno.map_or_else(|| self.perform(&action), Err);
+        self.finish(number, outcome);
+        true
+    }
+
+    fn finish(&mut self, number: u64, outcome: Result<Outcome, Errno>) {
+        let Some(pending) = self.pending.get_mut(&number) else { return };
+        if pending.orphan {
+            self.pending.remove(&number);
+            return;
+        }
+        pending.outcome = Some(outcome);
+        if let Some(waker) = pending.waker.take() {
+            waker.wake();
+        }
+    }
+
+    pub(crate) fn held(&self) -> Vec<Held> {
+        let waits =
+            |pending: &&Pending| pending.wait == Wait::Released && pending.outcome.is_none();
+        self.pending.values().filter(waits).map(|pending| pending.record).collect()
+    }
+
+    pub(crate) fn hanging(&self) -> usize {
+        self.pending.values().filter(|pending| pending.wait == Wait::Forever).count()
+    }
+
+    /// Every operation fails from now on, waiting ones too.
+    pub(crate) fn power_off(&mut self) {
+        self.powered = false;
+        let wakers = self.pending.values_mut().filter_map(|pending| pending.waker.take());
+        wakers.for_each(Waker::wake);
+    }
+
+    pub(crate) fn is_powered(&self) -> bool {
+        self.powered
+    }
+}

@@ -1,0 +1,317 @@
+use std::cell::RefCell;
+use std::future::Future;
+use std::rc::Rc;
+use std::time::Duration;
+
+use ringdisk_ring::{IoBuf, Ring, Runtime};
+use ringdisk_storage::{Allocation, Errno, Preallocation, Storage};
+
+use super::{Fault, OpKind, Prng, SimStorage, When};
+
+fn block_on<F: Future>(test: impl FnOnce(Ring) -> F) -> F::Output {
+    let mut runtime = Runtime::new(ringdisk_ring::Config::default()).expect("a ring");
+    let ring = runtime.ring().clone();
+    runtime.block_on(test(ring))
+}
+
+fn buffer(len: usize, byte: u8) -> IoBuf {
+    let buf = IoBuf::new(len, 512);
+    buf.fill(byte);
+    buf
+}
+
+async fn write(
+    ring: &Ring,
+    storage: &Storage,
+    offset: u64,
+    len: usize,
+    byte: u8,
+) -> Result<usize, Errno> {
+    storage.write(ring, offset, &buffer(len, byte)).await
+}
+
+async fn read(ring: &Ring, storage: &Storage, offset: u64, len: usize) -> Result<Vec<u8>, Errno> {
+    let buf = buffer(len, 0xee);
+    let done = storage.read(ring, offset, &buf).await?;
+    Ok(buf.to_vec()[..done].to_vec())
+}
+
+/// Starts a write as a task of its own; its number goes to `order` when it ends.
+fn spawn_write(ring: &Ring, sim: &SimStorage, offset: u64, byte: u8, order: &Rc<RefCell<Vec<u8>>>) {
+    let (storage, order, handle) = (sim.storage(), Rc::clone(order), ring.clone());
+    ring.spawn(async move {
+        let result = write(&handle, &storage, offset, 512, byte).await;
+        order.borrow_mut().push(if result == Ok(512) { byte } else { 0xff });
+    });
+}
+
+async fn settle(ring: &Ring) {
+    for _ in 0..4 {
+        ring.yield_now().await;
+    }
+}
+
+#[test]
+fn bytes_come_back_and_the_end_is_short() {
+    block_on(|ring| async move {
+        let sim = SimStorage::new(10_000, 1);
+        let storage = sim.storage();
+        assert_eq!(write(&ring, &storage, 4000, 500, 7).await, Ok(500));
+        let expected = [vec![0; 100], vec![7; 500], vec![0; 100]].concat();
+        assert_eq!(read(&ring, &storage, 3900, 700).await, Ok(expected));
+        assert_eq!(read(&ring, &storage, 9_900, 700).await, Ok(vec![0; 100]));
+        assert_eq!(read(&ring, &storage, 10_000, 1).await, Ok(vec![]));
+        assert_eq!(storage.len(), 10_000);
+    });
+}
+
+#[test]
+fn rule_by_kind_range_and_count_fails_only_that_write() {
+    block_on(|ring| async move {
+        let sim = SimStorage::new(1 << 20, 1);
+        let storage = sim.storage();
+        sim.on(When::kind(OpKind::Write).at(4096..8192).skip(1).once(), Fault::Fail(Errno::NOSPC));
+        assert_eq!(write(&ring, &storage, 0, 512, 1).await, Ok(512));
+        assert_eq!(write(&ring, &storage, 4096, 512, 1).await, Ok(512));
+        assert_eq!(write(&ring, &storage, 8191, 512, 1).await, Err(Errno::NOSPC));
+        assert_eq!(write(&ring, &storage, 4096, 512, 1).await, Ok(512));
+    });
+}
+
+#[test]
+fn rule_by_number_fails_the_flush() {
+    block_on(|ring| async move {
+        let sim = SimStorage::new(4096, 1);
+        let storage = sim.storage();
+        sim.on(When::number(1), Fault::Fail(Errno::IO));
+        assert_eq!(write(&ring, &storage, 0, 512, 1).await, Ok(512));
+        assert_eq!(storage.flush(&ring).await, Err(Errno::IO));
+        assert_eq!(storage.flush(&ring).await, Ok(()));
+        assert_eq!(sim.count(OpKind::Flush), 2);
+    });
+}
+
+#[test]
+fn short_transfers_are_continued_and_errors_after_progress_end_short() {
+    block_on(|ring| async move {
+        let sim = SimStorage::new(8192, 1);
+        let storage = sim.storage();
+        sim.on(When::kind(OpKind::Read), Fault::Short(1000));
+        assert_eq!(write(&ring, &storage, 0, 4096, 9).await, Ok(4096));
+        assert_eq!(read(&ring, &storage, 0, 4096).await, Ok(vec![9; 4096]));
+        assert_eq!(sim.count(OpKind::Read), 5);
+        sim.clear_rules();
+        sim.on(When::kind(OpKind::Write).once(), Fault::Short(1000));
+        sim.on(When::kind(OpKind::Write), Fault::Fail(Errno::IO));
+        assert_eq!(write(&ring, &storage, 0, 4096, 5).await, Ok(1000));
+    });
+}
+
+#[test]
+fn failing_write_may_leave_its_first_bytes() {
+    block_on(|ring| async move {
+        let sim = SimStorage::new(2048, 1);
+        sim.on(When::kind(OpKind::Write), Fault::FailAfter(512, Errno::IO));
+        assert_eq!(write(&ring, &sim.storage(), 0, 2048, 3).await, Err(Errno::IO));
+        assert_eq!(sim.image(), [vec![3; 512], vec![0; 1536]].concat());
+    });
+}
+
+#[test]
+fn held_writes_take_effect_in_the_order_of_release() {
+    block_on(|ring| async move {
+        let sim = SimStorage::new(4096, 1);
+        let order = Rc::new(RefCell::new(Vec::new()));
+        sim.on(When::kind(OpKind::Write), Fault::Hold);
+        spawn_write(&ring, &sim, 0, 1, &order);
+        spawn_write(&ring, &sim, 0, 2, &order);
+        settle(&ring).await;
+        let held = sim.held();
+        assert_eq!(held.len(), 2);
+        assert_eq!(sim.image()[0], 0);
+        assert!(sim.release(held[1].number));
+        assert_eq!(sim.image()[0], 2);
+        assert!(sim.release(held[0].number));
+        assert!(!sim.release(held[0].number));
+        settle(&ring).await;
+        assert_eq!(sim.image()[0], 1);
+        assert_eq!(order.borrow().len(), 2);
+    });
+}
+
+#[test]
+fn shuffled_release_repeats_with_the_seed() {
+    let run = |seed| {
+        block_on(|ring| async move {
+            let sim = SimStorage::new(4096, seed);
+            let order = Rc::new(RefCell::new(Vec::new()));
+            sim.on(When::kind(OpKind::Write), Fault::Hold);
+            (1..=6).for_each(|byte| spawn_write(&ring, &sim, 0, byte, &order));
+            settle(&ring).await;
+            assert_eq!(sim.release_shuffled(), 6);
+            settle(&ring).await;
+            sim.image()[0]
+        })
+    };
+    let results: Vec<u8> = (0..20).map(run).collect();
+    assert_eq!(results, (0..20).map(run).collect::<Vec<u8>>());
+    assert!(results.iter().any(|&last| last != results[0]));
+}
+
+#[test]
+fn random_delays_reorder() {
+    block_on(|ring| async move {
+        let sim = SimStorage::new(4096, 3);
+        let order = Rc::new(RefCell::new(Vec::new()));
+        let (from, to) = (Duration::ZERO, Duration::from_millis(40));
+        sim.on(When::kind(OpKind::Write), Fault::DelayBetween(from, to));
+        (1..=5).for_each(|byte| spawn_write(&ring, &sim, 512, byte, &order));
+        ring.sleep(Duration::from_millis(80)).await;
+        let order = order.borrow().clone();
+        assert_eq!(order.len(), 5);
+        assert_ne!(order, [1, 2, 3, 4, 5]);
+    });
+}
+
+#[test]
+fn hanging_operation_never_ends_and_can_be_dropped() {
+    block_on(|ring| async move {
+        let sim = SimStorage::new(4096, 1);
+        let storage = sim.storage();
+        sim.on(When::kind(OpKind::Read), Fault::Hang);
+        let limit = Duration::from_millis(20);
+        let result = ring.within(limit, read(&ring, &storage, 0, 512)).await;
+        assert!(result.is_err());
+        assert_eq!((sim.hanging(), sim.release_all()), (0, 0));
+    });
+}
+
+#[test]
+fn held_write_whose_caller_left_can_still_arrive() {
+    block_on(|ring| async move {
+        let sim = SimStorage::new(4096, 1);
+        let storage = sim.storage();
+        sim.on(When::kind(OpKind::Write), Fault::Hold);
+        let limit = Duration::from_millis(20);
+        assert!(ring.within(limit, write(&ring, &storage, 0, 512, 4)).await.is_err());
+        assert_eq!(sim.image()[0], 0);
+        assert_eq!(sim.release_all(), 1);
+        assert_eq!(sim.image()[0], 4);
+    });
+}
+
+#[test]
+fn power_cut_keeps_what_was_flushed_and_any_sectors_of_the_rest() {
+    block_on(|ring| async move {
+        let sim = SimStorage::new(4096, 1);
+        let storage = sim.storage();
+        write(&ring, &storage, 0, 1024, 1).await.unwrap();
+        storage.flush(&ring).await.unwrap();
+        write(&ring, &storage, 512, 3 * 512, 2).await.unwrap();
+        assert_eq!(sim.unflushed(), 1);
+        let images: Vec<Vec<u8>> = (0..64).map(|seed| sim.crash_image(seed)).collect();
+        for image in &images {
+            assert_eq!(image[..512], [1; 512]);
+            assert!([1, 2].contains(&image[512]) && [0, 2].contains(&image[1024]));
+            assert!(image.chunks(512).all(|sector| sector.iter().all(|&byte| byte == sector[0])));
+            assert_eq!(image[2048..], [0; 2048]);
+        }
+        let mut kinds = images.clone();
+        kinds.sort();
+        kinds.dedup();
+        // Three sectors, each there or not.
+        assert_eq!(kinds.len(), 8);
+        assert_eq!(sim.crash_image(9), images[9]);
+        let after = sim.power_cut(9);
+        assert_eq!(after.image(), images[9]);
+        assert_eq!(after.durable_image(), images[9]);
+        assert_eq!(write(&ring, &storage, 0, 512, 1).await, Err(Errno::IO));
+    });
+}
+
+#[test]
+fn flush_covers_only_what_ended_before_it_began() {
+    block_on(|ring| async move {
+        let sim = SimStorage::new(4096, 1);
+        let storage = sim.storage();
+        write(&ring, &storage, 0, 512, 1).await.unwrap();
+        sim.on(When::kind(OpKind::Flush), Fault::Hold);
+        let (other, handle) = (sim.storage(), ring.clone());
+        ring.spawn(async move { other.flush(&handle).await.unwrap() });
+        settle(&ring).await;
+        write(&ring, &storage, 512, 512, 2).await.unwrap();
+        sim.release_all();
+        settle(&ring).await;
+        assert_eq!(sim.unflushed(), 1);
+        assert_eq!(sim.durable_image()[..1024], [vec![1; 512], vec![0; 512]].concat());
+    });
+}
+
+#[test]
+fn power_cut_ends_waiting_operations() {
+    block_on(|ring| async move {
+        let sim = SimStorage::new(4096, 1);
+        let order = Rc::new(RefCell::new(Vec::new()));
+        sim.on(When::any(), Fault::Hang);
+        spawn_write(&ring, &sim, 0, 1, &order);
+        settle(&ring).await;
+        assert_eq!(sim.hanging(), 1);
+        let after = sim.power_cut(0);
+        settle(&ring).await;
+        assert_eq!(*order.borrow(), [0xff]);
+        assert_eq!(after.image().len(), 4096);
+    });
+}
+
+#[test]
+fn holes_zeroes_and_length() {
+    block_on(|ring| async move {
+        let sim = SimStorage::new(1 << 40, 1);
+        let storage = sim.storage();
+        write(&ring, &storage, 1 << 39, 4096, 1).await.unwrap();
+        assert_eq!(storage.allocation(&ring, 0, 1 << 40).await, Ok((Allocation::Hole, 1 << 39)));
+        assert_eq!(storage.allocation(&ring, 1 << 39, 1 << 20).await, Ok((Allocation::Data, 4096)));
+        storage.write_zeroes(&ring, 1 << 39, 4096, true, false).await.unwrap();
+        assert_eq!(storage.allocated_bytes(), 0);
+        storage.set_len(&ring, 100).await.unwrap();
+        storage.preallocate(&ring, 100, 5000, Preallocation::Falloc).await.unwrap();
+        assert_eq!((storage.len(), storage.allocated_bytes()), (5100, 8192));
+        assert_eq!(storage.allocation(&ring, 5100, 1).await, Ok((Allocation::Hole, 0)));
+    });
+}
+
+#[test]
+fn cut_and_grown_again_reads_zeroes() {
+    block_on(|ring| async move {
+        let sim = SimStorage::from_image(&[5; 6000], 1);
+        let storage = sim.storage();
+        sim.set_len_behind(4500);
+        assert_eq!(read(&ring, &storage, 4000, 4096).await, Ok(vec![5; 500]));
+        storage.set_len(&ring, 6000).await.unwrap();
+        assert_eq!(read(&ring, &storage, 4500, 1500).await, Ok(vec![0; 1500]));
+    });
+}
+
+#[test]
+fn read_only_refuses_changes() {
+    block_on(|ring| async move {
+        let sim = SimStorage::new(4096, 1);
+        sim.set_read_only(true);
+        let storage = sim.storage();
+        assert!(storage.is_read_only());
+        assert_eq!(write(&ring, &storage, 0, 512, 1).await, Err(Errno::ROFS));
+        assert_eq!(storage.set_len(&ring, 1).await, Err(Errno::ROFS));
+        assert_eq!(storage.flush(&ring).await, Ok(()));
+    });
+}
+
+#[test]
+fn generator_gives_the_published_numbers() {
+    // First outputs of SplitMix64 with seed 1234567, as used to test other implementations.
+    let mut prng = Prng::new(1_234_567);
+    let numbers: Vec<u64> = (0..3).map(|_| prng.next_u64()).collect();
+    assert_eq!(
+        numbers,
+        [6_457_827_717_110_365_317, 3_203_168_211_198_807_973, 9_817_491_932_198_370_423]
+    );
+}
