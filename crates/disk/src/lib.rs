@@ -26,6 +26,8 @@ pub mod probe;
 mod read;
 pub mod resolve;
 mod status;
+#[cfg(test)]
+mod tests;
 mod watch;
 mod write;
 

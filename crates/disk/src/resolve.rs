@@ -11,7 +11,7 @@
 //!
 //! Control path; called by the thread that opens an image.
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::{CString, OsStr, OsString};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Component, Path, PathBuf};
@@ -335,12 +335,14 @@ fn open_directory(at: BorrowedFd<'_>, name: &OsStr) -> Result<Step, WalkError> {
 
 fn open_last(at: BorrowedFd<'_>, name: &OsStr, access: Access) -> Result<Step, WalkError> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let looked_at = match fs::openat2(at, name, flags, Mode::empty(), step_flags()) {
-        Ok(fd) => fd,
-        Err(errno @ Errno::LOOP) => return read_link(at, name, errno),
-        Err(errno) => return Err(walk_error(errno)),
-    };
-    let before = check_stat(&fs::fstat(&looked_at)?)?;
+    let looked_at =
+        fs::openat2(at, name, flags, Mode::empty(), step_flags()).map_err(walk_error)?;
+    let stat = fs::fstat(&looked_at)?;
+    if FileType::from_raw_mode(stat.st_mode) == FileType::Symlink {
+        // The link itself is held, so this is its text whatever the name has become.
+        return link_text(fs::readlinkat(&looked_at, c"", Vec::new())?);
+    }
+    let before = check_stat(&stat)?;
     let flags = open_flags(access) | OFlags::NOFOLLOW;
     let opened =
         open_maybe_direct(flags, |flags| fs::openat2(at, name, flags, Mode::empty(), step_flags()));
@@ -356,19 +358,23 @@ fn open_last(at: BorrowedFd<'_>, name: &OsStr, access: Access) -> Result<Step, W
     Ok(Step::Done(fd))
 }
 
-/// The text of a link; `errno` when it is none after all.
+/// The text of a link by name; `errno` when it is none after all.
 fn read_link(at: BorrowedFd<'_>, name: &OsStr, errno: Errno) -> Result<Step, WalkError> {
     match fs::readlinkat(at, name, Vec::new()) {
-        Ok(text) if !text.as_bytes().is_empty() => {
-            let text = OsString::from_vec(text.into_bytes());
-            Ok(Step::Link(PathBuf::from(text)))
-        }
-        Ok(_) => Err(WalkError::Os(Errno::NOENT)),
+        Ok(text) => link_text(text),
         // Not a link: it was replaced if the error said that it was one.
         Err(Errno::INVAL) if errno == Errno::LOOP => Err(WalkError::Raced),
         Err(Errno::INVAL) => Err(WalkError::Os(errno)),
         Err(other) => Err(WalkError::Os(other)),
     }
+}
+
+fn link_text(text: CString) -> Result<Step, WalkError> {
+    if text.is_empty() {
+        return Err(WalkError::Os(Errno::NOENT));
+    }
+    let text = OsString::from_vec(text.into_bytes());
+    Ok(Step::Link(PathBuf::from(text)))
 }
 
 /// EXDEV: the kernel saw the step leave the directory. EAGAIN: a rename made it unsure.

@@ -65,10 +65,7 @@ pub(crate) fn qemu_io(directory: &TempDir, format: &str, image: &str, commands: 
 
 /// Options of a reader.
 pub(crate) fn reading() -> ImageOptions {
-    ImageOptions {
-        read_only: true,
-        ..ImageOptions::default()
-    }
+    ImageOptions { read_only: true, ..ImageOptions::default() }
 }
 
 pub(crate) async fn open(
@@ -82,11 +79,7 @@ pub(crate) async fn open(
 /// The error of an open that must fail.
 pub(crate) fn refusal(path: impl Into<PathBuf>, options: &ImageOptions) -> Error {
     let path = path.into();
-    run(async |ring| {
-        open(&ring, path, options)
-            .await
-            .expect_err("this image must be refused")
-    })
+    run(async |ring| open(&ring, path, options).await.expect_err("this image must be refused"))
 }
 
 /// Reads a range in requests of `step` bytes.
@@ -96,10 +89,7 @@ pub(crate) async fn read_steps(ring: &Ring, disk: &Disk, step: usize) -> Vec<u8>
     loop {
         // What a read does not fill would show.
         buf.fill(0xa5);
-        let done = disk
-            .read(ring, bytes.len() as u64, &buf)
-            .await
-            .expect("read");
+        let done = disk.read(ring, bytes.len() as u64, &buf).await.expect("read");
         bytes.extend_from_slice(&buf.to_vec()[..done]);
         if done < step {
             return bytes;

@@ -10,11 +10,7 @@ use crate::{Disk, Errno, Mapping, NullOptions};
 const MIB: u64 = 1 << 20;
 
 fn options(read_zeroes: bool) -> NullOptions {
-    NullOptions {
-        size: MIB,
-        read_zeroes,
-        latency: Duration::ZERO,
-    }
+    NullOptions { size: MIB, read_zeroes, latency: Duration::ZERO }
 }
 
 #[test]
@@ -86,11 +82,7 @@ fn latency_is_waited_for_and_requests_overlap() {
         std::future::poll_fn(|cx| {
             done.0 = done.0 || first.as_mut().poll(cx).is_ready();
             done.1 = done.1 || second.as_mut().poll(cx).is_ready();
-            if done == (true, true) {
-                std::task::Poll::Ready(())
-            } else {
-                std::task::Poll::Pending
-            }
+            if done == (true, true) { std::task::Poll::Ready(()) } else { std::task::Poll::Pending }
         })
         .await;
         assert!(before.elapsed() < 2 * latency);
