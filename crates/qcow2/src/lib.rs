@@ -1,1 +1,54 @@
-//! ringdisk qcow2.
+//! The qcow2 format, for reading.
+//!
+//! Promises:
+//! - [`Qcow2::open`] accepts exactly the images it understands: an unknown incompatible feature,
+//!   encryption or a broken header is refused with a message that names the file, the field and
+//!   what the user can do. Every table size is bounded before memory is asked for it
+//!   ([`limits`]).
+//! - [`Qcow2::map_cached`] takes no lock, allocates nothing and writes to no cache line that
+//!   other threads write.
+//! - [`Qcow2::map`] loads a missing piece of an L2 table once; only the requests that need that
+//!   piece wait for it.
+//! - Whatever an image holds, nothing here panics or reads outside the image file: a bad entry is
+//!   `EIO` for the requests that touch it and for no other.
+//!
+//! One [`Qcow2`] is shared by all queue threads. It knows storage, and knows no export and no
+//! backing chain: it says what the header names, the disk layer opens it.
+//!
+//! Source of the format: the public qcow2 specification ("Header", "Header extensions", "Cluster
+//! mapping", "Extended L2 entries", "Snapshots", "Bitmaps").
+#![forbid(unsafe_code)]
+
+mod bitmaps;
+mod compressed;
+mod entry;
+mod error;
+mod extensions;
+mod flight;
+mod geometry;
+mod header;
+mod image;
+mod info;
+pub mod limits;
+mod map;
+mod open;
+mod run;
+mod slices;
+mod snapshots;
+mod sync;
+mod table;
+
+// The model builds `slices.rs` and `flight.rs` a second time, on simulated primitives.
+#[cfg(test)]
+#[allow(clippy::duplicate_mod)]
+mod model;
+#[cfg(test)]
+mod tests;
+
+pub use compressed::Compressed;
+pub use error::{Error, ErrorKind};
+pub use header::is_qcow2;
+pub use image::{CacheCounters, OpenOptions, Qcow2};
+pub use info::{Bitmap, CompressionType, CryptoHeader, FeatureClass, FeatureName};
+pub use info::{Info, Snapshot, UnknownExtension};
+pub use run::{Extent, ExtentKind};

@@ -1,0 +1,224 @@
+//! L1 and L2 entries: what they mean, and whether they may be believed.
+//!
+//! Promises: no offset leaves here that is unaligned, points into the header, the L1 table, the
+//! refcount table or the snapshot table, or starts behind the end of its file. Entries with
+//! reserved bits set are refused: they mean something that we do not know. Pure, never allocates.
+//!
+//! Source: qcow2 specification, "Cluster mapping" and "Extended L2 entries".
+
+use rustix::io::Errno;
+
+use crate::compressed::Compressed;
+use crate::geometry::Geometry;
+use crate::run::ExtentKind;
+
+/// Bits 9 to 55: host offset of a table or cluster.
+const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
+/// Bit 63: the reference count is exactly one.
+const COPIED: u64 = 1 << 63;
+/// Bit 62 of an L2 entry: compressed cluster.
+const COMPRESSED: u64 = 1 << 62;
+/// Bit 0 of a standard L2 entry of version 3: reads as zeroes.
+const ZERO: u64 = 1;
+/// Bits 0 to 8 and 56 to 62.
+const L1_RESERVED: u64 = !(OFFSET_MASK | COPIED);
+/// Bits 0 to 8 and 56 to 61 (bit 0 is taken out where it has a meaning).
+const L2_RESERVED: u64 = !(OFFSET_MASK | COPIED | COMPRESSED);
+/// Unit of the length of a compressed cluster.
+const SECTOR: u64 = 512;
+
+/// A range of bytes of the image file.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Region {
+    pub(crate) start: u64,
+    pub(crate) end: u64,
+}
+
+impl Region {
+    fn overlaps(&self, start: u64, end: u64) -> bool {
+        start < self.end && end > self.start
+    }
+}
+
+/// Lengths of the files right now, in bytes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Lengths {
+    /// The image file.
+    pub(crate) file: u64,
+    /// The file with the data: the same, or the external data file.
+    pub(crate) data: u64,
+}
+
+/// The rules by which entries of one image are read.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rules {
+    cluster_bits: u32,
+    extended: bool,
+    external: bool,
+    /// Bits of a standard entry that must be zero, alignment included.
+    bad_bits: u64,
+    /// Bits of a standard entry that say "zeroes": none where bit 0 is reserved.
+    zero_flag: u64,
+    /// Bits of the host offset of a compressed cluster.
+    compressed_offset_bits: u32,
+    /// L1 table, refcount table, snapshot table.
+    metadata: [Region; 3],
+}
+
+impl Rules {
+    /// * `version`: 2 or 3.
+    /// * `external`: data lies in another file.
+    /// * `metadata`: where the tables are that the header names.
+    pub(crate) fn new(
+        geometry: &Geometry,
+        version: u32,
+        external: bool,
+        metadata: [Region; 3],
+    ) -> Rules {
+        let zero_flag = if version >= 3 && !geometry.extended { ZERO } else { 0 };
+        let alignment = (geometry.cluster_size() - 1) & OFFSET_MASK;
+        Rules {
+            cluster_bits: geometry.cluster_bits,
+            extended: geometry.extended,
+            external,
+            bad_bits: (L2_RESERVED | alignment) & !zero_flag,
+            zero_flag,
+            compressed_offset_bits: 62 - (geometry.cluster_bits - 8),
+            metadata,
+        }
+    }
+
+    /// Whether a range of the image file lies where other things are.
+    fn overlaps_metadata(&self, start: u64, len: u64) -> bool {
+        let Some(end) = start.checked_add(len) else { return true };
+        start < 1 << self.cluster_bits
+            || self.metadata.iter().any(|region| region.overlaps(start, end))
+    }
+
+    /// Host offset of the L2 table that an L1 entry names; `None`: there is no table.
+    ///
+    /// Errors: `EIO` for an entry that cannot be right.
+    pub(crate) fn l2_table(&self, entry: u64, file_len: u64) -> Result<Option<u64>, Errno> {
+        let cluster_size = 1 << self.cluster_bits;
+        let offset = entry & OFFSET_MASK;
+        if entry & L1_RESERVED != 0 || offset & (cluster_size - 1) != 0 {
+            return Err(Errno::IO);
+        }
+        if offset == 0 {
+            return Ok(None);
+        }
+        if offset >= file_len || self.overlaps_metadata(offset, cluster_size) {
+            return Err(Errno::IO);
+        }
+        Ok(Some(offset))
+    }
+
+    /// What the bytes from `in_cluster` on are, and how many are of the same kind (up to the end
+    /// of the cluster, or of the file).
+    ///
+    /// * `entry`, `bitmap`: the two words of an extended entry; `bitmap` is ignored otherwise.
+    ///
+    /// Errors: `EIO` for an entry that cannot be right.
+    pub(crate) fn piece(
+        &self,
+        entry: u64,
+        bitmap: u64,
+        in_cluster: u64,
+        lengths: Lengths,
+    ) -> Result<(ExtentKind, u64), Errno> {
+        let cluster_size = 1u64 << self.cluster_bits;
+        let rest = cluster_size - in_cluster;
+        if entry & COMPRESSED != 0 {
+            let cluster = self.compressed(entry, bitmap, lengths)?;
+            return Ok((ExtentKind::Compressed(cluster), rest));
+        }
+        if entry & self.bad_bits != 0 {
+            return Err(Errno::IO);
+        }
+        let host = entry & OFFSET_MASK;
+        // Host offset 0 is the header, or "none"; in an external data file it is a place like any
+        // other, and bit 63 tells.
+        let present = host != 0 || (self.external && entry & COPIED != 0);
+        if present && !self.external && self.overlaps_metadata(host, cluster_size) {
+            return Err(Errno::IO);
+        }
+        let host = present.then_some(host);
+        let (zero, data, rest) = if self.extended {
+            self.subclusters(bitmap, present, in_cluster)?
+        } else {
+            let zero = entry & self.zero_flag != 0;
+            (zero, present && !zero, rest)
+        };
+        match host {
+            Some(host) if data => data_piece(host, in_cluster, rest, lengths.data),
+            _ if zero => {
+                let offset = host.map(|host| host + in_cluster);
+                Ok((ExtentKind::Zero { offset }, rest))
+            }
+            _ => Ok((ExtentKind::Unallocated, rest)),
+        }
+    }
+
+    /// Whether the subcluster at `in_cluster` is zero or data, and for how many bytes that holds.
+    fn subclusters(
+        &self,
+        bitmap: u64,
+        present: bool,
+        in_cluster: u64,
+    ) -> Result<(bool, bool, u64), Errno> {
+        // The two halves of the word.
+        #[allow(clippy::cast_possible_truncation)]
+        let (allocated, zeroes) = (bitmap as u32, (bitmap >> 32) as u32);
+        if allocated & zeroes != 0 || (allocated != 0 && !present) {
+            return Err(Errno::IO);
+        }
+        let subcluster_bits = self.cluster_bits - 5;
+        let index = in_cluster >> subcluster_bits;
+        let bit = 1u32 << index;
+        let zero = zeroes & bit != 0;
+        let data = allocated & bit != 0;
+        let alike = match (zero, data) {
+            (true, _) => zeroes,
+            (_, true) => allocated,
+            _ => !(allocated | zeroes),
+        };
+        let count = u64::from((alike >> index).trailing_ones());
+        let end = (index + count) << subcluster_bits;
+        Ok((zero, data, end - in_cluster))
+    }
+
+    /// The descriptor of a compressed cluster.
+    fn compressed(&self, entry: u64, bitmap: u64, lengths: Lengths) -> Result<Compressed, Errno> {
+        if self.external || (self.extended && bitmap != 0) {
+            return Err(Errno::IO);
+        }
+        let host = entry & ((1 << self.compressed_offset_bits) - 1);
+        let sectors = (entry & (COMPRESSED - 1)) >> self.compressed_offset_bits;
+        let len = (sectors + 1) * SECTOR - host % SECTOR;
+        // The last sector may be cut by the end of the file: what is needed of it is there.
+        let len = len.min(lengths.file.saturating_sub(host));
+        if len == 0 || self.overlaps_metadata(host, len) {
+            return Err(Errno::IO);
+        }
+        // At most 2^13 sectors of 512 bytes.
+        Ok(Compressed::new(host, u32::try_from(len).map_err(|_| Errno::IO)?))
+    }
+}
+
+/// Data of a cluster at `host`. The file may end inside its last cluster: the part that is not
+/// there reads as zeroes.
+fn data_piece(
+    host: u64,
+    in_cluster: u64,
+    rest: u64,
+    data_len: u64,
+) -> Result<(ExtentKind, u64), Errno> {
+    if host >= data_len {
+        return Err(Errno::IO);
+    }
+    let offset = host + in_cluster;
+    if offset >= data_len {
+        return Ok((ExtentKind::Zero { offset: Some(offset) }, rest));
+    }
+    Ok((ExtentKind::Data { offset }, rest.min(data_len - offset)))
+}

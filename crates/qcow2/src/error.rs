@@ -1,0 +1,126 @@
+//! The error of the control path: opening an image.
+//!
+//! Kind for programs, one sentence for people (which file, which field, which value, why, what to
+//! do), and the cause where the system reported one. The data path reports
+//! [`Errno`](ringdisk_ring::Errno) only.
+
+use std::borrow::Cow;
+use std::fmt;
+
+/// What sort of failure it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// The file does not start like a qcow2 image.
+    NotQcow2,
+    /// The image breaks the specification, is truncated, or is marked corrupt and was to be
+    /// written.
+    Corrupt,
+    /// The image, or what was asked for, needs a feature that ringdisk does not have.
+    Unsupported,
+    /// The image is encrypted.
+    Encrypted,
+    /// A table is larger than the limits allow.
+    TooLarge,
+    /// The storage reported an error.
+    Io,
+    /// The caller asked for something that does not fit this image.
+    InvalidRequest,
+}
+
+/// Why an image could not be opened.
+#[derive(Debug)]
+pub struct Error {
+    kind: ErrorKind,
+    file: String,
+    reason: String,
+    advice: Cow<'static, str>,
+    source: Option<Box<dyn std::error::Error + Send + Sync>>,
+}
+
+impl Error {
+    /// * `file`: name of the image as the user knows it.
+    /// * `reason`: what is wrong, with field and value.
+    /// * `advice`: what the user can do.
+    pub(crate) fn new(
+        kind: ErrorKind,
+        file: &str,
+        reason: impl Into<String>,
+        advice: impl Into<Cow<'static, str>>,
+    ) -> Error {
+        Error {
+            kind,
+            file: file.to_owned(),
+            reason: reason.into(),
+            advice: advice.into(),
+            source: None,
+        }
+    }
+
+    /// The image breaks the specification.
+    pub(crate) fn corrupt(file: &str, reason: impl Into<String>) -> Error {
+        Error::new(
+            ErrorKind::Corrupt,
+            file,
+            reason,
+            "the image is damaged or truncated: look at it with `qemu-img check`, or restore it \
+             from a copy",
+        )
+    }
+
+    /// A table is over its limit.
+    pub(crate) fn too_large(file: &str, reason: impl Into<String>) -> Error {
+        Error::new(
+            ErrorKind::TooLarge,
+            file,
+            reason,
+            "no known program writes such an image, so it is damaged or made to exhaust memory; \
+             restore it from a copy",
+        )
+    }
+
+    /// The storage reported `source` while `doing`.
+    pub(crate) fn io(file: &str, doing: &str, source: ringdisk_ring::Errno) -> Error {
+        Error {
+            source: Some(Box::new(std::io::Error::from(source))),
+            ..Error::new(
+                ErrorKind::Io,
+                file,
+                format!("{doing} failed"),
+                "check the disk or file system that holds the image (see the kernel log)",
+            )
+        }
+    }
+
+    /// The sort of failure.
+    pub fn kind(&self) -> ErrorKind {
+        self.kind
+    }
+
+    /// Name of the image file.
+    pub fn file(&self) -> &str {
+        &self.file
+    }
+
+    /// What is wrong: field, value and rule.
+    pub fn reason(&self) -> &str {
+        &self.reason
+    }
+
+    /// What the user can do about it.
+    pub fn advice(&self) -> &str {
+        &self.advice
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "'{}': {}; {}", self.file, self.reason, self.advice)
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.source.as_deref().map(|source| source as _)
+    }
+}

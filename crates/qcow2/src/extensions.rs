@@ -1,0 +1,164 @@
+//! Header extensions: typed, bounded, unknown ones kept. Pure, no I/O.
+//!
+//! Source: qcow2 specification, "Header extensions", "String header extensions", "Feature name
+//! table", "Bitmaps extension", "Full disk encryption header pointer".
+
+use crate::error::Error;
+use crate::info::{CryptoHeader, FeatureClass, FeatureName, UnknownExtension};
+use crate::limits::{
+    EXTENSIONS_MAX, FEATURE_NAMES_MAX, FILE_NAME_BYTES_MAX, FORMAT_NAME_BYTES_MAX,
+};
+
+const END: u32 = 0;
+const BACKING_FORMAT: u32 = 0xe279_2aca;
+const FEATURE_NAMES: u32 = 0x6803_f857;
+const BITMAPS: u32 = 0x2385_2875;
+const CRYPTO_HEADER: u32 = 0x0537_be77;
+const DATA_FILE: u32 = 0x4441_5441;
+/// One entry of the feature name table: class, bit, 46 bytes of name.
+const FEATURE_NAME_BYTES: usize = 48;
+
+/// Where the bitmap directory lies, as the extension says; checked by
+/// [`bitmaps`](crate::bitmaps).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct BitmapDirectory {
+    pub(crate) count: u32,
+    pub(crate) offset: u64,
+    pub(crate) len: u64,
+}
+
+/// All extensions of one header.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Extensions {
+    pub(crate) backing_format: Option<String>,
+    pub(crate) data_file: Option<Vec<u8>>,
+    pub(crate) feature_names: Vec<FeatureName>,
+    pub(crate) bitmaps: Option<BitmapDirectory>,
+    pub(crate) crypto_header: Option<CryptoHeader>,
+    pub(crate) unknown: Vec<UnknownExtension>,
+}
+
+/// Parses the extensions.
+///
+/// * `area`: the bytes from the end of the header to the name of the backing file or the end of
+///   the first cluster.
+///
+/// Errors: `Corrupt` for an extension that does not fit, or a second one of a kind.
+pub(crate) fn parse(area: &[u8], file: &str) -> Result<Extensions, Error> {
+    let mut found = Extensions::default();
+    let mut seen: Vec<u32> = Vec::new();
+    let mut rest = area;
+    // Less than a whole head is left: the area ends without an end mark, which is allowed.
+    while let Some((kind, after)) = take_u32(rest) {
+        if kind == END {
+            break;
+        }
+        let Some((len, after)) = take_u32(after) else {
+            return Err(bad(file, kind, "its length is cut off"));
+        };
+        let Some(data) = after.get(..len as usize) else {
+            let room = after.len();
+            return Err(bad(file, kind, &format!("{len} bytes do not fit: {room} are left")));
+        };
+        if seen.len() >= EXTENSIONS_MAX {
+            return Err(Error::too_large(
+                file,
+                format!("more than {EXTENSIONS_MAX} header extensions"),
+            ));
+        }
+        if seen.contains(&kind) && is_known(kind) {
+            return Err(bad(file, kind, "there are two of this type"));
+        }
+        seen.push(kind);
+        found.add(kind, data, file)?;
+        // Padded to 8 bytes; the padding of the last one may be cut.
+        rest = after.get(data.len().next_multiple_of(8)..).unwrap_or_default();
+    }
+    Ok(found)
+}
+
+impl Extensions {
+    fn add(&mut self, kind: u32, data: &[u8], file: &str) -> Result<(), Error> {
+        match kind {
+            BACKING_FORMAT => {
+                if data.is_empty() || data.len() > FORMAT_NAME_BYTES_MAX {
+                    return Err(bad(file, kind, "the backing format must have 1 to 64 bytes"));
+                }
+                self.backing_format = Some(String::from_utf8_lossy(data).into_owned());
+            }
+            DATA_FILE => {
+                if data.is_empty() || data.len() > FILE_NAME_BYTES_MAX || data.contains(&0) {
+                    let rule = "the data file name must have 1 to 1023 bytes and no NUL";
+                    return Err(bad(file, kind, rule));
+                }
+                self.data_file = Some(data.to_vec());
+            }
+            FEATURE_NAMES => self.feature_names = feature_names(data),
+            BITMAPS => {
+                let Ok(data) = <&[u8; 24]>::try_from(data) else {
+                    return Err(bad(file, kind, "the bitmaps extension must have 24 bytes"));
+                };
+                self.bitmaps = Some(BitmapDirectory {
+                    count: u32_at(data, 0),
+                    len: u64_at(data, 8),
+                    offset: u64_at(data, 16),
+                });
+            }
+            CRYPTO_HEADER => {
+                let Ok(data) = <&[u8; 16]>::try_from(data) else {
+                    return Err(bad(file, kind, "the encryption pointer must have 16 bytes"));
+                };
+                self.crypto_header =
+                    Some(CryptoHeader { offset: u64_at(data, 0), len: u64_at(data, 8) });
+            }
+            _ => self.unknown.push(UnknownExtension { kind, data: data.to_vec() }),
+        }
+        Ok(())
+    }
+}
+
+fn is_known(kind: u32) -> bool {
+    matches!(kind, BACKING_FORMAT | FEATURE_NAMES | BITMAPS | CRYPTO_HEADER | DATA_FILE)
+}
+
+fn bad(file: &str, kind: u32, rule: &str) -> Error {
+    Error::corrupt(file, format!("header extension {kind:#010x}: {rule}"))
+}
+
+/// Entries of unknown class or with a bit over 63 are skipped.
+fn feature_names(data: &[u8]) -> Vec<FeatureName> {
+    data.chunks_exact(FEATURE_NAME_BYTES)
+        .take(FEATURE_NAMES_MAX)
+        .filter_map(|entry| {
+            let class = match entry[0] {
+                0 => FeatureClass::Incompatible,
+                1 => FeatureClass::Compatible,
+                2 => FeatureClass::Autoclear,
+                _ => return None,
+            };
+            let name = entry[2..].split(|byte| *byte == 0).next().unwrap_or_default();
+            let name = String::from_utf8_lossy(name).into_owned();
+            (entry[1] < 64).then_some(FeatureName { class, bit: entry[1], name })
+        })
+        .collect()
+}
+
+fn take_u32(bytes: &[u8]) -> Option<(u32, &[u8])> {
+    let (head, rest) = bytes.split_first_chunk::<4>()?;
+    Some((u32::from_be_bytes(*head), rest))
+}
+
+/// The big-endian word at `at` of a table entry whose length was checked; missing bytes are 0.
+pub(crate) fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    bytes.get(at..).and_then(|b| b.first_chunk()).copied().map_or(0, u64::from_be_bytes)
+}
+
+/// As [`u64_at`], 32 bits.
+pub(crate) fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    bytes.get(at..).and_then(|b| b.first_chunk()).copied().map_or(0, u32::from_be_bytes)
+}
+
+/// As [`u64_at`], 16 bits.
+pub(crate) fn u16_at(bytes: &[u8], at: usize) -> u16 {
+    bytes.get(at..).and_then(|b| b.first_chunk()).copied().map_or(0, u16::from_be_bytes)
+}

@@ -1,0 +1,105 @@
+//! Sizes and shifts of one image, worked out once at open. Pure arithmetic.
+
+use crate::limits::SLICE_BYTES_MAX;
+use crate::slices::SliceIndex;
+
+/// The numbers that turn a guest offset into indexes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Geometry {
+    /// Size of the disk in bytes.
+    pub(crate) virtual_size: u64,
+    /// log2 of the cluster size in bytes.
+    pub(crate) cluster_bits: u32,
+    /// L2 entries have two words.
+    pub(crate) extended: bool,
+    /// log2 of the entries of an L2 table.
+    pub(crate) table_bits: u32,
+    /// log2 of the entries of an L2 slice.
+    pub(crate) slice_bits: u32,
+}
+
+impl Geometry {
+    /// * `cluster_bits`: 9 to 21, checked before.
+    pub(crate) fn new(virtual_size: u64, cluster_bits: u32, extended: bool) -> Geometry {
+        let entry_bits = if extended { 4 } else { 3 };
+        let table_bits = cluster_bits - entry_bits;
+        let slice_bits = SLICE_BYTES_MAX.ilog2().min(cluster_bits) - entry_bits;
+        Geometry { virtual_size, cluster_bits, extended, table_bits, slice_bits }
+    }
+
+    /// Cluster size in bytes.
+    pub(crate) fn cluster_size(&self) -> u64 {
+        1 << self.cluster_bits
+    }
+
+    /// Words of one L2 entry.
+    pub(crate) fn entry_words(&self) -> usize {
+        1 << u32::from(self.extended)
+    }
+
+    /// Words of one L2 slice.
+    pub(crate) fn slice_words(&self) -> usize {
+        self.entry_words() << self.slice_bits
+    }
+
+    /// Bytes of one L2 slice.
+    pub(crate) fn slice_bytes(&self) -> usize {
+        self.slice_words() * 8
+    }
+
+    /// Bytes of disk behind one L2 table, as a shift.
+    pub(crate) fn table_shift(&self) -> u32 {
+        self.cluster_bits + self.table_bits
+    }
+
+    /// Entries that the L1 table needs for the whole disk.
+    pub(crate) fn l1_entries(&self) -> u64 {
+        self.virtual_size.div_ceil(1 << self.table_shift())
+    }
+
+    /// Slices that the disk has, `None` when that does not fit (L1 over its limit).
+    pub(crate) fn slices(&self) -> Option<u32> {
+        let slices = self.virtual_size.div_ceil(1 << (self.cluster_bits + self.slice_bits));
+        u32::try_from(slices).ok().filter(|slices| *slices < u32::MAX)
+    }
+
+    /// Index into the L1 table.
+    pub(crate) fn l1_index(&self, offset: u64) -> usize {
+        // At most 2^22: the L1 table is at most 32 MiB.
+        #[allow(clippy::cast_possible_truncation)]
+        let index = (offset >> self.table_shift()) as usize;
+        index
+    }
+
+    /// Slice that maps `offset`.
+    pub(crate) fn slice(&self, offset: u64) -> SliceIndex {
+        // `slices()` fitted when the image was opened.
+        #[allow(clippy::cast_possible_truncation)]
+        let index = (offset >> (self.cluster_bits + self.slice_bits)) as u32;
+        SliceIndex(index)
+    }
+
+    /// First guest offset of `slice`.
+    pub(crate) fn slice_start(&self, slice: SliceIndex) -> u64 {
+        u64::from(slice.0) << (self.cluster_bits + self.slice_bits)
+    }
+
+    /// Byte offset of `slice` inside its L2 table.
+    pub(crate) fn slice_in_table(&self, slice: SliceIndex) -> u64 {
+        let in_table = u64::from(slice.0) & ((1 << (self.table_bits - self.slice_bits)) - 1);
+        in_table * self.slice_bytes() as u64
+    }
+
+    /// Index of the entry of `offset` inside its slice.
+    pub(crate) fn entry_in_slice(&self, offset: u64) -> usize {
+        // At most 512.
+        #[allow(clippy::cast_possible_truncation)]
+        let index = ((offset >> self.cluster_bits) & ((1 << self.slice_bits) - 1)) as usize;
+        index
+    }
+
+    /// Offset inside the cluster.
+    pub(crate) fn in_cluster(&self, offset: u64) -> u64 {
+        offset & (self.cluster_size() - 1)
+    }
+}

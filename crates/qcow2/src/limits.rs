@@ -1,0 +1,48 @@
+//! Upper bounds of everything whose size an image chooses, checked before any allocation.
+//!
+//! The bounds on tables are those that QEMU uses, so an image that it accepts is not refused here
+//! for its size.
+
+/// Smallest `cluster_bits` of the specification: clusters of 512 bytes.
+pub const CLUSTER_BITS_MIN: u32 = 9;
+/// Largest `cluster_bits`: clusters of 2 MiB.
+pub const CLUSTER_BITS_MAX: u32 = 21;
+/// Largest L1 table: 32 MiB = 4 Mi entries, which is 2 PiB of disk with clusters of 64 KiB.
+pub const L1_BYTES_MAX: u64 = 32 << 20;
+/// Largest refcount table: 8 MiB.
+pub const REFCOUNT_TABLE_BYTES_MAX: u64 = 8 << 20;
+/// Most internal snapshots.
+pub const SNAPSHOTS_MAX: u32 = 65_536;
+/// Largest snapshot table: 65536 snapshots with 1 KiB each.
+pub const SNAPSHOT_TABLE_BYTES_MAX: u64 = SNAPSHOTS_MAX as u64 * 1024;
+/// Most extra data of one snapshot (24 bytes are defined today).
+pub const SNAPSHOT_EXTRA_BYTES_MAX: u32 = 1024;
+/// Most persistent bitmaps.
+pub const BITMAPS_MAX: u32 = 65_535;
+/// Largest bitmap directory: 65535 bitmaps with 1 KiB each, rounded up.
+pub const BITMAP_DIRECTORY_BYTES_MAX: u64 = 64 << 20;
+/// Longest name of one bitmap.
+pub const BITMAP_NAME_BYTES_MAX: u32 = 1023;
+/// Longest name of a backing file or data file, the limit of the specification.
+pub const FILE_NAME_BYTES_MAX: usize = 1023;
+/// Longest name of a backing format ("vpc", "qcow2"; the longest that QEMU knows has 11 letters).
+pub const FORMAT_NAME_BYTES_MAX: usize = 64;
+/// Most header extensions; real images have fewer than ten.
+pub const EXTENSIONS_MAX: usize = 256;
+/// Most feature names: three kinds of 64 bits each.
+pub const FEATURE_NAMES_MAX: usize = 3 * 64;
+/// L2 tables are cached in slices of this size, or of a cluster where clusters are smaller. One
+/// page: 512 entries, 32 MiB of disk with clusters of 64 KiB.
+pub const SLICE_BYTES_MAX: usize = 4096;
+/// Default cap of the metadata cache. All L2 tables of a 1 TiB disk with clusters of 64 KiB:
+/// 1 TiB / 64 KiB * 8 bytes. Only the parts that were used take memory.
+pub const METADATA_CACHE_BYTES: u64 = 128 << 20;
+/// Memory for clusters that were decompressed recently, for each image.
+pub const RECENT_CLUSTERS_BYTES: usize = 4 << 20;
+/// At least this many decompressed clusters are kept (8 MiB with clusters of 2 MiB).
+pub const RECENT_CLUSTERS_MIN: usize = 4;
+/// At most this many, so that a look-up among them stays short.
+pub const RECENT_CLUSTERS_MAX: usize = 64;
+/// Clusters up to this size are decompressed at once: that takes less time (about 10 µs) than to
+/// go to a helper thread and back.
+pub const INLINE_DECOMPRESSION_BYTES: usize = 4096;

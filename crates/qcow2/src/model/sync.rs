@@ -1,0 +1,21 @@
+//! The simulated primitives: what `crate::sync` gives, in the types of the model checker.
+
+pub(crate) use shuttle::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+pub(crate) use shuttle::sync::{Arc, Mutex};
+
+/// As `crate::sync::zeroed_words`. An `Option` as there.
+#[allow(clippy::unnecessary_wraps)]
+pub(crate) fn zeroed_words(count: usize) -> Option<Box<[AtomicU64]>> {
+    Some((0..count).map(|_| AtomicU64::new(0)).collect())
+}
+
+/// As `crate::sync::zeroed_bytes`.
+#[allow(clippy::unnecessary_wraps)]
+pub(crate) fn zeroed_bytes(count: usize) -> Option<Box<[AtomicU8]>> {
+    Some((0..count).map(|_| AtomicU8::new(0)).collect())
+}
+
+/// As `crate::sync::lock`.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> shuttle::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}

@@ -1,0 +1,226 @@
+//! The cache of L2 slices: a fixed arena of atomic words that any thread reads without a lock.
+//!
+//! Promises: [`SliceCache::find`] and [`Slice::word`] take no lock, allocate nothing and write
+//! nothing, but for one mark "was used", which is written only when it is not set yet and only in a cache
+//! that is smaller than the image. Memory is fixed when the image is opened.
+//!
+//! How: each slot of the arena has a tag, `generation << 32 | slice number + 1` (0 below: empty).
+//! A reader loads the tag, loads the words it needs, and loads the tag again: when it is the same,
+//! no one wrote the slot in between (a sequence lock for each slot). The order holds because:
+//! - the writer stores the empty tag first and every word with Release after it, and the new tag
+//!   with Release last;
+//! - the reader loads each word with Acquire, so a reader that saw a new word also sees, in its
+//!   second look at the tag, the empty tag or a later one.
+//!
+//! The generation makes a slot that was evicted and loaded again in between look different. It would
+//! have to be reused 2^32 times within one look-up to be mistaken.
+//!
+//! Where a slice lies: if the cache holds the whole image, slot = slice number (the flat array).
+//! Otherwise a slice may lie in one of 8 slots (whose tags share one cache line), chosen by the
+//! low bits of its number, so neighbours never push each other out; the victim is found by second
+//! chance.
+
+use super::sync::{AtomicU8, AtomicU64, Mutex, Ordering, lock, zeroed_bytes, zeroed_words};
+
+/// Slots that a slice may be in, when the cache is smaller than the image.
+const WAYS: u32 = 8;
+/// The same, in the type of a hand.
+const WAYS_U8: u8 = 8;
+
+/// Number of one L2 slice: guest offset / bytes of disk that a slice maps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct SliceIndex(pub(crate) u32);
+
+/// The arena. Shared by all threads.
+pub(crate) struct SliceCache {
+    /// Words of one slice.
+    slice_words: usize,
+    /// 1 when every slice has its own slot, else [`WAYS`].
+    ways: u32,
+    /// Selects the set: all ones when every slice has its own slot.
+    set_mask: u32,
+    /// A tag for each slot.
+    tags: Box<[AtomicU64]>,
+    /// `slice_words` words for each slot, in the byte order of the machine.
+    words: Box<[AtomicU64]>,
+    /// "Was used" marks, one for each slot; empty when nothing is ever evicted.
+    used: Box<[AtomicU8]>,
+    /// Writers of slots exclude one another. Readers never take it.
+    writer: Mutex<Writer>,
+}
+
+/// What only the writer needs.
+struct Writer {
+    counters: Counters,
+    /// For each set the slot at which the search for a victim goes on; empty when nothing is ever
+    /// evicted.
+    hands: Vec<u8>,
+}
+
+/// What happened in the cache so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Counters {
+    /// Slices that were loaded.
+    pub(crate) loads: u64,
+    /// Slices that were pushed out: the cap of the cache was reached.
+    pub(crate) evictions: u64,
+}
+
+/// A slice that was in the cache when it was found.
+#[derive(Clone, Copy)]
+pub(crate) struct Slice<'a> {
+    tag: &'a AtomicU64,
+    seen: u64,
+    words: &'a [AtomicU64],
+}
+
+impl Slice<'_> {
+    /// The word at `index`; only to be trusted when [`still_there`](Slice::still_there) says so
+    /// afterwards.
+    pub(crate) fn word(&self, index: usize) -> u64 {
+        self.words[index].load(Ordering::Acquire)
+    }
+
+    /// Whether all words loaded so far belong to this slice.
+    pub(crate) fn still_there(&self) -> bool {
+        self.tag.load(Ordering::Relaxed) == self.seen
+    }
+}
+
+impl SliceCache {
+    /// * `slices`: slices that the image has.
+    /// * `slice_words`: 64-bit words of one.
+    /// * `max_bytes`: cap; at least one set of slots is made.
+    ///
+    /// `None` when the memory is not to be had.
+    pub(crate) fn new(slices: u32, slice_words: usize, max_bytes: u64) -> Option<SliceCache> {
+        let slice_bytes = slice_words as u64 * 8;
+        let affordable = (max_bytes / slice_bytes).clamp(u64::from(WAYS), 1 << 31);
+        let (ways, set_mask, slots) = if u64::from(slices) <= affordable {
+            (1, u32::MAX, slices)
+        } else {
+            let sets = (affordable / u64::from(WAYS)).ilog2();
+            let sets = 1u32 << sets;
+            (WAYS, sets - 1, sets * WAYS)
+        };
+        let slots = slots as usize;
+        let marks = if ways == 1 { 0 } else { slots };
+        Some(SliceCache {
+            slice_words,
+            ways,
+            set_mask,
+            tags: zeroed_words(slots)?,
+            words: zeroed_words(slots.checked_mul(slice_words)?)?,
+            used: zeroed_bytes(marks)?,
+            writer: Mutex::new(Writer {
+                counters: Counters::default(),
+                hands: vec![0; marks / WAYS as usize],
+            }),
+        })
+    }
+
+    /// First slot in which `slice` may be.
+    fn first_slot(&self, slice: SliceIndex) -> usize {
+        ((slice.0 & self.set_mask) * self.ways) as usize
+    }
+
+    /// Finds `slice`, if it is loaded. No lock, no allocation.
+    pub(crate) fn find(&self, slice: SliceIndex) -> Option<Slice<'_>> {
+        let first = self.first_slot(slice);
+        for slot in first..first + self.ways as usize {
+            let tag = self.tags.get(slot)?;
+            let seen = tag.load(Ordering::Acquire);
+            if is_tag_of(seen, slice) {
+                if let Some(mark) = self.used.get(slot)
+                    && mark.load(Ordering::Relaxed) == 0
+                {
+                    mark.store(1, Ordering::Relaxed);
+                }
+                let start = slot * self.slice_words;
+                let words = &self.words[start..start + self.slice_words];
+                return Some(Slice { tag, seen, words });
+            }
+        }
+        None
+    }
+
+    /// Puts `slice` into the cache and evicts another where needed. Takes the writer lock.
+    ///
+    /// * `words`: the contents, `slice_words` of them.
+    pub(crate) fn publish(&self, slice: SliceIndex, words: &[u64]) {
+        debug_assert_eq!(words.len(), self.slice_words);
+        let mut writer = lock(&self.writer);
+        let Some(slot) = self.victim(&mut writer.hands, slice) else { return };
+        let counters = &mut writer.counters;
+        let tag = &self.tags[slot];
+        let old = tag.load(Ordering::Relaxed);
+        counters.loads += 1;
+        counters.evictions += u64::from(old & LOW != 0 && !is_tag_of(old, slice));
+        let generation = (old >> 32).wrapping_add(1) << 32;
+        tag.store(generation, Ordering::Relaxed);
+        let start = slot * self.slice_words;
+        for (word, value) in self.words[start..].iter().zip(words) {
+            word.store(*value, Ordering::Release);
+        }
+        // Not marked: what is never looked up again goes first.
+        if let Some(mark) = self.used.get(slot) {
+            mark.store(0, Ordering::Relaxed);
+        }
+        tag.store(generation | (u64::from(slice.0) + 1), Ordering::Release);
+    }
+
+    /// The slot for `slice`: its own, an empty one, or the first behind the hand whose mark is not
+    /// set (marks are cleared on the way, so the second round ends).
+    fn victim(&self, hands: &mut [u8], slice: SliceIndex) -> Option<usize> {
+        let first = self.first_slot(slice);
+        let slots = first..first + self.ways as usize;
+        if slots.end > self.tags.len() {
+            return None;
+        }
+        let tag = |slot: usize| self.tags[slot].load(Ordering::Relaxed);
+        if let Some(slot) = slots.clone().find(|slot| is_tag_of(tag(*slot), slice)) {
+            return Some(slot);
+        }
+        if let Some(slot) = slots.clone().find(|slot| tag(*slot) & LOW == 0) {
+            return Some(slot);
+        }
+        let hand = hands.get_mut(first / WAYS as usize)?;
+        for _ in 0..2 * WAYS {
+            let slot = first + usize::from(*hand);
+            *hand = (*hand + 1) % WAYS_U8;
+            if self.used[slot].swap(0, Ordering::Relaxed) == 0 {
+                return Some(slot);
+            }
+        }
+        // Readers set the marks again faster than they were cleared: any victim is right.
+        Some(first + usize::from(*hand))
+    }
+
+    /// What happened so far.
+    pub(crate) fn counters(&self) -> Counters {
+        lock(&self.writer).counters
+    }
+
+    /// Bytes that the slices may take when all of them are in use.
+    pub(crate) fn capacity_bytes(&self) -> u64 {
+        self.words.len() as u64 * 8
+    }
+}
+
+/// The half of a tag that names the slice.
+const LOW: u64 = 0xffff_ffff;
+
+/// Whether `tag` says that its slot holds `slice`.
+fn is_tag_of(tag: u64, slice: SliceIndex) -> bool {
+    tag & LOW == u64::from(slice.0) + 1
+}
+
+impl std::fmt::Debug for SliceCache {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("SliceCache")
+            .field("slots", &self.tags.len())
+            .field("ways", &self.ways)
+            .field("slice_words", &self.slice_words)
+            .finish_non_exhaustive()
+    }
+}

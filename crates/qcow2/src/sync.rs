@@ -1,0 +1,24 @@
+//! The primitives that threads share, in one place: the model test (`model/`) builds the same
+//! source files on simulated ones.
+
+pub(crate) use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+pub(crate) use std::sync::{Arc, Mutex};
+
+use zerocopy::FromZeros;
+
+/// `count` zeroed words, straight from the allocator: pages that nobody touches take no memory.
+/// `None` when the allocator refuses.
+pub(crate) fn zeroed_words(count: usize) -> Option<Box<[AtomicU64]>> {
+    <[AtomicU64]>::new_box_zeroed_with_elems(count).ok()
+}
+
+/// As [`zeroed_words`], for bytes.
+pub(crate) fn zeroed_bytes(count: usize) -> Option<Box<[AtomicU8]>> {
+    <[AtomicU8]>::new_box_zeroed_with_elems(count).ok()
+}
+
+/// Locks, and goes on after a panic of another holder: nothing under these locks is left half done
+/// by one.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}

@@ -1,0 +1,97 @@
+//! Reads a table of variable-length entries from the image, piece by piece.
+//!
+//! Promises: memory stays at one piece, and nothing is read beyond the limit that the caller gave,
+//! whatever the lengths inside the table say. Used at open only.
+
+use ringdisk_ring::{IoBuf, Ring};
+use ringdisk_storage::Storage;
+
+use crate::error::Error;
+
+/// Bytes that are read at a time.
+const PIECE_BYTES: usize = 64 << 10;
+/// Alignment of the buffer: a page suits O_DIRECT everywhere.
+const ALIGN: usize = 4096;
+
+/// Reads up to `len` bytes at `offset`; short only at the end of the file.
+pub(crate) async fn read(
+    ring: &Ring,
+    storage: &Storage,
+    offset: u64,
+    len: usize,
+    what: &str,
+) -> Result<Vec<u8>, Error> {
+    let buf = IoBuf::new(len.max(1).next_multiple_of(ALIGN), ALIGN).slice(0..len);
+    match storage.read(ring, offset, &buf).await {
+        Ok(done) => {
+            let mut bytes = buf.to_vec();
+            bytes.truncate(done);
+            Ok(bytes)
+        }
+        Err(errno) => Err(Error::io(storage.name(), &format!("reading {what}"), errno)),
+    }
+}
+
+/// A table that is read from front to back.
+pub(crate) struct TableReader<'a> {
+    ring: &'a Ring,
+    storage: &'a Storage,
+    what: &'static str,
+    /// Host offset of the first byte that is not in `bytes`.
+    offset: u64,
+    /// Host offset at which the table must end.
+    end: u64,
+    bytes: Vec<u8>,
+    at: usize,
+}
+
+impl<'a> TableReader<'a> {
+    /// * `what`: "the snapshot table", for messages.
+    /// * `offset`, `len_max`: the bytes that may be read.
+    pub(crate) fn new(
+        ring: &'a Ring,
+        storage: &'a Storage,
+        what: &'static str,
+        offset: u64,
+        len_max: u64,
+    ) -> TableReader<'a> {
+        let end = offset.saturating_add(len_max).min(storage.len());
+        TableReader { ring, storage, what, offset, end, bytes: Vec::new(), at: 0 }
+    }
+
+    /// The next `len` bytes (at most [`PIECE_BYTES`] and a bit: the caller bounds its entries).
+    ///
+    /// Errors: `Corrupt` when the table ends before.
+    pub(crate) async fn take(&mut self, len: usize) -> Result<&[u8], Error> {
+        while self.bytes.len() - self.at < len {
+            self.bytes.drain(..self.at);
+            self.at = 0;
+            let left = self.end.saturating_sub(self.offset);
+            let want = usize::try_from(left).unwrap_or(usize::MAX).min(PIECE_BYTES);
+            let piece = read(self.ring, self.storage, self.offset, want, self.what).await?;
+            if piece.is_empty() {
+                return Err(Error::corrupt(
+                    self.storage.name(),
+                    format!("{} is not complete at byte {}", self.what, self.end),
+                ));
+            }
+            self.offset += piece.len() as u64;
+            self.bytes.extend_from_slice(&piece);
+        }
+        let start = self.at;
+        self.at += len;
+        Ok(&self.bytes[start..start + len])
+    }
+
+    /// Skips the padding between entries: the last entry of a table may have none.
+    pub(crate) async fn align(&mut self) -> Result<(), Error> {
+        let position = self.position();
+        let padding = usize::from(position.to_le_bytes()[0] % 8).wrapping_neg() % 8;
+        self.take(padding).await.map(drop)
+    }
+
+    /// Host offset of the byte that [`take`](TableReader::take) gives next.
+    pub(crate) fn position(&self) -> u64 {
+        self.offset - (self.bytes.len() - self.at) as u64
+    }
+}

@@ -1,0 +1,36 @@
+use crate::run::{ExtentKind, Run};
+
+fn grown(first: ExtentKind, second: ExtentKind) -> bool {
+    let mut run = Run::new();
+    assert!(run.push(first, 512));
+    run.push(second, 512)
+}
+
+#[test]
+fn data_that_follows_on_merges() {
+    assert!(grown(ExtentKind::Data { offset: 4096 }, ExtentKind::Data { offset: 4608 }));
+}
+
+#[test]
+fn data_elsewhere_does_not_merge() {
+    assert!(!grown(ExtentKind::Data { offset: 4096 }, ExtentKind::Data { offset: 5120 }));
+}
+
+#[test]
+fn reserved_zeroes_merge_only_when_they_follow_on() {
+    let zero = |offset| ExtentKind::Zero { offset };
+    assert!(grown(zero(Some(0)), zero(Some(512))));
+    assert!(!grown(zero(Some(0)), zero(Some(1024))));
+    assert!(!grown(zero(Some(0)), zero(None)));
+    assert!(grown(zero(None), zero(None)));
+}
+
+#[test]
+fn zeroes_do_not_merge_with_unallocated() {
+    assert!(!grown(ExtentKind::Zero { offset: None }, ExtentKind::Unallocated));
+}
+
+#[test]
+fn an_offset_at_the_end_of_the_number_range_does_not_merge() {
+    assert!(!grown(ExtentKind::Data { offset: u64::MAX }, ExtentKind::Data { offset: 511 }));
+}
