@@ -1,0 +1,51 @@
+//! What only the inside can show. Real files and devices: `tests/storage`.
+
+use std::path::Path;
+
+use ringdisk_ring::{Config, IoBuf, Runtime};
+
+use crate::{Limits, OpenOptions, Storage, open};
+
+#[test]
+fn storage_is_shared_by_threads() {
+    fn shared<T: Send + Sync>() {}
+    shared::<Storage>();
+}
+
+#[test]
+fn request_suits_when_offset_length_and_memory_are_aligned() {
+    let limits =
+        Limits { memory_align: 4, offset_align: 512, direct: true, ..Limits::byte_granular() };
+    assert!(limits.suits(1024, 512, 8));
+    assert!(!limits.suits(1000, 512, 8));
+    assert!(!limits.suits(1024, 500, 8));
+    assert!(!limits.suits(1024, 512, 6));
+}
+
+#[test]
+fn last_part_of_a_block_without_a_buffered_descriptor_keeps_the_length() {
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let path = directory.path().join("image");
+    std::fs::write(&path, [1; 1000]).unwrap();
+    let options = OpenOptions { direct: true, ..OpenOptions::default() };
+    let mut file = open::open(&path, &options).unwrap();
+    file.buffered_twin = None;
+    let mut runtime = Runtime::new(Config::default()).unwrap();
+    let ring = runtime.ring().clone();
+    let buf = IoBuf::new(7, 1);
+    buf.fill(2);
+    runtime.block_on(async {
+        assert_eq!(file.write(&ring, 900, &buf).await, Ok(7));
+        assert_eq!(content(&path), [vec![1; 900], vec![2; 7], vec![1; 93]].concat());
+        assert_eq!(file.write(&ring, 998, &buf).await, Ok(7));
+        assert_eq!(file.write(&ring, 5000, &buf).await, Ok(7));
+    });
+    let expected =
+        [vec![1; 900], vec![2; 7], vec![1; 91], vec![2; 7], vec![0; 3995], vec![2; 7]].concat();
+    assert_eq!(content(&path), expected);
+    assert_eq!(file.len(), 5007);
+}
+
+fn content(path: &Path) -> Vec<u8> {
+    std::fs::read(path).unwrap()
+}
