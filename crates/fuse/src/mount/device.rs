@@ -34,8 +34,8 @@ pub(crate) fn open_error(errno: Errno) -> Error {
         }
         Errno::ACCESS | Errno::PERM => {
             Error::new(ErrorKind::DeviceForbidden, format!("{DEVICE_PATH} may not be opened")).errno(errno).hint(
-                "run as root, install fuse3 (its fusermount3 opens the device for ordinary users), or in a container \
-                 pass the device in (`--device /dev/fuse`)",
+                "let every user open it with `chmod 666 /dev/fuse` (the usual setting), run as root, or \
+                     in a container pass the device in (`--device /dev/fuse`)",
             )
         }
         _ => Error::new(ErrorKind::System, format!("cannot open {DEVICE_PATH}")).errno(errno),

@@ -188,10 +188,9 @@ fn explain(mountpoint: &Path, text: &str) -> Error {
         ErrorKind::PermissionDenied,
         format!("fusermount3 refused to mount on {shown}: {text}"),
     );
-    if text.contains("user has no write access")
-        || text.contains("failed to access mountpoint")
-        || text.contains("bad mount point")
-    {
+    let about_the_file =
+        ["user has no write access", "failed to open", "failed to access", "bad mount point"];
+    if about_the_file.iter().any(|words| text.contains(words)) {
         return error.hint("the mountpoint must be a file that you own or may write");
     }
     error

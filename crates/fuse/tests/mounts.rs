@@ -1,0 +1,312 @@
+//! Mounting, unmounting, and what is said when that does not work.
+
+mod common;
+
+use std::fs::File;
+use std::os::unix::fs::{MetadataExt, chown, symlink};
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use common::{Served, Wanted, another, can_mount};
+use ringdisk_disk::{Disk, NullOptions};
+use ringdisk_fuse::ErrorKind;
+use ringdisk_fuse::mount::mount as mount_new;
+use ringdisk_fuse::mount::{Method, MountOptions, Unmount, mount, mountpoint, table, unmount};
+
+fn null() -> std::sync::Arc<Disk> {
+    Disk::null(&NullOptions { size: 1 << 20, read_zeroes: true, ..NullOptions::default() })
+}
+
+fn options() -> MountOptions {
+    MountOptions {
+        source: "image".into(),
+        read_only: false,
+        allow_other: false,
+        max_read: 1 << 20,
+        method: Method::Auto,
+    }
+}
+
+#[test]
+fn the_mount_table_shows_what_is_served() {
+    if !can_mount() {
+        return;
+    }
+    for method in [Method::Direct, Method::Helper] {
+        let served = Served::new(null(), Wanted { method, ..Wanted::default() });
+        let path = served.path().canonicalize().expect("exists");
+        let entry = table::at(&path).expect("readable").expect("mounted");
+        assert!(entry.is_ours());
+        assert_eq!(entry.source, "test,image \\ name");
+        for option in ["nosuid", "nodev", "noatime"] {
+            assert!(entry.options.split(',').any(|word| word == option), "{method:?} {entry:?}");
+        }
+        for option in ["default_permissions", "max_read=1048576"] {
+            let mut words = entry.super_options.split(',');
+            assert!(words.any(|word| word == option), "{method:?} {entry:?}");
+        }
+        let mount = served.mount.as_ref().expect("mounted");
+        assert_eq!(mount.connection(), entry.connection());
+        assert_eq!(
+            mount.connection().map(u64::from),
+            Some(std::fs::metadata(&path).expect("stat").dev())
+        );
+        assert!(mount.is_mounted().expect("readable"));
+        assert!(table::ours().expect("readable").contains(&entry));
+    }
+}
+
+#[test]
+fn clones_are_bound_to_the_same_connection() {
+    if !can_mount() {
+        return;
+    }
+    let served = Served::new(null(), Wanted::default());
+    let clone = another(served.mount.as_ref().expect("mounted"));
+    let flags = rustix::fs::fcntl_getfl(&clone).expect("flags");
+    assert!(flags.contains(rustix::fs::OFlags::NONBLOCK));
+    // A clone of a clone works as well.
+    ringdisk_fuse::mount::clone_device(&clone).expect("clone");
+}
+
+#[test]
+fn a_busy_mount_stays_until_it_is_told_to_go_anyway() {
+    if !can_mount() {
+        return;
+    }
+    let mut served = Served::new(null(), Wanted::default());
+    let file = File::open(served.path()).expect("opens");
+    let mut mount = served.mount.take().expect("mounted");
+    let error = mount.unmount(Unmount::Normal).expect_err("in use");
+    assert_eq!(error.kind(), ErrorKind::Busy);
+    assert!(mount.is_mounted().expect("readable"));
+    mount.unmount(Unmount::Lazy).expect("lazy");
+    assert!(!mount.is_mounted().expect("readable"));
+    assert_eq!(std::fs::metadata(served.path()).expect("stat").len(), 0, "the file below");
+    // The open file still works, and lets the server end when it is closed.
+    assert_eq!(file.metadata().expect("stat").len(), 1 << 20);
+    drop(file);
+}
+
+#[test]
+fn a_forced_unmount_ends_requests_that_nobody_serves() {
+    if !can_mount() {
+        return;
+    }
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = directory.path().join("disk");
+    File::create(&path).expect("a mountpoint");
+    let mut mount = mount(&path, &options()).expect("a mount");
+    // Nobody answers INIT, so this waits in the kernel.
+    let waiting = std::thread::spawn(move || std::fs::metadata(path).map(|found| found.len()));
+    std::thread::sleep(std::time::Duration::from_millis(100));
+    assert!(mount.abort());
+    let error = waiting.join().expect("no panic").expect_err("aborted");
+    assert!(matches!(error.raw_os_error(), Some(libc::ECONNABORTED | libc::ENOTCONN)), "{error}");
+    mount.unmount(Unmount::Force).expect("unmount");
+    assert!(!mount.is_mounted().expect("readable"));
+}
+
+#[test]
+fn a_mount_that_is_dropped_is_gone() {
+    if !can_mount() {
+        return;
+    }
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = directory.path().join("disk");
+    File::create(&path).expect("a mountpoint");
+    drop(mount(&path, &options()).expect("a mount"));
+    let path = path.canonicalize().expect("the file below");
+    assert!(table::at(&path).expect("readable").is_none());
+}
+
+#[test]
+fn two_hundred_mounts_leave_nothing_behind() {
+    if !can_mount() {
+        return;
+    }
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = directory.path().join("disk");
+    File::create(&path).expect("a mountpoint");
+    drop(mount(&path, &options()).expect("a mount"));
+    let mounts = || {
+        table::ours()
+            .expect("readable")
+            .iter()
+            .filter(|entry| entry.mountpoint.starts_with(directory.path()))
+            .count()
+    };
+    for _ in 0..200 {
+        let mount = mount(&path, &options()).expect("a mount");
+        assert_eq!(mounts(), 1);
+        drop(mount);
+        assert_eq!(mounts(), 0);
+    }
+}
+
+#[test]
+fn mountpoints_are_refused_with_a_reason() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let directory = directory.path();
+    symlink("loop", directory.join("loop")).expect("a link");
+    let cases = [
+        (directory.join("missing"), ErrorKind::NotFound, "does not exist"),
+        (directory.join("no/such/file"), ErrorKind::NotFound, "does not exist"),
+        (directory.to_path_buf(), ErrorKind::NotRegular, "is a directory"),
+        ("/".into(), ErrorKind::Occupied, "mounted on it"),
+        ("/dev/null".into(), ErrorKind::NotRegular, "is a device"),
+        (directory.join("loop"), ErrorKind::System, "symbolic links"),
+    ];
+    for (path, kind, words) in cases {
+        let error = mountpoint::check(&path).expect_err("refused");
+        assert_eq!(error.kind(), kind, "{error}");
+        assert!(error.to_string().contains(words), "{error}");
+    }
+}
+
+#[test]
+fn links_to_a_mountpoint_are_followed() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let target = directory.path().canonicalize().expect("exists").join("target");
+    File::create(&target).expect("a file");
+    symlink("target", directory.path().join("link")).expect("a link");
+    assert_eq!(mountpoint::check(&directory.path().join("link")).expect("fine"), target);
+}
+
+#[test]
+fn a_mountpoint_that_serves_already_is_refused_and_named() {
+    if !can_mount() {
+        return;
+    }
+    let served = Served::new(null(), Wanted::default());
+    let error = mount(served.path(), &options()).expect_err("occupied");
+    assert_eq!(error.kind(), ErrorKind::AlreadyOurs);
+    assert!(error.to_string().contains("test,image \\ name"), "{error}");
+    assert!(error.to_string().contains("ringdisk umount"), "{error}");
+}
+
+#[test]
+fn a_mount_whose_server_is_gone_is_told_apart_and_can_be_removed() {
+    if !can_mount() {
+        return;
+    }
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = directory.path().join("disk");
+    File::create(&path).expect("a mountpoint");
+    // The last descriptor of the connection is closed without unmounting.
+    drop(mount(&path, &options()).expect("a mount").into_device().expect("a duplicate"));
+    let error = mount(&path, &options()).expect_err("stale");
+    assert_eq!(error.kind(), ErrorKind::Stale, "{error}");
+    unmount(&path, Unmount::Normal).expect("unmount");
+    mountpoint::check(&path).expect("free again");
+}
+
+#[test]
+fn unmounting_what_is_not_ours_is_refused() {
+    let error = unmount(Path::new("/proc"), Unmount::Normal).expect_err("not ours");
+    assert_eq!(error.kind(), ErrorKind::NotMounted);
+    let error = unmount(Path::new("/etc/passwd"), Unmount::Force).expect_err("not mounted");
+    assert_eq!(error.kind(), ErrorKind::NotMounted, "{error}");
+}
+
+/// Runs one ignored test of this program as the user `nobody`, in a directory of theirs and a mount
+/// namespace of its own, where `/dev/fuse` has the mode that is given.
+///
+/// The helper opens the device with the rights of its user, so it must be open to everybody, as it
+/// is on most machines.
+fn as_nobody(test: &str, device_mode: &str) {
+    const NOBODY: u32 = 65534;
+    const SCRIPT: &str = "set -e
+        mknod -m $2 $TMPDIR/fuse c 10 229
+        mount --bind $TMPDIR/fuse /dev/fuse
+        exec setpriv --reuid 65534 --regid 65534 --clear-groups \\
+            $TMPDIR/program $1 --exact --ignored --nocapture";
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = directory.path();
+    chown(path, Some(NOBODY), Some(NOBODY)).expect("chown");
+    let program = std::env::current_exe().expect("a path");
+    std::fs::copy(program, path.join("program")).expect("copy");
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "sh", "-c", SCRIPT, "sh", test, device_mode]);
+    let output = command.env("TMPDIR", path).current_dir(path).output().expect("unshare");
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let complaint = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && text.contains("1 passed"), "{text}{complaint}");
+}
+
+#[test]
+fn an_ordinary_user_mounts_through_the_helper() {
+    if can_mount() {
+        as_nobody("ordinary_user", "666");
+    }
+}
+
+#[test]
+#[ignore = "started by an_ordinary_user_mounts_through_the_helper"]
+fn ordinary_user() {
+    let mut served = Served::new(null(), Wanted::default());
+    assert_eq!(std::fs::read(served.path()).expect("read"), vec![0; 1 << 20]);
+    let flags = rustix::fs::fcntl_getfl(served.mount.as_ref().expect("mounted").device());
+    assert!(flags.expect("flags").contains(rustix::fs::OFlags::NONBLOCK));
+
+    let mut mount = served.mount.take().expect("mounted");
+    let file = File::open(served.path()).expect("opens");
+    let error = mount.unmount(Unmount::Normal).expect_err("in use");
+    assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
+    drop(file);
+    // The kernel sends RELEASE after close has returned.
+    let start = Instant::now();
+    while mount.unmount(Unmount::Normal).is_err() && start.elapsed() < Duration::from_secs(5) {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert!(!mount.is_mounted().expect("readable"));
+
+    let refused = MountOptions { allow_other: true, ..options() };
+    let error = mount_new(served.path(), &refused).expect_err("not in fuse.conf");
+    assert_eq!(error.kind(), ErrorKind::AllowOtherDenied, "{error}");
+}
+
+#[test]
+fn an_ordinary_user_learns_why_nothing_was_mounted() {
+    if can_mount() {
+        as_nobody("ordinary_user_refused", "666");
+    }
+}
+
+#[test]
+#[ignore = "started by an_ordinary_user_learns_why_nothing_was_mounted"]
+fn ordinary_user_refused() {
+    let error = mount_new(Path::new("/etc/passwd"), &options()).expect_err("not theirs");
+    assert_eq!(error.kind(), ErrorKind::PermissionDenied, "{error}");
+    assert!(error.to_string().contains("own or may write"), "{error}");
+
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = directory.path().join("disk");
+    File::create(&path).expect("a mountpoint");
+    let direct = MountOptions { method: Method::Direct, ..options() };
+    let error = mount_new(&path, &direct).expect_err("not root");
+    assert_eq!(error.kind(), ErrorKind::PermissionDenied, "{error}");
+    assert!(error.to_string().contains("run as root"), "{error}");
+}
+
+#[test]
+fn a_device_that_may_not_be_opened_is_named() {
+    if can_mount() {
+        as_nobody("forbidden_device", "600");
+    }
+}
+
+#[test]
+#[ignore = "started by a_device_that_may_not_be_opened_is_named"]
+fn forbidden_device() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = directory.path().join("disk");
+    File::create(&path).expect("a mountpoint");
+    for method in [Method::Auto, Method::Direct] {
+        let refused = MountOptions { method, ..options() };
+        let error = mount_new(&path, &refused).expect_err("forbidden");
+        assert_eq!(error.kind(), ErrorKind::DeviceForbidden, "{error}");
+        assert!(error.to_string().contains("chmod 666 /dev/fuse"), "{error}");
+    }
+}
