@@ -1,2 +1,74 @@
-//! ringdisk.
-fn main() {}
+//! ringdisk: serves a disk image, in place, as an ordinary file.
+//!
+//! Promises: every way out has one of the exit codes of [`report::Exit`]; nothing that comes from
+//! the command line, the environment, an image or the system ends in a panic. Standard streams that
+//! were closed at the start are `/dev/null` (the Rust runtime opens them before `main`), and a
+//! broken pipe is an error like any other (the runtime ignores SIGPIPE).
+
+#![forbid(unsafe_code)]
+
+mod cli;
+mod commands;
+mod daemonize;
+mod limits;
+mod log;
+mod notify;
+mod pidfile;
+mod report;
+mod serve;
+mod signals;
+mod size;
+mod stats;
+mod terminal;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use crate::cli::{Cli, Command};
+use crate::report::{Exit, Failure};
+
+fn main() -> ExitCode {
+    ExitCode::from(run())
+}
+
+/// Runs the command and gives the exit code.
+fn run() -> u8 {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return usage(&error),
+    };
+    log::start(cli.verbose);
+    let result = match &cli.command {
+        Command::Mount(args) => match args.paths() {
+            Ok(paths) => commands::mount::run(args, paths),
+            Err(error) => return usage(&error),
+        },
+        other => plain(other).map(|()| Exit::Clean.code()),
+    };
+    match result {
+        Ok(code) => code,
+        Err(failure) => {
+            terminal::complain(&failure);
+            failure.exit.code()
+        }
+    }
+}
+
+/// Commands that do one thing and end.
+fn plain(command: &Command) -> Result<(), Failure> {
+    match command {
+        Command::Mount(_) => Ok(()),
+        Command::Umount(args) => commands::umount::run(args),
+        Command::Info(args) => commands::info::run(args),
+        Command::Map(args) => commands::map::run(args),
+        Command::Completions(args) => commands::completions::run(args),
+        Command::Man(args) => commands::man::run(args),
+    }
+}
+
+/// Prints what clap has to say: help and version (0), or what is wrong with the words (2).
+fn usage(error: &clap::Error) -> u8 {
+    let _ = error.print();
+    u8::try_from(error.exit_code()).unwrap_or(Exit::Usage.code())
+}

@@ -1,0 +1,165 @@
+//! `ringdisk map`: where the bytes of a disk are.
+//!
+//! Promises: memory does not grow with the image; ranges with the same answer are shown as one.
+
+use std::io::{self, Write};
+use std::path::Path;
+
+use ringdisk_disk::{BlockStatus, Disk, Layer, MapEntry};
+
+use crate::cli::MapArgs;
+use crate::commands::look;
+use crate::report::Failure;
+use crate::terminal::{self, Results};
+
+/// Most that is asked for at once, bytes. Keeps a single answer, and with it an interruption, short
+/// on huge images; neighbours are joined anyway.
+const STEP_BYTES: u64 = 1 << 30;
+
+/// Takes `next` into `range` if it goes on where that ends, with the same answer.
+fn join(range: &mut MapEntry, next: &BlockStatus) -> bool {
+    let mine = &mut range.status;
+    let follows = mine.offset.map(|offset| offset.saturating_add(mine.len)) == next.offset;
+    let same = BlockStatus { len: next.len, offset: next.offset, ..*mine } == *next;
+    if follows && same {
+        mine.len += next.len;
+    }
+    follows && same
+}
+
+/// Prints the map.
+///
+/// Errors: those of opening and reading the image.
+pub(crate) fn run(args: &MapArgs) -> Result<(), Failure> {
+    let mut runtime = look::runtime()?;
+    let disk = look::open(&mut runtime, &args.look)?;
+    let ring = runtime.ring().clone();
+    let end = match args.max_length {
+        Some(length) => args.start_offset.saturating_add(length).min(disk.size()),
+        None => disk.size(),
+    };
+    let mut printer = Printer { out: Results::new(), json: args.look.is_json(), count: 0 };
+    let mut at = args.start_offset;
+    let mut pending: Option<MapEntry> = None;
+    let mut written = printer.begin();
+    while at < end && written.is_ok() {
+        let step = STEP_BYTES.min(end - at);
+        let status = runtime
+            .block_on(disk.block_status(&ring, at, step))
+            .map_err(|errno| look::unreadable(&args.look.image, errno))?;
+        if status.len == 0 {
+            // The image became shorter under us.
+            break;
+        }
+        let joined = pending.as_mut().is_some_and(|range| join(range, &status));
+        if !joined && let Some(done) = pending.replace(MapEntry { start: at, status }) {
+            written = printer.range(&disk, &done);
+        }
+        at += status.len;
+    }
+    if let (Ok(()), Some(done)) = (&written, pending) {
+        written = printer.range(&disk, &done);
+    }
+    terminal::ended(written.and_then(|()| printer.end()))?;
+    printer.out.finish()
+}
+
+/// Writes ranges as they come.
+struct Printer {
+    out: Results,
+    json: bool,
+    count: u64,
+}
+
+impl Printer {
+    fn begin(&mut self) -> io::Result<()> {
+        if self.json {
+            self.out.write_all(b"[")
+        } else {
+            writeln!(self.out, "{:<16}{:<16}{:<16}File", "Offset", "Length", "Mapped to")
+        }
+    }
+
+    fn range(&mut self, disk: &Disk, range: &MapEntry) -> io::Result<()> {
+        if !self.json {
+            return human(&mut self.out, range, |layer| {
+                disk.layers().get(layer).map(Layer::host_name)
+            });
+        }
+        if self.count > 0 {
+            self.out.write_all(b",\n")?;
+        }
+        self.count += 1;
+        serde_json::to_writer(&mut self.out, &range.to_json()).map_err(io::Error::from)
+    }
+
+    fn end(&mut self) -> io::Result<()> {
+        if self.json { self.out.write_all(b"]\n") } else { Ok(()) }
+    }
+}
+
+/// A line for people: only ranges whose bytes are somewhere as they are, or compressed.
+fn human<'a>(
+    out: &mut impl Write,
+    range: &MapEntry,
+    name: impl Fn(usize) -> Option<&'a Path>,
+) -> io::Result<()> {
+    let status = &range.status;
+    if !status.data || status.zero {
+        return Ok(());
+    }
+    let hex = |number: u64| if number == 0 { String::from("0") } else { format!("{number:#x}") };
+    let place = match status.offset {
+        Some(offset) => hex(offset),
+        None if status.compressed => String::from("compressed"),
+        None => String::from("-"),
+    };
+    let name = usize::try_from(status.depth).ok().and_then(name).unwrap_or(Path::new("-"));
+    writeln!(out, "{:<16}{:<16}{place:<16}{}", hex(range.start), hex(status.len), name.display())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn data(len: u64, offset: u64) -> BlockStatus {
+        BlockStatus {
+            len,
+            data: true,
+            zero: false,
+            present: true,
+            depth: 0,
+            offset: Some(offset),
+            compressed: false,
+        }
+    }
+
+    #[test]
+    fn neighbours_are_joined_only_where_their_bytes_are_neighbours_too() {
+        let mut range = MapEntry { start: 0, status: data(512, 1024) };
+        assert!(join(&mut range, &data(512, 1536)));
+        assert_eq!(range.status.len, 1024);
+        assert!(!join(&mut range, &data(512, 4096)));
+        assert!(!join(&mut range, &BlockStatus { depth: 1, ..data(512, 2048) }));
+        assert!(!join(&mut range, &BlockStatus { offset: None, ..data(512, 2048) }));
+    }
+
+    #[test]
+    fn people_see_data_only() {
+        let line = |status| {
+            let mut out = Vec::new();
+            human(&mut out, &MapEntry { start: 1 << 20, status }, |_| Some(Path::new("a.img")))
+                .expect("write");
+            String::from_utf8(out).expect("text")
+        };
+        assert_eq!(
+            line(data(0x40000, 0x50000)),
+            "0x100000        0x40000         0x50000         a.img\n"
+        );
+        assert_eq!(
+            line(BlockStatus { compressed: true, offset: None, ..data(512, 0) }),
+            "0x100000        0x200           compressed      a.img\n"
+        );
+        assert_eq!(line(BlockStatus { zero: true, data: false, ..data(512, 0) }), "");
+    }
+}

@@ -1,0 +1,9 @@
+//! One file for each command.
+
+pub(crate) mod completions;
+pub(crate) mod info;
+pub(crate) mod look;
+pub(crate) mod man;
+pub(crate) mod map;
+pub(crate) mod mount;
+pub(crate) mod umount;

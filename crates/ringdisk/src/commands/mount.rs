@@ -1,0 +1,428 @@
+//! `ringdisk mount`: from the words to a mount that answers, and from its end to an exit code.
+//!
+//! Promises: whatever was made on the way (an image, a mountpoint, a pid file, a mount) is removed
+//! again when the start fails; at a clean end everything but the image is. Signals are honoured
+//! from the first moment.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use ringdisk_disk::{
+    Cache, Disk, Error, ErrorKind, Format, ImageOptions, Layer, NullOptions, Source,
+};
+use ringdisk_fuse::mount::mountpoint;
+
+use crate::cli::{MountArgs, MountPaths};
+use crate::commands::look;
+use crate::daemonize::{self, Background};
+use crate::limits;
+use crate::notify::Notify;
+use crate::pidfile::Pidfile;
+use crate::report::{Exit, Failure};
+use crate::serve::{Options, Served};
+use crate::signals::{Actions, Phase, Watcher};
+use crate::size::human_size;
+use crate::terminal::{self, bold, shell_word};
+
+/// Serves until the end. Gives the exit code.
+///
+/// Errors: everything that can go wrong; see [`Exit`].
+pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
+    let background = match args.daemonize {
+        true if daemonize::is_child() => Some(Background::enter()?),
+        true => return daemonize::run_child(),
+        false => None,
+    };
+    refuse_new_qcow2(args)?;
+    limits::raise();
+    limits::become_io_flusher();
+    let made = Made::default();
+    let watcher = watch_start(&made)?;
+    let plan = Plan::new(args, paths)?;
+    if let Some(pidfile) = &plan.pidfile {
+        Pidfile::check(pidfile)?;
+    }
+    let disk = plan.open_disk(&made)?;
+    if let Some(reason) = disk.protection_reason() {
+        terminal::note(reason);
+    }
+    if watcher.enter(Phase::Mounting).is_some() {
+        return Ok(Exit::General.code());
+    }
+    made.mountpoint(&plan.mountpoint)?;
+    let served = Served::start(Arc::clone(&disk), &plan.options(&disk))?;
+    for note in served.notes() {
+        terminal::warn(note);
+    }
+    // The image is in use from now on: a failure below does not take it away.
+    made.keep_image();
+    let pidfile = match plan.pidfile.as_deref().map(Pidfile::create).transpose() {
+        Ok(pidfile) => pidfile,
+        Err(failure) => {
+            served.handle().stop();
+            let _ = served.wait();
+            return Err(failure);
+        }
+    };
+    let notify = Notify::from_environment();
+    let ready = plan.ready_line(&disk);
+    if background.is_some() || !terminal::is_interactive() {
+        terminal::say(format_args!("{}: {ready}", terminal::NAME));
+    } else {
+        greet(&plan, &ready);
+    }
+    notify.ready(&ready);
+    if let Some(background) = background {
+        background.ready();
+    }
+    let handle = served.handle();
+    let for_print = handle.clone();
+    let for_stop = handle.clone();
+    let actions = Actions {
+        stop: Box::new(move |_| for_stop.stop()),
+        print: Box::new(move || terminal::say_error(for_print.stats())),
+    };
+    if watcher.enter(Phase::Serving(actions)).is_some() {
+        handle.stop();
+    }
+    let (stats, result) = served.wait();
+    watcher.enter(Phase::Ending);
+    let why = match (&result, watcher.stopped_by()) {
+        (Err(failure), _) => failure.message().to_owned(),
+        (Ok(()), Some(signal)) => format!("stopped by {signal}"),
+        (Ok(()), None) => String::from("unmounted"),
+    };
+    notify.stopping(&why);
+    if args.stats {
+        terminal::say_error(&stats);
+    }
+    // The image's lock goes before the names that others watch.
+    drop(disk);
+    drop(made);
+    drop(pidfile);
+    result.map(|()| Exit::Clean.code())
+}
+
+fn refuse_new_qcow2(args: &MountArgs) -> Result<(), Failure> {
+    if !args.wants_new_qcow2() {
+        return Ok(());
+    }
+    let image = args.paths.first().map(|path| path.display().to_string()).unwrap_or_default();
+    Err(Failure::new(
+        Exit::Unsupported,
+        format!("'{image}' would be a new qcow2 image; this version makes raw images only"),
+    )
+    .hint("add `--format raw` for a raw image of that name, or make it with `qemu-img create -f qcow2`"))
+}
+
+/// Takes signals while nothing is mounted: a stop removes what was made and ends the process.
+fn watch_start(made: &Made) -> Result<Watcher, Failure> {
+    let made = made.clone();
+    let quit = move |signal: &'static str| {
+        made.undo();
+        terminal::say_error(format_args!(
+            "{}: stopped by {signal} before the mount was ready",
+            terminal::NAME
+        ));
+        std::process::exit(i32::from(Exit::General.code()));
+    };
+    Watcher::start(Phase::Starting(Box::new(quit)))
+        .map_err(|error| Failure::system("cannot watch for signals", &error, Exit::General))
+}
+
+/// What was asked for, with absolute names where they are used after the start.
+struct Plan<'a> {
+    args: &'a MountArgs,
+    image: Option<PathBuf>,
+    /// As the user wrote it, for messages.
+    mountpoint_shown: String,
+    mountpoint: PathBuf,
+    pidfile: Option<PathBuf>,
+}
+
+impl<'a> Plan<'a> {
+    /// Errors: a mountpoint that cannot be used, whether it is there or not.
+    fn new(args: &'a MountArgs, paths: MountPaths) -> Result<Plan<'a>, Failure> {
+        let mountpoint_shown = paths.mountpoint.display().to_string();
+        let mut mountpoint = mountpoint::resolve(&paths.mountpoint).map_err(|error| {
+            let missing = error.kind() == ringdisk_fuse::ErrorKind::NotFound;
+            let failure = Failure::from(error);
+            match paths.mountpoint.parent() {
+                Some(directory) if missing => failure
+                    .hint(format!("mkdir -p {}", shell_word(&directory.display().to_string()))),
+                _ => failure,
+            }
+        })?;
+        match fs::symlink_metadata(&mountpoint) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            _ => mountpoint = mountpoint::check(&mountpoint)?,
+        }
+        let pidfile = args.pidfile.as_deref().map(std::path::absolute).transpose();
+        let pidfile = pidfile
+            .map_err(|error| Failure::system("the name of the pid file", &error, Exit::General))?;
+        Ok(Plan { args, image: paths.image, mountpoint_shown, mountpoint, pidfile })
+    }
+
+    /// Opens what is to be served, on a ring that lives no longer than this.
+    fn open_disk(&self, made: &Made) -> Result<Arc<Disk>, Failure> {
+        let args = self.args;
+        let Some(image) = &self.image else {
+            let options = NullOptions {
+                size: args.null.unwrap_or(0),
+                read_zeroes: args.read_zeroes,
+                latency: args.latency.unwrap_or_default(),
+            };
+            return Ok(Disk::null(&options));
+        };
+        let mut format = args.format;
+        if let Some(size) = args.create {
+            if made.image(image, size)? {
+                // We know what it is: nothing is probed, so nothing needs protection.
+                format = Some(Format::Raw);
+            } else {
+                terminal::note(format_args!(
+                    "'{}' is there already and is used as it is; --create changes nothing",
+                    image.display()
+                ));
+            }
+        }
+        let mut options = ImageOptions {
+            format,
+            read_only: args.read_only,
+            auto_read_only: true,
+            cache: args.cache_mode(),
+            raw_offset: args.offset.unwrap_or(0),
+            raw_size: args.size,
+            allow_paths: args.allow_path.clone(),
+            force_share: args.force_share,
+            ..ImageOptions::default()
+        };
+        let mut result = open(image, &options)?;
+        if options.cache == Cache::None && result.as_ref().is_err_and(is_about_direct) {
+            options.cache = Cache::Writeback;
+            result = open(image, &options)?;
+            if result.is_ok() {
+                terminal::warn(format_args!(
+                    "'{}' is on a file system without O_DIRECT, so the page cache is used; move it \
+                     to one that has it, such as ext4, xfs or btrfs",
+                    image.display()
+                ));
+            }
+        }
+        let disk = result.map_err(|error| self.explain(error))?;
+        self.check_read_only(&disk)?;
+        Ok(disk)
+    }
+
+    /// What to do about an image that does not open.
+    fn explain(&self, error: Error) -> Failure {
+        let kind = error.kind();
+        let failure = Failure::from(error);
+        let image = self.image.as_deref().unwrap_or(Path::new(""));
+        let shown = shell_word(&image.display().to_string());
+        match kind {
+            // A name that an image contains is not one that --create could make.
+            ErrorKind::NotFound if !image.exists() => {
+                failure.hint(format!("add `--create 10G` to make '{shown}' as a raw image"))
+            }
+            ErrorKind::Locked if self.args.read_only => failure.hint(look::LOCKED_HINT),
+            ErrorKind::Locked => failure.hint(
+                "end the other program, or `--read-only --force-share` reads it while it changes",
+            ),
+            ErrorKind::NotAllowed => {
+                failure.hint("`--allow-path DIR` allows another directory, if you trust the image")
+            }
+            _ => failure,
+        }
+    }
+
+    /// What it means that the image could be opened for reading only although that was not asked
+    /// for: fine for a format that is only read, an error where permission lacks.
+    fn check_read_only(&self, disk: &Disk) -> Result<(), Failure> {
+        let Some(reason) = disk.read_only_reason() else { return Ok(()) };
+        if disk.layers().first().and_then(Layer::format) == Some(Format::Raw) {
+            return Err(Failure::new(Exit::Permission, reason)
+                .hint("`--read-only` serves it without writing"));
+        }
+        if self.args.growable {
+            return Err(Failure::new(
+                Exit::Unsupported,
+                format!("--growable needs an image that can be written: {reason}"),
+            ));
+        }
+        terminal::note(format_args!("served read-only: {reason}"));
+        Ok(())
+    }
+
+    fn name(&self) -> String {
+        match &self.image {
+            Some(image) => std::path::absolute(image)
+                .unwrap_or_else(|_| image.clone())
+                .to_string_lossy()
+                .into_owned(),
+            None => String::from("null"),
+        }
+    }
+
+    fn options(&self, disk: &Disk) -> Options {
+        let args = self.args;
+        Options {
+            mountpoint: self.mountpoint.clone(),
+            threads: args.threads,
+            queue_depth: args.queue_depth,
+            growable: args.growable,
+            read_only: args.read_only || disk.is_read_only(),
+            allow_other: args.allow_other,
+            kernel_cache: args.kernel_cache,
+            io_timeout: args.io_timeout,
+            name: self.name(),
+        }
+    }
+
+    /// What is served where, in one line.
+    fn ready_line(&self, disk: &Disk) -> String {
+        let image = match &self.image {
+            Some(image) => image.display().to_string(),
+            None => String::from("a null disk"),
+        };
+        let format = disk.layers().first().and_then(Layer::format);
+        let format = format.map(|format| format!(", {format}")).unwrap_or_default();
+        let read_only = self.args.read_only || disk.is_read_only();
+        let mode = if read_only { ", read-only" } else { "" };
+        let size = human_size(disk.size());
+        format!("{image} ({size}{format}{mode}) is served as {}", self.mountpoint_shown)
+    }
+}
+
+/// On a terminal: what is ready, what to try, how to stop.
+fn greet(plan: &Plan<'_>, ready: &str) {
+    let file = shell_word(&plan.mountpoint_shown);
+    let (program, what) = match plan.image {
+        Some(_) => (format!("fdisk -l {file}"), "see its partitions"),
+        None => (format!("dd if={file} of=/dev/null bs=1M count=1000 iflag=direct"), "measure it"),
+    };
+    terminal::say(bold(ready));
+    terminal::say(format_args!("  {what}: {program}"));
+    terminal::say(format_args!("  stop: Ctrl-C here, or `ringdisk umount {file}` anywhere"));
+}
+
+/// Opens an image on a ring of this thread.
+fn open(image: &Path, options: &ImageOptions) -> Result<Result<Arc<Disk>, Error>, Failure> {
+    let mut runtime = look::runtime()?;
+    let ring = runtime.ring().clone();
+    let source = Source::Path(image.to_owned());
+    Ok(runtime.block_on(Disk::open(&ring, source, options)))
+}
+
+/// Whether an image did not open because its file system has no O_DIRECT.
+fn is_about_direct(error: &Error) -> bool {
+    let mut next: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    while let Some(cause) = next {
+        let direct = cause
+            .downcast_ref::<ringdisk_storage::Error>()
+            .is_some_and(|error| error.kind() == ringdisk_storage::ErrorKind::DirectUnsupported);
+        if direct {
+            return true;
+        }
+        next = cause.source();
+    }
+    // The disk's error may hold the words without the cause.
+    error.kind() == ErrorKind::Unsupported && error.message().contains("O_DIRECT")
+}
+
+/// Files that we made and may have to remove. Shared with the signal thread until the mount is
+/// there.
+#[derive(Clone, Default)]
+struct Made {
+    files: Arc<Mutex<MadeFiles>>,
+}
+
+#[derive(Default)]
+struct MadeFiles {
+    image: Option<MadeFile>,
+    mountpoint: Option<MadeFile>,
+}
+
+impl Made {
+    /// Makes a raw image when there is none; `false` if there is one.
+    fn image(&self, path: &Path, size: u64) -> Result<bool, Failure> {
+        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some((file, made)) =
+            MadeFile::make(path, 0o666).map_err(|error| no_image(path, &error))?
+        else {
+            return Ok(false);
+        };
+        files.image = Some(made);
+        file.set_len(size).map_err(|error| no_image(path, &error))?;
+        Ok(true)
+    }
+
+    /// Makes the mountpoint when there is none.
+    fn mountpoint(&self, path: &Path) -> Result<(), Failure> {
+        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        let made = MadeFile::make(path, 0o600).map_err(|error| {
+            let doing = format!("cannot make the mountpoint '{}'", path.display());
+            Failure::system(doing, &error, Exit::Mountpoint)
+        })?;
+        files.mountpoint = made.map(|(_, made)| made);
+        Ok(())
+    }
+
+    /// From now on the image is the user's.
+    fn keep_image(&self) {
+        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(image) = &mut files.image {
+            image.keep = true;
+        }
+    }
+
+    /// Removes what was made.
+    fn undo(&self) {
+        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        files.mountpoint = None;
+        files.image = None;
+    }
+}
+
+fn no_image(path: &Path, error: &io::Error) -> Failure {
+    Failure::system(format!("cannot create '{}'", path.display()), error, Exit::Image)
+}
+
+/// A file that goes with this value, unless it is kept or is not the one that was made any more.
+struct MadeFile {
+    path: PathBuf,
+    id: (u64, u64),
+    keep: bool,
+}
+
+impl MadeFile {
+    /// Makes an empty file; `None` if there is one.
+    fn make(path: &Path, mode: u32) -> io::Result<Option<(File, MadeFile)>> {
+        let path = std::path::absolute(path)?;
+        match OpenOptions::new().write(true).create_new(true).mode(mode).open(&path) {
+            Ok(file) => {
+                let meta = file.metadata()?;
+                let made = MadeFile { path, id: (meta.dev(), meta.ino()), keep: false };
+                Ok(Some((file, made)))
+            }
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+impl Drop for MadeFile {
+    fn drop(&mut self) {
+        if self.keep {
+            return;
+        }
+        let is_ours =
+            fs::symlink_metadata(&self.path).is_ok_and(|meta| (meta.dev(), meta.ino()) == self.id);
+        if is_ours && let Err(error) = fs::remove_file(&self.path) {
+            tracing::warn!("cannot remove '{}': {error}", self.path.display());
+        }
+    }
+}

@@ -1,0 +1,50 @@
+//! What the process asks of the kernel for itself before it serves.
+//!
+//! Promises: called once by the main thread before any other is started, so that all inherit it; a
+//! refusal is never an error here, since whoever then runs into a limit has the better message.
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+/// Descriptors that a mount with a long chain and many queues needs; fewer is worth a debug line.
+const FILES_WANTED: u64 = 1024;
+
+/// Raises the soft limits of open files and locked memory to the hard ones.
+pub(crate) fn raise() {
+    for (resource, name) in
+        [(Resource::Nofile, "RLIMIT_NOFILE"), (Resource::Memlock, "RLIMIT_MEMLOCK")]
+    {
+        let old = getrlimit(resource);
+        if old.current == old.maximum {
+            continue;
+        }
+        let new = Rlimit { current: old.maximum, maximum: old.maximum };
+        match setrlimit(resource, new) {
+            Ok(()) => {
+                tracing::debug!("{name}: {} raised to {}", show(old.current), show(old.maximum));
+            }
+            Err(errno) => tracing::debug!("{name} stays at {}: {errno}", show(old.current)),
+        }
+    }
+    if getrlimit(Resource::Nofile).current.is_some_and(|files| files < FILES_WANTED) {
+        tracing::debug!("RLIMIT_NOFILE is below {FILES_WANTED}; long backing chains may not open");
+    }
+}
+
+fn show(limit: Option<u64>) -> String {
+    limit.map_or_else(|| String::from("unlimited"), |limit| limit.to_string())
+}
+
+/// Tells the kernel that others' I/O may depend on us, so that our own allocations never wait for
+/// memory to be written to our own export (a loop mount of the file that we serve).
+///
+/// Needs CAP_SYS_RESOURCE; an unprivileged process cannot be used for a loop mount by others than
+/// root anyway.
+pub(crate) fn become_io_flusher() {
+    match rustix::process::configure_io_flusher_behavior(true) {
+        Ok(()) => tracing::debug!("PR_SET_IO_FLUSHER is set"),
+        Err(errno) => tracing::debug!(
+            "PR_SET_IO_FLUSHER was refused ({errno}); under memory pressure a loop mount of the \
+             served file could stall"
+        ),
+    }
+}

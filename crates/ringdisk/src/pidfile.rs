@@ -1,0 +1,258 @@
+//! The pid file.
+//!
+//! Promises: holds the decimal pid and a newline, mode 0600, under a POSIX write lock for as long
+//! as the process lives, and goes with it. A file that appears under its name is complete: it is
+//! made beside and renamed, or written over in place when it was there and nobody holds it. A file
+//! that does not look like a pid file is left alone.
+//!
+//! Used by the main thread only: POSIX locks belong to the process and end when it closes *any*
+//! descriptor of the file, so nobody else may open it.
+
+use std::ffi::OsString;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{CWD, FlockOperation, RenameFlags, fcntl_lock, renameat_with};
+use rustix::io::Errno;
+
+use crate::report::{Exit, Failure, words};
+
+/// Longest content that is taken for a pid: 20 digits of a 64-bit number and a newline.
+const CONTENT_BYTES_MAX: usize = 21;
+
+/// Tries to find a name that nobody removes or makes under our hands.
+const ATTEMPTS: usize = 100;
+
+/// A pid file of this process; dropping it removes it.
+#[derive(Debug)]
+pub(crate) struct Pidfile {
+    path: PathBuf,
+    file: File,
+}
+
+impl Pidfile {
+    /// Looks whether the file could be had, and makes nothing: a start that must fail fails early.
+    ///
+    /// Errors: as [`Pidfile::create`].
+    pub(crate) fn check(path: &Path) -> Result<(), Failure> {
+        match open_existing(path)? {
+            Some(_) => Ok(()),
+            None => {
+                let directory = match path.parent() {
+                    Some(directory) if !directory.as_os_str().is_empty() => directory,
+                    _ => Path::new("."),
+                };
+                fs::metadata(directory).map(|_| ()).map_err(|error| cannot(path, "", &error))
+            }
+        }
+    }
+
+    /// Makes, locks and fills the file.
+    ///
+    /// * `path`: absolute, since the file is removed by this name.
+    ///
+    /// Errors: `Locked` when another process holds it, else the system's reason.
+    pub(crate) fn create(path: &Path) -> Result<Pidfile, Failure> {
+        for _ in 0..ATTEMPTS {
+            let file = match open_existing(path)? {
+                Some(file) => file,
+                None => match create_beside(path)? {
+                    Some(file) => file,
+                    None => continue,
+                },
+            };
+            // Its last holder may have removed the name between our open and our lock.
+            if !is_named(path, &file) {
+                continue;
+            }
+            fill(&file).map_err(|error| cannot(path, "", &error))?;
+            return Ok(Pidfile { path: path.to_owned(), file });
+        }
+        Err(Failure::new(
+            Exit::General,
+            format!("cannot create PID file: '{}' comes and goes", path.display()),
+        ))
+    }
+}
+
+impl Drop for Pidfile {
+    fn drop(&mut self) {
+        // The name is removed before the lock goes, so that no other process locks a dead file.
+        if is_named(&self.path, &self.file)
+            && let Err(error) = fs::remove_file(&self.path)
+        {
+            tracing::warn!("cannot remove the pid file '{}': {error}", self.path.display());
+        }
+    }
+}
+
+/// Opens and locks the file that is there; `None` if there is none.
+fn open_existing(path: &Path) -> Result<Option<File>, Failure> {
+    // O_NONBLOCK: a FIFO of that name must not hold us up.
+    const O_NONBLOCK: i32 = 0o4000;
+    let opened = OpenOptions::new().read(true).write(true).custom_flags(O_NONBLOCK).open(path);
+    let mut file = match opened {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(cannot(path, "", &error)),
+    };
+    if !file.metadata().is_ok_and(|meta| meta.is_file()) {
+        return Err(Failure::new(
+            Exit::General,
+            format!("cannot create PID file: '{}' is not a regular file", path.display()),
+        ));
+    }
+    lock(path, &file)?;
+    let mut content = Vec::new();
+    Read::by_ref(&mut file)
+        .take(CONTENT_BYTES_MAX as u64 + 1)
+        .read_to_end(&mut content)
+        .map_err(|error| cannot(path, "", &error))?;
+    if !is_pid(&content) {
+        return Err(Failure::new(
+            Exit::General,
+            format!(
+                "cannot create PID file: '{}' holds something else than a pid and is left as it is",
+                path.display()
+            ),
+        )
+        .hint("give another name, or remove that file if nobody needs it"));
+    }
+    Ok(Some(file))
+}
+
+/// Makes the file under another name, complete and locked, and renames it; `None` if somebody else
+/// was faster.
+fn create_beside(path: &Path) -> Result<Option<File>, Failure> {
+    let mut name = OsString::from(path.as_os_str());
+    name.push(format!(".{}", std::process::id()));
+    let beside = PathBuf::from(name);
+    let _ = fs::remove_file(&beside);
+    let file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(&beside)
+        .map_err(|error| cannot(path, "", &error))?;
+    let placed = lock(path, &file)
+        .and_then(|()| fill(&file).map_err(|error| cannot(path, "", &error)))
+        .and_then(|()| place(path, &beside));
+    if !matches!(placed, Ok(true)) {
+        let _ = fs::remove_file(&beside);
+    }
+    Ok(placed?.then_some(file))
+}
+
+/// Gives `beside` the name `path` unless that is taken (`false`).
+fn place(path: &Path, beside: &Path) -> Result<bool, Failure> {
+    match renameat_with(CWD, beside, CWD, path, RenameFlags::NOREPLACE) {
+        Ok(()) => Ok(true),
+        Err(Errno::EXIST) => Ok(false),
+        // A file system without the flag: a link does not replace either.
+        Err(Errno::INVAL | Errno::NOSYS) => match fs::hard_link(beside, path) {
+            Ok(()) => fs::remove_file(beside).map(|()| true).map_err(|e| cannot(path, "", &e)),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),
+            Err(error) => Err(cannot(path, "", &error)),
+        },
+        Err(errno) => Err(cannot(path, "", &errno.into())),
+    }
+}
+
+/// Takes the lock that says "this process lives".
+fn lock(path: &Path, file: &File) -> Result<(), Failure> {
+    match fcntl_lock(file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(()),
+        Err(errno @ (Errno::AGAIN | Errno::ACCESS)) => {
+            let reason = words(&io::Error::from(errno));
+            Err(Failure::new(
+                Exit::Locked,
+                format!("cannot create PID file: Cannot lock pid file: {reason}"),
+            )
+            .hint(format!("the process named in '{}' still runs", path.display())))
+        }
+        Err(errno) => Err(cannot(path, "Cannot lock pid file: ", &errno.into())),
+    }
+}
+
+/// Writes the pid over whatever there is, without a moment at which the file is empty.
+fn fill(file: &File) -> io::Result<()> {
+    let content = format!("{}\n", std::process::id());
+    file.set_permissions(fs::Permissions::from_mode(0o600))?;
+    file.write_all_at(content.as_bytes(), 0)?;
+    file.set_len(content.len() as u64)?;
+    (&*file).flush()
+}
+
+/// Whether `path` still names `file`.
+fn is_named(path: &Path, file: &File) -> bool {
+    match (fs::metadata(path), file.metadata()) {
+        (Ok(named), Ok(ours)) => (named.dev(), named.ino()) == (ours.dev(), ours.ino()),
+        _ => false,
+    }
+}
+
+/// Whether a file with this content may be taken over: empty, or a number.
+fn is_pid(content: &[u8]) -> bool {
+    let digits = content.strip_suffix(b"\n").unwrap_or(content);
+    content.len() <= CONTENT_BYTES_MAX && digits.iter().all(u8::is_ascii_digit)
+}
+
+/// The failure, in the words that scripts know from QEMU's daemons.
+fn cannot(path: &Path, what: &str, error: &io::Error) -> Failure {
+    Failure::system(
+        format!("cannot create PID file: {what}'{}'", path.display()),
+        error,
+        Exit::General,
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_file_holds_the_pid_and_goes_with_its_owner() {
+        let directory = tempfile::tempdir().expect("directory");
+        let path = directory.path().join("pid");
+        Pidfile::check(&path).expect("free");
+        assert!(!path.exists());
+        let pidfile = Pidfile::create(&path).expect("create");
+        let text = fs::read_to_string(directory.path().join("pid")).expect("read");
+        assert_eq!(text, format!("{}\n", std::process::id()));
+        assert_eq!(fs::metadata(&path).expect("stat").mode() & 0o777, 0o600);
+        drop(pidfile);
+        assert_eq!(fs::read_dir(directory.path()).expect("list").count(), 0);
+    }
+
+    #[test]
+    fn a_stale_file_is_taken_over_and_its_rest_cut_off() {
+        let directory = tempfile::tempdir().expect("directory");
+        let path = directory.path().join("pid");
+        fs::write(&path, "12345678901234567\n").expect("write");
+        let _pidfile = Pidfile::create(&path).expect("create");
+        let text = fs::read_to_string(&path).expect("read");
+        assert_eq!(text, format!("{}\n", std::process::id()));
+        assert_eq!(fs::metadata(&path).expect("stat").mode() & 0o777, 0o600);
+    }
+
+    #[test]
+    fn another_file_is_left_as_it_is() {
+        let directory = tempfile::tempdir().expect("directory");
+        let path = directory.path().join("notes.txt");
+        fs::write(&path, "my notes").expect("write");
+        let failure = Pidfile::create(&path).expect_err("refused");
+        assert!(failure.message().contains("something else than a pid"));
+        assert_eq!(fs::read_to_string(&path).expect("read"), "my notes");
+    }
+
+    #[test]
+    fn a_directory_and_a_missing_directory_are_refused() {
+        let directory = tempfile::tempdir().expect("directory");
+        assert!(Pidfile::check(directory.path()).is_err());
+        assert!(Pidfile::check(&directory.path().join("no/pid")).is_err());
+        assert!(Pidfile::create(&directory.path().join("no/pid")).is_err());
+    }
+}

@@ -1,0 +1,319 @@
+//! From an error to a message and an exit code.
+//!
+//! Promises: every way out of the program ends with one of the codes of [`Exit`], which never
+//! change their meaning; a message says each thing once, although some errors repeat their causes
+//! and some do not.
+
+use std::error::Error as StdError;
+use std::io;
+
+use ringdisk_ring::SetupError;
+
+/// How the program ends. The numbers are an interface: scripts match on them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Exit {
+    /// It did what it was told.
+    Clean = 0,
+    /// A failure without a code of its own.
+    General = 1,
+    /// The command line makes no sense.
+    Usage = 2,
+    /// The image.
+    Image = 3,
+    /// The mountpoint.
+    Mountpoint = 4,
+    /// Somebody else uses it.
+    Locked = 5,
+    /// Not allowed.
+    Permission = 6,
+    /// The export was halted.
+    Halted = 7,
+    /// No io_uring.
+    IoUring = 8,
+    /// No FUSE.
+    Fuse = 9,
+    /// A resource limit.
+    Limit = 10,
+    /// Not in this version.
+    Unsupported = 11,
+    /// Storage did not answer.
+    TimedOut = 12,
+}
+
+/// Every code with its meaning, for the man pages and `docs/exit-codes.md`.
+pub(crate) const MEANINGS: [(Exit, &str, &str); 13] = [
+    (
+        Exit::Clean,
+        "success",
+        "The command did what it was told; a mount was stopped by a signal or unmounted.",
+    ),
+    (Exit::General, "failure", "A failure that has no code of its own; the message tells."),
+    (
+        Exit::Usage,
+        "usage",
+        "The command line is wrong: an unknown option, a bad size, options that exclude each other.",
+    ),
+    (
+        Exit::Image,
+        "image",
+        "The image does not exist, is not an image, has an unknown format, is damaged, or cannot be read.",
+    ),
+    (
+        Exit::Mountpoint,
+        "mountpoint",
+        "The mountpoint does not exist and cannot be made, is not a regular file, or has a mount on it; for umount: nothing of ours is mounted there.",
+    ),
+    (Exit::Locked, "busy", "Another process holds the image, the pid file, or (umount) the mount."),
+    (
+        Exit::Permission,
+        "permission",
+        "The system does not allow it: a file mode, another owner, --allow-other without user_allow_other.",
+    ),
+    (
+        Exit::Halted,
+        "halted",
+        "The mount was serving and then broke down: the kernel connection failed or sent what cannot be.",
+    ),
+    (Exit::IoUring, "io_uring", "io_uring is forbidden or missing here."),
+    (Exit::Fuse, "fuse", "FUSE is missing here: no /dev/fuse, no driver, or no fusermount3."),
+    (
+        Exit::Limit,
+        "limit",
+        "A resource limit (open files, locked memory) is too low and could not be raised.",
+    ),
+    (
+        Exit::Unsupported,
+        "unsupported",
+        "The image or the command asks for something that this version does not do.",
+    ),
+    (Exit::TimedOut, "timeout", "Storage did not answer in time and the mount was given up."),
+];
+
+impl Exit {
+    /// The number that the shell sees.
+    pub(crate) fn code(self) -> u8 {
+        self as u8
+    }
+}
+
+/// Why a command failed, ready to be printed.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    pub(crate) exit: Exit,
+    message: String,
+    hint: Option<String>,
+}
+
+impl Failure {
+    /// * `message`: the object and the reason.
+    pub(crate) fn new(exit: Exit, message: impl Into<String>) -> Failure {
+        Failure { exit, message: message.into(), hint: None }
+    }
+
+    /// From an error with all of its causes.
+    pub(crate) fn caused(exit: Exit, error: &(dyn StdError + 'static)) -> Failure {
+        Failure::new(exit, chain(error))
+    }
+
+    /// From an error of the system while `doing` was being done.
+    ///
+    /// `otherwise` is the code unless the system's error has one of its own.
+    pub(crate) fn system(doing: impl Into<String>, error: &io::Error, otherwise: Exit) -> Failure {
+        let exit = match error.kind() {
+            io::ErrorKind::PermissionDenied => Exit::Permission,
+            _ if matches!(error.raw_os_error(), Some(EMFILE | ENFILE)) => Exit::Limit,
+            _ => otherwise,
+        };
+        Failure::new(exit, format!("{}: {}", doing.into(), words(error)))
+    }
+
+    /// Adds what the user can do, shown on a line of its own.
+    pub(crate) fn hint(mut self, hint: impl Into<String>) -> Failure {
+        self.hint = Some(hint.into());
+        self
+    }
+
+    /// The message.
+    pub(crate) fn message(&self) -> &str {
+        &self.message
+    }
+
+    /// What the user can do.
+    pub(crate) fn hint_text(&self) -> Option<&str> {
+        self.hint.as_deref()
+    }
+}
+
+const EMFILE: i32 = 24;
+const ENFILE: i32 = 23;
+
+/// The system's words without the `(os error N)` that the standard library adds.
+pub(crate) fn words(error: &io::Error) -> String {
+    strip_os_error(&error.to_string())
+}
+
+/// Removes each `(os error N)` from a text.
+fn strip_os_error(text: &str) -> String {
+    let mut rest = text;
+    let mut result = String::with_capacity(text.len());
+    while let Some(at) = rest.find(" (os error ") {
+        let (before, after) = rest.split_at(at);
+        result.push_str(before);
+        rest = match after.find(')') {
+            Some(end) => after.get(end + 1..).unwrap_or(""),
+            None => "",
+        };
+    }
+    result.push_str(rest);
+    result
+}
+
+/// An error and its causes in one line; a cause that the text before already tells is left out.
+pub(crate) fn chain(error: &(dyn StdError + 'static)) -> String {
+    let mut text = strip_os_error(&error.to_string());
+    let mut next = error.source();
+    while let Some(cause) = next {
+        let cause_text = strip_os_error(&cause.to_string());
+        // "Operation not permitted" and "operation not permitted" are one thing to a reader.
+        if !text.to_lowercase().contains(&cause_text.to_lowercase()) {
+            text.push_str(": ");
+            text.push_str(&cause_text);
+        }
+        next = cause.source();
+    }
+    text
+}
+
+impl From<ringdisk_disk::Error> for Failure {
+    fn from(error: ringdisk_disk::Error) -> Failure {
+        use ringdisk_disk::ErrorKind;
+        let exit = match error.kind() {
+            ErrorKind::PermissionDenied | ErrorKind::NotAllowed => Exit::Permission,
+            ErrorKind::Unsupported => Exit::Unsupported,
+            ErrorKind::Locked => Exit::Locked,
+            ErrorKind::Invalid => Exit::Image,
+            _ => Exit::Image,
+        };
+        Failure::caused(exit, &error)
+    }
+}
+
+impl From<ringdisk_fuse::Error> for Failure {
+    fn from(error: ringdisk_fuse::Error) -> Failure {
+        use ringdisk_fuse::ErrorKind;
+        let exit = match error.kind() {
+            ErrorKind::NotFound
+            | ErrorKind::NotRegular
+            | ErrorKind::Occupied
+            | ErrorKind::AlreadyOurs
+            | ErrorKind::Stale
+            | ErrorKind::NotMounted => Exit::Mountpoint,
+            ErrorKind::Busy => Exit::Locked,
+            ErrorKind::PermissionDenied | ErrorKind::AllowOtherDenied => Exit::Permission,
+            ErrorKind::DeviceMissing
+            | ErrorKind::DeviceForbidden
+            | ErrorKind::HelperMissing
+            | ErrorKind::Unsupported => Exit::Fuse,
+            ErrorKind::Halted => Exit::Halted,
+            _ => Exit::General,
+        };
+        // A ring that could not be made is a cause here; its own code says more.
+        let exit = ring_exit(&error).unwrap_or(exit);
+        Failure::caused(exit, &error)
+    }
+}
+
+impl From<SetupError> for Failure {
+    fn from(error: SetupError) -> Failure {
+        Failure::caused(setup_exit(&error), &error)
+    }
+}
+
+/// The code of a ring that could not be made.
+fn setup_exit(error: &SetupError) -> Exit {
+    match error {
+        SetupError::Forbidden(_) | SetupError::Missing(_) => Exit::IoUring,
+        SetupError::Limit(_) => Exit::Limit,
+        SetupError::Other(_) => Exit::General,
+    }
+}
+
+/// The code of a ring's failure somewhere among the causes.
+fn ring_exit(error: &(dyn StdError + 'static)) -> Option<Exit> {
+    let mut next = Some(error);
+    while let Some(cause) = next {
+        if let Some(setup) = cause.downcast_ref::<SetupError>() {
+            return Some(setup_exit(setup));
+        }
+        next = cause.source();
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug)]
+    struct Outer(io::Error);
+
+    impl std::fmt::Display for Outer {
+        fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            f.write_str("cannot read 'x'")
+        }
+    }
+
+    impl StdError for Outer {
+        fn source(&self) -> Option<&(dyn StdError + 'static)> {
+            Some(&self.0)
+        }
+    }
+
+    #[test]
+    fn codes_are_their_place_in_the_table() {
+        for (number, (exit, name, meaning)) in MEANINGS.iter().enumerate() {
+            assert_eq!(usize::from(exit.code()), number);
+            assert!(!name.is_empty() && meaning.ends_with('.'));
+        }
+    }
+
+    #[test]
+    fn the_table_of_the_documentation_is_this_one() {
+        let page = include_str!("../../../docs/exit-codes.md");
+        for (exit, name, meaning) in MEANINGS {
+            let row = format!("| {} | {name} | {meaning} |", exit.code());
+            assert!(page.contains(&row), "docs/exit-codes.md lacks: {row}");
+        }
+    }
+
+    #[test]
+    fn causes_are_said_once_and_without_numbers() {
+        let error = Outer(io::Error::from_raw_os_error(5));
+        assert_eq!(chain(&error), "cannot read 'x': Input/output error");
+        let repeated = ringdisk_fuse::Error::new(ringdisk_fuse::ErrorKind::System, "mount failed")
+            .source(io::Error::from_raw_os_error(1));
+        assert_eq!(chain(&repeated), "mount failed: Operation not permitted");
+    }
+
+    #[test]
+    fn a_forbidden_ring_keeps_its_code_inside_another_error() {
+        let ring = SetupError::Forbidden(io::Error::from_raw_os_error(1));
+        let error =
+            ringdisk_fuse::Error::new(ringdisk_fuse::ErrorKind::System, "no queue").source(ring);
+        assert_eq!(Failure::from(error).exit, Exit::IoUring);
+    }
+
+    #[test]
+    fn kinds_have_their_codes() {
+        use ringdisk_disk::ErrorKind as Disk;
+        for (kind, exit) in [
+            (Disk::NotFound, Exit::Image),
+            (Disk::PermissionDenied, Exit::Permission),
+            (Disk::Locked, Exit::Locked),
+            (Disk::Unsupported, Exit::Unsupported),
+            (Disk::Corrupt, Exit::Image),
+        ] {
+            assert_eq!(Failure::from(ringdisk_disk::Error::new(kind, "x")).exit, exit);
+        }
+    }
+}

@@ -1,0 +1,139 @@
+//! Printing.
+//!
+//! Promises: a stream that is closed, full or a broken pipe never ends the process and never
+//! panics. Messages go to standard error; results go to standard output through [`Results`], which
+//! reports a failed write where that matters.
+
+use std::fmt;
+use std::io::{self, BufWriter, IsTerminal, StdoutLock, Write};
+
+use crate::report::{Exit, Failure, words};
+
+/// The name in front of each message.
+pub(crate) const NAME: &str = "ringdisk";
+
+/// Writes one line to standard output; a failure is ignored.
+pub(crate) fn say(text: impl fmt::Display) {
+    let mut out = io::stdout().lock();
+    let _ = writeln!(out, "{text}");
+    let _ = out.flush();
+}
+
+/// Writes one line to standard error; a failure is ignored.
+pub(crate) fn say_error(text: impl fmt::Display) {
+    // One write, so that lines of several threads and processes do not mix.
+    let line = format!("{text}\n");
+    let _ = io::stderr().lock().write_all(line.as_bytes());
+}
+
+/// Something worth knowing that stops nothing.
+pub(crate) fn note(text: impl fmt::Display) {
+    say_error(format_args!("{NAME}: {} {text}", paint("note:", "1;36")));
+}
+
+/// Something that the user should see to.
+pub(crate) fn warn(text: impl fmt::Display) {
+    say_error(format_args!("{NAME}: {} {text}", paint("warning:", "1;33")));
+}
+
+/// Why the command failed, and what to do.
+pub(crate) fn complain(failure: &Failure) {
+    say_error(format_args!("{NAME}: {} {}", paint("error:", "1;31"), failure.message()));
+    if let Some(hint) = failure.hint_text() {
+        say_error(format_args!("  {} {hint}", paint("try:", "1")));
+    }
+}
+
+/// Whether a person reads standard output.
+pub(crate) fn is_interactive() -> bool {
+    io::stdout().is_terminal()
+}
+
+/// Whether escape sequences suit a stream.
+fn colours(terminal: bool) -> bool {
+    let set = |name| std::env::var_os(name).is_some_and(|value| !value.is_empty());
+    terminal && !set("NO_COLOR") && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
+}
+
+/// `text` in a colour, when standard error is a terminal.
+fn paint(text: &str, code: &str) -> String {
+    if colours(io::stderr().is_terminal()) {
+        format!("\x1b[{code}m{text}\x1b[0m")
+    } else {
+        text.to_owned()
+    }
+}
+
+/// `text` in bold, when standard output is a terminal.
+pub(crate) fn bold(text: &str) -> String {
+    if colours(is_interactive()) { format!("\x1b[1m{text}\x1b[0m") } else { text.to_owned() }
+}
+
+/// A word of the command line as a shell wants it, for lines that are to be copied.
+pub(crate) fn shell_word(text: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+,:=@%".contains(c);
+    if !text.is_empty() && text.chars().all(plain) {
+        text.to_owned()
+    } else {
+        format!("'{}'", text.replace('\'', r"'\''"))
+    }
+}
+
+/// Standard output of a command whose result is text.
+#[derive(Debug)]
+pub(crate) struct Results {
+    out: BufWriter<StdoutLock<'static>>,
+}
+
+impl Results {
+    pub(crate) fn new() -> Results {
+        Results { out: BufWriter::with_capacity(64 << 10, io::stdout().lock()) }
+    }
+
+    /// Writes what is still buffered.
+    pub(crate) fn finish(mut self) -> Result<(), Failure> {
+        ended(self.out.flush())
+    }
+}
+
+impl Write for Results {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.out.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.out.flush()
+    }
+}
+
+/// What a write of results means: a reader that went away has what it wanted, everything else is a
+/// failure, since a script would take half a result for the whole.
+pub(crate) fn ended(result: io::Result<()>) -> Result<(), Failure> {
+    match result {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        Err(error) => {
+            Err(Failure::new(Exit::General, format!("cannot write the result: {}", words(&error))))
+        }
+        Ok(()) => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_are_quoted_only_where_a_shell_needs_it() {
+        assert_eq!(shell_word("/tmp/disk-1.raw"), "/tmp/disk-1.raw");
+        assert_eq!(shell_word("my disk"), "'my disk'");
+        assert_eq!(shell_word("it's"), r"'it'\''s'");
+        assert_eq!(shell_word(""), "''");
+    }
+
+    #[test]
+    fn a_broken_pipe_is_the_end_and_a_full_disk_a_failure() {
+        assert!(ended(Err(io::ErrorKind::BrokenPipe.into())).is_ok());
+        let full = ended(Err(io::ErrorKind::StorageFull.into())).expect_err("full");
+        assert_eq!(full.exit, Exit::General);
+    }
+}
