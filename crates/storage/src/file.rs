@@ -4,13 +4,15 @@
 //! changes), so the cache lines stay shared. Reading is in `read`, writing in `write`, holes and space
 //! in `space`.
 
+use std::future::Future;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 
 use ringdisk_ring::{Errno, Fd, Ring};
 
 use crate::gate::Gate;
+use crate::lock::Held;
 use crate::{Kind, Limits};
 
 /// The largest offset that the kernel takes (loff_t); also keeps -1, "current position" for
@@ -40,6 +42,10 @@ pub(crate) struct File {
     /// First flush that failed on the page cache, as an errno; 0: none.
     pub(crate) flush_failed: AtomicI32,
     pub(crate) identity: (u64, u64),
+    pub(crate) held: Held,
+    /// Set when the future of a change was dropped while the kernel was at it: the change may
+    /// still happen.
+    pub(crate) abandoned: AtomicBool,
     /// Last field: closed after everything else is gone. Shared with helper threads.
     pub(crate) owner: Arc<OwnedFd>,
 }
@@ -107,6 +113,36 @@ impl File {
             // st_blocks counts 512 bytes whatever the block size (stat(2)).
             (Kind::Regular, Ok(stat)) => u64::try_from(stat.st_blocks).unwrap_or(0) * 512,
             _ => self.len(),
+        }
+    }
+}
+
+/// Sets a flag unless it is forgotten.
+struct Abandon<'a>(&'a AtomicBool);
+
+impl Drop for Abandon<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+impl File {
+    /// Awaits an operation that changes the file, and notes it when the caller gives up meanwhile.
+    pub(crate) async fn change<F: Future>(&self, operation: F) -> F::Output {
+        let abandon = Abandon(&self.abandoned);
+        let output = operation.await;
+        std::mem::forget(abandon);
+        output
+    }
+}
+
+impl Drop for File {
+    /// Unlocks at once: a ring may keep its reference on the file, and with it the locks, for some
+    /// time after its last operation. Not when a change may still be under way: then the image stays
+    /// locked until the kernel is done with it.
+    fn drop(&mut self) {
+        if !*self.abandoned.get_mut() {
+            self.held.release(self.borrow());
         }
     }
 }

@@ -64,7 +64,22 @@ fn request(lock: Lock, read_only: bool) -> (&'static [Permission], &'static [Per
     }
 }
 
-/// Takes the lock. It is held until the last descriptor of the open file description is closed.
+/// A lock that was taken.
+#[derive(Debug, Default)]
+pub(crate) struct Held {
+    used: &'static [Permission],
+    unshared: &'static [Permission],
+}
+
+impl Held {
+    /// Gives the lock back.
+    pub(crate) fn release(&self, fd: BorrowedFd<'_>) {
+        give_back(fd, self.used, self.unshared);
+    }
+}
+
+/// Takes the lock. It is held until [`Held::release`], or until the last reference on the open file
+/// description is gone (the ring's operations have some).
 ///
 /// Where the file system has no locks, nothing is locked and the log says so, as in QEMU.
 ///
@@ -75,11 +90,11 @@ pub(crate) fn acquire(
     name: &str,
     lock: Lock,
     read_only: bool,
-) -> Result<(), Error> {
+) -> Result<Held, Error> {
     let (used, unshared) = request(lock, read_only);
     let taken = take(fd, used, unshared).and_then(|()| conflict(fd, used, unshared));
     match taken {
-        Ok(None) => Ok(()),
+        Ok(None) => Ok(Held { used, unshared }),
         Ok(Some(conflict)) => {
             // Asked before our own bytes are given back, so that the answer is the one that
             // was refused.
@@ -97,7 +112,7 @@ pub(crate) fn acquire(
                 "'{name}' cannot be locked ({errno}): nothing stops another program from using it \
                  at the same time"
             );
-            Ok(())
+            Ok(Held::default())
         }
     }
 }

@@ -8,7 +8,7 @@ use std::ffi::OsStr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI32, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64};
 
 use ringdisk_ring::Fd;
 use rustix::fs::{CWD, FileType, Mode, OFlags, Stat};
@@ -128,7 +128,7 @@ fn adopt(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<File, Error> 
             format!("'{name}' is a read-only device: use --read-only (or blockdev --setrw)");
         return Err(Error::new(ErrorKind::ReadOnly, context));
     }
-    lock::acquire(fd.as_fd(), name, options.lock, options.read_only)?;
+    let held = lock::acquire(fd.as_fd(), name, options.lock, options.read_only)?;
     let limits = probe::limits(fd.as_fd(), kind, &stat, direct).map_err(|errno| {
         let error = direct_unsupported(name);
         if errno == Errno::INVAL { error } else { error.with_source(errno) }
@@ -154,6 +154,8 @@ fn adopt(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<File, Error> 
         buffered_twin,
         flush_failed: AtomicI32::new(0),
         identity: identity(&stat, kind),
+        held,
+        abandoned: AtomicBool::new(false),
         owner: Arc::new(fd),
     })
 }

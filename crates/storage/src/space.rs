@@ -33,7 +33,8 @@ impl File {
                 }
                 let _pass = self.pass(start, end).await;
                 let owner = Arc::clone(&self.owner);
-                ring.offload(move || ffi::discard(owner.as_fd(), start, end - start)).await
+                let work = ring.offload(move || ffi::discard(owner.as_fd(), start, end - start));
+                self.change(work).await
             }
             _ => {
                 let _pass = self.pass(offset, end).await;
@@ -248,7 +249,7 @@ impl File {
     ) -> Result<(), Errno> {
         let mode = mode.bits().cast_signed();
         loop {
-            match ring.fallocate(self.fd, mode, offset, len).await {
+            match self.change(ring.fallocate(self.fd, mode, offset, len)).await {
                 Ok(_) => return Ok(()),
                 Err(Errno::INTR) => {}
                 // ENODEV: a file system without fallocate on this kind of file; ENOSYS: none.

@@ -35,8 +35,8 @@ impl Storage {
     /// Takes over an open descriptor (inherited, or from a caller that resolves names itself).
     ///
     /// O_NONBLOCK and O_APPEND are taken off its open file description, O_DIRECT is set if
-    /// `options.direct`; a descriptor that has O_DIRECT keeps it. The lock belongs to the description: as
-    /// long as the giver keeps a duplicate, the lock stays. `create` and `create_new` mean nothing here.
+    /// `options.direct`; a descriptor that has O_DIRECT keeps it. The lock belongs to the description, so
+    /// it does not keep out others that use a duplicate of the descriptor. `create` and `create_new` mean nothing here.
     ///
     /// * `name`: for messages.
     ///

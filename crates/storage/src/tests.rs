@@ -1,5 +1,6 @@
 //! What only the inside can show. Real files and devices: `tests/storage`.
 
+use std::future::Future;
 use std::path::Path;
 
 use ringdisk_ring::{Config, IoBuf, Runtime};
@@ -48,4 +49,25 @@ fn last_part_of_a_block_without_a_buffered_descriptor_keeps_the_length() {
 
 fn content(path: &Path) -> Vec<u8> {
     std::fs::read(path).unwrap()
+}
+
+#[test]
+fn dropped_future_of_a_change_keeps_the_image_locked() {
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let path = directory.path().join("image");
+    std::fs::write(&path, [1; 4096]).unwrap();
+    let file = open::open(&path, &OpenOptions::default()).unwrap();
+    let mut runtime = Runtime::new(Config::default()).unwrap();
+    let ring = runtime.ring().clone();
+    let buf = IoBuf::new(4096, 4096);
+    runtime.block_on(async {
+        let mut write = Box::pin(file.write(&ring, 0, &buf));
+        std::future::poll_fn(|cx| {
+            assert!(write.as_mut().poll(cx).is_pending());
+            std::task::Poll::Ready(())
+        })
+        .await;
+        drop(write);
+    });
+    assert!(file.abandoned.load(std::sync::atomic::Ordering::Relaxed));
 }

@@ -61,7 +61,7 @@ impl File {
         if len == 0 {
             return Ok(0);
         }
-        match ring.write(self.fd, offset, buf).await {
+        match self.change(ring.write(self.fd, offset, buf)).await {
             Ok(n) if n as usize >= len => {
                 self.has_grown_to(end);
                 Ok(len)
@@ -85,7 +85,8 @@ impl File {
     ) -> Progress {
         let mut result = Ok(());
         while done < buf.len() {
-            match ring.write(fd, offset + done as u64, &buf.slice(done..buf.len())).await {
+            let rest = buf.slice(done..buf.len());
+            match self.change(ring.write(fd, offset + done as u64, &rest)).await {
                 // No progress and no error: nothing the kernel promises to do.
                 Ok(0) => {
                     result = Err(Errno::IO);
@@ -233,10 +234,11 @@ impl File {
 impl File {
     /// ftruncate(2) on the ring, or on a helper thread where the kernel's io_uring has none.
     pub(crate) async fn truncate(&self, ring: &Ring, len: u64) -> Result<(), Errno> {
-        let result = match ring.ftruncate(self.fd, len).await {
+        let result = match self.change(ring.ftruncate(self.fd, len)).await {
             Err(Errno::INVAL) => {
                 let owner = std::sync::Arc::clone(&self.owner);
-                ring.offload(move || rustix::fs::ftruncate(owner.as_fd(), len)).await
+                let work = ring.offload(move || rustix::fs::ftruncate(owner.as_fd(), len));
+                self.change(work).await
             }
             other => other.map(|_| ()),
         };

@@ -3,7 +3,9 @@
 use ringdisk_storage::{Errno, OpenOptions, Preallocation};
 use ringdisk_testkit::mount::{FileSystem, scratch};
 
-use crate::{DIRECT, block_on, file_system, image, open, read, write};
+use ringdisk_testkit::mount::Loop;
+
+use crate::{DIRECT, block_on, buffer, file_system, image, loop_device, open, read, write};
 
 #[test]
 fn full_tmpfs_gives_a_short_write_then_no_space() {
@@ -80,4 +82,38 @@ fn file_that_grows_is_seen_after_a_refresh() {
         assert_eq!(read(&ring, &storage, 0, 16384).await.map(|bytes| bytes.len()), Ok(8192));
         assert_eq!(storage.refresh_len(), Ok(8192));
     });
+}
+
+#[test]
+fn failing_device_gives_io_errors_as_they_are() {
+    for options in [OpenOptions::default(), DIRECT] {
+        let Some((device, directory)) = loop_device(4 << 20, &[]) else { return };
+        let storage = open(device.device(), &options);
+        // The device lost its second half.
+        let backing = std::fs::File::options().write(true).open(directory.path().join("device"));
+        backing.unwrap().set_len(2 << 20).unwrap();
+        block_on(|ring| async move {
+            assert_eq!(read(&ring, &storage, 3 << 20, 4096).await, Err(Errno::IO));
+            let odd = buffer(&[0; 100], true);
+            assert_eq!(storage.read(&ring, (3 << 20) + 1, &odd).await, Err(Errno::IO));
+            assert_eq!(read(&ring, &storage, 0, 4096).await, Ok(vec![0; 4096]));
+        });
+    }
+}
+
+#[test]
+fn flush_that_lost_pages_fails_for_ever() {
+    let directory = scratch();
+    let memory = FileSystem::tmpfs(&directory.path().join("tmpfs"), 1 << 20);
+    let backing = image(memory.path(), "device", 8 << 20);
+    let Some(device) = Loop::attach(&backing, &[]) else { return };
+    let storage = open(device.device(), &OpenOptions::default());
+    block_on(|ring| async move {
+        // The page cache takes it, the device has no room for it.
+        assert_eq!(write(&ring, &storage, 0, &vec![1; 4 << 20]).await, Ok(4 << 20));
+        let first = storage.flush(&ring).await;
+        assert!(matches!(first, Err(Errno::IO | Errno::NOSPC)), "{first:?}");
+        assert_eq!(storage.flush(&ring).await, first);
+    });
+    drop(device);
 }

@@ -217,3 +217,19 @@ fn qcow2_users_of_qemu_refuse_our_writer() {
     refusal(&path, &reader());
     drop(open(&path, &force_share()));
 }
+
+#[test]
+fn dropped_storage_is_free_at_once_although_a_ring_used_it() {
+    let directory = scratch();
+    let path = image(directory.path(), "image", 1 << 20);
+    let mut runtime = ringdisk_ring::Runtime::new(ringdisk_ring::Config::default()).unwrap();
+    let ring = runtime.ring().clone();
+    for _ in 0..20 {
+        let storage = open(&path, &writer());
+        runtime.block_on(async {
+            crate::write(&ring, &storage, 0, &[1; 4096]).await.unwrap();
+            storage.write_zeroes(&ring, 0, 4096, true, true).await.unwrap();
+            storage.flush(&ring).await.unwrap();
+        });
+    }
+}
