@@ -11,6 +11,9 @@ use serde_json::{Map, Value, json};
 use crate::layer::Layer;
 use crate::{Disk, Format};
 
+/// QEMU counts the length of files in sectors of so many bytes.
+const SECTOR: u64 = 512;
+
 /// The whole chain, top first: what `qemu-img info --backing-chain --output=json` prints.
 pub fn chain(disk: &Disk) -> Value {
     Value::Array(disk.layers().iter().map(layer).collect())
@@ -66,7 +69,7 @@ fn file_child(layer: &Layer) -> Option<Value> {
     };
     Some(json!({
         "children": [],
-        "virtual-size": file.len(),
+        "virtual-size": file.len().next_multiple_of(SECTOR),
         "filename": layer.name().to_string_lossy(),
         "format": format,
         "actual-size": file.allocated_bytes(),

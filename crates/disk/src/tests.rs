@@ -2,6 +2,7 @@
 //! `qemu-utils`), which are also the reference for every byte and every answer.
 
 mod chains;
+mod faults;
 mod gate;
 mod images;
 mod maps;
@@ -14,13 +15,14 @@ mod raw;
 
 use std::future::Future;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Output};
 use std::sync::Arc;
+use std::time::Duration;
 
 use ringdisk_ring::{Config, IoBuf, Ring, Runtime};
 use tempfile::TempDir;
 
-use crate::{Disk, Error, ImageOptions, Source};
+use crate::{Disk, Error, ErrorKind, ImageOptions, Source};
 
 /// Runs a test's future on a ring of its own.
 pub(crate) fn run<T, F: Future<Output = T>>(test: impl FnOnce(Ring) -> F) -> T {
@@ -34,13 +36,21 @@ pub(crate) fn directory() -> TempDir {
     tempfile::tempdir().expect("temporary directory")
 }
 
+/// How often something is tried again because an image is locked, 10 ms apart. A child of another
+/// test has copies of all descriptors between fork and exec, so a lock may outlive its holder for a
+/// moment.
+const LOCKED_RETRIES: usize = 200;
+
 /// Runs a program in a directory and returns what it prints.
 pub(crate) fn program(directory: &Path, name: &str, arguments: &[&str]) -> String {
-    let output = Command::new(name)
-        .args(arguments)
-        .current_dir(directory)
-        .output()
-        .unwrap_or_else(|error| panic!("{name} is needed by these tests: {error}"));
+    let mut output = output(directory, name, arguments);
+    for _ in 0..LOCKED_RETRIES {
+        if !String::from_utf8_lossy(&output.stderr).contains(" lock") {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+        output = self::output(directory, name, arguments);
+    }
     assert!(
         output.status.success(),
         "{name} {arguments:?}: {}",
@@ -49,8 +59,18 @@ pub(crate) fn program(directory: &Path, name: &str, arguments: &[&str]) -> Strin
     String::from_utf8(output.stdout).expect("text")
 }
 
+fn output(directory: &Path, name: &str, arguments: &[&str]) -> Output {
+    Command::new(name)
+        .args(arguments)
+        .current_dir(directory)
+        .output()
+        .unwrap_or_else(|error| panic!("{name} is needed by these tests: {error}"))
+}
+
+/// Runs `qemu-img`, or the program that the variable `QEMU_IMG` names, for another version.
 pub(crate) fn qemu_img(directory: &TempDir, arguments: &[&str]) -> String {
-    program(directory.path(), "qemu-img", arguments)
+    let name = std::env::var("QEMU_IMG").unwrap_or_else(|_| "qemu-img".to_owned());
+    program(directory.path(), &name, arguments)
 }
 
 /// Runs `qemu-io` commands on an image.
@@ -68,12 +88,22 @@ pub(crate) fn reading() -> ImageOptions {
     ImageOptions { read_only: true, ..ImageOptions::default() }
 }
 
+/// Opens an image by its path.
 pub(crate) async fn open(
     ring: &Ring,
     path: impl Into<PathBuf>,
     options: &ImageOptions,
 ) -> Result<Arc<Disk>, Error> {
-    Disk::open(ring, Source::Path(path.into()), options).await
+    let path = path.into();
+    for _ in 0..LOCKED_RETRIES {
+        match Disk::open(ring, Source::Path(path.clone()), options).await {
+            Err(error) if error.kind() == ErrorKind::Locked => {
+                ring.sleep(Duration::from_millis(10)).await;
+            }
+            result => return result,
+        }
+    }
+    Disk::open(ring, Source::Path(path), options).await
 }
 
 /// The error of an open that must fail.

@@ -7,7 +7,7 @@ use std::os::unix::net::UnixListener;
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 
 use super::{directory, open, qemu_img, reading, refusal, run};
-use crate::{ErrorKind, Format, ImageOptions};
+use crate::{Disk, ErrorKind, Format, ImageOptions, Source};
 
 #[test]
 fn an_image_that_is_not_there_is_named() {
@@ -119,7 +119,8 @@ fn a_writer_keeps_another_writer_out() {
     run(async |ring| {
         let options = ImageOptions { format: Some(Format::Raw), ..ImageOptions::default() };
         let disk = open(&ring, &path, &options).await.expect("open");
-        let error = open(&ring, &path, &options).await.expect_err("locked");
+        let source = Source::Path(path.clone());
+        let error = Disk::open(&ring, source, &options).await.expect_err("locked");
         assert_eq!(error.kind(), ErrorKind::Locked, "{error}");
         assert!(error.message().contains("a.img"), "{error}");
         let share = ImageOptions { force_share: true, ..reading() };

@@ -1,0 +1,109 @@
+//! A request whose mapping is cached allocates nothing: counted by the allocator of this program.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::process::Command;
+use std::time::Duration;
+
+use ringdisk_disk::{Disk, ImageOptions, NullOptions, Source};
+use ringdisk_ring::{Config, IoBuf, Ring, Runtime};
+
+struct Counting;
+
+thread_local! {
+    static COUNT: Cell<u64> = const { Cell::new(0) };
+}
+
+// SAFETY: every call goes to the system's allocator as it is; the counter does not allocate.
+unsafe impl GlobalAlloc for Counting {
+    // SAFETY: the caller's promises are passed on.
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        COUNT.with(|count| count.set(count.get() + 1));
+        // SAFETY: as the caller promises.
+        unsafe { System.alloc(layout) }
+    }
+
+    // SAFETY: the caller's promises are passed on.
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        // SAFETY: as the caller promises.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Requests that are counted, after as many that warm up.
+const REQUESTS: u64 = 200;
+
+/// Allocations of `REQUESTS` reads, and writes where the disk can be written.
+async fn allocations(ring: &Ring, disk: &Disk, len: usize) -> u64 {
+    let buf = IoBuf::new(len, 4096);
+    let mut before = 0;
+    for request in 0..2 * REQUESTS {
+        if request == REQUESTS {
+            before = COUNT.with(Cell::get);
+        }
+        let offset = request * 7919 * 512 % (disk.size() - len as u64);
+        assert_eq!(disk.read(ring, offset, &buf).await, Ok(len));
+        if !disk.is_read_only() {
+            assert_eq!(disk.write(ring, offset, &buf).await, Ok(len));
+        }
+    }
+    COUNT.with(Cell::get) - before
+}
+
+fn qemu(directory: &std::path::Path, program: &str, arguments: &[&str]) {
+    let status = Command::new(program)
+        .args(arguments)
+        .current_dir(directory)
+        .stdout(std::process::Stdio::null())
+        .status()
+        .expect("qemu-utils is needed by this test");
+    assert!(status.success());
+}
+
+#[test]
+fn cached_requests_allocate_nothing() {
+    let directory = tempfile::tempdir().expect("directory");
+    let path = directory.path();
+    std::fs::write(path.join("a.raw"), vec![1; 8 << 20]).expect("write");
+    let create = ["create", "-q", "-f", "qcow2", "-b", "a.raw", "-F", "raw", "a.qcow2"];
+    qemu(path, "qemu-img", &create);
+    // Data in the overlay, then a hole of it, again and again: requests have several runs.
+    for at in 0..16 {
+        let command = format!("write {}k 128k", at * 384);
+        qemu(path, "qemu-io", &["-f", "qcow2", "-c", &command, "a.qcow2"]);
+    }
+    let mut runtime = Runtime::new(Config::default()).expect("io_uring");
+    let ring = runtime.ring().clone();
+    runtime.block_on(async {
+        let null =
+            Disk::null(&NullOptions { size: 1 << 30, read_zeroes: true, latency: Duration::ZERO });
+        assert_eq!(allocations(&ring, &null, 4096).await, 0, "null");
+        let source = Source::Path(path.join("a.qcow2"));
+        let options = ImageOptions { read_only: true, ..ImageOptions::default() };
+        let qcow2 = Disk::open(&ring, source, &options).await.expect("open");
+        assert_eq!(allocations(&ring, &qcow2, 4096).await, 0, "qcow2");
+        assert_eq!(allocations(&ring, &qcow2, 1 << 20).await, 0, "qcow2, several runs");
+        drop(qcow2);
+        let source = Source::Path(path.join("a.raw"));
+        let options =
+            ImageOptions { format: Some(ringdisk_disk::Format::Raw), ..ImageOptions::default() };
+        let raw = Disk::open(&ring, source, &options).await.expect("open");
+        assert_eq!(allocations(&ring, &raw, 4096).await, 0, "raw");
+    });
+}
+
+#[test]
+fn a_request_is_small_in_memory() {
+    // Every entry of an export holds one request; 1024 of them must stay within 8 MiB.
+    const REQUEST_MAX: usize = 8 << 10;
+    let runtime = Runtime::new(Config::default()).expect("io_uring");
+    let disk = Disk::null(&NullOptions::default());
+    let buf = IoBuf::new(512, 512);
+    let read = size_of_val(&disk.read(runtime.ring(), 0, &buf));
+    let write = size_of_val(&disk.write(runtime.ring(), 0, &buf));
+    println!("read: {read} bytes, write: {write} bytes");
+    assert!(read.max(write) <= REQUEST_MAX, "read: {read} bytes, write: {write} bytes");
+}
