@@ -28,21 +28,28 @@ pub enum ErrorKind {
     WrongType,
 }
 
-/// A failure to open storage. `Display` names the object, the reason and what the user can do; the
-/// system's error, if there is one, is the `source`.
+/// A failure to open storage. `Display` names the object, the reason and what the user can do. The
+/// system's error is the `source` where it says more than that.
 #[derive(Debug)]
 pub struct Error {
     kind: ErrorKind,
     context: String,
+    errno: Option<Errno>,
+    /// The errno again, unless the context says it in better words.
     source: Option<Errno>,
 }
 
 impl Error {
     pub(crate) fn new(kind: ErrorKind, context: String) -> Error {
-        Error { kind, context, source: None }
+        Error { kind, context, errno: None, source: None }
     }
 
-    /// Takes the kind from the errno.
+    /// Takes the kind from the errno, whose meaning the context tells.
+    pub(crate) fn explained(context: String, errno: Errno) -> Error {
+        Error { source: None, ..Error::system(context, errno) }
+    }
+
+    /// Takes the kind from the errno, which is told as the source.
     pub(crate) fn system(context: String, errno: Errno) -> Error {
         let kind = match errno {
             Errno::NOENT | Errno::NOTDIR | Errno::NXIO | Errno::NODEV => ErrorKind::NotFound,
@@ -52,10 +59,11 @@ impl Error {
             Errno::EXIST => ErrorKind::Exists,
             _ => ErrorKind::Io,
         };
-        Error { kind, context, source: Some(errno) }
+        Error { kind, context, errno: Some(errno), source: Some(errno) }
     }
 
     pub(crate) fn with_source(mut self, errno: Errno) -> Error {
+        self.errno = Some(errno);
         self.source = Some(errno);
         self
     }
@@ -67,7 +75,7 @@ impl Error {
 
     /// The system's error, if there is one.
     pub fn errno(&self) -> Option<Errno> {
-        self.source
+        self.errno
     }
 }
 

@@ -100,9 +100,9 @@ fn open_error(path: &Path, name: &str, options: &OpenOptions, errno: Errno) -> E
             format!("cannot open '{name}': too many open files; raise the limit (ulimit -n)")
         }
         Errno::LOOP => format!("cannot open '{name}': too many symbolic links"),
-        _ => format!("cannot open '{name}'"),
+        _ => return Error::system(format!("cannot open '{name}'"), errno),
     };
-    Error::system(context, errno)
+    Error::explained(context, errno)
 }
 
 fn can_read(path: &Path) -> bool {
