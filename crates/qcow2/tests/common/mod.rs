@@ -6,6 +6,8 @@
 // Test images are small.
 #![allow(clippy::cast_possible_truncation)]
 
+pub mod memory;
+
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;

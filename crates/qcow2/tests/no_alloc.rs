@@ -1,0 +1,75 @@
+//! A cached look-up allocates nothing: counted.
+
+mod common;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+
+use common::{Images, KIB, MIB, mixed, open, read_all, runtime};
+
+struct Counting;
+
+thread_local! {
+    /// Allocations of this thread: tests run side by side.
+    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
+}
+
+// SAFETY: every call is handed to the system's allocator as it is; the counter allocates nothing.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
+        // SAFETY: the caller keeps the contract of `GlobalAlloc::alloc`.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        // SAFETY: the caller keeps the contract of `GlobalAlloc::dealloc`.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+fn allocations_of_cached_look_ups(options: &str, cluster: u64) -> u64 {
+    let images = Images::new();
+    let mut runtime = runtime();
+    let path = images.create("image", options, 40 * MIB);
+    images.qemu_io("image", &mixed(cluster, 40 * MIB));
+    let image = open(&mut runtime, &path);
+    // Loads every slice.
+    read_all(&mut runtime, &image, &[], 70_000);
+    let before = ALLOCATIONS.get();
+    let mut found = 0;
+    for len in [1, 4 * KIB, MIB, 40 * MIB] {
+        for at in (0..40 * MIB).step_by(100_001) {
+            let extent = image.map_cached(at, len).expect("a good image");
+            found += u64::from(extent.is_some());
+        }
+    }
+    let allocations = ALLOCATIONS.get() - before;
+    assert_eq!(found, 4 * (40 * MIB).div_ceil(100_001));
+    allocations
+}
+
+#[test]
+fn the_counter_counts() {
+    let before = ALLOCATIONS.get();
+    drop(std::hint::black_box(Box::new(5)));
+    assert_eq!(ALLOCATIONS.get() - before, 1);
+}
+
+#[test]
+fn a_cached_look_up_allocates_nothing() {
+    assert_eq!(allocations_of_cached_look_ups("", 64 * KIB), 0);
+}
+
+#[test]
+fn a_cached_look_up_with_extended_l2_allocates_nothing() {
+    assert_eq!(allocations_of_cached_look_ups("extended_l2=on,cluster_size=16k", 16 * KIB), 0);
+}
+
+#[test]
+fn a_cached_look_up_with_small_clusters_allocates_nothing() {
+    assert_eq!(allocations_of_cached_look_ups("cluster_size=512", 512), 0);
+}
