@@ -16,11 +16,13 @@ use rustix::io::Errno;
 use rustix::mm::{MapFlags, MsyncFlags, ProtFlags, mmap, msync, munmap};
 
 const MIB: u64 = 1 << 20;
+/// The same as a length in memory.
+const MIB_BYTES: usize = 1 << 20;
 
 /// A raw disk of one MiB that holds `x` everywhere, and the file behind it.
 fn raw() -> (tempfile::NamedTempFile, Arc<Disk>) {
     let mut file = tempfile::NamedTempFile::new().expect("a file");
-    file.write_all(&vec![b'x'; MIB as usize]).expect("content");
+    file.write_all(&vec![b'x'; MIB_BYTES]).expect("content");
     let disk = open_raw(file.path());
     (file, disk)
 }
@@ -177,8 +179,9 @@ fn several_writers_past_the_end_lose_nothing() {
     });
     let stored = std::fs::read(image.path()).expect("image");
     assert_eq!(stored.len() as u64, MIB + 128 * 4096);
-    let blocks = stored[MIB as usize..].chunks(4096);
-    assert!(blocks.enumerate().all(|(at, block)| block == [at as u8 % 4 + 1; 4096]));
+    let writers = (1..=4).cycle();
+    let mut blocks = stored[MIB_BYTES..].chunks(4096).zip(writers);
+    assert!(blocks.all(|(block, writer)| block == [writer; 4096]));
 }
 
 #[test]
@@ -403,7 +406,7 @@ fn a_read_only_export_refuses_every_change() {
     let mode = std::fs::Permissions::from_mode(0o600);
     let error = std::fs::set_permissions(path, mode).expect_err("chmod");
     assert_eq!(error.kind(), ErrorKind::ReadOnlyFilesystem);
-    assert_eq!(std::fs::read(path).expect("read"), vec![b'x'; MIB as usize]);
+    assert_eq!(std::fs::read(path).expect("read"), vec![b'x'; MIB_BYTES]);
 }
 
 #[test]
@@ -426,7 +429,7 @@ fn a_copy_through_the_kernel_is_complete() {
     let served = Served::new(disk, Wanted::default());
     let copy = tempfile::NamedTempFile::new().expect("a file");
     std::fs::copy(served.path(), copy.path()).expect("copy");
-    assert!(std::fs::read(copy.path()).expect("read") == vec![b'x'; MIB as usize]);
+    assert!(std::fs::read(copy.path()).expect("read") == vec![b'x'; MIB_BYTES]);
 }
 
 /// A shared mapping of a whole file.
@@ -479,7 +482,7 @@ fn shared_mappings_buffered_and_direct_opens_agree() {
         let mut options = OpenOptions::new();
         let direct = options.read(true).write(true).custom_flags(libc::O_DIRECT);
         let direct = direct.open(served.path()).expect("O_DIRECT");
-        let mapping = Mapping::new(&buffered, MIB as usize);
+        let mapping = Mapping::new(&buffered, MIB_BYTES);
         let mut block = AlignedBlock([0; 4096]);
 
         // A mapping's write is seen by both, and by the image after msync.
