@@ -158,13 +158,7 @@ impl Resolver {
             match self.walk(path, access) {
                 Err(WalkError::Raced) => {}
                 Err(WalkError::Outside) => return Err(self.outside(path)),
-                Err(WalkError::Os(errno)) => {
-                    let doing = format!("cannot open '{}'", printable_path(path));
-                    return Err(Error::os(doing, errno));
-                }
-                Err(WalkError::NotAnImage(kind)) => {
-                    return Err(not_an_image(&printable_path(path), kind));
-                }
+                Err(error) => return Err(of_walk(error, &printable_path(path))),
                 Ok(opened) => return Ok(opened),
             }
         }
@@ -292,6 +286,8 @@ enum WalkError {
     NotAnImage(FileType),
     /// The file was replaced between two steps.
     Raced,
+    /// There is no `/proc` to open a held file by.
+    NoProc,
 }
 
 impl From<Errno> for WalkError {
@@ -414,7 +410,12 @@ fn blocking(fd: &OwnedFd) -> Result<(), Errno> {
 fn reopen(fd: &OwnedFd, access: Access) -> Result<Opened, WalkError> {
     let path = proc_path(fd);
     let flags = open_flags(access);
-    let fd = open_maybe_direct(flags, |flags| fs::open(&path, flags, Mode::empty()))?;
+    let fd = match open_maybe_direct(flags, |flags| fs::open(&path, flags, Mode::empty())) {
+        Ok(fd) => fd,
+        // The file is held, so what is not there is the way to it.
+        Err(Errno::NOENT) => return Err(WalkError::NoProc),
+        Err(errno) => return Err(WalkError::Os(errno)),
+    };
     let identity = check(&fd)?;
     blocking(&fd)?;
     Ok(Opened { fd, identity })
@@ -448,11 +449,17 @@ impl Held {
     }
 }
 
-/// An error of a walk that does not search.
+/// An error of a walk that is not about its way.
 fn of_walk(error: WalkError, name: &str) -> Error {
     match error {
         WalkError::NotAnImage(kind) => not_an_image(name, kind),
         WalkError::Os(errno) => Error::os(format!("cannot open '{name}'"), errno),
+        WalkError::NoProc => Error::new(
+            ErrorKind::Unsupported,
+            format!(
+                "cannot open '{name}': /proc is not there; mount it with `mount -t proc proc /proc`"
+            ),
+        ),
         WalkError::Outside | WalkError::Raced => {
             Error::os(format!("cannot open '{name}'"), Errno::AGAIN)
         }

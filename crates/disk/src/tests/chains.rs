@@ -409,3 +409,24 @@ fn an_inherited_descriptor_needs_a_directory_for_its_backing_file() {
         assert_eq!(disk.layers().len(), 4);
     });
 }
+
+#[test]
+fn threads_read_one_disk_with_a_small_cache_at_once() {
+    let directory = directory();
+    mixed(&directory);
+    qemu_img(&directory, &["convert", "-O", "raw", "top.qcow2", "expected.raw"]);
+    let expected = fs::read(directory.path().join("expected.raw")).expect("read");
+    let path = directory.path().join("top.qcow2");
+    let options = ImageOptions { metadata_cache_bytes: Some(64 << 10), ..reading() };
+    let disk = run(async |ring| open(&ring, path, &options).await.expect("open"));
+    std::thread::scope(|scope| {
+        for step in [4096, 50_000, 1 << 20] {
+            let (disk, expected) = (&disk, &expected);
+            scope.spawn(move || {
+                run(async |ring| {
+                    assert_same(&read_steps(&ring, disk, step).await, expected);
+                });
+            });
+        }
+    });
+}

@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use ringdisk_testkit::sim::Prng;
+
 use crate::name::{FileName, NAME_BYTES_MAX};
 use crate::{ErrorKind, Format};
 
@@ -114,4 +116,34 @@ fn json_names_of_anything_else_are_refused() {
 fn deep_json_is_refused_without_using_up_the_stack() {
     let name = format!("json:{}", "[".repeat(NAME_BYTES_MAX - 5));
     assert_eq!(kind_of(name.as_bytes()), ErrorKind::Invalid);
+}
+
+#[test]
+fn random_names_are_taken_or_refused() {
+    const WORDS: [&[u8]; 12] = [
+        b"json:",
+        b"{",
+        b"}",
+        b"\"file\"",
+        b"\"driver\"",
+        b":",
+        b",",
+        b"\"qcow2\"",
+        b"\"x\"",
+        b"[",
+        b".",
+        b"\"file.filename\"",
+    ];
+    let mut chance = Prng::new(7);
+    for _ in 0..20_000 {
+        let mut name = if chance.coin() { b"json:{".to_vec() } else { Vec::new() };
+        for _ in 0..chance.below(12) {
+            let word = usize::try_from(chance.below(WORDS.len() as u64)).expect("index");
+            name.extend_from_slice(WORDS[word]);
+            let mut byte = [0];
+            chance.fill(&mut byte);
+            name.extend_from_slice(&byte[..usize::from(byte[0] < 16)]);
+        }
+        let _ = FileName::parse(&name);
+    }
 }
