@@ -49,13 +49,13 @@ pub(super) fn detached(fstype: &str) -> Result<OwnedFd, Errno> {
 }
 
 /// What a step of the descriptor API said.
-struct Failure {
-    errno: Errno,
+pub(super) struct Failure {
+    pub(super) errno: Errno,
     /// Messages of the kernel, may be empty.
     log: String,
 }
 
-fn mount_by_descriptors(
+pub(super) fn mount_by_descriptors(
     mountpoint: &Path,
     device: BorrowedFd<'_>,
     options: &MountOptions,
@@ -111,7 +111,7 @@ fn kernel_log(context: BorrowedFd<'_>) -> String {
     lines.join(", ")
 }
 
-fn mount_classic(
+pub(super) fn mount_classic(
     mountpoint: &Path,
     device: BorrowedFd<'_>,
     options: &MountOptions,

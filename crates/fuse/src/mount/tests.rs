@@ -1,1 +1,69 @@
+//! Parts of mounting that are not public.
 
+use std::fs::File;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::path::{Path, PathBuf};
+
+use rustix::io::Errno;
+
+use super::table::{self, FSTYPE};
+use super::{Method, MountOptions, Unmount, detach, device, direct};
+
+fn options() -> MountOptions {
+    MountOptions {
+        source: "a,b c".into(),
+        read_only: true,
+        allow_other: true,
+        max_read: 1 << 20,
+        method: Method::Direct,
+    }
+}
+
+/// A directory, and a regular file in it to mount on.
+fn mountpoint() -> (tempfile::TempDir, PathBuf) {
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = directory.path().canonicalize().expect("exists").join("disk");
+    File::create(&path).expect("a file");
+    (directory, path)
+}
+
+fn can_mount() -> bool {
+    rustix::process::geteuid().is_root() && device::open_raw().is_ok()
+}
+
+#[test]
+fn both_system_interfaces_make_the_same_mount() {
+    if !can_mount() {
+        eprintln!("skipped: needs root and /dev/fuse");
+        return;
+    }
+    type Attach = for<'a> fn(&Path, BorrowedFd<'a>, &MountOptions) -> Result<(), Errno>;
+    let by_descriptors: Attach = |path, device, options| {
+        direct::mount_by_descriptors(path, device, options).map_err(|failure| failure.errno)
+    };
+    let entries = [direct::mount_classic as Attach, by_descriptors].map(|attach| {
+        let (_directory, path) = mountpoint();
+        let device = device::open_for_mount().expect("opens");
+        attach(&path, device.as_fd(), &options()).expect("mounts");
+        let entry = table::at(&path).expect("readable").expect("mounted");
+        detach(&entry, Unmount::Normal).expect("unmounts");
+        assert!(table::at(&path).expect("readable").is_none());
+        (entry.fstype, entry.source, entry.options, entry.super_options)
+    });
+    assert_eq!(entries[0], entries[1]);
+    assert_eq!(entries[0].0, FSTYPE);
+    assert!(entries[0].2.split(',').any(|word| word == "ro"));
+    assert!(entries[0].3.split(',').any(|word| word == "allow_other"));
+}
+
+#[test]
+fn what_the_kernel_says_is_part_of_the_error() {
+    if !can_mount() {
+        eprintln!("skipped: needs root and /dev/fuse");
+        return;
+    }
+    let (_directory, path) = mountpoint();
+    let other = File::open("/dev/null").expect("opens");
+    let error = direct::mount(&path, other.as_fd(), &options()).expect_err("not a FUSE device");
+    assert!(error.to_string().contains(&path.display().to_string()), "{error}");
+}
