@@ -35,8 +35,8 @@ const PAIRS: [Run; 12] = [
     ("psync", false, 1, &["--threads", "1"]),
     ("psync", false, 4, &["--threads", "1", "--kernel-cache"]),
     ("mmap", false, 1, &["--threads", "4"]),
-    ("mmap", false, 4, &["--threads", "1", "--kernel-cache"]),
-    ("mmap", false, 4, &["--threads", "4", "--direct"]),
+    ("mmap", false, 1, &["--threads", "1", "--kernel-cache"]),
+    ("mmap", false, 1, &["--threads", "4", "--direct"]),
 ];
 
 fn runs() -> Vec<Run> {
@@ -57,8 +57,9 @@ fn runs() -> Vec<Run> {
     for engine in ["libaio", "io_uring", "psync", "mmap"] {
         for direct in [true, false] {
             for jobs in [1, 4] {
-                // A mapping has no O_DIRECT.
-                let possible = !(engine == "mmap" && direct);
+                // A mapping has no O_DIRECT; and fio's mmap engine forgets the offset of a job, so that several jobs
+                // overwrite one another: e2e_coherence.rs has four writers of mappings of its own.
+                let possible = engine != "mmap" || !direct && jobs == 1;
                 out.extend(
                     SERVINGS.iter().filter(|_| possible).map(|args| (engine, direct, jobs, *args)),
                 );

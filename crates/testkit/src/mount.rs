@@ -170,6 +170,17 @@ pub fn unmount(path: &Path) {
     }
 }
 
+/// Removes whatever is mounted at a path when it is dropped: for mounts whose process is not a child of the test.
+#[derive(Debug)]
+pub struct Cleared(pub PathBuf);
+
+impl Drop for Cleared {
+    fn drop(&mut self) {
+        abort(&self.0);
+        unmount(&self.0);
+    }
+}
+
 /// A file system that is mounted for a test.
 #[derive(Debug)]
 pub struct FileSystem {

@@ -16,6 +16,8 @@ use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 pub const LIMIT: Duration = Duration::from_secs(60);
 /// How often a waiting test looks.
 const LOOK: Duration = Duration::from_millis(3);
+/// Bytes of an output that are looked at: a program in trouble can print gigabytes.
+const KEPT: u64 = 4 << 20;
 /// How long a killed process may take to be gone.
 const GONE: Duration = Duration::from_secs(3);
 
@@ -24,7 +26,7 @@ const GONE: Duration = Duration::from_secs(3);
 pub struct Finished {
     /// Exit code or signal.
     pub status: ExitStatus,
-    /// All it printed, replaced where it is not UTF-8.
+    /// The last 4 MiB it printed, replaced where it is not UTF-8.
     pub stdout: String,
     /// The same of standard error.
     pub stderr: String,
@@ -108,7 +110,9 @@ impl Process {
     pub fn finish(mut self, limit: Duration) -> Finished {
         let Some(status) = self.wait(limit) else {
             let output = self.output();
-            panic!("{} did not end within {limit:?}; it said: {output}", self.what);
+            let tail: String =
+                output.chars().rev().take(2000).collect::<Vec<_>>().into_iter().rev().collect();
+            panic!("{} did not end within {limit:?}; it said: {tail}", self.what);
         };
         Finished { status, stdout: content(&self.stdout), stderr: content(&self.stderr) }
     }
@@ -205,10 +209,12 @@ fn clone(file: &File) -> Stdio {
     Stdio::from(file.try_clone().expect("a second descriptor"))
 }
 
-/// All of a file; the position, which the child shares, is not touched.
+/// The last part of a file; the position, which the child shares, is not touched.
 fn content(file: &File) -> String {
-    let mut bytes = vec![0; file.metadata().map_or(0, |m| usize::try_from(m.len()).unwrap_or(0))];
-    let read = file.read_at(&mut bytes, 0).unwrap_or(0);
+    let len = file.metadata().map_or(0, |m| m.len());
+    let start = len.saturating_sub(KEPT);
+    let mut bytes = vec![0; usize::try_from(len - start).unwrap_or(0)];
+    let read = file.read_at(&mut bytes, start).unwrap_or(0);
     bytes.truncate(read);
     String::from_utf8_lossy(&bytes).into_owned()
 }

@@ -3,6 +3,8 @@
 // Each test program uses a part of this.
 #![allow(dead_code)]
 
+pub mod mapping;
+
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
