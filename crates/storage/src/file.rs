@@ -39,6 +39,8 @@ pub(crate) struct File {
     /// The same file without O_DIRECT, for the piece of a block at the end of a regular file whose
     /// length is no multiple of the block.
     pub(crate) buffered_twin: Option<OwnedFd>,
+    /// Whether the page cache may hold what was written.
+    pub(crate) uses_page_cache: AtomicBool,
     /// First flush that failed on the page cache, as an errno; 0: none.
     pub(crate) flush_failed: AtomicI32,
     pub(crate) identity: (u64, u64),
@@ -97,8 +99,7 @@ impl File {
                 Ok(_) => return Ok(()),
                 Err(Errno::INTR) => {}
                 Err(errno) => {
-                    let cancelled = errno == Errno::CANCELED;
-                    if !cancelled && (!self.limits.direct || self.buffered_twin.is_some()) {
+                    if errno != Errno::CANCELED && self.uses_page_cache.load(Ordering::Relaxed) {
                         self.flush_failed.store(errno.raw_os_error(), Ordering::Relaxed);
                     }
                     return Err(errno);

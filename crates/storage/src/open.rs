@@ -152,6 +152,7 @@ fn adopt(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<File, Error> 
         len: AtomicU64::new(len),
         gate: whole_blocks.then(Gate::new),
         buffered_twin,
+        uses_page_cache: AtomicBool::new(!limits.direct),
         flush_failed: AtomicI32::new(0),
         identity: identity(&stat, kind),
         held,

@@ -8,12 +8,14 @@
 //! Ring threads.
 
 use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use ringdisk_ring::{Errno, Fd, IoBuf, Ring};
 
-use crate::file::{File, end_of};
+use crate::Kind;
+use crate::file::{File, OFFSET_MAX, end_of};
 use crate::read::BOUNCE_MAX;
-use crate::{Kind, file::OFFSET_MAX};
 
 /// Around a write through the page cache no direct write may run, since the cache writes back
 /// whole pages. Pages and the blocks of file systems have at most this many bytes.
@@ -168,7 +170,10 @@ impl File {
             return failed(errno);
         }
         match &self.buffered_twin {
-            Some(twin) => self.write_rest(ring, Fd::of(twin), offset, piece, 0).await,
+            Some(twin) => {
+                self.uses_page_cache.store(true, Ordering::Relaxed);
+                self.write_rest(ring, Fd::of(twin), offset, piece, 0).await
+            }
             None => match self.write_padded(ring, block, offset, piece).await {
                 Ok(progress) => progress,
                 Err(errno) => failed(errno),
@@ -236,14 +241,14 @@ impl File {
     pub(crate) async fn truncate(&self, ring: &Ring, len: u64) -> Result<(), Errno> {
         let result = match self.change(ring.ftruncate(self.fd, len)).await {
             Err(Errno::INVAL) => {
-                let owner = std::sync::Arc::clone(&self.owner);
+                let owner = Arc::clone(&self.owner);
                 let work = ring.offload(move || rustix::fs::ftruncate(owner.as_fd(), len));
                 self.change(work).await
             }
             other => other.map(|_| ()),
         };
         if result.is_ok() {
-            self.len.store(len, std::sync::atomic::Ordering::Relaxed);
+            self.len.store(len, Ordering::Relaxed);
         }
         result
     }
