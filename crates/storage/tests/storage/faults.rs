@@ -28,7 +28,7 @@ fn full_tmpfs_gives_a_short_write_then_no_space() {
 
 #[test]
 fn full_ext4_with_direct_io_gives_no_space() {
-    let Some((mounted, _directory)) = file_system("ext4", 16 << 20) else { return };
+    let Some((_directory, mounted)) = file_system("ext4", 16 << 20) else { return };
     let storage = open(&image(mounted.path(), "image", 64 << 20), &DIRECT);
     block_on(|ring| async move {
         let chunk = vec![7; 1 << 20];

@@ -123,14 +123,14 @@ fn direct_file_in_memory_equals_the_model_or_is_refused() {
 
 #[test]
 fn direct_file_on_xfs_equals_the_model() {
-    if let Some((mounted, _directory)) = file_system("xfs", 512 << 20) {
+    if let Some((_directory, mounted)) = file_system("xfs", 512 << 20) {
         model_test(mounted.path(), &DIRECT);
     }
 }
 
 #[test]
 fn direct_file_on_ext4_equals_the_model() {
-    if let Some((mounted, _directory)) = file_system("ext4", 64 << 20) {
+    if let Some((_directory, mounted)) = file_system("ext4", 64 << 20) {
         model_test(mounted.path(), &DIRECT);
     }
 }

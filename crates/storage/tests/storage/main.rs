@@ -74,7 +74,9 @@ fn loop_device(len: u64, options: &[&str]) -> Option<(Loop, tempfile::TempDir)> 
 }
 
 /// A small file system on a loop mount. `None`, and a line that says so, where it cannot be made.
-fn file_system(kind: &str, len: u64) -> Option<(FileSystem, tempfile::TempDir)> {
+///
+/// The directory comes first, so that it is dropped last.
+fn file_system(kind: &str, len: u64) -> Option<(tempfile::TempDir, FileSystem)> {
     let maker = format!("mkfs.{kind}");
     if !has(&maker) || !Path::new("/dev/loop-control").exists() {
         eprintln!("SKIPPED: no {maker}, or no loop devices");
@@ -84,5 +86,5 @@ fn file_system(kind: &str, len: u64) -> Option<(FileSystem, tempfile::TempDir)> 
     let path = image(directory.path(), "file-system", len);
     ok_words(&[&maker, "-q", path.to_str().expect("UTF-8")]);
     let mounted = FileSystem::of(&path, &directory.path().join("mounted"), "loop");
-    Some((mounted, directory))
+    Some((directory, mounted))
 }
