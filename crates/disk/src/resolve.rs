@@ -172,16 +172,14 @@ impl Resolver {
     }
 
     fn outside(&self, path: &Path) -> Error {
-        let directory = path.parent().unwrap_or(path);
+        let name = printable_path(path);
         Error::new(
             ErrorKind::NotAllowed,
             format!(
-                "'{}' is, or leads through a link or '..', outside the allowed paths ({}); if you \
-                 trust the image, add the directory where the file really is, for example \
-                 `--allow-path '{}'`",
-                printable_path(path),
+                "'{name}' is, or leads through a link or '..', outside the allowed paths ({}); if \
+                 you trust the image, allow this file with `--allow-path '{name}'`, or its \
+                 directory",
                 self.describe(),
-                printable_path(directory),
             ),
         )
     }

@@ -187,6 +187,19 @@ fn more_directories_and_single_files_can_be_allowed() {
 }
 
 #[test]
+fn the_way_out_that_a_refusal_names_works() {
+    let tree = tree();
+    symlink("../outside/secret", tree.path().join("inside/link")).expect("link");
+    for name in ["link", "../outside/secret", "sub/../../outside/secret"] {
+        let path = tree.path().join("inside").join(name);
+        let error = open(&tree, name).expect_err("refused");
+        let advice = format!("--allow-path '{}'", path.to_str().expect("text"));
+        assert!(error.message().contains(&advice), "{error}");
+        assert_eq!(open_with(&tree, name, &[path]).expect(name), "secret");
+    }
+}
+
+#[test]
 fn an_allowed_directory_may_be_named_through_a_link() {
     let tree = tree();
     symlink("inside", tree.path().join("alias")).expect("link");
