@@ -106,30 +106,29 @@ pub(crate) enum Command {
                       ringdisk mount [OPTIONS] --null SIZE MOUNTPOINT"
 )]
 pub(crate) struct MountArgs {
-    /// The image, and the file to serve it as; with --null only the file
-    #[arg(
-        value_names = ["IMAGE", "MOUNTPOINT"],
-        num_args = 1..=2,
-        required = true,
-        value_hint = ValueHint::FilePath
-    )]
-    pub(crate) paths: Vec<PathBuf>,
+    /// The image: a regular file or a block device (with --null: the MOUNTPOINT)
+    #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
+    image: PathBuf,
+
+    /// The file to serve it as; made when it is not there
+    #[arg(value_name = "MOUNTPOINT", value_hint = ValueHint::FilePath)]
+    mountpoint: Option<PathBuf>,
 
     /// Serve a disk of SIZE bytes that keeps nothing, instead of an image
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image",
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image options",
           conflicts_with_all = ["create", "format", "cache", "direct", "allow_path", "force_share", "offset", "size"])]
     pub(crate) null: Option<u64>,
 
     /// How long each request to a null disk takes, such as 100us
-    #[arg(long, value_name = "TIME", value_parser = parse_time, requires = "null", help_heading = "Image")]
+    #[arg(long, value_name = "TIME", value_parser = parse_time, requires = "null", help_heading = "Image options")]
     pub(crate) latency: Option<Duration>,
 
     /// Reads of a null disk give zeroes (they cost time; without it they give anything)
-    #[arg(long, requires = "null", help_heading = "Image")]
+    #[arg(long, requires = "null", help_heading = "Image options")]
     pub(crate) read_zeroes: bool,
 
     /// Make a raw image of SIZE bytes when there is no IMAGE
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image",
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image options",
           conflicts_with = "read_only")]
     pub(crate) create: Option<u64>,
 
@@ -137,11 +136,11 @@ pub(crate) struct MountArgs {
     ///
     /// An image that is taken for raw only because of its first bytes refuses writes that would
     /// make it look like another format the next time; `--format raw` allows them.
-    #[arg(short, long, value_parser = format_parser(), help_heading = "Image")]
+    #[arg(short, long, value_parser = format_parser(), help_heading = "Image options")]
     pub(crate) format: Option<Format>,
 
     /// Never write to IMAGE
-    #[arg(short, long, help_heading = "Image")]
+    #[arg(short, long, help_heading = "Image options")]
     pub(crate) read_only: bool,
 
     /// How the host's page cache and flushes are used
@@ -150,70 +149,70 @@ pub(crate) struct MountArgs {
     /// (O_DIRECT), a flush makes writes durable. writethrough: each write is durable when it is
     /// answered. unsafe: flushes are ignored; a crash of the host loses data.
     #[arg(long, value_name = "MODE", value_parser = cache_parser(), default_value = "writeback",
-          help_heading = "Image")]
+          help_heading = "Image options")]
     pub(crate) cache: Cache,
 
     /// Past the host's page cache; the same as --cache none
-    #[arg(long, conflicts_with = "cache", help_heading = "Image")]
+    #[arg(long, conflicts_with = "cache", help_heading = "Image options")]
     pub(crate) direct: bool,
 
     /// Where the disk begins inside a raw IMAGE, bytes
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image")]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image options")]
     pub(crate) offset: Option<u64>,
 
     /// Size of the disk inside a raw IMAGE, bytes [default: to the end]
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image")]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image options")]
     pub(crate) size: Option<u64>,
 
     /// A directory (with all below) or file that backing and data file names of IMAGE may lead to
     ///
     /// The directory of IMAGE and everything below are always allowed. May be given several times.
-    #[arg(long, value_name = "DIR", value_hint = ValueHint::AnyPath, help_heading = "Image")]
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::AnyPath, help_heading = "Image options")]
     pub(crate) allow_path: Vec<PathBuf>,
 
     /// Read IMAGE although another program is writing to it; needs --read-only
-    #[arg(short = 'U', long, requires = "read_only", help_heading = "Image")]
+    #[arg(short = 'U', long, requires = "read_only", help_heading = "Image options")]
     pub(crate) force_share: bool,
 
     /// Let a write past the end make the disk larger
-    #[arg(long, conflicts_with = "read_only", help_heading = "File")]
+    #[arg(long, conflicts_with = "read_only", help_heading = "File options")]
     pub(crate) growable: bool,
 
     /// Let other users open the file, as far as its mode allows
-    #[arg(long, help_heading = "File")]
+    #[arg(long, help_heading = "File options")]
     pub(crate) allow_other: bool,
 
     /// Keep the file's contents in the kernel's page cache (for buffered reads that repeat)
-    #[arg(long, help_heading = "File")]
+    #[arg(long, help_heading = "File options")]
     pub(crate) kernel_cache: bool,
 
     /// Queue threads: a number, or auto
     #[arg(long, value_name = "N", default_value = "auto", value_parser = parse_threads,
-          help_heading = "Serving")]
+          help_heading = "Serving options")]
     pub(crate) threads: Threads,
 
     /// Requests of each queue thread that run at once [default: chosen by the number of threads]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(QUEUE_DEPTH_MAX)),
-          help_heading = "Serving")]
+          help_heading = "Serving options")]
     pub(crate) queue_depth: Option<u32>,
 
     /// Give the mount up, with errors to its users, when storage takes longer for one request
-    #[arg(long, value_name = "TIME", value_parser = parse_io_timeout, help_heading = "Serving")]
+    #[arg(long, value_name = "TIME", value_parser = parse_io_timeout, help_heading = "Serving options")]
     pub(crate) io_timeout: Option<Duration>,
 
     /// Serve in the background; return when the mount answers
     ///
     /// An error during the start is reported as usual, with its exit code. Standard output and
     /// error stay open only where they are regular files.
-    #[arg(long, help_heading = "Serving")]
+    #[arg(long, help_heading = "Serving options")]
     pub(crate) daemonize: bool,
 
     /// Write the pid to FILE when the mount answers; locked, and removed at the end
-    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Serving")]
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Serving options")]
     pub(crate) pidfile: Option<PathBuf>,
 
     /// Print IOPS, bytes, latencies, depth and CPU time per request on standard error at the end
-    #[arg(long, help_heading = "Serving")]
+    #[arg(long, help_heading = "Serving options")]
     pub(crate) stats: bool,
 }
 
@@ -374,18 +373,18 @@ impl MountArgs {
     /// Errors: one path too few or too many, an image of a format that cannot be made.
     pub(crate) fn paths(&self) -> Result<MountPaths, clap::Error> {
         let refuse = |kind, text: &str| Err(command_of("mount").error(kind, text));
-        let paths = match (self.null, self.paths.as_slice()) {
-            (Some(_), [mountpoint]) => MountPaths { image: None, mountpoint: mountpoint.clone() },
-            (Some(_), _) => {
+        let paths = match (self.null, &self.mountpoint) {
+            (Some(_), None) => MountPaths { image: None, mountpoint: self.image.clone() },
+            (Some(_), Some(_)) => {
                 return refuse(
                     clap::error::ErrorKind::TooManyValues,
                     "with --null there is no IMAGE; give the MOUNTPOINT only",
                 );
             }
-            (None, [image, mountpoint]) => {
-                MountPaths { image: Some(image.clone()), mountpoint: mountpoint.clone() }
+            (None, Some(mountpoint)) => {
+                MountPaths { image: Some(self.image.clone()), mountpoint: mountpoint.clone() }
             }
-            (None, _) => {
+            (None, None) => {
                 return refuse(
                     clap::error::ErrorKind::MissingRequiredArgument,
                     "the MOUNTPOINT is missing: name the file that the image is to appear as, \
@@ -403,16 +402,11 @@ impl MountArgs {
 
     /// Whether the image is to be made as qcow2, which this version cannot.
     pub(crate) fn wants_new_qcow2(&self) -> bool {
-        let named = |paths: &[PathBuf]| {
-            paths
-                .first()
-                .and_then(|path| path.extension())
-                .is_some_and(|e| e.eq_ignore_ascii_case("qcow2"))
-        };
+        let named = || self.image.extension().is_some_and(|e| e.eq_ignore_ascii_case("qcow2"));
         self.create.is_some()
             && match self.format {
                 Some(format) => format == Format::Qcow2,
-                None => named(&self.paths),
+                None => named(),
             }
     }
 }
@@ -495,7 +489,7 @@ mod tests {
             ("--null 10Q b", ErrorKind::ValueValidation),
             ("-f vmdk a b", ErrorKind::InvalidValue),
             ("--cache directsync a b", ErrorKind::InvalidValue),
-            ("a b c", ErrorKind::TooManyValues),
+            ("a b c", ErrorKind::UnknownArgument),
             ("", ErrorKind::MissingRequiredArgument),
         ] {
             let error = mount(words).expect_err(words);

@@ -7,6 +7,7 @@
 
 #![forbid(unsafe_code)]
 
+mod alive;
 mod cli;
 mod commands;
 mod daemonize;
@@ -39,6 +40,7 @@ fn run() -> u8 {
         Err(error) => return usage(&error),
     };
     log::start(cli.verbose);
+    limits::raise();
     let result = match &cli.command {
         Command::Mount(args) => match args.paths() {
             Ok(paths) => commands::mount::run(args, paths),

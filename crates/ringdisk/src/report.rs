@@ -219,7 +219,15 @@ impl From<ringdisk_fuse::Error> for Failure {
         };
         // A ring that could not be made is a cause here; its own code says more.
         let exit = ring_exit(&error).unwrap_or(exit);
-        Failure::caused(exit, &error)
+        let failure = Failure::caused(exit, &error);
+        // The text of this error contains its hint, which gets a line of its own here.
+        match error.hint_text() {
+            Some(hint) => {
+                let message = failure.message.replace(&format!("; {hint}"), "");
+                Failure { exit, message, hint: Some(hint.to_owned()) }
+            }
+            None => failure,
+        }
     }
 }
 

@@ -117,7 +117,12 @@ fn a_mountpoint_that_cannot_be_used_is_refused_before_anything_is_made() {
     let d = directory.path();
     fs::create_dir(d.join("folder")).expect("mkdir");
     refused(d, &["mount", "--create", "1M", "a.img", "folder"], 4, &["a directory"]);
-    refused(d, &["mount", "--create", "1M", "a.img", "no/disk"], 4, &["mkdir -p no"]);
+    refused(
+        d,
+        &["mount", "--create", "1M", "a.img", "no/disk"],
+        4,
+        &["directory 'no' does not exist", "mkdir -p no"],
+    );
     refused(d, &["mount", "--null", "1M", "/dev/null"], 4, &["/dev/null"]);
     assert!(!d.join("a.img").exists());
 }

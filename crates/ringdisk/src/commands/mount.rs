@@ -15,6 +15,7 @@ use ringdisk_disk::{
 };
 use ringdisk_fuse::mount::mountpoint;
 
+use crate::alive;
 use crate::cli::{MountArgs, MountPaths};
 use crate::commands::look;
 use crate::daemonize::{self, Background};
@@ -36,8 +37,7 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
         true => return daemonize::run_child(),
         false => None,
     };
-    refuse_new_qcow2(args)?;
-    limits::raise();
+    refuse_new_qcow2(args, &paths)?;
     limits::become_io_flusher();
     let made = Made::default();
     let watcher = watch_start(&made)?;
@@ -53,6 +53,7 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
         return Ok(Exit::General.code());
     }
     made.mountpoint(&plan.mountpoint)?;
+    let alive = alive::hold(&plan.mountpoint);
     let served = Served::start(Arc::clone(&disk), &plan.options(&disk))?;
     for note in served.notes() {
         terminal::warn(note);
@@ -103,17 +104,17 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
     drop(disk);
     drop(made);
     drop(pidfile);
+    drop(alive);
     result.map(|()| Exit::Clean.code())
 }
 
-fn refuse_new_qcow2(args: &MountArgs) -> Result<(), Failure> {
+fn refuse_new_qcow2(args: &MountArgs, paths: &MountPaths) -> Result<(), Failure> {
     if !args.wants_new_qcow2() {
         return Ok(());
     }
-    let image = args.paths.first().map(|path| path.display().to_string()).unwrap_or_default();
     Err(Failure::new(
         Exit::Unsupported,
-        format!("'{image}' would be a new qcow2 image; this version makes raw images only"),
+        format!("'{}' would be a new qcow2 image; this version makes raw images only", paths.image.as_deref().unwrap_or(Path::new("")).display()),
     )
     .hint("add `--format raw` for a raw image of that name, or make it with `qemu-img create -f qcow2`"))
 }
@@ -147,15 +148,17 @@ impl<'a> Plan<'a> {
     /// Errors: a mountpoint that cannot be used, whether it is there or not.
     fn new(args: &'a MountArgs, paths: MountPaths) -> Result<Plan<'a>, Failure> {
         let mountpoint_shown = paths.mountpoint.display().to_string();
-        let mut mountpoint = mountpoint::resolve(&paths.mountpoint).map_err(|error| {
-            let missing = error.kind() == ringdisk_fuse::ErrorKind::NotFound;
-            let failure = Failure::from(error);
-            match paths.mountpoint.parent() {
-                Some(directory) if missing => failure
-                    .hint(format!("mkdir -p {}", shell_word(&directory.display().to_string()))),
-                _ => failure,
-            }
-        })?;
+        let mut mountpoint =
+            mountpoint::resolve(&paths.mountpoint).map_err(|error| {
+                match paths.mountpoint.parent().map(|directory| directory.display().to_string()) {
+                    Some(directory) if error.kind() == ringdisk_fuse::ErrorKind::NotFound => {
+                        let message = format!("the directory '{directory}' does not exist");
+                        Failure::new(Exit::Mountpoint, message)
+                            .hint(format!("mkdir -p {}", shell_word(&directory)))
+                    }
+                    _ => Failure::from(error),
+                }
+            })?;
         match fs::symlink_metadata(&mountpoint) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             _ => mountpoint = mountpoint::check(&mountpoint)?,

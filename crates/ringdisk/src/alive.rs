@@ -1,0 +1,74 @@
+//! Lets `ringdisk umount` wait for the server of a mount.
+//!
+//! Promises: never fails and never waits for long; where it cannot tell, it says "ended".
+//!
+//! The server holds a lock (flock) on the file below its mount as long as it lives. When the mount
+//! is gone, that file can be seen again, and whoever gets its lock knows that the server has let
+//! go of the image too.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+
+/// How long a server may take to end after its mount has gone: it flushes the image.
+const WAIT: Duration = Duration::from_secs(5);
+
+/// How often one looks.
+const LOOK: Duration = Duration::from_millis(5);
+
+/// Holds the lock of the file at `mountpoint`, before it is mounted on, until the value is dropped.
+pub(crate) fn hold(mountpoint: &Path) -> Option<File> {
+    let file = open(mountpoint).ok()?;
+    flock(&file, FlockOperation::NonBlockingLockExclusive).ok()?;
+    Some(file)
+}
+
+/// Waits until the server has ended, after the mount has gone. Returns whether it has.
+pub(crate) fn wait(mountpoint: &Path) -> bool {
+    let end = Instant::now() + WAIT;
+    loop {
+        match open(mountpoint) {
+            Ok(file) => match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Err(Errno::WOULDBLOCK) => {}
+                _ => return true,
+            },
+            // The server made the file and has removed it, or it is not ours to look at.
+            Err(_) => return true,
+        }
+        if Instant::now() >= end {
+            return false;
+        }
+        thread::sleep(LOOK);
+    }
+}
+
+fn open(path: &Path) -> io::Result<File> {
+    const O_NONBLOCK: i32 = 0o4000;
+    OpenOptions::new().read(true).custom_flags(O_NONBLOCK).open(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_end_of_the_holder_ends_the_wait() {
+        let directory = tempfile::tempdir().expect("directory");
+        let path = directory.path().join("disk");
+        assert!(hold(&path).is_none() && wait(&path), "a file that is not there");
+        std::fs::write(&path, "").expect("write");
+        let held = hold(&path).expect("free");
+        assert!(hold(&path).is_none());
+        let waiting = thread::spawn(move || wait(&path));
+        thread::sleep(LOOK * 4);
+        assert!(!waiting.is_finished());
+        drop(held);
+        assert!(waiting.join().expect("no panic"));
+    }
+}
