@@ -214,7 +214,7 @@ fn an_idle_mount_is_small_and_uses_no_cpu() {
         return;
     }
     let disk = serve_raw(MIB, &["--threads", "2"]);
-    piece(disk.mounted.path(), 0, 4096);
+    assert_eq!(piece(disk.mounted.path(), 0, 64), pattern(1, 0, 64));
     std::thread::sleep(Duration::from_millis(500));
     let before = limits::cpu_ns(disk.mounted.pid());
     std::thread::sleep(Duration::from_secs(2));
@@ -307,7 +307,7 @@ fn the_counters_of_each_queue_are_printed_on_request_and_at_the_end() {
         return;
     }
     let mut disk = serve_raw(MIB, &["--stats", "--threads", "2"]);
-    piece(disk.mounted.path(), 0, 4096);
+    assert_eq!(piece(disk.mounted.path(), 0, 64), pattern(1, 0, 64));
     disk.mounted.process().signal(Signal::USR1);
     let printed = until(STOP, || disk.mounted.output().contains("queue").then_some(()));
     assert_eq!(printed, Some(()), "{}", disk.mounted.output());
