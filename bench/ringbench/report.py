@@ -110,3 +110,43 @@ def doc_targets(doc):
     """Every target of the document, met or not."""
     return [t for row in doc["rows"] for t in row["targets"]] + \
            [f for f in doc["depth_gain"] + doc["cost"] if f["met"] is not None]
+
+
+def summary(doc):
+    """The short table of the README: every row that has a target, one line each."""
+    m = doc["machine"]
+    out = [f"Made by `{doc['command']}` on {doc['date']}: {m['cpus']} CPUs ({m['cpu']}), Linux {m['kernel']}, "
+           f"{doc['versions']['qsd']} (`growable=on`, io_uring, O_DIRECT), {doc['threads']} threads each, medians of {doc['reps']} "
+           f"({doc['depth_reps']} of the depth rows). Rates in kIOPS, large reads in MiB/s, in brackets the daemon's CPU µs for each "
+           "I/O. All figures: [the full report](bench/results/latest.md), [chart](bench/results/latest.svg).", ""]
+    if doc["incomplete"]:
+        out += ["**Incomplete: this run was cut short or had failures.**", ""]
+    out += ["| case | ringdisk | QSD | ratio | targets |", "|---|---|---|---|---|"]
+    for row in doc["rows"]:
+        if not row["targets"]:
+            continue
+        cells = []
+        for column in ("ringdisk", "qsd"):
+            median = row["median"].get(column)
+            figure_of = (lambda v: f"{v['mib_s']:.0f} MiB/s") if row["table"] == "bulk" else \
+                (lambda v: f"{v['iops'] / 1e3:.0f}k ({v['daemon_us']:.1f})")
+            cells.append(figure_of(median) if median else "failed")
+        missed = "; ".join(f"{t['text']}: {number(t['value'])} **miss**" for t in row["targets"] if not t["met"])
+        met = sum(1 for t in row["targets"] if t["met"])
+        verdicts = missed or f"all {met} met"
+        out.append(f"| {row['image']}: {row['case']} | {cells[0]} | {cells[1]} | {number(row['ratio'].get('qsd'))} × | {verdicts} |")
+    for line in doc["depth_gain"] + doc["cost"]:
+        if line["bound"] is not None:
+            sign = "≥" if line["at_least"] else "≤"
+            peer = "" if line["at_least"] else f"{number(line['qsd'])} {line['unit']}"
+            out.append(f"| {line['name']} | {number(line['ringdisk'])} {line['unit']} | {peer} | | "
+                       f"{sign} {line['bound']:g}: {verdict(line['met'])} |")
+    return "\n".join(out) + "\n"
+
+
+def into_readme(doc, text):
+    """`text` with the part between the two markers replaced by the short table."""
+    begin, end = "<!-- bench:begin -->", "<!-- bench:end -->"
+    head, rest = text.split(begin, 1)
+    _, tail = rest.split(end, 1)
+    return f"{head}{begin}\n\n{summary(doc)}\n{end}{tail}"
