@@ -38,6 +38,8 @@ pub enum ErrorKind {
     HelperMissing,
     /// The kernel lacks something that we cannot do without.
     Unsupported,
+    /// io_uring is forbidden here.
+    RingForbidden,
     /// The transport broke down and the export was halted.
     Halted,
     /// Any other failure of the system.

@@ -5,16 +5,25 @@
 //! - [`request`], [`reply`], [`negotiate`]: bytes to typed requests, results to bytes, the INIT exchange; shared by all transports
 //!   and tested without a kernel;
 //! - [`file`]: what each operation does on a disk;
-//! - [`mount`]: making and removing the mount, without libfuse.
+//! - [`mount`]: making and removing the mount, without libfuse;
+//! - `dev`: the transport over `/dev/fuse`: queues, entries, and where requests are served;
+//! - [`export`], `keeper`, `stats`: an export from its mount to its end.
 
 #![deny(unsafe_code)]
 
 pub mod abi;
+mod dev;
 mod error;
+pub mod export;
 pub mod file;
+mod keeper;
 pub mod mount;
 pub mod negotiate;
 pub mod reply;
 pub mod request;
+mod stats;
 
 pub use error::{Error, ErrorKind};
+pub use export::{Export, ExportOptions, StopHandle, Threads};
+pub use keeper::HaltReason;
+pub use stats::{Histogram, QueueStats, Stats};

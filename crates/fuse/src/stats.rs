@@ -162,7 +162,12 @@ impl QueueCells {
         self.latency[bucket(nanos)].add(1);
     }
 
-    pub(crate) fn snapshot(&self, thread: usize, cpu: Option<usize>, ring: &Counters) -> QueueStats {
+    pub(crate) fn snapshot(
+        &self,
+        thread: usize,
+        cpu: Option<usize>,
+        ring: &Counters,
+    ) -> QueueStats {
         let ring: CountersSnapshot = ring.snapshot();
         QueueStats {
             thread,

@@ -49,6 +49,8 @@ pub(crate) struct Inner {
     files: RefCell<Vec<u32>>,
     registered_buffers: RefCell<Vec<IoBuf>>,
     pub(crate) event_armed: Cell<bool>,
+    /// Polling before a sleep is allowed.
+    pub(crate) polling: Cell<bool>,
 }
 
 /// Handle of a ring; cheap to clone, bound to its thread.
@@ -110,6 +112,7 @@ impl Inner {
             files: RefCell::new((0..config.files).rev().collect()),
             registered_buffers: RefCell::new(Vec::new()),
             event_armed: Cell::new(false),
+            polling: Cell::new(true),
         })
     }
 
@@ -193,6 +196,11 @@ impl Inner {
         if self.slots.borrow_mut().abandon(slot) {
             self.counters.cancelled.add(1);
             self.cancel(user_data);
+            // The owner may close the descriptor now and its number be used again: nothing of this
+            // operation may wait in the queue for that.
+            if let Err(error) = self.uring.enter(&self.counters, 0, None) {
+                tracing::error!("io_uring_enter: {error}");
+            }
         } else {
             self.feed_hungry();
         }
@@ -527,6 +535,16 @@ impl Ring {
     /// The ring's counters, to be read from any thread.
     pub fn counters(&self) -> Arc<Counters> {
         Arc::clone(&self.0.counters)
+    }
+
+    /// Switches polling before a sleep on or off, within what the ring's [`crate::SpinPolicy`] allows.
+    pub fn set_polling(&self, on: bool) {
+        self.0.polling.set(on);
+    }
+
+    /// Number of the loop's present turn: of the enters so far. What completes in one turn was there together.
+    pub fn turn(&self) -> u64 {
+        self.0.counters.enters.get()
     }
 
     /// The ring's descriptor, as the target of [`Ring::send_message`].

@@ -92,6 +92,8 @@ impl Runtime {
             inner.complete(completion);
             if !inner.event_armed.get() {
                 inner.shared.receive(&self.ring, |task| inner.executor.schedule(task));
+                // A job may have changed what the future of `block_on` waits for.
+                inner.executor.mark_root_ready();
                 inner.arm_event();
             }
         }
@@ -100,6 +102,9 @@ impl Runtime {
     /// Submits, then watches shared memory for a while. Returns whether there is work now, i.e.
     /// there is no need to sleep.
     fn poll_before_sleep(&mut self) -> bool {
+        if !self.ring.0.polling.get() {
+            return false;
+        }
         let budget = self.spin.budget();
         if budget.is_zero() || !self.ring.0.uring.can_poll() {
             return false;

@@ -15,11 +15,16 @@ use ringdisk_ring::{Parker, Ring};
 /// Entries armed at most. More would only wear out caches: one turn of the loop takes what is there and arms again.
 const ARMED_MAX: usize = 8;
 
+/// Value of [`Fetch::operations`] for an entry that has no fetch in the ring.
+const NO_OPERATION: u64 = u64::MAX;
+
 /// The fetching side of one queue. Queue thread only; never allocates after start-up.
 #[derive(Debug)]
 pub(super) struct Fetch {
     /// One for each entry.
     parkers: Vec<Parker>,
+    /// The fetch that an entry has in the ring, for its cancellation.
+    operations: Vec<Cell<u64>>,
     /// Entries without a request that are not armed; the last one is next.
     idle: RefCell<Vec<usize>>,
     armed: Cell<usize>,
@@ -35,6 +40,7 @@ impl Fetch {
     pub(super) fn new(entries: usize) -> Fetch {
         Fetch {
             parkers: (0..entries).map(|_| Parker::default()).collect(),
+            operations: (0..entries).map(|_| Cell::new(NO_OPERATION)).collect(),
             idle: RefCell::new(Vec::with_capacity(entries)),
             armed: Cell::new(0),
             target: Cell::new(1),
@@ -50,12 +56,17 @@ impl Fetch {
         self.parkers[entry].park(ring).await;
     }
 
-    /// A fetch brought a request. `turn`: number of the loop's turn.
-    pub(super) fn fetched(&self, ring: &Ring, turn: u64) {
-        self.ended();
+    /// The fetch of an entry is in the ring.
+    pub(super) fn submitted(&self, entry: usize, operation: Option<u64>) {
+        self.operations[entry].set(operation.unwrap_or(NO_OPERATION));
+    }
+
+    /// A fetch brought a request.
+    pub(super) fn fetched(&self, ring: &Ring, entry: usize) {
+        self.ended(entry);
         let (last, count) = self.turn.get();
-        let count = if last == turn { count + 1 } else { 1 };
-        self.turn.set((turn, count));
+        let count = if last == ring.turn() { count + 1 } else { 1 };
+        self.turn.set((ring.turn(), count));
         if count >= self.target.get() && self.target.get() < ARMED_MAX {
             // All that were armed came back in one turn: there may be more in the queue.
             self.target.set(self.target.get() * 2);
@@ -64,7 +75,8 @@ impl Fetch {
     }
 
     /// A fetch ended without a request.
-    pub(super) fn ended(&self) {
+    pub(super) fn ended(&self, entry: usize) {
+        self.operations[entry].set(NO_OPERATION);
         self.armed.set(self.armed.get() - 1);
     }
 
@@ -75,17 +87,38 @@ impl Fetch {
         self.arm(ring);
     }
 
-    /// No more fetches; those that are armed are cancelled by their entries, which are woken.
-    pub(super) fn stop(&self) {
+    /// No more fetches: cancels those in the ring. Each ends with a request after all, or with ECANCELED.
+    pub(super) fn stop(&self, ring: &Ring) {
         self.enabled.set(false);
+        for operation in &self.operations {
+            if operation.get() != NO_OPERATION {
+                ring.cancel(operation.get());
+            }
+        }
     }
 
+    /// Looks at the kernel's queue again, by a new poll: a wake-up may have gone to a poll of another queue that was cancelled.
+    pub(super) fn look_again(&self, ring: &Ring) {
+        if self.armed.get() < ARMED_MAX {
+            self.target.set(self.target.get().max(self.armed.get() + 1));
+            self.arm(ring);
+            return;
+        }
+        // Enough are armed: one of them starts anew.
+        let armed = self.operations.iter().find(|operation| operation.get() != NO_OPERATION);
+        if let Some(operation) = armed {
+            ring.cancel(operation.get());
+        }
+    }
+
+    /// Whether this queue fetches.
     pub(super) fn is_enabled(&self) -> bool {
         self.enabled.get()
     }
 
-    pub(super) fn armed(&self) -> usize {
-        self.armed.get()
+    /// Whether this queue was stopped and no fetch of it is in the ring any more.
+    pub(super) fn is_quiet(&self) -> bool {
+        !self.enabled.get() && self.armed.get() == 0
     }
 
     /// Whether every entry carries a request: the queue cannot take more.

@@ -26,7 +26,10 @@ pub(crate) fn answer_init(device: impl AsFd, profile: &Profile) -> Result<Negoti
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            return Err(Error::new(ErrorKind::System, "the kernel did not start the FUSE connection"));
+            return Err(Error::new(
+                ErrorKind::System,
+                "the kernel did not start the FUSE connection",
+            ));
         }
         let timeout = Timespec {
             tv_sec: i64::try_from(left.as_secs()).unwrap_or(1),

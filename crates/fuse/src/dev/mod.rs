@@ -13,7 +13,9 @@ mod entry;
 mod fetch;
 mod init;
 mod place;
+mod policy;
 mod queue;
 
 pub(crate) use init::answer_init;
-pub(crate) use queue::{QueueSetup, QueueThread};
+pub(crate) use place::Place;
+pub(crate) use queue::{QueueSetup, QueueThread, Serve};

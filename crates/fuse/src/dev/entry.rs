@@ -1,0 +1,175 @@
+//! The life of a request: fetch, serve, reply.
+//!
+//! One task for each entry, for as long as the export lives. Never allocates, locks or blocks; what waits (a disk that is slow) is
+//! this entry alone.
+
+use std::cell::Cell;
+use std::future::{Future, poll_fn};
+use std::pin::Pin;
+use std::rc::Rc;
+use std::time::Instant;
+
+use ringdisk_ring::{Errno, IoBuf};
+
+use crate::abi::{OUT_HEADER_BYTES, REQUEST_HEAD_BYTES, WRITE_DATA_OFFSET};
+use crate::keeper::EndReason;
+use crate::reply::{ReplyBuf, data_header, error_frame};
+use crate::request::{Operation, ParseError, Request, opcode_expects_reply};
+
+use super::queue::Queue;
+
+/// Where data lies in an entry's memory: a page boundary, so that direct I/O needs no copy. The header of a request ends and the
+/// header of a reply ends there too.
+const DATA_AT: usize = 4096;
+
+/// What an entry sends back: a part of its memory, or nothing.
+enum Reply {
+    None,
+    Frame { start: usize, len: usize, is_error: bool },
+}
+
+/// Serves requests until the export ends.
+pub(super) async fn serve_entry(queue: Rc<Queue>, entry: usize) {
+    let transfer = queue.server.profile().transfer_bytes() as usize;
+    let memory = IoBuf::new(DATA_AT + transfer, DATA_AT);
+    let frame = memory.slice(DATA_AT - WRITE_DATA_OFFSET..DATA_AT + transfer);
+    let data = memory.slice(DATA_AT..DATA_AT + transfer);
+    loop {
+        queue.fetch.wait_for_turn(&queue.ring, entry).await;
+        let fetched = fetch(&queue, entry, &frame).await;
+        let Some(received) = fetched else { continue };
+        let started = Instant::now();
+        queue.begin(entry, started);
+        let reply = serve(&queue, received, &memory, &frame, &data).await;
+        queue.end(entry, started);
+        if let Reply::Frame { start, len, is_error } = reply {
+            if is_error {
+                queue.cells.errors.add(1);
+            }
+            send(&queue, &memory.slice(start..start + len)).await;
+        }
+    }
+}
+
+/// Waits for a request. `None`: there was none, the entry is idle again.
+async fn fetch(queue: &Queue, entry: usize, frame: &IoBuf) -> Option<usize> {
+    let mut op = queue.ring.read_when_readable(queue.device, frame);
+    let first = Cell::new(true);
+    let result = poll_fn(|cx| {
+        let polled = Pin::new(&mut op).poll(cx);
+        if first.replace(false) {
+            queue.fetch.submitted(entry, op.id());
+        }
+        polled
+    })
+    .await;
+    match result {
+        Ok(received) => {
+            queue.fetch.fetched(&queue.ring, entry);
+            queue.fetch_ended();
+            return Some(received as usize);
+        }
+        // The kernel dropped a request between the wake-up and the read, or another queue took it.
+        Err(Errno::AGAIN | Errno::INTR | Errno::NOENT) => queue.cells.eagain.add(1),
+        // The queue was told to stop fetching.
+        Err(Errno::CANCELED) => {}
+        Err(Errno::NODEV) => queue.finish(EndReason::Unmounted),
+        Err(Errno::CONNABORTED | Errno::NOTCONN) => queue.finish(EndReason::Aborted),
+        Err(errno) => queue.finish(EndReason::Device(errno)),
+    }
+    queue.fetch.ended(entry);
+    queue.fetch_ended();
+    None
+}
+
+async fn serve(
+    queue: &Queue,
+    received: usize,
+    memory: &IoBuf,
+    frame: &IoBuf,
+    data: &IoBuf,
+) -> Reply {
+    let mut head = [0u8; REQUEST_HEAD_BYTES];
+    let head_len = received.min(REQUEST_HEAD_BYTES).min(frame.len());
+    frame.copy_to_slice(0, &mut head[..head_len]);
+    let request = match Request::parse(&head[..head_len], received) {
+        Ok(request) => request,
+        Err(ParseError::Arguments { header }) if opcode_expects_reply(header.opcode) => {
+            return put_error(memory, header.unique, Errno::INVAL);
+        }
+        Err(error) if error.is_fatal() => {
+            queue.finish(EndReason::Protocol(error));
+            return Reply::None;
+        }
+        Err(_) => return Reply::None,
+    };
+    let unique = request.header.unique;
+    match &request.operation {
+        Operation::Read(argument) => {
+            queue.cells.reads.add(1);
+            let done = queue.server.read(&queue.ring, argument.offset, argument.size, data).await;
+            match done {
+                Ok(len) => {
+                    queue.cells.read_bytes.add(len as u64);
+                    let start = DATA_AT - OUT_HEADER_BYTES;
+                    memory.copy_from_slice(start, &data_header(unique, len));
+                    Reply::Frame { start, len: OUT_HEADER_BYTES + len, is_error: false }
+                }
+                Err(errno) => put_error(memory, unique, errno),
+            }
+        }
+        Operation::Write(argument) => {
+            queue.cells.writes.add(1);
+            let Some(payload) = (argument.size as usize <= data.len())
+                .then(|| data.slice(0..argument.size as usize))
+            else {
+                return put_error(memory, unique, Errno::INVAL);
+            };
+            match queue.server.write(&queue.ring, argument, &payload).await {
+                Ok(len) => {
+                    queue.cells.write_bytes.add(len as u64);
+                    let mut reply = ReplyBuf::new();
+                    reply.set_written(unique, len);
+                    put(memory, &reply)
+                }
+                Err(errno) => put_error(memory, unique, errno),
+            }
+        }
+        _ => {
+            let mut reply = ReplyBuf::new();
+            queue.server.serve_control(&queue.ring, &request, &mut reply).await;
+            if reply.is_empty() { Reply::None } else { put(memory, &reply) }
+        }
+    }
+}
+
+/// Copies a reply without data to the start of the entry's memory, which no request uses.
+fn put(memory: &IoBuf, reply: &ReplyBuf) -> Reply {
+    let bytes = reply.as_bytes();
+    memory.copy_from_slice(0, bytes);
+    Reply::Frame { start: 0, len: bytes.len(), is_error: reply.error_number() != 0 }
+}
+
+fn put_error(memory: &IoBuf, unique: u64, errno: Errno) -> Reply {
+    let bytes = error_frame(unique, errno);
+    memory.copy_from_slice(0, &bytes);
+    Reply::Frame { start: 0, len: bytes.len(), is_error: true }
+}
+
+async fn send(queue: &Queue, reply: &IoBuf) {
+    // /dev/fuse takes a reply at once, so its completion is not worth a wait of its own.
+    let sent = queue.ring.write(queue.device, 0, reply).completes_inline().await;
+    match sent {
+        // ENOENT: the caller was killed meanwhile. The others: the mount is gone, as the fetch will see.
+        Ok(_)
+        | Err(
+            Errno::NOENT
+            | Errno::NODEV
+            | Errno::NOTCONN
+            | Errno::CONNABORTED
+            | Errno::CANCELED
+            | Errno::PERM,
+        ) => {}
+        Err(errno) => queue.finish(EndReason::Reply(errno)),
+    }
+}

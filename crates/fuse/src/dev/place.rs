@@ -1,0 +1,128 @@
+//! Which queues fetch, and whether they poll.
+//!
+//! All clones of /dev/fuse share one input queue, so any queue could take any request. Where it is served decides more than
+//! anything else: a client that waits for each reply is served best on its own CPU (waking an idle CPU costs tens of µs), or by a
+//! queue that polls on another; one that keeps many requests in flight is served best from another CPU; many clients or large
+//! requests keep several queues busy. No fixed choice wins everywhere, so the choice is tried and measured ([`Policy`]).
+//!
+//! The state is shared by all queues; a request reads one word of it, and one queue at a time makes a step, every 2 ms under load.
+
+use std::os::fd::RawFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Instant;
+
+use super::policy::{Load, Mode, Policy, WINDOW_NS};
+use crate::stats::QueueCells;
+
+pub(super) const MESSAGE_UPDATE: u32 = 1;
+pub(super) const MESSAGE_LOOK_AGAIN: u32 = 2;
+
+/// All queues fetch.
+const ALL: u64 = 1 << 32;
+/// The fetching queues poll before they sleep.
+const POLLS: u64 = 1 << 33;
+const QUEUE_MASK: u64 = ALL - 1;
+
+/// Shared by the queues of an export.
+#[derive(Debug)]
+pub(crate) struct Place {
+    mode: AtomicU64,
+    changes: AtomicU64,
+    /// When the next step is due, nanoseconds after `epoch`.
+    due: AtomicU64,
+    epoch: Instant,
+    policy: Mutex<Policy>,
+    /// Ring descriptors and counters of all queues, set once all run.
+    peers: OnceLock<Vec<(RawFd, Arc<QueueCells>)>>,
+}
+
+impl Place {
+    /// For `queues` queues, at least 1.
+    pub(crate) fn new(queues: usize) -> Place {
+        let policy = Policy::new(queues);
+        Place {
+            mode: AtomicU64::new(encode(policy.mode())),
+            changes: AtomicU64::new(0),
+            due: AtomicU64::new(0),
+            epoch: Instant::now(),
+            policy: Mutex::new(policy),
+            peers: OnceLock::new(),
+        }
+    }
+
+    /// Names all queues, in the order of their numbers. Once, before any of them serves.
+    pub(crate) fn set_peers(&self, peers: Vec<(RawFd, Arc<QueueCells>)>) {
+        let _ = self.peers.set(peers);
+    }
+
+    /// Nanoseconds since the start of the export, never 0.
+    pub(crate) fn nanos(&self, at: Instant) -> u64 {
+        u64::try_from(at.saturating_duration_since(self.epoch).as_nanos())
+            .unwrap_or(u64::MAX)
+            .max(1)
+    }
+
+    pub(super) fn fetches(&self, queue: usize) -> bool {
+        let mode = self.mode.load(Ordering::Acquire);
+        mode & ALL != 0 || mode & QUEUE_MASK == queue as u64
+    }
+
+    pub(super) fn polls(&self) -> bool {
+        self.mode.load(Ordering::Acquire) & POLLS != 0
+    }
+
+    /// Number of changes so far.
+    pub(super) fn changes(&self) -> u64 {
+        self.changes.load(Ordering::Acquire)
+    }
+
+    /// Ring descriptors of all queues but `queue`.
+    pub(super) fn others(&self, queue: usize) -> impl Iterator<Item = RawFd> + '_ {
+        let peers = self.peers.get().map_or(&[][..], Vec::as_slice);
+        peers.iter().enumerate().filter(move |(index, _)| *index != queue).map(|(_, (fd, _))| *fd)
+    }
+
+    /// Whether a step is due. One shared word, seldom written.
+    pub(super) fn is_due(&self, now: u64) -> bool {
+        now >= self.due.load(Ordering::Relaxed)
+    }
+
+    /// Looks at the load, and changes the mode if that promises more. Returns whether it did. Queues that come while another is
+    /// here go on at once.
+    pub(super) fn step(&self, now: u64) -> bool {
+        let Ok(mut policy) = self.policy.try_lock() else { return false };
+        if !self.is_due(now) {
+            return false;
+        }
+        self.due.store(now + WINDOW_NS, Ordering::Relaxed);
+        let mut load = Load { now, ..Load::default() };
+        for (_, cells) in self.peers.get().into_iter().flatten() {
+            load.requests += cells.requests.get();
+            load.bytes += cells.read_bytes.get() + cells.write_bytes.get();
+        }
+        policy.step(&load);
+        self.publish(policy.mode())
+    }
+
+    /// A fetching queue has no entry left: all must fetch. Returns whether that is a change.
+    pub(super) fn exhausted(&self) -> bool {
+        let Ok(mut policy) = self.policy.try_lock() else { return false };
+        policy.spread();
+        self.publish(policy.mode())
+    }
+
+    fn publish(&self, mode: Mode) -> bool {
+        let mode = encode(mode);
+        if self.mode.swap(mode, Ordering::AcqRel) == mode {
+            return false;
+        }
+        self.changes.fetch_add(1, Ordering::AcqRel);
+        true
+    }
+}
+
+fn encode(mode: Mode) -> u64 {
+    let queue = mode.queue.map_or(ALL, |queue| queue as u64 & QUEUE_MASK);
+    queue | if mode.polls { POLLS } else { 0 }
+}

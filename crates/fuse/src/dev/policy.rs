@@ -1,0 +1,187 @@
+//! The rule that chooses which queues fetch and whether they poll.
+//!
+//! Pure: it sees the load in windows of 2 ms and says what to do, so that it can be tested by a simulation of loads. Called by one
+//! queue at a time.
+//!
+//! The rule. Work is counted in requests, plus one for each 64 KiB moved. While the work per time is steady, another mode is tried
+//! now and then: one window passes for the client to settle, two are measured. The trial is kept if it did at least 8 % more than
+//! the windows before it. A lost trial doubles the pause before the next (8 ms to 512 ms), a change of the load makes the next one
+//! due at once. So a wrong trial costs at most 6 ms in 512, about 1 %, and a better mode is found after a few tens of ms.
+
+/// Length of a window.
+pub(super) const WINDOW_NS: u64 = 2_000_000;
+/// A window that lasted longer than this saw the client stop: it says nothing about the mode.
+const IDLE_NS: u64 = 10 * WINDOW_NS;
+/// Windows between trials after one that was won.
+const PAUSE_MIN: u32 = 4;
+/// Windows between trials when none is won: 512 ms.
+const PAUSE_MAX: u32 = 256;
+/// Windows of a trial: the first is not measured.
+const TRIAL_WINDOWS: u32 = 3;
+/// A trial is kept from this gain on, in percent of the rate before.
+const GAIN_PERCENT: u64 = 108;
+/// The load has changed when the rate leaves this band around its mean, in percent.
+const CHANGED_PERCENT: (u64, u64) = (60, 170);
+/// Bytes that count as much as one request.
+const BYTES_OF_A_REQUEST: u64 = 64 * 1024;
+
+/// One choice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Mode {
+    /// The one queue that fetches; `None`: all do.
+    pub(super) queue: Option<usize>,
+    /// The fetching queues poll before they sleep.
+    pub(super) polls: bool,
+}
+
+/// Totals of all queues at one moment.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Load {
+    /// Nanoseconds.
+    pub(super) now: u64,
+    pub(super) requests: u64,
+    pub(super) bytes: u64,
+}
+
+impl Load {
+    fn work(&self) -> u64 {
+        self.requests + self.bytes / BYTES_OF_A_REQUEST
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+enum State {
+    /// Windows left until the next trial.
+    Steady(u32),
+    /// Back to `from` unless the trial does better than `rate`.
+    Trial { from: Mode, rate: u64, window: u32, work: u64, nanos: u64 },
+}
+
+/// Work per second over some windows.
+fn rate(work: u64, nanos: u64) -> u64 {
+    work.saturating_mul(1_000_000_000) / nanos.max(1)
+}
+
+/// Chooses a mode by trial.
+#[derive(Debug)]
+pub(super) struct Policy {
+    queues: usize,
+    mode: Mode,
+    state: State,
+    last: Load,
+    /// Mean rate of the present mode; 0: not known.
+    mean: u64,
+    pause: u32,
+    /// Number of the mode to try next.
+    next: usize,
+}
+
+impl Policy {
+    pub(super) fn new(queues: usize) -> Policy {
+        Policy {
+            queues: queues.max(1),
+            mode: Mode { queue: Some(0), polls: true },
+            state: State::Steady(PAUSE_MIN),
+            last: Load::default(),
+            mean: 0,
+            pause: PAUSE_MIN,
+            next: 0,
+        }
+    }
+
+    pub(super) fn mode(&self) -> Mode {
+        self.mode
+    }
+
+    /// One queue was not enough for the requests in flight.
+    pub(super) fn spread(&mut self) {
+        if self.queues > 1 {
+            self.mode.queue = None;
+            self.settle();
+        }
+    }
+
+    /// A window has passed.
+    pub(super) fn step(&mut self, load: &Load) {
+        let nanos = load.now.saturating_sub(self.last.now);
+        let work = load.work().saturating_sub(self.last.work());
+        self.last = *load;
+        if nanos > IDLE_NS {
+            // A pause of the client ends a trial without a verdict.
+            if let State::Trial { from, .. } = self.state {
+                self.mode = from;
+            }
+            self.pause = PAUSE_MIN;
+            self.settle();
+            return;
+        }
+        match self.state {
+            State::Steady(left) => self.steady(left, rate(work, nanos)),
+            State::Trial { from, rate: before, window, work: sum, nanos: time } => {
+                // The first window belongs to the change itself.
+                let (sum, time) = if window == 0 { (0, 0) } else { (sum + work, time + nanos) };
+                if window + 1 < TRIAL_WINDOWS {
+                    self.state = State::Trial {
+                        from,
+                        rate: before,
+                        window: window + 1,
+                        work: sum,
+                        nanos: time,
+                    };
+                } else {
+                    self.judge(from, before, rate(sum, time));
+                }
+            }
+        }
+    }
+
+    fn steady(&mut self, left: u32, rate: u64) {
+        let (low, high) = CHANGED_PERCENT;
+        let changed =
+            self.mean != 0 && (rate * 100 < self.mean * low || rate * 100 > self.mean * high);
+        if changed {
+            self.pause = PAUSE_MIN;
+            self.mean = rate;
+            self.state = State::Steady(left.min(PAUSE_MIN));
+            return;
+        }
+        self.mean = if self.mean == 0 { rate } else { (self.mean * 3 + rate) / 4 };
+        if left > 0 {
+            self.state = State::Steady(left - 1);
+            return;
+        }
+        let from = self.mode;
+        self.mode = self.candidate();
+        self.state = State::Trial { from, rate: self.mean, window: 0, work: 0, nanos: 0 };
+    }
+
+    fn judge(&mut self, from: Mode, before: u64, after: u64) {
+        if after * 100 >= before * GAIN_PERCENT {
+            self.pause = PAUSE_MIN;
+        } else {
+            self.mode = from;
+            self.pause = (self.pause * 2).min(PAUSE_MAX);
+        }
+        self.settle();
+    }
+
+    fn settle(&mut self) {
+        self.mean = 0;
+        self.state = State::Steady(self.pause);
+    }
+
+    /// The next mode to try: all but the present one, in turn.
+    fn candidate(&mut self) -> Mode {
+        loop {
+            let places = if self.queues == 1 { 1 } else { self.queues + 1 };
+            let number = self.next % (places * 2);
+            self.next = number + 1;
+            let place = number / 2;
+            let queue = (place < self.queues).then_some(place);
+            let mode = Mode { queue, polls: number % 2 == 0 };
+            if mode != self.mode {
+                return mode;
+            }
+        }
+    }
+}

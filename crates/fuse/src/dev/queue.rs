@@ -1,0 +1,358 @@
+//! One queue: its thread, ring and entries.
+
+use std::cell::Cell;
+use std::os::fd::{OwnedFd, RawFd};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use ringdisk_ring::{
+    Config, Counters, Fd, Parker, Remote, Ring, Runtime, SetupError, SpinPolicy, pin_to_cpu,
+};
+
+use crate::file::FileServer;
+use crate::keeper::{EndReason, Event, EventSender};
+use crate::stats::{QueueCells, QueueView};
+
+use super::entry::serve_entry;
+use super::fetch::Fetch;
+use super::place::{MESSAGE_LOOK_AGAIN, MESSAGE_UPDATE, Place};
+
+/// Longest poll of a queue thread before it sleeps. Longer than a client on another CPU needs for its next request (a few µs plus
+/// its own wake-up), shorter than two wake-ups of an idle CPU.
+const POLL_MAX: Duration = Duration::from_micros(50);
+/// Completions and submissions for each entry: a fetch is two entries (poll and read), a request of several extents a few more.
+const SLOTS_PER_ENTRY: u32 = 4;
+
+/// What a queue is made of.
+#[derive(Debug)]
+pub(crate) struct QueueSetup {
+    pub(crate) index: usize,
+    /// Requests in flight at most.
+    pub(crate) entries: usize,
+    /// CPU to run on; `None`: where the scheduler wants.
+    pub(crate) cpu: Option<usize>,
+    pub(crate) place: Arc<Place>,
+    /// Number of this queue in its place.
+    pub(crate) place_index: usize,
+    pub(crate) events: EventSender,
+}
+
+/// Start times of the requests in flight, for the watchdog: as [`Place::nanos`], 0 for an idle entry.
+#[derive(Debug)]
+pub(crate) struct InFlight(Box<[AtomicU64]>);
+
+impl InFlight {
+    fn new(entries: usize) -> InFlight {
+        InFlight((0..entries).map(|_| AtomicU64::new(0)).collect())
+    }
+
+    /// Age of the oldest request at `now` (as [`Place::nanos`]). Any thread.
+    pub(crate) fn oldest(&self, now: u64) -> Option<Duration> {
+        let started = self.0.iter().map(|started| started.load(Ordering::Relaxed));
+        let first = started.filter(|&started| started != 0).min()?;
+        Some(Duration::from_nanos(now.saturating_sub(first)))
+    }
+
+    /// Requests in flight. Any thread.
+    pub(crate) fn count(&self) -> usize {
+        self.0.iter().filter(|started| started.load(Ordering::Relaxed) != 0).count()
+    }
+}
+
+/// The thread-local side of a queue, shared by its tasks.
+pub(super) struct Queue {
+    pub(super) ring: Ring,
+    pub(super) device: Fd,
+    pub(super) server: Arc<FileServer>,
+    pub(super) fetch: Fetch,
+    pub(super) cells: Arc<QueueCells>,
+    index: usize,
+    place_index: usize,
+    in_flight: Arc<InFlight>,
+    place: Arc<Place>,
+    announce: Parker,
+    events: EventSender,
+    ended: Cell<bool>,
+}
+
+impl Queue {
+    /// A request was fetched.
+    pub(super) fn begin(&self, entry: usize, now: Instant) {
+        let nanos = self.place.nanos(now);
+        self.in_flight.0[entry].store(nanos, Ordering::Relaxed);
+        self.cells.begin();
+        if self.place.is_due(nanos) && self.place.step(nanos) {
+            self.place_changed();
+        }
+    }
+
+    /// Its reply is ready.
+    pub(super) fn end(&self, entry: usize, started: Instant) {
+        self.in_flight.0[entry].store(0, Ordering::Relaxed);
+        let nanos = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        self.cells.end(nanos);
+    }
+
+    /// This queue cannot go on; told once.
+    pub(super) fn finish(&self, reason: EndReason) {
+        if !self.ended.replace(true) {
+            self.fetch.stop(&self.ring);
+            self.events.send(Event::QueueEnded(self.index, reason));
+        }
+    }
+
+    /// A fetch ended, with a request or without.
+    pub(super) fn fetch_ended(&self) {
+        if self.fetch.is_exhausted() {
+            self.cells.exhausted.add(1);
+            if self.place.exhausted() {
+                self.place_changed();
+            }
+        }
+        if self.fetch.is_quiet() {
+            self.announce.unpark(&self.ring);
+        }
+    }
+
+    /// This queue changed the place: acts on it, and tells the others.
+    fn place_changed(&self) {
+        self.apply_place();
+        self.announce.unpark(&self.ring);
+    }
+
+    /// Does what the shared place says.
+    fn apply_place(&self) {
+        if self.ended.get() {
+            return;
+        }
+        self.ring.set_polling(self.place.polls());
+        let fetches = self.place.fetches(self.place_index);
+        if fetches && !self.fetch.is_enabled() {
+            self.fetch.start(&self.ring);
+        } else if !fetches && self.fetch.is_enabled() {
+            self.fetch.stop(&self.ring);
+            if self.fetch.is_quiet() {
+                self.announce.unpark(&self.ring);
+            }
+        }
+    }
+}
+
+/// Hears of changes of the place.
+async fn listen(queue: Rc<Queue>) {
+    loop {
+        let message = queue.ring.receive().await;
+        queue.apply_place();
+        if message == MESSAGE_LOOK_AGAIN {
+            queue.fetch.look_again(&queue.ring);
+        }
+    }
+}
+
+/// Tells the other queues: that the place has changed, and, once this queue has stopped fetching, to look for a request whose
+/// wake-up it may have swallowed.
+async fn announce(queue: Rc<Queue>) {
+    let mut told = 0;
+    loop {
+        queue.announce.park(&queue.ring).await;
+        if queue.ended.get() {
+            continue;
+        }
+        let change = queue.place.changes();
+        let message = if queue.fetch.is_quiet() { MESSAGE_LOOK_AGAIN } else { MESSAGE_UPDATE };
+        if message == MESSAGE_UPDATE && change == told {
+            continue;
+        }
+        told = change;
+        for fd in queue.place.others(queue.place_index) {
+            if let Err(errno) = queue.ring.send_message(fd, message).await {
+                tracing::debug!("message to another queue: {errno}");
+            }
+        }
+    }
+}
+
+/// A running queue, as its export sees it.
+#[derive(Debug)]
+pub(crate) struct QueueThread {
+    thread: Option<JoinHandle<()>>,
+    device: SyncSender<Serve>,
+    remote: Remote,
+    stop: Arc<AtomicBool>,
+    done: Receiver<()>,
+    pub(crate) ring_fd: RawFd,
+    pub(crate) in_flight: Arc<InFlight>,
+    pub(crate) view: QueueView,
+    /// Why the thread could not be bound to its CPU.
+    pub(crate) pin_error: Option<String>,
+}
+
+/// What a queue serves, given once the mount is there.
+#[derive(Debug)]
+pub(crate) struct Serve {
+    pub(crate) device: Arc<OwnedFd>,
+    pub(crate) server: Arc<FileServer>,
+}
+
+struct Ready {
+    remote: Remote,
+    counters: Arc<Counters>,
+    ring_fd: RawFd,
+    pin_error: Option<String>,
+}
+
+impl QueueThread {
+    /// Starts the thread and makes its ring; it serves nothing yet.
+    ///
+    /// Errors: [`SetupError`].
+    pub(crate) fn start(setup: QueueSetup) -> Result<QueueThread, SetupError> {
+        let cells = Arc::new(QueueCells::default());
+        let in_flight = Arc::new(InFlight::new(setup.entries));
+        let (device, device_receiver) = sync_channel(1);
+        let (ready_sender, ready) = sync_channel(1);
+        let (done_sender, done) = sync_channel(1);
+        let stop = Arc::new(AtomicBool::new(false));
+        let (thread_cells, thread_in_flight, thread_stop, cpu) =
+            (Arc::clone(&cells), Arc::clone(&in_flight), Arc::clone(&stop), setup.cpu);
+        let index = setup.index;
+        let thread = std::thread::Builder::new()
+            .name(format!("queue-{index}"))
+            .spawn(move || {
+                run(
+                    setup,
+                    &ready_sender,
+                    &device_receiver,
+                    thread_cells,
+                    thread_in_flight,
+                    &thread_stop,
+                );
+                let _ = done_sender.send(());
+            })
+            .map_err(SetupError::Limit)?;
+        let ready: Ready = match ready.recv() {
+            Ok(result) => result?,
+            Err(_) => {
+                return Err(SetupError::Other(std::io::Error::other("the queue thread ended")));
+            }
+        };
+        let cpu = cpu.filter(|_| ready.pin_error.is_none());
+        Ok(QueueThread {
+            thread: Some(thread),
+            device,
+            remote: ready.remote,
+            stop,
+            done,
+            ring_fd: ready.ring_fd,
+            in_flight,
+            view: QueueView { cells, ring: ready.counters, cpu },
+            pin_error: ready.pin_error,
+        })
+    }
+
+    /// Begins to serve.
+    pub(crate) fn serve(&self, serve: Serve) {
+        let _ = self.device.try_send(serve);
+    }
+
+    /// Asks the thread to end: no more fetches, requests in flight are dropped.
+    pub(crate) fn ask_to_stop(&self) {
+        self.stop.store(true, Ordering::Release);
+        self.remote.run(|_| {});
+    }
+
+    /// Waits for the end of the thread. False when it did not end in time; it is left behind then.
+    pub(crate) fn join(&mut self, deadline: Instant) -> bool {
+        // A thread that still waits for its device ends when the sender is gone; one that serves has it.
+        let left = deadline.saturating_duration_since(Instant::now());
+        let ended = self.done.recv_timeout(left).is_ok();
+        if let Some(thread) = self.thread.take()
+            && ended
+        {
+            let _ = thread.join();
+        }
+        ended
+    }
+}
+
+/// The thread.
+fn run(
+    setup: QueueSetup,
+    ready: &SyncSender<Result<Ready, SetupError>>,
+    device: &Receiver<Serve>,
+    cells: Arc<QueueCells>,
+    in_flight: Arc<InFlight>,
+    stop: &Arc<AtomicBool>,
+) {
+    // First the CPU, then the memory: pages are taken from the node of the thread that touches them.
+    let pin_error = setup.cpu.and_then(|cpu| {
+        pin_to_cpu(cpu)
+            .err()
+            .map(|errno| format!("queue {} runs unbound: CPU {cpu}: {errno}", setup.index))
+    });
+    let entries = u32::try_from(setup.entries).unwrap_or(u32::MAX / SLOTS_PER_ENTRY);
+    let config = Config {
+        entries: (entries * 2).clamp(64, 4096),
+        slots: entries.saturating_mul(SLOTS_PER_ENTRY).max(64),
+        spin: SpinPolicy::adaptive(POLL_MAX),
+        name: format!("queue-{}", setup.index),
+        ..Config::default()
+    };
+    let mut runtime = match Runtime::new(config) {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            let _ = ready.send(Err(error));
+            return;
+        }
+    };
+    let ring = runtime.ring().clone();
+    cells.thread_id.set(u64::from(rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs()));
+    let told = ready.send(Ok(Ready {
+        remote: ring.remote(),
+        counters: ring.counters(),
+        ring_fd: ring.raw_fd(),
+        pin_error,
+    }));
+    let Ok(serve) = device.recv() else { return };
+    if told.is_err() || stop.load(Ordering::Acquire) {
+        return;
+    }
+    let fd = ring.register_file(&*serve.device).unwrap_or_else(|| Fd::of(&*serve.device));
+    let queue = Rc::new(Queue {
+        ring: ring.clone(),
+        device: fd,
+        server: serve.server,
+        fetch: Fetch::new(setup.entries),
+        cells: Arc::clone(&cells),
+        index: setup.index,
+        place_index: setup.place_index,
+        in_flight,
+        place: setup.place,
+        announce: Parker::default(),
+        events: setup.events,
+        ended: Cell::new(false),
+    });
+    for entry in 0..setup.entries {
+        ring.spawn(serve_entry(Rc::clone(&queue), entry));
+    }
+    ring.spawn(listen(Rc::clone(&queue)));
+    ring.spawn(announce(Rc::clone(&queue)));
+    queue.apply_place();
+    runtime.block_on(std::future::poll_fn(|_| {
+        if stop.load(Ordering::Acquire) {
+            std::task::Poll::Ready(())
+        } else {
+            std::task::Poll::Pending
+        }
+    }));
+    queue.fetch.stop(&ring);
+    drop(queue);
+    drop(runtime);
+    let cpu = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    let nanos = cpu.tv_sec.unsigned_abs() * 1_000_000_000 + cpu.tv_nsec.unsigned_abs();
+    cells.cpu_ns.set(nanos.max(1));
+    drop(serve.device);
+}

@@ -1,0 +1,267 @@
+//! The thread that looks after an export: it hears why a queue ended, stops all, removes the mount, and says how it ended.
+//!
+//! It serves no request, so it may touch the mount.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::time::{Duration, Instant};
+
+use ringdisk_disk::Disk;
+use ringdisk_ring::{Config, Errno, Runtime};
+
+use crate::dev::{Place, QueueThread};
+use crate::mount::{Mount, Unmount};
+use crate::reply::notify_inval_inode;
+use crate::request::ParseError;
+
+/// How long a clean stop waits for requests in flight before it ends them with errors.
+const GRACE: Duration = Duration::from_secs(2);
+/// How long the queue threads may take to end after that.
+const JOIN: Duration = Duration::from_millis(1500);
+/// How long the last flush of the disk may take.
+const LAST_FLUSH: Duration = Duration::from_secs(1);
+/// How often the keeper looks whether requests are still in flight.
+const LOOK: Duration = Duration::from_millis(5);
+
+/// Why a queue ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum EndReason {
+    /// The mount is gone.
+    Unmounted,
+    /// The connection was aborted from outside (`umount -f`, fusectl).
+    Aborted,
+    /// Reading the device failed.
+    Device(Errno),
+    /// Writing a reply failed in a way that cannot be the caller's.
+    Reply(Errno),
+    /// What came was no request.
+    Protocol(ParseError),
+}
+
+/// Why an export was halted: it ended by itself, with errors to its clients.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum HaltReason {
+    /// Reading the FUSE device failed with this errno.
+    Device(Errno),
+    /// A reply was refused with this errno.
+    Reply(Errno),
+    /// What the FUSE device delivered is no request.
+    Protocol(ParseError),
+    /// A request was in flight for longer than the I/O timeout.
+    Timeout(Duration),
+    /// The last flush failed: what clients wrote may not be on stable storage.
+    Flush(Errno),
+    /// Requests were still in flight at a clean stop and had to be ended with errors.
+    StillInFlight(usize),
+}
+
+impl fmt::Display for HaltReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            HaltReason::Device(errno) => {
+                write!(f, "export halted: reading the FUSE device failed: {errno}")
+            }
+            HaltReason::Reply(errno) => {
+                write!(f, "export halted: the kernel refused a reply: {errno}")
+            }
+            HaltReason::Protocol(error) => {
+                write!(f, "export halted: the FUSE device is out of step: {error}")
+            }
+            HaltReason::Timeout(limit) => write!(
+                f,
+                "export halted: a request took longer than the I/O timeout of {limit:?}; \
+                 the storage below the image does not answer"
+            ),
+            HaltReason::Flush(errno) => write!(
+                f,
+                "the last flush of the image failed ({errno}): recent writes may be lost; check the storage and the image"
+            ),
+            HaltReason::StillInFlight(count) => write!(
+                f,
+                "{count} requests were still in flight and ended with errors; the storage below the image does not answer"
+            ),
+        }
+    }
+}
+
+impl std::error::Error for HaltReason {}
+
+/// What the keeper hears.
+#[derive(Debug)]
+pub(crate) enum Event {
+    /// Somebody asks for a clean stop.
+    Stop,
+    /// A queue ended.
+    QueueEnded(usize, EndReason),
+    /// The disk has a new size.
+    Resized,
+}
+
+/// Sends events; any thread.
+#[derive(Clone, Debug)]
+pub(crate) struct EventSender(pub(crate) Sender<Event>);
+
+impl EventSender {
+    pub(crate) fn send(&self, event: Event) {
+        // A keeper that is gone has stopped everything already.
+        let _ = self.0.send(event);
+    }
+}
+
+/// How an export ends.
+#[derive(Debug)]
+enum End {
+    Stopped,
+    Unmounted,
+    Aborted,
+    Halted(HaltReason),
+}
+
+/// What the keeper looks after.
+#[derive(Debug)]
+pub(crate) struct Keeper {
+    pub(crate) mount: Mount,
+    pub(crate) queues: Vec<QueueThread>,
+    pub(crate) disk: Arc<Disk>,
+    pub(crate) place: Arc<Place>,
+    pub(crate) events: Receiver<Event>,
+    pub(crate) io_timeout: Option<Duration>,
+    pub(crate) kernel_cache: bool,
+}
+
+impl Keeper {
+    /// Runs until the export has ended.
+    pub(crate) fn run(mut self) -> Result<(), HaltReason> {
+        let end = self.wait();
+        self.finish(end)
+    }
+
+    fn wait(&self) -> End {
+        loop {
+            let event = match self.io_timeout {
+                None => self.events.recv().map_err(|_| RecvTimeoutError::Disconnected),
+                Some(limit) => self.events.recv_timeout((limit / 4).max(Duration::from_millis(1))),
+            };
+            match event {
+                Ok(Event::Stop) | Err(RecvTimeoutError::Disconnected) => return End::Stopped,
+                Ok(Event::Resized) => self.tell_size(),
+                Ok(Event::QueueEnded(_, EndReason::Unmounted)) => return End::Unmounted,
+                Ok(Event::QueueEnded(_, EndReason::Aborted)) => return End::Aborted,
+                Ok(Event::QueueEnded(queue, reason)) => {
+                    let reason = match reason {
+                        EndReason::Device(errno) => HaltReason::Device(errno),
+                        EndReason::Reply(errno) => HaltReason::Reply(errno),
+                        EndReason::Protocol(error) => HaltReason::Protocol(error),
+                        EndReason::Unmounted | EndReason::Aborted => continue,
+                    };
+                    tracing::error!("queue {queue}: {reason}");
+                    return End::Halted(reason);
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            if let Some(limit) = self.io_timeout
+                && self.oldest().is_some_and(|age| age > limit)
+            {
+                return End::Halted(HaltReason::Timeout(limit));
+            }
+        }
+    }
+
+    fn oldest(&self) -> Option<Duration> {
+        let now = self.place.nanos(Instant::now());
+        self.queues.iter().filter_map(|queue| queue.in_flight.oldest(now)).max()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.queues.iter().map(|queue| queue.in_flight.count()).sum()
+    }
+
+    /// Makes the kernel ask for the size again.
+    fn tell_size(&self) {
+        let frame = notify_inval_inode(self.kernel_cache);
+        if let Err(errno) = rustix::io::write(self.mount.device(), &frame)
+            && errno != Errno::NOENT
+        {
+            tracing::debug!("the kernel was not told of the new size: {errno}");
+        }
+    }
+
+    fn finish(&mut self, end: End) -> Result<(), HaltReason> {
+        let mut result = Ok(());
+        match end {
+            End::Stopped => {
+                self.remove_mount();
+                if let Err(count) = self.drain(GRACE) {
+                    result = Err(HaltReason::StillInFlight(count));
+                    self.mount.abort();
+                }
+            }
+            End::Unmounted => {
+                let _ = self.drain(GRACE);
+            }
+            End::Aborted => {
+                self.remove_mount();
+                let _ = self.drain(GRACE);
+            }
+            End::Halted(reason) => {
+                // First the clients: each gets its error now. Then the mount goes.
+                self.mount.abort();
+                self.remove_mount();
+                result = Err(reason);
+            }
+        }
+        for queue in &self.queues {
+            queue.ask_to_stop();
+        }
+        let deadline = Instant::now() + JOIN;
+        for queue in &mut self.queues {
+            if !queue.join(deadline) {
+                tracing::warn!("a queue thread did not end; it is left behind");
+            }
+        }
+        match self.last_flush() {
+            Err(errno) if result.is_ok() => Err(HaltReason::Flush(errno)),
+            _ => result,
+        }
+    }
+
+    /// Takes the mount out of the tree, also while it is in use.
+    fn remove_mount(&mut self) {
+        for how in [Unmount::Normal, Unmount::Lazy] {
+            match self.mount.unmount(how) {
+                Ok(()) => return,
+                Err(error) if how == Unmount::Lazy => tracing::warn!("{error}"),
+                Err(_) => {}
+            }
+        }
+    }
+
+    /// Waits for the requests in flight. Errors: how many did not end.
+    fn drain(&self, limit: Duration) -> Result<(), usize> {
+        let deadline = Instant::now() + limit;
+        loop {
+            match self.in_flight() {
+                0 => return Ok(()),
+                count if Instant::now() >= deadline => return Err(count),
+                _ => std::thread::sleep(LOOK),
+            }
+        }
+    }
+
+    /// What clients wrote reaches stable storage before the process says that all is well.
+    fn last_flush(&self) -> Result<(), Errno> {
+        if self.disk.is_read_only() {
+            return Ok(());
+        }
+        let Ok(mut runtime) = Runtime::new(Config { entries: 8, slots: 16, ..Config::default() })
+        else {
+            return Ok(());
+        };
+        let ring = runtime.ring().clone();
+        match runtime.block_on(ring.within(LAST_FLUSH, self.disk.flush(&ring))) {
+            Ok(result) => result,
+            Err(_) => Err(Errno::TIMEDOUT),
+        }
+    }
+}
