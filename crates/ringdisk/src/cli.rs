@@ -11,15 +11,9 @@ use clap::builder::TypedValueParser;
 use clap::{ArgAction, Args, CommandFactory, Parser, Subcommand, ValueHint};
 use clap_complete::Shell;
 use ringdisk_disk::{Cache, Format};
+use ringdisk_fuse::export::{QUEUE_DEPTH_MAX, THREADS_MAX};
 
 use crate::size::{parse_size, parse_time};
-
-/// Most queue threads. One for each CPU is the most that helps; this is beyond every machine that
-/// we know of, and each thread costs a few hundred KiB.
-const THREADS_MAX: u16 = 1024;
-
-/// Deepest queue. The kernel's own limit for background requests is 65535.
-const QUEUE_DEPTH_MAX: u32 = 65535;
 
 const ROOT_ABOUT: &str = "Serves a disk image, in place, as an ordinary file";
 
@@ -191,7 +185,7 @@ pub(crate) struct MountArgs {
           help_heading = "Serving options")]
     pub(crate) threads: Threads,
 
-    /// Requests of each queue thread that run at once [default: chosen by the number of threads]
+    /// Requests of each queue thread that run at once [default: 128]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(QUEUE_DEPTH_MAX)),
           help_heading = "Serving options")]
     pub(crate) queue_depth: Option<u32>,
@@ -338,7 +332,7 @@ fn parse_threads(text: &str) -> Result<Threads, String> {
         return Ok(Threads::Auto);
     }
     match text.parse() {
-        Ok(count @ 1..=THREADS_MAX) => Ok(Threads::Count(count)),
+        Ok(count) if (1..=THREADS_MAX).contains(&usize::from(count)) => Ok(Threads::Count(count)),
         _ => Err(format!("write auto, or a number from 1 to {THREADS_MAX}")),
     }
 }

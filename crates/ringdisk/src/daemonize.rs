@@ -88,6 +88,8 @@ impl Background {
         let enter = || -> io::Result<OwnedFd> {
             // Only a process group's leader is refused, and a child is none.
             let _ = rustix::process::setsid();
+            // Started through /proc/self/exe we would be "exe" in lists of processes.
+            let _ = rustix::thread::set_name(c"ringdisk");
             let pipe = io::stdin().as_fd().try_clone_to_owned()?;
             rustix::stdio::dup2_stdin(null()?)?;
             Ok(pipe)

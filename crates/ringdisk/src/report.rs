@@ -36,8 +36,8 @@ pub(crate) enum Exit {
     Limit = 10,
     /// Not in this version.
     Unsupported = 11,
-    /// Storage did not answer.
-    TimedOut = 12,
+    /// Storage did not answer, or not with success, at the end.
+    Storage = 12,
 }
 
 /// Every code with its meaning, for the man pages and `docs/exit-codes.md`.
@@ -86,7 +86,11 @@ pub(crate) const MEANINGS: [(Exit, &str, &str); 13] = [
         "unsupported",
         "The image or the command asks for something that this version does not do.",
     ),
-    (Exit::TimedOut, "timeout", "Storage did not answer in time and the mount was given up."),
+    (
+        Exit::Storage,
+        "storage",
+        "Storage below the image did not answer in time, so requests ended with errors, or the last flush failed: recent writes may not be on stable storage.",
+    ),
 ];
 
 impl Exit {
@@ -214,6 +218,7 @@ impl From<ringdisk_fuse::Error> for Failure {
             | ErrorKind::DeviceForbidden
             | ErrorKind::HelperMissing
             | ErrorKind::Unsupported => Exit::Fuse,
+            ErrorKind::RingForbidden => Exit::IoUring,
             ErrorKind::Halted => Exit::Halted,
             _ => Exit::General,
         };

@@ -1,17 +1,19 @@
 //! The one place that talks to the serving side.
 //!
-//! Promises: everything about the transport that the command line shows goes through here, in the
-//! types of this crate.
+//! Promises: what is known about the transport here is [`Export`] and its errors; commands see a
+//! mount that answers, a handle for other threads, and an end.
 
+use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ringdisk_disk::Disk;
+use ringdisk_fuse::{Export, ExportOptions, HaltReason, Stats, StopHandle};
 
 use crate::cli::Threads;
 use crate::report::{Exit, Failure};
-use crate::stats::Stats;
+use crate::stats::Report;
 
 /// What to serve, and how.
 #[derive(Debug)]
@@ -28,46 +30,115 @@ pub(crate) struct Options {
     pub(crate) name: String,
 }
 
-/// A mount that answers.
-pub(crate) struct Served {}
+/// A mount that answers; dropping it ends it.
+#[derive(Debug)]
+pub(crate) struct Served {
+    export: Export,
+    name: String,
+    since: Instant,
+}
 
-/// Stops a mount and reads its counters, from any thread.
+/// Stops a mount and reads its counters, from any thread, also after its end.
 #[derive(Clone)]
-pub(crate) struct Handle {}
+pub(crate) struct Handle {
+    stop: StopHandle,
+    stats: Arc<dyn Fn() -> Stats + Send + Sync>,
+    name: String,
+    since: Instant,
+}
 
 impl Served {
     /// Mounts and serves.
     ///
     /// Errors: those of the mount and of the rings.
-    pub(crate) fn start(disk: Arc<Disk>, options: &Options) -> Result<Served, Failure> {
-        let _ = (disk, options.queue_depth, options.growable, options.read_only);
-        let _ = (options.allow_other, options.kernel_cache, options.io_timeout, &options.name);
-        let _ = (&options.mountpoint, options.threads);
-        Err(Failure::new(Exit::Unsupported, "not there yet"))
+    pub(crate) fn start(disk: Arc<Disk>, options: Options) -> Result<Served, Failure> {
+        let threads = match options.threads {
+            Threads::Auto => ringdisk_fuse::Threads::Auto,
+            Threads::Count(count) => ringdisk_fuse::Threads::Count(count.into()),
+        };
+        let name = options.name.clone();
+        let export = Export::start(
+            disk,
+            ExportOptions {
+                mountpoint: options.mountpoint,
+                threads,
+                queue_depth: options.queue_depth,
+                growable: options.growable,
+                read_only: options.read_only,
+                allow_other: options.allow_other,
+                kernel_cache: options.kernel_cache,
+                io_timeout: options.io_timeout,
+                name: options.name,
+            },
+        )?;
+        Ok(Served { export, name, since: Instant::now() })
     }
 
-    /// What was asked for and could not be had, each with the command that would enable it.
-    pub(crate) fn notes(&self) -> Vec<String> {
-        Vec::new()
+    /// What was asked for and could not be had, each with what would enable it.
+    pub(crate) fn notes(&self) -> &[String] {
+        self.export.notes()
     }
 
-    /// For the signal thread.
+    /// For other threads.
     pub(crate) fn handle(&self) -> Handle {
-        Handle {}
+        Handle {
+            stop: self.export.stop_handle(),
+            stats: Arc::new(self.export.stats_reader()),
+            name: self.name.clone(),
+            since: self.since,
+        }
     }
 
-    /// Blocks until the mount has ended. Its numbers, and why it ended if that was not asked for.
-    pub(crate) fn wait(self) -> (Stats, Result<(), Failure>) {
-        (Stats::default(), Ok(()))
+    /// Blocks until the mount has ended.
+    ///
+    /// Errors: why it ended, if nobody asked for that, or what went wrong at the end.
+    pub(crate) fn wait(self) -> Result<(), Failure> {
+        match self.export.wait() {
+            Ok(_) => Ok(()),
+            Err(reason) => Err(halted(&reason)),
+        }
     }
+}
+
+/// The failure of a mount that was serving.
+fn halted(reason: &HaltReason) -> Failure {
+    let exit = match reason {
+        HaltReason::Timeout(_) | HaltReason::Flush(_) | HaltReason::StillInFlight(_) => {
+            Exit::Storage
+        }
+        HaltReason::Device(_) | HaltReason::Reply(_) | HaltReason::Protocol(_) => Exit::Halted,
+    };
+    Failure::new(exit, reason.to_string())
 }
 
 impl Handle {
     /// Asks for a clean stop; returns at once.
-    pub(crate) fn stop(&self) {}
+    pub(crate) fn stop(&self) {
+        self.stop.stop();
+    }
 
     /// The counters now.
-    pub(crate) fn stats(&self) -> Stats {
-        Stats::default()
+    pub(crate) fn stats(&self) -> Report {
+        Report { name: self.name.clone(), elapsed: self.since.elapsed(), stats: (self.stats)() }
+    }
+}
+
+impl fmt::Debug for Handle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Handle").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn storage_and_transport_have_codes_of_their_own() {
+        let timeout = halted(&HaltReason::Timeout(Duration::from_secs(5)));
+        assert_eq!(timeout.exit, Exit::Storage);
+        let device = halted(&HaltReason::Device(ringdisk_ring::Errno::IO));
+        assert_eq!(device.exit, Exit::Halted);
+        assert!(device.message().contains("FUSE device"));
     }
 }

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use ringdisk_disk::{Disk, ErrorKind, ImageOptions, Source};
+use ringdisk_disk::{Disk, ImageOptions, Source};
 use ringdisk_ring::{Config, Runtime};
 
 use crate::cli::LookArgs;
@@ -26,7 +26,7 @@ pub(crate) fn runtime() -> Result<Runtime, Failure> {
 
 /// Opens an image with its chain, for reading.
 ///
-/// Errors: those of [`Disk::open`], with a way out for a locked image.
+/// Errors: those of [`Disk::open`].
 pub(crate) fn open(runtime: &mut Runtime, args: &LookArgs) -> Result<Arc<Disk>, Failure> {
     let options = ImageOptions {
         format: args.format,
@@ -37,16 +37,8 @@ pub(crate) fn open(runtime: &mut Runtime, args: &LookArgs) -> Result<Arc<Disk>, 
     };
     let ring = runtime.ring().clone();
     let source = Source::Path(args.image.clone());
-    runtime.block_on(Disk::open(&ring, source, &options)).map_err(|error| {
-        let locked = error.kind() == ErrorKind::Locked;
-        let failure = Failure::from(error);
-        if locked { failure.hint(LOCKED_HINT) } else { failure }
-    })
+    Ok(runtime.block_on(Disk::open(&ring, source, &options))?)
 }
-
-/// What to do about an image that is being written.
-pub(crate) const LOCKED_HINT: &str =
-    "--force-share (-U) looks at it all the same; what is shown may be outdated";
 
 /// An error of the data path while looking.
 pub(crate) fn unreadable(image: &Path, errno: ringdisk_ring::Errno) -> Failure {

@@ -54,7 +54,7 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
     }
     made.mountpoint(&plan.mountpoint)?;
     let alive = alive::hold(&plan.mountpoint);
-    let served = Served::start(Arc::clone(&disk), &plan.options(&disk))?;
+    let served = Served::start(Arc::clone(&disk), plan.options(&disk))?;
     for note in served.notes() {
         terminal::warn(note);
     }
@@ -68,7 +68,7 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
             return Err(failure);
         }
     };
-    let notify = Notify::from_environment();
+    let notify = Arc::new(Notify::from_environment());
     let ready = plan.ready_line(&disk);
     if background.is_some() || !terminal::is_interactive() {
         terminal::say(format_args!("{}: {ready}", terminal::NAME));
@@ -82,23 +82,30 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
     let handle = served.handle();
     let for_print = handle.clone();
     let for_stop = handle.clone();
+    let told = Arc::clone(&notify);
     let actions = Actions {
-        stop: Box::new(move |_| for_stop.stop()),
+        stop: Box::new(move |signal| {
+            told.stopping(&format!("stopping on {signal}"));
+            for_stop.stop();
+        }),
         print: Box::new(move || terminal::say_error(for_print.stats())),
     };
     if watcher.enter(Phase::Serving(actions)).is_some() {
         handle.stop();
     }
-    let (stats, result) = served.wait();
+    let result = served.wait();
     watcher.enter(Phase::Ending);
     let why = match (&result, watcher.stopped_by()) {
         (Err(failure), _) => failure.message().to_owned(),
         (Ok(()), Some(signal)) => format!("stopped by {signal}"),
         (Ok(()), None) => String::from("unmounted"),
     };
-    notify.stopping(&why);
+    match watcher.stopped_by() {
+        Some(_) => notify.status(&why),
+        None => notify.stopping(&why),
+    }
     if args.stats {
-        terminal::say_error(&stats);
+        terminal::say_error(handle.stats());
     }
     // The image's lock goes before the names that others watch.
     drop(disk);
@@ -173,6 +180,9 @@ impl<'a> Plan<'a> {
     fn open_disk(&self, made: &Made) -> Result<Arc<Disk>, Failure> {
         let args = self.args;
         let Some(image) = &self.image else {
+            // No image is read, but the queues need rings: the reason why there are none is said
+            // best here.
+            look::runtime()?;
             let options = NullOptions {
                 size: args.null.unwrap_or(0),
                 read_zeroes: args.read_zeroes,
@@ -231,10 +241,6 @@ impl<'a> Plan<'a> {
             ErrorKind::NotFound if !image.exists() => {
                 failure.hint(format!("add `--create 10G` to make '{shown}' as a raw image"))
             }
-            ErrorKind::Locked if self.args.read_only => failure.hint(look::LOCKED_HINT),
-            ErrorKind::Locked => failure.hint(
-                "end the other program, or `--read-only --force-share` reads it while it changes",
-            ),
             ErrorKind::NotAllowed => {
                 failure.hint("`--allow-path DIR` allows another directory, if you trust the image")
             }
