@@ -203,6 +203,25 @@ fn a_mount_whose_server_is_gone_is_told_apart_and_can_be_removed() {
 }
 
 #[test]
+fn a_mount_on_top_of_ours_is_left_alone() {
+    if !can_mount() {
+        return;
+    }
+    let mut served = Served::new(null(), Wanted::default());
+    let path = served.path().to_path_buf();
+    let other = path.with_file_name("other");
+    std::fs::write(&other, b"other").expect("a file");
+    rustix::mount::mount_bind(&other, &path).expect("bind");
+    let mut mount = served.mount.take().expect("mounted");
+    let error = mount.unmount(Unmount::Normal).expect_err("covered");
+    assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
+    assert_eq!(std::fs::read(&path).expect("still there"), b"other");
+    rustix::mount::unmount(&path, rustix::mount::UnmountFlags::empty()).expect("the bind mount");
+    mount.unmount(Unmount::Normal).expect("ours");
+    assert_eq!(std::fs::metadata(&path).expect("the file below").len(), 0);
+}
+
+#[test]
 fn unmounting_what_is_not_ours_is_refused() {
     let error = unmount(Path::new("/proc"), Unmount::Normal).expect_err("not ours");
     assert_eq!(error.kind(), ErrorKind::NotMounted);

@@ -1,8 +1,16 @@
 //! What each file operation does on a disk.
 //!
-//! Promises: results are those of the table in `docs/architecture.md` (the ones that qemu-storage-daemon's clients know), whatever
-//! the transport; reads are never short inside the disk; writes past the end grow the disk only with `growable`. Called by the
-//! tasks of all queue threads at once: the state is atomics, there is no lock, and no request allocates.
+//! Promises: a client sees the results that it knows from qemu-storage-daemon, whatever the transport; reads are never short inside
+//! the disk; writes past the end grow the disk only with `growable`. Called by the tasks of all queue threads at once: the state is
+//! atomics, there is no lock, and no request allocates.
+//!
+//! Different from qemu-storage-daemon, on purpose:
+//! - `st_blksize` is at least 4096 (there 1, from which C libraries make one-byte buffers);
+//! - a read-only file shows one unchanging time (there always "now", which tools take for a change while they read);
+//! - O_TRUNC without `growable` keeps the size in the kernel too (there the kernel takes the file for empty until the next `stat`);
+//!   the price is that `truncate(path, 0)` without an open file keeps the size as well, while `ftruncate` does not;
+//! - a page-cached mount says ENOSPC past the end, where its kernel would turn "0 bytes written" into EIO;
+//! - closing a descriptor that cannot write does not flush.
 //!
 //! READ and WRITE are calls of their own ([`FileServer::read`], [`FileServer::write`]), so that the transport decides where the data
 //! lies; everything else is one call that writes the reply ([`FileServer::serve_control`]).

@@ -252,6 +252,18 @@ fn detach(entry: &MountEntry, how: Unmount) -> Result<(), Error> {
     let flags =
         if lazy { UnmountFlags::DETACH | UnmountFlags::NOFOLLOW } else { UnmountFlags::NOFOLLOW };
     let shown = entry.mountpoint.display();
+    // The call takes a path and removes what is on top there, which must not be somebody else's.
+    match table::at(&entry.mountpoint)? {
+        Some(top) if top.id != entry.id => {
+            let message =
+                format!("{shown} is covered by {} ({})", top.source.display(), top.fstype);
+            return Err(
+                Error::new(ErrorKind::Busy, message).hint(format!("first `umount {shown}`"))
+            );
+        }
+        Some(_) => {}
+        None => return Ok(()),
+    }
     match rustix::mount::unmount(&entry.mountpoint, flags) {
         Ok(()) => Ok(()),
         // EINVAL: not a mountpoint any more. ENOENT: the file went with it.
