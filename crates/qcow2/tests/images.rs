@@ -9,7 +9,7 @@ mod common;
 use std::process::Command;
 
 use common::{Images, KIB, MIB, check, mixed, open, read_all, runtime, try_open_with};
-use ringdisk_qcow2::{CompressionType, ExtentKind, OpenOptions};
+use ringdisk_qcow2::{CompressionType, ExtentKind, OpenOptions, Qcow2};
 
 const CLUSTER_SIZES: [u64; 13] = [
     512,
@@ -445,4 +445,39 @@ fn the_image_is_shared_by_threads_that_load_the_same_slices() {
             });
         }
     });
+}
+
+#[test]
+fn images_are_read_with_o_direct() {
+    // The build directory lies on a disk; a temporary directory may not take O_DIRECT.
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
+    let images = Images(directory);
+    let mut runtime = runtime();
+    source(&images, "source", 2 * MIB + 512);
+    for (name, compressed) in [("plain", "-q"), ("compressed", "-c")] {
+        images.qemu_img(&["convert", compressed, "-O", "qcow2", "source", name]);
+        let direct =
+            ringdisk_storage::OpenOptions { read_only: true, direct: true, ..Default::default() };
+        let file = ringdisk_storage::Storage::open(&images.path(name), &direct);
+        let file = std::sync::Arc::new(file.expect("a file system with O_DIRECT"));
+        let ring = runtime.ring().clone();
+        let opened = runtime.block_on(Qcow2::open(&ring, file, &OpenOptions::default()));
+        let image = opened.expect("a good image");
+        let ours = read_all(&mut runtime, &image, &[], 70_001);
+        common::assert_same(name, &ours, &images.converted(name));
+    }
+}
+
+#[test]
+fn a_file_that_shrinks_while_it_is_open_gives_errors() {
+    let images = Images::new();
+    let mut runtime = runtime();
+    source(&images, "source", MIB);
+    images.qemu_img(&["convert", "-c", "-O", "qcow2", "source", "image"]);
+    let image = open(&mut runtime, &images.path("image"));
+    let file = std::fs::OpenOptions::new().write(true).open(images.path("image"));
+    file.expect("the image").set_len(64 * KIB).expect("shorter");
+    let ring = runtime.ring().clone();
+    let bytes = runtime.block_on(common::read(&ring, &image, &[], 0, 512));
+    assert_eq!(bytes, Err(ringdisk_ring::Errno::IO));
 }
