@@ -182,8 +182,12 @@ impl Export {
         }
 
         let views = queues.iter().map(|queue| queue.view.clone()).collect();
-        let resized = events.clone();
-        let size_watch = disk.watch_size(move |_| resized.send(Event::Resized));
+        let (resized, watched) = (events.clone(), Arc::clone(&server));
+        let size_watch = disk.watch_size(move |_| {
+            if !watched.is_resized_by_client() {
+                resized.send(Event::Resized);
+            }
+        });
         let mountpoint = mount.mountpoint().to_owned();
         let keeper = Keeper {
             mount,

@@ -17,6 +17,9 @@ use crate::slots::Waiter;
 /// Number of the future given to `block_on`.
 pub(crate) const ROOT: u32 = u32::MAX;
 
+/// Room for ready tasks before their queue must grow, which it does at most once in each power of two.
+const READY_ROOM: usize = 1024;
+
 type TaskFuture = Pin<Box<dyn Future<Output = ()>>>;
 
 struct Task {
@@ -58,7 +61,7 @@ impl Executor {
         Executor {
             tasks: RefCell::new(Vec::new()),
             free: RefCell::new(Vec::new()),
-            ready: RefCell::new(VecDeque::new()),
+            ready: RefCell::new(VecDeque::with_capacity(READY_ROOM)),
             root_ready: Cell::new(true),
             current: Cell::new((ROOT, std::ptr::null())),
             shared,

@@ -41,6 +41,9 @@ impl<T> Mailbox<T> {
     }
 }
 
+/// Tasks that a thread may wake itself in one turn before the list grows.
+const WOKEN_ROOM: usize = 1024;
+
 enum Message {
     Wake(u32),
     Run(Job),
@@ -71,6 +74,11 @@ impl Shared {
             event: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             owner: thread_mark(),
         })
+    }
+
+    /// Makes room on this thread for tasks that it wakes itself, so that waking does not allocate.
+    pub(crate) fn reserve_local() {
+        WOKEN_HERE.with_borrow_mut(|woken| woken.reserve(WOKEN_ROOM));
     }
 
     fn address(&self) -> usize {

@@ -31,6 +31,9 @@ const POLL_IN: u32 = libc::POLLIN as u32;
 /// `EPOLLEXCLUSIVE`: of all exclusive waiters the kernel wakes one (include/uapi/linux/eventpoll.h).
 const POLL_EXCLUSIVE: u32 = 1 << 28;
 
+/// Messages that may wait before their queue grows.
+const MESSAGE_ROOM: usize = 64;
+
 pub(crate) struct Inner {
     pub(crate) uring: Uring,
     pub(crate) slots: RefCell<Slots>,
@@ -89,6 +92,7 @@ impl Inner {
     pub(crate) fn new(config: &crate::Config) -> Result<Inner, crate::SetupError> {
         let shared =
             Arc::new(Shared::new().map_err(|e| crate::SetupError::from(std::io::Error::from(e)))?);
+        Shared::reserve_local();
         let uring = Uring::new(config)?;
         let slots = config.slots.max(8);
         Ok(Inner {
@@ -102,12 +106,12 @@ impl Inner {
                 })
                 .collect(),
             times: (0..slots).map(|_| UnsafeCell::new(types::Timespec::new())).collect(),
-            hungry: RefCell::new(VecDeque::new()),
+            hungry: RefCell::new(VecDeque::with_capacity(slots as usize)),
             executor: Executor::new(Arc::clone(&shared)),
             counters: Arc::new(Counters::default()),
             shared,
             inline_expected: Cell::new(0),
-            messages: RefCell::new(VecDeque::new()),
+            messages: RefCell::new(VecDeque::with_capacity(MESSAGE_ROOM)),
             message_waiter: RefCell::new(Waiter::None),
             files: RefCell::new((0..config.files).rev().collect()),
             registered_buffers: RefCell::new(Vec::new()),

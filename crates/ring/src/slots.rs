@@ -141,7 +141,7 @@ impl Slots {
 
     /// A completion arrived.
     pub(crate) fn complete(&mut self, user_data: u64, result: i32) -> Completed {
-        let index = (user_data & u64::from(u32::MAX)) as u32;
+        let index = u32::try_from(user_data & u64::from(u32::MAX)).unwrap_or(u32::MAX);
         let Some(slot) = self.slots.get_mut(index as usize) else { return Completed::Nobody };
         if u64::from(slot.generation) != user_data >> 32 {
             return Completed::Nobody;

@@ -12,6 +12,8 @@
 pub(super) const WINDOW_NS: u64 = 2_000_000;
 /// A window that lasted longer than this saw the client stop: it says nothing about the mode.
 const IDLE_NS: u64 = 10 * WINDOW_NS;
+/// A window with less work than this says nothing either: at 4000 requests per second nobody waits for the daemon's CPU.
+const WORK_MIN: u64 = 8;
 /// Windows between trials after one that was won.
 const PAUSE_MIN: u32 = 4;
 /// Windows between trials when none is won: 512 ms.
@@ -106,7 +108,7 @@ impl Policy {
         let nanos = load.now.saturating_sub(self.last.now);
         let work = load.work().saturating_sub(self.last.work());
         self.last = *load;
-        if nanos > IDLE_NS {
+        if nanos > IDLE_NS || work < WORK_MIN {
             // A pause of the client ends a trial without a verdict.
             if let State::Trial { from, .. } = self.state {
                 self.mode = from;
@@ -178,10 +180,13 @@ impl Policy {
             self.next = number + 1;
             let place = number / 2;
             let queue = (place < self.queues).then_some(place);
-            let mode = Mode { queue, polls: number % 2 == 0 };
+            let mode = Mode { queue, polls: number.is_multiple_of(2) };
             if mode != self.mode {
                 return mode;
             }
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -34,11 +34,11 @@ impl FileServer {
         let end =
             offset.checked_add(length).filter(|end| *end <= FILE_BYTES_MAX).ok_or(Errno::FBIG)?;
         match mode {
-            0 if offset >= self.disk.size() => self.disk.grow(ring, end).await,
+            0 if offset >= self.disk.size() => self.grow(ring, end).await,
             PUNCH_AND_KEEP => self.disk.punch(ring, offset, length).await,
             ZERO_RANGE => {
                 if end > self.disk.size() {
-                    self.disk.grow(ring, end).await?;
+                    self.grow(ring, end).await?;
                 }
                 self.zero(ring, offset, length).await
             }

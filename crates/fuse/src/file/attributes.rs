@@ -83,7 +83,7 @@ impl FileServer {
             if argument.size > FILE_BYTES_MAX {
                 return Err(Errno::FBIG);
             }
-            self.disk.resize(ring, argument.size).await?;
+            self.resize(ring, argument.size).await?;
         }
         if has(FATTR_UID) {
             self.uid.store(argument.uid, Ordering::Relaxed);

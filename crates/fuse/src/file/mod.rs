@@ -76,6 +76,8 @@ pub struct FileServer {
     gid: AtomicU32,
     /// Open files of all clients.
     open_files: AtomicU64,
+    /// Changes of the size that clients of this file are making: the kernel knows of those.
+    client_resizes: AtomicU32,
     /// Time that a read-only file shows: it does not change, so tools that watch for changes must not see any.
     started: SystemTime,
 }
@@ -95,6 +97,7 @@ impl FileServer {
             uid: AtomicU32::new(options.uid),
             gid: AtomicU32::new(options.gid),
             open_files: AtomicU64::new(0),
+            client_resizes: AtomicU32::new(0),
             started: SystemTime::now(),
         }
     }
@@ -186,7 +189,7 @@ impl FileServer {
             .filter(|end| *end <= FILE_BYTES_MAX)
             .ok_or(Errno::FBIG)?;
         if self.growable && !from_page_cache && end > self.disk.size() {
-            self.disk.grow(ring, end).await?;
+            self.grow(ring, end).await?;
         }
 
         let done = self.write_all(ring, argument.offset, buf).await?;
@@ -200,6 +203,24 @@ impl FileServer {
             return Err(Errno::NOSPC);
         }
         Ok(done)
+    }
+
+    /// Whether a client of this file is changing its size, so that the kernel need not be told. Any thread.
+    #[must_use]
+    pub fn is_resized_by_client(&self) -> bool {
+        self.client_resizes.load(Ordering::Acquire) > 0
+    }
+
+    /// Makes the disk at least `size` bytes long, for a client.
+    async fn grow(&self, ring: &Ring, size: u64) -> Result<(), Errno> {
+        let _by_client = ClientResize::begin(self);
+        self.disk.grow(ring, size).await
+    }
+
+    /// Makes the disk `size` bytes long, for a client.
+    async fn resize(&self, ring: &Ring, size: u64) -> Result<(), Errno> {
+        let _by_client = ClientResize::begin(self);
+        self.disk.resize(ring, size).await
     }
 
     /// Writes until the end of `buf` or of the disk.
@@ -309,6 +330,22 @@ impl FileServer {
     fn inside(&self, offset: u64, len: usize) -> usize {
         let left = self.disk.size().saturating_sub(offset);
         usize::try_from(left).map_or(len, |left| left.min(len))
+    }
+}
+
+/// Counts one change of the size by a client, until it is dropped.
+struct ClientResize<'a>(&'a FileServer);
+
+impl<'a> ClientResize<'a> {
+    fn begin(server: &'a FileServer) -> ClientResize<'a> {
+        server.client_resizes.fetch_add(1, Ordering::AcqRel);
+        ClientResize(server)
+    }
+}
+
+impl Drop for ClientResize<'_> {
+    fn drop(&mut self) {
+        self.0.client_resizes.fetch_sub(1, Ordering::AcqRel);
     }
 }
 

@@ -1,0 +1,187 @@
+//! Exports that lose their transport or their storage: clients get errors soon, the process and its other exports go on.
+
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ringdisk_disk::{Disk, ImageOptions, NullOptions};
+use ringdisk_fuse::mount::{Unmount, table, unmount};
+use ringdisk_fuse::{Export, ExportOptions, HaltReason, Threads};
+use ringdisk_ring::Errno;
+use ringdisk_testkit::process::{Process, command, run, until};
+use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+/// Everything must be over by then.
+const SOON: Duration = Duration::from_secs(5);
+
+fn null() -> Arc<Disk> {
+    Disk::null(&NullOptions { size: 1 << 20, read_zeroes: true, ..NullOptions::default() })
+}
+
+struct Place {
+    path: PathBuf,
+    _directory: tempfile::TempDir,
+}
+
+fn place() -> Place {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("disk");
+    std::fs::write(&path, b"").unwrap();
+    Place { path: path.canonicalize().unwrap(), _directory: directory }
+}
+
+fn options(place: &Place) -> ExportOptions {
+    ExportOptions { threads: Threads::Count(2), ..ExportOptions::new(&place.path) }
+}
+
+fn is_mounted(place: &Place) -> bool {
+    table::at(&place.path).unwrap().is_some()
+}
+
+/// Reads the first 4 KiB with a process of its own, which a test can lose.
+fn reader(place: &Place) -> Process {
+    let file = format!("if={}", place.path.display());
+    Process::spawn(&mut command(&["dd", &file, "of=/dev/null", "bs=4k", "count=1", "iflag=direct"]))
+}
+
+fn assert_serves(place: &Place) {
+    let file = format!("if={}", place.path.display());
+    let finished = run(command(&["dd", &file, "of=/dev/null", "bs=4k", "count=1", "iflag=direct"]));
+    assert_eq!(finished.code(), Some(0), "{}", finished.output());
+}
+
+/// A descriptor from which `frame` is read as if it came from the kernel, and the other end, which keeps it open.
+fn injected(frame: &[u8]) -> (OwnedFd, OwnedFd) {
+    let (ours, theirs) =
+        socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::NONBLOCK, None)
+            .unwrap();
+    // An empty message would be a frame too.
+    if !frame.is_empty() {
+        rustix::io::write(&ours, frame).unwrap();
+    }
+    (ours, theirs)
+}
+
+/// Starts one export with a broken device beside a healthy one; returns why the first halted.
+fn halt_beside_a_healthy_export(device: OwnedFd) -> HaltReason {
+    let (broken_place, healthy_place) = (place(), place());
+    let healthy = Export::start(null(), options(&healthy_place)).unwrap();
+    let start = Instant::now();
+    let broken = Export::start_with_devices(null(), options(&broken_place), vec![device]).unwrap();
+    let reason = broken.wait().unwrap_err();
+    assert!(start.elapsed() < SOON);
+    assert!(!is_mounted(&broken_place), "the mount of the halted export is gone");
+    assert_serves(&healthy_place);
+    healthy.stop_handle().stop();
+    assert!(healthy.wait().is_ok());
+    assert!(!is_mounted(&healthy_place));
+    reason
+}
+
+#[test]
+fn a_frame_shorter_than_a_header_halts_the_export_and_no_other() {
+    let (_ours, theirs) = injected(&[1, 2, 3]);
+    assert!(matches!(halt_beside_a_healthy_export(theirs), HaltReason::Protocol(_)));
+}
+
+#[test]
+fn a_frame_whose_length_is_not_that_of_its_header_halts_the_export() {
+    let mut frame = [0u8; 56];
+    frame[0] = 200;
+    let (_ours, theirs) = injected(&frame);
+    assert!(matches!(halt_beside_a_healthy_export(theirs), HaltReason::Protocol(_)));
+}
+
+#[test]
+fn a_device_that_cannot_be_read_halts_the_export() {
+    let directory = std::fs::File::open("/").unwrap();
+    let reason = halt_beside_a_healthy_export(directory.into());
+    assert_eq!(reason, HaltReason::Device(Errno::ISDIR));
+}
+
+#[test]
+fn a_halt_ends_requests_in_flight_with_an_error() {
+    let sim = SimStorage::new(1 << 20, 1);
+    sim.on(When::kind(OpKind::Read), Fault::Hang);
+    let place = place();
+    let (ours, theirs) = injected(&[]);
+    let disk = Disk::from_storage(sim.storage(), &ImageOptions::default());
+    let export = Export::start_with_devices(disk, options(&place), vec![theirs]).unwrap();
+    let mut client = reader(&place);
+    until(SOON, || (sim.hanging() > 0).then_some(())).expect("the read arrives");
+    rustix::io::write(&ours, b"rubbish").unwrap();
+    assert!(export.wait().is_err());
+    let status = client.wait(SOON).expect("the client is not left hanging");
+    assert!(!status.success());
+}
+
+/// An export whose storage never answers the read that a client has sent.
+fn stuck(io_timeout: Option<Duration>) -> (Place, Export, Process) {
+    let sim = SimStorage::new(1 << 20, 1);
+    sim.on(When::kind(OpKind::Read), Fault::Hang);
+    let place = place();
+    let disk = Disk::from_storage(sim.storage(), &ImageOptions::default());
+    let export = Export::start(disk, ExportOptions { io_timeout, ..options(&place) }).unwrap();
+    let client = reader(&place);
+    until(SOON, || (sim.hanging() > 0).then_some(())).expect("the read arrives");
+    (place, export, client)
+}
+
+fn assert_over(place: &Place, mut client: Process, start: Instant) {
+    let status = client.wait(SOON).expect("the client is not left hanging");
+    assert!(!status.success());
+    assert!(start.elapsed() < SOON, "{:?}", start.elapsed());
+    assert!(!is_mounted(place));
+}
+
+#[test]
+fn a_stop_ends_a_storage_operation_that_never_completes() {
+    let (place, export, client) = stuck(None);
+    let start = Instant::now();
+    export.stop_handle().stop();
+    assert_eq!(export.wait().unwrap_err(), HaltReason::StillInFlight(1));
+    assert_over(&place, client, start);
+}
+
+#[test]
+fn a_forced_unmount_ends_a_storage_operation_that_never_completes() {
+    let (place, export, client) = stuck(None);
+    let start = Instant::now();
+    unmount(&place.path, Unmount::Force).unwrap();
+    let _ = export.wait();
+    assert_over(&place, client, start);
+}
+
+#[test]
+fn the_io_timeout_ends_a_storage_operation_that_never_completes() {
+    let limit = Duration::from_millis(200);
+    let (place, export, client) = stuck(Some(limit));
+    let start = Instant::now();
+    assert_eq!(export.wait().unwrap_err(), HaltReason::Timeout(limit));
+    assert_over(&place, client, start);
+}
+
+#[test]
+fn errors_and_short_transfers_of_the_storage_reach_the_client() {
+    let sim = SimStorage::new(1 << 20, 1);
+    sim.on(When::kind(OpKind::Read).at(0..4096), Fault::Fail(Errno::IO));
+    sim.on(When::kind(OpKind::Write).at(8192..12288), Fault::Fail(Errno::NOSPC));
+    sim.on(When::kind(OpKind::Flush), Fault::Fail(Errno::IO));
+    let place = place();
+    let disk = Disk::from_storage(sim.storage(), &ImageOptions::default());
+    let export = Export::start(disk, options(&place)).unwrap();
+    use std::os::unix::fs::FileExt;
+    let file = std::fs::OpenOptions::new().read(true).write(true).open(&place.path).unwrap();
+    let mut block = vec![7; 4096];
+    let errno = |result: std::io::Result<usize>| result.map_err(|e| e.raw_os_error());
+    assert_eq!(errno(file.read_at(&mut block, 0)), Err(Some(libc::EIO)));
+    assert_eq!(errno(file.read_at(&mut block, 4096)), Ok(4096));
+    assert_eq!(errno(file.write_at(&block, 8192)), Err(Some(libc::ENOSPC)));
+    assert_eq!(errno(file.write_at(&block, 12288)), Ok(4096));
+    assert_eq!(file.sync_all().map_err(|e| e.raw_os_error()), Err(Some(libc::EIO)));
+    drop(file);
+    sim.clear_rules();
+    drop(export);
+}
