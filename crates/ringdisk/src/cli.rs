@@ -266,9 +266,8 @@ impl LookArgs {
 
 /// Show what an image is
 ///
-/// Opens the image for reading only and shows its format, its sizes and what it depends on. The
-/// backing file is not opened, so an image whose base is gone can be looked at too; --backing-chain
-/// opens and shows every layer.
+/// Opens the image with its backing files, for reading only, and shows its format, its sizes and
+/// what it depends on; with --backing-chain the same for every backing file.
 #[derive(Args, Debug)]
 pub(crate) struct InfoArgs {
     #[command(flatten)]

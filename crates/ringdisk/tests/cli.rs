@@ -124,6 +124,8 @@ fn a_mountpoint_that_cannot_be_used_is_refused_before_anything_is_made() {
         &["directory 'no' does not exist", "mkdir -p no"],
     );
     refused(d, &["mount", "--null", "1M", "/dev/null"], 4, &["/dev/null"]);
+    std::os::unix::fs::symlink("/nonexistent/disk", d.join("link")).expect("a link");
+    refused(d, &["mount", "--null", "1M", "link"], 4, &["/nonexistent/disk"]);
     assert!(!d.join("a.img").exists());
 }
 

@@ -155,17 +155,8 @@ impl<'a> Plan<'a> {
     /// Errors: a mountpoint that cannot be used, whether it is there or not.
     fn new(args: &'a MountArgs, paths: MountPaths) -> Result<Plan<'a>, Failure> {
         let mountpoint_shown = paths.mountpoint.display().to_string();
-        let mut mountpoint =
-            mountpoint::resolve(&paths.mountpoint).map_err(|error| {
-                match paths.mountpoint.parent().map(|directory| directory.display().to_string()) {
-                    Some(directory) if error.kind() == ringdisk_fuse::ErrorKind::NotFound => {
-                        let message = format!("the directory '{directory}' does not exist");
-                        Failure::new(Exit::Mountpoint, message)
-                            .hint(format!("mkdir -p {}", shell_word(&directory)))
-                    }
-                    _ => Failure::from(error),
-                }
-            })?;
+        let mut mountpoint = mountpoint::resolve(&paths.mountpoint)
+            .map_err(|error| no_directory(&paths.mountpoint).unwrap_or_else(|| error.into()))?;
         match fs::symlink_metadata(&mountpoint) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             _ => mountpoint = mountpoint::check(&mountpoint)?,
@@ -241,9 +232,6 @@ impl<'a> Plan<'a> {
             ErrorKind::NotFound if !image.exists() => {
                 failure.hint(format!("add `--create 10G` to make '{shown}' as a raw image"))
             }
-            ErrorKind::NotAllowed => {
-                failure.hint("`--allow-path DIR` allows another directory, if you trust the image")
-            }
             _ => failure,
         }
     }
@@ -304,6 +292,19 @@ impl<'a> Plan<'a> {
         let size = human_size(disk.size());
         format!("{image} ({size}{format}{mode}) is served as {}", self.mountpoint_shown)
     }
+}
+
+/// What is wrong with a mountpoint whose directory is missing; `None` if that is not the matter.
+fn no_directory(mountpoint: &Path) -> Option<Failure> {
+    let directory = mountpoint.parent().filter(|directory| !directory.as_os_str().is_empty())?;
+    if !fs::metadata(directory).is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
+        return None;
+    }
+    let shown = directory.display().to_string();
+    Some(
+        Failure::new(Exit::Mountpoint, format!("the directory '{shown}' does not exist"))
+            .hint(format!("mkdir -p {}", shell_word(&shown))),
+    )
 }
 
 /// On a terminal: what is ready, what to try, how to stop.
