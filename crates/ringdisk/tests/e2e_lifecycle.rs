@@ -148,7 +148,7 @@ fn clients_killed_at_depth_64_do_no_harm() {
             "--iodepth=64",
             "--size=1G",
         ];
-        let more = ["--time_based", "--runtime=30", "--numjobs=2", &file, &engine];
+        let more = ["--time_based", "--runtime=30", "--numjobs=2", "--thread", &file, &engine];
         let mut client = Process::spawn(&mut command(&[&words[..], &more].concat()));
         std::thread::sleep(Duration::from_millis(700));
         kill_group(&mut client);
@@ -165,6 +165,34 @@ fn kill_group(client: &mut Process) {
     let group = rustix::process::Pid::from_raw(i32::try_from(client.pid()).expect("a pid"));
     let _ = rustix::process::kill_process_group(group.expect("not 0"), Signal::KILL);
     assert!(client.wait(STOP).is_some(), "a killed client does not end");
+}
+
+#[test]
+fn a_stop_under_load_is_clean() {
+    if !(needs_root() && needs("fio", has("fio"))) {
+        return;
+    }
+    for args in [&["--null", "64M", "--threads", "2"][..], &["--null", "64M", "--latency", "5ms"]] {
+        let disk = mount(args);
+        let file = format!("--filename={}", disk.text());
+        let words = [
+            "fio",
+            "--name=k",
+            "--rw=randrw",
+            "--bs=4k",
+            "--direct=1",
+            "--iodepth=32",
+            "--size=64m",
+        ];
+        let more =
+            ["--time_based", "--runtime=60", "--ioengine=libaio", "--thread", "--numjobs=2", &file];
+        let mut client = Process::spawn(&mut command(&[&words[..], &more].concat()));
+        std::thread::sleep(Duration::from_millis(700));
+        let finished = disk.stop();
+        assert_eq!(finished.code(), Some(0), "{args:?}: {}", finished.output());
+        let status = client.wait(STOP).expect("the client ends");
+        assert!(!status.success(), "{args:?}");
+    }
 }
 
 #[test]

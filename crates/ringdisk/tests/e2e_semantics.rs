@@ -363,5 +363,7 @@ fn copies_by_the_usual_tools_are_complete() {
     let other = disk.directory.path().join("other");
     let (from, to) = (disk.mounted.text(), other.to_str().expect("text"));
     images::qemu_img(&["convert", "-f", "raw", "-O", "raw", from, to]);
+    // QEMU counts in sectors: its copy ends at a whole one.
+    open(&other).set_len(LEN + 1234).expect("cut to the same size");
     images::assert_same(&other, &copy, "qemu-img convert");
 }

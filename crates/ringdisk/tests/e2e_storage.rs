@@ -9,7 +9,7 @@ use common::{BLOCK, MIB, Served, errno, mount, open, open_direct, serve, serve_r
 use ringdisk_testkit::images::{self, pattern, piece};
 use ringdisk_testkit::limits::{mount_at, needs_root};
 use ringdisk_testkit::mount::{FileSystem, Loop, Mounted, STOP, scratch, text};
-use ringdisk_testkit::process::{LIMIT, Process, command};
+use ringdisk_testkit::process::{LIMIT, Process, command, until};
 use rustix::io::Errno;
 use rustix::process::Signal;
 
@@ -192,9 +192,7 @@ fn sigterm_ends_a_mount_whose_storage_never_completes() {
     let start = Instant::now();
     stuck.upper.process().signal(Signal::TERM);
     assert_ended_with_errors(clients);
-    let gone = ringdisk_testkit::process::until(STOP, || {
-        mount_at(stuck.upper.path()).is_none().then_some(())
-    });
+    let gone = until(STOP, || mount_at(stuck.upper.path()).is_none().then_some(()));
     assert!(gone.is_some() && start.elapsed() < Duration::from_secs(6), "{:?}", start.elapsed());
 }
 
@@ -219,6 +217,10 @@ fn a_time_limit_ends_a_mount_whose_storage_never_completes() {
     let mut stuck = Stuck::new(&["--io-timeout", "1s"]);
     let clients = stuck.clients();
     assert_ended_with_errors(clients);
+    let gone = until(STOP, || mount_at(stuck.upper.path()).is_none().then_some(()));
+    assert_eq!(gone, Some(()));
+    // The kernel does not let a process go before its requests have come back, so the exit code comes later.
+    stuck.lower.process().signal(Signal::CONT);
     let status = stuck.upper.process().wait(STOP);
     assert_eq!(status.and_then(|s| s.code()), Some(12), "{}", stuck.upper.output());
 }

@@ -216,12 +216,13 @@ fn a_missing_fuse_device_is_named() {
 }
 
 #[test]
-fn a_fuse_device_that_is_none_is_named() {
+fn a_fuse_device_that_is_none_is_refused() {
     if !(needs_root() && needs("unshare", has("unshare"))) {
         return;
     }
     let finished = in_namespace("mount --bind /dev/null /dev/fuse");
-    assert_refused(&finished, &["/dev/fuse"]);
+    // What there is to say is that mounting failed, and where.
+    assert_refused(&finished, &["cannot mount"]);
 }
 
 #[test]

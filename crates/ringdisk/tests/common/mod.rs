@@ -140,3 +140,21 @@ pub fn refused(args: &[&str], words: &[&str]) {
     assert_refused(&finished, words);
     assert_eq!(ringdisk_testkit::limits::mount_at(&mountpoint), None, "left behind");
 }
+
+/// A qcow2 with some data, and its directory.
+pub fn sample() -> (TempDir, PathBuf) {
+    let directory = scratch();
+    let image = directory.path().join("disk.qcow2");
+    images::qcow2(&image, "8M", "");
+    images::qemu_io(&image, "qcow2", &["write -P 0x11 0 1M", "write -P 0x22 5M 100k"]);
+    (directory, image)
+}
+
+/// Puts bytes into an image.
+pub fn patch(image: &Path, offset: u64, bytes: &[u8]) {
+    File::options()
+        .write(true)
+        .open(image)
+        .and_then(|file| file.write_all_at(bytes, offset))
+        .expect("patch an image");
+}
