@@ -3,10 +3,13 @@
 //! Promises: whatever happens in the test, dropping a guard ends its process and removes its mount.
 
 use std::ffi::OsStr;
+use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use tempfile::TempDir;
@@ -16,6 +19,8 @@ use crate::process::{Finished, Process, command, ok_words, run, until};
 
 /// How long a mount may take to answer on a busy machine.
 const READY: Duration = Duration::from_secs(20);
+/// How long a mount may be there without a word that it is ready: a pipe or a shell may have swallowed the word.
+const QUIET: Duration = Duration::from_secs(2);
 /// How long a mount may take to go after SIGTERM.
 pub const STOP: Duration = Duration::from_secs(5);
 
@@ -28,6 +33,30 @@ pub fn scratch() -> TempDir {
         .prefix("ringdisk-test-")
         .tempdir_in(place)
         .expect("a scratch directory")
+}
+
+/// Hears that a server is ready, as a service manager does: sd_notify(3) with an abstract socket, which every user reaches.
+#[derive(Debug)]
+struct Ready {
+    socket: UnixDatagram,
+    name: String,
+}
+
+impl Ready {
+    fn new() -> Ready {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let name = format!("ringdisk-test-{}-{number}", std::process::id());
+        let address = SocketAddr::from_abstract_name(&name).expect("a short name");
+        let socket = UnixDatagram::bind_addr(&address).expect("a socket of its own");
+        socket.set_nonblocking(true).expect("a setting of a socket");
+        Ready { socket, name: format!("@{name}") }
+    }
+
+    fn heard(&self) -> bool {
+        let mut text = [0; 512];
+        self.socket.recv(&mut text).is_ok_and(|len| text[..len].starts_with(b"READY=1"))
+    }
 }
 
 /// The program serving one image at one mountpoint.
@@ -72,14 +101,19 @@ impl Mounted {
         if !path.exists() {
             std::fs::write(path, "").expect("an empty file to mount on");
         }
+        let ready = Ready::new();
+        command.env("NOTIFY_SOCKET", &ready.name);
         let process = Process::spawn(command);
         let mut mounted =
             Mounted { process: Some(process), path: path.to_owned(), _directory: None };
+        let mut seen = None;
         let ended = until(READY, || {
             if mounted.process().ended().is_some() {
                 return Some(true);
             }
-            mount_at(path).map(|_| false)
+            mount_at(path)?;
+            let since = *seen.get_or_insert_with(Instant::now);
+            (ready.heard() || since.elapsed() > QUIET).then_some(false)
         });
         match ended {
             Some(false) => Ok(mounted),
