@@ -204,6 +204,12 @@ impl IoBuf {
         }
     }
 
+    /// Whether another buffer shares the region.
+    #[cfg(test)]
+    pub(crate) fn is_shared(&self) -> bool {
+        Rc::strong_count(&self.region) > 1
+    }
+
     fn check(&self, at: usize, len: usize) {
         assert!(at <= self.len && len <= self.len - at, "{len} bytes at {at} of {}", self.len);
     }

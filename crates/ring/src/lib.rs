@@ -16,6 +16,10 @@ mod buffer;
 mod config;
 mod counters;
 mod executor;
+mod handoff;
+mod mailbox;
+#[cfg(test)]
+mod model;
 mod offload;
 mod op;
 mod opset;
@@ -27,6 +31,7 @@ mod runtime;
 mod setup;
 mod slots;
 mod spin;
+mod sync;
 #[cfg(test)]
 mod tests;
 mod uring;
@@ -38,7 +43,7 @@ pub use op::{Fd, Op, Sleep};
 pub use opset::OpSet;
 pub use parker::Parker;
 pub use placement::{Topology, allowed_cpus, current_cpu, pin_to_cpu, pin_to_cpus};
-pub use remote::{Mailbox, Remote};
+pub use remote::Remote;
 pub use ring::{RawCommand, Ring, Timeout};
 pub use runtime::Runtime;
 pub use rustix::io::Errno;

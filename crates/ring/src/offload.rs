@@ -4,10 +4,10 @@
 //! through the waker of the task, i.e. through the ring's eventfd.
 
 use std::future::Future;
-use std::pin::Pin;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
-use std::task::{Context, Poll, Waker};
+
+use crate::handoff::handoff;
 
 /// Helper threads: enough to keep two CPUs busy with decompression while some block in a system
 /// call.
@@ -39,65 +39,11 @@ fn serve(receiver: &Mutex<Receiver<Work>>) {
     }
 }
 
-enum Outcome<T> {
-    Running(Option<Waker>),
-    Done(T),
-    Panicked,
-    Taken,
-}
-
-struct Offloaded<T>(Arc<Mutex<Outcome<T>>>);
-
-/// Wakes the waiter however the work ends.
-struct Finish<T>(Arc<Mutex<Outcome<T>>>);
-
-impl<T> Finish<T> {
-    fn set(&self, outcome: Outcome<T>) {
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = std::mem::replace(&mut *state, outcome);
-        drop(state);
-        if let Outcome::Running(Some(waker)) = before {
-            waker.wake();
-        }
-    }
-}
-
-impl<T> Drop for Finish<T> {
-    fn drop(&mut self) {
-        let running =
-            matches!(*self.0.lock().unwrap_or_else(PoisonError::into_inner), Outcome::Running(_));
-        if running {
-            self.set(Outcome::Panicked);
-        }
-    }
-}
-
 pub(crate) fn run<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> impl Future<Output = T> {
-    let state = Arc::new(Mutex::new(Outcome::Running(None)));
-    let finish = Finish(Arc::clone(&state));
-    let sent = POOL.send(Box::new(move || {
-        let value = work();
-        finish.set(Outcome::Done(value));
-    }));
+    let (finish, value) = handoff();
+    let sent = POOL.send(Box::new(move || finish.done(work())));
     debug_assert!(sent.is_ok(), "helper threads hold the receiver");
-    Offloaded(state)
-}
-
-impl<T> Future for Offloaded<T> {
-    type Output = T;
-
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<T> {
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        match std::mem::replace(&mut *state, Outcome::Taken) {
-            Outcome::Running(_) => {
-                *state = Outcome::Running(Some(cx.waker().clone()));
-                Poll::Pending
-            }
-            Outcome::Done(value) => Poll::Ready(value),
-            Outcome::Panicked => panic!("work on a helper thread panicked"),
-            Outcome::Taken => panic!("polled after completion"),
-        }
-    }
+    value
 }

@@ -5,41 +5,15 @@
 
 use std::cell::RefCell;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use rustix::event::{EventfdFlags, eventfd};
 
+use crate::mailbox::Mailbox;
 use crate::{Errno, Ring};
 
 /// Something to do on a ring thread.
 pub(crate) type Job = Box<dyn FnOnce(&Ring) + Send>;
-
-/// Values for another thread, taken in the order in which they were put.
-///
-/// Promises: nothing is lost, and of several `put`s before a `take` exactly the first reports that
-/// the taker must be signalled. Used by any number of threads on the left, one on the right.
-#[derive(Debug)]
-pub struct Mailbox<T>(Mutex<Vec<T>>);
-
-impl<T> Default for Mailbox<T> {
-    fn default() -> Self {
-        Mailbox(Mutex::new(Vec::new()))
-    }
-}
-
-impl<T> Mailbox<T> {
-    /// Adds a value; returns whether the box was empty, i.e. the taker must be signalled.
-    pub fn put(&self, value: T) -> bool {
-        let mut values = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        values.push(value);
-        values.len() == 1
-    }
-
-    /// Takes all values.
-    pub fn take(&self) -> Vec<T> {
-        std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-}
 
 /// Tasks that a thread may wake itself in one turn before the list grows.
 const WOKEN_ROOM: usize = 1024;

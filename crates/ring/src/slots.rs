@@ -197,3 +197,6 @@ impl Slots {
 
 /// Generations use 30 bits: the two above mark other kinds of user data.
 pub(crate) const GENERATION_MASK: u32 = (1 << 30) - 1;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,8 @@
+//! Simulated primitives in place of `crate::sync`.
+
+pub(crate) use shuttle::sync::{Arc, Mutex};
+
+/// As the real one.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> shuttle::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}

@@ -1,0 +1,84 @@
+//! Every order in which a future, the kernel and the next user of a slot can act.
+
+use super::{Completed, Keep, Slots, Waiter};
+use crate::IoBuf;
+
+/// What can happen to an operation.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Step {
+    /// The future is polled.
+    Poll,
+    /// The future is dropped.
+    Drop,
+    /// The completion arrives.
+    Complete,
+}
+
+/// All sequences of `len` steps.
+fn sequences(len: u32) -> impl Iterator<Item = Vec<Step>> {
+    (0..3usize.pow(len)).map(move |mut code| {
+        (0..len)
+            .map(|_| {
+                let step = [Step::Poll, Step::Drop, Step::Complete][code % 3];
+                code /= 3;
+                step
+            })
+            .collect()
+    })
+}
+
+#[test]
+fn memory_is_kept_until_the_completion_in_every_order_of_events() {
+    for steps in sequences(5) {
+        let mut slots = Slots::new(1);
+        let buffer = IoBuf::new(8, 8);
+        let held = buffer.clone();
+        let slot = slots.take(Keep::Buffer(held)).unwrap();
+        let user_data = slots.user_data(slot);
+        let (mut future, mut kernel) = (true, true);
+        for step in &steps {
+            match step {
+                Step::Poll if future => {
+                    let result = slots.poll(slot, || Waiter::Task(1));
+                    assert_eq!(result.is_some(), !kernel, "{steps:?}");
+                    future = result.is_none();
+                }
+                Step::Drop if future => {
+                    assert_eq!(slots.abandon(slot), kernel, "{steps:?}");
+                    future = false;
+                }
+                Step::Complete if kernel => {
+                    let done = slots.complete(user_data, 8);
+                    assert!(future || matches!(done, Completed::Nobody), "{steps:?}");
+                    kernel = false;
+                }
+                // What is over cannot happen again; a second completion is stale.
+                Step::Complete => {
+                    assert!(matches!(slots.complete(user_data, 9), Completed::Nobody), "{steps:?}");
+                }
+                Step::Poll | Step::Drop => {}
+            }
+            assert_eq!(
+                buffer.is_shared(),
+                kernel,
+                "{steps:?}: kept exactly while the kernel may write"
+            );
+            assert_eq!(slots.take(Keep::Nothing).is_err(), kernel || future, "{steps:?}");
+            if !(kernel || future) {
+                break;
+            }
+        }
+    }
+}
+
+#[test]
+fn a_late_completion_does_not_touch_the_next_operation_of_the_slot() {
+    let mut slots = Slots::new(1);
+    let first = slots.take(Keep::Nothing).unwrap();
+    let stale = slots.user_data(first);
+    slots.complete(stale, 1);
+    assert_eq!(slots.poll(first, || Waiter::None), Some(1));
+    let second = slots.take(Keep::Nothing).unwrap();
+    assert!(matches!(slots.complete(stale, 2), Completed::Nobody));
+    assert_eq!(slots.poll(second, || Waiter::None), None);
+}
