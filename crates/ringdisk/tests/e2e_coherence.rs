@@ -13,6 +13,8 @@ use ringdisk_testkit::process::ok_words;
 
 const LEN: u64 = 4 * MIB;
 const WHOLE: usize = 4 << 20;
+/// One mebibyte, as an index.
+const STEP: usize = 1 << 20;
 const WAYS: [&[&str]; 4] =
     [&[], &["--kernel-cache"], &["--direct"], &["--direct", "--kernel-cache"]];
 
@@ -67,7 +69,7 @@ fn a_buffered_write_is_seen_by_direct_readers_and_mappings() {
 fn a_synced_mapping_is_in_the_image_and_seen_by_all() {
     each(|disk| {
         let map = Mapping::new(&open(disk.mounted.path()), WHOLE);
-        map.write(MIB as usize + 5, b"mapped");
+        map.write(STEP + 5, b"mapped");
         map.sync();
         assert_eq!(piece(disk.mounted.path(), MIB + 5, 6), b"mapped");
         assert_eq!(&read_direct(disk.mounted.path(), MIB, BLOCK)[5..11], b"mapped");
@@ -79,7 +81,7 @@ fn a_synced_mapping_is_in_the_image_and_seen_by_all() {
 fn an_unsynced_mapping_is_seen_by_buffered_and_direct_reads() {
     each(|disk| {
         let map = Mapping::new(&open(disk.mounted.path()), WHOLE);
-        map.write(MIB as usize + 5, b"mapped");
+        map.write(STEP + 5, b"mapped");
         assert_eq!(piece(disk.mounted.path(), MIB + 5, 6), b"mapped");
         assert_eq!(&read_direct(disk.mounted.path(), MIB, BLOCK)[5..11], b"mapped");
     });
@@ -121,10 +123,10 @@ fn a_grown_disk_is_readable_at_once_in_every_way() {
 fn a_punched_hole_leaves_no_old_page_behind() {
     each(|disk| {
         let map = Mapping::new(&open(disk.mounted.path()), WHOLE);
-        assert!(map.read(MIB as usize, BLOCK) == pattern(1, MIB, BLOCK));
+        assert!(map.read(STEP, BLOCK) == pattern(1, MIB, BLOCK));
         let (offset, len) = (MIB.to_string(), "65536");
         ok_words(&["fallocate", "-p", "-o", &offset, "-l", len, disk.mounted.text()]);
-        assert!(map.read(MIB as usize, BLOCK) == [0; BLOCK]);
+        assert!(map.read(STEP, BLOCK) == [0; BLOCK]);
         assert!(piece(disk.mounted.path(), MIB, BLOCK) == [0; BLOCK]);
     });
 }

@@ -7,7 +7,7 @@ use std::ptr;
 use rustix::mm::{MapFlags, MsyncFlags, ProtFlags, mmap, msync, munmap};
 
 /// The first `len` bytes of a file, mapped shared for reading and writing.
-pub struct Mapping {
+pub(crate) struct Mapping {
     start: *mut c_void,
     len: usize,
 }
@@ -18,14 +18,14 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    pub fn new(file: &File, len: usize) -> Mapping {
+    pub(crate) fn new(file: &File, len: usize) -> Mapping {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at an address that the kernel chooses; nothing else is there.
         let start = unsafe { mmap(ptr::null_mut(), len, protection, MapFlags::SHARED, file, 0) };
         Mapping { start: start.expect("mmap"), len }
     }
 
-    pub fn read(&self, offset: usize, len: usize) -> Vec<u8> {
+    pub(crate) fn read(&self, offset: usize, len: usize) -> Vec<u8> {
         assert!(offset + len <= self.len);
         let mut out = vec![0; len];
         // SAFETY: the range was checked; `out` is memory of its own.
@@ -33,13 +33,13 @@ impl Mapping {
         out
     }
 
-    pub fn write(&self, offset: usize, bytes: &[u8]) {
+    pub(crate) fn write(&self, offset: usize, bytes: &[u8]) {
         assert!(offset + bytes.len() <= self.len);
         // SAFETY: the range was checked; `bytes` is not in the mapping, of which nobody has references.
         unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), self.at(offset), bytes.len()) };
     }
 
-    pub fn sync(&self) {
+    pub(crate) fn sync(&self) {
         // SAFETY: the whole mapping, which lives as long as `self`.
         unsafe { msync(self.start, self.len, MsyncFlags::SYNC) }.expect("msync");
     }

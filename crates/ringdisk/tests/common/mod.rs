@@ -3,7 +3,7 @@
 // Each test program uses a part of this.
 #![allow(dead_code)]
 
-pub mod mapping;
+pub(crate) mod mapping;
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -18,23 +18,23 @@ use rustix::fs::OFlags;
 use tempfile::TempDir;
 
 /// One mebibyte.
-pub const MIB: u64 = 1 << 20;
+pub(crate) const MIB: u64 = 1 << 20;
 /// The size of an aligned piece that every storage accepts.
-pub const BLOCK: usize = 4096;
+pub(crate) const BLOCK: usize = 4096;
 
 /// The program under test; `RINGDISK_TEST_PROGRAM` names another one.
-pub fn program() -> String {
+pub(crate) fn program() -> String {
     let built = option_env!("CARGO_BIN_EXE_ringdisk").unwrap_or("ringdisk");
     std::env::var("RINGDISK_TEST_PROGRAM").unwrap_or_else(|_| built.to_owned())
 }
 
 /// `ringdisk mount ARGS… MOUNTPOINT` on a new file.
-pub fn mount(args: &[&str]) -> Mounted {
+pub(crate) fn mount(args: &[&str]) -> Mounted {
     Mounted::start(&program(), args)
 }
 
 /// A raw image of `len` bytes, full of a pattern with `seed`, and its directory.
-pub fn raw_image(len: u64, seed: u64) -> (TempDir, PathBuf) {
+pub(crate) fn raw_image(len: u64, seed: u64) -> (TempDir, PathBuf) {
     let directory = scratch();
     let image = directory.path().join("disk.img");
     images::raw(&image, len, seed);
@@ -42,31 +42,31 @@ pub fn raw_image(len: u64, seed: u64) -> (TempDir, PathBuf) {
 }
 
 /// A raw image that is mounted: fields are dropped in this order.
-pub struct Served {
-    pub mounted: Mounted,
-    pub image: PathBuf,
-    pub directory: TempDir,
+pub(crate) struct Served {
+    pub(crate) mounted: Mounted,
+    pub(crate) image: PathBuf,
+    pub(crate) directory: TempDir,
 }
 
 /// Serves a raw image of `len` bytes full of pattern 1.
-pub fn serve_raw(len: u64, args: &[&str]) -> Served {
+pub(crate) fn serve_raw(len: u64, args: &[&str]) -> Served {
     let (directory, image) = raw_image(len, 1);
     let mounted = serve(&image, &[&["--format", "raw"], args].concat());
     Served { mounted, image, directory }
 }
 
 /// Serves an image of the caller.
-pub fn serve(image: &Path, args: &[&str]) -> Mounted {
+pub(crate) fn serve(image: &Path, args: &[&str]) -> Mounted {
     mount(&[args, &[text(image)]].concat())
 }
 
 /// Opens for reading and writing.
-pub fn open(path: &Path) -> File {
+pub(crate) fn open(path: &Path) -> File {
     File::options().read(true).write(true).open(path).expect("open for reading and writing")
 }
 
 /// The same past the page cache.
-pub fn open_direct(path: &Path) -> File {
+pub(crate) fn open_direct(path: &Path) -> File {
     let flags = i32::try_from(OFlags::DIRECT.bits()).expect("a flag of open");
     let mut options = OpenOptions::new();
     options.read(true).write(true).custom_flags(flags);
@@ -74,54 +74,54 @@ pub fn open_direct(path: &Path) -> File {
 }
 
 /// A block of memory that O_DIRECT accepts.
-pub struct Aligned {
+pub(crate) struct Aligned {
     memory: Vec<u8>,
     start: usize,
     len: usize,
 }
 
 impl Aligned {
-    pub fn new(len: usize) -> Aligned {
+    pub(crate) fn new(len: usize) -> Aligned {
         let memory = vec![0; len + BLOCK];
         let start = memory.as_ptr().align_offset(BLOCK);
         Aligned { memory, start, len }
     }
 
-    pub fn of(bytes: &[u8]) -> Aligned {
+    pub(crate) fn of(bytes: &[u8]) -> Aligned {
         let mut out = Aligned::new(bytes.len());
         out.bytes_mut().copy_from_slice(bytes);
         out
     }
 
-    pub fn bytes(&self) -> &[u8] {
+    pub(crate) fn bytes(&self) -> &[u8] {
         &self.memory[self.start..self.start + self.len]
     }
 
-    pub fn bytes_mut(&mut self) -> &mut [u8] {
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
         &mut self.memory[self.start..self.start + self.len]
     }
 }
 
 /// Reads `len` bytes at `offset` past the page cache.
-pub fn read_direct(path: &Path, offset: u64, len: usize) -> Vec<u8> {
+pub(crate) fn read_direct(path: &Path, offset: u64, len: usize) -> Vec<u8> {
     let mut out = Aligned::new(len);
     open_direct(path).read_exact_at(out.bytes_mut(), offset).expect("a direct read");
     out.bytes().to_vec()
 }
 
 /// The errno of a failed call.
-pub fn errno<T: std::fmt::Debug>(result: std::io::Result<T>) -> Option<rustix::io::Errno> {
+pub(crate) fn errno<T: std::fmt::Debug>(result: std::io::Result<T>) -> Option<rustix::io::Errno> {
     result.err().and_then(|error| rustix::io::Errno::from_io_error(&error))
 }
 
 /// Runs `ringdisk mount ARGS… MOUNTPOINT` to its end, with a limit.
-pub fn try_mount(args: &[&str], mountpoint: &Path) -> Finished {
+pub(crate) fn try_mount(args: &[&str], mountpoint: &Path) -> Finished {
     let mut command = Command::new(program());
     Process::spawn(command.arg("mount").args(args).arg(mountpoint)).finish(Duration::from_secs(20))
 }
 
 /// It ended by itself with an error of its own: no success, no panic, no signal; and said each of `words`.
-pub fn assert_refused(finished: &Finished, words: &[&str]) {
+pub(crate) fn assert_refused(finished: &Finished, words: &[&str]) {
     let output = finished.output();
     let code = finished.code();
     assert!(code.is_some_and(|c| c != 0 && c != 101), "{code:?}: {output}");
@@ -132,7 +132,7 @@ pub fn assert_refused(finished: &Finished, words: &[&str]) {
 }
 
 /// Mounting with `args` on a fresh file is refused, with `words` in the message.
-pub fn refused(args: &[&str], words: &[&str]) {
+pub(crate) fn refused(args: &[&str], words: &[&str]) {
     let directory = scratch();
     let mountpoint = directory.path().join("disk");
     std::fs::write(&mountpoint, "").expect("a mountpoint");
@@ -142,7 +142,7 @@ pub fn refused(args: &[&str], words: &[&str]) {
 }
 
 /// A qcow2 with some data, and its directory.
-pub fn sample() -> (TempDir, PathBuf) {
+pub(crate) fn sample() -> (TempDir, PathBuf) {
     let directory = scratch();
     let image = directory.path().join("disk.qcow2");
     images::qcow2(&image, "8M", "");
@@ -151,7 +151,7 @@ pub fn sample() -> (TempDir, PathBuf) {
 }
 
 /// Puts bytes into an image.
-pub fn patch(image: &Path, offset: u64, bytes: &[u8]) {
+pub(crate) fn patch(image: &Path, offset: u64, bytes: &[u8]) {
     File::options()
         .write(true)
         .open(image)
