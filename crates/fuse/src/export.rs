@@ -269,7 +269,7 @@ fn ring_error(error: SetupError) -> Error {
         SetupError::Missing(_) => ErrorKind::Unsupported,
         SetupError::Limit(_) | SetupError::Other(_) => ErrorKind::System,
     };
-    Error::new(kind, error.to_string())
+    Error::new(kind, "the queues could not be started").source(error)
 }
 
 fn stats_of(queues: &[QueueView]) -> Stats {

@@ -192,6 +192,11 @@ impl Keeper {
         match end {
             End::Stopped => {
                 self.remove_mount();
+                // Clients that still have the file open may go on for ever: no new requests.
+                self.place.drain();
+                for queue in &self.queues {
+                    queue.wake();
+                }
                 if let Err(count) = self.drain(GRACE) {
                     result = Err(HaltReason::StillInFlight(count));
                     self.mount.abort();

@@ -185,3 +185,32 @@ fn errors_and_short_transfers_of_the_storage_reach_the_client() {
     sim.clear_rules();
     drop(export);
 }
+
+#[test]
+fn a_stop_under_a_client_that_never_stops_is_clean() {
+    let place = place();
+    let latency = Duration::from_millis(5);
+    let disk = Disk::null(&NullOptions { size: 1 << 30, latency, ..NullOptions::default() });
+    let export = Export::start(disk, options(&place)).unwrap();
+    let file = format!("--filename={}", place.path.display());
+    let mut client = Process::spawn(&mut command(&[
+        "fio",
+        "--name=t",
+        &file,
+        "--direct=1",
+        "--size=1g",
+        "--rw=randread",
+        "--bs=4k",
+        "--iodepth=64",
+        "--ioengine=libaio",
+        "--time_based",
+        "--runtime=60",
+    ]));
+    until(SOON, || (export.stats().total().requests > 500).then_some(())).expect("fio runs");
+    let start = Instant::now();
+    export.stop_handle().stop();
+    assert!(export.wait().is_ok(), "nothing was cut off");
+    assert!(start.elapsed() < SOON);
+    assert!(!is_mounted(&place));
+    assert!(client.wait(SOON).is_some_and(|status| !status.success()), "fio sees the end");
+}

@@ -8,7 +8,7 @@
 //! The state is shared by all queues; a request reads one word of it, and one queue at a time makes a step, every 2 ms under load.
 
 use std::os::fd::RawFd;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
@@ -32,6 +32,8 @@ pub(crate) struct Place {
     /// When the next step is due, nanoseconds after `epoch`.
     due: AtomicU64,
     epoch: Instant,
+    /// No queue fetches any more.
+    draining: AtomicBool,
     policy: Mutex<Policy>,
     /// Ring descriptors and counters of all queues, set once all run.
     peers: OnceLock<Vec<(RawFd, Arc<QueueCells>)>>,
@@ -46,6 +48,7 @@ impl Place {
             changes: AtomicU64::new(0),
             due: AtomicU64::new(0),
             epoch: Instant::now(),
+            draining: AtomicBool::new(false),
             policy: Mutex::new(policy),
             peers: OnceLock::new(),
         }
@@ -63,7 +66,15 @@ impl Place {
             .max(1)
     }
 
+    /// From now on no queue fetches; those that run must be woken to see it.
+    pub(crate) fn drain(&self) {
+        self.draining.store(true, Ordering::Release);
+    }
+
     pub(super) fn fetches(&self, queue: usize) -> bool {
+        if self.draining.load(Ordering::Acquire) {
+            return false;
+        }
         let mode = self.mode.load(Ordering::Acquire);
         mode & ALL != 0 || mode & QUEUE_MASK == queue as u64
     }

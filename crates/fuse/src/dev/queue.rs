@@ -1,11 +1,13 @@
 //! One queue: its thread, ring and entries.
 
 use std::cell::Cell;
+use std::future::poll_fn;
 use std::os::fd::{OwnedFd, RawFd};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::task::Poll;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -258,6 +260,11 @@ impl QueueThread {
         let _ = self.device.try_send(serve);
     }
 
+    /// Makes the thread look at its place again.
+    pub(crate) fn wake(&self) {
+        self.remote.run(|_| {});
+    }
+
     /// Asks the thread to end: no more fetches, requests in flight are dropped.
     pub(crate) fn ask_to_stop(&self) {
         self.stop.store(true, Ordering::Release);
@@ -340,13 +347,10 @@ fn run(
     }
     ring.spawn(listen(Rc::clone(&queue)));
     ring.spawn(announce(Rc::clone(&queue)));
-    queue.apply_place();
-    runtime.block_on(std::future::poll_fn(|_| {
-        if stop.load(Ordering::Acquire) {
-            std::task::Poll::Ready(())
-        } else {
-            std::task::Poll::Pending
-        }
+    // Polled again whenever another thread sends a job.
+    runtime.block_on(poll_fn(|_| {
+        queue.apply_place();
+        if stop.load(Ordering::Acquire) { Poll::Ready(()) } else { Poll::Pending }
     }));
     queue.fetch.stop(&ring);
     drop(queue);
