@@ -60,6 +60,9 @@ pub struct ExportOptions {
     pub io_timeout: Option<Duration>,
     /// Source in the mount table.
     pub name: String,
+    /// Moves the fetching between queues all the time. For tests of just that.
+    #[doc(hidden)]
+    pub restless: bool,
 }
 
 impl ExportOptions {
@@ -76,6 +79,7 @@ impl ExportOptions {
             kernel_cache: false,
             io_timeout: None,
             name: String::from("ringdisk"),
+            restless: false,
         }
     }
 }
@@ -125,7 +129,8 @@ impl Export {
         // Rings first: without them there is nothing to mount.
         let cpus = allowed_cpus();
         let count = thread_count(options.threads, cpus.len(), &mut notes);
-        let place = Arc::new(Place::new(count));
+        let place = if options.restless { Place::restless(count) } else { Place::new(count) };
+        let place = Arc::new(place);
         let mut queues = Vec::with_capacity(count + devices.len());
         for index in 0..count + devices.len() {
             let injected = index >= count;

@@ -124,7 +124,8 @@ impl Runtime {
         let start = Instant::now();
         loop {
             if inner.uring.has_work() {
-                self.enter(0);
+                // Waits for one completion, so that a poll and the read linked to it are done in one call.
+                self.enter(1);
                 self.spin.paid();
                 inner.counters.polls_paid.add(1);
                 self.last_sleep = Instant::now();

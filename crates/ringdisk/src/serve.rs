@@ -60,7 +60,6 @@ impl Served {
         let export = Export::start(
             disk,
             ExportOptions {
-                mountpoint: options.mountpoint,
                 threads,
                 queue_depth: options.queue_depth,
                 growable: options.growable,
@@ -69,6 +68,7 @@ impl Served {
                 kernel_cache: options.kernel_cache,
                 io_timeout: options.io_timeout,
                 name: options.name,
+                ..ExportOptions::new(options.mountpoint)
             },
         )?;
         Ok(Served { export, name, since: Instant::now() })

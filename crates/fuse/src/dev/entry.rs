@@ -53,6 +53,12 @@ pub(super) async fn serve_entry(queue: Rc<Queue>, entry: usize) {
 
 /// Waits for a request. `None`: there was none, the entry is idle again.
 async fn fetch(queue: &Queue, entry: usize, frame: &IoBuf) -> Option<usize> {
+    if !queue.fetch.is_enabled() {
+        // Stopped between the permit and now: a fetch in the ring would escape the cancellation.
+        queue.fetch.ended(entry);
+        queue.fetch_ended();
+        return None;
+    }
     let mut op = queue.ring.read_when_readable(queue.device, frame);
     let first = Cell::new(true);
     let result = poll_fn(|cx| {

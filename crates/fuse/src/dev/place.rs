@@ -24,6 +24,9 @@ const ALL: u64 = 1 << 32;
 const POLLS: u64 = 1 << 33;
 const QUEUE_MASK: u64 = ALL - 1;
 
+/// Nanoseconds between the steps of a restless place: a few requests.
+const RESTLESS_WINDOW_NS: u64 = 50_000;
+
 /// Shared by the queues of an export.
 #[derive(Debug)]
 pub(crate) struct Place {
@@ -32,6 +35,8 @@ pub(crate) struct Place {
     /// When the next step is due, nanoseconds after `epoch`.
     due: AtomicU64,
     epoch: Instant,
+    /// Nanoseconds between steps.
+    window: u64,
     /// No queue fetches any more.
     draining: AtomicBool,
     policy: Mutex<Policy>,
@@ -42,8 +47,17 @@ pub(crate) struct Place {
 impl Place {
     /// For `queues` queues, at least 1.
     pub(crate) fn new(queues: usize) -> Place {
-        let policy = Policy::new(queues);
+        Place::with_policy(Policy::new(queues), WINDOW_NS)
+    }
+
+    /// Changes all the time: for tests.
+    pub(crate) fn restless(queues: usize) -> Place {
+        Place::with_policy(Policy::restless(queues), RESTLESS_WINDOW_NS)
+    }
+
+    fn with_policy(policy: Policy, window: u64) -> Place {
         Place {
+            window,
             mode: AtomicU64::new(encode(policy.mode())),
             changes: AtomicU64::new(0),
             due: AtomicU64::new(0),
@@ -106,7 +120,7 @@ impl Place {
         if !self.is_due(now) {
             return false;
         }
-        self.due.store(now + WINDOW_NS, Ordering::Relaxed);
+        self.due.store(now + self.window, Ordering::Relaxed);
         let mut load = Load { now, ..Load::default() };
         for (_, cells) in self.peers.get().into_iter().flatten() {
             load.requests += cells.requests.get();

@@ -76,6 +76,8 @@ pub(super) struct Policy {
     pause: u32,
     /// Number of the mode to try next.
     next: usize,
+    /// Changes the mode at every step.
+    restless: bool,
 }
 
 impl Policy {
@@ -88,7 +90,13 @@ impl Policy {
             mean: 0,
             pause: PAUSE_MIN,
             next: 0,
+            restless: false,
         }
+    }
+
+    /// One that never stays, to test that changes lose no request.
+    pub(super) fn restless(queues: usize) -> Policy {
+        Policy { restless: true, ..Policy::new(queues) }
     }
 
     pub(super) fn mode(&self) -> Mode {
@@ -105,6 +113,10 @@ impl Policy {
 
     /// A window has passed.
     pub(super) fn step(&mut self, load: &Load) {
+        if self.restless {
+            self.mode = self.candidate();
+            return;
+        }
         let nanos = load.now.saturating_sub(self.last.now);
         let work = load.work().saturating_sub(self.last.work());
         self.last = *load;
