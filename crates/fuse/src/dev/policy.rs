@@ -4,9 +4,9 @@
 //! queue at a time.
 //!
 //! The rule. Work is counted in requests, plus one for each 64 KiB moved. While the work per time is steady, another mode is tried
-//! now and then: one window passes for the client to settle, two are measured. The trial is kept if it did at least 8 % more than
-//! the windows before it. A lost trial doubles the pause before the next (8 ms to 512 ms), a change of the load makes the next one
-//! due at once. So a wrong trial costs at most 6 ms in 512, about 1 %, and a better mode is found after a few tens of ms.
+//! now and then: one window passes for the client to settle, three are measured. The trial is kept if it did at least 10 % more than
+//! the windows before it, and does so again in a second trial (once is enough for half as much again): a few ms are noisy. A lost trial doubles the pause before the next (8 ms to 512 ms), a change of the load makes the next one
+//! due at once. So a wrong trial costs at most 8 ms in 512, less than 2 %, and a better mode is found after a few tens of ms.
 
 /// Length of a window.
 pub(super) const WINDOW_NS: u64 = 2_000_000;
@@ -19,9 +19,11 @@ const PAUSE_MIN: u32 = 4;
 /// Windows between trials when none is won: 512 ms.
 const PAUSE_MAX: u32 = 256;
 /// Windows of a trial: the first is not measured.
-const TRIAL_WINDOWS: u32 = 3;
+const TRIAL_WINDOWS: u32 = 4;
 /// A trial is kept from this gain on, in percent of the rate before.
-const GAIN_PERCENT: u64 = 108;
+const GAIN_PERCENT: u64 = 110;
+/// A trial with this gain needs no second one.
+const CLEAR_GAIN_PERCENT: u64 = 150;
 /// The load has changed when the rate leaves this band around its mean, in percent.
 const CHANGED_PERCENT: (u64, u64) = (60, 170);
 /// Bytes that count as much as one request.
@@ -76,6 +78,8 @@ pub(super) struct Policy {
     pause: u32,
     /// Number of the mode to try next.
     next: usize,
+    /// A mode that has won one trial.
+    won: Option<Mode>,
     /// Changes the mode at every step.
     restless: bool,
 }
@@ -90,6 +94,7 @@ impl Policy {
             mean: 0,
             pause: PAUSE_MIN,
             next: 0,
+            won: None,
             restless: false,
         }
     }
@@ -155,6 +160,7 @@ impl Policy {
             self.mean != 0 && (rate * 100 < self.mean * low || rate * 100 > self.mean * high);
         if changed {
             self.pause = PAUSE_MIN;
+            self.won = None;
             self.mean = rate;
             self.state = State::Steady(left.min(PAUSE_MIN));
             return;
@@ -165,18 +171,26 @@ impl Policy {
             return;
         }
         let from = self.mode;
-        self.mode = self.candidate();
+        self.mode = self.won.unwrap_or_else(|| self.candidate());
         self.state = State::Trial { from, rate: self.mean, window: 0, work: 0, nanos: 0 };
     }
 
     fn judge(&mut self, from: Mode, before: u64, after: u64) {
-        if after * 100 >= before * GAIN_PERCENT {
+        let tried = self.mode;
+        let is_second = self.won.take() == Some(tried);
+        if after * 100 < before * GAIN_PERCENT {
+            self.mode = from;
+            self.pause = (self.pause * 2).min(PAUSE_MAX);
+        } else if is_second || after * 100 >= before * CLEAR_GAIN_PERCENT {
             self.pause = PAUSE_MIN;
         } else {
             self.mode = from;
-            self.pause = (self.pause * 2).min(PAUSE_MAX);
+            self.won = Some(tried);
         }
         self.settle();
+        if self.won.is_some() {
+            self.state = State::Steady(PAUSE_MIN);
+        }
     }
 
     fn settle(&mut self) {
