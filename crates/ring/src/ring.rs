@@ -52,8 +52,10 @@ pub(crate) struct Inner {
     files: RefCell<Vec<u32>>,
     registered_buffers: RefCell<Vec<IoBuf>>,
     pub(crate) event_armed: Cell<bool>,
-    /// Polling before a sleep is allowed.
-    pub(crate) polling: Cell<bool>,
+    /// Longest poll before a sleep, when it was changed since the loop looked.
+    pub(crate) polling: Cell<Option<Duration>>,
+    /// No polling for the moment.
+    pub(crate) polling_held: Cell<bool>,
 }
 
 /// Handle of a ring; cheap to clone, bound to its thread.
@@ -116,7 +118,8 @@ impl Inner {
             files: RefCell::new((0..config.files).rev().collect()),
             registered_buffers: RefCell::new(Vec::new()),
             event_armed: Cell::new(false),
-            polling: Cell::new(true),
+            polling: Cell::new(None),
+            polling_held: Cell::new(false),
         })
     }
 
@@ -541,9 +544,14 @@ impl Ring {
         Arc::clone(&self.0.counters)
     }
 
-    /// Switches polling before a sleep on or off, within what the ring's [`crate::SpinPolicy`] allows.
-    pub fn set_polling(&self, on: bool) {
-        self.0.polling.set(on);
+    /// Sets how long the thread may poll before it sleeps ([`crate::SpinPolicy`]); zero: not at all.
+    pub fn set_polling(&self, cap: Duration) {
+        self.0.polling.set(Some(cap));
+    }
+
+    /// Holds polling back while the thread waits for something that takes longer than a poll (one operation of a disk).
+    pub fn hold_polling(&self, held: bool) {
+        self.0.polling_held.set(held);
     }
 
     /// Number of the loop's present turn: of the enters so far. What completes in one turn was there together.

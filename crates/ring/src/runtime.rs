@@ -102,7 +102,10 @@ impl Runtime {
     /// Submits, then watches shared memory for a while. Returns whether there is work now, i.e.
     /// there is no need to sleep.
     fn poll_before_sleep(&mut self) -> bool {
-        if !self.ring.0.polling.get() {
+        if let Some(cap) = self.ring.0.polling.take() {
+            self.spin.set_cap(cap);
+        }
+        if self.ring.0.polling_held.get() {
             return false;
         }
         let budget = self.spin.budget();

@@ -8,7 +8,8 @@
 use std::time::Duration;
 
 /// Polls in a row that must miss before the pause starts.
-const MISSES_ALLOWED: u32 = 2;
+/// More than one, since clients and disks answer in bursts: a poll between two bursts misses, those inside one pay.
+const MISSES_ALLOWED: u32 = 8;
 /// Longest pause, in sleeps. At one sleep for each request this is one trial in 1024 requests.
 const PAUSE_MAX: u32 = 1024;
 /// A pause after the first failed trial, in sleeps.
@@ -42,6 +43,13 @@ impl SpinPolicy {
     /// The longest poll.
     pub fn cap(&self) -> Duration {
         self.cap
+    }
+
+    /// Sets the longest poll, and forgets what was learned with another one.
+    pub(crate) fn set_cap(&mut self, cap: Duration) {
+        if cap != self.cap {
+            *self = SpinPolicy::adaptive(cap);
+        }
     }
 
     /// How long to poll now; zero means: sleep at once.

@@ -10,7 +10,7 @@
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::policy::{Load, Mode, Policy, WINDOW_NS};
 use crate::stats::QueueCells;
@@ -20,9 +20,9 @@ pub(super) const MESSAGE_LOOK_AGAIN: u32 = 2;
 
 /// All queues fetch.
 const ALL: u64 = 1 << 32;
-/// The fetching queues poll before they sleep.
-const POLLS: u64 = 1 << 33;
 const QUEUE_MASK: u64 = ALL - 1;
+/// How long the fetching queues poll, in µs, from this bit on.
+const POLLS_SHIFT: u32 = 40;
 
 /// Nanoseconds between the steps of a restless place: a few requests.
 const RESTLESS_WINDOW_NS: u64 = 50_000;
@@ -93,8 +93,9 @@ impl Place {
         mode & ALL != 0 || mode & QUEUE_MASK == queue as u64
     }
 
-    pub(super) fn polls(&self) -> bool {
-        self.mode.load(Ordering::Acquire) & POLLS != 0
+    /// How long the fetching queues poll before they sleep.
+    pub(super) fn polls(&self) -> Duration {
+        Duration::from_micros(self.mode.load(Ordering::Acquire) >> POLLS_SHIFT)
     }
 
     /// Number of changes so far.
@@ -149,5 +150,6 @@ impl Place {
 
 fn encode(mode: Mode) -> u64 {
     let queue = mode.queue.map_or(ALL, |queue| queue as u64 & QUEUE_MASK);
-    queue | if mode.polls { POLLS } else { 0 }
+    let polls_us = u64::try_from(mode.polls.cap().as_micros()).unwrap_or(0);
+    queue | polls_us << POLLS_SHIFT
 }

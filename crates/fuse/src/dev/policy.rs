@@ -8,6 +8,8 @@
 //! the windows before it, and does so again in a second trial (once is enough for half as much again): a few ms are noisy. A lost trial doubles the pause before the next (8 ms to 512 ms), a change of the load makes the next one
 //! due at once. So a wrong trial costs at most 8 ms in 512, less than 2 %, and a better mode is found after a few tens of ms.
 
+use std::time::Duration;
+
 /// Length of a window.
 pub(super) const WINDOW_NS: u64 = 2_000_000;
 /// A window that lasted longer than this saw the client stop: it says nothing about the mode.
@@ -34,8 +36,31 @@ const BYTES_OF_A_REQUEST: u64 = 64 * 1024;
 pub(super) struct Mode {
     /// The one queue that fetches; `None`: all do.
     pub(super) queue: Option<usize>,
-    /// The fetching queues poll before they sleep.
-    pub(super) polls: bool,
+    /// How long the fetching queues poll before they sleep.
+    pub(super) polls: Polls,
+}
+
+/// How long a queue polls before it sleeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Polls {
+    Off,
+    /// 50 µs: longer than a client on another CPU needs for its next request (a few µs and its own wake-up), shorter than two
+    /// wake-ups of an idle CPU.
+    Short,
+    /// 200 µs: bridges the gap between two bursts of a disk or a deep client.
+    Long,
+}
+
+impl Polls {
+    const ALL: [Polls; 3] = [Polls::Short, Polls::Off, Polls::Long];
+
+    pub(super) fn cap(self) -> Duration {
+        match self {
+            Polls::Off => Duration::ZERO,
+            Polls::Short => Duration::from_micros(50),
+            Polls::Long => Duration::from_micros(200),
+        }
+    }
 }
 
 /// Totals of all queues at one moment.
@@ -88,7 +113,7 @@ impl Policy {
     pub(super) fn new(queues: usize) -> Policy {
         Policy {
             queues: queues.max(1),
-            mode: Mode { queue: Some(0), polls: true },
+            mode: Mode { queue: Some(0), polls: Polls::Short },
             state: State::Steady(PAUSE_MIN),
             last: Load::default(),
             mean: 0,
@@ -202,11 +227,11 @@ impl Policy {
     fn candidate(&mut self) -> Mode {
         loop {
             let places = if self.queues == 1 { 1 } else { self.queues + 1 };
-            let number = self.next % (places * 2);
+            let number = self.next % (places * Polls::ALL.len());
             self.next = number + 1;
-            let place = number / 2;
+            let place = number / Polls::ALL.len();
             let queue = (place < self.queues).then_some(place);
-            let mode = Mode { queue, polls: number.is_multiple_of(2) };
+            let mode = Mode { queue, polls: Polls::ALL[number % Polls::ALL.len()] };
             if mode != self.mode {
                 return mode;
             }

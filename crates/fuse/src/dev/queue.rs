@@ -11,9 +11,7 @@ use std::task::Poll;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use ringdisk_ring::{
-    Config, Counters, Fd, Parker, Remote, Ring, Runtime, SetupError, SpinPolicy, pin_to_cpu,
-};
+use ringdisk_ring::{Config, Counters, Fd, Parker, Remote, Ring, Runtime, SetupError, pin_to_cpu};
 
 use crate::file::FileServer;
 use crate::keeper::{EndReason, Event, EventSender};
@@ -23,9 +21,6 @@ use super::entry::serve_entry;
 use super::fetch::Fetch;
 use super::place::{MESSAGE_LOOK_AGAIN, MESSAGE_UPDATE, Place};
 
-/// Longest poll of a queue thread before it sleeps. Longer than a client on another CPU needs for its next request (a few µs plus
-/// its own wake-up), shorter than two wake-ups of an idle CPU.
-const POLL_MAX: Duration = Duration::from_micros(50);
 /// Completions and submissions for each entry: a fetch is two entries (poll and read), a request of several extents a few more.
 const SLOTS_PER_ENTRY: u32 = 4;
 
@@ -87,6 +82,7 @@ impl Queue {
         let nanos = self.place.nanos(now);
         self.in_flight.0[entry].store(nanos, Ordering::Relaxed);
         self.cells.begin();
+        self.hold_polling();
         if self.place.is_due(nanos) && self.place.step(nanos) {
             self.place_changed();
         }
@@ -97,6 +93,12 @@ impl Queue {
         self.in_flight.0[entry].store(0, Ordering::Relaxed);
         let nanos = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.cells.end(nanos);
+        self.hold_polling();
+    }
+
+    /// A single request that is in flight when the thread waits is with the storage: nothing comes before that ends.
+    fn hold_polling(&self) {
+        self.ring.hold_polling(self.cells.in_flight.get() == 1);
     }
 
     /// This queue cannot go on; told once.
@@ -304,7 +306,6 @@ fn run(
     let config = Config {
         entries: (entries * 2).clamp(64, 4096),
         slots: entries.saturating_mul(SLOTS_PER_ENTRY).max(64),
-        spin: SpinPolicy::adaptive(POLL_MAX),
         name: format!("queue-{}", setup.index),
         ..Config::default()
     };

@@ -1,6 +1,8 @@
 //! Model of what ring threads share with others: the very source files `handoff.rs` and `mailbox.rs`, built on simulated locks,
 //! under orders of steps that the checker chooses.
 
+#![allow(clippy::duplicate_mod, reason = "the model is the same source on other primitives")]
+
 mod sync;
 
 #[path = "../handoff.rs"]

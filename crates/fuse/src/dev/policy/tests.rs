@@ -1,8 +1,8 @@
 //! The rule under simulated loads: each mode of a load has a rate, the policy must find the best and stay there.
 
-use super::{Load, Mode, Policy, WINDOW_NS};
+use super::{Load, Mode, Policy, Polls, WINDOW_NS};
 
-const fn one(queue: usize, polls: bool) -> Mode {
+const fn one(queue: usize, polls: Polls) -> Mode {
     Mode { queue: Some(queue), polls }
 }
 
@@ -24,8 +24,8 @@ fn a_better_place_is_found_soon_and_kept() {
     let mut policy = Policy::new(2);
     let mut now = Load { now: 1, ..Load::default() };
     let rate = |mode: Mode| match (mode.queue, mode.polls) {
-        (Some(1), false) => 100_000,
-        (Some(0), false) => 60_000,
+        (Some(1), Polls::Off) => 100_000,
+        (Some(0), Polls::Off) => 60_000,
         _ => 40_000,
     };
     run(&mut policy, &mut now, 100, rate);
@@ -50,10 +50,10 @@ fn without_a_gain_the_mode_stays() {
 fn a_change_of_the_load_makes_it_look_again() {
     let mut policy = Policy::new(2);
     let mut now = Load { now: 1, ..Load::default() };
-    let deep = |mode: Mode| if mode == one(0, false) { 200_000 } else { 100_000 };
-    let sync = |mode: Mode| if mode == one(1, true) { 90_000 } else { 20_000 };
+    let deep = |mode: Mode| if mode == one(0, Polls::Off) { 200_000 } else { 100_000 };
+    let sync = |mode: Mode| if mode == one(1, Polls::Short) { 90_000 } else { 20_000 };
     run(&mut policy, &mut now, 1000, deep);
-    assert_eq!(policy.mode(), one(0, false));
+    assert_eq!(policy.mode(), one(0, Polls::Off));
     run(&mut policy, &mut now, 100, sync);
     let done = run(&mut policy, &mut now, 500, sync);
     assert!(done > 90_000 * 9 / 10, "{done}");
@@ -86,8 +86,8 @@ fn a_full_queue_spreads_the_load_at_once() {
 fn one_queue_chooses_only_whether_to_poll() {
     let mut policy = Policy::new(1);
     let mut now = Load { now: 1, ..Load::default() };
-    run(&mut policy, &mut now, 100, |mode| if mode.polls { 30_000 } else { 60_000 });
-    assert_eq!(policy.mode(), one(0, false));
+    run(&mut policy, &mut now, 100, |mode| if mode.polls == Polls::Off { 60_000 } else { 30_000 });
+    assert_eq!(policy.mode(), one(0, Polls::Off));
 }
 
 #[test]
