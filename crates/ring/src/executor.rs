@@ -99,7 +99,12 @@ impl Executor {
     }
 
     pub(crate) fn has_ready(&self) -> bool {
-        self.root_ready.get() || !self.ready.borrow().is_empty()
+        self.root_ready.get() || self.has_ready_tasks()
+    }
+
+    /// Whether a spawned task is ready.
+    pub(crate) fn has_ready_tasks(&self) -> bool {
+        !self.ready.borrow().is_empty()
     }
 
     /// Polls every task that is ready now; those that become ready meanwhile wait for the next

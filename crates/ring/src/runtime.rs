@@ -17,6 +17,9 @@ use crate::{Config, Ring, SetupError, SpinPolicy};
 /// leaked, since the kernel may still write it.
 const CLOSE_WAIT: Duration = Duration::from_secs(1);
 
+/// Rounds of ready tasks before an enter.
+const ROUNDS: usize = 4;
+
 /// A ring with its thread's tasks. Lives and dies on the thread that made it.
 #[derive(Debug)]
 pub struct Runtime {
@@ -48,9 +51,15 @@ impl Runtime {
             if let Poll::Ready(output) = inner.executor.poll_root(future.as_mut(), &waker) {
                 return output;
             }
-            inner.shared.receive_local(|task| inner.executor.schedule(task));
-            inner.executor.run_ready();
-            inner.shared.receive_local(|task| inner.executor.schedule(task));
+            // What tasks queue for each other is submitted together; but a task that always wakes itself must not keep the thread
+            // from the kernel.
+            for round in 0..=ROUNDS {
+                inner.shared.receive_local(|task| inner.executor.schedule(task));
+                if round == ROUNDS || !inner.executor.has_ready_tasks() {
+                    break;
+                }
+                inner.executor.run_ready();
+            }
             self.turn(!inner.executor.has_ready());
         }
     }
