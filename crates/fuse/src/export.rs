@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use ringdisk_disk::{Disk, SizeWatch};
-use ringdisk_ring::{SetupError, allowed_cpus};
+use ringdisk_ring::{SetupError, Topology};
 
 use crate::dev::{Place, QueueSetup, QueueThread, Serve, answer_init};
 use crate::file::{FileOptions, FileServer};
@@ -127,7 +127,7 @@ impl Export {
         let mut notes = Vec::new();
 
         // Rings first: without them there is nothing to mount.
-        let cpus = allowed_cpus();
+        let cpus = Topology::read().spread();
         let count = thread_count(options.threads, cpus.len(), &mut notes);
         let place = if options.restless { Place::restless(count) } else { Place::new(count) };
         let place = Arc::new(place);
@@ -238,6 +238,12 @@ impl Export {
     #[must_use]
     pub fn stop_handle(&self) -> StopHandle {
         StopHandle(self.events.clone())
+    }
+
+    /// Makes a queue thread panic.
+    #[doc(hidden)]
+    pub fn panic_for_test(&self) {
+        self.queues[0].remote.run(|_| panic!("asked to panic"));
     }
 
     /// Waits until the export has ended: unmounted or stopped.

@@ -19,8 +19,12 @@ use crate::request::ParseError;
 const GRACE: Duration = Duration::from_secs(2);
 /// How long the queue threads may take to end after that.
 const JOIN: Duration = Duration::from_millis(1500);
-/// How long the last flush of the disk may take.
-const LAST_FLUSH: Duration = Duration::from_secs(1);
+/// How long the last flush of the disk may take. A disk that answers may have gigabytes in the page cache to write; the mount is gone by then, so no client waits.
+const LAST_FLUSH: Duration = Duration::from_secs(300);
+/// The same when requests did not end: the storage does not answer.
+const LAST_FLUSH_STUCK: Duration = Duration::from_millis(500);
+/// After this long the user is told what the process waits for.
+const LAST_FLUSH_QUIET: Duration = Duration::from_secs(2);
 /// How often the keeper looks whether requests are still in flight.
 const LOOK: Duration = Duration::from_millis(5);
 
@@ -37,6 +41,8 @@ pub(crate) enum EndReason {
     Reply(Errno),
     /// What came was no request.
     Protocol(ParseError),
+    /// The thread panicked.
+    Panicked,
 }
 
 /// Why an export was halted: it ended by itself, with errors to its clients.
@@ -48,6 +54,8 @@ pub enum HaltReason {
     Reply(Errno),
     /// What the FUSE device delivered is no request.
     Protocol(ParseError),
+    /// A queue thread panicked: a defect of ringdisk.
+    Panicked,
     /// A request was in flight for longer than the I/O timeout.
     Timeout(Duration),
     /// The last flush failed: what clients wrote may not be on stable storage.
@@ -68,6 +76,10 @@ impl fmt::Display for HaltReason {
             HaltReason::Protocol(error) => {
                 write!(f, "export halted: the FUSE device is out of step: {error}")
             }
+            HaltReason::Panicked => write!(
+                f,
+                "export halted: a queue thread panicked; this is a defect of ringdisk, please report it with the message above"
+            ),
             HaltReason::Timeout(limit) => write!(
                 f,
                 "export halted: a request took longer than the I/O timeout of {limit:?}; \
@@ -153,6 +165,7 @@ impl Keeper {
                         EndReason::Device(errno) => HaltReason::Device(errno),
                         EndReason::Reply(errno) => HaltReason::Reply(errno),
                         EndReason::Protocol(error) => HaltReason::Protocol(error),
+                        EndReason::Panicked => HaltReason::Panicked,
                         EndReason::Unmounted | EndReason::Aborted => continue,
                     };
                     tracing::error!("queue {queue}: {reason}");
@@ -189,7 +202,7 @@ impl Keeper {
 
     fn finish(&mut self, end: End) -> Result<(), HaltReason> {
         let mut result = Ok(());
-        match end {
+        let drained = match end {
             End::Stopped => {
                 self.remove_mount();
                 // Clients that still have the file open may go on for ever: no new requests.
@@ -197,25 +210,27 @@ impl Keeper {
                 for queue in &self.queues {
                     queue.wake();
                 }
-                if let Err(count) = self.drain(GRACE) {
+                let drained = self.drain(GRACE);
+                if let Err(count) = drained {
                     result = Err(HaltReason::StillInFlight(count));
                     self.mount.abort();
                 }
+                drained.is_ok()
             }
-            End::Unmounted => {
-                let _ = self.drain(GRACE);
-            }
+            End::Unmounted => self.drain(GRACE).is_ok(),
             End::Aborted => {
                 self.remove_mount();
-                let _ = self.drain(GRACE);
+                self.drain(GRACE).is_ok()
             }
             End::Halted(reason) => {
                 // First the clients: each gets its error now. Then the mount goes.
                 self.mount.abort();
                 self.remove_mount();
+                let answers = !matches!(reason, HaltReason::Timeout(_));
                 result = Err(reason);
+                answers && self.in_flight() == 0
             }
-        }
+        };
         for queue in &self.queues {
             queue.ask_to_stop();
         }
@@ -225,7 +240,8 @@ impl Keeper {
                 tracing::warn!("a queue thread did not end; it is left behind");
             }
         }
-        match self.last_flush() {
+        let limit = if drained { LAST_FLUSH } else { LAST_FLUSH_STUCK };
+        match self.last_flush(limit) {
             Err(errno) if result.is_ok() => Err(HaltReason::Flush(errno)),
             _ => result,
         }
@@ -255,16 +271,28 @@ impl Keeper {
     }
 
     /// What clients wrote reaches stable storage before the process says that all is well.
-    fn last_flush(&self) -> Result<(), Errno> {
+    fn last_flush(&self, limit: Duration) -> Result<(), Errno> {
         if self.disk.is_read_only() {
             return Ok(());
         }
-        let Ok(mut runtime) = Runtime::new(Config { entries: 8, slots: 16, ..Config::default() })
-        else {
-            return Ok(());
-        };
+        let config = Config { entries: 8, slots: 16, files: 0, ..Config::default() };
+        let mut runtime = Runtime::new(config).map_err(|error| {
+            tracing::error!("no ring for the last flush of the image: {error}");
+            Errno::NOMEM
+        })?;
         let ring = runtime.ring().clone();
-        match runtime.block_on(ring.within(LAST_FLUSH, self.disk.flush(&ring))) {
+        let flush = async {
+            let mut flush = std::pin::pin!(self.disk.flush(&ring));
+            let quiet = LAST_FLUSH_QUIET.min(limit);
+            if let Ok(result) = ring.within(quiet, flush.as_mut()).await {
+                return Ok(result);
+            }
+            if limit > quiet {
+                tracing::warn!("writing what the page cache still holds of the image");
+            }
+            ring.within(limit - quiet, flush).await
+        };
+        match runtime.block_on(flush) {
             Ok(result) => result,
             Err(_) => Err(Errno::TIMEDOUT),
         }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use ringdisk_ring::{Counters, CountersSnapshot};
+use ringdisk_ring::{Counters, CountersSnapshot, Remote};
 
 /// Linear steps inside each power of two: a percentile is at most 1/16 too high.
 const STEPS: usize = 16;
@@ -186,7 +186,7 @@ impl QueueCells {
             sleeps: ring.sleeps,
             polls_paid: ring.polls_paid,
             polls_missed: ring.polls_missed,
-            queue_full: ring.queue_full + self.exhausted.get(),
+            queue_full: ring.queue_full + ring.slots_full + self.exhausted.get(),
             eagain: self.eagain.get(),
             cpu_ns: self.cpu_ns(),
             latency: Histogram(self.latency.iter().map(Cell::get).collect()),
@@ -240,7 +240,7 @@ pub struct QueueStats {
     pub polls_paid: u64,
     /// Polls before a sleep that did not.
     pub polls_missed: u64,
-    /// Times that the submission queue was full or every entry carried a request.
+    /// Times that the submission queue was full, that an operation waited for a slot, or that every entry carried a request.
     pub queue_full: u64,
     /// Fetches that found the request gone.
     pub eagain: u64,
@@ -291,6 +291,7 @@ impl Stats {
 pub(crate) struct QueueView {
     pub(crate) cells: Arc<QueueCells>,
     pub(crate) ring: Arc<Counters>,
+    pub(crate) remote: Remote,
     pub(crate) cpu: Option<usize>,
 }
 

@@ -10,11 +10,23 @@ use ringdisk_testkit::process::{command, run};
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
 
 fn served<T>(disk: Arc<Disk>, threads: usize, client: impl FnOnce(&Export, &Path) -> T) -> T {
+    served_at_depth(disk, threads, None, client)
+}
+
+fn served_at_depth<T>(
+    disk: Arc<Disk>,
+    threads: usize,
+    queue_depth: Option<u32>,
+    client: impl FnOnce(&Export, &Path) -> T,
+) -> T {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("disk");
     std::fs::write(&path, b"").unwrap();
-    let options =
-        ExportOptions { threads: Threads::Count(threads), ..ExportOptions::new(path.clone()) };
+    let options = ExportOptions {
+        threads: Threads::Count(threads),
+        queue_depth,
+        ..ExportOptions::new(path.clone())
+    };
     let export = Export::start(disk, options).unwrap();
     let result = client(&export, &path);
     export.stop_handle().stop();
@@ -89,4 +101,31 @@ fn requests_that_end_in_any_order_each_get_their_own_bytes() {
             thread.join().unwrap();
         }
     });
+}
+
+/// All entries of a queue answer at once, after a pause in which the thread has stopped polling: nothing is armed then, and the
+/// thread must not sleep past its own replies.
+#[test]
+fn a_queue_whose_entries_all_answer_at_once_goes_on() {
+    for (threads, depth, clients) in [(1, 1, 1), (2, 1, 3), (1, 4, 16), (2, 4, 32), (1, 8, 32)] {
+        let sim = SimStorage::new(4 << 20, 3);
+        sim.on(When::kind(OpKind::Read), Fault::Delay(Duration::from_millis(5)));
+        let disk = Disk::from_storage(sim.storage(), &ImageOptions::default());
+        served_at_depth(disk, threads, Some(depth), |_, path| {
+            let depth = format!("--iodepth={clients}");
+            let batch = format!("--iodepth_batch_submit={clients}");
+            fio(
+                path,
+                &[
+                    "--rw=randread",
+                    "--bs=4k",
+                    "--ioengine=libaio",
+                    &depth,
+                    &batch,
+                    "--io_size=1m",
+                    "--size=4m",
+                ],
+            );
+        });
+    }
 }

@@ -214,3 +214,35 @@ fn a_stop_under_a_client_that_never_stops_is_clean() {
     assert!(!is_mounted(&place));
     assert!(client.wait(SOON).is_some_and(|status| !status.success()), "fio sees the end");
 }
+
+#[test]
+fn a_shared_mapping_that_finds_the_storage_full_fails_its_msync() {
+    let sim = SimStorage::new(1 << 20, 1);
+    // A part fits, the rest does not.
+    sim.on(When::kind(OpKind::Write).once(), Fault::Short(4096));
+    sim.on(When::kind(OpKind::Write), Fault::Fail(Errno::NOSPC));
+    let place = place();
+    let disk = Disk::from_storage(sim.storage(), &ImageOptions::default());
+    let export = Export::start(disk, options(&place)).unwrap();
+    let script = "import mmap, os, sys\n\
+        fd = os.open(sys.argv[1], os.O_RDWR)\n\
+        m = mmap.mmap(fd, 65536)\n\
+        m[:] = b'x' * 65536\n\
+        try:\n    m.flush(); os.fsync(fd)\n\
+        except OSError as e:\n    sys.exit(42)\n";
+    let finished = run(command(&["python3", "-c", script, place.path.to_str().unwrap()]));
+    assert_eq!(finished.code(), Some(42), "{}", finished.output());
+    sim.clear_rules();
+    drop(export);
+}
+
+#[test]
+fn a_queue_thread_that_panics_halts_its_export() {
+    let place = place();
+    let export =
+        Export::start(null(), ExportOptions { threads: Threads::Count(1), ..options(&place) })
+            .unwrap();
+    export.panic_for_test();
+    assert_eq!(export.wait().unwrap_err(), HaltReason::Panicked);
+    assert!(!is_mounted(&place));
+}

@@ -43,7 +43,9 @@ pub(crate) fn run<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> impl Future<Output = T> {
     let (finish, value) = handoff();
-    let sent = POOL.send(Box::new(move || finish.done(work())));
-    debug_assert!(sent.is_ok(), "helper threads hold the receiver");
+    if let Err(unsent) = POOL.send(Box::new(move || finish.done(work()))) {
+        // No helper thread could be started (a limit on processes): slower is better than not at all.
+        (unsent.0)();
+    }
     value
 }

@@ -77,8 +77,8 @@ impl Op {
         Op { ring: ring.clone(), state: State::New { what, keep }, inline: false }
     }
 
-    /// Says that the kernel completes this operation while it is submitted, so that the thread
-    /// waits for one completion more. A wrong hint costs a little time, nothing else.
+    /// Says that the kernel completes this operation while it is submitted, so that the thread may sleep past it, until one
+    /// completion more is there; see [`Ring::wait_past_inline`] for when it does.
     pub fn completes_inline(mut self) -> Op {
         self.inline = true;
         self

@@ -39,6 +39,18 @@ impl Topology {
     }
 }
 
+impl Topology {
+    /// All CPUs, taken from the nodes in turn: the first `n` of them are spread over all nodes.
+    pub fn spread(&self) -> Vec<usize> {
+        let longest = self.nodes.iter().map(|(_, cpus)| cpus.len()).max().unwrap_or(0);
+        (0..longest)
+            .flat_map(|place| {
+                self.nodes.iter().filter_map(move |(_, cpus)| cpus.get(place).copied())
+            })
+            .collect()
+    }
+}
+
 /// CPUs in a kernel list such as `0-3,8`. Rubbish is skipped.
 fn parse_list(text: &str) -> Vec<usize> {
     let mut cpus = Vec::new();
@@ -82,7 +94,13 @@ pub fn current_cpu() -> usize {
 
 #[cfg(test)]
 mod tests {
-    use super::parse_list;
+    use super::{Topology, parse_list};
+
+    #[test]
+    fn the_first_cpus_of_a_spread_lie_on_all_nodes() {
+        let topology = Topology { nodes: vec![(0, vec![0, 1, 2]), (3, vec![8, 9])] };
+        assert_eq!(topology.spread(), [0, 8, 1, 9, 2]);
+    }
 
     #[test]
     fn lists_of_the_kernel_are_understood() {

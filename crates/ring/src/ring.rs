@@ -56,6 +56,8 @@ pub(crate) struct Inner {
     pub(crate) polling: Cell<Option<Duration>>,
     /// No polling for the moment.
     pub(crate) polling_held: Cell<bool>,
+    /// Something else than inline completions is sure to be awaited ([`Ring::wait_past_inline`]).
+    pub(crate) past_inline: Cell<bool>,
 }
 
 /// Handle of a ring; cheap to clone, bound to its thread.
@@ -120,6 +122,7 @@ impl Inner {
             event_armed: Cell::new(false),
             polling: Cell::new(None),
             polling_held: Cell::new(false),
+            past_inline: Cell::new(false),
         })
     }
 
@@ -142,19 +145,26 @@ impl Inner {
         }
     }
 
+    /// A slot is free: all who wait for one look again. Some of them may be gone, so waking one would not do.
     fn feed_hungry(&self) {
-        let waiter = self.hungry.borrow_mut().pop_front();
-        if let Some(waiter) = waiter {
+        while let Some(waiter) = { self.hungry.borrow_mut().pop_front() } {
             self.executor.wake(waiter);
         }
     }
 
     /// Makes room for `count` entries, with an early enter if need be.
     fn make_room(&self, count: usize) {
-        if !self.uring.has_room(count) {
-            self.counters.queue_full.add(1);
+        if self.uring.has_room(count) {
+            return;
+        }
+        self.counters.queue_full.add(1);
+        // The kernel may take nothing for a moment (EBUSY, EAGAIN: no memory, completions overflowed): an entry must not be lost.
+        while !self.uring.has_room(count) {
             if let Err(error) = self.uring.enter(&self.counters, 0, None) {
                 tracing::error!("io_uring_enter: {error}");
+            }
+            if !self.uring.has_room(count) {
+                std::thread::sleep(Duration::from_millis(1));
             }
         }
     }
@@ -453,7 +463,12 @@ impl Ring {
     }
 
     /// Sends a driver command. Errors: `EOPNOTSUPP` on a ring without 128-byte entries.
-    pub async fn command(&self, command: &RawCommand) -> Result<u32, Errno> {
+    ///
+    /// # Safety
+    ///
+    /// Memory that the command names must stay valid, and untouched as the driver requires, until the command has completed, also
+    /// when the future is dropped.
+    pub async unsafe fn command(&self, command: &RawCommand) -> Result<u32, Errno> {
         let inner = &self.0;
         let slot = self.slot(|| Keep::Nothing).await;
         let user_data = inner.slots.borrow().user_data(slot);
@@ -462,6 +477,7 @@ impl Ring {
         if let Err(error) = inner.uring.push_wide(&entry) {
             inner.slots.borrow_mut().complete(user_data, 0);
             inner.slots.borrow_mut().abandon(slot);
+            inner.feed_hungry();
             return Err(error);
         }
         Op { ring: self.clone(), state: State::InFlight(slot), inline: false }.await
@@ -552,6 +568,14 @@ impl Ring {
     /// Holds polling back while the thread waits for something that takes longer than a poll (one operation of a disk).
     pub fn hold_polling(&self, held: bool) {
         self.0.polling_held.set(held);
+    }
+
+    /// Says whether the thread may sleep past completions that are there at once ([`Op::completes_inline`]) until one more comes.
+    ///
+    /// Only while an operation is in flight that stands for new work and needs none of the operations that complete inline; otherwise
+    /// the thread would wait for a completion that nobody causes. Off at first.
+    pub fn wait_past_inline(&self, on: bool) {
+        self.0.past_inline.set(on);
     }
 
     /// Number of the loop's present turn: of the enters so far. What completes in one turn was there together.

@@ -69,8 +69,9 @@ impl Runtime {
         let inner = Rc::clone(&self.ring.0);
         inner.arm_event();
         if may_wait && !self.poll_before_sleep() {
-            // Inline completions are there at once: the wait is for one more than those.
-            let want = 1 + inner.inline_expected.get();
+            // Inline completions are there at once: the wait is for one more than those, if one is sure to come without them.
+            let past = if inner.past_inline.get() { inner.inline_expected.get() } else { 0 };
+            let want = 1 + past;
             inner.counters.sleeps.add(1);
             self.enter(want);
             if !self.spin.cap().is_zero() {

@@ -66,12 +66,17 @@ impl From<io::Error> for SetupError {
         match error.raw_os_error() {
             Some(libc::EPERM | libc::EACCES) => SetupError::Forbidden(error),
             // A seccomp profile may answer ENOSYS although the kernel has the call.
-            Some(libc::ENOSYS) if disabled_sysctl().is_some() => SetupError::Forbidden(error),
+            Some(libc::ENOSYS) if kernel_has_it() => SetupError::Forbidden(error),
             Some(libc::ENOSYS) => SetupError::Missing(error),
             Some(libc::ENOMEM | libc::EMFILE | libc::ENFILE) => SetupError::Limit(error),
             _ => SetupError::Other(error),
         }
     }
+}
+
+/// Whether the kernel has io_uring whatever the system call says: the sysctl exists since Linux 6.6.
+fn kernel_has_it() -> bool {
+    std::path::Path::new("/proc/sys/kernel/io_uring_disabled").exists()
 }
 
 /// The value of `kernel.io_uring_disabled` when it forbids anything.

@@ -58,6 +58,17 @@ fn more_than_eight_pieces_are_refused() {
 }
 
 #[test]
+fn a_thread_does_not_sleep_past_the_only_completion() {
+    let file = temp_file(b"0123456789");
+    let mut runtime = runtime();
+    let ring = runtime.ring().clone();
+    let buf = IoBuf::new(4, 4);
+    // Nothing else is in flight: waiting for one completion more would be for ever.
+    let read = ring.read(Fd::of(&file), 0, &buf).completes_inline();
+    assert_eq!(runtime.block_on(read), Ok(4));
+}
+
+#[test]
 fn fixed_buffers_read_and_write() {
     let file = temp_file(b"0123456789");
     let mut runtime = runtime();
@@ -286,11 +297,14 @@ fn raw_commands_need_wide_entries_and_reach_the_driver() {
     };
     let mut narrow = runtime();
     let ring = narrow.ring().clone();
-    assert_eq!(narrow.block_on(ring.command(&command)), Err(Errno::OPNOTSUPP));
+    // SAFETY: the command names no memory.
+    let result = narrow.block_on(unsafe { ring.command(&command) });
+    assert_eq!(result, Err(Errno::OPNOTSUPP));
     assert_eq!(ring.in_flight(), 0);
     let mut wide = Runtime::new(Config { sqe128: true, ..Config::default() }).unwrap();
     let ring = wide.ring().clone();
-    let result = wide.block_on(ring.command(&command));
+    // SAFETY: as above.
+    let result = wide.block_on(unsafe { ring.command(&command) });
     assert!(matches!(result, Err(Errno::PERM | Errno::OPNOTSUPP)), "{result:?}");
 }
 

@@ -33,6 +33,13 @@ pub(crate) struct Completion {
     pub(crate) result: i32,
 }
 
+impl Drop for Uring {
+    fn drop(&mut self) {
+        // A registered ring stays open until its thread ends, and with it whatever it keeps.
+        let _ = self.submitter.unregister_ring_fd();
+    }
+}
+
 impl Uring {
     pub(crate) fn new(config: &Config) -> Result<Uring, SetupError> {
         let (kind, level) = if config.sqe128 {

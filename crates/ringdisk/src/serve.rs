@@ -106,7 +106,10 @@ fn halted(reason: &HaltReason) -> Failure {
         HaltReason::Timeout(_) | HaltReason::Flush(_) | HaltReason::StillInFlight(_) => {
             Exit::Storage
         }
-        HaltReason::Device(_) | HaltReason::Reply(_) | HaltReason::Protocol(_) => Exit::Halted,
+        HaltReason::Device(_)
+        | HaltReason::Reply(_)
+        | HaltReason::Protocol(_)
+        | HaltReason::Panicked => Exit::Halted,
     };
     Failure::new(exit, reason.to_string())
 }

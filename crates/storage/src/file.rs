@@ -96,7 +96,11 @@ impl File {
         }
         loop {
             match ring.fsync(self.fd, true).await {
-                Ok(_) => return Ok(()),
+                // The kernel reports an error to one of several flushes that run at once.
+                Ok(_) => match self.flush_failed.load(Ordering::Relaxed) {
+                    0 => return Ok(()),
+                    errno => return Err(Errno::from_raw_os_error(errno)),
+                },
                 Err(Errno::INTR) => {}
                 Err(errno) => {
                     if errno != Errno::CANCELED && self.uses_page_cache.load(Ordering::Relaxed) {

@@ -166,15 +166,16 @@ impl File {
             }
         }
         let _pass = gate.exclusive(block / PAGE_CACHE_UNIT * PAGE_CACHE_UNIT, OFFSET_MAX).await;
-        if let Err(errno) = self.refresh_len() {
-            return failed(errno);
-        }
+        let len = match self.refresh_len() {
+            Ok(len) => len,
+            Err(errno) => return failed(errno),
+        };
         match &self.buffered_twin {
             Some(twin) => {
                 self.uses_page_cache.store(true, Ordering::Relaxed);
                 self.write_rest(ring, Fd::of(twin), offset, piece, 0).await
             }
-            None => match self.write_padded(ring, block, offset, piece).await {
+            None => match self.write_padded(ring, block, offset, piece, len).await {
                 Ok(progress) => progress,
                 Err(errno) => failed(errno),
             },
@@ -216,18 +217,19 @@ impl File {
 
     /// Writes the last block of a file padded with zeroes and cuts the file to its right length
     /// again: only where no buffered descriptor could be had (no /proc, no permission to open the
-    /// file a second time). For a moment the file is longer.
+    /// file a second time). For a moment the file is longer. `len`: length of the file, read under the gate.
     async fn write_padded(
         &self,
         ring: &Ring,
         block: u64,
         offset: u64,
         piece: &IoBuf,
+        len: u64,
     ) -> Result<Progress, Errno> {
-        let right_len = self.len().max(offset + piece.len() as u64);
+        let right_len = len.max(offset + piece.len() as u64);
         // New memory is zeroed, and the read leaves what is beyond the end alone.
         let bounce = self.bounce(self.limits.offset_align as usize);
-        if block < self.len() {
+        if block < len {
             self.read_fitting(ring, block, &bounce).await?;
         }
         let progress = self.write_changed(ring, block, offset, piece, &bounce).await?;

@@ -55,16 +55,20 @@ pub(super) async fn serve_entry(queue: Rc<Queue>, entry: usize) {
 async fn fetch(queue: &Queue, entry: usize, frame: &IoBuf) -> Option<usize> {
     if !queue.fetch.is_enabled() {
         // Stopped between the permit and now: a fetch in the ring would escape the cancellation.
-        queue.fetch.ended(entry);
+        queue.fetch.ended(&queue.ring, entry);
         queue.fetch_ended();
         return None;
     }
     let mut op = queue.ring.read_when_readable(queue.device, frame);
-    let first = Cell::new(true);
+    let known = Cell::new(false);
     let result = poll_fn(|cx| {
         let polled = Pin::new(&mut op).poll(cx);
-        if first.replace(false) {
-            queue.fetch.submitted(entry, op.id());
+        // Without a free slot it is not in the ring at the first poll.
+        if !known.get()
+            && let Some(id) = op.id()
+        {
+            queue.fetch.submitted(entry, id);
+            known.set(true);
         }
         polled
     })
@@ -83,7 +87,7 @@ async fn fetch(queue: &Queue, entry: usize, frame: &IoBuf) -> Option<usize> {
         Err(Errno::CONNABORTED | Errno::NOTCONN) => queue.finish(EndReason::Aborted),
         Err(errno) => queue.finish(EndReason::Device(errno)),
     }
-    queue.fetch.ended(entry);
+    queue.fetch.ended(&queue.ring, entry);
     queue.fetch_ended();
     None
 }

@@ -6,7 +6,7 @@
 //! **Invariant: whenever a fetch ends, another is armed after it** (as soon as there is an idle entry). The kernel may have given
 //! the wake-up of a second request to the poll that has just ended, which it does not repeat; only a new poll looks at the queue
 //! again. So the number of armed entries grows under load, and shrinks only when all fetches are cancelled ([`Fetch::stop`]),
-//! after which some queue must arm anew.
+//! after which some queue must arm anew. The invariant rests on `target ≥ armed`: only then does a fetch that ends leave room for one.
 
 use std::cell::{Cell, RefCell};
 
@@ -57,13 +57,13 @@ impl Fetch {
     }
 
     /// The fetch of an entry is in the ring.
-    pub(super) fn submitted(&self, entry: usize, operation: Option<u64>) {
-        self.operations[entry].set(operation.unwrap_or(NO_OPERATION));
+    pub(super) fn submitted(&self, entry: usize, operation: u64) {
+        self.operations[entry].set(operation);
     }
 
     /// A fetch brought a request.
     pub(super) fn fetched(&self, ring: &Ring, entry: usize) {
-        self.ended(entry);
+        self.ended(ring, entry);
         let (last, count) = self.turn.get();
         let count = if last == ring.turn() { count + 1 } else { 1 };
         self.turn.set((ring.turn(), count));
@@ -75,15 +75,22 @@ impl Fetch {
     }
 
     /// A fetch ended without a request.
-    pub(super) fn ended(&self, entry: usize) {
+    pub(super) fn ended(&self, ring: &Ring, entry: usize) {
         self.operations[entry].set(NO_OPERATION);
-        self.armed.set(self.armed.get() - 1);
+        self.set_armed(ring, self.armed.get() - 1);
+    }
+
+    fn set_armed(&self, ring: &Ring, armed: usize) {
+        self.armed.set(armed);
+        // An armed fetch is what a thread may sleep for past the replies that it sends.
+        ring.wait_past_inline(armed > 0);
     }
 
     /// Lets this queue fetch from now on.
     pub(super) fn start(&self, ring: &Ring) {
         self.enabled.set(true);
-        self.target.set(1);
+        // One more than what is still in the ring, whose cancellation may swallow a wake-up.
+        self.target.set(self.armed.get() + 1);
         self.arm(ring);
     }
 
@@ -129,7 +136,7 @@ impl Fetch {
     fn arm(&self, ring: &Ring) {
         while self.enabled.get() && self.armed.get() < self.target.get() {
             let Some(entry) = self.idle.borrow_mut().pop() else { return };
-            self.armed.set(self.armed.get() + 1);
+            self.set_armed(ring, self.armed.get() + 1);
             self.parkers[entry].unpark(ring);
         }
     }

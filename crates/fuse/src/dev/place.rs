@@ -9,7 +9,7 @@
 
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::policy::{Load, Mode, Policy, WINDOW_NS};
@@ -133,7 +133,11 @@ impl Place {
 
     /// A fetching queue has no entry left: all must fetch. Returns whether that is a change.
     pub(super) fn exhausted(&self) -> bool {
-        let Ok(mut policy) = self.policy.try_lock() else { return false };
+        if self.mode.load(Ordering::Acquire) & ALL != 0 {
+            return false;
+        }
+        // Rare: the first time that a queue runs out of entries. Whoever holds the lock is done in well under a microsecond.
+        let mut policy = self.policy.lock().unwrap_or_else(PoisonError::into_inner);
         policy.spread();
         self.publish(policy.mode())
     }

@@ -3,6 +3,7 @@
 use std::cell::Cell;
 use std::future::poll_fn;
 use std::os::fd::{OwnedFd, RawFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -11,7 +12,9 @@ use std::task::Poll;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use ringdisk_ring::{Config, Counters, Fd, Parker, Remote, Ring, Runtime, SetupError, pin_to_cpu};
+use ringdisk_ring::{
+    Config, Counters, Errno, Fd, Parker, Remote, Ring, Runtime, SetupError, pin_to_cpu,
+};
 
 use crate::file::FileServer;
 use crate::keeper::{EndReason, Event, EventSender};
@@ -173,8 +176,12 @@ async fn announce(queue: Rc<Queue>) {
         }
         told = change;
         for fd in queue.place.others(queue.place_index) {
-            if let Err(errno) = queue.ring.send_message(fd, message).await {
-                tracing::debug!("message to another queue: {errno}");
+            // A message that is lost may be the one that a client waits for. The other ring goes only when the export ends.
+            while let Err(errno) = queue.ring.send_message(fd, message).await {
+                if errno == Errno::BADF || errno == Errno::BADFD || queue.ended.get() {
+                    break;
+                }
+                queue.ring.sleep(Duration::from_millis(1)).await;
             }
         }
     }
@@ -226,14 +233,21 @@ impl QueueThread {
         let thread = std::thread::Builder::new()
             .name(format!("queue-{index}"))
             .spawn(move || {
-                run(
-                    setup,
-                    &ready_sender,
-                    &device_receiver,
-                    thread_cells,
-                    thread_in_flight,
-                    &thread_stop,
-                );
+                let events = setup.events.clone();
+                let served = catch_unwind(AssertUnwindSafe(|| {
+                    run(
+                        setup,
+                        &ready_sender,
+                        &device_receiver,
+                        thread_cells,
+                        thread_in_flight,
+                        &thread_stop,
+                    );
+                }));
+                if served.is_err() {
+                    // A defect of ours: the clients of this export get errors, and the process goes on.
+                    events.send(Event::QueueEnded(index, EndReason::Panicked));
+                }
                 let _ = done_sender.send(());
             })
             .map_err(SetupError::Limit)?;
@@ -247,12 +261,12 @@ impl QueueThread {
         Ok(QueueThread {
             thread: Some(thread),
             device,
-            remote: ready.remote,
+            remote: ready.remote.clone(),
             stop,
             done,
             ring_fd: ready.ring_fd,
             in_flight,
-            view: QueueView { cells, ring: ready.counters, cpu },
+            view: QueueView { cells, ring: ready.counters, remote: ready.remote, cpu },
             pin_error: ready.pin_error,
         })
     }

@@ -2,6 +2,7 @@
 //!
 //! Promises: a SETATTR that is refused changes nothing; mode and owner live as long as the export and never reach the image.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -30,14 +31,18 @@ const GROUP_EXECUTE: u32 = 0o0010;
 
 impl FileServer {
     /// Attributes of the file as they are now.
-    pub(super) fn attributes(&self) -> AttrOut {
+    ///
+    /// The size on the host comes from a helper thread: asking a file system that does not answer must not stop the queue.
+    pub(super) async fn attributes(&self, ring: &Ring) -> AttrOut {
+        let disk = Arc::clone(&self.disk);
+        let allocated = ring.offload(move || disk.allocated_bytes()).await;
         let time = if self.read_only { self.started } else { SystemTime::now() };
         let time = time.duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO);
         let (seconds, nanoseconds) = (time.as_secs(), time.subsec_nanos());
         let attr = Attr {
             ino: ROOT_ID,
             size: self.disk.size().min(FILE_BYTES_MAX),
-            blocks: self.disk.allocated_bytes() / STAT_BLOCK_BYTES,
+            blocks: allocated / STAT_BLOCK_BYTES,
             atime: seconds,
             mtime: seconds,
             ctime: seconds,

@@ -2,7 +2,7 @@
 //!
 //! Promises: a client sees the results that it knows from qemu-storage-daemon, whatever the transport; reads are never short inside
 //! the disk; writes past the end grow the disk only with `growable`. Called by the tasks of all queue threads at once: the state is
-//! atomics, there is no lock, and no request allocates.
+//! atomics, there is no lock, and no READ or WRITE allocates.
 //!
 //! Different from qemu-storage-daemon, on purpose:
 //! - `st_blksize` is at least 4096 (there 1, from which C libraries make one-byte buffers);
@@ -192,7 +192,9 @@ impl FileServer {
             self.grow(ring, end).await?;
         }
 
-        let done = self.write_all(ring, argument.offset, buf).await?;
+        // Nobody sees a short count of page-cache writes: all or an error.
+        let is_strict = from_page_cache || self.profile.kernel_cache;
+        let done = self.write_all(ring, argument.offset, buf, is_strict).await?;
         if done > 0 && wants_sync(argument.flags) && self.disk.cache() != Cache::Writethrough {
             self.disk.flush(ring).await?;
         }
@@ -224,15 +226,22 @@ impl FileServer {
     }
 
     /// Writes until the end of `buf` or of the disk.
-    async fn write_all(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<usize, Errno> {
+    async fn write_all(
+        &self,
+        ring: &Ring,
+        offset: u64,
+        buf: &IoBuf,
+        is_strict: bool,
+    ) -> Result<usize, Errno> {
         let mut done = self.disk.write(ring, offset, buf).await?;
         // Short inside the disk means that an error came after some progress: the rest will name it.
         while done < self.inside(offset, buf.len()) {
             match self.disk.write(ring, offset + done as u64, &buf.slice(done..buf.len())).await {
+                Ok(0) if is_strict => return Err(Errno::IO),
                 Ok(0) => break,
                 Ok(more) => done += more,
                 // A page-cached mount would report a short write as EIO; better the true error.
-                Err(errno) if self.profile.kernel_cache => return Err(errno),
+                Err(errno) if is_strict => return Err(errno),
                 Err(_) => break,
             }
         }
@@ -260,10 +269,10 @@ impl FileServer {
     ) -> Result<(), Errno> {
         let unique = request.header.unique;
         match &request.operation {
-            Operation::Getattr(_) => out.set_body(unique, &self.attributes()),
+            Operation::Getattr(_) => out.set_body(unique, &self.attributes(ring).await),
             Operation::Setattr(argument) => {
                 self.set_attributes(ring, argument).await?;
-                out.set_body(unique, &self.attributes());
+                out.set_body(unique, &self.attributes(ring).await);
             }
             Operation::Open(argument) => out.set_body(unique, &self.open(argument)?),
             Operation::Release(_) => {
