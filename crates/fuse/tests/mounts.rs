@@ -146,6 +146,33 @@ fn two_hundred_mounts_leave_nothing_behind() {
 }
 
 #[test]
+fn a_mount_that_is_gone_leaves_the_next_one_with_its_number_alone() {
+    if !can_mount() {
+        return;
+    }
+    let directory = tempfile::tempdir().expect("a directory");
+    let paths = ["first", "second"].map(|name| directory.path().join(name));
+    for path in &paths {
+        File::create(path).expect("a mountpoint");
+    }
+    let mut same_number = false;
+    for _ in 0..50 {
+        let first = mount(&paths[0], &options()).expect("a mount");
+        let (number, mountpoint) = (first.connection(), first.mountpoint().to_owned());
+        rustix::mount::unmount(&mountpoint, rustix::mount::UnmountFlags::empty())
+            .expect("unmounted by somebody");
+        let second = mount(&paths[1], &options()).expect("another mount");
+        same_number |= second.connection() == number;
+        assert!(!first.is_mounted().expect("readable"));
+        assert!(!first.abort());
+        drop(first);
+        assert!(second.is_mounted().expect("readable"), "removed by the number of another");
+    }
+    // Other tests mount meanwhile, so not every round gets the number again.
+    assert!(same_number, "the case did not occur");
+}
+
+#[test]
 fn mountpoints_are_refused_with_a_reason() {
     let directory = tempfile::tempdir().expect("a directory");
     let directory = directory.path();

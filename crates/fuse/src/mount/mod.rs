@@ -13,6 +13,7 @@ use std::io::Write;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::mount::UnmountFlags;
@@ -29,6 +30,9 @@ pub mod table;
 
 pub use ffi::clone_device;
 pub use table::{FSTYPE, MountEntry};
+
+/// Bytes of a buffer that no request exceeds: 1 MiB of data, its headers, and room.
+const GONE_BUFFER_BYTES: usize = (1 << 20) + 8192;
 
 /// Where the kernel shows FUSE connections when fusectl is mounted.
 const FUSECTL_PATH: &str = "/sys/fs/fuse/connections";
@@ -142,10 +146,27 @@ impl Mount {
         self.connection
     }
 
+    /// Whether the filesystem of this mount has ended (somebody unmounted it). Its number is free then, and the next mount of any
+    /// process takes it: nothing may be done by that number any more.
+    fn is_gone(&self) -> bool {
+        let mut device = [PollFd::new(&self.device, PollFlags::IN)];
+        let polled = poll(&mut device, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
+        if polled.is_err() || !device[0].revents().contains(PollFlags::ERR) {
+            return false;
+        }
+        // Disconnected: the read takes no request. ENODEV says unmounted; an aborted connection says ECONNABORTED, and its mount is
+        // still there. The buffer must have the size of any request, or the answer is EINVAL.
+        let mut buffer = vec![0; GONE_BUFFER_BYTES];
+        matches!(rustix::io::read(&self.device, &mut buffer[..]), Err(Errno::NODEV))
+    }
+
     /// Whether the mount is still in the tree of this process.
     ///
     /// Errors: [`ErrorKind::System`] if the mount table cannot be read.
     pub fn is_mounted(&self) -> Result<bool, Error> {
+        if self.is_gone() {
+            return Ok(false);
+        }
         match self.connection {
             Some(connection) => Ok(table::of_connection(connection)?.is_some()),
             None => Ok(false),
@@ -159,6 +180,10 @@ impl Mount {
     /// Errors: [`ErrorKind::Busy`] with [`Unmount::Normal`], [`ErrorKind::PermissionDenied`], [`ErrorKind::System`].
     pub fn unmount(&mut self, how: Unmount) -> Result<(), Error> {
         if !self.is_active {
+            return Ok(());
+        }
+        if self.is_gone() {
+            self.is_active = false;
             return Ok(());
         }
         let Some(entry) = self.connection.map(table::of_connection).transpose()?.flatten() else {
@@ -179,7 +204,7 @@ impl Mount {
     /// Returns whether the kernel was told. If not (an ordinary user without fusectl), closing every descriptor of the connection
     /// has the same effect.
     pub fn abort(&self) -> bool {
-        self.connection.is_some_and(abort_connection)
+        !self.is_gone() && self.connection.is_some_and(abort_connection)
     }
 
     /// Keeps the mount and gives up responsibility for it. For tests and for a process that hands its descriptors to another.
