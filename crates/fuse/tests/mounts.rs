@@ -173,6 +173,21 @@ fn a_mount_that_is_gone_leaves_the_next_one_with_its_number_alone() {
 }
 
 #[test]
+fn a_mount_that_was_aborted_before_it_was_served_is_removed() {
+    if !can_mount() {
+        return;
+    }
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = directory.path().join("disk");
+    File::create(&path).expect("a mountpoint");
+    let mount = mount(&path, &options()).expect("a mount");
+    let mountpoint = mount.mountpoint().to_owned();
+    assert!(mount.abort());
+    drop(mount);
+    assert_eq!(table::at(&mountpoint).expect("readable"), None);
+}
+
+#[test]
 fn mountpoints_are_refused_with_a_reason() {
     let directory = tempfile::tempdir().expect("a directory");
     let directory = directory.path();

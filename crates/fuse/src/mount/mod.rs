@@ -157,7 +157,12 @@ impl Mount {
         // Disconnected: the read takes no request. ENODEV says unmounted; an aborted connection says ECONNABORTED, and its mount is
         // still there. The buffer must have the size of any request, or the answer is EINVAL.
         let mut buffer = vec![0; GONE_BUFFER_BYTES];
-        matches!(rustix::io::read(&self.device, &mut buffer[..]), Err(Errno::NODEV))
+        if rustix::io::read(&self.device, &mut buffer[..]) != Err(Errno::NODEV) {
+            return false;
+        }
+        // Aborted before INIT was answered it says ENODEV too: then the number is still shown at our own place.
+        let entry = self.connection.and_then(|number| table::of_connection(number).ok().flatten());
+        entry.is_none_or(|entry| entry.mountpoint != self.mountpoint)
     }
 
     /// Whether the mount is still in the tree of this process.
