@@ -10,6 +10,10 @@ use ringdisk_testkit::process::{command, run};
 /// Runs fio for a while on an export whose place changes every 50 µs. A request that nobody fetches leaves fio waiting, and then
 /// the limit of the process helper ends the test.
 fn restless(threads: usize, arguments: &[&str]) {
+    restless_at_depth(threads, None, arguments);
+}
+
+fn restless_at_depth(threads: usize, queue_depth: Option<u32>, arguments: &[&str]) {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("disk");
     std::fs::write(&path, b"").unwrap();
@@ -18,6 +22,7 @@ fn restless(threads: usize, arguments: &[&str]) {
     let options = ExportOptions {
         threads: Threads::Count(threads),
         restless: true,
+        queue_depth,
         ..ExportOptions::new(path.clone())
     };
     let export = Export::start(disk, options).unwrap();
@@ -25,7 +30,7 @@ fn restless(threads: usize, arguments: &[&str]) {
     let stats = export.stats();
     export.stop_handle().stop();
     export.wait().unwrap();
-    for queue in &stats.queues {
+    for queue in stats.queues.iter().filter(|_| queue_depth.is_none()) {
         assert!(queue.requests > 0, "queue {} never fetched", queue.thread);
     }
 }
@@ -67,4 +72,12 @@ fn many_requests_at_once() {
 #[test]
 fn a_few_clients() {
     restless(3, &["--rw=randrw", "--ioengine=psync", "--numjobs=3"]);
+}
+
+/// With so few entries all of them are armed now and then: looking again must not depend on an idle one.
+#[test]
+fn one_request_at_a_time_among_queues_of_two_entries() {
+    restless_at_depth(8, Some(2), &["--rw=randrw", "--ioengine=psync", "--numjobs=2"]);
+    restless_at_depth(8, Some(2), &["--rw=randrw", "--ioengine=psync"]);
+    restless_at_depth(2, Some(1), &["--rw=randrw", "--ioengine=psync"]);
 }

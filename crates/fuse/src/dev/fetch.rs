@@ -106,12 +106,16 @@ impl Fetch {
 
     /// Looks at the kernel's queue again, by a new poll: a wake-up may have gone to a poll of another queue that was cancelled.
     pub(super) fn look_again(&self, ring: &Ring) {
-        if self.armed.get() < ARMED_MAX {
-            self.target.set(self.target.get().max(self.armed.get() + 1));
+        let before = self.armed.get();
+        if before < ARMED_MAX {
+            self.target.set(self.target.get().max(before + 1));
             self.arm(ring);
+        }
+        if self.armed.get() > before {
             return;
         }
-        // Enough are armed: one of them starts anew.
+        // Enough are armed, or no entry is idle: one of those in the ring starts anew. (An entry that carries a request arms when it
+        // has replied.)
         let armed = self.operations.iter().find(|operation| operation.get() != NO_OPERATION);
         if let Some(operation) = armed {
             ring.cancel(operation.get());
