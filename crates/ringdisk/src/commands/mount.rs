@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use ringdisk_disk::{
     Cache, Disk, Error, ErrorKind, Format, ImageOptions, Layer, NullOptions, Source,
 };
-use ringdisk_fuse::mount::mountpoint;
+use ringdisk_fuse::mount::{Unmount, mountpoint, table, unmount};
 
 use crate::alive;
 use crate::cli::{MountArgs, MountPaths};
@@ -28,13 +28,35 @@ use crate::signals::{Actions, Phase, Watcher};
 use crate::size::human_size;
 use crate::terminal::{self, bold, shell_word};
 
+/// Starts the background process. If it was killed before it was ready, nobody else removes what it had made so far.
+///
+/// Errors: as [`daemonize::run_child`].
+fn run_child(path: &Path) -> Result<u8, Failure> {
+    let is_mounted = || {
+        let at = mountpoint::resolve(path).and_then(|path| table::at(&path));
+        at.is_ok_and(|entry| entry.is_some())
+    };
+    let (was_there, was_mounted) = (path.symlink_metadata().is_ok(), is_mounted());
+    let result = daemonize::run_child();
+    if result.is_err() && !was_mounted {
+        if is_mounted() {
+            let _ = unmount(path, Unmount::Lazy);
+        }
+        let is_empty = path.symlink_metadata().is_ok_and(|file| file.is_file() && file.len() == 0);
+        if !was_there && is_empty {
+            let _ = fs::remove_file(path);
+        }
+    }
+    result
+}
+
 /// Serves until the end. Gives the exit code.
 ///
 /// Errors: everything that can go wrong; see [`Exit`].
 pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
     let background = match args.daemonize {
         true if daemonize::is_child() => Some(Background::enter()?),
-        true => return daemonize::run_child(),
+        true => return run_child(&paths.mountpoint),
         false => None,
     };
     refuse_new_qcow2(args, &paths)?;
