@@ -1,13 +1,19 @@
 //! Sparse memory with a length: the content of a simulated medium.
+//!
+//! Pages are shared between copies until one of them changes, so a copy costs one reference for each page: thousands of crash
+//! states of one storage fit into memory and are made in microseconds.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// Bytes of a page; also the unit of the allocation map.
 pub(crate) const PAGE: u64 = 4096;
 
+type Page = Arc<[u8; 4096]>;
+
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Image {
-    pages: BTreeMap<u64, Box<[u8]>>,
+    pages: BTreeMap<u64, Page>,
     len: u64,
 }
 
@@ -31,6 +37,10 @@ fn index(number: u64) -> usize {
     usize::try_from(number).expect("fits in memory")
 }
 
+fn blank() -> Page {
+    Arc::new([0; 4096])
+}
+
 impl Image {
     pub(crate) fn new(len: u64) -> Image {
         Image { pages: BTreeMap::new(), len }
@@ -42,22 +52,34 @@ impl Image {
 
     /// Reads up to `len` bytes, fewer at the end.
     pub(crate) fn read(&self, offset: u64, len: u64) -> Vec<u8> {
-        let len = index(len.min(self.len.saturating_sub(offset)));
-        let mut out = Vec::with_capacity(len);
-        for (page, inside, count) in pieces(offset, len) {
-            match self.pages.get(&page) {
-                Some(bytes) => out.extend_from_slice(&bytes[inside..inside + count]),
-                None => out.resize(out.len() + count, 0),
-            }
-        }
+        let mut out = Vec::with_capacity(index(len.min(self.len.saturating_sub(offset))));
+        self.visit(offset, len, |_, piece| out.extend_from_slice(piece));
         out
+    }
+
+    /// Shows the bytes of a range piece by piece, with the place of each in the range; returns how many there are.
+    pub(crate) fn visit(
+        &self,
+        offset: u64,
+        len: u64,
+        mut piece: impl FnMut(usize, &[u8]),
+    ) -> usize {
+        const ZEROES: [u8; 4096] = [0; 4096];
+        let len = index(len.min(self.len.saturating_sub(offset)));
+        let mut at = 0;
+        for (page, inside, count) in pieces(offset, len) {
+            let bytes = self.pages.get(&page).map_or(&ZEROES, |page| page);
+            piece(at, &bytes[inside..inside + count]);
+            at += count;
+        }
+        len
     }
 
     /// Writes and grows.
     pub(crate) fn write(&mut self, offset: u64, bytes: &[u8]) {
         let mut done = 0;
         for (page, inside, count) in pieces(offset, bytes.len()) {
-            let page = self.pages.entry(page).or_insert_with(|| vec![0; index(PAGE)].into());
+            let page = Arc::make_mut(self.pages.entry(page).or_insert_with(blank));
             page[inside..inside + count].copy_from_slice(&bytes[done..done + count]);
             done += count;
         }
@@ -79,6 +101,7 @@ impl Image {
             if unmap && covered {
                 self.pages.remove(&page);
             } else if let Some(bytes) = self.pages.get_mut(&page) {
+                let bytes = Arc::make_mut(bytes);
                 bytes[index(offset.max(start) - start)..index(end.min(stop) - start)].fill(0);
             }
         }
@@ -87,7 +110,7 @@ impl Image {
     /// Reserves pages, so that they are no holes, and grows.
     pub(crate) fn reserve(&mut self, offset: u64, len: u64) {
         for page in offset / PAGE..(offset + len).div_ceil(PAGE) {
-            self.pages.entry(page).or_insert_with(|| vec![0; index(PAGE)].into());
+            self.pages.entry(page).or_insert_with(blank);
         }
         self.len = self.len.max(offset + len);
     }

@@ -36,7 +36,10 @@ pub use prng::Prng;
 pub use rules::{Fault, When};
 pub use state::{Held, OpKind, Record};
 
-use state::State;
+use state::{Change, State};
+
+/// Pieces of a storage: offset and length in bytes.
+pub type Ranges = Vec<(u64, u64)>;
 
 /// Handle of a simulated storage; clones are handles of the same one.
 #[derive(Clone, Debug)]
@@ -161,14 +164,68 @@ impl SimStorage {
         power::crash_image(&self.state(), seed).to_vec()
     }
 
+    /// As [`SimStorage::crash_image`], as a storage of its own. Cheap: pages are shared until one side changes them.
+    #[must_use]
+    pub fn crash_state(&self, seed: u64) -> SimStorage {
+        let state = self.state();
+        SimStorage::after(power::crash_image(&state, seed), state.limits, seed)
+    }
+
+    /// As [`SimStorage::crash_state`], if the last flush that had something to do had been a lie: what a missing barrier could
+    /// leave. `None`: there was no such flush.
+    #[must_use]
+    pub fn crash_state_without_last_flush(&self, seed: u64) -> Option<SimStorage> {
+        let state = self.state();
+        let image = power::without_last_flush(&state, seed)?;
+        Some(SimStorage::after(image, state.limits, seed))
+    }
+
+    /// What the last flush that had something to do made durable, and what took effect after it: offsets and lengths in bytes of the
+    /// changes, in their order; (new length, 0) for a change of the length.
+    pub fn around_last_flush(&self) -> (Ranges, Ranges) {
+        let state = self.state();
+        let before =
+            state.flushed.iter().flat_map(|f| f.changes.iter().map(Change::range)).collect();
+        (before, state.journal.iter().map(|(_, change)| change.range()).collect())
+    }
+
+    /// A copy of what a reader sees now, all of it durable. Cheap.
+    #[must_use]
+    pub fn fork(&self, seed: u64) -> SimStorage {
+        let state = self.state();
+        SimStorage::after(state.image.clone(), state.limits, seed)
+    }
+
+    fn after(image: image::Image, limits: Limits, seed: u64) -> SimStorage {
+        let mut state = State::with_image(image, seed);
+        state.limits = limits;
+        SimStorage(Arc::new(Mutex::new(state)))
+    }
+
+    /// Reads what a reader sees now, without rules, log or ring. Returns the bytes there are: fewer at the end.
+    pub fn peek(&self, offset: u64, bytes: &mut [u8]) -> usize {
+        let len = bytes.len() as u64;
+        self.state().image.visit(offset, len, |at, piece| {
+            bytes[at..at + piece.len()].copy_from_slice(piece);
+        })
+    }
+
+    /// Length in bytes as a reader sees it now.
+    pub fn len(&self) -> u64 {
+        self.state().image.len()
+    }
+
+    /// Whether the length is 0.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
     /// Cuts the power: this storage fails every operation with `EIO` from now on (waiting ones
     /// too), and the one returned has what the medium kept (see [`SimStorage::crash_image`]).
     pub fn power_cut(&self, seed: u64) -> SimStorage {
         let mut state = self.state();
         let kept = power::crash_image(&state, seed);
-        let mut after = State::with_image(kept, seed);
-        after.limits = state.limits;
         state.power_off();
-        SimStorage(Arc::new(Mutex::new(after)))
+        SimStorage::after(kept, state.limits, seed)
     }
 }

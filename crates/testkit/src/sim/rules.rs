@@ -25,6 +25,8 @@ pub enum Fault {
     Hold,
     /// It never ends and has no effect.
     Hang,
+    /// It claims success at once and has no effect. A flush that lies is a barrier that is missing; reads do not lie.
+    Lie,
 }
 
 /// Which operations a rule is for. Built like `When::kind(OpKind::Write).at(0..4096).skip(2).once()`.
@@ -35,6 +37,7 @@ pub struct When {
     number: Option<u64>,
     skip: u64,
     times: Option<u64>,
+    chance: Option<u64>,
 }
 
 impl When {
@@ -63,6 +66,11 @@ impl When {
         When { skip: count, ..self }
     }
 
+    /// Applies to each matching operation with a chance of so many in a thousand; the seed decides.
+    pub fn chance(self, per_mille: u64) -> When {
+        When { chance: Some(per_mille), ..self }
+    }
+
     /// Applies so many times, then never again.
     pub fn times(self, count: u64) -> When {
         When { times: Some(count), ..self }
@@ -87,7 +95,14 @@ pub(crate) struct Rule {
 
 impl Rule {
     /// The fault for an operation, if this rule is for it. Counts.
-    fn take(&mut self, number: u64, kind: OpKind, offset: u64, len: u64) -> Option<Fault> {
+    fn take(
+        &mut self,
+        prng: &mut Prng,
+        number: u64,
+        kind: OpKind,
+        offset: u64,
+        len: u64,
+    ) -> Option<Fault> {
         let when = &self.when;
         let touches = |range: &Range<u64>| {
             len > 0 && offset < range.end && range.start < offset.saturating_add(len)
@@ -95,7 +110,7 @@ impl Rule {
         let matches = when.kind.is_none_or(|wanted| wanted == kind)
             && when.number.is_none_or(|wanted| wanted == number)
             && when.range.as_ref().is_none_or(touches);
-        if !matches {
+        if !matches || when.chance.is_some_and(|chance| prng.below(1000) >= chance) {
             return None;
         }
         let place = self.seen;
@@ -114,7 +129,7 @@ pub(crate) fn choose(
     offset: u64,
     len: u64,
 ) -> Option<Fault> {
-    let fault = rules.iter_mut().find_map(|rule| rule.take(number, kind, offset, len))?;
+    let fault = rules.iter_mut().find_map(|rule| rule.take(prng, number, kind, offset, len))?;
     Some(match fault {
         Fault::DelayBetween(from, to) => {
             let span = u64::try_from(to.saturating_sub(from).as_nanos()).unwrap_or(u64::MAX);

@@ -1,6 +1,7 @@
 //! The state of a simulated storage: content, what is not durable yet, what waits.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
 use std::task::Waker;
 
 use ringdisk_storage::{Allocation, Errno, Limits, Preallocation};
@@ -48,7 +49,7 @@ pub(crate) enum Action {
     },
     Write {
         offset: u64,
-        bytes: Vec<u8>,
+        bytes: Arc<[u8]>,
     },
     /// Covers the changes made before it began.
     Flush {
@@ -76,6 +77,7 @@ pub(crate) enum Action {
 #[derive(Clone, Debug)]
 pub(crate) enum Outcome {
     Done,
+    /// What a read found.
     Bytes(Vec<u8>),
     Count(usize),
     Run(Allocation, u64),
@@ -84,13 +86,22 @@ pub(crate) enum Outcome {
 /// A change that took effect and may be lost.
 #[derive(Clone, Debug)]
 pub(crate) enum Change {
-    Write { offset: u64, bytes: Vec<u8> },
+    Write { offset: u64, bytes: Arc<[u8]> },
     Zero { offset: u64, len: u64, unmap: bool },
     Reserve { offset: u64, len: u64 },
     SetLen(u64),
 }
 
 impl Change {
+    /// First byte and length of what it touches; a change of the length: (new length, 0).
+    pub(crate) fn range(&self) -> (u64, u64) {
+        match *self {
+            Change::Write { offset, ref bytes } => (offset, bytes.len() as u64),
+            Change::Zero { offset, len, .. } | Change::Reserve { offset, len } => (offset, len),
+            Change::SetLen(len) => (len, 0),
+        }
+    }
+
     pub(crate) fn apply(&self, image: &mut Image) {
         match self {
             Change::Write { offset, bytes } => image.write(*offset, bytes),
@@ -120,12 +131,30 @@ pub(crate) struct Pending {
     orphan: bool,
 }
 
+impl Pending {
+    /// Whether it has not taken effect yet.
+    pub(crate) fn is_waiting(&self) -> bool {
+        self.outcome.is_none()
+    }
+}
+
+/// What a flush did.
+#[derive(Clone, Debug)]
+pub(crate) struct Flushed {
+    /// Durable before it.
+    pub(crate) before: Image,
+    /// Made durable by it.
+    pub(crate) changes: Vec<Change>,
+}
+
 #[derive(Debug)]
 pub(crate) struct State {
     pub(crate) image: Image,
     pub(crate) durable: Image,
     /// Changes that are not durable, with their numbers, in the order in which they took effect.
     pub(crate) journal: VecDeque<(u64, Change)>,
+    /// What the last flush made durable, and what was durable before.
+    pub(crate) flushed: Option<Flushed>,
     next_change: u64,
     pub(crate) pending: BTreeMap<u64, Pending>,
     pub(crate) rules: Vec<Rule>,
@@ -146,6 +175,7 @@ impl State {
             durable: image.clone(),
             image,
             journal: VecDeque::new(),
+            flushed: None,
             next_change: 0,
             pending: BTreeMap::new(),
             rules: Vec::new(),
@@ -179,6 +209,19 @@ impl State {
         Action::Flush { before: self.next_change }
     }
 
+    /// Makes the changes with numbers below `before` durable.
+    fn flush(&mut self, before: u64) {
+        let mut flushed = Flushed { before: self.durable.clone(), changes: Vec::new() };
+        while let Some((_, change)) = self.journal.pop_front_if(|(number, _)| *number < before) {
+            change.apply(&mut self.durable);
+            flushed.changes.push(change);
+        }
+        // A flush with nothing to do is no barrier: the one before it still is.
+        if !flushed.changes.is_empty() {
+            self.flushed = Some(flushed);
+        }
+    }
+
     fn change(&mut self, change: Change) {
         change.apply(&mut self.image);
         self.journal.push_back((self.next_change, change));
@@ -206,13 +249,7 @@ impl State {
                 self.change(Change::Write { offset, bytes: bytes.clone() });
                 return Ok(Outcome::Count(count));
             }
-            Action::Flush { before } => {
-                while let Some((_, change)) =
-                    self.journal.pop_front_if(|(number, _)| *number < before)
-                {
-                    change.apply(&mut self.durable);
-                }
-            }
+            Action::Flush { before } => self.flush(before),
             Action::Zero { offset, len, unmap, grow } => {
                 if grow && offset + len > self.image.len() {
                     self.change(Change::SetLen(offset + len));

@@ -315,3 +315,61 @@ fn generator_gives_the_published_numbers() {
         [6_457_827_717_110_365_317, 3_203_168_211_198_807_973, 9_817_491_932_198_370_423]
     );
 }
+
+#[test]
+fn flush_that_lies_makes_nothing_durable() {
+    block_on(|ring| async move {
+        let sim = SimStorage::new(4096, 1);
+        let storage = sim.storage();
+        sim.on(When::kind(OpKind::Flush).once(), Fault::Lie);
+        write(&ring, &storage, 0, 512, 1).await.unwrap();
+        assert_eq!(storage.flush(&ring).await, Ok(()));
+        assert_eq!((sim.unflushed(), sim.durable_image()[0]), (1, 0));
+        assert_eq!(storage.flush(&ring).await, Ok(()));
+        assert_eq!((sim.unflushed(), sim.durable_image()[0]), (0, 1));
+    });
+}
+
+#[test]
+fn state_without_the_last_flush_may_lack_what_it_covered() {
+    block_on(|ring| async move {
+        let sim = SimStorage::new(4096, 1);
+        let storage = sim.storage();
+        write(&ring, &storage, 0, 512, 1).await.unwrap();
+        storage.flush(&ring).await.unwrap();
+        storage.flush(&ring).await.unwrap();
+        write(&ring, &storage, 512, 512, 2).await.unwrap();
+        let kept: Vec<(u8, u8)> = (0..64)
+            .map(|seed| sim.crash_state_without_last_flush(seed).expect("flushed").image())
+            .map(|image| (image[0], image[512]))
+            .collect();
+        assert!([(0, 0), (1, 0), (0, 2), (1, 2)].iter().all(|state| kept.contains(state)));
+        assert!((0..64).all(|seed| sim.crash_state(seed).image()[0] == 1));
+        assert_eq!(sim.around_last_flush(), (vec![(0, 512)], vec![(512, 512)]));
+    });
+}
+
+#[test]
+fn fork_is_a_storage_of_its_own() {
+    block_on(|ring| async move {
+        let sim = SimStorage::from_image(&[5; 6000], 1);
+        let fork = sim.fork(2);
+        write(&ring, &fork.storage(), 0, 512, 1).await.unwrap();
+        let mut bytes = [0; 4];
+        assert_eq!((sim.peek(0, &mut bytes), bytes), (4, [5; 4]));
+        assert_eq!((fork.peek(5998, &mut bytes), fork.image()[0]), (2, 1));
+    });
+}
+
+#[test]
+fn chance_spares_some() {
+    block_on(|ring| async move {
+        let sim = SimStorage::new(4096, 1);
+        sim.on(When::kind(OpKind::Write).chance(500), Fault::Fail(Errno::IO));
+        let mut failed = 0;
+        for _ in 0..100 {
+            failed += usize::from(write(&ring, &sim.storage(), 0, 512, 1).await.is_err());
+        }
+        assert!((20..80).contains(&failed), "{failed}");
+    });
+}
