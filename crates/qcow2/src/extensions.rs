@@ -10,13 +10,16 @@ use crate::limits::{
 };
 
 const END: u32 = 0;
-const BACKING_FORMAT: u32 = 0xe279_2aca;
-const FEATURE_NAMES: u32 = 0x6803_f857;
-const BITMAPS: u32 = 0x2385_2875;
+pub(crate) const BACKING_FORMAT: u32 = 0xe279_2aca;
+pub(crate) const FEATURE_NAMES: u32 = 0x6803_f857;
+pub(crate) const BITMAPS: u32 = 0x2385_2875;
 const CRYPTO_HEADER: u32 = 0x0537_be77;
-const DATA_FILE: u32 = 0x4441_5441;
+pub(crate) const DATA_FILE: u32 = 0x4441_5441;
+/// A placeholder of ours, "rdsk": fills the place of the extensions while they move inside the first
+/// cluster (module `header::write`). Its content means nothing.
+pub(crate) const FILLER: u32 = 0x7264_736b;
 /// One entry of the feature name table: class, bit, 46 bytes of name.
-const FEATURE_NAME_BYTES: usize = 48;
+pub(crate) const FEATURE_NAME_BYTES: usize = 48;
 
 /// Where the bitmap directory lies, as the extension says; checked by
 /// [`bitmaps`](crate::bitmaps).
@@ -25,6 +28,24 @@ pub(crate) struct BitmapDirectory {
     pub(crate) count: u32,
     pub(crate) offset: u64,
     pub(crate) len: u64,
+}
+
+impl BitmapDirectory {
+    /// The content of the extension. `None` unless it has 24 bytes.
+    pub(crate) fn parse(data: &[u8]) -> Option<BitmapDirectory> {
+        let data = <&[u8; 24]>::try_from(data).ok()?;
+        let (count, len, offset) = (u32_at(data, 0), u64_at(data, 8), u64_at(data, 16));
+        Some(BitmapDirectory { count, offset, len })
+    }
+
+    /// The content of the extension.
+    pub(crate) fn to_bytes(self) -> [u8; 24] {
+        let mut bytes = [0; 24];
+        bytes[..4].copy_from_slice(&self.count.to_be_bytes());
+        bytes[8..16].copy_from_slice(&self.len.to_be_bytes());
+        bytes[16..].copy_from_slice(&self.offset.to_be_bytes());
+        bytes
+    }
 }
 
 /// All extensions of one header.
@@ -77,6 +98,24 @@ pub(crate) fn parse(area: &[u8], file: &str) -> Result<Extensions, Error> {
     Ok(found)
 }
 
+/// The extensions of an area that [`parse`] accepted, as bytes, and how long they are with their
+/// end mark.
+pub(crate) fn raw(area: &[u8]) -> (Vec<(u32, Vec<u8>)>, usize) {
+    let mut found = Vec::new();
+    let mut at = 0;
+    while let Some((kind, after)) = take_u32(area.get(at..).unwrap_or_default()) {
+        at += 8;
+        if kind == END {
+            break;
+        }
+        let len = take_u32(after).map_or(0, |(len, _)| len as usize);
+        let data = area.get(at..at + len).unwrap_or_default();
+        found.push((kind, data.to_vec()));
+        at += len.next_multiple_of(8);
+    }
+    (found, at.min(area.len()))
+}
+
 impl Extensions {
     fn add(&mut self, kind: u32, data: &[u8], file: &str) -> Result<(), Error> {
         match kind {
@@ -95,14 +134,10 @@ impl Extensions {
             }
             FEATURE_NAMES => self.feature_names = feature_names(data),
             BITMAPS => {
-                let Ok(data) = <&[u8; 24]>::try_from(data) else {
+                self.bitmaps = BitmapDirectory::parse(data);
+                if self.bitmaps.is_none() {
                     return Err(bad(file, kind, "the bitmaps extension must have 24 bytes"));
-                };
-                self.bitmaps = Some(BitmapDirectory {
-                    count: u32_at(data, 0),
-                    len: u64_at(data, 8),
-                    offset: u64_at(data, 16),
-                });
+                }
             }
             CRYPTO_HEADER => {
                 let Ok(data) = <&[u8; 16]>::try_from(data) else {
@@ -111,6 +146,7 @@ impl Extensions {
                 self.crypto_header =
                     Some(CryptoHeader { offset: u64_at(data, 0), len: u64_at(data, 8) });
             }
+            FILLER => {}
             _ => self.unknown.push(UnknownExtension { kind, data: data.to_vec() }),
         }
         Ok(())

@@ -1,8 +1,13 @@
-//! The fixed header: parsed from bytes, every field checked. Pure, no I/O.
+//! The header: parsed from bytes, every field checked; changed and written in the modules below.
 //!
-//! Promises: a header that comes out of here has sizes within [`limits`](crate::limits), tables
+//! Promises: a header that comes out of [`parse`] has sizes within [`limits`](crate::limits), tables
 //! that are aligned, inside the file and apart from one another, and no feature that we do not
 //! know. Source: qcow2 specification, "Header".
+
+mod image;
+#[cfg(test)]
+mod tests;
+mod write;
 
 use zerocopy::byteorder::big_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
@@ -16,6 +21,9 @@ use crate::limits::{
     CLUSTER_BITS_MAX, CLUSTER_BITS_MIN, FILE_NAME_BYTES_MAX, L1_BYTES_MAX,
     REFCOUNT_TABLE_BYTES_MAX, SNAPSHOTS_MAX,
 };
+
+pub(crate) use image::{HeaderImage, NewHeader};
+pub(crate) use write::write_bytes;
 
 /// "QFI\xfb".
 const MAGIC: u32 = 0x5146_49fb;
