@@ -8,6 +8,7 @@
 
 pub mod fio;
 pub mod images;
+pub mod layout;
 pub mod limits;
 pub mod mount;
 pub mod process;
