@@ -46,3 +46,7 @@ pub const RECENT_CLUSTERS_MAX: usize = 64;
 /// Clusters up to this size are decompressed at once: that takes less time (about 10 µs) than to
 /// go to a helper thread and back.
 pub const INLINE_DECOMPRESSION_BYTES: usize = 4096;
+/// Memory for refcount blocks, for each image: 256 blocks of 64 KiB, which count 512 GiB.
+pub const REFCOUNT_CACHE_BYTES: usize = 16 << 20;
+/// Most runs of free clusters that are remembered, for each image: about 3 MiB.
+pub const FREE_RUNS_MAX: usize = 1 << 16;

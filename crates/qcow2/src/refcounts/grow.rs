@@ -1,0 +1,131 @@
+//! New refcount blocks, and a larger refcount table.
+//!
+//! Where a new block lies: the block of the clusters at the end of the file covers itself, as its
+//! first cluster. Another one (a long run that reaches over several blocks, or storage that cannot
+//! grow) lies in a free cluster that an existing block covers, so that long runs can be adjacent
+//! even where a block covers few clusters.
+
+use super::{Blocked, Refcounts, Run};
+
+/// Free runs that are looked at for a place.
+const LOOKS: usize = 64;
+
+impl Refcounts {
+    /// Reserves a host cluster for a new block. The caller writes a cluster of zeroes there and
+    /// calls [`finish_block`](Refcounts::finish_block), or [`abort_block`](Refcounts::abort_block).
+    /// One at a time for each index.
+    ///
+    /// Errors: `Load` when there is a block by now; `Load`, `Create`, `Full`, `Corrupt` for the
+    /// place of the new one.
+    pub(crate) fn begin_block(&mut self, index: u32) -> Result<u64, Blocked> {
+        if self.block_offset(index).is_some() {
+            return Err(Blocked::Load(index));
+        }
+        if u64::from(index) >= Refcounts::table_entries_max() {
+            return Err(Blocked::Full);
+        }
+        let first = u64::from(index) << self.block_bits;
+        let behind = first.saturating_add(1 << self.block_bits).min(self.limit);
+        let covers_end = self.can_grow && (first..behind).contains(&self.end);
+        if !covers_end && let Some(cluster) = self.place_elsewhere()? {
+            return Ok(cluster);
+        }
+        let cluster = if covers_end { self.end } else { first };
+        // Nothing has a count in there; what is marked or held is in use all the same.
+        let cluster = (cluster..behind)
+            .find(|cluster| !self.is_metadata(*cluster) && self.held.at(*cluster).is_none())
+            .ok_or(Blocked::Full)?;
+        self.free.remove(cluster, 1);
+        self.held.insert(Run { start: cluster, count: 1, zeroed: false });
+        if cluster >= self.end {
+            self.reach(cluster, 1);
+        }
+        Ok(cluster)
+    }
+
+    /// A cluster for a block that an existing block covers, counted there already; `None` when there
+    /// is none at hand.
+    fn place_elsewhere(&mut self) -> Result<Option<u64>, Blocked> {
+        let at_hand = self.free.iter().take(LOOKS).map(|run| run.start).find(|cluster| {
+            let (index, _) = self.place(*cluster);
+            matches!(self.look(index), Ok(Some(_))) && !self.is_metadata(*cluster)
+        });
+        if let Some(cluster) = at_hand {
+            let run = self.allocate(1, Some(cluster), true)?;
+            return Ok(Some(run.start));
+        }
+        if self.can_grow {
+            let run = self.allocate(1, Some(self.end), true)?;
+            return Ok(Some(run.start));
+        }
+        Ok(None)
+    }
+
+    /// A new block was written as zeroes at `cluster`, which [`begin_block`](Refcounts::begin_block)
+    /// gave. The table in memory names it from now on.
+    pub(crate) fn finish_block(&mut self, index: u32, cluster: u64) {
+        if self.block_offset(index).is_some() {
+            self.abort_block(index, cluster);
+            return;
+        }
+        let slot = index as usize;
+        if slot >= self.table.len() {
+            self.table.resize(slot + 1, 0);
+            self.blocks.resize_with(slot + 1, || None);
+        }
+        self.table[slot] = cluster << self.cluster_bits;
+        self.dirty_entries.push(index);
+        self.mark_metadata(cluster, 1);
+        let bytes = vec![0; 1 << self.cluster_bits].into_boxed_slice();
+        self.keep(index, bytes, true);
+        // Makes the block dirty also when it does not cover itself.
+        self.edit(u64::from(index), 0..1, |_| ());
+        if self.held.at(cluster).is_some() {
+            self.held.remove(cluster, 1);
+            self.change(cluster, 1, |_| 1);
+        }
+    }
+
+    /// A new block is not wanted any more, or could not be written.
+    pub(crate) fn abort_block(&mut self, _index: u32, cluster: u64) {
+        if self.held.at(cluster).is_some() {
+            self.release(Run { start: cluster, count: 1, zeroed: false });
+        } else {
+            self.give_back(cluster, 1, false);
+        }
+    }
+
+    /// Clusters that a table needs which holds all blocks, when the one on disk is too short. The
+    /// caller allocates that many adjacent ones, asks again (the allocation may have made more
+    /// blocks), and calls [`move_table`](Refcounts::move_table).
+    pub(crate) fn table_wants(&self) -> Option<u64> {
+        if self.table.len() <= self.table_capacity() {
+            return None;
+        }
+        let cluster_size = 1u64 << self.cluster_bits;
+        // Half as much again, so that it does not move for each block.
+        let entries = (self.table.len() as u64 + self.table.len() as u64 / 2)
+            .min(Refcounts::table_entries_max());
+        Some((entries * 8).div_ceil(cluster_size))
+    }
+
+    /// The table lies at `start` from now on, which the caller has allocated;
+    /// [`take_dirty`](Refcounts::take_dirty) gives all of it.
+    pub(crate) fn move_table(&mut self, start: u64, clusters: u64) {
+        let old =
+            std::mem::replace(&mut self.table_run, Run { start, count: clusters, zeroed: false });
+        self.mark_metadata(start, clusters);
+        if self.moved_from.is_some() {
+            // The place before was never written: nothing names it.
+            self.unmark_metadata(old.start, old.count);
+            self.give_back(old.start, old.count, false);
+        } else {
+            self.moved_from = Some(old);
+        }
+        if self.table.len() < self.table_capacity() {
+            let capacity = self.table_capacity();
+            self.table.resize(capacity, 0);
+            self.blocks.resize_with(capacity, || None);
+        }
+    }
+}
