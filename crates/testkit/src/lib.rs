@@ -11,5 +11,6 @@ pub mod images;
 pub mod layout;
 pub mod limits;
 pub mod mount;
+pub mod oracle;
 pub mod process;
 pub mod sim;
