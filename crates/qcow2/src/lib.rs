@@ -21,6 +21,7 @@
 
 mod bitmaps;
 mod compressed;
+mod create;
 mod entry;
 mod error;
 mod extensions;
@@ -49,6 +50,7 @@ mod model;
 mod tests;
 
 pub use compressed::Compressed;
+pub use create::{CreateOptions, Preallocation, check_options, create};
 pub use error::{Error, ErrorKind};
 pub use header::is_qcow2;
 pub use image::{CacheCounters, OpenOptions, Qcow2};

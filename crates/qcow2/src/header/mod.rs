@@ -45,7 +45,7 @@ pub(crate) const LAZY_REFCOUNTS: u64 = 1 << 0;
 pub(crate) const BITMAPS: u64 = 1 << 0;
 pub(crate) const RAW_EXTERNAL: u64 = 1 << 1;
 /// Extended L2 needs subclusters of at least 512 bytes.
-const EXTENDED_L2_CLUSTER_BITS_MIN: u32 = 14;
+pub(crate) const EXTENDED_L2_CLUSTER_BITS_MIN: u32 = 14;
 
 /// Header of version 2, as on disk.
 #[derive(FromBytes, KnownLayout, Immutable, Unaligned, Clone, Copy)]
