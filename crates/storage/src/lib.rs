@@ -29,6 +29,7 @@ mod open;
 mod options;
 mod probe;
 mod read;
+mod reopen;
 mod space;
 mod storage;
 #[cfg(test)]

@@ -117,6 +117,31 @@ pub(crate) fn acquire(
     }
 }
 
+/// As [`acquire`], for a descriptor that takes the place of another one of the same file: the old one's
+/// locks are given up. At each moment one of the two holds what it says, so nobody gets in between.
+///
+/// Errors: kind `Locked`; the old descriptor holds its locks again then.
+pub(crate) fn take_over(
+    fd: BorrowedFd<'_>,
+    name: &str,
+    lock: Lock,
+    read_only: bool,
+    old: (BorrowedFd<'_>, &Held),
+) -> Result<Held, Error> {
+    let (old_fd, old_held) = old;
+    let (used, unshared) = request(lock, read_only);
+    if take(fd, used, unshared).is_ok() {
+        old_held.release(old_fd);
+    }
+    let result = acquire(fd, name, lock, read_only);
+    if result.is_err() {
+        // Shared locks on bytes that nobody locks exclusively, so this is not refused. Who was in
+        // the way was there before and shared the image with the old descriptor.
+        let _ = take(old_fd, old_held.used, old_held.unshared);
+    }
+    result
+}
+
 fn take(fd: BorrowedFd<'_>, used: &[Permission], unshared: &[Permission]) -> Result<(), Errno> {
     let used = used.iter().map(|permission| permission.used_byte());
     let unshared = unshared.iter().map(|permission| permission.unshared_byte());

@@ -10,7 +10,7 @@ use ringdisk_ring::{Errno, Fd, IoBuf, Ring};
 use crate::custom::CustomStorage;
 use crate::error::Error;
 use crate::file::{File, end_of};
-use crate::{Allocation, Kind, Limits, OpenOptions, Preallocation, open};
+use crate::{Allocation, Kind, Limits, OpenOptions, Preallocation, open, reopen};
 
 /// Something that holds bytes. `Send + Sync`; used as `Arc<Storage>`.
 ///
@@ -43,6 +43,23 @@ impl Storage {
     /// Errors: as [`Storage::open`].
     pub fn from_fd(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<Storage, Error> {
         open::from_fd(fd, name, options).map(|file| Storage(Inner::File(file)))
+    }
+
+    /// Opens the same file again in another mode, through its descriptor, and takes its locks over: an
+    /// image that becomes a backing file, or the other way round. The old storage must not be used for
+    /// more than what its user may finish without a lock. Blocks. Storage of another kind is not
+    /// reopened: `None`.
+    ///
+    /// * `options`: `create` and `create_new` mean nothing here.
+    ///
+    /// Errors: as [`Storage::open`]; the old storage is as it was.
+    pub fn reopen(&self, options: &OpenOptions) -> Option<Result<Storage, Error>> {
+        match &self.0 {
+            Inner::File(file) => {
+                Some(reopen::reopen(file, options).map(|file| Storage(Inner::File(file))))
+            }
+            Inner::Custom(_) => None,
+        }
     }
 
     /// Wraps storage of another kind.

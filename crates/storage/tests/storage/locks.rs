@@ -233,3 +233,33 @@ fn dropped_storage_is_free_at_once_although_a_ring_used_it() {
         });
     }
 }
+
+#[test]
+fn a_reader_becomes_a_writer_and_a_reader_again() {
+    let directory = scratch();
+    let path = image(directory.path(), "image", 4096);
+    let first = open(&path, &reader());
+    let second = first.reopen(&writer()).expect("a file").expect("nobody else is there");
+    drop(first);
+    refusal(&path, &reader());
+    let third = second.reopen(&reader()).expect("a file").expect("one's own lock is no obstacle");
+    drop(second);
+    drop(open(&path, &reader()));
+    refusal(&path, &writer());
+    drop(third);
+    drop(open(&path, &writer()));
+}
+
+#[test]
+fn a_reader_that_is_not_alone_cannot_become_a_writer_and_stays_a_reader() {
+    let directory = scratch();
+    let path = image(directory.path(), "image", 4096);
+    let first = open(&path, &reader());
+    let other = open(&path, &reader());
+    let error = first.reopen(&writer()).expect("a file").map(drop).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Locked, "{error}");
+    drop(other);
+    refusal(&path, &writer());
+    drop(first);
+    drop(open(&path, &writer()));
+}

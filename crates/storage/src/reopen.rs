@@ -1,0 +1,48 @@
+//! The same file once more, in another mode: for an image that becomes a backing file, or the other
+//! way round.
+//!
+//! Control thread; may block for as long as the file system takes. Promises: the file is reached through
+//! its descriptor, so no name is looked up again; the locks of the old descriptor go over to the new one
+//! without a moment in which another program could take the image; on an error the old one is as it
+//! was.
+
+use std::os::fd::AsRawFd;
+use std::sync::atomic::Ordering;
+
+use rustix::fs::{CWD, Mode, OFlags};
+use rustix::io::Errno;
+
+use crate::error::Error;
+use crate::file::File;
+use crate::{Lock, OpenOptions, lock, open};
+
+/// Opens the file of `old` again; see [`crate::Storage::reopen`].
+pub(crate) fn reopen(old: &File, options: &OpenOptions) -> Result<File, Error> {
+    let name = &old.name;
+    let access = if options.read_only { OFlags::RDONLY } else { OFlags::RDWR };
+    let flags = access | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
+    let path = format!("/proc/self/fd/{}", old.borrow().as_raw_fd());
+    let fd = rustix::fs::openat(CWD, path, flags, Mode::empty()).map_err(|errno| {
+        let context = match errno {
+            Errno::ACCESS | Errno::PERM => {
+                format!("'{name}' may be read but not written: change its mode")
+            }
+            Errno::ROFS => format!("'{name}' is on a read-only file system"),
+            Errno::NOENT => format!("cannot open '{name}' again: /proc is not there"),
+            _ => return Error::system(format!("cannot open '{name}' again"), errno),
+        };
+        Error::explained(context, errno)
+    })?;
+    let unlocked = OpenOptions { lock: Lock::None, ..options.clone() };
+    let mut file = open::from_fd(fd, name, &unlocked)?;
+    // A flush that failed is not forgotten by another descriptor.
+    file.flush_failed.store(old.flush_failed.load(Ordering::Relaxed), Ordering::Relaxed);
+    file.held = lock::take_over(
+        file.borrow(),
+        name,
+        options.lock,
+        options.read_only,
+        (old.borrow(), &old.held),
+    )?;
+    Ok(file)
+}
