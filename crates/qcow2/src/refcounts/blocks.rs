@@ -102,6 +102,11 @@ impl Refcounts {
         self.table.get(index as usize).copied().filter(|offset| *offset != 0)
     }
 
+    /// Whether the block with this index is in memory.
+    pub(crate) fn has_block(&self, index: u32) -> bool {
+        self.blocks.get(index as usize).is_some_and(Option::is_some)
+    }
+
     /// Entries of the table, in memory.
     pub(crate) fn table_entries(&self) -> u32 {
         // At most 2^20.

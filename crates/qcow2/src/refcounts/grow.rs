@@ -15,8 +15,7 @@ impl Refcounts {
     /// calls [`finish_block`](Refcounts::finish_block), or [`abort_block`](Refcounts::abort_block).
     /// One at a time for each index.
     ///
-    /// Errors: `Load` when there is a block by now; `Load`, `Create`, `Full`, `Corrupt` for the
-    /// place of the new one.
+    /// Errors: `Load` when there is a block by now; `Full`; `Corrupt`.
     pub(crate) fn begin_block(&mut self, index: u32) -> Result<u64, Blocked> {
         if self.block_offset(index).is_some() {
             return Err(Blocked::Load(index));
@@ -27,8 +26,13 @@ impl Refcounts {
         let first = u64::from(index) << self.block_bits;
         let behind = first.saturating_add(1 << self.block_bits).min(self.limit);
         let covers_end = self.can_grow && (first..behind).contains(&self.end);
-        if !covers_end && let Some(cluster) = self.place_elsewhere()? {
-            return Ok(cluster);
+        if !covers_end {
+            match self.place_elsewhere() {
+                Ok(Some(cluster)) => return Ok(cluster),
+                Err(Blocked::Corrupt(reason)) => return Err(Blocked::Corrupt(reason)),
+                // Not worth a detour: it can cover itself.
+                Ok(None) | Err(_) => {}
+            }
         }
         let cluster = if covers_end { self.end } else { first };
         // Nothing has a count in there; what is marked or held is in use all the same.
