@@ -26,6 +26,8 @@ pub enum ErrorKind {
     Io,
     /// The caller asked for something that does not fit this image.
     InvalidRequest,
+    /// The caller ended a long operation.
+    Cancelled,
 }
 
 /// Why an image could not be opened.

@@ -20,6 +20,9 @@
 #![forbid(unsafe_code)]
 
 mod bitmaps;
+// Until repair is there.
+#[allow(dead_code)]
+mod check;
 mod compressed;
 mod create;
 mod entry;
@@ -49,6 +52,9 @@ mod model;
 #[cfg(test)]
 mod tests;
 
+#[doc(hidden)]
+pub use check::{ImageBytes, check_bytes};
+pub use check::{CheckHooks, CheckOptions, CheckReport, CheckVerdict, Repair, check};
 pub use compressed::Compressed;
 pub use create::{CreateOptions, Preallocation, check_options, create};
 pub use error::{Error, ErrorKind};

@@ -50,3 +50,12 @@ pub const INLINE_DECOMPRESSION_BYTES: usize = 4096;
 pub const REFCOUNT_CACHE_BYTES: usize = 16 << 20;
 /// Most runs of free clusters that are remembered, for each image: about 3 MiB.
 pub const FREE_RUNS_MAX: usize = 1 << 16;
+/// Memory that a check may take for counting: one byte for each cluster in use, so 128 TiB in
+/// clusters of 64 KiB.
+pub const CHECK_BYTES_MAX: u64 = 2 << 30;
+/// Bytes of L1 tables of snapshots, and of bitmap tables, that a check reads: far more than any
+/// real image has (2000 snapshots with the largest L1 table), so that a sparse file full of
+/// references to the same holes ends.
+pub const CHECK_TABLES_BYTES_MAX: u64 = 64 << 30;
+/// Entries for places behind the end of the file whose flags a check remembers one by one: 32 MiB.
+pub const CHECK_STRAYS_MAX: usize = 1 << 19;

@@ -1,0 +1,358 @@
+//! Compares the refcounts that the image stores with the references that were counted.
+//!
+//! Promises: every refcount block is read once, in a stream; messages about neighbours are joined.
+
+use crate::check::counts::{REGION_CLUSTERS, Region, Uses};
+use crate::check::layout::{BLOCK_RESERVED, Layout};
+use crate::check::refcount;
+use crate::check::report::{CheckHooks, CheckReport};
+use crate::check::scan::Scan;
+use crate::check::source::{READ_BYTES, Source};
+use crate::check::stop::Stop;
+
+/// What a comparison says beyond the report.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Compared {
+    /// Refcounts are missing or too low, so that a writer would overwrite what is in use.
+    pub(super) too_low: bool,
+    /// The last cluster with a refcount or a reference.
+    highest: u64,
+}
+
+/// One past the last cluster that is looked at: those of the file, and one more when something
+/// reaches into it.
+pub(super) fn end_of(scan: &Scan) -> u64 {
+    let clusters = scan.layout.clusters();
+    if scan.counts.get(clusters).total > 0 { clusters + 1 } else { clusters }
+}
+
+/// Reads all refcount blocks and compares.
+///
+/// Errors: `Io`, `Cancelled`.
+pub(super) async fn compare(
+    source: &impl Source,
+    scan: &mut Scan,
+    report: &mut CheckReport,
+    hooks: CheckHooks<'_>,
+) -> Result<Compared, Stop> {
+    let blocks = std::mem::take(&mut scan.blocks);
+    let layout = scan.layout;
+    let end = end_of(scan);
+    let size = layout.cluster_size();
+    let mut compared = Compared::default();
+    let mut runs = Findings::new(layout);
+    // Blocks that can be read, in the order of what they cover. Others count as zeroes, or cannot
+    // be known.
+    let covered = |index: usize| (index as u64) << layout.block_bits() < end;
+    let readable = |index: usize| {
+        let offset = blocks.get(index).map_or(0, |entry| entry & !BLOCK_RESERVED);
+        offset != 0 && layout.in_cluster(offset) == 0 && offset < layout.file_len
+    };
+    let places: Vec<usize> =
+        (0..blocks.len()).filter(|index| covered(*index) && readable(*index)).collect();
+    let pieces = Neighbours { places: &places, blocks: &blocks, size };
+    let mut at = 0;
+    source
+        .read_all("reading refcount blocks", pieces, |_, piece| {
+            for bytes in piece.chunks_exact(layout.cluster_len()) {
+                let block = Block { first: (places[at] as u64) << layout.block_bits(), bytes };
+                block.compare(scan, end, &mut compared, &mut runs, report);
+                at += 1;
+            }
+            scan.progress(piece.len() as u64, hooks)
+        })
+        .await?;
+    runs.finish(report);
+    let unaligned = |index: u64| {
+        let entry = usize::try_from(index).ok().and_then(|index| blocks.get(index)).copied();
+        layout.in_cluster(entry.unwrap_or(0) & !BLOCK_RESERVED) != 0
+    };
+    for (index, _) in blocks.iter().enumerate().filter(|(index, _)| unaligned(*index as u64)) {
+        let first = (index as u64) << layout.block_bits();
+        let count = end.min(first + (1 << layout.block_bits())).saturating_sub(first);
+        report.check_errors += count;
+    }
+    without_block(scan, end, &mut compared, &mut runs, report, |cluster| {
+        let index = cluster >> layout.block_bits();
+        let known = usize::try_from(index).is_ok_and(readable) || unaligned(index);
+        !known
+    });
+    runs.finish(report);
+    strays(source, scan, &blocks, report).await?;
+    report.image_end_offset = (compared.highest + 1) << layout.cluster_bits;
+    scan.blocks = blocks;
+    Ok(compared)
+}
+
+/// Clusters whose refcount is 0 because no block covers them.
+fn without_block(
+    scan: &mut Scan,
+    end: u64,
+    compared: &mut Compared,
+    runs: &mut Findings,
+    report: &mut CheckReport,
+    is_uncovered: impl Fn(u64) -> bool,
+) {
+    let step = REGION_CLUSTERS.min(1 << scan.layout.block_bits());
+    let mut overflow = false;
+    for region in 0..end.div_ceil(REGION_CLUSTERS) {
+        let counts = scan.counts.region(region);
+        if matches!(counts, Region::Empty) {
+            continue;
+        }
+        let first = region * REGION_CLUSTERS;
+        for start in (first..end.min(first + REGION_CLUSTERS)).step_by(1 << step.ilog2()) {
+            if !is_uncovered(start) {
+                continue;
+            }
+            for cluster in start..end.min(start + step) {
+                let uses = scan.counts.get(cluster);
+                if uses != Uses::default() {
+                    overflow |= runs.cluster(cluster, 0, uses, compared, report);
+                    compared.highest =
+                        compared.highest.max(if uses.total > 0 { cluster } else { 0 });
+                }
+            }
+        }
+    }
+    scan.overflow |= overflow;
+}
+
+/// Flags of entries that point behind the end: the refcount there is what a block says, mostly 0.
+async fn strays(
+    source: &impl Source,
+    scan: &Scan,
+    blocks: &[u64],
+    report: &mut CheckReport,
+) -> Result<(), Stop> {
+    let layout = scan.layout;
+    let mut strays: Vec<_> = scan.strays.iter().map(|(at, flags)| (*at, *flags)).collect();
+    strays.sort_unstable();
+    for (cluster, (copied, plain)) in strays {
+        let index = usize::try_from(cluster >> layout.block_bits()).unwrap_or(usize::MAX);
+        let offset = blocks.get(index).map_or(0, |entry| entry & !BLOCK_RESERVED);
+        let stored = if offset != 0 && offset < layout.file_len && layout.in_cluster(offset) == 0 {
+            let len = layout.cluster_len();
+            let bytes = source.read("reading a refcount block", offset, len).await?;
+            // Below the entries of a block.
+            let place = cluster & ((1 << layout.block_bits()) - 1);
+            refcount::get(&bytes, layout.refcount_order, usize::try_from(place).unwrap_or(0))
+        } else {
+            0
+        };
+        let wrong = if stored == 1 { plain } else { copied };
+        if wrong > 0 {
+            report.corrupt(wrong, || {
+                format!(
+                    "ERROR {wrong} entries for the cluster at {:#x}, behind the end of the file, \
+                     have the wrong COPIED flag (refcount {stored})",
+                    cluster << layout.cluster_bits
+                )
+            });
+        }
+    }
+    Ok(())
+}
+
+/// One refcount block.
+struct Block<'a> {
+    /// The first cluster that it covers.
+    first: u64,
+    bytes: &'a [u8],
+}
+
+impl Block<'_> {
+    fn compare(
+        &self,
+        scan: &mut Scan,
+        end: u64,
+        compared: &mut Compared,
+        runs: &mut Findings,
+        report: &mut CheckReport,
+    ) {
+        let layout = scan.layout;
+        let order = layout.refcount_order;
+        let last = end.min(self.first + (1 << layout.block_bits()));
+        let mut overflow = false;
+        let mut start = self.first;
+        while start < last {
+            let stop = last.min((start / REGION_CLUSTERS + 1) * REGION_CLUSTERS);
+            // Both inside the block and the region.
+            let at = usize::try_from(start - self.first).unwrap_or(0);
+            let inside = usize::try_from(start % REGION_CLUSTERS).unwrap_or(0);
+            let count = usize::try_from(stop - start).unwrap_or(0);
+            let counts = scan.counts.region(start / REGION_CLUSTERS);
+            for place in 0..count {
+                let stored = refcount::get(self.bytes, order, at + place);
+                let uses = match counts {
+                    Region::Empty if stored == 0 => continue,
+                    Region::Empty => Uses::default(),
+                    Region::Narrow(bytes) => {
+                        let byte = bytes[inside + place];
+                        // Nearly all clusters: nobody, or one user that says so.
+                        if (byte == 0 && stored == 0) || (byte == 0x11 && stored == 1) {
+                            continue;
+                        }
+                        Uses::from_narrow(byte)
+                    }
+                    Region::Wide(words) => Uses::from_wide(words[inside + place]),
+                };
+                overflow |= runs.cluster(start + place as u64, stored, uses, compared, report);
+            }
+            start = stop;
+        }
+        scan.overflow |= overflow;
+        self.note_highest(scan, last, compared);
+        self.overlaps(scan, last, report);
+    }
+
+    fn note_highest(&self, scan: &Scan, last: u64, compared: &mut Compared) {
+        let order = scan.layout.refcount_order;
+        let floor = self.first.max(compared.highest);
+        for cluster in (floor..last).rev() {
+            let at = usize::try_from(cluster - self.first).unwrap_or(0);
+            if refcount::get(self.bytes, order, at) > 0 || scan.counts.get(cluster).total > 0 {
+                compared.highest = cluster;
+                return;
+            }
+        }
+    }
+
+    /// Metadata that something else refers to as well, where the refcounts do not show it.
+    fn overlaps(&self, scan: &Scan, last: u64, report: &mut CheckReport) {
+        let from = scan.metadata.partition_point(|(cluster, _)| *cluster < self.first);
+        for (cluster, uses) in &scan.metadata[from..] {
+            if *cluster >= last {
+                break;
+            }
+            let total = scan.counts.get(*cluster).total;
+            let at = usize::try_from(cluster - self.first).unwrap_or(0);
+            let stored = refcount::get(self.bytes, scan.layout.refcount_order, at);
+            if total > *uses && stored == u64::from(total) || *uses == u32::MAX {
+                report.corrupt(1, || {
+                    format!(
+                        "ERROR the cluster at {:#x} holds metadata, and something else refers to \
+                         it too",
+                        cluster << scan.layout.cluster_bits
+                    )
+                });
+            }
+        }
+    }
+}
+
+/// Joins findings about neighbouring clusters.
+struct Findings {
+    layout: Layout,
+    run: Option<Run>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Run {
+    first: u64,
+    count: u64,
+    stored: u64,
+    counted: u64,
+}
+
+impl Findings {
+    fn new(layout: Layout) -> Findings {
+        Findings { layout, run: None }
+    }
+
+    /// Judges one cluster. Returns whether it has more references than fit.
+    fn cluster(
+        &mut self,
+        cluster: u64,
+        stored: u64,
+        uses: Uses,
+        compared: &mut Compared,
+        report: &mut CheckReport,
+    ) -> bool {
+        let max = self.layout.refcount_max();
+        let total = u64::from(uses.total);
+        let counted = total.min(max);
+        let offset = cluster << self.layout.cluster_bits;
+        if total > max {
+            report.corrupt(total - max, || {
+                format!(
+                    "ERROR the cluster at {offset:#x} has {total} references; refcounts of this \
+                     image end at {max}"
+                )
+            });
+        }
+        if stored != counted {
+            compared.too_low |= stored < counted;
+            self.add(cluster, stored, counted, report);
+        }
+        let wrong = if stored == 1 { uses.plain } else { uses.copied };
+        if wrong > 0 {
+            let what = if stored == 1 { "is missing" } else { "is set" };
+            report.corrupt(u64::from(wrong), || {
+                format!(
+                    "ERROR the COPIED flag {what} in {wrong} entries for the cluster at \
+                     {offset:#x} (refcount {stored})"
+                )
+            });
+        }
+        total > max
+    }
+
+    fn add(&mut self, cluster: u64, stored: u64, counted: u64, report: &mut CheckReport) {
+        if let Some(run) = &mut self.run
+            && run.first + run.count == cluster
+            && (run.stored, run.counted) == (stored, counted)
+        {
+            run.count += 1;
+            return;
+        }
+        self.finish(report);
+        self.run = Some(Run { first: cluster, count: 1, stored, counted });
+    }
+
+    /// Reports what is left.
+    fn finish(&mut self, report: &mut CheckReport) {
+        let Some(run) = self.run.take() else { return };
+        let bits = self.layout.cluster_bits;
+        let Run { first, count, stored, counted } = run;
+        let range = || match count {
+            1 => format!("cluster at {:#x}", first << bits),
+            _ => format!("{count} clusters at {:#x}", first << bits),
+        };
+        if stored < counted {
+            report.corrupt(count, || {
+                format!("ERROR {}: refcount {stored}, references {counted}", range())
+            });
+        } else {
+            report.leak(count, || {
+                format!("Leaked {}: refcount {stored}, references {counted}", range())
+            });
+        }
+    }
+}
+
+/// Reads of refcount blocks, neighbours in one.
+struct Neighbours<'a> {
+    places: &'a [usize],
+    blocks: &'a [u64],
+    size: u64,
+}
+
+impl Iterator for Neighbours<'_> {
+    type Item = (u64, usize);
+
+    fn next(&mut self) -> Option<(u64, usize)> {
+        let offset = |place: usize| self.blocks.get(place).map_or(0, |at| at & !BLOCK_RESERVED);
+        let start = offset(*self.places.first()?);
+        let max = usize::try_from(READ_BYTES as u64 / self.size).unwrap_or(1).max(1);
+        let count = self
+            .places
+            .iter()
+            .take(max)
+            .enumerate()
+            .take_while(|(n, place)| offset(**place) == start + *n as u64 * self.size)
+            .count();
+        self.places = self.places.get(count..).unwrap_or_default();
+        Some((start, usize::try_from(count as u64 * self.size).unwrap_or(0)))
+    }
+}

@@ -1,0 +1,117 @@
+//! The numbers of one image that every step of a check needs. Pure arithmetic.
+
+use crate::header::{self, Header};
+
+/// Bits 9 to 55: host offset in an L1 or L2 entry.
+pub(super) const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
+/// Bit 63: the reference count is exactly one.
+pub(super) const COPIED: u64 = 1 << 63;
+/// Bit 62 of an L2 entry.
+pub(super) const COMPRESSED: u64 = 1 << 62;
+/// Bit 0 of an L2 entry that is not extended.
+pub(super) const ZERO: u64 = 1;
+/// Bits of an L1 entry that must be zero.
+pub(super) const L1_RESERVED: u64 = !(OFFSET_MASK | COPIED);
+/// Bits of a standard L2 entry that must be zero in every version.
+pub(super) const L2_RESERVED: u64 = !(OFFSET_MASK | COPIED | COMPRESSED | ZERO);
+/// Bits of an entry of the refcount table that must be zero.
+pub(super) const BLOCK_RESERVED: u64 = 0x1ff;
+/// Unit of the length of a compressed cluster, and of what a disk writes at once.
+pub(super) const SECTOR: u64 = 512;
+
+/// See the module.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Layout {
+    pub(super) cluster_bits: u32,
+    /// log2 of the bits of a refcount.
+    pub(super) refcount_order: u32,
+    /// L2 entries have two words.
+    pub(super) extended: bool,
+    /// Data lies in another file.
+    pub(super) external: bool,
+    pub(super) version: u32,
+    /// Length of the file in bytes, rounded up to a sector as QEMU sees it.
+    pub(super) file_len: u64,
+}
+
+impl Layout {
+    pub(super) fn new(header: &Header, file_len: u64) -> Layout {
+        Layout {
+            cluster_bits: header.geometry.cluster_bits,
+            refcount_order: header.refcount_order,
+            extended: header.incompatible & header::EXTENDED_L2 != 0,
+            external: header.incompatible & header::EXTERNAL_DATA != 0,
+            version: header.version,
+            file_len: file_len.checked_next_multiple_of(SECTOR).unwrap_or(file_len),
+        }
+    }
+
+    /// Cluster size in bytes.
+    pub(super) fn cluster_size(&self) -> u64 {
+        1 << self.cluster_bits
+    }
+
+    /// The same as a length in memory.
+    pub(super) fn cluster_len(&self) -> usize {
+        1 << self.cluster_bits
+    }
+
+    /// Clusters that the file has, the last one maybe in part.
+    pub(super) fn clusters(&self) -> u64 {
+        self.file_len.div_ceil(self.cluster_size())
+    }
+
+    /// Offset inside a cluster.
+    pub(super) fn in_cluster(&self, offset: u64) -> u64 {
+        offset & (self.cluster_size() - 1)
+    }
+
+    /// Whether the range may be there: the file may end inside its last cluster, so that up to one
+    /// cluster may be missing.
+    pub(super) fn may_be_there(&self, offset: u64, len: u64) -> bool {
+        offset
+            .checked_add(len)
+            .is_some_and(|end| end < self.file_len.saturating_add(self.cluster_size()))
+    }
+
+    /// Largest refcount that can be stored.
+    pub(super) fn refcount_max(&self) -> u64 {
+        u64::MAX >> (64 - (1u32 << self.refcount_order))
+    }
+
+    /// log2 of the clusters that one refcount block covers.
+    pub(super) fn block_bits(&self) -> u32 {
+        self.cluster_bits + 3 - self.refcount_order
+    }
+
+    /// Place and length in bytes of a compressed cluster.
+    pub(super) fn compressed(&self, entry: u64) -> (u64, u64) {
+        let offset_bits = 62 - (self.cluster_bits - 8);
+        let offset = entry & ((1 << offset_bits) - 1);
+        let sectors = ((entry & (COMPRESSED - 1)) >> offset_bits) + 1;
+        (offset, sectors * SECTOR - offset % SECTOR)
+    }
+}
+
+/// What an L2 entry is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum EntryKind {
+    Compressed,
+    /// Has a place in the file: data, zeroes or both.
+    Allocated,
+    /// No place, nothing allocated; reads as zeroes or as the backing file.
+    Unallocated,
+}
+
+impl Layout {
+    /// What `entry` is, whatever else may be wrong with it.
+    pub(super) fn kind(&self, entry: u64) -> EntryKind {
+        if entry & COMPRESSED != 0 {
+            return EntryKind::Compressed;
+        }
+        let zero = entry & ZERO != 0 && !self.extended;
+        // Offset 0 is a place like any other in an external data file; the COPIED flag tells.
+        let somewhere = entry & OFFSET_MASK != 0 || (!zero && self.external && entry & COPIED != 0);
+        if somewhere { EntryKind::Allocated } else { EntryKind::Unallocated }
+    }
+}

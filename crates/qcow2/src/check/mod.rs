@@ -1,0 +1,142 @@
+//! Check and repair of an image that nobody else uses.
+//!
+//! Promises:
+//! - A check writes nothing. It finds what `qemu-img check` finds and counts it in the same way,
+//!   reads every table once, and takes about one byte of memory for each cluster in use, up to
+//!   [`limits::CHECK_BYTES_MAX`](crate::limits::CHECK_BYTES_MAX).
+//! - Whatever the image holds, a check ends with a report or an error: no panic, no endless loop.
+//!
+//! It works on storage, not on an open image, so that it can look at what cannot be opened.
+//! Control threads; the ring that it is given serves its reads.
+
+mod compare;
+mod counts;
+mod layout;
+mod refcount;
+mod report;
+mod scan;
+mod source;
+mod stop;
+mod tables;
+#[cfg(test)]
+mod tests;
+
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+
+use ringdisk_ring::Ring;
+use ringdisk_storage::Storage;
+
+use crate::error::Error;
+use crate::header::{self, Header, Subject};
+
+use compare::Compared;
+use scan::Scan;
+use source::{Memory, Reader, Source};
+use stop::Stop;
+
+pub use report::{CheckHooks, CheckReport, CheckVerdict};
+pub use source::ImageBytes;
+
+/// What a check may change.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Repair {
+    /// Nothing.
+    #[default]
+    Nothing,
+    /// Only clusters that are counted as used and are not.
+    Leaks,
+    /// Everything that can be repaired.
+    All,
+}
+
+/// How to check.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CheckOptions {
+    /// What may be changed.
+    pub repair: Repair,
+}
+
+/// Bytes that are read first: enough for the whole first cluster in most images.
+const FIRST_READ_BYTES: u64 = 64 << 10;
+
+/// Checks the image in `file`, which nobody else may use meanwhile.
+///
+/// * `data_file`: the external data file, where the image has one. It is not looked at: an entry
+///   may point anywhere in it.
+///
+/// Errors: `Corrupt` when the header or a directory cannot be understood, `Cancelled`, `TooLarge`,
+/// `Io`, and what the header asks for that we do not have.
+pub async fn check(
+    ring: &Ring,
+    file: &Arc<Storage>,
+    data_file: Option<&Arc<Storage>>,
+    options: &CheckOptions,
+    hooks: CheckHooks<'_>,
+) -> Result<CheckReport, Error> {
+    let _ = (data_file, options);
+    let reader = Reader { ring, storage: file };
+    let result = async {
+        let header = read_header(&reader, file.name()).await?;
+        examine(&reader, &header, hooks).await
+    };
+    result.await.map(|(report, _, _)| report).map_err(|stop| stop.into_error(file.name()))
+}
+
+/// Checks an image in memory, without a ring and without changing it. For tests that judge many
+/// images.
+///
+/// Errors: as [`check`].
+pub fn check_bytes<B: ImageBytes + ?Sized>(image: &B) -> Result<CheckReport, Error> {
+    let source = Memory(image);
+    let name = "image in memory";
+    let future = pin!(async {
+        let header = read_header(&source, name).await?;
+        examine(&source, &header, CheckHooks::none()).await
+    });
+    match future.poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(result) => {
+            result.map(|(report, _, _)| report).map_err(|stop| stop.into_error(name))
+        }
+        // Reads from memory are ready at once.
+        Poll::Pending => Err(Error::corrupt(name, "the check waits for memory")),
+    }
+}
+
+async fn read_header(source: &impl Source, name: &str) -> Result<Header, Stop> {
+    let read = async |len: u64| {
+        // At most 2 MiB, the largest cluster.
+        let len = usize::try_from(len.min(source.len())).unwrap_or(0);
+        source.read("reading the qcow2 header", 0, len).await
+    };
+    let mut head = read(FIRST_READ_BYTES).await?;
+    let wanted = header::wanted_bytes(&head).filter(|_| header::is_qcow2(&head));
+    if let Some(wanted) = wanted
+        && wanted > FIRST_READ_BYTES
+    {
+        head = read(wanted).await?;
+    }
+    Ok(header::parse(&head, Subject { name, len: source.len() }, false)?)
+}
+
+/// One complete look at the image.
+async fn examine(
+    source: &impl Source,
+    header: &Header,
+    hooks: CheckHooks<'_>,
+) -> Result<(CheckReport, Scan, Compared), Stop> {
+    let mut report = CheckReport {
+        total_clusters: header
+            .geometry
+            .virtual_size
+            .next_multiple_of(512)
+            .div_ceil(header.geometry.cluster_size()),
+        dirty: header.incompatible & header::DIRTY != 0,
+        marked_corrupt: header.incompatible & header::CORRUPT != 0,
+        ..CheckReport::default()
+    };
+    let mut scan = scan::scan(source, header, &mut report, hooks).await?;
+    let compared = compare::compare(source, &mut scan, &mut report, hooks).await?;
+    Ok((report, scan, compared))
+}

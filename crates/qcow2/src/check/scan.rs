@@ -1,0 +1,673 @@
+//! Walks all metadata of an image and counts every reference to every cluster.
+//!
+//! Promises: nothing is written; each table is read once, however many snapshots share it; memory
+//! and the number of bytes that are read are bounded by [`limits`](crate::limits), whatever the
+//! image says. What is wrong with single entries goes to the report, counted as `qemu-img check`
+//! counts it (a table that is referenced n times counts n times).
+
+use std::collections::HashMap;
+
+use crate::check::counts::{Counts, Uses};
+use crate::check::layout::{
+    BLOCK_RESERVED, COPIED, EntryKind, L1_RESERVED, L2_RESERVED, Layout, OFFSET_MASK, ZERO,
+};
+use crate::check::report::{CheckHooks, CheckReport};
+use crate::check::source::{READ_BYTES, Source, pieces_of};
+use crate::check::stop::Stop;
+use crate::check::tables::{self, SnapshotL1};
+use crate::header::{self, Header};
+use crate::limits::{CHECK_BYTES_MAX, CHECK_STRAYS_MAX, CHECK_TABLES_BYTES_MAX, L1_BYTES_MAX};
+
+/// An L2 table and who refers to it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct TableUse {
+    /// Host offset as it stands in the L1 entry; not always aligned.
+    pub(super) offset: u64,
+    /// Entries of the active L1 table with the COPIED flag.
+    pub(super) copied: u32,
+    /// Entries of the active L1 table without it.
+    pub(super) plain: u32,
+    /// Entries of L1 tables of snapshots.
+    pub(super) snapshots: u32,
+}
+
+impl TableUse {
+    pub(super) fn active(&self) -> u32 {
+        self.copied.saturating_add(self.plain)
+    }
+
+    fn total(&self) -> u32 {
+        self.active().saturating_add(self.snapshots)
+    }
+}
+
+/// What one walk found.
+#[derive(Debug)]
+pub(super) struct Scan {
+    pub(super) layout: Layout,
+    pub(super) counts: Counts,
+    /// All L2 tables by offset, each once.
+    pub(super) tables: Vec<TableUse>,
+    /// The L1 tables of snapshots that could be read.
+    pub(super) snapshots: Vec<SnapshotL1>,
+    /// Clusters that hold metadata, and how often metadata may refer to each; by cluster.
+    pub(super) metadata: Vec<(u64, u32)>,
+    /// Entries of the refcount table.
+    pub(super) blocks: Vec<u64>,
+    /// Entries of the active tree for clusters behind the end: with the COPIED flag, without.
+    pub(super) strays: HashMap<u64, (u64, u64)>,
+    /// The refcount structures cannot be used as they are.
+    pub(super) blocks_broken: bool,
+    /// Some cluster has more references than a refcount can say.
+    pub(super) overflow: bool,
+    /// Bytes of metadata that were read, and that are known to be there.
+    pub(super) done: u64,
+    pub(super) total: u64,
+}
+
+/// Walks the image. The refcount blocks themselves are counted, but not read.
+///
+/// Errors: `Corrupt` when a table of snapshots or bitmaps cannot be understood, `TooLarge`,
+/// `Cancelled`, `Io`.
+pub(super) async fn scan(
+    source: &impl Source,
+    header: &Header,
+    report: &mut CheckReport,
+    hooks: CheckHooks<'_>,
+) -> Result<Scan, Stop> {
+    let layout = Layout::new(header, source.len());
+    // One more: an unaligned entry may reach into the cluster behind a cut one.
+    let counts = Counts::new(layout.clusters() + 1, CHECK_BYTES_MAX)?;
+    let mut scan = Scan {
+        layout,
+        counts,
+        tables: Vec::new(),
+        snapshots: Vec::new(),
+        metadata: Vec::new(),
+        blocks: Vec::new(),
+        strays: HashMap::new(),
+        blocks_broken: false,
+        overflow: false,
+        done: 0,
+        total: 0,
+    };
+    scan.count(0, layout.cluster_size(), "the header", report)?;
+    scan.own(0, layout.cluster_size());
+    scan.read_refcount_table(source, header).await?;
+    let l1_bytes = u64::from(header.l1_entries) * 8;
+    scan.l1_table(source, header.l1_table.start, l1_bytes, true, "the L1 table", report).await?;
+    scan.snapshots(source, header, report, hooks).await?;
+    scan.bitmaps(source, header, report, hooks).await?;
+    scan.l2_tables(source, report, hooks).await?;
+    scan.refcount_table(header, report)?;
+    scan.metadata.sort_unstable();
+    scan.metadata.dedup_by(|next, first| {
+        let same = next.0 == first.0;
+        if same {
+            // A cluster that two structures claim belongs to neither.
+            first.1 = u32::MAX;
+        }
+        same
+    });
+    Ok(scan)
+}
+
+impl Scan {
+    /// Counts one reference to each cluster of a range of the file.
+    fn count(
+        &mut self,
+        offset: u64,
+        len: u64,
+        what: &str,
+        report: &mut CheckReport,
+    ) -> Result<(), Stop> {
+        self.count_uses(offset, len, Uses::unflagged(1), || what.to_owned(), report)
+    }
+
+    /// As [`count`](Scan::count), with `uses`: the flags belong to the first cluster.
+    fn count_uses(
+        &mut self,
+        offset: u64,
+        len: u64,
+        uses: Uses,
+        what: impl FnOnce() -> String,
+        report: &mut CheckReport,
+    ) -> Result<(), Stop> {
+        if len == 0 {
+            return Ok(());
+        }
+        let first = offset >> self.layout.cluster_bits;
+        if !self.layout.may_be_there(offset, len) {
+            let file_len = self.layout.file_len;
+            report.corrupt(u64::from(uses.total), || {
+                format!(
+                    "ERROR {} at {offset:#x} ({len} bytes) lies behind the end of the file at \
+                     {file_len:#x}",
+                    what()
+                )
+            });
+            self.stray(first, uses);
+            return Ok(());
+        }
+        let last = (offset + len - 1) >> self.layout.cluster_bits;
+        self.counts.add(first, uses)?;
+        for cluster in first + 1..=last {
+            self.counts.add(cluster, Uses::unflagged(uses.total))?;
+        }
+        Ok(())
+    }
+
+    /// Remembers the flags of an entry that points behind the end.
+    fn stray(&mut self, cluster: u64, uses: Uses) {
+        if uses.copied == 0 && uses.plain == 0 {
+            return;
+        }
+        if self.strays.len() < CHECK_STRAYS_MAX || self.strays.contains_key(&cluster) {
+            let flags = self.strays.entry(cluster).or_default();
+            flags.0 += u64::from(uses.copied);
+            flags.1 += u64::from(uses.plain);
+        }
+    }
+
+    /// Notes that a range holds a structure that shares its clusters with nothing.
+    fn own(&mut self, offset: u64, len: u64) {
+        if len == 0 || !self.layout.may_be_there(offset, len) {
+            return;
+        }
+        let bits = self.layout.cluster_bits;
+        self.metadata.extend((offset >> bits..=(offset + len - 1) >> bits).map(|at| (at, 1)));
+    }
+
+    pub(super) fn progress(&mut self, bytes: u64, hooks: CheckHooks<'_>) -> Result<(), Stop> {
+        self.done += bytes;
+        hooks.step(self.done, self.total)
+    }
+
+    /// Counts an L1 table and notes the L2 tables that it names.
+    async fn l1_table(
+        &mut self,
+        source: &impl Source,
+        offset: u64,
+        bytes: u64,
+        active: bool,
+        what: &str,
+        report: &mut CheckReport,
+    ) -> Result<(), Stop> {
+        self.count(offset, bytes, what, report)?;
+        self.own(offset, bytes);
+        let there = bytes.min(self.layout.file_len.saturating_sub(offset));
+        source
+            .read_all("reading an L1 table", pieces_of(offset, there), |_, piece| {
+                for raw in piece.as_chunks::<8>().0 {
+                    let entry = u64::from_be_bytes(*raw);
+                    if entry != 0 {
+                        self.l1_entry(entry, active, what, report);
+                    }
+                }
+                Ok(())
+            })
+            .await?;
+        self.merge_tables()
+    }
+
+    fn l1_entry(&mut self, entry: u64, active: bool, what: &str, report: &mut CheckReport) {
+        let offset = entry & OFFSET_MASK;
+        if entry & L1_RESERVED != 0 {
+            report.corrupt(1, || format!("ERROR {what}: entry {entry:#x} has reserved bits set"));
+        }
+        if self.layout.in_cluster(offset) != 0 {
+            report.corrupt(1, || {
+                format!("ERROR {what}: entry {entry:#x} names an L2 table that is not aligned")
+            });
+        }
+        let mut table = TableUse { offset, ..TableUse::default() };
+        // The header is no table, but a writer would take it for one.
+        match (active && offset != 0, entry & COPIED != 0) {
+            (false, _) => table.snapshots = 1,
+            (true, true) => table.copied = 1,
+            (true, false) => table.plain = 1,
+        }
+        self.tables.push(table);
+    }
+
+    /// Sorts the tables and joins the uses of each.
+    fn merge_tables(&mut self) -> Result<(), Stop> {
+        self.tables.sort_unstable_by_key(|table| table.offset);
+        self.tables.dedup_by(|next, first| {
+            let same = next.offset == first.offset;
+            if same {
+                first.copied = first.copied.saturating_add(next.copied);
+                first.plain = first.plain.saturating_add(next.plain);
+                first.snapshots = first.snapshots.saturating_add(next.snapshots);
+            }
+            same
+        });
+        let bytes = (self.tables.len() * size_of::<TableUse>()) as u64;
+        if bytes > CHECK_BYTES_MAX / 4 { Err(Stop::Memory) } else { Ok(()) }
+    }
+
+    async fn snapshots(
+        &mut self,
+        source: &impl Source,
+        header: &Header,
+        report: &mut CheckReport,
+        hooks: CheckHooks<'_>,
+    ) -> Result<(), Stop> {
+        let (snapshots, len) = tables::snapshots(source, header, report).await?;
+        if self.layout.external && !snapshots.is_empty() {
+            report.corrupt(1, || {
+                format!(
+                    "ERROR {} snapshots in an image with an external data file",
+                    snapshots.len()
+                )
+            });
+        }
+        let mut bytes_sum = 0u64;
+        for snapshot in snapshots {
+            hooks.step(self.done, self.total)?;
+            let (offset, name) = (snapshot.offset, &snapshot.name);
+            let bytes = u64::from(snapshot.entries) * 8;
+            if self.layout.in_cluster(offset) != 0 {
+                report.corrupt(1, || {
+                    format!("ERROR snapshot {name}: its L1 table at {offset:#x} is not aligned")
+                });
+                continue;
+            }
+            if bytes > L1_BYTES_MAX {
+                report.corrupt(1, || {
+                    format!("ERROR snapshot {name}: its L1 table has {bytes} bytes, too many")
+                });
+                continue;
+            }
+            bytes_sum += bytes;
+            if bytes_sum > CHECK_TABLES_BYTES_MAX {
+                return Err(Stop::Memory);
+            }
+            let what = format!("the L1 table of snapshot {name}");
+            self.l1_table(source, offset, bytes, false, &what, report).await?;
+            self.snapshots.push(snapshot);
+        }
+        self.count(header.snapshots_offset, len, "the snapshot table", report)?;
+        self.own(header.snapshots_offset, len);
+        Ok(())
+    }
+
+    async fn bitmaps(
+        &mut self,
+        source: &impl Source,
+        header: &Header,
+        report: &mut CheckReport,
+        hooks: CheckHooks<'_>,
+    ) -> Result<(), Stop> {
+        if let Some(crypto) = header.extensions.crypto_header {
+            self.count(crypto.offset, crypto.len, "the encryption header", report)?;
+        }
+        let Some(directory) = header.extensions.bitmaps else { return Ok(()) };
+        if header.autoclear & header::BITMAPS == 0 {
+            return Ok(());
+        }
+        let bitmaps = tables::bitmaps(source, header, directory).await?;
+        self.count(directory.offset, directory.len, "the bitmap directory", report)?;
+        self.own(directory.offset, directory.len);
+        let mut bytes_sum = 0;
+        for bitmap in bitmaps {
+            hooks.step(self.done, self.total)?;
+            let bytes = u64::from(bitmap.entries) * 8;
+            bytes_sum += bytes;
+            if bytes_sum > CHECK_TABLES_BYTES_MAX {
+                return Err(Stop::Memory);
+            }
+            self.count(bitmap.offset, bytes, "a bitmap table", report)?;
+            self.own(bitmap.offset, bytes);
+            let there = bytes.min(self.layout.file_len.saturating_sub(bitmap.offset));
+            let pieces = pieces_of(bitmap.offset, there);
+            source
+                .read_all("reading a bitmap table", pieces, |_, piece| {
+                    for raw in piece.as_chunks::<8>().0 {
+                        let entry = u64::from_be_bytes(*raw);
+                        if entry != 0 {
+                            self.bitmap_entry(entry, &bitmap.name, report)?;
+                        }
+                    }
+                    Ok(())
+                })
+                .await?;
+        }
+        Ok(())
+    }
+
+    fn bitmap_entry(
+        &mut self,
+        entry: u64,
+        name: &str,
+        report: &mut CheckReport,
+    ) -> Result<(), Stop> {
+        let offset = entry & OFFSET_MASK;
+        let reserved = !(OFFSET_MASK | 1);
+        let bad = entry & reserved != 0
+            || (offset != 0 && (entry & 1 != 0 || self.layout.in_cluster(offset) != 0));
+        if bad {
+            // The bitmap cannot be loaded, so what it uses is not known.
+            report.check_errors += 1;
+            report.corrupt(1, || {
+                format!("ERROR bitmap '{name}': the table entry {entry:#x} is not allowed")
+            });
+            return Ok(());
+        }
+        if offset == 0 {
+            return Ok(());
+        }
+        self.count(offset, self.layout.cluster_size(), "a cluster of a bitmap", report)?;
+        self.own(offset, self.layout.cluster_size());
+        Ok(())
+    }
+
+    /// Counts the L2 tables and reads those inside the file.
+    async fn l2_tables(
+        &mut self,
+        source: &impl Source,
+        report: &mut CheckReport,
+        hooks: CheckHooks<'_>,
+    ) -> Result<(), Stop> {
+        let (len, size) = (self.layout.cluster_len(), self.layout.cluster_size());
+        let tables = std::mem::take(&mut self.tables);
+        for table in &tables {
+            let uses = Uses { total: table.total(), copied: table.copied, plain: table.plain };
+            self.count_uses(table.offset, size, uses, || "an L2 table".to_owned(), report)?;
+            if self.layout.in_cluster(table.offset) == 0 && table.offset < self.layout.file_len {
+                self.metadata.push((table.offset >> self.layout.cluster_bits, table.total()));
+            }
+        }
+        let inside = &tables[..tables.partition_point(|t| t.offset < self.layout.file_len)];
+        self.total += inside.len() as u64 * size;
+        let runs = Runs { tables: inside, size };
+        let mut at = 0;
+        source
+            .read_all("reading L2 tables", runs, |_, piece| {
+                for bytes in piece.chunks_exact(len) {
+                    self.l2_table(bytes, inside[at], report)?;
+                    at += 1;
+                }
+                self.progress(piece.len() as u64, hooks)
+            })
+            .await?;
+        self.tables = tables;
+        Ok(())
+    }
+
+    /// Counts what one L2 table refers to.
+    fn l2_table(
+        &mut self,
+        bytes: &[u8],
+        table: TableUse,
+        report: &mut CheckReport,
+    ) -> Result<(), Stop> {
+        let mut walk = Walk::new(table);
+        if self.layout.extended {
+            for (index, raw) in bytes.as_chunks::<16>().0.iter().enumerate() {
+                let (entry, bitmap) = raw.split_at(8);
+                let entry = crate::extensions::u64_at(entry, 0);
+                let bitmap = crate::extensions::u64_at(bitmap, 0);
+                if entry | bitmap != 0 {
+                    self.entry(index, entry, bitmap, &mut walk, report)?;
+                }
+            }
+        } else {
+            self.standard_entries(bytes, &mut walk, report)?;
+        }
+        let active = u64::from(table.active());
+        report.allocated_clusters += walk.allocated * active;
+        report.fragmented_clusters += walk.fragmented * active;
+        report.compressed_clusters += walk.compressed * active;
+        Ok(())
+    }
+
+    /// The loop that a large image spends its time in.
+    fn standard_entries(
+        &mut self,
+        bytes: &[u8],
+        walk: &mut Walk,
+        report: &mut CheckReport,
+    ) -> Result<(), Stop> {
+        let bits = self.layout.cluster_bits;
+        let clusters = self.layout.clusters();
+        let place_bits = OFFSET_MASK & !(self.layout.cluster_size() - 1);
+        // Anything but the flag and an aligned place needs a closer look.
+        let unusual = !(COPIED | place_bits);
+        let fast = !self.layout.external;
+        for (index, raw) in bytes.as_chunks::<8>().0.iter().enumerate() {
+            let entry = u64::from_be_bytes(*raw);
+            if entry == 0 {
+                continue;
+            }
+            let offset = entry & place_bits;
+            let cluster = offset >> bits;
+            if fast && entry & unusual == 0 && offset != 0 && cluster < clusters {
+                walk.place(offset, 1 << bits);
+                let (uses, narrow) = if entry & COPIED == 0 { walk.plain } else { walk.copied };
+                match narrow {
+                    Some(narrow) => self.counts.add_narrow(cluster, narrow, uses)?,
+                    None => self.counts.add(cluster, uses)?,
+                }
+                continue;
+            }
+            self.entry(index, entry, 0, walk, report)?;
+        }
+        Ok(())
+    }
+
+    /// One L2 entry, with all that can be wrong with it.
+    fn entry(
+        &mut self,
+        index: usize,
+        entry: u64,
+        bitmap: u64,
+        walk: &mut Walk,
+        report: &mut CheckReport,
+    ) -> Result<(), Stop> {
+        let layout = self.layout;
+        let table = walk.table.offset;
+        let visits = u64::from(walk.table.total());
+        let wrong = |report: &mut CheckReport, what: &str| {
+            report.corrupt(visits, || {
+                format!("ERROR L2 table at {table:#x}, entry {index} ({entry:#x}): {what}")
+            });
+        };
+        let kind = layout.kind(entry);
+        if kind != EntryKind::Compressed && entry & L2_RESERVED != 0 {
+            wrong(report, "reserved bits are set");
+        }
+        // The two halves of the word.
+        #[allow(clippy::cast_possible_truncation)]
+        let (allocated, zeroes) = (bitmap as u32, (bitmap >> 32) as u32);
+        match kind {
+            EntryKind::Compressed => {
+                if entry & COPIED != 0 {
+                    wrong(report, "a compressed cluster has the COPIED flag");
+                }
+                if layout.external {
+                    wrong(report, "a compressed cluster in an image with an external data file");
+                    return Ok(());
+                }
+                if bitmap != 0 {
+                    wrong(report, "a compressed cluster has a subcluster bitmap");
+                    return Ok(());
+                }
+                let (offset, len) = layout.compressed(entry);
+                let uses = Uses::unflagged(walk.table.total());
+                let what = || format!("L2 table at {table:#x}, entry {index}: compressed data");
+                self.count_uses(offset, len, uses, what, report)?;
+                walk.allocated += 1;
+                walk.compressed += 1;
+                walk.fragmented += 1;
+            }
+            EntryKind::Allocated => {
+                let uses = if entry & COPIED == 0 { walk.plain.0 } else { walk.copied.0 };
+                let offset = entry & OFFSET_MASK;
+                if layout.external {
+                    // Nobody counts there, so every cluster has exactly one user.
+                    if uses.plain > 0 {
+                        report.corrupt(u64::from(uses.plain), || {
+                            format!(
+                                "ERROR L2 table at {table:#x}, entry {index} ({entry:#x}): the \
+                                 COPIED flag is missing"
+                            )
+                        });
+                    }
+                }
+                if allocated & zeroes != 0 {
+                    wrong(report, "subclusters are both allocated and zero");
+                    if !layout.external {
+                        self.flag_only(offset >> layout.cluster_bits, uses)?;
+                    }
+                    return Ok(());
+                }
+                if layout.in_cluster(offset) != 0 {
+                    let data = if layout.extended { allocated != 0 } else { entry & ZERO == 0 };
+                    let what = if data { "data" } else { "reserved space" };
+                    wrong(report, &format!("the place of {what} is not aligned to a cluster"));
+                }
+                walk.place(offset, layout.cluster_size());
+                if !layout.external {
+                    let what = || format!("L2 table at {table:#x}, entry {index}: the cluster");
+                    self.count_uses(offset, layout.cluster_size(), uses, what, report)?;
+                }
+            }
+            EntryKind::Unallocated => {
+                if allocated != 0 {
+                    wrong(report, "subclusters are allocated, but there is no cluster");
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Remembers the flag of an entry that does not count as a reference.
+    fn flag_only(&mut self, cluster: u64, uses: Uses) -> Result<(), Stop> {
+        if cluster < self.counts.clusters() {
+            self.counts.add(cluster, Uses { total: 0, ..uses })?;
+        } else {
+            self.stray(cluster, uses);
+        }
+        Ok(())
+    }
+
+    /// Reads the refcount table; what is wrong with it is found later.
+    async fn read_refcount_table(
+        &mut self,
+        source: &impl Source,
+        header: &Header,
+    ) -> Result<(), Stop> {
+        let table = header.refcount_table;
+        // At most 8 MiB: bounded by the header.
+        let len = usize::try_from(table.end - table.start).map_err(|_| Stop::Memory)?;
+        let raw = source.read("reading the refcount table", table.start, len).await?;
+        self.blocks = raw.as_chunks::<8>().0.iter().map(|b| u64::from_be_bytes(*b)).collect();
+        let blocks = self.blocks.iter().filter(|entry| **entry != 0).count() as u64;
+        self.total += blocks << self.layout.cluster_bits;
+        Ok(())
+    }
+
+    /// Counts the refcount table and its blocks.
+    fn refcount_table(&mut self, header: &Header, report: &mut CheckReport) -> Result<(), Stop> {
+        let layout = self.layout;
+        let table = header.refcount_table;
+        self.count(table.start, table.end - table.start, "the refcount table", report)?;
+        self.own(table.start, table.end - table.start);
+        let size = layout.cluster_size();
+        let max = layout.refcount_max();
+        for index in 0..self.blocks.len() {
+            let entry = self.blocks[index];
+            if entry == 0 {
+                continue;
+            }
+            let offset = entry & !BLOCK_RESERVED;
+            let cluster = offset >> layout.cluster_bits;
+            let wrong = if entry & BLOCK_RESERVED != 0 {
+                "reserved bits are set"
+            } else if layout.in_cluster(offset) != 0 {
+                "the block is not aligned"
+            } else if cluster >= layout.clusters() {
+                "the block lies behind the end of the file"
+            } else {
+                self.count(offset, size, "a refcount block", report)?;
+                self.own(offset, size);
+                if u64::from(self.counts.get(cluster).total).min(max) == 1 {
+                    continue;
+                }
+                "something else refers to the block too"
+            };
+            self.blocks_broken = true;
+            report.corrupt(1, || {
+                format!("ERROR refcount table, entry {index} ({entry:#x}): {wrong}")
+            });
+        }
+        Ok(())
+    }
+}
+
+/// The state of a walk through one L2 table.
+struct Walk {
+    table: TableUse,
+    /// What an entry with the COPIED flag counts, also in narrow form.
+    copied: (Uses, Option<u8>),
+    /// What an entry without it counts.
+    plain: (Uses, Option<u8>),
+    allocated: u64,
+    fragmented: u64,
+    compressed: u64,
+    /// Where the next cluster would be if it followed the last one; 0: there was none.
+    next: u64,
+}
+
+impl Walk {
+    fn new(table: TableUse) -> Walk {
+        let (total, active) = (table.total(), table.active());
+        let copied = Uses { total, copied: active, plain: 0 };
+        let plain = Uses { total, copied: 0, plain: active };
+        Walk {
+            table,
+            copied: (copied, copied.narrow()),
+            plain: (plain, plain.narrow()),
+            allocated: 0,
+            fragmented: 0,
+            compressed: 0,
+            next: 0,
+        }
+    }
+
+    /// Notes a cluster that has a place.
+    #[inline]
+    fn place(&mut self, offset: u64, size: u64) {
+        self.allocated += 1;
+        if self.next != 0 && self.next != offset {
+            self.fragmented += 1;
+        }
+        self.next = offset + size;
+    }
+}
+
+/// Reads of L2 tables, neighbours in one.
+struct Runs<'a> {
+    tables: &'a [TableUse],
+    size: u64,
+}
+
+impl Iterator for Runs<'_> {
+    type Item = (u64, usize);
+
+    fn next(&mut self) -> Option<(u64, usize)> {
+        let start = self.tables.first()?.offset;
+        let max = (READ_BYTES as u64 / self.size).max(1);
+        let mut count = 0u64;
+        while count < max
+            && let Some(table) = self.tables.get(usize::try_from(count).unwrap_or(usize::MAX))
+            && table.offset == start + count * self.size
+        {
+            count += 1;
+        }
+        let taken = usize::try_from(count).unwrap_or(1);
+        self.tables = self.tables.get(taken..).unwrap_or_default();
+        Some((start, usize::try_from(count * self.size).unwrap_or(0)))
+    }
+}

@@ -1,0 +1,61 @@
+//! Why a check ends early, before anybody knows the name of the file.
+
+use ringdisk_ring::Errno;
+
+use crate::check::counts::OutOfMemory;
+use crate::error::{Error, ErrorKind};
+
+/// Why a check ended early.
+#[derive(Debug)]
+pub(super) enum Stop {
+    /// The storage reported an error while doing this.
+    Io(&'static str, Errno),
+    /// The caller wanted it.
+    Cancelled,
+    /// The image needs more memory than the limit allows.
+    Memory,
+    /// A structure that everything else depends on cannot be read.
+    Corrupt(String),
+    /// A ready message.
+    Error(Error),
+}
+
+impl Stop {
+    /// The error for the caller, about the file `name`.
+    pub(super) fn into_error(self, name: &str) -> Error {
+        match self {
+            Stop::Io(doing, errno) => Error::io(name, doing, errno),
+            Stop::Cancelled => Error::new(
+                ErrorKind::Cancelled,
+                name,
+                "the check was cancelled",
+                "the image is as whole as it was; check it again when there is time",
+            ),
+            Stop::Memory => Error::new(
+                ErrorKind::TooLarge,
+                name,
+                format!(
+                    "the check needs more than {} MiB of memory to count the references of this \
+                     image",
+                    crate::limits::CHECK_BYTES_MAX >> 20
+                ),
+                "the image maps more clusters than any real one, or they lie scattered over a \
+                 huge sparse file: copy its contents with `convert`",
+            ),
+            Stop::Corrupt(reason) => Error::corrupt(name, reason),
+            Stop::Error(error) => error,
+        }
+    }
+}
+
+impl From<OutOfMemory> for Stop {
+    fn from(_: OutOfMemory) -> Stop {
+        Stop::Memory
+    }
+}
+
+impl From<Error> for Stop {
+    fn from(error: Error) -> Stop {
+        Stop::Error(error)
+    }
+}

@@ -1,0 +1,185 @@
+//! The directories of snapshots and bitmaps, as far as a check needs them.
+//!
+//! Promises: memory is bounded by [`limits`](crate::limits); a directory that cannot be understood
+//! is an error, since what it refers to is then not known.
+
+use crate::check::layout::Layout;
+use crate::check::report::CheckReport;
+use crate::check::source::Source;
+use crate::check::stop::Stop;
+use crate::extensions::{BitmapDirectory, u16_at, u32_at, u64_at};
+use crate::header::Header;
+use crate::limits::{
+    BITMAP_DIRECTORY_BYTES_MAX, BITMAP_NAME_BYTES_MAX, BITMAPS_MAX, SNAPSHOT_EXTRA_BYTES_MAX,
+    SNAPSHOT_TABLE_BYTES_MAX,
+};
+use crate::snapshots::ENTRY_BYTES_MIN;
+
+/// Bytes of a table that are read at first.
+const FIRST_BYTES: u64 = 64 << 10;
+/// Version 3 wants the 64-bit sizes of machine state and disk in each snapshot.
+const EXTRA_BYTES_V3: usize = 16;
+/// Most entries of a bitmap table, and most bytes of one bitmap: the limits of QEMU.
+const BITMAP_ENTRIES_MAX: u32 = 0x800_0000;
+const BITMAP_BYTES_MAX: u64 = 0x2000_0000;
+/// Bytes of a bitmap directory entry without extra data and name.
+const BITMAP_ENTRY_BYTES: usize = 24;
+
+/// The L1 table of one snapshot.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct SnapshotL1 {
+    pub(super) offset: u64,
+    pub(super) entries: u32,
+    /// Id and name, for messages.
+    pub(super) name: String,
+    /// Byte offset of its entry in the snapshot table.
+    pub(super) entry_at: usize,
+}
+
+/// Reads the snapshot table: the snapshots, and the bytes that the table has.
+///
+/// Errors: `Corrupt` when an entry does not fit.
+pub(super) async fn snapshots(
+    source: &impl Source,
+    header: &Header,
+    report: &mut CheckReport,
+) -> Result<(Vec<SnapshotL1>, u64), Stop> {
+    if header.snapshots == 0 {
+        return Ok((Vec::new(), 0));
+    }
+    let there = source.len().saturating_sub(header.snapshots_offset).min(SNAPSHOT_TABLE_BYTES_MAX);
+    let mut want = FIRST_BYTES;
+    loop {
+        let len = usize::try_from(want.min(there)).map_err(|_| Stop::Memory)?;
+        let bytes = source.read("reading the snapshot table", header.snapshots_offset, len).await?;
+        let mut found = CheckReport::default();
+        match parse_snapshots(&bytes, header, &mut found)? {
+            Some(parsed) => {
+                report.corruptions += found.corruptions;
+                found.messages.into_iter().for_each(|text| report.say(|| text));
+                return Ok(parsed);
+            }
+            None if want >= there => {
+                return Err(Stop::Corrupt(format!(
+                    "the snapshot table at {:#x} is not complete",
+                    header.snapshots_offset
+                )));
+            }
+            None => want *= 2,
+        }
+    }
+}
+
+/// `None`: the table goes on behind `bytes`.
+fn parse_snapshots(
+    bytes: &[u8],
+    header: &Header,
+    report: &mut CheckReport,
+) -> Result<Option<(Vec<SnapshotL1>, u64)>, Stop> {
+    let mut snapshots = Vec::new();
+    let mut at = 0usize;
+    for number in 0..header.snapshots {
+        at = at.next_multiple_of(8);
+        let Some(head) = bytes.get(at..at + ENTRY_BYTES_MIN) else { return Ok(None) };
+        let extra = u32_at(head, 36);
+        if extra > SNAPSHOT_EXTRA_BYTES_MAX {
+            return Err(Stop::Corrupt(format!(
+                "snapshot table entry {number} has {extra} bytes of extra data; the limit is \
+                 {SNAPSHOT_EXTRA_BYTES_MAX}"
+            )));
+        }
+        let extra = extra as usize;
+        let (id_len, name_len) = (usize::from(u16_at(head, 12)), usize::from(u16_at(head, 14)));
+        let names = at + ENTRY_BYTES_MIN + extra;
+        let end = names + id_len + name_len;
+        let Some(names) = bytes.get(names..end) else { return Ok(None) };
+        let (id, name) = names.split_at(id_len);
+        if header.version >= 3 && extra < EXTRA_BYTES_V3 {
+            report.corrupt(1, || format!("ERROR snapshot table entry {number} is incomplete"));
+        }
+        snapshots.push(SnapshotL1 {
+            offset: u64_at(head, 0),
+            entries: u32_at(head, 8),
+            name: format!(
+                "{} ({})",
+                String::from_utf8_lossy(id).escape_debug(),
+                String::from_utf8_lossy(name).escape_debug()
+            ),
+            entry_at: at,
+        });
+        at = end;
+    }
+    Ok(Some((snapshots, at as u64)))
+}
+
+/// The table of one bitmap.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct BitmapTable {
+    pub(super) offset: u64,
+    pub(super) entries: u32,
+    pub(super) name: String,
+}
+
+/// Reads the bitmap directory.
+///
+/// Errors: `Corrupt` when it breaks the specification, `TooLarge` never: it counts as broken.
+pub(super) async fn bitmaps(
+    source: &impl Source,
+    header: &Header,
+    directory: BitmapDirectory,
+) -> Result<Vec<BitmapTable>, Stop> {
+    let layout = Layout::new(header, source.len());
+    let bad = |reason: &str| {
+        Stop::Corrupt(format!("the bitmap directory at {:#x} {reason}", directory.offset))
+    };
+    if directory.count == 0 || directory.count > BITMAPS_MAX {
+        return Err(bad(&format!("has {} entries", directory.count)));
+    }
+    let end = directory.offset.checked_add(directory.len);
+    if directory.offset == 0
+        || layout.in_cluster(directory.offset) != 0
+        || directory.len > BITMAP_DIRECTORY_BYTES_MAX
+        || end.is_none_or(|end| end > layout.file_len)
+    {
+        return Err(bad(&format!(
+            "({} bytes) is not aligned or not inside the file",
+            directory.len
+        )));
+    }
+    let len = usize::try_from(directory.len).map_err(|_| Stop::Memory)?;
+    let bytes = source.read("reading the bitmap directory", directory.offset, len).await?;
+    let mut bitmaps = Vec::new();
+    let mut at = 0usize;
+    for _ in 0..directory.count {
+        let Some(head) = bytes.get(at..at + BITMAP_ENTRY_BYTES) else {
+            return Err(bad("is not complete"));
+        };
+        let (entries, offset) = (u32_at(head, 8), u64_at(head, 0));
+        let (kind, granularity) = (head[16], head[17]);
+        let (name_len, extra) = (u32::from(u16_at(head, 18)), u32_at(head, 20));
+        let flags = u32_at(head, 12);
+        let size = u64::from(entries) << layout.cluster_bits;
+        let sound = entries > 0
+            && entries <= BITMAP_ENTRIES_MAX
+            && size <= BITMAP_BYTES_MAX
+            && offset != 0
+            && layout.in_cluster(offset) == 0
+            && kind == 1
+            && (9..=31).contains(&granularity)
+            && flags & !3 == 0
+            && extra == 0
+            && name_len > 0
+            && name_len <= BITMAP_NAME_BYTES_MAX;
+        if !sound {
+            return Err(bad(&format!("has an entry at byte {at} that is not allowed")));
+        }
+        let start = at + BITMAP_ENTRY_BYTES;
+        let Some(name) = bytes.get(start..start + name_len as usize) else {
+            return Err(bad("is not complete"));
+        };
+        let name = String::from_utf8_lossy(name).escape_debug().to_string();
+        bitmaps.push(BitmapTable { offset, entries, name });
+        at = (start + name_len as usize).next_multiple_of(8);
+    }
+    Ok(bitmaps)
+}
