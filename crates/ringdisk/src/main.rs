@@ -10,7 +10,9 @@
 mod alive;
 mod cli;
 mod commands;
+mod control;
 mod daemonize;
+mod job;
 mod limits;
 mod log;
 mod notify;
@@ -52,7 +54,10 @@ fn run() -> u8 {
         Ok(code) => code,
         Err(failure) => {
             terminal::complain(&failure);
-            failure.exit.code()
+            if let Some(signal) = failure.signal() {
+                job::end_by_signal(signal);
+            }
+            failure.code()
         }
     }
 }
@@ -64,6 +69,17 @@ fn plain(command: &Command) -> Result<(), Failure> {
         Command::Umount(args) => commands::umount::run(args),
         Command::Info(args) => commands::info::run(args),
         Command::Map(args) => commands::map::run(args),
+        Command::Ctl(args) => commands::ctl::run(args),
+        Command::Create(_)
+        | Command::Check(_)
+        | Command::Resize(_)
+        | Command::Snapshot(_)
+        | Command::Commit(_)
+        | Command::Rebase(_)
+        | Command::Convert(_)
+        | Command::Compare(_)
+        | Command::Measure(_)
+        | Command::Bitmap(_) => Err(Failure::new(Exit::Unsupported, "not in this version yet")),
         Command::Completions(args) => commands::completions::run(args),
         Command::Man(args) => commands::man::run(args),
     }

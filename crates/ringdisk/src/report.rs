@@ -106,12 +106,16 @@ pub(crate) struct Failure {
     pub(crate) exit: Exit,
     message: String,
     hint: Option<String>,
+    /// A code of the command's own, where it has qemu-img's.
+    code: Option<u8>,
+    /// The signal that ended the command.
+    signal: Option<i32>,
 }
 
 impl Failure {
     /// * `message`: the object and the reason.
     pub(crate) fn new(exit: Exit, message: impl Into<String>) -> Failure {
-        Failure { exit, message: message.into(), hint: None }
+        Failure { exit, message: message.into(), hint: None, code: None, signal: None }
     }
 
     /// From an error with all of its causes.
@@ -134,6 +138,34 @@ impl Failure {
     /// Adds what the user can do, shown on a line of its own.
     pub(crate) fn hint(mut self, hint: impl Into<String>) -> Failure {
         self.hint = Some(hint.into());
+        self
+    }
+
+    /// Ends the command with this code instead of that of [`Failure::exit`].
+    pub(crate) fn with_code(mut self, code: u8) -> Failure {
+        self.code = Some(code);
+        self
+    }
+
+    /// Ends the command as this signal does.
+    pub(crate) fn by_signal(mut self, signal: i32) -> Failure {
+        self.signal = Some(signal);
+        self
+    }
+
+    /// The number that the shell sees.
+    pub(crate) fn code(&self) -> u8 {
+        self.code.unwrap_or(self.exit.code())
+    }
+
+    /// The signal that ended the command, if one did.
+    pub(crate) fn signal(&self) -> Option<i32> {
+        self.signal
+    }
+
+    /// Puts what was being done in front of the message.
+    pub(crate) fn context(mut self, doing: impl std::fmt::Display) -> Failure {
+        self.message = format!("{doing}: {}", self.message);
         self
     }
 
@@ -229,7 +261,7 @@ impl From<ringdisk_fuse::Error> for Failure {
         match error.hint_text() {
             Some(hint) => {
                 let message = failure.message.replace(&format!("; {hint}"), "");
-                Failure { exit, message, hint: Some(hint.to_owned()) }
+                Failure { message, hint: Some(hint.to_owned()), ..failure }
             }
             None => failure,
         }

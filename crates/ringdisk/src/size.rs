@@ -73,6 +73,43 @@ pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
     }
 }
 
+/// A new size, or how much a size grows or shrinks, bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum SizeChange {
+    To(u64),
+    Grow(u64),
+    Shrink(u64),
+}
+
+impl SizeChange {
+    /// The new size of a disk of `old` bytes.
+    ///
+    /// Errors: less than nothing would be left, or more than there can be.
+    pub(crate) fn apply(self, old: u64) -> Result<u64, String> {
+        match self {
+            SizeChange::To(size) => Ok(size),
+            SizeChange::Grow(by) => old
+                .checked_add(by)
+                .filter(|size| *size <= SIZE_MAX)
+                .ok_or_else(|| format!("{old} bytes and {by} more are too large for any disk")),
+            SizeChange::Shrink(by) => old
+                .checked_sub(by)
+                .ok_or_else(|| format!("the disk has {old} bytes, so it cannot lose {by}")),
+        }
+    }
+}
+
+/// Reads a new size, or with `+` or `-` in front a change.
+///
+/// Errors: as [`parse_size`].
+pub(crate) fn parse_size_change(text: &str) -> Result<SizeChange, String> {
+    match text.split_at_checked(1) {
+        Some(("+", by)) => parse_size(by).map(SizeChange::Grow),
+        Some(("-", by)) => parse_size(by).map(SizeChange::Shrink),
+        _ => parse_size(text).map(SizeChange::To),
+    }
+}
+
 /// Reads a time with its unit: `250us`, `1.5ms`, `5s`.
 ///
 /// Errors: what is wrong with the text and what to write instead.
@@ -217,6 +254,19 @@ mod tests {
             let error = parse_size(text).expect_err(text);
             assert!(error.contains(reason), "{text}: {error}");
         }
+    }
+
+    #[test]
+    fn changes_of_a_size_have_a_sign_and_stay_in_bounds() {
+        assert_eq!(parse_size_change("2G"), Ok(SizeChange::To(2 << 30)));
+        assert_eq!(parse_size_change("+512"), Ok(SizeChange::Grow(512)));
+        assert_eq!(parse_size_change("-1k"), Ok(SizeChange::Shrink(1024)));
+        for text in ["", "+", "-", "--1", "+-1", "8E", "+9E"] {
+            assert!(parse_size_change(text).is_err(), "{text}");
+        }
+        assert_eq!(SizeChange::Shrink(512).apply(1024), Ok(512));
+        assert!(SizeChange::Shrink(2048).apply(1024).is_err());
+        assert!(SizeChange::Grow(SIZE_MAX).apply(1).is_err());
     }
 
     #[test]

@@ -7,6 +7,7 @@ use std::fmt;
 use std::time::Duration;
 
 use ringdisk_fuse::{Histogram, QueueStats, Stats};
+use serde_json::{Value, json};
 
 use crate::size::{human_size, human_time};
 
@@ -52,6 +53,53 @@ fn percentiles(latency: &Histogram) -> String {
     }
     let each = SHOWN.map(|(name, part)| format!("{name} {}", human_time(latency.percentile(part))));
     each.join(", ")
+}
+
+impl Report {
+    /// The same for programs; times in nanoseconds.
+    pub(crate) fn to_json(&self) -> Value {
+        let queues: Vec<Value> = self.stats.queues.iter().map(queue_json).collect();
+        json!({
+            "name": self.name,
+            "elapsed-ns": u64::try_from(self.elapsed.as_nanos()).unwrap_or(u64::MAX),
+            "total": queue_json(&self.stats.total()),
+            "queues": queues,
+        })
+    }
+}
+
+fn queue_json(queue: &QueueStats) -> Value {
+    let latency = |part| {
+        u64::try_from(queue.latency.percentile(part).as_nanos()).unwrap_or(u64::MAX)
+    };
+    json!({
+        "requests": queue.requests,
+        "reads": queue.reads,
+        "writes": queue.writes,
+        "read-bytes": queue.read_bytes,
+        "write-bytes": queue.write_bytes,
+        "errors": queue.errors,
+        "in-flight": queue.in_flight,
+        "in-flight-max": queue.in_flight_max,
+        "cpu-ns": queue.cpu_ns,
+        "latency-ns": {
+            "p50": latency(0.5),
+            "p90": latency(0.9),
+            "p99": latency(0.99),
+            "p99.9": latency(0.999),
+            "max": latency(1.0),
+        },
+        "ring": {
+            "enters": queue.enters,
+            "sqes": queue.sqes,
+            "cqes": queue.cqes,
+            "sleeps": queue.sleeps,
+            "polls-paid": queue.polls_paid,
+            "polls-missed": queue.polls_missed,
+            "queue-full": queue.queue_full,
+            "eagain": queue.eagain,
+        },
+    })
 }
 
 impl fmt::Display for Report {

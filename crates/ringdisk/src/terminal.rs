@@ -79,6 +79,17 @@ pub(crate) fn shell_word(text: &str) -> String {
     }
 }
 
+/// Text from an image, without anything that a terminal would obey.
+pub(crate) fn visible(text: &str) -> String {
+    text.chars()
+        .flat_map(|c| {
+            let escaped = c.is_control().then(|| c.escape_default());
+            let plain = escaped.is_none().then_some(c);
+            escaped.into_iter().flatten().chain(plain)
+        })
+        .collect()
+}
+
 /// Standard output of a command whose result is text.
 #[derive(Debug)]
 pub(crate) struct Results {
@@ -135,5 +146,11 @@ mod tests {
         assert!(ended(Err(io::ErrorKind::BrokenPipe.into())).is_ok());
         let full = ended(Err(io::ErrorKind::StorageFull.into())).expect_err("full");
         assert_eq!(full.exit, Exit::General);
+    }
+
+    #[test]
+    fn text_from_an_image_cannot_control_the_terminal() {
+        assert_eq!(visible("a\x1b[31mb\n"), "a\\u{1b}[31mb\\n");
+        assert_eq!(visible("größe"), "größe");
     }
 }

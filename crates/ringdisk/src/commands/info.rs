@@ -4,15 +4,12 @@ use std::io::{self, Write};
 
 use ringdisk_disk::{Layer, describe};
 use ringdisk_qcow2::{Info, Snapshot};
-use serde::Serialize;
-use serde_json::Value;
-use serde_json::ser::PrettyFormatter;
-
 use crate::cli::InfoArgs;
 use crate::commands::look;
+use crate::commands::output::json;
 use crate::report::Failure;
 use crate::size::{human_size, human_size_exact};
-use crate::terminal::{self, Results};
+use crate::terminal::{self, Results, visible};
 
 /// Prints what an image is.
 ///
@@ -23,7 +20,7 @@ pub(crate) fn run(args: &InfoArgs) -> Result<(), Failure> {
     let all = disk.layers();
     let layers = if args.backing_chain { all } else { all.get(..1).unwrap_or_default() };
     let mut out = Results::new();
-    let written = if args.look.is_json() {
+    let written = if args.look.output.is_json() {
         let value = match layers {
             [layer] if !args.backing_chain => describe::layer(layer),
             _ => describe::chain(&disk),
@@ -39,14 +36,6 @@ pub(crate) fn run(args: &InfoArgs) -> Result<(), Failure> {
     };
     terminal::ended(written)?;
     out.finish()
-}
-
-/// JSON with the indentation of qemu-img.
-fn json(out: &mut impl Write, value: &Value) -> io::Result<()> {
-    let formatter = PrettyFormatter::with_indent(b"    ");
-    let mut serializer = serde_json::Serializer::with_formatter(&mut *out, formatter);
-    value.serialize(&mut serializer).map_err(io::Error::from)?;
-    writeln!(out)
 }
 
 /// The lines that qemu-img prints too, in its words, so that what reads those reads these.
@@ -167,17 +156,6 @@ fn date(seconds: u32) -> String {
     format!("{year}-{month:02}-{:02} {hour:02}:{minute:02}:{second:02}", day + 1)
 }
 
-/// Text from an image, without anything that a terminal would obey.
-fn visible(text: &str) -> String {
-    text.chars()
-        .flat_map(|c| {
-            let escaped = c.is_control().then(|| c.escape_default());
-            let plain = escaped.is_none().then_some(c);
-            escaped.into_iter().flatten().chain(plain)
-        })
-        .collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -195,11 +173,5 @@ mod tests {
         ] {
             assert_eq!(date(seconds), text);
         }
-    }
-
-    #[test]
-    fn text_from_an_image_cannot_control_the_terminal() {
-        assert_eq!(visible("a\x1b[31mb\n"), "a\\u{1b}[31mb\\n");
-        assert_eq!(visible("größe"), "größe");
     }
 }

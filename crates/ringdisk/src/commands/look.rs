@@ -31,7 +31,7 @@ pub(crate) fn open(runtime: &mut Runtime, args: &LookArgs) -> Result<Arc<Disk>, 
     let options = ImageOptions {
         format: args.format,
         read_only: true,
-        allow_paths: args.allow_path.clone(),
+        allow_paths: args.pool.allow_path.clone(),
         force_share: args.force_share,
         ..ImageOptions::default()
     };

@@ -38,7 +38,7 @@ pub(crate) fn run(args: &MapArgs) -> Result<(), Failure> {
         Some(length) => args.start_offset.saturating_add(length).min(disk.size()),
         None => disk.size(),
     };
-    let mut printer = Printer { out: Results::new(), json: args.look.is_json(), count: 0 };
+    let mut printer = Printer { out: Results::new(), json: args.look.output.is_json(), count: 0 };
     let mut at = args.start_offset;
     let mut pending: Option<MapEntry> = None;
     let mut written = printer.begin();

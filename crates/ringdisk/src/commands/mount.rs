@@ -13,17 +13,21 @@ use std::sync::{Arc, Mutex, PoisonError};
 use ringdisk_disk::{
     Cache, Disk, Error, ErrorKind, Format, ImageOptions, Layer, NullOptions, Source,
 };
+use ringdisk_fuse::mount::table::MountEntry;
 use ringdisk_fuse::mount::{Unmount, mountpoint, table, unmount};
 
 use crate::alive;
 use crate::cli::{MountArgs, MountPaths};
 use crate::commands::look;
+use crate::control::mount::MountControl;
+use crate::control::place;
+use crate::control::server::Server;
 use crate::daemonize::{self, Background};
 use crate::limits;
 use crate::notify::Notify;
 use crate::pidfile::Pidfile;
 use crate::report::{Exit, Failure};
-use crate::serve::{Options, Served};
+use crate::serve::{Handle, Options, Served};
 use crate::signals::{Actions, Phase, Watcher};
 use crate::size::human_size;
 use crate::terminal::{self, bold, shell_word};
@@ -59,7 +63,9 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
         true => return run_child(&paths.mountpoint),
         false => None,
     };
-    refuse_new_qcow2(args, &paths)?;
+    if args.create.is_some() && args.new_format() == Format::Qcow2 {
+        return Err(Failure::new(Exit::Unsupported, "not yet"));
+    }
     limits::become_io_flusher();
     let made = Made::default();
     let watcher = watch_start(&made)?;
@@ -91,6 +97,13 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
         }
     };
     let notify = Arc::new(Notify::from_environment());
+    let handle = served.handle();
+    let for_control = handle.clone();
+    let told = Arc::clone(&notify);
+    let control = control(&plan, &disk, &handle, move || {
+        told.stopping("stopping on request");
+        for_control.stop();
+    });
     let ready = plan.ready_line(&disk);
     if background.is_some() || !terminal::is_interactive() {
         terminal::say(format_args!("{}: {ready}", terminal::NAME));
@@ -101,7 +114,6 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
     if let Some(background) = background {
         background.ready();
     }
-    let handle = served.handle();
     let for_print = handle.clone();
     let for_stop = handle.clone();
     let told = Arc::clone(&notify);
@@ -129,6 +141,8 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
     if args.stats {
         terminal::say_error(handle.stats());
     }
+    // Clients of the control socket are sent away before anything that they may use goes.
+    drop(control);
     // The image's lock goes before the names that others watch.
     drop(disk);
     drop(made);
@@ -137,15 +151,27 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
     result.map(|()| Exit::Clean.code())
 }
 
-fn refuse_new_qcow2(args: &MountArgs, paths: &MountPaths) -> Result<(), Failure> {
-    if !args.wants_new_qcow2() {
-        return Ok(());
+/// Makes the control socket. Without one the mount serves all the same.
+fn control(
+    plan: &Plan<'_>,
+    disk: &Arc<Disk>,
+    handle: &Handle,
+    stop: impl Fn() + Send + Sync + 'static,
+) -> Option<Server> {
+    let start = || -> Result<Server, Failure> {
+        let mount = table::at(&plan.mountpoint)?.filter(MountEntry::is_ours);
+        let mount = mount.ok_or_else(|| Failure::new(Exit::Mountpoint, "the mount is gone"))?;
+        let commands = Arc::new(MountControl::new(Arc::clone(disk), handle.clone(), stop));
+        let cannot = |error| Failure::system("no control socket", &error, Exit::General);
+        Server::start(place::listen(mount.device).map_err(cannot)?, commands).map_err(cannot)
+    };
+    match start() {
+        Ok(server) => Some(server),
+        Err(failure) => {
+            tracing::warn!("`ringdisk ctl` cannot be used: {}", failure.message());
+            None
+        }
     }
-    Err(Failure::new(
-        Exit::Unsupported,
-        format!("'{}' would be a new qcow2 image; this version makes raw images only", paths.image.as_deref().unwrap_or(Path::new("")).display()),
-    )
-    .hint("add `--format raw` for a raw image of that name, or make it with `qemu-img create -f qcow2`"))
 }
 
 /// Takes signals while nothing is mounted: a stop removes what was made and ends the process.

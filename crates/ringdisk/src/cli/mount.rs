@@ -1,37 +1,15 @@
-//! The command line.
-//!
-//! Promises: everything that can be refused by looking at the words alone is refused here, with
-//! exit code 2, before anything is opened. Help texts are the source of the man pages.
+//! The words of `ringdisk mount` and `umount`.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::builder::PossibleValuesParser;
-use clap::builder::TypedValueParser;
-use clap::{ArgAction, Args, CommandFactory, Parser, Subcommand, ValueHint};
-use clap_complete::Shell;
+use clap::{Args, ValueHint};
 use ringdisk_disk::{Cache, Format};
 use ringdisk_fuse::export::{QUEUE_DEPTH_MAX, THREADS_MAX};
 
+use crate::cli::words::{CacheSize, DetectZeroesWord, DiscardWord, parse_cache_size};
+use crate::cli::{cache_parser, format_parser, is_named_qcow2, refuse};
 use crate::size::{parse_size, parse_time};
-
-const ROOT_ABOUT: &str = "Serves a disk image, in place, as an ordinary file";
-
-const ROOT_LONG: &str = "\
-Serves a disk image, in place, as an ordinary file.
-
-`ringdisk mount disk.qcow2 disk.raw` makes disk.raw: a file that holds the disk inside the image. \
-Every program that reads or writes files now works on that disk, without a copy, without root and \
-without a virtual machine.";
-
-const ROOT_EXAMPLES: &str = "\
-Examples:
-  ringdisk mount disk.qcow2 disk.raw           look into a qcow2 image (Ctrl-C ends it)
-  ringdisk mount -f raw --daemonize disk.img /srv/disk
-                                               serve a raw image in the background
-  ringdisk umount /srv/disk                    and end that
-  ringdisk info disk.qcow2                     what an image is
-  ringdisk map --json disk.qcow2               where its bytes are";
 
 const MOUNT_LONG: &str = "\
 Serves the disk inside IMAGE as the file MOUNTPOINT until it is unmounted or stopped by Ctrl-C \
@@ -49,47 +27,18 @@ Times need a unit: 250us, 1ms, 5s.";
 
 const MOUNT_EXAMPLES: &str = "\
 Examples:
+  ringdisk mount --create 10G disk.qcow2 disk
+      make a qcow2 image and use it at once: mkfs.ext4 disk
   ringdisk mount disk.qcow2 disk.raw
       look into an image; in another terminal: fdisk -l disk.raw
-  ringdisk mount --create 10G -f raw disk.img disk
-      make a raw image and use it at once: mkfs.ext4 disk
+  ringdisk mount --snapshot disk.qcow2 disk
+      try something; what is written is gone at the end
   ringdisk mount --direct --threads 4 -f raw /dev/sdb1 disk
       serve a block device without the page cache, with four queues
   ringdisk mount --daemonize --pidfile /run/disk.pid disk.img /srv/disk
       in the background; the command returns when the mount answers
   ringdisk mount --null 1T --latency 100us /tmp/null
       a disk that keeps nothing, to measure everything but storage";
-
-/// The whole command line.
-#[derive(Debug, Parser)]
-#[command(
-    name = "ringdisk",
-    version,
-    about = ROOT_ABOUT,
-    long_about = ROOT_LONG,
-    after_help = ROOT_EXAMPLES,
-    subcommand_required = true,
-    arg_required_else_help = true,
-    max_term_width = 100
-)]
-pub(crate) struct Cli {
-    /// Say more: -v what is done, -vv details, -vvv everything
-    #[arg(short, long, global = true, action = ArgAction::Count)]
-    pub(crate) verbose: u8,
-
-    #[command(subcommand)]
-    pub(crate) command: Command,
-}
-
-#[derive(Debug, Subcommand)]
-pub(crate) enum Command {
-    Mount(Box<MountArgs>),
-    Umount(UmountArgs),
-    Info(InfoArgs),
-    Map(MapArgs),
-    Completions(CompletionsArgs),
-    Man(ManArgs),
-}
 
 /// Serve an image as a file
 #[derive(Args, Debug)]
@@ -110,7 +59,9 @@ pub(crate) struct MountArgs {
 
     /// Serve a disk of SIZE bytes that keeps nothing, instead of an image
     #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image options",
-          conflicts_with_all = ["create", "format", "cache", "direct", "allow_path", "force_share", "offset", "size"])]
+          conflicts_with_all = ["create", "format", "cache", "direct", "allow_path", "force_share", "offset", "size",
+                               "snapshot", "overlay", "discard", "discard_no_unref", "detect_zeroes",
+                               "lazy_refcounts", "metadata_cache"])]
     pub(crate) null: Option<u64>,
 
     /// How long each request to a null disk takes, such as 100us
@@ -121,10 +72,24 @@ pub(crate) struct MountArgs {
     #[arg(long, requires = "null", help_heading = "Image options")]
     pub(crate) read_zeroes: bool,
 
-    /// Make a raw image of SIZE bytes when there is no IMAGE
+    /// Make an image of SIZE bytes when there is no IMAGE: a qcow2 if its name ends so, or with -f
+    /// qcow2; else a raw one
     #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image options",
           conflicts_with = "read_only")]
     pub(crate) create: Option<u64>,
+
+    /// Options of the image that --create makes, as NAME=VALUE,NAME=VALUE (see `create -o help`)
+    #[arg(short = 'o', long, value_name = "OPTIONS", requires = "create", help_heading = "Image options")]
+    pub(crate) options: Vec<String>,
+
+    /// Leave IMAGE as it is: what is written goes to a temporary overlay, which is gone at the end
+    #[arg(long, help_heading = "Image options", conflicts_with_all = ["read_only", "create"])]
+    pub(crate) snapshot: bool,
+
+    /// Leave IMAGE as it is: what is written goes to FILE, a qcow2 overlay, made when it is not there
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Image options",
+          conflicts_with_all = ["read_only", "create", "snapshot"])]
+    pub(crate) overlay: Option<PathBuf>,
 
     /// Format of IMAGE, raw or qcow2 [default: look at its first bytes]
     ///
@@ -167,6 +132,31 @@ pub(crate) struct MountArgs {
     /// Read IMAGE although another program is writing to it; needs --read-only
     #[arg(short = 'U', long, requires = "read_only", help_heading = "Image options")]
     pub(crate) force_share: bool,
+
+    /// What a discard does: ignore, or give the space back
+    #[arg(long, value_name = "MODE", value_enum, default_value_t, help_heading = "Image options")]
+    pub(crate) discard: DiscardWord,
+
+    /// Keep the place of what is discarded in a qcow2, so that it does not become fragmented
+    #[arg(long, help_heading = "Image options")]
+    pub(crate) discard_no_unref: bool,
+
+    /// What is done with zeroes that are written: off, store them without bytes (on), or that and
+    /// give their space back (unmap)
+    #[arg(long, value_name = "MODE", value_enum, default_value_t, help_heading = "Image options")]
+    pub(crate) detect_zeroes: DetectZeroesWord,
+
+    /// Write reference counts of a qcow2 late, or not [default: as the image says]
+    ///
+    /// Allocating becomes faster; after a crash the next one who writes has to rebuild the counts.
+    #[arg(long, value_name = "on|off", num_args = 0..=1, require_equals = true, default_missing_value = "on",
+          value_parser = parse_switch, help_heading = "Image options")]
+    pub(crate) lazy_refcounts: Option<bool>,
+
+    /// Most memory for the tables of each qcow2 layer: a size, or auto
+    #[arg(long, value_name = "SIZE", default_value = "auto", value_parser = parse_cache_size,
+          help_heading = "Image options")]
+    pub(crate) metadata_cache: CacheSize,
 
     /// Let a write past the end make the disk larger
     #[arg(long, conflicts_with = "read_only", help_heading = "File options")]
@@ -229,94 +219,6 @@ pub(crate) struct UmountArgs {
     pub(crate) force: bool,
 }
 
-/// What a command that only looks at an image needs.
-#[derive(Args, Debug)]
-pub(crate) struct LookArgs {
-    /// The image
-    #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
-    pub(crate) image: PathBuf,
-
-    /// Format of IMAGE, raw or qcow2 [default: look at its first bytes]
-    #[arg(short, long, value_parser = format_parser())]
-    pub(crate) format: Option<Format>,
-
-    /// Look although another program is writing to the image; what is shown may be outdated
-    #[arg(short = 'U', long)]
-    pub(crate) force_share: bool,
-
-    /// A directory or file that names inside IMAGE may lead to (repeatable)
-    #[arg(long, value_name = "DIR", value_hint = ValueHint::AnyPath)]
-    pub(crate) allow_path: Vec<PathBuf>,
-
-    /// JSON with the keys of qemu-img
-    #[arg(long, conflicts_with = "output")]
-    pub(crate) json: bool,
-
-    /// The same in the words of qemu-img
-    #[arg(long, value_name = "KIND", value_parser = ["human", "json"], hide = true)]
-    pub(crate) output: Option<String>,
-}
-
-impl LookArgs {
-    /// Whether the result is JSON.
-    pub(crate) fn is_json(&self) -> bool {
-        self.json || self.output.as_deref() == Some("json")
-    }
-}
-
-/// Show what an image is
-///
-/// Opens the image with its backing files, for reading only, and shows its format, its sizes and
-/// what it depends on; with --backing-chain the same for every backing file.
-#[derive(Args, Debug)]
-pub(crate) struct InfoArgs {
-    #[command(flatten)]
-    pub(crate) look: LookArgs,
-
-    /// Show every image of the backing chain
-    #[arg(long)]
-    pub(crate) backing_chain: bool,
-}
-
-/// Show where the bytes of an image are
-///
-/// Without --json: the ranges that are stored as they are, with the file and the place in it. With
-/// --json: every range of the disk with the keys start, length, depth, present, zero, data,
-/// compressed and offset, as qemu-img shows them.
-#[derive(Args, Debug)]
-pub(crate) struct MapArgs {
-    #[command(flatten)]
-    pub(crate) look: LookArgs,
-
-    /// First byte of the disk to show
-    #[arg(short, long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
-    pub(crate) start_offset: u64,
-
-    /// Bytes to show [default: to the end]
-    #[arg(short = 'l', long, value_name = "SIZE", value_parser = parse_size)]
-    pub(crate) max_length: Option<u64>,
-}
-
-/// Print the completions of a shell
-///
-/// bash: ringdisk completions bash > ~/.local/share/bash-completion/completions/ringdisk;
-/// zsh: ringdisk completions zsh > "${fpath[1]}/_ringdisk";
-/// fish: ringdisk completions fish > ~/.config/fish/completions/ringdisk.fish
-#[derive(Args, Debug)]
-pub(crate) struct CompletionsArgs {
-    /// The shell
-    #[arg(value_name = "SHELL")]
-    pub(crate) shell: Shell,
-}
-
-/// Print the man page, or write all man pages into a directory
-#[derive(Args, Debug)]
-pub(crate) struct ManArgs {
-    /// Where to write ringdisk.1, ringdisk-mount.1 and so on; without it ringdisk.1 is printed
-    #[arg(value_name = "DIR", value_hint = ValueHint::DirPath)]
-    pub(crate) directory: Option<PathBuf>,
-}
-
 /// How many queue threads serve.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Threads {
@@ -336,20 +238,19 @@ fn parse_threads(text: &str) -> Result<Threads, String> {
     }
 }
 
+fn parse_switch(text: &str) -> Result<bool, String> {
+    match text {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err(String::from("write on or off")),
+    }
+}
+
 fn parse_io_timeout(text: &str) -> Result<Duration, String> {
     match parse_time(text)? {
         Duration::ZERO => Err(String::from("a timeout of nothing would end every request")),
         time => Ok(time),
     }
-}
-
-fn format_parser() -> impl TypedValueParser<Value = Format> {
-    PossibleValuesParser::new(["raw", "qcow2"]).try_map(|text| text.parse::<Format>())
-}
-
-fn cache_parser() -> impl TypedValueParser<Value = Cache> {
-    PossibleValuesParser::new(["writeback", "none", "writethrough", "unsafe"])
-        .try_map(|text| text.parse::<Cache>())
 }
 
 /// What `mount` serves, and where, after the words were checked against each other.
@@ -365,7 +266,7 @@ impl MountArgs {
     ///
     /// Errors: one path too few or too many, an image of a format that cannot be made.
     pub(crate) fn paths(&self) -> Result<MountPaths, clap::Error> {
-        let refuse = |kind, text: &str| Err(command_of("mount").error(kind, text));
+        let refuse = |kind, text: &str| Err(refuse("mount", kind, text));
         let paths = match (self.null, &self.mountpoint) {
             (Some(_), None) => MountPaths { image: None, mountpoint: self.image.clone() },
             (Some(_), Some(_)) => {
@@ -393,27 +294,21 @@ impl MountArgs {
         if self.direct { Cache::None } else { self.cache }
     }
 
-    /// Whether the image is to be made as qcow2, which this version cannot.
-    pub(crate) fn wants_new_qcow2(&self) -> bool {
-        let named = || self.image.extension().is_some_and(|e| e.eq_ignore_ascii_case("qcow2"));
-        self.create.is_some()
-            && match self.format {
-                Some(format) => format == Format::Qcow2,
-                None => named(),
-            }
+    /// Format of an image that `--create` makes.
+    pub(crate) fn new_format(&self) -> Format {
+        match self.format {
+            Some(format) => format,
+            None if is_named_qcow2(&self.image) => Format::Qcow2,
+            None => Format::Raw,
+        }
     }
-}
-
-/// The definition of one command, so that an error shows that command's usage.
-fn command_of(name: &str) -> clap::Command {
-    let mut root = Cli::command();
-    root.build();
-    root.find_subcommand(name).cloned().unwrap_or(root)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cli::{Cli, Command};
+    use clap::Parser;
     use clap::error::ErrorKind;
 
     fn mount(words: &str) -> Result<MountArgs, clap::Error> {
@@ -422,11 +317,6 @@ mod tests {
             Command::Mount(args) => Ok(*args),
             other => panic!("not mount: {other:?}"),
         }
-    }
-
-    #[test]
-    fn the_definition_is_consistent() {
-        Cli::command().debug_assert();
     }
 
     #[test]
@@ -475,6 +365,12 @@ mod tests {
             ("--force-share a b", ErrorKind::MissingRequiredArgument),
             ("--growable --read-only a b", ErrorKind::ArgumentConflict),
             ("--create 1G --read-only a b", ErrorKind::ArgumentConflict),
+            ("--snapshot --read-only a b", ErrorKind::ArgumentConflict),
+            ("--snapshot --overlay c a b", ErrorKind::ArgumentConflict),
+            ("--null 1G --snapshot b", ErrorKind::ArgumentConflict),
+            ("-o cluster_size=4k a b", ErrorKind::MissingRequiredArgument),
+            ("--detect-zeroes maybe a b", ErrorKind::InvalidValue),
+            ("--lazy-refcounts=perhaps a b", ErrorKind::ValueValidation),
             ("--threads 0 a b", ErrorKind::ValueValidation),
             ("--threads many a b", ErrorKind::ValueValidation),
             ("--queue-depth 0 a b", ErrorKind::ValueValidation),
@@ -492,10 +388,33 @@ mod tests {
     }
 
     #[test]
-    fn a_new_qcow2_is_recognised_by_its_name_or_format() {
-        assert!(mount("--create 1G a.qcow2 b").expect("parses").wants_new_qcow2());
-        assert!(mount("--create 1G -f qcow2 a b").expect("parses").wants_new_qcow2());
-        assert!(!mount("--create 1G -f raw a.qcow2 b").expect("parses").wants_new_qcow2());
-        assert!(!mount("a.qcow2 b").expect("parses").wants_new_qcow2());
+    fn a_new_image_is_of_the_format_that_its_name_or_an_option_says() {
+        for (words, format) in [
+            ("--create 1G a.qcow2 b", Format::Qcow2),
+            ("--create 1G a.QCOW2 b", Format::Qcow2),
+            ("--create 1G -f qcow2 a b", Format::Qcow2),
+            ("--create 1G -f raw a.qcow2 b", Format::Raw),
+            ("--create 1G a.img b", Format::Raw),
+        ] {
+            assert_eq!(mount(words).expect("parses").new_format(), format, "{words}");
+        }
+    }
+
+    #[test]
+    fn options_of_qcow2_are_understood() {
+        let args = mount(
+            "--discard ignore --discard-no-unref --detect-zeroes unmap --lazy-refcounts=off \
+             --metadata-cache 8M a b",
+        )
+        .expect("parses");
+        assert_eq!(args.discard, DiscardWord::Ignore);
+        assert!(args.discard_no_unref);
+        assert_eq!(args.detect_zeroes, DetectZeroesWord::Unmap);
+        assert_eq!(args.lazy_refcounts, Some(false));
+        assert_eq!(args.metadata_cache, CacheSize::Bytes(8 << 20));
+        let plain = mount("--lazy-refcounts a b").expect("parses");
+        assert_eq!(plain.lazy_refcounts, Some(true));
+        assert_eq!(plain.metadata_cache, CacheSize::Auto);
+        assert_eq!((plain.discard, plain.detect_zeroes), (DiscardWord::Unmap, DetectZeroesWord::Off));
     }
 }

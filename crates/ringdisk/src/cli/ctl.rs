@@ -1,0 +1,85 @@
+//! The words of `ringdisk ctl`.
+
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand, ValueHint};
+
+use crate::cli::names::parse_snapshot;
+use crate::cli::words::PreallocationWord;
+use crate::cli::ProgressArgs;
+use crate::size::{SizeChange, parse_size_change};
+
+const CTL_EXAMPLES: &str = "\
+Examples:
+  ringdisk ctl /srv/disk stats
+  ringdisk ctl /srv/disk resize +10G
+  ringdisk ctl /srv/disk snapshot today.qcow2      further writes go to today.qcow2
+  ringdisk ctl /srv/disk commit                    and back into the image below it
+  ringdisk ctl /srv/disk stop";
+
+/// Control a mount while it serves
+///
+/// Talks to the process that serves MOUNTPOINT, through a socket that only its owner and root can use. The
+/// disk may be in use meanwhile.
+#[derive(Args, Debug)]
+#[command(after_help = CTL_EXAMPLES)]
+pub(crate) struct CtlArgs {
+    /// The file that the image is served as
+    #[arg(value_name = "MOUNTPOINT", value_hint = ValueHint::FilePath)]
+    pub(crate) mountpoint: PathBuf,
+
+    #[command(subcommand)]
+    pub(crate) command: CtlCommand,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum CtlCommand {
+    /// Show the counters
+    Stats {
+        /// As JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Change the size of the disk
+    Resize {
+        /// The new size, such as 20G, +5G or -1G
+        #[arg(value_name = "SIZE", value_parser = parse_size_change, allow_hyphen_values = true)]
+        size: SizeChange,
+        /// Let the disk become smaller; what is behind its new end is lost
+        #[arg(long)]
+        shrink: bool,
+        /// What is prepared in the new part
+        #[arg(long, value_name = "MODE", value_enum, default_value_t)]
+        preallocation: PreallocationWord,
+    },
+    /// Put a new overlay on top, or make a snapshot inside the image
+    ///
+    /// With FILE: what was written so far stays in the image as it is, further writes go to FILE, a
+    /// new qcow2. With --internal: the state is kept inside the image under a name.
+    Snapshot(SnapshotTarget),
+    /// Write the top image, or some images of the chain, into the one below
+    Commit {
+        /// The topmost image to be written down [default: the top one]
+        #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+        top: Option<PathBuf>,
+        /// The image to write into [default: the one below the topmost]
+        #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+        base: Option<PathBuf>,
+        #[command(flatten)]
+        show: ProgressArgs,
+    },
+    /// End the mount, as Ctrl-C does
+    Stop,
+}
+
+/// Where the state of the disk is kept.
+#[derive(Args, Debug)]
+#[group(required = true, multiple = false)]
+pub(crate) struct SnapshotTarget {
+    /// The new overlay
+    #[arg(value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub(crate) file: Option<PathBuf>,
+    /// Name of a snapshot inside the image
+    #[arg(long, value_name = "NAME", value_parser = parse_snapshot)]
+    pub(crate) internal: Option<String>,
+}

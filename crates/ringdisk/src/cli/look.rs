@@ -1,0 +1,94 @@
+//! The words of commands that only look at an image.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueHint};
+use ringdisk_disk::Format;
+
+use crate::cli::format_parser;
+use crate::size::parse_size;
+
+/// How a result is printed.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct OutputArgs {
+    /// JSON with the keys of qemu-img
+    #[arg(long, conflicts_with = "output")]
+    pub(crate) json: bool,
+
+    /// The same in the words of qemu-img: human or json
+    #[arg(long, value_name = "KIND", value_parser = ["human", "json"])]
+    pub(crate) output: Option<String>,
+}
+
+impl OutputArgs {
+    /// Whether the result is JSON.
+    pub(crate) fn is_json(&self) -> bool {
+        self.json || self.output.as_deref() == Some("json")
+    }
+}
+
+/// Where the files that images name may be.
+#[derive(Args, Clone, Debug, Default)]
+pub(crate) struct PoolArgs {
+    /// A directory or file that names inside an image may lead to (repeatable)
+    ///
+    /// The directory of the image and everything below are always allowed.
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::AnyPath)]
+    pub(crate) allow_path: Vec<PathBuf>,
+}
+
+/// What a command that only looks at an image needs.
+#[derive(Args, Debug)]
+pub(crate) struct LookArgs {
+    /// The image
+    #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
+    pub(crate) image: PathBuf,
+
+    /// Format of IMAGE, raw or qcow2 [default: look at its first bytes]
+    #[arg(short, long, value_parser = format_parser())]
+    pub(crate) format: Option<Format>,
+
+    /// Look although another program is writing to the image; what is shown may be outdated
+    #[arg(short = 'U', long)]
+    pub(crate) force_share: bool,
+
+    #[command(flatten)]
+    pub(crate) pool: PoolArgs,
+
+    #[command(flatten)]
+    pub(crate) output: OutputArgs,
+}
+
+/// Show what an image is
+///
+/// Opens the image with its backing files, for reading only, and shows its format, its sizes and
+/// what it depends on; with --backing-chain the same for every backing file. An image whose backing
+/// file cannot be opened is shown alone, with a warning.
+#[derive(Args, Debug)]
+pub(crate) struct InfoArgs {
+    #[command(flatten)]
+    pub(crate) look: LookArgs,
+
+    /// Show every image of the backing chain
+    #[arg(long)]
+    pub(crate) backing_chain: bool,
+}
+
+/// Show where the bytes of an image are
+///
+/// Without --json: the ranges that are stored as they are, with the file and the place in it. With
+/// --json: every range of the disk with the keys start, length, depth, present, zero, data,
+/// compressed and offset, as qemu-img shows them.
+#[derive(Args, Debug)]
+pub(crate) struct MapArgs {
+    #[command(flatten)]
+    pub(crate) look: LookArgs,
+
+    /// First byte of the disk to show
+    #[arg(short, long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
+    pub(crate) start_offset: u64,
+
+    /// Bytes to show [default: to the end]
+    #[arg(short = 'l', long, value_name = "SIZE", value_parser = parse_size)]
+    pub(crate) max_length: Option<u64>,
+}

@@ -1,0 +1,174 @@
+//! The command line.
+//!
+//! Promises: everything that can be refused by looking at the words alone is refused here, with
+//! exit code 2 (`check`: 1, since its 2 says something else), before anything is opened. Help texts
+//! are the source of the man pages. Options have the names and letters of qemu-img wherever that
+//! has them.
+
+mod bitmap;
+mod change;
+mod copy;
+mod ctl;
+mod look;
+mod mount;
+mod names;
+mod words;
+
+use std::path::PathBuf;
+
+use clap::builder::PossibleValuesParser;
+use clap::builder::TypedValueParser;
+use clap::error::ErrorKind;
+use clap::{ArgAction, Args, CommandFactory, Parser, Subcommand, ValueHint};
+use clap_complete::Shell;
+use ringdisk_disk::{Cache, Format};
+
+pub(crate) use bitmap::{BitmapArgs, BitmapWork};
+pub(crate) use change::{CheckArgs, CommitArgs, RebaseArgs, RepairWord, ResizeArgs, SnapshotArgs};
+pub(crate) use change::{CreateArgs, SnapshotWork};
+pub(crate) use copy::{CompareArgs, ConvertArgs, MeasureArgs};
+pub(crate) use ctl::{CtlArgs, CtlCommand, SnapshotTarget};
+pub(crate) use look::{InfoArgs, LookArgs, MapArgs, OutputArgs, PoolArgs};
+pub(crate) use mount::{MountArgs, MountPaths, Threads, UmountArgs};
+pub(crate) use words::{CacheSize, DetectZeroesWord, DiscardWord, PreallocationWord};
+
+const ROOT_ABOUT: &str = "Serves a disk image, in place, as an ordinary file";
+
+const ROOT_LONG: &str = "\
+Serves a disk image, in place, as an ordinary file.
+
+`ringdisk mount disk.qcow2 disk.raw` makes disk.raw: a file that holds the disk inside the image. \
+Every program that reads or writes files now works on that disk, without a copy, without root and \
+without a virtual machine. The other commands make, change, check and copy images, with the options \
+and the output of qemu-img.";
+
+const ROOT_EXAMPLES: &str = "\
+Examples:
+  ringdisk mount --create 10G disk.qcow2 disk  make a qcow2 and serve it (Ctrl-C ends it)
+  ringdisk mount --daemonize disk.qcow2 /srv/disk
+                                               serve an image in the background
+  ringdisk ctl /srv/disk stats                 what it is doing
+  ringdisk umount /srv/disk                    and end that
+  ringdisk info disk.qcow2                     what an image is
+  ringdisk snapshot -c before disk.qcow2       keep its state under a name
+  ringdisk convert -c disk.qcow2 small.qcow2   a compressed copy
+  ringdisk check disk.qcow2                    whether its metadata is sound";
+
+/// The whole command line.
+#[derive(Debug, Parser)]
+#[command(
+    name = "ringdisk",
+    version,
+    about = ROOT_ABOUT,
+    long_about = ROOT_LONG,
+    after_help = ROOT_EXAMPLES,
+    subcommand_required = true,
+    arg_required_else_help = true,
+    max_term_width = 100
+)]
+pub(crate) struct Cli {
+    /// Say more: -v what is done, -vv details, -vvv everything
+    #[arg(short, long, global = true, action = ArgAction::Count)]
+    pub(crate) verbose: u8,
+
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    Mount(Box<MountArgs>),
+    Umount(UmountArgs),
+    Ctl(CtlArgs),
+    Create(CreateArgs),
+    Info(InfoArgs),
+    Map(MapArgs),
+    Check(CheckArgs),
+    Resize(ResizeArgs),
+    Snapshot(SnapshotArgs),
+    Commit(CommitArgs),
+    Rebase(RebaseArgs),
+    Convert(Box<ConvertArgs>),
+    Compare(CompareArgs),
+    Measure(MeasureArgs),
+    Bitmap(BitmapArgs),
+    Completions(CompletionsArgs),
+    Man(ManArgs),
+}
+
+/// Print the completions of a shell
+///
+/// bash: ringdisk completions bash > ~/.local/share/bash-completion/completions/ringdisk;
+/// zsh: ringdisk completions zsh > "${fpath[1]}/_ringdisk";
+/// fish: ringdisk completions fish > ~/.config/fish/completions/ringdisk.fish
+#[derive(Args, Debug)]
+pub(crate) struct CompletionsArgs {
+    /// The shell
+    #[arg(value_name = "SHELL")]
+    pub(crate) shell: Shell,
+}
+
+/// Print the man page, or write all man pages into a directory
+#[derive(Args, Debug)]
+pub(crate) struct ManArgs {
+    /// Where to write ringdisk.1, ringdisk-mount.1 and so on; without it ringdisk.1 is printed
+    #[arg(value_name = "DIR", value_hint = ValueHint::DirPath)]
+    pub(crate) directory: Option<PathBuf>,
+}
+
+/// What commands that may take long show of their way.
+#[derive(Args, Clone, Copy, Debug, Default)]
+pub(crate) struct ProgressArgs {
+    /// Show the progress, also where standard output is no terminal
+    #[arg(short, long, conflicts_with = "quiet")]
+    pub(crate) progress: bool,
+
+    /// Print nothing but errors
+    #[arg(short, long)]
+    pub(crate) quiet: bool,
+}
+
+fn format_parser() -> impl TypedValueParser<Value = Format> {
+    PossibleValuesParser::new(["raw", "qcow2"]).try_map(|text| text.parse::<Format>())
+}
+
+fn cache_parser() -> impl TypedValueParser<Value = Cache> {
+    PossibleValuesParser::new(["writeback", "none", "writethrough", "unsafe"])
+        .try_map(|text| text.parse::<Cache>())
+}
+
+/// The definition of one command, so that an error shows that command's usage.
+fn command_of(name: &str) -> clap::Command {
+    let mut root = Cli::command();
+    root.build();
+    root.find_subcommand(name).cloned().unwrap_or(root)
+}
+
+/// What is wrong with the words of one command, with its usage.
+pub(crate) fn refuse(command: &str, kind: ErrorKind, text: impl std::fmt::Display) -> clap::Error {
+    command_of(command).error(kind, text)
+}
+
+/// Whether a new image of this name is a qcow2 when nothing else says so.
+pub(crate) fn is_named_qcow2(path: &std::path::Path) -> bool {
+    path.extension().is_some_and(|e| e.eq_ignore_ascii_case("qcow2"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_definition_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn every_command_says_what_it_does() {
+        let mut root = Cli::command();
+        root.build();
+        for command in root.get_subcommands() {
+            assert!(command.get_about().is_some(), "{}", command.get_name());
+        }
+    }
+}

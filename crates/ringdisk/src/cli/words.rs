@@ -1,0 +1,78 @@
+//! Words of options that several commands share, as clap knows them.
+
+use clap::ValueEnum;
+
+use crate::size::parse_size;
+
+/// What a discard does with the image.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum DiscardWord {
+    /// Nothing.
+    Ignore,
+    /// The bytes read as zeroes and their place is given back.
+    #[default]
+    Unmap,
+}
+
+/// What is done with written zeroes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum DetectZeroesWord {
+    /// They are written like everything else.
+    #[default]
+    Off,
+    /// They are stored as zeroes without bytes.
+    On,
+    /// The same, and their place is given back.
+    Unmap,
+}
+
+/// What is prepared in a new image or in its new part.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum PreallocationWord {
+    /// Nothing.
+    #[default]
+    Off,
+    /// The tables, over a sparse file.
+    Metadata,
+    /// The tables, and space that the file system reserves.
+    Falloc,
+    /// The tables, and zeroes that are written.
+    Full,
+}
+
+impl PreallocationWord {
+    /// As options spell it.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            PreallocationWord::Off => "off",
+            PreallocationWord::Metadata => "metadata",
+            PreallocationWord::Falloc => "falloc",
+            PreallocationWord::Full => "full",
+        }
+    }
+}
+
+/// Cap of a metadata cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum CacheSize {
+    /// As the image needs it.
+    #[default]
+    Auto,
+    /// Bytes for each layer.
+    Bytes(u64),
+}
+
+impl CacheSize {
+    /// Bytes; `None`: by the image.
+    pub(crate) fn bytes(self) -> Option<u64> {
+        match self {
+            CacheSize::Auto => None,
+            CacheSize::Bytes(bytes) => Some(bytes),
+        }
+    }
+}
+
+/// Reads `auto` or a size.
+pub(crate) fn parse_cache_size(text: &str) -> Result<CacheSize, String> {
+    if text == "auto" { Ok(CacheSize::Auto) } else { parse_size(text).map(CacheSize::Bytes) }
+}

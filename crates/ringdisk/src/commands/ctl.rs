@@ -1,0 +1,96 @@
+//! `ringdisk ctl`: control of a mount while it serves.
+
+use std::time::Duration;
+
+use serde_json::Value;
+
+use crate::alive;
+use crate::cli::{CtlArgs, CtlCommand, ProgressArgs};
+use crate::commands::output::json_text;
+use crate::control::client::Client;
+use crate::control::protocol::{Command, Commit, NewSize, Resize, Snapshot};
+use crate::job::Job;
+use crate::report::{Exit, Failure};
+use crate::size::{SizeChange, human_size_exact};
+use crate::terminal;
+
+/// How long a server may take to end after it was told to: it flushes the image.
+const STOP_WAIT: Duration = Duration::from_secs(60);
+
+/// Does one thing with a mount.
+///
+/// Errors: there is no such mount, or its server's reason.
+pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
+    let mut client = Client::connect(&args.mountpoint)?;
+    let command = command_of(&args.command)?;
+    let show = match &args.command {
+        CtlCommand::Commit { show, .. } => *show,
+        _ => ProgressArgs { progress: false, quiet: true },
+    };
+    let job = Job::start("commit", show)?;
+    let result = client.call(&command, job.progress());
+    let value = job.end(result, "the server was asked to give it up; the image is sound")?;
+    match &args.command {
+        CtlCommand::Stats { json: true } => terminal::say(json_text(&without_text(value))),
+        CtlCommand::Stats { .. } => {
+            terminal::say(value.get("text").and_then(Value::as_str).unwrap_or_default());
+        }
+        CtlCommand::Resize { .. } => {
+            let size = value.get("size").and_then(Value::as_u64).unwrap_or(0);
+            terminal::say(format_args!("The disk has {} now.", human_size_exact(size)));
+        }
+        CtlCommand::Snapshot(_) => {
+            let text = value.get("text").and_then(Value::as_str).unwrap_or("Done.");
+            terminal::say(text);
+        }
+        CtlCommand::Commit { show, .. } if !show.quiet => terminal::say("Image committed."),
+        CtlCommand::Commit { .. } => {}
+        CtlCommand::Stop => {
+            if !client.wait_for_end(STOP_WAIT) || !alive::wait(&client.mountpoint) {
+                terminal::note("the server has not ended yet");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The text is for people only.
+fn without_text(mut value: Value) -> Value {
+    if let Value::Object(object) = &mut value {
+        object.remove("text");
+    }
+    value
+}
+
+/// What is said to the server; it does not know our directory.
+fn command_of(command: &CtlCommand) -> Result<Command, Failure> {
+    let absolute = |path: &Option<std::path::PathBuf>| -> Result<Option<String>, Failure> {
+        let Some(path) = path else { return Ok(None) };
+        let bad = |why: &str| {
+            Failure::new(Exit::Usage, format!("the name '{}' {why}", path.display()))
+        };
+        let whole = std::path::absolute(path).map_err(|_| bad("is empty"))?;
+        let text = whole.into_os_string().into_string();
+        text.map(Some).map_err(|_| bad("is not UTF-8"))
+    };
+    Ok(match command {
+        CtlCommand::Stats { .. } => Command::Stats,
+        CtlCommand::Stop => Command::Stop,
+        CtlCommand::Resize { size, shrink, preallocation } => Command::Resize(Resize {
+            size: match *size {
+                SizeChange::To(size) => NewSize::To(size),
+                SizeChange::Grow(by) => NewSize::Grow(by),
+                SizeChange::Shrink(by) => NewSize::Shrink(by),
+            },
+            shrink: *shrink,
+            preallocation: Some(preallocation.name().to_owned()),
+        }),
+        CtlCommand::Snapshot(target) => Command::Snapshot(Snapshot {
+            file: absolute(&target.file)?,
+            internal: target.internal.clone(),
+        }),
+        CtlCommand::Commit { top, base, .. } => {
+            Command::Commit(Commit { top: absolute(top)?, base: absolute(base)? })
+        }
+    })
+}

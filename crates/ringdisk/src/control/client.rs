@@ -1,0 +1,195 @@
+//! The client's side: finds the server of a mount and asks it for one thing.
+//!
+//! Promises: nothing is sent to a socket of somebody else than the mount's owner or root; a server
+//! that sends rubbish or lines without end is an error; a server that takes long can be left at any
+//! time, which cancels what it does for us.
+
+use std::io::{self, Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use ringdisk_disk::Progress;
+use ringdisk_fuse::mount::table::MountEntry;
+use ringdisk_fuse::mount::{mountpoint, table};
+use rustix::net::sockopt::socket_peercred;
+use serde_json::Value;
+
+use crate::control::place::{candidates, owner_of, user};
+use crate::control::protocol::{Command, REPLY_BYTES_MAX, Reply, VERSION};
+use crate::report::{Exit, Failure};
+
+/// How often a signal is looked for while the server says nothing.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// How long a server may take to greet, in looks.
+const GREETING_LOOKS: u32 = 100;
+
+/// A connection to the server of a mount.
+#[derive(Debug)]
+pub(crate) struct Client {
+    stream: UnixStream,
+    buffer: Vec<u8>,
+    /// Absolute, without symbolic links.
+    pub(crate) mountpoint: PathBuf,
+}
+
+impl Client {
+    /// Connects to the server of the mount at `path`.
+    ///
+    /// Errors: nothing of ours is mounted there, its server has no control socket, or does not
+    /// answer us.
+    pub(crate) fn connect(path: &Path) -> Result<Client, Failure> {
+        let mountpoint = mountpoint::resolve(path)?;
+        let shown = path.display();
+        let Some(mount) = table::at(&mountpoint)?.filter(MountEntry::is_ours) else {
+            return Err(Failure::new(
+                Exit::Mountpoint,
+                format!("no disk of ringdisk is mounted on '{shown}'"),
+            ));
+        };
+        let owner = owner_of(&mount).unwrap_or_else(user);
+        let stream = open(&mount, owner).map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound => Failure::new(
+                Exit::Mountpoint,
+                format!("the server of '{shown}' has no control socket that can be found from here"),
+            )
+            .hint("it may have been started with another XDG_RUNTIME_DIR, or by an older version"),
+            _ => Failure::system(
+                format!("cannot reach the server of '{shown}'"),
+                &error,
+                Exit::Mountpoint,
+            ),
+        })?;
+        let mut client = Client { stream, buffer: Vec::new(), mountpoint };
+        client.greet().map_err(|failure| failure.context(format!("the server of '{shown}'")))?;
+        Ok(client)
+    }
+
+    fn greet(&mut self) -> Result<(), Failure> {
+        let mut looks = 0;
+        let line = self.line(|| {
+            looks += 1;
+            looks > GREETING_LOOKS
+        })?;
+        match Reply::read(&line) {
+            Some(Reply::Greeting { protocol }) if protocol == u64::from(VERSION) => Ok(()),
+            Some(Reply::Greeting { .. }) => Err(Failure::new(
+                Exit::Unsupported,
+                "it speaks another version of the control protocol",
+            )
+            .hint("use the ringdisk that it was started with, or start it again with this one")),
+            Some(Reply::Refused { text, .. }) => Err(Failure::new(Exit::Locked, text)),
+            _ => Err(rubbish()),
+        }
+    }
+
+    /// Asks for one thing and waits for the answer.
+    ///
+    /// * `progress`: is kept up to date; when it is cancelled, we leave.
+    ///
+    /// Errors: the server's, with its exit code; ours when it cannot be understood or is gone.
+    pub(crate) fn call(&mut self, command: &Command, progress: &Progress) -> Result<Value, Failure> {
+        let line = format!("{}\n", command.line());
+        self.stream.write_all(line.as_bytes()).map_err(|error| gone(&error))?;
+        loop {
+            let line = self.line(|| progress.is_cancelled())?;
+            match Reply::read(&line) {
+                Some(Reply::Done(value)) => return Ok(value),
+                Some(Reply::Progress { done, total }) => {
+                    progress.set_total(total);
+                    progress.set_done(done);
+                }
+                Some(Reply::Refused { text, hint, exit }) => {
+                    let mut failure = Failure::new(Exit::General, text);
+                    if let Some(hint) = hint {
+                        failure = failure.hint(hint);
+                    }
+                    return Err(failure.with_code(exit.unwrap_or(Exit::General.code()).max(1)));
+                }
+                Some(Reply::Greeting { .. }) => {}
+                None => return Err(rubbish()),
+            }
+        }
+    }
+
+    /// Waits until the server closes the connection, at most for `time`. Returns whether it has.
+    pub(crate) fn wait_for_end(&mut self, time: Duration) -> bool {
+        let end = std::time::Instant::now() + time;
+        let mut late = false;
+        loop {
+            match self.line(|| {
+                late = std::time::Instant::now() >= end;
+                late
+            }) {
+                Ok(_) => {}
+                Err(_) => return !late,
+            }
+        }
+    }
+
+    /// The next line.
+    ///
+    /// * `leave`: asked whenever nothing came for a while.
+    fn line(&mut self, mut leave: impl FnMut() -> bool) -> Result<Vec<u8>, Failure> {
+        let _ = self.stream.set_read_timeout(Some(LOOK));
+        loop {
+            if let Some(end) = self.buffer.iter().position(|byte| *byte == b'\n') {
+                let rest = self.buffer.split_off(end + 1);
+                return Ok(std::mem::replace(&mut self.buffer, rest));
+            }
+            if self.buffer.len() > REPLY_BYTES_MAX {
+                return Err(rubbish());
+            }
+            let mut piece = [0; 8192];
+            match self.stream.read(&mut piece) {
+                Ok(0) => return Err(gone(&io::ErrorKind::UnexpectedEof.into())),
+                Ok(count) => self.buffer.extend_from_slice(piece.get(..count).unwrap_or_default()),
+                Err(error) => match error.kind() {
+                    io::ErrorKind::WouldBlock
+                    | io::ErrorKind::TimedOut
+                    | io::ErrorKind::Interrupted => {
+                        if leave() {
+                            return Err(Failure::new(Exit::General, "nobody waits any longer"));
+                        }
+                    }
+                    _ => return Err(gone(&error)),
+                },
+            }
+        }
+    }
+}
+
+fn rubbish() -> Failure {
+    Failure::new(Exit::General, "what the server said makes no sense")
+}
+
+fn gone(error: &io::Error) -> Failure {
+    match error.kind() {
+        io::ErrorKind::UnexpectedEof | io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => {
+            Failure::new(Exit::Halted, "the server ended before it answered")
+        }
+        _ => Failure::system("cannot talk to the server", error, Exit::Halted),
+    }
+}
+
+/// Connects to the first socket of the mount that is there and whose server is the owner's or root's.
+fn open(mount: &MountEntry, owner: u32) -> io::Result<UnixStream> {
+    let mut why = io::Error::from(io::ErrorKind::NotFound);
+    for path in candidates(mount.device, owner) {
+        match UnixStream::connect(&path) {
+            Ok(stream) => {
+                let server = socket_peercred(stream.as_fd())?.uid;
+                if server.is_root() || server.as_raw() == owner {
+                    return Ok(stream);
+                }
+                tracing::warn!("'{}' belongs to user {}", path.display(), server.as_raw());
+            }
+            // Only the first reason that is one is worth telling.
+            Err(error) if why.kind() == io::ErrorKind::NotFound => why = error,
+            Err(_) => {}
+        }
+    }
+    Err(why)
+}

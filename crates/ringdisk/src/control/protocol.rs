@@ -1,0 +1,340 @@
+//! What client and server say: one JSON object on each line, in the shape of QEMU's QMP.
+//!
+//! ```text
+//! server: {"ringdisk": {"version": "0.1.0", "protocol": 1}}
+//! client: {"execute": "resize", "arguments": {"size": 1073741824}, "id": 1}
+//! server: {"id": 1, "progress": {"done": 0, "total": 100}}         any number, commands that take long
+//! server: {"id": 1, "return": {"size": 1073741824}}                or
+//! server: {"id": 1, "error": {"class": "GenericError", "desc": "…", "hint": "…", "exit": 1}}
+//! ```
+//!
+//! Promises: pure; whatever the bytes are, they become a command or an error that says why not.
+//! Unknown commands and unknown arguments are errors, never ignored.
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+
+use crate::report::{Exit, Failure};
+
+/// Version of what is said here; changes when an older client would misunderstand.
+pub(crate) const VERSION: u32 = 1;
+
+/// Longest request, bytes: a command with two paths of 4 KiB, escaped at worst six-fold, and room.
+pub(crate) const REQUEST_BYTES_MAX: usize = 64 << 10;
+
+/// Longest reply that a client takes, bytes: counters of 64 queues are 100 KiB.
+pub(crate) const REPLY_BYTES_MAX: usize = 4 << 20;
+
+/// The size that a disk shall have.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum NewSize {
+    /// So many bytes.
+    To(u64),
+    /// So many bytes more.
+    Grow(u64),
+    /// So many bytes less.
+    Shrink(u64),
+}
+
+/// Arguments of `resize`.
+#[derive(Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct Resize {
+    pub(crate) size: NewSize,
+    #[serde(default)]
+    pub(crate) shrink: bool,
+    #[serde(default)]
+    pub(crate) preallocation: Option<String>,
+}
+
+/// Arguments of `snapshot`: exactly one of them.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct Snapshot {
+    /// Absolute path of a new overlay.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) file: Option<String>,
+    /// Name of a snapshot inside the image.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) internal: Option<String>,
+}
+
+/// Arguments of `commit`; absolute paths of images of the chain.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct Commit {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) top: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) base: Option<String>,
+}
+
+/// What a client asks of a mount.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Command {
+    Stats,
+    Resize(Resize),
+    Snapshot(Snapshot),
+    Commit(Commit),
+    Stop,
+}
+
+impl Command {
+    /// Its name and arguments.
+    fn parts(&self) -> (&'static str, Value) {
+        match self {
+            Command::Stats => ("stats", json!({})),
+            Command::Resize(arguments) => ("resize", json!(arguments)),
+            Command::Snapshot(arguments) => ("snapshot", json!(arguments)),
+            Command::Commit(arguments) => ("commit", json!(arguments)),
+            Command::Stop => ("stop", json!({})),
+        }
+    }
+
+    /// The line that asks for it, without its end.
+    pub(crate) fn line(&self) -> String {
+        let (name, arguments) = self.parts();
+        json!({ "execute": name, "arguments": arguments }).to_string()
+    }
+
+    /// Reads a command. Errors: no such command, or arguments that it has not.
+    pub(crate) fn read(request: &Request) -> Result<Command, Refusal> {
+        fn of<T: for<'a> Deserialize<'a>>(request: &Request) -> Result<T, Refusal> {
+            serde_json::from_value(Value::Object(request.arguments.clone())).map_err(|error| {
+                let name = request.execute.escape_debug();
+                Refusal::usage(format!("arguments of '{name}': {error}"))
+            })
+        }
+        /// No arguments.
+        #[derive(Deserialize)]
+        #[serde(deny_unknown_fields)]
+        struct Nothing {}
+        match request.execute.as_str() {
+            "stats" => of::<Nothing>(request).map(|_| Command::Stats),
+            "resize" => of(request).map(Command::Resize),
+            "snapshot" => of(request).map(Command::Snapshot),
+            "commit" => of(request).map(Command::Commit),
+            "stop" => of::<Nothing>(request).map(|_| Command::Stop),
+            other => Err(Refusal {
+                class: "CommandNotFound",
+                ..Refusal::usage(format!(
+                    "no such command: '{}'; known: stats, resize, snapshot, commit, stop",
+                    other.escape_debug()
+                ))
+            }),
+        }
+    }
+}
+
+/// One line of a client.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Request {
+    pub(crate) execute: String,
+    pub(crate) arguments: Map<String, Value>,
+    /// Comes back in each line of the answer.
+    pub(crate) id: Option<Value>,
+}
+
+impl Request {
+    /// Errors: not JSON, not an object, keys that mean nothing here.
+    pub(crate) fn read(line: &[u8]) -> Result<Request, Refusal> {
+        let value = serde_json::from_slice(line)
+            .map_err(|error| Refusal::usage(format!("not a line of JSON: {error}")))?;
+        let Value::Object(mut object) = value else {
+            return Err(Refusal::usage("not a JSON object"));
+        };
+        let id = object.remove("id");
+        let execute = match object.remove("execute") {
+            Some(Value::String(name)) => name,
+            _ => return Err(Refusal::usage("'execute' is missing or no text")),
+        };
+        let arguments = match object.remove("arguments") {
+            None => Map::new(),
+            Some(Value::Object(arguments)) => arguments,
+            Some(_) => return Err(Refusal::usage("'arguments' is no object")),
+        };
+        match object.keys().next() {
+            Some(key) => Err(Refusal::usage(format!("unknown key '{}'", key.escape_debug()))),
+            None => Ok(Request { execute, arguments, id }),
+        }
+    }
+}
+
+/// Why a request is not done.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Refusal {
+    /// QMP's class.
+    pub(crate) class: &'static str,
+    pub(crate) text: String,
+    pub(crate) hint: Option<String>,
+    pub(crate) exit: u8,
+}
+
+impl Refusal {
+    /// What was said makes no sense.
+    pub(crate) fn usage(text: impl Into<String>) -> Refusal {
+        Refusal {
+            class: "GenericError",
+            text: text.into(),
+            hint: None,
+            exit: Exit::Usage.code(),
+        }
+    }
+}
+
+impl From<Failure> for Refusal {
+    fn from(failure: Failure) -> Refusal {
+        Refusal {
+            class: "GenericError",
+            text: failure.message().to_owned(),
+            hint: failure.hint_text().map(str::to_owned),
+            exit: failure.code(),
+        }
+    }
+}
+
+/// The first line of a server.
+pub(crate) fn greeting() -> Value {
+    json!({ "ringdisk": { "version": env!("CARGO_PKG_VERSION"), "protocol": VERSION } })
+}
+
+/// A line of the answer to the request with `id`.
+fn answer(id: Option<&Value>, key: &str, value: Value) -> Value {
+    let mut line = Map::new();
+    if let Some(id) = id {
+        line.insert(String::from("id"), id.clone());
+    }
+    line.insert(key.to_owned(), value);
+    Value::Object(line)
+}
+
+/// It is done.
+pub(crate) fn done(id: Option<&Value>, value: Value) -> Value {
+    answer(id, "return", value)
+}
+
+/// It is not done.
+pub(crate) fn refused(id: Option<&Value>, refusal: &Refusal) -> Value {
+    let mut error = json!({ "class": refusal.class, "desc": refusal.text, "exit": refusal.exit });
+    if let (Some(hint), Value::Object(error)) = (&refusal.hint, &mut error) {
+        error.insert(String::from("hint"), json!(hint));
+    }
+    answer(id, "error", error)
+}
+
+/// How far it is, bytes.
+pub(crate) fn progress(id: Option<&Value>, done: u64, total: u64) -> Value {
+    answer(id, "progress", json!({ "done": done, "total": total }))
+}
+
+/// What a client makes of a line.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Reply {
+    Greeting { protocol: u64 },
+    Done(Value),
+    Refused { text: String, hint: Option<String>, exit: Option<u8> },
+    Progress { done: u64, total: u64 },
+}
+
+impl Reply {
+    /// `None`: not a line of this protocol.
+    pub(crate) fn read(line: &[u8]) -> Option<Reply> {
+        let value: Value = serde_json::from_slice(line).ok()?;
+        if let Some(greeting) = value.get("ringdisk") {
+            return Some(Reply::Greeting { protocol: greeting.get("protocol")?.as_u64()? });
+        }
+        if let Some(value) = value.get("return") {
+            return Some(Reply::Done(value.clone()));
+        }
+        if let Some(progress) = value.get("progress") {
+            let number = |key| progress.get(key).and_then(Value::as_u64);
+            return Some(Reply::Progress { done: number("done")?, total: number("total")? });
+        }
+        let error = value.get("error")?;
+        let text = |key| error.get(key).and_then(Value::as_str).map(str::to_owned);
+        Some(Reply::Refused {
+            text: text("desc")?,
+            hint: text("hint"),
+            exit: error.get("exit").and_then(Value::as_u64).and_then(|exit| exit.try_into().ok()),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(line: &str) -> Result<Command, Refusal> {
+        Request::read(line.as_bytes()).and_then(|request| Command::read(&request))
+    }
+
+    #[test]
+    fn commands_survive_the_way() {
+        let resize = Resize {
+            size: NewSize::Grow(512),
+            shrink: true,
+            preallocation: Some(String::from("full")),
+        };
+        let snapshot =
+            Snapshot { file: Some(String::from("/a\n\"b")), internal: None };
+        for command in [
+            Command::Stats,
+            Command::Resize(resize),
+            Command::Snapshot(snapshot),
+            Command::Commit(Commit { top: None, base: Some(String::from("/b")) }),
+            Command::Stop,
+        ] {
+            let line = command.line();
+            assert!(!line.contains('\n'), "{line}");
+            assert_eq!(read(&line), Ok(command));
+        }
+    }
+
+    #[test]
+    fn rubbish_is_refused_with_a_reason() {
+        for (line, reason) in [
+            ("", "not a line of JSON"),
+            ("hello", "not a line of JSON"),
+            ("[1]", "not a JSON object"),
+            ("{}", "'execute' is missing"),
+            (r#"{"execute": 5}"#, "'execute' is missing or no text"),
+            (r#"{"execute": "stats", "arguments": 1}"#, "'arguments' is no object"),
+            (r#"{"execute": "stats", "argument": {}}"#, "unknown key 'argument'"),
+            (r#"{"execute": "stats", "arguments": {"a": 1}}"#, "unknown field `a`"),
+            (r#"{"execute": "reboot"}"#, "no such command: 'reboot'"),
+            (r#"{"execute": "resize"}"#, "missing field `size`"),
+            (r#"{"execute": "resize", "arguments": {"size": {"to": -1}}}"#, "invalid value"),
+            (r#"{"execute": "resize", "arguments": {"size": {"to": 1e30}}}"#, "invalid type"),
+        ] {
+            let refusal = read(line).expect_err(line);
+            assert!(refusal.text.contains(reason), "{line}: {}", refusal.text);
+        }
+        let deep = "[".repeat(10_000);
+        assert!(read(&deep).is_err());
+        assert!(Request::read(b"\xff\xfe\0").is_err());
+    }
+
+    #[test]
+    fn replies_survive_the_way() {
+        let id = json!("x");
+        let line = |value: Value| Reply::read(value.to_string().as_bytes());
+        assert_eq!(line(greeting()), Some(Reply::Greeting { protocol: 1 }));
+        assert_eq!(line(done(Some(&id), json!({"a": 1}))), Some(Reply::Done(json!({"a": 1}))));
+        assert_eq!(
+            line(progress(None, 1, 2)),
+            Some(Reply::Progress { done: 1, total: 2 })
+        );
+        let failure = Failure::new(Exit::Locked, "busy").hint("wait");
+        assert_eq!(
+            line(refused(Some(&id), &failure.into())),
+            Some(Reply::Refused {
+                text: String::from("busy"),
+                hint: Some(String::from("wait")),
+                exit: Some(5)
+            })
+        );
+        assert_eq!(Reply::read(b"{}"), None);
+        assert_eq!(Reply::read(b"rubbish"), None);
+    }
+}
