@@ -11,15 +11,16 @@ use rustix::io::Errno;
 use crate::compressed::Compressed;
 use crate::geometry::Geometry;
 use crate::run::ExtentKind;
+use crate::sync::{AtomicU64, Ordering};
 
 /// Bits 9 to 55: host offset of a table or cluster.
-const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
+pub(crate) const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
 /// Bit 63: the reference count is exactly one.
 pub(crate) const COPIED: u64 = 1 << 63;
 /// Bit 62 of an L2 entry: compressed cluster.
-const COMPRESSED: u64 = 1 << 62;
+pub(crate) const COMPRESSED: u64 = 1 << 62;
 /// Bit 0 of a standard L2 entry of version 3: reads as zeroes.
-const ZERO: u64 = 1;
+pub(crate) const ZERO: u64 = 1;
 /// Bits 0 to 8 and 56 to 62.
 const L1_RESERVED: u64 = !(OFFSET_MASK | COPIED);
 /// Bits 0 to 8 and 56 to 61 (bit 0 is taken out where it has a meaning).
@@ -34,9 +35,27 @@ pub(crate) struct Region {
     pub(crate) end: u64,
 }
 
-impl Region {
+/// A [`Region`] that can move while requests look at it.
+#[derive(Debug, Default)]
+pub(crate) struct MovingRegion {
+    start: AtomicU64,
+    end: AtomicU64,
+}
+
+impl MovingRegion {
+    fn new(region: Region) -> MovingRegion {
+        MovingRegion { start: AtomicU64::new(region.start), end: AtomicU64::new(region.end) }
+    }
+
+    /// Moves it. Who looks meanwhile may see no region.
+    pub(crate) fn set(&self, region: Region) {
+        self.end.store(0, Ordering::Release);
+        self.start.store(region.start, Ordering::Release);
+        self.end.store(region.end, Ordering::Release);
+    }
+
     fn overlaps(&self, start: u64, end: u64) -> bool {
-        start < self.end && end > self.start
+        start < self.end.load(Ordering::Acquire) && end > self.start.load(Ordering::Acquire)
     }
 }
 
@@ -50,20 +69,23 @@ pub(crate) struct Lengths {
 }
 
 /// The rules by which entries of one image are read.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub(crate) struct Rules {
-    cluster_bits: u32,
-    extended: bool,
-    external: bool,
+    pub(crate) cluster_bits: u32,
+    pub(crate) extended: bool,
+    pub(crate) external: bool,
     /// Bits of a standard entry that must be zero, alignment included.
-    bad_bits: u64,
+    pub(crate) bad_bits: u64,
     /// Bits of a standard entry that say "zeroes": none where bit 0 is reserved.
-    zero_flag: u64,
+    pub(crate) zero_flag: u64,
     /// Bits of the host offset of a compressed cluster.
     compressed_offset_bits: u32,
     /// L1 table, refcount table, snapshot table.
-    metadata: [Region; 3],
+    pub(crate) metadata: [MovingRegion; 3],
 }
+
+/// Index of the refcount table in [`Rules::metadata`].
+pub(crate) const REFCOUNT_TABLE: usize = 1;
 
 impl Rules {
     /// * `version`: 2 or 3.
@@ -84,12 +106,12 @@ impl Rules {
             bad_bits: (L2_RESERVED | alignment) & !zero_flag,
             zero_flag,
             compressed_offset_bits: 62 - (geometry.cluster_bits - 8),
-            metadata,
+            metadata: metadata.map(MovingRegion::new),
         }
     }
 
     /// Whether a range of the image file lies where other things are.
-    fn overlaps_metadata(&self, start: u64, len: u64) -> bool {
+    pub(crate) fn overlaps_metadata(&self, start: u64, len: u64) -> bool {
         let Some(end) = start.checked_add(len) else { return true };
         start < 1 << self.cluster_bits
             || self.metadata.iter().any(|region| region.overlaps(start, end))
@@ -187,14 +209,25 @@ impl Rules {
         Ok((zero, data, end - in_cluster))
     }
 
+    /// Host offset and length in bytes of a compressed cluster, up to the end of its last sector.
+    pub(crate) fn compressed_place(&self, entry: u64) -> (u64, u64) {
+        let host = entry & ((1 << self.compressed_offset_bits) - 1);
+        let sectors = (entry & (COMPRESSED - 1)) >> self.compressed_offset_bits;
+        (host, (sectors + 1) * SECTOR - host % SECTOR)
+    }
+
+    /// The entry of a compressed cluster of `len` bytes at `host`.
+    pub(crate) fn compressed_entry(&self, host: u64, len: u64) -> u64 {
+        let sectors = (host + len - 1) / SECTOR - host / SECTOR;
+        COMPRESSED | sectors << self.compressed_offset_bits | host
+    }
+
     /// The descriptor of a compressed cluster.
     fn compressed(&self, entry: u64, bitmap: u64, lengths: Lengths) -> Result<Compressed, Errno> {
         if self.external || (self.extended && bitmap != 0) {
             return Err(Errno::IO);
         }
-        let host = entry & ((1 << self.compressed_offset_bits) - 1);
-        let sectors = (entry & (COMPRESSED - 1)) >> self.compressed_offset_bits;
-        let len = (sectors + 1) * SECTOR - host % SECTOR;
+        let (host, len) = self.compressed_place(entry);
         // The last sector may be cut by the end of the file: what is needed of it is there.
         let len = len.min(lengths.file.saturating_sub(host));
         if len == 0 || self.overlaps_metadata(host, len) {

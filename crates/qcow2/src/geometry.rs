@@ -32,6 +32,11 @@ impl Geometry {
         1 << self.cluster_bits
     }
 
+    /// Smallest part of a cluster that an L2 entry can call zero, bytes.
+    pub(crate) fn zero_unit(&self) -> u64 {
+        if self.extended { 1 << (self.cluster_bits - 5) } else { self.cluster_size() }
+    }
+
     /// Words of one L2 entry.
     pub(crate) fn entry_words(&self) -> usize {
         1 << u32::from(self.extended)

@@ -1,11 +1,9 @@
 //! An open image: what all queue threads share.
 
-use rustix::io::Errno;
-
-use ringdisk_ring::{IoBuf, Ring};
 use ringdisk_storage::Storage;
 
-use crate::compressed::{Compressed, Decompressor};
+use crate::compressed::Decompressor;
+use crate::engine::Engine;
 use crate::entry::{Lengths, Rules};
 use crate::error::{Error, ErrorKind};
 use crate::flight::Flights;
@@ -17,14 +15,32 @@ use crate::sync::{Arc, AtomicU64};
 /// How to open an image.
 #[derive(Clone, Debug, Default)]
 pub struct OpenOptions {
-    /// Open for writing. Refused for now: kind `Corrupt` for an image that is marked corrupt, else
-    /// `Unsupported`.
+    /// Open for writing. An image that is marked corrupt is refused (kind `Corrupt`); the reference
+    /// counts of one that is marked dirty are built anew first.
     pub writable: bool,
+    /// What discards do.
+    pub discard: Discard,
+    /// Discarded clusters keep their place in the image file, so that it does not fragment; their
+    /// space is given back to the file system all the same. Version 3 only.
+    pub discard_no_unref: bool,
+    /// Reference counts are written at the end only, and the dirty bit is set meanwhile. `None`: as
+    /// the image says. Version 3 only.
+    pub lazy_refcounts: Option<bool>,
     /// Cap of the metadata cache in bytes; `None`: [`limits::METADATA_CACHE_BYTES`]
     /// (the whole image where that is less).
     ///
     /// [`limits::METADATA_CACHE_BYTES`]: crate::limits::METADATA_CACHE_BYTES
     pub metadata_cache_bytes: Option<u64>,
+}
+
+/// What a discard of the disk's user does.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Discard {
+    /// Nothing.
+    Ignore,
+    /// Space is given back, to the image and to its file system.
+    #[default]
+    Unmap,
 }
 
 /// An open qcow2 image. `Send + Sync`: shared by all queue threads in an `Arc`.
@@ -42,6 +58,8 @@ pub struct Qcow2 {
     /// Slices that are being loaded.
     pub(crate) loads: Flights<SliceIndex, ()>,
     pub(crate) decompressor: Decompressor,
+    /// What writing needs; `None`: open for reading only.
+    pub(crate) engine: Option<Box<Engine>>,
 }
 
 /// What the metadata cache did so far.
@@ -51,6 +69,8 @@ pub struct CacheCounters {
     pub loads: u64,
     /// L2 slices that were pushed out, because the cap was reached.
     pub evictions: u64,
+    /// L2 slices that differ from the image file now.
+    pub dirty: u64,
     /// Bytes that the cache may take.
     pub capacity_bytes: u64,
 }
@@ -99,26 +119,9 @@ impl Qcow2 {
         CacheCounters {
             loads: counters.loads,
             evictions: counters.evictions,
+            dirty: counters.dirty,
             capacity_bytes: self.slices.capacity_bytes(),
         }
-    }
-
-    /// Reads a part of one compressed cluster. Takes a lock for a short look at the clusters that
-    /// were decompressed last; decompression happens on a helper thread.
-    ///
-    /// * `offset_in_cluster`: first byte inside the decompressed cluster.
-    /// * `buf`: is filled; must end inside the cluster.
-    ///
-    /// Errors: `EINVAL` when the part does not lie in the cluster, `EIO` when the compressed data
-    /// is rubbish, and what the storage reports.
-    pub async fn read_compressed(
-        &self,
-        ring: &Ring,
-        cluster: Compressed,
-        offset_in_cluster: u64,
-        buf: &IoBuf,
-    ) -> Result<(), Errno> {
-        self.decompressor.read(ring, &self.file, cluster, offset_in_cluster, buf).await
     }
 
     /// Lengths of the files right now.

@@ -20,11 +20,12 @@
 #![forbid(unsafe_code)]
 
 mod bitmaps;
-// Until repair is there.
-#[allow(dead_code)]
+#[allow(dead_code)] // Until repair is there.
 mod check;
 mod compressed;
 mod create;
+mod engine;
+mod recording_shim;
 mod entry;
 mod error;
 mod extensions;
@@ -55,11 +56,14 @@ mod tests;
 #[doc(hidden)]
 pub use check::{ImageBytes, check_bytes};
 pub use check::{CheckHooks, CheckOptions, CheckReport, CheckVerdict, Repair, check};
-pub use compressed::Compressed;
+pub use compressed::{Compressed, compress};
 pub use create::{CreateOptions, Preallocation, check_options, create};
 pub use error::{Error, ErrorKind};
 pub use header::is_qcow2;
-pub use image::{CacheCounters, OpenOptions, Qcow2};
+pub use engine::WriteBack;
+pub use engine::below::{Below, Nothing};
+pub use engine::grace::Grace;
+pub use image::{CacheCounters, Discard, OpenOptions, Qcow2};
 pub use info::{Bitmap, CompressionType, CryptoHeader, FeatureClass, FeatureName};
 pub use info::{Info, Snapshot, UnknownExtension};
 pub use run::{Extent, ExtentKind};

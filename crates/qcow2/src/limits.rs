@@ -37,12 +37,18 @@ pub const SLICE_BYTES_MAX: usize = 4096;
 /// Default cap of the metadata cache. All L2 tables of a 1 TiB disk with clusters of 64 KiB:
 /// 1 TiB / 64 KiB * 8 bytes. Only the parts that were used take memory.
 pub const METADATA_CACHE_BYTES: u64 = 128 << 20;
-/// Memory for clusters that were decompressed recently, for each image.
-pub const RECENT_CLUSTERS_BYTES: usize = 4 << 20;
-/// At least this many decompressed clusters are kept (8 MiB with clusters of 2 MiB).
-pub const RECENT_CLUSTERS_MIN: usize = 4;
-/// At most this many, so that a look-up among them stays short.
-pub const RECENT_CLUSTERS_MAX: usize = 64;
+/// Memory for clusters that were decompressed recently or ahead of a reader, for each image: 256
+/// clusters of 64 KiB, enough for 8 sequential readers with [`READ_AHEAD_BYTES`] each.
+pub const RECENT_CLUSTERS_BYTES: usize = 16 << 20;
+/// At least this many decompressed clusters are kept (16 MiB with clusters of 2 MiB).
+pub const RECENT_CLUSTERS_MIN: usize = 8;
+/// At most this many, so that a look-up among them stays short (about 100 ns).
+pub const RECENT_CLUSTERS_MAX: usize = 256;
+/// Most bytes of disk that are decompressed ahead of one sequential reader: work for 32 CPUs with
+/// clusters of 64 KiB.
+pub const READ_AHEAD_BYTES: usize = 2 << 20;
+/// Most bytes of the image file that are read at once for several compressed clusters.
+pub const COMPRESSED_READ_BYTES: u64 = 1 << 20;
 /// Clusters up to this size are decompressed at once: that takes less time (about 10 µs) than to
 /// go to a helper thread and back.
 pub const INLINE_DECOMPRESSION_BYTES: usize = 4096;
@@ -50,6 +56,8 @@ pub const INLINE_DECOMPRESSION_BYTES: usize = 4096;
 pub const REFCOUNT_CACHE_BYTES: usize = 16 << 20;
 /// Most runs of free clusters that are remembered, for each image: about 3 MiB.
 pub const FREE_RUNS_MAX: usize = 1 << 16;
+/// So many dirty L2 slices are written back at once: 8 MiB with slices of 4 KiB.
+pub const DIRTY_SLICES_MAX: u64 = 2048;
 /// Memory that a check may take for counting: one byte for each cluster in use, so 128 TiB in
 /// clusters of 64 KiB.
 pub const CHECK_BYTES_MAX: u64 = 2 << 30;

@@ -121,7 +121,7 @@ impl Qcow2 {
     }
 
     /// Brings `slice` into the cache, or waits for whoever does.
-    async fn load(&self, ring: &Ring, slice: SliceIndex) -> Result<(), Errno> {
+    pub(crate) async fn load(&self, ring: &Ring, slice: SliceIndex) -> Result<(), Errno> {
         match self.loads.join(slice, || self.slices.find(slice).map(drop)) {
             Join::Ready(()) => Ok(()),
             // Abandoned: the caller looks again and maybe leads.
@@ -146,15 +146,23 @@ impl Qcow2 {
         if self.file.read(ring, offset, &buf).await? < bytes {
             return Err(Errno::IO);
         }
-        let mut raw = [0u8; SLICE_BYTES_MAX];
-        let raw = &mut raw[..bytes];
-        buf.copy_to_slice(0, raw);
-        let mut words = [0u64; SLICE_BYTES_MAX / 8];
-        let words = &mut words[..bytes / 8];
-        for (word, bytes) in words.iter_mut().zip(raw.as_chunks::<8>().0) {
-            *word = u64::from_be_bytes(*bytes);
+        let words = &words_of(&buf)[..bytes / 8];
+        self.look_for_overlaps(ring, words).await;
+        while !self.slices.publish(slice, words) {
+            // Wherever it could go is dirty. Boxed: rare.
+            Box::pin(self.checkpoint(ring)).await?;
         }
-        self.slices.publish(slice, words);
         Ok(())
     }
+}
+
+/// The words of a slice as they are on disk.
+fn words_of(buf: &IoBuf) -> Box<[u64; SLICE_BYTES_MAX / 8]> {
+    let mut raw = [0u8; SLICE_BYTES_MAX];
+    buf.copy_to_slice(0, &mut raw[..buf.len()]);
+    let mut words = Box::new([0u64; SLICE_BYTES_MAX / 8]);
+    for (word, bytes) in words.iter_mut().zip(raw.as_chunks::<8>().0) {
+        *word = u64::from_be_bytes(*bytes);
+    }
+    words
 }

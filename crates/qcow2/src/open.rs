@@ -1,11 +1,13 @@
 //! Opening an image: header, directories, L1 table.
 
+mod writable;
+
 use ringdisk_ring::{IoBuf, Ring};
 use ringdisk_storage::Storage;
 
 use crate::bitmaps;
 use crate::compressed::Decompressor;
-use crate::entry::Rules;
+use crate::entry::{Region, Rules};
 use crate::error::{Error, ErrorKind};
 use crate::flight::Flights;
 use crate::header::{self, Header, Subject};
@@ -32,14 +34,10 @@ impl Qcow2 {
         file: Arc<Storage>,
         options: &OpenOptions,
     ) -> Result<Qcow2, Error> {
-        let header = read_header(ring, &file, options.writable).await?;
-        if options.writable {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                file.name(),
-                "writing to qcow2 images is not there yet",
-                "open it read-only, or convert it to raw",
-            ));
+        let mut header = read_header(ring, &file, options.writable).await?;
+        if options.writable && header.incompatible & header::DIRTY != 0 {
+           
+            header = read_header(ring, &file, true).await?;
         }
         let (snapshots, snapshot_region) = snapshots::read(ring, &file, &header).await?;
         let bitmaps = bitmaps::read(ring, &file, &header).await?;
@@ -54,6 +52,18 @@ impl Qcow2 {
             .and_then(|slices| SliceCache::new(slices, geometry.slice_words(), cap))
             .ok_or_else(|| no_memory(&file, "the metadata cache"))?;
         let cluster_size = 1usize << geometry.cluster_bits;
+        let engine = if options.writable {
+            let found = Found {
+                header: &header,
+                l1: &l1,
+                snapshots: &snapshots,
+                snapshot_region,
+                bitmaps: &bitmaps,
+            };
+            Some(Box::new(writable::engine(ring, &file, options, found).await?))
+        } else {
+            None
+        };
         Ok(Qcow2 {
             rules: Rules::new(&geometry, header.version, external, metadata),
             decompressor: Decompressor::new(header.compression, cluster_size),
@@ -64,8 +74,18 @@ impl Qcow2 {
             l1,
             slices,
             loads: Flights::new(),
+            engine,
         })
     }
+}
+
+/// What the open has read.
+struct Found<'a> {
+    header: &'a Header,
+    l1: &'a [AtomicU64],
+    snapshots: &'a [Snapshot],
+    snapshot_region: Region,
+    bitmaps: &'a [Bitmap],
 }
 
 fn no_memory(file: &Storage, what: &str) -> Error {

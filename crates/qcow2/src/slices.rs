@@ -19,8 +19,12 @@
 //! Otherwise a slice may lie in one of 8 slots (whose tags share one cache line), chosen by the
 //! low bits of its number, so neighbours never push each other out; the victim is found by second
 //! chance.
+//!
+//! Changing a slice: [`SliceCache::update`] stores words under the writer lock and marks the slice
+//! dirty. A dirty slice, and one that is being written to the image, is never evicted. Entries of two
+//! words change together: while they do, the generation is odd and readers spin for these few stores.
 
-use super::sync::{AtomicU8, AtomicU64, Mutex, Ordering, lock, zeroed_bytes, zeroed_words};
+use super::sync::{AtomicU8, AtomicU64, Mutex, Ordering, lock, spin, zeroed_bytes, zeroed_words};
 
 /// Slots that a slice may be in, when the cache is smaller than the image.
 const WAYS: u32 = 8;
@@ -47,6 +51,8 @@ pub(crate) struct SliceCache {
     used: Box<[AtomicU8]>,
     /// Writers of slots exclude one another. Readers never take it.
     writer: Mutex<Writer>,
+    /// Dirty slices; read without the lock.
+    dirty: AtomicU64,
 }
 
 /// What only the writer needs.
@@ -55,6 +61,28 @@ struct Writer {
     /// For each set the slot at which the search for a victim goes on; empty when nothing is ever
     /// evicted.
     hands: Vec<u8>,
+    /// For each slot [`DIRTY`] and [`WRITING`]; empty until the first change.
+    states: Vec<u8>,
+    /// Slots that are dirty, each once.
+    dirty: Vec<u32>,
+}
+
+/// The slot differs from the image.
+const DIRTY: u8 = 1;
+/// A copy of the slot is on its way to the image.
+const WRITING: u8 = 2;
+/// The slot is dirty, and among the changes are links to new clusters.
+const LINKS: u8 = 4;
+
+/// A copy of a slice that has to be written to the image.
+#[derive(Debug)]
+pub(crate) struct DirtySlice {
+    pub(crate) slice: SliceIndex,
+    slot: u32,
+    /// It links clusters that were not linked before: their data and reference counts go first.
+    pub(crate) links: bool,
+    /// Its words, in the byte order of the machine.
+    pub(crate) words: Box<[u64]>,
 }
 
 /// What happened in the cache so far.
@@ -64,6 +92,21 @@ pub(crate) struct Counters {
     pub(crate) loads: u64,
     /// Slices that were pushed out: the cap of the cache was reached.
     pub(crate) evictions: u64,
+    /// Slices that differ from the image now.
+    pub(crate) dirty: u64,
+}
+
+/// The words of a slice that is being changed.
+pub(crate) struct SliceWords<'a>(&'a [AtomicU64]);
+
+impl SliceWords<'_> {
+    pub(crate) fn get(&self, index: usize) -> u64 {
+        self.0[index].load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set(&self, index: usize, value: u64) {
+        self.0[index].store(value, Ordering::Release);
+    }
 }
 
 /// A slice that was in the cache when it was found.
@@ -115,7 +158,10 @@ impl SliceCache {
             writer: Mutex::new(Writer {
                 counters: Counters::default(),
                 hands: vec![0; marks / WAYS as usize],
+                states: Vec::new(),
+                dirty: Vec::new(),
             }),
+            dirty: AtomicU64::new(0),
         })
     }
 
@@ -129,8 +175,15 @@ impl SliceCache {
         let first = self.first_slot(slice);
         for slot in first..first + self.ways as usize {
             let tag = self.tags.get(slot)?;
-            let seen = tag.load(Ordering::Acquire);
+            let mut seen = tag.load(Ordering::Acquire);
             if is_tag_of(seen, slice) {
+                while is_changing(seen) {
+                    spin();
+                    seen = tag.load(Ordering::Acquire);
+                }
+                if !is_tag_of(seen, slice) {
+                    continue;
+                }
                 if let Some(mark) = self.used.get(slot)
                     && mark.load(Ordering::Relaxed) == 0
                 {
@@ -144,22 +197,27 @@ impl SliceCache {
         None
     }
 
-    /// Puts `slice` into the cache and evicts another where needed. Takes the writer lock.
+    /// Puts `slice` into the cache and evicts another where needed. Takes the writer lock. Does
+    /// nothing when the slice is there by now: what is there may be newer.
     ///
     /// * `words`: the contents, `slice_words` of them.
-    pub(crate) fn publish(&self, slice: SliceIndex, words: &[u64]) {
+    ///
+    /// False: every slot in which it may be is dirty; write back first.
+    pub(crate) fn publish(&self, slice: SliceIndex, words: &[u64]) -> bool {
         debug_assert_eq!(words.len(), self.slice_words);
         let mut writer = lock(&self.writer);
-        let Some(slot) = self.victim(&mut writer.hands, slice) else { return };
+        if self.slot_of(slice).is_some() || self.tags.is_empty() {
+            return true;
+        }
+        let Some(slot) = self.victim(&mut writer, slice) else { return false };
         let counters = &mut writer.counters;
         let tag = &self.tags[slot];
         let old = tag.load(Ordering::Relaxed);
         counters.loads += 1;
-        counters.evictions += u64::from(old & LOW != 0 && !is_tag_of(old, slice));
-        let generation = (old >> 32).wrapping_add(1) << 32;
+        counters.evictions += u64::from(old & LOW != 0);
+        let generation = (old >> 32).wrapping_add(2) << 32;
         tag.store(generation, Ordering::Relaxed);
-        let start = slot * self.slice_words;
-        for (word, value) in self.words[start..].iter().zip(words) {
+        for (word, value) in self.words_of(slot).iter().zip(words) {
             word.store(*value, Ordering::Release);
         }
         // Not marked: what is never looked up again goes first.
@@ -167,38 +225,128 @@ impl SliceCache {
             mark.store(0, Ordering::Relaxed);
         }
         tag.store(generation | (u64::from(slice.0) + 1), Ordering::Release);
+        true
     }
 
-    /// The slot for `slice`: its own, an empty one, or the first behind the hand whose mark is not
-    /// set (marks are cleared on the way, so the second round ends).
-    fn victim(&self, hands: &mut [u8], slice: SliceIndex) -> Option<usize> {
+    /// Changes words of `slice` and marks it dirty. Takes the writer lock; `change` must be short.
+    ///
+    /// * `pairs`: entries have two words, which readers must see change together.
+    /// * `links`: clusters are linked that were not linked before.
+    ///
+    /// `None`: the slice is not in the cache, nothing happened.
+    pub(crate) fn update<T>(
+        &self,
+        slice: SliceIndex,
+        pairs: bool,
+        links: bool,
+        change: impl FnOnce(&SliceWords<'_>) -> T,
+    ) -> Option<T> {
+        let mut writer = lock(&self.writer);
+        let slot = self.slot_of(slice)?;
+        if writer.states.is_empty() {
+            writer.states = vec![0; self.tags.len()];
+        }
+        let tag = &self.tags[slot];
+        let before = tag.load(Ordering::Relaxed);
+        if pairs {
+            tag.store(before.wrapping_add(ODD), Ordering::Relaxed);
+        }
+        let result = change(&SliceWords(self.words_of(slot)));
+        if pairs {
+            tag.store(before.wrapping_add(2 * ODD), Ordering::Release);
+        }
+        writer.mark_dirty(slot, links);
+        self.dirty.store(writer.dirty.len() as u64, Ordering::Relaxed);
+        Some(result)
+    }
+
+    /// Copies up to `max` dirty slices, which count as being written until
+    /// [`written`](SliceCache::written). Takes the writer lock.
+    pub(crate) fn take_dirty(&self, max: usize) -> Vec<DirtySlice> {
+        let mut writer = lock(&self.writer);
+        let writer = &mut *writer;
+        let from = writer.dirty.len() - max.min(writer.dirty.len());
+        let mut taken = Vec::with_capacity(writer.dirty.len() - from);
+        for slot in writer.dirty.drain(from..) {
+            let index = slot as usize;
+            let links = writer.states[index] & LINKS != 0;
+            writer.states[index] = WRITING;
+            let number = self.tags[index].load(Ordering::Relaxed) & LOW;
+            // The low half of a tag, which is not 0 here.
+            #[allow(clippy::cast_possible_truncation)]
+            let slice = SliceIndex(number.wrapping_sub(1) as u32);
+            let load = |word: &AtomicU64| word.load(Ordering::Relaxed);
+            let words = self.words_of(index).iter().map(load).collect();
+            taken.push(DirtySlice { slice, slot, links, words });
+        }
+        self.dirty.store(writer.dirty.len() as u64, Ordering::Relaxed);
+        taken
+    }
+
+    /// Ends what [`take_dirty`](SliceCache::take_dirty) began.
+    ///
+    /// * `ok`: the copies are on stable storage; otherwise the slices are dirty again.
+    pub(crate) fn written(&self, slices: &[DirtySlice], ok: bool) {
+        let mut writer = lock(&self.writer);
+        for taken in slices {
+            let slot = taken.slot as usize;
+            writer.states[slot] &= !WRITING;
+            if !ok {
+                writer.mark_dirty(slot, taken.links);
+            }
+        }
+        self.dirty.store(writer.dirty.len() as u64, Ordering::Relaxed);
+    }
+
+    /// Slices that are dirty. No lock; may be outdated.
+    pub(crate) fn dirty_hint(&self) -> u64 {
+        self.dirty.load(Ordering::Relaxed)
+    }
+
+    /// The words of a slot.
+    fn words_of(&self, slot: usize) -> &[AtomicU64] {
+        let start = slot * self.slice_words;
+        &self.words[start..start + self.slice_words]
+    }
+
+    /// The slot that holds `slice`. Under the writer lock.
+    fn slot_of(&self, slice: SliceIndex) -> Option<usize> {
+        let first = self.first_slot(slice);
+        let mut slots = first..(first + self.ways as usize).min(self.tags.len());
+        slots.find(|slot| is_tag_of(self.tags[*slot].load(Ordering::Relaxed), slice))
+    }
+
+    /// The slot for `slice`: an empty one, or the first behind the hand that is clean and whose
+    /// mark is not set (marks are cleared on the way, so the second round ends). `None`: all are
+    /// dirty.
+    fn victim(&self, writer: &mut Writer, slice: SliceIndex) -> Option<usize> {
         let first = self.first_slot(slice);
         let slots = first..first + self.ways as usize;
         if slots.end > self.tags.len() {
             return None;
         }
         let tag = |slot: usize| self.tags[slot].load(Ordering::Relaxed);
-        if let Some(slot) = slots.clone().find(|slot| is_tag_of(tag(*slot), slice)) {
-            return Some(slot);
-        }
         if let Some(slot) = slots.clone().find(|slot| tag(*slot) & LOW == 0) {
             return Some(slot);
         }
+        let Writer { hands, states, .. } = writer;
+        let clean = |slot: usize| states.get(slot).is_none_or(|state| *state == 0);
         let hand = hands.get_mut(first / WAYS as usize)?;
         for _ in 0..2 * WAYS {
             let slot = first + usize::from(*hand);
             *hand = (*hand + 1) % WAYS_U8;
-            if self.used[slot].swap(0, Ordering::Relaxed) == 0 {
+            if clean(slot) && self.used[slot].swap(0, Ordering::Relaxed) == 0 {
                 return Some(slot);
             }
         }
-        // Readers set the marks again faster than they were cleared: any victim is right.
-        Some(first + usize::from(*hand))
+        // Readers set the marks again faster than they were cleared: any clean victim is right.
+        slots.clone().find(|slot| clean(*slot))
     }
 
     /// What happened so far.
     pub(crate) fn counters(&self) -> Counters {
-        lock(&self.writer).counters
+        let writer = lock(&self.writer);
+        Counters { dirty: writer.dirty.len() as u64, ..writer.counters }
     }
 
     /// Bytes that the slices may take when all of them are in use.
@@ -207,8 +355,29 @@ impl SliceCache {
     }
 }
 
+impl Writer {
+    fn mark_dirty(&mut self, slot: usize, links: bool) {
+        if links {
+            self.states[slot] |= LINKS;
+        }
+        if self.states[slot] & DIRTY == 0 {
+            self.states[slot] |= DIRTY;
+            // Slots are counted in 32 bits.
+            #[allow(clippy::cast_possible_truncation)]
+            self.dirty.push(slot as u32);
+        }
+    }
+}
+
 /// The half of a tag that names the slice.
 const LOW: u64 = 0xffff_ffff;
+/// The lowest bit of the generation: set while words change together.
+const ODD: u64 = 1 << 32;
+
+/// Whether words of the slot are changing right now.
+fn is_changing(tag: u64) -> bool {
+    tag & ODD != 0
+}
 
 /// Whether `tag` says that its slot holds `slice`.
 fn is_tag_of(tag: u64, slice: SliceIndex) -> bool {

@@ -1,8 +1,8 @@
 //! The primitives that threads share, in one place: the model test (`model/`) builds the same
 //! source files on simulated ones.
 
-pub(crate) use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
-pub(crate) use std::sync::{Arc, Mutex};
+pub(crate) use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+pub(crate) use std::sync::{Arc, Mutex, MutexGuard};
 
 use zerocopy::FromZeros;
 
@@ -21,4 +21,9 @@ pub(crate) fn zeroed_bytes(count: usize) -> Option<Box<[AtomicU8]>> {
 /// by one.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+/// Waits a moment for another thread that is in the middle of a few stores.
+pub(crate) fn spin() {
+    std::hint::spin_loop();
 }

@@ -19,3 +19,8 @@ pub(crate) fn zeroed_bytes(count: usize) -> Option<Box<[AtomicU8]>> {
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> shuttle::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
+
+/// As `crate::sync::spin`: lets the other thread run.
+pub(crate) fn spin() {
+    shuttle::thread::yield_now();
+}

@@ -1,0 +1,177 @@
+//! What writing to a part of one cluster needs: decided from its L2 entry. Pure.
+//!
+//! Source: qcow2 specification, "Cluster mapping" and "Extended L2 entries".
+
+use std::ops::Range;
+
+use rustix::io::Errno;
+
+use crate::entry::{COMPRESSED, COPIED, OFFSET_MASK, Rules};
+
+/// The two words of an L2 entry; the second one is 0 where entries have one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Words {
+    pub(crate) entry: u64,
+    pub(crate) bitmap: u64,
+}
+
+/// How a part of a cluster gets written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Action {
+    /// The place is ours and the entry stays as it is.
+    InPlace {
+        /// Host offset of the cluster, bytes.
+        host: u64,
+    },
+    /// The place is ours, but the entry does not call it data yet.
+    Reuse {
+        /// Host offset of the cluster, bytes.
+        host: u64,
+        copy: Copy,
+    },
+    /// A new cluster is needed.
+    Fresh { copy: Copy },
+}
+
+/// What else has to be stored beside the data, and what the entry says then.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Copy {
+    /// Bytes of the cluster before the data that get their old content.
+    pub(crate) head: Range<u64>,
+    /// The same behind the data.
+    pub(crate) tail: Range<u64>,
+    /// Second word of the new entry.
+    pub(crate) bitmap: u64,
+}
+
+/// Host clusters that an entry refers to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Reference {
+    /// First host cluster.
+    pub(crate) start: u64,
+    /// Number of clusters.
+    pub(crate) count: u64,
+}
+
+/// All 32 subclusters of an extended entry.
+const ALL: u32 = u32::MAX;
+
+impl Words {
+    /// Subclusters that have data.
+    fn allocated(self) -> u32 {
+        // The lower half.
+        #[allow(clippy::cast_possible_truncation)]
+        let allocated = self.bitmap as u32;
+        allocated
+    }
+
+    /// Subclusters that read as zeroes.
+    fn zeroes(self) -> u32 {
+        (self.bitmap >> 32) as u32
+    }
+}
+
+/// The second word from its halves.
+pub(crate) fn bitmap(allocated: u32, zeroes: u32) -> u64 {
+    u64::from(allocated) | u64::from(zeroes) << 32
+}
+
+impl Rules {
+    /// Checks an entry of which clusters are going to be used or freed.
+    ///
+    /// Errors: `EIO` for an entry that cannot be right.
+    pub(crate) fn check_words(&self, words: Words) -> Result<(), Errno> {
+        if words.entry & COMPRESSED != 0 {
+            if self.external || words.entry & COPIED != 0 || self.extended && words.bitmap != 0 {
+                return Err(Errno::IO);
+            }
+            return Ok(());
+        }
+        let host = words.entry & OFFSET_MASK;
+        let bad = words.entry & self.bad_bits != 0
+            || host != 0 && !self.external && self.overlaps_metadata(host, 1 << self.cluster_bits)
+            || self.external && host != 0 && words.entry & COPIED == 0;
+        let torn = self.extended
+            && (words.allocated() & words.zeroes() != 0
+                || words.allocated() != 0 && self.host(words).is_none());
+        if bad || torn { Err(Errno::IO) } else { Ok(()) }
+    }
+
+    /// Host offset of the cluster of an entry that is not compressed.
+    pub(crate) fn host(&self, words: Words) -> Option<u64> {
+        let host = words.entry & OFFSET_MASK;
+        let present = host != 0 || self.external && words.entry & COPIED != 0;
+        (words.entry & COMPRESSED == 0 && present).then_some(host)
+    }
+
+    /// Whether the cluster of an entry is this image's alone.
+    pub(crate) fn is_own(words: Words) -> bool {
+        words.entry & (COMPRESSED | COPIED) == COPIED
+    }
+
+    /// Whether an entry of one word says "zeroes".
+    pub(crate) fn is_zero(&self, words: Words) -> bool {
+        words.entry & COMPRESSED == 0 && words.entry & self.zero_flag != 0
+    }
+
+    /// The host clusters whose reference counts an entry holds; `None`: none.
+    pub(crate) fn reference(&self, words: Words) -> Option<Reference> {
+        if self.external {
+            return None;
+        }
+        if words.entry & COMPRESSED != 0 {
+            let (host, len) = self.compressed_place(words.entry);
+            let start = host >> self.cluster_bits;
+            let end = (host + len - 1) >> self.cluster_bits;
+            return Some(Reference { start, count: end - start + 1 });
+        }
+        let host = self.host(words)?;
+        Some(Reference { start: host >> self.cluster_bits, count: 1 })
+    }
+
+    /// What it takes to write the bytes `from..to` of the cluster of `words`.
+    ///
+    /// * `words`: checked by [`check_words`](Rules::check_words).
+    pub(crate) fn action(&self, words: Words, from: u64, to: u64) -> Action {
+        let cluster_size = 1u64 << self.cluster_bits;
+        let whole = Copy { head: 0..from, tail: to..cluster_size, bitmap: 0 };
+        if !self.extended {
+            return match self.host(words) {
+                Some(host) if Rules::is_own(words) && !self.is_zero(words) => {
+                    Action::InPlace { host }
+                }
+                Some(host) if Rules::is_own(words) => Action::Reuse { host, copy: whole },
+                _ => Action::Fresh { copy: whole },
+            };
+        }
+        if words.entry & COMPRESSED != 0 {
+            return Action::Fresh { copy: Copy { bitmap: bitmap(ALL, 0), ..whole } };
+        }
+        let shift = self.cluster_bits - 5;
+        let (first, last) = (from >> shift, (to - 1) >> shift);
+        let touched = (ALL >> (31 - (last - first))) << first;
+        let bitmap = bitmap(words.allocated() | touched, words.zeroes() & !touched);
+        // Where the subclusters at both ends begin and end.
+        let (start, end) = (first << shift, (last + 1) << shift);
+        let has = |index: u64| words.allocated() >> index & 1 != 0;
+        match self.host(words) {
+            Some(host) if Rules::is_own(words) => {
+                if touched & !words.allocated() == 0 {
+                    return Action::InPlace { host };
+                }
+                // What is there already is not written again.
+                let head = if has(first) { from..from } else { start..from };
+                let tail = if has(last) { to..to } else { to..end };
+                Action::Reuse { host, copy: Copy { head, tail, bitmap } }
+            }
+            Some(_) => {
+                // Somebody else's: what it has moves along.
+                let lowest = u64::from(words.allocated().trailing_zeros()) << shift;
+                let highest = u64::from(32 - words.allocated().leading_zeros()) << shift;
+                let head = start.min(lowest)..from;
+                Action::Fresh { copy: Copy { head, tail: to..end.max(highest), bitmap } }
+            }
+            None => Action::Fresh { copy: Copy { head: start..from, tail: to..end, bitmap } },
+        }
+    }
+}

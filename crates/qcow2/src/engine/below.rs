@@ -1,0 +1,39 @@
+//! What lies under an image: its backing chain, as far as a write must know it.
+
+use std::future::Future;
+
+use rustix::io::Errno;
+
+use ringdisk_ring::{IoBuf, Ring};
+
+/// The backing chain of an image. Runs on the thread of the ring that it is given.
+pub trait Below {
+    /// Fills `buf` with what the chain has at `offset` of the disk; zeroes past its end.
+    ///
+    /// Errors: those of the storage.
+    fn read(
+        &self,
+        ring: &Ring,
+        offset: u64,
+        buf: &IoBuf,
+    ) -> impl Future<Output = Result<(), Errno>>;
+
+    /// Whether the chain may have anything but zeroes in a range. False is a promise: there is no
+    /// chain, or it ends before.
+    fn has_data(&self, offset: u64, len: u64) -> bool;
+}
+
+/// No backing file.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Nothing;
+
+impl Below for Nothing {
+    async fn read(&self, _ring: &Ring, _offset: u64, buf: &IoBuf) -> Result<(), Errno> {
+        buf.fill(0);
+        Ok(())
+    }
+
+    fn has_data(&self, _offset: u64, _len: u64) -> bool {
+        false
+    }
+}

@@ -1,0 +1,393 @@
+//! Making changes durable: in an order that survives a crash at any point, batched.
+//!
+//! Promises: a flush that succeeds made everything durable that was answered before it. One
+//! checkpoint serves all flushes that wait for it, and needs two barriers for any number of changes
+//! (three when the refcount table has to learn of a new block). It visits what is dirty and nothing
+//! else. Requests go on meanwhile.
+//!
+//! The order: copies of all dirty L2 slices and L1 entries are taken; reference counts are written;
+//! *barrier*; the copies are written; *barrier*. What a copy links was written before the copy was taken,
+//! so the first barrier covers it. Counts may be written at any time: in memory they are never lower
+//! than what the tables on disk or in memory refer to. So a crash leaves leaked clusters at most.
+
+use std::collections::BTreeSet;
+
+use futures_util::StreamExt;
+use futures_util::stream;
+use rustix::io::Errno;
+
+use ringdisk_ring::{IoBuf, Ring};
+
+use super::limbo::Unlinked;
+use super::registry::Registry;
+use super::space::{ALIGN, write_all};
+use crate::entry::{REFCOUNT_TABLE, Region};
+use crate::header::{HeaderImage, write_bytes};
+use crate::image::{Discard, Qcow2};
+use crate::limits::DIRTY_SLICES_MAX;
+use crate::refcounts::{DirtyRefcounts, DirtyTable, Run};
+use crate::slices::DirtySlice;
+use crate::sync::{AtomicBool, AtomicU64, Ordering, lock};
+
+/// Longest write of neighbouring slices.
+const WRITE_BYTES_MAX: usize = 256 << 10;
+/// Metadata writes in flight.
+const WRITES_AT_ONCE: usize = 16;
+
+/// Whether changes should be written although nobody asked for it yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WriteBack {
+    /// No.
+    Nothing,
+    /// Within a second or so, so that a crash of the process loses little.
+    Soon,
+    /// At once: much is dirty.
+    Now,
+}
+
+/// Who waits for which checkpoint.
+pub(super) struct Checkpoints {
+    /// Held by the one that runs.
+    gate: Registry,
+    /// Flushes so far.
+    wanted: AtomicU64,
+    /// Flushes that are served.
+    served: AtomicU64,
+    /// A write-back was announced and has not begun.
+    announced: AtomicBool,
+    /// The same, for one that is to begin at once.
+    urgent: AtomicBool,
+}
+
+impl Checkpoints {
+    pub(super) fn new() -> Checkpoints {
+        Checkpoints {
+            gate: Registry::new(),
+            wanted: AtomicU64::new(0),
+            served: AtomicU64::new(0),
+            announced: AtomicBool::new(false),
+            urgent: AtomicBool::new(false),
+        }
+    }
+}
+
+/// What one checkpoint writes. Dropped before the end (an error, a request that went away), all of
+/// it is dirty again.
+struct Work<'a> {
+    image: &'a Qcow2,
+    unlinked: Unlinked,
+    slices: Vec<DirtySlice>,
+    l1: Vec<(usize, u64)>,
+    counts: Option<DirtyRefcounts>,
+    done: bool,
+}
+
+impl Qcow2 {
+    /// Makes everything durable that was answered before.
+    ///
+    /// Errors: those of the storage. After `EIO` every later flush is `EIO` too; after `ENOSPC` a
+    /// later one may succeed.
+    pub async fn flush(&self, ring: &Ring) -> Result<(), Errno> {
+        let Ok(engine) = self.engine() else { return Ok(()) };
+        let ticket = engine.checkpoints.wanted.fetch_add(1, Ordering::SeqCst) + 1;
+        let _claim = engine.checkpoints.gate.claim(0, 1).await;
+        self.check_flushable()?;
+        if engine.checkpoints.served.load(Ordering::SeqCst) >= ticket {
+            return Ok(());
+        }
+        let serves = engine.checkpoints.wanted.load(Ordering::SeqCst);
+        self.run_checkpoint(ring, false).await?;
+        engine.checkpoints.served.store(serves, Ordering::SeqCst);
+        Ok(())
+    }
+
+    /// Writes what is dirty, and makes freed clusters usable as far as possible.
+    pub(crate) async fn checkpoint(&self, ring: &Ring) -> Result<(), Errno> {
+        let _claim = self.engine()?.checkpoints.gate.claim(0, 1).await;
+        self.check_flushable()?;
+        self.run_checkpoint(ring, false).await
+    }
+
+    /// As [`checkpoint`](Qcow2::checkpoint), with all reference counts.
+    pub(crate) async fn checkpoint_all(&self, ring: &Ring) -> Result<(), Errno> {
+        let _claim = self.engine()?.checkpoints.gate.claim(0, 1).await;
+        self.check_flushable()?;
+        self.run_checkpoint(ring, true).await
+    }
+
+    /// Whether, and how soon, [`write_back`](Qcow2::write_back) should be called. Says so once for
+    /// each call that is needed. For every request that changed something; any thread.
+    pub fn wants_write_back(&self) -> WriteBack {
+        let Ok(engine) = self.engine() else { return WriteBack::Nothing };
+        let points = &engine.checkpoints;
+        if points.announced.load(Ordering::Relaxed) && points.urgent.load(Ordering::Relaxed) {
+            return WriteBack::Nothing;
+        }
+        let dirty = self.slices.dirty_hint();
+        if dirty >= DIRTY_SLICES_MAX && !points.urgent.swap(true, Ordering::Relaxed) {
+            return WriteBack::Now;
+        }
+        let waits = dirty > 0 || engine.limbo.is_busy();
+        if waits && !points.announced.swap(true, Ordering::Relaxed) {
+            return WriteBack::Soon;
+        }
+        WriteBack::Nothing
+    }
+
+    /// Writes what is dirty. A failure shows at the next flush.
+    pub async fn write_back(&self, ring: &Ring) {
+        let Ok(engine) = self.engine() else { return };
+        engine.checkpoints.announced.store(false, Ordering::Relaxed);
+        engine.checkpoints.urgent.store(false, Ordering::Relaxed);
+        if engine.closed.load(Ordering::Relaxed) {
+            return;
+        }
+        // It is remembered, and every flush says so.
+        let _ = self.checkpoint(ring).await;
+    }
+
+    fn check_flushable(&self) -> Result<(), Errno> {
+        self.check_sound().map_err(|_| Errno::IO)
+    }
+
+    /// The caller holds the gate.
+    async fn run_checkpoint(&self, ring: &Ring, all_counts: bool) -> Result<(), Errno> {
+        let result = self.run_steps(ring, all_counts).await;
+        if let Err(errno) = result {
+            self.note_flush_failure(errno);
+        }
+        result
+    }
+
+    async fn run_steps(&self, ring: &Ring, all_counts: bool) -> Result<(), Errno> {
+        let engine = self.engine()?;
+        self.grow_refcount_table(ring).await?;
+        let lazy = engine.options.lazy_refcounts && !all_counts;
+        let mut work = self.take_work();
+        let links = work.slices.iter().any(|slice| slice.links) || !work.l1.is_empty();
+        if (links && !lazy || all_counts) && self.space()?.is_dirty() {
+            work.counts = Some(self.space()?.take_dirty());
+        }
+        if let Some(counts) = &work.counts {
+            self.write_counts(ring, counts).await?;
+        }
+        let external = self.info.external_data_file;
+        if external {
+            self.data_storage().flush(ring).await?;
+        }
+        if links {
+            self.file.flush(ring).await?;
+        }
+        let changes = !work.slices.is_empty() || !work.l1.is_empty();
+        self.write_tables(ring, &work).await?;
+        if changes || work.counts.is_some() || !external {
+            self.file.flush(ring).await?;
+        }
+        work.finish();
+        self.reap(ring).await;
+        Ok(())
+    }
+
+    /// Copies everything that is dirty. What was unlinked is taken first, so the copies of the
+    /// tables hold those changes.
+    fn take_work(&self) -> Work<'_> {
+        let mut work = Work {
+            image: self,
+            unlinked: Vec::new(),
+            slices: Vec::new(),
+            l1: Vec::new(),
+            counts: None,
+            done: false,
+        };
+        if let Ok(engine) = self.engine() {
+            work.unlinked = engine.limbo.take_fresh();
+            work.slices = self.slices.take_dirty(usize::MAX);
+            let dirty: BTreeSet<usize> = std::mem::take(&mut lock(&engine.l1_dirty));
+            let value = |index: usize| Some((index, self.l1.get(index)?.load(Ordering::Acquire)));
+            work.l1 = dirty.into_iter().filter_map(value).collect();
+        }
+        work
+    }
+
+    /// Writes refcount blocks, and the table where it changes.
+    async fn write_counts(&self, ring: &Ring, counts: &DirtyRefcounts) -> Result<(), Errno> {
+        let writes = counts.blocks.iter().map(|block| (block.offset, &block.bytes[..]));
+        self.write_each(ring, writes.collect()).await?;
+        match &counts.table {
+            DirtyTable::None => {}
+            DirtyTable::Entries(entries) => {
+                // A block that the table names has to be there.
+                self.file.flush(ring).await?;
+                let start = lock(&self.engine()?.header).refcount_table().0;
+                for (index, value) in entries {
+                    let at = start + u64::from(*index) * 8;
+                    write_bytes(ring, &self.file, at, &value.to_be_bytes()).await?;
+                }
+            }
+            DirtyTable::Whole { offset, bytes, clusters, old: _ } => {
+                self.write_each(ring, vec![(*offset, &bytes[..])]).await?;
+                self.file.flush(ring).await?;
+                let clusters_u32 = u32::try_from(*clusters).map_err(|_| Errno::FBIG)?;
+                self.change_header(ring, |header| {
+                    header.set_refcount_table(*offset, clusters_u32);
+                })
+                .await?;
+                let region = Region { start: *offset, end: offset + bytes.len() as u64 };
+                self.rules.metadata[REFCOUNT_TABLE].set(region);
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes the copies of slices and L1 entries.
+    async fn write_tables(&self, ring: &Ring, work: &Work<'_>) -> Result<(), Errno> {
+        let mut pieces: Vec<(u64, Vec<u8>)> = Vec::with_capacity(work.slices.len() + work.l1.len());
+        for dirty in &work.slices {
+            let start = self.geometry.slice_start(dirty.slice);
+            // A dirty slice has a table: it was loaded from it.
+            let table = self.table_offset(self.geometry.l1_index(start))?.ok_or(Errno::IO)?;
+            let bytes = dirty.words.iter().flat_map(|word| word.to_be_bytes()).collect();
+            pieces.push((table + self.geometry.slice_in_table(dirty.slice), bytes));
+        }
+        let l1 = lock(&self.engine()?.header).l1_table().0;
+        for (index, value) in &work.l1 {
+            pieces.push((l1 + *index as u64 * 8, value.to_be_bytes().to_vec()));
+        }
+        pieces.sort_unstable_by_key(|(offset, _)| *offset);
+        let mut merged: Vec<(u64, Vec<u8>)> = Vec::with_capacity(pieces.len());
+        for (offset, bytes) in pieces {
+            match merged.last_mut() {
+                Some((start, run))
+                    if *start + run.len() as u64 == offset
+                        && run.len() + bytes.len() <= WRITE_BYTES_MAX =>
+                {
+                    run.extend_from_slice(&bytes);
+                }
+                _ => merged.push((offset, bytes)),
+            }
+        }
+        self.write_each(ring, merged.iter().map(|(at, bytes)| (*at, &bytes[..])).collect()).await
+    }
+
+    /// Writes pieces of metadata, several at once; waits for all of them also when one fails.
+    async fn write_each(&self, ring: &Ring, pieces: Vec<(u64, &[u8])>) -> Result<(), Errno> {
+        let write = |(offset, bytes): (u64, Vec<u8>)| async move {
+            let buf = IoBuf::new(bytes.len(), ALIGN);
+            buf.copy_from_slice(0, &bytes);
+            write_all(&self.file, ring, offset, &buf).await
+        };
+        let owned = pieces.into_iter().map(|(offset, bytes)| write((offset, bytes.to_vec())));
+        let results = stream::iter(owned).buffer_unordered(WRITES_AT_ONCE);
+        results.fold(Ok(()), |all, one| async move { all.and(one) }).await
+    }
+
+    /// Gets a place for a larger refcount table, when one is needed.
+    async fn grow_refcount_table(&self, ring: &Ring) -> Result<(), Errno> {
+        loop {
+            let Some(clusters) = self.space()?.table_wants() else { return Ok(()) };
+            let run = self.allocate(ring, clusters, None, true).await?;
+            let mut space = self.space()?;
+            // The place may itself have needed more blocks than the table was to hold.
+            if space.table_wants() == Some(clusters) {
+                space.move_table(run.start, run.count);
+            } else {
+                space.give_back(run.start, run.count, false);
+            }
+        }
+    }
+
+    /// Changes the first sector of the header and makes that durable.
+    pub(crate) async fn change_header(
+        &self,
+        ring: &Ring,
+        change: impl FnOnce(&mut HeaderImage),
+    ) -> Result<(), Errno> {
+        let engine = self.engine()?;
+        let _claim = engine.header_write.claim(0, 1).await;
+        let mut header = lock(&engine.header).clone();
+        change(&mut header);
+        header.write_first_sector(ring, &self.file).await?;
+        self.file.flush(ring).await?;
+        *lock(&engine.header) = header;
+        Ok(())
+    }
+
+    /// Frees the clusters that nobody can be using any more. A failure leaks them.
+    pub(super) async fn reap(&self, ring: &Ring) {
+        let Ok(engine) = self.engine() else { return };
+        let over = engine.limbo.take_passed(|mark| engine.graces.passed(mark));
+        if over.is_empty() {
+            return;
+        }
+        let mut freed = Vec::new();
+        for (start, count) in over {
+            // Each count by itself: an error in the middle must not take the others along.
+            for cluster in start..start + count {
+                let result = self.change_refcount(ring, cluster, 1, false, &mut freed).await;
+                if result.is_err() {
+                    tracing::debug!(cluster, "a host cluster that is not used stays allocated");
+                }
+            }
+        }
+        self.release(ring, freed).await;
+    }
+
+    /// Makes clusters allocatable whose reference count became 0, and gives their space back.
+    pub(crate) async fn release(&self, ring: &Ring, mut freed: Vec<Run>) {
+        let Ok(engine) = self.engine() else { return };
+        freed.sort_unstable_by_key(|run| run.start);
+        let mut merged: Vec<Run> = Vec::with_capacity(freed.len());
+        for run in freed {
+            match merged.last_mut() {
+                Some(last) if last.end() == run.start => last.count += run.count,
+                _ => merged.push(run),
+            }
+        }
+        let bits = self.geometry.cluster_bits;
+        for mut run in merged {
+            let (offset, len) = (run.start << bits, run.count << bits);
+            self.decompressor.forget(offset..offset + len);
+            engine.packer.forget(run, bits);
+            run.zeroed = engine.options.discard == Discard::Unmap
+                && self.file.discard(ring, offset, len).await.is_ok()
+                && super::group::grows_with_zeroes(&self.file);
+            let Ok(mut space) = self.space() else { return };
+            space.unmark_metadata(run.start, run.count);
+            space.release(run);
+        }
+    }
+}
+
+impl Work<'_> {
+    /// Everything is on stable storage.
+    fn finish(&mut self) {
+        self.done = true;
+        self.image.slices.written(&self.slices, true);
+        if let (Some(counts), Ok(mut space)) = (&self.counts, self.image.space()) {
+            space.written(counts, true);
+        }
+        if let Ok(engine) = self.image.engine() {
+            let mut unlinked = std::mem::take(&mut self.unlinked);
+            if let Some(DirtyRefcounts { table: DirtyTable::Whole { old, .. }, .. }) = &self.counts {
+                unlinked.push((old.start, old.count));
+            }
+            engine.limbo.durable(engine.graces.mark(), unlinked);
+        }
+    }
+}
+
+impl Drop for Work<'_> {
+    fn drop(&mut self) {
+        if self.done {
+            return;
+        }
+        self.image.slices.written(&self.slices, false);
+        if let (Some(counts), Ok(mut space)) = (&self.counts, self.image.space()) {
+            space.written(counts, false);
+        }
+        if let Ok(engine) = self.image.engine() {
+            lock(&engine.l1_dirty).extend(self.l1.iter().map(|(index, _)| *index));
+            engine.limbo.put_back(std::mem::take(&mut self.unlinked));
+        }
+    }
+}

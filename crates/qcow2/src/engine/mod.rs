@@ -1,0 +1,148 @@
+//! Writing to an open image, while any number of requests run.
+//!
+//! Promises:
+//! - Only requests that change the mapping of the same guest cluster wait for one another
+//!   ([`registry`]); a write to space that is already there waits for nothing and takes no lock.
+//! - Nothing is linked on stable storage before what it links is ([`checkpoint`]); nothing is used
+//!   again before nobody can refer to it ([`limbo`], [`grace`]).
+//! - A write is answered when its data is written and its mapping is changed in memory; a flush makes
+//!   all that was answered before it durable, with two barriers for any number of changes.
+//!
+//! The order of everything is told in `docs/qcow2.md`.
+
+pub(crate) mod action;
+pub(crate) mod below;
+mod checkpoint;
+mod close;
+mod copy;
+mod fault;
+pub(crate) mod grace;
+mod group;
+mod limbo;
+mod pack;
+pub(crate) mod registry;
+mod space;
+mod start;
+pub(crate) mod sync;
+mod tables;
+#[cfg(test)]
+mod tests;
+mod write;
+mod zero;
+
+use std::collections::BTreeSet;
+
+use rustix::io::Errno;
+
+use crate::recording_shim::Recording;
+use crate::header::HeaderImage;
+use crate::image::{Discard, Qcow2};
+use crate::refcounts::Refcounts;
+use crate::sync::{AtomicBool, AtomicU64, Mutex};
+
+use checkpoint::Checkpoints;
+use fault::Fault;
+use grace::Graces;
+use limbo::Limbo;
+use pack::Packer;
+use registry::Registry;
+
+pub use checkpoint::WriteBack;
+pub(crate) use group::grows_with_zeroes;
+
+/// What a writable image has beside what every image has.
+pub(crate) struct Engine {
+    /// Requests that may use a mapping.
+    pub(crate) graces: Graces,
+    /// Guest clusters whose mapping is being changed.
+    clusters: Registry,
+    /// L1 entries whose table is being made.
+    tables: Registry,
+    /// Refcount blocks that are being loaded.
+    blocks: Registry,
+    /// Held while a refcount block is made.
+    growth: Registry,
+    /// Reference counts and free space.
+    pub(crate) refcounts: Mutex<Refcounts>,
+    /// Clusters that are not free yet.
+    limbo: Limbo,
+    /// L1 entries that differ from the image.
+    l1_dirty: Mutex<BTreeSet<usize>>,
+    /// The header as it is in the image.
+    pub(crate) header: Mutex<HeaderImage>,
+    /// Held while the header is written.
+    header_write: Registry,
+    checkpoints: Checkpoints,
+    fault: Fault,
+    /// The first change of the image is prepared.
+    started: AtomicBool,
+    start: Registry,
+    /// Bitmaps that record writes.
+    pub(crate) recording: Recording,
+    packer: Packer,
+    /// Clusters of requests that were dropped in the middle: their I/O may still be under way.
+    abandoned: Mutex<Vec<(u64, u64)>>,
+    pub(crate) options: EngineOptions,
+    /// Metadata that lies on other metadata, as the open found it.
+    overlap: Option<String>,
+    closed: AtomicBool,
+    /// Allocations so far.
+    pub(crate) allocations: AtomicU64,
+}
+
+/// What the user chose.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct EngineOptions {
+    pub(crate) discard: Discard,
+    /// Discarded clusters keep their place in the image file.
+    pub(crate) discard_no_unref: bool,
+    /// Reference counts are written at the end only; the dirty bit is set meanwhile.
+    pub(crate) lazy_refcounts: bool,
+}
+
+impl Engine {
+    pub(crate) fn new(
+        refcounts: Refcounts,
+        header: HeaderImage,
+        recording: Recording,
+        options: EngineOptions,
+        overlap: Option<String>,
+    ) -> Engine {
+        Engine {
+            graces: Graces::new(),
+            clusters: Registry::new(),
+            tables: Registry::new(),
+            blocks: Registry::new(),
+            growth: Registry::new(),
+            refcounts: Mutex::new(refcounts),
+            limbo: Limbo::default(),
+            l1_dirty: Mutex::new(BTreeSet::new()),
+            header: Mutex::new(header),
+            header_write: Registry::new(),
+            checkpoints: Checkpoints::new(),
+            fault: Fault::default(),
+            started: AtomicBool::new(false),
+            start: Registry::new(),
+            recording,
+            packer: Packer::new(),
+            abandoned: Mutex::new(Vec::new()),
+            options,
+            overlap,
+            closed: AtomicBool::new(false),
+            allocations: AtomicU64::new(0),
+        }
+    }
+}
+
+impl std::fmt::Debug for Engine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Engine").field("options", &self.options).finish_non_exhaustive()
+    }
+}
+
+impl Qcow2 {
+    /// The engine. Errors: `EROFS` when the image is open for reading only.
+    pub(crate) fn engine(&self) -> Result<&Engine, Errno> {
+        self.engine.as_deref().ok_or(Errno::ROFS)
+    }
+}

@@ -1,0 +1,84 @@
+//! The first change of an image: features that a change would make untrue are taken back first.
+//!
+//! Promises: on stable storage before the first byte changes: autoclear bits that we do not know are
+//! cleared, bitmaps that will not be kept up to date are declared invalid, bitmaps that record are
+//! marked in use, and the dirty bit is set when reference counts are kept back. An image that is opened for
+//! writing and not written stays as it is.
+
+use rustix::io::Errno;
+
+use ringdisk_ring::Ring;
+
+use crate::header::{BITMAPS, DIRTY, RAW_EXTERNAL};
+use crate::image::Qcow2;
+use crate::sync::Ordering;
+
+use super::grace::Grace;
+
+impl Qcow2 {
+    /// A request begins that uses a mapping: until the answer is dropped, no cluster that it may find
+    /// is used for anything else. Two atomic operations, no lock, no allocation.
+    pub fn enter(&self) -> Grace<'_> {
+        match self.engine.as_deref() {
+            Some(engine) => engine.graces.enter(),
+            None => Grace::none(),
+        }
+    }
+
+    /// For every change of the disk, before it is made.
+    pub(super) async fn begin_change(
+        &self,
+        ring: &Ring,
+        offset: u64,
+        len: u64,
+    ) -> Result<(), Errno> {
+        let engine = self.engine()?;
+        if !engine.started.load(Ordering::Acquire) {
+            Box::pin(self.start(ring)).await?;
+        }
+        if self.is_corrupted() {
+            return Err(Errno::ROFS);
+        }
+        engine.recording.record(offset, len);
+        Ok(())
+    }
+
+    /// Prepares the first change.
+    pub(crate) async fn start(&self, ring: &Ring) -> Result<(), Errno> {
+        let engine = self.engine()?;
+        let _claim = engine.start.claim(0, 1).await;
+        if engine.started.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        if engine.closed.load(Ordering::Acquire) {
+            return Err(Errno::ROFS);
+        }
+        if let Some(reason) = &engine.overlap {
+            return Err(self.mark_corrupt(ring, reason).await);
+        }
+        if self.info.version >= 3 {
+            let (old_autoclear, old_incompatible) = {
+                let header = crate::sync::lock(&engine.header);
+                (header.autoclear(), header.incompatible())
+            };
+            let mut autoclear = old_autoclear & (BITMAPS | RAW_EXTERNAL);
+            if !engine.recording.all_readable() {
+                autoclear &= !BITMAPS;
+            }
+            let mut incompatible = old_incompatible;
+            if engine.options.lazy_refcounts {
+                incompatible |= DIRTY;
+            }
+            if (autoclear, incompatible) != (old_autoclear, old_incompatible) {
+                self.change_header(ring, |header| {
+                    header.set_autoclear(autoclear);
+                    header.set_incompatible(incompatible);
+                })
+                .await?;
+            }
+        }
+        engine.recording.begin(ring, &self.file).await?;
+        engine.started.store(true, Ordering::Release);
+        Ok(())
+    }
+}

@@ -1,0 +1,131 @@
+//! L2 tables that a write needs: made when there is none, copied when a snapshot has it too.
+//!
+//! Promises: a table is whole on the storage before the L1 entry names it in memory, so a slice that
+//! is loaded from it is right; it takes its space at once; requests for other tables do not wait.
+
+use rustix::io::Errno;
+
+use ringdisk_ring::{IoBuf, Ring};
+
+use super::space::{ALIGN, write_all};
+use crate::entry::{COPIED, OFFSET_MASK};
+use crate::image::Qcow2;
+use crate::slices::SliceIndex;
+use crate::sync::{Ordering, lock};
+
+use super::action::Words;
+
+impl Qcow2 {
+    /// Makes sure that the L1 entry at `index` names a table that is this image's alone.
+    ///
+    /// Errors: `EIO` for an entry that cannot be right; those of [`allocate`](Qcow2::allocate) and of the
+    /// storage.
+    pub(super) async fn ensure_table(&self, ring: &Ring, index: usize) -> Result<(), Errno> {
+        if self.own_table(index)? {
+            return Ok(());
+        }
+        let engine = self.engine()?;
+        let key = index as u64;
+        let _claim = engine.tables.claim(key, key + 1).await;
+        if self.own_table(index)? {
+            return Ok(());
+        }
+        let old = self.table_offset(index)?;
+        let content = IoBuf::new(self.cluster_bytes(), ALIGN);
+        if let Some(old) = old
+            && self.file.read(ring, old, &content).await? < content.len()
+        {
+            return Err(Errno::IO);
+        }
+        let run = self.allocate_or_reclaim(ring, 1, None).await?;
+        let offset = run.start << self.geometry.cluster_bits;
+        if let Err(errno) = write_all(&self.file, ring, offset, &content).await {
+            self.space()?.give_back(run.start, 1, false);
+            return Err(errno);
+        }
+        self.space()?.mark_metadata(run.start, 1);
+        self.l1.get(index).ok_or(Errno::INVAL)?.store(offset | COPIED, Ordering::Release);
+        lock(&engine.l1_dirty).insert(index);
+        if let Some(old) = old {
+            engine.limbo.unlink(old >> self.geometry.cluster_bits, 1);
+        }
+        Ok(())
+    }
+
+    /// Host offset of the table of an L1 entry. Errors: `EIO` when it cannot be right.
+    pub(super) fn table_offset(&self, index: usize) -> Result<Option<u64>, Errno> {
+        let entry = self.l1.get(index).ok_or(Errno::INVAL)?.load(Ordering::Acquire);
+        self.rules.l2_table(entry, self.file.len())
+    }
+
+    fn own_table(&self, index: usize) -> Result<bool, Errno> {
+        let entry = self.l1.get(index).ok_or(Errno::INVAL)?.load(Ordering::Acquire);
+        self.rules.l2_table(entry, self.file.len())?;
+        Ok(entry & COPIED != 0 && entry & OFFSET_MASK != 0)
+    }
+
+    /// The entries of `count` clusters of one slice, from `first` in it. Nobody else may be changing
+    /// them: the caller has claimed the clusters. All zero where there is no table.
+    ///
+    /// Errors: `EIO` when one cannot be right; those of the storage.
+    pub(super) async fn entries(
+        &self,
+        ring: &Ring,
+        slice: SliceIndex,
+        first: usize,
+        count: usize,
+    ) -> Result<Vec<Words>, Errno> {
+        let step = self.geometry.entry_words();
+        loop {
+            if let Some(found) = self.slices.find(slice) {
+                let word = |index: usize| Words {
+                    entry: found.word(index * step),
+                    bitmap: if step > 1 { found.word(index * step + 1) } else { 0 },
+                };
+                let entries: Vec<Words> = (first..first + count).map(word).collect();
+                if found.still_there() {
+                    for words in &entries {
+                        self.rules.check_words(*words)?;
+                    }
+                    return Ok(entries);
+                }
+                continue;
+            }
+            if self.table_offset(self.geometry.l1_index(self.geometry.slice_start(slice)))?.is_none() {
+                return Ok(vec![Words::default(); count]);
+            }
+            self.load(ring, slice).await?;
+        }
+    }
+
+    /// Changes the entries of one slice, from `first` in it, to `entries`.
+    ///
+    /// * `links`: clusters are linked that were not linked before.
+    ///
+    /// Errors: those of loading the slice again, if it was evicted; nothing is changed then.
+    pub(super) async fn set_entries(
+        &self,
+        ring: &Ring,
+        slice: SliceIndex,
+        first: usize,
+        entries: &[Words],
+        links: bool,
+    ) -> Result<(), Errno> {
+        let step = self.geometry.entry_words();
+        loop {
+            let done = self.slices.update(slice, step > 1, links, |words| {
+                for (index, entry) in entries.iter().enumerate() {
+                    let at = (first + index) * step;
+                    words.set(at, entry.entry);
+                    if step > 1 {
+                        words.set(at + 1, entry.bitmap);
+                    }
+                }
+            });
+            if done.is_some() {
+                return Ok(());
+            }
+            self.load(ring, slice).await?;
+        }
+    }
+}

@@ -1,0 +1,177 @@
+//! Writing data.
+//!
+//! Promises: a write to clusters that are the image's own takes no lock, allocates nothing and is one
+//! storage operation for each run. Anything else is claimed, gets its clusters in one go, is written
+//! together with what the write does not cover, and is linked in memory when all of that is written.
+
+use rustix::io::Errno;
+
+use ringdisk_ring::{IoBuf, Ring};
+
+use super::action::{Action, Words};
+use super::below::Below;
+use crate::image::Qcow2;
+use crate::slices::SliceIndex;
+
+/// One range of a request, inside one slice.
+#[derive(Clone, Copy)]
+pub(super) struct Chunk {
+    pub(super) slice: SliceIndex,
+    /// First byte on the disk, bytes.
+    pub(super) start: u64,
+    /// First byte behind it.
+    pub(super) end: u64,
+}
+
+/// Where in a chunk a group of clusters begins.
+#[derive(Clone, Copy)]
+pub(super) struct Place {
+    pub(super) chunk: Chunk,
+    /// Index of the first cluster in the slice.
+    pub(super) index: usize,
+    /// Clusters of the chunk before it.
+    pub(super) skipped: usize,
+}
+
+/// Clusters that were written.
+#[derive(Clone, Copy)]
+pub(super) struct Written {
+    /// Host offset of the first, bytes.
+    pub(super) host: u64,
+    /// How many; at least 1.
+    pub(super) clusters: usize,
+}
+
+impl Qcow2 {
+    /// Writes `buf`. Less than asked means that an error came after some progress.
+    ///
+    /// * `offset`: byte offset on the disk, any alignment; the write is cut at the end of the disk.
+    /// * `below`: the backing chain.
+    ///
+    /// Errors: `EROFS` for an image that is open for reading or was marked corrupt; `ENOSPC`; `EIO`
+    /// for a damaged image and after a failed flush; those of the storage.
+    pub async fn write<B: Below>(
+        &self,
+        ring: &Ring,
+        offset: u64,
+        buf: &IoBuf,
+        below: &B,
+    ) -> Result<usize, Errno> {
+        let left = self.virtual_size().saturating_sub(offset);
+        let len = usize::try_from(left).map_or(buf.len(), |left| left.min(buf.len()));
+        self.begin_change(ring, offset, len as u64).await?;
+        let mut done = 0;
+        while done < len {
+            let rest = buf.slice(done..len);
+            match self.write_some(ring, offset + done as u64, &rest, below).await {
+                Ok(written) => done += written,
+                Err(errno) if done == 0 => return Err(errno),
+                Err(_) => break,
+            }
+        }
+        Ok(done)
+    }
+
+    /// Writes the beginning of `buf`; at least a byte.
+    pub(super) async fn write_some<B: Below>(
+        &self,
+        ring: &Ring,
+        offset: u64,
+        buf: &IoBuf,
+        below: &B,
+    ) -> Result<usize, Errno> {
+        {
+            let _grace = self.enter();
+            if let Some((host, len)) = self.own_run(offset, buf.len() as u64)? {
+                // Not longer than the buffer.
+                let len = usize::try_from(len).unwrap_or(buf.len()).min(buf.len());
+                let written = self.data_storage().write(ring, host, &buf.slice(0..len)).await?;
+                return if written == 0 { Err(Errno::IO) } else { Ok(written) };
+            }
+        }
+        // Rare and large: in memory of its own, so that the future of a plain write stays small.
+        Box::pin(self.write_new(ring, offset, buf, below)).await
+    }
+
+    /// The storage offset and length of the bytes from `offset` on that can be written in place, as far as
+    /// the cache knows. No lock, no allocation.
+    fn own_run(&self, offset: u64, len: u64) -> Result<Option<(u64, u64)>, Errno> {
+        let index = self.geometry.slice(offset);
+        let Some(slice) = self.slices.find(index) else { return Ok(None) };
+        let end = self.geometry.slice_start(SliceIndex(index.0 + 1)).min(offset + len);
+        let step = self.geometry.entry_words();
+        let cluster_size = self.geometry.cluster_size();
+        let mut run: Option<(u64, u64)> = None;
+        let mut at = offset;
+        while at < end {
+            let word = self.geometry.entry_in_slice(at) * step;
+            let words = Words {
+                entry: slice.word(word),
+                bitmap: if step > 1 { slice.word(word + 1) } else { 0 },
+            };
+            let from = self.geometry.in_cluster(at);
+            let to = cluster_size.min(from + (end - at));
+            let checked = self.rules.check_words(words);
+            if !slice.still_there() {
+                break;
+            }
+            checked?;
+            let Action::InPlace { host } = self.rules.action(words, from, to) else { break };
+            match &mut run {
+                None => run = Some((host + from, to - from)),
+                Some((start, length)) if *start + *length == host => *length += to - from,
+                Some(_) => break,
+            }
+            at += to - from;
+        }
+        Ok(run)
+    }
+
+    /// Writes to clusters that may be new, up to the end of their slice.
+    async fn write_new<B: Below>(
+        &self,
+        ring: &Ring,
+        offset: u64,
+        buf: &IoBuf,
+        below: &B,
+    ) -> Result<usize, Errno> {
+        self.check_sound()?;
+        let bits = self.geometry.cluster_bits;
+        let slice = self.geometry.slice(offset);
+        let slice_end = self.geometry.slice_start(SliceIndex(slice.0 + 1));
+        let end = (offset + buf.len() as u64).min(slice_end);
+        let chunk = Chunk { slice, start: offset, end };
+        let engine = self.engine()?;
+        let _claim = engine.clusters.claim(offset >> bits, ((end - 1) >> bits) + 1).await;
+        self.ensure_table(ring, self.geometry.l1_index(offset)).await?;
+        let first = self.geometry.entry_in_slice(offset);
+        let count = self.geometry.entry_in_slice(end - 1) - first + 1;
+        // One more at the front: where the neighbour is tells where to go on.
+        let before = usize::from(first > 0);
+        let entries = self.entries(ring, slice, first - before, count + before).await?;
+        let mut neighbour = if before == 1 { self.next_host(entries[0]) } else { None };
+        let entries = &entries[before..];
+        let mut at = 0;
+        let mut done = 0;
+        while at < count {
+            let place = Place { chunk, index: first + at, skipped: at };
+            match self.write_group(ring, place, &entries[at..], neighbour, buf, below).await {
+                Ok(written) => {
+                    neighbour = Some((written.host >> bits) + written.clusters as u64);
+                    at += written.clusters;
+                }
+                Err(errno) if done == 0 => return Err(errno),
+                Err(_) => break,
+            }
+            let cluster = (offset >> bits) + at as u64;
+            // At most the length of the buffer.
+            done = usize::try_from(end.min(cluster << bits) - offset).unwrap_or(0);
+        }
+        Ok(done)
+    }
+
+    /// The host cluster behind the one of an entry.
+    fn next_host(&self, words: Words) -> Option<u64> {
+        self.rules.host(words).map(|host| (host >> self.geometry.cluster_bits) + 1)
+    }
+}

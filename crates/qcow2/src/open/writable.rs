@@ -1,0 +1,136 @@
+//! What an open for writing needs beside the rest: reference counts, where metadata lies, bitmaps.
+
+use ringdisk_ring::Ring;
+use ringdisk_storage::Storage;
+
+use super::Found;
+use crate::recording_shim::Recording;
+use crate::engine::{Engine, EngineOptions};
+use crate::entry::OFFSET_MASK;
+use crate::error::Error;
+use crate::header::{HeaderImage, LAZY_REFCOUNTS};
+use crate::image::OpenOptions;
+use crate::refcounts::{RefcountParts, Refcounts};
+use crate::sync::Ordering;
+use crate::table;
+
+/// Bits 0 to 8 of a refcount table entry, which are reserved.
+const TABLE_RESERVED: u64 = 0x1ff;
+
+/// Makes the engine of a writable image.
+///
+/// Errors: `Corrupt` for a refcount table that cannot be right; `Io`.
+pub(super) async fn engine(
+    ring: &Ring,
+    file: &Storage,
+    options: &OpenOptions,
+    found: Found<'_>,
+) -> Result<Engine, Error> {
+    let header = found.header;
+    let bits = header.geometry.cluster_bits;
+    let table = refcount_table(ring, file, &found).await?;
+    let grows = crate::engine::grows_with_zeroes(file);
+    let mut refcounts = Refcounts::new(RefcountParts {
+        cluster_bits: bits,
+        refcount_order: header.refcount_order,
+        table: table.clone(),
+        table_offset: header.refcount_table.start,
+        table_clusters: u64::from(header.refcount_table_clusters),
+        file_len: file.len(),
+        can_grow: grows,
+        reads_zero_past_end: grows,
+    });
+    let overlap = mark_metadata(&mut refcounts, &found, &table);
+    let image = HeaderImage::read(ring, file).await?;
+    let recording = Recording::load(ring, file, header, found.bitmaps).await?;
+    let lazy = options.lazy_refcounts.unwrap_or(header.compatible & LAZY_REFCOUNTS != 0);
+    let options = EngineOptions {
+        discard: options.discard,
+        discard_no_unref: options.discard_no_unref,
+        lazy_refcounts: lazy && header.version >= 3,
+    };
+    Ok(Engine::new(refcounts, image, recording, options, overlap))
+}
+
+/// Reads the refcount table and checks its entries.
+async fn refcount_table(
+    ring: &Ring,
+    file: &Storage,
+    found: &Found<'_>,
+) -> Result<Vec<u64>, Error> {
+    let region = found.header.refcount_table;
+    // At most 8 MiB: checked in the header.
+    let len = usize::try_from(region.end - region.start).unwrap_or(0);
+    let bytes = table::read(ring, file, region.start, len, "the refcount table").await?;
+    let mut entries: Vec<u64> =
+        bytes.as_chunks::<8>().0.iter().map(|raw| u64::from_be_bytes(*raw)).collect();
+    entries.resize(len / 8, 0);
+    let cluster_size = found.header.geometry.cluster_size();
+    for (index, entry) in entries.iter().enumerate() {
+        if *entry == 0 {
+            continue;
+        }
+        let bad = entry & TABLE_RESERVED != 0 || !entry.is_multiple_of(cluster_size);
+        if bad || *entry >= file.len() {
+            return Err(Error::corrupt(
+                file.name(),
+                format!(
+                    "entry {index} of the refcount table is {entry:#x}: unaligned or behind the \
+                     end of the file"
+                ),
+            ));
+        }
+    }
+    let mut sorted: Vec<u64> = entries.iter().copied().filter(|entry| *entry != 0).collect();
+    sorted.sort_unstable();
+    if let Some(pair) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+        return Err(Error::corrupt(
+            file.name(),
+            format!("two entries of the refcount table name the block at {:#x}", pair[0]),
+        ));
+    }
+    Ok(entries)
+}
+
+/// Tells the allocator what it must never hand out. The answer says where two things lie on one
+/// another.
+fn mark_metadata(refcounts: &mut Refcounts, found: &Found<'_>, blocks: &[u64]) -> Option<String> {
+    let header = found.header;
+    let bits = header.geometry.cluster_bits;
+    let cluster_size = header.geometry.cluster_size();
+    let mut overlap = None;
+    for block in blocks.iter().filter(|block| **block != 0) {
+        let (start, end) = (header.l1_table.start, header.l1_table.end);
+        if *block < end && block + cluster_size > start || *block == 0 {
+            overlap = Some(format!("the refcount block at {block:#x} lies on the L1 table"));
+        }
+    }
+    let mut mark = |refcounts: &mut Refcounts, start: u64, len: u64, what: &str| {
+        let (first, count) = (start >> bits, len.div_ceil(cluster_size));
+        if count > 0 {
+            if let Some(cluster) = refcounts.first_metadata(first, count) {
+                overlap.get_or_insert_with(|| {
+                    format!("{what} at {start:#x} lies on other metadata at {:#x}", cluster << bits)
+                });
+            }
+            refcounts.mark_metadata(first, count);
+        }
+    };
+    mark(refcounts, header.l1_table.start, u64::from(header.l1_entries) * 8, "the L1 table");
+    if let Some(directory) = &header.extensions.bitmaps {
+        mark(refcounts, directory.offset, directory.len, "the bitmap directory");
+    }
+    for snapshot in found.snapshots {
+        let len = u64::from(snapshot.l1_entries) * 8;
+        mark(refcounts, snapshot.l1_table_offset, len, "the L1 table of a snapshot");
+    }
+    let region = found.snapshot_region;
+    mark(refcounts, region.start, region.end - region.start, "the snapshot table");
+    for entry in found.l1 {
+        let table = entry.load(Ordering::Relaxed) & OFFSET_MASK;
+        if table != 0 && table.is_multiple_of(cluster_size) {
+            mark(refcounts, table, cluster_size, "an L2 table");
+        }
+    }
+    overlap
+}
