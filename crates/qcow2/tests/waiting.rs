@@ -171,16 +171,17 @@ fn expected(offset: u64, len: usize) -> Vec<u8> {
 }
 
 #[test]
-fn sequential_small_reads_decompress_each_cluster_once() {
+fn sequential_small_reads_read_neighbours_together_and_each_cluster_once() {
     let mut runtime = runtime();
-    for kind in ["zlib", "zstd"] {
+    // The start of a deflated cluster is had for less than the whole; a second read needs it again.
+    for (kind, first) in [("zlib", 2), ("zstd", 1)] {
         let (image, control, cluster) = compressed(&mut runtime, kind);
         let ours = common::read_all(&mut runtime, &image, &[], 4096);
         common::assert_same(kind, &ours, &expected(0, ours.len()));
-        assert_eq!(control.reads_at(cluster.host_offset()), 1);
+        assert_eq!(control.reads_at(cluster.host_offset()), first, "{kind}");
         let reads = control.reads.lock().expect("lock").len();
-        // 64 clusters and one L2 slice.
-        assert_eq!(reads, 65, "{kind}");
+        // One L2 slice, the first clusters, then half a read-ahead window (16 clusters) at a time.
+        assert!(reads <= 12, "{kind}: {reads} reads for 64 clusters");
     }
 }
 
@@ -206,11 +207,11 @@ fn several_who_wait_for_one_cluster_decompress_it_once() {
 }
 
 #[test]
-fn reads_outside_a_compressed_cluster_are_refused() {
+fn reads_that_leave_their_compressed_cluster_are_refused() {
     let mut runtime = runtime();
     let (image, _, cluster) = compressed(&mut runtime, "zlib");
     let ring = runtime.ring().clone();
-    for (offset, len) in [(64 * KIB, 1), (60 * KIB, 8192), (u64::MAX, 1)] {
+    for (offset, len) in [(0, 64 * KIB as usize + 1), (60 * KIB, 8192), (u64::MAX, 2)] {
         let buf = IoBuf::new(len, 512);
         let result = runtime.block_on(image.read_compressed(&ring, cluster, offset, &buf));
         assert_eq!(result, Err(Errno::INVAL), "{offset} {len}");

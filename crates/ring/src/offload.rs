@@ -1,41 +1,92 @@
 //! Helper threads for work that would block a ring thread.
 //!
-//! A small pool for the whole process, started when it is first needed. The result comes back
-//! through the waker of the task, i.e. through the ring's eventfd.
+//! One pool for the whole process, started when it is first needed. The result comes back through
+//! the waker of the task, i.e. through the ring's eventfd. Work is taken in the order in which it was
+//! given.
 
+use std::collections::VecDeque;
 use std::future::Future;
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use std::sync::{Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
 
 use crate::handoff::handoff;
 
-/// Helper threads: enough to keep two CPUs busy with decompression while some block in a system
-/// call.
-const THREADS: usize = 4;
+/// Fewest helper threads: some may block in a system call while others decompress.
+const THREADS_MIN: usize = 4;
+/// Most helper threads; otherwise there is one for each CPU.
+const THREADS_MAX: usize = 64;
 
 type Work = Box<dyn FnOnce() + Send>;
 
-static POOL: LazyLock<Sender<Work>> = LazyLock::new(|| {
-    let (sender, receiver) = channel::<Work>();
-    let receiver = Arc::new(Mutex::new(receiver));
-    for number in 0..THREADS {
-        let receiver = Arc::clone(&receiver);
-        let spawned = std::thread::Builder::new()
-            .name(format!("helper-{number}"))
-            .spawn(move || serve(&receiver));
-        if let Err(error) = spawned {
-            tracing::warn!("helper thread {number} not started: {error}");
+/// What the helper threads share.
+struct Pool {
+    queue: Mutex<Queue>,
+    /// There is work, or a thread that was woken for it is on its way.
+    filled: Condvar,
+}
+
+struct Queue {
+    work: VecDeque<Work>,
+    /// Threads that sleep and were not woken yet: waking one costs a system call.
+    idle: usize,
+    /// Threads that were started.
+    threads: usize,
+}
+
+static POOL: LazyLock<&'static Pool> = LazyLock::new(|| {
+    let queue = Queue { work: VecDeque::new(), idle: 0, threads: 0 };
+    // For as long as the process lives, like its threads.
+    let pool: &'static Pool =
+        Box::leak(Box::new(Pool { queue: Mutex::new(queue), filled: Condvar::new() }));
+    let cpus = std::thread::available_parallelism().map_or(THREADS_MIN, usize::from);
+    for number in 0..cpus.clamp(THREADS_MIN, THREADS_MAX) {
+        let spawned =
+            std::thread::Builder::new().name(format!("helper-{number}")).spawn(|| pool.serve());
+        match spawned {
+            Ok(_) => pool.queue().threads += 1,
+            Err(error) => tracing::warn!("helper thread {number} not started: {error}"),
         }
     }
-    sender
+    pool
 });
 
-fn serve(receiver: &Mutex<Receiver<Work>>) {
-    loop {
-        let work = receiver.lock().unwrap_or_else(PoisonError::into_inner).recv();
-        let Ok(work) = work else { return };
-        // A panic of the work is its own: the waiting task sees it, this thread goes on.
-        let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
+impl Pool {
+    /// Nothing under this lock is left half done by a panic.
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn serve(&self) {
+        let mut queue = self.queue();
+        loop {
+            let Some(work) = queue.work.pop_front() else {
+                queue.idle += 1;
+                queue = self.filled.wait(queue).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            drop(queue);
+            // A panic of the work is its own: the waiting task sees it, this thread goes on.
+            let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
+            queue = self.queue();
+        }
+    }
+
+    fn give(&self, work: Work) {
+        let wake = {
+            let mut queue = self.queue();
+            if queue.threads == 0 {
+                drop(queue);
+                // No helper thread could be started (a limit on processes): slower is better than not
+                // at all.
+                return work();
+            }
+            queue.work.push_back(work);
+            let wake = queue.idle > 0;
+            queue.idle -= usize::from(wake);
+            wake
+        };
+        if wake {
+            self.filled.notify_one();
+        }
     }
 }
 
@@ -43,9 +94,6 @@ pub(crate) fn run<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> impl Future<Output = T> {
     let (finish, value) = handoff();
-    if let Err(unsent) = POOL.send(Box::new(move || finish.done(work()))) {
-        // No helper thread could be started (a limit on processes): slower is better than not at all.
-        (unsent.0)();
-    }
+    POOL.give(Box::new(move || finish.done(work())));
     value
 }

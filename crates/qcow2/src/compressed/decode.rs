@@ -1,67 +1,71 @@
 //! Decompression of one cluster. Pure; runs on helper threads, which keep one decoder each.
 //!
-//! Promises: never more output than one cluster, no window beside it, no panic on rubbish.
+//! Promises: never more output than the caller has room for, no window that an image chooses, no
+//! panic on rubbish.
 //! Source: qcow2 specification, "Compressed Clusters Descriptor" and "compression_type".
 
 use std::cell::RefCell;
 
-use miniz_oxide::inflate::TINFLStatus;
-use miniz_oxide::inflate::core::inflate_flags::TINFL_FLAG_USING_NON_WRAPPING_OUTPUT_BUF;
-use miniz_oxide::inflate::core::{DecompressorOxide, decompress as inflate};
 use rustix::io::Errno;
+use zlib_rs::{Inflate, InflateFlush};
 
 use crate::info::CompressionType;
-use crate::sync::Arc;
 
-/// The decoders of one thread: making them costs more than decompressing a small cluster (zstd's
-/// has about 160 KiB).
+/// Window of raw deflate, bits. Writers use 12; a larger one is no harm to a reader.
+const WINDOW_BITS: u8 = 15;
+
+/// The decoders of one thread: making them costs more than decompressing a small cluster (inflate
+/// has about 48 KiB, zstd about 160 KiB).
+#[derive(Default)]
 struct Decoders {
-    inflate: Box<DecompressorOxide>,
+    inflate: Option<Inflate>,
     zstd: Option<zstd_safe::DCtx<'static>>,
 }
 
 thread_local! {
-    static DECODERS: RefCell<Decoders> =
-        RefCell::new(Decoders { inflate: Box::default(), zstd: None });
+    static DECODERS: RefCell<Decoders> = RefCell::default();
 }
 
-/// Decompresses one cluster.
+/// Whether the first bytes of a cluster can be had for less than the whole.
+pub(super) fn stops_early(kind: CompressionType) -> bool {
+    // A zstd block is decoded as a whole, and has up to 128 KiB.
+    kind == CompressionType::Zlib
+}
+
+/// Decompresses the start of one cluster.
 ///
 /// * `compressed`: its bytes and maybe more: the length is known in sectors only.
-/// * `cluster_size`: bytes that must come out.
+/// * `output`: is filled: the whole cluster, or the first part of it where the kind
+///   [stops early](stops_early).
 ///
-/// Errors: `EIO` when it is not a whole cluster of valid data.
+/// Errors: `EIO` when that many bytes of valid data do not come out.
 pub(crate) fn decompress(
     kind: CompressionType,
     compressed: &[u8],
-    cluster_size: usize,
-) -> Result<Arc<Vec<u8>>, Errno> {
-    let mut output = vec![0; cluster_size];
+    output: &mut [u8],
+) -> Result<(), Errno> {
     DECODERS.with_borrow_mut(|decoders| match kind {
-        CompressionType::Zlib => deflate(&mut decoders.inflate, compressed, &mut output),
-        CompressionType::Zstd => zstd(&mut decoders.zstd, compressed, &mut output),
-    })?;
-    Ok(Arc::new(output))
+        CompressionType::Zlib => inflate(&mut decoders.inflate, compressed, output),
+        CompressionType::Zstd => zstd(&mut decoders.zstd, compressed, output),
+    })
 }
 
-/// Raw deflate. Writers use a window of 4 KiB (12 bits); a larger one is no harm, because the
-/// output itself is the window.
-fn deflate(
-    decoder: &mut DecompressorOxide,
+/// Raw deflate. What comes after a full output, the end mark included, does not matter: it may be cut
+/// off when the file ends there.
+fn inflate(
+    decoder: &mut Option<Inflate>,
     compressed: &[u8],
     output: &mut [u8],
 ) -> Result<(), Errno> {
-    decoder.init();
-    let flags = TINFL_FLAG_USING_NON_WRAPPING_OUTPUT_BUF;
-    let (status, _, written) = inflate(decoder, compressed, output, 0, flags);
-    let sound = match status {
-        // The end of the stream, or more behind a full cluster: both are a cluster.
-        TINFLStatus::Done | TINFLStatus::HasMoreOutput => true,
-        // The end mark may be cut off when the file ends there.
-        TINFLStatus::NeedsMoreInput | TINFLStatus::FailedCannotMakeProgress => true,
-        _ => false,
+    let decoder = match decoder {
+        Some(decoder) => {
+            decoder.reset(false);
+            decoder
+        }
+        None => decoder.insert(Inflate::new(false, WINDOW_BITS)),
     };
-    if sound && written == output.len() { Ok(()) } else { Err(Errno::IO) }
+    decoder.decompress(compressed, output, InflateFlush::Finish).map_err(|_| Errno::IO)?;
+    if decoder.total_out() == output.len() as u64 { Ok(()) } else { Err(Errno::IO) }
 }
 
 /// Zstandard frames, usually one. Each is decoded in one step straight into the output, so the window

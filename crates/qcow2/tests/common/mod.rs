@@ -143,8 +143,7 @@ async fn read_extent(
         }
         ExtentKind::Zero { .. } => {}
         ExtentKind::Compressed(cluster) => {
-            let in_cluster = at % image.info().cluster_size();
-            image.read_compressed(ring, cluster, in_cluster, &buf).await?;
+            image.read_compressed(ring, cluster, at, &buf).await?;
         }
         ExtentKind::Unallocated => {
             let start = backing.len().min(usize::try_from(at).expect("a small image"));

@@ -1,0 +1,165 @@
+//! Brings compressed bytes from the image file to the helper threads.
+//!
+//! Promises: neighbours are read together, in one aligned operation into a buffer that is used again; a
+//! failure of a common read fails nobody but those whose own bytes cannot be read.
+//! Runs as a task of its own, so a request that is given up takes nothing from the others.
+
+use std::cell::RefCell;
+
+use rustix::io::Errno;
+
+use ringdisk_ring::{IoBuf, Ring};
+use ringdisk_storage::{Limits, Storage};
+
+use super::clusters::Ticket;
+use super::decode::decompress;
+use crate::info::CompressionType;
+use crate::limits::{COMPRESSED_READ_BYTES, INLINE_DECOMPRESSION_BYTES};
+use crate::sync::Arc;
+
+/// Bytes between two clusters that are rather read than skipped: about what the storage moves while
+/// it turns to another operation.
+const GAP_MAX: u64 = 16 * 1024;
+/// Buffers that a thread keeps for the next reads.
+const BUFFERS_MAX: usize = 4;
+/// Smallest buffer: enough for a cluster of 64 KiB with its alignment.
+const BUFFER_MIN: usize = 128 * 1024;
+
+thread_local! {
+    /// A thread's free buffers: large ones are mappings, and making one costs as much as a read.
+    static BUFFERS: RefCell<Vec<IoBuf>> = const { RefCell::new(Vec::new()) };
+}
+
+/// How to decompress.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Method {
+    pub(super) kind: CompressionType,
+    pub(super) cluster_size: usize,
+}
+
+/// Starts the loads of `tickets`, which are sorted by nothing but the order of the disk: runs of
+/// neighbours in the image file become one read each.
+pub(super) fn start(ring: &Ring, file: &Arc<Storage>, method: Method, tickets: Vec<Ticket>) {
+    let mut group: Vec<Ticket> = Vec::new();
+    for ticket in tickets {
+        if let (Some(first), Some(last)) = (group.first(), group.last())
+            && !is_neighbour(first, last, &ticket)
+        {
+            spawn(ring, file, method, std::mem::take(&mut group));
+        }
+        group.push(ticket);
+    }
+    if !group.is_empty() {
+        spawn(ring, file, method, group);
+    }
+}
+
+fn is_neighbour(first: &Ticket, last: &Ticket, next: &Ticket) -> bool {
+    let (first, last, next) = (first.place(), last.place(), next.place());
+    let end = last.host_end();
+    // Clusters share the sector where one ends and the next begins.
+    next.host_offset() >= last.host_offset()
+        && next.host_offset() <= end.saturating_add(GAP_MAX)
+        && next.host_end() - first.host_offset() <= COMPRESSED_READ_BYTES
+}
+
+fn spawn(ring: &Ring, file: &Arc<Storage>, method: Method, tickets: Vec<Ticket>) {
+    let (handle, file) = (ring.clone(), file.clone());
+    ring.spawn(async move { fetch(&handle, &file, method, tickets).await });
+}
+
+async fn fetch(ring: &Ring, file: &Storage, method: Method, tickets: Vec<Ticket>) {
+    let start = tickets.iter().map(|ticket| ticket.place().host_offset()).min().unwrap_or(0);
+    let end = tickets.iter().map(|ticket| ticket.place().host_end()).max().unwrap_or(0);
+    match read(ring, file, start, end).await {
+        Ok(bytes) => {
+            for ticket in tickets {
+                hand_over(ring, method, ticket, &bytes);
+            }
+            bytes.give_back();
+        }
+        Err(_) if tickets.len() > 1 => {
+            for ticket in tickets {
+                let place = ticket.place();
+                match read(ring, file, place.host_offset(), place.host_end()).await {
+                    Ok(bytes) => {
+                        hand_over(ring, method, ticket, &bytes);
+                        bytes.give_back();
+                    }
+                    Err(errno) => ticket.fail(errno),
+                }
+            }
+        }
+        Err(errno) => {
+            for ticket in tickets {
+                ticket.fail(errno);
+            }
+        }
+    }
+}
+
+/// A piece of the image file.
+struct Bytes {
+    /// Offset of the first byte in the file.
+    start: u64,
+    /// Bytes that are there: fewer than asked for when the file ends inside the last sector.
+    len: usize,
+    buf: IoBuf,
+}
+
+impl Bytes {
+    /// What there is of one compressed cluster, for another thread.
+    fn copy(&self, ticket: &Ticket) -> Result<Vec<u8>, Errno> {
+        let place = ticket.place();
+        let from = place.host_offset().checked_sub(self.start).ok_or(Errno::IO)?;
+        let from = usize::try_from(from).map_err(|_| Errno::IO)?.min(self.len);
+        let to = from.saturating_add(place.host_len() as usize).min(self.len);
+        let mut bytes = vec![0; to - from];
+        self.buf.copy_to_slice(from, &mut bytes);
+        Ok(bytes)
+    }
+
+    fn give_back(self) {
+        BUFFERS.with_borrow_mut(|buffers| {
+            if buffers.len() < BUFFERS_MAX {
+                buffers.push(self.buf);
+            }
+        });
+    }
+}
+
+/// Reads a range, widened to what suits the storage.
+async fn read(ring: &Ring, file: &Storage, start: u64, end: u64) -> Result<Bytes, Errno> {
+    let limits = file.limits();
+    let align = u64::from(limits.offset_align).max(1);
+    let start = start / align * align;
+    let end = end.checked_next_multiple_of(align).ok_or(Errno::IO)?;
+    let len = usize::try_from(end - start).map_err(|_| Errno::IO)?;
+    let buf = buffer(len, &limits);
+    let len = file.read(ring, start, &buf.slice(0..len)).await?;
+    Ok(Bytes { start, len, buf })
+}
+
+fn buffer(len: usize, limits: &Limits) -> IoBuf {
+    let align = limits.memory_align.max(1) as usize;
+    let kept = BUFFERS.with_borrow_mut(|buffers| {
+        let fits = |buf: &IoBuf| buf.len() >= len && buf.is_aligned(align);
+        let place = buffers.iter().position(fits);
+        place.map(|place| buffers.swap_remove(place))
+    });
+    kept.unwrap_or_else(|| IoBuf::new(len.max(BUFFER_MIN).next_power_of_two(), align))
+}
+
+fn hand_over(ring: &Ring, method: Method, ticket: Ticket, bytes: &Bytes) {
+    let compressed = match bytes.copy(&ticket) {
+        Ok(compressed) => compressed,
+        Err(errno) => return ticket.fail(errno),
+    };
+    let work = move || ticket.fill(|output| decompress(method.kind, &compressed, output));
+    if method.cluster_size <= INLINE_DECOMPRESSION_BYTES {
+        work();
+    } else {
+        // The ticket itself wakes those who wait.
+        drop(ring.offload(work));
+    }
+}
