@@ -77,9 +77,4 @@ impl Limbo {
     pub(crate) fn is_busy(&self) -> bool {
         self.busy.load(Ordering::Relaxed) != 0
     }
-
-    /// Whether clusters wait that are not unlinked on stable storage.
-    pub(crate) fn has_fresh(&self) -> bool {
-        !lock(&self.state).fresh.is_empty()
-    }
 }

@@ -1,10 +1,18 @@
-//! Model of the parts that threads share: the very source files `slices.rs` and `flight.rs`, built
-//! on simulated atomics and locks, under every order of steps that the checker finds.
+//! Model of the parts that threads share: the very source files `slices.rs`, `flight.rs`,
+//! `registry.rs` and `grace.rs`, built on simulated atomics and locks, under every order of steps
+//! that the checker finds.
 
 mod sync;
+mod writing;
 
 #[path = "../flight.rs"]
 mod flight;
+#[allow(dead_code)]
+#[path = "../engine/grace.rs"]
+mod grace;
+#[allow(dead_code)]
+#[path = "../engine/registry.rs"]
+mod registry;
 // The counters are looked at elsewhere.
 #[allow(dead_code)]
 #[path = "../slices.rs"]
