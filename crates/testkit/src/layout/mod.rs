@@ -158,8 +158,10 @@ pub struct Layout {
     pub refcounts: BTreeMap<u64, u64>,
     /// What is wrong. Leaks are not listed.
     pub problems: Vec<String>,
-    /// Clusters whose refcount is above their references.
+    /// Clusters of the file whose refcount is above their references.
     pub leaks: u64,
+    /// The same behind the end of the file, where they take no space.
+    pub leaks_beyond: u64,
 }
 
 impl Layout {

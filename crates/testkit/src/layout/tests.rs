@@ -119,5 +119,8 @@ fn damage_is_found() {
     let mut leaky = good.clone();
     leaky[block + 2 * 100 + 1] = 1;
     let layout = Layout::of(&leaky[..]);
-    assert!(layout.is_sound() && layout.leaks == 1);
+    assert!(layout.is_sound() && (layout.leaks, layout.leaks_beyond) == (0, 1));
+    leaky.resize(101 << 12, 0);
+    let layout = Layout::of(&leaky[..]);
+    assert!(layout.is_sound() && (layout.leaks, layout.leaks_beyond) == (1, 0));
 }

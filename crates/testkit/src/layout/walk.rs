@@ -34,7 +34,7 @@ pub(super) fn walk(image: &(impl Bytes + ?Sized)) -> Layout {
         layout.walk_l1(image, snapshot.l1_offset, snapshot.l1_size, false);
     }
     layout.walk_bitmaps(image);
-    layout.compare_refcounts();
+    layout.compare_refcounts(image.size());
     layout.check_copied(image);
     layout
 }
@@ -214,7 +214,7 @@ impl Layout {
         }
     }
 
-    fn compare_refcounts(&mut self) {
+    fn compare_refcounts(&mut self, size: u64) {
         if self.header.dirty() {
             // Whoever opens it for writing counts anew.
             return;
@@ -228,8 +228,11 @@ impl Layout {
             }
         }
         let referred = |c: &u64| self.references.get(c).map_or(0, |r| r.1);
-        let leaks = self.refcounts.iter().filter(|(c, count)| **count > referred(c)).count();
-        self.leaks = leaks as u64;
+        let above = self.refcounts.iter().filter(|(c, count)| **count > referred(c));
+        let (inside, beyond): (Vec<u64>, Vec<u64>) =
+            above.map(|(c, _)| *c).partition(|c| c << self.header.cluster_bits < size);
+        self.leaks = inside.len() as u64;
+        self.leaks_beyond = beyond.len() as u64;
     }
 
     /// In the active tables the COPIED flag says whether the refcount is 1.

@@ -124,6 +124,11 @@ impl Oracle {
         }
     }
 
+    /// What was there before the first write, from `offset` on.
+    pub fn fill_below(&self, offset: u64, bytes: &mut [u8]) {
+        self.below.fill(offset, bytes);
+    }
+
     /// Size in bytes.
     #[must_use]
     pub fn size(&self) -> u64 {
@@ -226,6 +231,18 @@ impl Oracle {
     pub fn settle(&mut self) {
         let flush = self.begin_flush();
         self.end_flush(&flush);
+    }
+
+    /// The power failed and came back: what was not durable may be there or not, and no later flush makes it so.
+    pub fn restart(&mut self) {
+        let now = self.tick();
+        self.reads.clear();
+        for sector in &self.unsettled {
+            for version in self.sectors.get_mut(sector).into_iter().flatten() {
+                version.acknowledged &= version.durable;
+                version.end = version.end.or(Some(now));
+            }
+        }
     }
 
     /// The size changes: what is behind the end is forgotten, what is new reads as zeroes.
