@@ -1,0 +1,138 @@
+//! What one run of the simulation is: the image, its clients, their luck. All of it follows from the seed.
+
+use ringdisk_qcow2::{Discard, OpenOptions};
+use ringdisk_testkit::layout::Shape;
+use ringdisk_testkit::oracle::{Below, SECTOR};
+use ringdisk_testkit::sim::Prng;
+
+/// Bytes of each region that the clients use: enough for conflicts, little enough to be judged quickly.
+const REGION_BYTES: u64 = 160 << 10;
+
+/// Which operations that need the image for themselves happen between two streams.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Between {
+    /// None: one stream only.
+    Nothing,
+    /// Close and open again.
+    Reopen,
+    /// Internal snapshots are made, applied and deleted.
+    Snapshots,
+    /// The disk grows and shrinks.
+    Resize,
+}
+
+/// What a test wants of its runs.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Wanted {
+    pub(crate) between: Option<Between>,
+    pub(crate) lazy: bool,
+    pub(crate) data_file: bool,
+    pub(crate) backing: bool,
+    pub(crate) compressed: bool,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Config {
+    pub(crate) seed: u64,
+    pub(crate) shape: Shape,
+    pub(crate) below: Below,
+    pub(crate) between: Between,
+    /// Tasks that work on the image at once.
+    pub(crate) clients: u64,
+    /// Operations of each in a stream.
+    pub(crate) operations: u64,
+    /// Streams, one after the other, with `between` in between.
+    pub(crate) streams: u64,
+    /// Writes of parts of a sector happen.
+    pub(crate) odd: bool,
+    pub(crate) compressed: bool,
+    pub(crate) options: OpenOptions,
+    /// Storage operations of a thousand that are held back.
+    pub(crate) held_per_mille: u64,
+    /// Bytes that are used.
+    pub(crate) regions: Vec<std::ops::Range<u64>>,
+}
+
+impl Config {
+    pub(crate) fn new(seed: u64, wanted: Wanted) -> Config {
+        let mut prng = Prng::new(seed ^ 0x00c0_ffee);
+        let extended = prng.below(5) == 0;
+        let version = if prng.below(6) == 0 && !extended { 2 } else { 3 };
+        let version = if wanted.lazy || wanted.data_file { 3 } else { version };
+        let cluster_bits = match prng.below(10) {
+            _ if extended => 14 + u32::from(prng.below(4) == 0),
+            0..=3 => 9,
+            4 | 5 => 10,
+            6 | 7 => 12,
+            8 => 13,
+            _ => 16,
+        };
+        let snapshots = wanted.between == Some(Between::Snapshots);
+        let refcount_order = match (version, prng.below(8)) {
+            (2, _) => 4,
+            (_, 0) if !snapshots && !wanted.compressed => 0,
+            (_, 1) => 1,
+            (_, 2) => 3,
+            (_, 3) => 6,
+            (_, 4) => 5,
+            _ => 4,
+        };
+        let entry = if extended { 16 } else { 8 };
+        let covers = (1u64 << cluster_bits) / entry << cluster_bits;
+        // More than two L2 tables; the end is inside a cluster.
+        let size = covers * 2 + covers / 2 + SECTOR * 3;
+        let below = match wanted.backing {
+            false => Below::NOTHING,
+            true => Below { disk: 1, len: [size / 2 + 700, size, size + 4096][index(&mut prng, 3)] },
+        };
+        let shape = Shape {
+            version,
+            cluster_bits,
+            refcount_order,
+            size,
+            extended,
+            zstd: wanted.compressed && version == 3 && prng.coin(),
+            lazy: wanted.lazy,
+            data_file: wanted.data_file.then(|| "image.data".to_owned()),
+            data_file_raw: false,
+            backing: wanted.backing.then(|| ("base".to_owned(), "raw".to_owned())),
+            refcount_table_clusters: 1,
+        };
+        let small_cache = prng.below(3) == 0;
+        let options = OpenOptions {
+            writable: true,
+            metadata_cache_bytes: small_cache.then_some(0),
+            discard: if prng.below(5) == 0 { Discard::Ignore } else { Discard::Unmap },
+            discard_no_unref: prng.below(6) == 0,
+            ..OpenOptions::default()
+        };
+        Config {
+            seed,
+            regions: regions(size, 1 << cluster_bits, covers),
+            shape,
+            below,
+            between: wanted.between.unwrap_or(Between::Nothing),
+            clients: 1 + prng.below(8),
+            operations: 10 + prng.below(80),
+            streams: if wanted.between.is_some() { 3 } else { 1 },
+            odd: prng.below(3) == 0,
+            compressed: wanted.compressed,
+            options,
+            held_per_mille: [300, 700, 950][index(&mut prng, 3)],
+        }
+    }
+
+    pub(crate) fn cluster(&self) -> u64 {
+        1 << self.shape.cluster_bits
+    }
+}
+
+pub(crate) fn index(prng: &mut Prng, bound: u64) -> usize {
+    usize::try_from(prng.below(bound)).unwrap_or(0)
+}
+
+/// The start of the disk, the first border between two L2 tables, and the end.
+fn regions(size: u64, cluster: u64, covers: u64) -> Vec<std::ops::Range<u64>> {
+    let len = (REGION_BYTES / 4).max(2 * cluster).min(covers / 2) / cluster * cluster;
+    vec![0..len, covers - len / 2 / cluster * cluster..covers + len / 2, size - len..size]
+}

@@ -1,0 +1,107 @@
+//! Power cuts, simulated: random clients, storage operations that overtake each other, and every state that may be left is judged.
+//!
+//! `RINGDISK_CRASH_STATES=N` judges N states in all (10,000; 100,000 with `RINGDISK_FULL=1`); `RINGDISK_CRASH_SEED=N` begins with
+//! another seed. A failure prints the seed of its run: `RINGDISK_CRASH_SEED=SEED RINGDISK_CRASH_STATES=1` runs it again.
+
+// The engine's futures are large, and these are tests.
+#![allow(clippy::large_futures)]
+
+mod between;
+mod client;
+#[path = "../common/mod.rs"]
+mod common;
+mod config;
+mod judge;
+#[path = "../common/live.rs"]
+mod live;
+mod world;
+
+use common::runtime;
+use config::{Between, Config, Wanted};
+use judge::Judge;
+use world::{Taken, World};
+
+fn number(name: &str) -> Option<u64> {
+    std::env::var(name).ok()?.parse().ok()
+}
+
+/// States of a test that has this share of all, in percent.
+fn states(percent: u64) -> u64 {
+    let full = std::env::var_os("RINGDISK_FULL").is_some();
+    let all = number("RINGDISK_CRASH_STATES").unwrap_or(if full { 100_000 } else { 10_000 });
+    (all * percent / 100).max(1)
+}
+
+/// Runs seeds until enough states were judged.
+fn simulate(name: &str, percent: u64, wanted: Wanted) {
+    let mut judge = Judge::new();
+    let first = number("RINGDISK_CRASH_SEED").unwrap_or(1);
+    let mut seed = first;
+    while judge.judged < states(percent) {
+        run(&mut judge, name, Config::new(seed, wanted));
+        seed += 1;
+    }
+    let (judged, shown, leaks) = (judge.judged, judge.shown, judge.leaks);
+    println!("{name}: {judged} states of seeds {first}..{seed}, {leaks} with leaks, {shown} shown to qemu-img");
+}
+
+/// One seed: the run, then its states.
+fn run(judge: &mut Judge, name: &str, config: Config) {
+    let seed = config.seed;
+    let mut runtime = runtime();
+    let mut world = World::new(runtime.ring().clone(), config, Taken::Honest);
+    let result = runtime.block_on(world.run());
+    let config = world.config.clone();
+    let failed = |what: String| {
+        let trace = world.shore.trace.borrow();
+        let from = trace.len().saturating_sub(if number("RINGDISK_CRASH_TRACE").is_some() { trace.len() } else { 30 });
+        panic!(
+            "{name}: {what}\n  run again: RINGDISK_CRASH_SEED={seed} RINGDISK_CRASH_STATES=1 \
+             cargo test -p ringdisk-qcow2 --test crash {name}\n  {config:#?}\n  the last operations: {:#?}",
+            &trace[from..],
+        );
+    };
+    if let Err(error) = result {
+        failed(error);
+    }
+    for case in &world.cases {
+        if let Err(error) = judge.judge(&config, case) {
+            let path = std::env::temp_dir().join(format!("ringdisk-crash-{name}-{seed}.qcow2"));
+            std::fs::write(&path, case.file.image()).expect("room for an image");
+            failed(format!("{}: {error}\n  the image is in {}", case.label, path.display()));
+        }
+    }
+}
+
+#[test]
+fn any_client() {
+    simulate("any_client", 30, Wanted::default());
+}
+
+#[test]
+fn over_a_backing_file() {
+    simulate("over_a_backing_file", 15, Wanted { backing: true, ..Wanted::default() });
+}
+
+#[test]
+fn with_compressed_clusters() {
+    let wanted = Wanted { compressed: true, backing: true, ..Wanted::default() };
+    simulate("with_compressed_clusters", 10, wanted);
+}
+
+#[test]
+fn opened_again_and_again() {
+    let wanted = Wanted { between: Some(Between::Reopen), ..Wanted::default() };
+    simulate("opened_again_and_again", 10, wanted);
+}
+
+#[test]
+fn with_lazy_refcounts() {
+    let between = Some(Between::Reopen);
+    simulate("with_lazy_refcounts", 5, Wanted { lazy: true, between, ..Wanted::default() });
+}
+
+#[test]
+fn with_an_external_data_file() {
+    simulate("with_an_external_data_file", 5, Wanted { data_file: true, ..Wanted::default() });
+}

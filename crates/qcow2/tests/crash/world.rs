@@ -1,0 +1,277 @@
+//! A run: an image on simulated storage, clients, and power cuts at any time.
+//!
+//! Nothing in a run depends on time or chance but through the seed: storage operations wait until the driver lets them go, one
+//! after the other in random order. (Decompression happens on helper threads and ends when it likes; only runs with compressed clusters
+//! can differ from one time to the next.)
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::future::Future;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ringdisk_qcow2::Qcow2;
+use ringdisk_ring::Ring;
+use ringdisk_testkit::oracle::Oracle;
+use ringdisk_testkit::sim::{Fault, Prng, SimStorage, When};
+
+use crate::client::{Client, Shore};
+use crate::live::{Base, Shared, open};
+use crate::config::{Between, Config, index};
+
+/// Number of the disk in its stamps.
+pub(crate) const DISK: u16 = 7;
+/// States that are taken at each power cut.
+const STATES: u64 = 5;
+/// Looks without any progress before a run counts as hanging: some of them sleep a millisecond.
+const PATIENCE: u32 = 3000;
+
+/// A state that a power cut may leave, with what may be in it.
+#[derive(Debug)]
+pub(crate) struct Case {
+    pub(crate) file: SimStorage,
+    pub(crate) data: Option<SimStorage>,
+    /// What the disk may be: one of these.
+    pub(crate) worlds: Rc<Vec<Oracle>>,
+    /// Snapshots that may exist, with their content.
+    pub(crate) snapshots: Rc<BTreeMap<String, Oracle>>,
+    /// When it was taken.
+    pub(crate) label: String,
+    /// Nothing was lost and the image was closed: it must have no leaks.
+    pub(crate) closed: bool,
+}
+
+/// Which states a run collects.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Taken {
+    /// Those that a power cut may leave.
+    Honest,
+    /// Those that it could leave if the last flush had been a lie.
+    WithoutLastFlush,
+}
+
+#[derive(Debug)]
+pub(crate) struct World {
+    pub(crate) config: Rc<Config>,
+    pub(crate) ring: Ring,
+    pub(crate) file: SimStorage,
+    pub(crate) data: Option<SimStorage>,
+    pub(crate) shore: Rc<Shore>,
+    pub(crate) snapshots: BTreeMap<String, Oracle>,
+    pub(crate) cases: Vec<Case>,
+    /// Other worlds that a power cut may lead to: while a change of everything is under way.
+    pub(crate) also: Vec<Oracle>,
+    pub(crate) prng: Prng,
+    taken: Taken,
+    running: Rc<Cell<u64>>,
+    stream: u64,
+    cuts: u64,
+}
+
+impl World {
+    pub(crate) fn new(ring: Ring, config: Config, taken: Taken) -> World {
+        let (seed, shape) = (config.seed, &config.shape);
+        let file = SimStorage::from_image(&shape.make(), seed);
+        let data = shape.data_file.as_ref().map(|_| SimStorage::new(0, seed + 1));
+        let oracle = Oracle::new(DISK, shape.size, config.below);
+        World {
+            ring,
+            file,
+            data,
+            shore: Shore::new(oracle, false),
+            snapshots: BTreeMap::new(),
+            cases: Vec::new(),
+            also: Vec::new(),
+            prng: Prng::new(seed),
+            taken,
+            running: Rc::default(),
+            stream: 0,
+            cuts: 0,
+            config: Rc::new(config),
+        }
+    }
+
+    pub(crate) fn base(&self) -> Base {
+        Base(self.config.below)
+    }
+
+    /// The whole run. Errors: what went wrong besides power cuts.
+    pub(crate) async fn run(&mut self) -> Result<(), String> {
+        for storage in [Some(&self.file), self.data.as_ref()].into_iter().flatten() {
+            storage.on(When::any().chance(self.config.held_per_mille), Fault::Hold);
+        }
+        for stream in 0..self.config.streams {
+            self.stream = stream;
+            let image = self.open().await?;
+            self.stream(&image).await?;
+            self.close(image).await?;
+            if stream + 1 < self.config.streams && self.config.between != Between::Reopen {
+                self.between().await?;
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) async fn open(&mut self) -> Result<Shared, String> {
+        let (ring, file, data) = (self.ring.clone(), self.file.clone(), self.data.clone());
+        let options = self.config.options.clone();
+        let opening = async move { open(&ring, &file, data.as_ref(), &options).await };
+        Ok(Arc::new(self.drive("open", opening).await??))
+    }
+
+    /// All clients at once, to their end.
+    async fn stream(&mut self, image: &Shared) -> Result<(), String> {
+        let client = Client {
+            ring: self.ring.clone(),
+            image: image.clone(),
+            base: self.base(),
+            shore: self.shore.clone(),
+            config: self.config.clone(),
+        };
+        for _ in 1..self.config.clients {
+            let work = client.clone().work(self.prng.next_u64());
+            self.spawn(work);
+        }
+        let last = client.work(self.prng.next_u64());
+        self.drive("stream", last).await?;
+        match self.shore.wrong.borrow().first() {
+            Some(wrong) => Err(wrong.clone()),
+            None => Ok(()),
+        }
+    }
+
+    pub(crate) async fn close(&mut self, image: Shared) -> Result<(), String> {
+        let ring = self.ring.clone();
+        let closing = image.clone();
+        let result = self.drive("close", async move { closing.close(&ring).await }).await?;
+        result.map_err(|errno| format!("close: {errno}"))?;
+        drop(image);
+        self.shore.oracle.borrow_mut().settle();
+        if self.taken == Taken::Honest {
+            self.add_case(self.file.fork(1), self.data.as_ref().map(|d| d.fork(1)), "closed".into());
+            self.cases.last_mut().expect("just added").closed = true;
+            self.cut("after close");
+        }
+        Ok(())
+    }
+
+    /// Starts a task that the driver waits for.
+    fn spawn(&self, work: impl Future<Output = ()> + 'static) {
+        self.running.set(self.running.get() + 1);
+        let running = self.running.clone();
+        self.ring.spawn(async move {
+            work.await;
+            running.set(running.get() - 1);
+        });
+    }
+
+    /// Runs `work` and everything that was spawned to the end, with power cuts on the way.
+    pub(crate) async fn drive<T: 'static>(
+        &mut self,
+        label: &str,
+        work: impl Future<Output = T> + 'static,
+    ) -> Result<T, String> {
+        let result = Rc::new(RefCell::new(None));
+        let place = result.clone();
+        self.spawn(async move {
+            let value = work.await;
+            *place.borrow_mut() = Some(value);
+        });
+        let mut idle = 0;
+        while self.running.get() > 0 {
+            for _ in 0..3 {
+                self.ring.yield_now().await;
+            }
+            let released = self.release_one();
+            idle = if released { 0 } else { idle + 1 };
+            if self.prng.below(1000) < 40 {
+                self.cut(label);
+            }
+            if idle > 20 {
+                // A helper thread, or a sleep of the engine.
+                self.ring.sleep(Duration::from_millis(1)).await;
+            }
+            if idle > PATIENCE {
+                return Err(format!("{label} hangs: {} tasks wait for nothing", self.running.get()));
+            }
+        }
+        let value = result.borrow_mut().take();
+        value.ok_or_else(|| format!("{label} was dropped"))
+    }
+
+    /// Lets one storage operation go. Returns whether there was one.
+    fn release_one(&mut self) -> bool {
+        let all = [Some(&self.file), self.data.as_ref()].into_iter().flatten();
+        let held: Vec<(&SimStorage, u64)> =
+            all.flat_map(|sim| sim.held().into_iter().map(move |held| (sim, held.number))).collect();
+        if held.is_empty() {
+            return false;
+        }
+        let (sim, number) = held[index(&mut self.prng, held.len() as u64)];
+        sim.release(number)
+    }
+
+    /// The power fails: some of the states that this may leave.
+    pub(crate) fn cut(&mut self, label: &str) {
+        self.cuts += 1;
+        let worlds: Vec<Oracle> =
+            [vec![self.shore.oracle.borrow().clone()], self.also.clone()].concat();
+        let worlds = Rc::new(worlds);
+        let snapshots = Rc::new(self.snapshots.clone());
+        for _ in 0..STATES {
+            let seed = self.prng.next_u64();
+            let (stream, cut) = (self.stream, self.cuts);
+            let label = format!("{label}, stream {stream}, cut {cut}, state {seed:#x}");
+            let data = self.data.as_ref().map(|data| data.crash_state(seed ^ 0xda7a));
+            let file = match self.taken {
+                Taken::Honest => Some(self.file.crash_state(seed)),
+                Taken::WithoutLastFlush => self.file.crash_state_without_last_flush(seed),
+            };
+            let Some(file) = file else { return };
+            let (worlds, snapshots) = (worlds.clone(), snapshots.clone());
+            self.cases.push(Case { file, data, worlds, snapshots, label, closed: false });
+        }
+    }
+
+    fn add_case(&mut self, file: SimStorage, data: Option<SimStorage>, label: String) {
+        let worlds = Rc::new(vec![self.shore.oracle.borrow().clone()]);
+        let snapshots = Rc::new(self.snapshots.clone());
+        let label = format!("{label}, stream {}", self.stream);
+        self.cases.push(Case { file, data, worlds, snapshots, label, closed: false });
+    }
+
+    /// Opens, changes the whole image with `change`, and closes.
+    ///
+    /// * `after`: what the disk is when it has happened; until then it may be either.
+    pub(crate) async fn change<F>(
+        &mut self,
+        label: &str,
+        after: Oracle,
+        change: impl FnOnce(Ring, Qcow2) -> F,
+    ) -> Result<(), String>
+    where
+        F: Future<Output = Result<(), String>> + 'static,
+    {
+        let image = self.open().await?;
+        let image = Arc::into_inner(image).ok_or("the image is used by nobody else")?;
+        self.also = vec![after.clone()];
+        let ring = self.ring.clone();
+        self.shore.note(|| label.to_owned());
+        let result = self.drive(label, change(ring, image)).await?;
+        self.also.clear();
+        result.map_err(|error| format!("{label}: {error}"))?;
+        *self.shore.oracle.borrow_mut() = after;
+        self.cut(label);
+        Ok(())
+    }
+
+    /// What happens between two streams.
+    async fn between(&mut self) -> Result<(), String> {
+        match self.config.between {
+            Between::Nothing | Between::Reopen => Ok(()),
+            Between::Snapshots => self.snapshots_between().await,
+            Between::Resize => self.resize_between().await,
+        }
+    }
+}
