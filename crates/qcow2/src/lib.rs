@@ -25,7 +25,6 @@ mod check;
 mod compressed;
 mod create;
 mod engine;
-mod recording_shim;
 mod entry;
 mod error;
 mod extensions;
@@ -56,6 +55,7 @@ mod tests;
 #[doc(hidden)]
 pub use check::{ImageBytes, check_bytes};
 pub use check::{CheckHooks, CheckOptions, CheckReport, CheckVerdict, Repair, check};
+pub use bitmaps::BitmapContents;
 pub use compressed::{Compressed, compress};
 pub use create::{CreateOptions, Preallocation, check_options, create};
 pub use error::{Error, ErrorKind};

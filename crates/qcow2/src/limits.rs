@@ -23,6 +23,11 @@ pub const BITMAPS_MAX: u32 = 65_535;
 pub const BITMAP_DIRECTORY_BYTES_MAX: u64 = 64 << 20;
 /// Longest name of one bitmap.
 pub const BITMAP_NAME_BYTES_MAX: u32 = 1023;
+/// Largest contents of one bitmap: the bound of QEMU. 16 TiB of disk with a granularity of 4 KiB.
+pub const BITMAP_BYTES_MAX: u64 = 512 << 20;
+/// Memory for the bitmaps that record writes, for each image: 16 bitmaps of a disk of 4 TiB with a
+/// granularity of 64 KiB.
+pub const RECORDED_BITMAPS_BYTES_MAX: u64 = 128 << 20;
 /// Longest name of a backing file or data file, the limit of the specification.
 pub const FILE_NAME_BYTES_MAX: usize = 1023;
 /// Longest name of a backing format ("vpc", "qcow2"; the longest that QEMU knows has 11 letters).

@@ -34,7 +34,7 @@ use std::collections::BTreeSet;
 
 use rustix::io::Errno;
 
-use crate::recording_shim::Recording;
+use crate::bitmaps::Recording;
 use crate::header::HeaderImage;
 use crate::image::{Discard, Qcow2};
 use crate::refcounts::Refcounts;

@@ -89,7 +89,7 @@ pub(crate) struct HeaderImage {
     /// Where the extensions lie, end mark included.
     pub(super) chain: Range<usize>,
     pub(super) backing_file: Option<Vec<u8>>,
-    /// The extensions or the names changed since the header was read or written.
+    /// Extensions or names behind the first sector changed since the header was read.
     pub(super) laid_out: bool,
 }
 
@@ -339,8 +339,9 @@ impl HeaderImage {
 
     fn adopt(&mut self, bytes: Vec<u8>) {
         self.chain.end = self.chain.start + chain(&self.extensions).len();
+        // A change inside the first sector is written like any other field.
+        self.laid_out |= self.bytes[SECTOR..] != bytes[SECTOR..];
         self.bytes = bytes;
-        self.laid_out = true;
     }
 
     /// Where the name of the backing file lies.

@@ -25,17 +25,17 @@ const EXTENSION_HEAD_BYTES: usize = 8;
 const ALIGN: usize = 4096;
 
 impl HeaderImage {
-    /// Writes the first 512 bytes, in one piece. Durable after the next flush.
+    /// Writes the first 512 bytes, in one piece, durable after the next flush. Where names and
+    /// extensions were changed, does what [`write_all`](HeaderImage::write_all) does.
     ///
-    /// Errors: what the storage reports; `EINVAL` when an extension or a name was changed, which
-    /// needs [`write_all`](HeaderImage::write_all).
+    /// Errors: as there.
     pub(crate) async fn write_first_sector(
         &self,
         ring: &Ring,
         file: &Storage,
     ) -> Result<(), Errno> {
-        if self.laid_out && self.bytes.len() > SECTOR {
-            return Err(Errno::INVAL);
+        if self.laid_out {
+            return self.write_steps(ring, file).await;
         }
         write_bytes(ring, file, 0, &self.bytes[..SECTOR]).await
     }
@@ -45,6 +45,12 @@ impl HeaderImage {
     /// Errors: what the storage reports, `EIO` too for a header on the file that cannot be read any
     /// more. The file then has the old header or the new one (perhaps by the detour).
     pub(crate) async fn write_all(&mut self, ring: &Ring, file: &Storage) -> Result<(), Errno> {
+        self.write_steps(ring, file).await?;
+        self.laid_out = false;
+        Ok(())
+    }
+
+    async fn write_steps(&self, ring: &Ring, file: &Storage) -> Result<(), Errno> {
         let old = HeaderImage::read(ring, file).await.map_err(|_| Errno::IO)?;
         for step in steps(&old, self) {
             if !step.behind.is_empty() {
@@ -54,7 +60,6 @@ impl HeaderImage {
             write_bytes(ring, file, 0, &step.first).await?;
             file.flush(ring).await?;
         }
-        self.laid_out = false;
         Ok(())
     }
 

@@ -4,7 +4,7 @@ use ringdisk_ring::Ring;
 use ringdisk_storage::Storage;
 
 use super::Found;
-use crate::recording_shim::Recording;
+use crate::bitmaps::Recording;
 use crate::engine::{Engine, EngineOptions};
 use crate::entry::OFFSET_MASK;
 use crate::error::Error;

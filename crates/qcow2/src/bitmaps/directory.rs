@@ -1,0 +1,179 @@
+//! The bitmap directory: one entry for each bitmap, read and written whole.
+//!
+//! Promises: entries keep all their bytes, extra data that we do not know included; sizes are
+//! bounded before memory is asked for. Source: qcow2 specification, "Bitmap directory".
+
+use ringdisk_ring::Ring;
+use ringdisk_storage::Storage;
+
+use crate::error::Error;
+use crate::extensions::{BitmapDirectory, u16_at, u32_at, u64_at};
+use crate::limits::{BITMAP_DIRECTORY_BYTES_MAX, BITMAP_NAME_BYTES_MAX, BITMAPS_MAX};
+use crate::table::TableReader;
+
+/// Bytes of an entry without extra data and name.
+pub(crate) const ENTRY_BYTES_MIN: usize = 24;
+/// Most extra data of one bitmap; none is defined today.
+const EXTRA_BYTES_MAX: u32 = 1024;
+/// Position of the flags inside an entry. Entries are aligned to 8, so they lie in one sector.
+pub(crate) const FLAGS_AT: usize = 12;
+/// The contents were not saved: they are wrong.
+pub(crate) const IN_USE: u32 = 1 << 0;
+/// Writes are recorded.
+pub(crate) const AUTO: u32 = 1 << 1;
+/// Extra data that a program does not know changes nothing about the bitmap.
+const EXTRA_COMPATIBLE: u32 = 1 << 2;
+/// Bitmaps that record writes, the only type.
+pub(crate) const TYPE_DIRTY_TRACKING: u8 = 1;
+/// Granularities that QEMU takes: 512 bytes to 2 GiB.
+pub(crate) const GRANULARITY_BITS_MIN: u32 = 9;
+pub(crate) const GRANULARITY_BITS_MAX: u32 = 31;
+
+/// One bitmap.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Entry {
+    /// Host offset of the bitmap table.
+    pub(crate) table_offset: u64,
+    pub(crate) table_entries: u32,
+    pub(crate) flags: u32,
+    pub(crate) kind: u8,
+    pub(crate) granularity_bits: u8,
+    pub(crate) extra: Vec<u8>,
+    pub(crate) name: Vec<u8>,
+}
+
+impl Entry {
+    pub(crate) fn has(&self, flag: u32) -> bool {
+        self.flags & flag != 0
+    }
+
+    /// Why we must leave the bitmap alone, if so.
+    pub(crate) fn unusable(&self) -> Option<&'static str> {
+        let bits = u32::from(self.granularity_bits);
+        if !(GRANULARITY_BITS_MIN..=GRANULARITY_BITS_MAX).contains(&bits) {
+            return Some("its granularity is not from 512 bytes to 2 GiB");
+        }
+        if self.flags & !(IN_USE | AUTO | EXTRA_COMPATIBLE) != 0 {
+            return Some("it has flags that ringdisk does not know");
+        }
+        if !self.extra.is_empty() && !self.has(EXTRA_COMPATIBLE) {
+            return Some("it has extra data that ringdisk does not know");
+        }
+        None
+    }
+
+    /// The name, for messages.
+    pub(crate) fn shown(&self) -> String {
+        String::from_utf8_lossy(&self.name).into_owned()
+    }
+
+    /// Bytes in the directory.
+    fn len(&self) -> usize {
+        (ENTRY_BYTES_MIN + self.extra.len() + self.name.len()).next_multiple_of(8)
+    }
+}
+
+/// Reads all entries.
+///
+/// Errors: `Corrupt` when the directory breaks the specification, `TooLarge`, `Io`.
+pub(crate) async fn read(
+    ring: &Ring,
+    storage: &Storage,
+    directory: BitmapDirectory,
+    cluster_size: u64,
+) -> Result<Vec<Entry>, Error> {
+    let file = storage.name();
+    if directory.count > BITMAPS_MAX || directory.len > BITMAP_DIRECTORY_BYTES_MAX {
+        return Err(Error::too_large(
+            file,
+            format!(
+                "the bitmap directory has {} entries and {} bytes; the limits are {BITMAPS_MAX} \
+                 and {BITMAP_DIRECTORY_BYTES_MAX}",
+                directory.count, directory.len
+            ),
+        ));
+    }
+    let fits = directory.offset.checked_add(directory.len).is_some_and(|end| end <= storage.len());
+    let aligned = directory.offset.is_multiple_of(cluster_size);
+    if directory.count == 0 || !fits || !aligned || directory.offset == 0 {
+        return Err(Error::corrupt(
+            file,
+            format!(
+                "the bitmap directory at {:#x} ({} entries, {} bytes) is empty, unaligned or \
+                 outside the file",
+                directory.offset, directory.count, directory.len
+            ),
+        ));
+    }
+    let what = "the bitmap directory";
+    let mut table = TableReader::new(ring, storage, what, directory.offset, directory.len);
+    let mut entries = Vec::new();
+    for _ in 0..directory.count {
+        entries.push(entry(&mut table, file).await?);
+    }
+    Ok(entries)
+}
+
+async fn entry(table: &mut TableReader<'_>, file: &str) -> Result<Entry, Error> {
+    table.align().await?;
+    let head: [u8; ENTRY_BYTES_MIN] = {
+        let bytes = table.take(ENTRY_BYTES_MIN).await?;
+        bytes.try_into().unwrap_or([0; ENTRY_BYTES_MIN])
+    };
+    let (kind, granularity_bits) = (head[16], head[17]);
+    let name_len = u32::from(u16_at(&head, 18));
+    let extra_len = u32_at(&head, 20);
+    if name_len > BITMAP_NAME_BYTES_MAX
+        || extra_len > EXTRA_BYTES_MAX
+        || granularity_bits > 63
+        || kind != TYPE_DIRTY_TRACKING
+    {
+        return Err(Error::corrupt(
+            file,
+            format!(
+                "a bitmap has type {kind}, granularity_bits {granularity_bits}, a name of \
+                 {name_len} and extra data of {extra_len} bytes: at least one is not allowed"
+            ),
+        ));
+    }
+    let body = table.take((name_len + extra_len) as usize).await?;
+    let (extra, name) = body.split_at((extra_len as usize).min(body.len()));
+    Ok(Entry {
+        table_offset: u64_at(&head, 0),
+        table_entries: u32_at(&head, 8),
+        flags: u32_at(&head, FLAGS_AT),
+        kind,
+        granularity_bits,
+        extra: extra.to_vec(),
+        name: name.to_vec(),
+    })
+}
+
+/// The directory as bytes.
+pub(crate) fn to_bytes(entries: &[Entry]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for entry in entries {
+        bytes.extend_from_slice(&entry.table_offset.to_be_bytes());
+        bytes.extend_from_slice(&entry.table_entries.to_be_bytes());
+        bytes.extend_from_slice(&entry.flags.to_be_bytes());
+        bytes.extend_from_slice(&[entry.kind, entry.granularity_bits]);
+        // Both were read from such fields, or are bounded by the limit of names.
+        let name_len = u16::try_from(entry.name.len()).unwrap_or(u16::MAX);
+        let extra_len = u32::try_from(entry.extra.len()).unwrap_or(u32::MAX);
+        bytes.extend_from_slice(&name_len.to_be_bytes());
+        bytes.extend_from_slice(&extra_len.to_be_bytes());
+        bytes.extend_from_slice(&entry.extra);
+        bytes.extend_from_slice(&entry.name);
+        bytes.resize(bytes.len().next_multiple_of(8), 0);
+    }
+    bytes
+}
+
+/// Position of each entry in the directory, in bytes.
+pub(crate) fn positions(entries: &[Entry]) -> impl Iterator<Item = usize> + '_ {
+    entries.iter().scan(0, |at, entry| {
+        let position = *at;
+        *at += entry.len();
+        Some(position)
+    })
+}

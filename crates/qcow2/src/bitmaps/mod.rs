@@ -1,0 +1,56 @@
+//! Persistent bitmaps: which parts of the disk were written. Source: qcow2 specification, "Bitmaps".
+//!
+//! - [`read`]: the list, for `info`;
+//! - [`recording`]: those that record while the image is open for writing;
+//! - [`ops`]: add, remove, clear, enable, disable, merge;
+//! - [`resize`]: the same bitmaps for a disk of another size.
+
+mod bits;
+mod directory;
+mod ops;
+mod recording;
+mod resize;
+mod tables;
+#[cfg(test)]
+mod tests;
+mod update;
+
+use ringdisk_ring::Ring;
+use ringdisk_storage::Storage;
+
+use crate::error::Error;
+use crate::header::{self, Header};
+use crate::info::Bitmap;
+
+pub use ops::BitmapContents;
+pub(crate) use recording::Recording;
+
+/// Reads the directory. Empty when the autoclear bit says that the bitmaps are stale.
+///
+/// Errors: `Corrupt` when the directory breaks the specification, `TooLarge`, `Io`.
+pub(crate) async fn read(
+    ring: &Ring,
+    storage: &Storage,
+    header: &Header,
+) -> Result<Vec<Bitmap>, Error> {
+    let Some(directory) = header.extensions.bitmaps else { return Ok(Vec::new()) };
+    if header.autoclear & header::BITMAPS == 0 {
+        return Ok(Vec::new());
+    }
+    let cluster_size = header.geometry.cluster_size();
+    let entries = directory::read(ring, storage, directory, cluster_size).await?;
+    Ok(entries.iter().map(listed).collect())
+}
+
+/// What a list says about one bitmap.
+fn listed(entry: &directory::Entry) -> Bitmap {
+    Bitmap {
+        name: entry.shown(),
+        // At most 63: checked when the directory was read.
+        granularity_bytes: 1 << entry.granularity_bits,
+        in_use: entry.has(directory::IN_USE),
+        auto: entry.has(directory::AUTO),
+        table_offset: entry.table_offset,
+        table_entries: entry.table_entries,
+    }
+}

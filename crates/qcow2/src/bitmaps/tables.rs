@@ -1,0 +1,225 @@
+//! The contents of a bitmap on disk: a table of clusters with bits. Source: qcow2 specification,
+//! "Bitmap table" and "Bitmap data".
+//!
+//! Promises: no offset of a table is followed that is unaligned, in the header or outside the file;
+//! memory is bounded by [`BITMAP_BYTES_MAX`]. New contents go to new clusters; what is there already
+//! is never overwritten.
+
+use ringdisk_ring::{Errno, IoBuf, Ring};
+use ringdisk_storage::Storage;
+
+use super::bits::{self, Bits};
+use super::directory::Entry;
+use crate::header::write_bytes;
+use crate::image::Qcow2;
+use crate::limits::BITMAP_BYTES_MAX;
+use crate::refcounts::Run;
+
+/// Bits 9 to 55 of a table entry: host offset of a cluster.
+const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
+/// Without an offset: all bits are ones, not zeroes.
+const ALL_ONES: u64 = 1;
+/// Contents are written in pieces of this size, or of a cluster.
+const PIECE_BYTES: usize = 1 << 20;
+/// Alignment of buffers: a page suits O_DIRECT everywhere.
+const ALIGN: usize = 4096;
+
+/// Where the contents of bitmaps are.
+#[derive(Clone, Copy)]
+pub(crate) struct Place<'a> {
+    pub(crate) ring: &'a Ring,
+    pub(crate) file: &'a Storage,
+    pub(crate) cluster_bits: u32,
+    /// Size of the disk in bytes.
+    pub(crate) size: u64,
+}
+
+/// Entries that the table of such a bitmap has.
+pub(crate) fn table_entries(size: u64, granularity_bits: u32, cluster_bits: u32) -> u64 {
+    bits::count(size, granularity_bits).div_ceil(8).div_ceil(1 << cluster_bits)
+}
+
+/// Whether a bitmap is too large for the format.
+pub(crate) fn is_too_large(size: u64, granularity_bits: u32) -> bool {
+    bits::count(size, granularity_bits).div_ceil(8) > BITMAP_BYTES_MAX
+}
+
+/// A bitmap that cannot be read, and why.
+pub(crate) type Unreadable = String;
+
+impl Place<'_> {
+    fn cluster_size(&self) -> u64 {
+        1 << self.cluster_bits
+    }
+
+    /// The table of `entry`, its entries checked.
+    pub(crate) async fn table(&self, entry: &Entry) -> Result<Vec<u64>, Unreadable> {
+        let count = u64::from(entry.table_entries);
+        let wanted = table_entries(self.size, entry.granularity_bits.into(), self.cluster_bits);
+        if count != wanted {
+            return Err(format!("its table has {count} entries, not {wanted}"));
+        }
+        self.clusters_of(entry).await
+    }
+
+    /// The entries of a table of any length.
+    async fn clusters_of(&self, entry: &Entry) -> Result<Vec<u64>, Unreadable> {
+        let len = u64::from(entry.table_entries) * 8;
+        if len > BITMAP_BYTES_MAX {
+            return Err(format!("its table has {len} bytes"));
+        }
+        self.check_place(entry.table_offset, len)?;
+        let bytes = self.read(entry.table_offset, len).await?;
+        let words = bytes.as_chunks::<8>().0.iter().map(|raw| u64::from_be_bytes(*raw));
+        let table: Vec<u64> = words.collect();
+        for word in &table {
+            let offset = word & OFFSET_MASK;
+            let flag = if offset == 0 { ALL_ONES } else { 0 };
+            if word & !(OFFSET_MASK | flag) != 0 {
+                return Err(format!("its table has an entry with reserved bits ({word:#x})"));
+            }
+            if offset != 0 {
+                self.check_place(offset, self.cluster_size())?;
+            }
+        }
+        Ok(table)
+    }
+
+    fn check_place(&self, offset: u64, len: u64) -> Result<(), Unreadable> {
+        let inside = offset.checked_add(len).is_some_and(|end| end <= self.end());
+        if offset == 0 || !offset.is_multiple_of(self.cluster_size()) || !inside {
+            return Err(format!("{len} bytes at {offset:#x} are unaligned or outside the file"));
+        }
+        Ok(())
+    }
+
+    /// The end of the file; its last cluster may be cut.
+    fn end(&self) -> u64 {
+        self.file.len().next_multiple_of(self.cluster_size())
+    }
+
+    /// Reads bytes; zeroes behind the end of the file.
+    async fn read(&self, offset: u64, len: u64) -> Result<Vec<u8>, Unreadable> {
+        let len = usize::try_from(len).map_err(|_| "it is too large".to_owned())?;
+        let buf = IoBuf::new(len.max(1), ALIGN).slice(0..len);
+        self.file
+            .read(self.ring, offset, &buf)
+            .await
+            .map_err(|errno| format!("reading at {offset:#x} failed: {errno}"))?;
+        Ok(buf.to_vec())
+    }
+
+    /// The bits of `entry`.
+    ///
+    /// Errors: why they cannot be had.
+    pub(crate) async fn load(&self, entry: &Entry) -> Result<Bits, Unreadable> {
+        if let Some(reason) = entry.unusable() {
+            return Err(reason.to_owned());
+        }
+        let granularity_bits = u32::from(entry.granularity_bits);
+        if is_too_large(self.size, granularity_bits) {
+            return Err(format!("it has more than {BITMAP_BYTES_MAX} bytes"));
+        }
+        let table = self.table(entry).await?;
+        let bits = Bits::new(self.size, granularity_bits).ok_or("there is not enough memory")?;
+        let cluster_words = usize::try_from(self.cluster_size() / 8).unwrap_or(0);
+        for (index, word) in table.iter().enumerate() {
+            let first = index * cluster_words;
+            if *word == ALL_ONES {
+                let start = first as u64 * 64;
+                bits.set_bits(start..bits.count().min(start + self.cluster_size() * 8));
+            } else if *word != 0 {
+                let bytes = self.read(*word, self.cluster_size()).await?;
+                for (at, raw) in bytes.as_chunks::<8>().0.iter().enumerate() {
+                    if first + at < bits.words() {
+                        bits.or_word(first + at, u64::from_le_bytes(*raw));
+                    }
+                }
+            }
+        }
+        Ok(bits)
+    }
+
+    /// All clusters that a bitmap has: its table and its bits. For giving them back.
+    pub(crate) async fn runs(&self, entry: &Entry) -> Result<Vec<Run>, Unreadable> {
+        let table = self.clusters_of(entry).await?;
+        let run = |offset: u64, count: u64| Run {
+            start: offset >> self.cluster_bits,
+            count,
+            zeroed: false,
+        };
+        let table_clusters = (u64::from(entry.table_entries) * 8).div_ceil(self.cluster_size());
+        let mut runs = vec![run(entry.table_offset, table_clusters)];
+        let data = table.iter().map(|word| word & OFFSET_MASK).filter(|offset| *offset != 0);
+        runs.extend(data.map(|offset| run(offset, 1)));
+        Ok(runs)
+    }
+}
+
+/// Writes `bits` to new clusters of `image`, and a table for them. Durable after the next
+/// checkpoint; nothing refers to it yet.
+///
+/// * `taken`: gets the clusters, also when this fails, so that the caller can give them back.
+///
+/// Returns host offset and entries of the table. Errors: `ENOSPC` and what the storage reports.
+pub(crate) async fn store(
+    image: &Qcow2,
+    ring: &Ring,
+    bits: &Bits,
+    taken: &mut Vec<Run>,
+) -> Result<(u64, u32), Errno> {
+    let cluster_bits = image.geometry.cluster_bits;
+    let cluster_size = image.cluster_bytes();
+    let cluster_words = cluster_size / 8;
+    let words = |cluster: usize| cluster * cluster_words..(cluster + 1) * cluster_words;
+    let alike = |cluster, value| words(cluster).all(|index| bits.word(index) == value);
+    let count = bits.bytes().div_ceil(cluster_size as u64);
+    let mut table = vec![0; usize::try_from(count).map_err(|_| Errno::FBIG)?];
+    let mut mixed = Vec::new();
+    for (cluster, entry) in table.iter_mut().enumerate() {
+        if alike(cluster, u64::MAX) {
+            *entry = ALL_ONES;
+        } else if !alike(cluster, 0) {
+            mixed.push(cluster);
+        }
+    }
+    for piece in mixed.chunks((PIECE_BYTES / cluster_size).max(1)) {
+        let mut left = piece;
+        while !left.is_empty() {
+            let run = image.allocate(ring, left.len() as u64, None, false).await?;
+            taken.push(run);
+            let start = run.start << cluster_bits;
+            // No longer than what was asked for.
+            let (now, later) = left.split_at(usize::try_from(run.count).unwrap_or(0));
+            left = later;
+            let mut bytes = Vec::with_capacity(now.len() * cluster_size);
+            for (index, cluster) in now.iter().enumerate() {
+                table[*cluster] = start + (index * cluster_size) as u64;
+                bytes.extend(words(*cluster).flat_map(|index| bits.word(index).to_le_bytes()));
+            }
+            write_bytes(ring, &image.file, start, &bytes).await?;
+        }
+    }
+    let bytes: Vec<u8> = table.iter().flat_map(|word| word.to_be_bytes()).collect();
+    let offset = write_clusters(image, ring, &bytes, taken).await?;
+    Ok((offset, u32::try_from(table.len()).map_err(|_| Errno::FBIG)?))
+}
+
+/// Writes `bytes` to new clusters that follow one another, zeroes behind them. Returns the host
+/// offset.
+pub(crate) async fn write_clusters(
+    image: &Qcow2,
+    ring: &Ring,
+    bytes: &[u8],
+    taken: &mut Vec<Run>,
+) -> Result<u64, Errno> {
+    let cluster_size = image.cluster_bytes();
+    let padded = bytes.len().max(1).next_multiple_of(cluster_size);
+    let run = image.allocate(ring, (padded / cluster_size) as u64, None, true).await?;
+    taken.push(run);
+    let offset = run.start << image.geometry.cluster_bits;
+    let mut bytes = bytes.to_vec();
+    bytes.resize(padded, 0);
+    write_bytes(ring, &image.file, offset, &bytes).await?;
+    Ok(offset)
+}

@@ -1,0 +1,152 @@
+//! Changing which bitmaps an image has and what is in them.
+//!
+//! Promises: everything new lies in new clusters and is on stable storage, reference counts too,
+//! before one sector of the header makes it true; only then is the old given back. A crash leaves
+//! the old bitmaps or the new ones, and leaked clusters at most.
+
+use ringdisk_ring::{Errno, Ring};
+
+use super::directory::{self, Entry};
+use super::tables::{self, Place};
+use crate::error::Error;
+use crate::extensions::BitmapDirectory;
+use crate::header;
+use crate::image::Qcow2;
+use crate::refcounts::Run;
+use crate::sync::lock;
+
+/// Autoclear bits that we keep true.
+const KNOWN_AUTOCLEAR: u64 = header::BITMAPS | header::RAW_EXTERNAL;
+
+/// The clusters that change hands.
+#[derive(Debug, Default)]
+pub(crate) struct Update {
+    /// New ones, which nothing refers to yet.
+    pub(crate) taken: Vec<Run>,
+    /// Those that nothing refers to afterwards.
+    pub(crate) old: Vec<Run>,
+}
+
+impl Update {
+    /// Makes `entries` the bitmaps of the image.
+    ///
+    /// Errors: `ENOSPC` and what the storage reports; the image has its old bitmaps then (after an
+    /// error of the last write: either).
+    pub(crate) async fn publish(
+        mut self,
+        image: &Qcow2,
+        ring: &Ring,
+        entries: &[Entry],
+    ) -> Result<(), Errno> {
+        let prepared = self.prepare(image, ring, entries).await;
+        let directory = match prepared {
+            Ok(directory) => directory,
+            Err(errno) => {
+                give_back(image, self.taken);
+                return Err(errno);
+            }
+        };
+        let mut arranged = Ok(());
+        image
+            .change_header(ring, |header| {
+                arranged = header.set_bitmaps(directory);
+                if arranged.is_ok() {
+                    let valid = if directory.is_some() { header::BITMAPS } else { 0 };
+                    let others = header.autoclear() & KNOWN_AUTOCLEAR & !header::BITMAPS;
+                    header.set_autoclear(others | valid);
+                }
+            })
+            .await?;
+        if arranged.is_err() {
+            // No room in the first cluster: nothing changed.
+            give_back(image, self.taken);
+            return Err(Errno::NOSPC);
+        }
+        give_up(image, ring, self.old).await;
+        Ok(())
+    }
+
+    /// Brings the new directory and all counts to stable storage.
+    pub(crate) async fn prepare(
+        &mut self,
+        image: &Qcow2,
+        ring: &Ring,
+        entries: &[Entry],
+    ) -> Result<Option<BitmapDirectory>, Errno> {
+        let bits = image.geometry.cluster_bits;
+        let old = lock(&image.engine()?.header).bitmaps();
+        if let Some(old) = old.filter(|_| bitmaps_are_valid(image) == Ok(true)) {
+            let count = old.len.div_ceil(1 << bits);
+            self.old.push(Run { start: old.offset >> bits, count, zeroed: false });
+        }
+        let directory = if entries.is_empty() {
+            None
+        } else {
+            let bytes = directory::to_bytes(entries);
+            let offset = tables::write_clusters(image, ring, &bytes, &mut self.taken).await?;
+            let count = u32::try_from(entries.len()).map_err(|_| Errno::FBIG)?;
+            let len = bytes.len() as u64;
+            image.space()?.mark_metadata(offset >> bits, len.div_ceil(1 << bits));
+            Some(BitmapDirectory { count, offset, len })
+        };
+        image.settle(ring).await?;
+        Ok(directory)
+    }
+}
+
+/// Whether the image says that its bitmaps may be trusted.
+pub(crate) fn bitmaps_are_valid(image: &Qcow2) -> Result<bool, Errno> {
+    let header = lock(&image.engine()?.header);
+    Ok(header.autoclear() & header::BITMAPS != 0 && header.bitmaps().is_some())
+}
+
+/// The directory as it is in the image. Empty when it is not to be trusted.
+///
+/// Errors: as [`directory::read`].
+pub(crate) async fn entries(image: &Qcow2, ring: &Ring) -> Result<Vec<Entry>, Error> {
+    let io = |errno| Error::io(image.file.name(), "changing bitmaps", errno);
+    if !bitmaps_are_valid(image).map_err(io)? {
+        return Ok(Vec::new());
+    }
+    let directory = lock(&image.engine().map_err(io)?.header).bitmaps();
+    match directory {
+        Some(directory) => {
+            let cluster_size = image.geometry.cluster_size();
+            directory::read(ring, &image.file, directory, cluster_size).await
+        }
+        None => Ok(Vec::new()),
+    }
+}
+
+/// Where the contents of the bitmaps of an open image are.
+pub(crate) fn place<'a>(image: &'a Qcow2, ring: &'a Ring) -> Place<'a> {
+    Place {
+        ring,
+        file: &image.file,
+        cluster_bits: image.geometry.cluster_bits,
+        size: image.geometry.virtual_size,
+    }
+}
+
+/// Clusters that were taken and that nothing refers to.
+pub(crate) fn give_back(image: &Qcow2, taken: Vec<Run>) {
+    let Ok(mut space) = image.space() else { return };
+    for run in taken {
+        space.unmark_metadata(run.start, run.count);
+        space.give_back(run.start, run.count, false);
+    }
+}
+
+/// Frees clusters that nothing refers to any more. What cannot be freed is leaked: the change is
+/// made already.
+pub(crate) async fn give_up(image: &Qcow2, ring: &Ring, old: Vec<Run>) {
+    let mut freed = Vec::new();
+    for run in old {
+        let done = image.change_refcount(ring, run.start, run.count, false, &mut freed).await;
+        if let Err(errno) = done {
+            let (first, count) = (run.start, run.count);
+            tracing::warn!(first, count, %errno, "clusters of a bitmap stay allocated");
+        }
+    }
+    image.release(ring, freed).await;
+}
