@@ -58,6 +58,8 @@ pub struct CheckOptions {
     pub repair: Repair,
 }
 
+/// A file with less than this has no header.
+const SECTOR_LEN: usize = 512;
 /// Bytes that are read first: enough for the whole first cluster in most images.
 const FIRST_READ_BYTES: u64 = 64 << 10;
 
@@ -117,7 +119,9 @@ async fn read_header(source: &impl Source, name: &str) -> Result<Header, Stop> {
     {
         head = read(wanted).await?;
     }
-    Ok(header::parse(&head, Subject { name, len: source.len() }, false)?)
+    // Tables that the file does not have are a finding, not a reason to stop: they read as zeroes.
+    let len = if head.len() < SECTOR_LEN { source.len() } else { i64::MAX.unsigned_abs() };
+    Ok(header::parse(&head, Subject { name, len }, false)?)
 }
 
 /// One complete look at the image.

@@ -27,6 +27,8 @@ pub(super) struct TableUse {
     pub(super) copied: u32,
     /// Entries of the active L1 table without it.
     pub(super) plain: u32,
+    /// Entries of the active L1 table for the header, which is no table.
+    header: u32,
     /// Entries of L1 tables of snapshots.
     pub(super) snapshots: u32,
 }
@@ -37,7 +39,7 @@ impl TableUse {
     }
 
     fn total(&self) -> u32 {
-        self.active().saturating_add(self.snapshots)
+        self.active().saturating_add(self.snapshots).saturating_add(self.header)
     }
 }
 
@@ -221,11 +223,12 @@ impl Scan {
             });
         }
         let mut table = TableUse { offset, ..TableUse::default() };
-        // The header is no table, but a writer would take it for one.
-        match (active && offset != 0, entry & COPIED != 0) {
-            (false, _) => table.snapshots = 1,
-            (true, true) => table.copied = 1,
-            (true, false) => table.plain = 1,
+        // An entry for the header counts like any other, only its flag does not.
+        match (active, offset, entry & COPIED) {
+            (false, _, _) => table.snapshots = 1,
+            (true, 0, _) => table.header = 1,
+            (true, _, 0) => table.plain = 1,
+            _ => table.copied = 1,
         }
         self.tables.push(table);
     }
@@ -238,6 +241,7 @@ impl Scan {
             if same {
                 first.copied = first.copied.saturating_add(next.copied);
                 first.plain = first.plain.saturating_add(next.plain);
+                first.header = first.header.saturating_add(next.header);
                 first.snapshots = first.snapshots.saturating_add(next.snapshots);
             }
             same
@@ -415,7 +419,7 @@ impl Scan {
         } else {
             self.standard_entries(bytes, &mut walk, report)?;
         }
-        let active = u64::from(table.active());
+        let active = u64::from(table.active().saturating_add(table.header));
         report.allocated_clusters += walk.allocated * active;
         report.fragmented_clusters += walk.fragmented * active;
         report.compressed_clusters += walk.compressed * active;
@@ -517,10 +521,6 @@ impl Scan {
                 }
                 if allocated & zeroes != 0 {
                     wrong(report, "subclusters are both allocated and zero");
-                    if !layout.external {
-                        self.flag_only(offset >> layout.cluster_bits, uses)?;
-                    }
-                    return Ok(());
                 }
                 if layout.in_cluster(offset) != 0 {
                     let data = if layout.extended { allocated != 0 } else { entry & ZERO == 0 };
@@ -538,16 +538,6 @@ impl Scan {
                     wrong(report, "subclusters are allocated, but there is no cluster");
                 }
             }
-        }
-        Ok(())
-    }
-
-    /// Remembers the flag of an entry that does not count as a reference.
-    fn flag_only(&mut self, cluster: u64, uses: Uses) -> Result<(), Stop> {
-        if cluster < self.counts.clusters() {
-            self.counts.add(cluster, Uses { total: 0, ..uses })?;
-        } else {
-            self.stray(cluster, uses);
         }
         Ok(())
     }

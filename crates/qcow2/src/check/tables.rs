@@ -47,10 +47,10 @@ pub(super) async fn snapshots(
     if header.snapshots == 0 {
         return Ok((Vec::new(), 0));
     }
-    let there = source.len().saturating_sub(header.snapshots_offset).min(SNAPSHOT_TABLE_BYTES_MAX);
     let mut want = FIRST_BYTES;
     loop {
-        let len = usize::try_from(want.min(there)).map_err(|_| Stop::Memory)?;
+        let len = usize::try_from(want).map_err(|_| Stop::Memory)?;
+        // What the file does not have reads as zeroes.
         let bytes = source.read("reading the snapshot table", header.snapshots_offset, len).await?;
         let mut found = CheckReport::default();
         match parse_snapshots(&bytes, header, &mut found)? {
@@ -59,9 +59,9 @@ pub(super) async fn snapshots(
                 found.messages.into_iter().for_each(|text| report.say(|| text));
                 return Ok(parsed);
             }
-            None if want >= there => {
+            None if want >= SNAPSHOT_TABLE_BYTES_MAX => {
                 return Err(Stop::Corrupt(format!(
-                    "the snapshot table at {:#x} is not complete",
+                    "the snapshot table at {:#x} has more than {SNAPSHOT_TABLE_BYTES_MAX} bytes",
                     header.snapshots_offset
                 )));
             }
