@@ -36,7 +36,6 @@ pub(crate) struct Job {
     progress: Arc<Progress>,
     watcher: Watcher,
     display: Option<Display>,
-    interactive: bool,
 }
 
 /// How the progress is shown.
@@ -83,17 +82,12 @@ impl Job {
         let show = Show::choose(args);
         let display =
             (show != Show::Nothing).then(|| Display::start(what, show, &progress)).flatten();
-        Ok(Job { progress, watcher, display, interactive: show == Show::Bar })
+        Ok(Job { progress, watcher, display })
     }
 
     /// What the operation counts in, and looks at to see whether it shall end.
     pub(crate) fn progress(&self) -> &Arc<Progress> {
         &self.progress
-    }
-
-    /// Whether a person watches.
-    pub(crate) fn is_watched(&self) -> bool {
-        self.interactive
     }
 
     /// Ends the display. An error after a signal becomes an end by that signal.
@@ -124,8 +118,9 @@ fn number(name: &str) -> i32 {
     }
 }
 
-fn die_by(signal: &str) {
-    end_by_signal(number(signal));
+/// Ends the process as a signal that [`Watcher`] names does.
+pub(crate) fn die_by(signal: &str) -> ! {
+    end_by_signal(number(signal))
 }
 
 /// Ends the process as this signal does, so that a shell sees why; where the signal cannot (the

@@ -15,6 +15,8 @@ mod daemonize;
 mod job;
 mod limits;
 mod log;
+mod made;
+mod new_image;
 mod notify;
 mod pidfile;
 mod report;
@@ -48,6 +50,7 @@ fn run() -> u8 {
             Ok(paths) => commands::mount::run(args, paths),
             Err(error) => return usage(&error),
         },
+        Command::Check(args) => commands::check::run(args),
         other => plain(other).map(|()| Exit::Clean.code()),
     };
     match result {
@@ -70,9 +73,9 @@ fn plain(command: &Command) -> Result<(), Failure> {
         Command::Info(args) => commands::info::run(args),
         Command::Map(args) => commands::map::run(args),
         Command::Ctl(args) => commands::ctl::run(args),
-        Command::Create(_)
-        | Command::Check(_)
-        | Command::Resize(_)
+        Command::Create(args) => commands::create::run(args),
+        Command::Check(_) => Ok(()),
+        Command::Resize(_)
         | Command::Snapshot(_)
         | Command::Commit(_)
         | Command::Rebase(_)
@@ -88,5 +91,15 @@ fn plain(command: &Command) -> Result<(), Failure> {
 /// Prints what clap has to say: help and version (0), or what is wrong with the words (2).
 fn usage(error: &clap::Error) -> u8 {
     let _ = error.print();
-    u8::try_from(error.exit_code()).unwrap_or(Exit::Usage.code())
+    match u8::try_from(error.exit_code()).unwrap_or(Exit::Usage.code()) {
+        // Of `check` this code would say that the image is damaged.
+        2 if is_check() => commands::check::FAILED,
+        code => code,
+    }
+}
+
+/// Whether the words that could not be understood began with `check`.
+fn is_check() -> bool {
+    std::env::args_os().skip(1).find(|word| !word.to_string_lossy().starts_with('-'))
+        .is_some_and(|word| word == "check")
 }

@@ -18,7 +18,7 @@ pub(crate) fn run(args: &InfoArgs) -> Result<(), Failure> {
     let mut runtime = look::runtime()?;
     let disk = look::open(&mut runtime, &args.look)?;
     let all = disk.layers();
-    let layers = if args.backing_chain { all } else { all.get(..1).unwrap_or_default() };
+    let layers = if args.backing_chain { &all[..] } else { all.get(..1).unwrap_or_default() };
     let mut out = Results::new();
     let written = if args.look.output.is_json() {
         let value = match layers {

@@ -3,14 +3,19 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use ringdisk_disk::{Disk, ImageOptions, Source};
-use ringdisk_ring::{Config, Runtime};
+use ringdisk_disk::probe::{PROBE_LEN, choose, probe};
+use ringdisk_disk::{Disk, Format, ImageOptions, Source};
+use ringdisk_ring::{Config, IoBuf, Ring, Runtime};
+use ringdisk_storage::Storage;
 
 use crate::cli::LookArgs;
 use crate::report::{Exit, Failure};
 
 /// Submission entries of a ring that only looks: tables are read one by one or in small batches.
 const ENTRIES: u32 = 32;
+
+/// Alignment of the buffer for the first sector: a page suits every device.
+const SECTOR_ALIGN: usize = 4096;
 
 /// Operations in flight of that ring.
 const SLOTS: u32 = 64;
@@ -38,6 +43,20 @@ pub(crate) fn open(runtime: &mut Runtime, args: &LookArgs) -> Result<Arc<Disk>, 
     let ring = runtime.ring().clone();
     let source = Source::Path(args.image.clone());
     Ok(runtime.block_on(Disk::open(&ring, source, &options))?)
+}
+
+/// The format of an image by its first bytes.
+///
+/// Errors: it cannot be read, or has a format that we know by name only.
+pub(crate) async fn format_of(ring: &Ring, storage: &Storage) -> Result<Format, Failure> {
+    let name = storage.name().to_owned();
+    let head = IoBuf::new(PROBE_LEN, SECTOR_ALIGN);
+    let count = storage
+        .read(ring, 0, &head)
+        .await
+        .map_err(|errno| unreadable(Path::new(&name), errno))?;
+    let bytes = head.to_vec();
+    Ok(choose(&name, probe(bytes.get(..count).unwrap_or_default()))?)
 }
 
 /// An error of the data path while looking.

@@ -5,7 +5,7 @@
 use std::io::{self, Write};
 use std::path::Path;
 
-use ringdisk_disk::{BlockStatus, Disk, Layer, MapEntry};
+use ringdisk_disk::{BlockStatus, Disk, MapEntry};
 
 use crate::cli::MapArgs;
 use crate::commands::look;
@@ -82,8 +82,9 @@ impl Printer {
 
     fn range(&mut self, disk: &Disk, range: &MapEntry) -> io::Result<()> {
         if !self.json {
+            let layers = disk.layers();
             return human(&mut self.out, range, |layer| {
-                disk.layers().get(layer).map(Layer::host_name)
+                layers.get(layer).map(|layer| layer.host_name())
             });
         }
         if self.count > 0 {

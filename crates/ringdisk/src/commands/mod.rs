@@ -1,6 +1,8 @@
 //! One file for each command.
 
+pub(crate) mod check;
 pub(crate) mod completions;
+pub(crate) mod create;
 pub(crate) mod ctl;
 pub(crate) mod info;
 pub(crate) mod look;

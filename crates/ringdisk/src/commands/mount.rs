@@ -4,14 +4,13 @@
 //! again when the start fails; at a clean end everything but the image is. Signals are honoured
 //! from the first moment.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs;
 use std::io;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ringdisk_disk::{
-    Cache, Disk, Error, ErrorKind, Format, ImageOptions, Layer, NullOptions, Source,
+    Cache, Disk, Error, ErrorKind, Format, ImageOptions, NullOptions, Source,
 };
 use ringdisk_fuse::mount::table::MountEntry;
 use ringdisk_fuse::mount::{Unmount, mountpoint, table, unmount};
@@ -24,6 +23,8 @@ use crate::control::place;
 use crate::control::server::Server;
 use crate::daemonize::{self, Background};
 use crate::limits;
+use crate::made::{Fresh, MadeFile};
+use crate::new_image::{Described, NewImage, check_new_name};
 use crate::notify::Notify;
 use crate::pidfile::Pidfile;
 use crate::report::{Exit, Failure};
@@ -63,9 +64,7 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
         true => return run_child(&paths.mountpoint),
         false => None,
     };
-    if args.create.is_some() && args.new_format() == Format::Qcow2 {
-        return Err(Failure::new(Exit::Unsupported, "not yet"));
-    }
+    let new = new_image(args)?;
     limits::become_io_flusher();
     let made = Made::default();
     let watcher = watch_start(&made)?;
@@ -73,7 +72,8 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
     if let Some(pidfile) = &plan.pidfile {
         Pidfile::check(pidfile)?;
     }
-    let disk = plan.open_disk(&made)?;
+    // The thread that takes signals knows what was made too, so it does not go by itself.
+    let disk = plan.open_disk(&made, new.as_ref()).inspect_err(|_| made.undo())?;
     if let Some(reason) = disk.protection_reason() {
         terminal::note(reason);
     }
@@ -151,6 +151,27 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
     result.map(|()| Exit::Clean.code())
 }
 
+/// What `--create` makes, and how large, bytes.
+///
+/// Errors: options that the image cannot have.
+fn new_image(args: &MountArgs) -> Result<Option<(NewImage, u64)>, Failure> {
+    let Some(size) = args.create else { return Ok(None) };
+    match NewImage::parse(args.new_format(), &args.options)? {
+        Described::Image(image) if image.backing().is_some() => Err(Failure::new(
+            Exit::Usage,
+            "an overlay is made with --overlay FILE, or with `ringdisk create`",
+        )),
+        Described::Image(image) => {
+            image.size(Some(size))?;
+            Ok(Some((image, size)))
+        }
+        Described::Help(_) => Err(Failure::new(
+            Exit::Usage,
+            "the options of an image are listed by `ringdisk create -f qcow2 -o help`",
+        )),
+    }
+}
+
 /// Makes the control socket. Without one the mount serves all the same.
 fn control(
     plan: &Plan<'_>,
@@ -216,7 +237,7 @@ impl<'a> Plan<'a> {
     }
 
     /// Opens what is to be served, on a ring that lives no longer than this.
-    fn open_disk(&self, made: &Made) -> Result<Arc<Disk>, Failure> {
+    fn open_disk(&self, made: &Made, new: Option<&(NewImage, u64)>) -> Result<Arc<Disk>, Failure> {
         let args = self.args;
         let Some(image) = &self.image else {
             // No image is read, but the queues need rings: the reason why there are none is said
@@ -230,10 +251,10 @@ impl<'a> Plan<'a> {
             return Ok(Disk::null(&options));
         };
         let mut format = args.format;
-        if let Some(size) = args.create {
-            if made.image(image, size)? {
+        if let Some((new, size)) = new {
+            if made.image(image, new, *size)? {
                 // We know what it is: nothing is probed, so nothing needs protection.
-                format = Some(Format::Raw);
+                format = Some(new.format);
             } else {
                 terminal::note(format_args!(
                     "'{}' is there already and is used as it is; --create changes nothing",
@@ -278,7 +299,7 @@ impl<'a> Plan<'a> {
         match kind {
             // A name that an image contains is not one that --create could make.
             ErrorKind::NotFound if !image.exists() => {
-                failure.hint(format!("add `--create 10G` to make '{shown}' as a raw image"))
+                failure.hint(format!("add `--create 10G` to make '{shown}'"))
             }
             _ => failure,
         }
@@ -288,7 +309,7 @@ impl<'a> Plan<'a> {
     /// for: fine for a format that is only read, an error where permission lacks.
     fn check_read_only(&self, disk: &Disk) -> Result<(), Failure> {
         let Some(reason) = disk.read_only_reason() else { return Ok(()) };
-        if disk.layers().first().and_then(Layer::format) == Some(Format::Raw) {
+        if disk.layers().first().and_then(|top| top.format()) == Some(Format::Raw) {
             return Err(Failure::new(Exit::Permission, reason)
                 .hint("`--read-only` serves it without writing"));
         }
@@ -333,7 +354,7 @@ impl<'a> Plan<'a> {
             Some(image) => image.display().to_string(),
             None => String::from("a null disk"),
         };
-        let format = disk.layers().first().and_then(Layer::format);
+        let format = disk.layers().first().and_then(|top| top.format());
         let format = format.map(|format| format!(", {format}")).unwrap_or_default();
         let read_only = self.args.read_only || disk.is_read_only();
         let mode = if read_only { ", read-only" } else { "" };
@@ -395,26 +416,30 @@ fn is_about_direct(error: &Error) -> bool {
 /// there.
 #[derive(Clone, Default)]
 struct Made {
+    /// The image, and its data file if it has one.
+    images: Fresh,
     files: Arc<Mutex<MadeFiles>>,
 }
 
 #[derive(Default)]
 struct MadeFiles {
-    image: Option<MadeFile>,
     mountpoint: Option<MadeFile>,
 }
 
 impl Made {
-    /// Makes a raw image when there is none; `false` if there is one.
-    fn image(&self, path: &Path, size: u64) -> Result<bool, Failure> {
-        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some((file, made)) =
-            MadeFile::make(path, 0o666).map_err(|error| no_image(path, &error))?
-        else {
-            return Ok(false);
+    /// Makes an image when there is none; `false` if there is one.
+    fn image(&self, path: &Path, new: &NewImage, size: u64) -> Result<bool, Failure> {
+        check_new_name(path)?;
+        let cannot = |error| {
+            let doing = format!("cannot create '{}'", path.display());
+            Failure::system(doing, &error, Exit::Image)
         };
-        files.image = Some(made);
-        file.set_len(size).map_err(|error| no_image(path, &error))?;
+        if !self.images.file(path).map_err(cannot)? {
+            return Ok(false);
+        }
+        let mut runtime = look::runtime()?;
+        let ring = runtime.ring().clone();
+        runtime.block_on(new.make(&ring, path, size, &self.images))?;
         Ok(true)
     }
 
@@ -431,56 +456,13 @@ impl Made {
 
     /// From now on the image is the user's.
     fn keep_image(&self) {
-        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(image) = &mut files.image {
-            image.keep = true;
-        }
+        self.images.keep();
     }
 
     /// Removes what was made.
     fn undo(&self) {
         let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
         files.mountpoint = None;
-        files.image = None;
-    }
-}
-
-fn no_image(path: &Path, error: &io::Error) -> Failure {
-    Failure::system(format!("cannot create '{}'", path.display()), error, Exit::Image)
-}
-
-/// A file that goes with this value, unless it is kept or is not the one that was made any more.
-struct MadeFile {
-    path: PathBuf,
-    id: (u64, u64),
-    keep: bool,
-}
-
-impl MadeFile {
-    /// Makes an empty file; `None` if there is one.
-    fn make(path: &Path, mode: u32) -> io::Result<Option<(File, MadeFile)>> {
-        let path = std::path::absolute(path)?;
-        match OpenOptions::new().write(true).create_new(true).mode(mode).open(&path) {
-            Ok(file) => {
-                let meta = file.metadata()?;
-                let made = MadeFile { path, id: (meta.dev(), meta.ino()), keep: false };
-                Ok(Some((file, made)))
-            }
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(None),
-            Err(error) => Err(error),
-        }
-    }
-}
-
-impl Drop for MadeFile {
-    fn drop(&mut self) {
-        if self.keep {
-            return;
-        }
-        let is_ours =
-            fs::symlink_metadata(&self.path).is_ok_and(|meta| (meta.dev(), meta.ino()) == self.id);
-        if is_ours && let Err(error) = fs::remove_file(&self.path) {
-            tracing::warn!("cannot remove '{}': {error}", self.path.display());
-        }
+        self.images.undo();
     }
 }

@@ -4,6 +4,7 @@
 #![allow(dead_code)]
 
 pub(crate) mod mapping;
+pub(crate) mod tools;
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};

@@ -1,0 +1,214 @@
+//! `ringdisk check`: whether the metadata of an image is sound, and its repair.
+//!
+//! Promises: counts, keys and exit codes are those of `qemu-img check`; everything that keeps the
+//! check from its end is code 1.
+
+use std::fmt::Write as _;
+use std::sync::Arc;
+
+use ringdisk_disk::{Cache, Format};
+use ringdisk_qcow2::{CheckHooks, CheckOptions, CheckReport, Repair};
+use ringdisk_storage::{Lock, OpenOptions, Storage};
+use serde_json::{Map, Value, json};
+
+use crate::cli::{CheckArgs, RepairWord};
+use crate::commands::look;
+use crate::commands::output::json_text;
+use crate::job::Job;
+use crate::report::{Exit, Failure};
+use crate::terminal::{self, visible};
+
+/// qemu-img's code for a format that has nothing to check.
+const NOTHING_TO_CHECK: u8 = 63;
+
+/// qemu-img's code for a check that did not end.
+pub(crate) const FAILED: u8 = 1;
+
+/// Checks, and gives the exit code.
+///
+/// Errors: with code 1: the image cannot be opened or read; 63: it is raw.
+pub(crate) fn run(args: &CheckArgs) -> Result<u8, Failure> {
+    checked(args).map_err(|failure| {
+        if failure.code() == NOTHING_TO_CHECK { failure } else { failure.with_code(FAILED) }
+    })
+}
+
+fn checked(args: &CheckArgs) -> Result<u8, Failure> {
+    let mut runtime = look::runtime()?;
+    let options = OpenOptions {
+        read_only: args.repair.is_none(),
+        direct: args.cache == Cache::None,
+        lock: if args.force_share { Lock::ForceShare } else { Lock::Auto },
+        ..OpenOptions::default()
+    };
+    let storage = Arc::new(Storage::open(&args.file, &options)?);
+    let ring = runtime.ring().clone();
+    let format = match args.format {
+        Some(format) => format,
+        None => runtime.block_on(look::format_of(&ring, &storage))?,
+    };
+    if format != Format::Qcow2 {
+        let text = format!("a {format} image has no metadata that could be checked");
+        return Err(Failure::new(Exit::Unsupported, text).with_code(NOTHING_TO_CHECK));
+    }
+    let repair = match args.repair {
+        None => Repair::Nothing,
+        Some(RepairWord::Leaks) => Repair::Leaks,
+        Some(RepairWord::All) => Repair::All,
+    };
+    let job = Job::start("check", args.show)?;
+    let result = {
+        let progress = job.progress();
+        let show = |done, total| {
+            progress.set_total(total);
+            progress.set_done(done);
+        };
+        let cancelled = || progress.is_cancelled();
+        let hooks = CheckHooks { progress: &show, cancelled: &cancelled };
+        let options = CheckOptions { repair };
+        let check = ringdisk_qcow2::check(&ring, &storage, None, &options, hooks);
+        runtime.block_on(check).map_err(Failure::from)
+    };
+    let report = job.end(result, "the image is as sound as it was")?;
+    report.messages.iter().for_each(|message| terminal::say_error(visible(message)));
+    if report.messages_left_out > 0 {
+        terminal::say_error(format_args!("... and {} more", report.messages_left_out));
+    }
+    if args.output.is_json() {
+        terminal::say(json_text(&to_json(&report, &args.file.to_string_lossy())));
+    } else if !args.show.quiet {
+        terminal::say(human(&report).trim_end());
+    }
+    Ok(report.verdict().exit_code())
+}
+
+/// The keys of qemu-img, in its order; it leaves those out that are 0.
+fn to_json(report: &CheckReport, file: &str) -> Value {
+    let mut object = Map::new();
+    let mut put = |key: &str, number: u64, always: bool| {
+        if number != 0 || always {
+            object.insert(key.to_owned(), json!(number));
+        }
+    };
+    put("image-end-offset", report.image_end_offset, false);
+    put("total-clusters", report.total_clusters, false);
+    put("corruptions", report.corruptions, false);
+    put("corruptions-fixed", report.corruptions_fixed, false);
+    put("check-errors", report.check_errors, true);
+    put("leaks", report.leaks, false);
+    put("leaks-fixed", report.leaks_fixed, false);
+    put("fragmented-clusters", report.fragmented_clusters, false);
+    put("allocated-clusters", report.allocated_clusters, false);
+    put("compressed-clusters", report.compressed_clusters, false);
+    object.insert(String::from("filename"), json!(file));
+    object.insert(String::from("format"), json!("qcow2"));
+    Value::Object(object)
+}
+
+/// The lines of qemu-img.
+fn human(report: &CheckReport) -> String {
+    let mut text = String::new();
+    // Writing to a string does not fail.
+    let _ = lines(report, &mut text);
+    text
+}
+
+fn lines(report: &CheckReport, out: &mut String) -> std::fmt::Result {
+    if report.corruptions_fixed > 0 || report.leaks_fixed > 0 {
+        writeln!(
+            out,
+            "The following inconsistencies were found and repaired:\n\n    {} leaked clusters\n    \
+             {} corruptions\n\nDouble checking the fixed image now...",
+            report.leaks_fixed, report.corruptions_fixed
+        )?;
+    }
+    if report.is_clean() {
+        writeln!(out, "No errors were found on the image.")?;
+    }
+    if report.corruptions > 0 {
+        writeln!(
+            out,
+            "\n{} errors were found on the image.\nData may be corrupted, or further writes to the \
+             image may corrupt it.",
+            report.corruptions
+        )?;
+    }
+    if report.leaks > 0 {
+        writeln!(
+            out,
+            "\n{} leaked clusters were found on the image.\nThis means waste of disk space, but no \
+             harm to data.",
+            report.leaks
+        )?;
+    }
+    if report.check_errors > 0 {
+        writeln!(
+            out,
+            "\n{} internal errors have occurred during the check.",
+            report.check_errors
+        )?;
+    }
+    if report.total_clusters > 0 && report.allocated_clusters > 0 {
+        let allocated = report.allocated_clusters;
+        writeln!(
+            out,
+            "{allocated}/{} = {:.2}% allocated, {:.2}% fragmented, {:.2}% compressed clusters",
+            report.total_clusters,
+            percent(allocated, report.total_clusters),
+            percent(report.fragmented_clusters, allocated),
+            percent(report.compressed_clusters, allocated),
+        )?;
+    }
+    if report.image_end_offset > 0 {
+        writeln!(out, "Image end offset: {}", report.image_end_offset)?;
+    }
+    Ok(())
+}
+
+#[allow(clippy::cast_precision_loss)] // Two digits are shown.
+fn percent(part: u64, whole: u64) -> f64 {
+    part as f64 * 100.0 / whole as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_damaged_image_is_described_as_by_qemu_img() {
+        let report = CheckReport {
+            corruptions: 3,
+            leaks: 1,
+            total_clusters: 64,
+            allocated_clusters: 17,
+            image_end_offset: 1_441_792,
+            ..CheckReport::default()
+        };
+        assert_eq!(
+            human(&report),
+            "\n3 errors were found on the image.\n\
+             Data may be corrupted, or further writes to the image may corrupt it.\n\n\
+             1 leaked clusters were found on the image.\n\
+             This means waste of disk space, but no harm to data.\n\
+             17/64 = 26.56% allocated, 0.00% fragmented, 0.00% compressed clusters\n\
+             Image end offset: 1441792\n"
+        );
+        let keys: Vec<String> = match to_json(&report, "l.qcow2") {
+            Value::Object(object) => object.keys().cloned().collect(),
+            other => panic!("{other}"),
+        };
+        assert_eq!(
+            keys,
+            [
+                "image-end-offset",
+                "total-clusters",
+                "corruptions",
+                "check-errors",
+                "leaks",
+                "allocated-clusters",
+                "filename",
+                "format"
+            ]
+        );
+    }
+}

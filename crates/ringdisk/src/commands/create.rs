@@ -1,0 +1,187 @@
+//! `ringdisk create`: a new image.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use ringdisk_disk::name::FileName;
+use ringdisk_disk::{Disk, Format, ImageOptions, Source};
+use ringdisk_ring::Runtime;
+
+use crate::cli::{CreateArgs, is_named_qcow2};
+use crate::commands::look;
+use crate::job;
+use crate::made::Fresh;
+use crate::new_image::{Described, NewImage, check_new_name};
+use crate::report::{Exit, Failure};
+use crate::signals::{Phase, Watcher};
+use crate::terminal::{self, shell_word};
+
+/// Makes an image.
+///
+/// Errors: options that make no sense, a backing file that cannot be opened, those of the file
+/// system. Nothing is left of a new file then.
+pub(crate) fn run(args: &CreateArgs) -> Result<(), Failure> {
+    let format = args.format.unwrap_or(match &args.file {
+        _ if args.backing.is_some() => Format::Qcow2,
+        Some(file) if is_named_qcow2(file) => Format::Qcow2,
+        _ => Format::Raw,
+    });
+    let mut image = match NewImage::parse(format, &args.options)? {
+        Described::Help(text) => {
+            terminal::say(text);
+            return Ok(());
+        }
+        Described::Image(image) => image,
+    };
+    let usage = |text: &str| Failure::new(Exit::Usage, text);
+    let file = args.file.as_deref().ok_or_else(|| usage("the name of the new image is missing"))?;
+    check_new_name(file)?;
+    take_backing(&mut image, args.backing.as_deref(), args.backing_format)?;
+    let mut runtime = look::runtime()?;
+    let backing = match image.backing() {
+        Some(_) if args.backing_unsafe => None,
+        Some(name) => Some(Backing::open(&mut runtime, file, name, &image, args)?),
+        None => None,
+    };
+    let size = match (image.size(args.size)?, &backing) {
+        (Some(size), _) => size,
+        (None, Some(backing)) => backing.disk.size(),
+        (None, None) => {
+            return Err(usage("the size of the new image is missing")
+                .hint(format!("ringdisk create {} 10G", shell_word(&file.to_string_lossy()))));
+        }
+    };
+    if !args.quiet {
+        terminal::say(image.line(file, size));
+    }
+    let fresh = Fresh::default();
+    let watcher = undo_on_signal(&fresh)?;
+    let ring = runtime.ring().clone();
+    let made = runtime.block_on(image.make(&ring, file, size, &fresh));
+    made.inspect_err(|_| fresh.undo())?;
+    watcher.enter(Phase::Ending);
+    fresh.keep();
+    if let Some(backing) = backing {
+        backing.explain(file);
+    }
+    Ok(())
+}
+
+/// A signal removes what was made so far, and then ends the process.
+pub(crate) fn undo_on_signal(fresh: &Fresh) -> Result<Watcher, Failure> {
+    let fresh = fresh.clone();
+    let quit = move |signal: &'static str| {
+        fresh.undo();
+        job::die_by(signal);
+    };
+    Watcher::start(Phase::Starting(Box::new(quit)))
+        .map_err(|error| Failure::system("cannot watch for signals", &error, Exit::General))
+}
+
+/// Takes the options beside `-o` in.
+///
+/// Errors: given twice; a format that has no backing files; a backing file without its format.
+pub(crate) fn take_backing(
+    image: &mut NewImage,
+    name: Option<&str>,
+    format: Option<Format>,
+) -> Result<(), Failure> {
+    let usage = |text: String| Failure::new(Exit::Usage, text);
+    if (name.is_some() || format.is_some()) && image.format == Format::Raw {
+        return Err(usage(String::from("a raw image cannot have a backing file"))
+            .hint("make a qcow2: --format qcow2"));
+    }
+    if let Some(name) = name {
+        if image.get("backing_file").is_some() {
+            return Err(usage(String::from("the backing file is given twice; give it once")));
+        }
+        image.set("backing_file", name)?;
+    }
+    if let Some(format) = format {
+        image.set("backing_fmt", format.name())?;
+    }
+    // Refuses a format that we do not know, or one without a file.
+    let stated = image.backing_format()?;
+    match image.backing() {
+        Some(name) if stated.is_none() && FileName::parse(name.as_bytes())?.format.is_none() => {
+            Err(usage(String::from("the format of the backing file is missing; it is never guessed"))
+                .hint("give --backing-format raw or --backing-format qcow2"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The backing file of a new image.
+struct Backing {
+    disk: Arc<Disk>,
+    path: PathBuf,
+}
+
+impl Backing {
+    /// Opens it as the new image will.
+    fn open(
+        runtime: &mut Runtime,
+        file: &Path,
+        name: &str,
+        image: &NewImage,
+        args: &CreateArgs,
+    ) -> Result<Backing, Failure> {
+        let parsed = FileName::parse(name.as_bytes())?;
+        let path = backing_path(file, &parsed);
+        let options = ImageOptions {
+            format: image.backing_format()?.or(parsed.format),
+            read_only: true,
+            raw_offset: parsed.raw_offset,
+            raw_size: parsed.raw_size,
+            allow_paths: args.pool.allow_path.clone(),
+            ..ImageOptions::default()
+        };
+        if is_same(&path, file) {
+            return Err(Failure::new(
+                Exit::Usage,
+                format!("'{}' cannot be its own backing file", file.display()),
+            ));
+        }
+        let ring = runtime.ring().clone();
+        let opened = runtime.block_on(Disk::open(&ring, Source::Path(path.clone()), &options));
+        let disk = opened.map_err(|error| {
+            let failure = Failure::from(error).context(format!("backing file '{}'", path.display()));
+            match failure.hint_text() {
+                None => failure.hint("--backing-unsafe makes the image without looking at it"),
+                Some(_) => failure,
+            }
+        })?;
+        Ok(Backing { disk, path })
+    }
+
+    /// Says what opening the new image will need, if that is more than usual.
+    fn explain(&self, file: &Path) {
+        let directory = match file.parent() {
+            Some(directory) if !directory.as_os_str().is_empty() => directory,
+            _ => Path::new("."),
+        };
+        let real = |path: &Path| path.canonicalize().ok();
+        let (Some(own), Some(backing)) = (real(directory), real(&self.path)) else { return };
+        if !backing.starts_with(&own)
+            && let Some(parent) = backing.parent()
+        {
+            terminal::note(format_args!(
+                "the backing file is not below the directory of the image, so opening it needs \
+                 --allow-path {}",
+                shell_word(&parent.to_string_lossy())
+            ));
+        }
+    }
+}
+
+/// Where a backing file that an image names is: a relative name starts at the image.
+pub(crate) fn backing_path(file: &Path, name: &FileName) -> PathBuf {
+    file.parent().unwrap_or(Path::new("")).join(&name.path)
+}
+
+/// Whether two names lead to one file.
+pub(crate) fn is_same(one: &Path, other: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    let id = |path: &Path| path.metadata().map(|meta| (meta.dev(), meta.ino())).ok();
+    id(one).is_some_and(|one| Some(one) == id(other))
+}

@@ -1,0 +1,97 @@
+//! Files that a command makes and that must not stay when it fails.
+//!
+//! Promises: only a file that this process made itself is ever removed, and only if its name still
+//! leads to it; a signal removes it too.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// A file that goes with this value, unless it is kept or is not the one that was made any more.
+#[derive(Debug)]
+pub(crate) struct MadeFile {
+    path: PathBuf,
+    id: (u64, u64),
+    keep: bool,
+}
+
+impl MadeFile {
+    /// Makes an empty file; `None` if there is one.
+    pub(crate) fn make(path: &Path, mode: u32) -> io::Result<Option<(File, MadeFile)>> {
+        let path = std::path::absolute(path)?;
+        match OpenOptions::new().write(true).create_new(true).mode(mode).open(&path) {
+            Ok(file) => {
+                let meta = file.metadata()?;
+                let made = MadeFile { path, id: (meta.dev(), meta.ino()), keep: false };
+                Ok(Some((file, made)))
+            }
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+impl Drop for MadeFile {
+    fn drop(&mut self) {
+        if self.keep {
+            return;
+        }
+        let is_ours =
+            fs::symlink_metadata(&self.path).is_ok_and(|meta| (meta.dev(), meta.ino()) == self.id);
+        if is_ours && let Err(error) = fs::remove_file(&self.path) {
+            tracing::warn!("cannot remove '{}': {error}", self.path.display());
+        }
+    }
+}
+
+/// Files that were made so far; shared with the thread that takes signals.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Fresh(Arc<Mutex<Vec<MadeFile>>>);
+
+impl Fresh {
+    /// Makes an empty file, mode 0644 less umask as qemu-img's; one that is there is left as it is.
+    /// Returns whether it was made.
+    ///
+    /// Errors: those of open(2).
+    pub(crate) fn file(&self, path: &Path) -> io::Result<bool> {
+        let mut files = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let made = MadeFile::make(path, 0o644)?;
+        Ok(made.map(|(_, made)| files.push(made)).is_some())
+    }
+
+    /// All of them are the user's from now on.
+    pub(crate) fn keep(&self) {
+        let mut files = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        files.iter_mut().for_each(|file| file.keep = true);
+        files.clear();
+    }
+
+    /// Removes all of them.
+    pub(crate) fn undo(&self) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_not_kept_goes_and_what_was_there_stays() {
+        let directory = tempfile::tempdir().expect("directory");
+        let path = |name| directory.path().join(name);
+        fs::write(path("old"), "content").expect("write");
+        let fresh = Fresh::default();
+        assert!(!fresh.file(&path("old")).expect("there"));
+        assert!(fresh.file(&path("a")).expect("made"));
+        fresh.keep();
+        assert!(fresh.file(&path("b")).expect("made"));
+        assert!(fresh.file(&path("c")).expect("made"));
+        fs::rename(path("old"), path("c")).expect("rename");
+        drop(fresh);
+        assert!(path("a").exists() && !path("b").exists());
+        assert_eq!(fs::read_to_string(path("c")).expect("another file"), "content");
+    }
+}

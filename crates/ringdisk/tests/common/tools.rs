@@ -1,0 +1,99 @@
+//! Running the tools of the program, and qemu-img, side by side.
+
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+use ringdisk_testkit::process::command;
+use serde_json::Value;
+
+/// How a command ended.
+#[derive(Debug)]
+pub(crate) struct Ran {
+    pub(crate) code: i32,
+    pub(crate) out: String,
+    pub(crate) err: String,
+}
+
+impl Ran {
+    fn of(output: &Output) -> Ran {
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        let ran = Ran {
+            code: output.status.code().unwrap_or(-1),
+            out: text(&output.stdout),
+            err: text(&output.stderr),
+        };
+        assert!(!ran.err.contains("panicked"), "{}", ran.err);
+        ran
+    }
+
+    /// It ended with this code.
+    #[track_caller]
+    pub(crate) fn ends(self, code: i32) -> Ran {
+        assert_eq!(self.code, code, "{}\n{}", self.out, self.err);
+        self
+    }
+
+    /// It succeeded.
+    #[track_caller]
+    pub(crate) fn ok(self) -> Ran {
+        self.ends(0)
+    }
+
+    /// Standard error says this.
+    #[track_caller]
+    pub(crate) fn says(self, words: &str) -> Ran {
+        assert!(self.err.contains(words), "nothing of {words:?} in: {}", self.err);
+        self
+    }
+
+    /// Its output as JSON.
+    #[track_caller]
+    pub(crate) fn json(&self) -> Value {
+        serde_json::from_str(&self.out).unwrap_or_else(|error| panic!("{error}: {}", self.out))
+    }
+}
+
+/// Runs the program in a directory.
+pub(crate) fn ringdisk(directory: &Path, words: &[&str]) -> Ran {
+    let mut command = Command::new(super::program());
+    command.args(words).current_dir(directory).stdin(Stdio::null()).env_remove("NOTIFY_SOCKET");
+    Ran::of(&command.output().expect("the program starts"))
+}
+
+/// Runs qemu-img in a directory.
+pub(crate) fn qemu_img(directory: &Path, words: &[&str]) -> Ran {
+    let mut command = command(&["qemu-img"]);
+    command.args(words).current_dir(directory).stdin(Stdio::null());
+    Ran::of(&command.output().expect("qemu-img starts"))
+}
+
+/// What qemu-img knows about an image, without what depends on its name and its place.
+pub(crate) fn described(directory: &Path, image: &str) -> Value {
+    let mut value = qemu_img(directory, &["info", "--output=json", image]).ok().json();
+    strip(&mut value);
+    value
+}
+
+/// Removes names of the image itself, and how much the host stores of it.
+fn strip(value: &mut Value) {
+    match value {
+        Value::Object(object) => {
+            for key in ["filename", "actual-size", "data-file"] {
+                object.remove(key);
+            }
+            object.values_mut().for_each(strip);
+        }
+        Value::Array(values) => values.iter_mut().for_each(strip),
+        _ => {}
+    }
+}
+
+/// The names in a directory, sorted.
+pub(crate) fn names(directory: &Path) -> Vec<String> {
+    let mut names: Vec<String> = std::fs::read_dir(directory)
+        .expect("a directory")
+        .map(|entry| entry.expect("readable").file_name().to_string_lossy().into_owned())
+        .collect();
+    names.sort();
+    names
+}
