@@ -35,9 +35,9 @@ mod image;
 mod info;
 pub mod limits;
 mod map;
+mod measure;
 mod open;
-// Until the engine uses it.
-#[allow(dead_code)]
+mod ops;
 mod refcounts;
 mod run;
 mod slices;
@@ -66,4 +66,6 @@ pub use engine::grace::Grace;
 pub use image::{CacheCounters, Discard, OpenOptions, Qcow2};
 pub use info::{Bitmap, CompressionType, CryptoHeader, FeatureClass, FeatureName};
 pub use info::{Info, Snapshot, UnknownExtension};
+pub use ops::ResizeOptions;
+pub use measure::{Measure, Measurement, measure_raw};
 pub use run::{Extent, ExtentKind};

@@ -49,6 +49,7 @@ use registry::Registry;
 
 pub use checkpoint::WriteBack;
 pub(crate) use group::grows_with_zeroes;
+pub(crate) use space::write_all;
 
 /// What a writable image has beside what every image has.
 pub(crate) struct Engine {

@@ -45,8 +45,6 @@ pub(crate) struct DirtyBlock {
     pub(crate) offset: u64,
     /// As they are on disk.
     pub(crate) bytes: Vec<u8>,
-    /// The whole block, for the first time.
-    pub(crate) is_new: bool,
 }
 
 /// What to write of the refcount table.
@@ -54,7 +52,7 @@ pub(crate) struct DirtyBlock {
 pub(crate) enum DirtyTable {
     /// Nothing.
     None,
-    /// Entries: index and host offset. [`Refcounts::table_piece`] gives the bytes around one.
+    /// Entries: index and host offset.
     Entries(Vec<(u32, u64)>),
     /// All of it at a new place, which the header must name before `old` is decremented.
     Whole {
@@ -105,12 +103,6 @@ impl Refcounts {
     /// Whether the block with this index is in memory.
     pub(crate) fn has_block(&self, index: u32) -> bool {
         self.blocks.get(index as usize).is_some_and(Option::is_some)
-    }
-
-    /// Entries of the table, in memory.
-    pub(crate) fn table_entries(&self) -> u32 {
-        // At most 2^20.
-        u32::try_from(self.table.len()).unwrap_or(u32::MAX)
     }
 
     /// A block that was read from [`block_offset`](Refcounts::block_offset). Ignored when it is
@@ -190,6 +182,19 @@ impl Refcounts {
         !self.dirty.is_empty() || !self.dirty_entries.is_empty() || self.moved_from.is_some()
     }
 
+    /// Blocks to write.
+    pub(crate) fn dirty_blocks(&self) -> &[u32] {
+        &self.dirty
+    }
+
+    /// The next write of a block is one of all of it.
+    pub(super) fn write_whole(&mut self, index: u32) {
+        if let Some(Some(block)) = self.blocks.get_mut(index as usize) {
+            block.is_new = true;
+        }
+        self.edit(u64::from(index), 0..1, |_| ());
+    }
+
     /// Everything that is to be written. It counts as being written until
     /// [`written`](Refcounts::written). Entries for which the table on disk is too short are left
     /// out: [`table_wants`](Refcounts::table_wants) comes first.
@@ -211,7 +216,6 @@ impl Refcounts {
                 index,
                 offset: offset + range.start as u64,
                 bytes: block.bytes[range].to_vec(),
-                is_new: block.is_new,
             });
         }
         DirtyRefcounts { blocks, table: self.take_table() }
@@ -249,21 +253,6 @@ impl Refcounts {
     pub(super) fn table_capacity(&self) -> usize {
         // At most 2^20.
         usize::try_from((self.table_run.count << self.cluster_bits) / 8).unwrap_or(0)
-    }
-
-    /// Host offset and bytes of the part of the table on disk that holds the entry `index`.
-    ///
-    /// * `align`: length and alignment of the part in bytes, a power of two; at most a cluster is
-    ///   given.
-    pub(crate) fn table_piece(&self, index: u32, align: usize) -> (u64, Vec<u8>) {
-        let align = align.clamp(8, 1 << self.cluster_bits);
-        let first = index as usize * 8 / align * (align / 8);
-        let mut bytes = Vec::with_capacity(align);
-        for entry in first..first + align / 8 {
-            let offset = self.table.get(entry).copied().unwrap_or(0);
-            bytes.extend_from_slice(&offset.to_be_bytes());
-        }
-        ((self.table_run.start << self.cluster_bits) + first as u64 * 8, bytes)
     }
 
     /// What [`take_dirty`](Refcounts::take_dirty) gave was written, or not.

@@ -90,6 +90,17 @@ impl Refcounts {
         }
     }
 
+    /// The block with this index, which is in memory, lies at `cluster` from now on, and is written
+    /// there as a whole. Returns its old cluster, which is still counted and marked.
+    pub(crate) fn move_block(&mut self, index: u32, cluster: u64) -> Option<u64> {
+        let old = self.block_offset(index)?;
+        self.table[index as usize] = cluster << self.cluster_bits;
+        self.dirty_entries.push(index);
+        self.mark_metadata(cluster, 1);
+        self.write_whole(index);
+        Some(old >> self.cluster_bits)
+    }
+
     /// A new block is not wanted any more, or could not be written.
     pub(crate) fn abort_block(&mut self, _index: u32, cluster: u64) {
         if self.held.at(cluster).is_some() {
@@ -97,6 +108,11 @@ impl Refcounts {
         } else {
             self.give_back(cluster, 1, false);
         }
+    }
+
+    /// Where the table lies on disk, or will lie.
+    pub(crate) fn table_run(&self) -> Run {
+        self.table_run
     }
 
     /// Clusters that a table needs which holds all blocks, when the one on disk is too short. The

@@ -31,7 +31,7 @@ use crate::limits::REFCOUNT_TABLE_BYTES_MAX;
 #[cfg(doc)]
 use crate::limits::{FREE_RUNS_MAX, REFCOUNT_CACHE_BYTES};
 
-pub(crate) use blocks::{DirtyBlock, DirtyRefcounts, DirtyTable};
+pub(crate) use blocks::{DirtyRefcounts, DirtyTable};
 
 use blocks::Block;
 use space::RunSet;
@@ -220,6 +220,27 @@ impl Refcounts {
             self.free.remove(start, count);
         }
         self.reach(start, count);
+        Ok(())
+    }
+
+    /// As [`increment`](Refcounts::increment) for clusters that are in use already.
+    ///
+    /// Errors: `Load`, `Overflow`; `Corrupt` when a count is 0.
+    pub(crate) fn share(&mut self, start: u64, count: u64) -> Result<(), Blocked> {
+        let max = self.width.max();
+        let unused = |cluster: u64| {
+            Blocked::Corrupt(format!("host cluster {cluster} is in use, but its refcount is 0"))
+        };
+        self.each_entry(start, count, |value, cluster| match value {
+            0 => Err(unused(cluster)),
+            value if value < max => Ok(()),
+            _ => Err(Blocked::Overflow),
+        })
+        .map_err(|blocked| match blocked {
+            Blocked::Create(_) | Blocked::Full => unused(start),
+            other => other,
+        })?;
+        self.change(start, count, |value| value + 1);
         Ok(())
     }
 

@@ -163,7 +163,7 @@ fn a_block_at_the_end_covers_itself() {
     assert_eq!(refcounts.allocate(1, None, false), Ok(run(65, 1, true)));
     let dirty = refcounts.take_dirty();
     assert_eq!(dirty.blocks.len(), 1);
-    assert!(dirty.blocks[0].is_new && dirty.blocks[0].bytes.len() == 512);
+    assert_eq!((dirty.blocks[0].offset, dirty.blocks[0].bytes.len()), (64 << 9, 512));
     assert!(matches!(&dirty.table, DirtyTable::Entries(entries) if *entries == [(1, 64 << 9)]));
 }
 

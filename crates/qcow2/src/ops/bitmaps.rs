@@ -1,0 +1,138 @@
+//! Persistent bitmaps when the size of the disk changes: as many bits as the disk now needs, new ones
+//! clear.
+//!
+//! Source: qcow2 specification, "Bitmaps".
+
+use crate::entry::OFFSET_MASK;
+use crate::error::{Error, ErrorKind};
+use crate::extensions::{BitmapDirectory, u16_at, u32_at, u64_at};
+use crate::header::BITMAPS;
+use crate::limits::{BITMAP_BYTES_MAX, BITMAP_DIRECTORY_BYTES_MAX};
+
+use super::entries::{bytes_of, words_of};
+use super::transaction::Transaction;
+
+/// Bytes of a directory entry without extra data and name.
+const ENTRY_BYTES_MIN: usize = 24;
+/// A table entry: no cluster, all bits are set.
+const ALL_SET: u64 = 1;
+
+/// Resizes all bitmaps of the image from a disk of `old` bytes to one of `new` bytes.
+///
+/// Errors: `Corrupt`; `InvalidRequest` when a bitmap would be too large.
+pub(super) async fn resize(tx: &mut Transaction<'_>, old: u64, new: u64) -> Result<(), Error> {
+    let Some(directory) = tx.header.bitmaps() else { return Ok(()) };
+    if tx.header.autoclear() & BITMAPS == 0 || directory.count == 0 {
+        return Ok(());
+    }
+    if directory.len > BITMAP_DIRECTORY_BYTES_MAX {
+        return Err(tx.corrupt("the bitmap directory is too large"));
+    }
+    // At most 64 MiB.
+    let len = usize::try_from(directory.len).unwrap_or(0);
+    let mut bytes = tx.read(directory.offset, len, "the bitmap directory").await?;
+    let mut at = 0;
+    let mut changed = false;
+    for _ in 0..directory.count {
+        let end = at + ENTRY_BYTES_MIN;
+        let Some(head) = bytes.get_mut(at..end) else {
+            return Err(tx.corrupt("the bitmap directory is not complete"));
+        };
+        changed |= resize_one(tx, head, old, new).await?;
+        let names = usize::from(u16_at(head, 18)) + u32_at(head, 20) as usize;
+        at = (end + names).next_multiple_of(8);
+    }
+    if changed {
+        let run = tx.write_new(&bytes, "the bitmap directory").await?;
+        let offset = run.start << tx.geometry.cluster_bits;
+        tx.header.set_bitmaps(Some(BitmapDirectory { offset, ..directory }))?;
+        let old = tx.clusters_of(directory.offset, directory.len);
+        tx.unref_metadata(old.start, old.count).await?;
+    }
+    Ok(())
+}
+
+/// Resizes one bitmap. Returns whether `head`, its directory entry, changed.
+async fn resize_one(
+    tx: &mut Transaction<'_>,
+    head: &mut [u8],
+    old: u64,
+    new: u64,
+) -> Result<bool, Error> {
+    let (offset, entries) = (u64_at(head, 0), u32_at(head, 8));
+    let granularity_bits = u32::from(head[17]).min(63);
+    let bits_per_cluster = tx.geometry.cluster_size() * 8;
+    let bits = |size: u64| size.div_ceil(1 << granularity_bits);
+    let needed = |size: u64| bits(size).div_ceil(bits_per_cluster);
+    if needed(old) != u64::from(entries) {
+        return Err(
+            tx.corrupt(format!("a bitmap has a table of {entries} entries, which is wrong"))
+        );
+    }
+    let wanted = needed(new);
+    if bits(new).div_ceil(8) > BITMAP_BYTES_MAX || wanted == 0 {
+        return Err(Error::new(
+            ErrorKind::InvalidRequest,
+            tx.file.name(),
+            format!("a bitmap cannot have {} bits", bits(new)),
+            "remove the bitmap first",
+        ));
+    }
+    // Both below 2^27.
+    let (entries, wanted) = (entries as usize, usize::try_from(wanted).unwrap_or(0));
+    let raw = tx.read(offset, entries * 8, "a bitmap table").await?;
+    let mut table = words_of(&raw);
+    let before = table.clone();
+    for entry in table.iter().skip(wanted) {
+        let cluster = (entry & OFFSET_MASK) >> tx.geometry.cluster_bits;
+        if cluster != 0 {
+            tx.unref(cluster, 1).await?;
+        }
+    }
+    table.truncate(wanted);
+    clear_behind(tx, &mut table, bits(old.min(new)), bits_per_cluster).await?;
+    table.resize(wanted, 0);
+    if table == before {
+        return Ok(false);
+    }
+    let run = tx.write_new(&bytes_of(&table), "a bitmap table").await?;
+    let old_run = tx.clusters_of(offset, entries as u64 * 8);
+    tx.unref_metadata(old_run.start, old_run.count).await?;
+    head[..8].copy_from_slice(&(run.start << tx.geometry.cluster_bits).to_be_bytes());
+    head[8..12].copy_from_slice(&u32::try_from(wanted).unwrap_or(0).to_be_bytes());
+    Ok(true)
+}
+
+/// Clears the bits behind `bits` in the last cluster that is partly in use.
+async fn clear_behind(
+    tx: &mut Transaction<'_>,
+    table: &mut [u64],
+    bits: u64,
+    bits_per_cluster: u64,
+) -> Result<(), Error> {
+    // Below 2^27 entries; below 2^24 bits.
+    let kept = usize::try_from(bits % bits_per_cluster).unwrap_or(0);
+    let index = usize::try_from(bits / bits_per_cluster).unwrap_or(usize::MAX);
+    let Some(entry) = table.get_mut(index).filter(|entry| **entry != 0 && kept != 0) else {
+        return Ok(());
+    };
+    let offset = *entry & OFFSET_MASK;
+    let old = match offset {
+        0 if *entry == ALL_SET => vec![0xff; tx.cluster_bytes()],
+        0 => return Ok(()),
+        offset => tx.read_cluster(offset, "a bitmap").await?,
+    };
+    let mut content = old.clone();
+    content[kept.div_ceil(8)..].fill(0);
+    if !kept.is_multiple_of(8) {
+        content[kept / 8] &= (1 << (kept % 8)) - 1;
+    }
+    if content != old {
+        let run = tx.write_new(&content, "a bitmap").await?;
+        *entry = run.start << tx.geometry.cluster_bits;
+        if offset != 0 {
+            tx.unref(offset >> tx.geometry.cluster_bits, 1).await?;
+        }
+    }
+    Ok(())
+}

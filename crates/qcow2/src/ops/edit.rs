@@ -1,0 +1,85 @@
+//! Small changes: an empty disk, another backing file.
+
+use ringdisk_ring::Ring;
+
+use crate::error::Error;
+use crate::image::Qcow2;
+use crate::limits::FILE_NAME_BYTES_MAX;
+
+use super::active::Active;
+use super::transaction::Transaction;
+
+/// Longest name of a backing format: QEMU reads no more.
+const FORMAT_BYTES_MAX: usize = 15;
+
+impl Qcow2 {
+    /// Takes away everything that the disk holds itself: all of it is what the backing file has, or
+    /// zeroes. Snapshots keep theirs.
+    ///
+    /// Errors: `InvalidRequest` when it is open for reading only; `Corrupt`, `Io`.
+    pub async fn make_empty(&mut self, ring: &Ring) -> Result<(), Error> {
+        self.finish_use(ring).await?;
+        let result = make_empty(ring, self).await;
+        self.reopen(ring, result).await
+    }
+
+    /// Sets the name and the format of the backing file as they are in the header, or removes them.
+    /// Nothing is opened, nothing is copied.
+    ///
+    /// * `name`: 1 to 1023 bytes without NUL.
+    /// * `format`: 1 to 15 bytes.
+    ///
+    /// Errors: `InvalidRequest` for names that do not fit, or when the image has a raw external data
+    /// file; `Io`.
+    pub async fn set_backing(
+        &mut self,
+        ring: &Ring,
+        name: Option<&[u8]>,
+        format: Option<&str>,
+    ) -> Result<(), Error> {
+        if let Some(name) = name
+            && (name.is_empty() || name.len() > FILE_NAME_BYTES_MAX || name.contains(&0))
+        {
+            return Err(self.refused(
+                format!("the name of a backing file cannot have {} bytes, or a NUL", name.len()),
+                "choose a name of 1 to 1023 bytes",
+            ));
+        }
+        if format.is_some_and(|format| format.is_empty() || format.len() > FORMAT_BYTES_MAX) {
+            return Err(self.refused(
+                "the name of the format of a backing file has 1 to 15 bytes",
+                "name a format, such as qcow2 or raw",
+            ));
+        }
+        if name.is_some() && self.info.data_file_raw {
+            return Err(self.refused(
+                "the data file is the plain contents of the disk, so there can be no backing file",
+                "use an image without data_file_raw",
+            ));
+        }
+        self.finish_use(ring).await?;
+        let result = set_backing(ring, self, name, format).await;
+        self.reopen(ring, result).await
+    }
+}
+
+async fn make_empty(ring: &Ring, image: &mut Qcow2) -> Result<(), Error> {
+    let mut tx = Transaction::begin(ring, image)?;
+    let mut active = Active::load(&tx).await?;
+    active.drop_all(&mut tx).await?;
+    let entries = active.l1.len();
+    active.finish(&mut tx, entries).await?;
+    tx.shorten_file();
+    tx.commit().await
+}
+
+async fn set_backing(
+    ring: &Ring,
+    image: &mut Qcow2,
+    name: Option<&[u8]>,
+    format: Option<&str>,
+) -> Result<(), Error> {
+    let mut tx = Transaction::begin(ring, image)?;
+    tx.header.set_backing_file(name, format)?;
+    tx.commit().await
+}

@@ -1,0 +1,121 @@
+//! What the entries of L1 and L2 tables refer to. Pure.
+//!
+//! Source: qcow2 specification, "Cluster mapping".
+
+use crate::entry::{COMPRESSED, COPIED, OFFSET_MASK, ZERO};
+use crate::geometry::Geometry;
+
+/// How the entries of one image are read.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Reader {
+    geometry: Geometry,
+    /// Length of the image file in bytes.
+    file_len: u64,
+    version: u32,
+    /// Guest data lies in another file.
+    external: bool,
+}
+
+/// What one L2 entry refers to in the image file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Reference {
+    /// Nothing that is counted.
+    None,
+    /// The clusters that compressed data lies in.
+    Compressed { start: u64, count: u64 },
+    /// One host cluster.
+    Cluster(u64),
+}
+
+impl Reader {
+    pub(super) fn new(geometry: Geometry, file_len: u64, version: u32, external: bool) -> Reader {
+        Reader { geometry, file_len, version, external }
+    }
+
+    /// Words of one L2 entry.
+    pub(super) fn words(&self) -> usize {
+        self.geometry.entry_words()
+    }
+
+    /// Host offset of the L2 table of an L1 entry; `None`: there is none.
+    ///
+    /// Errors: the text says what is wrong with the entry.
+    pub(super) fn table(&self, entry: u64) -> Result<Option<u64>, String> {
+        let offset = entry & OFFSET_MASK;
+        let bad = entry & !(OFFSET_MASK | COPIED) != 0 || !self.is_aligned(offset);
+        if bad || offset >= self.file_len {
+            return Err(format!(
+                "the L1 entry {entry:#x} is unaligned, behind the end of the file or has reserved \
+                 bits set"
+            ));
+        }
+        Ok((offset != 0).then_some(offset))
+    }
+
+    fn is_aligned(&self, offset: u64) -> bool {
+        offset.is_multiple_of(self.geometry.cluster_size())
+    }
+
+    /// What the L2 entry with the first word `entry` refers to.
+    ///
+    /// Errors: the text says what is wrong with it.
+    pub(super) fn reference(&self, entry: u64) -> Result<Reference, String> {
+        if entry & COMPRESSED != 0 {
+            let (host, len) = self.compressed_place(entry);
+            if self.external || host == 0 || host >= self.file_len {
+                return Err(format!("the L2 entry {entry:#x} of compressed data cannot be right"));
+            }
+            let bits = self.geometry.cluster_bits;
+            let start = host >> bits;
+            let count = ((host + len - 1) >> bits) - start + 1;
+            return Ok(Reference::Compressed { start, count });
+        }
+        let zero_flag = if self.version >= 3 && !self.geometry.extended { ZERO } else { 0 };
+        let offset = entry & OFFSET_MASK;
+        if entry & !(OFFSET_MASK | COPIED | zero_flag) != 0 || !self.is_aligned(offset) {
+            return Err(format!("the L2 entry {entry:#x} is unaligned or has reserved bits set"));
+        }
+        if offset == 0 || self.external {
+            return Ok(Reference::None);
+        }
+        if offset >= self.file_len {
+            return Err(format!("the L2 entry {entry:#x} lies behind the end of the file"));
+        }
+        Ok(Reference::Cluster(offset >> self.geometry.cluster_bits))
+    }
+
+    /// Host offset and length in bytes of compressed data, up to the end of its last sector.
+    fn compressed_place(&self, entry: u64) -> (u64, u64) {
+        let offset_bits = 62 - (self.geometry.cluster_bits - 8);
+        let host = entry & ((1 << offset_bits) - 1);
+        let sectors = (entry & (COMPRESSED - 1)) >> offset_bits;
+        (host, (sectors + 1) * 512 - host % 512)
+    }
+
+    /// All references of entries of an L2 table. Adjacent ones are joined, so each run stands for one reference to each of its clusters.
+    pub(super) fn references(&self, words: &[u64]) -> Result<Vec<(u64, u64)>, String> {
+        let mut runs: Vec<(u64, u64)> = Vec::new();
+        for entry in words.iter().step_by(self.words()) {
+            let (start, count) = match self.reference(*entry)? {
+                Reference::None => continue,
+                Reference::Compressed { start, count } => (start, count),
+                Reference::Cluster(cluster) => (cluster, 1),
+            };
+            match runs.last_mut() {
+                Some((first, len)) if *first + *len == start => *len += count,
+                _ => runs.push((start, count)),
+            }
+        }
+        Ok(runs)
+    }
+}
+
+/// Big-endian words of a table.
+pub(super) fn words_of(bytes: &[u8]) -> Vec<u64> {
+    bytes.as_chunks::<8>().0.iter().map(|raw| u64::from_be_bytes(*raw)).collect()
+}
+
+/// A table as it is on disk.
+pub(super) fn bytes_of(words: &[u64]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_be_bytes()).collect()
+}

@@ -1,0 +1,356 @@
+//! The part of the disk that a resize adds: zeroes over a longer backing file, the last cluster of the
+//! old disk, preallocation.
+
+use ringdisk_ring::{Errno, IoBuf, Ring};
+use ringdisk_storage::Storage;
+
+use crate::create::Preallocation;
+use crate::engine::below::Below;
+use crate::engine::write_all;
+use crate::entry::{COMPRESSED, COPIED, OFFSET_MASK, ZERO};
+use crate::error::Error;
+use crate::image::Qcow2;
+use crate::refcounts::Run;
+use crate::run::ExtentKind;
+use crate::sync::{Arc, Ordering};
+use crate::table;
+
+use super::active::Active;
+use super::transaction::Transaction;
+
+/// Zeroes are written in pieces of this size.
+const PIECE_BYTES: usize = 1 << 20;
+/// All subclusters of an extended entry are allocated, or zero.
+const ALL_ALLOCATED: u64 = 0xffff_ffff;
+const ALL_ZERO: u64 = ALL_ALLOCATED << 32;
+
+/// What a resize adds.
+pub(super) struct Growth {
+    /// Old and new size of the disk in bytes.
+    pub(super) old: u64,
+    pub(super) size: u64,
+    pub(super) preallocation: Preallocation,
+    pub(super) data_file: Option<Arc<Storage>>,
+}
+
+/// New contents of the last cluster of the old disk.
+pub(super) struct Tail {
+    /// A whole cluster: the disk up to the old end, then zeroes.
+    content: Vec<u8>,
+}
+
+impl Qcow2 {
+    /// What the last cluster must hold when the disk grows; `None`: what is behind the old end
+    /// reads as zeroes anyway.
+    pub(super) async fn tail<B: Below>(
+        &self,
+        ring: &Ring,
+        below: &B,
+    ) -> Result<Option<Tail>, Error> {
+        let size = self.virtual_size();
+        let start = size - self.geometry.in_cluster(size);
+        if start == size || self.tail_is_zero(ring, start, below).await? {
+            return Ok(None);
+        }
+        let buf = IoBuf::new(self.cluster_bytes(), 4096);
+        buf.fill(0);
+        let mut at = start;
+        while at < size {
+            let extent =
+                self.map(ring, at, size - at).await.map_err(|errno| self.tail_io(errno))?;
+            // Inside one cluster.
+            let from = usize::try_from(at - start).unwrap_or(0);
+            let len = usize::try_from(extent.len).unwrap_or(0);
+            let piece = buf.slice(from..from + len);
+            let result = match extent.kind {
+                ExtentKind::Data { offset } => {
+                    self.data_storage().read(ring, offset, &piece).await.map(drop)
+                }
+                ExtentKind::Compressed(cluster) => {
+                    self.read_compressed(ring, cluster, at, &piece).await
+                }
+                ExtentKind::Unallocated => below.read(ring, at, &piece).await,
+                ExtentKind::Zero { .. } => Ok(()),
+            };
+            result.map_err(|errno| self.tail_io(errno))?;
+            at += extent.len;
+        }
+        Ok(Some(Tail { content: buf.to_vec() }))
+    }
+
+    fn tail_io(&self, errno: Errno) -> Error {
+        Error::io(self.file.name(), "reading the last cluster of the disk", errno)
+    }
+
+    /// Whether the rest of the last cluster, behind the end of the disk, reads as zeroes.
+    async fn tail_is_zero<B: Below>(
+        &self,
+        ring: &Ring,
+        start: u64,
+        below: &B,
+    ) -> Result<bool, Error> {
+        let size = self.virtual_size();
+        let (entry, bitmap) = self.entry_on_disk(ring, start).await?;
+        let cluster_bytes = self.cluster_bytes();
+        // Below a cluster.
+        let in_use = usize::try_from(size - start).unwrap_or(0);
+        let buf = IoBuf::new(cluster_bytes, 4096);
+        buf.fill(0);
+        if entry & COMPRESSED != 0 {
+            let extent = self.map(ring, start, 1).await.map_err(|errno| self.tail_io(errno))?;
+            if let ExtentKind::Compressed(cluster) = extent.kind {
+                self.read_compressed(ring, cluster, start, &buf)
+                    .await
+                    .map_err(|errno| self.tail_io(errno))?;
+            }
+            return Ok(buf.to_vec()[in_use..].iter().all(|byte| *byte == 0));
+        }
+        let host = entry & OFFSET_MASK;
+        let external = self.info.external_data_file;
+        let present = host != 0 || external && entry & COPIED != 0;
+        let zero_flag = !self.geometry.extended && self.info.version >= 3 && entry & ZERO != 0;
+        if zero_flag {
+            return Ok(true);
+        }
+        if present {
+            let storage = self.data_storage();
+            storage.read(ring, host, &buf).await.map_err(|errno| self.tail_io(errno))?;
+        }
+        let content = buf.to_vec();
+        let (step, allocated, zeroes) = if self.geometry.extended {
+            (cluster_bytes / 32, bitmap & ALL_ALLOCATED, bitmap >> 32)
+        } else {
+            (cluster_bytes, if present { ALL_ALLOCATED } else { 0 }, 0)
+        };
+        for from in (0..cluster_bytes).step_by(step) {
+            let (first, end) = (from.max(in_use), from + step);
+            let bit = from / step;
+            if first >= end || zeroes >> bit & 1 != 0 {
+                continue;
+            }
+            let zero = if allocated >> bit & 1 != 0 {
+                content[first..end].iter().all(|byte| *byte == 0)
+            } else {
+                !below.has_data(start + first as u64, (end - first) as u64)
+            };
+            if !zero {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// The words of the L2 entry of `offset` as they are on disk; of a closed image, so they are
+    /// right.
+    async fn entry_on_disk(&self, ring: &Ring, offset: u64) -> Result<(u64, u64), Error> {
+        let corrupt = |_| Error::corrupt(self.file.name(), "an L1 entry cannot be right");
+        let l1 = self.l1.get(self.geometry.l1_index(offset));
+        let entry = l1.map_or(0, |entry| entry.load(Ordering::Acquire));
+        let Some(l2) = self.rules.l2_table(entry, self.file.len()).map_err(corrupt)? else {
+            return Ok((0, 0));
+        };
+        let index = (offset >> self.geometry.cluster_bits) & ((1 << self.geometry.table_bits) - 1);
+        let entry_bytes = self.geometry.entry_words() * 8;
+        let at = l2 + index * entry_bytes as u64;
+        let bytes = table::read(ring, &self.file, at, entry_bytes, "an L2 table").await?;
+        let words = super::entries::words_of(&bytes);
+        let word = |index: usize| words.get(index).copied().unwrap_or(0);
+        Ok((word(0), word(1)))
+    }
+}
+
+impl Active {
+    /// Takes away everything behind the last cluster of a disk of `size` bytes.
+    pub(super) async fn cut(&mut self, tx: &mut Transaction<'_>, size: u64) -> Result<(), Error> {
+        let clusters = size.div_ceil(tx.geometry.cluster_size());
+        // At most 2^22 tables, 2^18 entries in each.
+        let table = usize::try_from(clusters >> tx.geometry.table_bits).unwrap_or(usize::MAX);
+        let entries = clusters & ((1 << tx.geometry.table_bits) - 1);
+        let kept_words = usize::try_from(entries).unwrap_or(0) * self.reader.words();
+        for index in table + usize::from(entries > 0)..self.l1.len() {
+            self.drop_table(tx, index).await?;
+        }
+        if entries == 0 {
+            return Ok(());
+        }
+        let Some(mut words) = self.table(tx, table).await? else { return Ok(()) };
+        if words[kept_words..].iter().any(|word| *word != 0) {
+            self.unref_entries(tx, &words[kept_words..]).await?;
+            words[kept_words..].fill(0);
+            self.replace(tx, table, &words).await?;
+        }
+        Ok(())
+    }
+}
+
+impl Growth {
+    /// Makes the entries of the part that is added.
+    pub(super) async fn run<B: Below>(
+        &self,
+        tx: &mut Transaction<'_>,
+        active: &mut Active,
+        tail: Option<Tail>,
+        below: &B,
+    ) -> Result<(), Error> {
+        if let Some(tail) = tail {
+            self.put_tail(tx, active, &tail).await?;
+        }
+        let cluster_size = tx.geometry.cluster_size();
+        let first = self.old.div_ceil(cluster_size);
+        let end = self.size.div_ceil(cluster_size);
+        let per_table = 1u64 << tx.geometry.table_bits;
+        let mut cluster = first;
+        while cluster < end {
+            let stop = (cluster / per_table + 1) * per_table;
+            let stop = stop.min(end);
+            let rest = (end - cluster) * cluster_size;
+            if self.preallocation == Preallocation::Off
+                && !below.has_data(cluster * cluster_size, rest)
+            {
+                break;
+            }
+            self.fill_table(tx, active, cluster, stop, below).await?;
+            cluster = stop;
+        }
+        // What is counted must not lie behind the end of the file.
+        let len = tx.end_of_clusters();
+        if self.preallocation != Preallocation::Off && tx.file.len() < len {
+            let grown = tx.file.write_zeroes(tx.ring, len - cluster_size, cluster_size, true, true);
+            grown.await.map_err(|errno| tx.io("growing it", errno))?;
+        }
+        Ok(())
+    }
+
+    /// The clusters `first..end` of one L2 table.
+    async fn fill_table<B: Below>(
+        &self,
+        tx: &mut Transaction<'_>,
+        active: &mut Active,
+        first: u64,
+        end: u64,
+        below: &B,
+    ) -> Result<(), Error> {
+        let geometry = tx.geometry;
+        let words_per_entry = geometry.entry_words();
+        // At most 2^22 and 2^18.
+        let index = usize::try_from(first >> geometry.table_bits).unwrap_or(usize::MAX);
+        let entry_of = |cluster: u64| {
+            let entry = cluster & ((1 << geometry.table_bits) - 1);
+            usize::try_from(entry).unwrap_or(0) * words_per_entry
+        };
+        let table = active.table(tx, index).await?;
+        let mut words = table.unwrap_or_else(|| vec![0; words_per_entry << geometry.table_bits]);
+        let mut changed = false;
+        let mut cluster = first;
+        while cluster < end {
+            let at = cluster << geometry.cluster_bits;
+            let off = self.preallocation == Preallocation::Off;
+            let (count, entry) = if off && !below.has_data(at, geometry.cluster_size()) {
+                cluster += 1;
+                continue;
+            } else if off && tx.version >= 3 {
+                (1, (ZERO, ALL_ZERO))
+            } else if self.data_file.is_some() {
+                (1, (at | COPIED, ALL_ALLOCATED))
+            } else {
+                let wanted = if off { 1 } else { end - cluster };
+                let run = tx.allocate(wanted, false).await?;
+                let zeroed = self.prepare(tx, run).await?;
+                let flag = if zeroed || geometry.extended { 0 } else { ZERO };
+                let host = run.start << geometry.cluster_bits;
+                let bitmap = if zeroed { ALL_ALLOCATED } else { ALL_ZERO };
+                (run.count, (host | COPIED | flag, bitmap))
+            };
+            for step in 0..count {
+                let word = entry_of(cluster + step);
+                if geometry.extended {
+                    // The zero flag of a standard entry has no meaning here.
+                    words[word] = (entry.0 & !ZERO) + (step << geometry.cluster_bits);
+                    words[word + 1] = entry.1;
+                } else {
+                    words[word] = entry.0 + (step << geometry.cluster_bits);
+                }
+            }
+            changed = true;
+            cluster += count;
+        }
+        if changed {
+            active.replace(tx, index, &words).await?;
+        }
+        Ok(())
+    }
+
+    /// Prepares new clusters for data. Returns whether they read as zeroes; else their entries must
+    /// say so.
+    async fn prepare(&self, tx: &Transaction<'_>, run: Run) -> Result<bool, Error> {
+        let bits = tx.geometry.cluster_bits;
+        let (offset, len) = (run.start << bits, run.count << bits);
+        let result = match self.preallocation {
+            Preallocation::Metadata | Preallocation::Off if run.zeroed => return Ok(true),
+            Preallocation::Metadata if tx.version >= 3 => return Ok(false),
+            Preallocation::Metadata | Preallocation::Off => {
+                tx.file.write_zeroes(tx.ring, offset, len, true, true).await
+            }
+            Preallocation::Falloc => tx.file.write_zeroes(tx.ring, offset, len, false, true).await,
+            Preallocation::Full => write_zero_bytes(tx.ring, &tx.file, offset, len).await,
+        };
+        result.map_err(|errno| tx.io("preparing space in it", errno))?;
+        Ok(true)
+    }
+
+    async fn put_tail(
+        &self,
+        tx: &mut Transaction<'_>,
+        active: &mut Active,
+        tail: &Tail,
+    ) -> Result<(), Error> {
+        let geometry = tx.geometry;
+        let start = self.old - geometry.in_cluster(self.old);
+        let index = geometry.l1_index(start);
+        let words_per_entry = geometry.entry_words();
+        let table = active.table(tx, index).await?;
+        let mut words = table.unwrap_or_else(|| vec![0; words_per_entry << geometry.table_bits]);
+        let entry = (start >> geometry.cluster_bits) & ((1 << geometry.table_bits) - 1);
+        // At most 2^18 entries.
+        let word = usize::try_from(entry).unwrap_or(0) * words_per_entry;
+        let old = words[word];
+        let host = if let Some(data) = &self.data_file {
+            // In place: nobody sees what lies behind the end, and the rest is what it was.
+            let present = old & (OFFSET_MASK | COPIED) != 0;
+            let host = if present { old & OFFSET_MASK } else { start };
+            let buf = IoBuf::new(tail.content.len(), 4096);
+            buf.copy_from_slice(0, &tail.content);
+            let written = write_all(data, tx.ring, host, &buf).await;
+            written.map_err(|errno| tx.io("writing its data file", errno))?;
+            data.flush(tx.ring).await.map_err(|errno| tx.io("flushing its data file", errno))?;
+            host
+        } else {
+            active.unref_entries(tx, &words[word..word + words_per_entry]).await?;
+            tx.write_new(&tail.content, "the last cluster").await?.start << geometry.cluster_bits
+        };
+        words[word] = host | COPIED;
+        if geometry.extended {
+            words[word + 1] = ALL_ALLOCATED;
+        }
+        active.replace(tx, index, &words).await
+    }
+}
+
+/// Writes zeroes as data, so that the space is taken.
+pub(super) async fn write_zero_bytes(
+    ring: &Ring,
+    file: &Storage,
+    offset: u64,
+    len: u64,
+) -> Result<(), Errno> {
+    let piece = usize::try_from(len).unwrap_or(PIECE_BYTES).clamp(1, PIECE_BYTES);
+    let zeroes = IoBuf::new(piece, 4096);
+    zeroes.fill(0);
+    let mut done = 0;
+    while done < len {
+        let now = usize::try_from(len - done).unwrap_or(piece).min(piece);
+        write_all(file, ring, offset + done, &zeroes.slice(0..now)).await?;
+        done += now as u64;
+    }
+    Ok(())
+}

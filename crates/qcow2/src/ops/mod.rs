@@ -1,0 +1,78 @@
+//! Changes of an image that nobody else uses: internal snapshots, size, emptying, backing file name.
+//!
+//! Promises:
+//! - A change is there as a whole or not at all, whenever the power fails: everything new is written
+//!   beside the old, and one write of the first 512 bytes of the header switches over
+//!   ([`transaction`]). No cluster leaks on the way.
+//! - Until the switch the image on disk stays what it was, so every error before it leaves it whole.
+//! - What the image says is checked before it is used: a table that is unaligned, outside the file or
+//!   not counted is refused with a message.
+//!
+//! The image is closed first and opened again afterwards, in place; when that fails too, all further
+//! changes are `EROFS` and the caller opens it anew. The caller sees to it that no request runs and
+//! calls from a ring thread.
+
+mod active;
+mod bitmaps;
+mod edit;
+mod entries;
+mod grow;
+mod resize;
+mod snapshot;
+mod snapshot_table;
+#[cfg(test)]
+mod tests;
+mod transaction;
+
+use ringdisk_ring::Ring;
+
+use crate::error::{Error, ErrorKind};
+use crate::image::{OpenOptions, Qcow2};
+
+pub use resize::ResizeOptions;
+
+impl Qcow2 {
+    /// Ends the use of the image before a change: afterwards the file is all there is to know.
+    ///
+    /// Errors: `InvalidRequest` when it is open for reading only; `Io`.
+    async fn finish_use(&mut self, ring: &Ring) -> Result<(), Error> {
+        if self.engine.is_none() {
+            return Err(self.refused("the image is open for reading only", "open it for writing"));
+        }
+        self.close(ring).await.map_err(|errno| Error::io(self.file.name(), "closing it", errno))
+    }
+
+    /// Opens the image again after a change, and passes on how the change went.
+    async fn reopen<T>(&mut self, ring: &Ring, result: Result<T, Error>) -> Result<T, Error> {
+        let Some(engine) = &self.engine else { return result };
+        let options = OpenOptions {
+            writable: true,
+            discard: engine.options.discard,
+            discard_no_unref: engine.options.discard_no_unref,
+            lazy_refcounts: Some(engine.options.lazy_refcounts),
+            metadata_cache_bytes: self.metadata_cache_bytes(),
+        };
+        match Qcow2::open(ring, self.file.clone(), &options).await {
+            Ok(mut image) => {
+                image.data_file = self.data_file.take();
+                *self = image;
+                result
+            }
+            Err(error) => result.and(Err(error)),
+        }
+    }
+
+    /// Cap of the metadata cache for the next open: the default, unless it is smaller now although
+    /// the image is not.
+    fn metadata_cache_bytes(&self) -> Option<u64> {
+        let whole = u64::from(self.geometry.slices().unwrap_or(0));
+        let whole_bytes = whole * self.geometry.slice_bytes() as u64;
+        let capacity_bytes = self.slices.capacity_bytes();
+        (capacity_bytes < whole_bytes).then_some(capacity_bytes)
+    }
+
+    /// A request that does not fit the image.
+    fn refused(&self, reason: impl Into<String>, advice: &'static str) -> Error {
+        Error::new(ErrorKind::InvalidRequest, self.file.name(), reason, advice)
+    }
+}

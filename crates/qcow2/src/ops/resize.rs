@@ -1,0 +1,202 @@
+//! Another size of the disk.
+//!
+//! Promises: what is added reads as zeroes, also over a longer backing file and behind an old end in
+//! the middle of a cluster. What is cut off is given back. The new size shows with everything else that
+//! belongs to it, or not at all.
+
+use ringdisk_ring::{Errno, Ring};
+
+use crate::create::Preallocation;
+use crate::engine::below::Below;
+use crate::error::{Error, ErrorKind};
+use crate::image::Qcow2;
+use crate::limits::L1_BYTES_MAX;
+
+use super::active::Active;
+use super::bitmaps;
+use super::grow::Growth;
+use super::transaction::Transaction;
+
+/// Unit of disk sizes in bytes.
+const SECTOR: u64 = 512;
+
+/// How to resize.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ResizeOptions {
+    /// The disk may become smaller; what is cut off is lost.
+    pub shrink: bool,
+    /// What is prepared in the part that is added.
+    pub preallocation: Preallocation,
+}
+
+impl Qcow2 {
+    /// Gives the disk another size.
+    ///
+    /// * `size`: bytes, a multiple of 512.
+    /// * `below`: the backing chain, [`Nothing`](crate::Nothing) without one.
+    ///
+    /// Errors: `InvalidRequest` for a size or options that do not fit the image (smaller without
+    /// `shrink`, version 2 with snapshots, inconsistent bitmaps, …), `TooLarge`, `Corrupt`, `Io`.
+    pub async fn resize<B: Below>(
+        &mut self,
+        ring: &Ring,
+        size: u64,
+        options: &ResizeOptions,
+        below: &B,
+    ) -> Result<(), Error> {
+        self.check_resize(size, options)?;
+        if size == self.virtual_size() {
+            return Ok(());
+        }
+        self.finish_use(ring).await?;
+        let result = if size < self.virtual_size() {
+            self.shrink(ring, size).await
+        } else {
+            self.grow(ring, size, options.preallocation, below).await
+        };
+        self.reopen(ring, result).await
+    }
+
+    fn check_resize(&self, size: u64, options: &ResizeOptions) -> Result<(), Error> {
+        let old = self.virtual_size();
+        if !size.is_multiple_of(SECTOR) || i64::try_from(size).is_err() {
+            return Err(self.refused(
+                format!("the new size of {size} bytes is not a multiple of 512 below 2^63"),
+                "choose a multiple of 512",
+            ));
+        }
+        if size < old && !options.shrink {
+            return Err(self.refused(
+                format!("the disk has {old} bytes, {size} bytes are less"),
+                "allow shrinking (--shrink) if the data behind the new end is not needed any more",
+            ));
+        }
+        if size <= old && options.preallocation != Preallocation::Off {
+            return Err(
+                self.refused("preallocation needs a disk that grows", "leave preallocation off")
+            );
+        }
+        if self.info.version < 3 && !self.info.snapshots.is_empty() && size != old {
+            return Err(self.refused(
+                "an image of version 2 (compat 0.10) with snapshots cannot be resized: a snapshot \
+                 does not record the size of its disk",
+                "delete the snapshots, or convert the image to compat 1.1",
+            ));
+        }
+        if let Some(bitmap) = self.info.bitmaps.iter().find(|bitmap| bitmap.in_use) {
+            return Err(self.refused(
+                format!(
+                    "the bitmap '{}' is inconsistent, so it cannot be resized",
+                    bitmap.name.escape_debug()
+                ),
+                "remove the bitmap first",
+            ));
+        }
+        if self.info.external_data_file && self.data_file.is_none() {
+            return Err(self.refused("the data file is missing", "name the data file"));
+        }
+        if self.l1_needed(size) * 8 > L1_BYTES_MAX {
+            return Err(Error::new(
+                ErrorKind::TooLarge,
+                self.file.name(),
+                format!(
+                    "a disk of {size} bytes is too large for qcow2 with clusters of {} bytes",
+                    self.geometry.cluster_size()
+                ),
+                "copy it into an image with larger clusters",
+            ));
+        }
+        Ok(())
+    }
+
+    /// Entries of an L1 table for `size` bytes.
+    pub(super) fn l1_needed(&self, size: u64) -> u64 {
+        size.div_ceil(1 << self.geometry.table_shift())
+    }
+
+    async fn shrink(&mut self, ring: &Ring, size: u64) -> Result<(), Error> {
+        let entries = self.l1_needed(size);
+        let old = self.virtual_size();
+        let mut tx = Transaction::begin(ring, self)?;
+        let mut active = Active::load(&tx).await?;
+        active.cut(&mut tx, size).await?;
+        bitmaps::resize(&mut tx, old, size).await?;
+        tx.header.set_size(size);
+        // At most 2^22.
+        active.finish(&mut tx, usize::try_from(entries.max(1)).unwrap_or(0)).await?;
+        tx.shorten_file();
+        tx.commit().await?;
+        self.set_data_len(ring, size).await
+    }
+
+    async fn grow<B: Below>(
+        &mut self,
+        ring: &Ring,
+        size: u64,
+        preallocation: Preallocation,
+        below: &B,
+    ) -> Result<(), Error> {
+        let old = self.virtual_size();
+        let entries = self.l1_needed(size).max(u64::from(self.info.l1_entries));
+        let tail = self.tail(ring, below).await?;
+        let preallocation = match preallocation {
+            // A reader that ignores the metadata and one that follows it see the same.
+            Preallocation::Off if self.info.data_file_raw => Preallocation::Metadata,
+            other => other,
+        };
+        self.grow_data_file(ring, size, preallocation).await?;
+        let data_file = self.data_file.clone();
+        let mut tx = Transaction::begin(ring, self)?;
+        let mut active = Active::load(&tx).await?;
+        active.cut(&mut tx, old).await?;
+        // At most 2^22.
+        let entries = usize::try_from(entries).unwrap_or(0);
+        active.l1.resize(entries, 0);
+        let growth = Growth { old, size, preallocation, data_file };
+        growth.run(&mut tx, &mut active, tail, below).await?;
+        bitmaps::resize(&mut tx, old, size).await?;
+        tx.header.set_size(size);
+        active.finish(&mut tx, entries).await?;
+        tx.commit().await
+    }
+
+    /// The external data file has the size of the disk. One that is not the plain disk may have
+    /// any length.
+    async fn set_data_len(&self, ring: &Ring, size: u64) -> Result<(), Error> {
+        let Some(data) = &self.data_file else { return Ok(()) };
+        match data.set_len(ring, size).await {
+            Err(errno) if self.info.data_file_raw && errno != Errno::OPNOTSUPP => {
+                Err(Error::io(data.name(), "setting the length of the data file", errno))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The data file gets the new length, and zeroes where the disk grows; what lies there belongs
+    /// to nobody.
+    async fn grow_data_file(
+        &self,
+        ring: &Ring,
+        size: u64,
+        preallocation: Preallocation,
+    ) -> Result<(), Error> {
+        let Some(data) = &self.data_file else { return Ok(()) };
+        let old = self.virtual_size();
+        let failed = |errno| Error::io(data.name(), "growing the data file", errno);
+        if data.len() > old {
+            let end = data.len().min(size.next_multiple_of(self.geometry.cluster_size()));
+            data.write_zeroes(ring, old, end - old, true, true).await.map_err(failed)?;
+        }
+        match preallocation {
+            Preallocation::Off | Preallocation::Metadata => {}
+            Preallocation::Falloc => {
+                data.write_zeroes(ring, old, size - old, false, true).await.map_err(failed)?;
+            }
+            Preallocation::Full => {
+                super::grow::write_zero_bytes(ring, data, old, size - old).await.map_err(failed)?;
+            }
+        }
+        self.set_data_len(ring, size).await?;
+        data.flush(ring).await.map_err(failed)
+    }
+}

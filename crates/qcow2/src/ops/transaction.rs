@@ -1,0 +1,388 @@
+//! The shadow transaction: everything that changes is written to free clusters, then one write of the
+//! first sector of the header makes it true.
+//!
+//! How: changed refcount blocks move to free clusters, each at most once; that takes clusters and
+//! gives others back, which changes further blocks, so it is repeated until nothing is left that has
+//! changed and not moved. The refcount table follows. Everything is written, a barrier, the header, a
+//! barrier. Clusters whose count fell to 0 are not used again inside the transaction, so what the old
+//! state refers to stays as it is.
+//!
+//! Memory: changed blocks are written to their new places when they are more than
+//! [`SPILL_BYTES`]; nothing refers to them yet.
+
+use std::collections::HashSet;
+use std::sync::PoisonError;
+
+use ringdisk_ring::{Errno, IoBuf, Ring};
+use ringdisk_storage::Storage;
+
+use crate::engine::Engine;
+use crate::engine::write_all;
+use crate::error::{Error, ErrorKind};
+use crate::geometry::Geometry;
+use crate::header::{BITMAPS, HeaderImage, RAW_EXTERNAL, write_bytes};
+use crate::image::{Discard, Qcow2};
+use crate::refcounts::{Blocked, DirtyTable, Refcounts, Run};
+use crate::sync::Arc;
+use crate::table;
+
+/// Changed refcount blocks in memory before they are written.
+const SPILL_BYTES: usize = 8 << 20;
+/// Tables are written in pieces of this size.
+const PIECE_BYTES: usize = 1 << 20;
+
+/// One change of an image on its way.
+pub(super) struct Transaction<'a> {
+    pub(super) ring: &'a Ring,
+    pub(super) file: Arc<Storage>,
+    pub(super) geometry: Geometry,
+    pub(super) version: u32,
+    /// Guest data lies in another file.
+    pub(super) external: bool,
+    /// The header as it will be.
+    pub(super) header: HeaderImage,
+    counts: &'a mut Refcounts,
+    /// Refcount blocks that lie at new places already.
+    moved: HashSet<u32>,
+    /// Metadata that lies elsewhere now and is still counted.
+    replaced: Vec<Run>,
+    /// Clusters that nothing refers to once the header is switched.
+    freed: Vec<Run>,
+    /// The file ends behind the last cluster in use afterwards.
+    shorten: bool,
+    discard: Discard,
+}
+
+impl<'a> Transaction<'a> {
+    /// On an image that was closed.
+    ///
+    /// Errors: `InvalidRequest` when it is open for reading only.
+    pub(super) fn begin(ring: &'a Ring, image: &'a mut Qcow2) -> Result<Transaction<'a>, Error> {
+        let name = image.file.name().to_owned();
+        let Qcow2 { engine, file, geometry, info, .. } = image;
+        let Some(engine) = engine.as_deref_mut() else {
+            return Err(Error::new(
+                ErrorKind::InvalidRequest,
+                &name,
+                "the image is open for reading only",
+                "open it for writing",
+            ));
+        };
+        let Engine { refcounts, header, options, .. } = engine;
+        let header = header.get_mut().unwrap_or_else(PoisonError::into_inner).clone();
+        Ok(Transaction {
+            ring,
+            file: Arc::clone(file),
+            geometry: *geometry,
+            version: info.version,
+            external: info.external_data_file,
+            header,
+            counts: refcounts.get_mut().unwrap_or_else(PoisonError::into_inner),
+            moved: HashSet::new(),
+            replaced: Vec::new(),
+            freed: Vec::new(),
+            shorten: false,
+            discard: options.discard,
+        })
+    }
+
+    pub(super) fn cluster_bytes(&self) -> usize {
+        1 << self.geometry.cluster_bits
+    }
+
+    pub(super) fn corrupt(&self, reason: impl Into<String>) -> Error {
+        Error::corrupt(self.file.name(), reason)
+    }
+
+    pub(super) fn io(&self, doing: &str, errno: Errno) -> Error {
+        Error::io(self.file.name(), doing, errno)
+    }
+
+    /// Takes up to `count` free clusters, exactly so many if `contiguous`.
+    pub(super) async fn allocate(&mut self, count: u64, contiguous: bool) -> Result<Run, Error> {
+        let run = self.ask(|counts| counts.allocate(count, None, contiguous)).await?;
+        self.spill_some().await?;
+        Ok(run)
+    }
+
+    /// The count of a cluster.
+    pub(super) async fn count(&mut self, cluster: u64) -> Result<u64, Error> {
+        match self.counts.get(cluster) {
+            Ok(count) => Ok(count),
+            Err(_) => self.ask(|counts| counts.get(cluster)).await,
+        }
+    }
+
+    /// One reference more to each cluster of a run that is in use.
+    pub(super) async fn share(&mut self, start: u64, count: u64) -> Result<(), Error> {
+        self.ask(|counts| counts.share(start, count)).await?;
+        self.spill_some().await
+    }
+
+    /// One reference less.
+    pub(super) async fn unref(&mut self, start: u64, count: u64) -> Result<(), Error> {
+        let mut freed = std::mem::take(&mut self.freed);
+        let result = self.ask(|counts| counts.decrement(start, count, &mut freed)).await;
+        self.freed = freed;
+        result?;
+        self.spill_some().await
+    }
+
+    /// One reference less to metadata that a new copy has taken the place of.
+    pub(super) async fn unref_metadata(&mut self, start: u64, count: u64) -> Result<(), Error> {
+        self.counts.unmark_metadata(start, count);
+        self.unref(start, count).await
+    }
+
+    /// As [`unref_metadata`](Transaction::unref_metadata) for an L2 table that others may use too.
+    pub(super) async fn unref_shared_metadata(&mut self, cluster: u64) -> Result<(), Error> {
+        self.unref(cluster, 1).await?;
+        if self.count(cluster).await? == 0 {
+            self.counts.unmark_metadata(cluster, 1);
+        }
+        Ok(())
+    }
+
+    /// Reads one cluster of metadata.
+    pub(super) async fn read_cluster(&self, offset: u64, what: &str) -> Result<Vec<u8>, Error> {
+        self.read(offset, self.cluster_bytes(), what).await
+    }
+
+    /// Reads `len` bytes of the image file. Errors: `Corrupt` when it ends before.
+    pub(super) async fn read(&self, offset: u64, len: usize, what: &str) -> Result<Vec<u8>, Error> {
+        let bytes = table::read(self.ring, &self.file, offset, len, what).await?;
+        if bytes.len() < len {
+            return Err(self.corrupt(format!("the file ends inside {what} at {offset:#x}")));
+        }
+        Ok(bytes)
+    }
+
+    /// Writes `bytes` into new adjacent clusters, padded with zeroes. Returns the run.
+    pub(super) async fn write_new(&mut self, bytes: &[u8], what: &str) -> Result<Run, Error> {
+        let clusters = bytes.len().div_ceil(self.cluster_bytes()).max(1);
+        let run = self.allocate(clusters as u64, true).await?;
+        self.write_run(run, bytes, what).await?;
+        Ok(run)
+    }
+
+    /// Fills the clusters of `run`, which belong to this transaction, with `bytes` and zeroes.
+    pub(super) async fn write_run(&self, run: Run, bytes: &[u8], what: &str) -> Result<(), Error> {
+        let cluster_bytes = self.cluster_bytes();
+        let len = bytes.len().next_multiple_of(cluster_bytes).max(cluster_bytes);
+        let piece_bytes = PIECE_BYTES.max(cluster_bytes).min(len);
+        let buf = IoBuf::new(piece_bytes, 4096);
+        let start = run.start << self.geometry.cluster_bits;
+        for at in (0..len).step_by(piece_bytes) {
+            let piece = buf.slice(0..piece_bytes.min(len - at));
+            let data = bytes.get(at..bytes.len().min(at + piece.len())).unwrap_or_default();
+            piece.slice(data.len()..piece.len()).fill(0);
+            piece.slice(0..data.len()).copy_from_slice(0, data);
+            write_all(&self.file, self.ring, start + at as u64, &piece)
+                .await
+                .map_err(|errno| self.io(&format!("writing {what}"), errno))?;
+        }
+        Ok(())
+    }
+
+    /// Asks `question`, and does what it needs, until it has an answer.
+    async fn ask<T>(
+        &mut self,
+        mut question: impl FnMut(&mut Refcounts) -> Result<T, Blocked>,
+    ) -> Result<T, Error> {
+        loop {
+            match question(self.counts) {
+                Ok(answer) => return Ok(answer),
+                Err(Blocked::Load(index)) => self.load(index).await?,
+                Err(Blocked::Create(index)) => self.create(index).await?,
+                Err(other) => return Err(self.blocked(other)),
+            }
+        }
+    }
+
+    fn blocked(&self, blocked: Blocked) -> Error {
+        match blocked {
+            Blocked::Overflow => Error::new(
+                ErrorKind::InvalidRequest,
+                self.file.name(),
+                "a cluster would be referred to more often than the image can count",
+                "delete snapshots, or copy the image into one with a larger refcount_bits",
+            ),
+            Blocked::Corrupt(reason) => self.corrupt(reason),
+            _ => self.io("allocating space in it", Errno::NOSPC),
+        }
+    }
+
+    async fn load(&mut self, index: u32) -> Result<(), Error> {
+        let Some(offset) = self.counts.block_offset(index) else {
+            return Err(self.corrupt(format!("refcount block {index} is gone")));
+        };
+        let len = self.cluster_bytes();
+        let mut bytes = table::read(self.ring, &self.file, offset, len, "a refcount block").await?;
+        // The file may end inside the block: what is not there counts nothing.
+        bytes.resize(len, 0);
+        self.counts.put_block(index, &bytes);
+        Ok(())
+    }
+
+    async fn create(&mut self, index: u32) -> Result<(), Error> {
+        match self.counts.begin_block(index) {
+            Ok(cluster) => {
+                self.counts.finish_block(index, cluster);
+                self.moved.insert(index);
+                Ok(())
+            }
+            Err(Blocked::Load(index)) => self.load(index).await,
+            Err(other) => Err(self.blocked(other)),
+        }
+    }
+
+    async fn spill_some(&mut self) -> Result<(), Error> {
+        let bytes = self.counts.dirty_blocks().len() * self.cluster_bytes();
+        if bytes > SPILL_BYTES { self.spill().await } else { Ok(()) }
+    }
+
+    /// Writes changed blocks to their new places.
+    async fn spill(&mut self) -> Result<(), Error> {
+        self.move_blocks().await?;
+        // Entries of the table need not be remembered: it is written as a whole.
+        self.write_counts().await.map(drop)
+    }
+
+    /// Gives every changed block a new place.
+    async fn move_blocks(&mut self) -> Result<(), Error> {
+        let mut at = 0;
+        while let Some(index) = self.counts.dirty_blocks().get(at).copied() {
+            at += 1;
+            if self.moved.insert(index) {
+                let run = self.ask(|counts| counts.allocate(1, None, true)).await?;
+                if let Some(old) = self.counts.move_block(index, run.start) {
+                    self.replaced.push(Run { start: old, count: 1, zeroed: false });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes what changed of blocks and table.
+    async fn write_counts(&mut self) -> Result<DirtyTable, Error> {
+        let dirty = self.counts.take_dirty();
+        let mut result = Ok(());
+        for block in &dirty.blocks {
+            result = write_bytes(self.ring, &self.file, block.offset, &block.bytes).await;
+            if result.is_err() {
+                break;
+            }
+        }
+        self.counts.written(&dirty, result.is_ok());
+        result.map_err(|errno| self.io("writing refcount blocks", errno))?;
+        Ok(dirty.table)
+    }
+
+    /// Finds places for all reference counts that have changed. Returns whether any has.
+    async fn settle(&mut self) -> Result<bool, Error> {
+        let old_table = self.counts.table_run();
+        let mut table_moved = false;
+        if !self.counts.is_dirty() && self.moved.is_empty() {
+            return Ok(false);
+        }
+        loop {
+            self.move_blocks().await?;
+            if let Some(run) = self.replaced.pop() {
+                self.unref_metadata(run.start, run.count).await?;
+                continue;
+            }
+            let wants = self.counts.table_wants();
+            if table_moved && wants.is_none() {
+                return Ok(true);
+            }
+            let clusters = wants.unwrap_or(old_table.count);
+            let run = self.allocate(clusters, true).await?;
+            if self.counts.table_wants().is_some_and(|wants| wants > clusters) {
+                // Allocating made new blocks.
+                self.counts.give_back(run.start, run.count, false);
+                continue;
+            }
+            self.counts.move_table(run.start, run.count);
+            if !table_moved {
+                self.replaced.push(old_table);
+            }
+            table_moved = true;
+        }
+    }
+
+    /// Makes the change true. Everything that the new header refers to was written by the caller,
+    /// who also set its fields.
+    ///
+    /// Errors: `Io`. Only when the write of the header itself fails it is not known whether the old
+    /// or the new state is on disk; both are whole.
+    pub(super) async fn commit(mut self) -> Result<(), Error> {
+        if self.settle().await? {
+            if let DirtyTable::Whole { offset, bytes, clusters, .. } = self.write_counts().await? {
+                let run = Run {
+                    start: offset >> self.geometry.cluster_bits,
+                    count: clusters,
+                    zeroed: false,
+                };
+                self.write_run(run, &bytes, "the refcount table").await?;
+                // At most 8 MiB.
+                self.header.set_refcount_table(offset, u32::try_from(clusters).unwrap_or(u32::MAX));
+            }
+            self.file.flush(self.ring).await.map_err(|errno| self.io("flushing it", errno))?;
+        }
+        let known = self.header.autoclear() & (BITMAPS | RAW_EXTERNAL);
+        self.header.set_autoclear(known);
+        self.header
+            .write_all(self.ring, &self.file)
+            .await
+            .map_err(|errno| self.io("writing the header", errno))?;
+        self.punch().await;
+        if self.shorten {
+            self.cut_file().await;
+        }
+        Ok(())
+    }
+
+    /// Afterwards the file ends behind the last cluster in use.
+    pub(super) fn shorten_file(&mut self) {
+        self.shorten = true;
+    }
+
+    /// Where the file has to end for all clusters that were ever counted.
+    pub(super) fn end_of_clusters(&self) -> u64 {
+        self.counts.end() << self.geometry.cluster_bits
+    }
+
+    /// Cuts the file behind the last cluster in use. A failure costs space only.
+    async fn cut_file(&mut self) {
+        let mut end = self.counts.end();
+        while end > 1 && matches!(self.count(end - 1).await, Ok(0)) {
+            end -= 1;
+        }
+        let len = end << self.geometry.cluster_bits;
+        if len < self.file.len() {
+            // Not so on a block device.
+            let _ = self.file.set_len(self.ring, len).await;
+        }
+    }
+
+    /// Gives the space of freed clusters back. A failure costs space only.
+    async fn punch(&mut self) {
+        if self.discard == Discard::Ignore {
+            return;
+        }
+        let mut runs = std::mem::take(&mut self.freed);
+        runs.sort_unstable_by_key(|run| run.start);
+        runs.dedup_by(|next, run| {
+            let adjacent = run.end() == next.start;
+            run.count += if adjacent { next.count } else { 0 };
+            adjacent
+        });
+        let bits = self.geometry.cluster_bits;
+        for run in runs {
+            let punched = self.file.discard(self.ring, run.start << bits, run.count << bits).await;
+            if punched.is_err() {
+                return;
+            }
+        }
+    }
+}
