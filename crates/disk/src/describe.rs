@@ -16,12 +16,12 @@ const SECTOR: u64 = 512;
 
 /// The whole chain, top first: what `qemu-img info --backing-chain --output=json` prints.
 pub fn chain(disk: &Disk) -> Value {
-    Value::Array(disk.layers().iter().map(layer).collect())
+    Value::Array(disk.layers().iter().map(|it| layer(it)).collect())
 }
 
 /// One layer: what `qemu-img info --output=json` prints about it.
 pub fn layer(layer: &Layer) -> Value {
-    let info = layer.qcow2().map(ringdisk_qcow2::Qcow2::info);
+    let info = layer.qcow2().map(|image| image.info());
     let mut object = Map::new();
     let mut put = |key: &str, value: Value| {
         object.insert(key.to_owned(), value);

@@ -1,19 +1,24 @@
 //! What an export serves.
 //!
-//! Promises: a [`Disk`] is shared by all queue threads and has no lock of its own on the data path;
-//! a request whose mapping is cached allocates nothing and touches no reference count that another
+//! Promises: a [`Disk`] is shared by all queue threads. A request enters the graph (`graph/`), which
+//! costs it no lock that it could wait for, and then works on layers that do not change while it runs; a
+//! request whose mapping is cached allocates nothing and touches no reference count that another
 //! thread touches.
 
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 
 use ringdisk_storage::Storage;
 
 use crate::gate::Gate;
+use crate::graph::{Gateway, Graph, Pass};
 use crate::guard::SectorGuard;
 use crate::layer::{Layer, Node, Raw};
+use crate::options::{DetectZeroes, Discard};
 use crate::watch::{SizeWatch, Watchers};
 use crate::write::resizable;
+use crate::write_back::WriteBacks;
 use crate::{Cache, ImageOptions, NullOptions};
 
 /// Transfer size that a null disk reports, bytes.
@@ -22,23 +27,55 @@ const NULL_TRANSFER: u32 = 4096;
 /// A disk: a top layer and the backing chain below it.
 #[derive(Debug)]
 pub struct Disk {
-    /// Top first; never empty.
-    layers: Vec<Layer>,
-    read_only: bool,
-    cache: Cache,
-    guard: Option<SectorGuard>,
+    gateway: Gateway,
+    /// That of the graph in place, for callers that hold no pass. Bytes.
+    size: AtomicU64,
+    policy: Policy,
     read_only_reason: Option<String>,
-    resizing: Gate,
+    /// What it was opened with, for files that are opened later.
+    options: ImageOptions,
+    /// Changes of the graph take turns.
+    turns: Gate,
+    /// A long change (a commit) is under way; others are refused.
+    pub(crate) is_busy: AtomicBool,
     watchers: Arc<Watchers>,
+    pub(crate) write_backs: WriteBacks,
+    this: Weak<Disk>,
+}
+
+/// How requests are treated.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Policy {
+    pub(crate) read_only: bool,
+    pub(crate) cache: Cache,
+    pub(crate) discard: Discard,
+    pub(crate) detect_zeroes: DetectZeroes,
 }
 
 /// What [`Disk::build`] needs beside the layers.
 #[derive(Debug, Default)]
 pub(crate) struct Parts {
-    pub(crate) read_only: bool,
-    pub(crate) cache: Cache,
+    pub(crate) policy: Policy,
     pub(crate) guard: Option<SectorGuard>,
     pub(crate) read_only_reason: Option<String>,
+    pub(crate) options: ImageOptions,
+}
+
+impl Policy {
+    pub(crate) fn new(options: &ImageOptions) -> Policy {
+        Policy {
+            read_only: options.read_only,
+            cache: options.cache,
+            discard: options.discard,
+            detect_zeroes: options.detect_zeroes,
+        }
+    }
+}
+
+impl Parts {
+    pub(crate) fn new(options: &ImageOptions) -> Parts {
+        Parts { policy: Policy::new(options), options: options.clone(), ..Parts::default() }
+    }
 }
 
 impl Disk {
@@ -49,8 +86,8 @@ impl Disk {
 
     /// A raw disk over any storage. The format counts as given, so no sector is protected.
     ///
-    /// * `options`: `read_only`, `cache` (flushes only), `raw_offset` and `raw_size` (cut to what
-    ///   the storage has).
+    /// * `options`: `read_only`, `cache` (flushes only), `discard`, `detect_zeroes`, `raw_offset` and
+    ///   `raw_size` (cut to what the storage has).
     pub fn from_storage(storage: Arc<Storage>, options: &ImageOptions) -> Arc<Disk> {
         let left = storage.len().saturating_sub(options.raw_offset);
         let size = options.raw_size.map_or(left, |size| size.min(left));
@@ -60,32 +97,38 @@ impl Disk {
             Raw { storage, offset: options.raw_offset, fixed_size: options.raw_size.is_some() };
         let mut layer = Layer::new(Node::Raw(raw), size);
         layer.name = name;
-        let parts = Parts { read_only, cache: options.cache, ..Parts::default() };
+        layer.is_writable = !read_only;
+        let mut parts = Parts::new(options);
+        parts.policy.read_only = read_only;
         Disk::build(vec![layer], parts)
     }
 
     /// * `layers`: top first, at least one.
     pub(crate) fn build(layers: Vec<Layer>, parts: Parts) -> Arc<Disk> {
-        assert!(!layers.is_empty(), "a disk has at least one layer");
-        Arc::new(Disk {
-            layers,
-            read_only: parts.read_only,
-            cache: parts.cache,
-            guard: parts.guard,
+        let mut graph = Graph::new(layers.into_iter().map(Arc::new).collect());
+        graph.guard = parts.guard.map(Arc::new);
+        Arc::new_cyclic(|this| Disk {
+            size: AtomicU64::new(graph.size()),
+            gateway: Gateway::new(graph),
+            policy: parts.policy,
             read_only_reason: parts.read_only_reason,
-            resizing: Gate::default(),
+            options: parts.options,
+            turns: Gate::default(),
+            is_busy: AtomicBool::new(false),
             watchers: Arc::default(),
+            write_backs: WriteBacks::default(),
+            this: Weak::clone(this),
         })
     }
 
     /// Size, bytes; any number, also 0.
     pub fn size(&self) -> u64 {
-        self.top().size()
+        self.size.load(Ordering::Acquire)
     }
 
     /// Whether writes are refused with EROFS.
     pub fn is_read_only(&self) -> bool {
-        self.read_only
+        self.policy.read_only
     }
 
     /// Why the disk is read-only although that was not asked for
@@ -97,14 +140,29 @@ impl Disk {
     /// Why some writes to the first sector are refused with EPERM, when the image is a probed raw
     /// one; to be logged once.
     pub fn protection_reason(&self) -> Option<String> {
-        self.guard.as_ref().map(SectorGuard::reason)
+        self.graph().guard.as_ref().map(|guard| guard.reason())
+    }
+
+    /// Why a writable image takes no more writes since some moment: its metadata was found damaged, or
+    /// could not be written. `None`: all is well.
+    pub fn fault(&self) -> Option<String> {
+        let graph = self.graph();
+        if graph.is_broken {
+            return Some("a change of the disk ended half way".to_owned());
+        }
+        graph
+            .layers
+            .iter()
+            .filter(|layer| layer.is_writable)
+            .find_map(|layer| layer.qcow2().and_then(|image| image.fault()))
     }
 
     /// Whether [`Disk::resize`] can work.
     pub fn can_resize(&self) -> bool {
-        match &self.top().node {
-            Node::Raw(raw) => !self.read_only && resizable(raw),
-            Node::Null(_) | Node::Qcow2(_) => false,
+        match &self.graph().top().node {
+            Node::Raw(raw) => !self.is_read_only() && resizable(raw),
+            Node::Qcow2(_) => !self.is_read_only(),
+            Node::Null(_) => false,
         }
     }
 
@@ -115,7 +173,8 @@ impl Disk {
 
     /// Bytes that the top image takes on its storage, external data file included; 0 for null.
     pub fn allocated_bytes(&self) -> u64 {
-        let layer = self.top();
+        let graph = self.graph();
+        let layer = graph.top();
         let (Some(file), Some(data)) = (layer.file(), layer.data_storage()) else {
             return 0;
         };
@@ -128,51 +187,68 @@ impl Disk {
 
     /// Transfer size that suits the storage, bytes.
     pub fn optimal_transfer(&self) -> u32 {
-        self.top().data_storage().map_or(NULL_TRANSFER, |storage| storage.limits().optimal_transfer)
+        let graph = self.graph();
+        graph
+            .top()
+            .data_storage()
+            .map_or(NULL_TRANSFER, |storage| storage.limits().optimal_transfer)
     }
 
     /// Use of page cache and flushes.
     pub fn cache(&self) -> Cache {
-        self.cache
+        self.policy.cache
     }
 
-    /// The chain, top first; never empty.
-    pub fn layers(&self) -> &[Layer] {
-        &self.layers
+    /// The chain at this moment, top first; never empty. Control path: takes a lock for a moment.
+    pub fn layers(&self) -> Vec<Arc<Layer>> {
+        self.graph().layers.clone()
     }
 
-    /// Calls `callback` with each new size in bytes, on the thread that made the change.
+    /// Calls `callback` with each new size in bytes, on the thread that made the change; also when the
+    /// content changed as a whole (a snapshot was applied), with the size as it is.
     pub fn watch_size(&self, callback: impl Fn(u64) + Send + Sync + 'static) -> SizeWatch {
         self.watchers.add(Arc::new(callback))
     }
 
-    /// The top layer.
-    pub(crate) fn top(&self) -> &Layer {
-        &self.layers[0]
+    /// Begins a request; waits while the disk is being changed. Once for each request: a second time
+    /// could wait for a change that waits for the first.
+    #[inline]
+    pub(crate) async fn enter(&self) -> Pass<'_> {
+        self.gateway.enter().await
     }
 
-    /// Guard of the first sector.
-    pub(crate) fn guard(&self) -> Option<&SectorGuard> {
-        self.guard.as_ref()
+    /// The graph in place, for names and numbers.
+    pub(crate) fn graph(&self) -> Arc<Graph> {
+        self.gateway.current()
     }
 
-    /// Held while the size changes.
-    pub(crate) fn resizing(&self) -> &Gate {
-        &self.resizing
+    pub(crate) fn gateway(&self) -> &Gateway {
+        &self.gateway
+    }
+
+    pub(crate) fn policy(&self) -> Policy {
+        self.policy
+    }
+
+    pub(crate) fn options(&self) -> &ImageOptions {
+        &self.options
+    }
+
+    /// Held by each change of the graph, one after the other.
+    pub(crate) fn turns(&self) -> &Gate {
+        &self.turns
+    }
+
+    pub(crate) fn weak(&self) -> Weak<Disk> {
+        Weak::clone(&self.this)
+    }
+
+    /// Tells requests to come of a size, bytes.
+    pub(crate) fn set_size(&self, size: u64) {
+        self.size.store(size, Ordering::Release);
     }
 
     pub(crate) fn watchers(&self) -> &Watchers {
         &self.watchers
-    }
-
-    /// Bytes of a request of `len` bytes at `offset` that lie inside the disk.
-    pub(crate) fn clip(&self, offset: u64, len: usize) -> usize {
-        let left = self.size().saturating_sub(offset);
-        usize::try_from(left).map_or(len, |left| left.min(len))
-    }
-
-    /// As [`Disk::clip`], for requests without a buffer.
-    pub(crate) fn clip_range(&self, offset: u64, len: u64) -> u64 {
-        len.min(self.size().saturating_sub(offset))
     }
 }

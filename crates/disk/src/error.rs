@@ -31,6 +31,10 @@ pub enum ErrorKind {
     TooDeep,
     /// Another program holds a lock on the image.
     Locked,
+    /// Another change of the disk is under way.
+    Busy,
+    /// The user ended the operation early.
+    Cancelled,
     /// The image is damaged.
     Corrupt,
     /// The operating system reported another error.
@@ -42,6 +46,7 @@ pub enum ErrorKind {
 pub struct Error {
     kind: ErrorKind,
     message: String,
+    errno: Option<rustix::io::Errno>,
     source: Option<Box<dyn StdError + Send + Sync + 'static>>,
 }
 
@@ -50,7 +55,7 @@ impl Error {
     ///
     /// * `message`: one sentence that names the object, the reason and the way out.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Error {
-        Error { kind, message: message.into(), source: None }
+        Error { kind, message: message.into(), errno: None, source: None }
     }
 
     /// Adds the cause; `Display` of this error does not repeat it.
@@ -75,6 +80,7 @@ impl Error {
             Errno::ACCESS | Errno::PERM | Errno::ROFS => ErrorKind::PermissionDenied,
             Errno::ISDIR | Errno::NXIO | Errno::NODEV => ErrorKind::NotAnImage,
             Errno::LOOP => ErrorKind::Loop,
+            Errno::CANCELED => ErrorKind::Cancelled,
             _ => ErrorKind::Io,
         };
         let hint = match errno {
@@ -87,12 +93,26 @@ impl Error {
         // The operating system's text carries "(os error N)"; users need the words only.
         let text = cause.to_string();
         let words = text.split(" (os error").next().unwrap_or_default();
-        Error::new(kind, format!("{doing}: {words}{hint}"))
+        let mut error = Error::new(kind, format!("{doing}: {words}{hint}"));
+        error.errno = Some(errno);
+        error
     }
 
     /// What went wrong.
     pub fn kind(&self) -> ErrorKind {
         self.kind
+    }
+
+    /// What the operating system said, where it was that.
+    pub fn errno(&self) -> Option<rustix::io::Errno> {
+        self.errno
+    }
+
+    /// Notes what the operating system said.
+    #[must_use]
+    pub(crate) fn with_errno(mut self, errno: Option<rustix::io::Errno>) -> Error {
+        self.errno = errno;
+        self
     }
 
     /// The message without the causes.

@@ -16,14 +16,13 @@ use crate::{Format, NullOptions};
 
 /// What a layer is made of.
 #[derive(Debug)]
-#[allow(clippy::large_enum_variant)] // One for each layer, never moved after the open.
 pub(crate) enum Node {
     /// Keeps nothing.
     Null(Null),
     /// Bytes of a storage as they are.
     Raw(Raw),
-    /// A qcow2 image.
-    Qcow2(Qcow2),
+    /// A qcow2 image; shared with the task that writes its metadata back.
+    Qcow2(Arc<Qcow2>),
 }
 
 /// A window of a storage.
@@ -36,13 +35,18 @@ pub(crate) struct Raw {
     pub(crate) fixed_size: bool,
 }
 
-/// One layer of a backing chain.
+/// One layer of a backing chain. Never changed in place (but for the size of a raw one): a change of the
+/// disk puts another layer into its place.
 #[derive(Debug)]
 pub struct Layer {
     pub(crate) node: Node,
-    /// Size of the layer, bytes. Changed by a resize of the top layer only.
+    /// Size of the layer, bytes. Changed by a resize of a raw top layer only.
     pub(crate) size: AtomicU64,
+    /// Its storage is open for writing, and the layer may be written.
+    pub(crate) is_writable: bool,
     pub(crate) name: PathBuf,
+    /// Where relative names inside the image start; `None` for an inherited descriptor.
+    pub(crate) directory: Option<PathBuf>,
     pub(crate) data_name: Option<PathBuf>,
     pub(crate) full_backing_name: Option<String>,
     /// The image file holds much less than its length: preallocated, so what the image calls data
@@ -71,7 +75,9 @@ impl Layer {
         Layer {
             node,
             size: AtomicU64::new(size),
+            is_writable: false,
             name: PathBuf::new(),
+            directory: None,
             data_name: None,
             full_backing_name: None,
             sparse: false,
@@ -121,11 +127,16 @@ impl Layer {
     }
 
     /// The qcow2 image.
-    pub fn qcow2(&self) -> Option<&Qcow2> {
+    pub fn qcow2(&self) -> Option<&Arc<Qcow2>> {
         match &self.node {
             Node::Qcow2(image) => Some(image),
             Node::Null(_) | Node::Raw(_) => None,
         }
+    }
+
+    /// Whether the layer is open for writing: the top one, and one that a commit writes to.
+    pub fn is_writable(&self) -> bool {
+        self.is_writable
     }
 
     /// The image file.

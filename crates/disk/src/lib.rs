@@ -11,13 +11,17 @@
 
 #![forbid(unsafe_code)]
 
+mod below;
+mod chain;
 pub mod describe;
 mod disk;
 mod error;
 mod gate;
+mod graph;
 mod guard;
 pub mod jobs;
 mod layer;
+mod live;
 mod map;
 pub mod name;
 mod null;
@@ -32,12 +36,14 @@ mod status;
 mod tests;
 mod watch;
 mod write;
+mod write_back;
 
 pub use disk::Disk;
 pub use error::{Error, ErrorKind};
 pub use layer::Layer;
-pub use map::Mapping;
-pub use options::{Cache, Format, ImageOptions, NullOptions, Source};
+pub use live::{Backing, CommitOptions, OverlayOptions, ResizeOptions, SnapshotChange};
+pub use map::{Mapped, Mapping, View};
+pub use options::{Cache, DetectZeroes, Discard, Format, ImageOptions, NullOptions, Source};
 pub use progress::Progress;
 pub use read::PIECES_MAX;
 pub use ringdisk_ring::Errno;

@@ -10,6 +10,8 @@ use std::time::Duration;
 
 use crate::{Error, ErrorKind};
 
+pub use ringdisk_qcow2::Discard;
+
 /// An image format that can be opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Format {
@@ -97,6 +99,40 @@ impl FromStr for Cache {
     }
 }
 
+/// Whether a write of nothing but zeroes is turned into zero clusters or holes; the words are QEMU's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum DetectZeroes {
+    /// Writes are not looked at.
+    #[default]
+    Off,
+    /// As `write_zeroes` that keeps the space.
+    On,
+    /// As `write_zeroes` that gives the space back, if discard is on too.
+    Unmap,
+}
+
+impl FromStr for DetectZeroes {
+    type Err = Error;
+
+    /// Reads QEMU's words.
+    ///
+    /// Errors: `Invalid` for every other word.
+    fn from_str(text: &str) -> Result<DetectZeroes, Error> {
+        match text {
+            "off" => Ok(DetectZeroes::Off),
+            "on" => Ok(DetectZeroes::On),
+            "unmap" => Ok(DetectZeroes::Unmap),
+            _ => Err(Error::new(
+                ErrorKind::Invalid,
+                format!(
+                    "unknown detect-zeroes mode '{}'; known modes: off, on, unmap",
+                    text.escape_debug()
+                ),
+            )),
+        }
+    }
+}
+
 /// Options of [`Disk::open`](crate::Disk::open). `Default` probes the format, opens for writing
 /// and allows files below the image's own directory.
 #[derive(Clone, Debug, Default)]
@@ -123,6 +159,22 @@ pub struct ImageOptions {
     pub metadata_cache_bytes: Option<u64>,
     /// Take no locks (QEMU's `force-share`); only with `read_only`.
     pub force_share: bool,
+    /// What a discard does. [`Disk::punch`](crate::Disk::punch) works in every mode.
+    pub discard: Discard,
+    /// A discard in a qcow2 image keeps the reference on its cluster (QEMU's `discard-no-unref`): the
+    /// space is given back, and the cluster is used again when the same place is written.
+    pub discard_no_unref: bool,
+    /// Writes of zeroes.
+    pub detect_zeroes: DetectZeroes,
+    /// Refcounts of the top image are written lazily; `None`: as the image says.
+    pub lazy_refcounts: Option<bool>,
+    /// What is written goes to a temporary overlay that vanishes with the disk; the image and its chain
+    /// are opened for reading only.
+    pub temporary: bool,
+    /// What is written goes to this qcow2 overlay over the image; made when there is none.
+    pub overlay: Option<PathBuf>,
+    /// Open the top image only, whatever backing file it names: what is not in it reads as zeroes.
+    pub without_backing: bool,
 }
 
 /// Where the top image is.

@@ -12,8 +12,9 @@ use std::task::{Context, Poll};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use crate::Disk;
+use crate::chain::{Chain, Found};
+use crate::graph::Graph;
 use crate::layer::{Kind, Node};
-use crate::map::Found;
 
 /// Runs of one request that are in flight at once. A 1 MiB request over 64 KiB clusters has at
 /// most 16 runs; each slot costs its future's size in the memory of every entry.
@@ -28,6 +29,15 @@ impl Disk {
     ///
     /// Errors: those of the storage; EIO for a damaged image.
     pub async fn read(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<usize, Errno> {
+        let graph = self.enter().await;
+        graph.check()?;
+        graph.read(ring, offset, buf).await
+    }
+}
+
+impl Graph {
+    /// As [`Disk::read`].
+    pub(crate) async fn read(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<usize, Errno> {
         let len = self.clip(offset, buf.len());
         if let Node::Null(null) = &self.top().node {
             null.delay(ring).await;
@@ -37,28 +47,45 @@ impl Disk {
         if len == 0 {
             return Ok(0);
         }
-        let wanted = len as u64;
+        let _graces = self.graces();
+        self.chain().fill(ring, offset, &buf.slice(0..len)).await?;
+        Ok(len)
+    }
+}
+
+impl Chain<'_> {
+    /// Fills `buf`. The caller holds the graces.
+    ///
+    /// * `offset`: the range lies inside the top layer.
+    ///
+    /// Errors: as [`Disk::read`].
+    pub(crate) async fn fill(self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<(), Errno> {
+        let wanted = buf.len() as u64;
+        if wanted == 0 {
+            return Ok(());
+        }
         let first = match self.locate_cached(offset, wanted)? {
             Some(found) => found,
             None => self.locate(ring, offset, wanted).await?,
         };
         if first.len == wanted {
-            self.read_piece(ring, first, offset, buf.slice(0..len)).await?;
+            self.read_piece(ring, first, offset, buf.clone(), 0).await
         } else {
-            self.read_pieces(ring, first, offset, &buf.slice(0..len)).await?;
+            self.read_pieces(ring, first, offset, buf).await
         }
-        Ok(len)
     }
 
     /// Reads one run.
     ///
     /// * `buf`: as long as the run.
-    async fn read_piece(
-        &self,
+    /// * `ahead`: bytes of the request behind this run.
+    pub(crate) async fn read_piece(
+        self,
         ring: &Ring,
         found: Found,
         offset: u64,
         buf: IoBuf,
+        ahead: u64,
     ) -> Result<(), Errno> {
         match found.kind {
             Kind::Data { offset: at } => {
@@ -75,8 +102,7 @@ impl Disk {
                 let Node::Qcow2(image) = &self.layer(found.depth)?.node else {
                     return Err(Errno::IO);
                 };
-                let within = offset & (image.info().cluster_size() - 1);
-                image.read_compressed(ring, cluster, within, &buf).await
+                image.read_compressed_of(ring, cluster, offset, &buf, ahead).await
             }
             Kind::Zero { .. } | Kind::Unallocated => {
                 buf.fill(0);
@@ -90,7 +116,7 @@ impl Disk {
     ///
     /// * `first`: the run that the range begins with.
     async fn read_pieces(
-        &self,
+        self,
         ring: &Ring,
         first: Found,
         offset: u64,
@@ -134,7 +160,9 @@ impl Disk {
                         if matches!(found.kind, Kind::Zero { .. } | Kind::Unallocated) {
                             piece.fill(0);
                         } else {
-                            slots[free].set(Some(self.read_piece(ring, found, from, piece)));
+                            let ahead = (buf.len() - end) as u64;
+                            let future = self.read_piece(ring, found, from, piece, ahead);
+                            slots[free].set(Some(future));
                         }
                     }
                     Err(errno) => failure = Some(errno),

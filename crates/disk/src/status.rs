@@ -8,6 +8,7 @@ use ringdisk_storage::Allocation;
 use serde_json::{Value, json};
 
 use crate::Disk;
+use crate::chain::Chain;
 use crate::layer::{Kind, Layer, Node};
 
 /// A run of bytes with one answer.
@@ -31,6 +32,17 @@ pub struct BlockStatus {
 }
 
 impl BlockStatus {
+    /// What is said about nothing.
+    const EMPTY: BlockStatus = BlockStatus {
+        len: 0,
+        data: false,
+        zero: true,
+        present: false,
+        depth: 0,
+        offset: None,
+        compressed: false,
+    };
+
     /// SEEK_DATA stops here: the run may hold something else than zeroes.
     pub fn is_data(&self) -> bool {
         self.data && !self.zero
@@ -93,36 +105,11 @@ impl Disk {
         offset: u64,
         len: u64,
     ) -> Result<BlockStatus, Errno> {
-        let len = self.clip_range(offset, len);
-        let mut status = BlockStatus {
-            len: 0,
-            data: false,
-            zero: true,
-            present: false,
-            depth: 0,
-            offset: None,
-            compressed: false,
-        };
-        if len == 0 {
-            return Ok(status);
-        }
-        let found = self.locate(ring, offset, len).await?;
-        let layer = self.layer(found.depth)?;
-        status.len = found.len;
-        status.depth = u32::try_from(found.depth).unwrap_or(u32::MAX);
-        status.present = !matches!(found.kind, Kind::Unallocated);
-        match found.kind {
-            Kind::Unallocated => {}
-            Kind::Zero { offset } => status.offset = offset,
-            Kind::Untouched => (status.data, status.zero) = (true, false),
-            Kind::Compressed(_) => {
-                (status.data, status.zero, status.compressed) = (true, false, true);
-            }
-            Kind::Data { offset } => {
-                (status.data, status.zero, status.offset) = (true, false, Some(offset));
-                holes(ring, layer, offset, &mut status).await?;
-            }
-        }
+        let graph = self.enter().await;
+        graph.check()?;
+        let len = graph.clip_range(offset, len);
+        let _graces = graph.graces();
+        let (status, _) = graph.chain().status(ring, offset, len).await?;
         Ok(status)
     }
 
@@ -157,6 +144,43 @@ impl Disk {
             each(&run);
         }
         Ok(())
+    }
+}
+
+impl Chain<'_> {
+    /// As [`Disk::block_status`]; depths count from the top of this chain. The caller holds the graces.
+    /// Also says whether the run is hidden by the end of a shorter layer: it reads as zeroes then,
+    /// whatever may be below the chain.
+    ///
+    /// * `len`: the range lies inside the top layer.
+    pub(crate) async fn status(
+        self,
+        ring: &Ring,
+        offset: u64,
+        len: u64,
+    ) -> Result<(BlockStatus, bool), Errno> {
+        let mut status = BlockStatus::EMPTY;
+        if len == 0 {
+            return Ok((status, false));
+        }
+        let found = self.locate(ring, offset, len).await?;
+        let layer = self.layer(found.depth)?;
+        status.len = found.len;
+        status.depth = u32::try_from(found.depth).unwrap_or(u32::MAX);
+        status.present = !matches!(found.kind, Kind::Unallocated);
+        match found.kind {
+            Kind::Unallocated => {}
+            Kind::Zero { offset } => status.offset = offset,
+            Kind::Untouched => (status.data, status.zero) = (true, false),
+            Kind::Compressed(_) => {
+                (status.data, status.zero, status.compressed) = (true, false, true);
+            }
+            Kind::Data { offset } => {
+                (status.data, status.zero, status.offset) = (true, false, Some(offset));
+                holes(ring, layer, offset, &mut status).await?;
+            }
+        }
+        Ok((status, found.is_cut))
     }
 }
 

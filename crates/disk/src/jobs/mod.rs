@@ -2,4 +2,3 @@
 //!
 //! Promises: each job is an async function over open disks (or the names of images), reports to a
 //! [`Progress`](crate::Progress), and ends soon after it was cancelled, leaving every image sound.
-

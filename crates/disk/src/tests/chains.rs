@@ -129,7 +129,8 @@ fn names_are_relative_to_the_image_that_names_them() {
     run(async |ring| {
         let path = directory.path().join("top.qcow2");
         let disk = open(&ring, path, &reading()).await.expect("open");
-        let names: Vec<&Path> = disk.layers().iter().map(crate::Layer::name).collect();
+        let layers = disk.layers();
+        let names: Vec<&Path> = layers.iter().map(|layer| layer.name()).collect();
         let expected = ["top.qcow2", "a/mid.qcow2", "a/b/mid.qcow2", "a/b/base.raw"];
         for (name, expected) in names.iter().zip(expected) {
             assert_eq!(*name, directory.path().join(expected));

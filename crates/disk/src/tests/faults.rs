@@ -35,8 +35,8 @@ async fn scattered(ring: &Ring) -> (SimStorage, Arc<Disk>, Vec<u8>) {
     let options = ringdisk_qcow2::OpenOptions::default();
     let image = Qcow2::open(ring, sim.storage(), &options).await.expect("open");
     let size = image.info().virtual_size;
-    let parts = Parts { read_only: true, ..Parts::default() };
-    let disk = Disk::build(vec![Layer::new(Node::Qcow2(image), size)], parts);
+    let parts = Parts::new(&ImageOptions { read_only: true, ..ImageOptions::default() });
+    let disk = Disk::build(vec![Layer::new(Node::Qcow2(Arc::new(image)), size)], parts);
     // The table is loaded, so only data is read from now on.
     disk.read(ring, 0, &IoBuf::new(CLUSTER, CLUSTER)).await.expect("read");
     (sim, disk, expected)

@@ -66,19 +66,33 @@ fn an_unknown_format_is_refused_unless_raw_is_asked_for() {
 }
 
 #[test]
-fn qcow2_is_found_by_its_magic_and_refused_for_writing() {
+fn qcow2_is_found_by_its_magic_and_opened_for_writing() {
     let directory = directory();
     let path = directory.path().join("a.img");
     qemu_img(&directory, &["create", "-q", "-f", "qcow2", "a.img", "10M"]);
-    let error = refusal(&path, &ImageOptions::default());
-    assert_eq!(error.kind(), ErrorKind::Unsupported);
-    assert!(error.message().contains("read-only"), "{error}");
     run(async |ring| {
-        let disk = open(&ring, &path, &reading()).await.expect("open");
+        let disk = open(&ring, &path, &ImageOptions::default()).await.expect("open");
         assert_eq!(disk.layers()[0].format(), Some(Format::Qcow2));
         assert_eq!(disk.size(), 10 << 20);
+        assert!(!disk.is_read_only());
         assert_eq!(disk.read_only_reason(), None);
-        drop(disk);
+        assert_eq!(disk.protection_reason(), None);
+        assert!(disk.can_resize());
+    });
+}
+
+#[test]
+fn an_image_that_is_marked_corrupt_is_read_only_where_that_is_allowed() {
+    let directory = directory();
+    let path = directory.path().join("a.img");
+    qemu_img(&directory, &["create", "-q", "-f", "qcow2", "a.img", "10M"]);
+    let mut bytes = fs::read(&path).expect("read");
+    // The corrupt bit of the incompatible features.
+    bytes[79] |= 2;
+    fs::write(&path, bytes).expect("write");
+    let error = refusal(&path, &ImageOptions::default());
+    assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+    run(async |ring| {
         let options = ImageOptions { auto_read_only: true, ..ImageOptions::default() };
         let disk = open(&ring, &path, &options).await.expect("open");
         assert!(disk.is_read_only());

@@ -123,18 +123,19 @@ fn a_map_names_the_storage_that_holds_the_bytes() {
         let path = directory.path().join("top.qcow2");
         let disk = open(&ring, path, &reading()).await.expect("open");
         let base = fs::canonicalize(directory.path().join("base.raw")).expect("path");
-        match disk.map(&ring, 1 << 20, 64 << 10).await.expect("map") {
+        let view = disk.view().await;
+        match view.map(&ring, 1 << 20, 64 << 10).await.expect("map").mapping {
             Mapping::Data { storage, offset, len } => {
                 assert_eq!(storage.name(), base.to_str().expect("text"));
                 assert_eq!((offset, len), (1 << 20, 64 << 10));
             }
             other => panic!("{other:?}"),
         }
-        let zero = disk.map(&ring, 4 << 20, 1 << 20).await.expect("map");
+        let zero = view.map(&ring, 4 << 20, 1 << 20).await.expect("map").mapping;
         assert!(matches!(zero, Mapping::Zero { len: 65536 }), "{zero:?}");
-        let compressed = disk.map(&ring, 5 << 20, 4096).await.expect("map");
+        let compressed = view.map(&ring, 5 << 20, 4096).await.expect("map").mapping;
         assert!(matches!(compressed, Mapping::ReadOnly { len: 4096 }), "{compressed:?}");
-        let end = disk.map(&ring, 30 << 20, 4096).await.expect("map");
+        let end = view.map(&ring, 30 << 20, 4096).await.expect("map").mapping;
         assert!(matches!(end, Mapping::PastEnd), "{end:?}");
     });
 }

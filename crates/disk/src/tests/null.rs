@@ -93,10 +93,12 @@ fn latency_is_waited_for_and_requests_overlap() {
 fn the_map_sends_readers_to_read() {
     run(async |ring| {
         let disk = Disk::null(&options(true));
-        let mapping = disk.map(&ring, 0, MIB).await.expect("map");
+        let view = disk.view().await;
+        let mapping = view.map(&ring, 0, MIB).await.expect("map").mapping;
         assert!(matches!(mapping, Mapping::ReadOnly { len: MIB }));
-        let mapping = disk.map(&ring, MIB, 1).await.expect("map");
+        let mapping = view.map(&ring, MIB, 1).await.expect("map").mapping;
         assert!(matches!(mapping, Mapping::PastEnd));
+        drop(view);
         let status = disk.block_status(&ring, 0, MIB).await.expect("status");
         assert!(status.zero && status.len == MIB);
     });

@@ -7,22 +7,26 @@
 //!
 //! Control path; runs on the thread that owns `ring`.
 
+mod layer;
+mod overlay;
+
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 
-use ringdisk_qcow2::Qcow2;
 use ringdisk_ring::{Errno, Ring};
-use ringdisk_storage::{Lock, Storage};
+use ringdisk_storage::Storage;
 
 use crate::disk::Parts;
 use crate::guard::SectorGuard;
-use crate::layer::{Layer, Node, Raw};
+use crate::layer::Layer;
 use crate::name::{FileName, beside, printable, printable_path};
 use crate::probe::{PROBE_LEN, choose, probe};
 use crate::resolve::{Access, Held, Opened, Resolver, absolute, identify};
 use crate::{Disk, Error, ErrorKind, Format, ImageOptions, LAYERS_MAX, Source};
+
+pub(crate) use layer::{of_qcow2, of_storage, open_qcow2, qcow2_layer, raw_layer, storage_options};
+pub(crate) use overlay::{create_file, over};
 
 /// Block that is read for probing: larger than a sector for descriptors with `O_DIRECT`.
 const PROBE_BLOCK: usize = 4096;
@@ -40,6 +44,9 @@ struct Candidate {
     raw_size: Option<u64>,
     without_backing: bool,
 }
+
+/// What an image says about the file below it.
+type Named = (Vec<u8>, Option<String>);
 
 /// State of one open.
 struct Opening<'a> {
@@ -61,19 +68,49 @@ impl Disk {
         options: &ImageOptions,
     ) -> Result<Arc<Disk>, Error> {
         check_options(options)?;
-        let mut opening = Opening {
-            ring,
-            options,
-            resolver: Resolver::new(&options.allow_paths)?,
-            layers: Vec::new(),
-            seen: Vec::new(),
-        };
-        let mut parts = Parts { cache: options.cache, ..Parts::default() };
-        let mut next = Some(opening.top(source, &mut parts)?);
-        while let Some(candidate) = next {
-            next = opening.add(candidate).await?;
+        if options.overlay.is_some() || options.temporary {
+            return overlay::open(ring, source, options).await;
         }
+        let mut opening = Opening::new(ring, options)?;
+        let mut parts = Parts::new(options);
+        opening.all(source, &mut parts).await?;
         Ok(Disk::build(opening.layers, parts))
+    }
+}
+
+/// Opens the chain of a backing file that an image of an open disk shall name from now on.
+///
+/// * `layer`: that image.
+/// * `file`, `format`: as they will be written to the header.
+///
+/// Returns the full name of the file, and its layers, all for reading.
+///
+/// Errors: as [`Disk::open`].
+pub(crate) async fn open_below(
+    ring: &Ring,
+    options: &ImageOptions,
+    layer: &Layer,
+    named: Named,
+) -> Result<(String, Vec<Layer>), Error> {
+    let options = ImageOptions { read_only: true, ..options.clone() };
+    let mut opening = Opening::new(ring, &options)?;
+    let directory = layer.directory.as_deref();
+    if let Some(directory) = directory {
+        let _ = opening.resolver.allow(directory);
+    }
+    opening.seen.extend(layer.file().and_then(|file| identity_of(file)));
+    let (file, format) = named;
+    let (full, candidate) = opening.below(&file, format.as_deref(), layer.name(), directory)?;
+    opening.chain(candidate, None).await?;
+    Ok((full, opening.layers))
+}
+
+/// What [`identify`] says about the file of an open storage.
+fn identity_of(storage: &Storage) -> Option<(u64, u64)> {
+    let (device, inode) = storage.identity()?;
+    match storage.kind() {
+        ringdisk_storage::Kind::BlockDevice => Some((u64::MAX, device)),
+        _ => Some((device, inode)),
     }
 }
 
@@ -85,6 +122,16 @@ fn check_options(options: &ImageOptions) -> Result<(), Error> {
     if options.format == Some(Format::Qcow2) && has_window(options) {
         return invalid("an offset or a size can be given for raw images only");
     }
+    let has_overlay = options.overlay.is_some() || options.temporary;
+    if options.overlay.is_some() && options.temporary {
+        return invalid("an overlay is either temporary or kept");
+    }
+    if has_overlay && options.read_only {
+        return invalid("an overlay takes writes, so it makes no sense on a read-only disk");
+    }
+    if has_overlay && (has_window(options) || options.without_backing) {
+        return invalid("an overlay needs the whole image below it");
+    }
     Ok(())
 }
 
@@ -92,9 +139,39 @@ fn has_window(options: &ImageOptions) -> bool {
     options.raw_offset != 0 || options.raw_size.is_some()
 }
 
-impl Opening<'_> {
+impl<'a> Opening<'a> {
+    fn new(ring: &'a Ring, options: &'a ImageOptions) -> Result<Opening<'a>, Error> {
+        let resolver = Resolver::new(&options.allow_paths)?;
+        Ok(Opening { ring, options, resolver, layers: Vec::new(), seen: Vec::new() })
+    }
+
+    /// Opens the image that the user named with all below it.
+    async fn all(&mut self, source: Source, parts: &mut Parts) -> Result<(), Error> {
+        let (candidate, held) = self.top(source, parts)?;
+        self.chain(candidate, held.as_ref().map(|held| (held, parts))).await
+    }
+
+    /// Opens a chain from its top on.
+    ///
+    /// * `fallback`: how the top can be opened again for reading.
+    async fn chain(
+        &mut self,
+        candidate: Candidate,
+        mut fallback: Option<(&Held, &mut Parts)>,
+    ) -> Result<(), Error> {
+        let mut next = Some(candidate);
+        while let Some(candidate) = next {
+            next = self.add(candidate, fallback.take()).await?;
+        }
+        Ok(())
+    }
+
     /// Opens the image that the user named and finds its format.
-    fn top(&mut self, source: Source, parts: &mut Parts) -> Result<Candidate, Error> {
+    fn top(
+        &mut self,
+        source: Source,
+        parts: &mut Parts,
+    ) -> Result<(Candidate, Option<Held>), Error> {
         let mut read_only = self.options.read_only;
         let (held, opened, name, directory) = match source {
             Source::Path(path) => {
@@ -121,7 +198,7 @@ impl Opening<'_> {
             None if probed => choose(&shown, probe(&first_sector(&opened.fd, &shown)?))?,
             None => Format::Raw,
         };
-        let mut candidate = Candidate {
+        let candidate = Candidate {
             opened,
             name,
             directory,
@@ -129,16 +206,13 @@ impl Opening<'_> {
             read_only,
             raw_offset: self.options.raw_offset,
             raw_size: self.options.raw_size,
-            without_backing: false,
+            without_backing: self.options.without_backing,
         };
-        if format == Format::Qcow2 && !read_only {
-            self.qcow2_read_only(&mut candidate, held.as_ref(), parts)?;
-        }
-        parts.read_only = candidate.read_only;
+        parts.policy.read_only = candidate.read_only;
         if probed && format == Format::Raw && !candidate.read_only {
             parts.guard = Some(SectorGuard::new(candidate.name.clone()));
         }
-        Ok(candidate)
+        Ok((candidate, held))
     }
 
     fn access(&self, read_only: bool) -> Access {
@@ -204,50 +278,39 @@ impl Opening<'_> {
         Ok(Opened { fd, identity })
     }
 
-    /// A qcow2 image is only read for now: refuses, or falls back.
-    fn qcow2_read_only(
-        &self,
-        candidate: &mut Candidate,
-        held: Option<&Held>,
-        parts: &mut Parts,
-    ) -> Result<(), Error> {
-        let reason = format!(
-            "'{}' is a qcow2 image, and this version reads qcow2 only",
-            printable_path(&candidate.name)
-        );
-        if !self.options.auto_read_only {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                format!(
-                    "{reason}; open it read-only, or convert it with `qemu-img convert -O raw` to \
-                     write to it"
-                ),
-            ));
-        }
-        if let Some(held) = held {
-            candidate.opened = held.open(self.access(true))?;
-        }
-        candidate.read_only = true;
-        parts.read_only_reason = Some(reason);
-        Ok(())
-    }
-
     /// Makes a layer of an open file, and opens the file below it.
-    async fn add(&mut self, candidate: Candidate) -> Result<Option<Candidate>, Error> {
+    ///
+    /// * `fallback`: for the top image, so that it can be opened for reading where it cannot be
+    ///   written.
+    async fn add(
+        &mut self,
+        candidate: Candidate,
+        fallback: Option<(&Held, &mut Parts)>,
+    ) -> Result<Option<Candidate>, Error> {
         if let Some(at) = self.seen.iter().position(|id| *id == candidate.opened.identity) {
             return Err(self.looped(&candidate.name, at));
         }
         self.seen.push(candidate.opened.identity);
+        let writable = !candidate.read_only;
         let storage = self.storage(candidate.opened, &candidate.name, candidate.read_only)?;
         let name = candidate.name;
+        let directory = candidate.directory.as_deref();
         let mut layer = match candidate.format {
-            Format::Raw => raw_layer(storage, &name, candidate.raw_offset, candidate.raw_size)?,
-            Format::Qcow2 => {
-                let directory = candidate.directory.as_deref();
-                self.qcow2_layer(storage, &name, directory).await?
+            Format::Raw => {
+                let mut layer =
+                    raw_layer(storage, &name, candidate.raw_offset, candidate.raw_size)?;
+                layer.is_writable = writable;
+                layer
             }
+            Format::Qcow2 => match self.qcow2(storage, &name, directory, writable).await {
+                Err(error) if writable && is_about_writing(&error) => {
+                    self.qcow2_for_reading(error, &name, directory, fallback).await?
+                }
+                result => result?,
+            },
         };
         layer.name.clone_from(&name);
+        layer.directory = candidate.directory.clone();
         let below = match layer.qcow2() {
             Some(image) if !candidate.without_backing => {
                 let info = image.info();
@@ -338,18 +401,14 @@ impl Opening<'_> {
     }
 
     /// A qcow2 layer with its external data file.
-    async fn qcow2_layer(
+    async fn qcow2(
         &self,
         storage: Arc<Storage>,
         name: &Path,
         directory: Option<&Path>,
+        writable: bool,
     ) -> Result<Layer, Error> {
-        let options = ringdisk_qcow2::OpenOptions {
-            metadata_cache_bytes: self.options.metadata_cache_bytes,
-            ..ringdisk_qcow2::OpenOptions::default()
-        };
-        let mut image =
-            Qcow2::open(self.ring, storage, &options).await.map_err(|error| of_qcow2(&error))?;
+        let mut image = open_qcow2(self.ring, storage, self.options, writable).await?;
         let mut data_name = None;
         if image.info().external_data_file {
             let file = image.info().data_file.clone().ok_or_else(|| {
@@ -362,18 +421,37 @@ impl Opening<'_> {
                     ),
                 )
             })?;
-            let (full, data) = self.data_file(&file, name, directory).map_err(|error| {
-                let (file, name) = (printable(&file), printable_path(name));
-                error.context(format!("data file '{file}' of '{name}'"))
-            })?;
+            let (full, data) =
+                self.data_file(&file, name, directory, writable).map_err(|error| {
+                    let (file, name) = (printable(&file), printable_path(name));
+                    error.context(format!("data file '{file}' of '{name}'"))
+                })?;
             image.set_data_file(data).map_err(|error| of_qcow2(&error))?;
             data_name = Some(full);
         }
-        let sparse = is_sparse(image.file(), image.info().cluster_size());
-        let size = image.info().virtual_size;
-        let mut layer = Layer::new(Node::Qcow2(image), size);
+        let mut layer = qcow2_layer(image, writable);
         layer.data_name = data_name;
-        layer.sparse = sparse;
+        Ok(layer)
+    }
+
+    /// An image that cannot be written: opened for reading if the user allows it.
+    ///
+    /// * `error`: why it cannot be written.
+    async fn qcow2_for_reading(
+        &self,
+        error: Error,
+        name: &Path,
+        directory: Option<&Path>,
+        fallback: Option<(&Held, &mut Parts)>,
+    ) -> Result<Layer, Error> {
+        let Some((held, parts)) = fallback.filter(|_| self.options.auto_read_only) else {
+            return Err(error);
+        };
+        let opened = held.open(self.access(true))?;
+        let storage = self.storage(opened, name, true)?;
+        let layer = self.qcow2(storage, name, directory, false).await?;
+        parts.policy.read_only = true;
+        parts.read_only_reason = Some(error.to_string());
         Ok(layer)
     }
 
@@ -383,6 +461,7 @@ impl Opening<'_> {
         file: &[u8],
         of: &Path,
         directory: Option<&Path>,
+        writable: bool,
     ) -> Result<(PathBuf, Arc<Storage>), Error> {
         let parsed = FileName::parse(file)?;
         if parsed.format == Some(Format::Qcow2)
@@ -395,24 +474,18 @@ impl Opening<'_> {
             ));
         }
         let path = self.path_of(&parsed, directory)?;
-        let opened = self.resolver.open(&path, self.access(true))?;
+        let opened = self.resolver.open(&path, self.access(!writable))?;
         if self.seen.contains(&opened.identity) {
             return Err(Error::new(ErrorKind::Loop, "it is one of the images of the chain itself"));
         }
         let name = beside(of, &parsed);
-        let storage = self.storage(opened, &name, true)?;
+        let storage = self.storage(opened, &name, !writable)?;
         Ok((name, storage))
     }
 
     fn storage(&self, opened: Opened, name: &Path, read_only: bool) -> Result<Arc<Storage>, Error> {
-        let options = ringdisk_storage::OpenOptions {
-            read_only,
-            direct: self.options.cache.direct(),
-            lock: if self.options.force_share { Lock::ForceShare } else { Lock::Auto },
-            ..ringdisk_storage::OpenOptions::default()
-        };
-        let name = printable_path(name);
-        Storage::from_fd(opened.fd, &name, &options)
+        let options = storage_options(self.options, read_only);
+        Storage::from_fd(opened.fd, &printable_path(name), &options)
             .map(Arc::new)
             .map_err(|error| of_storage(&error))
     }
@@ -437,6 +510,14 @@ impl Opening<'_> {
             ),
         )
     }
+}
+
+/// Whether an image that cannot be opened for writing may be readable all the same.
+fn is_about_writing(error: &Error) -> bool {
+    matches!(
+        error.kind(),
+        ErrorKind::Unsupported | ErrorKind::Corrupt | ErrorKind::PermissionDenied
+    )
 }
 
 /// The format of a backing file: what the image states, or nothing.
@@ -475,40 +556,6 @@ fn backing_format(
     }
 }
 
-/// A raw layer over a window of a storage.
-fn raw_layer(
-    storage: Arc<Storage>,
-    name: &Path,
-    offset: u64,
-    size: Option<u64>,
-) -> Result<Layer, Error> {
-    let len = storage.len();
-    let left = len.checked_sub(offset);
-    let fits = left.is_some_and(|left| size.is_none_or(|size| size <= left));
-    let Some(left) = left.filter(|_| fits) else {
-        return Err(Error::new(
-            ErrorKind::Invalid,
-            format!(
-                "the window of '{}' (offset {offset}, size {}) goes past its end at {len} bytes",
-                printable_path(name),
-                size.map_or("to the end".to_owned(), |size| size.to_string()),
-            ),
-        ));
-    };
-    let raw = Raw { storage, offset, fixed_size: size.is_some() };
-    let mut layer = Layer::new(Node::Raw(raw), 0);
-    layer.size = AtomicU64::new(size.unwrap_or(left));
-    Ok(layer)
-}
-
-/// Whether an image file holds so much less than its length that its clusters must have been made
-/// in advance. A tenth, or two clusters, may be missing by chance.
-fn is_sparse(file: &Storage, cluster_size: u64) -> bool {
-    let held = file.allocated_bytes() / cluster_size;
-    let clusters = file.len() / cluster_size;
-    clusters >= (held.saturating_mul(10) / 9).max(held.saturating_add(2))
-}
-
 /// The first sector of a file, as much as there is. Reads a whole aligned block, so it works on
 /// descriptors with `O_DIRECT` too.
 fn first_sector(fd: &OwnedFd, name: &str) -> Result<Vec<u8>, Error> {
@@ -525,38 +572,4 @@ fn first_sector(fd: &OwnedFd, name: &str) -> Result<Vec<u8>, Error> {
         }
     }
     Ok(block[..done.min(PROBE_LEN)].to_vec())
-}
-
-fn of_storage(error: &ringdisk_storage::Error) -> Error {
-    use ringdisk_storage::ErrorKind as Theirs;
-    let kind = match error.kind() {
-        Theirs::Locked => ErrorKind::Locked,
-        Theirs::NotFound => ErrorKind::NotFound,
-        Theirs::PermissionDenied | Theirs::ReadOnly => ErrorKind::PermissionDenied,
-        Theirs::WrongType => ErrorKind::NotAnImage,
-        Theirs::DirectUnsupported => ErrorKind::Unsupported,
-        Theirs::InvalidInput => ErrorKind::Invalid,
-        _ => ErrorKind::Io,
-    };
-    carry(kind, error)
-}
-
-fn of_qcow2(error: &ringdisk_qcow2::Error) -> Error {
-    use ringdisk_qcow2::ErrorKind as Theirs;
-    let kind = match error.kind() {
-        Theirs::NotQcow2 => ErrorKind::UnknownFormat,
-        Theirs::Corrupt | Theirs::TooLarge => ErrorKind::Corrupt,
-        Theirs::Unsupported | Theirs::Encrypted => ErrorKind::Unsupported,
-        Theirs::InvalidRequest => ErrorKind::Invalid,
-        _ => ErrorKind::Io,
-    };
-    carry(kind, error)
-}
-
-/// An error of a lower crate in ours: its words, with its cause if it has one.
-fn carry(kind: ErrorKind, error: &dyn std::error::Error) -> Error {
-    match error.source() {
-        Some(source) => Error::new(kind, format!("{error}: {source}")),
-        None => Error::new(kind, error.to_string()),
-    }
 }

@@ -1,0 +1,52 @@
+//! What is under a layer, as the qcow2 engine asks for it when it completes a cluster.
+//!
+//! Promises: past the end of the upper of these layers everything reads as zeroes; `has_data` looks at
+//! what is in memory only and never waits.
+
+use ringdisk_qcow2::{Below, Grace};
+use ringdisk_ring::{Errno, IoBuf, Ring};
+
+use crate::chain::Chain;
+use crate::layer::Kind;
+
+impl Below for Chain<'_> {
+    /// Fills `buf`; what lies past the end of the chain is zeroes.
+    ///
+    /// Errors: those of the storage; EIO for a damaged image.
+    async fn read(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<(), Errno> {
+        let left = self.size().saturating_sub(offset);
+        let inside = usize::try_from(left).map_or(buf.len(), |left| left.min(buf.len()));
+        if inside < buf.len() {
+            buf.slice(inside..buf.len()).fill(0);
+        }
+        if inside == 0 {
+            return Ok(());
+        }
+        let _grace = self.grace();
+        // Boxed: the engine's futures would otherwise hold that of a read four times over, and who
+        // copies from a backing file waits for storage anyway.
+        Box::pin(self.fill(ring, offset, &buf.slice(0..inside))).await
+    }
+
+    fn has_data(&self, offset: u64, len: u64) -> bool {
+        let end = offset.saturating_add(len).min(self.size());
+        let mut at = offset;
+        while at < end {
+            match self.locate_cached(at, end - at) {
+                Ok(Some(found)) if matches!(found.kind, Kind::Zero { .. } | Kind::Unallocated) => {
+                    at += found.len;
+                }
+                _ => return true,
+            }
+        }
+        false
+    }
+}
+
+impl<'a> Chain<'a> {
+    /// Grace of the layer below that a commit writes to, if there is one.
+    fn grace(self) -> Option<Grace<'a>> {
+        let target = self.0.iter().find(|layer| layer.is_writable)?;
+        target.qcow2().map(|image| image.enter())
+    }
+}

@@ -1,0 +1,199 @@
+//! The nodes that an export serves at this moment, and the gate through which requests and changes
+//! reach them.
+//!
+//! Promises: a request holds its [`Pass`] from its first look at the graph until its last operation on
+//! storage has ended; a change ([`Drained`]) has the graph for itself meanwhile, and what it puts in place
+//! is what every later request sees. A graph is never changed in place.
+
+mod drain;
+#[cfg(test)]
+#[allow(clippy::duplicate_mod)]
+// The model builds `shards.rs` a second time, on simulated primitives.
+mod model;
+mod shards;
+mod sync;
+
+use std::cell::Cell;
+use std::fmt;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use ringdisk_qcow2::{Grace, Qcow2};
+use ringdisk_ring::Errno;
+
+use crate::chain::Chain;
+use crate::guard::SectorGuard;
+use crate::layer::{Layer, Node};
+use crate::live::Tracker;
+
+pub(crate) use drain::Drained;
+
+/// Copies of the graph's pointer; more threads than this share some, which costs time only.
+const SHARDS: usize = 32;
+
+/// Layers that may be writable at once: the top, and the layer that a commit writes to.
+const WRITABLE_MAX: usize = 2;
+
+/// The layers of a disk and what belongs to the top one.
+#[derive(Clone, Debug)]
+pub(crate) struct Graph {
+    /// Top first; never empty.
+    pub(crate) layers: Vec<Arc<Layer>>,
+    /// Guard of the first sector, when the top is a probed raw image.
+    pub(crate) guard: Option<Arc<SectorGuard>>,
+    /// What is written is noted here, for a commit of the top layer.
+    pub(crate) tracker: Option<Arc<Tracker>>,
+    /// Indexes of writable qcow2 layers: a reader holds a grace of each.
+    writable: [Option<u16>; WRITABLE_MAX],
+    /// A change went wrong half way, so nothing is known about the images: every request fails.
+    pub(crate) is_broken: bool,
+}
+
+/// A request in flight, with the graph that it works on.
+pub(crate) type Pass<'a> = shards::Pass<'a, Arc<Graph>>;
+
+/// What a reader holds so that clusters that it looked up are not reused meanwhile.
+pub(crate) type Graces<'a> = [Option<Grace<'a>>; WRITABLE_MAX];
+
+impl Graph {
+    /// * `layers`: top first, at least one.
+    pub(crate) fn new(layers: Vec<Arc<Layer>>) -> Graph {
+        assert!(!layers.is_empty(), "a disk has at least one layer");
+        let mut graph = Graph {
+            layers,
+            guard: None,
+            tracker: None,
+            writable: [None; WRITABLE_MAX],
+            is_broken: false,
+        };
+        graph.find_writable();
+        graph
+    }
+
+    /// The same with other layers; nothing that belonged to the former top is kept.
+    pub(crate) fn with_layers(&self, layers: Vec<Arc<Layer>>) -> Graph {
+        let mut graph = Graph::new(layers);
+        graph.is_broken = self.is_broken;
+        graph
+    }
+
+    fn find_writable(&mut self) {
+        let mut places = self.writable.iter_mut();
+        for (index, layer) in self.layers.iter().enumerate() {
+            if layer.is_writable
+                && layer.qcow2().is_some()
+                && let (Some(place), Ok(index)) = (places.next(), u16::try_from(index))
+            {
+                *place = Some(index);
+            }
+        }
+    }
+
+    /// The top layer.
+    pub(crate) fn top(&self) -> &Arc<Layer> {
+        &self.layers[0]
+    }
+
+    /// All layers, to look things up.
+    pub(crate) fn chain(&self) -> Chain<'_> {
+        Chain(&self.layers)
+    }
+
+    /// What is below a layer.
+    pub(crate) fn below(&self, depth: usize) -> Chain<'_> {
+        Chain(self.layers.get(depth + 1..).unwrap_or_default())
+    }
+
+    /// Size of the disk, bytes.
+    pub(crate) fn size(&self) -> u64 {
+        self.top().size()
+    }
+
+    /// Bytes of a request of `len` bytes at `offset` that lie inside the disk.
+    pub(crate) fn clip(&self, offset: u64, len: usize) -> usize {
+        let left = self.size().saturating_sub(offset);
+        usize::try_from(left).map_or(len, |left| left.min(len))
+    }
+
+    /// As [`Graph::clip`], for requests without a buffer.
+    pub(crate) fn clip_range(&self, offset: u64, len: u64) -> u64 {
+        len.min(self.size().saturating_sub(offset))
+    }
+
+    /// Refuses every request on a graph that a change left broken. Errors: EIO.
+    pub(crate) fn check(&self) -> Result<(), Errno> {
+        if self.is_broken { Err(Errno::IO) } else { Ok(()) }
+    }
+
+    /// To be held by a reader from before its look-up until its last I/O has ended.
+    pub(crate) fn graces(&self) -> Graces<'_> {
+        self.writable.map(|index| {
+            let layer = self.layers.get(usize::from(index?))?;
+            match &layer.node {
+                Node::Qcow2(image) => Some(image.enter()),
+                Node::Raw(_) | Node::Null(_) => None,
+            }
+        })
+    }
+
+    /// The qcow2 image on top.
+    pub(crate) fn top_image(&self) -> Option<&Arc<Qcow2>> {
+        match &self.top().node {
+            Node::Qcow2(image) => Some(image),
+            Node::Raw(_) | Node::Null(_) => None,
+        }
+    }
+}
+
+/// The graph of a disk, and its gate.
+pub(crate) struct Gateway {
+    shards: shards::Shards<Arc<Graph>>,
+    /// The graph in place, for the control path, which need not wait for a change.
+    current: Mutex<Arc<Graph>>,
+}
+
+impl Gateway {
+    pub(crate) fn new(graph: Graph) -> Gateway {
+        let graph = Arc::new(graph);
+        Gateway {
+            shards: shards::Shards::new(Arc::clone(&graph), SHARDS),
+            current: Mutex::new(graph),
+        }
+    }
+
+    /// Lets a request in; see [`shards::Shards::enter`].
+    #[inline]
+    pub(crate) async fn enter(&self) -> Pass<'_> {
+        let shard = own_shard();
+        match self.shards.try_enter(shard) {
+            Some(pass) => pass,
+            None => self.shards.enter(shard).await,
+        }
+    }
+
+    /// The graph in place. Control path: takes a lock for a moment, and the images may be closed by a
+    /// change meanwhile, so it is for names and numbers only.
+    pub(crate) fn current(&self) -> Arc<Graph> {
+        Arc::clone(&sync::lock(&self.current))
+    }
+}
+
+/// The copy of this thread: threads take turns, so the first [`SHARDS`] have one each.
+fn own_shard() -> usize {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    thread_local! {
+        static OWN: Cell<usize> = const { Cell::new(usize::MAX) };
+    }
+    OWN.with(|own| {
+        if own.get() == usize::MAX {
+            own.set(NEXT.fetch_add(1, Ordering::Relaxed) % SHARDS);
+        }
+        own.get()
+    })
+}
+
+impl fmt::Debug for Gateway {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.shards.fmt(f)
+    }
+}

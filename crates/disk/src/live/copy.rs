@@ -1,0 +1,181 @@
+//! Copies what layers have into a layer below them.
+//!
+//! Promises: what the layers do not have stays as it is in the target; zeroes are written as zeroes; up to
+//! [`COPIES`] ranges are under way at once, each with a buffer of its own; when one fails the others are
+//! waited for.
+
+use std::future::{Future, poll_fn};
+use std::pin::Pin;
+use std::task::Poll;
+
+use ringdisk_ring::{Errno, IoBuf, Ring};
+
+use crate::chain::Chain;
+use crate::layer::{Layer, Node};
+
+/// Bytes that are copied at once: large enough that storage works in sequence, small enough that a
+/// change of the disk does not wait long for it.
+pub(crate) const COPY_BYTES: u64 = 1 << 20;
+/// Ranges that are under way at once.
+pub(crate) const COPIES: usize = 4;
+/// Alignment of the buffers: a page suits every device.
+const ALIGN: usize = 4096;
+
+/// Where copies go.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Copier<'a> {
+    /// The layers that are copied, top first.
+    pub(crate) from: Chain<'a>,
+    /// The layer that they are copied to; open for writing.
+    pub(crate) target: &'a Layer,
+    /// What is below the target.
+    pub(crate) below: Chain<'a>,
+}
+
+impl Copier<'_> {
+    /// Writes all of `buf`.
+    pub(crate) async fn write(self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<(), Errno> {
+        let mut done = 0;
+        while done < buf.len() {
+            let (at, rest) = (offset + done as u64, buf.slice(done..buf.len()));
+            let written = match &self.target.node {
+                Node::Raw(raw) => raw.storage.write(ring, raw.offset + at, &rest).await?,
+                Node::Qcow2(image) => image.write(ring, at, &rest, &self.below).await?,
+                Node::Null(_) => return Err(Errno::OPNOTSUPP),
+            };
+            if written == 0 {
+                return Err(Errno::IO);
+            }
+            done += written;
+        }
+        Ok(())
+    }
+
+    /// Makes a range of the target read as zeroes.
+    pub(crate) async fn zero(self, ring: &Ring, offset: u64, len: u64) -> Result<(), Errno> {
+        match &self.target.node {
+            Node::Raw(raw) => {
+                raw.storage.write_zeroes(ring, raw.offset + offset, len, true, true).await
+            }
+            Node::Qcow2(image) => image.write_zeroes(ring, offset, len, true, &self.below).await,
+            Node::Null(_) => Err(Errno::OPNOTSUPP),
+        }
+    }
+
+    /// Makes what was copied durable.
+    pub(crate) async fn flush(self, ring: &Ring) -> Result<(), Errno> {
+        match &self.target.node {
+            Node::Raw(raw) => raw.storage.flush(ring).await,
+            Node::Qcow2(image) => image.flush(ring).await,
+            Node::Null(_) => Ok(()),
+        }
+    }
+}
+
+/// Copies one range. The caller holds the graces of all layers.
+///
+/// * `len`: at most [`COPY_BYTES`]; the range lies inside the target.
+///
+/// Errors: those of the storage; a part may have been copied.
+pub(crate) async fn copy_range(
+    ring: &Ring,
+    copier: Copier<'_>,
+    offset: u64,
+    len: u64,
+) -> Result<(), Errno> {
+    let end = offset.saturating_add(len).min(copier.from.size());
+    let mut at = offset;
+    let mut buf: Option<IoBuf> = None;
+    while at < end {
+        let (status, is_cut) = copier.from.status(ring, at, end - at).await?;
+        if status.len == 0 {
+            break;
+        }
+        if status.zero && (status.present || is_cut) {
+            copier.zero(ring, at, status.len).await?;
+        } else if status.present {
+            let buf = buf.get_or_insert_with(|| buffer(len));
+            let piece = usize::try_from(status.len).map_or(buf.len(), |len| len.min(buf.len()));
+            let piece = buf.slice(0..piece);
+            copier.from.fill(ring, at, &piece).await?;
+            copier.write(ring, at, &piece).await?;
+            at += piece.len() as u64;
+            continue;
+        }
+        at += status.len;
+    }
+    Ok(())
+}
+
+/// A buffer of at least one byte and at most [`COPY_BYTES`].
+pub(crate) fn buffer(len: u64) -> IoBuf {
+    let len = usize::try_from(len.clamp(1, COPY_BYTES)).unwrap_or(ALIGN);
+    IoBuf::new(len, ALIGN)
+}
+
+/// Runs the futures that `next` gives, [`COPIES`] at once, until it gives none or one fails.
+///
+/// Errors: the first one.
+pub(crate) async fn all_of<F: Future<Output = Result<(), Errno>>>(
+    mut next: impl FnMut() -> Option<F>,
+) -> Result<(), Errno> {
+    let mut running: Vec<Pin<Box<F>>> = Vec::with_capacity(COPIES);
+    let (mut failure, mut is_over) = (None, false);
+    poll_fn(|context| {
+        loop {
+            while !is_over && failure.is_none() && running.len() < COPIES {
+                match next() {
+                    Some(future) => running.push(Box::pin(future)),
+                    None => is_over = true,
+                }
+            }
+            let before = running.len();
+            running.retain_mut(|future| match future.as_mut().poll(context) {
+                Poll::Pending => true,
+                Poll::Ready(result) => {
+                    if let Err(errno) = result {
+                        failure.get_or_insert(errno);
+                    }
+                    false
+                }
+            });
+            if running.is_empty() && (is_over || failure.is_some()) {
+                return Poll::Ready(failure.map_or(Ok(()), Err));
+            }
+            if running.len() == before {
+                return Poll::Pending;
+            }
+        }
+    })
+    .await
+}
+
+/// The pieces of a range, each at most [`COPY_BYTES`] long and ending at a multiple of it.
+pub(crate) fn pieces(start: u64, end: u64) -> impl Iterator<Item = (u64, u64)> {
+    let mut at = start;
+    std::iter::from_fn(move || {
+        (at < end).then(|| {
+            let stop = ((at / COPY_BYTES + 1) * COPY_BYTES).min(end);
+            let piece = (at, stop - at);
+            at = stop;
+            piece
+        })
+    })
+}
+
+/// Whether two buffers of one length hold the same bytes.
+pub(crate) fn equal(a: &IoBuf, b: &IoBuf) -> bool {
+    const STEP: usize = 4096;
+    let (mut left, mut right) = ([0; STEP], [0; STEP]);
+    let mut at = 0;
+    while at < a.len() {
+        let len = STEP.min(a.len() - at);
+        a.copy_to_slice(at, &mut left[..len]);
+        b.copy_to_slice(at, &mut right[..len]);
+        if left[..len] != right[..len] {
+            return false;
+        }
+        at += len;
+    }
+    true
+}

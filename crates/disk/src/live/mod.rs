@@ -1,0 +1,182 @@
+//! Changes of a disk while clients work on it: size, overlays, commits, backing files, snapshots.
+//!
+//! Promises:
+//! - A change waits for the requests in flight and keeps new ones waiting (never failing) until the
+//!   images are as they shall be; changes take turns. A commit copies while clients work and keeps them
+//!   waiting for its last step only; other changes are refused meanwhile.
+//! - A change runs to its end when its caller goes away: it is a task of the ring. Where that ends
+//!   too, in the middle, the images are sound but of unknown shape, and the disk answers with errors.
+//! - What changes metadata other than by writing runs on an image that nobody else uses: closed, opened
+//!   again on the same storage, changed, closed, opened for requests.
+//! - A change that fails leaves the disk as it was.
+//!
+//! Control path, but for [`Mark`].
+
+mod backing;
+mod commit;
+mod copy;
+mod detached;
+mod overlay;
+mod reopen;
+mod resize;
+mod snapshot;
+mod tracker;
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use ringdisk_qcow2::Qcow2;
+use ringdisk_ring::{Errno, Ring};
+
+use crate::graph::{Drained, Graph};
+use crate::layer::{Layer, Node};
+use crate::{Disk, Error, ErrorKind};
+
+pub use backing::Backing;
+pub use commit::CommitOptions;
+pub use overlay::OverlayOptions;
+pub(crate) use reopen::{again, in_mode};
+pub use resize::ResizeOptions;
+pub use snapshot::SnapshotChange;
+pub(crate) use tracker::{Mark, Tracker};
+
+impl Disk {
+    /// Waits for the turn of a change and for the requests in flight.
+    ///
+    /// Errors: `Busy` during a commit.
+    async fn change(&self, ring: &Ring) -> Result<Drained<'_>, Error> {
+        let turn = self.turns().enter().await;
+        if self.is_busy.load(Ordering::Acquire) {
+            return Err(busy());
+        }
+        let drained = self.gateway().drain(ring, turn).await;
+        if drained.graph().is_broken {
+            return Err(broken());
+        }
+        Ok(drained)
+    }
+
+    /// Makes all durable and writes what the images keep in memory: the end of an export. Requests
+    /// that come later fail on a writable qcow2 image. Waits for the requests in flight.
+    ///
+    /// Errors: those of the storage; after one, what clients wrote may not be on stable storage.
+    pub async fn close(&self, ring: &Ring) -> Result<(), Errno> {
+        let turn = self.turns().enter().await;
+        let drained = self.gateway().drain(ring, turn).await;
+        let graph = drained.graph();
+        let mut result = graph.check();
+        for layer in graph.layers.iter().filter(|layer| layer.is_writable) {
+            let closed = match &layer.node {
+                Node::Qcow2(image) => image.close(ring).await,
+                Node::Raw(raw) if self.cache() != crate::Cache::Unsafe => {
+                    raw.storage.flush(ring).await
+                }
+                Node::Raw(_) | Node::Null(_) => Ok(()),
+            };
+            result = result.and(closed);
+        }
+        result
+    }
+
+    /// Puts layers in place and tells who wants to know.
+    ///
+    /// * `always_tell`: also when the size is as it was.
+    fn put(&self, drained: &mut Drained<'_>, graph: Graph, always_tell: bool) {
+        let before = drained.graph().size();
+        let size = graph.size();
+        drained.replace(graph);
+        self.set_size(size);
+        if always_tell || size != before {
+            self.watchers().notify(size);
+        }
+    }
+
+    /// Runs an operation on the top image while nobody uses it, and puts it in place again.
+    ///
+    /// Errors: as [`offline_layer`]; those of the operation, which has changed nothing then.
+    async fn offline<T>(
+        &self,
+        ring: &Ring,
+        drained: &mut Drained<'_>,
+        always_tell: bool,
+        operation: impl AsyncFnOnce(&Ring, &mut Qcow2) -> Result<T, ringdisk_qcow2::Error>,
+    ) -> Result<T, Error> {
+        let graph = Arc::clone(drained.graph());
+        let (fresh, result) = offline_layer(ring, self, drained, graph.top(), operation).await?;
+        let mut layers = graph.layers.clone();
+        layers[0] = Arc::new(fresh);
+        self.put(drained, graph.with_layers(layers), always_tell && result.is_ok());
+        result
+    }
+}
+
+/// Runs an operation on the image of a writable layer while nobody uses it. Gives the layer, open for
+/// requests again, and the result.
+///
+/// Errors: `Unsupported` when it is no qcow2 image; what is left cannot be used, unless the change has
+/// not begun.
+async fn offline_layer<T>(
+    ring: &Ring,
+    disk: &Disk,
+    drained: &mut Drained<'_>,
+    layer: &Layer,
+    operation: impl AsyncFnOnce(&Ring, &mut Qcow2) -> Result<T, ringdisk_qcow2::Error>,
+) -> Result<(Layer, Result<T, Error>), Error> {
+    reopen::check(layer)?;
+    close_layer(ring, layer).await?;
+    drained.begin();
+    offline_on(ring, disk, layer, operation).await
+}
+
+/// Closes a writable layer: all is on stable storage then, and nobody may use it. It is flushed first, so
+/// what can be expected to fail (no space is left) fails while the layer can still be used.
+async fn close_layer(ring: &Ring, layer: &Layer) -> Result<(), Error> {
+    let result = match &layer.node {
+        Node::Qcow2(image) if layer.is_writable => match image.flush(ring).await {
+            Ok(()) => image.close(ring).await,
+            Err(errno) => Err(errno),
+        },
+        Node::Raw(raw) if layer.is_writable => raw.storage.flush(ring).await,
+        Node::Qcow2(_) | Node::Raw(_) | Node::Null(_) => Ok(()),
+    };
+    result.map_err(|errno| {
+        let doing = format!("cannot write '{}' to stable storage", layer.name().display());
+        Error::os(doing, errno)
+    })
+}
+
+/// As [`offline_layer`], for a layer that was closed.
+async fn offline_on<T>(
+    ring: &Ring,
+    disk: &Disk,
+    layer: &Layer,
+    operation: impl AsyncFnOnce(&Ring, &mut Qcow2) -> Result<T, ringdisk_qcow2::Error>,
+) -> Result<(Layer, Result<T, Error>), Error> {
+    let mut image = reopen::image(ring, layer, disk.options(), true).await?;
+    match operation(ring, &mut image).await {
+        Ok(value) => Ok((reopen::layer_of(image, layer), Ok(value))),
+        Err(error) => {
+            drop(image);
+            let error = crate::open::of_qcow2(&error);
+            Ok((again(ring, layer, disk.options(), true).await?, Err(error)))
+        }
+    }
+}
+
+fn busy() -> Error {
+    Error::new(
+        ErrorKind::Busy,
+        "a commit of this disk is under way; wait until it is done, or cancel it",
+    )
+}
+
+fn broken() -> Error {
+    Error::new(
+        ErrorKind::Io,
+        "an earlier change of the disk ended half way; stop and open it again",
+    )
+}
+
+fn read_only() -> Error {
+    Error::new(ErrorKind::PermissionDenied, "the disk is open for reading only")
+}

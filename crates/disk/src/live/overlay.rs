@@ -1,0 +1,163 @@
+//! A new overlay on top of a disk that is in use: an external snapshot.
+//!
+//! Promises: what was on the disk at that moment stays in the former top, which is open for reading only
+//! from then on; the overlay has its name on stable storage before the first write goes to it. When it
+//! cannot be made nothing is left of it.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use ringdisk_qcow2::CreateOptions;
+use ringdisk_ring::{Errno, Ring};
+
+use super::{again, busy, close_layer, in_mode, read_only};
+use crate::layer::Layer;
+use crate::name::printable_path;
+use crate::open::{create_file, of_qcow2, open_qcow2, over, qcow2_layer};
+use crate::{Disk, Error, ErrorKind, ImageOptions, LAYERS_MAX};
+
+/// What an overlay shall be like.
+#[derive(Clone, Debug, Default)]
+pub struct OverlayOptions {
+    /// Cluster size, refcount width and such. Size and backing file are filled in.
+    pub create: CreateOptions,
+}
+
+impl Disk {
+    /// Puts a new overlay on top; clients write to it from then on.
+    ///
+    /// * `path`: of the new image; there must be no such file. It records the former top as its
+    ///   backing file, by a relative name if both are in one directory.
+    ///
+    /// Errors: `Io` when the file is there already or cannot be made, `TooDeep`, `Busy`, those of the
+    /// storage. The disk is as it was.
+    pub async fn add_overlay(
+        &self,
+        ring: &Ring,
+        path: impl Into<PathBuf>,
+        options: OverlayOptions,
+    ) -> Result<(), Error> {
+        if self.is_read_only() {
+            return Err(read_only());
+        }
+        let path = path.into();
+        let change = move |disk: Arc<Disk>, ring: Ring| async move {
+            disk.add_overlay_now(&ring, &path, &options).await
+        };
+        self.detached(ring, change).await
+    }
+
+    async fn add_overlay_now(
+        &self,
+        ring: &Ring,
+        path: &Path,
+        options: &OverlayOptions,
+    ) -> Result<(), Error> {
+        let turn = self.turns().enter().await;
+        if self.is_busy.load(std::sync::atomic::Ordering::Acquire) {
+            return Err(busy());
+        }
+        let graph = self.graph();
+        if graph.layers.len() >= LAYERS_MAX {
+            return Err(Error::new(
+                ErrorKind::TooDeep,
+                format!("the chain has {LAYERS_MAX} layers already; commit some of them first"),
+            ));
+        }
+        // Its size cannot change: this is the turn of this change.
+        let made = make(ring, self.options(), path, graph.top(), options).await?;
+        let mut drained = self.gateway().drain(ring, turn).await;
+        let old = Arc::clone(drained.graph().top());
+        let lower = async {
+            drained.graph().check().map_err(|errno| Error::os("cannot add an overlay", errno))?;
+            close_layer(ring, &old).await?;
+            in_mode(ring, &old, self.options(), false).await
+        };
+        let lower = match lower.await {
+            Ok(lower) => lower,
+            Err(error) => {
+                let _ = std::fs::remove_file(path);
+                if old.qcow2().is_some() {
+                    // It may have been closed: opened again it is what it was.
+                    drained.begin();
+                    let fresh = again(ring, &old, self.options(), true).await?;
+                    let mut layers = drained.graph().layers.clone();
+                    layers[0] = Arc::new(fresh);
+                    let graph = drained.graph().with_layers(layers);
+                    drained.replace(graph);
+                }
+                return Err(error);
+            }
+        };
+        let graph = Arc::clone(drained.graph());
+        let mut layers = Vec::with_capacity(graph.layers.len() + 1);
+        layers.push(Arc::new(made));
+        layers.push(Arc::new(lower));
+        layers.extend(graph.layers.iter().skip(1).cloned());
+        self.put(&mut drained, graph.with_layers(layers), false);
+        Ok(())
+    }
+}
+
+/// Makes the overlay and opens it.
+async fn make(
+    ring: &Ring,
+    options: &ImageOptions,
+    path: &Path,
+    top: &Layer,
+    overlay: &OverlayOptions,
+) -> Result<Layer, Error> {
+    let named = over(top, path)?;
+    let create = CreateOptions {
+        size: named.size,
+        backing_file: named.backing_file,
+        backing_format: named.backing_format,
+        data_file: None,
+        data_file_raw: false,
+        ..overlay.create.clone()
+    };
+    let storage = create_file(path, options)?;
+    let made = async {
+        ringdisk_qcow2::create(ring, &storage, None, &create)
+            .await
+            .map_err(|error| of_qcow2(&error))?;
+        sync_directory(ring, path).await?;
+        open_qcow2(ring, Arc::clone(&storage), options, true).await
+    };
+    match made.await {
+        Ok(image) => {
+            let mut layer = qcow2_layer(image, true);
+            layer.name = path.to_owned();
+            layer.directory = crate::resolve::absolute(path)
+                .ok()
+                .and_then(|path| path.parent().map(Path::to_path_buf));
+            layer.full_backing_name = Some(top.name().to_string_lossy().into_owned());
+            Ok(layer)
+        }
+        Err(error) => {
+            let _ = std::fs::remove_file(path);
+            Err(error)
+        }
+    }
+}
+
+/// Makes the name of a new file durable.
+pub(crate) async fn sync_directory(ring: &Ring, path: &Path) -> Result<(), Error> {
+    let failed = |errno| {
+        let doing = format!("cannot make the name '{}' durable", printable_path(path));
+        Error::os(doing, errno)
+    };
+    let absolute = crate::resolve::absolute(path).map_err(failed)?;
+    let directory = absolute.parent().map_or_else(|| PathBuf::from("/"), Path::to_path_buf);
+    let synced = ring.offload(move || {
+        use rustix::fs::{CWD, Mode, OFlags};
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let directory = rustix::fs::openat(CWD, &directory, flags, Mode::empty())?;
+        match rustix::fs::fsync(&directory) {
+            // A file system that has no such thing.
+            Err(Errno::INVAL) => Ok(()),
+            result => result,
+        }
+    });
+    synced.await.map_err(failed)
+}

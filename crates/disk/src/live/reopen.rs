@@ -1,0 +1,134 @@
+//! The image of a layer opened once more: on the same storage, or on the same file in another mode.
+
+use std::sync::Arc;
+
+use ringdisk_qcow2::Qcow2;
+use ringdisk_ring::Ring;
+use ringdisk_storage::Storage;
+
+use crate::layer::{Layer, Node, Raw};
+use crate::open::{of_qcow2, of_storage, open_qcow2, qcow2_layer, storage_options};
+use crate::{Error, ErrorKind, ImageOptions};
+
+/// The qcow2 image of a layer, on the layer's storage. The former one was closed.
+///
+/// Errors: those of [`Qcow2::open`]; `Unsupported` for another format.
+pub(super) async fn image(
+    ring: &Ring,
+    layer: &Layer,
+    options: &ImageOptions,
+    writable: bool,
+) -> Result<Qcow2, Error> {
+    let Some(old) = layer.qcow2() else { return Err(not_qcow2(layer)) };
+    image_on(ring, Arc::clone(old.file()), data_file(old), options, writable).await
+}
+
+/// Errors: `Unsupported` when the layer is no qcow2 image.
+pub(super) fn check(layer: &Layer) -> Result<(), Error> {
+    if layer.qcow2().is_some() { Ok(()) } else { Err(not_qcow2(layer)) }
+}
+
+async fn image_on(
+    ring: &Ring,
+    file: Arc<Storage>,
+    data: Option<Arc<Storage>>,
+    options: &ImageOptions,
+    writable: bool,
+) -> Result<Qcow2, Error> {
+    let mut image = open_qcow2(ring, file, options, writable).await?;
+    if let Some(data) = data {
+        image.set_data_file(data).map_err(|error| of_qcow2(&error))?;
+    }
+    Ok(image)
+}
+
+fn data_file(image: &Qcow2) -> Option<Arc<Storage>> {
+    image.info().external_data_file.then(|| Arc::clone(image.data_storage()))
+}
+
+/// A layer as `layer`, over the same storage opened once more.
+pub(crate) async fn again(
+    ring: &Ring,
+    layer: &Layer,
+    options: &ImageOptions,
+    writable: bool,
+) -> Result<Layer, Error> {
+    let fresh = qcow2_layer(image(ring, layer, options, writable).await?, writable);
+    Ok(named_as(fresh, layer))
+}
+
+/// A layer as `layer` whose files are opened again, for writing or for reading only. The former one was
+/// closed; its locks go over.
+///
+/// Errors: `Locked` when somebody else reads the file that shall be written; `PermissionDenied`. The
+/// former layer is as it was then.
+pub(crate) async fn in_mode(
+    ring: &Ring,
+    layer: &Layer,
+    options: &ImageOptions,
+    writable: bool,
+) -> Result<Layer, Error> {
+    match &layer.node {
+        Node::Null(_) => Err(not_qcow2(layer)),
+        Node::Raw(raw) => {
+            let storage = storage_in_mode(&raw.storage, options, writable)?;
+            let raw = Raw { storage, offset: raw.offset, fixed_size: raw.fixed_size };
+            let mut fresh = Layer::new(Node::Raw(raw), layer.size());
+            fresh.is_writable = writable;
+            Ok(named_as(fresh, layer))
+        }
+        Node::Qcow2(old) => {
+            let file = storage_in_mode(old.file(), options, writable)?;
+            let opened = async {
+                let data = data_file(old)
+                    .map(|data| storage_in_mode(&data, options, writable))
+                    .transpose()?;
+                image_on(ring, Arc::clone(&file), data, options, writable).await
+            };
+            match opened.await {
+                Ok(image) => Ok(named_as(qcow2_layer(image, writable), layer)),
+                Err(error) => {
+                    // The locks go back to where they were.
+                    drop(file.reopen(&storage_options(options, old.file().is_read_only())));
+                    Err(error)
+                }
+            }
+        }
+    }
+}
+
+/// The same file in another mode. Storage of other kinds has one mode only and stays as it is.
+fn storage_in_mode(
+    storage: &Arc<Storage>,
+    options: &ImageOptions,
+    writable: bool,
+) -> Result<Arc<Storage>, Error> {
+    if storage.is_read_only() != writable {
+        return Ok(Arc::clone(storage));
+    }
+    match storage.reopen(&storage_options(options, !writable)) {
+        None => Ok(Arc::clone(storage)),
+        Some(result) => result.map(Arc::new).map_err(|error| of_storage(&error)),
+    }
+}
+
+/// A writable layer as `layer`, with another image of the same storage.
+pub(super) fn layer_of(image: Qcow2, layer: &Layer) -> Layer {
+    named_as(qcow2_layer(image, true), layer)
+}
+
+/// Takes the names of another layer over.
+fn named_as(mut fresh: Layer, layer: &Layer) -> Layer {
+    fresh.name.clone_from(&layer.name);
+    fresh.directory.clone_from(&layer.directory);
+    fresh.data_name.clone_from(&layer.data_name);
+    fresh.full_backing_name.clone_from(&layer.full_backing_name);
+    fresh
+}
+
+fn not_qcow2(layer: &Layer) -> Error {
+    Error::new(
+        ErrorKind::Unsupported,
+        format!("'{}' is not a qcow2 image", crate::name::printable_path(layer.name())),
+    )
+}

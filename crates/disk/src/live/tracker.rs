@@ -1,0 +1,155 @@
+//! What clients write while the top layer is being committed.
+//!
+//! Promises: a write notes its range when it has ended, in whatever way, with one atomic operation for
+//! each granule: no lock, no allocation. The copier clears a granule first and reads it afterwards, so
+//! whatever was not part of what it read is noted again.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::graph::Graph;
+
+/// Smallest granule, bytes: a cluster of the usual size.
+const GRANULE_MIN: u64 = 64 << 10;
+/// Most granules: a bitmap of 4 MiB.
+const GRANULES_MAX: u64 = 1 << 25;
+
+/// The bitmap.
+#[derive(Debug)]
+pub(crate) struct Tracker {
+    granule_bits: u32,
+    words: Box<[AtomicU64]>,
+}
+
+impl Tracker {
+    /// * `size`: of the disk, bytes.
+    pub(crate) fn new(size: u64) -> Tracker {
+        let granule = size.div_ceil(GRANULES_MAX).next_power_of_two().max(GRANULE_MIN);
+        let granules = size.div_ceil(granule);
+        // At most 2^19.
+        let words = usize::try_from(granules.div_ceil(64)).unwrap_or(usize::MAX);
+        let words = (0..words).map(|_| AtomicU64::new(0)).collect();
+        Tracker { granule_bits: granule.trailing_zeros(), words }
+    }
+
+    /// Notes a range.
+    pub(crate) fn set(&self, offset: u64, len: u64) {
+        let Some(last) = offset.checked_add(len).and_then(|end| end.checked_sub(1)) else { return };
+        if len == 0 {
+            return;
+        }
+        for granule in offset >> self.granule_bits..=last >> self.granule_bits {
+            let Some(word) = self.word(granule) else { return };
+            let bit = 1 << (granule % 64);
+            // The look first: writers of one granule would otherwise pull the line from each other.
+            if word.load(Ordering::Relaxed) & bit == 0 {
+                word.fetch_or(bit, Ordering::AcqRel);
+            }
+        }
+    }
+
+    /// The next noted granule from `offset` on, as a range of bytes; it is noted no more. The caller
+    /// reads it after this.
+    pub(crate) fn take(&self, offset: u64) -> Option<(u64, u64)> {
+        let mut granule = (offset + (1 << self.granule_bits) - 1) >> self.granule_bits;
+        while let Some(word) = self.word(granule) {
+            let rest = word.load(Ordering::Acquire) >> (granule % 64);
+            if rest == 0 {
+                granule = (granule / 64 + 1) * 64;
+                continue;
+            }
+            granule += u64::from(rest.trailing_zeros());
+            word.fetch_and(!(1 << (granule % 64)), Ordering::AcqRel);
+            return Some((granule << self.granule_bits, 1 << self.granule_bits));
+        }
+        None
+    }
+
+    /// Forgets a range of whole granules, which the caller reads after this.
+    pub(crate) fn clear(&self, offset: u64, len: u64) {
+        let end = (offset + len) >> self.granule_bits;
+        for granule in (offset + (1 << self.granule_bits) - 1) >> self.granule_bits..end {
+            if let Some(word) = self.word(granule) {
+                word.fetch_and(!(1 << (granule % 64)), Ordering::AcqRel);
+            }
+        }
+    }
+
+    /// What is noted, bytes (granules count as whole).
+    pub(crate) fn bytes(&self) -> u64 {
+        let ones = |word: &AtomicU64| u64::from(word.load(Ordering::Relaxed).count_ones());
+        self.words.iter().map(ones).sum::<u64>() << self.granule_bits
+    }
+
+    fn word(&self, granule: u64) -> Option<&AtomicU64> {
+        self.words.get(usize::try_from(granule / 64).ok()?)
+    }
+}
+
+/// Notes a range when it is dropped: after the change, also when that failed half way or was given up.
+#[derive(Debug)]
+pub(crate) struct Mark<'a> {
+    tracker: Option<&'a Arc<Tracker>>,
+    offset: u64,
+    len: u64,
+}
+
+impl<'a> Mark<'a> {
+    /// For a change that begins now.
+    pub(crate) fn new(graph: &'a Graph, offset: u64, len: u64) -> Mark<'a> {
+        Mark { tracker: graph.tracker.as_ref(), offset, len }
+    }
+}
+
+impl Drop for Mark<'_> {
+    fn drop(&mut self) {
+        if let Some(tracker) = self.tracker {
+            tracker.set(self.offset, self.len);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_noted_is_taken_once_and_in_order() {
+        let tracker = Tracker::new(100 << 20);
+        tracker.set(0, 1);
+        tracker.set((10 << 20) - 1, 2);
+        tracker.set((100 << 20) - 1, 1);
+        tracker.set(5 << 20, 0);
+        assert_eq!(tracker.bytes(), 4 * GRANULE_MIN);
+        let mut at = 0;
+        let mut found = Vec::new();
+        while let Some((offset, len)) = tracker.take(at) {
+            found.push(offset);
+            at = offset + len;
+        }
+        let expected = [0, (10 << 20) - GRANULE_MIN, 10 << 20, (100 << 20) - GRANULE_MIN];
+        assert_eq!(found, expected);
+        assert_eq!(tracker.bytes(), 0);
+    }
+
+    #[test]
+    fn only_whole_granules_are_forgotten() {
+        let tracker = Tracker::new(1 << 20);
+        tracker.set(0, 1 << 20);
+        tracker.clear(1, (128 << 10) - 1);
+        assert_eq!(tracker.take(0), Some((0, GRANULE_MIN)));
+        assert_eq!(tracker.take(0), Some((2 * GRANULE_MIN, GRANULE_MIN)));
+    }
+
+    #[test]
+    fn a_huge_disk_has_a_small_bitmap() {
+        let tracker = Tracker::new(1 << 50);
+        assert!(tracker.words.len() as u64 * 64 <= GRANULES_MAX);
+        tracker.set((1 << 50) - 1, 1);
+        assert!(tracker.take(0).is_some());
+        // Nothing past the end, and nothing wraps.
+        tracker.set(u64::MAX - 5, 100);
+        tracker.set(1 << 60, 1);
+        assert_eq!(tracker.bytes(), 0);
+    }
+}

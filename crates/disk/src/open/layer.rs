@@ -1,0 +1,133 @@
+//! Layers over open storages; also for changes of a disk that is in use.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+use ringdisk_qcow2::Qcow2;
+use ringdisk_ring::Ring;
+use ringdisk_storage::{Lock, Storage};
+
+use crate::layer::{Layer, Node, Raw};
+use crate::name::printable_path;
+use crate::{Error, ErrorKind, ImageOptions};
+
+/// How the files of a disk are opened.
+pub(crate) fn storage_options(
+    options: &ImageOptions,
+    read_only: bool,
+) -> ringdisk_storage::OpenOptions {
+    ringdisk_storage::OpenOptions {
+        read_only,
+        direct: options.cache.direct(),
+        lock: if options.force_share { Lock::ForceShare } else { Lock::Auto },
+        ..ringdisk_storage::OpenOptions::default()
+    }
+}
+
+/// How a qcow2 image is opened.
+fn qcow2_options(options: &ImageOptions, writable: bool) -> ringdisk_qcow2::OpenOptions {
+    ringdisk_qcow2::OpenOptions {
+        writable,
+        discard: options.discard,
+        discard_no_unref: options.discard_no_unref,
+        lazy_refcounts: options.lazy_refcounts,
+        metadata_cache_bytes: options.metadata_cache_bytes,
+    }
+}
+
+/// Opens a qcow2 image; its external data file is set by the caller.
+///
+/// Errors: those of [`Qcow2::open`].
+pub(crate) async fn open_qcow2(
+    ring: &Ring,
+    storage: Arc<Storage>,
+    options: &ImageOptions,
+    writable: bool,
+) -> Result<Qcow2, Error> {
+    Qcow2::open(ring, storage, &qcow2_options(options, writable))
+        .await
+        .map_err(|error| of_qcow2(&error))
+}
+
+/// A layer of an open qcow2 image, without names.
+pub(crate) fn qcow2_layer(image: Qcow2, writable: bool) -> Layer {
+    let sparse = is_sparse(image.file(), image.info().cluster_size());
+    let size = image.virtual_size();
+    let mut layer = Layer::new(Node::Qcow2(Arc::new(image)), size);
+    layer.sparse = sparse;
+    layer.is_writable = writable;
+    layer
+}
+
+/// A raw layer over a window of a storage.
+pub(crate) fn raw_layer(
+    storage: Arc<Storage>,
+    name: &Path,
+    offset: u64,
+    size: Option<u64>,
+) -> Result<Layer, Error> {
+    let len = storage.len();
+    let left = len.checked_sub(offset);
+    let fits = left.is_some_and(|left| size.is_none_or(|size| size <= left));
+    let Some(left) = left.filter(|_| fits) else {
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format!(
+                "the window of '{}' (offset {offset}, size {}) goes past its end at {len} bytes",
+                printable_path(name),
+                size.map_or("to the end".to_owned(), |size| size.to_string()),
+            ),
+        ));
+    };
+    let raw = Raw { storage, offset, fixed_size: size.is_some() };
+    let mut layer = Layer::new(Node::Raw(raw), 0);
+    layer.size = AtomicU64::new(size.unwrap_or(left));
+    Ok(layer)
+}
+
+/// Whether an image file holds so much less than its length that its clusters must have been made
+/// in advance. A tenth, or two clusters, may be missing by chance.
+fn is_sparse(file: &Storage, cluster_size: u64) -> bool {
+    let held = file.allocated_bytes() / cluster_size;
+    let clusters = file.len() / cluster_size;
+    clusters >= (held.saturating_mul(10) / 9).max(held.saturating_add(2))
+}
+
+/// An error of the storage crate in this crate's terms.
+pub(crate) fn of_storage(error: &ringdisk_storage::Error) -> Error {
+    use ringdisk_storage::ErrorKind as Theirs;
+    let kind = match error.kind() {
+        Theirs::Locked => ErrorKind::Locked,
+        Theirs::NotFound => ErrorKind::NotFound,
+        Theirs::PermissionDenied | Theirs::ReadOnly => ErrorKind::PermissionDenied,
+        Theirs::WrongType => ErrorKind::NotAnImage,
+        Theirs::DirectUnsupported => ErrorKind::Unsupported,
+        Theirs::InvalidInput => ErrorKind::Invalid,
+        _ => ErrorKind::Io,
+    };
+    carry(kind, error)
+}
+
+/// An error of the qcow2 crate in this crate's terms.
+pub(crate) fn of_qcow2(error: &ringdisk_qcow2::Error) -> Error {
+    use ringdisk_qcow2::ErrorKind as Theirs;
+    let kind = match error.kind() {
+        Theirs::NotQcow2 => ErrorKind::UnknownFormat,
+        Theirs::Corrupt | Theirs::TooLarge => ErrorKind::Corrupt,
+        Theirs::Unsupported | Theirs::Encrypted => ErrorKind::Unsupported,
+        Theirs::InvalidRequest => ErrorKind::Invalid,
+        _ => ErrorKind::Io,
+    };
+    let system = std::error::Error::source(error).and_then(|source| source.downcast_ref());
+    let errno = system.and_then(ringdisk_ring::Errno::from_io_error);
+    carry(kind, error).with_errno(errno)
+}
+
+/// An error of a lower crate in ours: its words, with its cause if it has one.
+fn carry(kind: ErrorKind, error: &dyn std::error::Error) -> Error {
+    match error.source() {
+        Some(source) => Error::new(kind, format!("{error}: {source}")),
+        None => Error::new(kind, error.to_string()),
+    }
+}

@@ -1,0 +1,62 @@
+//! Changes of a qcow2 top layer.
+//!
+//! The engine holds its own grace and orders its own writes; what is added here is what lies below the
+//! image, the cache mode, and the task that writes metadata back.
+
+use ringdisk_qcow2::Qcow2;
+use ringdisk_ring::{Errno, IoBuf, Ring};
+
+use crate::graph::Graph;
+use crate::{Cache, Disk};
+
+impl Disk {
+    /// As [`Disk::write`]; the range lies inside the disk.
+    pub(super) async fn write_qcow2(
+        &self,
+        ring: &Ring,
+        graph: &Graph,
+        image: &Qcow2,
+        offset: u64,
+        buf: &IoBuf,
+    ) -> Result<usize, Errno> {
+        let done = image.write(ring, offset, buf, &graph.below(0)).await?;
+        self.after(ring, image).await?;
+        Ok(done)
+    }
+
+    /// Zeroes a range that lies inside the disk.
+    pub(super) async fn zero_qcow2(
+        &self,
+        ring: &Ring,
+        graph: &Graph,
+        image: &Qcow2,
+        offset: u64,
+        len: u64,
+        may_unmap: bool,
+    ) -> Result<(), Errno> {
+        image.write_zeroes(ring, offset, len, may_unmap, &graph.below(0)).await?;
+        self.after(ring, image).await
+    }
+
+    /// As [`Disk::discard`]; the range lies inside the disk.
+    pub(super) async fn discard_qcow2(
+        &self,
+        ring: &Ring,
+        graph: &Graph,
+        image: &Qcow2,
+        offset: u64,
+        len: u64,
+    ) -> Result<(), Errno> {
+        image.discard(ring, offset, len, &graph.below(0)).await?;
+        self.after(ring, image).await
+    }
+
+    /// After a change.
+    async fn after(&self, ring: &Ring, image: &Qcow2) -> Result<(), Errno> {
+        if self.cache() == Cache::Writethrough {
+            return image.flush(ring).await;
+        }
+        self.look_after(ring, image);
+        Ok(())
+    }
+}

@@ -1,0 +1,97 @@
+//! Changes of a raw top layer.
+
+use std::sync::Arc;
+
+use ringdisk_ring::{Errno, IoBuf, Ring};
+use ringdisk_storage::Kind as StorageKind;
+
+use crate::gate::Pass as Turn;
+use crate::graph::Graph;
+use crate::guard::SectorGuard;
+use crate::layer::Raw;
+use crate::{Cache, Disk};
+
+impl Disk {
+    /// As [`Disk::write`]; the range lies inside the disk.
+    pub(super) async fn write_raw(
+        &self,
+        ring: &Ring,
+        graph: &Graph,
+        raw: &Raw,
+        offset: u64,
+        buf: &IoBuf,
+    ) -> Result<usize, Errno> {
+        let done = match guard(graph, offset) {
+            Some(guard) => {
+                let len = buf.len() as u64;
+                let _turn = guard.enter(ring, raw, offset, len, Some(buf)).await?;
+                raw.storage.write(ring, raw.offset + offset, buf).await?
+            }
+            None => raw.storage.write(ring, raw.offset + offset, buf).await?,
+        };
+        if self.cache() == Cache::Writethrough {
+            raw.storage.flush(ring).await?;
+        }
+        Ok(done)
+    }
+
+    /// As [`Disk::discard`]; the range lies inside the disk.
+    pub(super) async fn discard_raw(
+        &self,
+        ring: &Ring,
+        graph: &Graph,
+        raw: &Raw,
+        offset: u64,
+        len: u64,
+    ) -> Result<(), Errno> {
+        let _turn = enter_guard(ring, graph, raw, offset, len).await?;
+        raw.storage.discard(ring, raw.offset + offset, len).await
+    }
+
+    /// Zeroes a range that lies inside the disk.
+    ///
+    /// * `fallback`: by writing them if there is no better way.
+    #[allow(clippy::too_many_arguments)] // A request and the node that it goes to.
+    pub(super) async fn zero_raw(
+        &self,
+        ring: &Ring,
+        graph: &Graph,
+        raw: &Raw,
+        offset: u64,
+        len: u64,
+        may_unmap: bool,
+        fallback: bool,
+    ) -> Result<(), Errno> {
+        let _turn = enter_guard(ring, graph, raw, offset, len).await?;
+        let at = raw.offset + offset;
+        raw.storage.write_zeroes(ring, at, len, may_unmap, fallback).await?;
+        if self.cache() == Cache::Writethrough {
+            raw.storage.flush(ring).await?;
+        }
+        Ok(())
+    }
+}
+
+/// The guard that a request must pass.
+fn guard(graph: &Graph, offset: u64) -> Option<&Arc<SectorGuard>> {
+    graph.guard.as_ref().filter(|_| SectorGuard::covers(offset))
+}
+
+/// Passes the guard of the first sector with zeroes, where there is one.
+async fn enter_guard<'a>(
+    ring: &Ring,
+    graph: &'a Graph,
+    raw: &Raw,
+    offset: u64,
+    len: u64,
+) -> Result<Option<Turn<'a>>, Errno> {
+    match guard(graph, offset) {
+        Some(guard) => Ok(Some(guard.enter(ring, raw, offset, len, None).await?)),
+        None => Ok(None),
+    }
+}
+
+/// Whether a raw node can change its size.
+pub(crate) fn resizable(raw: &Raw) -> bool {
+    !raw.fixed_size && raw.storage.kind() != StorageKind::BlockDevice
+}
