@@ -9,8 +9,8 @@ use ringdisk_ring::Ring;
 use ringdisk_testkit::oracle::{Content, Oracle, SECTOR};
 use ringdisk_testkit::sim::Prng;
 
-use crate::live::{Base, Shared, buffer, pack, read};
 use crate::config::{Config, index};
+use crate::live::{Base, Shared, buffer, pack, read};
 
 /// What clients share.
 #[derive(Debug)]
@@ -186,8 +186,7 @@ impl Client {
         if start + cluster > self.shore.oracle.borrow().size() {
             return;
         }
-        let begun =
-            self.shore.oracle.borrow_mut().begin(start..start + cluster, Content::Stamped);
+        let begun = self.shore.oracle.borrow_mut().begin(start..start + cluster, Content::Stamped);
         self.shore.note(|| format!("packed {} {start:x}", begun.number));
         let packed = pack(&self.image, &self.shore.oracle.borrow().bytes(&begun));
         let packed = packed.expect("stamps repeat themselves");

@@ -79,11 +79,15 @@ impl Config {
         };
         let entry = if extended { 16 } else { 8 };
         let covers = (1u64 << cluster_bits) / entry << cluster_bits;
-        // More than two L2 tables; the end is inside a cluster.
-        let size = covers * 2 + covers / 2 + SECTOR * 3;
+        // Some L2 tables; the end is inside a cluster.
+        let size = covers * (2 + prng.below(if cluster_bits < 12 { 12 } else { 2 }))
+            + covers / 2
+            + SECTOR * 3;
         let below = match wanted.backing {
             false => Below::NOTHING,
-            true => Below { disk: 1, len: [size / 2 + 700, size, size + 4096][index(&mut prng, 3)] },
+            true => {
+                Below { disk: 1, len: [size / 2 + 700, size, size + 4096][index(&mut prng, 3)] }
+            }
         };
         let shape = Shape {
             version,
@@ -108,7 +112,7 @@ impl Config {
         };
         Config {
             seed,
-            regions: regions(size, 1 << cluster_bits, covers),
+            regions: regions(&mut prng, size, 1 << cluster_bits, covers),
             shape,
             below,
             between: wanted.between.unwrap_or(Between::Nothing),
@@ -131,8 +135,11 @@ pub(crate) fn index(prng: &mut Prng, bound: u64) -> usize {
     usize::try_from(prng.below(bound)).unwrap_or(0)
 }
 
-/// The start of the disk, the first border between two L2 tables, and the end.
-fn regions(size: u64, cluster: u64, covers: u64) -> Vec<std::ops::Range<u64>> {
-    let len = (REGION_BYTES / 4).max(2 * cluster).min(covers / 2) / cluster * cluster;
-    vec![0..len, covers - len / 2 / cluster * cluster..covers + len / 2, size - len..size]
+/// The start of the disk, a border between two L2 tables, some other places, and the end.
+fn regions(prng: &mut Prng, size: u64, cluster: u64, covers: u64) -> Vec<std::ops::Range<u64>> {
+    let len = (REGION_BYTES / 5).max(2 * cluster).min(covers) / cluster * cluster;
+    let border = covers * (1 + prng.below(size / covers));
+    let border = (border - len / 2 / cluster * cluster).min(size - len);
+    let other = prng.below(size - len) / cluster * cluster;
+    vec![0..len, border..border + len, other..other + len, size - len..size]
 }

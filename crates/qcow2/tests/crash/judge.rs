@@ -9,9 +9,9 @@ use ringdisk_testkit::oracle::{Content, Oracle};
 use ringdisk_testkit::process::{command, has, run};
 use ringdisk_testkit::sim::SimStorage;
 
-use crate::live::{Base, buffer, open, read, writable};
 use crate::common::runtime;
 use crate::config::Config;
+use crate::live::{Base, buffer, open, read, writable};
 use crate::world::Case;
 
 /// A state, as our check wants it.
@@ -91,8 +91,7 @@ impl Judge {
     fn our_engine<'a>(&mut self, config: &Config, case: &'a Case) -> Result<&'a Oracle, String> {
         let ring = self.runtime.ring().clone();
         let options = OpenOptions::default();
-        let image =
-            self.runtime.block_on(open(&ring, &case.file, case.data.as_ref(), &options));
+        let image = self.runtime.block_on(open(&ring, &case.file, case.data.as_ref(), &options));
         let image = image.map_err(|error| format!("it does not open: {error}"))?;
         let data = case.data.as_ref().unwrap_or(&case.file);
         let guest = Guest::active(&case.file, data)?;
@@ -110,7 +109,10 @@ impl Judge {
                 let ours = runtime.block_on(read(&ring, &image, &base, at, bytes));
                 ours.map_err(|errno| format!("reading {at:#x}: {errno}"))?;
                 if bytes != second.as_slice() {
-                    return Err(format!("engine and specification differ in {at:#x}+{}", bytes.len()));
+                    return Err(format!(
+                        "engine and specification differ in {at:#x}+{}",
+                        bytes.len()
+                    ));
                 }
                 Ok(())
             });
@@ -168,12 +170,14 @@ impl Judge {
         let layout = Layout::of(&file);
         if !layout.is_sound() || layout.header.dirty() || was_dirty && layout.leaks > 0 {
             let dirty = layout.header.dirty();
-            return Err(format!("after going on (dirty {dirty}, leaks {}): {:?}", layout.leaks, layout.problems));
+            return Err(format!(
+                "after going on (dirty {dirty}, leaks {}): {:?}",
+                layout.leaks, layout.problems
+            ));
         }
         let guest = Guest::active(&file, data.as_ref().unwrap_or(&file))?;
-        let seen = world.judge_crash(|at, bytes| {
-            guest.read(at, bytes, &|at, out| config.below.fill(at, out))
-        });
+        let seen = world
+            .judge_crash(|at, bytes| guest.read(at, bytes, &|at, out| config.below.fill(at, out)));
         seen.map_err(|mismatch| format!("after going on: {mismatch}"))
     }
 
@@ -188,7 +192,9 @@ impl Judge {
                 .expect("a file");
         }
         let path = path.to_str().expect("UTF-8");
-        let finished = run(command(&["qemu-img", "check", "-f", "qcow2", path]));
+        let finished =
+            run(command(&["qemu-img", "check", "-f", "qcow2", path])
+                .current_dir(self.directory.path()));
         // 3: leaks only.
         match finished.code() {
             Some(0 | 3) => Ok(()),

@@ -14,6 +14,7 @@ mod config;
 mod judge;
 #[path = "../common/live.rs"]
 mod live;
+mod mutation;
 mod world;
 
 use common::runtime;
@@ -42,7 +43,9 @@ fn simulate(name: &str, percent: u64, wanted: Wanted) {
         seed += 1;
     }
     let (judged, shown, leaks) = (judge.judged, judge.shown, judge.leaks);
-    println!("{name}: {judged} states of seeds {first}..{seed}, {leaks} with leaks, {shown} shown to qemu-img");
+    println!(
+        "{name}: {judged} states of seeds {first}..{seed}, {leaks} with leaks, {shown} shown to qemu-img"
+    );
 }
 
 /// One seed: the run, then its states.
@@ -54,7 +57,11 @@ fn run(judge: &mut Judge, name: &str, config: Config) {
     let config = world.config.clone();
     let failed = |what: String| {
         let trace = world.shore.trace.borrow();
-        let from = trace.len().saturating_sub(if number("RINGDISK_CRASH_TRACE").is_some() { trace.len() } else { 30 });
+        let from = trace.len().saturating_sub(if number("RINGDISK_CRASH_TRACE").is_some() {
+            trace.len()
+        } else {
+            30
+        });
         panic!(
             "{name}: {what}\n  run again: RINGDISK_CRASH_SEED={seed} RINGDISK_CRASH_STATES=1 \
              cargo test -p ringdisk-qcow2 --test crash {name}\n  {config:#?}\n  the last operations: {:#?}",

@@ -13,12 +13,14 @@ use std::time::Duration;
 
 use ringdisk_qcow2::Qcow2;
 use ringdisk_ring::Ring;
+use ringdisk_testkit::layout::Layout;
 use ringdisk_testkit::oracle::Oracle;
 use ringdisk_testkit::sim::{Fault, Prng, SimStorage, When};
 
 use crate::client::{Client, Shore};
-use crate::live::{Base, Shared, open};
 use crate::config::{Between, Config, index};
+use crate::live::{Base, Shared, open};
+use crate::mutation::Barrier;
 
 /// Number of the disk in its stamps.
 pub(crate) const DISK: u16 = 7;
@@ -38,6 +40,8 @@ pub(crate) struct Case {
     pub(crate) snapshots: Rc<BTreeMap<String, Oracle>>,
     /// When it was taken.
     pub(crate) label: String,
+    /// The barrier that is missing.
+    pub(crate) barrier: Option<Barrier>,
     /// Nothing was lost and the image was closed: it must have no leaks.
     pub(crate) closed: bool,
 }
@@ -149,7 +153,11 @@ impl World {
         drop(image);
         self.shore.oracle.borrow_mut().settle();
         if self.taken == Taken::Honest {
-            self.add_case(self.file.fork(1), self.data.as_ref().map(|d| d.fork(1)), "closed".into());
+            self.add_case(
+                self.file.fork(1),
+                self.data.as_ref().map(|d| d.fork(1)),
+                "closed".into(),
+            );
             self.cases.last_mut().expect("just added").closed = true;
             self.cut("after close");
         }
@@ -193,7 +201,10 @@ impl World {
                 self.ring.sleep(Duration::from_millis(1)).await;
             }
             if idle > PATIENCE {
-                return Err(format!("{label} hangs: {} tasks wait for nothing", self.running.get()));
+                return Err(format!(
+                    "{label} hangs: {} tasks wait for nothing",
+                    self.running.get()
+                ));
             }
         }
         let value = result.borrow_mut().take();
@@ -203,8 +214,9 @@ impl World {
     /// Lets one storage operation go. Returns whether there was one.
     fn release_one(&mut self) -> bool {
         let all = [Some(&self.file), self.data.as_ref()].into_iter().flatten();
-        let held: Vec<(&SimStorage, u64)> =
-            all.flat_map(|sim| sim.held().into_iter().map(move |held| (sim, held.number))).collect();
+        let held: Vec<(&SimStorage, u64)> = all
+            .flat_map(|sim| sim.held().into_iter().map(move |held| (sim, held.number)))
+            .collect();
         if held.is_empty() {
             return false;
         }
@@ -219,18 +231,27 @@ impl World {
             [vec![self.shore.oracle.borrow().clone()], self.also.clone()].concat();
         let worlds = Rc::new(worlds);
         let snapshots = Rc::new(self.snapshots.clone());
+        let layout = Layout::of(&self.file);
+        let lost = match self.taken {
+            Taken::Honest => None,
+            Taken::WithoutLastFlush => Barrier::choose(&self.file, &layout, &mut self.prng),
+        };
         for _ in 0..STATES {
             let seed = self.prng.next_u64();
             let (stream, cut) = (self.stream, self.cuts);
             let label = format!("{label}, stream {stream}, cut {cut}, state {seed:#x}");
             let data = self.data.as_ref().map(|data| data.crash_state(seed ^ 0xda7a));
-            let file = match self.taken {
-                Taken::Honest => Some(self.file.crash_state(seed)),
-                Taken::WithoutLastFlush => self.file.crash_state_without_last_flush(seed),
+            let file = match (self.taken, &lost) {
+                (Taken::Honest, _) => Some(self.file.crash_state(seed)),
+                (_, None) => None,
+                (_, Some(barrier)) => self.file.crash_state_without_last_flush(seed, |at, _| {
+                    layout.class_at(at) == barrier.lost
+                }),
             };
             let Some(file) = file else { return };
-            let (worlds, snapshots) = (worlds.clone(), snapshots.clone());
-            self.cases.push(Case { file, data, worlds, snapshots, label, closed: false });
+            let (worlds, snapshots, barrier) = (worlds.clone(), snapshots.clone(), lost.clone());
+            let closed = false;
+            self.cases.push(Case { file, data, worlds, snapshots, label, barrier, closed });
         }
     }
 
@@ -238,7 +259,15 @@ impl World {
         let worlds = Rc::new(vec![self.shore.oracle.borrow().clone()]);
         let snapshots = Rc::new(self.snapshots.clone());
         let label = format!("{label}, stream {}", self.stream);
-        self.cases.push(Case { file, data, worlds, snapshots, label, closed: false });
+        self.cases.push(Case {
+            file,
+            data,
+            worlds,
+            snapshots,
+            label,
+            barrier: None,
+            closed: false,
+        });
     }
 
     /// Opens, changes the whole image with `change`, and closes.

@@ -171,12 +171,16 @@ impl SimStorage {
         SimStorage::after(power::crash_image(&state, seed), state.limits, seed)
     }
 
-    /// As [`SimStorage::crash_state`], if the last flush that had something to do had been a lie: what a missing barrier could
-    /// leave. `None`: there was no such flush.
+    /// As [`SimStorage::crash_state`], if the last flush that had something to do had left out the changes for which `lost` says so
+    /// (offset and length in bytes): what a missing barrier could leave. `None`: there was no such flush.
     #[must_use]
-    pub fn crash_state_without_last_flush(&self, seed: u64) -> Option<SimStorage> {
+    pub fn crash_state_without_last_flush(
+        &self,
+        seed: u64,
+        lost: impl Fn(u64, u64) -> bool,
+    ) -> Option<SimStorage> {
         let state = self.state();
-        let image = power::without_last_flush(&state, seed)?;
+        let image = power::without_last_flush(&state, seed, &lost)?;
         Some(SimStorage::after(image, state.limits, seed))
     }
 

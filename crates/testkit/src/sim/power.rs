@@ -42,12 +42,21 @@ pub(crate) fn crash_image(state: &State, seed: u64) -> Image {
     compose(state.durable.clone(), settled, running(state), seed)
 }
 
-/// The same as if the last flush had done nothing: any part of what it wrote may be missing, whatever came after it.
-pub(crate) fn without_last_flush(state: &State, seed: u64) -> Option<Image> {
+/// The same as if the last flush had passed over the changes for which `lost` holds: each of them may be missing, whatever came after
+/// it.
+pub(crate) fn without_last_flush(
+    state: &State,
+    seed: u64,
+    lost: &dyn Fn(u64, u64) -> bool,
+) -> Option<Image> {
     let flushed = state.flushed.as_ref()?;
+    let is_lost = |change: &&Change| lost(change.range().0, change.range().1);
+    let mut durable = flushed.before.clone();
+    // In their order: what is lost may come back over what is not, as in a disk that writes late.
+    flushed.changes.iter().filter(|c| !is_lost(c)).for_each(|change| change.apply(&mut durable));
     let later = state.journal.iter().map(|(_, change)| change);
-    let settled = flushed.changes.iter().chain(later).cloned().collect();
-    Some(compose(flushed.before.clone(), settled, running(state), seed))
+    let settled = flushed.changes.iter().filter(is_lost).chain(later).cloned().collect();
+    Some(compose(durable, settled, running(state), seed))
 }
 
 /// Changes of operations that have begun and not ended.

@@ -340,11 +340,15 @@ fn state_without_the_last_flush_may_lack_what_it_covered() {
         storage.flush(&ring).await.unwrap();
         write(&ring, &storage, 512, 512, 2).await.unwrap();
         let kept: Vec<(u8, u8)> = (0..64)
-            .map(|seed| sim.crash_state_without_last_flush(seed).expect("flushed").image())
+            .map(|seed| {
+                sim.crash_state_without_last_flush(seed, |_, _| true).expect("flushed").image()
+            })
             .map(|image| (image[0], image[512]))
             .collect();
         assert!([(0, 0), (1, 0), (0, 2), (1, 2)].iter().all(|state| kept.contains(state)));
         assert!((0..64).all(|seed| sim.crash_state(seed).image()[0] == 1));
+        let other = |seed| sim.crash_state_without_last_flush(seed, |offset, _| offset > 0);
+        assert!((0..64).all(|seed| other(seed).expect("flushed").image()[0] == 1));
         assert_eq!(sim.around_last_flush(), (vec![(0, 512)], vec![(512, 512)]));
     });
 }
