@@ -5,7 +5,7 @@
 //! request whose mapping is cached allocates nothing and touches no reference count that another
 //! thread touches.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
@@ -202,6 +202,29 @@ impl Disk {
     /// The chain at this moment, top first; never empty. Control path: takes a lock for a moment.
     pub fn layers(&self) -> Vec<Arc<Layer>> {
         self.graph().layers.clone()
+    }
+
+    /// Index in [`Disk::layers`] of the layer with this name: as it was opened, as an image above spells
+    /// it, or another name of the same file.
+    pub fn layer_named(&self, name: &Path) -> Option<usize> {
+        let layers = self.layers();
+        let opened = layers.iter().position(|layer| layer.name() == name);
+        let spelt = || {
+            let above = layers.iter().position(|layer| {
+                let file = layer.qcow2().and_then(|image| image.info().backing_file.as_deref());
+                file == Some(name.as_os_str().as_encoded_bytes())
+                    || layer.full_backing_name().map(Path::new) == Some(name)
+            })?;
+            (above + 1 < layers.len()).then_some(above + 1)
+        };
+        let same_file = || {
+            use std::os::unix::fs::MetadataExt;
+            let file = std::fs::metadata(name).ok()?;
+            let identity = Some((file.dev(), file.ino()));
+            let of = |layer: &Arc<Layer>| layer.file().and_then(|file| file.identity());
+            layers.iter().position(|layer| of(layer) == identity)
+        };
+        opened.or_else(same_file).or_else(spelt)
     }
 
     /// Calls `callback` with each new size in bytes, on the thread that made the change; also when the

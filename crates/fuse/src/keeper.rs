@@ -270,19 +270,23 @@ impl Keeper {
         }
     }
 
-    /// What clients wrote reaches stable storage before the process says that all is well.
+    /// What clients wrote reaches stable storage, and the image is closed, before the process says that all is well. The flush comes
+    /// first: closing waits for requests, and some may never end.
     fn last_flush(&self, limit: Duration) -> Result<(), Errno> {
         if self.disk.is_read_only() {
             return Ok(());
         }
-        let config = Config { entries: 8, slots: 16, files: 0, ..Config::default() };
+        let config = Config { entries: 32, slots: 64, files: 0, ..Config::default() };
         let mut runtime = Runtime::new(config).map_err(|error| {
             tracing::error!("no ring for the last flush of the image: {error}");
             Errno::NOMEM
         })?;
         let ring = runtime.ring().clone();
         let flush = async {
-            let mut flush = std::pin::pin!(self.disk.flush(&ring));
+            let mut flush = std::pin::pin!(async {
+                let flushed = self.disk.flush(&ring).await;
+                flushed.and(self.disk.close(&ring).await)
+            });
             let quiet = LAST_FLUSH_QUIET.min(limit);
             if let Ok(result) = ring.within(quiet, flush.as_mut()).await {
                 return Ok(result);

@@ -121,6 +121,23 @@ impl Disk {
     }
 }
 
+impl Disk {
+    /// Writes another backing file into the header of the top image; nothing is opened or compared, and the
+    /// disk goes on with the layers that it has. For jobs.
+    pub(crate) async fn set_backing_name(
+        &self,
+        ring: &Ring,
+        backing: Option<&Backing>,
+    ) -> Result<(), Error> {
+        let mut drained = self.change(ring).await?;
+        self.offline(ring, &mut drained, false, async |ring, image| {
+            let file = backing.map(|backing| backing.file.as_slice());
+            image.set_backing(ring, file, backing.map(|backing| backing.format.name())).await
+        })
+        .await
+    }
+}
+
 /// Compares two chains where `top` has nothing. Past its end a chain reads as zeroes.
 ///
 /// Errors: EILSEQ where they differ; those of the storage.

@@ -5,8 +5,9 @@
 //! the beginning and the last step only. When the top layer is merged, what clients write meanwhile is
 //! noted and copied again, in passes that get shorter; the last one runs while nobody writes.
 //!
-//! After a commit of the top layer the layer that it was merged into is the new top, and the former
-//! one is left empty, so it reads like its backing file if somebody opens it again.
+//! After a commit of the top layer the layer that it was merged into is the new top. The former one is
+//! left empty if that was the layer below it, so it reads like its backing file if somebody opens it
+//! again; else it is left as it is, and must not be used any more.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -33,6 +34,13 @@ pub struct CommitOptions {
     pub top: usize,
     /// The layer that it is merged into, with all between.
     pub base: usize,
+    /// The former top is left as it is, not emptied. It shows a mixture once the base has changed.
+    pub keep_top: bool,
+}
+
+impl CommitOptions {
+    /// Merges the top layer into the one below.
+    pub const TOP: CommitOptions = CommitOptions { top: 0, base: 1, keep_top: false };
 }
 
 impl Disk {
@@ -74,7 +82,7 @@ async fn run(
     options: CommitOptions,
     progress: &Progress,
 ) -> Result<(), Error> {
-    let CommitOptions { top, base } = options;
+    let CommitOptions { top, base, .. } = options;
     let mut drained = disk.change(ring).await?;
     check(drained.graph(), options)?;
     let new_name = match top {
@@ -115,7 +123,7 @@ async fn run(
         return Err(error);
     }
     match new_name {
-        None => pivot(disk, ring, &mut drained, base).await?,
+        None => pivot(disk, ring, &mut drained, options).await?,
         Some(name) => unlink(disk, ring, &mut drained, options, name).await?,
     }
     progress.finish();
@@ -125,7 +133,7 @@ async fn run(
 
 /// Whether the layers can be merged.
 fn check(graph: &Graph, options: CommitOptions) -> Result<(), Error> {
-    let CommitOptions { top, base } = options;
+    let CommitOptions { top, base, .. } = options;
     if top >= base || base >= graph.layers.len() {
         return Err(Error::new(
             ErrorKind::Invalid,
@@ -356,13 +364,14 @@ async fn pivot(
     disk: &Disk,
     ring: &Ring,
     drained: &mut Drained<'_>,
-    base: usize,
+    options: CommitOptions,
 ) -> Result<(), Error> {
+    let base = options.base;
     let graph = Arc::clone(drained.graph());
     let old = graph.top();
     let closed = close_layer(ring, old).await;
     drained.begin();
-    if closed.is_ok() && base == 1 {
+    if closed.is_ok() && base == 1 && !options.keep_top {
         // Before the first write to the base: from then on the former top would show a mixture.
         let emptied = async {
             let (layer, result) =
@@ -429,7 +438,7 @@ async fn unlink(
     options: CommitOptions,
     named: (Vec<u8>, Option<String>),
 ) -> Result<(), Error> {
-    let CommitOptions { top, base } = options;
+    let CommitOptions { top, base, .. } = options;
     let graph = Arc::clone(drained.graph());
     let (upper, target) = (&graph.layers[top - 1], &graph.layers[base]);
     close_layer(ring, target).await?;

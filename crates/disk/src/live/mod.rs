@@ -34,6 +34,7 @@ use crate::{Disk, Error, ErrorKind};
 
 pub use backing::Backing;
 pub use commit::CommitOptions;
+pub(crate) use copy::{all_of, buffer, equal, pieces};
 pub use overlay::OverlayOptions;
 pub(crate) use reopen::{again, in_mode};
 pub use resize::ResizeOptions;
@@ -65,6 +66,10 @@ impl Disk {
         let drained = self.gateway().drain(ring, turn).await;
         let graph = drained.graph();
         let mut result = graph.check();
+        if self.options().temporary {
+            // What is in the overlay is dropped with it.
+            return result;
+        }
         for layer in graph.layers.iter().filter(|layer| layer.is_writable) {
             let closed = match &layer.node {
                 Node::Qcow2(image) => image.close(ring).await,

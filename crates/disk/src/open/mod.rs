@@ -106,7 +106,7 @@ pub(crate) async fn open_below(
 }
 
 /// What [`identify`] says about the file of an open storage.
-fn identity_of(storage: &Storage) -> Option<(u64, u64)> {
+pub(crate) fn identity_of(storage: &Storage) -> Option<(u64, u64)> {
     let (device, inode) = storage.identity()?;
     match storage.kind() {
         ringdisk_storage::Kind::BlockDevice => Some((u64::MAX, device)),

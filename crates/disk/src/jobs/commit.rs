@@ -1,0 +1,62 @@
+//! Commit of an image that nobody serves.
+//!
+//! Promises: what the image holds is in its base, on stable storage, before the image itself is
+//! touched; a commit that ends early, or crashes, leaves a chain that reads the same. This is the commit of a
+//! disk in use (`live/commit.rs`) without clients.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use ringdisk_ring::Ring;
+
+use crate::name::printable_path;
+use crate::{CommitOptions, Disk, Error, ErrorKind, Progress};
+
+/// What `qemu-img commit` is told.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Commit {
+    /// The image of the chain that takes it all (`-b`); `None`: the one right below. With a deeper one
+    /// the images above it are left as they are, and must not be used any more.
+    pub base: Option<PathBuf>,
+    /// The image is not emptied afterwards (`-d`).
+    pub keep: bool,
+}
+
+/// Writes what an image and those between hold into its base, and empties the image.
+///
+/// * `disk`: open for writing; closed when the job returns.
+///
+/// Errors: `Invalid` when there is no such base; `Cancelled`; `Locked`, `PermissionDenied` when the
+/// base cannot be written; those of the storage.
+pub async fn commit(
+    ring: &Ring,
+    disk: &Disk,
+    job: &Commit,
+    progress: &Arc<Progress>,
+) -> Result<(), Error> {
+    let layers = disk.layers();
+    if layers.len() < 2 {
+        let name = layers.first().map(|top| printable_path(top.name())).unwrap_or_default();
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format!("'{name}' has no backing file that it could be committed to"),
+        ));
+    }
+    let base = match &job.base {
+        None => 1,
+        Some(path) => match disk.layer_named(path) {
+            Some(index) if index > 0 => index,
+            _ => {
+                return Err(Error::new(
+                    ErrorKind::Invalid,
+                    format!("'{}' is not in the backing chain", printable_path(path)),
+                ));
+            }
+        },
+    };
+    let options = CommitOptions { top: 0, base, keep_top: job.keep };
+    let result = disk.commit(ring, options, progress).await;
+    let closed = disk.close(ring).await;
+    result?;
+    closed.map_err(|errno| Error::os("cannot write the base to stable storage", errno))
+}

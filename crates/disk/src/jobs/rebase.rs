@@ -1,0 +1,233 @@
+//! Another backing file for an image that nobody serves.
+//!
+//! Promises: in safe mode the disk reads the same before, in between and afterwards: wherever the image has
+//! nothing and the two chains differ, what the old one shows is copied into the image, which is on stable
+//! storage before the header names the new backing file. In unsafe mode the header is all that changes. A
+//! job that ends early, or crashes, leaves an image that reads the same (larger, perhaps).
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use ringdisk_ring::{Errno, Ring};
+
+use crate::chain::Chain;
+use crate::layer::Layer;
+use crate::live::{all_of, buffer, equal, pieces};
+use crate::name::{FileName, printable};
+use crate::open::{identity_of, open_below};
+use crate::{Backing, Disk, Error, ErrorKind, ImageOptions, Progress, Source};
+
+/// What differs is copied in units of this, bytes, or of a cluster where that is larger.
+const UNIT_MIN: u64 = 64 << 10;
+
+/// What `qemu-img rebase` is told.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Rebase {
+    /// The new backing file; `None`: none, and the image holds everything itself.
+    pub backing: Option<Backing>,
+    /// Only the header changes (`-u`): the old backing file may be gone, and the caller knows that the
+    /// new one has the same content.
+    pub header_only: bool,
+}
+
+/// Gives an image another backing file.
+///
+/// * `image`: the image; opened here, since with `header_only` its old chain need not be there.
+/// * `options`: how to open it; the directory of the new backing file is allowed besides.
+///
+/// Errors: those of opening the image and both chains; `Unsupported` for other formats than qcow2;
+/// `Cancelled`; those of the storage.
+pub async fn rebase(
+    ring: &Ring,
+    image: PathBuf,
+    options: &ImageOptions,
+    job: &Rebase,
+    progress: &Arc<Progress>,
+) -> Result<(), Error> {
+    let mut options = ImageOptions { without_backing: job.header_only, ..options.clone() };
+    if let Some(backing) = &job.backing {
+        allow(&mut options, &image, backing)?;
+    }
+    let disk = Disk::open(ring, Source::Path(image), &options).await?;
+    let result = run(ring, &disk, job, progress).await;
+    let closed = disk.close(ring).await;
+    result?;
+    closed.map_err(|errno| Error::os("cannot write the image to stable storage", errno))?;
+    progress.finish();
+    Ok(())
+}
+
+/// The user names the new backing file, so its directory is allowed as if it were opened itself.
+fn allow(
+    options: &mut ImageOptions,
+    image: &std::path::Path,
+    backing: &Backing,
+) -> Result<(), Error> {
+    let name = FileName::parse(&backing.file)?;
+    let path = crate::name::beside(image, &name);
+    let directory = path.parent().filter(|directory| !directory.as_os_str().is_empty());
+    let directory = directory.map_or_else(|| PathBuf::from("."), std::path::Path::to_path_buf);
+    if directory.is_dir() {
+        options.allow_paths.push(directory);
+    }
+    Ok(())
+}
+
+async fn run(
+    ring: &Ring,
+    disk: &Disk,
+    job: &Rebase,
+    progress: &Arc<Progress>,
+) -> Result<(), Error> {
+    if disk.is_read_only() {
+        let reason = disk.read_only_reason().unwrap_or("the image is open for reading only");
+        return Err(Error::new(ErrorKind::PermissionDenied, reason));
+    }
+    if !job.header_only {
+        let below = match &job.backing {
+            None => Vec::new(),
+            Some(backing) => {
+                let named = (backing.file.clone(), Some(backing.format.name().to_owned()));
+                let file = printable(&backing.file);
+                let graph = disk.graph();
+                let (_, layers) = open_below(ring, disk.options(), graph.top(), named)
+                    .await
+                    .map_err(|error| error.context(format!("backing file '{file}'")))?;
+                layers.into_iter().map(Arc::new).collect()
+            }
+        };
+        copy_what_differs(ring, disk, &below, progress).await.map_err(|errno| {
+            Error::os("cannot copy what the new backing file does not have", errno)
+        })?;
+        disk.flush(ring).await.map_err(|errno| Error::os("cannot flush the image", errno))?;
+    }
+    disk.set_backing_name(ring, job.backing.as_ref()).await
+}
+
+/// Copies what the old chain shows and the new one does not into the top image.
+async fn copy_what_differs(
+    ring: &Ring,
+    disk: &Disk,
+    new: &[Arc<Layer>],
+    progress: &Progress,
+) -> Result<(), Errno> {
+    let graph = disk.graph();
+    let top = Chain(graph.layers.get(..1).unwrap_or_default());
+    let old = graph.below(0);
+    // Where the new backing file is one of the old chain, only what lies above it can differ.
+    let above = shared(old, new).map(|index| Chain(old.0.get(..index).unwrap_or_default()));
+    let unit = top
+        .0
+        .first()
+        .and_then(|layer| layer.qcow2())
+        .map_or(UNIT_MIN, |image| image.info().cluster_size().max(UNIT_MIN));
+    let work = Work { ring, disk, top, old, new: Chain(new), above, unit };
+    progress.set_total(graph.size());
+    let mut ranges = pieces(0, graph.size());
+    all_of(|| {
+        let (offset, len) = ranges.next()?;
+        Some(async move {
+            progress.check()?;
+            work.range(offset, len).await?;
+            progress.add_done(len);
+            Ok(())
+        })
+    })
+    .await
+}
+
+/// Where in the old chain the new one begins.
+fn shared(old: Chain<'_>, new: &[Arc<Layer>]) -> Option<usize> {
+    let wanted = new.first()?.file().and_then(|file| identity_of(file))?;
+    old.0.iter().position(|layer| layer.file().and_then(|file| identity_of(file)) == Some(wanted))
+}
+
+/// What is compared and where it is copied to.
+#[derive(Clone, Copy)]
+struct Work<'a> {
+    ring: &'a Ring,
+    disk: &'a Disk,
+    top: Chain<'a>,
+    old: Chain<'a>,
+    new: Chain<'a>,
+    above: Option<Chain<'a>>,
+    unit: u64,
+}
+
+impl Work<'_> {
+    async fn range(self, offset: u64, len: u64) -> Result<(), Errno> {
+        let end = offset + len;
+        let mut at = offset;
+        while at < end {
+            let (status, _) = self.top.status(self.ring, at, end - at).await?;
+            if status.len == 0 {
+                break;
+            }
+            if !status.present {
+                self.hole(at, at + status.len).await?;
+            }
+            at += status.len;
+        }
+        Ok(())
+    }
+
+    /// A range that the image does not have.
+    async fn hole(self, start: u64, end: u64) -> Result<(), Errno> {
+        let mut at = start;
+        while at < end {
+            let (old_zero, old_len) = self.known(self.old, at, end).await?;
+            let (new_zero, new_len) = self.known(self.new, at, end).await?;
+            let mut run = old_len.min(new_len);
+            let mut same = old_zero && new_zero;
+            if let Some(above) = self.above
+                && at < above.size()
+                && !same
+            {
+                let len = run.min(above.size() - at);
+                let (status, is_cut) = above.status(self.ring, at, len).await?;
+                if !status.present && !is_cut && status.len > 0 {
+                    (same, run) = (true, run.min(status.len));
+                }
+            }
+            if !same {
+                // Up to the end of the unit: what is copied is compared first.
+                run = run.min((at / self.unit + 1) * self.unit - at);
+                self.compare(at, run).await?;
+            }
+            at += run;
+        }
+        Ok(())
+    }
+
+    /// Whether a chain is known to have zeroes at `at`, and for how many bytes.
+    async fn known(self, chain: Chain<'_>, at: u64, end: u64) -> Result<(bool, u64), Errno> {
+        let left = chain.size().saturating_sub(at);
+        if left == 0 {
+            return Ok((true, end - at));
+        }
+        let (status, _) = chain.status(self.ring, at, left.min(end - at)).await?;
+        Ok((status.zero, status.len.max(1)))
+    }
+
+    async fn compare(self, at: u64, len: u64) -> Result<(), Errno> {
+        use ringdisk_qcow2::Below;
+        let (old, new) = (buffer(len), buffer(len));
+        self.old.read(self.ring, at, &old).await?;
+        self.new.read(self.ring, at, &new).await?;
+        if equal(&old, &new) {
+            return Ok(());
+        }
+        if old.is_zero() {
+            return self.disk.write_zeroes(self.ring, at, len, true).await;
+        }
+        let mut done = 0;
+        while done < old.len() {
+            let rest = old.slice(done..old.len());
+            match self.disk.write(self.ring, at + done as u64, &rest).await? {
+                0 => return Err(Errno::IO),
+                written => done += written,
+            }
+        }
+        Ok(())
+    }
+}
