@@ -69,8 +69,13 @@ impl Entry {
 
     /// Bytes in the directory.
     fn len(&self) -> usize {
-        (ENTRY_BYTES_MIN + self.extra.len() + self.name.len()).next_multiple_of(8)
+        entry_bytes(self.extra.len() + self.name.len())
     }
+}
+
+/// Bytes of an entry with so many bytes of extra data and name.
+pub(crate) fn entry_bytes(body_len: usize) -> usize {
+    (ENTRY_BYTES_MIN + body_len).next_multiple_of(8)
 }
 
 /// Reads all entries.

@@ -42,6 +42,11 @@ pub(crate) async fn read(
     Ok(entries.iter().map(listed).collect())
 }
 
+/// Bytes in the directory of a bitmap whose name has `name_len` bytes.
+pub(crate) fn entry_bytes(name_len: usize) -> u64 {
+    directory::entry_bytes(name_len) as u64
+}
+
 /// What a list says about one bitmap.
 fn listed(entry: &directory::Entry) -> Bitmap {
     Bitmap {

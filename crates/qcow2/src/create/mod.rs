@@ -97,6 +97,14 @@ pub fn check_options(file: &str, options: &CreateOptions) -> Result<u64, Error> 
     prepare_header(file, options, &plan).map(|_| plan.size)
 }
 
+/// Checks cluster size, refcount width, version and extended L2 only: what sizes depend on.
+///
+/// Errors: `InvalidRequest`.
+pub(crate) fn check_layout(file: &str, options: &CreateOptions) -> Result<(), Error> {
+    plan::check_layout(options)
+        .map_err(|(reason, advice)| Error::new(ErrorKind::InvalidRequest, file, reason, advice))
+}
+
 /// Makes a new image in `file`, whose content is lost. A regular file gets the length that it
 /// needs; on a block device the data starts out as zeroes too.
 ///

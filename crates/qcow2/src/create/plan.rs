@@ -184,10 +184,11 @@ impl Plan {
     }
 }
 
+/// Reason and advice.
 type Refusal = (String, &'static str);
 
-/// What may go together. The words follow `qemu-img`.
-fn check_features(options: &CreateOptions) -> Result<(), Refusal> {
+/// The sizes that everything else follows from. The words follow `qemu-img`.
+pub(super) fn check_layout(options: &CreateOptions) -> Result<(), Refusal> {
     let CreateOptions { cluster_size, refcount_bits, version, .. } = *options;
     let range = 1 << CLUSTER_BITS_MIN..=1u64 << CLUSTER_BITS_MAX;
     if !cluster_size.is_power_of_two() || !range.contains(&cluster_size) {
@@ -208,26 +209,35 @@ fn check_features(options: &CreateOptions) -> Result<(), Refusal> {
             "use compat=1.1 (version 3) or compat=0.10 (version 2)",
         ));
     }
-    let needs_v3 = [
-        (refcount_bits != 16, "a refcount_bits other than 16"),
-        (options.lazy_refcounts, "lazy_refcounts"),
-        (options.extended_l2, "extended_l2"),
-        (options.compression != CompressionType::Zlib, "a compression_type other than zlib"),
-        (options.data_file.is_some(), "an external data file"),
-    ];
-    if version < 3
-        && let Some((_, what)) = needs_v3.iter().find(|(asked, _)| *asked)
-    {
-        return Err((
-            format!("{what} needs compatibility level 1.1 or above"),
-            "leave it out, or use compat=1.1",
-        ));
+    if version < 3 && refcount_bits != 16 {
+        return Err(needs_v3("a refcount_bits other than 16"));
     }
     if options.extended_l2 && cluster_size < 1 << EXTENDED_L2_CLUSTER_BITS_MIN {
         return Err((
             format!("extended_l2 needs clusters of at least 16384 bytes, not {cluster_size}"),
             "use larger clusters (option cluster_size)",
         ));
+    }
+    Ok(())
+}
+
+fn needs_v3(what: &str) -> Refusal {
+    (format!("{what} needs compatibility level 1.1 or above"), "leave it out, or use compat=1.1")
+}
+
+/// What may go together.
+fn check_features(options: &CreateOptions) -> Result<(), Refusal> {
+    check_layout(options)?;
+    let newer = [
+        (options.lazy_refcounts, "lazy_refcounts"),
+        (options.extended_l2, "extended_l2"),
+        (options.compression != CompressionType::Zlib, "a compression_type other than zlib"),
+        (options.data_file.is_some(), "an external data file"),
+    ];
+    if options.version < 3
+        && let Some((_, what)) = newer.iter().find(|(asked, _)| *asked)
+    {
+        return Err(needs_v3(what));
     }
     if options.data_file_raw && options.data_file.is_none() {
         return Err(("data_file_raw needs data_file".into(), "name the data file"));
