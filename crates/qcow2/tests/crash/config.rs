@@ -19,6 +19,8 @@ pub(crate) enum Between {
     Snapshots,
     /// The disk grows and shrinks.
     Resize,
+    /// Both.
+    Both,
 }
 
 /// What a test wants of its runs.
@@ -67,11 +69,17 @@ impl Config {
             8 => 13,
             _ => 16,
         };
-        let snapshots = wanted.between == Some(Between::Snapshots);
+        let snapshots = matches!(wanted.between, Some(Between::Snapshots | Between::Both));
         let refcount_order = match (version, prng.below(8)) {
             (2, _) => 4,
             (_, 0) if !snapshots && !wanted.compressed => 0,
-            (_, 1) => 1,
+            (_, 1) => {
+                if snapshots {
+                    2
+                } else {
+                    1
+                }
+            }
             (_, 2) => 3,
             (_, 3) => 6,
             (_, 4) => 5,

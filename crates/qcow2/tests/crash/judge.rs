@@ -98,7 +98,7 @@ impl Judge {
         let base = Base(config.below);
         let mut wrong = Vec::new();
         let runtime = &mut self.runtime;
-        for world in case.worlds.iter() {
+        for world in &case.expected.worlds {
             if guest.size != world.size() || image.virtual_size() != world.size() {
                 wrong.push(format!("size {}, {}", guest.size, world.size()));
                 continue;
@@ -126,8 +126,12 @@ impl Judge {
 
     /// Snapshots that are there must be what they were.
     fn snapshots(&mut self, case: &Case, layout: &Layout) -> Result<(), String> {
+        let found = |name: &&String| layout.snapshots.iter().any(|s| s.name == **name);
+        if let Some(missing) = case.expected.required.iter().find(|name| !found(name)) {
+            return Err(format!("the snapshot {missing:?} is gone"));
+        }
         for snapshot in &layout.snapshots {
-            let Some(world) = case.snapshots.get(&snapshot.name) else {
+            let Some(world) = case.expected.snapshots.get(&snapshot.name) else {
                 return Err(format!("a snapshot {:?} from nowhere", snapshot.name));
             };
             let guest = Guest::snapshot(&case.file, snapshot)?;

@@ -82,12 +82,12 @@ fn run(judge: &mut Judge, name: &str, config: Config) {
 
 #[test]
 fn any_client() {
-    simulate("any_client", 30, Wanted::default());
+    simulate("any_client", 25, Wanted::default());
 }
 
 #[test]
 fn over_a_backing_file() {
-    simulate("over_a_backing_file", 15, Wanted { backing: true, ..Wanted::default() });
+    simulate("over_a_backing_file", 10, Wanted { backing: true, ..Wanted::default() });
 }
 
 #[test]
@@ -100,6 +100,29 @@ fn with_compressed_clusters() {
 fn opened_again_and_again() {
     let wanted = Wanted { between: Some(Between::Reopen), ..Wanted::default() };
     simulate("opened_again_and_again", 10, wanted);
+}
+
+#[test]
+fn with_snapshots() {
+    let between = Some(Between::Snapshots);
+    simulate("with_snapshots", 10, Wanted { between, ..Wanted::default() });
+}
+
+#[test]
+fn with_resizes() {
+    let between = Some(Between::Resize);
+    simulate("with_resizes", 5, Wanted { between, backing: true, ..Wanted::default() });
+}
+
+#[test]
+fn with_snapshots_and_resizes_over_a_backing_file() {
+    let wanted = Wanted {
+        between: Some(Between::Both),
+        backing: true,
+        compressed: true,
+        ..Wanted::default()
+    };
+    simulate("with_snapshots_and_resizes_over_a_backing_file", 10, wanted);
 }
 
 #[test]

@@ -5,7 +5,7 @@
 //! can differ from one time to the next.)
 
 use std::cell::{Cell, RefCell};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::future::Future;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use ringdisk_testkit::oracle::Oracle;
 use ringdisk_testkit::sim::{Fault, Prng, SimStorage, When};
 
 use crate::client::{Client, Shore};
-use crate::config::{Between, Config, index};
+use crate::config::{Config, index};
 use crate::live::{Base, Shared, open};
 use crate::mutation::Barrier;
 
@@ -34,16 +34,24 @@ const PATIENCE: u32 = 3000;
 pub(crate) struct Case {
     pub(crate) file: SimStorage,
     pub(crate) data: Option<SimStorage>,
-    /// What the disk may be: one of these.
-    pub(crate) worlds: Rc<Vec<Oracle>>,
-    /// Snapshots that may exist, with their content.
-    pub(crate) snapshots: Rc<BTreeMap<String, Oracle>>,
+    pub(crate) expected: Rc<Expected>,
     /// When it was taken.
     pub(crate) label: String,
     /// The barrier that is missing.
     pub(crate) barrier: Option<Barrier>,
     /// Nothing was lost and the image was closed: it must have no leaks.
     pub(crate) closed: bool,
+}
+
+/// What may be in a state.
+#[derive(Debug)]
+pub(crate) struct Expected {
+    /// What the disk may be: one of these.
+    pub(crate) worlds: Vec<Oracle>,
+    /// Snapshots that may exist, with their content.
+    pub(crate) snapshots: BTreeMap<String, Oracle>,
+    /// Those of them that must exist.
+    pub(crate) required: BTreeSet<String>,
 }
 
 /// Which states a run collects.
@@ -63,6 +71,8 @@ pub(crate) struct World {
     pub(crate) data: Option<SimStorage>,
     pub(crate) shore: Rc<Shore>,
     pub(crate) snapshots: BTreeMap<String, Oracle>,
+    /// Those that must exist.
+    pub(crate) required: BTreeSet<String>,
     pub(crate) cases: Vec<Case>,
     /// Other worlds that a power cut may lead to: while a change of everything is under way.
     pub(crate) also: Vec<Oracle>,
@@ -85,6 +95,7 @@ impl World {
             data,
             shore: Shore::new(oracle, false),
             snapshots: BTreeMap::new(),
+            required: BTreeSet::new(),
             cases: Vec::new(),
             also: Vec::new(),
             prng: Prng::new(seed),
@@ -110,7 +121,7 @@ impl World {
             let image = self.open().await?;
             self.stream(&image).await?;
             self.close(image).await?;
-            if stream + 1 < self.config.streams && self.config.between != Between::Reopen {
+            if stream + 1 < self.config.streams {
                 self.between().await?;
             }
         }
@@ -152,15 +163,7 @@ impl World {
         result.map_err(|errno| format!("close: {errno}"))?;
         drop(image);
         self.shore.oracle.borrow_mut().settle();
-        if self.taken == Taken::Honest {
-            self.add_case(
-                self.file.fork(1),
-                self.data.as_ref().map(|d| d.fork(1)),
-                "closed".into(),
-            );
-            self.cases.last_mut().expect("just added").closed = true;
-            self.cut("after close");
-        }
+        self.closed("stream");
         Ok(())
     }
 
@@ -227,10 +230,7 @@ impl World {
     /// The power fails: some of the states that this may leave.
     pub(crate) fn cut(&mut self, label: &str) {
         self.cuts += 1;
-        let worlds: Vec<Oracle> =
-            [vec![self.shore.oracle.borrow().clone()], self.also.clone()].concat();
-        let worlds = Rc::new(worlds);
-        let snapshots = Rc::new(self.snapshots.clone());
+        let expected = self.expected();
         let layout = Layout::of(&self.file);
         let lost = match self.taken {
             Taken::Honest => None,
@@ -249,25 +249,34 @@ impl World {
                 }),
             };
             let Some(file) = file else { return };
-            let (worlds, snapshots, barrier) = (worlds.clone(), snapshots.clone(), lost.clone());
-            let closed = false;
-            self.cases.push(Case { file, data, worlds, snapshots, label, barrier, closed });
+            let (expected, barrier) = (expected.clone(), lost.clone());
+            self.cases.push(Case { file, data, expected, label, barrier, closed: false });
         }
     }
 
-    fn add_case(&mut self, file: SimStorage, data: Option<SimStorage>, label: String) {
-        let worlds = Rc::new(vec![self.shore.oracle.borrow().clone()]);
-        let snapshots = Rc::new(self.snapshots.clone());
-        let label = format!("{label}, stream {}", self.stream);
+    fn expected(&self) -> Rc<Expected> {
+        let now = self.shore.oracle.borrow().clone();
+        Rc::new(Expected {
+            worlds: [vec![now], self.also.clone()].concat(),
+            snapshots: self.snapshots.clone(),
+            required: self.required.clone(),
+        })
+    }
+
+    /// The image was closed: everything is there, also without a power cut.
+    fn closed(&mut self, label: &str) {
+        if self.taken == Taken::WithoutLastFlush {
+            return;
+        }
         self.cases.push(Case {
-            file,
-            data,
-            worlds,
-            snapshots,
-            label,
+            file: self.file.fork(1),
+            data: self.data.as_ref().map(|data| data.fork(1)),
+            expected: self.expected(),
+            label: format!("closed after {label}, stream {}", self.stream),
             barrier: None,
-            closed: false,
+            closed: true,
         });
+        self.cut(label);
     }
 
     /// Opens, changes the whole image with `change`, and closes.
@@ -291,16 +300,7 @@ impl World {
         self.also.clear();
         result.map_err(|error| format!("{label}: {error}"))?;
         *self.shore.oracle.borrow_mut() = after;
-        self.cut(label);
+        self.closed(label);
         Ok(())
-    }
-
-    /// What happens between two streams.
-    async fn between(&mut self) -> Result<(), String> {
-        match self.config.between {
-            Between::Nothing | Between::Reopen => Ok(()),
-            Between::Snapshots => self.snapshots_between().await,
-            Between::Resize => self.resize_between().await,
-        }
     }
 }

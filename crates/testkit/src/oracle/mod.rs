@@ -249,10 +249,10 @@ impl Oracle {
     pub fn resize(&mut self, size: u64) {
         let (old, begin) = (self.size, self.tick());
         self.size = size;
+        self.below.len = self.below.len.min(size).min(old);
         if size < old {
             self.sectors.split_off(&size.div_ceil(SECTOR));
             self.unsettled.split_off(&size.div_ceil(SECTOR));
-            self.below.len = self.below.len.min(size);
         }
         // The rest of the last sector.
         if size < old && !size.is_multiple_of(SECTOR) && self.sectors.contains_key(&(size / SECTOR))
@@ -269,6 +269,24 @@ impl Oracle {
                 part,
             };
             self.versions(size / SECTOR).push(zero);
+        }
+    }
+
+    /// Judges these bytes too, although nobody writes there.
+    pub fn watch(&mut self, range: Range<u64>) {
+        for sector in range.start / SECTOR..range.end.div_ceil(SECTOR) {
+            self.versions(sector);
+        }
+    }
+
+    /// The disk becomes what it was when `then`, a copy of this oracle, was made and settled.
+    #[must_use]
+    pub fn restored(&self, then: &Oracle) -> Oracle {
+        Oracle {
+            clock: self.clock,
+            operations: self.operations,
+            reads: self.reads.clone(),
+            ..then.clone()
         }
     }
 
