@@ -18,6 +18,7 @@ mod log;
 mod made;
 mod new_image;
 mod notify;
+mod offline;
 mod pidfile;
 mod report;
 mod serve;
@@ -51,6 +52,10 @@ fn run() -> u8 {
             Err(error) => return usage(&error),
         },
         Command::Check(args) => commands::check::run(args),
+        Command::Bitmap(args) => match args.works() {
+            Ok(works) => commands::bitmap::run(args, works).map(|()| Exit::Clean.code()),
+            Err(error) => return usage(&error),
+        },
         other => plain(other).map(|()| Exit::Clean.code()),
     };
     match result {
@@ -74,15 +79,14 @@ fn plain(command: &Command) -> Result<(), Failure> {
         Command::Map(args) => commands::map::run(args),
         Command::Ctl(args) => commands::ctl::run(args),
         Command::Create(args) => commands::create::run(args),
-        Command::Check(_) => Ok(()),
-        Command::Resize(_)
-        | Command::Snapshot(_)
-        | Command::Commit(_)
-        | Command::Rebase(_)
-        | Command::Convert(_)
-        | Command::Compare(_)
-        | Command::Measure(_)
-        | Command::Bitmap(_) => Err(Failure::new(Exit::Unsupported, "not in this version yet")),
+        Command::Check(_) | Command::Bitmap(_) => Ok(()),
+        Command::Snapshot(args) => commands::snapshot::run(args),
+        Command::Resize(args) => commands::resize::run(args),
+        Command::Commit(args) => commands::commit::run(args),
+        Command::Rebase(args) => commands::rebase::run(args),
+        Command::Measure(args) => commands::measure::run(args),
+        Command::Convert(_)
+        | Command::Compare(_) => Err(Failure::new(Exit::Unsupported, "not in this version yet")),
         Command::Completions(args) => commands::completions::run(args),
         Command::Man(args) => commands::man::run(args),
     }

@@ -226,8 +226,7 @@ impl From<ringdisk_disk::Error> for Failure {
         let exit = match error.kind() {
             ErrorKind::PermissionDenied | ErrorKind::NotAllowed => Exit::Permission,
             ErrorKind::Unsupported => Exit::Unsupported,
-            ErrorKind::Locked => Exit::Locked,
-            ErrorKind::Invalid => Exit::Image,
+            ErrorKind::Locked | ErrorKind::Busy => Exit::Locked,
             _ => Exit::Image,
         };
         Failure::caused(exit, &error)

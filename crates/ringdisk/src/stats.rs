@@ -3,13 +3,16 @@
 //! Promises: pure formatting; nothing is divided by zero, so a mount that served nothing has
 //! numbers too.
 
-use std::fmt;
+use std::fmt::{self, Write as _};
+use std::sync::Arc;
 use std::time::Duration;
 
+use ringdisk_disk::{Format, Layer};
 use ringdisk_fuse::{Histogram, QueueStats, Stats};
 use serde_json::{Value, json};
 
 use crate::size::{human_size, human_time};
+use crate::terminal::visible;
 
 /// What a mount did since it was ready.
 #[derive(Clone, Debug, Default)]
@@ -100,6 +103,46 @@ fn queue_json(queue: &QueueStats) -> Value {
             "eagain": queue.eagain,
         },
     })
+}
+
+/// What is known about a layer, for programs.
+pub(crate) fn layer_json(layer: &Layer) -> Value {
+    let cache = layer.qcow2().map(|image| {
+        let counters = image.cache_counters();
+        json!({
+            "loads": counters.loads,
+            "evictions": counters.evictions,
+            "dirty": counters.dirty,
+            "capacity-bytes": counters.capacity_bytes,
+        })
+    });
+    json!({
+        "filename": layer.name().to_string_lossy(),
+        "format": layer.format().map(Format::name),
+        "size": layer.size(),
+        "metadata-cache": cache,
+    })
+}
+
+impl Report {
+    /// The text, with what the metadata caches did.
+    pub(crate) fn with_layers(&self, layers: &[Arc<Layer>]) -> String {
+        let mut text = self.to_string();
+        for layer in layers {
+            let Some(image) = layer.qcow2() else { continue };
+            let counters = image.cache_counters();
+            let _ = write!(
+                text,
+                "\n  metadata {}: {} tables loaded, {} pushed out, {} to be written, {} at most",
+                visible(&layer.name().to_string_lossy()),
+                counters.loads,
+                counters.evictions,
+                counters.dirty,
+                human_size(counters.capacity_bytes),
+            );
+        }
+        text
+    }
 }
 
 impl fmt::Display for Report {

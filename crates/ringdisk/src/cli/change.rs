@@ -271,14 +271,6 @@ pub(crate) struct RebaseArgs {
     #[arg(short = 'u', long)]
     pub(crate) backing_unsafe: bool,
 
-    /// Compress what is copied
-    #[arg(short, long)]
-    pub(crate) compress: bool,
-
-    /// Open the backing files although another program is writing to them
-    #[arg(short = 'U', long)]
-    pub(crate) force_share: bool,
-
     #[command(flatten)]
     pub(crate) show: ProgressArgs,
 

@@ -164,10 +164,6 @@ pub(crate) struct MeasureArgs {
     #[arg(short, long, value_parser = format_parser())]
     pub(crate) format: Option<Format>,
 
-    /// Measure a copy of this snapshot inside FILE
-    #[arg(short = 'l', long, value_name = "SNAPSHOT", requires = "file", value_parser = parse_existing)]
-    pub(crate) snapshot: Option<String>,
-
     /// Format of the new image
     #[arg(short = 'O', long, value_name = "FORMAT", value_parser = format_parser(), default_value = "raw")]
     pub(crate) target_format: Format,

@@ -27,10 +27,10 @@ pub(crate) use bitmap::{BitmapArgs, BitmapWork};
 pub(crate) use change::{CheckArgs, CommitArgs, RebaseArgs, RepairWord, ResizeArgs, SnapshotArgs};
 pub(crate) use change::{CreateArgs, SnapshotWork};
 pub(crate) use copy::{CompareArgs, ConvertArgs, MeasureArgs};
-pub(crate) use ctl::{CtlArgs, CtlCommand, SnapshotTarget};
-pub(crate) use look::{InfoArgs, LookArgs, MapArgs, OutputArgs, PoolArgs};
+pub(crate) use ctl::{CtlArgs, CtlCommand};
+pub(crate) use look::{InfoArgs, LookArgs, MapArgs, PoolArgs};
 pub(crate) use mount::{MountArgs, MountPaths, Threads, UmountArgs};
-pub(crate) use words::{CacheSize, DetectZeroesWord, DiscardWord, PreallocationWord};
+pub(crate) use words::{DetectZeroesWord, DiscardWord, PreallocationWord};
 
 const ROOT_ABOUT: &str = "Serves a disk image, in place, as an ordinary file";
 

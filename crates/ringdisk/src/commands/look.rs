@@ -8,7 +8,7 @@ use ringdisk_disk::{Disk, Format, ImageOptions, Source};
 use ringdisk_ring::{Config, IoBuf, Ring, Runtime};
 use ringdisk_storage::Storage;
 
-use crate::cli::LookArgs;
+use crate::cli::{LookArgs, PoolArgs};
 use crate::report::{Exit, Failure};
 
 /// Submission entries of a ring that only looks: tables are read one by one or in small batches.
@@ -33,16 +33,46 @@ pub(crate) fn runtime() -> Result<Runtime, Failure> {
 ///
 /// Errors: those of [`Disk::open`].
 pub(crate) fn open(runtime: &mut Runtime, args: &LookArgs) -> Result<Arc<Disk>, Failure> {
+    open_for_reading(runtime, &args.image, args.format, args.force_share, &args.pool)
+}
+
+/// The same for commands with other words.
+///
+/// Errors: those of [`Disk::open`].
+pub(crate) fn open_for_reading(
+    runtime: &mut Runtime,
+    image: &Path,
+    format: Option<Format>,
+    force_share: bool,
+    pool: &PoolArgs,
+) -> Result<Arc<Disk>, Failure> {
     let options = ImageOptions {
-        format: args.format,
+        format,
         read_only: true,
-        allow_paths: args.pool.allow_path.clone(),
-        force_share: args.force_share,
+        allow_paths: pool.allow_path.clone(),
+        force_share,
         ..ImageOptions::default()
     };
     let ring = runtime.ring().clone();
-    let source = Source::Path(args.image.clone());
-    Ok(runtime.block_on(Disk::open(&ring, source, &options))?)
+    Ok(runtime.block_on(Disk::open(&ring, Source::Path(image.to_owned()), &options))?)
+}
+
+/// Closes a disk that was open for writing, however the work on it went.
+///
+/// Errors: that of the work; the image could not be written to the end.
+pub(crate) fn close<T>(
+    runtime: &mut Runtime,
+    disk: &Arc<Disk>,
+    file: &Path,
+    result: Result<T, Failure>,
+) -> Result<T, Failure> {
+    let ring = runtime.ring().clone();
+    let closed = runtime.block_on(disk.close(&ring)).map_err(|errno| {
+        let doing = format!("cannot write '{}' to the end", file.display());
+        Failure::system(doing, &errno.into(), Exit::Storage)
+    });
+    let value = result?;
+    closed.map(|()| value)
 }
 
 /// The format of an image by its first bytes.

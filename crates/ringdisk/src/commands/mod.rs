@@ -1,6 +1,8 @@
 //! One file for each command.
 
+pub(crate) mod bitmap;
 pub(crate) mod check;
+pub(crate) mod commit;
 pub(crate) mod completions;
 pub(crate) mod create;
 pub(crate) mod ctl;
@@ -8,6 +10,10 @@ pub(crate) mod info;
 pub(crate) mod look;
 pub(crate) mod man;
 pub(crate) mod map;
+pub(crate) mod measure;
 pub(crate) mod mount;
 pub(crate) mod output;
+pub(crate) mod rebase;
+pub(crate) mod resize;
+pub(crate) mod snapshot;
 pub(crate) mod umount;

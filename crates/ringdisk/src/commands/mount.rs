@@ -10,13 +10,13 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ringdisk_disk::{
-    Cache, Disk, Error, ErrorKind, Format, ImageOptions, NullOptions, Source,
+    Cache, DetectZeroes, Discard, Disk, Error, ErrorKind, Format, ImageOptions, NullOptions, Source,
 };
 use ringdisk_fuse::mount::table::MountEntry;
 use ringdisk_fuse::mount::{Unmount, mountpoint, table, unmount};
 
 use crate::alive;
-use crate::cli::{MountArgs, MountPaths};
+use crate::cli::{DetectZeroesWord, DiscardWord, MountArgs, MountPaths};
 use crate::commands::look;
 use crate::control::mount::MountControl;
 use crate::control::place;
@@ -28,7 +28,7 @@ use crate::new_image::{Described, NewImage, check_new_name};
 use crate::notify::Notify;
 use crate::pidfile::Pidfile;
 use crate::report::{Exit, Failure};
-use crate::serve::{Handle, Options, Served};
+use crate::serve::{Options, Served};
 use crate::signals::{Actions, Phase, Watcher};
 use crate::size::human_size;
 use crate::terminal::{self, bold, shell_word};
@@ -100,10 +100,11 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
     let handle = served.handle();
     let for_control = handle.clone();
     let told = Arc::clone(&notify);
-    let control = control(&plan, &disk, &handle, move || {
+    let commands = Arc::new(MountControl::new(Arc::clone(&disk), handle.clone(), move || {
         told.stopping("stopping on request");
         for_control.stop();
-    });
+    }));
+    let control = control(&plan, &commands);
     let ready = plan.ready_line(&disk);
     if background.is_some() || !terminal::is_interactive() {
         terminal::say(format_args!("{}: {ready}", terminal::NAME));
@@ -120,6 +121,7 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
     let actions = Actions {
         stop: Box::new(move |signal| {
             told.stopping(&format!("stopping on {signal}"));
+            commands.cancel();
             for_stop.stop();
         }),
         print: Box::new(move || terminal::say_error(for_print.stats())),
@@ -173,18 +175,13 @@ fn new_image(args: &MountArgs) -> Result<Option<(NewImage, u64)>, Failure> {
 }
 
 /// Makes the control socket. Without one the mount serves all the same.
-fn control(
-    plan: &Plan<'_>,
-    disk: &Arc<Disk>,
-    handle: &Handle,
-    stop: impl Fn() + Send + Sync + 'static,
-) -> Option<Server> {
+fn control(plan: &Plan<'_>, commands: &Arc<MountControl>) -> Option<Server> {
     let start = || -> Result<Server, Failure> {
         let mount = table::at(&plan.mountpoint)?.filter(MountEntry::is_ours);
         let mount = mount.ok_or_else(|| Failure::new(Exit::Mountpoint, "the mount is gone"))?;
-        let commands = Arc::new(MountControl::new(Arc::clone(disk), handle.clone(), stop));
         let cannot = |error| Failure::system("no control socket", &error, Exit::General);
-        Server::start(place::listen(mount.device).map_err(cannot)?, commands).map_err(cannot)
+        let listening = place::listen(mount.device).map_err(cannot)?;
+        Server::start(listening, Arc::clone(commands)).map_err(cannot)
     };
     match start() {
         Ok(server) => Some(server),
@@ -271,6 +268,20 @@ impl<'a> Plan<'a> {
             raw_size: args.size,
             allow_paths: args.allow_path.clone(),
             force_share: args.force_share,
+            metadata_cache_bytes: args.metadata_cache.bytes(),
+            discard: match args.discard {
+                DiscardWord::Ignore => Discard::Ignore,
+                DiscardWord::Unmap => Discard::Unmap,
+            },
+            discard_no_unref: args.discard_no_unref,
+            detect_zeroes: match args.detect_zeroes {
+                DetectZeroesWord::Off => DetectZeroes::Off,
+                DetectZeroesWord::On => DetectZeroes::On,
+                DetectZeroesWord::Unmap => DetectZeroes::Unmap,
+            },
+            lazy_refcounts: args.lazy_refcounts,
+            temporary: args.snapshot,
+            overlay: args.overlay.clone(),
             ..ImageOptions::default()
         };
         let mut result = open(image, &options)?;

@@ -1,27 +1,36 @@
 //! What the control socket of a mount does.
 //!
 //! Promises: commands that change the disk run one at a time; a second one is told so. The clients
-//! of the disk go on meanwhile, except where the disk itself has to stop them.
+//! of the disk go on meanwhile, except where the disk itself has to stop them. A stop of the mount
+//! cancels what is under way.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use ringdisk_disk::{Disk, Progress};
+use ringdisk_disk::{
+    CommitOptions, Disk, Layer, OverlayOptions, Progress, ResizeOptions, SnapshotChange,
+};
+use ringdisk_qcow2::Preallocation;
 use ringdisk_ring::Ring;
 use serde_json::{Value, json};
 
-use crate::control::protocol::{Command, NewSize, Refusal, Request, Resize};
+use crate::control::protocol::{Command, Commit, NewSize, Refusal, Request, Resize, Snapshot};
 use crate::control::server::Commands;
+use crate::new_image::check_new_name;
 use crate::report::{Exit, Failure};
 use crate::serve::Handle;
 use crate::size::SizeChange;
+use crate::stats::layer_json;
+use crate::terminal::visible;
 
 /// A mount under control.
 pub(crate) struct MountControl {
     disk: Arc<Disk>,
     handle: Handle,
-    changing: AtomicBool,
-    /// The stop that signals ask for too.
+    /// The command that changes the disk now.
+    changing: Mutex<Option<Arc<Progress>>>,
+    /// Asks for a clean stop, as signals do; returns at once.
     stop: Box<dyn Fn() + Send + Sync>,
 }
 
@@ -32,15 +41,45 @@ impl MountControl {
         handle: Handle,
         stop: impl Fn() + Send + Sync + 'static,
     ) -> MountControl {
-        MountControl { disk, handle, changing: AtomicBool::new(false), stop: Box::new(stop) }
+        MountControl { disk, handle, changing: Mutex::new(None), stop: Box::new(stop) }
+    }
+
+    /// Cancels what is under way. Any thread.
+    pub(crate) fn cancel(&self) {
+        if let Some(progress) = &*self.changing() {
+            progress.cancel();
+        }
+    }
+
+    /// What changes the disk; a panic elsewhere leaves it valid, so poison is ignored.
+    fn changing(&self) -> MutexGuard<'_, Option<Arc<Progress>>> {
+        self.changing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Errors: another command changes the disk.
+    fn change(&self, progress: &Arc<Progress>) -> Result<Changing<'_>, Failure> {
+        let mut changing = self.changing();
+        if changing.is_some() {
+            return Err(Failure::new(Exit::Locked, "another command is changing the disk")
+                .hint("wait until it is done"));
+        }
+        *changing = Some(Arc::clone(progress));
+        Ok(Changing(self))
     }
 
     fn stats(&self) -> Value {
         let report = self.handle.stats();
         let mut value = report.to_json();
+        let layers = self.disk.layers();
         if let Value::Object(object) = &mut value {
             object.insert(String::from("size"), json!(self.disk.size()));
-            object.insert(String::from("text"), json!(report.to_string()));
+            object.insert(String::from("read-only"), json!(self.disk.is_read_only()));
+            object.insert(String::from("fault"), json!(self.disk.fault()));
+            object.insert(
+                String::from("layers"),
+                layers.iter().map(|layer| layer_json(layer)).collect(),
+            );
+            object.insert(String::from("text"), json!(report.with_layers(&layers)));
         }
         value
     }
@@ -52,40 +91,89 @@ impl MountControl {
             NewSize::Grow(by) => SizeChange::Grow(by),
             NewSize::Shrink(by) => SizeChange::Shrink(by),
         };
-        let size = change.apply(old).map_err(|text| Failure::new(Exit::Usage, text))?;
-        if size < old && !wanted.shrink {
-            return Err(Failure::new(
-                Exit::Usage,
-                format!("the disk has {old} bytes; what is behind {size} would be lost"),
-            )
-            .hint("add --shrink if that is meant"));
-        }
-        if !self.disk.can_resize() {
-            return Err(Failure::new(Exit::Unsupported, "this disk cannot change its size"));
-        }
-        self.disk.resize(ring, size).await.map_err(|errno| {
-            Failure::system("cannot change the size", &errno.into(), Exit::Storage)
-        })?;
+        let usage = |text: String| Failure::new(Exit::Usage, text);
+        let size = change.apply(old).map_err(usage)?;
+        let preallocation = match wanted.preallocation.as_deref() {
+            None | Some("off") => Preallocation::Off,
+            Some("metadata") => Preallocation::Metadata,
+            Some("falloc") => Preallocation::Falloc,
+            Some("full") => Preallocation::Full,
+            Some(other) => return Err(usage(format!("no such preallocation: '{}'", visible(other)))),
+        };
+        let options = ResizeOptions { shrink: wanted.shrink, preallocation };
+        self.disk.resize_with(ring, size, options).await?;
         Ok(json!({ "old-size": old, "size": self.disk.size() }))
     }
+
+    async fn snapshot(&self, ring: &Ring, wanted: &Snapshot) -> Result<Value, Failure> {
+        match (&wanted.file, &wanted.internal) {
+            (Some(file), None) => {
+                check_new_name(Path::new(file))?;
+                self.disk.add_overlay(ring, file, OverlayOptions::default()).await?;
+                let text = format!("Further writes go to '{}'.", visible(file));
+                Ok(json!({ "file": file, "text": text }))
+            }
+            (None, Some(name)) => {
+                self.disk.snapshot(ring, SnapshotChange::Create(name.clone())).await?;
+                let text = format!("The image holds the snapshot '{}' now.", visible(name));
+                Ok(json!({ "internal": name, "text": text }))
+            }
+            _ => Err(Failure::new(Exit::Usage, "give either 'file' or 'internal'")),
+        }
+    }
+
+    async fn commit(
+        &self,
+        ring: &Ring,
+        wanted: &Commit,
+        progress: &Arc<Progress>,
+    ) -> Result<Value, Failure> {
+        let layers = self.disk.layers();
+        let find = |name: &Option<String>, otherwise: usize| match name {
+            None => Ok(otherwise),
+            Some(name) => find(&layers, Path::new(name)),
+        };
+        let top = find(&wanted.top, 0)?;
+        let base = find(&wanted.base, top + 1)?;
+        if base >= layers.len() {
+            return Err(Failure::new(Exit::Usage, "there is no image below to write into"));
+        }
+        if base <= top {
+            return Err(Failure::new(Exit::Usage, "the base must be below the top"));
+        }
+        self.disk.commit(ring, CommitOptions { top, base, keep_top: false }, progress).await?;
+        let left: Vec<String> =
+            self.disk.layers().iter().map(|layer| layer.name().display().to_string()).collect();
+        Ok(json!({ "chain": left }))
+    }
+}
+
+/// The place of an image in the chain.
+///
+/// * `name`: an absolute path.
+fn find(layers: &[Arc<Layer>], name: &Path) -> Result<usize, Failure> {
+    let id = name.metadata().map(|meta| (meta.dev(), meta.ino())).ok();
+    let is_it = |layer: &Arc<Layer>| {
+        let file = layer.file().and_then(|file| file.identity());
+        file.is_some() && file == id
+    };
+    layers.iter().position(is_it).ok_or_else(|| {
+        let names: Vec<String> =
+            layers.iter().map(|layer| format!("'{}'", layer.name().display())).collect();
+        Failure::new(
+            Exit::Usage,
+            format!("'{}' is not in the chain of the disk", visible(&name.to_string_lossy())),
+        )
+        .hint(format!("the chain is {}", names.join(", ")))
+    })
 }
 
 /// Held while a command changes the disk.
-struct Changing<'a>(&'a AtomicBool);
+struct Changing<'a>(&'a MountControl);
 
 impl Drop for Changing<'_> {
     fn drop(&mut self) {
-        self.0.store(false, Ordering::Release);
-    }
-}
-
-impl MountControl {
-    fn change(&self) -> Result<Changing<'_>, Failure> {
-        if self.changing.swap(true, Ordering::AcqRel) {
-            return Err(Failure::new(Exit::Locked, "another command is changing the disk")
-                .hint("wait until it is done"));
-        }
-        Ok(Changing(&self.changing))
+        *self.0.changing() = None;
     }
 }
 
@@ -94,20 +182,26 @@ impl Commands for MountControl {
         &self,
         ring: &Ring,
         request: &Request,
-        _progress: &Progress,
+        progress: &Arc<Progress>,
     ) -> Result<Value, Refusal> {
         match Command::read(request)? {
             Command::Stats => Ok(self.stats()),
             Command::Stop => {
+                self.cancel();
                 (self.stop)();
                 Ok(json!({}))
             }
             Command::Resize(wanted) => {
-                let _changing = self.change()?;
+                let _changing = self.change(progress)?;
                 Ok(self.resize(ring, &wanted).await?)
             }
-            Command::Snapshot(_) | Command::Commit(_) => {
-                Err(Failure::new(Exit::Unsupported, "this version cannot do that yet").into())
+            Command::Snapshot(wanted) => {
+                let _changing = self.change(progress)?;
+                Ok(self.snapshot(ring, &wanted).await?)
+            }
+            Command::Commit(wanted) => {
+                let _changing = self.change(progress)?;
+                Ok(self.commit(ring, &wanted, progress).await?)
             }
         }
     }

@@ -56,7 +56,7 @@ pub(crate) trait Commands: Send + Sync + 'static {
         &self,
         ring: &Ring,
         request: &Request,
-        progress: &Progress,
+        progress: &Arc<Progress>,
     ) -> impl Future<Output = Result<Value, Refusal>>;
 }
 
@@ -273,7 +273,7 @@ async fn answer<C: Commands>(
     hub: &Hub<C>,
 ) -> Option<Value> {
     let id = request.id.as_ref();
-    let progress = Progress::new();
+    let progress = Arc::new(Progress::new());
     let mut work = pin!(hub.commands.execute(ring, request, &progress));
     let mut gone = pin!(lines.gone(ring));
     let mut left = false;

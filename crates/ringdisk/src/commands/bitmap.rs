@@ -1,0 +1,76 @@
+//! `ringdisk bitmap`: changes of the bitmaps inside an image.
+
+use ringdisk_qcow2::{BitmapContents, Qcow2};
+use ringdisk_ring::Runtime;
+
+use crate::cli::{BitmapArgs, BitmapWork};
+use crate::commands::create::is_same;
+use crate::commands::look;
+use crate::offline::Offline;
+use crate::report::{Exit, Failure};
+
+/// Does the actions, one after the other; the first that fails ends it, and those before it are
+/// done.
+///
+/// Errors: those of opening the image, and what an action is refused for.
+pub(crate) fn run(args: &BitmapArgs, works: &[BitmapWork]) -> Result<(), Failure> {
+    let mut runtime = look::runtime()?;
+    let what = Offline { format: args.format, writable: true, force_share: false };
+    let mut image = what.open(&mut runtime, &args.file, &args.pool, "bitmaps")?;
+    let name = args.bitmap.as_deref().unwrap_or_default();
+    let mut result = Ok(());
+    for work in works {
+        result = one(&mut runtime, &mut image, args, work, name);
+        if result.is_err() {
+            break;
+        }
+    }
+    let ring = runtime.ring().clone();
+    let closed = runtime.block_on(image.close(&ring)).map_err(|errno| {
+        let doing = format!("cannot write '{}' to the end", args.file.display());
+        Failure::system(doing, &errno.into(), Exit::Storage)
+    });
+    result.and(closed)
+}
+
+fn one(
+    runtime: &mut Runtime,
+    image: &mut Qcow2,
+    args: &BitmapArgs,
+    work: &BitmapWork,
+    name: &str,
+) -> Result<(), Failure> {
+    let ring = runtime.ring().clone();
+    match work {
+        BitmapWork::Merge(source) => {
+            let contents = contents(runtime, image, args, source)?;
+            runtime.block_on(image.bitmap_merge(&ring, name, &contents))?;
+        }
+        BitmapWork::Add => {
+            runtime.block_on(image.bitmap_add(&ring, name, args.granularity))?;
+        }
+        BitmapWork::Remove => runtime.block_on(image.bitmap_remove(&ring, name))?,
+        BitmapWork::RemoveAll => runtime.block_on(image.bitmap_remove_all(&ring))?,
+        BitmapWork::Clear => runtime.block_on(image.bitmap_clear(&ring, name))?,
+        BitmapWork::Enable => runtime.block_on(image.bitmap_enable(&ring, name))?,
+        BitmapWork::Disable => runtime.block_on(image.bitmap_disable(&ring, name))?,
+    }
+    Ok(())
+}
+
+/// What a bitmap of the image, or of another, has recorded.
+fn contents(
+    runtime: &mut Runtime,
+    image: &Qcow2,
+    args: &BitmapArgs,
+    name: &str,
+) -> Result<BitmapContents, Failure> {
+    let ring = runtime.ring().clone();
+    let other = args.source_file.as_deref().filter(|file| !is_same(file, &args.file));
+    let Some(file) = other else {
+        return Ok(runtime.block_on(image.bitmap_contents(&ring, name))?);
+    };
+    let what = Offline { format: args.source_format, writable: false, force_share: false };
+    let source = what.open(runtime, file, &args.pool, "bitmaps")?;
+    Ok(runtime.block_on(source.bitmap_contents(&ring, name))?)
+}

@@ -1,0 +1,34 @@
+//! `ringdisk commit`: what an image holds goes into its backing file.
+
+use ringdisk_disk::{Disk, ImageOptions, Source, jobs};
+
+use crate::cli::CommitArgs;
+use crate::commands::look;
+use crate::job::Job;
+use crate::report::Failure;
+use crate::terminal;
+
+/// Commits.
+///
+/// Errors: those of opening the chain; no such base; stopped by a signal.
+pub(crate) fn run(args: &CommitArgs) -> Result<(), Failure> {
+    let mut runtime = look::runtime()?;
+    let ring = runtime.ring().clone();
+    let options = ImageOptions {
+        format: args.format,
+        cache: args.cache,
+        allow_paths: args.pool.allow_path.clone(),
+        ..ImageOptions::default()
+    };
+    let disk = runtime.block_on(Disk::open(&ring, Source::Path(args.file.clone()), &options))?;
+    // With a base that is not right below, the images between would no longer be true without ours.
+    let commit =
+        jobs::Commit { base: args.base.clone(), keep: args.drop || args.base.is_some() };
+    let job = Job::start("commit", args.show)?;
+    let result = runtime.block_on(jobs::commit(&ring, &disk, &commit, job.progress()));
+    job.end(result.map_err(Failure::from), "the images are sound and hold what they held")?;
+    if !args.show.quiet {
+        terminal::say("Image committed.");
+    }
+    Ok(())
+}
