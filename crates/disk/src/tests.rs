@@ -5,6 +5,8 @@ mod chains;
 mod faults;
 mod gate;
 mod images;
+mod live;
+mod load;
 mod maps;
 mod names;
 mod null;
