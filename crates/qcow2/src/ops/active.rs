@@ -15,7 +15,6 @@ use super::transaction::Transaction;
 
 /// The active mapping.
 pub(super) struct Active {
-    pub(super) reader: Reader,
     /// The L1 table as it will be; all entries that the header counts.
     pub(super) l1: Vec<u64>,
     /// As it is on disk.
@@ -33,7 +32,6 @@ impl Active {
         let (offset, entries) = tx.header.l1_table();
         let l1 = read_l1(tx, offset, entries, "the L1 table").await?;
         Ok(Active {
-            reader: tx.reader(),
             old_l1: l1.clone(),
             l1,
             old_run: tx.clusters_of(offset, u64::from(entries) * 8),
@@ -49,7 +47,7 @@ impl Active {
         index: usize,
     ) -> Result<Option<u64>, Error> {
         let entry = self.l1.get(index).copied().unwrap_or(0);
-        self.reader.table(entry).map_err(|reason| tx.corrupt(reason))
+        tx.reader().table(entry).map_err(|reason| tx.corrupt(reason))
     }
 
     /// The words of an L2 table; `None`: there is none.
@@ -142,7 +140,7 @@ impl Active {
         tx: &mut Transaction<'_>,
         words: &[u64],
     ) -> Result<(), Error> {
-        let runs = self.reader.references(words).map_err(|reason| tx.corrupt(reason))?;
+        let runs = tx.reader().references(words).map_err(|reason| tx.corrupt(reason))?;
         for (start, count) in runs {
             tx.unref(start, count).await?;
         }
@@ -155,7 +153,7 @@ impl Active {
         tx: &mut Transaction<'_>,
         words: &[u64],
     ) -> Result<(), Error> {
-        let runs = self.reader.references(words).map_err(|reason| tx.corrupt(reason))?;
+        let runs = tx.reader().references(words).map_err(|reason| tx.corrupt(reason))?;
         for (start, count) in runs {
             tx.share(start, count).await?;
         }
@@ -184,8 +182,8 @@ impl Active {
         words: &mut [u64],
     ) -> Result<bool, Error> {
         let mut changed = false;
-        for entry in words.iter_mut().step_by(self.reader.words()) {
-            let reference = self.reader.reference(*entry).map_err(|reason| tx.corrupt(reason))?;
+        for entry in words.iter_mut().step_by(tx.geometry.entry_words()) {
+            let reference = tx.reader().reference(*entry).map_err(|reason| tx.corrupt(reason))?;
             if let Reference::Cluster(cluster) = reference {
                 let flag = if tx.count(cluster).await? == 1 { COPIED } else { 0 };
                 changed |= *entry & COPIED != flag;

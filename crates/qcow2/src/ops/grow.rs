@@ -166,7 +166,7 @@ impl Active {
         // At most 2^22 tables, 2^18 entries in each.
         let table = usize::try_from(clusters >> tx.geometry.table_bits).unwrap_or(usize::MAX);
         let entries = clusters & ((1 << tx.geometry.table_bits) - 1);
-        let kept_words = usize::try_from(entries).unwrap_or(0) * self.reader.words();
+        let kept_words = usize::try_from(entries).unwrap_or(0) * tx.geometry.entry_words();
         for index in table + usize::from(entries > 0)..self.l1.len() {
             self.drop_table(tx, index).await?;
         }

@@ -124,7 +124,7 @@ async fn create(ring: &Ring, image: &mut Qcow2, name: &str) -> Result<String, Er
     for index in 0..active.l1.len() {
         let Some(mut words) = active.table(&tx, index).await? else { continue };
         active.share_entries(&mut tx, &words).await?;
-        if clear_flags(&mut words, active.reader.words()) {
+        if clear_flags(&mut words, tx.geometry.entry_words()) {
             active.link_new(&mut tx, index, &words).await?;
         } else {
             active.share_table(&mut tx, index).await?;
@@ -165,7 +165,7 @@ async fn apply(ring: &Ring, image: &mut Qcow2, index: usize) -> Result<(), Error
     for index in 0..active.l1.len() {
         let Some(mut words) = active.table(&tx, index).await? else { continue };
         active.share_entries(&mut tx, &words).await?;
-        if clear_flags(&mut words, active.reader.words()) {
+        if clear_flags(&mut words, tx.geometry.entry_words()) {
             active.link_new(&mut tx, index, &words).await?;
         } else {
             active.share_table(&mut tx, index).await?;
@@ -187,7 +187,7 @@ async fn delete(ring: &Ring, image: &mut Qcow2, index: usize) -> Result<(), Erro
     let l1 = read_l1(&tx, offset, entries, what).await?;
     let mut active = Active::load(&tx).await?;
     for entry in &l1 {
-        let found = active.reader.table(*entry).map_err(|reason| tx.corrupt(reason))?;
+        let found = tx.reader().table(*entry).map_err(|reason| tx.corrupt(reason))?;
         let Some(l2_offset) = found else { continue };
         let words = words_of(&tx.read_cluster(l2_offset, "an L2 table of the snapshot").await?);
         active.unref_entries(&mut tx, &words).await?;

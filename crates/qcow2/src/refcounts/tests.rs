@@ -61,7 +61,7 @@ fn counts_of_every_width_lie_where_the_specification_says() {
 fn searches_go_over_whole_chunks_and_find_the_single_exception() {
     for order in 0..=6 {
         let width = Width::new(order);
-        let counts = 8 * 512 >> order;
+        let counts = (8 * 512) >> order;
         let mut bytes = [0; 512];
         (0..counts).for_each(|index| width.set(&mut bytes, index, 1));
         assert_eq!(width.next_zero(&bytes, 0, counts), counts);

@@ -1,0 +1,290 @@
+//! Another size of the disk: what is added is zero, what is cut off is gone, QEMU agrees.
+
+// Test images are small.
+#![allow(clippy::cast_possible_truncation)]
+
+mod common;
+mod ops;
+
+use common::{Images, KIB, MIB, assert_same, runtime};
+use ops::{NAME, Subject, storage};
+use ringdisk_qcow2::{
+    Below, Error, ErrorKind, Nothing, OpenOptions, Preallocation, Qcow2, ResizeOptions,
+};
+use ringdisk_ring::{Errno, IoBuf, Ring};
+
+const SHAPES: [&str; 9] = [
+    "",
+    "compat=0.10",
+    "cluster_size=512",
+    "cluster_size=512,refcount_bits=64",
+    "cluster_size=4096,refcount_bits=1",
+    "cluster_size=16384,extended_l2=on",
+    "cluster_size=2097152",
+    "lazy_refcounts=on",
+    "data_file=image.data",
+];
+
+const MODES: [Preallocation; 4] =
+    [Preallocation::Off, Preallocation::Metadata, Preallocation::Falloc, Preallocation::Full];
+
+const SIZE: u64 = 3 * MIB + 5 * 512;
+
+#[test]
+fn a_disk_grows_and_shrinks_with_every_preallocation() {
+    for options in SHAPES {
+        for mode in MODES {
+            let what = format!("{options} {mode:?}");
+            let mut subject = Subject::new(options, SIZE);
+            subject.write(1, 0, 700 * KIB);
+            subject.write(2, SIZE - 512, 512);
+            subject.resize(2 * SIZE, mode).expect("a larger disk");
+            subject.check(&format!("{what}: grow"));
+            subject.write(3, SIZE - 512, 100 * KIB);
+            subject.write(4, 2 * SIZE - 1024, 1024);
+            subject.check(&format!("{what}: writes into the new part"));
+            subject.resize(SIZE / 1024 * 512, Preallocation::Off).expect("a smaller disk");
+            subject.check(&format!("{what}: shrink"));
+            subject.resize(SIZE, mode).expect("a larger disk");
+            subject.check(&format!("{what}: what was cut off does not come back"));
+            subject.write(5, 0, SIZE);
+            subject.check(&format!("{what}: all of it"));
+        }
+    }
+}
+
+#[test]
+fn the_first_level_grows_with_the_disk() {
+    let mut subject = Subject::new("cluster_size=512", 512);
+    subject.write(1, 0, 512);
+    subject.resize(60 * MIB, Preallocation::Off).expect("a larger disk");
+    subject.check("60 MiB");
+    subject.write(2, 59 * MIB, MIB);
+    subject.check("a write at the end");
+    subject.resize(512, Preallocation::Off).expect("a smaller disk");
+    subject.check("one sector");
+    assert!(ringdisk_testkit::images::allocated(&subject.path()) < MIB);
+    subject.resize(0, Preallocation::Off).expect("nothing");
+    subject.check_clean("nothing");
+    subject.resize(MIB, Preallocation::Metadata).expect("a larger disk");
+    subject.check("from nothing");
+}
+
+#[test]
+fn garbage_behind_the_end_does_not_show() {
+    for options in ["", "compat=0.10", "cluster_size=16384,extended_l2=on", "data_file=image.data"]
+    {
+        // QEMU leaves the rest of the last cluster when it shrinks.
+        let mut subject = Subject::new(options, MIB);
+        subject.write(7, 0, MIB);
+        let size = 512 * KIB + 512;
+        subject.images.qemu_img(&["resize", "-q", "--shrink", NAME, &size.to_string()]);
+        subject.disk.truncate(size as usize);
+        subject.check("shrunk by QEMU");
+        subject.resize(2 * MIB, Preallocation::Off).expect("a larger disk");
+        subject.check(&format!("{options}: garbage"));
+    }
+}
+
+#[test]
+fn garbage_that_a_snapshot_needs_stays_there() {
+    let mut subject = Subject::new("", MIB);
+    subject.write(7, 0, MIB);
+    subject.compress(8, 3);
+    subject.create("one").expect("a snapshot");
+    for size in [200 * KIB + 512, 100 * KIB] {
+        subject.resize(size, Preallocation::Off).expect("a smaller disk");
+        subject.check("shrink");
+        subject.resize(MIB, Preallocation::Off).expect("a larger disk");
+        subject.check("grow");
+        subject.apply("one").expect("a snapshot");
+        subject.check("apply");
+    }
+}
+
+/// A backing file of sevens that is longer than the disk.
+struct Sevens(u64);
+
+impl Below for Sevens {
+    async fn read(&self, _: &Ring, offset: u64, buf: &IoBuf) -> Result<(), Errno> {
+        let inside = self.0.saturating_sub(offset).min(buf.len() as u64) as usize;
+        buf.slice(0..inside).fill(7);
+        buf.slice(inside..buf.len()).fill(0);
+        Ok(())
+    }
+
+    fn has_data(&self, offset: u64, _: u64) -> bool {
+        offset < self.0
+    }
+}
+
+#[test]
+fn a_longer_backing_file_does_not_show_in_the_new_part() {
+    let shapes = ["", "compat=0.10", "cluster_size=512", "cluster_size=16384,extended_l2=on"];
+    for options in shapes {
+        for mode in MODES {
+            let images = Images::new();
+            std::fs::write(images.path("base"), vec![7; 3 * MIB as usize]).expect("a file");
+            let size = MIB + 3 * 512;
+            let options = format!("compat=1.1,{options}").replace("compat=1.1,compat", "compat");
+            let size_text = size.to_string();
+            images.qemu_img(&[
+                "create",
+                "-q",
+                "-f",
+                "qcow2",
+                "-b",
+                "base",
+                "-F",
+                "raw",
+                "-o",
+                options.trim_end_matches(','),
+                NAME,
+                &size_text,
+            ]);
+            let mut runtime = runtime();
+            let ring = runtime.ring().clone();
+            runtime.block_on(async {
+                let options = OpenOptions { writable: true, ..OpenOptions::default() };
+                let file = storage(&images.path(NAME));
+                let mut image = Qcow2::open(&ring, file, &options).await.expect("an image");
+                let resize = ResizeOptions { shrink: false, preallocation: mode };
+                let below = Sevens(3 * MIB);
+                image.resize(&ring, 4 * MIB, &resize, &below).await.expect("a larger disk");
+                image.close(&ring).await.expect("a clean close");
+            });
+            let mut expected = vec![7; size as usize];
+            expected.resize(4 * MIB as usize, 0);
+            let case = format!("{options} {mode:?}");
+            assert_same(&case, &images.converted(NAME), &expected);
+            images.qemu_img(&["check", "-q", NAME]);
+        }
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let kind = |result: Result<(), Error>| result.expect_err("refused").kind();
+    let resize = |subject: &mut Subject, size: u64, shrink: bool, preallocation| {
+        let options = ResizeOptions { shrink, preallocation };
+        kind(subject.with(async |image, ring| image.resize(ring, size, &options, &Nothing).await))
+    };
+    let mut subject = Subject::new("", SIZE);
+    let off = Preallocation::Off;
+    assert_eq!(resize(&mut subject, SIZE - 512, false, off), ErrorKind::InvalidRequest);
+    assert_eq!(resize(&mut subject, SIZE + 1, false, off), ErrorKind::InvalidRequest);
+    assert_eq!(resize(&mut subject, u64::MAX - 511, false, off), ErrorKind::InvalidRequest);
+    assert_eq!(resize(&mut subject, 1 << 62, false, off), ErrorKind::TooLarge);
+    assert_eq!(
+        resize(&mut subject, SIZE - 512, true, Preallocation::Full),
+        ErrorKind::InvalidRequest
+    );
+    subject.check("refused sizes");
+
+    let mut old = Subject::new("compat=0.10", SIZE);
+    old.create("one").expect("a snapshot");
+    assert_eq!(resize(&mut old, 2 * SIZE, false, off), ErrorKind::InvalidRequest);
+    old.check("a refused size of an old image");
+}
+
+#[test]
+fn bitmaps_follow_the_size_of_the_disk() {
+    for cluster in ["65536", "512"] {
+        let mut subject = Subject::new(&format!("cluster_size={cluster}"), SIZE);
+        subject.images.qemu_img(&["bitmap", "--add", "-g", "512", NAME, "fine"]);
+        subject.images.qemu_img(&["bitmap", "--add", NAME, "coarse"]);
+        subject.images.qemu_io(NAME, &["write -P 1 0 3M".to_owned()]);
+        subject.disk[..3 * MIB as usize].fill(1);
+        let before = dirty(&subject, "fine");
+        subject.resize(50 * MIB, Preallocation::Off).expect("a larger disk");
+        subject.check("grow with bitmaps");
+        assert_eq!(dirty(&subject, "fine"), before);
+        subject.resize(MIB + 512, Preallocation::Off).expect("a smaller disk");
+        subject.check("shrink with bitmaps");
+        subject.resize(SIZE, Preallocation::Off).expect("a larger disk");
+        subject.check("grow again");
+        assert_eq!(dirty(&subject, "fine"), MIB + 512);
+        assert!(dirty(&subject, "coarse") < MIB + 512 + 64 * KIB);
+    }
+}
+
+/// Bytes that a bitmap marks, as QEMU sees them.
+fn dirty(subject: &Subject, bitmap: &str) -> u64 {
+    let target = format!("driver=qcow2,file.filename={NAME}");
+    let json = subject.images.qemu_img(&["info", "--output=json", "--image-opts", &target]);
+    assert!(json.contains(bitmap) && !json.contains("in-use"), "{json}");
+    marked(subject, bitmap)
+}
+
+fn marked(subject: &Subject, bitmap: &str) -> u64 {
+    let path = subject.path();
+    let mut runtime = runtime();
+    let ring = runtime.ring().clone();
+    runtime.block_on(async {
+        let image = Qcow2::open(&ring, storage(&path), &OpenOptions::default()).await;
+        let image = image.expect("an image");
+        let contents = image.bitmap_contents(&ring, bitmap).await.expect("a bitmap");
+        contents.ranges().map(|range| range.end - range.start).sum()
+    })
+}
+
+#[test]
+fn a_raw_data_file_has_the_size_of_the_disk() {
+    let options = "data_file=image.data,data_file_raw=on";
+    let mut subject = Subject::new(options, SIZE);
+    subject.write(1, 0, SIZE);
+    for (size, mode) in [
+        (2 * SIZE, Preallocation::Off),
+        (SIZE / 1024 * 512, Preallocation::Off),
+        (3 * SIZE, Preallocation::Falloc),
+    ] {
+        subject.resize(size, mode).expect("another size");
+        subject.check("a raw data file");
+        let data = std::fs::read(subject.images.path("image.data")).expect("the data file");
+        assert_same("the data file", &data, &subject.disk);
+    }
+}
+
+#[test]
+fn an_emptied_disk_is_what_its_backing_file_is() {
+    for options in SHAPES {
+        let mut subject = Subject::new(options, SIZE);
+        subject.write(1, 0, MIB);
+        subject.make_empty();
+        subject.check("emptied");
+        subject.write(2, 0, MIB);
+        subject.check("written again");
+    }
+    let mut subject = Subject::new("", SIZE);
+    subject.write(1, 0, MIB);
+    subject.create("one").expect("a snapshot");
+    subject.make_empty();
+    subject.check("emptied beside a snapshot");
+    assert!(ringdisk_testkit::images::allocated(&subject.path()) < 2 * MIB);
+}
+
+#[test]
+fn the_name_of_the_backing_file_changes() {
+    for options in ["", "compat=0.10", "cluster_size=512"] {
+        let mut subject = Subject::new(options, SIZE);
+        std::fs::write(subject.images.path("base"), vec![9; MIB as usize]).expect("a file");
+        subject.write(1, 512 * KIB, 512 * KIB);
+        subject
+            .with(async |image, ring| image.set_backing(ring, Some(b"base"), Some("raw")).await)
+            .expect("a name");
+        subject.disk[..512 * KIB as usize].fill(9);
+        subject.check("a backing file");
+        subject
+            .with(async |image, ring| image.set_backing(ring, None, None).await)
+            .expect("no name");
+        subject.disk[..512 * KIB as usize].fill(0);
+        subject.check("no backing file");
+        let long = vec![b'x'; 1024];
+        for (name, format) in [(&long[..], "raw"), (b"", "raw"), (b"a\0b", "raw"), (b"base", "")] {
+            let result = subject
+                .with(async |image, ring| image.set_backing(ring, Some(name), Some(format)).await);
+            assert_eq!(result.expect_err("refused").kind(), ErrorKind::InvalidRequest);
+        }
+        subject.check("refused names");
+    }
+}
