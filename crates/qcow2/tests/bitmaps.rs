@@ -1,5 +1,10 @@
 //! Persistent bitmaps: recorded, changed and merged, by us and by QEMU in turn.
 
+// Test images are small.
+#![allow(clippy::cast_possible_truncation)]
+// A list of one range is meant where it stands.
+#![allow(clippy::single_range_in_vec_init)]
+
 mod common;
 
 use std::ops::Range;
@@ -184,7 +189,7 @@ fn discards_and_zeroes_are_recorded() {
     images.create("image", "", 4 * MIB);
     images.qemu_io("image", &["write -q 0 4M".into()]);
     images.qemu_img(&["bitmap", "--add", "image", "bitmap"]);
-    let mut session = Session::open(&mut runtime, &images.path("image"));
+    let session = Session::open(&mut runtime, &images.path("image"));
     let (image, ring) = (&session.image, &session.ring);
     session
         .runtime
@@ -278,7 +283,7 @@ fn every_operation_leaves_what_qemu_leaves() {
             images.create(name, options, 8 * MIB);
         }
         let path = images.path("ours");
-        let mut same = |step: &str, ours: &dyn Fn(&mut Session<'_>) -> Result<(), Error>| {
+        let mut same = |step: &str, ours: &Work| {
             let mut session = Session::open(&mut runtime, &path);
             ours(&mut session).unwrap_or_else(|error| panic!("{options} {step}: {error}"));
             session.close();
@@ -508,14 +513,12 @@ fn state_of(runtime: &mut Runtime, image: &[u8]) -> State {
     list.into_iter().map(one).collect()
 }
 
+/// Something to do with an open image.
+type Work = dyn Fn(&mut Session<'_>) -> Result<(), Error>;
+
 /// Runs `work` on the image with a fault at every single storage operation, and looks at what a
 /// power cut leaves then.
-fn every_crash(
-    runtime: &mut Runtime,
-    image: &[u8],
-    work: &dyn Fn(&mut Session<'_>) -> Result<(), Error>,
-    allowed: &dyn Fn(&State) -> bool,
-) {
+fn every_crash(runtime: &mut Runtime, image: &[u8], work: &Work, allowed: &dyn Fn(&State) -> bool) {
     let images = Images::new();
     let mut stop = 0;
     loop {
@@ -545,7 +548,7 @@ fn every_crash(
 #[test]
 fn a_crash_in_an_operation_leaves_the_old_or_the_new_bitmaps() {
     let mut runtime = runtime();
-    let steps: [&dyn Fn(&mut Session<'_>) -> Result<(), Error>; 6] = [
+    let steps: [&Work; 6] = [
         &|session| session.add("three", None),
         &|session| session.remove("one"),
         &|session| session.clear("one"),

@@ -1,6 +1,9 @@
 //! New images: what `qemu-img` says about them is what it says about its own, and it goes on with
 //! them.
 
+// Test images are small.
+#![allow(clippy::cast_possible_truncation)]
+
 mod common;
 
 use std::path::{Path, PathBuf};

@@ -1,5 +1,8 @@
 //! `measure` gives the numbers of `qemu-img measure`.
 
+// Test images are small.
+#![allow(clippy::cast_possible_truncation)]
+
 mod common;
 
 use common::{Images, KIB, MIB, runtime};

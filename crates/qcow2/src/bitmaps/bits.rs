@@ -134,13 +134,6 @@ impl Bits {
             self.set(range.start, range.end - range.start);
         }
     }
-
-    /// The same bits for a disk of another size: cut, or with clean bits behind. `None`: no memory.
-    pub(crate) fn resized(&self, size: u64) -> Option<Bits> {
-        let bits = Bits::new(size, self.granularity_bits)?;
-        bits.merge(self);
-        Some(bits)
-    }
 }
 
 /// Bits for a disk of `size` bytes.

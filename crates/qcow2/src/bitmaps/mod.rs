@@ -2,14 +2,14 @@
 //!
 //! - [`read`]: the list, for `info`;
 //! - [`recording`]: those that record while the image is open for writing;
-//! - [`ops`]: add, remove, clear, enable, disable, merge;
-//! - [`resize`]: the same bitmaps for a disk of another size.
+//! - [`ops`]: add, remove, clear, enable, disable, merge.
+//!
+//! What happens to them when the disk gets another size is in `ops/bitmaps.rs`.
 
 mod bits;
 mod directory;
 mod ops;
 mod recording;
-mod resize;
 mod tables;
 #[cfg(test)]
 mod tests;

@@ -203,6 +203,9 @@ impl Qcow2 {
             return Err(Error::io(self.file.name(), "changing bitmaps", errno));
         }
         self.close(ring).await.map_err(|errno| self.bitmap_io(errno))?;
+        if let Some(reason) = self.engine().ok().and_then(|engine| engine.overlap.as_ref()) {
+            return Err(Error::corrupt(self.file.name(), reason));
+        }
         update::entries(self, ring).await
     }
 
@@ -267,12 +270,12 @@ impl Qcow2 {
 
     /// Lets the clusters of a bitmap be freed with the update; leaks them where they cannot be told.
     async fn free_contents(&self, ring: &Ring, entry: &Entry, update: &mut Update) {
-        match update::place(self, ring).runs(entry).await {
-            Ok(runs) => update.old.extend(runs),
-            Err(reason) => {
-                let (image, name) = (self.file.name(), entry.shown());
-                tracing::warn!(image, name, reason, "clusters of a bitmap are leaked");
-            }
+        let runs = update::place(self, ring).runs(entry).await;
+        let left =
+            runs.and_then(|runs| update.leave(self, runs).map_err(|errno| errno.to_string()));
+        if let Err(reason) = left {
+            let (image, name) = (self.file.name(), entry.shown());
+            tracing::warn!(image, name, reason, "clusters of a bitmap are leaked");
         }
     }
 

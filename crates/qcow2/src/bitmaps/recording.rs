@@ -196,7 +196,7 @@ async fn save_one(
     match stored {
         Ok((table_offset, table_entries)) => {
             update.taken.append(&mut taken);
-            update.old.extend(old);
+            update.leave(image, old).map_err(|errno| errno.to_string())?;
             entry.table_offset = table_offset;
             entry.table_entries = table_entries;
             entry.flags &= !IN_USE;

@@ -151,7 +151,11 @@ impl Place<'_> {
         let table_clusters = (u64::from(entry.table_entries) * 8).div_ceil(self.cluster_size());
         let mut runs = vec![run(entry.table_offset, table_clusters)];
         let data = table.iter().map(|word| word & OFFSET_MASK).filter(|offset| *offset != 0);
-        runs.extend(data.map(|offset| run(offset, 1)));
+        let mut data: Vec<u64> = data.collect();
+        // A table that names a cluster twice counts as one reference.
+        data.sort_unstable();
+        data.dedup();
+        runs.extend(data.into_iter().map(|offset| run(offset, 1)));
         Ok(runs)
     }
 }

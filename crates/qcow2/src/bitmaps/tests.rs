@@ -54,15 +54,6 @@ fn merging_keeps_what_each_covers() {
 }
 
 #[test]
-fn another_size_cuts_or_adds_clean_bits() {
-    let all = bits(1 << 20, 16, &[(0, 1 << 20)]);
-    let smaller = all.resized(0x1_8000).expect("small");
-    assert_eq!((smaller.count(), ranges(&smaller)), (2, vec![(0, 0x1_8000)]));
-    let larger = smaller.resized(1 << 21).expect("small");
-    assert_eq!(ranges(&larger), [(0, 0x2_0000)]);
-}
-
-#[test]
 fn a_disk_without_bytes_has_no_bits() {
     let bits = bits(0, 16, &[(0, 10)]);
     assert_eq!((bits.count(), bits.words(), ranges(&bits)), (0, 0, vec![]));

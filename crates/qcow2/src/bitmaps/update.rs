@@ -24,7 +24,7 @@ pub(crate) struct Update {
     /// New ones, which nothing refers to yet.
     pub(crate) taken: Vec<Run>,
     /// Those that nothing refers to afterwards.
-    pub(crate) old: Vec<Run>,
+    old: Vec<Run>,
 }
 
 impl Update {
@@ -66,8 +66,22 @@ impl Update {
         Ok(())
     }
 
+    /// Lets the clusters of a bitmap be freed. Those that other metadata lies on stay as they are.
+    pub(crate) fn leave(&mut self, image: &Qcow2, runs: Vec<Run>) -> Result<(), Errno> {
+        let space = image.space()?;
+        for run in runs {
+            if space.first_metadata(run.start, run.count).is_some() {
+                let (file, first) = (image.file.name(), run.start);
+                tracing::warn!(file, first, "a bitmap lies on other metadata: check the image");
+            } else {
+                self.old.push(run);
+            }
+        }
+        Ok(())
+    }
+
     /// Brings the new directory and all counts to stable storage.
-    pub(crate) async fn prepare(
+    async fn prepare(
         &mut self,
         image: &Qcow2,
         ring: &Ring,
@@ -139,13 +153,17 @@ pub(crate) fn give_back(image: &Qcow2, taken: Vec<Run>) {
 
 /// Frees clusters that nothing refers to any more. What cannot be freed is leaked: the change is
 /// made already.
-pub(crate) async fn give_up(image: &Qcow2, ring: &Ring, old: Vec<Run>) {
+async fn give_up(image: &Qcow2, ring: &Ring, old: Vec<Run>) {
     let mut freed = Vec::new();
-    for run in old {
-        let done = image.change_refcount(ring, run.start, run.count, false, &mut freed).await;
+    for cluster in old.iter().flat_map(|run| run.start..run.end()) {
+        let done = match image.refcount(ring, cluster).await {
+            // Freed twice, or never counted: the image was wrong before.
+            Ok(0) => Err(Errno::INVAL),
+            Ok(_) => image.change_refcount(ring, cluster, 1, false, &mut freed).await,
+            Err(errno) => Err(errno),
+        };
         if let Err(errno) = done {
-            let (first, count) = (run.start, run.count);
-            tracing::warn!(first, count, %errno, "clusters of a bitmap stay allocated");
+            tracing::debug!(cluster, %errno, "a host cluster that is not used stays allocated");
         }
     }
     image.release(ring, freed).await;

@@ -297,12 +297,14 @@ impl Maker<'_> {
         fill: impl Fn(Range<u64>, &mut Vec<u8>),
     ) -> Result<(), Errno> {
         let mut bytes = Vec::new();
-        for start in (0..len).step_by(PIECE_BYTES as usize) {
+        let mut start = 0;
+        while start < len {
             bytes.clear();
             fill(start..len.min(start + PIECE_BYTES), &mut bytes);
             // Whole sectors: what follows up to the end of the cluster is zero anyway.
             bytes.resize(bytes.len().next_multiple_of(512), 0);
             header::write_bytes(self.ring, self.file, offset + start, &bytes).await?;
+            start += PIECE_BYTES;
         }
         Ok(())
     }

@@ -85,7 +85,7 @@ pub(crate) struct Engine {
     abandoned: Mutex<Vec<(u64, u64)>>,
     pub(crate) options: EngineOptions,
     /// Metadata that lies on other metadata, as the open found it.
-    overlap: Option<String>,
+    pub(crate) overlap: Option<String>,
     closed: AtomicBool,
     /// Allocations so far.
     pub(crate) allocations: AtomicU64,

@@ -11,7 +11,7 @@ use std::ops::Range;
 use ringdisk_ring::Ring;
 use ringdisk_storage::Storage;
 
-use super::{Header, LENGTH_V2, MAGIC, Subject};
+use super::{LENGTH_V2, MAGIC, Subject};
 use crate::error::{Error, ErrorKind};
 use crate::extensions::{
     self, BACKING_FORMAT, BITMAPS, BitmapDirectory, DATA_FILE, FEATURE_NAMES, FILLER, u32_at,
@@ -174,7 +174,8 @@ impl HeaderImage {
     /// * `len`: length of the file in bytes.
     ///
     /// Errors: those of [`parse`](super::parse).
-    pub(crate) fn header(&self, len: u64, writable: bool) -> Result<Header, Error> {
+    #[cfg(test)]
+    pub(crate) fn header(&self, len: u64, writable: bool) -> Result<super::Header, Error> {
         super::parse(&self.bytes, Subject { name: &self.file, len }, writable)
     }
 
@@ -233,10 +234,6 @@ impl HeaderImage {
 
     pub(crate) fn set_incompatible(&mut self, bits: u64) {
         self.set_bits(INCOMPATIBLE_AT, bits);
-    }
-
-    pub(crate) fn compatible(&self) -> u64 {
-        self.bits(COMPATIBLE_AT)
     }
 
     pub(crate) fn set_compatible(&mut self, bits: u64) {
