@@ -5,6 +5,7 @@
 use crate::check::counts::{REGION_CLUSTERS, Region, Uses};
 use crate::check::layout::{BLOCK_RESERVED, Layout};
 use crate::check::refcount;
+use crate::check::repair;
 use crate::check::report::{CheckHooks, CheckReport};
 use crate::check::scan::Scan;
 use crate::check::source::{READ_BYTES, Source};
@@ -15,9 +16,10 @@ use crate::check::stop::Stop;
 pub(super) struct Compared {
     /// Refcounts are missing or too low, so that a writer would overwrite what is in use.
     pub(super) too_low: bool,
-    /// Clusters of metadata that something else refers to as well, where the refcounts say that
-    /// this is right.
-    pub(super) overlaps: u64,
+    /// COPIED flags that do not suit the stored refcounts.
+    pub(super) wrong_flags: u64,
+    /// A leak can only be taken back together with a change of COPIED flags.
+    pub(super) leaks_with_flags: bool,
     /// The last cluster with a refcount or a reference.
     highest: u64,
 }
@@ -83,11 +85,8 @@ pub(super) async fn compare(
         !known
     });
     runs.finish(report);
-    strays(source, scan, &blocks, report).await?;
-    // QEMU does not look for these, so they must not change its number; but they are no less wrong.
-    if report.corruptions == 0 {
-        report.corruptions = compared.overlaps;
-    }
+    strays(source, scan, &blocks, &mut compared, report).await?;
+    compared.wrong_flags += scan.external_flags;
     report.image_end_offset = (compared.highest + 1) << layout.cluster_bits;
     scan.blocks = blocks;
     Ok(compared)
@@ -132,10 +131,12 @@ async fn strays(
     source: &impl Source,
     scan: &Scan,
     blocks: &[u64],
+    compared: &mut Compared,
     report: &mut CheckReport,
 ) -> Result<(), Stop> {
     let layout = scan.layout;
     let mut strays: Vec<_> = scan.strays.iter().map(|(at, flags)| (*at, *flags)).collect();
+    strays.retain(|(_, (copied, plain))| copied + plain > 0);
     strays.sort_unstable();
     for (cluster, (copied, plain)) in strays {
         let index = usize::try_from(cluster >> layout.block_bits()).unwrap_or(usize::MAX);
@@ -151,6 +152,7 @@ async fn strays(
         };
         let wrong = if stored == 1 { plain } else { copied };
         if wrong > 0 {
+            compared.wrong_flags += wrong;
             report.corrupt(wrong, || {
                 format!(
                     "ERROR {wrong} entries for the cluster at {:#x}, behind the end of the file, \
@@ -212,7 +214,7 @@ impl Block<'_> {
         }
         scan.overflow |= overflow;
         self.note_highest(scan, last, compared);
-        self.overlaps(scan, last, compared, report);
+        self.overlaps(scan, last, report);
     }
 
     fn note_highest(&self, scan: &Scan, last: u64, compared: &mut Compared) {
@@ -228,7 +230,7 @@ impl Block<'_> {
     }
 
     /// Metadata that something else refers to as well, where the refcounts do not show it.
-    fn overlaps(&self, scan: &Scan, last: u64, compared: &mut Compared, report: &mut CheckReport) {
+    fn overlaps(&self, scan: &Scan, last: u64, report: &mut CheckReport) {
         let from = scan.metadata.partition_point(|(cluster, _)| *cluster < self.first);
         for (cluster, uses) in &scan.metadata[from..] {
             if *cluster >= last {
@@ -238,11 +240,11 @@ impl Block<'_> {
             let at = usize::try_from(cluster - self.first).unwrap_or(0);
             let stored = refcount::get(self.bytes, scan.layout.refcount_order, at);
             if total > *uses && stored == u64::from(total) || *uses == u32::MAX {
-                compared.overlaps += 1;
+                report.overlaps += 1;
                 report.say(|| {
                     format!(
-                        "ERROR the cluster at {:#x} holds metadata, and something else refers to \
-                         it too",
+                        "WARNING the cluster at {:#x} holds metadata, and something else refers \
+                         to it too",
                         cluster << scan.layout.cluster_bits
                     )
                 });
@@ -293,10 +295,12 @@ impl Findings {
         }
         if stored != counted {
             compared.too_low |= stored < counted;
+            compared.leaks_with_flags |= stored > counted && repair::needs_flags(uses, counted);
             self.add(cluster, stored, counted, report);
         }
         let wrong = if stored == 1 { uses.plain } else { uses.copied };
         if wrong > 0 {
+            compared.wrong_flags += u64::from(wrong);
             let what = if stored == 1 { "is missing" } else { "is set" };
             report.corrupt(u64::from(wrong), || {
                 format!(

@@ -129,14 +129,6 @@ impl Counts {
         (self.directory.len() * 4 + self.narrow.capacity() + self.wide.capacity() * 4) as u64
     }
 
-    /// Forgets all references, keeps the memory.
-    pub(super) fn clear(&mut self) {
-        self.directory.fill(0);
-        self.narrow.clear();
-        self.wide.clear();
-        self.spare.clear();
-    }
-
     /// Counts `uses` (and `narrow`, the same in its narrow form) of `cluster`, which must be below
     /// [`clusters`](Counts::clusters); beyond nothing happens.
     #[inline]
@@ -189,8 +181,8 @@ impl Counts {
         Ok(())
     }
 
-    /// Takes one reference without a flag back.
-    pub(super) fn take_back(&mut self, cluster: u64) {
+    /// Takes references back; the flags stay.
+    pub(super) fn take_back(&mut self, cluster: u64, count: u32) {
         let Some(&slot) = usize::try_from(cluster >> REGION_BITS)
             .ok()
             .and_then(|region| self.directory.get(region))
@@ -202,14 +194,14 @@ impl Counts {
         }
         if slot & WIDE == 0 {
             let at = (slot as usize) << REGION_BITS | place(cluster);
-            if self.narrow[at] & 15 != 0 {
-                self.narrow[at] -= 1;
-            }
+            let total = self.narrow[at] & 15;
+            // At most 15.
+            self.narrow[at] -= u8::try_from(count.min(u32::from(total))).unwrap_or(total);
         } else {
             let at = ((slot & !WIDE) as usize) << REGION_BITS | place(cluster);
             let total = self.wide[at] & TOTAL_MAX;
-            if total != 0 && total != TOTAL_MAX {
-                self.wide[at] -= 1;
+            if total != TOTAL_MAX {
+                self.wide[at] -= count.min(total);
             }
         }
     }

@@ -4,7 +4,15 @@
 //! - A check writes nothing. It finds what `qemu-img check` finds and counts it in the same way,
 //!   reads every table once, and takes about one byte of memory for each cluster in use, up to
 //!   [`limits::CHECK_BYTES_MAX`](crate::limits::CHECK_BYTES_MAX).
-//! - Whatever the image holds, a check ends with a report or an error: no panic, no endless loop.
+//! - Whatever the image holds, a check or repair ends with a report or an error: no panic, no
+//!   endless loop.
+//! - A repair that is cut off at any point leaves an image that is no worse than before (module
+//!   `repair`).
+//!
+//! Where QEMU stops (a table of a bitmap that it cannot load, a refcount block that is not aligned)
+//! the verdict is the same, but the rest is looked at too. What it does not look for is in
+//! [`CheckReport::overlaps`] and leaves the verdict alone. Tables behind the end of the file read as
+//! zeroes, as it reads them.
 //!
 //! It works on storage, not on an open image, so that it can look at what cannot be opened.
 //! Control threads; the ring that it is given serves its reads.
@@ -12,7 +20,10 @@
 mod compare;
 mod counts;
 mod layout;
+mod plan;
+mod rebuild;
 mod refcount;
+mod repair;
 mod report;
 mod scan;
 mod source;
@@ -77,13 +88,35 @@ pub async fn check(
     options: &CheckOptions,
     hooks: CheckHooks<'_>,
 ) -> Result<CheckReport, Error> {
-    let _ = (data_file, options);
-    let reader = Reader { ring, storage: file };
+    let _ = data_file;
     let result = async {
+        if options.repair != Repair::Nothing {
+            return repair::repair(ring, file, options.repair, hooks).await;
+        }
+        let reader = Reader { ring, storage: file };
         let header = read_header(&reader, file.name()).await?;
-        examine(&reader, &header, hooks).await
+        examine(&reader, &header, hooks).await.map(|(report, _, _)| report)
     };
-    result.await.map(|(report, _, _)| report).map_err(|stop| stop.into_error(file.name()))
+    // Boxed: the many steps of a repair make a large future.
+    Box::pin(result).await.map_err(|stop| stop.into_error(file.name()))
+}
+
+/// Makes the refcounts of an image right that was not closed cleanly, in new structures beside the
+/// old ones, and takes the dirty bit off in the same sector that leads to them. For an open for
+/// writing; nobody else may use the image.
+///
+/// * `header`: as read from `file`; it has to be read again afterwards.
+///
+/// Errors: as [`check`]; `Corrupt` when the refcounts cannot be made right. The image is then as it
+/// was.
+pub(crate) async fn rebuild_refcounts(
+    ring: &Ring,
+    file: &Arc<Storage>,
+    header: &Header,
+) -> Result<(), Error> {
+    let patient = rebuild::Patient { ring, storage: file, header };
+    let rebuilt = repair::rebuild_dirty(patient, CheckHooks::none());
+    Box::pin(rebuilt).await.map_err(|stop| stop.into_error(file.name()))
 }
 
 /// Checks an image in memory, without a ring and without changing it. For tests that judge many

@@ -43,6 +43,10 @@ pub struct CheckReport {
     pub corruptions_fixed: u64,
     /// Leaks that were repaired.
     pub leaks_fixed: u64,
+    /// Clusters of metadata that something else refers to as well, where refcounts and flags agree
+    /// with that. Nothing that is written overwrites them, but the guest sees metadata there. Not
+    /// part of the verdict, as `qemu-img check` does not look for them.
+    pub overlaps: u64,
     /// End of the last cluster that is in use or counted as used, in bytes.
     pub image_end_offset: u64,
     /// Guest clusters of the disk.

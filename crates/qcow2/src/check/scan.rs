@@ -38,9 +38,18 @@ impl TableUse {
         self.copied.saturating_add(self.plain)
     }
 
-    fn total(&self) -> u32 {
+    pub(super) fn total(&self) -> u32 {
         self.active().saturating_add(self.snapshots).saturating_add(self.header)
     }
+}
+
+/// An L2 entry that can only be emptied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Hopeless {
+    /// Host offset of the table.
+    pub(super) table: u64,
+    /// Number of the entry.
+    pub(super) index: u32,
 }
 
 /// What one walk found.
@@ -56,8 +65,21 @@ pub(super) struct Scan {
     pub(super) metadata: Vec<(u64, u32)>,
     /// Entries of the refcount table.
     pub(super) blocks: Vec<u64>,
-    /// Entries of the active tree for clusters behind the end: with the COPIED flag, without.
+    /// Clusters behind the end that something refers to, and how many entries of the active tree
+    /// do so with the COPIED flag and without.
     pub(super) strays: HashMap<u64, (u64, u64)>,
+    /// There were too many of them: all lie below this cluster.
+    pub(super) strays_end: u64,
+    /// COPIED flags that are missing in an image with an external data file.
+    pub(super) external_flags: u64,
+    /// It is not known what a bitmap refers to.
+    pub(super) unknown: bool,
+    /// Entries of the snapshot table lack what version 3 wants.
+    pub(super) incomplete_snapshots: u64,
+    /// Bytes of the snapshot table.
+    pub(super) snapshot_table_len: u64,
+    /// L2 entries that hold nothing that could be kept.
+    pub(super) hopeless: Vec<Hopeless>,
     /// The refcount structures cannot be used as they are.
     pub(super) blocks_broken: bool,
     /// Some cluster has more references than a refcount can say.
@@ -88,6 +110,12 @@ pub(super) async fn scan(
         metadata: Vec::new(),
         blocks: Vec::new(),
         strays: HashMap::new(),
+        strays_end: 0,
+        external_flags: 0,
+        unknown: false,
+        incomplete_snapshots: 0,
+        snapshot_table_len: 0,
+        hopeless: Vec::new(),
         blocks_broken: false,
         overflow: false,
         done: 0,
@@ -148,7 +176,7 @@ impl Scan {
                     what()
                 )
             });
-            self.stray(first, uses);
+            self.stray(offset, len, uses);
             return Ok(());
         }
         let last = (offset + len - 1) >> self.layout.cluster_bits;
@@ -159,15 +187,20 @@ impl Scan {
         Ok(())
     }
 
-    /// Remembers the flags of an entry that points behind the end.
-    fn stray(&mut self, cluster: u64, uses: Uses) {
-        if uses.copied == 0 && uses.plain == 0 {
-            return;
-        }
-        if self.strays.len() < CHECK_STRAYS_MAX || self.strays.contains_key(&cluster) {
+    /// Remembers what points behind the end.
+    fn stray(&mut self, offset: u64, len: u64, uses: Uses) {
+        let bits = self.layout.cluster_bits;
+        let (first, last) = (offset >> bits, offset.saturating_add(len - 1) >> bits);
+        for cluster in first..=last {
+            if self.strays.len() >= CHECK_STRAYS_MAX && !self.strays.contains_key(&cluster) {
+                self.strays_end = self.strays_end.max(last + 1);
+                return;
+            }
             let flags = self.strays.entry(cluster).or_default();
-            flags.0 += u64::from(uses.copied);
-            flags.1 += u64::from(uses.plain);
+            if cluster == first {
+                flags.0 += u64::from(uses.copied);
+                flags.1 += u64::from(uses.plain);
+            }
         }
     }
 
@@ -258,6 +291,8 @@ impl Scan {
         hooks: CheckHooks<'_>,
     ) -> Result<(), Stop> {
         let (snapshots, len) = tables::snapshots(source, header, report).await?;
+        self.snapshot_table_len = len;
+        self.incomplete_snapshots = snapshots.iter().filter(|s| s.incomplete).count() as u64;
         if self.layout.external && !snapshots.is_empty() {
             report.corrupt(1, || {
                 format!(
@@ -352,6 +387,7 @@ impl Scan {
             || (offset != 0 && (entry & 1 != 0 || self.layout.in_cluster(offset) != 0));
         if bad {
             // The bitmap cannot be loaded, so what it uses is not known.
+            self.unknown = true;
             report.check_errors += 1;
             report.corrupt(1, || {
                 format!("ERROR bitmap '{name}': the table entry {entry:#x} is not allowed")
@@ -511,6 +547,7 @@ impl Scan {
                 if layout.external {
                     // Nobody counts there, so every cluster has exactly one user.
                     if uses.plain > 0 {
+                        self.external_flags += u64::from(uses.plain);
                         report.corrupt(u64::from(uses.plain), || {
                             format!(
                                 "ERROR L2 table at {table:#x}, entry {index} ({entry:#x}): the \
@@ -521,11 +558,15 @@ impl Scan {
                 }
                 if allocated & zeroes != 0 {
                     wrong(report, "subclusters are both allocated and zero");
+                    self.hopeless(table, index);
                 }
                 if layout.in_cluster(offset) != 0 {
                     let data = if layout.extended { allocated != 0 } else { entry & ZERO == 0 };
                     let what = if data { "data" } else { "reserved space" };
                     wrong(report, &format!("the place of {what} is not aligned to a cluster"));
+                    if !data {
+                        self.hopeless(table, index);
+                    }
                 }
                 walk.place(offset, layout.cluster_size());
                 if !layout.external {
@@ -540,6 +581,15 @@ impl Scan {
             }
         }
         Ok(())
+    }
+
+    fn hopeless(&mut self, table: u64, index: usize) {
+        // The rest is found when the image is checked again.
+        if self.hopeless.len() < CHECK_STRAYS_MAX
+            && let Ok(index) = u32::try_from(index)
+        {
+            self.hopeless.push(Hopeless { table, index });
+        }
     }
 
     /// Reads the refcount table; what is wrong with it is found later.

@@ -14,6 +14,8 @@ pub(super) enum Stop {
     Cancelled,
     /// The image needs more memory than the limit allows.
     Memory,
+    /// The storage cannot grow, and no cluster is free.
+    Full,
     /// A structure that everything else depends on cannot be read.
     Corrupt(String),
     /// A ready message.
@@ -41,6 +43,11 @@ impl Stop {
                 ),
                 "the image maps more clusters than any real one, or they lie scattered over a \
                  huge sparse file: copy its contents with `convert`",
+            ),
+            Stop::Full => Error::io(
+                name,
+                "placing new refcount structures on storage that cannot grow",
+                Errno::NOSPC,
             ),
             Stop::Corrupt(reason) => Error::corrupt(name, reason),
             Stop::Error(error) => error,

@@ -32,8 +32,8 @@ pub(super) struct SnapshotL1 {
     pub(super) entries: u32,
     /// Id and name, for messages.
     pub(super) name: String,
-    /// Byte offset of its entry in the snapshot table.
-    pub(super) entry_at: usize,
+    /// Its entry lacks what version 3 wants.
+    pub(super) incomplete: bool,
 }
 
 /// Reads the snapshot table: the snapshots, and the bytes that the table has.
@@ -94,7 +94,8 @@ fn parse_snapshots(
         let end = names + id_len + name_len;
         let Some(names) = bytes.get(names..end) else { return Ok(None) };
         let (id, name) = names.split_at(id_len);
-        if header.version >= 3 && extra < EXTRA_BYTES_V3 {
+        let incomplete = header.version >= 3 && extra < EXTRA_BYTES_V3;
+        if incomplete {
             report.corrupt(1, || format!("ERROR snapshot table entry {number} is incomplete"));
         }
         snapshots.push(SnapshotL1 {
@@ -105,7 +106,7 @@ fn parse_snapshots(
                 String::from_utf8_lossy(id).escape_debug(),
                 String::from_utf8_lossy(name).escape_debug()
             ),
-            entry_at: at,
+            incomplete,
         });
         at = end;
     }
@@ -182,4 +183,40 @@ pub(super) async fn bitmaps(
         at = (start + name_len as usize).next_multiple_of(8);
     }
     Ok(bitmaps)
+}
+
+/// The snapshot table with all that version 3 wants in each entry; the 64-bit sizes are added where
+/// they are missing.
+///
+/// * `bytes`: a table that [`snapshots`] understood.
+/// * `disk_bytes`: size of the disk, for the snapshots that do not say theirs.
+pub(super) fn completed(bytes: &[u8], count: u32, disk_bytes: u64) -> Vec<u8> {
+    let mut out = Vec::with_capacity(bytes.len() + count as usize * EXTRA_BYTES_V3);
+    let mut at = 0usize;
+    for _ in 0..count {
+        at = at.next_multiple_of(8);
+        out.resize(out.len().next_multiple_of(8), 0);
+        let Some(head) = bytes.get(at..at + ENTRY_BYTES_MIN) else { break };
+        let extra_len = u32_at(head, 36) as usize;
+        let names_len = usize::from(u16_at(head, 12)) + usize::from(u16_at(head, 14));
+        let start = at + ENTRY_BYTES_MIN;
+        let end = start + extra_len + names_len;
+        let Some(rest) = bytes.get(start..end) else { break };
+        let (extra, names) = rest.split_at(extra_len);
+        let mut extra = extra.to_vec();
+        if extra.len() < 8 {
+            extra = u64::from(u32_at(head, 32)).to_be_bytes().to_vec();
+        }
+        if extra.len() < EXTRA_BYTES_V3 {
+            extra.truncate(8);
+            extra.extend_from_slice(&disk_bytes.to_be_bytes());
+        }
+        out.extend_from_slice(&head[..36]);
+        // At most 1024: checked when the table was read.
+        out.extend_from_slice(&u32::try_from(extra.len()).unwrap_or(0).to_be_bytes());
+        out.extend_from_slice(&extra);
+        out.extend_from_slice(names);
+        at = end;
+    }
+    out
 }

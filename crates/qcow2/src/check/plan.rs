@@ -1,0 +1,266 @@
+//! Plans new refcount structures beside the old ones.
+//!
+//! Promises: nothing that the image refers to is given away: new structures lie in clusters that
+//! neither the old state nor the new one uses otherwise, nor any entry that points behind the end
+//! of the file. Pure memory; ends, since every block is planned once.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::check::counts::{REGION_CLUSTERS, Region};
+use crate::check::layout::{BLOCK_RESERVED, Layout};
+use crate::check::refcount;
+use crate::check::scan::Scan;
+use crate::check::stop::Stop;
+use crate::limits::REFCOUNT_TABLE_BYTES_MAX;
+
+/// New places and what they make of the refcounts.
+#[derive(Debug)]
+pub(super) struct Plan<'a> {
+    scan: &'a mut Scan,
+    layout: Layout,
+    /// New structures by cluster, with their refcounts.
+    fresh: BTreeMap<u64, u64>,
+    /// Clusters of structures that the new state does without. The old state needs them to the end.
+    held: BTreeSet<u64>,
+    /// Entries of the new refcount table.
+    pub(super) entries: Vec<u64>,
+    /// Blocks that are written anew.
+    pub(super) rewritten: BTreeSet<u64>,
+    queue: Vec<u64>,
+    /// No single free cluster lies before this one.
+    cursor: u64,
+    /// Clusters of a storage that cannot grow.
+    limit: Option<u64>,
+}
+
+impl<'a> Plan<'a> {
+    /// * `limit`: clusters that fit on a storage that cannot grow.
+    pub(super) fn new(scan: &'a mut Scan, limit: Option<u64>) -> Plan<'a> {
+        let layout = scan.layout;
+        Plan {
+            entries: scan.blocks.clone(),
+            scan,
+            layout,
+            fresh: BTreeMap::new(),
+            held: BTreeSet::new(),
+            rewritten: BTreeSet::new(),
+            queue: Vec::new(),
+            cursor: 0,
+            limit,
+        }
+    }
+
+    /// The refcount that a cluster gets.
+    pub(super) fn target(&self, cluster: u64) -> u64 {
+        let counted = || u64::from(self.scan.counts.get(cluster).total);
+        self.fresh.get(&cluster).copied().unwrap_or_else(counted).min(self.layout.refcount_max())
+    }
+
+    /// Drops `count` references to each cluster of a structure that moves.
+    pub(super) fn retire(&mut self, offset: u64, len: u64, count: u32) {
+        // What lies behind the end was not counted.
+        if len == 0 || !self.layout.may_be_there(offset, len) {
+            return;
+        }
+        let bits = self.layout.cluster_bits;
+        for cluster in offset >> bits..=(offset + len - 1) >> bits {
+            self.scan.counts.take_back(cluster, count);
+            self.held.insert(cluster);
+        }
+    }
+
+    /// Finds `count` neighbouring clusters and gives each `refcount`.
+    ///
+    /// Errors: `Full` when the storage cannot grow.
+    pub(super) fn allocate(&mut self, count: u64, refcount: u64) -> Result<u64, Stop> {
+        let mut start = self.cursor;
+        let mut at = start;
+        while at - start < count {
+            if self.limit.is_some_and(|limit| at >= limit) {
+                return Err(Stop::Full);
+            }
+            if self.is_free(at) {
+                at += 1;
+                continue;
+            }
+            if at == self.cursor {
+                self.cursor = at + 1;
+            }
+            at += 1;
+            start = at;
+        }
+        self.fresh.extend((start..start + count).map(|cluster| (cluster, refcount)));
+        for cluster in start..start + count {
+            self.touch(cluster);
+        }
+        Ok(start)
+    }
+
+    fn is_free(&self, cluster: u64) -> bool {
+        let inside = cluster < self.layout.clusters();
+        self.scan.counts.get(cluster).total == 0
+            && (inside || cluster >= self.scan.strays_end)
+            && (inside || !self.scan.strays.contains_key(&cluster))
+            && !self.held.contains(&cluster)
+            && !self.fresh.contains_key(&cluster)
+    }
+
+    /// The block of this cluster has to be written anew.
+    pub(super) fn touch(&mut self, cluster: u64) {
+        let index = cluster >> self.layout.block_bits();
+        if self.rewritten.insert(index) {
+            self.queue.push(index);
+        }
+    }
+
+    /// Blocks that cannot be used go.
+    pub(super) fn drop_bad_blocks(&mut self) {
+        let size = self.layout.cluster_size();
+        for index in 0..self.entries.len() {
+            let entry = self.entries[index];
+            if entry == 0 || self.good_block(entry) {
+                continue;
+            }
+            self.entries[index] = 0;
+            if self.is_counted(entry) {
+                self.retire(entry, size, 1);
+            }
+        }
+    }
+
+    /// Whether the scan counted this entry as a reference.
+    fn is_counted(&self, entry: u64) -> bool {
+        entry & BLOCK_RESERVED == 0
+            && self.layout.in_cluster(entry) == 0
+            && entry >> self.layout.cluster_bits < self.layout.clusters()
+    }
+
+    fn good_block(&self, entry: u64) -> bool {
+        self.is_counted(entry) && self.scan.counts.get(entry >> self.layout.cluster_bits).total == 1
+    }
+
+    /// Blocks that can be read: number and host offset, in their order.
+    pub(super) fn blocks(&self) -> Vec<(u64, u64)> {
+        let entries = self.entries.iter().enumerate();
+        entries.filter(|(_, at)| **at != 0).map(|(index, at)| (index as u64, *at)).collect()
+    }
+
+    /// Whether a block says what it should.
+    pub(super) fn is_right(&self, index: u64, block: &[u8], scratch: &mut Vec<u8>) -> bool {
+        self.fill(index, scratch);
+        scratch == block
+    }
+
+    /// Every cluster in use needs a block.
+    pub(super) fn touch_uncovered(&mut self) {
+        let end = self.scan.counts.clusters();
+        let block_bits = self.layout.block_bits();
+        for region in 0..end.div_ceil(REGION_CLUSTERS) {
+            if matches!(self.scan.counts.region(region), Region::Empty) {
+                continue;
+            }
+            let mut cluster = region * REGION_CLUSTERS;
+            let stop = end.min(cluster + REGION_CLUSTERS);
+            while cluster < stop {
+                let index = cluster >> block_bits;
+                let next = (index + 1) << block_bits;
+                let known = self.entry(index) != 0 || self.rewritten.contains(&index);
+                if !known && (cluster..stop.min(next)).any(|at| self.target(at) > 0) {
+                    self.touch(cluster);
+                }
+                cluster = next;
+            }
+        }
+    }
+
+    fn entry(&self, index: u64) -> u64 {
+        usize::try_from(index).ok().and_then(|at| self.entries.get(at)).copied().unwrap_or(0)
+    }
+
+    /// Gives every block that is written anew a place, and those that this touches.
+    ///
+    /// Errors: `Full`.
+    pub(super) fn place_blocks(&mut self) -> Result<(), Stop> {
+        let size = self.layout.cluster_size();
+        while let Some(index) = self.queue.pop() {
+            let old = self.entry(index);
+            if old != 0 {
+                self.retire(old, size, 1);
+                self.touch(old >> self.layout.cluster_bits);
+            }
+            let place = usize::try_from(index).map_err(|_| Stop::Memory)?;
+            if place as u64 * 8 >= REFCOUNT_TABLE_BYTES_MAX {
+                return Err(Stop::Corrupt(format!(
+                    "the image is so long that a refcount table of {REFCOUNT_TABLE_BYTES_MAX} \
+                     bytes cannot cover it"
+                )));
+            }
+            if self.entries.len() <= place {
+                self.entries.resize(place + 1, 0);
+            }
+            let cluster = self.allocate(1, 1)?;
+            self.entries[place] = cluster << self.layout.cluster_bits;
+        }
+        Ok(())
+    }
+
+    /// Gives the refcount table a place: first cluster and number of clusters.
+    ///
+    /// Errors: `Full`, `Corrupt` when it would be larger than allowed.
+    pub(super) fn place_table(&mut self) -> Result<(u64, u64), Stop> {
+        let per_cluster = self.layout.cluster_size() / 8;
+        let max = REFCOUNT_TABLE_BYTES_MAX / self.layout.cluster_size();
+        loop {
+            let needed = (self.entries.len() as u64).div_ceil(per_cluster);
+            if needed > max {
+                return Err(Stop::Corrupt(format!(
+                    "the refcount table would need more than {REFCOUNT_TABLE_BYTES_MAX} bytes"
+                )));
+            }
+            // Room for half as much again, so that the image can grow.
+            let clusters = (needed + needed / 2).clamp(1, max);
+            let start = self.allocate(clusters, 1)?;
+            self.place_blocks()?;
+            if (self.entries.len() as u64).div_ceil(per_cluster) <= clusters {
+                return Ok((start, clusters));
+            }
+            for cluster in start..start + clusters {
+                self.fresh.remove(&cluster);
+            }
+        }
+    }
+
+    /// What a block has to say.
+    pub(super) fn fill(&self, index: u64, block: &mut Vec<u8>) {
+        block.clear();
+        block.resize(self.layout.cluster_len(), 0);
+        let order = self.layout.refcount_order;
+        let max = self.layout.refcount_max();
+        let bits = self.layout.block_bits();
+        let (first, last) = (index << bits, (index + 1) << bits);
+        let counts = &self.scan.counts;
+        let mut start = first;
+        while start < last.min(counts.clusters()) {
+            let stop = last.min((start / REGION_CLUSTERS + 1) * REGION_CLUSTERS);
+            if !matches!(counts.region(start / REGION_CLUSTERS), Region::Empty) {
+                for cluster in start..stop {
+                    let total = u64::from(counts.get(cluster).total).min(max);
+                    if total > 0 {
+                        // Inside the block.
+                        let at = usize::try_from(cluster - first).unwrap_or(0);
+                        refcount::set(block, order, at, total);
+                    }
+                }
+            }
+            start = stop;
+        }
+        for (cluster, count) in self.fresh.range(first..last) {
+            let at = usize::try_from(cluster - first).unwrap_or(0);
+            refcount::set(block, order, at, (*count).min(max));
+        }
+    }
+
+    pub(super) fn scan(&self) -> &Scan {
+        self.scan
+    }
+}

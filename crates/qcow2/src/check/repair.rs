@@ -1,0 +1,306 @@
+//! Repair: what is done about what a check found, and in which order.
+//!
+//! Promises:
+//! - It ends: at most [`ROUNDS_MAX`] rounds, each of which must find less wrong than the one before.
+//! - A crash at any point, and any error, leaves an image that is no worse than before. Leaks are
+//!   taken back where each sector of a refcount block is right by itself; entries of L2 tables are
+//!   emptied one sector at a time; everything else is made new beside the old (module `rebuild`).
+//! - Nothing that might still be of use is given up: only L2 entries that no reader could serve.
+//! - While it is not known what a bitmap refers to, or counts do not fit into the refcounts, those
+//!   are left alone.
+
+use crate::check::compare::{self, Compared};
+use crate::check::counts::Uses;
+use crate::check::layout::{BLOCK_RESERVED, SECTOR, ZERO};
+use crate::check::rebuild::{Patient, rebuild};
+use crate::check::refcount;
+use crate::check::report::{CheckHooks, CheckReport};
+use crate::check::scan::{Hopeless, Scan};
+use crate::check::source::Source;
+use crate::check::stop::Stop;
+use crate::check::{Repair, examine, read_header};
+use crate::header;
+
+/// Most rounds: one for entries, one for refcounts, and two for what only shows then.
+const ROUNDS_MAX: u32 = 4;
+/// Most runs of clusters that are given back to the file system after a repair.
+const PUNCHED_RUNS_MAX: usize = 1 << 16;
+/// What an entry of an extended L2 table says when all its subclusters read as zeroes.
+const ALL_ZEROES: u64 = 0xffff_ffff << 32;
+
+/// Checks and repairs.
+///
+/// Errors: those of a check; `Full`, `Io` when the repair could not be written.
+pub(super) async fn repair(
+    ring: &ringdisk_ring::Ring,
+    storage: &ringdisk_storage::Storage,
+    what: Repair,
+    hooks: CheckHooks<'_>,
+) -> Result<CheckReport, Stop> {
+    let reader = crate::check::source::Reader { ring, storage };
+    let mut header = read_header(&reader, storage.name()).await?;
+    let (first, mut scan, mut compared) = examine(&reader, &header, hooks).await?;
+    let mut report = first.clone();
+    let mut actions: Vec<String> = Vec::new();
+    for _ in 0..ROUNDS_MAX {
+        let patient = Patient { ring, storage, header: &header };
+        let old_head = patient.head().await?;
+        let old_len = storage.len();
+        let action = match round(patient, &report, &mut scan, compared, what, hooks).await {
+            Ok(Some(action)) => action,
+            Ok(None) => break,
+            Err(stop) => {
+                patient.cut(old_len).await;
+                return Err(stop);
+            }
+        };
+        drop(scan);
+        let new_header = read_header(&reader, storage.name()).await?;
+        let before = report;
+        (report, scan, compared) = examine(&reader, &new_header, hooks).await?;
+        if report.corruptions > before.corruptions {
+            // Rubbish that takes other metadata for its own can look worse after that moved. The
+            // old structures are still there.
+            patient.switch(&old_head).await?;
+            patient.cut(old_len).await;
+            header = read_header(&reader, storage.name()).await?;
+            (report, scan, _) = examine(&reader, &header, hooks).await?;
+            break;
+        }
+        header = new_header;
+        actions.push(action);
+        if wrong(&report) >= wrong(&before) {
+            break;
+        }
+    }
+    drop(scan);
+    if report.corruptions == 0 && report.check_errors == 0 {
+        let patient = Patient { ring, storage, header: &header };
+        if clear_marks(patient).await? {
+            report.dirty = false;
+            report.marked_corrupt = false;
+        }
+    }
+    Ok(summary(first, report, actions))
+}
+
+/// A measure of damage that each round must bring down.
+fn wrong(report: &CheckReport) -> u64 {
+    report.corruptions.saturating_add(report.leaks).saturating_add(report.check_errors)
+}
+
+/// One step towards a sound image; says what it did. `None`: nothing can be done.
+async fn round(
+    patient: Patient<'_>,
+    report: &CheckReport,
+    scan: &mut Scan,
+    compared: Compared,
+    what: Repair,
+    hooks: CheckHooks<'_>,
+) -> Result<Option<String>, Stop> {
+    if scan.unknown || report.is_clean() {
+        return Ok(None);
+    }
+    if what == Repair::All && !scan.hopeless.is_empty() {
+        let emptied = empty_entries(patient, scan).await?;
+        if emptied > 0 {
+            return Ok(Some(format!("Repaired: {emptied} broken L2 entries read as zeroes now")));
+        }
+    }
+    let wants_rebuild = compared.too_low
+        || compared.wrong_flags > 0
+        || compared.leaks_with_flags
+        || scan.blocks_broken
+        || scan.incomplete_snapshots > 0;
+    let may_rebuild = match what {
+        Repair::Nothing => false,
+        // Flags are made right too when nothing else is wrong: QEMU does so, and a leak may need it.
+        Repair::Leaks => report.corruptions == compared.wrong_flags,
+        Repair::All => true,
+    };
+    if wants_rebuild && may_rebuild && !scan.overflow {
+        rebuild(patient, scan, what == Repair::All, hooks).await?;
+        return Ok(Some("Repaired: the refcount structures were written anew".to_owned()));
+    }
+    if report.leaks > 0 && what != Repair::Nothing {
+        let freed = take_leaks_back(patient, scan, report.corruptions == 0, hooks).await?;
+        if freed > 0 {
+            return Ok(Some(format!("Repaired: {freed} leaked clusters are free again")));
+        }
+    }
+    Ok(None)
+}
+
+/// Empties the L2 entries of which nothing can be kept. Returns how many.
+async fn empty_entries(patient: Patient<'_>, scan: &mut Scan) -> Result<u64, Stop> {
+    let layout = scan.layout;
+    let mut emptied = 0;
+    let mut hopeless = std::mem::take(&mut scan.hopeless);
+    hopeless.sort_unstable_by_key(|each| (each.table, each.index));
+    for Hopeless { table, index } in hopeless {
+        // Where something else lies too, a write could only make it worse.
+        let cluster = table >> layout.cluster_bits;
+        let known = scan.tables.binary_search_by_key(&table, |known| known.offset);
+        let uses = known.map_or(0, |at| scan.tables[at].total());
+        if layout.in_cluster(table) != 0 || uses != scan.counts.get(cluster).total {
+            continue;
+        }
+        let bytes = if layout.extended { 16 } else { 8 };
+        let offset = table + u64::from(index) * bytes;
+        let sector = offset / SECTOR * SECTOR;
+        let mut content = patient.reader().read("reading an L2 table", sector, 512).await?;
+        // Inside the sector: entries do not cross sectors.
+        let at = usize::try_from(offset - sector).unwrap_or(0);
+        let zero_flag = if layout.version >= 3 { ZERO } else { 0 };
+        let (entry, bitmap) = if layout.extended { (0, ALL_ZEROES) } else { (zero_flag, 0) };
+        content[at..at + 8].copy_from_slice(&u64::to_be_bytes(entry));
+        if layout.extended {
+            content[at + 8..at + 16].copy_from_slice(&u64::to_be_bytes(bitmap));
+        }
+        patient.write(sector, &content).await?;
+        emptied += 1;
+    }
+    patient.flush().await?;
+    Ok(emptied)
+}
+
+/// Lowers refcounts that are too high, in place, where that leaves every flag right. Returns the
+/// number of clusters.
+///
+/// * `punch`: gives the space of clusters that are free then back to the file system.
+async fn take_leaks_back(
+    patient: Patient<'_>,
+    scan: &Scan,
+    punch: bool,
+    hooks: CheckHooks<'_>,
+) -> Result<u64, Stop> {
+    let layout = scan.layout;
+    let (order, max) = (layout.refcount_order, layout.refcount_max());
+    let end = compare::end_of(scan);
+    let mut freed = 0;
+    let mut runs: Vec<(u64, u64)> = Vec::new();
+    for (index, entry) in scan.blocks.iter().enumerate() {
+        let first = (index as u64) << layout.block_bits();
+        let at = entry >> layout.cluster_bits;
+        let good = *entry != 0
+            && entry & BLOCK_RESERVED == 0
+            && layout.in_cluster(*entry) == 0
+            && scan.counts.get(at).total == 1;
+        if !good || first >= end {
+            continue;
+        }
+        hooks.step(scan.done, scan.total)?;
+        let len = layout.cluster_len();
+        let mut block = patient.reader().read("reading a refcount block", *entry, len).await?;
+        let before = freed;
+        for cluster in first..end.min(first + (1 << layout.block_bits())) {
+            // Inside the block.
+            let place = usize::try_from(cluster - first).unwrap_or(0);
+            let stored = refcount::get(&block, order, place);
+            let uses = scan.counts.get(cluster);
+            let counted = u64::from(uses.total).min(max);
+            if stored <= counted || needs_flags(uses, counted) {
+                continue;
+            }
+            refcount::set(&mut block, order, place, counted);
+            freed += 1;
+            if counted == 0 {
+                add_to(&mut runs, cluster);
+            }
+        }
+        if freed > before {
+            patient.write(*entry, &block).await?;
+        }
+    }
+    patient.flush().await?;
+    if punch {
+        for (start, count) in runs {
+            let (offset, len) = (start << layout.cluster_bits, count << layout.cluster_bits);
+            // Only a matter of space: not every storage can.
+            let _ = patient.storage.discard(patient.ring, offset, len).await;
+        }
+    }
+    Ok(freed)
+}
+
+/// Whether an entry gets the wrong flag when its cluster's refcount sinks to `refcount`.
+pub(super) fn needs_flags(uses: Uses, refcount: u64) -> bool {
+    refcount == 1 && uses.plain > 0
+}
+
+fn add_to(runs: &mut Vec<(u64, u64)>, cluster: u64) {
+    if let Some((start, count)) = runs.last_mut()
+        && *start + *count == cluster
+    {
+        *count += 1;
+    } else if runs.len() < PUNCHED_RUNS_MAX {
+        runs.push((cluster, 1));
+    }
+}
+
+/// Takes the marks off a sound image. Returns whether there were any.
+async fn clear_marks(patient: Patient<'_>) -> Result<bool, Stop> {
+    let marks = header::DIRTY | header::CORRUPT;
+    if patient.header.incompatible & marks == 0 {
+        return Ok(false);
+    }
+    let mut head = patient.head().await?;
+    head.set_incompatible(head.incompatible() & !marks);
+    patient.switch(&head).await?;
+    Ok(true)
+}
+
+/// The last report, with what became of the first.
+fn summary(first: CheckReport, last: CheckReport, actions: Vec<String>) -> CheckReport {
+    let mut report = CheckReport {
+        corruptions_fixed: first.corruptions.saturating_sub(last.corruptions),
+        leaks_fixed: first.leaks.saturating_sub(last.leaks),
+        ..last
+    };
+    if actions.is_empty() {
+        return report;
+    }
+    let left = std::mem::replace(&mut report.messages, first.messages);
+    let left_out = std::mem::replace(&mut report.messages_left_out, first.messages_left_out);
+    let heading = (!left.is_empty()).then(|| "Left after the repair:".to_owned());
+    for text in actions.into_iter().chain(heading).chain(left) {
+        report.say(|| text);
+    }
+    report.messages_left_out = report.messages_left_out.saturating_add(left_out);
+    report
+}
+
+/// Makes the refcounts of an image right that was not closed cleanly, and takes the dirty bit off:
+/// when it is opened for writing.
+///
+/// Errors: `Corrupt` when the refcounts cannot be made right; those of a repair. The image is then
+/// as it was.
+pub(super) async fn rebuild_dirty(patient: Patient<'_>, hooks: CheckHooks<'_>) -> Result<(), Stop> {
+    let (report, mut scan, compared) = examine(&patient.reader(), patient.header, hooks).await?;
+    if scan.unknown || scan.overflow {
+        let reason = report.messages.into_iter().next().unwrap_or_default();
+        return Err(Stop::Corrupt(format!(
+            "the image was not closed cleanly and its refcounts cannot be rebuilt: {reason}"
+        )));
+    }
+    let right = !compared.too_low
+        && compared.wrong_flags == 0
+        && !compared.leaks_with_flags
+        && !scan.blocks_broken
+        && report.leaks == 0;
+    if right {
+        return clear_dirty(patient).await;
+    }
+    let old_len = patient.storage.len();
+    let rebuilt = rebuild(patient, &mut scan, true, hooks).await;
+    if rebuilt.is_err() {
+        patient.cut(old_len).await;
+    }
+    rebuilt
+}
+
+async fn clear_dirty(patient: Patient<'_>) -> Result<(), Stop> {
+    let mut head = patient.head().await?;
+    head.set_incompatible(head.incompatible() & !header::DIRTY);
+    patient.switch(&head).await
+}
