@@ -20,7 +20,6 @@
 #![forbid(unsafe_code)]
 
 mod bitmaps;
-#[allow(dead_code)] // Until repair is there.
 mod check;
 mod compressed;
 mod create;

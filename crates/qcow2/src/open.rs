@@ -6,6 +6,7 @@ use ringdisk_ring::{IoBuf, Ring};
 use ringdisk_storage::Storage;
 
 use crate::bitmaps;
+use crate::check;
 use crate::compressed::Decompressor;
 use crate::entry::{Region, Rules};
 use crate::error::{Error, ErrorKind};
@@ -36,7 +37,7 @@ impl Qcow2 {
     ) -> Result<Qcow2, Error> {
         let mut header = read_header(ring, &file, options.writable).await?;
         if options.writable && header.incompatible & header::DIRTY != 0 {
-           
+            check::rebuild_refcounts(ring, &file, &header).await?;
             header = read_header(ring, &file, true).await?;
         }
         let (snapshots, snapshot_region) = snapshots::read(ring, &file, &header).await?;
