@@ -46,9 +46,8 @@ def ringdisk_command(binary, image, threads, mountpoint):
     if image.kind == "null":
         latency = ["--latency", f"{image.latency_ns // 1000}us"] if image.latency_ns else []
         return [*base, "--null", str(image.size), *latency, mountpoint]
-    read_only = ["--read-only"] if image.kind == "qcow2" else []
     fmt = {"file": "raw", "qcow2": "qcow2"}[image.kind]
-    return [*base, "--direct", "--format", fmt, *read_only, image.path, mountpoint]
+    return [*base, "--direct", "--format", fmt, image.path, mountpoint]
 
 
 def qsd_command(image, threads, mountpoint, growable):
