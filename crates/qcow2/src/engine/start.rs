@@ -39,6 +39,10 @@ impl Qcow2 {
         if self.is_corrupted() {
             return Err(Errno::ROFS);
         }
+        if self.info.external_data_file && self.data_file.is_none() {
+            // Nothing may land in the image file instead.
+            return Err(Errno::IO);
+        }
         engine.recording.record(offset, len);
         Ok(())
     }

@@ -105,6 +105,8 @@ impl Qcow2 {
         let mut at = first;
         while at < last {
             at = self.clear_chunk(ring, at, last, space, below).await?;
+            // Other requests of this thread go on during a discard of a whole disk.
+            ring.yield_now().await;
         }
         self.zero_part(ring, last, end, below).await
     }
