@@ -5,6 +5,7 @@ mod chains;
 mod faults;
 mod gate;
 mod images;
+mod jobs;
 mod live;
 mod load;
 mod maps;
@@ -14,6 +15,7 @@ mod options;
 mod paths;
 mod probing;
 mod raw;
+mod writing;
 
 use std::future::Future;
 use std::path::{Path, PathBuf};

@@ -8,7 +8,8 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use ringdisk_ring::{Errno, Ring};
+use ringdisk_qcow2::Below;
+use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use crate::chain::Chain;
 use crate::layer::Layer;
@@ -142,6 +143,19 @@ fn shared(old: Chain<'_>, new: &[Arc<Layer>]) -> Option<usize> {
     old.0.iter().position(|layer| layer.file().and_then(|file| identity_of(file)) == Some(wanted))
 }
 
+/// The old chain, which will not be there: zeroes that it shows must be in the image too.
+struct Opaque<'a>(Chain<'a>);
+
+impl Below for Opaque<'_> {
+    async fn read(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<(), Errno> {
+        self.0.read(ring, offset, buf).await
+    }
+
+    fn has_data(&self, _offset: u64, _len: u64) -> bool {
+        true
+    }
+}
+
 /// What is compared and where it is copied to.
 #[derive(Clone, Copy)]
 struct Work<'a> {
@@ -210,7 +224,6 @@ impl Work<'_> {
     }
 
     async fn compare(self, at: u64, len: u64) -> Result<(), Errno> {
-        use ringdisk_qcow2::Below;
         let (old, new) = (buffer(len), buffer(len));
         self.old.read(self.ring, at, &old).await?;
         self.new.read(self.ring, at, &new).await?;
@@ -218,7 +231,9 @@ impl Work<'_> {
             return Ok(());
         }
         if old.is_zero() {
-            return self.disk.write_zeroes(self.ring, at, len, true).await;
+            let graph = self.disk.graph();
+            let image = graph.top_image().ok_or(Errno::OPNOTSUPP)?;
+            return image.write_zeroes(self.ring, at, len, true, &Opaque(self.old)).await;
         }
         let mut done = 0;
         while done < old.len() {

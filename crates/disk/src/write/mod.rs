@@ -95,8 +95,9 @@ impl Disk {
         }
     }
 
-    /// Punches a hole: the range reads as zeroes and its space is given back, whatever the discard mode
-    /// is. Never writes zeroes to a raw image.
+    /// Punches a hole, whatever the discard mode is: the range reads as zeroes and its space is given back
+    /// (in a qcow2 image with [`Discard::Ignore`] to the image, not to the file system). Never writes
+    /// zeroes to a raw image.
     ///
     /// * `offset`, `len`: bytes; what lies past the end of the disk is ignored.
     ///
