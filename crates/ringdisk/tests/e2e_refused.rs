@@ -155,11 +155,13 @@ fn other_image_formats_are_named_not_served_as_raw_by_surprise() {
 }
 
 #[test]
-fn qcow2_for_writing_says_what_to_do() {
+fn a_qcow2_that_is_marked_corrupt_is_never_written() {
     if !needs_root() {
         return;
     }
     let (directory, image) = sample();
+    // Incompatible features, bit 1.
+    common::patch(&image, 79, &[2]);
     let before = std::fs::read(&image).expect("read");
     let mountpoint = directory.path().join("disk");
     let mut command = Command::new(program());
@@ -167,7 +169,7 @@ fn qcow2_for_writing_says_what_to_do() {
     // Refused with a way out, or served read-only; the image stays as it is.
     match ringdisk_testkit::mount::Mounted::try_from_command(&mut command, &mountpoint) {
         Ok(disk) => assert!(std::fs::File::options().write(true).open(disk.path()).is_err()),
-        Err(finished) => assert_refused(&finished, &["--read-only"]),
+        Err(finished) => assert_refused(&finished, &["corrupt"]),
     }
     assert!(std::fs::read(&image).expect("read") == before);
 }

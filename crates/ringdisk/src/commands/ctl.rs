@@ -10,6 +10,7 @@ use crate::commands::output::json_text;
 use crate::control::client::Client;
 use crate::control::protocol::{Command, Commit, NewSize, Resize, Snapshot};
 use crate::job::Job;
+use crate::new_image::check_new_name;
 use crate::report::{Exit, Failure};
 use crate::size::{SizeChange, human_size_exact};
 use crate::terminal;
@@ -85,10 +86,11 @@ fn command_of(command: &CtlCommand) -> Result<Command, Failure> {
             shrink: *shrink,
             preallocation: Some(preallocation.name().to_owned()),
         }),
-        CtlCommand::Snapshot(target) => Command::Snapshot(Snapshot {
-            file: absolute(&target.file)?,
-            internal: target.internal.clone(),
-        }),
+        CtlCommand::Snapshot(target) => {
+            target.file.as_deref().map_or(Ok(()), check_new_name)?;
+            let internal = target.internal.clone();
+            Command::Snapshot(Snapshot { file: absolute(&target.file)?, internal })
+        }
         CtlCommand::Commit { top, base, .. } => {
             Command::Commit(Commit { top: absolute(top)?, base: absolute(base)? })
         }

@@ -266,7 +266,7 @@ impl<'a> Plan<'a> {
             cache: args.cache_mode(),
             raw_offset: args.offset.unwrap_or(0),
             raw_size: args.size,
-            allow_paths: args.allow_path.clone(),
+            allow_paths: args.allow_path.iter().map(|path| self.lasting(path)).collect(),
             force_share: args.force_share,
             metadata_cache_bytes: args.metadata_cache.bytes(),
             discard: match args.discard {
@@ -281,9 +281,10 @@ impl<'a> Plan<'a> {
             },
             lazy_refcounts: args.lazy_refcounts,
             temporary: args.snapshot,
-            overlay: args.overlay.clone(),
+            overlay: args.overlay.as_deref().map(|path| self.lasting(path)),
             ..ImageOptions::default()
         };
+        let image = &self.lasting(image);
         let mut result = open(image, &options)?;
         if options.cache == Cache::None && result.as_ref().is_err_and(is_about_direct) {
             options.cache = Cache::Writeback;
@@ -332,6 +333,15 @@ impl<'a> Plan<'a> {
         }
         terminal::note(format_args!("served read-only: {reason}"));
         Ok(())
+    }
+
+    /// A name that is still true after a background process has left its directory: images of the
+    /// chain are named by each other, and opened again, while it serves.
+    fn lasting(&self, path: &Path) -> PathBuf {
+        match std::path::absolute(path) {
+            Ok(whole) if self.args.daemonize => whole,
+            _ => path.to_owned(),
+        }
     }
 
     fn name(&self) -> String {

@@ -1,0 +1,436 @@
+//! `ringdisk ctl` and the control socket: what it does, who may use it, and what rubbish does to it.
+
+mod common;
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use common::tools::{Ran, names, qemu_img, ringdisk};
+use common::{MIB, program, serve};
+use ringdisk_testkit::images::{self, assert_clean, pattern, piece};
+use ringdisk_testkit::limits::{mount_at, needs_root};
+use ringdisk_testkit::mount::{Mounted, scratch, text};
+use ringdisk_testkit::process::{Process, until};
+use rustix::process::Signal;
+use rustix::thread::Uid;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// `ringdisk ctl MOUNTPOINT WORDS…`.
+fn ctl(disk: &Mounted, words: &[&str]) -> Ran {
+    ringdisk(Path::new("/"), &[&["ctl", disk.text()], words].concat())
+}
+
+/// The socket of a mount of root.
+fn socket(disk: &Mounted) -> PathBuf {
+    let mount = mount_at(disk.path()).expect("mounted");
+    let name = format!("ringdisk/mount-0-{}.sock", mount.minor);
+    let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
+    let places = [runtime, Some(PathBuf::from("/run/user/0")), Some(PathBuf::from("/run"))];
+    let mut all = places.into_iter().flatten().map(|place| place.join(&name));
+    all.find(|path| path.exists()).expect("a socket")
+}
+
+/// A connection that has been greeted.
+struct Raw {
+    stream: UnixStream,
+    lines: BufReader<UnixStream>,
+}
+
+impl Raw {
+    fn connect(path: &Path) -> Raw {
+        let stream = UnixStream::connect(path).expect("connect");
+        stream.set_read_timeout(Some(LIMIT)).expect("a timeout");
+        let lines = BufReader::new(stream.try_clone().expect("a second descriptor"));
+        let mut raw = Raw { stream, lines };
+        assert_eq!(raw.line()["ringdisk"]["protocol"], 1);
+        raw
+    }
+
+    fn send(&mut self, bytes: &[u8]) {
+        self.stream.write_all(bytes).expect("send");
+    }
+
+    fn line(&mut self) -> Value {
+        let mut line = String::new();
+        self.lines.read_line(&mut line).expect("a line");
+        serde_json::from_str(&line).unwrap_or_else(|error| panic!("{error}: {line:?}"))
+    }
+
+    fn ends(mut self) {
+        let mut rest = Vec::new();
+        let _ = self.lines.read_to_end(&mut rest);
+    }
+}
+
+/// A qcow2 of 16 MiB with some content, served.
+fn qcow2(args: &[&str]) -> (Mounted, TempDir) {
+    let directory = scratch();
+    let image = directory.path().join("base.qcow2");
+    images::qcow2(&image, "16M", "");
+    let disk = serve(&image, args);
+    write(&disk, 1, 0, MIB);
+    (disk, directory)
+}
+
+fn write(disk: &Mounted, seed: u64, offset: u64, len: u64) {
+    let bytes = pattern(seed, offset, usize::try_from(len).expect("small"));
+    let file = common::open(disk.path());
+    file.write_all_at(&bytes, offset).and_then(|()| file.sync_all()).expect("write");
+}
+
+fn assert_pattern(path: &Path, seed: u64, offset: u64, len: u64) {
+    let len = usize::try_from(len).expect("small");
+    assert!(piece(path, offset, len) == pattern(seed, offset, len), "{offset}+{len}");
+}
+
+#[test]
+fn stats_tell_programs_and_people_what_was_served() {
+    if !needs_root() {
+        return;
+    }
+    let (disk, _directory) = qcow2(&[]);
+    let value = ctl(&disk, &["stats", "--json"]).ok().json();
+    assert_eq!(value["size"], 16 * MIB);
+    assert_eq!(value["layers"][0]["format"], "qcow2");
+    assert_eq!(value["total"]["write-bytes"], MIB);
+    assert_eq!(value["fault"], Value::Null);
+    let text = ctl(&disk, &["stats"]).ok().out;
+    for words in ["IOPS", "latency", "CPU", "metadata", "base.qcow2"] {
+        assert!(text.contains(words), "{words}: {text}");
+    }
+    assert_eq!(disk.stop().code(), Some(0));
+}
+
+#[test]
+fn stop_ends_the_mount_and_its_server() {
+    if !needs_root() {
+        return;
+    }
+    let (mut disk, directory) = qcow2(&[]);
+    let socket = socket(&disk);
+    ctl(&disk, &["stop"]).ok();
+    assert!(disk.process().wait(Duration::from_secs(1)).is_some_and(|status| status.success()));
+    assert_eq!(mount_at(disk.path()), None);
+    assert!(!socket.exists());
+    assert_clean(&directory.path().join("base.qcow2"));
+    ctl(&disk, &["stop"]).ends(4).says("no disk of ringdisk is mounted");
+}
+
+#[test]
+fn the_size_changes_under_clients() {
+    if !needs_root() {
+        return;
+    }
+    let (disk, directory) = qcow2(&[]);
+    let open = common::open(disk.path());
+    // The kernel hears of it a moment later.
+    let becomes = |len: u64| {
+        let seen = || fs::metadata(disk.path()).expect("mounted").len();
+        assert!(until(LIMIT, || (seen() == len).then_some(())).is_some(), "{} not {len}", seen());
+    };
+    ctl(&disk, &["resize", "+16M"]).ok();
+    becomes(32 * MIB);
+    open.write_all_at(&[7; 4096], 31 * MIB).expect("the new part takes writes");
+    ctl(&disk, &["resize", "40M", "--preallocation", "metadata"]).ok();
+    becomes(40 * MIB);
+    ctl(&disk, &["resize", "8M"]).ends(3).says("--shrink");
+    ctl(&disk, &["resize", "--", "-100M"]).ends(2).says("cannot lose");
+    ctl(&disk, &["resize", "8E"]).ends(2).says("too large");
+    ctl(&disk, &["resize", "--shrink", "8M"]).ok();
+    becomes(8 * MIB);
+    assert_pattern(disk.path(), 1, 0, MIB);
+    drop(open);
+    assert_eq!(disk.stop().code(), Some(0));
+    assert_clean(&directory.path().join("base.qcow2"));
+}
+
+#[test]
+fn an_overlay_takes_further_writes_and_a_commit_brings_them_back() {
+    if !needs_root() {
+        return;
+    }
+    let (disk, directory) = qcow2(&[]);
+    let d = directory.path();
+    let new = |name: &str| d.join(name).to_string_lossy().into_owned();
+    ctl(&disk, &["snapshot", &new("one.qcow2")]).ok();
+    write(&disk, 2, 4 * MIB, MIB);
+    ctl(&disk, &["snapshot", &new("two.qcow2")]).ok();
+    write(&disk, 3, 8 * MIB, MIB);
+    ctl(&disk, &["snapshot", &new("two.qcow2")]).ends(3).says("exists already");
+    ctl(&disk, &["snapshot", &new("no/such.qcow2")]).ends(3);
+    ctl(&disk, &["snapshot", "json:x"]).ends(2).says("begins like a protocol");
+    let layers = |disk: &Mounted| -> Vec<String> {
+        let value = ctl(disk, &["stats", "--json"]).ok().json();
+        let layers = value["layers"].as_array().expect("layers").clone();
+        let name = |layer: &Value| layer["filename"].as_str().expect("a name").to_owned();
+        let names = layers.iter().map(name);
+        names.map(|name| name.rsplit('/').next().expect("a name").to_owned()).collect()
+    };
+    assert_eq!(layers(&disk), ["two.qcow2", "one.qcow2", "base.qcow2"]);
+    // The middle one goes into the base.
+    ctl(&disk, &["commit", "--top", &new("one.qcow2")]).ok();
+    assert_eq!(layers(&disk), ["two.qcow2", "base.qcow2"]);
+    ctl(&disk, &["commit", "--top", &new("one.qcow2")]).ends(2).says("not in the chain");
+    ctl(&disk, &["commit", "--base", &new("two.qcow2")]).ends(2).says("below the top");
+    // And then the top one.
+    let ran = ctl(&disk, &["commit", "-p"]).ok();
+    assert!(ran.out.contains("(100.00/100%)"), "{}", ran.out);
+    assert!(ran.out.contains("Image committed."), "{}", ran.out);
+    assert_eq!(layers(&disk), ["base.qcow2"]);
+    ctl(&disk, &["commit"]).ends(2).says("no image below");
+    write(&disk, 4, 12 * MIB, MIB);
+    for seed in 1..=4 {
+        assert_pattern(disk.path(), seed, 4 * MIB * (seed - 1), MIB);
+    }
+    assert_eq!(disk.stop().code(), Some(0));
+    let base = d.join("base.qcow2");
+    assert_clean(&base);
+    let reference = images::reference(&base, "qcow2");
+    for seed in 1..=4 {
+        assert_pattern(&reference, seed, 4 * MIB * (seed - 1), MIB);
+    }
+    // What was committed is left empty, over the same base.
+    qemu_img(d, &["compare", "base.qcow2", "two.qcow2"]).ok();
+}
+
+#[test]
+fn a_snapshot_inside_the_image_keeps_the_state() {
+    if !needs_root() {
+        return;
+    }
+    let (disk, directory) = qcow2(&[]);
+    let d = directory.path();
+    ctl(&disk, &["snapshot", "--internal", "before"]).ok();
+    write(&disk, 9, 0, MIB);
+    ctl(&disk, &["snapshot", "--internal", ""]).ends(2);
+    ctl(&disk, &["snapshot", "--internal", "a\nb"]).ends(2);
+    ctl(&disk, &["snapshot"]).ends(2);
+    assert_pattern(disk.path(), 9, 0, MIB);
+    assert_eq!(disk.stop().code(), Some(0));
+    assert_clean(&d.join("base.qcow2"));
+    assert!(ringdisk(d, &["snapshot", "-l", "base.qcow2"]).ok().out.contains("before"));
+    ringdisk(d, &["snapshot", "-a", "before", "base.qcow2"]).ok();
+    assert_pattern(&images::reference(&d.join("base.qcow2"), "qcow2"), 1, 0, MIB);
+}
+
+#[test]
+fn a_mount_in_the_background_names_its_images_for_good() {
+    if !needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let d = directory.path();
+    ringdisk(d, &["mount", "--daemonize", "--create", "8M", "a.qcow2", "disk"]).ok();
+    ringdisk(d, &["ctl", "disk", "snapshot", "b.qcow2"]).ok();
+    ringdisk(d, &["ctl", "disk", "stop"]).ok();
+    let info = qemu_img(d, &["info", "--output=json", "b.qcow2"]).ok().json();
+    assert_eq!(info["backing-filename"], "a.qcow2");
+    qemu_img(d, &["check", "b.qcow2"]).ok();
+    assert_eq!(names(d), ["a.qcow2", "b.qcow2"]);
+}
+
+/// A mount whose socket is in a directory of the test.
+fn private(runtime: &Path) -> (Mounted, TempDir) {
+    fs::set_permissions(runtime, fs::Permissions::from_mode(0o700)).expect("chmod");
+    let (directory, image) = common::raw_image(MIB, 1);
+    let path = directory.path().join("disk");
+    let mut command = Command::new(program());
+    command.args(["mount", "--format", "raw"]).args([&image, &path]);
+    (Mounted::from_command(command.env("XDG_RUNTIME_DIR", runtime), &path), directory)
+}
+
+/// Sockets below a directory that `private` used.
+fn sockets(runtime: &Path) -> Vec<PathBuf> {
+    names(&runtime.join("ringdisk")).iter().map(|name| runtime.join("ringdisk").join(name)).collect()
+}
+
+#[test]
+fn the_socket_belongs_to_its_owner_alone() {
+    if !needs_root() {
+        return;
+    }
+    let runtime = scratch();
+    let (disk, _directory) = private(runtime.path());
+    let [socket] = sockets(runtime.path()).try_into().expect("one socket");
+    let meta = fs::symlink_metadata(&socket).expect("there");
+    assert_eq!((meta.uid(), meta.mode() & 0o777), (0, 0o600));
+    let place = fs::metadata(socket.parent().expect("a directory")).expect("there");
+    assert_eq!((place.uid(), place.mode() & 0o777), (0, 0o700));
+    // A stranger does not even get a word through a door that was left open.
+    for (path, mode) in [
+        (runtime.path(), 0o755),
+        (socket.parent().expect("a directory"), 0o755),
+        (&socket, 0o666),
+    ] {
+        fs::set_permissions(path, fs::Permissions::from_mode(mode)).expect("chmod");
+    }
+    let path = socket.clone();
+    let said = std::thread::spawn(move || {
+        // Of this thread only; it ends with it.
+        let nobody = Uid::from_raw(65534);
+        rustix::thread::set_thread_res_uid(nobody, nobody, nobody).expect("root may");
+        let mut stream = UnixStream::connect(path).expect("connect");
+        stream.set_read_timeout(Some(LIMIT)).expect("a timeout");
+        let mut said = Vec::new();
+        let _ = stream.read_to_end(&mut said);
+        said
+    });
+    assert_eq!(said.join().expect("no panic"), b"");
+    drop(Raw::connect(&socket));
+    assert_eq!(disk.stop().code(), Some(0));
+}
+
+#[test]
+fn rubbish_and_slow_clients_hurt_nobody() {
+    if !needs_root() {
+        return;
+    }
+    let (disk, _directory) = qcow2(&[]);
+    let path = socket(&disk);
+    // Ends in the middle of a line, silent, never reading, and too long a line.
+    let mut half = Raw::connect(&path);
+    half.send(b"{\"execute\": \"sta");
+    let silent = Raw::connect(&path);
+    let mut deaf = Raw::connect(&path);
+    deaf.stream.set_write_timeout(Some(Duration::from_millis(500))).expect("a timeout");
+    let many = "{\"execute\": \"stats\"}\n".repeat(10_000);
+    let _ = deaf.stream.write_all(many.as_bytes());
+    let mut endless = Raw::connect(&path);
+    endless.stream.set_write_timeout(Some(Duration::from_secs(5))).expect("a timeout");
+    let _ = endless.stream.write_all(&vec![b'x'; 200 << 10]);
+    let start = Instant::now();
+    ctl(&disk, &["stats"]).ok();
+    assert!(start.elapsed() < Duration::from_secs(5));
+    assert_eq!(endless.line()["error"]["desc"], "the line is too long");
+    endless.ends();
+    let mut raw = Raw::connect(&path);
+    for (line, reason) in [
+        (&b"hello\n"[..], "not a line of JSON"),
+        (b"\xff\x00\n", "not a line of JSON"),
+        (b"{\"execute\": \"format-disk\"}\n", "no such command"),
+        (b"{\"execute\": \"resize\", \"arguments\": {\"size\": -5}}\n", "resize"),
+        (b"{\"execute\": \"resize\", \"arguments\": {\"size\": {\"to\": 9223372036854775808}}}\n", ""),
+        (b"{\"execute\": \"snapshot\", \"arguments\": {\"file\": \"\"}}\n", "needs a name"),
+        (b"{\"execute\": \"snapshot\", \"arguments\": {\"file\": \"a\\nb\"}}\n", "control character"),
+        (b"{\"execute\": \"snapshot\"}\n", "either 'file' or 'internal'"),
+        (b"{\"execute\": \"commit\", \"arguments\": {\"top\": \"/nowhere\"}}\n", "not in the chain"),
+    ] {
+        raw.send(line);
+        let reply = raw.line();
+        let said = reply["error"]["desc"].as_str().unwrap_or_default();
+        assert!(!said.is_empty() && said.contains(reason), "{reply}");
+    }
+    raw.send(b"\n \n{\"execute\": \"stats\", \"id\": {\"a\": [1]}}\n");
+    assert_eq!(raw.line()["id"], json!({"a": [1]}));
+    drop((half, silent, deaf));
+    assert_pattern(disk.path(), 1, 0, MIB);
+    assert_eq!(disk.stop().code(), Some(0));
+}
+
+#[test]
+fn several_clients_are_served_and_too_many_are_told() {
+    if !needs_root() {
+        return;
+    }
+    let (disk, _directory) = qcow2(&[]);
+    let path = socket(&disk);
+    let mut clients: Vec<Raw> = (0..32).map(|_| Raw::connect(&path)).collect();
+    for client in &mut clients {
+        client.send(b"{\"execute\": \"stats\"}\n");
+    }
+    for client in &mut clients {
+        assert_eq!(client.line()["return"]["size"], 16 * MIB);
+    }
+    ctl(&disk, &["stats"]).ends(5).says("clients are connected already");
+    drop(clients);
+    let again = until(LIMIT, || (ctl(&disk, &["stats"]).code == 0).then_some(()));
+    assert!(again.is_some());
+    // One that has said all it has to say still gets its answer.
+    let mut last = Raw::connect(&path);
+    last.send(b"{\"execute\": \"stats\"}\n");
+    last.stream.shutdown(Shutdown::Write).expect("shutdown");
+    assert_eq!(last.line()["return"]["size"], 16 * MIB);
+}
+
+#[test]
+fn a_socket_that_was_left_is_taken_away_by_the_next_mount() {
+    if !needs_root() {
+        return;
+    }
+    let runtime = scratch();
+    let (mut disk, _directory) = private(runtime.path());
+    let left = sockets(runtime.path());
+    disk.process().signal(Signal::KILL);
+    assert!(disk.process().wait(LIMIT).is_some());
+    assert_eq!(sockets(runtime.path()), left);
+    ringdisk_testkit::mount::unmount(disk.path());
+    ctl(&disk, &["stats"]).ends(4);
+    let (next, _other) = private(runtime.path());
+    assert_eq!(sockets(runtime.path()).len(), 1);
+    let found = Command::new(program())
+        .args(["ctl", next.text(), "stats"])
+        .env("XDG_RUNTIME_DIR", runtime.path())
+        .output();
+    assert!(found.expect("it starts").status.success());
+    // Without the variable it cannot be found, and that is said.
+    ctl(&next, &["stats"]).ends(4).says("no control socket");
+    assert_eq!(next.stop().code(), Some(0));
+    assert_eq!(sockets(runtime.path()), Vec::<PathBuf>::new());
+}
+
+#[test]
+fn a_mount_of_something_else_is_not_ours_to_control() {
+    let directory = scratch();
+    let d = directory.path();
+    fs::write(d.join("file"), "").expect("write");
+    ringdisk(d, &["ctl", "file", "stats"]).ends(4).says("no disk of ringdisk");
+    ringdisk(d, &["ctl", "nosuch", "stats"]).ends(4);
+    ringdisk(d, &["ctl", "file"]).ends(2);
+    ringdisk(d, &["ctl", "file", "explode"]).ends(2);
+}
+
+#[test]
+fn an_interrupted_commit_leaves_the_chain_as_it_was() {
+    if !needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let base = directory.path().join("base.qcow2");
+    images::qcow2(&base, "1G", "");
+    let disk = serve(&base, &[]);
+    let top = directory.path().join("top.qcow2");
+    ctl(&disk, &["snapshot", text(&top)]).ok();
+    for step in 0..64 {
+        write(&disk, 5, step * 4 * MIB, 4 * MIB);
+    }
+    let mut command = Command::new(program());
+    let mut client = Process::spawn(command.args(["ctl", disk.text(), "commit"]));
+    std::thread::sleep(Duration::from_millis(60));
+    client.signal(Signal::INT);
+    let finished = client.finish(LIMIT);
+    // Either it was quicker than the signal, or nothing has happened.
+    let layers = || {
+        let value = ctl(&disk, &["stats", "--json"]).ok().json();
+        value["layers"].as_array().expect("layers").len()
+    };
+    let expected = if finished.code() == Some(0) { 1 } else { 2 };
+    let settled = until(LIMIT, || {
+        (layers() == expected && ctl(&disk, &["resize", "+0"]).code == 0).then_some(())
+    });
+    assert!(settled.is_some(), "{} layers; {finished:?}", layers());
+    for step in 0..64 {
+        assert_pattern(disk.path(), 5, step * 4 * MIB, 4 * MIB);
+    }
+    assert_eq!(disk.stop().code(), Some(0));
+    assert_clean(&base);
+    assert_clean(&top);
+}
