@@ -96,14 +96,39 @@ fn cached_requests_allocate_nothing() {
 }
 
 #[test]
+fn requests_of_a_writable_image_allocate_nothing_once_its_clusters_are_there() {
+    let directory = tempfile::tempdir().expect("directory");
+    let path = directory.path();
+    qemu(path, "qemu-img", &["create", "-q", "-f", "qcow2", "a.qcow2", "8M"]);
+    qemu(path, "qemu-io", &["-f", "qcow2", "-c", "write -P 1 0 8M", "a.qcow2"]);
+    let mut runtime = Runtime::new(Config::default()).expect("io_uring");
+    let ring = runtime.ring().clone();
+    runtime.block_on(async {
+        let source = Source::Path(path.join("a.qcow2"));
+        let disk = Disk::open(&ring, source, &ImageOptions::default()).await.expect("open");
+        assert_eq!(allocations(&ring, &disk, 4096).await, 0, "one run");
+        assert_eq!(allocations(&ring, &disk, 1 << 20).await, 0, "a large request");
+        // After a change of the disk as before it.
+        disk.resize(&ring, 16 << 20).await.expect("resize");
+        disk.write(&ring, 0, &IoBuf::new(16 << 20, 4096)).await.expect("write");
+        disk.flush(&ring).await.expect("flush");
+        assert_eq!(allocations(&ring, &disk, 4096).await, 0, "after a change");
+        disk.close(&ring).await.expect("close");
+    });
+    qemu(path, "qemu-img", &["check", "-q", "-f", "qcow2", "a.qcow2"]);
+}
+
+#[test]
 fn a_request_is_small_in_memory() {
     // Every entry of an export holds one request; 1024 of them must stay within 8 MiB.
     const REQUEST_MAX: usize = 8 << 10;
     let runtime = Runtime::new(Config::default()).expect("io_uring");
     let disk = Disk::null(&NullOptions::default());
     let buf = IoBuf::new(512, 512);
+    let zeroes = size_of_val(&disk.write_zeroes(runtime.ring(), 0, 512, true));
     let read = size_of_val(&disk.read(runtime.ring(), 0, &buf));
     let write = size_of_val(&disk.write(runtime.ring(), 0, &buf));
-    println!("read: {read} bytes, write: {write} bytes");
-    assert!(read.max(write) <= REQUEST_MAX, "read: {read} bytes, write: {write} bytes");
+    let sizes = format!("read: {read} bytes, write: {write} bytes, zeroes: {zeroes} bytes");
+    println!("{sizes}");
+    assert!(read.max(write).max(zeroes) <= REQUEST_MAX, "{sizes}");
 }
