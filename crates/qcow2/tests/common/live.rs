@@ -1,5 +1,8 @@
 //! Writable images in tests: bytes below them, reading while others write, opening over the simulated storage.
 
+// Each test binary uses its own part.
+#![allow(dead_code, missing_docs, unreachable_pub)]
+
 use std::sync::Arc;
 
 use ringdisk_qcow2::{Below, ExtentKind, OpenOptions, Qcow2};

@@ -6,6 +6,7 @@
 // The engine's futures are large, and these are tests.
 #![allow(clippy::large_futures)]
 
+mod barrier;
 mod between;
 mod client;
 #[path = "../common/mod.rs"]
@@ -134,4 +135,24 @@ fn with_lazy_refcounts() {
 #[test]
 fn with_an_external_data_file() {
     simulate("with_an_external_data_file", 5, Wanted { data_file: true, ..Wanted::default() });
+}
+
+#[test]
+fn a_seed_repeats_itself() {
+    let run = |seed| {
+        let mut runtime = runtime();
+        // Snapshots would bring the time of day into the images.
+        let wanted = Wanted { between: Some(Between::Resize), ..Wanted::default() };
+        let mut world =
+            World::new(runtime.ring().clone(), Config::new(seed, wanted), Taken::Honest);
+        runtime.block_on(world.run()).expect("a sound run");
+        let states: Vec<Vec<u8>> = world.cases.iter().map(|case| case.file.image()).collect();
+        (world.shore.trace.borrow().clone(), world.file.log(), states)
+    };
+    for seed in 1..4 {
+        let (first, second) = (run(seed), run(seed));
+        assert_eq!(first.0, second.0, "seed {seed}: what the clients did");
+        assert_eq!(first.1, second.1, "seed {seed}: what the storage was asked");
+        assert!(first.2 == second.2, "seed {seed}: what power cuts left");
+    }
 }

@@ -3,43 +3,17 @@
 //! The states are those that could be left if the last flush of the image file had been a lie: any part of what it covered may be
 //! missing although something that came after it is there. A barrier is told by what was written before it and after it.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::rc::Rc;
 
-use ringdisk_testkit::layout::{Class, Layout};
-use ringdisk_testkit::sim::{Prng, Ranges, SimStorage};
+use ringdisk_testkit::layout::Class;
 
+use crate::barrier::Barrier;
 use crate::common::runtime;
-use crate::config::{Between, Config, Wanted, index};
+use crate::config::{Between, Config, Wanted};
 use crate::judge::Judge;
 use crate::states;
 use crate::world::{Taken, World};
-
-/// What a barrier stands between: what it made durable, and what came after it.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Barrier {
-    /// The class that it is to leave out.
-    pub(crate) lost: Class,
-    after: BTreeSet<Class>,
-}
-
-impl Barrier {
-    /// One of the things that the last flush of a storage was for.
-    pub(crate) fn choose(file: &SimStorage, layout: &Layout, prng: &mut Prng) -> Option<Barrier> {
-        let classes = |ranges: &Ranges| -> BTreeSet<Class> {
-            ranges.iter().map(|range| layout.class_at(range.0)).collect()
-        };
-        let (before, after) = file.around_last_flush();
-        let before: Vec<Class> = classes(&before).into_iter().collect();
-        let lost = *before.get(index(prng, before.len() as u64))?;
-        Some(Barrier { lost, after: classes(&after) })
-    }
-
-    fn is_between(&self, lost: &[Class], after: &[Class]) -> bool {
-        let comes = after.is_empty() || after.iter().any(|class| self.after.contains(class));
-        lost.contains(&self.lost) && comes
-    }
-}
 
 /// States of each barrier, and how many of them were seen to be wrong.
 #[derive(Debug, Default)]

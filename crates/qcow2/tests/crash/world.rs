@@ -12,15 +12,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ringdisk_qcow2::Qcow2;
-use ringdisk_ring::Ring;
+use ringdisk_ring::{Errno, Ring};
 use ringdisk_testkit::layout::Layout;
 use ringdisk_testkit::oracle::Oracle;
 use ringdisk_testkit::sim::{Fault, Prng, SimStorage, When};
 
+use crate::barrier::Barrier;
 use crate::client::{Client, Shore};
 use crate::config::{Config, index};
 use crate::live::{Base, Shared, open};
-use crate::mutation::Barrier;
 
 /// Number of the disk in its stamps.
 pub(crate) const DISK: u16 = 7;
@@ -107,6 +107,28 @@ impl World {
         }
     }
 
+    /// Errors of storage are part of the game: whoever gets one is told, no more.
+    #[allow(dead_code, reason = "not every test program has faults")]
+    pub(crate) fn tolerate_faults(&mut self) {
+        let oracle = self.shore.oracle.borrow().clone();
+        self.shore = Shore::new(oracle, true);
+    }
+
+    /// A flush by itself. Errors: it hangs.
+    #[allow(dead_code, reason = "not every test program flushes by itself")]
+    pub(crate) async fn flush(&mut self, image: &Shared) -> Result<Result<(), Errno>, String> {
+        let (ring, image, shore) = (self.ring.clone(), image.clone(), self.shore.clone());
+        self.drive("flush", async move {
+            let begun = shore.oracle.borrow_mut().begin_flush();
+            let result = image.flush(&ring).await;
+            if result.is_ok() {
+                shore.oracle.borrow_mut().end_flush(&begun);
+            }
+            result
+        })
+        .await
+    }
+
     pub(crate) fn base(&self) -> Base {
         Base(self.config.below)
     }
@@ -136,7 +158,7 @@ impl World {
     }
 
     /// All clients at once, to their end.
-    async fn stream(&mut self, image: &Shared) -> Result<(), String> {
+    pub(crate) async fn stream(&mut self, image: &Shared) -> Result<(), String> {
         let client = Client {
             ring: self.ring.clone(),
             image: image.clone(),
@@ -297,8 +319,9 @@ impl World {
         let ring = self.ring.clone();
         self.shore.note(|| label.to_owned());
         let result = self.drive(label, change(ring, image)).await?;
-        self.also.clear();
+        // After an error it may have happened or not.
         result.map_err(|error| format!("{label}: {error}"))?;
+        self.also.clear();
         *self.shore.oracle.borrow_mut() = after;
         self.closed(label);
         Ok(())

@@ -1,0 +1,305 @@
+//! Who waits for whom: only writers to the same cluster for each other, and only those who need a piece of metadata for its load.
+
+#![allow(clippy::large_futures)]
+
+#[path = "../common/mod.rs"]
+mod common;
+#[path = "../common/live.rs"]
+mod live;
+mod stress;
+
+use std::cell::RefCell;
+use std::future::Future;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use common::runtime;
+use live::{Base, Shared, buffer, open, writable};
+use ringdisk_qcow2::Nothing;
+use ringdisk_ring::Ring;
+use ringdisk_testkit::layout::{Class, Layout, Shape};
+use ringdisk_testkit::oracle::Below;
+use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
+
+const CLUSTER: u64 = 4096;
+/// Bytes of the disk that one L2 table maps.
+const COVERED: u64 = CLUSTER / 8 * CLUSTER;
+
+/// An image whose first change is behind it, so that nothing but the requests themselves goes to the storage.
+struct Stage {
+    ring: Ring,
+    sim: SimStorage,
+    image: Shared,
+    /// Names of the tasks that have ended.
+    ended: Rc<RefCell<Vec<&'static str>>>,
+}
+
+impl Stage {
+    async fn new(ring: Ring) -> Stage {
+        let shape = Shape { cluster_bits: 12, size: 8 * COVERED, ..Shape::default() };
+        let sim = SimStorage::from_image(&shape.make(), 1);
+        let stage = Stage::over(ring, sim).await;
+        // Tables for all of the disk.
+        for table in 0..8 {
+            stage.write(table * COVERED + 100 * CLUSTER, 512).await;
+        }
+        stage.image.flush(&stage.ring).await.expect("a flush");
+        stage
+    }
+
+    async fn over(ring: Ring, sim: SimStorage) -> Stage {
+        let image = open(&ring, &sim, None, &writable()).await.expect("a sound image");
+        Stage { ring, sim, image: Arc::new(image), ended: Rc::default() }
+    }
+
+    async fn write(&self, offset: u64, len: usize) {
+        let done = self.image.write(&self.ring, offset, &buffer(&vec![7; len]), &Nothing).await;
+        assert_eq!(done, Ok(len));
+    }
+
+    fn spawn(&self, name: &'static str, work: impl Future<Output = ()> + 'static) {
+        let ended = self.ended.clone();
+        self.ring.spawn(async move {
+            work.await;
+            ended.borrow_mut().push(name);
+        });
+    }
+
+    fn spawn_write(&self, name: &'static str, offset: u64, len: usize) {
+        let (ring, image) = (self.ring.clone(), self.image.clone());
+        self.spawn(name, async move {
+            let done = image.write(&ring, offset, &buffer(&vec![9; len]), &Nothing).await;
+            assert_eq!(done, Ok(len));
+        });
+    }
+
+    fn spawn_read(&self, name: &'static str, offset: u64) {
+        let (ring, image) = (self.ring.clone(), self.image.clone());
+        self.spawn(name, async move {
+            let base = Base(Below::NOTHING);
+            live::read(&ring, &image, &base, offset, &mut [0; 512]).await.expect("a read");
+        });
+    }
+
+    fn spawn_flush(&self, name: &'static str) {
+        let (ring, image) = (self.ring.clone(), self.image.clone());
+        self.spawn(name, async move { image.flush(&ring).await.expect("a flush") });
+    }
+
+    async fn settle(&self) {
+        for _ in 0..50 {
+            self.ring.yield_now().await;
+        }
+    }
+
+    /// What has ended, in alphabetical order.
+    fn ended(&self) -> Vec<&'static str> {
+        let mut names = self.ended.borrow().clone();
+        names.sort_unstable();
+        names
+    }
+}
+
+fn on_stage<F: Future<Output = ()>>(test: impl FnOnce(Stage) -> F) {
+    let mut runtime = runtime();
+    let ring = runtime.ring().clone();
+    runtime.block_on(async { test(Stage::new(ring).await).await });
+}
+
+#[test]
+fn only_writers_to_the_same_new_cluster_wait_for_each_other() {
+    on_stage(|stage| async move {
+        stage.sim.on(When::kind(OpKind::Write).once(), Fault::Hold);
+        stage.spawn_write("first", 0, 512);
+        stage.settle().await;
+        assert_eq!(stage.sim.held().len(), 1);
+        stage.spawn_write("same cluster", 1024, 512);
+        stage.spawn_write("neighbour", CLUSTER, 512);
+        stage.spawn_write("other table", 3 * COVERED, 512);
+        stage.spawn_write("in place", 100 * CLUSTER, 512);
+        stage.spawn_read("read of it", 0);
+        stage.spawn_read("read", 100 * CLUSTER);
+        stage.settle().await;
+        assert_eq!(stage.ended(), ["in place", "neighbour", "other table", "read", "read of it"]);
+        stage.sim.release_all();
+        stage.settle().await;
+        assert_eq!(stage.ended().len(), 7);
+    });
+}
+
+#[test]
+fn a_flush_does_not_wait_for_writes_that_are_not_answered() {
+    on_stage(|stage| async move {
+        stage.sim.on(When::kind(OpKind::Write).once(), Fault::Hold);
+        stage.spawn_write("held", 0, 512);
+        stage.spawn_write("other", 50 * CLUSTER, 512);
+        stage.settle().await;
+        stage.spawn_flush("flush");
+        stage.settle().await;
+        assert_eq!(stage.ended(), ["flush", "other"]);
+        stage.sim.release_all();
+        stage.settle().await;
+    });
+}
+
+#[test]
+fn writes_and_reads_go_on_while_a_flush_is_under_way() {
+    on_stage(|stage| async move {
+        stage.write(0, 512).await;
+        stage.sim.on(When::kind(OpKind::Flush).once(), Fault::Hold);
+        stage.spawn_flush("flush");
+        stage.settle().await;
+        stage.spawn_write("same cluster", 1024, 512);
+        stage.spawn_write("new cluster", CLUSTER, 512);
+        stage.spawn_read("read", 0);
+        stage.settle().await;
+        assert_eq!(stage.ended(), ["new cluster", "read", "same cluster"]);
+        stage.sim.release_all();
+        stage.settle().await;
+        assert_eq!(stage.ended().len(), 4);
+    });
+}
+
+#[test]
+fn discards_stop_nobody() {
+    on_stage(|stage| async move {
+        stage.sim.on(When::kind(OpKind::Discard), Fault::Hold);
+        let (ring, image) = (stage.ring.clone(), stage.image.clone());
+        stage.spawn("discard", async move {
+            image.discard(&ring, 100 * CLUSTER, CLUSTER, &Nothing).await.expect("a discard");
+        });
+        stage.spawn_flush("flush");
+        stage.spawn_write("same place", 100 * CLUSTER, 512);
+        stage.spawn_write("write", 0, 512);
+        stage.settle().await;
+        stage.spawn_flush("second flush");
+        stage.settle().await;
+        let ended = stage.ended();
+        assert!(
+            ["discard", "same place", "write"].iter().all(|name| ended.contains(name)),
+            "{ended:?}"
+        );
+        stage.sim.clear_rules();
+        while stage.sim.release_all() > 0 {
+            stage.settle().await;
+        }
+        assert_eq!(stage.ended().len(), 5);
+    });
+}
+
+#[test]
+fn a_slow_load_delays_only_those_who_need_it() {
+    let mut runtime = runtime();
+    let ring = runtime.ring().clone();
+    runtime.block_on(async {
+        let first = Stage::new(ring.clone()).await;
+        first.image.close(&ring).await.expect("a close");
+        let stage = Stage::over(ring, first.sim.fork(2)).await;
+        let layout = Layout::of(&stage.sim);
+        let l2 = layout.references.iter().find(|(_, (class, _))| *class == Class::L2);
+        // Made first, so it is that of the start of the disk.
+        let table = l2.expect("tables").0 * CLUSTER;
+        stage.sim.on(When::kind(OpKind::Read).at(table..table + CLUSTER), Fault::Hold);
+        stage.spawn_read("read there", 0);
+        stage.spawn_write("write there", 512, 512);
+        stage.settle().await;
+        assert!(!stage.sim.held().is_empty());
+        stage.spawn_read("read", COVERED);
+        stage.spawn_write("write", COVERED + CLUSTER, 512);
+        stage.spawn_write("overwrite", 2 * COVERED + 100 * CLUSTER, 512);
+        stage.settle().await;
+        stage.spawn_flush("flush");
+        stage.settle().await;
+        assert_eq!(stage.ended(), ["flush", "overwrite", "read", "write"]);
+        stage.sim.clear_rules();
+        stage.sim.release_all();
+        stage.settle().await;
+        assert_eq!(stage.ended().len(), 6);
+        assert_eq!(stage.sim.held().len(), 0);
+    });
+}
+
+#[test]
+fn as_many_clusters_are_allocated_at_once_as_there_are_writers() {
+    on_stage(|stage| async move {
+        stage.sim.on(When::kind(OpKind::Write), Fault::Hold);
+        for number in 0..64 {
+            stage.spawn_write("write", number % 8 * COVERED + number / 8 * 2 * CLUSTER, 4096);
+        }
+        stage.settle().await;
+        assert_eq!(stage.sim.held().len(), 64);
+        let mut places: Vec<u64> = stage.sim.held().iter().map(|held| held.offset).collect();
+        places.sort_unstable();
+        places.dedup();
+        assert_eq!(places.len(), 64, "two writers in one place");
+        stage.sim.clear_rules();
+        stage.sim.release_shuffled();
+        stage.settle().await;
+        assert_eq!(stage.ended().len(), 64);
+    });
+}
+
+#[test]
+fn a_large_write_is_one_write_of_adjacent_clusters() {
+    on_stage(|stage| async move {
+        let before = stage.sim.log().len();
+        stage.write(COVERED / 2, 1 << 20).await;
+        let log = stage.sim.log();
+        let writes: Vec<_> = log[before..].iter().filter(|r| r.kind == OpKind::Write).collect();
+        assert_eq!(writes.iter().map(|write| write.len).collect::<Vec<u64>>(), [1 << 20]);
+    });
+}
+
+#[test]
+fn sequential_writes_get_adjacent_clusters() {
+    on_stage(|stage| async move {
+        let before = stage.sim.log().len();
+        for piece in 0..16 {
+            stage.write(COVERED / 2 + piece * 16 * CLUSTER, 16 * 4096).await;
+        }
+        let log = stage.sim.log();
+        let writes: Vec<_> = log[before..].iter().filter(|r| r.kind == OpKind::Write).collect();
+        assert_eq!(writes.len(), 16);
+        let adjacent = |pair: &[&ringdisk_testkit::sim::Record]| {
+            pair[0].offset + pair[0].len == pair[1].offset
+        };
+        assert!(writes.windows(2).all(adjacent), "{writes:?}");
+    });
+}
+
+#[test]
+fn a_flush_writes_what_is_dirty_and_nothing_else() {
+    on_stage(|stage| async move {
+        stage.write(0, 512).await;
+        let before = stage.sim.log().len();
+        stage.image.flush(&stage.ring).await.expect("a flush");
+        let log = stage.sim.log();
+        let count = |kind| log[before..].iter().filter(|record| record.kind == kind).count();
+        // The refcount block and the slice; a barrier after each.
+        assert_eq!((count(OpKind::Write), count(OpKind::Flush), count(OpKind::Read)), (2, 2, 0));
+        stage.image.flush(&stage.ring).await.expect("a flush");
+        assert_eq!(stage.sim.log().len(), log.len() + 1, "with nothing dirty it is one flush");
+    });
+}
+
+#[test]
+fn many_writes_share_two_barriers() {
+    on_stage(|stage| async move {
+        for number in 0..200 {
+            stage.spawn_write("write", number % 8 * COVERED + number / 8 * 3 * CLUSTER, 4096);
+        }
+        stage.settle().await;
+        assert_eq!(stage.ended().len(), 200);
+        let before = stage.sim.count(OpKind::Flush);
+        stage.sim.on(When::kind(OpKind::Flush).once(), Fault::Hold);
+        for _ in 0..10 {
+            stage.spawn_flush("flush");
+        }
+        stage.settle().await;
+        stage.sim.release_all();
+        stage.settle().await;
+        assert_eq!(stage.ended().len(), 210);
+        // Two barriers for the first flush, and one for all those that came while it ran.
+        assert_eq!(stage.sim.count(OpKind::Flush) - before, 3);
+    });
+}
