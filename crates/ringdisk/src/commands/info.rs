@@ -1,31 +1,65 @@
 //! `ringdisk info`: what an image is.
 
 use std::io::{self, Write};
+use std::path::Path;
+use std::sync::Arc;
 
-use ringdisk_disk::{Layer, describe};
+use ringdisk_disk::name::FileName;
+use ringdisk_disk::{Disk, ImageOptions, Layer, Source, describe};
 use ringdisk_qcow2::Info;
+use ringdisk_ring::Runtime;
+use ringdisk_storage::Kind;
+use serde_json::{Map, Value};
+
 use crate::cli::InfoArgs;
-use crate::commands::{look, snapshot};
 use crate::commands::output::json;
+use crate::commands::{look, snapshot};
 use crate::report::Failure;
 use crate::size::{human_size, human_size_exact};
 use crate::terminal::{self, Results, visible};
 
+/// QEMU counts the length of files in sectors of so many bytes.
+const SECTOR: u64 = 512;
+
 /// Prints what an image is.
 ///
-/// Errors: those of opening the image.
+/// Errors: those of opening the image; with `--backing-chain` those of opening its backing files.
 pub(crate) fn run(args: &InfoArgs) -> Result<(), Failure> {
     let mut runtime = look::runtime()?;
-    let disk = look::open(&mut runtime, &args.look)?;
-    let all = disk.layers();
-    let layers = if args.backing_chain { &all[..] } else { all.get(..1).unwrap_or_default() };
+    if args.backing_chain {
+        let disk = look::open(&mut runtime, &args.look)?;
+        let layers = disk.layers();
+        return print(args, &layers, || describe::chain(&disk));
+    }
+    let disk = alone(&mut runtime, args)?;
+    let layers = disk.layers();
+    let one = || layers.first().map_or(Value::Null, |layer| with_full_name(layer));
+    print(args, &layers, one)
+}
+
+/// Opens the image without its backing files, which may be gone.
+fn alone(runtime: &mut Runtime, args: &InfoArgs) -> Result<Arc<Disk>, Failure> {
+    let options = ImageOptions {
+        format: args.look.format,
+        read_only: true,
+        allow_paths: args.look.pool.allow_path.clone(),
+        force_share: args.look.force_share,
+        without_backing: true,
+        ..ImageOptions::default()
+    };
+    let ring = runtime.ring().clone();
+    let source = Source::Path(args.look.image.clone());
+    Ok(runtime.block_on(Disk::open(&ring, source, &options))?)
+}
+
+fn print(
+    args: &InfoArgs,
+    layers: &[Arc<Layer>],
+    value: impl FnOnce() -> Value,
+) -> Result<(), Failure> {
     let mut out = Results::new();
     let written = if args.look.output.is_json() {
-        let value = match layers {
-            [layer] if !args.backing_chain => describe::layer(layer),
-            _ => describe::chain(&disk),
-        };
-        json(&mut out, &value)
+        json(&mut out, &value())
     } else {
         layers.iter().enumerate().try_for_each(|(number, layer)| {
             if number > 0 {
@@ -38,9 +72,45 @@ pub(crate) fn run(args: &InfoArgs) -> Result<(), Failure> {
     out.finish()
 }
 
+/// The name of the backing file as seen from here, also where that was not opened.
+fn full_backing_name(layer: &Layer) -> Option<String> {
+    if let Some(name) = layer.full_backing_name() {
+        return Some(name.to_owned());
+    }
+    let name = layer.qcow2()?.info().backing_file.as_ref()?;
+    let text = String::from_utf8_lossy(name).into_owned();
+    match FileName::parse(name) {
+        Ok(parsed) if !text.starts_with("json:") => {
+            let directory = layer.name().parent().unwrap_or(Path::new(""));
+            Some(directory.join(&parsed.path).to_string_lossy().into_owned())
+        }
+        _ => Some(text),
+    }
+}
+
+/// What is known about one layer, with the full name of its backing file in the place that qemu-img
+/// gives it.
+fn with_full_name(layer: &Layer) -> Value {
+    const FULL: &str = "full-backing-filename";
+    let (Value::Object(object), Some(full)) = (describe::layer(layer), full_backing_name(layer))
+    else {
+        return describe::layer(layer);
+    };
+    let mut result = Map::new();
+    for (key, value) in object {
+        if key == "backing-filename" {
+            result.insert(FULL.to_owned(), full.clone().into());
+        }
+        if key != FULL {
+            result.insert(key, value);
+        }
+    }
+    Value::Object(result)
+}
+
 /// The lines that qemu-img prints too, in its words, so that what reads those reads these.
 fn human(out: &mut impl Write, layer: &Layer) -> io::Result<()> {
-    writeln!(out, "image: {}", layer.name().display())?;
+    writeln!(out, "image: {}", visible(&layer.name().to_string_lossy()))?;
     if let Some(format) = layer.format() {
         writeln!(out, "file format: {format}")?;
     }
@@ -48,14 +118,35 @@ fn human(out: &mut impl Write, layer: &Layer) -> io::Result<()> {
     if let Some(file) = layer.file() {
         writeln!(out, "disk size: {}", human_size(file.allocated_bytes()))?;
     }
-    let Some(image) = layer.qcow2() else { return Ok(()) };
-    let info = image.info();
+    if let Some(image) = layer.qcow2() {
+        qcow2(out, image.info(), layer)?;
+    }
+    child(out, layer)
+}
+
+/// The file below the format.
+fn child(out: &mut impl Write, layer: &Layer) -> io::Result<()> {
+    let Some(file) = layer.file() else { return Ok(()) };
+    let kind = match file.kind() {
+        Kind::BlockDevice => "host_device",
+        Kind::Regular | Kind::Custom => "file",
+    };
+    writeln!(out, "Child node '/file':")?;
+    writeln!(out, "    filename: {}", visible(&layer.name().to_string_lossy()))?;
+    writeln!(out, "    protocol type: {kind}")?;
+    let len = file.len().next_multiple_of(SECTOR);
+    writeln!(out, "    file length: {}", human_size_exact(len))?;
+    writeln!(out, "    disk size: {}", human_size(file.allocated_bytes()))
+}
+
+/// What qcow2 has besides.
+fn qcow2(out: &mut impl Write, info: &Info, layer: &Layer) -> io::Result<()> {
     writeln!(out, "cluster_size: {}", info.cluster_size())?;
     if info.dirty {
         writeln!(out, "cleanly shut down: no")?;
     }
     if let Some(name) = &info.backing_file {
-        backing(out, &String::from_utf8_lossy(name), layer.full_backing_name())?;
+        backing(out, &String::from_utf8_lossy(name), full_backing_name(layer).as_deref())?;
     }
     if let Some(format) = &info.backing_format {
         writeln!(out, "backing file format: {}", visible(format))?;
@@ -83,15 +174,17 @@ fn specific(out: &mut impl Write, info: &Info, layer: &Layer) -> io::Result<()> 
     if info.version >= 3 {
         writeln!(out, "    lazy refcounts: {}", info.lazy_refcounts)?;
     }
-    for bitmap in &info.bitmaps {
-        writeln!(
-            out,
-            "    bitmap: {} (granularity {}{}{})",
-            visible(&bitmap.name),
-            human_size(bitmap.granularity_bytes),
-            if bitmap.auto { ", auto" } else { "" },
-            if bitmap.in_use { ", in use" } else { "" },
-        )?;
+    if !info.bitmaps.is_empty() {
+        writeln!(out, "    bitmaps:")?;
+    }
+    for (number, bitmap) in info.bitmaps.iter().enumerate() {
+        writeln!(out, "        [{number}]:\n            flags:")?;
+        let flags = [(bitmap.in_use, "in-use"), (bitmap.auto, "auto")];
+        for (at, (_, flag)) in flags.iter().filter(|(set, _)| *set).enumerate() {
+            writeln!(out, "                [{at}]: {flag}")?;
+        }
+        writeln!(out, "            name: {}", visible(&bitmap.name))?;
+        writeln!(out, "            granularity: {}", bitmap.granularity_bytes)?;
     }
     writeln!(out, "    refcount bits: {}", info.refcount_bits)?;
     if info.version < 3 {

@@ -79,7 +79,7 @@ pub(crate) fn list(out: &mut impl Write, snapshots: &[Snapshot]) -> io::Result<(
 }
 
 fn line(out: &mut impl Write, [id, name, size, date, clock, count]: [&str; 6]) -> io::Result<()> {
-    let text = format!("{id:<7} {name:<16} {size:>8} {date:>20} {clock:>15} {count:>10}");
+    let text = format!("{id:<7} {name:<16} {size:>8} {date:>19} {clock:>15} {count:>10}");
     writeln!(out, "{}", text.trim_end())
 }
 
