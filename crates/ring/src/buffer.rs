@@ -204,9 +204,8 @@ impl IoBuf {
         }
     }
 
-    /// Whether another buffer shares the region.
-    #[cfg(test)]
-    pub(crate) fn is_shared(&self) -> bool {
+    /// Whether another buffer, or an operation in flight, shares the memory.
+    pub fn is_shared(&self) -> bool {
         Rc::strong_count(&self.region) > 1
     }
 

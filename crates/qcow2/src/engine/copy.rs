@@ -11,7 +11,8 @@ use ringdisk_ring::{IoBuf, Ring};
 
 use super::below::Below;
 use super::group::Piece;
-use super::space::{ALIGN, write_all};
+use super::scratch::Scratch;
+use super::space::write_all;
 use crate::ExtentKind;
 use crate::image::Qcow2;
 
@@ -43,7 +44,8 @@ impl Qcow2 {
         // Two whole cow parts of a cluster at most; a length of memory.
         let size = |bytes: u64| usize::try_from(bytes).map_err(|_| Errno::NOMEM);
         if total <= MERGE_BYTES {
-            let buf = IoBuf::new(size(total)?, ALIGN);
+            let scratch = Scratch::take(size(total)?);
+            let buf = scratch.buf();
             let before = buf.slice(0..size(head)?);
             let behind = buf.slice(size(head + len)?..size(total)?);
             let (first, second) = join(
@@ -81,7 +83,8 @@ impl Qcow2 {
             return self.data_storage().write_zeroes(ring, host, len, false, true).await;
         }
         // At most a cluster.
-        let buf = IoBuf::new(usize::try_from(len).map_err(|_| Errno::NOMEM)?, ALIGN);
+        let scratch = Scratch::take(usize::try_from(len).map_err(|_| Errno::NOMEM)?);
+        let buf = scratch.buf();
         self.read_old(ring, start, &buf, below).await?;
         write_all(self.data_storage(), ring, host, &buf).await
     }

@@ -21,6 +21,7 @@ mod group;
 mod limbo;
 mod pack;
 pub(crate) mod registry;
+mod scratch;
 mod space;
 mod start;
 pub(crate) mod sync;
