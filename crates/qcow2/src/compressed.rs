@@ -112,8 +112,7 @@ impl Decompressor {
         buf: &IoBuf,
     ) -> Result<(), Errno> {
         let cluster_size = self.method.cluster_size;
-        let start =
-            usize::try_from(image.geometry.in_cluster(offset)).map_err(|_| Errno::INVAL)?;
+        let start = usize::try_from(image.geometry.in_cluster(offset)).map_err(|_| Errno::INVAL)?;
         let end = start.checked_add(buf.len()).filter(|end| *end <= cluster_size);
         let end = end.ok_or(Errno::INVAL)?;
         if buf.is_empty() {

@@ -4,7 +4,12 @@
 //! [`Progress`](crate::Progress), and ends soon after it was cancelled, leaving every image sound.
 
 mod commit;
+mod compare;
+mod convert;
 mod rebase;
 
 pub use commit::{Commit, commit};
+pub use compare::{CompareOptions, Comparison, Difference, compare};
+pub use convert::{ConvertOptions, ConvertReport, convert};
+pub use convert::{SECTOR_BYTES, SPARSE_BYTES_DEFAULT, TASKS_DEFAULT, TASKS_MAX, UNREADABLE_MAX};
 pub use rebase::{Rebase, rebase};

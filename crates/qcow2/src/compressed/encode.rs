@@ -58,29 +58,32 @@ pub fn compress(kind: CompressionType, level: Option<i32>, cluster: &[u8]) -> Op
     })
 }
 
+/// The encoder is kept after a stream that ended only: `reset` of zlib-rs 0.6.8 forgets where the output of
+/// an unfinished one stood, and a later stream then panics.
 fn compress_zlib(
-    encoder: &mut Option<(i32, Deflate)>,
+    kept: &mut Option<(i32, Deflate)>,
     level: i32,
     cluster: &[u8],
     output: &mut [u8],
 ) -> Option<usize> {
-    let encoder = match encoder {
-        Some((known, encoder)) if *known == level => {
+    let mut encoder = match kept.take() {
+        Some((known, mut encoder)) if known == level => {
             encoder.reset();
             encoder
         }
-        _ => {
-            let config = DeflateConfig {
-                level,
-                window_bits: WINDOW_BITS,
-                mem_level: MEMORY_LEVEL,
-                ..DeflateConfig::default()
-            };
-            &mut encoder.insert((level, Deflate::new_with_config(config))).1
-        }
+        _ => Deflate::new_with_config(DeflateConfig {
+            level,
+            window_bits: WINDOW_BITS,
+            mem_level: MEMORY_LEVEL,
+            ..DeflateConfig::default()
+        }),
     };
     match encoder.compress(cluster, output, DeflateFlush::Finish) {
-        Ok(Status::StreamEnd) => usize::try_from(encoder.total_out()).ok(),
+        Ok(Status::StreamEnd) => {
+            let len = usize::try_from(encoder.total_out()).ok();
+            *kept = Some((level, encoder));
+            len
+        }
         // No room: it is not smaller.
         _ => None,
     }

@@ -232,6 +232,25 @@ fn what_does_not_get_smaller_is_not_compressed() {
 }
 
 #[test]
+fn an_encoder_works_again_after_what_it_could_not_compress() {
+    for kind in [Zlib, Zstd] {
+        for round in 0..20u64 {
+            let len = 1usize << (9 + round % 8);
+            let noise: Vec<u8> = (0..len as u64)
+                .map(|at| (at * at + round).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_be_bytes()[0])
+                .collect();
+            let _ = compress(kind, None, &noise);
+            let half = [&noise[..len / 2], &text(3, len / 2)].concat();
+            if let Some(compressed) = compress(kind, None, &half) {
+                let mut output = vec![0; len];
+                decompress(kind, &compressed, &mut output).expect("our own");
+                assert!(output == half, "{kind:?} {len}");
+            }
+        }
+    }
+}
+
+#[test]
 fn a_window_of_12_bits_is_enough_to_read_what_zlib_wrote() {
     // The same 8000 bytes of noise again and again: matches lie further back than the window.
     let noise: Vec<u8> = (0..8000u64)

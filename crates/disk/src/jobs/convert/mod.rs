@@ -1,0 +1,250 @@
+//! `convert`: one disk is copied to another, whatever their formats.
+//!
+//! Promises: what is known to be zero or not to be there is never read; what reads as zeroes takes no space
+//! in the target unless that was asked for; several pieces are under way at once, and compression
+//! runs on helper threads; with the order kept, writes of the target begin in the order of the disk.
+//! An error or a cancellation waits for the I/O that was begun, so no write arrives afterwards.
+//!
+//! Runs on the thread that owns the ring. Source of the behaviour: qemu-img(1), "convert".
+
+mod compress;
+mod order;
+mod salvage;
+mod scan;
+#[cfg(test)]
+mod tests;
+mod walk;
+mod work;
+
+use std::cell::RefCell;
+use std::ops::Range;
+
+use futures_util::future::join_all;
+use ringdisk_ring::{Errno, IoBuf, Ring};
+
+use crate::name::printable_path;
+use crate::{Disk, Error, ErrorKind, Progress};
+
+use compress::Packing;
+use order::Order;
+use salvage::Unreadable;
+use walk::Walk;
+
+/// Bytes that are copied at once: enough for a storage to be efficient, and with [`TASKS_MAX`] still
+/// less than processors cache.
+const CHUNK_BYTES: u64 = 1 << 20;
+/// Most pieces under way (QEMU's limit).
+pub const TASKS_MAX: usize = 16;
+/// Pieces under way where nothing is said (QEMU's default).
+pub const TASKS_DEFAULT: usize = 8;
+/// Zeroes in a row that take no space where nothing is said, bytes (QEMU's default).
+pub const SPARSE_BYTES_DEFAULT: u64 = 4096;
+/// Smallest piece of zeroes that is looked for, and of an unreadable range, bytes.
+pub const SECTOR_BYTES: u64 = 512;
+/// Alignment of buffers: a page suits every storage.
+const BUFFER_ALIGN: usize = 4096;
+
+/// How to convert.
+#[derive(Clone, Debug)]
+pub struct ConvertOptions {
+    /// Pieces under way at once, 1 to [`TASKS_MAX`] (`-m`).
+    pub tasks: usize,
+    /// Writes need not begin in the order of the disk (`-W`).
+    pub out_of_order: bool,
+    /// Zeroes in a row that take no space, bytes (`-S`). 0: nothing is left out, the target is
+    /// allocated as a whole.
+    pub sparse_bytes: u64,
+    /// Write compressed clusters (`-c`); the target says of which kind.
+    pub compressed: bool,
+    /// Level of the compression; `None`: the usual one.
+    pub level: Option<i32>,
+    /// The target reads as zeroes: it is new, or the user says so (`--target-is-zero`).
+    pub target_is_zero: bool,
+    /// The target has a backing file with what the source's backing file has (`-B`): only what the
+    /// source's top image holds is copied.
+    pub target_has_backing: bool,
+    /// What cannot be read becomes zeroes (`--salvage`).
+    pub salvage: bool,
+}
+
+impl Default for ConvertOptions {
+    fn default() -> ConvertOptions {
+        ConvertOptions {
+            tasks: TASKS_DEFAULT,
+            out_of_order: false,
+            sparse_bytes: SPARSE_BYTES_DEFAULT,
+            compressed: false,
+            level: None,
+            target_is_zero: false,
+            target_has_backing: false,
+            salvage: false,
+        }
+    }
+}
+
+/// What a conversion did.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ConvertReport {
+    /// Bytes that were read from the source.
+    pub read_bytes: u64,
+    /// Bytes of the disk that were written as data (compressed or not).
+    pub written_bytes: u64,
+    /// Ranges of the disk that could not be read and became zeroes, in order; at most
+    /// [`UNREADABLE_MAX`] of them.
+    pub unreadable: Vec<Range<u64>>,
+    /// All bytes that could not be read.
+    pub unreadable_bytes: u64,
+}
+
+pub use salvage::UNREADABLE_MAX;
+
+/// What all tasks of a conversion share.
+struct Conversion<'a> {
+    ring: &'a Ring,
+    source: &'a Disk,
+    target: &'a Disk,
+    options: &'a ConvertOptions,
+    progress: &'a Progress,
+    walk: Walk<'a>,
+    order: Order,
+    packing: Option<Packing>,
+    failure: RefCell<Option<Failure>>,
+    report: RefCell<ConvertReport>,
+    unreadable: RefCell<Unreadable>,
+}
+
+/// Why a conversion ends early.
+#[derive(Clone, Copy, Debug)]
+struct Failure {
+    doing: Doing,
+    offset: u64,
+    errno: Errno,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Doing {
+    Looking,
+    Reading,
+    Writing,
+}
+
+impl Failure {
+    fn new(doing: Doing, offset: u64, errno: Errno) -> Failure {
+        Failure { doing, offset, errno }
+    }
+}
+
+/// Copies `source` to `target` and flushes it. The target has at least the size of the source; what
+/// it has behind that stays as it is.
+///
+/// * `progress`: total is the size of the source.
+///
+/// Errors: `Invalid` for options that make no sense or a target that is too small, `Unsupported` for a
+/// compressed target that is not qcow2, `Cancelled`; those of source and target, with the offset.
+pub async fn convert(
+    ring: &Ring,
+    source: &Disk,
+    target: &Disk,
+    options: &ConvertOptions,
+    progress: &Progress,
+) -> Result<ConvertReport, Error> {
+    check(source, target, options)?;
+    let packing = if options.compressed { Some(Packing::of(target, options)?) } else { None };
+    progress.set_total(source.size());
+    let unit = packing.as_ref().map(Packing::cluster_bytes);
+    let conversion = Conversion {
+        ring,
+        source,
+        target,
+        options,
+        progress,
+        walk: Walk::new(source, options, unit, CHUNK_BYTES.max(unit.unwrap_or(0))),
+        order: Order::new(!options.out_of_order),
+        packing,
+        failure: RefCell::default(),
+        report: RefCell::default(),
+        unreadable: RefCell::default(),
+    };
+    join_all((0..options.tasks).map(|_| conversion.task())).await;
+    if let Some(failure) = conversion.failure.take() {
+        return Err(conversion.error(failure));
+    }
+    let mut report = conversion.report.take();
+    (report.unreadable, report.unreadable_bytes) = conversion.unreadable.take().finish();
+    target
+        .flush(ring)
+        .await
+        .map_err(|errno| Error::os(format!("cannot flush '{}'", name(target)), errno))?;
+    progress.finish();
+    Ok(report)
+}
+
+fn check(source: &Disk, target: &Disk, options: &ConvertOptions) -> Result<(), Error> {
+    let invalid = |message: String| Err(Error::new(ErrorKind::Invalid, message));
+    if options.tasks == 0 || options.tasks > TASKS_MAX {
+        return invalid(format!("the number of coroutines must be from 1 to {TASKS_MAX}"));
+    }
+    if !options.sparse_bytes.is_multiple_of(SECTOR_BYTES) {
+        return invalid(format!("the sparse size must be a multiple of {SECTOR_BYTES} bytes"));
+    }
+    if options.target_is_zero && options.target_has_backing {
+        return invalid("a target with a backing file does not read as zeroes".to_owned());
+    }
+    if target.size() < source.size() {
+        let (source_size, target_size) = (source.size(), target.size());
+        return invalid(format!(
+            "'{}' has {target_size} bytes, fewer than the {source_size} of '{}'; resize it first",
+            name(target),
+            name(source)
+        ));
+    }
+    Ok(())
+}
+
+fn name(disk: &Disk) -> String {
+    disk.layers().first().map(|layer| printable_path(layer.name())).unwrap_or_default()
+}
+
+impl Conversion<'_> {
+    /// Takes piece after piece until there are no more, or something failed.
+    async fn task(&self) {
+        let chunk = usize::try_from(self.walk.chunk_bytes()).unwrap_or(usize::MAX);
+        let buf = IoBuf::new(chunk, BUFFER_ALIGN);
+        while self.failure.borrow().is_none() {
+            let piece = match self.walk.next(self.ring, self.progress).await {
+                Ok(Some(piece)) => piece,
+                Ok(None) => return,
+                Err(failure) => return self.fail(failure),
+            };
+            let result = self.copy(&piece, &buf).await;
+            self.order.pass(piece.number);
+            match result {
+                Ok(()) => self.progress.add_done(piece.len),
+                Err(failure) => return self.fail(failure),
+            }
+        }
+    }
+
+    /// Ends all tasks after what they are doing. The failure nearest to the start of the disk counts.
+    fn fail(&self, failure: Failure) {
+        let mut first = self.failure.borrow_mut();
+        if first.is_none_or(|first| failure.offset < first.offset) {
+            *first = Some(failure);
+        }
+        drop(first);
+        self.order.abandon();
+    }
+
+    fn error(&self, failure: Failure) -> Error {
+        let Failure { doing, offset, errno } = failure;
+        if errno == Errno::CANCELED {
+            return Error::os("the conversion was ended early", errno);
+        }
+        let doing = match doing {
+            Doing::Looking => format!("cannot look up byte {offset} of '{}'", name(self.source)),
+            Doing::Reading => format!("cannot read '{}' at byte {offset}", name(self.source)),
+            Doing::Writing => format!("cannot write '{}' at byte {offset}", name(self.target)),
+        };
+        Error::os(doing, errno)
+    }
+}

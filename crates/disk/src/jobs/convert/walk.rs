@@ -1,0 +1,157 @@
+//! Cuts the source into pieces of work.
+//!
+//! Promises: pieces come in the order of the disk, cover all of it that has to be touched, and end where
+//! the answer of the source changes; a long run of one answer is asked for once. Where the target is
+//! written in clusters, pieces begin and end at their borders.
+
+use std::cell::RefCell;
+
+use ringdisk_ring::{Errno, Ring};
+
+use super::{ConvertOptions, Doing, Failure};
+use crate::gate::Gate;
+use crate::{BlockStatus, Disk, Progress};
+
+/// What to do with a piece.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Action {
+    /// Read it and write what is there.
+    Copy,
+    /// It is zero, and the target shall be.
+    Zero,
+    /// Nothing.
+    Skip,
+}
+
+/// A piece of work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Piece {
+    /// From 0, in order.
+    pub(super) number: u64,
+    pub(super) offset: u64,
+    pub(super) len: u64,
+    /// Copy or zero.
+    pub(super) action: Action,
+}
+
+/// The way through the source.
+pub(super) struct Walk<'a> {
+    source: &'a Disk,
+    options: &'a ConvertOptions,
+    size: u64,
+    /// Bytes of a cluster that has to be written as a whole.
+    unit: Option<u64>,
+    chunk: u64,
+    /// Tasks take turns, since an answer of the source may take time.
+    gate: Gate,
+    state: RefCell<State>,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct State {
+    at: u64,
+    number: u64,
+    /// End of the run that is known, and what to do with it.
+    run: Option<(u64, Action)>,
+}
+
+impl<'a> Walk<'a> {
+    /// * `unit`: bytes of a cluster that has to be written as a whole; `chunk` is a multiple of it.
+    pub(super) fn new(
+        source: &'a Disk,
+        options: &'a ConvertOptions,
+        unit: Option<u64>,
+        chunk: u64,
+    ) -> Walk<'a> {
+        let size = source.size();
+        let (gate, state) = (Gate::default(), RefCell::default());
+        Walk { source, options, size, unit, chunk, gate, state }
+    }
+
+    /// Longest piece, bytes.
+    pub(super) fn chunk_bytes(&self) -> u64 {
+        self.chunk
+    }
+
+    /// The next piece; `None` at the end.
+    pub(super) async fn next(
+        &self,
+        ring: &Ring,
+        progress: &Progress,
+    ) -> Result<Option<Piece>, Failure> {
+        let _pass = self.gate.enter().await;
+        loop {
+            let State { at, number, .. } = *self.state.borrow();
+            progress.check().map_err(|errno| Failure::new(Doing::Looking, at, errno))?;
+            if at >= self.size {
+                return Ok(None);
+            }
+            let (end, action) = self.run(ring, at).await?;
+            let mut state = self.state.borrow_mut();
+            if action == Action::Skip {
+                state.at = end;
+                progress.add_done(end - at);
+                continue;
+            }
+            // To the next multiple: pieces then suit clusters and pages.
+            let border = at - at % self.chunk + self.chunk;
+            // Zeroes that the target makes by itself need no buffer.
+            let is_cheap = action == Action::Zero && self.options.sparse_bytes > 0;
+            let end = if is_cheap { end } else { end.min(border) };
+            state.at = end;
+            state.number += 1;
+            return Ok(Some(Piece { number, offset: at, len: end - at, action }));
+        }
+    }
+
+    /// The run at `at`: where it ends and what to do with it.
+    async fn run(&self, ring: &Ring, at: u64) -> Result<(u64, Action), Failure> {
+        let known = self.state.borrow().run;
+        if let Some((end, action)) = known.filter(|(end, _)| at < *end) {
+            return Ok((end, action));
+        }
+        let (mut end, mut action) = self.ask(ring, at).await?;
+        if let Some(unit) = self.unit {
+            // A cluster that is partly to be copied is copied as a whole; answers may be shorter than
+            // a cluster.
+            let first_end = at.saturating_add(unit).min(self.size);
+            while end < first_end && action != Action::Copy {
+                let (next_end, next) = self.ask(ring, end).await?;
+                (end, action) = (next_end, if next == action { action } else { Action::Copy });
+            }
+            let whole = (end - at) / unit * unit;
+            end = match action {
+                Action::Copy => at + (end - at).next_multiple_of(unit),
+                _ if end < self.size => at + whole,
+                _ => end,
+            };
+            end = end.min(self.size);
+        }
+        self.state.borrow_mut().run = Some((end, action));
+        Ok((end, action))
+    }
+
+    /// What the source knows: the end of the run at `at`, and what to do with it.
+    async fn ask(&self, ring: &Ring, at: u64) -> Result<(u64, Action), Failure> {
+        let left = self.size - at;
+        let (len, action) = match self.source.block_status(ring, at, left).await {
+            Ok(status) if status.len > 0 => (status.len.min(left), self.action(&status)),
+            // Reading tells which part is bad.
+            Err(_) if self.options.salvage => (left.min(self.chunk), Action::Copy),
+            Ok(_) => return Err(Failure::new(Doing::Looking, at, Errno::IO)),
+            Err(errno) => return Err(Failure::new(Doing::Looking, at, errno)),
+        };
+        Ok((at + len, action))
+    }
+
+    fn action(&self, status: &BlockStatus) -> Action {
+        let options = self.options;
+        if options.target_has_backing && !(status.present && status.depth == 0) {
+            return Action::Skip;
+        }
+        if !status.zero {
+            return Action::Copy;
+        }
+        if options.target_is_zero && options.sparse_bytes > 0 { Action::Skip } else { Action::Zero }
+    }
+}

@@ -1,0 +1,90 @@
+//! Copies one piece.
+
+use ringdisk_ring::{Errno, IoBuf};
+
+use super::scan::{Part, scan};
+use super::walk::{Action, Piece};
+use super::{Conversion, Doing, Failure};
+
+impl Conversion<'_> {
+    /// Does what is to be done with a piece.
+    ///
+    /// * `buf`: has room for it.
+    pub(super) async fn copy(&self, piece: &Piece, buf: &IoBuf) -> Result<(), Failure> {
+        let sparse = self.options.sparse_bytes;
+        if piece.action == Action::Zero && sparse > 0 {
+            self.order.turn(piece.number).await;
+            let zero = self.zero(piece.offset, piece.len);
+            return self.order.pass_when_begun(piece.number, zero).await;
+        }
+        let len = usize::try_from(piece.len).unwrap_or(usize::MAX).min(buf.len());
+        let buf = buf.slice(0..len);
+        if piece.action == Action::Zero {
+            buf.fill(0);
+        } else {
+            self.read(piece.offset, &buf).await?;
+        }
+        if let Some(packing) = &self.packing {
+            return self.pack(packing, piece, &buf).await;
+        }
+        let mut parts = Vec::new();
+        scan(&buf, usize::try_from(sparse).unwrap_or(usize::MAX), &mut parts);
+        self.order.turn(piece.number).await;
+        let last = parts.pop();
+        for part in &parts {
+            self.put(piece.offset, &buf, part).await?;
+        }
+        if let Some(last) = last {
+            let put = self.put(piece.offset, &buf, &last);
+            self.order.pass_when_begun(piece.number, put).await?;
+        }
+        Ok(())
+    }
+
+    async fn put(&self, offset: u64, buf: &IoBuf, part: &Part) -> Result<(), Failure> {
+        let at = offset + part.range.start as u64;
+        if part.is_zero {
+            return self.zero(at, part.range.len() as u64).await;
+        }
+        self.write(at, &buf.slice(part.range.clone())).await
+    }
+
+    /// Fills `buf` from the source.
+    async fn read(&self, offset: u64, buf: &IoBuf) -> Result<(), Failure> {
+        self.report.borrow_mut().read_bytes += buf.len() as u64;
+        match self.source.read(self.ring, offset, buf).await {
+            Ok(done) => {
+                // The disk is as long as it was, so there is no less.
+                buf.slice(done.min(buf.len())..buf.len()).fill(0);
+                Ok(())
+            }
+            Err(_) if self.options.salvage => self.salvage(offset, buf).await,
+            Err(errno) => Err(Failure::new(Doing::Reading, offset, errno)),
+        }
+    }
+
+    /// Makes a range of the target read as zeroes.
+    pub(super) async fn zero(&self, offset: u64, len: u64) -> Result<(), Failure> {
+        if self.options.target_is_zero {
+            return Ok(());
+        }
+        let zeroed = self.target.write_zeroes(self.ring, offset, len, true).await;
+        zeroed.map_err(|errno| Failure::new(Doing::Writing, offset, errno))
+    }
+
+    /// Writes all of `buf`.
+    pub(super) async fn write(&self, offset: u64, buf: &IoBuf) -> Result<(), Failure> {
+        let mut done = 0;
+        while done < buf.len() {
+            let at = offset + done as u64;
+            let rest = buf.slice(done..buf.len());
+            match self.target.write(self.ring, at, &rest).await {
+                Ok(0) => return Err(Failure::new(Doing::Writing, at, Errno::IO)),
+                Ok(count) => done += count,
+                Err(errno) => return Err(Failure::new(Doing::Writing, at, errno)),
+            }
+        }
+        self.report.borrow_mut().written_bytes += buf.len() as u64;
+        Ok(())
+    }
+}
