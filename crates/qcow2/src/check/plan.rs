@@ -18,7 +18,8 @@ use crate::limits::REFCOUNT_TABLE_BYTES_MAX;
 pub(super) struct Plan<'a> {
     scan: &'a mut Scan,
     layout: Layout,
-    /// New structures by cluster, with their refcounts.
+    /// Clusters that are in use besides those that were counted, with their refcounts: mostly those
+    /// of new structures.
     fresh: BTreeMap<u64, u64>,
     /// Clusters of structures that the new state does without. The old state needs them to the end.
     held: BTreeSet<u64>,
@@ -37,7 +38,14 @@ impl<'a> Plan<'a> {
     /// * `limit`: clusters that fit on a storage that cannot grow.
     pub(super) fn new(scan: &'a mut Scan, limit: Option<u64>) -> Plan<'a> {
         let layout = scan.layout;
-        Plan {
+        // What belongs to a structure that reaches behind the end was not counted, and must stay.
+        let kept: BTreeMap<u64, u64> = scan
+            .strays
+            .keys()
+            .filter(|at| **at < layout.clusters() && scan.counts.get(**at).total == 0)
+            .map(|at| (*at, 1))
+            .collect();
+        let mut plan = Plan {
             entries: scan.blocks.clone(),
             scan,
             layout,
@@ -47,7 +55,12 @@ impl<'a> Plan<'a> {
             queue: Vec::new(),
             cursor: 0,
             limit,
+        };
+        for cluster in kept.keys() {
+            plan.touch(*cluster);
         }
+        plan.fresh = kept;
+        plan
     }
 
     /// The refcount that a cluster gets.
@@ -83,10 +96,15 @@ impl<'a> Plan<'a> {
                 at += 1;
                 continue;
             }
+            let next = match at >= self.layout.clusters() {
+                // What lies in between is not known.
+                true => (at + 1).max(self.scan.strays_end),
+                false => at + 1,
+            };
             if at == self.cursor {
-                self.cursor = at + 1;
+                self.cursor = next;
             }
-            at += 1;
+            at = next;
             start = at;
         }
         self.fresh.extend((start..start + count).map(|cluster| (cluster, refcount)));
@@ -97,10 +115,10 @@ impl<'a> Plan<'a> {
     }
 
     fn is_free(&self, cluster: u64) -> bool {
-        let inside = cluster < self.layout.clusters();
-        self.scan.counts.get(cluster).total == 0
-            && (inside || cluster >= self.scan.strays_end)
-            && (inside || !self.scan.strays.contains_key(&cluster))
+        let known = cluster < self.layout.clusters() || cluster >= self.scan.strays_end;
+        known
+            && self.scan.counts.get(cluster).total == 0
+            && !self.scan.strays.contains_key(&cluster)
             && !self.held.contains(&cluster)
             && !self.fresh.contains_key(&cluster)
     }

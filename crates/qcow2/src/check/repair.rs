@@ -199,7 +199,8 @@ async fn take_leaks_back(
             let stored = refcount::get(&block, order, place);
             let uses = scan.counts.get(cluster);
             let counted = u64::from(uses.total).min(max);
-            if stored <= counted || needs_flags(uses, counted) {
+            let kept = scan.strays.contains_key(&cluster);
+            if stored <= counted || kept || needs_flags(uses, counted) {
                 continue;
             }
             refcount::set(&mut block, order, place, counted);

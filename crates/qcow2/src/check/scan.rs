@@ -65,14 +65,14 @@ pub(super) struct Scan {
     pub(super) metadata: Vec<(u64, u32)>,
     /// Entries of the refcount table.
     pub(super) blocks: Vec<u64>,
-    /// Clusters behind the end that something refers to, and how many entries of the active tree
-    /// do so with the COPIED flag and without.
+    /// Clusters of what reaches behind the end, and how many entries of the active tree refer to
+    /// each with the COPIED flag and without.
     pub(super) strays: HashMap<u64, (u64, u64)>,
-    /// There were too many of them: all lie below this cluster.
+    /// There were too many of them: those that are missing lie below this cluster.
     pub(super) strays_end: u64,
     /// COPIED flags that are missing in an image with an external data file.
     pub(super) external_flags: u64,
-    /// It is not known what a bitmap refers to.
+    /// It is not known what some structure refers to.
     pub(super) unknown: bool,
     /// Entries of the snapshot table lack what version 3 wants.
     pub(super) incomplete_snapshots: u64,
@@ -187,13 +187,16 @@ impl Scan {
         Ok(())
     }
 
-    /// Remembers what points behind the end.
+    /// Remembers what points behind the end. A long structure may begin inside the file: that part is
+    /// not counted, as QEMU does not count it, but it is not free either.
     fn stray(&mut self, offset: u64, len: u64, uses: Uses) {
         let bits = self.layout.cluster_bits;
         let (first, last) = (offset >> bits, offset.saturating_add(len - 1) >> bits);
         for cluster in first..=last {
             if self.strays.len() >= CHECK_STRAYS_MAX && !self.strays.contains_key(&cluster) {
                 self.strays_end = self.strays_end.max(last + 1);
+                // Something inside the file may be in use after all.
+                self.unknown |= cluster < self.layout.clusters();
                 return;
             }
             let flags = self.strays.entry(cluster).or_default();

@@ -1,0 +1,83 @@
+//! Power cuts and failures at every write and flush of a repair.
+
+use ringdisk_qcow2::{ErrorKind, Repair, check_bytes};
+use ringdisk_ring::Errno;
+use ringdisk_testkit::sim::{Fault, OpKind, Prng, SimStorage, When};
+
+use crate::common::{Images, runtime};
+use crate::damage::damage;
+use crate::{repair_on, seeds, shapes};
+
+/// States that are judged at each place.
+const STATES: u64 = 3;
+
+#[test]
+fn a_power_cut_during_a_repair_leaves_an_image_that_is_no_worse() {
+    let images = Images::new();
+    let shapes = shapes::make(&images);
+    let mut runtime = runtime();
+    let mut judged = 0u64;
+    for seed in seeds(60) {
+        let mut prng = Prng::new(seed);
+        let (name, good) = &shapes[prng.next_u64() as usize % shapes.len()];
+        let (bytes, what) = damage(good, &mut prng);
+        let repair = if seed % 4 == 0 { Repair::Leaks } else { Repair::All };
+        let Ok(before) = check_bytes(&bytes[..]) else { continue };
+        let whole = SimStorage::from_image(&bytes, seed);
+        if repair_on(&mut runtime, &whole, repair).is_err() {
+            continue;
+        }
+        let places = whole.log().into_iter().enumerate();
+        let changes: Vec<usize> =
+            places.filter(|(_, r)| r.kind != OpKind::Read).map(|(at, _)| at).collect();
+        for at in changes {
+            let sim = SimStorage::from_image(&bytes, seed);
+            sim.on(When::any().skip(at as u64), Fault::Fail(Errno::IO));
+            let result = repair_on(&mut runtime, &sim, repair);
+            // Cutting the file back may fail unseen.
+            if let Err(error) = result {
+                assert_eq!(error.kind(), ErrorKind::Io, "seed {seed}, {name}, operation {at}");
+            }
+            for state in 0..STATES {
+                let image = sim.crash_image(state);
+                let after = check_bytes(&image[..]).unwrap_or_else(|error| {
+                    panic!("seed {seed}, {name} with {what:?}, operation {at}: {error}")
+                });
+                let case = format!(
+                    "seed {seed}, {repair:?} of {name} with {what:?}, operation {at}, state \
+                     {state}:\n{before:?}\n{after:?}"
+                );
+                assert!(after.corruptions <= before.corruptions, "{case}");
+                assert!(before.check_errors > 0 || after.check_errors == 0, "{case}");
+                assert!(before.corruptions > 0 || after.leaks <= before.leaks, "{case}");
+                judged += 1;
+            }
+        }
+    }
+    assert!(judged > 500 || seeds(60).end < 60, "only {judged} states");
+}
+
+#[test]
+fn a_repair_that_failed_once_succeeds_the_next_time() {
+    let images = Images::new();
+    let shapes = shapes::make(&images);
+    let mut runtime = runtime();
+    for seed in seeds(20) {
+        let mut prng = Prng::new(seed);
+        let (name, good) = &shapes[prng.next_u64() as usize % shapes.len()];
+        let (bytes, what) = damage(good, &mut prng);
+        let whole = SimStorage::from_image(&bytes, seed);
+        let Ok(expected) = repair_on(&mut runtime, &whole, Repair::All) else { continue };
+        for (at, _) in whole.log().iter().enumerate() {
+            let sim = SimStorage::from_image(&bytes, seed);
+            sim.on(When::number(at as u64), Fault::Fail(Errno::NOSPC));
+            let _ = repair_on(&mut runtime, &sim, Repair::All);
+            sim.clear_rules();
+            let report = repair_on(&mut runtime, &sim, Repair::All).unwrap_or_else(|error| {
+                panic!("seed {seed}, {name} with {what:?}, operation {at}: {error}")
+            });
+            let case = format!("seed {seed}, {name} with {what:?}, operation {at}: {report:?}");
+            assert_eq!(report.verdict(), expected.verdict(), "{case}\n{expected:?}");
+        }
+    }
+}
