@@ -55,10 +55,10 @@ pub fn writable() -> OpenOptions {
 }
 
 /// Reads inside the disk, while others may write.
-pub async fn read(
+pub async fn read<B: Below>(
     ring: &Ring,
     image: &Qcow2,
-    base: &Base,
+    base: &B,
     offset: u64,
     bytes: &mut [u8],
 ) -> Result<(), Errno> {
