@@ -100,10 +100,6 @@ pub(crate) struct Counters {
 pub(crate) struct SliceWords<'a>(&'a [AtomicU64]);
 
 impl SliceWords<'_> {
-    pub(crate) fn get(&self, index: usize) -> u64 {
-        self.0[index].load(Ordering::Relaxed)
-    }
-
     pub(crate) fn set(&self, index: usize, value: u64) {
         self.0[index].store(value, Ordering::Release);
     }

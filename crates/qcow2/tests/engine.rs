@@ -48,7 +48,9 @@ fn run(options: &str, seed: u64, steps: usize) {
     let mut rt = runtime();
     for _round in 0..2 {
         let ring = rt.ring().clone();
-        let storage = Arc::new(Storage::open(&path, &Default::default()).expect("open"));
+        let direct = seed % 2 == 0;
+        let options = ringdisk_storage::OpenOptions { direct, ..Default::default() };
+        let storage = Arc::new(Storage::open(&path, &options).expect("open"));
         rt.block_on(async {
             let open = OpenOptions { writable: true, ..OpenOptions::default() };
             let mut image = Qcow2::open(&ring, storage, &open).await.expect("open");

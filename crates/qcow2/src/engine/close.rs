@@ -27,6 +27,7 @@ impl Qcow2 {
         }
         self.settle(ring).await?;
         engine.recording.save(self, ring).await?;
+        self.cut(ring).await;
         self.settle(ring).await?;
         if engine.options.lazy_refcounts && self.info.version >= 3 {
             self.change_header(ring, |header| {

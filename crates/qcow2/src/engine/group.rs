@@ -156,7 +156,9 @@ impl Qcow2 {
             return Ok((Run { start, count, zeroed }, Reserved { image: self, run: None }));
         }
         let run = self.allocate_or_reclaim(ring, count, goal).await?;
-        Ok((run, Reserved { image: self, run: Some(run) }))
+        let reserved = Reserved { image: self, run: Some(run) };
+        self.reach(ring, run.end()).await;
+        Ok((run, reserved))
     }
 
     /// What the entries referred to is not referred to any more. After the entries were changed.

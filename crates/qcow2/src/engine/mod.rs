@@ -11,6 +11,7 @@
 //! The order of everything is told in `docs/qcow2.md`.
 
 pub(crate) mod action;
+mod ahead;
 pub(crate) mod below;
 mod checkpoint;
 mod close;
@@ -33,6 +34,7 @@ mod zero;
 
 use std::collections::BTreeSet;
 
+use ringdisk_storage::Storage;
 use rustix::io::Errno;
 
 use crate::bitmaps::Recording;
@@ -41,6 +43,7 @@ use crate::image::{Discard, Qcow2};
 use crate::refcounts::Refcounts;
 use crate::sync::{AtomicBool, AtomicU64, Mutex};
 
+use ahead::Ahead;
 use checkpoint::Checkpoints;
 use fault::Fault;
 use grace::Graces;
@@ -48,6 +51,7 @@ use limbo::Limbo;
 use pack::Packer;
 use registry::Registry;
 
+pub(crate) use ahead::data_end;
 pub use checkpoint::WriteBack;
 pub(crate) use group::grows_with_zeroes;
 pub(crate) use space::write_all;
@@ -82,6 +86,7 @@ pub(crate) struct Engine {
     /// Bitmaps that record writes.
     pub(crate) recording: Recording,
     packer: Packer,
+    ahead: Ahead,
     /// Clusters of requests that were dropped in the middle: their I/O may still be under way.
     abandoned: Mutex<Vec<(u64, u64)>>,
     pub(crate) options: EngineOptions,
@@ -104,6 +109,7 @@ pub(crate) struct EngineOptions {
 
 impl Engine {
     pub(crate) fn new(
+        file: &Storage,
         refcounts: Refcounts,
         header: HeaderImage,
         recording: Recording,
@@ -127,6 +133,7 @@ impl Engine {
             start: Registry::new(),
             recording,
             packer: Packer::new(),
+            ahead: Ahead::new(file),
             abandoned: Mutex::new(Vec::new()),
             options,
             overlap,

@@ -36,7 +36,7 @@ pub(super) async fn engine(
         table: table.clone(),
         table_offset: header.refcount_table.start,
         table_clusters: u64::from(header.refcount_table_clusters),
-        file_len: file.len(),
+        file_len: crate::engine::data_end(ring, file).await,
         can_grow: grows,
         reads_zero_past_end: grows,
     });
@@ -49,7 +49,7 @@ pub(super) async fn engine(
         discard_no_unref: options.discard_no_unref,
         lazy_refcounts: lazy && header.version >= 3,
     };
-    Ok(Engine::new(refcounts, image, recording, options, overlap))
+    Ok(Engine::new(file, refcounts, image, recording, options, overlap))
 }
 
 /// Reads the refcount table and checks its entries.

@@ -1,0 +1,96 @@
+//! Letting the image file grow ahead of the writes.
+//!
+//! A direct write that makes a file longer takes the file's lock for itself alone and waits; one into
+//! space that the file has does neither. So when new clusters come close to the end of the file, space
+//! behind them is reserved in one operation, and what was not used is cut off at the close.
+//!
+//! Promises: for direct regular files only; never makes a file shorter while requests run; a failure
+//! (a full disk, a file system that cannot) changes nothing but the speed. What is reserved reads as
+//! zeroes.
+
+use ringdisk_ring::Ring;
+use ringdisk_storage::{Allocation, Kind, Preallocation, Storage};
+
+use super::registry::Registry;
+use crate::image::Qcow2;
+use crate::sync::{AtomicU64, Ordering};
+
+/// Least and most that is reserved at once, bytes; in between an eighth of the file.
+const STEP_MIN: u64 = 1 << 20;
+const STEP_MAX: u64 = 64 << 20;
+
+/// How far the file was made to reach.
+pub(super) struct Ahead {
+    /// Length of the file at the open, bytes.
+    original: u64,
+    /// No write before this offset makes the file longer, bytes; `u64::MAX`: nothing is reserved.
+    reached: AtomicU64,
+    gate: Registry,
+}
+
+impl Ahead {
+    pub(super) fn new(file: &Storage) -> Ahead {
+        let wanted = file.kind() == Kind::Regular && file.limits().direct;
+        let original = file.len();
+        let reached = AtomicU64::new(if wanted { original } else { u64::MAX });
+        Ahead { original, reached, gate: Registry::new() }
+    }
+}
+
+impl Qcow2 {
+    /// New clusters end at the host cluster `end`: makes sure that there is space behind.
+    pub(super) async fn reach(&self, ring: &Ring, end: u64) {
+        let Ok(engine) = self.engine() else { return };
+        let end = end << self.geometry.cluster_bits;
+        if end <= engine.ahead.reached.load(Ordering::Relaxed) {
+            return;
+        }
+        // Who comes meanwhile goes on without: its write is slower, not wrong.
+        let Some(_claim) = engine.ahead.gate.try_claim(0, 1) else { return };
+        let start = end.max(self.file.len());
+        let step = (start / 8).clamp(STEP_MIN, STEP_MAX).next_multiple_of(1 << 16);
+        let done = self.file.preallocate(ring, start, step, Preallocation::Falloc).await;
+        let reached = if done.is_ok() { start + step } else { u64::MAX };
+        engine.ahead.reached.store(reached, Ordering::Relaxed);
+    }
+
+    /// Cuts off what was reserved and not used. Nobody uses the image any more.
+    pub(super) async fn cut(&self, ring: &Ring) {
+        let Ok(engine) = self.engine() else { return };
+        let reached = engine.ahead.reached.swap(u64::MAX, Ordering::Relaxed);
+        if reached == u64::MAX || reached <= engine.ahead.original {
+            return;
+        }
+        let Ok(used) = self.space().map(|space| space.end() << self.geometry.cluster_bits) else {
+            return;
+        };
+        let target = used.max(engine.ahead.original);
+        if target < self.file.len() {
+            // A longer file does no harm.
+            let _ = self.file.set_len(ring, target).await;
+        }
+    }
+}
+
+/// Where the data of a file ends: what is behind reads as zeroes, although the file may be longer.
+/// Looks at the last [`STEP_MAX`] bytes only.
+pub(crate) async fn data_end(ring: &Ring, file: &Storage) -> u64 {
+    let len = file.len();
+    if file.kind() == Kind::BlockDevice {
+        return len;
+    }
+    let mut at = len.saturating_sub(STEP_MAX);
+    let mut end = at;
+    while at < len {
+        match file.allocation(ring, at, len - at).await {
+            Ok((_, 0)) | Err(_) => return len,
+            Ok((kind, run)) => {
+                at += run;
+                if kind == Allocation::Data {
+                    end = at;
+                }
+            }
+        }
+    }
+    end
+}
