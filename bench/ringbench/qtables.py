@@ -29,9 +29,10 @@ class Bench:
                                    mountpoint]
         return Server("ringdisk", make, self.workdir)
 
-    def qsd(self, path, kind="qcow2"):
+    def qsd(self, path, backing=None):
         """The peer serving the same, at its best."""
-        return Server("qsd", lambda mountpoint: qsd_command(Image(kind, path), self.threads, mountpoint, True), self.workdir)
+        image = Image("qcow2", path, backing=backing)
+        return Server("qsd", lambda mountpoint: qsd_command(image, self.threads, mountpoint, True), self.workdir)
 
 
 def figure(name, value, bound=None, at_least=True, **more):
@@ -67,7 +68,7 @@ def against_raw(b):
     return out
 
 
-def fresh(b, name, make, rw, block, depth, ios, bounds, raw_size=None):
+def fresh(b, name, make, rw, block, depth, ios, bounds, raw_size=None, backing=None):
     """Writes into an image that is made anew for each run: ringdisk, QSD and (with `raw_size`) a preallocated raw file."""
     runs = {"ringdisk": [], "qsd": [], "raw": []}
     for index in range(b.reps):
@@ -79,8 +80,8 @@ def fresh(b, name, make, rw, block, depth, ios, bounds, raw_size=None):
             else:
                 path = make()
             os.sync()
-            server = {"ringdisk": b.ringdisk, "qsd": b.qsd, "raw": lambda p: b.ringdisk(p, "raw")}[side](path)
-            with server as running:
+            serve = {"ringdisk": b.ringdisk, "qsd": lambda p: b.qsd(p, backing), "raw": lambda p: b.ringdisk(p, "raw")}
+            with serve[side](path) as running:
                 runs[side].append(job.run(running, rw, block, depth, ios=ios, size=raw_size))
             os.unlink(path)
     median = {side: statistics.median(run["iops"] for run in found) for side, found in runs.items() if found}
@@ -113,7 +114,8 @@ def allocating(b):
         return qimages.create(b.path("over.qcow2"), GIB, f"backing_file={base}", "backing_fmt=raw")
 
     out += fresh(b, "4k random over zero clusters, depth 16", zeroed, "randwrite", "4k", 16, 10000 // few, (1.5, None))
-    out += fresh(b, "4k random over a backing file, depth 16", over, "randwrite", "4k", 16, 10000 // few, (1.5, None))
+    out += fresh(b, "4k random over a backing file, depth 16", over, "randwrite", "4k", 16, 10000 // few, (1.5, None),
+                 backing=b.path("full.raw"))
     return out
 
 

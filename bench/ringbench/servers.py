@@ -34,10 +34,10 @@ def peer_argv(program, *args):
 
 
 class Image:
-    """What is served: `null` (with a latency), a raw `file`, or a `qcow2`; sizes in bytes, latency in ns."""
+    """What is served: `null` (with a latency), a raw `file`, or a `qcow2` (over a raw `backing` file); sizes in bytes, latency in ns."""
 
-    def __init__(self, kind, path=None, size=1 << 30, latency_ns=0):
-        self.kind, self.path, self.size, self.latency_ns = kind, path, size, latency_ns
+    def __init__(self, kind, path=None, size=1 << 30, latency_ns=0, backing=None):
+        self.kind, self.path, self.size, self.latency_ns, self.backing = kind, path, size, latency_ns, backing
 
 
 def ringdisk_command(binary, image, threads, mountpoint):
@@ -71,7 +71,13 @@ def qsd_command(image, threads, mountpoint, growable):
         args += ["--blockdev",
                  f"driver=file,filename={image.path},node-name={name},cache.direct=on,aio=io_uring"]
         if image.kind == "qcow2":
-            args += ["--blockdev", "driver=qcow2,file=f,node-name=d"]
+            below = ""
+            if image.backing:
+                # Not said, it would be opened with the page cache.
+                args += ["--blockdev", f"driver=file,filename={image.backing},node-name=bf,cache.direct=on,aio=io_uring,read-only=on",
+                         "--blockdev", "driver=raw,file=bf,node-name=b,read-only=on"]
+                below = ",backing=b"
+            args += ["--blockdev", f"driver=qcow2,file=f,node-name=d{below}"]
     export = {"type": "fuse", "id": "e", "node-name": "d", "mountpoint": mountpoint, "writable": True,
               "growable": growable}
     if names:
