@@ -14,8 +14,9 @@ use rustix::io::Errno;
 use super::Compressed;
 use crate::sync::{Arc, Mutex, lock};
 
-/// Buffers of clusters that were pushed out, for the next ones.
-const SPARE_MAX: usize = 4;
+/// Buffers that are kept for the next clusters: of clusters that were pushed out, and of compressed bytes.
+/// Fresh memory costs more than decompressing into it.
+const SPARE_MAX: usize = 16;
 
 /// A decompressed cluster, or the start of one.
 #[derive(Clone)]
@@ -44,7 +45,10 @@ struct State {
     now: u64,
     kept: Vec<Kept>,
     loading: Vec<Loading>,
+    /// Buffers of one cluster each.
     spare: Vec<Vec<u8>>,
+    /// Buffers that held compressed bytes.
+    inputs: Vec<Vec<u8>>,
 }
 
 struct Kept {
@@ -146,6 +150,13 @@ impl Clusters {
         spare.unwrap_or_else(|| vec![0; self.cluster_size])
     }
 
+    fn keep_input(&self, input: Vec<u8>) {
+        let mut state = lock(&self.state);
+        if state.inputs.len() < SPARE_MAX {
+            state.inputs.push(input);
+        }
+    }
+
     fn end(&self, ticket: &Ticket, flight: &Flight, outcome: Outcome) {
         let mut dropped = None;
         {
@@ -219,13 +230,26 @@ impl Ticket {
         self.flight.as_ref().map(Follower::new)
     }
 
+    /// A buffer for compressed bytes; its content is anything.
+    pub(super) fn input(&self, len: usize) -> Vec<u8> {
+        let mut input = lock(&self.clusters.state).inputs.pop().unwrap_or_default();
+        input.resize(len, 0);
+        input
+    }
+
     /// Fills the cluster, keeps it and hands it to those who wait.
     ///
-    /// * `fill`: gets room for as much of the cluster as is needed.
-    pub(super) fn fill(mut self, fill: impl FnOnce(&mut [u8]) -> Result<(), Errno>) {
+    /// * `input`: the compressed bytes.
+    /// * `fill`: gets them, and room for as much of the cluster as is needed.
+    pub(super) fn fill(
+        mut self,
+        input: Vec<u8>,
+        fill: impl FnOnce(&[u8], &mut [u8]) -> Result<(), Errno>,
+    ) {
         let mut bytes = self.clusters.buffer();
         let valid = self.need.min(bytes.len());
-        let result = fill(&mut bytes[..valid]);
+        let result = fill(&input, &mut bytes[..valid]);
+        self.clusters.keep_input(input);
         self.end(Outcome::Done(result.map(|()| Data { bytes: Arc::new(bytes), valid })));
     }
 

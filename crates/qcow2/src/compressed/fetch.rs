@@ -20,14 +20,15 @@ use crate::sync::Arc;
 /// Bytes between two clusters that are rather read than skipped: about what the storage moves while
 /// it turns to another operation.
 const GAP_MAX: u64 = 16 * 1024;
-/// Buffers that a thread keeps for the next reads.
-const BUFFERS_MAX: usize = 4;
-/// Smallest buffer: enough for a cluster of 64 KiB with its alignment.
-const BUFFER_MIN: usize = 128 * 1024;
+/// Buffers of each size that a thread keeps for the next reads.
+const BUFFERS_MAX: usize = 8;
+/// The two sizes of buffers: for a cluster of 64 KiB with its alignment, and for a run of neighbours with
+/// theirs. Of the second only what is used takes memory.
+const BUFFER_BYTES: [usize; 2] = [128 << 10, 2 << 20];
 
 thread_local! {
-    /// A thread's free buffers: large ones are mappings, and making one costs as much as a read.
-    static BUFFERS: RefCell<Vec<IoBuf>> = const { RefCell::new(Vec::new()) };
+    /// A thread's free buffers, of each size: they are mappings, and making one costs as much as a read.
+    static BUFFERS: RefCell<[Vec<IoBuf>; 2]> = const { RefCell::new([Vec::new(), Vec::new()]) };
 }
 
 /// How to decompress.
@@ -114,15 +115,18 @@ impl Bytes {
         let from = place.host_offset().checked_sub(self.start).ok_or(Errno::IO)?;
         let from = usize::try_from(from).map_err(|_| Errno::IO)?.min(self.len);
         let to = from.saturating_add(place.host_len() as usize).min(self.len);
-        let mut bytes = vec![0; to - from];
+        let mut bytes = ticket.input(to - from);
         self.buf.copy_to_slice(from, &mut bytes);
         Ok(bytes)
     }
 
     fn give_back(self) {
+        let Some(size) = BUFFER_BYTES.iter().position(|bytes| *bytes == self.buf.len()) else {
+            return;
+        };
         BUFFERS.with_borrow_mut(|buffers| {
-            if buffers.len() < BUFFERS_MAX {
-                buffers.push(self.buf);
+            if buffers[size].len() < BUFFERS_MAX {
+                buffers[size].push(self.buf);
             }
         });
     }
@@ -142,12 +146,14 @@ async fn read(ring: &Ring, file: &Storage, start: u64, end: u64) -> Result<Bytes
 
 fn buffer(len: usize, limits: &Limits) -> IoBuf {
     let align = limits.memory_align.max(1) as usize;
-    let kept = BUFFERS.with_borrow_mut(|buffers| {
-        let fits = |buf: &IoBuf| buf.len() >= len && buf.is_aligned(align);
-        let place = buffers.iter().position(fits);
-        place.map(|place| buffers.swap_remove(place))
-    });
-    kept.unwrap_or_else(|| IoBuf::new(len.max(BUFFER_MIN).next_power_of_two(), align))
+    let Some(size) = BUFFER_BYTES.iter().position(|bytes| *bytes >= len) else {
+        return IoBuf::new(len, align);
+    };
+    let kept = BUFFERS.with_borrow_mut(|buffers| buffers[size].pop());
+    match kept {
+        Some(buf) if buf.is_aligned(align) => buf,
+        _ => IoBuf::new(BUFFER_BYTES[size], align.max(4096)),
+    }
 }
 
 fn hand_over(ring: &Ring, method: Method, ticket: Ticket, bytes: &Bytes) {
@@ -155,7 +161,8 @@ fn hand_over(ring: &Ring, method: Method, ticket: Ticket, bytes: &Bytes) {
         Ok(compressed) => compressed,
         Err(errno) => return ticket.fail(errno),
     };
-    let work = move || ticket.fill(|output| decompress(method.kind, &compressed, output));
+    let work =
+        move || ticket.fill(compressed, |input, output| decompress(method.kind, input, output));
     if method.cluster_size <= INLINE_DECOMPRESSION_BYTES {
         work();
     } else {

@@ -34,7 +34,7 @@ fn byte(look: Look) -> Option<u8> {
 }
 
 fn fill(ticket: Ticket, byte: u8) {
-    ticket.fill(|bytes| {
+    ticket.fill(Vec::new(), |_, bytes| {
         bytes.fill(byte);
         Ok(())
     });
@@ -70,7 +70,7 @@ fn a_load_that_is_dropped_or_fails_leaves_nothing_behind() {
     assert!(now(follower.as_mut()).expect("it ended").is_none());
     let ticket = load(clusters.look(place(1), CLUSTER));
     let mut follower = pin!(ticket.follower().expect("not done"));
-    ticket.fill(|_| Err(Errno::IO));
+    ticket.fill(Vec::new(), |_, _| Err(Errno::IO));
     assert!(matches!(now(follower.as_mut()), Some(Some(Err(Errno::IO)))));
     fill(load(clusters.look(place(1), CLUSTER)), 1);
 }
@@ -133,7 +133,8 @@ fn a_decoder_that_panics_is_an_error_for_those_who_wait() {
     let clusters = Arc::new(Clusters::new(CLUSTER, 4));
     let ticket = load(clusters.look(place(1), CLUSTER));
     let mut follower = pin!(ticket.follower().expect("not done"));
-    let work = std::thread::spawn(move || ticket.fill(|_| panic!("as the test wants")));
+    let work =
+        std::thread::spawn(move || ticket.fill(Vec::new(), |_, _| panic!("as the test wants")));
     assert!(work.join().is_err());
     assert!(matches!(now(follower.as_mut()), Some(Some(Err(Errno::IO)))));
 }

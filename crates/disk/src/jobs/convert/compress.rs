@@ -51,9 +51,12 @@ impl Packing {
     }
 
     /// Copies a cluster, which may end early at the end of the disk, for a helper thread.
-    fn take(&self, part: &IoBuf) -> Vec<u8> {
-        let mut bytes = vec![0; self.cluster];
+    ///
+    /// * `bytes`: a buffer to use again, or an empty one.
+    fn take(&self, part: &IoBuf, mut bytes: Vec<u8>) -> Vec<u8> {
+        bytes.resize(self.cluster, 0);
         part.copy_to_slice(0, &mut bytes[..part.len()]);
+        bytes[part.len()..].fill(0);
         bytes
     }
 
@@ -77,13 +80,16 @@ impl Conversion<'_> {
         let mut running = Vec::new();
         for start in (0..buf.len()).step_by(packing.cluster) {
             let part = buf.slice(start..buf.len().min(start + packing.cluster));
-            let bytes = packing.take(&part);
+            let spare = self.spare.borrow_mut().pop().unwrap_or_default();
+            let bytes = packing.take(&part, spare);
             // Begins at once.
-            running.push((part, self.ring.offload(move || packing.pack(&bytes))));
+            running.push((part, self.ring.offload(move || (packing.pack(&bytes), bytes))));
         }
         let mut packed = Vec::with_capacity(running.len());
         for (part, work) in running {
-            packed.push((part, work.await));
+            let (result, bytes) = work.await;
+            self.spare.borrow_mut().push(bytes);
+            packed.push((part, result));
         }
         self.order.turn(piece.number).await;
         let last = packed.len().saturating_sub(1);

@@ -108,6 +108,8 @@ struct Conversion<'a> {
     walk: Walk<'a>,
     order: Order,
     packing: Option<Packing>,
+    /// Buffers of clusters, for the next ones; as many as are compressed at once.
+    spare: RefCell<Vec<Vec<u8>>>,
     failure: RefCell<Option<Failure>>,
     report: RefCell<ConvertReport>,
     unreadable: RefCell<Unreadable>,
@@ -161,6 +163,7 @@ pub async fn convert(
         walk: Walk::new(source, options, unit, CHUNK_BYTES.max(unit.unwrap_or(0))),
         order: Order::new(!options.out_of_order),
         packing,
+        spare: RefCell::default(),
         failure: RefCell::default(),
         report: RefCell::default(),
         unreadable: RefCell::default(),
