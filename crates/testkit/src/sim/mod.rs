@@ -19,6 +19,7 @@
 //! assert_eq!(sim.held().len(), 0);
 //! ```
 
+mod history;
 mod image;
 mod power;
 mod prng;
@@ -32,6 +33,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ringdisk_storage::{Errno, Limits, Storage};
 
+pub use history::Replay;
 pub use prng::Prng;
 pub use rules::{Fault, When};
 pub use state::{Held, OpKind, Record};

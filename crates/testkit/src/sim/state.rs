@@ -6,6 +6,7 @@ use std::task::Waker;
 
 use ringdisk_storage::{Allocation, Errno, Limits, Preallocation};
 
+use super::history::{Event, History};
 use super::image::Image;
 use super::prng::Prng;
 use super::rules::Rule;
@@ -160,6 +161,8 @@ pub(crate) struct State {
     pub(crate) rules: Vec<Rule>,
     pub(crate) prng: Prng,
     pub(crate) log: Vec<Record>,
+    /// What happens is noted here.
+    pub(crate) history: Option<History>,
     pub(crate) limits: Limits,
     pub(crate) read_only: bool,
     powered: bool,
@@ -181,6 +184,7 @@ impl State {
             rules: Vec::new(),
             prng: Prng::new(seed),
             log: Vec::new(),
+            history: None,
             limits: Limits::byte_granular(),
             read_only: false,
             powered: true,
@@ -197,6 +201,16 @@ impl State {
         self.durable.set_len(len);
     }
 
+    /// Number of the next change.
+    pub(crate) fn next_change(&self) -> u64 {
+        self.next_change
+    }
+
+    /// The next change has this number.
+    pub(crate) fn start_at(&mut self, change: u64) {
+        self.next_change = change;
+    }
+
     /// Notes that an operation begins.
     pub(crate) fn begin(&mut self, kind: OpKind, offset: u64, len: u64) -> Record {
         let record = Record { number: self.log.len() as u64, kind, offset, len };
@@ -210,7 +224,10 @@ impl State {
     }
 
     /// Makes the changes with numbers below `before` durable.
-    fn flush(&mut self, before: u64) {
+    pub(crate) fn flush(&mut self, before: u64) {
+        if let Some(history) = &mut self.history {
+            history.events.push(Event::Flush { before });
+        }
         let mut flushed = Flushed { before: self.durable.clone(), changes: Vec::new() };
         while let Some((_, change)) = self.journal.pop_front_if(|(number, _)| *number < before) {
             change.apply(&mut self.durable);
@@ -222,7 +239,11 @@ impl State {
         }
     }
 
-    fn change(&mut self, change: Change) {
+    /// A change takes effect.
+    pub(crate) fn change(&mut self, change: Change) {
+        if let Some(history) = &mut self.history {
+            history.events.push(Event::Change(change.clone()));
+        }
         change.apply(&mut self.image);
         self.journal.push_back((self.next_change, change));
         self.next_change += 1;

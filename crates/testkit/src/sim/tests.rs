@@ -377,3 +377,25 @@ fn chance_spares_some() {
         assert!((20..80).contains(&failed), "{failed}");
     });
 }
+
+#[test]
+fn replay_lives_through_the_same_moments() {
+    block_on(|ring| async move {
+        let sim = SimStorage::from_image(&[9; 512], 1);
+        let storage = sim.storage();
+        write(&ring, &storage, 0, 512, 8).await.unwrap();
+        sim.record();
+        write(&ring, &storage, 512, 512, 1).await.unwrap();
+        storage.flush(&ring).await.unwrap();
+        write(&ring, &storage, 0, 512, 2).await.unwrap();
+        let mut replay = sim.replay().expect("recorded");
+        let mut moments = vec![(replay.sim().image(), replay.sim().unflushed())];
+        while replay.advance() {
+            moments.push((replay.sim().image(), replay.sim().unflushed()));
+        }
+        let both = |first, second| [vec![first; 512], vec![second; 512]].concat();
+        let expected = [(vec![8; 512], 0), (both(8, 1), 1), (both(8, 1), 0), (both(2, 1), 1)];
+        assert_eq!(moments, expected);
+        assert_eq!((sim.recorded(), replay.at), (3, 3));
+    });
+}
