@@ -24,6 +24,8 @@ pub(super) struct Active {
     fresh: HashSet<u64>,
     /// The old clusters of the L1 table belong to something else now.
     given_away: bool,
+    /// The L1 table gets a new place in any case.
+    moves: bool,
 }
 
 impl Active {
@@ -37,6 +39,7 @@ impl Active {
             old_run: tx.clusters_of(offset, u64::from(entries) * 8),
             fresh: HashSet::new(),
             given_away: false,
+            moves: false,
         })
     }
 
@@ -193,6 +196,16 @@ impl Active {
         Ok(changed)
     }
 
+    /// Where the L1 table lies on disk.
+    pub(super) fn run(&self) -> Run {
+        self.old_run
+    }
+
+    /// The L1 table moves even if it does not change.
+    pub(super) fn move_l1(&mut self) {
+        self.moves = true;
+    }
+
     /// The clusters of the L1 table as it is on disk belong to something else from now on.
     pub(super) fn give_away_l1(&mut self) {
         self.given_away = true;
@@ -207,7 +220,7 @@ impl Active {
         entries: usize,
     ) -> Result<(), Error> {
         self.l1.resize(entries, 0);
-        if self.l1 == self.old_l1 && !self.given_away {
+        if self.l1 == self.old_l1 && !self.given_away && !self.moves {
             return Ok(());
         }
         let run = tx.write_new(&bytes_of(&self.l1), "the L1 table").await?;

@@ -20,7 +20,8 @@ impl Qcow2 {
     pub async fn make_empty(&mut self, ring: &Ring) -> Result<(), Error> {
         self.finish_use(ring).await?;
         let result = make_empty(ring, self).await;
-        self.reopen(ring, result).await
+        self.reopen(ring, result).await?;
+        self.compact(ring).await
     }
 
     /// Sets the name and the format of the backing file as they are in the header, or removes them.

@@ -14,6 +14,7 @@
 
 mod active;
 mod bitmaps;
+mod compact;
 mod edit;
 mod entries;
 mod grow;

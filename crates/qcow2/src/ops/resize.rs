@@ -49,11 +49,12 @@ impl Qcow2 {
             return Ok(());
         }
         self.finish_use(ring).await?;
-        let result = if size < self.virtual_size() {
-            self.shrink(ring, size).await
-        } else {
-            self.grow(ring, size, options.preallocation, below).await
-        };
+        if size < self.virtual_size() {
+            let result = self.shrink(ring, size).await;
+            self.reopen(ring, result).await?;
+            return self.compact(ring).await;
+        }
+        let result = self.grow(ring, size, options.preallocation, below).await;
         self.reopen(ring, result).await
     }
 

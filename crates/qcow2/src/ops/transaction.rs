@@ -50,6 +50,8 @@ pub(super) struct Transaction<'a> {
     freed: Vec<Run>,
     /// The file ends behind the last cluster in use afterwards.
     shorten: bool,
+    /// Refcount blocks that count nothing are given up.
+    pub(super) drop_blocks: bool,
     discard: Discard,
 }
 
@@ -82,6 +84,7 @@ impl<'a> Transaction<'a> {
             replaced: Vec::new(),
             freed: Vec::new(),
             shorten: false,
+            drop_blocks: false,
             discard: options.discard,
         })
     }
@@ -253,7 +256,7 @@ impl<'a> Transaction<'a> {
         let mut at = 0;
         while let Some(index) = self.counts.dirty_blocks().get(at).copied() {
             at += 1;
-            if self.moved.insert(index) {
+            if self.counts.block_offset(index).is_some() && self.moved.insert(index) {
                 let run = self.ask(|counts| counts.allocate(1, None, true)).await?;
                 if let Some(old) = self.counts.move_block(index, run.start) {
                     self.replaced.push(Run { start: old, count: 1, zeroed: false });
@@ -293,6 +296,9 @@ impl<'a> Transaction<'a> {
             }
             let wants = self.counts.table_wants();
             if table_moved && wants.is_none() {
+                if self.drop_blocks && self.drop_empty_blocks().await? {
+                    continue;
+                }
                 return Ok(true);
             }
             let clusters = wants.unwrap_or(old_table.count);
@@ -308,6 +314,49 @@ impl<'a> Transaction<'a> {
             }
             table_moved = true;
         }
+    }
+
+    /// Gives up refcount blocks that count nothing. Returns whether there were any.
+    async fn drop_empty_blocks(&mut self) -> Result<bool, Error> {
+        let mut any = false;
+        for index in 0..self.counts.table_len() {
+            let Some((cluster, counted)) = self.ask(|counts| counts.drop_block(index)).await?
+            else {
+                continue;
+            };
+            any = true;
+            if counted {
+                self.unref(cluster, 1).await?;
+            } else {
+                self.freed.push(Run { start: cluster, count: 1, zeroed: false });
+            }
+        }
+        Ok(any)
+    }
+
+    /// From now on free clusters below `end` are taken first.
+    pub(super) async fn search_below(&mut self, end: u64) -> Result<(), Error> {
+        self.ask(|counts| counts.search_below(end)).await
+    }
+
+    /// Where refcount blocks and the refcount table lie, as cluster numbers.
+    pub(super) fn refcount_clusters(&self) -> Vec<u64> {
+        let table = self.counts.table_run();
+        let offsets = (0..self.counts.table_len()).filter_map(|i| self.counts.block_offset(i));
+        let blocks = offsets.map(|offset| offset >> self.geometry.cluster_bits);
+        (table.start..table.end()).chain(blocks).collect()
+    }
+
+    /// Refcount blocks that lie at or behind `cluster` move, all others only if they change.
+    pub(super) async fn move_blocks_behind(&mut self, cluster: u64) -> Result<(), Error> {
+        let bits = self.geometry.cluster_bits;
+        for index in 0..self.counts.table_len() {
+            if self.counts.block_offset(index).is_some_and(|offset| offset >> bits >= cluster) {
+                self.ask(|counts| counts.touch_block(index)).await?;
+                self.spill_some().await?;
+            }
+        }
+        Ok(())
     }
 
     /// Makes the change true. Everything that the new header refers to was written by the caller,

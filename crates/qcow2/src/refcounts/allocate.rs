@@ -64,7 +64,7 @@ impl Refcounts {
     /// too many runs are known already.
     ///
     /// Errors: `Load`.
-    fn scan(&mut self) -> Result<bool, Blocked> {
+    pub(super) fn scan(&mut self) -> Result<bool, Blocked> {
         if self.cursor >= self.end {
             if std::mem::take(&mut self.forgotten) {
                 self.cursor = 0;
@@ -194,7 +194,7 @@ impl Refcounts {
     }
 
     /// How many clusters from `start` on have a count of 0, up to `count`. All blocks are there.
-    fn free_from(&self, start: u64, count: u64) -> u64 {
+    pub(super) fn free_from(&self, start: u64, count: u64) -> u64 {
         let mut free = 0;
         while free < count {
             let (index, entry) = self.place(start + free);

@@ -100,6 +100,12 @@ impl Refcounts {
         self.table.get(index as usize).copied().filter(|offset| *offset != 0)
     }
 
+    /// Entries of the table, in memory.
+    pub(crate) fn table_len(&self) -> u32 {
+        // At most 2^20.
+        u32::try_from(self.table.len()).unwrap_or(u32::MAX)
+    }
+
     /// Whether the block with this index is in memory.
     pub(crate) fn has_block(&self, index: u32) -> bool {
         self.blocks.get(index as usize).is_some_and(Option::is_some)
@@ -185,6 +191,16 @@ impl Refcounts {
     /// Blocks to write.
     pub(crate) fn dirty_blocks(&self) -> &[u32] {
         &self.dirty
+    }
+
+    /// Makes a block dirty that has not changed.
+    ///
+    /// Errors: `Load`.
+    pub(crate) fn touch_block(&mut self, index: u32) -> Result<(), Blocked> {
+        if self.look(u64::from(index))?.is_some() {
+            self.write_whole(index);
+        }
+        Ok(())
     }
 
     /// The next write of a block is one of all of it.

@@ -101,6 +101,37 @@ impl Refcounts {
         Some(old >> self.cluster_bits)
     }
 
+    /// Takes the block with this index out of the table if it counts nothing but perhaps itself.
+    /// Returns its cluster, and whether another block still counts that.
+    ///
+    /// Errors: `Load`.
+    pub(crate) fn drop_block(&mut self, index: u32) -> Result<Option<(u64, bool)>, Blocked> {
+        let Some(offset) = self.block_offset(index) else { return Ok(None) };
+        let cluster = offset >> self.cluster_bits;
+        let Some(block) = self.look(u64::from(index))? else { return Ok(None) };
+        let (covering, own) = self.place(cluster);
+        let covers_itself = covering == u64::from(index);
+        let entries = 1 << self.block_bits;
+        let first = self.width.next_used(&block.bytes, 0, entries);
+        let behind = if covers_itself && first == own {
+            self.width.next_used(&block.bytes, first + 1, entries)
+        } else {
+            first
+        };
+        if behind < entries {
+            return Ok(None);
+        }
+        self.table[index as usize] = 0;
+        self.blocks[index as usize] = None;
+        self.cached -= 1;
+        self.dirty_entries.push(index);
+        self.unmark_metadata(cluster, 1);
+        if covers_itself {
+            self.held.insert(Run { start: cluster, count: 1, zeroed: false });
+        }
+        Ok(Some((cluster, !covers_itself)))
+    }
+
     /// A new block is not wanted any more, or could not be written.
     pub(crate) fn abort_block(&mut self, _index: u32, cluster: u64) {
         if self.held.at(cluster).is_some() {

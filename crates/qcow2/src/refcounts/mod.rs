@@ -270,15 +270,20 @@ impl Refcounts {
         })?;
         self.change(start, count, |value| value - 1);
         self.reach(start, count);
-        for cluster in start..start + count {
+        let mut cluster = start;
+        while cluster < start + count {
             // All blocks are there.
-            if self.get(cluster) == Ok(0) {
-                self.held.insert(Run { start: cluster, count: 1, zeroed: false });
-                match freed.last_mut() {
-                    Some(run) if run.end() == cluster && !run.zeroed => run.count += 1,
-                    _ => freed.push(Run { start: cluster, count: 1, zeroed: false }),
-                }
+            let zeroes = self.free_from(cluster, start + count - cluster);
+            if zeroes == 0 {
+                cluster += 1;
+                continue;
             }
+            self.held.insert(Run { start: cluster, count: zeroes, zeroed: false });
+            match freed.last_mut() {
+                Some(run) if run.end() == cluster && !run.zeroed => run.count += zeroes,
+                _ => freed.push(Run { start: cluster, count: zeroes, zeroed: false }),
+            }
+            cluster += zeroes;
         }
         Ok(())
     }
@@ -315,6 +320,14 @@ impl Refcounts {
     /// They are ordinary clusters again. Before they are released.
     pub(crate) fn unmark_metadata(&mut self, start: u64, count: u64) {
         self.metadata.remove(start, count);
+    }
+
+    /// Searches for free clusters below `end`, as far as there is memory for them.
+    ///
+    /// Errors: `Load`.
+    pub(crate) fn search_below(&mut self, end: u64) -> Result<(), Blocked> {
+        while self.cursor < end && self.scan()? {}
+        Ok(())
     }
 
     /// Whether `cluster` is marked.

@@ -1,0 +1,74 @@
+//! After a disk became smaller: metadata at the end of the file moves to the front, so that the file
+//! can end behind the last data.
+//!
+//! A change writes its new metadata behind everything else, since it may not overwrite the old. This
+//! second change brings it into the space that the first one made free. Data stays where it is.
+
+use std::collections::HashSet;
+
+use ringdisk_ring::Ring;
+
+use crate::error::Error;
+use crate::image::Qcow2;
+
+use super::active::Active;
+use super::transaction::Transaction;
+
+/// The file must become shorter by one part of so many, or it is not worth the writes.
+const WORTH: u64 = 8;
+
+impl Qcow2 {
+    /// Shortens the file. Whatever goes wrong costs space only: the image is whole before and after.
+    pub(super) async fn compact(&mut self, ring: &Ring) -> Result<(), Error> {
+        self.finish_use(ring).await?;
+        let result = compact(ring, self).await;
+        if let Err(error) = &result {
+            tracing::warn!(%error, "the image file does not get shorter");
+        }
+        self.reopen(ring, Ok(())).await
+    }
+}
+
+async fn compact(ring: &Ring, image: &mut Qcow2) -> Result<(), Error> {
+    let mut tx = Transaction::begin(ring, image)?;
+    let mut active = Active::load(&tx).await?;
+    let bits = tx.geometry.cluster_bits;
+    let old_l1 = active.run();
+    let mut movable: HashSet<u64> = tx.refcount_clusters().into_iter().collect();
+    movable.extend(old_l1.start..old_l1.end());
+    let mut tables = Vec::new();
+    for index in 0..active.l1.len() {
+        if let Some(offset) = active.table_offset(&tx, index)? {
+            tables.push((index, offset >> bits));
+        }
+    }
+    movable.extend(tables.iter().map(|(_, cluster)| *cluster));
+
+    let end = tx.end_of_clusters() >> bits;
+    let mut kept = end;
+    while kept > 1 && (movable.contains(&(kept - 1)) || tx.count(kept - 1).await? == 0) {
+        kept -= 1;
+    }
+    // Room for what moves.
+    let kept = kept + movable.len() as u64;
+    if kept.saturating_add(end / WORTH) >= end {
+        return Ok(());
+    }
+    tx.search_below(kept).await?;
+    for (index, cluster) in tables {
+        if cluster >= kept
+            && let Some(words) = active.table(&tx, index).await?
+        {
+            active.replace(&mut tx, index, &words).await?;
+        }
+    }
+    if old_l1.start >= kept {
+        active.move_l1();
+    }
+    tx.move_blocks_behind(kept).await?;
+    let entries = active.l1.len();
+    active.finish(&mut tx, entries).await?;
+    tx.drop_blocks = true;
+    tx.shorten_file();
+    tx.commit().await
+}
