@@ -71,8 +71,16 @@ impl File {
 
     /// Asks the system for the length. One quick system call (fstat or lseek).
     pub(crate) fn refresh_len(&self) -> Result<u64, Errno> {
+        let before = self.len();
         let len = real_len(self.borrow(), self.kind)?;
-        self.len.store(len, Ordering::Relaxed);
+        if len >= before {
+            // A write that ended since may have made it longer still.
+            self.len.fetch_max(len, Ordering::Relaxed);
+        } else {
+            // Shorter only if nothing has grown meanwhile.
+            let order = (Ordering::Relaxed, Ordering::Relaxed);
+            let _ = self.len.compare_exchange(before, len, order.0, order.1);
+        }
         Ok(len)
     }
 

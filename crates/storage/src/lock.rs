@@ -142,6 +142,28 @@ pub(crate) fn take_over(
     result
 }
 
+/// Takes locks again that went over to another descriptor, which holds its own meanwhile and is given up
+/// after this.
+///
+/// Errors: kind `Locked` when somebody came who excludes us.
+pub(crate) fn take_back(
+    fd: BorrowedFd<'_>,
+    name: &str,
+    read_only: bool,
+    held: &Held,
+    from: (BorrowedFd<'_>, &Held),
+) -> Result<(), Error> {
+    let (from_fd, from_held) = from;
+    if held.used.is_empty() || take(fd, held.used, held.unshared).is_err() {
+        return Ok(());
+    }
+    from_held.release(from_fd);
+    match conflict(fd, held.used, held.unshared) {
+        Ok(Some(conflict)) => Err(refusal(fd, name, read_only, conflict)),
+        Ok(None) | Err(_) => Ok(()),
+    }
+}
+
 fn take(fd: BorrowedFd<'_>, used: &[Permission], unshared: &[Permission]) -> Result<(), Errno> {
     let used = used.iter().map(|permission| permission.used_byte());
     let unshared = unshared.iter().map(|permission| permission.unshared_byte());

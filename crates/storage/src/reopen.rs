@@ -46,3 +46,9 @@ pub(crate) fn reopen(old: &File, options: &OpenOptions) -> Result<File, Error> {
     )?;
     Ok(file)
 }
+
+/// Takes the locks back that went over to `from`; see [`crate::Storage::reclaim`].
+pub(crate) fn reclaim(file: &File, from: &File) -> Result<(), Error> {
+    let from = (from.borrow(), &from.held);
+    lock::take_back(file.borrow(), &file.name, file.read_only, &file.held, from)
+}

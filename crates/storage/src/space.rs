@@ -104,7 +104,7 @@ impl File {
         };
         if may_unmap {
             match self.fallocate(ring, punch, start, stop - start).await {
-                Ok(()) => return self.grow_to(ring, stop).await,
+                Ok(()) => return self.grow_beside_writers(ring, stop).await,
                 Err(Errno::OPNOTSUPP) => {}
                 Err(errno) => return Err(errno),
             }
@@ -125,6 +125,22 @@ impl File {
             self.has_grown_to(stop);
         }
         Ok(())
+    }
+
+    /// As [`grow_to`](File::grow_to) while others write: setting the length could cut off what one of them
+    /// has just written behind `end`, so the last byte is reserved instead.
+    async fn grow_beside_writers(&self, ring: &Ring, end: u64) -> Result<(), Errno> {
+        if self.kind != Kind::Regular || end <= self.len() || end <= self.refresh_len()? {
+            return Ok(());
+        }
+        match self.fallocate(ring, FallocateFlags::empty(), end - 1, 1).await {
+            Err(Errno::OPNOTSUPP) => self.truncate(ring, end).await,
+            Err(errno) => Err(errno),
+            Ok(()) => {
+                self.has_grown_to(end);
+                Ok(())
+            }
+        }
     }
 
     async fn grow_to(&self, ring: &Ring, end: u64) -> Result<(), Errno> {

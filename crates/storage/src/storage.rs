@@ -62,6 +62,16 @@ impl Storage {
         }
     }
 
+    /// Takes the locks back that went over to `from` by [`Storage::reopen`]; `from` is not used any more.
+    ///
+    /// Errors: kind `Locked` when somebody came meanwhile whom `from` let in.
+    pub fn reclaim(&self, from: &Storage) -> Result<(), Error> {
+        match (&self.0, &from.0) {
+            (Inner::File(file), Inner::File(from)) => reopen::reclaim(file, from),
+            _ => Ok(()),
+        }
+    }
+
     /// Wraps storage of another kind.
     pub fn custom(inner: Box<dyn CustomStorage>) -> Storage {
         Storage(Inner::Custom(inner))

@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use ringdisk_ring::{Errno, Ring};
 
 use super::copy::{all_of, buffer, equal, pieces};
-use super::{busy, offline_layer, read_only};
+use super::{busy, check_lasting, offline_layer};
 use crate::chain::Chain;
 use crate::layer::Layer;
 use crate::name::printable;
@@ -37,9 +37,7 @@ impl Disk {
         backing: Option<Backing>,
         progress: &Arc<Progress>,
     ) -> Result<(), Error> {
-        if self.is_read_only() {
-            return Err(read_only());
-        }
+        check_lasting(self)?;
         let progress = Arc::clone(progress);
         let change = move |disk: Arc<Disk>, ring: Ring| async move {
             disk.change_backing_now(&ring, backing, &progress).await

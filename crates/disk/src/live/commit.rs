@@ -15,7 +15,7 @@ use std::sync::atomic::Ordering;
 use ringdisk_ring::{Errno, Ring};
 
 use super::copy::{Copier, all_of, copy_range, pieces};
-use super::{Tracker, busy, close_layer, in_mode, offline_on, read_only};
+use super::{Tracker, again, busy, check_lasting, close_layer, for_reading, in_mode, offline_on};
 use crate::chain::Chain;
 use crate::graph::{Drained, Graph};
 use crate::layer::{Layer, Node};
@@ -56,9 +56,7 @@ impl Disk {
         options: CommitOptions,
         progress: &Arc<Progress>,
     ) -> Result<(), Error> {
-        if self.is_read_only() {
-            return Err(read_only());
-        }
+        check_lasting(self)?;
         let progress = Arc::clone(progress);
         let change = move |disk: Arc<Disk>, ring: Ring| async move {
             run(&disk, &ring, options, &progress).await
@@ -177,7 +175,7 @@ async fn open_base(
             Err(error) => {
                 let _ = close_layer(ring, &base).await;
                 drained.begin();
-                let back = in_mode(ring, &base, disk.options(), false).await?;
+                let back = for_reading(ring, &base, disk.options()).await?;
                 drained.replace(replaced(&graph, options.base, back));
                 return Err(context(error));
             }
@@ -354,7 +352,7 @@ async fn give_up(
         tracing::warn!("{error}");
     }
     drained.begin();
-    let layer = in_mode(ring, layer, disk.options(), false).await?;
+    let layer = for_reading(ring, layer, disk.options()).await?;
     drained.replace(replaced(&graph, base, layer));
     Ok(())
 }
@@ -441,27 +439,41 @@ async fn unlink(
     let CommitOptions { top, base, .. } = options;
     let graph = Arc::clone(drained.graph());
     let (upper, target) = (&graph.layers[top - 1], &graph.layers[base]);
-    close_layer(ring, target).await?;
     let full = graph.layers[base - 1].full_backing_name.clone();
-    let is_top = top == 1;
-    if is_top {
-        close_layer(ring, upper).await?;
-    }
+    // What may be refused comes first, while nothing has happened yet.
+    let opened = async {
+        let opened = match top {
+            1 => None,
+            _ => Some(in_mode(ring, upper, disk.options(), true).await?),
+        };
+        close_layer(ring, opened.as_ref().unwrap_or(upper)).await?;
+        Ok(opened)
+    };
+    let opened = match opened.await {
+        Ok(opened) => opened,
+        Err(error) => {
+            give_up(disk, ring, drained, base).await?;
+            return Err(error);
+        }
+    };
     drained.begin();
-    let target = in_mode(ring, target, disk.options(), false).await?;
+    let closed = close_layer(ring, target).await;
+    let target = for_reading(ring, target, disk.options()).await?;
     let (name, format) = named;
     let rename = async |ring: &Ring, image: &mut ringdisk_qcow2::Qcow2| {
         image.set_backing(ring, Some(&name), format.as_deref()).await
     };
-    let (mut fresh, result) = if is_top {
-        offline_on(ring, disk, upper, rename).await?
-    } else {
-        let writable = in_mode(ring, upper, disk.options(), true).await?;
-        close_layer(ring, &writable).await?;
-        let (renamed, result) = offline_on(ring, disk, &writable, rename).await?;
-        close_layer(ring, &renamed).await?;
-        (in_mode(ring, &renamed, disk.options(), false).await?, result)
+    let writable = opened.as_ref().unwrap_or(upper);
+    let (mut fresh, result) = match closed {
+        Ok(()) => offline_on(ring, disk, writable, rename).await?,
+        Err(error) => (again(ring, writable, disk.options(), true).await?, Err(error)),
     };
+    if top > 1 {
+        if let Err(error) = close_layer(ring, &fresh).await {
+            tracing::warn!("{error}");
+        }
+        fresh = for_reading(ring, &fresh, disk.options()).await?;
+    }
     let mut layers = graph.layers.clone();
     layers[base] = Arc::new(target);
     let is_done = result.is_ok();

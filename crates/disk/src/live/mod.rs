@@ -36,7 +36,7 @@ pub use backing::Backing;
 pub use commit::CommitOptions;
 pub(crate) use copy::{all_of, buffer, equal, pieces};
 pub use overlay::OverlayOptions;
-pub(crate) use reopen::{again, in_mode};
+pub(crate) use reopen::{again, for_reading, in_mode};
 pub use resize::ResizeOptions;
 pub use snapshot::SnapshotChange;
 pub(crate) use tracker::{Mark, Tracker};
@@ -157,15 +157,14 @@ async fn offline_on<T>(
     layer: &Layer,
     operation: impl AsyncFnOnce(&Ring, &mut Qcow2) -> Result<T, ringdisk_qcow2::Error>,
 ) -> Result<(Layer, Result<T, Error>), Error> {
-    let mut image = reopen::image(ring, layer, disk.options(), true).await?;
-    match operation(ring, &mut image).await {
-        Ok(value) => Ok((reopen::layer_of(image, layer), Ok(value))),
-        Err(error) => {
-            drop(image);
-            let error = crate::open::of_qcow2(&error);
-            Ok((again(ring, layer, disk.options(), true).await?, Err(error)))
-        }
-    }
+    let error = match reopen::image(ring, layer, disk.options(), true).await {
+        Ok(mut image) => match operation(ring, &mut image).await {
+            Ok(value) => return Ok((reopen::layer_of(image, layer), Ok(value))),
+            Err(error) => crate::open::of_qcow2(&error),
+        },
+        Err(error) => error,
+    };
+    Ok((again(ring, layer, disk.options(), true).await?, Err(error)))
 }
 
 fn busy() -> Error {
@@ -180,6 +179,21 @@ fn broken() -> Error {
         ErrorKind::Io,
         "an earlier change of the disk ended half way; stop and open it again",
     )
+}
+
+/// Errors: `PermissionDenied` on a read-only disk; `Unsupported` on one whose overlay vanishes at its end:
+/// nothing may refer to that, and what is written to it was not meant to stay.
+fn check_lasting(disk: &Disk) -> Result<(), Error> {
+    if disk.is_read_only() {
+        return Err(read_only());
+    }
+    if disk.options().temporary {
+        return Err(Error::new(
+            ErrorKind::Unsupported,
+            "the disk has a temporary overlay, which is dropped at its end; use one that is kept",
+        ));
+    }
+    Ok(())
 }
 
 fn read_only() -> Error {

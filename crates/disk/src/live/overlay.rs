@@ -8,12 +8,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ringdisk_qcow2::CreateOptions;
-use ringdisk_ring::{Errno, Ring};
+use ringdisk_ring::Ring;
 
-use super::{again, busy, close_layer, in_mode, read_only};
+use super::{again, busy, check_lasting, close_layer, in_mode};
 use crate::layer::Layer;
-use crate::name::printable_path;
-use crate::open::{create_file, of_qcow2, open_qcow2, over, qcow2_layer};
+use crate::open::{create_file, of_qcow2, open_qcow2, over, qcow2_layer, sync_directory};
 use crate::{Disk, Error, ErrorKind, ImageOptions, LAYERS_MAX};
 
 /// What an overlay shall be like.
@@ -37,9 +36,7 @@ impl Disk {
         path: impl Into<PathBuf>,
         options: OverlayOptions,
     ) -> Result<(), Error> {
-        if self.is_read_only() {
-            return Err(read_only());
-        }
+        check_lasting(self)?;
         let path = path.into();
         let change = move |disk: Arc<Disk>, ring: Ring| async move {
             disk.add_overlay_now(&ring, &path, &options).await
@@ -68,17 +65,21 @@ impl Disk {
         let made = make(ring, self.options(), path, graph.top(), options).await?;
         let mut drained = self.gateway().drain(ring, turn).await;
         let old = Arc::clone(drained.graph().top());
-        let lower = async {
+        let closed = async {
             drained.graph().check().map_err(|errno| Error::os("cannot add an overlay", errno))?;
-            close_layer(ring, &old).await?;
-            in_mode(ring, &old, self.options(), false).await
+            close_layer(ring, &old).await
         };
-        let lower = match lower.await {
+        if let Err(error) = closed.await {
+            // What could not be written is in the memory of this image only: it goes on as it is.
+            let _ = std::fs::remove_file(path);
+            return Err(error);
+        }
+        let lower = match in_mode(ring, &old, self.options(), false).await {
             Ok(lower) => lower,
             Err(error) => {
                 let _ = std::fs::remove_file(path);
                 if old.qcow2().is_some() {
-                    // It may have been closed: opened again it is what it was.
+                    // It was closed: opened again it is what it was.
                     drained.begin();
                     let fresh = again(ring, &old, self.options(), true).await?;
                     let mut layers = drained.graph().layers.clone();
@@ -139,25 +140,4 @@ async fn make(
             Err(error)
         }
     }
-}
-
-/// Makes the name of a new file durable.
-pub(crate) async fn sync_directory(ring: &Ring, path: &Path) -> Result<(), Error> {
-    let failed = |errno| {
-        let doing = format!("cannot make the name '{}' durable", printable_path(path));
-        Error::os(doing, errno)
-    };
-    let absolute = crate::resolve::absolute(path).map_err(failed)?;
-    let directory = absolute.parent().map_or_else(|| PathBuf::from("/"), Path::to_path_buf);
-    let synced = ring.offload(move || {
-        use rustix::fs::{CWD, Mode, OFlags};
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let directory = rustix::fs::openat(CWD, &directory, flags, Mode::empty())?;
-        match rustix::fs::fsync(&directory) {
-            // A file system that has no such thing.
-            Err(Errno::INVAL) => Ok(()),
-            result => result,
-        }
-    });
-    synced.await.map_err(failed)
 }

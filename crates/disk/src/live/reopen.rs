@@ -46,15 +46,45 @@ fn data_file(image: &Qcow2) -> Option<Arc<Storage>> {
     image.info().external_data_file.then(|| Arc::clone(image.data_storage()))
 }
 
-/// A layer as `layer`, over the same storage opened once more.
+/// A layer as `layer`, over the same storage opened once more. Tried twice, since a disk in use depends on
+/// it.
 pub(crate) async fn again(
     ring: &Ring,
     layer: &Layer,
     options: &ImageOptions,
     writable: bool,
 ) -> Result<Layer, Error> {
-    let fresh = qcow2_layer(image(ring, layer, options, writable).await?, writable);
-    Ok(named_as(fresh, layer))
+    let image = match image(ring, layer, options, writable).await {
+        Ok(image) => image,
+        Err(error) => {
+            tracing::warn!("{error}; trying again");
+            image(ring, layer, options, writable).await?
+        }
+    };
+    Ok(named_as(qcow2_layer(image, writable), layer))
+}
+
+/// A layer that was written to, for reading only from now on. The former one was closed. Where its files
+/// cannot be opened again in that mode the old ones are used, with their locks.
+pub(crate) async fn for_reading(
+    ring: &Ring,
+    layer: &Layer,
+    options: &ImageOptions,
+) -> Result<Layer, Error> {
+    match in_mode(ring, layer, options, false).await {
+        Ok(layer) => Ok(layer),
+        Err(error) => {
+            tracing::warn!("'{}' stays locked for writing: {error}", layer.name().display());
+            match &layer.node {
+                Node::Raw(raw) => {
+                    let storage = Arc::clone(&raw.storage);
+                    let raw = Raw { storage, offset: raw.offset, fixed_size: raw.fixed_size };
+                    Ok(named_as(Layer::new(Node::Raw(raw), layer.size()), layer))
+                }
+                Node::Qcow2(_) | Node::Null(_) => again(ring, layer, options, false).await,
+            }
+        }
+    }
 }
 
 /// A layer as `layer` whose files are opened again, for writing or for reading only. The former one was
@@ -89,8 +119,10 @@ pub(crate) async fn in_mode(
                 Ok(image) => Ok(named_as(qcow2_layer(image, writable), layer)),
                 Err(error) => {
                     // The locks go back to where they were.
-                    drop(file.reopen(&storage_options(options, old.file().is_read_only())));
-                    Err(error)
+                    match old.file().reclaim(&file) {
+                        Ok(()) => Err(error),
+                        Err(lost) => Err(of_storage(&lost)),
+                    }
                 }
             }
         }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use ringdisk_ring::Ring;
 
-use super::read_only;
+use super::check_lasting;
 use crate::{Disk, Error};
 
 /// What is done with an internal snapshot of the top image.
@@ -25,9 +25,7 @@ impl Disk {
     /// Errors: `Unsupported` when the top is no qcow2 image, `Invalid` for a name that is not there
     /// or there already, `Busy`, those of the storage. The disk is as it was.
     pub async fn snapshot(&self, ring: &Ring, change: SnapshotChange) -> Result<(), Error> {
-        if self.is_read_only() {
-            return Err(read_only());
-        }
+        check_lasting(self)?;
         let run = move |disk: Arc<Disk>, ring: Ring| async move {
             let mut drained = disk.change(&ring).await?;
             let tells = matches!(change, SnapshotChange::Apply(_));

@@ -26,7 +26,7 @@ use crate::resolve::{Access, Held, Opened, Resolver, absolute, identify};
 use crate::{Disk, Error, ErrorKind, Format, ImageOptions, LAYERS_MAX, Source};
 
 pub(crate) use layer::{of_qcow2, of_storage, open_qcow2, qcow2_layer, raw_layer, storage_options};
-pub(crate) use overlay::{create_file, over};
+pub(crate) use overlay::{create_file, over, sync_directory};
 
 /// Block that is read for probing: larger than a sector for descriptors with `O_DIRECT`.
 const PROBE_BLOCK: usize = 4096;

@@ -17,7 +17,7 @@ use rustix::io::Errno;
 
 use super::{Opening, identity_of, of_qcow2, of_storage, open_qcow2, qcow2_layer, storage_options};
 use crate::disk::Parts;
-use crate::layer::Layer;
+use crate::layer::{Layer, Node};
 use crate::name::printable_path;
 use crate::{Cache, Disk, Error, ErrorKind, Format, ImageOptions, Source};
 
@@ -166,10 +166,14 @@ async fn kept(
 async fn make(ring: &Ring, path: &Path, top: &Layer, options: &ImageOptions) -> Result<(), Error> {
     let storage = create_file(path, options)?;
     let create = over(top, path)?;
-    let made = ringdisk_qcow2::create(ring, &storage, None, &create).await;
-    made.map_err(|error| {
+    let made = async {
+        ringdisk_qcow2::create(ring, &storage, None, &create)
+            .await
+            .map_err(|error| of_qcow2(&error))?;
+        sync_directory(ring, path).await
+    };
+    made.await.inspect_err(|_| {
         let _ = std::fs::remove_file(path);
-        of_qcow2(&error)
     })
 }
 
@@ -189,6 +193,20 @@ pub(crate) fn over(layer: &Layer, path: &Path) -> Result<CreateOptions, Error> {
     let format = layer.format().ok_or_else(|| {
         Error::new(ErrorKind::Unsupported, "a null disk cannot have an overlay that is kept")
     })?;
+    let refuse = |reason: &str| {
+        Err(Error::new(
+            ErrorKind::Unsupported,
+            format!("'{shown}' cannot have an overlay: {reason}"),
+        ))
+    };
+    if layer.directory.is_none() {
+        return refuse("it has no name that the overlay could record");
+    }
+    if let Node::Raw(raw) = &layer.node
+        && (raw.offset != 0 || raw.fixed_size)
+    {
+        return refuse("it is a part of a file, and the overlay would show the whole file");
+    }
     let absolute = crate::resolve::absolute(layer.name())
         .map_err(|errno| Error::os(format!("cannot find the directory of '{shown}'"), errno))?;
     let overlay = crate::resolve::absolute(path)
@@ -208,4 +226,25 @@ pub(crate) fn over(layer: &Layer, path: &Path) -> Result<CreateOptions, Error> {
         backing_format: Some(format.name().to_owned()),
         ..CreateOptions::default()
     })
+}
+
+/// Makes the name of a new file durable.
+pub(crate) async fn sync_directory(ring: &Ring, path: &Path) -> Result<(), Error> {
+    let failed = |errno| {
+        let doing = format!("cannot make the name '{}' durable", printable_path(path));
+        Error::os(doing, errno)
+    };
+    let absolute = crate::resolve::absolute(path).map_err(failed)?;
+    let directory = absolute.parent().map_or_else(|| PathBuf::from("/"), Path::to_path_buf);
+    let synced = ring.offload(move || {
+        use rustix::fs::{CWD, Mode, OFlags};
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let directory = rustix::fs::openat(CWD, &directory, flags, Mode::empty())?;
+        match rustix::fs::fsync(&directory) {
+            // A file system that has no such thing.
+            Err(Errno::INVAL) => Ok(()),
+            result => result,
+        }
+    });
+    synced.await.map_err(failed)
 }

@@ -263,3 +263,16 @@ fn a_reader_that_is_not_alone_cannot_become_a_writer_and_stays_a_reader() {
     drop(first);
     drop(open(&path, &writer()));
 }
+
+#[test]
+fn locks_that_went_over_are_taken_back() {
+    let directory = scratch();
+    let path = image(directory.path(), "image", 4096);
+    let first = open(&path, &writer());
+    let second = first.reopen(&reader()).expect("a file").expect("one's own lock");
+    first.reclaim(&second).expect("nobody came");
+    drop(second);
+    refusal(&path, &reader());
+    drop(first);
+    drop(open(&path, &writer()));
+}
