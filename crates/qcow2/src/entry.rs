@@ -60,7 +60,7 @@ impl MovingRegion {
 }
 
 /// Lengths of the files right now, in bytes.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Lengths {
     /// The image file.
     pub(crate) file: u64,

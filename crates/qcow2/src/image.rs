@@ -60,6 +60,8 @@ pub struct Qcow2 {
     pub(crate) decompressor: Decompressor,
     /// What writing needs; `None`: open for reading only.
     pub(crate) engine: Option<Box<Engine>>,
+    /// How it was opened.
+    pub(crate) options: OpenOptions,
 }
 
 /// What the metadata cache did so far.

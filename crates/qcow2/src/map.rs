@@ -43,7 +43,7 @@ impl Qcow2 {
         if end == offset {
             return Err(Errno::INVAL);
         }
-        let lengths = self.lengths();
+        let mut lengths = self.lengths();
         let mut run = Run::new();
         let mut at = offset;
         while at < end {
@@ -51,7 +51,14 @@ impl Qcow2 {
                 Ok(Step::More) => at = offset + run.len(),
                 Ok(Step::End | Step::Missing) => break,
                 // What was found before the bad entry is good.
-                Err(errno) if run.len() == 0 => return Err(errno),
+                Err(errno) if run.len() == 0 => {
+                    // The file may have grown for this very entry since its length was asked.
+                    let now = self.lengths();
+                    if now == lengths {
+                        return Err(errno);
+                    }
+                    lengths = now;
+                }
                 Err(_) => break,
             }
         }

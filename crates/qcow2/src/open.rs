@@ -76,6 +76,7 @@ impl Qcow2 {
             slices,
             loads: Flights::new(),
             engine,
+            options: options.clone(),
         })
     }
 }

@@ -38,6 +38,25 @@ fn main() -> ExitCode {
     ExitCode::from(run())
 }
 
+/// Why a command did not do what it was told.
+enum End {
+    /// The words make no sense together.
+    Usage(clap::Error),
+    Failed(Failure),
+}
+
+impl From<clap::Error> for End {
+    fn from(error: clap::Error) -> End {
+        End::Usage(error)
+    }
+}
+
+impl From<Failure> for End {
+    fn from(failure: Failure) -> End {
+        End::Failed(failure)
+    }
+}
+
 /// Runs the command and gives the exit code.
 fn run() -> u8 {
     let cli = match Cli::try_parse() {
@@ -46,21 +65,10 @@ fn run() -> u8 {
     };
     log::start(cli.verbose);
     limits::raise();
-    let result = match &cli.command {
-        Command::Mount(args) => match args.paths() {
-            Ok(paths) => commands::mount::run(args, paths),
-            Err(error) => return usage(&error),
-        },
-        Command::Check(args) => commands::check::run(args),
-        Command::Bitmap(args) => match args.works() {
-            Ok(works) => commands::bitmap::run(args, works).map(|()| Exit::Clean.code()),
-            Err(error) => return usage(&error),
-        },
-        other => plain(other).map(|()| Exit::Clean.code()),
-    };
-    match result {
+    match command(&cli.command) {
         Ok(code) => code,
-        Err(failure) => {
+        Err(End::Usage(error)) => usage(&error),
+        Err(End::Failed(failure)) => {
             terminal::complain(&failure);
             if let Some(signal) = failure.signal() {
                 job::end_by_signal(signal);
@@ -70,26 +78,27 @@ fn run() -> u8 {
     }
 }
 
-/// Commands that do one thing and end.
-fn plain(command: &Command) -> Result<(), Failure> {
+fn command(command: &Command) -> Result<u8, End> {
     match command {
-        Command::Mount(_) => Ok(()),
+        Command::Mount(args) => return Ok(commands::mount::run(args, args.paths()?)?),
         Command::Umount(args) => commands::umount::run(args),
-        Command::Info(args) => commands::info::run(args),
-        Command::Map(args) => commands::map::run(args),
         Command::Ctl(args) => commands::ctl::run(args),
         Command::Create(args) => commands::create::run(args),
-        Command::Check(_) | Command::Bitmap(_) => Ok(()),
-        Command::Snapshot(args) => commands::snapshot::run(args),
+        Command::Info(args) => commands::info::run(args),
+        Command::Map(args) => commands::map::run(args),
+        Command::Check(args) => return Ok(commands::check::run(args)?),
         Command::Resize(args) => commands::resize::run(args),
+        Command::Snapshot(args) => commands::snapshot::run(args),
         Command::Commit(args) => commands::commit::run(args),
         Command::Rebase(args) => commands::rebase::run(args),
+        Command::Convert(args) => commands::convert::run(args),
+        Command::Compare(args) => return Ok(commands::compare::run(args)?),
         Command::Measure(args) => commands::measure::run(args),
-        Command::Convert(_)
-        | Command::Compare(_) => Err(Failure::new(Exit::Unsupported, "not in this version yet")),
+        Command::Bitmap(args) => commands::bitmap::run(args, args.works()?),
         Command::Completions(args) => commands::completions::run(args),
         Command::Man(args) => commands::man::run(args),
-    }
+    }?;
+    Ok(Exit::Clean.code())
 }
 
 /// Prints what clap has to say: help and version (0), or what is wrong with the words (2).

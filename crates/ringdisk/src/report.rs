@@ -51,7 +51,7 @@ pub(crate) const MEANINGS: [(Exit, &str, &str); 13] = [
     (
         Exit::Usage,
         "usage",
-        "The command line is wrong: an unknown option, a bad size, options that exclude each other.",
+        "The command line is wrong: an unknown option, a bad size, options that exclude each other; or it asks for what the image does not have, such as a snapshot of that name.",
     ),
     (
         Exit::Image,
@@ -61,9 +61,13 @@ pub(crate) const MEANINGS: [(Exit, &str, &str); 13] = [
     (
         Exit::Mountpoint,
         "mountpoint",
-        "The mountpoint does not exist and cannot be made, is not a regular file, or has a mount on it; for umount: nothing of ours is mounted there.",
+        "The mountpoint does not exist and cannot be made, is not a regular file, or has a mount on it; for umount and ctl: nothing of ours is mounted there.",
     ),
-    (Exit::Locked, "busy", "Another process holds the image, the pid file, or (umount) the mount."),
+    (
+        Exit::Locked,
+        "busy",
+        "Another process holds the image, the pid file, or (umount) the mount; for ctl: another command is changing the disk.",
+    ),
     (
         Exit::Permission,
         "permission",
@@ -89,7 +93,7 @@ pub(crate) const MEANINGS: [(Exit, &str, &str); 13] = [
     (
         Exit::Storage,
         "storage",
-        "Storage below the image did not answer in time, so requests ended with errors, or the last flush failed: recent writes may not be on stable storage.",
+        "Storage below the image did not answer in time, so requests ended with errors, or the last flush failed, or an image could not be written to the end: recent writes may not be on stable storage.",
     ),
 ];
 

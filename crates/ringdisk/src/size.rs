@@ -84,8 +84,16 @@ pub(crate) enum SizeChange {
 impl SizeChange {
     /// The new size of a disk of `old` bytes.
     ///
-    /// Errors: less than nothing would be left, or more than there can be.
+    /// Errors: nothing or less would be left, or more than there can be.
     pub(crate) fn apply(self, old: u64) -> Result<u64, String> {
+        let size = self.applied(old)?;
+        if size == 0 && old > 0 {
+            return Err(String::from("nothing would be left of the disk"));
+        }
+        Ok(size)
+    }
+
+    fn applied(self, old: u64) -> Result<u64, String> {
         match self {
             SizeChange::To(size) => Ok(size),
             SizeChange::Grow(by) => old
@@ -266,6 +274,9 @@ mod tests {
         }
         assert_eq!(SizeChange::Shrink(512).apply(1024), Ok(512));
         assert!(SizeChange::Shrink(2048).apply(1024).is_err());
+        assert!(SizeChange::Shrink(1024).apply(1024).is_err());
+        assert!(SizeChange::To(0).apply(1024).is_err());
+        assert_eq!(SizeChange::To(0).apply(0), Ok(0));
         assert!(SizeChange::Grow(SIZE_MAX).apply(1).is_err());
     }
 

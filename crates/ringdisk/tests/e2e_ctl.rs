@@ -413,7 +413,7 @@ fn an_interrupted_commit_leaves_the_chain_as_it_was() {
         write(&disk, 5, step * 4 * MIB, 4 * MIB);
     }
     let mut command = Command::new(program());
-    let mut client = Process::spawn(command.args(["ctl", disk.text(), "commit"]));
+    let client = Process::spawn(command.args(["ctl", disk.text(), "commit"]));
     std::thread::sleep(Duration::from_millis(60));
     client.signal(Signal::INT);
     let finished = client.finish(LIMIT);

@@ -9,7 +9,7 @@
 //! zeroes.
 
 use ringdisk_ring::Ring;
-use ringdisk_storage::{Allocation, Kind, Preallocation, Storage};
+use ringdisk_storage::{Kind, Preallocation, Storage};
 
 use super::registry::Registry;
 use crate::image::Qcow2;
@@ -70,27 +70,4 @@ impl Qcow2 {
             let _ = self.file.set_len(ring, target).await;
         }
     }
-}
-
-/// Where the data of a file ends: what is behind reads as zeroes, although the file may be longer.
-/// Looks at the last [`STEP_MAX`] bytes only.
-pub(crate) async fn data_end(ring: &Ring, file: &Storage) -> u64 {
-    let len = file.len();
-    if file.kind() == Kind::BlockDevice {
-        return len;
-    }
-    let mut at = len.saturating_sub(STEP_MAX);
-    let mut end = at;
-    while at < len {
-        match file.allocation(ring, at, len - at).await {
-            Ok((_, 0)) | Err(_) => return len,
-            Ok((kind, run)) => {
-                at += run;
-                if kind == Allocation::Data {
-                    end = at;
-                }
-            }
-        }
-    }
-    end
 }

@@ -17,6 +17,7 @@ use futures_util::stream;
 use rustix::io::Errno;
 
 use ringdisk_ring::{IoBuf, Ring};
+use ringdisk_storage::Storage;
 
 use super::limbo::Unlinked;
 use super::registry::Registry;
@@ -163,31 +164,42 @@ impl Qcow2 {
 
     async fn run_steps(&self, ring: &Ring, all_counts: bool) -> Result<(), Errno> {
         let engine = self.engine()?;
-        self.grow_refcount_table(ring).await?;
         let lazy = engine.options.lazy_refcounts && !all_counts;
         let mut work = self.take_work();
         let links = work.slices.iter().any(|slice| slice.links) || !work.l1.is_empty();
-        if (links && !lazy || all_counts) && self.space()?.is_dirty() {
-            work.counts = Some(self.space()?.take_dirty());
+        if links && !lazy || all_counts {
+            work.counts = self.take_counts(ring).await?;
         }
         if let Some(counts) = &work.counts {
             self.write_counts(ring, counts).await?;
         }
         let external = self.info.external_data_file;
         if external {
-            self.data_storage().flush(ring).await?;
+            self.barrier(ring, self.data_storage()).await?;
         }
         if links {
-            self.file.flush(ring).await?;
+            self.barrier(ring, &self.file).await?;
         }
         let changes = !work.slices.is_empty() || !work.l1.is_empty();
         self.write_tables(ring, &work).await?;
         if changes || work.counts.is_some() || !external {
-            self.file.flush(ring).await?;
+            self.barrier(ring, &self.file).await?;
         }
         work.finish();
         self.reap(ring).await;
         Ok(())
+    }
+
+    /// Copies the reference counts that are dirty. All of them fit into the refcount table: a block
+    /// that is made while the table grows is seen under the same lock.
+    async fn take_counts(&self, ring: &Ring) -> Result<Option<DirtyRefcounts>, Errno> {
+        loop {
+            self.grow_refcount_table(ring).await?;
+            let mut space = self.space()?;
+            if space.table_wants().is_none() {
+                return Ok(space.is_dirty().then(|| space.take_dirty()));
+            }
+        }
     }
 
     /// Copies everything that is dirty. What was unlinked is taken first, so the copies of the
@@ -204,11 +216,22 @@ impl Qcow2 {
         if let Ok(engine) = self.engine() {
             work.unlinked = engine.limbo.take_fresh();
             work.slices = self.slices.take_dirty(usize::MAX);
-            let dirty: BTreeSet<usize> = std::mem::take(&mut lock(&engine.l1_dirty));
+            let mut l1_dirty = lock(&engine.l1_dirty);
+            let dirty: BTreeSet<usize> = std::mem::take(&mut l1_dirty);
             let value = |index: usize| Some((index, self.l1.get(index)?.load(Ordering::Acquire)));
             work.l1 = dirty.into_iter().filter_map(value).collect();
         }
         work
+    }
+
+    /// A flush of the storage. One that fails is remembered whatever it says: what it was to make durable
+    /// may be lost.
+    async fn barrier(&self, ring: &Ring, storage: &Storage) -> Result<(), Errno> {
+        let result = storage.flush(ring).await;
+        if let Err(errno) = result {
+            self.note_lost(errno);
+        }
+        result
     }
 
     /// Writes refcount blocks, and the table where it changes.
@@ -219,7 +242,7 @@ impl Qcow2 {
             DirtyTable::None => {}
             DirtyTable::Entries(entries) => {
                 // A block that the table names has to be there.
-                self.file.flush(ring).await?;
+                self.barrier(ring, &self.file).await?;
                 let start = lock(&self.engine()?.header).refcount_table().0;
                 for (index, value) in entries {
                     let at = start + u64::from(*index) * 8;
@@ -228,7 +251,7 @@ impl Qcow2 {
             }
             DirtyTable::Whole { offset, bytes, clusters, old: _ } => {
                 self.write_each(ring, vec![(*offset, &bytes[..])]).await?;
-                self.file.flush(ring).await?;
+                self.barrier(ring, &self.file).await?;
                 let clusters_u32 = u32::try_from(*clusters).map_err(|_| Errno::FBIG)?;
                 self.change_header(ring, |header| {
                     header.set_refcount_table(*offset, clusters_u32);
@@ -309,7 +332,7 @@ impl Qcow2 {
         let mut header = lock(&engine.header).clone();
         change(&mut header);
         header.write_first_sector(ring, &self.file).await?;
-        self.file.flush(ring).await?;
+        self.barrier(ring, &self.file).await?;
         *lock(&engine.header) = header;
         Ok(())
     }

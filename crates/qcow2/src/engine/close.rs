@@ -14,19 +14,30 @@ use crate::sync::{Ordering, lock};
 
 impl Qcow2 {
     /// Ends the use of the image; to be called when no request runs any more. Later changes are
-    /// `EROFS`. A second call does nothing.
+    /// `EROFS`. A second call does nothing, or tries again what failed.
     ///
     /// Errors: those of the storage, and `EIO` after an earlier flush that failed.
     pub async fn close(&self, ring: &Ring) -> Result<(), Errno> {
         let Ok(engine) = self.engine() else { return Ok(()) };
-        if engine.closed.swap(true, Ordering::AcqRel) {
-            return Ok(());
+        engine.closed.store(true, Ordering::Release);
+        let result = self.end(ring).await;
+        if result.is_err() && !engine.saved.load(Ordering::Acquire) {
+            // Nothing is lost yet, and nothing was declared finished: the image can go on.
+            engine.closed.store(false, Ordering::Release);
         }
+        result
+    }
+
+    async fn end(&self, ring: &Ring) -> Result<(), Errno> {
+        let engine = self.engine()?;
         if !engine.started.load(Ordering::Acquire) {
             return Ok(());
         }
         self.settle(ring).await?;
-        engine.recording.save(self, ring).await?;
+        // Once: nothing is recorded any more after it, and nothing changes.
+        if !engine.saved.swap(true, Ordering::AcqRel) {
+            engine.recording.save(self, ring).await?;
+        }
         self.cut(ring).await;
         self.settle(ring).await?;
         if engine.options.lazy_refcounts && self.info.version >= 3 {

@@ -97,10 +97,14 @@ impl Qcow2 {
     /// Remembers that a change could not be made durable. `ENOSPC` and `EDQUOT` of a write are not
     /// remembered: nothing is lost then, and a later flush can succeed.
     pub(super) fn note_flush_failure(&self, errno: Errno) {
-        let Ok(engine) = self.engine() else { return };
-        if matches!(errno, Errno::NOSPC | Errno::DQUOT) {
-            return;
+        if !matches!(errno, Errno::NOSPC | Errno::DQUOT) {
+            self.note_lost(errno);
         }
+    }
+
+    /// Remembers that what was written may be lost.
+    pub(super) fn note_lost(&self, errno: Errno) {
+        let Ok(engine) = self.engine() else { return };
         let swap = engine.fault.state.compare_exchange(
             SOUND,
             FLUSH_FAILED,

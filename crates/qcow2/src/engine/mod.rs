@@ -51,7 +51,6 @@ use limbo::Limbo;
 use pack::Packer;
 use registry::Registry;
 
-pub(crate) use ahead::data_end;
 pub use checkpoint::WriteBack;
 pub(crate) use group::grows_with_zeroes;
 pub(crate) use space::write_all;
@@ -93,6 +92,8 @@ pub(crate) struct Engine {
     /// Metadata that lies on other metadata, as the open found it.
     pub(crate) overlap: Option<String>,
     closed: AtomicBool,
+    /// Bitmaps that record were saved.
+    saved: AtomicBool,
     /// Allocations so far.
     pub(crate) allocations: AtomicU64,
 }
@@ -138,6 +139,7 @@ impl Engine {
             options,
             overlap,
             closed: AtomicBool::new(false),
+            saved: AtomicBool::new(false),
             allocations: AtomicU64::new(0),
         }
     }

@@ -36,7 +36,7 @@ impl Qcow2 {
         if !engine.started.load(Ordering::Acquire) {
             Box::pin(self.start(ring)).await?;
         }
-        if self.is_corrupted() {
+        if self.is_corrupted() || engine.closed.load(Ordering::Relaxed) {
             return Err(Errno::ROFS);
         }
         if self.info.external_data_file && self.data_file.is_none() {

@@ -44,8 +44,12 @@ impl Qcow2 {
             return Err(errno);
         }
         self.space()?.mark_metadata(run.start, 1);
-        self.l1.get(index).ok_or(Errno::INVAL)?.store(offset | COPIED, Ordering::Release);
-        lock(&engine.l1_dirty).insert(index);
+        {
+            // Together: a checkpoint in between would answer a flush without this entry.
+            let mut dirty = lock(&engine.l1_dirty);
+            self.l1.get(index).ok_or(Errno::INVAL)?.store(offset | COPIED, Ordering::Release);
+            dirty.insert(index);
+        }
         if let Some(old) = old {
             engine.limbo.unlink(old >> self.geometry.cluster_bits, 1);
         }

@@ -7,7 +7,7 @@ mod writing;
 
 #[path = "../flight.rs"]
 mod flight;
-#[allow(dead_code)]
+#[allow(dead_code, unreachable_pub)]
 #[path = "../engine/grace.rs"]
 mod grace;
 #[allow(dead_code)]

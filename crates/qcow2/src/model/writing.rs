@@ -5,7 +5,7 @@ use shuttle::{check_random, thread};
 
 use super::grace::Graces;
 use super::registry::Registry;
-use super::slices::{SliceCache, SliceIndex};
+use super::slices::SliceIndex;
 use super::sync::{Arc, AtomicU64, Ordering};
 use super::{SCHEDULES, WORDS, contents, small_cache};
 

@@ -36,7 +36,7 @@ pub(super) async fn engine(
         table: table.clone(),
         table_offset: header.refcount_table.start,
         table_clusters: u64::from(header.refcount_table_clusters),
-        file_len: crate::engine::data_end(ring, file).await,
+        file_len: file.len(),
         can_grow: grows,
         reads_zero_past_end: grows,
     });

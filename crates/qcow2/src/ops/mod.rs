@@ -28,7 +28,7 @@ mod transaction;
 use ringdisk_ring::Ring;
 
 use crate::error::{Error, ErrorKind};
-use crate::image::{OpenOptions, Qcow2};
+use crate::image::Qcow2;
 
 pub use resize::ResizeOptions;
 
@@ -45,14 +45,7 @@ impl Qcow2 {
 
     /// Opens the image again after a change, and passes on how the change went.
     async fn reopen<T>(&mut self, ring: &Ring, result: Result<T, Error>) -> Result<T, Error> {
-        let Some(engine) = &self.engine else { return result };
-        let options = OpenOptions {
-            writable: true,
-            discard: engine.options.discard,
-            discard_no_unref: engine.options.discard_no_unref,
-            lazy_refcounts: Some(engine.options.lazy_refcounts),
-            metadata_cache_bytes: self.metadata_cache_bytes(),
-        };
+        let options = self.options.clone();
         match Qcow2::open(ring, self.file.clone(), &options).await {
             Ok(mut image) => {
                 image.data_file = self.data_file.take();
@@ -61,15 +54,6 @@ impl Qcow2 {
             }
             Err(error) => result.and(Err(error)),
         }
-    }
-
-    /// Cap of the metadata cache for the next open: the default, unless it is smaller now although
-    /// the image is not.
-    fn metadata_cache_bytes(&self) -> Option<u64> {
-        let whole = u64::from(self.geometry.slices().unwrap_or(0));
-        let whole_bytes = whole * self.geometry.slice_bytes() as u64;
-        let capacity_bytes = self.slices.capacity_bytes();
-        (capacity_bytes < whole_bytes).then_some(capacity_bytes)
     }
 
     /// A request that does not fit the image.

@@ -24,13 +24,14 @@ pub(crate) enum Between {
 }
 
 /// What a test wants of its runs.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Wanted {
     pub(crate) between: Option<Between>,
     pub(crate) lazy: bool,
     pub(crate) data_file: bool,
     pub(crate) backing: bool,
     pub(crate) compressed: bool,
+    pub(crate) bitmap: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -48,6 +49,8 @@ pub(crate) struct Config {
     /// Writes of parts of a sector happen.
     pub(crate) odd: bool,
     pub(crate) compressed: bool,
+    /// A bitmap records all writes.
+    pub(crate) bitmap: bool,
     pub(crate) options: OpenOptions,
     /// Storage operations of a thousand that are held back.
     pub(crate) held_per_mille: u64,
@@ -60,7 +63,7 @@ impl Config {
         let mut prng = Prng::new(seed ^ 0x00c0_ffee);
         let extended = prng.below(5) == 0;
         let version = if prng.below(6) == 0 && !extended { 2 } else { 3 };
-        let version = if wanted.lazy || wanted.data_file { 3 } else { version };
+        let version = if wanted.lazy || wanted.data_file || wanted.bitmap { 3 } else { version };
         let cluster_bits = match prng.below(10) {
             _ if extended => 14 + u32::from(prng.below(4) == 0),
             0..=3 => 9,
@@ -129,6 +132,7 @@ impl Config {
             streams: if wanted.between.is_some() { 3 } else { 1 },
             odd: prng.below(3) == 0,
             compressed: wanted.compressed,
+            bitmap: wanted.bitmap,
             options,
             held_per_mille: [300, 700, 950][index(&mut prng, 3)],
         }

@@ -9,6 +9,7 @@ use ringdisk_testkit::oracle::{Content, Oracle};
 use ringdisk_testkit::process::{command, has, run};
 use ringdisk_testkit::sim::SimStorage;
 
+use crate::bitmap;
 use crate::common::runtime;
 use crate::config::Config;
 use crate::live::{Base, buffer, open, read, writable};
@@ -117,7 +118,15 @@ impl Judge {
                 Ok(())
             });
             match seen {
-                Ok(()) => return Ok(world),
+                Ok(()) => {
+                    if config.bitmap {
+                        let judging = bitmap::judge(&ring, &image, case, world, |at, bytes| {
+                            guest.read(at, bytes, &|at, out| config.below.fill(at, out))
+                        });
+                        self.runtime.block_on(judging)?;
+                    }
+                    return Ok(world);
+                }
                 Err(mismatch) => wrong.push(mismatch.to_string()),
             }
         }

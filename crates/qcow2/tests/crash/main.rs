@@ -8,6 +8,7 @@
 
 mod barrier;
 mod between;
+mod bitmap;
 mod client;
 #[path = "../common/mod.rs"]
 mod common;
@@ -135,6 +136,12 @@ fn with_lazy_refcounts() {
 #[test]
 fn with_an_external_data_file() {
     simulate("with_an_external_data_file", 5, Wanted { data_file: true, ..Wanted::default() });
+}
+
+#[test]
+fn with_a_recording_bitmap() {
+    let wanted = Wanted { bitmap: true, between: Some(Between::Reopen), ..Wanted::default() };
+    simulate("with_a_recording_bitmap", 10, wanted);
 }
 
 #[test]

@@ -135,6 +135,9 @@ impl World {
 
     /// The whole run. Errors: what went wrong besides power cuts.
     pub(crate) async fn run(&mut self) -> Result<(), String> {
+        if self.config.bitmap {
+            self.add_bitmap().await?;
+        }
         for storage in [Some(&self.file), self.data.as_ref()].into_iter().flatten() {
             storage.on(When::any().chance(self.config.held_per_mille), Fault::Hold);
         }

@@ -11,6 +11,8 @@
 mod barrier;
 #[path = "../crash/between.rs"]
 mod between;
+#[path = "../crash/bitmap.rs"]
+mod bitmap;
 #[path = "../crash/client.rs"]
 mod client;
 #[path = "../common/mod.rs"]

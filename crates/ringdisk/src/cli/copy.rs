@@ -6,12 +6,12 @@ use clap::{Args, ValueHint};
 use ringdisk_disk::{Cache, Format};
 
 use crate::cli::look::{OutputArgs, PoolArgs};
-use crate::cli::names::{parse_existing, parse_file};
+use crate::cli::names::parse_file;
 use crate::cli::{ProgressArgs, cache_parser, format_parser};
 use crate::size::parse_size;
 
-/// Threads that compress at most (qemu-img allows 16 coroutines).
-const PARALLEL_MAX: i64 = 64;
+/// Requests at once at most; qemu-img's.
+const PARALLEL_MAX: i64 = ringdisk_disk::jobs::TASKS_MAX as i64;
 
 const CONVERT_EXAMPLES: &str = "\
 Examples:
@@ -23,21 +23,16 @@ Examples:
 /// Copy an image into another, of any format
 ///
 /// Without --target-format the copy is a qcow2 when its name ends in .qcow2, and raw otherwise.
-/// Several sources are put one behind the other.
 #[derive(Args, Debug)]
-#[command(after_help = CONVERT_EXAMPLES, override_usage = "ringdisk convert [OPTIONS] SOURCE... TARGET")]
+#[command(after_help = CONVERT_EXAMPLES, override_usage = "ringdisk convert [OPTIONS] SOURCE TARGET")]
 pub(crate) struct ConvertArgs {
-    /// Format of the sources [default: look at their first bytes]
+    /// Format of the source [default: look at its first bytes]
     #[arg(short, long, alias = "source-format", value_name = "FORMAT", value_parser = format_parser())]
     pub(crate) format: Option<Format>,
 
-    /// How the page cache is used for the sources
+    /// How the page cache is used for the source
     #[arg(short = 'T', long, value_name = "MODE", value_parser = cache_parser(), default_value = "writeback")]
     pub(crate) source_cache: Cache,
-
-    /// Copy this snapshot inside the source
-    #[arg(short = 'l', long, value_name = "SNAPSHOT", value_parser = parse_existing)]
-    pub(crate) snapshot: Option<String>,
 
     /// Copy the bitmaps too
     #[arg(long)]
@@ -103,7 +98,7 @@ pub(crate) struct ConvertArgs {
     #[command(flatten)]
     pub(crate) show: ProgressArgs,
 
-    /// The sources, and last the target
+    /// The source, and then the target
     #[arg(value_name = "FILE", value_hint = ValueHint::FilePath, num_args = 0..)]
     pub(crate) files: Vec<PathBuf>,
 

@@ -120,10 +120,10 @@ pub(crate) struct ManArgs {
 #[derive(Args, Clone, Copy, Debug, Default)]
 pub(crate) struct ProgressArgs {
     /// Show the progress, also where standard output is no terminal
-    #[arg(short, long, conflicts_with = "quiet")]
+    #[arg(short, long)]
     pub(crate) progress: bool,
 
-    /// Print nothing but errors
+    /// Print nothing but errors, and no progress
     #[arg(short, long)]
     pub(crate) quiet: bool,
 }

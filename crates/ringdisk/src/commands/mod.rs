@@ -3,7 +3,9 @@
 pub(crate) mod bitmap;
 pub(crate) mod check;
 pub(crate) mod commit;
+pub(crate) mod compare;
 pub(crate) mod completions;
+pub(crate) mod convert;
 pub(crate) mod create;
 pub(crate) mod ctl;
 pub(crate) mod info;

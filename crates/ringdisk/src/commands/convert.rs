@@ -1,0 +1,283 @@
+//! `ringdisk convert`: a copy of an image, in another format or shape.
+//!
+//! Promises: nothing of a new target stays when the copy fails or is stopped; a target that was there
+//! before is only then called incomplete when something was written to it.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use ringdisk_disk::jobs::{self, ConvertOptions, ConvertReport, SPARSE_BYTES_DEFAULT};
+use ringdisk_disk::{Disk, Format, ImageOptions, Layer, Source};
+use ringdisk_qcow2::{Bitmap, Qcow2};
+use ringdisk_ring::Runtime;
+use ringdisk_storage::Kind;
+
+use crate::cli::{ConvertArgs, is_named_qcow2};
+use crate::commands::create::{is_same, take_backing};
+use crate::commands::look;
+use crate::job::Job;
+use crate::made::Fresh;
+use crate::new_image::{Described, NewImage, check_new_name};
+use crate::offline::Offline;
+use crate::report::{Exit, Failure};
+use crate::terminal::{self, visible};
+
+/// Largest number of zero bytes that `-S` may ask for, bytes; qemu-img's.
+const SPARSE_BYTES_MAX: u64 = 16 << 20;
+
+fn usage(text: impl Into<String>) -> Failure {
+    Failure::new(Exit::Usage, text)
+}
+
+/// Copies.
+///
+/// Errors: options that make no sense, those of opening source and target, of reading and writing;
+/// stopped by a signal.
+pub(crate) fn run(args: &ConvertArgs) -> Result<(), Failure> {
+    let target = args.files.last().map(std::path::PathBuf::as_path);
+    let format = args.target_format.unwrap_or(match target {
+        Some(target) if is_named_qcow2(target) => Format::Qcow2,
+        _ => Format::Raw,
+    });
+    let mut image = match NewImage::parse(format, &args.options)? {
+        Described::Help(text) => {
+            terminal::say(text);
+            return Ok(());
+        }
+        Described::Image(image) => image,
+    };
+    let (source, target) = match args.files.as_slice() {
+        [source, target] => (source, target),
+        [] | [_] => return Err(usage("give the source, and last the target")),
+        _ => {
+            return Err(Failure::new(
+                Exit::Unsupported,
+                "several sources cannot be put together in this version",
+            ));
+        }
+    };
+    let options = check(args, &mut image)?;
+    let mut runtime = look::runtime()?;
+    let from = open_source(&mut runtime, args, source)?;
+    let bitmaps = bitmaps_to_copy(args, &from, format)?;
+    let fresh = Fresh::default();
+    let job = Job::start("convert", args.show)?;
+    let work = Work { args, image: &image, format, target, options: &options };
+    let result = work.copy(&mut runtime, &from, &fresh, &job, &bitmaps);
+    let sound = match args.no_create {
+        true => format!("'{}' is incomplete", target.display()),
+        false => String::from("the target was not made"),
+    };
+    let report = job.end(result, &sound).inspect_err(|_| fresh.undo())?;
+    fresh.keep();
+    tell_unreadable(&report, source);
+    Ok(())
+}
+
+/// Refuses what makes no sense before anything is opened.
+fn check(args: &ConvertArgs, image: &mut NewImage) -> Result<ConvertOptions, Failure> {
+    let sparse_bytes = args.sparse_size.unwrap_or(SPARSE_BYTES_DEFAULT);
+    if !sparse_bytes.is_multiple_of(jobs::SECTOR_BYTES) || sparse_bytes > SPARSE_BYTES_MAX {
+        return Err(usage("--sparse-size is a multiple of 512 up to 16M, or 0"));
+    }
+    if args.no_create && !args.options.is_empty() {
+        return Err(usage("--options have no effect on a target that is there already"));
+    }
+    if args.compress && image.format != Format::Qcow2 {
+        return Err(usage("a raw image cannot be compressed")
+            .hint("give --target-format qcow2"));
+    }
+    if args.bitmaps && image.format != Format::Qcow2 {
+        return Err(usage("a raw image has no bitmaps").hint("give --target-format qcow2"));
+    }
+    take_backing(image, args.backing.as_deref(), args.backing_format)?;
+    if image.size(None)?.is_some() {
+        return Err(usage("the size of the target is that of the source"));
+    }
+    // Values that no image can have are found now too.
+    image.qcow2(0).map(|_| ())?;
+    Ok(ConvertOptions {
+        tasks: args.parallel.map_or(jobs::TASKS_DEFAULT, |tasks| tasks as usize),
+        out_of_order: args.oob_writes,
+        sparse_bytes,
+        compressed: args.compress,
+        target_has_backing: image.backing().is_some(),
+        salvage: args.salvage,
+        ..ConvertOptions::default()
+    })
+}
+
+fn open_source(
+    runtime: &mut Runtime,
+    args: &ConvertArgs,
+    source: &Path,
+) -> Result<Arc<Disk>, Failure> {
+    let options = ImageOptions {
+        format: args.format,
+        read_only: true,
+        cache: args.source_cache,
+        allow_paths: args.pool.allow_path.clone(),
+        force_share: args.force_share,
+        ..ImageOptions::default()
+    };
+    let ring = runtime.ring().clone();
+    Ok(runtime.block_on(Disk::open(&ring, Source::Path(source.to_owned()), &options))?)
+}
+
+/// The qcow2 on top of a disk.
+fn top(layers: &[Arc<Layer>]) -> Option<&Qcow2> {
+    layers.first().and_then(|layer| layer.qcow2()).map(|image| &**image)
+}
+
+/// The bitmaps of the source that are copied.
+///
+/// Errors: one cannot be trusted, and that was not to be passed over.
+fn bitmaps_to_copy(
+    args: &ConvertArgs,
+    source: &Disk,
+    format: Format,
+) -> Result<Vec<Bitmap>, Failure> {
+    let layers = source.layers();
+    let (true, Format::Qcow2, Some(image)) = (args.bitmaps, format, top(&layers)) else {
+        return Ok(Vec::new());
+    };
+    let mut all = image.info().bitmaps.clone();
+    if let Some(broken) = all.iter().find(|bitmap| bitmap.in_use)
+        && !args.skip_broken_bitmaps
+    {
+        return Err(Failure::new(
+            Exit::Image,
+            format!("the bitmap '{}' is inconsistent and cannot be copied", visible(&broken.name)),
+        )
+        .hint("--skip-broken-bitmaps leaves it out"));
+    }
+    for broken in all.extract_if(.., |bitmap| bitmap.in_use) {
+        let name = visible(&broken.name);
+        terminal::warn(format_args!("the inconsistent bitmap '{name}' is left out"));
+    }
+    Ok(all)
+}
+
+/// One copy.
+struct Work<'a> {
+    args: &'a ConvertArgs,
+    image: &'a NewImage,
+    format: Format,
+    target: &'a Path,
+    options: &'a ConvertOptions,
+}
+
+impl Work<'_> {
+    fn copy(
+        &self,
+        runtime: &mut Runtime,
+        from: &Arc<Disk>,
+        fresh: &Fresh,
+        job: &Job,
+        bitmaps: &[Bitmap],
+    ) -> Result<ConvertReport, Failure> {
+        let ring = runtime.ring().clone();
+        if !self.args.no_create {
+            check_new_name(self.target)?;
+            let names: Vec<Arc<Layer>> = from.layers();
+            if names.iter().any(|layer| is_same(layer.name(), self.target)) {
+                return Err(usage(format!(
+                    "'{}' is the source, or below it",
+                    self.target.display()
+                )));
+            }
+            runtime.block_on(self.image.make(&ring, self.target, from.size(), fresh))?;
+        }
+        let to = self.open_target(runtime)?;
+        let target_is_zero = match self.args.no_create {
+            true => self.args.target_is_zero,
+            // A raw device keeps what it held.
+            false => {
+                let layers = to.layers();
+                let file = layers.first().and_then(|layer| layer.file());
+                let device = file.is_some_and(|file| file.kind() == Kind::BlockDevice);
+                !(device && self.format == Format::Raw) && self.image.backing().is_none()
+            }
+        };
+        let options = ConvertOptions { target_is_zero, ..self.options.clone() };
+        let copied = runtime
+            .block_on(jobs::convert(&ring, from, &to, &options, job.progress()))
+            .map_err(Failure::from);
+        let report = look::close(runtime, &to, self.target, copied)?;
+        drop(to);
+        if !bitmaps.is_empty() {
+            self.copy_bitmaps(runtime, from, bitmaps)?;
+        }
+        Ok(report)
+    }
+
+    fn open_target(&self, runtime: &mut Runtime) -> Result<Arc<Disk>, Failure> {
+        let mut allow_paths = self.args.pool.allow_path.clone();
+        // The user has just named the backing file, so it may be where it is.
+        if let Some(name) = self.image.backing() {
+            let parsed = ringdisk_disk::name::FileName::parse(name.as_bytes())?;
+            let path = crate::commands::create::backing_path(self.target, &parsed);
+            allow_paths.push(path);
+        }
+        let options = ImageOptions {
+            format: Some(self.format),
+            cache: self.args.target_cache,
+            allow_paths,
+            ..ImageOptions::default()
+        };
+        let ring = runtime.ring().clone();
+        let source = Source::Path(self.target.to_owned());
+        Ok(runtime.block_on(Disk::open(&ring, source, &options))?)
+    }
+
+    /// Gives the target the bitmaps of the source, with what they have recorded.
+    fn copy_bitmaps(
+        &self,
+        runtime: &mut Runtime,
+        from: &Disk,
+        bitmaps: &[Bitmap],
+    ) -> Result<(), Failure> {
+        let layers = from.layers();
+        let Some(source) = top(&layers) else { return Ok(()) };
+        let offline =
+            Offline { format: Some(Format::Qcow2), writable: true, force_share: false };
+        let mut target = offline.open(runtime, self.target, &self.args.pool, "bitmaps")?;
+        let ring = runtime.ring().clone();
+        let copied = runtime.block_on(async {
+            for bitmap in bitmaps {
+                let contents = source.bitmap_contents(&ring, &bitmap.name).await?;
+                let granularity = Some(bitmap.granularity_bytes);
+                target.bitmap_add(&ring, &bitmap.name, granularity).await?;
+                target.bitmap_merge(&ring, &bitmap.name, &contents).await?;
+                if !bitmap.auto {
+                    target.bitmap_disable(&ring, &bitmap.name).await?;
+                }
+            }
+            Ok::<(), Failure>(())
+        });
+        let closed = runtime.block_on(target.close(&ring)).map_err(|errno| {
+            let doing = format!("cannot write '{}' to the end", self.target.display());
+            Failure::system(doing, &errno.into(), Exit::Storage)
+        });
+        copied.and(closed)
+    }
+}
+
+/// Says what could not be read.
+fn tell_unreadable(report: &ConvertReport, source: &Path) {
+    if report.unreadable_bytes == 0 {
+        return;
+    }
+    for range in &report.unreadable {
+        terminal::warn(format_args!(
+            "{} bytes at {} could not be read; there are zeroes now",
+            range.end - range.start,
+            range.start
+        ));
+    }
+    terminal::warn(format_args!(
+        "{} bytes of '{}' could not be read",
+        report.unreadable_bytes,
+        source.display()
+    ));
+}
