@@ -20,8 +20,8 @@ use crate::sync::Arc;
 /// Bytes between two clusters that are rather read than skipped: about what the storage moves while
 /// it turns to another operation.
 const GAP_MAX: u64 = 16 * 1024;
-/// Buffers of each size that a thread keeps for the next reads.
-const BUFFERS_MAX: usize = 8;
+/// Buffers of each size that a thread keeps for the next reads: as many as a queue usually has requests.
+const BUFFERS_MAX: [usize; 2] = [32, 8];
 /// The two sizes of buffers: for a cluster of 64 KiB with its alignment, and for a run of neighbours with
 /// theirs. Of the second only what is used takes memory.
 const BUFFER_BYTES: [usize; 2] = [128 << 10, 2 << 20];
@@ -125,7 +125,7 @@ impl Bytes {
             return;
         };
         BUFFERS.with_borrow_mut(|buffers| {
-            if buffers[size].len() < BUFFERS_MAX {
+            if buffers[size].len() < BUFFERS_MAX[size] {
                 buffers[size].push(self.buf);
             }
         });
