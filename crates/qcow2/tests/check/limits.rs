@@ -44,7 +44,7 @@ fn clusters_all_over_a_huge_file_end_with_an_error_before_memory_does() {
     let file = File::options().write(true).open(&path).expect("the image");
     // Each of 262144 entries is for a cluster 4096 clusters after the one before.
     let entries: Vec<u8> =
-        (1..=262_144u64).flat_map(|n| (1 << 63 | n * 4096 * 2 * MIB).to_be_bytes()).collect();
+        (1..=262_144u64).flat_map(|n| ((1 << 63) | (n * 4096 * 2 * MIB)).to_be_bytes()).collect();
     file.write_all_at(&entries, table).expect("room");
     // The largest file that the file system allows: the rest of the entries lies behind it.
     file.set_len(8 << 40).expect("a sparse file");
