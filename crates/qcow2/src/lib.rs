@@ -51,20 +51,20 @@ mod model;
 #[cfg(test)]
 mod tests;
 
+pub use bitmaps::BitmapContents;
+pub use check::{CheckHooks, CheckOptions, CheckReport, CheckVerdict, Repair, check};
 #[doc(hidden)]
 pub use check::{ImageBytes, check_bytes};
-pub use check::{CheckHooks, CheckOptions, CheckReport, CheckVerdict, Repair, check};
-pub use bitmaps::BitmapContents;
 pub use compressed::{Compressed, compress};
 pub use create::{CreateOptions, Preallocation, check_options, create};
-pub use error::{Error, ErrorKind};
-pub use header::is_qcow2;
 pub use engine::WriteBack;
 pub use engine::below::{Below, Nothing};
 pub use engine::grace::Grace;
+pub use error::{Error, ErrorKind};
+pub use header::is_qcow2;
 pub use image::{CacheCounters, Discard, OpenOptions, Qcow2};
 pub use info::{Bitmap, CompressionType, CryptoHeader, FeatureClass, FeatureName};
 pub use info::{Info, Snapshot, UnknownExtension};
-pub use ops::ResizeOptions;
 pub use measure::{Measure, Measurement, measure_raw};
+pub use ops::ResizeOptions;
 pub use run::{Extent, ExtentKind};

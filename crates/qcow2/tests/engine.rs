@@ -56,7 +56,8 @@ fn run(options: &str, seed: u64, steps: usize) {
             let mut image = Qcow2::open(&ring, storage, &open).await.expect("open");
             if let Some(name) = image.info().data_file.clone() {
                 let _ = name;
-                let data = Storage::open(&images.path("a.data"), &Default::default()).expect("data");
+                let data =
+                    Storage::open(&images.path("a.data"), &Default::default()).expect("data");
                 image.set_data_file(Arc::new(data)).expect("data file");
             }
             let image = Rc::new(image);
@@ -84,7 +85,10 @@ fn run(options: &str, seed: u64, steps: usize) {
                     6 => {
                         model[range].fill(0);
                         let unmap = prng.below(2) == 0;
-                        image.write_zeroes(&ring, offset, len, unmap, &Nothing).await.expect("zero");
+                        image
+                            .write_zeroes(&ring, offset, len, unmap, &Nothing)
+                            .await
+                            .expect("zero");
                     }
                     7 => {
                         model[range].fill(0);

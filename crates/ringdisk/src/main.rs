@@ -113,6 +113,8 @@ fn usage(error: &clap::Error) -> u8 {
 
 /// Whether the words that could not be understood began with `check`.
 fn is_check() -> bool {
-    std::env::args_os().skip(1).find(|word| !word.to_string_lossy().starts_with('-'))
+    std::env::args_os()
+        .skip(1)
+        .find(|word| !word.to_string_lossy().starts_with('-'))
         .is_some_and(|word| word == "check")
 }

@@ -39,10 +39,8 @@ const QCOW2: [(&str, &str); 12] = [
 ];
 
 /// Options of raw.
-const RAW: [(&str, &str); 2] = [
-    ("size", "<size>   - size of the disk"),
-    ("preallocation", "<mode>   - off, falloc or full"),
-];
+const RAW: [(&str, &str); 2] =
+    [("size", "<size>   - size of the disk"), ("preallocation", "<mode>   - off, falloc or full")];
 
 /// Options that qemu-img has and this program has not.
 const FOREIGN: [&str; 4] = ["encryption", "keep_data_file", "nocow", "extent_size_hint"];
@@ -241,11 +239,8 @@ impl NewImage {
 
     /// The line that qemu-img prints when it makes the image.
     pub(crate) fn line(&self, file: &Path, size: u64) -> String {
-        let mut text = format!(
-            "Formatting '{}', fmt={}",
-            visible(&file.to_string_lossy()),
-            self.format
-        );
+        let mut text =
+            format!("Formatting '{}', fmt={}", visible(&file.to_string_lossy()), self.format);
         let bytes = |text: &str| parse_size(text).map_or(text.to_owned(), |size| size.to_string());
         for (name, _) in known(self.format) {
             let shown = match (*name, self.get(name), self.format) {
@@ -505,7 +500,9 @@ mod tests {
             assert!(message.contains(reason), "{text}: {message}");
         }
         assert!(parse(Format::Raw, "cluster_size=64k").is_err());
-        assert!(parse(Format::Raw, "preallocation=metadata").expect("known").preallocation().is_err());
+        assert!(
+            parse(Format::Raw, "preallocation=metadata").expect("known").preallocation().is_err()
+        );
     }
 
     #[test]
@@ -517,7 +514,10 @@ mod tests {
              compression_type=zlib size=1048576 compat=1.1 lazy_refcounts=off refcount_bits=16"
         );
         let raw = parse(Format::Raw, "preallocation=off").expect("sound");
-        assert_eq!(raw.line(Path::new("r"), 512), "Formatting 'r', fmt=raw size=512 preallocation=off");
+        assert_eq!(
+            raw.line(Path::new("r"), 512),
+            "Formatting 'r', fmt=raw size=512 preallocation=off"
+        );
     }
 
     #[test]

@@ -72,9 +72,8 @@ impl Report {
 }
 
 fn queue_json(queue: &QueueStats) -> Value {
-    let latency = |part| {
-        u64::try_from(queue.latency.percentile(part).as_nanos()).unwrap_or(u64::MAX)
-    };
+    let latency =
+        |part| u64::try_from(queue.latency.percentile(part).as_nanos()).unwrap_or(u64::MAX);
     json!({
         "requests": queue.requests,
         "reads": queue.reads,

@@ -255,7 +255,8 @@ fn a_mount_makes_the_image_of_its_name() {
         ("b", "qcow2", &["-f", "qcow2", "-o", "cluster_size=4k,lazy_refcounts=on"]),
     ] {
         let image = d.join(name);
-        let words: Vec<&str> = [options, &["--create", "3M", image.to_str().expect("text")]].concat();
+        let words: Vec<&str> =
+            [options, &["--create", "3M", image.to_str().expect("text")]].concat();
         let mounted = Mounted::start(&common::program(), &words);
         let len = fs::metadata(mounted.path()).expect("mounted").len();
         assert_eq!(len, 3 << 20);

@@ -250,7 +250,10 @@ fn private(runtime: &Path) -> (Mounted, TempDir) {
 
 /// Sockets below a directory that `private` used.
 fn sockets(runtime: &Path) -> Vec<PathBuf> {
-    names(&runtime.join("ringdisk")).iter().map(|name| runtime.join("ringdisk").join(name)).collect()
+    names(&runtime.join("ringdisk"))
+        .iter()
+        .map(|name| runtime.join("ringdisk").join(name))
+        .collect()
 }
 
 #[test]
@@ -266,11 +269,9 @@ fn the_socket_belongs_to_its_owner_alone() {
     let place = fs::metadata(socket.parent().expect("a directory")).expect("there");
     assert_eq!((place.uid(), place.mode() & 0o777), (0, 0o700));
     // A stranger does not even get a word through a door that was left open.
-    for (path, mode) in [
-        (runtime.path(), 0o755),
-        (socket.parent().expect("a directory"), 0o755),
-        (&socket, 0o666),
-    ] {
+    for (path, mode) in
+        [(runtime.path(), 0o755), (socket.parent().expect("a directory"), 0o755), (&socket, 0o666)]
+    {
         fs::set_permissions(path, fs::Permissions::from_mode(mode)).expect("chmod");
     }
     let path = socket.clone();

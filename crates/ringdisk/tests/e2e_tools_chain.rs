@@ -24,9 +24,17 @@ fn chain(directory: &Path, options: &str) {
         qemu_img(directory, &words).ok();
     };
     over("middle.qcow2", "base.qcow2", "10M");
-    qemu_io(&at("middle.qcow2"), "qcow2", &["write -P 2 1M 1M", "write -z 3M 512k", "write -P 2 9M 64k"]);
+    qemu_io(
+        &at("middle.qcow2"),
+        "qcow2",
+        &["write -P 2 1M 1M", "write -z 3M 512k", "write -P 2 9M 64k"],
+    );
     over("top.qcow2", "middle.qcow2", "12M");
-    qemu_io(&at("top.qcow2"), "qcow2", &["write -P 3 1536k 1M", "write -P 3 11M 64k", "discard 0 64k"]);
+    qemu_io(
+        &at("top.qcow2"),
+        "qcow2",
+        &["write -P 3 1536k 1M", "write -P 3 11M 64k", "discard 0 64k"],
+    );
 }
 
 /// What the disk of an image holds.
@@ -188,7 +196,8 @@ fn info_of_the_whole_chain_is_that_of_qemu_img() {
     qemu_img(d, &["snapshot", "-c", "s", "middle.qcow2"]).ok();
     qemu_img(d, &["bitmap", "--add", "base.qcow2", "b"]).ok();
     let ours = ringdisk(d, &["info", "--backing-chain", "--json", "top.qcow2"]).ok().json();
-    let theirs = qemu_img(d, &["info", "--backing-chain", "--output=json", "top.qcow2"]).ok().json();
+    let theirs =
+        qemu_img(d, &["info", "--backing-chain", "--output=json", "top.qcow2"]).ok().json();
     let list = |value: &Value| value.as_array().expect("a list").len();
     assert_eq!(list(&ours), 3);
     assert_eq!(list(&theirs), 3);
@@ -263,10 +272,22 @@ fn a_commit_into_raw_and_of_a_longer_overlay() {
         let d = directory.path().join(who);
         fs::create_dir(&d).expect("mkdir");
         images::raw(&d.join("base.img"), 3 * MIB, 1);
-        qemu_img(&d, &["create", "-q", "-f", "qcow2", "-b", "base.img", "-F", "raw", "o.qcow2", "5M"]).ok();
-        qemu_io(&d.join("o.qcow2"), "qcow2", &["write -P 9 1M 64k", "write -P 9 4M 64k", "write -z 2M 64k"]);
+        qemu_img(
+            &d,
+            &["create", "-q", "-f", "qcow2", "-b", "base.img", "-F", "raw", "o.qcow2", "5M"],
+        )
+        .ok();
+        qemu_io(
+            &d.join("o.qcow2"),
+            "qcow2",
+            &["write -P 9 1M 64k", "write -P 9 4M 64k", "write -z 2M 64k"],
+        );
         let words = ["commit", "o.qcow2"];
-        if who == "ours" { ringdisk(&d, &words).ok() } else { qemu_img(&d, &words).ok() };
+        if who == "ours" {
+            ringdisk(&d, &words).ok()
+        } else {
+            qemu_img(&d, &words).ok()
+        };
     }
     let at = |who: &str| directory.path().join(who).join("base.img");
     assert_same(&at("ours"), &at("theirs"), "a base that grew");

@@ -23,7 +23,8 @@ fn twins(directory: &Path, options: &str) {
 /// Both are sound and hold the same.
 fn assert_twins(directory: &Path, what: &str) {
     assert_clean(&directory.join("ours"));
-    let compared = qemu_img(directory, &["compare", "-s", "-f", "qcow2", "-F", "qcow2", "ours", "theirs"]);
+    let compared =
+        qemu_img(directory, &["compare", "-s", "-f", "qcow2", "-F", "qcow2", "ours", "theirs"]);
     assert_eq!(compared.code, 0, "{what}: {}", compared.out);
 }
 
@@ -226,7 +227,11 @@ fn bitmaps_become_what_qemu_img_makes_of_them() {
     };
     let both = |words: &[&str]| {
         let with = |name: &'static str| -> Vec<&str> {
-            [&["bitmap"], words].concat().iter().map(|w| if *w == "FILE" { name } else { w }).collect()
+            [&["bitmap"], words]
+                .concat()
+                .iter()
+                .map(|w| if *w == "FILE" { name } else { w })
+                .collect()
         };
         let theirs = qemu_img(d, &with("theirs"));
         let ours = ringdisk(d, &with("ours"));
@@ -270,15 +275,14 @@ fn what_was_recorded_is_merged_from_another_image() {
         qemu_img(d, &["bitmap", "--add", "-g", "64k", name, "recorded"]).ok();
     }
     qemu_io(&d.join("theirs"), "qcow2", &["write -P 7 2M 64k", "write -P 7 8M 1M"]);
-    let words = ["bitmap", "--merge", "recorded", "-b", "theirs", "-F", "qcow2", "ours", "recorded"];
+    let words =
+        ["bitmap", "--merge", "recorded", "-b", "theirs", "-F", "qcow2", "ours", "recorded"];
     ringdisk(d, &words).ok();
     let words = ["bitmap", "--merge", "recorded", "-b", "ours", "ours", "recorded"];
     ringdisk(d, &words).ok();
     // The bits are seen through what QEMU exports about them.
     let dirty = |name: &str| {
-        let driver = format!(
-            "driver=qcow2,file.filename={name}",
-        );
+        let driver = format!("driver=qcow2,file.filename={name}",);
         qemu_img(d, &["map", "--output=json", "--image-opts", &driver]).ok().out
     };
     assert!(!dirty("ours").is_empty());

@@ -22,8 +22,16 @@ const LIMIT: Duration = Duration::from_secs(60);
 fn sources(d: &Path) {
     images::qcow2(&d.join("base.qcow2"), "6M", "");
     qemu_io(&d.join("base.qcow2"), "qcow2", &["write -P 1 0 3M"]);
-    qemu_img(d, &["create", "-q", "-f", "qcow2", "-b", "base.qcow2", "-F", "qcow2", "top.qcow2", "8M"]).ok();
-    qemu_io(&d.join("top.qcow2"), "qcow2", &["write -P 2 1M 512k", "write -z 2M 256k", "write -P 3 7M 100k"]);
+    qemu_img(
+        d,
+        &["create", "-q", "-f", "qcow2", "-b", "base.qcow2", "-F", "qcow2", "top.qcow2", "8M"],
+    )
+    .ok();
+    qemu_io(
+        &d.join("top.qcow2"),
+        "qcow2",
+        &["write -P 2 1M 512k", "write -z 2M 256k", "write -P 3 7M 100k"],
+    );
     images::raw(&d.join("full.img"), 2 * MIB + 512, 7);
     images::sparse(&d.join("sparse.img"), 9 * MIB);
     let holes = fs::File::options().write(true).open(d.join("sparse.img")).expect("open");
@@ -33,7 +41,8 @@ fn sources(d: &Path) {
     qemu_img(d, &["convert", "-c", "-O", "qcow2", "full.img", "packed.qcow2"]).ok();
 }
 
-const SOURCES: [&str; 5] = ["top.qcow2", "full.img", "sparse.img", "extended.qcow2", "packed.qcow2"];
+const SOURCES: [&str; 5] =
+    ["top.qcow2", "full.img", "sparse.img", "extended.qcow2", "packed.qcow2"];
 
 /// The same bytes, as QEMU sees them.
 #[track_caller]
@@ -101,7 +110,10 @@ fn copies_are_as_small_as_those_of_qemu_img() {
             qemu_img(d, &with("theirs")).ok();
             let (ours, theirs) = (allocated(&d.join("ours")), allocated(&d.join("theirs")));
             // A few clusters of metadata, and other packers, make a little difference.
-            assert!(ours <= theirs + theirs / 10 + (256 << 10), "{words:?} {source}: {ours} {theirs}");
+            assert!(
+                ours <= theirs + theirs / 10 + (256 << 10),
+                "{words:?} {source}: {ours} {theirs}"
+            );
             assert_eq!(described(d, "ours"), described(d, "theirs"), "{words:?} {source}");
         }
     }
@@ -119,7 +131,8 @@ fn there_and_back_again() {
     // Ours reads what QEMU packed, and QEMU what we packed.
     for kind in ["zlib", "zstd"] {
         let option = format!("compression_type={kind}");
-        qemu_img(d, &["convert", "-c", "-O", "qcow2", "-o", &option, "full.img", "theirs.qcow2"]).ok();
+        qemu_img(d, &["convert", "-c", "-O", "qcow2", "-o", &option, "full.img", "theirs.qcow2"])
+            .ok();
         ringdisk(d, &["convert", "-c", "-o", &option, "full.img", "ours.qcow2"]).ok();
         ringdisk(d, &["compare", "theirs.qcow2", "ours.qcow2"]).ok();
         assert_same_disk(d, "theirs.qcow2", "ours.qcow2");
@@ -146,7 +159,8 @@ fn a_target_that_is_there_is_written_over() {
         let with = |target| [&["convert", "-n"], options, &[source, target]].concat();
         ringdisk(d, &with("ours")).ok();
         qemu_img(d, &with("theirs")).ok();
-        let compared = qemu_img(d, &["compare", "-s", "-f", format, "-F", format, "ours", "theirs"]);
+        let compared =
+            qemu_img(d, &["compare", "-s", "-f", format, "-F", format, "ours", "theirs"]);
         assert!(compared.code == 0 || compared.out.contains("block status"), "{}", compared.out);
         let compared = qemu_img(d, &["compare", "-f", format, "-F", format, "ours", "theirs"]);
         assert_eq!(compared.code, 0, "{options:?} {source}");
@@ -157,7 +171,9 @@ fn a_target_that_is_there_is_written_over() {
     assert_same_disk(d, "sparse.img", "zero");
     assert!(allocated(&d.join("zero")) < MIB);
     images::sparse(&d.join("small.img"), MIB);
-    ringdisk(d, &["convert", "-n", "-O", "raw", "full.img", "small.img"]).ends(3).says("fewer than");
+    ringdisk(d, &["convert", "-n", "-O", "raw", "full.img", "small.img"])
+        .ends(3)
+        .says("fewer than");
     ringdisk(d, &["convert", "-n", "full.img", "nosuch.img"]).ends(3);
 }
 
@@ -167,7 +183,8 @@ fn a_copy_over_a_backing_file_holds_only_what_differs() {
     let d = directory.path();
     sources(d);
     for target in ["ours", "theirs"] {
-        let words = ["convert", "-O", "qcow2", "-B", "base.qcow2", "-F", "qcow2", "top.qcow2", target];
+        let words =
+            ["convert", "-O", "qcow2", "-B", "base.qcow2", "-F", "qcow2", "top.qcow2", target];
         let ran = if target == "ours" { ringdisk(d, &words) } else { qemu_img(d, &words) };
         ran.ok();
         assert_same_disk(d, "top.qcow2", target);
@@ -176,7 +193,11 @@ fn a_copy_over_a_backing_file_holds_only_what_differs() {
     assert_eq!(described(d, "ours"), described(d, "theirs"));
     let (ours, theirs) = (allocated(&d.join("ours")), allocated(&d.join("theirs")));
     assert!(ours <= theirs + (256 << 10), "{ours} {theirs}");
-    ringdisk(d, &["convert", "-O", "qcow2", "-b", "base.qcow2", "-F", "qcow2", "top.qcow2", "again"]).ok();
+    ringdisk(
+        d,
+        &["convert", "-O", "qcow2", "-b", "base.qcow2", "-F", "qcow2", "top.qcow2", "again"],
+    )
+    .ok();
     assert_same_disk(d, "top.qcow2", "again");
 }
 
@@ -205,7 +226,8 @@ fn bitmaps_are_copied_with_what_they_recorded() {
         .ends(3)
         .says("inconsistent");
     assert!(!d.join("x.qcow2").exists());
-    let words = ["convert", "-O", "qcow2", "--bitmaps", "--skip-broken-bitmaps", "a.qcow2", "x.qcow2"];
+    let words =
+        ["convert", "-O", "qcow2", "--bitmaps", "--skip-broken-bitmaps", "a.qcow2", "x.qcow2"];
     ringdisk(d, &words).ok().says("is left out");
     let info = described(d, "x.qcow2");
     let left = info["format-specific"]["data"]["bitmaps"].as_array().expect("a list");

@@ -73,7 +73,8 @@ fn an_overlay_that_is_named_stays_and_is_used_again() {
     let finished = common::try_mount(&["--overlay", text(&overlay), text(&other)], &d.join("disk"));
     common::assert_refused(&finished, &["no overlay of"]);
     fs::write(d.join("notes"), "my notes").expect("write");
-    let finished = common::try_mount(&["--overlay", text(&d.join("notes")), text(&image)], &d.join("disk"));
+    let finished =
+        common::try_mount(&["--overlay", text(&d.join("notes")), text(&image)], &d.join("disk"));
     assert_ne!(finished.code(), Some(0));
     assert_eq!(fs::read(d.join("notes")).expect("read"), b"my notes");
 }
@@ -85,7 +86,9 @@ fn a_raw_image_can_have_an_overlay_too() {
     }
     let (directory, image) = common::raw_image(4 * MIB, 1);
     let overlay = directory.path().join("work.qcow2");
-    for args in [&["--format", "raw", "--snapshot"][..], &["--format", "raw", "--overlay", text(&overlay)]] {
+    for args in
+        [&["--format", "raw", "--snapshot"][..], &["--format", "raw", "--overlay", text(&overlay)]]
+    {
         let disk = serve(&image, args);
         write(&disk, &[7; 4096], MIB);
         assert!(piece(disk.path(), MIB, 4096) == [7; 4096]);
@@ -155,7 +158,8 @@ fn reference_counts_may_be_written_late() {
     }
     let directory = scratch();
     let d = directory.path();
-    for args in [&["--lazy-refcounts"][..], &["--lazy-refcounts=off"], &["--metadata-cache", "64K"]] {
+    for args in [&["--lazy-refcounts"][..], &["--lazy-refcounts=off"], &["--metadata-cache", "64K"]]
+    {
         let image = d.join("disk.qcow2");
         images::qcow2(&image, "64M", "");
         let disk = serve(&image, args);

@@ -397,7 +397,8 @@ impl Work<'_> {
         }
         if let Ok(engine) = self.image.engine() {
             let mut unlinked = std::mem::take(&mut self.unlinked);
-            if let Some(DirtyRefcounts { table: DirtyTable::Whole { old, .. }, .. }) = &self.counts {
+            if let Some(DirtyRefcounts { table: DirtyTable::Whole { old, .. }, .. }) = &self.counts
+            {
                 unlinked.push((old.start, old.count));
             }
             engine.limbo.durable(engine.graces.mark(), unlinked);

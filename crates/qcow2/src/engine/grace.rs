@@ -93,12 +93,8 @@ impl Graces {
             if epoch == mark + 1 {
                 return true;
             }
-            let moved = self.epoch.compare_exchange(
-                epoch,
-                epoch + 1,
-                Ordering::SeqCst,
-                Ordering::SeqCst,
-            );
+            let moved =
+                self.epoch.compare_exchange(epoch, epoch + 1, Ordering::SeqCst, Ordering::SeqCst);
             // Somebody else moved it: look again.
             let _ = moved;
         }

@@ -95,7 +95,10 @@ impl Qcow2 {
                 }
                 continue;
             }
-            if self.table_offset(self.geometry.l1_index(self.geometry.slice_start(slice)))?.is_none() {
+            if self
+                .table_offset(self.geometry.l1_index(self.geometry.slice_start(slice)))?
+                .is_none()
+            {
                 return Ok(vec![Words::default(); count]);
             }
             self.load(ring, slice).await?;

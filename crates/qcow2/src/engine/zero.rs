@@ -200,8 +200,12 @@ impl Qcow2 {
             let start = ((chunk.start >> bits) + index as u64) << bits;
             (start, chunk.start.max(start), chunk.end.min(start + (1 << bits)))
         };
-        let mut change =
-            Change { entries: entries.clone(), changed: false, punch: Vec::new(), by_hand: Vec::new() };
+        let mut change = Change {
+            entries: entries.clone(),
+            changed: false,
+            punch: Vec::new(),
+            by_hand: Vec::new(),
+        };
         for index in 0..count {
             let (start, from, to) = part(index);
             // The last cluster of the disk may be cut.
@@ -293,7 +297,8 @@ impl Qcow2 {
         }
         // The two halves.
         #[allow(clippy::cast_possible_truncation)]
-        let (allocated, zeroes) = (old.bitmap as u32 & !touched, (old.bitmap >> 32) as u32 | touched);
+        let (allocated, zeroes) =
+            (old.bitmap as u32 & !touched, (old.bitmap >> 32) as u32 | touched);
         let keeps = own && (space != Space::Free || self.info.data_file_raw);
         let entry = if allocated == 0 && !keeps { 0 } else { old.entry };
         debug_assert!(entry != 0 || allocated == 0, "{OFFSET_MASK:#x}");

@@ -23,7 +23,10 @@ fn claims_that_overlap_never_hold_together_and_all_end() {
                         block_on(async {
                             let _claim = registry.claim(start, end).await;
                             for cluster in start..end {
-                                assert_eq!(held[cluster as usize].fetch_add(1, Ordering::SeqCst), 0);
+                                assert_eq!(
+                                    held[cluster as usize].fetch_add(1, Ordering::SeqCst),
+                                    0
+                                );
                             }
                             for cluster in start..end {
                                 held[cluster as usize].fetch_sub(1, Ordering::SeqCst);

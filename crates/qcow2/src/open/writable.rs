@@ -53,11 +53,7 @@ pub(super) async fn engine(
 }
 
 /// Reads the refcount table and checks its entries.
-async fn refcount_table(
-    ring: &Ring,
-    file: &Storage,
-    found: &Found<'_>,
-) -> Result<Vec<u64>, Error> {
+async fn refcount_table(ring: &Ring, file: &Storage, found: &Found<'_>) -> Result<Vec<u64>, Error> {
     let region = found.header.refcount_table;
     // At most 8 MiB: checked in the header.
     let len = usize::try_from(region.end - region.start).unwrap_or(0);

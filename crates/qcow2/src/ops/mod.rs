@@ -35,10 +35,14 @@ pub use resize::ResizeOptions;
 impl Qcow2 {
     /// Ends the use of the image before a change: afterwards the file is all there is to know.
     ///
-    /// Errors: `InvalidRequest` when it is open for reading only; `Io`.
+    /// Errors: `InvalidRequest` when it is open for reading only; `Corrupt` when it was found to be;
+    /// `Io`.
     async fn finish_use(&mut self, ring: &Ring) -> Result<(), Error> {
         if self.engine.is_none() {
             return Err(self.refused("the image is open for reading only", "open it for writing"));
+        }
+        if let Some(reason) = self.fault() {
+            return Err(Error::corrupt(self.file.name(), reason));
         }
         self.close(ring).await.map_err(|errno| Error::io(self.file.name(), "closing it", errno))
     }

@@ -232,6 +232,43 @@ fn a_device_hands_out_shorter_runs_and_is_full_in_the_end() {
 }
 
 #[test]
+fn a_block_that_counts_nothing_but_itself_can_be_dropped() {
+    let mut refcounts = small(9, 6, 61, true);
+    let run = with_blocks(&mut refcounts, |refcounts| refcounts.allocate(2, None, true));
+    let run = run.expect("room");
+    assert_eq!(run.start, 65);
+    assert_eq!(refcounts.drop_block(1), Ok(None));
+    refcounts.decrement(65, 2, &mut Vec::new()).expect("counted");
+    assert_eq!(refcounts.drop_block(1), Ok(Some((64, false))));
+    assert_eq!((refcounts.block_offset(1), refcounts.get(64)), (None, Ok(0)));
+    // The state on disk still has a block there.
+    assert_eq!(refcounts.allocate(1, Some(64), true), Err(Blocked::Create(1)));
+    let cluster = refcounts.begin_block(1).expect("room");
+    assert!(cluster > 66);
+}
+
+#[test]
+fn a_moved_block_is_written_whole_at_its_new_place() {
+    let mut refcounts = image(5);
+    let cluster = refcounts.allocate(1, None, false).expect("room").start;
+    assert_eq!(refcounts.move_block(0, cluster), Some(2));
+    let dirty = refcounts.take_dirty();
+    assert_eq!((dirty.blocks[0].offset, dirty.blocks[0].bytes.len()), (cluster << 16, 1 << 16));
+    assert!(refcounts.is_metadata(cluster));
+}
+
+#[test]
+fn a_search_brings_low_holes_before_the_end() {
+    let mut refcounts = image(20);
+    refcounts.change(4, 1, |_| 0);
+    refcounts.change(9, 3, |_| 0);
+    refcounts.search_below(23).expect("loaded");
+    assert_eq!(refcounts.allocate(2, None, true), Ok(run(9, 2, false)));
+    assert_eq!(refcounts.allocate(1, None, true), Ok(run(4, 1, false)));
+    assert_eq!(refcounts.allocate(1, None, true), Ok(run(11, 1, false)));
+}
+
+#[test]
 fn counts_behind_the_end_are_gone_round() {
     let mut refcounts = image(5);
     refcounts.increment(10, 1).expect("covered");

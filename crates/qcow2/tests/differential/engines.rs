@@ -5,9 +5,7 @@ use std::sync::Arc;
 
 use imago::file::File as ImagoFile;
 use imago::qcow2::Qcow2 as Imago;
-use imago::{
-    FormatAccess, FormatDriverBuilder, PermissiveImplicitOpenGate, Storage as _, StorageOpenOptions,
-};
+use imago::{FormatAccess, FormatDriverBuilder, PermissiveImplicitOpenGate};
 use ringdisk_qcow2::{Below, Qcow2, ResizeOptions, compress};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_storage::{Lock, Storage};

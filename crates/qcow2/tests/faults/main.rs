@@ -11,6 +11,7 @@
 mod barrier;
 #[path = "../crash/between.rs"]
 mod between;
+#[allow(dead_code)]
 #[path = "../crash/bitmap.rs"]
 mod bitmap;
 #[path = "../crash/client.rs"]
@@ -24,6 +25,7 @@ mod config;
 mod judge;
 #[path = "../common/live.rs"]
 mod live;
+#[allow(dead_code)]
 #[path = "../crash/world.rs"]
 mod world;
 

@@ -147,7 +147,9 @@ impl FromArgMatches for Works {
         let mut all = Vec::new();
         for (id, work, _) in FLAGS {
             if given(id) {
-                all.extend(matches.indices_of(id).into_iter().flatten().map(|at| (at, work.clone())));
+                all.extend(
+                    matches.indices_of(id).into_iter().flatten().map(|at| (at, work.clone())),
+                );
             }
         }
         let sources = matches.get_many::<String>("merge").into_iter().flatten();

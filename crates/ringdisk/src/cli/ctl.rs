@@ -4,9 +4,9 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand, ValueHint};
 
+use crate::cli::ProgressArgs;
 use crate::cli::names::parse_snapshot;
 use crate::cli::words::PreallocationWord;
-use crate::cli::ProgressArgs;
 use crate::size::{SizeChange, parse_size_change};
 
 const CTL_EXAMPLES: &str = "\

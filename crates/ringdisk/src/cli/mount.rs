@@ -79,7 +79,13 @@ pub(crate) struct MountArgs {
     pub(crate) create: Option<u64>,
 
     /// Options of the image that --create makes, as NAME=VALUE,NAME=VALUE (see `create -o help`)
-    #[arg(short = 'o', long, value_name = "OPTIONS", requires = "create", help_heading = "Image options")]
+    #[arg(
+        short = 'o',
+        long,
+        value_name = "OPTIONS",
+        requires = "create",
+        help_heading = "Image options"
+    )]
     pub(crate) options: Vec<String>,
 
     /// Leave IMAGE as it is: what is written goes to a temporary overlay, which is gone at the end
@@ -415,6 +421,9 @@ mod tests {
         let plain = mount("--lazy-refcounts a b").expect("parses");
         assert_eq!(plain.lazy_refcounts, Some(true));
         assert_eq!(plain.metadata_cache, CacheSize::Auto);
-        assert_eq!((plain.discard, plain.detect_zeroes), (DiscardWord::Unmap, DetectZeroesWord::Off));
+        assert_eq!(
+            (plain.discard, plain.detect_zeroes),
+            (DiscardWord::Unmap, DetectZeroesWord::Off)
+        );
     }
 }

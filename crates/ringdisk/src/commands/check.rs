@@ -142,11 +142,7 @@ fn lines(report: &CheckReport, out: &mut String) -> std::fmt::Result {
         )?;
     }
     if report.check_errors > 0 {
-        writeln!(
-            out,
-            "\n{} internal errors have occurred during the check.",
-            report.check_errors
-        )?;
+        writeln!(out, "\n{} internal errors have occurred during the check.", report.check_errors)?;
     }
     if report.total_clusters > 0 && report.allocated_clusters > 0 {
         let allocated = report.allocated_clusters;

@@ -84,8 +84,7 @@ fn check(args: &ConvertArgs, image: &mut NewImage) -> Result<ConvertOptions, Fai
         return Err(usage("--options have no effect on a target that is there already"));
     }
     if args.compress && image.format != Format::Qcow2 {
-        return Err(usage("a raw image cannot be compressed")
-            .hint("give --target-format qcow2"));
+        return Err(usage("a raw image cannot be compressed").hint("give --target-format qcow2"));
     }
     if args.bitmaps && image.format != Format::Qcow2 {
         return Err(usage("a raw image has no bitmaps").hint("give --target-format qcow2"));
@@ -239,8 +238,7 @@ impl Work<'_> {
     ) -> Result<(), Failure> {
         let layers = from.layers();
         let Some(source) = top(&layers) else { return Ok(()) };
-        let offline =
-            Offline { format: Some(Format::Qcow2), writable: true, force_share: false };
+        let offline = Offline { format: Some(Format::Qcow2), writable: true, force_share: false };
         let mut target = offline.open(runtime, self.target, &self.args.pool, "bitmaps")?;
         let ring = runtime.ring().clone();
         let copied = runtime.block_on(async {

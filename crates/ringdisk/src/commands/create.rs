@@ -104,8 +104,10 @@ pub(crate) fn take_backing(
     let stated = image.backing_format()?;
     match image.backing() {
         Some(name) if stated.is_none() && FileName::parse(name.as_bytes())?.format.is_none() => {
-            Err(usage(String::from("the format of the backing file is missing; it is never guessed"))
-                .hint("give --backing-format raw or --backing-format qcow2"))
+            Err(usage(String::from(
+                "the format of the backing file is missing; it is never guessed",
+            ))
+            .hint("give --backing-format raw or --backing-format qcow2"))
         }
         _ => Ok(()),
     }
@@ -145,7 +147,8 @@ impl Backing {
         let ring = runtime.ring().clone();
         let opened = runtime.block_on(Disk::open(&ring, Source::Path(path.clone()), &options));
         let disk = opened.map_err(|error| {
-            let failure = Failure::from(error).context(format!("backing file '{}'", path.display()));
+            let failure =
+                Failure::from(error).context(format!("backing file '{}'", path.display()));
             match failure.hint_text() {
                 None => failure.hint("--backing-unsafe makes the image without looking at it"),
                 Some(_) => failure,

@@ -67,9 +67,8 @@ fn without_text(mut value: Value) -> Value {
 fn command_of(command: &CtlCommand) -> Result<Command, Failure> {
     let absolute = |path: &Option<std::path::PathBuf>| -> Result<Option<String>, Failure> {
         let Some(path) = path else { return Ok(None) };
-        let bad = |why: &str| {
-            Failure::new(Exit::Usage, format!("the name '{}' {why}", path.display()))
-        };
+        let bad =
+            |why: &str| Failure::new(Exit::Usage, format!("the name '{}' {why}", path.display()));
         let whole = std::path::absolute(path).map_err(|_| bad("is empty"))?;
         let text = whole.into_os_string().into_string();
         text.map(Some).map_err(|_| bad("is not UTF-8"))

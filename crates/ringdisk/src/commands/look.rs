@@ -81,10 +81,8 @@ pub(crate) fn close<T>(
 pub(crate) async fn format_of(ring: &Ring, storage: &Storage) -> Result<Format, Failure> {
     let name = storage.name().to_owned();
     let head = IoBuf::new(PROBE_LEN, SECTOR_ALIGN);
-    let count = storage
-        .read(ring, 0, &head)
-        .await
-        .map_err(|errno| unreadable(Path::new(&name), errno))?;
+    let count =
+        storage.read(ring, 0, &head).await.map_err(|errno| unreadable(Path::new(&name), errno))?;
     let bytes = head.to_vec();
     Ok(choose(&name, probe(bytes.get(..count).unwrap_or_default()))?)
 }

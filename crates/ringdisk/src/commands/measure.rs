@@ -66,13 +66,8 @@ fn fresh(image: &NewImage, size: u64) -> Result<Measurement, Failure> {
 /// A copy of a disk that is there.
 fn copy(args: &MeasureArgs, file: &Path, image: &NewImage) -> Result<Measurement, Failure> {
     let mut runtime = look::runtime()?;
-    let disk = look::open_for_reading(
-        &mut runtime,
-        file,
-        args.format,
-        args.force_share,
-        &args.pool,
-    )?;
+    let disk =
+        look::open_for_reading(&mut runtime, file, args.format, args.force_share, &args.pool)?;
     let size = disk.size();
     if image.format == Format::Raw {
         return Ok(measure_raw(&file.to_string_lossy(), size)?);

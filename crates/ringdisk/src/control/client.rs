@@ -53,7 +53,9 @@ impl Client {
         let stream = open(&mount, owner).map_err(|error| match error.kind() {
             io::ErrorKind::NotFound => Failure::new(
                 Exit::Mountpoint,
-                format!("the server of '{shown}' has no control socket that can be found from here"),
+                format!(
+                    "the server of '{shown}' has no control socket that can be found from here"
+                ),
             )
             .hint("it may have been started with another XDG_RUNTIME_DIR, or by an older version"),
             _ => Failure::system(
@@ -90,7 +92,11 @@ impl Client {
     /// * `progress`: is kept up to date; when it is cancelled, we leave.
     ///
     /// Errors: the server's, with its exit code; ours when it cannot be understood or is gone.
-    pub(crate) fn call(&mut self, command: &Command, progress: &Progress) -> Result<Value, Failure> {
+    pub(crate) fn call(
+        &mut self,
+        command: &Command,
+        progress: &Progress,
+    ) -> Result<Value, Failure> {
         let line = format!("{}\n", command.line());
         self.stream.write_all(line.as_bytes()).map_err(|error| gone(&error))?;
         loop {
@@ -167,7 +173,9 @@ fn rubbish() -> Failure {
 
 fn gone(error: &io::Error) -> Failure {
     match error.kind() {
-        io::ErrorKind::UnexpectedEof | io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => {
+        io::ErrorKind::UnexpectedEof
+        | io::ErrorKind::BrokenPipe
+        | io::ErrorKind::ConnectionReset => {
             Failure::new(Exit::Halted, "the server ended before it answered")
         }
         _ => Failure::system("cannot talk to the server", error, Exit::Halted),

@@ -98,7 +98,9 @@ impl MountControl {
             Some("metadata") => Preallocation::Metadata,
             Some("falloc") => Preallocation::Falloc,
             Some("full") => Preallocation::Full,
-            Some(other) => return Err(usage(format!("no such preallocation: '{}'", visible(other)))),
+            Some(other) => {
+                return Err(usage(format!("no such preallocation: '{}'", visible(other))));
+            }
         };
         let options = ResizeOptions { shrink: wanted.shrink, preallocation };
         self.disk.resize_with(ring, size, options).await?;

@@ -260,10 +260,7 @@ mod tests {
             text(1000, Some("/run/user/1000")),
             ["/run/user/1000/ringdisk", "/tmp/ringdisk-1000"]
         );
-        assert_eq!(
-            text(0, None),
-            ["/run/user/0/ringdisk", "/run/ringdisk", "/tmp/ringdisk-0"]
-        );
+        assert_eq!(text(0, None), ["/run/user/0/ringdisk", "/run/ringdisk", "/tmp/ringdisk-0"]);
         assert_eq!(text(5, Some("relative")), ["/run/user/5/ringdisk", "/tmp/ringdisk-5"]);
     }
 }

@@ -174,12 +174,7 @@ pub(crate) struct Refusal {
 impl Refusal {
     /// What was said makes no sense.
     pub(crate) fn usage(text: impl Into<String>) -> Refusal {
-        Refusal {
-            class: "GenericError",
-            text: text.into(),
-            hint: None,
-            exit: Exit::Usage.code(),
-        }
+        Refusal { class: "GenericError", text: text.into(), hint: None, exit: Exit::Usage.code() }
     }
 }
 
@@ -276,8 +271,7 @@ mod tests {
             shrink: true,
             preallocation: Some(String::from("full")),
         };
-        let snapshot =
-            Snapshot { file: Some(String::from("/a\n\"b")), internal: None };
+        let snapshot = Snapshot { file: Some(String::from("/a\n\"b")), internal: None };
         for command in [
             Command::Stats,
             Command::Resize(resize),
@@ -321,10 +315,7 @@ mod tests {
         let line = |value: Value| Reply::read(value.to_string().as_bytes());
         assert_eq!(line(greeting()), Some(Reply::Greeting { protocol: 1 }));
         assert_eq!(line(done(Some(&id), json!({"a": 1}))), Some(Reply::Done(json!({"a": 1}))));
-        assert_eq!(
-            line(progress(None, 1, 2)),
-            Some(Reply::Progress { done: 1, total: 2 })
-        );
+        assert_eq!(line(progress(None, 1, 2)), Some(Reply::Progress { done: 1, total: 2 }));
         let failure = Failure::new(Exit::Locked, "busy").hint("wait");
         assert_eq!(
             line(refused(Some(&id), &failure.into())),

@@ -11,9 +11,9 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::pin::pin;
 use std::rc::Rc;
-use std::sync::{Arc, Mutex, PoisonError};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Poll, Waker};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -120,26 +120,27 @@ impl Server {
         let theirs = Arc::clone(&ending);
         let (tell, told) = channel();
         let (end, ended) = channel::<()>();
-        let thread = std::thread::Builder::new().name(String::from("control")).spawn(move || {
-            let config = Config {
-                entries: ENTRIES,
-                slots: SLOTS,
-                name: String::from("control"),
-                ..Config::default()
-            };
-            match Runtime::new(config) {
-                Ok(mut runtime) => {
-                    let ring = runtime.ring().clone();
-                    let _ = tell.send(Ok(()));
-                    let hub = Rc::new(Hub { commands, ending: theirs, clients: Cell::new(0) });
-                    runtime.block_on(serve(&ring, &listening, &hub));
+        let thread =
+            std::thread::Builder::new().name(String::from("control")).spawn(move || {
+                let config = Config {
+                    entries: ENTRIES,
+                    slots: SLOTS,
+                    name: String::from("control"),
+                    ..Config::default()
+                };
+                match Runtime::new(config) {
+                    Ok(mut runtime) => {
+                        let ring = runtime.ring().clone();
+                        let _ = tell.send(Ok(()));
+                        let hub = Rc::new(Hub { commands, ending: theirs, clients: Cell::new(0) });
+                        runtime.block_on(serve(&ring, &listening, &hub));
+                    }
+                    Err(error) => drop(tell.send(Err(io::Error::other(error)))),
                 }
-                Err(error) => drop(tell.send(Err(io::Error::other(error)))),
-            }
-            // The name goes before anybody hears of the end.
-            drop(listening);
-            drop(end);
-        })?;
+                // The name goes before anybody hears of the end.
+                drop(listening);
+                drop(end);
+            })?;
         match told.recv() {
             Ok(Ok(())) => Ok(Server { thread: Some(thread), ending, ended }),
             Ok(Err(error)) => Err(error),
