@@ -1,5 +1,8 @@
 //! The parts of a check that need no image file.
 
+// Images of a few clusters.
+#![allow(clippy::cast_possible_truncation)]
+
 use crate::check::check_bytes;
 use crate::check::counts::{Counts, OutOfMemory, REGION_CLUSTERS, TOTAL_MAX, Uses};
 use crate::check::refcount;
@@ -44,7 +47,7 @@ fn image(data: u64) -> Vec<u8> {
     for cluster in 0..5 + data as usize {
         put(&mut bytes, 2 * CLUSTER + 2 * cluster, &1u16.to_be_bytes());
     }
-    put(&mut bytes, 3 * CLUSTER, &(1 << 63 | 4 * CLUSTER as u64).to_be_bytes());
+    put(&mut bytes, 3 * CLUSTER, &((1 << 63) | (4 * CLUSTER as u64)).to_be_bytes());
     for cluster in 0..data as usize {
         let entry = 1 << 63 | ((5 + cluster) * CLUSTER) as u64;
         put(&mut bytes, 4 * CLUSTER + 8 * cluster, &entry.to_be_bytes());
@@ -171,7 +174,7 @@ fn new_structures_keep_away_from_what_points_behind_the_end() {
     let mut bytes = image(4);
     // The guest's clusters 1 and 2 are gone; one entry is for the first cluster behind the end.
     bytes[4 * CLUSTER + 8..4 * CLUSTER + 24].fill(0);
-    let stray = 1u64 << 63 | 9 * CLUSTER as u64;
+    let stray = (1u64 << 63) | (9 * CLUSTER as u64);
     bytes[4 * CLUSTER + 24..4 * CLUSTER + 32].copy_from_slice(&stray.to_be_bytes());
     let (_, report, mut scan) = scan(&bytes);
     assert!(report.corruptions > 0);

@@ -1,5 +1,8 @@
 //! Models of what writers do: claims, grace periods, changed and evicted slices.
 
+// A few clusters.
+#![allow(clippy::cast_possible_truncation)]
+
 use shuttle::future::block_on;
 use shuttle::{check_random, thread};
 

@@ -89,7 +89,7 @@ impl Config {
             _ => 4,
         };
         let entry = if extended { 16 } else { 8 };
-        let covers = (1u64 << cluster_bits) / entry << cluster_bits;
+        let covers = ((1u64 << cluster_bits) / entry) << cluster_bits;
         // Some L2 tables; the end is inside a cluster.
         let size = covers * (2 + prng.below(if cluster_bits < 12 { 12 } else { 2 }))
             + covers / 2

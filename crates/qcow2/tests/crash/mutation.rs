@@ -117,12 +117,12 @@ fn miss(needed: &[&Needed]) -> Vec<(u64, u64)> {
         for case in &world.cases {
             let barrier = case.barrier.as_ref().expect("asked for");
             let about = |n: &&Needed| barrier.is_between(n.before, n.after);
-            if !needed.iter().any(|needed| about(&needed)) {
+            if !needed.iter().any(about) {
                 continue;
             }
             let wrong = judge.judge(&config, case).is_err();
             for (needed, found) in needed.iter().zip(&mut found) {
-                let counts = u64::from(about(&needed));
+                let counts = u64::from(about(needed));
                 *found = (found.0 + counts, found.1 + counts * u64::from(wrong));
             }
         }

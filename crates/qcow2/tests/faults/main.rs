@@ -50,7 +50,8 @@ fn full() -> bool {
 /// One client after the other, so that the number of an operation says which it is.
 fn config(seed: u64) -> Config {
     let between = if seed.is_multiple_of(2) { Between::Both } else { Between::Reopen };
-    let wanted = Wanted { between: Some(between), backing: seed % 3 == 0, ..Wanted::default() };
+    let wanted =
+        Wanted { between: Some(between), backing: seed.is_multiple_of(3), ..Wanted::default() };
     let mut config = Config::new(seed, wanted);
     config.clients = 1;
     config.operations = 25;

@@ -11,6 +11,7 @@ use crate::cli::{ProgressArgs, cache_parser, format_parser};
 use crate::size::parse_size;
 
 /// Requests at once at most; qemu-img's.
+#[allow(clippy::cast_possible_wrap)] // A small constant.
 const PARALLEL_MAX: i64 = ringdisk_disk::jobs::TASKS_MAX as i64;
 
 const CONVERT_EXAMPLES: &str = "\

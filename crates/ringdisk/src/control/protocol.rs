@@ -145,9 +145,8 @@ impl Request {
             return Err(Refusal::usage("not a JSON object"));
         };
         let id = object.remove("id");
-        let execute = match object.remove("execute") {
-            Some(Value::String(name)) => name,
-            _ => return Err(Refusal::usage("'execute' is missing or no text")),
+        let Some(Value::String(execute)) = object.remove("execute") else {
+            return Err(Refusal::usage("'execute' is missing or no text"));
         };
         let arguments = match object.remove("arguments") {
             None => Map::new(),

@@ -104,7 +104,7 @@ fn killed_at_any_time_every_flushed_byte_is_there() {
             for thread in 0..4 {
                 let (path, witness, stop) = (&path, &witness, &stop);
                 scope.spawn(move || {
-                    work(path, witness, round * 10 + thread, u64::MAX, 2 * MIB, stop)
+                    work(path, witness, round * 10 + thread, u64::MAX, 2 * MIB, stop);
                 });
             }
             kill(disk, Duration::from_millis(100 + prng.below(500)));
