@@ -186,6 +186,31 @@ fn sequential_small_reads_read_neighbours_together_and_each_cluster_once() {
 }
 
 #[test]
+fn neighbours_of_a_cluster_that_cannot_be_read_are_read_all_the_same() {
+    let mut runtime = runtime();
+    for kind in ["zlib", "zstd"] {
+        let (image, control, cluster) = compressed(&mut runtime, kind);
+        *control.failing.lock().expect("lock") = Some(cluster.host_offset());
+        let ring = runtime.ring().clone();
+        runtime.block_on(async {
+            let buf = IoBuf::new(64 * KIB as usize, 4096);
+            // The start of a request over four clusters, which are one read at first.
+            let ahead = 3 * 64 * KIB;
+            let first = image.read_compressed_of(&ring, cluster, 0, &buf, ahead).await;
+            assert_eq!(first, Err(Errno::IO));
+            for number in 1..4 {
+                let at = number * 64 * KIB;
+                let extent = image.map(&ring, at, 1).await.expect("a good image");
+                let ExtentKind::Compressed(next) = extent.kind else { panic!("{extent:?}") };
+                image.read_compressed(&ring, next, at, &buf).await.expect("a good cluster");
+                assert_eq!(buf.to_vec(), expected(at, 64 * KIB as usize));
+            }
+        });
+        assert_eq!(control.reads_at(cluster.host_offset()), 2, "together, then alone");
+    }
+}
+
+#[test]
 fn several_who_wait_for_one_cluster_decompress_it_once() {
     let mut runtime = runtime();
     let (image, control, cluster) = compressed(&mut runtime, "zstd");

@@ -230,17 +230,19 @@ impl Ticket {
         self.flight.as_ref().map(Follower::new)
     }
 
-    /// A buffer for compressed bytes; its content is anything.
+    /// A buffer for compressed bytes, with room for at least `len`; its content is anything.
     pub(super) fn input(&self, len: usize) -> Vec<u8> {
         let mut input = lock(&self.clusters.state).inputs.pop().unwrap_or_default();
-        input.resize(len, 0);
+        if input.len() < len {
+            input.resize(len, 0);
+        }
         input
     }
 
     /// Fills the cluster, keeps it and hands it to those who wait.
     ///
-    /// * `input`: the compressed bytes.
-    /// * `fill`: gets them, and room for as much of the cluster as is needed.
+    /// * `input`: a buffer that holds the compressed bytes.
+    /// * `fill`: gets it, and room for as much of the cluster as is needed.
     pub(super) fn fill(
         mut self,
         input: Vec<u8>,

@@ -109,15 +109,15 @@ struct Bytes {
 }
 
 impl Bytes {
-    /// What there is of one compressed cluster, for another thread.
-    fn copy(&self, ticket: &Ticket) -> Result<Vec<u8>, Errno> {
+    /// What there is of one compressed cluster, for another thread: a buffer and how much of it counts.
+    fn copy(&self, ticket: &Ticket) -> Result<(Vec<u8>, usize), Errno> {
         let place = ticket.place();
         let from = place.host_offset().checked_sub(self.start).ok_or(Errno::IO)?;
         let from = usize::try_from(from).map_err(|_| Errno::IO)?.min(self.len);
         let to = from.saturating_add(place.host_len() as usize).min(self.len);
         let mut bytes = ticket.input(to - from);
-        self.buf.copy_to_slice(from, &mut bytes);
-        Ok(bytes)
+        self.buf.copy_to_slice(from, &mut bytes[..to - from]);
+        Ok((bytes, to - from))
     }
 
     fn give_back(self) {
@@ -157,12 +157,13 @@ fn buffer(len: usize, limits: &Limits) -> IoBuf {
 }
 
 fn hand_over(ring: &Ring, method: Method, ticket: Ticket, bytes: &Bytes) {
-    let compressed = match bytes.copy(&ticket) {
+    let (compressed, len) = match bytes.copy(&ticket) {
         Ok(compressed) => compressed,
         Err(errno) => return ticket.fail(errno),
     };
-    let work =
-        move || ticket.fill(compressed, |input, output| decompress(method.kind, input, output));
+    let work = move || {
+        ticket.fill(compressed, |input, output| decompress(method.kind, &input[..len], output));
+    };
     if method.cluster_size <= INLINE_DECOMPRESSION_BYTES {
         work();
     } else {
