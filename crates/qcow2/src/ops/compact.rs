@@ -7,6 +7,7 @@
 use std::collections::HashSet;
 
 use ringdisk_ring::Ring;
+use ringdisk_storage::Kind;
 
 use crate::error::Error;
 use crate::image::Qcow2;
@@ -16,20 +17,33 @@ use super::transaction::Transaction;
 
 /// The file must become shorter by one part of so many, or it is not worth the writes.
 const WORTH: u64 = 8;
+/// The first round makes room for everything that could move; a second one finds that most of it is
+/// not needed any more.
+const ROUNDS: u32 = 3;
 
 impl Qcow2 {
     /// Shortens the file. Whatever goes wrong costs space only: the image is whole before and after.
     pub(super) async fn compact(&mut self, ring: &Ring) -> Result<(), Error> {
-        self.finish_use(ring).await?;
-        let result = compact(ring, self).await;
-        if let Err(error) = &result {
-            tracing::warn!(%error, "the image file does not get shorter");
+        if self.file.kind() == Kind::BlockDevice {
+            return Ok(());
         }
-        self.reopen(ring, Ok(())).await
+        for _ in 0..ROUNDS {
+            self.finish_use(ring).await?;
+            let result = compact(ring, self).await;
+            if let Err(error) = &result {
+                tracing::warn!(%error, "the image file does not get shorter");
+            }
+            self.reopen(ring, Ok(())).await?;
+            if !matches!(result, Ok(true)) {
+                break;
+            }
+        }
+        Ok(())
     }
 }
 
-async fn compact(ring: &Ring, image: &mut Qcow2) -> Result<(), Error> {
+/// Returns whether the file got shorter.
+async fn compact(ring: &Ring, image: &mut Qcow2) -> Result<bool, Error> {
     let mut tx = Transaction::begin(ring, image)?;
     let mut active = Active::load(&tx).await?;
     let bits = tx.geometry.cluster_bits;
@@ -52,7 +66,7 @@ async fn compact(ring: &Ring, image: &mut Qcow2) -> Result<(), Error> {
     // Room for what moves.
     let kept = kept + movable.len() as u64;
     if kept.saturating_add(end / WORTH) >= end {
-        return Ok(());
+        return Ok(false);
     }
     tx.search_below(kept).await?;
     for (index, cluster) in tables {
@@ -70,5 +84,5 @@ async fn compact(ring: &Ring, image: &mut Qcow2) -> Result<(), Error> {
     active.finish(&mut tx, entries).await?;
     tx.drop_blocks = true;
     tx.shorten_file();
-    tx.commit().await
+    tx.commit().await.map(|()| true)
 }

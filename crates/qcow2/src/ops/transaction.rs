@@ -14,7 +14,7 @@ use std::collections::HashSet;
 use std::sync::PoisonError;
 
 use ringdisk_ring::{Errno, IoBuf, Ring};
-use ringdisk_storage::Storage;
+use ringdisk_storage::{Kind, Storage};
 
 use crate::engine::Engine;
 use crate::engine::write_all;
@@ -393,7 +393,7 @@ impl<'a> Transaction<'a> {
 
     /// Afterwards the file ends behind the last cluster in use.
     pub(super) fn shorten_file(&mut self) {
-        self.shorten = true;
+        self.shorten = self.file.kind() != Kind::BlockDevice;
     }
 
     /// Where the file has to end for all clusters that were ever counted.

@@ -221,7 +221,9 @@ impl World {
             }
             let released = self.release_one();
             idle = if released { 0 } else { idle + 1 };
-            if self.prng.below(1000) < 40 {
+            // Changes of everything are short, and rich in moments that matter.
+            let chance = if label == "stream" { 40 } else { 150 };
+            if self.prng.below(1000) < chance {
                 self.cut(label);
             }
             if idle > 20 {
