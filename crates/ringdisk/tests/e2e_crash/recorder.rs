@@ -137,9 +137,11 @@ fn every_moment_of_a_run_of_fio_leaves_a_sound_image() {
     if !(needs_root() && needs("fio", has("fio"))) {
         return;
     }
-    for cluster_bits in [12, 16] {
+    for (cluster_bits, args) in
+        [(12, vec!["--threads", "2"]), (16, vec!["--threads", "2", "--direct"])]
+    {
         let recorded = Recorded::new(&shape(cluster_bits, false));
-        let disk = recorded.serve(&["--threads", "2"]);
+        let disk = recorded.serve(&args);
         Verify { jobs: 2, size_kib: 6 << 10, ..Verify::default() }.run(disk.path());
         let finished = disk.stop();
         assert_eq!(finished.code(), Some(0), "{}", finished.output());
@@ -154,9 +156,11 @@ fn every_flushed_byte_of_a_mounted_run_is_there_at_every_moment_after() {
     if !needs_root() {
         return;
     }
-    for (cluster_bits, args) in
-        [(9, ["--threads", "2"]), (12, ["--threads", "1"]), (16, ["--threads", "2"])]
-    {
+    for (cluster_bits, args) in [
+        (9, vec!["--threads", "2"]),
+        (12, vec!["--threads", "2", "--direct"]),
+        (16, vec!["--threads", "1"]),
+    ] {
         let recorded = Recorded::new(&shape(cluster_bits, false));
         let sim = recorded.sim.clone();
         let witness = Witness::new(32 * MIB, move || sim.recorded());
@@ -165,7 +169,7 @@ fn every_flushed_byte_of_a_mounted_run_is_there_at_every_moment_after() {
         std::thread::scope(|scope| {
             for seed in 0..4 {
                 let (disk, witness, never) = (disk.path(), &witness, &never);
-                scope.spawn(move || work(disk, witness, seed, 150, MIB, never));
+                scope.spawn(move || work(disk, witness, seed, 60, MIB, never));
             }
         });
         let finished = disk.stop();
