@@ -214,9 +214,8 @@ fn a_corrupt_image_is_read_but_not_written() {
     let error = try_open_with(&mut runtime, &path, &writable).expect_err("marked corrupt");
     assert_eq!(error.kind(), ErrorKind::Corrupt);
     assert!(error.to_string().contains("broken.qcow2") && error.to_string().contains("corrupt"));
-    let good = broken.with(&[]);
-    let error = try_open_with(&mut runtime, &good, &writable).expect_err("no writing yet");
-    assert_eq!(error.kind(), ErrorKind::Unsupported);
+    // The bit is what stands in the way.
+    assert!(try_open_with(&mut runtime, &broken.with(&[]), &writable).is_ok());
 }
 
 #[test]

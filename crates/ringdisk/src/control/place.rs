@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use ringdisk_fuse::mount::table::MountEntry;
+use rustix::fs::{FlockOperation, flock};
 
 /// Longest path of a socket, bytes: `sun_path` (unix(7)) less the final zero.
 const PATH_BYTES_MAX: usize = 107;
@@ -34,12 +35,31 @@ const DIRECTORY: &str = "ringdisk";
 pub(crate) struct Listening {
     pub(crate) listener: UnixListener,
     path: PathBuf,
+    /// Device and inode number of the socket.
+    identity: (u64, u64),
 }
 
 impl Drop for Listening {
     fn drop(&mut self) {
-        let _ = fs::remove_file(&self.path);
+        let _lock = self.path.parent().and_then(|directory| lock(directory).ok());
+        // Our mount is gone and its number given away: the name may be the next one's already.
+        if identity(&self.path).is_ok_and(|now| now == self.identity) {
+            let _ = fs::remove_file(&self.path);
+        }
     }
+}
+
+/// Device and inode number of what has this name.
+fn identity(path: &Path) -> io::Result<(u64, u64)> {
+    fs::symlink_metadata(path).map(|meta| (meta.dev(), meta.ino()))
+}
+
+/// One process at a time changes the names in a directory: the number of a mount that is gone is given to
+/// the next, so a name that was seen to be dead may be another's a moment later. Held until dropped.
+fn lock(directory: &Path) -> io::Result<fs::File> {
+    let lock = fs::File::open(directory)?;
+    flock(&lock, FlockOperation::LockExclusive)?;
+    Ok(lock)
 }
 
 /// Effective user.
@@ -99,6 +119,7 @@ fn listen_in(directories: &[PathBuf], device: (u32, u32)) -> io::Result<Listenin
     let mut why = io::Error::from(io::ErrorKind::NotFound);
     for directory in directories {
         let result = prepare(directory).and_then(|()| {
+            let _lock = lock(directory)?;
             remove_stale(directory);
             bind(directory, &name_of(device))
         });
@@ -149,10 +170,11 @@ fn bind(directory: &Path, name: &str) -> io::Result<Listening> {
         listener.set_nonblocking(true)?;
         fs::set_permissions(&unfinished, Permissions::from_mode(0o600))?;
         // A name that is there already was left: the kernel gives its number to our mount now.
-        fs::rename(&unfinished, &path)
+        fs::rename(&unfinished, &path)?;
+        identity(&path)
     };
     match finish() {
-        Ok(()) => Ok(Listening { listener, path }),
+        Ok(identity) => Ok(Listening { listener, path, identity }),
         Err(error) => {
             let _ = fs::remove_file(&unfinished);
             Err(error)
@@ -212,6 +234,18 @@ mod tests {
         assert_eq!(fs::metadata(&place).expect("there").mode() & 0o777, 0o700);
         assert!(UnixStream::connect(&path).is_ok());
         drop(listening);
+        assert_eq!(fs::read_dir(&place).expect("there").count(), 0);
+    }
+
+    #[test]
+    fn the_next_server_under_the_same_name_keeps_it() {
+        let directory = scratch();
+        let place = directory.path().to_owned();
+        let first = listen_in(std::slice::from_ref(&place), DEVICE).expect("listens");
+        let second = listen_in(std::slice::from_ref(&place), DEVICE).expect("listens");
+        drop(first);
+        assert!(UnixStream::connect(place.join("mount-0-77.sock")).is_ok());
+        drop(second);
         assert_eq!(fs::read_dir(&place).expect("there").count(), 0);
     }
 
