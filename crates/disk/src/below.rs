@@ -30,6 +30,10 @@ impl Below for Chain<'_> {
 
     fn has_data(&self, offset: u64, len: u64) -> bool {
         let end = offset.saturating_add(len).min(self.size());
+        // A commit may be about to write there what the layer above had a moment ago.
+        if self.0.iter().any(|layer| layer.is_writable) {
+            return offset < end;
+        }
         let mut at = offset;
         while at < end {
             match self.locate_cached(at, end - at) {

@@ -2,6 +2,7 @@
 //! `qemu-utils`), which are also the reference for every byte and every answer.
 
 mod chains;
+mod changes_at_bad_moments;
 mod commit_faults;
 mod draining;
 mod faults;

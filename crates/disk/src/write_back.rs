@@ -80,6 +80,8 @@ impl Disk {
         for layer in graph.layers.iter().filter(|layer| layer.is_writable) {
             if let Some(image) = layer.qcow2() {
                 image.write_back(ring).await;
+                // What could not be freed or written yet is tried again later.
+                self.look_after(ring, image);
             }
         }
     }

@@ -142,6 +142,8 @@ impl Qcow2 {
     }
 
     async fn load_alone(&self, ring: &Ring, slice: SliceIndex) -> Result<(), Errno> {
+        // The table must not be freed and used otherwise while it is read.
+        let grace = self.enter();
         let start = self.geometry.slice_start(slice);
         let l1_index = self.geometry.l1_index(start);
         let entry = self.l1.get(l1_index).ok_or(Errno::INVAL)?.load(Ordering::Acquire);
@@ -153,6 +155,7 @@ impl Qcow2 {
         if self.file.read(ring, offset, &buf).await? < bytes {
             return Err(Errno::IO);
         }
+        drop(grace);
         let words = &words_of(&buf)[..bytes / 8];
         self.look_for_overlaps(ring, words).await;
         while !self.slices.publish(slice, words) {

@@ -54,6 +54,21 @@ fn a_disk_grows_and_shrinks_with_every_preallocation() {
 }
 
 #[test]
+fn what_is_reserved_behind_the_data_is_kept_by_a_shrink() {
+    for mode in ["metadata", "falloc"] {
+        // More than the engine looks back at from the end of the file.
+        let mut subject = Subject::new(&format!("preallocation={mode}"), 160 * MIB);
+        subject.write(1, 0, 4 * MIB);
+        subject.resize(200 * MIB, Preallocation::Off).expect("a larger disk");
+        subject.check(mode);
+        for size in [180, 170, 161] {
+            subject.resize(size * MIB, Preallocation::Off).expect("a smaller disk");
+            subject.check(mode);
+        }
+    }
+}
+
+#[test]
 fn the_first_level_grows_with_the_disk() {
     let mut subject = Subject::new("cluster_size=512", 512);
     subject.write(1, 0, 512);

@@ -136,6 +136,18 @@ impl Graph {
         })
     }
 
+    /// To be held while layers above `base` are read and copied to it: those of the layers that are read
+    /// alone, so that a write to the base can reuse what was freed there.
+    pub(crate) fn graces_above(&self, base: usize) -> Graces<'_> {
+        let mut graces = self.graces();
+        for (grace, index) in graces.iter_mut().zip(self.writable) {
+            if index.is_some_and(|index| usize::from(index) >= base) {
+                *grace = None;
+            }
+        }
+        graces
+    }
+
     /// The qcow2 image on top.
     pub(crate) fn top_image(&self) -> Option<&Arc<Qcow2>> {
         match &self.top().node {

@@ -304,7 +304,7 @@ async fn copy_live(
 ) -> Result<(), Errno> {
     let pass = disk.enter().await;
     let copier = copier(&pass, options)?;
-    let _graces = pass.graces();
+    let _graces = pass.graces_above(options.base);
     copy_range(ring, copier, offset, len).await?;
     if let Node::Qcow2(image) = &copier.target.node {
         disk.look_after(ring, image);
@@ -321,7 +321,7 @@ async fn last_pass(
 ) -> Result<(), Errno> {
     let graph = drained.graph();
     let copier = copier(graph, options)?;
-    let _graces = graph.graces();
+    let _graces = graph.graces_above(options.base);
     if let Some(tracker) = &graph.tracker {
         progress.add_total(tracker.bytes());
         let mut at = 0;

@@ -72,7 +72,7 @@ impl Copier<'_> {
     }
 }
 
-/// Copies one range. The caller holds the graces of all layers.
+/// Copies one range. The caller holds the graces of the layers that are copied.
 ///
 /// * `len`: at most [`COPY_BYTES`]; the range lies inside the target.
 ///

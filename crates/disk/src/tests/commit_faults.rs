@@ -21,10 +21,10 @@ const SIZE: usize = 4 << 20;
 const CRASHES: usize = 60;
 
 /// Images by the names that others give them.
-type Images = BTreeMap<String, SimStorage>;
+pub(super) type Images = BTreeMap<String, SimStorage>;
 
 /// `top.qcow2` over `mid.qcow2` over `base.qcow2`, and what it shows.
-fn images() -> (BTreeMap<String, Vec<u8>>, Vec<u8>) {
+pub(super) fn images() -> (BTreeMap<String, Vec<u8>>, Vec<u8>) {
     let directory = directory();
     let mut bytes = vec![0; SIZE];
     let mut images = BTreeMap::new();
@@ -53,12 +53,12 @@ fn images() -> (BTreeMap<String, Vec<u8>>, Vec<u8>) {
     (images, bytes)
 }
 
-fn storages(images: &BTreeMap<String, Vec<u8>>, seed: u64) -> Images {
+pub(super) fn storages(images: &BTreeMap<String, Vec<u8>>, seed: u64) -> Images {
     images.iter().map(|(name, bytes)| (name.clone(), SimStorage::from_image(bytes, seed))).collect()
 }
 
 /// Opens a chain as its headers say.
-async fn chain(ring: &Ring, images: &Images, top: &str, writable: bool) -> Arc<Disk> {
+pub(super) async fn chain(ring: &Ring, images: &Images, top: &str, writable: bool) -> Arc<Disk> {
     let options = ImageOptions { read_only: !writable, ..ImageOptions::default() };
     let mut layers: Vec<Layer> = Vec::new();
     let mut next = Some(top.to_owned());
@@ -70,6 +70,7 @@ async fn chain(ring: &Ring, images: &Images, top: &str, writable: bool) -> Arc<D
         next = image.info().backing_file.clone().map(|name| String::from_utf8(name).expect("text"));
         let mut layer = qcow2_layer(image, writable);
         layer.name = PathBuf::from(name);
+        layer.directory = Some(PathBuf::from("/simulated"));
         layers.push(layer);
     }
     Disk::build(layers, Parts::new(&options))

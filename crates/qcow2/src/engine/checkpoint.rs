@@ -130,8 +130,10 @@ impl Qcow2 {
         if dirty >= DIRTY_SLICES_MAX && !points.urgent.swap(true, Ordering::Relaxed) {
             return WriteBack::Now;
         }
-        let waits = dirty > 0 || engine.limbo.is_busy();
-        if waits && !points.announced.swap(true, Ordering::Relaxed) {
+        let frees = engine.limbo.is_busy() && !engine.landings_lost.load(Ordering::Relaxed);
+        let waits = dirty > 0 || frees;
+        let helps = || !engine.closed.load(Ordering::Relaxed) && self.check_sound().is_ok();
+        if waits && helps() && !points.announced.swap(true, Ordering::Relaxed) {
             return WriteBack::Soon;
         }
         WriteBack::Nothing
@@ -308,13 +310,18 @@ impl Qcow2 {
 
     /// Gets a place for a larger refcount table, when one is needed.
     async fn grow_refcount_table(&self, ring: &Ring) -> Result<(), Errno> {
+        let engine = self.engine()?;
         loop {
             let Some(clusters) = self.space()?.table_wants() else { return Ok(()) };
             let run = self.allocate(ring, clusters, None, true).await?;
             let mut space = self.space()?;
             // The place may itself have needed more blocks than the table was to hold.
             if space.table_wants() == Some(clusters) {
-                space.move_table(run.start, run.count);
+                let skipped = space.move_table(run.start, run.count);
+                drop(space);
+                if let Some(skipped) = skipped {
+                    engine.limbo.unlink(skipped.start, skipped.count);
+                }
             } else {
                 space.give_back(run.start, run.count, false);
             }

@@ -55,8 +55,11 @@ impl Qcow2 {
     pub(crate) async fn settle(&self, ring: &Ring) -> Result<(), Errno> {
         let engine = self.engine()?;
         self.checkpoint_all(ring).await?;
-        // Nobody uses the image now, so what requests left behind is free.
+        // Nobody uses the image now, so what requests left behind is free, unless a write of a request that was
+        // dropped may still land there: that is leaked.
         let abandoned = std::mem::take(&mut *lock(&engine.abandoned));
+        let is_safe = !engine.landings_lost.load(Ordering::Acquire);
+        let abandoned = if is_safe { abandoned } else { Vec::new() };
         let mut freed = Vec::new();
         for (start, count) in abandoned {
             self.change_refcount(ring, start, count, false, &mut freed).await?;

@@ -101,7 +101,10 @@ impl Qcow2 {
         // Inside the chunk, which the buffer holds.
         let inside = |at: u64| usize::try_from(at - chunk.start).unwrap_or(usize::MAX);
         let data = buf.slice(inside(start)..inside(end));
-        if let Err(errno) = self.store(ring, &piece, start - base, &data, below).await {
+        let landing = self.landing(self.enter());
+        let stored = self.store(ring, &piece, start - base, &data, below).await;
+        landing.landed();
+        if let Err(errno) = stored {
             reserved.give_back();
             return Err(errno);
         }

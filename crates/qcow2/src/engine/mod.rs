@@ -19,6 +19,7 @@ mod copy;
 mod fault;
 pub(crate) mod grace;
 mod group;
+mod landing;
 mod limbo;
 mod pack;
 pub(crate) mod registry;
@@ -88,6 +89,8 @@ pub(crate) struct Engine {
     ahead: Ahead,
     /// Clusters of requests that were dropped in the middle: their I/O may still be under way.
     abandoned: Mutex<Vec<(u64, u64)>>,
+    /// A request was dropped while its write was under way, so nothing is freed any more.
+    landings_lost: AtomicBool,
     pub(crate) options: EngineOptions,
     /// Metadata that lies on other metadata, as the open found it.
     pub(crate) overlap: Option<String>,
@@ -136,6 +139,7 @@ impl Engine {
             packer: Packer::new(),
             ahead: Ahead::new(file),
             abandoned: Mutex::new(Vec::new()),
+            landings_lost: AtomicBool::new(false),
             options,
             overlap,
             closed: AtomicBool::new(false),

@@ -108,7 +108,6 @@ impl Qcow2 {
         let counted_rest = counted.await?;
         let (start, end) = counted_rest.unwrap_or_default();
         let (counted, rest) = (counted_rest.is_some(), end - start);
-        let mut none = Vec::new();
         if counted && len <= rest {
             *lock(&packer.free) = (start + len, end);
             return Ok(start);
@@ -129,7 +128,9 @@ impl Qcow2 {
         } else {
             if counted {
                 // It does not go on there: the count goes back.
-                self.change_refcount(ring, start >> bits, 1, false, &mut none).await?;
+                let mut freed = Vec::new();
+                self.change_refcount(ring, start >> bits, 1, false, &mut freed).await?;
+                self.release(ring, freed).await;
             }
             new
         };

@@ -81,12 +81,14 @@ impl Qcow2 {
         below: &B,
     ) -> Result<usize, Errno> {
         {
-            let _grace = self.enter();
+            let grace = self.enter();
             if let Some((host, len)) = self.own_run(offset, buf.len() as u64)? {
                 // Not longer than the buffer.
                 let len = usize::try_from(len).unwrap_or(buf.len()).min(buf.len());
-                let written = self.data_storage().write(ring, host, &buf.slice(0..len)).await?;
-                return if written == 0 { Err(Errno::IO) } else { Ok(written) };
+                let landing = self.landing(grace);
+                let written = self.data_storage().write(ring, host, &buf.slice(0..len)).await;
+                landing.landed();
+                return if written? == 0 { Err(Errno::IO) } else { written };
             }
         }
         // Rare and large: in memory of its own, so that the future of a plain write stays small.

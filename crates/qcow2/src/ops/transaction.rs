@@ -308,7 +308,11 @@ impl<'a> Transaction<'a> {
                 self.counts.give_back(run.start, run.count, false);
                 continue;
             }
-            self.counts.move_table(run.start, run.count);
+            if let Some(skipped) = self.counts.move_table(run.start, run.count) {
+                // Nothing was written there, and nothing names it.
+                self.counts.unmark_metadata(skipped.start, skipped.count);
+                self.counts.give_back(skipped.start, skipped.count, false);
+            }
             if !table_moved {
                 self.replaced.push(old_table);
             }

@@ -161,22 +161,20 @@ impl Refcounts {
     }
 
     /// The table lies at `start` from now on, which the caller has allocated;
-    /// [`take_dirty`](Refcounts::take_dirty) gives all of it.
-    pub(crate) fn move_table(&mut self, start: u64, clusters: u64) {
+    /// [`take_dirty`](Refcounts::take_dirty) gives all of it. Returns a place that it was to move to before:
+    /// the caller frees it once the move is on stable storage (an attempt that failed may have named it).
+    #[must_use]
+    pub(crate) fn move_table(&mut self, start: u64, clusters: u64) -> Option<Run> {
         let old =
             std::mem::replace(&mut self.table_run, Run { start, count: clusters, zeroed: false });
         self.mark_metadata(start, clusters);
-        if self.moved_from.is_some() {
-            // The place before was never written: nothing names it.
-            self.unmark_metadata(old.start, old.count);
-            self.give_back(old.start, old.count, false);
-        } else {
-            self.moved_from = Some(old);
-        }
+        let skipped = self.moved_from.is_some().then_some(old);
+        self.moved_from.get_or_insert(old);
         if self.table.len() < self.table_capacity() {
             let capacity = self.table_capacity();
             self.table.resize(capacity, 0);
             self.blocks.resize_with(capacity, || None);
         }
+        skipped
     }
 }

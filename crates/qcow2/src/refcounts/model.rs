@@ -180,7 +180,10 @@ impl Model {
             let Ok(run) = self.run(|real| real.allocate(wants, None, true)) else { return };
             self.fresh(run);
             if self.real.table_wants() == Some(wants) {
-                self.real.move_table(run.start, wants);
+                if let Some(skipped) = self.real.move_table(run.start, wants) {
+                    self.real.unmark_metadata(skipped.start, skipped.count);
+                    self.real.give_back(skipped.start, skipped.count, false);
+                }
             } else {
                 self.real.give_back(run.start, run.count, false);
                 self.counts.retain(|cluster, _| !(run.start..run.end()).contains(cluster));

@@ -153,7 +153,8 @@ fn consequences(run: &Run, record: Record, errno: Errno) -> Result<(), String> {
         return Ok(());
     }
     let flushed = &run.flushes;
-    if flushed[0].is_err() && flushed[1] != Err(Errno::IO) && errno != Errno::NOSPC {
+    let lasts = errno != Errno::NOSPC || record.kind == OpKind::Flush;
+    if flushed[0].is_err() && flushed[1] != Err(Errno::IO) && lasts {
         return Err(format!("a failed flush was forgotten: {flushed:?}"));
     }
     let errors = run.world.shore.errors.borrow();
@@ -178,6 +179,8 @@ fn any_operation_that_fails_with_eio_leaves_a_sound_image() {
 #[test]
 fn any_flush_that_fails_is_told_and_not_forgotten() {
     sweep(Errno::IO, &[OpKind::Flush]);
+    // Whatever it says: what it was to make durable may be lost.
+    sweep(Errno::NOSPC, &[OpKind::Flush]);
 }
 
 #[test]

@@ -9,13 +9,14 @@ mod live;
 mod stress;
 
 use std::cell::RefCell;
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::rc::Rc;
 use std::sync::Arc;
+use std::task::Poll;
 
 use common::runtime;
 use live::{Base, Shared, buffer, open, writable};
-use ringdisk_qcow2::Nothing;
+use ringdisk_qcow2::{ExtentKind, Nothing};
 use ringdisk_ring::Ring;
 use ringdisk_testkit::layout::{Class, Layout, Shape};
 use ringdisk_testkit::oracle::Below;
@@ -158,6 +159,49 @@ fn writes_and_reads_go_on_while_a_flush_is_under_way() {
         stage.settle().await;
         assert_eq!(stage.ended().len(), 4);
     });
+}
+
+/// Writes the first cluster again, is answered or dropped while the write is under way, discards the cluster,
+/// and tells whether its place was given to another one afterwards.
+async fn is_reused(stage: &Stage, is_dropped: bool) -> bool {
+    let (ring, image) = (&stage.ring, &stage.image);
+    let host = async |offset: u64| match image.map(ring, offset, 1).await.expect("a map").kind {
+        ExtentKind::Data { offset } => Some(offset),
+        _ => None,
+    };
+    stage.write(0, 4096).await;
+    let place = host(0).await.expect("just written");
+    stage.sim.on(When::kind(OpKind::Write).at(place..place + CLUSTER).once(), Fault::Hold);
+    let data = buffer(&[8; 4096]);
+    let mut write = Box::pin(image.write(ring, 0, &data, &Nothing));
+    poll_fn(|context| {
+        assert!(write.as_mut().poll(context).is_pending(), "it is held");
+        Poll::Ready(())
+    })
+    .await;
+    if is_dropped {
+        drop(write);
+    } else {
+        assert_eq!(stage.sim.release_all(), 1);
+        assert_eq!(write.await, Ok(4096));
+    }
+    image.discard(ring, 0, CLUSTER, &Nothing).await.expect("a discard");
+    for _ in 0..3 {
+        image.flush(ring).await.expect("a flush");
+    }
+    for cluster in 1..40 {
+        stage.write(cluster * CLUSTER, 4096).await;
+        if host(cluster * CLUSTER).await == Some(place) {
+            return true;
+        }
+    }
+    false
+}
+
+#[test]
+fn the_place_of_a_write_that_was_dropped_in_the_middle_is_not_used_again() {
+    on_stage(async |stage| assert!(is_reused(&stage, false).await));
+    on_stage(async |stage| assert!(!is_reused(&stage, true).await));
 }
 
 #[test]

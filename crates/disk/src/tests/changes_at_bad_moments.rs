@@ -1,0 +1,92 @@
+//! Changes of the graph that fail half way, or meet a client at the worst moment.
+
+use std::sync::Arc;
+
+use ringdisk_ring::IoBuf;
+use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
+
+use super::commit_faults::{Images, chain, images, storages};
+use super::{assert_same, directory, qemu_img, qemu_io, read_steps, run};
+use crate::{CommitOptions, Errno, OverlayOptions, Progress};
+
+/// Bytes that nothing in the test images has.
+const BYTE: u8 = 0x5e;
+
+#[test]
+fn an_overlay_over_an_image_that_cannot_be_closed_loses_nothing() {
+    let (images, mut bytes) = images();
+    for (errno, flushes) in [(Errno::NOSPC, Ok(())), (Errno::IO, Err(Errno::IO))] {
+        run(async |ring| {
+            let storages = storages(&images, 7);
+            let disk = chain(&ring, &storages, "top.qcow2", true).await;
+            let data = IoBuf::new(100_000, 512);
+            data.fill(BYTE);
+            assert_eq!(disk.write(&ring, 3_333_333, &data).await, Ok(data.len()));
+            bytes[3_333_333..][..data.len()].fill(BYTE);
+            // Nothing of it is in the image yet, and cannot get there.
+            let sim = &storages["top.qcow2"];
+            sim.on(When::kind(OpKind::Write), Fault::Fail(errno));
+            let place = directory();
+            let path = place.path().join("new.qcow2");
+            let result = disk.add_overlay(&ring, &path, OverlayOptions::default()).await;
+            assert_eq!(result.expect_err("it cannot be closed").errno(), Some(errno));
+            assert!(!path.exists());
+            sim.clear_rules();
+            assert_same(&read_steps(&ring, &disk, 1 << 20).await, &bytes);
+            assert_eq!(disk.flush(&ring).await, flushes);
+            assert_eq!(disk.flush(&ring).await, flushes);
+            if flushes.is_ok() {
+                // It goes on, and the change works now.
+                disk.add_overlay(&ring, &path, OverlayOptions::default()).await.expect("overlay");
+                assert_same(&read_steps(&ring, &disk, 1 << 20).await, &bytes);
+            }
+            assert_eq!(disk.close(&ring).await, flushes);
+        });
+    }
+}
+
+#[test]
+fn what_is_discarded_while_a_commit_copies_it_stays_discarded() {
+    for compat in ["0.10", "1.1"] {
+        let place = directory();
+        let option = format!("compat={compat}");
+        qemu_img(&place, &["create", "-q", "-f", "qcow2", "base.qcow2", "1M"]);
+        let create = ["create", "-q", "-f", "qcow2", "-o", &option];
+        let backing = ["-b", "base.qcow2", "-F", "qcow2", "top.qcow2"];
+        qemu_img(&place, &[&create[..], &backing].concat());
+        qemu_io(&place, "qcow2", "top.qcow2", &["write -P 1 0 1M"]);
+        let mut images = Images::new();
+        for name in ["base.qcow2", "top.qcow2"] {
+            let content = std::fs::read(place.path().join(name)).expect("read");
+            images.insert(name.to_owned(), SimStorage::from_image(&content, 1));
+        }
+        run(async |ring| {
+            let disk = chain(&ring, &images, "top.qcow2", true).await;
+            let base = &images["base.qcow2"];
+            base.on(When::kind(OpKind::Write), Fault::Hold);
+            let (other, handle) = (Arc::clone(&disk), ring.clone());
+            let done = std::rc::Rc::new(std::cell::Cell::new(false));
+            let flag = done.clone();
+            ring.spawn(async move {
+                let progress = Arc::new(Progress::new());
+                other.commit(&handle, CommitOptions::TOP, &progress).await.expect("commit");
+                flag.set(true);
+            });
+            while base.held().is_empty() {
+                ring.yield_now().await;
+            }
+            // What was read of it is on its way into the base.
+            assert_eq!(disk.punch(&ring, 0, 512 << 10).await, Ok(()));
+            base.clear_rules();
+            while !done.get() {
+                base.release_all();
+                ring.yield_now().await;
+            }
+            let mut bytes = vec![1; 1 << 20];
+            bytes[..512 << 10].fill(0);
+            assert_same(&read_steps(&ring, &disk, 1 << 20).await, &bytes);
+            assert_eq!(disk.layers().len(), 1);
+            assert_eq!(disk.close(&ring).await, Ok(()));
+        });
+    }
+}
