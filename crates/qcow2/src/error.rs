@@ -65,7 +65,7 @@ impl Error {
             ErrorKind::Corrupt,
             file,
             reason,
-            "the image is damaged or truncated: look at it with `qemu-img check`, or restore it \
+            "the image is damaged or truncated: look at it with `ringdisk check`, or restore it \
              from a copy",
         )
     }

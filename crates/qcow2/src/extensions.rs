@@ -31,9 +31,9 @@ pub(crate) struct BitmapDirectory {
 }
 
 impl BitmapDirectory {
-    /// The content of the extension. `None` unless it has 24 bytes.
+    /// The content of the extension. `None` unless it has 24 bytes and its reserved field is 0.
     pub(crate) fn parse(data: &[u8]) -> Option<BitmapDirectory> {
-        let data = <&[u8; 24]>::try_from(data).ok()?;
+        let data = <&[u8; 24]>::try_from(data).ok().filter(|data| u32_at(&data[..], 4) == 0)?;
         let (count, len, offset) = (u32_at(data, 0), u64_at(data, 8), u64_at(data, 16));
         Some(BitmapDirectory { count, offset, len })
     }
@@ -136,7 +136,11 @@ impl Extensions {
             BITMAPS => {
                 self.bitmaps = BitmapDirectory::parse(data);
                 if self.bitmaps.is_none() {
-                    return Err(bad(file, kind, "the bitmaps extension must have 24 bytes"));
+                    return Err(bad(
+                        file,
+                        kind,
+                        "the bitmaps extension must have 24 bytes, of which bytes 4 to 7 are 0",
+                    ));
                 }
             }
             CRYPTO_HEADER => {

@@ -59,6 +59,12 @@ fn percentiles(latency: &Histogram) -> String {
 }
 
 impl Report {
+    /// Reads and writes that were served.
+    pub(crate) fn reads_and_writes(&self) -> u64 {
+        let total = self.stats.total();
+        total.reads + total.writes
+    }
+
     /// The same for programs; times in nanoseconds.
     pub(crate) fn to_json(&self) -> Value {
         let queues: Vec<Value> = self.stats.queues.iter().map(queue_json).collect();
@@ -104,12 +110,21 @@ fn queue_json(queue: &QueueStats) -> Value {
     })
 }
 
+/// Part of the requests of a mount that found the tables of a layer in memory. From the number of requests, as
+/// counting look-ups would cost each of them; a request that meets two tables that are not there counts twice.
+fn hit_rate(loads: u64, requests: u64) -> f64 {
+    if requests == 0 { 1.0 } else { (1.0 - per(loads, requests)).max(0.0) }
+}
+
 /// What is known about a layer, for programs.
-pub(crate) fn layer_json(layer: &Layer) -> Value {
+///
+/// * `requests`: reads and writes that the mount has served.
+pub(crate) fn layer_json(layer: &Layer, requests: u64) -> Value {
     let cache = layer.qcow2().map(|image| {
         let counters = image.cache_counters();
         json!({
             "loads": counters.loads,
+            "hit-rate": hit_rate(counters.loads, requests),
             "evictions": counters.evictions,
             "dirty": counters.dirty,
             "capacity-bytes": counters.capacity_bytes,
@@ -127,13 +142,15 @@ impl Report {
     /// The text, with what the metadata caches did.
     pub(crate) fn with_layers(&self, layers: &[Arc<Layer>]) -> String {
         let mut text = self.to_string();
+        let requests = self.reads_and_writes();
         for layer in layers {
             let Some(image) = layer.qcow2() else { continue };
             let counters = image.cache_counters();
             let _ = write!(
                 text,
-                "\n  metadata {}: {} tables loaded, {} pushed out, {} to be written, {} at most",
+                "\n  metadata {}: {:.2} % hits, {} tables loaded, {} pushed out, {} to be written, {} at most",
                 visible(&layer.name().to_string_lossy()),
+                100.0 * hit_rate(counters.loads, requests),
                 counters.loads,
                 counters.evictions,
                 counters.dirty,

@@ -31,6 +31,8 @@ pub(crate) struct File {
     pub(crate) fd: Fd,
     pub(crate) kind: Kind,
     pub(crate) read_only: bool,
+    /// Flushes do nothing.
+    pub(crate) no_flush: bool,
     pub(crate) limits: Limits,
     /// Bytes. Only a hint for anything but this process: others can change the file.
     pub(crate) len: AtomicU64,
@@ -95,7 +97,7 @@ impl File {
     /// too: the kernel drops pages that it could not write and marks them clean, so a later success
     /// would be a lie.
     pub(crate) async fn flush(&self, ring: &Ring) -> Result<(), Errno> {
-        if self.read_only {
+        if self.read_only || self.no_flush {
             return Ok(());
         }
         match self.flush_failed.load(Ordering::Relaxed) {

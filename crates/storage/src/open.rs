@@ -148,6 +148,7 @@ fn adopt(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<File, Error> 
         fd: Fd::Raw(fd.as_raw_fd()),
         kind,
         read_only: options.read_only,
+        no_flush: options.no_flush,
         limits,
         len: AtomicU64::new(len),
         gate: whole_blocks.then(Gate::new),

@@ -8,6 +8,8 @@ pub struct OpenOptions {
     pub read_only: bool,
     /// Bypass the page cache (O_DIRECT).
     pub direct: bool,
+    /// Flushes do nothing: for what nobody needs after a crash of the machine.
+    pub no_flush: bool,
     /// What others may do with the image meanwhile.
     pub lock: Lock,
     /// Make an empty file (mode 0644 less umask) when there is none.

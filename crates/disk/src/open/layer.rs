@@ -10,7 +10,7 @@ use ringdisk_storage::{Lock, Storage};
 
 use crate::layer::{Layer, Node, Raw};
 use crate::name::printable_path;
-use crate::{Error, ErrorKind, ImageOptions};
+use crate::{Cache, Error, ErrorKind, ImageOptions};
 
 /// How the files of a disk are opened.
 pub(crate) fn storage_options(
@@ -20,6 +20,7 @@ pub(crate) fn storage_options(
     ringdisk_storage::OpenOptions {
         read_only,
         direct: options.cache.direct(),
+        no_flush: options.cache == Cache::Unsafe,
         lock: if options.force_share { Lock::ForceShare } else { Lock::Auto },
         ..ringdisk_storage::OpenOptions::default()
     }

@@ -7,7 +7,7 @@
 //! What happens to them when the disk gets another size is in `ops/bitmaps.rs`.
 
 mod bits;
-mod directory;
+pub(crate) mod directory;
 mod ops;
 mod recording;
 mod tables;

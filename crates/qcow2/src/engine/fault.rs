@@ -61,6 +61,7 @@ impl Qcow2 {
                  `ringdisk check --repair all`",
                 self.file.name()
             );
+            tracing::error!("{text}");
             *lock(&engine.fault.reason) = Some(text);
             if self.info.version >= 3 {
                 let _ = self
@@ -118,6 +119,7 @@ impl Qcow2 {
                  at the disk that holds it",
                 self.file.name()
             );
+            tracing::error!("{text}");
             *lock(&engine.fault.reason) = Some(text);
         }
     }

@@ -185,7 +185,7 @@ pub(crate) fn parse(head: &[u8], subject: Subject<'_>, writable: bool) -> Result
             subject.name,
             "the image is marked as corrupt (incompatible feature bit 1), so it is not opened for \
              writing",
-            "open it read-only to save its data, or repair it with `qemu-img check -r all`",
+            "open it read-only to save its data, or repair it with `ringdisk check --repair all`",
         ));
     }
     let extended = incompatible & EXTENDED_L2 != 0;

@@ -3,17 +3,16 @@
 //!
 //! Source: qcow2 specification, "Bitmaps".
 
+use crate::bitmaps::directory::{self, Entry};
 use crate::entry::OFFSET_MASK;
 use crate::error::{Error, ErrorKind};
-use crate::extensions::{BitmapDirectory, u16_at, u32_at, u64_at};
+use crate::extensions::BitmapDirectory;
 use crate::header::BITMAPS;
-use crate::limits::{BITMAP_BYTES_MAX, BITMAP_DIRECTORY_BYTES_MAX};
+use crate::limits::BITMAP_BYTES_MAX;
 
 use super::entries::{bytes_of, words_of};
 use super::transaction::Transaction;
 
-/// Bytes of a directory entry without extra data and name.
-const ENTRY_BYTES_MIN: usize = 24;
 /// A table entry: no cluster, all bits are set.
 const ALL_SET: u64 = 1;
 
@@ -25,42 +24,34 @@ pub(super) async fn resize(tx: &mut Transaction<'_>, old: u64, new: u64) -> Resu
     if tx.header.autoclear() & BITMAPS == 0 || directory.count == 0 {
         return Ok(());
     }
-    if directory.len > BITMAP_DIRECTORY_BYTES_MAX {
-        return Err(tx.corrupt("the bitmap directory is too large"));
-    }
-    // At most 64 MiB.
-    let len = usize::try_from(directory.len).unwrap_or(0);
-    let mut bytes = tx.read(directory.offset, len, "the bitmap directory").await?;
-    let mut at = 0;
+    let cluster_size = tx.geometry.cluster_size();
+    let mut entries = directory::read(tx.ring, &tx.file, directory, cluster_size).await?;
     let mut changed = false;
-    for _ in 0..directory.count {
-        let end = at + ENTRY_BYTES_MIN;
-        let Some(head) = bytes.get_mut(at..end) else {
-            return Err(tx.corrupt("the bitmap directory is not complete"));
-        };
-        changed |= resize_one(tx, head, old, new).await?;
-        let names = usize::from(u16_at(head, 18)) + u32_at(head, 20) as usize;
-        at = (end + names).next_multiple_of(8);
+    for entry in &mut entries {
+        changed |= resize_one(tx, entry, old, new).await?;
     }
     if changed {
+        let bytes = directory::to_bytes(&entries);
         let run = tx.write_new(&bytes, "the bitmap directory").await?;
         let offset = run.start << tx.geometry.cluster_bits;
-        tx.header.set_bitmaps(Some(BitmapDirectory { offset, ..directory }))?;
+        let len = bytes.len() as u64;
+        tx.header.set_bitmaps(Some(BitmapDirectory { offset, len, ..directory }))?;
         let old = tx.clusters_of(directory.offset, directory.len);
         tx.unref_metadata(old.start, old.count).await?;
     }
     Ok(())
 }
 
-/// Resizes one bitmap. Returns whether `head`, its directory entry, changed.
+/// Resizes one bitmap. Returns whether its directory entry changed.
 async fn resize_one(
     tx: &mut Transaction<'_>,
-    head: &mut [u8],
+    bitmap: &mut Entry,
     old: u64,
     new: u64,
 ) -> Result<bool, Error> {
-    let (offset, entries) = (u64_at(head, 0), u32_at(head, 8));
-    let granularity_bits = u32::from(head[17]).min(63);
+    let (offset, entries) = (bitmap.table_offset, bitmap.table_entries);
+    // At most 63, or the directory would not have been read.
+    let granularity_bits = u32::from(bitmap.granularity_bits);
     let bits_per_cluster = tx.geometry.cluster_size() * 8;
     let bits = |size: u64| size.div_ceil(1 << granularity_bits);
     let needed = |size: u64| bits(size).div_ceil(bits_per_cluster);
@@ -98,8 +89,8 @@ async fn resize_one(
     let run = tx.write_new(&bytes_of(&table), "a bitmap table").await?;
     let old_run = tx.clusters_of(offset, entries as u64 * 8);
     tx.unref_metadata(old_run.start, old_run.count).await?;
-    head[..8].copy_from_slice(&(run.start << tx.geometry.cluster_bits).to_be_bytes());
-    head[8..12].copy_from_slice(&u32::try_from(wanted).unwrap_or(0).to_be_bytes());
+    bitmap.table_offset = run.start << tx.geometry.cluster_bits;
+    bitmap.table_entries = u32::try_from(wanted).unwrap_or(0);
     Ok(true)
 }
 

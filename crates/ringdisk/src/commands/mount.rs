@@ -115,7 +115,7 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
     if let Some(background) = background {
         background.ready();
     }
-    let for_print = handle.clone();
+    let (for_print, shown) = (handle.clone(), Arc::clone(&disk));
     let for_stop = handle.clone();
     let told = Arc::clone(&notify);
     let actions = Actions {
@@ -124,7 +124,9 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
             commands.cancel();
             for_stop.stop();
         }),
-        print: Box::new(move || terminal::say_error(for_print.stats())),
+        print: Box::new(move || {
+            terminal::say_error(for_print.stats().with_layers(&shown.layers()));
+        }),
     };
     if watcher.enter(Phase::Serving(actions)).is_some() {
         handle.stop();
@@ -141,7 +143,7 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
         None => notify.stopping(&why),
     }
     if args.stats {
-        terminal::say_error(handle.stats());
+        terminal::say_error(handle.stats().with_layers(&disk.layers()));
     }
     // Clients of the control socket are sent away before anything that they may use goes.
     drop(control);

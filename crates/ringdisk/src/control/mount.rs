@@ -77,7 +77,7 @@ impl MountControl {
             object.insert(String::from("fault"), json!(self.disk.fault()));
             object.insert(
                 String::from("layers"),
-                layers.iter().map(|layer| layer_json(layer)).collect(),
+                layers.iter().map(|layer| layer_json(layer, report.reads_and_writes())).collect(),
             );
             object.insert(String::from("text"), json!(report.with_layers(&layers)));
         }

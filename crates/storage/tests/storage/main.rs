@@ -25,6 +25,7 @@ fn block_on<F: Future>(test: impl FnOnce(Ring) -> F) -> F::Output {
 }
 
 const DIRECT: OpenOptions = OpenOptions {
+    no_flush: false,
     read_only: false,
     direct: true,
     lock: ringdisk_storage::Lock::Auto,

@@ -12,6 +12,7 @@ use rustix::fs::OFlags;
 use crate::{DIRECT, block_on, image, open, read, write};
 
 const READ_ONLY: OpenOptions = OpenOptions {
+    no_flush: false,
     read_only: true,
     direct: false,
     lock: Lock::Auto,
