@@ -18,7 +18,7 @@ use crate::name::{FileName, printable};
 use crate::open::{identity_of, open_below};
 use crate::{Backing, Disk, Error, ErrorKind, ImageOptions, Progress, Source};
 
-/// What differs is copied in units of this, bytes, or of a cluster where that is larger.
+/// What differs is found in units of this, bytes, or of a cluster where that is larger.
 const UNIT_MIN: u64 = 64 << 10;
 
 /// What `qemu-img rebase` is told.
@@ -156,6 +156,14 @@ impl Below for Opaque<'_> {
     }
 }
 
+/// What becomes of a unit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Unit {
+    Same,
+    Zeroes,
+    Data,
+}
+
 /// What is compared and where it is copied to.
 #[derive(Clone, Copy)]
 struct Work<'a> {
@@ -204,8 +212,6 @@ impl Work<'_> {
                 }
             }
             if !same {
-                // Up to the end of the unit: what is copied is compared first.
-                run = run.min((at / self.unit + 1) * self.unit - at);
                 self.compare(at, run).await?;
             }
             at += run;
@@ -223,18 +229,50 @@ impl Work<'_> {
         Ok((status.zero, status.len.max(1)))
     }
 
+    /// Copies the units that differ, neighbours in one write: they get neighbouring clusters.
+    ///
+    /// * `len`: at most the length of a piece.
     async fn compare(self, at: u64, len: u64) -> Result<(), Errno> {
         let (old, new) = (buffer(len), buffer(len));
         self.old.read(self.ring, at, &old).await?;
         self.new.read(self.ring, at, &new).await?;
-        if equal(&old, &new) {
-            return Ok(());
+        let kind = |start: usize, end: usize| {
+            let (old, new) = (old.slice(start..end), new.slice(start..end));
+            match equal(&old, &new) {
+                true => Unit::Same,
+                false if old.is_zero() => Unit::Zeroes,
+                false => Unit::Data,
+            }
+        };
+        // Inside the buffers.
+        let unit_end = |start: usize| {
+            let end = ((at + start as u64) / self.unit + 1) * self.unit - at;
+            usize::try_from(end).unwrap_or(usize::MAX).min(old.len())
+        };
+        let mut start = 0;
+        while start < old.len() {
+            let mut end = unit_end(start);
+            let what = kind(start, end);
+            while end < old.len() && kind(end, unit_end(end)) == what {
+                end = unit_end(end);
+            }
+            let offset = at + start as u64;
+            match what {
+                Unit::Same => {}
+                Unit::Zeroes => {
+                    let graph = self.disk.graph();
+                    let image = graph.top_image().ok_or(Errno::OPNOTSUPP)?;
+                    let len = (end - start) as u64;
+                    image.write_zeroes(self.ring, offset, len, true, &Opaque(self.old)).await?;
+                }
+                Unit::Data => self.write(offset, &old.slice(start..end)).await?,
+            }
+            start = end;
         }
-        if old.is_zero() {
-            let graph = self.disk.graph();
-            let image = graph.top_image().ok_or(Errno::OPNOTSUPP)?;
-            return image.write_zeroes(self.ring, at, len, true, &Opaque(self.old)).await;
-        }
+        Ok(())
+    }
+
+    async fn write(self, at: u64, old: &IoBuf) -> Result<(), Errno> {
         let mut done = 0;
         while done < old.len() {
             let rest = old.slice(done..old.len());

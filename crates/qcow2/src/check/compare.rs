@@ -20,6 +20,9 @@ pub(super) struct Compared {
     pub(super) wrong_flags: u64,
     /// A leak can only be taken back together with a change of COPIED flags.
     pub(super) leaks_with_flags: bool,
+    /// Clusters behind the end of the file are counted as used: leaks once the file has grown over them.
+    /// `qemu-img check` does not look there.
+    pub(super) counts_behind: bool,
     /// The last cluster with a refcount or a reference.
     highest: u64,
 }
@@ -213,6 +216,12 @@ impl Block<'_> {
             start = stop;
         }
         scan.overflow |= overflow;
+        let behind = last..self.first + (1 << layout.block_bits());
+        compared.counts_behind |= behind.into_iter().any(|cluster| {
+            // Inside the block.
+            let at = usize::try_from(cluster - self.first).unwrap_or(0);
+            refcount::get(self.bytes, order, at) > 0
+        });
         self.note_highest(scan, last, compared);
         self.overlaps(scan, last, report);
     }

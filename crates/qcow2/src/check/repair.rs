@@ -287,6 +287,7 @@ pub(super) async fn rebuild_dirty(patient: Patient<'_>, hooks: CheckHooks<'_>) -
     let right = !compared.too_low
         && compared.wrong_flags == 0
         && !compared.leaks_with_flags
+        && !compared.counts_behind
         && !scan.blocks_broken
         && report.leaks == 0;
     if right {

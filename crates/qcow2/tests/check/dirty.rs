@@ -55,6 +55,28 @@ fn refcounts_of_an_image_that_was_not_closed_are_rebuilt_at_a_writable_open() {
 }
 
 #[test]
+fn counts_behind_the_end_of_an_image_that_was_not_closed_do_not_become_leaks() {
+    let images = Images::new();
+    let mut runtime = runtime();
+    let bytes = killed(&images, "lazy", "compat=1.1");
+    let sim = SimStorage::from_image(&bytes, 1);
+    open(&mut runtime, &sim.storage()).expect("the refcounts can be rebuilt");
+    // The file did not grow before the crash, the counts did.
+    let content = sim.image();
+    let word = |at: usize| u64::from_be_bytes(content[at..at + 8].try_into().expect("8 bytes"));
+    let block = word(usize::try_from(word(48)).expect("small"));
+    let behind = content.len().div_ceil(1 << 16) as u64;
+    sim.put(block + behind * 2, &[0, 1, 0, 1]);
+    sim.put(79, &[1]);
+    open(&mut runtime, &sim.storage()).expect("the refcounts can be rebuilt");
+    let mut grown = sim.image();
+    assert_eq!(grown[79], 0, "the dirty bit");
+    grown.resize(content.len() + (4 << 16), 0);
+    let after = check_bytes(&grown[..]).expect("a good image");
+    assert!(after.is_clean(), "{after:?}");
+}
+
+#[test]
 fn an_image_that_was_not_closed_stays_as_it_is_when_it_is_only_read() {
     let images = Images::new();
     let mut runtime = runtime();

@@ -45,7 +45,13 @@ pub(crate) fn run(args: &CompareArgs) -> Result<u8, Failure> {
             terminal::say(text);
         }
     };
-    if first.size() != second.size() && !args.strict {
+    // It is only found when all before it is the same.
+    let common = first.size().min(second.size());
+    let meets_end = match compared {
+        Comparison::Different(Difference::Content { offset }) => offset >= common,
+        _ => true,
+    };
+    if first.size() != second.size() && !args.strict && meets_end {
         say(&"Warning: Image size mismatch!");
     }
     let Comparison::Different(how) = compared else {
