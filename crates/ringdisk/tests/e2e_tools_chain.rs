@@ -292,3 +292,17 @@ fn a_commit_into_raw_and_of_a_longer_overlay() {
     let at = |who: &str| directory.path().join(who).join("base.img");
     assert_same(&at("ours"), &at("theirs"), "a base that grew");
 }
+
+#[test]
+fn what_a_rebase_copies_lies_in_one_piece() {
+    let directory = scratch();
+    let run = |words: &[&str]| ringdisk(directory.path(), words).ok();
+    images::raw(&directory.path().join("raw"), 64 << 20, 3);
+    run(&["convert", "-f", "raw", "-O", "qcow2", "raw", "base"]);
+    run(&["create", "-f", "qcow2", "-b", "base", "-F", "qcow2", "top"]);
+    run(&["rebase", "-b", "", "top"]);
+    let check = qemu_img(directory.path(), &["check", "--output=json", "top"]).ok().json();
+    let count = |key: &str| check[key].as_u64().unwrap_or(0);
+    assert_eq!(count("allocated-clusters"), 1024, "{check}");
+    assert!(count("fragmented-clusters") < 102, "{check}");
+}
