@@ -92,10 +92,15 @@ impl Served {
     /// Blocks until the mount has ended.
     ///
     /// Errors: why it ended, if nobody asked for that, or what went wrong at the end.
-    pub(crate) fn wait(self) -> Result<(), Failure> {
+    ///
+    /// * `disk`: what was served; it may know better why the last flush failed.
+    pub(crate) fn wait(self, disk: &Disk) -> Result<(), Failure> {
         match self.export.wait() {
             Ok(_) => Ok(()),
-            Err(reason) => Err(halted(&reason)),
+            Err(reason) => Err(match (&reason, disk.fault()) {
+                (HaltReason::Flush(_), Some(fault)) => Failure::new(Exit::Storage, fault),
+                _ => halted(&reason),
+            }),
         }
     }
 }

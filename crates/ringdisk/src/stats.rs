@@ -140,15 +140,20 @@ pub(crate) fn layer_json(layer: &Layer, requests: u64) -> Value {
 
 impl Report {
     /// The text, with what the metadata caches did.
-    pub(crate) fn with_layers(&self, layers: &[Arc<Layer>]) -> String {
+    ///
+    /// * `fault`: why the disk takes no more changes.
+    pub(crate) fn with_layers(&self, layers: &[Arc<Layer>], fault: Option<&str>) -> String {
         let mut text = self.to_string();
+        if let Some(fault) = fault {
+            let _ = write!(text, "\n  fault    {}", visible(fault));
+        }
         let requests = self.reads_and_writes();
         for layer in layers {
             let Some(image) = layer.qcow2() else { continue };
             let counters = image.cache_counters();
             let _ = write!(
                 text,
-                "\n  metadata {}: {:.2} % hits, {} tables loaded, {} pushed out, {} to be written, {} at most",
+                "\n  metadata {}: about {:.2} % hits, {} tables loaded, {} pushed out, {} to be written, {} at most",
                 visible(&layer.name().to_string_lossy()),
                 100.0 * hit_rate(counters.loads, requests),
                 counters.loads,

@@ -17,6 +17,7 @@ use ringdisk_testkit::images::{self, assert_clean, pattern, piece};
 use ringdisk_testkit::limits::{mount_at, needs_root};
 use ringdisk_testkit::mount::{Mounted, scratch, text};
 use ringdisk_testkit::process::{Process, until};
+use rustix::io::Errno;
 use rustix::process::Signal;
 use rustix::thread::Uid;
 use serde_json::{Value, json};
@@ -434,4 +435,44 @@ fn an_interrupted_commit_leaves_the_chain_as_it_was() {
     assert_eq!(disk.stop().code(), Some(0));
     assert_clean(&base);
     assert_clean(&top);
+}
+
+#[test]
+fn damage_that_a_write_finds_is_told_everywhere() {
+    if !needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let image = directory.path().join("disk.qcow2");
+    images::qcow2(&image, "2G", "");
+    // The L2 table of the second half comes last in the file.
+    images::qemu_io(&image, "qcow2", &["write -P 1 0 64k", "write -z 1G 64k"]);
+    let word = |at: u64| u64::from_be_bytes(piece(&image, at, 8).try_into().expect("8 bytes"));
+    let l2 = word(word(40) + 16) & 0x00ff_ffff_ffff_fe00;
+    let block = word(word(48));
+    // The L2 table is free, says its reference count of 16 bits: the next cluster that is allocated lies on it.
+    common::patch(&image, block + (l2 >> 16) * 2, &[0, 0]);
+    let disk = serve(&image, &[]);
+    let file = common::open(disk.path());
+    let bytes = vec![7; 64 << 10];
+    let errors: Vec<_> = (1..40)
+        .filter_map(|n| {
+            let written = file.write_all_at(&bytes, n << 16).and_then(|()| file.sync_all());
+            common::errno(written)
+        })
+        .collect();
+    assert_eq!(errors.first(), Some(&Errno::IO), "{errors:?}");
+    assert!(errors.contains(&Errno::ROFS), "{errors:?}");
+    drop(file);
+    let fault = ctl(&disk, &["stats", "--json"]).ok().json()["fault"].clone();
+    let fault = fault.as_str().expect("a reason");
+    assert!(fault.contains("marked corrupt"), "{fault}");
+    let text = ctl(&disk, &["stats"]).ok().out;
+    assert!(text.contains(&format!("fault    {fault}")), "{text}");
+    let ended = disk.stop();
+    assert_eq!(ended.code(), Some(12), "{}", ended.output());
+    // Once when it was found, once at the end.
+    assert_eq!(ended.stderr.matches("marked corrupt").count(), 2, "{}", ended.stderr);
+    assert!(!ended.stderr.contains("last flush"), "{}", ended.stderr);
+    assert_eq!(word(72) & 2, 2, "the corrupt bit");
 }

@@ -92,7 +92,7 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
         Ok(pidfile) => pidfile,
         Err(failure) => {
             served.handle().stop();
-            let _ = served.wait();
+            let _ = served.wait(&disk);
             return Err(failure);
         }
     };
@@ -125,13 +125,14 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
             for_stop.stop();
         }),
         print: Box::new(move || {
-            terminal::say_error(for_print.stats().with_layers(&shown.layers()));
+            let fault = shown.fault();
+            terminal::say_error(for_print.stats().with_layers(&shown.layers(), fault.as_deref()));
         }),
     };
     if watcher.enter(Phase::Serving(actions)).is_some() {
         handle.stop();
     }
-    let result = served.wait();
+    let result = served.wait(&disk);
     watcher.enter(Phase::Ending);
     let why = match (&result, watcher.stopped_by()) {
         (Err(failure), _) => failure.message().to_owned(),
@@ -143,7 +144,7 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
         None => notify.stopping(&why),
     }
     if args.stats {
-        terminal::say_error(handle.stats().with_layers(&disk.layers()));
+        terminal::say_error(handle.stats().with_layers(&disk.layers(), disk.fault().as_deref()));
     }
     // Clients of the control socket are sent away before anything that they may use goes.
     drop(control);

@@ -79,7 +79,10 @@ impl MountControl {
                 String::from("layers"),
                 layers.iter().map(|layer| layer_json(layer, report.reads_and_writes())).collect(),
             );
-            object.insert(String::from("text"), json!(report.with_layers(&layers)));
+            object.insert(
+                String::from("text"),
+                json!(report.with_layers(&layers, self.disk.fault().as_deref())),
+            );
         }
         value
     }
@@ -93,6 +96,12 @@ impl MountControl {
         };
         let usage = |text: String| Failure::new(Exit::Usage, text);
         let size = change.apply(old).map_err(usage)?;
+        if size < old && !wanted.shrink {
+            return Err(usage(format!(
+                "the disk has {old} bytes; what is behind {size} would be lost"
+            ))
+            .hint("add --shrink if that is meant"));
+        }
         let preallocation = match wanted.preallocation.as_deref() {
             None | Some("off") => Preallocation::Off,
             Some("metadata") => Preallocation::Metadata,
