@@ -1,7 +1,7 @@
 //! Files that a command makes and that must not stay when it fails.
 //!
-//! Promises: only a file that this process made itself is ever removed, and only if its name still
-//! leads to it; a signal removes it too.
+//! Promises: only a file that this process made itself, or whose old content it has given up, is ever removed, and
+//! only if its name still leads to it; a signal removes it too.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -9,12 +9,16 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use crate::terminal;
+
 /// A file that goes with this value, unless it is kept or is not the one that was made any more.
 #[derive(Debug)]
 pub(crate) struct MadeFile {
     path: PathBuf,
     id: (u64, u64),
     keep: bool,
+    /// It was there before; its old content is lost.
+    was_there: bool,
 }
 
 impl MadeFile {
@@ -24,7 +28,8 @@ impl MadeFile {
         match OpenOptions::new().write(true).create_new(true).mode(mode).open(&path) {
             Ok(file) => {
                 let meta = file.metadata()?;
-                let made = MadeFile { path, id: (meta.dev(), meta.ino()), keep: false };
+                let made =
+                    MadeFile { path, id: (meta.dev(), meta.ino()), keep: false, was_there: false };
                 Ok(Some((file, made)))
             }
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(None),
@@ -40,8 +45,21 @@ impl Drop for MadeFile {
         }
         let is_ours =
             fs::symlink_metadata(&self.path).is_ok_and(|meta| (meta.dev(), meta.ino()) == self.id);
-        if is_ours && let Err(error) = fs::remove_file(&self.path) {
-            tracing::warn!("cannot remove '{}': {error}", self.path.display());
+        if !is_ours {
+            return;
+        }
+        // Removed rather than emptied: a write that is under way would make it long again.
+        match fs::remove_file(&self.path) {
+            Ok(()) if self.was_there => terminal::note(format_args!(
+                "'{}' was overwritten in part already, so it is removed",
+                self.path.display()
+            )),
+            Ok(()) => {}
+            Err(error) => {
+                let emptied = OpenOptions::new().write(true).truncate(true).open(&self.path);
+                let how = if emptied.is_ok() { "it is empty now" } else { "it holds no image" };
+                tracing::warn!("cannot remove '{}': {error}; {how}", self.path.display());
+            }
         }
     }
 }
@@ -61,6 +79,20 @@ impl Fresh {
         Ok(made.map(|(_, made)| files.push(made)).is_some())
     }
 
+    /// A regular file that is there, and that we have locked, is overwritten from now on: what it becomes is made by us.
+    ///
+    /// Errors: those of stat(2).
+    pub(crate) fn begin(&self, path: &Path) -> io::Result<()> {
+        let path = path.canonicalize()?;
+        let meta = path.metadata()?;
+        let id = (meta.dev(), meta.ino());
+        let mut files = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if meta.is_file() && files.iter().all(|file| file.id != id) {
+            files.push(MadeFile { path, id, keep: false, was_there: true });
+        }
+        Ok(())
+    }
+
     /// All of them are the user's from now on.
     pub(crate) fn keep(&self) {
         let mut files = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -77,6 +109,19 @@ impl Fresh {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_was_overwritten_in_part_goes_too_and_links_stay() {
+        let directory = tempfile::tempdir().expect("directory");
+        let path = |name| directory.path().join(name);
+        fs::write(path("old"), "content").expect("write");
+        std::os::unix::fs::symlink("old", path("link")).expect("link");
+        let fresh = Fresh::default();
+        assert!(!fresh.file(&path("link")).expect("there"));
+        fresh.begin(&path("link")).expect("stat");
+        fresh.undo();
+        assert!(!path("old").exists() && path("link").is_symlink());
+    }
 
     #[test]
     fn what_is_not_kept_goes_and_what_was_there_stays() {

@@ -20,7 +20,7 @@ use crate::size::{human_size_exact, parse_size};
 use crate::terminal::visible;
 
 /// A sector: QEMU counts the length of disks in them.
-const SECTOR: u64 = 512;
+pub(crate) const SECTOR: u64 = 512;
 
 /// Options of qcow2 in the order of qemu-img's lines, with what they mean.
 const QCOW2: [(&str, &str); 12] = [
@@ -262,7 +262,7 @@ impl NewImage {
     /// Makes the image; what was in a file of that name is lost.
     ///
     /// * `size`: of the disk, bytes.
-    /// * `fresh`: takes the files that are made; they are kept by the caller.
+    /// * `fresh`: takes the files that are made or overwritten; they are kept by the caller.
     ///
     /// Errors: options that do not go together, a file that somebody uses, no space.
     pub(crate) async fn make(
@@ -290,11 +290,15 @@ impl NewImage {
         let size = ringdisk_qcow2::check_options(&file.to_string_lossy(), &options)?;
         let data_name = self.get("data_file").map(|name| data_path(file, name)).transpose()?;
         let storage = open_new(file, fresh)?;
-        let data = data_name.map(|name| open_new(&name, fresh)).transpose()?;
+        let data = data_name.as_deref().map(|name| open_new(name, fresh)).transpose()?;
         if data.as_ref().is_some_and(|data| data.identity() == storage.identity()) {
             return refuse("the data file is the image itself");
         }
         let options = CreateOptions { size, ..options };
+        begin(fresh, file)?;
+        if let Some(name) = &data_name {
+            begin(fresh, name)?;
+        }
         ringdisk_qcow2::create(ring, &storage, data.as_ref(), &options).await?;
         Ok(())
     }
@@ -334,6 +338,7 @@ impl NewImage {
                 Ok(())
             };
         }
+        begin(fresh, file)?;
         storage.set_len(ring, 0).await.map_err(cannot)?;
         if size > 0 {
             storage.preallocate(ring, 0, size, mode).await.map_err(cannot)?;
@@ -372,6 +377,13 @@ fn open_new(path: &Path, fresh: &Fresh) -> Result<Arc<Storage>, Failure> {
         Failure::system(format!("cannot create '{}'", path.display()), &error, Exit::Image)
     })?;
     Ok(Arc::new(Storage::open(path, &OpenOptions::default())?))
+}
+
+/// From now on the old content of a file is lost.
+fn begin(fresh: &Fresh, path: &Path) -> Result<(), Failure> {
+    fresh.begin(path).map_err(|error| {
+        Failure::system(format!("cannot create '{}'", path.display()), &error, Exit::Image)
+    })
 }
 
 /// Where an external data file of `image` is: beside it, unless its name says otherwise.

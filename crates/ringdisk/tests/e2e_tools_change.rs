@@ -4,12 +4,16 @@ mod common;
 
 use std::fs;
 use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
 
 use common::tools::{described, names, qemu_img, ringdisk};
 use common::{MIB, serve};
 use ringdisk_testkit::images::{self, assert_clean, assert_same, qemu_io};
 use ringdisk_testkit::limits::needs_root;
 use ringdisk_testkit::mount::scratch;
+use ringdisk_testkit::process::{Finished, Process, until};
+use rustix::process::Signal;
 
 /// A qcow2 of 10 MiB with some content, twice.
 fn twins(directory: &Path, options: &str) {
@@ -363,4 +367,69 @@ fn an_image_in_use_is_left_alone_by_every_tool() {
     }
     assert_eq!(disk.stop().code(), Some(0));
     assert_twins(d, "left alone");
+}
+
+/// Starts the program, and ends it by SIGINT as soon as the file has `len` bytes.
+fn interrupted(directory: &Path, words: &[&str], file: &str, len: u64) -> Finished {
+    let mut command = Command::new(common::program());
+    let mut process = Process::spawn(command.args(words).current_dir(directory));
+    let reached = until(Duration::from_secs(20), || {
+        let now = directory.join(file).metadata().map_or(0, |file| file.len());
+        (now >= len || process.ended().is_some()).then_some(())
+    });
+    assert!(reached.is_some(), "{words:?}: the file does not grow");
+    process.signal(Signal::INT);
+    process.finish(Duration::from_secs(20))
+}
+
+#[test]
+fn a_signal_during_create_leaves_nothing_of_a_file_that_was_there() {
+    for format in ["qcow2", "raw"] {
+        let directory = scratch();
+        fs::write(directory.path().join("old"), "hello").expect("a file");
+        let words = ["create", "-f", format, "-o", "preallocation=full", "old", "4G"];
+        let ended = interrupted(directory.path(), &words, "old", MIB);
+        assert_eq!(ended.code(), None, "{format}: {}", ended.output());
+        assert!(ended.stderr.contains("overwritten in part already"), "{}", ended.output());
+        assert_eq!(names(directory.path()), Vec::<String>::new(), "{format}");
+    }
+}
+
+#[test]
+fn a_signal_during_resize_cuts_off_what_was_prepared() {
+    for format in ["qcow2", "raw"] {
+        let directory = scratch();
+        ringdisk(directory.path(), &["create", "-f", format, "disk", "4M"]).ok();
+        let before = directory.path().join("disk").metadata().expect("a file").len();
+        let words = ["resize", "-f", format, "--preallocation=full", "disk", "4G"];
+        let ended = interrupted(directory.path(), &words, "disk", 64 * MIB);
+        assert_eq!(ended.code(), None, "{format}: {}", ended.output());
+        assert!(ended.stderr.contains("has its old size"), "{}", ended.output());
+        assert_eq!(directory.path().join("disk").metadata().expect("a file").len(), before);
+        let info = ringdisk(directory.path(), &["info", "--json", "-f", format, "disk"]).ok();
+        assert_eq!(info.json()["virtual-size"], 4 * MIB, "{format}");
+        if format == "qcow2" {
+            assert_clean(&directory.path().join("disk"));
+        }
+    }
+}
+
+#[test]
+fn sizes_and_modes_that_an_image_cannot_have_are_usage_errors() {
+    let directory = scratch();
+    let run = |words: &[&str]| ringdisk(directory.path(), words);
+    run(&["create", "-f", "raw", "raw", "1M"]).ok();
+    run(&["create", "-f", "qcow2", "qcow2", "1M"]).ok();
+    run(&["resize", "-f", "raw", "--preallocation=metadata", "raw", "2M"])
+        .ends(2)
+        .says("raw image has no metadata");
+    run(&["resize", "qcow2", "2000001"]).ends(2).says("not a multiple of 512");
+    let line = run(&["create", "-f", "raw", "odd", "100000"]).ok().out;
+    assert!(line.contains("size=100352"), "{line}");
+    let map = run(&["map", "--json", "--start-offset", "2M", "qcow2"]).ok().json();
+    let theirs = ["map", "--output=json", "-f", "qcow2", "--start-offset", "2M", "qcow2"];
+    let theirs = qemu_img(directory.path(), &theirs);
+    if theirs.code == 0 {
+        assert_eq!(map.as_array().map(Vec::len), theirs.json().as_array().map(Vec::len));
+    }
 }

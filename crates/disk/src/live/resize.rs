@@ -3,6 +3,7 @@
 //! A raw disk grows while clients work: the file first, then what they see. It shrinks, and a qcow2 image
 //! changes its size in either direction, while nobody works on it.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -12,10 +13,13 @@ use ringdisk_ring::{Errno, Ring};
 use super::busy;
 use crate::layer::{Layer, Node, Raw};
 use crate::write::resizable;
-use crate::{Disk, Error, ErrorKind};
+use crate::{Disk, Error, ErrorKind, Progress};
 
 /// Sizes of qcow2 images are multiples of this, bytes.
 const SECTOR: u64 = 512;
+
+/// Zeroes that are written between two looks at whether to go on, bytes.
+const PREPARED_BYTES: u64 = 16 << 20;
 
 /// How a disk changes its size.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -36,7 +40,8 @@ impl Disk {
     /// (EFBIG, ENOSPC).
     pub async fn resize(&self, ring: &Ring, size: u64) -> Result<(), Errno> {
         let options = ResizeOptions { shrink: true, ..ResizeOptions::default() };
-        self.set_len(ring, size, options, false).await.map_err(|error| errno_of(&error))
+        let progress = Arc::default();
+        self.set_len(ring, size, options, false, &progress).await.map_err(|error| errno_of(&error))
     }
 
     /// Makes the disk at least `size` bytes long; never shrinks it. For writes past the end: those
@@ -48,7 +53,8 @@ impl Disk {
             return Ok(());
         }
         let options = ResizeOptions::default();
-        self.set_len(ring, size, options, true).await.map_err(|error| errno_of(&error))
+        let progress = Arc::default();
+        self.set_len(ring, size, options, true, &progress).await.map_err(|error| errno_of(&error))
     }
 
     /// As [`Disk::resize`], for the control path.
@@ -60,7 +66,26 @@ impl Disk {
         size: u64,
         options: ResizeOptions,
     ) -> Result<(), Error> {
-        self.set_len(ring, size, options, false).await
+        self.set_len(ring, size, options, false, &Arc::default()).await
+    }
+
+    /// As [`Disk::resize_with`], with an end on the way: what was prepared is cut off again then.
+    ///
+    /// * `progress`: looked at for a cancel, not counted in.
+    ///
+    /// Errors: as [`Disk::resize_with`]; `Cancelled`.
+    pub async fn resize_unless_cancelled(
+        &self,
+        ring: &Ring,
+        size: u64,
+        options: ResizeOptions,
+        progress: &Arc<Progress>,
+    ) -> Result<(), Error> {
+        let result = self.set_len(ring, size, options, false, progress).await;
+        result.map_err(|error| match progress.is_cancelled() {
+            true => Error::os("cannot change the size", Errno::CANCELED),
+            false => error,
+        })
     }
 
     async fn set_len(
@@ -69,6 +94,7 @@ impl Disk {
         size: u64,
         options: ResizeOptions,
         grow_only: bool,
+        progress: &Arc<Progress>,
     ) -> Result<(), Error> {
         if self.is_read_only() {
             return Err(Error::os("cannot change the size", Errno::ROFS));
@@ -83,11 +109,12 @@ impl Disk {
                 if !resizable(raw) {
                     return Err(fixed());
                 }
-                self.set_len_raw(ring, size, options, grow_only).await
+                self.set_len_raw(ring, size, options, grow_only, progress).await
             }
             Node::Qcow2(_) => {
+                let progress = Arc::clone(progress);
                 let change = move |disk: Arc<Disk>, ring: Ring| async move {
-                    disk.set_len_qcow2(&ring, size, options, grow_only).await
+                    disk.set_len_qcow2(&ring, size, options, grow_only, &progress).await
                 };
                 self.detached(ring, change).await
             }
@@ -100,6 +127,7 @@ impl Disk {
         size: u64,
         options: ResizeOptions,
         grow_only: bool,
+        progress: &Progress,
     ) -> Result<(), Error> {
         let turn = self.turns().enter().await;
         if self.is_busy.load(Ordering::Acquire) {
@@ -115,11 +143,11 @@ impl Disk {
             }
             let drained = self.gateway().drain(ring, turn).await;
             let layer = Arc::clone(drained.graph().top());
-            return self.move_end(ring, &layer, size, options).await;
+            return self.move_end(ring, &layer, size, options, progress).await;
         }
         // The turn keeps other changes away; requests in flight do not mind a longer file.
         let layer = Arc::clone(self.graph().top());
-        let result = self.move_end(ring, &layer, size, options).await;
+        let result = self.move_end(ring, &layer, size, options, progress).await;
         drop(turn);
         result
     }
@@ -131,6 +159,7 @@ impl Disk {
         layer: &Layer,
         size: u64,
         options: ResizeOptions,
+        progress: &Progress,
     ) -> Result<(), Error> {
         let Node::Raw(raw) = &layer.node else { return Err(fixed()) };
         let failed = |errno| Error::os("cannot change the size of the file", errno);
@@ -142,7 +171,7 @@ impl Disk {
         };
         // Requests never see a size that the storage does not have: smaller first, larger last.
         known(size.min(before));
-        if let Err(errno) = set_end(ring, raw, before, size, end, options).await {
+        if let Err(errno) = set_end(ring, raw, before..size, end, options, progress).await {
             known(before);
             return Err(failed(errno));
         }
@@ -159,6 +188,7 @@ impl Disk {
         size: u64,
         options: ResizeOptions,
         grow_only: bool,
+        progress: &Progress,
     ) -> Result<(), Error> {
         // The format counts in sectors; a client that writes past the end need not.
         let size = if grow_only { size.next_multiple_of(SECTOR) } else { size };
@@ -176,20 +206,23 @@ impl Disk {
         };
         let graph = Arc::clone(drained.graph());
         self.offline(ring, &mut drained, false, async |ring, image| {
-            image.resize(ring, size, &options, &graph.below(0)).await
+            let cancelled = || progress.is_cancelled();
+            image.resize_unless(ring, size, &options, &graph.below(0), &cancelled).await
         })
         .await
     }
 }
 
 /// Changes the length of a raw file, and prepares what was added.
+///
+/// * `disk`: its old and its new size, bytes.
 async fn set_end(
     ring: &Ring,
     raw: &Raw,
-    before: u64,
-    size: u64,
+    disk: Range<u64>,
     end: u64,
     options: ResizeOptions,
+    progress: &Progress,
 ) -> Result<(), Errno> {
     use ringdisk_storage::Preallocation as Theirs;
     let mode = match options.preallocation {
@@ -198,8 +231,26 @@ async fn set_end(
         Preallocation::Full => Theirs::Full,
         Preallocation::Metadata => return Err(Errno::INVAL),
     };
-    if size > before && mode != Theirs::Off {
-        return raw.storage.preallocate(ring, raw.offset + before, size - before, mode).await;
+    if disk.end > disk.start && mode != Theirs::Off {
+        let file_len = raw.storage.len();
+        let piece = if mode == Theirs::Full { PREPARED_BYTES } else { u64::MAX };
+        let mut at = disk.start;
+        while at < disk.end {
+            let len = (disk.end - at).min(piece);
+            let result = match progress.check() {
+                Ok(()) => raw.storage.preallocate(ring, raw.offset + at, len, mode).await,
+                cancelled => cancelled,
+            };
+            if let Err(errno) = result {
+                // A failure costs space only: nobody sees it yet.
+                if raw.storage.len() > file_len {
+                    let _ = raw.storage.set_len(ring, file_len).await;
+                }
+                return Err(errno);
+            }
+            at += len;
+        }
+        return Ok(());
     }
     raw.storage.set_len(ring, end).await
 }

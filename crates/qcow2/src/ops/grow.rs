@@ -25,12 +25,14 @@ const ALL_ALLOCATED: u64 = 0xffff_ffff;
 const ALL_ZERO: u64 = ALL_ALLOCATED << 32;
 
 /// What a resize adds.
-pub(super) struct Growth {
+pub(super) struct Growth<'a> {
     /// Old and new size of the disk in bytes.
     pub(super) old: u64,
     pub(super) size: u64,
     pub(super) preallocation: Preallocation,
     pub(super) data_file: Option<Arc<Storage>>,
+    /// Asked between two steps: whether to give up.
+    pub(super) cancelled: &'a dyn Fn() -> bool,
 }
 
 /// New contents of the last cluster of the old disk.
@@ -183,7 +185,7 @@ impl Active {
     }
 }
 
-impl Growth {
+impl Growth<'_> {
     /// Makes the entries of the part that is added.
     pub(super) async fn run<B: Below>(
         &self,
@@ -210,6 +212,9 @@ impl Growth {
                 break;
             }
             self.fill_table(tx, active, cluster, stop, below).await?;
+            if (self.cancelled)() {
+                return Err(tx.io("growing it", Errno::CANCELED));
+            }
             cluster = stop;
         }
         // What is counted must not lie behind the end of the file.
@@ -292,7 +297,9 @@ impl Growth {
                 tx.file.write_zeroes(tx.ring, offset, len, true, true).await
             }
             Preallocation::Falloc => tx.file.write_zeroes(tx.ring, offset, len, false, true).await,
-            Preallocation::Full => write_zero_bytes(tx.ring, &tx.file, offset, len).await,
+            Preallocation::Full => {
+                write_zero_bytes(tx.ring, &tx.file, offset, len, self.cancelled).await
+            }
         };
         result.map_err(|errno| tx.io("preparing space in it", errno))?;
         Ok(true)
@@ -337,17 +344,23 @@ impl Growth {
 }
 
 /// Writes zeroes as data, so that the space is taken.
+///
+/// Errors: `ECANCELED` when `cancelled` says so; those of the storage.
 pub(super) async fn write_zero_bytes(
     ring: &Ring,
     file: &Storage,
     offset: u64,
     len: u64,
+    cancelled: &dyn Fn() -> bool,
 ) -> Result<(), Errno> {
     let piece = usize::try_from(len).unwrap_or(PIECE_BYTES).clamp(1, PIECE_BYTES);
     let zeroes = IoBuf::new(piece, 4096);
     zeroes.fill(0);
     let mut done = 0;
     while done < len {
+        if cancelled() {
+            return Err(Errno::CANCELED);
+        }
         let now = usize::try_from(len - done).unwrap_or(piece).min(piece);
         write_all(file, ring, offset + done, &zeroes.slice(0..now)).await?;
         done += now as u64;

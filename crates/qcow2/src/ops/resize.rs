@@ -44,6 +44,23 @@ impl Qcow2 {
         options: &ResizeOptions,
         below: &B,
     ) -> Result<(), Error> {
+        self.resize_unless(ring, size, options, below, &|| false).await
+    }
+
+    /// As [`Qcow2::resize`], with an end on the way.
+    ///
+    /// * `cancelled`: asked between two steps while the disk grows; `true` gives up, and what was prepared is cut
+    ///   off again.
+    ///
+    /// Errors: as [`Qcow2::resize`]; `Io` with `ECANCELED`.
+    pub async fn resize_unless<B: Below>(
+        &mut self,
+        ring: &Ring,
+        size: u64,
+        options: &ResizeOptions,
+        below: &B,
+        cancelled: &dyn Fn() -> bool,
+    ) -> Result<(), Error> {
         self.check_resize(size, options)?;
         if size == self.virtual_size() {
             return Ok(());
@@ -54,7 +71,7 @@ impl Qcow2 {
             self.reopen(ring, result).await?;
             return self.compact(ring).await;
         }
-        let result = self.grow(ring, size, options.preallocation, below).await;
+        let result = self.grow(ring, size, options.preallocation, below, cancelled).await;
         self.reopen(ring, result).await
     }
 
@@ -136,6 +153,7 @@ impl Qcow2 {
         size: u64,
         preallocation: Preallocation,
         below: &B,
+        cancelled: &dyn Fn() -> bool,
     ) -> Result<(), Error> {
         let old = self.virtual_size();
         let entries = self.l1_needed(size).max(u64::from(self.info.l1_entries));
@@ -145,20 +163,42 @@ impl Qcow2 {
             Preallocation::Off if self.info.data_file_raw => Preallocation::Metadata,
             other => other,
         };
-        self.grow_data_file(ring, size, preallocation).await?;
         let data_file = self.data_file.clone();
+        let (file, file_len) = (self.file.clone(), self.file.len());
+        let data_len = data_file.as_ref().map_or(0, |data| data.len());
+        let undo = async |error: Error| {
+            // Nothing on disk refers to what was prepared. A failure costs space only.
+            if file.len() > file_len {
+                let _ = file.set_len(ring, file_len).await;
+            }
+            if let Some(data) = &data_file
+                && data.len() > data_len
+            {
+                let _ = data.set_len(ring, data_len).await;
+            }
+            error
+        };
+        if let Err(error) = self.grow_data_file(ring, size, preallocation, cancelled).await {
+            return Err(undo(error).await);
+        }
         let mut tx = Transaction::begin(ring, self)?;
-        let mut active = Active::load(&tx).await?;
-        active.cut(&mut tx, old).await?;
         // At most 2^22.
         let entries = usize::try_from(entries).unwrap_or(0);
-        active.l1.resize(entries, 0);
-        let growth = Growth { old, size, preallocation, data_file };
-        growth.run(&mut tx, &mut active, tail, below).await?;
-        bitmaps::resize(&mut tx, old, size).await?;
-        tx.header.set_size(size);
-        active.finish(&mut tx, entries).await?;
-        tx.commit().await
+        let prepared = async {
+            let mut active = Active::load(&tx).await?;
+            active.cut(&mut tx, old).await?;
+            active.l1.resize(entries, 0);
+            let growth =
+                Growth { old, size, preallocation, data_file: data_file.clone(), cancelled };
+            growth.run(&mut tx, &mut active, tail, below).await?;
+            bitmaps::resize(&mut tx, old, size).await?;
+            tx.header.set_size(size);
+            active.finish(&mut tx, entries).await
+        };
+        match prepared.await {
+            Ok(()) => tx.commit().await,
+            Err(error) => Err(undo(error).await),
+        }
     }
 
     /// The external data file has the size of the disk. One that is not the plain disk may have
@@ -180,6 +220,7 @@ impl Qcow2 {
         ring: &Ring,
         size: u64,
         preallocation: Preallocation,
+        cancelled: &dyn Fn() -> bool,
     ) -> Result<(), Error> {
         let Some(data) = &self.data_file else { return Ok(()) };
         let old = self.virtual_size();
@@ -194,7 +235,9 @@ impl Qcow2 {
                 data.write_zeroes(ring, old, size - old, false, true).await.map_err(failed)?;
             }
             Preallocation::Full => {
-                super::grow::write_zero_bytes(ring, data, old, size - old).await.map_err(failed)?;
+                super::grow::write_zero_bytes(ring, data, old, size - old, cancelled)
+                    .await
+                    .map_err(failed)?;
             }
         }
         self.set_data_len(ring, size).await?;

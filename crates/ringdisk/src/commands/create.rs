@@ -11,7 +11,7 @@ use crate::cli::{CreateArgs, is_named_qcow2};
 use crate::commands::look;
 use crate::job;
 use crate::made::Fresh;
-use crate::new_image::{Described, NewImage, check_new_name};
+use crate::new_image::{Described, NewImage, SECTOR, check_new_name};
 use crate::report::{Exit, Failure};
 use crate::signals::{Phase, Watcher};
 use crate::terminal::{self, shell_word};
@@ -52,7 +52,7 @@ pub(crate) fn run(args: &CreateArgs) -> Result<(), Failure> {
         }
     };
     if !args.quiet {
-        terminal::say(image.line(file, size));
+        terminal::say(image.line(file, size.next_multiple_of(SECTOR)));
     }
     let fresh = Fresh::default();
     let watcher = undo_on_signal(&fresh)?;

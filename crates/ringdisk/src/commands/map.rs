@@ -9,12 +9,23 @@ use ringdisk_disk::{BlockStatus, Disk, MapEntry};
 
 use crate::cli::MapArgs;
 use crate::commands::look;
-use crate::report::Failure;
+use crate::report::{Exit, Failure};
 use crate::terminal::{self, Results};
 
 /// Most that is asked for at once, bytes. Keeps a single answer, and with it an interruption, short
 /// on huge images; neighbours are joined anyway.
 const STEP_BYTES: u64 = 1 << 30;
+
+/// What qemu-img says where there is nothing to say anything about.
+const NOTHING: BlockStatus = BlockStatus {
+    len: 0,
+    data: false,
+    zero: false,
+    present: false,
+    depth: 0,
+    offset: None,
+    compressed: false,
+};
 
 /// Takes `next` into `range` if it goes on where that ends, with the same answer.
 fn join(range: &mut MapEntry, next: &BlockStatus) -> bool {
@@ -38,7 +49,8 @@ pub(crate) fn run(args: &MapArgs) -> Result<(), Failure> {
         Some(length) => args.start_offset.saturating_add(length).min(disk.size()),
         None => disk.size(),
     };
-    let mut printer = Printer { out: Results::new(), json: args.look.output.is_json(), count: 0 };
+    let mut printer =
+        Printer { out: Results::new(), json: args.look.output.is_json(), count: 0, hidden: false };
     let mut at = args.start_offset;
     let mut pending: Option<MapEntry> = None;
     let mut written = printer.begin();
@@ -60,8 +72,22 @@ pub(crate) fn run(args: &MapArgs) -> Result<(), Failure> {
     if let (Ok(()), Some(done)) = (&written, pending) {
         written = printer.range(&disk, &done);
     }
+    if printer.json && printer.count == 0 && written.is_ok() {
+        // As qemu-img: a range without bytes.
+        let nothing = MapEntry { start: at, status: NOTHING };
+        written = printer.range(&disk, &nothing);
+    }
+    let hidden = printer.hidden;
     terminal::ended(written.and_then(|()| printer.end()))?;
-    printer.out.finish()
+    printer.out.finish()?;
+    match hidden {
+        true => Err(Failure::new(
+            Exit::General,
+            "the image has compressed clusters, which have no place in the file that others could read",
+        )
+        .hint("--json shows every range")),
+        false => Ok(()),
+    }
 }
 
 /// Writes ranges as they come.
@@ -69,6 +95,8 @@ struct Printer {
     out: Results,
     json: bool,
     count: u64,
+    /// The table for people cannot say where some range is.
+    hidden: bool,
 }
 
 impl Printer {
@@ -82,6 +110,8 @@ impl Printer {
 
     fn range(&mut self, disk: &Disk, range: &MapEntry) -> io::Result<()> {
         if !self.json {
+            let status = &range.status;
+            self.hidden |= status.data && !status.zero && status.offset.is_none();
             let layers = disk.layers();
             return human(&mut self.out, range, |layer| {
                 layers.get(layer).map(|layer| layer.host_name())

@@ -1,12 +1,16 @@
 //! `ringdisk resize`: another size for the disk inside an image.
 
-use ringdisk_disk::{Disk, ImageOptions, ResizeOptions, Source};
+use ringdisk_disk::{Disk, Format, ImageOptions, ResizeOptions, Source};
 use ringdisk_qcow2::Preallocation;
 
-use crate::cli::{PreallocationWord, ResizeArgs};
+use crate::cli::{PreallocationWord, ProgressArgs, ResizeArgs};
 use crate::commands::look;
+use crate::job::Job;
 use crate::report::{Exit, Failure};
 use crate::terminal;
+
+/// Sizes of qcow2 images are multiples of this, bytes.
+const SECTOR: u64 = 512;
 
 /// Changes the size.
 ///
@@ -29,9 +33,25 @@ pub(crate) fn run(args: &ResizeArgs) -> Result<(), Failure> {
         )
         .hint("add --shrink if that is meant"));
     }
+    let is_raw = disk.layers().first().and_then(|top| top.format()) == Some(Format::Raw);
+    if is_raw && args.preallocation == PreallocationWord::Metadata {
+        return Err(Failure::new(
+            Exit::Usage,
+            "a raw image has no metadata that could be prepared; write off, falloc or full",
+        ));
+    }
+    if !is_raw && !size.is_multiple_of(SECTOR) {
+        return Err(Failure::new(
+            Exit::Usage,
+            format!("the new size of {size} bytes is not a multiple of 512"),
+        ));
+    }
     let options = ResizeOptions { shrink: args.shrink, preallocation: word(args.preallocation) };
-    let resized = runtime.block_on(disk.resize_with(&ring, size, options)).map_err(Failure::from);
-    look::close(&mut runtime, &disk, &args.file, resized)?;
+    let job = Job::start("resize", ProgressArgs { progress: false, quiet: true })?;
+    let resize = disk.resize_unless_cancelled(&ring, size, options, job.progress());
+    let resized = runtime.block_on(resize).map_err(Failure::from);
+    let closed = look::close(&mut runtime, &disk, &args.file, resized);
+    job.end(closed, "the image is sound and has its old size")?;
     if !args.quiet {
         terminal::say("Image resized.");
     }
