@@ -99,6 +99,7 @@ pub(super) async fn rebuild(
     let l1_bytes = u64::from(header.l1_entries) * 8;
     let snapshots = new_snapshot_table(patient, scan).await?;
 
+    let lost_snapshots = scan.lost_snapshots.len();
     let mut plan = Plan::new(scan, limit);
     plan.retire(
         header.refcount_table.start,
@@ -128,9 +129,16 @@ pub(super) async fn rebuild(
         false => None,
     };
     if let Some(bytes) = &snapshots {
-        let place = plan.allocate((bytes.len() as u64).div_ceil(size), 1)?;
-        head.set_snapshots(place << layout.cluster_bits, header.snapshots);
-        patient.write(place << layout.cluster_bits, bytes).await?;
+        // At most as many as there were.
+        let lost = u32::try_from(lost_snapshots).unwrap_or(header.snapshots);
+        let left = header.snapshots.saturating_sub(lost);
+        if left == 0 {
+            head.set_snapshots(0, 0);
+        } else {
+            let place = plan.allocate((bytes.len() as u64).div_ceil(size), 1)?;
+            head.set_snapshots(place << layout.cluster_bits, left);
+            patient.write(place << layout.cluster_bits, bytes).await?;
+        }
     }
     plan.place_blocks()?;
     let (table_at, table_clusters) = plan.place_table()?;
@@ -252,7 +260,7 @@ fn correct(layout: Layout, bytes: &[u8], target: impl Fn(u64) -> u64) -> Option<
 
 /// The snapshot table with what it lacks.
 async fn new_snapshot_table(patient: Patient<'_>, scan: &Scan) -> Result<Option<Vec<u8>>, Stop> {
-    if scan.incomplete_snapshots == 0 {
+    if scan.incomplete_snapshots == 0 && scan.lost_snapshots.is_empty() {
         return Ok(None);
     }
     let header = patient.header;
@@ -260,7 +268,8 @@ async fn new_snapshot_table(patient: Patient<'_>, scan: &Scan) -> Result<Option<
     let len = usize::try_from(scan.snapshot_table_len).map_err(|_| Stop::Memory)?;
     let reader = patient.reader();
     let old = reader.read("reading the snapshot table", header.snapshots_offset, len).await?;
-    Ok(Some(tables::completed(&old, header.snapshots, header.geometry.virtual_size)))
+    let lost: Vec<u32> = scan.lost_snapshots.iter().map(|(number, _)| *number).collect();
+    Ok(Some(tables::completed(&old, header.snapshots, &lost, header.geometry.virtual_size)))
 }
 
 /// Compares the blocks that can be read with what they should say.

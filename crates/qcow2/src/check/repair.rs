@@ -5,7 +5,8 @@
 //! - A crash at any point, and any error, leaves an image that is no worse than before. Leaks are
 //!   taken back where each sector of a refcount block is right by itself; entries of L2 tables are
 //!   emptied one sector at a time; everything else is made new beside the old (module `rebuild`).
-//! - Nothing that might still be of use is given up: only L2 entries that no reader could serve.
+//! - Nothing that might still be of use is given up: only L2 entries that no reader could serve, and snapshots whose
+//!   L1 table cannot be where they say.
 //! - While it is not known what a bitmap refers to, or counts do not fit into the refcounts, those
 //!   are left alone.
 
@@ -68,7 +69,7 @@ pub(super) async fn repair(
             break;
         }
         header = new_header;
-        actions.push(action);
+        actions.extend(action.lines().map(str::to_owned));
         if wrong(&report) >= wrong(&before) {
             break;
         }
@@ -111,7 +112,8 @@ async fn round(
         || compared.wrong_flags > 0
         || compared.leaks_with_flags
         || scan.blocks_broken
-        || scan.incomplete_snapshots > 0;
+        || scan.incomplete_snapshots > 0
+        || !scan.lost_snapshots.is_empty();
     let may_rebuild = match what {
         Repair::Nothing => false,
         // Flags are made right too when nothing else is wrong: QEMU does so, and a leak may need it.
@@ -120,7 +122,15 @@ async fn round(
     };
     if wants_rebuild && may_rebuild && !scan.overflow {
         rebuild(patient, scan, what == Repair::All, hooks).await?;
-        return Ok(Some("Repaired: the refcount structures were written anew".to_owned()));
+        let mut text = "Repaired: the refcount structures were written anew".to_owned();
+        for (_, name) in &scan.lost_snapshots {
+            text +=
+                &format!("\nRepaired: snapshot {name} is removed, as its L1 table cannot be read");
+        }
+        if scan.incomplete_snapshots > 0 {
+            text += "\nRepaired: the snapshot table has the extra data that it should have";
+        }
+        return Ok(Some(text));
     }
     if report.leaks > 0 && what != Repair::Nothing {
         let freed = take_leaks_back(patient, scan, report.corruptions == 0, hooks).await?;
@@ -278,7 +288,8 @@ fn summary(first: CheckReport, last: CheckReport, actions: Vec<String>) -> Check
 /// as it was.
 pub(super) async fn rebuild_dirty(patient: Patient<'_>, hooks: CheckHooks<'_>) -> Result<(), Stop> {
     let (report, mut scan, compared) = examine(&patient.reader(), patient.header, hooks).await?;
-    if scan.unknown || scan.overflow {
+    // What a snapshot refers to that cannot be read is not known, and nobody asked to give it up.
+    if scan.unknown || scan.overflow || !scan.lost_snapshots.is_empty() {
         let reason = report.messages.into_iter().next().unwrap_or_default();
         return Err(Stop::Corrupt(format!(
             "the image was not closed cleanly and its refcounts cannot be rebuilt: {reason}"

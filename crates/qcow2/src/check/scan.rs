@@ -74,8 +74,10 @@ pub(super) struct Scan {
     pub(super) external_flags: u64,
     /// It is not known what some structure refers to.
     pub(super) unknown: bool,
-    /// Entries of the snapshot table lack what version 3 wants.
+    /// Entries of the snapshot table lack what version 3 wants, or have too much extra data.
     pub(super) incomplete_snapshots: u64,
+    /// Snapshots whose L1 table cannot be read, with their numbers, rising.
+    pub(super) lost_snapshots: Vec<(u32, String)>,
     /// Bytes of the snapshot table.
     pub(super) snapshot_table_len: u64,
     /// L2 entries that hold nothing that could be kept.
@@ -114,6 +116,7 @@ pub(super) async fn scan(
         external_flags: 0,
         unknown: false,
         incomplete_snapshots: 0,
+        lost_snapshots: Vec::new(),
         snapshot_table_len: 0,
         hopeless: Vec::new(),
         blocks_broken: false,
@@ -305,7 +308,7 @@ impl Scan {
             });
         }
         let mut bytes_sum = 0u64;
-        for snapshot in snapshots {
+        for (number, snapshot) in (0u32..).zip(snapshots) {
             hooks.step(self.done, self.total)?;
             let (offset, name) = (snapshot.offset, &snapshot.name);
             let bytes = u64::from(snapshot.entries) * 8;
@@ -313,12 +316,14 @@ impl Scan {
                 report.corrupt(1, || {
                     format!("ERROR snapshot {name}: its L1 table at {offset:#x} is not aligned")
                 });
+                self.lost_snapshots.push((number, snapshot.name));
                 continue;
             }
             if bytes > L1_BYTES_MAX {
                 report.corrupt(1, || {
                     format!("ERROR snapshot {name}: its L1 table has {bytes} bytes, too many")
                 });
+                self.lost_snapshots.push((number, snapshot.name));
                 continue;
             }
             bytes_sum += bytes;

@@ -19,6 +19,8 @@ use crate::snapshots::ENTRY_BYTES_MIN;
 const FIRST_BYTES: u64 = 64 << 10;
 /// Version 3 wants the 64-bit sizes of machine state and disk in each snapshot.
 const EXTRA_BYTES_V3: usize = 16;
+/// Extra data that has a meaning: these, and the instruction count.
+const EXTRA_BYTES_KNOWN: usize = 24;
 /// Most entries of a bitmap table, and most bytes of one bitmap: the limits of QEMU.
 const BITMAP_ENTRIES_MAX: u32 = 0x800_0000;
 const BITMAP_BYTES_MAX: u64 = 0x2000_0000;
@@ -32,7 +34,7 @@ pub(super) struct SnapshotL1 {
     pub(super) entries: u32,
     /// Id and name, for messages.
     pub(super) name: String,
-    /// Its entry lacks what version 3 wants.
+    /// Its entry lacks what version 3 wants, or has more extra data than is allowed.
     pub(super) incomplete: bool,
 }
 
@@ -82,19 +84,22 @@ fn parse_snapshots(
         at = at.next_multiple_of(8);
         let Some(head) = bytes.get(at..at + ENTRY_BYTES_MIN) else { return Ok(None) };
         let extra = u32_at(head, 36);
-        if extra > SNAPSHOT_EXTRA_BYTES_MAX {
-            return Err(Stop::Corrupt(format!(
-                "snapshot table entry {number} has {extra} bytes of extra data; the limit is \
-                 {SNAPSHOT_EXTRA_BYTES_MAX}"
-            )));
-        }
+        let too_much = extra > SNAPSHOT_EXTRA_BYTES_MAX;
         let extra = extra as usize;
         let (id_len, name_len) = (usize::from(u16_at(head, 12)), usize::from(u16_at(head, 14)));
         let names = at + ENTRY_BYTES_MIN + extra;
-        let end = names + id_len + name_len;
+        let Some(end) = names.checked_add(id_len + name_len) else { return Ok(None) };
         let Some(names) = bytes.get(names..end) else { return Ok(None) };
         let (id, name) = names.split_at(id_len);
         let incomplete = header.version >= 3 && extra < EXTRA_BYTES_V3;
+        if too_much {
+            report.corrupt(1, || {
+                format!(
+                    "ERROR snapshot table entry {number} has {extra} bytes of extra data, more than \
+                     {SNAPSHOT_EXTRA_BYTES_MAX}"
+                )
+            });
+        }
         if incomplete {
             report.corrupt(1, || format!("ERROR snapshot table entry {number} is incomplete"));
         }
@@ -106,7 +111,7 @@ fn parse_snapshots(
                 String::from_utf8_lossy(id).escape_debug(),
                 String::from_utf8_lossy(name).escape_debug()
             ),
-            incomplete,
+            incomplete: incomplete || too_much,
         });
         at = end;
     }
@@ -186,23 +191,33 @@ pub(super) async fn bitmaps(
 }
 
 /// The snapshot table with all that version 3 wants in each entry; the 64-bit sizes are added where
-/// they are missing.
+/// they are missing, and extra data that is more than allowed is cut to what has a meaning.
 ///
 /// * `bytes`: a table that [`snapshots`] understood.
+/// * `dropped`: numbers of entries that are left out, rising.
 /// * `disk_bytes`: size of the disk, for the snapshots that do not say theirs.
-pub(super) fn completed(bytes: &[u8], count: u32, disk_bytes: u64) -> Vec<u8> {
+pub(super) fn completed(bytes: &[u8], count: u32, dropped: &[u32], disk_bytes: u64) -> Vec<u8> {
     let mut out = Vec::with_capacity(bytes.len() + count as usize * EXTRA_BYTES_V3);
     let mut at = 0usize;
-    for _ in 0..count {
+    for number in 0..count {
         at = at.next_multiple_of(8);
-        out.resize(out.len().next_multiple_of(8), 0);
         let Some(head) = bytes.get(at..at + ENTRY_BYTES_MIN) else { break };
         let extra_len = u32_at(head, 36) as usize;
         let names_len = usize::from(u16_at(head, 12)) + usize::from(u16_at(head, 14));
         let start = at + ENTRY_BYTES_MIN;
         let end = start + extra_len + names_len;
         let Some(rest) = bytes.get(start..end) else { break };
+        at = end;
+        if dropped.binary_search(&number).is_ok() {
+            continue;
+        }
+        out.resize(out.len().next_multiple_of(8), 0);
         let (extra, names) = rest.split_at(extra_len);
+        let extra = if extra_len > SNAPSHOT_EXTRA_BYTES_MAX as usize {
+            extra.get(..EXTRA_BYTES_KNOWN).unwrap_or_default()
+        } else {
+            extra
+        };
         let mut extra = extra.to_vec();
         if extra.len() < 8 {
             extra = u64::from(u32_at(head, 32)).to_be_bytes().to_vec();
@@ -212,11 +227,10 @@ pub(super) fn completed(bytes: &[u8], count: u32, disk_bytes: u64) -> Vec<u8> {
             extra.extend_from_slice(&disk_bytes.to_be_bytes());
         }
         out.extend_from_slice(&head[..36]);
-        // At most 1024: checked when the table was read.
+        // At most 1024.
         out.extend_from_slice(&u32::try_from(extra.len()).unwrap_or(0).to_be_bytes());
         out.extend_from_slice(&extra);
         out.extend_from_slice(names);
-        at = end;
     }
     out
 }
