@@ -78,7 +78,7 @@ impl FileName {
                 format!(
                     "the protocol '{protocol}:' is not supported, only local files are; if it is \
                      a file whose name contains a colon, name it './…' in the image \
-                     (`qemu-img rebase -u`)"
+                     (`ringdisk rebase -u`)"
                 ),
             ));
         }

@@ -65,6 +65,8 @@ pub enum Cache {
     None,
     /// Host page cache; each write is flushed before it is answered.
     Writethrough,
+    /// `O_DIRECT`; each write is flushed before it is answered.
+    DirectSync,
     /// Host page cache; flushes are ignored, so a crash of the host loses data.
     Unsafe,
 }
@@ -72,14 +74,19 @@ pub enum Cache {
 impl Cache {
     /// Whether files are opened with `O_DIRECT`.
     pub fn direct(self) -> bool {
-        self == Cache::None
+        matches!(self, Cache::None | Cache::DirectSync)
+    }
+
+    /// Whether each write is durable before it is answered.
+    pub fn sync(self) -> bool {
+        matches!(self, Cache::Writethrough | Cache::DirectSync)
     }
 }
 
 impl FromStr for Cache {
     type Err = Error;
 
-    /// Reads QEMU's words; `directsync` is not offered.
+    /// Reads QEMU's words.
     ///
     /// Errors: `Invalid` for every other word.
     fn from_str(text: &str) -> Result<Cache, Error> {
@@ -87,11 +94,13 @@ impl FromStr for Cache {
             "writeback" => Ok(Cache::Writeback),
             "none" => Ok(Cache::None),
             "writethrough" => Ok(Cache::Writethrough),
+            "directsync" => Ok(Cache::DirectSync),
             "unsafe" => Ok(Cache::Unsafe),
             _ => Err(Error::new(
                 ErrorKind::Invalid,
                 format!(
-                    "unknown cache mode '{}'; known modes: writeback, none, writethrough, unsafe",
+                    "unknown cache mode '{}'; known modes: writeback, none, writethrough, directsync, \
+                     unsafe",
                     text.escape_debug()
                 ),
             )),

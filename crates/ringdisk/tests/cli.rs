@@ -67,7 +67,7 @@ fn bad_words_end_with_code_2_and_show_the_usage() {
         (&["mount", "--null", "10GB", "x"], "powers of 1000 or of 1024"),
         (&["mount", "--latency", "5", "--null", "1G", "x"], "a unit is missing"),
         (&["mount", "--threads", "0", "a", "b"], "a number from 1 to"),
-        (&["mount", "--cache", "directsync", "a", "b"], "possible values: writeback"),
+        (&["mount", "--cache", "sync", "a", "b"], "possible values: writeback"),
         (&["mount", "-f", "vmdk", "a", "b"], "possible values: raw, qcow2"),
         (&["mount", "--frob", "a", "b"], "--frob"),
         (&["frobnicate"], "frobnicate"),
@@ -223,7 +223,9 @@ fn man_pages_exist_for_every_command_and_list_the_exit_codes() {
     ] {
         let text = fs::read_to_string(target.join(format!("ringdisk{page}.1"))).expect("a page");
         assert!(text.contains(".SH \"EXIT STATUS\""), "ringdisk{page}.1: {text}");
-        assert!(text.contains("io_uring is forbidden or missing here."), "ringdisk{page}.1");
+        // These two have the codes of qemu-img.
+        let is_general = text.contains("io_uring is forbidden or missing here.");
+        assert_eq!(is_general, !["-check", "-compare"].contains(&page), "ringdisk{page}.1");
     }
     assert!(stdout(&ringdisk(&["man"])).starts_with(".ie"));
     let mount = fs::read_to_string(target.join("ringdisk-mount.1")).expect("a page");

@@ -9,6 +9,7 @@ use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use common::tools::{Ran, names, qemu_img, ringdisk};
@@ -143,7 +144,7 @@ fn the_size_changes_under_clients() {
     open.write_all_at(&[7; 4096], 31 * MIB).expect("the new part takes writes");
     ctl(&disk, &["resize", "40M", "--preallocation", "metadata"]).ok();
     becomes(40 * MIB);
-    ctl(&disk, &["resize", "8M"]).ends(3).says("--shrink");
+    ctl(&disk, &["resize", "8M"]).ends(2).says("--shrink");
     ctl(&disk, &["resize", "--", "-100M"]).ends(2).says("cannot lose");
     ctl(&disk, &["resize", "8E"]).ends(2).says("too large");
     ctl(&disk, &["resize", "--shrink", "8M"]).ok();
@@ -475,4 +476,51 @@ fn damage_that_a_write_finds_is_told_everywhere() {
     assert_eq!(ended.stderr.matches("marked corrupt").count(), 2, "{}", ended.stderr);
     assert!(!ended.stderr.contains("last flush"), "{}", ended.stderr);
     assert_eq!(word(72) & 2, 2, "the corrupt bit");
+}
+
+#[test]
+fn the_backing_file_changes_under_clients() {
+    if !needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let run = |words: &[&str]| ringdisk(directory.path(), words);
+    images::raw(&directory.path().join("raw"), 16 * MIB, 5);
+    run(&["convert", "-f", "raw", "-O", "qcow2", "raw", "old.qcow2"]).ok();
+    run(&["create", "-q", "-b", "old.qcow2", "-F", "qcow2", "top.qcow2"]).ok();
+    fs::write(directory.path().join("other"), vec![1; 16 << 20]).expect("a file");
+    let disk = serve(&directory.path().join("top.qcow2"), &[]);
+    let mount = disk.text();
+    let is_over = AtomicBool::new(false);
+    let rounds = std::thread::scope(|scope| {
+        let client = scope.spawn(|| {
+            let mut rounds = 0_u64;
+            while !is_over.load(Ordering::Relaxed) || rounds == 0 {
+                let at = (rounds % 4) * MIB;
+                write(&disk, 9, at, MIB);
+                assert_pattern(disk.path(), 9, at, MIB);
+                assert_pattern(disk.path(), 5, 8 * MIB + at, MIB);
+                rounds += 1;
+            }
+            rounds
+        });
+        let changed = run(&["ctl", mount, "backing", "-F", "raw", "raw"]);
+        let other = run(&["ctl", mount, "backing", "-F", "raw", "other"]);
+        let unstated = run(&["ctl", mount, "backing", "raw"]);
+        is_over.store(true, Ordering::Relaxed);
+        let rounds = client.join().expect("the client");
+        assert_eq!(changed.ok().out, "Backing file changed.\n");
+        assert_ne!(other.says("other content").code, 0);
+        unstated.ends(2).says("never guessed");
+        rounds
+    });
+    assert!(rounds > 0);
+    let layers = ctl(&disk, &["stats", "--json"]).ok().json()["layers"].clone();
+    assert_eq!(layers[1]["format"], "raw", "{layers}");
+    assert_pattern(disk.path(), 5, 10 * MIB, MIB);
+    assert_eq!(disk.stop().code(), Some(0));
+    let info = run(&["info", "--json", "top.qcow2"]).ok().json();
+    let name = directory.path().join("raw");
+    assert_eq!(info["backing-filename"], text(&name), "{info}");
+    assert_clean(&directory.path().join("top.qcow2"));
 }

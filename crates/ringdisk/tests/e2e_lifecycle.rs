@@ -131,6 +131,24 @@ fn a_killed_server_leaves_errors_not_hangs() {
 }
 
 #[test]
+fn the_mount_of_a_killed_server_is_replaced_by_the_next_one() {
+    if !needs_root() {
+        return;
+    }
+    let mut disk = serve_raw(MIB, &[]);
+    let path = disk.mounted.path().to_owned();
+    disk.mounted.process().signal(Signal::KILL);
+    assert!(disk.mounted.process().wait(STOP).is_some());
+    let args = ["--format", "raw", text(&disk.image)];
+    let next = Mounted::start_at(&program(), &args, &path);
+    assert_eq!(piece(&path, 0, 100), pattern(1, 0, 100));
+    let ended = next.stop();
+    assert_eq!(ended.code(), Some(0), "{}", ended.output());
+    assert!(ended.stderr.contains("it is replaced"), "{}", ended.output());
+    assert_eq!(mount_at(&path), None);
+}
+
+#[test]
 fn clients_killed_at_depth_64_do_no_harm() {
     if !(needs_root() && needs("fio", has("fio"))) {
         return;

@@ -338,7 +338,7 @@ impl<'a> Opening<'a> {
                 ErrorKind::TooDeep,
                 format!(
                     "the backing chain of '{}' has more than {LAYERS_MAX} layers; shorten it with \
-                     `qemu-img commit` or `qemu-img rebase`",
+                     `ringdisk commit` or `ringdisk rebase`",
                     printable_path(self.top_name())
                 ),
             ));
@@ -501,7 +501,7 @@ impl<'a> Opening<'a> {
             ErrorKind::Loop,
             format!(
                 "the backing chain of '{}' is a loop: '{}' names '{}', which is already in the \
-                 chain as '{}'; give '{}' another backing file with `qemu-img rebase -u`",
+                 chain as '{}'; give '{}' another backing file with `ringdisk rebase -u`",
                 printable_path(self.top_name()),
                 printable_path(from),
                 printable_path(name),
@@ -531,8 +531,8 @@ fn backing_format(
         // QEMU takes the names of its file drivers for "as it is".
         Some("file" | "host_device") => Some(Format::Raw),
         Some(text) => Some(text.parse::<Format>().map_err(|error| {
-            let hint = "convert it with `qemu-img convert`, or state its real format with \
-                        `qemu-img rebase -u`";
+            let hint = "convert it with `ringdisk convert`, or state its real format with \
+                        `ringdisk rebase -u`";
             Error::new(error.kind(), format!("{error}; {hint}"))
         })?),
         None => None,
@@ -548,7 +548,7 @@ fn backing_format(
             format!(
                 "the image does not state the format of its backing file, and guessing it would \
                  let a guest choose which files are read; state it with \
-                 `qemu-img rebase -u -b '{}' -F FORMAT '{}'` (FORMAT is raw or qcow2)",
+                 `ringdisk rebase -u -b '{}' -F FORMAT '{}'` (FORMAT is raw or qcow2)",
                 printable(file),
                 printable_path(of),
             ),

@@ -87,7 +87,7 @@ fn a_mixed_chain_is_equal_to_convert() {
 fn every_cache_mode_reads_a_chain() {
     let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("directory");
     mixed(&directory);
-    for cache in [Cache::None, Cache::Writethrough, Cache::Unsafe] {
+    for cache in [Cache::None, Cache::Writethrough, Cache::DirectSync, Cache::Unsafe] {
         compare(&directory, "top.qcow2", &ImageOptions { cache, ..reading() });
     }
 }
@@ -211,7 +211,7 @@ fn the_format_of_a_backing_file_is_never_guessed() {
     rebase_without_format(&directory, "top.qcow2", "mid.qcow2");
     let error = refusal(directory.path().join("top.qcow2"), &reading());
     assert_eq!(error.kind(), ErrorKind::UnknownFormat, "{error}");
-    for part in ["mid.qcow2", "top.qcow2", "qemu-img rebase", "-F"] {
+    for part in ["mid.qcow2", "top.qcow2", "ringdisk rebase", "-F"] {
         assert!(error.message().contains(part), "{error}");
     }
     // A raw base that holds qcow2 is served as its bytes: the guest cannot choose.
@@ -335,7 +335,7 @@ fn a_chain_that_is_too_deep_is_refused() {
     let error = refusal(directory.path().join(format!("{LAYERS_MAX:03}")), &reading());
     assert_eq!(error.kind(), ErrorKind::TooDeep, "{error}");
     assert!(error.message().contains("256"), "{error}");
-    assert!(error.message().contains("qemu-img commit"), "{error}");
+    assert!(error.message().contains("ringdisk commit"), "{error}");
 }
 
 #[test]

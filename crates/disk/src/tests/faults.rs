@@ -163,6 +163,7 @@ fn cache_modes_decide_what_is_flushed() {
             (Cache::Writeback, 1, 0),
             (Cache::None, 1, 0),
             (Cache::Writethrough, 0, 0),
+            (Cache::DirectSync, 0, 0),
             (Cache::Unsafe, 1, 1),
         ];
         for (cache, after_write, after_flush) in cases {

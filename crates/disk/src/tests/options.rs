@@ -9,6 +9,7 @@ fn words_are_qemus() {
     assert_eq!("writeback".parse::<Cache>().expect("cache"), Cache::Writeback);
     assert_eq!("none".parse::<Cache>().expect("cache"), Cache::None);
     assert_eq!("writethrough".parse::<Cache>().expect("cache"), Cache::Writethrough);
+    assert_eq!("directsync".parse::<Cache>().expect("cache"), Cache::DirectSync);
     assert_eq!("unsafe".parse::<Cache>().expect("cache"), Cache::Unsafe);
 }
 

@@ -47,7 +47,9 @@ fn every_byte_is_read_and_written_whatever_the_size() {
 
 #[test]
 fn every_cache_mode_reads_and_writes() {
-    for cache in [Cache::Writeback, Cache::None, Cache::Writethrough, Cache::Unsafe] {
+    for cache in
+        [Cache::Writeback, Cache::None, Cache::Writethrough, Cache::DirectSync, Cache::Unsafe]
+    {
         // Not in /tmp, which may be without O_DIRECT.
         let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("directory");
         let path = directory.path().join("a.img");

@@ -50,7 +50,9 @@ fn allocated(directory: &TempDir) -> u64 {
 
 #[test]
 fn every_cache_mode_writes() {
-    for cache in [Cache::Writeback, Cache::None, Cache::Writethrough, Cache::Unsafe] {
+    for cache in
+        [Cache::Writeback, Cache::None, Cache::Writethrough, Cache::DirectSync, Cache::Unsafe]
+    {
         // Not in /tmp, which may be without O_DIRECT.
         let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("directory");
         ones(&directory, "");

@@ -6,8 +6,8 @@
 use ringdisk_qcow2::Qcow2;
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
+use crate::Disk;
 use crate::graph::Graph;
-use crate::{Cache, Disk};
 
 impl Disk {
     /// As [`Disk::write`]; the range lies inside the disk.
@@ -53,7 +53,7 @@ impl Disk {
 
     /// After a change.
     async fn after(&self, ring: &Ring, image: &Qcow2) -> Result<(), Errno> {
-        if self.cache() == Cache::Writethrough {
+        if self.cache().sync() {
             return image.flush(ring).await;
         }
         self.look_after(ring, image);

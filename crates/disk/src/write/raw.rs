@@ -5,11 +5,11 @@ use std::sync::Arc;
 use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_storage::Kind as StorageKind;
 
+use crate::Disk;
 use crate::gate::Pass as Turn;
 use crate::graph::Graph;
 use crate::guard::SectorGuard;
 use crate::layer::Raw;
-use crate::{Cache, Disk};
 
 impl Disk {
     /// As [`Disk::write`]; the range lies inside the disk.
@@ -29,7 +29,7 @@ impl Disk {
             }
             None => raw.storage.write(ring, raw.offset + offset, buf).await?,
         };
-        if self.cache() == Cache::Writethrough {
+        if self.cache().sync() {
             raw.storage.flush(ring).await?;
         }
         Ok(done)
@@ -65,7 +65,7 @@ impl Disk {
         let _turn = enter_guard(ring, graph, raw, offset, len).await?;
         let at = raw.offset + offset;
         raw.storage.write_zeroes(ring, at, len, may_unmap, fallback).await?;
-        if self.cache() == Cache::Writethrough {
+        if self.cache().sync() {
             raw.storage.flush(ring).await?;
         }
         Ok(())

@@ -147,8 +147,8 @@ pub(crate) struct CheckArgs {
 
 /// List, make, apply and delete the snapshots inside an image
 ///
-/// SNAPSHOT is a name, or an ID of the list; a name that looks like an ID of another snapshot is
-/// taken for the ID.
+/// SNAPSHOT is a name, or an ID of the list. Where it is the ID of one snapshot and the name of another, --apply takes
+/// the ID and --delete the name, as qemu-img does.
 #[derive(Args, Debug)]
 pub(crate) struct SnapshotArgs {
     /// Format of FILE [default: look at its first bytes]

@@ -3,10 +3,11 @@
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand, ValueHint};
+use ringdisk_disk::Format;
 
-use crate::cli::ProgressArgs;
 use crate::cli::names::parse_snapshot;
 use crate::cli::words::PreallocationWord;
+use crate::cli::{ProgressArgs, format_parser};
 use crate::size::{SizeChange, parse_size_change};
 
 const CTL_EXAMPLES: &str = "\
@@ -15,6 +16,7 @@ Examples:
   ringdisk ctl /srv/disk resize +10G
   ringdisk ctl /srv/disk snapshot today.qcow2      further writes go to today.qcow2
   ringdisk ctl /srv/disk commit                    and back into the image below it
+  ringdisk ctl /srv/disk backing -F qcow2 copy.qcow2    a copy of the image below takes its place
   ringdisk ctl /srv/disk stop";
 
 /// Control a mount while it serves
@@ -65,6 +67,21 @@ pub(crate) enum CtlCommand {
         /// The image to write into [default: the one below the topmost]
         #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
         base: Option<PathBuf>,
+        #[command(flatten)]
+        show: ProgressArgs,
+    },
+    /// Make the top image name another backing file of the same content
+    ///
+    /// The new file, which may be a chain, is compared with the old one wherever the top image has nothing itself;
+    /// where they differ the command fails, and nothing has changed. Clients work meanwhile. `ringdisk rebase` takes
+    /// a backing file of other content, while nobody uses the disk.
+    Backing {
+        /// The new backing file, "" for none
+        #[arg(value_name = "FILE", value_hint = ValueHint::FilePath)]
+        file: PathBuf,
+        /// Format of FILE, which is never guessed
+        #[arg(short = 'F', long, value_name = "FORMAT", value_parser = format_parser())]
+        format: Option<Format>,
         #[command(flatten)]
         show: ProgressArgs,
     },

@@ -133,7 +133,7 @@ fn format_parser() -> impl TypedValueParser<Value = Format> {
 }
 
 fn cache_parser() -> impl TypedValueParser<Value = Cache> {
-    PossibleValuesParser::new(["writeback", "none", "writethrough", "unsafe"])
+    PossibleValuesParser::new(["writeback", "none", "writethrough", "directsync", "unsafe"])
         .try_map(|text| text.parse::<Cache>())
 }
 

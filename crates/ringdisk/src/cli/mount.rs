@@ -112,7 +112,8 @@ pub(crate) struct MountArgs {
     ///
     /// writeback: through the page cache, a flush makes writes durable. none: past the page cache
     /// (O_DIRECT), a flush makes writes durable. writethrough: each write is durable when it is
-    /// answered. unsafe: flushes are ignored; a crash of the host loses data.
+    /// answered. directsync: the same, past the page cache. unsafe: flushes are ignored; a crash of
+    /// the host loses data.
     #[arg(long, value_name = "MODE", value_parser = cache_parser(), default_value = "writeback",
           help_heading = "Image options")]
     pub(crate) cache: Cache,
@@ -383,7 +384,7 @@ mod tests {
             ("--io-timeout 0 a b", ErrorKind::ValueValidation),
             ("--null 10Q b", ErrorKind::ValueValidation),
             ("-f vmdk a b", ErrorKind::InvalidValue),
-            ("--cache directsync a b", ErrorKind::InvalidValue),
+            ("--cache sync a b", ErrorKind::InvalidValue),
             ("a b c", ErrorKind::UnknownArgument),
             ("", ErrorKind::MissingRequiredArgument),
         ] {

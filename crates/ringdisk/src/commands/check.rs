@@ -6,7 +6,7 @@
 use std::fmt::Write as _;
 use std::sync::Arc;
 
-use ringdisk_disk::{Cache, Format};
+use ringdisk_disk::Format;
 use ringdisk_qcow2::{CheckHooks, CheckOptions, CheckReport, Repair};
 use ringdisk_storage::{Lock, OpenOptions, Storage};
 use serde_json::{Map, Value, json};
@@ -37,7 +37,7 @@ fn checked(args: &CheckArgs) -> Result<u8, Failure> {
     let mut runtime = look::runtime()?;
     let options = OpenOptions {
         read_only: args.repair.is_none(),
-        direct: args.cache == Cache::None,
+        direct: args.cache.direct(),
         lock: if args.force_share { Lock::ForceShare } else { Lock::Auto },
         ..OpenOptions::default()
     };

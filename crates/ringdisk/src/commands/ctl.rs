@@ -8,7 +8,7 @@ use crate::alive;
 use crate::cli::{CtlArgs, CtlCommand, ProgressArgs};
 use crate::commands::output::json_text;
 use crate::control::client::Client;
-use crate::control::protocol::{Command, Commit, NewSize, Resize, Snapshot};
+use crate::control::protocol::{Command, Commit, NewBacking, NewSize, Resize, Snapshot};
 use crate::job::Job;
 use crate::new_image::check_new_name;
 use crate::report::{Exit, Failure};
@@ -25,10 +25,12 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
     let mut client = Client::connect(&args.mountpoint)?;
     let command = command_of(&args.command)?;
     let show = match &args.command {
-        CtlCommand::Commit { show, .. } => *show,
+        CtlCommand::Commit { show, .. } | CtlCommand::Backing { show, .. } => *show,
         _ => ProgressArgs { progress: false, quiet: true },
     };
-    let job = Job::start("commit", show)?;
+    let what =
+        if matches!(args.command, CtlCommand::Backing { .. }) { "compare" } else { "commit" };
+    let job = Job::start(what, show)?;
     let result = client.call(&command, job.progress());
     let value = job.end(result, "the server was asked to give it up; the image is sound")?;
     match &args.command {
@@ -45,7 +47,8 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
             terminal::say(text);
         }
         CtlCommand::Commit { show, .. } if !show.quiet => terminal::say("Image committed."),
-        CtlCommand::Commit { .. } => {}
+        CtlCommand::Backing { show, .. } if !show.quiet => terminal::say("Backing file changed."),
+        CtlCommand::Commit { .. } | CtlCommand::Backing { .. } => {}
         CtlCommand::Stop => {
             if !client.wait_for_end(STOP_WAIT) || !alive::wait(&client.mountpoint) {
                 terminal::note("the server has not ended yet");
@@ -70,6 +73,12 @@ fn command_of(command: &CtlCommand) -> Result<Command, Failure> {
         let bad =
             |why: &str| Failure::new(Exit::Usage, format!("the name '{}' {why}", path.display()));
         let whole = std::path::absolute(path).map_err(|_| bad("is empty"))?;
+        // Without links and `..` in the directory: the name goes into images.
+        let real = whole.parent().and_then(|directory| directory.canonicalize().ok());
+        let whole = match (real, whole.file_name()) {
+            (Some(directory), Some(name)) => directory.join(name),
+            _ => whole,
+        };
         let text = whole.into_os_string().into_string();
         text.map(Some).map_err(|_| bad("is not UTF-8"))
     };
@@ -90,6 +99,13 @@ fn command_of(command: &CtlCommand) -> Result<Command, Failure> {
             let internal = target.internal.clone();
             Command::Snapshot(Snapshot { file: absolute(&target.file)?, internal })
         }
+        CtlCommand::Backing { file, format, .. } => Command::Backing(NewBacking {
+            file: match file.as_os_str().is_empty() {
+                true => None,
+                false => absolute(&Some(file.clone()))?,
+            },
+            format: format.map(|format| format.name().to_owned()),
+        }),
         CtlCommand::Commit { top, base, .. } => {
             Command::Commit(Commit { top: absolute(top)?, base: absolute(base)? })
         }

@@ -71,7 +71,11 @@ fn page(command: &Command) -> io::Result<Vec<u8>> {
     if command.get_name().ends_with("mount") || command.has_subcommands() {
         render_files(&mut text)?;
     }
-    render_exit_status(&mut text)?;
+    match command.get_name() {
+        "check" => render_statuses(&CHECK_STATUS, &mut text)?,
+        "compare" => render_statuses(&COMPARE_STATUS, &mut text)?,
+        _ => render_exit_status(&mut text)?,
+    }
     Ok(text)
 }
 
@@ -103,6 +107,33 @@ fn render_files(out: &mut dyn Write) -> io::Result<()> {
         roff.control("TP", []);
         roff.text([bold(name)]);
         roff.text([roman(text)]);
+    }
+    roff.to_writer(out)
+}
+
+/// Codes of the commands that have those of qemu-img.
+const CHECK_STATUS: [(&str, &str); 5] = [
+    ("0", "Nothing is wrong (any more, after a repair)."),
+    ("1", "The check did not end: the image cannot be opened or read, the command line is wrong."),
+    ("2", "The image is damaged."),
+    ("3", "Space is leaked, nothing else is wrong."),
+    ("63", "The format has nothing to check (raw)."),
+];
+const COMPARE_STATUS: [(&str, &str); 5] = [
+    ("0", "The disks hold the same."),
+    ("1", "They differ."),
+    ("2", "An image cannot be opened, or the command line is wrong."),
+    ("3", "What is known about a range cannot be looked up."),
+    ("4", "A range cannot be read."),
+];
+
+fn render_statuses(statuses: &[(&str, &str)], out: &mut dyn Write) -> io::Result<()> {
+    let mut roff = Roff::default();
+    roff.control("SH", ["EXIT STATUS"]);
+    for (code, meaning) in statuses {
+        roff.control("TP", []);
+        roff.text([bold(*code)]);
+        roff.text([roman(*meaning)]);
     }
     roff.to_writer(out)
 }

@@ -228,7 +228,7 @@ impl<'a> Plan<'a> {
             .map_err(|error| no_directory(&paths.mountpoint).unwrap_or_else(|| error.into()))?;
         match fs::symlink_metadata(&mountpoint) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            _ => mountpoint = mountpoint::check(&mountpoint)?,
+            _ => mountpoint = free_mountpoint(&mountpoint)?,
         }
         let pidfile = args.pidfile.as_deref().map(std::path::absolute).transpose();
         let pidfile = pidfile
@@ -289,8 +289,9 @@ impl<'a> Plan<'a> {
         };
         let image = &self.lasting(image);
         let mut result = open(image, &options)?;
-        if options.cache == Cache::None && result.as_ref().is_err_and(is_about_direct) {
-            options.cache = Cache::Writeback;
+        if options.cache.direct() && result.as_ref().is_err_and(is_about_direct) {
+            options.cache =
+                if options.cache.sync() { Cache::Writethrough } else { Cache::Writeback };
             result = open(image, &options)?;
             if result.is_ok() {
                 terminal::warn(format_args!(
@@ -385,6 +386,24 @@ impl<'a> Plan<'a> {
         let size = human_size(disk.size());
         format!("{image} ({size}{format}{mode}) is served as {}", self.mountpoint_shown)
     }
+}
+
+/// Checks a mountpoint; what a ringdisk that was killed left on it goes.
+///
+/// Errors: those of the check.
+fn free_mountpoint(path: &Path) -> Result<PathBuf, Failure> {
+    let stale = match mountpoint::check(path) {
+        Err(error) if error.kind() == ringdisk_fuse::ErrorKind::Stale => error,
+        checked => return Ok(checked?),
+    };
+    if unmount(path, Unmount::Lazy).is_err() {
+        return Err(stale.into());
+    }
+    terminal::note(format_args!(
+        "'{}' still carried the mount of a ringdisk that was killed; it is replaced",
+        path.display()
+    ));
+    Ok(mountpoint::check(path)?)
 }
 
 /// What is wrong with a mountpoint whose directory is missing; `None` if that is not the matter.

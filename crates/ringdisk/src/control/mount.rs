@@ -9,13 +9,16 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ringdisk_disk::{
-    CommitOptions, Disk, Layer, OverlayOptions, Progress, ResizeOptions, SnapshotChange,
+    Backing, CommitOptions, Disk, Format, Layer, OverlayOptions, Progress, ResizeOptions,
+    SnapshotChange,
 };
 use ringdisk_qcow2::Preallocation;
 use ringdisk_ring::Ring;
 use serde_json::{Value, json};
 
-use crate::control::protocol::{Command, Commit, NewSize, Refusal, Request, Resize, Snapshot};
+use crate::control::protocol::{
+    Command, Commit, NewBacking, NewSize, Refusal, Request, Resize, Snapshot,
+};
 use crate::control::server::Commands;
 use crate::new_image::check_new_name;
 use crate::report::{Exit, Failure};
@@ -133,6 +136,38 @@ impl MountControl {
         }
     }
 
+    async fn backing(
+        &self,
+        ring: &Ring,
+        wanted: &NewBacking,
+        progress: &Arc<Progress>,
+    ) -> Result<Value, Failure> {
+        let usage = |text: &str| Failure::new(Exit::Usage, text);
+        let backing = match (&wanted.file, &wanted.format) {
+            (None, None) => None,
+            (None, Some(_)) => {
+                return Err(usage("a format of a backing file is given, and no backing file"));
+            }
+            (Some(_), None) => {
+                return Err(usage(
+                    "the format of the backing file is missing; it is never guessed",
+                ));
+            }
+            (Some(file), Some(format)) => {
+                Some(Backing { file: file.as_bytes().to_vec(), format: format.parse::<Format>()? })
+            }
+        };
+        self.disk.change_backing(ring, backing, progress).await?;
+        Ok(self.chain())
+    }
+
+    /// The names of the images, the top one first.
+    fn chain(&self) -> Value {
+        let names: Vec<String> =
+            self.disk.layers().iter().map(|layer| layer.name().display().to_string()).collect();
+        json!({ "chain": names })
+    }
+
     async fn commit(
         &self,
         ring: &Ring,
@@ -153,9 +188,7 @@ impl MountControl {
             return Err(Failure::new(Exit::Usage, "the base must be below the top"));
         }
         self.disk.commit(ring, CommitOptions { top, base, keep_top: false }, progress).await?;
-        let left: Vec<String> =
-            self.disk.layers().iter().map(|layer| layer.name().display().to_string()).collect();
-        Ok(json!({ "chain": left }))
+        Ok(self.chain())
     }
 }
 
@@ -209,6 +242,10 @@ impl Commands for MountControl {
             Command::Snapshot(wanted) => {
                 let _changing = self.change(progress)?;
                 Ok(self.snapshot(ring, &wanted).await?)
+            }
+            Command::Backing(wanted) => {
+                let _changing = self.change(progress)?;
+                Ok(self.backing(ring, &wanted, progress).await?)
             }
             Command::Commit(wanted) => {
                 let _changing = self.change(progress)?;

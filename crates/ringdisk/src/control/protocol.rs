@@ -70,6 +70,18 @@ pub(crate) struct Commit {
     pub(crate) base: Option<String>,
 }
 
+/// Arguments of `backing`.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct NewBacking {
+    /// Absolute path; none: no backing file.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) file: Option<String>,
+    /// Its format, raw or qcow2.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) format: Option<String>,
+}
+
 /// What a client asks of a mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Command {
@@ -77,6 +89,7 @@ pub(crate) enum Command {
     Resize(Resize),
     Snapshot(Snapshot),
     Commit(Commit),
+    Backing(NewBacking),
     Stop,
 }
 
@@ -88,6 +101,7 @@ impl Command {
             Command::Resize(arguments) => ("resize", json!(arguments)),
             Command::Snapshot(arguments) => ("snapshot", json!(arguments)),
             Command::Commit(arguments) => ("commit", json!(arguments)),
+            Command::Backing(arguments) => ("backing", json!(arguments)),
             Command::Stop => ("stop", json!({})),
         }
     }
@@ -115,11 +129,13 @@ impl Command {
             "resize" => of(request).map(Command::Resize),
             "snapshot" => of(request).map(Command::Snapshot),
             "commit" => of(request).map(Command::Commit),
+            "backing" => of(request).map(Command::Backing),
             "stop" => of::<Nothing>(request).map(|_| Command::Stop),
             other => Err(Refusal {
                 class: "CommandNotFound",
                 ..Refusal::usage(format!(
-                    "no such command: '{}'; known: stats, resize, snapshot, commit, stop",
+                    "no such command: '{}'; known: stats, resize, snapshot, commit, \
+                     backing, stop",
                     other.escape_debug()
                 ))
             }),
