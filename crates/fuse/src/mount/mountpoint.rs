@@ -11,6 +11,7 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
+use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use rustix::io::Errno;
 
 use super::table::{self, MountEntry};
@@ -18,8 +19,9 @@ use crate::error::{Error, ErrorKind};
 
 /// Links followed before a name is taken for a loop; the kernel's own limit.
 const SYMLINKS_MAX: usize = 40;
-/// How long a mount that is there may take to show that its server lives.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
+/// How long a mount that is there may take to show that its server lives. The rings of one that was killed may hold its
+/// device for a while on a busy machine.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Makes a path absolute and free of symbolic links without asking the file itself: only its directory is resolved, and a link in
 /// its place is read as a link.
@@ -113,7 +115,7 @@ fn occupied(mountpoint: &Path, entry: &MountEntry) -> Error {
         .hint(format!("stop it first: `ringdisk umount {shown}`, or choose another file"))
 }
 
-/// Whether the server of a FUSE mount is gone, which shows as ENOTCONN.
+/// Whether the server of a FUSE mount is gone, which shows as ENOTCONN, or as ECONNABORTED to a request that waited meanwhile.
 ///
 /// Asked on a thread of its own, since a server that is stopped would keep the caller waiting; that one is not gone. The thread
 /// ends with the answer or with the process.
@@ -121,8 +123,11 @@ pub(crate) fn is_dead(mountpoint: &Path) -> bool {
     let (sender, receiver) = mpsc::channel();
     let path = mountpoint.to_path_buf();
     let asked = thread::Builder::new().name("mountpoint".to_owned()).spawn(move || {
-        let is_dead = fs::symlink_metadata(&path)
-            .is_err_and(|error| error.raw_os_error() == Some(Errno::NOTCONN.raw_os_error()));
+        // Attributes that the kernel has cached say nothing about the server.
+        let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::STATX_FORCE_SYNC;
+        let asked = statx(CWD, &path, flags, StatxFlags::BASIC_STATS);
+        let is_dead =
+            asked.is_err_and(|errno| matches!(errno, Errno::NOTCONN | Errno::CONNABORTED));
         // The receiver may have given up.
         let _ = sender.send(is_dead);
     });
