@@ -150,3 +150,27 @@ fn two_threads_on_one_image_in_a_file() {
         look(&sim, &oracle);
     }
 }
+
+/// No test: `./test races` runs it to see that the thread sanitizer finds what it is there for. Without the sanitizer nothing can be
+/// seen of it.
+#[test]
+#[ignore = "a race on purpose"]
+fn a_race_that_is_there() {
+    struct Shared(std::cell::UnsafeCell<u64>);
+    // SAFETY: not sound, which is the point; nothing depends on the number.
+    unsafe impl Sync for Shared {}
+    let shared = Shared(std::cell::UnsafeCell::new(0));
+    let start = std::sync::Barrier::new(2);
+    std::thread::scope(|scope| {
+        for number in 0..2 {
+            let (shared, start) = (&shared, &start);
+            scope.spawn(move || {
+                start.wait();
+                for round in 0..1000 {
+                    // SAFETY: as above.
+                    unsafe { shared.0.get().write_volatile(number + round) }
+                }
+            });
+        }
+    });
+}
