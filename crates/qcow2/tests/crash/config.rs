@@ -8,6 +8,10 @@ use ringdisk_testkit::sim::Prng;
 /// Bytes of each region that the clients use: enough for conflicts, little enough to be judged quickly.
 const REGION_BYTES: u64 = 160 << 10;
 
+/// Clusters of an L1 table that nearly fill a refcount table of one cluster, which can count 64 * 64 clusters, where clusters have 512
+/// bytes and counts 64 bits: 63 blocks and some other clusters come to it.
+const NEARLY_FULL_L1: u64 = 3900;
+
 /// Which operations that need the image for themselves happen between two streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Between {
@@ -32,6 +36,8 @@ pub(crate) struct Wanted {
     pub(crate) backing: bool,
     pub(crate) compressed: bool,
     pub(crate) bitmap: bool,
+    /// So much is in use that the refcount table has to grow soon.
+    pub(crate) full_table: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -61,10 +67,15 @@ pub(crate) struct Config {
 impl Config {
     pub(crate) fn new(seed: u64, wanted: Wanted) -> Config {
         let mut prng = Prng::new(seed ^ 0x00c0_ffee);
-        let extended = prng.below(5) == 0;
+        let extended = prng.below(5) == 0 && !wanted.full_table;
         let version = if prng.below(6) == 0 && !extended { 2 } else { 3 };
-        let version = if wanted.lazy || wanted.data_file || wanted.bitmap { 3 } else { version };
+        let version = if wanted.lazy || wanted.data_file || wanted.bitmap || wanted.full_table {
+            3
+        } else {
+            version
+        };
         let cluster_bits = match prng.below(10) {
+            _ if wanted.full_table => 9,
             _ if extended => 14 + u32::from(prng.below(4) == 0),
             0..=3 => 9,
             4 | 5 => 10,
@@ -75,6 +86,7 @@ impl Config {
         let snapshots = matches!(wanted.between, Some(Between::Snapshots | Between::Both));
         let refcount_order = match (version, prng.below(8)) {
             (2, _) => 4,
+            _ if wanted.full_table => 6,
             (_, 0) if !snapshots && !wanted.compressed => 0,
             (_, 1) => {
                 if snapshots {
@@ -94,6 +106,12 @@ impl Config {
         let size = covers * (2 + prng.below(if cluster_bits < 12 { 12 } else { 2 }))
             + covers / 2
             + SECTOR * 3;
+        let size = if wanted.full_table {
+            // A cluster of the L1 table has 64 entries.
+            size + (NEARLY_FULL_L1 + 25 * prng.below(4)) * 64 * covers
+        } else {
+            size
+        };
         let below = match wanted.backing {
             false => Below::NOTHING,
             true => {

@@ -145,6 +145,12 @@ fn with_a_recording_bitmap() {
 }
 
 #[test]
+fn with_a_refcount_table_that_grows() {
+    let wanted = Wanted { full_table: true, between: Some(Between::Reopen), ..Wanted::default() };
+    simulate("with_a_refcount_table_that_grows", 5, wanted);
+}
+
+#[test]
 fn a_seed_repeats_itself() {
     let run = |seed| {
         let mut runtime = runtime();

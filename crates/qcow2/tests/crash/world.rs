@@ -261,16 +261,23 @@ impl World {
         let layout = Layout::of(&self.file);
         let lost = match self.taken {
             Taken::Honest => None,
-            Taken::WithoutLastFlush => Barrier::choose(&self.file, &layout, &mut self.prng),
+            Taken::WithoutLastFlush => {
+                Barrier::choose(&self.file, self.data.as_ref(), &layout, &mut self.prng)
+            }
         };
         for _ in 0..STATES {
             let seed = self.prng.next_u64();
             let (stream, cut) = (self.stream, self.cuts);
             let label = format!("{label}, stream {stream}, cut {cut}, state {seed:#x}");
-            let data = self.data.as_ref().map(|data| data.crash_state(seed ^ 0xda7a));
+            let in_data_file = lost.as_ref().is_some_and(|barrier| barrier.in_data_file);
+            let data = self.data.as_ref().and_then(|data| match in_data_file {
+                true => data.crash_state_without_last_flush(seed ^ 0xda7a, |_, _| true),
+                false => Some(data.crash_state(seed ^ 0xda7a)),
+            });
             let file = match (self.taken, &lost) {
                 (Taken::Honest, _) => Some(self.file.crash_state(seed)),
                 (_, None) => None,
+                (_, Some(barrier)) if barrier.in_data_file => Some(self.file.crash_state(seed)),
                 (_, Some(barrier)) => self.file.crash_state_without_last_flush(seed, |at, _| {
                     layout.class_at(at) == barrier.lost
                 }),

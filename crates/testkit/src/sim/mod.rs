@@ -195,6 +195,11 @@ impl SimStorage {
         (before, state.journal.iter().map(|(_, change)| change.range()).collect())
     }
 
+    /// Whether a flush that had nothing to do came after the one that [`SimStorage::around_last_flush`] is about.
+    pub fn was_flushed_idly(&self) -> bool {
+        self.state().idle_since
+    }
+
     /// A copy of what a reader sees now, all of it durable. Cheap.
     #[must_use]
     pub fn fork(&self, seed: u64) -> SimStorage {

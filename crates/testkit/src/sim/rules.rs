@@ -56,7 +56,8 @@ impl When {
         When { number: Some(number), ..When::default() }
     }
 
-    /// Only those that touch a byte of `range`. Operations without a range (flush) never do.
+    /// Only those that touch a byte of `range`; a change of the length: whose last byte lies there. Operations without a range
+    /// (flush) never do.
     pub fn at(self, range: Range<u64>) -> When {
         When { range: Some(range), ..self }
     }
@@ -105,7 +106,8 @@ impl Rule {
     ) -> Option<Fault> {
         let when = &self.when;
         let touches = |range: &Range<u64>| {
-            len > 0 && offset < range.end && range.start < offset.saturating_add(len)
+            let touched = len > 0 && offset < range.end && range.start < offset.saturating_add(len);
+            touched || kind == OpKind::SetLen && range.start < offset && offset <= range.end
         };
         let matches = when.kind.is_none_or(|wanted| wanted == kind)
             && when.number.is_none_or(|wanted| wanted == number)

@@ -156,6 +156,8 @@ pub(crate) struct State {
     pub(crate) journal: VecDeque<(u64, Change)>,
     /// What the last flush made durable, and what was durable before.
     pub(crate) flushed: Option<Flushed>,
+    /// The last flush had nothing to do: `flushed` is about one before it.
+    pub(crate) idle_since: bool,
     next_change: u64,
     pub(crate) pending: BTreeMap<u64, Pending>,
     pub(crate) rules: Vec<Rule>,
@@ -179,6 +181,7 @@ impl State {
             image,
             journal: VecDeque::new(),
             flushed: None,
+            idle_since: false,
             next_change: 0,
             pending: BTreeMap::new(),
             rules: Vec::new(),
@@ -234,6 +237,7 @@ impl State {
             flushed.changes.push(change);
         }
         // A flush with nothing to do is no barrier: the one before it still is.
+        self.idle_since = flushed.changes.is_empty();
         if !flushed.changes.is_empty() {
             self.flushed = Some(flushed);
         }
