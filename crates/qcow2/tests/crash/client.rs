@@ -12,6 +12,11 @@ use ringdisk_testkit::sim::Prng;
 use crate::config::{Config, index};
 use crate::live::{Base, Shared, buffer, pack, read};
 
+/// How the trace calls a write that was answered with less than was asked: something failed after some progress.
+pub(crate) const SHORT: &str = "short write";
+/// How the trace calls a write-back, whose failure nobody is told.
+pub(crate) const WRITE_BACK: &str = "write back";
+
 /// What clients share.
 #[derive(Debug)]
 pub(crate) struct Shore {
@@ -122,6 +127,9 @@ impl Client {
             let at = range.start + done as u64;
             let result = self.image.write(&self.ring, at, &rest, &self.base).await;
             good = self.shore.result(&format!("write {} {range:x?}", begun.number), &result);
+            if result.is_ok_and(|count| count < rest.len()) {
+                self.shore.note(|| format!("{SHORT} {}", begun.number));
+            }
             done += result.unwrap_or(0);
         }
         self.shore.note(|| format!("write {} done", begun.number));
@@ -198,7 +206,7 @@ impl Client {
     /// What the disk layer does now and then.
     async fn write_back(&self) {
         if self.image.wants_write_back() != WriteBack::Nothing {
-            self.shore.note(|| "write back".into());
+            self.shore.note(|| WRITE_BACK.into());
             Qcow2::write_back(&self.image, &self.ring).await;
         }
     }
