@@ -148,12 +148,12 @@ fn a_snapshot_entry_gets_the_sizes_that_it_lacks() {
     entry[12..16].copy_from_slice(&[0, 1, 0, 3]);
     entry[32..36].copy_from_slice(&77u32.to_be_bytes());
     entry.extend_from_slice(b"1one");
-    let done = tables::completed(&entry, 1, 4096);
+    let done = tables::completed(&entry, 1, &[], 4096);
     assert_eq!(done.len(), 40 + 16 + 4);
     assert_eq!(done[36..40], 16u32.to_be_bytes());
     assert_eq!(done[40..56], [77u64.to_be_bytes(), 4096u64.to_be_bytes()].concat());
     assert_eq!(&done[56..], b"1one");
-    assert_eq!(tables::completed(&done, 1, 1), done);
+    assert_eq!(tables::completed(&done, 1, &[], 1), done);
 }
 
 #[test]
