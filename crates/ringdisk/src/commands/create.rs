@@ -45,14 +45,15 @@ pub(crate) fn run(args: &CreateArgs) -> Result<(), Failure> {
     };
     let size = match (image.size(args.size)?, &backing) {
         (Some(size), _) => size,
-        (None, Some(backing)) => backing.disk.size(),
+        // QEMU counts the disk of a backing file in sectors; what the user says it repeats as it is.
+        (None, Some(backing)) => backing.disk.size().next_multiple_of(SECTOR),
         (None, None) => {
             return Err(usage("the size of the new image is missing")
                 .hint(format!("ringdisk create {} 10G", shell_word(&file.to_string_lossy()))));
         }
     };
     if !args.quiet {
-        terminal::say(image.line(file, size.next_multiple_of(SECTOR)));
+        terminal::say(image.line(file, size));
     }
     let fresh = Fresh::default();
     let watcher = undo_on_signal(&fresh)?;
