@@ -45,8 +45,11 @@ def figure(name, value, bound=None, at_least=True, **more):
 def against_raw(b):
     """Fully allocated qcow2 against raw through the same export, in interleaved pairs."""
     size = 256 * MIB if b.quick else GIB
-    raw = qimages.random_raw(b.path("full.raw"), size)
-    qcow2 = qimages.convert(raw, b.path("full.qcow2"))
+    source = qimages.random_raw(b.path("source.raw"), size)
+    qcow2 = qimages.convert(source, b.path("full.qcow2"))
+    # A copy made in the same way at the same time: where a file lies on the disk makes more of a difference than its format.
+    raw = qimages.copy(source, b.path("full.raw"))
+    os.unlink(source)
     out = []
     with b.ringdisk(raw, "raw") as plain, b.ringdisk(qcow2) as image:
         for rw in ("read", "randread", "write", "randwrite"):
@@ -65,6 +68,7 @@ def against_raw(b):
                     line["met"] = line["met"] or cost <= 1.05
                     out.append(line)
     os.unlink(qcow2)
+    os.unlink(raw)
     return out
 
 

@@ -19,6 +19,7 @@ const WINDOW_BITS: u8 = 15;
 #[derive(Default)]
 struct Decoders {
     inflate: Option<Inflate>,
+    whole: Option<libdeflater::Decompressor>,
     zstd: Option<zstd_safe::DCtx<'static>>,
 }
 
@@ -37,17 +38,35 @@ pub(super) fn stops_early(kind: CompressionType) -> bool {
 /// * `compressed`: its bytes and maybe more: the length is known in sectors only.
 /// * `output`: is filled: the whole cluster, or the first part of it where the kind
 ///   [stops early](stops_early).
+/// * `is_whole`: it is the whole cluster.
 ///
 /// Errors: `EIO` when that many bytes of valid data do not come out.
 pub(crate) fn decompress(
     kind: CompressionType,
     compressed: &[u8],
     output: &mut [u8],
+    is_whole: bool,
 ) -> Result<(), Errno> {
     DECODERS.with_borrow_mut(|decoders| match kind {
-        CompressionType::Zlib => inflate(&mut decoders.inflate, compressed, output),
+        CompressionType::Zlib => {
+            if is_whole && inflate_whole(&mut decoders.whole, compressed, output) {
+                return Ok(());
+            }
+            // Whatever it did not like: the end mark may be cut off, and more may come out than a cluster.
+            inflate(&mut decoders.inflate, compressed, output)
+        }
         CompressionType::Zstd => zstd(&mut decoders.zstd, compressed, output),
     })
+}
+
+/// Raw deflate that ends with the output, quicker. False when the stream is anything else.
+fn inflate_whole(
+    decoder: &mut Option<libdeflater::Decompressor>,
+    compressed: &[u8],
+    output: &mut [u8],
+) -> bool {
+    let decoder = decoder.get_or_insert_with(libdeflater::Decompressor::new);
+    decoder.deflate_decompress(compressed, output) == Ok(output.len())
 }
 
 /// Raw deflate. What comes after a full output, the end mark included, does not matter: it may be cut

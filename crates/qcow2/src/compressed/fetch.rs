@@ -162,7 +162,10 @@ fn hand_over(ring: &Ring, method: Method, ticket: Ticket, bytes: &Bytes) {
         Err(errno) => return ticket.fail(errno),
     };
     let work = move || {
-        ticket.fill(compressed, |input, output| decompress(method.kind, &input[..len], output));
+        ticket.fill(compressed, |input, output| {
+            let is_whole = output.len() == method.cluster_size;
+            decompress(method.kind, &input[..len], output, is_whole)
+        });
     };
     if method.cluster_size <= INLINE_DECOMPRESSION_BYTES {
         work();

@@ -210,7 +210,7 @@ fn what_was_compressed_comes_back() {
                 };
                 assert!(compressed.len() < len);
                 let mut output = vec![0; len];
-                decompress(kind, &compressed, &mut output).expect("our own");
+                decompress(kind, &compressed, &mut output, true).expect("our own");
                 assert!(output == cluster, "{kind:?} {len} {level:?}");
             }
         }
@@ -244,7 +244,7 @@ fn an_encoder_works_again_after_what_it_could_not_compress() {
             let half = [&noise[..len / 2], &text(3, len / 2)].concat();
             if let Some(compressed) = compress(kind, None, &half) {
                 let mut output = vec![0; len];
-                decompress(kind, &compressed, &mut output).expect("our own");
+                decompress(kind, &compressed, &mut output, true).expect("our own");
                 assert!(output == half, "{kind:?} {len}");
             }
         }

@@ -9,7 +9,12 @@ const CLUSTER: usize = 65536;
 /// A cluster in memory of its own.
 fn decompress(kind: CompressionType, bytes: &[u8], len: usize) -> Result<Vec<u8>, Errno> {
     let mut output = vec![0; len];
-    crate::compressed::decompress(kind, bytes, &mut output).map(|()| output)
+    let whole = crate::compressed::decompress(kind, bytes, &mut output, true).map(|()| output);
+    // Another decoder, the same answer.
+    let mut output = vec![0; len];
+    let part = crate::compressed::decompress(kind, bytes, &mut output, false).map(|()| output);
+    assert_eq!(whole, part);
+    whole
 }
 
 /// A cluster that compresses well, but not to nothing.
