@@ -424,7 +424,16 @@ fn sizes_and_modes_that_an_image_cannot_have_are_usage_errors() {
         .ends(2)
         .says("raw image has no metadata");
     run(&["resize", "qcow2", "2000001"]).ends(2).says("not a multiple of 512");
+    // What the user says is repeated; a backing file is counted in sectors.
     let line = run(&["create", "-f", "raw", "odd", "100000"]).ok().out;
+    assert!(line.contains("size=100000"), "{line}");
+    let mut over = vec!["create", "-f", "qcow2", "-b", "unaligned", "-F", "raw", "over"];
+    std::fs::write(directory.path().join("unaligned"), vec![0; 100_000]).expect("a raw image");
+    let line = run(&over).ok().out;
+    assert_eq!(over.pop(), Some("over"));
+    over.push("theirs");
+    let theirs = qemu_img(directory.path(), &over).ok().out;
+    assert_eq!(line.replace("over", ""), theirs.replace("theirs", ""));
     assert!(line.contains("size=100352"), "{line}");
     let map = run(&["map", "--json", "--start-offset", "2M", "qcow2"]).ok().json();
     let theirs = ["map", "--output=json", "-f", "qcow2", "--start-offset", "2M", "qcow2"];
