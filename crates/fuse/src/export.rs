@@ -12,12 +12,14 @@ use std::time::Duration;
 use ringdisk_disk::{Disk, SizeWatch};
 use ringdisk_ring::{SetupError, Topology};
 
+use crate::abi::flags::INIT_OVER_IO_URING;
 use crate::dev::{Place, QueueSetup, QueueThread, Serve, answer_init};
 use crate::file::{FileOptions, FileServer};
 use crate::keeper::{Event, EventSender, HaltReason, Keeper};
 use crate::mount::{Method, MountOptions, clone_device, mount};
 use crate::negotiate::Profile;
 use crate::stats::{QueueView, Stats};
+use crate::uring::{Plan, Refused, Rings, Starting, is_enabled, online_cpus, plan, possible_cpus};
 use crate::{Error, ErrorKind};
 
 /// Requests that one queue serves at once unless the user says otherwise. The memory is 1 MiB each, taken when it is touched.
@@ -26,6 +28,8 @@ pub const QUEUE_DEPTH_DEFAULT: u32 = 128;
 pub const QUEUE_DEPTH_MAX: u32 = 4096;
 /// Queues at most.
 pub const THREADS_MAX: usize = 64;
+/// How long the first answer of a mount may take: it needs no storage.
+const FIRST_ANSWER: Duration = Duration::from_secs(10);
 /// Queues that `auto` makes at most: more readers of one shared input queue only get in each other's way.
 const THREADS_AUTO_MAX: usize = 4;
 
@@ -39,14 +43,40 @@ pub enum Threads {
     Count(usize),
 }
 
+/// How requests travel between the kernel and us.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Transport {
+    /// The best that the kernel offers.
+    #[default]
+    Auto,
+    /// `/dev/fuse`.
+    Dev,
+    /// FUSE over io_uring (Linux 6.14, with the module parameter `enable_uring`).
+    Uring,
+}
+
+impl Transport {
+    /// As users write it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Transport::Auto => "auto",
+            Transport::Dev => "dev",
+            Transport::Uring => "uring",
+        }
+    }
+}
+
 /// How to serve a disk as a file.
 #[derive(Clone, Debug)]
 pub struct ExportOptions {
     /// An existing regular file.
     pub mountpoint: PathBuf,
+    /// How requests travel.
+    pub transport: Transport,
     /// Queue threads.
     pub threads: Threads,
-    /// Requests that each queue serves at once, 1..=4096; `None`: [`QUEUE_DEPTH_DEFAULT`].
+    /// Requests that each queue serves at once, 1..=4096; `None`: [`QUEUE_DEPTH_DEFAULT`], and what memory allows on rings.
     pub queue_depth: Option<u32>,
     /// Writes past the end grow the disk.
     pub growable: bool,
@@ -63,6 +93,12 @@ pub struct ExportOptions {
     /// Moves the fetching between queues all the time. For tests of just that.
     #[doc(hidden)]
     pub restless: bool,
+    /// Entries of a ring stay with the thread on their CPU. For measurements of just that.
+    #[doc(hidden)]
+    pub fixed_entries: bool,
+    /// Makes the kernel refuse the last step of the start over io_uring. For tests of what follows.
+    #[doc(hidden)]
+    pub refuse_rings: bool,
 }
 
 impl ExportOptions {
@@ -71,6 +107,7 @@ impl ExportOptions {
     pub fn new(mountpoint: impl Into<PathBuf>) -> ExportOptions {
         ExportOptions {
             mountpoint: mountpoint.into(),
+            transport: Transport::Auto,
             threads: Threads::Auto,
             queue_depth: None,
             growable: false,
@@ -80,6 +117,8 @@ impl ExportOptions {
             io_timeout: None,
             name: String::from("ringdisk"),
             restless: false,
+            fixed_entries: false,
+            refuse_rings: false,
         }
     }
 }
@@ -102,6 +141,7 @@ pub struct Export {
     events: EventSender,
     queues: Vec<QueueView>,
     notes: Vec<String>,
+    transport: Transport,
     _size_watch: SizeWatch,
 }
 
@@ -121,39 +161,96 @@ impl Export {
         options: ExportOptions,
         devices: Vec<OwnedFd>,
     ) -> Result<Export, Error> {
-        let profile = Profile::detect(options.kernel_cache);
+        let wanted = options.transport;
+        let mut notes = Vec::new();
+        let with_rings = match why_no_rings(wanted) {
+            None => true,
+            Some(_) if wanted == Transport::Dev => false,
+            Some(reason) if wanted == Transport::Uring => {
+                return Err(Error::new(ErrorKind::Unsupported, reason.what).hint(reason.hint));
+            }
+            Some(reason) => {
+                tracing::info!("served over /dev/fuse: {}; {}", reason.what, reason.hint);
+                false
+            }
+        };
+        let again = options.clone();
+        match Export::start_over(Arc::clone(&disk), options, devices, with_rings, &mut notes)? {
+            Started::Done(export) => Ok(*export),
+            Started::RingsRefused(why) => {
+                if wanted == Transport::Uring {
+                    return Err(Error::new(ErrorKind::Unsupported, why)
+                        .hint("use `--transport dev`, or `auto`, which takes what works"));
+                }
+                notes.push(format!("{why}: served over /dev/fuse"));
+                match Export::start_over(disk, again, Vec::new(), false, &mut notes)? {
+                    Started::Done(export) => Ok(*export),
+                    Started::RingsRefused(why) => Err(Error::new(ErrorKind::System, why)),
+                }
+            }
+        }
+    }
+
+    /// One attempt, with rings or without.
+    fn start_over(
+        disk: Arc<Disk>,
+        options: ExportOptions,
+        devices: Vec<OwnedFd>,
+        with_rings: bool,
+        notes: &mut Vec<String>,
+    ) -> Result<Started, Error> {
+        let mut profile = Profile::detect(options.kernel_cache);
+        profile.over_io_uring = with_rings;
         let (sender, receiver) = channel();
         let events = EventSender(sender);
-        let mut notes = Vec::new();
 
         // Rings first: without them there is nothing to mount.
-        let cpus = Topology::read().spread();
-        let count = thread_count(options.threads, cpus.len(), &mut notes);
+        let topology = Topology::read();
+        let cpus = topology.spread();
+        let most = if with_rings { THREADS_MAX } else { THREADS_AUTO_MAX };
+        let count = thread_count(options.threads, cpus.len(), most, notes);
         let place = if options.restless { Place::restless(count) } else { Place::new(count) };
         let place = Arc::new(place);
+        let rings = with_rings.then(|| {
+            let threads: Vec<usize> = (0..count).map(|index| cpus[index % cpus.len()]).collect();
+            let payload = profile.transfer_bytes() as usize;
+            let depth = options.queue_depth.map(|depth| depth.clamp(1, QUEUE_DEPTH_MAX) as usize);
+            let plan = Plan::new(possible_cpus(), &online_cpus(), &threads, depth, payload);
+            let beside = plan::beside(&topology, &threads);
+            let rings = Rings::new(plan, &beside, payload, options.fixed_entries);
+            Arc::new(rings.refusing(options.refuse_rings))
+        });
         let mut queues = Vec::with_capacity(count + devices.len());
         for index in 0..count + devices.len() {
             let injected = index >= count;
-            queues.push(
-                QueueThread::start(QueueSetup {
-                    index,
-                    entries: options
-                        .queue_depth
-                        .unwrap_or(QUEUE_DEPTH_DEFAULT)
-                        .clamp(1, QUEUE_DEPTH_MAX) as usize,
-                    cpu: (count > 1 && !injected).then(|| cpus[index % cpus.len()]),
-                    // An injected device has an input queue of its own, so its queue always fetches.
-                    place: if injected { Arc::new(Place::new(1)) } else { Arc::clone(&place) },
-                    place_index: if injected { 0 } else { index },
-                    events: events.clone(),
-                })
-                .map_err(ring_error)?,
-            );
+            let started = QueueThread::start(QueueSetup {
+                index,
+                entries: options
+                    .queue_depth
+                    .unwrap_or(QUEUE_DEPTH_DEFAULT)
+                    .clamp(1, QUEUE_DEPTH_MAX) as usize,
+                cpu: (count > 1 && !injected).then(|| cpus[index % cpus.len()]),
+                // An injected device has an input queue of its own, so its queue always fetches.
+                place: if injected { Arc::new(Place::new(1)) } else { Arc::clone(&place) },
+                place_index: if injected { 0 } else { index },
+                events: events.clone(),
+                rings: rings.clone().filter(|_| !injected),
+            });
+            match started {
+                Ok(queue) => queues.push(queue),
+                Err(error) if with_rings => {
+                    return Ok(Started::RingsRefused(ring_error(error).to_string()));
+                }
+                Err(error) => return Err(ring_error(error)),
+            }
         }
         notes.extend(queues.iter().filter_map(|queue| queue.pin_error.clone()));
-        place.set_peers(
-            queues[..count].iter().map(|q| (q.ring_fd, Arc::clone(&q.view.cells))).collect(),
-        );
+        let peers: Vec<_> =
+            queues[..count].iter().map(|q| (q.ring_fd, Arc::clone(&q.view.cells))).collect();
+        if let Some(rings) = &rings {
+            rings.set_peers(peers.clone());
+        }
+        place.set_peers(peers);
 
         let read_only = options.read_only || disk.is_read_only();
         let mount = mount(
@@ -166,7 +263,22 @@ impl Export {
                 method: Method::Auto,
             },
         )?;
-        answer_init(mount.device(), &profile)?;
+        let negotiated = answer_init(mount.device(), &profile)?;
+        let start = match &rings {
+            Some(rings) if negotiated.has(INIT_OVER_IO_URING) => {
+                Some(Starting::new(Arc::clone(rings)))
+            }
+            Some(_) => {
+                // Nothing of the rings has reached the kernel: this connection serves over /dev/fuse.
+                let why = "the kernel did not offer io_uring for this mount";
+                if options.transport == Transport::Uring {
+                    return Ok(Started::RingsRefused(String::from(why)));
+                }
+                notes.push(format!("{why}: served over /dev/fuse"));
+                None
+            }
+            None => None,
+        };
 
         let server = Arc::new(FileServer::new(
             Arc::clone(&disk),
@@ -179,11 +291,27 @@ impl Export {
                 gid: rustix::process::getgid().as_raw(),
             },
         ));
-        for (queue, device) in queues.iter().zip(queue_devices(&mount, count, &mut notes)?) {
-            queue.serve(Serve { device, server: Arc::clone(&server) });
+        for (queue, device) in queues.iter().zip(queue_devices(&mount, count, notes)?) {
+            let starting = start.as_ref().map(|(starting, _)| starting.clone());
+            queue.serve(Serve { device, server: Arc::clone(&server), starting });
         }
         for (queue, device) in queues[count..].iter().zip(devices) {
-            queue.serve(Serve { device: Arc::new(device), server: Arc::clone(&server) });
+            let device = Arc::new(device);
+            queue.serve(Serve { device, server: Arc::clone(&server), starting: None });
+        }
+        let mut transport = Transport::Dev;
+        let mut refused = None;
+        if let Some((starting, registered)) = start {
+            match starting.finish(count, &registered) {
+                Ok(()) => {
+                    transport = Transport::Uring;
+                    place.settle();
+                    queues.iter().for_each(QueueThread::wake);
+                }
+                // Whether the kernel has gone back to /dev/fuse by itself cannot be told for every kind of refusal, and clients of a
+                // connection that waits for rings hang: another connection.
+                Err(Refused(errno)) => refused = Some(refusal(errno)),
+            }
         }
 
         let views = queues.iter().map(|queue| queue.view.clone()).collect();
@@ -199,6 +327,7 @@ impl Export {
             queues,
             disk,
             place,
+            rings: rings.filter(|_| transport == Transport::Uring),
             events: receiver,
             io_timeout: options.io_timeout,
             kernel_cache: options.kernel_cache,
@@ -209,11 +338,35 @@ impl Export {
             .map_err(|error| {
                 Error::new(ErrorKind::System, "no thread for the export").source(error)
             })?;
-        // The kernel learns the size only when it is asked for; until then asynchronous reads find an empty file.
-        if let Err(error) = std::fs::metadata(&mountpoint) {
-            tracing::debug!("{}: {error}", mountpoint.display());
+        if let Some(why) = refused {
+            // The connection cannot be used any more: away with it.
+            events.send(Event::Discard);
+            let _ = keeper.join();
+            return Ok(Started::RingsRefused(why));
         }
-        Ok(Export { keeper: Some(keeper), events, queues: views, notes, _size_watch: size_watch })
+        // The kernel learns the size only when it is asked for; until then asynchronous reads find an empty file.
+        if !answers(&mountpoint) && transport == Transport::Uring {
+            events.send(Event::Discard);
+            let _ = keeper.join();
+            return Ok(Started::RingsRefused(String::from(
+                "the rings of this mount do not answer",
+            )));
+        }
+        let notes = std::mem::take(notes);
+        Ok(Started::Done(Box::new(Export {
+            keeper: Some(keeper),
+            events,
+            queues: views,
+            notes,
+            transport,
+            _size_watch: size_watch,
+        })))
+    }
+
+    /// How requests travel: never [`Transport::Auto`].
+    #[must_use]
+    pub fn transport(&self) -> Transport {
+        self.transport
     }
 
     /// What was asked for and could not be had, each with what would enable it.
@@ -274,6 +427,57 @@ impl Drop for Export {
     }
 }
 
+/// Asks for the attributes of the file, from a thread that may be left behind. False: no answer came in time.
+fn answers(mountpoint: &std::path::Path) -> bool {
+    let (tell, told) = channel();
+    let path = mountpoint.to_owned();
+    let asked = std::thread::Builder::new().name(String::from("first look")).spawn(move || {
+        if let Err(error) = std::fs::metadata(&path) {
+            tracing::debug!("{}: {error}", path.display());
+        }
+        let _ = tell.send(());
+    });
+    asked.is_err() || told.recv_timeout(FIRST_ANSWER).is_ok()
+}
+
+/// What came of an attempt.
+enum Started {
+    Done(Box<Export>),
+    /// The kernel refused the last step; nothing is mounted. With the reason.
+    RingsRefused(String),
+}
+
+/// Why the rings are not used, and what would change that.
+struct NoRings {
+    what: String,
+    hint: &'static str,
+}
+
+/// `None`: they may be.
+fn why_no_rings(wanted: Transport) -> Option<NoRings> {
+    if wanted == Transport::Dev {
+        return Some(NoRings { what: String::from("--transport dev was given"), hint: "" });
+    }
+    match is_enabled() {
+        Some(true) => None,
+        Some(false) => Some(NoRings {
+            what: String::from("FUSE over io_uring is switched off"),
+            hint: "`echo Y > /sys/module/fuse/parameters/enable_uring` (as root) switches it on",
+        }),
+        None => Some(NoRings {
+            what: String::from("this kernel has no FUSE over io_uring"),
+            hint: "Linux 6.14 or newer with CONFIG_FUSE_IO_URING has it",
+        }),
+    }
+}
+
+fn refusal(errno: Option<ringdisk_ring::Errno>) -> String {
+    match errno {
+        Some(errno) => format!("the kernel refused a ring of this mount ({errno})"),
+        None => String::from("the rings of this mount were not ready in time"),
+    }
+}
+
 fn ring_error(error: SetupError) -> Error {
     let kind = match error {
         SetupError::Forbidden(_) => ErrorKind::RingForbidden,
@@ -288,9 +492,10 @@ fn stats_of(queues: &[QueueView]) -> Stats {
     Stats { queues: queues.map(|(index, q)| q.cells.snapshot(index, q.cpu, &q.ring)).collect() }
 }
 
-fn thread_count(threads: Threads, cpus: usize, notes: &mut Vec<String>) -> usize {
+/// * `most`: what `auto` takes at most.
+fn thread_count(threads: Threads, cpus: usize, most: usize, notes: &mut Vec<String>) -> usize {
     match threads {
-        Threads::Auto => cpus.clamp(1, THREADS_AUTO_MAX),
+        Threads::Auto => cpus.clamp(1, most),
         Threads::Count(count) if count > THREADS_MAX => {
             notes.push(format!(
                 "{THREADS_MAX} threads instead of {count}, which is the most there can be"

@@ -14,6 +14,7 @@ use crate::dev::{Place, QueueThread};
 use crate::mount::{Mount, Unmount};
 use crate::reply::notify_inval_inode;
 use crate::request::ParseError;
+use crate::uring::Rings;
 
 /// How long a clean stop waits for requests in flight before it ends them with errors.
 const GRACE: Duration = Duration::from_secs(2);
@@ -104,6 +105,8 @@ impl std::error::Error for HaltReason {}
 pub(crate) enum Event {
     /// Somebody asks for a clean stop.
     Stop,
+    /// The mount could not be started after all: it goes, and the disk stays as it is, for another one.
+    Discard,
     /// A queue ended.
     QueueEnded(usize, EndReason),
     /// The disk has a new size.
@@ -125,6 +128,7 @@ impl EventSender {
 #[derive(Debug)]
 enum End {
     Stopped,
+    Discarded,
     Unmounted,
     Aborted,
     Halted(HaltReason),
@@ -137,6 +141,8 @@ pub(crate) struct Keeper {
     pub(crate) queues: Vec<QueueThread>,
     pub(crate) disk: Arc<Disk>,
     pub(crate) place: Arc<Place>,
+    /// What the kernel has of ours, when requests travel in rings.
+    pub(crate) rings: Option<Arc<Rings>>,
     pub(crate) events: Receiver<Event>,
     pub(crate) io_timeout: Option<Duration>,
     pub(crate) kernel_cache: bool,
@@ -157,6 +163,7 @@ impl Keeper {
             };
             match event {
                 Ok(Event::Stop) | Err(RecvTimeoutError::Disconnected) => return End::Stopped,
+                Ok(Event::Discard) => return End::Discarded,
                 Ok(Event::Resized) => self.tell_size(),
                 Ok(Event::QueueEnded(_, EndReason::Unmounted)) => return End::Unmounted,
                 Ok(Event::QueueEnded(_, EndReason::Aborted)) => return End::Aborted,
@@ -202,17 +209,30 @@ impl Keeper {
 
     fn finish(&mut self, end: End) -> Result<(), HaltReason> {
         let mut result = Ok(());
+        let keeps_disk = matches!(end, End::Discarded);
         let drained = match end {
+            End::Discarded => {
+                self.mount.abort();
+                self.remove_mount();
+                true
+            }
             End::Stopped => {
                 self.remove_mount();
                 // Clients that still have the file open may go on for ever: no new requests.
                 self.place.drain();
+                if let Some(rings) = &self.rings {
+                    rings.drain();
+                }
                 for queue in &self.queues {
                     queue.wake();
                 }
                 let drained = self.drain(GRACE);
                 if let Err(count) = drained {
                     result = Err(HaltReason::StillInFlight(count));
+                }
+                // Clients may still have the file open, here or in another mount namespace: the kernel must let go of the entries
+                // before their rings are closed. (Once: after an abort the number of the connection may become another's.)
+                if drained.is_err() || self.rings.is_some() {
                     self.mount.abort();
                 }
                 drained.is_ok()
@@ -239,6 +259,9 @@ impl Keeper {
             if !queue.join(deadline) {
                 tracing::warn!("a queue thread did not end; it is left behind");
             }
+        }
+        if keeps_disk {
+            return result;
         }
         let limit = if drained { LAST_FLUSH } else { LAST_FLUSH_STUCK };
         match self.last_flush(limit) {

@@ -6,6 +6,8 @@
 //!   and tested without a kernel;
 //! - [`file`]: what each operation does on a disk;
 //! - [`mount`]: making and removing the mount, without libfuse;
+//! - `serve`: what every transport does with a request;
+//! - `uring`: the transport over io_uring, beside `dev`, which such a mount keeps for what does not travel in rings;
 //! - `dev`: the transport over `/dev/fuse`: queues, entries, and where requests are served;
 //! - [`export`], `keeper`, `stats`: an export from its mount to its end.
 
@@ -21,9 +23,11 @@ pub mod mount;
 pub mod negotiate;
 pub mod reply;
 pub mod request;
+mod serve;
 mod stats;
+mod uring;
 
 pub use error::{Error, ErrorKind};
-pub use export::{Export, ExportOptions, StopHandle, Threads};
+pub use export::{Export, ExportOptions, StopHandle, Threads, Transport};
 pub use keeper::HaltReason;
 pub use stats::{Histogram, QueueStats, Stats};

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use ringdisk_disk::{Disk, NullOptions};
-use ringdisk_fuse::{Export, ExportOptions, Threads};
+use ringdisk_fuse::{Export, ExportOptions, Threads, Transport};
 use ringdisk_testkit::process::{command, run};
 
 /// Runs fio for a while on an export whose place changes every 50 µs. A request that nobody fetches leaves fio waiting, and then
@@ -20,6 +20,7 @@ fn restless_at_depth(threads: usize, queue_depth: Option<u32>, arguments: &[&str
     let disk =
         Disk::null(&NullOptions { size: 1 << 30, read_zeroes: false, latency: Duration::ZERO });
     let options = ExportOptions {
+        transport: Transport::Dev,
         threads: Threads::Count(threads),
         restless: true,
         queue_depth,

@@ -8,6 +8,7 @@ use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::rc::Rc;
+use std::sync::Arc;
 
 /// From this size on a region is its own mapping: zeroed lazily, so untouched pages cost nothing.
 const MAP_FROM_BYTES: usize = 64 * 1024;
@@ -18,8 +19,17 @@ const PAGE_BYTES: usize = 4096;
 struct Region {
     start: NonNull<u8>,
     len: usize,
-    /// How it was made: `None` for a mapping, else the layout for `dealloc`.
-    layout: Option<Layout>,
+    origin: Origin,
+}
+
+/// Where the memory of a region comes from, and so how it goes.
+enum Origin {
+    /// A mapping of its own.
+    Mapped,
+    /// The allocator.
+    Allocated(Layout),
+    /// Memory that several threads use; it lives at least as long as this reference.
+    Shared(Arc<SharedMemory>),
 }
 
 impl Region {
@@ -35,7 +45,7 @@ impl Region {
         // SAFETY: the layout's size is not zero (`max(1)`).
         let start = unsafe { alloc_zeroed(layout) };
         let Some(start) = NonNull::new(start) else { std::alloc::handle_alloc_error(layout) };
-        Region { start, len, layout: Some(layout) }
+        Region { start, len, origin: Origin::Allocated(layout) }
     }
 
     fn map(len: usize) -> Option<Region> {
@@ -52,21 +62,54 @@ impl Region {
         .ok()?;
         // SAFETY: the range is the mapping just made. A failure only costs copies on fork.
         let _ = unsafe { madvise(start, len, Advice::LinuxDontFork) };
-        Some(Region { start: NonNull::new(start.cast())?, len, layout: None })
+        Some(Region { start: NonNull::new(start.cast())?, len, origin: Origin::Mapped })
     }
 }
 
 impl Drop for Region {
     fn drop(&mut self) {
-        match self.layout {
+        match self.origin {
             // SAFETY: `start` came from `alloc_zeroed` with this very layout, and the last
             // reference is gone (Rc). Operations in flight hold references, so none is running.
-            Some(layout) => unsafe { dealloc(self.start.as_ptr(), layout) },
+            Origin::Allocated(layout) => unsafe { dealloc(self.start.as_ptr(), layout) },
             // SAFETY: as above, for a mapping of `len` bytes made by `map`.
-            None => unsafe {
+            Origin::Mapped => unsafe {
                 let _ = rustix::mm::munmap(self.start.as_ptr().cast(), self.len);
             },
+            Origin::Shared(_) => {}
         }
+    }
+}
+
+/// Memory that several threads make buffers of ([`SharedMemory::buffer`]), each for itself. Who uses it
+/// when is for them to agree on: the bytes are as unordered as those of any buffer that the kernel writes.
+pub struct SharedMemory {
+    region: Region,
+}
+
+// SAFETY: the struct gives out addresses only; bytes are copied through raw pointers by `IoBuf`, never borrowed.
+// The region is a mapping or an allocation, which any thread may free.
+unsafe impl Send for SharedMemory {}
+// SAFETY: as above; the fields never change.
+unsafe impl Sync for SharedMemory {}
+
+impl std::fmt::Debug for SharedMemory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("SharedMemory").field("len", &self.region.len).finish()
+    }
+}
+
+impl SharedMemory {
+    /// As [`IoBuf::new`]. Pages are taken where they are first touched.
+    pub fn new(len: usize, align: usize) -> Arc<SharedMemory> {
+        Arc::new(SharedMemory { region: Region::new(len, align) })
+    }
+
+    /// All of it as a buffer of the calling thread.
+    pub fn buffer(self: &Arc<Self>) -> IoBuf {
+        let (start, len) = (self.region.start, self.region.len);
+        let region = Region { start, len, origin: Origin::Shared(Arc::clone(self)) };
+        IoBuf { region: Rc::new(region), offset: 0, len }
     }
 }
 
@@ -189,7 +232,12 @@ impl IoBuf {
     /// Gives the memory of whole pages inside this buffer back to the system; they read as zeroes
     /// afterwards. For buffers that are not in use. Does nothing for small buffers.
     pub fn release_pages(&self) {
-        if self.region.layout.is_some() {
+        let is_mapped = match &self.region.origin {
+            Origin::Mapped => true,
+            Origin::Allocated(_) => false,
+            Origin::Shared(memory) => matches!(memory.region.origin, Origin::Mapped),
+        };
+        if !is_mapped {
             return;
         }
         let start = self.address().next_multiple_of(PAGE_BYTES);

@@ -36,13 +36,13 @@ mod sync;
 mod tests;
 mod uring;
 
-pub use buffer::IoBuf;
+pub use buffer::{IoBuf, SharedMemory};
 pub use config::Config;
 pub use counters::{Counters, CountersSnapshot};
 pub use op::{Fd, Op, Sleep};
 pub use opset::OpSet;
 pub use parker::Parker;
-pub use placement::{Topology, allowed_cpus, current_cpu, pin_to_cpu, pin_to_cpus};
+pub use placement::{Topology, allowed_cpus, cpus_of_list, current_cpu, pin_to_cpu, pin_to_cpus};
 pub use remote::Remote;
 pub use ring::{RawCommand, Ring, Timeout};
 pub use runtime::Runtime;

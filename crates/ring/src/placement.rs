@@ -26,7 +26,7 @@ impl Topology {
             };
             let list = std::fs::read_to_string(entry.path().join("cpulist")).unwrap_or_default();
             let cpus: Vec<usize> =
-                parse_list(&list).into_iter().filter(|cpu| allowed.contains(cpu)).collect();
+                cpus_of_list(&list).into_iter().filter(|cpu| allowed.contains(cpu)).collect();
             if !cpus.is_empty() {
                 nodes.push((id, cpus));
             }
@@ -52,7 +52,7 @@ impl Topology {
 }
 
 /// CPUs in a kernel list such as `0-3,8`. Rubbish is skipped.
-fn parse_list(text: &str) -> Vec<usize> {
+pub fn cpus_of_list(text: &str) -> Vec<usize> {
     let mut cpus = Vec::new();
     for part in text.trim().split(',') {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
@@ -94,7 +94,7 @@ pub fn current_cpu() -> usize {
 
 #[cfg(test)]
 mod tests {
-    use super::{Topology, parse_list};
+    use super::{Topology, cpus_of_list};
 
     #[test]
     fn the_first_cpus_of_a_spread_lie_on_all_nodes() {
@@ -104,9 +104,9 @@ mod tests {
 
     #[test]
     fn lists_of_the_kernel_are_understood() {
-        assert_eq!(parse_list("0-2,5\n"), [0, 1, 2, 5]);
-        assert_eq!(parse_list("7"), [7]);
-        assert_eq!(parse_list("\n"), [] as [usize; 0]);
-        assert_eq!(parse_list("x,3-,1"), [1]);
+        assert_eq!(cpus_of_list("0-2,5\n"), [0, 1, 2, 5]);
+        assert_eq!(cpus_of_list("7"), [7]);
+        assert_eq!(cpus_of_list("\n"), [] as [usize; 0]);
+        assert_eq!(cpus_of_list("x,3-,1"), [1]);
     }
 }

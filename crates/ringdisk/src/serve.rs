@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use ringdisk_disk::Disk;
 use ringdisk_fuse::{Export, ExportOptions, HaltReason, Stats, StopHandle};
 
-use crate::cli::Threads;
+use crate::cli::{Threads, TransportWord};
 use crate::report::{Exit, Failure};
 use crate::stats::Report;
 
@@ -19,6 +19,7 @@ use crate::stats::Report;
 #[derive(Debug)]
 pub(crate) struct Options {
     pub(crate) mountpoint: PathBuf,
+    pub(crate) transport: TransportWord,
     pub(crate) threads: Threads,
     pub(crate) queue_depth: Option<u32>,
     pub(crate) growable: bool,
@@ -56,10 +57,16 @@ impl Served {
             Threads::Auto => ringdisk_fuse::Threads::Auto,
             Threads::Count(count) => ringdisk_fuse::Threads::Count(count.into()),
         };
+        let transport = match options.transport {
+            TransportWord::Auto => ringdisk_fuse::Transport::Auto,
+            TransportWord::Dev => ringdisk_fuse::Transport::Dev,
+            TransportWord::Uring => ringdisk_fuse::Transport::Uring,
+        };
         let name = options.name.clone();
         let export = Export::start(
             disk,
             ExportOptions {
+                transport,
                 threads,
                 queue_depth: options.queue_depth,
                 growable: options.growable,
@@ -72,6 +79,11 @@ impl Served {
             },
         )?;
         Ok(Served { export, name, since: Instant::now() })
+    }
+
+    /// How requests travel.
+    pub(crate) fn transport(&self) -> ringdisk_fuse::Transport {
+        self.export.transport()
     }
 
     /// What was asked for and could not be had, each with what would enable it.

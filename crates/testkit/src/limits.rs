@@ -182,3 +182,39 @@ impl Drop for Sysctl {
         let _ = std::fs::write(&self.path, &self.before);
     }
 }
+
+/// The kernel's module parameter for FUSE over io_uring.
+const ENABLE_URING: &str = "/sys/module/fuse/parameters/enable_uring";
+
+/// Sets whether new mounts may use FUSE over io_uring, and puts it back when dropped. Tests of all processes take turns.
+#[derive(Debug)]
+pub struct UringParameter {
+    before: String,
+    // Dropped last: the turn of the next.
+    _turn: File,
+}
+
+impl UringParameter {
+    /// `None`, with a word about it, where the kernel does not have the parameter or we may not set it.
+    #[must_use]
+    pub fn set(enabled: bool) -> Option<UringParameter> {
+        let turn =
+            File::create(std::env::temp_dir().join("ringdisk-test-enable-uring.lock")).ok()?;
+        flock(&turn, FlockOperation::LockExclusive).ok()?;
+        let before = std::fs::read_to_string(ENABLE_URING).ok();
+        if !needs("FUSE over io_uring", before.is_some()) {
+            return None;
+        }
+        let set = std::fs::write(ENABLE_URING, if enabled { "Y" } else { "N" });
+        if !needs("right to switch FUSE over io_uring", set.is_ok()) {
+            return None;
+        }
+        Some(UringParameter { before: before.unwrap_or_default(), _turn: turn })
+    }
+}
+
+impl Drop for UringParameter {
+    fn drop(&mut self) {
+        let _ = std::fs::write(ENABLE_URING, self.before.trim());
+    }
+}

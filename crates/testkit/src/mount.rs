@@ -83,7 +83,14 @@ impl Mounted {
     #[must_use]
     pub fn start_at<S: AsRef<OsStr>>(binary: &str, args: &[S], path: &Path) -> Mounted {
         let mut command = Command::new(binary);
-        command.arg("mount").args(args).arg(path);
+        command.arg("mount");
+        // The whole suite runs on each transport that the kernel has.
+        if let Ok(transport) = std::env::var("RINGDISK_TEST_TRANSPORT")
+            && !args.iter().any(|arg| arg.as_ref() == "--transport")
+        {
+            command.args(["--transport", &transport]);
+        }
+        command.args(args).arg(path);
         Self::from_command(&mut command, path)
     }
 

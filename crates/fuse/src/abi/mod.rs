@@ -18,6 +18,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 pub mod flags;
 pub mod opcode;
+pub mod uring;
 
 /// Protocol major version that we speak.
 pub const KERNEL_VERSION: u32 = 7;

@@ -14,7 +14,8 @@ use ringdisk_ring::{Errno, IoBuf};
 use crate::abi::{OUT_HEADER_BYTES, REQUEST_HEAD_BYTES, WRITE_DATA_OFFSET};
 use crate::keeper::EndReason;
 use crate::reply::{ReplyBuf, data_header, error_frame};
-use crate::request::{Operation, ParseError, Request, opcode_expects_reply};
+use crate::request::{ParseError, Request, opcode_expects_reply};
+use crate::serve::{Answer, answer};
 
 use super::queue::Queue;
 
@@ -114,42 +115,14 @@ async fn serve(
         Err(_) => return Reply::None,
     };
     let unique = request.header.unique;
-    match &request.operation {
-        Operation::Read(argument) => {
-            queue.cells.reads.add(1);
-            let done = queue.server.read(&queue.ring, argument.offset, argument.size, data).await;
-            match done {
-                Ok(len) => {
-                    queue.cells.read_bytes.add(len as u64);
-                    let start = DATA_AT - OUT_HEADER_BYTES;
-                    memory.copy_from_slice(start, &data_header(unique, len));
-                    Reply::Frame { start, len: OUT_HEADER_BYTES + len, is_error: false }
-                }
-                Err(errno) => put_error(memory, unique, errno),
-            }
+    match answer(&queue.ring, &queue.server, &queue.cells, &request, data).await {
+        Answer::None => Reply::None,
+        Answer::Data(len) => {
+            let start = DATA_AT - OUT_HEADER_BYTES;
+            memory.copy_from_slice(start, &data_header(unique, len));
+            Reply::Frame { start, len: OUT_HEADER_BYTES + len, is_error: false }
         }
-        Operation::Write(argument) => {
-            queue.cells.writes.add(1);
-            let Some(payload) = (argument.size as usize <= data.len())
-                .then(|| data.slice(0..argument.size as usize))
-            else {
-                return put_error(memory, unique, Errno::INVAL);
-            };
-            match queue.server.write(&queue.ring, argument, &payload).await {
-                Ok(len) => {
-                    queue.cells.write_bytes.add(len as u64);
-                    let mut reply = ReplyBuf::new();
-                    reply.set_written(unique, len);
-                    put(memory, &reply)
-                }
-                Err(errno) => put_error(memory, unique, errno),
-            }
-        }
-        _ => {
-            let mut reply = ReplyBuf::new();
-            queue.server.serve_control(&queue.ring, &request, &mut reply).await;
-            if reply.is_empty() { Reply::None } else { put(memory, &reply) }
-        }
+        Answer::Reply(reply) => put(memory, &reply),
     }
 }
 

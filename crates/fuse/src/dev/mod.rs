@@ -18,4 +18,4 @@ mod queue;
 
 pub(crate) use init::answer_init;
 pub(crate) use place::Place;
-pub(crate) use queue::{QueueSetup, QueueThread, Serve};
+pub(crate) use queue::{Queue, QueueSetup, QueueThread, Serve};

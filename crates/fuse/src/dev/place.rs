@@ -39,6 +39,8 @@ pub(crate) struct Place {
     window: u64,
     /// No queue fetches any more.
     draining: AtomicBool,
+    /// Requests travel in rings: what still comes here is rare.
+    settled: AtomicBool,
     policy: Mutex<Policy>,
     /// Ring descriptors and counters of all queues, set once all run.
     peers: OnceLock<Vec<(RawFd, Arc<QueueCells>)>>,
@@ -63,6 +65,7 @@ impl Place {
             due: AtomicU64::new(0),
             epoch: Instant::now(),
             draining: AtomicBool::new(false),
+            settled: AtomicBool::new(false),
             policy: Mutex::new(policy),
             peers: OnceLock::new(),
         }
@@ -85,9 +88,18 @@ impl Place {
         self.draining.store(true, Ordering::Release);
     }
 
+    /// From now on the first queue fetches, without polling, and nothing is measured; those that run must be woken to see it.
+    pub(crate) fn settle(&self) {
+        self.settled.store(true, Ordering::Release);
+        self.due.store(u64::MAX, Ordering::Relaxed);
+    }
+
     pub(super) fn fetches(&self, queue: usize) -> bool {
         if self.draining.load(Ordering::Acquire) {
             return false;
+        }
+        if self.settled.load(Ordering::Acquire) {
+            return queue == 0;
         }
         let mode = self.mode.load(Ordering::Acquire);
         mode & ALL != 0 || mode & QUEUE_MASK == queue as u64
@@ -95,6 +107,9 @@ impl Place {
 
     /// How long the fetching queues poll before they sleep.
     pub(super) fn polls(&self) -> Duration {
+        if self.settled.load(Ordering::Acquire) {
+            return Duration::ZERO;
+        }
         Duration::from_micros(self.mode.load(Ordering::Acquire) >> POLLS_SHIFT)
     }
 
@@ -133,7 +148,7 @@ impl Place {
 
     /// A fetching queue has no entry left: all must fetch. Returns whether that is a change.
     pub(super) fn exhausted(&self) -> bool {
-        if self.mode.load(Ordering::Acquire) & ALL != 0 {
+        if self.settled.load(Ordering::Acquire) || self.mode.load(Ordering::Acquire) & ALL != 0 {
             return false;
         }
         // Rare: the first time that a queue runs out of entries. Whoever holds the lock is done in well under a microsecond.

@@ -19,6 +19,7 @@ use ringdisk_ring::{
 use crate::file::FileServer;
 use crate::keeper::{EndReason, Event, EventSender};
 use crate::stats::{QueueCells, QueueView};
+use crate::uring::{MESSAGE_ENTRY, Rings, Starting, register, take_over};
 
 use super::entry::serve_entry;
 use super::fetch::Fetch;
@@ -39,6 +40,8 @@ pub(crate) struct QueueSetup {
     /// Number of this queue in its place.
     pub(crate) place_index: usize,
     pub(crate) events: EventSender,
+    /// Entries of the transport over io_uring, if that is wanted.
+    pub(crate) rings: Option<Arc<Rings>>,
 }
 
 /// Start times of the requests in flight, for the watchdog: as [`Place::nanos`], 0 for an idle entry.
@@ -64,13 +67,16 @@ impl InFlight {
 }
 
 /// The thread-local side of a queue, shared by its tasks.
-pub(super) struct Queue {
-    pub(super) ring: Ring,
-    pub(super) device: Fd,
-    pub(super) server: Arc<FileServer>,
+pub(crate) struct Queue {
+    pub(crate) ring: Ring,
+    pub(crate) device: Fd,
+    pub(crate) server: Arc<FileServer>,
     pub(super) fetch: Fetch,
-    pub(super) cells: Arc<QueueCells>,
+    pub(crate) cells: Arc<QueueCells>,
     index: usize,
+    /// Entries of `dev`; those of the rings are counted behind them.
+    entries: usize,
+    rings: Option<Arc<Rings>>,
     place_index: usize,
     in_flight: Arc<InFlight>,
     place: Arc<Place>,
@@ -99,13 +105,38 @@ impl Queue {
         self.hold_polling();
     }
 
+    /// A request came through the ring.
+    pub(crate) fn begin_ring(&self, rings: &Rings, index: usize, now: Instant) {
+        let nanos = self.place.nanos(now);
+        self.in_flight.0[self.entries + index].store(nanos, Ordering::Relaxed);
+        self.cells.begin();
+        rings.look(index, self.index, nanos, self.ring.turn());
+    }
+
+    /// Its reply is ready.
+    pub(crate) fn end_ring(&self, index: usize, started: Instant) {
+        self.in_flight.0[self.entries + index].store(0, Ordering::Relaxed);
+        let nanos = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        self.cells.end(nanos);
+    }
+
+    /// The entries of the transport over io_uring, if that was wanted.
+    pub(crate) fn rings(&self) -> Option<&Arc<Rings>> {
+        self.rings.as_ref()
+    }
+
+    /// Number of this thread among those of the export.
+    pub(crate) fn thread(&self) -> usize {
+        self.index
+    }
+
     /// A single request that is in flight when the thread waits is with the storage: nothing comes before that ends.
     fn hold_polling(&self) {
         self.ring.hold_polling(self.cells.in_flight.get() == 1);
     }
 
     /// This queue cannot go on; told once.
-    pub(super) fn finish(&self, reason: EndReason) {
+    pub(crate) fn finish(&self, reason: EndReason) {
         if !self.ended.replace(true) {
             self.fetch.stop(&self.ring);
             self.events.send(Event::QueueEnded(self.index, reason));
@@ -153,6 +184,10 @@ impl Queue {
 async fn listen(queue: Rc<Queue>) {
     loop {
         let message = queue.ring.receive().await;
+        if message & MESSAGE_ENTRY != 0 {
+            take_over(&queue, message);
+            continue;
+        }
         queue.apply_place();
         if message == MESSAGE_LOOK_AGAIN {
             queue.fetch.look_again(&queue.ring);
@@ -207,6 +242,8 @@ pub(crate) struct QueueThread {
 pub(crate) struct Serve {
     pub(crate) device: Arc<OwnedFd>,
     pub(crate) server: Arc<FileServer>,
+    /// The kernel has agreed to io_uring.
+    pub(crate) starting: Option<Starting>,
 }
 
 struct Ready {
@@ -222,7 +259,8 @@ impl QueueThread {
     /// Errors: [`SetupError`].
     pub(crate) fn start(setup: QueueSetup) -> Result<QueueThread, SetupError> {
         let cells = Arc::new(QueueCells::default());
-        let in_flight = Arc::new(InFlight::new(setup.entries));
+        let ring_entries = setup.rings.as_ref().map_or(0, |rings| rings.entry_count());
+        let in_flight = Arc::new(InFlight::new(setup.entries + ring_entries));
         let (device, device_receiver) = sync_channel(1);
         let (ready_sender, ready) = sync_channel(1);
         let (done_sender, done) = sync_channel(1);
@@ -316,10 +354,15 @@ fn run(
             .err()
             .map(|errno| format!("queue {} runs unbound: CPU {cpu}: {errno}", setup.index))
     });
-    let entries = u32::try_from(setup.entries).unwrap_or(u32::MAX / SLOTS_PER_ENTRY);
+    // Held until the ring is closed, which knows the addresses of the entries.
+    let rings = setup.rings.clone();
+    let ring_entries = rings.as_ref().map_or(0, |rings| rings.entries_of(setup.index));
+    let entries = setup.entries + ring_entries;
+    let entries = u32::try_from(entries).unwrap_or(u32::MAX / SLOTS_PER_ENTRY);
     let config = Config {
         entries: (entries * 2).clamp(64, 4096),
         slots: entries.saturating_mul(SLOTS_PER_ENTRY).max(64),
+        sqe128: rings.is_some(),
         name: format!("queue-{}", setup.index),
         ..Config::default()
     };
@@ -350,6 +393,8 @@ fn run(
         fetch: Fetch::new(setup.entries),
         cells: Arc::clone(&cells),
         index: setup.index,
+        entries: setup.entries,
+        rings: rings.clone(),
         place_index: setup.place_index,
         in_flight,
         place: setup.place,
@@ -362,6 +407,9 @@ fn run(
     }
     ring.spawn(listen(Rc::clone(&queue)));
     ring.spawn(announce(Rc::clone(&queue)));
+    if let Some(starting) = serve.starting {
+        ring.spawn(register(Rc::clone(&queue), starting));
+    }
     // Polled again whenever another thread sends a job.
     runtime.block_on(poll_fn(|_| {
         queue.apply_place();
@@ -370,6 +418,7 @@ fn run(
     queue.fetch.stop(&ring);
     drop(queue);
     drop(runtime);
+    drop(rings);
     let cpu = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     let nanos = cpu.tv_sec.unsigned_abs() * 1_000_000_000 + cpu.tv_nsec.unsigned_abs();
     cells.cpu_ns.set(nanos.max(1));

@@ -17,7 +17,8 @@ use std::fs;
 use crate::abi::flags::{
     FOPEN_DIRECT_IO, FOPEN_KEEP_CACHE, FOPEN_NOFLUSH, FOPEN_PARALLEL_DIRECT_WRITES,
     INIT_ABORT_ERROR, INIT_ASYNC_DIO, INIT_ASYNC_READ, INIT_BIG_WRITES, INIT_DIRECT_IO_ALLOW_MMAP,
-    INIT_EXT, INIT_HANDLE_KILLPRIV_V2, INIT_HAS_RESEND, INIT_MAX_PAGES, INIT_PARALLEL_DIROPS,
+    INIT_EXT, INIT_HANDLE_KILLPRIV_V2, INIT_HAS_RESEND, INIT_MAX_PAGES, INIT_OVER_IO_URING,
+    INIT_PARALLEL_DIROPS,
 };
 use crate::abi::{
     InitIn, InitOut, KERNEL_MINOR_VERSION, KERNEL_MINOR_VERSION_MIN, KERNEL_VERSION,
@@ -45,6 +46,8 @@ pub struct Profile {
     pub max_pages: u16,
     /// Pages are cached by the kernel, instead of every open being FOPEN_DIRECT_IO.
     pub kernel_cache: bool,
+    /// The rings are there, so the kernel may be told to use them.
+    pub over_io_uring: bool,
 }
 
 impl Profile {
@@ -68,6 +71,7 @@ impl Profile {
             page_bytes,
             max_pages: u16::try_from(max_pages).unwrap_or(u16::MAX),
             kernel_cache,
+            over_io_uring: false,
         }
     }
 
@@ -216,7 +220,8 @@ fn wanted_flags(profile: &Profile) -> u64 {
         | INIT_EXT
         | INIT_HAS_RESEND;
     let mmap = if profile.kernel_cache { 0 } else { INIT_DIRECT_IO_ALLOW_MMAP };
-    always | mmap
+    let rings = if profile.over_io_uring { INIT_OVER_IO_URING } else { 0 };
+    always | mmap | rings
 }
 
 #[allow(clippy::cast_possible_truncation, reason = "the upper half travels in its own field")]

@@ -1,6 +1,6 @@
 //! Offers of several kernels and the answers to them.
 
-use super::{InitAnswer, MAX_BACKGROUND, Negotiated, Profile, negotiate};
+use super::{InitAnswer, MAX_BACKGROUND, Negotiated, Profile, low_half, negotiate};
 use crate::abi::flags::{
     FOPEN_DIRECT_IO, FOPEN_KEEP_CACHE, FOPEN_NOFLUSH, FOPEN_PARALLEL_DIRECT_WRITES, INIT_ASYNC_DIO,
     INIT_ATOMIC_O_TRUNC, INIT_AUTO_INVAL_DATA, INIT_DIRECT_IO_ALLOW_MMAP, INIT_EXPLICIT_INVAL_DATA,
@@ -8,7 +8,8 @@ use crate::abi::flags::{
 };
 use crate::abi::{InitIn, InitOut};
 
-const DIRECT: Profile = Profile { page_bytes: 4096, max_pages: 256, kernel_cache: false };
+const DIRECT: Profile =
+    Profile { page_bytes: 4096, max_pages: 256, kernel_cache: false, over_io_uring: false };
 const CACHED: Profile = Profile { kernel_cache: true, ..DIRECT };
 
 /// An offer of everything, as of Linux 6.18.
@@ -125,4 +126,28 @@ fn opens_are_direct_and_parallel_or_keep_the_cache() {
     assert_eq!(DIRECT.open_flags(true), FOPEN_DIRECT_IO | FOPEN_PARALLEL_DIRECT_WRITES);
     assert_eq!(CACHED.open_flags(true), FOPEN_KEEP_CACHE);
     assert_eq!(CACHED.open_flags(false), FOPEN_KEEP_CACHE | FOPEN_NOFLUSH);
+}
+
+#[test]
+fn io_uring_is_taken_when_it_is_offered_and_the_rings_are_there() {
+    let offered = INIT_EXT | INIT_ASYNC_DIO | INIT_OVER_IO_URING;
+    let profile = Profile { over_io_uring: true, ..DIRECT };
+    for (offer, profile, taken) in [
+        (offered, profile, true),
+        (offered, DIRECT, false),
+        (offered & !INIT_OVER_IO_URING, profile, false),
+    ] {
+        let init = InitIn {
+            major: 7,
+            minor: 45,
+            flags: low_half(offer),
+            flags2: low_half(offer >> 32),
+            ..InitIn::default()
+        };
+        let Ok(InitAnswer::Ready(out, negotiated)) = negotiate(&init, &profile) else {
+            panic!("a good offer")
+        };
+        assert_eq!(negotiated.has(INIT_OVER_IO_URING), taken);
+        assert_eq!(out.flags2 & low_half(INIT_OVER_IO_URING >> 32) != 0, taken);
+    }
 }

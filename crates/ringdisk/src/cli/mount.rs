@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{Args, ValueHint};
+use clap::{Args, ValueEnum, ValueHint};
 use ringdisk_disk::{Cache, Format};
 use ringdisk_fuse::export::{QUEUE_DEPTH_MAX, THREADS_MAX};
 
@@ -177,12 +177,25 @@ pub(crate) struct MountArgs {
     #[arg(long, help_heading = "File options")]
     pub(crate) kernel_cache: bool,
 
+    /// How requests travel: over /dev/fuse (dev), in io_uring (uring), or the best that works
+    ///
+    /// uring needs Linux 6.14 or newer and, as root before the mount,
+    /// `echo Y > /sys/module/fuse/parameters/enable_uring`.
+    #[arg(
+        long,
+        value_name = "TRANSPORT",
+        value_enum,
+        default_value_t,
+        help_heading = "Serving options"
+    )]
+    pub(crate) transport: TransportWord,
+
     /// Queue threads: a number, or auto
     #[arg(long, value_name = "N", default_value = "auto", value_parser = parse_threads,
           help_heading = "Serving options")]
     pub(crate) threads: Threads,
 
-    /// Requests of each queue thread that run at once [default: 128]
+    /// Requests of each queue that run at once [default: 128; with uring up to 64, by memory]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(QUEUE_DEPTH_MAX)),
           help_heading = "Serving options")]
     pub(crate) queue_depth: Option<u32>,
@@ -224,6 +237,18 @@ pub(crate) struct UmountArgs {
     /// Take the mount away now; requests in flight fail
     #[arg(short, long)]
     pub(crate) force: bool,
+}
+
+/// How requests travel.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum TransportWord {
+    /// The best that works here
+    #[default]
+    Auto,
+    /// /dev/fuse
+    Dev,
+    /// FUSE over io_uring
+    Uring,
 }
 
 /// How many queue threads serve.

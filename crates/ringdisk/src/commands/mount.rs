@@ -106,6 +106,13 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
     }));
     let control = control(&plan, &commands);
     let ready = plan.ready_line(&disk);
+    tracing::info!(
+        "requests travel over {}",
+        match served.transport() {
+            ringdisk_fuse::Transport::Uring => "io_uring",
+            _ => "/dev/fuse",
+        }
+    );
     if background.is_some() || !terminal::is_interactive() {
         terminal::say(format_args!("{}: {ready}", terminal::NAME));
     } else {
@@ -362,6 +369,7 @@ impl<'a> Plan<'a> {
         let args = self.args;
         Options {
             mountpoint: self.mountpoint.clone(),
+            transport: args.transport,
             threads: args.threads,
             queue_depth: args.queue_depth,
             growable: args.growable,

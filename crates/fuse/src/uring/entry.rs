@@ -1,0 +1,169 @@
+//! The life of a ring entry: given to the kernel once, then request, reply, request.
+//!
+//! One task for each entry, on the thread whose ring the entry belongs to at the moment. The kernel delivers the next request of an
+//! entry to the ring that committed its last one; so handing an entry with the request in it to another thread, which serves and
+//! commits it, moves it for good. Never allocates, locks or blocks for a request (a move makes a new task).
+
+use std::future::pending;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use ringdisk_ring::{Errno, RawCommand};
+
+use crate::abi::uring::{CMD_COMMIT_AND_FETCH, CMD_REGISTER, command};
+use crate::dev::Queue;
+use crate::keeper::EndReason;
+use crate::reply::ReplyBuf;
+use crate::serve::{Answer, answer};
+
+use super::MESSAGE_ENTRY;
+use super::memory::Frame;
+use super::rings::Rings;
+
+/// How an entry comes to a thread.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Begin {
+    /// It is given to the kernel.
+    Register,
+    /// Another thread hands it over, with a request in it.
+    Handed,
+}
+
+/// Another thread has handed an entry over.
+pub(crate) fn take_over(queue: &Rc<Queue>, message: u32) {
+    let Some(rings) = queue.rings() else { return };
+    let index = (message & !MESSAGE_ENTRY) as usize;
+    let handed = rings.entries.get(index).map(|entry| &entry.handed);
+    if handed.is_some_and(|handed| handed.swap(false, Ordering::AcqRel)) {
+        queue.ring.spawn(live(Rc::clone(queue), Arc::clone(rings), index, Begin::Handed));
+    }
+}
+
+/// Serves an entry until it moves away or the mount ends.
+pub(super) async fn live(queue: Rc<Queue>, rings: Arc<Rings>, index: usize, begin: Begin) {
+    let entry = &rings.entries[index];
+    let frame = entry.memory.here();
+    if begin == Begin::Register {
+        let is_last = usize::from(entry.queue) + 1 == rings.plan.0.len();
+        let number = if rings.refuses && is_last { u16::MAX } else { entry.queue };
+        let registered = register(&queue, &frame, number).await;
+        if let Err(errno) = registered {
+            return ended(&queue, &rings, errno);
+        }
+    }
+    loop {
+        if rings.is_draining() {
+            // The mount goes: the kernel ends the request with the connection.
+            return pending().await;
+        }
+        let place = rings.place_of(index);
+        if place != queue.thread() && hand_over(&queue, &rings, index, place).await {
+            return;
+        }
+        let number = serve(&queue, &rings, index, &frame).await;
+        let committed = send(&queue, CMD_COMMIT_AND_FETCH, 0, 0, number, entry.queue).await;
+        if let Err(errno) = committed {
+            return ended(&queue, &rings, errno);
+        }
+    }
+}
+
+/// Gives the entry to the kernel; ready when a request is in it.
+async fn register(queue: &Queue, frame: &Frame, number: u16) -> Result<(), Errno> {
+    // The header and the payload.
+    const VECTORS: u32 = 2;
+    send(queue, CMD_REGISTER, frame.vector(), VECTORS, 0, number).await
+}
+
+async fn send(
+    queue: &Queue,
+    operation: u32,
+    address: u64,
+    len: u32,
+    commit_id: u64,
+    number: u16,
+) -> Result<(), Errno> {
+    let raw = RawCommand {
+        fd: queue.device,
+        operation,
+        address,
+        len,
+        fixed_buffer: None,
+        command: command(commit_id, number),
+    };
+    // SAFETY: the command names the entry's header and payload, directly (REGISTER) or from then on. They belong to `Rings`, which
+    // the queue thread holds until its ring is closed (`dev::queue::run`), so also after this future is dropped. The thread that
+    // has the request touches them, and after the command nobody does until it completes.
+    #[allow(unsafe_code)]
+    let sent = unsafe { queue.ring.command(&raw) };
+    sent.await.map(|_| ())
+}
+
+/// Sends the entry to the thread where it belongs. False: it could not be sent and stays.
+async fn hand_over(queue: &Queue, rings: &Rings, index: usize, to: usize) -> bool {
+    let Some(fd) = rings.ring_fd(to) else { return false };
+    // Fewer entries than 2^31.
+    let number = u32::try_from(index).unwrap_or(0);
+    let handed = &rings.entries[index].handed;
+    handed.store(true, Ordering::Release);
+    let sent = queue.ring.send_message(fd, MESSAGE_ENTRY | number).await.is_ok();
+    if !sent {
+        handed.store(false, Ordering::Release);
+    }
+    sent
+}
+
+/// Carries out the request in the entry and leaves the reply there. Returns the number to commit.
+async fn serve(queue: &Queue, rings: &Rings, index: usize, frame: &Frame) -> u64 {
+    let started = Instant::now();
+    queue.begin_ring(rings, index, started);
+    let (number, request) = frame.request();
+    let answer = match &request {
+        Ok(request) => {
+            answer(&queue.ring, &queue.server, &queue.cells, request, &frame.payload).await
+        }
+        Err(_) => Answer::error(number, Errno::INVAL),
+    };
+    match answer {
+        Answer::Data(len) => frame.put_data(number, len),
+        Answer::Reply(reply) => {
+            if reply.error_number() != 0 {
+                queue.cells.errors.add(1);
+            }
+            frame.put(&reply);
+        }
+        Answer::None => {
+            // Nothing of that kind comes through a ring; the entry goes back in any case.
+            let mut reply = ReplyBuf::new();
+            reply.set_empty(number);
+            frame.put(&reply);
+        }
+    }
+    queue.end_ring(index, started);
+    number
+}
+
+/// The kernel gives the entry no request any more.
+fn ended(queue: &Queue, rings: &Rings, errno: Errno) {
+    if !rings.is_live() {
+        // Before anybody relies on it: the start decides what follows.
+        rings.fail(errno);
+        return;
+    }
+    match errno {
+        Errno::NODEV => queue.finish(EndReason::Unmounted),
+        // Unmounted or aborted: both end entries so. Where the mount is still there it has to go.
+        Errno::NOTCONN | Errno::CONNABORTED => queue.finish(EndReason::Aborted),
+        Errno::NOENT => {
+            tracing::warn!(
+                "the kernel does not know a request of ours any more: the mount was aborted"
+            );
+            queue.finish(EndReason::Aborted);
+        }
+        // The ring is being closed.
+        Errno::CANCELED => {}
+        errno => queue.finish(EndReason::Device(errno)),
+    }
+}

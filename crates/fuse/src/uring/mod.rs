@@ -1,0 +1,29 @@
+//! Transport `uring`: requests and replies travel in the queue's own io_uring.
+//!
+//! The kernel has one queue for every possible CPU and puts a request into the queue of the CPU that its caller runs on. Each queue
+//! has entries: a header and a payload in our memory. REGISTER gives an entry to the kernel and completes when a request is in it;
+//! COMMIT_AND_FETCH takes the reply and completes with the next one. So one `io_uring_enter` carries replies, fetches and the
+//! disk's own I/O.
+//!
+//! The classic reader (`dev`) goes on beside it: FORGET, INTERRUPT and what was queued before the rings were ready come there, and
+//! it serves everything when the rings cannot be started.
+//!
+//! Rooms: [`plan`] says how many entries there are and which thread serves which queue, [`memory`] is what entries share with the
+//! kernel, [`entry`] the life of one, [`rings`] what all threads know together, [`start`] the order in which a mount goes live,
+//! [`policy`] the rule by which entries move between threads.
+
+mod entry;
+mod memory;
+pub(crate) mod plan;
+mod policy;
+mod rings;
+mod start;
+
+pub(crate) use plan::{Plan, is_enabled, online_cpus, possible_cpus};
+pub(crate) use rings::Rings;
+pub(crate) use start::{Refused, Starting, register};
+
+/// A message from one queue thread to another: the entry with this number, and the request in it, is yours now.
+pub(crate) const MESSAGE_ENTRY: u32 = 1 << 31;
+
+pub(crate) use entry::take_over;

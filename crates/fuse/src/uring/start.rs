@@ -1,0 +1,109 @@
+//! The order in which a mount goes live.
+//!
+//! A REGISTER that fails is not local: the kernel gives up io_uring for the whole connection. Once every queue has an entry, requests
+//! travel in the rings for good, and a failure after that ends the mount. So all queues but the last are registered and looked at
+//! first; the last one follows only when none has failed. A mount that cannot go live is given up, and the caller makes another.
+
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Duration;
+
+use ringdisk_ring::Errno;
+
+use crate::dev::Queue;
+
+use super::entry::{Begin, live};
+use super::rings::Rings;
+
+/// How long all threads may take to register: a few milliseconds, unless the machine is overloaded.
+const WAIT: Duration = Duration::from_secs(10);
+/// How often the thread of the last queue looks whether it may go on.
+const LOOK: Duration = Duration::from_micros(200);
+
+const WAITING: u8 = 0;
+const GO: u8 = 1;
+const STOP: u8 = 2;
+
+/// A start under way, as its threads see it.
+#[derive(Clone, Debug)]
+pub(crate) struct Starting {
+    pub(crate) rings: Arc<Rings>,
+    decision: Arc<AtomicU8>,
+    registered: Sender<()>,
+}
+
+/// The mount cannot go live: what an entry was refused with, or `None` when the threads were not ready in time.
+#[derive(Debug)]
+pub(crate) struct Refused(pub(crate) Option<Errno>);
+
+impl Starting {
+    /// * the answer's other half waits for the threads.
+    pub(crate) fn new(rings: Arc<Rings>) -> (Starting, Receiver<()>) {
+        let (registered, receiver) = channel();
+        (Starting { rings, decision: Arc::new(AtomicU8::new(WAITING)), registered }, receiver)
+    }
+
+    /// Waits until all queues are registered. By the thread that starts the export.
+    ///
+    /// * `threads`: how many were given this start.
+    ///
+    /// Errors: [`Refused`].
+    pub(crate) fn finish(self, threads: usize, registered: &Receiver<()>) -> Result<(), Refused> {
+        let Starting { rings, decision, registered: sender } = self;
+        drop(sender);
+        let decide = |what| decision.store(what, Ordering::Release);
+        for _ in 0..threads {
+            let told = registered.recv_timeout(WAIT);
+            if told.is_err() || rings.failure().is_some() {
+                decide(STOP);
+                return Err(Refused(rings.failure()));
+            }
+        }
+        decide(GO);
+        let told = registered.recv_timeout(WAIT);
+        match rings.failure() {
+            None if told.is_ok() => {
+                rings.set_live();
+                Ok(())
+            }
+            errno => Err(Refused(errno)),
+        }
+    }
+}
+
+/// Registers the entries of this thread's queues. A task of the queue thread.
+pub(crate) async fn register(queue: Rc<Queue>, starting: Starting) {
+    let Starting { rings, decision, registered } = starting;
+    let last = rings.plan.0.len() - 1;
+    spawn(&queue, &rings, |number| number != last).await;
+    let _ = registered.send(());
+    if rings.plan.0[last].thread != queue.thread() {
+        return;
+    }
+    loop {
+        match decision.load(Ordering::Acquire) {
+            WAITING => queue.ring.sleep(LOOK).await,
+            GO => break,
+            _ => return,
+        }
+    }
+    spawn(&queue, &rings, |number| number == last).await;
+    let _ = registered.send(());
+}
+
+/// Gives entries to the kernel and waits until it has seen them.
+async fn spawn(queue: &Rc<Queue>, rings: &Arc<Rings>, wanted: impl Fn(usize) -> bool) {
+    for (index, entry) in rings.entries.iter().enumerate() {
+        let number = usize::from(entry.queue);
+        if wanted(number) && rings.plan.0[number].thread == queue.thread() {
+            queue.ring.spawn(live(Rc::clone(queue), Arc::clone(rings), index, Begin::Register));
+        }
+    }
+    // A refusal completes in the enter that submits it, and is taken in the turn after that.
+    let start = queue.ring.turn();
+    while queue.ring.turn() < start + 3 {
+        queue.ring.sleep(LOOK).await;
+    }
+}

@@ -1,0 +1,120 @@
+//! Starts and ends of exports over io_uring that do not go as they should.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use ringdisk_disk::{Disk, ImageOptions, Source};
+use ringdisk_fuse::mount::{self, Unmount, table};
+use ringdisk_fuse::{Export, ExportOptions, Transport};
+use ringdisk_ring::{Config, Runtime};
+use ringdisk_testkit::images;
+use ringdisk_testkit::limits::{UringParameter, needs_root};
+
+/// A qcow2 image on a mountpoint of its own, and the kernel's switch.
+struct Place {
+    image: PathBuf,
+    path: PathBuf,
+    _directory: tempfile::TempDir,
+    _switch: UringParameter,
+}
+
+fn place() -> Option<Place> {
+    if !needs_root() {
+        return None;
+    }
+    let switch = UringParameter::set(true)?;
+    let directory = tempfile::tempdir().expect("a directory");
+    let (image, path) = (directory.path().join("a.qcow2"), directory.path().join("disk"));
+    images::qcow2(&image, "16M", "");
+    File::create(&path).expect("a mountpoint");
+    Some(Place { image, path, _directory: directory, _switch: switch })
+}
+
+fn open(place: &Place) -> Arc<Disk> {
+    let mut runtime = Runtime::new(Config::default()).expect("a ring");
+    let ring = runtime.ring().clone();
+    let source = Source::Path(place.image.clone());
+    runtime.block_on(Disk::open(&ring, source, &ImageOptions::default())).expect("a good image")
+}
+
+fn options(place: &Place, transport: Transport) -> ExportOptions {
+    ExportOptions { transport, ..ExportOptions::new(&place.path) }
+}
+
+fn serves(place: &Place) {
+    let file = File::options().read(true).write(true).open(&place.path).expect("the file");
+    file.write_all_at(&[7; 100_000], 12_345).expect("write");
+    file.sync_all().expect("flush");
+    let mut bytes = vec![0; 100_000];
+    file.read_exact_at(&mut bytes, 12_345).expect("read");
+    assert!(bytes.iter().all(|byte| *byte == 7));
+}
+
+#[test]
+fn a_refusal_of_the_last_ring_leads_to_dev_and_the_image_is_written() {
+    let Some(place) = place() else { return };
+    let refuse = ExportOptions { refuse_rings: true, ..options(&place, Transport::Auto) };
+    let export = Export::start(open(&place), refuse).expect("it is served all the same");
+    assert_eq!(export.transport(), Transport::Dev);
+    assert!(export.notes().iter().any(|note| note.contains("/dev/fuse")), "{:?}", export.notes());
+    serves(&place);
+    export.stop_handle().stop();
+    assert!(export.wait().is_ok());
+    images::assert_clean(&place.image);
+}
+
+#[test]
+fn a_refusal_is_an_error_when_rings_were_asked_for() {
+    let Some(place) = place() else { return };
+    let refuse = ExportOptions { refuse_rings: true, ..options(&place, Transport::Uring) };
+    let error = Export::start(open(&place), refuse).expect_err("refused");
+    assert!(error.to_string().contains("refused a ring"), "{error}");
+    assert_eq!(table::at(&place.path).expect("readable"), None);
+}
+
+#[test]
+fn a_stop_after_somebody_else_took_the_mount_away_lets_open_clients_go() {
+    let Some(place) = place() else { return };
+    let export = Export::start(open(&place), options(&place, Transport::Uring)).expect("rings");
+    assert_eq!(export.transport(), Transport::Uring);
+    serves(&place);
+    let file = File::open(&place.path).expect("the file");
+    mount::unmount(&place.path, Unmount::Lazy).expect("a lazy unmount");
+    let mut bytes = [0; 512];
+    file.read_exact_at(&mut bytes, 12_345).expect("it is still served");
+    export.stop_handle().stop();
+    assert!(export.wait().is_ok());
+    file.read_exact_at(&mut bytes, 0).expect_err("it has ended");
+    images::assert_clean(&place.image);
+}
+
+#[test]
+fn clients_of_every_depth_and_size_meet_while_entries_move() {
+    let Some(place) = place() else { return };
+    let export = Export::start(open(&place), options(&place, Transport::Uring)).expect("rings");
+    let threads: Vec<_> = (0..8u8)
+        .map(|number| {
+            let path = place.path.clone();
+            std::thread::spawn(move || {
+                let file = File::options().read(true).write(true).open(path).expect("the file");
+                let start = u64::from(number) * (2 << 20);
+                for round in 0..300u32 {
+                    let len = 1 + (round as usize * 7919 + usize::from(number) * 104_729) % 300_000;
+                    let bytes = vec![number ^ round.to_le_bytes()[0]; len];
+                    file.write_all_at(&bytes, start + u64::from(round)).expect("write");
+                    let mut back = vec![0; len];
+                    file.read_exact_at(&mut back, start + u64::from(round)).expect("read");
+                    assert!(back == bytes, "client {number}, round {round}");
+                }
+            })
+        })
+        .collect();
+    for thread in threads {
+        thread.join().expect("a client");
+    }
+    export.stop_handle().stop();
+    assert!(export.wait().is_ok());
+    images::assert_clean(&place.image);
+}
