@@ -136,7 +136,7 @@ fn adopt(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<File, Error> 
     })?;
     let len = real_len(fd.as_fd(), kind).map_err(system("find the length of"))?;
     // io_uring polls a file before its first read, and a file of a FUSE file system asks its server then,
-    // once: here, where it may wait, not on the thread that serves requests.
+    // until that has said that it has no poll: here, where it may wait, not on the thread that serves requests.
     let _ = poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
     let whole_blocks = limits.offset_align > 1 && !options.read_only;
     let buffered_twin = (whole_blocks && kind == Kind::Regular)
