@@ -69,28 +69,35 @@ impl Fetch {
         self.turn.set((ring.turn(), count));
         if count >= self.target.get() && self.target.get() < ARMED_MAX {
             // All that were armed came back in one turn: there may be more in the queue.
-            self.target.set(self.target.get() * 2);
+            self.aim_for(self.target.get() * 2);
         }
         self.arm(ring);
+    }
+
+    /// More than there are entries can never be armed.
+    fn aim_for(&self, target: usize) {
+        self.target.set(target.min(self.parkers.len()));
     }
 
     /// A fetch ended without a request.
     pub(super) fn ended(&self, ring: &Ring, entry: usize) {
         self.operations[entry].set(NO_OPERATION);
-        self.set_armed(ring, self.armed.get() - 1);
+        self.armed.set(self.armed.get() - 1);
+        self.allow_sleep(ring);
     }
 
-    fn set_armed(&self, ring: &Ring, armed: usize) {
-        self.armed.set(armed);
-        // An armed fetch is what a thread may sleep for past the replies that it sends.
-        ring.wait_past_inline(armed > 0);
+    /// Whether the thread may sleep past the replies that it sends: only when what it waits for is armed, and no entry owes a fetch
+    /// once its reply is out. A fetch that is owed may be the only one that would see the next request.
+    fn allow_sleep(&self, ring: &Ring) {
+        let armed = self.armed.get();
+        ring.wait_past_inline(armed > 0 && armed >= self.target.get());
     }
 
     /// Lets this queue fetch from now on.
     pub(super) fn start(&self, ring: &Ring) {
         self.enabled.set(true);
         // One more than what is still in the ring, whose cancellation may swallow a wake-up.
-        self.target.set(self.armed.get() + 1);
+        self.aim_for(self.armed.get() + 1);
         self.arm(ring);
     }
 
@@ -108,7 +115,7 @@ impl Fetch {
     pub(super) fn look_again(&self, ring: &Ring) {
         let before = self.armed.get();
         if before < ARMED_MAX {
-            self.target.set(self.target.get().max(before + 1));
+            self.aim_for(self.target.get().max(before + 1));
             self.arm(ring);
         }
         if self.armed.get() > before {
@@ -139,9 +146,10 @@ impl Fetch {
 
     fn arm(&self, ring: &Ring) {
         while self.enabled.get() && self.armed.get() < self.target.get() {
-            let Some(entry) = self.idle.borrow_mut().pop() else { return };
-            self.set_armed(ring, self.armed.get() + 1);
+            let Some(entry) = self.idle.borrow_mut().pop() else { break };
+            self.armed.set(self.armed.get() + 1);
             self.parkers[entry].unpark(ring);
         }
+        self.allow_sleep(ring);
     }
 }
