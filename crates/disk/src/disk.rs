@@ -204,6 +204,15 @@ impl Disk {
         self.graph().layers.clone()
     }
 
+    /// Finds out, for each layer that is there now, whether its storage may be given pages of clients as they are
+    /// ([`ringdisk_storage::Storage::probe_client_pages`]); what may not is copied. Blocks for a few reads. Returns whether all may.
+    pub fn probe_client_pages(&self) -> bool {
+        let layers = self.layers();
+        let storages = layers.iter().filter_map(|layer| layer.data_storage());
+        // All of them, not only up to the first that may not.
+        storages.filter(|storage| !storage.probe_client_pages()).count() == 0
+    }
+
     /// Index in [`Disk::layers`] of the layer with this name: as it was opened, as an image above spells
     /// it, or another name of the same file.
     pub fn layer_named(&self, name: &Path) -> Option<usize> {

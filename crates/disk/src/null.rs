@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use ringdisk_ring::{IoBuf, Ring};
+use ringdisk_ring::Ring;
 
 use crate::NullOptions;
 
@@ -33,13 +33,6 @@ impl Null {
     pub(crate) async fn delay(&self, ring: &Ring) {
         if let Some(latency) = self.latency {
             ring.sleep(latency).await;
-        }
-    }
-
-    /// Fills the first `len` bytes if reads return zeroes.
-    pub(crate) fn fill(&self, buf: &IoBuf, len: usize) {
-        if self.read_zeroes {
-            buf.slice(0..len).fill(0);
         }
     }
 }

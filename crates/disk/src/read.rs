@@ -19,6 +19,8 @@ use crate::layer::{Kind, Node};
 /// Runs of one request that are in flight at once. A 1 MiB request over 64 KiB clusters has at
 /// most 16 runs; each slot costs its future's size in the memory of every entry.
 pub const PIECES_MAX: usize = 4;
+/// Alignment of what is read for a client whose pages are not ours: a page.
+const COPY_ALIGN: usize = 4096;
 
 impl Disk {
     /// Reads into `buf`; short only at the end of the disk, 0 at and past it.
@@ -41,7 +43,9 @@ impl Graph {
         let len = self.clip(offset, buf.len());
         if let Node::Null(null) = &self.top().node {
             null.delay(ring).await;
-            null.fill(buf, len);
+            if null.read_zeroes() {
+                ring.zero(&buf.slice(0..len)).await?;
+            }
             return Ok(len);
         }
         if len == 0 {
@@ -94,7 +98,7 @@ impl Chain<'_> {
                 // The last cluster of an image may be longer than its file; a file may have been
                 // cut. Both read as zeroes.
                 if done < buf.len() {
-                    buf.slice(done..buf.len()).fill(0);
+                    ring.zero(&buf.slice(done..buf.len())).await?;
                 }
                 Ok(())
             }
@@ -102,12 +106,15 @@ impl Chain<'_> {
                 let Node::Qcow2(image) = &self.layer(found.depth)?.node else {
                     return Err(Errno::IO);
                 };
-                image.read_compressed_of(ring, cluster, offset, &buf, ahead).await
+                if buf.is_mapped() {
+                    return image.read_compressed_of(ring, cluster, offset, &buf, ahead).await;
+                }
+                let ours = IoBuf::new(buf.len(), COPY_ALIGN);
+                let read = image.read_compressed_of(ring, cluster, offset, &ours, ahead);
+                Box::pin(read).await?;
+                ring.copy(&ours, &buf).await
             }
-            Kind::Zero { .. } | Kind::Unallocated => {
-                buf.fill(0);
-                Ok(())
-            }
+            Kind::Zero { .. } | Kind::Unallocated => ring.zero(&buf).await,
             Kind::Untouched => Ok(()),
         }
     }
@@ -157,7 +164,8 @@ impl Chain<'_> {
                         let end = buf.len().min(at.saturating_add(len));
                         let piece = buf.slice(at..end);
                         at = end;
-                        if matches!(found.kind, Kind::Zero { .. } | Kind::Unallocated) {
+                        let is_zero = matches!(found.kind, Kind::Zero { .. } | Kind::Unallocated);
+                        if is_zero && piece.is_mapped() {
                             piece.fill(0);
                         } else {
                             let ahead = (buf.len() - end) as u64;

@@ -12,14 +12,17 @@ use std::time::Duration;
 use ringdisk_disk::{Disk, SizeWatch};
 use ringdisk_ring::{SetupError, Topology};
 
-use crate::abi::flags::INIT_OVER_IO_URING;
+use crate::abi::flags::{INIT_HAS_IO_URING_BUFPOOL, INIT_OVER_IO_URING};
 use crate::dev::{Place, QueueSetup, QueueThread, Serve, answer_init};
 use crate::file::{FileOptions, FileServer};
 use crate::keeper::{Event, EventSender, HaltReason, Keeper};
 use crate::mount::{Method, MountOptions, clone_device, mount};
 use crate::negotiate::Profile;
 use crate::stats::{QueueView, Stats};
-use crate::uring::{Plan, Refused, Rings, Starting, is_enabled, online_cpus, plan, possible_cpus};
+use crate::uring::{
+    Plan, Refuse, Refused, RingMode, Rings, Starting, ZeroCopy, is_enabled, online_cpus, plan,
+    possible_cpus,
+};
 use crate::{Error, ErrorKind};
 
 /// Requests that one queue serves at once unless the user says otherwise. The memory is 1 MiB each, taken when it is touched.
@@ -74,6 +77,8 @@ pub struct ExportOptions {
     pub mountpoint: PathBuf,
     /// How requests travel.
     pub transport: Transport,
+    /// Whether requests over io_uring use pages of the client.
+    pub zero_copy: ZeroCopy,
     /// Queue threads.
     pub threads: Threads,
     /// Requests that each queue serves at once, 1..=4096; `None`: [`QUEUE_DEPTH_DEFAULT`], and what memory allows on rings.
@@ -96,9 +101,9 @@ pub struct ExportOptions {
     /// Entries of a ring stay with the thread on their CPU. For measurements of just that.
     #[doc(hidden)]
     pub fixed_entries: bool,
-    /// Makes the kernel refuse the last step of the start over io_uring. For tests of what follows.
+    /// Makes the kernel refuse a step of the start over io_uring. For tests of what follows.
     #[doc(hidden)]
-    pub refuse_rings: bool,
+    pub refuse: Option<Refuse>,
 }
 
 impl ExportOptions {
@@ -108,6 +113,7 @@ impl ExportOptions {
         ExportOptions {
             mountpoint: mountpoint.into(),
             transport: Transport::Auto,
+            zero_copy: ZeroCopy::Auto,
             threads: Threads::Auto,
             queue_depth: None,
             growable: false,
@@ -118,7 +124,7 @@ impl ExportOptions {
             name: String::from("ringdisk"),
             restless: false,
             fixed_entries: false,
-            refuse_rings: false,
+            refuse: None,
         }
     }
 }
@@ -142,6 +148,7 @@ pub struct Export {
     queues: Vec<QueueView>,
     notes: Vec<String>,
     transport: Transport,
+    mode: Option<RingMode>,
     _size_watch: SizeWatch,
 }
 
@@ -163,42 +170,62 @@ impl Export {
     ) -> Result<Export, Error> {
         let wanted = options.transport;
         let mut notes = Vec::new();
-        let with_rings = match why_no_rings(wanted) {
-            None => true,
-            Some(_) if wanted == Transport::Dev => false,
+        let mut rung = match why_no_rings(wanted) {
+            None => Some(first_mode(options.zero_copy)?),
+            Some(_) if wanted == Transport::Dev => None,
             Some(reason) if wanted == Transport::Uring => {
                 return Err(Error::new(ErrorKind::Unsupported, reason.what).hint(reason.hint));
             }
             Some(reason) => {
                 tracing::info!("served over /dev/fuse: {}; {}", reason.what, reason.hint);
-                false
+                None
             }
         };
-        let again = options.clone();
-        match Export::start_over(Arc::clone(&disk), options, devices, with_rings, &mut notes)? {
-            Started::Done(export) => Ok(*export),
-            Started::RingsRefused(why) => {
-                if wanted == Transport::Uring {
+        if rung.is_none() && options.zero_copy == ZeroCopy::On {
+            return Err(Error::new(ErrorKind::Unsupported, "zero-copy needs FUSE over io_uring")
+                .hint(
+                    "leave `--zero-copy on` away, or see `ringdisk mount --help` on --transport",
+                ));
+        }
+        let mut devices = Some(devices);
+        loop {
+            let devices = devices.take().unwrap_or_default();
+            let started =
+                Export::start_over(Arc::clone(&disk), options.clone(), devices, rung, &mut notes)?;
+            let (mode, why) = match started {
+                Started::Done(export) => return Ok(*export),
+                Started::RingsRefused(mode, why) => (mode, why),
+            };
+            rung = mode.below();
+            if options.zero_copy == ZeroCopy::On && mode == RingMode::ZeroCopy {
+                return Err(Error::new(ErrorKind::Unsupported, format!("no zero-copy: {why}"))
+                    .hint("use `--zero-copy auto`, which takes it where it works"));
+            }
+            match rung {
+                Some(RingMode::Pools) => tracing::info!("no zero-copy: {why}"),
+                Some(_) => tracing::info!("no buffer pools: {why}"),
+                None if wanted == Transport::Uring => {
                     return Err(Error::new(ErrorKind::Unsupported, why)
                         .hint("use `--transport dev`, or `auto`, which takes what works"));
                 }
-                notes.push(format!("{why}: served over /dev/fuse"));
-                match Export::start_over(disk, again, Vec::new(), false, &mut notes)? {
-                    Started::Done(export) => Ok(*export),
-                    Started::RingsRefused(why) => Err(Error::new(ErrorKind::System, why)),
-                }
+                None => notes.push(format!("{why}: served over /dev/fuse")),
             }
         }
     }
 
-    /// One attempt, with rings or without.
+    /// One attempt.
+    ///
+    /// * `rung`: the most that rings shall do; `None`: no rings.
     fn start_over(
         disk: Arc<Disk>,
         options: ExportOptions,
         devices: Vec<OwnedFd>,
-        with_rings: bool,
+        rung: Option<RingMode>,
         notes: &mut Vec<String>,
     ) -> Result<Started, Error> {
+        let with_rings = rung.is_some();
+        let give_up =
+            |why: String| Ok(Started::RingsRefused(rung.unwrap_or(RingMode::Entries), why));
         let mut profile = Profile::detect(options.kernel_cache);
         profile.over_io_uring = with_rings;
         let (sender, receiver) = channel();
@@ -217,8 +244,9 @@ impl Export {
             let depth = options.queue_depth.map(|depth| depth.clamp(1, QUEUE_DEPTH_MAX) as usize);
             let plan = Plan::new(possible_cpus(), &online_cpus(), &threads, depth, payload);
             let beside = plan::beside(&topology, &threads);
-            let rings = Rings::new(plan, &beside, payload, options.fixed_entries);
-            Arc::new(rings.refusing(options.refuse_rings))
+            let zero_copy = options.zero_copy;
+            let rings = Rings::new(plan, &beside, payload, options.fixed_entries, zero_copy);
+            Arc::new(rings.refusing(options.refuse))
         });
         let mut queues = Vec::with_capacity(count + devices.len());
         for index in 0..count + devices.len() {
@@ -238,8 +266,10 @@ impl Export {
             });
             match started {
                 Ok(queue) => queues.push(queue),
+                // No lower mode of rings would go either.
                 Err(error) if with_rings => {
-                    return Ok(Started::RingsRefused(ring_error(error).to_string()));
+                    let why = ring_error(error).to_string();
+                    return Ok(Started::RingsRefused(RingMode::Entries, why));
                 }
                 Err(error) => return Err(ring_error(error)),
             }
@@ -266,13 +296,29 @@ impl Export {
         let negotiated = answer_init(mount.device(), &profile)?;
         let start = match &rings {
             Some(rings) if negotiated.has(INIT_OVER_IO_URING) => {
+                let offered = negotiated.offered & INIT_HAS_IO_URING_BUFPOOL != 0;
+                match rung.filter(|mode| *mode > RingMode::Entries) {
+                    Some(_) if !offered && options.zero_copy == ZeroCopy::On => {
+                        return give_up(String::from("Linux 7.3 or newer has it"));
+                    }
+                    Some(mode) if offered => {
+                        let zero_copy =
+                            mode == RingMode::ZeroCopy && may_zero_copy(&disk, options.zero_copy);
+                        let asked = options.queue_depth.is_some();
+                        let bytes = profile.transfer_bytes() as usize;
+                        if !rings.make_pool(asked, bytes, zero_copy) {
+                            return give_up(String::from("too many entries for a ring"));
+                        }
+                    }
+                    _ => {}
+                }
                 Some(Starting::new(Arc::clone(rings)))
             }
             Some(_) => {
                 // Nothing of the rings has reached the kernel: this connection serves over /dev/fuse.
                 let why = "the kernel did not offer io_uring for this mount";
-                if options.transport == Transport::Uring {
-                    return Ok(Started::RingsRefused(String::from(why)));
+                if options.transport == Transport::Uring || options.zero_copy == ZeroCopy::On {
+                    return Ok(Started::RingsRefused(RingMode::Entries, String::from(why)));
                 }
                 notes.push(format!("{why}: served over /dev/fuse"));
                 None
@@ -322,6 +368,7 @@ impl Export {
             }
         });
         let mountpoint = mount.mountpoint().to_owned();
+        let mode = rings.as_ref().filter(|_| transport == Transport::Uring).map(|r| r.mode());
         let keeper = Keeper {
             mount,
             queues,
@@ -342,15 +389,13 @@ impl Export {
             // The connection cannot be used any more: away with it.
             events.send(Event::Discard);
             let _ = keeper.join();
-            return Ok(Started::RingsRefused(why));
+            return give_up(why);
         }
         // The kernel learns the size only when it is asked for; until then asynchronous reads find an empty file.
         if !answers(&mountpoint) && transport == Transport::Uring {
             events.send(Event::Discard);
             let _ = keeper.join();
-            return Ok(Started::RingsRefused(String::from(
-                "the rings of this mount do not answer",
-            )));
+            return give_up(String::from("the rings of this mount do not answer"));
         }
         let notes = std::mem::take(notes);
         Ok(Started::Done(Box::new(Export {
@@ -359,6 +404,7 @@ impl Export {
             queues: views,
             notes,
             transport,
+            mode,
             _size_watch: size_watch,
         })))
     }
@@ -367,6 +413,12 @@ impl Export {
     #[must_use]
     pub fn transport(&self) -> Transport {
         self.transport
+    }
+
+    /// What the rings do; `None` without rings.
+    #[must_use]
+    pub fn ring_mode(&self) -> Option<RingMode> {
+        self.mode
     }
 
     /// What was asked for and could not be had, each with what would enable it.
@@ -443,8 +495,36 @@ fn answers(mountpoint: &std::path::Path) -> bool {
 /// What came of an attempt.
 enum Started {
     Done(Box<Export>),
-    /// The kernel refused the last step; nothing is mounted. With the reason.
-    RingsRefused(String),
+    /// Rings of this mode could not be had; nothing is mounted. With the reason.
+    RingsRefused(RingMode, String),
+}
+
+/// The highest mode to try.
+///
+/// Errors: [`ErrorKind::PermissionDenied`] for zero-copy that was asked for and is root's.
+fn first_mode(zero_copy: ZeroCopy) -> Result<RingMode, Error> {
+    let allowed = rustix::process::geteuid().is_root();
+    match zero_copy {
+        ZeroCopy::Off => Ok(RingMode::Pools),
+        ZeroCopy::On if !allowed => {
+            Err(Error::new(ErrorKind::PermissionDenied, "zero-copy is for root (CAP_SYS_ADMIN)")
+                .hint("run as root, or leave `--zero-copy on` away"))
+        }
+        ZeroCopy::Auto if !allowed => Ok(RingMode::Pools),
+        ZeroCopy::On | ZeroCopy::Auto => Ok(RingMode::ZeroCopy),
+    }
+}
+
+/// Whether zero-copy can be of use with this disk. Blocks for a few reads.
+fn may_zero_copy(disk: &Disk, wanted: ZeroCopy) -> bool {
+    // Also where it was asked for: what may be given to the kernel as it is has to be known.
+    let takes = disk.probe_client_pages();
+    if !takes && wanted == ZeroCopy::Auto {
+        tracing::info!(
+            "no zero-copy: with O_DIRECT, this storage was not seen to take memory of any alignment"
+        );
+    }
+    takes || wanted == ZeroCopy::On
 }
 
 /// Why the rings are not used, and what would change that.

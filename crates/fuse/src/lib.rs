@@ -31,3 +31,6 @@ pub use error::{Error, ErrorKind};
 pub use export::{Export, ExportOptions, StopHandle, Threads, Transport};
 pub use keeper::HaltReason;
 pub use stats::{Histogram, QueueStats, Stats};
+#[doc(hidden)]
+pub use uring::Refuse;
+pub use uring::{RingMode, ZeroCopy};

@@ -118,6 +118,8 @@ pub(crate) struct QueueCells {
     pub(crate) in_flight_max: Cell,
     pub(crate) eagain: Cell,
     pub(crate) exhausted: Cell,
+    /// Requests whose data were in pages of the client.
+    pub(crate) zero_copy: Cell,
     /// CPU time of the thread, set at its end, nanoseconds.
     pub(crate) cpu_ns: Cell,
     /// Thread id, to read its CPU time while it runs.
@@ -138,6 +140,7 @@ impl Default for QueueCells {
             in_flight_max: Cell::default(),
             eagain: Cell::default(),
             exhausted: Cell::default(),
+            zero_copy: Cell::default(),
             cpu_ns: Cell::default(),
             thread_id: Cell::default(),
             latency: (0..BUCKETS).map(|_| Cell::default()).collect(),
@@ -188,6 +191,7 @@ impl QueueCells {
             polls_missed: ring.polls_missed,
             queue_full: ring.queue_full + ring.slots_full + self.exhausted.get(),
             eagain: self.eagain.get(),
+            zero_copy: self.zero_copy.get(),
             cpu_ns: self.cpu_ns(),
             latency: Histogram(self.latency.iter().map(Cell::get).collect()),
         }
@@ -244,6 +248,8 @@ pub struct QueueStats {
     pub queue_full: u64,
     /// Fetches that found the request gone.
     pub eagain: u64,
+    /// Requests whose data were in pages of the client.
+    pub zero_copy: u64,
     /// CPU time of the thread.
     pub cpu_ns: u64,
     /// Time from fetch to reply.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use ringdisk_disk::{Disk, ImageOptions, Source};
 use ringdisk_fuse::mount::{self, Unmount, table};
-use ringdisk_fuse::{Export, ExportOptions, Transport};
+use ringdisk_fuse::{Export, ExportOptions, Refuse, Transport};
 use ringdisk_ring::{Config, Runtime};
 use ringdisk_testkit::images;
 use ringdisk_testkit::limits::{UringParameter, needs_root};
@@ -55,7 +55,8 @@ fn serves(place: &Place) {
 #[test]
 fn a_refusal_of_the_last_ring_leads_to_dev_and_the_image_is_written() {
     let Some(place) = place() else { return };
-    let refuse = ExportOptions { refuse_rings: true, ..options(&place, Transport::Auto) };
+    let refuse =
+        ExportOptions { refuse: Some(Refuse::LastRing), ..options(&place, Transport::Auto) };
     let export = Export::start(open(&place), refuse).expect("it is served all the same");
     assert_eq!(export.transport(), Transport::Dev);
     assert!(export.notes().iter().any(|note| note.contains("/dev/fuse")), "{:?}", export.notes());
@@ -68,7 +69,8 @@ fn a_refusal_of_the_last_ring_leads_to_dev_and_the_image_is_written() {
 #[test]
 fn a_refusal_is_an_error_when_rings_were_asked_for() {
     let Some(place) = place() else { return };
-    let refuse = ExportOptions { refuse_rings: true, ..options(&place, Transport::Uring) };
+    let refuse =
+        ExportOptions { refuse: Some(Refuse::LastRing), ..options(&place, Transport::Uring) };
     let error = Export::start(open(&place), refuse).expect_err("refused");
     assert!(error.to_string().contains("refused a ring"), "{error}");
     assert_eq!(table::at(&place.path).expect("readable"), None);

@@ -3,6 +3,10 @@
 //! An [`IoBuf`] is a piece of a region that the kernel may write at any time while an operation
 //! is in flight. So no Rust reference to its bytes ever exists: they are copied in and out through
 //! raw pointers. References are counted locally (no atomics): a buffer belongs to one thread.
+//!
+//! A buffer may also stand for pages of somebody else that the kernel has put into a slot of the ring's table
+//! ([`IoBuf::client_pages`]): operations reach them, we cannot. Who might meet one asks [`IoBuf::is_mapped`], and
+//! moves bytes with [`crate::Ring::copy`] and [`crate::Ring::zero`], which know both kinds.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ops::Range;
@@ -17,9 +21,12 @@ const PAGE_BYTES: usize = 4096;
 
 /// Memory that is freed when the last buffer on it goes.
 struct Region {
-    start: NonNull<u8>,
+    /// Null for pages that are not ours: the kernel counts their bytes from 0.
+    start: *mut u8,
     len: usize,
     origin: Origin,
+    /// Slot in the ring's table of registered buffers.
+    fixed: Option<u16>,
 }
 
 /// Where the memory of a region comes from, and so how it goes.
@@ -30,6 +37,8 @@ enum Origin {
     Allocated(Layout),
     /// Memory that several threads use; it lives at least as long as this reference.
     Shared(Arc<SharedMemory>),
+    /// Pages of a client, in a slot of the ring.
+    Client,
 }
 
 impl Region {
@@ -45,7 +54,7 @@ impl Region {
         // SAFETY: the layout's size is not zero (`max(1)`).
         let start = unsafe { alloc_zeroed(layout) };
         let Some(start) = NonNull::new(start) else { std::alloc::handle_alloc_error(layout) };
-        Region { start, len, origin: Origin::Allocated(layout) }
+        Region { start: start.as_ptr(), len, origin: Origin::Allocated(layout), fixed: None }
     }
 
     fn map(len: usize) -> Option<Region> {
@@ -62,7 +71,7 @@ impl Region {
         .ok()?;
         // SAFETY: the range is the mapping just made. A failure only costs copies on fork.
         let _ = unsafe { madvise(start, len, Advice::LinuxDontFork) };
-        Some(Region { start: NonNull::new(start.cast())?, len, origin: Origin::Mapped })
+        Some(Region { start: start.cast(), len, origin: Origin::Mapped, fixed: None })
     }
 }
 
@@ -71,12 +80,12 @@ impl Drop for Region {
         match self.origin {
             // SAFETY: `start` came from `alloc_zeroed` with this very layout, and the last
             // reference is gone (Rc). Operations in flight hold references, so none is running.
-            Origin::Allocated(layout) => unsafe { dealloc(self.start.as_ptr(), layout) },
+            Origin::Allocated(layout) => unsafe { dealloc(self.start, layout) },
             // SAFETY: as above, for a mapping of `len` bytes made by `map`.
             Origin::Mapped => unsafe {
-                let _ = rustix::mm::munmap(self.start.as_ptr().cast(), self.len);
+                let _ = rustix::mm::munmap(self.start.cast(), self.len);
             },
-            Origin::Shared(_) => {}
+            Origin::Shared(_) | Origin::Client => {}
         }
     }
 }
@@ -107,9 +116,44 @@ impl SharedMemory {
 
     /// All of it as a buffer of the calling thread.
     pub fn buffer(self: &Arc<Self>) -> IoBuf {
+        self.buffer_with(None)
+    }
+
+    /// As [`SharedMemory::buffer`]; operations name it by its slot in the ring's table of registered buffers, so the kernel does
+    /// not look its pages up each time. In a ring where it is not registered in that slot they fail with `EFAULT`.
+    pub fn fixed_buffer(self: &Arc<Self>, slot: u16) -> IoBuf {
+        self.buffer_with(Some(slot))
+    }
+
+    fn buffer_with(self: &Arc<Self>, fixed: Option<u16>) -> IoBuf {
         let (start, len) = (self.region.start, self.region.len);
-        let region = Region { start, len, origin: Origin::Shared(Arc::clone(self)) };
+        let region = Region { start, len, origin: Origin::Shared(Arc::clone(self)), fixed };
         IoBuf { region: Rc::new(region), offset: 0, len }
+    }
+
+    /// Length in bytes.
+    pub fn len(&self) -> usize {
+        self.region.len
+    }
+
+    /// Whether the length is 0.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Start address, for the kernel.
+    pub fn address(&self) -> usize {
+        self.region.start as usize
+    }
+
+    /// Asks for huge pages. A refusal costs time, nothing else.
+    pub fn advise_huge_pages(&self) {
+        if matches!(self.region.origin, Origin::Mapped) {
+            let advice = rustix::mm::Advice::LinuxHugepage;
+            // SAFETY: the range is the mapping of this region; the advice changes no byte.
+            let _ =
+                unsafe { rustix::mm::madvise(self.region.start.cast(), self.region.len, advice) };
+        }
     }
 }
 
@@ -135,6 +179,26 @@ impl IoBuf {
         IoBuf { region: Rc::new(Region::new(len, align)), offset: 0, len }
     }
 
+    /// Pages of a client that the kernel puts into `slot` of the ring's table while a request lasts. Operations on the ring that
+    /// has them reach them, and fail with `EFAULT` past their end or while there are none; nothing else does.
+    ///
+    /// * `len`: bytes at most.
+    pub fn client_pages(slot: u16, len: usize) -> IoBuf {
+        let start = std::ptr::null_mut();
+        let region = Region { start, len, origin: Origin::Client, fixed: Some(slot) };
+        IoBuf { region: Rc::new(region), offset: 0, len }
+    }
+
+    /// Whether the bytes are in our memory: they can be copied and set, and their alignment is known.
+    pub fn is_mapped(&self) -> bool {
+        !matches!(self.region.origin, Origin::Client)
+    }
+
+    /// Slot in the ring's table of registered buffers.
+    pub(crate) fn fixed(&self) -> Option<u16> {
+        self.region.fixed
+    }
+
     /// Length in bytes.
     pub fn len(&self) -> usize {
         self.len
@@ -145,21 +209,21 @@ impl IoBuf {
         self.len == 0
     }
 
-    /// Start address, for operations. The bytes may change under the reader at any time.
+    /// Start address, for operations. The bytes may change under the reader at any time. `offset + len <= region.len` holds from
+    /// construction (`new`, `slice`), so the result stays inside the region or one past its end.
     pub(crate) fn as_mut_ptr(&self) -> *mut u8 {
-        // SAFETY: `offset + len <= region.len` holds from construction (`new`, `slice`), so the
-        // result stays inside the allocation or one past its end.
-        unsafe { self.region.start.as_ptr().add(self.offset) }
+        self.region.start.wrapping_add(self.offset)
     }
 
-    /// Start address as a number, to compare with an alignment or to hand to the kernel.
+    /// Start address as a number, to compare with an alignment or to hand to the kernel. Of pages that are not ours: the
+    /// offset in them.
     pub fn address(&self) -> usize {
         self.as_mut_ptr() as usize
     }
 
-    /// Whether the start address is a multiple of `align` bytes.
+    /// Whether the start address is a multiple of `align` bytes. Nobody knows that of pages that are not ours.
     pub fn is_aligned(&self, align: usize) -> bool {
-        self.address().is_multiple_of(align)
+        self.is_mapped() && self.address().is_multiple_of(align)
     }
 
     /// A part of this buffer. Panics when the range leaves it (a programming error).
@@ -197,13 +261,15 @@ impl IoBuf {
     /// not fit.
     pub fn copy_from_buf(&self, at: usize, src: &IoBuf) {
         self.check(at, src.len);
+        assert!(src.is_mapped(), "pages of a client are not ours to read");
         // SAFETY: both ranges were checked to lie inside their regions; `copy` allows overlap.
         unsafe { std::ptr::copy(src.as_mut_ptr(), self.as_mut_ptr().add(at), src.len) }
     }
 
     /// Sets all bytes.
     pub fn fill(&self, byte: u8) {
-        // SAFETY: the range is this buffer.
+        self.check(0, self.len);
+        // SAFETY: the range is this buffer, in our memory as checked.
         unsafe { std::ptr::write_bytes(self.as_mut_ptr(), byte, self.len) }
     }
 
@@ -234,7 +300,7 @@ impl IoBuf {
     pub fn release_pages(&self) {
         let is_mapped = match &self.region.origin {
             Origin::Mapped => true,
-            Origin::Allocated(_) => false,
+            Origin::Allocated(_) | Origin::Client => false,
             Origin::Shared(memory) => matches!(memory.region.origin, Origin::Mapped),
         };
         if !is_mapped {
@@ -257,7 +323,9 @@ impl IoBuf {
         Rc::strong_count(&self.region) > 1
     }
 
+    /// Panics: a programming error.
     fn check(&self, at: usize, len: usize) {
+        assert!(self.is_mapped(), "pages of a client are not ours to touch");
         assert!(at <= self.len && len <= self.len - at, "{len} bytes at {at} of {}", self.len);
     }
 }

@@ -15,6 +15,7 @@
 mod buffer;
 mod config;
 mod counters;
+mod courier;
 mod executor;
 mod handoff;
 mod mailbox;

@@ -12,12 +12,13 @@ use std::time::Duration;
 use io_uring::{opcode, squeue, types};
 
 use crate::counters::Counters;
+use crate::courier::Courier;
 use crate::executor::Executor;
 use crate::op::{Fd, Op, Sleep, State, What};
 use crate::remote::{Remote, Shared};
 use crate::slots::{Completed, Keep, Slots, VECTOR_MAX, Waiter};
 use crate::uring::{Completion, Uring};
-use crate::{Errno, IoBuf, offload};
+use crate::{Errno, IoBuf, SharedMemory, offload};
 
 /// Marks the user data of a poll linked before an operation; alone: a cancellation.
 pub(crate) const TAG_IGNORE: u64 = 1 << 63;
@@ -51,6 +52,8 @@ pub(crate) struct Inner {
     message_waiter: RefCell<Waiter>,
     files: RefCell<Vec<u32>>,
     registered_buffers: RefCell<Vec<IoBuf>>,
+    /// What moves bytes to and from pages of clients.
+    pub(crate) courier: Courier,
     pub(crate) event_armed: Cell<bool>,
     /// Longest poll before a sleep, when it was changed since the loop looked.
     pub(crate) polling: Cell<Option<Duration>>,
@@ -119,6 +122,7 @@ impl Inner {
             message_waiter: RefCell::new(Waiter::None),
             files: RefCell::new((0..config.files).rev().collect()),
             registered_buffers: RefCell::new(Vec::new()),
+            courier: Courier::default(),
             event_armed: Cell::new(false),
             polling: Cell::new(None),
             polling_held: Cell::new(false),
@@ -290,40 +294,30 @@ impl Ring {
     }
 
     fn read_entry(fd: Fd, offset: u64, buf: &IoBuf) -> squeue::Entry {
-        on_fd!(fd, |fd| opcode::Read::new(fd, buf.as_mut_ptr(), len_u32(buf))
-            .offset(offset)
-            .build())
+        let (start, len) = (buf.as_mut_ptr(), len_u32(buf));
+        match buf.fixed() {
+            None => on_fd!(fd, |fd| opcode::Read::new(fd, start, len).offset(offset).build()),
+            Some(slot) => on_fd!(fd, |fd| {
+                opcode::ReadFixed::new(fd, start, len, slot).offset(offset).build()
+            }),
+        }
     }
 
-    /// Reads at byte `offset` into `buf`. Result: bytes read, short at the end of the file.
+    /// Reads at byte `offset` into `buf`; a registered buffer is named by its slot. Result: bytes read, short at the end of the
+    /// file. Errors: also `EFAULT` for a registered buffer that this ring does not know.
     pub fn read(&self, fd: Fd, offset: u64, buf: &IoBuf) -> Op {
         self.op(Self::read_entry(fd, offset, buf), Some(buf.clone()))
     }
 
-    /// Writes `buf` at byte `offset`. Result: bytes written, may be short.
+    /// Writes `buf` at byte `offset`, as [`Ring::read`] reads. Result: bytes written, may be short.
     pub fn write(&self, fd: Fd, offset: u64, buf: &IoBuf) -> Op {
-        let entry = on_fd!(fd, |fd| opcode::Write::new(fd, buf.as_mut_ptr(), len_u32(buf))
-            .offset(offset)
-            .build());
-        self.op(entry, Some(buf.clone()))
-    }
-
-    /// As [`Ring::read`], into memory of registered buffer `index`. Errors: `EFAULT` when `buf` is
-    /// no part of it.
-    pub fn read_fixed(&self, fd: Fd, offset: u64, buf: &IoBuf, index: u16) -> Op {
-        let entry = on_fd!(fd, |fd| {
-            opcode::ReadFixed::new(fd, buf.as_mut_ptr(), len_u32(buf), index).offset(offset).build()
-        });
-        self.op(entry, Some(buf.clone()))
-    }
-
-    /// As [`Ring::write`], from memory of registered buffer `index`.
-    pub fn write_fixed(&self, fd: Fd, offset: u64, buf: &IoBuf, index: u16) -> Op {
-        let entry = on_fd!(fd, |fd| {
-            opcode::WriteFixed::new(fd, buf.as_mut_ptr(), len_u32(buf), index)
-                .offset(offset)
-                .build()
-        });
+        let (start, len) = (buf.as_mut_ptr(), len_u32(buf));
+        let entry = match buf.fixed() {
+            None => on_fd!(fd, |fd| opcode::Write::new(fd, start, len).offset(offset).build()),
+            Some(slot) => on_fd!(fd, |fd| {
+                opcode::WriteFixed::new(fd, start, len, slot).offset(offset).build()
+            }),
+        };
         self.op(entry, Some(buf.clone()))
     }
 
@@ -353,7 +347,7 @@ impl Ring {
         bufs: &[IoBuf],
         entry: impl Fn(*const libc::iovec, u32) -> squeue::Entry,
     ) -> Result<u32, Errno> {
-        if bufs.len() > VECTOR_MAX {
+        if bufs.len() > VECTOR_MAX || bufs.iter().any(|buf| !buf.is_mapped()) {
             return Err(Errno::INVAL);
         }
         let inner = &self.0;
@@ -509,18 +503,32 @@ impl Ring {
         }
     }
 
-    /// Registers buffers for [`Ring::read_fixed`]; their indexes are their places in `bufs`. Once
-    /// for each ring. Errors: `ENOMEM` above RLIMIT_MEMLOCK, `EBUSY` the second time.
-    pub fn register_buffers(&self, bufs: &[IoBuf]) -> Result<(), Errno> {
-        let vector: Vec<libc::iovec> = bufs
-            .iter()
-            .map(|buf| libc::iovec { iov_base: buf.as_mut_ptr().cast(), iov_len: buf.len() })
-            .collect();
-        // SAFETY: the memory stays allocated as long as the registration: the ring keeps a
-        // reference on each buffer and is closed before it drops them.
-        unsafe { self.0.uring.submitter().register_buffers(&vector) }
-            .map_err(|error| Errno::from_raw_os_error(error.raw_os_error().unwrap_or(libc::EIO)))?;
-        self.0.registered_buffers.borrow_mut().extend_from_slice(bufs);
+    /// Makes the ring's table of registered buffers: `memory` in slot 0, if any, then `slots` empty ones, which the kernel fills
+    /// with pages of clients. Once for each ring. Pins the memory.
+    ///
+    /// Errors: `ENOMEM` above RLIMIT_MEMLOCK, `EBUSY` the second time.
+    pub fn register_buffers(
+        &self,
+        memory: Option<&Arc<SharedMemory>>,
+        slots: u16,
+    ) -> Result<(), Errno> {
+        let errno = |error: std::io::Error| {
+            Errno::from_raw_os_error(error.raw_os_error().unwrap_or(libc::EIO))
+        };
+        let submitter = self.0.uring.submitter();
+        submitter.register_buffers_sparse(u32::from(slots) + 1).map_err(errno)?;
+        let Some(memory) = memory else { return Ok(()) };
+        let buf = memory.buffer();
+        let vector = [libc::iovec { iov_base: buf.as_mut_ptr().cast(), iov_len: buf.len() }];
+        // SAFETY: the memory stays mapped as long as the registration: the ring keeps a reference on it and is closed before it
+        // drops that.
+        let updated = unsafe { submitter.register_buffers_update(0, &vector, None) };
+        if let Err(error) = updated {
+            // The table goes again, so that it can be made without this memory.
+            let _ = submitter.unregister_buffers();
+            return Err(errno(error));
+        }
+        self.0.registered_buffers.borrow_mut().push(buf);
         Ok(())
     }
 

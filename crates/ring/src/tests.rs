@@ -8,7 +8,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
-use crate::{Config, Errno, Fd, IoBuf, OpSet, RawCommand, Runtime, SpinPolicy, Timeout};
+use crate::{
+    Config, Errno, Fd, IoBuf, OpSet, RawCommand, Runtime, SharedMemory, SpinPolicy, Timeout,
+};
 
 fn runtime() -> Runtime {
     Runtime::new(Config::default()).expect("io_uring")
@@ -73,14 +75,54 @@ fn fixed_buffers_read_and_write() {
     let file = temp_file(b"0123456789");
     let mut runtime = runtime();
     let ring = runtime.ring().clone();
-    let buf = IoBuf::new(4096, 4096);
-    ring.register_buffers(std::slice::from_ref(&buf)).unwrap();
+    let memory = SharedMemory::new(65536, 4096);
+    ring.register_buffers(Some(&memory), 3).unwrap();
+    let buf = memory.fixed_buffer(0);
     runtime.block_on(async {
-        assert_eq!(ring.read_fixed(Fd::of(&file), 2, &buf.slice(8..12), 0).await, Ok(4));
-        assert_eq!(ring.write_fixed(Fd::of(&file), 0, &buf.slice(8..12), 0).await, Ok(4));
+        assert_eq!(ring.read(Fd::of(&file), 2, &buf.slice(8..12)).await, Ok(4));
+        assert_eq!(ring.write(Fd::of(&file), 0, &buf.slice(8..12)).await, Ok(4));
         assert_eq!(ring.read(Fd::of(&file), 0, &buf.slice(0..4)).await, Ok(4));
+        // An empty slot, and memory that is not what is registered there.
+        let wrong = memory.fixed_buffer(2);
+        assert_eq!(ring.read(Fd::of(&file), 0, &wrong.slice(0..4)).await, Err(Errno::FAULT));
+        let other = SharedMemory::new(65536, 4096).fixed_buffer(0);
+        assert_eq!(ring.read(Fd::of(&file), 0, &other.slice(0..4)).await, Err(Errno::FAULT));
     });
     assert_eq!(&buf.to_vec()[..4], b"2345");
+    assert_eq!(ring.register_buffers(None, 1), Err(Errno::BUSY));
+}
+
+#[test]
+fn pages_that_are_not_there_are_an_error_and_never_touched() {
+    let mut runtime = runtime();
+    let ring = runtime.ring().clone();
+    ring.register_buffers(None, 2).unwrap();
+    let pages = IoBuf::client_pages(1, 8192);
+    let (part, ours) = (pages.slice(4096..8192), IoBuf::new(4096, 4096));
+    assert!(!part.is_mapped() && !part.is_aligned(1) && part.address() == 4096);
+    runtime.block_on(async {
+        assert_eq!(ring.zero(&part).await, Err(Errno::FAULT));
+        assert_eq!(ring.copy(&ours, &part).await, Err(Errno::FAULT));
+        assert_eq!(ring.copy(&part, &ours).await, Err(Errno::FAULT));
+        let null = std::fs::File::open("/dev/null").unwrap();
+        assert_eq!(ring.readv(Fd::of(&null), 0, &[part.clone(), ours]).await, Err(Errno::INVAL));
+    });
+    assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| part.fill(0))).is_err());
+}
+
+#[test]
+fn bytes_of_ours_are_copied_and_zeroed_by_the_same_calls() {
+    let mut runtime = runtime();
+    let ring = runtime.ring().clone();
+    let (from, to) = (IoBuf::new(8, 8), IoBuf::new(16, 8));
+    from.fill(7);
+    to.fill(9);
+    runtime.block_on(async {
+        ring.copy(&from, &to).await.unwrap();
+        ring.zero(&from).await.unwrap();
+    });
+    assert_eq!(to.to_vec(), [[7; 8], [9; 8]].concat());
+    assert!(from.is_zero());
 }
 
 #[test]

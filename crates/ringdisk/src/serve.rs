@@ -9,9 +9,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ringdisk_disk::Disk;
-use ringdisk_fuse::{Export, ExportOptions, HaltReason, Stats, StopHandle};
+use ringdisk_fuse::{Export, ExportOptions, HaltReason, RingMode, Stats, StopHandle};
 
-use crate::cli::{Threads, TransportWord};
+use crate::cli::{Threads, TransportWord, ZeroCopyWord};
 use crate::report::{Exit, Failure};
 use crate::stats::Report;
 
@@ -20,6 +20,7 @@ use crate::stats::Report;
 pub(crate) struct Options {
     pub(crate) mountpoint: PathBuf,
     pub(crate) transport: TransportWord,
+    pub(crate) zero_copy: ZeroCopyWord,
     pub(crate) threads: Threads,
     pub(crate) queue_depth: Option<u32>,
     pub(crate) growable: bool,
@@ -62,11 +63,17 @@ impl Served {
             TransportWord::Dev => ringdisk_fuse::Transport::Dev,
             TransportWord::Uring => ringdisk_fuse::Transport::Uring,
         };
+        let zero_copy = match options.zero_copy {
+            ZeroCopyWord::Auto => ringdisk_fuse::ZeroCopy::Auto,
+            ZeroCopyWord::On => ringdisk_fuse::ZeroCopy::On,
+            ZeroCopyWord::Off => ringdisk_fuse::ZeroCopy::Off,
+        };
         let name = options.name.clone();
         let export = Export::start(
             disk,
             ExportOptions {
                 transport,
+                zero_copy,
                 threads,
                 queue_depth: options.queue_depth,
                 growable: options.growable,
@@ -82,8 +89,13 @@ impl Served {
     }
 
     /// How requests travel.
-    pub(crate) fn transport(&self) -> ringdisk_fuse::Transport {
-        self.export.transport()
+    pub(crate) fn transport(&self) -> &'static str {
+        match self.export.ring_mode() {
+            None => "/dev/fuse",
+            Some(RingMode::Entries) => "io_uring",
+            Some(RingMode::Pools) => "io_uring with buffer pools",
+            Some(RingMode::ZeroCopy) => "io_uring with buffer pools and zero-copy",
+        }
     }
 
     /// What was asked for and could not be had, each with what would enable it.

@@ -87,6 +87,7 @@ fn queue_json(queue: &QueueStats) -> Value {
         "read-bytes": queue.read_bytes,
         "write-bytes": queue.write_bytes,
         "errors": queue.errors,
+        "zero-copy": queue.zero_copy,
         "in-flight": queue.in_flight,
         "in-flight-max": queue.in_flight_max,
         "cpu-ns": queue.cpu_ns,

@@ -6,14 +6,14 @@
 
 use std::future::Future;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use ringdisk_ring::{Errno, Fd, Ring};
 
 use crate::gate::Gate;
 use crate::lock::Held;
-use crate::{Kind, Limits};
+use crate::{Kind, Limits, pages};
 
 /// The largest offset that the kernel takes (loff_t); also keeps -1, "current position" for
 /// io_uring, out.
@@ -50,6 +50,8 @@ pub(crate) struct File {
     /// Set when the future of a change was dropped while the kernel was at it: the change may
     /// still happen.
     pub(crate) abandoned: AtomicBool,
+    /// Whether O_DIRECT either takes memory of any alignment or refuses it: found out once.
+    pub(crate) pages: OnceLock<bool>,
     /// Last field: closed after everything else is gone. Shared with helper threads.
     pub(crate) owner: Arc<OwnedFd>,
 }
@@ -57,6 +59,17 @@ pub(crate) struct File {
 impl File {
     pub(crate) fn borrow(&self) -> BorrowedFd<'_> {
         self.owner.as_fd()
+    }
+
+    /// Whether pages of a client may be read into and written from as they are.
+    pub(crate) fn takes_client_pages(&self) -> bool {
+        !self.limits.direct || self.pages.get() == Some(&true)
+    }
+
+    /// As [`crate::Storage::probe_client_pages`].
+    pub(crate) fn probe_client_pages(&self) -> bool {
+        !self.limits.direct
+            || *self.pages.get_or_init(|| pages::are_safe(self.borrow(), self.len(), self.limits))
     }
 
     pub(crate) fn len(&self) -> u64 {

@@ -27,6 +27,7 @@ mod holders;
 mod lock;
 mod open;
 mod options;
+mod pages;
 mod probe;
 mod read;
 mod reopen;

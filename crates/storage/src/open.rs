@@ -7,8 +7,8 @@
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64};
+use std::sync::{Arc, OnceLock};
 
 use ringdisk_ring::Fd;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -162,6 +162,7 @@ fn adopt(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<File, Error> 
         identity: identity(&stat, kind),
         held,
         abandoned: AtomicBool::new(false),
+        pages: OnceLock::new(),
         owner: Arc::new(fd),
     })
 }

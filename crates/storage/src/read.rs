@@ -18,12 +18,23 @@ impl File {
     /// largest offset.
     pub(crate) async fn read(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<usize, Errno> {
         end_of(offset, buf.len() as u64)?;
-        if self.limits.suits(offset, buf.len(), buf.address()) {
-            self.read_fitting(ring, offset, buf).await
-        } else {
-            // Boxed: the rare path must not make the task of every request larger.
-            Box::pin(self.read_bounced(ring, offset, buf)).await
+        if self.suits(offset, buf) {
+            match self.read_fitting(ring, offset, buf).await {
+                // The device does not take the alignment of this client's pages.
+                Err(Errno::INVAL) if !buf.is_mapped() => {}
+                other => return other,
+            }
         }
+        // Boxed: the rare path must not make the task of every request larger.
+        Box::pin(self.read_bounced(ring, offset, buf)).await
+    }
+
+    /// Whether a transfer needs no copy.
+    pub(crate) fn suits(&self, offset: u64, buf: &IoBuf) -> bool {
+        if buf.is_mapped() {
+            return self.limits.suits(offset, buf.len(), buf.address());
+        }
+        self.limits.suits(offset, buf.len(), 0) && self.takes_client_pages()
     }
 
     /// `offset`, length and address suit the limits.
@@ -94,7 +105,8 @@ impl File {
             let skip = usize::try_from(at - start).map_err(|_| Errno::INVAL)?;
             let useful = got.saturating_sub(skip).min(buf.len() - done);
             if useful > 0 {
-                buf.copy_from_buf(done, &piece.slice(skip..skip + useful));
+                let target = buf.slice(done..done + useful);
+                ring.copy(&piece.slice(skip..skip + useful), &target).await?;
             }
             done += useful;
             if got < piece.len() {

@@ -159,6 +159,15 @@ impl Storage {
         }
     }
 
+    /// Finds out whether pages of clients ([`IoBuf::client_pages`]), whose alignment nobody knows, may be given to the kernel as
+    /// they are; until then, and where not, they are copied. Blocks for a few reads. Remembered.
+    pub fn probe_client_pages(&self) -> bool {
+        match &self.0 {
+            Inner::File(file) => file.probe_client_pages(),
+            Inner::Custom(_) => false,
+        }
+    }
+
     /// Reads into `buf`. Short only at the end of the storage; 0 at or past it.
     ///
     /// After an error the content of `buf` is undefined.
@@ -274,6 +283,12 @@ async fn read_custom(
     buf: &IoBuf,
 ) -> Result<usize, Errno> {
     end_of(offset, buf.len() as u64)?;
+    if !buf.is_mapped() {
+        let ours = IoBuf::new(buf.len(), custom.limits().memory_align as usize);
+        let done = Box::pin(read_custom(custom, ring, offset, &ours)).await?;
+        ring.copy(&ours.slice(0..done), buf).await?;
+        return Ok(done);
+    }
     let mut done = 0;
     while done < buf.len() {
         match custom.read(ring, offset + done as u64, &buf.slice(done..buf.len())).await? {
@@ -291,6 +306,7 @@ async fn write_custom(
     buf: &IoBuf,
 ) -> Result<usize, Errno> {
     end_of(offset, buf.len() as u64)?;
+    let buf = &ring.in_memory(buf).await?;
     let mut done = 0;
     while done < buf.len() {
         match custom.write(ring, offset + done as u64, &buf.slice(done..buf.len())).await {

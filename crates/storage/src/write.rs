@@ -49,10 +49,10 @@ impl File {
     ) -> Result<usize, Errno> {
         self.check_writable()?;
         let end = end_of(offset, buf.len() as u64)?;
-        if !self.limits.suits(offset, buf.len(), buf.address()) {
+        if !self.suits(offset, buf) {
             return Box::pin(self.write_in_pieces(ring, offset, buf)).await;
         }
-        let _pass = match &self.gate {
+        let pass = match &self.gate {
             None => None,
             Some(gate) => match gate.try_shared() {
                 Some(pass) => Some(pass),
@@ -67,6 +67,11 @@ impl File {
             Ok(n) if n as usize >= len => {
                 self.has_grown_to(end);
                 Ok(len)
+            }
+            // The device does not take the alignment of this client's pages.
+            Err(Errno::INVAL) if !buf.is_mapped() => {
+                drop(pass);
+                Box::pin(self.write_in_pieces(ring, offset, buf)).await
             }
             Err(errno) if errno != Errno::INTR => Err(errno),
             other => {
@@ -109,6 +114,7 @@ impl File {
     }
 
     async fn write_in_pieces(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<usize, Errno> {
+        let buf = &ring.in_memory(buf).await?;
         let align = u64::from(self.limits.offset_align);
         let end = offset + buf.len() as u64;
         let mut total = Progress { done: 0, result: Ok(()) };

@@ -11,6 +11,7 @@ mod raw;
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use crate::graph::Graph;
+use crate::guard::SectorGuard;
 use crate::layer::Node;
 use crate::live::Mark;
 use crate::options::{DetectZeroes, Discard};
@@ -38,7 +39,12 @@ impl Disk {
         if len == 0 {
             return Ok(0);
         }
-        let buf = buf.slice(0..len);
+        let mut buf = buf.slice(0..len);
+        let looks_at_data = self.policy().detect_zeroes != DetectZeroes::Off
+            || graph.guard.is_some() && SectorGuard::covers(offset);
+        if looks_at_data && !buf.is_mapped() {
+            buf = ring.in_memory(&buf).await?;
+        }
         let _mark = Mark::new(&graph, offset, len as u64);
         if self.policy().detect_zeroes != DetectZeroes::Off && buf.is_zero() {
             let may_unmap = self.policy().detect_zeroes == DetectZeroes::Unmap

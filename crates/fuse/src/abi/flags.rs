@@ -43,6 +43,10 @@ pub const FOPEN_KEEP_CACHE: u32 = 1 << 1;
 pub const FOPEN_NOFLUSH: u32 = 1 << 5;
 /// OPEN reply: direct writes inside the file run in parallel; only with [`FOPEN_DIRECT_IO`].
 pub const FOPEN_PARALLEL_DIRECT_WRITES: u32 = 1 << 6;
+/// OPEN reply: the kernel reads and writes the file named by `backing_id` itself.
+pub const FOPEN_PASSTHROUGH: u32 = 1 << 7;
+/// OPEN reply: READ and WRITE of this open file use pages of the client where the queue can (Linux 7.3).
+pub const FOPEN_IO_URING_ZERO_COPY: u32 = 1 << 8;
 
 /// SETATTR: mode is set.
 pub const FATTR_MODE: u32 = 1 << 0;

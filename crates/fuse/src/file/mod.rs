@@ -153,7 +153,7 @@ impl FileServer {
         // The end of the disk, as a rule. A disk that promises more (it grew meanwhile) gets zeroes, which is what new space holds.
         let inside = self.inside(offset, size.min(buf.len()));
         if done < inside {
-            buf.slice(done..inside).fill(0);
+            ring.zero(&buf.slice(done..inside)).await?;
         }
         Ok(done.max(inside))
     }

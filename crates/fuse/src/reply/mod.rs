@@ -7,7 +7,9 @@ use rustix::io::Errno;
 use zerocopy::{Immutable, IntoBytes};
 
 use crate::abi::flags::{NOTIFY_INVAL_INODE, NOTIFY_RESEND};
-use crate::abi::{AttrOut, NotifyInvalInodeOut, OUT_HEADER_BYTES, OutHeader, ROOT_ID, WriteOut};
+use crate::abi::{
+    AttrOut, NotifyInvalInodeOut, OUT_HEADER_BYTES, OpenOut, OutHeader, ROOT_ID, WriteOut,
+};
 
 /// Bytes of the largest reply without data: header and attributes (16 + 104).
 pub const REPLY_BYTES_MAX: usize = OUT_HEADER_BYTES + size_of::<AttrOut>();
@@ -88,6 +90,15 @@ impl ReplyBuf {
     pub fn set_written(&mut self, unique: u64, written: usize) {
         let size = u32::try_from(written).unwrap_or(u32::MAX);
         self.set_body(unique, &WriteOut { size, padding: 0 });
+    }
+
+    /// Sets more flags in the reply to OPEN.
+    pub fn add_open_flags(&mut self, flags: u32) {
+        const AT: usize = OUT_HEADER_BYTES + std::mem::offset_of!(OpenOut, open_flags);
+        let bytes = &mut self.bytes[AT..AT + size_of::<u32>()];
+        for (byte, more) in bytes.iter_mut().zip(flags.to_ne_bytes()) {
+            *byte |= more;
+        }
     }
 
     fn put(&mut self, header: [u8; OUT_HEADER_BYTES], body: &[u8]) {

@@ -12,15 +12,20 @@ use std::time::Instant;
 
 use ringdisk_ring::{Errno, RawCommand};
 
-use crate::abi::uring::{CMD_COMMIT_AND_FETCH, CMD_REGISTER, command};
+use crate::abi::flags::FOPEN_IO_URING_ZERO_COPY;
+use crate::abi::uring::{
+    self, CMD_ADD_BUFPOOL, CMD_ADD_QUEUE, CMD_COMMIT_AND_FETCH, CMD_REGISTER, command,
+    register_with_slot,
+};
 use crate::dev::Queue;
 use crate::keeper::EndReason;
 use crate::reply::ReplyBuf;
 use crate::serve::{Answer, answer};
 
 use super::MESSAGE_ENTRY;
-use super::memory::Frame;
-use super::rings::Rings;
+use super::memory::{Frame, Incoming};
+use super::pool::{MEMORY_SLOT, Pool};
+use super::rings::{Refuse, Rings};
 
 /// How an entry comes to a thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,11 +49,10 @@ pub(crate) fn take_over(queue: &Rc<Queue>, message: u32) {
 /// Serves an entry until it moves away or the mount ends.
 pub(super) async fn live(queue: Rc<Queue>, rings: Arc<Rings>, index: usize, begin: Begin) {
     let entry = &rings.entries[index];
-    let frame = entry.memory.here();
+    let frame = rings.frame(index);
+    let fixed = rings.pool().filter(|pool| pool.is_pinned()).map(|_| MEMORY_SLOT);
     if begin == Begin::Register {
-        let is_last = usize::from(entry.queue) + 1 == rings.plan.0.len();
-        let number = if rings.refuses && is_last { u16::MAX } else { entry.queue };
-        let registered = register(&queue, &frame, number).await;
+        let registered = register(&queue, &rings, index, &frame, fixed).await;
         if let Err(errno) = registered {
             return ended(&queue, &rings, errno);
         }
@@ -59,11 +63,15 @@ pub(super) async fn live(queue: Rc<Queue>, rings: Arc<Rings>, index: usize, begi
             return pending().await;
         }
         let place = rings.place_of(index);
-        if place != queue.thread() && hand_over(&queue, &rings, index, place).await {
+        if place != queue.thread()
+            && !frame.is_zero_copy()
+            && hand_over(&queue, &rings, index, place).await
+        {
             return;
         }
         let number = serve(&queue, &rings, index, &frame).await;
-        let committed = send(&queue, CMD_COMMIT_AND_FETCH, 0, 0, number, entry.queue).await;
+        let area = command(number, entry.queue);
+        let committed = send(&queue, CMD_COMMIT_AND_FETCH, (0, 0), area, fixed).await;
         if let Err(errno) = committed {
             return ended(&queue, &rings, errno);
         }
@@ -71,31 +79,63 @@ pub(super) async fn live(queue: Rc<Queue>, rings: Arc<Rings>, index: usize, begi
 }
 
 /// Gives the entry to the kernel; ready when a request is in it.
-async fn register(queue: &Queue, frame: &Frame, number: u16) -> Result<(), Errno> {
+async fn register(
+    queue: &Queue,
+    rings: &Rings,
+    index: usize,
+    frame: &Frame,
+    fixed: Option<u16>,
+) -> Result<(), Errno> {
     // The header and the payload.
     const VECTORS: u32 = 2;
-    send(queue, CMD_REGISTER, frame.vector(), VECTORS, 0, number).await
+    let number = rings.entries[index].queue;
+    let is_last = usize::from(number) + 1 == rings.plan.0.len();
+    let number = match rings.refuses {
+        Some(Refuse::LastRing) if is_last => u16::MAX,
+        _ => number,
+    };
+    let area = match frame.slot(index) {
+        Some(slot) => register_with_slot(number, slot),
+        None => command(0, number),
+    };
+    send(queue, CMD_REGISTER, (frame.vector(), VECTORS), area, fixed).await
 }
 
+/// Makes a queue with a pool.
+pub(super) async fn add_pool(
+    queue: &Queue,
+    rings: &Rings,
+    pool: &Pool,
+    number: u16,
+) -> Result<(), Errno> {
+    let area = uring::add_queue(number, pool.zero_copy);
+    send(queue, CMD_ADD_QUEUE, (0, 0), area, None).await?;
+    let (address, mut len) = pool.region(number);
+    if rings.refuses == Some(Refuse::Pools(rings.mode())) {
+        // No room for a single request.
+        len = 4096;
+    }
+    let area = uring::add_pool(number, address, len);
+    let fixed = pool.is_pinned().then_some(MEMORY_SLOT);
+    send(queue, CMD_ADD_BUFPOOL, (0, 0), area, fixed).await
+}
+
+/// * `vector`: address and number of what the command reads from our memory.
+/// * `fixed`: slot of the pool's memory in the ring.
 async fn send(
     queue: &Queue,
     operation: u32,
-    address: u64,
-    len: u32,
-    commit_id: u64,
-    number: u16,
+    vector: (u64, u32),
+    command: [u8; 80],
+    fixed: Option<u16>,
 ) -> Result<(), Errno> {
-    let raw = RawCommand {
-        fd: queue.device,
-        operation,
-        address,
-        len,
-        fixed_buffer: None,
-        command: command(commit_id, number),
-    };
-    // SAFETY: the command names the entry's header and payload, directly (REGISTER) or from then on. They belong to `Rings`, which
-    // the queue thread holds until its ring is closed (`dev::queue::run`), so also after this future is dropped. The thread that
-    // has the request touches them, and after the command nobody does until it completes.
+    let (address, len) = vector;
+    let raw =
+        RawCommand { fd: queue.device, operation, address, len, fixed_buffer: fixed, command };
+    // SAFETY: the command names the entry's header and payload or the queue's pool, directly (REGISTER, ADD_BUFPOOL) or from then
+    // on. They belong to `Rings`, which the queue thread holds until its ring is closed (`dev::queue::run`), so also after this
+    // future is dropped. The thread that has the request touches them, and after the command nobody does until it completes. Pages
+    // of a client in a slot of the ring are reached by operations only, which have all ended before a reply is committed.
     #[allow(unsafe_code)]
     let sent = unsafe { queue.ring.command(&raw) };
     sent.await.map(|_| ())
@@ -119,30 +159,47 @@ async fn hand_over(queue: &Queue, rings: &Rings, index: usize, to: usize) -> boo
 async fn serve(queue: &Queue, rings: &Rings, index: usize, frame: &Frame) -> u64 {
     let started = Instant::now();
     queue.begin_ring(rings, index, started);
-    let (number, request) = frame.request();
-    let answer = match &request {
-        Ok(request) => {
-            answer(&queue.ring, &queue.server, &queue.cells, request, &frame.payload).await
+    let number = match frame.incoming() {
+        Some(incoming) => {
+            serve_incoming(queue, rings, frame, &incoming).await;
+            incoming.number
         }
+        None => {
+            queue.cells.errors.add(1);
+            frame.fail(Errno::IO)
+        }
+    };
+    queue.end_ring(index, started);
+    number
+}
+
+async fn serve_incoming(queue: &Queue, rings: &Rings, frame: &Frame, incoming: &Incoming) {
+    let Incoming { number, data, body, .. } = incoming;
+    let number = *number;
+    if !data.is_mapped() {
+        queue.cells.zero_copy.add(1);
+    }
+    let answer = match &incoming.request {
+        Ok(request) => answer(&queue.ring, &queue.server, &queue.cells, request, data).await,
         Err(_) => Answer::error(number, Errno::INVAL),
     };
     match answer {
         Answer::Data(len) => frame.put_data(number, len),
-        Answer::Reply(reply) => {
+        Answer::Reply(mut reply) => {
             if reply.error_number() != 0 {
                 queue.cells.errors.add(1);
+            } else if incoming.is_open() && rings.opens_zero_copy() {
+                reply.add_open_flags(FOPEN_IO_URING_ZERO_COPY);
             }
-            frame.put(&reply);
+            frame.put(&reply, body);
         }
         Answer::None => {
             // Nothing of that kind comes through a ring; the entry goes back in any case.
             let mut reply = ReplyBuf::new();
             reply.set_empty(number);
-            frame.put(&reply);
+            frame.put(&reply, body);
         }
     }
-    queue.end_ring(index, started);
-    number
 }
 
 /// The kernel gives the entry no request any more.

@@ -9,17 +9,21 @@
 //! it serves everything when the rings cannot be started.
 //!
 //! Rooms: [`plan`] says how many entries there are and which thread serves which queue, [`memory`] is what entries share with the
-//! kernel, [`entry`] the life of one, [`rings`] what all threads know together, [`start`] the order in which a mount goes live,
+//! kernel, [`pool`] the buffers that queues have instead of payloads on newer kernels, [`mode`] how far a mount goes there, [`entry`] the life of one, [`rings`] what all threads know together, [`start`] the order in which a mount goes live,
 //! [`policy`] the rule by which entries move between threads.
 
 mod entry;
 mod memory;
+mod mode;
 pub(crate) mod plan;
 mod policy;
+mod pool;
 mod rings;
 mod start;
 
+pub use mode::{RingMode, ZeroCopy};
 pub(crate) use plan::{Plan, is_enabled, online_cpus, possible_cpus};
+pub use rings::Refuse;
 pub(crate) use rings::Rings;
 pub(crate) use start::{Refused, Starting, register};
 

@@ -6,9 +6,11 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use ringdisk_ring::Errno;
 
-use super::memory::EntryMemory;
+use super::memory::{EntryMemory, Frame};
+use super::mode::{Moved, Opens, RingMode, ZeroCopy};
 use super::plan::Plan;
 use super::policy::{Load, Policy, Spot, WINDOW_NS};
+use super::pool::Pool;
 use crate::stats::QueueCells;
 
 /// One entry.
@@ -18,7 +20,7 @@ pub(super) struct Entry {
     pub(super) queue: u16,
     /// Number inside that queue.
     pub(super) number: usize,
-    pub(super) memory: EntryMemory,
+    memory: EntryMemory,
     /// It is on its way to another thread. Who does not find this set must not touch it: the message was not for us.
     pub(super) handed: AtomicBool,
 }
@@ -47,20 +49,39 @@ pub(crate) struct Rings {
     failed: AtomicI32,
     live: AtomicBool,
     draining: AtomicBool,
-    /// The last queue is registered with a wrong number, which the kernel refuses.
-    pub(super) refuses: bool,
+    /// Buffers of the queues; none: each entry has its own.
+    pool: OnceLock<Arc<Pool>>,
+    opens: Opens,
+    /// What the kernel is made to refuse: a mount of this mode, or the last queue of any.
+    pub(super) refuses: Option<Refuse>,
+}
+
+/// What is done wrong on purpose, for tests of what follows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refuse {
+    /// The last queue has a number that there is not.
+    LastRing,
+    /// The pools of this mode are too short.
+    Pools(RingMode),
 }
 
 impl Rings {
     /// * `beside`: for each queue thread the one that its entries may move to.
     /// * `payload_bytes`: largest READ or WRITE.
     /// * `fixed`: entries never move.
-    pub(crate) fn new(plan: Plan, beside: &[usize], payload_bytes: usize, fixed: bool) -> Rings {
+    /// * `zero_copy`: which opens shall be.
+    pub(crate) fn new(
+        plan: Plan,
+        beside: &[usize],
+        payload_bytes: usize,
+        fixed: bool,
+        zero_copy: ZeroCopy,
+    ) -> Rings {
         let mut entries = Vec::with_capacity(plan.entries());
         for (number, queue) in plan.0.iter().enumerate() {
             // The kernel numbers queues in 16 bits.
             let queue_number = u16::try_from(number).unwrap_or(u16::MAX);
-            let memory = EntryMemory::of_queue(queue.entries, payload_bytes);
+            let memory = EntryMemory::of_queue(queue_number, queue.entries, payload_bytes);
             entries.extend(memory.into_iter().enumerate().map(|(number, memory)| Entry {
                 queue: queue_number,
                 number,
@@ -83,13 +104,52 @@ impl Rings {
             failed: AtomicI32::new(0),
             live: AtomicBool::new(false),
             draining: AtomicBool::new(false),
-            refuses: false,
+            pool: OnceLock::new(),
+            opens: Opens::new(zero_copy),
+            refuses: None,
         }
     }
 
-    /// Makes the kernel refuse the last step of the start. For tests of what follows.
-    pub(crate) fn refusing(self, refuses: bool) -> Rings {
+    /// Makes the kernel refuse a step of the start. For tests of what follows.
+    pub(crate) fn refusing(self, refuses: Option<Refuse>) -> Rings {
         Rings { refuses, ..self }
+    }
+
+    /// Gives the queues buffers. Once, before any entry is given to the kernel. Arguments: see [`Pool::new`]. False: there is none.
+    pub(crate) fn make_pool(&self, asked: bool, buffer_bytes: usize, zero_copy: bool) -> bool {
+        let pool = Pool::new(&self.plan, asked, buffer_bytes, zero_copy);
+        pool.is_some_and(|pool| self.pool.set(Arc::new(pool)).is_ok())
+    }
+
+    pub(crate) fn pool(&self) -> Option<&Arc<Pool>> {
+        self.pool.get()
+    }
+
+    /// What these rings do.
+    pub(crate) fn mode(&self) -> RingMode {
+        match self.pool() {
+            None => RingMode::Entries,
+            Some(pool) if pool.zero_copy => RingMode::ZeroCopy,
+            Some(_) => RingMode::Pools,
+        }
+    }
+
+    /// The memory of an entry, for the calling thread.
+    pub(super) fn frame(&self, index: usize) -> Frame {
+        self.entries[index].memory.here(index, self.pool())
+    }
+
+    /// Whether the file that is being opened uses client pages. Control path.
+    pub(super) fn opens_zero_copy(&self) -> bool {
+        if self.mode() != RingMode::ZeroCopy {
+            return false;
+        }
+        let peers = self.peers.get().map_or(&[][..], Vec::as_slice);
+        let moved = peers.iter().fold(Moved::default(), |sum, (_, cells)| Moved {
+            requests: sum.requests + cells.reads.get() + cells.writes.get(),
+            bytes: sum.bytes + cells.read_bytes.get() + cells.write_bytes.get(),
+        });
+        self.opens.are_zero_copy(moved)
     }
 
     /// Entries of all queues.

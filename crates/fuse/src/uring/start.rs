@@ -2,7 +2,9 @@
 //!
 //! A REGISTER that fails is not local: the kernel gives up io_uring for the whole connection. Once every queue has an entry, requests
 //! travel in the rings for good, and a failure after that ends the mount. So all queues but the last are registered and looked at
-//! first; the last one follows only when none has failed. A mount that cannot go live is given up, and the caller makes another.
+//! first; the last one follows only when none has failed. Where there are pools, every thread registers the memory with its ring
+//! before any queue is made, since all rings must agree on whether it is. A mount that cannot go live is given up, and the caller
+//! makes another.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -14,7 +16,8 @@ use ringdisk_ring::Errno;
 
 use crate::dev::Queue;
 
-use super::entry::{Begin, live};
+use super::entry::{Begin, add_pool, live};
+use super::pool::Pool;
 use super::rings::Rings;
 
 /// How long all threads may take to register: a few milliseconds, unless the machine is overloaded.
@@ -22,9 +25,13 @@ const WAIT: Duration = Duration::from_secs(10);
 /// How often the thread of the last queue looks whether it may go on.
 const LOOK: Duration = Duration::from_micros(200);
 
+/// What the starting thread has decided, in this order.
 const WAITING: u8 = 0;
-const GO: u8 = 1;
-const STOP: u8 = 2;
+/// All threads have registered the memory of the pools, or none uses it registered.
+const PREPARED: u8 = 1;
+/// All queues but the last are there.
+const GO: u8 = 2;
+const STOP: u8 = 3;
 
 /// A start under way, as its threads see it.
 #[derive(Clone, Debug)]
@@ -54,14 +61,17 @@ impl Starting {
         let Starting { rings, decision, registered: sender } = self;
         drop(sender);
         let decide = |what| decision.store(what, Ordering::Release);
-        for _ in 0..threads {
-            let told = registered.recv_timeout(WAIT);
-            if told.is_err() || rings.failure().is_some() {
-                decide(STOP);
-                return Err(Refused(rings.failure()));
+        let steps: &[u8] = if rings.pool().is_some() { &[PREPARED, GO] } else { &[GO] };
+        for step in steps {
+            for _ in 0..threads {
+                let told = registered.recv_timeout(WAIT);
+                if told.is_err() || rings.failure().is_some() {
+                    decide(STOP);
+                    return Err(Refused(rings.failure()));
+                }
             }
+            decide(*step);
         }
-        decide(GO);
         let told = registered.recv_timeout(WAIT);
         match rings.failure() {
             None if told.is_ok() => {
@@ -77,20 +87,58 @@ impl Starting {
 pub(crate) async fn register(queue: Rc<Queue>, starting: Starting) {
     let Starting { rings, decision, registered } = starting;
     let last = rings.plan.0.len() - 1;
+    if let Some(pool) = rings.pool() {
+        if let Err(errno) = register_memory(&queue, &rings, pool) {
+            rings.fail(errno);
+        }
+        let _ = registered.send(());
+        if !decided(&queue, &decision, PREPARED).await {
+            return;
+        }
+        for (number, plan) in (0..).zip(&rings.plan.0) {
+            if plan.thread == queue.thread()
+                && let Err(errno) = add_pool(&queue, &rings, pool, number).await
+            {
+                rings.fail(errno);
+                let _ = registered.send(());
+                return;
+            }
+        }
+    }
     spawn(&queue, &rings, |number| number != last).await;
     let _ = registered.send(());
-    if rings.plan.0[last].thread != queue.thread() {
+    if rings.plan.0[last].thread != queue.thread() || !decided(&queue, &decision, GO).await {
         return;
-    }
-    loop {
-        match decision.load(Ordering::Acquire) {
-            WAITING => queue.ring.sleep(LOOK).await,
-            GO => break,
-            _ => return,
-        }
     }
     spawn(&queue, &rings, |number| number == last).await;
     let _ = registered.send(());
+}
+
+/// Waits for a decision. False: the start was given up.
+async fn decided(queue: &Queue, decision: &AtomicU8, wanted: u8) -> bool {
+    loop {
+        match decision.load(Ordering::Acquire) {
+            STOP => return false,
+            so_far if so_far >= wanted => return true,
+            _ => queue.ring.sleep(LOOK).await,
+        }
+    }
+}
+
+/// Makes the table of registered buffers of this thread's ring. That the memory cannot be in it is noted; it then serves
+/// unregistered.
+///
+/// Errors: there is no table at all, which client pages need.
+fn register_memory(queue: &Queue, rings: &Rings, pool: &Pool) -> Result<(), Errno> {
+    let slots = match pool.zero_copy {
+        true => u16::try_from(rings.entries.len()).map_err(|_| Errno::NOSPC)?,
+        false => 0,
+    };
+    pool.memory.advise_huge_pages();
+    let Err(errno) = queue.ring.register_buffers(Some(&pool.memory), slots) else { return Ok(()) };
+    tracing::debug!("buffer pools are not registered ({errno})");
+    pool.refuse_pin();
+    if pool.zero_copy { queue.ring.register_buffers(None, slots) } else { Ok(()) }
 }
 
 /// Gives entries to the kernel and waits until it has seen them.

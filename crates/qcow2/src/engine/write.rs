@@ -92,7 +92,12 @@ impl Qcow2 {
             }
         }
         // Rare and large: in memory of its own, so that the future of a plain write stays small.
-        Box::pin(self.write_new(ring, offset, buf, below)).await
+        Box::pin(async {
+            // What is stored beside the data, and with it, is put together in our memory.
+            let buf = ring.in_memory(buf).await?;
+            self.write_new(ring, offset, &buf, below).await
+        })
+        .await
     }
 
     /// The storage offset and length of the bytes from `offset` on that can be written in place, as far as

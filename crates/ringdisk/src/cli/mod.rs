@@ -29,7 +29,7 @@ pub(crate) use change::{CreateArgs, SnapshotWork};
 pub(crate) use copy::{CompareArgs, ConvertArgs, MeasureArgs};
 pub(crate) use ctl::{CtlArgs, CtlCommand};
 pub(crate) use look::{InfoArgs, LookArgs, MapArgs, PoolArgs};
-pub(crate) use mount::{MountArgs, MountPaths, Threads, TransportWord, UmountArgs};
+pub(crate) use mount::{MountArgs, MountPaths, Threads, TransportWord, UmountArgs, ZeroCopyWord};
 pub(crate) use words::{DetectZeroesWord, DiscardWord, PreallocationWord};
 
 const ROOT_ABOUT: &str = "Serves a disk image, in place, as an ordinary file";

@@ -190,6 +190,18 @@ pub(crate) struct MountArgs {
     )]
     pub(crate) transport: TransportWord,
 
+    /// Whether requests over io_uring use the client's own pages: on, off, or when the sizes of requests promise something
+    ///
+    /// Needs Linux 7.3 and root. auto decides when the file is opened, by what was read and written before; on is for every open.
+    #[arg(
+        long,
+        value_name = "WHEN",
+        value_enum,
+        default_value_t,
+        help_heading = "Serving options"
+    )]
+    pub(crate) zero_copy: ZeroCopyWord,
+
     /// Queue threads: a number, or auto
     #[arg(long, value_name = "N", default_value = "auto", value_parser = parse_threads,
           help_heading = "Serving options")]
@@ -249,6 +261,18 @@ pub(crate) enum TransportWord {
     Dev,
     /// FUSE over io_uring
     Uring,
+}
+
+/// Whether the client's own pages are used.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ZeroCopyWord {
+    /// When it promises something
+    #[default]
+    Auto,
+    /// For every open
+    On,
+    /// Never
+    Off,
 }
 
 /// How many queue threads serve.

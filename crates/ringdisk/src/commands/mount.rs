@@ -106,13 +106,7 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
     }));
     let control = control(&plan, &commands);
     let ready = plan.ready_line(&disk);
-    tracing::info!(
-        "requests travel over {}",
-        match served.transport() {
-            ringdisk_fuse::Transport::Uring => "io_uring",
-            _ => "/dev/fuse",
-        }
-    );
+    tracing::info!("requests travel over {}", served.transport());
     if background.is_some() || !terminal::is_interactive() {
         terminal::say(format_args!("{}: {ready}", terminal::NAME));
     } else {
@@ -370,6 +364,7 @@ impl<'a> Plan<'a> {
         Options {
             mountpoint: self.mountpoint.clone(),
             transport: args.transport,
+            zero_copy: args.zero_copy,
             threads: args.threads,
             queue_depth: args.queue_depth,
             growable: args.growable,
