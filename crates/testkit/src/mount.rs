@@ -90,6 +90,13 @@ impl Mounted {
         {
             command.args(["--transport", &transport]);
         }
+        if let Ok(when) = std::env::var("RINGDISK_TEST_ZERO_COPY")
+            && !args
+                .iter()
+                .any(|arg| ["--zero-copy", "--transport"].map(OsStr::new).contains(&arg.as_ref()))
+        {
+            command.args(["--zero-copy", &when]);
+        }
         command.args(args).arg(path);
         Self::from_command(&mut command, path)
     }
