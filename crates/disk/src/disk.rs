@@ -38,6 +38,8 @@ pub struct Disk {
     turns: Gate,
     /// A long change (a commit) is under way; others are refused.
     pub(crate) is_busy: AtomicBool,
+    /// The kernel has a descriptor of the image.
+    pub(crate) is_lent: AtomicBool,
     watchers: Arc<Watchers>,
     pub(crate) write_backs: WriteBacks,
     this: Weak<Disk>,
@@ -115,6 +117,7 @@ impl Disk {
             options: parts.options,
             turns: Gate::default(),
             is_busy: AtomicBool::new(false),
+            is_lent: AtomicBool::new(false),
             watchers: Arc::default(),
             write_backs: WriteBacks::default(),
             this: Weak::clone(this),

@@ -10,13 +10,13 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use ringdisk_disk::{Disk, SizeWatch};
-use ringdisk_ring::{SetupError, Topology};
+use ringdisk_ring::{Errno, SetupError, Topology};
 
-use crate::abi::flags::{INIT_HAS_IO_URING_BUFPOOL, INIT_OVER_IO_URING};
+use crate::abi::flags::{INIT_HAS_IO_URING_BUFPOOL, INIT_OVER_IO_URING, INIT_PASSTHROUGH};
 use crate::dev::{Place, QueueSetup, QueueThread, Serve, answer_init};
 use crate::file::{FileOptions, FileServer};
 use crate::keeper::{Event, EventSender, HaltReason, Keeper};
-use crate::mount::{Method, MountOptions, clone_device, mount};
+use crate::mount::{Method, MountOptions, clone_device, mount, open_backing};
 use crate::negotiate::Profile;
 use crate::stats::{QueueView, Stats};
 use crate::uring::{
@@ -79,6 +79,8 @@ pub struct ExportOptions {
     pub transport: Transport,
     /// Whether requests over io_uring use pages of the client.
     pub zero_copy: ZeroCopy,
+    /// The kernel reads and writes the image itself.
+    pub passthrough: bool,
     /// Queue threads.
     pub threads: Threads,
     /// Requests that each queue serves at once, 1..=4096; `None`: [`QUEUE_DEPTH_DEFAULT`], and what memory allows on rings.
@@ -101,6 +103,9 @@ pub struct ExportOptions {
     /// Entries of a ring stay with the thread on their CPU. For measurements of just that.
     #[doc(hidden)]
     pub fixed_entries: bool,
+    /// The most that rings do. For measurements of just that.
+    #[doc(hidden)]
+    pub ring_mode_max: RingMode,
     /// Makes the kernel refuse a step of the start over io_uring. For tests of what follows.
     #[doc(hidden)]
     pub refuse: Option<Refuse>,
@@ -114,6 +119,7 @@ impl ExportOptions {
             mountpoint: mountpoint.into(),
             transport: Transport::Auto,
             zero_copy: ZeroCopy::Auto,
+            passthrough: false,
             threads: Threads::Auto,
             queue_depth: None,
             growable: false,
@@ -124,6 +130,7 @@ impl ExportOptions {
             name: String::from("ringdisk"),
             restless: false,
             fixed_entries: false,
+            ring_mode_max: RingMode::ZeroCopy,
             refuse: None,
         }
     }
@@ -168,10 +175,16 @@ impl Export {
         options: ExportOptions,
         devices: Vec<OwnedFd>,
     ) -> Result<Export, Error> {
+        let mut options = options;
+        if options.passthrough {
+            // The two exclude each other, and the kernel's own reading is better still.
+            options.zero_copy = ZeroCopy::Off;
+        }
+        let options = options;
         let wanted = options.transport;
         let mut notes = Vec::new();
         let mut rung = match why_no_rings(wanted) {
-            None => Some(first_mode(options.zero_copy)?),
+            None => Some(first_mode(options.zero_copy)?.min(options.ring_mode_max)),
             Some(_) if wanted == Transport::Dev => None,
             Some(reason) if wanted == Transport::Uring => {
                 return Err(Error::new(ErrorKind::Unsupported, reason.what).hint(reason.hint));
@@ -228,6 +241,8 @@ impl Export {
             |why: String| Ok(Started::RingsRefused(rung.unwrap_or(RingMode::Entries), why));
         let mut profile = Profile::detect(options.kernel_cache);
         profile.over_io_uring = with_rings;
+        profile.passthrough = options.passthrough;
+        let lent = if options.passthrough { Some(lend(&disk)?) } else { None };
         let (sender, receiver) = channel();
         let events = EventSender(sender);
 
@@ -294,6 +309,13 @@ impl Export {
             },
         )?;
         let negotiated = answer_init(mount.device(), &profile)?;
+        let backing_id = match lent {
+            Some(lent) if negotiated.has(INIT_PASSTHROUGH) => {
+                open_backing(mount.device(), lent).map_err(no_passthrough)?
+            }
+            Some(_) => return Err(no_passthrough(Errno::NOSYS)),
+            None => 0,
+        };
         let start = match &rings {
             Some(rings) if negotiated.has(INIT_OVER_IO_URING) => {
                 let offered = negotiated.offered & INIT_HAS_IO_URING_BUFPOOL != 0;
@@ -333,6 +355,7 @@ impl Export {
                 read_only,
                 allow_other: options.allow_other,
                 profile,
+                backing_id,
                 uid: rustix::process::getuid().as_raw(),
                 gid: rustix::process::getgid().as_raw(),
             },
@@ -513,6 +536,33 @@ fn first_mode(zero_copy: ZeroCopy) -> Result<RingMode, Error> {
         ZeroCopy::Auto if !allowed => Ok(RingMode::Pools),
         ZeroCopy::On | ZeroCopy::Auto => Ok(RingMode::ZeroCopy),
     }
+}
+
+/// The image file, for the kernel.
+///
+/// Errors: [`ErrorKind::Unsupported`] with the reason.
+fn lend(disk: &Disk) -> Result<OwnedFd, Error> {
+    disk.lend().map_err(|error| {
+        Error::new(ErrorKind::Unsupported, format!("no passthrough: {error}"))
+            .hint("leave `--passthrough` away")
+    })
+}
+
+fn no_passthrough(errno: Errno) -> Error {
+    let (kind, why) = match errno {
+        Errno::PERM => (ErrorKind::PermissionDenied, "it is for root (CAP_SYS_ADMIN)"),
+        Errno::LOOP => {
+            (ErrorKind::Unsupported, "the image lies on a stacked file system (overlayfs, FUSE)")
+        }
+        Errno::NOSYS | Errno::OPNOTSUPP => (
+            ErrorKind::Unsupported,
+            "the kernel does not have it (Linux 6.9, CONFIG_FUSE_PASSTHROUGH)",
+        ),
+        _ => (ErrorKind::System, "the kernel does not take the image"),
+    };
+    Error::new(kind, format!("no passthrough: {why}"))
+        .errno(errno)
+        .hint("leave `--passthrough` away")
 }
 
 /// Whether zero-copy can be of use with this disk. Blocks for a few reads.

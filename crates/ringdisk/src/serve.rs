@@ -21,6 +21,8 @@ pub(crate) struct Options {
     pub(crate) mountpoint: PathBuf,
     pub(crate) transport: TransportWord,
     pub(crate) zero_copy: ZeroCopyWord,
+    pub(crate) passthrough: bool,
+    pub(crate) no_pools: bool,
     pub(crate) threads: Threads,
     pub(crate) queue_depth: Option<u32>,
     pub(crate) growable: bool,
@@ -74,6 +76,12 @@ impl Served {
             ExportOptions {
                 transport,
                 zero_copy,
+                passthrough: options.passthrough,
+                ring_mode_max: if options.no_pools {
+                    RingMode::Entries
+                } else {
+                    RingMode::ZeroCopy
+                },
                 threads,
                 queue_depth: options.queue_depth,
                 growable: options.growable,

@@ -202,6 +202,17 @@ pub(crate) struct MountArgs {
     )]
     pub(crate) zero_copy: ZeroCopyWord,
 
+    /// Let the kernel read and write a raw image itself, past ringdisk
+    ///
+    /// For a raw image that is a regular file, with `-f raw` and without options that look at data. Needs Linux 6.9 and root. A
+    /// write past the end makes the image longer, with or without --growable, and reads and writes are not in the statistics.
+    #[arg(long, help_heading = "Serving options", conflicts_with_all = ["null", "kernel_cache", "snapshot", "overlay", "zero_copy"])]
+    pub(crate) passthrough: bool,
+
+    /// Each entry of a ring has a payload of its own, as before Linux 7.3: to compare
+    #[arg(long, hide = true, conflicts_with = "zero_copy")]
+    pub(crate) no_pools: bool,
+
     /// Queue threads: a number, or auto
     #[arg(long, value_name = "N", default_value = "auto", value_parser = parse_threads,
           help_heading = "Serving options")]

@@ -365,6 +365,8 @@ impl<'a> Plan<'a> {
             mountpoint: self.mountpoint.clone(),
             transport: args.transport,
             zero_copy: args.zero_copy,
+            passthrough: args.passthrough,
+            no_pools: args.no_pools,
             threads: args.threads,
             queue_depth: args.queue_depth,
             growable: args.growable,
