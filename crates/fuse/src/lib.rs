@@ -9,6 +9,7 @@
 //! - `serve`: what every transport does with a request;
 //! - `uring`: the transport over io_uring, beside `dev`, which such a mount keeps for what does not travel in rings;
 //! - `dev`: the transport over `/dev/fuse`: queues, entries, and where requests are served;
+//! - `idle`: memory that goes back to the system;
 //! - [`export`], `keeper`, `stats`: an export from its mount to its end.
 
 #![deny(unsafe_code)]
@@ -18,6 +19,7 @@ mod dev;
 mod error;
 pub mod export;
 pub mod file;
+mod idle;
 mod keeper;
 pub mod mount;
 pub mod negotiate;

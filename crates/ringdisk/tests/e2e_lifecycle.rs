@@ -272,6 +272,49 @@ fn an_idle_mount_is_small_and_uses_no_cpu() {
 }
 
 #[test]
+fn memory_of_large_requests_goes_back_when_nobody_asks_any_more() {
+    if !needs_root() || !needs("fio", has("fio")) {
+        return;
+    }
+    let disk = mount(&["--null", "1G", "--read-zeroes", "--threads", "2"]);
+    let resident = || limits::resident_bytes(disk.pid()) / MIB;
+    let file = format!("--filename={}", disk.text());
+    let mut load = Process::spawn(&mut command(&[
+        "fio",
+        "--name=t",
+        &file,
+        "--direct=1",
+        "--size=1g",
+        "--rw=read",
+        "--bs=1m",
+        "--ioengine=libaio",
+        "--iodepth=64",
+        "--numjobs=2",
+        "--time_based",
+        "--runtime=2",
+    ]));
+    let mut most = 0;
+    let ended = until(Duration::from_secs(60), || {
+        most = most.max(resident());
+        load.ended()
+    });
+    assert!(ended.is_some_and(|status| status.success()));
+    if most < 48 {
+        // Pools are bounded and pinned; there is nothing to give back.
+        eprintln!("never more than {most} MiB");
+    }
+    let small = until(Duration::from_secs(10), || (resident() < 40).then_some(()));
+    assert!(small.is_some(), "{} MiB of {most}", resident());
+    assert_eq!(piece(disk.path(), 12_345, 100_000), vec![0; 100_000]);
+    // And then the queues sleep again.
+    std::thread::sleep(Duration::from_millis(2500));
+    let before = limits::cpu_ns(disk.pid());
+    std::thread::sleep(Duration::from_secs(1));
+    let used_us = (limits::cpu_ns(disk.pid()) - before) / 1000;
+    assert!(used_us < 20_000, "{used_us} us of CPU in 1 s");
+}
+
+#[test]
 fn in_the_background_the_mount_answers_when_the_command_returns() {
     if !needs_root() {
         return;

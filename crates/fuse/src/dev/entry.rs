@@ -12,6 +12,7 @@ use std::time::Instant;
 use ringdisk_ring::{Errno, IoBuf};
 
 use crate::abi::{OUT_HEADER_BYTES, REQUEST_HEAD_BYTES, WRITE_DATA_OFFSET};
+use crate::idle::note;
 use crate::keeper::EndReason;
 use crate::reply::{ReplyBuf, data_header, error_frame};
 use crate::request::{ParseError, Request, opcode_expects_reply};
@@ -35,8 +36,11 @@ pub(super) async fn serve_entry(queue: Rc<Queue>, entry: usize) {
     let memory = IoBuf::new(DATA_AT + transfer, DATA_AT);
     let frame = memory.slice(DATA_AT - WRITE_DATA_OFFSET..DATA_AT + transfer);
     let data = memory.slice(DATA_AT..DATA_AT + transfer);
+    queue.memory.enter(entry, Some(memory.clone()));
     loop {
+        queue.memory.set_idle(entry, true);
         queue.fetch.wait_for_turn(&queue.ring, entry).await;
+        queue.memory.set_idle(entry, false);
         let fetched = fetch(&queue, entry, &frame).await;
         let Some(received) = fetched else { continue };
         let started = Instant::now();
@@ -115,6 +119,7 @@ async fn serve(
         Err(_) => return Reply::None,
     };
     let unique = request.header.unique;
+    note(queue, &request);
     match answer(&queue.ring, &queue.server, &queue.cells, &request, data).await {
         Answer::None => Reply::None,
         Answer::Data(len) => {

@@ -17,6 +17,7 @@ use ringdisk_ring::{
 };
 
 use crate::file::FileServer;
+use crate::idle::{IdleMemory, give_back};
 use crate::keeper::{EndReason, Event, EventSender};
 use crate::stats::{QueueCells, QueueView};
 use crate::uring::{MESSAGE_ENTRY, Rings, Starting, register, take_over};
@@ -72,6 +73,7 @@ pub(crate) struct Queue {
     pub(crate) device: Fd,
     pub(crate) server: Arc<FileServer>,
     pub(super) fetch: Fetch,
+    pub(crate) memory: IdleMemory,
     pub(crate) cells: Arc<QueueCells>,
     index: usize,
     /// Entries of `dev`; those of the rings are counted behind them.
@@ -118,6 +120,11 @@ impl Queue {
         self.in_flight.0[self.entries + index].store(0, Ordering::Relaxed);
         let nanos = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.cells.end(nanos);
+    }
+
+    /// Number of a ring's entry among all that the queue may have.
+    pub(crate) fn number_of_ring(&self, index: usize) -> usize {
+        self.entries + index
     }
 
     /// The entries of the transport over io_uring, if that was wanted.
@@ -391,6 +398,7 @@ fn run(
         device: fd,
         server: serve.server,
         fetch: Fetch::new(setup.entries),
+        memory: IdleMemory::new(setup.entries + rings.as_ref().map_or(0, |r| r.entry_count())),
         cells: Arc::clone(&cells),
         index: setup.index,
         entries: setup.entries,
@@ -407,6 +415,7 @@ fn run(
     }
     ring.spawn(listen(Rc::clone(&queue)));
     ring.spawn(announce(Rc::clone(&queue)));
+    ring.spawn(give_back(Rc::clone(&queue)));
     if let Some(starting) = serve.starting {
         ring.spawn(register(Rc::clone(&queue), starting));
     }

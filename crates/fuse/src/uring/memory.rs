@@ -120,6 +120,14 @@ impl Frame {
         self.header.address() as u64 + VECTOR_AT as u64
     }
 
+    /// The payload, where it is this entry's alone.
+    pub(super) fn own_payload(&self) -> Option<IoBuf> {
+        match &self.payload {
+            Payload::Own(payload) => Some(payload.clone()),
+            Payload::Pool { .. } => None,
+        }
+    }
+
     /// The slot of the entry's client pages, if it has one.
     pub(super) fn slot(&self, index: usize) -> Option<u16> {
         match &self.payload {
