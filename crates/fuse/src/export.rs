@@ -20,8 +20,8 @@ use crate::mount::{Method, MountOptions, clone_device, mount, open_backing};
 use crate::negotiate::Profile;
 use crate::stats::{QueueView, Stats};
 use crate::uring::{
-    Plan, Refuse, Refused, RingMode, Rings, Starting, ZeroCopy, is_enabled, online_cpus, plan,
-    possible_cpus,
+    Plan, PoolUses, Refuse, Refused, RingMode, Rings, Starting, ZeroCopy, is_enabled, online_cpus,
+    plan, possible_cpus,
 };
 use crate::{Error, ErrorKind};
 
@@ -328,7 +328,8 @@ impl Export {
                             mode == RingMode::ZeroCopy && may_zero_copy(&disk, options.zero_copy);
                         let asked = options.queue_depth.is_some();
                         let bytes = profile.transfer_bytes() as usize;
-                        if !rings.make_pool(asked, bytes, zero_copy) {
+                        let uses = PoolUses { zero_copy, pinned: is_direct(&disk) };
+                        if !rings.make_pool(asked, bytes, uses) {
                             return give_up(String::from("too many entries for a ring"));
                         }
                     }
@@ -563,6 +564,12 @@ fn no_passthrough(errno: Errno) -> Error {
     Error::new(kind, format!("no passthrough: {why}"))
         .errno(errno)
         .hint("leave `--passthrough` away")
+}
+
+/// Whether some of the image is read and written past the host's page cache.
+fn is_direct(disk: &Disk) -> bool {
+    let layers = disk.layers();
+    layers.iter().any(|layer| layer.data_storage().is_some_and(|it| it.limits().direct))
 }
 
 /// Whether zero-copy can be of use with this disk. Blocks for a few reads.

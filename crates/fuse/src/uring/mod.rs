@@ -23,6 +23,7 @@ mod start;
 
 pub use mode::{RingMode, ZeroCopy};
 pub(crate) use plan::{Plan, is_enabled, online_cpus, possible_cpus};
+pub(crate) use pool::PoolUses;
 pub use rings::Refuse;
 pub(crate) use rings::Rings;
 pub(crate) use start::{Refused, Starting, register};

@@ -10,7 +10,7 @@ use super::memory::{EntryMemory, Frame};
 use super::mode::{Moved, Opens, RingMode, ZeroCopy};
 use super::plan::Plan;
 use super::policy::{Load, Policy, Spot, WINDOW_NS};
-use super::pool::Pool;
+use super::pool::{Pool, PoolUses};
 use crate::stats::QueueCells;
 
 /// One entry.
@@ -116,8 +116,8 @@ impl Rings {
     }
 
     /// Gives the queues buffers. Once, before any entry is given to the kernel. Arguments: see [`Pool::new`]. False: there is none.
-    pub(crate) fn make_pool(&self, asked: bool, buffer_bytes: usize, zero_copy: bool) -> bool {
-        let pool = Pool::new(&self.plan, asked, buffer_bytes, zero_copy);
+    pub(crate) fn make_pool(&self, asked: bool, buffer_bytes: usize, uses: PoolUses) -> bool {
+        let pool = Pool::new(&self.plan, asked, buffer_bytes, uses);
         pool.is_some_and(|pool| self.pool.set(Arc::new(pool)).is_ok())
     }
 
