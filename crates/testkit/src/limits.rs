@@ -23,7 +23,7 @@ pub fn is_root() -> bool {
 #[must_use]
 pub fn needs(what: &str, there: bool) -> bool {
     if !there {
-        eprintln!("left out: this machine has no {what}");
+        eprintln!("SKIPPED: this machine has no {what}");
     }
     there
 }
