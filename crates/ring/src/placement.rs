@@ -3,6 +3,7 @@
 //! A refusal (cpuset, container) is for the caller to log as a warning: a thread that runs
 //! elsewhere is slower, not wrong.
 
+use rustix::process::Pid;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::Errno;
@@ -65,7 +66,16 @@ pub fn cpus_of_list(text: &str) -> Vec<usize> {
 
 /// CPUs that the calling thread may run on, ascending; never empty.
 pub fn allowed_cpus() -> Vec<usize> {
-    let Ok(set) = sched_getaffinity(None) else { return vec![0] };
+    cpus_of(None)
+}
+
+/// CPUs that the main thread may run on, which binds itself to none.
+pub(crate) fn process_cpus() -> Vec<usize> {
+    cpus_of(Some(rustix::process::getpid()))
+}
+
+fn cpus_of(thread: Option<Pid>) -> Vec<usize> {
+    let Ok(set) = sched_getaffinity(thread) else { return vec![0] };
     let cpus: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect();
     if cpus.is_empty() { vec![0] } else { cpus }
 }

@@ -178,9 +178,22 @@ pub fn ok_words(words: &[&str]) -> String {
     ok(command(words))
 }
 
-/// Looks until `found` gives something, at most for `limit`.
+/// A limit on this machine: `RINGDISK_TEST_SLOWER=N` says that it is N times slower than usual (an emulated one). What waits here
+/// does so by itself; only a test that measures time has to ask.
+#[must_use]
+pub fn patient(limit: Duration) -> Duration {
+    let slower = std::env::var("RINGDISK_TEST_SLOWER").ok().and_then(|n| n.parse().ok());
+    limit * slower.unwrap_or(1).max(1)
+}
+
+/// Gives a client time to begin (longer on a slow machine: [`patient`]).
+pub fn pause(time: Duration) {
+    std::thread::sleep(patient(time));
+}
+
+/// Looks until `found` gives something, at most for `limit` (longer on a slow machine: [`patient`]).
 pub fn until<T>(limit: Duration, mut found: impl FnMut() -> Option<T>) -> Option<T> {
-    let end = Instant::now() + limit;
+    let end = Instant::now() + patient(limit);
     loop {
         if let Some(value) = found() {
             return Some(value);

@@ -1,0 +1,394 @@
+//! One FUSE connection in the hands of a test: a real mount whose every command is given by hand.
+//!
+//! One thread, one ring. Nothing is served unless [`Wire::turn`] runs, so a test decides what the kernel sees, and when. Memory that the
+//! kernel was given is never freed: it may write to an entry until long after its ring is closed.
+//!
+//! Source: include/uapi/linux/fuse.h (BSD-2-Clause), `struct fuse_uring_cmd_req`, `struct fuse_uring_req_header`.
+
+use std::cell::Cell;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::rc::Rc;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use ringdisk_disk::{Disk, NullOptions};
+use ringdisk_fuse::abi::flags::{INIT_EXT, INIT_HAS_IO_URING_BUFPOOL, INIT_OVER_IO_URING};
+use ringdisk_fuse::abi::{InitIn, REQUEST_HEAD_BYTES};
+use ringdisk_fuse::file::{FileOptions, FileServer};
+use ringdisk_fuse::mount::{Method, Mount, MountOptions, Unmount, mount};
+use ringdisk_fuse::negotiate::{InitAnswer, Profile, negotiate};
+use ringdisk_fuse::reply::{ReplyBuf, data_header};
+use ringdisk_fuse::request::{Operation, Request};
+use ringdisk_ring::{
+    Config, Errno, Fd, IoBuf, RawCommand, Ring, Runtime, allowed_cpus, cpus_of_list, pin_to_cpus,
+};
+use ringdisk_testkit::limits::{UringParameter, needs_root};
+use ringdisk_testkit::process::patient;
+
+use crate::entry::{Entry, Reply};
+
+pub(crate) const REGISTER: u32 = 1;
+pub(crate) const COMMIT_AND_FETCH: u32 = 2;
+pub(crate) const ADD_QUEUE: u32 = 3;
+pub(crate) const ADD_BUFPOOL: u32 = 4;
+
+/// How long something may take that has to happen.
+pub(crate) const COMPLETES: Duration = Duration::from_secs(5);
+/// How long something is watched that must not happen: the same on slow machines, where it says less.
+pub(crate) const PENDS: Duration = Duration::from_millis(100);
+
+/// How a command ended; `None` while the kernel has it.
+pub(crate) type Sent = Rc<Cell<Option<Result<u32, Errno>>>>;
+
+pub(crate) struct Wire {
+    mount: Option<Mount>,
+    runtime: Runtime,
+    pub(crate) ring: Ring,
+    pub(crate) server: FileServer,
+    init: (u64, InitIn),
+    /// Bytes of a payload: the least that REGISTER takes with what is negotiated here.
+    pub(crate) payload_bytes: usize,
+    /// Entries that the kernel has: their requests are served by [`Wire::turn`].
+    pub(crate) entries: Vec<Entry>,
+    pub(crate) path: PathBuf,
+    directory: Option<tempfile::TempDir>,
+    switch: Option<UringParameter>,
+}
+
+/// What a client got.
+pub(crate) type Got = std::io::Result<Vec<u8>>;
+
+impl Wire {
+    /// A mount whose INIT has arrived and is not answered. `None`, with a word about it, where that cannot be had.
+    pub(crate) fn mounted() -> Option<Wire> {
+        if !needs_root() {
+            return None;
+        }
+        let switch = UringParameter::set(true)?;
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("disk");
+        File::create(&path).expect("a mountpoint");
+        let profile = Profile { over_io_uring: true, ..Profile::detect(false) };
+        let options = MountOptions {
+            source: "kernel-orders".into(),
+            read_only: false,
+            allow_other: false,
+            max_read: profile.transfer_bytes(),
+            method: Method::Direct,
+        };
+        let mount = mount(&path, &options).expect("a mount");
+        let disk =
+            Disk::null(&NullOptions { size: 1 << 20, read_zeroes: true, ..NullOptions::default() });
+        let options = FileOptions {
+            growable: false,
+            read_only: false,
+            allow_other: false,
+            profile,
+            uid: 0,
+            gid: 0,
+        };
+        let runtime = Runtime::new(Config { sqe128: true, ..Config::default() }).expect("a ring");
+        let mut wire = Wire {
+            mount: Some(mount),
+            ring: runtime.ring().clone(),
+            runtime,
+            server: FileServer::new(disk, &options),
+            init: (0, InitIn::default()),
+            payload_bytes: profile.transfer_bytes() as usize,
+            entries: Vec::new(),
+            path,
+            directory: Some(directory),
+            switch: Some(switch),
+        };
+        let (request, _) = wire.wait(COMPLETES, Wire::receive).expect("INIT comes with the mount");
+        let Operation::Init(init) = request.operation else { panic!("{request:?}") };
+        wire.init = (request.header.unique, init);
+        Some(wire)
+    }
+
+    /// A mount on which io_uring is agreed, and nothing else done.
+    pub(crate) fn negotiated() -> Option<Wire> {
+        let wire = Wire::mounted()?;
+        wire.answer_init(true);
+        Some(wire)
+    }
+
+    /// A mount that is live: `per_queue` entries in each queue.
+    pub(crate) fn live(per_queue: usize) -> Option<Wire> {
+        let mut wire = Wire::negotiated()?;
+        for queue in 0..possible_cpus() {
+            for _ in 0..per_queue {
+                let entry = wire.new_entry();
+                wire.register(queue, entry);
+            }
+        }
+        Some(wire)
+    }
+
+    pub(crate) fn answer_init(&self, over_io_uring: bool) {
+        let profile = Profile { over_io_uring, ..*self.server.profile() };
+        let Ok(InitAnswer::Ready(body, _)) = negotiate(&self.init.1, &profile) else {
+            panic!("{:?}", self.init)
+        };
+        let mut reply = ReplyBuf::new();
+        reply.set_body(self.init.0, &body);
+        rustix::io::write(self.mount().device(), reply.as_bytes()).expect("INIT is answered");
+    }
+
+    pub(crate) fn offers(&self, flag: u64) -> bool {
+        let (low, high) = (u64::from(self.init.1.flags), u64::from(self.init.1.flags2));
+        assert!(low & INIT_EXT != 0 && high << 32 & INIT_OVER_IO_URING != 0, "{:?}", self.init);
+        (low | high << 32) & flag != 0
+    }
+
+    /// Whether this kernel has buffer pools, and so is Linux 7.3 or newer: it is stricter in other places too.
+    pub(crate) fn has_pools(&self) -> bool {
+        self.offers(INIT_HAS_IO_URING_BUFPOOL)
+    }
+
+    pub(crate) fn mount(&self) -> &Mount {
+        self.mount.as_ref().expect("mounted")
+    }
+
+    /// Sends any command to any FUSE descriptor.
+    pub(crate) fn send(&self, command: RawCommand) -> Sent {
+        let sent = Sent::default();
+        let (ring, told) = (self.ring.clone(), Rc::clone(&sent));
+        self.ring.spawn(async move {
+            // SAFETY: memory that these tests name in a command is leaked, or is no memory at all.
+            let result = unsafe { ring.command(&command) }.await;
+            told.set(Some(result));
+        });
+        sent
+    }
+
+    /// A command on this mount.
+    pub(crate) fn command(&self, operation: u32, area: [u8; 80]) -> RawCommand {
+        let fd = Fd::of(&self.mount().device());
+        RawCommand { fd, operation, address: 0, len: 0, fixed_buffer: None, command: area }
+    }
+
+    /// Sends a command and waits for its end.
+    pub(crate) fn result(&mut self, command: RawCommand) -> Result<u32, Errno> {
+        let sent = self.send(command);
+        self.end_of(&sent)
+    }
+
+    pub(crate) fn end_of(&mut self, sent: &Sent) -> Result<u32, Errno> {
+        self.wait(COMPLETES, |_| sent.get()).expect("the command completes")
+    }
+
+    /// The kernel keeps a command: it is an entry that waits for requests.
+    pub(crate) fn pends(&mut self, sent: &Sent) -> bool {
+        self.watch(PENDS, |_| sent.get()).is_none()
+    }
+
+    /// Runs the ring, and nothing else, until `found` gives something; patiently.
+    pub(crate) fn wait<T>(
+        &mut self,
+        limit: Duration,
+        found: impl FnMut(&mut Wire) -> Option<T>,
+    ) -> Option<T> {
+        self.watch(patient(limit), found)
+    }
+
+    /// The same for exactly this time at most.
+    pub(crate) fn watch<T>(
+        &mut self,
+        limit: Duration,
+        mut found: impl FnMut(&mut Wire) -> Option<T>,
+    ) -> Option<T> {
+        let end = Instant::now() + limit;
+        loop {
+            let value = found(self);
+            if value.is_some() || Instant::now() > end {
+                return value;
+            }
+            let ring = self.ring.clone();
+            self.runtime.block_on(ring.sleep(Duration::from_micros(500)));
+        }
+    }
+
+    /// A request on `/dev/fuse`, and the frame it came in.
+    fn receive(&mut self) -> Option<(Request, Vec<u8>)> {
+        let mut frame = vec![0; self.server.profile().request_bytes_max()];
+        match rustix::io::read(self.mount().device(), &mut frame[..]) {
+            Ok(received) => {
+                frame.truncate(received);
+                let head = &frame[..received.min(REQUEST_HEAD_BYTES)];
+                Some((Request::parse(head, received).expect("a good frame"), frame))
+            }
+            Err(_) => None,
+        }
+    }
+
+    /// Serves what is there, on `/dev/fuse` and in the entries. Returns how many requests came in each way.
+    pub(crate) fn turn(&mut self) -> (usize, usize) {
+        let by_device = self.turn_device();
+        let ready: Vec<usize> =
+            (0..self.entries.len()).filter(|index| self.is_full(*index)).collect();
+        for index in &ready {
+            self.serve_entry(*index);
+        }
+        (by_device, ready.len())
+    }
+
+    /// Serves what is there on `/dev/fuse`. Returns how many requests that were.
+    pub(crate) fn turn_device(&mut self) -> usize {
+        let mut count = 0;
+        while let Some((request, _)) = self.receive() {
+            count += 1;
+            let payload = IoBuf::new(self.payload_bytes, 4096);
+            let reply = self.answer(&request, &payload);
+            let mut bytes = reply.header.to_vec();
+            bytes.extend(payload.slice(0..reply.payload_len).to_vec());
+            if reply.is_wanted {
+                // ENOENT: the caller is gone.
+                let _ = rustix::io::write(self.mount().device(), &bytes);
+            }
+        }
+        count
+    }
+
+    /// A request is in the entry.
+    pub(crate) fn is_full(&self, index: usize) -> bool {
+        matches!(self.entries[index].sent.get(), Some(Ok(_)))
+    }
+
+    /// Serves until a READ is in an entry, and leaves that there.
+    pub(crate) fn hold_a_read(&mut self) -> usize {
+        let held = self.wait(COMPLETES, |wire| {
+            wire.turn_device();
+            for index in 0..wire.entries.len() {
+                if !wire.is_full(index) {
+                    continue;
+                }
+                if matches!(wire.entries[index].request().operation, Operation::Read(_)) {
+                    return Some(index);
+                }
+                wire.serve_entry(index);
+            }
+            None
+        });
+        held.expect("a READ comes")
+    }
+
+    /// Serves until a client has ended.
+    pub(crate) fn finish(&mut self, client: &Receiver<Got>) -> Got {
+        let got = self.wait(COMPLETES, |wire| {
+            wire.turn();
+            client.try_recv().ok()
+        });
+        got.expect("the client is served")
+    }
+
+    /// Serves what a client leaves behind when it has ended (RELEASE), until nothing comes any more.
+    pub(crate) fn settle(&mut self) {
+        let mut quiet = Instant::now();
+        self.wait(COMPLETES, |wire| {
+            if wire.turn() != (0, 0) {
+                quiet = Instant::now();
+            }
+            (quiet.elapsed() > PENDS).then_some(())
+        });
+    }
+
+    /// The client still waits, although the ring runs.
+    pub(crate) fn waits(&mut self, client: &Receiver<Got>) -> bool {
+        self.watch(PENDS, |_| client.try_recv().ok()).is_none()
+    }
+
+    /// Serves the request in an entry, and commits.
+    pub(crate) fn serve_entry(&mut self, index: usize) {
+        let entry = self.entries[index].clone();
+        let request = entry.request();
+        let payload = entry.payload();
+        let reply = self.answer(&request, &payload);
+        entry.put(&reply);
+        self.commit_entry(index);
+    }
+
+    /// Carries a request out. The body of the reply is in `payload` afterwards.
+    pub(crate) fn answer(&mut self, request: &Request, payload: &IoBuf) -> Reply {
+        let unique = request.header.unique;
+        let ring = self.ring.clone();
+        if let Operation::Read(read) = request.operation {
+            let done = self.server.read(&ring, read.offset, read.size, payload);
+            let len = self.runtime.block_on(done).expect("a disk without errors");
+            return Reply { header: data_header(unique, len), payload_len: len, is_wanted: true };
+        }
+        let mut out = ReplyBuf::new();
+        match request.operation {
+            Operation::Write(write) => out.set_written(unique, write.size as usize),
+            _ => self.runtime.block_on(self.server.serve_control(&ring, request, &mut out)),
+        }
+        payload.copy_from_slice(0, out.body());
+        let mut header = [0; 16];
+        let is_wanted = !out.is_empty();
+        if is_wanted {
+            header.copy_from_slice(&out.as_bytes()[..16]);
+        }
+        Reply { header, payload_len: out.body().len(), is_wanted }
+    }
+
+    /// A client that opens the file and reads `len` bytes of its start; nothing serves it unless the test does.
+    pub(crate) fn client(&self, len: usize) -> Receiver<Got> {
+        self.client_on(allowed_cpus(), len)
+    }
+
+    /// The same, on one of these CPUs: that decides the queue.
+    pub(crate) fn client_on(&self, cpus: Vec<usize>, len: usize) -> Receiver<Got> {
+        let (sender, receiver) = channel();
+        let path = self.path.clone();
+        std::thread::spawn(move || {
+            pin_to_cpus(&cpus).expect("CPUs of ours");
+            let mut bytes = vec![1; len];
+            let got = File::open(path).and_then(|file| file.read_exact_at(&mut bytes, 0));
+            // Nobody listens any more when a test has failed.
+            let _ = sender.send(got.map(|()| bytes));
+        });
+        receiver
+    }
+
+    /// Serves until a client has what it wants: what it got, and how many requests came over `/dev/fuse` and by entries.
+    pub(crate) fn serve_client(&mut self, len: usize) -> (Got, usize, usize) {
+        let client = self.client(len);
+        let (mut classic, mut rings) = (0, 0);
+        let got = self.wait(COMPLETES, |wire| {
+            let (by_device, by_entry) = wire.turn();
+            classic += by_device;
+            rings += by_entry;
+            client.try_recv().ok()
+        });
+        (got.expect("the client is served"), classic, rings)
+    }
+
+    /// Takes what is more than this thread's out, so that it outlives the ring.
+    pub(crate) fn take_apart(&mut self) -> (Mount, tempfile::TempDir, UringParameter) {
+        let parts = (self.mount.take(), self.directory.take(), self.switch.take());
+        let (Some(mount), Some(directory), Some(switch)) = parts else { panic!("taken twice") };
+        (mount, directory, switch)
+    }
+
+    /// Ends the mount while the ring still runs: an unmount waits for what the kernel owes the ring, so no ring thread may call it.
+    pub(crate) fn unmount(&mut self) {
+        let Some(mut mount) = self.mount.take() else { return };
+        let thread = std::thread::spawn(move || mount.unmount(Unmount::Force));
+        self.wait(COMPLETES, |_| thread.is_finished().then_some(()));
+        let _ = thread.join();
+    }
+}
+
+impl Drop for Wire {
+    fn drop(&mut self) {
+        self.unmount();
+    }
+}
+
+/// Queues that the kernel has.
+pub(crate) fn possible_cpus() -> u16 {
+    let list = std::fs::read_to_string("/sys/devices/system/cpu/possible").expect("sysfs");
+    u16::try_from(cpus_of_list(list.trim()).len()).expect("fewer than 65,536")
+}
