@@ -13,12 +13,17 @@ semantics      own
 depth          own
 handover       own
 e2e_uring      uring
+e2e_client_memory own
+e2e_passthrough   own
 e2e_semantics  dev,uring
 e2e_coherence  dev,uring
 e2e_lifecycle  dev,uring
+e2e_crash      zero-copy  full
+e2e_verify     zero-copy  full
+e2e_semantics  zero-copy  full
 e2e_verify     uring
 e2e_storage    uring
-e2e_bytes      uring
+e2e_bytes      uring,zero-copy
 faults         own        full
 hot_path       own        full
 leaks          own        full

@@ -5,7 +5,9 @@ use std::rc::Rc;
 use ringdisk_fuse::abi::uring::{COMMIT_ID, HEADER_BYTES, OP_IN, OP_IN_BYTES, PAYLOAD_SIZE};
 use ringdisk_fuse::abi::{IN_HEADER_BYTES, InHeader, WriteIn, opcode};
 use ringdisk_fuse::request::Request;
-use ringdisk_ring::{Errno, IoBuf, RawCommand};
+use std::sync::Arc;
+
+use ringdisk_ring::{Errno, IoBuf, RawCommand, SharedMemory};
 use zerocopy::FromBytes;
 
 use crate::wire::{ADD_BUFPOOL, ADD_QUEUE, COMMIT_AND_FETCH, REGISTER, Sent, Wire};
@@ -37,6 +39,8 @@ pub(crate) struct Reply {
 /// The pool of a queue.
 #[derive(Clone)]
 pub(crate) struct Pool {
+    /// What `memory` is a part of.
+    pub(crate) region: Arc<SharedMemory>,
     pub(crate) memory: IoBuf,
     pub(crate) len: u32,
     pub(crate) flags: u64,
@@ -198,9 +202,12 @@ impl Wire {
 
     /// A pool of `buffers` payloads, not given to the kernel yet.
     pub(crate) fn new_pool(&self, buffers: usize) -> Pool {
-        let memory = leaked(buffers * self.payload_bytes);
+        let region = SharedMemory::new(buffers * self.payload_bytes, 4096);
+        // The kernel may be given it: it is never freed.
+        std::mem::forget(Arc::clone(&region));
+        let memory = region.buffer();
         let len = u32::try_from(memory.len()).expect("small");
-        Pool { memory, len, flags: 0, reserved: 0 }
+        Pool { region, memory, len, flags: 0, reserved: 0 }
     }
 
     pub(crate) fn add_pool(

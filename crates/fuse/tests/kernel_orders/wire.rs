@@ -86,6 +86,7 @@ impl Wire {
             read_only: false,
             allow_other: false,
             profile,
+            backing_id: 0,
             uid: 0,
             gid: 0,
         };
