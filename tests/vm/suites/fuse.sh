@@ -46,7 +46,8 @@ LIST
 
 # Builds the tests: prints name, directory of the package and program of each.
 fuse_programs() {
-  cargo test --no-run --manifest-path "$project/Cargo.toml" -p ringdisk -p ringdisk-fuse --message-format=json >"$run/cargo" || return
+  # The whole workspace, as `./test` builds it: other sets of packages would be other builds.
+  cargo test --no-run --manifest-path "$project/Cargo.toml" --workspace --message-format=json >"$run/cargo" || return
   sed -n 's/.*"reason":"compiler-artifact".*"manifest_path":"\([^"]*\)\/Cargo.toml".*"kind":\["test"\].*"name":"\([^"]*\)","src_path".*"executable":"\([^"]*\)".*/\2 \1 \3/p' \
     "$run/cargo"
 }
