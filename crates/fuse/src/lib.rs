@@ -34,5 +34,5 @@ pub use export::{Export, ExportOptions, StopHandle, Threads, Transport};
 pub use keeper::HaltReason;
 pub use stats::{Histogram, QueueStats, Stats};
 #[doc(hidden)]
-pub use uring::Refuse;
+pub use uring::{Refuse, RingEntries};
 pub use uring::{RingMode, ZeroCopy};

@@ -120,6 +120,11 @@ impl Frame {
         self.header.address() as u64 + VECTOR_AT as u64
     }
 
+    /// Overwrites the header, as the kernel does.
+    pub(super) fn put_all(&self, header: &[u8; HEADER_BYTES]) {
+        self.header.copy_from_slice(0, header);
+    }
+
     /// The payload, where it is this entry's alone.
     pub(super) fn own_payload(&self) -> Option<IoBuf> {
         match &self.payload {

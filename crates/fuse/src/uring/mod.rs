@@ -13,6 +13,7 @@
 //! [`policy`] the rule by which entries move between threads.
 
 mod entry;
+mod fuzzing;
 mod memory;
 mod mode;
 pub(crate) mod plan;
@@ -21,6 +22,7 @@ mod pool;
 mod rings;
 mod start;
 
+pub use fuzzing::RingEntries;
 pub use mode::{RingMode, ZeroCopy};
 pub(crate) use plan::{Plan, is_enabled, online_cpus, possible_cpus};
 pub(crate) use pool::PoolUses;
