@@ -150,7 +150,7 @@ fn register_refused(fixed_buffer: Option<u16>, spoil: impl Fn(&mut Register, &Po
     let Some(mut wire) = with_pools() else { return };
     assert!(wire.add_queue(0, 0).is_ok());
     let pool = wire.new_pool(1);
-    wire.ring.register_buffers(&[pool.memory.clone()]).expect("a registered region");
+    wire.ring.register_buffers(std::slice::from_ref(&pool.memory)).expect("a registered region");
     assert!(wire.add_pool(0, &pool, fixed_buffer).is_ok());
     let entry = Entry { fixed_buffer, ..wire.new_entry_of(&pool) };
     let mut register = Register::of(0, &entry);
@@ -203,7 +203,7 @@ fn a_request_waits_for_a_buffer_although_an_entry_is_free() {
 fn a_registered_pool_is_named_by_every_command() {
     let Some(mut wire) = with_pools() else { return };
     let pool = wire.new_pool(possible_cpus().into());
-    wire.ring.register_buffers(&[pool.memory.clone()]).expect("a registered region");
+    wire.ring.register_buffers(std::slice::from_ref(&pool.memory)).expect("a registered region");
     let stride = wire.payload_bytes;
     for queue in 0..possible_cpus() {
         assert!(wire.add_queue(queue, 0).is_ok());
