@@ -10,9 +10,7 @@ use common::{MIB, mount, open, program, raw_image, refused, serve, serve_raw};
 use ringdisk_testkit::images::{pattern, piece};
 use ringdisk_testkit::limits::{self, Holds, mount_at, mounts, needs, needs_root};
 use ringdisk_testkit::mount::{Cleared, Mounted, STOP, scratch, text, unmount};
-use ringdisk_testkit::process::{
-    LIMIT, Process, command, has, ok_words, patient, pause, run, until,
-};
+use ringdisk_testkit::process::{LIMIT, Process, command, has, ok_words, patient, run, until};
 use rustix::process::Signal;
 
 #[test]
@@ -77,7 +75,7 @@ fn a_forced_unmount_ends_clients_with_errors_and_the_process() {
     }
     let mut disk = mount(&["--null", "1G", "--latency", "30s"]);
     let mut client = reader(disk.text());
-    pause(Duration::from_millis(300));
+    client.has_begun(disk.path());
     let start = Instant::now();
     let _ = run(command(&["umount", "-f", disk.text()]));
     let status = client.wait(STOP).expect("the client ends");
@@ -108,7 +106,7 @@ fn a_slow_request_does_not_hold_up_the_end() {
     }
     let disk = mount(&["--null", "1G", "--latency", "60s", "--threads", "2"]);
     let mut clients = [reader(disk.text()), reader(disk.text()), reader(disk.text())];
-    pause(Duration::from_millis(300));
+    clients.iter().for_each(|client| client.has_begun(disk.path()));
     disk.stop();
     let ended = clients.each_mut().map(|c| c.wait(STOP).is_some_and(|status| !status.success()));
     assert_eq!(ended, [true; 3]);
@@ -170,7 +168,7 @@ fn clients_killed_at_depth_64_do_no_harm() {
         ];
         let more = ["--time_based", "--runtime=30", "--numjobs=2", "--thread", &file, &engine];
         let mut client = Process::spawn(&mut command(&[&words[..], &more].concat()));
-        pause(Duration::from_millis(700));
+        client.has_begun(disk.path());
         kill_group(&mut client);
     }
     let start = Instant::now();
@@ -207,7 +205,7 @@ fn a_stop_under_load_is_clean() {
         let more =
             ["--time_based", "--runtime=60", "--ioengine=libaio", "--thread", "--numjobs=2", &file];
         let mut client = Process::spawn(&mut command(&[&words[..], &more].concat()));
-        pause(Duration::from_millis(700));
+        client.has_begun(disk.path());
         let finished = disk.stop();
         assert_eq!(finished.code(), Some(0), "{args:?}: {}", finished.output());
         let status = client.wait(STOP).expect("the client ends");

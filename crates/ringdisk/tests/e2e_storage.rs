@@ -9,7 +9,7 @@ use common::{BLOCK, MIB, Served, errno, mount, open, open_direct, serve, serve_r
 use ringdisk_testkit::images::{self, pattern, piece};
 use ringdisk_testkit::limits::{mount_at, needs_root};
 use ringdisk_testkit::mount::{FileSystem, Loop, Mounted, STOP, scratch, text};
-use ringdisk_testkit::process::{LIMIT, Process, command, patient, pause, until};
+use ringdisk_testkit::process::{LIMIT, Process, command, patient, until};
 use rustix::io::Errno;
 use rustix::process::Signal;
 
@@ -166,7 +166,7 @@ impl Stuck {
             let more = ["of=/dev/null", "bs=4k", "count=1", "iflag=direct"];
             Process::spawn(command(&["dd"]).args(words).args(more))
         });
-        pause(Duration::from_millis(300));
+        out.iter().for_each(|client| client.has_begun(self.upper.path()));
         out
     }
 }

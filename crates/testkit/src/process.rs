@@ -7,6 +7,7 @@ use std::borrow::BorrowMut;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
@@ -115,6 +116,17 @@ impl Process {
             panic!("{} did not end within {limit:?}; it said: {tail}", self.what);
         };
         Finished { status, stdout: content(&self.stdout), stderr: content(&self.stderr) }
+    }
+
+    /// Waits until the process has a file open, and a little longer: what it asks of that file is on its way then.
+    pub fn has_begun(&self, file: &Path) {
+        let open = || {
+            let descriptors = std::fs::read_dir(format!("/proc/{}/fd", self.pid())).ok()?;
+            let mut links = descriptors.flatten().filter_map(|fd| fd.path().read_link().ok());
+            links.any(|link| link == file).then_some(())
+        };
+        assert!(until(LIMIT, open).is_some(), "{} has not opened {}", self.what, file.display());
+        pause(Duration::from_millis(300));
     }
 
     /// Sends a signal to the process alone; an ended process is no error.

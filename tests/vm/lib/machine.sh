@@ -3,7 +3,7 @@
 #
 # Promises: QEMU and virtiofsd end with the run; a time limit ends everything; a boot that dies before the job begins is tried once more;
 # a complaint of the guest's kernel fails a run whose job succeeded.
-# shellcheck shell=bash disable=SC2154 # variables of tests/vm/run and fetch.sh
+# shellcheck shell=bash disable=SC2154,SC2054 # variables of tests/vm/run and fetch.sh; words of QEMU have commas
 
 # Two nodes of two CPUs: sockets, because Linux objects to nodes within one socket.
 cpus=4

@@ -3,7 +3,8 @@
 use ringdisk_ring::Errno;
 
 use crate::entry::Reply;
-use crate::wire::{Got, Wire, possible_cpus};
+use crate::serve::Got;
+use crate::wire::{Wire, possible_cpus};
 
 #[test]
 fn a_queue_or_a_request_that_is_not_there_is_refused_and_harms_nothing() {

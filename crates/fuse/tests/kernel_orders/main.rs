@@ -8,6 +8,7 @@ mod entry;
 mod life;
 mod pools;
 mod registers;
+mod serve;
 mod wire;
 
 use ringdisk_fuse::mount::Unmount;
