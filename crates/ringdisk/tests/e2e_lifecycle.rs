@@ -106,7 +106,7 @@ fn a_slow_request_does_not_hold_up_the_end() {
     }
     let disk = mount(&["--null", "1G", "--latency", "60s", "--threads", "2"]);
     let mut clients = [reader(disk.text()), reader(disk.text()), reader(disk.text())];
-    clients.iter().for_each(|client| client.has_begun(disk.path()));
+    clients.iter_mut().for_each(|client| client.has_begun(disk.path()));
     disk.stop();
     let ended = clients.each_mut().map(|c| c.wait(STOP).is_some_and(|status| !status.success()));
     assert_eq!(ended, [true; 3]);

@@ -161,12 +161,12 @@ impl Stuck {
     }
 
     fn clients(&self) -> [Process; 3] {
-        let out = [1, 2, 3].map(|at| {
+        let mut out = [1, 2, 3].map(|at| {
             let words = [format!("if={}", self.upper.text()), format!("skip={at}")];
             let more = ["of=/dev/null", "bs=4k", "count=1", "iflag=direct"];
             Process::spawn(command(&["dd"]).args(words).args(more))
         });
-        out.iter().for_each(|client| client.has_begun(self.upper.path()));
+        out.iter_mut().for_each(|client| client.has_begun(self.upper.path()));
         out
     }
 }

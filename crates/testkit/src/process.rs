@@ -118,15 +118,20 @@ impl Process {
         Finished { status, stdout: content(&self.stdout), stderr: content(&self.stderr) }
     }
 
-    /// Waits until the process has a file open, and a little longer: what it asks of that file is on its way then.
-    pub fn has_begun(&self, file: &Path) {
-        let open = || {
+    /// Waits until the process has a file open, and a little longer: what it asks of that file is on its way then. Or has ended.
+    pub fn has_begun(&mut self, file: &Path) {
+        let begun = until(LIMIT, || {
+            if self.ended().is_some() {
+                return Some(());
+            }
             let descriptors = std::fs::read_dir(format!("/proc/{}/fd", self.pid())).ok()?;
             let mut links = descriptors.flatten().filter_map(|fd| fd.path().read_link().ok());
             links.any(|link| link == file).then_some(())
-        };
-        assert!(until(LIMIT, open).is_some(), "{} has not opened {}", self.what, file.display());
-        pause(Duration::from_millis(300));
+        });
+        assert!(begun.is_some(), "{} has not opened {}", self.what, file.display());
+        if self.status.is_none() {
+            pause(Duration::from_millis(300));
+        }
     }
 
     /// Sends a signal to the process alone; an ended process is no error.
