@@ -18,8 +18,6 @@ e2e_client_memory own
 e2e_passthrough   own
 e2e_semantics  dev,uring
 e2e_coherence  uring
-e2e_lifecycle  uring
-e2e_storage    uring
 e2e_bytes      uring
 e2e_verify     uring
 e2e_bytes      zero-copy  full
@@ -30,8 +28,8 @@ depth          own        full
 faults         own        full
 hot_path       own        full
 e2e_coherence  dev        full
-e2e_lifecycle  dev        full
-e2e_storage    dev        full
+e2e_lifecycle  dev,uring  full
+e2e_storage    dev,uring  full
 e2e_bytes      dev        full
 e2e_verify     dev        full
 e2e_broken     dev,uring  full
