@@ -9,22 +9,23 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ringdisk_disk::Disk;
-use ringdisk_fuse::{Export, ExportOptions, HaltReason, RingMode, Stats, StopHandle};
+use ringdisk_fuse::placement::{MountTopology, Numa, Wishes, preview};
+use ringdisk_fuse::{Export, ExportOptions, HaltReason, RingMode, Stats, StopHandle, Transport};
+use ringdisk_ring::Topology;
 
-use crate::cli::{Threads, TransportWord, ZeroCopyWord};
+use crate::cli::{NumaWord, PlacementArgs, Threads, TransportWord, ZeroCopyWord};
 use crate::report::{Exit, Failure};
 use crate::stats::Report;
+use crate::topology;
 
 /// What to serve, and how.
 #[derive(Debug)]
 pub(crate) struct Options {
     pub(crate) mountpoint: PathBuf,
-    pub(crate) transport: TransportWord,
+    pub(crate) placement: PlacementArgs,
     pub(crate) zero_copy: ZeroCopyWord,
     pub(crate) passthrough: bool,
     pub(crate) no_pools: bool,
-    pub(crate) threads: Threads,
-    pub(crate) queue_depth: Option<u32>,
     pub(crate) growable: bool,
     pub(crate) read_only: bool,
     pub(crate) allow_other: bool,
@@ -32,6 +33,35 @@ pub(crate) struct Options {
     pub(crate) io_timeout: Option<Duration>,
     /// Shown as the source of the mount and in statistics.
     pub(crate) name: String,
+}
+
+fn transport(word: TransportWord) -> Transport {
+    match word {
+        TransportWord::Auto => Transport::Auto,
+        TransportWord::Dev => Transport::Dev,
+        TransportWord::Uring => Transport::Uring,
+    }
+}
+
+fn wishes(args: &PlacementArgs) -> Wishes {
+    Wishes {
+        threads: match args.threads {
+            Threads::Auto => ringdisk_fuse::Threads::Auto,
+            Threads::Count(count) => ringdisk_fuse::Threads::Count(count.into()),
+        },
+        cpus: args.cpus.clone(),
+        numa: match args.numa {
+            NumaWord::Auto => Numa::Auto,
+            NumaWord::Off => Numa::Off,
+        },
+    }
+}
+
+/// What a mount with these options would get.
+///
+/// Errors: CPUs that the machine does not have or that cannot be used; rings that were asked for and that there are none of.
+pub(crate) fn foresee(args: &PlacementArgs, machine: &Topology) -> Result<MountTopology, Failure> {
+    Ok(preview(machine, &wishes(args), transport(args.transport), args.queue_depth)?)
 }
 
 /// A mount that answers; dropping it ends it.
@@ -47,6 +77,7 @@ pub(crate) struct Served {
 pub(crate) struct Handle {
     stop: StopHandle,
     stats: Arc<dyn Fn() -> Stats + Send + Sync>,
+    topology: Arc<dyn Fn() -> MountTopology + Send + Sync>,
     name: String,
     since: Instant,
 }
@@ -56,25 +87,17 @@ impl Served {
     ///
     /// Errors: those of the mount and of the rings.
     pub(crate) fn start(disk: Arc<Disk>, options: Options) -> Result<Served, Failure> {
-        let threads = match options.threads {
-            Threads::Auto => ringdisk_fuse::Threads::Auto,
-            Threads::Count(count) => ringdisk_fuse::Threads::Count(count.into()),
-        };
-        let transport = match options.transport {
-            TransportWord::Auto => ringdisk_fuse::Transport::Auto,
-            TransportWord::Dev => ringdisk_fuse::Transport::Dev,
-            TransportWord::Uring => ringdisk_fuse::Transport::Uring,
-        };
         let zero_copy = match options.zero_copy {
             ZeroCopyWord::Auto => ringdisk_fuse::ZeroCopy::Auto,
             ZeroCopyWord::On => ringdisk_fuse::ZeroCopy::On,
             ZeroCopyWord::Off => ringdisk_fuse::ZeroCopy::Off,
         };
         let name = options.name.clone();
+        let wishes = wishes(&options.placement);
         let export = Export::start(
             disk,
             ExportOptions {
-                transport,
+                transport: transport(options.placement.transport),
                 zero_copy,
                 passthrough: options.passthrough,
                 ring_mode_max: if options.no_pools {
@@ -82,8 +105,10 @@ impl Served {
                 } else {
                     RingMode::ZeroCopy
                 },
-                threads,
-                queue_depth: options.queue_depth,
+                threads: wishes.threads,
+                cpus: wishes.cpus,
+                numa: wishes.numa,
+                queue_depth: options.placement.queue_depth,
                 growable: options.growable,
                 read_only: options.read_only,
                 allow_other: options.allow_other,
@@ -98,12 +123,7 @@ impl Served {
 
     /// How requests travel.
     pub(crate) fn transport(&self) -> &'static str {
-        match self.export.ring_mode() {
-            None => "/dev/fuse",
-            Some(RingMode::Entries) => "io_uring",
-            Some(RingMode::Pools) => "io_uring with buffer pools",
-            Some(RingMode::ZeroCopy) => "io_uring with buffer pools and zero-copy",
-        }
+        topology::transport(self.export.ring_mode())
     }
 
     /// What was asked for and could not be had, each with what would enable it.
@@ -116,6 +136,7 @@ impl Served {
         Handle {
             stop: self.export.stop_handle(),
             stats: Arc::new(self.export.stats_reader()),
+            topology: Arc::new(self.export.topology_reader()),
             name: self.name.clone(),
             since: self.since,
         }
@@ -155,6 +176,11 @@ impl Handle {
     /// Asks for a clean stop; returns at once.
     pub(crate) fn stop(&self) {
         self.stop.stop();
+    }
+
+    /// Threads, queues and buffers now. Takes some milliseconds for each gigabyte in buffers.
+    pub(crate) fn topology(&self) -> MountTopology {
+        (self.topology)()
     }
 
     /// The counters now.

@@ -16,6 +16,9 @@ e2e_numa       uring
 e2e_uring      uring
 e2e_client_memory own
 e2e_passthrough   own
+e2e_numa       own
+e2e_placement  own
+e2e_hotplug    own
 e2e_semantics  dev,uring
 e2e_coherence  uring
 e2e_bytes      uring

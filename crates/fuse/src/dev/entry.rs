@@ -24,6 +24,11 @@ use super::queue::Queue;
 /// header of a reply ends there too.
 const DATA_AT: usize = 4096;
 
+/// Memory of an entry, bytes.
+pub(crate) fn entry_bytes(payload_bytes: usize) -> usize {
+    DATA_AT + payload_bytes
+}
+
 /// What an entry sends back: a part of its memory, or nothing.
 enum Reply {
     None,
@@ -33,7 +38,7 @@ enum Reply {
 /// Serves requests until the export ends.
 pub(super) async fn serve_entry(queue: Rc<Queue>, entry: usize) {
     let transfer = queue.server.profile().transfer_bytes() as usize;
-    let memory = IoBuf::new(DATA_AT + transfer, DATA_AT);
+    let memory = queue.new_buffer(entry_bytes(transfer));
     let frame = memory.slice(DATA_AT - WRITE_DATA_OFFSET..DATA_AT + transfer);
     let data = memory.slice(DATA_AT..DATA_AT + transfer);
     queue.memory.enter(entry, Some(memory.clone()));

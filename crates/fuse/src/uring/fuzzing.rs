@@ -24,7 +24,7 @@ impl std::fmt::Debug for RingEntries {
 
 impl Default for RingEntries {
     fn default() -> Self {
-        let queue = QueuePlan { thread: 0, entries: ENTRIES };
+        let queue = QueuePlan { thread: 0, entries: ENTRIES, node: None };
         let plan = Plan(vec![queue, queue]);
         let memory = EntryMemory::of_queue(1, ENTRIES, PAYLOAD_BYTES);
         let pool = |zero_copy| {

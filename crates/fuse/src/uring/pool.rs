@@ -45,7 +45,7 @@ pub(crate) struct PoolUses {
 pub(crate) struct Pool {
     pub(super) memory: Arc<SharedMemory>,
     /// Of each queue, in the memory.
-    regions: Vec<Range<usize>>,
+    pub(super) regions: Vec<Range<usize>>,
     /// Bytes of a buffer.
     pub(super) buffer_bytes: usize,
     /// Pages of clients are put into slots of the rings.

@@ -20,13 +20,14 @@ pub(super) struct Entry {
     pub(super) queue: u16,
     /// Number inside that queue.
     pub(super) number: usize,
-    memory: EntryMemory,
+    pub(super) memory: EntryMemory,
     /// It is on its way to another thread. Who does not find this set must not touch it: the message was not for us.
     pub(super) handed: AtomicBool,
 }
 
-/// Where the entries of one queue are.
+/// Where the entries of one queue are. In cache lines of its own: threads of different nodes write different ones.
 #[derive(Debug)]
+#[repr(align(128))]
 struct Balance {
     /// Thread at home, and the one beside it.
     threads: [usize; 2],

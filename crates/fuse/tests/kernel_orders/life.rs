@@ -1,7 +1,7 @@
 //! What keeps a connection alive, who waits for whom, and what a thread leaves behind: the pitfalls that our transport is built around.
 
 use ringdisk_fuse::mount::Unmount;
-use ringdisk_ring::{Fd, RawCommand, allowed_cpus};
+use ringdisk_ring::{CpuList, Fd, RawCommand, Topology};
 use ringdisk_testkit::process::{Process, command, patient};
 use rustix::process::Signal;
 
@@ -61,7 +61,7 @@ fn a_client_that_is_killed_while_its_request_is_served_ends_with_the_reply() {
 #[test]
 fn a_new_entry_does_not_take_a_request_that_waits() {
     let Some(mut wire) = Wire::live(1) else { return };
-    let cpu = vec![allowed_cpus()[0]];
+    let cpu: CpuList = Topology::read().allowed.first().into_iter().collect();
     let first = wire.client_on(cpu.clone(), 4096);
     let held = wire.hold_a_read();
     let queue = wire.entries[held].queue;

@@ -1,7 +1,7 @@
 //! Queues made by hand and their buffer pools: what is refused, that a refusal of these harms nothing, and how buffers are shared.
 //! Linux 7.3.
 
-use ringdisk_ring::{Errno, RawCommand, allowed_cpus};
+use ringdisk_ring::{CpuList, Errno, RawCommand, Topology};
 use ringdisk_testkit::limits::needs;
 use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
 
@@ -187,7 +187,7 @@ fn a_request_waits_for_a_buffer_although_an_entry_is_free() {
     let Some(mut wire) = with_pools() else { return };
     go_live(&mut wire, 1, 2);
     // One CPU is one queue.
-    let cpu = vec![allowed_cpus()[0]];
+    let cpu: CpuList = Topology::read().allowed.first().into_iter().collect();
     let first = wire.client_on(cpu.clone(), 4096);
     let held = wire.hold_a_read();
     let second = wire.client_on(cpu, 4096);

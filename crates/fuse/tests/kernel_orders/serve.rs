@@ -8,7 +8,7 @@ use std::time::Instant;
 use ringdisk_fuse::abi::REQUEST_HEAD_BYTES;
 use ringdisk_fuse::reply::{ReplyBuf, data_header};
 use ringdisk_fuse::request::{Operation, Request};
-use ringdisk_ring::{IoBuf, allowed_cpus, pin_to_cpus};
+use ringdisk_ring::{CpuList, IoBuf, Topology, pin_to_cpus};
 
 use crate::entry::Reply;
 use crate::wire::{COMPLETES, PENDS, Wire};
@@ -141,11 +141,11 @@ impl Wire {
 
     /// A client that opens the file and reads `len` bytes of its start; nothing serves it unless the test does.
     pub(crate) fn client(&self, len: usize) -> Receiver<Got> {
-        self.client_on(allowed_cpus(), len)
+        self.client_on(Topology::read().allowed, len)
     }
 
     /// The same, on one of these CPUs: that decides the queue.
-    pub(crate) fn client_on(&self, cpus: Vec<usize>, len: usize) -> Receiver<Got> {
+    pub(crate) fn client_on(&self, cpus: CpuList, len: usize) -> Receiver<Got> {
         let (sender, receiver) = channel();
         let path = self.path.clone();
         std::thread::spawn(move || {

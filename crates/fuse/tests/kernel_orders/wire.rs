@@ -19,7 +19,7 @@ use ringdisk_fuse::mount::{Method, Mount, MountOptions, Unmount, mount};
 use ringdisk_fuse::negotiate::{InitAnswer, Profile, negotiate};
 use ringdisk_fuse::reply::ReplyBuf;
 use ringdisk_fuse::request::Operation;
-use ringdisk_ring::{Config, Errno, Fd, RawCommand, Ring, Runtime, cpus_of_list};
+use ringdisk_ring::{Config, Errno, Fd, RawCommand, Ring, Runtime, Topology};
 use ringdisk_testkit::limits::{UringParameter, needs_root};
 use ringdisk_testkit::process::patient;
 
@@ -229,6 +229,5 @@ impl Drop for Wire {
 
 /// Queues that the kernel has.
 pub(crate) fn possible_cpus() -> u16 {
-    let list = std::fs::read_to_string("/sys/devices/system/cpu/possible").expect("sysfs");
-    u16::try_from(cpus_of_list(list.trim()).len()).expect("fewer than 65,536")
+    u16::try_from(Topology::read().possible.len()).expect("fewer than 65,536")
 }

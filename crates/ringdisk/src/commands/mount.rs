@@ -14,6 +14,7 @@ use ringdisk_disk::{
 };
 use ringdisk_fuse::mount::table::MountEntry;
 use ringdisk_fuse::mount::{Unmount, mountpoint, table, unmount};
+use ringdisk_ring::Topology;
 
 use crate::alive;
 use crate::cli::{DetectZeroesWord, DiscardWord, MountArgs, MountPaths};
@@ -28,7 +29,7 @@ use crate::new_image::{Described, NewImage, check_new_name};
 use crate::notify::Notify;
 use crate::pidfile::Pidfile;
 use crate::report::{Exit, Failure};
-use crate::serve::{Options, Served};
+use crate::serve::{self, Options, Served};
 use crate::signals::{Actions, Phase, Watcher};
 use crate::size::human_size;
 use crate::terminal::{self, bold, shell_word};
@@ -65,6 +66,8 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
         false => None,
     };
     let new = new_image(args)?;
+    // CPUs that cannot be used are told before anything is made.
+    serve::foresee(&args.placement, &Topology::read())?;
     limits::become_io_flusher();
     let made = Made::default();
     let watcher = watch_start(&made)?;
@@ -363,12 +366,10 @@ impl<'a> Plan<'a> {
         let args = self.args;
         Options {
             mountpoint: self.mountpoint.clone(),
-            transport: args.transport,
+            placement: args.placement.clone(),
             zero_copy: args.zero_copy,
             passthrough: args.passthrough,
             no_pools: args.no_pools,
-            threads: args.threads,
-            queue_depth: args.queue_depth,
             growable: args.growable,
             read_only: args.read_only || disk.is_read_only(),
             allow_other: args.allow_other,

@@ -13,10 +13,9 @@ use zerocopy::IntoBytes;
 const MIB: usize = 1 << 20;
 
 fn pool(zero_copy: bool) -> Arc<Pool> {
-    let plan = Plan::new(2, &[0, 1], &[0, 1], Some(2), MIB);
-    Arc::new(
-        Pool::new(&plan, true, MIB, PoolUses { zero_copy, pinned: false }).expect("few entries"),
-    )
+    let plan = Plan::of_cpus(2, 2, Some(2), MIB);
+    let uses = PoolUses { zero_copy, pinned: false };
+    Arc::new(Pool::new(&plan, true, MIB, uses).expect("few entries"))
 }
 
 /// The second entry of the second queue.

@@ -5,8 +5,7 @@ const MIB: usize = 1 << 20;
 const ZERO_COPY: PoolUses = PoolUses { zero_copy: true, pinned: false };
 
 fn plan(cpus: usize, online: usize, depth: Option<usize>) -> Plan {
-    let online: Vec<usize> = (0..online).collect();
-    Plan::new(cpus, &online, &online, depth, MIB)
+    Plan::of_cpus(cpus, online, depth, MIB)
 }
 
 fn buffers(plan: &Plan, asked: bool) -> Vec<usize> {
