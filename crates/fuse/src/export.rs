@@ -21,7 +21,7 @@ use crate::negotiate::Profile;
 use crate::placement::{self, Live, MountTopology, Numa, Sizes, Threads, Wishes, describe, watch};
 use crate::stats::{QueueView, Stats};
 use crate::uring::{
-    Plan, PoolUses, Refuse, Refused, RingMode, Rings, Starting, ZeroCopy, is_enabled,
+    Plan, PoolUses, Refuse, Refused, RingMode, Rings, Starting, Stay, ZeroCopy, is_enabled,
 };
 use crate::{Error, ErrorKind};
 
@@ -93,9 +93,9 @@ pub struct ExportOptions {
     /// Moves the fetching between queues all the time. For tests of just that.
     #[doc(hidden)]
     pub restless: bool,
-    /// Entries of a ring stay with the thread on their CPU. For measurements of just that.
+    /// Where entries of the rings stay; `None`: they move with the load. For measurements of just that.
     #[doc(hidden)]
-    pub fixed_entries: bool,
+    pub stay: Option<Stay>,
     /// The most that rings do. For measurements of just that.
     #[doc(hidden)]
     pub ring_mode_max: RingMode,
@@ -124,7 +124,7 @@ impl ExportOptions {
             io_timeout: None,
             name: String::from("ringdisk"),
             restless: false,
-            fixed_entries: false,
+            stay: None,
             ring_mode_max: RingMode::ZeroCopy,
             refuse: None,
         }
@@ -267,8 +267,8 @@ impl Export {
         let place = if options.restless { Place::restless(count) } else { Place::new(count) };
         let place = Arc::new(place);
         let rings = plan.map(|plan| {
-            let (beside, zero_copy) = (&placement.beside, options.zero_copy);
-            let rings = Rings::new(plan, beside, payload_bytes, options.fixed_entries, zero_copy);
+            let (stay, zero_copy) = (options.stay, options.zero_copy);
+            let rings = Rings::new(plan, &placement, payload_bytes, stay, zero_copy);
             Arc::new(rings.refusing(options.refuse))
         });
         let mut queues = Vec::with_capacity(count + devices.len());

@@ -1,6 +1,8 @@
-//! Memory that large requests took goes back to the system when a queue is idle.
+//! Memory of large requests: taken at once, and given back to the system when a queue is idle.
 //!
-//! Buffers of 1 MiB are address space until they are used; then they stay, so that the next requests find them warm. A queue that has
+//! Buffers of 1 MiB are address space until they are used. The first large request takes the pages that it needs in one call, huge ones
+//! where there are any (page by page the kernel spends as long on finding them as on copying); then they stay, so that the next
+//! requests find them warm. A queue that has
 //! served something large looks a second later, and again until nothing came for a second; then it gives the pages of its idle
 //! buffers back and does not wake up any more until the next large request. Pools are not given back: they are pinned, or other
 //! threads use them.
@@ -18,6 +20,8 @@ use crate::request::{Operation, Request};
 
 /// From this size on a request is worth a look later, bytes: smaller ones use the first pages of a few buffers again and again.
 const LARGE_BYTES: u32 = 64 * 1024;
+/// Bytes that may be in a buffer before the data.
+const HEADER_BYTES_MAX: usize = 4096;
 /// How long nothing must come, and how long a look is put off after a large request.
 const IDLE: Duration = Duration::from_secs(1);
 
@@ -27,6 +31,8 @@ struct Place {
     memory: RefCell<Option<IoBuf>>,
     /// No request is in it, as far as this thread has seen.
     is_idle: Cell<bool>,
+    /// How much of it is there, bytes, as far as this thread knows.
+    there: Cell<u32>,
 }
 
 /// The buffers of a queue's entries.
@@ -52,6 +58,7 @@ impl IdleMemory {
     pub(crate) fn enter(&self, entry: usize, memory: Option<IoBuf>) {
         *self.places[entry].memory.borrow_mut() = memory;
         self.places[entry].is_idle.set(false);
+        self.places[entry].there.set(0);
     }
 
     /// The entry moves away.
@@ -64,28 +71,41 @@ impl IdleMemory {
         self.places[entry].is_idle.set(is_idle);
     }
 
-    /// Whether a request has used much of a buffer for the first time since the last look.
-    fn is_first_large(&self, request: &Request) -> bool {
-        let bytes = match &request.operation {
-            Operation::Read(argument) => argument.size,
-            Operation::Write(argument) => argument.size,
-            _ => 0,
-        };
-        bytes >= LARGE_BYTES && !self.used.replace(true)
+    /// Takes the pages for so many bytes of an entry's buffer at once.
+    fn populate(&self, entry: usize, bytes: u32) {
+        let place = &self.places[entry];
+        if bytes <= place.there.get() {
+            return;
+        }
+        place.there.set(bytes);
+        if let Some(memory) = &*place.memory.borrow() {
+            // Data may begin a little into the buffer.
+            memory.populate(bytes as usize + HEADER_BYTES_MAX);
+        }
     }
 
     fn release(&self) {
         for place in self.places.iter().filter(|place| place.is_idle.get()) {
             if let Some(memory) = &*place.memory.borrow() {
                 memory.release_pages();
+                place.there.set(0);
             }
         }
     }
 }
 
-/// A request was served.
-pub(crate) fn note(queue: &Queue, request: &Request) {
-    if queue.memory.is_first_large(request) {
+/// A request is about to use the buffer of an entry.
+pub(crate) fn note(queue: &Queue, entry: usize, request: &Request) {
+    let bytes = match &request.operation {
+        Operation::Read(argument) => argument.size,
+        Operation::Write(argument) => argument.size,
+        _ => 0,
+    };
+    if bytes < LARGE_BYTES {
+        return;
+    }
+    queue.memory.populate(entry, bytes);
+    if !queue.memory.used.replace(true) {
         queue.memory.look.unpark(&queue.ring);
     }
 }

@@ -37,5 +37,5 @@ pub use keeper::HaltReason;
 pub use placement::{Numa, Threads};
 pub use stats::{Histogram, QueueStats, Stats};
 #[doc(hidden)]
-pub use uring::{Refuse, RingEntries};
+pub use uring::{Refuse, RingEntries, Stay};
 pub use uring::{RingMode, ZeroCopy};

@@ -10,10 +10,12 @@ use std::time::{Duration, Instant};
 
 use ringdisk_disk::Disk;
 use ringdisk_fuse::placement::{MountTopology, Numa, Wishes, preview};
-use ringdisk_fuse::{Export, ExportOptions, HaltReason, RingMode, Stats, StopHandle, Transport};
+use ringdisk_fuse::{
+    Export, ExportOptions, HaltReason, RingMode, Stats, Stay, StopHandle, Transport,
+};
 use ringdisk_ring::Topology;
 
-use crate::cli::{NumaWord, PlacementArgs, Threads, TransportWord, ZeroCopyWord};
+use crate::cli::{NumaWord, PlacementArgs, StayWord, Threads, TransportWord, ZeroCopyWord};
 use crate::report::{Exit, Failure};
 use crate::stats::Report;
 use crate::topology;
@@ -26,6 +28,7 @@ pub(crate) struct Options {
     pub(crate) zero_copy: ZeroCopyWord,
     pub(crate) passthrough: bool,
     pub(crate) no_pools: bool,
+    pub(crate) stay: Option<StayWord>,
     pub(crate) growable: bool,
     pub(crate) read_only: bool,
     pub(crate) allow_other: bool,
@@ -105,6 +108,12 @@ impl Served {
                 } else {
                     RingMode::ZeroCopy
                 },
+                stay: options.stay.map(|stay| match stay {
+                    StayWord::Home => Stay::Home,
+                    StayWord::Away => Stay::Away,
+                    StayWord::Split => Stay::Split,
+                    StayWord::Free => Stay::Free,
+                }),
                 threads: wishes.threads,
                 cpus: wishes.cpus,
                 numa: wishes.numa,

@@ -50,7 +50,7 @@ pub(super) async fn serve_entry(queue: Rc<Queue>, entry: usize) {
         let Some(received) = fetched else { continue };
         let started = Instant::now();
         queue.begin(entry, started);
-        let reply = serve(&queue, received, &memory, &frame, &data).await;
+        let reply = serve(&queue, entry, received, &memory, &frame, &data).await;
         queue.end(entry, started);
         if let Reply::Frame { start, len, is_error } = reply {
             if is_error {
@@ -104,6 +104,7 @@ async fn fetch(queue: &Queue, entry: usize, frame: &IoBuf) -> Option<usize> {
 
 async fn serve(
     queue: &Queue,
+    entry: usize,
     received: usize,
     memory: &IoBuf,
     frame: &IoBuf,
@@ -124,7 +125,7 @@ async fn serve(
         Err(_) => return Reply::None,
     };
     let unique = request.header.unique;
-    note(queue, &request);
+    note(queue, entry, &request);
     match answer(&queue.ring, &queue.server, &queue.cells, &request, data).await {
         Answer::None => Reply::None,
         Answer::Data(len) => {

@@ -13,8 +13,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ringdisk_ring::{
-    Config, Counters, Errno, Fd, IoBuf, Parker, Remote, Ring, Runtime, SetupError, SharedMemory,
-    pin_to_cpus,
+    Config, Counters, CpuList, Errno, Fd, IoBuf, Parker, Remote, Ring, Runtime, SetupError,
+    SharedMemory, pin_to_cpus,
 };
 
 use crate::file::FileServer;
@@ -78,8 +78,10 @@ pub(crate) struct Queue {
     pub(crate) memory: IdleMemory,
     pub(crate) cells: Arc<QueueCells>,
     buffers: Arc<Buffers>,
-    /// Node for the memory of its own entries.
-    memory_node: Option<usize>,
+    /// Where it runs, and the node for the memory of its own entries.
+    place_of_thread: ThreadPlace,
+    /// It may leave its CPU at the moment.
+    is_free: Cell<bool>,
     index: usize,
     /// Entries of `dev`; those of the rings are counted behind them.
     entries: usize,
@@ -118,6 +120,22 @@ impl Queue {
         self.in_flight.0[self.entries + index].store(nanos, Ordering::Relaxed);
         self.cells.begin();
         rings.look(index, self.index, nanos, self.ring.turn());
+        if rings.is_free(self.index) != self.is_free.get() {
+            self.set_free(!self.is_free.get());
+        }
+    }
+
+    /// Leaves the thread's CPU to the scheduler, or binds it again. What the system refuses stays as it was.
+    fn set_free(&self, is_free: bool) {
+        self.is_free.set(is_free);
+        let ThreadPlace { cpus, away, roam, .. } = &self.place_of_thread;
+        // The scheduler alone would leave it where it is for some ms, and a trial sees just those.
+        let steps: &[&CpuList] = if is_free { &[away, roam] } else { &[cpus] };
+        for cpus in steps.iter().filter(|cpus| !cpus.is_empty()) {
+            if let Err(errno) = pin_to_cpus(cpus) {
+                tracing::debug!("queue {}: not bound to CPU {cpus}: {errno}", self.index);
+            }
+        }
     }
 
     /// Its reply is ready.
@@ -136,7 +154,7 @@ impl Queue {
     /// thread touched first may reach into it.
     pub(super) fn new_buffer(&self, len_bytes: usize) -> IoBuf {
         let memory = SharedMemory::mapped(len_bytes);
-        if let Some(node) = self.memory_node {
+        if let Some(node) = self.place_of_thread.memory_node {
             // That the system binds to this node was tried before the start; without it the page is as good.
             let _ = memory.prefer_node(0..memory.len(), node);
         }
@@ -423,7 +441,8 @@ fn run(
         memory: IdleMemory::new(setup.entries + rings.as_ref().map_or(0, |r| r.entry_count())),
         cells: Arc::clone(&cells),
         buffers,
-        memory_node: setup.thread.memory_node,
+        place_of_thread: setup.thread.clone(),
+        is_free: Cell::new(false),
         index: setup.index,
         entries: setup.entries,
         rings: rings.clone(),

@@ -61,6 +61,10 @@ pub struct Wishes {
 pub(crate) struct ThreadPlace {
     /// CPUs that it is bound to; empty: it runs where the scheduler wants.
     pub(crate) cpus: CpuList,
+    /// CPUs that it may run on while it serves better so: those of its node; empty: it is not bound anyway.
+    pub(crate) roam: CpuList,
+    /// Those but its own.
+    pub(crate) away: CpuList,
     /// The node of all CPUs that it may run on.
     pub(crate) node: Option<usize>,
     /// The node that its buffers are bound to; `None`: pages come from where it runs when it touches them.
@@ -75,8 +79,8 @@ pub(crate) struct Placement {
     pub(crate) queues: Vec<QueuePlace>,
     /// CPUs whose numbers are past the number of queues: the kernel puts their requests into queue 0.
     pub(crate) folded: CpuList,
-    /// For each thread the one that its entries may move to.
-    pub(crate) beside: Vec<usize>,
+    /// For each thread those that its entries may move to; itself where there is no other.
+    pub(crate) beside: Vec<[usize; 2]>,
     /// What was asked for and could not be had.
     pub(crate) warnings: Vec<String>,
     /// What is worth knowing.
@@ -129,7 +133,10 @@ pub(crate) fn place(
         let node = topology.node_of_all(if cpus.is_empty() { &usable } else { &cpus });
         let may_bind = wishes.numa == Numa::Auto && !topology.has_memory_policy;
         let memory_node = node.filter(|node| may_bind && has_memory(topology, *node));
-        ThreadPlace { cpus, node, memory_node }
+        let is_near = |cpu| wishes.numa == Numa::Off || topology.node_of(cpu) == node;
+        let roam = if count == 1 { CpuList::default() } else { usable.filter(is_near) };
+        let away = roam.filter(|cpu| !cpus.contains(cpu));
+        ThreadPlace { cpus, roam, away, node, memory_node }
     };
     placement.threads = (0..count).map(thread).collect();
     if wishes.numa == Numa::Auto {

@@ -130,15 +130,16 @@ fn whose(cpus: &CpuList) -> &'static str {
     if cpus.len() == 1 { "its" } else { "their" }
 }
 
-/// For each queue thread the one beside it: the next on its own node, else the next.
-pub(super) fn beside(threads: &[ThreadPlace], numa: Numa) -> Vec<usize> {
+/// For each queue thread the two after it, on its own node where there are others; one twice, or itself, where there are fewer.
+pub(super) fn beside(threads: &[ThreadPlace], numa: Numa) -> Vec<[usize; 2]> {
     let count = threads.len();
-    let next = |index: usize| {
-        let mut others = (1..count).map(|step| (index + step) % count);
-        let first = others.clone().next().unwrap_or(index);
+    let near = |index: usize| {
+        let others = || (1..count).map(|step| (index + step) % count);
         let is_near =
             |other: &usize| numa == Numa::Off || threads[*other].node == threads[index].node;
-        others.find(is_near).unwrap_or(first)
+        let mut near = others().filter(is_near);
+        let first = near.next().or_else(|| others().next()).unwrap_or(index);
+        [first, near.next().unwrap_or(first)]
     };
-    (0..count).map(next).collect()
+    (0..count).map(near).collect()
 }

@@ -47,7 +47,7 @@ fn described(placement: &Placement, depth: Option<usize>) -> MountTopology {
 fn on_one_node_each_queue_is_served_at_home() {
     let placement = auto(&Machine::even(2, 1));
     assert_eq!((cpus(&placement), served_on(&placement)), (vec![0, 1], vec![0, 1]));
-    assert_eq!(placement.beside, [1, 0]);
+    assert_eq!(placement.beside, [[1, 1], [0, 0]]);
     assert!(placement.threads.iter().all(|thread| thread.memory_node == Some(0)));
     assert!(placement.remarks.is_empty() && placement.warnings.is_empty(), "{placement:?}");
 }
@@ -59,7 +59,7 @@ fn a_single_thread_is_not_bound_and_serves_all() {
     assert!(placement.threads[0].cpus.is_empty());
     // It may run on both nodes, so its memory is left to where it runs.
     assert_eq!((placement.threads[0].node, placement.threads[0].memory_node), (None, None));
-    assert_eq!((placement.queues.len(), placement.beside), (8, vec![0]));
+    assert_eq!((placement.queues.len(), placement.beside), (8, vec![[0, 0]]));
 }
 
 #[test]
@@ -69,7 +69,7 @@ fn fewer_threads_than_cpus_are_spread_over_the_nodes_and_serve_their_own() {
     assert_eq!(cpus(&placement), [0, 4, 1, 5]);
     // Evenly: two of the other queues of a node for each of its threads.
     assert_eq!(served_on(&placement), [0, 1, 0, 1, 4, 5, 4, 5]);
-    assert_eq!(placement.beside, [2, 3, 0, 1]);
+    assert_eq!(placement.beside, [[2, 2], [3, 3], [0, 0], [1, 1]]);
 }
 
 #[test]
@@ -83,7 +83,7 @@ fn sixty_four_cpus_on_four_nodes_each_have_their_thread() {
     assert_eq!(entries(&placement, None), [16; 64]);
     // The neighbour that entries may move to is on the same node.
     let nodes: Vec<_> = placement.threads.iter().map(|thread| thread.node).collect();
-    let beside = placement.beside.iter().map(|thread| nodes[*thread]);
+    let beside = placement.beside.iter().map(|near| nodes[near[0]]);
     assert!(beside.eq(nodes.iter().copied()));
 }
 
@@ -214,7 +214,7 @@ fn with_numa_off_nodes_are_not_looked_at() {
     assert_eq!(cpus(&placement), [0, 1, 2]);
     assert!(placement.threads.iter().all(|thread| thread.memory_node.is_none()));
     assert_eq!(served_on(&placement), [0, 1, 2, 0, 1, 2, 0, 1]);
-    assert_eq!(placement.beside, [1, 2, 0]);
+    assert_eq!(placement.beside, [[1, 2], [2, 0], [0, 1]]);
 }
 
 #[test]
@@ -288,7 +288,7 @@ fn each_queue_has_a_thread_whatever_the_machine_is() {
                 assert_eq!(placement.beside.len(), placement.threads.len());
                 let last = placement.threads.len();
                 assert!(placement.queues.iter().all(|queue| queue.thread < last));
-                assert!(placement.beside.iter().all(|thread| *thread < last));
+                assert!(placement.beside.iter().flatten().all(|thread| *thread < last));
                 assert!(entries(&placement, None).iter().all(|entries| *entries >= 1));
             }
         }

@@ -168,7 +168,7 @@ async fn serve(queue: &Queue, rings: &Rings, index: usize, frame: &Frame) -> u64
     queue.begin_ring(rings, index, started);
     let number = match frame.incoming() {
         Some(incoming) => {
-            serve_incoming(queue, rings, frame, &incoming).await;
+            serve_incoming(queue, rings, queue.number_of_ring(index), frame, &incoming).await;
             incoming.number
         }
         None => {
@@ -180,7 +180,13 @@ async fn serve(queue: &Queue, rings: &Rings, index: usize, frame: &Frame) -> u64
     number
 }
 
-async fn serve_incoming(queue: &Queue, rings: &Rings, frame: &Frame, incoming: &Incoming) {
+async fn serve_incoming(
+    queue: &Queue,
+    rings: &Rings,
+    place: usize,
+    frame: &Frame,
+    incoming: &Incoming,
+) {
     let Incoming { number, data, body, .. } = incoming;
     let number = *number;
     if !data.is_mapped() {
@@ -188,7 +194,7 @@ async fn serve_incoming(queue: &Queue, rings: &Rings, frame: &Frame, incoming: &
     }
     let answer = match &incoming.request {
         Ok(request) => {
-            note(queue, request);
+            note(queue, place, request);
             answer(&queue.ring, &queue.server, &queue.cells, request, data).await
         }
         Err(_) => Answer::error(number, Errno::INVAL),

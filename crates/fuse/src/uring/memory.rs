@@ -1,9 +1,10 @@
 //! What an entry shares with the kernel.
 //!
-//! The headers of a queue are one array. The payload is the entry's own (a mapping, of which only the pages that requests use are ever
-//! taken), a buffer of the queue's pool that the kernel names for each request, or pages of the client that we cannot touch. The
+//! The headers of a queue are one array. The payload is the entry's own (part of a mapping, of which only the pages that requests use are
+//! ever taken), a buffer of the queue's pool that the kernel names for each request, or pages of the client that we cannot touch. The
 //! memory outlives every ring that knows its addresses: threads close their rings before they let go of it.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use ringdisk_ring::{Errno, IoBuf, SharedMemory};
@@ -39,7 +40,9 @@ pub(super) struct EntryMemory {
     number: usize,
     /// Queue of the kernel.
     queue: u16,
-    payload: Arc<SharedMemory>,
+    /// Those of the whole queue: pairs of them may share a huge page.
+    payloads: Arc<SharedMemory>,
+    payload_bytes: usize,
 }
 
 impl EntryMemory {
@@ -47,18 +50,26 @@ impl EntryMemory {
     pub(super) fn of_queue(queue: u16, entries: usize, payload_bytes: usize) -> Vec<EntryMemory> {
         // Pages of their own, which nobody touches before the thread that registers them: so they come from its node.
         let headers = SharedMemory::mapped(entries * STRIDE);
+        let payloads = SharedMemory::new(entries * payload_bytes, PAGE_BYTES);
         let entry = |number| EntryMemory {
             headers: Arc::clone(&headers),
             number,
             queue,
-            payload: SharedMemory::new(payload_bytes, PAGE_BYTES),
+            payloads: Arc::clone(&payloads),
+            payload_bytes,
         };
         (0..entries).map(entry).collect()
     }
 
-    /// The memory itself: the headers of its whole queue, and its payload.
-    pub(super) fn parts(&self) -> [&SharedMemory; 2] {
-        [&self.headers, &self.payload]
+    /// The memory of its whole queue: headers and payloads.
+    pub(super) fn of_whole_queue(&self) -> [&SharedMemory; 2] {
+        [&self.headers, &self.payloads]
+    }
+
+    /// Its payload, inside those of the queue.
+    pub(super) fn payload(&self) -> Range<usize> {
+        let start = self.number * self.payload_bytes;
+        start..start + self.payload_bytes
     }
 
     /// As buffers of the calling thread.
@@ -67,7 +78,7 @@ impl EntryMemory {
     pub(super) fn here(&self, index: usize, pool: Option<&Arc<Pool>>) -> Frame {
         let start = self.number * STRIDE;
         let payload = match pool {
-            None => Payload::Own(self.payload.buffer()),
+            None => Payload::Own(self.payloads.buffer().slice(self.payload())),
             Some(pool) => Payload::Pool {
                 memory: match pool.is_pinned() {
                     true => pool.memory.fixed_buffer(MEMORY_SLOT),

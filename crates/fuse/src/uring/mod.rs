@@ -10,9 +10,10 @@
 //!
 //! Rooms: [`plan`] says how many entries there are, [`memory`] is what they share with the kernel, [`pool`] the buffers that queues have
 //! instead of payloads on newer kernels, [`nodes`] on which node all that is, [`mode`] how far a mount goes, [`entry`] the life of an
-//! entry, [`rings`] what all threads know together, [`start`] the order in which a mount goes live,
-//! [`policy`] the rule by which entries move between threads.
+//! entry, [`rings`] what all threads know together, [`start`] the order in which a mount goes live, [`balance`] where threads and entries
+//! are, [`policy`] the rule by which they move with the load.
 
+mod balance;
 mod entry;
 mod fuzzing;
 mod memory;
@@ -27,6 +28,7 @@ mod start;
 pub use fuzzing::RingEntries;
 pub use mode::{RingMode, ZeroCopy};
 pub(crate) use plan::{Plan, is_enabled};
+pub use policy::Stay;
 pub(crate) use pool::PoolUses;
 pub use rings::Refuse;
 pub(crate) use rings::Rings;

@@ -20,14 +20,11 @@ impl Rings {
                 result = Err(errno);
             }
         };
-        for entry in &self.entries {
-            let [headers, payload] = entry.memory.parts();
-            // The headers belong to all entries of the queue.
-            if entry.number == 0 {
-                bind(entry.queue, headers, 0..headers.len());
-            }
+        for entry in self.entries.iter().filter(|entry| entry.number == 0) {
+            let [headers, payloads] = entry.memory.of_whole_queue();
+            bind(entry.queue, headers, 0..headers.len());
             if self.pool().is_none() {
-                bind(entry.queue, payload, 0..payload.len());
+                bind(entry.queue, payloads, 0..payloads.len());
             }
         }
         if let Some(pool) = self.pool() {
@@ -43,9 +40,11 @@ impl Rings {
         let is_own = |queue: usize| self.plan.0[queue].thread == thread;
         let mut ranges = Vec::new();
         for entry in self.entries.iter().filter(|entry| is_own(usize::from(entry.queue))) {
-            let [headers, payload] = entry.memory.parts();
+            let [headers, payloads] = entry.memory.of_whole_queue();
+            let payload = entry.memory.payload();
             ranges.extend((entry.number == 0).then(|| (headers.address(), headers.len())));
-            ranges.extend(self.pool().is_none().then(|| (payload.address(), payload.len())));
+            let own = (payloads.address() + payload.start, payload.len());
+            ranges.extend(self.pool().is_none().then_some(own));
         }
         if let Some(pool) = self.pool() {
             for (_, region) in pool.regions.iter().enumerate().filter(|(queue, _)| is_own(*queue)) {

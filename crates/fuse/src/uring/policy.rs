@@ -1,15 +1,20 @@
-//! The rule by which the entries of a queue move between the thread on its own CPU and the one beside it.
+//! The rule by which a queue thread follows the load: where it may run, and where its entries are.
 //!
 //! Pure: it sees the load in windows of 2 ms, so that it can be tested by a simulation of loads. Called by one thread at a time.
 //!
-//! Why: a client that waits for each reply is served best on its own CPU (to wake an idle one costs tens of µs); one that keeps many
-//! requests in flight is served best on another (on its own they take turns); large requests want two threads, since a ring's thread
-//! does all the copying of its entries.
+//! Why: a client that waits for each reply is served best on its own CPU (to wake an idle one costs tens of µs); one that keeps several
+//! requests in flight is served best from any CPU that is idle just then, which the scheduler knows (on the client's own they take
+//! turns, and a fixed other one is often asleep or taken); large requests want two threads, since a ring's thread does all the copying
+//! of its entries.
 //!
 //! The rule. At home, with more than 9/8 requests for each turn of the loop (clients that wait show at most one) another spot is tried:
-//! split for large requests, else away. Elsewhere home is tried when the rate fell below what home had, or the pause is over. A trial
-//! skips one window and measures the next: home is kept with 9/10 of the rate before, another spot with 23/20. After a trial there
-//! is a pause of 8 ms, which each lost trial doubles up to 128 ms.
+//! split for large requests, else free. Elsewhere home is tried when the pause is over, or when the rate has fallen by half for two
+//! windows. A trial skips one window and measures the next; if that is not clear (a fifth less, a quarter more), up to three
+//! more. Home is kept with 97/100 of the rate before, another spot with 21/20. After a clear trial there is a pause of 64 ms; else it
+//! begins at 8 ms and doubles up to 256 ms. A thread that wakes up after 20 ms without requests begins where the last trial of any
+//! thread ended, if that was within a second: a client that moved to another CPU is the same client; a client that waits is not.
+//!
+//! docs/transports.md has what this reaches beside the fixed placements.
 
 /// Length of a window.
 pub(super) const WINDOW_NS: u64 = 2_000_000;
@@ -18,29 +23,63 @@ const IDLE_NS: u64 = 10 * WINDOW_NS;
 /// A window with fewer requests says nothing yet.
 const REQUESTS_MIN: u64 = 8;
 const PAUSE_MIN_NS: u64 = 8_000_000;
-const PAUSE_MAX_NS: u64 = 128_000_000;
+const PAUSE_CLEAR_NS: u64 = 64_000_000;
+const PAUSE_MAX_NS: u64 = 256_000_000;
+/// Windows that a trial measures at most.
+const TRIAL_WINDOWS: u32 = 4;
+/// Windows in a row that show another load.
+const CHANGED_WINDOWS: u32 = 2;
+/// Windows in a row without several requests at once, after which a client counts as one that waits.
+const WAITING_WINDOWS: u32 = 4;
 /// From this mean on requests are large: copying them takes longer than handing them over.
 const LARGE_BYTES: u64 = 64 * 1024;
 
-/// Where the entries of a queue are.
+/// Where a thread runs and its entries are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Spot {
-    /// With the thread on the queue's own CPU.
+    /// The thread is bound to its CPU and has its entries.
     #[default]
     Home = 0,
-    /// With the thread beside it.
-    Away = 1,
-    /// Half and half.
+    /// The thread has its entries and runs where the scheduler wants, on its node.
+    Free = 1,
+    /// Each is bound to its CPU, and the thread beside has half of the entries.
     Split = 2,
+    /// The thread beside has them all. Only to compare: the rule never chooses it.
+    Away = 3,
 }
 
 impl From<u8> for Spot {
     fn from(number: u8) -> Spot {
         match number {
-            1 => Spot::Away,
+            1 => Spot::Free,
             2 => Spot::Split,
+            3 => Spot::Away,
             _ => Spot::Home,
+        }
+    }
+}
+
+/// A spot that is not left. For measurements of just that.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stay {
+    /// Threads and entries on the CPU of their callers.
+    Home,
+    /// Threads run where the scheduler wants.
+    Free,
+    /// Half of the entries at the thread beside.
+    Split,
+    /// All entries at the thread beside.
+    Away,
+}
+
+impl Stay {
+    pub(super) fn spot(self) -> Spot {
+        match self {
+            Stay::Home => Spot::Home,
+            Stay::Free => Spot::Free,
+            Stay::Split => Spot::Split,
+            Stay::Away => Spot::Away,
         }
     }
 }
@@ -58,17 +97,23 @@ pub(super) struct Load {
     pub(super) thread: usize,
     pub(super) own: u64,
     pub(super) turns: u64,
+    /// Where a thread begins that was idle.
+    pub(super) begin: Spot,
+    /// The thread beside is in a trial: one at a time, since both see the requests of both.
+    pub(super) must_wait: bool,
 }
 
+/// A spot is being tried.
 #[derive(Clone, Copy, Debug)]
-enum State {
-    Steady,
-    /// Back to `from` unless this does better than `rate`.
-    Trial {
-        from: Spot,
-        rate: u64,
-        skipped: bool,
-    },
+struct Trial {
+    /// Back to this one unless the new one does better.
+    from: Spot,
+    /// What that one had, requests per second.
+    rate: u64,
+    /// Windows so far; the first is not measured.
+    windows: u32,
+    requests: u64,
+    nanos: u64,
 }
 
 /// Chooses a spot by trial.
@@ -76,23 +121,44 @@ enum State {
 pub(super) struct Policy {
     can_move: bool,
     spot: Spot,
-    state: State,
+    trial: Option<Trial>,
     last: Option<Load>,
-    /// Rate that home had last.
-    home_rate: u64,
+    /// Smoothed rate in this spot, requests per second; 0: not known yet.
+    rate: u64,
+    /// Windows in a row whose rate was another one.
+    changed: u32,
+    /// Windows in a row in which clients waited.
+    waiting: u32,
+    /// This spot is what another thread has found.
+    is_guess: bool,
     pause: u64,
     /// No trial before this moment.
     not_before: u64,
 }
 
+/// What a step has led to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    /// Nothing.
+    Same,
+    /// To another spot, for a trial or after an idle time.
+    Moved,
+    /// A trial has ended.
+    Judged,
+}
+
 impl Policy {
-    pub(super) fn new(can_move: bool) -> Policy {
+    /// * `stay`: the spot that is never left.
+    pub(super) fn new(can_move: bool, stay: Option<Spot>) -> Policy {
         Policy {
-            can_move,
-            spot: Spot::Home,
-            state: State::Steady,
+            can_move: can_move && stay.is_none(),
+            spot: stay.unwrap_or_default(),
+            trial: None,
             last: None,
-            home_rate: 0,
+            rate: 0,
+            changed: 0,
+            waiting: 0,
+            is_guess: false,
             pause: PAUSE_MIN_NS,
             not_before: 0,
         }
@@ -103,75 +169,147 @@ impl Policy {
     }
 
     /// A window has passed.
-    pub(super) fn step(&mut self, load: &Load) {
-        let Some(last) = self.last.replace(*load) else { return };
+    pub(super) fn step(&mut self, load: &Load) -> Step {
+        let Some(last) = self.last.replace(*load) else { return Step::Same };
+        if !self.can_move {
+            return Step::Same;
+        }
         let nanos = load.now.saturating_sub(last.now).max(1);
         let requests = load.requests.saturating_sub(last.requests);
-        if !self.can_move {
-            return;
+        if nanos > IDLE_NS {
+            return self.wake(load);
         }
-        if requests < REQUESTS_MIN && nanos <= IDLE_NS {
+        if requests < REQUESTS_MIN {
             // Too few to say anything: a longer window.
             self.last = Some(last);
-            return;
+            return Step::Same;
         }
-        if nanos > IDLE_NS {
-            // A client that pauses ends a trial without a verdict, and begins at home again.
-            self.spot = Spot::Home;
-            self.state = State::Steady;
+        match self.trial.take() {
+            Some(trial) => self.measure(trial, load.now, requests, nanos),
+            None => self.steady(load, &last, per_second(requests, nanos)),
+        }
+    }
+
+    /// After a pause of the client, which ends a trial without a verdict.
+    fn wake(&mut self, load: &Load) -> Step {
+        let before = self.spot;
+        self.trial = None;
+        self.go(load.begin);
+        self.pause = PAUSE_MIN_NS;
+        self.is_guess = load.begin != Spot::Home;
+        self.not_before = if self.is_guess { load.now + PAUSE_CLEAR_NS } else { 0 };
+        if self.spot == before { Step::Same } else { Step::Moved }
+    }
+
+    fn steady(&mut self, load: &Load, last: &Load, rate: u64) -> Step {
+        let before = self.rate;
+        let is_changed = self.follow(rate);
+        let has_collapsed = is_changed && rate * 2 < before;
+        let several = several_at_once(load, last);
+        if has_collapsed || (is_changed && self.spot == Spot::Home) {
             self.pause = PAUSE_MIN_NS;
             self.not_before = 0;
-            return;
-        }
-        let rate = requests.saturating_mul(1_000_000_000) / nanos;
-        match self.state {
-            State::Steady => self.steady(load, &last, rate),
-            State::Trial { from, rate: before, skipped: false } => {
-                self.state = State::Trial { from, rate: before, skipped: true };
-            }
-            State::Trial { from, rate: before, .. } => self.judge(load.now, from, before, rate),
-        }
-    }
-
-    fn steady(&mut self, load: &Load, last: &Load, rate: u64) {
-        if self.spot == Spot::Home {
-            self.home_rate = rate;
         }
         let is_time = load.now >= self.not_before;
-        let next = match self.spot {
-            Spot::Home if is_time && several_at_once(load, last) => {
-                let bytes = load.bytes.saturating_sub(last.bytes);
-                let requests = load.requests.saturating_sub(last.requests).max(1);
-                if bytes / requests >= LARGE_BYTES { Spot::Split } else { Spot::Away }
+        let mean = load.bytes.saturating_sub(last.bytes)
+            / load.requests.saturating_sub(last.requests).max(1);
+        let is_large = mean >= LARGE_BYTES;
+        match self.spot {
+            Spot::Home if !several => {
+                self.waiting += 1;
+                if self.waiting >= WAITING_WINDOWS {
+                    // Whoever comes next has not lost a trial yet.
+                    self.pause = PAUSE_MIN_NS;
+                    self.not_before = 0;
+                }
+                return Step::Same;
             }
-            Spot::Home => return,
-            _ if is_time || rate < self.home_rate => Spot::Home,
-            _ => return,
+            Spot::Home => self.waiting = 0,
+            _ => {}
+        }
+        // A guess that does not fit this client is given up at once.
+        let is_misplaced = self.is_guess && self.spot != Spot::Home && !several;
+        if load.must_wait || (!is_time && !is_misplaced) {
+            return Step::Same;
+        }
+        self.is_guess = false;
+        let next = match self.spot {
+            Spot::Home if is_large => Spot::Split,
+            Spot::Home => Spot::Free,
+            _ => Spot::Home,
         };
-        self.state = State::Trial { from: self.spot, rate, skipped: false };
-        self.spot = next;
+        let from = self.spot;
+        let rate = self.rate;
+        self.go(next);
+        self.trial = Some(Trial { from, rate, windows: 0, requests: 0, nanos: 0 });
+        Step::Moved
     }
 
-    fn judge(&mut self, now: u64, from: Spot, before: u64, rate: u64) {
-        let won = match self.spot {
-            Spot::Home => {
-                self.home_rate = rate;
-                rate * 10 > before * 9
-            }
-            _ => rate * 20 > before * 23,
-        };
-        if won {
-            self.pause = PAUSE_MIN_NS;
-        } else {
-            self.spot = from;
-            self.pause = (self.pause * 2).min(PAUSE_MAX_NS);
+    /// Smooths the rate; true when it is another one than before.
+    fn follow(&mut self, rate: u64) -> bool {
+        if self.rate == 0 {
+            self.rate = rate;
+            return false;
         }
+        if rate * 4 > self.rate * 3 && rate * 3 < self.rate * 4 {
+            self.changed = 0;
+            self.rate = (self.rate * 3 + rate) / 4;
+            return false;
+        }
+        self.changed += 1;
+        if self.changed < CHANGED_WINDOWS {
+            return false;
+        }
+        self.changed = 0;
+        self.rate = rate;
+        true
+    }
+
+    fn measure(&mut self, trial: Trial, now: u64, requests: u64, nanos: u64) -> Step {
+        let first = trial.windows == 0;
+        let trial = Trial {
+            windows: trial.windows + 1,
+            requests: if first { 0 } else { trial.requests + requests },
+            nanos: if first { 0 } else { trial.nanos + nanos },
+            ..trial
+        };
+        let rate = per_second(trial.requests, trial.nanos.max(1));
+        let is_clear = rate * 5 <= trial.rate * 4 || rate * 4 >= trial.rate * 5;
+        if first || (!is_clear && trial.windows <= TRIAL_WINDOWS) {
+            self.trial = Some(trial);
+            return Step::Same;
+        }
+        let has_won = match self.spot {
+            Spot::Home => rate * 100 >= trial.rate * 97,
+            _ => rate * 20 >= trial.rate * 21,
+        };
+        if has_won {
+            self.rate = rate;
+        } else {
+            self.go(trial.from);
+            self.rate = trial.rate;
+        }
+        self.pause = match is_clear {
+            true => (self.pause * 2).clamp(PAUSE_CLEAR_NS, PAUSE_MAX_NS),
+            false => (self.pause * 2).min(PAUSE_MAX_NS),
+        };
         self.not_before = now + self.pause;
-        self.state = State::Steady;
+        Step::Judged
+    }
+
+    fn go(&mut self, spot: Spot) {
+        self.spot = spot;
+        self.rate = 0;
+        self.changed = 0;
+        self.waiting = 0;
     }
 }
 
-/// Whether the client keeps several requests in flight: more than one came in a turn of the loop.
+fn per_second(requests: u64, nanos: u64) -> u64 {
+    requests.saturating_mul(1_000_000_000) / nanos
+}
+
+/// Whether clients keep several requests in flight: more than one came in a turn of the loop.
 fn several_at_once(load: &Load, last: &Load) -> bool {
     let turns = load.turns.saturating_sub(last.turns);
     let own = load.own.saturating_sub(last.own);

@@ -1,16 +1,18 @@
 //! What all queue threads of a mount know together: the entries, where they belong, and how far the start has come.
 
 use std::os::fd::RawFd;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use ringdisk_ring::Errno;
 
+use super::balance::Balances;
 use super::memory::{EntryMemory, Frame};
 use super::mode::{Moved, Opens, RingMode, ZeroCopy};
 use super::plan::Plan;
-use super::policy::{Load, Policy, Spot, WINDOW_NS};
+use super::policy::Stay;
 use super::pool::{Pool, PoolUses};
+use crate::placement::Placement;
 use crate::stats::QueueCells;
 
 /// One entry.
@@ -25,27 +27,12 @@ pub(super) struct Entry {
     pub(super) handed: AtomicBool,
 }
 
-/// Where the entries of one queue are. In cache lines of its own: threads of different nodes write different ones.
-#[derive(Debug)]
-#[repr(align(128))]
-struct Balance {
-    /// Thread at home, and the one beside it.
-    threads: [usize; 2],
-    /// A [`Spot`].
-    spot: AtomicU8,
-    /// When the next look is due, nanoseconds.
-    due: AtomicU64,
-    policy: Mutex<Policy>,
-}
-
 /// Shared by the queue threads of a mount.
 #[derive(Debug)]
 pub(crate) struct Rings {
     pub(super) plan: Plan,
     pub(super) entries: Vec<Entry>,
-    balances: Vec<Balance>,
-    /// Ring descriptor and counters of each thread.
-    peers: OnceLock<Vec<(RawFd, Arc<QueueCells>)>>,
+    balances: Balances,
     /// First error of an entry before the mount went live; 0: none.
     failed: AtomicI32,
     live: AtomicBool,
@@ -67,15 +54,14 @@ pub enum Refuse {
 }
 
 impl Rings {
-    /// * `beside`: for each queue thread the one that its entries may move to.
     /// * `payload_bytes`: largest READ or WRITE.
-    /// * `fixed`: entries never move.
+    /// * `stay`: where entries stay; `None`: they move with the load.
     /// * `zero_copy`: which opens shall be.
     pub(crate) fn new(
         plan: Plan,
-        beside: &[usize],
+        placement: &Placement,
         payload_bytes: usize,
-        fixed: bool,
+        stay: Option<Stay>,
         zero_copy: ZeroCopy,
     ) -> Rings {
         let mut entries = Vec::with_capacity(plan.entries());
@@ -90,18 +76,10 @@ impl Rings {
                 handed: AtomicBool::new(false),
             }));
         }
-        let balance = |home: usize| Balance {
-            threads: [home, beside.get(home).copied().unwrap_or(home)],
-            spot: AtomicU8::new(Spot::Home as u8),
-            due: AtomicU64::new(0),
-            policy: Mutex::new(Policy::new(beside.len() > 1 && !fixed)),
-        };
-        let balances = plan.0.iter().map(|queue| balance(queue.thread)).collect();
         Rings {
             plan,
             entries,
-            balances,
-            peers: OnceLock::new(),
+            balances: Balances::new(placement, stay),
             failed: AtomicI32::new(0),
             live: AtomicBool::new(false),
             draining: AtomicBool::new(false),
@@ -145,8 +123,7 @@ impl Rings {
         if self.mode() != RingMode::ZeroCopy {
             return false;
         }
-        let peers = self.peers.get().map_or(&[][..], Vec::as_slice);
-        let moved = peers.iter().fold(Moved::default(), |sum, (_, cells)| Moved {
+        let moved = self.balances.peers().iter().fold(Moved::default(), |sum, (_, cells)| Moved {
             requests: sum.requests + cells.reads.get() + cells.writes.get(),
             bytes: sum.bytes + cells.read_bytes.get() + cells.write_bytes.get(),
         });
@@ -158,55 +135,42 @@ impl Rings {
         self.entries.len()
     }
 
-    /// Entries that may be with a thread at once: of its own queues, and of those that it is beside.
+    /// Entries that may be with a thread at once: of its own queues, and of those of threads near by.
     pub(crate) fn entries_of(&self, thread: usize) -> usize {
-        let queues = self.plan.0.iter().zip(&self.balances);
-        let near = queues.filter(|(_, balance)| balance.threads.contains(&thread));
-        near.map(|(queue, _)| queue.entries).sum()
+        let near = self.plan.0.iter().filter(|queue| self.balances.may_come(queue.thread, thread));
+        near.map(|queue| queue.entries).sum()
     }
 
     /// Names the rings of all threads. Once, before any of them serves.
     pub(crate) fn set_peers(&self, peers: Vec<(RawFd, Arc<QueueCells>)>) {
-        let _ = self.peers.set(peers);
+        self.balances.set_peers(peers);
     }
 
     pub(super) fn ring_fd(&self, thread: usize) -> Option<RawFd> {
-        self.peers.get()?.get(thread).map(|(fd, _)| *fd)
+        self.balances.peers().get(thread).map(|(fd, _)| *fd)
     }
 
-    /// The thread that shall serve the next request of an entry. One load.
+    /// The thread of the queue of an entry.
+    fn home_of(&self, index: usize) -> usize {
+        self.plan.0[usize::from(self.entries[index].queue)].thread
+    }
+
+    /// The thread that shall serve the next request of an entry.
     pub(super) fn place_of(&self, index: usize) -> usize {
-        let entry = &self.entries[index];
-        let balance = &self.balances[usize::from(entry.queue)];
-        let away = match Spot::from(balance.spot.load(Ordering::Relaxed)) {
-            Spot::Home => 0,
-            Spot::Away => 1,
-            Spot::Split => entry.number % 2,
-        };
-        balance.threads[away]
+        self.balances.place_of(self.home_of(index), self.entries[index].number)
+    }
+
+    /// Whether a thread may leave its CPU. One load.
+    pub(crate) fn is_free(&self, thread: usize) -> bool {
+        self.balances.is_free(thread)
     }
 
     /// A request of an entry begins on `thread`: looks at the load when it is time.
+    ///
+    /// * `now`: nanoseconds.
+    /// * `turn`: turns of the thread's loop so far.
     pub(crate) fn look(&self, index: usize, thread: usize, now: u64, turn: u64) {
-        let balance = &self.balances[usize::from(self.entries[index].queue)];
-        if now < balance.due.load(Ordering::Relaxed) {
-            return;
-        }
-        // Somebody else is looking: that will do.
-        let Ok(mut policy) = balance.policy.try_lock() else { return };
-        if now < balance.due.load(Ordering::Relaxed) {
-            return;
-        }
-        balance.due.store(now + WINDOW_NS, Ordering::Relaxed);
-        let mut load = Load { now, turns: turn, thread, ..Load::default() };
-        let peers = self.peers.get().map_or(&[][..], Vec::as_slice);
-        for cells in balance.threads.iter().filter_map(|thread| peers.get(*thread)) {
-            load.requests += cells.1.requests.get();
-            load.bytes += cells.1.read_bytes.get() + cells.1.write_bytes.get();
-        }
-        let own = peers.get(thread).map_or(0, |peer| peer.1.requests.get());
-        policy.step(&Load { own, ..load });
-        balance.spot.store(policy.spot() as u8, Ordering::Relaxed);
+        self.balances.look(self.home_of(index), thread, now, turn);
     }
 
     /// An entry was refused before the mount was live.

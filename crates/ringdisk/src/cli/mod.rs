@@ -32,7 +32,7 @@ pub(crate) use copy::{CompareArgs, ConvertArgs, MeasureArgs};
 pub(crate) use ctl::{CtlArgs, CtlCommand};
 pub(crate) use look::{InfoArgs, LookArgs, MapArgs, PoolArgs};
 pub(crate) use mount::{MountArgs, MountPaths, UmountArgs, ZeroCopyWord};
-pub(crate) use placement::{NumaWord, PlacementArgs, Threads, TransportWord};
+pub(crate) use placement::{NumaWord, PlacementArgs, StayWord, Threads, TransportWord};
 pub(crate) use topology::TopologyArgs;
 pub(crate) use words::{DetectZeroesWord, DiscardWord, PreallocationWord};
 

@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum, ValueHint};
 use ringdisk_disk::{Cache, Format};
 
 use crate::cli::words::{CacheSize, DetectZeroesWord, DiscardWord, parse_cache_size};
-use crate::cli::{PlacementArgs, cache_parser, format_parser, is_named_qcow2, refuse};
+use crate::cli::{PlacementArgs, StayWord, cache_parser, format_parser, is_named_qcow2, refuse};
 use crate::size::{parse_size, parse_time};
 
 const MOUNT_LONG: &str = "\
@@ -203,6 +203,10 @@ pub(crate) struct MountArgs {
     /// Each entry of a ring has a payload of its own, as before Linux 7.3: to compare
     #[arg(long, hide = true, conflicts_with = "zero_copy")]
     pub(crate) no_pools: bool,
+
+    /// Entries of rings stay in one place: to compare
+    #[arg(long, hide = true, value_name = "PLACE")]
+    pub(crate) stay: Option<StayWord>,
 
     /// Give the mount up, with errors to its users, when storage takes longer for one request
     #[arg(long, value_name = "TIME", value_parser = parse_io_timeout, help_heading = "Serving options")]

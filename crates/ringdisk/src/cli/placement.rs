@@ -66,6 +66,19 @@ pub(crate) enum TransportWord {
     Uring,
 }
 
+/// Where entries of rings stay.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum StayWord {
+    /// With the thread on the CPU of their callers
+    Home,
+    /// With the thread beside it
+    Away,
+    /// Half and half
+    Split,
+    /// At home, threads unbound
+    Free,
+}
+
 /// Whether nodes matter.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum NumaWord {

@@ -370,6 +370,7 @@ impl<'a> Plan<'a> {
             zero_copy: args.zero_copy,
             passthrough: args.passthrough,
             no_pools: args.no_pools,
+            stay: args.stay,
             growable: args.growable,
             read_only: args.read_only || disk.is_read_only(),
             allow_other: args.allow_other,

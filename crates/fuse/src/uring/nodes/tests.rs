@@ -12,7 +12,7 @@ const PAYLOAD: usize = 1 << 20;
 fn rings(machine: &Machine) -> Rings {
     let placement = place(&machine.topology(), &Wishes::default(), true).expect("a placement");
     let plan = Plan::new(&placement, Some(3), PAYLOAD);
-    Rings::new(plan, &placement.beside, PAYLOAD, false, ZeroCopy::Off)
+    Rings::new(plan, &placement, PAYLOAD, None, ZeroCopy::Off)
 }
 
 /// The policy of the mapping at an address, as the kernel shows it.
