@@ -12,6 +12,7 @@ mounts         own
 semantics      own
 handover       own
 leaks          own
+refused        own
 e2e_numa       uring
 e2e_uring      uring
 e2e_client_memory own
@@ -19,6 +20,10 @@ e2e_passthrough   own
 e2e_numa       own
 e2e_placement  own
 e2e_hotplug    own
+e2e_forbidden  own
+e2e_ring_limits own
+e2e_stopped    own
+e2e_switch_race own
 e2e_semantics  dev,uring
 e2e_coherence  uring
 e2e_bytes      uring
