@@ -4,6 +4,7 @@
 #![allow(dead_code)]
 
 pub(crate) mod forbid;
+pub(crate) mod kept;
 pub(crate) mod mapping;
 pub(crate) mod tools;
 
