@@ -3,7 +3,9 @@
 
 mod common;
 
+use std::path::Path;
 use std::process::Command;
+use std::time::Duration;
 
 use common::forbid::{Call, Forbidden, launch};
 use common::{MIB, assert_refused, program, raw_image};
@@ -12,8 +14,6 @@ use ringdisk_testkit::limits::{UringParameter, mount_at, needs_root};
 use ringdisk_testkit::mount::{Mounted, text};
 use ringdisk_testkit::process::{Finished, Process};
 use rustix::io::Errno;
-use std::path::Path;
-use std::time::Duration;
 
 /// Enough for a refusal; what hangs does not end at all.
 const LIMIT: Duration = Duration::from_secs(20);

@@ -3,6 +3,7 @@
 
 mod common;
 
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
 
@@ -12,7 +13,6 @@ use ringdisk_testkit::images::{pattern, piece};
 use ringdisk_testkit::limits::{Sysctl, UringParameter, alone, mount_at, needs, needs_root};
 use ringdisk_testkit::mount::{Mounted, text};
 use ringdisk_testkit::process::{LIMIT, Process, command, has};
-use std::os::unix::fs::FileExt;
 
 /// Root, and the kernel's switch.
 fn rings() -> Option<UringParameter> {

@@ -3,12 +3,13 @@
 
 mod common;
 
+use std::os::unix::fs::FileExt;
+use std::time::Duration;
+
 use common::{MIB, open, serve_raw};
 use ringdisk_testkit::limits::{UringParameter, mount_at, needs_root};
 use ringdisk_testkit::process::{LIMIT, Process, command, pause, until};
 use rustix::process::Signal;
-use std::os::unix::fs::FileExt;
-use std::time::Duration;
 
 /// Enough for an unmount to get where it has to wait.
 const WHILE: Duration = Duration::from_millis(300);
