@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 use ringdisk_disk::Disk;
-use ringdisk_ring::{Config, Errno, Runtime};
+use ringdisk_ring::{Config, Errno, Runtime, SetupError};
 
 use crate::dev::{Place, QueueThread};
 use crate::mount::{Mount, Unmount};
@@ -151,8 +151,10 @@ pub(crate) struct Keeper {
 impl Keeper {
     /// Runs until the export has ended.
     pub(crate) fn run(mut self) -> Result<(), HaltReason> {
+        // Made now: at the end io_uring may be forbidden, or there may be no descriptor left.
+        let runtime = if self.disk.is_read_only() { None } else { runtime().ok() };
         let end = self.wait();
-        self.finish(end)
+        self.finish(end, runtime)
     }
 
     fn wait(&self) -> End {
@@ -207,7 +209,7 @@ impl Keeper {
         }
     }
 
-    fn finish(&mut self, end: End) -> Result<(), HaltReason> {
+    fn finish(&mut self, end: End, runtime: Option<Runtime>) -> Result<(), HaltReason> {
         let mut result = Ok(());
         let keeps_disk = matches!(end, End::Discarded);
         let drained = match end {
@@ -264,7 +266,7 @@ impl Keeper {
             return result;
         }
         let limit = if drained { LAST_FLUSH } else { LAST_FLUSH_STUCK };
-        match self.last_flush(limit) {
+        match self.last_flush(limit, runtime) {
             Err(errno) if result.is_ok() => Err(HaltReason::Flush(errno)),
             _ => result,
         }
@@ -295,12 +297,11 @@ impl Keeper {
 
     /// What clients wrote reaches stable storage, and the image is closed, before the process says that all is well. The flush comes
     /// first: closing waits for requests, and some may never end.
-    fn last_flush(&self, limit: Duration) -> Result<(), Errno> {
+    fn last_flush(&self, limit: Duration, made: Option<Runtime>) -> Result<(), Errno> {
         if self.disk.is_read_only() {
             return Ok(());
         }
-        let config = Config { entries: 32, slots: 64, files: 0, ..Config::default() };
-        let mut runtime = Runtime::new(config).map_err(|error| {
+        let mut runtime = made.map_or_else(runtime, Ok).map_err(|error| {
             tracing::error!("no ring for the last flush of the image: {error}");
             Errno::NOMEM
         })?;
@@ -324,4 +325,9 @@ impl Keeper {
             Err(_) => Err(Errno::TIMEDOUT),
         }
     }
+}
+
+/// The ring of the last flush.
+fn runtime() -> Result<Runtime, SetupError> {
+    Runtime::new(Config { entries: 32, slots: 64, files: 0, ..Config::default() })
 }

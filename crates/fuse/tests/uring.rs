@@ -4,13 +4,16 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
-use ringdisk_disk::{Disk, ImageOptions, Source};
+use ringdisk_disk::{Disk, ImageOptions, NullOptions, Source};
 use ringdisk_fuse::mount::{self, Unmount, table};
-use ringdisk_fuse::{Export, ExportOptions, Refuse, Transport};
+use ringdisk_fuse::{Export, ExportOptions, HaltReason, Refuse, Threads, Transport};
 use ringdisk_ring::{Config, Runtime};
 use ringdisk_testkit::images;
 use ringdisk_testkit::limits::{UringParameter, needs_root};
+use ringdisk_testkit::process::{Process, command, until};
+use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
 
 /// A qcow2 image on a mountpoint of its own, and the kernel's switch.
 struct Place {
@@ -119,4 +122,46 @@ fn clients_of_every_depth_and_size_meet_while_entries_move() {
     export.stop_handle().stop();
     assert!(export.wait().is_ok());
     images::assert_clean(&place.image);
+}
+
+/// How long anybody may be left waiting by an export that ends badly.
+const SOON: Duration = Duration::from_secs(10);
+
+/// Reads with many requests in flight from a process of its own, which a test can lose.
+fn readers(place: &Place) -> Process {
+    let each = "while dd if=\"$0\" of=/dev/null bs=64k count=16 iflag=direct 2>&1; do :; done & ";
+    let script = format!("{}wait", each.repeat(8));
+    Process::spawn(command(&["sh", "-c", &script]).arg(&place.path))
+}
+
+#[test]
+fn a_queue_thread_that_panics_under_load_ends_its_clients_with_errors() {
+    let Some(place) = place() else { return };
+    let disk =
+        Disk::null(&NullOptions { size: 1 << 20, read_zeroes: true, ..NullOptions::default() });
+    let threads = Threads::Count(2);
+    let options = ExportOptions { threads, ..options(&place, Transport::Uring) };
+    let export = Export::start(disk, options).expect("rings");
+    let mut clients = readers(&place);
+    until(SOON, || (export.stats().total().requests > 500).then_some(())).expect("they read");
+    export.panic_for_test();
+    assert_eq!(export.wait().expect_err("a panic"), HaltReason::Panicked);
+    assert!(clients.wait(SOON).is_some(), "clients are left hanging: {}", clients.output());
+    assert_eq!(table::at(&place.path).expect("readable"), None);
+}
+
+#[test]
+fn a_stop_does_not_wait_for_storage_that_never_answers() {
+    let Some(place) = place() else { return };
+    let sim = SimStorage::new(1 << 20, 1);
+    sim.on(When::kind(OpKind::Read), Fault::Hang);
+    let disk = Disk::from_storage(sim.storage(), &ImageOptions::default());
+    let export = Export::start(disk, options(&place, Transport::Uring)).expect("rings");
+    let mut clients = readers(&place);
+    until(SOON, || (sim.hanging() >= 8).then_some(())).expect("the reads arrive");
+    export.stop_handle().stop();
+    let reason = export.wait().expect_err("requests were cut off");
+    assert!(matches!(reason, HaltReason::StillInFlight(count) if count >= 8), "{reason:?}");
+    assert!(clients.wait(SOON).is_some(), "clients are left hanging: {}", clients.output());
+    assert_eq!(table::at(&place.path).expect("readable"), None);
 }

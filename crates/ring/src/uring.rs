@@ -58,6 +58,8 @@ impl Uring {
         // while this struct lives, and field order drops the submitter first.
         let mut submitter =
             unsafe { std::mem::transmute::<Submitter<'_>, Submitter<'static>>(submitter) };
+        // A seccomp profile may allow io_uring_setup and forbid this: known now, not when the first request would wait for ever.
+        submitter.submit()?;
         if let Err(error) = submitter.register_ring_fd() {
             tracing::debug!("ring descriptor not registered ({error}); each enter looks it up");
         }

@@ -27,10 +27,7 @@ const LEN: usize = 4 << 20;
 
 /// Whether the kernel has buffer pools and zero-copy.
 fn has_zero_copy() -> bool {
-    let uname = rustix::system::uname();
-    let release = uname.release().to_string_lossy().into_owned();
-    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|n| n.parse().unwrap_or(0));
-    (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0)) >= (7, 3)
+    common::kernel_is(7, 3)
 }
 
 /// Root and rings; with a word when that is not zero-copy.

@@ -73,7 +73,8 @@ start_qemu() {
   append+=" watchdog_thresh=60 rcupdate.rcu_cpu_stall_timeout=120 rdinit=/init"
   append+=" ringdisk.run=$run ringdisk.modules=$kernel_dir/modules ringdisk.writable=${writable:-}"
   local words=(
-    -nodefaults -no-user-config -display none -no-reboot -machine q35,sata=off,smbus=off -cpu max,arch-capabilities=off -accel "$(accelerator)"
+    -nodefaults -no-user-config -display none -no-reboot -machine q35,sata=off,smbus=off -cpu "${RINGDISK_VM_CPU:-max,arch-capabilities=off}"
+    -accel "$(accelerator)"
     -smp "$cpus,sockets=2,cores=$((cpus / 2))" -m "$((2 * node_mib))M"
     -object "memory-backend-memfd,id=m0,size=${node_mib}M,share=on" -object "memory-backend-memfd,id=m1,size=${node_mib}M,share=on"
     -numa node,nodeid=0,cpus=0-1,memdev=m0 -numa node,nodeid=1,cpus=2-3,memdev=m1 -numa dist,src=0,dst=1,val=21
@@ -83,6 +84,8 @@ start_qemu() {
     -drive "file=$run/disk,format=raw,if=none,id=disk,cache=unsafe,discard=unmap" -device virtio-blk-pci,drive=disk
     -chardev "file,id=status,path=$run/status" -chardev "file,id=out,path=$run/out"
     -device virtio-serial-pci -device virtserialport,chardev=status,name=status "${console[@]}" )
+  # shellcheck disable=SC2206 # words, split at blanks
+  words+=(${RINGDISK_VM_QEMU:-})
   # A named pipe, since our standard output may be something that cannot be opened by a path (a socket).
   rm -f "$run/out" && mkfifo "$run/out" || return
   cat "$run/out" &

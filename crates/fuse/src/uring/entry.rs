@@ -7,7 +7,6 @@
 use std::future::pending;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use ringdisk_ring::{Errno, RawCommand};
@@ -41,8 +40,7 @@ pub(super) enum Begin {
 pub(crate) fn take_over(queue: &Rc<Queue>, message: u32) {
     let Some(rings) = queue.rings() else { return };
     let index = (message & !MESSAGE_ENTRY) as usize;
-    let handed = rings.entries.get(index).map(|entry| &entry.handed);
-    if handed.is_some_and(|handed| handed.swap(false, Ordering::AcqRel)) {
+    if rings.entries.get(index).is_some_and(|entry| entry.custody.take()) {
         queue.ring.spawn(live(Rc::clone(queue), Arc::clone(rings), index, Begin::Handed));
     }
 }
@@ -99,6 +97,7 @@ async fn register(
     let is_last = usize::from(number) + 1 == rings.plan.0.len();
     let number = match rings.refuses {
         Some(Refuse::LastRing) if is_last => u16::MAX,
+        Some(Refuse::Entry(refused)) if refused == index => u16::MAX,
         _ => number,
     };
     let area = match frame.slot(index) {
@@ -153,13 +152,9 @@ async fn hand_over(queue: &Queue, rings: &Rings, index: usize, to: usize) -> boo
     let Some(fd) = rings.ring_fd(to) else { return false };
     // Fewer entries than 2^31.
     let number = u32::try_from(index).unwrap_or(0);
-    let handed = &rings.entries[index].handed;
-    handed.store(true, Ordering::Release);
-    let sent = queue.ring.send_message(fd, MESSAGE_ENTRY | number).await.is_ok();
-    if !sent {
-        handed.store(false, Ordering::Release);
-    }
-    sent
+    let custody = &rings.entries[index].custody;
+    custody.send();
+    queue.ring.send_message(fd, MESSAGE_ENTRY | number).await.is_ok() || !custody.take_back()
 }
 
 /// Carries out the request in the entry and leaves the reply there. Returns the number to commit.
@@ -220,9 +215,8 @@ async fn serve_incoming(
 
 /// The kernel gives the entry no request any more.
 fn ended(queue: &Queue, rings: &Rings, errno: Errno) {
-    if !rings.is_live() {
+    if rings.fail(errno) {
         // Before anybody relies on it: the start decides what follows.
-        rings.fail(errno);
         return;
     }
     match errno {

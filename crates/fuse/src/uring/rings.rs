@@ -1,7 +1,7 @@
 //! What all queue threads of a mount know together: the entries, where they belong, and how far the start has come.
 
 use std::os::fd::RawFd;
-use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use ringdisk_ring::Errno;
@@ -12,6 +12,7 @@ use super::mode::{Moved, Opens, RingMode, ZeroCopy};
 use super::plan::Plan;
 use super::policy::Stay;
 use super::pool::{Pool, PoolUses};
+use super::shared::{Custody, Outcome};
 use crate::placement::Placement;
 use crate::stats::QueueCells;
 
@@ -23,8 +24,7 @@ pub(super) struct Entry {
     /// Number inside that queue.
     pub(super) number: usize,
     pub(super) memory: EntryMemory,
-    /// It is on its way to another thread. Who does not find this set must not touch it: the message was not for us.
-    pub(super) handed: AtomicBool,
+    pub(super) custody: Custody,
 }
 
 /// Shared by the queue threads of a mount.
@@ -33,14 +33,12 @@ pub(crate) struct Rings {
     pub(super) plan: Plan,
     pub(super) entries: Vec<Entry>,
     balances: Balances,
-    /// First error of an entry before the mount went live; 0: none.
-    failed: AtomicI32,
-    live: AtomicBool,
+    outcome: Outcome,
     draining: AtomicBool,
     /// Buffers of the queues; none: each entry has its own.
     pool: OnceLock<Arc<Pool>>,
     opens: Opens,
-    /// What the kernel is made to refuse: a mount of this mode, or the last queue of any.
+    /// What the kernel is made to refuse.
     pub(super) refuses: Option<Refuse>,
 }
 
@@ -49,6 +47,8 @@ pub(crate) struct Rings {
 pub enum Refuse {
     /// The last queue has a number that there is not.
     LastRing,
+    /// The same for one entry, by its number among all.
+    Entry(usize),
     /// The pools of this mode are too short.
     Pools(RingMode),
 }
@@ -73,15 +73,14 @@ impl Rings {
                 queue: queue_number,
                 number,
                 memory,
-                handed: AtomicBool::new(false),
+                custody: Custody::new(),
             }));
         }
         Rings {
             plan,
             entries,
             balances: Balances::new(placement, stay),
-            failed: AtomicI32::new(0),
-            live: AtomicBool::new(false),
+            outcome: Outcome::new(),
             draining: AtomicBool::new(false),
             pool: OnceLock::new(),
             opens: Opens::new(zero_copy),
@@ -173,31 +172,19 @@ impl Rings {
         self.balances.look(self.home_of(index), thread, now, turn);
     }
 
-    /// An entry was refused before the mount was live.
-    pub(super) fn fail(&self, errno: Errno) {
-        let _ = self.failed.compare_exchange(
-            0,
-            errno.raw_os_error(),
-            Ordering::AcqRel,
-            Ordering::Acquire,
-        );
+    /// An entry was refused. False: the mount is live and has to end.
+    pub(super) fn fail(&self, errno: Errno) -> bool {
+        self.outcome.fail(errno.raw_os_error())
     }
 
     /// Why the mount cannot go live.
     pub(super) fn failure(&self) -> Option<Errno> {
-        match self.failed.load(Ordering::Acquire) {
-            0 => None,
-            number => Some(Errno::from_raw_os_error(number)),
-        }
+        self.outcome.failure().map(Errno::from_raw_os_error)
     }
 
-    pub(super) fn set_live(&self) {
-        self.live.store(true, Ordering::Release);
-    }
-
-    /// Whether requests travel in the rings.
-    pub(crate) fn is_live(&self) -> bool {
-        self.live.load(Ordering::Acquire)
+    /// Requests travel in the rings from now on. Errors: what an entry was refused with.
+    pub(super) fn go_live(&self) -> Result<(), Errno> {
+        self.outcome.go_live().map_err(Errno::from_raw_os_error)
     }
 
     /// No request is served any more; those that come wait for the end of the connection.

@@ -73,13 +73,10 @@ impl Starting {
             decide(*step);
         }
         let told = registered.recv_timeout(WAIT);
-        match rings.failure() {
-            None if told.is_ok() => {
-                rings.set_live();
-                Ok(())
-            }
-            errno => Err(Refused(errno)),
+        if told.is_err() {
+            return Err(Refused(rings.failure()));
         }
+        rings.go_live().map_err(|errno| Refused(Some(errno)))
     }
 }
 

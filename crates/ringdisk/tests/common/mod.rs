@@ -3,6 +3,8 @@
 // Each test program uses a part of this.
 #![allow(dead_code)]
 
+pub(crate) mod forbid;
+pub(crate) mod kept;
 pub(crate) mod mapping;
 pub(crate) mod tools;
 
@@ -27,6 +29,14 @@ pub(crate) const BLOCK: usize = 4096;
 pub(crate) fn program() -> String {
     let built = option_env!("CARGO_BIN_EXE_ringdisk").unwrap_or("ringdisk");
     std::env::var("RINGDISK_TEST_PROGRAM").unwrap_or_else(|_| built.to_owned())
+}
+
+/// Whether the kernel is this one or newer.
+pub(crate) fn kernel_is(major: u32, minor: u32) -> bool {
+    let uname = rustix::system::uname();
+    let release = uname.release().to_string_lossy().into_owned();
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|n| n.parse().unwrap_or(0));
+    (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0)) >= (major, minor)
 }
 
 /// `ringdisk mount ARGS… MOUNTPOINT` on a new file.
