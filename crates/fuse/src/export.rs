@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ringdisk_disk::{Disk, SizeWatch};
 use ringdisk_ring::{SetupError, Topology};
@@ -16,6 +16,7 @@ use crate::abi::flags::{INIT_HAS_IO_URING_BUFPOOL, INIT_OVER_IO_URING};
 use crate::dev::{Place, QueueSetup, QueueThread, Serve, answer_init};
 use crate::file::{FileOptions, FileServer};
 use crate::keeper::{Event, EventSender, HaltReason, Keeper};
+use crate::kept::{self, Keep, Parked};
 use crate::mount::{Method, MountOptions, clone_device, mount};
 use crate::negotiate::Profile;
 use crate::stats::{QueueView, Stats};
@@ -33,8 +34,10 @@ pub const QUEUE_DEPTH_MAX: u32 = 4096;
 pub const THREADS_MAX: usize = 64;
 /// How long the first answer of a mount may take: it needs no storage.
 const FIRST_ANSWER: Duration = Duration::from_secs(10);
+/// How long the queues of a process that goes on with a mount look for requests by themselves.
+const LOOK_AFTER_DEATH: Duration = Duration::from_secs(10);
 /// Queues that `auto` makes at most: more readers of one shared input queue only get in each other's way.
-const THREADS_AUTO_MAX: usize = 4;
+pub const THREADS_AUTO_MAX: usize = 4;
 
 /// How many queue threads.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -95,6 +98,8 @@ pub struct ExportOptions {
     pub io_timeout: Option<Duration>,
     /// Source in the mount table.
     pub name: String,
+    /// The mount outlives this process; over `/dev/fuse` only.
+    pub keep: Option<Keep>,
     /// Moves the fetching between queues all the time. For tests of just that.
     #[doc(hidden)]
     pub restless: bool,
@@ -122,6 +127,7 @@ impl ExportOptions {
             kernel_cache: false,
             io_timeout: None,
             name: String::from("ringdisk"),
+            keep: None,
             restless: false,
             fixed_entries: false,
             refuse: None,
@@ -149,6 +155,7 @@ pub struct Export {
     notes: Vec<String>,
     transport: Transport,
     mode: Option<RingMode>,
+    parked: Option<Parked>,
     _size_watch: SizeWatch,
 }
 
@@ -168,7 +175,11 @@ impl Export {
         options: ExportOptions,
         devices: Vec<OwnedFd>,
     ) -> Result<Export, Error> {
-        let wanted = options.transport;
+        let wanted = match (options.transport, &options.keep) {
+            (Transport::Uring, Some(_)) => return Err(kept::no_rings()),
+            (_, Some(_)) => Transport::Dev,
+            (wanted, None) => wanted,
+        };
         let mut notes = Vec::new();
         let mut rung = match why_no_rings(wanted) {
             None => Some(first_mode(options.zero_copy)?),
@@ -226,7 +237,11 @@ impl Export {
         let with_rings = rung.is_some();
         let give_up =
             |why: String| Ok(Started::RingsRefused(rung.unwrap_or(RingMode::Entries), why));
-        let mut profile = Profile::detect(options.kernel_cache);
+        let resume = options.keep.as_ref().and_then(|keep| keep.resume.clone());
+        let mut profile = match &resume {
+            Some(parked) => parked.terms.profile,
+            None => Profile::detect(options.kernel_cache),
+        };
         profile.over_io_uring = with_rings;
         let (sender, receiver) = channel();
         let events = EventSender(sender);
@@ -235,7 +250,10 @@ impl Export {
         let topology = Topology::read();
         let cpus = topology.spread();
         let most = if with_rings { THREADS_MAX } else { THREADS_AUTO_MAX };
-        let count = thread_count(options.threads, cpus.len(), most, notes);
+        let count = match &resume {
+            Some(parked) => parked.terms.queues,
+            None => thread_count(options.threads, cpus.len(), most, notes),
+        };
         let place = if options.restless { Place::restless(count) } else { Place::new(count) };
         let place = Arc::new(place);
         let rings = with_rings.then(|| {
@@ -283,17 +301,23 @@ impl Export {
         place.set_peers(peers);
 
         let read_only = options.read_only || disk.is_read_only();
-        let mount = mount(
-            &options.mountpoint,
-            &MountOptions {
-                source: options.name.clone().into(),
-                read_only,
-                allow_other: options.allow_other,
-                max_read: profile.transfer_bytes(),
-                method: Method::Auto,
-            },
-        )?;
-        let negotiated = answer_init(mount.device(), &profile)?;
+        let (mount, negotiated) = match &resume {
+            Some(parked) => (kept::adopt(parked)?, parked.terms.negotiated),
+            None => {
+                let mount = mount(
+                    &options.mountpoint,
+                    &MountOptions {
+                        source: options.name.clone().into(),
+                        read_only,
+                        allow_other: options.allow_other,
+                        max_read: profile.transfer_bytes(),
+                        method: Method::Auto,
+                    },
+                )?;
+                let negotiated = answer_init(mount.device(), &profile)?;
+                (mount, negotiated)
+            }
+        };
         let start = match &rings {
             Some(rings) if negotiated.has(INIT_OVER_IO_URING) => {
                 let offered = negotiated.offered & INIT_HAS_IO_URING_BUFPOOL != 0;
@@ -326,7 +350,7 @@ impl Export {
             None => None,
         };
 
-        let server = Arc::new(FileServer::new(
+        let server = FileServer::new(
             Arc::clone(&disk),
             &FileOptions {
                 growable: options.growable,
@@ -336,8 +360,23 @@ impl Export {
                 uid: rustix::process::getuid().as_raw(),
                 gid: rustix::process::getgid().as_raw(),
             },
-        ));
-        for (queue, device) in queues.iter().zip(queue_devices(&mount, count, notes)?) {
+        );
+        let server = Arc::new(match &options.keep {
+            Some(keep) => server.recording(Arc::clone(&keep.record)),
+            None => server,
+        });
+        let own_devices = match &resume {
+            Some(parked) => kept::devices(parked)?,
+            None => queue_devices(&mount, count, notes)?,
+        };
+        let parked = match &options.keep {
+            Some(_) => Some(kept::park(&mount, &own_devices, profile, negotiated)?),
+            None => None,
+        };
+        if resume.is_some() {
+            kept::ask_again(&mount)?;
+        }
+        for (queue, device) in queues.iter().zip(own_devices) {
             let starting = start.as_ref().map(|(starting, _)| starting.clone());
             queue.serve(Serve { device, server: Arc::clone(&server), starting });
         }
@@ -378,6 +417,8 @@ impl Export {
             events: receiver,
             io_timeout: options.io_timeout,
             kernel_cache: options.kernel_cache,
+            is_kept: options.keep.is_some(),
+            look_until: resume.is_some().then(|| Instant::now() + LOOK_AFTER_DEATH),
         };
         let keeper = std::thread::Builder::new()
             .name(String::from("keeper"))
@@ -392,7 +433,7 @@ impl Export {
             return give_up(why);
         }
         // The kernel learns the size only when it is asked for; until then asynchronous reads find an empty file.
-        if !answers(&mountpoint) && transport == Transport::Uring {
+        if resume.is_none() && !answers(&mountpoint) && transport == Transport::Uring {
             events.send(Event::Discard);
             let _ = keeper.join();
             return give_up(String::from("the rings of this mount do not answer"));
@@ -405,6 +446,7 @@ impl Export {
             notes,
             transport,
             mode,
+            parked,
             _size_watch: size_watch,
         })))
     }
@@ -419,6 +461,11 @@ impl Export {
     #[must_use]
     pub fn ring_mode(&self) -> Option<RingMode> {
         self.mode
+    }
+
+    /// What somebody has to keep so that another process can go on with this mount; once, and only with [`ExportOptions::keep`].
+    pub fn take_parked(&mut self) -> Option<Parked> {
+        self.parked.take()
     }
 
     /// What was asked for and could not be had, each with what would enable it.

@@ -9,7 +9,8 @@
 //! - `serve`: what every transport does with a request;
 //! - `uring`: the transport over io_uring, beside `dev`, which such a mount keeps for what does not travel in rings;
 //! - `dev`: the transport over `/dev/fuse`: queues, entries, and where requests are served;
-//! - [`export`], `keeper`, `stats`: an export from its mount to its end.
+//! - [`export`], `keeper`, `stats`: an export from its mount to its end;
+//! - [`kept`]: what of it another process can go on with.
 
 #![deny(unsafe_code)]
 
@@ -19,6 +20,7 @@ mod error;
 pub mod export;
 pub mod file;
 mod keeper;
+pub mod kept;
 pub mod mount;
 pub mod negotiate;
 pub mod reply;

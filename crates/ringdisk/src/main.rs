@@ -13,6 +13,7 @@ mod commands;
 mod control;
 mod daemonize;
 mod job;
+mod keep;
 mod limits;
 mod log;
 mod made;

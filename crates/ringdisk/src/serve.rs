@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ringdisk_disk::Disk;
+use ringdisk_fuse::kept::{Keep, Parked};
 use ringdisk_fuse::{Export, ExportOptions, HaltReason, RingMode, Stats, StopHandle};
 
 use crate::cli::{Threads, TransportWord, ZeroCopyWord};
@@ -28,6 +29,8 @@ pub(crate) struct Options {
     pub(crate) allow_other: bool,
     pub(crate) kernel_cache: bool,
     pub(crate) io_timeout: Option<Duration>,
+    /// The mount outlives this process.
+    pub(crate) keep: Option<Keep>,
     /// Shown as the source of the mount and in statistics.
     pub(crate) name: String,
 }
@@ -82,6 +85,7 @@ impl Served {
                 kernel_cache: options.kernel_cache,
                 io_timeout: options.io_timeout,
                 name: options.name,
+                keep: options.keep,
                 ..ExportOptions::new(options.mountpoint)
             },
         )?;
@@ -96,6 +100,11 @@ impl Served {
             Some(RingMode::Pools) => "io_uring with buffer pools",
             Some(RingMode::ZeroCopy) => "io_uring with buffer pools and zero-copy",
         }
+    }
+
+    /// What somebody has to keep, for a mount that outlives this process; once.
+    pub(crate) fn take_parked(&mut self) -> Option<Parked> {
+        self.export.take_parked()
     }
 
     /// What was asked for and could not be had, each with what would enable it.

@@ -229,6 +229,7 @@ pub(crate) struct QueueThread {
     device: SyncSender<Serve>,
     remote: Remote,
     stop: Arc<AtomicBool>,
+    look: Arc<AtomicBool>,
     done: Receiver<()>,
     pub(crate) ring_fd: RawFd,
     pub(crate) in_flight: Arc<InFlight>,
@@ -265,6 +266,8 @@ impl QueueThread {
         let (ready_sender, ready) = sync_channel(1);
         let (done_sender, done) = sync_channel(1);
         let stop = Arc::new(AtomicBool::new(false));
+        let look = Arc::new(AtomicBool::new(false));
+        let thread_look = Arc::clone(&look);
         let (thread_cells, thread_in_flight, thread_stop, cpu) =
             (Arc::clone(&cells), Arc::clone(&in_flight), Arc::clone(&stop), setup.cpu);
         let index = setup.index;
@@ -280,6 +283,7 @@ impl QueueThread {
                         thread_cells,
                         thread_in_flight,
                         &thread_stop,
+                        &thread_look,
                     );
                 }));
                 if served.is_err() {
@@ -301,6 +305,7 @@ impl QueueThread {
             device,
             remote: ready.remote.clone(),
             stop,
+            look,
             done,
             ring_fd: ready.ring_fd,
             in_flight,
@@ -316,6 +321,12 @@ impl QueueThread {
 
     /// Makes the thread look at its place again.
     pub(crate) fn wake(&self) {
+        self.remote.run(|_| {});
+    }
+
+    /// Makes the thread look at the kernel's input queue again: a wake-up may have gone to somebody who cannot use it.
+    pub(crate) fn look_again(&self) {
+        self.look.store(true, Ordering::Release);
         self.remote.run(|_| {});
     }
 
@@ -347,6 +358,7 @@ fn run(
     cells: Arc<QueueCells>,
     in_flight: Arc<InFlight>,
     stop: &Arc<AtomicBool>,
+    look: &AtomicBool,
 ) {
     // First the CPU, then the memory: pages are taken from the node of the thread that touches them.
     let pin_error = setup.cpu.and_then(|cpu| {
@@ -413,6 +425,9 @@ fn run(
     // Polled again whenever another thread sends a job.
     runtime.block_on(poll_fn(|_| {
         queue.apply_place();
+        if look.swap(false, Ordering::AcqRel) && queue.fetch.is_enabled() {
+            queue.fetch.look_again(&queue.ring);
+        }
         if stop.load(Ordering::Acquire) { Poll::Ready(()) } else { Poll::Pending }
     }));
     queue.fetch.stop(&ring);

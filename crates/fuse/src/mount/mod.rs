@@ -25,6 +25,7 @@ pub mod device;
 mod direct;
 pub mod ffi;
 mod helper;
+pub mod inherited;
 pub mod mountpoint;
 pub mod table;
 
@@ -127,6 +128,14 @@ fn mount_direct(mountpoint: &Path, options: &MountOptions) -> Result<OwnedFd, Er
 }
 
 impl Mount {
+    /// A mount that another process has made, with a descriptor of its connection. Dropping it removes the mount.
+    ///
+    /// * `mountpoint`: absolute, without symbolic links.
+    #[must_use]
+    pub fn adopt(device: OwnedFd, mountpoint: PathBuf, connection: u32) -> Mount {
+        Mount { device, mountpoint, connection: Some(connection), is_active: true }
+    }
+
     /// The first descriptor of the connection, nonblocking; more by [`clone_device`]. It must stay open while requests that were
     /// read from it are unanswered, and the connection ends when the last one is closed.
     #[must_use]

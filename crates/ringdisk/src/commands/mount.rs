@@ -8,20 +8,23 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use ringdisk_disk::{
     Cache, DetectZeroes, Discard, Disk, Error, ErrorKind, Format, ImageOptions, NullOptions, Source,
 };
+use ringdisk_fuse::kept::{is_over, no_rings};
 use ringdisk_fuse::mount::table::MountEntry;
 use ringdisk_fuse::mount::{Unmount, mountpoint, table, unmount};
 
 use crate::alive;
-use crate::cli::{DetectZeroesWord, DiscardWord, MountArgs, MountPaths};
+use crate::cli::{DetectZeroesWord, DiscardWord, MountArgs, MountPaths, TransportWord};
 use crate::commands::look;
 use crate::control::mount::MountControl;
 use crate::control::place;
 use crate::control::server::Server;
 use crate::daemonize::{self, Background};
+use crate::keep::{self, Kept, Role, State};
 use crate::limits;
 use crate::made::{Fresh, MadeFile};
 use crate::new_image::{Described, NewImage, check_new_name};
@@ -32,6 +35,13 @@ use crate::serve::{Options, Served};
 use crate::signals::{Actions, Phase, Watcher};
 use crate::size::human_size;
 use crate::terminal::{self, bold, shell_word};
+
+/// How long the image of a process that was killed may stay locked: its storage has that long to take what is in flight.
+const FREE: Duration = Duration::from_secs(60);
+/// After so long it is said what is waited for.
+const FREE_QUIET: Duration = Duration::from_secs(1);
+/// How often one looks.
+const FREE_LOOK: Duration = Duration::from_millis(20);
 
 /// Starts the background process. If it was killed before it was ready, nobody else removes what it had made so far.
 ///
@@ -59,35 +69,93 @@ fn run_child(path: &Path) -> Result<u8, Failure> {
 ///
 /// Errors: everything that can go wrong; see [`Exit`].
 pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
+    if args.keep_mount && args.transport == TransportWord::Uring {
+        return Err(no_rings().into());
+    }
+    let is_kept = args.keep_mount && keep::is_child();
     let background = match args.daemonize {
+        true if is_kept => None,
         true if daemonize::is_child() => Some(Background::enter()?),
         true => return run_child(&paths.mountpoint),
         false => None,
     };
-    let new = new_image(args)?;
+    let kept = match args.keep_mount.then(|| keep::role(args)).transpose()? {
+        None => None,
+        Some(Role::Holds) => return keep::holder::run(args, background),
+        Some(Role::Serves(kept)) => Some(kept),
+    };
+    serve(args, paths, background, kept)
+}
+
+/// Serves until the end, in this process.
+///
+/// * `kept`: the mount outlives this process.
+fn serve(
+    args: &MountArgs,
+    paths: MountPaths,
+    background: Option<Background>,
+    mut kept: Option<Kept>,
+) -> Result<u8, Failure> {
+    let resumed = kept.as_ref().and_then(Kept::resumed);
+    let new = if resumed.is_some() { None } else { new_image(args)? };
     limits::become_io_flusher();
     let made = Made::default();
-    let watcher = watch_start(&made)?;
-    let plan = Plan::new(args, paths)?;
+    let watcher = match resumed {
+        Some(_) => watch_resumed()?,
+        None => watch_start(&made)?,
+    };
+    let mut plan = match &resumed {
+        Some((state, _)) => Plan::resumed(args, paths, state, &made)?,
+        None => Plan::new(args, paths)?,
+    };
+    if kept.as_ref().is_some_and(Kept::has_holder) {
+        // It has the pid file.
+        plan.pidfile = None;
+    }
     if let Some(pidfile) = &plan.pidfile {
         Pidfile::check(pidfile)?;
     }
     // The thread that takes signals knows what was made too, so it does not go by itself.
-    let disk = plan.open_disk(&made, new.as_ref()).inspect_err(|_| made.undo())?;
+    let opened = match &resumed {
+        Some((_, parked)) if is_over(parked) => return Ok(unmounted_meanwhile(kept.as_mut())),
+        Some(_) => plan.open_when_free(&watcher),
+        None => plan.open_disk(&made, new.as_ref()),
+    };
+    let disk = opened.inspect_err(|_| made.undo())?;
     if let Some(reason) = disk.protection_reason() {
         terminal::note(reason);
     }
     if watcher.enter(Phase::Mounting).is_some() {
         return Ok(Exit::General.code());
     }
-    made.mountpoint(&plan.mountpoint)?;
-    let alive = alive::hold(&plan.mountpoint);
-    let served = Served::start(Arc::clone(&disk), plan.options(&disk))?;
+    let alive = match kept.as_mut().filter(|_| resumed.is_some()) {
+        Some(kept) => kept.take_alive(),
+        None => {
+            made.mountpoint(&plan.mountpoint)?;
+            alive::hold(&plan.mountpoint)
+        }
+    };
+    let mut options = plan.options(&disk);
+    options.keep = kept.as_ref().map(Kept::keep).transpose()?;
+    let mut served = match Served::start(Arc::clone(&disk), options) {
+        Err(_) if resumed.as_ref().is_some_and(|(_, parked)| is_over(parked)) => {
+            return Ok(unmounted_meanwhile(kept.as_mut()));
+        }
+        started => started?,
+    };
     for note in served.notes() {
         terminal::warn(note);
     }
     // The image is in use from now on: a failure below does not take it away.
     made.keep_image();
+    if let Some(kept) = &mut kept {
+        let created = new.as_ref().map(|(new, _)| new.format);
+        if let Err(failure) = park(kept, &mut served, &made, &disk, alive.as_ref(), created) {
+            served.handle().stop();
+            let _ = served.wait(&disk);
+            return Err(failure);
+        }
+    }
     let pidfile = match plan.pidfile.as_deref().map(Pidfile::create).transpose() {
         Ok(pidfile) => pidfile,
         Err(failure) => {
@@ -96,7 +164,10 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
             return Err(failure);
         }
     };
-    let notify = Arc::new(Notify::from_environment());
+    let notify = match &kept {
+        Some(kept) => Arc::clone(&kept.notify),
+        None => Arc::new(Notify::from_environment()),
+    };
     let handle = served.handle();
     let for_control = handle.clone();
     let told = Arc::clone(&notify);
@@ -107,14 +178,30 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
     let control = control(&plan, &commands);
     let ready = plan.ready_line(&disk);
     tracing::info!("requests travel over {}", served.transport());
-    if background.is_some() || !terminal::is_interactive() {
+    notify.ready(&ready);
+    if kept.as_ref().is_some_and(Kept::has_holder) && notify.barrier().is_err() {
+        tracing::warn!("the process that keeps the mount does not answer");
+    }
+    if resumed.is_some() {
+        terminal::note(format_args!("{ready} again: requests that were not answered go on"));
+    } else if background.is_some() || !terminal::is_interactive() {
         terminal::say(format_args!("{}: {ready}", terminal::NAME));
     } else {
         greet(&plan, &ready);
     }
-    notify.ready(&ready);
-    if let Some(background) = background {
-        background.ready();
+    match background {
+        Some(background) => background.ready(),
+        // The parent that keeps the mount is in the background; so are we.
+        None if kept.is_some() && args.daemonize => daemonize::let_go(),
+        None => {}
+    }
+    if let Some(kept) = &kept {
+        let (for_end, told) = (handle.clone(), Arc::clone(&notify));
+        kept.watch(move || {
+            tracing::error!("the process that keeps the mount is gone: the mount ends");
+            told.stopping("the process that keeps the mount is gone");
+            for_end.stop();
+        });
     }
     let (for_print, shown) = (handle.clone(), Arc::clone(&disk));
     let for_stop = handle.clone();
@@ -153,8 +240,50 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
     drop(disk);
     drop(made);
     drop(pidfile);
+    if let Some(kept) = &kept {
+        kept.forget(alive.as_ref());
+    }
     drop(alive);
     result.map(|()| Exit::Clean.code())
+}
+
+/// Gives the mount to whoever keeps it, unless it comes from there. When this returns, this process may be killed.
+///
+/// * `created`: format of the image that was made just now.
+///
+/// Errors: it is not taken.
+fn park(
+    kept: &mut Kept,
+    served: &mut Served,
+    made: &Made,
+    disk: &Disk,
+    alive: Option<&fs::File>,
+    created: Option<Format>,
+) -> Result<(), Failure> {
+    let state_file = kept.state_file();
+    disk.watch_top(move |top| {
+        // Only a qcow2 overlay, or the image below one, becomes the top one.
+        let format = top.format().unwrap_or(Format::Raw);
+        state_file.set_top(top.name(), format);
+    });
+    match served.take_parked() {
+        Some(parked) if kept.resumed().is_none() => {
+            let state = State::new(&parked.terms, made.mountpoint_id(), created);
+            kept.park(&parked, state, alive)
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The mount was taken away while nobody served it: a clean end.
+fn unmounted_meanwhile(kept: Option<&mut Kept>) -> u8 {
+    terminal::note("the mount was removed while no process served it");
+    if let Some(kept) = kept {
+        kept.notify.stopping("unmounted");
+        let alive = kept.take_alive();
+        kept.forget(alive.as_ref());
+    }
+    Exit::Clean.code()
 }
 
 /// What `--create` makes, and how large, bytes.
@@ -211,6 +340,12 @@ fn watch_start(made: &Made) -> Result<Watcher, Failure> {
         .map_err(|error| Failure::system("cannot watch for signals", &error, Exit::General))
 }
 
+/// Takes signals from the start of a process that goes on with a mount: a stop is remembered.
+fn watch_resumed() -> Result<Watcher, Failure> {
+    Watcher::start(Phase::Mounting)
+        .map_err(|error| Failure::system("cannot watch for signals", &error, Exit::General))
+}
+
 /// What was asked for, with absolute names where they are used after the start.
 struct Plan<'a> {
     args: &'a MountArgs,
@@ -219,6 +354,10 @@ struct Plan<'a> {
     mountpoint_shown: String,
     mountpoint: PathBuf,
     pidfile: Option<PathBuf>,
+    /// The image that a command put on top of the one that was asked for.
+    top: Option<(PathBuf, Format)>,
+    /// Format of the image, if we made it.
+    made_format: Option<Format>,
 }
 
 impl<'a> Plan<'a> {
@@ -234,7 +373,77 @@ impl<'a> Plan<'a> {
         let pidfile = args.pidfile.as_deref().map(std::path::absolute).transpose();
         let pidfile = pidfile
             .map_err(|error| Failure::system("the name of the pid file", &error, Exit::General))?;
-        Ok(Plan { args, image: paths.image, mountpoint_shown, mountpoint, pidfile })
+        let image = paths.image;
+        let (top, made_format) = (None, None);
+        Ok(Plan { args, image, mountpoint_shown, mountpoint, pidfile, top, made_format })
+    }
+
+    /// For a mount that is there: of a process that is gone.
+    ///
+    /// Errors: another mount was asked for than the one that was kept; that one is removed.
+    fn resumed(
+        args: &'a MountArgs,
+        paths: MountPaths,
+        state: &State,
+        made: &Made,
+    ) -> Result<Plan<'a>, Failure> {
+        let kept = state.terms().mountpoint;
+        made.adopt(&kept, state.made);
+        if mountpoint::resolve(&paths.mountpoint).is_ok_and(|asked| asked != kept) {
+            return Err(Failure::new(
+                Exit::Mountpoint,
+                format!(
+                    "the mount on '{}' was kept, and the command asks for '{}'",
+                    kept.display(),
+                    paths.mountpoint.display()
+                ),
+            )
+            .hint("stop the service, then start it with the new command"));
+        }
+        let pidfile = args.pidfile.as_deref().map(std::path::absolute).transpose();
+        let pidfile = pidfile
+            .map_err(|error| Failure::system("the name of the pid file", &error, Exit::General))?;
+        Ok(Plan {
+            args,
+            image: paths.image,
+            mountpoint_shown: paths.mountpoint.display().to_string(),
+            mountpoint: kept,
+            pidfile,
+            top: state.top(),
+            made_format: state.format(),
+        })
+    }
+
+    /// Opens the image of a process that is gone, as soon as that has let go of it: its locks stay until the last write that it began
+    /// has landed, and until then nothing may be read or carried out again.
+    ///
+    /// Errors: as [`Plan::open_disk`]; the image was not free within [`FREE`], or a signal came.
+    fn open_when_free(&self, watcher: &Watcher) -> Result<Arc<Disk>, Failure> {
+        let begun = Instant::now();
+        let mut is_said = false;
+        loop {
+            let failure = match self.open_disk(&Made::default(), None) {
+                Err(failure) if failure.exit == Exit::Locked => failure,
+                opened => return opened,
+            };
+            if let Some(signal) = watcher.stopped_by() {
+                return Err(failure.hint(format!("{signal} came while it was waited for")));
+            }
+            if begun.elapsed() > FREE {
+                let waited = FREE.as_secs();
+                return Err(failure.hint(format!(
+                    "after a crash it was waited for {waited} s; look whether its storage answers"
+                )));
+            }
+            if !is_said && begun.elapsed() > FREE_QUIET {
+                is_said = true;
+                terminal::note(format_args!(
+                    "waiting until the writes of the process before this one have landed: {}",
+                    failure.message()
+                ));
+            }
+            std::thread::sleep(FREE_LOOK);
+        }
     }
 
     /// Opens what is to be served, on a ring that lives no longer than this.
@@ -251,7 +460,7 @@ impl<'a> Plan<'a> {
             };
             return Ok(Disk::null(&options));
         };
-        let mut format = args.format;
+        let mut format = args.format.or(self.made_format);
         if let Some((new, size)) = new {
             if made.image(image, new, *size)? {
                 // We know what it is: nothing is probed, so nothing needs protection.
@@ -286,9 +495,19 @@ impl<'a> Plan<'a> {
             lazy_refcounts: args.lazy_refcounts,
             temporary: args.snapshot,
             overlay: args.overlay.as_deref().map(|path| self.lasting(path)),
+            outlives_process: args.keep_mount,
             ..ImageOptions::default()
         };
-        let image = &self.lasting(image);
+        let mut image = &self.lasting(image);
+        if let Some((top, format)) = &self.top {
+            // The images below may lie where those of the command line do.
+            let known = [Some(image), options.overlay.as_ref()].into_iter().flatten();
+            let directories = known.filter_map(|path| path.parent().map(Path::to_owned));
+            options.allow_paths.extend(directories.collect::<Vec<_>>());
+            options.overlay = None;
+            options.format = Some(*format);
+            image = top;
+        }
         let mut result = open(image, &options)?;
         if options.cache.direct() && result.as_ref().is_err_and(is_about_direct) {
             options.cache =
@@ -344,7 +563,7 @@ impl<'a> Plan<'a> {
     /// chain are named by each other, and opened again, while it serves.
     fn lasting(&self, path: &Path) -> PathBuf {
         match std::path::absolute(path) {
-            Ok(whole) if self.args.daemonize => whole,
+            Ok(whole) if self.args.daemonize || self.args.keep_mount => whole,
             _ => path.to_owned(),
         }
     }
@@ -372,6 +591,7 @@ impl<'a> Plan<'a> {
             allow_other: args.allow_other,
             kernel_cache: args.kernel_cache,
             io_timeout: args.io_timeout,
+            keep: None,
             name: self.name(),
         }
     }
@@ -498,6 +718,18 @@ impl Made {
         })?;
         files.mountpoint = made.map(|(_, made)| made);
         Ok(())
+    }
+
+    /// The mountpoint that a process before this one has made.
+    fn adopt(&self, path: &Path, id: Option<(u64, u64)>) {
+        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        files.mountpoint = id.map(|id| MadeFile::adopt(path, id));
+    }
+
+    /// Device and inode number of the mountpoint, if we made it.
+    fn mountpoint_id(&self) -> Option<(u64, u64)> {
+        let files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        files.mountpoint.as_ref().map(MadeFile::id)
     }
 
     /// From now on the image is the user's.
