@@ -23,12 +23,15 @@ struct List {
     entries: Vec<(u64, Callback)>,
 }
 
+/// Hears of the image that is about to be the top one.
+type TopCallback = Box<dyn Fn(&Layer) + Send + Sync>;
+
 /// The one that wants to hear of a new top image.
 #[derive(Default)]
-pub(crate) struct TopWatch(OnceLock<Box<dyn Fn(&Layer) + Send + Sync>>);
+pub(crate) struct TopWatch(OnceLock<TopCallback>);
 
 impl TopWatch {
-    pub(crate) fn set(&self, callback: Box<dyn Fn(&Layer) + Send + Sync>) {
+    pub(crate) fn set(&self, callback: TopCallback) {
         let _ = self.0.set(callback);
     }
 

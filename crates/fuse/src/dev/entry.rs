@@ -35,8 +35,12 @@ pub(super) async fn serve_entry(queue: Rc<Queue>, entry: usize) {
     let memory = IoBuf::new(DATA_AT + transfer, DATA_AT);
     let frame = memory.slice(DATA_AT - WRITE_DATA_OFFSET..DATA_AT + transfer);
     let data = memory.slice(DATA_AT..DATA_AT + transfer);
+    let mut needs_touch = queue.server.is_kept();
     loop {
         queue.fetch.wait_for_turn(&queue.ring, entry).await;
+        if std::mem::take(&mut needs_touch) {
+            touch(&memory);
+        }
         let fetched = fetch(&queue, entry, &frame).await;
         let Some(received) = fetched else { continue };
         let started = Instant::now();
@@ -49,6 +53,17 @@ pub(super) async fn serve_entry(queue: Rc<Queue>, entry: usize) {
             }
             send(&queue, &memory.slice(start..start + len)).await;
         }
+    }
+}
+
+/// Takes the pages of an entry before its first fetch.
+///
+/// A process that is being killed can take no new pages, and the kernel may yet make it read a request: if that cannot be copied, the
+/// client gets EIO, and no other process ever sees the request.
+fn touch(memory: &IoBuf) {
+    let page = rustix::param::page_size();
+    for at in (0..memory.len()).step_by(page) {
+        memory.copy_from_slice(at, &[0]);
     }
 }
 

@@ -78,6 +78,11 @@ impl FileServer {
         self
     }
 
+    /// Whether another process may go on with the mount.
+    pub(crate) fn is_kept(&self) -> bool {
+        self.record.is_some()
+    }
+
     /// Mode and owner are what the next process shall find.
     fn record_attributes(&self) {
         if let Some(record) = &self.record {

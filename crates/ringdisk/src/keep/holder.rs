@@ -91,7 +91,7 @@ impl Signals {
 struct Holder {
     signals: Signals,
     manager: Notify,
-    parked: Vec<(String, OwnedFd)>,
+    parked: link::Named,
     pidfile_path: Option<PathBuf>,
     pidfile: Option<Pidfile>,
     background: Option<Background>,

@@ -30,6 +30,9 @@ const DESCRIPTORS_MAX: usize = 253;
 /// Longest message, bytes: names of all descriptors, or a line about a mount with a long path.
 const MESSAGE_BYTES_MAX: usize = 16 << 10;
 
+/// Descriptors with their names.
+pub(crate) type Named = Vec<(String, OwnedFd)>;
+
 /// What came over the socket.
 #[derive(Debug)]
 pub(crate) enum Received {
@@ -83,7 +86,7 @@ pub(crate) fn spawn(
 /// Takes the socket from standard input, and what is parked.
 ///
 /// Errors: those of the system; the process that keeps the mount is gone.
-pub(crate) fn enter() -> Result<(Notify, OwnedFd, Vec<(String, OwnedFd)>), Failure> {
+pub(crate) fn enter() -> Result<(Notify, OwnedFd, Named), Failure> {
     let enter = || -> io::Result<_> {
         // Started through /proc/self/exe we would be "exe" in lists of processes.
         let _ = rustix::thread::set_name(c"ringdisk");

@@ -108,7 +108,7 @@ fn manager_keeps(args: &MountArgs) -> bool {
 /// Sorts parked descriptors out; `None`: there are none.
 ///
 /// Errors: some are missing, or their state cannot be read.
-fn found(parked: Vec<(String, OwnedFd)>) -> Result<Option<Found>, Failure> {
+fn found(parked: link::Named) -> Result<Option<Found>, Failure> {
     let (mut state, mut alive, mut devices) = (None, None, Vec::new());
     for (name, descriptor) in parked {
         match name.strip_prefix(DEVICE).map(str::parse::<usize>) {
