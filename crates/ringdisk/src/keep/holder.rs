@@ -30,6 +30,7 @@ use super::{ALIVE, STATE, StateFile};
 use crate::alive;
 use crate::cli::MountArgs;
 use crate::daemonize::Background;
+use crate::limits;
 use crate::made::MadeFile;
 use crate::notify::Notify;
 use crate::pidfile::Pidfile;
@@ -116,6 +117,8 @@ enum Next {
 /// Errors: the serving process cannot be started; it died too often.
 pub(crate) fn run(args: &MountArgs, background: Option<Background>) -> Result<u8, Failure> {
     let cannot = |error: &io::Error| Failure::system("cannot keep a mount", error, Exit::General);
+    // Starting a process takes memory, and must not wait for memory that is written to this very mount.
+    limits::become_io_flusher();
     let directory = std::env::current_dir().map_err(|error| cannot(&error))?;
     let pidfile_path = args.pidfile.as_deref().map(std::path::absolute).transpose();
     let pidfile_path = pidfile_path.map_err(|error| cannot(&error))?;

@@ -1,8 +1,9 @@
 //! Clients that know what must be there: each writes numbered blocks, reads them back, and remembers the last number of each.
 
 use std::collections::HashMap;
+use std::fs::File;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -10,8 +11,9 @@ use std::time::Duration;
 
 use ringdisk_testkit::images::pattern;
 use ringdisk_testkit::sim::Prng;
+use rustix::fs::OFlags;
 
-use crate::common::{Aligned, BLOCK, open_direct, read_direct};
+use crate::common::{Aligned, BLOCK, open_direct};
 use crate::kept::abandon;
 
 /// Last number of each block, by offset in bytes.
@@ -95,16 +97,12 @@ pub(crate) fn get_on(done: &AtomicU64, requests: u64, output: impl FnOnce() -> S
 
 /// Compares every block.
 pub(crate) fn judge(disk: &Path, written: &Written) {
+    let flags = i32::try_from(OFlags::DIRECT.bits()).expect("a flag of open");
+    let file =
+        File::options().read(true).custom_flags(flags).open(disk).expect("open with O_DIRECT");
+    let mut seen = Aligned::new(BLOCK);
     for (at, number) in written {
-        let seen = read_direct(disk, *at, BLOCK);
-        assert!(seen == content(*at, *number), "block at {at} is not number {number}");
-    }
-}
-
-/// The same in the bytes of a raw image.
-pub(crate) fn judge_bytes(bytes: &[u8], written: &Written) {
-    for (at, number) in written {
-        let start = usize::try_from(*at).expect("small");
-        assert!(bytes[start..start + BLOCK] == content(*at, *number), "block at {at}");
+        file.read_exact_at(seen.bytes_mut(), *at).expect("a direct read");
+        assert!(seen.bytes() == content(*at, *number), "block at {at} is not number {number}");
     }
 }
