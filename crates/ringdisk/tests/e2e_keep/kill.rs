@@ -9,7 +9,7 @@ use ringdisk_testkit::mount::{scratch, text};
 use ringdisk_testkit::process::{Process, command, has, run};
 use ringdisk_testkit::sim::Prng;
 
-use crate::client::{get_on, judge, judge_bytes, load};
+use crate::client::{get_on, judge, load};
 use crate::common::MIB;
 use crate::kept::{Kept, PAUSE};
 
