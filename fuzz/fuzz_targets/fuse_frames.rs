@@ -38,6 +38,7 @@ fn server() -> Server {
         growable: true,
         read_only: false,
         allow_other: true,
+        backing_id: 0,
         profile: Profile::new(4096, None, false),
         uid: 0,
         gid: 0,

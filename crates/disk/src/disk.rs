@@ -38,6 +38,8 @@ pub struct Disk {
     turns: Gate,
     /// A long change (a commit) is under way; others are refused.
     pub(crate) is_busy: AtomicBool,
+    /// The kernel has a descriptor of the image.
+    pub(crate) is_lent: AtomicBool,
     watchers: Arc<Watchers>,
     top_watch: TopWatch,
     pub(crate) write_backs: WriteBacks,
@@ -118,6 +120,7 @@ impl Disk {
             options: parts.options,
             turns: Gate::default(),
             is_busy: AtomicBool::new(false),
+            is_lent: AtomicBool::new(false),
             watchers: Arc::default(),
             top_watch: TopWatch::default(),
             write_backs: WriteBacks::default(),

@@ -21,6 +21,7 @@ mod graph;
 mod guard;
 pub mod jobs;
 mod layer;
+mod lend;
 mod live;
 mod map;
 pub mod name;

@@ -9,6 +9,7 @@ mod faults;
 mod gate;
 mod images;
 mod jobs;
+mod lending;
 mod live;
 mod load;
 mod maps;

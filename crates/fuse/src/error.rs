@@ -42,6 +42,8 @@ pub enum ErrorKind {
     RingForbidden,
     /// The transport broke down and the export was halted.
     Halted,
+    /// An option asks for what cannot be, such as a CPU that the machine does not have.
+    Usage,
     /// Any other failure of the system.
     System,
 }

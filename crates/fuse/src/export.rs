@@ -10,19 +10,19 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ringdisk_disk::{Disk, SizeWatch};
-use ringdisk_ring::{SetupError, Topology};
+use ringdisk_ring::{CpuList, Errno, SetupError, SharedMemory, Topology};
 
-use crate::abi::flags::{INIT_HAS_IO_URING_BUFPOOL, INIT_OVER_IO_URING};
+use crate::abi::flags::{INIT_HAS_IO_URING_BUFPOOL, INIT_OVER_IO_URING, INIT_PASSTHROUGH};
 use crate::dev::{Place, QueueSetup, QueueThread, Serve, answer_init};
 use crate::file::{FileOptions, FileServer};
 use crate::keeper::{Event, EventSender, HaltReason, Keeper};
 use crate::kept::{self, Keep, Parked};
-use crate::mount::{Method, MountOptions, clone_device, mount};
+use crate::mount::{Method, MountOptions, clone_device, mount, open_backing};
 use crate::negotiate::Profile;
+use crate::placement::{self, Live, MountTopology, Numa, Sizes, Threads, Wishes, describe, watch};
 use crate::stats::{QueueView, Stats};
 use crate::uring::{
-    Plan, Refuse, Refused, RingMode, Rings, Starting, ZeroCopy, is_enabled, online_cpus, plan,
-    possible_cpus,
+    Plan, PoolUses, Refuse, Refused, RingMode, Rings, Starting, ZeroCopy, is_enabled,
 };
 use crate::{Error, ErrorKind};
 
@@ -30,24 +30,13 @@ use crate::{Error, ErrorKind};
 pub const QUEUE_DEPTH_DEFAULT: u32 = 128;
 /// Largest queue depth: 4096 × 1 MiB of address space for each queue.
 pub const QUEUE_DEPTH_MAX: u32 = 4096;
-/// Queues at most.
-pub const THREADS_MAX: usize = 64;
+/// Entries of each thread's reader of `/dev/fuse` beside rings: what comes there needs no data and is rare (FORGET, INTERRUPT, what was
+/// queued before the start). An idle entry costs 6 KiB, so 64 threads with [`QUEUE_DEPTH_DEFAULT`] would take 50 MiB.
+const DEPTH_BESIDE_RINGS: usize = 16;
 /// How long the first answer of a mount may take: it needs no storage.
 const FIRST_ANSWER: Duration = Duration::from_secs(10);
 /// How long the queues of a process that goes on with a mount look for requests by themselves.
 const LOOK_AFTER_DEATH: Duration = Duration::from_secs(10);
-/// Queues that `auto` makes at most: more readers of one shared input queue only get in each other's way.
-pub const THREADS_AUTO_MAX: usize = 4;
-
-/// How many queue threads.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Threads {
-    /// One for each CPU that this process may use, up to 4.
-    #[default]
-    Auto,
-    /// This many, 1..=64.
-    Count(usize),
-}
 
 /// How requests travel between the kernel and us.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -82,8 +71,14 @@ pub struct ExportOptions {
     pub transport: Transport,
     /// Whether requests over io_uring use pages of the client.
     pub zero_copy: ZeroCopy,
+    /// The kernel reads and writes the image itself.
+    pub passthrough: bool,
     /// Queue threads.
     pub threads: Threads,
+    /// CPUs for them; `None`: all that this process may use.
+    pub cpus: Option<CpuList>,
+    /// Whether queues are served, and buffers kept, on the node of their callers.
+    pub numa: Numa,
     /// Requests that each queue serves at once, 1..=4096; `None`: [`QUEUE_DEPTH_DEFAULT`], and what memory allows on rings.
     pub queue_depth: Option<u32>,
     /// Writes past the end grow the disk.
@@ -106,6 +101,9 @@ pub struct ExportOptions {
     /// Entries of a ring stay with the thread on their CPU. For measurements of just that.
     #[doc(hidden)]
     pub fixed_entries: bool,
+    /// The most that rings do. For measurements of just that.
+    #[doc(hidden)]
+    pub ring_mode_max: RingMode,
     /// Makes the kernel refuse a step of the start over io_uring. For tests of what follows.
     #[doc(hidden)]
     pub refuse: Option<Refuse>,
@@ -119,7 +117,10 @@ impl ExportOptions {
             mountpoint: mountpoint.into(),
             transport: Transport::Auto,
             zero_copy: ZeroCopy::Auto,
+            passthrough: false,
             threads: Threads::Auto,
+            cpus: None,
+            numa: Numa::Auto,
             queue_depth: None,
             growable: false,
             read_only: false,
@@ -130,8 +131,13 @@ impl ExportOptions {
             keep: None,
             restless: false,
             fixed_entries: false,
+            ring_mode_max: RingMode::ZeroCopy,
             refuse: None,
         }
+    }
+
+    fn wishes(&self) -> Wishes {
+        Wishes { threads: self.threads, cpus: self.cpus.clone(), numa: self.numa }
     }
 }
 
@@ -152,9 +158,8 @@ pub struct Export {
     keeper: Option<JoinHandle<Result<(), HaltReason>>>,
     events: EventSender,
     queues: Vec<QueueView>,
-    notes: Vec<String>,
-    transport: Transport,
-    mode: Option<RingMode>,
+    topology: MountTopology,
+    live: Vec<Live>,
     parked: Option<Parked>,
     _size_watch: SizeWatch,
 }
@@ -162,7 +167,7 @@ pub struct Export {
 impl Export {
     /// Mounts and serves; when it returns, the file answers.
     ///
-    /// Errors: those of [`crate::mount::mount`]; [`ErrorKind::RingForbidden`] and [`ErrorKind::System`] when no ring can be made.
+    /// Errors: those of [`crate::mount::mount`]; [`ErrorKind::Usage`] for CPUs that cannot be used; [`ErrorKind::RingForbidden`] and [`ErrorKind::System`] when no ring can be made.
     pub fn start(disk: Arc<Disk>, options: ExportOptions) -> Result<Export, Error> {
         Export::start_with_devices(disk, options, Vec::new())
     }
@@ -175,22 +180,30 @@ impl Export {
         options: ExportOptions,
         devices: Vec<OwnedFd>,
     ) -> Result<Export, Error> {
-        let wanted = match (options.transport, &options.keep) {
-            (Transport::Uring, Some(_)) => return Err(kept::no_rings()),
-            (_, Some(_)) => Transport::Dev,
-            (wanted, None) => wanted,
-        };
+        let mut options = options;
+        if options.keep.is_some()
+            && let Some(why) =
+                kept::refuse(options.transport, options.zero_copy, options.passthrough)
+        {
+            return Err(why);
+        }
+        if options.passthrough {
+            // The two exclude each other, and the kernel's own reading is better still.
+            options.zero_copy = ZeroCopy::Off;
+        }
+        let options = options;
+        let wanted = options.transport;
         let mut notes = Vec::new();
-        let mut rung = match why_no_rings(wanted) {
-            None => Some(first_mode(options.zero_copy)?),
-            Some(_) if wanted == Transport::Dev => None,
-            Some(reason) if wanted == Transport::Uring => {
-                return Err(Error::new(ErrorKind::Unsupported, reason.what).hint(reason.hint));
-            }
-            Some(reason) => {
-                tracing::info!("served over /dev/fuse: {}; {}", reason.what, reason.hint);
-                None
-            }
+        let (with_rings, mut reason) = match options.keep {
+            Some(_) => (false, (wanted == Transport::Auto).then(kept::why_dev)),
+            None => choose_transport(wanted)?,
+        };
+        if let Some(reason) = &reason {
+            tracing::info!("served over /dev/fuse: {reason}");
+        }
+        let mut rung = match with_rings {
+            true => Some(first_mode(options.zero_copy)?.min(options.ring_mode_max)),
+            false => None,
         };
         if rung.is_none() && options.zero_copy == ZeroCopy::On {
             return Err(Error::new(ErrorKind::Unsupported, "zero-copy needs FUSE over io_uring")
@@ -204,7 +217,7 @@ impl Export {
             let started =
                 Export::start_over(Arc::clone(&disk), options.clone(), devices, rung, &mut notes)?;
             let (mode, why) = match started {
-                Started::Done(export) => return Ok(*export),
+                Started::Done(export) => return Ok(export.placed(reason)),
                 Started::RingsRefused(mode, why) => (mode, why),
             };
             rung = mode.below();
@@ -219,9 +232,22 @@ impl Export {
                     return Err(Error::new(ErrorKind::Unsupported, why)
                         .hint("use `--transport dev`, or `auto`, which takes what works"));
                 }
-                None => notes.push(format!("{why}: served over /dev/fuse")),
+                None => {
+                    notes.push(format!("{why}: served over /dev/fuse"));
+                    reason = Some(why);
+                }
             }
         }
+    }
+
+    /// Says where everything is.
+    ///
+    /// * `reason`: why not over io_uring.
+    fn placed(mut self, reason: Option<String>) -> Export {
+        self.topology.reason = reason;
+        tracing::info!("{}", self.topology.summary());
+        self.topology.remarks.iter().for_each(|remark| tracing::info!("{remark}"));
+        self
     }
 
     /// One attempt.
@@ -243,27 +269,34 @@ impl Export {
             None => Profile::detect(options.kernel_cache),
         };
         profile.over_io_uring = with_rings;
+        profile.passthrough = options.passthrough;
+        let lent = if options.passthrough { Some(lend(&disk)?) } else { None };
         let (sender, receiver) = channel();
         let events = EventSender(sender);
 
         // Rings first: without them there is nothing to mount.
-        let topology = Topology::read();
-        let cpus = topology.spread();
-        let most = if with_rings { THREADS_MAX } else { THREADS_AUTO_MAX };
-        let count = match &resume {
-            Some(parked) => parked.terms.queues,
-            None => thread_count(options.threads, cpus.len(), most, notes),
+        let machine = Topology::read();
+        let mut placement = match &resume {
+            Some(parked) => {
+                placement::place_again(&machine, &options.wishes(), parked.terms.queues)
+            }
+            None => placement::place(&machine, &options.wishes(), with_rings)?,
         };
+        placement
+            .try_nodes(machine.nodes.len(), |node| SharedMemory::mapped(1).prefer_node(0..1, node));
+        let count = placement.threads.len();
+        let depth = options.queue_depth.map(|depth| depth.clamp(1, QUEUE_DEPTH_MAX) as usize);
+        let entries = depth.unwrap_or(QUEUE_DEPTH_DEFAULT as usize);
+        let entries = if with_rings { entries.min(DEPTH_BESIDE_RINGS) } else { entries };
+        let payload_bytes = profile.transfer_bytes() as usize;
+        let plan = with_rings.then(|| Plan::new(&placement, depth, payload_bytes));
+        let sizes = Sizes { entries, plan: plan.as_ref(), payload_bytes };
+        let mut topology = describe(&placement, options.numa, sizes);
         let place = if options.restless { Place::restless(count) } else { Place::new(count) };
         let place = Arc::new(place);
-        let rings = with_rings.then(|| {
-            let threads: Vec<usize> = (0..count).map(|index| cpus[index % cpus.len()]).collect();
-            let payload = profile.transfer_bytes() as usize;
-            let depth = options.queue_depth.map(|depth| depth.clamp(1, QUEUE_DEPTH_MAX) as usize);
-            let plan = Plan::new(possible_cpus(), &online_cpus(), &threads, depth, payload);
-            let beside = plan::beside(&topology, &threads);
-            let zero_copy = options.zero_copy;
-            let rings = Rings::new(plan, &beside, payload, options.fixed_entries, zero_copy);
+        let rings = plan.map(|plan| {
+            let (beside, zero_copy) = (&placement.beside, options.zero_copy);
+            let rings = Rings::new(plan, beside, payload_bytes, options.fixed_entries, zero_copy);
             Arc::new(rings.refusing(options.refuse))
         });
         let mut queues = Vec::with_capacity(count + devices.len());
@@ -271,11 +304,8 @@ impl Export {
             let injected = index >= count;
             let started = QueueThread::start(QueueSetup {
                 index,
-                entries: options
-                    .queue_depth
-                    .unwrap_or(QUEUE_DEPTH_DEFAULT)
-                    .clamp(1, QUEUE_DEPTH_MAX) as usize,
-                cpu: (count > 1 && !injected).then(|| cpus[index % cpus.len()]),
+                entries,
+                thread: placement.threads.get(index).cloned().unwrap_or_default(),
                 // An injected device has an input queue of its own, so its queue always fetches.
                 place: if injected { Arc::new(Place::new(1)) } else { Arc::clone(&place) },
                 place_index: if injected { 0 } else { index },
@@ -292,7 +322,7 @@ impl Export {
                 Err(error) => return Err(ring_error(error)),
             }
         }
-        notes.extend(queues.iter().filter_map(|queue| queue.pin_error.clone()));
+        topology.warnings.extend(queues.iter().filter_map(|queue| queue.pin_error.clone()));
         let peers: Vec<_> =
             queues[..count].iter().map(|q| (q.ring_fd, Arc::clone(&q.view.cells))).collect();
         if let Some(rings) = &rings {
@@ -318,6 +348,13 @@ impl Export {
                 (mount, negotiated)
             }
         };
+        let backing_id = match lent {
+            Some(lent) if negotiated.has(INIT_PASSTHROUGH) => {
+                open_backing(mount.device(), lent).map_err(no_passthrough)?
+            }
+            Some(_) => return Err(no_passthrough(Errno::NOSYS)),
+            None => 0,
+        };
         let start = match &rings {
             Some(rings) if negotiated.has(INIT_OVER_IO_URING) => {
                 let offered = negotiated.offered & INIT_HAS_IO_URING_BUFPOOL != 0;
@@ -330,22 +367,26 @@ impl Export {
                             mode == RingMode::ZeroCopy && may_zero_copy(&disk, options.zero_copy);
                         let asked = options.queue_depth.is_some();
                         let bytes = profile.transfer_bytes() as usize;
-                        if !rings.make_pool(asked, bytes, zero_copy) {
+                        let uses = PoolUses { zero_copy, pinned: is_direct(&disk) };
+                        if !rings.make_pool(asked, bytes, uses) {
                             return give_up(String::from("too many entries for a ring"));
                         }
                     }
                     _ => {}
                 }
+                topology.memory_bytes_max = rings.memory_bytes_max(payload_bytes) as u64;
+                if let Err(errno) = rings.bind_memory() {
+                    tracing::debug!("some memory of the queues is not bound to its node: {errno}");
+                }
                 Some(Starting::new(Arc::clone(rings)))
             }
+            // The threads of this attempt are placed for rings, and no lower mode would be offered either: another attempt.
             Some(_) => {
-                // Nothing of the rings has reached the kernel: this connection serves over /dev/fuse.
-                let why = "the kernel did not offer io_uring for this mount";
-                if options.transport == Transport::Uring || options.zero_copy == ZeroCopy::On {
-                    return Ok(Started::RingsRefused(RingMode::Entries, String::from(why)));
-                }
-                notes.push(format!("{why}: served over /dev/fuse"));
-                None
+                let why = String::from("the kernel did not offer io_uring for this mount");
+                return match options.zero_copy {
+                    ZeroCopy::On => give_up(why),
+                    _ => Ok(Started::RingsRefused(RingMode::Entries, why)),
+                };
             }
             None => None,
         };
@@ -357,6 +398,7 @@ impl Export {
                 read_only,
                 allow_other: options.allow_other,
                 profile,
+                backing_id,
                 uid: rustix::process::getuid().as_raw(),
                 gid: rustix::process::getgid().as_raw(),
             },
@@ -400,6 +442,14 @@ impl Export {
         }
 
         let views = queues.iter().map(|queue| queue.view.clone()).collect();
+        let live = |(index, queue): (usize, &QueueThread)| {
+            if let Some(rings) = rings.as_ref().filter(|_| transport == Transport::Uring) {
+                let memory = rings.memory_of(index);
+                memory.into_iter().for_each(|(start, len)| queue.buffers.add(start, len));
+            }
+            Live { cells: Arc::clone(&queue.view.cells), buffers: Arc::clone(&queue.buffers) }
+        };
+        let live = queues[..count].iter().enumerate().map(live).collect();
         let (resized, watched) = (events.clone(), Arc::clone(&server));
         let size_watch = disk.watch_size(move |_| {
             if !watched.is_resized_by_client() {
@@ -407,7 +457,8 @@ impl Export {
             }
         });
         let mountpoint = mount.mountpoint().to_owned();
-        let mode = rings.as_ref().filter(|_| transport == Transport::Uring).map(|r| r.mode());
+        topology.ring_mode =
+            rings.as_ref().filter(|_| transport == Transport::Uring).map(|r| r.mode());
         let keeper = Keeper {
             mount,
             queues,
@@ -438,14 +489,14 @@ impl Export {
             let _ = keeper.join();
             return give_up(String::from("the rings of this mount do not answer"));
         }
-        let notes = std::mem::take(notes);
+        notes.append(&mut topology.warnings);
+        topology.warnings.clone_from(notes);
         Ok(Started::Done(Box::new(Export {
             keeper: Some(keeper),
             events,
             queues: views,
-            notes,
-            transport,
-            mode,
+            topology,
+            live,
             parked,
             _size_watch: size_watch,
         })))
@@ -454,13 +505,13 @@ impl Export {
     /// How requests travel: never [`Transport::Auto`].
     #[must_use]
     pub fn transport(&self) -> Transport {
-        self.transport
+        self.topology.transport
     }
 
     /// What the rings do; `None` without rings.
     #[must_use]
     pub fn ring_mode(&self) -> Option<RingMode> {
-        self.mode
+        self.topology.ring_mode
     }
 
     /// What somebody has to keep so that another process can go on with this mount; once, and only with [`ExportOptions::keep`].
@@ -471,7 +522,13 @@ impl Export {
     /// What was asked for and could not be had, each with what would enable it.
     #[must_use]
     pub fn notes(&self) -> &[String] {
-        &self.notes
+        &self.topology.warnings
+    }
+
+    /// Looks at the threads, queues and buffers of this export now, later and from elsewhere. Any thread; takes some milliseconds for
+    /// each gigabyte in buffers.
+    pub fn topology_reader(&self) -> impl Fn() -> MountTopology + Send + Sync + 'static {
+        watch(self.topology.clone(), self.live.clone())
     }
 
     /// Counters of all queues. Any thread, any time.
@@ -562,6 +619,39 @@ fn first_mode(zero_copy: ZeroCopy) -> Result<RingMode, Error> {
     }
 }
 
+/// The image file, for the kernel.
+///
+/// Errors: [`ErrorKind::Unsupported`] with the reason.
+fn lend(disk: &Disk) -> Result<OwnedFd, Error> {
+    disk.lend().map_err(|error| {
+        Error::new(ErrorKind::Unsupported, format!("no passthrough: {error}"))
+            .hint("leave `--passthrough` away")
+    })
+}
+
+fn no_passthrough(errno: Errno) -> Error {
+    let (kind, why) = match errno {
+        Errno::PERM => (ErrorKind::PermissionDenied, "it is for root (CAP_SYS_ADMIN)"),
+        Errno::LOOP => {
+            (ErrorKind::Unsupported, "the image lies on a stacked file system (overlayfs, FUSE)")
+        }
+        Errno::NOSYS | Errno::OPNOTSUPP => (
+            ErrorKind::Unsupported,
+            "the kernel does not have it (Linux 6.9, CONFIG_FUSE_PASSTHROUGH)",
+        ),
+        _ => (ErrorKind::System, "the kernel does not take the image"),
+    };
+    Error::new(kind, format!("no passthrough: {why}"))
+        .errno(errno)
+        .hint("leave `--passthrough` away")
+}
+
+/// Whether some of the image is read and written past the host's page cache.
+fn is_direct(disk: &Disk) -> bool {
+    let layers = disk.layers();
+    layers.iter().any(|layer| layer.data_storage().is_some_and(|it| it.limits().direct))
+}
+
 /// Whether zero-copy can be of use with this disk. Blocks for a few reads.
 fn may_zero_copy(disk: &Disk, wanted: ZeroCopy) -> bool {
     // Also where it was asked for: what may be given to the kernel as it is has to be known.
@@ -574,27 +664,25 @@ fn may_zero_copy(disk: &Disk, wanted: ZeroCopy) -> bool {
     takes || wanted == ZeroCopy::On
 }
 
-/// Why the rings are not used, and what would change that.
-struct NoRings {
-    what: String,
-    hint: &'static str,
-}
-
-/// `None`: they may be.
-fn why_no_rings(wanted: Transport) -> Option<NoRings> {
-    if wanted == Transport::Dev {
-        return Some(NoRings { what: String::from("--transport dev was given"), hint: "" });
-    }
-    match is_enabled() {
-        Some(true) => None,
-        Some(false) => Some(NoRings {
-            what: String::from("FUSE over io_uring is switched off"),
-            hint: "`echo Y > /sys/module/fuse/parameters/enable_uring` (as root) switches it on",
-        }),
-        None => Some(NoRings {
-            what: String::from("this kernel has no FUSE over io_uring"),
-            hint: "Linux 6.14 or newer with CONFIG_FUSE_IO_URING has it",
-        }),
+/// Whether rings are to be tried, and if not why, with what would change that.
+///
+/// Errors: [`ErrorKind::Unsupported`] when they were asked for and cannot be had.
+pub(crate) fn choose_transport(wanted: Transport) -> Result<(bool, Option<String>), Error> {
+    let (what, hint) = match (wanted, is_enabled()) {
+        (Transport::Dev, _) => return Ok((false, None)),
+        (_, Some(true)) => return Ok((true, None)),
+        (_, Some(false)) => (
+            "FUSE over io_uring is switched off",
+            "`echo Y > /sys/module/fuse/parameters/enable_uring` (as root) switches it on",
+        ),
+        (_, None) => (
+            "this kernel has no FUSE over io_uring",
+            "Linux 6.14 or newer with CONFIG_FUSE_IO_URING has it",
+        ),
+    };
+    match wanted {
+        Transport::Uring => Err(Error::new(ErrorKind::Unsupported, what).hint(hint)),
+        _ => Ok((false, Some(format!("{what}; {hint}")))),
     }
 }
 
@@ -617,20 +705,6 @@ fn ring_error(error: SetupError) -> Error {
 fn stats_of(queues: &[QueueView]) -> Stats {
     let queues = queues.iter().enumerate();
     Stats { queues: queues.map(|(index, q)| q.cells.snapshot(index, q.cpu, &q.ring)).collect() }
-}
-
-/// * `most`: what `auto` takes at most.
-fn thread_count(threads: Threads, cpus: usize, most: usize, notes: &mut Vec<String>) -> usize {
-    match threads {
-        Threads::Auto => cpus.clamp(1, most),
-        Threads::Count(count) if count > THREADS_MAX => {
-            notes.push(format!(
-                "{THREADS_MAX} threads instead of {count}, which is the most there can be"
-            ));
-            THREADS_MAX
-        }
-        Threads::Count(count) => count.max(1),
-    }
 }
 
 /// One descriptor for each queue: clones, or the first one shared where cloning is not allowed (a user without access to /dev/fuse).

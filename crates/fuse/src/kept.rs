@@ -22,7 +22,7 @@ use crate::abi::flags::INIT_HAS_RESEND;
 use crate::mount::Mount;
 use crate::negotiate::{Negotiated, Profile};
 use crate::reply::notify_resend;
-use crate::{Error, ErrorKind};
+use crate::{Error, ErrorKind, Transport, ZeroCopy};
 
 /// Bytes at the start of the file that a [`FileRecord`] is kept in; what follows is the caller's.
 pub const RECORD_BYTES: u64 = 4096;
@@ -186,9 +186,27 @@ pub fn is_over(parked: &Parked) -> bool {
     })
 }
 
-/// Why a mount over io_uring is not kept.
+/// What excludes keeping the mount; `None`: nothing does.
 #[must_use]
-pub fn no_rings() -> Error {
+pub fn refuse(transport: Transport, zero_copy: ZeroCopy, passthrough: bool) -> Option<Error> {
+    if transport == Transport::Uring || zero_copy == ZeroCopy::On {
+        return Some(no_rings());
+    }
+    passthrough.then(|| {
+        Error::new(
+            ErrorKind::Unsupported,
+            "a mount with passthrough cannot be kept: between two processes the kernel would write the image while nobody holds its locks",
+        )
+        .hint("leave `--passthrough` or `--keep-mount` away")
+    })
+}
+
+/// Why requests do not travel in rings, for a mount that leaves the choice to us.
+pub(crate) fn why_dev() -> String {
+    String::from("a mount that outlives its process (--keep-mount) cannot be served over io_uring")
+}
+
+fn no_rings() -> Error {
     Error::new(
         ErrorKind::Unsupported,
         "a mount over io_uring cannot be kept: the kernel ties its rings to the process and sends their requests to no other",

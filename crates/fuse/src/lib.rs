@@ -8,7 +8,9 @@
 //! - [`mount`]: making and removing the mount, without libfuse;
 //! - `serve`: what every transport does with a request;
 //! - `uring`: the transport over io_uring, beside `dev`, which such a mount keeps for what does not travel in rings;
+//! - [`placement`]: which thread runs where, serves which queue, and has its memory on which node;
 //! - `dev`: the transport over `/dev/fuse`: queues, entries, and where requests are served;
+//! - `idle`: memory that goes back to the system;
 //! - [`export`], `keeper`, `stats`: an export from its mount to its end;
 //! - [`kept`]: what of it another process can go on with.
 
@@ -19,10 +21,12 @@ mod dev;
 mod error;
 pub mod export;
 pub mod file;
+mod idle;
 mod keeper;
 pub mod kept;
 pub mod mount;
 pub mod negotiate;
+pub mod placement;
 pub mod reply;
 pub mod request;
 mod serve;
@@ -30,9 +34,10 @@ mod stats;
 mod uring;
 
 pub use error::{Error, ErrorKind};
-pub use export::{Export, ExportOptions, StopHandle, Threads, Transport};
+pub use export::{Export, ExportOptions, StopHandle, Transport};
 pub use keeper::HaltReason;
+pub use placement::{Numa, Threads};
 pub use stats::{Histogram, QueueStats, Stats};
 #[doc(hidden)]
-pub use uring::Refuse;
+pub use uring::{Refuse, RingEntries};
 pub use uring::{RingMode, ZeroCopy};

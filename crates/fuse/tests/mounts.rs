@@ -13,6 +13,7 @@ use ringdisk_disk::{Disk, NullOptions};
 use ringdisk_fuse::ErrorKind;
 use ringdisk_fuse::mount::mount as mount_new;
 use ringdisk_fuse::mount::{Method, MountOptions, Unmount, mount, mountpoint, table, unmount};
+use ringdisk_testkit::process::patient;
 
 fn null() -> std::sync::Arc<Disk> {
     Disk::null(&NullOptions { size: 1 << 20, read_zeroes: true, ..NullOptions::default() })
@@ -321,7 +322,8 @@ fn ordinary_user() {
     drop(file);
     // The kernel sends RELEASE after close has returned.
     let start = Instant::now();
-    while mount.unmount(Unmount::Normal).is_err() && start.elapsed() < Duration::from_secs(5) {
+    let limit = patient(Duration::from_secs(5));
+    while mount.unmount(Unmount::Normal).is_err() && start.elapsed() < limit {
         std::thread::sleep(Duration::from_millis(10));
     }
     assert!(!mount.is_mounted().expect("readable"));

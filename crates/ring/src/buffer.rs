@@ -14,6 +14,8 @@ use std::ptr::NonNull;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use crate::numa;
+
 /// From this size on a region is its own mapping: zeroed lazily, so untouched pages cost nothing.
 const MAP_FROM_BYTES: usize = 64 * 1024;
 /// Size of a page on every platform that has the kernels we need.
@@ -112,6 +114,32 @@ impl SharedMemory {
     /// As [`IoBuf::new`]. Pages are taken where they are first touched.
     pub fn new(len: usize, align: usize) -> Arc<SharedMemory> {
         Arc::new(SharedMemory { region: Region::new(len, align) })
+    }
+
+    /// Zeroed memory with pages of its own, however small, of which none is touched yet.
+    ///
+    /// * `len`: bytes; whole pages are taken.
+    pub fn mapped(len: usize) -> Arc<SharedMemory> {
+        let len = len.max(1).next_multiple_of(PAGE_BYTES);
+        let region = Region::map(len).unwrap_or_else(|| Region::new(len, PAGE_BYTES));
+        Arc::new(SharedMemory { region })
+    }
+
+    /// Makes pages that are not touched yet come from a node, as long as that has memory (mbind(2), `MPOL_PREFERRED`).
+    ///
+    /// * `range`: bytes of this memory, whole pages. Panics when it leaves the memory (a programming error).
+    ///
+    /// Errors: `EINVAL` when the node has no memory for us, or these are not pages of our own; `EPERM`, `ENOSYS` where it is forbidden
+    /// or unknown.
+    pub fn prefer_node(&self, range: Range<usize>, node: usize) -> Result<(), crate::Errno> {
+        assert!(range.start <= range.end && range.end <= self.len(), "{range:?} of {}", self.len());
+        match self.region.origin {
+            Origin::Mapped => {
+                let len = range.len().next_multiple_of(PAGE_BYTES);
+                numa::prefer(self.address() + range.start, len, node)
+            }
+            _ => Err(crate::Errno::INVAL),
+        }
     }
 
     /// All of it as a buffer of the calling thread.

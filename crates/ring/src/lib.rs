@@ -16,11 +16,13 @@ mod buffer;
 mod config;
 mod counters;
 mod courier;
+mod cpus;
 mod executor;
 mod handoff;
 mod mailbox;
 #[cfg(test)]
 mod model;
+mod numa;
 mod offload;
 mod op;
 mod opset;
@@ -35,18 +37,22 @@ mod spin;
 mod sync;
 #[cfg(test)]
 mod tests;
+mod topology;
 mod uring;
 
 pub use buffer::{IoBuf, SharedMemory};
 pub use config::Config;
 pub use counters::{Counters, CountersSnapshot};
+pub use cpus::{CpuList, CpuListError};
+pub use numa::{NodePages, pages_by_node};
 pub use op::{Fd, Op, Sleep};
 pub use opset::OpSet;
 pub use parker::Parker;
-pub use placement::{Topology, allowed_cpus, cpus_of_list, current_cpu, pin_to_cpu, pin_to_cpus};
+pub use placement::pin_to_cpus;
 pub use remote::Remote;
 pub use ring::{RawCommand, Ring, Timeout};
 pub use runtime::Runtime;
 pub use rustix::io::Errno;
 pub use setup::SetupError;
 pub use spin::SpinPolicy;
+pub use topology::{Node, Topology};

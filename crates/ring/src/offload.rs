@@ -9,6 +9,7 @@ use std::future::Future;
 use std::sync::{Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
 
 use crate::handoff::handoff;
+use crate::placement::{pin_to_cpus, process_cpus};
 
 /// Fewest helper threads: one may block in a system call while the other decompresses. More than there
 /// are CPUs cost a fifth of the speed of compressed random reads (2 CPUs, 4 threads).
@@ -38,14 +39,16 @@ static POOL: LazyLock<&'static Pool> = LazyLock::new(|| {
     // For as long as the process lives, like its threads.
     let pool: &'static Pool =
         Box::leak(Box::new(Pool { queue: Mutex::new(queue), filled: Condvar::new() }));
-    let cpus = std::thread::available_parallelism().map_or(THREADS_MIN, usize::from);
-    for number in 0..cpus.clamp(THREADS_MIN, THREADS_MAX) {
-        let spawned =
-            std::thread::Builder::new().name(format!("helper-{number}")).spawn(|| pool.serve());
-        match spawned {
-            Ok(_) => pool.queue().threads += 1,
-            Err(error) => tracing::warn!("helper thread {number} not started: {error}"),
+    // Threads inherit the CPUs of who starts them, and whoever needs the pool first may be bound to one.
+    let starter = std::thread::Builder::new().name(String::from("helpers")).spawn(|| {
+        if let Err(errno) = pin_to_cpus(&process_cpus()) {
+            tracing::debug!("helper threads stay on the CPUs of one queue: {errno}");
         }
+        pool.start();
+    });
+    match starter {
+        Ok(starter) => drop(starter.join()),
+        Err(_) => pool.start(),
     }
     pool
 });
@@ -54,6 +57,18 @@ impl Pool {
     /// Nothing under this lock is left half done by a panic.
     fn queue(&self) -> MutexGuard<'_, Queue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Starts the threads, on the CPUs of the calling one.
+    fn start(&'static self) {
+        let cpus = std::thread::available_parallelism().map_or(THREADS_MIN, usize::from);
+        for number in 0..cpus.clamp(THREADS_MIN, THREADS_MAX) {
+            let name = format!("helper-{number}");
+            match std::thread::Builder::new().name(name).spawn(|| self.serve()) {
+                Ok(_) => self.queue().threads += 1,
+                Err(error) => tracing::warn!("helper thread {number} not started: {error}"),
+            }
+        }
     }
 
     fn serve(&self) {

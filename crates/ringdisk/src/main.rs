@@ -27,6 +27,7 @@ mod signals;
 mod size;
 mod stats;
 mod terminal;
+mod topology;
 
 use std::process::ExitCode;
 
@@ -84,6 +85,7 @@ fn command(command: &Command) -> Result<u8, End> {
         Command::Mount(args) => return Ok(commands::mount::run(args, args.paths()?)?),
         Command::Umount(args) => commands::umount::run(args),
         Command::Ctl(args) => commands::ctl::run(args),
+        Command::Topology(args) => commands::topology::run(args),
         Command::Create(args) => commands::create::run(args),
         Command::Info(args) => commands::info::run(args),
         Command::Map(args) => commands::map::run(args),

@@ -51,7 +51,7 @@ pub(crate) const MEANINGS: [(Exit, &str, &str); 13] = [
     (
         Exit::Usage,
         "usage",
-        "The command line is wrong: an unknown option, a bad size, options that exclude each other; or it asks for what the image does not have, such as a snapshot of that name.",
+        "The command line is wrong: an unknown option, a bad size, options that exclude each other; or it asks for what the image or the machine does not have, such as a snapshot of that name or a CPU.",
     ),
     (
         Exit::Image,
@@ -255,6 +255,7 @@ impl From<ringdisk_fuse::Error> for Failure {
             | ErrorKind::Unsupported => Exit::Fuse,
             ErrorKind::RingForbidden => Exit::IoUring,
             ErrorKind::Halted => Exit::Halted,
+            ErrorKind::Usage => Exit::Usage,
             _ => Exit::General,
         };
         // A ring that could not be made is a cause here; its own code says more.

@@ -9,21 +9,26 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ringdisk_disk::Disk;
-use ringdisk_fuse::kept::{Keep, Parked};
-use ringdisk_fuse::{Export, ExportOptions, HaltReason, RingMode, Stats, StopHandle};
+use ringdisk_fuse::kept::{Keep, Parked, refuse};
+use ringdisk_fuse::placement::{MountTopology, Numa, Wishes, preview};
+use ringdisk_fuse::{
+    Export, ExportOptions, HaltReason, RingMode, Stats, StopHandle, Transport, ZeroCopy,
+};
+use ringdisk_ring::Topology;
 
-use crate::cli::{Threads, TransportWord, ZeroCopyWord};
+use crate::cli::{MountArgs, NumaWord, PlacementArgs, Threads, TransportWord, ZeroCopyWord};
 use crate::report::{Exit, Failure};
 use crate::stats::Report;
+use crate::topology;
 
 /// What to serve, and how.
 #[derive(Debug)]
 pub(crate) struct Options {
     pub(crate) mountpoint: PathBuf,
-    pub(crate) transport: TransportWord,
+    pub(crate) placement: PlacementArgs,
     pub(crate) zero_copy: ZeroCopyWord,
-    pub(crate) threads: Threads,
-    pub(crate) queue_depth: Option<u32>,
+    pub(crate) passthrough: bool,
+    pub(crate) no_pools: bool,
     pub(crate) growable: bool,
     pub(crate) read_only: bool,
     pub(crate) allow_other: bool,
@@ -33,6 +38,56 @@ pub(crate) struct Options {
     pub(crate) keep: Option<Keep>,
     /// Shown as the source of the mount and in statistics.
     pub(crate) name: String,
+}
+
+fn transport(word: TransportWord) -> Transport {
+    match word {
+        TransportWord::Auto => Transport::Auto,
+        TransportWord::Dev => Transport::Dev,
+        TransportWord::Uring => Transport::Uring,
+    }
+}
+
+fn zero_copy(word: ZeroCopyWord) -> ZeroCopy {
+    match word {
+        ZeroCopyWord::Auto => ZeroCopy::Auto,
+        ZeroCopyWord::On => ZeroCopy::On,
+        ZeroCopyWord::Off => ZeroCopy::Off,
+    }
+}
+
+/// Whether a mount with these options can outlive its process.
+///
+/// Errors: `Unsupported` with the option that excludes it.
+pub(crate) fn check_keeps(args: &MountArgs) -> Result<(), Failure> {
+    let wanted = transport(args.placement.transport);
+    let Some(why) = refuse(wanted, zero_copy(args.zero_copy), args.passthrough) else {
+        return Ok(());
+    };
+    let mut refused = Failure::from(why);
+    refused.exit = Exit::Unsupported;
+    Err(refused)
+}
+
+fn wishes(args: &PlacementArgs) -> Wishes {
+    Wishes {
+        threads: match args.threads {
+            Threads::Auto => ringdisk_fuse::Threads::Auto,
+            Threads::Count(count) => ringdisk_fuse::Threads::Count(count.into()),
+        },
+        cpus: args.cpus.clone(),
+        numa: match args.numa {
+            NumaWord::Auto => Numa::Auto,
+            NumaWord::Off => Numa::Off,
+        },
+    }
+}
+
+/// What a mount with these options would get.
+///
+/// Errors: CPUs that the machine does not have or that cannot be used; rings that were asked for and that there are none of.
+pub(crate) fn foresee(args: &PlacementArgs, machine: &Topology) -> Result<MountTopology, Failure> {
+    Ok(preview(machine, &wishes(args), transport(args.transport), args.queue_depth)?)
 }
 
 /// A mount that answers; dropping it ends it.
@@ -48,6 +103,7 @@ pub(crate) struct Served {
 pub(crate) struct Handle {
     stop: StopHandle,
     stats: Arc<dyn Fn() -> Stats + Send + Sync>,
+    topology: Arc<dyn Fn() -> MountTopology + Send + Sync>,
     name: String,
     since: Instant,
 }
@@ -57,28 +113,24 @@ impl Served {
     ///
     /// Errors: those of the mount and of the rings.
     pub(crate) fn start(disk: Arc<Disk>, options: Options) -> Result<Served, Failure> {
-        let threads = match options.threads {
-            Threads::Auto => ringdisk_fuse::Threads::Auto,
-            Threads::Count(count) => ringdisk_fuse::Threads::Count(count.into()),
-        };
-        let transport = match options.transport {
-            TransportWord::Auto => ringdisk_fuse::Transport::Auto,
-            TransportWord::Dev => ringdisk_fuse::Transport::Dev,
-            TransportWord::Uring => ringdisk_fuse::Transport::Uring,
-        };
-        let zero_copy = match options.zero_copy {
-            ZeroCopyWord::Auto => ringdisk_fuse::ZeroCopy::Auto,
-            ZeroCopyWord::On => ringdisk_fuse::ZeroCopy::On,
-            ZeroCopyWord::Off => ringdisk_fuse::ZeroCopy::Off,
-        };
+        let zero_copy = zero_copy(options.zero_copy);
         let name = options.name.clone();
+        let wishes = wishes(&options.placement);
         let export = Export::start(
             disk,
             ExportOptions {
-                transport,
+                transport: transport(options.placement.transport),
                 zero_copy,
-                threads,
-                queue_depth: options.queue_depth,
+                passthrough: options.passthrough,
+                ring_mode_max: if options.no_pools {
+                    RingMode::Entries
+                } else {
+                    RingMode::ZeroCopy
+                },
+                threads: wishes.threads,
+                cpus: wishes.cpus,
+                numa: wishes.numa,
+                queue_depth: options.placement.queue_depth,
                 growable: options.growable,
                 read_only: options.read_only,
                 allow_other: options.allow_other,
@@ -94,12 +146,7 @@ impl Served {
 
     /// How requests travel.
     pub(crate) fn transport(&self) -> &'static str {
-        match self.export.ring_mode() {
-            None => "/dev/fuse",
-            Some(RingMode::Entries) => "io_uring",
-            Some(RingMode::Pools) => "io_uring with buffer pools",
-            Some(RingMode::ZeroCopy) => "io_uring with buffer pools and zero-copy",
-        }
+        topology::transport(self.export.ring_mode())
     }
 
     /// What somebody has to keep, for a mount that outlives this process; once.
@@ -117,6 +164,7 @@ impl Served {
         Handle {
             stop: self.export.stop_handle(),
             stats: Arc::new(self.export.stats_reader()),
+            topology: Arc::new(self.export.topology_reader()),
             name: self.name.clone(),
             since: self.since,
         }
@@ -156,6 +204,11 @@ impl Handle {
     /// Asks for a clean stop; returns at once.
     pub(crate) fn stop(&self) {
         self.stop.stop();
+    }
+
+    /// Threads, queues and buffers now. Takes some milliseconds for each gigabyte in buffers.
+    pub(crate) fn topology(&self) -> MountTopology {
+        (self.topology)()
     }
 
     /// The counters now.

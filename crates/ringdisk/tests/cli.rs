@@ -67,6 +67,8 @@ fn bad_words_end_with_code_2_and_show_the_usage() {
         (&["mount", "--null", "10GB", "x"], "powers of 1000 or of 1024"),
         (&["mount", "--latency", "5", "--null", "1G", "x"], "a unit is missing"),
         (&["mount", "--threads", "0", "a", "b"], "a number from 1 to"),
+        (&["mount", "--cpus", "2-1", "a", "b"], "the range '2-1' runs backwards"),
+        (&["mount", "--numa", "on", "a", "b"], "possible values: auto, off"),
         (&["mount", "--cache", "sync", "a", "b"], "possible values: writeback"),
         (&["mount", "-f", "vmdk", "a", "b"], "possible values: raw, qcow2"),
         (&["mount", "--frob", "a", "b"], "--frob"),
@@ -87,7 +89,17 @@ fn help_and_version_end_with_code_0() {
         assert!(!output.stdout.is_empty() && output.stderr.is_empty(), "{words:?}");
     }
     let help = stdout(&ringdisk(&["mount", "--help"]));
-    for option in ["--null", "--create", "--growable", "--pidfile", "--io-timeout", "Examples:"] {
+    for option in [
+        "--null",
+        "--create",
+        "--growable",
+        "--pidfile",
+        "--io-timeout",
+        "--threads",
+        "--cpus",
+        "--numa",
+        "Examples:",
+    ] {
         assert!(help.contains(option), "{option}");
     }
 }
@@ -206,6 +218,7 @@ fn man_pages_exist_for_every_command_and_list_the_exit_codes() {
         "-mount",
         "-umount",
         "-ctl",
+        "-topology",
         "-create",
         "-info",
         "-map",

@@ -11,7 +11,7 @@ use common::{MIB, assert_refused, mount, open, open_direct, serve_raw, try_mount
 use ringdisk_testkit::images::{pattern, piece};
 use ringdisk_testkit::limits::{UringParameter, mount_at, needs, needs_root};
 use ringdisk_testkit::mount::{STOP, scratch, text};
-use ringdisk_testkit::process::{Process, command, has, until};
+use ringdisk_testkit::process::{Process, command, has, pause, until};
 use rustix::process::Signal;
 
 /// Root, and the kernel's switch.
@@ -117,7 +117,7 @@ fn kill_9_under_load_leaves_no_client_hanging_and_the_next_mount_serves() {
             "--time_based",
             "--runtime=60",
         ]));
-        std::thread::sleep(Duration::from_millis(400));
+        pause(Duration::from_millis(400));
         disk.mounted.process().signal(Signal::KILL);
         let ended = client.wait(Duration::from_secs(20));
         assert!(ended.is_some_and(|status| !status.success()), "{ended:?}");

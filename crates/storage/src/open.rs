@@ -140,7 +140,7 @@ fn adopt(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<File, Error> 
     let _ = poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
     let whole_blocks = limits.offset_align > 1 && !options.read_only;
     let buffered_twin = (whole_blocks && kind == Kind::Regular)
-        .then(|| open_buffered(fd.as_fd()))
+        .then(|| open_buffered(fd.as_fd(), false))
         .and_then(|twin| {
             twin.inspect_err(|errno| {
                 tracing::debug!("'{name}': no buffered descriptor beside the direct one: {errno}");
@@ -223,7 +223,8 @@ fn direct_unsupported(name: &str) -> Error {
 }
 
 /// The same file once more, without O_DIRECT.
-fn open_buffered(fd: BorrowedFd<'_>) -> Result<OwnedFd, Errno> {
+pub(crate) fn open_buffered(fd: BorrowedFd<'_>, read_only: bool) -> Result<OwnedFd, Errno> {
     let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
-    rustix::fs::openat(CWD, path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
+    let access = if read_only { OFlags::RDONLY } else { OFlags::RDWR };
+    rustix::fs::openat(CWD, path, access | OFlags::CLOEXEC, Mode::empty())
 }

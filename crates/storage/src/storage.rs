@@ -142,6 +142,19 @@ impl Storage {
         }
     }
 
+    /// The same file opened once more through its descriptor, without O_DIRECT and without a lock of its own; for reading only where
+    /// this storage is. `None`: not a regular file.
+    ///
+    /// Errors: those of open(2); `/proc` is needed.
+    pub fn plain_descriptor(&self) -> Result<Option<OwnedFd>, Errno> {
+        match &self.0 {
+            Inner::File(file) if file.kind == Kind::Regular => {
+                open::open_buffered(file.borrow(), file.read_only).map(Some)
+            }
+            _ => Ok(None),
+        }
+    }
+
     /// Device and inode number of a file, (device number, 0) of a block device: equal for two
     /// storages on the same bytes. `None`: no file.
     pub fn identity(&self) -> Option<(u64, u64)> {

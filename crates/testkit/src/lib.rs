@@ -10,6 +10,7 @@ pub mod fio;
 pub mod images;
 pub mod layout;
 pub mod limits;
+pub mod machine;
 pub mod mount;
 pub mod oracle;
 pub mod process;

@@ -23,7 +23,7 @@ pub fn is_root() -> bool {
 #[must_use]
 pub fn needs(what: &str, there: bool) -> bool {
     if !there {
-        eprintln!("left out: this machine has no {what}");
+        eprintln!("SKIPPED: this machine has no {what}");
     }
     there
 }
@@ -167,13 +167,17 @@ pub struct Sysctl {
 }
 
 impl Sysctl {
-    /// Sets `kernel/io_uring_disabled` and the like; `None` when the kernel has no such setting or it may not be written.
+    /// Sets `kernel/io_uring_disabled` and the like, or a path in sysfs; `None` when the kernel has no such setting or it may not be
+    /// written.
     #[must_use]
     pub fn set(name: &str, value: &str) -> Option<Sysctl> {
         let path = Path::new("/proc/sys").join(name);
         let before = std::fs::read_to_string(&path).ok()?;
         std::fs::write(&path, value).ok()?;
-        Some(Sysctl { path, before: before.trim().to_owned() })
+        // Of a choice, sysfs shows all words and the one that holds in brackets.
+        let chosen = before.split_once('[').and_then(|(_, rest)| rest.split_once(']'));
+        let before = chosen.map_or(before.trim(), |(word, _)| word).to_owned();
+        Some(Sysctl { path, before })
     }
 }
 

@@ -15,7 +15,7 @@ use rustix::process::Signal;
 use tempfile::TempDir;
 
 use crate::limits::mount_at;
-use crate::process::{Finished, Process, command, ok_words, run, until};
+use crate::process::{Finished, Process, command, ok_words, patient, run, until};
 
 /// How long a mount may take to answer on a busy machine.
 const READY: Duration = Duration::from_secs(20);
@@ -90,6 +90,13 @@ impl Mounted {
         {
             command.args(["--transport", &transport]);
         }
+        if let Ok(when) = std::env::var("RINGDISK_TEST_ZERO_COPY")
+            && !args
+                .iter()
+                .any(|arg| ["--zero-copy", "--transport"].map(OsStr::new).contains(&arg.as_ref()))
+        {
+            command.args(["--zero-copy", &when]);
+        }
         command.args(args).arg(path);
         Self::from_command(&mut command, path)
     }
@@ -120,7 +127,7 @@ impl Mounted {
             }
             mount_at(path)?;
             let since = *seen.get_or_insert_with(Instant::now);
-            (ready.heard() || since.elapsed() > QUIET).then_some(false)
+            (ready.heard() || since.elapsed() > patient(QUIET)).then_some(false)
         });
         match ended {
             Some(false) => Ok(mounted),

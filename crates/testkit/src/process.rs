@@ -7,6 +7,7 @@ use std::borrow::BorrowMut;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
@@ -117,6 +118,22 @@ impl Process {
         Finished { status, stdout: content(&self.stdout), stderr: content(&self.stderr) }
     }
 
+    /// Waits until the process has a file open, and a little longer: what it asks of that file is on its way then. Or has ended.
+    pub fn has_begun(&mut self, file: &Path) {
+        let begun = until(LIMIT, || {
+            if self.ended().is_some() {
+                return Some(());
+            }
+            let descriptors = std::fs::read_dir(format!("/proc/{}/fd", self.pid())).ok()?;
+            let mut links = descriptors.flatten().filter_map(|fd| fd.path().read_link().ok());
+            links.any(|link| link == file).then_some(())
+        });
+        assert!(begun.is_some(), "{} has not opened {}", self.what, file.display());
+        if self.status.is_none() {
+            pause(Duration::from_millis(300));
+        }
+    }
+
     /// Sends a signal to the process alone; an ended process is no error.
     pub fn signal(&self, signal: Signal) {
         if self.status.is_none() {
@@ -178,9 +195,22 @@ pub fn ok_words(words: &[&str]) -> String {
     ok(command(words))
 }
 
-/// Looks until `found` gives something, at most for `limit`.
+/// A limit on this machine: `RINGDISK_TEST_SLOWER=N` says that it is N times slower than usual (an emulated one). What waits here
+/// does so by itself; only a test that measures time has to ask.
+#[must_use]
+pub fn patient(limit: Duration) -> Duration {
+    let slower = std::env::var("RINGDISK_TEST_SLOWER").ok().and_then(|n| n.parse().ok());
+    limit * slower.unwrap_or(1).max(1)
+}
+
+/// Gives a client time to begin (longer on a slow machine: [`patient`]).
+pub fn pause(time: Duration) {
+    std::thread::sleep(patient(time));
+}
+
+/// Looks until `found` gives something, at most for `limit` (longer on a slow machine: [`patient`]).
 pub fn until<T>(limit: Duration, mut found: impl FnMut() -> Option<T>) -> Option<T> {
-    let end = Instant::now() + limit;
+    let end = Instant::now() + patient(limit);
     loop {
         if let Some(value) = found() {
             return Some(value);

@@ -237,7 +237,7 @@ fn dependencies_and_lints_come_from_the_workspace() {
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
-/// The files of the project, without build output and what is hidden (`.ci` is not).
+/// The files of the project, without build output and what is hidden (`.ci` is not), nor the file that a work tree has in place of `.git`.
 fn files(directory: &Path) -> Vec<PathBuf> {
     let mut out = Vec::new();
     for entry in std::fs::read_dir(directory).expect("a directory").flatten() {
@@ -248,7 +248,7 @@ fn files(directory: &Path) -> Vec<PathBuf> {
             || (name.starts_with('.') && name != ".ci");
         if kind.is_dir() && !skipped {
             out.extend(files(&entry.path()));
-        } else if kind.is_file() {
+        } else if kind.is_file() && name != ".git" {
             out.push(entry.path());
         }
     }

@@ -54,6 +54,12 @@ impl Disk {
         if self.is_busy.load(std::sync::atomic::Ordering::Acquire) {
             return Err(busy());
         }
+        if self.is_lent() {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "the kernel reads and writes the image itself (--passthrough), so nothing can be put above it",
+            ));
+        }
         let graph = self.graph();
         if graph.layers.len() >= LAYERS_MAX {
             return Err(Error::new(

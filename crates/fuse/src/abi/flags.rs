@@ -32,6 +32,8 @@ pub const INIT_DIRECT_IO_ALLOW_MMAP: u64 = 1 << 36;
 pub const INIT_HAS_RESEND: u64 = 1 << 39;
 /// INIT: requests may travel through io_uring.
 pub const INIT_OVER_IO_URING: u64 = 1 << 41;
+/// INIT: opens may name a file that the kernel reads and writes itself.
+pub const INIT_PASSTHROUGH: u64 = 1 << 37;
 /// INIT: buffer pools and zero-copy exist.
 pub const INIT_HAS_IO_URING_BUFPOOL: u64 = 1 << 43;
 
@@ -88,3 +90,5 @@ pub const NOTIFY_RESEND: i32 = 7;
 
 /// `FUSE_DEV_IOC_CLONE`: binds a fresh `/dev/fuse` descriptor to the connection of another.
 pub const DEV_IOC_CLONE: u32 = 0x8004_e500;
+/// `FUSE_DEV_IOC_BACKING_OPEN`: gives the connection a file for [`FOPEN_PASSTHROUGH`].
+pub const DEV_IOC_BACKING_OPEN: u32 = 0x4010_e501;

@@ -12,6 +12,7 @@ use std::time::Instant;
 use ringdisk_ring::{Errno, IoBuf};
 
 use crate::abi::{OUT_HEADER_BYTES, REQUEST_HEAD_BYTES, WRITE_DATA_OFFSET};
+use crate::idle::note;
 use crate::keeper::EndReason;
 use crate::reply::{ReplyBuf, data_header, error_frame};
 use crate::request::{ParseError, Request, opcode_expects_reply};
@@ -23,6 +24,11 @@ use super::queue::Queue;
 /// header of a reply ends there too.
 const DATA_AT: usize = 4096;
 
+/// Memory of an entry, bytes.
+pub(crate) fn entry_bytes(payload_bytes: usize) -> usize {
+    DATA_AT + payload_bytes
+}
+
 /// What an entry sends back: a part of its memory, or nothing.
 enum Reply {
     None,
@@ -32,13 +38,16 @@ enum Reply {
 /// Serves requests until the export ends.
 pub(super) async fn serve_entry(queue: Rc<Queue>, entry: usize) {
     let transfer = queue.server.profile().transfer_bytes() as usize;
-    let memory = IoBuf::new(DATA_AT + transfer, DATA_AT);
+    let memory = queue.new_buffer(entry_bytes(transfer));
     let frame = memory.slice(DATA_AT - WRITE_DATA_OFFSET..DATA_AT + transfer);
     let data = memory.slice(DATA_AT..DATA_AT + transfer);
-    let mut needs_touch = queue.server.is_kept();
+    queue.memory.enter(entry, Some(memory.clone()));
+    let is_kept = queue.server.is_kept();
     loop {
+        queue.memory.set_idle(entry, true);
         queue.fetch.wait_for_turn(&queue.ring, entry).await;
-        if std::mem::take(&mut needs_touch) {
+        queue.memory.set_idle(entry, false);
+        if is_kept && queue.memory.take_cold(entry) {
             touch(&memory);
         }
         let fetched = fetch(&queue, entry, &frame).await;
@@ -56,7 +65,7 @@ pub(super) async fn serve_entry(queue: Rc<Queue>, entry: usize) {
     }
 }
 
-/// Takes the pages of an entry before its first fetch.
+/// Takes the pages of an entry before it fetches.
 ///
 /// A process that is being killed can take no new pages, and the kernel may yet make it read a request: if that cannot be copied, the
 /// client gets EIO, and no other process ever sees the request.
@@ -130,6 +139,7 @@ async fn serve(
         Err(_) => return Reply::None,
     };
     let unique = request.header.unique;
+    note(queue, &request);
     match answer(&queue.ring, &queue.server, &queue.cells, &request, data).await {
         Answer::None => Reply::None,
         Answer::Data(len) => {

@@ -16,6 +16,7 @@ mod place;
 mod policy;
 mod queue;
 
+pub(crate) use entry::entry_bytes;
 pub(crate) use init::answer_init;
 pub(crate) use place::Place;
 pub(crate) use queue::{Queue, QueueSetup, QueueThread, Serve};

@@ -13,11 +13,14 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ringdisk_ring::{
-    Config, Counters, Errno, Fd, Parker, Remote, Ring, Runtime, SetupError, pin_to_cpu,
+    Config, Counters, Errno, Fd, IoBuf, Parker, Remote, Ring, Runtime, SetupError, SharedMemory,
+    pin_to_cpus,
 };
 
 use crate::file::FileServer;
+use crate::idle::{IdleMemory, give_back};
 use crate::keeper::{EndReason, Event, EventSender};
+use crate::placement::{Buffers, ThreadPlace};
 use crate::stats::{QueueCells, QueueView};
 use crate::uring::{MESSAGE_ENTRY, Rings, Starting, register, take_over};
 
@@ -34,8 +37,8 @@ pub(crate) struct QueueSetup {
     pub(crate) index: usize,
     /// Requests in flight at most.
     pub(crate) entries: usize,
-    /// CPU to run on; `None`: where the scheduler wants.
-    pub(crate) cpu: Option<usize>,
+    /// Where the thread runs.
+    pub(crate) thread: ThreadPlace,
     pub(crate) place: Arc<Place>,
     /// Number of this queue in its place.
     pub(crate) place_index: usize,
@@ -72,7 +75,11 @@ pub(crate) struct Queue {
     pub(crate) device: Fd,
     pub(crate) server: Arc<FileServer>,
     pub(super) fetch: Fetch,
+    pub(crate) memory: IdleMemory,
     pub(crate) cells: Arc<QueueCells>,
+    buffers: Arc<Buffers>,
+    /// Node for the memory of its own entries.
+    memory_node: Option<usize>,
     index: usize,
     /// Entries of `dev`; those of the rings are counted behind them.
     entries: usize,
@@ -118,6 +125,23 @@ impl Queue {
         self.in_flight.0[self.entries + index].store(0, Ordering::Relaxed);
         let nanos = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.cells.end(nanos);
+    }
+
+    /// Number of a ring's entry among all that the queue may have.
+    pub(crate) fn number_of_ring(&self, index: usize) -> usize {
+        self.entries + index
+    }
+
+    /// Memory for an entry of `dev`, on this thread's node. Pages would come from there by themselves, but a huge page that another
+    /// thread touched first may reach into it.
+    pub(super) fn new_buffer(&self, len_bytes: usize) -> IoBuf {
+        let memory = SharedMemory::mapped(len_bytes);
+        if let Some(node) = self.memory_node {
+            // That the system binds to this node was tried before the start; without it the page is as good.
+            let _ = memory.prefer_node(0..memory.len(), node);
+        }
+        self.buffers.add(memory.address(), memory.len());
+        memory.buffer().slice(0..len_bytes)
     }
 
     /// The entries of the transport over io_uring, if that was wanted.
@@ -234,6 +258,8 @@ pub(crate) struct QueueThread {
     pub(crate) ring_fd: RawFd,
     pub(crate) in_flight: Arc<InFlight>,
     pub(crate) view: QueueView,
+    /// Where its own buffers are.
+    pub(crate) buffers: Arc<Buffers>,
     /// Why the thread could not be bound to its CPU.
     pub(crate) pin_error: Option<String>,
 }
@@ -250,6 +276,8 @@ pub(crate) struct Serve {
 struct Ready {
     remote: Remote,
     counters: Arc<Counters>,
+    cells: Arc<QueueCells>,
+    in_flight: Arc<InFlight>,
     ring_fd: RawFd,
     pin_error: Option<String>,
 }
@@ -259,18 +287,15 @@ impl QueueThread {
     ///
     /// Errors: [`SetupError`].
     pub(crate) fn start(setup: QueueSetup) -> Result<QueueThread, SetupError> {
-        let cells = Arc::new(QueueCells::default());
-        let ring_entries = setup.rings.as_ref().map_or(0, |rings| rings.entry_count());
-        let in_flight = Arc::new(InFlight::new(setup.entries + ring_entries));
         let (device, device_receiver) = sync_channel(1);
         let (ready_sender, ready) = sync_channel(1);
         let (done_sender, done) = sync_channel(1);
         let stop = Arc::new(AtomicBool::new(false));
         let look = Arc::new(AtomicBool::new(false));
-        let thread_look = Arc::clone(&look);
-        let (thread_cells, thread_in_flight, thread_stop, cpu) =
-            (Arc::clone(&cells), Arc::clone(&in_flight), Arc::clone(&stop), setup.cpu);
-        let index = setup.index;
+        let buffers = Arc::new(Buffers::default());
+        let (thread_stop, thread_look) = (Arc::clone(&stop), Arc::clone(&look));
+        let thread_buffers = Arc::clone(&buffers);
+        let (index, cpu) = (setup.index, setup.thread.cpus.only());
         let thread = std::thread::Builder::new()
             .name(format!("queue-{index}"))
             .spawn(move || {
@@ -280,8 +305,7 @@ impl QueueThread {
                         setup,
                         &ready_sender,
                         &device_receiver,
-                        thread_cells,
-                        thread_in_flight,
+                        thread_buffers,
                         &thread_stop,
                         &thread_look,
                     );
@@ -308,8 +332,9 @@ impl QueueThread {
             look,
             done,
             ring_fd: ready.ring_fd,
-            in_flight,
-            view: QueueView { cells, ring: ready.counters, remote: ready.remote, cpu },
+            in_flight: ready.in_flight,
+            view: QueueView { cells: ready.cells, ring: ready.counters, remote: ready.remote, cpu },
+            buffers,
             pin_error: ready.pin_error,
         })
     }
@@ -350,22 +375,30 @@ impl QueueThread {
     }
 }
 
+/// Binds the calling thread to its CPUs. Returns why it could not be.
+fn pin(setup: &QueueSetup) -> Option<String> {
+    let cpus = &setup.thread.cpus;
+    if cpus.is_empty() {
+        return None;
+    }
+    let errno = pin_to_cpus(cpus).err()?;
+    Some(format!("queue {} runs unbound: CPU {cpus}: {errno}", setup.index))
+}
+
 /// The thread.
 fn run(
     setup: QueueSetup,
     ready: &SyncSender<Result<Ready, SetupError>>,
     device: &Receiver<Serve>,
-    cells: Arc<QueueCells>,
-    in_flight: Arc<InFlight>,
+    buffers: Arc<Buffers>,
     stop: &Arc<AtomicBool>,
     look: &AtomicBool,
 ) {
     // First the CPU, then the memory: pages are taken from the node of the thread that touches them.
-    let pin_error = setup.cpu.and_then(|cpu| {
-        pin_to_cpu(cpu)
-            .err()
-            .map(|errno| format!("queue {} runs unbound: CPU {cpu}: {errno}", setup.index))
-    });
+    let pin_error = pin(&setup);
+    let cells = Arc::new(QueueCells::default());
+    let all_entries = setup.rings.as_ref().map_or(0, |rings| rings.entry_count());
+    let in_flight = Arc::new(InFlight::new(setup.entries + all_entries));
     // Held until the ring is closed, which knows the addresses of the entries.
     let rings = setup.rings.clone();
     let ring_entries = rings.as_ref().map_or(0, |rings| rings.entries_of(setup.index));
@@ -390,6 +423,8 @@ fn run(
     let told = ready.send(Ok(Ready {
         remote: ring.remote(),
         counters: ring.counters(),
+        cells: Arc::clone(&cells),
+        in_flight: Arc::clone(&in_flight),
         ring_fd: ring.raw_fd(),
         pin_error,
     }));
@@ -403,7 +438,10 @@ fn run(
         device: fd,
         server: serve.server,
         fetch: Fetch::new(setup.entries),
+        memory: IdleMemory::new(setup.entries + rings.as_ref().map_or(0, |r| r.entry_count())),
         cells: Arc::clone(&cells),
+        buffers,
+        memory_node: setup.thread.memory_node,
         index: setup.index,
         entries: setup.entries,
         rings: rings.clone(),
@@ -419,6 +457,7 @@ fn run(
     }
     ring.spawn(listen(Rc::clone(&queue)));
     ring.spawn(announce(Rc::clone(&queue)));
+    ring.spawn(give_back(Rc::clone(&queue)));
     if let Some(starting) = serve.starting {
         ring.spawn(register(Rc::clone(&queue), starting));
     }

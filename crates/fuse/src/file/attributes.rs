@@ -34,6 +34,12 @@ impl FileServer {
     ///
     /// The size on the host comes from a helper thread: asking a file system that does not answer must not stop the queue.
     pub(super) async fn attributes(&self, ring: &Ring) -> AttrOut {
+        // The kernel may have made a file that it writes itself longer; it would believe a smaller number from us.
+        let by_client = super::ClientResize::begin(self);
+        if let Err(errno) = self.disk.follow_length(ring).await {
+            tracing::warn!("the image has become longer, but not the disk: {errno}");
+        }
+        drop(by_client);
         let disk = Arc::clone(&self.disk);
         let allocated = ring.offload(move || disk.allocated_bytes()).await;
         let time = if self.read_only { self.started } else { SystemTime::now() };

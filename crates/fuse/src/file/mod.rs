@@ -57,6 +57,8 @@ pub struct FileOptions {
     pub allow_other: bool,
     /// What the mount was negotiated with.
     pub profile: Profile,
+    /// Number of the file that the kernel reads and writes itself; 0: none.
+    pub backing_id: u32,
     /// Owner of the file at start.
     pub uid: u32,
     /// Group of the file at start.
@@ -113,6 +115,7 @@ pub struct FileServer {
     read_only: bool,
     allow_other: bool,
     profile: Profile,
+    backing_id: u32,
     /// Permission bits, changed by chmod.
     mode: AtomicU32,
     uid: AtomicU32,
@@ -138,6 +141,7 @@ impl FileServer {
             read_only,
             allow_other: options.allow_other,
             profile: options.profile,
+            backing_id: options.backing_id,
             mode: AtomicU32::new(if read_only { MODE_READ_ONLY } else { MODE_WRITABLE }),
             uid: AtomicU32::new(options.uid),
             gid: AtomicU32::new(options.gid),
@@ -367,7 +371,7 @@ impl FileServer {
         Ok(OpenOut {
             fh: FILE_HANDLE,
             open_flags: self.profile.open_flags(can_write),
-            backing_id: 0,
+            backing_id: self.backing_id,
         })
     }
 

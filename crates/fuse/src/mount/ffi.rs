@@ -1,4 +1,4 @@
-//! The one system call of this crate that no safe wrapper has: the CLONE ioctl of `/dev/fuse`.
+//! The system calls of this crate that no safe wrapper has: ioctls of `/dev/fuse`.
 //!
 //! Promises: each descriptor returned is bound to the same connection as the one given, close-on-exec and nonblocking.
 #![allow(unsafe_code)]
@@ -6,10 +6,10 @@
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
 use rustix::io::Errno;
-use rustix::ioctl::{self, Setter};
+use rustix::ioctl::{self, Ioctl, IoctlOutput, Opcode, Setter};
 
 use super::device;
-use crate::abi::flags::DEV_IOC_CLONE;
+use crate::abi::flags::{DEV_IOC_BACKING_OPEN, DEV_IOC_CLONE};
 
 /// Opens `/dev/fuse` anew and binds it to the connection of `device`.
 ///
@@ -25,4 +25,49 @@ pub fn clone_device(device: impl AsFd) -> Result<OwnedFd, Errno> {
     // The number encodes direction "read" although the kernel only reads; it is taken from the interface header as it is.
     unsafe { ioctl::ioctl(&clone, Setter::<{ DEV_IOC_CLONE }, u32>::new(raw))? };
     Ok(clone)
+}
+
+/// `struct fuse_backing_map`.
+#[repr(C)]
+struct BackingMap {
+    fd: i32,
+    /// Must be 0.
+    flags: u32,
+    /// Must be 0.
+    padding: u64,
+}
+
+struct BackingOpen(BackingMap);
+
+// SAFETY: FUSE_DEV_IOC_BACKING_OPEN reads a `fuse_backing_map` through its argument, which lives in `self` for the call, writes nothing,
+// and returns a positive number.
+unsafe impl Ioctl for BackingOpen {
+    type Output = u32;
+    const IS_MUTATING: bool = false;
+
+    fn opcode(&self) -> Opcode {
+        DEV_IOC_BACKING_OPEN
+    }
+
+    fn as_ptr(&mut self) -> *mut std::ffi::c_void {
+        (&raw mut self.0).cast()
+    }
+
+    unsafe fn output_from_ptr(
+        out: IoctlOutput,
+        _: *mut std::ffi::c_void,
+    ) -> rustix::io::Result<u32> {
+        u32::try_from(out).map_err(|_| Errno::INVAL)
+    }
+}
+
+/// Gives the connection of `device` a regular file; the answer is its number in OPEN replies. The kernel keeps the file until the
+/// connection ends.
+///
+/// Errors: EPERM without CAP_SYS_ADMIN or when passthrough was not negotiated, ELOOP for a file on a stacked file system, EOPNOTSUPP for a kernel
+/// without it. Source: `include/uapi/linux/fuse.h`, FUSE_DEV_IOC_BACKING_OPEN.
+pub fn open_backing(device: impl AsFd, file: impl AsFd) -> Result<u32, Errno> {
+    let map = BackingMap { fd: file.as_fd().as_raw_fd(), flags: 0, padding: 0 };
+    // SAFETY: see the implementation of the request.
+    unsafe { ioctl::ioctl(device, BackingOpen(map)) }
 }

@@ -29,7 +29,7 @@ pub mod inherited;
 pub mod mountpoint;
 pub mod table;
 
-pub use ffi::clone_device;
+pub use ffi::{clone_device, open_backing};
 pub use table::{FSTYPE, MountEntry};
 
 /// Bytes of a buffer that no request exceeds: 1 MiB of data, its headers, and room.

@@ -115,7 +115,9 @@ fn occupied(mountpoint: &Path, entry: &MountEntry) -> Error {
         .hint(format!("stop it first: `ringdisk umount {shown}`, or choose another file"))
 }
 
-/// Whether the server of a FUSE mount is gone, which shows as ENOTCONN, or as ECONNABORTED to a request that waited meanwhile.
+/// Whether the server of a FUSE mount is gone, which shows as ENOTCONN, or as ECONNABORTED to a request that waited meanwhile. One that
+/// went before it answered INIT shows as ECONNREFUSED since Linux 7.3; one that was killed with rings shows as ECANCELED to a request
+/// that was in them.
 ///
 /// Asked on a thread of its own, since a server that is stopped would keep the caller waiting; that one is not gone. The thread
 /// ends with the answer or with the process.
@@ -126,8 +128,12 @@ pub(crate) fn is_dead(mountpoint: &Path) -> bool {
         // Attributes that the kernel has cached say nothing about the server.
         let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::STATX_FORCE_SYNC;
         let asked = statx(CWD, &path, flags, StatxFlags::BASIC_STATS);
-        let is_dead =
-            asked.is_err_and(|errno| matches!(errno, Errno::NOTCONN | Errno::CONNABORTED));
+        let is_dead = asked.is_err_and(|errno| {
+            matches!(
+                errno,
+                Errno::NOTCONN | Errno::CONNABORTED | Errno::CONNREFUSED | Errno::CANCELED
+            )
+        });
         // The receiver may have given up.
         let _ = sender.send(is_dead);
     });

@@ -16,9 +16,9 @@ use std::fs;
 
 use crate::abi::flags::{
     FOPEN_DIRECT_IO, FOPEN_KEEP_CACHE, FOPEN_NOFLUSH, FOPEN_PARALLEL_DIRECT_WRITES,
-    INIT_ABORT_ERROR, INIT_ASYNC_DIO, INIT_ASYNC_READ, INIT_BIG_WRITES, INIT_DIRECT_IO_ALLOW_MMAP,
-    INIT_EXT, INIT_HANDLE_KILLPRIV_V2, INIT_HAS_RESEND, INIT_MAX_PAGES, INIT_OVER_IO_URING,
-    INIT_PARALLEL_DIROPS,
+    FOPEN_PASSTHROUGH, INIT_ABORT_ERROR, INIT_ASYNC_DIO, INIT_ASYNC_READ, INIT_BIG_WRITES,
+    INIT_DIRECT_IO_ALLOW_MMAP, INIT_EXT, INIT_HANDLE_KILLPRIV_V2, INIT_HAS_RESEND, INIT_MAX_PAGES,
+    INIT_OVER_IO_URING, INIT_PARALLEL_DIROPS, INIT_PASSTHROUGH,
 };
 use crate::abi::{
     InitIn, InitOut, KERNEL_MINOR_VERSION, KERNEL_MINOR_VERSION_MIN, KERNEL_VERSION,
@@ -48,6 +48,8 @@ pub struct Profile {
     pub kernel_cache: bool,
     /// The rings are there, so the kernel may be told to use them.
     pub over_io_uring: bool,
+    /// The kernel shall read and write the image itself.
+    pub passthrough: bool,
 }
 
 impl Profile {
@@ -72,6 +74,7 @@ impl Profile {
             max_pages: u16::try_from(max_pages).unwrap_or(u16::MAX),
             kernel_cache,
             over_io_uring: false,
+            passthrough: false,
         }
     }
 
@@ -92,7 +95,10 @@ impl Profile {
     /// A descriptor that cannot write has nothing to flush when it is closed.
     #[must_use]
     pub fn open_flags(&self, can_write: bool) -> u32 {
-        let cache = if self.kernel_cache {
+        let cache = if self.passthrough {
+            // Direct I/O would come to us again, and other flags exclude it.
+            FOPEN_PASSTHROUGH
+        } else if self.kernel_cache {
             FOPEN_KEEP_CACHE
         } else {
             FOPEN_DIRECT_IO | FOPEN_PARALLEL_DIRECT_WRITES
@@ -203,6 +209,8 @@ pub fn negotiate(init: &InitIn, profile: &Profile) -> Result<InitAnswer, TooOld>
         time_gran: 1,
         max_pages: if flags & INIT_MAX_PAGES != 0 { profile.max_pages } else { 0 },
         flags2: low_half(flags >> 32),
+        // The file of a plain file system, nothing stacked below it.
+        max_stack_depth: u32::from(flags & INIT_PASSTHROUGH != 0),
         ..InitOut::default()
     };
     Ok(InitAnswer::Ready(out, Negotiated { minor, flags, offered, max_write }))
@@ -221,7 +229,8 @@ fn wanted_flags(profile: &Profile) -> u64 {
         | INIT_HAS_RESEND;
     let mmap = if profile.kernel_cache { 0 } else { INIT_DIRECT_IO_ALLOW_MMAP };
     let rings = if profile.over_io_uring { INIT_OVER_IO_URING } else { 0 };
-    always | mmap | rings
+    let passthrough = if profile.passthrough { INIT_PASSTHROUGH } else { 0 };
+    always | mmap | rings | passthrough
 }
 
 #[allow(clippy::cast_possible_truncation, reason = "the upper half travels in its own field")]

@@ -2,14 +2,20 @@
 
 use super::{InitAnswer, MAX_BACKGROUND, Negotiated, Profile, low_half, negotiate};
 use crate::abi::flags::{
-    FOPEN_DIRECT_IO, FOPEN_KEEP_CACHE, FOPEN_NOFLUSH, FOPEN_PARALLEL_DIRECT_WRITES, INIT_ASYNC_DIO,
-    INIT_ATOMIC_O_TRUNC, INIT_AUTO_INVAL_DATA, INIT_DIRECT_IO_ALLOW_MMAP, INIT_EXPLICIT_INVAL_DATA,
-    INIT_EXT, INIT_MAX_PAGES, INIT_OVER_IO_URING, INIT_WRITEBACK_CACHE,
+    FOPEN_DIRECT_IO, FOPEN_KEEP_CACHE, FOPEN_NOFLUSH, FOPEN_PARALLEL_DIRECT_WRITES,
+    FOPEN_PASSTHROUGH, INIT_ASYNC_DIO, INIT_ATOMIC_O_TRUNC, INIT_AUTO_INVAL_DATA,
+    INIT_DIRECT_IO_ALLOW_MMAP, INIT_EXPLICIT_INVAL_DATA, INIT_EXT, INIT_MAX_PAGES,
+    INIT_OVER_IO_URING, INIT_PASSTHROUGH, INIT_WRITEBACK_CACHE,
 };
 use crate::abi::{InitIn, InitOut};
 
-const DIRECT: Profile =
-    Profile { page_bytes: 4096, max_pages: 256, kernel_cache: false, over_io_uring: false };
+const DIRECT: Profile = Profile {
+    page_bytes: 4096,
+    max_pages: 256,
+    kernel_cache: false,
+    over_io_uring: false,
+    passthrough: false,
+};
 const CACHED: Profile = Profile { kernel_cache: true, ..DIRECT };
 
 /// An offer of everything, as of Linux 6.18.
@@ -150,4 +156,17 @@ fn io_uring_is_taken_when_it_is_offered_and_the_rings_are_there() {
         assert_eq!(negotiated.has(INIT_OVER_IO_URING), taken);
         assert_eq!(out.flags2 & low_half(INIT_OVER_IO_URING >> 32) != 0, taken);
     }
+}
+
+#[test]
+fn passthrough_is_asked_for_only_when_it_is_wanted() {
+    for passthrough in [false, true] {
+        let (out, negotiated) = ready(&MODERN, &Profile { passthrough, ..DIRECT });
+        assert_eq!(negotiated.has(INIT_PASSTHROUGH), passthrough);
+        assert_eq!(out.max_stack_depth, u32::from(passthrough));
+    }
+    let profile = Profile { passthrough: true, ..DIRECT };
+    // Any other flag beside it fails the open.
+    assert_eq!(profile.open_flags(true), FOPEN_PASSTHROUGH);
+    assert_eq!(profile.open_flags(false), FOPEN_PASSTHROUGH | FOPEN_NOFLUSH);
 }

@@ -18,6 +18,7 @@ use crate::abi::uring::{
     register_with_slot,
 };
 use crate::dev::Queue;
+use crate::idle::note;
 use crate::keeper::EndReason;
 use crate::reply::ReplyBuf;
 use crate::serve::{Answer, answer};
@@ -57,21 +58,27 @@ pub(super) async fn live(queue: Rc<Queue>, rings: Arc<Rings>, index: usize, begi
             return ended(&queue, &rings, errno);
         }
     }
+    let place = queue.number_of_ring(index);
+    queue.memory.enter(place, frame.own_payload());
     loop {
         if rings.is_draining() {
             // The mount goes: the kernel ends the request with the connection.
             return pending().await;
         }
-        let place = rings.place_of(index);
-        if place != queue.thread()
-            && !frame.is_zero_copy()
-            && hand_over(&queue, &rings, index, place).await
-        {
-            return;
+        let to = rings.place_of(index);
+        if to != queue.thread() && !frame.is_zero_copy() {
+            // Whoever gets the entry may use its memory at once.
+            queue.memory.leave(place);
+            if hand_over(&queue, &rings, index, to).await {
+                return;
+            }
+            queue.memory.enter(place, frame.own_payload());
         }
         let number = serve(&queue, &rings, index, &frame).await;
         let area = command(number, entry.queue);
+        queue.memory.set_idle(place, true);
         let committed = send(&queue, CMD_COMMIT_AND_FETCH, (0, 0), area, fixed).await;
+        queue.memory.set_idle(place, false);
         if let Err(errno) = committed {
             return ended(&queue, &rings, errno);
         }
@@ -180,7 +187,10 @@ async fn serve_incoming(queue: &Queue, rings: &Rings, frame: &Frame, incoming: &
         queue.cells.zero_copy.add(1);
     }
     let answer = match &incoming.request {
-        Ok(request) => answer(&queue.ring, &queue.server, &queue.cells, request, data).await,
+        Ok(request) => {
+            note(queue, request);
+            answer(&queue.ring, &queue.server, &queue.cells, request, data).await
+        }
         Err(_) => Answer::error(number, Errno::INVAL),
     };
     match answer {

@@ -26,6 +26,11 @@ const VECTOR_AT: usize = HEADER_BYTES;
 const VECTOR_BYTES: usize = 32;
 const PAGE_BYTES: usize = 4096;
 
+/// What the headers of one queue take, bytes: whole pages.
+pub(super) fn header_bytes(entries: usize) -> usize {
+    (entries * STRIDE).next_multiple_of(PAGE_BYTES)
+}
+
 /// The memory of one entry, for any thread.
 #[derive(Clone, Debug)]
 pub(super) struct EntryMemory {
@@ -40,7 +45,8 @@ pub(super) struct EntryMemory {
 impl EntryMemory {
     /// Memory for the entries of one queue. Payloads are address space until they are used, which with a pool is never.
     pub(super) fn of_queue(queue: u16, entries: usize, payload_bytes: usize) -> Vec<EntryMemory> {
-        let headers = SharedMemory::new(entries * STRIDE, PAGE_BYTES);
+        // Pages of their own, which nobody touches before the thread that registers them: so they come from its node.
+        let headers = SharedMemory::mapped(entries * STRIDE);
         let entry = |number| EntryMemory {
             headers: Arc::clone(&headers),
             number,
@@ -48,6 +54,11 @@ impl EntryMemory {
             payload: SharedMemory::new(payload_bytes, PAGE_BYTES),
         };
         (0..entries).map(entry).collect()
+    }
+
+    /// The memory itself: the headers of its whole queue, and its payload.
+    pub(super) fn parts(&self) -> [&SharedMemory; 2] {
+        [&self.headers, &self.payload]
     }
 
     /// As buffers of the calling thread.
@@ -118,6 +129,19 @@ impl Frame {
         }
         self.header.copy_from_slice(VECTOR_AT, &bytes);
         self.header.address() as u64 + VECTOR_AT as u64
+    }
+
+    /// Overwrites the header, as the kernel does.
+    pub(super) fn put_all(&self, header: &[u8; HEADER_BYTES]) {
+        self.header.copy_from_slice(0, header);
+    }
+
+    /// The payload, where it is this entry's alone.
+    pub(super) fn own_payload(&self) -> Option<IoBuf> {
+        match &self.payload {
+            Payload::Own(payload) => Some(payload.clone()),
+            Payload::Pool { .. } => None,
+        }
     }
 
     /// The slot of the entry's client pages, if it has one.

@@ -8,21 +8,26 @@
 //! The classic reader (`dev`) goes on beside it: FORGET, INTERRUPT and what was queued before the rings were ready come there, and
 //! it serves everything when the rings cannot be started.
 //!
-//! Rooms: [`plan`] says how many entries there are and which thread serves which queue, [`memory`] is what entries share with the
-//! kernel, [`pool`] the buffers that queues have instead of payloads on newer kernels, [`mode`] how far a mount goes there, [`entry`] the life of one, [`rings`] what all threads know together, [`start`] the order in which a mount goes live,
+//! Rooms: [`plan`] says how many entries there are, [`memory`] is what they share with the kernel, [`pool`] the buffers that queues have
+//! instead of payloads on newer kernels, [`nodes`] on which node all that is, [`mode`] how far a mount goes, [`entry`] the life of an
+//! entry, [`rings`] what all threads know together, [`start`] the order in which a mount goes live,
 //! [`policy`] the rule by which entries move between threads.
 
 mod entry;
+mod fuzzing;
 mod memory;
 mod mode;
-pub(crate) mod plan;
+mod nodes;
+mod plan;
 mod policy;
 mod pool;
 mod rings;
 mod start;
 
+pub use fuzzing::RingEntries;
 pub use mode::{RingMode, ZeroCopy};
-pub(crate) use plan::{Plan, is_enabled, online_cpus, possible_cpus};
+pub(crate) use plan::{Plan, is_enabled};
+pub(crate) use pool::PoolUses;
 pub use rings::Refuse;
 pub(crate) use rings::Rings;
 pub(crate) use start::{Refused, Starting, register};
@@ -31,3 +36,10 @@ pub(crate) use start::{Refused, Starting, register};
 pub(crate) const MESSAGE_ENTRY: u32 = 1 << 31;
 
 pub(crate) use entry::take_over;
+
+/// Bytes of the buffers that pools have for a plan. Arguments: see [`pool::Pool::new`].
+#[cfg(test)]
+pub(crate) fn pool_bytes(plan: &Plan, asked: bool, buffer_bytes: usize) -> usize {
+    pool::Pool::new(plan, asked, buffer_bytes, PoolUses::default())
+        .map_or(0, |pool| pool.memory.len())
+}

@@ -1,9 +1,9 @@
 //! How far a mount goes up the ladder of what rings can do, and which opens of the file are zero-copy.
 //!
 //! Zero-copy belongs to an open file and a queue, not to a request, and costs something for each request: the kernel puts pages into
-//! a slot and takes them out again, and what no extent holds as it is goes through a pipe. So `auto` looks at the sizes that this
-//! mount has seen when a file is opened: from [`BREAK_EVEN_BYTES`] on average, zero-copy has won (docs/transports.md has the
-//! measurement).
+//! a slot and takes them out again, what no extent holds as it is goes through a pipe, and such a request cannot move to another
+//! thread. So `auto` looks at the sizes that this mount has seen when a file is opened: from [`BREAK_EVEN_BYTES`] on average,
+//! zero-copy wins clearly (docs/transports.md has the measurement; at 4 KiB it is a few percent, less than a move can gain).
 
 use std::sync::{Mutex, PoisonError};
 
@@ -43,7 +43,7 @@ pub enum ZeroCopy {
 }
 
 /// Average size from which a zero-copy open is cheaper, bytes.
-const BREAK_EVEN_BYTES: u64 = 64 * 1024;
+const BREAK_EVEN_BYTES: u64 = 16 * 1024;
 /// Requests that say something about the mix.
 const REQUESTS_MIN: u64 = 64;
 

@@ -1,12 +1,15 @@
-//! How many entries each queue has, and which thread serves it.
+//! How many entries each queue has, and the memory of them.
 //!
 //! The arithmetic: the memory that entries may take is CPUs × depth × payload (1 MiB), taken when it is touched. The depth is what
 //! the user says, else as many as keep that under [`MEMORY_BYTES_MAX`], from [`DEPTH_MIN`] to [`DEPTH_DEFAULT`]. A CPU that is
 //! possible but offline gets [`DEPTH_OFFLINE`]: the kernel wants an entry in each queue, and the CPU may come later.
+//!
+//! Which thread serves which queue is decided in [`crate::placement`].
 
 use std::fs;
 
-use ringdisk_ring::Topology;
+use super::memory;
+use crate::placement::{Placement, QueuePlace};
 
 /// Entries of a queue where memory allows: as many as a deep client of one CPU keeps in flight.
 const DEPTH_DEFAULT: usize = 64;
@@ -23,6 +26,8 @@ pub(crate) struct QueuePlan {
     /// Number of the thread whose ring it registers with.
     pub(crate) thread: usize,
     pub(crate) entries: usize,
+    /// The node that the memory of its entries shall be on.
+    pub(crate) node: Option<usize>,
 }
 
 /// All queues, in the order of their numbers.
@@ -30,60 +35,34 @@ pub(crate) struct QueuePlan {
 pub(crate) struct Plan(pub(crate) Vec<QueuePlan>);
 
 impl Plan {
-    /// * `possible`: CPUs that the kernel counts.
-    /// * `online`: those that run now, also where we may not.
-    /// * `threads`: the CPU of each queue thread; at least one.
     /// * `depth`: entries for each queue; `None`: by the arithmetic above.
     /// * `payload_bytes`: of one entry.
-    pub(crate) fn new(
-        possible: usize,
-        online: &[usize],
-        threads: &[usize],
-        depth: Option<usize>,
-        payload_bytes: usize,
-    ) -> Plan {
+    pub(crate) fn new(placement: &Placement, depth: Option<usize>, payload_bytes: usize) -> Plan {
+        let possible = placement.queues.len();
         let by_memory = MEMORY_BYTES_MAX / (possible.max(1) * payload_bytes.max(1));
         let depth = depth.unwrap_or(by_memory.clamp(DEPTH_MIN, DEPTH_DEFAULT)).max(1);
-        let queue = |cpu: usize| {
-            let at_home = threads.iter().position(|thread| *thread == cpu);
+        let queue = |(number, queue): (usize, &QueuePlace)| {
+            // Queue 0 may have callers on other CPUs too.
+            let is_used = queue.is_online || number == 0 && !placement.folded.is_empty();
             QueuePlan {
-                thread: at_home.unwrap_or(cpu % threads.len().max(1)),
-                entries: if online.contains(&cpu) { depth } else { depth.min(DEPTH_OFFLINE) },
+                thread: queue.thread,
+                entries: if is_used { depth } else { depth.min(DEPTH_OFFLINE) },
+                node: placement.threads[queue.thread].memory_node,
             }
         };
-        Plan((0..possible).map(queue).collect())
+        Plan(placement.queues.iter().enumerate().map(queue).collect())
+    }
+
+    /// What all entries take once every byte of them was used, without pools, bytes.
+    pub(crate) fn memory_bytes_max(&self, payload_bytes: usize) -> usize {
+        let queue = |entries| memory::header_bytes(entries) + entries * payload_bytes;
+        self.0.iter().map(|plan| queue(plan.entries)).sum()
     }
 
     /// Entries of all queues.
     pub(crate) fn entries(&self) -> usize {
         self.0.iter().map(|queue| queue.entries).sum()
     }
-}
-
-/// Number of CPUs that the kernel counts as possible: it wants a queue for each.
-pub(crate) fn possible_cpus() -> usize {
-    let list = fs::read_to_string("/sys/devices/system/cpu/possible").unwrap_or_default();
-    ringdisk_ring::cpus_of_list(&list).len().max(1)
-}
-
-/// CPUs that run now.
-pub(crate) fn online_cpus() -> Vec<usize> {
-    let list = fs::read_to_string("/sys/devices/system/cpu/online").unwrap_or_default();
-    ringdisk_ring::cpus_of_list(&list)
-}
-
-/// For each queue thread the one beside it: the next on its own node, else the next.
-///
-/// * `threads`: the CPU of each.
-pub(crate) fn beside(topology: &Topology, threads: &[usize]) -> Vec<usize> {
-    let node = |cpu: usize| topology.nodes.iter().position(|(_, cpus)| cpus.contains(&cpu));
-    let count = threads.len();
-    let next = |index: usize| {
-        let mut others = (1..count).map(|step| (index + step) % count);
-        let first = others.clone().next().unwrap_or(index);
-        others.find(|other| node(threads[*other]) == node(threads[index])).unwrap_or(first)
-    };
-    (0..count).map(next).collect()
 }
 
 /// Whether the kernel's module parameter allows FUSE over io_uring; `None`: this kernel does not have it.
@@ -93,41 +72,14 @@ pub(crate) fn is_enabled() -> Option<bool> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::{Plan, QueuePlan, beside};
-    use ringdisk_ring::Topology;
-
-    const MIB: usize = 1 << 20;
-
-    #[test]
-    fn each_queue_is_served_at_home_where_there_is_a_thread() {
-        let plan = Plan::new(4, &[0, 1, 2, 3], &[2, 0], Some(3), MIB);
-        let threads: Vec<usize> = plan.0.iter().map(|queue| queue.thread).collect();
-        assert_eq!(threads, [1, 1, 0, 1]);
-        assert_eq!(plan.entries(), 12);
-    }
-
-    #[test]
-    fn cpus_that_are_offline_get_two_entries() {
-        let plan = Plan::new(3, &[0], &[0], Some(5), MIB);
-        assert_eq!(plan.0[2], QueuePlan { thread: 0, entries: 2 });
-        assert_eq!(plan.entries(), 9);
-        assert_eq!(Plan::new(3, &[0], &[0], Some(1), MIB).entries(), 3);
-    }
-
-    #[test]
-    fn the_thread_beside_is_on_the_same_node_if_there_is_one() {
-        let topology = Topology { nodes: vec![(0, vec![0, 1]), (1, vec![2, 3]), (2, vec![4])] };
-        assert_eq!(beside(&topology, &[0, 2, 4, 1, 3]), [3, 4, 3, 0, 1]);
-        assert_eq!(beside(&topology, &[0]), [0]);
-    }
-
-    #[test]
-    fn the_depth_follows_from_the_memory() {
-        let depth = |cpus: usize| {
-            let online: Vec<usize> = (0..cpus).collect();
-            Plan::new(cpus, &online, &online, None, MIB).0[0].entries
-        };
-        assert_eq!([2, 16, 64, 128, 256].map(depth), [64, 64, 16, 8, 8]);
+impl Plan {
+    /// For a machine of one node with a thread on each CPU that runs: the first `online` of `cpus`.
+    pub(super) fn of_cpus(cpus: usize, online: usize, depth: Option<usize>, bytes: usize) -> Plan {
+        let all = format!("0-{}", cpus - 1);
+        let running = format!("0-{}", online - 1);
+        let machine = ringdisk_testkit::machine::Machine::new(&all, &running, &[(0, &all)]);
+        let wishes = crate::placement::Wishes::default();
+        let placement = crate::placement::place(&machine.topology(), &wishes, true);
+        Plan::new(&placement.expect("a placement"), depth, bytes)
     }
 }

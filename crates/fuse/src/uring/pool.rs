@@ -5,9 +5,10 @@
 //! few hundred bytes, bound the requests in flight, and buffers, which cost 1 MiB, those that carry data through our memory.
 //!
 //! The arithmetic: a queue has as many buffers as the user wants entries, else as many as keep all regions under
-//! [`PINNED_BYTES_MAX`], from [`BUFFERS_MIN`] to [`BUFFERS_MAX`]; a CPU that is offline has one. All regions are one mapping,
-//! registered in slot 0 of every ring, so that the kernel does not look its pages up for each request; where that is refused
-//! (RLIMIT_MEMLOCK) the same mapping serves unregistered.
+//! [`PINNED_BYTES_MAX`], from [`BUFFERS_MIN`] to [`BUFFERS_MAX`]; a CPU that is offline has one. All regions are one mapping.
+//! With O_DIRECT below it is registered in slot 0 of every ring, so that the kernel does not look its pages up for each request of
+//! the device; where that is refused (RLIMIT_MEMLOCK) it serves unregistered. Through the page cache it is not registered:
+//! there the kernel copies, and copies slower into registered memory (docs/transports.md).
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -30,17 +31,26 @@ pub(super) const MEMORY_SLOT: u16 = 0;
 /// Alignment of a buffer: direct I/O of every device.
 const PAGE_BYTES: usize = 4096;
 
+/// What the rings do with a pool.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct PoolUses {
+    /// Pages of clients are put into slots of the rings.
+    pub(crate) zero_copy: bool,
+    /// Registered with the rings, if that is allowed.
+    pub(crate) pinned: bool,
+}
+
 /// The regions of all queues.
 #[derive(Debug)]
 pub(crate) struct Pool {
     pub(super) memory: Arc<SharedMemory>,
     /// Of each queue, in the memory.
-    regions: Vec<Range<usize>>,
+    pub(super) regions: Vec<Range<usize>>,
     /// Bytes of a buffer.
     pub(super) buffer_bytes: usize,
     /// Pages of clients are put into slots of the rings.
     pub(super) zero_copy: bool,
-    /// Some thread could not register the memory.
+    /// It shall not be registered, or some thread could not.
     unpinned: AtomicBool,
 }
 
@@ -53,9 +63,9 @@ impl Pool {
         plan: &Plan,
         asked: bool,
         buffer_bytes: usize,
-        zero_copy: bool,
+        uses: PoolUses,
     ) -> Option<Pool> {
-        if zero_copy && plan.entries() >= SLOTS_MAX {
+        if uses.zero_copy && plan.entries() >= SLOTS_MAX {
             return None;
         }
         let mut regions = Vec::with_capacity(plan.0.len());
@@ -66,7 +76,8 @@ impl Pool {
             regions.push(start..end);
         }
         let memory = SharedMemory::new(end, PAGE_BYTES);
-        let unpinned = AtomicBool::new(false);
+        let PoolUses { zero_copy, pinned } = uses;
+        let unpinned = AtomicBool::new(!pinned);
         Some(Pool { memory, regions, buffer_bytes, zero_copy, unpinned })
     }
 

@@ -10,7 +10,7 @@ use super::memory::{EntryMemory, Frame};
 use super::mode::{Moved, Opens, RingMode, ZeroCopy};
 use super::plan::Plan;
 use super::policy::{Load, Policy, Spot, WINDOW_NS};
-use super::pool::Pool;
+use super::pool::{Pool, PoolUses};
 use crate::stats::QueueCells;
 
 /// One entry.
@@ -20,13 +20,14 @@ pub(super) struct Entry {
     pub(super) queue: u16,
     /// Number inside that queue.
     pub(super) number: usize,
-    memory: EntryMemory,
+    pub(super) memory: EntryMemory,
     /// It is on its way to another thread. Who does not find this set must not touch it: the message was not for us.
     pub(super) handed: AtomicBool,
 }
 
-/// Where the entries of one queue are.
+/// Where the entries of one queue are. In cache lines of its own: threads of different nodes write different ones.
 #[derive(Debug)]
+#[repr(align(128))]
 struct Balance {
     /// Thread at home, and the one beside it.
     threads: [usize; 2],
@@ -116,8 +117,8 @@ impl Rings {
     }
 
     /// Gives the queues buffers. Once, before any entry is given to the kernel. Arguments: see [`Pool::new`]. False: there is none.
-    pub(crate) fn make_pool(&self, asked: bool, buffer_bytes: usize, zero_copy: bool) -> bool {
-        let pool = Pool::new(&self.plan, asked, buffer_bytes, zero_copy);
+    pub(crate) fn make_pool(&self, asked: bool, buffer_bytes: usize, uses: PoolUses) -> bool {
+        let pool = Pool::new(&self.plan, asked, buffer_bytes, uses);
         pool.is_some_and(|pool| self.pool.set(Arc::new(pool)).is_ok())
     }
 

@@ -134,6 +134,9 @@ fn register_memory(queue: &Queue, rings: &Rings, pool: &Pool) -> Result<(), Errn
         true => u16::try_from(rings.entries.len()).map_err(|_| Errno::NOSPC)?,
         false => 0,
     };
+    if !pool.is_pinned() {
+        return if pool.zero_copy { queue.ring.register_buffers(None, slots) } else { Ok(()) };
+    }
     pool.memory.advise_huge_pages();
     let Err(errno) = queue.ring.register_buffers(Some(&pool.memory), slots) else { return Ok(()) };
     tracing::debug!("buffer pools are not registered ({errno})");

@@ -57,6 +57,7 @@ impl Served {
             read_only: wanted.read_only,
             allow_other: wanted.allow_other,
             profile,
+            backing_id: 0,
             uid: rustix::process::geteuid().as_raw(),
             gid: rustix::process::getegid().as_raw(),
         };

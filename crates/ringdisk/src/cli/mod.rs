@@ -12,6 +12,8 @@ mod ctl;
 mod look;
 mod mount;
 mod names;
+mod placement;
+mod topology;
 mod words;
 
 use std::path::PathBuf;
@@ -29,7 +31,9 @@ pub(crate) use change::{CreateArgs, SnapshotWork};
 pub(crate) use copy::{CompareArgs, ConvertArgs, MeasureArgs};
 pub(crate) use ctl::{CtlArgs, CtlCommand};
 pub(crate) use look::{InfoArgs, LookArgs, MapArgs, PoolArgs};
-pub(crate) use mount::{MountArgs, MountPaths, Threads, TransportWord, UmountArgs, ZeroCopyWord};
+pub(crate) use mount::{MountArgs, MountPaths, UmountArgs, ZeroCopyWord};
+pub(crate) use placement::{NumaWord, PlacementArgs, Threads, TransportWord};
+pub(crate) use topology::TopologyArgs;
 pub(crate) use words::{DetectZeroesWord, DiscardWord, PreallocationWord};
 
 const ROOT_ABOUT: &str = "Serves a disk image, in place, as an ordinary file";
@@ -80,6 +84,7 @@ pub(crate) enum Command {
     Mount(Box<MountArgs>),
     Umount(UmountArgs),
     Ctl(CtlArgs),
+    Topology(Box<TopologyArgs>),
     Create(CreateArgs),
     Info(InfoArgs),
     Map(MapArgs),

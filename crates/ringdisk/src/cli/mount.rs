@@ -5,10 +5,9 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum, ValueHint};
 use ringdisk_disk::{Cache, Format};
-use ringdisk_fuse::export::{QUEUE_DEPTH_MAX, THREADS_MAX};
 
 use crate::cli::words::{CacheSize, DetectZeroesWord, DiscardWord, parse_cache_size};
-use crate::cli::{cache_parser, format_parser, is_named_qcow2, refuse};
+use crate::cli::{PlacementArgs, cache_parser, format_parser, is_named_qcow2, refuse};
 use crate::size::{parse_size, parse_time};
 
 const MOUNT_LONG: &str = "\
@@ -35,6 +34,8 @@ Examples:
       try something; what is written is gone at the end
   ringdisk mount --direct --threads 4 -f raw /dev/sdb1 disk
       serve a block device without the page cache, with four queues
+  ringdisk mount --cpus 0-3 --numa off disk.img disk
+      with queue threads on four CPUs; `ringdisk topology disk` shows them
   ringdisk mount --daemonize --pidfile /run/disk.pid disk.img /srv/disk
       in the background; the command returns when the mount answers
   ringdisk mount --null 1T --latency 100us /tmp/null
@@ -177,18 +178,8 @@ pub(crate) struct MountArgs {
     #[arg(long, help_heading = "File options")]
     pub(crate) kernel_cache: bool,
 
-    /// How requests travel: over /dev/fuse (dev), in io_uring (uring), or the best that works
-    ///
-    /// uring needs Linux 6.14 or newer and, as root before the mount,
-    /// `echo Y > /sys/module/fuse/parameters/enable_uring`.
-    #[arg(
-        long,
-        value_name = "TRANSPORT",
-        value_enum,
-        default_value_t,
-        help_heading = "Serving options"
-    )]
-    pub(crate) transport: TransportWord,
+    #[command(flatten)]
+    pub(crate) placement: PlacementArgs,
 
     /// Whether requests over io_uring use the client's own pages: on, off, or when the sizes of requests promise something
     ///
@@ -202,15 +193,16 @@ pub(crate) struct MountArgs {
     )]
     pub(crate) zero_copy: ZeroCopyWord,
 
-    /// Queue threads: a number, or auto
-    #[arg(long, value_name = "N", default_value = "auto", value_parser = parse_threads,
-          help_heading = "Serving options")]
-    pub(crate) threads: Threads,
+    /// Let the kernel read and write a raw image itself, past ringdisk
+    ///
+    /// For a raw image that is a regular file, with `-f raw` and without options that look at data. Needs Linux 6.9 and root. A
+    /// write past the end makes the image longer, with or without --growable, and reads and writes are not in the statistics.
+    #[arg(long, help_heading = "Serving options", conflicts_with_all = ["null", "kernel_cache", "snapshot", "overlay", "zero_copy"])]
+    pub(crate) passthrough: bool,
 
-    /// Requests of each queue that run at once [default: 128; with uring up to 64, by memory]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(QUEUE_DEPTH_MAX)),
-          help_heading = "Serving options")]
-    pub(crate) queue_depth: Option<u32>,
+    /// Each entry of a ring has a payload of its own, as before Linux 7.3: to compare
+    #[arg(long, hide = true, conflicts_with = "zero_copy")]
+    pub(crate) no_pools: bool,
 
     /// Give the mount up, with errors to its users, when storage takes longer for one request
     #[arg(long, value_name = "TIME", value_parser = parse_io_timeout, help_heading = "Serving options")]
@@ -260,18 +252,6 @@ pub(crate) struct UmountArgs {
     pub(crate) force: bool,
 }
 
-/// How requests travel.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub(crate) enum TransportWord {
-    /// The best that works here
-    #[default]
-    Auto,
-    /// /dev/fuse
-    Dev,
-    /// FUSE over io_uring
-    Uring,
-}
-
 /// Whether the client's own pages are used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ZeroCopyWord {
@@ -282,25 +262,6 @@ pub(crate) enum ZeroCopyWord {
     On,
     /// Never
     Off,
-}
-
-/// How many queue threads serve.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Threads {
-    /// As many as suit this machine.
-    Auto,
-    /// This many.
-    Count(u16),
-}
-
-fn parse_threads(text: &str) -> Result<Threads, String> {
-    if text == "auto" {
-        return Ok(Threads::Auto);
-    }
-    match text.parse() {
-        Ok(count) if (1..=THREADS_MAX).contains(&usize::from(count)) => Ok(Threads::Count(count)),
-        _ => Err(format!("write auto, or a number from 1 to {THREADS_MAX}")),
-    }
 }
 
 fn parse_switch(text: &str) -> Result<bool, String> {
@@ -372,7 +333,7 @@ impl MountArgs {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::{Cli, Command};
+    use crate::cli::{Cli, Command, NumaWord, Threads};
     use clap::Parser;
     use clap::error::ErrorKind;
 
@@ -401,12 +362,14 @@ mod tests {
     fn all_options_of_an_image_are_understood() {
         let args = mount(
             "-f raw --direct --growable --allow-other --allow-path /a --allow-path /b \
-             --kernel-cache --queue-depth 64 --threads 4 --offset 1M --size 2G --io-timeout 5s \
+             --kernel-cache --queue-depth 64 --threads 4 --cpus 0-3,8 --numa off --offset 1M --size 2G --io-timeout 5s \
              --daemonize --pidfile /run/x --stats disk.img disk",
         )
         .expect("parses");
         assert_eq!(args.cache_mode(), Cache::None);
-        assert_eq!(args.threads, Threads::Count(4));
+        assert_eq!(args.placement.threads, Threads::Count(4));
+        assert_eq!(args.placement.cpus.map(|cpus| cpus.to_string()).as_deref(), Some("0-3,8"));
+        assert_eq!(args.placement.numa, NumaWord::Off);
         assert_eq!(args.allow_path.len(), 2);
         assert_eq!((args.offset, args.size), (Some(1 << 20), Some(2 << 30)));
         assert_eq!(args.io_timeout, Some(Duration::from_secs(5)));
@@ -416,7 +379,8 @@ mod tests {
     fn defaults_are_those_of_the_help_text() {
         let args = mount("a b").expect("parses");
         assert_eq!(args.cache_mode(), Cache::Writeback);
-        assert_eq!(args.threads, Threads::Auto);
+        assert_eq!(args.placement.threads, Threads::Auto);
+        assert_eq!((args.placement.cpus, args.placement.numa), (None, NumaWord::Auto));
         assert_eq!(args.format, None);
     }
 
@@ -439,6 +403,10 @@ mod tests {
             ("--threads 0 a b", ErrorKind::ValueValidation),
             ("--threads many a b", ErrorKind::ValueValidation),
             ("--queue-depth 0 a b", ErrorKind::ValueValidation),
+            ("--cpus 3-1 a b", ErrorKind::ValueValidation),
+            ("--cpus all a b", ErrorKind::ValueValidation),
+            ("--cpus 1,,2 a b", ErrorKind::ValueValidation),
+            ("--numa maybe a b", ErrorKind::InvalidValue),
             ("--io-timeout 0 a b", ErrorKind::ValueValidation),
             ("--null 10Q b", ErrorKind::ValueValidation),
             ("-f vmdk a b", ErrorKind::InvalidValue),

@@ -59,7 +59,7 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
 }
 
 /// The text is for people only.
-fn without_text(mut value: Value) -> Value {
+pub(crate) fn without_text(mut value: Value) -> Value {
     if let Value::Object(object) = &mut value {
         object.remove("text");
     }

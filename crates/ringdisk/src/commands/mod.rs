@@ -18,4 +18,5 @@ pub(crate) mod output;
 pub(crate) mod rebase;
 pub(crate) mod resize;
 pub(crate) mod snapshot;
+pub(crate) mod topology;
 pub(crate) mod umount;

@@ -11,12 +11,13 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ringdisk_disk::{Disk, Format};
-use ringdisk_fuse::kept::{is_over, no_rings};
+use ringdisk_fuse::kept::is_over;
 use ringdisk_fuse::mount::table::MountEntry;
 use ringdisk_fuse::mount::{Unmount, mountpoint, table, unmount};
+use ringdisk_ring::Topology;
 
 use crate::alive;
-use crate::cli::{MountArgs, MountPaths, TransportWord};
+use crate::cli::{MountArgs, MountPaths};
 use crate::commands::look;
 use crate::control::mount::MountControl;
 use crate::control::place;
@@ -29,7 +30,7 @@ use crate::new_image::{Described, NewImage, check_new_name};
 use crate::notify::Notify;
 use crate::pidfile::Pidfile;
 use crate::report::{Exit, Failure};
-use crate::serve::Served;
+use crate::serve::{self, Served};
 use crate::signals::{Actions, Phase, Watcher};
 use crate::terminal::{self, bold, shell_word};
 
@@ -61,10 +62,9 @@ fn run_child(path: &Path) -> Result<u8, Failure> {
 ///
 /// Errors: everything that can go wrong; see [`Exit`].
 pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
-    if args.keep_mount && args.transport == TransportWord::Uring {
-        let mut refused = Failure::from(no_rings());
-        refused.exit = Exit::Unsupported;
-        return Err(refused);
+    if args.keep_mount {
+        // Before a process is started that would find it out.
+        serve::check_keeps(args)?;
     }
     let is_kept = args.keep_mount && keep::is_child();
     let background = match args.daemonize {
@@ -92,6 +92,10 @@ fn serve(
 ) -> Result<u8, Failure> {
     let resumed = kept.as_ref().and_then(Kept::resumed);
     let new = if resumed.is_some() { None } else { new_image(args)? };
+    if resumed.is_none() {
+        // CPUs that cannot be used are told before anything is made.
+        serve::foresee(&args.placement, &Topology::read())?;
+    }
     limits::become_io_flusher();
     let made = Made::default();
     let watcher = match resumed {

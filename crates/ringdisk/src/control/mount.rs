@@ -13,7 +13,7 @@ use ringdisk_disk::{
     SnapshotChange,
 };
 use ringdisk_qcow2::Preallocation;
-use ringdisk_ring::Ring;
+use ringdisk_ring::{Ring, Topology};
 use serde_json::{Value, json};
 
 use crate::control::protocol::{
@@ -26,6 +26,7 @@ use crate::serve::Handle;
 use crate::size::SizeChange;
 use crate::stats::layer_json;
 use crate::terminal::visible;
+use crate::topology;
 
 /// A mount under control.
 pub(crate) struct MountControl {
@@ -230,6 +231,7 @@ impl Commands for MountControl {
     ) -> Result<Value, Refusal> {
         match Command::read(request)? {
             Command::Stats => Ok(self.stats()),
+            Command::Topology => Ok(topology::to_json(&Topology::read(), &self.handle.topology())),
             Command::Stop => {
                 self.cancel();
                 (self.stop)();

@@ -86,6 +86,7 @@ pub(crate) struct NewBacking {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Command {
     Stats,
+    Topology,
     Resize(Resize),
     Snapshot(Snapshot),
     Commit(Commit),
@@ -98,6 +99,7 @@ impl Command {
     fn parts(&self) -> (&'static str, Value) {
         match self {
             Command::Stats => ("stats", json!({})),
+            Command::Topology => ("topology", json!({})),
             Command::Resize(arguments) => ("resize", json!(arguments)),
             Command::Snapshot(arguments) => ("snapshot", json!(arguments)),
             Command::Commit(arguments) => ("commit", json!(arguments)),
@@ -126,6 +128,7 @@ impl Command {
         struct Nothing {}
         match request.execute.as_str() {
             "stats" => of::<Nothing>(request).map(|_| Command::Stats),
+            "topology" => of::<Nothing>(request).map(|_| Command::Topology),
             "resize" => of(request).map(Command::Resize),
             "snapshot" => of(request).map(Command::Snapshot),
             "commit" => of(request).map(Command::Commit),
@@ -134,7 +137,7 @@ impl Command {
             other => Err(Refusal {
                 class: "CommandNotFound",
                 ..Refusal::usage(format!(
-                    "no such command: '{}'; known: stats, resize, snapshot, commit, \
+                    "no such command: '{}'; known: stats, topology, resize, snapshot, commit, \
                      backing, stop",
                     other.escape_debug()
                 ))
@@ -289,6 +292,7 @@ mod tests {
         let snapshot = Snapshot { file: Some(String::from("/a\n\"b")), internal: None };
         for command in [
             Command::Stats,
+            Command::Topology,
             Command::Resize(resize),
             Command::Snapshot(snapshot),
             Command::Commit(Commit { top: None, base: Some(String::from("/b")) }),

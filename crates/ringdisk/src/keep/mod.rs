@@ -18,9 +18,9 @@ use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use ringdisk_fuse::export::THREADS_AUTO_MAX;
 use ringdisk_fuse::kept::{Keep, Parked};
 use ringdisk_fuse::mount::inherited;
+use ringdisk_fuse::placement::THREADS_AUTO_MAX_DEV;
 
 use crate::alive;
 use crate::cli::{MountArgs, Threads};
@@ -91,8 +91,8 @@ fn manager_keeps(args: &MountArgs) -> bool {
     if std::env::var_os("NOTIFY_SOCKET").is_none() {
         return false;
     }
-    let queues = match args.threads {
-        Threads::Auto => THREADS_AUTO_MAX,
+    let queues = match args.placement.threads {
+        Threads::Auto => THREADS_AUTO_MAX_DEV,
         Threads::Count(count) => usize::from(count),
     };
     let needed = queues + 2;

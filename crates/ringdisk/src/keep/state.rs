@@ -97,6 +97,7 @@ impl State {
                 max_pages: self.max_pages,
                 kernel_cache: self.kernel_cache,
                 over_io_uring: false,
+                passthrough: false,
             },
             negotiated: Negotiated {
                 minor: self.minor,

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 use ringdisk_disk::{Disk, ImageOptions};
-use ringdisk_fuse::export::{Export, ExportOptions, Threads};
+use ringdisk_fuse::{Export, ExportOptions, Threads};
 use ringdisk_qcow2::{CheckVerdict, ImageBytes, check_bytes};
 use ringdisk_testkit::fio::Verify;
 use ringdisk_testkit::layout::{Guest, Layout, Shape};

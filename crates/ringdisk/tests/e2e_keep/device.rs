@@ -4,7 +4,7 @@ use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
 use ringdisk_disk::{Disk, ImageOptions};
-use ringdisk_fuse::export::{Export, ExportOptions, Threads, Transport};
+use ringdisk_fuse::{Export, ExportOptions, Threads, Transport};
 use ringdisk_testkit::images::pattern;
 use ringdisk_testkit::limits::needs_root;
 use ringdisk_testkit::mount::scratch;

@@ -7,14 +7,15 @@ use crate::abi::uring::{COMMIT_ID, ENTRY_FLAGS, ENTRY_ZERO_COPY, OP_IN, PAYLOAD_
 use crate::abi::{InHeader, ReadIn, opcode};
 use crate::reply::ReplyBuf;
 use crate::uring::Plan;
-use crate::uring::pool::Pool;
+use crate::uring::pool::{Pool, PoolUses};
 use zerocopy::IntoBytes;
 
 const MIB: usize = 1 << 20;
 
 fn pool(zero_copy: bool) -> Arc<Pool> {
-    let plan = Plan::new(2, &[0, 1], &[0, 1], Some(2), MIB);
-    Arc::new(Pool::new(&plan, true, MIB, zero_copy).expect("few entries"))
+    let plan = Plan::of_cpus(2, 2, Some(2), MIB);
+    let uses = PoolUses { zero_copy, pinned: false };
+    Arc::new(Pool::new(&plan, true, MIB, uses).expect("few entries"))
 }
 
 /// The second entry of the second queue.

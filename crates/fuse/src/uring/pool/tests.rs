@@ -1,11 +1,11 @@
-use super::Pool;
+use super::{Pool, PoolUses};
 use crate::uring::Plan;
 
 const MIB: usize = 1 << 20;
+const ZERO_COPY: PoolUses = PoolUses { zero_copy: true, pinned: false };
 
 fn plan(cpus: usize, online: usize, depth: Option<usize>) -> Plan {
-    let online: Vec<usize> = (0..online).collect();
-    Plan::new(cpus, &online, &online, depth, MIB)
+    Plan::of_cpus(cpus, online, depth, MIB)
 }
 
 fn buffers(plan: &Plan, asked: bool) -> Vec<usize> {
@@ -35,7 +35,7 @@ fn a_cpu_that_is_offline_has_one_buffer() {
 #[test]
 fn regions_are_apart_and_a_buffer_outside_is_none() {
     let plan = plan(3, 2, Some(2));
-    let pool = Pool::new(&plan, true, MIB, true).expect("few entries");
+    let pool = Pool::new(&plan, true, MIB, ZERO_COPY).expect("few entries");
     let regions: Vec<(u64, u32)> = (0..3).map(|queue| pool.region(queue)).collect();
     let start = regions[0].0;
     let mib = MIB as u64;
@@ -54,7 +54,7 @@ fn regions_are_apart_and_a_buffer_outside_is_none() {
 #[test]
 fn more_entries_than_slots_have_no_zero_copy() {
     let plan = plan(64, 64, Some(256));
-    assert!(Pool::new(&plan, true, 4096, true).is_none());
-    assert!(Pool::new(&plan, true, 4096, false).is_some());
+    assert!(Pool::new(&plan, true, 4096, ZERO_COPY).is_none());
+    assert!(Pool::new(&plan, true, 4096, PoolUses::default()).is_some());
     assert_eq!(Pool::slot(0), 1);
 }

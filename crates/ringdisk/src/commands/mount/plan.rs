@@ -272,10 +272,10 @@ impl<'a> Plan<'a> {
         let args = self.args;
         Options {
             mountpoint: self.mountpoint.clone(),
-            transport: args.transport,
+            placement: args.placement.clone(),
             zero_copy: args.zero_copy,
-            threads: args.threads,
-            queue_depth: args.queue_depth,
+            passthrough: args.passthrough,
+            no_pools: args.no_pools,
             growable: args.growable,
             read_only: args.read_only || disk.is_read_only(),
             allow_other: args.allow_other,

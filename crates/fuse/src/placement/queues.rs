@@ -1,0 +1,144 @@
+//! Which thread serves which queue of the kernel, over io_uring.
+
+use std::cmp::Reverse;
+
+use ringdisk_ring::{CpuList, Topology};
+
+use super::{Numa, Placement, ThreadPlace, Wishes, are, name};
+
+/// One queue of the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct QueuePlace {
+    /// The CPU whose callers use it: its own number. `None`: the machine has no such CPU, and the kernel wants the queue all the same.
+    pub(crate) cpu: Option<usize>,
+    /// Requests may come: that CPU runs now.
+    pub(crate) is_online: bool,
+    /// Number of the thread that serves it.
+    pub(crate) thread: usize,
+}
+
+/// Adds the queues and what there is to say about them.
+///
+/// * `usable`: CPUs that threads could be bound to.
+pub(super) fn place(
+    topology: &Topology,
+    wishes: &Wishes,
+    usable: &CpuList,
+    placement: &mut Placement,
+) {
+    // The kernel counts the possible CPUs and numbers the queues from 0, however the CPUs are numbered.
+    let count = topology.possible.len().max(1);
+    placement.folded = topology.possible.filter(|cpu| cpu >= count);
+    placement.queues = queues(topology, wishes.numa, &placement.threads, count);
+    placement.remarks.extend(remarks(topology, wishes, usable, placement));
+    let threads = placement.threads.len();
+    if threads > count {
+        placement.warnings.push(format!(
+            "{threads} threads for {count} queues of the kernel: {} of them serve none",
+            threads - count
+        ));
+    }
+}
+
+fn queues(
+    topology: &Topology,
+    numa: Numa,
+    threads: &[ThreadPlace],
+    count: usize,
+) -> Vec<QueuePlace> {
+    let cpu = |number: usize| topology.possible.contains(number).then_some(number);
+    let is_online = |number: usize| cpu(number).is_some_and(|cpu| topology.online.contains(cpu));
+    let at_home = |number: usize| {
+        let own = |thread: &ThreadPlace| thread.cpus.only() == Some(number);
+        cpu(number).and_then(|_| threads.iter().position(own))
+    };
+    // Queues of each thread: those that are used, and all.
+    let mut loads = vec![(0, 0); threads.len()];
+    let mut homes: Vec<Option<usize>> = (0..count).map(at_home).collect();
+    for (number, thread) in homes.iter().enumerate() {
+        if let Some(thread) = thread {
+            add(&mut loads[*thread], is_online(number));
+        }
+    }
+    // Those that are used first, so that they are spread evenly.
+    let mut homeless: Vec<usize> = (0..count).filter(|number| homes[*number].is_none()).collect();
+    homeless.sort_by_key(|number| (Reverse(is_online(*number)), *number));
+    for number in homeless {
+        let distance = |thread: &ThreadPlace| match (numa, cpu(number)) {
+            (Numa::Auto, Some(cpu)) => match (topology.node_of(cpu), thread.node) {
+                (Some(from), Some(to)) => topology.distance(from, to),
+                (Some(_), None) => u32::MAX,
+                (None, _) => 0,
+            },
+            _ => 0,
+        };
+        let near = |index: &usize| (distance(&threads[*index]), loads[*index]);
+        // There is at least one thread.
+        let nearest = (0..threads.len()).min_by_key(near).unwrap_or(0);
+        add(&mut loads[nearest], is_online(number));
+        homes[number] = Some(nearest);
+    }
+    let queue = |(number, thread): (usize, &Option<usize>)| QueuePlace {
+        cpu: cpu(number),
+        is_online: is_online(number),
+        thread: thread.unwrap_or(0),
+    };
+    homes.iter().enumerate().map(queue).collect()
+}
+
+fn add(load: &mut (usize, usize), is_online: bool) {
+    load.0 += usize::from(is_online);
+    load.1 += 1;
+}
+
+/// One line for each group of CPUs that has no thread of its own for another reason than their number.
+fn remarks(
+    topology: &Topology,
+    wishes: &Wishes,
+    usable: &CpuList,
+    placement: &Placement,
+) -> Vec<String> {
+    let mut lines = Vec::new();
+    let outside = topology.online.filter(|cpu| !usable.contains(cpu));
+    if !outside.is_empty() {
+        let why = match wishes.cpus {
+            Some(_) => "left out by --cpus",
+            None => "outside the CPU mask of this process",
+        };
+        let (are, whose) = (are(&outside), whose(&outside));
+        lines.push(format!("{are} {why}: {whose} callers are served by threads on {usable}"));
+    }
+    let offline = topology.possible.filter(|cpu| !topology.online.contains(cpu));
+    if !offline.is_empty() {
+        let (possible, online) = (topology.possible.len(), topology.online.len());
+        let are = are(&offline);
+        lines.push(format!(
+            "{are} offline ({possible} possible, {online} online): queues are ready for their callers"
+        ));
+    }
+    if !placement.folded.is_empty() {
+        lines.push(format!(
+            "{} past the {} queues of the kernel: queue 0 takes their requests",
+            name(&placement.folded),
+            placement.queues.len()
+        ));
+    }
+    lines
+}
+
+fn whose(cpus: &CpuList) -> &'static str {
+    if cpus.len() == 1 { "its" } else { "their" }
+}
+
+/// For each queue thread the one beside it: the next on its own node, else the next.
+pub(super) fn beside(threads: &[ThreadPlace], numa: Numa) -> Vec<usize> {
+    let count = threads.len();
+    let next = |index: usize| {
+        let mut others = (1..count).map(|step| (index + step) % count);
+        let first = others.clone().next().unwrap_or(index);
+        let is_near =
+            |other: &usize| numa == Numa::Off || threads[*other].node == threads[index].node;
+        others.find(is_near).unwrap_or(first)
+    };
+    (0..count).map(next).collect()
+}

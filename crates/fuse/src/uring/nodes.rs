@@ -1,0 +1,72 @@
+//! The memory of queues and the nodes that it is on. Control path.
+
+use std::ops::Range;
+
+use ringdisk_ring::{Errno, SharedMemory};
+
+use super::memory;
+use super::rings::Rings;
+
+impl Rings {
+    /// Binds the memory of each queue to its node, before anything touches it: rings that register a pool take all of its pages.
+    ///
+    /// Errors: the last refusal; that memory comes from where it is touched.
+    pub(crate) fn bind_memory(&self) -> Result<(), Errno> {
+        let mut result = Ok(());
+        let mut bind = |queue: u16, memory: &SharedMemory, range: Range<usize>| {
+            if let Some(node) = self.plan.0[usize::from(queue)].node
+                && let Err(errno) = memory.prefer_node(range, node)
+            {
+                result = Err(errno);
+            }
+        };
+        for entry in &self.entries {
+            let [headers, payload] = entry.memory.parts();
+            // The headers belong to all entries of the queue.
+            if entry.number == 0 {
+                bind(entry.queue, headers, 0..headers.len());
+            }
+            if self.pool().is_none() {
+                bind(entry.queue, payload, 0..payload.len());
+            }
+        }
+        if let Some(pool) = self.pool() {
+            for (queue, region) in (0..).zip(&pool.regions) {
+                bind(queue, &pool.memory, region.clone());
+            }
+        }
+        result
+    }
+
+    /// Addresses and bytes of the memory of a thread's queues; each buffer for itself.
+    pub(crate) fn memory_of(&self, thread: usize) -> Vec<(usize, usize)> {
+        let is_own = |queue: usize| self.plan.0[queue].thread == thread;
+        let mut ranges = Vec::new();
+        for entry in self.entries.iter().filter(|entry| is_own(usize::from(entry.queue))) {
+            let [headers, payload] = entry.memory.parts();
+            ranges.extend((entry.number == 0).then(|| (headers.address(), headers.len())));
+            ranges.extend(self.pool().is_none().then(|| (payload.address(), payload.len())));
+        }
+        if let Some(pool) = self.pool() {
+            for (_, region) in pool.regions.iter().enumerate().filter(|(queue, _)| is_own(*queue)) {
+                let buffers = region.clone().step_by(pool.buffer_bytes);
+                ranges.extend(buffers.map(|at| (pool.memory.address() + at, pool.buffer_bytes)));
+            }
+        }
+        ranges
+    }
+
+    /// What the memory of all queues takes once every byte of it was used, bytes.
+    pub(crate) fn memory_bytes_max(&self, payload_bytes: usize) -> usize {
+        match self.pool() {
+            None => self.plan.memory_bytes_max(payload_bytes),
+            Some(pool) => {
+                let headers = |queue: &super::plan::QueuePlan| memory::header_bytes(queue.entries);
+                pool.memory.len() + self.plan.0.iter().map(headers).sum::<usize>()
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,96 @@
+//! The words that say where a mount is served: transport, threads, CPUs, nodes, depth.
+
+use clap::{Args, ValueEnum};
+use ringdisk_fuse::export::QUEUE_DEPTH_MAX;
+use ringdisk_fuse::placement::THREADS_MAX;
+use ringdisk_ring::CpuList;
+
+/// Options of `mount` that `topology` takes too.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct PlacementArgs {
+    /// How requests travel: over /dev/fuse (dev), in io_uring (uring), or the best that works
+    ///
+    /// uring needs Linux 6.14 or newer and, as root before the mount,
+    /// `echo Y > /sys/module/fuse/parameters/enable_uring`.
+    #[arg(
+        long,
+        value_name = "TRANSPORT",
+        value_enum,
+        default_value_t,
+        help_heading = "Serving options"
+    )]
+    pub(crate) transport: TransportWord,
+
+    /// Queue threads: a number, or auto
+    ///
+    /// auto is a thread for each CPU that may be used: up to 64 with uring, up to 4 with dev. With more than
+    /// one, each is bound to a CPU of its own.
+    #[arg(long, value_name = "N", default_value = "auto", value_parser = parse_threads,
+          help_heading = "Serving options")]
+    pub(crate) threads: Threads,
+
+    /// CPUs for the queue threads, such as 0-3,8 [default: all that the process may use]
+    ///
+    /// As the kernel and taskset write it: numbers and ranges; 10-14:2 is every second CPU of a range. CPUs that are
+    /// offline or not allowed here are left out with a warning.
+    #[arg(long, value_name = "LIST", help_heading = "Serving options")]
+    pub(crate) cpus: Option<CpuList>,
+
+    /// Serve callers, and keep buffers, on their NUMA node (auto), or do not look at nodes (off)
+    ///
+    /// Where requests come can be chosen with uring only. `ringdisk topology` shows what was done.
+    #[arg(
+        long,
+        value_name = "MODE",
+        value_enum,
+        default_value_t,
+        help_heading = "Serving options"
+    )]
+    pub(crate) numa: NumaWord,
+
+    /// Requests of each queue that run at once [default: 128; with uring up to 64, by memory]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(QUEUE_DEPTH_MAX)),
+          help_heading = "Serving options")]
+    pub(crate) queue_depth: Option<u32>,
+}
+
+/// How requests travel.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum TransportWord {
+    /// The best that works here
+    #[default]
+    Auto,
+    /// /dev/fuse
+    Dev,
+    /// FUSE over io_uring
+    Uring,
+}
+
+/// Whether nodes matter.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum NumaWord {
+    /// They do, where there are several
+    #[default]
+    Auto,
+    /// They do not
+    Off,
+}
+
+/// How many queue threads serve.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Threads {
+    /// As many as suit this machine.
+    Auto,
+    /// This many.
+    Count(u16),
+}
+
+fn parse_threads(text: &str) -> Result<Threads, String> {
+    if text == "auto" {
+        return Ok(Threads::Auto);
+    }
+    match text.parse() {
+        Ok(count) if (1..=THREADS_MAX).contains(&usize::from(count)) => Ok(Threads::Count(count)),
+        _ => Err(format!("write auto, or a number from 1 to {THREADS_MAX}")),
+    }
+}

@@ -1,0 +1,42 @@
+//! `ringdisk topology`: the machine, and where a mount is served on it.
+
+use std::path::Path;
+
+use ringdisk_ring::Topology;
+use serde_json::Value;
+
+use crate::cli::TopologyArgs;
+use crate::commands::ctl::without_text;
+use crate::commands::output::json;
+use crate::control::client::Client;
+use crate::control::protocol::Command;
+use crate::report::Failure;
+use crate::terminal::{Results, ended};
+use crate::{serve, topology};
+
+/// Prints it.
+///
+/// Errors: options that this machine cannot meet; there is no such mount, or its server does not answer.
+pub(crate) fn run(args: &TopologyArgs) -> Result<(), Failure> {
+    let value = match &args.mountpoint {
+        Some(mountpoint) => of_mount(mountpoint)?,
+        None => {
+            let machine = args.root.as_deref().map_or_else(Topology::read, Topology::read_under);
+            topology::to_json(&machine, &serve::foresee(&args.placement, &machine)?)
+        }
+    };
+    let mut out = Results::new();
+    if args.json {
+        ended(json(&mut out, &without_text(value)))?;
+    } else {
+        use std::io::Write as _;
+        let text = value.get("text").and_then(Value::as_str).unwrap_or_default();
+        ended(writeln!(out, "{text}"))?;
+    }
+    out.finish()
+}
+
+/// What the server of a mount says.
+fn of_mount(mountpoint: &Path) -> Result<Value, Failure> {
+    Client::connect(mountpoint)?.call(&Command::Topology, &ringdisk_disk::Progress::new())
+}

@@ -1,0 +1,164 @@
+//! `mount --passthrough`: the kernel reads and writes a raw image itself; everything else still comes to us.
+
+mod common;
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use common::tools::ringdisk;
+use common::{MIB, mount, open, refused, sample, serve, serve_raw};
+use ringdisk_testkit::images::{pattern, piece, raw};
+use ringdisk_testkit::limits::{is_root, needs, needs_root};
+use ringdisk_testkit::mount::{Mounted, scratch, text};
+
+const LEN: u64 = 4 * MIB;
+const BYTES: usize = 4 << 20;
+
+/// Whether the kernel has passthrough: asked by a mount of its own.
+fn has_passthrough() -> bool {
+    let (directory, image) = common::raw_image(4096, 1);
+    let mountpoint = directory.path().join("disk");
+    std::fs::write(&mountpoint, "").expect("a mountpoint");
+    let words =
+        ["mount", "--daemonize", "--passthrough", "-f", "raw", text(&image), text(&mountpoint)];
+    let ran = ringdisk(directory.path(), &words);
+    if ran.code == 0 {
+        ringdisk(directory.path(), &["umount", text(&mountpoint)]).ok();
+    } else {
+        assert!(ran.err.contains("Linux 6.9"), "{}", ran.err);
+    }
+    ran.code == 0
+}
+
+fn can() -> bool {
+    needs_root() && needs("FUSE passthrough", has_passthrough())
+}
+
+/// Reads and writes that came to us.
+fn counted(disk: &Mounted) -> (u64, u64) {
+    let stats = ringdisk(Path::new("/"), &["ctl", disk.text(), "stats", "--json"]).ok().json();
+    let total = &stats["total"];
+    (total["reads"].as_u64().expect("reads"), total["writes"].as_u64().expect("writes"))
+}
+
+#[test]
+fn reads_and_writes_do_not_come_to_us_and_are_right() {
+    if !can() {
+        return;
+    }
+    for transport in ["dev", "auto"] {
+        let disk = serve_raw(LEN, &["--passthrough", "--transport", transport]);
+        let file = open(disk.mounted.path());
+        let mut bytes = vec![0; BYTES];
+        file.read_exact_at(&mut bytes, 0).expect("read");
+        assert!(bytes == pattern(1, 0, BYTES));
+        file.write_all_at(&pattern(2, 777, 100_001), 777).expect("write");
+        file.sync_all().expect("flush");
+        assert_eq!(piece(disk.mounted.path(), 777, 100_001), pattern(2, 777, 100_001));
+        assert_eq!(piece(&disk.image, 777, 100_001), pattern(2, 777, 100_001));
+        assert_eq!(counted(&disk.mounted), (0, 0), "{transport}");
+        drop(file);
+        assert_eq!(disk.mounted.stop().code(), Some(0));
+    }
+}
+
+#[test]
+fn a_mapping_is_one_with_the_image() {
+    if !can() {
+        return;
+    }
+    let disk = serve_raw(LEN, &["--passthrough"]);
+    let file = open(disk.mounted.path());
+    common::mapping::Mapping::new(&file, 65536).write(100, b"through a mapping");
+    assert_eq!(piece(&disk.image, 100, 17), b"through a mapping");
+}
+
+#[test]
+fn a_file_that_became_longer_shows_its_length() {
+    if !can() {
+        return;
+    }
+    let disk = serve_raw(LEN, &["--passthrough"]);
+    let file = open(disk.mounted.path());
+    file.write_all_at(b"behind the end", LEN + 1000).expect("write");
+    std::thread::sleep(std::time::Duration::from_millis(1200));
+    assert_eq!(file.metadata().expect("stat").len(), LEN + 1014);
+    assert_eq!(std::fs::metadata(&disk.image).expect("stat").len(), LEN + 1014);
+    let status = ringdisk(Path::new("/"), &["ctl", disk.mounted.text(), "stats", "--json"]).ok();
+    assert_eq!(status.json()["size"], LEN + 1014);
+    // And the other way: from outside.
+    ringdisk(Path::new("/"), &["ctl", disk.mounted.text(), "resize", "8M"]).ok();
+    assert_eq!(std::fs::metadata(disk.mounted.path()).expect("stat").len(), 8 * MIB);
+}
+
+#[test]
+fn a_read_only_mount_stays_read_only() {
+    if !can() {
+        return;
+    }
+    let disk = serve_raw(LEN, &["--passthrough", "--read-only"]);
+    assert!(File::options().write(true).open(disk.mounted.path()).is_err());
+    assert_eq!(piece(disk.mounted.path(), 5, 100), pattern(1, 5, 100));
+}
+
+#[test]
+fn what_is_not_the_disk_as_it_is_cannot_be_passed_through() {
+    if !needs_root() {
+        return;
+    }
+    let (_directory, qcow2) = sample();
+    refused(&["--passthrough", text(&qcow2)], &["no passthrough", "not raw"]);
+    let directory = scratch();
+    let image = directory.path().join("disk.img");
+    raw(&image, LEN, 1);
+    let with = |words: &[&str], why: &str| {
+        let all = [words, &["--passthrough", text(&image)]].concat();
+        refused(&all, &["no passthrough", why]);
+    };
+    with(&[], "format was not given");
+    with(&["-f", "raw", "--offset", "4096"], "window");
+    with(&["-f", "raw", "--size", "1M"], "window");
+    with(&["-f", "raw", "--direct"], "--cache writeback");
+    with(&["-f", "raw", "--cache", "writethrough"], "--cache writeback");
+    with(&["-f", "raw", "--detect-zeroes", "on"], "zeroes");
+}
+
+#[test]
+fn an_image_on_a_fuse_mount_cannot_be_passed_through() {
+    if !can() {
+        return;
+    }
+    let lower = mount(&["--null", "4M", "--read-zeroes"]);
+    let directory = scratch();
+    let mountpoint = directory.path().join("disk");
+    std::fs::write(&mountpoint, "").expect("a mountpoint");
+    // A FUSE file counts as stacked only when it is passed through itself, so this one works or says why not.
+    let finished = common::try_mount(
+        &["--passthrough", "--daemonize", "-f", "raw", lower.text()],
+        &mountpoint,
+    );
+    match finished.code() {
+        Some(0) => {
+            assert_eq!(piece(&mountpoint, 4096, 512), [0; 512]);
+            ringdisk(directory.path(), &["umount", text(&mountpoint)]).ok();
+        }
+        _ => common::assert_refused(&finished, &["no passthrough"]),
+    }
+    let (_directory, image) = common::raw_image(LEN, 1);
+    let first = serve(&image, &["--passthrough", "-f", "raw"]);
+    let second = common::try_mount(
+        &["--passthrough", "-f", "raw", "-U", "--read-only", first.text()],
+        &mountpoint,
+    );
+    common::assert_refused(&second, &["no passthrough", "stacked"]);
+}
+
+#[test]
+fn it_is_for_root() {
+    if !is_root() {
+        return;
+    }
+    let ran = ringdisk(Path::new("/"), &["mount", "--passthrough", "--null", "1M", "x"]);
+    assert_eq!(ran.code, 2, "{}", ran.err);
+}

@@ -1,0 +1,140 @@
+# Boots the virtual machine, runs a job in it and says how it ended.
+# Sourced by tests/vm/run.
+#
+# Promises: QEMU and virtiofsd end with the run; a time limit ends everything; a boot that dies before the job begins is tried once more;
+# a complaint of the guest's kernel fails a run whose job succeeded.
+# shellcheck shell=bash disable=SC2154,SC2054 # variables of tests/vm/run and fetch.sh; words of QEMU have commas
+
+# Two nodes of two CPUs: sockets, because Linux objects to nodes within one socket.
+cpus=4
+node_mib=1536
+# More than any boot takes, also on a busy machine (about 10 s are usual).
+boot_limit_s=120
+# What of the kernel's log means that something went wrong. A soft lockup or RCU stall needs minutes here (see the command line): what
+# looks like one is not just a busy host.
+complaints='WARNING:|BUG:|Oops|Kernel panic|INFO: task .* blocked for more than|INFO: rcu|general protection fault|unable to handle|refcount_t:|possible recursive locking'
+
+qemu_pid='' virtiofsd_pid='' reader_pid=''
+
+# accelerator: emulation unless told otherwise. It shows the same on every host; and there are hosts whose /dev/kvm does not boot Linux.
+accelerator() { echo "${RINGDISK_VM_ACCEL:-tcg,thread=multi,tb-size=512}"; }
+
+# The initramfs: busybox, /init, and the two modules that the root file system takes.
+make_initramfs() {
+  local tree=$1/tree version each
+  version=$(cat "$kernel_dir/version")
+  mkdir -p "$tree"/{bin,dev,proc,sys,modules}
+  cp "$busybox" "$tree/bin/busybox" && cp "$here/guest/init" "$tree/init" || return
+  for each in drivers/block/virtio_blk fs/overlayfs/overlay; do
+    "$busybox" unxz -c "$kernel_dir/modules/lib/modules/$version/kernel/$each.ko.xz" >"$tree/modules/${each##*/}.ko" || return
+  done
+  (cd "$tree" && find . | "$busybox" cpio -o -H newc) >"$1/initramfs" 2>/dev/null
+}
+
+stop_processes() {
+  local each
+  for each in $qemu_pid $virtiofsd_pid; do
+    kill -9 "$each" 2>/dev/null
+    wait "$each" 2>/dev/null
+  done
+  # The reader has all of the output once QEMU is gone; where QEMU never opened the pipe it has to be ended.
+  if [ -n "$reader_pid" ]; then
+    for _ in {1..20}; do kill -0 "$reader_pid" 2>/dev/null || break; sleep 0.05; done
+    kill "$reader_pid" 2>/dev/null
+    wait "$reader_pid" 2>/dev/null
+  fi
+  qemu_pid='' virtiofsd_pid='' reader_pid=''
+}
+
+start_virtiofsd() {
+  local socket=$1/socket words
+  if "$virtiofsd" --help 2>&1 | grep -q -- --shared-dir; then
+    words=(--shared-dir / --sandbox chroot --cache always --socket-path "$socket")
+  else
+    words=(-f -o "source=/,sandbox=chroot,cache=always" --socket-path="$socket")
+  fi
+  rm -f "$socket"
+  "$virtiofsd" "${words[@]}" >"$1/virtiofsd.log" 2>&1 </dev/null &
+  virtiofsd_pid=$!
+  for _ in {1..100}; do
+    [ -S "$socket" ] && return
+    kill -0 "$virtiofsd_pid" 2>/dev/null || break
+    sleep 0.05
+  done
+  cat "$1/virtiofsd.log"
+  return 1
+}
+
+# start_qemu RUN: the machine. What its output port gets is copied to our standard output.
+start_qemu() {
+  local run=$1 console=(-device "virtserialport,chardev=out,name=out") append
+  # tsc=reliable: emulated CPUs share the host's clock, and Linux would fall back to a slow timer.
+  append="console=ttyS0 loglevel=5 panic=-1 tsc=reliable mitigations=off random.trust_cpu=on hung_task_timeout_secs=100"
+  append+=" watchdog_thresh=60 rcupdate.rcu_cpu_stall_timeout=120 rdinit=/init"
+  append+=" ringdisk.run=$run ringdisk.modules=$kernel_dir/modules ringdisk.writable=${writable:-}"
+  local words=(
+    -nodefaults -no-user-config -display none -no-reboot -machine q35,sata=off,smbus=off -cpu max,arch-capabilities=off -accel "$(accelerator)"
+    -smp "$cpus,sockets=2,cores=$((cpus / 2))" -m "$((2 * node_mib))M"
+    -object "memory-backend-memfd,id=m0,size=${node_mib}M,share=on" -object "memory-backend-memfd,id=m1,size=${node_mib}M,share=on"
+    -numa node,nodeid=0,cpus=0-1,memdev=m0 -numa node,nodeid=1,cpus=2-3,memdev=m1 -numa dist,src=0,dst=1,val=21
+    -kernel "$kernel_dir/vmlinuz" -initrd "$run/initramfs" -append "$append"
+    -chardev "file,id=console,path=$run/console" -serial chardev:console
+    -chardev "socket,id=host,path=$run/socket" -device vhost-user-fs-pci,chardev=host,tag=host,queue-size=1024
+    -drive "file=$run/disk,format=raw,if=none,id=disk,cache=unsafe,discard=unmap" -device virtio-blk-pci,drive=disk
+    -chardev "file,id=status,path=$run/status" -chardev "file,id=out,path=$run/out"
+    -device virtio-serial-pci -device virtserialport,chardev=status,name=status "${console[@]}" )
+  # A named pipe, since our standard output may be something that cannot be opened by a path (a socket).
+  rm -f "$run/out" && mkfifo "$run/out" || return
+  cat "$run/out" &
+  reader_pid=$!
+  "$qemu" "${words[@]}" </dev/null >/dev/null 2>"$run/qemu.log" &
+  qemu_pid=$!
+}
+
+# boot RUN LIMIT_S: one boot. 0: the job ended (its exit status is in $job_code); 1: it began and did not end; 2: it never began.
+boot() {
+  local run=$1 limit_s=$2 begin=$SECONDS
+  job_code=
+  : >"$run/status"
+  : >"$run/console"
+  rm -f "$run/disk"
+  truncate -s 16G "$run/disk" && PATH=$PATH:/sbin:/usr/sbin mkfs.ext4 -q -F -E nodiscard -O ^has_journal "$run/disk" || return 2
+  start_virtiofsd "$run" || return 2
+  start_qemu "$run"
+  while kill -0 "$qemu_pid" 2>/dev/null; do
+    if ! grep -q started "$run/status" && [ $((SECONDS - begin)) -gt $boot_limit_s ]; then
+      echo "vm: not booted within $boot_limit_s s" >&2; break
+    fi
+    if [ $((SECONDS - begin)) -gt "$limit_s" ]; then
+      echo "vm: the job did not end within $limit_s s" >&2; break
+    fi
+    sleep 0.2
+  done
+  stop_processes
+  job_code=$(awk '$1 == "exit" {print $2}' "$run/status")
+  [ -n "$job_code" ] && return 0
+  grep -q started "$run/status" && return 1
+  return 2
+}
+
+# machine RUN LIMIT_S: runs $run/job. The exit status is the job's; 125 when the machine failed, 126 when its kernel complained.
+machine() {
+  local run=$1 limit_s=$2 attempt code
+  cp "$here/guest/start" "$run/start"
+  make_initramfs "$run" || { echo "vm: no initramfs" >&2; return 125; }
+  for attempt in 1 2; do
+    boot "$run" "$limit_s"
+    code=$?
+    [ $code -ne 2 ] && break
+    echo "vm: the machine died before the job began (attempt $attempt); the end of its console:" >&2
+    tail -n 15 "$run/console" "$run/qemu.log" >&2
+  done
+  if grep -aqE "$complaints" "$run/console"; then
+    echo "vm: the guest's kernel complained:" >&2
+    grep -aE -A 40 "$complaints" "$run/console" | head -n 120 >&2
+    return 126
+  fi
+  [ $code -eq 0 ] && return "$job_code"
+  [ $code -eq 1 ] && { echo "vm: the job began and did not end; the end of the console:" >&2; tail -n 30 "$run/console" >&2; }
+  return 125
+}

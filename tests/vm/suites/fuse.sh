@@ -1,0 +1,82 @@
+# Suite "fuse": the project's own end-to-end tests of served files, built here, run there; on /dev/fuse and over io_uring.
+# Sourced by tests/vm/run.
+# shellcheck shell=bash disable=SC2154 # variables of tests/vm/run
+
+# The tests, each with the transports it runs on. What takes the transport from RINGDISK_TEST_TRANSPORT runs once for each; the tests
+# of the fuse crate, and those of io_uring, name theirs themselves. "full" ones run with RINGDISK_FULL=1 or when a filter asks.
+fuse_tests() {
+  cat <<'LIST'
+kernel_orders  own
+uring          own
+mounts         own
+semantics      own
+handover       own
+leaks          own
+e2e_numa       uring
+e2e_uring      uring
+e2e_client_memory own
+e2e_passthrough   own
+e2e_numa       own
+e2e_placement  own
+e2e_hotplug    own
+e2e_semantics  dev,uring
+e2e_coherence  uring
+e2e_bytes      uring
+e2e_verify     uring
+e2e_bytes      zero-copy  full
+e2e_crash      zero-copy  full
+e2e_verify     zero-copy  full
+e2e_semantics  zero-copy  full
+depth          own        full
+faults         own        full
+hot_path       own        full
+e2e_coherence  dev        full
+e2e_lifecycle  dev,uring  full
+e2e_storage    dev,uring  full
+e2e_bytes      dev        full
+e2e_verify     dev        full
+e2e_broken     dev,uring  full
+e2e_user       dev,uring  full
+e2e_ctl        dev,uring  full
+e2e_crash      dev        full
+LIST
+}
+
+# Tests that are left out there without RINGDISK_FULL=1, each with the reason.
+fuse_skipped() {
+  [ -n "${RINGDISK_FULL:-}" ] || cat <<'LIST'
+e2e_lifecycle two_hundred_mounts_leave_nothing_behind         # 3 minutes when emulated; leaks.rs and mounts.rs mount as often
+e2e_uring a_hundred_mounts_leave_nothing_behind               # 1 minute; the same
+e2e_bytes all_cluster_sizes_versions_and_refcount_widths      # 1 minute of qemu-img; no kernel is different about it
+e2e_verify ext4_lives_on_a_loop_device_over_a_served_disk     # 1 minute; xfs does the same in a fifth of it
+e2e_verify mappings_read_back_what_they_wrote                 # 1 minute; e2e_coherence has mappings
+LIST
+}
+
+# Builds the tests: prints name, directory of the package and program of each.
+fuse_programs() {
+  # The whole workspace, as `./test` builds it: other sets of packages would be other builds.
+  cargo test --no-run --manifest-path "$project/Cargo.toml" --workspace --message-format=json >"$run/cargo" || return
+  sed -n 's/.*"reason":"compiler-artifact".*"manifest_path":"\([^"]*\)\/Cargo.toml".*"kind":\["test"\].*"name":"\([^"]*\)","src_path".*"executable":"\([^"]*\)".*/\2 \1 \3/p' \
+    "$run/cargo"
+}
+
+# suite_job FILTER…: prints the job that runs them.
+suite_job() {
+  local programs name transports size directory program transport words each
+  programs=$(fuse_programs) || return
+  cat "$here/suites/fuse.job"
+  while read -r name transports size; do
+    [ -n "$size" ] && [ -z "${RINGDISK_FULL:-}" ] && [ $# -eq 0 ] && continue
+    read -r directory program <<<"$(awk -v name="$name" '$1 == name {print $2, $3}' <<<"$programs")"
+    [ -n "$program" ] || { echo "vm: there is no test $name (tests/vm/suites/fuse.sh)" >&2; return 1; }
+    words=("$@")
+    while read -r each; do words+=(--skip "$each"); done < <(fuse_skipped | awk -v name="$name" '$1 == name {print $2}')
+    for transport in ${transports//,/ }; do
+      printf 'tests %q %q %q %q' "$name" "$transport" "$directory" "$program"
+      [ ${#words[@]} -eq 0 ] || printf ' %q' "${words[@]}"
+      echo
+    done
+  done < <(fuse_tests)
+  echo 'summary'
+}
