@@ -457,6 +457,8 @@ impl Export {
             }
         });
         let mountpoint = mount.mountpoint().to_owned();
+        // Until now a mount that another process has made stays when this start fails: somebody keeps it, and the next one may do better.
+        let mount = mount.take_over();
         topology.ring_mode =
             rings.as_ref().filter(|_| transport == Transport::Uring).map(|r| r.mode());
         let keeper = Keeper {
@@ -483,8 +485,10 @@ impl Export {
             let _ = keeper.join();
             return give_up(why);
         }
-        // The kernel learns the size only when it is asked for; until then asynchronous reads find an empty file.
-        if resume.is_none() && !answers(&mountpoint) && transport == Transport::Uring {
+        // Whether rings answer is not known otherwise. Over /dev/fuse nobody asks: a process that is killed while a thread of its own waits for
+        // the answer never ends, since the memory of that thread keeps the ring, which keeps the connection. (The size, without which
+        // asynchronous reads find an empty file, the kernel asks for at each first open: `default_permissions`.)
+        if transport == Transport::Uring && !answers(&mountpoint) {
             events.send(Event::Discard);
             let _ = keeper.join();
             return give_up(String::from("the rings of this mount do not answer"));

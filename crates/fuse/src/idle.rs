@@ -119,3 +119,26 @@ pub(crate) async fn give_back(queue: Rc<Queue>) {
         queue.memory.release();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_given_back_is_cold_until_it_is_taken_again() {
+        let memory = IdleMemory::new(2);
+        for entry in 0..2 {
+            memory.enter(entry, Some(IoBuf::new(1 << 20, 4096)));
+            assert!(memory.take_cold(entry), "never touched");
+            assert!(!memory.take_cold(entry), "taken");
+        }
+        memory.set_idle(0, true);
+        memory.release();
+        assert_eq!(
+            (memory.take_cold(0), memory.take_cold(1)),
+            (true, false),
+            "only an idle one is"
+        );
+        assert!(!memory.take_cold(0));
+    }
+}

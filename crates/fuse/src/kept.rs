@@ -214,7 +214,7 @@ fn no_rings() -> Error {
     .hint("use `--transport dev`, or `auto`, which takes it with --keep-mount; or leave --keep-mount away: after a crash the next mount replaces the dead one")
 }
 
-/// Takes the mount of a process that is gone.
+/// Takes the mount of a process that is gone; not yet responsible for it.
 pub(crate) fn adopt(parked: &Parked) -> Result<Mount, Error> {
     let device = duplicate(parked.devices.first())?;
     Ok(Mount::adopt(device, parked.terms.mountpoint.clone(), parked.terms.connection))

@@ -8,6 +8,7 @@
 #![forbid(unsafe_code)]
 
 mod alive;
+mod before;
 mod cli;
 mod commands;
 mod control;

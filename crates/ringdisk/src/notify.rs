@@ -73,7 +73,13 @@ impl Notify {
 
     /// The descriptors of this name are kept no longer.
     pub(crate) fn unstore(&self, name: &str) {
-        self.send(&format!("FDSTOREREMOVE=1\nFDNAME={name}"));
+        // Not lost in a full queue: what stays behind would be taken for a mount by the next process.
+        let told = self.deliver(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), &[]);
+        if let Err(error) = told.as_ref()
+            && self.target.is_some()
+        {
+            tracing::debug!("the service manager was not told to forget '{name}': {error}");
+        }
     }
 
     /// Waits until all that was sent has been dealt with.

@@ -12,11 +12,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use ringdisk_disk::{Disk, Format};
 use ringdisk_fuse::kept::is_over;
+use ringdisk_fuse::mount::table;
 use ringdisk_fuse::mount::table::MountEntry;
-use ringdisk_fuse::mount::{Unmount, mountpoint, table, unmount};
 use ringdisk_ring::Topology;
 
 use crate::alive;
+use crate::before::Before;
 use crate::cli::{MountArgs, MountPaths};
 use crate::commands::look;
 use crate::control::mount::MountControl;
@@ -40,22 +41,8 @@ use plan::Plan;
 ///
 /// Errors: as [`daemonize::run_child`].
 fn run_child(path: &Path) -> Result<u8, Failure> {
-    let is_mounted = || {
-        let at = mountpoint::resolve(path).and_then(|path| table::at(&path));
-        at.is_ok_and(|entry| entry.is_some())
-    };
-    let (was_there, was_mounted) = (path.symlink_metadata().is_ok(), is_mounted());
-    let result = daemonize::run_child();
-    if result.is_err() && !was_mounted {
-        if is_mounted() {
-            let _ = unmount(path, Unmount::Lazy);
-        }
-        let is_empty = path.symlink_metadata().is_ok_and(|file| file.is_file() && file.len() == 0);
-        if !was_there && is_empty {
-            let _ = fs::remove_file(path);
-        }
-    }
-    result
+    let before = Before::of(path);
+    daemonize::run_child().inspect_err(|_| before.restore())
 }
 
 /// Serves until the end. Gives the exit code.
@@ -75,7 +62,7 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
     };
     let kept = match args.keep_mount.then(|| keep::role(args)).transpose()? {
         None => None,
-        Some(Role::Holds) => return keep::holder::run(args, background),
+        Some(Role::Holds) => return keep::holder::run(args, &paths.mountpoint, background),
         Some(Role::Serves(kept)) => Some(kept),
     };
     serve(args, paths, background, kept)
@@ -102,8 +89,12 @@ fn serve(
         Some(_) => watch_resumed()?,
         None => watch_start(&made)?,
     };
+    if let Some(kept) = &kept {
+        kept.listens();
+    }
+    // Until this process has taken it over, a mount that was kept stays as it is, with the file below it.
     let mut plan = match &resumed {
-        Some((state, _)) => Plan::resumed(args, paths, state, &made)?,
+        Some((state, _)) => Plan::resumed(args, paths, state)?,
         None => Plan::new(args, paths)?,
     };
     if kept.as_ref().is_some_and(Kept::has_holder) {
@@ -115,7 +106,9 @@ fn serve(
     }
     // The thread that takes signals knows what was made too, so it does not go by itself.
     let opened = match &resumed {
-        Some((_, parked)) if is_over(parked) => return Ok(unmounted_meanwhile(kept.as_mut())),
+        Some((state, parked)) if is_over(parked) => {
+            return Ok(unmounted_meanwhile(kept.as_mut(), &made, state));
+        }
         Some(_) => plan.open_when_free(&watcher),
         None => plan.open_disk(&made, new.as_ref()),
     };
@@ -123,7 +116,8 @@ fn serve(
     if let Some(reason) = disk.protection_reason() {
         terminal::note(reason);
     }
-    if watcher.enter(Phase::Mounting).is_some() {
+    // A mount that is there goes on, and ends cleanly then.
+    if watcher.enter(Phase::Mounting).is_some() && resumed.is_none() {
         return Ok(Exit::General.code());
     }
     let alive = match kept.as_mut().filter(|_| resumed.is_some()) {
@@ -136,11 +130,17 @@ fn serve(
     let mut options = plan.options(&disk);
     options.keep = kept.as_ref().map(Kept::keep).transpose()?;
     let mut served = match Served::start(Arc::clone(&disk), options) {
-        Err(_) if resumed.as_ref().is_some_and(|(_, parked)| is_over(parked)) => {
-            return Ok(unmounted_meanwhile(kept.as_mut()));
-        }
-        started => started?,
+        Err(failure) => match &resumed {
+            Some((state, parked)) if is_over(parked) => {
+                return Ok(unmounted_meanwhile(kept.as_mut(), &made, state));
+            }
+            _ => return Err(failure),
+        },
+        Ok(served) => served,
     };
+    if let Some((state, _)) = &resumed {
+        made.adopt(&plan.mountpoint, state.made);
+    }
     for note in served.notes() {
         terminal::warn(note);
     }
@@ -151,6 +151,7 @@ fn serve(
         if let Err(failure) = park(kept, &mut served, &made, &disk, alive.as_ref(), created) {
             served.handle().stop();
             let _ = served.wait(&disk);
+            kept.forget(alive.as_ref());
             return Err(failure);
         }
     }
@@ -266,7 +267,8 @@ fn park(
     });
     match served.take_parked() {
         Some(parked) if kept.resumed().is_none() => {
-            let state = State::new(&parked.terms, made.mountpoint_id(), created);
+            let devices = parked.devices.len();
+            let state = State::new(&parked.terms, devices, made.mountpoint_id(), created);
             kept.park(&parked, state, alive)
         }
         _ => Ok(()),
@@ -274,8 +276,9 @@ fn park(
 }
 
 /// The mount was taken away while nobody served it: a clean end.
-fn unmounted_meanwhile(kept: Option<&mut Kept>) -> u8 {
+fn unmounted_meanwhile(kept: Option<&mut Kept>, made: &Made, state: &State) -> u8 {
     terminal::note("the mount was removed while no process served it");
+    made.adopt(&state.terms().mountpoint, state.made);
     if let Some(kept) = kept {
         kept.notify.stopping("unmounted");
         let alive = kept.take_alive();

@@ -1,9 +1,9 @@
 //! The small parent that keeps a mount.
 //!
 //! Promises: it opens no image, makes no ring and touches no request: it holds descriptors, starts the process that serves, passes
-//! signals on to it, and sleeps. When that one is killed or panics it starts another, up to 5 times in 10 s; after that, and when the
-//! next one cannot start, it ends the mount, so that clients get errors and nobody hangs. It ends with the code of the process that
-//! served, or with 7 when it gave up.
+//! signals on to it, and sleeps. When that one is killed or panics it starts another, up to 5 times in 10 s of serving (so that one that
+//! dies before it serves cannot go on dying for ever, however slowly); after that, and when the next one cannot start, it ends the mount,
+//! so that clients get errors and nobody hangs. It ends with the code of the process that served, or with 7 when it gave up.
 //!
 //! One thread.
 
@@ -13,14 +13,15 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ExitStatus};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use ringdisk_fuse::kept::{Parked, is_over};
 use ringdisk_fuse::mount::{Mount, Unmount};
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::{flag, low_level::pipe};
@@ -28,6 +29,7 @@ use signal_hook::{flag, low_level::pipe};
 use super::link::{self, Received};
 use super::{ALIVE, STATE, StateFile};
 use crate::alive;
+use crate::before::Before;
 use crate::cli::MountArgs;
 use crate::daemonize::Background;
 use crate::limits;
@@ -38,9 +40,11 @@ use crate::report::{Exit, Failure};
 use crate::signals::is_ignored;
 use crate::terminal;
 
-/// So many new processes within [`WINDOW`]; then the mount is given up.
+/// So many new processes within [`WINDOW`] of serving; then the mount is given up.
 const RESTARTS_MAX: usize = 5;
 const WINDOW: Duration = Duration::from_secs(10);
+/// How long a new process may take until it takes signals. One that comes earlier would kill it instead of stopping it.
+const LISTENS: Duration = Duration::from_secs(2);
 /// What a Rust program ends with after a panic of its main thread.
 const PANICKED: i32 = 101;
 
@@ -97,8 +101,16 @@ struct Holder {
     pidfile: Option<Pidfile>,
     background: Option<Background>,
     is_ready: bool,
+    /// A stop was asked for.
     is_stopping: bool,
-    restarts: VecDeque<Instant>,
+    /// The present process has said that it stops.
+    stops: bool,
+    /// Since when the present process serves.
+    serves_since: Option<Instant>,
+    /// For how long those before it have served.
+    served: Duration,
+    /// [`Holder::served`] at each new start.
+    restarts: VecDeque<Duration>,
 }
 
 /// What follows from the end of the serving process.
@@ -115,7 +127,11 @@ enum Next {
 /// Keeps a mount until its end. Gives the exit code.
 ///
 /// Errors: the serving process cannot be started; it died too often.
-pub(crate) fn run(args: &MountArgs, background: Option<Background>) -> Result<u8, Failure> {
+pub(crate) fn run(
+    args: &MountArgs,
+    mountpoint: &Path,
+    background: Option<Background>,
+) -> Result<u8, Failure> {
     let cannot = |error: &io::Error| Failure::system("cannot keep a mount", error, Exit::General);
     // Starting a process takes memory, and must not wait for memory that is written to this very mount.
     limits::become_io_flusher();
@@ -134,14 +150,18 @@ pub(crate) fn run(args: &MountArgs, background: Option<Background>) -> Result<u8
         background,
         is_ready: false,
         is_stopping: false,
+        stops: false,
+        serves_since: None,
+        served: Duration::ZERO,
         restarts: VecDeque::new(),
     };
+    let before = Before::of(mountpoint);
     loop {
         let started = link::spawn(&directory, &holder.parked);
         let (socket, mut child) = match started {
             Ok(started) => started,
             Err(error) => {
-                holder.end_mount();
+                holder.end_mount(false);
                 return Err(cannot(&error).hint("/proc must be mounted for --keep-mount"));
             }
         };
@@ -150,10 +170,12 @@ pub(crate) fn run(args: &MountArgs, background: Option<Background>) -> Result<u8
             Err(failure) => {
                 let _ = child.kill();
                 let _ = child.wait();
-                holder.end_mount();
+                holder.end_mount(false);
                 return Err(failure);
             }
         };
+        // A process that served and ended by itself has taken its mount away.
+        let has_served = holder.serves_since.is_some();
         match holder.next(status) {
             Next::Again => {
                 let how = how(status);
@@ -163,13 +185,17 @@ pub(crate) fn run(args: &MountArgs, background: Option<Background>) -> Result<u8
                 holder.manager.status(&format!("the serving process {how}; starting another"));
             }
             Next::End(code) => {
-                holder.end_mount();
+                holder.end_mount(has_served);
                 return Ok(code);
             }
             Next::GiveUp => {
                 let what = holder.why(status);
                 holder.manager.stopping(&what);
-                holder.end_mount();
+                let was_ready = holder.is_ready;
+                holder.end_mount(false);
+                if !was_ready {
+                    before.restore();
+                }
                 return Err(Failure::new(Exit::Halted, what)
                     .hint("look at what it said before it died, then mount the image again"));
             }
@@ -193,8 +219,13 @@ impl Holder {
     fn attend(&mut self, socket: &OwnedFd, child: &mut Child) -> Result<ExitStatus, Failure> {
         let pid = Pid::from_child(child);
         let mut is_open = true;
+        let begun = Instant::now();
+        // The first thing that it says, it says when it takes signals.
+        let mut listens = false;
+        let mut to_pass_on = Vec::new();
+        self.stops = false;
         if self.is_stopping {
-            let _ = kill_process(pid, Signal::TERM);
+            to_pass_on.push(Signal::TERM);
         }
         loop {
             {
@@ -202,20 +233,33 @@ impl Holder {
                 if is_open {
                     wanted.push(PollFd::new(socket, PollFlags::IN));
                 }
+                let limit = Timespec::try_from(LISTENS.saturating_sub(begun.elapsed())).ok();
                 // Interrupted by a signal: that is what it waits for.
-                let _ = poll(&mut wanted, None);
+                let _ = poll(&mut wanted, limit.filter(|_| !to_pass_on.is_empty()).as_ref());
             }
             for (signal, stops) in self.signals.take() {
                 self.is_stopping |= stops;
-                let _ = kill_process(pid, signal);
+                to_pass_on.push(signal);
             }
             // Before its words are read: nothing is said after the end.
             let ended = child.try_wait();
             while is_open {
                 match link::receive(socket.as_fd()) {
-                    Ok(Received::Message(text, descriptors)) => self.hear(&text, descriptors)?,
+                    Ok(Received::Message(text, descriptors)) => {
+                        listens = true;
+                        self.hear(&text, descriptors)?;
+                    }
                     Ok(Received::Nothing) => break,
-                    Ok(Received::End) | Err(_) => is_open = false,
+                    Ok(Received::End) => is_open = false,
+                    Err(error) => {
+                        let doing = "what the serving process says";
+                        return Err(Failure::system(doing, &error, Exit::General));
+                    }
+                }
+            }
+            if listens || begun.elapsed() >= LISTENS {
+                for signal in to_pass_on.drain(..).filter(|_| matches!(ended, Ok(None))) {
+                    let _ = kill_process(pid, signal);
                 }
             }
             match ended {
@@ -242,6 +286,7 @@ impl Holder {
         } else if value("READY").is_some() {
             self.ready(status)?;
         } else if value("STOPPING").is_some() {
+            self.stops = true;
             self.manager.stopping(status);
         } else if !status.is_empty() {
             self.manager.status(status);
@@ -252,6 +297,7 @@ impl Holder {
 
     /// The mount answers.
     fn ready(&mut self, status: &str) -> Result<(), Failure> {
+        self.serves_since.get_or_insert_with(Instant::now);
         if self.is_ready {
             self.manager.status(status);
             return Ok(());
@@ -267,16 +313,17 @@ impl Holder {
 
     /// What follows.
     fn next(&mut self, status: ExitStatus) -> Next {
+        self.served += self.serves_since.take().map_or(Duration::ZERO, |since| since.elapsed());
         let died = status.signal().is_some() || status.code() == Some(PANICKED);
         match status.code().map(u8::try_from) {
             Some(Ok(code)) if !died => return Next::End(code),
-            _ if !self.is_ready || self.is_stopping || self.parked.is_empty() => {
+            _ if !self.is_ready || self.stops || self.parked.is_empty() => {
                 return Next::GiveUp;
             }
             _ => {}
         }
-        let now = Instant::now();
-        while self.restarts.front().is_some_and(|first| now.duration_since(*first) > WINDOW) {
+        let now = self.served;
+        while self.restarts.front().is_some_and(|first| now.saturating_sub(*first) > WINDOW) {
             self.restarts.pop_front();
         }
         if self.restarts.len() >= RESTARTS_MAX {
@@ -291,21 +338,23 @@ impl Holder {
         let how = how(status);
         if !self.is_ready {
             format!("the serving process {how} before the mount was ready")
-        } else if self.is_stopping {
+        } else if self.stops {
             format!(
                 "the serving process {how} while it was stopping; requests in flight ended with errors"
             )
         } else {
             let seconds = WINDOW.as_secs();
             format!(
-                "the serving process {how}, and {RESTARTS_MAX} others before it within {seconds} s: the mount is given up, and its \
+                "the serving process {how}, and {RESTARTS_MAX} others before it within {seconds} s of serving: the mount is given up, and its \
                  clients get errors"
             )
         }
     }
 
     /// Takes the mount away if it is still there: its clients get errors. Then everything that was kept goes.
-    fn end_mount(&mut self) {
+    ///
+    /// * `is_removed`: the serving process has done so; its place and its number may be those of another mount by now.
+    fn end_mount(&mut self, is_removed: bool) {
         let parked = std::mem::take(&mut self.parked);
         let (mut state, mut alive, mut devices) = (None, None, Vec::new());
         for (name, descriptor) in parked {
@@ -317,15 +366,19 @@ impl Holder {
         }
         let state =
             state.and_then(|state| StateFile::open(state).ok()).and_then(|file| file.state());
-        if let (Some(state), Some(device)) = (state, devices.pop()) {
-            let terms = state.terms();
-            let mut mount = Mount::adopt(device, terms.mountpoint.clone(), terms.connection);
+        let parked = state.map(|state| (state.made, Parked { terms: state.terms(), devices }));
+        if let Some((made, Parked { terms, mut devices })) =
+            parked.filter(|(_, parked)| !(is_removed && is_over(parked)))
+            && let Some(device) = devices.pop()
+        {
+            let mount = Mount::adopt(device, terms.mountpoint.clone(), terms.connection);
+            let mut mount = mount.take_over();
             if let Err(error) = mount.unmount(Unmount::Force) {
                 tracing::warn!("{error}");
             }
             drop(devices);
             drop(mount);
-            drop(state.made.map(|id| MadeFile::adopt(&terms.mountpoint, id)));
+            drop(made.map(|id| MadeFile::adopt(&terms.mountpoint, id)));
         }
         if let Some(alive) = alive {
             alive::release(&alive);
@@ -348,6 +401,9 @@ mod tests {
             background: None,
             is_ready: true,
             is_stopping: false,
+            stops: false,
+            serves_since: Some(Instant::now()),
+            served: Duration::ZERO,
             restarts: VecDeque::new(),
         }
     }
@@ -367,7 +423,7 @@ mod tests {
 
     #[test]
     fn nobody_is_replaced_before_the_mount_is_ready_or_after_a_stop() {
-        let stopping = Holder { is_stopping: true, ..holder() };
+        let stopping = Holder { stops: true, ..holder() };
         let starting = Holder { is_ready: false, ..holder() };
         for mut holder in [stopping, starting] {
             assert_eq!(holder.next(ExitStatus::from_raw(KILLED)), Next::GiveUp);
@@ -380,9 +436,20 @@ mod tests {
         let next = |holder: &mut Holder| holder.next(ExitStatus::from_raw(KILLED));
         assert!((0..RESTARTS_MAX).all(|_| next(&mut holder) == Next::Again));
         assert_eq!(next(&mut holder), Next::GiveUp);
-        let long_ago = Instant::now() - WINDOW - Duration::from_millis(1);
-        holder.restarts.iter_mut().for_each(|at| *at = long_ago);
+        holder.serves_since = Instant::now().checked_sub(WINDOW + Duration::from_millis(1));
         assert_eq!(next(&mut holder), Next::Again);
+    }
+
+    #[test]
+    fn time_in_which_nobody_serves_does_not_count() {
+        let mut holder = holder();
+        let mut next = || {
+            std::thread::sleep(Duration::from_millis(2));
+            holder.serves_since = None;
+            holder.next(ExitStatus::from_raw(KILLED))
+        };
+        assert!((0..RESTARTS_MAX).all(|_| next() == Next::Again));
+        assert_eq!((next(), holder.served), (Next::GiveUp, Duration::ZERO));
     }
 
     #[test]

@@ -16,8 +16,9 @@ use std::process::{Child, Command, Stdio};
 use rustix::fs::{FileType, fstat};
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg, sendmsg, socketpair,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
+    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg,
+    sendmsg, socketpair,
 };
 
 use crate::notify::Notify;
@@ -47,9 +48,17 @@ pub(crate) enum Received {
 /// Whether this process was started to serve a mount that its parent keeps.
 pub(crate) fn is_child() -> bool {
     let parent = std::os::unix::process::parent_id();
-    std::env::var(MARK).is_ok_and(|pid| pid.parse() == Ok(parent))
-        && fstat(rustix::stdio::stdin())
-            .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Socket)
+    std::env::var(MARK).is_ok_and(|pid| pid.parse() == Ok(parent)) && has_socket()
+}
+
+/// Whether it was started so, and its parent is gone already.
+pub(crate) fn is_orphan() -> bool {
+    std::env::var_os(MARK).is_some() && has_socket() && !is_child()
+}
+
+fn has_socket() -> bool {
+    fstat(rustix::stdio::stdin())
+        .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Socket)
 }
 
 /// Starts the program anew, with our own arguments, to serve. Gives our end of the socket, which does not block.
@@ -134,7 +143,7 @@ pub(crate) fn send(
 
 /// Receives one message.
 ///
-/// Errors: those of recvmsg(2), but for a socket that does not block and has nothing.
+/// Errors: EMFILE when descriptors were lost; those of recvmsg(2), but for a socket that does not block and has nothing.
 pub(crate) fn receive(socket: BorrowedFd<'_>) -> io::Result<Received> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
     let mut bytes = vec![0; MESSAGE_BYTES_MAX];
@@ -142,6 +151,10 @@ pub(crate) fn receive(socket: BorrowedFd<'_>) -> io::Result<Received> {
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let mut pieces = [IoSliceMut::new(&mut bytes)];
         let len = match recvmsg(socket, &mut pieces, &mut control, RecvFlags::CMSG_CLOEXEC) {
+            // Descriptors that did not get a place here are gone.
+            Ok(message) if message.flags.contains(ReturnFlags::CTRUNC) => {
+                return Err(Errno::MFILE.into());
+            }
             Ok(message) => message.bytes,
             Err(Errno::INTR) => continue,
             Err(Errno::AGAIN) => return Ok(Received::Nothing),

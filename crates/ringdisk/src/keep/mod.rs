@@ -75,11 +75,26 @@ pub(crate) fn role(args: &MountArgs) -> Result<Role, Failure> {
         let (notify, holder, parked) = link::enter()?;
         return Ok(Role::Serves(Kept::new(notify, Some(holder), found(parked)?)?));
     }
-    if args.daemonize || !manager_keeps(args) {
+    if link::is_orphan() {
+        return Err(Failure::new(
+            Exit::General,
+            "the process that keeps the mount was gone before this one could serve it: the mount has ended",
+        ));
+    }
+    let notify = Notify::from_environment();
+    let parked = inherited::take(PREFIX);
+    let names: Vec<String> = parked.iter().map(|(name, _)| name.clone()).collect();
+    let found = found(parked)?;
+    if found.is_none() && !names.is_empty() {
+        // A mount whose process died before it had parked everything. With the last descriptor it ends, and a new one is made.
+        names.iter().for_each(|name| notify.unstore(name));
+        let _ = notify.barrier();
+    }
+    // What is kept stays where it is, whether or not there would be room for more.
+    if found.is_none() && (args.daemonize || !manager_keeps(args)) {
         return Ok(Role::Holds);
     }
-    let found = found(inherited::take(PREFIX))?;
-    Ok(Role::Serves(Kept::new(Notify::from_environment(), None, found)?))
+    Ok(Role::Serves(Kept::new(notify, None, found)?))
 }
 
 /// Whether a service manager has room for all our descriptors. `FDSTORE` is set by systemd 254 and newer.
@@ -105,9 +120,9 @@ fn manager_keeps(args: &MountArgs) -> bool {
     room >= needed
 }
 
-/// Sorts parked descriptors out; `None`: there are none.
+/// Sorts parked descriptors out; `None`: there are none, or not all.
 ///
-/// Errors: some are missing, or their state cannot be read.
+/// Errors: their state is of another version, or cannot be read.
 fn found(parked: link::Named) -> Result<Option<Found>, Failure> {
     let (mut state, mut alive, mut devices) = (None, None, Vec::new());
     for (name, descriptor) in parked {
@@ -120,8 +135,10 @@ fn found(parked: link::Named) -> Result<Option<Found>, Failure> {
     }
     let Some(state) = state.filter(|_| !devices.is_empty()) else { return Ok(None) };
     devices.sort_by_key(|(number, _)| *number);
-    let devices = devices.into_iter().map(|(_, device)| device).collect();
-    Ok(Some(Found { state: StateFile::open(state)?, alive, devices }))
+    let devices: Vec<OwnedFd> = devices.into_iter().map(|(_, device)| device).collect();
+    let state = StateFile::open(state)?;
+    let is_whole = state.state().is_some_and(|state| state.devices() == devices.len());
+    Ok(is_whole.then_some(Found { state, alive, devices }))
 }
 
 impl Found {
@@ -147,6 +164,11 @@ impl Kept {
     pub(crate) fn resumed(&self) -> Option<(State, Arc<Parked>)> {
         let (_, parked) = self.found.as_ref()?;
         Some((self.state.state()?, Arc::clone(parked)))
+    }
+
+    /// Signals are taken from now on.
+    pub(crate) fn listens(&self) {
+        self.notify.status("opening the image");
     }
 
     /// Whether a process of ours keeps the mount: it also has the pid file.

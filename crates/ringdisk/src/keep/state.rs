@@ -36,6 +36,8 @@ pub(crate) struct State {
     mountpoint: Bytes,
     connection: u32,
     queues: usize,
+    /// Descriptors of the connection that are parked: as many as queues, or one that they share.
+    devices: usize,
     page_bytes: u32,
     max_pages: u16,
     kernel_cache: bool,
@@ -68,12 +70,22 @@ impl Bytes {
 
 impl State {
     /// The state of a mount that was just made.
-    pub(crate) fn new(terms: &Terms, made: Option<(u64, u64)>, created: Option<Format>) -> State {
+    ///
+    /// * `devices`: descriptors of the connection.
+    /// * `made`: device and inode number of the mountpoint, if it was made.
+    /// * `created`: format of the image, if it was made.
+    pub(crate) fn new(
+        terms: &Terms,
+        devices: usize,
+        made: Option<(u64, u64)>,
+        created: Option<Format>,
+    ) -> State {
         State {
             version: VERSION,
             mountpoint: Bytes::of(&terms.mountpoint),
             connection: terms.connection,
             queues: terms.queues,
+            devices,
             page_bytes: terms.profile.page_bytes,
             max_pages: terms.profile.max_pages,
             kernel_cache: terms.profile.kernel_cache,
@@ -107,6 +119,11 @@ impl State {
             },
             queues: self.queues,
         }
+    }
+
+    /// Descriptors of the connection that belong to it.
+    pub(crate) fn devices(&self) -> usize {
+        self.devices
     }
 
     /// Format of the image that `--create` made.
@@ -277,7 +294,7 @@ mod tests {
     #[test]
     fn what_was_written_last_is_read() {
         let file = StateFile::make().expect("memory");
-        let state = State::new(&terms(), Some((1, 2)), Some(Format::Raw));
+        let state = State::new(&terms(), 3, Some((1, 2)), Some(Format::Raw));
         file.write(state.clone()).expect("room");
         let found = again(&file).expect("a state").state().expect("written");
         assert_eq!((&found, found.terms(), found.format()), (&state, terms(), Some(Format::Raw)));
@@ -291,7 +308,7 @@ mod tests {
     #[test]
     fn a_state_that_was_not_written_to_its_end_is_not_read() {
         let file = StateFile::make().expect("memory");
-        file.write(State::new(&terms(), None, None)).expect("room");
+        file.write(State::new(&terms(), 3, None, None)).expect("room");
         file.set_top(Path::new("/new"), Format::Qcow2);
         // The second state lies in the first place.
         file.file.write_all_at(b"!", place_at(0) + HEAD_BYTES as u64 + 20).expect("tear");
@@ -302,7 +319,7 @@ mod tests {
     fn another_version_and_nothing_are_refused_in_words() {
         let file = StateFile::make().expect("memory");
         assert!(again(&file).expect_err("empty").message().contains("not there"));
-        let state = State { version: VERSION + 1, ..State::new(&terms(), None, None) };
+        let state = State { version: VERSION + 1, ..State::new(&terms(), 3, None, None) };
         file.write(state).expect("room");
         assert!(again(&file).expect_err("newer").message().contains("another version"));
     }

@@ -1,6 +1,7 @@
 //! A device that is slow to take a write: the write of the dead process lands before anything is carried out again.
 
 use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use ringdisk_disk::{Disk, ImageOptions};
@@ -14,17 +15,17 @@ use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
 use crate::common::{Aligned, BLOCK, MIB, open_direct};
 use crate::kept::Kept;
 
-const AT: u64 = 64 << 10;
+pub(crate) const AT: u64 = 64 << 10;
 
 /// The storage of the test, as a file: what a killed process has begun to write to it stays in the kernel until the test lets it go.
-struct Device {
+pub(crate) struct Device {
     sim: SimStorage,
     export: Option<Export>,
     directory: tempfile::TempDir,
 }
 
 impl Device {
-    fn new() -> Device {
+    pub(crate) fn new() -> Device {
         let sim = SimStorage::new(MIB, 1);
         let directory = scratch();
         let path = directory.path().join("device");
@@ -37,6 +38,21 @@ impl Device {
         };
         let export = Export::start(disk, options).expect("an export of the test itself");
         Device { sim, export: Some(export), directory }
+    }
+
+    pub(crate) fn path(&self) -> PathBuf {
+        self.directory.path().join("device")
+    }
+
+    /// The next write to the place of interest does not land.
+    pub(crate) fn hold_next_write(&self) {
+        self.sim.on(When::kind(OpKind::Write).at(AT..AT + 1).once(), Fault::Hold);
+    }
+
+    /// Waits until a write is held; gives its number.
+    pub(crate) fn wait_for_held(&self) -> u64 {
+        let held = until(Duration::from_secs(5), || self.sim.held().first().map(|op| op.number));
+        held.expect("the write is with the device")
     }
 
     /// Numbers of the writes to the place of interest.
@@ -70,9 +86,8 @@ fn the_write_of_a_dead_process_lands_before_it_is_carried_out_again() {
         return;
     }
     let device = Device::new();
-    let image = device.directory.path().join("device");
-    let disk = Kept::raw(&image, &["--direct", "--threads", "1"]);
-    device.sim.on(When::kind(OpKind::Write).at(AT..AT + 1).once(), Fault::Hold);
+    let disk = Kept::raw(&device.path(), &["--direct", "--threads", "1"]);
+    device.hold_next_write();
     let path = disk.path();
     let first = pattern(1, AT, BLOCK);
     let client = std::thread::spawn({
@@ -84,8 +99,7 @@ fn the_write_of_a_dead_process_lands_before_it_is_carried_out_again() {
             file
         }
     });
-    let held = until(Duration::from_secs(5), || device.sim.held().first().map(|op| op.number));
-    let held = held.expect("the write is with the device");
+    let held = device.wait_for_held();
 
     disk.kill_server();
     let said = || disk.0.output().contains("waiting until the writes").then_some(());

@@ -21,6 +21,37 @@ fn over_io_uring_it_is_refused_with_the_reason() {
 }
 
 #[test]
+fn what_goes_past_the_process_or_needs_rings_is_refused_with_the_reason() {
+    let (_directory, image) = raw_image(MIB, 1);
+    for (option, word) in [
+        (&["--passthrough"][..], "holds its locks"),
+        (&["--zero-copy", "on"][..], "rings"),
+        (&["--transport", "uring"][..], "rings"),
+    ] {
+        let words = [&["--keep-mount", "--format", "raw"], option, &[text(&image)]].concat();
+        let directory = ringdisk_testkit::mount::scratch();
+        let finished = try_mount(&words, &directory.path().join("disk"));
+        assert_eq!(finished.code(), Some(11), "{}", finished.output());
+        assert!(finished.stderr.contains(word), "{}", finished.output());
+        assert!(finished.stderr.contains("cannot be kept"), "{}", finished.output());
+    }
+}
+
+#[test]
+fn the_transport_that_was_left_to_us_is_dev_and_the_reason_is_told() {
+    if !needs_root() {
+        return;
+    }
+    let (_directory, image) = raw_image(MIB, 1);
+    let words = ["--keep-mount", "--transport", "auto", "--format", "raw", text(&image)];
+    let disk = crate::common::mount(&words);
+    let told = ok_words(&[&program(), "topology", disk.text()]);
+    assert!(told.contains("/dev/fuse") && told.contains("--keep-mount"), "{told}");
+    let finished = disk.stop();
+    assert_eq!(finished.code(), Some(0), "{}", finished.output());
+}
+
+#[test]
 fn an_overlay_that_goes_with_its_process_is_refused() {
     let (_directory, image) = raw_image(MIB, 1);
     let directory = ringdisk_testkit::mount::scratch();

@@ -49,6 +49,11 @@ impl Kept {
         next.unwrap_or_else(|| panic!("nobody serves: {}", self.0.output()))
     }
 
+    /// Whether the next process answers commands, which is the last thing that it begins to do.
+    pub(crate) fn is_ready(&self) -> bool {
+        run(command(&[&program(), "ctl", text(self.0.path()), "stats"])).code() == Some(0)
+    }
+
     /// A clean end.
     pub(crate) fn stop(self) -> Finished {
         let finished = self.0.stop();

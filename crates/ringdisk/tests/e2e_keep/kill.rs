@@ -4,9 +4,9 @@ use std::path::Path;
 use std::time::Duration;
 
 use ringdisk_testkit::images;
-use ringdisk_testkit::limits::{full, needs, needs_root};
-use ringdisk_testkit::mount::{scratch, text};
-use ringdisk_testkit::process::{Process, command, has, run};
+use ringdisk_testkit::limits::{descriptors, full, needs, needs_root};
+use ringdisk_testkit::mount::{STOP, scratch, text};
+use ringdisk_testkit::process::{Process, command, has, run, until};
 use ringdisk_testkit::sim::Prng;
 
 use crate::client::{get_on, judge, load};
@@ -26,6 +26,10 @@ fn killed_again_and_again(image: &Path, format: &str, span: u64, depth: u64) {
     let disk = Kept::start(&["--threads", "2", "--format", format, text(image)]);
     let path = disk.path();
     let mut prng = Prng::new(depth);
+    let holder = disk.0.pid();
+    disk.kill_server();
+    let of_holder = until(STOP, || disk.is_ready().then(|| descriptors(holder)));
+    let of_server = disk.server().map(descriptors);
     let written = load(&path, span, depth, |done| {
         for _ in 0..kills() {
             std::thread::sleep(PAUSE + Duration::from_millis(prng.below(100)));
@@ -35,6 +39,11 @@ fn killed_again_and_again(image: &Path, format: &str, span: u64, depth: u64) {
     });
     assert!(written.len() > 100, "only {} blocks", written.len());
     judge(&path, &written);
+    let same = || {
+        let now = (Some(descriptors(holder)), disk.server().map(descriptors));
+        (now == (of_holder, of_server)).then_some(())
+    };
+    assert_eq!(until(STOP, same), Some(()), "descriptors are lost with each kill");
     disk.stop();
     let again = crate::common::serve(image, &["--read-only", "--format", format]);
     judge(again.path(), &written);

@@ -8,4 +8,5 @@ mod ends;
 mod kept;
 mod kill;
 mod manager;
+mod starts;
 mod state;

@@ -8,7 +8,7 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::os::unix::process::CommandExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -19,6 +19,7 @@ use ringdisk_testkit::mount::{Cleared, STOP, text};
 use ringdisk_testkit::process::{Process, command, has, until};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use rustix::process::Signal;
+use tempfile::TempDir;
 
 use crate::common::{MIB, open, program, raw_image};
 use crate::kept::child_of;
@@ -28,6 +29,8 @@ struct Manager {
     socket: UnixDatagram,
     name: String,
     kept: Vec<(String, OwnedFd)>,
+    /// Name of a descriptor that it does not take, though it says nothing of that.
+    deaf_to: Option<&'static str>,
     /// Everything that was said, without descriptors.
     said: Vec<String>,
 }
@@ -40,7 +43,13 @@ impl Manager {
         let address = SocketAddr::from_abstract_name(&name).expect("a short name");
         let socket = UnixDatagram::bind_addr(&address).expect("a socket of its own");
         socket.set_read_timeout(Some(Duration::from_millis(50))).expect("a setting");
-        Manager { socket, name: format!("@{name}"), kept: Vec::new(), said: Vec::new() }
+        Manager {
+            socket,
+            name: format!("@{name}"),
+            kept: Vec::new(),
+            deaf_to: None,
+            said: Vec::new(),
+        }
     }
 
     /// Hears one message, if there is one. A descriptor that comes with anything but FDSTORE is closed.
@@ -62,7 +71,8 @@ impl Manager {
             );
             for message in control.drain() {
                 if let RecvAncillaryMessage::ScmRights(descriptors) = message {
-                    self.kept.extend(descriptors.map(|fd| (name.clone().expect("a name"), fd)));
+                    let named = descriptors.map(|fd| (name.clone().expect("a name"), fd));
+                    self.kept.extend(named.filter(|(name, _)| Some(name.as_str()) != self.deaf_to));
                 }
             }
         } else if text.contains("FDSTOREREMOVE=1") {
@@ -195,6 +205,137 @@ fn a_service_manager_keeps_the_mount_and_the_next_process_goes_on_with_it() {
         manager.hear();
     }
     assert_eq!((manager.kept.len(), mount_at(&path)), (0, None), "{:?}", manager.said);
+}
+
+/// A mount of a manager, whose serving process has just been killed.
+fn killed(manager: &mut Manager) -> (TempDir, PathBuf, PathBuf, Cleared) {
+    let (directory, image) = raw_image(MIB, 1);
+    let path = directory.path().join("disk");
+    std::fs::write(&path, "").expect("a mountpoint");
+    let cleared = Cleared(path.clone());
+    let mut process = manager.start(&image, &path, 16);
+    manager.wait_for("READY=1", &process);
+    process.signal(Signal::KILL);
+    assert!(process.wait(STOP).is_some());
+    (directory, image, path, cleared)
+}
+
+/// Waits until the process says that it goes on with a mount, which it does once it is ready.
+fn goes_on(process: &Process) {
+    let said = until(STOP, || process.output().contains("again: requests").then_some(()));
+    assert_eq!(said, Some(()), "{}", process.output());
+}
+
+#[test]
+fn a_mount_that_is_not_kept_as_a_whole_is_made_anew() {
+    if !needs_root() {
+        return;
+    }
+    for lost in ["ringdisk-fuse-1", "ringdisk-state"] {
+        let mut manager = Manager::new();
+        manager.deaf_to = Some(lost);
+        let (_directory, image, path, _cleared) = killed(&mut manager);
+        manager.deaf_to = None;
+        let mut process = manager.start(&image, &path, 16);
+        manager.wait_for("READY=1", &process);
+        assert_eq!(piece(&path, 0, 100), pattern(1, 0, 100), "{}", process.output());
+        let mut names: Vec<_> = manager.kept.iter().map(|(name, _)| name.as_str()).collect();
+        names.sort_unstable();
+        assert_eq!(
+            names,
+            ["ringdisk-alive", "ringdisk-fuse-0", "ringdisk-fuse-1", "ringdisk-state"]
+        );
+        // And this one is kept.
+        process.signal(Signal::KILL);
+        assert!(process.wait(STOP).is_some());
+        process = manager.start(&image, &path, 16);
+        manager.wait_for("READY=1", &process);
+        goes_on(&process);
+        process.signal(Signal::TERM);
+        assert_eq!(process.wait(STOP).and_then(|status| status.code()), Some(0));
+    }
+}
+
+#[test]
+fn a_manager_with_less_room_than_before_goes_on_with_what_it_keeps() {
+    if !needs_root() {
+        return;
+    }
+    let mut manager = Manager::new();
+    let (_directory, image, path, _cleared) = killed(&mut manager);
+    let mut process = manager.start(&image, &path, 3);
+    manager.wait_for("READY=1", &process);
+    goes_on(&process);
+    assert_eq!(piece(&path, 0, 100), pattern(1, 0, 100));
+    process.signal(Signal::TERM);
+    assert_eq!(process.wait(STOP).and_then(|status| status.code()), Some(0));
+}
+
+#[test]
+fn a_stop_while_the_next_process_of_a_manager_starts_is_a_clean_end() {
+    if !needs_root() {
+        return;
+    }
+    for delay_ms in [15, 30, 60, 120] {
+        let mut manager = Manager::new();
+        let (_directory, image, path, _cleared) = killed(&mut manager);
+        let mut process = manager.start(&image, &path, 16);
+        manager.wait_for("STATUS=", &process);
+        std::thread::sleep(Duration::from_millis(delay_ms));
+        process.signal(Signal::TERM);
+        let status = until(STOP, || {
+            manager.hear();
+            process.ended()
+        });
+        assert_eq!(status.and_then(|status| status.code()), Some(0), "{}", process.output());
+        assert_eq!(mount_at(&path), None);
+    }
+}
+
+/// FNV-1a of a state and its number, as the program has it.
+fn checksum(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3)
+    })
+}
+
+#[test]
+fn a_mount_of_another_version_is_refused_and_ends_with_its_manager() {
+    if !needs_root() {
+        return;
+    }
+    let mut manager = Manager::new();
+    let (_directory, image, path, _cleared) = killed(&mut manager);
+    // The first state is number 1, in the second place behind the record: number, checksum, length, text.
+    const STATE_AT: u64 = 4096 + (64 << 10);
+    let (_, memory) = manager.kept.iter().find(|(name, _)| name == "ringdisk-state").expect("kept");
+    let memory = std::fs::File::from(memory.try_clone().expect("clone"));
+    let mut head = [0; 24];
+    memory.read_exact_at(&mut head, STATE_AT).expect("a state");
+    let len = u64::from_ne_bytes(head[16..].try_into().expect("eight"));
+    let mut text = vec![0; usize::try_from(len).expect("short")];
+    memory.read_exact_at(&mut text, STATE_AT + 24).expect("a state");
+    let newer =
+        String::from_utf8(text).expect("text").replacen("\"version\":1,", "\"version\":9,", 1);
+    assert!(newer.contains("\"version\":9,"), "{newer}");
+    let sum = checksum(&[&head[..8], newer.as_bytes()].concat());
+    memory.write_all_at(newer.as_bytes(), STATE_AT + 24).expect("write");
+    memory.write_all_at(&sum.to_ne_bytes(), STATE_AT + 8).expect("write");
+
+    let mut process = manager.start(&image, &path, 16);
+    let status = process.wait(STOP);
+    assert_eq!(status.and_then(|status| status.code()), Some(11), "{}", process.output());
+    assert!(process.output().contains("another version"), "{}", process.output());
+    let mut client = crate::kept::reader(&path);
+    std::thread::sleep(Duration::from_millis(200));
+    assert_eq!(client.ended(), None, "it waits for a server");
+    manager.kept.clear();
+    assert!(client.wait(STOP).is_some_and(|status| !status.success()), "the client hangs");
+    process = manager.start(&image, &path, 16);
+    manager.wait_for("READY=1", &process);
+    assert_eq!(piece(&path, 0, 100), pattern(1, 0, 100));
+    process.signal(Signal::TERM);
+    assert!(process.wait(STOP).is_some());
 }
 
 #[test]

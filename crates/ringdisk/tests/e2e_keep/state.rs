@@ -1,8 +1,11 @@
 //! What a client or a user changed of a mount is the same after a restart.
 
-use std::fs::Permissions;
+use std::fs::{File, Permissions};
+use std::io::Write;
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use ringdisk_testkit::images::{self, pattern, piece, qemu_io};
 use ringdisk_testkit::limits::{mount_at, needs, needs_root};
@@ -11,7 +14,7 @@ use ringdisk_testkit::process::{command, has, ok_words, run, until};
 use rustix::process::Signal;
 
 use crate::common::{MIB, open, program, raw_image};
-use crate::kept::{Kept, child_of, kill, lives};
+use crate::kept::{Kept, PAUSE, child_of, kill, lives};
 
 #[test]
 fn open_files_mode_and_owner_stay() {
@@ -80,6 +83,110 @@ fn an_overlay_that_a_command_put_on_top_stays_on_top() {
     disk.stop();
     let steps = ["read -P 1 0 4k", "read -P 2 4k 4k", "read -P 3 8k 4k", "read -P 4 12k 4k"];
     qemu_io(&image, "qcow2", &steps);
+}
+
+#[test]
+fn an_overlay_of_the_command_line_is_opened_again() {
+    if !needs_root() {
+        return;
+    }
+    let (directory, image) = raw_image(MIB, 1);
+    let overlay = directory.path().join("overlay.qcow2");
+    let disk = Kept::start(&["--format", "raw", "--overlay", text(&overlay), text(&image)]);
+    let path = disk.path();
+    open(&path).write_all_at(b"above", 100).expect("write");
+    disk.kill_server();
+    assert_eq!(
+        (piece(&path, 100, 5), piece(&path, 0, 100)),
+        (b"above".to_vec(), pattern(1, 0, 100))
+    );
+    open(&path).write_all_at(b"again", 5000).expect("write");
+    disk.stop();
+    assert_eq!(piece(&image, 0, 8192), pattern(1, 0, 8192));
+    let again = crate::common::serve(&image, &["--format", "raw", "--overlay", text(&overlay)]);
+    assert_eq!(
+        (piece(again.path(), 100, 5), piece(again.path(), 5000, 5)),
+        (b"above".to_vec(), b"again".to_vec())
+    );
+}
+
+/// The kernel knows the size of the file and its pages; both are right whoever serves. What is appended is there once, in its order.
+fn appended(options: &[&str]) {
+    if !needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let image = directory.path().join("disk.img");
+    images::sparse(&image, 0);
+    let disk = Kept::raw(&image, &[options, &["--growable"]].concat());
+    let path = disk.path();
+    let (record, stop) = (|number: u32| pattern(u64::from(number), 0, 100), AtomicBool::new(false));
+    let count = std::thread::scope(|scope| {
+        let writer = scope.spawn(|| {
+            let mut file = File::options().append(true).open(&path).expect("open to append");
+            let mut count = 0;
+            while !stop.load(Ordering::Relaxed) {
+                file.write_all(&record(count)).expect("append");
+                count += 1;
+            }
+            count
+        });
+        for _ in 0..4 {
+            std::thread::sleep(PAUSE);
+            disk.kill_server();
+        }
+        std::thread::sleep(Duration::from_millis(500));
+        stop.store(true, Ordering::Relaxed);
+        writer.join().expect("no error")
+    });
+    let all: Vec<u8> = (0..count).flat_map(record).collect();
+    assert!(count > 100, "only {count}");
+    let seen = std::fs::read(&path).expect("read");
+    assert!(seen == all, "{} bytes instead of {}", seen.len(), all.len());
+    disk.stop();
+    assert!(std::fs::read(&image).expect("read") == all);
+}
+
+#[test]
+fn what_is_appended_is_there_once_and_in_order() {
+    appended(&[]);
+}
+
+#[test]
+fn what_is_appended_through_the_kernels_cache_is_there_once_and_in_order() {
+    appended(&["--kernel-cache"]);
+}
+
+/// Names of the queue threads of a process with the CPUs that they may use.
+fn queue_threads(pid: u32) -> Vec<(String, String)> {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).expect("it lives");
+    let of = |task: &Path| {
+        let status = std::fs::read_to_string(task.join("status")).unwrap_or_default();
+        let value = |key: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(key));
+            line.unwrap_or_default().trim().to_owned()
+        };
+        (value("Name:"), value("Cpus_allowed_list:"))
+    };
+    let mut all: Vec<_> = tasks.map(|task| of(&task.expect("a thread").path())).collect();
+    all.retain(|(name, _)| name.starts_with("queue-"));
+    all.sort();
+    all
+}
+
+#[test]
+fn the_next_process_has_as_many_threads_on_the_same_cpus() {
+    if !needs_root() {
+        return;
+    }
+    let (_directory, image) = raw_image(MIB, 1);
+    let disk = Kept::raw(&image, &["--threads", "3", "--cpus", "0", "--numa", "off"]);
+    let before = queue_threads(disk.server().expect("somebody serves"));
+    assert_eq!((before.len(), before[0].1.as_str()), (3, "0"), "{before:?}");
+    let next = disk.kill_server();
+    until(STOP, || disk.is_ready().then_some(())).expect("it serves again");
+    assert_eq!(queue_threads(next), before);
+    disk.stop();
 }
 
 /// The pid of a process that is not a child of the test.

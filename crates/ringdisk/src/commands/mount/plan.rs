@@ -66,15 +66,13 @@ impl<'a> Plan<'a> {
 
     /// For a mount that is there: of a process that is gone.
     ///
-    /// Errors: another mount was asked for than the one that was kept; that one is removed.
+    /// Errors: another mount was asked for than the one that was kept.
     pub(super) fn resumed(
         args: &'a MountArgs,
         paths: MountPaths,
         state: &State,
-        made: &Made,
     ) -> Result<Plan<'a>, Failure> {
         let kept = state.terms().mountpoint;
-        made.adopt(&kept, state.made);
         if mountpoint::resolve(&paths.mountpoint).is_ok_and(|asked| asked != kept) {
             return Err(Failure::new(
                 Exit::Mountpoint,
