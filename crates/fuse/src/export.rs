@@ -3,28 +3,29 @@
 //! Control path; any thread. Several exports live in one process independently of each other.
 
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ringdisk_disk::{Disk, SizeWatch};
-use ringdisk_ring::{CpuList, Errno, SetupError, SharedMemory, Topology};
+use ringdisk_ring::{Errno, SetupError, SharedMemory, Topology};
 
 use crate::abi::flags::{INIT_HAS_IO_URING_BUFPOOL, INIT_OVER_IO_URING, INIT_PASSTHROUGH};
 use crate::dev::{Place, QueueSetup, QueueThread, Serve, answer_init};
 use crate::file::{FileOptions, FileServer};
 use crate::keeper::{Event, EventSender, HaltReason, Keeper};
-use crate::kept::{self, Keep, Parked};
+use crate::kept::{self, Parked};
 use crate::mount::{Method, MountOptions, clone_device, mount, open_backing};
 use crate::negotiate::Profile;
-use crate::placement::{self, Live, MountTopology, Numa, Sizes, Threads, Wishes, describe, watch};
+use crate::placement::{self, Live, MountTopology, Sizes, describe, watch};
 use crate::stats::{QueueView, Stats};
-use crate::uring::{
-    Plan, PoolUses, Refuse, Refused, RingMode, Rings, Starting, ZeroCopy, is_enabled,
-};
+use crate::uring::{Plan, PoolUses, Refused, RingMode, Rings, Starting, ZeroCopy, is_enabled};
 use crate::{Error, ErrorKind};
+
+mod options;
+
+pub use options::{ExportOptions, Transport};
 
 /// Requests that one queue serves at once unless the user says otherwise. The memory is 1 MiB each, taken when it is touched.
 pub const QUEUE_DEPTH_DEFAULT: u32 = 128;
@@ -37,109 +38,6 @@ const DEPTH_BESIDE_RINGS: usize = 16;
 const FIRST_ANSWER: Duration = Duration::from_secs(10);
 /// How long the queues of a process that goes on with a mount look for requests by themselves.
 const LOOK_AFTER_DEATH: Duration = Duration::from_secs(10);
-
-/// How requests travel between the kernel and us.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Transport {
-    /// The best that the kernel offers.
-    #[default]
-    Auto,
-    /// `/dev/fuse`.
-    Dev,
-    /// FUSE over io_uring (Linux 6.14, with the module parameter `enable_uring`).
-    Uring,
-}
-
-impl Transport {
-    /// As users write it.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Transport::Auto => "auto",
-            Transport::Dev => "dev",
-            Transport::Uring => "uring",
-        }
-    }
-}
-
-/// How to serve a disk as a file.
-#[derive(Clone, Debug)]
-pub struct ExportOptions {
-    /// An existing regular file.
-    pub mountpoint: PathBuf,
-    /// How requests travel.
-    pub transport: Transport,
-    /// Whether requests over io_uring use pages of the client.
-    pub zero_copy: ZeroCopy,
-    /// The kernel reads and writes the image itself.
-    pub passthrough: bool,
-    /// Queue threads.
-    pub threads: Threads,
-    /// CPUs for them; `None`: all that this process may use.
-    pub cpus: Option<CpuList>,
-    /// Whether queues are served, and buffers kept, on the node of their callers.
-    pub numa: Numa,
-    /// Requests that each queue serves at once, 1..=4096; `None`: [`QUEUE_DEPTH_DEFAULT`], and what memory allows on rings.
-    pub queue_depth: Option<u32>,
-    /// Writes past the end grow the disk.
-    pub growable: bool,
-    /// Refuse writes although the disk would take them.
-    pub read_only: bool,
-    /// Let other users in.
-    pub allow_other: bool,
-    /// Let the kernel cache pages.
-    pub kernel_cache: bool,
-    /// End the export when a request takes longer.
-    pub io_timeout: Option<Duration>,
-    /// Source in the mount table.
-    pub name: String,
-    /// The mount outlives this process; over `/dev/fuse` only.
-    pub keep: Option<Keep>,
-    /// Moves the fetching between queues all the time. For tests of just that.
-    #[doc(hidden)]
-    pub restless: bool,
-    /// Entries of a ring stay with the thread on their CPU. For measurements of just that.
-    #[doc(hidden)]
-    pub fixed_entries: bool,
-    /// The most that rings do. For measurements of just that.
-    #[doc(hidden)]
-    pub ring_mode_max: RingMode,
-    /// Makes the kernel refuse a step of the start over io_uring. For tests of what follows.
-    #[doc(hidden)]
-    pub refuse: Option<Refuse>,
-}
-
-impl ExportOptions {
-    /// Defaults for a mountpoint.
-    #[must_use]
-    pub fn new(mountpoint: impl Into<PathBuf>) -> ExportOptions {
-        ExportOptions {
-            mountpoint: mountpoint.into(),
-            transport: Transport::Auto,
-            zero_copy: ZeroCopy::Auto,
-            passthrough: false,
-            threads: Threads::Auto,
-            cpus: None,
-            numa: Numa::Auto,
-            queue_depth: None,
-            growable: false,
-            read_only: false,
-            allow_other: false,
-            kernel_cache: false,
-            io_timeout: None,
-            name: String::from("ringdisk"),
-            keep: None,
-            restless: false,
-            fixed_entries: false,
-            ring_mode_max: RingMode::ZeroCopy,
-            refuse: None,
-        }
-    }
-
-    fn wishes(&self) -> Wishes {
-        Wishes { threads: self.threads, cpus: self.cpus.clone(), numa: self.numa }
-    }
-}
 
 /// Asks an export to stop. Any thread.
 #[derive(Clone, Debug)]

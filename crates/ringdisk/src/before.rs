@@ -1,10 +1,11 @@
 //! What a mountpoint was before a process began to serve there: for who has to clean up after it.
 //!
-//! Promises: never asks a mount anything, so one that nobody serves cannot make it hang; what was there before stays. Control path.
+//! Promises: what was there before stays, and so does a mount that lives; one that nobody serves cannot make it hang. Control path.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use ringdisk_fuse::ErrorKind;
 use ringdisk_fuse::mount::{Unmount, mountpoint, table, unmount};
 
 /// A mountpoint as it was.
@@ -29,10 +30,16 @@ impl Before {
         if self.was_mounted {
             return;
         }
-        if is_mounted(&self.path)
-            && let Err(error) = unmount(&self.path, Unmount::Lazy)
-        {
-            tracing::warn!("{error}");
+        if is_mounted(&self.path) {
+            // A living one is somebody else's.
+            let checked = mountpoint::check(&self.path);
+            if checked.is_err_and(|error| error.kind() == ErrorKind::Stale)
+                && let Err(error) = unmount(&self.path, Unmount::Lazy)
+            {
+                tracing::warn!("{error}");
+            }
+        }
+        if is_mounted(&self.path) {
             return;
         }
         let file = self.path.symlink_metadata();

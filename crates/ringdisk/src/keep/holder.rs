@@ -45,6 +45,9 @@ const RESTARTS_MAX: usize = 5;
 const WINDOW: Duration = Duration::from_secs(10);
 /// How long a new process may take until it takes signals. One that comes earlier would kill it instead of stopping it.
 const LISTENS: Duration = Duration::from_secs(2);
+/// How often a process that shall go on is tried to be started, with [`SPAWN_PAUSE`] in between: 2 s.
+const SPAWNS_MAX: usize = 10;
+const SPAWN_PAUSE: Duration = Duration::from_millis(200);
 /// What a Rust program ends with after a panic of its main thread.
 const PANICKED: i32 = 101;
 
@@ -157,8 +160,7 @@ pub(crate) fn run(
     };
     let before = Before::of(mountpoint);
     loop {
-        let started = link::spawn(&directory, &holder.parked);
-        let (socket, mut child) = match started {
+        let (socket, mut child) = match holder.spawn(&directory) {
             Ok(started) => started,
             Err(error) => {
                 holder.end_mount(false);
@@ -213,6 +215,25 @@ fn how(status: ExitStatus) -> String {
 }
 
 impl Holder {
+    /// Starts a serving process. Where memory or processes are short (which may be what the one before it has died of) it tries again.
+    ///
+    /// Errors: those of [`link::spawn`].
+    fn spawn(&self, directory: &Path) -> io::Result<(OwnedFd, Child)> {
+        let mut tries = if self.is_ready { SPAWNS_MAX } else { 1 };
+        loop {
+            tries -= 1;
+            match link::spawn(directory, &self.parked) {
+                Err(error) if tries > 0 => {
+                    tracing::warn!(
+                        "no process to go on with the mount: {error}; it is tried again"
+                    );
+                    std::thread::sleep(SPAWN_PAUSE);
+                }
+                result => return result,
+            }
+        }
+    }
+
     /// Serves the serving process until its end.
     ///
     /// Errors: the pid file cannot be made.

@@ -146,11 +146,24 @@ fn who_is_killed_at_the_first_start_leaves_nothing() {
     if !needs_root() {
         return;
     }
-    let (_directory, image) = raw_image(MIB, 1);
     let mut early = 0;
     for delay_ms in 0..24 {
-        let made = Made::start(&["--format", "raw", text(&image)]);
-        let server = until(STOP, || child_of(made.process.pid())).expect("a process that serves");
+        // Its own: the one of a process that was just killed may be locked for a moment.
+        let (_directory, image) = raw_image(MIB, 1);
+        let mut made = Made::start(&["--format", "raw", text(&image)]);
+        let server = until(STOP, || child_of(made.process.pid()));
+        let server = server.unwrap_or_else(|| {
+            let pid = made.process.pid();
+            let read = |name: &str| std::fs::read_to_string(format!("/proc/{pid}/{name}"));
+            panic!(
+                "nobody serves: {:?} {:?} {:?} {:?} {}",
+                made.process.ended(),
+                read("stack"),
+                read("wchan"),
+                read(&format!("task/{pid}/children")),
+                made.process.output()
+            )
+        });
         std::thread::sleep(Duration::from_millis(delay_ms));
         kill(server, Signal::KILL);
         // Ready, if it was by then; else it is at its end.
@@ -172,16 +185,18 @@ fn a_plain_mount_that_is_killed_at_its_start_ends() {
     if !needs_root() {
         return;
     }
-    let (directory, image) = raw_image(MIB, 1);
+    let directory = scratch();
     let path = directory.path().join("disk");
     let _cleared = Cleared(path.clone());
     for delay_ms in 0..24 {
+        let (_directory, image) = raw_image(MIB, 1);
         let words = ["mount", "--transport", "dev", "--format", "raw", text(&image), text(&path)];
         let mut process = Process::spawn(command(&[&program()]).args(words));
         std::thread::sleep(Duration::from_millis(delay_ms));
         process.signal(Signal::KILL);
         assert!(process.wait(STOP).is_some(), "{delay_ms} ms: it hangs");
     }
+    let (_directory, image) = raw_image(MIB, 1);
     let next = Mounted::start_at(&program(), &["--format", "raw", text(&image)], &path);
     assert_eq!(piece(&path, 0, 100), pattern(1, 0, 100));
     drop(next);
