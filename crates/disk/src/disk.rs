@@ -16,7 +16,7 @@ use crate::graph::{Gateway, Graph, Pass};
 use crate::guard::SectorGuard;
 use crate::layer::{Layer, Node, Raw};
 use crate::options::{DetectZeroes, Discard};
-use crate::watch::{SizeWatch, Watchers};
+use crate::watch::{SizeWatch, TopWatch, Watchers};
 use crate::write::resizable;
 use crate::write_back::WriteBacks;
 use crate::{Cache, ImageOptions, NullOptions};
@@ -41,6 +41,7 @@ pub struct Disk {
     /// The kernel has a descriptor of the image.
     pub(crate) is_lent: AtomicBool,
     watchers: Arc<Watchers>,
+    top_watch: TopWatch,
     pub(crate) write_backs: WriteBacks,
     this: Weak<Disk>,
 }
@@ -52,6 +53,7 @@ pub(crate) struct Policy {
     pub(crate) cache: Cache,
     pub(crate) discard: Discard,
     pub(crate) detect_zeroes: DetectZeroes,
+    pub(crate) outlives_process: bool,
 }
 
 /// What [`Disk::build`] needs beside the layers.
@@ -70,6 +72,7 @@ impl Policy {
             cache: options.cache,
             discard: options.discard,
             detect_zeroes: options.detect_zeroes,
+            outlives_process: options.outlives_process,
         }
     }
 }
@@ -119,6 +122,7 @@ impl Disk {
             is_busy: AtomicBool::new(false),
             is_lent: AtomicBool::new(false),
             watchers: Arc::default(),
+            top_watch: TopWatch::default(),
             write_backs: WriteBacks::default(),
             this: Weak::clone(this),
         })
@@ -245,6 +249,12 @@ impl Disk {
         self.watchers.add(Arc::new(callback))
     }
 
+    /// Calls `callback` with the image that is about to become the top one, while no request is in flight and before any goes to it.
+    /// What it shows is what the former top shows. Only the first call counts.
+    pub fn watch_top(&self, callback: impl Fn(&Layer) + Send + Sync + 'static) {
+        self.top_watch.set(Box::new(callback));
+    }
+
     /// Begins a request; waits while the disk is being changed. Once for each request: a second time
     /// could wait for a change that waits for the first.
     #[inline]
@@ -281,6 +291,10 @@ impl Disk {
     /// Tells requests to come of a size, bytes.
     pub(crate) fn set_size(&self, size: u64) {
         self.size.store(size, Ordering::Release);
+    }
+
+    pub(crate) fn top_watch(&self) -> &TopWatch {
+        &self.top_watch
     }
 
     pub(crate) fn watchers(&self) -> &Watchers {

@@ -182,6 +182,9 @@ pub struct ImageOptions {
     pub temporary: bool,
     /// What is written goes to this qcow2 overlay over the image; made when there is none.
     pub overlay: Option<PathBuf>,
+    /// What was answered outlives the process: a change of the mapping of a qcow2 image is on stable storage before the request that
+    /// made or used it is answered. (Data needs no such care: they are with the kernel by then.)
+    pub outlives_process: bool,
     /// Open the top image only, whatever backing file it names: what is not in it reads as zeroes.
     pub without_backing: bool,
 }

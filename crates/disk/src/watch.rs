@@ -4,7 +4,9 @@
 //! may register or drop watches itself; it must not block.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+
+use crate::layer::Layer;
 
 /// One callback: new size in bytes.
 type Callback = Arc<dyn Fn(u64) + Send + Sync>;
@@ -19,6 +21,31 @@ pub(crate) struct Watchers {
 struct List {
     next_id: u64,
     entries: Vec<(u64, Callback)>,
+}
+
+/// Hears of the image that is about to be the top one.
+type TopCallback = Box<dyn Fn(&Layer) + Send + Sync>;
+
+/// The one that wants to hear of a new top image.
+#[derive(Default)]
+pub(crate) struct TopWatch(OnceLock<TopCallback>);
+
+impl TopWatch {
+    pub(crate) fn set(&self, callback: TopCallback) {
+        let _ = self.0.set(callback);
+    }
+
+    pub(crate) fn tell(&self, top: &Layer) {
+        if let Some(callback) = self.0.get() {
+            callback(top);
+        }
+    }
+}
+
+impl fmt::Debug for TopWatch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("TopWatch").field(&self.0.get().is_some()).finish()
+    }
 }
 
 /// A registered callback; dropping it ends the registration. A call that has begun on another

@@ -3,27 +3,29 @@
 //! Control path; any thread. Several exports live in one process independently of each other.
 
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ringdisk_disk::{Disk, SizeWatch};
-use ringdisk_ring::{CpuList, Errno, SetupError, SharedMemory, Topology};
+use ringdisk_ring::{Errno, SetupError, SharedMemory, Topology};
 
 use crate::abi::flags::{INIT_HAS_IO_URING_BUFPOOL, INIT_OVER_IO_URING, INIT_PASSTHROUGH};
 use crate::dev::{Place, QueueSetup, QueueThread, Serve, answer_init};
 use crate::file::{FileOptions, FileServer};
 use crate::keeper::{Event, EventSender, HaltReason, Keeper};
+use crate::kept::{self, Parked};
 use crate::mount::{Method, MountOptions, clone_device, mount, open_backing};
 use crate::negotiate::Profile;
-use crate::placement::{self, Live, MountTopology, Numa, Sizes, Threads, Wishes, describe, watch};
+use crate::placement::{self, Live, MountTopology, Sizes, describe, watch};
 use crate::stats::{QueueView, Stats};
-use crate::uring::{
-    Plan, PoolUses, Refuse, Refused, RingMode, Rings, Starting, Stay, ZeroCopy, is_enabled,
-};
+use crate::uring::{Plan, PoolUses, Refused, RingMode, Rings, Starting, ZeroCopy, is_enabled};
 use crate::{Error, ErrorKind};
+
+mod options;
+
+pub use options::{ExportOptions, Transport};
 
 /// Requests that one queue serves at once unless the user says otherwise. The memory is 1 MiB each, taken when it is touched.
 pub const QUEUE_DEPTH_DEFAULT: u32 = 128;
@@ -34,102 +36,8 @@ pub const QUEUE_DEPTH_MAX: u32 = 4096;
 const DEPTH_BESIDE_RINGS: usize = 16;
 /// How long the first answer of a mount may take: it needs no storage.
 const FIRST_ANSWER: Duration = Duration::from_secs(10);
-
-/// How requests travel between the kernel and us.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Transport {
-    /// The best that the kernel offers.
-    #[default]
-    Auto,
-    /// `/dev/fuse`.
-    Dev,
-    /// FUSE over io_uring (Linux 6.14, with the module parameter `enable_uring`).
-    Uring,
-}
-
-impl Transport {
-    /// As users write it.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Transport::Auto => "auto",
-            Transport::Dev => "dev",
-            Transport::Uring => "uring",
-        }
-    }
-}
-
-/// How to serve a disk as a file.
-#[derive(Clone, Debug)]
-pub struct ExportOptions {
-    /// An existing regular file.
-    pub mountpoint: PathBuf,
-    /// How requests travel.
-    pub transport: Transport,
-    /// Whether requests over io_uring use pages of the client.
-    pub zero_copy: ZeroCopy,
-    /// The kernel reads and writes the image itself.
-    pub passthrough: bool,
-    /// Queue threads.
-    pub threads: Threads,
-    /// CPUs for them; `None`: all that this process may use.
-    pub cpus: Option<CpuList>,
-    /// Whether queues are served, and buffers kept, on the node of their callers.
-    pub numa: Numa,
-    /// Requests that each queue serves at once, 1..=4096; `None`: [`QUEUE_DEPTH_DEFAULT`], and what memory allows on rings.
-    pub queue_depth: Option<u32>,
-    /// Writes past the end grow the disk.
-    pub growable: bool,
-    /// Refuse writes although the disk would take them.
-    pub read_only: bool,
-    /// Let other users in.
-    pub allow_other: bool,
-    /// Let the kernel cache pages.
-    pub kernel_cache: bool,
-    /// End the export when a request takes longer.
-    pub io_timeout: Option<Duration>,
-    /// Source in the mount table.
-    pub name: String,
-    /// Moves the fetching between queues all the time. For tests of just that.
-    #[doc(hidden)]
-    pub restless: bool,
-    /// Where entries of the rings stay; `None`: they move with the load. For measurements of just that.
-    #[doc(hidden)]
-    pub stay: Option<Stay>,
-    /// The most that rings do. For measurements of just that.
-    #[doc(hidden)]
-    pub ring_mode_max: RingMode,
-    /// Makes the kernel refuse a step of the start over io_uring. For tests of what follows.
-    #[doc(hidden)]
-    pub refuse: Option<Refuse>,
-}
-
-impl ExportOptions {
-    /// Defaults for a mountpoint.
-    #[must_use]
-    pub fn new(mountpoint: impl Into<PathBuf>) -> ExportOptions {
-        ExportOptions {
-            mountpoint: mountpoint.into(),
-            transport: Transport::Auto,
-            zero_copy: ZeroCopy::Auto,
-            passthrough: false,
-            threads: Threads::Auto,
-            cpus: None,
-            numa: Numa::Auto,
-            queue_depth: None,
-            growable: false,
-            read_only: false,
-            allow_other: false,
-            kernel_cache: false,
-            io_timeout: None,
-            name: String::from("ringdisk"),
-            restless: false,
-            stay: None,
-            ring_mode_max: RingMode::ZeroCopy,
-            refuse: None,
-        }
-    }
-}
+/// How long the queues of a process that goes on with a mount look for requests by themselves.
+const LOOK_AFTER_DEATH: Duration = Duration::from_secs(10);
 
 /// Asks an export to stop. Any thread.
 #[derive(Clone, Debug)]
@@ -150,6 +58,7 @@ pub struct Export {
     queues: Vec<QueueView>,
     topology: MountTopology,
     live: Vec<Live>,
+    parked: Option<Parked>,
     _size_watch: SizeWatch,
 }
 
@@ -170,6 +79,12 @@ impl Export {
         devices: Vec<OwnedFd>,
     ) -> Result<Export, Error> {
         let mut options = options;
+        if options.keep.is_some()
+            && let Some(why) =
+                kept::refuse(options.transport, options.zero_copy, options.passthrough)
+        {
+            return Err(why);
+        }
         if options.passthrough {
             // The two exclude each other, and the kernel's own reading is better still.
             options.zero_copy = ZeroCopy::Off;
@@ -177,7 +92,10 @@ impl Export {
         let options = options;
         let wanted = options.transport;
         let mut notes = Vec::new();
-        let (with_rings, mut reason) = choose_transport(wanted)?;
+        let (with_rings, mut reason) = match options.keep {
+            Some(_) => (false, (wanted == Transport::Auto).then(kept::why_dev)),
+            None => choose_transport(wanted)?,
+        };
         if let Some(reason) = &reason {
             tracing::info!("served over /dev/fuse: {reason}");
         }
@@ -243,7 +161,11 @@ impl Export {
         let with_rings = rung.is_some();
         let give_up =
             |why: String| Ok(Started::RingsRefused(rung.unwrap_or(RingMode::Entries), why));
-        let mut profile = Profile::detect(options.kernel_cache);
+        let resume = options.keep.as_ref().and_then(|keep| keep.resume.clone());
+        let mut profile = match &resume {
+            Some(parked) => parked.terms.profile,
+            None => Profile::detect(options.kernel_cache),
+        };
         profile.over_io_uring = with_rings;
         profile.passthrough = options.passthrough;
         let lent = if options.passthrough { Some(lend(&disk)?) } else { None };
@@ -251,9 +173,13 @@ impl Export {
         let events = EventSender(sender);
 
         // Rings first: without them there is nothing to mount.
-        let wishes = Wishes { threads: options.threads, cpus: options.cpus, numa: options.numa };
         let machine = Topology::read();
-        let mut placement = placement::place(&machine, &wishes, with_rings)?;
+        let mut placement = match &resume {
+            Some(parked) => {
+                placement::place_again(&machine, &options.wishes(), parked.terms.queues)
+            }
+            None => placement::place(&machine, &options.wishes(), with_rings)?,
+        };
         placement
             .try_nodes(machine.nodes.len(), |node| SharedMemory::mapped(1).prefer_node(0..1, node));
         let count = placement.threads.len();
@@ -303,17 +229,23 @@ impl Export {
         place.set_peers(peers);
 
         let read_only = options.read_only || disk.is_read_only();
-        let mount = mount(
-            &options.mountpoint,
-            &MountOptions {
-                source: options.name.clone().into(),
-                read_only,
-                allow_other: options.allow_other,
-                max_read: profile.transfer_bytes(),
-                method: Method::Auto,
-            },
-        )?;
-        let negotiated = answer_init(mount.device(), &profile)?;
+        let (mount, negotiated) = match &resume {
+            Some(parked) => (kept::adopt(parked)?, parked.terms.negotiated),
+            None => {
+                let mount = mount(
+                    &options.mountpoint,
+                    &MountOptions {
+                        source: options.name.clone().into(),
+                        read_only,
+                        allow_other: options.allow_other,
+                        max_read: profile.transfer_bytes(),
+                        method: Method::Auto,
+                    },
+                )?;
+                let negotiated = answer_init(mount.device(), &profile)?;
+                (mount, negotiated)
+            }
+        };
         let backing_id = match lent {
             Some(lent) if negotiated.has(INIT_PASSTHROUGH) => {
                 open_backing(mount.device(), lent).map_err(no_passthrough)?
@@ -357,7 +289,7 @@ impl Export {
             None => None,
         };
 
-        let server = Arc::new(FileServer::new(
+        let server = FileServer::new(
             Arc::clone(&disk),
             &FileOptions {
                 growable: options.growable,
@@ -368,8 +300,23 @@ impl Export {
                 uid: rustix::process::getuid().as_raw(),
                 gid: rustix::process::getgid().as_raw(),
             },
-        ));
-        for (queue, device) in queues.iter().zip(queue_devices(&mount, count, notes)?) {
+        );
+        let server = Arc::new(match &options.keep {
+            Some(keep) => server.recording(Arc::clone(&keep.record)),
+            None => server,
+        });
+        let own_devices = match &resume {
+            Some(parked) => kept::devices(parked)?,
+            None => queue_devices(&mount, count, notes)?,
+        };
+        let parked = match &options.keep {
+            Some(_) => Some(kept::park(&mount, &own_devices, profile, negotiated)?),
+            None => None,
+        };
+        if resume.is_some() {
+            kept::ask_again(&mount)?;
+        }
+        for (queue, device) in queues.iter().zip(own_devices) {
             let starting = start.as_ref().map(|(starting, _)| starting.clone());
             queue.serve(Serve { device, server: Arc::clone(&server), starting });
         }
@@ -408,6 +355,8 @@ impl Export {
             }
         });
         let mountpoint = mount.mountpoint().to_owned();
+        // Until now a mount that another process has made stays when this start fails: somebody keeps it, and the next one may do better.
+        let mount = mount.take_over();
         topology.ring_mode =
             rings.as_ref().filter(|_| transport == Transport::Uring).map(|r| r.mode());
         let keeper = Keeper {
@@ -419,6 +368,8 @@ impl Export {
             events: receiver,
             io_timeout: options.io_timeout,
             kernel_cache: options.kernel_cache,
+            is_kept: options.keep.is_some(),
+            look_until: resume.is_some().then(|| Instant::now() + LOOK_AFTER_DEATH),
         };
         let keeper = std::thread::Builder::new()
             .name(String::from("keeper"))
@@ -432,8 +383,10 @@ impl Export {
             let _ = keeper.join();
             return give_up(why);
         }
-        // The kernel learns the size only when it is asked for; until then asynchronous reads find an empty file.
-        if !answers(&mountpoint) && transport == Transport::Uring {
+        // Whether rings answer is not known otherwise. Over /dev/fuse nobody asks: a process that is killed while a thread of its own waits for
+        // the answer never ends, since the memory of that thread keeps the ring, which keeps the connection. (The size, without which
+        // asynchronous reads find an empty file, the kernel asks for at each first open: `default_permissions`.)
+        if transport == Transport::Uring && !answers(&mountpoint) {
             events.send(Event::Discard);
             let _ = keeper.join();
             return give_up(String::from("the rings of this mount do not answer"));
@@ -446,6 +399,7 @@ impl Export {
             queues: views,
             topology,
             live,
+            parked,
             _size_watch: size_watch,
         })))
     }
@@ -460,6 +414,11 @@ impl Export {
     #[must_use]
     pub fn ring_mode(&self) -> Option<RingMode> {
         self.topology.ring_mode
+    }
+
+    /// What somebody has to keep so that another process can go on with this mount; once, and only with [`ExportOptions::keep`].
+    pub fn take_parked(&mut self) -> Option<Parked> {
+        self.parked.take()
     }
 
     /// What was asked for and could not be had, each with what would enable it.

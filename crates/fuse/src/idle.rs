@@ -33,6 +33,8 @@ struct Place {
     is_idle: Cell<bool>,
     /// How much of it is there, bytes, as far as this thread knows.
     there: Cell<u32>,
+    /// Its pages may not be there.
+    is_cold: Cell<bool>,
 }
 
 /// The buffers of a queue's entries.
@@ -59,6 +61,7 @@ impl IdleMemory {
         *self.places[entry].memory.borrow_mut() = memory;
         self.places[entry].is_idle.set(false);
         self.places[entry].there.set(0);
+        self.places[entry].is_cold.set(true);
     }
 
     /// The entry moves away.
@@ -69,6 +72,11 @@ impl IdleMemory {
     /// The entry waits for a request, or has one.
     pub(crate) fn set_idle(&self, entry: usize, is_idle: bool) {
         self.places[entry].is_idle.set(is_idle);
+    }
+
+    /// Whether the pages of an entry may not be there; the caller takes them now.
+    pub(crate) fn take_cold(&self, entry: usize) -> bool {
+        self.places[entry].is_cold.take()
     }
 
     /// Takes the pages for so many bytes of an entry's buffer at once.
@@ -89,6 +97,7 @@ impl IdleMemory {
             if let Some(memory) = &*place.memory.borrow() {
                 memory.release_pages();
                 place.there.set(0);
+                place.is_cold.set(true);
             }
         }
     }
@@ -128,5 +137,28 @@ pub(crate) async fn give_back(queue: Rc<Queue>) {
         }
         queue.memory.used.set(false);
         queue.memory.release();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_given_back_is_cold_until_it_is_taken_again() {
+        let memory = IdleMemory::new(2);
+        for entry in 0..2 {
+            memory.enter(entry, Some(IoBuf::new(1 << 20, 4096)));
+            assert!(memory.take_cold(entry), "never touched");
+            assert!(!memory.take_cold(entry), "taken");
+        }
+        memory.set_idle(0, true);
+        memory.release();
+        assert_eq!(
+            (memory.take_cold(0), memory.take_cold(1)),
+            (true, false),
+            "only an idle one is"
+        );
+        assert!(!memory.take_cold(0));
     }
 }

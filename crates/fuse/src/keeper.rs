@@ -26,6 +26,8 @@ const LAST_FLUSH: Duration = Duration::from_secs(300);
 const LAST_FLUSH_STUCK: Duration = Duration::from_millis(500);
 /// After this long the user is told what the process waits for.
 const LAST_FLUSH_QUIET: Duration = Duration::from_secs(2);
+/// How often the queues look for requests after a process has died.
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
 /// How often the keeper looks whether requests are still in flight.
 const LOOK: Duration = Duration::from_millis(5);
 
@@ -146,6 +148,11 @@ pub(crate) struct Keeper {
     pub(crate) events: Receiver<Event>,
     pub(crate) io_timeout: Option<Duration>,
     pub(crate) kernel_cache: bool,
+    /// The mount outlives the process.
+    pub(crate) is_kept: bool,
+    /// Until when the queues are made to look for requests: the process before this one has just died, and while the kernel takes
+    /// its rings down, their polls still swallow wake-ups.
+    pub(crate) look_until: Option<Instant>,
 }
 
 impl Keeper {
@@ -159,10 +166,15 @@ impl Keeper {
 
     fn wait(&self) -> End {
         loop {
-            let event = match self.io_timeout {
+            let looks = self.look_until.is_some_and(|end| Instant::now() < end);
+            let pause = self.io_timeout.map(|limit| (limit / 4).max(Duration::from_millis(1)));
+            let event = match if looks { Some(LOOK_AGAIN) } else { pause } {
                 None => self.events.recv().map_err(|_| RecvTimeoutError::Disconnected),
-                Some(limit) => self.events.recv_timeout((limit / 4).max(Duration::from_millis(1))),
+                Some(pause) => self.events.recv_timeout(pause),
             };
+            if looks {
+                self.queues.iter().for_each(QueueThread::look_again);
+            }
             match event {
                 Ok(Event::Stop) | Err(RecvTimeoutError::Disconnected) => return End::Stopped,
                 Ok(Event::Discard) => return End::Discarded,
@@ -178,6 +190,10 @@ impl Keeper {
                         EndReason::Unmounted | EndReason::Aborted => continue,
                     };
                     tracing::error!("queue {queue}: {reason}");
+                    if self.is_kept && reason == HaltReason::Panicked {
+                        // Its requests are with the descriptors that somebody keeps: the next process answers them.
+                        std::process::abort();
+                    }
                     return End::Halted(reason);
                 }
                 Err(RecvTimeoutError::Timeout) => {}
@@ -234,7 +250,7 @@ impl Keeper {
                 }
                 // Clients may still have the file open, here or in another mount namespace: the kernel must let go of the entries
                 // before their rings are closed. (Once: after an abort the number of the connection may become another's.)
-                if drained.is_err() || self.rings.is_some() {
+                if drained.is_err() || self.rings.is_some() || self.is_kept {
                     self.mount.abort();
                 }
                 drained.is_ok()

@@ -11,7 +11,8 @@
 //! - [`placement`]: which thread runs where, serves which queue, and has its memory on which node;
 //! - `dev`: the transport over `/dev/fuse`: queues, entries, and where requests are served;
 //! - `idle`: memory that goes back to the system;
-//! - [`export`], `keeper`, `stats`: an export from its mount to its end.
+//! - [`export`], `keeper`, `stats`: an export from its mount to its end;
+//! - [`kept`]: what of it another process can go on with.
 
 #![deny(unsafe_code)]
 
@@ -22,6 +23,7 @@ pub mod export;
 pub mod file;
 mod idle;
 mod keeper;
+pub mod kept;
 pub mod mount;
 pub mod negotiate;
 pub mod placement;

@@ -177,6 +177,32 @@ fn a_mount_that_is_gone_leaves_the_next_one_with_its_number_alone() {
 }
 
 #[test]
+fn a_mount_that_was_removed_leaves_the_next_one_in_its_place_alone() {
+    if !can_mount() {
+        return;
+    }
+    let directory = tempfile::tempdir().expect("directory");
+    let path = directory.path().join("disk");
+    std::fs::write(&path, "").expect("a mountpoint");
+    let mut met = 0;
+    for _ in 0..5000 {
+        let mut first = mount(&path, &options()).expect("a mount");
+        let number = first.connection();
+        first.unmount(Unmount::Lazy).expect("removed");
+        let second = mount(&path, &options()).expect("another mount");
+        met += u32::from(second.connection() == number);
+        assert!(!first.abort(), "the number may be another's");
+        let mut buffer = [0; 8192];
+        let init = rustix::io::read(second.device(), &mut buffer[..]);
+        assert!(init.is_ok(), "aborted by the number of the first: {init:?}");
+        if met == 5 {
+            return;
+        }
+    }
+    panic!("the case did not occur");
+}
+
+#[test]
 fn a_mount_that_was_aborted_before_it_was_served_is_removed() {
     if !can_mount() {
         return;

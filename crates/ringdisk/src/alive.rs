@@ -29,6 +29,11 @@ pub(crate) fn hold(mountpoint: &Path) -> Option<File> {
     Some(file)
 }
 
+/// Gives the lock back although somebody else has the file open too.
+pub(crate) fn release(alive: &File) {
+    let _ = flock(alive, FlockOperation::Unlock);
+}
+
 /// Waits until the server has ended, after the mount has gone. Returns whether it has.
 pub(crate) fn wait(mountpoint: &Path) -> bool {
     let end = Instant::now() + WAIT;

@@ -102,23 +102,28 @@ impl Background {
 
     /// Lets the parent return and lets go of what ties us to where we were started.
     pub(crate) fn ready(self) {
-        let let_go = || -> io::Result<()> {
-            let null = null()?;
-            if !is_regular(rustix::stdio::stdout()) {
-                rustix::stdio::dup2_stdout(&null)?;
-            }
-            if !is_regular(rustix::stdio::stderr()) {
-                rustix::stdio::dup2_stderr(&null)?;
-            }
-            // The directory we were started in may be unmounted now.
-            rustix::process::chdir("/")?;
-            Ok(())
-        };
-        if let Err(error) = let_go() {
-            tracing::warn!("not everything of the parent could be let go: {error}");
-        }
+        let_go();
         // A parent that was killed meanwhile changes nothing: we serve.
         let _ = File::from(self.pipe).write_all(&[READY]);
+    }
+}
+
+/// Lets go of what ties us to where we were started.
+pub(crate) fn let_go() {
+    let let_go = || -> io::Result<()> {
+        let null = null()?;
+        if !is_regular(rustix::stdio::stdout()) {
+            rustix::stdio::dup2_stdout(&null)?;
+        }
+        if !is_regular(rustix::stdio::stderr()) {
+            rustix::stdio::dup2_stderr(&null)?;
+        }
+        // The directory we were started in may be unmounted now.
+        rustix::process::chdir("/")?;
+        Ok(())
+    };
+    if let Err(error) = let_go() {
+        tracing::warn!("not everything of the parent could be let go: {error}");
     }
 }
 

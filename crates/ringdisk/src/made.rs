@@ -38,6 +38,18 @@ impl MadeFile {
     }
 }
 
+impl MadeFile {
+    /// One that a process before this one has made.
+    pub(crate) fn adopt(path: &Path, id: (u64, u64)) -> MadeFile {
+        MadeFile { path: path.to_owned(), id, keep: false, was_there: false }
+    }
+
+    /// Device and inode number.
+    pub(crate) fn id(&self) -> (u64, u64) {
+        self.id
+    }
+}
+
 impl Drop for MadeFile {
     fn drop(&mut self) {
         if self.keep {

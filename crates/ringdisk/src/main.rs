@@ -8,11 +8,13 @@
 #![forbid(unsafe_code)]
 
 mod alive;
+mod before;
 mod cli;
 mod commands;
 mod control;
 mod daemonize;
 mod job;
+mod keep;
 mod limits;
 mod log;
 mod made;

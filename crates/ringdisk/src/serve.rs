@@ -9,13 +9,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ringdisk_disk::Disk;
+use ringdisk_fuse::kept::{Keep, Parked, refuse};
 use ringdisk_fuse::placement::{MountTopology, Numa, Wishes, preview};
 use ringdisk_fuse::{
-    Export, ExportOptions, HaltReason, RingMode, Stats, Stay, StopHandle, Transport,
+    Export, ExportOptions, HaltReason, RingMode, Stats, Stay, StopHandle, Transport, ZeroCopy,
 };
 use ringdisk_ring::Topology;
 
-use crate::cli::{NumaWord, PlacementArgs, StayWord, Threads, TransportWord, ZeroCopyWord};
+use crate::cli::{
+    MountArgs, NumaWord, PlacementArgs, StayWord, Threads, TransportWord, ZeroCopyWord,
+};
 use crate::report::{Exit, Failure};
 use crate::stats::Report;
 use crate::topology;
@@ -34,6 +37,8 @@ pub(crate) struct Options {
     pub(crate) allow_other: bool,
     pub(crate) kernel_cache: bool,
     pub(crate) io_timeout: Option<Duration>,
+    /// The mount outlives this process.
+    pub(crate) keep: Option<Keep>,
     /// Shown as the source of the mount and in statistics.
     pub(crate) name: String,
 }
@@ -44,6 +49,27 @@ fn transport(word: TransportWord) -> Transport {
         TransportWord::Dev => Transport::Dev,
         TransportWord::Uring => Transport::Uring,
     }
+}
+
+fn zero_copy(word: ZeroCopyWord) -> ZeroCopy {
+    match word {
+        ZeroCopyWord::Auto => ZeroCopy::Auto,
+        ZeroCopyWord::On => ZeroCopy::On,
+        ZeroCopyWord::Off => ZeroCopy::Off,
+    }
+}
+
+/// Whether a mount with these options can outlive its process.
+///
+/// Errors: `Unsupported` with the option that excludes it.
+pub(crate) fn check_keeps(args: &MountArgs) -> Result<(), Failure> {
+    let wanted = transport(args.placement.transport);
+    let Some(why) = refuse(wanted, zero_copy(args.zero_copy), args.passthrough) else {
+        return Ok(());
+    };
+    let mut refused = Failure::from(why);
+    refused.exit = Exit::Unsupported;
+    Err(refused)
 }
 
 fn wishes(args: &PlacementArgs) -> Wishes {
@@ -90,11 +116,7 @@ impl Served {
     ///
     /// Errors: those of the mount and of the rings.
     pub(crate) fn start(disk: Arc<Disk>, options: Options) -> Result<Served, Failure> {
-        let zero_copy = match options.zero_copy {
-            ZeroCopyWord::Auto => ringdisk_fuse::ZeroCopy::Auto,
-            ZeroCopyWord::On => ringdisk_fuse::ZeroCopy::On,
-            ZeroCopyWord::Off => ringdisk_fuse::ZeroCopy::Off,
-        };
+        let zero_copy = zero_copy(options.zero_copy);
         let name = options.name.clone();
         let wishes = wishes(&options.placement);
         let export = Export::start(
@@ -124,6 +146,7 @@ impl Served {
                 kernel_cache: options.kernel_cache,
                 io_timeout: options.io_timeout,
                 name: options.name,
+                keep: options.keep,
                 ..ExportOptions::new(options.mountpoint)
             },
         )?;
@@ -133,6 +156,11 @@ impl Served {
     /// How requests travel.
     pub(crate) fn transport(&self) -> &'static str {
         topology::transport(self.export.ring_mode())
+    }
+
+    /// What somebody has to keep, for a mount that outlives this process; once.
+    pub(crate) fn take_parked(&mut self) -> Option<Parked> {
+        self.export.take_parked()
     }
 
     /// What was asked for and could not be had, each with what would enable it.

@@ -106,7 +106,7 @@ impl Watcher {
 }
 
 /// Whether a signal was ignored when we were started.
-fn is_ignored(signal: i32) -> bool {
+pub(crate) fn is_ignored(signal: i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     ignored_mask(&status).is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
 }

@@ -112,7 +112,8 @@ impl Mounted {
 
     /// The same; an `Err` when the command ends before anything is mounted.
     pub fn try_from_command(command: &mut Command, path: &Path) -> Result<Mounted, Finished> {
-        if !path.exists() {
+        // A dead mount on it is for the program to deal with.
+        if mount_at(path).is_none() && !path.exists() {
             std::fs::write(path, "").expect("an empty file to mount on");
         }
         let ready = Ready::new();

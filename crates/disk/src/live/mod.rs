@@ -89,6 +89,9 @@ impl Disk {
     fn put(&self, drained: &mut Drained<'_>, graph: Graph, always_tell: bool) {
         let before = drained.graph().size();
         let size = graph.size();
+        if graph.top().name() != drained.graph().top().name() {
+            self.top_watch().tell(graph.top());
+        }
         drained.replace(graph);
         self.set_size(size);
         if always_tell || size != before {

@@ -317,3 +317,63 @@ fn an_overlay_of_another_image_is_refused() {
         assert_eq!(error.expect_err("refused").kind(), ErrorKind::NotFound);
     });
 }
+
+/// What a process that takes over would find: the files as they are, without a flush or a close of this disk.
+#[test]
+fn what_was_answered_is_in_the_file_when_it_shall_outlive_the_process() {
+    let directory = directory();
+    qemu_img(&directory, &["create", "-q", "-f", "qcow2", "a.qcow2", "8M"]);
+    let options = ImageOptions {
+        outlives_process: true,
+        // Flushes of the host would only cost time here.
+        cache: Cache::Unsafe,
+        ..ImageOptions::default()
+    };
+    let path = directory.path().join("a.qcow2");
+    let seen = |name: &str, steps: &[&str]| {
+        let copy = format!("{name}.qcow2");
+        fs::copy(&path, directory.path().join(&copy)).expect("copy");
+        qemu_io(&directory, "qcow2", &copy, steps);
+    };
+    run(async |ring| {
+        let disk = opened(&ring, &directory, &options).await;
+        disk.write(&ring, 70_000, &buffer(&[7; 1000])).await.expect("a new cluster");
+        seen("new", &["read -P 7 70000 1000"]);
+        disk.write(&ring, 72_000, &buffer(&[8; 1000])).await.expect("in place");
+        seen("in_place", &["read -P 7 70000 1000", "read -P 8 72000 1000"]);
+        disk.write_zeroes(&ring, 70_500, 500, true).await.expect("zeroes");
+        disk.punch(&ring, 65_536, 4096).await.expect("part of a cluster");
+        seen("zeroes", &["read -P 0 65536 4096", "read -P 0 70500 500", "read -P 8 72000 1000"]);
+        disk.punch(&ring, 65_536, 65_536).await.expect("a cluster");
+        seen("hole", &["read -P 0 65536 65536"]);
+        disk.close(&ring).await.expect("close");
+    });
+}
+
+#[test]
+fn a_new_top_image_is_told_before_anything_is_written_to_it() {
+    let directory = directory();
+    ones(&directory, "");
+    run(async |ring| {
+        let disk = opened(&ring, &directory, &ImageOptions::default()).await;
+        let told: Arc<std::sync::Mutex<Vec<(std::path::PathBuf, u64)>>> = Arc::default();
+        let (heard, overlay) = (Arc::clone(&told), directory.path().join("b.qcow2"));
+        let at = overlay.clone();
+        disk.watch_top(move |top| {
+            let len = fs::metadata(&at).map_or(0, |meta| meta.len());
+            heard.lock().expect("no panic").push((top.name().to_owned(), len));
+        });
+        let before = disk.layers()[0].name().to_owned();
+        disk.add_overlay(&ring, &overlay, crate::OverlayOptions::default()).await.expect("overlay");
+        disk.write(&ring, 0, &buffer(&[2; 4096])).await.expect("write");
+        let progress = Arc::default();
+        disk.commit(&ring, crate::CommitOptions::TOP, &progress).await.expect("commit");
+        let told = told.lock().expect("no panic").clone();
+        assert_eq!(
+            told.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>(),
+            [overlay, before]
+        );
+        assert!(told[0].1 > 0, "the overlay is there, whole, when it is told");
+        disk.close(&ring).await.expect("close");
+    });
+}

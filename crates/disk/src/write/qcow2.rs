@@ -57,6 +57,6 @@ impl Disk {
             return image.flush(ring).await;
         }
         self.look_after(ring, image);
-        Ok(())
+        if self.policy().outlives_process { image.flush_mapping(ring).await } else { Ok(()) }
     }
 }

@@ -42,10 +42,14 @@ pub(super) async fn serve_entry(queue: Rc<Queue>, entry: usize) {
     let frame = memory.slice(DATA_AT - WRITE_DATA_OFFSET..DATA_AT + transfer);
     let data = memory.slice(DATA_AT..DATA_AT + transfer);
     queue.memory.enter(entry, Some(memory.clone()));
+    let is_kept = queue.server.is_kept();
     loop {
         queue.memory.set_idle(entry, true);
         queue.fetch.wait_for_turn(&queue.ring, entry).await;
         queue.memory.set_idle(entry, false);
+        if is_kept && queue.memory.take_cold(entry) {
+            touch(&memory);
+        }
         let fetched = fetch(&queue, entry, &frame).await;
         let Some(received) = fetched else { continue };
         let started = Instant::now();
@@ -58,6 +62,17 @@ pub(super) async fn serve_entry(queue: Rc<Queue>, entry: usize) {
             }
             send(&queue, &memory.slice(start..start + len)).await;
         }
+    }
+}
+
+/// Takes the pages of an entry before it fetches.
+///
+/// A process that is being killed can take no new pages, and the kernel may yet make it read a request: if that cannot be copied, the
+/// client gets EIO, and no other process ever sees the request.
+fn touch(memory: &IoBuf) {
+    let page = rustix::param::page_size();
+    for at in (0..memory.len()).step_by(page) {
+        memory.copy_from_slice(at, &[0]);
     }
 }
 

@@ -271,6 +271,7 @@ pub(crate) struct QueueThread {
     device: SyncSender<Serve>,
     remote: Remote,
     stop: Arc<AtomicBool>,
+    look: Arc<AtomicBool>,
     done: Receiver<()>,
     pub(crate) ring_fd: RawFd,
     pub(crate) in_flight: Arc<InFlight>,
@@ -308,15 +309,24 @@ impl QueueThread {
         let (ready_sender, ready) = sync_channel(1);
         let (done_sender, done) = sync_channel(1);
         let stop = Arc::new(AtomicBool::new(false));
+        let look = Arc::new(AtomicBool::new(false));
         let buffers = Arc::new(Buffers::default());
-        let (thread_stop, thread_buffers) = (Arc::clone(&stop), Arc::clone(&buffers));
+        let (thread_stop, thread_look) = (Arc::clone(&stop), Arc::clone(&look));
+        let thread_buffers = Arc::clone(&buffers);
         let (index, cpu) = (setup.index, setup.thread.cpus.only());
         let thread = std::thread::Builder::new()
             .name(format!("queue-{index}"))
             .spawn(move || {
                 let events = setup.events.clone();
                 let served = catch_unwind(AssertUnwindSafe(|| {
-                    run(setup, &ready_sender, &device_receiver, thread_buffers, &thread_stop);
+                    run(
+                        setup,
+                        &ready_sender,
+                        &device_receiver,
+                        thread_buffers,
+                        &thread_stop,
+                        &thread_look,
+                    );
                 }));
                 if served.is_err() {
                     // A defect of ours: the clients of this export get errors, and the process goes on.
@@ -337,6 +347,7 @@ impl QueueThread {
             device,
             remote: ready.remote.clone(),
             stop,
+            look,
             done,
             ring_fd: ready.ring_fd,
             in_flight: ready.in_flight,
@@ -353,6 +364,12 @@ impl QueueThread {
 
     /// Makes the thread look at its place again.
     pub(crate) fn wake(&self) {
+        self.remote.run(|_| {});
+    }
+
+    /// Makes the thread look at the kernel's input queue again: a wake-up may have gone to somebody who cannot use it.
+    pub(crate) fn look_again(&self) {
+        self.look.store(true, Ordering::Release);
         self.remote.run(|_| {});
     }
 
@@ -393,6 +410,7 @@ fn run(
     device: &Receiver<Serve>,
     buffers: Arc<Buffers>,
     stop: &Arc<AtomicBool>,
+    look: &AtomicBool,
 ) {
     // First the CPU, then the memory: pages are taken from the node of the thread that touches them.
     let pin_error = pin(&setup);
@@ -465,6 +483,9 @@ fn run(
     // Polled again whenever another thread sends a job.
     runtime.block_on(poll_fn(|_| {
         queue.apply_place();
+        if look.swap(false, Ordering::AcqRel) && queue.fetch.is_enabled() {
+            queue.fetch.look_again(&queue.ring);
+        }
         if stop.load(Ordering::Acquire) { Poll::Ready(()) } else { Poll::Pending }
     }));
     queue.fetch.stop(&ring);

@@ -130,6 +130,8 @@ impl FileServer {
             (cleared != mode).then_some(cleared)
         };
         // Nothing to clear is the usual case, and no failure.
-        let _ = self.mode.fetch_update(Ordering::Relaxed, Ordering::Relaxed, clear);
+        if self.mode.fetch_update(Ordering::Relaxed, Ordering::Relaxed, clear).is_ok() {
+            self.record_attributes();
+        }
     }
 }

@@ -24,6 +24,7 @@ use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use crate::abi::flags::{WRITE_CACHE, WRITE_KILL_SUIDGID};
 use crate::abi::{OpenIn, OpenOut, StatfsOut, WriteIn};
+use crate::kept::FileRecord;
 use crate::negotiate::Profile;
 use crate::reply::ReplyBuf;
 use crate::request::{Operation, Request};
@@ -64,6 +65,48 @@ pub struct FileOptions {
     pub gid: u32,
 }
 
+impl FileServer {
+    /// Goes on with the state that is recorded, if one is, and records from now on. Before any request is served.
+    #[must_use]
+    pub fn recording(mut self, record: Arc<FileRecord>) -> FileServer {
+        if let Some(state) = record.state() {
+            self.mode = AtomicU32::new(state.mode);
+            self.uid = AtomicU32::new(state.uid);
+            self.gid = AtomicU32::new(state.gid);
+            self.started = SystemTime::UNIX_EPOCH + state.since;
+        }
+        self.record = Some(record);
+        self.record_attributes();
+        self
+    }
+
+    /// Whether another process may go on with the mount.
+    pub(crate) fn is_kept(&self) -> bool {
+        self.record.is_some()
+    }
+
+    /// Mode and owner are what the next process shall find.
+    fn record_attributes(&self) {
+        if let Some(record) = &self.record {
+            let load = |value: &AtomicU32| value.load(Ordering::Relaxed);
+            record.set(load(&self.mode), load(&self.uid), load(&self.gid), self.started);
+        }
+    }
+
+    /// An OPEN or a RELEASE.
+    fn count(&self, unique: u64, is_open: bool) {
+        if let Some(record) = &self.record {
+            record.count(unique, is_open);
+            return;
+        }
+        let change = if is_open { u64::checked_add } else { u64::checked_sub };
+        // A RELEASE without an OPEN would be a bug of the kernel; the count must not wrap over it.
+        let _ = self
+            .open_files
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |count| change(count, 1));
+    }
+}
+
 /// A disk as a file: the meaning of every operation.
 #[derive(Debug)]
 pub struct FileServer {
@@ -83,6 +126,8 @@ pub struct FileServer {
     client_resizes: AtomicU32,
     /// Time that a read-only file shows: it does not change, so tools that watch for changes must not see any.
     started: SystemTime,
+    /// Where the state is kept for another process.
+    record: Option<Arc<FileRecord>>,
 }
 
 impl FileServer {
@@ -103,6 +148,7 @@ impl FileServer {
             open_files: AtomicU64::new(0),
             client_resizes: AtomicU32::new(0),
             started: SystemTime::now(),
+            record: None,
         }
     }
 
@@ -127,7 +173,8 @@ impl FileServer {
     /// Open files of all clients at this moment.
     #[must_use]
     pub fn open_files(&self) -> u64 {
-        self.open_files.load(Ordering::Relaxed)
+        let recorded = self.record.as_ref().and_then(|record| record.state());
+        recorded.map_or_else(|| self.open_files.load(Ordering::Relaxed), |state| state.open_files)
     }
 
     /// Reads into the first `size` bytes of `buf`.
@@ -276,11 +323,12 @@ impl FileServer {
             Operation::Getattr(_) => out.set_body(unique, &self.attributes(ring).await),
             Operation::Setattr(argument) => {
                 self.set_attributes(ring, argument).await?;
+                self.record_attributes();
                 out.set_body(unique, &self.attributes(ring).await);
             }
-            Operation::Open(argument) => out.set_body(unique, &self.open(argument)?),
+            Operation::Open(argument) => out.set_body(unique, &self.open(unique, argument)?),
             Operation::Release(_) => {
-                self.release();
+                self.count(unique, false);
                 out.set_empty(unique);
             }
             Operation::Fsync(_) | Operation::Flush(_) => {
@@ -311,7 +359,7 @@ impl FileServer {
     }
 
     /// Errors: EACCES for writing to a read-only export (the kernel has said EROFS before, as a rule).
-    fn open(&self, argument: &OpenIn) -> Result<OpenOut, Errno> {
+    fn open(&self, unique: u64, argument: &OpenIn) -> Result<OpenOut, Errno> {
         let can_write = argument.flags & ACCESS_MODE != READ_ONLY_ACCESS;
         if can_write && self.read_only {
             return Err(Errno::ACCESS);
@@ -319,19 +367,12 @@ impl FileServer {
         if argument.open_flags & crate::abi::flags::OPEN_KILL_SUIDGID != 0 {
             self.kill_suid_sgid();
         }
-        self.open_files.fetch_add(1, Ordering::Relaxed);
+        self.count(unique, true);
         Ok(OpenOut {
             fh: FILE_HANDLE,
             open_flags: self.profile.open_flags(can_write),
             backing_id: self.backing_id,
         })
-    }
-
-    fn release(&self) {
-        // A RELEASE without an OPEN would be a bug of the kernel; the count must not wrap over it.
-        let _ = self
-            .open_files
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |count| count.checked_sub(1));
     }
 
     fn statfs(&self) -> StatfsOut {

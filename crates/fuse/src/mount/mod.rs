@@ -25,6 +25,7 @@ pub mod device;
 mod direct;
 pub mod ffi;
 mod helper;
+pub mod inherited;
 pub mod mountpoint;
 pub mod table;
 
@@ -127,6 +128,23 @@ fn mount_direct(mountpoint: &Path, options: &MountOptions) -> Result<OwnedFd, Er
 }
 
 impl Mount {
+    /// A mount that another process has made, with a descriptor of its connection. It stays when this is dropped, until
+    /// [`Mount::take_over`].
+    ///
+    /// * `mountpoint`: absolute, without symbolic links.
+    #[must_use]
+    pub fn adopt(device: OwnedFd, mountpoint: PathBuf, connection: u32) -> Mount {
+        Mount { device, mountpoint, connection: Some(connection), is_active: false }
+    }
+
+    /// Makes this process responsible for the mount: dropping it removes it.
+    #[must_use]
+    pub fn take_over(self) -> Mount {
+        let mut mount = self;
+        mount.is_active = true;
+        mount
+    }
+
     /// The first descriptor of the connection, nonblocking; more by [`clone_device`]. It must stay open while requests that were
     /// read from it are unanswered, and the connection ends when the last one is closed.
     #[must_use]
@@ -159,6 +177,10 @@ impl Mount {
         let mut buffer = vec![0; GONE_BUFFER_BYTES];
         if rustix::io::read(&self.device, &mut buffer[..]) != Err(Errno::NODEV) {
             return false;
+        }
+        // Out of the tree by our own doing: what is shown at our place with our number is the next mount there.
+        if !self.is_active {
+            return true;
         }
         // Aborted before INIT was answered it says ENODEV too: then the number is still shown at our own place.
         let entry = self.connection.and_then(|number| table::of_connection(number).ok().flatten());

@@ -23,7 +23,7 @@ pub(crate) use queues::QueuePlace;
 /// Queues at most.
 pub const THREADS_MAX: usize = 64;
 /// Threads that `auto` makes at most over `/dev/fuse`: more readers of one shared input queue only get in each other's way.
-const THREADS_AUTO_MAX_DEV: usize = 4;
+pub const THREADS_AUTO_MAX_DEV: usize = 4;
 
 /// How many queue threads.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -147,6 +147,21 @@ pub(crate) fn place(
         queues::place(topology, wishes, &usable, &mut placement);
     }
     Ok(placement)
+}
+
+/// Places the threads of a mount that another process was serving over `/dev/fuse`: as many as it had, whatever has become of the
+/// machine meanwhile. Clients are waiting, so CPUs that cannot be used any more are a warning.
+///
+/// * `count`: queues of the mount.
+pub(crate) fn place_again(topology: &Topology, wishes: &Wishes, count: usize) -> Placement {
+    let wishes = Wishes { threads: Threads::Count(count), ..wishes.clone() };
+    place(topology, &wishes, false).unwrap_or_else(|error| {
+        let anywhere = Wishes { cpus: None, ..wishes };
+        let mut placement = place(topology, &anywhere, false).unwrap_or_default();
+        placement.threads.resize_with(count, ThreadPlace::default);
+        placement.warnings.push(format!("{error}; threads are on other CPUs"));
+        placement
+    })
 }
 
 /// The CPUs that threads may be bound to; never empty.

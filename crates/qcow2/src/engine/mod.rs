@@ -99,6 +99,10 @@ pub(crate) struct Engine {
     saved: AtomicBool,
     /// Allocations so far.
     pub(crate) allocations: AtomicU64,
+    /// Changes of the mapping in memory so far; counted under the lock of what is changed, before it is.
+    changed: AtomicU64,
+    /// So many of them are on stable storage.
+    settled: AtomicU64,
 }
 
 /// What the user chose.
@@ -145,6 +149,8 @@ impl Engine {
             closed: AtomicBool::new(false),
             saved: AtomicBool::new(false),
             allocations: AtomicU64::new(0),
+            changed: AtomicU64::new(0),
+            settled: AtomicU64::new(0),
         }
     }
 }

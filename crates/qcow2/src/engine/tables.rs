@@ -47,6 +47,7 @@ impl Qcow2 {
         {
             // Together: a checkpoint in between would answer a flush without this entry.
             let mut dirty = lock(&engine.l1_dirty);
+            engine.changed.fetch_add(1, Ordering::SeqCst);
             self.l1.get(index).ok_or(Errno::INVAL)?.store(offset | COPIED, Ordering::Release);
             dirty.insert(index);
         }
@@ -119,8 +120,10 @@ impl Qcow2 {
         links: bool,
     ) -> Result<(), Errno> {
         let step = self.geometry.entry_words();
+        let changed = &self.engine()?.changed;
         loop {
             let done = self.slices.update(slice, step > 1, links, |words| {
+                changed.fetch_add(1, Ordering::SeqCst);
                 for (index, entry) in entries.iter().enumerate() {
                     let at = (first + index) * step;
                     words.set(at, entry.entry);

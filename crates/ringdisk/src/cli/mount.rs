@@ -219,6 +219,17 @@ pub(crate) struct MountArgs {
     #[arg(long, help_heading = "Serving options")]
     pub(crate) daemonize: bool,
 
+    /// Keep the mount when the process that serves it dies, and go on with it: clients wait, and no request is lost
+    ///
+    /// A service manager that has a place for descriptors (systemd: FileDescriptorStoreMax=) keeps the mount and starts the next
+    /// process; otherwise a small parent does both, and is the process that --pidfile and MAINPID name. It gives up, with errors to
+    /// the users of the mount, after 5 deaths in 10 s of serving. Over /dev/fuse only, so not with --transport uring and --zero-copy on;
+    /// not with --passthrough, and not with --snapshot, whose overlay is gone with its process. Requests that the dead process has read
+    /// are carried out again, once it has let go of the image. In a qcow2 image a write that needs new space is made durable before it
+    /// is answered.
+    #[arg(long, conflicts_with = "snapshot", help_heading = "Serving options")]
+    pub(crate) keep_mount: bool,
+
     /// Write the pid to FILE when the mount answers; locked, and removed at the end
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Serving options")]
     pub(crate) pidfile: Option<PathBuf>,

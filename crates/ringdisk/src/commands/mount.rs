@@ -4,93 +4,157 @@
 //! again when the start fails; at a clean end everything but the image is. Signals are honoured
 //! from the first moment.
 
+mod plan;
+
 use std::fs;
-use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use ringdisk_disk::{
-    Cache, DetectZeroes, Discard, Disk, Error, ErrorKind, Format, ImageOptions, NullOptions, Source,
-};
+use ringdisk_disk::{Disk, Format};
+use ringdisk_fuse::kept::is_over;
+use ringdisk_fuse::mount::table;
 use ringdisk_fuse::mount::table::MountEntry;
-use ringdisk_fuse::mount::{Unmount, mountpoint, table, unmount};
 use ringdisk_ring::Topology;
 
 use crate::alive;
-use crate::cli::{DetectZeroesWord, DiscardWord, MountArgs, MountPaths};
+use crate::before::Before;
+use crate::cli::{MountArgs, MountPaths};
 use crate::commands::look;
 use crate::control::mount::MountControl;
 use crate::control::place;
 use crate::control::server::Server;
 use crate::daemonize::{self, Background};
+use crate::keep::{self, Kept, Role, State};
 use crate::limits;
 use crate::made::{Fresh, MadeFile};
 use crate::new_image::{Described, NewImage, check_new_name};
 use crate::notify::Notify;
 use crate::pidfile::Pidfile;
 use crate::report::{Exit, Failure};
-use crate::serve::{self, Options, Served};
+use crate::serve::{self, Served};
 use crate::signals::{Actions, Phase, Watcher};
-use crate::size::human_size;
 use crate::terminal::{self, bold, shell_word};
+
+use plan::Plan;
 
 /// Starts the background process. If it was killed before it was ready, nobody else removes what it had made so far.
 ///
 /// Errors: as [`daemonize::run_child`].
 fn run_child(path: &Path) -> Result<u8, Failure> {
-    let is_mounted = || {
-        let at = mountpoint::resolve(path).and_then(|path| table::at(&path));
-        at.is_ok_and(|entry| entry.is_some())
-    };
-    let (was_there, was_mounted) = (path.symlink_metadata().is_ok(), is_mounted());
-    let result = daemonize::run_child();
-    if result.is_err() && !was_mounted {
-        if is_mounted() {
-            let _ = unmount(path, Unmount::Lazy);
-        }
-        let is_empty = path.symlink_metadata().is_ok_and(|file| file.is_file() && file.len() == 0);
-        if !was_there && is_empty {
-            let _ = fs::remove_file(path);
-        }
-    }
-    result
+    let before = Before::of(path);
+    daemonize::run_child().inspect_err(|_| before.restore())
 }
 
 /// Serves until the end. Gives the exit code.
 ///
 /// Errors: everything that can go wrong; see [`Exit`].
 pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
+    if args.keep_mount {
+        // Before a process is started that would find it out.
+        serve::check_keeps(args)?;
+    }
+    let is_kept = args.keep_mount && keep::is_child();
     let background = match args.daemonize {
+        true if is_kept => None,
         true if daemonize::is_child() => Some(Background::enter()?),
         true => return run_child(&paths.mountpoint),
         false => None,
     };
-    let new = new_image(args)?;
-    // CPUs that cannot be used are told before anything is made.
-    serve::foresee(&args.placement, &Topology::read())?;
+    let kept = match args.keep_mount.then(|| keep::role(args)).transpose()? {
+        None => None,
+        Some(Role::Holds) => return keep::holder::run(args, &paths.mountpoint, background),
+        Some(Role::Serves(kept)) => Some(kept),
+    };
+    serve(args, paths, background, kept)
+}
+
+/// Serves until the end, in this process.
+///
+/// * `kept`: the mount outlives this process.
+fn serve(
+    args: &MountArgs,
+    paths: MountPaths,
+    background: Option<Background>,
+    mut kept: Option<Kept>,
+) -> Result<u8, Failure> {
+    let resumed = kept.as_ref().and_then(Kept::resumed);
+    let new = if resumed.is_some() { None } else { new_image(args)? };
+    if resumed.is_none() {
+        // CPUs that cannot be used are told before anything is made.
+        serve::foresee(&args.placement, &Topology::read())?;
+    }
     limits::become_io_flusher();
     let made = Made::default();
-    let watcher = watch_start(&made)?;
-    let plan = Plan::new(args, paths)?;
+    let watcher = match resumed {
+        Some(_) => watch_resumed()?,
+        None => watch_start(&made)?,
+    };
+    if let Some(kept) = &kept {
+        kept.listens();
+    }
+    // Until this process has taken it over, a mount that was kept stays as it is, with the file below it.
+    let mut plan = match &resumed {
+        Some((state, _)) => Plan::resumed(args, paths, state)?,
+        None => Plan::new(args, paths)?,
+    };
+    if kept.as_ref().is_some_and(Kept::has_holder) {
+        // It has the pid file.
+        plan.pidfile = None;
+    }
     if let Some(pidfile) = &plan.pidfile {
         Pidfile::check(pidfile)?;
     }
     // The thread that takes signals knows what was made too, so it does not go by itself.
-    let disk = plan.open_disk(&made, new.as_ref()).inspect_err(|_| made.undo())?;
+    let opened = match &resumed {
+        Some((state, parked)) if is_over(parked) => {
+            return Ok(unmounted_meanwhile(kept.as_mut(), &made, state));
+        }
+        Some(_) => plan.open_when_free(&watcher),
+        None => plan.open_disk(&made, new.as_ref()),
+    };
+    let disk = opened.inspect_err(|_| made.undo())?;
     if let Some(reason) = disk.protection_reason() {
         terminal::note(reason);
     }
-    if watcher.enter(Phase::Mounting).is_some() {
+    // A mount that is there goes on, and ends cleanly then.
+    if watcher.enter(Phase::Mounting).is_some() && resumed.is_none() {
         return Ok(Exit::General.code());
     }
-    made.mountpoint(&plan.mountpoint)?;
-    let alive = alive::hold(&plan.mountpoint);
-    let served = Served::start(Arc::clone(&disk), plan.options(&disk))?;
+    let alive = match kept.as_mut().filter(|_| resumed.is_some()) {
+        Some(kept) => kept.take_alive(),
+        None => {
+            made.mountpoint(&plan.mountpoint)?;
+            alive::hold(&plan.mountpoint)
+        }
+    };
+    let mut options = plan.options(&disk);
+    options.keep = kept.as_ref().map(Kept::keep).transpose()?;
+    let mut served = match Served::start(Arc::clone(&disk), options) {
+        Err(failure) => match &resumed {
+            Some((state, parked)) if is_over(parked) => {
+                return Ok(unmounted_meanwhile(kept.as_mut(), &made, state));
+            }
+            _ => return Err(failure),
+        },
+        Ok(served) => served,
+    };
+    if let Some((state, _)) = &resumed {
+        made.adopt(&plan.mountpoint, state.made);
+    }
     for note in served.notes() {
         terminal::warn(note);
     }
     // The image is in use from now on: a failure below does not take it away.
     made.keep_image();
+    if let Some(kept) = &mut kept {
+        let created = new.as_ref().map(|(new, _)| new.format);
+        if let Err(failure) = park(kept, &mut served, &made, &disk, alive.as_ref(), created) {
+            served.handle().stop();
+            let _ = served.wait(&disk);
+            kept.forget(alive.as_ref());
+            return Err(failure);
+        }
+    }
     let pidfile = match plan.pidfile.as_deref().map(Pidfile::create).transpose() {
         Ok(pidfile) => pidfile,
         Err(failure) => {
@@ -99,7 +163,10 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
             return Err(failure);
         }
     };
-    let notify = Arc::new(Notify::from_environment());
+    let notify = match &kept {
+        Some(kept) => Arc::clone(&kept.notify),
+        None => Arc::new(Notify::from_environment()),
+    };
     let handle = served.handle();
     let for_control = handle.clone();
     let told = Arc::clone(&notify);
@@ -110,14 +177,30 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
     let control = control(&plan, &commands);
     let ready = plan.ready_line(&disk);
     tracing::info!("requests travel over {}", served.transport());
-    if background.is_some() || !terminal::is_interactive() {
+    notify.ready(&ready);
+    if kept.as_ref().is_some_and(Kept::has_holder) && notify.barrier().is_err() {
+        tracing::warn!("the process that keeps the mount does not answer");
+    }
+    if resumed.is_some() {
+        terminal::note(format_args!("{ready} again: requests that were not answered go on"));
+    } else if background.is_some() || !terminal::is_interactive() {
         terminal::say(format_args!("{}: {ready}", terminal::NAME));
     } else {
         greet(&plan, &ready);
     }
-    notify.ready(&ready);
-    if let Some(background) = background {
-        background.ready();
+    match background {
+        Some(background) => background.ready(),
+        // The parent that keeps the mount is in the background; so are we.
+        None if kept.is_some() && args.daemonize => daemonize::let_go(),
+        None => {}
+    }
+    if let Some(kept) = &kept {
+        let (for_end, told) = (handle.clone(), Arc::clone(&notify));
+        kept.watch(move || {
+            tracing::error!("the process that keeps the mount is gone: the mount ends");
+            told.stopping("the process that keeps the mount is gone");
+            for_end.stop();
+        });
     }
     let (for_print, shown) = (handle.clone(), Arc::clone(&disk));
     let for_stop = handle.clone();
@@ -156,8 +239,52 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
     drop(disk);
     drop(made);
     drop(pidfile);
+    if let Some(kept) = &kept {
+        kept.forget(alive.as_ref());
+    }
     drop(alive);
     result.map(|()| Exit::Clean.code())
+}
+
+/// Gives the mount to whoever keeps it, unless it comes from there. When this returns, this process may be killed.
+///
+/// * `created`: format of the image that was made just now.
+///
+/// Errors: it is not taken.
+fn park(
+    kept: &mut Kept,
+    served: &mut Served,
+    made: &Made,
+    disk: &Disk,
+    alive: Option<&fs::File>,
+    created: Option<Format>,
+) -> Result<(), Failure> {
+    let state_file = kept.state_file();
+    disk.watch_top(move |top| {
+        // Only a qcow2 overlay, or the image below one, becomes the top one.
+        let format = top.format().unwrap_or(Format::Raw);
+        state_file.set_top(top.name(), format);
+    });
+    match served.take_parked() {
+        Some(parked) if kept.resumed().is_none() => {
+            let devices = parked.devices.len();
+            let state = State::new(&parked.terms, devices, made.mountpoint_id(), created);
+            kept.park(&parked, state, alive)
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The mount was taken away while nobody served it: a clean end.
+fn unmounted_meanwhile(kept: Option<&mut Kept>, made: &Made, state: &State) -> u8 {
+    terminal::note("the mount was removed while no process served it");
+    made.adopt(&state.terms().mountpoint, state.made);
+    if let Some(kept) = kept {
+        kept.notify.stopping("unmounted");
+        let alive = kept.take_alive();
+        kept.forget(alive.as_ref());
+    }
+    Exit::Clean.code()
 }
 
 /// What `--create` makes, and how large, bytes.
@@ -214,216 +341,10 @@ fn watch_start(made: &Made) -> Result<Watcher, Failure> {
         .map_err(|error| Failure::system("cannot watch for signals", &error, Exit::General))
 }
 
-/// What was asked for, with absolute names where they are used after the start.
-struct Plan<'a> {
-    args: &'a MountArgs,
-    image: Option<PathBuf>,
-    /// As the user wrote it, for messages.
-    mountpoint_shown: String,
-    mountpoint: PathBuf,
-    pidfile: Option<PathBuf>,
-}
-
-impl<'a> Plan<'a> {
-    /// Errors: a mountpoint that cannot be used, whether it is there or not.
-    fn new(args: &'a MountArgs, paths: MountPaths) -> Result<Plan<'a>, Failure> {
-        let mountpoint_shown = paths.mountpoint.display().to_string();
-        let mut mountpoint = mountpoint::resolve(&paths.mountpoint)
-            .map_err(|error| no_directory(&paths.mountpoint).unwrap_or_else(|| error.into()))?;
-        match fs::symlink_metadata(&mountpoint) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            _ => mountpoint = free_mountpoint(&mountpoint)?,
-        }
-        let pidfile = args.pidfile.as_deref().map(std::path::absolute).transpose();
-        let pidfile = pidfile
-            .map_err(|error| Failure::system("the name of the pid file", &error, Exit::General))?;
-        Ok(Plan { args, image: paths.image, mountpoint_shown, mountpoint, pidfile })
-    }
-
-    /// Opens what is to be served, on a ring that lives no longer than this.
-    fn open_disk(&self, made: &Made, new: Option<&(NewImage, u64)>) -> Result<Arc<Disk>, Failure> {
-        let args = self.args;
-        let Some(image) = &self.image else {
-            // No image is read, but the queues need rings: the reason why there are none is said
-            // best here.
-            look::runtime()?;
-            let options = NullOptions {
-                size: args.null.unwrap_or(0),
-                read_zeroes: args.read_zeroes,
-                latency: args.latency.unwrap_or_default(),
-            };
-            return Ok(Disk::null(&options));
-        };
-        let mut format = args.format;
-        if let Some((new, size)) = new {
-            if made.image(image, new, *size)? {
-                // We know what it is: nothing is probed, so nothing needs protection.
-                format = Some(new.format);
-            } else {
-                terminal::note(format_args!(
-                    "'{}' is there already and is used as it is; --create changes nothing",
-                    image.display()
-                ));
-            }
-        }
-        let mut options = ImageOptions {
-            format,
-            read_only: args.read_only,
-            auto_read_only: true,
-            cache: args.cache_mode(),
-            raw_offset: args.offset.unwrap_or(0),
-            raw_size: args.size,
-            allow_paths: args.allow_path.iter().map(|path| self.lasting(path)).collect(),
-            force_share: args.force_share,
-            metadata_cache_bytes: args.metadata_cache.bytes(),
-            discard: match args.discard {
-                DiscardWord::Ignore => Discard::Ignore,
-                DiscardWord::Unmap => Discard::Unmap,
-            },
-            discard_no_unref: args.discard_no_unref,
-            detect_zeroes: match args.detect_zeroes {
-                DetectZeroesWord::Off => DetectZeroes::Off,
-                DetectZeroesWord::On => DetectZeroes::On,
-                DetectZeroesWord::Unmap => DetectZeroes::Unmap,
-            },
-            lazy_refcounts: args.lazy_refcounts,
-            temporary: args.snapshot,
-            overlay: args.overlay.as_deref().map(|path| self.lasting(path)),
-            ..ImageOptions::default()
-        };
-        let image = &self.lasting(image);
-        let mut result = open(image, &options)?;
-        if options.cache.direct() && result.as_ref().is_err_and(is_about_direct) {
-            options.cache =
-                if options.cache.sync() { Cache::Writethrough } else { Cache::Writeback };
-            result = open(image, &options)?;
-            if result.is_ok() {
-                terminal::warn(format_args!(
-                    "'{}' is on a file system without O_DIRECT, so the page cache is used; move it \
-                     to one that has it, such as ext4, xfs or btrfs",
-                    image.display()
-                ));
-            }
-        }
-        let disk = result.map_err(|error| self.explain(error))?;
-        self.check_read_only(&disk)?;
-        Ok(disk)
-    }
-
-    /// What to do about an image that does not open.
-    fn explain(&self, error: Error) -> Failure {
-        let kind = error.kind();
-        let failure = Failure::from(error);
-        let image = self.image.as_deref().unwrap_or(Path::new(""));
-        let shown = shell_word(&image.display().to_string());
-        match kind {
-            // A name that an image contains is not one that --create could make.
-            ErrorKind::NotFound if !image.exists() => {
-                failure.hint(format!("add `--create 10G` to make '{shown}'"))
-            }
-            _ => failure,
-        }
-    }
-
-    /// What it means that the image could be opened for reading only although that was not asked
-    /// for: fine for a format that is only read, an error where permission lacks.
-    fn check_read_only(&self, disk: &Disk) -> Result<(), Failure> {
-        let Some(reason) = disk.read_only_reason() else { return Ok(()) };
-        if disk.layers().first().and_then(|top| top.format()) == Some(Format::Raw) {
-            return Err(Failure::new(Exit::Permission, reason)
-                .hint("`--read-only` serves it without writing"));
-        }
-        if self.args.growable {
-            return Err(Failure::new(
-                Exit::Unsupported,
-                format!("--growable needs an image that can be written: {reason}"),
-            ));
-        }
-        terminal::note(format_args!("served read-only: {reason}"));
-        Ok(())
-    }
-
-    /// A name that is still true after a background process has left its directory: images of the
-    /// chain are named by each other, and opened again, while it serves.
-    fn lasting(&self, path: &Path) -> PathBuf {
-        match std::path::absolute(path) {
-            Ok(whole) if self.args.daemonize => whole,
-            _ => path.to_owned(),
-        }
-    }
-
-    fn name(&self) -> String {
-        match &self.image {
-            Some(image) => std::path::absolute(image)
-                .unwrap_or_else(|_| image.clone())
-                .to_string_lossy()
-                .into_owned(),
-            None => String::from("null"),
-        }
-    }
-
-    fn options(&self, disk: &Disk) -> Options {
-        let args = self.args;
-        Options {
-            mountpoint: self.mountpoint.clone(),
-            placement: args.placement.clone(),
-            zero_copy: args.zero_copy,
-            passthrough: args.passthrough,
-            no_pools: args.no_pools,
-            stay: args.stay,
-            growable: args.growable,
-            read_only: args.read_only || disk.is_read_only(),
-            allow_other: args.allow_other,
-            kernel_cache: args.kernel_cache,
-            io_timeout: args.io_timeout,
-            name: self.name(),
-        }
-    }
-
-    /// What is served where, in one line.
-    fn ready_line(&self, disk: &Disk) -> String {
-        let image = match &self.image {
-            Some(image) => image.display().to_string(),
-            None => String::from("a null disk"),
-        };
-        let format = disk.layers().first().and_then(|top| top.format());
-        let format = format.map(|format| format!(", {format}")).unwrap_or_default();
-        let read_only = self.args.read_only || disk.is_read_only();
-        let mode = if read_only { ", read-only" } else { "" };
-        let size = human_size(disk.size());
-        format!("{image} ({size}{format}{mode}) is served as {}", self.mountpoint_shown)
-    }
-}
-
-/// Checks a mountpoint; what a ringdisk that was killed left on it goes.
-///
-/// Errors: those of the check.
-fn free_mountpoint(path: &Path) -> Result<PathBuf, Failure> {
-    let stale = match mountpoint::check(path) {
-        Err(error) if error.kind() == ringdisk_fuse::ErrorKind::Stale => error,
-        checked => return Ok(checked?),
-    };
-    if unmount(path, Unmount::Lazy).is_err() {
-        return Err(stale.into());
-    }
-    terminal::note(format_args!(
-        "'{}' still carried the mount of a ringdisk that was killed; it is replaced",
-        path.display()
-    ));
-    Ok(mountpoint::check(path)?)
-}
-
-/// What is wrong with a mountpoint whose directory is missing; `None` if that is not the matter.
-fn no_directory(mountpoint: &Path) -> Option<Failure> {
-    let directory = mountpoint.parent().filter(|directory| !directory.as_os_str().is_empty())?;
-    if !fs::metadata(directory).is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
-        return None;
-    }
-    let shown = directory.display().to_string();
-    Some(
-        Failure::new(Exit::Mountpoint, format!("the directory '{shown}' does not exist"))
-            .hint(format!("mkdir -p {}", shell_word(&shown))),
-    )
+/// Takes signals from the start of a process that goes on with a mount: a stop is remembered.
+fn watch_resumed() -> Result<Watcher, Failure> {
+    Watcher::start(Phase::Mounting)
+        .map_err(|error| Failure::system("cannot watch for signals", &error, Exit::General))
 }
 
 /// On a terminal: what is ready, what to try, how to stop.
@@ -436,30 +357,6 @@ fn greet(plan: &Plan<'_>, ready: &str) {
     terminal::say(bold(ready));
     terminal::say(format_args!("  {what}: {program}"));
     terminal::say(format_args!("  stop: Ctrl-C here, or `ringdisk umount {file}` anywhere"));
-}
-
-/// Opens an image on a ring of this thread.
-fn open(image: &Path, options: &ImageOptions) -> Result<Result<Arc<Disk>, Error>, Failure> {
-    let mut runtime = look::runtime()?;
-    let ring = runtime.ring().clone();
-    let source = Source::Path(image.to_owned());
-    Ok(runtime.block_on(Disk::open(&ring, source, options)))
-}
-
-/// Whether an image did not open because its file system has no O_DIRECT.
-fn is_about_direct(error: &Error) -> bool {
-    let mut next: Option<&(dyn std::error::Error + 'static)> = Some(error);
-    while let Some(cause) = next {
-        let direct = cause
-            .downcast_ref::<ringdisk_storage::Error>()
-            .is_some_and(|error| error.kind() == ringdisk_storage::ErrorKind::DirectUnsupported);
-        if direct {
-            return true;
-        }
-        next = cause.source();
-    }
-    // The disk's error may hold the words without the cause.
-    error.kind() == ErrorKind::Unsupported && error.message().contains("O_DIRECT")
 }
 
 /// Files that we made and may have to remove. Shared with the signal thread until the mount is
@@ -502,6 +399,18 @@ impl Made {
         })?;
         files.mountpoint = made.map(|(_, made)| made);
         Ok(())
+    }
+
+    /// The mountpoint that a process before this one has made.
+    fn adopt(&self, path: &Path, id: Option<(u64, u64)>) {
+        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        files.mountpoint = id.map(|id| MadeFile::adopt(path, id));
+    }
+
+    /// Device and inode number of the mountpoint, if we made it.
+    fn mountpoint_id(&self) -> Option<(u64, u64)> {
+        let files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        files.mountpoint.as_ref().map(MadeFile::id)
     }
 
     /// From now on the image is the user's.

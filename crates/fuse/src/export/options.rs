@@ -1,0 +1,116 @@
+//! What an export is asked for.
+//!
+//! Plain values; control path.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use ringdisk_ring::CpuList;
+
+use crate::kept::Keep;
+use crate::placement::{Numa, Threads, Wishes};
+use crate::uring::{Refuse, RingMode, Stay, ZeroCopy};
+
+/// How requests travel between the kernel and us.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Transport {
+    /// The best that the kernel offers.
+    #[default]
+    Auto,
+    /// `/dev/fuse`.
+    Dev,
+    /// FUSE over io_uring (Linux 6.14, with the module parameter `enable_uring`).
+    Uring,
+}
+
+impl Transport {
+    /// As users write it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Transport::Auto => "auto",
+            Transport::Dev => "dev",
+            Transport::Uring => "uring",
+        }
+    }
+}
+
+/// How to serve a disk as a file.
+#[derive(Clone, Debug)]
+pub struct ExportOptions {
+    /// An existing regular file.
+    pub mountpoint: PathBuf,
+    /// How requests travel.
+    pub transport: Transport,
+    /// Whether requests over io_uring use pages of the client.
+    pub zero_copy: ZeroCopy,
+    /// The kernel reads and writes the image itself.
+    pub passthrough: bool,
+    /// Queue threads.
+    pub threads: Threads,
+    /// CPUs for them; `None`: all that this process may use.
+    pub cpus: Option<CpuList>,
+    /// Whether queues are served, and buffers kept, on the node of their callers.
+    pub numa: Numa,
+    /// Requests that each queue serves at once, 1..=4096; `None`: [`QUEUE_DEPTH_DEFAULT`](super::QUEUE_DEPTH_DEFAULT), and what memory allows on rings.
+    pub queue_depth: Option<u32>,
+    /// Writes past the end grow the disk.
+    pub growable: bool,
+    /// Refuse writes although the disk would take them.
+    pub read_only: bool,
+    /// Let other users in.
+    pub allow_other: bool,
+    /// Let the kernel cache pages.
+    pub kernel_cache: bool,
+    /// End the export when a request takes longer.
+    pub io_timeout: Option<Duration>,
+    /// Source in the mount table.
+    pub name: String,
+    /// The mount outlives this process; over `/dev/fuse` only.
+    pub keep: Option<Keep>,
+    /// Moves the fetching between queues all the time. For tests of just that.
+    #[doc(hidden)]
+    pub restless: bool,
+    /// Where entries of the rings stay; `None`: they move with the load. For measurements of just that.
+    #[doc(hidden)]
+    pub stay: Option<Stay>,
+    /// The most that rings do. For measurements of just that.
+    #[doc(hidden)]
+    pub ring_mode_max: RingMode,
+    /// Makes the kernel refuse a step of the start over io_uring. For tests of what follows.
+    #[doc(hidden)]
+    pub refuse: Option<Refuse>,
+}
+
+impl ExportOptions {
+    /// Defaults for a mountpoint.
+    #[must_use]
+    pub fn new(mountpoint: impl Into<PathBuf>) -> ExportOptions {
+        ExportOptions {
+            mountpoint: mountpoint.into(),
+            transport: Transport::Auto,
+            zero_copy: ZeroCopy::Auto,
+            passthrough: false,
+            threads: Threads::Auto,
+            cpus: None,
+            numa: Numa::Auto,
+            queue_depth: None,
+            growable: false,
+            read_only: false,
+            allow_other: false,
+            kernel_cache: false,
+            io_timeout: None,
+            name: String::from("ringdisk"),
+            keep: None,
+            restless: false,
+            stay: None,
+            ring_mode_max: RingMode::ZeroCopy,
+            refuse: None,
+        }
+    }
+
+    /// For the placement of the threads.
+    pub(super) fn wishes(&self) -> Wishes {
+        Wishes { threads: self.threads, cpus: self.cpus.clone(), numa: self.numa }
+    }
+}

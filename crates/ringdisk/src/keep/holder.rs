@@ -1,0 +1,489 @@
+//! The small parent that keeps a mount.
+//!
+//! Promises: it opens no image, makes no ring and touches no request: it holds descriptors, starts the process that serves, passes
+//! signals on to it, and sleeps. When that one is killed or panics it starts another, up to 5 times in 10 s of serving (so that one that
+//! dies before it serves cannot go on dying for ever, however slowly); after that, and when the next one cannot start, it ends the mount,
+//! so that clients get errors and nobody hangs. It ends with the code of the process that served, or with 7 when it gave up.
+//!
+//! One thread.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ExitStatus};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use ringdisk_fuse::kept::{Parked, is_over};
+use ringdisk_fuse::mount::{Mount, Unmount};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, Signal, kill_process};
+use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::{flag, low_level::pipe};
+
+use super::link::{self, Received};
+use super::{ALIVE, STATE, StateFile};
+use crate::alive;
+use crate::before::Before;
+use crate::cli::MountArgs;
+use crate::daemonize::Background;
+use crate::limits;
+use crate::made::MadeFile;
+use crate::notify::Notify;
+use crate::pidfile::Pidfile;
+use crate::report::{Exit, Failure};
+use crate::signals::is_ignored;
+use crate::terminal;
+
+/// So many new processes within [`WINDOW`] of serving; then the mount is given up.
+const RESTARTS_MAX: usize = 5;
+const WINDOW: Duration = Duration::from_secs(10);
+/// How long a new process may take until it takes signals. One that comes earlier would kill it instead of stopping it.
+const LISTENS: Duration = Duration::from_secs(2);
+/// How often a process that shall go on is tried to be started, with [`SPAWN_PAUSE`] in between: 2 s.
+const SPAWNS_MAX: usize = 10;
+const SPAWN_PAUSE: Duration = Duration::from_millis(200);
+/// What a Rust program ends with after a panic of its main thread.
+const PANICKED: i32 = 101;
+
+/// The signals that are passed on, with what has to be noted of each.
+const PASSED_ON: [(i32, Signal, bool); 4] = [
+    (SIGTERM, Signal::TERM, true),
+    (SIGINT, Signal::INT, true),
+    (SIGHUP, Signal::HUP, true),
+    (SIGUSR1, Signal::USR1, false),
+];
+
+/// Signals that have come.
+struct Signals {
+    /// Readable when one has.
+    wake: UnixStream,
+    came: Vec<(Arc<AtomicBool>, Signal, bool)>,
+}
+
+impl Signals {
+    fn watch() -> io::Result<Signals> {
+        let (wake, write) = UnixStream::pair()?;
+        wake.set_nonblocking(true)?;
+        write.set_nonblocking(true)?;
+        let mut came = Vec::new();
+        for (number, signal, stops) in PASSED_ON {
+            if number == SIGHUP && is_ignored(SIGHUP) {
+                continue;
+            }
+            let flag = Arc::new(AtomicBool::new(false));
+            // First the flag: who is woken finds it.
+            flag::register(number, Arc::clone(&flag))?;
+            pipe::register(number, write.try_clone()?)?;
+            came.push((flag, signal, stops));
+        }
+        pipe::register(SIGCHLD, write)?;
+        Ok(Signals { wake, came })
+    }
+
+    /// Those that came since the last call, and whether each asks for the end.
+    fn take(&self) -> Vec<(Signal, bool)> {
+        let mut bytes = [0; 64];
+        while matches!(io::Read::read(&mut &self.wake, &mut bytes), Ok(1..)) {}
+        let came = self.came.iter().filter(|(flag, ..)| flag.swap(false, Ordering::AcqRel));
+        came.map(|(_, signal, stops)| (*signal, *stops)).collect()
+    }
+}
+
+/// The keeping process.
+struct Holder {
+    signals: Signals,
+    manager: Notify,
+    parked: link::Named,
+    pidfile_path: Option<PathBuf>,
+    pidfile: Option<Pidfile>,
+    background: Option<Background>,
+    is_ready: bool,
+    /// A stop was asked for.
+    is_stopping: bool,
+    /// The present process has said that it stops.
+    stops: bool,
+    /// Since when the present process serves.
+    serves_since: Option<Instant>,
+    /// For how long those before it have served.
+    served: Duration,
+    /// [`Holder::served`] at each new start.
+    restarts: VecDeque<Duration>,
+}
+
+/// What follows from the end of the serving process.
+#[derive(Debug, PartialEq, Eq)]
+enum Next {
+    /// Another one.
+    Again,
+    /// The mount is over, with this code.
+    End(u8),
+    /// It cannot go on.
+    GiveUp,
+}
+
+/// Keeps a mount until its end. Gives the exit code.
+///
+/// Errors: the serving process cannot be started; it died too often.
+pub(crate) fn run(
+    args: &MountArgs,
+    mountpoint: &Path,
+    background: Option<Background>,
+) -> Result<u8, Failure> {
+    let cannot = |error: &io::Error| Failure::system("cannot keep a mount", error, Exit::General);
+    // Starting a process takes memory, and must not wait for memory that is written to this very mount.
+    limits::become_io_flusher();
+    let directory = std::env::current_dir().map_err(|error| cannot(&error))?;
+    let pidfile_path = args.pidfile.as_deref().map(std::path::absolute).transpose();
+    let pidfile_path = pidfile_path.map_err(|error| cannot(&error))?;
+    if let Some(path) = &pidfile_path {
+        Pidfile::check(path)?;
+    }
+    let mut holder = Holder {
+        signals: Signals::watch().map_err(|error| cannot(&error))?,
+        manager: Notify::from_environment(),
+        parked: Vec::new(),
+        pidfile_path,
+        pidfile: None,
+        background,
+        is_ready: false,
+        is_stopping: false,
+        stops: false,
+        serves_since: None,
+        served: Duration::ZERO,
+        restarts: VecDeque::new(),
+    };
+    let before = Before::of(mountpoint);
+    loop {
+        let (socket, mut child) = match holder.spawn(&directory) {
+            Ok(started) => started,
+            Err(error) => {
+                holder.end_mount(false);
+                return Err(cannot(&error).hint("/proc must be mounted for --keep-mount"));
+            }
+        };
+        let status = match holder.attend(&socket, &mut child) {
+            Ok(status) => status,
+            Err(failure) => {
+                let _ = child.kill();
+                let _ = child.wait();
+                holder.end_mount(false);
+                return Err(failure);
+            }
+        };
+        // A process that served and ended by itself has taken its mount away.
+        let has_served = holder.serves_since.is_some();
+        match holder.next(status) {
+            Next::Again => {
+                let how = how(status);
+                terminal::warn(format_args!(
+                    "the serving process {how}; another one goes on with the mount"
+                ));
+                holder.manager.status(&format!("the serving process {how}; starting another"));
+            }
+            Next::End(code) => {
+                holder.end_mount(has_served);
+                return Ok(code);
+            }
+            Next::GiveUp => {
+                let what = holder.why(status);
+                holder.manager.stopping(&what);
+                let was_ready = holder.is_ready;
+                holder.end_mount(false);
+                if !was_ready {
+                    before.restore();
+                }
+                return Err(Failure::new(Exit::Halted, what)
+                    .hint("look at what it said before it died, then mount the image again"));
+            }
+        }
+    }
+}
+
+/// How a process ended, for people.
+fn how(status: ExitStatus) -> String {
+    match (status.signal(), status.code()) {
+        (Some(signal), _) => format!("was killed by signal {signal}"),
+        (None, Some(PANICKED)) => String::from("panicked"),
+        (None, code) => format!("ended with {}", code.unwrap_or(0)),
+    }
+}
+
+impl Holder {
+    /// Starts a serving process. Where memory or processes are short (which may be what the one before it has died of) it tries again.
+    ///
+    /// Errors: those of [`link::spawn`].
+    fn spawn(&self, directory: &Path) -> io::Result<(OwnedFd, Child)> {
+        let mut tries = if self.is_ready { SPAWNS_MAX } else { 1 };
+        loop {
+            tries -= 1;
+            match link::spawn(directory, &self.parked) {
+                Err(error) if tries > 0 => {
+                    tracing::warn!(
+                        "no process to go on with the mount: {error}; it is tried again"
+                    );
+                    std::thread::sleep(SPAWN_PAUSE);
+                }
+                result => return result,
+            }
+        }
+    }
+
+    /// Serves the serving process until its end.
+    ///
+    /// Errors: the pid file cannot be made.
+    fn attend(&mut self, socket: &OwnedFd, child: &mut Child) -> Result<ExitStatus, Failure> {
+        let pid = Pid::from_child(child);
+        let mut is_open = true;
+        let begun = Instant::now();
+        // The first thing that it says, it says when it takes signals.
+        let mut listens = false;
+        let mut to_pass_on = Vec::new();
+        self.stops = false;
+        if self.is_stopping {
+            to_pass_on.push(Signal::TERM);
+        }
+        loop {
+            {
+                let mut wanted = vec![PollFd::new(&self.signals.wake, PollFlags::IN)];
+                if is_open {
+                    wanted.push(PollFd::new(socket, PollFlags::IN));
+                }
+                let limit = Timespec::try_from(LISTENS.saturating_sub(begun.elapsed())).ok();
+                // Interrupted by a signal: that is what it waits for.
+                let _ = poll(&mut wanted, limit.filter(|_| !to_pass_on.is_empty()).as_ref());
+            }
+            for (signal, stops) in self.signals.take() {
+                self.is_stopping |= stops;
+                to_pass_on.push(signal);
+            }
+            // Before its words are read: nothing is said after the end.
+            let ended = child.try_wait();
+            while is_open {
+                match link::receive(socket.as_fd()) {
+                    Ok(Received::Message(text, descriptors)) => {
+                        listens = true;
+                        self.hear(&text, descriptors)?;
+                    }
+                    Ok(Received::Nothing) => break,
+                    Ok(Received::End) => is_open = false,
+                    Err(error) => {
+                        let doing = "what the serving process says";
+                        return Err(Failure::system(doing, &error, Exit::General));
+                    }
+                }
+            }
+            if listens || begun.elapsed() >= LISTENS {
+                for signal in to_pass_on.drain(..).filter(|_| matches!(ended, Ok(None))) {
+                    let _ = kill_process(pid, signal);
+                }
+            }
+            match ended {
+                Ok(Some(status)) => return Ok(status),
+                Ok(None) => {}
+                Err(error) => {
+                    return Err(Failure::system("the serving process", &error, Exit::General));
+                }
+            }
+        }
+    }
+
+    /// Does what a message of the serving process says.
+    ///
+    /// Errors: the pid file cannot be made.
+    fn hear(&mut self, text: &str, descriptors: Vec<OwnedFd>) -> Result<(), Failure> {
+        let value =
+            |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('='));
+        let status = value("STATUS").unwrap_or_default();
+        if value("FDSTORE").is_some() {
+            let name = value("FDNAME").unwrap_or_default();
+            self.parked.retain(|(kept, _)| kept != name);
+            self.parked.extend(descriptors.into_iter().map(|fd| (name.to_owned(), fd)));
+        } else if value("READY").is_some() {
+            self.ready(status)?;
+        } else if value("STOPPING").is_some() {
+            self.stops = true;
+            self.manager.stopping(status);
+        } else if !status.is_empty() {
+            self.manager.status(status);
+        }
+        // A barrier's descriptor is closed by now.
+        Ok(())
+    }
+
+    /// The mount answers.
+    fn ready(&mut self, status: &str) -> Result<(), Failure> {
+        self.serves_since.get_or_insert_with(Instant::now);
+        if self.is_ready {
+            self.manager.status(status);
+            return Ok(());
+        }
+        self.is_ready = true;
+        self.pidfile = self.pidfile_path.as_deref().map(Pidfile::create).transpose()?;
+        self.manager.ready(status);
+        if let Some(background) = self.background.take() {
+            background.ready();
+        }
+        Ok(())
+    }
+
+    /// What follows.
+    fn next(&mut self, status: ExitStatus) -> Next {
+        self.served += self.serves_since.take().map_or(Duration::ZERO, |since| since.elapsed());
+        let died = status.signal().is_some() || status.code() == Some(PANICKED);
+        match status.code().map(u8::try_from) {
+            Some(Ok(code)) if !died => return Next::End(code),
+            _ if !self.is_ready || self.stops || self.parked.is_empty() => {
+                return Next::GiveUp;
+            }
+            _ => {}
+        }
+        let now = self.served;
+        while self.restarts.front().is_some_and(|first| now.saturating_sub(*first) > WINDOW) {
+            self.restarts.pop_front();
+        }
+        if self.restarts.len() >= RESTARTS_MAX {
+            return Next::GiveUp;
+        }
+        self.restarts.push_back(now);
+        Next::Again
+    }
+
+    /// Why the mount is given up.
+    fn why(&self, status: ExitStatus) -> String {
+        let how = how(status);
+        if !self.is_ready {
+            format!("the serving process {how} before the mount was ready")
+        } else if self.stops {
+            format!(
+                "the serving process {how} while it was stopping; requests in flight ended with errors"
+            )
+        } else {
+            let seconds = WINDOW.as_secs();
+            format!(
+                "the serving process {how}, and {RESTARTS_MAX} others before it within {seconds} s of serving: the mount is given up, and its \
+                 clients get errors"
+            )
+        }
+    }
+
+    /// Takes the mount away if it is still there: its clients get errors. Then everything that was kept goes.
+    ///
+    /// * `is_removed`: the serving process has done so; its place and its number may be those of another mount by now.
+    fn end_mount(&mut self, is_removed: bool) {
+        let parked = std::mem::take(&mut self.parked);
+        let (mut state, mut alive, mut devices) = (None, None, Vec::new());
+        for (name, descriptor) in parked {
+            match name.as_str() {
+                STATE => state = Some(descriptor),
+                ALIVE => alive = Some(File::from(descriptor)),
+                _ => devices.push(descriptor),
+            }
+        }
+        let state =
+            state.and_then(|state| StateFile::open(state).ok()).and_then(|file| file.state());
+        let parked = state.map(|state| (state.made, Parked { terms: state.terms(), devices }));
+        if let Some((made, Parked { terms, mut devices })) =
+            parked.filter(|(_, parked)| !(is_removed && is_over(parked)))
+            && let Some(device) = devices.pop()
+        {
+            let mount = Mount::adopt(device, terms.mountpoint.clone(), terms.connection);
+            let mut mount = mount.take_over();
+            if let Err(error) = mount.unmount(Unmount::Force) {
+                tracing::warn!("{error}");
+            }
+            drop(devices);
+            drop(mount);
+            drop(made.map(|id| MadeFile::adopt(&terms.mountpoint, id)));
+        }
+        if let Some(alive) = alive {
+            alive::release(&alive);
+        }
+        self.pidfile = None;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn holder() -> Holder {
+        Holder {
+            signals: Signals { wake: UnixStream::pair().expect("sockets").0, came: Vec::new() },
+            manager: Notify::from_environment(),
+            parked: vec![(String::from("x"), tempfile::tempfile().expect("file").into())],
+            pidfile_path: None,
+            pidfile: None,
+            background: None,
+            is_ready: true,
+            is_stopping: false,
+            stops: false,
+            serves_since: Some(Instant::now()),
+            served: Duration::ZERO,
+            restarts: VecDeque::new(),
+        }
+    }
+
+    const KILLED: i32 = 9;
+    /// As wait(2) has it: the code is in the second byte.
+    const CODE: i32 = 256;
+
+    #[test]
+    fn who_dies_is_replaced_and_who_ends_is_not() {
+        let mut holder = holder();
+        assert_eq!(holder.next(ExitStatus::from_raw(KILLED)), Next::Again);
+        assert_eq!(holder.next(ExitStatus::from_raw(PANICKED * CODE)), Next::Again);
+        assert_eq!(holder.next(ExitStatus::from_raw(0)), Next::End(0));
+        assert_eq!(holder.next(ExitStatus::from_raw(12 * CODE)), Next::End(12));
+    }
+
+    #[test]
+    fn nobody_is_replaced_before_the_mount_is_ready_or_after_a_stop() {
+        let stopping = Holder { stops: true, ..holder() };
+        let starting = Holder { is_ready: false, ..holder() };
+        for mut holder in [stopping, starting] {
+            assert_eq!(holder.next(ExitStatus::from_raw(KILLED)), Next::GiveUp);
+        }
+    }
+
+    #[test]
+    fn who_dies_too_often_is_given_up() {
+        let mut holder = holder();
+        let next = |holder: &mut Holder| holder.next(ExitStatus::from_raw(KILLED));
+        assert!((0..RESTARTS_MAX).all(|_| next(&mut holder) == Next::Again));
+        assert_eq!(next(&mut holder), Next::GiveUp);
+        holder.serves_since = Instant::now().checked_sub(WINDOW + Duration::from_millis(1));
+        assert_eq!(next(&mut holder), Next::Again);
+    }
+
+    #[test]
+    fn time_in_which_nobody_serves_does_not_count() {
+        let mut holder = holder();
+        let mut next = || {
+            std::thread::sleep(Duration::from_millis(2));
+            holder.serves_since = None;
+            holder.next(ExitStatus::from_raw(KILLED))
+        };
+        assert!((0..RESTARTS_MAX).all(|_| next() == Next::Again));
+        assert_eq!((next(), holder.served), (Next::GiveUp, Duration::ZERO));
+    }
+
+    #[test]
+    fn words_of_the_serving_process_are_taken_apart() {
+        let mut holder = holder();
+        holder.is_ready = false;
+        let file = || vec![OwnedFd::from(tempfile::tempfile().expect("file"))];
+        holder.hear("FDSTORE=1\nFDNAME=ringdisk-a\nFDPOLL=0", file()).expect("kept");
+        holder.hear("FDSTORE=1\nFDNAME=ringdisk-a\nFDPOLL=0", file()).expect("replaced");
+        holder.hear("BARRIER=1", file()).expect("closed");
+        holder.hear("STATUS=READY=1", Vec::new()).expect("a status");
+        assert_eq!((holder.parked.len(), holder.is_ready), (2, false));
+        holder.hear("READY=1\nSTATUS=x", Vec::new()).expect("ready");
+        assert!(holder.is_ready);
+    }
+}

@@ -1,0 +1,12 @@
+//! `--keep-mount`: the serving process is killed again and again, and its clients notice nothing.
+
+mod client;
+#[path = "../common/mod.rs"]
+mod common;
+mod device;
+mod ends;
+mod kept;
+mod kill;
+mod manager;
+mod starts;
+mod state;
