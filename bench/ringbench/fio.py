@@ -50,6 +50,17 @@ def parse(output):
     return job
 
 
+def jobs(output):
+    """IOPS of each job of fio's JSON by its name; `BenchError` when one failed."""
+    try:
+        found = json.loads(output[output.index("{"):])["jobs"]
+    except (ValueError, KeyError) as error:
+        raise BenchError(f"fio gave no result: {output.strip()[-400:]}") from error
+    if any(job["error"] for job in found):
+        raise BenchError(f"fio: errors {[job['error'] for job in found]}")
+    return {job["jobname"]: job["read"]["iops"] + job["write"]["iops"] for job in found}
+
+
 def run(server, case, size, runtime_s):
     """Runs `case` on the file of `server` for `runtime_s` after a ramp of 1 s.
 

@@ -1,11 +1,10 @@
 """What programs do with a served file: fixed placements, large requests, many `dd`, database loads. Each table is a function of a `Loads`."""
 import os
-import shutil
 import statistics
 import subprocess
 import time
 
-from . import databases, fio, proc
+from . import databases, fio
 from .fio import Case
 from .measure import say
 from .servers import BenchError, Image, Server, Side, qsd_command, ringdisk_command
