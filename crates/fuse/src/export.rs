@@ -253,6 +253,10 @@ impl Export {
             Some(_) => return Err(no_passthrough(Errno::NOSYS)),
             None => 0,
         };
+        if backing_id != 0 {
+            let line = "passthrough: the kernel reads and writes the image itself, uncounted here";
+            topology.remarks.push(String::from(line));
+        }
         let start = match &rings {
             Some(rings) if negotiated.has(INIT_OVER_IO_URING) => {
                 let offered = negotiated.offered & INIT_HAS_IO_URING_BUFPOOL != 0;
@@ -270,7 +274,13 @@ impl Export {
                             return give_up(String::from("too many entries for a ring"));
                         }
                     }
-                    _ => {}
+                    Some(_) => topology.remarks.push(String::from(
+                        "no buffer pools and no zero-copy: Linux 7.3 or newer has them",
+                    )),
+                    None => {}
+                }
+                if rung == Some(RingMode::Pools) && options.zero_copy == ZeroCopy::Auto {
+                    topology.remarks.extend(why_no_zero_copy());
                 }
                 topology.memory_bytes_max = rings.memory_bytes_max(payload_bytes) as u64;
                 if let Err(errno) = rings.bind_memory() {
@@ -519,6 +529,12 @@ fn first_mode(zero_copy: ZeroCopy) -> Result<RingMode, Error> {
         ZeroCopy::Auto if !allowed => Ok(RingMode::Pools),
         ZeroCopy::On | ZeroCopy::Auto => Ok(RingMode::ZeroCopy),
     }
+}
+
+/// Why `auto` does not try it.
+fn why_no_zero_copy() -> Option<String> {
+    let is_root = rustix::process::geteuid().is_root();
+    (!is_root).then(|| String::from("no zero-copy: it is for root (CAP_SYS_ADMIN)"))
 }
 
 /// The image file, for the kernel.

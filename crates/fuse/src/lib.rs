@@ -10,7 +10,7 @@
 //! - `uring`: the transport over io_uring, beside `dev`, which such a mount keeps for what does not travel in rings;
 //! - [`placement`]: which thread runs where, serves which queue, and has its memory on which node;
 //! - `dev`: the transport over `/dev/fuse`: queues, entries, and where requests are served;
-//! - `idle`: memory that goes back to the system;
+//! - `idle`: memory of large requests, taken at once and given back;
 //! - [`export`], `keeper`, `stats`: an export from its mount to its end;
 //! - [`kept`]: what of it another process can go on with.
 

@@ -214,7 +214,7 @@ impl QueueCells {
 pub struct QueueStats {
     /// Number of the queue and its thread.
     pub thread: usize,
-    /// CPU that the thread is bound to.
+    /// CPU of the thread; it may have left it for a while.
     pub cpu: Option<usize>,
     /// Requests answered.
     pub requests: u64,

@@ -176,6 +176,16 @@ impl SharedMemory {
         self.region.start as usize
     }
 
+    /// Asks for small pages until [`IoBuf::populate`]: what is used a little of takes little.
+    pub fn advise_small_pages(&self) {
+        if matches!(self.region.origin, Origin::Mapped) {
+            let advice = rustix::mm::Advice::LinuxNoHugepage;
+            // SAFETY: the range is the mapping of this region; the advice changes no byte.
+            let _ =
+                unsafe { rustix::mm::madvise(self.region.start.cast(), self.region.len, advice) };
+        }
+    }
+
     /// Asks for huge pages. A refusal costs time, nothing else.
     pub fn advise_huge_pages(&self) {
         if matches!(self.region.origin, Origin::Mapped) {
@@ -337,9 +347,12 @@ impl IoBuf {
             let from = self.as_mut_ptr().wrapping_add(start - self.address());
             // SAFETY: the range lies inside a private anonymous mapping that this buffer keeps
             // alive; discarding pages changes their content to zeroes, which raw memory allows.
-            let _ = unsafe {
-                rustix::mm::madvise(from.cast(), end - start, rustix::mm::Advice::LinuxDontNeed)
-            };
+            // After a populate, small requests would take huge pages again that nobody gives back.
+            unsafe {
+                let (from, len) = (from.cast::<std::ffi::c_void>(), end - start);
+                let _ = rustix::mm::madvise(from, len, rustix::mm::Advice::LinuxDontNeed);
+                let _ = rustix::mm::madvise(from, len, rustix::mm::Advice::LinuxNoHugepage);
+            }
         }
     }
 

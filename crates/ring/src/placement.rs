@@ -13,6 +13,12 @@ pub(crate) fn process_cpus() -> CpuList {
     if cpus.is_empty() { [0].into_iter().collect() } else { cpus }
 }
 
+/// CPUs that the calling thread may run on; empty where the system does not say.
+pub fn cpus_of_thread() -> CpuList {
+    let set = sched_getaffinity(None).unwrap_or_default();
+    (0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect()
+}
+
 /// Binds the calling thread to a set of CPUs.
 ///
 /// Errors: `EINVAL` when none of them is allowed and online, or one has a number of 1024 or more.

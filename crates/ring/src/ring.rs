@@ -586,11 +586,13 @@ impl Ring {
         self.0.past_inline.set(on);
     }
 
-    /// Whether the kernel has told nothing that was not dealt with: no completion waits, no other task is ready. Only where the kernel
+    /// Whether the kernel has told nothing that was not dealt with: no completion waits, nothing is about to be submitted, no
+    /// other task is ready. Only where the kernel
     /// leaves its work to our enters (DEFER_TASKRUN), so that it stays true until the caller's next await; else false.
     pub fn is_settled(&self) -> bool {
         let inner = &self.0;
-        inner.uring.can_poll() && !inner.uring.has_work() && !inner.executor.has_ready_tasks()
+        let is_quiet = !inner.uring.has_work() && inner.uring.queued() == 0;
+        inner.uring.can_poll() && is_quiet && !inner.executor.has_ready_tasks()
     }
 
     /// Number of the loop's present turn: of the enters so far. What completes in one turn was there together.

@@ -305,6 +305,20 @@ fn memory_of_large_requests_goes_back_when_nobody_asks_any_more() {
     }
     let small = until(Duration::from_secs(10), || (resident() < 40).then_some(()));
     assert!(small.is_some(), "{} MiB of {most}", resident());
+    // Small requests afterwards take small pages.
+    let idle = resident();
+    let few = run(command(&["fio", "--name=t", &file]).args([
+        "--direct=1",
+        "--size=1g",
+        "--rw=randread",
+        "--bs=4k",
+        "--ioengine=libaio",
+        "--iodepth=16",
+        "--numjobs=4",
+        "--number_ios=5000",
+    ]));
+    assert_eq!(few.code(), Some(0), "{}", few.output());
+    assert!(resident() < idle + 6, "{} MiB after {idle}", resident());
     assert_eq!(piece(disk.path(), 12_345, 100_000), vec![0; 100_000]);
     // And then the queues sleep again.
     std::thread::sleep(Duration::from_millis(2500));

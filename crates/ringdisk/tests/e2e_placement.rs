@@ -13,7 +13,8 @@ use ringdisk_testkit::images::{pattern, piece};
 use ringdisk_testkit::limits::{UringParameter, mount_at, needs, needs_root, resident_bytes};
 use ringdisk_testkit::machine::Machine;
 use ringdisk_testkit::mount::{Mounted, scratch, text};
-use ringdisk_testkit::process::{LIMIT, Process, command, has};
+use ringdisk_testkit::process::{LIMIT, Process, command, has, until};
+use rustix::process::Signal;
 use serde_json::{Value, json};
 
 /// Root, and the kernel's switch for io_uring.
@@ -105,6 +106,79 @@ fn threads_are_on_the_cpus_of_the_list_over_both_transports() {
             assert_eq!(disk.mounted.stop().code(), Some(0), "{words:?}");
         }
     }
+}
+
+/// Threads of a mount that may run on more CPUs than their own.
+fn free_threads(disk: &Mounted, within: &[usize]) -> usize {
+    let value = topology(disk);
+    let threads = value["mount"]["threads"].as_array().expect("threads");
+    let is_free = |thread: &&Value| {
+        let (own, now) = (numbers(&thread["cpus"]), numbers(&thread["cpus-allowed"]));
+        assert!(own.iter().all(|cpu| now.contains(cpu)), "{thread}");
+        assert!(now.iter().all(|cpu| within.contains(&cpu)), "{thread}");
+        now.len() > own.len()
+    };
+    threads.iter().filter(is_free).count()
+}
+
+#[test]
+fn threads_leave_their_cpu_for_a_deep_client_and_come_back_for_one_that_waits() {
+    let Some(_switch) = with_switch(true) else { return };
+    let Some([a, b]) = two_cpus() else { return };
+    if !needs("fio", has("fio")) {
+        return;
+    }
+    let list = format!("{a},{b}");
+    let disk = mount(&["--null", "1G", "--transport", "uring", "--cpus", &list, "--threads", "2"]);
+    assert_eq!(free_threads(&disk, &[a, b]), 0);
+    let file = format!("--filename={}", disk.text());
+    let fio = |cpus: &str, engine: &str, depth: &str| {
+        let words = ["--direct=1", "--size=1g", "--rw=randread", "--bs=4k", "--time_based"];
+        let mut fio = command(&["taskset", "-c", cpus, "fio", "--name=t", &file, "--runtime=60"]);
+        Process::spawn(fio.args(words).args([engine, depth]))
+    };
+    let mut deep = fio(&list, "--ioengine=libaio", "--iodepth=32");
+    let left = until(Duration::from_secs(30), || (free_threads(&disk, &[a, b]) > 0).then_some(()));
+    assert!(left.is_some(), "{}", topology(&disk));
+    deep.signal(Signal::TERM);
+    assert!(deep.wait(LIMIT).is_some());
+    // Only a thread with requests comes back.
+    for cpu in [a, b] {
+        let mut client = fio(&cpu.to_string(), "--ioengine=psync", "--iodepth=1");
+        let status = |thread: &Value| format!("/proc/{}/task/{}/status", disk.pid(), thread["tid"]);
+        let is_home = || {
+            let value = topology(&disk);
+            let threads = value["mount"]["threads"].as_array().expect("threads");
+            let own = threads.iter().find(|thread| numbers(&thread["cpus"]).only() == Some(cpu));
+            (allowed(&status(own.expect("a thread"))).only() == Some(cpu)).then_some(())
+        };
+        assert!(until(Duration::from_secs(30), is_home).is_some(), "{}", topology(&disk));
+        client.signal(Signal::TERM);
+        assert!(client.wait(LIMIT).is_some());
+    }
+    assert_eq!(disk.stop().code(), Some(0));
+}
+
+#[test]
+fn threads_that_somebody_else_binds_are_left_alone() {
+    let Some(_switch) = with_switch(true) else { return };
+    let Some([a, _]) = two_cpus() else { return };
+    if !needs("fio", has("fio")) {
+        return;
+    }
+    let disk = mount(&["--null", "1G", "--transport", "uring", "--threads", "2"]);
+    let (cpu, pid) = (a.to_string(), disk.pid().to_string());
+    let bound = Process::spawn(&mut command(&["taskset", "-a", "-cp", &cpu, &pid])).finish(LIMIT);
+    assert_eq!(bound.code(), Some(0), "{}", bound.output());
+    let file = format!("--filename={}", disk.text());
+    let words = ["--direct=1", "--size=1g", "--rw=randread", "--bs=4k", "--ioengine=libaio"];
+    let mut fio = command(&["fio", "--name=t", &file, "--iodepth=32", "--number_ios=100000"]);
+    let ran = Process::spawn(fio.args(words)).finish(Duration::from_secs(60));
+    assert_eq!(ran.code(), Some(0), "{}", ran.output());
+    for thread in topology(&disk)["mount"]["threads"].as_array().expect("threads") {
+        assert_eq!(numbers(&thread["cpus-allowed"]).only(), Some(a), "{thread}");
+    }
+    assert_eq!(disk.stop().code(), Some(0));
 }
 
 #[test]

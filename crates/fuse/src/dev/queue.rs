@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use ringdisk_ring::{
     Config, Counters, CpuList, Errno, Fd, IoBuf, Parker, Remote, Ring, Runtime, SetupError,
-    SharedMemory, pin_to_cpus,
+    SharedMemory, cpus_of_thread, pin_to_cpus,
 };
 
 use crate::file::FileServer;
@@ -82,6 +82,8 @@ pub(crate) struct Queue {
     place_of_thread: ThreadPlace,
     /// It may leave its CPU at the moment.
     is_free: Cell<bool>,
+    /// It was bound from outside, and is left alone.
+    is_bound_by_others: Cell<bool>,
     index: usize,
     /// Entries of `dev`; those of the rings are counted behind them.
     entries: usize,
@@ -125,15 +127,28 @@ impl Queue {
         }
     }
 
-    /// Leaves the thread's CPU to the scheduler, or binds it again. What the system refuses stays as it was.
+    /// Leaves the thread's CPU to the scheduler, or binds it again. Stops doing so where somebody else has bound the thread meanwhile
+    /// (taskset, a cpuset), or where the system refuses.
     fn set_free(&self, is_free: bool) {
-        self.is_free.set(is_free);
+        let was_free = self.is_free.replace(is_free);
         let ThreadPlace { cpus, away, roam, .. } = &self.place_of_thread;
+        let ours = if was_free { roam } else { cpus };
+        if ours.is_empty() || self.is_bound_by_others.get() {
+            return;
+        }
+        let now = cpus_of_thread();
+        if now != *ours {
+            self.is_bound_by_others.set(true);
+            tracing::info!("queue {}: somebody bound it to CPU {now}; it stays there", self.index);
+            return;
+        }
         // The scheduler alone would leave it where it is for some ms, and a trial sees just those.
         let steps: &[&CpuList] = if is_free { &[away, roam] } else { &[cpus] };
         for cpus in steps.iter().filter(|cpus| !cpus.is_empty()) {
             if let Err(errno) = pin_to_cpus(cpus) {
-                tracing::debug!("queue {}: not bound to CPU {cpus}: {errno}", self.index);
+                self.is_bound_by_others.set(true);
+                tracing::info!("queue {}: stays where it is: CPU {cpus}: {errno}", self.index);
+                return;
             }
         }
     }
@@ -154,6 +169,7 @@ impl Queue {
     /// thread touched first may reach into it.
     pub(super) fn new_buffer(&self, len_bytes: usize) -> IoBuf {
         let memory = SharedMemory::mapped(len_bytes);
+        memory.advise_small_pages();
         if let Some(node) = self.place_of_thread.memory_node {
             // That the system binds to this node was tried before the start; without it the page is as good.
             let _ = memory.prefer_node(0..memory.len(), node);
@@ -461,6 +477,7 @@ fn run(
         buffers,
         place_of_thread: setup.thread.clone(),
         is_free: Cell::new(false),
+        is_bound_by_others: Cell::new(false),
         index: setup.index,
         entries: setup.entries,
         rings: rings.clone(),

@@ -3,7 +3,7 @@
 //! Pure: a topology and the user's wishes in, a placement out, so that machines that are not at hand can be tested. Control path, before
 //! a mount.
 //!
-//! The rules. Threads are spread over the nodes, each bound to a CPU of its own; a single one is left to the scheduler unless the user names
+//! The rules. Threads are spread over the nodes, each with a CPU of its own as long as there are enough (over io_uring it may leave it); a single one is left to the scheduler unless the user names
 //! CPUs. The kernel has a queue for every possible CPU over io_uring: the thread on that CPU serves it, else one of its node, else one of
 //! the nearest node that has a thread; among equals the one with the fewest queues. Over `/dev/fuse` all threads share one input queue, so
 //! a request cannot be sent to a node: threads are bound, and their buffers are on their node. What cannot be had is a warning, with the

@@ -130,11 +130,14 @@ fn whose(cpus: &CpuList) -> &'static str {
     if cpus.len() == 1 { "its" } else { "their" }
 }
 
-/// For each queue thread the two after it, on its own node where there are others; one twice, or itself, where there are fewer.
+/// For each queue thread the two after it that run on other CPUs: of its own node where there are any. One twice, or itself, where there
+/// are fewer.
 pub(super) fn beside(threads: &[ThreadPlace], numa: Numa) -> Vec<[usize; 2]> {
     let count = threads.len();
     let near = |index: usize| {
-        let others = || (1..count).map(|step| (index + step) % count);
+        let is_elsewhere = |other: &usize| threads[*other].cpus != threads[index].cpus;
+        let others =
+            || (1..count).map(|step| (index + step) % count).filter(|other| is_elsewhere(other));
         let is_near =
             |other: &usize| numa == Numa::Off || threads[*other].node == threads[index].node;
         let mut near = others().filter(is_near);

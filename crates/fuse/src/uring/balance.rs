@@ -8,8 +8,8 @@ use super::policy::{Load, Policy, Spot, Stay, Step, WINDOW_NS};
 use crate::placement::Placement;
 use crate::stats::QueueCells;
 
-/// Nobody waits longer for a trial to end: its client may be gone.
-const TRIAL_NS_MAX: u64 = 6 * WINDOW_NS;
+/// Others wait so long after the last look of a thread that is in a trial: its client may be gone.
+const TRIAL_NS: u64 = 6 * WINDOW_NS;
 /// How long what a trial has found out is good for a thread that begins again.
 const LEARNED_NS: u64 = 1_000_000_000;
 /// The lowest bits of what was learned are a [`Spot`], the others a time.
@@ -21,6 +21,8 @@ const SPOT_BITS: u32 = 2;
 struct Balance {
     /// Threads that its entries may move to.
     near: [usize; 2],
+    /// Threads whose requests it sees, or that see its own.
+    others: Vec<usize>,
     /// The one of them that was chosen last.
     beside: AtomicUsize,
     /// A [`Spot`].
@@ -47,8 +49,16 @@ impl Balances {
     pub(super) fn new(placement: &Placement, stay: Option<Stay>) -> Balances {
         let can_move = placement.threads.len() > 1;
         let stay = stay.filter(|_| can_move).map(Stay::spot);
-        let balance = |near: &[usize; 2]| Balance {
+        let all = &placement.beside;
+        let others = |thread: usize| {
+            let is_other = |other: &usize| {
+                *other != thread && (all[thread].contains(other) || all[*other].contains(&thread))
+            };
+            (0..all.len()).filter(is_other).collect()
+        };
+        let balance = |(thread, near): (usize, &[usize; 2])| Balance {
             near: *near,
+            others: others(thread),
             beside: AtomicUsize::new(near[0]),
             spot: AtomicU8::new(stay.unwrap_or_default() as u8),
             due: AtomicU64::new(0),
@@ -56,7 +66,7 @@ impl Balances {
             policy: Mutex::new(Policy::new(can_move, stay)),
         };
         Balances {
-            threads: placement.beside.iter().map(balance).collect(),
+            threads: all.iter().enumerate().map(balance).collect(),
             learned: AtomicU64::new(0),
             peers: OnceLock::new(),
         }
@@ -114,32 +124,45 @@ impl Balances {
             return;
         }
         balance.due.store(now + WINDOW_NS, Ordering::Relaxed);
-        let mut load =
-            Load { now, turns: turn, thread, begin: self.learned(now), ..Load::default() };
-        let peers = self.peers();
-        let beside = balance.beside.load(Ordering::Relaxed);
-        for cells in [home, beside].iter().filter_map(|thread| peers.get(*thread)) {
-            load.requests += cells.1.requests.get();
-            load.bytes += cells.1.read_bytes.get() + cells.1.write_bytes.get();
-        }
-        let is_trying = |thread: usize| self.threads[thread].trying.load(Ordering::Relaxed) > now;
-        load.must_wait = beside != home && is_trying(beside);
-        load.own = peers.get(thread).map_or(0, |peer| peer.1.requests.get());
-        let step = policy.step(&load);
+        let is_trying = |other: &usize| self.threads[*other].trying.load(Ordering::Relaxed) > now;
+        let seen = Load {
+            now,
+            turns: turn,
+            thread,
+            own: self.peers().get(thread).map_or(0, |peer| peer.1.requests.get()),
+            begin: self.learned(now),
+            must_wait: balance.others.iter().any(is_trying),
+            ..Load::default()
+        };
+        let step = policy.step(&self.totals(seen, home));
+        let until = if policy.is_trying() { now + TRIAL_NS } else { 0 };
+        balance.trying.store(until, Ordering::Relaxed);
         if step == Step::Same {
             return;
         }
         let spot = policy.spot();
         if step == Step::Moved && spot == Spot::Split {
             self.choose_beside(balance);
+            // Another thread beside has other totals.
+            policy.begin_window(&self.totals(seen, home));
         }
         balance.spot.store(spot as u8, Ordering::Relaxed);
-        let until = if step == Step::Moved { now + TRIAL_NS_MAX } else { 0 };
-        balance.trying.store(until, Ordering::Relaxed);
         if step == Step::Judged {
             self.learned.store(now << SPOT_BITS | spot as u64, Ordering::Relaxed);
         }
         tracing::trace!(thread = home, ?spot, ?step, ?policy, "placement");
+    }
+
+    /// `seen` with the requests and bytes of a thread and the one beside it.
+    fn totals(&self, seen: Load, home: usize) -> Load {
+        let beside = self.threads[home].beside.load(Ordering::Relaxed);
+        let both = [Some(home), Some(beside).filter(|beside| *beside != home)];
+        let mut load = seen;
+        for (_, cells) in both.into_iter().flatten().filter_map(|thread| self.peers().get(thread)) {
+            load.requests += cells.requests.get();
+            load.bytes += cells.read_bytes.get() + cells.write_bytes.get();
+        }
+        load
     }
 
     /// Of the threads near by the one with fewer requests at this moment.

@@ -51,6 +51,7 @@ impl EntryMemory {
         // Pages of their own, which nobody touches before the thread that registers them: so they come from its node.
         let headers = SharedMemory::mapped(entries * STRIDE);
         let payloads = SharedMemory::new(entries * payload_bytes, PAGE_BYTES);
+        payloads.advise_small_pages();
         let entry = |number| EntryMemory {
             headers: Arc::clone(&headers),
             number,

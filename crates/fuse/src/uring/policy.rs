@@ -14,11 +14,11 @@
 //! begins at 8 ms and doubles up to 256 ms. A thread that wakes up after 20 ms without requests begins where the last trial of any
 //! thread ended, if that was within a second: a client that moved to another CPU is the same client; a client that waits is not.
 //!
-//! docs/transports.md has what this reaches beside the fixed placements.
+//! `bench/loads --tables placement,mixed` measures what this reaches beside the fixed spots.
 
 /// Length of a window.
 pub(super) const WINDOW_NS: u64 = 2_000_000;
-/// A window that lasted longer than this saw the client stop.
+/// When nothing came for longer than this the client had stopped.
 const IDLE_NS: u64 = 10 * WINDOW_NS;
 /// A window with fewer requests says nothing yet.
 const REQUESTS_MIN: u64 = 8;
@@ -123,6 +123,8 @@ pub(super) struct Policy {
     spot: Spot,
     trial: Option<Trial>,
     last: Option<Load>,
+    /// When the last look was, nanoseconds; a window may be longer.
+    seen: u64,
     /// Smoothed rate in this spot, requests per second; 0: not known yet.
     rate: u64,
     /// Windows in a row whose rate was another one.
@@ -155,6 +157,7 @@ impl Policy {
             spot: stay.unwrap_or_default(),
             trial: None,
             last: None,
+            seen: 0,
             rate: 0,
             changed: 0,
             waiting: 0,
@@ -168,15 +171,26 @@ impl Policy {
         self.spot
     }
 
+    /// Whether a trial is going on.
+    pub(super) fn is_trying(&self) -> bool {
+        self.trial.is_some()
+    }
+
+    /// The next window begins with these totals.
+    pub(super) fn begin_window(&mut self, load: &Load) {
+        self.last = Some(*load);
+    }
+
     /// A window has passed.
     pub(super) fn step(&mut self, load: &Load) -> Step {
+        let quiet = load.now.saturating_sub(std::mem::replace(&mut self.seen, load.now));
         let Some(last) = self.last.replace(*load) else { return Step::Same };
         if !self.can_move {
             return Step::Same;
         }
         let nanos = load.now.saturating_sub(last.now).max(1);
         let requests = load.requests.saturating_sub(last.requests);
-        if nanos > IDLE_NS {
+        if quiet > IDLE_NS {
             return self.wake(load);
         }
         if requests < REQUESTS_MIN {

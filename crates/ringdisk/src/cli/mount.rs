@@ -204,7 +204,7 @@ pub(crate) struct MountArgs {
     #[arg(long, hide = true, conflicts_with = "zero_copy")]
     pub(crate) no_pools: bool,
 
-    /// Entries of rings stay in one place: to compare
+    /// Threads and entries of rings stay in one spot: to compare
     #[arg(long, hide = true, value_name = "PLACE")]
     pub(crate) stay: Option<StayWord>,
 

@@ -24,7 +24,7 @@ pub(crate) struct PlacementArgs {
     /// Queue threads: a number, or auto
     ///
     /// auto is a thread for each CPU that may be used: up to 64 with uring, up to 4 with dev. With more than
-    /// one, each is bound to a CPU of its own.
+    /// one, each has a CPU; over io_uring it may leave it, on its node, for clients that keep several requests in flight.
     #[arg(long, value_name = "N", default_value = "auto", value_parser = parse_threads,
           help_heading = "Serving options")]
     pub(crate) threads: Threads,

@@ -100,6 +100,16 @@ fn large_requests_are_split() {
 }
 
 #[test]
+fn a_busy_client_of_a_slow_disk_has_not_stopped() {
+    // 500 requests of 1 MiB a second, and twice as many from two threads.
+    let slow = Client { home: 1, free: 1, split: 2, ..LARGE };
+    let mut sim = Sim::new();
+    sim.run(&slow, 200);
+    let spent = sim.run(&slow, 1000);
+    assert!(spent[Spot::Split as usize] > 800, "{spent:?}");
+}
+
+#[test]
 fn every_client_gets_nearly_what_the_best_spot_gives_in_noise() {
     let clients = [
         ("sync", &SYNC),
@@ -189,6 +199,16 @@ fn a_guess_is_given_up_for_a_client_that_waits() {
     sim.policy.step(&sim.load);
     let spent = sim.run(&SYNC, 100);
     assert!(spent[Spot::Free as usize] <= 2, "{spent:?}");
+}
+
+#[test]
+fn one_trial_at_a_time() {
+    let mut sim = Sim::new();
+    sim.load.must_wait = true;
+    assert_eq!(sim.run(&DEEP, 100), [100, 0, 0, 0]);
+    sim.load.must_wait = false;
+    let spent = sim.run(&DEEP, 100);
+    assert!(spent[Spot::Free as usize] > 90, "{spent:?}");
 }
 
 #[test]
