@@ -22,10 +22,10 @@ class Loads:
         self.null = Image("null", size=GIB)
         self.errors = []
 
-    def ours(self, image, *extra):
+    def ours(self, image, *extra, transport="uring"):
         """ringdisk serving an image."""
         def command(mountpoint):
-            words = ringdisk_command(self.binary, image, self.threads, mountpoint)
+            words = ringdisk_command(self.binary, image, self.threads, mountpoint, transport)
             return [*words[:2], *extra, *words[2:]]
         return Server("ringdisk", command, self.workdir)
 
@@ -76,10 +76,10 @@ def placement(b):
     cases = [Case("rand", op, engine, jobs) for engine in ("aio", "sync") for jobs in (1, 4) for op in ("read", "write")]
     cases += [Case("rand", op, "aio", 1, depth=4) for op in ("read", "write")]
     cases += [Case("seq", "read", "aio", jobs, block=block) for block in ("128k", "1m") for jobs in (1, 4)]
-    sides = {"ringdisk": lambda: b.ours(b.null, "--transport", "uring")}
+    sides = {"ringdisk": lambda: b.ours(b.null)}
     for stay in STAYS:
-        sides[stay] = lambda stay=stay: b.ours(b.null, "--transport", "uring", "--stay", stay)
-    sides["dev"] = lambda: b.ours(b.null, "--transport", "dev")
+        sides[stay] = lambda stay=stay: b.ours(b.null, "--stay", stay)
+    sides["dev"] = lambda: b.ours(b.null, transport="dev")
     out = []
     for case in cases[:2] if b.quick else cases:
         found = b.interleaved(case.name, sides, lambda server: fio.run(server, case, b.null.size, b.runtime_s))
@@ -109,9 +109,9 @@ def mixed(b):
         jobs = fio.jobs(done.stdout)
         return {"iops": jobs["deep"] + jobs["sync"], **jobs}
 
-    sides = {"ringdisk": lambda: b.ours(b.null, "--transport", "uring")}
+    sides = {"ringdisk": lambda: b.ours(b.null)}
     for stay in STAYS:
-        sides[stay] = lambda stay=stay: b.ours(b.null, "--transport", "uring", "--stay", stay)
+        sides[stay] = lambda stay=stay: b.ours(b.null, "--stay", stay)
     sides["qsd"] = lambda: b.peer(b.null)
     found = b.interleaved("deep beside sync", sides, run)
     out = []

@@ -6,6 +6,11 @@ TITLES = {"null": "Null image, 4 KiB, O_DIRECT", "bulk": "Null image, large sequ
           "file": "Raw file and qcow2, 4 KiB, O_DIRECT", "depth": "Depth: fio io_uring randrw 4 KiB"}
 
 
+def transport(doc):
+    """How ringdisk was reached; results before 2026-11-22 do not say."""
+    return {"uring": "io_uring", "dev": "`/dev/fuse`", None: "`/dev/fuse`"}[doc.get("transport")]
+
+
 def verdict(met):
     """One word for a target."""
     return {True: "pass", False: "**miss**", None: ""}[met]
@@ -88,7 +93,7 @@ def markdown(doc):
            f"{doc['date']} · {m['cpus']} CPUs ({m['cpu']}) · Linux {m['kernel']} · {doc['versions']['ringdisk']} · "
            f"{doc['versions']['qsd']} · {doc['versions']['fio']}", "",
            f"Made by `{doc['command']}`: {doc['reps']} repetitions ({doc['depth_reps']} of the depth table), "
-           f"{doc['runtime_s']} s each after 1 s of ramp, {doc['threads']} threads each. All servers of a row run in turn within each repetition.", ""]
+           f"{doc['runtime_s']} s each after 1 s of ramp, {doc['threads']} threads each, ringdisk over {transport(doc)}. All servers of a row run in turn within each repetition.", ""]
     if doc["incomplete"]:
         out += ["**Incomplete: this run was cut short or had failures.**", ""]
     met = sum(1 for t in doc_targets(doc) if t["met"])
@@ -116,7 +121,7 @@ def summary(doc):
     """The short table of the README: every row that has a target, one line each."""
     m = doc["machine"]
     out = [f"Made by `{doc['command']}` on {doc['date']}: {m['cpus']} CPUs ({m['cpu']}), Linux {m['kernel']}, "
-           f"{doc['versions']['qsd']} (`growable=on`, io_uring, O_DIRECT), {doc['threads']} threads each, medians of {doc['reps']} "
+           f"{doc['versions']['qsd']} (`growable=on`, io_uring, O_DIRECT), ringdisk over {transport(doc)}, {doc['threads']} threads each, medians of {doc['reps']} "
            f"({doc['depth_reps']} of the depth rows). Rates in kIOPS, large reads in MiB/s, in brackets the daemon's CPU µs for each "
            "I/O. All figures: [the full report](bench/results/latest.md), [chart](bench/results/latest.svg).", ""]
     if doc["incomplete"]:

@@ -21,8 +21,20 @@ READY_S = 15
 STOP_S = 10
 
 
+SWITCH = "/sys/module/fuse/parameters/enable_uring"
+
+
 class BenchError(Exception):
     """A figure could not be measured; the text says why."""
+
+
+def switched_on():
+    """Whether this kernel offers FUSE over io_uring now."""
+    try:
+        with open(SWITCH) as f:
+            return f.read().strip() in ("Y", "1")
+    except OSError:
+        return False
 
 
 def peer_argv(program, *args):
@@ -40,9 +52,9 @@ class Image:
         self.kind, self.path, self.size, self.latency_ns, self.backing = kind, path, size, latency_ns, backing
 
 
-def ringdisk_command(binary, image, threads, mountpoint):
+def ringdisk_command(binary, image, threads, mountpoint, transport="auto"):
     """ringdisk serving `image` with O_DIRECT below."""
-    base = [binary, "mount", "--threads", str(threads)]
+    base = [binary, "mount", "--transport", transport, "--threads", str(threads)]
     if image.kind == "null":
         latency = ["--latency", f"{image.latency_ns // 1000}us"] if image.latency_ns else []
         return [*base, "--null", str(image.size), *latency, mountpoint]
@@ -96,11 +108,11 @@ class Side:
         return Server(self.name, lambda mountpoint: self.command(image, mountpoint), workdir)
 
 
-def sides(binary, threads):
+def sides(binary, threads, transport):
     """All columns by name."""
     return {
-        "ringdisk": Side("ringdisk", lambda image, m: ringdisk_command(binary, image, threads, m)),
-        "ringdisk-1": Side("ringdisk-1", lambda image, m: ringdisk_command(binary, image, 1, m)),
+        "ringdisk": Side("ringdisk", lambda image, m: ringdisk_command(binary, image, threads, m, transport)),
+        "ringdisk-1": Side("ringdisk-1", lambda image, m: ringdisk_command(binary, image, 1, m, transport)),
         "qsd": Side("qsd", lambda image, m: qsd_command(image, threads, m, True)),
         "qsd-default": Side("qsd-default", lambda image, m: qsd_command(image, threads, m, False)),
     }
