@@ -127,7 +127,7 @@ fn without_the_right_to_zero_copy_pools_serve_and_asking_for_it_is_an_error() {
     }
     assert_eq!(finished.code(), Some(0), "{said}");
     assert!(said.contains("io_uring") && !said.contains("served over /dev/fuse"), "{said}");
-    let lines = said.lines().filter(|line| line.contains("no zero-copy:")).count();
+    let lines = said.lines().filter(|line| line.contains("ringdisk: no zero-copy:")).count();
     assert_eq!(lines, usize::from(kernel_is(7, 3)), "{said}");
     let finished = run("on");
     assert_refused(&finished, &["no zero-copy"]);
