@@ -57,6 +57,8 @@ impl Verify<'_> {
             "--verify_fatal=1".to_owned(),
             "--do_verify=1".to_owned(),
             "--verify_state_save=0".to_owned(),
+            // Of two writes in flight to the same place either may come last.
+            "--serialize_overlap=1".to_owned(),
             "--end_fsync=1".to_owned(),
             "--thread".to_owned(),
             "--group_reporting".to_owned(),

@@ -10,10 +10,11 @@
 //!
 //! Rooms: [`plan`] says how many entries there are, [`memory`] is what they share with the kernel, [`pool`] the buffers that queues have
 //! instead of payloads on newer kernels, [`nodes`] on which node all that is, [`mode`] how far a mount goes, [`entry`] the life of an
-//! entry, [`rings`] what all threads know together, [`shared`] what of that they agree on without a lock, [`start`] the order in which a mount
+//! entry, [`rings`] what all threads know together, [`custody`] what of that they agree on without a lock, [`start`] the order in which a mount
 //! goes live, [`balance`] where threads and entries are, [`policy`] the rule by which they move with the load.
 
 mod balance;
+mod custody;
 mod entry;
 mod fuzzing;
 mod memory;
@@ -23,11 +24,10 @@ mod plan;
 mod policy;
 mod pool;
 mod rings;
-mod shared;
 mod start;
 mod sync;
 
-// The model builds `shared.rs` a second time, on simulated primitives.
+// The model builds `custody.rs` a second time, on simulated primitives.
 #[cfg(test)]
 mod model;
 

@@ -7,12 +7,12 @@ use std::sync::{Arc, OnceLock};
 use ringdisk_ring::Errno;
 
 use super::balance::Balances;
+use super::custody::{Custody, Outcome};
 use super::memory::{EntryMemory, Frame};
 use super::mode::{Moved, Opens, RingMode, ZeroCopy};
 use super::plan::Plan;
 use super::policy::Stay;
 use super::pool::{Pool, PoolUses};
-use super::shared::{Custody, Outcome};
 use crate::placement::Placement;
 use crate::stats::QueueCells;
 

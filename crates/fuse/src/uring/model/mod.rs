@@ -1,4 +1,4 @@
-//! Model of entries that move between queue threads, and of a start: the very source file `shared.rs`, built on simulated atomics,
+//! Model of entries that move between queue threads, and of a start: the very source file `custody.rs`, built on simulated atomics,
 //! under orders of steps that the checker chooses.
 //!
 //! Around it: a kernel that delivers the next request of an entry to the thread that committed the last one; messages between
@@ -6,8 +6,8 @@
 
 #![allow(clippy::duplicate_mod, reason = "the model is the same source on other primitives")]
 
-#[path = "../shared.rs"]
-mod shared;
+#[path = "../custody.rs"]
+mod custody;
 mod sync;
 
 use shuttle::rand::{Rng, thread_rng};
@@ -16,7 +16,7 @@ use shuttle::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use shuttle::sync::mpsc::{Receiver, Sender, channel};
 use shuttle::{check_random, thread};
 
-use shared::{Custody, Outcome};
+use custody::{Custody, Outcome};
 
 /// Schedules to try. Each takes well under a millisecond.
 const SCHEDULES: usize = 5000;
