@@ -43,9 +43,16 @@ class Filesystem:
 
     def __exit__(self, *_):
         if self.root:
-            subprocess.run(["umount", self.root], capture_output=True)
+            for _ in range(20):
+                subprocess.run(["umount", self.root], capture_output=True)
+                if not os.path.ismount(self.root):
+                    break
+                time.sleep(0.5)
+            else:
+                # Better than a file system that stays on a disk that goes.
+                subprocess.run(["umount", "-l", self.root], capture_output=True)
             if not os.path.ismount(self.root):
-                shutil.rmtree(self.root, ignore_errors=True)
+                os.rmdir(self.root)
         if self.loop:
             subprocess.run(["losetup", "-d", self.loop], capture_output=True)
 
@@ -86,7 +93,10 @@ class Sqlite:
         for path in paths:
             base = sqlite3.connect(path)
             found = base.execute("SELECT count(*) FROM t").fetchone()[0]
-            if found != self.rows // writers or base.execute("PRAGMA quick_check").fetchone()[0] != "ok":
+            is_sound = base.execute("PRAGMA quick_check").fetchone()[0] == "ok"
+            # An open file would keep the file system mounted.
+            base.close()
+            if found != self.rows // writers or not is_sound:
                 raise BenchError(f"{found} rows of {self.rows // writers} in {path}")
         return seconds
 
