@@ -23,6 +23,16 @@ def call(*command, **more):
     return done.stdout.strip()
 
 
+def together(writers):
+    """Runs processes side by side to their end."""
+    for each in writers:
+        each.start()
+    for each in writers:
+        each.join(300)
+        if each.exitcode != 0:
+            raise BenchError(f"a writer ended with {each.exitcode}")
+
+
 class Filesystem:
     """ext4 on a loop device on the served file, mounted; gone afterwards."""
 
@@ -82,12 +92,7 @@ class Sqlite:
         paths = [os.path.join(self.root, f"{number}.db") for number in range(writers)]
         start = time.monotonic()
         running = [multiprocessing.Process(target=fill, args=(path, self.rows // writers)) for path in paths]
-        for each in running:
-            each.start()
-        for each in running:
-            each.join(300)
-            if each.exitcode != 0:
-                raise BenchError(f"a writer ended with {each.exitcode}")
+        together(running)
         os.sync()
         seconds = time.monotonic() - start
         for path in paths:
@@ -168,12 +173,7 @@ class Postgres:
                        for at in range(0, share, 10_000)]
             script.append(f"CREATE INDEX ON t{number} (k);")
             running.append(multiprocessing.Process(target=self.run, args=psql, kwargs={"input": "\n".join(script)}))
-        for each in running:
-            each.start()
-        for each in running:
-            each.join(300)
-            if each.exitcode != 0:
-                raise BenchError(f"a writer ended with {each.exitcode}")
+        together(running)
         self.run(*psql, "-c", "CHECKPOINT")
         seconds = time.monotonic() - start
         found = sum(int(self.run(*psql, "-c", f"SELECT count(*) FROM t{number}")) for number in range(writers))

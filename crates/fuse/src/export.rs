@@ -20,11 +20,14 @@ use crate::mount::{Method, MountOptions, clone_device, mount, open_backing};
 use crate::negotiate::Profile;
 use crate::placement::{self, Live, MountTopology, Sizes, describe, watch};
 use crate::stats::{QueueView, Stats};
-use crate::uring::{Plan, PoolUses, Refused, RingMode, Rings, Starting, ZeroCopy, is_enabled};
+use crate::uring::{Plan, PoolUses, Refused, RingMode, Rings, Starting, ZeroCopy};
 use crate::{Error, ErrorKind};
 
+mod ladder;
 mod options;
 
+pub(crate) use ladder::choose_transport;
+use ladder::{first_mode, is_direct, lend, may_zero_copy, no_passthrough, why_no_zero_copy};
 pub use options::{ExportOptions, Transport};
 
 /// Requests that one queue serves at once unless the user says otherwise. The memory is 1 MiB each, taken when it is touched.
@@ -513,95 +516,6 @@ enum Started {
     Done(Box<Export>),
     /// Rings of this mode could not be had; nothing is mounted. With the reason.
     RingsRefused(RingMode, String),
-}
-
-/// The highest mode to try.
-///
-/// Errors: [`ErrorKind::PermissionDenied`] for zero-copy that was asked for and is root's.
-fn first_mode(zero_copy: ZeroCopy) -> Result<RingMode, Error> {
-    let allowed = rustix::process::geteuid().is_root();
-    match zero_copy {
-        ZeroCopy::Off => Ok(RingMode::Pools),
-        ZeroCopy::On if !allowed => {
-            Err(Error::new(ErrorKind::PermissionDenied, "zero-copy is for root (CAP_SYS_ADMIN)")
-                .hint("run as root, or leave `--zero-copy on` away"))
-        }
-        ZeroCopy::Auto if !allowed => Ok(RingMode::Pools),
-        ZeroCopy::On | ZeroCopy::Auto => Ok(RingMode::ZeroCopy),
-    }
-}
-
-/// Why `auto` does not try it.
-fn why_no_zero_copy() -> Option<String> {
-    let is_root = rustix::process::geteuid().is_root();
-    (!is_root).then(|| String::from("no zero-copy: it is for root (CAP_SYS_ADMIN)"))
-}
-
-/// The image file, for the kernel.
-///
-/// Errors: [`ErrorKind::Unsupported`] with the reason.
-fn lend(disk: &Disk) -> Result<OwnedFd, Error> {
-    disk.lend().map_err(|error| {
-        Error::new(ErrorKind::Unsupported, format!("no passthrough: {error}"))
-            .hint("leave `--passthrough` away")
-    })
-}
-
-fn no_passthrough(errno: Errno) -> Error {
-    let (kind, why) = match errno {
-        Errno::PERM => (ErrorKind::PermissionDenied, "it is for root (CAP_SYS_ADMIN)"),
-        Errno::LOOP => {
-            (ErrorKind::Unsupported, "the image lies on a stacked file system (overlayfs, FUSE)")
-        }
-        Errno::NOSYS | Errno::OPNOTSUPP => (
-            ErrorKind::Unsupported,
-            "the kernel does not have it (Linux 6.9, CONFIG_FUSE_PASSTHROUGH)",
-        ),
-        _ => (ErrorKind::System, "the kernel does not take the image"),
-    };
-    Error::new(kind, format!("no passthrough: {why}"))
-        .errno(errno)
-        .hint("leave `--passthrough` away")
-}
-
-/// Whether some of the image is read and written past the host's page cache.
-fn is_direct(disk: &Disk) -> bool {
-    let layers = disk.layers();
-    layers.iter().any(|layer| layer.data_storage().is_some_and(|it| it.limits().direct))
-}
-
-/// Whether zero-copy can be of use with this disk. Blocks for a few reads.
-fn may_zero_copy(disk: &Disk, wanted: ZeroCopy) -> bool {
-    // Also where it was asked for: what may be given to the kernel as it is has to be known.
-    let takes = disk.probe_client_pages();
-    if !takes && wanted == ZeroCopy::Auto {
-        tracing::info!(
-            "no zero-copy: with O_DIRECT, this storage was not seen to take memory of any alignment"
-        );
-    }
-    takes || wanted == ZeroCopy::On
-}
-
-/// Whether rings are to be tried, and if not why, with what would change that.
-///
-/// Errors: [`ErrorKind::Unsupported`] when they were asked for and cannot be had.
-pub(crate) fn choose_transport(wanted: Transport) -> Result<(bool, Option<String>), Error> {
-    let (what, hint) = match (wanted, is_enabled()) {
-        (Transport::Dev, _) => return Ok((false, None)),
-        (_, Some(true)) => return Ok((true, None)),
-        (_, Some(false)) => (
-            "FUSE over io_uring is switched off",
-            "`echo Y > /sys/module/fuse/parameters/enable_uring` (as root) switches it on",
-        ),
-        (_, None) => (
-            "this kernel has no FUSE over io_uring",
-            "Linux 6.14 or newer with CONFIG_FUSE_IO_URING has it",
-        ),
-    };
-    match wanted {
-        Transport::Uring => Err(Error::new(ErrorKind::Unsupported, what).hint(hint)),
-        _ => Ok((false, Some(format!("{what}; {hint}")))),
-    }
 }
 
 fn refusal(errno: Option<ringdisk_ring::Errno>) -> String {

@@ -1,7 +1,7 @@
 //! Memory of large requests: taken at once, and given back to the system when a queue is idle.
 //!
 //! Buffers of 1 MiB are address space until they are used. The first large READ takes the pages that it needs in one call, huge ones
-//! where there are any (page by page the kernel spends as long on finding them as on copying; the data of a WRITE are there already); then they stay, so that the next
+//! where there are any (the kernel looks up each page that it copies from; the data of a WRITE are there already); then they stay, so that the next
 //! requests find them warm. A queue that has
 //! served something large looks a second later, and again until nothing came for a second; then it gives the pages of its idle
 //! buffers back and does not wake up any more until the next large request. Pools are not given back: they are pinned, or other

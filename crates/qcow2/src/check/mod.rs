@@ -31,6 +31,7 @@ mod stop;
 mod tables;
 #[cfg(test)]
 mod tests;
+mod walk;
 
 use std::pin::pin;
 use std::sync::Arc;

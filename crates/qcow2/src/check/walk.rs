@@ -1,0 +1,208 @@
+//! Counts what one L2 table refers to: the part of a scan that a large image spends its time in.
+
+use crate::check::counts::Uses;
+use crate::check::layout::{COPIED, EntryKind, L2_RESERVED, OFFSET_MASK, ZERO};
+use crate::check::report::CheckReport;
+use crate::check::scan::{Hopeless, Scan, TableUse};
+use crate::check::stop::Stop;
+use crate::limits::CHECK_STRAYS_MAX;
+
+impl Scan {
+    /// Counts what one L2 table refers to.
+    pub(super) fn l2_table(
+        &mut self,
+        bytes: &[u8],
+        table: TableUse,
+        report: &mut CheckReport,
+    ) -> Result<(), Stop> {
+        let mut walk = Walk::new(table);
+        if self.layout.extended {
+            for (index, raw) in bytes.as_chunks::<16>().0.iter().enumerate() {
+                let (entry, bitmap) = raw.split_at(8);
+                let entry = crate::extensions::u64_at(entry, 0);
+                let bitmap = crate::extensions::u64_at(bitmap, 0);
+                if entry | bitmap != 0 {
+                    self.entry(index, entry, bitmap, &mut walk, report)?;
+                }
+            }
+        } else {
+            self.standard_entries(bytes, &mut walk, report)?;
+        }
+        let active = u64::from(table.active().saturating_add(table.header));
+        report.allocated_clusters += walk.allocated * active;
+        report.fragmented_clusters += walk.fragmented * active;
+        report.compressed_clusters += walk.compressed * active;
+        Ok(())
+    }
+
+    /// The loop that a large image spends its time in.
+    fn standard_entries(
+        &mut self,
+        bytes: &[u8],
+        walk: &mut Walk,
+        report: &mut CheckReport,
+    ) -> Result<(), Stop> {
+        let bits = self.layout.cluster_bits;
+        let clusters = self.layout.clusters();
+        let place_bits = OFFSET_MASK & !(self.layout.cluster_size() - 1);
+        // Anything but the flag and an aligned place needs a closer look.
+        let unusual = !(COPIED | place_bits);
+        let fast = !self.layout.external;
+        for (index, raw) in bytes.as_chunks::<8>().0.iter().enumerate() {
+            let entry = u64::from_be_bytes(*raw);
+            if entry == 0 {
+                continue;
+            }
+            let offset = entry & place_bits;
+            let cluster = offset >> bits;
+            if fast && entry & unusual == 0 && offset != 0 && cluster < clusters {
+                walk.place(offset, 1 << bits);
+                let (uses, narrow) = if entry & COPIED == 0 { walk.plain } else { walk.copied };
+                match narrow {
+                    Some(narrow) => self.counts.add_narrow(cluster, narrow, uses)?,
+                    None => self.counts.add(cluster, uses)?,
+                }
+                continue;
+            }
+            self.entry(index, entry, 0, walk, report)?;
+        }
+        Ok(())
+    }
+
+    /// One L2 entry, with all that can be wrong with it.
+    fn entry(
+        &mut self,
+        index: usize,
+        entry: u64,
+        bitmap: u64,
+        walk: &mut Walk,
+        report: &mut CheckReport,
+    ) -> Result<(), Stop> {
+        let layout = self.layout;
+        let table = walk.table.offset;
+        let visits = u64::from(walk.table.total());
+        let wrong = |report: &mut CheckReport, what: &str| {
+            report.corrupt(visits, || {
+                format!("ERROR L2 table at {table:#x}, entry {index} ({entry:#x}): {what}")
+            });
+        };
+        let kind = layout.kind(entry);
+        if kind != EntryKind::Compressed && entry & L2_RESERVED != 0 {
+            wrong(report, "reserved bits are set");
+        }
+        // The two halves of the word.
+        #[allow(clippy::cast_possible_truncation)]
+        let (allocated, zeroes) = (bitmap as u32, (bitmap >> 32) as u32);
+        match kind {
+            EntryKind::Compressed => {
+                if entry & COPIED != 0 {
+                    wrong(report, "a compressed cluster has the COPIED flag");
+                }
+                if layout.external {
+                    wrong(report, "a compressed cluster in an image with an external data file");
+                    return Ok(());
+                }
+                if bitmap != 0 {
+                    wrong(report, "a compressed cluster has a subcluster bitmap");
+                    return Ok(());
+                }
+                let (offset, len) = layout.compressed(entry);
+                let uses = Uses::unflagged(walk.table.total());
+                let what = || format!("L2 table at {table:#x}, entry {index}: compressed data");
+                self.count_uses(offset, len, uses, what, report)?;
+                walk.allocated += 1;
+                walk.compressed += 1;
+                walk.fragmented += 1;
+            }
+            EntryKind::Allocated => {
+                let uses = if entry & COPIED == 0 { walk.plain.0 } else { walk.copied.0 };
+                let offset = entry & OFFSET_MASK;
+                if layout.external {
+                    // Nobody counts there, so every cluster has exactly one user.
+                    if uses.plain > 0 {
+                        self.external_flags += u64::from(uses.plain);
+                        report.corrupt(u64::from(uses.plain), || {
+                            format!(
+                                "ERROR L2 table at {table:#x}, entry {index} ({entry:#x}): the \
+                                 COPIED flag is missing"
+                            )
+                        });
+                    }
+                }
+                if allocated & zeroes != 0 {
+                    wrong(report, "subclusters are both allocated and zero");
+                    self.hopeless(table, index);
+                }
+                if layout.in_cluster(offset) != 0 {
+                    let data = if layout.extended { allocated != 0 } else { entry & ZERO == 0 };
+                    let what = if data { "data" } else { "reserved space" };
+                    wrong(report, &format!("the place of {what} is not aligned to a cluster"));
+                    if !data {
+                        self.hopeless(table, index);
+                    }
+                }
+                walk.place(offset, layout.cluster_size());
+                if !layout.external {
+                    let what = || format!("L2 table at {table:#x}, entry {index}: the cluster");
+                    self.count_uses(offset, layout.cluster_size(), uses, what, report)?;
+                }
+            }
+            EntryKind::Unallocated => {
+                if allocated != 0 {
+                    wrong(report, "subclusters are allocated, but there is no cluster");
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn hopeless(&mut self, table: u64, index: usize) {
+        // The rest is found when the image is checked again.
+        if self.hopeless.len() < CHECK_STRAYS_MAX
+            && let Ok(index) = u32::try_from(index)
+        {
+            self.hopeless.push(Hopeless { table, index });
+        }
+    }
+}
+
+/// The state of a walk through one L2 table.
+struct Walk {
+    table: TableUse,
+    /// What an entry with the COPIED flag counts, also in narrow form.
+    copied: (Uses, Option<u8>),
+    /// What an entry without it counts.
+    plain: (Uses, Option<u8>),
+    allocated: u64,
+    fragmented: u64,
+    compressed: u64,
+    /// Where the next cluster would be if it followed the last one; 0: there was none.
+    next: u64,
+}
+
+impl Walk {
+    fn new(table: TableUse) -> Walk {
+        let (total, active) = (table.total(), table.active());
+        let copied = Uses { total, copied: active, plain: 0 };
+        let plain = Uses { total, copied: 0, plain: active };
+        Walk {
+            table,
+            copied: (copied, copied.narrow()),
+            plain: (plain, plain.narrow()),
+            allocated: 0,
+            fragmented: 0,
+            compressed: 0,
+            next: 0,
+        }
+    }
+
+    /// Notes a cluster that has a place.
+    #[inline]
+    fn place(&mut self, offset: u64, size: u64) {
+        self.allocated += 1;
+        if self.next != 0 && self.next != offset {
+            self.fragmented += 1;
+        }
+        self.next = offset + size;
+    }
+}
