@@ -120,6 +120,8 @@ pub(crate) struct QueueCells {
     pub(crate) exhausted: Cell,
     /// Requests whose data were in pages of the client.
     pub(crate) zero_copy: Cell,
+    /// Time that requests were here, all added up, nanoseconds.
+    pub(crate) held_ns: Cell,
     /// CPU time of the thread, set at its end, nanoseconds.
     pub(crate) cpu_ns: Cell,
     /// Thread id, to read its CPU time while it runs.
@@ -138,6 +140,7 @@ impl Default for QueueCells {
             errors: Cell::default(),
             in_flight: Cell::default(),
             in_flight_max: Cell::default(),
+            held_ns: Cell::default(),
             eagain: Cell::default(),
             exhausted: Cell::default(),
             zero_copy: Cell::default(),
@@ -162,6 +165,7 @@ impl QueueCells {
     pub(crate) fn end(&self, nanos: u64) {
         self.in_flight.set(self.in_flight.get().saturating_sub(1));
         self.requests.add(1);
+        self.held_ns.add(nanos);
         self.latency[bucket(nanos)].add(1);
     }
 

@@ -17,6 +17,9 @@ use crate::{Config, Ring, SetupError, SpinPolicy};
 /// leaked, since the kernel may still write it.
 const CLOSE_WAIT: Duration = Duration::from_secs(1);
 
+/// A poll lets another thread of its CPU run so often: perhaps the one that it waits for.
+const YIELD_EVERY: Duration = Duration::from_micros(4);
+
 /// Rounds of ready tasks before an enter.
 const ROUNDS: usize = 4;
 
@@ -135,6 +138,7 @@ impl Runtime {
             }
         }
         let start = Instant::now();
+        let mut yield_at = YIELD_EVERY;
         loop {
             if inner.uring.has_work() {
                 // Waits for one completion, so that a poll and the read linked to it are done in one call.
@@ -144,10 +148,15 @@ impl Runtime {
                 self.last_sleep = Instant::now();
                 return true;
             }
-            if start.elapsed() >= budget {
+            let polled = start.elapsed();
+            if polled >= budget {
                 self.spin.missed();
                 inner.counters.polls_missed.add(1);
                 return false;
+            }
+            if polled >= yield_at {
+                std::thread::yield_now();
+                yield_at = polled + YIELD_EVERY;
             }
             for _ in 0..8 {
                 std::hint::spin_loop();

@@ -24,6 +24,9 @@ const QUEUE_MASK: u64 = ALL - 1;
 /// How long the fetching queues poll, in µs, from this bit on.
 const POLLS_SHIFT: u32 = 40;
 
+/// How long a queue whose requests travel in rings polls while one of them is with the storage: what a fast disk takes, and two
+/// wake-ups. A thread learns for itself whether that pays ([`ringdisk_ring::SpinPolicy`]).
+const STORAGE_POLL: Duration = Duration::from_micros(200);
 /// Nanoseconds between the steps of a restless place: a few requests.
 const RESTLESS_WINDOW_NS: u64 = 50_000;
 
@@ -88,7 +91,7 @@ impl Place {
         self.draining.store(true, Ordering::Release);
     }
 
-    /// From now on the first queue fetches, without polling, and nothing is measured; those that run must be woken to see it.
+    /// From now on the first queue fetches, all may poll for storage, and nothing is measured; those that run must be woken to see it.
     pub(crate) fn settle(&self) {
         self.settled.store(true, Ordering::Release);
         self.due.store(u64::MAX, Ordering::Relaxed);
@@ -98,17 +101,22 @@ impl Place {
         if self.draining.load(Ordering::Acquire) {
             return false;
         }
-        if self.settled.load(Ordering::Acquire) {
+        if self.is_settled() {
             return queue == 0;
         }
         let mode = self.mode.load(Ordering::Acquire);
         mode & ALL != 0 || mode & QUEUE_MASK == queue as u64
     }
 
-    /// How long the fetching queues poll before they sleep.
+    /// Whether requests travel in rings.
+    pub(super) fn is_settled(&self) -> bool {
+        self.settled.load(Ordering::Acquire)
+    }
+
+    /// How long queues poll before they sleep.
     pub(super) fn polls(&self) -> Duration {
-        if self.settled.load(Ordering::Acquire) {
-            return Duration::ZERO;
+        if self.is_settled() {
+            return STORAGE_POLL;
         }
         Duration::from_micros(self.mode.load(Ordering::Acquire) >> POLLS_SHIFT)
     }

@@ -121,6 +121,7 @@ impl Queue {
         let nanos = self.place.nanos(now);
         self.in_flight.0[self.entries + index].store(nanos, Ordering::Relaxed);
         self.cells.begin();
+        self.hold_polling();
         rings.look(index, self.index, nanos, self.ring.turn());
         if rings.is_free(self.index) != self.is_free.get() {
             self.set_free(!self.is_free.get());
@@ -158,6 +159,7 @@ impl Queue {
         self.in_flight.0[self.entries + index].store(0, Ordering::Relaxed);
         let nanos = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.cells.end(nanos);
+        self.hold_polling();
     }
 
     /// Number of a ring's entry among all that the queue may have.
@@ -188,9 +190,12 @@ impl Queue {
         self.index
     }
 
-    /// A single request that is in flight when the thread waits is with the storage: nothing comes before that ends.
+    /// Over `/dev/fuse` polling is for the next request: a single one that is in flight when the thread waits is with the storage, and
+    /// nothing comes before that ends. Over rings it is for the storage: with nothing in flight there is nothing to poll for.
     fn hold_polling(&self) {
-        self.ring.hold_polling(self.cells.in_flight.get() == 1);
+        let in_flight = self.cells.in_flight.get();
+        let is_held = if self.place.is_settled() { in_flight == 0 } else { in_flight == 1 };
+        self.ring.hold_polling(is_held);
     }
 
     /// This queue cannot go on; told once.
@@ -226,6 +231,7 @@ impl Queue {
             return;
         }
         self.ring.set_polling(self.place.polls());
+        self.hold_polling();
         let fetches = self.place.fetches(self.place_index);
         if fetches && !self.fetch.is_enabled() {
             self.fetch.start(&self.ring);

@@ -125,11 +125,13 @@ impl Balances {
         }
         balance.due.store(now + WINDOW_NS, Ordering::Relaxed);
         let is_trying = |other: &usize| self.threads[*other].trying.load(Ordering::Relaxed) > now;
+        let cells = self.peers().get(thread).map(|peer| &peer.1);
         let seen = Load {
             now,
             turns: turn,
             thread,
-            own: self.peers().get(thread).map_or(0, |peer| peer.1.requests.get()),
+            own: cells.map_or(0, |cells| cells.requests.get()),
+            own_ns: cells.map_or(0, |cells| cells.held_ns.get()),
             begin: self.learned(now),
             must_wait: balance.others.iter().any(is_trying),
             ..Load::default()

@@ -5,14 +5,19 @@
 //! Why: a client that waits for each reply is served best on its own CPU (to wake an idle one costs tens of µs); one that keeps several
 //! requests in flight is served best from any CPU that is idle just then, which the scheduler knows (on the client's own they take
 //! turns, and a fixed other one is often asleep or taken); large requests want two threads, since a ring's thread does all the copying
-//! of its entries.
+//! of its entries; requests that wait for storage want two as well, since each polls for its own while they do.
 //!
-//! The rule. At home, with more than 9/8 requests for each turn of the loop (clients that wait show at most one) another spot is tried:
-//! split for large requests, else free. Elsewhere home is tried when the pause is over, or when the rate has fallen by half for two
-//! windows. A trial skips one window and measures the next; if that is not clear (a fifth less, a quarter more), up to three
-//! more. Home is kept with 97/100 of the rate before, another spot with 21/20. After a clear trial there is a pause of 64 ms; else it
-//! begins at 8 ms and doubles up to 256 ms. A thread that wakes up after 20 ms without requests begins where the last trial of any
-//! thread ended, if that was within a second: a client that moved to another CPU is the same client; a client that waits is not.
+//! The rule. At home, with several requests at once another spot is tried: split for large requests and those that wait for storage,
+//! else free. Several: more than 9/8 for each turn of the loop (clients that wait show at most one), or, where requests take 20 µs
+//! and more, more than 3/2 in flight on the average. Elsewhere home is tried when the pause is over, or when the rate has fallen by
+//! half for two windows. A trial skips one window and measures the next; if that is not clear (a fifth less, a quarter more), up to
+//! three more. Home is kept with 97/100 of the rate before, another spot with 21/20. After a clear trial there is a pause of 64 ms;
+//! else it begins at 8 ms and doubles up to 256 ms. A thread that wakes up after 20 ms without requests begins where the last trial
+//! of any thread ended, if that was within a second: a client that moved to another CPU is the same client; a client that waits is
+//! not.
+//!
+//! The rates of disks vary by themselves. Where requests wait for storage a trial takes up to seven windows more, pauses double up to
+//! a second, split is kept with 19/20, and home with 11/10: on files split was better nearly always.
 //!
 //! `bench/loads --tables placement,mixed` measures what this reaches beside the fixed spots.
 
@@ -25,8 +30,14 @@ const REQUESTS_MIN: u64 = 8;
 const PAUSE_MIN_NS: u64 = 8_000_000;
 const PAUSE_CLEAR_NS: u64 = 64_000_000;
 const PAUSE_MAX_NS: u64 = 256_000_000;
+/// The same where requests wait for storage.
+const PAUSE_MAX_SLOW_NS: u64 = 1_024_000_000;
 /// Windows that a trial measures at most.
 const TRIAL_WINDOWS: u32 = 4;
+/// The same where requests wait for storage.
+const TRIAL_WINDOWS_SLOW: u32 = 8;
+/// Requests that take longer on the average wait for storage.
+const SLOW_NS: u64 = 20_000;
 /// Windows in a row that show another load.
 const CHANGED_WINDOWS: u32 = 2;
 /// Windows in a row without several requests at once, after which a client counts as one that waits.
@@ -93,9 +104,10 @@ pub(super) struct Load {
     pub(super) requests: u64,
     /// Bytes of both threads.
     pub(super) bytes: u64,
-    /// The thread that looks, its requests, and the turns of its loop.
+    /// The thread that looks, its requests, the nanoseconds that they were here, and the turns of its loop.
     pub(super) thread: usize,
     pub(super) own: u64,
+    pub(super) own_ns: u64,
     pub(super) turns: u64,
     /// Where a thread begins that was idle.
     pub(super) begin: Spot,
@@ -110,6 +122,8 @@ struct Trial {
     from: Spot,
     /// What that one had, requests per second.
     rate: u64,
+    /// Requests wait for storage.
+    is_slow: bool,
     /// Windows so far; the first is not measured.
     windows: u32,
     requests: u64,
@@ -219,7 +233,9 @@ impl Policy {
         let before = self.rate;
         let is_changed = self.follow(rate);
         let has_collapsed = is_changed && rate * 2 < before;
-        let several = several_at_once(load, last);
+        let own = Own::new(load, last);
+        let several = own.several_at_once();
+        let is_slow = own.is_slow();
         if has_collapsed || (is_changed && self.spot == Spot::Home) {
             self.pause = PAUSE_MIN_NS;
             self.not_before = 0;
@@ -248,14 +264,14 @@ impl Policy {
         }
         self.is_guess = false;
         let next = match self.spot {
-            Spot::Home if is_large => Spot::Split,
+            Spot::Home if is_large || is_slow => Spot::Split,
             Spot::Home => Spot::Free,
             _ => Spot::Home,
         };
         let from = self.spot;
         let rate = self.rate;
         self.go(next);
-        self.trial = Some(Trial { from, rate, windows: 0, requests: 0, nanos: 0 });
+        self.trial = Some(Trial { from, rate, is_slow, windows: 0, requests: 0, nanos: 0 });
         Step::Moved
     }
 
@@ -289,12 +305,15 @@ impl Policy {
         };
         let rate = per_second(trial.requests, trial.nanos.max(1));
         let is_clear = rate * 5 <= trial.rate * 4 || rate * 4 >= trial.rate * 5;
-        if first || (!is_clear && trial.windows <= TRIAL_WINDOWS) {
+        let windows_max = if trial.is_slow { TRIAL_WINDOWS_SLOW } else { TRIAL_WINDOWS };
+        if first || (!is_clear && trial.windows <= windows_max) {
             self.trial = Some(trial);
             return Step::Same;
         }
         let has_won = match self.spot {
+            Spot::Home if trial.is_slow => rate * 10 >= trial.rate * 11,
             Spot::Home => rate * 100 >= trial.rate * 97,
+            _ if trial.is_slow => rate * 20 >= trial.rate * 19,
             _ => rate * 20 >= trial.rate * 21,
         };
         if has_won {
@@ -303,10 +322,9 @@ impl Policy {
             self.go(trial.from);
             self.rate = trial.rate;
         }
-        self.pause = match is_clear {
-            true => (self.pause * 2).clamp(PAUSE_CLEAR_NS, PAUSE_MAX_NS),
-            false => (self.pause * 2).min(PAUSE_MAX_NS),
-        };
+        let pause_max = if trial.is_slow { PAUSE_MAX_SLOW_NS } else { PAUSE_MAX_NS };
+        let pause_min = if is_clear { PAUSE_CLEAR_NS } else { 0 };
+        self.pause = (self.pause * 2).clamp(pause_min, pause_max);
         self.not_before = now + self.pause;
         Step::Judged
     }
@@ -323,11 +341,37 @@ fn per_second(requests: u64, nanos: u64) -> u64 {
     requests.saturating_mul(1_000_000_000) / nanos
 }
 
-/// Whether clients keep several requests in flight: more than one came in a turn of the loop.
-fn several_at_once(load: &Load, last: &Load) -> bool {
-    let turns = load.turns.saturating_sub(last.turns);
-    let own = load.own.saturating_sub(last.own);
-    load.thread == last.thread && own * 8 >= turns * 9
+/// What the thread that looks did in a window.
+struct Own {
+    requests: u64,
+    turns: u64,
+    /// That requests were here, added up.
+    held_ns: u64,
+    window_ns: u64,
+}
+
+impl Own {
+    fn new(load: &Load, last: &Load) -> Own {
+        let is_same = load.thread == last.thread;
+        let since = |now: u64, then: u64| if is_same { now.saturating_sub(then) } else { 0 };
+        Own {
+            requests: since(load.own, last.own),
+            turns: since(load.turns, last.turns),
+            held_ns: since(load.own_ns, last.own_ns),
+            window_ns: load.now.saturating_sub(last.now).max(1),
+        }
+    }
+
+    /// Whether requests wait for storage.
+    fn is_slow(&self) -> bool {
+        self.requests > 0 && self.held_ns >= self.requests * SLOW_NS
+    }
+
+    /// Whether clients keep several requests in flight.
+    fn several_at_once(&self) -> bool {
+        let is_batch = self.requests > 0 && self.requests * 8 >= self.turns * 9;
+        is_batch || (self.is_slow() && self.held_ns * 2 >= self.window_ns * 3)
+    }
 }
 
 #[cfg(test)]

@@ -12,16 +12,24 @@ struct Client {
     split: u64,
     per_turn: (u64, u64),
     bytes: u64,
+    /// In flight on the average, where requests wait for storage; 0: they do not.
+    in_flight: u64,
 }
 
-const SYNC: Client = Client { home: 200, free: 70, split: 50, per_turn: (1, 1), bytes: 4096 };
-const DEEP: Client = Client { home: 300, free: 620, split: 330, per_turn: (4, 1), bytes: 4096 };
-const DEPTH_4: Client = Client { home: 230, free: 290, split: 240, per_turn: (5, 4), bytes: 4096 };
-const DEPTH_2: Client = Client { home: 180, free: 72, split: 170, per_turn: (5, 4), bytes: 4096 };
-const LARGE: Client = Client { home: 7, free: 7, split: 12, per_turn: (3, 1), bytes: 1 << 20 };
-const MANY: Client = Client { home: 500, free: 510, split: 490, per_turn: (3, 2), bytes: 4096 };
-const MANY_LARGE: Client =
-    Client { home: 100, free: 40, split: 70, per_turn: (3, 1), bytes: 128 << 10 };
+const SYNC: Client =
+    Client { home: 200, free: 70, split: 50, per_turn: (1, 1), bytes: 4096, in_flight: 0 };
+const DEEP: Client = Client { home: 300, free: 620, split: 330, per_turn: (4, 1), ..SYNC };
+const DEPTH_4: Client = Client { home: 230, free: 290, split: 240, per_turn: (5, 4), ..SYNC };
+const DEPTH_2: Client = Client { home: 180, free: 72, split: 170, per_turn: (5, 4), ..SYNC };
+const LARGE: Client =
+    Client { home: 7, free: 7, split: 12, per_turn: (3, 1), bytes: 1 << 20, in_flight: 0 };
+const MANY: Client = Client { home: 500, free: 510, split: 490, per_turn: (3, 2), ..SYNC };
+const MANY_LARGE: Client = Client { home: 100, free: 40, split: 70, bytes: 128 << 10, ..LARGE };
+/// On a file: each turn of a thread that polls sees one request or one completion.
+const FILE_SYNC: Client =
+    Client { home: 24, free: 20, split: 18, per_turn: (1, 2), in_flight: 1, ..FILE_DEEP };
+const FILE_DEEP: Client =
+    Client { home: 72, free: 80, split: 108, per_turn: (1, 1), bytes: 4096, in_flight: 14 };
 
 struct Sim {
     policy: Policy,
@@ -69,6 +77,7 @@ impl Sim {
             self.load.now += WINDOW_NS;
             self.load.requests += done;
             self.load.own += done;
+            self.load.own_ns += client.in_flight * WINDOW_NS;
             self.load.bytes += done * client.bytes;
             self.load.turns += done * client.per_turn.1 / client.per_turn.0;
             self.policy.step(&self.load);
@@ -100,6 +109,32 @@ fn large_requests_are_split() {
 }
 
 #[test]
+fn requests_that_wait_for_storage_are_split_when_there_are_several() {
+    let mut sim = Sim::new();
+    let spent = sim.run(&FILE_DEEP, 500);
+    assert!(spent[Spot::Split as usize] > 430, "{spent:?}");
+    let mut sim = Sim::new();
+    assert_eq!(sim.run(&FILE_SYNC, 500), [500, 0, 0, 0]);
+}
+
+#[test]
+fn where_two_threads_lose_for_storage_they_are_at_home() {
+    let client = Client { split: 60, ..FILE_DEEP };
+    let mut sim = Sim::new();
+    sim.run(&client, 60);
+    let spent = sim.run(&client, 1000);
+    assert!(spent[Spot::Home as usize] > 900, "{spent:?}");
+}
+
+#[test]
+fn a_disk_whose_rate_varies_is_served_by_two_threads_most_of_the_time() {
+    let mut sim = Sim::noisy(40);
+    sim.run(&FILE_DEEP, 100);
+    let spent = sim.run(&FILE_DEEP, 2000);
+    assert!(spent[Spot::Split as usize] > 1800, "{spent:?}");
+}
+
+#[test]
 fn a_busy_client_of_a_slow_disk_has_not_stopped() {
     // 500 requests of 1 MiB a second, and twice as many from two threads.
     let slow = Client { home: 1, free: 1, split: 2, ..LARGE };
@@ -118,6 +153,8 @@ fn every_client_gets_nearly_what_the_best_spot_gives_in_noise() {
         ("depth 2", &DEPTH_2),
         ("many", &MANY),
         ("many large", &MANY_LARGE),
+        ("sync on a file", &FILE_SYNC),
+        ("deep on a file", &FILE_DEEP),
     ];
     for noise in [0, 5, 15] {
         for (name, client) in clients {
@@ -169,7 +206,7 @@ fn a_slow_client_is_served_at_home_again() {
     let mut sim = Sim::new();
     sim.run(&DEEP, 100);
     assert_eq!(sim.policy.spot(), Spot::Free);
-    let slow = Client { home: 1, free: 1, split: 1, per_turn: (1, 1), bytes: 4096 };
+    let slow = Client { home: 1, free: 1, split: 1, ..SYNC };
     for _ in 0..50 {
         // A request every 30 ms.
         sim.load.now += 15 * WINDOW_NS;
