@@ -10,14 +10,14 @@
 //! The rule. At home, with several requests at once another spot is tried: split for large requests and those that wait for storage,
 //! else free. Several: more than 9/8 for each turn of the loop (clients that wait show at most one), or, where requests take 20 µs
 //! and more, more than 3/2 in flight on the average. Elsewhere home is tried when the pause is over, or when the rate has fallen by
-//! half for two windows. A trial skips one window and measures the next; if that is not clear (a fifth less, a quarter more), up to
-//! three more. Home is kept with 97/100 of the rate before, another spot with 21/20. After a clear trial there is a pause of 64 ms;
-//! else it begins at 8 ms and doubles up to 256 ms. A thread that wakes up after 20 ms without requests begins where the last trial
-//! of any thread ended, if that was within a second: a client that moved to another CPU is the same client; a client that waits is
-//! not.
+//! half for four windows. A trial skips one window and measures the next; if that is not clear (a fifth less, a quarter more), up to
+//! three more. Home is kept with 97/100 of the rate before, another spot with 21/20. After a clear trial there is a pause of 64 ms,
+//! else of 8 ms; each trial that leads back doubles it, up to a second, or until the rate is another one for four windows. A thread that wakes up after
+//! 20 ms without requests begins where the last trial of any thread ended, if that was within a second: a client that moved to
+//! another CPU is the same client; a client that waits is not.
 //!
-//! The rates of disks vary by themselves. Where requests wait for storage a trial takes up to seven windows more, pauses double up to
-//! a second, split is kept with 19/20, and home with 11/10: on files split was better nearly always.
+//! The rates of disks vary by themselves. Where requests wait for storage a trial takes up to seven windows more, split is kept with
+//! 19/20, and home with 11/10: on files split was better nearly always.
 //!
 //! `bench/loads --tables placement,mixed` measures what this reaches beside the fixed spots.
 
@@ -29,9 +29,7 @@ const IDLE_NS: u64 = 10 * WINDOW_NS;
 const REQUESTS_MIN: u64 = 8;
 const PAUSE_MIN_NS: u64 = 8_000_000;
 const PAUSE_CLEAR_NS: u64 = 64_000_000;
-const PAUSE_MAX_NS: u64 = 256_000_000;
-/// The same where requests wait for storage.
-const PAUSE_MAX_SLOW_NS: u64 = 1_024_000_000;
+const PAUSE_MAX_NS: u64 = 1_024_000_000;
 /// Windows that a trial measures at most.
 const TRIAL_WINDOWS: u32 = 4;
 /// The same where requests wait for storage.
@@ -39,7 +37,7 @@ const TRIAL_WINDOWS_SLOW: u32 = 8;
 /// Requests that take longer on the average wait for storage.
 const SLOW_NS: u64 = 20_000;
 /// Windows in a row that show another load.
-const CHANGED_WINDOWS: u32 = 2;
+const CHANGED_WINDOWS: u32 = 4;
 /// Windows in a row without several requests at once, after which a client counts as one that waits.
 const WAITING_WINDOWS: u32 = 4;
 /// From this mean on requests are large: copying them takes longer than handing them over.
@@ -316,15 +314,16 @@ impl Policy {
             _ if trial.is_slow => rate * 20 >= trial.rate * 19,
             _ => rate * 20 >= trial.rate * 21,
         };
+        let pause_min = if is_clear { PAUSE_CLEAR_NS } else { PAUSE_MIN_NS };
         if has_won {
             self.rate = rate;
+            // Perhaps by chance: looked at again soon.
+            self.pause = pause_min;
         } else {
             self.go(trial.from);
             self.rate = trial.rate;
+            self.pause = (self.pause * 2).clamp(pause_min, PAUSE_MAX_NS);
         }
-        let pause_max = if trial.is_slow { PAUSE_MAX_SLOW_NS } else { PAUSE_MAX_NS };
-        let pause_min = if is_clear { PAUSE_CLEAR_NS } else { 0 };
-        self.pause = (self.pause * 2).clamp(pause_min, pause_max);
         self.not_before = now + self.pause;
         Step::Judged
     }
