@@ -37,7 +37,7 @@ fn threads(pid: u32) -> Vec<(String, Vec<usize>)> {
     tasks.flatten().map(thread).collect()
 }
 
-/// Bytes of anonymous memory of a process on a node.
+/// Bytes of anonymous memory of a process on a node, as numastat -p counts them.
 fn bytes_on(pid: u32, node: usize) -> u64 {
     let maps = std::fs::read_to_string(format!("/proc/{pid}/numa_maps")).expect("NUMA");
     let field = |line: &str, key: &str| {

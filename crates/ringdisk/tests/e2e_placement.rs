@@ -9,6 +9,7 @@ use std::time::Duration;
 use common::tools::{Ran, ringdisk};
 use common::{MIB, assert_refused, mount, program, raw_image, serve_raw, try_mount};
 use ringdisk_ring::{CpuList, Topology};
+use ringdisk_testkit::cpuset::Cpuset;
 use ringdisk_testkit::images::{pattern, piece};
 use ringdisk_testkit::limits::{UringParameter, mount_at, needs, needs_root, resident_bytes};
 use ringdisk_testkit::machine::Machine;
@@ -230,6 +231,35 @@ fn under_a_mask_without_a_cpu_its_callers_are_served_and_one_line_says_so() {
         assert_eq!(lines.len(), 1, "{}", finished.stderr);
         assert!(lines[0].contains(&format!("CPU {lost}")) || queues.len() > 2, "{lines:?}");
         assert!(lines[0].contains(&format!("threads on {kept}")), "{lines:?}");
+    }
+}
+
+#[test]
+fn in_a_cpuset_threads_are_on_its_cpus_and_obey_when_it_changes() {
+    let Some(_switch) = with_switch(true) else { return };
+    let Some([a, b]) = two_cpus() else { return };
+    let assert_all_on = |disk: &Mounted, cpu: usize| {
+        let value = topology(disk);
+        let threads = value["mount"]["threads"].as_array().expect("threads");
+        assert!(!threads.is_empty());
+        for thread in threads {
+            assert_eq!(numbers(&thread["cpus-allowed"]).only(), Some(cpu), "{thread}");
+        }
+    };
+    for transport in ["dev", "uring"] {
+        let Some(set) = Cpuset::new(&b.to_string()) else { return };
+        let (directory, image) = raw_image(4 * MIB, 1);
+        let path = directory.path().join("disk");
+        let mut words = set.command(&[&program(), "mount", "--transport", transport, "-f", "raw"]);
+        let disk = Mounted::from_command(words.arg(&image).arg(&path), &path);
+        assert_eq!(topology(&disk)["machine"]["allowed"], json!([b]));
+        assert_all_on(&disk, b);
+        assert_all_callers_served(&disk);
+        // The CPU that its threads run on is taken away.
+        set.set_cpus(&a.to_string());
+        assert_all_callers_served(&disk);
+        assert_all_on(&disk, a);
+        assert_eq!(disk.stop().code(), Some(0));
     }
 }
 

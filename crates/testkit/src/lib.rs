@@ -6,6 +6,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod cpuset;
 pub mod fio;
 pub mod images;
 pub mod layout;
