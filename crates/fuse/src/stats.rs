@@ -230,7 +230,7 @@ pub struct QueueStats {
     pub read_bytes: u64,
     /// Bytes written by clients.
     pub write_bytes: u64,
-    /// Requests answered with an error.
+    /// Requests answered with an error; not those for which the kernel learns that there is no such operation (ENOSYS).
     pub errors: u64,
     /// Requests being served now.
     pub in_flight: u64,

@@ -156,7 +156,7 @@ async fn serve(
 fn put(memory: &IoBuf, reply: &ReplyBuf) -> Reply {
     let bytes = reply.as_bytes();
     memory.copy_from_slice(0, bytes);
-    Reply::Frame { start: 0, len: bytes.len(), is_error: reply.error_number() != 0 }
+    Reply::Frame { start: 0, len: bytes.len(), is_error: reply.is_failure() }
 }
 
 fn put_error(memory: &IoBuf, unique: u64, errno: Errno) -> Reply {

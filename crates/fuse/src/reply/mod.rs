@@ -70,6 +70,13 @@ impl ReplyBuf {
         -i32::from_ne_bytes([self.bytes[4], self.bytes[5], self.bytes[6], self.bytes[7]])
     }
 
+    /// Whether a client hears of an error. ENOSYS is for the kernel, which then does not ask again.
+    #[must_use]
+    pub fn is_failure(&self) -> bool {
+        let number = self.error_number();
+        number != 0 && number != Errno::NOSYS.raw_os_error()
+    }
+
     /// A failure.
     pub fn set_error(&mut self, unique: u64, errno: Errno) {
         self.put(header(unique, wire_error(errno), 0), &[]);

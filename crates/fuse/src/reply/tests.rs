@@ -99,3 +99,15 @@ fn notifications_have_unique_zero_and_their_code() {
     assert_eq!(notify_inval_inode(true)[24..], [0; 16]);
     assert_eq!(notify_resend(), [16, 0, 0, 0, 7, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
 }
+
+#[test]
+fn an_operation_that_does_not_exist_is_no_failure_of_a_client() {
+    for (errno, is_failure) in [(Errno::NOSYS, false), (Errno::IO, true), (Errno::NOENT, true)] {
+        let mut reply = ReplyBuf::new();
+        reply.set_error(1, errno);
+        assert_eq!(reply.is_failure(), is_failure, "{errno:?}");
+    }
+    let mut reply = ReplyBuf::new();
+    reply.set_empty(1);
+    assert!(!reply.is_failure() && !ReplyBuf::new().is_failure());
+}

@@ -197,9 +197,9 @@ async fn serve_incoming(
     match answer {
         Answer::Data(len) => frame.put_data(number, len),
         Answer::Reply(mut reply) => {
-            if reply.error_number() != 0 {
+            if reply.is_failure() {
                 queue.cells.errors.add(1);
-            } else if incoming.is_open() && rings.opens_zero_copy() {
+            } else if reply.error_number() == 0 && incoming.is_open() && rings.opens_zero_copy() {
                 reply.add_open_flags(FOPEN_IO_URING_ZERO_COPY);
             }
             frame.put(&reply, body);
