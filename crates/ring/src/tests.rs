@@ -381,3 +381,24 @@ fn an_idle_ring_uses_no_cpu() {
     runtime.block_on(ring.sleep(Duration::from_millis(200)));
     assert!(ring.counters().snapshot().enters - before < 10);
 }
+
+#[test]
+fn a_poll_finds_what_ends_meanwhile_and_is_held_back_where_nothing_can() {
+    let cap = Duration::from_secs(1);
+    for held in [false, true] {
+        let mut runtime =
+            Runtime::new(Config { spin: SpinPolicy::adaptive(cap), ..Config::default() })
+                .expect("io_uring");
+        let ring = runtime.ring().clone();
+        ring.hold_polling(held);
+        runtime.block_on(async {
+            for _ in 0..20 {
+                ring.sleep(Duration::from_micros(500)).await;
+            }
+        });
+        let counters = ring.counters().snapshot();
+        let can_poll = !held && runtime.ring().0.uring.can_poll();
+        assert_eq!(counters.polls_paid >= 20, can_poll, "{counters:?}");
+        assert_eq!(counters.polls_missed, 0, "{counters:?}");
+    }
+}

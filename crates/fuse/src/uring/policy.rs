@@ -12,9 +12,9 @@
 //! and more, more than 3/2 in flight on the average. Elsewhere home is tried when the pause is over, or when the rate has fallen by
 //! half for four windows. A trial skips one window and measures the next; if that is not clear (a fifth less, a quarter more), up to
 //! three more. Home is kept with 97/100 of the rate before, another spot with 21/20. After a clear trial there is a pause of 64 ms,
-//! else of 8 ms; each trial that leads back doubles it, up to a second, or until the rate is another one for four windows. A thread that wakes up after
-//! 20 ms without requests begins where the last trial of any thread ended, if that was within a second: a client that moved to
-//! another CPU is the same client; a client that waits is not.
+//! else of 8 ms; each trial that leads back doubles it, up to a second, or until the rate is another one for four windows. A thread
+//! that wakes up after 20 ms without requests begins where the last trial of any thread ended, if that was within a second: a client
+//! that moved to another CPU is the same client; a client that waits is not.
 //!
 //! The rates of disks vary by themselves. Where requests wait for storage a trial takes up to seven windows more, split is kept with
 //! 19/20, and home with 11/10: on files split was better nearly always.
