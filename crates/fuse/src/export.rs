@@ -16,7 +16,7 @@ use crate::dev::{Place, QueueSetup, QueueThread, Serve, answer_init};
 use crate::file::{FileOptions, FileServer};
 use crate::keeper::{Event, EventSender, HaltReason, Keeper};
 use crate::kept::{self, Parked};
-use crate::mount::{Method, MountOptions, clone_device, mount, open_backing};
+use crate::mount::{FirstLook, Method, MountOptions, clone_device, mount, open_backing};
 use crate::negotiate::Profile;
 use crate::placement::{self, Live, MountTopology, Sizes, describe, watch};
 use crate::stats::{QueueView, Stats};
@@ -396,13 +396,19 @@ impl Export {
             let _ = keeper.join();
             return give_up(why);
         }
-        // Whether rings answer is not known otherwise. Over /dev/fuse nobody asks: a process that is killed while a thread of its own waits for
-        // the answer never ends, since the memory of that thread keeps the ring, which keeps the connection. (The size, without which
-        // asynchronous reads find an empty file, the kernel asks for at each first open: `default_permissions`.)
-        if transport == Transport::Uring && !answers(&mountpoint) {
-            events.send(Event::Discard);
-            let _ = keeper.join();
-            return give_up(String::from("the rings of this mount do not answer"));
+        // Whether rings answer is not known otherwise. (Over /dev/fuse nobody has to ask: the size, without which asynchronous reads
+        // find an empty file, the kernel asks for at each first open: `default_permissions`.)
+        if transport == Transport::Uring {
+            let look = FirstLook::start(&mountpoint);
+            if let Err(errno) = &look {
+                tracing::debug!("{}: not looked at: {errno}", mountpoint.display());
+            }
+            if look.as_ref().is_ok_and(|look| !look.is_answered(FIRST_ANSWER)) {
+                // Aborts the connection, which ends the look.
+                events.send(Event::Discard);
+                let _ = keeper.join();
+                return give_up(String::from("the rings of this mount do not answer"));
+            }
         }
         notes.append(&mut topology.warnings);
         topology.warnings.clone_from(notes);
@@ -496,19 +502,6 @@ impl Drop for Export {
             }
         }
     }
-}
-
-/// Asks for the attributes of the file, from a thread that may be left behind. False: no answer came in time.
-fn answers(mountpoint: &std::path::Path) -> bool {
-    let (tell, told) = channel();
-    let path = mountpoint.to_owned();
-    let asked = std::thread::Builder::new().name(String::from("first look")).spawn(move || {
-        if let Err(error) = std::fs::metadata(&path) {
-            tracing::debug!("{}: {error}", path.display());
-        }
-        let _ = tell.send(());
-    });
-    asked.is_err() || told.recv_timeout(FIRST_ANSWER).is_ok()
 }
 
 /// What came of an attempt.

@@ -1,14 +1,16 @@
 //! A server that does not run (SIGSTOP, a debugger, a frozen cgroup) while its mount goes, on both transports: who takes the mount away may
-//! have to wait until the server runs again or is killed, and then everything ends.
+//! have to wait until the server runs again or is killed, and then everything ends. And one that runs so slowly that it can be killed in a
+//! moment that is short otherwise.
 
 mod common;
 
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
-use common::{MIB, open, serve_raw};
-use ringdisk_testkit::limits::{UringParameter, mount_at, needs_root};
-use ringdisk_testkit::process::{LIMIT, Process, command, pause, until};
+use common::{MIB, open, program, serve_raw};
+use ringdisk_testkit::limits::{UringParameter, mount_at, needs, needs_root};
+use ringdisk_testkit::mount::{Mounted, scratch};
+use ringdisk_testkit::process::{LIMIT, Process, command, has, pause, until};
 use rustix::process::Signal;
 
 /// Enough for an unmount to get where it has to wait.
@@ -67,4 +69,42 @@ fn a_server_that_is_killed_while_it_is_stopped_lets_everybody_go() {
         let gone = until(LIMIT, || mount_at(&path).is_none().then_some(()));
         assert!(gone.is_some(), "{transport} {way:?}");
     });
+}
+
+/// Processes that a process has started.
+fn children(pid: u32) -> Vec<u32> {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    let lists = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("children")).ok());
+    lists
+        .flat_map(|list| {
+            list.split_whitespace().filter_map(|pid| pid.parse().ok()).collect::<Vec<_>>()
+        })
+        .collect()
+}
+
+#[test]
+fn a_server_that_is_killed_while_it_looks_at_its_own_mount_ends() {
+    if !needs_root() || !needs("strace", has("strace")) {
+        return;
+    }
+    let Some(_switch) = UringParameter::set(true) else { return };
+    let directory = scratch();
+    let path = directory.path().join("disk");
+    // Each enter of a ring takes so long; the tracer is not the parent.
+    let mut slow = command(&["strace", "-D", "-f", "-qq", "-o", "/dev/null"]);
+    slow.args(["-e", "trace=io_uring_enter", "-e", "inject=io_uring_enter:delay_enter=400000"]);
+    slow.args([&program(), "mount", "--null", "1M", "--transport", "uring", "--threads", "1"]);
+    let mut server = Process::spawn(slow.arg(&path));
+    let is_server = |pid: u32| {
+        let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+        name.trim() == "ringdisk"
+    };
+    let pid = server.pid();
+    let looks = || (is_server(pid) && children(pid).into_iter().any(is_server)).then_some(());
+    assert!(until(LIMIT, looks).is_some(), "{}", server.output());
+    server.signal(Signal::KILL);
+    assert!(server.wait(LIMIT).is_some(), "the server hangs");
+    // What it left is replaced.
+    let disk = Mounted::start_at(&program(), &["--null", "1M", "--transport", "uring"], &path);
+    assert_eq!(disk.stop().code(), Some(0));
 }

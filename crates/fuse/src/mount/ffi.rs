@@ -1,12 +1,14 @@
-//! The system calls of this crate that no safe wrapper has: ioctls of `/dev/fuse`.
+//! The system calls of this crate that no safe wrapper has: ioctls of `/dev/fuse`, and fork(2).
 //!
 //! Promises: each descriptor returned is bound to the same connection as the one given, close-on-exec and nonblocking.
 #![allow(unsafe_code)]
 
+use std::ffi::CStr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
 use rustix::io::Errno;
 use rustix::ioctl::{self, Ioctl, IoctlOutput, Opcode, Setter};
+use rustix::process::Pid;
 
 use super::device;
 use crate::abi::flags::{DEV_IOC_BACKING_OPEN, DEV_IOC_CLONE};
@@ -70,4 +72,29 @@ pub fn open_backing(device: impl AsFd, file: impl AsFd) -> Result<u32, Errno> {
     let map = BackingMap { fd: file.as_fd().as_raw_fd(), flags: 0, padding: 0 };
     // SAFETY: see the implementation of the request.
     unsafe { ioctl::ioctl(device, BackingOpen(map)) }
+}
+
+/// Starts a process that asks for the attributes of `path` and ends. It has none of our descriptors, and of our memory a copy, in which
+/// rings are not (`MADV_DONTFORK`).
+///
+/// Errors: those of fork(2).
+pub(super) fn stat_in_a_process(path: &CStr) -> Result<Pid, Errno> {
+    // SAFETY: the child of a process with threads may call async-signal-safe functions only: close_range, stat and _exit are bare system
+    // calls. `status` is plain memory that stat(2) fills, and `path` lives in the copy of this stack.
+    let pid = unsafe {
+        let pid = libc::fork();
+        if pid == 0 {
+            libc::syscall(libc::SYS_close_range, 0u32, u32::MAX, 0u32);
+            let mut status = std::mem::zeroed::<libc::stat>();
+            libc::stat(path.as_ptr(), &raw mut status);
+            libc::_exit(0);
+        }
+        pid
+    };
+    // -1: the error is in errno.
+    Pid::from_raw(pid).filter(|_| pid > 0).ok_or_else(last_error)
+}
+
+fn last_error() -> Errno {
+    Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::AGAIN)
 }

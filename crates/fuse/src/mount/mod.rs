@@ -24,12 +24,14 @@ use crate::error::{Error, ErrorKind};
 pub mod device;
 mod direct;
 pub mod ffi;
+mod first_look;
 mod helper;
 pub mod inherited;
 pub mod mountpoint;
 pub mod table;
 
 pub use ffi::{clone_device, open_backing};
+pub(crate) use first_look::FirstLook;
 pub use table::{FSTYPE, MountEntry};
 
 /// Bytes of a buffer that no request exceeds: 1 MiB of data, its headers, and room.

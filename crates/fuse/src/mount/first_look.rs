@@ -1,0 +1,56 @@
+//! Whether a mount answers, asked from a process of its own.
+//!
+//! A thread of ours could wait for ever: a process that is being killed ends only when all of its threads have, and a thread that waits
+//! for an answer of FUSE does not, since its memory keeps the rings, which keep the connection. Another process holds nothing of
+//! the mount: ours ends, the kernel aborts the connection, and then the other one has its answer, too.
+
+use std::ffi::CString;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::process::{PidfdFlags, WaitId, WaitIdOptions, pidfd_open, waitid};
+
+use super::ffi::stat_in_a_process;
+
+/// A process that asks. Waited for when this is dropped: the mount must answer by then, or have been aborted.
+#[derive(Debug)]
+pub(crate) struct FirstLook(OwnedFd);
+
+impl FirstLook {
+    /// Asks for the attributes of what is mounted at `mountpoint`.
+    ///
+    /// Errors: no process could be started.
+    pub(crate) fn start(mountpoint: &Path) -> Result<FirstLook, Errno> {
+        let path = CString::new(mountpoint.as_os_str().as_bytes()).map_err(|_| Errno::INVAL)?;
+        let pid = stat_in_a_process(&path)?;
+        pidfd_open(pid, PidfdFlags::empty()).map(FirstLook)
+    }
+
+    /// Whether an answer, also an error, comes in time.
+    pub(crate) fn is_answered(&self, limit: Duration) -> bool {
+        let limit = Timespec::try_from(limit).ok();
+        let mut ended = [PollFd::new(&self.0, PollFlags::IN)];
+        loop {
+            match poll(&mut ended, limit.as_ref()) {
+                Err(Errno::INTR) => {}
+                Err(_) => return false,
+                Ok(count) => return count > 0,
+            }
+        }
+    }
+}
+
+impl Drop for FirstLook {
+    fn drop(&mut self) {
+        let _ = rustix::io::retry_on_intr(|| {
+            waitid(WaitId::PidFd(self.0.as_fd()), WaitIdOptions::EXITED)
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,19 @@
+//! Files that answer at once; those that do not need a mount (`crates/ringdisk/tests/e2e_stopped.rs`).
+
+use super::*;
+
+const LIMIT: Duration = Duration::from_secs(20);
+
+#[test]
+fn a_file_and_its_absence_are_answers() {
+    let directory = tempfile::tempdir().expect("a directory");
+    for path in [directory.path().to_owned(), directory.path().join("absent")] {
+        let look = FirstLook::start(&path).expect("a process");
+        assert!(look.is_answered(LIMIT), "{}", path.display());
+    }
+}
+
+#[test]
+fn a_path_that_cannot_be_is_refused() {
+    assert_eq!(FirstLook::start(Path::new("a\0b")).err(), Some(Errno::INVAL));
+}
