@@ -1,0 +1,92 @@
+//! What a task may ask of its thread's loop: other tasks and helpers, polling, and where the loop stands.
+
+use std::future::{Future, poll_fn};
+use std::os::fd::RawFd;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Duration;
+
+use super::Ring;
+use crate::counters::Counters;
+use crate::offload;
+use crate::remote::Remote;
+
+impl Ring {
+    /// Adds a task to this thread. Allocates: at start-up, not for a request.
+    pub fn spawn(&self, future: impl Future<Output = ()> + 'static) {
+        self.0.executor.spawn(future);
+    }
+
+    /// Runs `work` on a helper thread and awaits its result: for what would block or take long
+    /// (decompression, lseek, ioctl). Allocates. A dropped future lets the work finish unseen.
+    pub fn offload<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> impl Future<Output = T> {
+        offload::run(work)
+    }
+
+    /// Lets other tasks run first.
+    pub fn yield_now(&self) -> impl Future<Output = ()> {
+        let mut yielded = false;
+        poll_fn(move |cx| {
+            if std::mem::replace(&mut yielded, true) {
+                return Poll::Ready(());
+            }
+            cx.waker().wake_by_ref();
+            Poll::Pending
+        })
+    }
+
+    /// A handle for other threads.
+    pub fn remote(&self) -> Remote {
+        Remote(Arc::clone(&self.0.shared))
+    }
+
+    /// The ring's counters, to be read from any thread.
+    pub fn counters(&self) -> Arc<Counters> {
+        Arc::clone(&self.0.counters)
+    }
+
+    /// Sets how long the thread may poll before it sleeps ([`crate::SpinPolicy`]); zero: not at all.
+    pub fn set_polling(&self, cap: Duration) {
+        self.0.polling.set(Some(cap));
+    }
+
+    /// Holds polling back while the thread waits for something that polling does not help.
+    pub fn hold_polling(&self, held: bool) {
+        self.0.polling_held.set(held);
+    }
+
+    /// Says whether the thread may sleep past completions that are there at once ([`Op::completes_inline`]) until one more comes.
+    ///
+    /// Only while an operation is in flight that stands for new work and needs none of the operations that complete inline; otherwise
+    /// the thread would wait for a completion that nobody causes. Off at first.
+    pub fn wait_past_inline(&self, on: bool) {
+        self.0.past_inline.set(on);
+    }
+
+    /// Whether the kernel has told nothing that was not dealt with: no completion waits, nothing is about to be submitted, no
+    /// other task is ready. Only where the kernel
+    /// leaves its work to our enters (DEFER_TASKRUN), so that it stays true until the caller's next await; else false.
+    pub fn is_settled(&self) -> bool {
+        let inner = &self.0;
+        let is_quiet = !inner.uring.has_work() && inner.uring.queued() == 0;
+        inner.uring.can_poll() && is_quiet && !inner.executor.has_ready_tasks()
+    }
+
+    /// Number of the loop's present turn: of the enters so far. What completes in one turn was there together.
+    pub fn turn(&self) -> u64 {
+        self.0.counters.enters.get()
+    }
+
+    /// The ring's descriptor, as the target of [`Ring::send_message`].
+    pub fn raw_fd(&self) -> RawFd {
+        self.0.uring.raw_fd()
+    }
+
+    /// Operations in flight.
+    pub fn in_flight(&self) -> usize {
+        self.0.slots.borrow().in_flight()
+    }
+}
