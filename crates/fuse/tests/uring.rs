@@ -129,7 +129,9 @@ const SOON: Duration = Duration::from_secs(10);
 
 /// Reads with many requests in flight from a process of its own, which a test can lose.
 fn readers(place: &Place) -> Process {
-    let each = "while dd if=\"$0\" of=/dev/null bs=64k count=16 iflag=direct 2>&1; do :; done & ";
+    // Below the mount is an empty file: whoever opens that has seen the mount end.
+    let each =
+        "while [ $(dd if=\"$0\" bs=64k count=16 iflag=direct | wc -c) -gt 0 ]; do :; done & ";
     let script = format!("{}wait", each.repeat(8));
     Process::spawn(command(&["sh", "-c", &script]).arg(&place.path))
 }
