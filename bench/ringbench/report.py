@@ -117,13 +117,13 @@ def doc_targets(doc):
            [f for f in doc["depth_gain"] + doc["cost"] if f["met"] is not None]
 
 
-def summary(doc):
+def summary(doc, name):
     """The short table of the README: every row that has a target, one line each."""
     m = doc["machine"]
     out = [f"Made by `{doc['command']}` on {doc['date']}: {m['cpus']} CPUs ({m['cpu']}), Linux {m['kernel']}, "
            f"{doc['versions']['qsd']} (`growable=on`, io_uring, O_DIRECT), ringdisk over {transport(doc)}, {doc['threads']} threads each, medians of {doc['reps']} "
            f"({doc['depth_reps']} of the depth rows). Rates in kIOPS, large reads in MiB/s, in brackets the daemon's CPU µs for each "
-           "I/O. All figures: [the full report](bench/results/latest.md), [chart](bench/results/latest.svg).", ""]
+           f"I/O. All figures: [the full report](bench/results/{name}.md), [chart](bench/results/{name}.svg).", ""]
     if doc["incomplete"]:
         out += ["**Incomplete: this run was cut short or had failures.**", ""]
     out += ["| case | ringdisk | QSD | ratio | targets |", "|---|---|---|---|---|"]
@@ -149,9 +149,9 @@ def summary(doc):
     return "\n".join(out) + "\n"
 
 
-def into_readme(doc, text):
-    """`text` with the part between the two markers replaced by the short table."""
-    begin, end = "<!-- bench:begin -->", "<!-- bench:end -->"
+def into_readme(doc, text, name):
+    """`text` with the part between the two markers of a result replaced by its short table."""
+    begin, end = f"<!-- bench {name}:begin -->", f"<!-- bench {name}:end -->"
     head, rest = text.split(begin, 1)
     _, tail = rest.split(end, 1)
-    return f"{head}{begin}\n\n{summary(doc)}\n{end}{tail}"
+    return f"{head}{begin}\n\n{summary(doc, name)}\n{end}{tail}"
