@@ -41,6 +41,8 @@ enum Origin {
     Allocated(Layout),
     /// Memory that several threads use; it lives at least as long as this reference.
     Shared(Arc<SharedMemory>),
+    /// A mapping that somebody else made; it lives at least as long as this value.
+    Foreign(#[allow(dead_code)] Box<dyn std::any::Any + Send + Sync>),
     /// Pages of a client, in a slot of the ring.
     Client,
 }
@@ -89,7 +91,7 @@ impl Drop for Region {
             Origin::Mapped => unsafe {
                 let _ = rustix::mm::munmap(self.start.cast(), self.len);
             },
-            Origin::Shared(_) | Origin::Client => {}
+            Origin::Shared(_) | Origin::Foreign(_) | Origin::Client => {}
         }
     }
 }
@@ -125,6 +127,24 @@ impl SharedMemory {
         let len = len.max(1).next_multiple_of(PAGE_BYTES);
         let region = Region::map(len).unwrap_or_else(|| Region::new(len, PAGE_BYTES));
         Arc::new(SharedMemory { region })
+    }
+
+    /// A mapping that its owner made (memory of a guest), as memory to make buffers of. It is not zeroed, advised or unmapped here.
+    ///
+    /// * `keep`: dropped with the last buffer and operation on the memory: its `Drop` may unmap it.
+    ///
+    /// # Safety
+    ///
+    /// `start..start + len` is mapped for reading and writing for as long as `keep` lives, and no Rust reference to these bytes
+    /// exists meanwhile. Others (a guest) may write them at any time; a fault in them is the owner's to survive.
+    pub unsafe fn foreign(
+        start: *mut u8,
+        len: usize,
+        keep: Box<dyn std::any::Any + Send + Sync>,
+    ) -> Arc<SharedMemory> {
+        Arc::new(SharedMemory {
+            region: Region { start, len, origin: Origin::Foreign(keep), fixed: None },
+        })
     }
 
     /// Makes pages that are not touched yet come from a node, as long as that has memory (mbind(2), `MPOL_PREFERRED`).
@@ -380,7 +400,7 @@ impl IoBuf {
     fn mapping(&self) -> Option<(usize, usize)> {
         let is_mapped = match &self.region.origin {
             Origin::Mapped => true,
-            Origin::Allocated(_) | Origin::Client => false,
+            Origin::Allocated(_) | Origin::Foreign(_) | Origin::Client => false,
             Origin::Shared(memory) => matches!(memory.region.origin, Origin::Mapped),
         };
         let len = self.region.len.next_multiple_of(PAGE_BYTES);

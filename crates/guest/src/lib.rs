@@ -1,0 +1,3 @@
+//! Memory of a guest, and the virtqueues in it.
+
+#![deny(unsafe_code)]

@@ -1,0 +1,3 @@
+//! A disk for virtual machines: vhost-user-blk.
+
+#![forbid(unsafe_code)]
