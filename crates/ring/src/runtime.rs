@@ -71,12 +71,21 @@ impl Runtime {
     fn turn(&mut self, may_wait: bool) {
         let inner = Rc::clone(&self.ring.0);
         inner.arm_event();
-        if may_wait && !self.poll_before_sleep() {
+        let source = inner.source.get();
+        let may_wait = may_wait
+            && !source.is_some_and(|source| {
+                source.publish();
+                source.look()
+            });
+        if may_wait && !self.poll_before_sleep() && !source.is_some_and(|source| source.arm()) {
             // Inline completions are there at once: the wait is for one more than those, if one is sure to come without them.
             let past = if inner.past_inline.get() { inner.inline_expected.get() } else { 0 };
             let want = 1 + past;
             inner.counters.sleeps.add(1);
             self.enter(want);
+            if let Some(source) = source {
+                source.disarm();
+            }
             if !self.spin.cap().is_zero() {
                 let now = Instant::now();
                 self.spin.slept(now - self.last_sleep);
@@ -140,6 +149,12 @@ impl Runtime {
         let start = Instant::now();
         let mut yield_at = YIELD_EVERY;
         loop {
+            if inner.source.get().is_some_and(|source| source.look()) {
+                self.spin.paid();
+                inner.counters.polls_paid.add(1);
+                self.last_sleep = Instant::now();
+                return true;
+            }
             if inner.uring.has_work() {
                 // Waits for one completion, so that a poll and the read linked to it are done in one call.
                 self.enter(1);
