@@ -72,11 +72,11 @@ impl Runtime {
         let inner = Rc::clone(&self.ring.0);
         inner.arm_event();
         let source = inner.source.get();
-        let may_wait = may_wait
-            && !source.is_some_and(|source| {
-                source.publish();
-                source.look()
-            });
+        let found = source.is_some_and(|source| {
+            source.publish();
+            source.look()
+        });
+        let may_wait = may_wait && !found;
         if may_wait && !self.poll_before_sleep() && !source.is_some_and(|source| source.arm()) {
             // Inline completions are there at once: the wait is for one more than those, if one is sure to come without them.
             let past = if inner.past_inline.get() { inner.inline_expected.get() } else { 0 };
