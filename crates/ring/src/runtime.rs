@@ -17,8 +17,9 @@ use crate::{Config, Ring, SetupError, SpinPolicy};
 /// leaked, since the kernel may still write it.
 const CLOSE_WAIT: Duration = Duration::from_secs(1);
 
-/// A poll lets another thread of its CPU run so often: perhaps the one that it waits for.
-const YIELD_EVERY: Duration = Duration::from_micros(4);
+/// A poll lets another thread of its CPU run after this time, and again whenever it has lasted twice as long: perhaps the one that it
+/// waits for. Each time is a system call, so they must not be many.
+const YIELD_FIRST: Duration = Duration::from_micros(4);
 
 /// Rounds of ready tasks before an enter.
 const ROUNDS: usize = 4;
@@ -147,7 +148,7 @@ impl Runtime {
             }
         }
         let start = Instant::now();
-        let mut yield_at = YIELD_EVERY;
+        let mut yield_at = YIELD_FIRST;
         loop {
             if inner.source.get().is_some_and(|source| source.look()) {
                 self.spin.paid();
@@ -171,7 +172,7 @@ impl Runtime {
             }
             if polled >= yield_at {
                 std::thread::yield_now();
-                yield_at = polled + YIELD_EVERY;
+                yield_at = polled * 2;
             }
             for _ in 0..8 {
                 std::hint::spin_loop();
