@@ -1,0 +1,202 @@
+//! The control thread of an export: waits for front ends, and does what they ask for.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::epoll;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::backend::Control;
+use super::options::Second;
+use super::signals::Signals;
+use super::sockets::Door;
+use crate::session::{Session, SessionConfig};
+use crate::{Connection, Error, ErrorKind, Received};
+
+/// From the first byte of a message to its last, and for a reply to be taken.
+const MESSAGE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Pauses between attempts to connect to a front end.
+const CONNECT_EVERY: Duration = Duration::from_millis(100);
+/// Queue threads have so long to end.
+const THREADS_END: Duration = Duration::from_secs(10);
+
+/// How a connection ended.
+enum End {
+    /// The front end has gone; another one may come.
+    Gone,
+    /// The export was asked to stop.
+    Stopped,
+    /// An I/O error, and nothing is answered any more.
+    GaveUp,
+}
+
+/// What the control thread needs.
+pub(super) struct Host {
+    pub(super) control: Control,
+    pub(super) door: Door,
+    pub(super) session: SessionConfig,
+    pub(super) second: Second,
+    pub(super) signals: Arc<Signals>,
+    pub(super) name: String,
+}
+
+impl Host {
+    /// Serves front ends, one after the other, until the export is stopped.
+    ///
+    /// Errors: why it ended by itself.
+    pub(super) fn run(mut self) -> Result<(), Error> {
+        let result = self.serve();
+        let gave_up = self.control.device.gives_up();
+        let mut flushed = Ok(());
+        if !gave_up {
+            flushed = self.control.flush().map_err(|refusal| {
+                Error::new(ErrorKind::Storage, format!("{}: the last flush failed: {refusal}", self.name))
+            });
+        }
+        for thread in &self.control.threads {
+            thread.ask_to_stop();
+        }
+        let deadline = Instant::now() + THREADS_END;
+        for thread in &mut self.control.threads {
+            if !thread.join(deadline) {
+                tracing::warn!("{}: a queue thread does not end; it is left behind", self.name);
+            }
+        }
+        result.and(flushed)
+    }
+
+    fn serve(&mut self) -> Result<(), Error> {
+        loop {
+            let Some(socket) = self.next_front_end()? else { return Ok(()) };
+            tracing::info!("{}: a front end has connected", self.name);
+            match self.converse(socket) {
+                End::Gone if matches!(self.door, Door::One(_)) => return Ok(()),
+                End::Gone => tracing::info!("{}: the front end has gone", self.name),
+                End::Stopped => return Ok(()),
+                End::GaveUp => {
+                    let text = format!("{}: stopped after an I/O error (--on-error stop)", self.name);
+                    return Err(Error::new(ErrorKind::Storage, text)
+                        .hint("requests that were not answered go on when the disk is served again"));
+                }
+            }
+        }
+    }
+
+    /// Waits for a front end; `None`: the export was asked to stop.
+    fn next_front_end(&mut self) -> Result<Option<OwnedFd>, Error> {
+        loop {
+            self.signals.clear();
+            if self.signals.is_stopped() {
+                return Ok(None);
+            }
+            if self.signals.has_panicked() {
+                return Err(self.panicked());
+            }
+            if let Some(socket) = self.door.next()? {
+                return Ok(Some(socket));
+            }
+            let wake = PollFd::from_borrowed_fd(self.signals.as_fd(), PollFlags::IN);
+            let waited = match &self.door {
+                Door::Listens { listener, .. } => {
+                    let comes = PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN);
+                    poll(&mut [wake, comes], None)
+                }
+                _ => poll(&mut [wake], Timespec::try_from(CONNECT_EVERY).ok().as_ref()),
+            };
+            match waited {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(errno) => {
+                    return Err(Error::new(ErrorKind::System, "waiting for a front end").errno(errno));
+                }
+            }
+        }
+    }
+
+    fn panicked(&self) -> Error {
+        Error::new(ErrorKind::Halted, format!("{}: a queue thread ended by a defect", self.name))
+    }
+
+    /// Serves one front end until it goes.
+    fn converse(&mut self, socket: OwnedFd) -> End {
+        let wake = match self.wake() {
+            Ok(wake) => wake,
+            Err(errno) => {
+                tracing::error!("{}: the front end is not served: {errno}", self.name);
+                return End::Gone;
+            }
+        };
+        let mut session = Session::new(self.session);
+        let mut connection = Connection::new(socket);
+        let end = self.messages(&mut session, &mut connection, wake.as_fd());
+        session.close(&mut self.control);
+        end
+    }
+
+    /// What ends the waiting for a message: our own signals, and a second front end that is to be sent away.
+    fn wake(&self) -> rustix::io::Result<OwnedFd> {
+        let wake = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        let flags = epoll::EventFlags::IN;
+        epoll::add(&wake, self.signals.as_fd(), epoll::EventData::new_u64(0), flags)?;
+        if let (Door::Listens { listener, .. }, Second::Refuse) = (&self.door, self.second) {
+            epoll::add(&wake, listener, epoll::EventData::new_u64(1), flags)?;
+        }
+        Ok(wake)
+    }
+
+    fn messages(
+        &mut self,
+        session: &mut Session,
+        connection: &mut Connection,
+        wake: BorrowedFd<'_>,
+    ) -> End {
+        loop {
+            match connection.receive(wake, MESSAGE_TIMEOUT) {
+                Ok(Received::Woken) => {
+                    if let Some(end) = self.woken() {
+                        return end;
+                    }
+                }
+                Ok(Received::Closed) => return End::Gone,
+                Ok(Received::Message { header, payload, fds }) => {
+                    let answer = session.handle(&mut self.control, &header, &payload, fds);
+                    let sent = answer.and_then(|answer| {
+                        if let Some(refused) = answer.refused {
+                            tracing::warn!("{}: {refused}", self.name);
+                        }
+                        answer.reply.map_or(Ok(()), |reply| connection.send(&reply, MESSAGE_TIMEOUT))
+                    });
+                    if let Err(error) = sent {
+                        tracing::warn!("{}: the connection ends: {error}", self.name);
+                        return End::Gone;
+                    }
+                }
+                Err(error) => {
+                    tracing::warn!("{}: the connection ends: {error}", self.name);
+                    return End::Gone;
+                }
+            }
+        }
+    }
+
+    /// Looks what woke us.
+    fn woken(&mut self) -> Option<End> {
+        self.signals.clear();
+        if self.signals.is_stopped() || self.signals.has_panicked() {
+            return Some(End::Stopped);
+        }
+        if self.control.device.gives_up() {
+            return Some(End::GaveUp);
+        }
+        if self.signals.take_changed() {
+            self.control.config_changed();
+        }
+        if let (Door::Listens { .. }, Second::Refuse) = (&self.door, self.second)
+            && let Ok(Some(second)) = self.door.next()
+        {
+            tracing::warn!("{}: a second front end was sent away", self.name);
+            drop(second);
+        }
+        None
+    }
+}

@@ -1,0 +1,148 @@
+//! One queue thread: its virtqueues, and the tasks that serve their requests.
+//!
+//! Promises: a request costs no allocation, no lock, and no system call beyond the batch that it is part of. All that is popped,
+//! served and completed in one turn of the loop is made visible to the guest at once, with one call at most.
+
+mod call;
+mod slot;
+mod source;
+mod thread;
+mod vring;
+
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+use std::sync::Arc;
+
+use ringdisk_disk::Disk;
+use ringdisk_guest::View;
+use ringdisk_ring::Ring;
+use ringdisk_ring::stats::QueueCells;
+
+use crate::device::Device;
+
+pub(crate) use thread::{QueueThread, ThreadSetup};
+pub(crate) use vring::{RingStart, Vring};
+
+use slot::Slot;
+
+/// Requests that one thread serves at once; further ones wait in their virtqueues.
+pub(crate) const REQUESTS_MAX: usize = 256;
+/// Requests that are taken before what they lead to is submitted: more would keep the first ones waiting.
+const BATCH_MAX: usize = 32;
+
+/// The thread-local side of a queue thread.
+pub(crate) struct Worker {
+    pub(crate) ring: Ring,
+    pub(crate) disk: Arc<Disk>,
+    pub(crate) device: Arc<Device>,
+    pub(crate) cells: Arc<QueueCells>,
+    /// The virtqueues of this thread that run.
+    vrings: RefCell<Vec<Rc<Vring>>>,
+    /// Memory of the guest as it is now; requests keep what they use of an older one.
+    view: RefCell<Rc<View>>,
+    /// Tasks that wait for a request.
+    idle: RefCell<Vec<Rc<Slot>>>,
+    slots: Cell<usize>,
+    /// Where the next look begins, so that no virtqueue starves another.
+    cursor: Cell<usize>,
+    /// The guest does not kick: the thread looks by itself.
+    is_armed: Cell<bool>,
+    this: std::rc::Weak<Worker>,
+}
+
+impl Worker {
+    pub(crate) fn new(
+        ring: &Ring,
+        disk: Arc<Disk>,
+        device: Arc<Device>,
+        cells: Arc<QueueCells>,
+    ) -> Rc<Worker> {
+        Rc::new_cyclic(|this| Worker {
+            ring: ring.clone(),
+            disk,
+            device,
+            cells,
+            vrings: RefCell::default(),
+            view: RefCell::default(),
+            idle: RefCell::new(Vec::with_capacity(REQUESTS_MAX)),
+            slots: Cell::new(0),
+            cursor: Cell::new(0),
+            is_armed: Cell::new(false),
+            this: this.clone(),
+        })
+    }
+
+    /// Memory of the guest from now on. Virtqueues whose requests use what goes must have been drained.
+    pub(crate) fn set_view(&self, view: Rc<View>) {
+        *self.view.borrow_mut() = view;
+    }
+
+    /// The virtqueue with this number, if it runs here.
+    pub(crate) fn vring(&self, index: u16) -> Option<Rc<Vring>> {
+        self.vrings.borrow().iter().find(|vring| vring.index == index).cloned()
+    }
+
+    /// All that run here.
+    pub(crate) fn vrings(&self) -> Vec<Rc<Vring>> {
+        self.vrings.borrow().clone()
+    }
+
+    /// Serves a virtqueue from now on.
+    pub(crate) fn add(&self, vring: Rc<Vring>) {
+        vring.listen(&self.ring, &self.cells);
+        self.vrings.borrow_mut().push(vring);
+    }
+
+    /// Forgets a virtqueue; it was drained.
+    pub(crate) fn remove(&self, index: u16) {
+        self.vrings.borrow_mut().retain(|vring| vring.index != index);
+    }
+
+    /// Takes requests off the virtqueues and gives each to a task. Returns whether there were any.
+    fn dispatch(&self) -> bool {
+        let vrings = self.vrings.borrow();
+        let count = vrings.len();
+        let mut taken = 0;
+        let first = self.cursor.get();
+        for step in 0..count {
+            let vring = &vrings[(first + step) % count];
+            while taken < BATCH_MAX && vring.has_next() {
+                let Some(slot) = self.take_slot() else { return taken > 0 };
+                if !vring.pop(&self.view.borrow(), &slot, &self.device) {
+                    self.idle.borrow_mut().push(slot);
+                    break;
+                }
+                self.cells.begin();
+                slot.begin(Rc::clone(vring), &self.ring);
+                taken += 1;
+            }
+            if taken == BATCH_MAX {
+                self.cursor.set((first + step) % count);
+                return true;
+            }
+        }
+        self.cursor.set(0);
+        taken > 0
+    }
+
+    /// A task that waits for a request, a new one if need be; `None` when there are as many as there may be.
+    fn take_slot(&self) -> Option<Rc<Slot>> {
+        if let Some(slot) = self.idle.borrow_mut().pop() {
+            return Some(slot);
+        }
+        if self.slots.get() == REQUESTS_MAX {
+            self.cells.exhausted.add(1);
+            return None;
+        }
+        self.slots.set(self.slots.get() + 1);
+        let slot = Rc::new(Slot::default());
+        let worker = self.this.upgrade()?;
+        self.ring.spawn(slot::run(worker, Rc::clone(&slot)));
+        Some(slot)
+    }
+
+    /// Whether another request could be served now.
+    fn has_room(&self) -> bool {
+        self.slots.get() < REQUESTS_MAX || !self.idle.borrow().is_empty()
+    }
+}
