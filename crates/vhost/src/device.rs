@@ -1,14 +1,12 @@
 //! What all threads of one device share.
 
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::blk::SERIAL_BYTES;
 use crate::blk::features;
 use crate::export::OnError;
-
-/// `DEVICE_NEEDS_RESET` of the device status (virtio 1.3, section 2.1).
-pub(crate) const STATUS_NEEDS_RESET: u8 = 0x40;
+use crate::export::signals::Signals;
 
 /// State of a device. Written by the control thread, but for what goes wrong; read by queue threads for each request: plain loads.
 #[derive(Debug)]
@@ -21,12 +19,11 @@ pub(crate) struct Device {
     pub(crate) on_error: OnError,
     features: AtomicU64,
     write_cache: AtomicBool,
-    status: AtomicU8,
     needs_reset: AtomicBool,
     reason: Mutex<Option<String>>,
-    /// Requests wait because of an I/O error, until somebody lets them go on.
-    pub(crate) is_halted: AtomicBool,
+    gives_up: AtomicBool,
     io_errors: AtomicU64,
+    signals: Arc<Signals>,
 }
 
 impl Device {
@@ -38,6 +35,7 @@ impl Device {
         read_only: bool,
         write_cache: bool,
         on_error: OnError,
+        signals: Arc<Signals>,
     ) -> Device {
         let mut padded = [0; SERIAL_BYTES];
         let bytes = &serial.as_bytes()[..serial.len().min(SERIAL_BYTES)];
@@ -50,11 +48,11 @@ impl Device {
             on_error,
             features: AtomicU64::new(0),
             write_cache: AtomicBool::new(write_cache),
-            status: AtomicU8::new(0),
             needs_reset: AtomicBool::new(false),
             reason: Mutex::new(None),
-            is_halted: AtomicBool::new(false),
+            gives_up: AtomicBool::new(false),
             io_errors: AtomicU64::new(0),
+            signals,
         }
     }
 
@@ -80,16 +78,6 @@ impl Device {
         features::is_write_through(self.features(), self.write_cache())
     }
 
-    /// The device status as a driver may read it.
-    pub(crate) fn status(&self) -> u8 {
-        let broken = if self.needs_reset() { STATUS_NEEDS_RESET } else { 0 };
-        self.status.load(Ordering::Acquire) | broken
-    }
-
-    pub(crate) fn set_status(&self, status: u8) {
-        self.status.store(status & !STATUS_NEEDS_RESET, Ordering::Release);
-    }
-
     /// The guest did what no driver may do: nothing goes on before a reset. The first reason counts.
     pub(crate) fn set_broken(&self, reason: String) {
         let mut kept = self.reason.lock().unwrap_or_else(PoisonError::into_inner);
@@ -98,6 +86,23 @@ impl Device {
             *kept = Some(reason);
         }
         self.needs_reset.store(true, Ordering::Release);
+        // The driver learns of it as of a change of the configuration (virtio 1.3, section 2.1.2).
+        self.signals.changed();
+    }
+
+    /// Nothing is answered any more: the export ends (`--on-error stop`).
+    pub(crate) fn give_up(&self) {
+        self.gives_up.store(true, Ordering::Release);
+        self.signals.wake();
+    }
+
+    /// A queue thread ended by a defect of ours.
+    pub(crate) fn thread_panicked(&self) {
+        self.signals.panicked();
+    }
+
+    pub(crate) fn gives_up(&self) -> bool {
+        self.gives_up.load(Ordering::Acquire)
     }
 
     pub(crate) fn needs_reset(&self) -> bool {
@@ -113,7 +118,6 @@ impl Device {
     /// and do not set that again.
     pub(crate) fn reset(&self) {
         self.set_features(0);
-        self.set_status(0);
         self.needs_reset.store(false, Ordering::Release);
         *self.reason.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
@@ -123,7 +127,9 @@ impl Device {
         let count = self.io_errors.fetch_add(1, Ordering::Relaxed) + 1;
         if count <= 10 || count.is_multiple_of(1000) {
             let name = &self.name;
-            tracing::error!("{name}: {what} of {len} bytes at {offset} failed: {errno} (error {count} of this disk)");
+            tracing::error!(
+                "{name}: {what} of {len} bytes at {offset} failed: {errno} (error {count} of this disk)"
+            );
         }
     }
 

@@ -1,12 +1,12 @@
-//! Errors of the control path: what ends a connection, or an export.
+//! Errors of the control path: sockets, options, the start and the end of an export.
 //!
-//! Promises: `Display` names the message or object and the reason. Never used for a request of a guest: the data path knows status
-//! bytes only.
+//! Promises: `Display` names the object, the reason, and what the user can do; the cause is the source. Never used for a request:
+//! the data path knows status bytes only.
 
 use std::error::Error as StdError;
 use std::fmt;
 
-use rustix::io::Errno;
+use ringdisk_ring::Errno;
 
 /// What went wrong, for callers that act on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,6 +18,22 @@ pub enum ErrorKind {
     Refused,
     /// The front end stopped in the middle of a message, or does not take our replies.
     TimedOut,
+    /// An option asks for what cannot be, such as a CPU that the machine does not have.
+    Usage,
+    /// A socket cannot be made or used: its path, its kind, its directory.
+    Socket,
+    /// Somebody else listens on the socket.
+    Busy,
+    /// Not allowed.
+    PermissionDenied,
+    /// This version, or the kernel, lacks something that we cannot do without.
+    Unsupported,
+    /// io_uring is forbidden here.
+    RingForbidden,
+    /// The export broke down.
+    Halted,
+    /// The storage below failed, and the export was told to stop then; or the last flush failed.
+    Storage,
     /// Any other failure of the system.
     System,
 }
@@ -27,6 +43,7 @@ pub enum ErrorKind {
 pub struct Error {
     kind: ErrorKind,
     message: String,
+    hint: Option<String>,
     source: Option<Box<dyn StdError + Send + Sync>>,
 }
 
@@ -34,7 +51,14 @@ impl Error {
     /// * `message`: the object and the reason, without a full stop.
     #[must_use]
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Error {
-        Error { kind, message: message.into(), source: None }
+        Error { kind, message: message.into(), hint: None, source: None }
+    }
+
+    /// Adds what the user can do.
+    #[must_use]
+    pub fn hint(mut self, hint: impl Into<String>) -> Error {
+        self.hint = Some(hint.into());
+        self
     }
 
     /// Adds the cause.
@@ -55,6 +79,12 @@ impl Error {
     pub fn kind(&self) -> ErrorKind {
         self.kind
     }
+
+    /// What the user can do, if we know.
+    #[must_use]
+    pub fn hint_text(&self) -> Option<&str> {
+        self.hint.as_deref()
+    }
 }
 
 impl fmt::Display for Error {
@@ -62,6 +92,9 @@ impl fmt::Display for Error {
         formatter.write_str(&self.message)?;
         if let Some(source) = &self.source {
             write!(formatter, ": {source}")?;
+        }
+        if let Some(hint) = &self.hint {
+            write!(formatter, "; {hint}")?;
         }
         Ok(())
     }

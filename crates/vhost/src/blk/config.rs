@@ -73,7 +73,8 @@ impl Config {
     /// * `write_cache`: whether writes are durable only after a flush.
     pub(crate) fn space(&self, size: u64, write_cache: bool) -> [u8; SPACE_BYTES] {
         let logical = u64::from(self.logical_block);
-        let sectors_of = |bytes: u32| u32::try_from(u64::from(bytes) / SECTOR_BYTES).unwrap_or(1).max(1);
+        let sectors_of =
+            |bytes: u32| u32::try_from(u64::from(bytes) / SECTOR_BYTES).unwrap_or(1).max(1);
         let blocks_of = |bytes: u32| bytes / self.logical_block;
         let fields = Fields {
             capacity: U64::new(size / logical * logical / SECTOR_BYTES),
@@ -89,7 +90,9 @@ impl Config {
             num_queues: U16::new(self.queues),
             max_discard_sectors: U32::new(RANGE_SECTORS_MAX),
             max_discard_seg: U32::new(RANGES_MAX),
-            discard_sector_alignment: U32::new(sectors_of(self.discard_align.max(self.logical_block))),
+            discard_sector_alignment: U32::new(sectors_of(
+                self.discard_align.max(self.logical_block),
+            )),
             max_write_zeroes_sectors: U32::new(RANGE_SECTORS_MAX),
             max_write_zeroes_seg: U32::new(RANGES_MAX),
             write_zeroes_may_unmap: u8::from(self.may_unmap),

@@ -3,8 +3,6 @@
 //! Queue threads. The bytes of a request are copied once and then used; its data go between guest memory and the storage without a
 //! copy, unless the storage wants another alignment.
 
-use std::sync::atomic::Ordering;
-
 use ringdisk_ring::{Errno, IoBuf};
 
 use super::SERIAL_BYTES;
@@ -20,9 +18,11 @@ pub(crate) async fn serve(worker: &Worker, vring: &Vring, slot: &Slot) -> u32 {
         let chain = slot.chain.borrow();
         (chain.readable_len(), chain.writable_len())
     };
-    if readable < HEADER_BYTES as u64 || writable < 1 || !slot.chain.borrow().read_at(0, &mut bytes) {
-        let why = format!("a request of {readable} bytes to read and {writable} to write has no header or no status");
-        vring.set_broken(&worker.device, why);
+    if readable < HEADER_BYTES as u64 || writable < 1 || !slot.read(0, &mut bytes) {
+        let why = format!(
+            "a request of {readable} bytes to read and {writable} to write has no header or no status"
+        );
+        vring.set_broken(&worker.device, &why);
         return 0;
     }
     let header = Header::parse(&bytes);
@@ -38,12 +38,11 @@ pub(crate) async fn serve(worker: &Worker, vring: &Vring, slot: &Slot) -> u32 {
     if status != Status::Ok {
         worker.cells.errors.add(1);
     }
-    let chain = slot.chain.borrow();
-    chain.write_at(wanted, &[status as u8]);
+    slot.write(wanted, &[status as u8]);
     let done = if status == Status::Ok { len } else { 0 };
     // What was written must be contiguous from the first byte: the status counts where nothing lies before it or all of that was written.
     let written = if done == wanted { writable } else { done };
-    vring.log_written(&chain, writable);
+    vring.with_log(|log| slot.chain.borrow().mark_written(log, writable));
     u32::try_from(written).unwrap_or(u32::MAX)
 }
 
@@ -56,6 +55,9 @@ async fn read(worker: &Worker, slot: &Slot, header: Header, len: u64) -> Status 
     let Some(offset) = place(worker, header, len) else { return Status::IoError };
     worker.cells.reads.add(1);
     worker.cells.read_bytes.add(len);
+    if len == 0 {
+        return Status::Ok;
+    }
     let Some(buf) = slot.writable(len) else { return Status::IoError };
     attempt(worker, "a read", offset, len, || async {
         whole(worker.disk.read(&worker.ring, offset, &buf).await?, &buf)
@@ -70,6 +72,9 @@ async fn write(worker: &Worker, slot: &Slot, header: Header, len: u64) -> Status
     }
     worker.cells.writes.add(1);
     worker.cells.write_bytes.add(len);
+    if len == 0 {
+        return Status::Ok;
+    }
     let Some(buf) = slot.readable(HEADER_BYTES as u64, len) else { return Status::IoError };
     attempt(worker, "a write", offset, len, || async {
         let mut done = 0;
@@ -92,7 +97,7 @@ async fn flush(worker: &Worker) -> Status {
 
 fn get_id(worker: &Worker, slot: &Slot, room: u64) -> (Status, u64) {
     let len = usize::try_from(room).unwrap_or(SERIAL_BYTES).min(SERIAL_BYTES);
-    slot.chain.borrow().write_at(0, &worker.device.serial[..len]);
+    slot.write(0, &worker.device.serial[..len]);
     (Status::Ok, len as u64)
 }
 
@@ -106,7 +111,7 @@ async fn ranges(worker: &Worker, slot: &Slot, kind: Kind, sent: u64) -> Status {
     let at = |index: usize| (HEADER_BYTES + index * RANGE_BYTES) as u64;
     for index in 0..count {
         let mut bytes = [0; RANGE_BYTES];
-        if !slot.chain.borrow().read_at(at(index), &mut bytes) {
+        if !slot.read(at(index), &mut bytes) {
             return Status::IoError;
         }
         let range = match Range::parse(&bytes, kind, block, capacity) {
@@ -154,25 +159,18 @@ fn whole(done: usize, buf: &IoBuf) -> Result<(), Errno> {
     if done == buf.len() { Ok(()) } else { Err(Errno::IO) }
 }
 
-/// Does something on the disk; an error is told, and with [`OnError::Stop`] everything waits until somebody lets it go on, then
-/// it is tried again.
+/// Does something on the disk. With [`OnError::Stop`] a request that fails is never answered: everything ends, and it is done again by
+/// whoever serves the disk next.
 async fn attempt<F, T>(worker: &Worker, what: &str, offset: u64, len: u64, work: F) -> Status
 where
-    F: Fn() -> T,
+    F: FnOnce() -> T,
     T: Future<Output = Result<(), Errno>>,
 {
-    loop {
-        let errno = match work().await {
-            Ok(()) => return Status::Ok,
-            Err(errno) => errno,
-        };
-        worker.device.io_error(what, offset, len, errno);
-        if worker.device.on_error == OnError::Report {
-            return Status::IoError;
-        }
-        worker.device.is_halted.store(true, Ordering::Release);
-        if !worker.until_resumed().await {
-            return Status::IoError;
-        }
+    let Err(errno) = work().await else { return Status::Ok };
+    worker.device.io_error(what, offset, len, errno);
+    if worker.device.on_error == OnError::Stop {
+        worker.device.give_up();
+        std::future::pending::<()>().await;
     }
+    Status::IoError
 }

@@ -4,7 +4,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use ringdisk_disk::Disk;
-use ringdisk_guest::{Inflight, Layout, Log, Memory, Region};
+use ringdisk_guest::inflight::InflightArea as Inflight;
+use ringdisk_guest::{Layout, Log, Memory, Region};
 
 use super::state::{self, StateTransfer};
 use crate::BackChannel;
@@ -14,7 +15,7 @@ use crate::device::Device;
 use crate::session::{
     Backend, ConfigWrite, InflightArea, Refusal, RegionSetup, StateDirection, VringSetup,
 };
-use crate::worker::{Gone, QueueThread, RingStart, RingWords};
+use crate::worker::{Gone, QueueThread, RingStart, areas, layout};
 
 /// What the front end gave for a virtqueue.
 #[derive(Debug, Default)]
@@ -93,7 +94,10 @@ impl Control {
     pub(super) fn config_changed(&mut self) {
         let Some(channel) = &mut self.channel else { return };
         if let Err(error) = channel.config_changed() {
-            tracing::debug!("{}: the front end is not told of the change: {error}", self.device.name);
+            tracing::debug!(
+                "{}: the front end is not told of the change: {error}",
+                self.device.name
+            );
             self.channel = None;
         }
     }
@@ -101,8 +105,11 @@ impl Control {
     /// Holds all virtqueues still, puts another memory in place, and lets them go on.
     fn change_memory(&mut self, memory: Memory) -> Result<(), Refusal> {
         let memory = Arc::new(memory);
-        let held: Vec<_> =
-            self.threads.iter().map(|t| t.ask_task(|worker| async move { worker.hold_all().await })).collect();
+        let held: Vec<_> = self
+            .threads
+            .iter()
+            .map(|t| t.ask_task(|worker| async move { worker.hold_all().await }))
+            .collect();
         for pending in held {
             pending.wait(self.is_patient())?;
         }
@@ -130,7 +137,7 @@ impl Control {
     /// Whether all areas of a virtqueue lie in a memory.
     fn is_in(&self, memory: &Memory, index: u16) -> bool {
         let setup = self.rings[usize::from(index)].setup.as_ref();
-        setup.is_some_and(|setup| RingWords::find(memory, setup).is_ok())
+        setup.is_some_and(|setup| areas(memory, setup, self.device.features()).is_ok())
     }
 
     /// Gives the memory to all queue threads.
@@ -160,7 +167,10 @@ impl Control {
             match self.put_on(index, base) {
                 Ok(()) => self.rings[usize::from(index)].suspended_at = None,
                 Err(refusal) => {
-                    tracing::warn!("{}: virtqueue {index} stays suspended: {refusal}", self.device.name);
+                    tracing::warn!(
+                        "{}: virtqueue {index} stays suspended: {refusal}",
+                        self.device.name
+                    );
                 }
             }
         }
@@ -170,21 +180,21 @@ impl Control {
     fn put_on(&self, index: u16, base: u32) -> Result<(), Refusal> {
         let ring = &self.rings[usize::from(index)];
         let setup = ring.setup.as_ref().ok_or("it was not set up")?;
-        let words = RingWords::find(&self.memory, setup)?;
-        let duplicate = |fd: &Option<OwnedFd>| fd.as_ref().map(OwnedFd::try_clone).transpose();
+        let areas = areas(&self.memory, setup, self.device.features())?;
+        let duplicate = |fd: Option<&OwnedFd>| fd.map(OwnedFd::try_clone).transpose();
         let start = RingStart {
             index,
-            layout: if setup.packed { Layout::Packed } else { Layout::Split },
+            layout: layout(setup),
             size: setup.size,
             base,
-            words,
+            areas,
             features: self.device.features(),
             inflight: self.inflight.clone(),
             log: self.log_in_force(),
             used_log: setup.log,
             kick: setup.kick.try_clone()?,
-            call: duplicate(&ring.call)?,
-            error: duplicate(&ring.error)?,
+            call: duplicate(ring.call.as_ref())?,
+            error: duplicate(ring.error.as_ref())?,
         };
         let started = self.thread(index).ask(move |worker| worker.start(start));
         started.wait(self.is_patient())?.map_err(|error| Refusal::new(error.to_string()))
@@ -192,7 +202,8 @@ impl Control {
 
     /// Drains a virtqueue and takes it off its thread. Gives its base.
     fn take_off(&self, index: u16) -> Result<u32, Refusal> {
-        let stopped = self.thread(index).ask_task(move |worker| async move { worker.stop(index).await });
+        let stopped =
+            self.thread(index).ask_task(move |worker| async move { worker.stop(index).await });
         Ok(stopped.wait(self.is_patient())?)
     }
 
@@ -216,7 +227,8 @@ impl Control {
 
     /// Makes what was written durable.
     pub(super) fn flush(&self) -> Result<(), Refusal> {
-        let flushed = self.threads[0].ask_task(|worker| async move { worker.disk.flush(&worker.ring).await });
+        let flushed =
+            self.threads[0].ask_task(|worker| async move { worker.disk.flush(&worker.ring).await });
         Ok(flushed.wait(self.is_patient())??)
     }
 }
@@ -228,9 +240,8 @@ impl Backend for Control {
         if (before ^ features) & LOG_ALL != 0 { self.show_log() } else { Ok(()) }
     }
 
-    fn set_status(&mut self, status: u8) {
-        self.device.set_status(status);
-    }
+    /// The session keeps it; nothing here depends on it.
+    fn set_status(&mut self, _status: u8) {}
 
     fn needs_reset(&self) -> bool {
         self.device.needs_reset()
@@ -301,7 +312,9 @@ impl Backend for Control {
     fn set_vring_call(&mut self, index: u16, call: Option<OwnedFd>) -> Result<(), Refusal> {
         if self.runs(index) {
             let ours = call.as_ref().map(OwnedFd::try_clone).transpose()?;
-            self.thread(index).ask(move |worker| worker.set_call(index, ours)).wait(self.is_patient())?;
+            self.thread(index)
+                .ask(move |worker| worker.set_call(index, ours))
+                .wait(self.is_patient())?;
         }
         self.rings[usize::from(index)].call = call;
         Ok(())
@@ -310,7 +323,9 @@ impl Backend for Control {
     fn set_vring_err(&mut self, index: u16, err: Option<OwnedFd>) -> Result<(), Refusal> {
         if self.runs(index) {
             let ours = err.as_ref().map(OwnedFd::try_clone).transpose()?;
-            self.thread(index).ask(move |worker| worker.set_error(index, ours)).wait(self.is_patient())?;
+            self.thread(index)
+                .ask(move |worker| worker.set_error(index, ours))
+                .wait(self.is_patient())?;
         }
         self.rings[usize::from(index)].error = err;
         Ok(())
@@ -327,13 +342,18 @@ impl Backend for Control {
         let packed = self.device.features() & RING_PACKED != 0;
         let layout = if packed { Layout::Packed } else { Layout::Split };
         let area = Inflight::create(queues, queue_size, layout)?;
-        let (fd, size) = (area.fd().try_clone_to_owned()?, area.size());
+        let (fd, size) = (area.fd().try_clone_to_owned()?, area.mmap_size());
         area.set_write_cache(self.device.write_cache());
         self.inflight = Some(Arc::new(area));
         Ok(InflightArea { fd, size, offset: 0 })
     }
 
-    fn set_inflight(&mut self, area: InflightArea, queues: u16, queue_size: u16) -> Result<(), Refusal> {
+    fn set_inflight(
+        &mut self,
+        area: InflightArea,
+        queues: u16,
+        queue_size: u16,
+    ) -> Result<(), Refusal> {
         let packed = self.device.features() & RING_PACKED != 0;
         let layout = if packed { Layout::Packed } else { Layout::Split };
         let area = Inflight::from_fd(area.fd, area.size, area.offset, queues, queue_size, layout)?;
@@ -363,7 +383,12 @@ impl Backend for Control {
         Ok(())
     }
 
-    fn set_config(&mut self, offset: u32, bytes: &[u8], _write: ConfigWrite) -> Result<(), Refusal> {
+    fn set_config(
+        &mut self,
+        offset: u32,
+        bytes: &[u8],
+        _write: ConfigWrite,
+    ) -> Result<(), Refusal> {
         let at = WRITEBACK_AT.checked_sub(offset).and_then(|at| bytes.get(at as usize));
         let Some(wanted) = at else {
             return Err("only `writeback` can be written".into());

@@ -51,7 +51,10 @@ impl Host {
         let mut flushed = Ok(());
         if !gave_up {
             flushed = self.control.flush().map_err(|refusal| {
-                Error::new(ErrorKind::Storage, format!("{}: the last flush failed: {refusal}", self.name))
+                Error::new(
+                    ErrorKind::Storage,
+                    format!("{}: the last flush failed: {refusal}", self.name),
+                )
             });
         }
         for thread in &self.control.threads {
@@ -75,9 +78,11 @@ impl Host {
                 End::Gone => tracing::info!("{}: the front end has gone", self.name),
                 End::Stopped => return Ok(()),
                 End::GaveUp => {
-                    let text = format!("{}: stopped after an I/O error (--on-error stop)", self.name);
-                    return Err(Error::new(ErrorKind::Storage, text)
-                        .hint("requests that were not answered go on when the disk is served again"));
+                    let text =
+                        format!("{}: stopped after an I/O error (--on-error stop)", self.name);
+                    return Err(Error::new(ErrorKind::Storage, text).hint(
+                        "requests that were not answered go on when the disk is served again",
+                    ));
                 }
             }
         }
@@ -107,7 +112,9 @@ impl Host {
             match waited {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(errno) => {
-                    return Err(Error::new(ErrorKind::System, "waiting for a front end").errno(errno));
+                    return Err(
+                        Error::new(ErrorKind::System, "waiting for a front end").errno(errno)
+                    );
                 }
             }
         }
@@ -164,7 +171,9 @@ impl Host {
                         if let Some(refused) = answer.refused {
                             tracing::warn!("{}: {refused}", self.name);
                         }
-                        answer.reply.map_or(Ok(()), |reply| connection.send(&reply, MESSAGE_TIMEOUT))
+                        answer
+                            .reply
+                            .map_or(Ok(()), |reply| connection.send(&reply, MESSAGE_TIMEOUT))
                     });
                     if let Err(error) = sent {
                         tracing::warn!("{}: the connection ends: {error}", self.name);

@@ -19,8 +19,10 @@ pub(crate) struct Signals {
 impl Signals {
     /// Errors: no descriptor is left.
     pub(crate) fn new() -> Result<Signals, Error> {
-        let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|errno| Error::new(ErrorKind::System, "no eventfd for the export").errno(errno))?;
+        let event =
+            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|errno| {
+                Error::new(ErrorKind::System, "no eventfd for the export").errno(errno)
+            })?;
         Ok(Signals {
             event,
             stop: AtomicBool::new(false),

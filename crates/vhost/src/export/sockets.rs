@@ -16,12 +16,11 @@ use crate::{Error, ErrorKind};
 /// Longest name of a socket, bytes (`sun_path` of unix(7), with the zero at its end).
 const PATH_BYTES_MAX: usize = 107;
 
-
 /// A source of front ends.
 #[derive(Debug)]
 pub(super) enum Door {
     /// We listen.
-    Listens { listener: OwnedFd, made: Option<Made> },
+    Listens { listener: OwnedFd, _made: Option<Made> },
     /// The one that there will ever be.
     One(Option<OwnedFd>),
     /// We go to them.
@@ -54,14 +53,15 @@ impl Door {
         match listen {
             Listen::Path(path) => {
                 let (listener, made) = bind(&path)?;
-                Ok(Door::Listens { listener, made: Some(made) })
+                Ok(Door::Listens { listener, _made: Some(made) })
             }
             Listen::Listener(listener) => {
                 let cannot = |errno| {
-                    Error::new(ErrorKind::Socket, "the listening socket cannot be used").errno(errno)
+                    Error::new(ErrorKind::Socket, "the listening socket cannot be used")
+                        .errno(errno)
                 };
                 rustix::io::ioctl_fionbio(&listener, true).map_err(cannot)?;
-                Ok(Door::Listens { listener, made: None })
+                Ok(Door::Listens { listener, _made: None })
             }
             Listen::Stream(stream) => Ok(Door::One(Some(stream))),
             Listen::Connect(path) => Ok(Door::Connects(path)),
@@ -105,8 +105,12 @@ fn bind(path: &Path) -> Result<(OwnedFd, Made), Error> {
     let shown = path.display();
     let bytes = path.as_os_str().len();
     if bytes > PATH_BYTES_MAX {
-        let text = format!("'{shown}': the name of a socket has at most {PATH_BYTES_MAX} bytes, this one {bytes}");
-        return Err(Error::new(ErrorKind::Socket, text).hint("use a shorter directory, such as /run"));
+        let text = format!(
+            "'{shown}': the name of a socket has at most {PATH_BYTES_MAX} bytes, this one {bytes}"
+        );
+        return Err(
+            Error::new(ErrorKind::Socket, text).hint("use a shorter directory, such as /run")
+        );
     }
     let cannot = |error: io::Error| {
         let kind = match error.kind() {
@@ -133,12 +137,14 @@ fn remove_stale(path: &Path) -> Result<(), Error> {
         return Err(Error::new(ErrorKind::Socket, text).hint("choose another name"));
     }
     match UnixStream::connect(path) {
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-            fs::remove_file(path).map_err(|error| {
-                Error::new(ErrorKind::Socket, format!("cannot replace '{shown}', which nobody listens on"))
-                    .source(error)
-            })
-        }
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => fs::remove_file(path)
+            .map_err(|error| {
+                Error::new(
+                    ErrorKind::Socket,
+                    format!("cannot replace '{shown}', which nobody listens on"),
+                )
+                .source(error)
+            }),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         _ => Err(Error::new(ErrorKind::Busy, format!("somebody listens on '{shown}' already"))
             .hint("stop that program, or choose another name")),

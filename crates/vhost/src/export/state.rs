@@ -57,7 +57,11 @@ pub(super) fn load(fd: BorrowedFd<'_>) -> Result<bool, Refusal> {
         }
     }
     let ours = len == STATE_BYTES && bytes[..MAGIC.len()] == MAGIC && bytes[MAGIC.len()] <= 1;
-    if ours { Ok(bytes[MAGIC.len()] == 1) } else { Err("this is no state of a ringdisk device".into()) }
+    if ours {
+        Ok(bytes[MAGIC.len()] == 1)
+    } else {
+        Err("this is no state of a ringdisk device".into())
+    }
 }
 
 fn wait(fd: BorrowedFd<'_>, flags: PollFlags, deadline: Instant) -> Result<(), Refusal> {
@@ -87,7 +91,13 @@ mod tests {
             drop(writer);
             assert_eq!(load(reader.as_fd()), Ok(cache));
         }
-        for wrong in [&b""[..], b"rdblk\0\0\x01", b"rdblk\0\0\x01\x02", b"rdblk\0\0\x02\x01", b"rdblk\0\0\x01\x01x"] {
+        for wrong in [
+            &b""[..],
+            b"rdblk\0\0\x01",
+            b"rdblk\0\0\x01\x02",
+            b"rdblk\0\0\x02\x01",
+            b"rdblk\0\0\x01\x01x",
+        ] {
             let (reader, writer) = rustix::pipe::pipe().unwrap();
             rustix::io::write(&writer, wrong).unwrap();
             drop(writer);

@@ -10,20 +10,21 @@ mod thread;
 mod vring;
 
 use std::cell::{Cell, RefCell};
+use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Instant;
 
 use ringdisk_disk::Disk;
-use ringdisk_guest::View;
+use ringdisk_guest::{Error, Log, Memory, View};
 use ringdisk_ring::Ring;
 use ringdisk_ring::stats::QueueCells;
 
 use crate::device::Device;
 
-pub(crate) use thread::{QueueThread, ThreadSetup};
-pub(crate) use vring::{RingStart, Vring};
-
-use slot::Slot;
+pub(crate) use slot::Slot;
+pub(crate) use thread::{Gone, QueueThread, ThreadSetup};
+pub(crate) use vring::{RingStart, Vring, areas, layout};
 
 /// Requests that one thread serves at once; further ones wait in their virtqueues.
 pub(crate) const REQUESTS_MAX: usize = 256;
@@ -63,7 +64,7 @@ impl Worker {
             device,
             cells,
             vrings: RefCell::default(),
-            view: RefCell::default(),
+            view: RefCell::new(Rc::new(View::new(Arc::default()))),
             idle: RefCell::new(Vec::with_capacity(REQUESTS_MAX)),
             slots: Cell::new(0),
             cursor: Cell::new(0),
@@ -72,30 +73,66 @@ impl Worker {
         })
     }
 
-    /// Memory of the guest from now on. Virtqueues whose requests use what goes must have been drained.
-    pub(crate) fn set_view(&self, view: Rc<View>) {
-        *self.view.borrow_mut() = view;
-    }
-
-    /// The virtqueue with this number, if it runs here.
-    pub(crate) fn vring(&self, index: u16) -> Option<Rc<Vring>> {
-        self.vrings.borrow().iter().find(|vring| vring.index == index).cloned()
-    }
-
-    /// All that run here.
-    pub(crate) fn vrings(&self) -> Vec<Rc<Vring>> {
-        self.vrings.borrow().clone()
+    /// Memory of the guest from now on. Virtqueues whose requests use what goes must have been held.
+    pub(crate) fn set_memory(&self, memory: Arc<Memory>) {
+        *self.view.borrow_mut() = Rc::new(View::new(memory));
     }
 
     /// Serves a virtqueue from now on.
-    pub(crate) fn add(&self, vring: Rc<Vring>) {
+    ///
+    /// Errors: it cannot be as it is described.
+    pub(crate) fn start(&self, start: RingStart) -> Result<(), Error> {
+        let vring = Vring::start(start)?;
         vring.listen(&self.ring, &self.cells);
         self.vrings.borrow_mut().push(vring);
+        Ok(())
     }
 
-    /// Forgets a virtqueue; it was drained.
-    pub(crate) fn remove(&self, index: u16) {
-        self.vrings.borrow_mut().retain(|vring| vring.index != index);
+    /// Drains a virtqueue and serves it no more. Gives its base; 0 when it does not run here.
+    pub(crate) async fn stop(&self, index: u16) -> u32 {
+        let Some(vring) = self.vring(index) else { return 0 };
+        vring.hold(&self.ring).await;
+        self.vrings.borrow_mut().retain(|other| !Rc::ptr_eq(other, &vring));
+        vring.end(&self.ring)
+    }
+
+    /// Takes no more requests, and waits until none is in flight.
+    pub(crate) async fn hold_all(&self) {
+        let vrings = self.vrings.borrow().clone();
+        for vring in vrings {
+            vring.hold(&self.ring).await;
+        }
+    }
+
+    /// Ends [`Worker::hold_all`].
+    pub(crate) fn release_all(&self) {
+        self.vrings.borrow().iter().for_each(|vring| vring.release());
+    }
+
+    /// What is written to guest memory is logged there from now on, or nowhere.
+    pub(crate) fn set_log(&self, log: Option<&Arc<Log>>) {
+        self.vrings.borrow().iter().for_each(|vring| vring.set_log(log.cloned()));
+    }
+
+    /// Another eventfd to call the guest of a virtqueue.
+    pub(crate) fn set_call(&self, index: u16, fd: Option<OwnedFd>) {
+        if let Some(vring) = self.vring(index) {
+            vring.call.set(fd);
+            // What was completed before was told to nobody.
+            vring.call.signal();
+        }
+    }
+
+    /// Another eventfd to say that a virtqueue is broken.
+    pub(crate) fn set_error(&self, index: u16, fd: Option<OwnedFd>) {
+        if let Some(vring) = self.vring(index) {
+            vring.error.set(fd);
+        }
+    }
+
+    /// The virtqueue with this number, if it runs here.
+    fn vring(&self, index: u16) -> Option<Rc<Vring>> {
+        self.vrings.borrow().iter().find(|vring| vring.index == index).cloned()
     }
 
     /// Takes requests off the virtqueues and gives each to a task. Returns whether there were any.
@@ -103,17 +140,21 @@ impl Worker {
         let vrings = self.vrings.borrow();
         let count = vrings.len();
         let mut taken = 0;
+        // One look at the clock for the batch.
+        let mut now = None;
         let first = self.cursor.get();
         for step in 0..count {
             let vring = &vrings[(first + step) % count];
             while taken < BATCH_MAX && vring.has_next() {
                 let Some(slot) = self.take_slot() else { return taken > 0 };
-                if !vring.pop(&self.view.borrow(), &slot, &self.device) {
+                let view = self.view.borrow();
+                let Some(token) = vring.pop(&view, &slot, &self.device) else {
                     self.idle.borrow_mut().push(slot);
                     break;
-                }
+                };
                 self.cells.begin();
-                slot.begin(Rc::clone(vring), &self.ring);
+                let now = *now.get_or_insert_with(Instant::now);
+                slot.begin(vring, token, &view, now, &self.ring);
                 taken += 1;
             }
             if taken == BATCH_MAX {

@@ -40,14 +40,6 @@ pub(crate) struct ThreadSetup {
     pub(crate) cpus: CpuList,
     pub(crate) disk: Arc<Disk>,
     pub(crate) device: Arc<Device>,
-    /// Told when the thread ended by a defect.
-    pub(crate) panicked: Arc<dyn Fn() + Send + Sync>,
-}
-
-impl std::fmt::Debug for dyn Fn() + Send + Sync {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Fn")
-    }
 }
 
 struct Ready {
@@ -105,10 +97,11 @@ impl QueueThread {
         let thread = std::thread::Builder::new()
             .name(format!("vq-{}", setup.index))
             .spawn(move || {
-                let panicked = Arc::clone(&setup.panicked);
-                let served = catch_unwind(AssertUnwindSafe(|| run(setup, &ready_sender, &thread_stop)));
+                let device = Arc::clone(&setup.device);
+                let served =
+                    catch_unwind(AssertUnwindSafe(|| run(setup, &ready_sender, &thread_stop)));
                 if served.is_err() {
-                    panicked();
+                    device.thread_panicked();
                 }
                 let _ = done_sender.send(());
             })
@@ -120,8 +113,12 @@ impl QueueThread {
             }
         };
         let cpu = cpu.filter(|_| ready.pin_error.is_none());
-        let view =
-            QueueView { cells: ready.cells, ring: ready.counters, remote: ready.remote.clone(), cpu };
+        let view = QueueView {
+            cells: ready.cells,
+            ring: ready.counters,
+            remote: ready.remote.clone(),
+            cpu,
+        };
         Ok(QueueThread {
             thread: Some(thread),
             remote: ready.remote,
@@ -147,7 +144,10 @@ impl QueueThread {
     }
 
     /// Does something on the thread that waits for other tasks there.
-    pub(crate) fn ask_task<T, F>(&self, job: impl FnOnce(Rc<Worker>) -> F + Send + 'static) -> Pending<T>
+    pub(crate) fn ask_task<T, F>(
+        &self,
+        job: impl FnOnce(Rc<Worker>) -> F + Send + 'static,
+    ) -> Pending<T>
     where
         T: Send + 'static,
         F: Future<Output = T> + 'static,
@@ -186,10 +186,10 @@ impl QueueThread {
 /// The thread.
 fn run(setup: ThreadSetup, ready: &SyncSender<Result<Ready, SetupError>>, stop: &AtomicBool) {
     // First the CPU, then the memory: pages are taken from the node of the thread that touches them.
-    let pin_error = (!setup.cpus.is_empty())
-        .then(|| pin_to_cpus(&setup.cpus).err())
-        .flatten()
-        .map(|errno| format!("queue thread {} runs unbound: CPU {}: {errno}", setup.index, setup.cpus));
+    let pin_error =
+        (!setup.cpus.is_empty()).then(|| pin_to_cpus(&setup.cpus).err()).flatten().map(|errno| {
+            format!("queue thread {} runs unbound: CPU {}: {errno}", setup.index, setup.cpus)
+        });
     let slots = u32::try_from(REQUESTS_MAX * SLOTS_PER_REQUEST).unwrap_or(1024);
     let config = Config {
         entries: ENTRIES,

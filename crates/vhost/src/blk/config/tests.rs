@@ -1,4 +1,4 @@
-use super::{Config, RANGES_MAX, RANGE_SECTORS_MAX};
+use super::{Config, RANGE_SECTORS_MAX, RANGES_MAX};
 
 fn config() -> Config {
     Config {
