@@ -9,6 +9,7 @@ mod bitmap;
 mod change;
 mod copy;
 mod ctl;
+mod image;
 mod look;
 mod mount;
 mod names;
@@ -30,6 +31,7 @@ pub(crate) use change::{CheckArgs, CommitArgs, RebaseArgs, RepairWord, ResizeArg
 pub(crate) use change::{CreateArgs, SnapshotWork};
 pub(crate) use copy::{CompareArgs, ConvertArgs, MeasureArgs};
 pub(crate) use ctl::{CtlArgs, CtlCommand};
+pub(crate) use image::ImageArgs;
 pub(crate) use look::{InfoArgs, LookArgs, MapArgs, PoolArgs};
 pub(crate) use mount::{MountArgs, MountPaths, UmountArgs, ZeroCopyWord};
 pub(crate) use placement::{NumaWord, PlacementArgs, StayWord, Threads, TransportWord};

@@ -14,6 +14,7 @@ pub(crate) mod man;
 pub(crate) mod map;
 pub(crate) mod measure;
 pub(crate) mod mount;
+mod open;
 pub(crate) mod output;
 pub(crate) mod rebase;
 pub(crate) mod resize;
