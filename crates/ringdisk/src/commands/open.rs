@@ -20,7 +20,7 @@ use crate::terminal::{self, shell_word};
 /// What is to be served.
 #[derive(Debug)]
 pub(crate) struct ImagePlan<'a> {
-    args: &'a ImageArgs,
+    pub(crate) args: &'a ImageArgs,
     /// `None`: a null disk.
     pub(crate) image: Option<PathBuf>,
     /// Another process may go on with it.

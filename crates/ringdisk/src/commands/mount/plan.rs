@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ringdisk_disk::{Disk, Format};
+use ringdisk_disk::Disk;
 use ringdisk_fuse::mount::{Unmount, mountpoint, unmount};
 
 use crate::cli::{MountArgs, MountPaths};
