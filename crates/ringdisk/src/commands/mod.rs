@@ -18,6 +18,7 @@ mod open;
 pub(crate) mod output;
 pub(crate) mod rebase;
 pub(crate) mod resize;
+pub(crate) mod serve;
 pub(crate) mod snapshot;
 pub(crate) mod topology;
 pub(crate) mod umount;

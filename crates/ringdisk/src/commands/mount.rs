@@ -20,7 +20,7 @@ use crate::alive;
 use crate::before::Before;
 use crate::cli::{MountArgs, MountPaths};
 use crate::commands::open::new_image;
-use crate::control::mount::MountControl;
+use crate::control::disk::DiskControl;
 use crate::control::place;
 use crate::control::server::Server;
 use crate::daemonize::{self, Background};
@@ -169,7 +169,7 @@ fn serve(
     let handle = served.handle();
     let for_control = handle.clone();
     let told = Arc::clone(&notify);
-    let commands = Arc::new(MountControl::new(Arc::clone(&disk), handle.clone(), move || {
+    let commands = Arc::new(DiskControl::new(Arc::clone(&disk), handle.clone(), move || {
         told.stopping("stopping on request");
         for_control.stop();
     }));
@@ -287,12 +287,12 @@ fn unmounted_meanwhile(kept: Option<&mut Kept>, made: &Made, state: &State) -> u
 }
 
 /// Makes the control socket. Without one the mount serves all the same.
-fn control(plan: &Plan<'_>, commands: &Arc<MountControl>) -> Option<Server> {
+fn control(plan: &Plan<'_>, commands: &Arc<DiskControl>) -> Option<Server> {
     let start = || -> Result<Server, Failure> {
         let mount = table::at(&plan.mountpoint)?.filter(MountEntry::is_ours);
         let mount = mount.ok_or_else(|| Failure::new(Exit::Mountpoint, "the mount is gone"))?;
         let cannot = |error| Failure::system("no control socket", &error, Exit::General);
-        let listening = place::listen(mount.device).map_err(cannot)?;
+        let listening = place::listen(&place::name_of_mount(mount.device)).map_err(cannot)?;
         Server::start(listening, Arc::clone(commands)).map_err(cannot)
     };
     match start() {
