@@ -1,0 +1,314 @@
+//! `ringdisk serve`: from the words to disks that virtual machines can use, and from their end to an exit code.
+//!
+//! Promises: whatever was made on the way (images, sockets, a pid file) is removed again when the start fails; at a clean end
+//! everything but the images is. One disk that breaks down ends alone. Signals are honoured from the first moment.
+
+mod greet;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use ringdisk_disk::Disk;
+
+use crate::cli::{DiskArgs, ServeArgs, ServedDisk};
+use crate::commands::open::{ImagePlan, new_image};
+use crate::control::disk::{DiskControl, Serving};
+use crate::control::place;
+use crate::control::server::Server;
+use crate::daemonize::{self, Background};
+use crate::limits;
+use crate::made::Fresh;
+use crate::new_image::NewImage;
+use crate::notify::Notify;
+use crate::pidfile::Pidfile;
+use crate::report::{Exit, Failure};
+use crate::signals::{Actions, Phase, Watcher};
+use crate::sockets::{self, Inherited, MadeSocket, Place};
+use crate::terminal;
+use crate::vhost::{self, Handle, Served};
+
+/// One disk before it is served.
+struct Plan<'a> {
+    args: &'a DiskArgs,
+    image: ImagePlan<'a>,
+    new: Option<(NewImage, u64)>,
+    place: Place,
+}
+
+/// One disk that is served.
+struct Running {
+    /// What is served, and where, in one line.
+    ready: String,
+    name: String,
+    /// Where front ends and `ringdisk ctl` find it.
+    path: Option<PathBuf>,
+    /// It is the front end that listens there.
+    connects: bool,
+    queues: u16,
+    served: Served,
+    disk: Arc<Disk>,
+    /// The name of the socket.
+    made: Option<MadeSocket>,
+    commands: Arc<DiskControl>,
+    control: Option<Server>,
+}
+
+/// Serves until the end. Gives the exit code.
+///
+/// Errors: everything that can go wrong; see [`Exit`].
+pub(crate) fn run(args: &ServeArgs, disks: Vec<ServedDisk>) -> Result<u8, Failure> {
+    refuse_what_is_not_there(args, &disks)?;
+    let background = match args.daemonize {
+        true if daemonize::is_child() => Some(Background::enter()?),
+        true if std::env::var("LISTEN_PID")
+            .is_ok_and(|pid| pid == std::process::id().to_string()) =>
+        {
+            return Err(Failure::new(
+                Exit::Usage,
+                "a process in the background does not get the sockets of the service manager",
+            )
+            .hint("leave --daemonize away; the manager waits for Type=notify"));
+        }
+        true => return daemonize::run_child(),
+        false => None,
+    };
+    // Before any descriptor is opened here that could have the number of one that is inherited.
+    let inherited = sockets::take(&disks)?;
+    serve(args, &disks, inherited, background)
+}
+
+/// Errors: options whose work is not done yet.
+fn refuse_what_is_not_there(args: &ServeArgs, disks: &[ServedDisk]) -> Result<(), Failure> {
+    let unsupported =
+        |what: &str| Err(Failure::new(Exit::Unsupported, format!("{what} is not there yet")));
+    if args.upgrade {
+        return unsupported("--upgrade");
+    }
+    if disks.iter().any(|disk| disk.args.device.incoming) {
+        return unsupported("--incoming");
+    }
+    Ok(())
+}
+
+fn serve(
+    args: &ServeArgs,
+    disks: &[ServedDisk],
+    inherited: Vec<Option<Inherited>>,
+    background: Option<Background>,
+) -> Result<u8, Failure> {
+    let places = sockets::places(disks, inherited)?;
+    let plans = disks.iter().zip(places).map(|(disk, place)| plan(args, disk, place));
+    let plans = plans.collect::<Result<Vec<_>, _>>()?;
+    limits::become_io_flusher();
+    let fresh = Fresh::default();
+    let watcher = watch_start(&fresh)?;
+    let pidfile = args.pidfile.as_deref().map(std::path::absolute).transpose();
+    let pidfile = pidfile
+        .map_err(|error| Failure::system("the name of the pid file", &error, Exit::General))?;
+    if let Some(pidfile) = &pidfile {
+        Pidfile::check(pidfile)?;
+    }
+    let opened: Result<Vec<Arc<Disk>>, Failure> =
+        plans.iter().map(|plan| plan.image.open(&fresh, plan.new.as_ref())).collect();
+    // The thread that takes signals knows what was made too, so it does not go by itself.
+    let opened = opened.inspect_err(|_| fresh.undo())?;
+    for reason in opened.iter().filter_map(|disk| disk.protection_reason()) {
+        terminal::note(reason);
+    }
+    if watcher.enter(Phase::Mounting).is_some() {
+        fresh.undo();
+        return Ok(Exit::General.code());
+    }
+    let notify = Arc::new(Notify::from_environment());
+    let started: Result<Vec<Running>, Failure> =
+        plans.into_iter().zip(opened).map(|(plan, disk)| start(plan, disk)).collect();
+    let running = started.inspect_err(|_| fresh.undo())?;
+    // The images are in use from now on: a failure below does not take them away.
+    fresh.keep();
+    let pidfile = pidfile.as_deref().map(Pidfile::create).transpose()?;
+    let ready = match running.as_slice() {
+        [only] => only.ready.clone(),
+        several => format!("{} disks are served", several.len()),
+    };
+    notify.ready(&ready);
+    if background.is_some() || !terminal::is_interactive() {
+        for disk in &running {
+            terminal::say(format_args!("{}: {}", terminal::NAME, disk.ready));
+        }
+    } else {
+        greet::greet(&running);
+    }
+    if let Some(background) = background {
+        background.ready();
+    }
+    let handles: Vec<Handle> = running.iter().map(|disk| disk.served.handle()).collect();
+    if watcher.enter(Phase::Serving(actions(&running, &notify))).is_some() {
+        handles.iter().for_each(Handle::stop);
+    }
+    let result = wait(args, running);
+    watcher.enter(Phase::Ending);
+    let why = match (&result, watcher.stopped_by()) {
+        (Err(failure), _) => failure.message().to_owned(),
+        (Ok(_), Some(signal)) => format!("stopped by {signal}"),
+        (Ok(_), None) => String::from("stopped"),
+    };
+    match watcher.stopped_by() {
+        Some(_) => notify.status(&why),
+        None => notify.stopping(&why),
+    }
+    drop(pidfile);
+    result
+}
+
+/// Errors: options of an image that it cannot have.
+fn plan<'a>(args: &ServeArgs, disk: &'a ServedDisk, place: Place) -> Result<Plan<'a>, Failure> {
+    let source = &disk.args.source;
+    Ok(Plan {
+        args: &disk.args,
+        new: new_image(source, disk.image.as_deref())?,
+        image: ImagePlan {
+            leaves_directory: args.daemonize,
+            ..ImagePlan::new(source, disk.image.clone())
+        },
+        place,
+    })
+}
+
+/// Serves one disk.
+///
+/// Errors: the socket cannot be made, or the export not be started; nothing stays then.
+fn start(plan: Plan<'_>, disk: Arc<Disk>) -> Result<Running, Failure> {
+    let name = plan.image.name();
+    let ready = format!("{} is served {}", plan.image.describe(&disk), plan.place.shown());
+    let connects = matches!(plan.place, Place::Connect(_));
+    let opened = plan.place.open()?;
+    let options = vhost::options(plan.args, &disk, opened.listen, name.clone());
+    let served = Served::start(Arc::clone(&disk), options)?;
+    for note in served.notes() {
+        terminal::warn(note);
+    }
+    let handle = served.handle();
+    let for_control = handle.clone();
+    let commands =
+        Arc::new(DiskControl::new(Arc::clone(&disk), handle, move || for_control.stop()));
+    let control = control(opened.path.as_ref(), &commands);
+    Ok(Running {
+        ready,
+        name,
+        path: opened.path,
+        connects,
+        queues: vhost::queues(plan.args),
+        served,
+        disk,
+        made: opened.made,
+        commands,
+        control,
+    })
+}
+
+/// Makes the control socket. Without one the disk is served all the same.
+fn control(path: Option<&PathBuf>, commands: &Arc<DiskControl>) -> Option<Server> {
+    // Nobody could name a disk without a path.
+    let name = place::name_of_disk(path?);
+    match place::listen(&name).and_then(|listening| Server::start(listening, Arc::clone(commands)))
+    {
+        Ok(server) => Some(server),
+        Err(error) => {
+            tracing::warn!("`ringdisk ctl` cannot be used: {error}");
+            None
+        }
+    }
+}
+
+/// What signals do to disks that are served.
+fn actions(running: &[Running], notify: &Arc<Notify>) -> Actions {
+    let disks: Vec<(Handle, Arc<DiskControl>)> =
+        running.iter().map(|disk| (disk.served.handle(), Arc::clone(&disk.commands))).collect();
+    // Weak: an image is let go of as soon as its disk has ended, not with the last one.
+    let shown: Vec<_> =
+        running.iter().map(|disk| (disk.served.handle(), Arc::downgrade(&disk.disk))).collect();
+    let told = Arc::clone(notify);
+    Actions {
+        stop: Box::new(move |signal| {
+            told.stopping(&format!("stopping on {signal}"));
+            for (handle, commands) in &disks {
+                commands.cancel();
+                handle.stop();
+            }
+        }),
+        print: Box::new(move || {
+            for (handle, disk) in &shown {
+                if let Some(disk) = disk.upgrade() {
+                    print(handle, &disk);
+                }
+            }
+        }),
+    }
+}
+
+fn print(handle: &Handle, disk: &Disk) {
+    terminal::say_error(handle.report().with_layers(&disk.layers(), disk.fault().as_deref()));
+}
+
+/// Waits until no disk is served any longer. Gives the exit code.
+///
+/// Errors: why the only disk ended; of several each has said it by itself.
+fn wait(args: &ServeArgs, mut running: Vec<Running>) -> Result<u8, Failure> {
+    if running.len() == 1
+        && let Some(disk) = running.pop()
+    {
+        return disk.end(args.stats).map(|()| Exit::Clean.code());
+    }
+    let codes: Vec<u8> = std::thread::scope(|scope| {
+        let waiting = running.into_iter().map(|disk| {
+            scope.spawn(move || {
+                let name = disk.name.clone();
+                match disk.end(args.stats) {
+                    Ok(()) => Exit::Clean.code(),
+                    Err(failure) => {
+                        let failure = failure.context(name);
+                        terminal::complain(&failure);
+                        failure.code()
+                    }
+                }
+            })
+        });
+        let waiting: Vec<_> = waiting.collect();
+        waiting.into_iter().map(|end| end.join().unwrap_or(Exit::General.code())).collect()
+    });
+    Ok(codes.into_iter().find(|code| *code != Exit::Clean.code()).unwrap_or(Exit::Clean.code()))
+}
+
+impl Running {
+    /// Waits until it is served no longer, and takes away what is left.
+    ///
+    /// Errors: as [`Served::wait`].
+    fn end(self, stats: bool) -> Result<(), Failure> {
+        let handle = self.served.handle();
+        let result = self.served.wait(&self.disk);
+        if stats {
+            print(&handle, &self.disk);
+        }
+        drop(self.made);
+        // The image is free before clients of the control socket hear of the end.
+        self.commands.let_go();
+        drop(self.disk);
+        drop(self.control);
+        result
+    }
+}
+
+/// Takes signals while nothing is served: a stop removes what was made and ends the process.
+fn watch_start(fresh: &Fresh) -> Result<Watcher, Failure> {
+    let fresh = fresh.clone();
+    let quit = move |signal: &'static str| {
+        fresh.undo();
+        terminal::say_error(format_args!(
+            "{}: stopped by {signal} before the disk was served",
+            terminal::NAME
+        ));
+        std::process::exit(i32::from(Exit::General.code()));
+    };
+    Watcher::start(Phase::Starting(Box::new(quit)))
+        .map_err(|error| Failure::system("cannot watch for signals", &error, Exit::General))
+}
