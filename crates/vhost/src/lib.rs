@@ -25,4 +25,4 @@ mod worker;
 pub use back_channel::BackChannel;
 pub use connection::{Connection, Received};
 pub use error::{Error, ErrorKind};
-pub use export::{Export, ExportOptions, StopHandle};
+pub use export::{Export, ExportOptions, Listen, StopHandle};

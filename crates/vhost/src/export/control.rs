@@ -103,7 +103,7 @@ impl Host {
             }
             let wake = PollFd::from_borrowed_fd(self.signals.as_fd(), PollFlags::IN);
             let waited = match &self.door {
-                Door::Listens { listener, .. } => {
+                Door::Listens(listener) => {
                     let comes = PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN);
                     poll(&mut [wake, comes], None)
                 }
@@ -145,7 +145,7 @@ impl Host {
         let wake = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let flags = epoll::EventFlags::IN;
         epoll::add(&wake, self.signals.as_fd(), epoll::EventData::new_u64(0), flags)?;
-        if let (Door::Listens { listener, .. }, Second::Refuse) = (&self.door, self.second) {
+        if let (Door::Listens(listener), Second::Refuse) = (&self.door, self.second) {
             epoll::add(&wake, listener, epoll::EventData::new_u64(1), flags)?;
         }
         Ok(wake)
@@ -200,7 +200,7 @@ impl Host {
         if self.signals.take_changed() {
             self.control.config_changed();
         }
-        if let (Door::Listens { .. }, Second::Refuse) = (&self.door, self.second)
+        if let (Door::Listens(_), Second::Refuse) = (&self.door, self.second)
             && let Ok(Some(second)) = self.door.next()
         {
             tracing::warn!("{}: a second front end was sent away", self.name);

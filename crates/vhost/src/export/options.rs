@@ -25,8 +25,6 @@ pub const BLOCK_SIZE_MAX: u32 = 2 << 20;
 /// Where front ends come from.
 #[derive(Debug)]
 pub enum Listen {
-    /// A socket is made under this name, mode 0600, and removed at the end.
-    Path(PathBuf),
     /// A listening socket; its name, if it has one, is the caller's to remove.
     Listener(OwnedFd),
     /// The one front end that there will ever be: the export ends with it.
@@ -210,7 +208,7 @@ mod tests {
     use super::*;
 
     fn options() -> ExportOptions {
-        ExportOptions::new(Listen::Path(PathBuf::from("socket")))
+        ExportOptions::new(Listen::Connect(PathBuf::from("socket")))
     }
 
     #[test]
