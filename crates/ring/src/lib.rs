@@ -43,21 +43,6 @@ mod topology;
 mod uring;
 
 pub use buffer::{IoBuf, SharedMemory};
-/// XXX
-#[derive(Default)]
-pub struct Scatter(Vec<IoBuf>);
-impl Scatter {
-    pub fn clear(&mut self) {
-        self.0.clear();
-    }
-    pub fn push(&mut self, b: IoBuf) {
-        self.0.push(b);
-    }
-    pub fn buffer(&self) -> IoBuf {
-        assert!(self.0.len() == 1);
-        self.0[0].clone()
-    }
-}
 pub use config::Config;
 pub use counters::{Counters, CountersSnapshot};
 pub use cpus::{CpuList, CpuListError};
