@@ -19,6 +19,7 @@ mod options;
 mod paths;
 mod probing;
 mod raw;
+mod scattered;
 mod writing;
 
 use std::future::Future;

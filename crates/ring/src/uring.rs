@@ -5,7 +5,7 @@
 use std::io;
 
 use io_uring::types::Timespec;
-use io_uring::{EnterFlags, IoUring, Submitter, squeue};
+use io_uring::{EnterFlags, IoUring, Submitter, cqueue, squeue};
 
 use crate::counters::Counters;
 use crate::setup::{self, Level, SetupError};
@@ -31,6 +31,8 @@ pub(crate) struct Uring {
 pub(crate) struct Completion {
     pub(crate) user_data: u64,
     pub(crate) result: i32,
+    /// The operation goes on.
+    pub(crate) more: bool,
 }
 
 impl Drop for Uring {
@@ -135,7 +137,8 @@ impl Uring {
                 Kind::Wide(ring) => ring.completion_shared().next(),
             }
         }?;
-        Some(Completion { user_data: entry.user_data(), result: entry.result() })
+        let more = cqueue::more(entry.flags());
+        Some(Completion { user_data: entry.user_data(), result: entry.result(), more })
     }
 
     /// Whether an enter would find something: a completion, or work that the kernel left for our

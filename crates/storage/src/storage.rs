@@ -296,7 +296,7 @@ async fn read_custom(
     buf: &IoBuf,
 ) -> Result<usize, Errno> {
     end_of(offset, buf.len() as u64)?;
-    if !buf.is_mapped() {
+    if !buf.is_ours() {
         let ours = IoBuf::new(buf.len(), custom.limits().memory_align as usize);
         let done = Box::pin(read_custom(custom, ring, offset, &ours)).await?;
         ring.copy(&ours.slice(0..done), buf).await?;
