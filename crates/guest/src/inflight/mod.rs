@@ -114,13 +114,7 @@ impl InflightArea {
         self.offset
     }
 
-    /// Queues that it has room for. XXX
-    pub fn set_write_cache(&self, _: bool) {}
-    /// .
-    pub fn write_cache(&self) -> Option<bool> {
-        None
-    }
-    /// .
+    /// Queues that it has room for.
     pub fn queues(&self) -> u16 {
         self.queues
     }

@@ -75,7 +75,7 @@ impl View {
     /// Gives `false` when a byte is not in memory; some pieces may have been given by then.
     pub fn pieces(&self, guest_addr: u64, len: usize, mut each: impl FnMut(IoBuf)) -> bool {
         self.walk(guest_addr, len, |number, at, part| {
-            each(self.buffers[number].slice(at..at + part))
+            each(self.buffers[number].slice(at..at + part));
         })
     }
 

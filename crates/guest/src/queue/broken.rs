@@ -54,8 +54,6 @@ pub enum Broken {
     },
     /// Memory that the rings or buffers lie in is gone: its file was truncated.
     MemoryLost,
-    /// A request made no sense to the device.
-    Request,
 }
 
 impl fmt::Display for Broken {
@@ -87,7 +85,6 @@ impl fmt::Display for Broken {
             Broken::MemoryLost => {
                 write!(f, "memory of the guest is gone: its file was truncated")
             }
-            Broken::Request => write!(f, "a request makes no sense"),
         }
     }
 }

@@ -12,7 +12,9 @@ use crate::memory::{Log, View};
 use super::broken::Broken;
 
 /// Segments of a chain at most: 1024 of data, a header and a status.
-pub const SEGMENTS_MAX: usize = 1026;
+pub const SEGMENTS_MAX: usize = SEGMENTS_LIMIT as usize;
+/// The same, to compare with what the guest says.
+pub(super) const SEGMENTS_LIMIT: u32 = 1026;
 
 /// Bytes of the guest. Never empty; inside its memory when the chain was popped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -129,7 +131,7 @@ impl Chain {
             return Ok(());
         }
         if self.segments.len() == SEGMENTS_MAX {
-            return Err(Broken::Loop { descriptors: SEGMENTS_MAX as u32 });
+            return Err(Broken::Loop { descriptors: SEGMENTS_LIMIT });
         }
         if self.readable_len + self.writable_len + u64::from(len) > u64::from(u32::MAX) {
             return Err(Broken::TooLong);

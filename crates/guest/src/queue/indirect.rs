@@ -5,10 +5,12 @@
 use crate::memory::{RingMemory, View};
 
 use super::broken::Broken;
-use super::chain::{Chain, SEGMENTS_MAX};
+use super::chain::{Chain, SEGMENTS_LIMIT};
 
 /// Bytes of a descriptor.
 pub(crate) const DESCRIPTOR_BYTES: usize = 16;
+/// The same, as lengths of segments are.
+const DESCRIPTOR_LEN: u32 = 16;
 /// The chain goes on in the next descriptor.
 pub(crate) const NEXT: u16 = 1;
 /// The device writes the segment.
@@ -69,7 +71,7 @@ impl<'a> Table<'a> {
         if window.is_none() && !view.contains(addr, len as usize) {
             return Err(Broken::Address { addr, len });
         }
-        Ok(Table { view, addr, entries: len / DESCRIPTOR_BYTES as u32, window })
+        Ok(Table { view, addr, entries: len / DESCRIPTOR_LEN, window })
     }
 
     fn get(&self, index: u32) -> Result<[u8; DESCRIPTOR_BYTES], Broken> {
@@ -80,7 +82,7 @@ impl<'a> Table<'a> {
         let (addr, mut bytes) = (self.addr + at as u64, [0; DESCRIPTOR_BYTES]);
         match self.view.read(addr, &mut bytes) {
             true => Ok(bytes),
-            false => Err(Broken::Address { addr, len: DESCRIPTOR_BYTES as u32 }),
+            false => Err(Broken::Address { addr, len: DESCRIPTOR_LEN }),
         }
     }
 }
@@ -88,7 +90,7 @@ impl<'a> Table<'a> {
 /// Adds the chain of a split ring's indirect table (virtio 1.3, 2.7.5.3).
 pub(super) fn add_split(chain: &mut Chain, view: &View, of: &Descriptor) -> Result<(), Broken> {
     let table = Table::new(view, of)?;
-    let limit = table.entries.min(SEGMENTS_MAX as u32);
+    let limit = table.entries.min(SEGMENTS_LIMIT);
     let mut index = 0;
     for _ in 0..limit {
         let descriptor = Descriptor::split(table.get(index)?);
@@ -110,8 +112,8 @@ pub(super) fn add_split(chain: &mut Chain, view: &View, of: &Descriptor) -> Resu
 /// Adds all descriptors of a packed ring's indirect table (virtio 1.3, 2.8.7).
 pub(super) fn add_packed(chain: &mut Chain, view: &View, of: &Descriptor) -> Result<(), Broken> {
     let table = Table::new(view, of)?;
-    if table.entries > SEGMENTS_MAX as u32 {
-        return Err(Broken::Loop { descriptors: SEGMENTS_MAX as u32 });
+    if table.entries > SEGMENTS_LIMIT {
+        return Err(Broken::Loop { descriptors: SEGMENTS_LIMIT });
     }
     for index in 0..table.entries {
         let descriptor = Descriptor::packed(table.get(index)?);

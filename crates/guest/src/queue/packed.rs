@@ -218,8 +218,8 @@ impl Packed {
             if let Some(area) = &mut self.area {
                 area.note(entry, &descriptor);
             }
-            let next_entry = self.entries[usize::from(entry)].next;
-            let this = std::mem::replace(&mut entry, next_entry);
+            let this = entry;
+            entry = self.entries[usize::from(entry)].next;
             place = place.plus(1, self.size);
             count += 1;
             if !descriptor.has(NEXT) {
