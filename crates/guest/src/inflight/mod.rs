@@ -11,6 +11,7 @@ mod packed;
 mod split;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::Ordering;
 
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
@@ -25,6 +26,10 @@ pub(crate) use split::SplitArea;
 const VERSION: u16 = 1;
 /// Queues at most: what the device may have (64), and room for front ends that ask for more than they use.
 pub const QUEUES_MAX: u16 = 256;
+/// What the device adds at the end: a mark and its own word. Front ends keep an area as it is, and give it back as long as it was.
+const NOTE_BYTES: u64 = 64;
+/// The mark, so that an area of somebody else is not read as ours.
+const NOTE_MARK: u64 = u64::from_le_bytes(*b"ringdisk");
 /// Each queue's part begins at a cache line, as other back ends have it.
 const PART_ALIGN: u64 = 64;
 
@@ -32,6 +37,8 @@ const PART_ALIGN: u64 = 64;
 #[derive(Debug)]
 pub struct InflightArea {
     memory: RingMemory,
+    /// Where the device's word is; areas of others have no room for one.
+    note: Option<usize>,
     fd: OwnedFd,
     offset: u64,
     queues: u16,
@@ -59,7 +66,7 @@ impl InflightArea {
         let failed = |errno| Error::System { doing: "make an inflight area", errno };
         let name = c"ringdisk-inflight";
         let fd = memfd_create(name, MemfdFlags::CLOEXEC).map_err(failed)?;
-        let bytes = part_bytes(size, layout) * u64::from(queues);
+        let bytes = part_bytes(size, layout) * u64::from(queues) + NOTE_BYTES;
         ftruncate(&fd, bytes).map_err(failed)?;
         InflightArea::from_fd(fd, bytes, 0, queues, size, layout)
     }
@@ -85,8 +92,26 @@ impl InflightArea {
         if !mmap_offset.is_multiple_of(8) {
             return Err(Error::BadInflight { why: "it does not begin at a multiple of 8 bytes" });
         }
-        let memory = RingMemory::new(&Mapping::new(fd.as_fd(), mmap_offset, bytes)?, 0);
-        Ok(InflightArea { memory, fd, offset: mmap_offset, queues, size, layout })
+        let noted = bytes + NOTE_BYTES;
+        let note = (mmap_size >= noted).then(|| usize::try_from(bytes).ok()).flatten();
+        let mapped = if note.is_some() { noted } else { bytes };
+        let memory = RingMemory::new(&Mapping::new(fd.as_fd(), mmap_offset, mapped)?, 0);
+        Ok(InflightArea { memory, note, fd, offset: mmap_offset, queues, size, layout })
+    }
+
+    /// Keeps a word of the device's own for the process after us.
+    pub fn set_note(&self, word: u32) {
+        if let Some(at) = self.note {
+            self.memory.store_u32(at + 8, word, Ordering::Relaxed);
+            self.memory.store_u64(at, NOTE_MARK, Ordering::Release);
+        }
+    }
+
+    /// The word that a process before us has kept, if one has.
+    pub fn note(&self) -> Option<u32> {
+        let at = self.note?;
+        let is_ours = self.memory.load_u64(at, Ordering::Acquire) == NOTE_MARK;
+        is_ours.then(|| self.memory.load_u32(at + 8, Ordering::Relaxed))
     }
 
     /// The part of one queue. It is for one [`crate::Queue`] at a time.

@@ -54,6 +54,8 @@ pub enum Broken {
     },
     /// Memory that the rings or buffers lie in is gone: its file was truncated.
     MemoryLost,
+    /// A request made no sense to the device.
+    Request,
 }
 
 impl fmt::Display for Broken {
@@ -85,6 +87,7 @@ impl fmt::Display for Broken {
             Broken::MemoryLost => {
                 write!(f, "memory of the guest is gone: its file was truncated")
             }
+            Broken::Request => write!(f, "a request makes no sense"),
         }
     }
 }

@@ -343,7 +343,7 @@ impl Backend for Control {
         let layout = if packed { Layout::Packed } else { Layout::Split };
         let area = Inflight::create(queues, queue_size, layout)?;
         let (fd, size) = (area.fd().try_clone_to_owned()?, area.mmap_size());
-        area.set_write_cache(self.device.write_cache());
+        area.set_note(u32::from(self.device.write_cache()));
         self.inflight = Some(Arc::new(area));
         Ok(InflightArea { fd, size, offset: 0 })
     }
@@ -358,8 +358,8 @@ impl Backend for Control {
         let layout = if packed { Layout::Packed } else { Layout::Split };
         let area = Inflight::from_fd(area.fd, area.size, area.offset, queues, queue_size, layout)?;
         // A driver that has turned the cache off does not do so again because the process behind the device is another one.
-        if let Some(write_cache) = area.write_cache() {
-            self.device.set_write_cache(write_cache);
+        if let Some(write_cache) = area.note() {
+            self.device.set_write_cache(write_cache != 0);
         }
         self.inflight = Some(Arc::new(area));
         Ok(())
@@ -400,7 +400,7 @@ impl Backend for Control {
         let had = self.device.write_cache();
         self.device.set_write_cache(write_cache);
         if let Some(area) = &self.inflight {
-            area.set_write_cache(write_cache);
+            area.set_note(u32::from(write_cache));
         }
         if had && !write_cache {
             // What was answered before is durable, too, when the driver goes on without a cache.
