@@ -7,7 +7,7 @@
 use std::future::Future;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use ringdisk_ring::{Errno, Fd, Ring};
 
@@ -46,7 +46,10 @@ pub(crate) struct File {
     /// First flush that failed on the page cache, as an errno; 0: none.
     pub(crate) flush_failed: AtomicI32,
     pub(crate) identity: (u64, u64),
-    pub(crate) held: Held,
+    /// Changed on the control path only.
+    pub(crate) held: Mutex<Held>,
+    /// Another process has the locks too, by a duplicate of the descriptor: closing must not unlock.
+    pub(crate) is_shared: AtomicBool,
     /// Set when the future of a change was dropped while the kernel was at it: the change may
     /// still happen.
     pub(crate) abandoned: AtomicBool,
@@ -70,6 +73,11 @@ impl File {
     pub(crate) fn probe_client_pages(&self) -> bool {
         !self.limits.direct
             || *self.pages.get_or_init(|| pages::are_safe(self.borrow(), self.len(), self.limits))
+    }
+
+    /// The lock that is held.
+    pub(crate) fn held(&self) -> Held {
+        *self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn len(&self) -> u64 {
@@ -167,10 +175,10 @@ impl File {
 impl Drop for File {
     /// Unlocks at once: a ring may keep its reference on the file, and with it the locks, for some
     /// time after its last operation. Not when a change may still be under way: then the image stays
-    /// locked until the kernel is done with it.
+    /// locked until the kernel is done with it. Not when another process goes on with these locks.
     fn drop(&mut self) {
-        if !*self.abandoned.get_mut() {
-            self.held.release(self.borrow());
+        if !*self.abandoned.get_mut() && !*self.is_shared.get_mut() {
+            self.held().release(self.borrow());
         }
     }
 }

@@ -8,7 +8,7 @@ use std::ffi::OsStr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use ringdisk_ring::Fd;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -160,7 +160,8 @@ fn adopt(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<File, Error> 
         uses_page_cache: AtomicBool::new(!limits.direct),
         flush_failed: AtomicI32::new(0),
         identity: identity(&stat, kind),
-        held,
+        held: Mutex::new(held),
+        is_shared: AtomicBool::new(false),
         abandoned: AtomicBool::new(false),
         pages: OnceLock::new(),
         owner: Arc::new(fd),

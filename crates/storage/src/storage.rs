@@ -72,6 +72,19 @@ impl Storage {
         }
     }
 
+    /// Of an open file.
+    pub(crate) fn of_file(file: File) -> Storage {
+        Storage(Inner::File(file))
+    }
+
+    /// The file, unless it is of another kind.
+    pub(crate) fn file(&self) -> Option<&File> {
+        match &self.0 {
+            Inner::File(file) => Some(file),
+            Inner::Custom(_) => None,
+        }
+    }
+
     /// Wraps storage of another kind.
     pub fn custom(inner: Box<dyn CustomStorage>) -> Storage {
         Storage(Inner::Custom(inner))
