@@ -49,7 +49,7 @@ pub(crate) fn options(args: &DiskArgs, disk: &Disk, listen: Listen, name: String
         },
         serial: device.serial.clone(),
         logical_block_size: device.logical_block_size,
-        physical_block_size: device.physical_block_size.unwrap_or(device.logical_block_size),
+        physical_block_size: device.physical_block_size,
         // Where each write is durable when it is answered there is no cache to speak of.
         write_cache: !args.source.cache_mode().sync(),
         packed: device.packed,
@@ -59,7 +59,6 @@ pub(crate) fn options(args: &DiskArgs, disk: &Disk, listen: Listen, name: String
             OnErrorWord::Stop => OnError::Stop,
         },
         read_only: args.source.read_only || disk.is_read_only(),
-        incoming: device.incoming,
         ..ExportOptions::new(listen)
     }
 }

@@ -4,6 +4,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use ringdisk_disk::{
     Cache, DetectZeroes, Discard, Disk, Error, ErrorKind, Format, ImageOptions, NullOptions, Source,
@@ -29,6 +30,10 @@ pub(crate) struct ImagePlan<'a> {
     pub(crate) leaves_directory: bool,
     /// Writes past the end make the disk larger.
     pub(crate) growable: bool,
+    /// Another process has it and gives it away later.
+    pub(crate) inactive: bool,
+    /// How long to wait for a process that has it and is about to end.
+    pub(crate) wait_for_locks: Option<Duration>,
     /// The image that a command put on top of the one that was asked for.
     pub(crate) top: Option<(PathBuf, Format)>,
     /// Format of the image, if we made it.
@@ -44,6 +49,8 @@ impl<'a> ImagePlan<'a> {
             outlives_process: false,
             leaves_directory: false,
             growable: false,
+            inactive: false,
+            wait_for_locks: None,
             top: None,
             made_format: None,
         }
@@ -108,6 +115,8 @@ impl<'a> ImagePlan<'a> {
             temporary: args.snapshot,
             overlay: args.overlay.as_deref().map(|path| self.lasting(path)),
             outlives_process: self.outlives_process,
+            inactive: self.inactive,
+            wait_for_locks: self.wait_for_locks,
             ..ImageOptions::default()
         };
         let mut image = &self.lasting(image);

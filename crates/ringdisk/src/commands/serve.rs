@@ -7,6 +7,7 @@ mod greet;
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use ringdisk_disk::Disk;
 
@@ -26,6 +27,9 @@ use crate::signals::{Actions, Phase, Watcher};
 use crate::sockets::{self, Inherited, MadeSocket, Place};
 use crate::terminal;
 use crate::vhost::{self, Handle, Served};
+
+/// A process that served the disk and was killed has it until its last write has landed.
+const LOCK_WAIT: Duration = Duration::from_secs(3);
 
 /// One disk before it is served.
 struct Plan<'a> {
@@ -83,9 +87,6 @@ fn refuse_what_is_not_there(args: &ServeArgs, disks: &[ServedDisk]) -> Result<()
         |what: &str| Err(Failure::new(Exit::Unsupported, format!("{what} is not there yet")));
     if args.upgrade {
         return unsupported("--upgrade");
-    }
-    if disks.iter().any(|disk| disk.args.device.incoming) {
-        return unsupported("--incoming");
     }
     Ok(())
 }
@@ -168,6 +169,8 @@ fn plan<'a>(args: &ServeArgs, disk: &'a ServedDisk, place: Place) -> Result<Plan
         new: new_image(source, disk.image.as_deref())?,
         image: ImagePlan {
             leaves_directory: args.daemonize,
+            inactive: disk.args.device.incoming,
+            wait_for_locks: Some(LOCK_WAIT),
             ..ImagePlan::new(source, disk.image.clone())
         },
         place,

@@ -96,18 +96,26 @@ impl Export {
             threads.push(thread);
         }
         let views = threads.iter().map(|thread| thread.view.clone()).collect();
+        let limits = disk.block_limits();
+        let logical = options.logical_block_size;
         let config = Config {
             seg_max: SEG_MAX.min(u32::from(options.queue_size_max.max(3) - 2)),
-            logical_block: options.logical_block_size,
-            physical_block: options.physical_block_size,
-            optimal_transfer: disk.optimal_transfer(),
-            discard_align: options.physical_block_size,
+            logical_block: logical,
+            physical_block: options
+                .physical_block_size
+                .unwrap_or(limits.physical_block)
+                .max(logical),
+            min_transfer: limits.min_io,
+            optimal_transfer: limits.opt_io,
+            discard_align: limits.discard_align,
+            discard_max: limits.discard_max,
+            zeroes_max: limits.zeroes_max,
             queues: options.queues,
-            may_unmap: true,
+            may_unmap: limits.zeroes_may_unmap,
         };
         let offer = Offer {
             read_only,
-            discard: true,
+            discard: limits.can_discard,
             several_queues: options.queues > 1,
             packed: options.packed,
         };
