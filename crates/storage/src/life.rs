@@ -32,6 +32,7 @@ impl Storage {
         let mut file = open::from_fd(fd, name, &unlocked)?;
         file.is_shared = true.into();
         file.held = Mutex::new(lock::adopt(file.borrow(), name, options.lock, options.read_only)?);
+        file.lock_twin();
         Ok(Storage::of_file(file))
     }
 
@@ -40,9 +41,14 @@ impl Storage {
     /// Errors: kind `Locked` when another user is in the way, with a message that says who; the lock is as it was then.
     pub fn set_lock(&self, lock: Lock) -> Result<(), Error> {
         let Some(file) = self.file() else { return Ok(()) };
-        let mut held = file.held.lock().unwrap_or_else(PoisonError::into_inner);
-        *held = lock::change(file.borrow(), &file.name, *held, lock, file.read_only)?;
-        Ok(())
+        file.unlock_twin();
+        let changed = {
+            let mut held = file.held.lock().unwrap_or_else(PoisonError::into_inner);
+            lock::change(file.borrow(), &file.name, *held, lock, file.read_only)
+                .map(|new| *held = new)
+        };
+        file.lock_twin();
+        changed
     }
 
     /// Whether nobody is in the way of a lock at this moment. Takes nothing, so it disturbs nobody who is about to lock.
@@ -55,6 +61,12 @@ impl Storage {
     pub fn share_locks(&self, shared: bool) {
         if let Some(file) = self.file() {
             file.is_shared.store(shared, Ordering::Release);
+            // The second descriptor stays here, and must not stand in the way of the other process.
+            if shared {
+                file.unlock_twin();
+            } else {
+                file.lock_twin();
+            }
         }
     }
 
