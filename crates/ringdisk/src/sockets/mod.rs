@@ -93,7 +93,15 @@ fn check_path(path: &Path) -> Result<(), Failure> {
         _ => Path::new("."),
     };
     match directory.metadata() {
-        Ok(_) => Ok(()),
+        Ok(meta) if meta.is_dir() => Ok(()),
+        Ok(_) => Err(Failure::new(
+            Exit::Mountpoint,
+            format!(
+                "the socket '{shown}' cannot be made: '{}' is no directory",
+                directory.display()
+            ),
+        )
+        .hint("give another name")),
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             let shown = directory.display().to_string();
             Err(Failure::new(Exit::Mountpoint, format!("the directory '{shown}' does not exist"))
