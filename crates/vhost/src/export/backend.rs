@@ -23,9 +23,9 @@ const TAKE_OVER: Duration = Duration::from_secs(10);
 
 /// What the front end gave for a virtqueue.
 #[derive(Debug, Default)]
-struct Ring {
-    call: Option<OwnedFd>,
-    error: Option<OwnedFd>,
+pub(super) struct Ring {
+    pub(super) call: Option<OwnedFd>,
+    pub(super) error: Option<OwnedFd>,
     /// What it was started with, while it runs or is suspended.
     setup: Option<VringSetup>,
     /// It waits for its memory to come back, and goes on here.
@@ -39,12 +39,12 @@ pub(super) struct Control {
     pub(super) device: Arc<Device>,
     pub(super) config: Config,
     pub(super) threads: Vec<QueueThread>,
-    memory: Arc<Memory>,
-    rings: Vec<Ring>,
-    inflight: Option<Arc<Inflight>>,
-    log: Option<Arc<Log>>,
-    log_event: Option<OwnedFd>,
-    channel: Option<BackChannel>,
+    pub(super) memory: Arc<Memory>,
+    pub(super) rings: Vec<Ring>,
+    pub(super) inflight: Option<Arc<Inflight>>,
+    pub(super) log: Option<Arc<Log>>,
+    pub(super) log_event: Option<OwnedFd>,
+    pub(super) channel: Option<BackChannel>,
     transfer: Option<StateTransfer>,
 }
 
@@ -89,7 +89,7 @@ impl Control {
     }
 
     /// Whether to go on waiting for a queue thread: not when requests are not to be answered any more.
-    fn is_patient(&self) -> impl Fn() -> bool + use<> {
+    pub(super) fn is_patient(&self) -> impl Fn() -> bool + use<> {
         let device = Arc::clone(&self.device);
         move || !device.gives_up()
     }
@@ -145,7 +145,7 @@ impl Control {
     }
 
     /// Gives the memory to all queue threads.
-    fn show_memory(&self, memory: &Arc<Memory>) -> Result<(), Refusal> {
+    pub(super) fn show_memory(&self, memory: &Arc<Memory>) -> Result<(), Refusal> {
         let shown: Vec<_> = self
             .threads
             .iter()
@@ -209,6 +209,11 @@ impl Control {
         let stopped =
             self.thread(index).ask_task(move |worker| async move { worker.stop(index).await });
         Ok(stopped.wait(self.is_patient())?)
+    }
+
+    /// What is written to guest memory is logged at the moment.
+    pub(super) fn is_migrating(&self) -> bool {
+        self.log_in_force().is_some()
     }
 
     fn log_in_force(&self) -> Option<Arc<Log>> {
