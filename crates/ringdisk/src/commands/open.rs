@@ -56,6 +56,41 @@ impl<'a> ImagePlan<'a> {
         }
     }
 
+    /// How the image is to be opened.
+    ///
+    /// * `format`: `None`: it is probed.
+    pub(crate) fn options(&self, format: Option<Format>) -> ImageOptions {
+        let args = self.args;
+        ImageOptions {
+            format,
+            read_only: args.read_only,
+            auto_read_only: true,
+            cache: args.cache_mode(),
+            raw_offset: args.offset.unwrap_or(0),
+            raw_size: args.size,
+            allow_paths: args.allow_path.iter().map(|path| self.lasting(path)).collect(),
+            force_share: args.force_share,
+            metadata_cache_bytes: args.metadata_cache.bytes(),
+            discard: match args.discard {
+                DiscardWord::Ignore => Discard::Ignore,
+                DiscardWord::Unmap => Discard::Unmap,
+            },
+            discard_no_unref: args.discard_no_unref,
+            detect_zeroes: match args.detect_zeroes {
+                DetectZeroesWord::Off => DetectZeroes::Off,
+                DetectZeroesWord::On => DetectZeroes::On,
+                DetectZeroesWord::Unmap => DetectZeroes::Unmap,
+            },
+            lazy_refcounts: args.lazy_refcounts,
+            temporary: args.snapshot,
+            overlay: args.overlay.as_deref().map(|path| self.lasting(path)),
+            outlives_process: self.outlives_process,
+            inactive: self.inactive,
+            wait_for_locks: self.wait_for_locks,
+            ..ImageOptions::default()
+        }
+    }
+
     /// Opens what is to be served, on a ring that lives no longer than this.
     ///
     /// * `fresh`: gets what is made.
@@ -91,34 +126,7 @@ impl<'a> ImagePlan<'a> {
                 ));
             }
         }
-        let mut options = ImageOptions {
-            format,
-            read_only: args.read_only,
-            auto_read_only: true,
-            cache: args.cache_mode(),
-            raw_offset: args.offset.unwrap_or(0),
-            raw_size: args.size,
-            allow_paths: args.allow_path.iter().map(|path| self.lasting(path)).collect(),
-            force_share: args.force_share,
-            metadata_cache_bytes: args.metadata_cache.bytes(),
-            discard: match args.discard {
-                DiscardWord::Ignore => Discard::Ignore,
-                DiscardWord::Unmap => Discard::Unmap,
-            },
-            discard_no_unref: args.discard_no_unref,
-            detect_zeroes: match args.detect_zeroes {
-                DetectZeroesWord::Off => DetectZeroes::Off,
-                DetectZeroesWord::On => DetectZeroes::On,
-                DetectZeroesWord::Unmap => DetectZeroes::Unmap,
-            },
-            lazy_refcounts: args.lazy_refcounts,
-            temporary: args.snapshot,
-            overlay: args.overlay.as_deref().map(|path| self.lasting(path)),
-            outlives_process: self.outlives_process,
-            inactive: self.inactive,
-            wait_for_locks: self.wait_for_locks,
-            ..ImageOptions::default()
-        };
+        let mut options = self.options(format);
         let mut image = &self.lasting(image);
         if let Some((top, format)) = &self.top {
             // The images below may lie where those of the command line do.

@@ -37,9 +37,11 @@ pub struct HandedOver {
 }
 
 impl HandedOver {
-    /// The other process goes on: this export ends, and touches nothing any more.
-    pub fn commit(self) {
-        let _ = self.verdict.send(());
+    /// The other process goes on: this export ends, and touches nothing any more. `false` when it came too late: this export goes on.
+    #[must_use]
+    pub fn commit(self) -> bool {
+        // A channel without room: it is taken, or not given.
+        self.verdict.send(()).is_ok()
     }
 }
 
@@ -48,7 +50,7 @@ impl HandedOver {
 /// Errors: why it cannot be handed over at the moment; it goes on then.
 pub(super) fn ask(signals: &Signals) -> Result<(Parcel, HandedOver), Error> {
     let (answer, answered) = sync_channel(1);
-    let (verdict, verdict_receiver) = sync_channel(1);
+    let (verdict, verdict_receiver) = sync_channel(0);
     signals.request(Request { answer, verdict: verdict_receiver });
     let ended = || Error::new(ErrorKind::Halted, "the disk is served no longer");
     let parcel = answered.recv().map_err(|_| ended())??;
