@@ -166,7 +166,7 @@ pub(crate) struct DeviceArgs {
     #[arg(long, value_name = "SIZE", value_parser = parse_block_size, default_value = "512", help_heading = "Device options")]
     pub(crate) logical_block_size: u32,
 
-    /// Piece that the guest should read and write, bytes [default: the logical block size]
+    /// Piece that the guest should read and write, bytes [default: what the storage has]
     #[arg(long, value_name = "SIZE", value_parser = parse_block_size, help_heading = "Device options")]
     pub(crate) physical_block_size: Option<u32>,
 
