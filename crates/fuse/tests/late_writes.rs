@@ -80,7 +80,7 @@ fn late_write(mode: &str) {
     let mut command = Command::new(std::env::current_exe().expect("this program"));
     command.args(["--exact", "role"]).env(MODE, mode).env(DEVICE, &path);
     let mut child = Killed(command.stdout(Stdio::null()).spawn().expect("a child"));
-    until(LIMIT, || held()).expect("the write is with the device");
+    until(LIMIT, held).expect("the write is with the device");
     assert!(!may_lock(&path), "{mode}");
 
     child.0.kill().expect("kill");

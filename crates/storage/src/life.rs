@@ -16,7 +16,10 @@ use rustix::fs::Advice;
 
 use crate::error::Error;
 use crate::file::File;
-use crate::{Lock, OpenOptions, Storage, lock, open};
+use crate::{Kind, Lock, OpenOptions, Storage, lock, open};
+
+/// Magic numbers (statfs(2)) of ext2 to ext4, XFS, Btrfs, F2FS, bcachefs and tmpfs.
+const LOCAL: [u64; 6] = [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010, 0xca45_1a4e, 0x0102_1994];
 
 impl Storage {
     /// Takes over a descriptor of another process whose open file description has the lock that `options` ask for. Its open flags stay
@@ -83,8 +86,8 @@ impl Storage {
         self.file().is_some_and(|file| file.abandoned.load(Ordering::Acquire))
     }
 
-    /// Sees the file as others left it: what this host has cached of it is dropped, and its length is asked for. Runs on a helper
-    /// thread.
+    /// Sees the file as others left it: what this host has cached of it is dropped where another host may have written to it, and its
+    /// length is asked for. Runs on a helper thread.
     ///
     /// Errors: those of fdatasync(2) and fstat(2).
     pub async fn catch_up(self: &Arc<Self>, ring: &Ring) -> Result<(), Errno> {
@@ -100,7 +103,7 @@ impl File {
     fn catch_up(&self) -> Result<(), Errno> {
         // Another host may have written to a disk or file system that both see. Pages of ours that are dirty would stay, so they
         // are written first: another process of this host may have left some.
-        if !self.no_flush {
+        if !self.no_flush && !self.is_on_this_host() {
             if !self.read_only {
                 rustix::fs::fdatasync(self.borrow())?;
             }
@@ -108,5 +111,13 @@ impl File {
             let _ = rustix::fs::fadvise(self.borrow(), 0, None, Advice::DontNeed);
         }
         self.refresh_len().map(drop)
+    }
+
+    /// Whether the file system is one that a single host has: all who use the file share its page cache, which is worth keeping.
+    fn is_on_this_host(&self) -> bool {
+        let magic = |known: u64| {
+            rustix::fs::fstatfs(self.borrow()).is_ok_and(|it| it.f_type.cast_unsigned() == known)
+        };
+        self.kind == Kind::Regular && LOCAL.into_iter().any(magic)
     }
 }
