@@ -29,6 +29,13 @@ fn config() -> SessionConfig {
     }
 }
 
+impl Mock {
+    /// What was asked since the last look.
+    fn taken(&mut self) -> Vec<String> {
+        std::mem::take(&mut self.calls)
+    }
+}
+
 struct Peer {
     session: Session,
     mock: Mock,

@@ -34,11 +34,6 @@ impl Mock {
         if self.refuse.contains(name) { Err("not today".into()) } else { Ok(()) }
     }
 
-    /// What was asked since the last look.
-    pub(super) fn taken(&mut self) -> Vec<String> {
-        std::mem::take(&mut self.calls)
-    }
-
     fn no_overlap(&self, guest_addr: u64, size: u64) {
         for (start, len, _) in &self.regions {
             assert!(guest_addr + size <= *start || start + len <= guest_addr, "overlap");
