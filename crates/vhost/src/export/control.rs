@@ -17,8 +17,9 @@ use crate::{Connection, Error, ErrorKind, Received};
 
 /// From the first byte of a message to its last, and for a reply to be taken.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Pauses between attempts to connect to a front end.
-const CONNECT_EVERY: Duration = Duration::from_millis(100);
+/// First pause between two attempts to connect to a front end; each one is longer than the one before, up to the last.
+const CONNECT_FIRST: Duration = Duration::from_millis(100);
+const CONNECT_LAST: Duration = Duration::from_secs(2);
 /// Queue threads have so long to end.
 const THREADS_END: Duration = Duration::from_secs(10);
 
@@ -124,6 +125,7 @@ impl Host {
 
     /// Waits for a front end.
     fn next_front_end(&mut self) -> Result<Next, Error> {
+        let mut pause = CONNECT_FIRST;
         loop {
             self.signals.clear();
             if self.signals.is_stopped() {
@@ -147,7 +149,11 @@ impl Host {
                     let comes = PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN);
                     poll(&mut [wake, comes], None)
                 }
-                _ => poll(&mut [wake], Timespec::try_from(CONNECT_EVERY).ok().as_ref()),
+                _ => {
+                    let waited = poll(&mut [wake], Timespec::try_from(pause).ok().as_ref());
+                    pause = (pause * 3 / 2).min(CONNECT_LAST);
+                    waited
+                }
             };
             match waited {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
