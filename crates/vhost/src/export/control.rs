@@ -33,6 +33,8 @@ enum End {
     GaveUp,
     /// Another process goes on.
     HandedOver,
+    /// A queue thread ended by a defect of ours.
+    Panicked,
 }
 
 /// What the control thread needs.
@@ -112,6 +114,7 @@ impl Host {
                 End::Gone if matches!(self.door, Door::One(_)) => return Ok(End::Gone),
                 End::Gone => tracing::info!("{}: the front end has gone", self.name),
                 End::Stopped | End::HandedOver => return Ok(end),
+                End::Panicked => return Err(self.panicked()),
                 End::GaveUp => {
                     let text =
                         format!("{}: stopped after an I/O error (--on-error stop)", self.name);
@@ -244,7 +247,10 @@ impl Host {
     /// Looks what woke us.
     fn woken(&mut self) -> Option<End> {
         self.signals.clear();
-        if self.signals.is_stopped() || self.signals.has_panicked() {
+        if self.signals.has_panicked() {
+            return Some(End::Panicked);
+        }
+        if self.signals.is_stopped() {
             return Some(End::Stopped);
         }
         if self.control.device.gives_up() {
