@@ -59,7 +59,8 @@ fn each_request_is_answered_as_the_specification_says() {
         ("discard with unmap", ranges(discard, &[range(0, 8, 1)]), UNSUPPORTED),
         ("discard past the end", ranges(discard, &[range(end, 8, 0)]), IO_ERROR),
     ] {
-        for request in [request.clone(), request.clone().cut(Cut::Anywhere(9)), request.indirect()] {
+        for request in [request.clone(), request.clone().cut(Cut::Anywhere(9)), request.indirect()]
+        {
             assert_eq!(vm.status(0, request), status, "{what}");
         }
     }

@@ -143,7 +143,8 @@ fn the_front_ends_that_exist_start_stop_and_start_again() {
     let served = serve(disk, |_| {});
     for (name, features, protocol) in profiles() {
         println!("{name}");
-        let firmware = VmOptions { features: bits::VERSION_1 | bits::PROTOCOL, ..options(protocol) };
+        let firmware =
+            VmOptions { features: bits::VERSION_1 | bits::PROTOCOL, ..options(protocol) };
         let mut vm = served.vm(firmware);
         works(&mut vm);
         // What firmware leaves: ENABLE 0 and GET_VRING_BASE, then the driver of an operating system with other features.

@@ -123,9 +123,8 @@ impl FrontEnd {
                 Ok(_) | Err(_) => return Err(Refused::Gone),
             }
         }
-        let word = |at: usize| {
-            u32::from_ne_bytes(header[at..at + 4].try_into().expect("four bytes"))
-        };
+        let word =
+            |at: usize| u32::from_ne_bytes(header[at..at + 4].try_into().expect("four bytes"));
         assert_eq!(word(0), request, "the reply is to another message");
         assert_eq!(word(4), 1 | REPLY, "flags of the reply to {request}");
         let mut payload = vec![0; usize::try_from(word(8)).expect("64 bits")];

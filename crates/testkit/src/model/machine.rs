@@ -2,8 +2,8 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 
-use ringdisk_guest::driver::{Driver, DriverConfig, GUEST_BASE, GuestRam, USER_BASE};
 use ringdisk_guest::Layout;
+use ringdisk_guest::driver::{Driver, DriverConfig, GUEST_BASE, GuestRam, USER_BASE};
 
 use super::queue::{Queue, event};
 use super::{Done, FrontEnd, Refused, Request, ask, bits, words};

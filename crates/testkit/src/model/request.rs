@@ -129,9 +129,8 @@ impl Request {
 /// Cuts `len` bytes into 1 to `most` pieces.
 fn random(prng: &mut Prng, len: usize, most: usize) -> Vec<usize> {
     let pieces = 1 + prng.below(most as u64);
-    let mut cuts: Vec<usize> = (1..pieces)
-        .map(|_| usize::try_from(prng.below(len as u64)).expect("64 bits"))
-        .collect();
+    let mut cuts: Vec<usize> =
+        (1..pieces).map(|_| usize::try_from(prng.below(len as u64)).expect("64 bits")).collect();
     cuts.extend([0, len]);
     cuts.sort_unstable();
     cuts.dedup();
