@@ -564,6 +564,32 @@ impl Ring {
     }
 }
 
+impl Ring {
+    /// Puts memory into a slot of the table of registered buffers ([`Ring::register_buffers`]), or empties it. Pins the memory for as long as
+    /// it is there.
+    ///
+    /// * `memory`: at most 1 GiB, the kernel's limit; kept alive by its user until the slot is empty or the ring is gone.
+    ///
+    /// Errors: `ENOMEM` above RLIMIT_MEMLOCK, `EFAULT` for too much, `ENXIO` without a table, `EOPNOTSUPP` for pages that cannot be pinned.
+    pub fn update_buffer(
+        &self,
+        slot: u16,
+        memory: Option<&Arc<SharedMemory>>,
+    ) -> Result<(), Errno> {
+        let buf = memory.map(SharedMemory::buffer);
+        let vector = match &buf {
+            Some(buf) => libc::iovec { iov_base: buf.as_mut_ptr().cast(), iov_len: buf.len() },
+            None => libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 },
+        };
+        // SAFETY: the kernel pins the pages, so they stay whatever becomes of the mapping; operations reach them through buffers that
+        // keep the mapping alive.
+        let updated = unsafe {
+            self.0.uring.submitter().register_buffers_update(u32::from(slot), &[vector], None)
+        };
+        updated.map_err(|error| Errno::from_raw_os_error(error.raw_os_error().unwrap_or(libc::EIO)))
+    }
+}
+
 /// The 128-byte entry of a command. `io-uring` 0.7 cannot set `len` beside a command, so the
 /// entry is written as bytes. Offsets: include/uapi/linux/io_uring.h, struct io_uring_sqe.
 fn command_entry(command: &RawCommand, user_data: u64) -> squeue::Entry128 {
