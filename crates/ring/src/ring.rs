@@ -1,6 +1,6 @@
 //! The handle through which everything on a ring thread submits.
 
-use std::cell::{Cell, OnceCell, RefCell, UnsafeCell};
+use std::cell::{Cell, RefCell, UnsafeCell};
 use std::collections::VecDeque;
 use std::future::{Future, poll_fn};
 use std::os::fd::{AsFd, AsRawFd, RawFd};
@@ -86,7 +86,7 @@ pub(crate) struct Inner {
     /// Something else than inline completions is sure to be awaited ([`Ring::wait_past_inline`]).
     pub(crate) past_inline: Cell<bool>,
     /// Work that comes through shared memory.
-    pub(crate) source: OnceCell<Rc<dyn Source>>,
+    pub(crate) source: RefCell<Option<Rc<dyn Source>>>,
 }
 
 /// Handle of a ring; cheap to clone, bound to its thread.
@@ -153,7 +153,7 @@ impl Inner {
             polling: Cell::new(None),
             polling_held: Cell::new(false),
             past_inline: Cell::new(false),
-            source: OnceCell::new(),
+            source: RefCell::default(),
         })
     }
 
