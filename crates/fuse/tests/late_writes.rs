@@ -19,6 +19,9 @@ const DEVICE: &str = "RINGDISK_LATE_DEVICE";
 const LIMIT: Duration = Duration::from_secs(10);
 const AT: u64 = 64 << 10;
 const BLOCK: usize = 4096;
+/// Length of the device in whole blocks, and what is behind.
+const LEN: u64 = 1 << 20;
+const TAIL: usize = 100;
 
 fn block_on<F: Future>(test: impl FnOnce(Ring) -> F) -> F::Output {
     let mut runtime = Runtime::new(Config::default()).expect("a ring");
@@ -31,12 +34,14 @@ fn block_on<F: Future>(test: impl FnOnce(Ring) -> F) -> F::Output {
 fn role() {
     let Ok(mode) = std::env::var(MODE) else { return };
     let path = PathBuf::from(std::env::var_os(DEVICE).expect("a device"));
-    let options = OpenOptions { direct: mode == "direct", ..OpenOptions::default() };
+    let options = OpenOptions { direct: mode != "buffered", ..OpenOptions::default() };
     let storage = Storage::open(&path, &options).expect("open");
     block_on(async |ring| {
-        let buf = IoBuf::new(BLOCK, BLOCK);
+        // The bytes behind the last whole block go another way with O_DIRECT.
+        let (at, len) = if mode == "tail" { (LEN, TAIL) } else { (AT, BLOCK) };
+        let buf = IoBuf::new(len, BLOCK);
         buf.fill(1);
-        storage.write(&ring, AT, &buf).await.expect("write");
+        storage.write(&ring, at, &buf).await.expect("write");
         // Data in the page cache lands when it is written back, whoever does that: such a disk needs its flush.
         storage.flush(&ring).await.expect("flush");
     });
@@ -57,7 +62,8 @@ fn may_lock(path: &Path) -> bool {
 }
 
 fn late_write(mode: &str) {
-    let sim = SimStorage::new(1 << 20, 1);
+    let (at, len) = if mode == "tail" { (LEN, TAIL) } else { (AT, BLOCK) };
+    let sim = SimStorage::new(LEN + TAIL as u64, 1);
     let directory = scratch();
     let path = directory.path().join("device");
     std::fs::write(&path, "").expect("a mountpoint");
@@ -70,11 +76,11 @@ fn late_write(mode: &str) {
     let export = Export::start(disk, options).expect("an export");
     let held = || sim.held().first().map(|op| op.number);
 
-    sim.on(When::kind(OpKind::Write).at(AT..AT + 1).once(), Fault::Hold);
+    sim.on(When::kind(OpKind::Write).at(at..at + 1).once(), Fault::Hold);
     let mut command = Command::new(std::env::current_exe().expect("this program"));
     command.args(["--exact", "role"]).env(MODE, mode).env(DEVICE, &path);
     let mut child = Killed(command.stdout(Stdio::null()).spawn().expect("a child"));
-    until(LIMIT, || held()).expect("the write is with the device");
+    until(LIMIT, held).expect("the write is with the device");
     assert!(!may_lock(&path), "{mode}");
 
     child.0.kill().expect("kill");
@@ -91,9 +97,9 @@ fn late_write(mode: &str) {
     assert!(sim.release(write));
     until(LIMIT, || may_lock(&path).then_some(())).expect("the lock is free now");
     // And nothing comes after that.
-    let mut bytes = [0; BLOCK];
-    sim.peek(AT, &mut bytes);
-    assert_eq!(bytes, [1; BLOCK], "{mode}");
+    let mut bytes = vec![0; len];
+    sim.peek(at, &mut bytes);
+    assert_eq!(bytes, vec![1; len], "{mode}");
     let count = sim.count(OpKind::Write);
     std::thread::sleep(Duration::from_millis(50));
     assert_eq!(sim.count(OpKind::Write), count);
@@ -112,6 +118,11 @@ fn the_lock_of_a_killed_process_outlives_its_direct_write() {
 #[test]
 fn the_lock_of_a_killed_process_outlives_its_buffered_write() {
     late_write("buffered");
+}
+
+#[test]
+fn the_lock_of_a_killed_process_outlives_its_write_behind_the_last_block() {
+    late_write("tail");
 }
 
 /// The same with a whole disk: the open of the new process waits, and sees what the dead one wrote.

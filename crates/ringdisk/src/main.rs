@@ -30,6 +30,7 @@ mod sockets;
 mod stats;
 mod terminal;
 mod topology;
+mod upgrade;
 mod vhost;
 
 use std::process::ExitCode;

@@ -10,7 +10,7 @@ use std::time::Instant;
 use ringdisk_disk::Disk;
 use ringdisk_ring::Topology;
 use ringdisk_ring::stats::Stats;
-use ringdisk_vhost::export::{Numa, OnError, Second, queues_default};
+use ringdisk_vhost::export::{HandOverHandle, Numa, OnError, Prepared, Second, queues_default};
 use ringdisk_vhost::{Export, ExportOptions, Listen, StopHandle};
 use serde_json::Value;
 
@@ -27,8 +27,14 @@ pub(crate) fn queues(args: &DiskArgs) -> u16 {
 
 /// What the words ask for.
 ///
+/// * `read_only`: the disk can only be read.
 /// * `name`: shown in messages and statistics.
-pub(crate) fn options(args: &DiskArgs, disk: &Disk, listen: Listen, name: String) -> ExportOptions {
+pub(crate) fn options(
+    args: &DiskArgs,
+    read_only: bool,
+    listen: Listen,
+    name: String,
+) -> ExportOptions {
     let device = &args.device;
     ExportOptions {
         name,
@@ -49,7 +55,7 @@ pub(crate) fn options(args: &DiskArgs, disk: &Disk, listen: Listen, name: String
         },
         serial: device.serial.clone(),
         logical_block_size: device.logical_block_size,
-        physical_block_size: device.physical_block_size.unwrap_or(device.logical_block_size),
+        physical_block_size: device.physical_block_size,
         // Where each write is durable when it is answered there is no cache to speak of.
         write_cache: !args.source.cache_mode().sync(),
         packed: device.packed,
@@ -58,8 +64,7 @@ pub(crate) fn options(args: &DiskArgs, disk: &Disk, listen: Listen, name: String
             OnErrorWord::Report => OnError::Report,
             OnErrorWord::Stop => OnError::Stop,
         },
-        read_only: args.source.read_only || disk.is_read_only(),
-        incoming: device.incoming,
+        read_only: args.source.read_only || read_only,
         ..ExportOptions::new(listen)
     }
 }
@@ -88,6 +93,18 @@ impl Served {
     pub(crate) fn start(disk: Arc<Disk>, options: ExportOptions) -> Result<Served, Failure> {
         let name = options.name.clone();
         Ok(Served { export: Export::start(disk, options)?, name, since: Instant::now() })
+    }
+
+    /// Serves what another process has handed over.
+    ///
+    /// Errors: the system has no thread for it.
+    pub(crate) fn go(prepared: Prepared, name: String) -> Result<Served, Failure> {
+        Ok(Served { export: prepared.go()?, name, since: Instant::now() })
+    }
+
+    /// For a process that takes the disk over.
+    pub(crate) fn hand_over_handle(&self) -> HandOverHandle {
+        self.export.hand_over_handle()
     }
 
     /// What was asked for and could not be had, each with what would enable it.

@@ -39,7 +39,8 @@ pub(crate) struct File {
     /// Where writes have to be whole blocks; else `None`.
     pub(crate) gate: Option<Gate>,
     /// The same file without O_DIRECT, for the piece of a block at the end of a regular file whose
-    /// length is no multiple of the block.
+    /// length is no multiple of the block. It is another open file description and has the same lock, so
+    /// that the locks of a process that is killed outlive its last write this way, too.
     pub(crate) buffered_twin: Option<OwnedFd>,
     /// Whether the page cache may hold what was written.
     pub(crate) uses_page_cache: AtomicBool,
@@ -78,6 +79,20 @@ impl File {
     /// The lock that is held.
     pub(crate) fn held(&self) -> Held {
         *self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Gives the second descriptor the lock of the first. After every look for locks of others: to them it is another user.
+    pub(crate) fn lock_twin(&self) {
+        if let Some(twin) = &self.buffered_twin {
+            self.held().copy_to(twin.as_fd());
+        }
+    }
+
+    /// Takes it away, before a look for locks of others.
+    pub(crate) fn unlock_twin(&self) {
+        if let Some(twin) = &self.buffered_twin {
+            self.held().release(twin.as_fd());
+        }
     }
 
     pub(crate) fn len(&self) -> u64 {
@@ -177,7 +192,11 @@ impl Drop for File {
     /// time after its last operation. Not when a change may still be under way: then the image stays
     /// locked until the kernel is done with it. Not when another process goes on with these locks.
     fn drop(&mut self) {
-        if !*self.abandoned.get_mut() && !*self.is_shared.get_mut() {
+        if *self.abandoned.get_mut() {
+            return;
+        }
+        self.unlock_twin();
+        if !*self.is_shared.get_mut() {
             self.held().release(self.borrow());
         }
     }

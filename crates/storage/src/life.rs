@@ -16,7 +16,10 @@ use rustix::fs::Advice;
 
 use crate::error::Error;
 use crate::file::File;
-use crate::{Lock, OpenOptions, Storage, lock, open};
+use crate::{Kind, Lock, OpenOptions, Storage, lock, open};
+
+/// Magic numbers (statfs(2)) of ext2 to ext4, XFS, Btrfs, F2FS, bcachefs and tmpfs.
+const LOCAL: [u64; 6] = [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010, 0xca45_1a4e, 0x0102_1994];
 
 impl Storage {
     /// Takes over a descriptor of another process whose open file description has the lock that `options` ask for. Its open flags stay
@@ -32,6 +35,7 @@ impl Storage {
         let mut file = open::from_fd(fd, name, &unlocked)?;
         file.is_shared = true.into();
         file.held = Mutex::new(lock::adopt(file.borrow(), name, options.lock, options.read_only)?);
+        file.lock_twin();
         Ok(Storage::of_file(file))
     }
 
@@ -40,9 +44,14 @@ impl Storage {
     /// Errors: kind `Locked` when another user is in the way, with a message that says who; the lock is as it was then.
     pub fn set_lock(&self, lock: Lock) -> Result<(), Error> {
         let Some(file) = self.file() else { return Ok(()) };
-        let mut held = file.held.lock().unwrap_or_else(PoisonError::into_inner);
-        *held = lock::change(file.borrow(), &file.name, *held, lock, file.read_only)?;
-        Ok(())
+        file.unlock_twin();
+        let changed = {
+            let mut held = file.held.lock().unwrap_or_else(PoisonError::into_inner);
+            lock::change(file.borrow(), &file.name, *held, lock, file.read_only)
+                .map(|new| *held = new)
+        };
+        file.lock_twin();
+        changed
     }
 
     /// Whether nobody is in the way of a lock at this moment. Takes nothing, so it disturbs nobody who is about to lock.
@@ -55,6 +64,12 @@ impl Storage {
     pub fn share_locks(&self, shared: bool) {
         if let Some(file) = self.file() {
             file.is_shared.store(shared, Ordering::Release);
+            // The second descriptor stays here, and must not stand in the way of the other process.
+            if shared {
+                file.unlock_twin();
+            } else {
+                file.lock_twin();
+            }
         }
     }
 
@@ -71,8 +86,8 @@ impl Storage {
         self.file().is_some_and(|file| file.abandoned.load(Ordering::Acquire))
     }
 
-    /// Sees the file as others left it: what this host has cached of it is dropped, and its length is asked for. Runs on a helper
-    /// thread.
+    /// Sees the file as others left it: what this host has cached of it is dropped where another host may have written to it, and its
+    /// length is asked for. Runs on a helper thread.
     ///
     /// Errors: those of fdatasync(2) and fstat(2).
     pub async fn catch_up(self: &Arc<Self>, ring: &Ring) -> Result<(), Errno> {
@@ -88,7 +103,7 @@ impl File {
     fn catch_up(&self) -> Result<(), Errno> {
         // Another host may have written to a disk or file system that both see. Pages of ours that are dirty would stay, so they
         // are written first: another process of this host may have left some.
-        if !self.no_flush {
+        if !self.no_flush && !self.is_on_this_host() {
             if !self.read_only {
                 rustix::fs::fdatasync(self.borrow())?;
             }
@@ -96,5 +111,13 @@ impl File {
             let _ = rustix::fs::fadvise(self.borrow(), 0, None, Advice::DontNeed);
         }
         self.refresh_len().map(drop)
+    }
+
+    /// Whether the file system is one that a single host has: all who use the file share its page cache, which is worth keeping.
+    fn is_on_this_host(&self) -> bool {
+        let magic = |known: u64| {
+            rustix::fs::fstatfs(self.borrow()).is_ok_and(|it| it.f_type.cast_unsigned() == known)
+        };
+        self.kind == Kind::Regular && LOCAL.into_iter().any(magic)
     }
 }

@@ -72,6 +72,11 @@ pub(crate) struct Held {
 }
 
 impl Held {
+    /// Takes the same for another descriptor of the file, without a look at others.
+    pub(crate) fn copy_to(self, fd: BorrowedFd<'_>) {
+        let _ = take(fd, self.used, self.unshared);
+    }
+
     /// Gives the lock back.
     pub(crate) fn release(self, fd: BorrowedFd<'_>) {
         give_back_all_but(fd, self, Held::default());

@@ -147,7 +147,7 @@ fn adopt(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<File, Error> 
             })
             .ok()
         });
-    Ok(File {
+    let file = File {
         name: name.into(),
         fd: Fd::Raw(fd.as_raw_fd()),
         kind,
@@ -165,7 +165,9 @@ fn adopt(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<File, Error> 
         abandoned: AtomicBool::new(false),
         pages: OnceLock::new(),
         owner: Arc::new(fd),
-    })
+    };
+    file.lock_twin();
+    Ok(file)
 }
 
 fn kind_of(stat: &Stat) -> Result<Kind, &'static str> {

@@ -38,19 +38,25 @@ pub(crate) fn reopen(old: &File, options: &OpenOptions) -> Result<File, Error> {
     let mut file = open::from_fd(fd, name, &unlocked)?;
     // A flush that failed is not forgotten by another descriptor.
     file.flush_failed.store(old.flush_failed.load(Ordering::Relaxed), Ordering::Relaxed);
+    old.unlock_twin();
     let held = lock::take_over(
         file.borrow(),
         name,
         options.lock,
         options.read_only,
         (old.borrow(), old.held()),
-    )?;
+    )
+    .inspect_err(|_| old.lock_twin())?;
     file.held = Mutex::new(held);
+    file.lock_twin();
     Ok(file)
 }
 
 /// Takes the locks back that went over to `from`; see [`crate::Storage::reclaim`].
 pub(crate) fn reclaim(file: &File, from: &File) -> Result<(), Error> {
+    from.unlock_twin();
     let from = (from.borrow(), from.held());
-    lock::take_back(file.borrow(), &file.name, file.read_only, file.held(), from)
+    let result = lock::take_back(file.borrow(), &file.name, file.read_only, file.held(), from);
+    file.lock_twin();
+    result
 }

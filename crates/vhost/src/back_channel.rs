@@ -28,6 +28,12 @@ impl BackChannel {
         BackChannel { socket, left: 0, pending: false }
     }
 
+    /// The socket, for another process to go on with; `None` while a message is half out.
+    #[must_use]
+    pub fn socket(&self) -> Option<&OwnedFd> {
+        (self.left == 0).then_some(&self.socket)
+    }
+
     /// Tells the front end to read configuration space again. No answer is asked for. Returns whether it was sent; if the socket is full, it
     /// is sent by the next call of this or of [`BackChannel::push`].
     ///

@@ -109,6 +109,12 @@ impl Connection {
         Ok(())
     }
 
+    /// Whether no part of a message has arrived, so that another process can go on with the socket.
+    #[must_use]
+    pub fn is_between_messages(&self) -> bool {
+        self.bytes.is_empty() && self.fds.is_empty()
+    }
+
     /// The socket, for another process to go on with.
     ///
     /// Errors: part of a message has arrived; the connection is given back.

@@ -60,9 +60,6 @@ impl Patience {
 
     /// Says that it was waited.
     fn explain(&self, error: Error) -> Error {
-        if self.is_over.load(Ordering::Acquire) {
-            return Error::new(ErrorKind::Cancelled, "nobody waits for the disk any more");
-        }
         if self.whole.is_zero() {
             return error;
         }
@@ -113,6 +110,10 @@ pub(crate) async fn lock_all(
             return Ok(());
         }
         if !patience.wait(ring).await {
+            if patience.is_over.load(Ordering::Acquire) {
+                // Nobody would use what could be had now.
+                return Err(Error::new(ErrorKind::Cancelled, "nobody waits for the disk any more"));
+            }
             // Once more, for the reason.
             let tried = try_all(storages, lock, without);
             return tried.map_err(|error| patience.explain(error));

@@ -15,7 +15,7 @@ use crate::{Cache, DetectZeroes, Disk, Format, ImageOptions, NullOptions};
 const DISK_BYTES: u64 = 1 << 20;
 /// Bytes of a request at most.
 const REQUEST_MAX: u64 = 200_000;
-const REQUESTS: usize = 400;
+const REQUESTS: usize = 200;
 
 fn number(random: &mut Prng, below: u64) -> usize {
     usize::try_from(random.below(below)).expect("small")

@@ -9,6 +9,8 @@
 
 mod packed;
 mod split;
+#[cfg(test)]
+mod tests;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;

@@ -54,20 +54,16 @@ impl SplitArea {
     ///
     /// * `used`, `avail`: indexes of the rings. * `again`: gets the first descriptors in flight, in the order in which they were taken;
     ///   at most as many as the queue has.
-    ///
-    /// Gives whether the area was in use, and so says where the queue goes on.
-    pub(crate) fn recover(&mut self, used: u16, avail: u16, again: &mut Vec<u16>) -> bool {
+    pub(crate) fn recover(&mut self, used: u16, avail: u16, again: &mut Vec<u16>) {
         let memory = &self.memory;
         let is_ours = memory.load_u16(VERSION_AT, Acquire) == VERSION
             && memory.load_u16(COUNT, Acquire) == self.size;
         if !is_ours {
-            self.begin(used);
-            return false;
+            return self.begin(used);
         }
         self.last_batch_head = memory.load_u16(LAST_BATCH_HEAD, Acquire);
         if !self.finish_batch(used) {
-            self.forget(used, "its used index is not of this ring");
-            return true;
+            return self.forget(used, "its used index is not of this ring");
         }
         let mut found: Vec<(u64, u16)> = (0..self.size)
             .filter(|number| memory.load_u8(at(*number, INFLIGHT), Acquire) != 0)
@@ -75,13 +71,11 @@ impl SplitArea {
             .collect();
         // All of them were made available once, and none is used.
         if found.len() > usize::from(avail.wrapping_sub(used)) {
-            self.forget(used, "more is in flight than the ring has made available");
-            return true;
+            return self.forget(used, "more is in flight than the ring has made available");
         }
         found.sort_unstable();
         self.counter = found.last().map_or(0, |(counter, _)| counter.wrapping_add(1));
         again.extend(found.iter().map(|(_, number)| *number));
-        true
     }
 
     /// The driver sees more used elements than the area knows of: those of the last batch, which it lists. `false` when that makes no sense.

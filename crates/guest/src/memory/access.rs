@@ -192,6 +192,15 @@ pub(crate) mod kill {
         LEFT.set(None);
     }
 
+    /// Nothing of what follows counts, until `resume` of what this gives.
+    pub(crate) fn pause() -> Option<u64> {
+        LEFT.take()
+    }
+
+    pub(crate) fn resume(left: Option<u64>) {
+        LEFT.set(left);
+    }
+
     pub(super) fn step() {
         match LEFT.get() {
             None => {}

@@ -8,8 +8,12 @@ mod broken;
 mod chain;
 pub(crate) mod event;
 pub(crate) mod indirect;
+#[cfg(test)]
+mod model;
 pub(crate) mod packed;
 mod split;
+#[cfg(test)]
+pub(crate) mod tests;
 
 use std::sync::Arc;
 
@@ -122,8 +126,8 @@ pub struct QueueConfig {
     /// Whether INDIRECT_DESC was negotiated.
     pub indirect: bool,
     /// Where to begin, as SET_VRING_BASE says it: the next avail index (split); last avail index in bits 0 to 14, its wrap
-    /// counter in bit 15, the same for used above (packed; [`PACKED_BASE`] when nothing was said). Not used when the inflight area
-    /// was in use: front ends do not know what we had taken.
+    /// counter in bit 15, the same for used above (packed; [`PACKED_BASE`] when nothing was said). Front ends do not know what we had
+    /// taken: not used by a split queue with an inflight area, nor by a packed one whose area was in use.
     pub base: u32,
     /// Chains in flight, in memory that outlives us.
     pub inflight: Option<InflightQueue>,

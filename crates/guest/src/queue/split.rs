@@ -51,7 +51,8 @@ pub(super) struct Split {
 }
 
 impl Split {
-    /// * `base`: next entry of the avail ring; the area knows better if it was in use.
+    /// * `base`: next entry of the avail ring; with an area the used index says that better, even with one that was not in use: a kill may
+    ///   have come before it was.
     pub(super) fn new(
         size: u16,
         areas: Areas,
@@ -66,10 +67,9 @@ impl Split {
         let mut next_avail = base;
         let mut again = Vec::with_capacity(usize::from(size));
         let area = area.map(|mut area| {
-            if area.recover(used, avail, &mut again) {
-                // At most `size`, as `recover` promises.
-                next_avail = used.wrapping_add(u16::try_from(again.len()).unwrap_or(size));
-            }
+            area.recover(used, avail, &mut again);
+            // What was taken is either used or in flight. At most `size` is, as `recover` promises.
+            next_avail = used.wrapping_add(u16::try_from(again.len()).unwrap_or(size));
             area
         });
         again.reverse();

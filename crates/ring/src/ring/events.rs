@@ -17,8 +17,8 @@ impl Ring {
     /// Adds 1 to an eventfd with the next enter. Nothing waits for it and no slot is used: it costs an entry, and no completion unless
     /// it fails, which nobody hears of.
     ///
-    /// * `fd`: stays open until the task has waited for something. For an eventfd in non-blocking mode the enter does it; else a thread
-    ///   of the kernel may, later.
+    /// * `fd`: stays open until the task has waited for something. For one in non-blocking mode the enter does it. One in blocking mode
+    ///   is left to a worker thread of the kernel, which costs tens of µs: better write(2), where its counter is known not to be full.
     pub fn signal(&self, fd: Fd) {
         let (start, len) = ((&raw const ONE).cast::<u8>(), 8);
         let entry = on_fd!(fd, |fd| opcode::Write::new(fd, start, len).build());

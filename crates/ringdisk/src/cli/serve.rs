@@ -118,30 +118,25 @@ pub(crate) struct SocketArgs {
     ///
     /// While nobody listens there it is tried every 100 ms at first, then less and less often, down to every 2 s.
     #[arg(long, value_name = "SOCKET", value_hint = ValueHint::FilePath, help_heading = "Socket options",
-          conflicts_with_all = ["vhost_user_blk", "second_front_end"])]
+          conflicts_with_all = ["vhost_user_blk", "second_front_end", "socket_mode", "socket_group"])]
     pub(crate) connect: Option<PathBuf>,
 
     /// Use descriptor N, a Unix socket that listens or that is connected, from the process that starts this one
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(i32).range(3..=i64::from(FD_MAX)),
-          help_heading = "Socket options", conflicts_with_all = ["vhost_user_blk", "connect"])]
+          help_heading = "Socket options", conflicts_with_all = ["vhost_user_blk", "connect", "socket_mode", "socket_group"])]
     pub(crate) socket_fd: Option<i32>,
 
     /// Use the socket of this name from the service manager (FileDescriptorName=) [default: the next one]
     #[arg(long, value_name = "NAME", help_heading = "Socket options",
-          conflicts_with_all = ["vhost_user_blk", "connect", "socket_fd"])]
+          conflicts_with_all = ["vhost_user_blk", "connect", "socket_fd", "socket_mode", "socket_group"])]
     pub(crate) socket_name: Option<String>,
 
     /// Who may connect, as chmod writes it [default: 600, with --socket-group 660]
-    #[arg(long, value_name = "MODE", value_parser = parse_mode, requires = "vhost_user_blk", help_heading = "Socket options")]
+    #[arg(long, value_name = "MODE", value_parser = parse_mode, help_heading = "Socket options")]
     pub(crate) socket_mode: Option<u32>,
 
     /// Group of the socket: a name or a number
-    #[arg(
-        long,
-        value_name = "GROUP",
-        requires = "vhost_user_blk",
-        help_heading = "Socket options"
-    )]
+    #[arg(long, value_name = "GROUP", help_heading = "Socket options")]
     pub(crate) socket_group: Option<String>,
 
     /// What happens to a front end that comes while another one is connected
@@ -171,7 +166,7 @@ pub(crate) struct DeviceArgs {
     #[arg(long, value_name = "SIZE", value_parser = parse_block_size, default_value = "512", help_heading = "Device options")]
     pub(crate) logical_block_size: u32,
 
-    /// Piece that the guest should read and write, bytes [default: the logical block size]
+    /// Piece that the guest should read and write, bytes [default: what the storage has]
     #[arg(long, value_name = "SIZE", value_parser = parse_block_size, help_heading = "Device options")]
     pub(crate) physical_block_size: Option<u32>,
 

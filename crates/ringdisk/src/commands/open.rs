@@ -4,6 +4,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use ringdisk_disk::{
     Cache, DetectZeroes, Discard, Disk, Error, ErrorKind, Format, ImageOptions, NullOptions, Source,
@@ -29,6 +30,10 @@ pub(crate) struct ImagePlan<'a> {
     pub(crate) leaves_directory: bool,
     /// Writes past the end make the disk larger.
     pub(crate) growable: bool,
+    /// Another process has it and gives it away later.
+    pub(crate) inactive: bool,
+    /// How long to wait for a process that has it and is about to end.
+    pub(crate) wait_for_locks: Option<Duration>,
     /// The image that a command put on top of the one that was asked for.
     pub(crate) top: Option<(PathBuf, Format)>,
     /// Format of the image, if we made it.
@@ -44,8 +49,45 @@ impl<'a> ImagePlan<'a> {
             outlives_process: false,
             leaves_directory: false,
             growable: false,
+            inactive: false,
+            wait_for_locks: None,
             top: None,
             made_format: None,
+        }
+    }
+
+    /// How the image is to be opened.
+    ///
+    /// * `format`: `None`: it is probed.
+    pub(crate) fn options(&self, format: Option<Format>) -> ImageOptions {
+        let args = self.args;
+        ImageOptions {
+            format,
+            read_only: args.read_only,
+            auto_read_only: true,
+            cache: args.cache_mode(),
+            raw_offset: args.offset.unwrap_or(0),
+            raw_size: args.size,
+            allow_paths: args.allow_path.iter().map(|path| self.lasting(path)).collect(),
+            force_share: args.force_share,
+            metadata_cache_bytes: args.metadata_cache.bytes(),
+            discard: match args.discard {
+                DiscardWord::Ignore => Discard::Ignore,
+                DiscardWord::Unmap => Discard::Unmap,
+            },
+            discard_no_unref: args.discard_no_unref,
+            detect_zeroes: match args.detect_zeroes {
+                DetectZeroesWord::Off => DetectZeroes::Off,
+                DetectZeroesWord::On => DetectZeroes::On,
+                DetectZeroesWord::Unmap => DetectZeroes::Unmap,
+            },
+            lazy_refcounts: args.lazy_refcounts,
+            temporary: args.snapshot,
+            overlay: args.overlay.as_deref().map(|path| self.lasting(path)),
+            outlives_process: self.outlives_process,
+            inactive: self.inactive,
+            wait_for_locks: self.wait_for_locks,
+            ..ImageOptions::default()
         }
     }
 
@@ -84,32 +126,7 @@ impl<'a> ImagePlan<'a> {
                 ));
             }
         }
-        let mut options = ImageOptions {
-            format,
-            read_only: args.read_only,
-            auto_read_only: true,
-            cache: args.cache_mode(),
-            raw_offset: args.offset.unwrap_or(0),
-            raw_size: args.size,
-            allow_paths: args.allow_path.iter().map(|path| self.lasting(path)).collect(),
-            force_share: args.force_share,
-            metadata_cache_bytes: args.metadata_cache.bytes(),
-            discard: match args.discard {
-                DiscardWord::Ignore => Discard::Ignore,
-                DiscardWord::Unmap => Discard::Unmap,
-            },
-            discard_no_unref: args.discard_no_unref,
-            detect_zeroes: match args.detect_zeroes {
-                DetectZeroesWord::Off => DetectZeroes::Off,
-                DetectZeroesWord::On => DetectZeroes::On,
-                DetectZeroesWord::Unmap => DetectZeroes::Unmap,
-            },
-            lazy_refcounts: args.lazy_refcounts,
-            temporary: args.snapshot,
-            overlay: args.overlay.as_deref().map(|path| self.lasting(path)),
-            outlives_process: self.outlives_process,
-            ..ImageOptions::default()
-        };
+        let mut options = self.options(format);
         let mut image = &self.lasting(image);
         if let Some((top, format)) = &self.top {
             // The images below may lie where those of the command line do.

@@ -4,9 +4,12 @@
 //! everything but the images is. One disk that breaks down ends alone. Signals are honoured from the first moment.
 
 mod greet;
+mod take;
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use ringdisk_disk::Disk;
 
@@ -25,7 +28,11 @@ use crate::report::{Exit, Failure};
 use crate::signals::{Actions, Phase, Watcher};
 use crate::sockets::{self, Inherited, MadeSocket, Place};
 use crate::terminal;
+use crate::upgrade::Giver;
 use crate::vhost::{self, Handle, Served};
+
+/// A process that served the disk and was killed has it until its last write has landed.
+const LOCK_WAIT: Duration = Duration::from_secs(3);
 
 /// One disk before it is served.
 struct Plan<'a> {
@@ -51,13 +58,14 @@ struct Running {
     made: Option<MadeSocket>,
     commands: Arc<DiskControl>,
     control: Option<Server>,
+    /// For the process that takes the disk over.
+    giver: Option<Giver>,
 }
 
 /// Serves until the end. Gives the exit code.
 ///
 /// Errors: everything that can go wrong; see [`Exit`].
 pub(crate) fn run(args: &ServeArgs, disks: Vec<ServedDisk>) -> Result<u8, Failure> {
-    refuse_what_is_not_there(args, &disks)?;
     let background = match args.daemonize {
         true if daemonize::is_child() => Some(Background::enter()?),
         true if std::env::var("LISTEN_PID")
@@ -77,26 +85,16 @@ pub(crate) fn run(args: &ServeArgs, disks: Vec<ServedDisk>) -> Result<u8, Failur
     serve(args, &disks, inherited, background)
 }
 
-/// Errors: options whose work is not done yet.
-fn refuse_what_is_not_there(args: &ServeArgs, disks: &[ServedDisk]) -> Result<(), Failure> {
-    let unsupported =
-        |what: &str| Err(Failure::new(Exit::Unsupported, format!("{what} is not there yet")));
-    if args.upgrade {
-        return unsupported("--upgrade");
-    }
-    if disks.iter().any(|disk| disk.args.device.incoming) {
-        return unsupported("--incoming");
-    }
-    Ok(())
-}
-
 fn serve(
     args: &ServeArgs,
     disks: &[ServedDisk],
     inherited: Vec<Option<Inherited>>,
     background: Option<Background>,
 ) -> Result<u8, Failure> {
-    let places = sockets::places(disks, inherited)?;
+    let places = match args.upgrade {
+        true => sockets::taken_places(disks, inherited)?,
+        false => sockets::places(disks, inherited)?,
+    };
     let plans = disks.iter().zip(places).map(|(disk, place)| plan(args, disk, place));
     let plans = plans.collect::<Result<Vec<_>, _>>()?;
     limits::become_io_flusher();
@@ -105,26 +103,17 @@ fn serve(
     let pidfile = args.pidfile.as_deref().map(std::path::absolute).transpose();
     let pidfile = pidfile
         .map_err(|error| Failure::system("the name of the pid file", &error, Exit::General))?;
-    if let Some(pidfile) = &pidfile {
+    if let Some(pidfile) = pidfile.as_ref().filter(|_| !args.upgrade) {
         Pidfile::check(pidfile)?;
     }
-    let opened: Result<Vec<Arc<Disk>>, Failure> =
-        plans.iter().map(|plan| plan.image.open(&fresh, plan.new.as_ref())).collect();
-    // The thread that takes signals knows what was made too, so it does not go by itself.
-    let opened = opened.inspect_err(|_| fresh.undo())?;
-    for reason in opened.iter().filter_map(|disk| disk.protection_reason()) {
-        terminal::note(reason);
-    }
-    if watcher.enter(Phase::Mounting).is_some() {
-        fresh.undo();
-        return Ok(Exit::General.code());
-    }
+    let running = match args.upgrade {
+        true => take::take_over(plans)?,
+        false => match begin(plans, &fresh, &watcher)? {
+            Some(running) => running,
+            None => return Ok(Exit::General.code()),
+        },
+    };
     let notify = Arc::new(Notify::from_environment());
-    let started: Result<Vec<Running>, Failure> =
-        plans.into_iter().zip(opened).map(|(plan, disk)| start(plan, disk)).collect();
-    let running = started.inspect_err(|_| fresh.undo())?;
-    // The images are in use from now on: a failure below does not take them away.
-    fresh.keep();
     let pidfile = pidfile.as_deref().map(Pidfile::create).transpose()?;
     let ready = match running.as_slice() {
         [only] => only.ready.clone(),
@@ -145,8 +134,18 @@ fn serve(
     if watcher.enter(Phase::Serving(actions(&running, &notify))).is_some() {
         handles.iter().for_each(Handle::stop);
     }
+    let given: Vec<_> =
+        running.iter().map(|disk| disk.giver.as_ref().map(Giver::was_given)).collect();
     let result = wait(args, running);
     watcher.enter(Phase::Ending);
+    let is_given = |flag: &Option<Arc<AtomicBool>>| {
+        flag.as_ref().is_some_and(|flag| flag.load(Ordering::Acquire))
+    };
+    if given.iter().all(is_given) {
+        // The other process speaks to the service manager from now on.
+        terminal::note("handed over to another process");
+        return result;
+    }
     let why = match (&result, watcher.stopped_by()) {
         (Err(failure), _) => failure.message().to_owned(),
         (Ok(_), Some(signal)) => format!("stopped by {signal}"),
@@ -160,6 +159,33 @@ fn serve(
     result
 }
 
+/// Opens and serves all disks. `None`: a signal came meanwhile.
+///
+/// Errors: why one cannot be served; nothing that was made stays.
+fn begin(
+    plans: Vec<Plan<'_>>,
+    fresh: &Fresh,
+    watcher: &Watcher,
+) -> Result<Option<Vec<Running>>, Failure> {
+    let opened: Result<Vec<Arc<Disk>>, Failure> =
+        plans.iter().map(|plan| plan.image.open(fresh, plan.new.as_ref())).collect();
+    // The thread that takes signals knows what was made too, so it does not go by itself.
+    let opened = opened.inspect_err(|_| fresh.undo())?;
+    for reason in opened.iter().filter_map(|disk| disk.protection_reason()) {
+        terminal::note(reason);
+    }
+    if watcher.enter(Phase::Mounting).is_some() {
+        fresh.undo();
+        return Ok(None);
+    }
+    let started: Result<Vec<Running>, Failure> =
+        plans.into_iter().zip(opened).map(|(plan, disk)| start(plan, disk)).collect();
+    let running = started.inspect_err(|_| fresh.undo())?;
+    // The images are in use from now on: a failure below does not take them away.
+    fresh.keep();
+    Ok(Some(running))
+}
+
 /// Errors: options of an image that it cannot have.
 fn plan<'a>(args: &ServeArgs, disk: &'a ServedDisk, place: Place) -> Result<Plan<'a>, Failure> {
     let source = &disk.args.source;
@@ -168,6 +194,8 @@ fn plan<'a>(args: &ServeArgs, disk: &'a ServedDisk, place: Place) -> Result<Plan
         new: new_image(source, disk.image.as_deref())?,
         image: ImagePlan {
             leaves_directory: args.daemonize,
+            inactive: disk.args.device.incoming,
+            wait_for_locks: Some(LOCK_WAIT),
             ..ImagePlan::new(source, disk.image.clone())
         },
         place,
@@ -182,28 +210,53 @@ fn start(plan: Plan<'_>, disk: Arc<Disk>) -> Result<Running, Failure> {
     let ready = format!("{} is served {}", plan.image.describe(&disk), plan.place.shown());
     let connects = matches!(plan.place, Place::Connect(_));
     let opened = plan.place.open()?;
-    let options = vhost::options(plan.args, &disk, opened.listen, name.clone());
+    let options = vhost::options(plan.args, disk.is_read_only(), opened.listen, name.clone());
     let served = Served::start(Arc::clone(&disk), options)?;
     for note in served.notes() {
         terminal::warn(note);
     }
-    let handle = served.handle();
-    let for_control = handle.clone();
-    let commands =
-        Arc::new(DiskControl::new(Arc::clone(&disk), handle, move || for_control.stop()));
-    let control = control(opened.path.as_ref(), &commands);
-    Ok(Running {
-        ready,
-        name,
-        path: opened.path,
-        connects,
-        queues: vhost::queues(plan.args),
-        served,
-        disk,
-        made: opened.made,
-        commands,
-        control,
-    })
+    let queues = vhost::queues(plan.args);
+    let placed = Placed { ready, name, path: opened.path, connects, queues, made: opened.made };
+    Ok(placed.attend(served, disk))
+}
+
+/// What is known of a disk before it is served.
+struct Placed {
+    ready: String,
+    name: String,
+    path: Option<PathBuf>,
+    connects: bool,
+    queues: u16,
+    made: Option<MadeSocket>,
+}
+
+impl Placed {
+    /// Makes the sockets for `ringdisk ctl`, and for the process after this one.
+    fn attend(self, served: Served, disk: Arc<Disk>) -> Running {
+        let Placed { ready, name, path, connects, queues, made } = self;
+        let handle = served.handle();
+        let for_control = handle.clone();
+        let commands =
+            Arc::new(DiskControl::new(Arc::clone(&disk), handle, move || for_control.stop()));
+        let control = control(path.as_ref(), &commands);
+        let giver = path.as_ref().and_then(|path| {
+            let giver = Giver::start(path, served.hand_over_handle());
+            giver.inspect_err(|e| tracing::warn!("`--upgrade` cannot be used: {e}")).ok()
+        });
+        Running {
+            ready,
+            name,
+            path,
+            connects,
+            queues,
+            served,
+            disk,
+            made,
+            commands,
+            control,
+            giver,
+        }
+    }
 }
 
 /// Makes the control socket. Without one the disk is served all the same.
@@ -289,11 +342,18 @@ impl Running {
         if stats {
             print(&handle, &self.disk);
         }
-        drop(self.made);
+        let was_given =
+            self.giver.as_ref().is_some_and(|giver| giver.was_given().load(Ordering::Acquire));
+        match self.made {
+            // It is the name of the other process now.
+            Some(made) if was_given => made.leave(),
+            made => drop(made),
+        }
         // The image is free before clients of the control socket hear of the end.
         self.commands.let_go();
         drop(self.disk);
         drop(self.control);
+        drop(self.giver);
         result
     }
 }

@@ -303,11 +303,12 @@ mod tests {
         assert_ne!(name(real.join("vm.sock")), name(real.join("vm2.sock")));
         assert!(real_path(&directory.path().join("none/vm.sock")).is_err());
         let name = name(real.join("vm.sock"));
-        let first = listen_in(std::slice::from_ref(&real), &name).expect("listens");
-        let error = listen_in(std::slice::from_ref(&real), &name).expect_err("in use");
+        let places = [directory.path().to_owned()];
+        let first = listen_in(&places, &name).expect("listens");
+        let error = listen_in(&places, &name).expect_err("in use");
         assert!(error.to_string().contains("another process"), "{error}");
         drop(first);
-        listen_in(std::slice::from_ref(&real), &name).expect("listens again");
+        listen_in(&places, &name).expect("listens again");
     }
 
     #[test]

@@ -31,6 +31,19 @@ pub(crate) struct MadeSocket {
 }
 
 impl MadeSocket {
+    /// A socket that another process has made and handed over.
+    ///
+    /// Errors: nothing has that name any more.
+    pub(crate) fn adopt(path: &Path) -> io::Result<MadeSocket> {
+        let meta = fs::symlink_metadata(path)?;
+        Ok(MadeSocket { path: std::path::absolute(path)?, id: (meta.dev(), meta.ino()) })
+    }
+
+    /// Leaves the name to the process that has the socket now.
+    pub(crate) fn leave(self) {
+        std::mem::forget(self);
+    }
+
     /// Makes a listening socket.
     ///
     /// * `path`: at most as long as the system takes.

@@ -29,6 +29,8 @@ pub(crate) enum Place {
     Inherited(Inherited),
     /// One of the front end.
     Connect(PathBuf),
+    /// That of the process that serves the disk now, whether it listens there or connects.
+    Take(PathBuf),
 }
 
 /// Where the front ends of one disk come from.
@@ -53,6 +55,25 @@ pub(crate) fn places(
         .zip(inherited)
         .map(|(disk, inherited)| place(&disk.args.place, inherited))
         .collect()
+}
+
+/// The places of all disks that are served by another process now.
+///
+/// Errors: a disk whose socket has no path.
+pub(crate) fn taken_places(
+    disks: &[ServedDisk],
+    inherited: Vec<Option<Inherited>>,
+) -> Result<Vec<Place>, Failure> {
+    let place = |(disk, inherited): (&ServedDisk, Option<Inherited>)| {
+        let args = &disk.args.place;
+        let path = args.vhost_user_blk.clone().or_else(|| args.connect.clone());
+        let path = path.or_else(|| inherited.and_then(|inherited| inherited.path));
+        path.map(Place::Take).ok_or_else(|| {
+            Failure::new(Exit::Usage, "--upgrade finds the disk by the path of its socket")
+                .hint("--vhost-user-blk /run/vm1.sock")
+        })
+    };
+    disks.iter().zip(inherited).map(place).collect()
 }
 
 fn place(args: &SocketArgs, inherited: Option<Inherited>) -> Result<Place, Failure> {
@@ -93,7 +114,15 @@ fn check_path(path: &Path) -> Result<(), Failure> {
         _ => Path::new("."),
     };
     match directory.metadata() {
-        Ok(_) => Ok(()),
+        Ok(meta) if meta.is_dir() => Ok(()),
+        Ok(_) => Err(Failure::new(
+            Exit::Mountpoint,
+            format!(
+                "the socket '{shown}' cannot be made: '{}' is no directory",
+                directory.display()
+            ),
+        )
+        .hint("give another name")),
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             let shown = directory.display().to_string();
             Err(Failure::new(Exit::Mountpoint, format!("the directory '{shown}' does not exist"))
@@ -122,7 +151,7 @@ impl Place {
                     if listens { Listen::Listener } else { Listen::Stream };
                 Ok(Opened { listen: listen(socket), path, made: None })
             }
-            Place::Connect(path) => {
+            Place::Connect(path) | Place::Take(path) => {
                 let real = real_path(&path).ok();
                 // The process may leave its directory, and connects again later.
                 let path = std::path::absolute(&path)
@@ -139,6 +168,7 @@ impl Place {
         match self {
             Place::Make { path, .. } => format!("at {}", path.display()),
             Place::Connect(path) => format!("to whoever listens at {}", path.display()),
+            Place::Take(path) => format!("at {}", path.display()),
             Place::Inherited(Inherited { path: Some(path), .. }) => {
                 format!("at {}", path.display())
             }

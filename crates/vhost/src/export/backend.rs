@@ -2,6 +2,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::time::Duration;
 
 use ringdisk_disk::Disk;
 use ringdisk_guest::inflight::InflightArea as Inflight;
@@ -17,11 +18,14 @@ use crate::session::{
 };
 use crate::worker::{Gone, QueueThread, RingStart, areas, layout};
 
+/// A migration's destination waits so long for the source to give the disk away.
+const TAKE_OVER: Duration = Duration::from_secs(10);
+
 /// What the front end gave for a virtqueue.
 #[derive(Debug, Default)]
-struct Ring {
-    call: Option<OwnedFd>,
-    error: Option<OwnedFd>,
+pub(super) struct Ring {
+    pub(super) call: Option<OwnedFd>,
+    pub(super) error: Option<OwnedFd>,
     /// What it was started with, while it runs or is suspended.
     setup: Option<VringSetup>,
     /// It waits for its memory to come back, and goes on here.
@@ -35,12 +39,12 @@ pub(super) struct Control {
     pub(super) device: Arc<Device>,
     pub(super) config: Config,
     pub(super) threads: Vec<QueueThread>,
-    memory: Arc<Memory>,
-    rings: Vec<Ring>,
-    inflight: Option<Arc<Inflight>>,
-    log: Option<Arc<Log>>,
-    log_event: Option<OwnedFd>,
-    channel: Option<BackChannel>,
+    pub(super) memory: Arc<Memory>,
+    pub(super) rings: Vec<Ring>,
+    pub(super) inflight: Option<Arc<Inflight>>,
+    pub(super) log: Option<Arc<Log>>,
+    pub(super) log_event: Option<OwnedFd>,
+    pub(super) channel: Option<BackChannel>,
     transfer: Option<StateTransfer>,
 }
 
@@ -85,7 +89,7 @@ impl Control {
     }
 
     /// Whether to go on waiting for a queue thread: not when requests are not to be answered any more.
-    fn is_patient(&self) -> impl Fn() -> bool + use<> {
+    pub(super) fn is_patient(&self) -> impl Fn() -> bool + use<> {
         let device = Arc::clone(&self.device);
         move || !device.gives_up()
     }
@@ -141,7 +145,7 @@ impl Control {
     }
 
     /// Gives the memory to all queue threads.
-    fn show_memory(&self, memory: &Arc<Memory>) -> Result<(), Refusal> {
+    pub(super) fn show_memory(&self, memory: &Arc<Memory>) -> Result<(), Refusal> {
         let shown: Vec<_> = self
             .threads
             .iter()
@@ -207,6 +211,11 @@ impl Control {
         Ok(stopped.wait(self.is_patient())?)
     }
 
+    /// What is written to guest memory is logged at the moment.
+    pub(super) fn is_migrating(&self) -> bool {
+        self.log_in_force().is_some()
+    }
+
     fn log_in_force(&self) -> Option<Arc<Log>> {
         self.log.clone().filter(|_| self.device.features() & LOG_ALL != 0)
     }
@@ -225,8 +234,37 @@ impl Control {
         Ok(Region::map(fd, guest_addr, user_addr, size, mmap_offset)?)
     }
 
+    /// Makes the disk ours before the first virtqueue runs: in a migration another process has had it until now.
+    fn take_disk(&self) -> Result<(), Refusal> {
+        if self.disk.is_active() {
+            return Ok(());
+        }
+        let taken = self.threads[0].ask_task(|worker| async move {
+            worker.disk.activate(&worker.ring, TAKE_OVER).await.map_err(|error| error.to_string())
+        });
+        taken.wait(self.is_patient())??;
+        tracing::info!("{}: the disk is ours", self.device.name);
+        Ok(())
+    }
+
+    /// The guest stands still at the end of a migration: the process that serves it there may have the disk. If it comes back, so does
+    /// the disk.
+    fn give_disk(&self) {
+        let given = self.threads[0].ask_task(|worker| async move {
+            worker.disk.deactivate(&worker.ring).await.map_err(|error| error.to_string())
+        });
+        match given.wait(self.is_patient()) {
+            Ok(Ok(())) => tracing::info!("{}: the disk is given away", self.device.name),
+            Ok(Err(why)) => tracing::error!("{}: the disk stays ours: {why}", self.device.name),
+            Err(Gone) => tracing::error!("{}: the queue thread does not answer", self.device.name),
+        }
+    }
+
     /// Makes what was written durable.
     pub(super) fn flush(&self) -> Result<(), Refusal> {
+        if !self.disk.is_active() {
+            return Ok(());
+        }
         let flushed =
             self.threads[0].ask_task(|worker| async move { worker.disk.flush(&worker.ring).await });
         Ok(flushed.wait(self.is_patient())??)
@@ -291,6 +329,7 @@ impl Backend for Control {
     }
 
     fn start_vring(&mut self, index: u16, setup: VringSetup) -> Result<(), Refusal> {
+        self.take_disk()?;
         let base = setup.base;
         self.rings[usize::from(index)].setup = Some(setup);
         let started = self.put_on(index, base);
@@ -303,10 +342,15 @@ impl Backend for Control {
     fn stop_vring(&mut self, index: u16) -> Result<u32, Refusal> {
         let ring = &mut self.rings[usize::from(index)];
         ring.setup = None;
-        match ring.suspended_at.take() {
-            Some(base) => Ok(base),
-            None => self.take_off(index),
+        let base = match ring.suspended_at.take() {
+            Some(base) => base,
+            None => self.take_off(index)?,
+        };
+        let is_last = self.rings.iter().all(|ring| ring.setup.is_none());
+        if is_last && self.device.features() & LOG_ALL != 0 {
+            self.give_disk();
         }
+        Ok(base)
     }
 
     fn set_vring_call(&mut self, index: u16, call: Option<OwnedFd>) -> Result<(), Refusal> {

@@ -8,6 +8,7 @@ use rustix::event::epoll;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::backend::Control;
+use super::hand_over::FrontEnd;
 use super::options::Second;
 use super::signals::Signals;
 use super::sockets::Door;
@@ -29,9 +30,12 @@ enum End {
     Stopped,
     /// An I/O error, and nothing is answered any more.
     GaveUp,
+    /// Another process goes on.
+    HandedOver,
 }
 
 /// What the control thread needs.
+#[derive(Debug)]
 pub(super) struct Host {
     pub(super) control: Control,
     pub(super) door: Door,
@@ -39,6 +43,15 @@ pub(super) struct Host {
     pub(super) second: Second,
     pub(super) signals: Arc<Signals>,
     pub(super) name: String,
+    /// A front end that another process has handed over, whose virtqueues do not run yet.
+    pub(super) front_end: Option<FrontEnd>,
+}
+
+/// Why the waiting for a front end ended.
+enum Next {
+    FrontEnd(OwnedFd),
+    Stopped,
+    HandedOver,
 }
 
 impl Host {
@@ -47,9 +60,10 @@ impl Host {
     /// Errors: why it ended by itself.
     pub(super) fn run(mut self) -> Result<(), Error> {
         let result = self.serve();
-        let gave_up = self.control.device.gives_up();
+        self.signals.refuse_requests();
+        let is_ours = !self.control.device.gives_up() && !matches!(result, Ok(End::HandedOver));
         let mut flushed = Ok(());
-        if !gave_up {
+        if is_ours {
             flushed = self.control.flush().map_err(|refusal| {
                 Error::new(
                     ErrorKind::Storage,
@@ -66,17 +80,37 @@ impl Host {
                 tracing::warn!("{}: a queue thread does not end; it is left behind", self.name);
             }
         }
-        result.and(flushed)
+        result.map(|_| ()).and(flushed)
     }
 
-    fn serve(&mut self) -> Result<(), Error> {
+    /// The front end of another process goes on here.
+    fn go_on(&mut self) -> Option<End> {
+        let (mut session, socket) = self.front_end.take()?;
+        if let Err(error) = session.resume(&mut self.control) {
+            tracing::error!("{}: the front end that was taken over is let go: {error}", self.name);
+            session.close(&mut self.control);
+            return Some(End::Gone);
+        }
+        Some(self.converse_as(session, socket))
+    }
+
+    fn serve(&mut self) -> Result<End, Error> {
         loop {
-            let Some(socket) = self.next_front_end()? else { return Ok(()) };
-            tracing::info!("{}: a front end has connected", self.name);
-            match self.converse(socket) {
-                End::Gone if matches!(self.door, Door::One(_)) => return Ok(()),
+            let end = match self.go_on() {
+                Some(end) => end,
+                None => match self.next_front_end()? {
+                    Next::Stopped => return Ok(End::Stopped),
+                    Next::HandedOver => return Ok(End::HandedOver),
+                    Next::FrontEnd(socket) => {
+                        tracing::info!("{}: a front end has connected", self.name);
+                        self.converse_as(Session::new(self.session), socket)
+                    }
+                },
+            };
+            match end {
+                End::Gone if matches!(self.door, Door::One(_)) => return Ok(End::Gone),
                 End::Gone => tracing::info!("{}: the front end has gone", self.name),
-                End::Stopped => return Ok(()),
+                End::Stopped | End::HandedOver => return Ok(end),
                 End::GaveUp => {
                     let text =
                         format!("{}: stopped after an I/O error (--on-error stop)", self.name);
@@ -88,18 +122,24 @@ impl Host {
         }
     }
 
-    /// Waits for a front end; `None`: the export was asked to stop.
-    fn next_front_end(&mut self) -> Result<Option<OwnedFd>, Error> {
+    /// Waits for a front end.
+    fn next_front_end(&mut self) -> Result<Next, Error> {
         loop {
             self.signals.clear();
             if self.signals.is_stopped() {
-                return Ok(None);
+                return Ok(Next::Stopped);
+            }
+            if let Some(request) = self.signals.take_request() {
+                if request.serve(&mut self.control, &self.door, None) {
+                    return Ok(Next::HandedOver);
+                }
+                continue;
             }
             if self.signals.has_panicked() {
                 return Err(self.panicked());
             }
             if let Some(socket) = self.door.next()? {
-                return Ok(Some(socket));
+                return Ok(Next::FrontEnd(socket));
             }
             let wake = PollFd::from_borrowed_fd(self.signals.as_fd(), PollFlags::IN);
             let waited = match &self.door {
@@ -125,7 +165,7 @@ impl Host {
     }
 
     /// Serves one front end until it goes.
-    fn converse(&mut self, socket: OwnedFd) -> End {
+    fn converse_as(&mut self, mut session: Session, socket: OwnedFd) -> End {
         let wake = match self.wake() {
             Ok(wake) => wake,
             Err(errno) => {
@@ -133,10 +173,11 @@ impl Host {
                 return End::Gone;
             }
         };
-        let mut session = Session::new(self.session);
         let mut connection = Connection::new(socket);
         let end = self.messages(&mut session, &mut connection, wake.as_fd());
-        session.close(&mut self.control);
+        if !matches!(end, End::HandedOver) {
+            session.close(&mut self.control);
+        }
         end
     }
 
@@ -162,6 +203,12 @@ impl Host {
                 Ok(Received::Woken) => {
                     if let Some(end) = self.woken() {
                         return end;
+                    }
+                    while let Some(request) = self.signals.take_request() {
+                        let front_end = Some((&mut *session, &*connection));
+                        if request.serve(&mut self.control, &self.door, front_end) {
+                            return End::HandedOver;
+                        }
                     }
                 }
                 Ok(Received::Closed) => return End::Gone,

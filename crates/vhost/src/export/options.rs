@@ -96,8 +96,8 @@ pub struct ExportOptions {
     pub serial: String,
     /// Bytes, a power of two, [`BLOCK_SIZE_MIN`]..=[`BLOCK_SIZE_MAX`].
     pub logical_block_size: u32,
-    /// Bytes, a power of two, not smaller than the logical one.
-    pub physical_block_size: u32,
+    /// Bytes, a power of two, not smaller than the logical one; `None`: what the storage has.
+    pub physical_block_size: Option<u32>,
     /// Whether the device's write cache is on (`wce`) at the start; the guest may change it.
     pub write_cache: bool,
     /// Packed virtqueues are offered.
@@ -108,8 +108,6 @@ pub struct ExportOptions {
     pub on_error: OnError,
     /// Refuse writes although the disk would take them.
     pub read_only: bool,
-    /// The disk comes from a migration: nothing of it is used before the first virtqueue starts.
-    pub incoming: bool,
 }
 
 impl ExportOptions {
@@ -127,13 +125,12 @@ impl ExportOptions {
             numa: Numa::Auto,
             serial: String::new(),
             logical_block_size: BLOCK_SIZE_MIN,
-            physical_block_size: BLOCK_SIZE_MIN,
+            physical_block_size: None,
             write_cache: true,
             packed: true,
             pin_guest_memory: false,
             on_error: OnError::Report,
             read_only: false,
-            incoming: false,
         }
     }
 
@@ -159,12 +156,14 @@ impl ExportOptions {
         }
         check_serial(&self.serial).or_else(usage)?;
         check_block_size(self.logical_block_size).or_else(usage)?;
-        check_block_size(self.physical_block_size).or_else(usage)?;
-        if self.physical_block_size < self.logical_block_size {
-            return usage(format!(
-                "physical blocks of {} bytes are smaller than the logical ones of {}",
-                self.physical_block_size, self.logical_block_size
-            ));
+        if let Some(physical) = self.physical_block_size {
+            check_block_size(physical).or_else(usage)?;
+            let logical = self.logical_block_size;
+            if physical < logical {
+                return usage(format!(
+                    "physical blocks of {physical} bytes are smaller than the logical ones of {logical}"
+                ));
+            }
         }
         Ok(())
     }
@@ -228,8 +227,15 @@ mod tests {
             (ExportOptions { serial: "x".repeat(21), ..options() }, "20 is the most"),
             (ExportOptions { serial: String::from("a\tb"), ..options() }, "printable"),
             (ExportOptions { logical_block_size: 256, ..options() }, "power of two"),
-            (ExportOptions { physical_block_size: 4095, ..options() }, "power of two"),
-            (ExportOptions { logical_block_size: 4096, ..options() }, "smaller than the logical"),
+            (ExportOptions { physical_block_size: Some(4095), ..options() }, "power of two"),
+            (
+                ExportOptions {
+                    logical_block_size: 4096,
+                    physical_block_size: Some(512),
+                    ..options()
+                },
+                "smaller than the logical",
+            ),
         ] {
             let error = options.check().expect_err(text);
             assert_eq!(error.kind(), ErrorKind::Usage);

@@ -1,10 +1,13 @@
 //! What other threads tell the control thread.
 
+use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::event::{EventfdFlags, eventfd};
 
+use super::hand_over::Request;
 use crate::{Error, ErrorKind};
 
 /// Flags and the eventfd that says that one was set. Any thread.
@@ -14,6 +17,7 @@ pub(crate) struct Signals {
     stop: AtomicBool,
     panicked: AtomicBool,
     changed: AtomicBool,
+    requests: Mutex<VecDeque<Request>>,
 }
 
 impl Signals {
@@ -28,6 +32,7 @@ impl Signals {
             stop: AtomicBool::new(false),
             panicked: AtomicBool::new(false),
             changed: AtomicBool::new(false),
+            requests: Mutex::default(),
         })
     }
 
@@ -64,6 +69,25 @@ impl Signals {
 
     pub(crate) fn take_changed(&self) -> bool {
         self.changed.swap(false, Ordering::AcqRel)
+    }
+
+    /// Another process wants the export.
+    pub(crate) fn request(&self, request: Request) {
+        self.requests().push_back(request);
+        self.wake();
+    }
+
+    pub(crate) fn take_request(&self) -> Option<Request> {
+        self.requests().pop_front()
+    }
+
+    /// The control thread has ended: nobody will answer.
+    pub(crate) fn refuse_requests(&self) {
+        self.requests().clear();
+    }
+
+    fn requests(&self) -> MutexGuard<'_, VecDeque<Request>> {
+        self.requests.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Empties the eventfd; flags are looked at after that.

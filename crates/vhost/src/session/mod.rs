@@ -11,6 +11,7 @@
 //! - Messages that need a protocol feature are refused without it. Beyond that no order is enforced: the front ends that exist differ.
 
 mod backend;
+mod hand_over;
 mod regions;
 mod requests;
 mod vring;
@@ -20,6 +21,7 @@ use std::os::fd::OwnedFd;
 pub use backend::{
     Backend, ConfigWrite, InflightArea, Refusal, RegionSetup, StateDirection, VringSetup,
 };
+pub use hand_over::{SavedVring, SessionState};
 use regions::Regions;
 use vring::Vring;
 

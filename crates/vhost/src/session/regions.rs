@@ -31,6 +31,11 @@ impl Regions {
         self.0.len()
     }
 
+    /// Guest address, size and front end's address of each.
+    pub(super) fn saved(&self) -> Vec<(u64, u64, u64)> {
+        self.0.iter().map(|known| (known.guest_addr, known.size, known.user_addr)).collect()
+    }
+
     /// A table of these regions alone.
     ///
     /// Errors: one of them cannot be, or two overlap.

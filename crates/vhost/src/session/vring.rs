@@ -47,7 +47,7 @@ impl Vring {
             if self.base > u32::from(u16::MAX) {
                 return Err(format!("base {:#x}, a split ring has 16 bits", self.base));
             }
-        } else if address.available % USED_ALIGN != 0 {
+        } else if !address.available.is_multiple_of(USED_ALIGN) {
             return Err(format!("event suppression at {:#x} is not aligned", address.available));
         }
         let kick = kick.try_clone().map_err(|error| format!("its kick eventfd: {error}"))?;
@@ -93,7 +93,7 @@ pub(super) fn check(address: &VringAddress) -> Result<(), String> {
         if at == 0 {
             return Err(format!("{what} at address 0"));
         }
-        if at % align != 0 {
+        if !at.is_multiple_of(align) {
             return Err(format!("{what} at {at:#x}, not aligned to {align}"));
         }
     }

@@ -25,8 +25,7 @@ fn one_disk_has_the_options_of_the_command_line() {
     let all = disks(
         "disk.img -f raw --direct --vhost-user-blk s --queues 4 --queue-size 128 --threads 2 --cpus 0-1 --numa off \
          --serial root --logical-block-size 4k --physical-block-size 64k --packed off --pin-guest-memory --on-error stop \
-         --second-front-end refuse --socket-mode 660 --socket-group kvm --io-dummy"
-            .trim_end_matches(" --io-dummy"),
+         --second-front-end refuse --socket-mode 660 --socket-group kvm",
     )
     .expect("parses");
     let [disk] = all.as_slice() else { panic!("{all:?}") };
@@ -90,7 +89,7 @@ fn words_that_make_no_sense_are_refused() {
             ErrorKind::ArgumentConflict,
             "cannot be used with",
         ),
-        ("a --connect s --socket-mode 600", ErrorKind::MissingRequiredArgument, "--vhost-user-blk"),
+        ("a --connect s --socket-mode 600", ErrorKind::ArgumentConflict, "cannot be used with"),
         ("a --socket-fd 2", ErrorKind::ValueValidation, "3..="),
         ("a --socket-mode 466 --vhost-user-blk s", ErrorKind::ValueValidation, "octal mode"),
         ("a --socket-mode 8 --vhost-user-blk s", ErrorKind::ValueValidation, "octal mode"),
