@@ -2,22 +2,20 @@
 
 mod common;
 
-use std::os::unix::net::UnixStream;
-use std::path::Path;
-use std::process::Command;
+use std::os::fd::AsFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use common::serving::{
     Daemon, Place, SIZE, ctl, judge, load, locked_while, meanwhile, options, serve_command, stats,
 };
 use common::tools::qemu_img;
-use ringdisk_testkit::images;
 use ringdisk_testkit::model::{FrontEnd, Load, Request, Vm, ask, bits, words};
 use ringdisk_testkit::mount::text;
-use ringdisk_testkit::process::{LIMIT, Process, run, until};
+use ringdisk_testkit::process::{LIMIT, Process, run};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::process::Signal;
-use std::os::fd::AsFd;
 
 /// Processes that have a disk one after the other.
 const TIMES: usize = 3;
@@ -41,7 +39,14 @@ fn upgrade(old: Daemon, place: &Place, words: &[&str]) -> Daemon {
 }
 
 /// Takes a disk from process to process under load.
-fn upgrades(place: &Place, packed: bool, top: &Path, mut old: Daemon, load: &mut Load, vm: &mut Vm) {
+fn upgrades(
+    place: &Place,
+    packed: bool,
+    top: &Path,
+    mut old: Daemon,
+    load: &mut Load,
+    vm: &mut Vm,
+) {
     let (new, tries) = locked_while(top, || {
         meanwhile(vm, load, || {
             for _ in 0..TIMES {
@@ -167,37 +172,32 @@ fn a_process_that_cannot_take_it_leaves_it_where_it_is() {
     place.judge(&mut load);
 }
 
-/// The socket for the successor, of a disk that was just served by root or by us.
-fn successor(since: &[String]) -> std::path::PathBuf {
-    let fresh = upgrade_sockets().into_iter().find(|name| !since.contains(name));
-    fresh.expect("a socket for the successor").into()
-}
-
-fn upgrade_sockets() -> Vec<String> {
+/// Where the process that serves a disk waits for its successor.
+fn successor_of(socket: &Path) -> PathBuf {
+    let name = socket.canonicalize().expect("the socket");
+    let hash = name
+        .as_os_str()
+        .as_encoded_bytes()
+        .iter()
+        .fold(0x6c62_272e_07bb_0142_62b8_2175_6295_c58d_u128, |hash, byte| {
+            (hash ^ u128::from(*byte)).wrapping_mul((1 << 88) + 0x13b)
+        });
     let runtime = std::env::var("XDG_RUNTIME_DIR").unwrap_or_default();
     let user = rustix::process::geteuid().as_raw();
-    let places = [runtime, format!("/run/user/{user}"), String::from("/run")];
-    let places = places.into_iter().map(|place| format!("{place}/ringdisk"));
-    let places = places.chain([format!("/tmp/ringdisk-{user}")]);
-    let list = |place: String| std::fs::read_dir(place).into_iter().flatten().flatten();
-    let paths = places.flat_map(list).map(|entry| text(&entry.path()).to_owned());
-    paths.filter(|path| path.contains("/upgrade-")).collect()
-}
-
-/// Everybody who asks: the right one is the one whose process has the socket open.
-fn successor_of(daemon: &Daemon, known: &[String]) -> std::path::PathBuf {
-    let _ = daemon;
-    successor(known)
+    let places = [format!("{runtime}/ringdisk"), format!("/run/user/{user}/ringdisk")];
+    let places =
+        places.into_iter().chain([String::from("/run/ringdisk"), format!("/tmp/ringdisk-{user}")]);
+    let mut paths =
+        places.map(|place| Path::new(&place).join(format!("upgrade-disk-{hash:032x}.sock")));
+    paths.find(|path| path.exists()).expect("a socket for the successor")
 }
 
 #[test]
 fn a_new_process_that_dies_or_stays_silent_on_the_way_changes_nothing() {
     let place = Place::new("qcow2");
-    let known = upgrade_sockets();
     let old = place.start(&[]);
     let (mut vm, mut load) = (place.vm(false), load(5));
-    // Other tests make such sockets too: those that are not this one's refuse nothing and are let go at once as well.
-    let path = successor_of(&old, &known);
+    let path = successor_of(&place.socket);
     meanwhile(&mut vm, &mut load, || {
         for read in [0, 8, 4096] {
             let mut stream = UnixStream::connect(&path).expect("it listens");
@@ -299,15 +299,15 @@ fn one_of_two_disks_can_be_taken() {
 }
 
 #[test]
-fn a_front_end_that_listens_and_a_socket_of_a_service_manager_stay_theirs() {
-    // Started by hand, by the name of the manager's socket: the socket is not ours to remove.
+fn the_socket_of_a_service_manager_stays_the_managers() {
     let place = Place::new("raw");
-    let listener = std::os::unix::net::UnixListener::bind(&place.socket).expect("bind");
+    let listener = UnixListener::bind(&place.socket).expect("bind");
     let words = place.words();
-    let old = Daemon::of(&mut activated(&listener, &words));
+    let manager = "LISTEN_PID=$$ LISTEN_FDS=1";
+    let old = Daemon::with(&listener, manager, &words);
     let (mut vm, mut load) = (place.vm(false), load(11));
     let new = meanwhile(&mut vm, &mut load, || {
-        let new = Daemon::of(&mut activated(&listener, &[&words[..], &["--upgrade"]].concat()));
+        let new = Daemon::with(&listener, manager, &[&words[..], &["--upgrade"]].concat());
         old.ends(0);
         new
     });
@@ -316,22 +316,4 @@ fn a_front_end_that_listens_and_a_socket_of_a_service_manager_stay_theirs() {
     new.ends(0);
     assert!(place.socket.exists(), "the socket is the manager's");
     place.judge(&mut load);
-    let _ = until(Duration::ZERO, || Some(()));
-    assert_eq!(images::first_difference(&place.image, &place.image), None);
-}
-
-/// `ringdisk serve WORDS…` as a service manager starts it.
-fn activated(listener: &std::os::unix::net::UnixListener, words: &[&str]) -> Command {
-    let mut command = Command::new("sh");
-    // The test harness gives no standard input, so the descriptor goes by a name that a shell can open: its own number.
-    let fd = rustix::io::fcntl_dupfd_cloexec(listener, 100).expect("a descriptor");
-    rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::empty()).expect("inheritable");
-    let number = std::os::fd::IntoRawFd::into_raw_fd(fd);
-    command
-        .arg("-c")
-        .arg(format!("exec 3<&{number} {number}<&-; LISTEN_PID=$$ LISTEN_FDS=1 exec \"$@\""))
-        .args(["sh", &common::program(), "serve"])
-        .args(words)
-        .env_remove("NOTIFY_SOCKET");
-    command
 }

@@ -120,8 +120,7 @@ fn survive(format: &'static str, packed: bool, through: bool, seed: u64) {
             let resumed = std::thread::scope(|scope| {
                 let killer = early.then(|| scope.spawn(move || kill_after(pid, pause)));
                 let front = connect(&mut process, &daemon.socket);
-                let resumed =
-                    front.map_or(Err(Refused::Gone), |front| vm.resume(front, rule));
+                let resumed = front.map_or(Err(Refused::Gone), |front| vm.resume(front, rule));
                 killer.map(|killer| killer.join().expect("it was killed"));
                 resumed
             });

@@ -1,6 +1,7 @@
 //! `ringdisk serve` as a process, and what is asked of it.
 
 use std::fs::File;
+use std::os::fd::{AsFd, AsRawFd};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -10,6 +11,7 @@ use ringdisk_testkit::model::{FrontEnd, Load, LoadOptions, Vm, VmOptions, bits};
 use ringdisk_testkit::mount::{scratch, text};
 use ringdisk_testkit::process::{Finished, LIMIT, Process, until};
 use rustix::fs::{FlockOperation, fcntl_lock};
+use rustix::io::{FdFlags, fcntl_dupfd_cloexec, fcntl_setfd};
 use rustix::process::Signal;
 use serde_json::Value;
 use tempfile::TempDir;
@@ -36,6 +38,27 @@ impl Daemon {
     /// Starts a command, and waits until it says that it serves.
     pub(crate) fn of(command: &mut Command) -> Daemon {
         Daemon { process: Process::spawn(command) }.ready()
+    }
+
+    /// `ringdisk serve WORDS…` with a socket as descriptor 3.
+    ///
+    /// * `set`: what a shell puts into the environment.
+    pub(crate) fn with(socket: impl AsFd, set: &str, words: &[&str]) -> Daemon {
+        // Where no other descriptor is, and open for the child only as long as this.
+        let copy = fcntl_dupfd_cloexec(socket, 500).expect("a descriptor");
+        fcntl_setfd(&copy, FdFlags::empty()).expect("a descriptor to be inherited");
+        let number = copy.as_raw_fd();
+        let mut command = Command::new("bash");
+        command
+            .arg("-c")
+            .arg(format!("exec 3<&{number} {number}<&- && exec env {set} \"$0\" serve \"$@\""))
+            .arg(program())
+            .args(words)
+            .env_remove("NOTIFY_SOCKET")
+            .env_remove("LISTEN_FDS");
+        let process = Process::spawn(&mut command);
+        drop(copy);
+        Daemon { process }.ready()
     }
 
     /// `ringdisk serve WORDS… --vhost-user-blk SOCKET`.
@@ -143,7 +166,9 @@ pub(crate) fn judge(image: &Path, format: &str, load: &mut Load) {
             images::reference(image, format)
         }
     };
-    load.judge(&std::fs::read(content).expect("the image")[..usize::try_from(SIZE).expect("small")]);
+    load.judge(
+        &std::fs::read(content).expect("the image")[..usize::try_from(SIZE).expect("small")],
+    );
 }
 
 /// A machine with two virtqueues.
