@@ -92,7 +92,7 @@ fn survive(format: &'static str, packed: bool, through: bool, seed: u64) {
         vm.front.set_config(WRITEBACK, &[0]).expect("CONFIG_WCE was agreed on");
     }
     let mut prng = Prng::new(seed);
-    let block = if seed % 2 == 0 { 512 } else { 4096 };
+    let block = if seed.is_multiple_of(2) { 512 } else { 4096 };
     let load = LoadOptions { size: SIZE, block, bytes_max: 64 << 10, segments: 8, depth: 8, seed };
     let mut load = Load::new(load);
     let kills = kills();
@@ -121,7 +121,9 @@ fn survive(format: &'static str, packed: bool, through: bool, seed: u64) {
                 let killer = early.then(|| scope.spawn(move || kill_after(pid, pause)));
                 let front = connect(&mut process, &daemon.socket);
                 let resumed = front.map_or(Err(Refused::Gone), |front| vm.resume(front, rule));
-                killer.map(|killer| killer.join().expect("it was killed"));
+                if let Some(killer) = killer {
+                    killer.join().expect("it was killed");
+                }
                 resumed
             });
             match resumed {

@@ -95,7 +95,10 @@ impl Control {
     /// when the export is to end.
     pub(super) fn is_patient(&self) -> impl Fn() -> bool + use<> {
         let (device, begun) = (Arc::clone(&self.device), Instant::now());
-        move || !device.gives_up() && !(device.is_ending() && begun.elapsed() > END_PATIENCE)
+        move || {
+            let is_late = device.is_ending() && begun.elapsed() > END_PATIENCE;
+            !device.gives_up() && !is_late
+        }
     }
 
     /// Tells the front end that the configuration space has changed.
