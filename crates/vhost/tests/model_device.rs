@@ -133,7 +133,7 @@ fn a_read_only_disk_is_read_and_not_changed() {
 fn logical_blocks_of_4096_bytes_are_the_smallest_unit() {
     let (_sim, disk) = simulated(MIB + 512);
     let served = serve(disk, |options| {
-        (options.logical_block_size, options.physical_block_size) = (4096, 16384);
+        (options.logical_block_size, options.physical_block_size) = (4096, Some(16384));
     });
     let mut vm = served.vm(options());
     let config = vm.front.config(0, 60).expect("the configuration");
