@@ -193,6 +193,8 @@ fn plan<'a>(args: &ServeArgs, disk: &'a ServedDisk, place: Place) -> Result<Plan
         args: &disk.args,
         new: new_image(source, disk.image.as_deref())?,
         image: ImagePlan {
+            // The guest lives on when this process is killed, and what it was answered must be there for the next one.
+            outlives_process: true,
             leaves_directory: args.daemonize,
             inactive: disk.args.device.incoming,
             wait_for_locks: Some(LOCK_WAIT),
