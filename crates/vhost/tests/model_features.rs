@@ -2,7 +2,9 @@
 
 mod common;
 
-use common::{MIB, load, open, serve, simulated};
+use std::sync::Arc;
+
+use common::{MIB, close, load, open, serve, simulated};
 use ringdisk_disk::Format;
 use ringdisk_testkit::images;
 use ringdisk_testkit::limits::full;
@@ -95,7 +97,8 @@ fn every_kind_of_virtqueue_reads_what_was_written_in_a_qcow2_image() {
     let path = directory.path().join("disk.qcow2");
     for (seed, shape) in (200..).zip(shapes()) {
         images::qcow2(&path, "4M", "cluster_size=4k");
-        let served = serve(open(&path, Format::Qcow2), |_| {});
+        let disk = open(&path, Format::Qcow2);
+        let served = serve(Arc::clone(&disk), |_| {});
         let mut vm = served.vm(options(shape));
         let mut load = Load::new(load(4 * MIB, seed));
         load.run(&mut vm, 500);
@@ -103,6 +106,8 @@ fn every_kind_of_virtqueue_reads_what_was_written_in_a_qcow2_image() {
         load.read_all(&mut vm);
         drop(vm);
         drop(served);
+        close(&disk);
+        drop(disk);
         images::assert_clean(&path);
         load.judge(&std::fs::read(images::reference(&path, "qcow2")).expect("the image"));
     }

@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
+use rustix::io::retry_on_intr;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
@@ -94,7 +95,7 @@ impl FrontEnd {
             assert!(control.push(SendAncillaryMessage::ScmRights(fds)), "too many descriptors");
         }
         let slices = [IoSlice::new(bytes)];
-        match sendmsg(&self.socket, &slices, &mut control, SendFlags::NOSIGNAL) {
+        match retry_on_intr(|| sendmsg(&self.socket, &slices, &mut control, SendFlags::NOSIGNAL)) {
             Ok(sent) => self.socket.write_all(&bytes[sent..]).is_ok(),
             Err(_) => false,
         }
@@ -111,7 +112,10 @@ impl FrontEnd {
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
             let mut control = RecvAncillaryBuffer::new(&mut space);
             let mut slices = [IoSliceMut::new(&mut header[done..])];
-            let got = recvmsg(&self.socket, &mut slices, &mut control, RecvFlags::CMSG_CLOEXEC);
+            // Late work of a ring of this thread interrupts, too.
+            let got = retry_on_intr(|| {
+                recvmsg(&self.socket, &mut slices, &mut control, RecvFlags::CMSG_CLOEXEC)
+            });
             for message in control.drain() {
                 if let RecvAncillaryMessage::ScmRights(rights) = message {
                     fds.extend(rights);

@@ -26,6 +26,8 @@ impl Source for Worker {
         let mut came = false;
         for vring in self.vrings.borrow().iter() {
             came |= vring.enable_kicks();
+            // A ring whose memory is gone reads as one without requests: nothing else would tell.
+            vring.check(&self.view.borrow(), &self.device);
         }
         if came {
             self.disarm();

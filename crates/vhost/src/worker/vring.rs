@@ -162,6 +162,14 @@ impl Vring {
         }
     }
 
+    /// Looks whether the memory of the rings, or any that is used, is gone.
+    pub(super) fn check(&self, view: &View, device: &Device) {
+        let checked = self.queue.borrow_mut().as_mut().map_or(Ok(()), |queue| queue.check(view));
+        if let Err(broken) = checked {
+            self.tell_broken(device, &broken.to_string());
+        }
+    }
+
     /// The guest sent a request that makes no sense.
     pub(crate) fn set_broken(&self, device: &Device, reason: &str) {
         if let Some(queue) = self.queue.borrow_mut().as_mut() {

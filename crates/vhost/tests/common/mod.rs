@@ -37,6 +37,13 @@ pub(crate) fn open(path: &Path, format: Format) -> Arc<Disk> {
     runtime.block_on(async { Disk::open(&ring, source, &options).await }).expect("open")
 }
 
+/// Closes an image that is served no more.
+pub(crate) fn close(disk: &Disk) {
+    let mut runtime = Runtime::new(Config::default()).expect("io_uring");
+    let ring = runtime.ring().clone();
+    runtime.block_on(async { disk.close(&ring).await }).expect("close");
+}
+
 /// An export of this process, and where it listens.
 pub(crate) struct Served {
     pub(crate) export: Export,
@@ -46,6 +53,7 @@ pub(crate) struct Served {
 
 /// Serves a disk.
 pub(crate) fn serve(disk: Arc<Disk>, change: impl FnOnce(&mut ExportOptions)) -> Served {
+    let _ = tracing_subscriber::fmt().with_test_writer().try_init();
     let directory = scratch();
     let path = directory.path().join("socket");
     let listener = UnixListener::bind(&path).expect("a socket");
