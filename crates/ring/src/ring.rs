@@ -1,6 +1,6 @@
 //! The handle through which everything on a ring thread submits.
 
-use std::cell::{Cell, OnceCell, RefCell, UnsafeCell};
+use std::cell::{Cell, RefCell, UnsafeCell};
 use std::collections::VecDeque;
 use std::future::{Future, poll_fn};
 use std::os::fd::{AsFd, AsRawFd, RawFd};
@@ -86,7 +86,7 @@ pub(crate) struct Inner {
     /// Something else than inline completions is sure to be awaited ([`Ring::wait_past_inline`]).
     pub(crate) past_inline: Cell<bool>,
     /// Work that comes through shared memory.
-    pub(crate) source: OnceCell<Rc<dyn Source>>,
+    pub(crate) source: RefCell<Option<Rc<dyn Source>>>,
 }
 
 /// Handle of a ring; cheap to clone, bound to its thread.
@@ -153,7 +153,7 @@ impl Inner {
             polling: Cell::new(None),
             polling_held: Cell::new(false),
             past_inline: Cell::new(false),
-            source: OnceCell::new(),
+            source: RefCell::default(),
         })
     }
 
@@ -561,6 +561,32 @@ impl Ring {
         }
         self.0.registered_buffers.borrow_mut().push(buf);
         Ok(())
+    }
+}
+
+impl Ring {
+    /// Puts memory into a slot of the table of registered buffers ([`Ring::register_buffers`]), or empties it. Pins the memory for as long as
+    /// it is there.
+    ///
+    /// * `memory`: at most 1 GiB, the kernel's limit; kept alive by its user until the slot is empty or the ring is gone.
+    ///
+    /// Errors: `ENOMEM` above RLIMIT_MEMLOCK, `EFAULT` for too much, `ENXIO` without a table, `EOPNOTSUPP` for pages that cannot be pinned.
+    pub fn update_buffer(
+        &self,
+        slot: u16,
+        memory: Option<&Arc<SharedMemory>>,
+    ) -> Result<(), Errno> {
+        let buf = memory.map(SharedMemory::buffer);
+        let vector = match &buf {
+            Some(buf) => libc::iovec { iov_base: buf.as_mut_ptr().cast(), iov_len: buf.len() },
+            None => libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 },
+        };
+        // SAFETY: the kernel pins the pages, so they stay whatever becomes of the mapping; operations reach them through buffers that
+        // keep the mapping alive.
+        let updated = unsafe {
+            self.0.uring.submitter().register_buffers_update(u32::from(slot), &[vector], None)
+        };
+        updated.map_err(|error| Errno::from_raw_os_error(error.raw_os_error().unwrap_or(libc::EIO)))
     }
 }
 

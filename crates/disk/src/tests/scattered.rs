@@ -59,9 +59,8 @@ async fn exercise(ring: &Ring, disk: &Disk, model: &mut [u8], seed: u64) {
     let mut memory = Memory::new();
     for request in 0..REQUESTS {
         // As guests do mostly, as firmware may, and as nobody does.
-        let (place_unit, memory_unit) =
-            [(4096, 4096), (512, 512), (512, 1), (1, 1)][number(&mut random, 4)];
-        let unit = place_unit as u64;
+        let (unit, memory_unit) =
+            [(4096u64, 4096), (512, 512), (512, 1), (1, 1)][number(&mut random, 4)];
         let offset = random.below(DISK_BYTES) / unit * unit;
         let len = (1 + random.below(REQUEST_MAX)).next_multiple_of(unit).min(DISK_BYTES - offset);
         let (at, len) =
@@ -73,7 +72,7 @@ async fn exercise(ring: &Ring, disk: &Disk, model: &mut [u8], seed: u64) {
             let byte = if random.below(4) == 0 { 0 } else { number(&mut random, 256) };
             let byte = u8::try_from(byte).expect("a byte");
             let new: Vec<u8> =
-                (0..len).map(|at| if byte == 0 { 0 } else { byte ^ at as u8 }).collect();
+                (0..len).map(|at| if byte == 0 { 0 } else { byte ^ at.to_le_bytes()[0] }).collect();
             buf.copy_from_slice(0, &new);
             assert_eq!(disk.write(ring, offset, &buf).await, Ok(len), "write {request}");
             assert_same(&buf.to_vec(), &new);

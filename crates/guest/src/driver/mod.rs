@@ -174,6 +174,16 @@ impl Driver {
         }
     }
 
+    /// Where a device that knows nothing would go on, as SET_VRING_BASE says it.
+    ///
+    /// * `avail`: behind what was shown to it; otherwise behind what it has used.
+    pub fn base(&self, avail: bool) -> u32 {
+        match &self.ring {
+            Ring::Split(ring) => ring.base(avail),
+            Ring::Packed(ring) => ring.base(avail),
+        }
+    }
+
     /// Asks for a call at the next used element. Gives whether one has come meanwhile.
     pub fn enable_calls(&mut self) -> bool {
         match &mut self.ring {

@@ -138,6 +138,12 @@ impl PackedDriver {
         Some(Used { id, len })
     }
 
+    pub(super) fn base(&self, avail: bool) -> u32 {
+        let place = if avail { self.avail } else { self.used };
+        let word = u32::from(place.index) | u32::from(place.wrap) << 15;
+        word | word << 16
+    }
+
     pub(super) fn enable_calls(&mut self, areas: &Areas) {
         let wrap = if self.used.wrap { PACKED_WRAP } else { 0 };
         let wish = match self.event_idx {

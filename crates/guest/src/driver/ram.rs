@@ -65,6 +65,11 @@ impl GuestRam {
         guest_addr - GUEST_BASE + USER_BASE
     }
 
+    /// Bytes that were taken, from the beginning.
+    pub fn taken(&self) -> u64 {
+        self.taken
+    }
+
     /// Takes memory. Gives its address of the guest.
     ///
     /// Errors: there is not so much left.

@@ -164,6 +164,10 @@ impl SplitDriver {
         Some(Used { id: head, len })
     }
 
+    pub(super) fn base(&self, avail: bool) -> u32 {
+        u32::from(if avail { self.shown } else { self.used })
+    }
+
     pub(super) fn enable_calls(&mut self, areas: &Areas) {
         if self.event_idx {
             let event = 4 + 2 * usize::from(self.size);

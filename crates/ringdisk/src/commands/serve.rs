@@ -107,7 +107,7 @@ fn serve(
         Pidfile::check(pidfile)?;
     }
     let running = match args.upgrade {
-        true => take::take_over(plans)?,
+        true => take::take_over(plans, &watcher)?,
         false => match begin(plans, &fresh, &watcher)? {
             Some(running) => running,
             None => return Ok(Exit::General.code()),

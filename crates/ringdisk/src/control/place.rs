@@ -71,6 +71,8 @@ pub(crate) fn user() -> u32 {
 
 /// What the names of the sockets of disks for virtual machines begin with.
 const DISK: &str = "disk-";
+/// What the names of the sockets for their successors begin with.
+const UPGRADE: &str = "upgrade-";
 
 /// The name of the socket of a mount.
 pub(crate) fn name_of_mount(device: (u32, u32)) -> String {
@@ -88,6 +90,13 @@ pub(crate) fn name_of_disk(path: &Path) -> String {
     let hash =
         bytes.iter().fold(START, |hash, byte| (hash ^ u128::from(*byte)).wrapping_mul(PRIME));
     format!("{DISK}{hash:032x}.sock")
+}
+
+/// The name of the socket for the process that takes such a disk over.
+///
+/// * `path`: as [`name_of_disk`] takes it.
+pub(crate) fn name_for_successor(path: &Path) -> String {
+    format!("{UPGRADE}{}", name_of_disk(path))
 }
 
 /// A path without links and dots in its directory, whether there is such a file or not.
@@ -237,6 +246,7 @@ fn remove_stale(directory: &Path) {
         let ours = name.ends_with(".sock")
             && (name.starts_with("mount-")
                 || name.starts_with(DISK)
+                || name.starts_with(UPGRADE)
                 || (name.starts_with("new-") && is_old()));
         if ours && is_dead(&entry.path()) {
             tracing::debug!("'{}' was left by a server that is gone", entry.path().display());
@@ -317,6 +327,7 @@ mod tests {
         let place = directory.path().to_owned();
         drop(UnixListener::bind(place.join("mount-0-1.sock")).expect("bind"));
         drop(UnixListener::bind(place.join("disk-1.sock")).expect("bind"));
+        drop(UnixListener::bind(place.join("upgrade-disk-1.sock")).expect("bind"));
         drop(UnixListener::bind(place.join("mount-0-77.sock")).expect("bind"));
         let alive = UnixListener::bind(place.join("mount-0-2.sock")).expect("bind");
         fs::write(place.join("notes.txt"), "mine").expect("write");

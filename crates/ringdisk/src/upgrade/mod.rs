@@ -14,10 +14,7 @@ mod taker;
 pub(crate) use giver::Giver;
 pub(crate) use taker::{Offer, Predecessor, ask};
 
-use std::path::Path;
 use std::time::Duration;
-
-use crate::control::place;
 
 /// The new process has everything.
 const READY: u8 = b'R';
@@ -25,10 +22,3 @@ const READY: u8 = b'R';
 const GO: u8 = b'G';
 /// Each step takes so long at most; the guest stands still meanwhile.
 const STEP: Duration = Duration::from_secs(8);
-
-/// The name of the socket for the successor.
-///
-/// * `path`: of the vhost-user socket, as [`place::real_path`] gives it.
-fn name(path: &Path) -> String {
-    format!("upgrade-{}", place::name_of_disk(path))
-}

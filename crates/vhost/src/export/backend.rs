@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ringdisk_disk::Disk;
 use ringdisk_guest::inflight::InflightArea as Inflight;
@@ -20,6 +20,9 @@ use crate::worker::{Gone, QueueThread, RingStart, areas, layout};
 
 /// A migration's destination waits so long for the source to give the disk away.
 const TAKE_OVER: Duration = Duration::from_secs(10);
+
+/// Requests in flight have so long at the end of an export: storage that never answers does not hold the process up.
+const END_PATIENCE: Duration = Duration::from_secs(10);
 
 /// What the front end gave for a virtqueue.
 #[derive(Debug, Default)]
@@ -88,10 +91,11 @@ impl Control {
         &self.threads[usize::from(index) % self.threads.len()]
     }
 
-    /// Whether to go on waiting for a queue thread: not when requests are not to be answered any more.
+    /// Whether to go on waiting for a queue thread: not when it is gone or requests are not to be answered any more, and not for ever
+    /// when the export is to end.
     pub(super) fn is_patient(&self) -> impl Fn() -> bool + use<> {
-        let device = Arc::clone(&self.device);
-        move || !device.gives_up()
+        let (device, begun) = (Arc::clone(&self.device), Instant::now());
+        move || !device.gives_up() && !(device.is_ending() && begun.elapsed() > END_PATIENCE)
     }
 
     /// Tells the front end that the configuration space has changed.

@@ -17,8 +17,9 @@ use crate::{Connection, Error, ErrorKind, Received};
 
 /// From the first byte of a message to its last, and for a reply to be taken.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Pauses between attempts to connect to a front end.
-const CONNECT_EVERY: Duration = Duration::from_millis(100);
+/// First pause between two attempts to connect to a front end; each one is longer than the one before, up to the last.
+const CONNECT_FIRST: Duration = Duration::from_millis(100);
+const CONNECT_LAST: Duration = Duration::from_secs(2);
 /// Queue threads have so long to end.
 const THREADS_END: Duration = Duration::from_secs(10);
 
@@ -32,6 +33,8 @@ enum End {
     GaveUp,
     /// Another process goes on.
     HandedOver,
+    /// A queue thread ended by a defect of ours.
+    Panicked,
 }
 
 /// What the control thread needs.
@@ -111,6 +114,7 @@ impl Host {
                 End::Gone if matches!(self.door, Door::One(_)) => return Ok(End::Gone),
                 End::Gone => tracing::info!("{}: the front end has gone", self.name),
                 End::Stopped | End::HandedOver => return Ok(end),
+                End::Panicked => return Err(self.panicked()),
                 End::GaveUp => {
                     let text =
                         format!("{}: stopped after an I/O error (--on-error stop)", self.name);
@@ -124,6 +128,7 @@ impl Host {
 
     /// Waits for a front end.
     fn next_front_end(&mut self) -> Result<Next, Error> {
+        let mut pause = CONNECT_FIRST;
         loop {
             self.signals.clear();
             if self.signals.is_stopped() {
@@ -147,7 +152,11 @@ impl Host {
                     let comes = PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN);
                     poll(&mut [wake, comes], None)
                 }
-                _ => poll(&mut [wake], Timespec::try_from(CONNECT_EVERY).ok().as_ref()),
+                _ => {
+                    let waited = poll(&mut [wake], Timespec::try_from(pause).ok().as_ref());
+                    pause = (pause * 3 / 2).min(CONNECT_LAST);
+                    waited
+                }
             };
             match waited {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
@@ -238,7 +247,10 @@ impl Host {
     /// Looks what woke us.
     fn woken(&mut self) -> Option<End> {
         self.signals.clear();
-        if self.signals.is_stopped() || self.signals.has_panicked() {
+        if self.signals.has_panicked() {
+            return Some(End::Panicked);
+        }
+        if self.signals.is_stopped() {
             return Some(End::Stopped);
         }
         if self.control.device.gives_up() {

@@ -93,6 +93,8 @@ fn pack(
     if control.is_migrating() {
         return refuse("the guest is being migrated; try again after that");
     }
+    // Most of what has to reach the storage does so while the guest still works. A failure comes again below.
+    let _ = control.flush();
     if let Some((session, _)) = front_end {
         session.suspend(control);
     }

@@ -174,6 +174,7 @@ impl Export {
                 cpus,
                 disk: Arc::clone(&disk),
                 device: Arc::clone(&device),
+                pins_memory: options.pin_guest_memory,
             });
             let thread = thread.map_err(ring_error)?;
             notes.extend(thread.pin_error.clone());

@@ -4,6 +4,7 @@
 //! served and completed in one turn of the loop is made visible to the guest at once, with one call at most.
 
 mod call;
+mod pins;
 mod slot;
 mod source;
 mod thread;
@@ -21,6 +22,8 @@ use ringdisk_ring::Ring;
 use ringdisk_ring::stats::QueueCells;
 
 use crate::device::Device;
+
+use pins::Pins;
 
 pub(crate) use slot::Slot;
 pub(crate) use thread::{Gone, QueueThread, ThreadSetup};
@@ -48,6 +51,8 @@ pub(crate) struct Worker {
     cursor: Cell<usize>,
     /// The guest does not kick: the thread looks by itself.
     is_armed: Cell<bool>,
+    /// Guest memory is registered with the ring (`--pin-guest-memory`).
+    pins: Option<RefCell<Pins>>,
     this: std::rc::Weak<Worker>,
 }
 
@@ -57,7 +62,9 @@ impl Worker {
         disk: Arc<Disk>,
         device: Arc<Device>,
         cells: Arc<QueueCells>,
+        pins_memory: bool,
     ) -> Rc<Worker> {
+        let pins = pins_memory.then(|| Pins::new(ring)).flatten();
         Rc::new_cyclic(|this| Worker {
             ring: ring.clone(),
             disk,
@@ -69,13 +76,18 @@ impl Worker {
             slots: Cell::new(0),
             cursor: Cell::new(0),
             is_armed: Cell::new(false),
+            pins: pins.map(RefCell::new),
             this: this.clone(),
         })
     }
 
     /// Memory of the guest from now on. Virtqueues whose requests use what goes must have been held.
     pub(crate) fn set_memory(&self, memory: Arc<Memory>) {
-        *self.view.borrow_mut() = Rc::new(View::new(memory));
+        let view = match &self.pins {
+            Some(pins) => pins.borrow_mut().view(&self.ring, memory),
+            None => View::new(memory),
+        };
+        *self.view.borrow_mut() = Rc::new(view);
     }
 
     /// Serves a virtqueue from now on.

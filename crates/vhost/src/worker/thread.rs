@@ -40,6 +40,8 @@ pub(crate) struct ThreadSetup {
     pub(crate) cpus: CpuList,
     pub(crate) disk: Arc<Disk>,
     pub(crate) device: Arc<Device>,
+    /// Guest memory is registered with the ring.
+    pub(crate) pins_memory: bool,
 }
 
 struct Ready {
@@ -208,7 +210,8 @@ fn run(setup: ThreadSetup, ready: &SyncSender<Result<Ready, SetupError>>, stop: 
     let ring = runtime.ring().clone();
     let cells = Arc::new(QueueCells::default());
     cells.thread_id.set(u64::from(rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs()));
-    let worker = Worker::new(&ring, setup.disk, setup.device, Arc::clone(&cells));
+    let worker =
+        Worker::new(&ring, setup.disk, setup.device, Arc::clone(&cells), setup.pins_memory);
     WORKER.set(Some(Rc::clone(&worker)));
     ring.set_source(worker);
     let told = ready.send(Ok(Ready {
