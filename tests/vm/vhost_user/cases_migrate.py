@@ -39,7 +39,7 @@ class Migrate(Group):
 
     def _daemon(self):
         self.moves += 1
-        return Daemon(self.context.directory, f"host{self.moves}", self.image, "--queues", "2", "--serial", "moving")
+        return Daemon(self.context.directory, f"host{self.moves}", self.image, "--queues", "2", serial="moving")
 
     def _machine(self, daemon, extra=()):
         return Machine(self.context.qemu, self.context.directory, f"host{self.moves}", boot=self.context.linux, cpus=2,

@@ -14,18 +14,18 @@ START_S = 30
 class Daemon:
     """Serves `image` at `socket`. Several processes, one after another: `start`, then `kill` or `stop`, then `start` again."""
 
-    def __init__(self, directory, name, image, *options):
+    def __init__(self, directory, name, image, *options, serial=None):
         self.name = name
         self.image = image
         self.socket = os.path.join(directory, name + ".sock")
         self.log = os.path.join(directory, name + ".log")
-        self.options = list(options)
+        self.options = ["--serial", serial or name, *options]
         self.process = None
         self.started = 0
 
     def start(self, *more):
         """Returns when the socket answers."""
-        argv = [PROGRAM, "serve", self.image, "--vhost-user-blk", self.socket, "--serial", self.name, *self.options, *more]
+        argv = [PROGRAM, "serve", self.image, "--vhost-user-blk", self.socket, *self.options, *more]
         self.started += 1
         ready = f"{self.log}.{self.started}"
         with open(ready, "wb") as out:

@@ -78,9 +78,9 @@ class Results:
         except Exception as e:  # pylint: disable=broad-except
             for name, _ in cases:
                 self.report(name, begin, e)
-            cases = []
-        else:
-            print(f"vm: {group.name} is ready after {time.monotonic() - begin:.1f} s", flush=True)
+            processes.kill_all()
+            return
+        print(f"vm: {group.name} is ready after {time.monotonic() - begin:.1f} s", flush=True)
         for name, function in cases:
             begin = time.monotonic()
             error = None
