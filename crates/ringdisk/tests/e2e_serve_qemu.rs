@@ -115,9 +115,9 @@ fn qemu_goes_on_over_an_upgrade() {
     let place = Place::new("qcow2");
     let mut daemon = place.start(&[]);
     let disk = named(&place);
-    let out = std::thread::scope(|scope| {
+    let (out, times) = std::thread::scope(|scope| {
         let bench = scope.spawn(|| {
-            let words = ["bench", "-w", "-c", "60000", "-d", "16", "-s", "4096", "-t", "none"];
+            let words = ["bench", "-w", "-c", "150000", "-d", "16", "-s", "4096", "-t", "none"];
             runs(&img, &[&words[..], &["--pattern", "90", "--image-opts", &disk]].concat())
         });
         let mut times = 0;
@@ -127,10 +127,10 @@ fn qemu_goes_on_over_an_upgrade() {
             old.ends(0);
             times += 1;
         }
-        bench.join().expect("no request failed")
+        (bench.join().expect("no request failed"), times)
     });
-    println!("{out}");
-    runs(&img, &["compare", "--image-opts", &disk, &disk]);
+    assert!(times > 0);
+    println!("{times} upgrades: {out}");
     daemon.stop(&[&place.socket]);
     let content = images::reference(&place.image, "qcow2");
     assert_eq!(images::piece(&content, 0, 1 << 20), [90; 1 << 20]);

@@ -2,6 +2,7 @@
 
 mod common;
 
+use std::io::{Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -13,7 +14,7 @@ use common::serving::{
 use common::tools::qemu_img;
 use ringdisk_testkit::model::{FrontEnd, Load, Request, Vm, ask, bits, words};
 use ringdisk_testkit::mount::text;
-use ringdisk_testkit::process::{LIMIT, Process, run};
+use ringdisk_testkit::process::run;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::process::Signal;
 
@@ -137,8 +138,12 @@ fn nobody_connected_and_a_front_end_that_comes_later() {
 
 /// Runs `ringdisk serve --upgrade`, which must fail, and says why.
 fn fails(place: &Place, words: &[&str], code: i32, texts: &[&str]) {
+    fails_with(place, &[&place.words(), words].concat(), code, texts);
+}
+
+fn fails_with(place: &Place, words: &[&str], code: i32, texts: &[&str]) {
     let socket = ["--upgrade", "--vhost-user-blk", text(&place.socket)];
-    let finished = run(serve_command(&[&place.words(), &socket[..], words].concat()));
+    let finished = run(serve_command(&[&socket[..], words].concat()));
     assert_eq!(finished.code(), Some(code), "{}", finished.output());
     for wanted in texts {
         assert!(finished.stderr.contains(wanted), "nothing of {wanted}: {}", finished.output());
@@ -158,15 +163,21 @@ fn without_an_old_process_it_says_so() {
 #[test]
 fn a_process_that_cannot_take_it_leaves_it_where_it_is() {
     let place = Place::new("qcow2");
-    let old = place.start(&["--queues", "3"]);
+    let three = place.words_with("3");
+    let old = Daemon::start(&place.socket, &three);
     let (mut vm, mut load) = (place.vm(true), load(4));
     meanwhile(&mut vm, &mut load, || {
         fails(&place, &[], 1, &["more virtqueues"]);
-        fails(&place, &["--queues", "3", "--packed", "off"], 1, &["not offered any more"]);
+        let packed = [&three[..], &["--packed", "off"]].concat();
+        fails_with(&place, &packed, 1, &["not offered any more"]);
     });
     assert_ne!(stats(&place.socket)["total"]["requests"], 0);
     // And it can still be taken over by one that is right.
-    let new = meanwhile(&mut vm, &mut load, || upgrade(old, &place, &["--queues", "3"]));
+    let new = meanwhile(&mut vm, &mut load, || {
+        let new = Daemon::start(&place.socket, &[&three[..], &["--upgrade"]].concat());
+        old.ends(0);
+        new
+    });
     load.read_all(&mut vm);
     new.stop(&[&place.socket]);
     place.judge(&mut load);
@@ -199,25 +210,21 @@ fn a_new_process_that_dies_or_stays_silent_on_the_way_changes_nothing() {
     let (mut vm, mut load) = (place.vm(false), load(5));
     let path = successor_of(&place.socket);
     meanwhile(&mut vm, &mut load, || {
+        // The end of a process is the end of its socket: before it has asked, with half of the answer, with all of it.
         for read in [0, 8, 4096] {
             let mut stream = UnixStream::connect(&path).expect("it listens");
-            let _ = std::io::Read::read(&mut stream, &mut vec![0; read]);
+            if read > 0 {
+                stream.write_all(b"A").expect("it listens");
+                let _ = stream.read(&mut vec![0; read]);
+            }
             drop(stream);
         }
-        // Killed at any moment of its start.
-        for ms in [2, 5, 8, 11, 15, 20, 30] {
-            let mut words = place.words();
-            words.extend(["--upgrade", "--vhost-user-blk", text(&place.socket)]);
-            let mut process = Process::spawn(&mut serve_command(&words));
-            std::thread::sleep(Duration::from_millis(ms));
-            // Stopped is worse than dead: the old one has to wait for it.
-            process.signal(Signal::KILL);
-            process.wait(LIMIT).expect("it was killed");
-            // If it was quick enough to have the disk, it has died with it.
-            if UnixStream::connect(&path).is_err() {
-                return;
-            }
-        }
+        // One that says nothing more: the old process waits for a while (8 s) and goes on.
+        let mut stream = UnixStream::connect(&path).expect("it listens");
+        stream.write_all(b"A").expect("it listens");
+        let mut parcel = Vec::new();
+        stream.read_to_end(&mut parcel).expect("a parcel, and the end");
+        assert!(parcel.len() > 100, "{} bytes", parcel.len());
     });
     load.read_all(&mut vm);
     old.stop(&[&place.socket]);

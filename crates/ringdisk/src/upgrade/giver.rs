@@ -12,7 +12,7 @@ use ringdisk_vhost::export::HandOverHandle;
 use rustix::net::sockopt::socket_peercred;
 
 use super::link;
-use super::{GO, READY, STEP};
+use super::{ASK, GO, READY, STEP};
 use crate::control::place::{self, Listening, user};
 
 /// The socket for the successor of one disk; dropping it removes its name.
@@ -84,6 +84,13 @@ fn wait(listener: &UnixListener, handle: &HandOverHandle, given: &AtomicBool) {
 fn give(mut stream: &UnixStream, handle: &HandOverHandle, given: &AtomicBool) -> io::Result<bool> {
     stream.set_read_timeout(Some(STEP))?;
     stream.set_write_timeout(Some(STEP))?;
+    let mut word = [0];
+    if stream.read(&mut word)? == 0 {
+        return Ok(false);
+    }
+    if word != [ASK] {
+        return Err(io::ErrorKind::InvalidData.into());
+    }
     let (parcel, still) = match handle.hand_over() {
         Ok(packed) => packed,
         Err(error) => {
@@ -94,7 +101,6 @@ fn give(mut stream: &UnixStream, handle: &HandOverHandle, given: &AtomicBool) ->
     };
     link::send(stream, &parcel)?;
     drop(parcel);
-    let mut word = [0];
     stream.read_exact(&mut word)?;
     if word != [READY] {
         return Err(io::ErrorKind::InvalidData.into());

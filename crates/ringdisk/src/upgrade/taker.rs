@@ -6,7 +6,7 @@ use std::path::Path;
 
 use ringdisk_vhost::export::Parcel;
 
-use super::{GO, READY, STEP, link};
+use super::{ASK, GO, READY, STEP, link};
 use crate::control::place::{candidates, name_for_successor, user};
 use crate::report::{Exit, Failure};
 
@@ -36,6 +36,7 @@ pub(crate) fn ask(path: &Path) -> Result<(Parcel, Offer), Failure> {
     let failed = |error: io::Error| Failure::system(doing(), &error, Exit::General);
     stream.set_read_timeout(Some(STEP)).map_err(failed)?;
     stream.set_write_timeout(Some(STEP)).map_err(failed)?;
+    (&stream).write_all(&[ASK]).map_err(failed)?;
     match link::receive(&stream).map_err(failed)? {
         Ok(parcel) => Ok((parcel, Offer(stream))),
         Err(why) => Err(Failure::new(Exit::General, format!("{}: {why}", doing()))

@@ -140,7 +140,12 @@ impl Place {
 
     /// Words that name the image.
     pub(crate) fn words(&self) -> Vec<&str> {
-        vec!["--format", self.format, "--queues", "2", "--threads", "2", text(&self.image)]
+        self.words_with("2")
+    }
+
+    /// The same with another number of virtqueues.
+    pub(crate) fn words_with<'a>(&'a self, queues: &'a str) -> Vec<&'a str> {
+        vec!["--format", self.format, "--queues", queues, "--threads", "2", text(&self.image)]
     }
 
     pub(crate) fn start(&self, words: &[&str]) -> Daemon {

@@ -276,6 +276,20 @@ impl Control {
             self.threads[0].ask_task(|worker| async move { worker.disk.flush(&worker.ring).await });
         Ok(flushed.wait(self.is_patient())??)
     }
+
+    /// The end of an export whose virtqueues have stopped: makes what was written durable and closes the images. What qcow2 keeps for
+    /// later (dirty bitmaps, clusters that are to be given back) is written then. The flush comes first: closing waits for requests, and
+    /// some may never end.
+    pub(super) fn close(&self) -> Result<(), Refusal> {
+        if !self.disk.is_active() {
+            return Ok(());
+        }
+        let closed = self.threads[0].ask_task(|worker| async move {
+            let flushed = worker.disk.flush(&worker.ring).await;
+            flushed.and(worker.disk.close(&worker.ring).await)
+        });
+        Ok(closed.wait(self.is_patient())??)
+    }
 }
 
 impl Backend for Control {

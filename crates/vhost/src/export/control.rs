@@ -67,7 +67,7 @@ impl Host {
         let is_ours = !self.control.device.gives_up() && !matches!(result, Ok(End::HandedOver));
         let mut flushed = Ok(());
         if is_ours {
-            flushed = self.control.flush().map_err(|refusal| {
+            flushed = self.control.close().map_err(|refusal| {
                 Error::new(
                     ErrorKind::Storage,
                     format!("{}: the last flush failed: {refusal}", self.name),
