@@ -34,7 +34,7 @@ pub struct VmOptions {
 impl Default for VmOptions {
     fn default() -> VmOptions {
         VmOptions {
-            features: u64::MAX & !bits::PACKED & !bits::LOG_ALL,
+            features: !(bits::PACKED | bits::LOG_ALL),
             protocol: u64::MAX,
             queues: 1,
             size: 128,
