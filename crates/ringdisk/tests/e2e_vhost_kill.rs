@@ -103,6 +103,8 @@ fn survive(format: &'static str, packed: bool, through: bool, seed: u64) {
     let load = LoadOptions { size: SIZE, block, bytes_max: 64 << 10, segments: 8, depth: 8, seed };
     let mut load = Load::new(load);
     let kills = kills();
+    // Requests that a killed process left behind.
+    let mut left = 0;
     for kill in 1..=kills {
         load.run(&mut vm, prng.below(120));
         (0..3).for_each(|queue| {
@@ -112,6 +114,7 @@ fn survive(format: &'static str, packed: bool, through: bool, seed: u64) {
         let ended = process.wait(LIMIT).expect("it was killed");
         assert!(ended.code().is_none(), "it ended by itself ({ended}): {}", process.output());
         load.reap(&mut vm);
+        left += load.in_flight();
         // The guest goes on while nobody serves it.
         if prng.coin() {
             (0..3).for_each(|queue| {
@@ -149,7 +152,11 @@ fn survive(format: &'static str, packed: bool, through: bool, seed: u64) {
     }
     load.drain(&mut vm);
     load.read_all(&mut vm);
-    println!("{format}, packed {packed}: {kills} kills, {} requests", load.answered);
+    println!(
+        "{format}, packed {packed}: {kills} kills left {left} requests behind, of {}",
+        load.answered
+    );
+    assert!(left > 0, "all kills came too late");
     drop(vm);
     process.signal(Signal::TERM);
     assert!(process.finish(LIMIT).status.success());
