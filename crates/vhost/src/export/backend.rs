@@ -24,6 +24,9 @@ const TAKE_OVER: Duration = Duration::from_secs(10);
 /// Requests in flight have so long at the end of an export: storage that never answers does not hold the process up.
 const END_PATIENCE: Duration = Duration::from_secs(10);
 
+/// The last flush has so long.
+const CLOSE_PATIENCE: Duration = Duration::from_secs(300);
+
 /// What the front end gave for a virtqueue.
 #[derive(Debug, Default)]
 pub(super) struct Ring {
@@ -288,7 +291,9 @@ impl Control {
             let flushed = worker.disk.flush(&worker.ring).await;
             flushed.and(worker.disk.close(&worker.ring).await)
         });
-        Ok(closed.wait(self.is_patient())??)
+        // A page cache full of writes may take its time.
+        let (device, begun) = (Arc::clone(&self.device), Instant::now());
+        Ok(closed.wait(|| !device.gives_up() && begun.elapsed() < CLOSE_PATIENCE)??)
     }
 }
 

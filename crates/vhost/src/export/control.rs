@@ -8,7 +8,7 @@ use rustix::event::epoll;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::backend::Control;
-use super::hand_over::FrontEnd;
+use super::hand_over::{FrontEnd, Outcome};
 use super::options::Second;
 use super::signals::Signals;
 use super::sockets::Door;
@@ -135,10 +135,10 @@ impl Host {
                 return Ok(Next::Stopped);
             }
             if let Some(request) = self.signals.take_request() {
-                if request.serve(&mut self.control, &self.door, None) {
-                    return Ok(Next::HandedOver);
+                match request.serve(&mut self.control, &self.door, None) {
+                    Outcome::Taken => return Ok(Next::HandedOver),
+                    Outcome::GoesOn | Outcome::LetGo => continue,
                 }
-                continue;
             }
             if self.signals.has_panicked() {
                 return Err(self.panicked());
@@ -215,8 +215,11 @@ impl Host {
                     }
                     while let Some(request) = self.signals.take_request() {
                         let front_end = Some((&mut *session, &*connection));
-                        if request.serve(&mut self.control, &self.door, front_end) {
-                            return End::HandedOver;
+                        match request.serve(&mut self.control, &self.door, front_end) {
+                            Outcome::Taken => return End::HandedOver,
+                            // It would wait for ever.
+                            Outcome::LetGo => return End::Gone,
+                            Outcome::GoesOn => {}
                         }
                     }
                 }
