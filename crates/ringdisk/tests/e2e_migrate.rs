@@ -85,6 +85,26 @@ fn a_qcow2_disk_moves() {
     moves("qcow2", true);
 }
 
+#[test]
+fn a_destination_that_was_upgraded_takes_the_disk_too() {
+    let mut both = both("qcow2", false);
+    let incoming = both.place.path("incoming");
+    let there = [&both.place.words()[..], &["--incoming"]].concat();
+    // Whoever takes it over is told nothing of a migration: that the disk is not ours yet comes with it.
+    for words in [&there[..there.len() - 1], &there[..there.len() - 1]] {
+        let new = Daemon::start(&incoming, &[words, &["--upgrade"]].concat());
+        std::mem::replace(&mut both.destination, new).ends(0);
+    }
+    both.exercise();
+    both.stop();
+    let old = both.move_over();
+    both.exercise();
+    drop(old);
+    both.source.stop(&[&both.place.socket]);
+    both.destination.stop(&[&incoming]);
+    both.place.judge(&mut both.load);
+}
+
 /// Starts the virtqueues of the source again, as when a migration has failed.
 fn start_again(both: &mut Both, bases: &[u32]) -> Result<(), ringdisk_testkit::model::Refused> {
     both.vm.front.set(ask::SET_FEATURES, both.vm.features)?;
