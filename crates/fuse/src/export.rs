@@ -19,9 +19,9 @@ use crate::kept::{self, Parked};
 use crate::mount::{FirstLook, Method, MountOptions, clone_device, mount, open_backing};
 use crate::negotiate::Profile;
 use crate::placement::{self, Live, MountTopology, Sizes, describe, watch};
-use crate::stats::{QueueView, Stats};
 use crate::uring::{Plan, PoolUses, Refused, RingMode, Rings, Starting, ZeroCopy};
 use crate::{Error, ErrorKind};
+use ringdisk_ring::stats::{QueueView, Stats};
 
 mod ladder;
 mod options;

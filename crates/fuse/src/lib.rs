@@ -11,7 +11,7 @@
 //! - [`placement`]: which thread runs where, serves which queue, and has its memory on which node;
 //! - `dev`: the transport over `/dev/fuse`: queues, entries, and where requests are served;
 //! - `idle`: memory of large requests, taken at once and given back;
-//! - [`export`], `keeper`, `stats`: an export from its mount to its end;
+//! - [`export`], `keeper`: an export from its mount to its end;
 //! - [`kept`]: what of it another process can go on with.
 
 #![deny(unsafe_code)]
@@ -30,14 +30,13 @@ pub mod placement;
 pub mod reply;
 pub mod request;
 mod serve;
-mod stats;
 mod uring;
 
 pub use error::{Error, ErrorKind};
 pub use export::{Export, ExportOptions, StopHandle, Transport};
 pub use keeper::HaltReason;
 pub use placement::{Numa, Threads};
-pub use stats::{Histogram, QueueStats, Stats};
+pub use ringdisk_ring::stats::{Histogram, QueueStats, Stats};
 #[doc(hidden)]
 pub use uring::{Refuse, RingEntries, Stay};
 pub use uring::{RingMode, ZeroCopy};

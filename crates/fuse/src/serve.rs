@@ -8,7 +8,7 @@ use ringdisk_ring::{Errno, IoBuf, Ring};
 use crate::file::FileServer;
 use crate::reply::ReplyBuf;
 use crate::request::{Operation, Request};
-use crate::stats::QueueCells;
+use ringdisk_ring::stats::QueueCells;
 
 /// The answer to a request.
 pub(crate) enum Answer {

@@ -34,7 +34,9 @@ mod ring;
 mod runtime;
 mod setup;
 mod slots;
+mod source;
 mod spin;
+pub mod stats;
 mod sync;
 #[cfg(test)]
 mod tests;
@@ -55,5 +57,6 @@ pub use ring::{RawCommand, Ring, Timeout};
 pub use runtime::Runtime;
 pub use rustix::io::Errno;
 pub use setup::SetupError;
+pub use source::Source;
 pub use spin::SpinPolicy;
 pub use topology::{Node, Topology};

@@ -1,6 +1,6 @@
 //! The handle through which everything on a ring thread submits.
 
-use std::cell::{Cell, RefCell, UnsafeCell};
+use std::cell::{Cell, OnceCell, RefCell, UnsafeCell};
 use std::collections::VecDeque;
 use std::future::{Future, poll_fn};
 use std::os::fd::{AsFd, AsRawFd, RawFd};
@@ -18,7 +18,7 @@ use crate::op::{Fd, Op, Sleep, State, What};
 use crate::remote::Shared;
 use crate::slots::{Completed, Keep, Slots, VECTOR_MAX, Waiter};
 use crate::uring::{Completion, Uring};
-use crate::{Errno, IoBuf, SharedMemory};
+use crate::{Errno, IoBuf, SharedMemory, Source};
 
 mod control;
 
@@ -63,6 +63,8 @@ pub(crate) struct Inner {
     pub(crate) polling_held: Cell<bool>,
     /// Something else than inline completions is sure to be awaited ([`Ring::wait_past_inline`]).
     pub(crate) past_inline: Cell<bool>,
+    /// Work that comes through shared memory.
+    pub(crate) source: OnceCell<Rc<dyn Source>>,
 }
 
 /// Handle of a ring; cheap to clone, bound to its thread.
@@ -129,6 +131,7 @@ impl Inner {
             polling: Cell::new(None),
             polling_held: Cell::new(false),
             past_inline: Cell::new(false),
+            source: OnceCell::new(),
         })
     }
 

@@ -17,8 +17,9 @@ use crate::{Config, Ring, SetupError, SpinPolicy};
 /// leaked, since the kernel may still write it.
 const CLOSE_WAIT: Duration = Duration::from_secs(1);
 
-/// A poll lets another thread of its CPU run so often: perhaps the one that it waits for.
-const YIELD_EVERY: Duration = Duration::from_micros(4);
+/// A poll lets another thread of its CPU run after this time, and again whenever it has lasted twice as long: perhaps the one that it
+/// waits for. Each time is a system call, so they must not be many.
+const YIELD_FIRST: Duration = Duration::from_micros(4);
 
 /// Rounds of ready tasks before an enter.
 const ROUNDS: usize = 4;
@@ -71,12 +72,21 @@ impl Runtime {
     fn turn(&mut self, may_wait: bool) {
         let inner = Rc::clone(&self.ring.0);
         inner.arm_event();
-        if may_wait && !self.poll_before_sleep() {
+        let source = inner.source.get();
+        let found = source.is_some_and(|source| {
+            source.publish();
+            source.look()
+        });
+        let may_wait = may_wait && !found;
+        if may_wait && !self.poll_before_sleep() && !source.is_some_and(|source| source.arm()) {
             // Inline completions are there at once: the wait is for one more than those, if one is sure to come without them.
             let past = if inner.past_inline.get() { inner.inline_expected.get() } else { 0 };
             let want = 1 + past;
             inner.counters.sleeps.add(1);
             self.enter(want);
+            if let Some(source) = source {
+                source.disarm();
+            }
             if !self.spin.cap().is_zero() {
                 let now = Instant::now();
                 self.spin.slept(now - self.last_sleep);
@@ -138,8 +148,14 @@ impl Runtime {
             }
         }
         let start = Instant::now();
-        let mut yield_at = YIELD_EVERY;
+        let mut yield_at = YIELD_FIRST;
         loop {
+            if inner.source.get().is_some_and(|source| source.look()) {
+                self.spin.paid();
+                inner.counters.polls_paid.add(1);
+                self.last_sleep = Instant::now();
+                return true;
+            }
             if inner.uring.has_work() {
                 // Waits for one completion, so that a poll and the read linked to it are done in one call.
                 self.enter(1);
@@ -156,7 +172,7 @@ impl Runtime {
             }
             if polled >= yield_at {
                 std::thread::yield_now();
-                yield_at = polled + YIELD_EVERY;
+                yield_at = polled * 2;
             }
             for _ in 0..8 {
                 std::hint::spin_loop();

@@ -21,8 +21,8 @@ use crate::file::FileServer;
 use crate::idle::{IdleMemory, give_back};
 use crate::keeper::{EndReason, Event, EventSender};
 use crate::placement::{Buffers, ThreadPlace};
-use crate::stats::{QueueCells, QueueView};
 use crate::uring::{MESSAGE_ENTRY, Rings, Starting, register, take_over};
+use ringdisk_ring::stats::{QueueCells, QueueView};
 
 use super::entry::serve_entry;
 use super::fetch::Fetch;

@@ -75,7 +75,7 @@ pub fn open_backing(device: impl AsFd, file: impl AsFd) -> Result<u32, Errno> {
 }
 
 /// Starts a process that asks for the attributes of `path` and ends. It has none of our descriptors, and of our memory a copy, in which
-/// rings are not (`MADV_DONTFORK`).
+/// rings and large buffers are not (`MADV_DONTFORK`).
 ///
 /// Errors: those of fork(2).
 pub(super) fn stat_in_a_process(path: &CStr) -> Result<Pid, Errno> {
@@ -91,8 +91,11 @@ pub(super) fn stat_in_a_process(path: &CStr) -> Result<Pid, Errno> {
         }
         pid
     };
-    // -1: the error is in errno.
-    Pid::from_raw(pid).filter(|_| pid > 0).ok_or_else(last_error)
+    if pid < 0 {
+        return Err(last_error());
+    }
+    // Not 0 either: that is the child, which has ended.
+    Pid::from_raw(pid).ok_or(Errno::AGAIN)
 }
 
 fn last_error() -> Errno {

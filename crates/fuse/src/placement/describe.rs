@@ -9,8 +9,8 @@ use crate::Error;
 use crate::dev::entry_bytes;
 use crate::export::{QUEUE_DEPTH_DEFAULT, QUEUE_DEPTH_MAX, Transport, choose_transport};
 use crate::negotiate::Profile;
-use crate::stats::QueueCells;
 use crate::uring::{Plan, RingMode};
+use ringdisk_ring::stats::QueueCells;
 
 /// Threads and queues of a mount.
 #[derive(Clone, Debug)]

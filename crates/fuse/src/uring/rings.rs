@@ -14,7 +14,7 @@ use super::plan::Plan;
 use super::policy::Stay;
 use super::pool::{Pool, PoolUses};
 use crate::placement::Placement;
-use crate::stats::QueueCells;
+use ringdisk_ring::stats::QueueCells;
 
 /// One entry.
 #[derive(Debug)]

@@ -2,11 +2,13 @@
 
 use std::future::{Future, poll_fn};
 use std::os::fd::RawFd;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
 use super::Ring;
+use crate::Source;
 use crate::counters::Counters;
 use crate::offload;
 use crate::remote::Remote;
@@ -46,6 +48,11 @@ impl Ring {
     /// The ring's counters, to be read from any thread.
     pub fn counters(&self) -> Arc<Counters> {
         Arc::clone(&self.0.counters)
+    }
+
+    /// Makes the loop look at work that comes through shared memory. Once for each ring; a second source is ignored.
+    pub fn set_source(&self, source: Rc<dyn Source>) {
+        let _ = self.0.source.set(source);
     }
 
     /// Sets how long the thread may poll before it sleeps ([`crate::SpinPolicy`]); zero: not at all.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use ringdisk_ring::{Counters, CountersSnapshot, Remote};
+use crate::{Counters, CountersSnapshot, Remote};
 
 /// Linear steps inside each power of two: a percentile is at most 1/16 too high.
 const STEPS: usize = 16;
@@ -88,18 +88,21 @@ impl Histogram {
 
 /// A counter with one writer.
 #[derive(Debug, Default)]
-pub(crate) struct Cell(AtomicU64);
+pub struct Cell(AtomicU64);
 
 impl Cell {
-    pub(crate) fn add(&self, n: u64) {
+    /// Adds `n`. The writing thread only.
+    pub fn add(&self, n: u64) {
         self.0.store(self.0.load(Relaxed) + n, Relaxed);
     }
 
-    pub(crate) fn set(&self, n: u64) {
+    /// Sets it. The writing thread only.
+    pub fn set(&self, n: u64) {
         self.0.store(n, Relaxed);
     }
 
-    pub(crate) fn get(&self) -> u64 {
+    /// Reads it. Any thread.
+    pub fn get(&self) -> u64 {
         self.0.load(Relaxed)
     }
 }
@@ -107,25 +110,39 @@ impl Cell {
 /// What a queue thread writes.
 #[derive(Debug)]
 #[repr(align(128))]
-pub(crate) struct QueueCells {
-    pub(crate) requests: Cell,
-    pub(crate) reads: Cell,
-    pub(crate) writes: Cell,
-    pub(crate) read_bytes: Cell,
-    pub(crate) write_bytes: Cell,
-    pub(crate) errors: Cell,
-    pub(crate) in_flight: Cell,
-    pub(crate) in_flight_max: Cell,
-    pub(crate) eagain: Cell,
-    pub(crate) exhausted: Cell,
+pub struct QueueCells {
+    /// Requests answered.
+    pub requests: Cell,
+    /// Reads among them.
+    pub reads: Cell,
+    /// Writes among them.
+    pub writes: Cell,
+    /// Bytes read by clients.
+    pub read_bytes: Cell,
+    /// Bytes written by clients.
+    pub write_bytes: Cell,
+    /// Requests answered with an error.
+    pub errors: Cell,
+    /// Requests being served.
+    pub in_flight: Cell,
+    /// Most of them at once.
+    pub in_flight_max: Cell,
+    /// Fetches that found the request gone.
+    pub eagain: Cell,
+    /// Times that every entry carried a request.
+    pub exhausted: Cell,
     /// Requests whose data were in pages of the client.
-    pub(crate) zero_copy: Cell,
+    pub zero_copy: Cell,
+    /// Wake-ups by a guest (kicks of virtqueues).
+    pub kicks: Cell,
+    /// Wake-ups of a guest (calls).
+    pub calls: Cell,
     /// Time that requests were here, all added up, nanoseconds.
-    pub(crate) held_ns: Cell,
+    pub held_ns: Cell,
     /// CPU time of the thread, set at its end, nanoseconds.
-    pub(crate) cpu_ns: Cell,
+    pub cpu_ns: Cell,
     /// Thread id, to read its CPU time while it runs.
-    pub(crate) thread_id: Cell,
+    pub thread_id: Cell,
     latency: Box<[Cell]>,
 }
 
@@ -144,6 +161,8 @@ impl Default for QueueCells {
             eagain: Cell::default(),
             exhausted: Cell::default(),
             zero_copy: Cell::default(),
+            kicks: Cell::default(),
+            calls: Cell::default(),
             cpu_ns: Cell::default(),
             thread_id: Cell::default(),
             latency: (0..BUCKETS).map(|_| Cell::default()).collect(),
@@ -153,7 +172,7 @@ impl Default for QueueCells {
 
 impl QueueCells {
     /// A request was fetched.
-    pub(crate) fn begin(&self) {
+    pub fn begin(&self) {
         let in_flight = self.in_flight.get() + 1;
         self.in_flight.set(in_flight);
         if in_flight > self.in_flight_max.get() {
@@ -162,19 +181,15 @@ impl QueueCells {
     }
 
     /// Its reply was queued, `nanos` after it was fetched.
-    pub(crate) fn end(&self, nanos: u64) {
+    pub fn end(&self, nanos: u64) {
         self.in_flight.set(self.in_flight.get().saturating_sub(1));
         self.requests.add(1);
         self.held_ns.add(nanos);
         self.latency[bucket(nanos)].add(1);
     }
 
-    pub(crate) fn snapshot(
-        &self,
-        thread: usize,
-        cpu: Option<usize>,
-        ring: &Counters,
-    ) -> QueueStats {
+    /// What they say now. Any thread.
+    pub fn snapshot(&self, thread: usize, cpu: Option<usize>, ring: &Counters) -> QueueStats {
         let ring: CountersSnapshot = ring.snapshot();
         QueueStats {
             thread,
@@ -196,6 +211,8 @@ impl QueueCells {
             queue_full: ring.queue_full + ring.slots_full + self.exhausted.get(),
             eagain: self.eagain.get(),
             zero_copy: self.zero_copy.get(),
+            kicks: self.kicks.get(),
+            calls: self.calls.get(),
             cpu_ns: self.cpu_ns(),
             latency: Histogram(self.latency.iter().map(Cell::get).collect()),
         }
@@ -254,6 +271,10 @@ pub struct QueueStats {
     pub eagain: u64,
     /// Requests whose data were in pages of the client.
     pub zero_copy: u64,
+    /// Wake-ups by a guest (kicks of virtqueues).
+    pub kicks: u64,
+    /// Wake-ups of a guest (calls).
+    pub calls: u64,
     /// CPU time of the thread.
     pub cpu_ns: u64,
     /// Time from fetch to reply.
@@ -289,6 +310,8 @@ impl Stats {
             total.polls_missed += queue.polls_missed;
             total.queue_full += queue.queue_full;
             total.eagain += queue.eagain;
+            total.kicks += queue.kicks;
+            total.calls += queue.calls;
             total.cpu_ns += queue.cpu_ns;
             total.latency.add(&queue.latency);
         }
@@ -298,11 +321,15 @@ impl Stats {
 
 /// What a snapshot needs of a queue.
 #[derive(Clone, Debug)]
-pub(crate) struct QueueView {
-    pub(crate) cells: Arc<QueueCells>,
-    pub(crate) ring: Arc<Counters>,
-    pub(crate) remote: Remote,
-    pub(crate) cpu: Option<usize>,
+pub struct QueueView {
+    /// What the thread counts.
+    pub cells: Arc<QueueCells>,
+    /// What its ring counts.
+    pub ring: Arc<Counters>,
+    /// Reaches the thread.
+    pub remote: Remote,
+    /// CPU that it is bound to.
+    pub cpu: Option<usize>,
 }
 
 #[cfg(test)]
@@ -331,7 +358,7 @@ mod tests {
             cells.begin();
             cells.end(n * 1000);
         }
-        let stats = cells.snapshot(0, None, &ringdisk_ring::Counters::default());
+        let stats = cells.snapshot(0, None, &crate::Counters::default());
         let p50 = stats.latency.percentile(0.5).as_nanos();
         assert!((50_000..=53_200).contains(&p50), "{p50}");
         assert!(stats.latency.percentile(1.0).as_nanos() >= 100_000);
