@@ -31,6 +31,15 @@ pub struct Calls {
     pub more: Vec<i64>,
 }
 
+impl Calls {
+    /// For a process that removes its mount itself: umount2(2), and what aborts a FUSE connection where fusectl is not mounted.
+    #[must_use]
+    pub fn unmounting() -> Calls {
+        let more = vec![libc::SYS_umount2, libc::SYS_fsopen, libc::SYS_fsconfig, libc::SYS_fsmount];
+        Calls { sockets: false, more }
+    }
+}
+
 /// The two filters, and how many calls they let through.
 #[derive(Debug)]
 pub(crate) struct Filters {

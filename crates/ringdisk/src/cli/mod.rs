@@ -34,7 +34,7 @@ pub(crate) use look::{InfoArgs, LookArgs, MapArgs, PoolArgs};
 pub(crate) use mount::{MountArgs, MountPaths, UmountArgs, ZeroCopyWord};
 pub(crate) use placement::{NumaWord, PlacementArgs, StayWord, Threads, TransportWord};
 pub(crate) use topology::TopologyArgs;
-pub(crate) use words::{DetectZeroesWord, DiscardWord, PreallocationWord};
+pub(crate) use words::{DetectZeroesWord, DiscardWord, PreallocationWord, SandboxWord};
 
 const ROOT_ABOUT: &str = "Serves a disk image, in place, as an ordinary file";
 

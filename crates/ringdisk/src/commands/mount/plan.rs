@@ -20,6 +20,7 @@ use crate::commands::look;
 use crate::keep::State;
 use crate::new_image::NewImage;
 use crate::report::{Exit, Failure};
+use crate::sandbox;
 use crate::serve::Options;
 use crate::signals::Watcher;
 use crate::size::human_size;
@@ -256,6 +257,23 @@ impl<'a> Plan<'a> {
         }
     }
 
+    /// What serving takes of the system, for the sandbox.
+    ///
+    /// * `control`: name of the control socket.
+    pub(super) fn confinement(
+        &self,
+        disk: &Disk,
+        control: Option<&Path>,
+    ) -> ringdisk_sandbox::Plan {
+        let args = self.args;
+        let mut plan = sandbox::images(args.sandbox, disk, &args.allow_path);
+        if let Some(directory) = control.and_then(Path::parent) {
+            // Locked while the socket goes.
+            plan = plan.list(directory);
+        }
+        plan
+    }
+
     fn name(&self) -> String {
         match &self.image {
             Some(image) => std::path::absolute(image)
@@ -280,6 +298,7 @@ impl<'a> Plan<'a> {
             allow_other: args.allow_other,
             kernel_cache: args.kernel_cache,
             io_timeout: args.io_timeout,
+            restricted: sandbox::is_wanted(args.sandbox),
             keep: None,
             name: self.name(),
         }
