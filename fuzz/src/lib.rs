@@ -1,5 +1,7 @@
 //! What the qcow2 targets share: sound images in simulated storage, damage, operations, all of it decided by the input.
 
+pub mod rings;
+
 use std::cell::RefCell;
 
 use ringdisk_qcow2::{CheckVerdict, ImageBytes, Nothing, OpenOptions, Qcow2, check_bytes};

@@ -12,7 +12,7 @@ use std::sync::{Arc, Weak};
 use ringdisk_storage::Storage;
 
 use crate::gate::Gate;
-use crate::graph::{Gateway, Graph, Pass};
+use crate::graph::{Gateway, Graph, Pass, State};
 use crate::guard::SectorGuard;
 use crate::layer::{Layer, Node, Raw};
 use crate::options::{DetectZeroes, Discard};
@@ -63,6 +63,7 @@ pub(crate) struct Parts {
     pub(crate) guard: Option<SectorGuard>,
     pub(crate) read_only_reason: Option<String>,
     pub(crate) options: ImageOptions,
+    pub(crate) state: State,
 }
 
 impl Policy {
@@ -79,7 +80,10 @@ impl Policy {
 
 impl Parts {
     pub(crate) fn new(options: &ImageOptions) -> Parts {
-        Parts { policy: Policy::new(options), options: options.clone(), ..Parts::default() }
+        let state = if options.inactive { State::Inactive } else { State::Active };
+        // Whatever is opened later is opened for use.
+        let kept = ImageOptions { inactive: false, wait_for_locks: None, ..options.clone() };
+        Parts { policy: Policy::new(options), options: kept, state, ..Parts::default() }
     }
 }
 
@@ -112,6 +116,7 @@ impl Disk {
     pub(crate) fn build(layers: Vec<Layer>, parts: Parts) -> Arc<Disk> {
         let mut graph = Graph::new(layers.into_iter().map(Arc::new).collect());
         graph.guard = parts.guard.map(Arc::new);
+        graph.state = parts.state;
         Arc::new_cyclic(|this| Disk {
             size: AtomicU64::new(graph.size()),
             gateway: Gateway::new(graph),
@@ -154,7 +159,7 @@ impl Disk {
     /// could not be written. `None`: all is well.
     pub fn fault(&self) -> Option<String> {
         let graph = self.graph();
-        if graph.is_broken {
+        if graph.state == State::Broken {
             return Some("a change of the disk ended half way".to_owned());
         }
         graph

@@ -24,6 +24,12 @@ impl Null {
         }
     }
 
+    /// What it was made with; its size is the layer's.
+    pub(crate) fn options(&self, size: u64) -> NullOptions {
+        let latency = self.latency.unwrap_or_default();
+        NullOptions { size, read_zeroes: self.read_zeroes, latency }
+    }
+
     /// Whether reads return zeroes rather than leave the buffer alone.
     pub(crate) fn read_zeroes(&self) -> bool {
         self.read_zeroes

@@ -185,6 +185,11 @@ pub struct ImageOptions {
     /// What was answered outlives the process: a change of the mapping of a qcow2 image is on stable storage before the request that
     /// made or used it is answered. (Data needs no such care: they are with the kernel by then.)
     pub outlives_process: bool,
+    /// Open for a guest that is still running elsewhere: nobody is kept out, no tables are read, and requests fail with EBUSY until
+    /// [`Disk::activate`](crate::Disk::activate).
+    pub inactive: bool,
+    /// How long to wait for the locks of the images, for a process that takes the place of one that was killed; `None`: not at all.
+    pub wait_for_locks: Option<Duration>,
     /// Open the top image only, whatever backing file it names: what is not in it reads as zeroes.
     pub without_backing: bool,
 }

@@ -106,7 +106,7 @@ impl Chain<'_> {
                 let Node::Qcow2(image) = &self.layer(found.depth)?.node else {
                     return Err(Errno::IO);
                 };
-                if buf.is_mapped() {
+                if buf.is_ours() {
                     return image.read_compressed_of(ring, cluster, offset, &buf, ahead).await;
                 }
                 let ours = IoBuf::new(buf.len(), COPY_ALIGN);
@@ -165,7 +165,7 @@ impl Chain<'_> {
                         let piece = buf.slice(at..end);
                         at = end;
                         let is_zero = matches!(found.kind, Kind::Zero { .. } | Kind::Unallocated);
-                        if is_zero && piece.is_mapped() {
+                        if is_zero && piece.is_ours() {
                             piece.fill(0);
                         } else {
                             let ahead = (buf.len() - end) as u64;

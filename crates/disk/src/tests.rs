@@ -10,15 +10,18 @@ mod gate;
 mod images;
 mod jobs;
 mod lending;
+mod limits;
 mod live;
 mod load;
 mod maps;
+mod moving;
 mod names;
 mod null;
 mod options;
 mod paths;
 mod probing;
 mod raw;
+mod scattered;
 mod writing;
 
 use std::future::Future;

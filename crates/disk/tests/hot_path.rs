@@ -5,8 +5,8 @@ use std::cell::Cell;
 use std::process::Command;
 use std::time::Duration;
 
-use ringdisk_disk::{Disk, ImageOptions, NullOptions, Source};
-use ringdisk_ring::{Config, IoBuf, Ring, Runtime};
+use ringdisk_disk::{Cache, Disk, Format, ImageOptions, NullOptions, Source};
+use ringdisk_ring::{Config, IoBuf, Ring, Runtime, Scatter};
 
 struct Counting;
 
@@ -49,6 +49,34 @@ async fn allocations(ring: &Ring, disk: &Disk, len: usize) -> u64 {
         if !disk.is_read_only() {
             assert_eq!(disk.write(ring, offset, &buf).await, Ok(len));
         }
+    }
+    COUNT.with(Cell::get) - before
+}
+
+/// As [`allocations`], of requests whose data lies in pieces, which are others each time.
+async fn allocations_in_pieces(ring: &Ring, disk: &Disk, pieces: usize, bytes: usize) -> u64 {
+    let regions = [IoBuf::new(2 * pieces * bytes, 4096), IoBuf::new(2 * pieces * bytes, 4096)];
+    let len = pieces * bytes;
+    let mut scatter = Scatter::new();
+    let mut before = 0;
+    for request in 0..2 * REQUESTS {
+        if request == REQUESTS {
+            before = COUNT.with(Cell::get);
+        }
+        let offset = request * 7919 * 4096 % (disk.size() - len as u64);
+        let first = usize::from(request % 3 == 0);
+        // Backwards, so that none goes on where the one before ends.
+        let buf = scatter.fill((0..pieces).rev().map(|piece| {
+            let start = (2 * piece + first) * bytes;
+            regions[piece % 2].slice(start..start + bytes)
+        }));
+        assert!(buf.is_scattered() && buf.len() == len);
+        assert_eq!(disk.read(ring, offset, &buf).await, Ok(len));
+        if !disk.is_read_only() {
+            assert_eq!(disk.write(ring, offset, &buf).await, Ok(len));
+        }
+        drop(buf);
+        scatter.clear();
     }
     COUNT.with(Cell::get) - before
 }
@@ -116,6 +144,36 @@ fn requests_of_a_writable_image_allocate_nothing_once_its_clusters_are_there() {
         disk.close(&ring).await.expect("close");
     });
     qemu(path, "qemu-img", &["check", "-q", "-f", "qcow2", "a.qcow2"]);
+}
+
+#[test]
+fn requests_in_pieces_allocate_nothing() {
+    // Not in /tmp, which may be without O_DIRECT.
+    let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("directory");
+    let path = directory.path();
+    std::fs::write(path.join("a.raw"), vec![1; 8 << 20]).expect("write");
+    qemu(path, "qemu-img", &["create", "-q", "-f", "qcow2", "a.qcow2", "8M"]);
+    qemu(path, "qemu-io", &["-f", "qcow2", "-c", "write -P 1 0 8M", "a.qcow2"]);
+    let mut runtime = Runtime::new(Config::default()).expect("io_uring");
+    let ring = runtime.ring().clone();
+    runtime.block_on(async {
+        let null =
+            Disk::null(&NullOptions { size: 1 << 30, read_zeroes: true, latency: Duration::ZERO });
+        assert_eq!(allocations_in_pieces(&ring, &null, 8, 4096).await, 0, "null");
+        for (name, format) in [("a.raw", Format::Raw), ("a.qcow2", Format::Qcow2)] {
+            for cache in [Cache::Writeback, Cache::None] {
+                let source = Source::Path(path.join(name));
+                let options =
+                    ImageOptions { format: Some(format), cache, ..ImageOptions::default() };
+                let disk = Disk::open(&ring, source, &options).await.expect("open");
+                for (pieces, bytes) in [(2, 4096), (32, 4096), (126, 8192), (7, 12288)] {
+                    let count = allocations_in_pieces(&ring, &disk, pieces, bytes).await;
+                    assert_eq!(count, 0, "{name}, {cache:?}, {pieces} pieces of {bytes} bytes");
+                }
+                disk.close(&ring).await.expect("close");
+            }
+        }
+    });
 }
 
 #[test]

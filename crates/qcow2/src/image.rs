@@ -31,6 +31,9 @@ pub struct OpenOptions {
     ///
     /// [`limits::METADATA_CACHE_BYTES`]: crate::limits::METADATA_CACHE_BYTES
     pub metadata_cache_bytes: Option<u64>,
+    /// Read the header and nothing else, since somebody may be writing to the image: [`Qcow2::info`] names
+    /// no snapshots and no bitmaps, and no place of the disk can be looked up. Not with `writable`.
+    pub header_only: bool,
 }
 
 /// What a discard of the disk's user does.

@@ -35,14 +35,19 @@ impl Qcow2 {
         file: Arc<Storage>,
         options: &OpenOptions,
     ) -> Result<Qcow2, Error> {
-        let mut header = read_header(ring, &file, options.writable).await?;
-        if options.writable && header.incompatible & header::DIRTY != 0 {
+        let writable = options.writable && !options.header_only;
+        let mut header = read_header(ring, &file, writable).await?;
+        if writable && header.incompatible & header::DIRTY != 0 {
             check::rebuild_refcounts(ring, &file, &header).await?;
             header = read_header(ring, &file, true).await?;
         }
-        let (snapshots, snapshot_region) = snapshots::read(ring, &file, &header).await?;
-        let bitmaps = bitmaps::read(ring, &file, &header).await?;
-        let l1 = read_l1(ring, &file, &header).await?;
+        let (snapshots, snapshot_region, bitmaps, l1) = if options.header_only {
+            (Vec::new(), Region { start: 0, end: 0 }, Vec::new(), Box::default())
+        } else {
+            let (snapshots, region) = snapshots::read(ring, &file, &header).await?;
+            let bitmaps = bitmaps::read(ring, &file, &header).await?;
+            (snapshots, region, bitmaps, read_l1(ring, &file, &header).await?)
+        };
 
         let geometry = header.geometry;
         let external = header.incompatible & header::EXTERNAL_DATA != 0;
@@ -53,7 +58,7 @@ impl Qcow2 {
             .and_then(|slices| SliceCache::new(slices, geometry.slice_words(), cap))
             .ok_or_else(|| no_memory(&file, "the metadata cache"))?;
         let cluster_size = 1usize << geometry.cluster_bits;
-        let engine = if options.writable {
+        let engine = if writable {
             let found = Found {
                 header: &header,
                 l1: &l1,

@@ -4,9 +4,12 @@
 //! is in flight. So no Rust reference to its bytes ever exists: they are copied in and out through
 //! raw pointers. References are counted locally (no atomics): a buffer belongs to one thread.
 //!
+//! A buffer may be **scattered**: several pieces that act as one ([`Scatter`]). Operations take it as any other, and bytes are copied
+//! in and out as usual; only it has no address. Who needs one asks [`IoBuf::is_contiguous`].
+//!
 //! A buffer may also stand for pages of somebody else that the kernel has put into a slot of the ring's table
-//! ([`IoBuf::client_pages`]): operations reach them, we cannot. Who might meet one asks [`IoBuf::is_mapped`], and
-//! moves bytes with [`crate::Ring::copy`] and [`crate::Ring::zero`], which know both kinds.
+//! ([`IoBuf::client_pages`]): operations reach them, we cannot. Who might meet one asks [`IoBuf::is_ours`], and
+//! moves bytes with [`crate::Ring::copy`] and [`crate::Ring::zero`], which know all kinds.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ops::Range;
@@ -15,6 +18,13 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use crate::numa;
+
+pub use scatter::Scatter;
+pub(crate) use scatter::Vectors;
+
+mod scatter;
+#[cfg(test)]
+mod tests;
 
 /// From this size on a region is its own mapping: zeroed lazily, so untouched pages cost nothing.
 const MAP_FROM_BYTES: usize = 64 * 1024;
@@ -25,7 +35,7 @@ const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 /// Memory that is freed when the last buffer on it goes.
 struct Region {
-    /// Null for pages that are not ours: the kernel counts their bytes from 0.
+    /// Null for pages that are not ours (the kernel counts their bytes from 0) and for scattered pieces.
     start: *mut u8,
     len: usize,
     origin: Origin,
@@ -45,6 +55,8 @@ enum Origin {
     Foreign(#[allow(dead_code)] Box<dyn std::any::Any + Send + Sync>),
     /// Pages of a client, in a slot of the ring.
     Client,
+    /// Pieces of other regions, one behind the other.
+    Scattered(Box<scatter::Pieces>),
 }
 
 impl Region {
@@ -91,7 +103,7 @@ impl Drop for Region {
             Origin::Mapped => unsafe {
                 let _ = rustix::mm::munmap(self.start.cast(), self.len);
             },
-            Origin::Shared(_) | Origin::Foreign(_) | Origin::Client => {}
+            Origin::Shared(_) | Origin::Foreign(_) | Origin::Client | Origin::Scattered(_) => {}
         }
     }
 }
@@ -249,9 +261,19 @@ impl IoBuf {
         IoBuf { region: Rc::new(region), offset: 0, len }
     }
 
-    /// Whether the bytes are in our memory: they can be copied and set, and their alignment is known.
-    pub fn is_mapped(&self) -> bool {
+    /// Whether the bytes are in our memory: they can be copied and set.
+    pub fn is_ours(&self) -> bool {
         !matches!(self.region.origin, Origin::Client)
+    }
+
+    /// Whether the bytes are in our memory in one piece: they have an address.
+    pub fn is_contiguous(&self) -> bool {
+        !matches!(self.region.origin, Origin::Client | Origin::Scattered(_))
+    }
+
+    /// Whether this is several pieces ([`Scatter`]): ours, but without an address.
+    pub fn is_scattered(&self) -> bool {
+        matches!(self.region.origin, Origin::Scattered(_))
     }
 
     /// Slot in the ring's table of registered buffers.
@@ -276,65 +298,71 @@ impl IoBuf {
     }
 
     /// Start address as a number, to compare with an alignment or to hand to the kernel. Of pages that are not ours: the
-    /// offset in them.
+    /// offset in them. Of a scattered buffer: nothing that means anything.
     pub fn address(&self) -> usize {
         self.as_mut_ptr() as usize
     }
 
-    /// Whether the start address is a multiple of `align` bytes. Nobody knows that of pages that are not ours.
+    /// Whether it has a start address that is a multiple of `align` bytes. Nobody knows that of pages that are not ours.
     pub fn is_aligned(&self, align: usize) -> bool {
-        self.is_mapped() && self.address().is_multiple_of(align)
+        self.is_contiguous() && self.address().is_multiple_of(align)
     }
 
-    /// A part of this buffer. Panics when the range leaves it (a programming error).
+    /// A part of this buffer; of a scattered one perhaps just a part of one piece. Panics when the range leaves it (a programming
+    /// error).
     pub fn slice(&self, range: Range<usize>) -> IoBuf {
         assert!(
             range.start <= range.end && range.end <= self.len,
             "slice {range:?} of {}",
             self.len
         );
-        IoBuf {
-            region: Rc::clone(&self.region),
-            offset: self.offset + range.start,
-            len: range.end - range.start,
+        let (offset, len) = (self.offset + range.start, range.end - range.start);
+        if self.is_scattered() {
+            return self.slice_scattered(offset, len);
         }
+        IoBuf { region: Rc::clone(&self.region), offset, len }
     }
 
     /// Copies `src` to byte `at`. Panics when it does not fit.
     pub fn copy_from_slice(&self, at: usize, src: &[u8]) {
-        self.check(at, src.len());
-        // SAFETY: the range was checked to lie inside this buffer; `src` is a Rust slice, and no
-        // Rust reference to region memory exists, so the two cannot overlap.
-        unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), self.as_mut_ptr().add(at), src.len()) }
+        self.each(at, src.len(), |done, part, len| {
+            // SAFETY: `each` gives parts of this buffer that have `len` bytes, and all of them together as many as `src`; that is a
+            // Rust slice, and no Rust reference to region memory exists, so the two cannot overlap.
+            unsafe { std::ptr::copy_nonoverlapping(src.as_ptr().add(done), part, len) }
+        });
     }
 
     /// Copies from byte `at` into `dst`. Panics when `dst` asks for more than there is.
     pub fn copy_to_slice(&self, at: usize, dst: &mut [u8]) {
-        self.check(at, dst.len());
-        // SAFETY: as in `copy_from_slice`, the other way.
-        unsafe {
-            std::ptr::copy_nonoverlapping(self.as_mut_ptr().add(at), dst.as_mut_ptr(), dst.len());
-        }
+        self.each(at, dst.len(), |done, part, len| {
+            // SAFETY: as in `copy_from_slice`, the other way.
+            unsafe { std::ptr::copy_nonoverlapping(part, dst.as_mut_ptr().add(done), len) }
+        });
     }
 
-    /// Copies all of `src` to byte `at`; the two may be parts of one region. Panics when it does
-    /// not fit.
+    /// Copies all of `src` to byte `at`; the two may be parts of one region, if neither is scattered. Panics when it does not fit.
     pub fn copy_from_buf(&self, at: usize, src: &IoBuf) {
-        self.check(at, src.len);
-        assert!(src.is_mapped(), "pages of a client are not ours to read");
-        // SAFETY: both ranges were checked to lie inside their regions; `copy` allows overlap.
-        unsafe { std::ptr::copy(src.as_mut_ptr(), self.as_mut_ptr().add(at), src.len) }
+        self.each(at, src.len, |done, to, len| {
+            src.each(done, len, |done, from, len| {
+                // SAFETY: `each` gives `len` bytes of either buffer, of this one from `done` on; `copy` allows overlap.
+                unsafe { std::ptr::copy(from, to.add(done), len) }
+            });
+        });
     }
 
     /// Sets all bytes.
     pub fn fill(&self, byte: u8) {
-        self.check(0, self.len);
-        // SAFETY: the range is this buffer, in our memory as checked.
-        unsafe { std::ptr::write_bytes(self.as_mut_ptr(), byte, self.len) }
+        self.each(0, self.len, |_, part, len| {
+            // SAFETY: the range is in this buffer, in our memory.
+            unsafe { std::ptr::write_bytes(part, byte, len) }
+        });
     }
 
     /// Whether all bytes are 0.
     pub fn is_zero(&self) -> bool {
+        if self.is_scattered() {
+            return self.pieces().all(|piece| piece.is_zero());
+        }
         let mut chunk = [0u8; 512];
         let mut at = 0;
         while at < self.len {
@@ -400,21 +428,28 @@ impl IoBuf {
     fn mapping(&self) -> Option<(usize, usize)> {
         let is_mapped = match &self.region.origin {
             Origin::Mapped => true,
-            Origin::Allocated(_) | Origin::Foreign(_) | Origin::Client => false,
+            Origin::Allocated(_) | Origin::Foreign(_) => false,
+            Origin::Client | Origin::Scattered(_) => false,
             Origin::Shared(memory) => matches!(memory.region.origin, Origin::Mapped),
         };
         let len = self.region.len.next_multiple_of(PAGE_BYTES);
         is_mapped.then(|| (self.region.start as usize, len))
     }
 
-    /// Whether another buffer, or an operation in flight, shares the memory.
+    /// Whether another buffer, or an operation in flight, shares the memory (of a scattered buffer: its list of pieces).
     pub fn is_shared(&self) -> bool {
         Rc::strong_count(&self.region) > 1
     }
 
-    /// Panics: a programming error.
-    fn check(&self, at: usize, len: usize) {
-        assert!(self.is_mapped(), "pages of a client are not ours to touch");
+    /// Calls `f` for each part of a range that lies in one place: bytes of the range before it, address, length. Panics when the range
+    /// leaves the buffer or is not in our memory (programming errors).
+    #[inline]
+    fn each(&self, at: usize, len: usize, mut f: impl FnMut(usize, *mut u8, usize)) {
         assert!(at <= self.len && len <= self.len - at, "{len} bytes at {at} of {}", self.len);
+        if self.is_contiguous() {
+            f(0, self.as_mut_ptr().wrapping_add(at), len);
+        } else {
+            self.each_part(at, len, &mut f);
+        }
     }
 }

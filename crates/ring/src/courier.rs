@@ -63,7 +63,7 @@ impl Ring {
     /// `EMFILE` and `ENFILE` when there is no descriptor for a pipe.
     pub async fn copy(&self, from: &IoBuf, to: &IoBuf) -> Result<(), Errno> {
         let to = to.slice(0..from.len());
-        if from.is_mapped() && to.is_mapped() {
+        if from.is_ours() && to.is_ours() {
             to.copy_from_buf(0, from);
             return Ok(());
         }
@@ -75,7 +75,7 @@ impl Ring {
     ///
     /// Errors: as [`Ring::copy`].
     pub async fn in_memory(&self, buf: &IoBuf) -> Result<IoBuf, Errno> {
-        if buf.is_mapped() {
+        if buf.is_ours() {
             return Ok(buf.clone());
         }
         let ours = IoBuf::new(buf.len(), PAGE_BYTES);
@@ -108,7 +108,7 @@ impl Ring {
     ///
     /// Errors: as [`Ring::copy`].
     pub async fn zero(&self, buf: &IoBuf) -> Result<(), Errno> {
-        if buf.is_mapped() {
+        if buf.is_ours() {
             buf.fill(0);
             return Ok(());
         }

@@ -43,7 +43,7 @@ mod tests;
 mod topology;
 mod uring;
 
-pub use buffer::{IoBuf, SharedMemory};
+pub use buffer::{IoBuf, Scatter, SharedMemory};
 pub use config::Config;
 pub use counters::{Counters, CountersSnapshot};
 pub use cpus::{CpuList, CpuListError};
@@ -53,7 +53,7 @@ pub use opset::OpSet;
 pub use parker::Parker;
 pub use placement::{cpus_of_thread, pin_to_cpus};
 pub use remote::Remote;
-pub use ring::{RawCommand, Ring, Timeout};
+pub use ring::{RawCommand, Readiness, Ring, Timeout};
 pub use runtime::Runtime;
 pub use rustix::io::Errno;
 pub use setup::SetupError;

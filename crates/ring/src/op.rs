@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use io_uring::squeue;
 
+use crate::ring::Cut;
 use crate::slots::Keep;
 use crate::{Errno, IoBuf, Ring};
 
@@ -37,6 +38,8 @@ pub(crate) enum What {
     Entry(squeue::Entry),
     /// An exclusive poll of the descriptor, then, linked to it, the entry.
     WhenReadable(Fd, squeue::Entry),
+    /// A scattered buffer without an array that would do.
+    Cut(Cut),
     /// A timer.
     Timeout(Duration),
 }

@@ -1,6 +1,6 @@
 //! The handle through which everything on a ring thread submits.
 
-use std::cell::{Cell, OnceCell, RefCell, UnsafeCell};
+use std::cell::{Cell, RefCell, UnsafeCell};
 use std::collections::VecDeque;
 use std::future::{Future, poll_fn};
 use std::os::fd::{AsFd, AsRawFd, RawFd};
@@ -20,7 +20,29 @@ use crate::slots::{Completed, Keep, Slots, VECTOR_MAX, Waiter};
 use crate::uring::{Completion, Uring};
 use crate::{Errno, IoBuf, SharedMemory, Source};
 
+/// Builds an entry for a raw or a registered descriptor.
+macro_rules! on_fd {
+    ($fd:expr, |$target:ident| $build:expr) => {
+        match $fd {
+            Fd::Raw(fd) => {
+                let $target = types::Fd(fd);
+                $build
+            }
+            Fd::Fixed(index) => {
+                let $target = types::Fixed(index);
+                $build
+            }
+        }
+    };
+}
+
 mod control;
+mod events;
+mod scattered;
+
+pub use events::Readiness;
+pub(crate) use scattered::Cut;
+use scattered::Way;
 
 /// Marks the user data of a poll linked before an operation; alone: a cancellation.
 pub(crate) const TAG_IGNORE: u64 = 1 << 63;
@@ -64,7 +86,7 @@ pub(crate) struct Inner {
     /// Something else than inline completions is sure to be awaited ([`Ring::wait_past_inline`]).
     pub(crate) past_inline: Cell<bool>,
     /// Work that comes through shared memory.
-    pub(crate) source: OnceCell<Rc<dyn Source>>,
+    pub(crate) source: RefCell<Option<Rc<dyn Source>>>,
 }
 
 /// Handle of a ring; cheap to clone, bound to its thread.
@@ -131,7 +153,7 @@ impl Inner {
             polling: Cell::new(None),
             polling_held: Cell::new(false),
             past_inline: Cell::new(false),
-            source: OnceCell::new(),
+            source: RefCell::default(),
         })
     }
 
@@ -152,6 +174,14 @@ impl Inner {
             }
             None => Poll::Pending,
         }
+    }
+
+    /// As [`Inner::poll_slot`], for an operation with several completions: the result, and whether it was the last.
+    pub(crate) fn poll_stream(&self, slot: u32, cx: &Context<'_>) -> Poll<(i32, bool)> {
+        if let Some(result) = self.slots.borrow_mut().take_event(slot) {
+            return Poll::Ready((result, false));
+        }
+        self.poll_slot(slot, cx).map(|result| (result, true))
     }
 
     /// A slot is free: all who wait for one look again. Some of them may be gone, so waking one would not do.
@@ -202,6 +232,10 @@ impl Inner {
                 let flags = squeue::Flags::IO_LINK | squeue::Flags::SKIP_SUCCESS;
                 self.uring.push(poll.flags(flags).user_data(user_data | TAG_IGNORE));
                 self.uring.push(entry.clone().user_data(user_data));
+            }
+            What::Cut(cut) => {
+                let entry = self.cut_entry(slot, *cut);
+                self.push(entry.user_data(user_data));
             }
             What::Timeout(duration) => {
                 let time = self.times[slot as usize].get();
@@ -254,7 +288,8 @@ impl Inner {
             // cancellation has generation 0, which no slot has.
             user_data => {
                 let target = user_data & !TAG_IGNORE;
-                let done = self.slots.borrow_mut().complete(target, completion.result);
+                let done =
+                    self.slots.borrow_mut().complete(target, completion.result, completion.more);
                 match done {
                     Completed::Wake(waiter) => self.executor.wake(waiter),
                     Completed::Nobody => self.feed_hungry(),
@@ -270,22 +305,6 @@ impl Inner {
             self.push(opcode::PollAdd::new(fd, POLL_IN).build().user_data(TAG_EVENT));
         }
     }
-}
-
-/// Builds an entry for a raw or a registered descriptor.
-macro_rules! on_fd {
-    ($fd:expr, |$target:ident| $build:expr) => {
-        match $fd {
-            Fd::Raw(fd) => {
-                let $target = types::Fd(fd);
-                $build
-            }
-            Fd::Fixed(index) => {
-                let $target = types::Fixed(index);
-                $build
-            }
-        }
-    };
 }
 
 /// Length for the kernel. One operation moves less than 4 GiB by construction of its buffer.
@@ -309,13 +328,19 @@ impl Ring {
     }
 
     /// Reads at byte `offset` into `buf`; a registered buffer is named by its slot. Result: bytes read, short at the end of the
-    /// file. Errors: also `EFAULT` for a registered buffer that this ring does not know.
+    /// file, and for a scattered buffer of more than 1024 pieces. Errors: also `EFAULT` for a registered buffer that this ring does not know.
     pub fn read(&self, fd: Fd, offset: u64, buf: &IoBuf) -> Op {
+        if buf.is_scattered() {
+            return self.move_pieces(fd, offset, buf, Way::Read);
+        }
         self.op(Self::read_entry(fd, offset, buf), Some(buf.clone()))
     }
 
     /// Writes `buf` at byte `offset`, as [`Ring::read`] reads. Result: bytes written, may be short.
     pub fn write(&self, fd: Fd, offset: u64, buf: &IoBuf) -> Op {
+        if buf.is_scattered() {
+            return self.move_pieces(fd, offset, buf, Way::Write);
+        }
         let (start, len) = (buf.as_mut_ptr(), len_u32(buf));
         let entry = match buf.fixed() {
             None => on_fd!(fd, |fd| opcode::Write::new(fd, start, len).offset(offset).build()),
@@ -330,8 +355,9 @@ impl Ring {
     /// wakes one), then reads into `buf`: one completion and one system call for both.
     ///
     /// Errors: `EAGAIN` or a long wait when another reader took the data in between.
-    /// For a descriptor in non-blocking mode that is read by several threads, as /dev/fuse.
+    /// For a descriptor in non-blocking mode that is read by several threads, as /dev/fuse. Panics for a scattered buffer.
     pub fn read_when_readable(&self, fd: Fd, buf: &IoBuf) -> Op {
+        assert!(!buf.is_scattered(), "a read after a poll goes to one place");
         let what = What::WhenReadable(fd, Self::read_entry(fd, 0, buf));
         Op::new(self, what, Some(buf.clone()))
     }
@@ -352,7 +378,7 @@ impl Ring {
         bufs: &[IoBuf],
         entry: impl Fn(*const libc::iovec, u32) -> squeue::Entry,
     ) -> Result<u32, Errno> {
-        if bufs.len() > VECTOR_MAX || bufs.iter().any(|buf| !buf.is_mapped()) {
+        if bufs.len() > VECTOR_MAX || bufs.iter().any(|buf| !buf.is_contiguous()) {
             return Err(Errno::INVAL);
         }
         let inner = &self.0;
@@ -372,7 +398,7 @@ impl Ring {
         Op { ring: self.clone(), state: State::InFlight(slot), inline: false }.await
     }
 
-    /// Reads into up to 8 pieces. Errors: `EINVAL` for more.
+    /// Reads into up to 8 pieces. Errors: `EINVAL` for more, and for one that is scattered or not ours.
     pub async fn readv(&self, fd: Fd, offset: u64, bufs: &[IoBuf]) -> Result<u32, Errno> {
         self.vectored(bufs, |vector, count| {
             on_fd!(fd, |fd| opcode::Readv::new(fd, vector, count).offset(offset).build())
@@ -380,7 +406,7 @@ impl Ring {
         .await
     }
 
-    /// Writes up to 8 pieces. Errors: `EINVAL` for more.
+    /// Writes up to 8 pieces. Errors: as [`Ring::readv`].
     pub async fn writev(&self, fd: Fd, offset: u64, bufs: &[IoBuf]) -> Result<u32, Errno> {
         self.vectored(bufs, |vector, count| {
             on_fd!(fd, |fd| opcode::Writev::new(fd, vector, count).offset(offset).build())
@@ -474,7 +500,7 @@ impl Ring {
         let entry = command_entry(command, user_data);
         inner.make_room(1);
         if let Err(error) = inner.uring.push_wide(&entry) {
-            inner.slots.borrow_mut().complete(user_data, 0);
+            inner.slots.borrow_mut().complete(user_data, 0, false);
             inner.slots.borrow_mut().abandon(slot);
             inner.feed_hungry();
             return Err(error);
@@ -535,6 +561,32 @@ impl Ring {
         }
         self.0.registered_buffers.borrow_mut().push(buf);
         Ok(())
+    }
+}
+
+impl Ring {
+    /// Puts memory into a slot of the table of registered buffers ([`Ring::register_buffers`]), or empties it. Pins the memory for as long as
+    /// it is there.
+    ///
+    /// * `memory`: at most 1 GiB, the kernel's limit; kept alive by its user until the slot is empty or the ring is gone.
+    ///
+    /// Errors: `ENOMEM` above RLIMIT_MEMLOCK, `EFAULT` for too much, `ENXIO` without a table, `EOPNOTSUPP` for pages that cannot be pinned.
+    pub fn update_buffer(
+        &self,
+        slot: u16,
+        memory: Option<&Arc<SharedMemory>>,
+    ) -> Result<(), Errno> {
+        let buf = memory.map(SharedMemory::buffer);
+        let vector = match &buf {
+            Some(buf) => libc::iovec { iov_base: buf.as_mut_ptr().cast(), iov_len: buf.len() },
+            None => libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 },
+        };
+        // SAFETY: the kernel pins the pages, so they stay whatever becomes of the mapping; operations reach them through buffers that
+        // keep the mapping alive.
+        let updated = unsafe {
+            self.0.uring.submitter().register_buffers_update(u32::from(slot), &[vector], None)
+        };
+        updated.map_err(|error| Errno::from_raw_os_error(error.raw_os_error().unwrap_or(libc::EIO)))
     }
 }
 

@@ -72,13 +72,16 @@ impl Runtime {
     fn turn(&mut self, may_wait: bool) {
         let inner = Rc::clone(&self.ring.0);
         inner.arm_event();
-        let source = inner.source.get();
-        let found = source.is_some_and(|source| {
+        let source = inner.source.borrow().clone();
+        let found = source.as_ref().is_some_and(|source| {
             source.publish();
             source.look()
         });
         let may_wait = may_wait && !found;
-        if may_wait && !self.poll_before_sleep() && !source.is_some_and(|source| source.arm()) {
+        if may_wait
+            && !self.poll_before_sleep()
+            && !source.as_ref().is_some_and(|source| source.arm())
+        {
             // Inline completions are there at once: the wait is for one more than those, if one is sure to come without them.
             let past = if inner.past_inline.get() { inner.inline_expected.get() } else { 0 };
             let want = 1 + past;
@@ -150,7 +153,7 @@ impl Runtime {
         let start = Instant::now();
         let mut yield_at = YIELD_FIRST;
         loop {
-            if inner.source.get().is_some_and(|source| source.look()) {
+            if inner.source.borrow().as_ref().is_some_and(|source| source.look()) {
                 self.spin.paid();
                 inner.counters.polls_paid.add(1);
                 self.last_sleep = Instant::now();
@@ -185,6 +188,9 @@ impl Drop for Runtime {
     fn drop(&mut self) {
         let inner = Rc::clone(&self.ring.0);
         inner.executor.clear();
+        // It may hold this ring.
+        let source = inner.source.take();
+        drop(source);
         let pending: Vec<u64> = inner.slots.borrow().pending().collect();
         for user_data in pending {
             inner.cancel(user_data);

@@ -34,9 +34,17 @@ pub(crate) enum Waiter {
 enum State {
     Free,
     InFlight,
+    /// The kernel goes on with it, and there is a result to take.
+    Event(i32),
     /// The future is gone; the slot is freed by the completion.
     Orphan,
     Done(i32),
+}
+
+impl State {
+    fn is_with_kernel(self) -> bool {
+        matches!(self, State::InFlight | State::Event(_) | State::Orphan)
+    }
 }
 
 #[derive(Debug)]
@@ -111,6 +119,14 @@ impl Slots {
         }
     }
 
+    /// The buffer of an operation in flight.
+    pub(crate) fn buffer(&self, index: u32) -> Option<&IoBuf> {
+        match &self.slots[index as usize].keep {
+            Keep::Buffer(buf) => Some(buf),
+            Keep::Nothing | Keep::Pieces => None,
+        }
+    }
+
     /// The user data that leads a completion back here.
     pub(crate) fn user_data(&self, index: u32) -> u64 {
         u64::from(self.slots[index as usize].generation) << 32 | u64::from(index)
@@ -127,11 +143,19 @@ impl Slots {
         None
     }
 
+    /// Takes what an operation that goes on has given so far.
+    pub(crate) fn take_event(&mut self, index: u32) -> Option<i32> {
+        let slot = &mut self.slots[index as usize];
+        let State::Event(result) = slot.state else { return None };
+        slot.state = State::InFlight;
+        Some(result)
+    }
+
     /// The future of the operation is dropped. Returns whether the kernel still has it.
     pub(crate) fn abandon(&mut self, index: u32) -> bool {
         let slot = &mut self.slots[index as usize];
         slot.waiter = Waiter::None;
-        if slot.state == State::InFlight {
+        if matches!(slot.state, State::InFlight | State::Event(_)) {
             slot.state = State::Orphan;
             return true;
         }
@@ -139,16 +163,27 @@ impl Slots {
         false
     }
 
-    /// A completion arrived.
-    pub(crate) fn complete(&mut self, user_data: u64, result: i32) -> Completed {
+    /// A completion arrived. Sets of events of an operation that goes on (`more`) add up until they are taken.
+    pub(crate) fn complete(&mut self, user_data: u64, result: i32, more: bool) -> Completed {
         let index = u32::try_from(user_data & u64::from(u32::MAX)).unwrap_or(u32::MAX);
         let Some(slot) = self.slots.get_mut(index as usize) else { return Completed::Nobody };
         if u64::from(slot.generation) != user_data >> 32 {
             return Completed::Nobody;
         }
+        let before = match slot.state {
+            State::Event(events) => events,
+            _ => 0,
+        };
         match slot.state {
-            State::InFlight => {
-                slot.state = State::Done(result);
+            State::InFlight | State::Event(_) if more => {
+                slot.state = State::Event(before | result);
+                Completed::Wake(std::mem::replace(&mut slot.waiter, Waiter::None))
+            }
+            State::Orphan if more => Completed::Nobody,
+            State::InFlight | State::Event(_) => {
+                // How it ended matters less than what it gave: who goes on hears of it again.
+                let ended = if result < 0 && before > 0 { before } else { before | result };
+                slot.state = State::Done(ended);
                 // The kernel is done with the memory: give it back before the future looks.
                 slot.forget_kept();
                 Completed::Wake(std::mem::replace(&mut slot.waiter, Waiter::None))
@@ -180,14 +215,14 @@ impl Slots {
         self.slots
             .iter()
             .enumerate()
-            .filter(|(_, slot)| matches!(slot.state, State::InFlight | State::Orphan))
+            .filter(|(_, slot)| slot.state.is_with_kernel())
             .map(|(index, slot)| u64::from(slot.generation) << 32 | index as u64)
     }
 
     /// Forgets all memory that the kernel may still touch, so that nothing frees it.
     pub(crate) fn leak_pending(&mut self) {
         for slot in &mut self.slots {
-            if matches!(slot.state, State::InFlight | State::Orphan) {
+            if slot.state.is_with_kernel() {
                 std::mem::forget(std::mem::replace(&mut slot.keep, Keep::Nothing));
                 std::mem::forget(std::mem::replace(&mut slot.pieces, [const { None }; VECTOR_MAX]));
             }

@@ -99,7 +99,7 @@ fn pages_that_are_not_there_are_an_error_and_never_touched() {
     ring.register_buffers(None, 2).unwrap();
     let pages = IoBuf::client_pages(1, 8192);
     let (part, ours) = (pages.slice(4096..8192), IoBuf::new(4096, 4096));
-    assert!(!part.is_mapped() && !part.is_aligned(1) && part.address() == 4096);
+    assert!(!part.is_ours() && !part.is_aligned(1) && part.address() == 4096);
     runtime.block_on(async {
         assert_eq!(ring.zero(&part).await, Err(Errno::FAULT));
         assert_eq!(ring.copy(&ours, &part).await, Err(Errno::FAULT));

@@ -5,7 +5,7 @@
 use std::io;
 
 use io_uring::types::Timespec;
-use io_uring::{EnterFlags, IoUring, Submitter, squeue};
+use io_uring::{EnterFlags, IoUring, Submitter, cqueue, squeue};
 
 use crate::counters::Counters;
 use crate::restrict::restrict;
@@ -32,6 +32,8 @@ pub(crate) struct Uring {
 pub(crate) struct Completion {
     pub(crate) user_data: u64,
     pub(crate) result: i32,
+    /// The operation goes on.
+    pub(crate) more: bool,
 }
 
 impl Drop for Uring {
@@ -141,7 +143,8 @@ impl Uring {
                 Kind::Wide(ring) => ring.completion_shared().next(),
             }
         }?;
-        Some(Completion { user_data: entry.user_data(), result: entry.result() })
+        let more = cqueue::more(entry.flags());
+        Some(Completion { user_data: entry.user_data(), result: entry.result(), more })
     }
 
     /// Whether an enter would find something: a completion, or work that the kernel left for our

@@ -1,4 +1,4 @@
-//! ringdisk: serves a disk image, in place, as an ordinary file.
+//! ringdisk: serves a disk image, in place, as an ordinary file or to a virtual machine.
 //!
 //! Promises: every way out has one of the exit codes of [`report::Exit`]; nothing that comes from
 //! the command line, the environment, an image or the system ends in a panic. Standard streams that
@@ -27,9 +27,12 @@ mod sandbox;
 mod serve;
 mod signals;
 mod size;
+mod sockets;
 mod stats;
 mod terminal;
 mod topology;
+mod upgrade;
+mod vhost;
 
 use std::process::ExitCode;
 
@@ -88,6 +91,7 @@ fn run() -> u8 {
 fn command(command: &Command) -> Result<u8, End> {
     match command {
         Command::Mount(args) => return Ok(commands::mount::run(args, args.paths()?)?),
+        Command::Serve(args) => return Ok(commands::serve::run(args, args.disks()?)?),
         Command::Umount(args) => commands::umount::run(args),
         Command::Ctl(args) => commands::ctl::run(args),
         Command::Topology(args) => commands::topology::run(args),

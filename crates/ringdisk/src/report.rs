@@ -45,7 +45,7 @@ pub(crate) const MEANINGS: [(Exit, &str, &str); 13] = [
     (
         Exit::Clean,
         "success",
-        "The command did what it was told; a mount was stopped by a signal or unmounted.",
+        "The command did what it was told; a mount was stopped by a signal or unmounted, a served disk was stopped.",
     ),
     (Exit::General, "failure", "A failure that has no code of its own; the message tells."),
     (
@@ -61,12 +61,12 @@ pub(crate) const MEANINGS: [(Exit, &str, &str); 13] = [
     (
         Exit::Mountpoint,
         "mountpoint",
-        "The mountpoint does not exist and cannot be made, is not a regular file, or has a mount on it; for umount and ctl: nothing of ours is mounted there.",
+        "The mountpoint does not exist and cannot be made, is not a regular file, or has a mount on it; for serve: the same of the socket; for umount and ctl: nothing of ours is mounted or served there.",
     ),
     (
         Exit::Locked,
         "busy",
-        "Another process holds the image, the pid file, or (umount) the mount; for ctl: another command is changing the disk.",
+        "Another process holds the image, the pid file, the socket, or (umount) the mount; for ctl: another command is changing the disk.",
     ),
     (
         Exit::Permission,
@@ -76,7 +76,7 @@ pub(crate) const MEANINGS: [(Exit, &str, &str); 13] = [
     (
         Exit::Halted,
         "halted",
-        "The mount was serving and then broke down: the kernel connection failed or sent what cannot be.",
+        "The mount was serving and then broke down: the kernel connection failed or sent what cannot be; or a served disk did.",
     ),
     (Exit::IoUring, "io_uring", "io_uring is forbidden or missing here."),
     (Exit::Fuse, "fuse", "FUSE is missing here: no /dev/fuse, no driver, or no fusermount3."),
@@ -258,11 +258,35 @@ impl From<ringdisk_fuse::Error> for Failure {
             ErrorKind::Usage => Exit::Usage,
             _ => Exit::General,
         };
+        Failure::of_export(exit, &error, error.hint_text())
+    }
+}
+
+impl From<ringdisk_vhost::Error> for Failure {
+    fn from(error: ringdisk_vhost::Error) -> Failure {
+        use ringdisk_vhost::ErrorKind;
+        let exit = match error.kind() {
+            ErrorKind::Usage => Exit::Usage,
+            ErrorKind::Socket => Exit::Mountpoint,
+            ErrorKind::Busy => Exit::Locked,
+            ErrorKind::PermissionDenied => Exit::Permission,
+            ErrorKind::Unsupported => Exit::Unsupported,
+            ErrorKind::RingForbidden => Exit::IoUring,
+            ErrorKind::Halted => Exit::Halted,
+            ErrorKind::Storage => Exit::Storage,
+            _ => Exit::General,
+        };
+        Failure::of_export(exit, &error, error.hint_text())
+    }
+}
+
+impl Failure {
+    /// * `hint`: what the error's text ends with, which gets a line of its own here.
+    fn of_export(exit: Exit, error: &(dyn StdError + 'static), hint: Option<&str>) -> Failure {
         // A ring that could not be made is a cause here; its own code says more.
-        let exit = ring_exit(&error).unwrap_or(exit);
-        let failure = Failure::caused(exit, &error);
-        // The text of this error contains its hint, which gets a line of its own here.
-        match error.hint_text() {
+        let exit = ring_exit(error).unwrap_or(exit);
+        let failure = Failure::caused(exit, error);
+        match hint {
             Some(hint) => {
                 let message = failure.message.replace(&format!("; {hint}"), "");
                 Failure { message, hint: Some(hint.to_owned()), ..failure }

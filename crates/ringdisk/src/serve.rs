@@ -16,10 +16,12 @@ use ringdisk_fuse::{
     Export, ExportOptions, HaltReason, RingMode, Stats, Stay, StopHandle, Transport, ZeroCopy,
 };
 use ringdisk_ring::Topology;
+use serde_json::Value;
 
 use crate::cli::{
     MountArgs, NumaWord, PlacementArgs, StayWord, Threads, TransportWord, ZeroCopyWord,
 };
+use crate::control::disk::Serving;
 use crate::report::{Exit, Failure};
 use crate::stats::Report;
 use crate::topology;
@@ -229,14 +231,19 @@ impl Handle {
         self.stop.stop();
     }
 
-    /// Threads, queues and buffers now. Takes some milliseconds for each gigabyte in buffers.
-    pub(crate) fn topology(&self) -> MountTopology {
-        (self.topology)()
-    }
-
     /// The counters now.
     pub(crate) fn stats(&self) -> Report {
         Report { name: self.name.clone(), elapsed: self.since.elapsed(), stats: (self.stats)() }
+    }
+}
+
+impl Serving for Handle {
+    fn report(&self) -> Report {
+        self.stats()
+    }
+
+    fn topology(&self) -> Value {
+        topology::to_json(&Topology::read(), &(self.topology)())
     }
 }
 

@@ -23,6 +23,11 @@ pub(crate) fn to_json(machine: &Topology, mount: &MountTopology) -> Value {
     })
 }
 
+/// The machine alone; with the text for people under `text`.
+pub(crate) fn machine_to_json(machine: &Topology) -> Value {
+    json!({ "machine": machine_json(machine), "text": machine_text(machine).trim_end() })
+}
+
 /// How requests travel.
 ///
 /// * `mode`: what the rings do; `None` without rings.

@@ -15,7 +15,7 @@ pub type LocalFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T, Errno>> + 'a
 
 /// What [`crate::Storage::custom`] takes. Methods mean what those of [`crate::Storage`] mean;
 /// `read` and `write` may be short anywhere ([`crate::Storage`] goes on after them), any offset,
-/// length and memory address must be accepted.
+/// length and memory address must be accepted. Buffers are in our memory, perhaps scattered.
 pub trait CustomStorage: Send + Sync + Debug {
     /// For messages.
     fn name(&self) -> &str;

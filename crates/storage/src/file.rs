@@ -7,7 +7,7 @@
 use std::future::Future;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use ringdisk_ring::{Errno, Fd, Ring};
 
@@ -39,14 +39,18 @@ pub(crate) struct File {
     /// Where writes have to be whole blocks; else `None`.
     pub(crate) gate: Option<Gate>,
     /// The same file without O_DIRECT, for the piece of a block at the end of a regular file whose
-    /// length is no multiple of the block.
+    /// length is no multiple of the block. It is another open file description and has the same lock, so
+    /// that the locks of a process that is killed outlive its last write this way, too.
     pub(crate) buffered_twin: Option<OwnedFd>,
     /// Whether the page cache may hold what was written.
     pub(crate) uses_page_cache: AtomicBool,
     /// First flush that failed on the page cache, as an errno; 0: none.
     pub(crate) flush_failed: AtomicI32,
     pub(crate) identity: (u64, u64),
-    pub(crate) held: Held,
+    /// Changed on the control path only.
+    pub(crate) held: Mutex<Held>,
+    /// Another process has the locks too, by a duplicate of the descriptor: closing must not unlock.
+    pub(crate) is_shared: AtomicBool,
     /// Set when the future of a change was dropped while the kernel was at it: the change may
     /// still happen.
     pub(crate) abandoned: AtomicBool,
@@ -70,6 +74,25 @@ impl File {
     pub(crate) fn probe_client_pages(&self) -> bool {
         !self.limits.direct
             || *self.pages.get_or_init(|| pages::are_safe(self.borrow(), self.len(), self.limits))
+    }
+
+    /// The lock that is held.
+    pub(crate) fn held(&self) -> Held {
+        *self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Gives the second descriptor the lock of the first. After every look for locks of others: to them it is another user.
+    pub(crate) fn lock_twin(&self) {
+        if let Some(twin) = &self.buffered_twin {
+            self.held().copy_to(twin.as_fd());
+        }
+    }
+
+    /// Takes it away, before a look for locks of others.
+    pub(crate) fn unlock_twin(&self) {
+        if let Some(twin) = &self.buffered_twin {
+            self.held().release(twin.as_fd());
+        }
     }
 
     pub(crate) fn len(&self) -> u64 {
@@ -167,10 +190,14 @@ impl File {
 impl Drop for File {
     /// Unlocks at once: a ring may keep its reference on the file, and with it the locks, for some
     /// time after its last operation. Not when a change may still be under way: then the image stays
-    /// locked until the kernel is done with it.
+    /// locked until the kernel is done with it. Not when another process goes on with these locks.
     fn drop(&mut self) {
-        if !*self.abandoned.get_mut() {
-            self.held.release(self.borrow());
+        if *self.abandoned.get_mut() {
+            return;
+        }
+        self.unlock_twin();
+        if !*self.is_shared.get_mut() {
+            self.held().release(self.borrow());
         }
     }
 }

@@ -24,6 +24,7 @@ mod ffi;
 mod file;
 mod gate;
 mod holders;
+mod life;
 mod lock;
 mod open;
 mod options;
@@ -35,6 +36,7 @@ mod space;
 mod storage;
 #[cfg(test)]
 mod tests;
+mod topology;
 mod write;
 
 pub use custom::{CustomStorage, LocalFuture};
@@ -42,3 +44,4 @@ pub use error::{Error, ErrorKind};
 pub use options::{Allocation, Kind, Limits, Lock, OpenOptions, Preallocation};
 pub use ringdisk_ring::Errno;
 pub use storage::Storage;
+pub use topology::Topology;

@@ -17,7 +17,7 @@
 //! locks 100, 101; a qcow2 writer 100, 101, 103, 201, 203; a backing file 100, 201, 203; force-share
 //! only 100; `qemu-img info` nothing. Block devices are locked on their device node, in the same way.
 //!
-//! Called when storage is opened, on the control thread. Never waits for a lock.
+//! Called when storage is opened or changes hands, on the control thread. Never waits for a lock.
 
 use std::os::fd::BorrowedFd;
 
@@ -56,7 +56,7 @@ impl Permission {
 fn request(lock: Lock, read_only: bool) -> (&'static [Permission], &'static [Permission]) {
     match (lock, read_only) {
         (Lock::None, _) => (&[], &[]),
-        (Lock::ForceShare, _) => (&[ConsistentRead], &[]),
+        (Lock::ForceShare | Lock::Inactive, _) => (&[ConsistentRead], &[]),
         (Lock::Shared, _) | (Lock::Auto, true) => (&[ConsistentRead], &[Write, Resize]),
         (Lock::Exclusive, _) | (Lock::Auto, false) => {
             (&[ConsistentRead, Write, Resize], &[Write, Resize])
@@ -65,16 +65,21 @@ fn request(lock: Lock, read_only: bool) -> (&'static [Permission], &'static [Per
 }
 
 /// A lock that was taken.
-#[derive(Debug, Default)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Held {
     used: &'static [Permission],
     unshared: &'static [Permission],
 }
 
 impl Held {
+    /// Takes the same for another descriptor of the file, without a look at others.
+    pub(crate) fn copy_to(self, fd: BorrowedFd<'_>) {
+        let _ = take(fd, self.used, self.unshared);
+    }
+
     /// Gives the lock back.
-    pub(crate) fn release(&self, fd: BorrowedFd<'_>) {
-        give_back(fd, self.used, self.unshared);
+    pub(crate) fn release(self, fd: BorrowedFd<'_>) {
+        give_back_all_but(fd, self, Held::default());
     }
 }
 
@@ -91,29 +96,83 @@ pub(crate) fn acquire(
     lock: Lock,
     read_only: bool,
 ) -> Result<Held, Error> {
+    acquire_beside(fd, name, lock, read_only, Held::default())
+}
+
+/// As [`acquire`], while the descriptor has another lock, of which nothing is given back.
+fn acquire_beside(
+    fd: BorrowedFd<'_>,
+    name: &str,
+    lock: Lock,
+    read_only: bool,
+    old: Held,
+) -> Result<Held, Error> {
     let (used, unshared) = request(lock, read_only);
+    let wanted = Held { used, unshared };
     let taken = take(fd, used, unshared).and_then(|()| conflict(fd, used, unshared));
     match taken {
-        Ok(None) => Ok(Held { used, unshared }),
+        Ok(None) => Ok(wanted),
         Ok(Some(conflict)) => {
             // Asked before our own bytes are given back, so that the answer is the one that
             // was refused.
             let error = refusal(fd, name, read_only, conflict);
-            give_back(fd, used, unshared);
+            give_back_all_but(fd, wanted, old);
             Err(error)
         }
         Err(Errno::AGAIN | Errno::ACCESS) => {
-            give_back(fd, used, unshared);
+            give_back_all_but(fd, wanted, old);
             Err(refusal(fd, name, read_only, Conflict { byte: None, used_by_other: false }))
         }
         Err(errno) => {
-            give_back(fd, used, unshared);
+            give_back_all_but(fd, wanted, old);
             tracing::warn!(
                 "'{name}' cannot be locked ({errno}): nothing stops another program from using it \
                  at the same time"
             );
             Ok(Held::default())
         }
+    }
+}
+
+/// Turns one lock into another, on one descriptor: what the new one needs is taken first, what it does not need is given back
+/// last.
+///
+/// Errors: as [`acquire`]; the old lock is held as it was then.
+pub(crate) fn change(
+    fd: BorrowedFd<'_>,
+    name: &str,
+    old: Held,
+    lock: Lock,
+    read_only: bool,
+) -> Result<Held, Error> {
+    let new = acquire_beside(fd, name, lock, read_only, old)?;
+    give_back_all_but(fd, old, new);
+    Ok(new)
+}
+
+/// Whether nobody is in the way of a lock at this moment; takes nothing. Also where nothing can be locked.
+pub(crate) fn is_free(fd: BorrowedFd<'_>, lock: Lock, read_only: bool) -> bool {
+    let (used, unshared) = request(lock, read_only);
+    matches!(conflict(fd, used, unshared), Ok(None) | Err(_))
+}
+
+/// The lock of a descriptor whose open file description has it already.
+///
+/// Errors: as [`acquire`], but nothing is given back: the lock is not only ours.
+pub(crate) fn adopt(
+    fd: BorrowedFd<'_>,
+    name: &str,
+    lock: Lock,
+    read_only: bool,
+) -> Result<Held, Error> {
+    let (used, unshared) = request(lock, read_only);
+    // Locks that are held stay; where there are no locks, this fails.
+    if take(fd, used, unshared).is_err() {
+        return Ok(Held::default());
+    }
+    match conflict(fd, used, unshared) {
+        Ok(Some(conflict)) => Err(refusal(fd, name, read_only, conflict)),
+        Ok(None) | Err(_) => Ok(Held { used, unshared }),
     }
 }
 
@@ -126,7 +185,7 @@ pub(crate) fn take_over(
     name: &str,
     lock: Lock,
     read_only: bool,
-    old: (BorrowedFd<'_>, &Held),
+    old: (BorrowedFd<'_>, Held),
 ) -> Result<Held, Error> {
     let (old_fd, old_held) = old;
     let (used, unshared) = request(lock, read_only);
@@ -150,8 +209,8 @@ pub(crate) fn take_back(
     fd: BorrowedFd<'_>,
     name: &str,
     read_only: bool,
-    held: &Held,
-    from: (BorrowedFd<'_>, &Held),
+    held: Held,
+    from: (BorrowedFd<'_>, Held),
 ) -> Result<(), Error> {
     let (from_fd, from_held) = from;
     if held.used.is_empty() || take(fd, held.used, held.unshared).is_err() {
@@ -170,11 +229,11 @@ fn take(fd: BorrowedFd<'_>, used: &[Permission], unshared: &[Permission]) -> Res
     used.chain(unshared).try_for_each(|byte| ffi::lock_shared(fd, byte))
 }
 
-fn give_back(fd: BorrowedFd<'_>, used: &[Permission], unshared: &[Permission]) {
-    for permission in used {
+fn give_back_all_but(fd: BorrowedFd<'_>, old: Held, kept: Held) {
+    for permission in old.used.iter().filter(|it| !kept.used.contains(it)) {
         let _ = ffi::unlock(fd, permission.used_byte());
     }
-    for permission in unshared {
+    for permission in old.unshared.iter().filter(|it| !kept.unshared.contains(it)) {
         let _ = ffi::unlock(fd, permission.unshared_byte());
     }
 }

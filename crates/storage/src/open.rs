@@ -8,7 +8,7 @@ use std::ffi::OsStr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use ringdisk_ring::Fd;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -147,7 +147,7 @@ fn adopt(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<File, Error> 
             })
             .ok()
         });
-    Ok(File {
+    let file = File {
         name: name.into(),
         fd: Fd::Raw(fd.as_raw_fd()),
         kind,
@@ -160,11 +160,14 @@ fn adopt(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<File, Error> 
         uses_page_cache: AtomicBool::new(!limits.direct),
         flush_failed: AtomicI32::new(0),
         identity: identity(&stat, kind),
-        held,
+        held: Mutex::new(held),
+        is_shared: AtomicBool::new(false),
         abandoned: AtomicBool::new(false),
         pages: OnceLock::new(),
         owner: Arc::new(fd),
-    })
+    };
+    file.lock_twin();
+    Ok(file)
 }
 
 fn kind_of(stat: &Stat) -> Result<Kind, &'static str> {

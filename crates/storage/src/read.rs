@@ -20,8 +20,8 @@ impl File {
         end_of(offset, buf.len() as u64)?;
         if self.suits(offset, buf) {
             match self.read_fitting(ring, offset, buf).await {
-                // The device does not take the alignment of this client's pages.
-                Err(Errno::INVAL) if !buf.is_mapped() => {}
+                // The device does not take the alignment of this client's pages, or of these pieces.
+                Err(Errno::INVAL) if !buf.is_contiguous() => {}
                 other => return other,
             }
         }
@@ -31,13 +31,21 @@ impl File {
 
     /// Whether a transfer needs no copy.
     pub(crate) fn suits(&self, offset: u64, buf: &IoBuf) -> bool {
-        if buf.is_mapped() {
+        if buf.is_contiguous() {
             return self.limits.suits(offset, buf.len(), buf.address());
         }
-        self.limits.suits(offset, buf.len(), 0) && self.takes_client_pages()
+        self.limits.suits(offset, buf.len(), 0)
+            && if buf.is_ours() { self.suit_pieces(buf) } else { self.takes_client_pages() }
     }
 
-    /// `offset`, length and address suit the limits.
+    /// Whether each piece could be a transfer of its own, which is what O_DIRECT asks for.
+    fn suit_pieces(&self, buf: &IoBuf) -> bool {
+        let limits = &self.limits;
+        (limits.memory_align | limits.offset_align) == 1
+            || buf.pieces().all(|piece| limits.suits(0, piece.len(), piece.address()))
+    }
+
+    /// `offset`, length and addresses suit the limits.
     pub(crate) async fn read_fitting(
         &self,
         ring: &Ring,

@@ -7,6 +7,7 @@
 //! was.
 
 use std::os::fd::AsRawFd;
+use std::sync::Mutex;
 use std::sync::atomic::Ordering;
 
 use rustix::fs::{CWD, Mode, OFlags};
@@ -37,18 +38,25 @@ pub(crate) fn reopen(old: &File, options: &OpenOptions) -> Result<File, Error> {
     let mut file = open::from_fd(fd, name, &unlocked)?;
     // A flush that failed is not forgotten by another descriptor.
     file.flush_failed.store(old.flush_failed.load(Ordering::Relaxed), Ordering::Relaxed);
-    file.held = lock::take_over(
+    old.unlock_twin();
+    let held = lock::take_over(
         file.borrow(),
         name,
         options.lock,
         options.read_only,
-        (old.borrow(), &old.held),
-    )?;
+        (old.borrow(), old.held()),
+    )
+    .inspect_err(|_| old.lock_twin())?;
+    file.held = Mutex::new(held);
+    file.lock_twin();
     Ok(file)
 }
 
 /// Takes the locks back that went over to `from`; see [`crate::Storage::reclaim`].
 pub(crate) fn reclaim(file: &File, from: &File) -> Result<(), Error> {
-    let from = (from.borrow(), &from.held);
-    lock::take_back(file.borrow(), &file.name, file.read_only, &file.held, from)
+    from.unlock_twin();
+    let from = (from.borrow(), from.held());
+    let result = lock::take_back(file.borrow(), &file.name, file.read_only, file.held(), from);
+    file.lock_twin();
+    result
 }

@@ -72,6 +72,19 @@ impl Storage {
         }
     }
 
+    /// Of an open file.
+    pub(crate) fn of_file(file: File) -> Storage {
+        Storage(Inner::File(file))
+    }
+
+    /// The file, unless it is of another kind.
+    pub(crate) fn file(&self) -> Option<&File> {
+        match &self.0 {
+            Inner::File(file) => Some(file),
+            Inner::Custom(_) => None,
+        }
+    }
+
     /// Wraps storage of another kind.
     pub fn custom(inner: Box<dyn CustomStorage>) -> Storage {
         Storage(Inner::Custom(inner))
@@ -296,7 +309,7 @@ async fn read_custom(
     buf: &IoBuf,
 ) -> Result<usize, Errno> {
     end_of(offset, buf.len() as u64)?;
-    if !buf.is_mapped() {
+    if !buf.is_ours() {
         let ours = IoBuf::new(buf.len(), custom.limits().memory_align as usize);
         let done = Box::pin(read_custom(custom, ring, offset, &ours)).await?;
         ring.copy(&ours.slice(0..done), buf).await?;

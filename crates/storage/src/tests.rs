@@ -5,7 +5,7 @@ use std::path::Path;
 
 use ringdisk_ring::{Config, IoBuf, Runtime};
 
-use crate::{Limits, OpenOptions, Storage, open};
+use crate::{Limits, Lock, OpenOptions, Storage, open};
 
 #[test]
 fn storage_is_shared_by_threads() {
@@ -70,4 +70,66 @@ fn dropped_future_of_a_change_keeps_the_image_locked() {
         drop(write);
     });
     assert!(file.abandoned.load(std::sync::atomic::Ordering::Relaxed));
+}
+
+#[test]
+fn second_descriptor_has_the_lock_and_stands_in_nobodys_way() {
+    use crate::lock::is_free;
+    use std::os::fd::AsFd;
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let path = directory.path().join("image");
+    std::fs::write(&path, [1; 1000]).unwrap();
+    let options = OpenOptions { direct: true, ..OpenOptions::default() };
+    let other = std::fs::File::open(&path).unwrap();
+    let may_others = |lock| is_free(other.as_fd(), lock, true);
+    let storage = Storage::open(&path, &options).unwrap();
+    let file = storage.file().unwrap();
+    assert!(file.buffered_twin.is_some());
+    // As if the first one had been closed.
+    file.held().release(file.borrow());
+    assert!(!may_others(Lock::Auto));
+    file.held().copy_to(file.borrow());
+
+    // Our own second descriptor is nobody else: neither here, …
+    storage.set_lock(Lock::Inactive).unwrap();
+    assert!(may_others(Lock::Auto));
+    storage.set_lock(Lock::Auto).unwrap();
+    assert!(!may_others(Lock::Auto));
+    // … nor for the same file in another mode, …
+    let reader = OpenOptions { read_only: true, ..options.clone() };
+    let again = storage.reopen(&reader).unwrap().unwrap();
+    storage.reclaim(&again).unwrap();
+    drop(again);
+    assert!(!may_others(Lock::Auto));
+    // … nor for a process that goes on with the descriptor.
+    let fd = storage.duplicate().unwrap().unwrap();
+    storage.share_locks(true);
+    let new = Storage::adopt(fd, "new", &options).unwrap();
+    assert!(new.file().unwrap().limits.direct);
+    drop(storage);
+    assert!(!may_others(Lock::Auto));
+    new.share_locks(false);
+    new.set_lock(Lock::Inactive).unwrap();
+    assert!(may_others(Lock::Auto));
+    new.set_lock(Lock::Auto).unwrap();
+    assert!(!may_others(Lock::Auto));
+    drop(new);
+    assert!(may_others(Lock::Auto));
+}
+
+#[test]
+fn lock_that_is_refused_leaves_the_old_one() {
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let path = directory.path().join("image");
+    std::fs::write(&path, [1; 4096]).unwrap();
+    let options = |lock| OpenOptions { read_only: true, lock, ..OpenOptions::default() };
+    let one = Storage::open(&path, &options(Lock::Shared)).unwrap();
+    let two = Storage::open(&path, &options(Lock::Shared)).unwrap();
+    assert!(!one.may_lock(Lock::Exclusive));
+    assert!(one.set_lock(Lock::Exclusive).is_err());
+    // It still keeps writers out.
+    drop(two);
+    let writer = OpenOptions { lock: Lock::None, ..OpenOptions::default() };
+    assert!(!Storage::open(&path, &writer).unwrap().may_lock(Lock::Exclusive));
+    assert!(one.may_lock(Lock::Exclusive));
 }

@@ -2,7 +2,7 @@
 //!
 //! A request that suits the limits is one ring operation from the caller's buffer: no allocation, no
 //! lock, no copy. Anything else is cut into pieces: whole blocks (copied only when the memory is not
-//! aligned), and parts of blocks, which are read, changed and written back while nobody else writes
+//! one aligned piece), and parts of blocks, which are read, changed and written back while nobody else writes
 //! there (see `gate`). The part of a block at the end of a regular file goes through a buffered
 //! descriptor of the same file, so that the file never gets longer than what was written.
 //! Ring threads.
@@ -68,8 +68,8 @@ impl File {
                 self.has_grown_to(end);
                 Ok(len)
             }
-            // The device does not take the alignment of this client's pages.
-            Err(Errno::INVAL) if !buf.is_mapped() => {
+            // The device does not take the alignment of this client's pages, or of these pieces.
+            Err(Errno::INVAL) if !buf.is_contiguous() => {
                 drop(pass);
                 Box::pin(self.write_in_pieces(ring, offset, buf)).await
             }

@@ -12,6 +12,7 @@ pub mod images;
 pub mod layout;
 pub mod limits;
 pub mod machine;
+pub mod model;
 pub mod mount;
 pub mod oracle;
 pub mod process;

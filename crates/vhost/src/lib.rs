@@ -1,3 +1,28 @@
 //! A disk for virtual machines: vhost-user-blk.
+//!
+//! Rooms, from the wire inwards:
+//! - [`protocol`]: bytes to messages and replies to bytes, without a socket;
+//! - [`session`]: what one front end has said and what follows from it, without a thread;
+//! - [`Connection`], [`BackChannel`]: the sockets;
+//! - `export`: a disk that is served, from its start to its end, and the device that a session talks to;
+//! - `worker`: queue threads, their virtqueues, and the tasks that serve requests;
+//! - `blk`: what a request does;
+//! - `device`: what all of these threads share.
 
 #![forbid(unsafe_code)]
+
+mod back_channel;
+mod blk;
+mod connection;
+mod device;
+mod error;
+pub mod export;
+pub mod protocol;
+pub mod session;
+mod wire;
+mod worker;
+
+pub use back_channel::BackChannel;
+pub use connection::{Connection, Received};
+pub use error::{Error, ErrorKind};
+pub use export::{Export, ExportOptions, Listen, StopHandle};

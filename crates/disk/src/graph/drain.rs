@@ -15,7 +15,7 @@ use std::time::Duration;
 use ringdisk_ring::Ring;
 
 use super::sync::lock;
-use super::{Gateway, Graph, shards};
+use super::{Gateway, Graph, State, shards};
 use crate::gate::Pass as Turn;
 
 /// How often a change looks by itself whether it is alone; see `shards.rs`.
@@ -72,7 +72,7 @@ impl Drop for Drained<'_> {
     fn drop(&mut self) {
         if self.is_under_way {
             let mut graph = Graph::clone(&self.graph);
-            graph.is_broken = true;
+            graph.state = State::Broken;
             self.replace(graph);
             tracing::error!(
                 "a change of the disk ended half way: it answers every request with an error until \

@@ -45,8 +45,20 @@ pub(crate) struct Graph {
     pub(crate) tracker: Option<Arc<Tracker>>,
     /// Indexes of writable qcow2 layers: a reader holds a grace of each.
     writable: [Option<u16>; WRITABLE_MAX],
-    /// A change went wrong half way, so nothing is known about the images: every request fails.
-    pub(crate) is_broken: bool,
+    pub(crate) state: State,
+}
+
+/// Whether requests may be served.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum State {
+    #[default]
+    Active,
+    /// The images are somebody else's: nothing that was read of them counts, and nobody is kept out.
+    Inactive,
+    /// All is on stable storage and nothing that was read counts, but the locks are held.
+    Quiet,
+    /// A change went wrong half way, so nothing is known about the images.
+    Broken,
 }
 
 /// A request in flight, with the graph that it works on.
@@ -64,7 +76,7 @@ impl Graph {
             guard: None,
             tracker: None,
             writable: [None; WRITABLE_MAX],
-            is_broken: false,
+            state: State::Active,
         };
         graph.find_writable();
         graph
@@ -73,7 +85,7 @@ impl Graph {
     /// The same with other layers; nothing that belonged to the former top is kept.
     pub(crate) fn with_layers(&self, layers: Vec<Arc<Layer>>) -> Graph {
         let mut graph = Graph::new(layers);
-        graph.is_broken = self.is_broken;
+        graph.state = self.state;
         graph
     }
 
@@ -120,9 +132,14 @@ impl Graph {
         len.min(self.size().saturating_sub(offset))
     }
 
-    /// Refuses every request on a graph that a change left broken. Errors: EIO.
+    /// Refuses requests that cannot be served. Errors: EIO where a change left the graph broken; EBUSY while the images are not ours.
+    #[inline]
     pub(crate) fn check(&self) -> Result<(), Errno> {
-        if self.is_broken { Err(Errno::IO) } else { Ok(()) }
+        match self.state {
+            State::Active => Ok(()),
+            State::Inactive | State::Quiet => Err(Errno::BUSY),
+            State::Broken => Err(Errno::IO),
+        }
     }
 
     /// To be held by a reader from before its look-up until its last I/O has ended.

@@ -4,12 +4,11 @@
 //! sees another byte; only then the header names it.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use ringdisk_ring::{Errno, Ring};
 
 use super::copy::{all_of, buffer, equal, pieces};
-use super::{busy, check_lasting, offline_layer};
+use super::{check_lasting, offline_layer};
 use crate::chain::Chain;
 use crate::layer::Layer;
 use crate::name::printable;
@@ -52,9 +51,7 @@ impl Disk {
         progress: &Progress,
     ) -> Result<(), Error> {
         let turn = self.turns().enter().await;
-        if self.is_busy.load(Ordering::Acquire) {
-            return Err(busy());
-        }
+        self.check_free()?;
         let graph = self.graph();
         let named = backing.map(|it| (it.file, Some(it.format.name().to_owned())));
         let (full, below) = match &named {

@@ -36,7 +36,7 @@ impl<T> Drop for Over<T> {
 impl Disk {
     /// Runs `change` as a task of the ring and awaits its result. Dropping the future leaves the task
     /// alone.
-    pub(super) async fn detached<T, F>(
+    pub(crate) async fn detached<T, F>(
         &self,
         ring: &Ring,
         change: impl FnOnce(Arc<Disk>, Ring) -> F,

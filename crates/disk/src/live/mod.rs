@@ -28,7 +28,7 @@ use std::sync::atomic::Ordering;
 use ringdisk_qcow2::Qcow2;
 use ringdisk_ring::{Errno, Ring};
 
-use crate::graph::{Drained, Graph};
+use crate::graph::{Drained, Graph, State};
 use crate::layer::{Layer, Node};
 use crate::{Disk, Error, ErrorKind};
 
@@ -36,7 +36,7 @@ pub use backing::Backing;
 pub use commit::CommitOptions;
 pub(crate) use copy::{all_of, buffer, equal, pieces};
 pub use overlay::OverlayOptions;
-pub(crate) use reopen::{again, for_reading, in_mode};
+pub(crate) use reopen::{again, for_reading, in_mode, named_as};
 pub use resize::ResizeOptions;
 pub use snapshot::SnapshotChange;
 pub(crate) use tracker::{Mark, Tracker};
@@ -47,14 +47,22 @@ impl Disk {
     /// Errors: `Busy` during a commit.
     async fn change(&self, ring: &Ring) -> Result<Drained<'_>, Error> {
         let turn = self.turns().enter().await;
+        self.check_free()?;
+        Ok(self.gateway().drain(ring, turn).await)
+    }
+
+    /// Whether a change may be made now. The caller has the turn.
+    ///
+    /// Errors: `Busy` during a commit and while the disk is not active; `Io` on one that is broken.
+    pub(crate) fn check_free(&self) -> Result<(), Error> {
         if self.is_busy.load(Ordering::Acquire) {
             return Err(busy());
         }
-        let drained = self.gateway().drain(ring, turn).await;
-        if drained.graph().is_broken {
-            return Err(broken());
+        match self.graph().state {
+            State::Active => Ok(()),
+            State::Inactive | State::Quiet => Err(inactive()),
+            State::Broken => Err(broken()),
         }
-        Ok(drained)
     }
 
     /// Makes all durable and writes what the images keep in memory: the end of an export. Requests
@@ -65,6 +73,10 @@ impl Disk {
         let turn = self.turns().enter().await;
         let drained = self.gateway().drain(ring, turn).await;
         let graph = drained.graph();
+        if matches!(graph.state, State::Inactive | State::Quiet) {
+            // All was on stable storage when it became so.
+            return Ok(());
+        }
         let mut result = graph.check();
         if self.options().temporary {
             // What is in the overlay is dropped with it.
@@ -86,7 +98,7 @@ impl Disk {
     /// Puts layers in place and tells who wants to know.
     ///
     /// * `always_tell`: also when the size is as it was.
-    fn put(&self, drained: &mut Drained<'_>, graph: Graph, always_tell: bool) {
+    pub(crate) fn put(&self, drained: &mut Drained<'_>, graph: Graph, always_tell: bool) {
         let before = drained.graph().size();
         let size = graph.size();
         if graph.top().name() != drained.graph().top().name() {
@@ -138,7 +150,7 @@ async fn offline_layer<T>(
 
 /// Closes a writable layer: all is on stable storage then, and nobody may use it. It is flushed first, so
 /// what can be expected to fail (no space is left) fails while the layer can still be used.
-async fn close_layer(ring: &Ring, layer: &Layer) -> Result<(), Error> {
+pub(crate) async fn close_layer(ring: &Ring, layer: &Layer) -> Result<(), Error> {
     let result = match &layer.node {
         Node::Qcow2(image) if layer.is_writable => match image.flush(ring).await {
             Ok(()) => image.close(ring).await,
@@ -170,14 +182,22 @@ async fn offline_on<T>(
     Ok((again(ring, layer, disk.options(), true).await?, Err(error)))
 }
 
-fn busy() -> Error {
+fn inactive() -> Error {
+    Error::new(
+        ErrorKind::Busy,
+        "the disk is not active: its images are in the hands of another process; change it there",
+    )
+    .with_errno(Some(Errno::BUSY))
+}
+
+pub(crate) fn busy() -> Error {
     Error::new(
         ErrorKind::Busy,
         "a commit of this disk is under way; wait until it is done, or cancel it",
     )
 }
 
-fn broken() -> Error {
+pub(crate) fn broken() -> Error {
     Error::new(
         ErrorKind::Io,
         "an earlier change of the disk ended half way; stop and open it again",

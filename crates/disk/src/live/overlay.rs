@@ -10,7 +10,7 @@ use std::sync::Arc;
 use ringdisk_qcow2::CreateOptions;
 use ringdisk_ring::Ring;
 
-use super::{again, busy, check_lasting, close_layer, in_mode};
+use super::{again, check_lasting, close_layer, in_mode};
 use crate::layer::Layer;
 use crate::open::{create_file, of_qcow2, open_qcow2, over, qcow2_layer, sync_directory};
 use crate::{Disk, Error, ErrorKind, ImageOptions, LAYERS_MAX};
@@ -51,9 +51,7 @@ impl Disk {
         options: &OverlayOptions,
     ) -> Result<(), Error> {
         let turn = self.turns().enter().await;
-        if self.is_busy.load(std::sync::atomic::Ordering::Acquire) {
-            return Err(busy());
-        }
+        self.check_free()?;
         if self.is_lent() {
             return Err(Error::new(
                 ErrorKind::Unsupported,

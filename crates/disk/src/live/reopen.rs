@@ -150,7 +150,7 @@ pub(super) fn layer_of(image: Qcow2, layer: &Layer) -> Layer {
 }
 
 /// Takes the names of another layer over.
-fn named_as(mut fresh: Layer, layer: &Layer) -> Layer {
+pub(crate) fn named_as(mut fresh: Layer, layer: &Layer) -> Layer {
     fresh.name.clone_from(&layer.name);
     fresh.directory.clone_from(&layer.directory);
     fresh.data_name.clone_from(&layer.data_name);

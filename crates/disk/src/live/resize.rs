@@ -10,7 +10,6 @@ use std::sync::atomic::Ordering;
 use ringdisk_qcow2::Preallocation;
 use ringdisk_ring::{Errno, Ring};
 
-use super::busy;
 use crate::layer::{Layer, Node, Raw};
 use crate::write::resizable;
 use crate::{Disk, Error, ErrorKind, Progress};
@@ -130,9 +129,7 @@ impl Disk {
         progress: &Progress,
     ) -> Result<(), Error> {
         let turn = self.turns().enter().await;
-        if self.is_busy.load(Ordering::Acquire) {
-            return Err(busy());
-        }
+        self.check_free()?;
         let before = self.size();
         if grow_only && size <= before {
             return Ok(());

@@ -21,19 +21,25 @@ pub(crate) fn storage_options(
         read_only,
         direct: options.cache.direct(),
         no_flush: options.cache == Cache::Unsafe,
-        lock: if options.force_share { Lock::ForceShare } else { Lock::Auto },
+        lock: if options.inactive { Lock::Inactive } else { lock_of(options) },
         ..ringdisk_storage::OpenOptions::default()
     }
+}
+
+/// The lock of the files of a disk that is in use.
+pub(crate) fn lock_of(options: &ImageOptions) -> Lock {
+    if options.force_share { Lock::ForceShare } else { Lock::Auto }
 }
 
 /// How a qcow2 image is opened.
 fn qcow2_options(options: &ImageOptions, writable: bool) -> ringdisk_qcow2::OpenOptions {
     ringdisk_qcow2::OpenOptions {
-        writable,
+        writable: writable && !options.inactive,
         discard: options.discard,
         discard_no_unref: options.discard_no_unref,
         lazy_refcounts: options.lazy_refcounts,
         metadata_cache_bytes: options.metadata_cache_bytes,
+        header_only: options.inactive,
     }
 }
 

@@ -7,7 +7,9 @@
 //!
 //! Control path; runs on the thread that owns `ring`.
 
+mod handed;
 mod layer;
+pub(crate) mod locks;
 mod overlay;
 
 use std::os::fd::OwnedFd;
@@ -25,7 +27,11 @@ use crate::probe::{PROBE_LEN, choose, probe};
 use crate::resolve::{Access, Held, Opened, Resolver, absolute, identify};
 use crate::{Disk, Error, ErrorKind, Format, ImageOptions, LAYERS_MAX, Source};
 
-pub(crate) use layer::{of_qcow2, of_storage, open_qcow2, qcow2_layer, raw_layer, storage_options};
+use locks::Patience;
+
+pub(crate) use layer::{
+    lock_of, of_qcow2, of_storage, open_qcow2, qcow2_layer, raw_layer, storage_options,
+};
 pub(crate) use overlay::{create_file, over, sync_directory};
 
 /// Block that is read for probing: larger than a sector for descriptors with `O_DIRECT`.
@@ -56,6 +62,8 @@ struct Opening<'a> {
     layers: Vec<Layer>,
     /// Files of the chain, one for each layer.
     seen: Vec<(u64, u64)>,
+    /// How long locks are waited for, if at all.
+    patience: Option<Patience>,
 }
 
 impl Disk {
@@ -126,6 +134,12 @@ fn check_options(options: &ImageOptions) -> Result<(), Error> {
     if options.overlay.is_some() && options.temporary {
         return invalid("an overlay is either temporary or kept");
     }
+    if options.inactive && options.temporary {
+        return invalid("a temporary overlay belongs to one process, so nobody can hand it over");
+    }
+    if options.inactive && options.overlay.as_ref().is_some_and(|path| !path.exists()) {
+        return invalid("an overlay that is waited for must be there: its guest runs elsewhere");
+    }
     if has_overlay && options.read_only {
         return invalid("an overlay takes writes, so it makes no sense on a read-only disk");
     }
@@ -142,7 +156,8 @@ fn has_window(options: &ImageOptions) -> bool {
 impl<'a> Opening<'a> {
     fn new(ring: &'a Ring, options: &'a ImageOptions) -> Result<Opening<'a>, Error> {
         let resolver = Resolver::new(&options.allow_paths)?;
-        Ok(Opening { ring, options, resolver, layers: Vec::new(), seen: Vec::new() })
+        let patience = options.wait_for_locks.map(Patience::new);
+        Ok(Opening { ring, options, resolver, layers: Vec::new(), seen: Vec::new(), patience })
     }
 
     /// Opens the image that the user named with all below it.
@@ -292,7 +307,7 @@ impl<'a> Opening<'a> {
         }
         self.seen.push(candidate.opened.identity);
         let writable = !candidate.read_only;
-        let storage = self.storage(candidate.opened, &candidate.name, candidate.read_only)?;
+        let storage = self.storage(candidate.opened, &candidate.name, candidate.read_only).await?;
         let name = candidate.name;
         let directory = candidate.directory.as_deref();
         let mut layer = match candidate.format {
@@ -422,7 +437,7 @@ impl<'a> Opening<'a> {
                 )
             })?;
             let (full, data) =
-                self.data_file(&file, name, directory, writable).map_err(|error| {
+                self.data_file(&file, name, directory, writable).await.map_err(|error| {
                     let (file, name) = (printable(&file), printable_path(name));
                     error.context(format!("data file '{file}' of '{name}'"))
                 })?;
@@ -448,7 +463,7 @@ impl<'a> Opening<'a> {
             return Err(error);
         };
         let opened = held.open(self.access(true))?;
-        let storage = self.storage(opened, name, true)?;
+        let storage = self.storage(opened, name, true).await?;
         let layer = self.qcow2(storage, name, directory, false).await?;
         parts.policy.read_only = true;
         parts.read_only_reason = Some(error.to_string());
@@ -456,7 +471,7 @@ impl<'a> Opening<'a> {
     }
 
     /// Opens the external data file that an image names.
-    fn data_file(
+    async fn data_file(
         &self,
         file: &[u8],
         of: &Path,
@@ -479,15 +494,25 @@ impl<'a> Opening<'a> {
             return Err(Error::new(ErrorKind::Loop, "it is one of the images of the chain itself"));
         }
         let name = beside(of, &parsed);
-        let storage = self.storage(opened, &name, !writable)?;
+        let storage = self.storage(opened, &name, !writable).await?;
         Ok((name, storage))
     }
 
-    fn storage(&self, opened: Opened, name: &Path, read_only: bool) -> Result<Arc<Storage>, Error> {
+    async fn storage(
+        &self,
+        opened: Opened,
+        name: &Path,
+        read_only: bool,
+    ) -> Result<Arc<Storage>, Error> {
         let options = storage_options(self.options, read_only);
-        Storage::from_fd(opened.fd, &printable_path(name), &options)
-            .map(Arc::new)
-            .map_err(|error| of_storage(&error))
+        let shown = printable_path(name);
+        match &self.patience {
+            None => Storage::from_fd(opened.fd, &shown, &options).map(Arc::new),
+            Some(patience) => {
+                return locks::open_waiting(self.ring, opened.fd, &shown, &options, patience).await;
+            }
+        }
+        .map_err(|error| of_storage(&error))
     }
 
     fn top_name(&self) -> &Path {

@@ -42,7 +42,7 @@ impl Disk {
         let mut buf = buf.slice(0..len);
         let looks_at_data = self.policy().detect_zeroes != DetectZeroes::Off
             || graph.guard.is_some() && SectorGuard::covers(offset);
-        if looks_at_data && !buf.is_mapped() {
+        if looks_at_data && !buf.is_ours() {
             buf = ring.in_memory(&buf).await?;
         }
         let _mark = Mark::new(&graph, offset, len as u64);

@@ -9,7 +9,9 @@
 
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
 
+use rustix::fs::{FileType, fstat};
 use rustix::io::{FdFlags, fcntl_setfd};
 
 /// The first descriptor that is handed over.
@@ -31,9 +33,31 @@ pub fn take(prefix: &str) -> Vec<(String, OwnedFd)> {
     numbered(&names, count, prefix).filter_map(|(name, raw)| Some((name, adopt(raw)?))).collect()
 }
 
-/// Names and numbers of the descriptors that are ours.
+/// The socket of this number that the program was started with. `None`: there is no such descriptor, it is no socket, or it was
+/// taken before.
+///
+/// To be called before the program opens sockets of its own, which could have this number.
+#[must_use]
+pub fn take_socket(number: RawFd) -> Option<OwnedFd> {
+    static TAKEN: Mutex<Vec<RawFd>> = Mutex::new(Vec::new());
+    let mut taken = TAKEN.lock().unwrap_or_else(PoisonError::into_inner);
+    if number < FIRST || taken.contains(&number) {
+        return None;
+    }
+    // SAFETY: the number is not -1; the borrow ends before this function, and a closed descriptor only makes the call fail with EBADF.
+    let there = unsafe { BorrowedFd::borrow_raw(number) };
+    let mode = fstat(there).ok()?.st_mode;
+    if FileType::from_raw_mode(mode) != FileType::Socket {
+        return None;
+    }
+    taken.push(number);
+    adopt(number)
+}
+
+/// Names and numbers of the descriptors that are ours; those of older managers have no names.
 fn numbered(names: &str, count: usize, prefix: &str) -> impl Iterator<Item = (String, RawFd)> {
-    let names = names.split(':').take(count.min(COUNT_MAX)).zip(FIRST..);
+    let names = names.split(':').chain(std::iter::repeat(""));
+    let names = names.take(count.min(COUNT_MAX)).zip(FIRST..);
     let ours = names.filter(move |(name, _)| name.starts_with(prefix));
     ours.map(|(name, raw)| (name.to_owned(), raw)).collect::<Vec<_>>().into_iter()
 }
@@ -43,8 +67,8 @@ fn adopt(raw: RawFd) -> Option<OwnedFd> {
     // SAFETY: the number is not -1; the borrow ends with this function, and a closed descriptor only makes the call fail with EBADF.
     let there = unsafe { BorrowedFd::borrow_raw(raw) };
     fcntl_setfd(there, FdFlags::CLOEXEC).ok()?;
-    // SAFETY: the manager that started this process opened it for us (LISTEN_PID is checked by the caller), nothing else in the
-    // process was given it, and IS_TAKEN sees to it that it is taken once.
+    // SAFETY: whoever started this process opened it for us (LISTEN_PID, or a number that the user wrote; a socket, before any of ours
+    // was made), nothing else in the process was given it, and the callers see to it that it is taken once.
     Some(unsafe { OwnedFd::from_raw_fd(raw) })
 }
 
@@ -58,6 +82,21 @@ mod tests {
             numbered("ringdisk-a:http:ringdisk-b:ringdisk-c", 3, "ringdisk-").collect();
         assert_eq!(found, [("ringdisk-a".to_owned(), 3), ("ringdisk-b".to_owned(), 5)]);
         assert_eq!(numbered("", 0, "ringdisk-").count(), 0);
+        assert_eq!(numbered("", 3, "ringdisk-").count(), 0);
+        let unnamed: Vec<_> = numbered("", 2, "").collect();
+        assert_eq!(unnamed, [(String::new(), 3), (String::new(), 4)]);
+    }
+
+    #[test]
+    fn a_number_is_taken_when_it_is_a_socket_and_once() {
+        let (mine, theirs) = std::os::unix::net::UnixStream::pair().expect("a pair");
+        let file = std::fs::File::open("/dev/null").expect("a file");
+        let number = std::os::fd::IntoRawFd::into_raw_fd(mine);
+        assert!(take_socket(std::os::fd::AsRawFd::as_raw_fd(&file)).is_none());
+        assert!(take_socket(1).is_none() && take_socket(1 << 19).is_none());
+        let taken = take_socket(number).expect("a socket");
+        assert!(take_socket(number).is_none());
+        drop((taken, theirs));
     }
 
     #[test]

@@ -184,7 +184,7 @@ async fn serve_incoming(
 ) {
     let Incoming { number, data, body, .. } = incoming;
     let number = *number;
-    if !data.is_mapped() {
+    if !data.is_ours() {
         queue.cells.zero_copy.add(1);
     }
     let answer = match &incoming.request {

@@ -50,9 +50,9 @@ impl RingEntries {
                 frame.fail(ringdisk_ring::Errno::IO);
                 continue;
             };
-            assert!(incoming.body.is_mapped() && incoming.body.len() == PAYLOAD_BYTES);
+            assert!(incoming.body.is_ours() && incoming.body.len() == PAYLOAD_BYTES);
             assert_eq!(incoming.data.len(), PAYLOAD_BYTES);
-            assert_eq!(incoming.data.is_mapped(), !frame.is_zero_copy());
+            assert_eq!(incoming.data.is_ours(), !frame.is_zero_copy());
             let mut reply = ReplyBuf::new();
             reply.set_written(incoming.number, len);
             frame.put(&reply, &incoming.body);

@@ -52,7 +52,7 @@ impl Ring {
 
     /// Makes the loop look at work that comes through shared memory. Once for each ring; a second source is ignored.
     pub fn set_source(&self, source: Rc<dyn Source>) {
-        let _ = self.0.source.set(source);
+        self.0.source.borrow_mut().get_or_insert(source);
     }
 
     /// Sets how long the thread may poll before it sleeps ([`crate::SpinPolicy`]); zero: not at all.

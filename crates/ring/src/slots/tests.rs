@@ -48,13 +48,16 @@ fn memory_is_kept_until_the_completion_in_every_order_of_events() {
                     future = false;
                 }
                 Step::Complete if kernel => {
-                    let done = slots.complete(user_data, 8);
+                    let done = slots.complete(user_data, 8, false);
                     assert!(future || matches!(done, Completed::Nobody), "{steps:?}");
                     kernel = false;
                 }
                 // What is over cannot happen again; a second completion is stale.
                 Step::Complete => {
-                    assert!(matches!(slots.complete(user_data, 9), Completed::Nobody), "{steps:?}");
+                    assert!(
+                        matches!(slots.complete(user_data, 9, false), Completed::Nobody),
+                        "{steps:?}"
+                    );
                 }
                 Step::Poll | Step::Drop => {}
             }
@@ -76,9 +79,47 @@ fn a_late_completion_does_not_touch_the_next_operation_of_the_slot() {
     let mut slots = Slots::new(1);
     let first = slots.take(Keep::Nothing).unwrap();
     let stale = slots.user_data(first);
-    slots.complete(stale, 1);
+    slots.complete(stale, 1, false);
     assert_eq!(slots.poll(first, || Waiter::None), Some(1));
     let second = slots.take(Keep::Nothing).unwrap();
-    assert!(matches!(slots.complete(stale, 2), Completed::Nobody));
+    assert!(matches!(slots.complete(stale, 2, false), Completed::Nobody));
     assert_eq!(slots.poll(second, || Waiter::None), None);
+}
+
+#[test]
+fn an_operation_that_goes_on_keeps_its_slot_and_its_events_add_up() {
+    let mut slots = Slots::new(1);
+    let slot = slots.take(Keep::Nothing).unwrap();
+    let user_data = slots.user_data(slot);
+    assert_eq!(slots.poll(slot, || Waiter::Task(1)), None);
+    let woken = slots.complete(user_data, 1, true);
+    assert!(matches!(woken, Completed::Wake(Waiter::Task(1))));
+    slots.complete(user_data, 4, true);
+    assert_eq!(slots.pending().count(), 1);
+    assert_eq!((slots.take_event(slot), slots.take_event(slot)), (Some(5), None));
+    assert_eq!(slots.poll(slot, || Waiter::Task(1)), None, "it goes on");
+    // An end that is an error: first what there was.
+    slots.complete(user_data, 2, true);
+    slots.complete(user_data, -125, false);
+    assert_eq!(slots.take_event(slot), None);
+    assert_eq!(slots.poll(slot, || Waiter::Task(1)), Some(2));
+    assert_eq!(slots.in_flight(), 0);
+}
+
+#[test]
+fn an_operation_that_nobody_wants_is_over_with_its_last_completion() {
+    for event_before in [false, true] {
+        let mut slots = Slots::new(1);
+        let slot = slots.take(Keep::Nothing).unwrap();
+        let user_data = slots.user_data(slot);
+        if event_before {
+            slots.complete(user_data, 1, true);
+        }
+        assert!(slots.abandon(slot), "the kernel has it");
+        assert!(matches!(slots.complete(user_data, 1, true), Completed::Nobody));
+        assert_eq!((slots.in_flight(), slots.pending().count()), (1, 1));
+        assert!(slots.take(Keep::Nothing).is_err());
+        slots.complete(user_data, -125, false);
+        assert_eq!((slots.in_flight(), slots.pending().count()), (0, 0));
+    }
 }

@@ -17,18 +17,19 @@ Examples:
   ringdisk ctl /srv/disk snapshot today.qcow2      further writes go to today.qcow2
   ringdisk ctl /srv/disk commit                    and back into the image below it
   ringdisk ctl /srv/disk backing -F qcow2 copy.qcow2    a copy of the image below takes its place
-  ringdisk ctl /srv/disk stop";
+  ringdisk ctl /srv/disk stop
+  ringdisk ctl /run/vm1.sock resize +10G           a disk of `ringdisk serve`: its guest sees the new size";
 
-/// Control a mount while it serves
+/// Control a mount, or a disk of a virtual machine, while it is served
 ///
-/// Talks to the process that serves MOUNTPOINT, through a socket that only its owner and root can use. The
+/// Talks to the process that serves TARGET, through a socket that only its owner and root can use. The
 /// disk may be in use meanwhile.
 #[derive(Args, Debug)]
 #[command(after_help = CTL_EXAMPLES)]
 pub(crate) struct CtlArgs {
-    /// The file that the image is served as
-    #[arg(value_name = "MOUNTPOINT", value_hint = ValueHint::FilePath)]
-    pub(crate) mountpoint: PathBuf,
+    /// The file that the image is served as, or the socket of `ringdisk serve`
+    #[arg(value_name = "TARGET", value_hint = ValueHint::FilePath)]
+    pub(crate) target: PathBuf,
 
     #[command(subcommand)]
     pub(crate) command: CtlCommand,
@@ -85,7 +86,7 @@ pub(crate) enum CtlCommand {
         #[command(flatten)]
         show: ProgressArgs,
     },
-    /// End the mount, as Ctrl-C does
+    /// End the mount, as Ctrl-C does; of several disks of one process this one only
     Stop,
 }
 

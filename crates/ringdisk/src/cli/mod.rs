@@ -9,10 +9,13 @@ mod bitmap;
 mod change;
 mod copy;
 mod ctl;
+mod disk_spec;
+mod image;
 mod look;
 mod mount;
 mod names;
 mod placement;
+mod serve;
 mod topology;
 mod words;
 
@@ -30,20 +33,25 @@ pub(crate) use change::{CheckArgs, CommitArgs, RebaseArgs, RepairWord, ResizeArg
 pub(crate) use change::{CreateArgs, SnapshotWork};
 pub(crate) use copy::{CompareArgs, ConvertArgs, MeasureArgs};
 pub(crate) use ctl::{CtlArgs, CtlCommand};
+pub(crate) use disk_spec::DiskWords;
+pub(crate) use image::ImageArgs;
 pub(crate) use look::{InfoArgs, LookArgs, MapArgs, PoolArgs};
 pub(crate) use mount::{MountArgs, MountPaths, UmountArgs, ZeroCopyWord};
 pub(crate) use placement::{NumaWord, PlacementArgs, StayWord, Threads, TransportWord};
+pub(crate) use serve::{DiskArgs, OnErrorWord, SecondWord, ServeArgs, ServedDisk, SocketArgs};
 pub(crate) use topology::TopologyArgs;
 pub(crate) use words::{DetectZeroesWord, DiscardWord, PreallocationWord, SandboxWord};
 
-const ROOT_ABOUT: &str = "Serves a disk image, in place, as an ordinary file";
+const ROOT_ABOUT: &str =
+    "Serves a disk image, in place, as an ordinary file or to a virtual machine";
 
 const ROOT_LONG: &str = "\
-Serves a disk image, in place, as an ordinary file.
+Serves a disk image, in place, as an ordinary file or to a virtual machine.
 
 `ringdisk mount disk.qcow2 disk.raw` makes disk.raw: a file that holds the disk inside the image. \
 Every program that reads or writes files now works on that disk, without a copy, without root and \
-without a virtual machine. The other commands make, change, check and copy images, with the options \
+without a virtual machine. `ringdisk serve disk.qcow2 --vhost-user-blk /run/vm1.sock` is a disk for QEMU and others. \
+The other commands make, change, check and copy images, with the options \
 and the output of qemu-img.";
 
 const ROOT_EXAMPLES: &str = "\
@@ -53,6 +61,8 @@ Examples:
                                                serve an image in the background
   ringdisk ctl /srv/disk stats                 what it is doing
   ringdisk umount /srv/disk                    and end that
+  ringdisk serve disk.qcow2 --vhost-user-blk /run/vm1.sock
+                                               serve an image to a virtual machine
   ringdisk info disk.qcow2                     what an image is
   ringdisk snapshot -c before disk.qcow2       keep its state under a name
   ringdisk convert -c disk.qcow2 small.qcow2   a compressed copy
@@ -83,6 +93,7 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     Mount(Box<MountArgs>),
     Umount(UmountArgs),
+    Serve(Box<ServeArgs>),
     Ctl(CtlArgs),
     Topology(Box<TopologyArgs>),
     Create(CreateArgs),

@@ -4,11 +4,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum, ValueHint};
-use ringdisk_disk::{Cache, Format};
 
-use crate::cli::words::{CacheSize, DetectZeroesWord, DiscardWord, SandboxWord, parse_cache_size};
-use crate::cli::{PlacementArgs, StayWord, cache_parser, format_parser, is_named_qcow2, refuse};
-use crate::size::{parse_size, parse_time};
+use crate::cli::words::SandboxWord;
+use crate::cli::{ImageArgs, PlacementArgs, StayWord, refuse};
+use crate::size::parse_time;
 
 const MOUNT_LONG: &str = "\
 Serves the disk inside IMAGE as the file MOUNTPOINT until it is unmounted or stopped by Ctrl-C \
@@ -58,113 +57,8 @@ pub(crate) struct MountArgs {
     #[arg(value_name = "MOUNTPOINT", value_hint = ValueHint::FilePath)]
     mountpoint: Option<PathBuf>,
 
-    /// Serve a disk of SIZE bytes that keeps nothing, instead of an image
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image options",
-          conflicts_with_all = ["create", "format", "cache", "direct", "allow_path", "force_share", "offset", "size",
-                               "snapshot", "overlay", "discard", "discard_no_unref", "detect_zeroes",
-                               "lazy_refcounts", "metadata_cache"])]
-    pub(crate) null: Option<u64>,
-
-    /// How long each request to a null disk takes, such as 100us
-    #[arg(long, value_name = "TIME", value_parser = parse_time, requires = "null", help_heading = "Image options")]
-    pub(crate) latency: Option<Duration>,
-
-    /// Reads of a null disk give zeroes (they cost time; without it they give anything)
-    #[arg(long, requires = "null", help_heading = "Image options")]
-    pub(crate) read_zeroes: bool,
-
-    /// Make an image of SIZE bytes when there is no IMAGE: a qcow2 if its name ends so, or with -f
-    /// qcow2; else a raw one
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image options",
-          conflicts_with = "read_only")]
-    pub(crate) create: Option<u64>,
-
-    /// Options of the image that --create makes, as NAME=VALUE,NAME=VALUE (see `create -o help`)
-    #[arg(
-        short = 'o',
-        long,
-        value_name = "OPTIONS",
-        requires = "create",
-        help_heading = "Image options"
-    )]
-    pub(crate) options: Vec<String>,
-
-    /// Leave IMAGE as it is: what is written goes to a temporary overlay, which is gone at the end
-    #[arg(long, help_heading = "Image options", conflicts_with_all = ["read_only", "create"])]
-    pub(crate) snapshot: bool,
-
-    /// Leave IMAGE as it is: what is written goes to FILE, a qcow2 overlay, made when it is not there
-    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Image options",
-          conflicts_with_all = ["read_only", "create", "snapshot"])]
-    pub(crate) overlay: Option<PathBuf>,
-
-    /// Format of IMAGE, raw or qcow2 [default: look at its first bytes]
-    ///
-    /// An image that is taken for raw only because of its first bytes refuses writes that would
-    /// make it look like another format the next time; `--format raw` allows them.
-    #[arg(short, long, value_parser = format_parser(), help_heading = "Image options")]
-    pub(crate) format: Option<Format>,
-
-    /// Never write to IMAGE
-    #[arg(short, long, help_heading = "Image options")]
-    pub(crate) read_only: bool,
-
-    /// How the host's page cache and flushes are used
-    ///
-    /// writeback: through the page cache, a flush makes writes durable. none: past the page cache
-    /// (O_DIRECT), a flush makes writes durable. writethrough: each write is durable when it is
-    /// answered. directsync: the same, past the page cache. unsafe: flushes are ignored; a crash of
-    /// the host loses data.
-    #[arg(long, value_name = "MODE", value_parser = cache_parser(), default_value = "writeback",
-          help_heading = "Image options")]
-    pub(crate) cache: Cache,
-
-    /// Past the host's page cache; the same as --cache none
-    #[arg(long, conflicts_with = "cache", help_heading = "Image options")]
-    pub(crate) direct: bool,
-
-    /// Where the disk begins inside a raw IMAGE, bytes
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image options")]
-    pub(crate) offset: Option<u64>,
-
-    /// Size of the disk inside a raw IMAGE, bytes [default: to the end]
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image options")]
-    pub(crate) size: Option<u64>,
-
-    /// A directory (with all below) or file that backing and data file names of IMAGE may lead to
-    ///
-    /// The directory of IMAGE and everything below are always allowed. May be given several times.
-    #[arg(long, value_name = "DIR", value_hint = ValueHint::AnyPath, help_heading = "Image options")]
-    pub(crate) allow_path: Vec<PathBuf>,
-
-    /// Read IMAGE although another program is writing to it; needs --read-only
-    #[arg(short = 'U', long, requires = "read_only", help_heading = "Image options")]
-    pub(crate) force_share: bool,
-
-    /// What a discard does: ignore, or give the space back
-    #[arg(long, value_name = "MODE", value_enum, default_value_t, help_heading = "Image options")]
-    pub(crate) discard: DiscardWord,
-
-    /// Keep the place of what is discarded in a qcow2, so that it does not become fragmented
-    #[arg(long, help_heading = "Image options")]
-    pub(crate) discard_no_unref: bool,
-
-    /// What is done with zeroes that are written: off, store them without bytes (on), or that and
-    /// give their space back (unmap)
-    #[arg(long, value_name = "MODE", value_enum, default_value_t, help_heading = "Image options")]
-    pub(crate) detect_zeroes: DetectZeroesWord,
-
-    /// Write reference counts of a qcow2 late, or not [default: as the image says]
-    ///
-    /// Allocating becomes faster; after a crash the next one who writes has to rebuild the counts.
-    #[arg(long, value_name = "on|off", num_args = 0..=1, require_equals = true, default_missing_value = "on",
-          value_parser = parse_switch, help_heading = "Image options")]
-    pub(crate) lazy_refcounts: Option<bool>,
-
-    /// Most memory for the tables of each qcow2 layer: a size, or auto
-    #[arg(long, value_name = "SIZE", default_value = "auto", value_parser = parse_cache_size,
-          help_heading = "Image options")]
-    pub(crate) metadata_cache: CacheSize,
+    #[command(flatten)]
+    pub(crate) disk: ImageArgs,
 
     /// Let a write past the end make the disk larger
     #[arg(long, conflicts_with = "read_only", help_heading = "File options")]
@@ -284,14 +178,6 @@ pub(crate) enum ZeroCopyWord {
     Off,
 }
 
-fn parse_switch(text: &str) -> Result<bool, String> {
-    match text {
-        "on" => Ok(true),
-        "off" => Ok(false),
-        _ => Err(String::from("write on or off")),
-    }
-}
-
 fn parse_io_timeout(text: &str) -> Result<Duration, String> {
     match parse_time(text)? {
         Duration::ZERO => Err(String::from("a timeout of nothing would end every request")),
@@ -310,10 +196,10 @@ pub(crate) struct MountPaths {
 impl MountArgs {
     /// Sorts the paths out.
     ///
-    /// Errors: one path too few or too many, an image of a format that cannot be made.
+    /// Errors: one path too few or too many.
     pub(crate) fn paths(&self) -> Result<MountPaths, clap::Error> {
         let refuse = |kind, text: &str| Err(refuse("mount", kind, text));
-        let paths = match (self.null, &self.mountpoint) {
+        let paths = match (self.disk.null, &self.mountpoint) {
             (Some(_), None) => MountPaths { image: None, mountpoint: self.image.clone() },
             (Some(_), Some(_)) => {
                 return refuse(
@@ -334,28 +220,16 @@ impl MountArgs {
         };
         Ok(paths)
     }
-
-    /// The cache mode with `--direct` taken in.
-    pub(crate) fn cache_mode(&self) -> Cache {
-        if self.direct { Cache::None } else { self.cache }
-    }
-
-    /// Format of an image that `--create` makes.
-    pub(crate) fn new_format(&self) -> Format {
-        match self.format {
-            Some(format) => format,
-            None if is_named_qcow2(&self.image) => Format::Qcow2,
-            None => Format::Raw,
-        }
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cli::words::{CacheSize, DetectZeroesWord, DiscardWord};
     use crate::cli::{Cli, Command, NumaWord, Threads};
     use clap::Parser;
     use clap::error::ErrorKind;
+    use ringdisk_disk::{Cache, Format};
 
     fn mount(words: &str) -> Result<MountArgs, clap::Error> {
         let all = ["ringdisk", "mount"].into_iter().chain(words.split_whitespace());
@@ -386,22 +260,22 @@ mod tests {
              --daemonize --pidfile /run/x --stats disk.img disk",
         )
         .expect("parses");
-        assert_eq!(args.cache_mode(), Cache::None);
+        assert_eq!(args.disk.cache_mode(), Cache::None);
         assert_eq!(args.placement.threads, Threads::Count(4));
         assert_eq!(args.placement.cpus.map(|cpus| cpus.to_string()).as_deref(), Some("0-3,8"));
         assert_eq!(args.placement.numa, NumaWord::Off);
-        assert_eq!(args.allow_path.len(), 2);
-        assert_eq!((args.offset, args.size), (Some(1 << 20), Some(2 << 30)));
+        assert_eq!(args.disk.allow_path.len(), 2);
+        assert_eq!((args.disk.offset, args.disk.size), (Some(1 << 20), Some(2 << 30)));
         assert_eq!(args.io_timeout, Some(Duration::from_secs(5)));
     }
 
     #[test]
     fn defaults_are_those_of_the_help_text() {
         let args = mount("a b").expect("parses");
-        assert_eq!(args.cache_mode(), Cache::Writeback);
+        assert_eq!(args.disk.cache_mode(), Cache::Writeback);
         assert_eq!(args.placement.threads, Threads::Auto);
         assert_eq!((args.placement.cpus, args.placement.numa), (None, NumaWord::Auto));
-        assert_eq!(args.format, None);
+        assert_eq!(args.disk.format, None);
     }
 
     #[test]
@@ -449,7 +323,8 @@ mod tests {
             ("--create 1G -f raw a.qcow2 b", Format::Raw),
             ("--create 1G a.img b", Format::Raw),
         ] {
-            assert_eq!(mount(words).expect("parses").new_format(), format, "{words}");
+            let args = mount(words).expect("parses");
+            assert_eq!(args.disk.new_format(&args.image), format, "{words}");
         }
     }
 
@@ -460,16 +335,16 @@ mod tests {
              --metadata-cache 8M a b",
         )
         .expect("parses");
-        assert_eq!(args.discard, DiscardWord::Ignore);
-        assert!(args.discard_no_unref);
-        assert_eq!(args.detect_zeroes, DetectZeroesWord::Unmap);
-        assert_eq!(args.lazy_refcounts, Some(false));
-        assert_eq!(args.metadata_cache, CacheSize::Bytes(8 << 20));
+        assert_eq!(args.disk.discard, DiscardWord::Ignore);
+        assert!(args.disk.discard_no_unref);
+        assert_eq!(args.disk.detect_zeroes, DetectZeroesWord::Unmap);
+        assert_eq!(args.disk.lazy_refcounts, Some(false));
+        assert_eq!(args.disk.metadata_cache, CacheSize::Bytes(8 << 20));
         let plain = mount("--lazy-refcounts a b").expect("parses");
-        assert_eq!(plain.lazy_refcounts, Some(true));
-        assert_eq!(plain.metadata_cache, CacheSize::Auto);
+        assert_eq!(plain.disk.lazy_refcounts, Some(true));
+        assert_eq!(plain.disk.metadata_cache, CacheSize::Auto);
         assert_eq!(
-            (plain.discard, plain.detect_zeroes),
+            (plain.disk.discard, plain.disk.detect_zeroes),
             (DiscardWord::Unmap, DetectZeroesWord::Off)
         );
     }

@@ -90,3 +90,12 @@ impl CacheSize {
 pub(crate) fn parse_cache_size(text: &str) -> Result<CacheSize, String> {
     if text == "auto" { Ok(CacheSize::Auto) } else { parse_size(text).map(CacheSize::Bytes) }
 }
+
+/// Reads `on` or `off`.
+pub(crate) fn parse_switch(text: &str) -> Result<bool, String> {
+    match text {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err(String::from("write on or off")),
+    }
+}

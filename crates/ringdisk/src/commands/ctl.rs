@@ -1,4 +1,4 @@
-//! `ringdisk ctl`: control of a mount while it serves.
+//! `ringdisk ctl`: control of a mount, or of a disk for virtual machines, while it is served.
 
 use std::time::Duration;
 
@@ -18,11 +18,11 @@ use crate::terminal;
 /// How long a server may take to end after it was told to: it flushes the image.
 const STOP_WAIT: Duration = Duration::from_secs(60);
 
-/// Does one thing with a mount.
+/// Does one thing with a mount or a disk.
 ///
-/// Errors: there is no such mount, or its server's reason.
+/// Errors: there is no such thing, or its server's reason.
 pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
-    let mut client = Client::connect(&args.mountpoint)?;
+    let mut client = Client::connect(&args.target)?;
     let command = command_of(&args.command)?;
     let show = match &args.command {
         CtlCommand::Commit { show, .. } | CtlCommand::Backing { show, .. } => *show,
@@ -50,7 +50,8 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
         CtlCommand::Backing { show, .. } if !show.quiet => terminal::say("Backing file changed."),
         CtlCommand::Commit { .. } | CtlCommand::Backing { .. } => {}
         CtlCommand::Stop => {
-            if !client.wait_for_end(STOP_WAIT) || !alive::wait(&client.mountpoint) {
+            let has_ended = client.wait_for_end(STOP_WAIT);
+            if !(has_ended && client.mountpoint.as_deref().is_none_or(alive::wait)) {
                 terminal::note("the server has not ended yet");
             }
         }

@@ -68,7 +68,7 @@ fn page(command: &Command) -> io::Result<Vec<u8>> {
     if let Some(examples) = examples {
         render_examples(&examples, &mut text)?;
     }
-    if command.get_name().ends_with("mount") || command.has_subcommands() {
+    if ["mount", "umount", "serve"].contains(&command.get_name()) || command.has_subcommands() {
         render_files(&mut text)?;
     }
     match command.get_name() {
@@ -97,6 +97,10 @@ fn render_files(out: &mut dyn Write) -> io::Result<()> {
     roff.control("SH", ["ENVIRONMENT AND FILES"]);
     for (name, text) in [
         ("NOTIFY_SOCKET", "The socket of a service manager, as sd_notify(3) describes it."),
+        (
+            "LISTEN_FDS, LISTEN_PID, LISTEN_FDNAMES",
+            "Listening sockets for serve from a service manager, as sd_listen_fds(3) describes them.",
+        ),
         ("NO_COLOR", "No colours on a terminal."),
         ("/etc/fuse.conf", "user_allow_other in it lets users other than root give --allow-other."),
         (

@@ -20,15 +20,14 @@ use ringdisk_sandbox::{Calls, CapabilitySet, Keep};
 use crate::alive;
 use crate::before::Before;
 use crate::cli::{MountArgs, MountPaths, SandboxWord};
-use crate::commands::look;
-use crate::control::mount::MountControl;
+use crate::commands::open::new_image;
+use crate::control::disk::DiskControl;
 use crate::control::place;
 use crate::control::server::Server;
 use crate::daemonize::{self, Background};
 use crate::keep::{self, Kept, Role, State};
 use crate::limits;
 use crate::made::{Fresh, MadeFile};
-use crate::new_image::{Described, NewImage, check_new_name};
 use crate::notify::Notify;
 use crate::pidfile::Pidfile;
 use crate::report::{Exit, Failure};
@@ -80,7 +79,7 @@ fn serve(
     mut kept: Option<Kept>,
 ) -> Result<u8, Failure> {
     let resumed = kept.as_ref().and_then(Kept::resumed);
-    let new = if resumed.is_some() { None } else { new_image(args)? };
+    let new = if resumed.is_some() { None } else { new_image(&args.disk, paths.image.as_deref())? };
     if resumed.is_none() {
         // CPUs that cannot be used are told before anything is made.
         serve::foresee(&args.placement, &Topology::read())?;
@@ -112,7 +111,7 @@ fn serve(
             return Ok(unmounted_meanwhile(kept.as_mut(), &made, state));
         }
         Some(_) => plan.open_when_free(&watcher),
-        None => plan.open_disk(&made, new.as_ref()),
+        None => plan.open_disk(&made.images, new.as_ref()),
     };
     let disk = opened.inspect_err(|_| made.undo())?;
     if let Some(reason) = disk.protection_reason() {
@@ -172,7 +171,7 @@ fn serve(
     let handle = served.handle();
     let for_control = handle.clone();
     let told = Arc::clone(&notify);
-    let commands = Arc::new(MountControl::new(Arc::clone(&disk), handle.clone(), move || {
+    let commands = Arc::new(DiskControl::new(Arc::clone(&disk), handle.clone(), move || {
         told.stopping("stopping on request");
         for_control.stop();
     }));
@@ -308,27 +307,6 @@ fn unmounted_meanwhile(kept: Option<&mut Kept>, made: &Made, state: &State) -> u
     Exit::Clean.code()
 }
 
-/// What `--create` makes, and how large, bytes.
-///
-/// Errors: options that the image cannot have.
-fn new_image(args: &MountArgs) -> Result<Option<(NewImage, u64)>, Failure> {
-    let Some(size) = args.create else { return Ok(None) };
-    match NewImage::parse(args.new_format(), &args.options)? {
-        Described::Image(image) if image.backing().is_some() => Err(Failure::new(
-            Exit::Usage,
-            "an overlay is made with --overlay FILE, or with `ringdisk create`",
-        )),
-        Described::Image(image) => {
-            image.size(Some(size))?;
-            Ok(Some((image, size)))
-        }
-        Described::Help(_) => Err(Failure::new(
-            Exit::Usage,
-            "the options of an image are listed by `ringdisk create -f qcow2 -o help`",
-        )),
-    }
-}
-
 /// Takes everything away that serving does not need. Gives what is in force, in words.
 ///
 /// * `removed`: files that go at the end.
@@ -360,14 +338,14 @@ fn confine(
 /// Makes the control socket. Without one the mount serves all the same.
 fn control(
     plan: &Plan<'_>,
-    commands: &Arc<MountControl>,
+    commands: &Arc<DiskControl>,
     word: SandboxWord,
 ) -> Option<(Server, sandbox::Named)> {
     let start = || -> Result<_, Failure> {
         let mount = table::at(&plan.mountpoint)?.filter(MountEntry::is_ours);
         let mount = mount.ok_or_else(|| Failure::new(Exit::Mountpoint, "the mount is gone"))?;
         let cannot = |error| Failure::system("no control socket", &error, Exit::General);
-        let listening = place::listen(mount.device).map_err(cannot)?;
+        let listening = place::listen(&place::name_of_mount(mount.device)).map_err(cannot)?;
         let named = listening.named();
         let restricted = sandbox::is_wanted(word);
         let server = Server::start(listening, Arc::clone(commands), restricted).map_err(cannot)?;
@@ -406,7 +384,7 @@ fn watch_resumed() -> Result<Watcher, Failure> {
 /// On a terminal: what is ready, what to try, how to stop.
 fn greet(plan: &Plan<'_>, ready: &str) {
     let file = shell_word(&plan.mountpoint_shown);
-    let (program, what) = match plan.image {
+    let (program, what) = match plan.image.image {
         Some(_) => (format!("fdisk -l {file}"), "see its partitions"),
         None => (format!("dd if={file} of=/dev/null bs=1M count=1000 iflag=direct"), "measure it"),
     };
@@ -430,22 +408,6 @@ struct MadeFiles {
 }
 
 impl Made {
-    /// Makes an image when there is none; `false` if there is one.
-    fn image(&self, path: &Path, new: &NewImage, size: u64) -> Result<bool, Failure> {
-        check_new_name(path)?;
-        let cannot = |error| {
-            let doing = format!("cannot create '{}'", path.display());
-            Failure::system(doing, &error, Exit::Image)
-        };
-        if !self.images.file(path).map_err(cannot)? {
-            return Ok(false);
-        }
-        let mut runtime = look::runtime()?;
-        let ring = runtime.ring().clone();
-        runtime.block_on(new.make(&ring, path, size, &self.images))?;
-        Ok(true)
-    }
-
     /// Makes the mountpoint when there is none.
     fn mountpoint(&self, path: &Path) -> Result<(), Failure> {
         let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);

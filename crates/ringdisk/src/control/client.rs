@@ -4,8 +4,10 @@
 //! that sends rubbish or lines without end is an error; a server that takes long can be left at any
 //! time, which cancels what it does for us.
 
+use std::fs;
 use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -16,7 +18,7 @@ use ringdisk_fuse::mount::{mountpoint, table};
 use rustix::net::sockopt::socket_peercred;
 use serde_json::Value;
 
-use crate::control::place::{candidates, owner_of, user};
+use crate::control::place::{candidates, name_of_disk, name_of_mount, owner_of, real_path, user};
 use crate::control::protocol::{Command, REPLY_BYTES_MAX, Reply, VERSION};
 use crate::report::{Exit, Failure};
 
@@ -26,31 +28,40 @@ const LOOK: Duration = Duration::from_millis(100);
 /// How long a server may take to greet, in looks.
 const GREETING_LOOKS: u32 = 100;
 
-/// A connection to the server of a mount.
+/// A connection to the server of a mount or of a disk for virtual machines.
 #[derive(Debug)]
 pub(crate) struct Client {
     stream: UnixStream,
     buffer: Vec<u8>,
-    /// Absolute, without symbolic links.
-    pub(crate) mountpoint: PathBuf,
+    /// Of a mount; absolute, without symbolic links.
+    pub(crate) mountpoint: Option<PathBuf>,
 }
 
 impl Client {
-    /// Connects to the server of the mount at `path`.
+    /// Connects to the server of the mount at `path`, or of the disk whose vhost-user socket that is.
     ///
-    /// Errors: nothing of ours is mounted there, its server has no control socket, or does not
+    /// Errors: nothing of ours is served there, its server has no control socket, or does not
     /// answer us.
     pub(crate) fn connect(path: &Path) -> Result<Client, Failure> {
-        let mountpoint = mountpoint::resolve(path)?;
         let shown = path.display();
-        let Some(mount) = table::at(&mountpoint)?.filter(MountEntry::is_ours) else {
-            return Err(Failure::new(
-                Exit::Mountpoint,
-                format!("no disk of ringdisk is mounted on '{shown}'"),
-            ));
+        // The mount table first: a look at the file itself would wait for a server that is stopped.
+        let mountpoint = mountpoint::resolve(path);
+        let mount = match &mountpoint {
+            Ok(mountpoint) => table::at(mountpoint)?.filter(MountEntry::is_ours),
+            Err(_) => None,
         };
-        let owner = owner_of(&mount).unwrap_or_else(user);
-        let stream = open(&mount, owner).map_err(|error| match error.kind() {
+        let (name, owner) = match (&mount, socket(path)) {
+            (Some(mount), _) => (name_of_mount(mount.device), owner_of(mount).unwrap_or_else(user)),
+            (None, Some(socket)) => socket,
+            (None, None) => {
+                mountpoint?;
+                return Err(Failure::new(
+                    Exit::Mountpoint,
+                    format!("no disk of ringdisk is mounted on '{shown}'"),
+                ));
+            }
+        };
+        let stream = open(&name, owner).map_err(|error| match error.kind() {
             io::ErrorKind::NotFound => Failure::new(
                 Exit::Mountpoint,
                 format!(
@@ -58,12 +69,16 @@ impl Client {
                 ),
             )
             .hint("it may have been started with another XDG_RUNTIME_DIR, or by an older version"),
+            io::ErrorKind::ConnectionRefused if mount.is_none() => {
+                Failure::new(Exit::Mountpoint, format!("the server of '{shown}' is gone"))
+            }
             _ => Failure::system(
                 format!("cannot reach the server of '{shown}'"),
                 &error,
                 Exit::Mountpoint,
             ),
         })?;
+        let mountpoint = mount.and(mountpoint.ok());
         let mut client = Client { stream, buffer: Vec::new(), mountpoint };
         client.greet().map_err(|failure| failure.context(format!("the server of '{shown}'")))?;
         Ok(client)
@@ -182,14 +197,37 @@ fn gone(error: &io::Error) -> Failure {
     }
 }
 
-/// Connects to the first socket of the mount that is there and whose server is the owner's or root's.
-fn open(mount: &MountEntry, owner: u32) -> io::Result<UnixStream> {
+/// The name of the control socket of the disk whose vhost-user socket this may be, and its owner. `None`: it is none.
+fn socket(path: &Path) -> Option<(String, u32)> {
+    let real = real_path(path).ok()?;
+    let name = name_of_disk(&real);
+    match fs::symlink_metadata(&real) {
+        Ok(meta) => meta.file_type().is_socket().then(|| (name, meta.uid())),
+        // The front end makes the socket (--connect), and has not.
+        Err(_) => {
+            let is_there = candidates(&name, user()).iter().any(|path| path.exists());
+            is_there.then(|| (name, user()))
+        }
+    }
+}
+
+/// Where the control socket may be: a front end that makes the vhost-user socket may be another user's than the server.
+fn places(name: &str, owner: u32) -> Vec<PathBuf> {
+    let mut places = candidates(name, owner);
+    if owner != user() {
+        places.extend(candidates(name, user()));
+    }
+    places
+}
+
+/// Connects to the first control socket of this name that is there and whose server is the owner's or root's.
+fn open(name: &str, owner: u32) -> io::Result<UnixStream> {
     let mut why = io::Error::from(io::ErrorKind::NotFound);
-    for path in candidates(mount.device, owner) {
+    for path in places(name, owner) {
         match UnixStream::connect(&path) {
             Ok(stream) => {
                 let server = socket_peercred(stream.as_fd())?.uid;
-                if server.is_root() || server.as_raw() == owner {
+                if server.is_root() || [owner, user()].contains(&server.as_raw()) {
                     return Ok(stream);
                 }
                 tracing::warn!("'{}' belongs to user {}", path.display(), server.as_raw());

@@ -4,12 +4,14 @@
 //! appears under its name complete (listening, mode 0600); what dead servers left is removed, what
 //! living ones use is not.
 //!
-//! A socket is named after the number of the FUSE connection, which the kernel gives to one mount at
+//! The socket of a mount is named after the number of the FUSE connection, which the kernel gives to one mount at
 //! a time, so a mount is found by its path whichever way that is written, and never mistaken for
-//! another.
+//! another. That of a disk for a virtual machine is named after the path of its vhost-user socket, which only one process
+//! serves at a time.
 
 use std::fs::{self, DirBuilder, Permissions};
 use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -21,7 +23,7 @@ use rustix::fs::{FlockOperation, flock};
 use crate::sandbox;
 
 /// Longest path of a socket, bytes: `sun_path` (unix(7)) less the final zero.
-const PATH_BYTES_MAX: usize = 107;
+pub(crate) const PATH_BYTES_MAX: usize = 107;
 
 /// Sockets that one start looks at for having been left: enough for any machine, and no work without end.
 const STALE_LOOKS_MAX: usize = 1024;
@@ -76,9 +78,48 @@ pub(crate) fn user() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
+/// What the names of the sockets of disks for virtual machines begin with.
+const DISK: &str = "disk-";
+/// What the names of the sockets for their successors begin with.
+const UPGRADE: &str = "upgrade-";
+
 /// The name of the socket of a mount.
-fn name_of(device: (u32, u32)) -> String {
+pub(crate) fn name_of_mount(device: (u32, u32)) -> String {
     format!("mount-{}-{}.sock", device.0, device.1)
+}
+
+/// The name of the socket of a disk for virtual machines.
+///
+/// * `path`: of its vhost-user socket, as [`real_path`] gives it.
+pub(crate) fn name_of_disk(path: &Path) -> String {
+    /// FNV-1a, 128 bits: the same in all versions, and short enough for any directory.
+    const START: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
+    const PRIME: u128 = 0x0000_0000_0100_0000_0000_0000_0000_013b;
+    let bytes = path.as_os_str().as_bytes();
+    let hash =
+        bytes.iter().fold(START, |hash, byte| (hash ^ u128::from(*byte)).wrapping_mul(PRIME));
+    format!("{DISK}{hash:032x}.sock")
+}
+
+/// The name of the socket for the process that takes such a disk over.
+///
+/// * `path`: as [`name_of_disk`] takes it.
+pub(crate) fn name_for_successor(path: &Path) -> String {
+    format!("{UPGRADE}{}", name_of_disk(path))
+}
+
+/// A path without links and dots in its directory, whether there is such a file or not.
+///
+/// Errors: there is no such directory.
+pub(crate) fn real_path(path: &Path) -> io::Result<PathBuf> {
+    if let Ok(real) = path.canonicalize() {
+        return Ok(real);
+    }
+    let path = std::path::absolute(path)?;
+    match (path.parent(), path.file_name()) {
+        (Some(directory), Some(name)) => Ok(directory.canonicalize()?.join(name)),
+        _ => Ok(path),
+    }
 }
 
 /// Whose mount this is: `user_id=` of its options.
@@ -108,29 +149,31 @@ fn runtime_directory() -> Option<PathBuf> {
     std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from)
 }
 
-/// Where the socket of a mount of `owner` may be, for a client.
-pub(crate) fn candidates(device: (u32, u32), owner: u32) -> Vec<PathBuf> {
+/// Where a socket of `owner` may be, for a client.
+pub(crate) fn candidates(name: &str, owner: u32) -> Vec<PathBuf> {
     let runtime = runtime_directory();
     let mut all = directories(owner, runtime.as_deref());
-    all.iter_mut().for_each(|directory| directory.push(name_of(device)));
+    all.iter_mut().for_each(|directory| directory.push(name));
     all
 }
 
-/// Makes the socket of a mount of ours.
+/// Makes the socket of a mount or a disk of ours.
+///
+/// * `name`: as [`name_of_mount`] and [`name_of_disk`] give it.
 ///
 /// Errors: why none of the directories will do.
-pub(crate) fn listen(device: (u32, u32)) -> io::Result<Listening> {
+pub(crate) fn listen(name: &str) -> io::Result<Listening> {
     let runtime = runtime_directory();
-    listen_in(&directories(user(), runtime.as_deref()), device)
+    listen_in(&directories(user(), runtime.as_deref()), name)
 }
 
-fn listen_in(directories: &[PathBuf], device: (u32, u32)) -> io::Result<Listening> {
+fn listen_in(directories: &[PathBuf], name: &str) -> io::Result<Listening> {
     let mut why = io::Error::from(io::ErrorKind::NotFound);
     for directory in directories {
         let result = prepare(directory).and_then(|()| {
             let _lock = lock(directory)?;
             remove_stale(directory);
-            bind(directory, &name_of(device))
+            bind(directory, name)
         });
         match result {
             Ok(listening) => return Ok(listening),
@@ -172,6 +215,13 @@ fn bind(directory: &Path, name: &str) -> io::Result<Listening> {
     if longest > PATH_BYTES_MAX {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "its path is too long"));
     }
+    // Nothing but us sees to it that a path is served once.
+    if name.starts_with(DISK) && path.exists() && !is_dead(&path) {
+        return Err(io::Error::new(
+            io::ErrorKind::AddrInUse,
+            "another process has the control socket of this disk",
+        ));
+    }
     let _ = fs::remove_file(&unfinished);
     // Listening before it has its name: nobody sees a socket that refuses and takes it for a dead one.
     let listener = UnixListener::bind(&unfinished)?;
@@ -203,7 +253,10 @@ fn remove_stale(directory: &Path) {
                 .is_some_and(|age| age > UNFINISHED)
         };
         let ours = name.ends_with(".sock")
-            && (name.starts_with("mount-") || (name.starts_with("new-") && is_old()));
+            && (name.starts_with("mount-")
+                || name.starts_with(DISK)
+                || name.starts_with(UPGRADE)
+                || (name.starts_with("new-") && is_old()));
         if ours && is_dead(&entry.path()) {
             tracing::debug!("'{}' was left by a server that is gone", entry.path().display());
             let _ = fs::remove_file(entry.path());
@@ -222,7 +275,7 @@ mod tests {
     use super::*;
     use std::os::unix::fs::FileTypeExt;
 
-    const DEVICE: (u32, u32) = (0, 77);
+    const NAME: &str = "mount-0-77.sock";
 
     fn scratch() -> tempfile::TempDir {
         tempfile::Builder::new()
@@ -235,7 +288,7 @@ mod tests {
     fn a_socket_is_ours_alone_and_goes_with_its_server() {
         let directory = scratch();
         let place = directory.path().join("ringdisk");
-        let listening = listen_in(std::slice::from_ref(&place), DEVICE).expect("listens");
+        let listening = listen_in(std::slice::from_ref(&place), NAME).expect("listens");
         let path = place.join("mount-0-77.sock");
         let meta = fs::symlink_metadata(&path).expect("there");
         assert!(meta.file_type().is_socket());
@@ -250,8 +303,8 @@ mod tests {
     fn the_next_server_under_the_same_name_keeps_it() {
         let directory = scratch();
         let place = directory.path().to_owned();
-        let first = listen_in(std::slice::from_ref(&place), DEVICE).expect("listens");
-        let second = listen_in(std::slice::from_ref(&place), DEVICE).expect("listens");
+        let first = listen_in(std::slice::from_ref(&place), NAME).expect("listens");
+        let second = listen_in(std::slice::from_ref(&place), NAME).expect("listens");
         drop(first);
         assert!(UnixStream::connect(place.join("mount-0-77.sock")).is_ok());
         drop(second);
@@ -259,14 +312,35 @@ mod tests {
     }
 
     #[test]
+    fn a_disk_is_found_by_any_way_to_its_socket_and_served_by_one_process() {
+        let directory = scratch();
+        let (real, link) = (directory.path().join("real"), directory.path().join("link"));
+        fs::create_dir(&real).expect("mkdir");
+        std::os::unix::fs::symlink(&real, &link).expect("symlink");
+        let name = |path: PathBuf| name_of_disk(&real_path(&path).expect("a directory"));
+        assert_eq!(name(real.join("vm.sock")), name(link.join("./vm.sock")));
+        assert_ne!(name(real.join("vm.sock")), name(real.join("vm2.sock")));
+        assert!(real_path(&directory.path().join("none/vm.sock")).is_err());
+        let name = name(real.join("vm.sock"));
+        let places = [directory.path().to_owned()];
+        let first = listen_in(&places, &name).expect("listens");
+        let error = listen_in(&places, &name).expect_err("in use");
+        assert!(error.to_string().contains("another process"), "{error}");
+        drop(first);
+        listen_in(&places, &name).expect("listens again");
+    }
+
+    #[test]
     fn what_a_dead_server_left_is_removed_and_a_living_one_is_not() {
         let directory = scratch();
         let place = directory.path().to_owned();
         drop(UnixListener::bind(place.join("mount-0-1.sock")).expect("bind"));
+        drop(UnixListener::bind(place.join("disk-1.sock")).expect("bind"));
+        drop(UnixListener::bind(place.join("upgrade-disk-1.sock")).expect("bind"));
         drop(UnixListener::bind(place.join("mount-0-77.sock")).expect("bind"));
         let alive = UnixListener::bind(place.join("mount-0-2.sock")).expect("bind");
         fs::write(place.join("notes.txt"), "mine").expect("write");
-        let listening = listen_in(std::slice::from_ref(&place), DEVICE).expect("listens");
+        let listening = listen_in(std::slice::from_ref(&place), NAME).expect("listens");
         let mut names: Vec<_> = fs::read_dir(&place)
             .expect("there")
             .map(|entry| entry.expect("readable").file_name().into_string().expect("text"))
@@ -287,9 +361,9 @@ mod tests {
         std::os::unix::fs::symlink(directory.path(), &link).expect("symlink");
         let long = directory.path().join("x".repeat(100));
         let all = [open.clone(), link, long, good.clone()];
-        let listening = listen_in(&all, DEVICE).expect("listens");
+        let listening = listen_in(&all, NAME).expect("listens");
         assert!(good.join("mount-0-77.sock").exists());
-        assert!(listen_in(&all[..3], DEVICE).is_err());
+        assert!(listen_in(&all[..3], NAME).is_err());
         drop(listening);
     }
 

@@ -57,10 +57,15 @@ pub(crate) struct Config {
     pub(crate) logical_block: u32,
     /// Physical block size, bytes; a power of two from the logical one.
     pub(crate) physical_block: u32,
-    /// Transfers that suit the storage, bytes; 0: not known.
+    /// Smallest transfers that suit the storage, bytes.
+    pub(crate) min_transfer: u32,
+    /// Transfers that suit it best, bytes; 0: not known.
     pub(crate) optimal_transfer: u32,
     /// Alignment of discards that free something, bytes.
     pub(crate) discard_align: u32,
+    /// Bytes of one discard at most, and of one range of zeroes.
+    pub(crate) discard_max: u64,
+    pub(crate) zeroes_max: u64,
     pub(crate) queues: u16,
     /// Zeroes that are written may free space.
     pub(crate) may_unmap: bool,
@@ -73,7 +78,8 @@ impl Config {
     /// * `write_cache`: whether writes are durable only after a flush.
     pub(crate) fn space(&self, size: u64, write_cache: bool) -> [u8; SPACE_BYTES] {
         let logical = u64::from(self.logical_block);
-        let sectors_of = |bytes: u32| u32::try_from(u64::from(bytes) / SECTOR_BYTES).unwrap_or(1).max(1);
+        let sectors_of =
+            |bytes: u32| u32::try_from(u64::from(bytes) / SECTOR_BYTES).unwrap_or(1).max(1);
         let blocks_of = |bytes: u32| bytes / self.logical_block;
         let fields = Fields {
             capacity: U64::new(size / logical * logical / SECTOR_BYTES),
@@ -81,16 +87,16 @@ impl Config {
             blk_size: U32::new(self.logical_block),
             physical_block_exp: u8::try_from((self.physical_block / self.logical_block).ilog2())
                 .unwrap_or(0),
-            min_io_size: U16::new(
-                u16::try_from(blocks_of(self.physical_block)).unwrap_or(u16::MAX),
-            ),
+            min_io_size: U16::new(u16::try_from(blocks_of(self.min_transfer)).unwrap_or(u16::MAX)),
             opt_io_size: U32::new(blocks_of(self.optimal_transfer)),
             writeback: u8::from(write_cache),
             num_queues: U16::new(self.queues),
-            max_discard_sectors: U32::new(RANGE_SECTORS_MAX),
+            max_discard_sectors: U32::new(self.range_sectors(self.discard_max)),
             max_discard_seg: U32::new(RANGES_MAX),
-            discard_sector_alignment: U32::new(sectors_of(self.discard_align.max(self.logical_block))),
-            max_write_zeroes_sectors: U32::new(RANGE_SECTORS_MAX),
+            discard_sector_alignment: U32::new(sectors_of(
+                self.discard_align.max(self.logical_block),
+            )),
+            max_write_zeroes_sectors: U32::new(self.range_sectors(self.zeroes_max)),
             max_write_zeroes_seg: U32::new(RANGES_MAX),
             write_zeroes_may_unmap: u8::from(self.may_unmap),
             ..Fields::default()
@@ -98,6 +104,15 @@ impl Config {
         let mut space = [0; SPACE_BYTES];
         space[..size_of::<Fields>()].copy_from_slice(fields.as_bytes());
         space
+    }
+}
+
+impl Config {
+    /// A limit of the disk as drivers are told it: whole logical blocks, in sectors.
+    fn range_sectors(&self, bytes: u64) -> u32 {
+        let blocks = (bytes / u64::from(self.logical_block)).max(1);
+        let sectors = blocks * u64::from(self.logical_block) / SECTOR_BYTES;
+        u32::try_from(sectors).unwrap_or(RANGE_SECTORS_MAX).min(RANGE_SECTORS_MAX)
     }
 }
 

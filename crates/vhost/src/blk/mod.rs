@@ -8,4 +8,4 @@ pub(crate) mod serve;
 /// The unit of virtio-blk: sectors of requests and limits, whatever the block size. Bytes.
 pub(crate) const SECTOR_BYTES: u64 = 512;
 /// Length of the answer to GET_ID, bytes; shorter names are padded with zeroes.
-pub const SERIAL_BYTES: usize = 20;
+pub(crate) const SERIAL_BYTES: usize = 20;

@@ -114,7 +114,8 @@ impl Range {
 /// How many ranges the data hold; `None` for a part of one, none, or too many.
 pub(crate) fn range_count(data_len: u64) -> Option<usize> {
     let count = data_len / RANGE_BYTES as u64;
-    let fits = data_len.is_multiple_of(RANGE_BYTES as u64) && count >= 1 && count <= u64::from(RANGES_MAX);
+    let fits =
+        data_len.is_multiple_of(RANGE_BYTES as u64) && count >= 1 && count <= u64::from(RANGES_MAX);
     fits.then(|| usize::try_from(count).ok()).flatten()
 }
 

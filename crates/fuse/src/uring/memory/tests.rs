@@ -44,7 +44,7 @@ fn an_entry_of_its_own_ignores_what_older_kernels_leave_in_the_header() {
     fill(&frame, u32::MAX, ENTRY_ZERO_COPY);
     let incoming = frame.incoming().expect("its own payload");
     assert_eq!((incoming.number, incoming.data.len()), (77, MIB));
-    assert!(incoming.data.is_mapped() && !frame.is_zero_copy());
+    assert!(incoming.data.is_ours() && !frame.is_zero_copy());
     assert_eq!(frame.slot(3), None);
 }
 
@@ -58,7 +58,7 @@ fn the_kernel_names_a_buffer_of_the_pool() {
     assert_eq!(incoming.data.address() as u64, start + MIB as u64);
     assert_eq!(incoming.body.address(), incoming.data.address());
     // Nobody has asked for client pages, so the flag means nothing.
-    assert!(incoming.data.is_mapped());
+    assert!(incoming.data.is_ours());
 }
 
 #[test]
@@ -78,10 +78,10 @@ fn client_pages_come_with_the_flag_and_the_reply_body_goes_to_the_buffer() {
     let frame = frame(Some(&pool(true)));
     assert_eq!(frame.slot(3), Some(4));
     fill(&frame, 0, 0);
-    assert!(frame.incoming().expect("a buffer").data.is_mapped());
+    assert!(frame.incoming().expect("a buffer").data.is_ours());
     fill(&frame, 1 << 20, ENTRY_ZERO_COPY);
     let incoming = frame.incoming().expect("pages");
-    assert!(frame.is_zero_copy() && !incoming.data.is_mapped());
+    assert!(frame.is_zero_copy() && !incoming.data.is_ours());
     let mut reply = ReplyBuf::new();
     reply.set_written(77, 8192);
     frame.put(&reply, &incoming.body);

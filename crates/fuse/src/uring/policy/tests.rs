@@ -118,6 +118,16 @@ fn requests_that_wait_for_storage_are_split_when_there_are_several() {
 }
 
 #[test]
+fn a_load_that_begins_to_wait_for_storage_is_split_from_wherever_it_was() {
+    let mut sim = Sim::new();
+    sim.run(&DEEP, 100);
+    assert_eq!(sim.policy.spot(), Spot::Free);
+    sim.run(&FILE_DEEP, 200);
+    let spent = sim.run(&FILE_DEEP, 500);
+    assert!(spent[Spot::Split as usize] > 430, "{spent:?}");
+}
+
+#[test]
 fn where_two_threads_lose_for_storage_they_are_at_home() {
     let client = Client { split: 60, ..FILE_DEEP };
     let mut sim = Sim::new();

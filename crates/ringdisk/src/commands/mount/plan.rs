@@ -1,7 +1,7 @@
-//! What `ringdisk mount` was asked for: names, options, and how the image is opened.
+//! What `ringdisk mount` was asked for: names and options.
 //!
-//! Promises: names hold also after the process has left its directory; an image that cannot be used says what to do; that of a process
-//! that was killed is opened only when that one has let go of it.
+//! Promises: names hold also after the process has left its directory; the image of a process that was killed is opened only when that
+//! one has let go of it.
 
 use std::fs;
 use std::io;
@@ -9,21 +9,18 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ringdisk_disk::{
-    Cache, DetectZeroes, Discard, Disk, Error, ErrorKind, Format, ImageOptions, NullOptions, Source,
-};
+use ringdisk_disk::Disk;
 use ringdisk_fuse::mount::{Unmount, mountpoint, unmount};
 
-use super::Made;
-use crate::cli::{DetectZeroesWord, DiscardWord, MountArgs, MountPaths};
-use crate::commands::look;
+use crate::cli::{MountArgs, MountPaths};
+use crate::commands::open::ImagePlan;
 use crate::keep::State;
+use crate::made::Fresh;
 use crate::new_image::NewImage;
 use crate::report::{Exit, Failure};
 use crate::sandbox;
 use crate::serve::Options;
 use crate::signals::Watcher;
-use crate::size::human_size;
 use crate::terminal::{self, shell_word};
 
 /// How long the image of a process that was killed may stay locked: its storage has that long to take what is in flight.
@@ -36,15 +33,21 @@ const FREE_LOOK: Duration = Duration::from_millis(20);
 /// What was asked for, with absolute names where they are used after the start.
 pub(super) struct Plan<'a> {
     args: &'a MountArgs,
-    pub(super) image: Option<PathBuf>,
+    pub(super) image: ImagePlan<'a>,
     /// As the user wrote it, for messages.
     pub(super) mountpoint_shown: String,
     pub(super) mountpoint: PathBuf,
     pub(super) pidfile: Option<PathBuf>,
-    /// The image that a command put on top of the one that was asked for.
-    top: Option<(PathBuf, Format)>,
-    /// Format of the image, if we made it.
-    made_format: Option<Format>,
+}
+
+/// The image of a mount.
+fn image_plan(args: &MountArgs, image: Option<PathBuf>) -> ImagePlan<'_> {
+    ImagePlan {
+        outlives_process: args.keep_mount,
+        leaves_directory: args.daemonize || args.keep_mount,
+        growable: args.growable,
+        ..ImagePlan::new(&args.disk, image)
+    }
 }
 
 impl<'a> Plan<'a> {
@@ -60,9 +63,8 @@ impl<'a> Plan<'a> {
         let pidfile = args.pidfile.as_deref().map(std::path::absolute).transpose();
         let pidfile = pidfile
             .map_err(|error| Failure::system("the name of the pid file", &error, Exit::General))?;
-        let image = paths.image;
-        let (top, made_format) = (None, None);
-        Ok(Plan { args, image, mountpoint_shown, mountpoint, pidfile, top, made_format })
+        let image = image_plan(args, paths.image);
+        Ok(Plan { args, image, mountpoint_shown, mountpoint, pidfile })
     }
 
     /// For a mount that is there: of a process that is gone.
@@ -90,24 +92,26 @@ impl<'a> Plan<'a> {
             .map_err(|error| Failure::system("the name of the pid file", &error, Exit::General))?;
         Ok(Plan {
             args,
-            image: paths.image,
+            image: ImagePlan {
+                top: state.top(),
+                made_format: state.format(),
+                ..image_plan(args, paths.image)
+            },
             mountpoint_shown: paths.mountpoint.display().to_string(),
             mountpoint: kept,
             pidfile,
-            top: state.top(),
-            made_format: state.format(),
         })
     }
 
     /// Opens the image of a process that is gone, as soon as that has let go of it: its locks stay until the last write that it began
     /// has landed, and until then nothing may be read or carried out again.
     ///
-    /// Errors: as [`Plan::open_disk`]; the image was not free within [`FREE`], or a signal came.
+    /// Errors: as [`ImagePlan::open`]; the image was not free within [`FREE`], or a signal came.
     pub(super) fn open_when_free(&self, watcher: &Watcher) -> Result<Arc<Disk>, Failure> {
         let begun = Instant::now();
         let mut is_said = false;
         loop {
-            let failure = match self.open_disk(&Made::default(), None) {
+            let failure = match self.open_disk(&Fresh::default(), None) {
                 Err(failure) if failure.exit == Exit::Locked => failure,
                 opened => return opened,
             };
@@ -131,130 +135,15 @@ impl<'a> Plan<'a> {
         }
     }
 
-    /// Opens what is to be served, on a ring that lives no longer than this.
+    /// Opens what is to be served.
+    ///
+    /// Errors: as [`ImagePlan::open`].
     pub(super) fn open_disk(
         &self,
-        made: &Made,
+        fresh: &Fresh,
         new: Option<&(NewImage, u64)>,
     ) -> Result<Arc<Disk>, Failure> {
-        let args = self.args;
-        let Some(image) = &self.image else {
-            // No image is read, but the queues need rings: the reason why there are none is said
-            // best here.
-            look::runtime()?;
-            let options = NullOptions {
-                size: args.null.unwrap_or(0),
-                read_zeroes: args.read_zeroes,
-                latency: args.latency.unwrap_or_default(),
-            };
-            return Ok(Disk::null(&options));
-        };
-        let mut format = args.format.or(self.made_format);
-        if let Some((new, size)) = new {
-            if made.image(image, new, *size)? {
-                // We know what it is: nothing is probed, so nothing needs protection.
-                format = Some(new.format);
-            } else {
-                terminal::note(format_args!(
-                    "'{}' is there already and is used as it is; --create changes nothing",
-                    image.display()
-                ));
-            }
-        }
-        let mut options = ImageOptions {
-            format,
-            read_only: args.read_only,
-            auto_read_only: true,
-            cache: args.cache_mode(),
-            raw_offset: args.offset.unwrap_or(0),
-            raw_size: args.size,
-            allow_paths: args.allow_path.iter().map(|path| self.lasting(path)).collect(),
-            force_share: args.force_share,
-            metadata_cache_bytes: args.metadata_cache.bytes(),
-            discard: match args.discard {
-                DiscardWord::Ignore => Discard::Ignore,
-                DiscardWord::Unmap => Discard::Unmap,
-            },
-            discard_no_unref: args.discard_no_unref,
-            detect_zeroes: match args.detect_zeroes {
-                DetectZeroesWord::Off => DetectZeroes::Off,
-                DetectZeroesWord::On => DetectZeroes::On,
-                DetectZeroesWord::Unmap => DetectZeroes::Unmap,
-            },
-            lazy_refcounts: args.lazy_refcounts,
-            temporary: args.snapshot,
-            overlay: args.overlay.as_deref().map(|path| self.lasting(path)),
-            outlives_process: args.keep_mount,
-            ..ImageOptions::default()
-        };
-        let mut image = &self.lasting(image);
-        if let Some((top, format)) = &self.top {
-            // The images below may lie where those of the command line do.
-            let known = [Some(image), options.overlay.as_ref()].into_iter().flatten();
-            let directories = known.filter_map(|path| path.parent().map(Path::to_owned));
-            options.allow_paths.extend(directories.collect::<Vec<_>>());
-            options.overlay = None;
-            options.format = Some(*format);
-            image = top;
-        }
-        let mut result = open(image, &options)?;
-        if options.cache.direct() && result.as_ref().is_err_and(is_about_direct) {
-            options.cache =
-                if options.cache.sync() { Cache::Writethrough } else { Cache::Writeback };
-            result = open(image, &options)?;
-            if result.is_ok() {
-                terminal::warn(format_args!(
-                    "'{}' is on a file system without O_DIRECT, so the page cache is used; move it \
-                     to one that has it, such as ext4, xfs or btrfs",
-                    image.display()
-                ));
-            }
-        }
-        let disk = result.map_err(|error| self.explain(error))?;
-        self.check_read_only(&disk)?;
-        Ok(disk)
-    }
-
-    /// What to do about an image that does not open.
-    fn explain(&self, error: Error) -> Failure {
-        let kind = error.kind();
-        let failure = Failure::from(error);
-        let image = self.image.as_deref().unwrap_or(Path::new(""));
-        let shown = shell_word(&image.display().to_string());
-        match kind {
-            // A name that an image contains is not one that --create could make.
-            ErrorKind::NotFound if !image.exists() => {
-                failure.hint(format!("add `--create 10G` to make '{shown}'"))
-            }
-            _ => failure,
-        }
-    }
-
-    /// What it means that the image could be opened for reading only although that was not asked
-    /// for: fine for a format that is only read, an error where permission lacks.
-    fn check_read_only(&self, disk: &Disk) -> Result<(), Failure> {
-        let Some(reason) = disk.read_only_reason() else { return Ok(()) };
-        if disk.layers().first().and_then(|top| top.format()) == Some(Format::Raw) {
-            return Err(Failure::new(Exit::Permission, reason)
-                .hint("`--read-only` serves it without writing"));
-        }
-        if self.args.growable {
-            return Err(Failure::new(
-                Exit::Unsupported,
-                format!("--growable needs an image that can be written: {reason}"),
-            ));
-        }
-        terminal::note(format_args!("served read-only: {reason}"));
-        Ok(())
-    }
-
-    /// A name that is still true after a background process has left its directory: images of the
-    /// chain are named by each other, and opened again, while it serves.
-    fn lasting(&self, path: &Path) -> PathBuf {
-        match std::path::absolute(path) {
-            Ok(whole) if self.args.daemonize || self.args.keep_mount => whole,
-            _ => path.to_owned(),
-        }
+        self.image.open(fresh, new)
     }
 
     /// What serving takes of the system, for the sandbox.
@@ -266,22 +155,12 @@ impl<'a> Plan<'a> {
         control: Option<&Path>,
     ) -> ringdisk_sandbox::Plan {
         let args = self.args;
-        let mut plan = sandbox::images(args.sandbox, disk, &args.allow_path);
+        let mut plan = sandbox::images(args.sandbox, disk, &args.disk.allow_path);
         if let Some(directory) = control.and_then(Path::parent) {
             // Locked while the socket goes.
             plan = plan.list(directory);
         }
         plan
-    }
-
-    fn name(&self) -> String {
-        match &self.image {
-            Some(image) => std::path::absolute(image)
-                .unwrap_or_else(|_| image.clone())
-                .to_string_lossy()
-                .into_owned(),
-            None => String::from("null"),
-        }
     }
 
     pub(super) fn options(&self, disk: &Disk) -> Options {
@@ -294,28 +173,20 @@ impl<'a> Plan<'a> {
             no_pools: args.no_pools,
             stay: args.stay,
             growable: args.growable,
-            read_only: args.read_only || disk.is_read_only(),
+            read_only: args.disk.read_only || disk.is_read_only(),
             allow_other: args.allow_other,
             kernel_cache: args.kernel_cache,
             io_timeout: args.io_timeout,
             restricted: sandbox::is_wanted(args.sandbox),
             keep: None,
-            name: self.name(),
+            name: self.image.name(),
         }
     }
 
     /// What is served where, in one line.
     pub(super) fn ready_line(&self, disk: &Disk) -> String {
-        let image = match &self.image {
-            Some(image) => image.display().to_string(),
-            None => String::from("a null disk"),
-        };
-        let format = disk.layers().first().and_then(|top| top.format());
-        let format = format.map(|format| format!(", {format}")).unwrap_or_default();
-        let read_only = self.args.read_only || disk.is_read_only();
-        let mode = if read_only { ", read-only" } else { "" };
-        let size = human_size(disk.size());
-        format!("{image} ({size}{format}{mode}) is served as {}", self.mountpoint_shown)
+        let what = self.image.describe(disk);
+        format!("{what} is served as {}", self.mountpoint_shown)
     }
 }
 
@@ -348,28 +219,4 @@ fn no_directory(mountpoint: &Path) -> Option<Failure> {
         Failure::new(Exit::Mountpoint, format!("the directory '{shown}' does not exist"))
             .hint(format!("mkdir -p {}", shell_word(&shown))),
     )
-}
-
-/// Opens an image on a ring of this thread.
-fn open(image: &Path, options: &ImageOptions) -> Result<Result<Arc<Disk>, Error>, Failure> {
-    let mut runtime = look::runtime()?;
-    let ring = runtime.ring().clone();
-    let source = Source::Path(image.to_owned());
-    Ok(runtime.block_on(Disk::open(&ring, source, options)))
-}
-
-/// Whether an image did not open because its file system has no O_DIRECT.
-fn is_about_direct(error: &Error) -> bool {
-    let mut next: Option<&(dyn std::error::Error + 'static)> = Some(error);
-    while let Some(cause) = next {
-        let direct = cause
-            .downcast_ref::<ringdisk_storage::Error>()
-            .is_some_and(|error| error.kind() == ringdisk_storage::ErrorKind::DirectUnsupported);
-        if direct {
-            return true;
-        }
-        next = cause.source();
-    }
-    // The disk's error may hold the words without the cause.
-    error.kind() == ErrorKind::Unsupported && error.message().contains("O_DIRECT")
 }

@@ -1,12 +1,15 @@
-use super::{Config, RANGES_MAX, RANGE_SECTORS_MAX};
+use super::{Config, RANGE_SECTORS_MAX, RANGES_MAX};
 
 fn config() -> Config {
     Config {
         seg_max: 126,
         logical_block: 512,
         physical_block: 4096,
+        min_transfer: 4096,
         optimal_transfer: 65536,
         discard_align: 4096,
+        discard_max: u64::MAX,
+        zeroes_max: 64 << 20,
         queues: 3,
         may_unmap: true,
     }
@@ -29,7 +32,7 @@ fn fields_stand_where_the_specification_has_them() {
     assert_eq!(u16::from_le_bytes([space[34], space[35]]), 3);
     assert_eq!((u32_at(&space, 36), u32_at(&space, 40)), (RANGE_SECTORS_MAX, RANGES_MAX));
     assert_eq!(u32_at(&space, 44), 8);
-    assert_eq!((u32_at(&space, 48), u32_at(&space, 52)), (RANGE_SECTORS_MAX, RANGES_MAX));
+    assert_eq!((u32_at(&space, 48), u32_at(&space, 52)), (131_072, RANGES_MAX));
     assert_eq!(space[56], 1);
     assert!(space[57..].iter().all(|byte| *byte == 0), "no secure erase, no zones");
 }

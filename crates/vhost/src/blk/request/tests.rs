@@ -18,7 +18,7 @@ fn range(sector: u64, sectors: u32, flags: u32) -> [u8; 16] {
 #[test]
 fn kinds_are_told_apart_and_others_are_unknown() {
     let kinds = [0, 1, 4, 8, 11, 13].map(|kind| header(kind, 0).kind);
-    use Kind::{Discard, Flush, GetId, Read, WriteZeroes, Write};
+    use Kind::{Discard, Flush, GetId, Read, Write, WriteZeroes};
     assert_eq!(kinds, [Read, Write, Flush, GetId, Discard, WriteZeroes]);
     for other in [2, 3, 5, 14, 24, u32::MAX] {
         assert_eq!(header(other, 0).kind, Kind::Unknown);

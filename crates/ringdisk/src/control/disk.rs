@@ -1,7 +1,7 @@
-//! What the control socket of a mount does.
+//! What the control socket of a disk does, however the disk is served.
 //!
 //! Promises: commands that change the disk run one at a time; a second one is told so. The clients
-//! of the disk go on meanwhile, except where the disk itself has to stop them. A stop of the mount
+//! of the disk go on meanwhile, except where the disk itself has to stop them. A stop
 //! cancels what is under way.
 
 use std::os::unix::fs::MetadataExt;
@@ -13,7 +13,7 @@ use ringdisk_disk::{
     SnapshotChange,
 };
 use ringdisk_qcow2::Preallocation;
-use ringdisk_ring::{Ring, Topology};
+use ringdisk_ring::Ring;
 use serde_json::{Value, json};
 
 use crate::control::protocol::{
@@ -22,16 +22,24 @@ use crate::control::protocol::{
 use crate::control::server::Commands;
 use crate::new_image::check_new_name;
 use crate::report::{Exit, Failure};
-use crate::serve::Handle;
 use crate::size::SizeChange;
-use crate::stats::layer_json;
+use crate::stats::{Report, layer_json};
 use crate::terminal::visible;
-use crate::topology;
 
-/// A mount under control.
-pub(crate) struct MountControl {
-    disk: Arc<Disk>,
-    handle: Handle,
+/// The side that serves the disk.
+pub(crate) trait Serving: Send + Sync {
+    /// The counters now.
+    fn report(&self) -> Report;
+
+    /// The machine, and where the disk is served on it; with the text for people under `text`.
+    fn topology(&self) -> Value;
+}
+
+/// A disk under control.
+pub(crate) struct DiskControl {
+    /// `None` when it is served no longer.
+    disk: Mutex<Option<Arc<Disk>>>,
+    serving: Box<dyn Serving>,
     /// The command that changes the disk now.
     changing: Mutex<Option<Arc<Progress>>>,
     /// What the process is confined to, when it is known.
@@ -40,20 +48,37 @@ pub(crate) struct MountControl {
     stop: Box<dyn Fn() + Send + Sync>,
 }
 
-impl MountControl {
+impl DiskControl {
     /// * `stop`: asks for a clean stop; returns at once.
     pub(crate) fn new(
         disk: Arc<Disk>,
-        handle: Handle,
+        serving: impl Serving + 'static,
         stop: impl Fn() + Send + Sync + 'static,
-    ) -> MountControl {
-        let (changing, sandbox) = (Mutex::new(None), OnceLock::new());
-        MountControl { disk, handle, changing, sandbox, stop: Box::new(stop) }
+    ) -> DiskControl {
+        DiskControl {
+            disk: Mutex::new(Some(disk)),
+            serving: Box::new(serving),
+            changing: Mutex::new(None),
+            sandbox: OnceLock::new(),
+            stop: Box::new(stop),
+        }
     }
 
     /// Says what the process is confined to, once.
     pub(crate) fn confined(&self, sandbox: String) {
         let _ = self.sandbox.set(sandbox);
+    }
+
+    /// Lets go of the disk, so that its image is free when clients hear of the end. Any thread.
+    pub(crate) fn let_go(&self) {
+        self.cancel();
+        drop(self.disk.lock().unwrap_or_else(PoisonError::into_inner).take());
+    }
+
+    /// Errors: it is served no longer.
+    fn disk(&self) -> Result<Arc<Disk>, Failure> {
+        let disk = self.disk.lock().unwrap_or_else(PoisonError::into_inner);
+        disk.clone().ok_or_else(|| Failure::new(Exit::Halted, "the disk is served no longer"))
     }
 
     /// Cancels what is under way. Any thread.
@@ -92,30 +117,32 @@ impl MountControl {
         Ok(Changing(self))
     }
 
-    fn stats(&self) -> Value {
-        let report = self.handle.stats();
+    fn stats(&self) -> Result<Value, Failure> {
+        let disk = self.disk()?;
+        let report = self.serving.report();
         let mut value = report.to_json();
-        let layers = self.disk.layers();
+        let layers = disk.layers();
         if let Value::Object(object) = &mut value {
-            object.insert(String::from("size"), json!(self.disk.size()));
-            object.insert(String::from("read-only"), json!(self.disk.is_read_only()));
-            object.insert(String::from("fault"), json!(self.disk.fault()));
+            object.insert(String::from("size"), json!(disk.size()));
+            object.insert(String::from("read-only"), json!(disk.is_read_only()));
+            object.insert(String::from("fault"), json!(disk.fault()));
             object.insert(String::from("sandbox"), json!(self.sandbox.get()));
             object.insert(
                 String::from("layers"),
                 layers.iter().map(|layer| layer_json(layer, report.reads_and_writes())).collect(),
             );
-            let mut text = report.with_layers(&layers, self.disk.fault().as_deref());
+            let mut text = report.with_layers(&layers, disk.fault().as_deref());
             if let Some(sandbox) = self.sandbox.get() {
                 text.push_str(&format!("\n  sandbox: {sandbox}"));
             }
             object.insert(String::from("text"), json!(text));
         }
-        value
+        Ok(value)
     }
 
     async fn resize(&self, ring: &Ring, wanted: &Resize) -> Result<Value, Failure> {
-        let old = self.disk.size();
+        let disk = self.disk()?;
+        let old = disk.size();
         let change = match wanted.size {
             NewSize::To(size) => SizeChange::To(size),
             NewSize::Grow(by) => SizeChange::Grow(by),
@@ -139,20 +166,21 @@ impl MountControl {
             }
         };
         let options = ResizeOptions { shrink: wanted.shrink, preallocation };
-        self.disk.resize_with(ring, size, options).await?;
-        Ok(json!({ "old-size": old, "size": self.disk.size() }))
+        disk.resize_with(ring, size, options).await?;
+        Ok(json!({ "old-size": old, "size": disk.size() }))
     }
 
     async fn snapshot(&self, ring: &Ring, wanted: &Snapshot) -> Result<Value, Failure> {
+        let disk = self.disk()?;
         match (&wanted.file, &wanted.internal) {
             (Some(file), None) => {
                 check_new_name(Path::new(file))?;
-                self.disk.add_overlay(ring, file, OverlayOptions::default()).await?;
+                disk.add_overlay(ring, file, OverlayOptions::default()).await?;
                 let text = format!("Further writes go to '{}'.", visible(file));
                 Ok(json!({ "file": file, "text": text }))
             }
             (None, Some(name)) => {
-                self.disk.snapshot(ring, SnapshotChange::Create(name.clone())).await?;
+                disk.snapshot(ring, SnapshotChange::Create(name.clone())).await?;
                 let text = format!("The image holds the snapshot '{}' now.", visible(name));
                 Ok(json!({ "internal": name, "text": text }))
             }
@@ -181,15 +209,9 @@ impl MountControl {
                 Some(Backing { file: file.as_bytes().to_vec(), format: format.parse::<Format>()? })
             }
         };
-        self.disk.change_backing(ring, backing, progress).await?;
-        Ok(self.chain())
-    }
-
-    /// The names of the images, the top one first.
-    fn chain(&self) -> Value {
-        let names: Vec<String> =
-            self.disk.layers().iter().map(|layer| layer.name().display().to_string()).collect();
-        json!({ "chain": names })
+        let disk = self.disk()?;
+        disk.change_backing(ring, backing, progress).await?;
+        Ok(chain(&disk))
     }
 
     async fn commit(
@@ -198,7 +220,8 @@ impl MountControl {
         wanted: &Commit,
         progress: &Arc<Progress>,
     ) -> Result<Value, Failure> {
-        let layers = self.disk.layers();
+        let disk = self.disk()?;
+        let layers = disk.layers();
         let find = |name: &Option<String>, otherwise: usize| match name {
             None => Ok(otherwise),
             Some(name) => find(&layers, Path::new(name)),
@@ -211,9 +234,16 @@ impl MountControl {
         if base <= top {
             return Err(Failure::new(Exit::Usage, "the base must be below the top"));
         }
-        self.disk.commit(ring, CommitOptions { top, base, keep_top: false }, progress).await?;
-        Ok(self.chain())
+        disk.commit(ring, CommitOptions { top, base, keep_top: false }, progress).await?;
+        Ok(chain(&disk))
     }
+}
+
+/// The names of the images, the top one first.
+fn chain(disk: &Disk) -> Value {
+    let names: Vec<String> =
+        disk.layers().iter().map(|layer| layer.name().display().to_string()).collect();
+    json!({ "chain": names })
 }
 
 /// The place of an image in the chain.
@@ -237,7 +267,7 @@ fn find(layers: &[Arc<Layer>], name: &Path) -> Result<usize, Failure> {
 }
 
 /// Held while a command changes the disk.
-struct Changing<'a>(&'a MountControl);
+struct Changing<'a>(&'a DiskControl);
 
 impl Drop for Changing<'_> {
     fn drop(&mut self) {
@@ -245,7 +275,7 @@ impl Drop for Changing<'_> {
     }
 }
 
-impl Commands for MountControl {
+impl Commands for DiskControl {
     async fn execute(
         &self,
         ring: &Ring,
@@ -253,8 +283,8 @@ impl Commands for MountControl {
         progress: &Arc<Progress>,
     ) -> Result<Value, Refusal> {
         match Command::read(request)? {
-            Command::Stats => Ok(self.stats()),
-            Command::Topology => Ok(topology::to_json(&Topology::read(), &self.handle.topology())),
+            Command::Stats => Ok(self.stats()?),
+            Command::Topology => Ok(self.serving.topology()),
             Command::Stop => {
                 self.cancel();
                 (self.stop)();

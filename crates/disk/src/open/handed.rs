@@ -1,0 +1,131 @@
+//! A disk that another process of this host handed over.
+//!
+//! Promises: no name is looked up; each descriptor is the file that the description says; the locks of the other process are kept, and
+//! a failure does not take them away from it.
+
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ringdisk_ring::Ring;
+use ringdisk_storage::{Lock, Storage};
+
+use super::{lock_of, of_qcow2, of_storage, open_qcow2, qcow2_layer, raw_layer, storage_options};
+use crate::disk::Parts;
+use crate::graph::State;
+use crate::guard::SectorGuard;
+use crate::layer::Layer;
+use crate::life::{About, AboutLayer, HandOver, Kind};
+use crate::name::printable_path;
+use crate::{Cache, Disk, Error, ErrorKind, ImageOptions, NullOptions};
+
+impl Disk {
+    /// Goes on with a disk that [`Disk::hand_over`] of another process gave: the same chain, whatever has become of its names. Nothing
+    /// of it is changed by this. The locks are those of the other process until [`Disk::take_charge`].
+    ///
+    /// * `options`: those of the other process. What describes the image itself (format, window, overlay, read-only) is as it was
+    ///   there; `O_DIRECT` is as the descriptors have it.
+    ///
+    /// Errors: `Invalid` when description and descriptors do not fit; those of [`Disk::open`].
+    pub async fn open_handed(
+        ring: &Ring,
+        handed: HandOver,
+        options: &ImageOptions,
+    ) -> Result<Arc<Disk>, Error> {
+        let about = About::parse(&handed.description)?;
+        let wanted: usize = about.layers.iter().map(|layer| layer.files.len()).sum();
+        if wanted != handed.fds.len() {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!("the disk has {wanted} files, and {} came with it", handed.fds.len()),
+            ));
+        }
+        let options = ImageOptions {
+            inactive: !about.active,
+            read_only: about.read_only,
+            force_share: options.force_share && about.read_only,
+            ..options.clone()
+        };
+        let mut fds = handed.fds.into_iter();
+        let mut layers = Vec::with_capacity(about.layers.len());
+        for layer in &about.layers {
+            layers.push(open_layer(ring, layer, &mut fds, &options).await?);
+        }
+        let mut parts = Parts::new(&options);
+        parts.state = if about.active { State::Active } else { State::Inactive };
+        parts.read_only_reason = about.read_only_reason;
+        if options.temporary {
+            parts.policy.cache = Cache::Unsafe;
+        }
+        if about.guarded
+            && let Some(top) = layers.first()
+        {
+            parts.guard = Some(SectorGuard::new(top.name.clone()));
+        }
+        Ok(Disk::build(layers, parts))
+    }
+}
+
+async fn open_layer(
+    ring: &Ring,
+    about: &AboutLayer,
+    fds: &mut impl Iterator<Item = OwnedFd>,
+    options: &ImageOptions,
+) -> Result<Layer, Error> {
+    let misfit = || {
+        let name = printable_path(&about.name);
+        Error::new(ErrorKind::Invalid, format!("the files of '{name}' are not what was announced"))
+    };
+    let mut storages = Vec::with_capacity(about.files.len());
+    for ((identity, read_only), fd) in about.files.iter().zip(fds) {
+        let name = if storages.is_empty() { Some(&about.name) } else { about.data_name.as_ref() };
+        let name = name.unwrap_or(&about.name);
+        let storage = adopt(fd, name, *read_only, options)?;
+        if storage.identity() != Some(*identity) {
+            return Err(misfit());
+        }
+        storages.push(storage);
+    }
+    let mut storages = storages.into_iter();
+    let (file, data) = (storages.next(), storages.next());
+    let mut layer = match (&about.kind, file) {
+        (Kind::Null { size, read_zeroes, latency_ns }, None) => {
+            let latency = Duration::from_nanos(*latency_ns);
+            Layer::null(&NullOptions { size: *size, read_zeroes: *read_zeroes, latency })
+        }
+        (Kind::Raw { offset, fixed_size }, Some(file)) if data.is_none() => {
+            raw_layer(file, &about.name, *offset, *fixed_size)?
+        }
+        (Kind::Qcow2, Some(file)) => {
+            let mut image = open_qcow2(ring, file, options, about.writable).await?;
+            if image.info().external_data_file != data.is_some() {
+                return Err(misfit());
+            }
+            if let Some(data) = data {
+                image.set_data_file(data).map_err(|error| of_qcow2(&error))?;
+            }
+            qcow2_layer(image, about.writable)
+        }
+        _ => return Err(misfit()),
+    };
+    layer.is_writable = about.writable;
+    layer.name.clone_from(&about.name);
+    layer.directory.clone_from(&about.directory);
+    layer.data_name.clone_from(&about.data_name);
+    layer.full_backing_name.clone_from(&about.full_backing_name);
+    Ok(layer)
+}
+
+fn adopt(
+    fd: OwnedFd,
+    name: &Path,
+    read_only: bool,
+    options: &ImageOptions,
+) -> Result<Arc<Storage>, Error> {
+    let lock = if options.inactive { Lock::Inactive } else { lock_of(options) };
+    let options = ringdisk_storage::OpenOptions { lock, ..storage_options(options, read_only) };
+    Storage::adopt(fd, &printable_path(name), &options)
+        .map(Arc::new)
+        .map_err(|error| of_storage(&error))
+}

@@ -1,0 +1,97 @@
+//! Memory of a guest that there is none of.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
+use crate::memory::{Mapping, Region, RingMemory};
+use crate::{Error, Memory};
+
+/// Address of the guest where memory begins: not 0, so that 0 is no address.
+pub const GUEST_BASE: u64 = 0x4000_0000;
+/// Address in the front end where it begins: another one, so that mixing them up is seen.
+pub const USER_BASE: u64 = 0x7f00_0000_0000;
+
+/// A memfd, and our own mapping of it.
+#[derive(Debug)]
+pub struct GuestRam {
+    fd: OwnedFd,
+    memory: RingMemory,
+    /// Bytes given away.
+    taken: u64,
+}
+
+impl GuestRam {
+    /// Memory of `bytes` bytes, all zero.
+    ///
+    /// Errors: there is no memory.
+    pub fn new(bytes: u64) -> Result<GuestRam, Error> {
+        let failed = |errno| Error::System { doing: "make memory of a guest", errno };
+        let fd = memfd_create(c"guest-ram", MemfdFlags::CLOEXEC).map_err(failed)?;
+        ftruncate(&fd, bytes).map_err(failed)?;
+        let memory = RingMemory::new(&Mapping::new(fd.as_fd(), 0, bytes)?, GUEST_BASE);
+        Ok(GuestRam { fd, memory, taken: 0 })
+    }
+
+    /// Its file, for ADD_MEM_REG: from [`GUEST_BASE`] and [`USER_BASE`], at offset 0.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+
+    /// Bytes.
+    pub fn size(&self) -> u64 {
+        self.memory.len() as u64
+    }
+
+    /// All of it.
+    pub fn memory(&self) -> &RingMemory {
+        &self.memory
+    }
+
+    /// Another mapping of it, as a device makes it.
+    pub fn region(&self) -> Arc<Region> {
+        let fd = self.fd.try_clone().expect("a descriptor is left");
+        Region::map(fd, GUEST_BASE, USER_BASE, self.size(), 0).expect("a memfd of this size")
+    }
+
+    /// A table of one region.
+    pub fn table(&self) -> Arc<Memory> {
+        Arc::new(Memory::new(vec![self.region()]).expect("one region"))
+    }
+
+    /// Address in the front end.
+    pub fn user_addr(guest_addr: u64) -> u64 {
+        guest_addr - GUEST_BASE + USER_BASE
+    }
+
+    /// Bytes that were taken, from the beginning.
+    pub fn taken(&self) -> u64 {
+        self.taken
+    }
+
+    /// Takes memory. Gives its address of the guest.
+    ///
+    /// Errors: there is not so much left.
+    pub fn take(&mut self, bytes: u64, align: u64) -> Result<u64, Error> {
+        let start = self.taken.next_multiple_of(align);
+        let full = Error::BadRange { guest_addr: GUEST_BASE + start, size: bytes };
+        let end = start.checked_add(bytes).filter(|end| *end <= self.size()).ok_or(full)?;
+        self.taken = end;
+        Ok(GUEST_BASE + start)
+    }
+
+    /// Writes bytes of the guest. Panics outside memory.
+    pub fn write(&self, guest_addr: u64, bytes: &[u8]) {
+        self.memory.write_bytes(offset(guest_addr), bytes);
+    }
+
+    /// Reads bytes of the guest. Panics outside memory.
+    pub fn read(&self, guest_addr: u64, bytes: &mut [u8]) {
+        self.memory.read_bytes(offset(guest_addr), bytes);
+    }
+}
+
+fn offset(guest_addr: u64) -> usize {
+    usize::try_from(guest_addr - GUEST_BASE).expect("64 bits")
+}

@@ -1,0 +1,201 @@
+//! The inflight area: which chains we have taken and not returned, in memory that outlives us (vhost-user specification, "Inflight I/O
+//! tracking").
+//!
+//! The front end keeps the area while we are gone and gives it to the process after us. Each write to it, and to the rings, is one
+//! step of a protocol that holds wherever a kill falls between two steps: a chain that the driver has seen as used is not
+//! in flight any more, and every other one that was taken is taken again. All stores are atomic and in program order.
+//!
+//! The front end, which is not trusted either, can write the area: what is read from it is checked like a guest's.
+
+mod packed;
+mod split;
+#[cfg(test)]
+mod tests;
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::Ordering;
+
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
+use crate::Error;
+use crate::memory::{Mapping, RingMemory};
+use crate::queue::{Layout, SIZE_MAX};
+
+pub(crate) use packed::{PackedArea, Taken};
+pub(crate) use split::SplitArea;
+
+/// Version of the layout in an area that is in use.
+const VERSION: u16 = 1;
+/// Queues at most: what the device may have (64), and room for front ends that ask for more than they use.
+pub const QUEUES_MAX: u16 = 256;
+/// What the device adds at the end: a mark and its own word. Front ends keep an area as it is, and give it back as long as it was.
+const NOTE_BYTES: u64 = 64;
+/// The mark, so that an area of somebody else is not read as ours.
+const NOTE_MARK: u64 = u64::from_le_bytes(*b"ringdisk");
+/// Each queue's part begins at a cache line, as other back ends have it.
+const PART_ALIGN: u64 = 64;
+
+/// The area of all queues of a device.
+#[derive(Debug)]
+pub struct InflightArea {
+    memory: RingMemory,
+    /// Where the device's word is; areas of others have no room for one.
+    note: Option<usize>,
+    fd: OwnedFd,
+    offset: u64,
+    queues: u16,
+    size: u16,
+    layout: Layout,
+}
+
+/// Bytes of the part of one queue.
+fn part_bytes(size: u16, layout: Layout) -> u64 {
+    let bytes = match layout {
+        Layout::Split => split::bytes(size),
+        Layout::Packed => packed::bytes(size),
+    };
+    (bytes as u64).next_multiple_of(PART_ALIGN)
+}
+
+impl InflightArea {
+    /// A new area in memory of its own (GET_INFLIGHT_FD).
+    ///
+    /// * `queues`, `size`: queues, and descriptors of each.
+    ///
+    /// Errors: more than any device has; no memory.
+    pub fn create(queues: u16, size: u16, layout: Layout) -> Result<InflightArea, Error> {
+        check(queues, size)?;
+        let failed = |errno| Error::System { doing: "make an inflight area", errno };
+        let name = c"ringdisk-inflight";
+        let fd = memfd_create(name, MemfdFlags::CLOEXEC).map_err(failed)?;
+        let bytes = part_bytes(size, layout) * u64::from(queues) + NOTE_BYTES;
+        ftruncate(&fd, bytes).map_err(failed)?;
+        InflightArea::from_fd(fd, bytes, 0, queues, size, layout)
+    }
+
+    /// An area that the front end has kept (SET_INFLIGHT_FD).
+    ///
+    /// * `mmap_size`, `mmap_offset`: of the area in its file, bytes.
+    ///
+    /// Errors: it is too small for the queues; as for a region of memory.
+    pub fn from_fd(
+        fd: OwnedFd,
+        mmap_size: u64,
+        mmap_offset: u64,
+        queues: u16,
+        size: u16,
+        layout: Layout,
+    ) -> Result<InflightArea, Error> {
+        check(queues, size)?;
+        let bytes = part_bytes(size, layout) * u64::from(queues);
+        if mmap_size < bytes {
+            return Err(Error::BadInflight { why: "it is too small for the queues" });
+        }
+        if !mmap_offset.is_multiple_of(8) {
+            return Err(Error::BadInflight { why: "it does not begin at a multiple of 8 bytes" });
+        }
+        let noted = bytes + NOTE_BYTES;
+        let note = (mmap_size >= noted).then(|| usize::try_from(bytes).ok()).flatten();
+        let mapped = if note.is_some() { noted } else { bytes };
+        let memory = RingMemory::new(&Mapping::new(fd.as_fd(), mmap_offset, mapped)?, 0);
+        Ok(InflightArea { memory, note, fd, offset: mmap_offset, queues, size, layout })
+    }
+
+    /// Keeps a word of the device's own for the process after us.
+    pub fn set_note(&self, word: u32) {
+        if let Some(at) = self.note {
+            self.memory.store_u32(at + 8, word, Ordering::Relaxed);
+            self.memory.store_u64(at, NOTE_MARK, Ordering::Release);
+        }
+    }
+
+    /// The word that a process before us has kept, if one has.
+    pub fn note(&self) -> Option<u32> {
+        let at = self.note?;
+        let is_ours = self.memory.load_u64(at, Ordering::Acquire) == NOTE_MARK;
+        is_ours.then(|| self.memory.load_u32(at + 8, Ordering::Relaxed))
+    }
+
+    /// The part of one queue. It is for one [`crate::Queue`] at a time.
+    pub fn queue(&self, number: u16) -> Option<InflightQueue> {
+        let part = usize::try_from(part_bytes(self.size, self.layout)).ok()?;
+        (number < self.queues).then(|| InflightQueue {
+            memory: self.memory.part(usize::from(number) * part, part),
+            size: self.size,
+            layout: self.layout,
+        })
+    }
+
+    /// Whether a chain of any queue is in flight in it.
+    pub fn is_busy(&self) -> bool {
+        (0..self.queues).filter_map(|number| self.queue(number)).any(|queue| queue.is_busy())
+    }
+
+    /// Bytes, for the front end.
+    pub fn mmap_size(&self) -> u64 {
+        self.memory.len() as u64
+    }
+
+    /// Where it begins in its file, bytes.
+    pub fn mmap_offset(&self) -> u64 {
+        self.offset
+    }
+
+    /// Queues that it has room for.
+    pub fn queues(&self) -> u16 {
+        self.queues
+    }
+
+    /// Descriptors of each.
+    pub fn size(&self) -> u16 {
+        self.size
+    }
+
+    /// Layout of the queues.
+    pub fn layout(&self) -> Layout {
+        self.layout
+    }
+
+    /// Its file.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+fn check(queues: u16, size: u16) -> Result<(), Error> {
+    if queues == 0 || queues > QUEUES_MAX || size == 0 || size > SIZE_MAX {
+        return Err(Error::BadInflight { why: "no device has so many queues or descriptors" });
+    }
+    Ok(())
+}
+
+/// The part of one queue.
+#[derive(Clone, Debug)]
+pub struct InflightQueue {
+    memory: RingMemory,
+    /// Descriptors that it has room for.
+    size: u16,
+    layout: Layout,
+}
+
+impl InflightQueue {
+    /// For a split queue of this size, if it is made for one.
+    pub(crate) fn split(self, size: u16) -> Option<SplitArea> {
+        let fits = self.layout == Layout::Split && size <= self.size;
+        fits.then(|| SplitArea::new(self.memory, size))
+    }
+
+    /// For a packed queue of this size, if it is made for one.
+    pub(crate) fn packed(self, size: u16) -> Option<PackedArea> {
+        let fits = self.layout == Layout::Packed && size <= self.size;
+        fits.then(|| PackedArea::new(self.memory, size))
+    }
+
+    /// Whether it says that a chain is in flight. For reports: what a kill has left half done counts too.
+    pub fn is_busy(&self) -> bool {
+        match self.layout {
+            Layout::Split => split::is_busy(&self.memory, self.size),
+            Layout::Packed => packed::is_busy(&self.memory, self.size),
+        }
+    }
+}

@@ -1,0 +1,27 @@
+//! Memory of a guest: mapped, looked up, read and written while the guest does the same.
+//!
+//! The only place of this crate with `unsafe`. What it rests on: a [`mapping::Mapping`] stays mapped, readable and writable, for as long as
+//! a reference to it lives; every pointer into one travels with such a reference; no Rust reference to its bytes ever exists; and a
+//! fault in one is survived ([`fault`]).
+
+#![allow(unsafe_code)]
+
+mod access;
+mod fault;
+mod log;
+mod mapping;
+mod region;
+mod table;
+#[cfg(test)]
+mod tests;
+mod view;
+
+pub use access::RingMemory;
+#[cfg(test)]
+pub(crate) use access::kill;
+pub use fault::losses;
+pub use log::Log;
+pub(crate) use mapping::Mapping;
+pub use region::{REGION_BYTES_MAX, Region};
+pub use table::{Memory, REGIONS_MAX};
+pub use view::View;

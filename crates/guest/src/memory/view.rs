@@ -1,0 +1,131 @@
+//! A thread's view of the memory of a guest: addresses in, buffers out. Never allocates after it was made, never locks.
+
+use std::cell::Cell;
+use std::sync::Arc;
+
+use ringdisk_ring::IoBuf;
+
+use super::access::RingMemory;
+use super::table::Memory;
+
+/// Regions as buffers of one thread. Not `Send`. Buffers that it gave keep their memory when the view is gone.
+#[derive(Debug)]
+pub struct View {
+    memory: Arc<Memory>,
+    /// One for each region, in the same order.
+    buffers: Vec<IoBuf>,
+    /// The same, for small numbers.
+    areas: Vec<RingMemory>,
+    /// Region of the last hit: guests have one or two that matter.
+    last: Cell<usize>,
+}
+
+impl View {
+    /// A view of this memory for the calling thread.
+    pub fn new(memory: Arc<Memory>) -> View {
+        View::fixed(memory, |_| None)
+    }
+
+    /// As [`View::new`], with regions that the thread's ring has in its table of registered buffers.
+    ///
+    /// * `slot`: slot of a region by its number in [`Memory::regions`].
+    pub fn fixed(memory: Arc<Memory>, slot: impl Fn(usize) -> Option<u16>) -> View {
+        let buffers = memory.regions().iter().enumerate();
+        let buffers = buffers.map(|(number, region)| match slot(number) {
+            Some(slot) => region.shared().fixed_buffer(slot),
+            None => region.buffer(),
+        });
+        let buffers = buffers.collect();
+        let areas =
+            memory.regions().iter().map(|r| RingMemory::new(r.mapping(), r.guest_addr())).collect();
+        View { memory, buffers, areas, last: Cell::new(0) }
+    }
+
+    /// The memory that is looked at.
+    pub fn memory(&self) -> &Arc<Memory> {
+        &self.memory
+    }
+
+    /// Number of the region with an address of the guest, where in it that is, and how many bytes follow in the region.
+    #[inline]
+    fn find(&self, guest_addr: u64) -> Option<(usize, usize, usize)> {
+        let inside = |number: usize| {
+            let area = self.areas.get(number)?;
+            let at = guest_addr.checked_sub(area.guest_addr())?;
+            let at = usize::try_from(at).ok().filter(|at| *at < area.len())?;
+            Some((number, at, area.len() - at))
+        };
+        inside(self.last.get()).or_else(|| {
+            let number = self.memory.find(guest_addr)?;
+            self.last.set(number);
+            inside(number)
+        })
+    }
+
+    /// Bytes of the guest inside one region.
+    #[inline]
+    pub fn piece(&self, guest_addr: u64, len: usize) -> Option<IoBuf> {
+        let (number, at, rest) = self.find(guest_addr)?;
+        (len <= rest).then(|| self.buffers[number].slice(at..at + len))
+    }
+
+    /// Bytes of the guest, as one buffer for each region that they lie in. Regions that follow one another without a gap are
+    /// one memory to the guest.
+    ///
+    /// Gives `false` when a byte is not in memory; some pieces may have been given by then.
+    pub fn pieces(&self, guest_addr: u64, len: usize, mut each: impl FnMut(IoBuf)) -> bool {
+        self.walk(guest_addr, len, |number, at, part| {
+            each(self.buffers[number].slice(at..at + part));
+        })
+    }
+
+    /// Whether all of these bytes are in memory.
+    #[inline]
+    pub fn contains(&self, guest_addr: u64, len: usize) -> bool {
+        match self.find(guest_addr) {
+            Some((_, _, rest)) if len <= rest => true,
+            Some(_) => self.walk(guest_addr, len, |_, _, _| ()),
+            None => len == 0,
+        }
+    }
+
+    /// Copies bytes of the guest out, each read once. `false` when they are not all in memory.
+    pub fn read(&self, guest_addr: u64, dst: &mut [u8]) -> bool {
+        let mut done = 0;
+        self.walk(guest_addr, dst.len(), |number, at, part| {
+            self.areas[number].read_bytes(at, &mut dst[done..done + part]);
+            done += part;
+        })
+    }
+
+    /// Copies bytes to the guest. `false` when they are not all in memory; some may have been written.
+    pub fn write(&self, guest_addr: u64, src: &[u8]) -> bool {
+        let mut done = 0;
+        self.walk(guest_addr, src.len(), |number, at, part| {
+            self.areas[number].write_bytes(at, &src[done..done + part]);
+            done += part;
+        })
+    }
+
+    /// The region of these bytes and where in it they begin, for several reads.
+    #[inline]
+    pub(crate) fn window(&self, guest_addr: u64, len: usize) -> Option<(&RingMemory, usize)> {
+        let (number, at, rest) = self.find(guest_addr)?;
+        (len <= rest).then(|| (&self.areas[number], at))
+    }
+
+    fn walk(&self, guest_addr: u64, len: usize, mut each: impl FnMut(usize, usize, usize)) -> bool {
+        let (mut from, mut left) = (guest_addr, len);
+        while left > 0 {
+            let Some((number, at, rest)) = self.find(from) else { return false };
+            let part = left.min(rest);
+            each(number, at, part);
+            left -= part;
+            match from.checked_add(part as u64) {
+                Some(next) => from = next,
+                None => return left == 0,
+            }
+        }
+        true
+    }
+}

@@ -1,0 +1,347 @@
+//! Packed virtqueue, device side (virtio 1.3, 2.8).
+//!
+//! One ring of descriptors that both sides write. Whose a descriptor is, two flags say, compared with a counter that changes with each
+//! lap. Used elements of a batch are written in order, but the first one's flags last: the driver, which looks in order, sees all or none.
+
+use std::sync::atomic::{Ordering, fence};
+
+use crate::Error;
+use crate::inflight::{PackedArea, Taken};
+use crate::memory::{Log, View};
+
+use super::broken::Broken;
+use super::chain::Chain;
+use super::event::{PACKED_DESCRIPTOR, PACKED_DISABLE, PACKED_ENABLE, PACKED_WRAP, packed_wants};
+use super::indirect::{DESCRIPTOR_BYTES, Descriptor, INDIRECT, NEXT, WRITE, add_packed};
+use super::{Areas, Done};
+
+/// An event suppression structure: `off_wrap` and `flags`.
+pub(super) const EVENT_BYTES: usize = 4;
+/// Of a descriptor's flags: the driver's lap when it was made available.
+pub(crate) const AVAIL: u16 = 1 << 7;
+/// The device's lap when it was used; as the driver's before.
+pub(crate) const USED: u16 = 1 << 15;
+/// Where length, id and flags are in a descriptor.
+pub(crate) const LEN_AT: usize = 8;
+pub(crate) const ID_AT: usize = 12;
+pub(crate) const FLAGS_AT: usize = 14;
+/// No entry.
+pub(crate) const NONE: u16 = u16::MAX;
+
+/// A place in the ring, and the lap.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    pub(crate) index: u16,
+    pub(crate) wrap: bool,
+}
+
+impl Place {
+    /// `count` places on; at most `size`.
+    pub(crate) fn plus(self, count: u16, size: u16) -> Place {
+        let index = u32::from(self.index) + u32::from(count);
+        match index.checked_sub(u32::from(size)) {
+            // Both are less than `size`, which is 16 bits.
+            Some(index) => Place { index: u16::try_from(index).unwrap_or(0), wrap: !self.wrap },
+            None => Place { index: u16::try_from(index).unwrap_or(0), wrap: self.wrap },
+        }
+    }
+
+    /// As in a base of the vhost-user protocol.
+    fn bits(self) -> u16 {
+        self.index | if self.wrap { PACKED_WRAP } else { 0 }
+    }
+
+    fn from_bits(bits: u16) -> Place {
+        Place { index: bits & !PACKED_WRAP, wrap: bits & PACKED_WRAP != 0 }
+    }
+
+    /// Flags of a descriptor that the driver made available in this lap.
+    pub(crate) fn is_available(self, flags: u16) -> bool {
+        (flags & AVAIL != 0) == self.wrap && (flags & USED != 0) != self.wrap
+    }
+
+    /// Flags of one that the device used in this lap.
+    pub(crate) fn is_used(self, flags: u16) -> bool {
+        (flags & AVAIL != 0) == self.wrap && (flags & USED != 0) == self.wrap
+    }
+
+    pub(crate) fn at(self) -> usize {
+        usize::from(self.index) * DESCRIPTOR_BYTES
+    }
+}
+
+/// What we know of a descriptor in flight: an entry for each, in a list of free ones or in one of a chain. Numbered as in the inflight area.
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    next: u16,
+    /// Of the chain that begins here: its last entry, how many, its id.
+    last: u16,
+    count: u16,
+    id: u16,
+    flying: bool,
+}
+
+/// State of the device for one queue.
+#[derive(Debug)]
+pub(super) struct Packed {
+    size: u16,
+    pub(super) areas: Areas,
+    event_idx: bool,
+    indirect: bool,
+    /// Next descriptor to take.
+    avail: Place,
+    /// Next one to write a used element to.
+    used: Place,
+    entries: Vec<Entry>,
+    /// First free entry, or `NONE`.
+    free: u16,
+    /// Descriptors in flight.
+    taken: u16,
+    area: Option<PackedArea>,
+    /// Chains that a process before us had taken, the next one last.
+    again: Vec<u16>,
+    /// What the device's area says.
+    wish: Option<u32>,
+}
+
+impl Packed {
+    pub(super) fn new(
+        size: u16,
+        areas: Areas,
+        event_idx: bool,
+        indirect: bool,
+        base: u32,
+        area: Option<PackedArea>,
+    ) -> Result<Packed, Error> {
+        let [a, b, c, d] = base.to_le_bytes();
+        let mut avail = Place::from_bits(u16::from_le_bytes([a, b]));
+        let mut used = Place::from_bits(u16::from_le_bytes([c, d]));
+        let mut again = Vec::with_capacity(usize::from(size));
+        let entry = |number| Entry {
+            next: if number + 1 < size { number + 1 } else { NONE },
+            last: 0,
+            count: 0,
+            id: 0,
+            flying: false,
+        };
+        let mut entries: Vec<Entry> = (0..size).map(entry).collect();
+        let (mut free, mut taken) = (0, 0);
+        let area = match area {
+            None => None,
+            Some(mut area) => {
+                if area.is_in_use() {
+                    let ring = &areas.descriptors;
+                    let found = area.recover(ring)?;
+                    for (number, next) in found.next.iter().enumerate() {
+                        entries[number].next = *next;
+                    }
+                    for head in &found.heads {
+                        let of = &mut entries[usize::from(head.entry)];
+                        (of.last, of.count, of.id) = (head.last, head.count, head.id);
+                        taken += head.count;
+                        again.push(head.entry);
+                    }
+                    free = found.free;
+                    used = found.used;
+                    avail = used.plus(taken, size);
+                } else {
+                    area.begin(used);
+                }
+                Some(area)
+            }
+        };
+        if avail.index >= size || used.index >= size {
+            return Err(Error::BadBase { base });
+        }
+        again.reverse();
+        Ok(Packed {
+            size,
+            areas,
+            event_idx,
+            indirect,
+            avail,
+            used,
+            entries,
+            free,
+            taken,
+            area,
+            again,
+            wish: None,
+        })
+    }
+
+    pub(super) fn base(&self) -> u32 {
+        u32::from(self.avail.bits()) | u32::from(self.used.bits()) << 16
+    }
+
+    pub(super) fn retire(&mut self) {
+        if let Some(area) = &mut self.area {
+            area.retire();
+        }
+    }
+
+    #[inline]
+    fn flags_of_next(&self) -> u16 {
+        self.areas.descriptors.load_u16(self.avail.at() + FLAGS_AT, Ordering::Acquire)
+    }
+
+    #[inline]
+    pub(super) fn has_next(&mut self) -> bool {
+        // A ring that is all in flight shows no descriptor of the driver: what is in it is old.
+        !self.again.is_empty() || self.avail.is_available(self.flags_of_next())
+    }
+
+    /// Takes the next chain. It is called by its first entry.
+    #[inline]
+    pub(super) fn pop(&mut self, view: &View, chain: &mut Chain) -> Result<Option<u16>, Broken> {
+        if let Some(slot) = self.again.last().copied() {
+            self.walk_again(view, chain, slot)?;
+            self.again.pop();
+            self.entries[usize::from(slot)].flying = true;
+            return Ok(Some(slot));
+        }
+        if !self.avail.is_available(self.flags_of_next()) {
+            return Ok(None);
+        }
+        let (mut place, mut count) = (self.avail, 0);
+        let mut entry = self.free;
+        let slot = entry;
+        let last = loop {
+            if count == self.size {
+                return Err(Broken::Loop { descriptors: u32::from(self.size) });
+            }
+            if entry == NONE {
+                return Err(Broken::RingFull);
+            }
+            let descriptor = Descriptor::packed(self.areas.descriptors.read_array(place.at()));
+            self.add(view, chain, &descriptor)?;
+            if let Some(area) = &mut self.area {
+                area.note(entry, &descriptor);
+            }
+            let this = entry;
+            entry = self.entries[usize::from(entry)].next;
+            place = place.plus(1, self.size);
+            count += 1;
+            if !descriptor.has(NEXT) {
+                self.entries[usize::from(slot)].id = descriptor.other;
+                break this;
+            }
+        };
+        if let Some(area) = &mut self.area {
+            area.take(&Taken { slot, last, count, free: entry });
+        }
+        let head = &mut self.entries[usize::from(slot)];
+        (head.last, head.count, head.flying) = (last, count, true);
+        self.free = entry;
+        self.taken += count;
+        self.avail = place;
+        Ok(Some(slot))
+    }
+
+    #[inline]
+    fn add(&self, view: &View, chain: &mut Chain, descriptor: &Descriptor) -> Result<(), Broken> {
+        if descriptor.has(INDIRECT) {
+            return match (self.indirect, descriptor.has(NEXT)) {
+                (false, _) => Err(Broken::IndirectRefused),
+                (true, true) => Err(Broken::IndirectNested),
+                (true, false) => add_packed(chain, view, descriptor),
+            };
+        }
+        chain.push(view, descriptor.addr, descriptor.len, descriptor.has(WRITE))
+    }
+
+    /// A chain as the inflight area has it: its descriptors in the ring may be written over.
+    fn walk_again(&self, view: &View, chain: &mut Chain, slot: u16) -> Result<(), Broken> {
+        let Some(area) = &self.area else { return Ok(()) };
+        let mut entry = slot;
+        for _ in 0..self.entries[usize::from(slot)].count {
+            self.add(view, chain, &area.noted(entry))?;
+            entry = self.entries[usize::from(entry)].next;
+        }
+        Ok(())
+    }
+
+    pub(super) fn is_flying(&self, slot: u16) -> bool {
+        self.entries.get(usize::from(slot)).is_some_and(|entry| entry.flying)
+    }
+
+    /// Shows a batch of used elements to the driver. Gives whether it wants a call for them.
+    pub(super) fn publish(&mut self, batch: &[Done], log: Option<&Log>) -> bool {
+        let first = self.used;
+        let mut end = first;
+        for done in batch {
+            let Entry { last, count, .. } = self.entries[usize::from(done.slot)];
+            self.entries[usize::from(last)].next = self.free;
+            if let Some(area) = &mut self.area {
+                area.link(last, self.free);
+            }
+            self.free = done.slot;
+            end = end.plus(count, self.size);
+        }
+        if let Some(area) = &mut self.area {
+            area.promise(self.free, end);
+        }
+        let ring = &self.areas.descriptors;
+        let (mut place, mut first_flags, mut total) = (first, 0, 0);
+        for (number, done) in batch.iter().enumerate() {
+            let Entry { count, id, .. } = self.entries[usize::from(done.slot)];
+            ring.store_u32(place.at() + LEN_AT, done.written, Ordering::Relaxed);
+            ring.store_u16(place.at() + ID_AT, id, Ordering::Relaxed);
+            let lap = if place.wrap { AVAIL | USED } else { 0 };
+            let flags = lap | if done.written > 0 { WRITE } else { 0 };
+            match number {
+                0 => first_flags = flags,
+                _ => ring.store_u16(place.at() + FLAGS_AT, flags, Ordering::Release),
+            }
+            if let Some(log) = log {
+                log.mark(ring.guest_addr() + place.at() as u64, DESCRIPTOR_BYTES as u64);
+            }
+            place = place.plus(count, self.size);
+            total += count;
+        }
+        ring.store_u16(first.at() + FLAGS_AT, first_flags, Ordering::Release);
+        if let Some(log) = log {
+            log.mark(ring.guest_addr() + first.at() as u64, DESCRIPTOR_BYTES as u64);
+        }
+        if let Some(area) = &mut self.area {
+            area.give(batch.iter().map(|done| done.slot), self.free, end);
+        }
+        for done in batch {
+            self.entries[usize::from(done.slot)].flying = false;
+        }
+        self.used = end;
+        self.taken -= total;
+        fence(Ordering::SeqCst);
+        let wish = self.areas.driver.load_u32(0, Ordering::Relaxed);
+        packed_wants(wish, self.event_idx, self.size, (end.index, end.wrap), total)
+    }
+
+    /// Asks for a kick when the next chain comes. The caller looks again after that.
+    pub(super) fn enable_kicks(&mut self, log: Option<&Log>) {
+        let wish = match self.event_idx {
+            true => wish(self.avail.bits(), PACKED_DESCRIPTOR),
+            false => wish(0, PACKED_ENABLE),
+        };
+        self.set_wish(wish, log);
+        fence(Ordering::SeqCst);
+    }
+
+    pub(super) fn disable_kicks(&mut self, log: Option<&Log>) {
+        self.set_wish(wish(0, PACKED_DISABLE), log);
+    }
+
+    fn set_wish(&mut self, wish: u32, log: Option<&Log>) {
+        if self.wish != Some(wish) {
+            self.wish = Some(wish);
+            let device = &self.areas.device;
+            device.store_u32(0, wish, Ordering::Release);
+            if let Some(log) = log {
+                log.mark(device.guest_addr(), EVENT_BYTES as u64);
+            }
+        }
+    }
+}
+
+fn wish(off_wrap: u16, flags: u16) -> u32 {
+    u32::from(off_wrap) | u32::from(flags) << 16
+}

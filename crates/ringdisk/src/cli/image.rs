@@ -1,0 +1,139 @@
+//! The words that say what is served, for `mount` and `serve`: an image with its options, or a null disk.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::{Args, ValueHint};
+use ringdisk_disk::{Cache, Format};
+
+use crate::cli::words::{CacheSize, DetectZeroesWord, DiscardWord, parse_cache_size, parse_switch};
+use crate::cli::{cache_parser, format_parser, is_named_qcow2};
+use crate::size::{parse_size, parse_time};
+
+/// What is served; the IMAGE itself is with the command.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct ImageArgs {
+    /// Serve a disk of SIZE bytes that keeps nothing, instead of an image
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image options",
+          conflicts_with_all = ["create", "format", "cache", "direct", "allow_path", "force_share", "offset", "size",
+                               "snapshot", "overlay", "discard", "discard_no_unref", "detect_zeroes",
+                               "lazy_refcounts", "metadata_cache"])]
+    pub(crate) null: Option<u64>,
+
+    /// How long each request to a null disk takes, such as 100us
+    #[arg(long, value_name = "TIME", value_parser = parse_time, requires = "null", help_heading = "Image options")]
+    pub(crate) latency: Option<Duration>,
+
+    /// Reads of a null disk give zeroes (they cost time; without it they give anything)
+    #[arg(long, requires = "null", help_heading = "Image options")]
+    pub(crate) read_zeroes: bool,
+
+    /// Make an image of SIZE bytes when there is no IMAGE: a qcow2 if its name ends so, or with -f
+    /// qcow2; else a raw one
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image options",
+          conflicts_with = "read_only")]
+    pub(crate) create: Option<u64>,
+
+    /// Options of the image that --create makes, as NAME=VALUE,NAME=VALUE (see `create -o help`)
+    #[arg(
+        short = 'o',
+        long,
+        value_name = "OPTIONS",
+        requires = "create",
+        help_heading = "Image options"
+    )]
+    pub(crate) options: Vec<String>,
+
+    /// Leave IMAGE as it is: what is written goes to a temporary overlay, which is gone at the end
+    #[arg(long, help_heading = "Image options", conflicts_with_all = ["read_only", "create"])]
+    pub(crate) snapshot: bool,
+
+    /// Leave IMAGE as it is: what is written goes to FILE, a qcow2 overlay, made when it is not there
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Image options",
+          conflicts_with_all = ["read_only", "create", "snapshot"])]
+    pub(crate) overlay: Option<PathBuf>,
+
+    /// Format of IMAGE, raw or qcow2 [default: look at its first bytes]
+    ///
+    /// An image that is taken for raw only because of its first bytes refuses writes that would
+    /// make it look like another format the next time; `--format raw` allows them.
+    #[arg(short, long, value_parser = format_parser(), help_heading = "Image options")]
+    pub(crate) format: Option<Format>,
+
+    /// Never write to IMAGE
+    #[arg(short, long, help_heading = "Image options")]
+    pub(crate) read_only: bool,
+
+    /// How the host's page cache and flushes are used
+    ///
+    /// writeback: through the page cache, a flush makes writes durable. none: past the page cache
+    /// (O_DIRECT), a flush makes writes durable. writethrough: each write is durable when it is
+    /// answered. directsync: the same, past the page cache. unsafe: flushes are ignored; a crash of
+    /// the host loses data.
+    #[arg(long, value_name = "MODE", value_parser = cache_parser(), default_value = "writeback",
+          help_heading = "Image options")]
+    pub(crate) cache: Cache,
+
+    /// Past the host's page cache; the same as --cache none
+    #[arg(long, conflicts_with = "cache", help_heading = "Image options")]
+    pub(crate) direct: bool,
+
+    /// Where the disk begins inside a raw IMAGE, bytes
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image options")]
+    pub(crate) offset: Option<u64>,
+
+    /// Size of the disk inside a raw IMAGE, bytes [default: to the end]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image options")]
+    pub(crate) size: Option<u64>,
+
+    /// A directory (with all below) or file that backing and data file names of IMAGE may lead to
+    ///
+    /// The directory of IMAGE and everything below are always allowed. May be given several times.
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::AnyPath, help_heading = "Image options")]
+    pub(crate) allow_path: Vec<PathBuf>,
+
+    /// Read IMAGE although another program is writing to it; needs --read-only
+    #[arg(short = 'U', long, requires = "read_only", help_heading = "Image options")]
+    pub(crate) force_share: bool,
+
+    /// What a discard does: ignore, or give the space back
+    #[arg(long, value_name = "MODE", value_enum, default_value_t, help_heading = "Image options")]
+    pub(crate) discard: DiscardWord,
+
+    /// Keep the place of what is discarded in a qcow2, so that it does not become fragmented
+    #[arg(long, help_heading = "Image options")]
+    pub(crate) discard_no_unref: bool,
+
+    /// What is done with zeroes that are written: off, store them without bytes (on), or that and
+    /// give their space back (unmap)
+    #[arg(long, value_name = "MODE", value_enum, default_value_t, help_heading = "Image options")]
+    pub(crate) detect_zeroes: DetectZeroesWord,
+
+    /// Write reference counts of a qcow2 late, or not [default: as the image says]
+    ///
+    /// Allocating becomes faster; after a crash the next one who writes has to rebuild the counts.
+    #[arg(long, value_name = "on|off", num_args = 0..=1, require_equals = true, default_missing_value = "on",
+          value_parser = parse_switch, help_heading = "Image options")]
+    pub(crate) lazy_refcounts: Option<bool>,
+
+    /// Most memory for the tables of each qcow2 layer: a size, or auto
+    #[arg(long, value_name = "SIZE", default_value = "auto", value_parser = parse_cache_size,
+          help_heading = "Image options")]
+    pub(crate) metadata_cache: CacheSize,
+}
+
+impl ImageArgs {
+    /// The cache mode with `--direct` taken in.
+    pub(crate) fn cache_mode(&self) -> Cache {
+        if self.direct { Cache::None } else { self.cache }
+    }
+
+    /// Format of an image that `--create` makes under this name.
+    pub(crate) fn new_format(&self, image: &Path) -> Format {
+        match self.format {
+            Some(format) => format,
+            None if is_named_qcow2(image) => Format::Qcow2,
+            None => Format::Raw,
+        }
+    }
+}

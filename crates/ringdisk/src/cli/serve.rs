@@ -1,0 +1,361 @@
+//! The words of `ringdisk serve`.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, ValueEnum, ValueHint};
+use ringdisk_ring::CpuList;
+use ringdisk_vhost::export::{
+    QUEUE_SIZE_MAX, QUEUES_MAX, THREADS_MAX, check_block_size, check_serial,
+};
+
+use crate::cli::words::parse_switch;
+use crate::cli::{DiskWords, ImageArgs, NumaWord, Threads, refuse};
+use crate::size::parse_size;
+
+const SERVE_LONG: &str = "\
+Serves the disk inside IMAGE to a virtual machine, through the socket SOCKET (vhost-user-blk), until it is \
+stopped by Ctrl-C (SIGINT), SIGTERM, SIGHUP or `ringdisk ctl SOCKET stop`.
+
+QEMU, Cloud Hypervisor, Firecracker, crosvm and libblkio connect to it, one at a time; the virtual machine may \
+go, come back and migrate. Its memory must be shared (memfd), as this lives in another process.
+
+SIGUSR1 prints the counters of each queue on standard error. A service manager that sets NOTIFY_SOCKET \
+(Type=notify) is told when the socket answers and when it ends; one that passes listening sockets (LISTEN_FDS) \
+needs no SOCKET here.
+
+Several disks are served by one process with --disk, once for each. SPEC is a list of KEY=VALUE, or KEY alone for \
+a switch, between commas; a comma inside a value is written twice. Keys are `image`, `socket` (for \
+--vhost-user-blk), and the long names of the options below without their dashes; the options themselves are what \
+every disk has whose SPEC does not say otherwise. `ringdisk ctl` works with each disk on its own.
+
+Sizes are numbers of bytes, or numbers with K, M, G, T, P or E (powers of 1024): 512, 10G, 1.5T. \
+Times need a unit: 250us, 1ms, 5s.";
+
+const SERVE_EXAMPLES: &str = "\
+Examples:
+  ringdisk serve disk.qcow2 --vhost-user-blk /run/vm1.sock
+      serve an image; on a terminal the options for QEMU are shown
+  ringdisk serve --create 20G disk.qcow2 --vhost-user-blk /run/vm1.sock --queues 4 --serial root
+      make it when it is not there; four virtqueues; /dev/disk/by-id/virtio-root in the guest
+  ringdisk serve --cache none -f raw /dev/sdb1 --vhost-user-blk /run/vm1.sock --socket-group kvm
+      a block device past the page cache; the members of a group may connect
+  ringdisk serve --cache none --disk image=root.qcow2,socket=/run/vm1-root.sock,serial=root \\
+                 --disk image=data.qcow2,socket=/run/vm1-data.sock,serial=data,read-only
+      two disks in one process
+  ringdisk serve --daemonize --pidfile /run/vm1.pid disk.img --vhost-user-blk /run/vm1.sock
+      in the background; the command returns when the socket answers
+  ringdisk ctl /run/vm1.sock resize +10G
+      the running guest sees the new size
+  ringdisk serve --null 1T --vhost-user-blk /tmp/null.sock
+      a disk that keeps nothing, to measure everything but storage";
+
+/// Serve an image to a virtual machine
+#[derive(Args, Debug)]
+#[command(
+    long_about = SERVE_LONG,
+    after_help = SERVE_EXAMPLES,
+    override_usage = "ringdisk serve [OPTIONS] IMAGE --vhost-user-blk SOCKET\n       \
+                      ringdisk serve [OPTIONS] --null SIZE --vhost-user-blk SOCKET\n       \
+                      ringdisk serve [OPTIONS] --disk SPEC [--disk SPEC]..."
+)]
+pub(crate) struct ServeArgs {
+    // Before everything else: the others take their words away.
+    #[command(flatten)]
+    words: DiskWords,
+
+    /// The image: a regular file or a block device
+    #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath, conflicts_with = "null")]
+    image: Option<PathBuf>,
+
+    /// A disk of several, as KEY=VALUE,KEY=VALUE: image=root.qcow2,socket=/run/vm1.sock,serial=root
+    #[arg(long, value_name = "SPEC", help_heading = "Socket options",
+          conflicts_with_all = ["image", "null", "create", "overlay", "vhost_user_blk", "connect", "socket_fd",
+                               "socket_name", "serial"])]
+    disk: Vec<String>,
+
+    #[command(flatten)]
+    one: DiskArgs,
+
+    /// Take over, with everything that is connected, from the process that serves the same disks now
+    #[arg(long, conflicts_with = "incoming", help_heading = "Serving options")]
+    pub(crate) upgrade: bool,
+
+    /// Serve in the background; return when the sockets answer
+    ///
+    /// An error during the start is reported as usual, with its exit code. Standard output and
+    /// error stay open only where they are regular files.
+    #[arg(long, help_heading = "Serving options")]
+    pub(crate) daemonize: bool,
+
+    /// Write the pid to FILE when the sockets answer; locked, and removed at the end
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Serving options")]
+    pub(crate) pidfile: Option<PathBuf>,
+
+    /// Print IOPS, bytes, latencies, depth and CPU time per request on standard error at the end
+    #[arg(long, help_heading = "Serving options")]
+    pub(crate) stats: bool,
+}
+
+/// What each disk of a process has for itself.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct DiskArgs {
+    #[command(flatten)]
+    pub(crate) source: ImageArgs,
+    #[command(flatten)]
+    pub(crate) place: SocketArgs,
+    #[command(flatten)]
+    pub(crate) device: DeviceArgs,
+}
+
+/// Where front ends come from.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct SocketArgs {
+    /// The socket to make and to listen on; one that a killed process left is replaced
+    #[arg(long, value_name = "SOCKET", value_hint = ValueHint::FilePath, help_heading = "Socket options")]
+    pub(crate) vhost_user_blk: Option<PathBuf>,
+
+    /// Connect to a front end that listens on SOCKET, and again when it has gone
+    ///
+    /// While nobody listens there it is tried every 100 ms at first, then less and less often, down to every 2 s.
+    #[arg(long, value_name = "SOCKET", value_hint = ValueHint::FilePath, help_heading = "Socket options",
+          conflicts_with_all = ["vhost_user_blk", "second_front_end", "socket_mode", "socket_group"])]
+    pub(crate) connect: Option<PathBuf>,
+
+    /// Use descriptor N, a Unix socket that listens or that is connected, from the process that starts this one
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(i32).range(3..=i64::from(FD_MAX)),
+          help_heading = "Socket options", conflicts_with_all = ["vhost_user_blk", "connect", "socket_mode", "socket_group"])]
+    pub(crate) socket_fd: Option<i32>,
+
+    /// Use the socket of this name from the service manager (FileDescriptorName=) [default: the next one]
+    #[arg(long, value_name = "NAME", help_heading = "Socket options",
+          conflicts_with_all = ["vhost_user_blk", "connect", "socket_fd", "socket_mode", "socket_group"])]
+    pub(crate) socket_name: Option<String>,
+
+    /// Who may connect, as chmod writes it [default: 600, with --socket-group 660]
+    #[arg(long, value_name = "MODE", value_parser = parse_mode, help_heading = "Socket options")]
+    pub(crate) socket_mode: Option<u32>,
+
+    /// Group of the socket: a name or a number
+    #[arg(long, value_name = "GROUP", help_heading = "Socket options")]
+    pub(crate) socket_group: Option<String>,
+
+    /// What happens to a front end that comes while another one is connected
+    #[arg(long, value_name = "WHAT", value_enum, default_value_t, help_heading = "Socket options")]
+    pub(crate) second_front_end: SecondWord,
+}
+
+/// What the guest sees, and what serves it.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct DeviceArgs {
+    /// Virtqueues that are offered; the virtual machine may use fewer [default: one for each CPU here, at most 64]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(QUEUES_MAX)),
+          help_heading = "Device options")]
+    pub(crate) queues: Option<u16>,
+
+    /// Largest virtqueue that the virtual machine may ask for, descriptors
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(2..=i64::from(QUEUE_SIZE_MAX)),
+          default_value_t = QUEUE_SIZE_MAX, help_heading = "Device options")]
+    pub(crate) queue_size: u16,
+
+    /// Serial number of the disk, at most 20 characters: its name in /dev/disk/by-id of a Linux guest
+    #[arg(long, value_name = "TEXT", value_parser = parse_serial, default_value = "", hide_default_value = true,
+          help_heading = "Device options")]
+    pub(crate) serial: String,
+
+    /// Smallest piece that the guest reads and writes, bytes: 512, 4096, ...
+    #[arg(long, value_name = "SIZE", value_parser = parse_block_size, default_value = "512", help_heading = "Device options")]
+    pub(crate) logical_block_size: u32,
+
+    /// Piece that the guest should read and write, bytes [default: what the storage has]
+    #[arg(long, value_name = "SIZE", value_parser = parse_block_size, help_heading = "Device options")]
+    pub(crate) physical_block_size: Option<u32>,
+
+    /// Offer packed virtqueues; a virtual machine that does not ask for them (packed=on) has split ones
+    #[arg(long, value_name = "on|off", value_parser = parse_switch, action = clap::ArgAction::Set, default_value = "on",
+          help_heading = "Device options")]
+    pub(crate) packed: bool,
+
+    /// What an error of the image does besides being told to the guest: report it here, or stop serving the disk too
+    #[arg(long, value_name = "WHAT", value_enum, default_value_t, help_heading = "Device options")]
+    pub(crate) on_error: OnErrorWord,
+
+    /// The disk comes with a virtual machine that migrates here: wait until the source has let go of the image
+    #[arg(long, conflicts_with_all = ["read_only", "create", "snapshot", "overlay"], help_heading = "Device options")]
+    pub(crate) incoming: bool,
+
+    /// Queue threads: a number, or auto (one for each virtqueue in use, at most as many as there are CPUs)
+    #[arg(long, value_name = "N", default_value = "auto", value_parser = parse_threads, help_heading = "Serving options")]
+    pub(crate) threads: Threads,
+
+    /// CPUs for the queue threads, such as 0-3,8 [default: all that the process may use]
+    ///
+    /// As the kernel and taskset write it: numbers and ranges; 10-14:2 is every second CPU of a range. CPUs that are
+    /// offline or not allowed here are left out with a warning.
+    #[arg(long, value_name = "LIST", help_heading = "Serving options")]
+    pub(crate) cpus: Option<CpuList>,
+
+    /// Serve virtqueues on the NUMA node of their memory (auto), or do not look at nodes (off)
+    #[arg(
+        long,
+        value_name = "MODE",
+        value_enum,
+        default_value_t,
+        help_heading = "Serving options"
+    )]
+    pub(crate) numa: NumaWord,
+
+    /// Register all memory of the guest with io_uring: less CPU time for each request
+    ///
+    /// Pins all of it, so memory cannot be given back by ballooning, nor be swapped; it counts as locked memory (RLIMIT_MEMLOCK).
+    #[arg(long, help_heading = "Serving options")]
+    pub(crate) pin_guest_memory: bool,
+}
+
+/// Largest number of a descriptor that is taken for one.
+const FD_MAX: i32 = 1 << 20;
+
+/// What happens to a second front end.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum SecondWord {
+    /// It waits until the first has gone
+    #[default]
+    Wait,
+    /// It is sent away
+    Refuse,
+}
+
+/// What an error of the image does.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum OnErrorWord {
+    /// It is counted and told
+    #[default]
+    Report,
+    /// It ends the disk
+    Stop,
+}
+
+/// The words of one `--disk`, after its keys were made options.
+#[derive(Debug, Parser)]
+#[command(no_binary_name = true, disable_help_flag = true)]
+pub(crate) struct DiskSpec {
+    #[arg(long, value_name = "FILE", conflicts_with = "null")]
+    image: Option<PathBuf>,
+    #[command(flatten)]
+    one: DiskArgs,
+}
+
+/// One disk, after the words were checked against each other.
+#[derive(Clone, Debug)]
+pub(crate) struct ServedDisk {
+    /// `None` with `--null`.
+    pub(crate) image: Option<PathBuf>,
+    pub(crate) args: DiskArgs,
+}
+
+impl ServeArgs {
+    /// The disks, in the order of the words.
+    ///
+    /// Errors: words that make no sense together.
+    pub(crate) fn disks(&self) -> Result<Vec<ServedDisk>, clap::Error> {
+        use clap::error::ErrorKind;
+        let disks = match self.disk.as_slice() {
+            [] => vec![ServedDisk { image: self.image.clone(), args: self.one.clone() }],
+            specs => {
+                let mut disks = Vec::new();
+                for spec in specs {
+                    let DiskSpec { image, one } = self
+                        .words
+                        .parse(spec)
+                        .map_err(|(kind, text)| refuse("serve", kind, text))?;
+                    disks.push(ServedDisk { image, args: one });
+                }
+                disks
+            }
+        };
+        let is_missing =
+            |disk: &ServedDisk| disk.image.is_none() && disk.args.source.null.is_none();
+        if let Some(number) = disks.iter().position(is_missing) {
+            let text = match self.disk.get(number) {
+                None => String::from(
+                    "the IMAGE is missing: name what is to be served, such as\n\n  \
+                     ringdisk serve disk.qcow2 --vhost-user-blk /run/vm1.sock",
+                ),
+                Some(spec) => format!(
+                    "the image of --disk '{spec}' is missing: name what is to be served, such as\n\n  \
+                     ringdisk serve --disk image=disk.qcow2,socket=/run/vm1.sock"
+                ),
+            };
+            return Err(refuse("serve", ErrorKind::MissingRequiredArgument, text));
+        }
+        for disk in &disks {
+            let device = &disk.args.device;
+            if device.physical_block_size.is_some_and(|size| size < device.logical_block_size) {
+                let text = "--physical-block-size is smaller than --logical-block-size";
+                return Err(refuse("serve", ErrorKind::ValueValidation, text));
+            }
+        }
+        self.check_alike(&disks)?;
+        Ok(disks)
+    }
+
+    /// Errors: two disks that want the same socket.
+    fn check_alike(&self, disks: &[ServedDisk]) -> Result<(), clap::Error> {
+        for (number, disk) in disks.iter().enumerate() {
+            let place = &disk.args.place;
+            let same = |other: &&ServedDisk| {
+                let theirs = &other.args.place;
+                let path = |place: &SocketArgs| {
+                    let path = place.vhost_user_blk.as_ref().or(place.connect.as_ref());
+                    path.and_then(|path| std::path::absolute(path).ok())
+                };
+                path(place).is_some_and(|mine| path(theirs) == Some(mine))
+                    || place.socket_fd.is_some_and(|mine| theirs.socket_fd == Some(mine))
+                    || place
+                        .socket_name
+                        .as_ref()
+                        .is_some_and(|mine| theirs.socket_name.as_ref() == Some(mine))
+            };
+            if disks.iter().skip(number + 1).find(same).is_some() {
+                let text = format!(
+                    "two disks cannot have one socket; give --disk '{}' one of its own",
+                    self.disk.get(number).map_or("", String::as_str)
+                );
+                return Err(refuse("serve", clap::error::ErrorKind::ArgumentConflict, text));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn parse_threads(text: &str) -> Result<Threads, String> {
+    if text == "auto" {
+        return Ok(Threads::Auto);
+    }
+    match text.parse() {
+        Ok(count) if (1..=THREADS_MAX).contains(&count) => Ok(Threads::Count(count)),
+        _ => Err(format!("write auto, or a number from 1 to {THREADS_MAX}")),
+    }
+}
+
+fn parse_serial(text: &str) -> Result<String, String> {
+    check_serial(text).map(|()| text.to_owned())
+}
+
+fn parse_block_size(text: &str) -> Result<u32, String> {
+    let bytes = parse_size(text)?;
+    let bytes = u32::try_from(bytes).unwrap_or(u32::MAX);
+    check_block_size(bytes).map(|()| bytes)
+}
+
+fn parse_mode(text: &str) -> Result<u32, String> {
+    match u32::from_str_radix(text, 8) {
+        // Whoever cannot write to a socket cannot connect (unix(7)).
+        Ok(mode) if mode <= 0o777 && mode & 0o600 == 0o600 => Ok(mode),
+        _ => Err(String::from(
+            "write an octal mode from 600 to 777 that lets its owner read and write, such as 660",
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,288 @@
+//! How the image that `mount` and `serve` were asked for is opened, or made.
+//!
+//! Promises: names hold also after the process has left its directory; an image that cannot be used says what to do.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use ringdisk_disk::{
+    Cache, DetectZeroes, Discard, Disk, Error, ErrorKind, Format, ImageOptions, NullOptions, Source,
+};
+
+use crate::cli::{DetectZeroesWord, DiscardWord, ImageArgs};
+use crate::commands::look;
+use crate::made::Fresh;
+use crate::new_image::{Described, NewImage, check_new_name};
+use crate::report::{Exit, Failure};
+use crate::size::human_size;
+use crate::terminal::{self, shell_word};
+
+/// What is to be served.
+#[derive(Debug)]
+pub(crate) struct ImagePlan<'a> {
+    pub(crate) args: &'a ImageArgs,
+    /// `None`: a null disk.
+    pub(crate) image: Option<PathBuf>,
+    /// Another process may go on with it.
+    pub(crate) outlives_process: bool,
+    /// The process leaves its directory before it ends.
+    pub(crate) leaves_directory: bool,
+    /// Writes past the end make the disk larger.
+    pub(crate) growable: bool,
+    /// Another process has it and gives it away later.
+    pub(crate) inactive: bool,
+    /// How long to wait for a process that has it and is about to end.
+    pub(crate) wait_for_locks: Option<Duration>,
+    /// The image that a command put on top of the one that was asked for.
+    pub(crate) top: Option<(PathBuf, Format)>,
+    /// Format of the image, if we made it.
+    pub(crate) made_format: Option<Format>,
+}
+
+impl<'a> ImagePlan<'a> {
+    /// * `image`: `None`: a null disk.
+    pub(crate) fn new(args: &'a ImageArgs, image: Option<PathBuf>) -> ImagePlan<'a> {
+        ImagePlan {
+            args,
+            image,
+            outlives_process: false,
+            leaves_directory: false,
+            growable: false,
+            inactive: false,
+            wait_for_locks: None,
+            top: None,
+            made_format: None,
+        }
+    }
+
+    /// How the image is to be opened.
+    ///
+    /// * `format`: `None`: it is probed.
+    pub(crate) fn options(&self, format: Option<Format>) -> ImageOptions {
+        let args = self.args;
+        ImageOptions {
+            format,
+            read_only: args.read_only,
+            auto_read_only: true,
+            cache: args.cache_mode(),
+            raw_offset: args.offset.unwrap_or(0),
+            raw_size: args.size,
+            allow_paths: args.allow_path.iter().map(|path| self.lasting(path)).collect(),
+            force_share: args.force_share,
+            metadata_cache_bytes: args.metadata_cache.bytes(),
+            discard: match args.discard {
+                DiscardWord::Ignore => Discard::Ignore,
+                DiscardWord::Unmap => Discard::Unmap,
+            },
+            discard_no_unref: args.discard_no_unref,
+            detect_zeroes: match args.detect_zeroes {
+                DetectZeroesWord::Off => DetectZeroes::Off,
+                DetectZeroesWord::On => DetectZeroes::On,
+                DetectZeroesWord::Unmap => DetectZeroes::Unmap,
+            },
+            lazy_refcounts: args.lazy_refcounts,
+            temporary: args.snapshot,
+            overlay: args.overlay.as_deref().map(|path| self.lasting(path)),
+            outlives_process: self.outlives_process,
+            inactive: self.inactive,
+            wait_for_locks: self.wait_for_locks,
+            ..ImageOptions::default()
+        }
+    }
+
+    /// Opens what is to be served, on a ring that lives no longer than this.
+    ///
+    /// * `fresh`: gets what is made.
+    /// * `new`: what is made when there is no image.
+    ///
+    /// Errors: why the image cannot be served.
+    pub(crate) fn open(
+        &self,
+        fresh: &Fresh,
+        new: Option<&(NewImage, u64)>,
+    ) -> Result<Arc<Disk>, Failure> {
+        let args = self.args;
+        let Some(image) = &self.image else {
+            // No image is read, but the queues need rings: the reason why there are none is said
+            // best here.
+            look::runtime()?;
+            let options = NullOptions {
+                size: args.null.unwrap_or(0),
+                read_zeroes: args.read_zeroes,
+                latency: args.latency.unwrap_or_default(),
+            };
+            return Ok(Disk::null(&options));
+        };
+        let mut format = args.format.or(self.made_format);
+        if let Some((new, size)) = new {
+            if make_image(fresh, image, new, *size)? {
+                // We know what it is: nothing is probed, so nothing needs protection.
+                format = Some(new.format);
+            } else {
+                terminal::note(format_args!(
+                    "'{}' is there already and is used as it is; --create changes nothing",
+                    image.display()
+                ));
+            }
+        }
+        let mut options = self.options(format);
+        let mut image = &self.lasting(image);
+        if let Some((top, format)) = &self.top {
+            // The images below may lie where those of the command line do.
+            let known = [Some(image), options.overlay.as_ref()].into_iter().flatten();
+            let directories = known.filter_map(|path| path.parent().map(Path::to_owned));
+            options.allow_paths.extend(directories.collect::<Vec<_>>());
+            options.overlay = None;
+            options.format = Some(*format);
+            image = top;
+        }
+        let mut result = open(image, &options)?;
+        if options.cache.direct() && result.as_ref().is_err_and(is_about_direct) {
+            options.cache =
+                if options.cache.sync() { Cache::Writethrough } else { Cache::Writeback };
+            result = open(image, &options)?;
+            if result.is_ok() {
+                terminal::warn(format_args!(
+                    "'{}' is on a file system without O_DIRECT, so the page cache is used; move it \
+                     to one that has it, such as ext4, xfs or btrfs",
+                    image.display()
+                ));
+            }
+        }
+        let disk = result.map_err(|error| self.explain(error))?;
+        self.check_read_only(&disk)?;
+        Ok(disk)
+    }
+
+    /// What to do about an image that does not open.
+    fn explain(&self, error: Error) -> Failure {
+        let kind = error.kind();
+        let failure = Failure::from(error);
+        let image = self.image.as_deref().unwrap_or(Path::new(""));
+        let shown = shell_word(&image.display().to_string());
+        match kind {
+            // A name that an image contains is not one that --create could make.
+            ErrorKind::NotFound if !image.exists() => {
+                failure.hint(format!("add `--create 10G` to make '{shown}'"))
+            }
+            _ => failure,
+        }
+    }
+
+    /// What it means that the image could be opened for reading only although that was not asked
+    /// for: fine for a format that is only read, an error where permission lacks.
+    fn check_read_only(&self, disk: &Disk) -> Result<(), Failure> {
+        let Some(reason) = disk.read_only_reason() else { return Ok(()) };
+        if disk.layers().first().and_then(|top| top.format()) == Some(Format::Raw) {
+            return Err(Failure::new(Exit::Permission, reason)
+                .hint("`--read-only` serves it without writing"));
+        }
+        if self.growable {
+            return Err(Failure::new(
+                Exit::Unsupported,
+                format!("--growable needs an image that can be written: {reason}"),
+            ));
+        }
+        terminal::note(format_args!("served read-only: {reason}"));
+        Ok(())
+    }
+
+    /// A name that is still true after a background process has left its directory: images of the
+    /// chain are named by each other, and opened again, while it serves.
+    fn lasting(&self, path: &Path) -> PathBuf {
+        match std::path::absolute(path) {
+            Ok(whole) if self.leaves_directory => whole,
+            _ => path.to_owned(),
+        }
+    }
+
+    /// For headings: the absolute name of the image.
+    pub(crate) fn name(&self) -> String {
+        match &self.image {
+            Some(image) => std::path::absolute(image)
+                .unwrap_or_else(|_| image.clone())
+                .to_string_lossy()
+                .into_owned(),
+            None => String::from("null"),
+        }
+    }
+
+    /// What is served, in some words: name, size, format.
+    pub(crate) fn describe(&self, disk: &Disk) -> String {
+        let image = match &self.image {
+            Some(image) => image.display().to_string(),
+            None => String::from("a null disk"),
+        };
+        let format = disk.layers().first().and_then(|top| top.format());
+        let format = format.map(|format| format!(", {format}")).unwrap_or_default();
+        let read_only = self.args.read_only || disk.is_read_only();
+        let mode = if read_only { ", read-only" } else { "" };
+        let size = human_size(disk.size());
+        format!("{image} ({size}{format}{mode})")
+    }
+}
+
+/// What `--create` makes, and how large, bytes.
+///
+/// Errors: options that the image cannot have.
+pub(crate) fn new_image(
+    args: &ImageArgs,
+    image: Option<&Path>,
+) -> Result<Option<(NewImage, u64)>, Failure> {
+    let (Some(size), Some(image)) = (args.create, image) else { return Ok(None) };
+    match NewImage::parse(args.new_format(image), &args.options)? {
+        Described::Image(image) if image.backing().is_some() => Err(Failure::new(
+            Exit::Usage,
+            "an overlay is made with --overlay FILE, or with `ringdisk create`",
+        )),
+        Described::Image(image) => {
+            image.size(Some(size))?;
+            Ok(Some((image, size)))
+        }
+        Described::Help(_) => Err(Failure::new(
+            Exit::Usage,
+            "the options of an image are listed by `ringdisk create -f qcow2 -o help`",
+        )),
+    }
+}
+
+/// Makes an image when there is none; `false` if there is one.
+fn make_image(fresh: &Fresh, path: &Path, new: &NewImage, size: u64) -> Result<bool, Failure> {
+    check_new_name(path)?;
+    let cannot = |error| {
+        let doing = format!("cannot create '{}'", path.display());
+        Failure::system(doing, &error, Exit::Image)
+    };
+    if !fresh.file(path).map_err(cannot)? {
+        return Ok(false);
+    }
+    let mut runtime = look::runtime()?;
+    let ring = runtime.ring().clone();
+    runtime.block_on(new.make(&ring, path, size, fresh))?;
+    Ok(true)
+}
+
+/// Opens an image on a ring of this thread.
+fn open(image: &Path, options: &ImageOptions) -> Result<Result<Arc<Disk>, Error>, Failure> {
+    let mut runtime = look::runtime()?;
+    let ring = runtime.ring().clone();
+    let source = Source::Path(image.to_owned());
+    Ok(runtime.block_on(Disk::open(&ring, source, options)))
+}
+
+/// Whether an image did not open because its file system has no O_DIRECT.
+fn is_about_direct(error: &Error) -> bool {
+    let mut next: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    while let Some(cause) = next {
+        let direct = cause
+            .downcast_ref::<ringdisk_storage::Error>()
+            .is_some_and(|error| error.kind() == ringdisk_storage::ErrorKind::DirectUnsupported);
+        if direct {
+            return true;
+        }
+        next = cause.source();
+    }
+    // The disk's error may hold the words without the cause.
+    error.kind() == ErrorKind::Unsupported && error.message().contains("O_DIRECT")
+}

@@ -1,0 +1,377 @@
+//! `ringdisk serve`: from the words to disks that virtual machines can use, and from their end to an exit code.
+//!
+//! Promises: whatever was made on the way (images, sockets, a pid file) is removed again when the start fails; at a clean end
+//! everything but the images is. One disk that breaks down ends alone. Signals are honoured from the first moment.
+
+mod greet;
+mod take;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use ringdisk_disk::Disk;
+
+use crate::cli::{DiskArgs, ServeArgs, ServedDisk};
+use crate::commands::open::{ImagePlan, new_image};
+use crate::control::disk::{DiskControl, Serving};
+use crate::control::place;
+use crate::control::server::Server;
+use crate::daemonize::{self, Background};
+use crate::limits;
+use crate::made::Fresh;
+use crate::new_image::NewImage;
+use crate::notify::Notify;
+use crate::pidfile::Pidfile;
+use crate::report::{Exit, Failure};
+use crate::signals::{Actions, Phase, Watcher};
+use crate::sockets::{self, Inherited, MadeSocket, Place};
+use crate::terminal;
+use crate::upgrade::Giver;
+use crate::vhost::{self, Handle, Served};
+
+/// A process that served the disk and was killed has it until its last write has landed.
+const LOCK_WAIT: Duration = Duration::from_secs(3);
+
+/// One disk before it is served.
+struct Plan<'a> {
+    args: &'a DiskArgs,
+    image: ImagePlan<'a>,
+    new: Option<(NewImage, u64)>,
+    place: Place,
+}
+
+/// One disk that is served.
+struct Running {
+    /// What is served, and where, in one line.
+    ready: String,
+    name: String,
+    /// Where front ends and `ringdisk ctl` find it.
+    path: Option<PathBuf>,
+    /// It is the front end that listens there.
+    connects: bool,
+    queues: u16,
+    served: Served,
+    disk: Arc<Disk>,
+    /// The name of the socket.
+    made: Option<MadeSocket>,
+    commands: Arc<DiskControl>,
+    control: Option<Server>,
+    /// For the process that takes the disk over.
+    giver: Option<Giver>,
+}
+
+/// Serves until the end. Gives the exit code.
+///
+/// Errors: everything that can go wrong; see [`Exit`].
+pub(crate) fn run(args: &ServeArgs, disks: Vec<ServedDisk>) -> Result<u8, Failure> {
+    let background = match args.daemonize {
+        true if daemonize::is_child() => Some(Background::enter()?),
+        true if std::env::var("LISTEN_PID")
+            .is_ok_and(|pid| pid == std::process::id().to_string()) =>
+        {
+            return Err(Failure::new(
+                Exit::Usage,
+                "a process in the background does not get the sockets of the service manager",
+            )
+            .hint("leave --daemonize away; the manager waits for Type=notify"));
+        }
+        true => return daemonize::run_child(),
+        false => None,
+    };
+    // Before any descriptor is opened here that could have the number of one that is inherited.
+    let inherited = sockets::take(&disks)?;
+    serve(args, &disks, inherited, background)
+}
+
+fn serve(
+    args: &ServeArgs,
+    disks: &[ServedDisk],
+    inherited: Vec<Option<Inherited>>,
+    background: Option<Background>,
+) -> Result<u8, Failure> {
+    let places = match args.upgrade {
+        true => sockets::taken_places(disks, inherited)?,
+        false => sockets::places(disks, inherited)?,
+    };
+    let plans = disks.iter().zip(places).map(|(disk, place)| plan(args, disk, place));
+    let plans = plans.collect::<Result<Vec<_>, _>>()?;
+    limits::become_io_flusher();
+    let fresh = Fresh::default();
+    let watcher = watch_start(&fresh)?;
+    let pidfile = args.pidfile.as_deref().map(std::path::absolute).transpose();
+    let pidfile = pidfile
+        .map_err(|error| Failure::system("the name of the pid file", &error, Exit::General))?;
+    if let Some(pidfile) = pidfile.as_ref().filter(|_| !args.upgrade) {
+        Pidfile::check(pidfile)?;
+    }
+    let running = match args.upgrade {
+        true => take::take_over(plans, &watcher)?,
+        false => match begin(plans, &fresh, &watcher)? {
+            Some(running) => running,
+            None => return Ok(Exit::General.code()),
+        },
+    };
+    let notify = Arc::new(Notify::from_environment());
+    let pidfile = pidfile.as_deref().map(Pidfile::create).transpose()?;
+    let ready = match running.as_slice() {
+        [only] => only.ready.clone(),
+        several => format!("{} disks are served", several.len()),
+    };
+    notify.ready(&ready);
+    if background.is_some() || !terminal::is_interactive() {
+        for disk in &running {
+            terminal::say(format_args!("{}: {}", terminal::NAME, disk.ready));
+        }
+    } else {
+        greet::greet(&running);
+    }
+    if let Some(background) = background {
+        background.ready();
+    }
+    let handles: Vec<Handle> = running.iter().map(|disk| disk.served.handle()).collect();
+    if watcher.enter(Phase::Serving(actions(&running, &notify))).is_some() {
+        handles.iter().for_each(Handle::stop);
+    }
+    let given: Vec<_> =
+        running.iter().map(|disk| disk.giver.as_ref().map(Giver::was_given)).collect();
+    let result = wait(args, running);
+    watcher.enter(Phase::Ending);
+    let is_given = |flag: &Option<Arc<AtomicBool>>| {
+        flag.as_ref().is_some_and(|flag| flag.load(Ordering::Acquire))
+    };
+    if given.iter().all(is_given) {
+        // The other process speaks to the service manager from now on.
+        terminal::note("handed over to another process");
+        return result;
+    }
+    let why = match (&result, watcher.stopped_by()) {
+        (Err(failure), _) => failure.message().to_owned(),
+        (Ok(_), Some(signal)) => format!("stopped by {signal}"),
+        (Ok(_), None) => String::from("stopped"),
+    };
+    match watcher.stopped_by() {
+        Some(_) => notify.status(&why),
+        None => notify.stopping(&why),
+    }
+    drop(pidfile);
+    result
+}
+
+/// Opens and serves all disks. `None`: a signal came meanwhile.
+///
+/// Errors: why one cannot be served; nothing that was made stays.
+fn begin(
+    plans: Vec<Plan<'_>>,
+    fresh: &Fresh,
+    watcher: &Watcher,
+) -> Result<Option<Vec<Running>>, Failure> {
+    let opened: Result<Vec<Arc<Disk>>, Failure> =
+        plans.iter().map(|plan| plan.image.open(fresh, plan.new.as_ref())).collect();
+    // The thread that takes signals knows what was made too, so it does not go by itself.
+    let opened = opened.inspect_err(|_| fresh.undo())?;
+    for reason in opened.iter().filter_map(|disk| disk.protection_reason()) {
+        terminal::note(reason);
+    }
+    if watcher.enter(Phase::Mounting).is_some() {
+        fresh.undo();
+        return Ok(None);
+    }
+    let started: Result<Vec<Running>, Failure> =
+        plans.into_iter().zip(opened).map(|(plan, disk)| start(plan, disk)).collect();
+    let running = started.inspect_err(|_| fresh.undo())?;
+    // The images are in use from now on: a failure below does not take them away.
+    fresh.keep();
+    Ok(Some(running))
+}
+
+/// Errors: options of an image that it cannot have.
+fn plan<'a>(args: &ServeArgs, disk: &'a ServedDisk, place: Place) -> Result<Plan<'a>, Failure> {
+    let source = &disk.args.source;
+    Ok(Plan {
+        args: &disk.args,
+        new: new_image(source, disk.image.as_deref())?,
+        image: ImagePlan {
+            // The guest lives on when this process is killed, and was told that its writes are there. A temporary overlay is gone anyway.
+            outlives_process: !source.snapshot,
+            leaves_directory: args.daemonize,
+            inactive: disk.args.device.incoming,
+            wait_for_locks: Some(LOCK_WAIT),
+            ..ImagePlan::new(source, disk.image.clone())
+        },
+        place,
+    })
+}
+
+/// Serves one disk.
+///
+/// Errors: the socket cannot be made, or the export not be started; nothing stays then.
+fn start(plan: Plan<'_>, disk: Arc<Disk>) -> Result<Running, Failure> {
+    let name = plan.image.name();
+    let ready = format!("{} is served {}", plan.image.describe(&disk), plan.place.shown());
+    let connects = matches!(plan.place, Place::Connect(_));
+    let opened = plan.place.open()?;
+    let options = vhost::options(plan.args, disk.is_read_only(), opened.listen, name.clone());
+    let served = Served::start(Arc::clone(&disk), options)?;
+    for note in served.notes() {
+        terminal::warn(note);
+    }
+    let queues = vhost::queues(plan.args);
+    let placed = Placed { ready, name, path: opened.path, connects, queues, made: opened.made };
+    Ok(placed.attend(served, disk))
+}
+
+/// What is known of a disk before it is served.
+struct Placed {
+    ready: String,
+    name: String,
+    path: Option<PathBuf>,
+    connects: bool,
+    queues: u16,
+    made: Option<MadeSocket>,
+}
+
+impl Placed {
+    /// Makes the sockets for `ringdisk ctl`, and for the process after this one.
+    fn attend(self, served: Served, disk: Arc<Disk>) -> Running {
+        let Placed { ready, name, path, connects, queues, made } = self;
+        let handle = served.handle();
+        let for_control = handle.clone();
+        let commands =
+            Arc::new(DiskControl::new(Arc::clone(&disk), handle, move || for_control.stop()));
+        let control = control(path.as_ref(), &commands);
+        let giver = path.as_ref().and_then(|path| {
+            let giver = Giver::start(path, served.hand_over_handle());
+            giver.inspect_err(|e| tracing::warn!("`--upgrade` cannot be used: {e}")).ok()
+        });
+        Running {
+            ready,
+            name,
+            path,
+            connects,
+            queues,
+            served,
+            disk,
+            made,
+            commands,
+            control,
+            giver,
+        }
+    }
+}
+
+/// Makes the control socket. Without one the disk is served all the same.
+fn control(path: Option<&PathBuf>, commands: &Arc<DiskControl>) -> Option<Server> {
+    // Nobody could name a disk without a path.
+    let name = place::name_of_disk(path?);
+    match place::listen(&name)
+        .and_then(|listening| Server::start(listening, Arc::clone(commands), true))
+    {
+        Ok(server) => Some(server),
+        Err(error) => {
+            tracing::warn!("`ringdisk ctl` cannot be used: {error}");
+            None
+        }
+    }
+}
+
+/// What signals do to disks that are served.
+fn actions(running: &[Running], notify: &Arc<Notify>) -> Actions {
+    let disks: Vec<(Handle, Arc<DiskControl>)> =
+        running.iter().map(|disk| (disk.served.handle(), Arc::clone(&disk.commands))).collect();
+    // Weak: an image is let go of as soon as its disk has ended, not with the last one.
+    let shown: Vec<_> =
+        running.iter().map(|disk| (disk.served.handle(), Arc::downgrade(&disk.disk))).collect();
+    let told = Arc::clone(notify);
+    Actions {
+        stop: Box::new(move |signal| {
+            told.stopping(&format!("stopping on {signal}"));
+            for (handle, commands) in &disks {
+                commands.cancel();
+                handle.stop();
+            }
+        }),
+        print: Box::new(move || {
+            for (handle, disk) in &shown {
+                if let Some(disk) = disk.upgrade() {
+                    print(handle, &disk);
+                }
+            }
+        }),
+    }
+}
+
+fn print(handle: &Handle, disk: &Disk) {
+    terminal::say_error(handle.report().with_layers(&disk.layers(), disk.fault().as_deref()));
+}
+
+/// Waits until no disk is served any longer. Gives the exit code.
+///
+/// Errors: why the only disk ended; of several each has said it by itself.
+fn wait(args: &ServeArgs, mut running: Vec<Running>) -> Result<u8, Failure> {
+    if running.len() == 1
+        && let Some(disk) = running.pop()
+    {
+        return disk.end(args.stats).map(|()| Exit::Clean.code());
+    }
+    let codes: Vec<u8> = std::thread::scope(|scope| {
+        let waiting = running.into_iter().map(|disk| {
+            scope.spawn(move || {
+                let name = disk.name.clone();
+                match disk.end(args.stats) {
+                    Ok(()) => Exit::Clean.code(),
+                    Err(failure) => {
+                        let failure = failure.context(name);
+                        terminal::complain(&failure);
+                        failure.code()
+                    }
+                }
+            })
+        });
+        let waiting: Vec<_> = waiting.collect();
+        waiting.into_iter().map(|end| end.join().unwrap_or(Exit::General.code())).collect()
+    });
+    Ok(codes.into_iter().find(|code| *code != Exit::Clean.code()).unwrap_or(Exit::Clean.code()))
+}
+
+impl Running {
+    /// Waits until it is served no longer, and takes away what is left.
+    ///
+    /// Errors: as [`Served::wait`].
+    fn end(self, stats: bool) -> Result<(), Failure> {
+        let handle = self.served.handle();
+        let result = self.served.wait(&self.disk);
+        if stats {
+            print(&handle, &self.disk);
+        }
+        let was_given =
+            self.giver.as_ref().is_some_and(|giver| giver.was_given().load(Ordering::Acquire));
+        match self.made {
+            // It is the name of the other process now.
+            Some(made) if was_given => made.leave(),
+            made => drop(made),
+        }
+        // The image is free before clients of the control socket hear of the end.
+        self.commands.let_go();
+        drop(self.disk);
+        drop(self.control);
+        drop(self.giver);
+        result
+    }
+}
+
+/// Takes signals while nothing is served: a stop removes what was made and ends the process.
+fn watch_start(fresh: &Fresh) -> Result<Watcher, Failure> {
+    let fresh = fresh.clone();
+    let quit = move |signal: &'static str| {
+        fresh.undo();
+        terminal::say_error(format_args!(
+            "{}: stopped by {signal} before the disk was served",
+            terminal::NAME
+        ));
+        std::process::exit(i32::from(Exit::General.code()));
+    };
+    Watcher::start(Phase::Starting(Box::new(quit)))
+        .map_err(|error| Failure::system("cannot watch for signals", &error, Exit::General))
+}

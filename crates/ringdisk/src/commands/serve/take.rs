@@ -1,0 +1,94 @@
+//! `--upgrade`: disks that another process serves until now.
+
+use std::sync::Arc;
+
+use ringdisk_disk::Disk;
+use ringdisk_vhost::Listen;
+use ringdisk_vhost::export::{Export, Prepared};
+
+use super::{Placed, Plan, Running};
+use crate::commands::look;
+use crate::control::place::real_path;
+use crate::report::{Exit, Failure};
+use crate::signals::{Phase, Watcher};
+use crate::sockets::{MadeSocket, Place};
+use crate::terminal;
+use crate::upgrade::{Offer, Predecessor, ask};
+use crate::vhost::{self, Served};
+
+/// A disk that stands still: not served there any more, and not yet here.
+struct Waiting {
+    placed: Placed,
+    /// The socket has a name that was made for it, by us or by the process before us: not by a front end or a service manager.
+    makes: bool,
+    prepared: Prepared,
+    offer: Offer,
+}
+
+/// A disk that is served here.
+struct Taken {
+    placed: Placed,
+    makes: bool,
+    served: Served,
+    disk: Arc<Disk>,
+    predecessor: Predecessor,
+}
+
+/// Takes all disks over. Until all are prepared the other process can go on with them.
+///
+/// Errors: one of them cannot be had, or not be served here; the other process goes on with all.
+pub(super) fn take_over(plans: Vec<Plan<'_>>, watcher: &Watcher) -> Result<Vec<Running>, Failure> {
+    let waiting = plans.into_iter().map(prepare).collect::<Result<Vec<_>, _>>()?;
+    // From here on a signal stops disks that are ours, which takes more than the end of the process.
+    if let Some(signal) = watcher.enter(Phase::Mounting) {
+        let text = format!("stopped by {signal} before a disk was taken over");
+        return Err(Failure::new(Exit::General, text));
+    }
+    let mut taken = Vec::new();
+    for Waiting { placed, makes, prepared, offer } in waiting {
+        match offer.take() {
+            Ok(predecessor) => {
+                let disk = Arc::clone(prepared.disk());
+                let served = Served::go(prepared, placed.name.clone())?;
+                taken.push(Taken { placed, makes, served, disk, predecessor });
+            }
+            // Its guest goes on where it was.
+            Err(failure) => terminal::complain(&failure.context(placed.name)),
+        }
+    }
+    if taken.is_empty() {
+        return Err(Failure::new(Exit::General, "no disk was handed over"));
+    }
+    let attend = |Taken { mut placed, makes, served, disk, predecessor }| {
+        // Guests go on meanwhile; names for `ringdisk ctl` are free when it is gone.
+        predecessor.wait();
+        if let Some(path) = placed.path.as_deref().filter(|_| makes) {
+            placed.made = MadeSocket::adopt(path).ok();
+        }
+        placed.attend(served, disk)
+    };
+    Ok(taken.into_iter().map(attend).collect())
+}
+
+fn prepare(plan: Plan<'_>) -> Result<Waiting, Failure> {
+    let Place::Take(path) = &plan.place else {
+        return Err(Failure::new(Exit::Usage, "--upgrade needs the path of the disk's socket"));
+    };
+    let path = real_path(path).map_err(|error| {
+        Failure::system(format!("cannot find '{}'", path.display()), &error, Exit::Mountpoint)
+    })?;
+    let connects = plan.args.place.connect.is_some();
+    let name = plan.image.name();
+    let mut runtime = look::runtime()?;
+    let ring = runtime.ring().clone();
+    let image = plan.image.options(plan.image.args.format);
+    let listen = Listen::Connect(path.clone());
+    let (parcel, offer) = ask(&path)?;
+    let options = vhost::options(plan.args, false, listen, name.clone());
+    let prepared = runtime.block_on(Export::take_over(&ring, parcel, &image, options))?;
+    let ready =
+        format!("{} is served {}", plan.image.describe(prepared.disk()), plan.place.shown());
+    let queues = vhost::queues(plan.args);
+    let placed = Placed { ready, name, path: Some(path), connects, queues, made: None };
+    Ok(Waiting { placed, makes: plan.args.place.vhost_user_blk.is_some(), prepared, offer })
+}

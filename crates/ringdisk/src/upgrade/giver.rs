@@ -1,0 +1,110 @@
+//! The old process: waits for a successor, and gives it the disk.
+
+use std::io::{self, Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+
+use ringdisk_vhost::export::HandOverHandle;
+use rustix::net::sockopt::socket_peercred;
+
+use super::link;
+use super::{GO, READY, STEP};
+use crate::control::place::{self, Listening, user};
+
+/// The socket for the successor of one disk; dropping it removes its name.
+#[derive(Debug)]
+pub(crate) struct Giver {
+    listening: Listening,
+    was_given: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Giver {
+    /// Waits for a successor from now on.
+    ///
+    /// * `path`: of the vhost-user socket, as [`place::real_path`] gives it.
+    ///
+    /// Errors: no socket, no thread.
+    pub(crate) fn start(path: &Path, handle: HandOverHandle) -> io::Result<Giver> {
+        let listening = place::listen(&place::name_for_successor(path))?;
+        let listener = listening.listener.try_clone()?;
+        listener.set_nonblocking(false)?;
+        let was_given = Arc::new(AtomicBool::new(false));
+        let given = Arc::clone(&was_given);
+        let thread = std::thread::Builder::new()
+            .name(String::from("upgrade"))
+            .spawn(move || wait(&listener, &handle, &given))?;
+        Ok(Giver { listening, was_given, thread: Some(thread) })
+    }
+
+    /// Says whether another process serves the disk now.
+    pub(crate) fn was_given(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.was_given)
+    }
+}
+
+impl Drop for Giver {
+    fn drop(&mut self) {
+        // Ends the thread's waiting.
+        let _ = rustix::net::shutdown(&self.listening.listener, rustix::net::Shutdown::Both);
+        // The end of the process must not come before the word that the other one waits for: nobody would have the disk.
+        if self.was_given.load(Ordering::Acquire)
+            && let Some(thread) = self.thread.take()
+        {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn wait(listener: &UnixListener, handle: &HandOverHandle, given: &AtomicBool) {
+    while let Ok((stream, _)) = listener.accept() {
+        let is_allowed = socket_peercred(stream.as_fd())
+            .is_ok_and(|peer| peer.uid.as_raw() == user() || peer.uid.is_root());
+        if !is_allowed {
+            tracing::debug!("a stranger wanted the disk and was sent away");
+            continue;
+        }
+        match give(&stream, handle, given) {
+            Ok(true) => {
+                // Its end tells the successor that this process is gone.
+                std::mem::forget(stream);
+                return;
+            }
+            Ok(false) => {}
+            Err(error) => tracing::warn!("the disk was not handed over: {error}"),
+        }
+    }
+}
+
+/// Gives the disk to a process. Returns whether it has it.
+fn give(mut stream: &UnixStream, handle: &HandOverHandle, given: &AtomicBool) -> io::Result<bool> {
+    stream.set_read_timeout(Some(STEP))?;
+    stream.set_write_timeout(Some(STEP))?;
+    let (parcel, still) = match handle.hand_over() {
+        Ok(packed) => packed,
+        Err(error) => {
+            tracing::warn!("the disk is not handed over: {error}");
+            link::send_refusal(stream, &error.to_string())?;
+            return Ok(false);
+        }
+    };
+    link::send(stream, &parcel)?;
+    drop(parcel);
+    let mut word = [0];
+    stream.read_exact(&mut word)?;
+    if word != [READY] {
+        return Err(io::ErrorKind::InvalidData.into());
+    }
+    given.store(true, Ordering::Release);
+    if !still.commit() {
+        given.store(false, Ordering::Release);
+        return Err(io::Error::other("it took too long"));
+    }
+    // From here on the other process serves, whether it hears this or not.
+    let _ = stream.write_all(&[GO]);
+    Ok(true)
+}

@@ -1,0 +1,116 @@
+//! Parcels over a stream socket: a line with numbers, the descriptors in lots, then the words.
+
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+
+use ringdisk_vhost::export::Parcel;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+};
+
+/// What the kernel takes in one message (SCM_MAX_FD).
+const LOT: usize = 253;
+/// Longest description, bytes: 500 regions of memory and a chain of 200 images need a tenth.
+const WORDS_MAX: u32 = 4 << 20;
+/// Descriptors at most.
+const FDS_MAX: u32 = 4096;
+
+/// Sends a parcel.
+///
+/// Errors: those of the socket.
+pub(super) fn send(mut stream: &UnixStream, parcel: &Parcel) -> io::Result<()> {
+    let count = |len: usize| u32::try_from(len).map_err(|_| io::ErrorKind::InvalidInput);
+    let (words, fds) = (count(parcel.description.len())?, count(parcel.fds.len())?);
+    stream.write_all(&[words.to_le_bytes(), fds.to_le_bytes()].concat())?;
+    for lot in parcel.fds.chunks(LOT) {
+        let lot: Vec<BorrowedFd<'_>> = lot.iter().map(AsFd::as_fd).collect();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(LOT))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        control.push(SendAncillaryMessage::ScmRights(&lot));
+        // Descriptors travel with at least one byte.
+        sendmsg(stream, &[IoSlice::new(&[0])], &mut control, SendFlags::NOSIGNAL)?;
+    }
+    stream.write_all(parcel.description.as_bytes())
+}
+
+/// Says why there is no parcel.
+pub(super) fn send_refusal(mut stream: &UnixStream, why: &str) -> io::Result<()> {
+    let len = u32::try_from(why.len()).unwrap_or(0);
+    stream.write_all(&[len.to_le_bytes(), u32::MAX.to_le_bytes()].concat())?;
+    stream.write_all(why.as_bytes())
+}
+
+/// Receives a parcel, or why there is none.
+///
+/// Errors: those of the socket; numbers that make no sense.
+pub(super) fn receive(mut stream: &UnixStream) -> io::Result<Result<Parcel, String>> {
+    let mut numbers = [0; 8];
+    stream.read_exact(&mut numbers)?;
+    let [a, b, c, d, e, f, g, h] = numbers;
+    let (words, count) = (u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes([e, f, g, h]));
+    let is_refusal = count == u32::MAX;
+    if words > WORDS_MAX || count > FDS_MAX && !is_refusal {
+        return Err(io::ErrorKind::InvalidData.into());
+    }
+    let mut fds = Vec::new();
+    while !is_refusal && fds.len() < count as usize {
+        receive_lot(stream, &mut fds)?;
+    }
+    let mut text = vec![0; words as usize];
+    stream.read_exact(&mut text)?;
+    let description = String::from_utf8_lossy(&text).into_owned();
+    Ok(if is_refusal { Err(description) } else { Ok(Parcel { description, fds }) })
+}
+
+fn receive_lot(stream: &UnixStream, fds: &mut Vec<OwnedFd>) -> io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(LOT))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut byte = [0];
+    let mut pieces = [IoSliceMut::new(&mut byte)];
+    let message = recvmsg(stream, &mut pieces, &mut control, RecvFlags::CMSG_CLOEXEC)?;
+    // Descriptors that did not get a place here are gone.
+    if message.flags.contains(ReturnFlags::CTRUNC) {
+        return Err(rustix::io::Errno::MFILE.into());
+    }
+    if message.bytes == 0 {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    let before = fds.len();
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(received) = message {
+            fds.extend(received);
+        }
+    }
+    if fds.len() == before { Err(io::ErrorKind::InvalidData.into()) } else { Ok(()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_parcel_with_many_descriptors_arrives_whole() {
+        let (ours, theirs) = UnixStream::pair().expect("sockets");
+        let file = tempfile::tempfile().expect("file");
+        let fds = (0..600).map(|_| OwnedFd::from(file.try_clone().expect("copy"))).collect();
+        let parcel = Parcel { description: "x".repeat(100_000), fds };
+        let sender = std::thread::spawn(move || send(&ours, &parcel));
+        let received = receive(&theirs).expect("received").expect("a parcel");
+        assert_eq!((received.description.len(), received.fds.len()), (100_000, 600));
+        sender.join().expect("sender").expect("sent");
+    }
+
+    #[test]
+    fn refusals_and_rubbish_are_told_apart() {
+        let (ours, theirs) = UnixStream::pair().expect("sockets");
+        send_refusal(&ours, "not now").expect("sent");
+        assert_eq!(receive(&theirs).expect("received").expect_err("refused"), "not now");
+        (&ours).write_all(&[0xff; 8]).expect("sent");
+        assert!(receive(&theirs).is_err());
+        drop(ours);
+        assert!(receive(&theirs).is_err());
+    }
+}

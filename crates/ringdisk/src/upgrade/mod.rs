@@ -1,0 +1,24 @@
+//! `ringdisk serve --upgrade`: a disk goes to a new process while a virtual machine uses it.
+//!
+//! Promises: at every moment exactly one of the two processes serves, or none; the old one goes on as long as the new one has not said
+//! that everything is ready, and never again after that. The guest sees a pause, nothing else. Beside the control socket of a disk the
+//! old process listens on one for its successor, open to our user and to root only.
+//!
+//! What is said: the new process connects; the old one stands still and sends the parcel; the new one prepares everything and says
+//! [`READY`]; the old one says [`GO`] and ends; the new one serves, and sees the end of the old one as the end of the socket.
+
+mod giver;
+mod link;
+mod taker;
+
+pub(crate) use giver::Giver;
+pub(crate) use taker::{Offer, Predecessor, ask};
+
+use std::time::Duration;
+
+/// The new process has everything.
+const READY: u8 = b'R';
+/// The old process serves no longer.
+const GO: u8 = b'G';
+/// Each step takes so long at most; the guest stands still meanwhile.
+const STEP: Duration = Duration::from_secs(8);

@@ -1,0 +1,164 @@
+//! The one place that talks to the side that serves virtual machines.
+//!
+//! Promises: what is known about vhost-user here is [`Export`] and its errors; commands see a disk that is served, a handle for
+//! other threads, and an end.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Instant;
+
+use ringdisk_disk::Disk;
+use ringdisk_ring::Topology;
+use ringdisk_ring::stats::Stats;
+use ringdisk_vhost::export::{HandOverHandle, Numa, OnError, Prepared, Second, queues_default};
+use ringdisk_vhost::{Export, ExportOptions, Listen, StopHandle};
+use serde_json::Value;
+
+use crate::cli::{DiskArgs, NumaWord, OnErrorWord, SecondWord, Threads};
+use crate::control::disk::Serving;
+use crate::report::{Exit, Failure};
+use crate::stats::Report;
+use crate::topology;
+
+/// Virtqueues of a disk with these options.
+pub(crate) fn queues(args: &DiskArgs) -> u16 {
+    args.device.queues.unwrap_or_else(queues_default)
+}
+
+/// What the words ask for.
+///
+/// * `read_only`: the disk can only be read.
+/// * `name`: shown in messages and statistics.
+pub(crate) fn options(
+    args: &DiskArgs,
+    read_only: bool,
+    listen: Listen,
+    name: String,
+) -> ExportOptions {
+    let device = &args.device;
+    ExportOptions {
+        name,
+        second: match args.place.second_front_end {
+            SecondWord::Wait => Second::Wait,
+            SecondWord::Refuse => Second::Refuse,
+        },
+        queues: queues(args),
+        queue_size_max: device.queue_size,
+        threads: match device.threads {
+            Threads::Auto => ringdisk_vhost::export::Threads::Auto,
+            Threads::Count(count) => ringdisk_vhost::export::Threads::Count(count),
+        },
+        cpus: device.cpus.clone(),
+        numa: match device.numa {
+            NumaWord::Auto => Numa::Auto,
+            NumaWord::Off => Numa::Off,
+        },
+        serial: device.serial.clone(),
+        logical_block_size: device.logical_block_size,
+        physical_block_size: device.physical_block_size,
+        // Where each write is durable when it is answered there is no cache to speak of.
+        write_cache: !args.source.cache_mode().sync(),
+        packed: device.packed,
+        pin_guest_memory: device.pin_guest_memory,
+        on_error: match device.on_error {
+            OnErrorWord::Report => OnError::Report,
+            OnErrorWord::Stop => OnError::Stop,
+        },
+        read_only: args.source.read_only || read_only,
+        ..ExportOptions::new(listen)
+    }
+}
+
+/// A disk that is served; dropping it ends that.
+#[derive(Debug)]
+pub(crate) struct Served {
+    export: Export,
+    name: String,
+    since: Instant,
+}
+
+/// Stops a disk and reads its counters, from any thread, also after its end.
+#[derive(Clone)]
+pub(crate) struct Handle {
+    stop: StopHandle,
+    stats: Arc<dyn Fn() -> Stats + Send + Sync>,
+    name: String,
+    since: Instant,
+}
+
+impl Served {
+    /// Serves.
+    ///
+    /// Errors: options that cannot be, those of the socket and of the rings.
+    pub(crate) fn start(disk: Arc<Disk>, options: ExportOptions) -> Result<Served, Failure> {
+        let name = options.name.clone();
+        Ok(Served { export: Export::start(disk, options)?, name, since: Instant::now() })
+    }
+
+    /// Serves what another process has handed over.
+    ///
+    /// Errors: the system has no thread for it.
+    pub(crate) fn go(prepared: Prepared, name: String) -> Result<Served, Failure> {
+        Ok(Served { export: prepared.go()?, name, since: Instant::now() })
+    }
+
+    /// For a process that takes the disk over.
+    pub(crate) fn hand_over_handle(&self) -> HandOverHandle {
+        self.export.hand_over_handle()
+    }
+
+    /// What was asked for and could not be had, each with what would enable it.
+    pub(crate) fn notes(&self) -> &[String] {
+        self.export.notes()
+    }
+
+    /// For other threads.
+    pub(crate) fn handle(&self) -> Handle {
+        Handle {
+            stop: self.export.stop_handle(),
+            stats: Arc::new(self.export.stats_reader()),
+            name: self.name.clone(),
+            since: self.since,
+        }
+    }
+
+    /// Blocks until the disk is served no longer.
+    ///
+    /// Errors: why that ended, if nobody asked for it, or what went wrong at the end.
+    ///
+    /// * `disk`: what was served; it may know better why the last flush failed.
+    pub(crate) fn wait(self, disk: &Disk) -> Result<(), Failure> {
+        match self.export.wait() {
+            Ok(_) => Ok(()),
+            Err(error) => Err(match (Failure::from(error), disk.fault()) {
+                (failure, Some(fault)) if failure.exit == Exit::Storage => {
+                    Failure::new(Exit::Storage, fault)
+                }
+                (failure, _) => failure,
+            }),
+        }
+    }
+}
+
+impl Handle {
+    /// Asks for a clean stop; returns at once.
+    pub(crate) fn stop(&self) {
+        self.stop.stop();
+    }
+}
+
+impl Serving for Handle {
+    fn report(&self) -> Report {
+        Report { name: self.name.clone(), elapsed: self.since.elapsed(), stats: (self.stats)() }
+    }
+
+    fn topology(&self) -> Value {
+        topology::machine_to_json(&Topology::read())
+    }
+}
+
+impl fmt::Debug for Handle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Handle").field("name", &self.name).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,232 @@
+//! The socket of one front end: whole messages in, replies out.
+//!
+//! Promises: one message at a time, bounded in bytes and descriptors; a front end that stops in the middle of a message, or does not take
+//! a reply, ends its connection when its time is up; one that is silent between messages may be so forever. Reads never go past the end
+//! of a message, so descriptors always belong to the message that they came with. Used by the control thread, which waits here.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+
+use crate::error::{Error, ErrorKind};
+use crate::protocol::{FDS_MAX, HEADER_BYTES, Header, PAYLOAD_BYTES_MAX, Reply, Request};
+use crate::wire;
+
+/// What a connection brought.
+#[derive(Debug)]
+pub enum Received {
+    /// A message, whole.
+    Message {
+        /// Its header; nothing of it but the size was checked.
+        header: Header,
+        /// `header.size` bytes.
+        payload: Vec<u8>,
+        /// What came with it.
+        fds: Vec<OwnedFd>,
+    },
+    /// The front end closed the connection between two messages.
+    Closed,
+    /// The eventfd was signalled, and still is.
+    Woken,
+}
+
+/// The connection of a front end.
+#[derive(Debug)]
+pub struct Connection {
+    socket: OwnedFd,
+    /// What has arrived of the message that is arriving.
+    bytes: Vec<u8>,
+    fds: Vec<OwnedFd>,
+    started: Option<Instant>,
+}
+
+/// What a look at the sockets found.
+enum Ready {
+    Socket,
+    Woken,
+    Late,
+}
+
+impl Connection {
+    /// * `socket`: a connected Unix stream socket, blocking or not.
+    #[must_use]
+    pub fn new(socket: OwnedFd) -> Connection {
+        Connection { socket, bytes: Vec::new(), fds: Vec::new(), started: None }
+    }
+
+    /// Waits for the next message. After [`Received::Woken`] it may be called again and goes on where it was.
+    ///
+    /// * `wake`: an eventfd that ends the waiting; it comes before messages, and is not read.
+    /// * `timeout`: from the first byte of a message to its last.
+    ///
+    /// Errors: the message is too large, has too many descriptors, or ends too early or too late; the connection is of no use then.
+    pub fn receive(&mut self, wake: BorrowedFd<'_>, timeout: Duration) -> Result<Received, Error> {
+        loop {
+            let need = self.need()?;
+            if self.bytes.len() == need {
+                return Ok(self.take());
+            }
+            let deadline = self.started.map(|started| started + timeout);
+            match wait(self.socket.as_fd(), PollFlags::IN, Some(wake), deadline)? {
+                Ready::Woken => return Ok(Received::Woken),
+                Ready::Late => {
+                    let message = format!("{}: stopped in the middle of it", self.name());
+                    return Err(Error::new(ErrorKind::TimedOut, message));
+                }
+                Ready::Socket => {}
+            }
+            if !self.read(need)? {
+                return Ok(Received::Closed);
+            }
+        }
+    }
+
+    /// Sends a reply.
+    ///
+    /// * `timeout`: for all of it.
+    ///
+    /// Errors: the front end does not take it, or has gone.
+    pub fn send(&mut self, reply: &Reply, timeout: Duration) -> Result<(), Error> {
+        let deadline = Instant::now() + timeout;
+        let (mut bytes, mut fds) = (reply.bytes(), reply.fds());
+        while !bytes.is_empty() {
+            match wire::send(self.socket.as_fd(), bytes, fds) {
+                Ok(sent) => (bytes, fds) = (&bytes[sent..], &[]),
+                Err(Errno::AGAIN) => {
+                    let socket = self.socket.as_fd();
+                    if let Ready::Late = wait(socket, PollFlags::OUT, None, Some(deadline))? {
+                        let message = "the front end does not take the reply";
+                        return Err(Error::new(ErrorKind::TimedOut, message));
+                    }
+                }
+                Err(errno) => {
+                    return Err(Error::new(ErrorKind::System, "sending a reply").errno(errno));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether no part of a message has arrived, so that another process can go on with the socket.
+    #[must_use]
+    pub fn is_between_messages(&self) -> bool {
+        self.bytes.is_empty() && self.fds.is_empty()
+    }
+
+    /// The socket, for another process to go on with.
+    ///
+    /// Errors: part of a message has arrived; the connection is given back.
+    pub fn into_socket(self) -> Result<OwnedFd, Connection> {
+        if self.bytes.is_empty() && self.fds.is_empty() { Ok(self.socket) } else { Err(self) }
+    }
+
+    fn header(&self) -> Option<Header> {
+        self.bytes.first_chunk().map(Header::parse)
+    }
+
+    /// What is arriving, for messages.
+    fn name(&self) -> String {
+        let request = self.header().map(|header| header.request);
+        match request.map(|number| (Request::from_number(number), number)) {
+            None => "header".to_owned(),
+            Some((Some(request), _)) => request.name().to_owned(),
+            Some((None, number)) => format!("request {number}"),
+        }
+    }
+
+    /// How many bytes the message has, as far as is known.
+    fn need(&self) -> Result<usize, Error> {
+        let Some(header) = self.header() else { return Ok(HEADER_BYTES) };
+        let size = header.size as usize;
+        if size > PAYLOAD_BYTES_MAX {
+            let name = self.name();
+            let message = format!(
+                "{name}: payload of {size} bytes, at most {PAYLOAD_BYTES_MAX} are possible"
+            );
+            return Err(Error::new(ErrorKind::Protocol, message));
+        }
+        Ok(HEADER_BYTES + size)
+    }
+
+    /// Reads what there is, up to `need` bytes. Returns whether the connection still stands.
+    fn read(&mut self, need: usize) -> Result<bool, Error> {
+        let had = self.bytes.len();
+        self.bytes.resize(need, 0);
+        let got = wire::receive(self.socket.as_fd(), &mut self.bytes[had..], &mut self.fds);
+        let bytes = got.as_ref().map_or(0, |piece| piece.bytes);
+        self.bytes.truncate(had + bytes);
+        match got {
+            Ok(piece) if piece.truncated || self.fds.len() > FDS_MAX => {
+                let message = format!(
+                    "{}: more descriptors than {FDS_MAX}, or than we may open",
+                    self.name()
+                );
+                Err(Error::new(ErrorKind::Protocol, message))
+            }
+            Ok(piece) if piece.bytes == 0 && had == 0 => Ok(false),
+            Ok(piece) if piece.bytes == 0 => {
+                let message = format!("{}: the connection ended in the middle of it", self.name());
+                Err(Error::new(ErrorKind::Protocol, message))
+            }
+            Ok(_) => {
+                self.started.get_or_insert_with(Instant::now);
+                Ok(true)
+            }
+            Err(Errno::AGAIN) => Ok(true),
+            // A front end that died with replies of ours unread.
+            Err(Errno::CONNRESET) if had == 0 => Ok(false),
+            Err(errno) => {
+                Err(Error::new(ErrorKind::System, "reading from the front end").errno(errno))
+            }
+        }
+    }
+
+    fn take(&mut self) -> Received {
+        let header = self.header().expect("the message is whole");
+        let payload = self.bytes.split_off(HEADER_BYTES);
+        self.bytes.clear();
+        self.started = None;
+        Received::Message { header, payload, fds: std::mem::take(&mut self.fds) }
+    }
+}
+
+impl AsFd for Connection {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+/// Waits until the socket is ready or `wake`, if there is one, is readable.
+///
+/// * `deadline`: `None`: forever.
+fn wait(
+    socket: BorrowedFd<'_>,
+    flags: PollFlags,
+    wake: Option<BorrowedFd<'_>>,
+    deadline: Option<Instant>,
+) -> Result<Ready, Error> {
+    loop {
+        let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        let timeout = left.and_then(|left| Timespec::try_from(left).ok());
+        let mut fds = [
+            PollFd::from_borrowed_fd(socket, flags),
+            PollFd::from_borrowed_fd(wake.unwrap_or(socket), PollFlags::IN),
+        ];
+        // Without an eventfd only the first of them counts.
+        let count = 1 + usize::from(wake.is_some());
+        match poll(&mut fds[..count], timeout.as_ref()) {
+            Ok(0) => return Ok(Ready::Late),
+            Ok(_) if count == 2 && !fds[1].revents().is_empty() => return Ok(Ready::Woken),
+            Ok(_) => return Ok(Ready::Socket),
+            Err(Errno::INTR) => {}
+            Err(errno) => {
+                return Err(Error::new(ErrorKind::System, "waiting for the front end").errno(errno));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

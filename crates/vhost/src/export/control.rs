@@ -1,0 +1,270 @@
+//! The control thread of an export: waits for front ends, and does what they ask for.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::epoll;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::backend::Control;
+use super::hand_over::FrontEnd;
+use super::options::Second;
+use super::signals::Signals;
+use super::sockets::Door;
+use crate::session::{Session, SessionConfig};
+use crate::{Connection, Error, ErrorKind, Received};
+
+/// From the first byte of a message to its last, and for a reply to be taken.
+const MESSAGE_TIMEOUT: Duration = Duration::from_secs(10);
+/// First pause between two attempts to connect to a front end; each one is longer than the one before, up to the last.
+const CONNECT_FIRST: Duration = Duration::from_millis(100);
+const CONNECT_LAST: Duration = Duration::from_secs(2);
+/// Queue threads have so long to end.
+const THREADS_END: Duration = Duration::from_secs(10);
+
+/// How a connection ended.
+enum End {
+    /// The front end has gone; another one may come.
+    Gone,
+    /// The export was asked to stop.
+    Stopped,
+    /// An I/O error, and nothing is answered any more.
+    GaveUp,
+    /// Another process goes on.
+    HandedOver,
+    /// A queue thread ended by a defect of ours.
+    Panicked,
+}
+
+/// What the control thread needs.
+#[derive(Debug)]
+pub(super) struct Host {
+    pub(super) control: Control,
+    pub(super) door: Door,
+    pub(super) session: SessionConfig,
+    pub(super) second: Second,
+    pub(super) signals: Arc<Signals>,
+    pub(super) name: String,
+    /// A front end that another process has handed over, whose virtqueues do not run yet.
+    pub(super) front_end: Option<FrontEnd>,
+}
+
+/// Why the waiting for a front end ended.
+enum Next {
+    FrontEnd(OwnedFd),
+    Stopped,
+    HandedOver,
+}
+
+impl Host {
+    /// Serves front ends, one after the other, until the export is stopped.
+    ///
+    /// Errors: why it ended by itself.
+    pub(super) fn run(mut self) -> Result<(), Error> {
+        let result = self.serve();
+        self.signals.refuse_requests();
+        let is_ours = !self.control.device.gives_up() && !matches!(result, Ok(End::HandedOver));
+        let mut flushed = Ok(());
+        if is_ours {
+            flushed = self.control.flush().map_err(|refusal| {
+                Error::new(
+                    ErrorKind::Storage,
+                    format!("{}: the last flush failed: {refusal}", self.name),
+                )
+            });
+        }
+        for thread in &self.control.threads {
+            thread.ask_to_stop();
+        }
+        let deadline = Instant::now() + THREADS_END;
+        for thread in &mut self.control.threads {
+            if !thread.join(deadline) {
+                tracing::warn!("{}: a queue thread does not end; it is left behind", self.name);
+            }
+        }
+        result.map(|_| ()).and(flushed)
+    }
+
+    /// The front end of another process goes on here.
+    fn go_on(&mut self) -> Option<End> {
+        let (mut session, socket) = self.front_end.take()?;
+        if let Err(error) = session.resume(&mut self.control) {
+            tracing::error!("{}: the front end that was taken over is let go: {error}", self.name);
+            session.close(&mut self.control);
+            return Some(End::Gone);
+        }
+        Some(self.converse_as(session, socket))
+    }
+
+    fn serve(&mut self) -> Result<End, Error> {
+        loop {
+            let end = match self.go_on() {
+                Some(end) => end,
+                None => match self.next_front_end()? {
+                    Next::Stopped => return Ok(End::Stopped),
+                    Next::HandedOver => return Ok(End::HandedOver),
+                    Next::FrontEnd(socket) => {
+                        tracing::info!("{}: a front end has connected", self.name);
+                        self.converse_as(Session::new(self.session), socket)
+                    }
+                },
+            };
+            match end {
+                End::Gone if matches!(self.door, Door::One(_)) => return Ok(End::Gone),
+                End::Gone => tracing::info!("{}: the front end has gone", self.name),
+                End::Stopped | End::HandedOver => return Ok(end),
+                End::Panicked => return Err(self.panicked()),
+                End::GaveUp => {
+                    let text =
+                        format!("{}: stopped after an I/O error (--on-error stop)", self.name);
+                    return Err(Error::new(ErrorKind::Storage, text).hint(
+                        "requests that were not answered go on when the disk is served again",
+                    ));
+                }
+            }
+        }
+    }
+
+    /// Waits for a front end.
+    fn next_front_end(&mut self) -> Result<Next, Error> {
+        let mut pause = CONNECT_FIRST;
+        loop {
+            self.signals.clear();
+            if self.signals.is_stopped() {
+                return Ok(Next::Stopped);
+            }
+            if let Some(request) = self.signals.take_request() {
+                if request.serve(&mut self.control, &self.door, None) {
+                    return Ok(Next::HandedOver);
+                }
+                continue;
+            }
+            if self.signals.has_panicked() {
+                return Err(self.panicked());
+            }
+            if let Some(socket) = self.door.next()? {
+                return Ok(Next::FrontEnd(socket));
+            }
+            let wake = PollFd::from_borrowed_fd(self.signals.as_fd(), PollFlags::IN);
+            let waited = match &self.door {
+                Door::Listens(listener) => {
+                    let comes = PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN);
+                    poll(&mut [wake, comes], None)
+                }
+                _ => {
+                    let waited = poll(&mut [wake], Timespec::try_from(pause).ok().as_ref());
+                    pause = (pause * 3 / 2).min(CONNECT_LAST);
+                    waited
+                }
+            };
+            match waited {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(errno) => {
+                    return Err(
+                        Error::new(ErrorKind::System, "waiting for a front end").errno(errno)
+                    );
+                }
+            }
+        }
+    }
+
+    fn panicked(&self) -> Error {
+        Error::new(ErrorKind::Halted, format!("{}: a queue thread ended by a defect", self.name))
+    }
+
+    /// Serves one front end until it goes.
+    fn converse_as(&mut self, mut session: Session, socket: OwnedFd) -> End {
+        let wake = match self.wake() {
+            Ok(wake) => wake,
+            Err(errno) => {
+                tracing::error!("{}: the front end is not served: {errno}", self.name);
+                return End::Gone;
+            }
+        };
+        let mut connection = Connection::new(socket);
+        let end = self.messages(&mut session, &mut connection, wake.as_fd());
+        if !matches!(end, End::HandedOver) {
+            session.close(&mut self.control);
+        }
+        end
+    }
+
+    /// What ends the waiting for a message: our own signals, and a second front end that is to be sent away.
+    fn wake(&self) -> rustix::io::Result<OwnedFd> {
+        let wake = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        let flags = epoll::EventFlags::IN;
+        epoll::add(&wake, self.signals.as_fd(), epoll::EventData::new_u64(0), flags)?;
+        if let (Door::Listens(listener), Second::Refuse) = (&self.door, self.second) {
+            epoll::add(&wake, listener, epoll::EventData::new_u64(1), flags)?;
+        }
+        Ok(wake)
+    }
+
+    fn messages(
+        &mut self,
+        session: &mut Session,
+        connection: &mut Connection,
+        wake: BorrowedFd<'_>,
+    ) -> End {
+        loop {
+            match connection.receive(wake, MESSAGE_TIMEOUT) {
+                Ok(Received::Woken) => {
+                    if let Some(end) = self.woken() {
+                        return end;
+                    }
+                    while let Some(request) = self.signals.take_request() {
+                        let front_end = Some((&mut *session, &*connection));
+                        if request.serve(&mut self.control, &self.door, front_end) {
+                            return End::HandedOver;
+                        }
+                    }
+                }
+                Ok(Received::Closed) => return End::Gone,
+                Ok(Received::Message { header, payload, fds }) => {
+                    let answer = session.handle(&mut self.control, &header, &payload, fds);
+                    let sent = answer.and_then(|answer| {
+                        if let Some(refused) = answer.refused {
+                            tracing::warn!("{}: {refused}", self.name);
+                        }
+                        answer
+                            .reply
+                            .map_or(Ok(()), |reply| connection.send(&reply, MESSAGE_TIMEOUT))
+                    });
+                    if let Err(error) = sent {
+                        tracing::warn!("{}: the connection ends: {error}", self.name);
+                        return End::Gone;
+                    }
+                }
+                Err(error) => {
+                    tracing::warn!("{}: the connection ends: {error}", self.name);
+                    return End::Gone;
+                }
+            }
+        }
+    }
+
+    /// Looks what woke us.
+    fn woken(&mut self) -> Option<End> {
+        self.signals.clear();
+        if self.signals.has_panicked() {
+            return Some(End::Panicked);
+        }
+        if self.signals.is_stopped() {
+            return Some(End::Stopped);
+        }
+        if self.control.device.gives_up() {
+            return Some(End::GaveUp);
+        }
+        if self.signals.take_changed() {
+            self.control.config_changed();
+        }
+        if let (Door::Listens(_), Second::Refuse) = (&self.door, self.second)
+            && let Ok(Some(second)) = self.door.next()
+        {
+            tracing::warn!("{}: a second front end was sent away", self.name);
+            drop(second);
+        }
+        None
+    }
+}

@@ -1,0 +1,256 @@
+//! What the control thread does when another process takes an export over: everything stands still, is packed, and either goes on
+//! there or, if that fails, here.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::time::Duration;
+
+use ringdisk_disk::{Disk, HandOver, ImageOptions};
+use ringdisk_guest::inflight::InflightArea;
+use ringdisk_guest::{Layout, Log, Memory, Region};
+use ringdisk_ring::Ring;
+
+use super::backend::Control;
+use super::parcel::{InflightWords, Packing, Parcel, RegionWords, Role, Unpacked};
+use super::signals::Signals;
+use super::sockets::Door;
+use crate::session::Session;
+use crate::{BackChannel, Connection, Error, ErrorKind};
+
+/// The other process has so long to take everything; the guest stands still meanwhile.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// A request to hand an export over.
+#[derive(Debug)]
+pub(crate) struct Request {
+    answer: SyncSender<Result<Parcel, Error>>,
+    /// Something comes: the other process has it. The sender goes: it has not.
+    verdict: Receiver<()>,
+}
+
+/// An export that stands still because it is being handed over. Dropping it lets the export go on here.
+#[derive(Debug)]
+#[must_use = "the guest stands still"]
+pub struct HandedOver {
+    verdict: SyncSender<()>,
+}
+
+impl HandedOver {
+    /// The other process goes on: this export ends, and touches nothing any more. `false` when it came too late: this export goes on.
+    #[must_use]
+    pub fn commit(self) -> bool {
+        // A channel without room: it is taken, or not given.
+        self.verdict.send(()).is_ok()
+    }
+}
+
+/// Asks the control thread for everything; waits until requests in flight are done.
+///
+/// Errors: why it cannot be handed over at the moment; it goes on then.
+pub(super) fn ask(signals: &Signals) -> Result<(Parcel, HandedOver), Error> {
+    let (answer, answered) = sync_channel(1);
+    let (verdict, verdict_receiver) = sync_channel(0);
+    signals.request(Request { answer, verdict: verdict_receiver });
+    let ended = || Error::new(ErrorKind::Halted, "the disk is served no longer");
+    let parcel = answered.recv().map_err(|_| ended())??;
+    Ok((parcel, HandedOver { verdict }))
+}
+
+impl Request {
+    /// Carries it out, on the control thread. Returns whether the other process has the export.
+    ///
+    /// * `front_end`: the session and its socket, if one is connected.
+    pub(super) fn serve(
+        self,
+        control: &mut Control,
+        door: &Door,
+        mut front_end: Option<(&mut Session, &Connection)>,
+    ) -> bool {
+        let packed = pack(control, door, &mut front_end);
+        let stood_still = packed.is_ok();
+        let told = self.answer.send(packed).is_ok();
+        if stood_still && told && self.verdict.recv_timeout(PATIENCE).is_ok() {
+            return true;
+        }
+        if stood_still {
+            go_on(control, &mut front_end);
+        }
+        false
+    }
+}
+
+/// Makes everything stand still, and packs it. When that fails, everything goes on.
+fn pack(
+    control: &mut Control,
+    door: &Door,
+    front_end: &mut Option<(&mut Session, &Connection)>,
+) -> Result<Parcel, Error> {
+    let refuse = |text: &str| Err(Error::new(ErrorKind::Refused, text));
+    if front_end.as_ref().is_some_and(|(_, connection)| !connection.is_between_messages()) {
+        return refuse("a message of the front end is half here; try again");
+    }
+    if control.is_migrating() {
+        return refuse("the guest is being migrated; try again after that");
+    }
+    // Most of what has to reach the storage does so while the guest still works. A failure comes again below.
+    let _ = control.flush();
+    if let Some((session, _)) = front_end {
+        session.suspend(control);
+    }
+    let packed = pack_still(control, door, front_end);
+    if packed.is_err() {
+        go_on(control, front_end);
+    }
+    packed
+}
+
+fn pack_still(
+    control: &Control,
+    door: &Door,
+    front_end: &mut Option<(&mut Session, &Connection)>,
+) -> Result<Parcel, Error> {
+    let mut packing = Packing::default();
+    if let Door::Listens(listener) = door {
+        packing.add(Role::Listener, listener)?;
+    }
+    if let Some((session, connection)) = front_end {
+        packing.add(Role::Connection, connection)?;
+        packing.add_session(session.state()?);
+    }
+    control.pack(&mut packing)?;
+    let handed = control.threads[0].ask_task(|worker| async move {
+        worker.disk.hand_over(&worker.ring).await.map_err(|error| error.to_string())
+    });
+    let handed = handed.wait(control.is_patient());
+    let handed = handed.map_err(|_| String::from("the queue thread does not answer")).flatten();
+    let HandOver { description, fds } = handed.map_err(|why| {
+        Error::new(ErrorKind::Refused, format!("the disk cannot be handed over: {why}"))
+    })?;
+    packing.words.disk = description;
+    for fd in fds {
+        packing.give(Role::Image, fd);
+    }
+    packing.finish()
+}
+
+/// Goes on here.
+fn go_on(control: &mut Control, front_end: &mut Option<(&mut Session, &Connection)>) {
+    let resumed = control.threads[0].ask_task(|worker| async move {
+        worker.disk.resume(&worker.ring).await.map_err(|error| error.to_string())
+    });
+    let resumed = resumed.wait(control.is_patient());
+    let resumed = resumed.map_err(|_| String::from("the queue thread does not answer")).flatten();
+    let name = control.device.name.clone();
+    if let Err(why) = resumed {
+        tracing::error!("{name}: the disk cannot go on after a hand-over that failed: {why}");
+    }
+    if let Some((session, _)) = front_end
+        && let Err(error) = session.resume(control)
+    {
+        tracing::error!("{name}: virtqueues cannot go on after a hand-over that failed: {error}");
+    }
+}
+
+impl Control {
+    /// Adds what the device has. Its virtqueues stand still.
+    fn pack(&self, packing: &mut Packing) -> Result<(), Error> {
+        packing.words.write_cache = self.device.write_cache();
+        packing.words.broken = self.device.broken_reason();
+        for region in self.memory.regions() {
+            packing.words.regions.push(RegionWords {
+                guest_addr: region.guest_addr(),
+                user_addr: region.user_addr(),
+                size: region.size(),
+                mmap_offset: region.mmap_offset(),
+            });
+            packing.add(Role::Region, region.fd())?;
+        }
+        for (index, ring) in (0..).zip(&self.rings) {
+            if let Some(call) = &ring.call {
+                packing.add(Role::Call(index), call)?;
+            }
+            if let Some(error) = &ring.error {
+                packing.add(Role::Error(index), error)?;
+            }
+        }
+        if let Some(area) = &self.inflight {
+            packing.words.inflight = Some(InflightWords {
+                size: area.mmap_size(),
+                offset: area.mmap_offset(),
+                queues: area.queues(),
+                queue_size: area.size(),
+                packed: area.layout() == Layout::Packed,
+            });
+            packing.add(Role::Inflight, area.fd())?;
+        }
+        if let Some(log) = &self.log {
+            packing.words.log = Some((log.size(), log.offset()));
+            packing.add(Role::Log, log.fd())?;
+        }
+        if let Some(event) = &self.log_event {
+            packing.add(Role::LogEvent, event)?;
+        }
+        if let Some(socket) = self.channel.as_ref().and_then(BackChannel::socket) {
+            packing.add(Role::Channel, socket)?;
+        }
+        Ok(())
+    }
+
+    /// Takes what the device of another process had; its virtqueues are started by the session.
+    ///
+    /// Errors: memory cannot be mapped; the parcel does not hold together.
+    pub(super) fn unpack(&mut self, parcel: &mut Unpacked) -> Result<(), Error> {
+        let refused = |error: ringdisk_guest::Error| {
+            Error::new(ErrorKind::Refused, "the hand-over cannot be taken").source(error)
+        };
+        self.device.set_write_cache(parcel.words.write_cache);
+        if let Some(reason) = parcel.words.broken.take() {
+            self.device.set_broken(reason);
+        }
+        let fds = parcel.all(Role::Region);
+        let words = std::mem::take(&mut parcel.words.regions);
+        let regions = words
+            .into_iter()
+            .zip(fds)
+            .map(|(w, fd)| Region::map(fd, w.guest_addr, w.user_addr, w.size, w.mmap_offset));
+        let regions = regions.collect::<Result<Vec<_>, _>>().map_err(refused)?;
+        self.memory = Arc::new(Memory::new(regions).map_err(refused)?);
+        self.show_memory(&self.memory).map_err(|refusal| {
+            Error::new(ErrorKind::Refused, format!("the memory cannot be taken: {refusal}"))
+        })?;
+        for (index, ring) in (0..).zip(&mut self.rings) {
+            ring.call = parcel.one(Role::Call(index));
+            ring.error = parcel.one(Role::Error(index));
+        }
+        if let (Some(words), Some(fd)) = (parcel.words.inflight.take(), parcel.one(Role::Inflight))
+        {
+            let layout = if words.packed { Layout::Packed } else { Layout::Split };
+            let InflightWords { size, offset, queues, queue_size, .. } = words;
+            let area = InflightArea::from_fd(fd, size, offset, queues, queue_size, layout);
+            self.inflight = Some(Arc::new(area.map_err(refused)?));
+        }
+        if let (Some((size, offset)), Some(fd)) = (parcel.words.log, parcel.one(Role::Log)) {
+            self.log = Some(Log::map(fd, size, offset).map_err(refused)?);
+        }
+        self.log_event = parcel.one(Role::LogEvent);
+        self.channel = parcel.one(Role::Channel).map(BackChannel::new);
+        Ok(())
+    }
+}
+
+/// The disk of a parcel.
+///
+/// Errors: those of opening it.
+pub(super) async fn open_disk(
+    ring: &Ring,
+    parcel: &mut Unpacked,
+    options: &ImageOptions,
+) -> Result<Arc<Disk>, ringdisk_disk::Error> {
+    let description = std::mem::take(&mut parcel.words.disk);
+    let fds = parcel.all(Role::Image);
+    Disk::open_handed(ring, HandOver { description, fds }, options).await
+}
+
+/// The socket of the front end that was connected, and what it had said.
+pub(super) type FrontEnd = (Session, OwnedFd);

@@ -1,0 +1,314 @@
+//! An export from its start to its end.
+//!
+//! Promises: one disk, one device; what goes wrong with it ends it and nothing else. Control path.
+
+mod backend;
+mod control;
+pub(crate) mod hand_over;
+mod options;
+mod parcel;
+mod place;
+pub(crate) mod signals;
+mod sockets;
+mod state;
+
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use ringdisk_disk::{Disk, ImageOptions, SizeWatch};
+use ringdisk_ring::stats::{QueueView, Stats};
+use ringdisk_ring::{Ring, SetupError};
+
+use crate::blk::config::Config;
+use crate::blk::features::{Offer, offered};
+use crate::device::Device;
+use crate::protocol::features as protocol;
+use crate::session::{Session, SessionConfig};
+use crate::worker::{QueueThread, ThreadSetup};
+use crate::{Error, ErrorKind};
+
+pub use hand_over::HandedOver;
+pub use options::{
+    BLOCK_SIZE_MAX, BLOCK_SIZE_MIN, ExportOptions, Listen, Numa, OnError, QUEUE_SIZE_MAX,
+    QUEUES_MAX, SERIAL_BYTES_MAX, Second, THREADS_MAX, Threads, check_block_size, check_serial,
+    queues_default,
+};
+pub use parcel::Parcel;
+
+use backend::Control;
+use control::Host;
+use parcel::{Role, Unpacked};
+use signals::Signals;
+use sockets::Door;
+
+/// Regions of guest memory that a front end may add.
+const MEM_SLOTS: u16 = 509;
+/// Data segments of a request, as drivers are told: with header and status they fit the smallest queue that front ends make by default
+/// (QEMU: 128 entries).
+const SEG_MAX: u32 = 126;
+
+/// Asks an export for a clean stop, from any thread; also after its end.
+#[derive(Clone, Debug)]
+pub struct StopHandle(Arc<Signals>);
+
+impl StopHandle {
+    /// Asks for a clean stop; returns at once.
+    pub fn stop(&self) {
+        self.0.stop();
+    }
+}
+
+/// Hands an export over to another process, from any thread; also after its end.
+#[derive(Clone, Debug)]
+pub struct HandOverHandle(Arc<Signals>);
+
+impl HandOverHandle {
+    /// Makes the export stand still and packs it. It goes on when [`HandedOver`] is dropped, or when the other process takes too long; it
+    /// ends when that is committed.
+    ///
+    /// Errors: why that cannot be at the moment; the export goes on.
+    pub fn hand_over(&self) -> Result<(Parcel, HandedOver), Error> {
+        hand_over::ask(&self.0)
+    }
+}
+
+/// An export that is complete but does nothing yet.
+#[derive(Debug)]
+#[must_use = "nothing is served yet"]
+pub struct Prepared {
+    host: Host,
+    export: Export,
+    disk: Arc<Disk>,
+}
+
+impl Prepared {
+    /// The disk.
+    #[must_use]
+    pub fn disk(&self) -> &Arc<Disk> {
+        &self.disk
+    }
+
+    /// Serves from now on.
+    ///
+    /// Errors: the system has no thread for it.
+    pub fn go(mut self) -> Result<Export, Error> {
+        self.disk.take_charge();
+        let host = self.host;
+        let thread = std::thread::Builder::new()
+            .name(String::from("vhost"))
+            .spawn(move || host.run())
+            .map_err(|error| {
+                Error::new(ErrorKind::System, "no thread for the export").source(error)
+            })?;
+        self.export.thread = Some(thread);
+        Ok(self.export)
+    }
+}
+
+/// A disk that is being served. Dropping it stops it.
+#[derive(Debug)]
+pub struct Export {
+    thread: Option<JoinHandle<Result<(), Error>>>,
+    signals: Arc<Signals>,
+    device: Arc<Device>,
+    views: Vec<QueueView>,
+    notes: Vec<String>,
+    _size_watch: SizeWatch,
+}
+
+impl Export {
+    /// Serves from now on: the socket answers when this returns.
+    ///
+    /// Errors: [`ErrorKind::Usage`] for options that cannot be; those of sockets, threads and rings.
+    pub fn start(disk: Arc<Disk>, options: ExportOptions) -> Result<Export, Error> {
+        Export::prepare(disk, options, None)?.go()
+    }
+
+    /// Takes an export over that another process has packed ([`HandOverHandle::hand_over`]). Nothing runs before [`Prepared::go`], which is
+    /// for when the other process will never go on.
+    ///
+    /// * `ring`: of the calling thread, to open the disk on.
+    /// * `image`: as the other process was given.
+    /// * `options`: where front ends come from is replaced by the socket of the other process, if it had one.
+    ///
+    /// Errors: the parcel is not understood, or does not fit the options; the other process goes on then.
+    pub async fn take_over(
+        ring: &Ring,
+        parcel: Parcel,
+        image: &ImageOptions,
+        mut options: ExportOptions,
+    ) -> Result<Prepared, Error> {
+        let mut parcel = parcel.open()?;
+        let disk = hand_over::open_disk(ring, &mut parcel, image).await.map_err(|error| {
+            Error::new(ErrorKind::Refused, "the disk cannot be taken over").source(error)
+        })?;
+        if let Some(listener) = parcel.one(Role::Listener) {
+            options.listen = Listen::Listener(listener);
+        }
+        Export::prepare(disk, options, Some(parcel))
+    }
+
+    fn prepare(
+        disk: Arc<Disk>,
+        options: ExportOptions,
+        parcel: Option<Unpacked>,
+    ) -> Result<Prepared, Error> {
+        options.check()?;
+        let signals = Arc::new(Signals::new()?);
+        let read_only = options.read_only || disk.is_read_only();
+        let device = Arc::new(Device::new(
+            &options.name,
+            &options.serial,
+            options.logical_block_size,
+            read_only,
+            options.write_cache,
+            options.on_error,
+            Arc::clone(&signals),
+        ));
+        let mut notes = Vec::new();
+        let places = place::place(&options, &mut notes)?;
+        let mut threads = Vec::with_capacity(places.len());
+        for (index, cpus) in places.into_iter().enumerate() {
+            let thread = QueueThread::start(ThreadSetup {
+                index,
+                cpus,
+                disk: Arc::clone(&disk),
+                device: Arc::clone(&device),
+                pins_memory: options.pin_guest_memory,
+            });
+            let thread = thread.map_err(ring_error)?;
+            notes.extend(thread.pin_error.clone());
+            threads.push(thread);
+        }
+        let views = threads.iter().map(|thread| thread.view.clone()).collect();
+        let limits = disk.block_limits();
+        let logical = options.logical_block_size;
+        let config = Config {
+            seg_max: SEG_MAX.min(u32::from(options.queue_size_max.max(3) - 2)),
+            logical_block: logical,
+            physical_block: options
+                .physical_block_size
+                .unwrap_or(limits.physical_block)
+                .max(logical),
+            min_transfer: limits.min_io,
+            optimal_transfer: limits.opt_io,
+            discard_align: limits.discard_align,
+            discard_max: limits.discard_max,
+            zeroes_max: limits.zeroes_max,
+            queues: options.queues,
+            may_unmap: limits.zeroes_may_unmap,
+        };
+        let offer = Offer {
+            read_only,
+            discard: limits.can_discard,
+            several_queues: options.queues > 1,
+            packed: options.packed,
+        };
+        let session = SessionConfig {
+            features: offered(offer),
+            protocol_features: protocol::ALL,
+            queues_max: options.queues,
+            queue_size_max: options.queue_size_max,
+            mem_slots_max: MEM_SLOTS,
+        };
+        let changed = Arc::clone(&signals);
+        let size_watch = disk.watch_size(move |_| changed.changed());
+        let mut control = Control::new(Arc::clone(&disk), Arc::clone(&device), config, threads);
+        let mut front_end = None;
+        if let Some(mut parcel) = parcel {
+            control.unpack(&mut parcel)?;
+            if let (Some(state), Some(socket)) = (parcel.session(), parcel.one(Role::Connection)) {
+                front_end = Some((Session::restore(session, state)?, socket));
+            }
+        }
+        let host = Host {
+            control,
+            door: Door::open(options.listen)?,
+            session,
+            second: options.second,
+            signals: Arc::clone(&signals),
+            name: options.name,
+            front_end,
+        };
+        let export =
+            Export { thread: None, signals, device, views, notes, _size_watch: size_watch };
+        Ok(Prepared { host, export, disk })
+    }
+
+    /// Hands the export over, from any thread.
+    #[must_use]
+    pub fn hand_over_handle(&self) -> HandOverHandle {
+        HandOverHandle(Arc::clone(&self.signals))
+    }
+
+    /// What was asked for and could not be had, each with what would enable it.
+    #[must_use]
+    pub fn notes(&self) -> &[String] {
+        &self.notes
+    }
+
+    /// A handle that asks for a clean stop.
+    #[must_use]
+    pub fn stop_handle(&self) -> StopHandle {
+        StopHandle(Arc::clone(&self.signals))
+    }
+
+    /// Reads the counters later and from elsewhere.
+    pub fn stats_reader(&self) -> Box<dyn Fn() -> Stats + Send + Sync> {
+        let views = self.views.clone();
+        Box::new(move || stats_of(&views))
+    }
+
+    /// I/O errors of the image so far.
+    #[must_use]
+    pub fn io_errors(&self) -> u64 {
+        self.device.io_errors()
+    }
+
+    /// Why the device needs a reset by its driver, if it does.
+    #[must_use]
+    pub fn broken_reason(&self) -> Option<String> {
+        self.device.broken_reason()
+    }
+
+    /// Waits until the export has ended: it was stopped, or the one front end of [`Listen::Stream`] has gone.
+    ///
+    /// Errors: why it ended by itself; the process and its other exports go on.
+    pub fn wait(mut self) -> Result<Stats, Error> {
+        self.join()?;
+        Ok(stats_of(&self.views))
+    }
+
+    fn join(&mut self) -> Result<(), Error> {
+        match self.thread.take().map(JoinHandle::join) {
+            Some(Ok(result)) => result,
+            Some(Err(panic)) => std::panic::resume_unwind(panic),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Drop for Export {
+    fn drop(&mut self) {
+        if self.thread.is_some() {
+            self.signals.stop();
+            if let Err(error) = self.join() {
+                tracing::warn!("{error}");
+            }
+        }
+    }
+}
+
+fn stats_of(views: &[QueueView]) -> Stats {
+    let queues = views.iter().enumerate();
+    Stats { queues: queues.map(|(index, q)| q.cells.snapshot(index, q.cpu, &q.ring)).collect() }
+}
+
+fn ring_error(error: SetupError) -> Error {
+    let kind = match error {
+        SetupError::Forbidden(_) => ErrorKind::RingForbidden,
+        SetupError::Missing(_) => ErrorKind::Unsupported,
+        SetupError::Limit(_) | SetupError::Other(_) => ErrorKind::System,
+    };
+    Error::new(kind, "the queue threads could not be started").source(error)
+}

@@ -1,0 +1,245 @@
+//! What an export is asked for.
+//!
+//! Plain values; control path.
+
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+
+use ringdisk_ring::CpuList;
+
+use crate::{Error, ErrorKind};
+
+/// Most virtqueues of a disk.
+pub const QUEUES_MAX: u16 = 64;
+/// Largest virtqueue, descriptors: the most that QEMU takes for this device.
+pub const QUEUE_SIZE_MAX: u16 = 1024;
+/// Most queue threads: one for each virtqueue.
+pub const THREADS_MAX: u16 = QUEUES_MAX;
+/// Bytes of a serial number (virtio 1.3, 5.2.6: `VIRTIO_BLK_T_GET_ID`).
+pub const SERIAL_BYTES_MAX: usize = 20;
+/// Smallest block, bytes: the sector of the protocol (virtio 1.3, 5.2.4).
+pub const BLOCK_SIZE_MIN: u32 = 512;
+/// Largest block, bytes: as QEMU's exports have it.
+pub const BLOCK_SIZE_MAX: u32 = 2 << 20;
+
+/// Where front ends come from.
+#[derive(Debug)]
+pub enum Listen {
+    /// A listening socket; its name, if it has one, is the caller's to remove.
+    Listener(OwnedFd),
+    /// The one front end that there will ever be: the export ends with it.
+    Stream(OwnedFd),
+    /// The front end listens; we connect, and again when it has gone.
+    Connect(PathBuf),
+}
+
+/// How many queue threads serve.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Threads {
+    /// One for each virtqueue, at most as many as there are CPUs.
+    #[default]
+    Auto,
+    /// So many, 1..=[`THREADS_MAX`].
+    Count(u16),
+}
+
+/// Whether nodes matter.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Numa {
+    /// They do, where there are several.
+    #[default]
+    Auto,
+    /// They do not.
+    Off,
+}
+
+/// What an I/O error of the image does, beside the answer that the guest gets.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OnError {
+    /// It is counted and told; requests go on.
+    #[default]
+    Report,
+    /// It also ends the export.
+    Stop,
+}
+
+/// What happens to a front end that comes while another one is served.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Second {
+    /// It waits until that one has gone.
+    #[default]
+    Wait,
+    /// It is sent away.
+    Refuse,
+}
+
+/// How to serve a disk as a vhost-user-blk device.
+#[derive(Debug)]
+pub struct ExportOptions {
+    /// Shown in messages and statistics, and the name of threads.
+    pub name: String,
+    /// Where front ends come from.
+    pub listen: Listen,
+    /// For a second one.
+    pub second: Second,
+    /// Virtqueues that are offered, 1..=[`QUEUES_MAX`].
+    pub queues: u16,
+    /// Largest virtqueue that a front end may ask for, descriptors, 2..=[`QUEUE_SIZE_MAX`].
+    pub queue_size_max: u16,
+    /// Queue threads.
+    pub threads: Threads,
+    /// CPUs for them; `None`: all that this process may use.
+    pub cpus: Option<CpuList>,
+    /// Whether queues are served, and buffers kept, on the node of their memory.
+    pub numa: Numa,
+    /// What the guest reads as the serial number, at most [`SERIAL_BYTES_MAX`] bytes of printable ASCII; may be empty.
+    pub serial: String,
+    /// Bytes, a power of two, [`BLOCK_SIZE_MIN`]..=[`BLOCK_SIZE_MAX`].
+    pub logical_block_size: u32,
+    /// Bytes, a power of two, not smaller than the logical one; `None`: what the storage has.
+    pub physical_block_size: Option<u32>,
+    /// Whether the device's write cache is on (`wce`) at the start; the guest may change it.
+    pub write_cache: bool,
+    /// Packed virtqueues are offered.
+    pub packed: bool,
+    /// Memory of the guest is registered with the rings, and so pinned: regions of up to 1 GiB, which is the kernel's limit.
+    pub pin_guest_memory: bool,
+    /// For I/O errors of the image.
+    pub on_error: OnError,
+    /// Refuse writes although the disk would take them.
+    pub read_only: bool,
+}
+
+impl ExportOptions {
+    /// Defaults for a place.
+    #[must_use]
+    pub fn new(listen: Listen) -> ExportOptions {
+        ExportOptions {
+            name: String::from("ringdisk"),
+            listen,
+            second: Second::Wait,
+            queues: queues_default(),
+            queue_size_max: QUEUE_SIZE_MAX,
+            threads: Threads::Auto,
+            cpus: None,
+            numa: Numa::Auto,
+            serial: String::new(),
+            logical_block_size: BLOCK_SIZE_MIN,
+            physical_block_size: None,
+            write_cache: true,
+            packed: true,
+            pin_guest_memory: false,
+            on_error: OnError::Report,
+            read_only: false,
+        }
+    }
+
+    /// Looks whether the values can be.
+    ///
+    /// Errors: [`ErrorKind::Usage`] with the option, its limit and what to do.
+    pub fn check(&self) -> Result<(), Error> {
+        let usage = |text: String| Err(Error::new(ErrorKind::Usage, text));
+        if !(1..=QUEUES_MAX).contains(&self.queues) {
+            let queues = self.queues;
+            return usage(format!("{queues} virtqueues; a disk has 1 to {QUEUES_MAX}"));
+        }
+        if !(2..=QUEUE_SIZE_MAX).contains(&self.queue_size_max) {
+            let size = self.queue_size_max;
+            return usage(format!(
+                "virtqueues of {size} descriptors; they have 2 to {QUEUE_SIZE_MAX}"
+            ));
+        }
+        if let Threads::Count(count) = self.threads
+            && !(1..=THREADS_MAX).contains(&count)
+        {
+            return usage(format!("{count} queue threads; there are 1 to {THREADS_MAX}"));
+        }
+        check_serial(&self.serial).or_else(usage)?;
+        check_block_size(self.logical_block_size).or_else(usage)?;
+        if let Some(physical) = self.physical_block_size {
+            check_block_size(physical).or_else(usage)?;
+            let logical = self.logical_block_size;
+            if physical < logical {
+                return usage(format!(
+                    "physical blocks of {physical} bytes are smaller than the logical ones of {logical}"
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A virtqueue for each CPU that this process may use.
+#[must_use]
+pub fn queues_default() -> u16 {
+    let cpus = ringdisk_ring::cpus_of_thread().len();
+    u16::try_from(cpus).unwrap_or(QUEUES_MAX).clamp(1, QUEUES_MAX)
+}
+
+/// Looks whether a text can be a serial number.
+///
+/// Errors: why not.
+pub fn check_serial(text: &str) -> Result<(), String> {
+    if text.len() > SERIAL_BYTES_MAX {
+        let len = text.len();
+        return Err(format!("a serial number of {len} bytes; {SERIAL_BYTES_MAX} is the most"));
+    }
+    match text.chars().find(|c| !matches!(c, ' '..='~')) {
+        Some(_) => Err(String::from("a serial number has printable ASCII characters only")),
+        None => Ok(()),
+    }
+}
+
+/// Looks whether blocks can have this size, bytes.
+///
+/// Errors: why not.
+pub fn check_block_size(bytes: u32) -> Result<(), String> {
+    if bytes.is_power_of_two() && (BLOCK_SIZE_MIN..=BLOCK_SIZE_MAX).contains(&bytes) {
+        return Ok(());
+    }
+    Err(format!(
+        "blocks of {bytes} bytes; it must be a power of two from {BLOCK_SIZE_MIN} to {BLOCK_SIZE_MAX}"
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn options() -> ExportOptions {
+        ExportOptions::new(Listen::Connect(PathBuf::from("socket")))
+    }
+
+    #[test]
+    fn defaults_can_be() {
+        options().check().expect("defaults");
+        assert!((1..=QUEUES_MAX).contains(&options().queues));
+    }
+
+    #[test]
+    fn each_value_out_of_its_limits_is_named() {
+        for (options, text) in [
+            (ExportOptions { queues: 0, ..options() }, "1 to 64"),
+            (ExportOptions { queues: 65, ..options() }, "1 to 64"),
+            (ExportOptions { queue_size_max: 1, ..options() }, "2 to 1024"),
+            (ExportOptions { queue_size_max: 1025, ..options() }, "2 to 1024"),
+            (ExportOptions { threads: Threads::Count(0), ..options() }, "1 to 64"),
+            (ExportOptions { serial: "x".repeat(21), ..options() }, "20 is the most"),
+            (ExportOptions { serial: String::from("a\tb"), ..options() }, "printable"),
+            (ExportOptions { logical_block_size: 256, ..options() }, "power of two"),
+            (ExportOptions { physical_block_size: Some(4095), ..options() }, "power of two"),
+            (
+                ExportOptions {
+                    logical_block_size: 4096,
+                    physical_block_size: Some(512),
+                    ..options()
+                },
+                "smaller than the logical",
+            ),
+        ] {
+            let error = options.check().expect_err(text);
+            assert_eq!(error.kind(), ErrorKind::Usage);
+            assert!(error.to_string().contains(text), "{error}");
+        }
+    }
+}

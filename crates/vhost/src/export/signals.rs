@@ -1,0 +1,103 @@
+//! What other threads tell the control thread.
+
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use rustix::event::{EventfdFlags, eventfd};
+
+use super::hand_over::Request;
+use crate::{Error, ErrorKind};
+
+/// Flags and the eventfd that says that one was set. Any thread.
+#[derive(Debug)]
+pub(crate) struct Signals {
+    event: OwnedFd,
+    stop: AtomicBool,
+    panicked: AtomicBool,
+    changed: AtomicBool,
+    requests: Mutex<VecDeque<Request>>,
+}
+
+impl Signals {
+    /// Errors: no descriptor is left.
+    pub(crate) fn new() -> Result<Signals, Error> {
+        let event =
+            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|errno| {
+                Error::new(ErrorKind::System, "no eventfd for the export").errno(errno)
+            })?;
+        Ok(Signals {
+            event,
+            stop: AtomicBool::new(false),
+            panicked: AtomicBool::new(false),
+            changed: AtomicBool::new(false),
+            requests: Mutex::default(),
+        })
+    }
+
+    /// Makes the control thread look.
+    pub(crate) fn wake(&self) {
+        let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
+    }
+
+    /// The export shall end.
+    pub(crate) fn stop(&self) {
+        self.stop.store(true, Ordering::Release);
+        self.wake();
+    }
+
+    pub(crate) fn is_stopped(&self) -> bool {
+        self.stop.load(Ordering::Acquire)
+    }
+
+    /// A queue thread ended by a defect.
+    pub(crate) fn panicked(&self) {
+        self.panicked.store(true, Ordering::Release);
+        self.wake();
+    }
+
+    pub(crate) fn has_panicked(&self) -> bool {
+        self.panicked.load(Ordering::Acquire)
+    }
+
+    /// The configuration space is another one.
+    pub(crate) fn changed(&self) {
+        self.changed.store(true, Ordering::Release);
+        self.wake();
+    }
+
+    pub(crate) fn take_changed(&self) -> bool {
+        self.changed.swap(false, Ordering::AcqRel)
+    }
+
+    /// Another process wants the export.
+    pub(crate) fn request(&self, request: Request) {
+        self.requests().push_back(request);
+        self.wake();
+    }
+
+    pub(crate) fn take_request(&self) -> Option<Request> {
+        self.requests().pop_front()
+    }
+
+    /// The control thread has ended: nobody will answer.
+    pub(crate) fn refuse_requests(&self) {
+        self.requests().clear();
+    }
+
+    fn requests(&self) -> MutexGuard<'_, VecDeque<Request>> {
+        self.requests.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Empties the eventfd; flags are looked at after that.
+    pub(crate) fn clear(&self) {
+        let _ = rustix::io::read(&self.event, &mut [0u8; 8]);
+    }
+}
+
+impl AsFd for Signals {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.event.as_fd()
+    }
+}

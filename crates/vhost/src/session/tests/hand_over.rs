@@ -1,0 +1,56 @@
+//! A session that goes on elsewhere.
+
+use super::*;
+
+/// A ring that runs, one that is disabled, one that was only sized.
+fn busy() -> Peer {
+    let mut peer = Peer::with_memory();
+    peer.set_up(0, 8);
+    peer.vring(Request::SetVringEnable, 0, 1);
+    peer.set_up(1, 16);
+    peer.vring(Request::SetVringNum, 2, 32);
+    peer.tell(Request::SetStatus, 0xf);
+    peer.mock.taken();
+    peer
+}
+
+#[test]
+fn rings_go_on_where_they_were() {
+    let mut old = busy();
+    old.session.suspend(&mut old.mock);
+    assert_eq!(old.mock.taken(), ["stop 0"]);
+    let state = old.session.state().unwrap();
+    let mut new = Peer::with_memory();
+    new.session = Session::restore(config(), state).unwrap();
+    new.session.resume(&mut new.mock).unwrap();
+    let features = format!("set_features {SPLIT:#x}");
+    assert_eq!(new.mock.taken(), [&features, "set_status 15", "start 0 size 8 base 0x1000"]);
+    new.vring(Request::SetVringEnable, 1, 1);
+    assert_eq!(new.mock.taken(), ["start 1 size 16 base 0x0"]);
+    assert_eq!(new.ask(Request::GetStatus), 0xf);
+    new.remove_region(0, 0x10_0000, 0x7f00_0000_0000);
+}
+
+#[test]
+fn the_old_process_goes_on_if_the_new_one_fails() {
+    let mut old = busy();
+    old.session.suspend(&mut old.mock);
+    old.session.resume(&mut old.mock).unwrap();
+    assert_eq!(old.session.running(), 1);
+    assert_eq!(old.get_vring_base(0), 0x1000);
+}
+
+#[test]
+fn what_is_not_offered_any_more_is_named() {
+    let mut old = busy();
+    old.session.suspend(&mut old.mock);
+    for (lesser, what) in [
+        (SessionConfig { features: 0, ..config() }, "are not offered any more"),
+        (SessionConfig { protocol_features: 0, ..config() }, "are not offered any more"),
+        (SessionConfig { queues_max: 4, ..config() }, "more virtqueues"),
+        (SessionConfig { queue_size_max: 16, ..config() }, "a virtqueue of Some(32) entries"),
+    ] {
+        let error = Session::restore(lesser, old.session.state().unwrap()).unwrap_err();
+        assert!(error.to_string().contains(what), "{error}");
+    }
+}

@@ -1,0 +1,101 @@
+//! What a session knows about one virtqueue.
+
+use std::os::fd::OwnedFd;
+
+use super::backend::VringSetup;
+use crate::protocol::VringAddress;
+
+/// Alignment of a descriptor table, split or packed, bytes (virtio 1.3, 2.7 and 2.8).
+const DESCRIPTOR_ALIGN: u64 = 16;
+/// Alignment of a split avail ring.
+const AVAILABLE_ALIGN: u64 = 2;
+/// Alignment of a used ring, and of packed event suppression.
+const USED_ALIGN: u64 = 4;
+
+/// One virtqueue.
+#[derive(Debug, Default)]
+pub(super) struct Vring {
+    pub(super) size: Option<u16>,
+    pub(super) address: Option<VringAddress>,
+    pub(super) base: u32,
+    /// There is one: it was started, and GET_VRING_BASE has not come since.
+    pub(super) kick: Option<OwnedFd>,
+    /// What SET_VRING_ENABLE said, if it came.
+    pub(super) enabled: Option<bool>,
+    pub(super) running: bool,
+}
+
+impl Vring {
+    /// Whether it should run.
+    ///
+    /// * `at_once`: rings run without having been enabled, because protocol features were not negotiated.
+    pub(super) fn wanted(&self, at_once: bool) -> bool {
+        self.kick.is_some() && self.enabled.unwrap_or(at_once)
+    }
+
+    /// What the back end needs to run it.
+    ///
+    /// Errors: something that it needs was not sent, or cannot be.
+    pub(super) fn setup(&self, packed: bool) -> Result<VringSetup, String> {
+        let size = self.size.ok_or("started without SET_VRING_NUM")?;
+        let address = self.address.ok_or("started without SET_VRING_ADDR")?;
+        let kick = self.kick.as_ref().ok_or("started without SET_VRING_KICK")?;
+        if !packed {
+            if !size.is_power_of_two() {
+                return Err(format!("size {size}, a split ring has a power of two"));
+            }
+            if self.base > u32::from(u16::MAX) {
+                return Err(format!("base {:#x}, a split ring has 16 bits", self.base));
+            }
+        } else if !address.available.is_multiple_of(USED_ALIGN) {
+            return Err(format!("event suppression at {:#x} is not aligned", address.available));
+        }
+        let kick = kick.try_clone().map_err(|error| format!("its kick eventfd: {error}"))?;
+        Ok(VringSetup {
+            size,
+            packed,
+            descriptor: address.descriptor,
+            available: address.available,
+            used: address.used,
+            base: self.base,
+            log: log(&address),
+            kick,
+        })
+    }
+
+    /// After a reset: size, address, base, kick and enabled are forgotten.
+    pub(super) fn reset(&mut self) {
+        *self = Vring::default();
+    }
+}
+
+/// Where writes to the used ring are logged, if they are.
+pub(super) fn log(address: &VringAddress) -> Option<u64> {
+    (address.flags & VringAddress::LOG != 0).then_some(address.log)
+}
+
+/// Whether two addresses differ in more than the log.
+pub(super) fn moved(before: &VringAddress, after: &VringAddress) -> bool {
+    (before.descriptor, before.available, before.used)
+        != (after.descriptor, after.available, after.used)
+}
+
+/// Checks what can be checked without knowing the guest's memory.
+pub(super) fn check(address: &VringAddress) -> Result<(), String> {
+    if address.flags & !VringAddress::LOG != 0 {
+        return Err(format!("unknown flags {:#x}", address.flags));
+    }
+    for (what, at, align) in [
+        ("descriptors", address.descriptor, DESCRIPTOR_ALIGN),
+        ("avail ring", address.available, AVAILABLE_ALIGN),
+        ("used ring", address.used, USED_ALIGN),
+    ] {
+        if at == 0 {
+            return Err(format!("{what} at address 0"));
+        }
+        if !at.is_multiple_of(align) {
+            return Err(format!("{what} at {at:#x}, not aligned to {align}"));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,63 @@
+//! Bytes and descriptors through a Unix stream socket.
+//!
+//! Promises: never blocks in the socket, whatever its flags are (a description may be shared with another process); descriptors that
+//! arrive are close-on-exec and owned from the first moment on.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::io::Errno;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+};
+
+use crate::protocol::FDS_MAX;
+
+/// Room for the descriptors of one message.
+const CONTROL_BYTES: usize = rustix::cmsg_space!(ScmRights(FDS_MAX));
+
+/// What one look at a socket found.
+#[derive(Debug)]
+pub(crate) struct Piece {
+    /// Bytes; 0: the other side has closed.
+    pub(crate) bytes: usize,
+    /// There were more descriptors than fit, or than we may open.
+    pub(crate) truncated: bool,
+}
+
+/// Takes bytes into `into` (not empty) and descriptors after those in `fds`.
+///
+/// Errors: EAGAIN when there is nothing.
+pub(crate) fn receive(
+    socket: BorrowedFd<'_>,
+    into: &mut [u8],
+    fds: &mut Vec<OwnedFd>,
+) -> Result<Piece, Errno> {
+    let mut space = [MaybeUninit::uninit(); CONTROL_BYTES];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    let mut iov = [IoSliceMut::new(into)];
+    let got = rustix::io::retry_on_intr(|| recvmsg(socket, &mut iov, &mut control, flags))?;
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(rights) = message {
+            fds.extend(rights);
+        }
+    }
+    Ok(Piece { bytes: got.bytes, truncated: got.flags.contains(ReturnFlags::CTRUNC) })
+}
+
+/// Sends some of `bytes`, with `fds` at the first of them. Returns how many; the descriptors went with them.
+///
+/// Errors: EAGAIN when nothing fits; EPIPE when the other side has closed.
+pub(crate) fn send(socket: BorrowedFd<'_>, bytes: &[u8], fds: &[OwnedFd]) -> Result<usize, Errno> {
+    let mut space = [MaybeUninit::uninit(); CONTROL_BYTES];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
+    if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(&fds)) {
+        return Err(Errno::INVAL);
+    }
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    rustix::io::retry_on_intr(|| sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags))
+}

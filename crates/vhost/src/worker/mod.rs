@@ -1,0 +1,201 @@
+//! One queue thread: its virtqueues, and the tasks that serve their requests.
+//!
+//! Promises: a request costs no allocation, no lock, and no system call beyond the batch that it is part of. All that is popped,
+//! served and completed in one turn of the loop is made visible to the guest at once, with one call at most.
+
+mod call;
+mod pins;
+mod slot;
+mod source;
+mod thread;
+mod vring;
+
+use std::cell::{Cell, RefCell};
+use std::os::fd::OwnedFd;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Instant;
+
+use ringdisk_disk::Disk;
+use ringdisk_guest::{Error, Log, Memory, View};
+use ringdisk_ring::Ring;
+use ringdisk_ring::stats::QueueCells;
+
+use crate::device::Device;
+
+use pins::Pins;
+
+pub(crate) use slot::Slot;
+pub(crate) use thread::{Gone, QueueThread, ThreadSetup};
+pub(crate) use vring::{RingStart, Vring, areas, layout};
+
+/// Requests that one thread serves at once; further ones wait in their virtqueues.
+pub(crate) const REQUESTS_MAX: usize = 256;
+/// Requests that are taken before what they lead to is submitted: more would keep the first ones waiting.
+const BATCH_MAX: usize = 32;
+
+/// The thread-local side of a queue thread.
+pub(crate) struct Worker {
+    pub(crate) ring: Ring,
+    pub(crate) disk: Arc<Disk>,
+    pub(crate) device: Arc<Device>,
+    pub(crate) cells: Arc<QueueCells>,
+    /// The virtqueues of this thread that run.
+    vrings: RefCell<Vec<Rc<Vring>>>,
+    /// Memory of the guest as it is now; requests keep what they use of an older one.
+    view: RefCell<Rc<View>>,
+    /// Tasks that wait for a request.
+    idle: RefCell<Vec<Rc<Slot>>>,
+    slots: Cell<usize>,
+    /// Where the next look begins, so that no virtqueue starves another.
+    cursor: Cell<usize>,
+    /// The guest does not kick: the thread looks by itself.
+    is_armed: Cell<bool>,
+    /// Guest memory is registered with the ring (`--pin-guest-memory`).
+    pins: Option<RefCell<Pins>>,
+    this: std::rc::Weak<Worker>,
+}
+
+impl Worker {
+    pub(crate) fn new(
+        ring: &Ring,
+        disk: Arc<Disk>,
+        device: Arc<Device>,
+        cells: Arc<QueueCells>,
+        pins_memory: bool,
+    ) -> Rc<Worker> {
+        let pins = pins_memory.then(|| Pins::new(ring)).flatten();
+        Rc::new_cyclic(|this| Worker {
+            ring: ring.clone(),
+            disk,
+            device,
+            cells,
+            vrings: RefCell::default(),
+            view: RefCell::new(Rc::new(View::new(Arc::default()))),
+            idle: RefCell::new(Vec::with_capacity(REQUESTS_MAX)),
+            slots: Cell::new(0),
+            cursor: Cell::new(0),
+            is_armed: Cell::new(false),
+            pins: pins.map(RefCell::new),
+            this: this.clone(),
+        })
+    }
+
+    /// Memory of the guest from now on. Virtqueues whose requests use what goes must have been held.
+    pub(crate) fn set_memory(&self, memory: Arc<Memory>) {
+        let view = match &self.pins {
+            Some(pins) => pins.borrow_mut().view(&self.ring, memory),
+            None => View::new(memory),
+        };
+        *self.view.borrow_mut() = Rc::new(view);
+    }
+
+    /// Serves a virtqueue from now on.
+    ///
+    /// Errors: it cannot be as it is described.
+    pub(crate) fn start(&self, start: RingStart) -> Result<(), Error> {
+        let vring = Vring::start(start)?;
+        vring.listen(&self.ring, &self.cells);
+        self.vrings.borrow_mut().push(vring);
+        Ok(())
+    }
+
+    /// Drains a virtqueue and serves it no more. Gives its base; 0 when it does not run here.
+    pub(crate) async fn stop(&self, index: u16) -> u32 {
+        let Some(vring) = self.vring(index) else { return 0 };
+        vring.hold(&self.ring).await;
+        self.vrings.borrow_mut().retain(|other| !Rc::ptr_eq(other, &vring));
+        vring.end(&self.ring)
+    }
+
+    /// Takes no more requests, and waits until none is in flight.
+    pub(crate) async fn hold_all(&self) {
+        let vrings = self.vrings.borrow().clone();
+        for vring in vrings {
+            vring.hold(&self.ring).await;
+        }
+    }
+
+    /// Ends [`Worker::hold_all`].
+    pub(crate) fn release_all(&self) {
+        self.vrings.borrow().iter().for_each(|vring| vring.release());
+    }
+
+    /// What is written to guest memory is logged there from now on, or nowhere.
+    pub(crate) fn set_log(&self, log: Option<&Arc<Log>>) {
+        self.vrings.borrow().iter().for_each(|vring| vring.set_log(log.cloned()));
+    }
+
+    /// Another eventfd to call the guest of a virtqueue.
+    pub(crate) fn set_call(&self, index: u16, fd: Option<OwnedFd>) {
+        if let Some(vring) = self.vring(index) {
+            vring.call.set(fd);
+            // What was completed before was told to nobody.
+            vring.call.signal();
+        }
+    }
+
+    /// Another eventfd to say that a virtqueue is broken.
+    pub(crate) fn set_error(&self, index: u16, fd: Option<OwnedFd>) {
+        if let Some(vring) = self.vring(index) {
+            vring.error.set(fd);
+        }
+    }
+
+    /// The virtqueue with this number, if it runs here.
+    fn vring(&self, index: u16) -> Option<Rc<Vring>> {
+        self.vrings.borrow().iter().find(|vring| vring.index == index).cloned()
+    }
+
+    /// Takes requests off the virtqueues and gives each to a task. Returns whether there were any.
+    fn dispatch(&self) -> bool {
+        let vrings = self.vrings.borrow();
+        let count = vrings.len();
+        let mut taken = 0;
+        // One look at the clock for the batch.
+        let mut now = None;
+        let first = self.cursor.get();
+        for step in 0..count {
+            let vring = &vrings[(first + step) % count];
+            while taken < BATCH_MAX && vring.has_next() {
+                let Some(slot) = self.take_slot() else { return taken > 0 };
+                let view = self.view.borrow();
+                let Some(token) = vring.pop(&view, &slot, &self.device) else {
+                    self.idle.borrow_mut().push(slot);
+                    break;
+                };
+                self.cells.begin();
+                let now = *now.get_or_insert_with(Instant::now);
+                slot.begin(vring, token, &view, now, &self.ring);
+                taken += 1;
+            }
+            if taken == BATCH_MAX {
+                self.cursor.set((first + step) % count);
+                return true;
+            }
+        }
+        self.cursor.set(0);
+        taken > 0
+    }
+
+    /// A task that waits for a request, a new one if need be; `None` when there are as many as there may be.
+    fn take_slot(&self) -> Option<Rc<Slot>> {
+        if let Some(slot) = self.idle.borrow_mut().pop() {
+            return Some(slot);
+        }
+        if self.slots.get() == REQUESTS_MAX {
+            self.cells.exhausted.add(1);
+            return None;
+        }
+        self.slots.set(self.slots.get() + 1);
+        let slot = Rc::new(Slot::default());
+        let worker = self.this.upgrade()?;
+        self.ring.spawn(slot::run(worker, Rc::clone(&slot)));
+        Some(slot)
+    }
+
+    /// Whether another request could be served now.
+    fn has_room(&self) -> bool {
+        self.slots.get() < REQUESTS_MAX || !self.idle.borrow().is_empty()
+    }
+}

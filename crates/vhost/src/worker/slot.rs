@@ -1,0 +1,96 @@
+//! One request at a time: a task that lives as long as its thread.
+
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+use std::time::Instant;
+
+use ringdisk_guest::{Chain, Token, View};
+use ringdisk_ring::{IoBuf, Parker, Ring, Scatter};
+
+use crate::blk::serve::serve;
+
+use super::{Vring, Worker};
+
+/// What a request needs while it is served; reused by the next one.
+#[derive(Default)]
+pub(crate) struct Slot {
+    pub(crate) chain: RefCell<Chain>,
+    scatter: RefCell<Scatter>,
+    request: RefCell<Option<Request>>,
+    /// Memory as it was when the request was popped.
+    view: RefCell<Option<Rc<View>>>,
+    since: Cell<Option<Instant>>,
+    parker: Parker,
+}
+
+/// A request that was popped.
+struct Request {
+    vring: Rc<Vring>,
+    token: Token,
+}
+
+impl Slot {
+    /// A request was popped into this slot: its task serves it in this turn.
+    pub(super) fn begin(
+        &self,
+        vring: &Rc<Vring>,
+        token: Token,
+        view: &Rc<View>,
+        now: Instant,
+        ring: &Ring,
+    ) {
+        *self.request.borrow_mut() = Some(Request { vring: Rc::clone(vring), token });
+        *self.view.borrow_mut() = Some(Rc::clone(view));
+        self.since.set(Some(now));
+        self.parker.unpark(ring);
+    }
+
+    /// Copies bytes that the guest wrote for us, each read once. `false` when there are fewer.
+    pub(crate) fn read(&self, at: u64, bytes: &mut [u8]) -> bool {
+        let view = self.view.borrow();
+        view.as_ref().is_some_and(|view| self.chain.borrow().read(view, at, bytes))
+    }
+
+    /// Copies bytes to where we may write. `false` when there is no room for them.
+    pub(crate) fn write(&self, at: u64, bytes: &[u8]) -> bool {
+        let view = self.view.borrow();
+        view.as_ref().is_some_and(|view| self.chain.borrow().write(view, at, bytes))
+    }
+
+    /// Bytes that the guest wrote for us, as a buffer.
+    pub(crate) fn readable(&self, at: u64, len: u64) -> Option<IoBuf> {
+        self.gather(|chain, view, scatter| {
+            chain.readable_pieces(view, at..at + len, |piece| scatter.push(piece))
+        })
+    }
+
+    /// The first bytes that we may write, as a buffer.
+    pub(crate) fn writable(&self, len: u64) -> Option<IoBuf> {
+        self.gather(|chain, view, scatter| {
+            chain.writable_pieces(view, 0..len, |piece| scatter.push(piece))
+        })
+    }
+
+    fn gather(&self, fill: impl FnOnce(&Chain, &View, &mut Scatter) -> bool) -> Option<IoBuf> {
+        let view = self.view.borrow();
+        let mut scatter = self.scatter.borrow_mut();
+        scatter.clear();
+        fill(&self.chain.borrow(), view.as_ref()?, &mut scatter).then(|| scatter.buffer())
+    }
+}
+
+/// Serves the requests of a slot, for ever.
+pub(super) async fn run(worker: Rc<Worker>, slot: Rc<Slot>) {
+    loop {
+        slot.parker.park(&worker.ring).await;
+        let Some(Request { vring, token }) = slot.request.borrow_mut().take() else { continue };
+        let written = serve(&worker, &vring, &slot).await;
+        // Memory that is to be let go must not wait for the next request of this slot.
+        slot.scatter.borrow_mut().clear();
+        *slot.view.borrow_mut() = None;
+        let since = slot.since.take().map_or(0, |since| since.elapsed().as_nanos());
+        worker.cells.end(u64::try_from(since).unwrap_or(u64::MAX));
+        worker.idle.borrow_mut().push(Rc::clone(&slot));
+        vring.complete(&worker.ring, token, written);
+    }
+}

@@ -1,0 +1,43 @@
+//! The virtqueues of a thread, as its loop sees them.
+
+use ringdisk_ring::Source;
+
+use super::Worker;
+
+impl Source for Worker {
+    fn publish(&self) {
+        for vring in self.vrings.borrow().iter() {
+            if vring.publish() {
+                self.cells.calls.add(1);
+            }
+        }
+    }
+
+    fn look(&self) -> bool {
+        self.dispatch()
+    }
+
+    fn arm(&self) -> bool {
+        if !self.has_room() {
+            // Nothing could be taken; whoever ends next looks again.
+            return false;
+        }
+        self.is_armed.set(true);
+        let mut came = false;
+        for vring in self.vrings.borrow().iter() {
+            came |= vring.enable_kicks();
+        }
+        if came {
+            self.disarm();
+        }
+        came
+    }
+
+    fn disarm(&self) {
+        if self.is_armed.replace(false) {
+            for vring in self.vrings.borrow().iter() {
+                vring.disable_kicks();
+            }
+        }
+    }
+}

@@ -1,0 +1,253 @@
+//! A virtqueue that runs, on its thread.
+
+use std::cell::{Cell, RefCell};
+use std::future::{Future, poll_fn};
+use std::os::fd::OwnedFd;
+use std::pin::pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::Poll;
+
+use ringdisk_guest::inflight::InflightArea as Inflight;
+use ringdisk_guest::{Areas, Broken, Error, Layout, Log, Memory, Queue, QueueConfig, Token, View};
+use ringdisk_ring::stats::QueueCells;
+use ringdisk_ring::{Errno, Fd, IoBuf, Parker, Ring};
+
+use super::call::Call;
+use super::slot::Slot;
+use crate::blk::features::{RING_EVENT_IDX, RING_INDIRECT};
+use crate::device::Device;
+use crate::session::VringSetup;
+
+/// What a virtqueue is started with.
+#[derive(Debug)]
+pub(crate) struct RingStart {
+    pub(crate) index: u16,
+    pub(crate) layout: Layout,
+    pub(crate) size: u16,
+    /// As [`QueueConfig::base`].
+    pub(crate) base: u32,
+    pub(crate) areas: Areas,
+    /// Features that were agreed on.
+    pub(crate) features: u64,
+    pub(crate) inflight: Option<Arc<Inflight>>,
+    pub(crate) log: Option<Arc<Log>>,
+    /// Address of the used ring in the log.
+    pub(crate) used_log: Option<u64>,
+    pub(crate) kick: OwnedFd,
+    pub(crate) call: Option<OwnedFd>,
+    pub(crate) error: Option<OwnedFd>,
+}
+
+/// Finds the areas of a virtqueue.
+///
+/// Errors: they do not lie in this memory.
+pub(crate) fn areas(memory: &Memory, setup: &VringSetup, features: u64) -> Result<Areas, Error> {
+    let layout = layout(setup);
+    let event_idx = features & RING_EVENT_IDX != 0;
+    let words = [setup.descriptor, setup.available, setup.used];
+    Areas::find(memory, layout, setup.size, event_idx, words)
+}
+
+pub(crate) fn layout(setup: &VringSetup) -> Layout {
+    if setup.packed { Layout::Packed } else { Layout::Split }
+}
+
+/// A virtqueue.
+pub(crate) struct Vring {
+    pub(crate) index: u16,
+    queue: RefCell<Option<Queue>>,
+    kick: OwnedFd,
+    pub(crate) call: Call,
+    pub(crate) error: Call,
+    /// No requests are taken while somebody changes something.
+    holds: Cell<u32>,
+    in_flight: Cell<u32>,
+    /// Somebody waits until nothing is in flight.
+    drained: Parker,
+    /// The task that reads the kick shall end.
+    over: Parker,
+}
+
+impl Vring {
+    /// Errors: size, base, areas or inflight area do not fit one another.
+    pub(super) fn start(start: RingStart) -> Result<Rc<Vring>, Error> {
+        let inflight = match start.inflight {
+            Some(area) => Some(
+                area.queue(start.index)
+                    .ok_or(Error::BadInflight { why: "it has no room for this virtqueue" })?,
+            ),
+            None => None,
+        };
+        let queue = Queue::new(QueueConfig {
+            layout: start.layout,
+            size: start.size,
+            areas: start.areas,
+            event_idx: start.features & RING_EVENT_IDX != 0,
+            indirect: start.features & RING_INDIRECT != 0,
+            base: start.base,
+            inflight,
+            log: start.log,
+            log_addr: start.used_log,
+        })?;
+        let vring = Vring {
+            index: start.index,
+            queue: RefCell::new(Some(queue)),
+            kick: start.kick,
+            call: Call::default(),
+            error: Call::default(),
+            holds: Cell::new(0),
+            in_flight: Cell::new(0),
+            drained: Parker::default(),
+            over: Parker::default(),
+        };
+        vring.call.set(start.call);
+        vring.error.set(start.error);
+        // What a process before us completed may not have been told.
+        vring.call.signal();
+        Ok(Rc::new(vring))
+    }
+
+    /// Waits for kicks: each one ends the thread's sleep, and the loop looks at the virtqueue.
+    pub(super) fn listen(self: &Rc<Vring>, ring: &Ring, cells: &Arc<QueueCells>) {
+        let (vring, listening, cells) = (Rc::clone(self), ring.clone(), Arc::clone(cells));
+        ring.spawn(async move {
+            let counter = IoBuf::new(8, 8);
+            loop {
+                let mut over = pin!(vring.over.park(&listening));
+                let mut kick = pin!(listening.read_when_readable(Fd::of(&vring.kick), &counter));
+                let kicked = poll_fn(|cx| match over.as_mut().poll(cx) {
+                    Poll::Ready(()) => Poll::Ready(None),
+                    Poll::Pending => kick.as_mut().poll(cx).map(Some),
+                });
+                match kicked.await {
+                    None => break,
+                    Some(Ok(8)) => cells.kicks.add(1),
+                    Some(Ok(_)) => {
+                        let index = vring.index;
+                        tracing::warn!("virtqueue {index}: its kick is no eventfd");
+                        break;
+                    }
+                    Some(Err(Errno::AGAIN | Errno::INTR)) => {}
+                    Some(Err(errno)) => {
+                        let index = vring.index;
+                        tracing::warn!("virtqueue {index}: kicks cannot be read any more: {errno}");
+                        break;
+                    }
+                }
+            }
+        });
+    }
+
+    /// Whether there is a request that may be taken.
+    #[inline]
+    pub(super) fn has_next(&self) -> bool {
+        self.holds.get() == 0 && self.queue.borrow_mut().as_mut().is_some_and(Queue::has_next)
+    }
+
+    /// Takes the next request into a slot. `None` when there is none, or when the guest has broken the virtqueue.
+    pub(super) fn pop(&self, view: &View, slot: &Slot, device: &Device) -> Option<Token> {
+        let mut queue = self.queue.borrow_mut();
+        let queue = queue.as_mut()?;
+        let popped = queue.check(view).and_then(|()| queue.pop(view, &mut slot.chain.borrow_mut()));
+        match popped {
+            Ok(token) => {
+                self.in_flight.set(self.in_flight.get() + u32::from(token.is_some()));
+                token
+            }
+            Err(broken) => {
+                self.tell_broken(device, &broken.to_string());
+                None
+            }
+        }
+    }
+
+    /// The guest sent a request that makes no sense.
+    pub(crate) fn set_broken(&self, device: &Device, reason: &str) {
+        if let Some(queue) = self.queue.borrow_mut().as_mut() {
+            queue.break_with(Broken::Request);
+        }
+        self.tell_broken(device, reason);
+    }
+
+    fn tell_broken(&self, device: &Device, reason: &str) {
+        device.set_broken(format!("virtqueue {}: {reason}", self.index));
+        self.error.signal();
+    }
+
+    /// Gives a request back; the guest is shown it at the end of the turn.
+    pub(super) fn complete(&self, ring: &Ring, token: Token, written: u32) {
+        if let Some(queue) = self.queue.borrow_mut().as_mut() {
+            queue.complete(token, written);
+        }
+        let left = self.in_flight.get() - 1;
+        self.in_flight.set(left);
+        if left == 0 && self.holds.get() > 0 {
+            self.drained.unpark(ring);
+        }
+    }
+
+    /// Shows the guest what is done. Returns whether it was called.
+    #[inline]
+    pub(super) fn publish(&self) -> bool {
+        let wanted = match self.queue.borrow_mut().as_mut() {
+            Some(queue) if queue.has_completed() => queue.publish(),
+            _ => false,
+        };
+        wanted && self.call.signal()
+    }
+
+    /// Asks for a kick. Returns whether a request has come meanwhile.
+    pub(super) fn enable_kicks(&self) -> bool {
+        if self.holds.get() > 0 {
+            return false;
+        }
+        self.queue.borrow_mut().as_mut().is_some_and(Queue::enable_kicks)
+    }
+
+    pub(super) fn disable_kicks(&self) {
+        if let Some(queue) = self.queue.borrow_mut().as_mut() {
+            queue.disable_kicks();
+        }
+    }
+
+    /// Takes no more requests, and waits until none is in flight.
+    pub(super) async fn hold(&self, ring: &Ring) {
+        self.holds.set(self.holds.get() + 1);
+        while self.in_flight.get() > 0 {
+            self.drained.park(ring).await;
+        }
+        // Another one may wait, too.
+        self.drained.unpark(ring);
+    }
+
+    /// Takes requests again.
+    pub(super) fn release(&self) {
+        self.holds.set(self.holds.get() - 1);
+    }
+
+    /// The log from now on.
+    pub(super) fn set_log(&self, log: Option<Arc<Log>>) {
+        if let Some(queue) = self.queue.borrow_mut().as_mut() {
+            queue.set_log(log);
+        }
+    }
+
+    /// Does something with the log, if what is written to guest memory is logged.
+    pub(crate) fn with_log(&self, mark: impl FnOnce(&Log)) {
+        if let Some(log) = self.queue.borrow().as_ref().and_then(Queue::log) {
+            mark(log);
+        }
+    }
+
+    /// Ends it; it was drained. Gives its base.
+    pub(super) fn end(&self, ring: &Ring) -> u32 {
+        self.over.unpark(ring);
+        let Some(queue) = self.queue.borrow_mut().take() else { return 0 };
+        let (base, wants_call) = queue.stop();
+        if wants_call {
+            self.call.signal();
+        }
+        base
+    }
+}

@@ -1,0 +1,94 @@
+//! A request in a device that has warmed up allocates nothing on its queue thread: counted by the allocator of this program.
+
+mod common;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use common::{MIB, open, serve};
+use ringdisk_disk::{Disk, Format, NullOptions};
+use ringdisk_testkit::images;
+use ringdisk_testkit::model::{Cut, Request, Vm, VmOptions, bits};
+use ringdisk_testkit::mount::scratch;
+
+struct Counting;
+
+thread_local! {
+    /// This is a thread of the test, not of the device.
+    static OURS: Cell<bool> = const { Cell::new(false) };
+}
+
+static COUNT: AtomicU64 = AtomicU64::new(0);
+
+// SAFETY: every call goes to the system's allocator as it is; the counter does not allocate.
+unsafe impl GlobalAlloc for Counting {
+    // SAFETY: the caller's promises are passed on.
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        COUNT.fetch_add(u64::from(!OURS.get()), Ordering::Relaxed);
+        // SAFETY: as the caller promises.
+        unsafe { System.alloc(layout) }
+    }
+
+    // SAFETY: the caller's promises are passed on.
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        // SAFETY: as the caller promises.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Requests that are counted, after as many that warm up.
+const REQUESTS: u64 = 400;
+const DEPTH: u64 = 8;
+
+/// Allocations of the device while it serves reads, writes and flushes.
+fn allocations(vm: &mut Vm, warm_up: u64) -> u64 {
+    let mut before = 0;
+    for round in 0..warm_up + REQUESTS / DEPTH {
+        if round == warm_up {
+            before = COUNT.load(Ordering::SeqCst);
+        }
+        for number in 0..DEPTH {
+            let sector = (round * DEPTH + number) % 97 * 8;
+            let request = match number % 4 {
+                0 => Request::write(sector, vec![1; 8192]).cut(Cut::Pieces(4)),
+                1 => Request::flush(),
+                2 => Request::read(sector, 4096).cut(Cut::Anywhere(9)),
+                _ => Request::read(sector, 4096),
+            };
+            vm.submit(0, request.indirect()).expect("room");
+        }
+        (0..DEPTH).for_each(|_| assert_eq!(vm.queues[0].wait(&vm.ram).status, 0));
+    }
+    COUNT.load(Ordering::SeqCst) - before
+}
+
+#[test]
+fn requests_allocate_nothing() {
+    OURS.set(true);
+    let directory = scratch();
+    let (raw, qcow2) = (directory.path().join("raw"), directory.path().join("qcow2"));
+    images::raw(&raw, MIB, 1);
+    images::qcow2(&qcow2, "1M", "");
+    images::qemu_io(&qcow2, "qcow2", &["write -P 1 0 1M"]);
+    let null =
+        || Disk::null(&NullOptions { size: MIB, read_zeroes: true, latency: Duration::ZERO });
+    let disks: [(&str, Arc<Disk>); 3] = [
+        ("null", null()),
+        ("raw", open(&raw, Format::Raw)),
+        ("qcow2", open(&qcow2, Format::Qcow2)),
+    ];
+    for (name, disk) in disks {
+        for packed in [0, bits::PACKED] {
+            let served = serve(Arc::clone(&disk), |options| options.queues = 1);
+            let features = VmOptions::default().features | packed;
+            let mut vm = served.vm(VmOptions { features, indirect: 16, ..VmOptions::default() });
+            assert_eq!(allocations(&mut vm, 50), 0, "{name}, packed: {}", packed != 0);
+        }
+    }
+}

@@ -1,0 +1,325 @@
+//! A driver under load while everything around it changes: virtqueues stop and start, memory comes and goes, a migration is logged.
+
+mod common;
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use common::{MIB, load, open, serve, simulated};
+use ringdisk_disk::Format;
+use ringdisk_testkit::images;
+use ringdisk_testkit::limits::full;
+use ringdisk_testkit::model::{Load, Refused, Request, Vm, VmOptions, ask, bits, words};
+use ringdisk_testkit::mount::scratch;
+use ringdisk_testkit::sim::{Fault, OpKind, Prng, When};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
+const QUEUES: usize = 3;
+
+fn options(packed: bool, seed: u64) -> VmOptions {
+    let packed = if packed { bits::PACKED } else { 0 };
+    let queues = 3;
+    VmOptions {
+        features: VmOptions::default().features | packed,
+        queues,
+        indirect: 16,
+        regions: 3,
+        seed,
+        ..VmOptions::default()
+    }
+}
+
+fn memory(bytes: u64) -> OwnedFd {
+    let fd = memfd_create(c"more", MemfdFlags::CLOEXEC).expect("a memfd");
+    ftruncate(&fd, bytes).expect("a memfd");
+    fd
+}
+
+/// Stops a virtqueue and starts it again. What was taken is answered when it has stopped.
+fn stop_and_start(vm: &mut Vm, index: usize) {
+    let number = u32::try_from(index).expect("few");
+    let base = vm.front.vring_base(number).expect("a base");
+    vm.start_queue(index, Some(base)).expect("it starts again");
+}
+
+/// Takes the memory of rings that run away, and gives it back.
+fn memory_away_and_back(vm: &mut Vm, load: &mut Load) {
+    let regions = vm.regions.clone();
+    for region in &regions {
+        vm.front.remove_region(*region).expect("it was added");
+    }
+    // Nothing was lost, and nothing is answered: rings wait for their memory.
+    load.reap(vm);
+    let before = load.in_flight();
+    for index in 0..QUEUES {
+        load.fill(vm, index);
+        vm.queues[index].kick_anyway();
+    }
+    std::thread::sleep(std::time::Duration::from_millis(2));
+    assert_eq!(load.reap(vm), 0, "{before} in flight without memory");
+    // The rings' last: they go on at once.
+    for region in regions.iter().rev() {
+        vm.front.add_region(*region, vm.ram.fd()).expect("it fits again");
+    }
+}
+
+/// All memory anew, in other pieces.
+fn other_table(vm: &mut Vm) {
+    let [guest, size, user, _] = vm.regions[0];
+    let all: u64 = vm.regions.iter().map(|region| region[1]).sum();
+    let regions = if vm.regions.len() == 1 {
+        let first = vm.ram.taken() - 77_777;
+        vec![[guest, first, user, 0], [guest + first, all - first, user + first, first]]
+    } else {
+        assert!(size < all);
+        vec![[guest, all, user, 0]]
+    };
+    let fds = vec![vm.ram.fd(); regions.len()];
+    vm.front.memory_table(&regions, &fds).expect("a table");
+    vm.regions = regions;
+}
+
+/// Does something to a device that runs.
+fn disturb(vm: &mut Vm, load: &mut Load, prng: &mut Prng) {
+    let index = usize::try_from(prng.below(QUEUES as u64)).expect("few");
+    let number = u32::try_from(index).expect("few");
+    match prng.below(7) {
+        0 => stop_and_start(vm, index),
+        1 => {
+            vm.front.vring(ask::SET_VRING_ENABLE, number, 0).expect("it is drained");
+            load.fill(vm, index);
+            vm.front.vring(ask::SET_VRING_ENABLE, number, 1).expect("it goes on");
+        }
+        2 => {
+            // Of odd size and at an odd place, far from the guest's.
+            let size = 0x3b10 + prng.below(9);
+            let at = [1 << 50, size, 1 << 46, prng.below(100)];
+            let fd = memory(1 << 20);
+            vm.front.add_region(at, fd.as_fd()).expect("there is room");
+            vm.front.remove_region(at).expect("it was added");
+        }
+        3 => memory_away_and_back(vm, load),
+        4 => other_table(vm),
+        5 => vm.change_call(index).expect("another eventfd"),
+        _ => vm.queues[index].kick_anyway(),
+    }
+}
+
+#[test]
+fn a_load_goes_on_while_rings_and_memory_change() {
+    let rounds = if full() { 400 } else { 60 };
+    let directory = scratch();
+    for (packed, format) in [(false, Format::Raw), (true, Format::Qcow2)] {
+        let seed = 5 + u64::from(packed);
+        let path = directory.path().join("disk");
+        match format {
+            Format::Raw => images::sparse(&path, 4 * MIB),
+            _ => images::qcow2(&path, "4M", "cluster_size=4k"),
+        }
+        let served = serve(open(&path, format), |_| {});
+        let mut vm = served.vm(options(packed, seed));
+        let mut load = Load::new(load(4 * MIB, seed));
+        let mut prng = Prng::new(seed);
+        for _ in 0..rounds {
+            load.run(&mut vm, prng.below(60));
+            (0..QUEUES).for_each(|index| {
+                load.fill(&mut vm, index);
+            });
+            disturb(&mut vm, &mut load, &mut prng);
+        }
+        load.drain(&mut vm);
+        load.read_all(&mut vm);
+        assert_eq!(served.export.broken_reason(), None);
+    }
+}
+
+#[test]
+fn a_stopped_virtqueue_has_answered_what_it_took_and_takes_nothing_more() {
+    for packed in [false, true] {
+        let (sim, disk) = simulated(MIB);
+        sim.on(When::kind(OpKind::Read), Fault::Delay(std::time::Duration::from_millis(20)));
+        let served = serve(disk, |_| {});
+        let mut vm = served.vm(options(packed, 1));
+        for sector in 0..8 {
+            vm.submit(1, Request::read(sector, 512)).expect("room");
+        }
+        std::thread::sleep(std::time::Duration::from_millis(5));
+        vm.front.vring(ask::SET_VRING_ENABLE, 1, 0).expect("it is drained");
+        let Vm { queues, ram, .. } = &mut vm;
+        let answered = std::iter::from_fn(|| queues[1].reap(ram)).count();
+        assert_eq!(sim.count(OpKind::Read), answered, "what was begun was answered");
+        vm.submit(1, Request::read(9, 512)).expect("room");
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        assert!(vm.queues[1].reap(&vm.ram).is_none(), "it is stopped");
+        vm.front.vring(ask::SET_VRING_ENABLE, 1, 1).expect("it goes on");
+        (answered..9).for_each(|_| assert_eq!(vm.queues[1].wait(&vm.ram).status, 0));
+    }
+}
+
+#[test]
+fn a_reset_under_load_ends_all_and_the_device_begins_again() {
+    for packed in [false, true] {
+        let (_sim, disk) = simulated(2 * MIB);
+        let served = serve(disk, |_| {});
+        let mut vm = served.vm(options(packed, 3));
+        let mut load = Load::new(load(2 * MIB, 3));
+        for _ in 0..20 {
+            load.run(&mut vm, 30);
+            (0..QUEUES).for_each(|index| {
+                load.fill(&mut vm, index);
+            });
+            vm.reset().expect("a reset");
+            load.forget();
+        }
+        load.run(&mut vm, 100);
+        load.drain(&mut vm);
+        load.read_all(&mut vm);
+    }
+}
+
+/// A log of all memory, as the front end of a migration has it.
+struct DirtyLog {
+    fd: OwnedFd,
+    bytes: usize,
+}
+
+impl DirtyLog {
+    /// Announced to the device, which does not write to it yet.
+    fn new(vm: &mut Vm) -> DirtyLog {
+        let end = ringdisk_guest::driver::GUEST_BASE + vm.ram.size();
+        let bytes = end / 4096 / 8;
+        let log = DirtyLog { fd: memory(bytes), bytes: usize::try_from(bytes).expect("small") };
+        let fds = [log.fd.as_fd()];
+        vm.front.ask(ask::SET_LOG_BASE, &words(&[bytes, 0]), &fds).expect("a log");
+        log
+    }
+
+    /// Pages that are marked, from the first of the guest's memory on; clears the log.
+    fn take(&self) -> Vec<bool> {
+        let mut bits = vec![0; self.bytes];
+        rustix::io::pread(&self.fd, &mut bits, 0).expect("the log");
+        rustix::io::pwrite(&self.fd, &vec![0; self.bytes], 0).expect("the log");
+        let first = usize::try_from(ringdisk_guest::driver::GUEST_BASE / 4096).expect("small");
+        (first..self.bytes * 8).map(|page| bits[page / 8] >> (page % 8) & 1 == 1).collect()
+    }
+}
+
+fn snapshot(vm: &Vm) -> Vec<u8> {
+    let mut bytes = vec![0; usize::try_from(vm.ram.taken()).expect("small")];
+    vm.ram.read(ringdisk_guest::driver::GUEST_BASE, &mut bytes);
+    bytes
+}
+
+fn changed(before: &[u8], after: &[u8]) -> Vec<bool> {
+    before.chunks(4096).zip(after.chunks(4096)).map(|(left, right)| left != right).collect()
+}
+
+/// Does requests in all virtqueues; gives which pages the device has written.
+fn device_writes(vm: &mut Vm, sectors: std::ops::Range<u64>) -> Vec<bool> {
+    for sector in sectors.clone() {
+        let queue = usize::try_from(sector).expect("small") % QUEUES;
+        let cut = ringdisk_testkit::model::Cut::Anywhere(6);
+        let request = Request::read(sector, 9 << 10).cut(cut);
+        vm.queues[queue].add(&vm.ram, request).expect("room");
+        vm.queues[queue].driver.publish();
+    }
+    let before = snapshot(vm);
+    for queue in &mut vm.queues {
+        queue.kick_anyway();
+    }
+    // Nothing of ours is written while the device works.
+    let end = std::time::Instant::now() + std::time::Duration::from_secs(20);
+    let per_queue = (sectors.end - sectors.start) / QUEUES as u64;
+    std::thread::sleep(std::time::Duration::from_millis(20));
+    while vm.queues.iter().any(|queue| !queue.driver.has_used()) {
+        assert!(std::time::Instant::now() < end, "no answer to {per_queue} requests");
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    let after = snapshot(vm);
+    for index in 0..QUEUES {
+        while vm.queues[index].in_flight() > 0 {
+            assert_eq!(vm.queues[index].wait(&vm.ram).status, 0);
+        }
+    }
+    changed(&before, &after)
+}
+
+#[test]
+fn every_page_that_the_device_writes_is_logged_while_the_log_is_on() {
+    for packed in [false, true] {
+        let (sim, disk) = simulated(MIB);
+        sim.put(0, &vec![3; 1 << 20]);
+        let served = serve(disk, |_| {});
+        let mut vm = served.vm(options(packed, 9));
+        let features = vm.features;
+        let log = DirtyLog::new(&mut vm);
+        assert!(device_writes(&mut vm, 0..30).contains(&true));
+        assert!(!log.take().contains(&true), "the log is not on");
+        for round in 1..4 {
+            vm.front.set(ask::SET_FEATURES, features | bits::LOG_ALL).expect("under way");
+            for index in 0..QUEUES {
+                let words = vm.queues[index].driver.user_addresses();
+                let used = vm.queues[index].driver.areas().device.guest_addr();
+                let number = u32::try_from(index).expect("few");
+                vm.front.vring_addr(number, words, Some(used)).expect("the log of a ring");
+            }
+            log.take();
+            let written = device_writes(&mut vm, round * 40..round * 40 + 30);
+            let marked = log.take();
+            let missing: Vec<usize> =
+                (0..written.len()).filter(|page| written[*page] && !marked[*page]).collect();
+            assert_eq!(missing, [] as [usize; 0], "pages written and not marked");
+            assert!(written.iter().filter(|page| **page).count() > 30);
+            // It is of use only if what was not written is not marked: most of memory.
+            let many = marked.iter().filter(|page| **page).count();
+            assert!(many < written.len() / 2, "{many} pages of {}", written.len());
+            vm.front.set(ask::SET_FEATURES, features).expect("back");
+            log.take();
+            device_writes(&mut vm, round * 40..round * 40 + 30);
+            assert!(!log.take().contains(&true), "the log is off again");
+        }
+    }
+}
+
+#[test]
+fn the_state_of_a_device_is_saved_and_loaded_by_another_one() {
+    let (_sim, disk) = simulated(MIB);
+    let served = serve(disk.clone(), |_| {});
+    let mut vm = served.vm(options(false, 1));
+    vm.front.set_config(32, &[0]).expect("the write cache can be turned off");
+    for index in 0..3 {
+        vm.front.vring_base(index).expect("it stops");
+    }
+    let transfer = |vm: &mut Vm, direction: u32, fd: &OwnedFd| {
+        let payload = [direction.to_ne_bytes(), 0_u32.to_ne_bytes()].concat();
+        let reply = vm.front.ask(ask::SET_DEVICE_STATE_FD, &payload, &[fd.as_fd()]);
+        let (payload, _) = reply.expect("a reply");
+        assert_eq!(payload, words(&[1 << 8]), "begun, without another descriptor");
+    };
+    let (reader, writer) = rustix::pipe::pipe().expect("a pipe");
+    transfer(&mut vm, 0, &writer);
+    drop(writer);
+    assert_eq!(vm.front.get(ask::CHECK_DEVICE_STATE), Ok(0));
+    assert_eq!(vm.front.get(ask::CHECK_DEVICE_STATE), Ok(1), "it was looked at");
+    drop(vm);
+    let other = serve(disk, |_| {});
+    let mut vm = other.vm(options(false, 1));
+    assert_eq!(vm.front.config(32, 1), Ok(vec![1]));
+    for index in 0..3 {
+        vm.front.vring_base(index).expect("it stops");
+    }
+    transfer(&mut vm, 1, &reader);
+    assert_eq!(vm.front.get(ask::CHECK_DEVICE_STATE), Ok(0));
+    assert_eq!(vm.front.config(32, 1), Ok(vec![0]));
+}
+
+#[test]
+fn a_table_without_the_rings_that_run_is_refused() {
+    let (_sim, disk) = simulated(MIB);
+    let served = serve(disk, |_| {});
+    let mut vm = served.vm(options(false, 1));
+    let [guest, size, user, offset] = vm.regions[1];
+    let fds = [vm.ram.fd()];
+    let refused = vm.front.memory_table(&[[guest, size, user, offset]], &fds);
+    assert_eq!(refused, Err(Refused::Number(1)));
+    assert_eq!(vm.status(0, Request::read(0, 512)), 0, "all is as it was");
+}
