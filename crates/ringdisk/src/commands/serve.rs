@@ -265,7 +265,8 @@ impl Placed {
 fn control(path: Option<&PathBuf>, commands: &Arc<DiskControl>) -> Option<Server> {
     // Nobody could name a disk without a path.
     let name = place::name_of_disk(path?);
-    match place::listen(&name).and_then(|listening| Server::start(listening, Arc::clone(commands)))
+    match place::listen(&name)
+        .and_then(|listening| Server::start(listening, Arc::clone(commands), true))
     {
         Ok(server) => Some(server),
         Err(error) => {

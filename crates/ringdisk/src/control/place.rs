@@ -20,6 +20,8 @@ use std::time::{Duration, SystemTime};
 use ringdisk_fuse::mount::table::MountEntry;
 use rustix::fs::{FlockOperation, flock};
 
+use crate::sandbox;
+
 /// Longest path of a socket, bytes: `sun_path` (unix(7)) less the final zero.
 pub(crate) const PATH_BYTES_MAX: usize = 107;
 
@@ -46,8 +48,15 @@ impl Drop for Listening {
         let _lock = self.path.parent().and_then(|directory| lock(directory).ok());
         // Our mount is gone and its number given away: the name may be the next one's already.
         if identity(&self.path).is_ok_and(|now| now == self.identity) {
-            let _ = fs::remove_file(&self.path);
+            let _ = sandbox::remove_file(&self.path);
         }
+    }
+}
+
+impl Listening {
+    /// Its name, with device and inode number.
+    pub(crate) fn named(&self) -> sandbox::Named {
+        (self.path.clone(), self.identity)
     }
 }
 
