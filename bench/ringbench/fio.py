@@ -61,14 +61,14 @@ def jobs(output):
     return {job["jobname"]: job["read"]["iops"] + job["write"]["iops"] for job in found}
 
 
-def run(server, case, size, runtime_s):
-    """Runs `case` on the file of `server` for `runtime_s` after a ramp of 1 s.
+def run(server, case, size, runtime_s, prefix=()):
+    """Runs `case` on the file of `server` for `runtime_s` after a ramp of 1 s; `prefix`: words before the command.
 
     Returns IOPS and MiB/s of reads, writes and both, mean and 99th percentile completion latency in µs, CPU in µs for
     each I/O of the daemon and of the whole machine. The CPU is that of the whole run, ramp included, so it is divided by the rate
     times (runtime + ramp).
     """
-    command = [*program(), "--name=t", f"--filename={server.path}", f"--size={size}", "--time_based",
+    command = [*prefix, *program(), "--name=t", f"--filename={server.path}", f"--size={size}", "--time_based",
                f"--runtime={runtime_s}", f"--ramp_time={RAMP_S}", "--group_reporting", "--thread",
                "--norandommap", "--output-format=json", *case.args()]
     daemon = proc.cpu_seconds(server.pid) if server.pid else 0
@@ -96,6 +96,8 @@ def run(server, case, size, runtime_s):
     done_ios = out["iops"] * (runtime_s + RAMP_S)
     out["daemon_us"] = daemon / done_ios * 1e6
     out["machine_us"] = machine / done_ios * 1e6
+    # Percent of the measured time, of all jobs together.
+    out["client_us"] = (job["usr_cpu"] + job["sys_cpu"]) / 100 * runtime_s / (out["iops"] * runtime_s) * 1e6
     out["command"] = " ".join(command)
     return out
 

@@ -16,7 +16,9 @@ use crate::dev::{Place, QueueSetup, QueueThread, Serve, answer_init};
 use crate::file::{FileOptions, FileServer};
 use crate::keeper::{Event, EventSender, HaltReason, Keeper};
 use crate::kept::{self, Parked};
-use crate::mount::{FirstLook, Method, MountOptions, clone_device, mount, open_backing};
+use crate::mount::{
+    FirstLook, Method, MountOptions, Remover, RemoverSlot, clone_device, mount, open_backing,
+};
 use crate::negotiate::Profile;
 use crate::placement::{self, Live, MountTopology, Sizes, describe, watch};
 use crate::uring::{Plan, PoolUses, Refused, RingMode, Rings, Starting, ZeroCopy};
@@ -62,6 +64,8 @@ pub struct Export {
     topology: MountTopology,
     live: Vec<Live>,
     parked: Option<Parked>,
+    remover: RemoverSlot,
+    connection: Option<u32>,
     _size_watch: SizeWatch,
 }
 
@@ -212,6 +216,7 @@ impl Export {
                 place_index: if injected { 0 } else { index },
                 events: events.clone(),
                 rings: rings.clone().filter(|_| !injected),
+                restricted: options.restricted,
             });
             match started {
                 Ok(queue) => queues.push(queue),
@@ -370,6 +375,7 @@ impl Export {
         let mountpoint = mount.mountpoint().to_owned();
         // Until now a mount that another process has made stays when this start fails: somebody keeps it, and the next one may do better.
         let mount = mount.take_over();
+        let (remover, connection) = (mount.remover(), mount.connection());
         topology.ring_mode =
             rings.as_ref().filter(|_| transport == Transport::Uring).map(|r| r.mode());
         let keeper = Keeper {
@@ -382,14 +388,18 @@ impl Export {
             io_timeout: options.io_timeout,
             kernel_cache: options.kernel_cache,
             is_kept: options.keep.is_some(),
+            restricted: options.restricted,
             look_until: resume.is_some().then(|| Instant::now() + LOOK_AFTER_DEATH),
         };
+        let (prepared, is_prepared) = channel();
         let keeper = std::thread::Builder::new()
             .name(String::from("keeper"))
-            .spawn(move || keeper.run())
+            .spawn(move || keeper.run(&prepared))
             .map_err(|error| {
                 Error::new(ErrorKind::System, "no thread for the export").source(error)
             })?;
+        // When this returns nothing that needs more than serving takes is left to do: the process may give up what it can.
+        let _ = is_prepared.recv();
         if let Some(why) = refused {
             // The connection cannot be used any more: away with it.
             events.send(Event::Discard);
@@ -419,6 +429,8 @@ impl Export {
             topology,
             live,
             parked,
+            remover,
+            connection,
             _size_watch: size_watch,
         })))
     }
@@ -438,6 +450,18 @@ impl Export {
     /// What somebody has to keep so that another process can go on with this mount; once, and only with [`ExportOptions::keep`].
     pub fn take_parked(&mut self) -> Option<Parked> {
         self.parked.take()
+    }
+
+    /// Number of the connection, if the mount was seen ([`crate::mount::Mount::connection`]).
+    #[must_use]
+    pub fn connection(&self) -> Option<u32> {
+        self.connection
+    }
+
+    /// From now on the mount is taken away, and its connection aborted, by somebody else: this process gives up the right to do so. Once.
+    pub fn remove_through(&self, remover: Arc<dyn Remover>) {
+        // The first one stays.
+        let _ = self.remover.set(remover);
     }
 
     /// What was asked for and could not be had, each with what would enable it.

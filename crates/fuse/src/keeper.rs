@@ -150,6 +150,8 @@ pub(crate) struct Keeper {
     pub(crate) kernel_cache: bool,
     /// The mount outlives the process.
     pub(crate) is_kept: bool,
+    /// Rings do nothing but what they are for.
+    pub(crate) restricted: bool,
     /// Until when the queues are made to look for requests: the process before this one has just died, and while the kernel takes
     /// its rings down, their polls still swallow wake-ups.
     pub(crate) look_until: Option<Instant>,
@@ -157,9 +159,12 @@ pub(crate) struct Keeper {
 
 impl Keeper {
     /// Runs until the export has ended.
-    pub(crate) fn run(mut self) -> Result<(), HaltReason> {
+    ///
+    /// * `prepared`: told when everything has been made that the end will need.
+    pub(crate) fn run(mut self, prepared: &Sender<()>) -> Result<(), HaltReason> {
         // Made now: at the end io_uring may be forbidden, or there may be no descriptor left.
-        let runtime = if self.disk.is_read_only() { None } else { runtime().ok() };
+        let runtime = if self.disk.is_read_only() { None } else { self.runtime().ok() };
+        let _ = prepared.send(());
         let end = self.wait();
         self.finish(end, runtime)
     }
@@ -317,7 +322,7 @@ impl Keeper {
         if self.disk.is_read_only() {
             return Ok(());
         }
-        let mut runtime = made.map_or_else(runtime, Ok).map_err(|error| {
+        let mut runtime = made.map_or_else(|| self.runtime(), Ok).map_err(|error| {
             tracing::error!("no ring for the last flush of the image: {error}");
             Errno::NOMEM
         })?;
@@ -341,9 +346,10 @@ impl Keeper {
             Err(_) => Err(Errno::TIMEDOUT),
         }
     }
-}
 
-/// The ring of the last flush.
-fn runtime() -> Result<Runtime, SetupError> {
-    Runtime::new(Config { entries: 32, slots: 64, files: 0, ..Config::default() })
+    /// The ring of the last flush.
+    fn runtime(&self) -> Result<Runtime, SetupError> {
+        let restricted = self.restricted;
+        Runtime::new(Config { entries: 32, slots: 64, files: 0, restricted, ..Config::default() })
+    }
 }

@@ -29,6 +29,7 @@ mod opset;
 mod parker;
 mod placement;
 mod remote;
+mod restrict;
 mod ring;
 mod runtime;
 mod setup;

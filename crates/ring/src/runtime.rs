@@ -78,7 +78,10 @@ impl Runtime {
             source.look()
         });
         let may_wait = may_wait && !found;
-        if may_wait && !self.poll_before_sleep() && !source.as_ref().is_some_and(|source| source.arm()) {
+        if may_wait
+            && !self.poll_before_sleep()
+            && !source.as_ref().is_some_and(|source| source.arm())
+        {
             // Inline completions are there at once: the wait is for one more than those, if one is sure to come without them.
             let past = if inner.past_inline.get() { inner.inline_expected.get() } else { 0 };
             let want = 1 + past;

@@ -104,6 +104,10 @@ pub(crate) fn build<S: squeue::EntryMarker>(
     for (number, level) in LEVELS.iter().enumerate() {
         let mut builder = IoUring::<S, cqueue::Entry>::builder();
         builder.dontfork().setup_clamp().setup_cqsize(completions(config));
+        if config.restricted {
+            // Until `Uring::new` has said what it may do.
+            builder.setup_r_disabled();
+        }
         if number < 2 {
             builder.setup_submit_all().setup_taskrun_flag();
         }

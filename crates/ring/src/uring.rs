@@ -8,6 +8,7 @@ use io_uring::types::Timespec;
 use io_uring::{EnterFlags, IoUring, Submitter, cqueue, squeue};
 
 use crate::counters::Counters;
+use crate::restrict::restrict;
 use crate::setup::{self, Level, SetupError};
 use crate::{Config, Errno};
 
@@ -60,13 +61,18 @@ impl Uring {
         // while this struct lives, and field order drops the submitter first.
         let mut submitter =
             unsafe { std::mem::transmute::<Submitter<'_>, Submitter<'static>>(submitter) };
+        if config.files > 0 {
+            submitter.register_files_sparse(config.files)?;
+        }
+        if config.restricted {
+            restrict(&submitter, config.sqe128)?;
+            // By the thread that uses it: a ring of a single issuer belongs to whoever enables it.
+            submitter.register_enable_rings()?;
+        }
         // A seccomp profile may allow io_uring_setup and forbid this: known now, not when the first request would wait for ever.
         submitter.submit()?;
         if let Err(error) = submitter.register_ring_fd() {
             tracing::debug!("ring descriptor not registered ({error}); each enter looks it up");
-        }
-        if config.files > 0 {
-            submitter.register_files_sparse(config.files)?;
         }
         Ok(Uring { submitter, kind, level })
     }

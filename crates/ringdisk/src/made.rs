@@ -9,6 +9,7 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use crate::sandbox;
 use crate::terminal;
 
 /// A file that goes with this value, unless it is kept or is not the one that was made any more.
@@ -61,7 +62,7 @@ impl Drop for MadeFile {
             return;
         }
         // Removed rather than emptied: a write that is under way would make it long again.
-        match fs::remove_file(&self.path) {
+        match sandbox::remove_file(&self.path) {
             Ok(()) if self.was_there => terminal::note(format_args!(
                 "'{}' was overwritten in part already, so it is removed",
                 self.path.display()

@@ -23,6 +23,7 @@ mod notify;
 mod offline;
 mod pidfile;
 mod report;
+mod sandbox;
 mod serve;
 mod signals;
 mod size;
@@ -65,6 +66,9 @@ impl From<Failure> for End {
 
 /// Runs the command and gives the exit code.
 fn run() -> u8 {
+    if sandbox::warden::is_warden() {
+        return sandbox::warden::run();
+    }
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => return usage(&error),

@@ -18,6 +18,7 @@ use rustix::fs::{CWD, FlockOperation, RenameFlags, fcntl_lock, renameat_with};
 use rustix::io::Errno;
 
 use crate::report::{Exit, Failure, words};
+use crate::sandbox;
 
 /// Longest content that is taken for a pid: 20 digits of a 64-bit number and a newline.
 const CONTENT_BYTES_MAX: usize = 21;
@@ -77,11 +78,19 @@ impl Pidfile {
     }
 }
 
+impl Pidfile {
+    /// Its name, with device and inode number.
+    pub(crate) fn identity(&self) -> Option<sandbox::Named> {
+        let meta = self.file.metadata().ok()?;
+        Some((self.path.clone(), (meta.dev(), meta.ino())))
+    }
+}
+
 impl Drop for Pidfile {
     fn drop(&mut self) {
         // The name is removed before the lock goes, so that no other process locks a dead file.
         if is_named(&self.path, &self.file)
-            && let Err(error) = fs::remove_file(&self.path)
+            && let Err(error) = sandbox::remove_file(&self.path)
         {
             tracing::warn!("cannot remove the pid file '{}': {error}", self.path.display());
         }

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use ringdisk_disk::Disk;
 use ringdisk_fuse::kept::{Keep, Parked, refuse};
+use ringdisk_fuse::mount::Remover;
 use ringdisk_fuse::placement::{MountTopology, Numa, Wishes, preview};
 use ringdisk_fuse::{
     Export, ExportOptions, HaltReason, RingMode, Stats, Stay, StopHandle, Transport, ZeroCopy,
@@ -39,6 +40,8 @@ pub(crate) struct Options {
     pub(crate) allow_other: bool,
     pub(crate) kernel_cache: bool,
     pub(crate) io_timeout: Option<Duration>,
+    /// Rings do nothing but what they are for.
+    pub(crate) restricted: bool,
     /// The mount outlives this process.
     pub(crate) keep: Option<Keep>,
     /// Shown as the source of the mount and in statistics.
@@ -147,6 +150,7 @@ impl Served {
                 allow_other: options.allow_other,
                 kernel_cache: options.kernel_cache,
                 io_timeout: options.io_timeout,
+                restricted: options.restricted,
                 name: options.name,
                 keep: options.keep,
                 ..ExportOptions::new(options.mountpoint)
@@ -158,6 +162,16 @@ impl Served {
     /// How requests travel.
     pub(crate) fn transport(&self) -> &'static str {
         topology::transport(self.export.ring_mode())
+    }
+
+    /// Number of the connection, if the mount was seen.
+    pub(crate) fn connection(&self) -> Option<u32> {
+        self.export.connection()
+    }
+
+    /// From now on somebody else takes the mount away.
+    pub(crate) fn remove_through(&self, remover: Arc<dyn Remover>) {
+        self.export.remove_through(remover);
     }
 
     /// What somebody has to keep, for a mount that outlives this process; once.

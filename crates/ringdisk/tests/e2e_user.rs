@@ -103,6 +103,29 @@ fn an_ordinary_user_mounts_reads_writes_and_unmounts() {
 }
 
 #[test]
+fn the_sandbox_is_there_for_a_user_who_asks() {
+    if !possible() {
+        return;
+    }
+    let _device = OpenDevice::new();
+    let user = User::new();
+    for (word, mode) in [("auto", "Seccomp:\t0"), ("on", "Seccomp:\t2")] {
+        let disk =
+            match Mounted::try_from_command(&mut user.mount(&["--sandbox", word]), &user.path) {
+                Ok(disk) => disk,
+                // A kernel without landlock.
+                Err(finished) => return assert_refused(&finished, &["--sandbox off"]),
+            };
+        let status = std::fs::read_to_string(format!("/proc/{}/status", disk.pid()));
+        assert!(status.expect("a process").contains(mode), "{word}");
+        ok(user.run_as(&["dd", &format!("if={}", disk.text()), "of=/dev/null"]));
+        // fusermount3 becomes root, which nothing inside can.
+        let finished = disk.stop();
+        assert_eq!(finished.code(), Some(0), "{word}: {}", finished.output());
+    }
+}
+
+#[test]
 fn others_may_not_look_into_a_users_mount() {
     if !possible() {
         return;

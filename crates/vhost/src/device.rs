@@ -101,8 +101,14 @@ impl Device {
         self.signals.panicked();
     }
 
+    /// Nobody may wait for queue threads: nothing is answered any more, or one of them is gone.
     pub(crate) fn gives_up(&self) -> bool {
-        self.gives_up.load(Ordering::Acquire)
+        self.gives_up.load(Ordering::Acquire) || self.signals.has_panicked()
+    }
+
+    /// The export was asked to stop.
+    pub(crate) fn is_ending(&self) -> bool {
+        self.signals.is_stopped()
     }
 
     pub(crate) fn needs_reset(&self) -> bool {

@@ -45,6 +45,8 @@ pub(crate) struct QueueSetup {
     pub(crate) events: EventSender,
     /// Entries of the transport over io_uring, if that is wanted.
     pub(crate) rings: Option<Arc<Rings>>,
+    /// The thread's ring does nothing but what serving takes.
+    pub(crate) restricted: bool,
 }
 
 /// Start times of the requests in flight, for the watchdog: as [`Place::nanos`], 0 for an idle entry.
@@ -448,6 +450,7 @@ fn run(
         entries: (entries * 2).clamp(64, 4096),
         slots: entries.saturating_mul(SLOTS_PER_ENTRY).max(64),
         sqe128: rings.is_some(),
+        restricted: setup.restricted,
         name: format!("queue-{}", setup.index),
         ..Config::default()
     };

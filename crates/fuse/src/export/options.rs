@@ -68,6 +68,8 @@ pub struct ExportOptions {
     pub name: String,
     /// The mount outlives this process; over `/dev/fuse` only.
     pub keep: Option<Keep>,
+    /// Rings do nothing but what serving takes ([`ringdisk_ring::Config::restricted`]).
+    pub restricted: bool,
     /// Moves the fetching between queues all the time. For tests of just that.
     #[doc(hidden)]
     pub restless: bool,
@@ -102,6 +104,7 @@ impl ExportOptions {
             io_timeout: None,
             name: String::from("ringdisk"),
             keep: None,
+            restricted: true,
             restless: false,
             stay: None,
             ring_mode_max: RingMode::ZeroCopy,

@@ -12,6 +12,7 @@ use std::fs;
 use std::io::Write;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
@@ -78,6 +79,20 @@ pub enum Unmount {
     Force,
 }
 
+/// Takes the mount away for a process that has given up the right to do so: another process, most likely.
+pub trait Remover: std::fmt::Debug + Send + Sync {
+    /// Removes the mount, as [`remove`] does.
+    ///
+    /// Errors: those of [`remove`].
+    fn remove(&self, how: Unmount) -> Result<(), Error>;
+
+    /// Aborts its connection, as [`abort`] does. Returns whether the kernel was told.
+    fn abort(&self) -> bool;
+}
+
+/// Who takes a mount away; empty: the process itself. Clones share it.
+pub type RemoverSlot = Arc<OnceLock<Arc<dyn Remover>>>;
+
 /// A mount of ours, with the first `/dev/fuse` descriptor of its connection.
 ///
 /// Dropping it removes the mount (lazily if it is busy).
@@ -88,6 +103,7 @@ pub struct Mount {
     /// `None` if the mount was gone again before we could look.
     connection: Option<u32>,
     is_active: bool,
+    remover: RemoverSlot,
 }
 
 /// Mounts an export on `path`, an existing regular file, and gives the descriptor on which its requests arrive.
@@ -120,7 +136,7 @@ pub fn mount(path: &Path, options: &MountOptions) -> Result<Mount, Error> {
     };
     let connection =
         table::at(&mountpoint)?.filter(MountEntry::is_ours).and_then(|entry| entry.connection());
-    Ok(Mount { device, mountpoint, connection, is_active: true })
+    Ok(Mount { device, mountpoint, connection, is_active: true, remover: RemoverSlot::default() })
 }
 
 fn mount_direct(mountpoint: &Path, options: &MountOptions) -> Result<OwnedFd, Error> {
@@ -136,7 +152,8 @@ impl Mount {
     /// * `mountpoint`: absolute, without symbolic links.
     #[must_use]
     pub fn adopt(device: OwnedFd, mountpoint: PathBuf, connection: u32) -> Mount {
-        Mount { device, mountpoint, connection: Some(connection), is_active: false }
+        let (connection, remover) = (Some(connection), RemoverSlot::default());
+        Mount { device, mountpoint, connection, is_active: false, remover }
     }
 
     /// Makes this process responsible for the mount: dropping it removes it.
@@ -145,6 +162,12 @@ impl Mount {
         let mut mount = self;
         mount.is_active = true;
         mount
+    }
+
+    /// Where to say who takes the mount away.
+    #[must_use]
+    pub fn remover(&self) -> RemoverSlot {
+        Arc::clone(&self.remover)
     }
 
     /// The first descriptor of the connection, nonblocking; more by [`clone_device`]. It must stay open while requests that were
@@ -219,10 +242,15 @@ impl Mount {
             self.is_active = false;
             return Ok(());
         };
-        if how == Unmount::Force {
-            self.abort();
+        match self.remover.get() {
+            Some(remover) => remover.remove(how)?,
+            None => {
+                if how == Unmount::Force {
+                    self.abort();
+                }
+                detach(&entry, how)?;
+            }
         }
-        detach(&entry, how)?;
         self.is_active = false;
         Ok(())
     }
@@ -233,7 +261,11 @@ impl Mount {
     /// Returns whether the kernel was told. If not (an ordinary user without fusectl), closing every descriptor of the connection
     /// has the same effect.
     pub fn abort(&self) -> bool {
-        !self.is_gone() && self.connection.is_some_and(abort_connection)
+        match self.remover.get() {
+            _ if self.is_gone() => false,
+            Some(remover) => remover.abort(),
+            None => self.connection.is_some_and(abort_connection),
+        }
     }
 
     /// Keeps the mount and gives up responsibility for it. For tests and for a process that hands its descriptors to another.
@@ -287,6 +319,26 @@ pub fn unmount(path: &Path, how: Unmount) -> Result<(), Error> {
         abort_connection(connection);
     }
     detach(&entry, how)
+}
+
+/// Removes one mount, of any process, by its place and the number of its connection; nothing is done when what is there is another one.
+///
+/// * `mountpoint`: absolute, without symbolic links.
+///
+/// Errors: [`ErrorKind::Busy`] with [`Unmount::Normal`], [`ErrorKind::PermissionDenied`], [`ErrorKind::System`].
+pub fn remove(mountpoint: &Path, connection: u32, how: Unmount) -> Result<(), Error> {
+    let entry = table::of_connection(connection)?;
+    let ours = entry.filter(|entry| entry.is_ours() && entry.mountpoint == mountpoint);
+    let Some(entry) = ours else { return Ok(()) };
+    if how == Unmount::Force {
+        abort_connection(connection);
+    }
+    detach(&entry, how)
+}
+
+/// Aborts a connection by its number, which must not be another mount's by now. Returns whether the kernel was told.
+pub fn abort(connection: u32) -> bool {
+    abort_connection(connection)
 }
 
 /// Names the mounts that there are, for the message about one that there is not.

@@ -218,17 +218,32 @@ fn chains_in_flight_are_taken_again_in_their_order_and_before_new_ones() {
 fn an_area_that_was_kept_in_its_file_is_found_again() {
     let area = InflightArea::create(4, 128, Layout::Split).unwrap();
     let (fd, size) = (area.fd().try_clone_to_owned().unwrap(), area.mmap_size());
-    assert_eq!(size, 4 * (16 + 128 * 16_u64).next_multiple_of(64));
+    // The word of the device is behind the parts of the queues.
+    let parts = 4 * (16 + 128 * 16_u64).next_multiple_of(64);
+    assert_eq!(size, parts + 64);
+    assert_eq!(area.note(), None);
+    area.set_note(7);
     let again = InflightArea::from_fd(fd, size, 0, 4, 128, Layout::Split).unwrap();
     assert!(again.queue(3).is_some() && again.queue(4).is_none() && !again.is_busy());
+    assert_eq!(again.note(), Some(7));
+    // An area of somebody else has no room for it.
+    let short = InflightArea::from_fd(
+        area.fd().try_clone_to_owned().unwrap(),
+        parts,
+        0,
+        4,
+        128,
+        Layout::Split,
+    );
+    assert_eq!(short.unwrap().note(), None);
 
     let fd = || area.fd().try_clone_to_owned().unwrap();
     let open = |size, offset, queues, descriptors| {
         InflightArea::from_fd(fd(), size, offset, queues, descriptors, Layout::Split).unwrap_err()
     };
-    assert!(matches!(open(size - 1, 0, 4, 128), Error::BadInflight { .. }));
+    assert!(matches!(open(parts - 1, 0, 4, 128), Error::BadInflight { .. }));
     assert!(matches!(open(size, 4, 4, 128), Error::BadInflight { .. }));
-    assert!(matches!(open(size, 8, 4, 128), Error::FileTooShort { .. }));
+    assert!(matches!(open(size, 64, 4, 128), Error::FileTooShort { .. }));
     assert!(matches!(open(size, 0, 0, 128), Error::BadInflight { .. }));
     assert!(matches!(open(size, 0, 4, 0), Error::BadInflight { .. }));
     assert!(matches!(open(u64::MAX, 0, u16::MAX, u16::MAX), Error::BadInflight { .. }));

@@ -77,6 +77,22 @@ impl Scatter {
         Scatter::default()
     }
 
+    /// Without pieces, with memory for so many.
+    pub fn with_capacity(pieces: usize) -> Scatter {
+        let room = Pieces {
+            bufs: Vec::with_capacity(pieces),
+            vectors: Vec::with_capacity(pieces),
+            ends: Vec::with_capacity(pieces),
+        };
+        let region = Region {
+            start: std::ptr::null_mut(),
+            len: 0,
+            origin: Origin::Scattered(Box::new(room)),
+            fixed: None,
+        };
+        Scatter { region: Some(Rc::new(region)) }
+    }
+
     /// Lets go of all pieces. The memory for them is kept unless a buffer made of them is still held.
     pub fn clear(&mut self) {
         match self.region.as_mut().map(Rc::get_mut) {

@@ -14,6 +14,20 @@ pub(crate) enum DiscardWord {
     Unmap,
 }
 
+/// Whether a serving process is confined.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum SandboxWord {
+    /// For root, as far as the kernel can.
+    #[default]
+    Auto,
+    /// Wholly, or not at all.
+    On,
+    /// As on, and no new files.
+    Strict,
+    /// Not.
+    Off,
+}
+
 /// What is done with written zeroes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum DetectZeroesWord {

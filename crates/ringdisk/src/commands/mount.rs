@@ -15,10 +15,11 @@ use ringdisk_fuse::kept::is_over;
 use ringdisk_fuse::mount::table;
 use ringdisk_fuse::mount::table::MountEntry;
 use ringdisk_ring::Topology;
+use ringdisk_sandbox::{Calls, CapabilitySet, Keep};
 
 use crate::alive;
 use crate::before::Before;
-use crate::cli::{MountArgs, MountPaths};
+use crate::cli::{MountArgs, MountPaths, SandboxWord};
 use crate::commands::open::new_image;
 use crate::control::disk::DiskControl;
 use crate::control::place;
@@ -30,6 +31,7 @@ use crate::made::{Fresh, MadeFile};
 use crate::notify::Notify;
 use crate::pidfile::Pidfile;
 use crate::report::{Exit, Failure};
+use crate::sandbox;
 use crate::serve::{self, Served};
 use crate::signals::{Actions, Phase, Watcher};
 use crate::terminal::{self, bold, shell_word};
@@ -173,7 +175,25 @@ fn serve(
         told.stopping("stopping on request");
         for_control.stop();
     }));
-    let control = control(&plan, &commands);
+    let (control, control_name) = match control(&plan, &commands, args.sandbox) {
+        Some((server, name)) => (Some(server), Some(name)),
+        None => (None, None),
+    };
+    if sandbox::is_wanted(args.sandbox) {
+        let mut removed = Vec::from_iter(control_name.clone());
+        removed.extend(made.mountpoint_id().map(|id| (plan.mountpoint.clone(), id)));
+        removed.extend(pidfile.as_ref().and_then(Pidfile::identity));
+        let control_name = control_name.as_ref().map(|(name, _)| name.as_path());
+        let confinement = plan.confinement(&disk, control_name);
+        match confine(confinement, &plan, &served, &removed) {
+            Ok(in_force) => commands.confined(in_force),
+            Err(failure) => {
+                served.handle().stop();
+                let _ = served.wait(&disk);
+                return Err(failure);
+            }
+        }
+    }
     let ready = plan.ready_line(&disk);
     tracing::info!("requests travel over {}", served.transport());
     notify.ready(&ready);
@@ -242,6 +262,7 @@ fn serve(
         kept.forget(alive.as_ref());
     }
     drop(alive);
+    sandbox::leave();
     result.map(|()| Exit::Clean.code())
 }
 
@@ -286,17 +307,52 @@ fn unmounted_meanwhile(kept: Option<&mut Kept>, made: &Made, state: &State) -> u
     Exit::Clean.code()
 }
 
+/// Takes everything away that serving does not need. Gives what is in force, in words.
+///
+/// * `removed`: files that go at the end.
+///
+/// Errors: those of [`sandbox::enter`].
+fn confine(
+    confinement: ringdisk_sandbox::Plan,
+    plan: &Plan<'_>,
+    served: &Served,
+    removed: &[sandbox::Named],
+) -> Result<String, Failure> {
+    let mount = served.connection().map(|connection| (plan.mountpoint.as_path(), connection));
+    let confinement = match sandbox::set_warden(mount, removed) {
+        Ok(remover) => {
+            served.remove_through(remover);
+            confinement
+        }
+        Err(error) => {
+            let keep = Keep(Keep::default().0 | CapabilitySet::SYS_ADMIN);
+            let why = format!("no landlock, since nobody outside could remove the mount: {error}");
+            confinement.without_files(why).calls(Calls::unmounting()).keep(keep)
+        }
+    };
+    let in_force = format!("{}, rings restricted", sandbox::enter(confinement)?);
+    tracing::info!("sandbox: {in_force}");
+    Ok(in_force)
+}
+
 /// Makes the control socket. Without one the mount serves all the same.
-fn control(plan: &Plan<'_>, commands: &Arc<DiskControl>) -> Option<Server> {
-    let start = || -> Result<Server, Failure> {
+fn control(
+    plan: &Plan<'_>,
+    commands: &Arc<DiskControl>,
+    word: SandboxWord,
+) -> Option<(Server, sandbox::Named)> {
+    let start = || -> Result<_, Failure> {
         let mount = table::at(&plan.mountpoint)?.filter(MountEntry::is_ours);
         let mount = mount.ok_or_else(|| Failure::new(Exit::Mountpoint, "the mount is gone"))?;
         let cannot = |error| Failure::system("no control socket", &error, Exit::General);
         let listening = place::listen(&place::name_of_mount(mount.device)).map_err(cannot)?;
-        Server::start(listening, Arc::clone(commands)).map_err(cannot)
+        let named = listening.named();
+        let restricted = sandbox::is_wanted(word);
+        let server = Server::start(listening, Arc::clone(commands), restricted).map_err(cannot)?;
+        Ok((server, named))
     };
     match start() {
-        Ok(server) => Some(server),
+        Ok(started) => Some(started),
         Err(failure) => {
             tracing::warn!("`ringdisk ctl` cannot be used: {}", failure.message());
             None

@@ -107,7 +107,7 @@ fn serve(
         Pidfile::check(pidfile)?;
     }
     let running = match args.upgrade {
-        true => take::take_over(plans)?,
+        true => take::take_over(plans, &watcher)?,
         false => match begin(plans, &fresh, &watcher)? {
             Some(running) => running,
             None => return Ok(Exit::General.code()),
@@ -193,8 +193,8 @@ fn plan<'a>(args: &ServeArgs, disk: &'a ServedDisk, place: Place) -> Result<Plan
         args: &disk.args,
         new: new_image(source, disk.image.as_deref())?,
         image: ImagePlan {
-            // The guest lives on when this process is killed, and what it was answered must be there for the next one.
-            outlives_process: true,
+            // The guest lives on when this process is killed, and was told that its writes are there. A temporary overlay is gone anyway.
+            outlives_process: !source.snapshot,
             leaves_directory: args.daemonize,
             inactive: disk.args.device.incoming,
             wait_for_locks: Some(LOCK_WAIT),
@@ -265,7 +265,8 @@ impl Placed {
 fn control(path: Option<&PathBuf>, commands: &Arc<DiskControl>) -> Option<Server> {
     // Nobody could name a disk without a path.
     let name = place::name_of_disk(path?);
-    match place::listen(&name).and_then(|listening| Server::start(listening, Arc::clone(commands)))
+    match place::listen(&name)
+        .and_then(|listening| Server::start(listening, Arc::clone(commands), true))
     {
         Ok(server) => Some(server),
         Err(error) => {

@@ -6,7 +6,7 @@
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use ringdisk_disk::{
     Backing, CommitOptions, Disk, Format, Layer, OverlayOptions, Progress, ResizeOptions,
@@ -42,6 +42,8 @@ pub(crate) struct DiskControl {
     serving: Box<dyn Serving>,
     /// The command that changes the disk now.
     changing: Mutex<Option<Arc<Progress>>>,
+    /// What the process is confined to, when it is known.
+    sandbox: OnceLock<String>,
     /// Asks for a clean stop, as signals do; returns at once.
     stop: Box<dyn Fn() + Send + Sync>,
 }
@@ -57,8 +59,14 @@ impl DiskControl {
             disk: Mutex::new(Some(disk)),
             serving: Box::new(serving),
             changing: Mutex::new(None),
+            sandbox: OnceLock::new(),
             stop: Box::new(stop),
         }
+    }
+
+    /// Says what the process is confined to, once.
+    pub(crate) fn confined(&self, sandbox: String) {
+        let _ = self.sandbox.set(sandbox);
     }
 
     /// Lets go of the disk, so that its image is free when clients hear of the end. Any thread.
@@ -78,6 +86,19 @@ impl DiskControl {
         if let Some(progress) = &*self.changing() {
             progress.cancel();
         }
+    }
+
+    /// What helps when the sandbox, and not a file's mode, is in the way.
+    fn explain(&self, failure: Failure) -> Failure {
+        let is_ours =
+            failure.exit == Exit::Permission && !failure.message().contains("--allow-path");
+        if !is_ours || self.sandbox.get().is_none() {
+            return failure;
+        }
+        failure.hint(
+            "the mount is in a sandbox, which was told of the directory of its image and of those that --allow-path names: \
+             mount with another --allow-path, or with --sandbox off",
+        )
     }
 
     /// What changes the disk; a panic elsewhere leaves it valid, so poison is ignored.
@@ -105,14 +126,16 @@ impl DiskControl {
             object.insert(String::from("size"), json!(disk.size()));
             object.insert(String::from("read-only"), json!(disk.is_read_only()));
             object.insert(String::from("fault"), json!(disk.fault()));
+            object.insert(String::from("sandbox"), json!(self.sandbox.get()));
             object.insert(
                 String::from("layers"),
                 layers.iter().map(|layer| layer_json(layer, report.reads_and_writes())).collect(),
             );
-            object.insert(
-                String::from("text"),
-                json!(report.with_layers(&layers, disk.fault().as_deref())),
-            );
+            let mut text = report.with_layers(&layers, disk.fault().as_deref());
+            if let Some(sandbox) = self.sandbox.get() {
+                text.push_str(&format!("\n  sandbox: {sandbox}"));
+            }
+            object.insert(String::from("text"), json!(text));
         }
         Ok(value)
     }
@@ -269,19 +292,25 @@ impl Commands for DiskControl {
             }
             Command::Resize(wanted) => {
                 let _changing = self.change(progress)?;
-                Ok(self.resize(ring, &wanted).await?)
+                Ok(self.resize(ring, &wanted).await.map_err(|failure| self.explain(failure))?)
             }
             Command::Snapshot(wanted) => {
                 let _changing = self.change(progress)?;
-                Ok(self.snapshot(ring, &wanted).await?)
+                Ok(self.snapshot(ring, &wanted).await.map_err(|failure| self.explain(failure))?)
             }
             Command::Backing(wanted) => {
                 let _changing = self.change(progress)?;
-                Ok(self.backing(ring, &wanted, progress).await?)
+                Ok(self
+                    .backing(ring, &wanted, progress)
+                    .await
+                    .map_err(|failure| self.explain(failure))?)
             }
             Command::Commit(wanted) => {
                 let _changing = self.change(progress)?;
-                Ok(self.commit(ring, &wanted, progress).await?)
+                Ok(self
+                    .commit(ring, &wanted, progress)
+                    .await
+                    .map_err(|failure| self.explain(failure))?)
             }
         }
     }

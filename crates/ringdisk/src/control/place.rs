@@ -20,6 +20,8 @@ use std::time::{Duration, SystemTime};
 use ringdisk_fuse::mount::table::MountEntry;
 use rustix::fs::{FlockOperation, flock};
 
+use crate::sandbox;
+
 /// Longest path of a socket, bytes: `sun_path` (unix(7)) less the final zero.
 pub(crate) const PATH_BYTES_MAX: usize = 107;
 
@@ -46,8 +48,15 @@ impl Drop for Listening {
         let _lock = self.path.parent().and_then(|directory| lock(directory).ok());
         // Our mount is gone and its number given away: the name may be the next one's already.
         if identity(&self.path).is_ok_and(|now| now == self.identity) {
-            let _ = fs::remove_file(&self.path);
+            let _ = sandbox::remove_file(&self.path);
         }
+    }
+}
+
+impl Listening {
+    /// Its name, with device and inode number.
+    pub(crate) fn named(&self) -> sandbox::Named {
+        (self.path.clone(), self.identity)
     }
 }
 
@@ -71,6 +80,8 @@ pub(crate) fn user() -> u32 {
 
 /// What the names of the sockets of disks for virtual machines begin with.
 const DISK: &str = "disk-";
+/// What the names of the sockets for their successors begin with.
+const UPGRADE: &str = "upgrade-";
 
 /// The name of the socket of a mount.
 pub(crate) fn name_of_mount(device: (u32, u32)) -> String {
@@ -88,6 +99,13 @@ pub(crate) fn name_of_disk(path: &Path) -> String {
     let hash =
         bytes.iter().fold(START, |hash, byte| (hash ^ u128::from(*byte)).wrapping_mul(PRIME));
     format!("{DISK}{hash:032x}.sock")
+}
+
+/// The name of the socket for the process that takes such a disk over.
+///
+/// * `path`: as [`name_of_disk`] takes it.
+pub(crate) fn name_for_successor(path: &Path) -> String {
+    format!("{UPGRADE}{}", name_of_disk(path))
 }
 
 /// A path without links and dots in its directory, whether there is such a file or not.
@@ -237,6 +255,7 @@ fn remove_stale(directory: &Path) {
         let ours = name.ends_with(".sock")
             && (name.starts_with("mount-")
                 || name.starts_with(DISK)
+                || name.starts_with(UPGRADE)
                 || (name.starts_with("new-") && is_old()));
         if ours && is_dead(&entry.path()) {
             tracing::debug!("'{}' was left by a server that is gone", entry.path().display());
@@ -317,6 +336,7 @@ mod tests {
         let place = directory.path().to_owned();
         drop(UnixListener::bind(place.join("mount-0-1.sock")).expect("bind"));
         drop(UnixListener::bind(place.join("disk-1.sock")).expect("bind"));
+        drop(UnixListener::bind(place.join("upgrade-disk-1.sock")).expect("bind"));
         drop(UnixListener::bind(place.join("mount-0-77.sock")).expect("bind"));
         let alive = UnixListener::bind(place.join("mount-0-2.sock")).expect("bind");
         fs::write(place.join("notes.txt"), "mine").expect("write");

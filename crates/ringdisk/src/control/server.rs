@@ -114,8 +114,14 @@ struct Hub<C> {
 impl Server {
     /// Serves from now on.
     ///
+    /// * `restricted`: its ring does nothing but what it is for.
+    ///
     /// Errors: no ring, no thread.
-    pub(crate) fn start<C: Commands>(listening: Listening, commands: Arc<C>) -> io::Result<Server> {
+    pub(crate) fn start<C: Commands>(
+        listening: Listening,
+        commands: Arc<C>,
+        restricted: bool,
+    ) -> io::Result<Server> {
         let ending = Arc::new(Ending::default());
         let theirs = Arc::clone(&ending);
         let (tell, told) = channel();
@@ -126,6 +132,7 @@ impl Server {
                     entries: ENTRIES,
                     slots: SLOTS,
                     name: String::from("control"),
+                    restricted,
                     ..Config::default()
                 };
                 match Runtime::new(config) {

@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use ringdisk_fuse::kept::{Parked, is_over};
-use ringdisk_fuse::mount::{Mount, Unmount};
+use ringdisk_fuse::mount::{Mount, Unmount, mountpoint};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGUSR1};
@@ -100,6 +100,9 @@ struct Holder {
     signals: Signals,
     manager: Notify,
     parked: link::Named,
+    /// Where the mount was asked for. What the serving process says of it counts only for that place: it reads what others wrote, and
+    /// is in a sandbox, which this one is not.
+    mountpoint: Option<PathBuf>,
     pidfile_path: Option<PathBuf>,
     pidfile: Option<Pidfile>,
     background: Option<Background>,
@@ -148,6 +151,7 @@ pub(crate) fn run(
         signals: Signals::watch().map_err(|error| cannot(&error))?,
         manager: Notify::from_environment(),
         parked: Vec::new(),
+        mountpoint: mountpoint::resolve(mountpoint).ok(),
         pidfile_path,
         pidfile: None,
         background,
@@ -388,8 +392,11 @@ impl Holder {
         let state =
             state.and_then(|state| StateFile::open(state).ok()).and_then(|file| file.state());
         let parked = state.map(|state| (state.made, Parked { terms: state.terms(), devices }));
-        if let Some((made, Parked { terms, mut devices })) =
-            parked.filter(|(_, parked)| !(is_removed && is_over(parked)))
+        let is_asked_for =
+            |place: &Path| self.mountpoint.as_deref().is_none_or(|asked| asked == place);
+        if let Some((made, Parked { terms, mut devices })) = parked
+            .filter(|(_, parked)| is_asked_for(&parked.terms.mountpoint))
+            .filter(|(_, parked)| !(is_removed && is_over(parked)))
             && let Some(device) = devices.pop()
         {
             let mount = Mount::adopt(device, terms.mountpoint.clone(), terms.connection);
@@ -417,6 +424,7 @@ mod tests {
             signals: Signals { wake: UnixStream::pair().expect("sockets").0, came: Vec::new() },
             manager: Notify::from_environment(),
             parked: vec![(String::from("x"), tempfile::tempfile().expect("file").into())],
+            mountpoint: None,
             pidfile_path: None,
             pidfile: None,
             background: None,

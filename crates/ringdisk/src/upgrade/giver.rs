@@ -6,12 +6,13 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
 
 use ringdisk_vhost::export::HandOverHandle;
 use rustix::net::sockopt::socket_peercred;
 
 use super::link;
-use super::{GO, READY, STEP, name};
+use super::{ASK, GO, READY, STEP};
 use crate::control::place::{self, Listening, user};
 
 /// The socket for the successor of one disk; dropping it removes its name.
@@ -19,6 +20,7 @@ use crate::control::place::{self, Listening, user};
 pub(crate) struct Giver {
     listening: Listening,
     was_given: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
 }
 
 impl Giver {
@@ -28,15 +30,15 @@ impl Giver {
     ///
     /// Errors: no socket, no thread.
     pub(crate) fn start(path: &Path, handle: HandOverHandle) -> io::Result<Giver> {
-        let listening = place::listen(&name(path))?;
+        let listening = place::listen(&place::name_for_successor(path))?;
         let listener = listening.listener.try_clone()?;
         listener.set_nonblocking(false)?;
         let was_given = Arc::new(AtomicBool::new(false));
         let given = Arc::clone(&was_given);
-        std::thread::Builder::new()
+        let thread = std::thread::Builder::new()
             .name(String::from("upgrade"))
             .spawn(move || wait(&listener, &handle, &given))?;
-        Ok(Giver { listening, was_given })
+        Ok(Giver { listening, was_given, thread: Some(thread) })
     }
 
     /// Says whether another process serves the disk now.
@@ -49,6 +51,12 @@ impl Drop for Giver {
     fn drop(&mut self) {
         // Ends the thread's waiting.
         let _ = rustix::net::shutdown(&self.listening.listener, rustix::net::Shutdown::Both);
+        // The end of the process must not come before the word that the other one waits for: nobody would have the disk.
+        if self.was_given.load(Ordering::Acquire)
+            && let Some(thread) = self.thread.take()
+        {
+            let _ = thread.join();
+        }
     }
 }
 
@@ -76,6 +84,13 @@ fn wait(listener: &UnixListener, handle: &HandOverHandle, given: &AtomicBool) {
 fn give(mut stream: &UnixStream, handle: &HandOverHandle, given: &AtomicBool) -> io::Result<bool> {
     stream.set_read_timeout(Some(STEP))?;
     stream.set_write_timeout(Some(STEP))?;
+    let mut word = [0];
+    if stream.read(&mut word)? == 0 {
+        return Ok(false);
+    }
+    if word != [ASK] {
+        return Err(io::ErrorKind::InvalidData.into());
+    }
     let (parcel, still) = match handle.hand_over() {
         Ok(packed) => packed,
         Err(error) => {
@@ -86,7 +101,6 @@ fn give(mut stream: &UnixStream, handle: &HandOverHandle, given: &AtomicBool) ->
     };
     link::send(stream, &parcel)?;
     drop(parcel);
-    let mut word = [0];
     stream.read_exact(&mut word)?;
     if word != [READY] {
         return Err(io::ErrorKind::InvalidData.into());

@@ -4,7 +4,7 @@
 //! that everything is ready, and never again after that. The guest sees a pause, nothing else. Beside the control socket of a disk the
 //! old process listens on one for its successor, open to our user and to root only.
 //!
-//! What is said: the new process connects; the old one stands still and sends the parcel; the new one prepares everything and says
+//! What is said: the new process connects and says [`ASK`]; the old one stands still and sends the parcel; the new one prepares everything and says
 //! [`READY`]; the old one says [`GO`] and ends; the new one serves, and sees the end of the old one as the end of the socket.
 
 mod giver;
@@ -14,21 +14,13 @@ mod taker;
 pub(crate) use giver::Giver;
 pub(crate) use taker::{Offer, Predecessor, ask};
 
-use std::path::Path;
 use std::time::Duration;
 
-use crate::control::place;
-
+/// The new process wants the disk. Who connects and says nothing only looks whether somebody is there.
+const ASK: u8 = b'A';
 /// The new process has everything.
 const READY: u8 = b'R';
 /// The old process serves no longer.
 const GO: u8 = b'G';
 /// Each step takes so long at most; the guest stands still meanwhile.
 const STEP: Duration = Duration::from_secs(8);
-
-/// The name of the socket for the successor.
-///
-/// * `path`: of the vhost-user socket, as [`place::real_path`] gives it.
-fn name(path: &Path) -> String {
-    format!("upgrade-{}", place::name_of_disk(path))
-}

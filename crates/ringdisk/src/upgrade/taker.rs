@@ -6,8 +6,8 @@ use std::path::Path;
 
 use ringdisk_vhost::export::Parcel;
 
-use super::{GO, READY, STEP, link, name};
-use crate::control::place::{candidates, user};
+use super::{ASK, GO, READY, STEP, link};
+use crate::control::place::{candidates, name_for_successor, user};
 use crate::report::{Exit, Failure};
 
 /// The old process, which stands still until this is dropped.
@@ -29,13 +29,14 @@ pub(crate) fn ask(path: &Path) -> Result<(Parcel, Offer), Failure> {
         Failure::new(Exit::Mountpoint, format!("no ringdisk serves a disk at '{shown}'"))
             .hint("start without --upgrade")
     };
-    let found = candidates(&name(path), user());
+    let found = candidates(&name_for_successor(path), user());
     let stream = found.iter().find_map(|place| UnixStream::connect(place).ok());
     let stream = stream.ok_or_else(nobody)?;
     let doing = || format!("the process that serves '{shown}' did not hand it over");
     let failed = |error: io::Error| Failure::system(doing(), &error, Exit::General);
     stream.set_read_timeout(Some(STEP)).map_err(failed)?;
     stream.set_write_timeout(Some(STEP)).map_err(failed)?;
+    (&stream).write_all(&[ASK]).map_err(failed)?;
     match link::receive(&stream).map_err(failed)? {
         Ok(parcel) => Ok((parcel, Offer(stream))),
         Err(why) => Err(Failure::new(Exit::General, format!("{}: {why}", doing()))

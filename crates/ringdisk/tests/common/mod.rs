@@ -6,6 +6,7 @@
 pub(crate) mod forbid;
 pub(crate) mod kept;
 pub(crate) mod mapping;
+pub(crate) mod serving;
 pub(crate) mod tools;
 
 use std::fs::{File, OpenOptions};

@@ -68,7 +68,8 @@ fn an_overlay_that_a_command_put_on_top_stays_on_top() {
     let image = directory.path().join("disk.qcow2");
     images::qcow2(&image, "8M", "");
     let overlay = elsewhere.path().join("overlay.qcow2");
-    let disk = Kept::start(&["--format", "qcow2", text(&image)]);
+    let allowed = text(elsewhere.path());
+    let disk = Kept::start(&["--format", "qcow2", "--allow-path", allowed, text(&image)]);
     let path = disk.path();
     let write = |byte: u8, at: u64| open(&path).write_all_at(&[byte; 4096], at).expect("write");
     write(1, 0);

@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ringdisk_disk::Disk;
 use ringdisk_guest::inflight::InflightArea as Inflight;
@@ -20,6 +20,12 @@ use crate::worker::{Gone, QueueThread, RingStart, areas, layout};
 
 /// A migration's destination waits so long for the source to give the disk away.
 const TAKE_OVER: Duration = Duration::from_secs(10);
+
+/// Requests in flight have so long at the end of an export: storage that never answers does not hold the process up.
+const END_PATIENCE: Duration = Duration::from_secs(10);
+
+/// The last flush has so long.
+const CLOSE_PATIENCE: Duration = Duration::from_secs(300);
 
 /// What the front end gave for a virtqueue.
 #[derive(Debug, Default)]
@@ -88,10 +94,14 @@ impl Control {
         &self.threads[usize::from(index) % self.threads.len()]
     }
 
-    /// Whether to go on waiting for a queue thread: not when requests are not to be answered any more.
+    /// Whether to go on waiting for a queue thread: not when it is gone or requests are not to be answered any more, and not for ever
+    /// when the export is to end.
     pub(super) fn is_patient(&self) -> impl Fn() -> bool + use<> {
-        let device = Arc::clone(&self.device);
-        move || !device.gives_up()
+        let (device, begun) = (Arc::clone(&self.device), Instant::now());
+        move || {
+            let is_late = device.is_ending() && begun.elapsed() > END_PATIENCE;
+            !device.gives_up() && !is_late
+        }
     }
 
     /// Tells the front end that the configuration space has changed.
@@ -268,6 +278,22 @@ impl Control {
         let flushed =
             self.threads[0].ask_task(|worker| async move { worker.disk.flush(&worker.ring).await });
         Ok(flushed.wait(self.is_patient())??)
+    }
+
+    /// The end of an export whose virtqueues have stopped: makes what was written durable and closes the images. What qcow2 keeps for
+    /// later (dirty bitmaps, clusters that are to be given back) is written then. The flush comes first: closing waits for requests, and
+    /// some may never end.
+    pub(super) fn close(&self) -> Result<(), Refusal> {
+        if !self.disk.is_active() {
+            return Ok(());
+        }
+        let closed = self.threads[0].ask_task(|worker| async move {
+            let flushed = worker.disk.flush(&worker.ring).await;
+            flushed.and(worker.disk.close(&worker.ring).await)
+        });
+        // A page cache full of writes may take its time.
+        let (device, begun) = (Arc::clone(&self.device), Instant::now());
+        Ok(closed.wait(|| !device.gives_up() && begun.elapsed() < CLOSE_PATIENCE)??)
     }
 }
 

@@ -8,7 +8,7 @@ use rustix::event::epoll;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::backend::Control;
-use super::hand_over::FrontEnd;
+use super::hand_over::{FrontEnd, Outcome};
 use super::options::Second;
 use super::signals::Signals;
 use super::sockets::Door;
@@ -17,8 +17,9 @@ use crate::{Connection, Error, ErrorKind, Received};
 
 /// From the first byte of a message to its last, and for a reply to be taken.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Pauses between attempts to connect to a front end.
-const CONNECT_EVERY: Duration = Duration::from_millis(100);
+/// First pause between two attempts to connect to a front end; each one is longer than the one before, up to the last.
+const CONNECT_FIRST: Duration = Duration::from_millis(100);
+const CONNECT_LAST: Duration = Duration::from_secs(2);
 /// Queue threads have so long to end.
 const THREADS_END: Duration = Duration::from_secs(10);
 
@@ -32,6 +33,8 @@ enum End {
     GaveUp,
     /// Another process goes on.
     HandedOver,
+    /// A queue thread ended by a defect of ours.
+    Panicked,
 }
 
 /// What the control thread needs.
@@ -64,7 +67,7 @@ impl Host {
         let is_ours = !self.control.device.gives_up() && !matches!(result, Ok(End::HandedOver));
         let mut flushed = Ok(());
         if is_ours {
-            flushed = self.control.flush().map_err(|refusal| {
+            flushed = self.control.close().map_err(|refusal| {
                 Error::new(
                     ErrorKind::Storage,
                     format!("{}: the last flush failed: {refusal}", self.name),
@@ -111,6 +114,7 @@ impl Host {
                 End::Gone if matches!(self.door, Door::One(_)) => return Ok(End::Gone),
                 End::Gone => tracing::info!("{}: the front end has gone", self.name),
                 End::Stopped | End::HandedOver => return Ok(end),
+                End::Panicked => return Err(self.panicked()),
                 End::GaveUp => {
                     let text =
                         format!("{}: stopped after an I/O error (--on-error stop)", self.name);
@@ -124,16 +128,17 @@ impl Host {
 
     /// Waits for a front end.
     fn next_front_end(&mut self) -> Result<Next, Error> {
+        let mut pause = CONNECT_FIRST;
         loop {
             self.signals.clear();
             if self.signals.is_stopped() {
                 return Ok(Next::Stopped);
             }
             if let Some(request) = self.signals.take_request() {
-                if request.serve(&mut self.control, &self.door, None) {
-                    return Ok(Next::HandedOver);
+                match request.serve(&mut self.control, &self.door, None) {
+                    Outcome::Taken => return Ok(Next::HandedOver),
+                    Outcome::GoesOn | Outcome::LetGo => continue,
                 }
-                continue;
             }
             if self.signals.has_panicked() {
                 return Err(self.panicked());
@@ -147,7 +152,11 @@ impl Host {
                     let comes = PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN);
                     poll(&mut [wake, comes], None)
                 }
-                _ => poll(&mut [wake], Timespec::try_from(CONNECT_EVERY).ok().as_ref()),
+                _ => {
+                    let waited = poll(&mut [wake], Timespec::try_from(pause).ok().as_ref());
+                    pause = (pause * 3 / 2).min(CONNECT_LAST);
+                    waited
+                }
             };
             match waited {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
@@ -206,8 +215,11 @@ impl Host {
                     }
                     while let Some(request) = self.signals.take_request() {
                         let front_end = Some((&mut *session, &*connection));
-                        if request.serve(&mut self.control, &self.door, front_end) {
-                            return End::HandedOver;
+                        match request.serve(&mut self.control, &self.door, front_end) {
+                            Outcome::Taken => return End::HandedOver,
+                            // It would wait for ever.
+                            Outcome::LetGo => return End::Gone,
+                            Outcome::GoesOn => {}
                         }
                     }
                 }
@@ -238,7 +250,10 @@ impl Host {
     /// Looks what woke us.
     fn woken(&mut self) -> Option<End> {
         self.signals.clear();
-        if self.signals.is_stopped() || self.signals.has_panicked() {
+        if self.signals.has_panicked() {
+            return Some(End::Panicked);
+        }
+        if self.signals.is_stopped() {
             return Some(End::Stopped);
         }
         if self.control.device.gives_up() {

@@ -57,8 +57,19 @@ pub(super) fn ask(signals: &Signals) -> Result<(Parcel, HandedOver), Error> {
     Ok((parcel, HandedOver { verdict }))
 }
 
+/// What came of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Outcome {
+    /// The other process has the export.
+    Taken,
+    /// The export goes on here.
+    GoesOn,
+    /// It does, but not for the front end that was connected.
+    LetGo,
+}
+
 impl Request {
-    /// Carries it out, on the control thread. Returns whether the other process has the export.
+    /// Carries it out, on the control thread.
     ///
     /// * `front_end`: the session and its socket, if one is connected.
     pub(super) fn serve(
@@ -66,41 +77,32 @@ impl Request {
         control: &mut Control,
         door: &Door,
         mut front_end: Option<(&mut Session, &Connection)>,
-    ) -> bool {
-        let packed = pack(control, door, &mut front_end);
-        let stood_still = packed.is_ok();
+    ) -> Outcome {
+        let half = front_end.as_ref().is_some_and(|(_, socket)| !socket.is_between_messages());
+        let why_not = if half {
+            Some("a message of the front end is half here; try again")
+        } else if control.is_migrating() {
+            Some("the guest is being migrated; try again after that")
+        } else {
+            None
+        };
+        if let Some(why) = why_not {
+            let _ = self.answer.send(Err(Error::new(ErrorKind::Refused, why)));
+            return Outcome::GoesOn;
+        }
+        // Most of what has to reach the storage does so while the guest still works. A failure comes again below.
+        let _ = control.flush();
+        if let Some((session, _)) = &mut front_end {
+            session.suspend(control);
+        }
+        let packed = pack_still(control, door, &mut front_end);
+        let is_packed = packed.is_ok();
         let told = self.answer.send(packed).is_ok();
-        if stood_still && told && self.verdict.recv_timeout(PATIENCE).is_ok() {
-            return true;
+        if is_packed && told && self.verdict.recv_timeout(PATIENCE).is_ok() {
+            return Outcome::Taken;
         }
-        if stood_still {
-            go_on(control, &mut front_end);
-        }
-        false
+        if go_on(control, &mut front_end) { Outcome::GoesOn } else { Outcome::LetGo }
     }
-}
-
-/// Makes everything stand still, and packs it. When that fails, everything goes on.
-fn pack(
-    control: &mut Control,
-    door: &Door,
-    front_end: &mut Option<(&mut Session, &Connection)>,
-) -> Result<Parcel, Error> {
-    let refuse = |text: &str| Err(Error::new(ErrorKind::Refused, text));
-    if front_end.as_ref().is_some_and(|(_, connection)| !connection.is_between_messages()) {
-        return refuse("a message of the front end is half here; try again");
-    }
-    if control.is_migrating() {
-        return refuse("the guest is being migrated; try again after that");
-    }
-    if let Some((session, _)) = front_end {
-        session.suspend(control);
-    }
-    let packed = pack_still(control, door, front_end);
-    if packed.is_err() {
-        go_on(control, front_end);
-    }
-    packed
 }
 
 fn pack_still(
@@ -132,8 +134,8 @@ fn pack_still(
     packing.finish()
 }
 
-/// Goes on here.
-fn go_on(control: &mut Control, front_end: &mut Option<(&mut Session, &Connection)>) {
+/// Goes on here. Returns whether the front end's virtqueues do.
+fn go_on(control: &mut Control, front_end: &mut Option<(&mut Session, &Connection)>) -> bool {
     let resumed = control.threads[0].ask_task(|worker| async move {
         worker.disk.resume(&worker.ring).await.map_err(|error| error.to_string())
     });
@@ -143,11 +145,12 @@ fn go_on(control: &mut Control, front_end: &mut Option<(&mut Session, &Connectio
     if let Err(why) = resumed {
         tracing::error!("{name}: the disk cannot go on after a hand-over that failed: {why}");
     }
-    if let Some((session, _)) = front_end
-        && let Err(error) = session.resume(control)
-    {
+    let Some((session, _)) = front_end else { return true };
+    let went_on = session.resume(control);
+    if let Err(error) = &went_on {
         tracing::error!("{name}: virtqueues cannot go on after a hand-over that failed: {error}");
     }
+    went_on.is_ok()
 }
 
 impl Control {

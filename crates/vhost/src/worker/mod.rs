@@ -95,6 +95,11 @@ impl Worker {
     /// Errors: it cannot be as it is described.
     pub(crate) fn start(&self, start: RingStart) -> Result<(), Error> {
         let vring = Vring::start(start)?;
+        // A batch finds its tasks there; more are made when more requests are with the storage than ever before.
+        while self.slots.get() < BATCH_MAX {
+            let Some(slot) = self.new_slot() else { break };
+            self.idle.borrow_mut().push(slot);
+        }
         vring.listen(&self.ring, &self.cells);
         self.vrings.borrow_mut().push(vring);
         Ok(())
@@ -187,6 +192,10 @@ impl Worker {
             self.cells.exhausted.add(1);
             return None;
         }
+        self.new_slot()
+    }
+
+    fn new_slot(&self) -> Option<Rc<Slot>> {
         self.slots.set(self.slots.get() + 1);
         let slot = Rc::new(Slot::default());
         let worker = self.this.upgrade()?;

@@ -4,7 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::time::Instant;
 
-use ringdisk_guest::{Chain, Token, View};
+use ringdisk_guest::{Chain, SEGMENTS_MAX, Token, View};
 use ringdisk_ring::{IoBuf, Parker, Ring, Scatter};
 
 use crate::blk::serve::serve;
@@ -12,7 +12,6 @@ use crate::blk::serve::serve;
 use super::{Vring, Worker};
 
 /// What a request needs while it is served; reused by the next one.
-#[derive(Default)]
 pub(crate) struct Slot {
     pub(crate) chain: RefCell<Chain>,
     scatter: RefCell<Scatter>,
@@ -27,6 +26,20 @@ pub(crate) struct Slot {
 struct Request {
     vring: Rc<Vring>,
     token: Token,
+}
+
+impl Default for Slot {
+    /// With room for the longest request: serving one allocates nothing.
+    fn default() -> Slot {
+        Slot {
+            chain: RefCell::default(),
+            scatter: RefCell::new(Scatter::with_capacity(SEGMENTS_MAX)),
+            request: RefCell::default(),
+            view: RefCell::default(),
+            since: Cell::default(),
+            parker: Parker::default(),
+        }
+    }
 }
 
 impl Slot {

@@ -122,7 +122,12 @@ impl Vring {
                 });
                 match kicked.await {
                     None => break,
-                    Some(Ok(_)) => cells.kicks.add(1),
+                    Some(Ok(8)) => cells.kicks.add(1),
+                    Some(Ok(_)) => {
+                        let index = vring.index;
+                        tracing::warn!("virtqueue {index}: its kick is no eventfd");
+                        break;
+                    }
                     Some(Err(Errno::AGAIN | Errno::INTR)) => {}
                     Some(Err(errno)) => {
                         let index = vring.index;

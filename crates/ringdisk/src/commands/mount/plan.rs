@@ -18,6 +18,7 @@ use crate::keep::State;
 use crate::made::Fresh;
 use crate::new_image::NewImage;
 use crate::report::{Exit, Failure};
+use crate::sandbox;
 use crate::serve::Options;
 use crate::signals::Watcher;
 use crate::terminal::{self, shell_word};
@@ -145,6 +146,23 @@ impl<'a> Plan<'a> {
         self.image.open(fresh, new)
     }
 
+    /// What serving takes of the system, for the sandbox.
+    ///
+    /// * `control`: name of the control socket.
+    pub(super) fn confinement(
+        &self,
+        disk: &Disk,
+        control: Option<&Path>,
+    ) -> ringdisk_sandbox::Plan {
+        let args = self.args;
+        let mut plan = sandbox::images(args.sandbox, disk, &args.disk.allow_path);
+        if let Some(directory) = control.and_then(Path::parent) {
+            // Locked while the socket goes.
+            plan = plan.list(directory);
+        }
+        plan
+    }
+
     pub(super) fn options(&self, disk: &Disk) -> Options {
         let args = self.args;
         Options {
@@ -159,6 +177,7 @@ impl<'a> Plan<'a> {
             allow_other: args.allow_other,
             kernel_cache: args.kernel_cache,
             io_timeout: args.io_timeout,
+            restricted: sandbox::is_wanted(args.sandbox),
             keep: None,
             name: self.image.name(),
         }

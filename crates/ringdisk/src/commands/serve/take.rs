@@ -10,6 +10,7 @@ use super::{Placed, Plan, Running};
 use crate::commands::look;
 use crate::control::place::real_path;
 use crate::report::{Exit, Failure};
+use crate::signals::{Phase, Watcher};
 use crate::sockets::{MadeSocket, Place};
 use crate::terminal;
 use crate::upgrade::{Offer, Predecessor, ask};
@@ -18,22 +19,38 @@ use crate::vhost::{self, Served};
 /// A disk that stands still: not served there any more, and not yet here.
 struct Waiting {
     placed: Placed,
+    /// The socket has a name that was made for it, by us or by the process before us: not by a front end or a service manager.
+    makes: bool,
     prepared: Prepared,
     offer: Offer,
+}
+
+/// A disk that is served here.
+struct Taken {
+    placed: Placed,
+    makes: bool,
+    served: Served,
+    disk: Arc<Disk>,
+    predecessor: Predecessor,
 }
 
 /// Takes all disks over. Until all are prepared the other process can go on with them.
 ///
 /// Errors: one of them cannot be had, or not be served here; the other process goes on with all.
-pub(super) fn take_over(plans: Vec<Plan<'_>>) -> Result<Vec<Running>, Failure> {
+pub(super) fn take_over(plans: Vec<Plan<'_>>, watcher: &Watcher) -> Result<Vec<Running>, Failure> {
     let waiting = plans.into_iter().map(prepare).collect::<Result<Vec<_>, _>>()?;
-    let mut taken: Vec<(Placed, Served, Arc<Disk>, Predecessor)> = Vec::new();
-    for Waiting { placed, prepared, offer } in waiting {
+    // From here on a signal stops disks that are ours, which takes more than the end of the process.
+    if let Some(signal) = watcher.enter(Phase::Mounting) {
+        let text = format!("stopped by {signal} before a disk was taken over");
+        return Err(Failure::new(Exit::General, text));
+    }
+    let mut taken = Vec::new();
+    for Waiting { placed, makes, prepared, offer } in waiting {
         match offer.take() {
             Ok(predecessor) => {
                 let disk = Arc::clone(prepared.disk());
                 let served = Served::go(prepared, placed.name.clone())?;
-                taken.push((placed, served, disk, predecessor));
+                taken.push(Taken { placed, makes, served, disk, predecessor });
             }
             // Its guest goes on where it was.
             Err(failure) => terminal::complain(&failure.context(placed.name)),
@@ -42,10 +59,10 @@ pub(super) fn take_over(plans: Vec<Plan<'_>>) -> Result<Vec<Running>, Failure> {
     if taken.is_empty() {
         return Err(Failure::new(Exit::General, "no disk was handed over"));
     }
-    let attend = |(mut placed, served, disk, predecessor): (Placed, Served, _, Predecessor)| {
+    let attend = |Taken { mut placed, makes, served, disk, predecessor }| {
         // Guests go on meanwhile; names for `ringdisk ctl` are free when it is gone.
         predecessor.wait();
-        if let Some(path) = placed.path.as_deref().filter(|_| !placed.connects) {
+        if let Some(path) = placed.path.as_deref().filter(|_| makes) {
             placed.made = MadeSocket::adopt(path).ok();
         }
         placed.attend(served, disk)
@@ -73,5 +90,5 @@ fn prepare(plan: Plan<'_>) -> Result<Waiting, Failure> {
         format!("{} is served {}", plan.image.describe(prepared.disk()), plan.place.shown());
     let queues = vhost::queues(plan.args);
     let placed = Placed { ready, name, path: Some(path), connects, queues, made: None };
-    Ok(Waiting { placed, prepared, offer })
+    Ok(Waiting { placed, makes: plan.args.place.vhost_user_blk.is_some(), prepared, offer })
 }

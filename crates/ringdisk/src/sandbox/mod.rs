@@ -1,0 +1,149 @@
+//! The sandbox of a process that serves images.
+//!
+//! Promises: what is served goes on as without it, through every command of `ringdisk ctl` and to the end; what was made is removed by
+//! whoever is outside ([`warden`]). What is in force is told.
+//!
+//! [`images`] is what any server of images needs; a command adds its own and calls [`enter`] when all that takes more has been done.
+
+pub(crate) mod warden;
+
+use std::ffi::OsStr;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+
+use ringdisk_disk::Disk;
+use ringdisk_ring::Fd;
+use ringdisk_sandbox::{InForce, Plan};
+use ringdisk_storage::{Kind, Storage};
+
+use crate::cli::SandboxWord;
+use crate::report::{Exit, Failure};
+use crate::terminal;
+use warden::Warden;
+
+/// A file by its name, with device and inode number: what has taken its name since is another one.
+pub(crate) type Named = (PathBuf, (u64, u64));
+
+/// The process that removes what this one may not.
+static WARDEN: OnceLock<Warden> = OnceLock::new();
+
+/// Whether a process with this option is confined. For users who are not root it costs `fusermount3`, which needs to become root: they ask.
+pub(crate) fn is_wanted(word: SandboxWord) -> bool {
+    match word {
+        SandboxWord::Auto => rustix::process::geteuid().is_root(),
+        SandboxWord::On | SandboxWord::Strict => true,
+        SandboxWord::Off => false,
+    }
+}
+
+/// What serving a disk takes: its images, and where a command may put another one.
+///
+/// * `more`: names of files and directories that the command line allows images to lead to.
+pub(crate) fn images(word: SandboxWord, disk: &Disk, more: &[PathBuf]) -> Plan {
+    let mut plan = Plan::new().insist(matches!(word, SandboxWord::On | SandboxWord::Strict));
+    let layers = disk.layers();
+    // Written to by a commit, whatever they are open for now.
+    let writes = !disk.is_read_only();
+    for layer in &layers {
+        for storage in [layer.file(), layer.data_storage()].into_iter().flatten() {
+            if let Some(file) = by_descriptor(storage) {
+                plan = if writes { plan.read_write(file) } else { plan.read(file) };
+            }
+        }
+    }
+    for path in more {
+        let is_directory = path.is_dir();
+        plan = match (is_directory, writes && word != SandboxWord::Strict) {
+            (true, true) => plan.write_below(path),
+            (true, false) => plan.read_below(path),
+            (false, true) => plan.read_write(path),
+            (false, false) => plan.read(path),
+        };
+    }
+    // Where backing files may lie by the rules of names, and the overlay of a `ringdisk ctl snapshot`.
+    for (depth, layer) in layers.iter().enumerate() {
+        let is_file = layer.file().is_some_and(|file| file.kind() == Kind::Regular);
+        let Some(directory) = directory_of(layer.name()).filter(|_| is_file) else { continue };
+        plan = match depth == 0 && writes && word != SandboxWord::Strict {
+            true => plan.write_below(directory),
+            false => plan.read_below(directory),
+        };
+    }
+    plan
+}
+
+/// A name of the file that a storage has open, whatever has become of the one it was opened by.
+fn by_descriptor(storage: &Storage) -> Option<PathBuf> {
+    match storage.raw_fd()? {
+        Fd::Raw(fd) => Some(PathBuf::from(format!("/proc/self/fd/{fd}"))),
+        Fd::Fixed(_) => None,
+    }
+}
+
+/// The directory of an image; `None` for one that must not be opened as a whole.
+fn directory_of(image: &Path) -> Option<PathBuf> {
+    let image = fs::canonicalize(image).ok()?;
+    let directory = image.parent()?;
+    let is_whole_system = directory == Path::new("/") || directory.starts_with("/dev");
+    (!is_whole_system).then(|| directory.to_owned())
+}
+
+/// A socket of the service manager with an abstract name is outside; so are the programs that a backtrace names.
+pub(crate) fn surroundings(plan: Plan) -> Plan {
+    let plan = match std::env::current_exe() {
+        Ok(program) => plan.read(program),
+        Err(_) => plan,
+    };
+    let manager = std::env::var_os("NOTIFY_SOCKET");
+    let is_abstract = |name: &OsStr| name.as_encoded_bytes().starts_with(b"@");
+    if manager.is_some_and(|name| is_abstract(&name)) { plan.abstract_sockets() } else { plan }
+}
+
+/// Enters, with all threads, and says so.
+///
+/// Errors: something is missing that was insisted on; a thread could not be confined.
+pub(crate) fn enter(plan: Plan) -> Result<InForce, Failure> {
+    let in_force = surroundings(plan).enter().map_err(|error| {
+        Failure::new(Exit::Unsupported, format!("the process cannot be confined: {error}"))
+            .hint("--sandbox off serves without a sandbox")
+    })?;
+    for why in &in_force.missing {
+        terminal::warn(format_args!("the sandbox is not complete: {why}"));
+    }
+    Ok(in_force)
+}
+
+/// Sets a process to remove `removed` at the end, and a mount.
+///
+/// Errors: it cannot be started.
+pub(crate) fn set_warden(
+    mount: Option<(&Path, u32)>,
+    removed: &[Named],
+) -> io::Result<Arc<dyn ringdisk_fuse::mount::Remover>> {
+    let warden = Warden::start(mount, removed)?;
+    let remover = warden.remover();
+    // A process is confined once.
+    let _ = WARDEN.set(warden);
+    Ok(remover)
+}
+
+/// As [`std::fs::remove_file`]; inside a sandbox the warden does it, if it was told of the file.
+///
+/// Errors: those of unlink(2).
+pub(crate) fn remove_file(path: &Path) -> io::Result<()> {
+    match (fs::remove_file(path), WARDEN.get()) {
+        (Err(error), Some(warden)) if error.kind() == io::ErrorKind::PermissionDenied => {
+            if warden.unlink(path) { Ok(()) } else { Err(error) }
+        }
+        (result, _) => result,
+    }
+}
+
+/// The process ends: the warden does, too.
+pub(crate) fn leave() {
+    if let Some(warden) = WARDEN.get() {
+        warden.end();
+    }
+}

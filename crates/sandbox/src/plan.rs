@@ -1,0 +1,220 @@
+//! What shall still be possible, and entering.
+
+use std::fmt;
+use std::os::fd::AsFd;
+use std::path::PathBuf;
+
+use rustix::thread::CapabilitySet;
+
+use crate::calls::{self, Calls};
+use crate::capabilities::{self, Keep};
+use crate::files::{self, NoRules, Right};
+use crate::threads::{self, Confinement};
+
+/// What a serving process still needs. Everything else goes.
+#[derive(Debug)]
+pub struct Plan {
+    paths: Vec<(PathBuf, Right)>,
+    without_files: Option<String>,
+    abstract_sockets: bool,
+    calls: Calls,
+    keep: Keep,
+    is_insisted_on: bool,
+}
+
+/// What is in force. Shown in one line.
+#[derive(Clone, Debug)]
+pub struct InForce {
+    /// The kernel's version of landlock, and the number of paths with rules.
+    pub landlock: Option<(i32, usize)>,
+    /// System calls that may be made; `None`: no seccomp.
+    pub calls: Option<usize>,
+    /// `None`: not root, so there are none to lose.
+    pub capabilities: Option<CapabilitySet>,
+    /// What could not be had, each with the reason.
+    pub missing: Vec<String>,
+}
+
+/// Why a process is not confined as it was insisted on, or not even as it must be for its own sake.
+#[derive(Debug)]
+pub struct Failure(pub String);
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Failure {}
+
+impl Default for Plan {
+    /// The program's own needs: /proc and /sys to read (its own state, CPUs and nodes), and two devices.
+    fn default() -> Plan {
+        let paths = [
+            ("/proc", Right::ReadBelow),
+            ("/sys", Right::ReadBelow),
+            ("/dev/null", Right::WriteFile),
+            ("/dev/zero", Right::ReadFile),
+        ];
+        Plan {
+            paths: paths.map(|(path, right)| (PathBuf::from(path), right)).to_vec(),
+            without_files: None,
+            abstract_sockets: false,
+            calls: Calls::default(),
+            keep: Keep::default(),
+            is_insisted_on: false,
+        }
+    }
+}
+
+impl Plan {
+    /// The program's own needs.
+    #[must_use]
+    pub fn new() -> Plan {
+        Plan::default()
+    }
+
+    /// Entering fails where a wall is missing; otherwise that is told in [`InForce::missing`].
+    #[must_use]
+    pub fn insist(mut self, is_insisted_on: bool) -> Plan {
+        self.is_insisted_on = is_insisted_on;
+        self
+    }
+
+    fn path(mut self, path: impl Into<PathBuf>, right: Right) -> Plan {
+        self.paths.push((path.into(), right));
+        self
+    }
+
+    /// A file or device that may be read. By whatever name: the rule is for what is there when entering, so `/proc/self/fd/N` will do.
+    #[must_use]
+    pub fn read(self, file: impl Into<PathBuf>) -> Plan {
+        self.path(file, Right::ReadFile)
+    }
+
+    /// A file or device that may be read, written and made shorter.
+    #[must_use]
+    pub fn read_write(self, file: impl Into<PathBuf>) -> Plan {
+        self.path(file, Right::WriteFile)
+    }
+
+    /// A directory whose names may be listed.
+    #[must_use]
+    pub fn list(self, directory: impl Into<PathBuf>) -> Plan {
+        self.path(directory, Right::List)
+    }
+
+    /// A directory of which everything may be read, at any depth.
+    #[must_use]
+    pub fn read_below(self, directory: impl Into<PathBuf>) -> Plan {
+        self.path(directory, Right::ReadBelow)
+    }
+
+    /// A directory in which, at any depth, files may be read, made, written and removed.
+    #[must_use]
+    pub fn write_below(self, directory: impl Into<PathBuf>) -> Plan {
+        self.path(directory, Right::WriteBelow)
+    }
+
+    /// Sockets with abstract names (unix(7)) of processes outside may be talked to.
+    #[must_use]
+    pub fn abstract_sockets(mut self) -> Plan {
+        self.abstract_sockets = true;
+        self
+    }
+
+    /// System calls besides those of every plan.
+    #[must_use]
+    pub fn calls(mut self, calls: Calls) -> Plan {
+        self.calls = calls;
+        self
+    }
+
+    /// Capabilities to keep in place of the default ones.
+    #[must_use]
+    pub fn keep(mut self, keep: Keep) -> Plan {
+        self.keep = keep;
+        self
+    }
+
+    /// Leaves landlock out: inside, no file system may be unmounted, and the caller has nobody to do it.
+    ///
+    /// * `why`: for [`InForce::missing`].
+    #[must_use]
+    pub fn without_files(mut self, why: impl Into<String>) -> Plan {
+        self.without_files = Some(why.into());
+        self
+    }
+
+    /// Enters, with all threads, for good.
+    ///
+    /// Errors: something is missing that was insisted on, or a thread cannot be confined; some of it may be in force then, so the
+    /// process had better end.
+    pub fn enter(self) -> Result<InForce, Failure> {
+        let mut missing = Vec::new();
+        let rules = match &self.without_files {
+            Some(why) => Err(why.clone()),
+            None => files::rules(&self.paths, self.abstract_sockets).map_err(|no| match no {
+                NoRules::Missing(why) => why.to_owned(),
+                NoRules::Failed(error) => format!("landlock: {error}"),
+            }),
+        };
+        let rules = self.or_note(rules, &mut missing)?;
+        let filters = calls::filters(&self.calls).map_err(|error| format!("seccomp: {error}"));
+        let filters = self.or_note(filters, &mut missing)?;
+        let is_root = rustix::process::geteuid().is_root();
+        let capabilities = is_root.then(|| self.keep.present());
+        let ruleset = rules.as_ref().map(|rules| rules.ruleset.as_fd());
+        let confined = threads::confine(&Confinement { ruleset, capabilities });
+        confined.map_err(|error| {
+            let what = format!("{} cannot be confined: {}", error.thread, error.errno);
+            Failure(what)
+        })?;
+        let mut allowed = None;
+        if let Some(filters) = filters {
+            let installed = filters.programs.iter().try_for_each(|program| {
+                seccompiler::apply_filter_all_threads(program)
+                    .map_err(|error| format!("seccomp: {error}"))
+            });
+            allowed = self.or_note(installed, &mut missing)?.map(|()| filters.allowed);
+        }
+        Ok(InForce {
+            landlock: rules.map(|rules| (rules.abi, rules.paths)),
+            calls: allowed,
+            capabilities,
+            missing,
+        })
+    }
+
+    fn or_note<T>(
+        &self,
+        result: Result<T, String>,
+        missing: &mut Vec<String>,
+    ) -> Result<Option<T>, Failure> {
+        match result {
+            Ok(value) => Ok(Some(value)),
+            Err(why) if self.is_insisted_on => Err(Failure(why)),
+            Err(why) => {
+                missing.push(why);
+                Ok(None)
+            }
+        }
+    }
+}
+
+impl fmt::Display for InForce {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.landlock {
+            Some((abi, paths)) => write!(f, "landlock (ABI {abi}) with {paths} paths")?,
+            None => write!(f, "no landlock")?,
+        }
+        match self.calls {
+            Some(calls) => write!(f, ", seccomp with {calls} calls")?,
+            None => write!(f, ", no seccomp")?,
+        }
+        if let Some(kept) = self.capabilities {
+            write!(f, ", capabilities {}", capabilities::describe(kept))?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,284 @@
+//! What is left to a process that has entered, tried in processes of their own: a test that is left out by name is the body of one.
+
+use std::fs;
+use std::io;
+use std::net::TcpListener;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus};
+use std::sync::mpsc::{Sender, channel};
+
+use ringdisk_sandbox::{Calls, CapabilitySet, InForce, Keep, Plan};
+
+/// What a body is to try.
+const TRY: &str = "RINGDISK_TEST_TRY";
+/// Where it may play.
+const PLACE: &str = "RINGDISK_TEST_PLACE";
+/// SIGSYS.
+const BAD_CALL: i32 = 31;
+/// What it ends with when the kernel has no landlock and the rest was as it should be.
+const NO_LANDLOCK: i32 = 77;
+
+/// Runs the body of a test in a process of its own.
+fn body(what: &str, place: &Path) -> ExitStatus {
+    let mut command = Command::new(std::env::current_exe().expect("this program"));
+    command.args(["--exact", "the_body", "--ignored", "--nocapture"]);
+    let output = command.env(TRY, what).env(PLACE, place).output().expect("a process");
+    if !output.status.success() {
+        eprintln!("{}", String::from_utf8_lossy(&output.stderr));
+    }
+    output.status
+}
+
+fn passes(what: &str) {
+    let directory = tempfile::tempdir().expect("a directory");
+    fs::create_dir(directory.path().join("ours")).expect("mkdir");
+    for name in ["theirs", "ours/image", "ours/readable", "ours/neither"] {
+        fs::write(directory.path().join(name), "secret").expect("write");
+    }
+    let status = body(what, directory.path());
+    if status.code() == Some(NO_LANDLOCK) {
+        println!("SKIPPED: {what}: the kernel has no landlock");
+        return;
+    }
+    assert!(status.success(), "{what}: {status}");
+}
+
+fn place() -> PathBuf {
+    PathBuf::from(std::env::var_os(PLACE).expect("a place"))
+}
+
+fn enter(plan: Plan) -> InForce {
+    let in_force = plan.enter().expect("confined");
+    println!("{in_force}");
+    if in_force.landlock.is_none() {
+        std::process::exit(NO_LANDLOCK);
+    }
+    in_force
+}
+
+fn errno<T>(result: io::Result<T>) -> i32 {
+    result.err().expect("an error").raw_os_error().expect("a number")
+}
+
+/// A thread that was there before the process entered, and what it is told to do.
+fn old_thread() -> Sender<Box<dyn FnOnce() + Send>> {
+    let (send, receive) = channel::<Box<dyn FnOnce() + Send>>();
+    std::thread::spawn(move || receive.iter().for_each(|work| work()));
+    send
+}
+
+/// Runs `work` on all kinds of threads: this one, one from before, one from after.
+fn everywhere(old: &Sender<Box<dyn FnOnce() + Send>>, work: fn()) {
+    work();
+    let (send, receive) = channel();
+    let done = send.clone();
+    old.send(Box::new(move || {
+        work();
+        done.send(()).expect("told");
+    }))
+    .expect("a thread");
+    std::thread::spawn(move || {
+        work();
+        send.send(()).expect("told");
+    });
+    (0..2).for_each(|_| receive.recv().expect("no panic on either"));
+}
+
+#[test]
+#[ignore = "the body of the others"]
+fn the_body() {
+    let Ok(what) = std::env::var(TRY) else { return };
+    match what.as_str() {
+        "files" => files(),
+        "calls" => calls(),
+        "status" => status(),
+        "sockets" => sockets(),
+        "memory" => memory(),
+        "many" => many(),
+        "named" => named(),
+        deadly => deadly_call(deadly),
+    }
+}
+
+#[test]
+fn files_that_were_not_named_cannot_be_opened() {
+    passes("files");
+}
+
+fn files() {
+    let old = old_thread();
+    let ours = place().join("ours");
+    let plan = Plan::new().read_write(ours.join("image")).read(ours.join("readable"));
+    enter(plan);
+    everywhere(&old, || {
+        let ours = place().join("ours");
+        for path in ["/etc/shadow", "/etc/passwd", "/root", "/dev/sda", "/dev/fuse"].map(Path::new)
+        {
+            assert!(!path.exists() || errno(fs::File::open(path)) == libc::EACCES, "{path:?}");
+        }
+        assert_eq!(errno(fs::File::open(place().join("theirs"))), libc::EACCES);
+        assert_eq!(errno(fs::read(ours.join("neither"))), libc::EACCES);
+        let write = |path: PathBuf| fs::File::options().write(true).open(path);
+        assert_eq!(errno(write(ours.join("readable"))), libc::EACCES);
+        assert_eq!(errno(fs::write("/proc/sys/kernel/core_pattern", "x")), libc::EACCES);
+        assert_eq!(errno(fs::write(ours.join("new"), "x")), libc::EACCES);
+        assert_eq!(errno(fs::remove_file(ours.join("image"))), libc::EACCES);
+        assert_eq!(fs::read(ours.join("readable")).expect("readable"), b"secret");
+        let image = fs::File::options().read(true).write(true).open(ours.join("image"));
+        image.expect("ours").set_len(3).expect("ours");
+        fs::write(ours.join("image"), "secret").expect("ours");
+        fs::read_to_string("/proc/self/status").expect("about us");
+        fs::read_dir("/sys/devices/system/cpu").expect("about the machine");
+    });
+    assert_eq!(errno(fs::read("/proc/1/environ")), libc::EACCES, "another process");
+}
+
+#[test]
+fn a_directory_that_was_named_takes_new_files() {
+    passes("many");
+}
+
+fn many() {
+    // Many threads, so that some come and go while they are confined.
+    let stop = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+    for _ in 0..8 {
+        let stop = std::sync::Arc::clone(&stop);
+        std::thread::spawn(move || {
+            while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                let _ = std::thread::spawn(std::thread::yield_now).join();
+            }
+        });
+    }
+    enter(Plan::new().write_below(place().join("ours")));
+    let ours = place().join("ours");
+    fs::write(ours.join("new"), "x").expect("a new file");
+    fs::remove_file(ours.join("new")).expect("gone");
+    assert_eq!(errno(fs::create_dir(ours.join("directory"))), libc::ENOSYS);
+    assert_eq!(errno(fs::write(place().join("new"), "x")), libc::EACCES);
+    all_are_confined();
+    stop.store(true, std::sync::atomic::Ordering::Relaxed);
+}
+
+#[test]
+fn other_calls_are_unknown() {
+    passes("calls");
+}
+
+fn calls() {
+    let old = old_thread();
+    enter(Plan::new());
+    everywhere(&old, || {
+        assert_eq!(errno(TcpListener::bind("127.0.0.1:0")), libc::ENOSYS);
+        assert_eq!(errno(UnixStream::connect("/nowhere")), libc::ENOSYS);
+        assert_eq!(errno(Command::new("/bin/true").status()), libc::ENOSYS);
+        assert_eq!(errno(io_uring::IoUring::new(2)), libc::ENOSYS, "an unrestricted ring");
+        assert_eq!(errno(std::os::unix::fs::symlink("a", "b")), libc::ENOSYS);
+    });
+}
+
+#[test]
+fn sockets_are_there_for_a_plan_that_asks() {
+    passes("sockets");
+}
+
+fn sockets() {
+    enter(Plan::new().calls(Calls { sockets: true, more: Vec::new() }));
+    assert_eq!(errno(UnixStream::connect("/nowhere")), libc::ENOENT);
+    assert_eq!(errno(TcpListener::bind("127.0.0.1:0")), libc::ENOSYS);
+}
+
+#[test]
+fn memory_does_not_become_executable() {
+    passes("memory");
+}
+
+fn memory() {
+    enter(Plan::new());
+    let map = |protection| {
+        // SAFETY: a new mapping of the kernel's choice, which nobody uses.
+        unsafe {
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+            libc::mmap(std::ptr::null_mut(), 4096, protection, flags, -1, 0)
+        }
+    };
+    assert_ne!(map(libc::PROT_READ | libc::PROT_WRITE), libc::MAP_FAILED);
+    assert_eq!(map(libc::PROT_READ | libc::PROT_EXEC), libc::MAP_FAILED);
+}
+
+#[test]
+fn every_thread_shows_what_it_lost() {
+    passes("status");
+}
+
+fn status() {
+    let _old: Vec<_> = (0..4).map(|_| old_thread()).collect();
+    let keep = CapabilitySet::DAC_OVERRIDE;
+    let in_force = enter(Plan::new().keep(Keep(keep)));
+    if rustix::process::geteuid().is_root() {
+        assert_eq!(in_force.capabilities, Some(keep));
+    }
+    assert!(in_force.calls.is_some() && in_force.missing.is_empty(), "{in_force:?}");
+    let _new = old_thread();
+    all_are_confined();
+}
+
+fn all_are_confined() {
+    let is_root = rustix::process::geteuid().is_root();
+    for entry in fs::read_dir("/proc/self/task").expect("threads").flatten() {
+        // One that has ended meanwhile.
+        let Ok(status) = fs::read_to_string(entry.path().join("status")) else { continue };
+        let value = |name: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(name)).expect("a line");
+            line.trim_start_matches(':').trim().to_owned()
+        };
+        assert_eq!((value("NoNewPrivs").as_str(), value("Seccomp").as_str()), ("1", "2"));
+        let effective = u64::from_str_radix(&value("CapEff"), 16).expect("hex");
+        let bounding = u64::from_str_radix(&value("CapBnd"), 16).expect("hex");
+        let most = Keep::default().0.bits();
+        assert!(!is_root || (effective | bounding) & !most == 0, "{status}");
+    }
+}
+
+const DEADLY: [&str; 5] = ["exec", "ptrace", "umount", "setuid", "module"];
+
+#[test]
+fn calls_of_somebody_else_end_the_process() {
+    let directory = tempfile::tempdir().expect("a directory");
+    for call in DEADLY {
+        let status = body(call, directory.path());
+        assert_eq!(status.signal(), Some(BAD_CALL), "{call}: {status}");
+    }
+}
+
+fn deadly_call(call: &str) {
+    let in_force = Plan::new().enter().expect("confined");
+    assert!(in_force.calls.is_some(), "{in_force:?}");
+    match call {
+        "exec" => panic!("{}", Command::new("/bin/true").exec()),
+        "umount" => drop(rustix::mount::unmount("/nowhere", rustix::mount::UnmountFlags::empty())),
+        // SAFETY: each takes integers, or a null pointer that the kernel refuses; the process ends first.
+        other => unsafe {
+            match other {
+                "ptrace" => libc::syscall(libc::SYS_ptrace, libc::PTRACE_TRACEME, 0, 0, 0),
+                "setuid" => libc::syscall(libc::SYS_setuid, 0),
+                "module" => libc::syscall(libc::SYS_init_module, 0, 0, 0),
+                _ => panic!("nothing to try"),
+            };
+        },
+    }
+}
+
+#[test]
+fn a_call_that_a_plan_names_is_allowed() {
+    passes("named");
+}
+
+fn named() {
+    let more = vec![libc::SYS_umount2];
+    enter(Plan::new().calls(Calls { sockets: false, more }));
+    // Landlock has the last word on mounts.
+    let result = rustix::mount::unmount("/nowhere", rustix::mount::UnmountFlags::empty());
+    assert!(result.is_err());
+}

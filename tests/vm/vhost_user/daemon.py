@@ -1,0 +1,72 @@
+"""`ringdisk serve` of one image, that can be killed and started again, and asked for its counters."""
+import json
+import os
+import signal
+
+import processes
+from processes import Failure, require
+
+# Set by __main__.
+PROGRAM = "ringdisk"
+START_S = 30
+
+
+class Daemon:
+    """Serves `image` at `socket`. Several processes, one after another: `start`, then `kill` or `stop`, then `start` again."""
+
+    def __init__(self, directory, name, image, *options, serial=None):
+        self.name = name
+        self.image = image
+        self.socket = os.path.join(directory, name + ".sock")
+        self.log = os.path.join(directory, name + ".log")
+        self.options = ["--serial", serial or name, *options]
+        self.process = None
+        self.started = 0
+
+    def start(self, *more):
+        """Returns when the socket answers."""
+        argv = [PROGRAM, "serve", self.image, "--vhost-user-blk", self.socket, *self.options, *more]
+        self.started += 1
+        ready = f"{self.log}.{self.started}"
+        with open(ready, "wb") as out:
+            self.process = processes.start(argv, self.log, stdout=out)
+
+        def answers():
+            if self.process.poll() is not None:
+                raise Failure(f"{' '.join(argv)}: ended with status {self.process.returncode}\n{processes.tail(self.log)}")
+            return os.path.getsize(ready) > 0
+
+        processes.until(answers, START_S, f"{self.name}: the daemon answers")
+        return self
+
+    def alive(self):
+        """Fails the test when the process ended by itself."""
+        code = self.process.poll() if self.process else None
+        require(code is None, f"{self.name}: the daemon ended with status {code}\n{processes.tail(self.log)}")
+
+    def kill(self):
+        """SIGKILL."""
+        self.alive()
+        processes.kill(self.process)
+        self.process = None
+
+    def stop(self):
+        """Ends it as Ctrl-C does; fails the test when that is no success."""
+        self.alive()
+        code = processes.kill(self.process, signal.SIGINT)
+        self.process = None
+        require(code == 0, f"{self.name}: stopped with status {code}\n{processes.tail(self.log)}")
+        require(not os.path.exists(self.socket), f"{self.name}: its socket is left behind")
+
+    def ctl(self, *words):
+        """`ringdisk ctl` with this disk."""
+        return processes.output(PROGRAM, "ctl", self.socket, *words)
+
+    def stats(self):
+        """The counters, as a dictionary."""
+        return json.loads(self.ctl("stats", "--json"))
+
+    def others(self):
+        """Requests so far that were neither reads nor writes: flushes, discards, …"""
+        total = self.stats()["total"]
+        return total["requests"] - total["reads"] - total["writes"]
