@@ -35,11 +35,22 @@ struct Daemon {
 }
 
 impl Daemon {
-    fn start(&self) -> Process {
+    fn start(&self) -> Running {
         let mut command = Command::new(program());
         command.args(["serve", "--format", self.format, "--queues", "3", "--threads", "2"]);
         command.arg("--vhost-user-blk").arg(&self.socket).arg(&self.image);
-        Process::spawn(&mut command)
+        Running(Process::spawn(&mut command))
+    }
+}
+
+/// A process that serves; says what it has said when the test fails.
+struct Running(Process);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("the last process: {}", self.0.output());
+        }
     }
 }
 
@@ -92,8 +103,8 @@ fn survive(format: &'static str, packed: bool, through: bool, seed: u64) {
         seed,
         ..VmOptions::default()
     };
-    let front = connect(&mut process, &daemon.socket);
-    let front = front.unwrap_or_else(|| panic!("it ended: {}", process.output()));
+    let front = connect(&mut process.0, &daemon.socket);
+    let front = front.unwrap_or_else(|| panic!("it ended: {}", process.0.output()));
     let mut vm = Vm::started(front, options);
     if through {
         vm.front.set_config(WRITEBACK, &[0]).expect("CONFIG_WCE was agreed on");
@@ -110,9 +121,9 @@ fn survive(format: &'static str, packed: bool, through: bool, seed: u64) {
         (0..3).for_each(|queue| {
             load.fill(&mut vm, queue);
         });
-        kill_after(process.pid(), Duration::from_micros(prng.below(1500)));
-        let ended = process.wait(LIMIT).expect("it was killed");
-        assert!(ended.code().is_none(), "it ended by itself ({ended}): {}", process.output());
+        kill_after(process.0.pid(), Duration::from_micros(prng.below(1500)));
+        let ended = process.0.wait(LIMIT).expect("it was killed");
+        assert!(ended.code().is_none(), "it ended by itself ({ended}): {}", process.0.output());
         load.reap(&mut vm);
         left += load.in_flight();
         // The guest goes on while nobody serves it.
@@ -125,11 +136,11 @@ fn survive(format: &'static str, packed: bool, through: bool, seed: u64) {
             process = daemon.start();
             let early = prng.below(4) == 0;
             let pause = Duration::from_micros(prng.below(20_000));
-            let pid = process.pid();
+            let pid = process.0.pid();
             let rule = if prng.coin() { BaseRule::Used } else { BaseRule::Avail };
             let resumed = std::thread::scope(|scope| {
                 let killer = early.then(|| scope.spawn(move || kill_after(pid, pause)));
-                let front = connect(&mut process, &daemon.socket);
+                let front = connect(&mut process.0, &daemon.socket);
                 let resumed = front.map_or(Err(Refused::Gone), |front| vm.resume(front, rule));
                 if let Some(killer) = killer {
                     killer.join().expect("it was killed");
@@ -140,10 +151,10 @@ fn survive(format: &'static str, packed: bool, through: bool, seed: u64) {
                 Ok(()) if !early => break,
                 // Killed while it began; what it answered counts.
                 _ if early => {
-                    process.wait(LIMIT).expect("it was killed");
+                    process.0.wait(LIMIT).expect("it was killed");
                     load.reap(&mut vm);
                 }
-                other => panic!("kill {kill}: {other:?}: {}", process.output()),
+                other => panic!("kill {kill}: {other:?}: {}", process.0.output()),
             }
         }
         if through {
@@ -158,8 +169,9 @@ fn survive(format: &'static str, packed: bool, through: bool, seed: u64) {
     );
     assert!(left > 0, "all kills came too late");
     drop(vm);
-    process.signal(Signal::TERM);
-    assert!(process.finish(LIMIT).status.success());
+    process.0.signal(Signal::TERM);
+    let ended = process.0.wait(LIMIT).expect("it was asked to end");
+    assert!(ended.success(), "{}", process.0.output());
     let content = match format {
         "raw" => daemon.image.clone(),
         _ => {

@@ -1,6 +1,7 @@
 //! One virtqueue of the model: requests in, answers out.
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use ringdisk_guest::Segment;
@@ -188,9 +189,26 @@ impl Queue {
 
     /// Waits for an answer.
     pub fn wait(&mut self, ram: &GuestRam) -> Done {
-        let count = self.in_flight();
-        self.wait_for(ram, patient(PATIENCE))
-            .unwrap_or_else(|| panic!("{count} requests are not answered"))
+        self.wait_for(ram, patient(PATIENCE)).unwrap_or_else(|| panic!("{}", self.state()))
+    }
+
+    /// What is known of requests that are not answered, for a message.
+    fn state(&self) -> String {
+        let areas = self.driver.areas();
+        let words = |area: &ringdisk_guest::RingMemory| -> Vec<String> {
+            let count = area.len() / 4;
+            let word = |at| area.load_u32(at * 4, Ordering::Relaxed);
+            (0..count).map(|at| format!("{:x}", word(at))).collect()
+        };
+        let (descriptors, driver, device) =
+            (words(&areas.descriptors), words(&areas.driver), words(&areas.device));
+        let descriptors: Vec<String> =
+            descriptors.chunks(4).map(|d| format!("{}:{}", d[2], d[3])).collect();
+        format!(
+            "{} requests are not answered: {:?}; lengths and flags {descriptors:?}, driver {driver:?}, device {device:?}",
+            self.in_flight(),
+            self.driver,
+        )
     }
 
     /// Does one request.
