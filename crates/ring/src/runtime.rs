@@ -160,8 +160,9 @@ impl Runtime {
                 return true;
             }
             if inner.uring.has_work() {
-                // Waits for one completion, so that a poll and the read linked to it are done in one call.
-                self.enter(1);
+                // Waits for one completion, so that a poll and the read linked to it are done in one call. Not with a source: what the
+                // kernel has left may end without a completion, and the source has not been told that we sleep.
+                self.enter(u32::from(inner.source.borrow().is_none()));
                 self.spin.paid();
                 inner.counters.polls_paid.add(1);
                 self.last_sleep = Instant::now();

@@ -174,12 +174,10 @@ fn sockets_of_a_service_manager_are_those_of_the_disks() {
 }
 
 #[test]
-fn what_is_not_there_yet_says_so() {
+fn an_upgrade_of_nothing_says_so() {
     let directory = scratch();
-    for word in ["--upgrade", "--incoming"] {
-        let words = ["disk.img", "--vhost-user-blk", "s", word];
-        refused(directory.path(), &words, 11, &[word, "not there yet"]);
-    }
+    let words = ["disk.img", "--vhost-user-blk", "s", "--upgrade"];
+    refused(directory.path(), &words, 4, &["no ringdisk serves", "without --upgrade"]);
 }
 
 /// The program with `socket` as descriptor 9 and `set` in its environment.
