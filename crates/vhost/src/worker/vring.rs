@@ -11,13 +11,16 @@ use std::task::Poll;
 use ringdisk_guest::inflight::InflightArea as Inflight;
 use ringdisk_guest::{Areas, Broken, Error, Layout, Log, Memory, Queue, QueueConfig, Token, View};
 use ringdisk_ring::stats::QueueCells;
-use ringdisk_ring::{Errno, Fd, IoBuf, Parker, Ring};
+use ringdisk_ring::{Fd, Parker, Ring};
 
 use super::call::Call;
 use super::slot::Slot;
 use crate::blk::features::{RING_EVENT_IDX, RING_INDIRECT};
 use crate::device::Device;
 use crate::session::VringSetup;
+
+/// `POLLIN`.
+const POLL_IN: u32 = 1;
 
 /// What a virtqueue is started with.
 #[derive(Debug)]
@@ -109,29 +112,33 @@ impl Vring {
     }
 
     /// Waits for kicks: each one ends the thread's sleep, and the loop looks at the virtqueue.
+    ///
+    /// The counter of the eventfd is not read, and the poll is not exclusive: the ring of a process that was killed may be waiting on the
+    /// same eventfd for a while, and would take the counter, or the one wake-up that exclusive waiters share.
     pub(super) fn listen(self: &Rc<Vring>, ring: &Ring, cells: &Arc<QueueCells>) {
         let (vring, listening, cells) = (Rc::clone(self), ring.clone(), Arc::clone(cells));
         ring.spawn(async move {
-            let counter = IoBuf::new(8, 8);
+            let mut kicks = listening.poll_multishot(Fd::of(&vring.kick), POLL_IN);
             loop {
                 let mut over = pin!(vring.over.park(&listening));
-                let mut kick = pin!(listening.read_when_readable(Fd::of(&vring.kick), &counter));
+                let mut kick = pin!(kicks.next());
                 let kicked = poll_fn(|cx| match over.as_mut().poll(cx) {
                     Poll::Ready(()) => Poll::Ready(None),
                     Poll::Pending => kick.as_mut().poll(cx).map(Some),
                 });
                 match kicked.await {
                     None => break,
-                    Some(Ok(8)) => cells.kicks.add(1),
-                    Some(Ok(_)) => {
+                    Some(Ok(events)) if events & POLL_IN != 0 => cells.kicks.add(1),
+                    Some(Ok(events)) => {
                         let index = vring.index;
-                        tracing::warn!("virtqueue {index}: its kick is no eventfd");
+                        tracing::warn!(
+                            "virtqueue {index}: its kick cannot be waited for ({events:#x})"
+                        );
                         break;
                     }
-                    Some(Err(Errno::AGAIN | Errno::INTR)) => {}
                     Some(Err(errno)) => {
                         let index = vring.index;
-                        tracing::warn!("virtqueue {index}: kicks cannot be read any more: {errno}");
+                        tracing::warn!("virtqueue {index}: no kicks any more: {errno}");
                         break;
                     }
                 }
