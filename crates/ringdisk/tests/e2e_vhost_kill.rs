@@ -137,7 +137,11 @@ fn survive(format: &'static str, packed: bool, through: bool, seed: u64) {
             let early = prng.below(4) == 0;
             let pause = Duration::from_micros(prng.below(20_000));
             let pid = process.0.pid();
-            let rule = if prng.coin() { BaseRule::Used } else { BaseRule::Avail };
+            let rule = match prng.below(3) {
+                0 => BaseRule::Used,
+                1 => BaseRule::Avail,
+                _ => BaseRule::Beginning,
+            };
             let resumed = std::thread::scope(|scope| {
                 let killer = early.then(|| scope.spawn(move || kill_after(pid, pause)));
                 let front = connect(&mut process.0, &daemon.socket);
