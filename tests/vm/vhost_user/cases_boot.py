@@ -22,7 +22,7 @@ class Boot(Group):
         output("qemu-img", "convert", "-q", "-O", "qcow2", raw, self.image)
         os.unlink(raw)
         self.daemon = Daemon(context.directory, "boot", self.image, "--queues", "2").start()
-        self.machine = Machine(context.qemu, context.directory, "boot", boot="disk", cpus=2, disks=[
+        self.machine = Machine(context.qemu, context.directory, "boot", boot="disk", cpus=2, threads="single", disks=[
             (self.daemon, ",num-queues=2,bootindex=0")])
         self.machine.boots()
 

@@ -86,7 +86,12 @@ class Migrate(Group):
         """The load makes progress here, and all that it has written verifies."""
         job.machine = self.machine
         before = self.daemon.stats()["total"]["writes"]
-        until(lambda: self.daemon.stats()["total"]["writes"] > before + 30 or job.done(), 60, "the guest goes on")
+
+        def progress():
+            self.machine.alive()
+            return self.daemon.stats()["total"]["writes"] > before + 30 or job.done()
+
+        until(progress, 60, "the guest goes on")
         require(self.daemon.stats()["total"]["errors"] == 0, f"{self.daemon.name} answered with errors")
         self.machine.run("touch /tmp/stop")
         require(int(job.output(180)) > 0, "not one pass of writing and verifying")
@@ -99,7 +104,11 @@ class Migrate(Group):
         daemon, machine = self._destination()
         self._begin(machine)
         self._wait_for("completed")
-        until(lambda: machine.monitor.command("query-status")["status"] == "running", 30, "the destination runs")
+        def runs():
+            machine.alive()
+            return machine.monitor.command("query-status")["status"] == "running"
+
+        until(runs, 30, "the destination runs")
         old_machine, old_daemon = self.machine, self.daemon
         self.machine, self.daemon = machine, daemon
         old_machine.kill()
@@ -138,6 +147,14 @@ class Migrate(Group):
         daemon.kill()
         self.machine.monitor.command("migrate-continue", state="pre-switchover")
         self._wait_for("failed")
+        self._goes_on(job)
+
+    @case
+    def stopped_and_continued_the_guest_goes_on(self):
+        job = self._load()
+        for _ in range(3):
+            self.machine.monitor.command("stop")
+            self.machine.monitor.command("cont")
         self._goes_on(job)
 
     @full

@@ -163,14 +163,17 @@ class Qemu:
 
 
 class Machine:
-    """One QEMU. `disks` are (daemon, options of the device); `boot` is "disk", or the words for QEMU that load a kernel."""
+    """One QEMU. `disks` are (daemon, options of the device); `boot` is "disk", or the words for QEMU that load a kernel.
+    `threads`: "single" emulates all CPUs in one thread, which is slower and never lets a boot die."""
 
-    def __init__(self, qemu, directory, name, *, boot, disks, cpus=2, memory_mib=384, extra=(), jobs=None):
+    def __init__(self, qemu, directory, name, *, boot, disks, cpus=2, memory_mib=384, extra=(), jobs=None,
+                 threads="multi"):
         self.qemu, self.name, self.directory = qemu, name, directory
         self.console = os.path.join(directory, name + ".console")
         self.log = os.path.join(directory, name + ".qemu")
         self.boot, self.disks, self.cpus, self.memory_mib, self.extra = boot, disks, cpus, memory_mib, list(extra)
         self.jobs = {} if jobs is None else jobs
+        self.threads = threads
         self.process = self.monitor = self.agent = None
         self.complained = 0
 
@@ -185,7 +188,7 @@ class Machine:
             words += ["-L", each]
         words += ["-nodefaults", "-no-user-config", "-display", "none", "-machine", "q35,sata=off,smbus=off,memory-backend=m"]
         words += ["-cpu", os.environ.get("RINGDISK_VM_CPU", "max,arch-capabilities=off")]
-        words += ["-accel", os.environ.get("RINGDISK_VM_ACCEL", "tcg,thread=multi,tb-size=256")]
+        words += ["-accel", os.environ.get("RINGDISK_VM_ACCEL", f"tcg,thread={self.threads},tb-size=256")]
         words += ["-smp", str(self.cpus), "-m", f"{self.memory_mib}M"]
         words += ["-object", f"memory-backend-memfd,id=m,size={self.memory_mib}M,share=on"]
         words += ["-chardev", f"file,id=console,path={self.console},append=on", "-serial", "chardev:console"]
@@ -222,7 +225,11 @@ class Machine:
         """Starts and waits for the agent; a boot that dies is tried once more (emulation of several CPUs is not perfect)."""
         for attempt in (1, 2):
             try:
-                return self.start().comes_up()
+                self.start().comes_up()
+                complaints = self.complaints()
+                if complaints:
+                    raise Died("its kernel complained: " + "\n".join(complaints))
+                return self
             except Died as e:
                 text = processes.tail(self.console)
                 self.kill()

@@ -109,7 +109,7 @@ impl Session {
             if let Some(address) = &address {
                 super::vring::check(address).map_err(refused)?;
             }
-            *vring = Vring { size, address, base, kick, enabled, running: false };
+            *vring = Vring { size, address, base, kick, enabled, ..Vring::default() };
         }
         session.features = state.features;
         session.protocol_features = state.protocol_features;

@@ -245,6 +245,7 @@ impl Session {
 fn stop(backend: &mut dyn Backend, index: u16, vring: &mut Vring) -> Result<(), Refusal> {
     vring.running = false;
     vring.base = backend.stop_vring(index)?;
+    vring.base_at_reset = None;
     Ok(())
 }
 

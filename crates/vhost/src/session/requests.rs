@@ -104,7 +104,9 @@ impl Session {
             Message::SetVringNum(state) => self.set_vring_num(&state)?,
             Message::SetVringAddr(address) => self.set_vring_addr(backend, &address)?,
             Message::SetVringBase(state) => {
-                self.vring_at_rest(state.index)?.base = state.num;
+                let vring = self.vring_at_rest(state.index)?;
+                vring.base = state.num;
+                vring.base_at_reset = None;
             }
             Message::SetVringKick(index, kick) => self.set_vring_kick(backend, index, kick)?,
             Message::SetVringCall(index, call) => {
@@ -317,7 +319,8 @@ impl Session {
             stop(backend, index, vring)?;
         }
         backend.retire_vring(index);
-        let state = VringState { index: state.index, num: vring.base };
+        let stands = vring.base_at_reset.take().unwrap_or(vring.base);
+        let state = VringState { index: state.index, num: stands };
         Ok(Some(Reply::new(number, state.as_bytes())))
     }
 

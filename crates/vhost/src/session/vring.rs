@@ -18,6 +18,8 @@ pub(super) struct Vring {
     pub(super) size: Option<u16>,
     pub(super) address: Option<VringAddress>,
     pub(super) base: u32,
+    /// Where it stood when a reset stopped it, until SET_VRING_BASE or GET_VRING_BASE.
+    pub(super) base_at_reset: Option<u32>,
     /// There is one: it was started, and GET_VRING_BASE has not come since.
     pub(super) kick: Option<OwnedFd>,
     /// What SET_VRING_ENABLE said, if it came.
@@ -63,9 +65,11 @@ impl Vring {
         })
     }
 
-    /// After a reset: size, address, base, kick and enabled are forgotten.
+    /// After a reset: size, address, base, kick and enabled are forgotten. GET_VRING_BASE may still ask where it stood: QEMU up to 8.1
+    /// sets the status to 0 whenever it stops rings, also of a guest that goes on later or elsewhere, and only then asks.
     pub(super) fn reset(&mut self) {
-        *self = Vring::default();
+        let stood = self.base_at_reset.unwrap_or(self.base);
+        *self = Vring { base_at_reset: Some(stood), ..Vring::default() };
     }
 }
 

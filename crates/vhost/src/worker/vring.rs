@@ -115,7 +115,8 @@ impl Vring {
             let counter = IoBuf::new(8, 8);
             loop {
                 let mut over = pin!(vring.over.park(&listening));
-                let mut kick = pin!(listening.read_when_readable(Fd::of(&vring.kick), &counter));
+                // A killed process before us may still wait for the same kicks.
+                let mut kick = pin!(listening.read_when_woken(Fd::of(&vring.kick), &counter));
                 let kicked = poll_fn(|cx| match over.as_mut().poll(cx) {
                     Poll::Ready(()) => Poll::Ready(None),
                     Poll::Pending => kick.as_mut().poll(cx).map(Some),

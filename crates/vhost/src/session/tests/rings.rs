@@ -208,6 +208,16 @@ fn a_reset_keeps_memory_and_goes_back_to_the_beginning() {
 }
 
 #[test]
+fn where_a_ring_stood_can_be_asked_once_after_a_reset() {
+    let mut peer = Peer::with_memory();
+    peer.set_up(0, 8);
+    peer.vring(Request::SetVringEnable, 0, 1);
+    peer.tell(Request::SetStatus, 0);
+    assert_eq!(peer.get_vring_base(0), 0x1000, "as QEMU 7.2 does when it stops a guest");
+    assert_eq!(peer.get_vring_base(0), 0, "the ring begins again");
+}
+
+#[test]
 fn the_end_stops_all_rings_even_if_one_cannot_complete() {
     let mut peer = Peer::with_memory();
     for index in 0..2 {
