@@ -217,15 +217,11 @@ impl Inner {
         let user_data = self.slots.borrow().user_data(slot);
         match what {
             What::Entry(entry) => self.push(entry.clone().user_data(user_data)),
-            What::WhenReadable(fd, entry) => {
+            What::WhenReadable(fd, entry, poll) => {
                 self.make_room(2);
                 let poll = match *fd {
-                    Fd::Raw(fd) => {
-                        opcode::PollAdd::new(types::Fd(fd), POLL_IN | POLL_EXCLUSIVE).build()
-                    }
-                    Fd::Fixed(fd) => {
-                        opcode::PollAdd::new(types::Fixed(fd), POLL_IN | POLL_EXCLUSIVE).build()
-                    }
+                    Fd::Raw(fd) => opcode::PollAdd::new(types::Fd(fd), *poll).build(),
+                    Fd::Fixed(fd) => opcode::PollAdd::new(types::Fixed(fd), *poll).build(),
                 };
                 // A poll that succeeded posts nothing; one that failed posts its error and
                 // silences the read behind it (kernel: REQ_F_SKIP_LINK_CQES).
@@ -358,7 +354,16 @@ impl Ring {
     /// For a descriptor in non-blocking mode that is read by several threads, as /dev/fuse. Panics for a scattered buffer.
     pub fn read_when_readable(&self, fd: Fd, buf: &IoBuf) -> Op {
         assert!(!buf.is_scattered(), "a read after a poll goes to one place");
-        let what = What::WhenReadable(fd, Self::read_entry(fd, 0, buf));
+        let entry = Self::read_entry(fd, 0, buf);
+        let what = What::WhenReadable(fd, entry, POLL_IN | POLL_EXCLUSIVE);
+        Op::new(self, what, Some(buf.clone()))
+    }
+
+    /// As [`Ring::read_when_readable`], with all others that wait: for a descriptor that another process may wait for too, as a process
+    /// that was killed and whose ring is not gone yet. The only wake-up would be lost with it.
+    pub fn read_when_woken(&self, fd: Fd, buf: &IoBuf) -> Op {
+        assert!(!buf.is_scattered(), "a read after a poll goes to one place");
+        let what = What::WhenReadable(fd, Self::read_entry(fd, 0, buf), POLL_IN);
         Op::new(self, what, Some(buf.clone()))
     }
 

@@ -39,17 +39,18 @@ impl Daemon {
         let mut command = Command::new(program());
         command.args(["serve", "--format", self.format, "--queues", "3", "--threads", "2"]);
         command.arg("--vhost-user-blk").arg(&self.socket).arg(&self.image);
-        Running(Process::spawn(&mut command))
+        Running(Process::spawn(&mut command), self.socket.clone())
     }
 }
 
 /// A process that serves; says what it has said when the test fails.
-struct Running(Process);
+struct Running(Process, PathBuf);
 
 impl Drop for Running {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            eprintln!("the last process: {}", self.0.output());
+            let stats = run(command(&[&program(), "ctl", text(&self.1), "stats"]));
+            eprintln!("the last process: {}\n{}", self.0.output(), stats.output());
         }
     }
 }
@@ -137,7 +138,11 @@ fn survive(format: &'static str, packed: bool, through: bool, seed: u64) {
             let early = prng.below(4) == 0;
             let pause = Duration::from_micros(prng.below(20_000));
             let pid = process.0.pid();
-            let rule = if prng.coin() { BaseRule::Used } else { BaseRule::Avail };
+            let rule = match prng.below(3) {
+                0 => BaseRule::Used,
+                1 => BaseRule::Avail,
+                _ => BaseRule::Beginning,
+            };
             let resumed = std::thread::scope(|scope| {
                 let killer = early.then(|| scope.spawn(move || kill_after(pid, pause)));
                 let front = connect(&mut process.0, &daemon.socket);

@@ -8,7 +8,7 @@ use common::{MIB, load, open, serve, simulated};
 use ringdisk_disk::Format;
 use ringdisk_testkit::images;
 use ringdisk_testkit::limits::full;
-use ringdisk_testkit::model::{Load, Refused, Request, Vm, VmOptions, ask, bits, words};
+use ringdisk_testkit::model::{BaseRule, Load, Refused, Request, Vm, VmOptions, ask, bits, words};
 use ringdisk_testkit::mount::scratch;
 use ringdisk_testkit::sim::{Fault, OpKind, Prng, When};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
@@ -152,6 +152,43 @@ fn a_stopped_virtqueue_has_answered_what_it_took_and_takes_nothing_more() {
         assert!(vm.queues[1].reap(&vm.ram).is_none(), "it is stopped");
         vm.front.vring(ask::SET_VRING_ENABLE, 1, 1).expect("it goes on");
         (answered..9).for_each(|_| assert_eq!(vm.queues[1].wait(&vm.ram).status, 0));
+    }
+}
+
+#[test]
+fn the_area_says_where_virtqueues_are_to_a_front_end_that_does_not_know() {
+    for packed in [false, true] {
+        for rule in [BaseRule::Used, BaseRule::Avail, BaseRule::Beginning] {
+            let (_sim, disk) = simulated(2 * MIB);
+            let served = serve(disk, |_| {});
+            let mut vm = served.vm(options(packed, 8));
+            let mut load = Load::new(load(2 * MIB, 8));
+            for _ in 0..10 {
+                load.run(&mut vm, 45);
+                // Drained, and then asked more; the base is told to nobody.
+                vm.front.vring(ask::SET_VRING_ENABLE, 1, 0).expect("it is drained");
+                (0..QUEUES).for_each(|index| {
+                    load.fill(&mut vm, index);
+                });
+                vm.resume(served.front(), rule).expect("it goes on");
+            }
+            load.drain(&mut vm);
+            load.read_all(&mut vm);
+        }
+    }
+}
+
+#[test]
+fn a_call_eventfd_that_is_new_is_signalled_once() {
+    let (_sim, disk) = simulated(MIB);
+    let served = serve(disk, |_| {});
+    let mut vm = served.vm(options(false, 1));
+    for _ in 0..3 {
+        assert_eq!(vm.status(0, Request::read(0, 512)), 0);
+        vm.change_call(0).expect("another eventfd");
+        let mut count = [0; 8];
+        rustix::io::read(&vm.queues[0].call, &mut count).expect("what it said before may be lost");
+        assert_eq!(u64::from_ne_bytes(count), 1);
     }
 }
 

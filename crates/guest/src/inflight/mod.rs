@@ -126,6 +126,16 @@ impl InflightArea {
         })
     }
 
+    /// The front end knows where a queue that was stopped goes on, or begins it anew: from now on its base counts. A split queue needs no
+    /// such word: its used index, in memory of the guest, says all.
+    ///
+    /// Not before it knows: after a kill only the area can say where a packed queue is.
+    pub fn retire(&self, number: u16) {
+        if let (Layout::Packed, Some(queue)) = (self.layout, self.queue(number)) {
+            packed::retire(&queue.memory);
+        }
+    }
+
     /// Whether a chain of any queue is in flight in it.
     pub fn is_busy(&self) -> bool {
         (0..self.queues).filter_map(|number| self.queue(number)).any(|queue| queue.is_busy())

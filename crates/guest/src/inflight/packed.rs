@@ -81,6 +81,11 @@ pub(crate) struct Found {
     pub(crate) used: Place,
 }
 
+/// It holds nothing any more.
+pub(super) fn retire(memory: &RingMemory) {
+    memory.store_u16(VERSION_AT, 0, Release);
+}
+
 /// The area of a queue that runs.
 #[derive(Debug)]
 pub(crate) struct PackedArea {
@@ -119,11 +124,6 @@ impl PackedArea {
         self.store_used(used, used);
         self.memory.store_u16(VERSION_AT, VERSION, Release);
         (self.counter, self.used, self.free) = (0, used, 0);
-    }
-
-    /// It holds nothing any more: the front end's base says all.
-    pub(crate) fn retire(&mut self) {
-        self.memory.store_u16(VERSION_AT, 0, Release);
     }
 
     fn store_free(&self, now: u16, old: u16) {

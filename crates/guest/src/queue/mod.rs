@@ -353,14 +353,9 @@ impl Queue {
     }
 
     /// Ends the queue, drained: publishes what was completed and gives its base for GET_VRING_BASE, and whether the driver wants a call.
-    /// The front end's base then says all there is to say, so a packed queue's inflight area holds nothing any more.
+    /// The inflight area goes on to say where the queue is; once the front end knows it: [`crate::inflight::InflightArea::retire`].
     pub fn stop(mut self) -> (u32, bool) {
         let call = self.publish();
-        if self.in_flight == 0
-            && let Ring::Packed(ring) = &mut self.ring
-        {
-            ring.retire();
-        }
         (self.base(), call)
     }
 

@@ -174,12 +174,6 @@ impl Packed {
         u32::from(self.avail.bits()) | u32::from(self.used.bits()) << 16
     }
 
-    pub(super) fn retire(&mut self) {
-        if let Some(area) = &mut self.area {
-            area.retire();
-        }
-    }
-
     #[inline]
     fn flags_of_next(&self) -> u16 {
         self.areas.descriptors.load_u16(self.avail.at() + FLAGS_AT, Ordering::Acquire)

@@ -54,6 +54,8 @@ pub enum BaseRule {
     Used,
     /// At the avail index (Cloud Hypervisor): the inflight area says what is left.
     Avail,
+    /// Where it began (QEMU with a packed one).
+    Beginning,
 }
 
 /// The area that outlives the device.
@@ -239,8 +241,13 @@ impl Vm {
         self.take_inflight()?;
         self.announce()?;
         for index in 0..self.queues.len() {
-            let base = self.queues[index].driver.base(rule == BaseRule::Avail);
-            self.start_queue(index, Some(base))?;
+            let driver = &self.queues[index].driver;
+            let base = match rule {
+                BaseRule::Used => Some(driver.base(false)),
+                BaseRule::Avail => Some(driver.base(true)),
+                BaseRule::Beginning => None,
+            };
+            self.start_queue(index, base)?;
         }
         Ok(())
     }

@@ -196,14 +196,13 @@ impl Queue {
     fn state(&self) -> String {
         let areas = self.driver.areas();
         let words = |area: &ringdisk_guest::RingMemory| -> Vec<String> {
-            let count = area.len() / 4;
-            let word = |at| area.load_u32(at * 4, Ordering::Relaxed);
-            (0..count).map(|at| format!("{:x}", word(at))).collect()
+            let word = |at| area.load_u16(at * 2, Ordering::Relaxed);
+            (0..area.len() / 2).map(|at| format!("{:x}", word(at))).collect()
         };
         let (descriptors, driver, device) =
             (words(&areas.descriptors), words(&areas.driver), words(&areas.device));
         let descriptors: Vec<String> =
-            descriptors.chunks(4).map(|d| format!("{}:{}", d[2], d[3])).collect();
+            descriptors.chunks(8).map(|d| format!("{}{}:{}:{}", d[5], d[4], d[6], d[7])).collect();
         format!(
             "{} requests are not answered: {:?}; lengths and flags {descriptors:?}, driver {driver:?}, device {device:?}",
             self.in_flight(),

@@ -379,6 +379,12 @@ impl Backend for Control {
         Ok(base)
     }
 
+    fn retire_vring(&mut self, index: u16) {
+        if let Some(area) = &self.inflight {
+            area.retire(index);
+        }
+    }
+
     fn set_vring_call(&mut self, index: u16, call: Option<OwnedFd>) -> Result<(), Refusal> {
         if self.runs(index) {
             let ours = call.as_ref().map(OwnedFd::try_clone).transpose()?;

@@ -168,6 +168,9 @@ pub trait Backend {
     /// Errors: requests could not be completed.
     fn stop_vring(&mut self, index: u16) -> Result<u32, Refusal>;
 
+    /// The front end knows where a virtqueue that does not run goes on, or begins it anew.
+    fn retire_vring(&mut self, index: u16);
+
     /// What to signal when there are used entries; `None`: nothing, the driver polls. Counts at once for a ring that runs, and is kept when
     /// it stops.
     fn set_vring_call(&mut self, index: u16, call: Option<OwnedFd>) -> Result<(), Refusal>;

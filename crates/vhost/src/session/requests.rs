@@ -154,6 +154,7 @@ impl Session {
     /// reset and not again.
     fn reset(&mut self, backend: &mut dyn Backend) {
         self.stop_all(backend);
+        (0..self.config.queues_max).for_each(|index| backend.retire_vring(index));
         self.vrings.iter_mut().for_each(vring::Vring::reset);
         self.features = 0;
         self.status = 0;
@@ -317,6 +318,7 @@ impl Session {
         if vring.running {
             stop(backend, index, vring)?;
         }
+        backend.retire_vring(index);
         let stands = vring.base_at_reset.take().unwrap_or(vring.base);
         let state = VringState { index: state.index, num: stands };
         Ok(Some(Reply::new(number, state.as_bytes())))

@@ -121,6 +121,10 @@ impl Backend for Mock {
         Ok(if self.features & PACKED == 0 { 0x1000 } else { 0x9000_9000 } + u32::from(index))
     }
 
+    fn retire_vring(&mut self, index: u16) {
+        assert!(!self.running.contains(&index), "ring {index} runs");
+    }
+
     fn set_vring_call(&mut self, index: u16, call: Option<OwnedFd>) -> Result<(), Refusal> {
         let what = if call.is_some() { "given" } else { "none" };
         self.called("call", format_args!("{index} {what}"))
