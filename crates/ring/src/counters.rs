@@ -29,6 +29,7 @@ pub struct Counters {
     pub(crate) cqes: Counter,
     pub(crate) sleeps: Counter,
     pub(crate) polls_paid: Counter,
+    pub(crate) naps: Counter,
     pub(crate) polls_missed: Counter,
     pub(crate) queue_full: Counter,
     pub(crate) slots_full: Counter,
@@ -48,7 +49,9 @@ pub struct CountersSnapshot {
     pub sleeps: u64,
     /// Times that polling found work before its budget ran out.
     pub polls_paid: u64,
-    /// Times that it did not.
+    /// Times that it slept for a set time in place of polling.
+    pub naps: u64,
+    /// Times that polling did not.
     pub polls_missed: u64,
     /// Submissions forced early because the submission queue was full.
     pub queue_full: u64,
@@ -67,6 +70,7 @@ impl Counters {
             cqes: self.cqes.get(),
             sleeps: self.sleeps.get(),
             polls_paid: self.polls_paid.get(),
+            naps: self.naps.get(),
             polls_missed: self.polls_missed.get(),
             queue_full: self.queue_full.get(),
             slots_full: self.slots_full.get(),

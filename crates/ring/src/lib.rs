@@ -22,6 +22,7 @@ mod handoff;
 mod mailbox;
 #[cfg(test)]
 mod model;
+mod nap;
 mod numa;
 mod offload;
 mod op;

@@ -10,8 +10,9 @@ use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use crate::executor::ROOT;
+use crate::nap::Nap;
 use crate::ring::Inner;
-use crate::{Config, Ring, SetupError, SpinPolicy};
+use crate::{Config, Ring, SetupError, Source, SpinPolicy};
 
 /// How long the end of a ring waits for operations that were cancelled. After that their memory is
 /// leaked, since the kernel may still write it.
@@ -29,14 +30,18 @@ const ROUNDS: usize = 4;
 pub struct Runtime {
     ring: Ring,
     spin: SpinPolicy,
+    nap: Nap,
     last_sleep: Instant,
+    began: Instant,
 }
 
 impl Runtime {
     /// Makes the ring of this thread. Errors: see [`SetupError`].
     pub fn new(config: Config) -> Result<Runtime, SetupError> {
         let inner = Inner::new(&config)?;
-        Ok(Runtime { ring: Ring(Rc::new(inner)), spin: config.spin, last_sleep: Instant::now() })
+        let now = Instant::now();
+        let ring = Ring(Rc::new(inner));
+        Ok(Runtime { ring, spin: config.spin, nap: Nap::new(), last_sleep: now, began: now })
     }
 
     /// The handle for tasks.
@@ -75,7 +80,7 @@ impl Runtime {
         let source = inner.source.borrow().clone();
         let found = source.as_ref().is_some_and(|source| {
             source.publish();
-            source.look()
+            self.look(source.as_ref())
         });
         let may_wait = may_wait && !found;
         if may_wait
@@ -89,6 +94,7 @@ impl Runtime {
             self.enter(want);
             if let Some(source) = source {
                 source.disarm();
+                self.nap.slept();
             }
             if !self.spin.cap().is_zero() {
                 let now = Instant::now();
@@ -101,10 +107,25 @@ impl Runtime {
         self.collect();
     }
 
+    /// Takes what a source has. Returns whether there was something.
+    fn look(&mut self, source: &dyn Source) -> bool {
+        let took = source.look();
+        if took > 0 {
+            let began = self.began;
+            self.nap.took(took, || began.elapsed());
+        }
+        took > 0
+    }
+
     fn enter(&self, want: u32) {
+        self.enter_for(want, None);
+    }
+
+    /// Waits for `want` completions, but not longer than `limit`.
+    fn enter_for(&self, want: u32, limit: Option<Duration>) {
         let inner = &self.ring.0;
         inner.inline_expected.set(0);
-        if let Err(error) = inner.uring.enter(&inner.counters, want, None) {
+        if let Err(error) = inner.uring.enter(&inner.counters, want, limit) {
             // Only a programming error or a dying kernel gets here; spinning on it would hide it.
             tracing::error!("io_uring_enter: {error}");
             std::thread::sleep(Duration::from_millis(10));
@@ -150,10 +171,20 @@ impl Runtime {
                 return true;
             }
         }
+        let source = inner.source.borrow().clone();
+        let length = self.nap.length();
+        if !length.is_zero() && source.as_ref().is_some_and(|source| source.rests()) {
+            inner.counters.naps.add(1);
+            self.enter_for(1, Some(length));
+            self.collect();
+            if inner.executor.has_ready() {
+                return true;
+            }
+        }
         let start = Instant::now();
         let mut yield_at = YIELD_FIRST;
         loop {
-            if inner.source.borrow().as_ref().is_some_and(|source| source.look()) {
+            if source.as_ref().is_some_and(|source| self.look(source.as_ref())) {
                 self.spin.paid();
                 inner.counters.polls_paid.add(1);
                 self.last_sleep = Instant::now();
@@ -162,7 +193,7 @@ impl Runtime {
             if inner.uring.has_work() {
                 // Waits for one completion, so that a poll and the read linked to it are done in one call. Not with a source: what the
                 // kernel has left may end without a completion, and the source has not been told that we sleep.
-                self.enter(u32::from(inner.source.borrow().is_none()));
+                self.enter(u32::from(source.is_none()));
                 self.spin.paid();
                 inner.counters.polls_paid.add(1);
                 self.last_sleep = Instant::now();

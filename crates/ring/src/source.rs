@@ -9,9 +9,13 @@ pub trait Source {
     /// All ready tasks have run: what they finished is made visible to the other side now, once for all of it.
     fn publish(&self);
 
-    /// Whether there is work. Wakes the task that will do it; called in each turn and, while the thread polls, every few
-    /// nanoseconds: reads shared memory only.
-    fn look(&self) -> bool;
+    /// Takes the work that is there and wakes the tasks that will do it. Returns how much it is: requests, 0 for none. Called in
+    /// each turn and, while the thread polls, every few nanoseconds: reads shared memory only.
+    fn look(&self) -> u32;
+
+    /// Whether nothing that was taken is unfinished: only the other side can bring work now, so a short sleep keeps nothing waiting but
+    /// that.
+    fn rests(&self) -> bool;
 
     /// The thread is about to sleep: asks the other side for a wake-up (that ends up as a completion of the ring), then looks once
     /// more. Returns whether work came meanwhile: the thread does not sleep then.

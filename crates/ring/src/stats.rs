@@ -207,6 +207,7 @@ impl QueueCells {
             cqes: ring.cqes,
             sleeps: ring.sleeps,
             polls_paid: ring.polls_paid,
+            naps: ring.naps,
             polls_missed: ring.polls_missed,
             queue_full: ring.queue_full + ring.slots_full + self.exhausted.get(),
             eagain: self.eagain.get(),
@@ -263,6 +264,8 @@ pub struct QueueStats {
     pub sleeps: u64,
     /// Polls before a sleep that found work.
     pub polls_paid: u64,
+    /// Sleeps for a set time in place of a poll.
+    pub naps: u64,
     /// Polls before a sleep that did not.
     pub polls_missed: u64,
     /// Times that the submission queue was full, that an operation waited for a slot, or that every entry carried a request.
@@ -307,6 +310,7 @@ impl Stats {
             total.cqes += queue.cqes;
             total.sleeps += queue.sleeps;
             total.polls_paid += queue.polls_paid;
+            total.naps += queue.naps;
             total.polls_missed += queue.polls_missed;
             total.queue_full += queue.queue_full;
             total.eagain += queue.eagain;

@@ -104,6 +104,7 @@ fn queue_json(queue: &QueueStats) -> Value {
             "cqes": queue.cqes,
             "sleeps": queue.sleeps,
             "polls-paid": queue.polls_paid,
+            "naps": queue.naps,
             "polls-missed": queue.polls_missed,
             "queue-full": queue.queue_full,
             "eagain": queue.eagain,
@@ -216,7 +217,7 @@ fn write_queue(f: &mut fmt::Formatter<'_>, queue: &QueueStats) -> fmt::Result {
     write!(
         f,
         "\n    ring: {} enters ({:.2} per request), {} SQEs, {} CQEs, {} sleeps, \
-         polls {} paid {} missed, {} full, {} EAGAIN",
+         polls {} paid {} missed, {} naps, {} full, {} EAGAIN",
         queue.enters,
         per(queue.enters, queue.requests),
         queue.sqes,
@@ -224,6 +225,7 @@ fn write_queue(f: &mut fmt::Formatter<'_>, queue: &QueueStats) -> fmt::Result {
         queue.sleeps,
         queue.polls_paid,
         queue.polls_missed,
+        queue.naps,
         queue.queue_full,
         queue.eagain,
     )

@@ -18,6 +18,8 @@ const INDIRECT: u64 = 1 << 28;
 const EVENT_IDX: u64 = 1 << 29;
 const PROTOCOL: u64 = 1 << 30;
 const VERSION_1: u64 = 1 << 32;
+/// VIRTIO_BLK_F_FLUSH: without it a device has to make each write durable at once.
+const FLUSH: u64 = 1 << 9;
 /// VIRTIO_BLK_F_MQ.
 const MQ: u64 = 1 << 12;
 
@@ -30,7 +32,7 @@ impl FrontEnd {
     /// Errors: nobody is there; it does not offer what is needed.
     pub(crate) fn connect(arguments: &Arguments) -> Result<FrontEnd, Box<dyn Error>> {
         let mut frontend = Frontend::connect(&arguments.socket, u64::from(arguments.queues))?;
-        let mut wanted = EVENT_IDX | PROTOCOL | VERSION_1;
+        let mut wanted = EVENT_IDX | PROTOCOL | VERSION_1 | FLUSH;
         if arguments.queues > 1 {
             wanted |= MQ;
         }

@@ -32,7 +32,7 @@ pub(crate) use vring::{RingStart, Vring, areas, layout};
 /// Requests that one thread serves at once; further ones wait in their virtqueues.
 pub(crate) const REQUESTS_MAX: usize = 256;
 /// Requests that are taken before what they lead to is submitted: more would keep the first ones waiting.
-const BATCH_MAX: usize = 32;
+const BATCH_MAX: u32 = 32;
 
 /// The thread-local side of a queue thread.
 pub(crate) struct Worker {
@@ -96,7 +96,7 @@ impl Worker {
     pub(crate) fn start(&self, start: RingStart) -> Result<(), Error> {
         let vring = Vring::start(start)?;
         // A batch finds its tasks there; more are made when more requests are with the storage than ever before.
-        while self.slots.get() < BATCH_MAX {
+        while self.slots.get() < BATCH_MAX as usize {
             let Some(slot) = self.new_slot() else { break };
             self.idle.borrow_mut().push(slot);
         }
@@ -152,8 +152,8 @@ impl Worker {
         self.vrings.borrow().iter().find(|vring| vring.index == index).cloned()
     }
 
-    /// Takes requests off the virtqueues and gives each to a task. Returns whether there were any.
-    fn dispatch(&self) -> bool {
+    /// Takes requests off the virtqueues and gives each to a task. Returns how many there were.
+    fn dispatch(&self) -> u32 {
         let vrings = self.vrings.borrow();
         let count = vrings.len();
         let mut taken = 0;
@@ -163,7 +163,7 @@ impl Worker {
         for step in 0..count {
             let vring = &vrings[(first + step) % count];
             while taken < BATCH_MAX && vring.has_next() {
-                let Some(slot) = self.take_slot() else { return taken > 0 };
+                let Some(slot) = self.take_slot() else { return taken };
                 let view = self.view.borrow();
                 let Some(token) = vring.pop(&view, &slot, &self.device) else {
                     self.idle.borrow_mut().push(slot);
@@ -176,11 +176,11 @@ impl Worker {
             }
             if taken == BATCH_MAX {
                 self.cursor.set((first + step) % count);
-                return true;
+                return taken;
             }
         }
         self.cursor.set(0);
-        taken > 0
+        taken
     }
 
     /// A task that waits for a request, a new one if need be; `None` when there are as many as there may be.

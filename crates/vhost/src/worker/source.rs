@@ -13,8 +13,12 @@ impl Source for Worker {
         }
     }
 
-    fn look(&self) -> bool {
+    fn look(&self) -> u32 {
         self.dispatch()
+    }
+
+    fn rests(&self) -> bool {
+        self.idle.borrow().len() == self.slots.get()
     }
 
     fn arm(&self) -> bool {

@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::future::poll_fn;
+use std::num::NonZeroU64;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -16,6 +17,7 @@ use ringdisk_ring::stats::{QueueCells, QueueView};
 use ringdisk_ring::{
     Config, Counters, CpuList, Remote, Runtime, SetupError, SpinPolicy, pin_to_cpus,
 };
+use rustix::thread::set_current_timer_slack;
 
 use super::{REQUESTS_MAX, Worker};
 use crate::device::Device;
@@ -192,6 +194,8 @@ fn run(setup: ThreadSetup, ready: &SyncSender<Result<Ready, SetupError>>, stop: 
         (!setup.cpus.is_empty()).then(|| pin_to_cpus(&setup.cpus).err()).flatten().map(|errno| {
             format!("queue thread {} runs unbound: CPU {}: {errno}", setup.index, setup.cpus)
         });
+    // Naps of some µs are meant as they are; the usual slack of timers is longer than they.
+    let _ = set_current_timer_slack(NonZeroU64::new(1000));
     let slots = u32::try_from(REQUESTS_MAX * SLOTS_PER_REQUEST).unwrap_or(1024);
     let config = Config {
         entries: ENTRIES,
