@@ -6,9 +6,9 @@ use std::path::PathBuf;
 
 use rustix::thread::CapabilitySet;
 
-use crate::calls::{self, Calls};
+use crate::calls::{self, Calls, Filters};
 use crate::capabilities::{self, Keep};
-use crate::files::{self, NoRules, Right};
+use crate::files::{self, NoRules, Right, Rules};
 use crate::threads::{self, Confinement};
 
 /// What a serving process still needs. Everything else goes.
@@ -146,12 +146,15 @@ impl Plan {
         self
     }
 
-    /// Enters, with all threads, for good.
+    /// Looks whether the kernel has what [`Plan::enter`] needs, and changes nothing: for who cannot go back later.
     ///
-    /// Errors: something is missing that was insisted on, or a thread cannot be confined; some of it may be in force then, so the
-    /// process had better end.
-    pub fn enter(self) -> Result<InForce, Failure> {
-        let mut missing = Vec::new();
+    /// Errors: something is missing that was insisted on.
+    pub fn check(&self) -> Result<(), Failure> {
+        self.make(&mut Vec::new()).map(|_| ())
+    }
+
+    /// Makes what is to be put in force.
+    fn make(&self, missing: &mut Vec<String>) -> Result<(Option<Rules>, Option<Filters>), Failure> {
         let rules = match &self.without_files {
             Some(why) => Err(why.clone()),
             None => files::rules(&self.paths, self.abstract_sockets).map_err(|no| match no {
@@ -159,9 +162,18 @@ impl Plan {
                 NoRules::Failed(error) => format!("landlock: {error}"),
             }),
         };
-        let rules = self.or_note(rules, &mut missing)?;
+        let rules = self.or_note(rules, missing)?;
         let filters = calls::filters(&self.calls).map_err(|error| format!("seccomp: {error}"));
-        let filters = self.or_note(filters, &mut missing)?;
+        Ok((rules, self.or_note(filters, missing)?))
+    }
+
+    /// Enters, with all threads, for good.
+    ///
+    /// Errors: something is missing that was insisted on, or a thread cannot be confined; some of it may be in force then, so the
+    /// process had better end.
+    pub fn enter(self) -> Result<InForce, Failure> {
+        let mut missing = Vec::new();
+        let (rules, filters) = self.make(&mut missing)?;
         let is_root = rustix::process::geteuid().is_root();
         let capabilities = is_root.then(|| self.keep.present());
         let ruleset = rules.as_ref().map(|rules| rules.ruleset.as_fd());
