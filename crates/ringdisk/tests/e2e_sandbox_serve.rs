@@ -15,7 +15,7 @@ use common::tools::names;
 use ringdisk_testkit::limits::{needs, needs_root};
 use ringdisk_testkit::model::{FrontEnd, Request, Vm};
 use ringdisk_testkit::mount::{scratch, text};
-use ringdisk_testkit::process::{run, until};
+use ringdisk_testkit::process::{command, run, until};
 use rustix::process::Signal;
 use serde_json::Value;
 
@@ -280,6 +280,39 @@ fn in_the_background_nothing_is_left_either() {
     assert!(is_gone(pid));
     assert_eq!(names(place.directory.path()), ["disk"]);
     place.judge(&mut load);
+}
+
+#[test]
+fn without_proc_some_walls_are_missing_and_it_says_so() {
+    if !needs_root() {
+        return;
+    }
+    // Images cannot be opened without it.
+    let directory = scratch();
+    let (socket, front) = (directory.path().join("socket"), directory.path().join("front"));
+    let connect = format!("null=1M,connect={}", text(&front));
+    let listen = format!("null=1M,queues=2,socket={}", text(&socket));
+    let without_proc = |more: &[&str]| {
+        let mut command = command(&["unshare", "-m", "sh", "-c"]);
+        let program = common::program();
+        command.args(["umount -l /proc; exec \"$@\"", "sh", program.as_str(), "serve"]);
+        command.args(["--disk", &listen, "--disk", &connect]).args(more);
+        command.env_remove("NOTIFY_SOCKET").env_remove("LISTEN_FDS");
+        command
+    };
+    let refused = run(without_proc(&["--sandbox", "on"]));
+    assert_eq!(refused.code(), Some(11), "{}", refused.output());
+    assert!(!socket.exists());
+    let daemon = Daemon::of(&mut without_proc(&[]));
+    assert!(daemon.process.output().contains("not complete"), "{}", daemon.process.output());
+    let in_force = in_force(&socket);
+    assert!(in_force.starts_with("no landlock, seccomp with"), "{in_force}");
+    let mut vm = Vm::started(FrontEnd::connect(&socket), options(true));
+    assert_eq!(vm.status(1, Request::write(1, vec![1; 512])), 0);
+    // Nobody does it for this process.
+    let listener = UnixListener::bind(&front).expect("bind");
+    listener.accept().expect("it connects");
+    daemon.stop(&[&socket]);
 }
 
 #[test]
