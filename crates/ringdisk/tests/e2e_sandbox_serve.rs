@@ -14,7 +14,7 @@ use common::serving::{Daemon, Place, ctl, judge, load, meanwhile, options, serve
 use common::tools::names;
 use ringdisk_testkit::limits::{needs, needs_root};
 use ringdisk_testkit::model::{FrontEnd, Request, Vm};
-use ringdisk_testkit::mount::{scratch, text};
+use ringdisk_testkit::mount::{Loop, scratch, text};
 use ringdisk_testkit::process::{command, run, until};
 use rustix::process::Signal;
 use serde_json::Value;
@@ -283,6 +283,63 @@ fn in_the_background_nothing_is_left_either() {
 }
 
 #[test]
+fn a_block_device_is_used_inside_and_makes_it_an_io_flusher() {
+    if !needs_root() {
+        return;
+    }
+    let place = Place::new("raw");
+    let device = Loop::attach(&place.image, &[]);
+    if !needs("loop devices", device.is_some()) {
+        return;
+    }
+    let mut load = load(9);
+    let mut serve = |image: &Path, is_one: bool| {
+        // What is asked of the kernel is told; it may refuse.
+        let words = ["-vv", "--format", "raw", "--queues", "2", text(image)];
+        let daemon = Daemon::start(&place.socket, &words);
+        let output = daemon.process.output();
+        assert_eq!(output.contains("PR_SET_IO_FLUSHER"), is_one, "{output}");
+        assert_confined(daemon.process.pid(), true);
+        let mut vm = place.vm(is_one);
+        load.run(&mut vm, 200);
+        load.drain(&mut vm);
+        load.read_all(&mut vm);
+        drop(vm);
+        daemon.stop(&[&place.socket]);
+    };
+    device.iter().for_each(|device| serve(device.device(), true));
+    drop(device);
+    serve(&place.image, false);
+    place.judge(&mut load);
+}
+
+/// `ringdisk serve WORDS…` where /proc is not mounted.
+fn without_proc(words: &[&str]) -> Command {
+    let mut command = command(&["unshare", "-m", "sh", "-c"]);
+    let program = common::program();
+    command.args(["umount -l /proc; exec \"$@\"", "sh", program.as_str(), "serve"]).args(words);
+    command.env_remove("NOTIFY_SOCKET").env_remove("LISTEN_FDS");
+    command
+}
+
+#[test]
+fn what_is_insisted_on_is_looked_for_before_a_disk_is_taken_over() {
+    if !needs_root() {
+        return;
+    }
+    let place = Place::new("raw");
+    let daemon = place.start(&[]);
+    let (mut vm, mut load) = (place.vm(false), load(10));
+    load.run(&mut vm, 100);
+    let words = [&words_at(&place)[..], &["--upgrade", "--sandbox", "on"]].concat();
+    let refused = meanwhile(&mut vm, &mut load, || run(without_proc(&words)));
+    assert_eq!(refused.code(), Some(11), "{}", refused.output());
+    load.read_all(&mut vm);
+    daemon.stop(&[&place.socket]);
+    place.judge(&mut load);
+}
+
+#[test]
 fn without_proc_some_walls_are_missing_and_it_says_so() {
     if !needs_root() {
         return;
@@ -292,18 +349,11 @@ fn without_proc_some_walls_are_missing_and_it_says_so() {
     let (socket, front) = (directory.path().join("socket"), directory.path().join("front"));
     let connect = format!("null=1M,connect={}", text(&front));
     let listen = format!("null=1M,queues=2,socket={}", text(&socket));
-    let without_proc = |more: &[&str]| {
-        let mut command = command(&["unshare", "-m", "sh", "-c"]);
-        let program = common::program();
-        command.args(["umount -l /proc; exec \"$@\"", "sh", program.as_str(), "serve"]);
-        command.args(["--disk", &listen, "--disk", &connect]).args(more);
-        command.env_remove("NOTIFY_SOCKET").env_remove("LISTEN_FDS");
-        command
-    };
-    let refused = run(without_proc(&["--sandbox", "on"]));
+    let words = ["--disk", &listen, "--disk", &connect];
+    let refused = run(without_proc(&[&words[..], &["--sandbox", "on"]].concat()));
     assert_eq!(refused.code(), Some(11), "{}", refused.output());
     assert!(!socket.exists());
-    let daemon = Daemon::of(&mut without_proc(&[]));
+    let daemon = Daemon::of(&mut without_proc(&words));
     assert!(daemon.process.output().contains("not complete"), "{}", daemon.process.output());
     let in_force = in_force(&socket);
     assert!(in_force.starts_with("no landlock, seccomp with"), "{in_force}");
