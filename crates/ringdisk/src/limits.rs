@@ -33,18 +33,3 @@ pub(crate) fn raise() {
 fn show(limit: Option<u64>) -> String {
     limit.map_or_else(|| String::from("unlimited"), |limit| limit.to_string())
 }
-
-/// Tells the kernel that others' I/O may depend on us, so that our own allocations never wait for
-/// memory to be written to our own export (a loop mount of the file that we serve).
-///
-/// Needs CAP_SYS_RESOURCE; an unprivileged process cannot be used for a loop mount by others than
-/// root anyway.
-pub(crate) fn become_io_flusher() {
-    match rustix::process::configure_io_flusher_behavior(true) {
-        Ok(()) => tracing::debug!("PR_SET_IO_FLUSHER is set"),
-        Err(errno) => tracing::debug!(
-            "PR_SET_IO_FLUSHER was refused ({errno}); under memory pressure a loop mount of the \
-             served file could stall"
-        ),
-    }
-}

@@ -10,13 +10,16 @@ use std::time::Instant;
 use ringdisk_disk::Disk;
 use ringdisk_ring::Topology;
 use ringdisk_ring::stats::Stats;
-use ringdisk_vhost::export::{HandOverHandle, Numa, OnError, Prepared, Second, queues_default};
+use ringdisk_vhost::export::{
+    Connector, HandOverHandle, Numa, OnError, Prepared, Second, queues_default,
+};
 use ringdisk_vhost::{Export, ExportOptions, Listen, StopHandle};
 use serde_json::Value;
 
 use crate::cli::{DiskArgs, NumaWord, OnErrorWord, SecondWord, Threads};
 use crate::control::disk::Serving;
 use crate::report::{Exit, Failure};
+use crate::sandbox;
 use crate::stats::Report;
 use crate::topology;
 
@@ -28,10 +31,12 @@ pub(crate) fn queues(args: &DiskArgs) -> u16 {
 /// What the words ask for.
 ///
 /// * `read_only`: the disk can only be read.
+/// * `restricted`: rings do nothing but what serving takes.
 /// * `name`: shown in messages and statistics.
 pub(crate) fn options(
     args: &DiskArgs,
     read_only: bool,
+    restricted: bool,
     listen: Listen,
     name: String,
 ) -> ExportOptions {
@@ -65,6 +70,8 @@ pub(crate) fn options(
             OnErrorWord::Stop => OnError::Stop,
         },
         read_only: args.source.read_only || read_only,
+        restricted,
+        connector: Connector::new(sandbox::connect),
         ..ExportOptions::new(listen)
     }
 }
@@ -100,6 +107,11 @@ impl Served {
     /// Errors: the system has no thread for it.
     pub(crate) fn go(prepared: Prepared, name: String) -> Result<Served, Failure> {
         Ok(Served { export: prepared.go()?, name, since: Instant::now() })
+    }
+
+    /// Takes front ends from now on, if they had to wait for it ([`ExportOptions::held`]).
+    pub(crate) fn release(&self) {
+        self.export.release();
     }
 
     /// For a process that takes the disk over.

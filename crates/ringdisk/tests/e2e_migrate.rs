@@ -4,7 +4,9 @@ mod common;
 
 use std::os::fd::{AsFd, OwnedFd};
 
+use common::confined::assert_confined;
 use common::serving::{Daemon, Place, load, options};
+use ringdisk_testkit::limits::is_root;
 use ringdisk_testkit::model::{BaseRule, FrontEnd, Load, Request, Vm, ask, bits, words};
 use ringdisk_testkit::mount::text;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
@@ -26,6 +28,9 @@ fn both(format: &'static str, packed: bool) -> Both {
     let there = [&place.words()[..], &["--incoming"]].concat();
     // Before anything of what follows is written: what it knows of the image then is not what it may use.
     let destination = Daemon::start(&incoming, &there);
+    for daemon in [&source, &destination] {
+        assert_confined(daemon.process.pid(), is_root());
+    }
     let mut vm = Vm::started(FrontEnd::connect(&place.socket), options(packed));
     let mut load = load(1);
     load.run(&mut vm, 300);

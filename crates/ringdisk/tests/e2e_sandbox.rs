@@ -6,60 +6,19 @@ mod common;
 use std::fs;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::time::Duration;
 
+use common::confined::{assert_confined, children, is_gone};
 use common::tools::{Ran, names, ringdisk};
 use common::{MIB, open, program, refused, serve_raw};
 use ringdisk_testkit::images::{self, assert_clean, pattern, piece};
 use ringdisk_testkit::limits::{mount_at, needs, needs_root};
 use ringdisk_testkit::mount::{Mounted, scratch, text, unmount};
-use ringdisk_testkit::process::{command, ok_words, until};
+use ringdisk_testkit::process::{command, ok_words};
 use rustix::process::Signal;
 use serde_json::Value;
 
-/// `CAP_DAC_OVERRIDE`, `CAP_IPC_LOCK` and `CAP_SYS_RESOURCE`.
-const KEPT: u64 = (1 << 1) | (1 << 14) | (1 << 24);
-
 fn ctl(disk: &Mounted, words: &[&str]) -> Ran {
     ringdisk(Path::new("/"), &[&["ctl", disk.text()], words].concat())
-}
-
-/// The value of a line of /proc/PID/task/TID/status, of each thread.
-fn of_threads(pid: u32, name: &str) -> Vec<String> {
-    let threads = fs::read_dir(format!("/proc/{pid}/task")).expect("a process");
-    let value = |path: &Path| {
-        // One that has ended meanwhile.
-        let status = fs::read_to_string(path.join("status")).ok()?;
-        let line = status.lines().find_map(|line| line.strip_prefix(name))?;
-        Some(line.trim_start_matches(':').trim().to_owned())
-    };
-    threads.flatten().filter_map(|entry| value(&entry.path())).collect()
-}
-
-/// Every thread has a filter, and no powers but the few; or none has.
-fn assert_confined(pid: u32, is_confined: bool) {
-    let (mode, no_new) = if is_confined { ("2", "1") } else { ("0", "0") };
-    assert!(of_threads(pid, "Seccomp").iter().all(|value| value == mode));
-    assert!(of_threads(pid, "NoNewPrivs").iter().all(|value| value == no_new));
-    for name in ["CapEff", "CapPrm", "CapBnd"] {
-        for value in of_threads(pid, name) {
-            let value = u64::from_str_radix(&value, 16).expect("hex");
-            assert_eq!(value & !KEPT == 0, is_confined, "{name} {value:x}");
-        }
-    }
-}
-
-/// Children of a process.
-fn children(pid: u32) -> Vec<u32> {
-    let tasks = fs::read_dir(format!("/proc/{pid}/task")).expect("a process").flatten();
-    let of = |path: &Path| fs::read_to_string(path.join("children")).unwrap_or_default();
-    let text: String = tasks.map(|task| of(&task.path())).collect::<Vec<_>>().join(" ");
-    text.split_whitespace().map(|pid| pid.parse().expect("a number")).collect()
-}
-
-fn is_gone(pid: u32) -> bool {
-    let gone = || (!Path::new(&format!("/proc/{pid}")).exists()).then_some(());
-    until(Duration::from_secs(5), gone).is_some()
 }
 
 /// A qcow2 that is served on a mountpoint that the program makes.

@@ -8,10 +8,12 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use common::confined::assert_confined;
 use common::serving::{
     Daemon, Place, SIZE, ctl, judge, load, locked_while, meanwhile, options, serve_command, stats,
 };
 use common::tools::qemu_img;
+use ringdisk_testkit::limits::is_root;
 use ringdisk_testkit::model::{FrontEnd, Load, Request, Vm, ask, bits, words};
 use ringdisk_testkit::mount::text;
 use ringdisk_testkit::process::run;
@@ -34,6 +36,8 @@ fn upgrade(old: Daemon, place: &Place, words: &[&str]) -> Daemon {
     assert_eq!(id(&place.socket), before, "another socket");
     let text = new.process.output();
     assert!(!text.contains("warning") && !text.contains("WARN"), "{text}");
+    // From sandbox to sandbox.
+    assert_confined(new.process.pid(), is_root());
     // `ringdisk ctl` talks to the new one, which has served nothing else.
     assert!(stats(&place.socket)["size"].as_u64() >= Some(SIZE));
     new

@@ -6,9 +6,9 @@ use std::path::PathBuf;
 
 use rustix::thread::CapabilitySet;
 
-use crate::calls::{self, Calls};
+use crate::calls::{self, Calls, Filters};
 use crate::capabilities::{self, Keep};
-use crate::files::{self, NoRules, Right};
+use crate::files::{self, NoRules, Right, Rules};
 use crate::threads::{self, Confinement};
 
 /// What a serving process still needs. Everything else goes.
@@ -29,10 +29,19 @@ pub struct InForce {
     pub landlock: Option<(i32, usize)>,
     /// System calls that may be made; `None`: no seccomp.
     pub calls: Option<usize>,
-    /// `None`: not root, so there are none to lose.
+    /// `None`: not root, so there are none to lose; or they could not be taken ([`InForce::missing`]).
     pub capabilities: Option<CapabilitySet>,
     /// What could not be had, each with the reason.
     pub missing: Vec<String>,
+}
+
+/// What is to be put in force.
+#[derive(Debug)]
+struct Walls {
+    rules: Option<Rules>,
+    filters: Option<Filters>,
+    /// Each thread can be told to give something up.
+    reaches_threads: bool,
 }
 
 /// Why a process is not confined as it was insisted on, or not even as it must be for its own sake.
@@ -146,12 +155,19 @@ impl Plan {
         self
     }
 
-    /// Enters, with all threads, for good.
+    /// Looks whether the kernel has what [`Plan::enter`] needs, and changes nothing: for who cannot go back later.
     ///
-    /// Errors: something is missing that was insisted on, or a thread cannot be confined; some of it may be in force then, so the
-    /// process had better end.
-    pub fn enter(self) -> Result<InForce, Failure> {
-        let mut missing = Vec::new();
+    /// Errors: something is missing that was insisted on.
+    pub fn check(&self) -> Result<(), Failure> {
+        self.walls(&mut Vec::new()).map(|_| ())
+    }
+
+    /// Makes what is to be put in force.
+    fn walls(&self, missing: &mut Vec<String>) -> Result<Walls, Failure> {
+        let known = threads::are_known().map_err(|errno| {
+            format!("no landlock, and capabilities stay: the threads in /proc/self/task: {errno}")
+        });
+        let reaches_threads = self.or_note(known, missing)?.is_some();
         let rules = match &self.without_files {
             Some(why) => Err(why.clone()),
             None => files::rules(&self.paths, self.abstract_sockets).map_err(|no| match no {
@@ -159,17 +175,29 @@ impl Plan {
                 NoRules::Failed(error) => format!("landlock: {error}"),
             }),
         };
-        let rules = self.or_note(rules, &mut missing)?;
+        let rules = self.or_note(rules, missing)?;
         let filters = calls::filters(&self.calls).map_err(|error| format!("seccomp: {error}"));
-        let filters = self.or_note(filters, &mut missing)?;
+        let filters = self.or_note(filters, missing)?;
+        Ok(Walls { rules: rules.filter(|_| reaches_threads), filters, reaches_threads })
+    }
+
+    /// Enters, with all threads, for good.
+    ///
+    /// Errors: something is missing that was insisted on, or a thread cannot be confined; some of it may be in force then, so the
+    /// process had better end.
+    pub fn enter(self) -> Result<InForce, Failure> {
+        let mut missing = Vec::new();
+        let Walls { rules, filters, reaches_threads } = self.walls(&mut missing)?;
         let is_root = rustix::process::geteuid().is_root();
-        let capabilities = is_root.then(|| self.keep.present());
+        let capabilities = (is_root && reaches_threads).then(|| self.keep.present());
         let ruleset = rules.as_ref().map(|rules| rules.ruleset.as_fd());
-        let confined = threads::confine(&Confinement { ruleset, capabilities });
-        confined.map_err(|error| {
-            let what = format!("{} cannot be confined: {}", error.thread, error.errno);
-            Failure(what)
-        })?;
+        if reaches_threads {
+            let confined = threads::confine(&Confinement { ruleset, capabilities });
+            confined.map_err(|error| {
+                let what = format!("{} cannot be confined: {}", error.thread, error.errno);
+                Failure(what)
+            })?;
+        }
         let mut allowed = None;
         if let Some(filters) = filters {
             let installed = filters.programs.iter().try_for_each(|program| {

@@ -54,6 +54,13 @@ pub(crate) struct Unconfined {
     pub(crate) errno: Errno,
 }
 
+/// Whether the threads can be found. Seccomp needs no list of them: the kernel does it for all.
+///
+/// Errors: those of reading `/proc`.
+pub(crate) fn are_known() -> Result<(), Errno> {
+    threads().map(|_| ())
+}
+
 /// Confines every thread. Gives their number.
 ///
 /// Errors: a thread that could not be; those before it are confined.

@@ -98,6 +98,7 @@ fn the_body() {
         "memory" => memory(),
         "many" => many(),
         "named" => named(),
+        "checked" => checked(),
         deadly => deadly_call(deadly),
     }
 }
@@ -187,6 +188,21 @@ fn sockets() {
     enter(Plan::new().calls(Calls { sockets: true, more: Vec::new() }));
     assert_eq!(errno(UnixStream::connect("/nowhere")), libc::ENOENT);
     assert_eq!(errno(TcpListener::bind("127.0.0.1:0")), libc::ENOSYS);
+}
+
+#[test]
+fn a_look_ahead_changes_nothing() {
+    passes("checked");
+}
+
+fn checked() {
+    let plan = || Plan::new().insist(true);
+    plan().without_files("nobody outside").check().expect_err("something is missing");
+    let is_possible = plan().check().is_ok();
+    let status = fs::read_to_string("/proc/self/status").expect("status");
+    assert!(status.contains("Seccomp:\t0") && status.contains("NoNewPrivs:\t0"), "{status}");
+    fs::File::open("/etc/passwd").expect("as before");
+    assert_eq!(plan().enter().is_ok(), is_possible);
 }
 
 #[test]

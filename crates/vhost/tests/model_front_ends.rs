@@ -3,11 +3,16 @@
 mod common;
 
 use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use common::{MIB, serve, simulated};
 use ringdisk_testkit::model::{FrontEnd, Request, Vm, VmOptions, ask, bits};
-use ringdisk_vhost::export::Second;
+use ringdisk_vhost::export::{Connector, Listen, Second};
 
 fn works(vm: &mut Vm) {
     assert_eq!(vm.status(0, Request::write(1, vec![4; 512])), 0);
@@ -29,6 +34,55 @@ fn a_second_front_end_waits_until_the_first_has_gone() {
     second.socket().set_read_timeout(Some(Duration::from_secs(20))).expect("a timeout");
     second.reply(ask::GET_FEATURES).expect("a reply");
     works(&mut Vm::started(second, VmOptions::default()));
+}
+
+#[test]
+fn nothing_is_answered_before_a_held_export_is_released() {
+    let (_sim, disk) = simulated(MIB);
+    let (served, never) = (
+        serve(disk.clone(), |options| options.held = true),
+        serve(disk, |options| options.held = true),
+    );
+    let mut early = served.front();
+    assert!(early.send(ask::GET_FEATURES, 0, &[], &[]));
+    early.socket().set_read_timeout(Some(Duration::from_millis(100))).expect("a timeout");
+    let error = early.socket().read(&mut [0; 12]).expect_err("no reply");
+    assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
+    served.export.release();
+    early.socket().set_read_timeout(Some(Duration::from_secs(20))).expect("a timeout");
+    early.reply(ask::GET_FEATURES).expect("a reply");
+    works(&mut Vm::started(early, VmOptions::default()));
+    // One that never is ends all the same.
+    never.export.stop_handle().stop();
+    never.export.wait().expect("a clean end");
+}
+
+#[test]
+fn a_connector_brings_front_ends_and_is_asked_again() {
+    let (_sim, disk) = simulated(MIB);
+    let asked = Arc::new(AtomicU32::new(0));
+    let count = Arc::clone(&asked);
+    let (send, made) = channel();
+    let connector = Connector::new(move |path: &Path| {
+        assert_eq!(path, Path::new("/a/name"));
+        // Nobody is there every other time.
+        if count.fetch_add(1, Ordering::Relaxed).is_multiple_of(2) {
+            return Err(std::io::ErrorKind::NotFound.into());
+        }
+        let (ours, theirs) = UnixStream::pair()?;
+        send.send(theirs).map_err(std::io::Error::other)?;
+        Ok(ours.into())
+    });
+    let served = serve(disk, |options| {
+        options.connector = connector;
+        options.listen = Listen::Connect(PathBuf::from("/a/name"));
+    });
+    for _ in 0..2 {
+        let front = made.recv_timeout(Duration::from_secs(20)).expect("it connects");
+        works(&mut Vm::started(FrontEnd::on(front), VmOptions::default()));
+    }
+    drop(served);
+    assert!(asked.load(Ordering::Relaxed) >= 4);
 }
 
 #[test]

@@ -37,6 +37,11 @@ class Daemon:
             return os.path.getsize(ready) > 0
 
         processes.until(answers, START_S, f"{self.name}: the daemon answers")
+        if os.geteuid() == 0:
+            # What a guest does here it does to a process that can do little.
+            with open(f"/proc/{self.process.pid}/status", encoding="ascii") as status:
+                require("Seccomp:\t2\n" in status.read(), f"{self.name}: the daemon is in no sandbox")
+            require("seccomp" in (self.stats()["sandbox"] or ""), f"{self.name}: nothing is in force")
         return self
 
     def alive(self):

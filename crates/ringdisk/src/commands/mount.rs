@@ -25,13 +25,13 @@ use crate::control::disk::DiskControl;
 use crate::control::place;
 use crate::control::server::Server;
 use crate::daemonize::{self, Background};
+use crate::io_flusher;
 use crate::keep::{self, Kept, Role, State};
-use crate::limits;
 use crate::made::{Fresh, MadeFile};
 use crate::notify::Notify;
 use crate::pidfile::Pidfile;
 use crate::report::{Exit, Failure};
-use crate::sandbox;
+use crate::sandbox::{self, Duties};
 use crate::serve::{self, Served};
 use crate::signals::{Actions, Phase, Watcher};
 use crate::terminal::{self, bold, shell_word};
@@ -84,7 +84,8 @@ fn serve(
         // CPUs that cannot be used are told before anything is made.
         serve::foresee(&args.placement, &Topology::read())?;
     }
-    limits::become_io_flusher();
+    // The file may become a loop device.
+    io_flusher::become_one_if(true);
     let made = Made::default();
     let watcher = match resumed {
         Some(_) => watch_resumed()?,
@@ -185,7 +186,7 @@ fn serve(
         removed.extend(pidfile.as_ref().and_then(Pidfile::identity));
         let control_name = control_name.as_ref().map(|(name, _)| name.as_path());
         let confinement = plan.confinement(&disk, control_name);
-        match confine(confinement, &plan, &served, &removed) {
+        match confine(confinement, &plan, &served, removed) {
             Ok(in_force) => commands.confined(in_force),
             Err(failure) => {
                 served.handle().stop();
@@ -316,10 +317,11 @@ fn confine(
     confinement: ringdisk_sandbox::Plan,
     plan: &Plan<'_>,
     served: &Served,
-    removed: &[sandbox::Named],
+    removed: Vec<sandbox::Named>,
 ) -> Result<String, Failure> {
-    let mount = served.connection().map(|connection| (plan.mountpoint.as_path(), connection));
-    let confinement = match sandbox::set_warden(mount, removed) {
+    let mount = served.connection().map(|connection| (plan.mountpoint.clone(), connection));
+    let duties = Duties { mount, files: removed, fronts: Vec::new() };
+    let confinement = match sandbox::set_warden(&duties) {
         Ok(remover) => {
             served.remove_through(remover);
             confinement
@@ -330,9 +332,7 @@ fn confine(
             confinement.without_files(why).calls(Calls::unmounting()).keep(keep)
         }
     };
-    let in_force = format!("{}, rings restricted", sandbox::enter(confinement)?);
-    tracing::info!("sandbox: {in_force}");
-    Ok(in_force)
+    sandbox::enter(confinement)
 }
 
 /// Makes the control socket. Without one the mount serves all the same.

@@ -3,6 +3,7 @@
 //! Promises: whatever was made on the way (images, sockets, a pid file) is removed again when the start fails; at a clean end
 //! everything but the images is. One disk that breaks down ends alone. Signals are honoured from the first moment.
 
+mod confine;
 mod greet;
 mod take;
 
@@ -12,6 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use ringdisk_disk::Disk;
+use ringdisk_vhost::{ExportOptions, Listen};
 
 use crate::cli::{DiskArgs, ServeArgs, ServedDisk};
 use crate::commands::open::{ImagePlan, new_image};
@@ -19,14 +21,15 @@ use crate::control::disk::{DiskControl, Serving};
 use crate::control::place;
 use crate::control::server::Server;
 use crate::daemonize::{self, Background};
-use crate::limits;
+use crate::io_flusher;
 use crate::made::Fresh;
 use crate::new_image::NewImage;
 use crate::notify::Notify;
 use crate::pidfile::Pidfile;
 use crate::report::{Exit, Failure};
+use crate::sandbox;
 use crate::signals::{Actions, Phase, Watcher};
-use crate::sockets::{self, Inherited, MadeSocket, Place};
+use crate::sockets::{self, Inherited, MadeSocket, Opened, Place};
 use crate::terminal;
 use crate::upgrade::Giver;
 use crate::vhost::{self, Handle, Served};
@@ -40,6 +43,8 @@ struct Plan<'a> {
     image: ImagePlan<'a>,
     new: Option<(NewImage, u64)>,
     place: Place,
+    /// Rings do nothing but what serving takes.
+    restricted: bool,
 }
 
 /// One disk that is served.
@@ -49,15 +54,17 @@ struct Running {
     name: String,
     /// Where front ends and `ringdisk ctl` find it.
     path: Option<PathBuf>,
-    /// It is the front end that listens there.
-    connects: bool,
+    /// The front end's socket, where it is the front end that listens.
+    front: Option<PathBuf>,
     queues: u16,
+    /// Where the command line allows images to lead.
+    allowed: Vec<PathBuf>,
     served: Served,
     disk: Arc<Disk>,
     /// The name of the socket.
     made: Option<MadeSocket>,
     commands: Arc<DiskControl>,
-    control: Option<Server>,
+    control: Option<(Server, sandbox::Named)>,
     /// For the process that takes the disk over.
     giver: Option<Giver>,
 }
@@ -82,7 +89,9 @@ pub(crate) fn run(args: &ServeArgs, disks: Vec<ServedDisk>) -> Result<u8, Failur
     };
     // Before any descriptor is opened here that could have the number of one that is inherited.
     let inherited = sockets::take(&disks)?;
-    serve(args, &disks, inherited, background)
+    let result = serve(args, &disks, inherited, background);
+    sandbox::leave();
+    result
 }
 
 fn serve(
@@ -97,7 +106,6 @@ fn serve(
     };
     let plans = disks.iter().zip(places).map(|(disk, place)| plan(args, disk, place));
     let plans = plans.collect::<Result<Vec<_>, _>>()?;
-    limits::become_io_flusher();
     let fresh = Fresh::default();
     let watcher = watch_start(&fresh)?;
     let pidfile = args.pidfile.as_deref().map(std::path::absolute).transpose();
@@ -107,7 +115,10 @@ fn serve(
         Pidfile::check(pidfile)?;
     }
     let running = match args.upgrade {
-        true => take::take_over(plans, &watcher)?,
+        true => {
+            sandbox::check(args.sandbox)?;
+            take::take_over(plans, &watcher)?
+        }
         false => match begin(plans, &fresh, &watcher)? {
             Some(running) => running,
             None => return Ok(Exit::General.code()),
@@ -115,6 +126,11 @@ fn serve(
     };
     let notify = Arc::new(Notify::from_environment());
     let pidfile = pidfile.as_deref().map(Pidfile::create).transpose()?;
+    if sandbox::is_wanted(args.sandbox) {
+        confine::enter(args.sandbox, &running, pidfile.as_ref())?;
+    }
+    // Nothing of what a front end says is read outside.
+    running.iter().for_each(|disk| disk.served.release());
     let ready = match running.as_slice() {
         [only] => only.ready.clone(),
         several => format!("{} disks are served", several.len()),
@@ -178,6 +194,8 @@ fn begin(
         fresh.undo();
         return Ok(None);
     }
+    // Before there are threads that shall have it too.
+    io_flusher::become_one_if(opened.iter().any(|disk| io_flusher::is_on_a_device(disk)));
     let started: Result<Vec<Running>, Failure> =
         plans.into_iter().zip(opened).map(|(plan, disk)| start(plan, disk)).collect();
     let running = started.inspect_err(|_| fresh.undo())?;
@@ -201,6 +219,7 @@ fn plan<'a>(args: &ServeArgs, disk: &'a ServedDisk, place: Place) -> Result<Plan
             ..ImagePlan::new(source, disk.image.clone())
         },
         place,
+        restricted: sandbox::is_wanted(args.sandbox),
     })
 }
 
@@ -210,16 +229,29 @@ fn plan<'a>(args: &ServeArgs, disk: &'a ServedDisk, place: Place) -> Result<Plan
 fn start(plan: Plan<'_>, disk: Arc<Disk>) -> Result<Running, Failure> {
     let name = plan.image.name();
     let ready = format!("{} is served {}", plan.image.describe(&disk), plan.place.shown());
-    let connects = matches!(plan.place, Place::Connect(_));
     let opened = plan.place.open()?;
-    let options = vhost::options(plan.args, disk.is_read_only(), opened.listen, name.clone());
+    let front = front(&opened.listen);
+    let read_only = disk.is_read_only();
+    let restricted = plan.restricted;
+    let options = vhost::options(plan.args, read_only, restricted, opened.listen, name.clone());
+    let options = ExportOptions { held: true, ..options };
     let served = Served::start(Arc::clone(&disk), options)?;
     for note in served.notes() {
         terminal::warn(note);
     }
     let queues = vhost::queues(plan.args);
-    let placed = Placed { ready, name, path: opened.path, connects, queues, made: opened.made };
+    let allowed = plan.args.source.allow_path.clone();
+    let Opened { path, made, .. } = opened;
+    let placed = Placed { ready, name, path, front, queues, allowed, restricted, made };
     Ok(placed.attend(served, disk))
+}
+
+/// The socket of a front end that listens itself.
+fn front(listen: &Listen) -> Option<PathBuf> {
+    match listen {
+        Listen::Connect(path) => Some(path.clone()),
+        Listen::Listener(_) | Listen::Stream(_) => None,
+    }
 }
 
 /// What is known of a disk before it is served.
@@ -227,20 +259,22 @@ struct Placed {
     ready: String,
     name: String,
     path: Option<PathBuf>,
-    connects: bool,
+    front: Option<PathBuf>,
     queues: u16,
+    allowed: Vec<PathBuf>,
+    restricted: bool,
     made: Option<MadeSocket>,
 }
 
 impl Placed {
     /// Makes the sockets for `ringdisk ctl`, and for the process after this one.
     fn attend(self, served: Served, disk: Arc<Disk>) -> Running {
-        let Placed { ready, name, path, connects, queues, made } = self;
+        let Placed { ready, name, path, front, queues, allowed, restricted, made } = self;
         let handle = served.handle();
         let for_control = handle.clone();
         let commands =
             Arc::new(DiskControl::new(Arc::clone(&disk), handle, move || for_control.stop()));
-        let control = control(path.as_ref(), &commands);
+        let control = control(path.as_ref(), &commands, restricted);
         let giver = path.as_ref().and_then(|path| {
             let giver = Giver::start(path, served.hand_over_handle());
             giver.inspect_err(|e| tracing::warn!("`--upgrade` cannot be used: {e}")).ok()
@@ -249,8 +283,9 @@ impl Placed {
             ready,
             name,
             path,
-            connects,
+            front,
             queues,
+            allowed,
             served,
             disk,
             made,
@@ -262,13 +297,19 @@ impl Placed {
 }
 
 /// Makes the control socket. Without one the disk is served all the same.
-fn control(path: Option<&PathBuf>, commands: &Arc<DiskControl>) -> Option<Server> {
+fn control(
+    path: Option<&PathBuf>,
+    commands: &Arc<DiskControl>,
+    restricted: bool,
+) -> Option<(Server, sandbox::Named)> {
     // Nobody could name a disk without a path.
     let name = place::name_of_disk(path?);
-    match place::listen(&name)
-        .and_then(|listening| Server::start(listening, Arc::clone(commands), true))
-    {
-        Ok(server) => Some(server),
+    let started = place::listen(&name).and_then(|listening| {
+        let named = listening.named();
+        Ok((Server::start(listening, Arc::clone(commands), restricted)?, named))
+    });
+    match started {
+        Ok(started) => Some(started),
         Err(error) => {
             tracing::warn!("`ringdisk ctl` cannot be used: {error}");
             None

@@ -96,8 +96,8 @@ impl DiskControl {
             return failure;
         }
         failure.hint(
-            "the mount is in a sandbox, which was told of the directory of its image and of those that --allow-path names: \
-             mount with another --allow-path, or with --sandbox off",
+            "the process is in a sandbox, which was told of the directory of its image and of those that --allow-path names: \
+             serve the image with another --allow-path, or with --sandbox off",
         )
     }
 

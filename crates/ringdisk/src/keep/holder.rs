@@ -32,7 +32,7 @@ use crate::alive;
 use crate::before::Before;
 use crate::cli::MountArgs;
 use crate::daemonize::Background;
-use crate::limits;
+use crate::io_flusher;
 use crate::made::MadeFile;
 use crate::notify::Notify;
 use crate::pidfile::Pidfile;
@@ -140,7 +140,7 @@ pub(crate) fn run(
 ) -> Result<u8, Failure> {
     let cannot = |error: &io::Error| Failure::system("cannot keep a mount", error, Exit::General);
     // Starting a process takes memory, and must not wait for memory that is written to this very mount.
-    limits::become_io_flusher();
+    io_flusher::become_one_if(true);
     let directory = std::env::current_dir().map_err(|error| cannot(&error))?;
     let pidfile_path = args.pidfile.as_deref().map(std::path::absolute).transpose();
     let pidfile_path = pidfile_path.map_err(|error| cannot(&error))?;

@@ -5,28 +5,29 @@
 //!
 //! [`images`] is what any server of images needs; a command adds its own and calls [`enter`] when all that takes more has been done.
 
+mod duties;
 pub(crate) mod warden;
 
 use std::ffi::OsStr;
 use std::fs;
 use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use ringdisk_disk::Disk;
 use ringdisk_ring::Fd;
-use ringdisk_sandbox::{InForce, Plan};
+use ringdisk_sandbox::Plan;
 use ringdisk_storage::{Kind, Storage};
 
 use crate::cli::SandboxWord;
 use crate::report::{Exit, Failure};
 use crate::terminal;
+pub(crate) use duties::{Duties, Named};
 use warden::Warden;
 
-/// A file by its name, with device and inode number: what has taken its name since is another one.
-pub(crate) type Named = (PathBuf, (u64, u64));
-
-/// The process that removes what this one may not.
+/// The process that does what this one may not.
 static WARDEN: OnceLock<Warden> = OnceLock::new();
 
 /// Whether a process with this option is confined. For users who are not root it costs `fusermount3`, which needs to become root: they ask.
@@ -38,11 +39,16 @@ pub(crate) fn is_wanted(word: SandboxWord) -> bool {
     }
 }
 
+/// What every process needs.
+pub(crate) fn plan(word: SandboxWord) -> Plan {
+    let plan = Plan::new().insist(matches!(word, SandboxWord::On | SandboxWord::Strict));
+    surroundings(plan)
+}
+
 /// What serving a disk takes: its images, and where a command may put another one.
 ///
 /// * `more`: names of files and directories that the command line allows images to lead to.
-pub(crate) fn images(word: SandboxWord, disk: &Disk, more: &[PathBuf]) -> Plan {
-    let mut plan = Plan::new().insist(matches!(word, SandboxWord::On | SandboxWord::Strict));
+pub(crate) fn images(mut plan: Plan, word: SandboxWord, disk: &Disk, more: &[PathBuf]) -> Plan {
     let layers = disk.layers();
     // Written to by a commit, whatever they are open for now.
     let writes = !disk.is_read_only();
@@ -91,7 +97,7 @@ fn directory_of(image: &Path) -> Option<PathBuf> {
 }
 
 /// A socket of the service manager with an abstract name is outside; so are the programs that a backtrace names.
-pub(crate) fn surroundings(plan: Plan) -> Plan {
+fn surroundings(plan: Plan) -> Plan {
     let plan = match std::env::current_exe() {
         Ok(program) => plan.read(program),
         Err(_) => plan,
@@ -101,28 +107,37 @@ pub(crate) fn surroundings(plan: Plan) -> Plan {
     if manager.is_some_and(|name| is_abstract(&name)) { plan.abstract_sockets() } else { plan }
 }
 
-/// Enters, with all threads, and says so.
+/// Looks whether a process with this option can be confined, before something is done that cannot be undone.
+///
+/// Errors: something is missing that is insisted on.
+pub(crate) fn check(word: SandboxWord) -> Result<(), Failure> {
+    if is_wanted(word) { plan(word).check().map_err(cannot) } else { Ok(()) }
+}
+
+/// Enters, with all threads, and says so. Gives what is in force, in words. All rings are restricted by then.
 ///
 /// Errors: something is missing that was insisted on; a thread could not be confined.
-pub(crate) fn enter(plan: Plan) -> Result<InForce, Failure> {
-    let in_force = surroundings(plan).enter().map_err(|error| {
-        Failure::new(Exit::Unsupported, format!("the process cannot be confined: {error}"))
-            .hint("--sandbox off serves without a sandbox")
-    })?;
+pub(crate) fn enter(plan: Plan) -> Result<String, Failure> {
+    let in_force = plan.enter().map_err(cannot)?;
     for why in &in_force.missing {
         terminal::warn(format_args!("the sandbox is not complete: {why}"));
     }
+    let in_force = format!("{in_force}, rings restricted");
+    tracing::info!("sandbox: {in_force}");
     Ok(in_force)
 }
 
-/// Sets a process to remove `removed` at the end, and a mount.
+#[allow(clippy::needless_pass_by_value)] // For map_err.
+fn cannot(error: ringdisk_sandbox::Failure) -> Failure {
+    Failure::new(Exit::Unsupported, format!("the process cannot be confined: {error}"))
+        .hint("--sandbox off serves without a sandbox")
+}
+
+/// Sets a process to do what this one will not be able to.
 ///
 /// Errors: it cannot be started.
-pub(crate) fn set_warden(
-    mount: Option<(&Path, u32)>,
-    removed: &[Named],
-) -> io::Result<Arc<dyn ringdisk_fuse::mount::Remover>> {
-    let warden = Warden::start(mount, removed)?;
+pub(crate) fn set_warden(duties: &Duties) -> io::Result<Arc<dyn ringdisk_fuse::mount::Remover>> {
+    let warden = Warden::start(duties)?;
     let remover = warden.remover();
     // A process is confined once.
     let _ = WARDEN.set(warden);
@@ -139,6 +154,21 @@ pub(crate) fn remove_file(path: &Path) -> io::Result<()> {
         }
         (result, _) => result,
     }
+}
+
+/// Connects to a front end that listens; inside a sandbox, where no socket can be made, the warden does it, if it was told of the name.
+///
+/// Errors: nobody listens there.
+pub(crate) fn connect(path: &Path) -> io::Result<OwnedFd> {
+    match WARDEN.get().filter(|_| is_for_warden(path)) {
+        Some(warden) => warden.connect(path),
+        None => UnixStream::connect(path).map(OwnedFd::from),
+    }
+}
+
+/// Whether the warden, which has another directory, can use a name.
+pub(crate) fn is_for_warden(path: &Path) -> bool {
+    path.is_absolute()
 }
 
 /// The process ends: the warden does, too.

@@ -16,6 +16,7 @@ use rustix::net::{
 };
 
 use crate::report::{Exit, Failure};
+use crate::sandbox;
 use crate::terminal;
 
 /// Front ends that may wait to be taken.
@@ -37,6 +38,11 @@ impl MadeSocket {
     pub(crate) fn adopt(path: &Path) -> io::Result<MadeSocket> {
         let meta = fs::symlink_metadata(path)?;
         Ok(MadeSocket { path: std::path::absolute(path)?, id: (meta.dev(), meta.ino()) })
+    }
+
+    /// Its name, with device and inode number.
+    pub(crate) fn named(&self) -> sandbox::Named {
+        (self.path.clone(), self.id)
     }
 
     /// Leaves the name to the process that has the socket now.
@@ -107,7 +113,7 @@ impl Drop for MadeSocket {
 /// Removes a name if it is still that of this file.
 fn remove(path: &Path, id: (u64, u64)) -> io::Result<()> {
     match fs::symlink_metadata(path) {
-        Ok(meta) if (meta.dev(), meta.ino()) == id => fs::remove_file(path),
+        Ok(meta) if (meta.dev(), meta.ino()) == id => sandbox::remove_file(path),
         _ => Ok(()),
     }
 }

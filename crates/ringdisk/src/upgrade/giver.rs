@@ -14,6 +14,7 @@ use rustix::net::sockopt::socket_peercred;
 use super::link;
 use super::{ASK, GO, READY, STEP};
 use crate::control::place::{self, Listening, user};
+use crate::sandbox;
 
 /// The socket for the successor of one disk; dropping it removes its name.
 #[derive(Debug)]
@@ -39,6 +40,11 @@ impl Giver {
             .name(String::from("upgrade"))
             .spawn(move || wait(&listener, &handle, &given))?;
         Ok(Giver { listening, was_given, thread: Some(thread) })
+    }
+
+    /// Its name, with device and inode number.
+    pub(crate) fn named(&self) -> sandbox::Named {
+        self.listening.named()
     }
 
     /// Says whether another process serves the disk now.

@@ -3,6 +3,7 @@
 // Each test program uses a part of this.
 #![allow(dead_code)]
 
+pub(crate) mod confined;
 pub(crate) mod forbid;
 pub(crate) mod kept;
 pub(crate) mod mapping;

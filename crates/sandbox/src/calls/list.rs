@@ -187,11 +187,12 @@ pub(super) const IOCTLS: [u64; 14] = [
     0x8008_1272, // BLKGETSIZE64
 ];
 
-/// Commands of prctl(2): names of threads and of memory.
-pub(super) const PRCTLS: [u64; 3] = [
+/// Commands of prctl(2): names of threads and of memory, and where the vDSO is (rustix asks when it first looks at a clock).
+pub(super) const PRCTLS: [u64; 4] = [
     15,          // PR_SET_NAME
     16,          // PR_GET_NAME
     0x5356_4d41, // PR_SET_VMA
+    0x4155_5856, // PR_GET_AUXV
 ];
 
 /// Ends the process.

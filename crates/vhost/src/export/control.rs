@@ -97,7 +97,32 @@ impl Host {
         Some(self.converse_as(session, socket))
     }
 
+    /// Waits until front ends may be taken. Gives the end, if that comes first.
+    ///
+    /// Errors: those of the system.
+    fn hold(&self) -> Result<Option<End>, Error> {
+        loop {
+            self.signals.clear();
+            if self.signals.is_stopped() {
+                return Ok(Some(End::Stopped));
+            }
+            if !self.signals.is_held() {
+                return Ok(None);
+            }
+            let wake = PollFd::from_borrowed_fd(self.signals.as_fd(), PollFlags::IN);
+            match poll(&mut [wake], None) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(errno) => {
+                    return Err(Error::new(ErrorKind::System, "waiting for the start").errno(errno));
+                }
+            }
+        }
+    }
+
     fn serve(&mut self) -> Result<End, Error> {
+        if let Some(end) = self.hold()? {
+            return Ok(end);
+        }
         loop {
             let end = match self.go_on() {
                 Some(end) => end,

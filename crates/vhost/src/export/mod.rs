@@ -29,9 +29,9 @@ use crate::{Error, ErrorKind};
 
 pub use hand_over::HandedOver;
 pub use options::{
-    BLOCK_SIZE_MAX, BLOCK_SIZE_MIN, ExportOptions, Listen, Numa, OnError, QUEUE_SIZE_MAX,
-    QUEUES_MAX, SERIAL_BYTES_MAX, Second, THREADS_MAX, Threads, check_block_size, check_serial,
-    queues_default,
+    BLOCK_SIZE_MAX, BLOCK_SIZE_MIN, Connector, ExportOptions, Listen, Numa, OnError,
+    QUEUE_SIZE_MAX, QUEUES_MAX, SERIAL_BYTES_MAX, Second, THREADS_MAX, Threads, check_block_size,
+    check_serial, queues_default,
 };
 pub use parcel::Parcel;
 
@@ -117,7 +117,7 @@ pub struct Export {
 }
 
 impl Export {
-    /// Serves from now on: the socket answers when this returns.
+    /// Serves from now on: the socket answers when this returns, or when it is released ([`ExportOptions::held`]).
     ///
     /// Errors: [`ErrorKind::Usage`] for options that cannot be; those of sockets, threads and rings.
     pub fn start(disk: Arc<Disk>, options: ExportOptions) -> Result<Export, Error> {
@@ -154,7 +154,7 @@ impl Export {
         parcel: Option<Unpacked>,
     ) -> Result<Prepared, Error> {
         options.check()?;
-        let signals = Arc::new(Signals::new()?);
+        let signals = Arc::new(Signals::new(options.held)?);
         let read_only = options.read_only || disk.is_read_only();
         let device = Arc::new(Device::new(
             &options.name,
@@ -175,6 +175,7 @@ impl Export {
                 disk: Arc::clone(&disk),
                 device: Arc::clone(&device),
                 pins_memory: options.pin_guest_memory,
+                restricted: options.restricted,
             });
             let thread = thread.map_err(ring_error)?;
             notes.extend(thread.pin_error.clone());
@@ -223,7 +224,7 @@ impl Export {
         }
         let host = Host {
             control,
-            door: Door::open(options.listen)?,
+            door: Door::open(options.listen, options.connector)?,
             session,
             second: options.second,
             signals: Arc::clone(&signals),
@@ -233,6 +234,11 @@ impl Export {
         let export =
             Export { thread: None, signals, device, views, notes, _size_watch: size_watch };
         Ok(Prepared { host, export, disk })
+    }
+
+    /// Takes front ends from now on, if they had to wait for it ([`ExportOptions::held`]).
+    pub fn release(&self) {
+        self.signals.release();
     }
 
     /// Hands the export over, from any thread.

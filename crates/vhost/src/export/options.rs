@@ -2,8 +2,12 @@
 //!
 //! Plain values; control path.
 
+use std::fmt;
+use std::io;
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use ringdisk_ring::CpuList;
 
@@ -31,6 +35,39 @@ pub enum Listen {
     Stream(OwnedFd),
     /// The front end listens; we connect, and again when it has gone.
     Connect(PathBuf),
+}
+
+type Connect = dyn Fn(&Path) -> io::Result<OwnedFd> + Send + Sync;
+
+/// How [`Listen::Connect`] gets to the front end: by itself, or through somebody who may where this process may not.
+#[derive(Clone)]
+pub struct Connector(Arc<Connect>);
+
+impl Connector {
+    /// * `connect`: gives a connected Unix stream socket, blocking or not; does not wait for long.
+    pub fn new(
+        connect: impl Fn(&Path) -> io::Result<OwnedFd> + Send + Sync + 'static,
+    ) -> Connector {
+        Connector(Arc::new(connect))
+    }
+
+    /// Errors: nobody listens there.
+    pub(super) fn connect(&self, path: &Path) -> io::Result<OwnedFd> {
+        (self.0)(path)
+    }
+}
+
+impl Default for Connector {
+    /// With sockets of its own.
+    fn default() -> Connector {
+        Connector::new(|path| UnixStream::connect(path).map(OwnedFd::from))
+    }
+}
+
+impl fmt::Debug for Connector {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Connector")
+    }
 }
 
 /// How many queue threads serve.
@@ -80,6 +117,10 @@ pub struct ExportOptions {
     pub name: String,
     /// Where front ends come from.
     pub listen: Listen,
+    /// For [`Listen::Connect`].
+    pub connector: Connector,
+    /// No word of a front end is read before [`Export::release`](super::Export::release): those that come wait.
+    pub held: bool,
     /// For a second one.
     pub second: Second,
     /// Virtqueues that are offered, 1..=[`QUEUES_MAX`].
@@ -108,6 +149,8 @@ pub struct ExportOptions {
     pub on_error: OnError,
     /// Refuse writes although the disk would take them.
     pub read_only: bool,
+    /// Rings do nothing but what serving takes ([`ringdisk_ring::Config::restricted`]).
+    pub restricted: bool,
 }
 
 impl ExportOptions {
@@ -117,6 +160,8 @@ impl ExportOptions {
         ExportOptions {
             name: String::from("ringdisk"),
             listen,
+            connector: Connector::default(),
+            held: false,
             second: Second::Wait,
             queues: queues_default(),
             queue_size_max: QUEUE_SIZE_MAX,
@@ -131,6 +176,7 @@ impl ExportOptions {
             pin_guest_memory: false,
             on_error: OnError::Report,
             read_only: false,
+            restricted: true,
         }
     }
 

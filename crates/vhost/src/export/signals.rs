@@ -15,14 +15,18 @@ use crate::{Error, ErrorKind};
 pub(crate) struct Signals {
     event: OwnedFd,
     stop: AtomicBool,
+    /// Front ends wait.
+    held: AtomicBool,
     panicked: AtomicBool,
     changed: AtomicBool,
     requests: Mutex<VecDeque<Request>>,
 }
 
 impl Signals {
+    /// * `held`: nothing is served before [`Signals::release`].
+    ///
     /// Errors: no descriptor is left.
-    pub(crate) fn new() -> Result<Signals, Error> {
+    pub(crate) fn new(held: bool) -> Result<Signals, Error> {
         let event =
             eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|errno| {
                 Error::new(ErrorKind::System, "no eventfd for the export").errno(errno)
@@ -30,6 +34,7 @@ impl Signals {
         Ok(Signals {
             event,
             stop: AtomicBool::new(false),
+            held: AtomicBool::new(held),
             panicked: AtomicBool::new(false),
             changed: AtomicBool::new(false),
             requests: Mutex::default(),
@@ -49,6 +54,16 @@ impl Signals {
 
     pub(crate) fn is_stopped(&self) -> bool {
         self.stop.load(Ordering::Acquire)
+    }
+
+    /// Front ends are taken from now on.
+    pub(crate) fn release(&self) {
+        self.held.store(false, Ordering::Release);
+        self.wake();
+    }
+
+    pub(crate) fn is_held(&self) -> bool {
+        self.held.load(Ordering::Acquire)
     }
 
     /// A queue thread ended by a defect.

@@ -1,13 +1,12 @@
 //! Where front ends come from: a listening socket, one connection, or a socket of theirs.
 
 use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
 
-use super::options::Listen;
+use super::options::{Connector, Listen};
 use crate::{Error, ErrorKind};
 
 /// A source of front ends.
@@ -18,12 +17,12 @@ pub(super) enum Door {
     /// The one that there will ever be.
     One(Option<OwnedFd>),
     /// We go to them.
-    Connects(PathBuf),
+    Connects(PathBuf, Connector),
 }
 
 impl Door {
     /// Errors: the socket is none that can be used.
-    pub(super) fn open(listen: Listen) -> Result<Door, Error> {
+    pub(super) fn open(listen: Listen, connector: Connector) -> Result<Door, Error> {
         match listen {
             Listen::Listener(listener) => {
                 let cannot = |errno| {
@@ -34,7 +33,7 @@ impl Door {
                 Ok(Door::Listens(listener))
             }
             Listen::Stream(stream) => Ok(Door::One(Some(stream))),
-            Listen::Connect(path) => Ok(Door::Connects(path)),
+            Listen::Connect(path) => Ok(Door::Connects(path, connector)),
         }
     }
 
@@ -48,8 +47,8 @@ impl Door {
                 Some(stream) => Ok(Some(stream)),
                 None => Err(Error::new(ErrorKind::Socket, "the front end has gone")),
             },
-            Door::Connects(path) => match UnixStream::connect(&*path) {
-                Ok(stream) => Ok(Some(stream.into())),
+            Door::Connects(path, connector) => match connector.connect(path) {
+                Ok(stream) => Ok(Some(stream)),
                 Err(error) => {
                     tracing::debug!("{}: {error}", path.display());
                     Ok(None)

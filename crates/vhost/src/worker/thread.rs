@@ -44,6 +44,8 @@ pub(crate) struct ThreadSetup {
     pub(crate) device: Arc<Device>,
     /// Guest memory is registered with the ring.
     pub(crate) pins_memory: bool,
+    /// The ring does nothing but what serving takes.
+    pub(crate) restricted: bool,
 }
 
 struct Ready {
@@ -202,6 +204,7 @@ fn run(setup: ThreadSetup, ready: &SyncSender<Result<Ready, SetupError>>, stop: 
         slots,
         spin: SpinPolicy::adaptive(POLL),
         name: format!("vq-{}", setup.index),
+        restricted: setup.restricted,
         ..Config::default()
     };
     let mut runtime = match Runtime::new(config) {

@@ -155,7 +155,8 @@ impl<'a> Plan<'a> {
         control: Option<&Path>,
     ) -> ringdisk_sandbox::Plan {
         let args = self.args;
-        let mut plan = sandbox::images(args.sandbox, disk, &args.disk.allow_path);
+        let plan = sandbox::plan(args.sandbox);
+        let mut plan = sandbox::images(plan, args.sandbox, disk, &args.disk.allow_path);
         if let Some(directory) = control.and_then(Path::parent) {
             // Locked while the socket goes.
             plan = plan.list(directory);

@@ -9,7 +9,7 @@ pub(super) fn greet(running: &[Running]) {
         .iter()
         .filter_map(|disk| {
             let path = disk.path.as_deref()?.to_str()?;
-            Some(Shown { path, connects: disk.connects, queues: disk.queues })
+            Some(Shown { path, connects: disk.front.is_some(), queues: disk.queues })
         })
         .collect();
     for disk in running {

@@ -9,6 +9,7 @@ use ringdisk_vhost::export::{Export, Prepared};
 use super::{Placed, Plan, Running};
 use crate::commands::look;
 use crate::control::place::real_path;
+use crate::io_flusher;
 use crate::report::{Exit, Failure};
 use crate::signals::{Phase, Watcher};
 use crate::sockets::{MadeSocket, Place};
@@ -77,18 +78,23 @@ fn prepare(plan: Plan<'_>) -> Result<Waiting, Failure> {
     let path = real_path(path).map_err(|error| {
         Failure::system(format!("cannot find '{}'", path.display()), &error, Exit::Mountpoint)
     })?;
-    let connects = plan.args.place.connect.is_some();
+    let front = plan.args.place.connect.is_some().then(|| path.clone());
     let name = plan.image.name();
     let mut runtime = look::runtime()?;
     let ring = runtime.ring().clone();
     let image = plan.image.options(plan.image.args.format);
     let listen = Listen::Connect(path.clone());
     let (parcel, offer) = ask(&path)?;
-    let options = vhost::options(plan.args, false, listen, name.clone());
+    // Before there are threads that shall have it too.
+    io_flusher::become_one_if(parcel.fds.iter().any(io_flusher::is_device));
+    let restricted = plan.restricted;
+    let options = vhost::options(plan.args, false, restricted, listen, name.clone());
     let prepared = runtime.block_on(Export::take_over(&ring, parcel, &image, options))?;
     let ready =
         format!("{} is served {}", plan.image.describe(prepared.disk()), plan.place.shown());
     let queues = vhost::queues(plan.args);
-    let placed = Placed { ready, name, path: Some(path), connects, queues, made: None };
+    let allowed = plan.args.source.allow_path.clone();
+    let path = Some(path);
+    let placed = Placed { ready, name, path, front, queues, allowed, restricted, made: None };
     Ok(Waiting { placed, makes: plan.args.place.vhost_user_blk.is_some(), prepared, offer })
 }

@@ -1,0 +1,67 @@
+//! The sandbox of a process that serves disks for virtual machines.
+//!
+//! Promises: what is named here is all that serving takes after the start: images of every disk, names that go at the end, front ends that
+//! are connected to again. Main thread, once, when everything has been made and before a front end is listened to.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use ringdisk_sandbox::{Calls, Plan};
+
+use super::Running;
+use crate::cli::SandboxWord;
+use crate::pidfile::Pidfile;
+use crate::report::Failure;
+use crate::sandbox::{self, Duties, Named};
+use crate::sockets::MadeSocket;
+use crate::upgrade::Giver;
+
+/// Takes everything away that serving does not need, and lets `ringdisk ctl` tell.
+///
+/// Errors: those of [`sandbox::enter`].
+pub(super) fn enter(
+    word: SandboxWord,
+    disks: &[Running],
+    pidfile: Option<&Pidfile>,
+) -> Result<(), Failure> {
+    let mut files: Vec<Named> = disks.iter().flat_map(Running::names).collect();
+    let mut plan = sandbox::plan(word);
+    let directories: BTreeSet<&Path> = files.iter().filter_map(|(name, _)| name.parent()).collect();
+    for directory in directories {
+        // Locked while a socket goes.
+        plan = plan.list(directory);
+    }
+    for disk in disks {
+        plan = sandbox::images(plan, word, &disk.disk, &disk.allowed);
+    }
+    files.extend(pidfile.and_then(Pidfile::identity));
+    let fronts = disks.iter().filter_map(|disk| disk.front.clone()).collect();
+    let plan = through_warden(plan, &Duties { mount: None, files, fronts });
+    let in_force = sandbox::enter(plan)?;
+    disks.iter().for_each(|disk| disk.commands.confined(in_force.clone()));
+    Ok(())
+}
+
+/// Sets a process to do what this one will not be able to; what it cannot do stays possible here.
+fn through_warden(plan: Plan, duties: &Duties) -> Plan {
+    let warden = sandbox::set_warden(duties);
+    let is_ours = |front: &Path| warden.is_err() || !sandbox::is_for_warden(front);
+    let sockets = duties.fronts.iter().any(|front| is_ours(front));
+    let plan = plan.calls(Calls { sockets, ..Calls::default() });
+    match warden {
+        Ok(_) => plan,
+        Err(error) => plan.without_files(format!(
+            "no landlock, since nobody outside could remove sockets: {error}"
+        )),
+    }
+}
+
+impl Running {
+    /// What goes at the end, if it is still there.
+    fn names(&self) -> Vec<Named> {
+        let made = self.made.as_ref().map(MadeSocket::named);
+        let control = self.control.as_ref().map(|(_, named)| named.clone());
+        let successor = self.giver.as_ref().map(Giver::named);
+        [made, control, successor].into_iter().flatten().collect()
+    }
+}

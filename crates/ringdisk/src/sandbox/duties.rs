@@ -1,0 +1,242 @@
+//! What somebody outside of a sandbox does for the process inside.
+//!
+//! Promises: told before the process enters, and no more after that; each duty names one mount, one file or one socket, and whoever has
+//! taken the process over can ask for these only. A file is removed if its name still leads to it.
+//!
+//! Messages to the one who does it: first, one each, the mount, the files and the sockets, then the word that this was all: a letter, and
+//! fields between zero bytes. Then orders: a letter and, for a file or a socket, its name.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use ringdisk_fuse::ErrorKind;
+use ringdisk_fuse::mount::{self, Unmount};
+use rustix::net::{
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect as connect_to, socket_with,
+};
+
+/// A file by its name, with device and inode number: what has taken its name since is another one.
+pub(crate) type Named = (PathBuf, (u64, u64));
+
+/// Longest message, bytes: a name of 4096 bytes, with its numbers.
+pub(super) const MESSAGE_BYTES_MAX: usize = 5 << 10;
+
+const MOUNT: u8 = b'm';
+const FILE: u8 = b'f';
+const FRONT: u8 = b's';
+const ALL: u8 = b'.';
+
+/// Orders.
+pub(super) const NORMAL: u8 = b'N';
+pub(super) const LAZY: u8 = b'L';
+pub(super) const FORCE: u8 = b'F';
+pub(super) const ABORT: u8 = b'A';
+pub(super) const UNLINK: u8 = b'R';
+pub(super) const CONNECT: u8 = b'C';
+
+/// What came of one.
+pub(super) const DONE: u8 = b'D';
+pub(super) const BUSY: u8 = b'B';
+pub(super) const REFUSED: u8 = b'E';
+
+/// What will have to be done.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Duties {
+    /// Mountpoint and number of the connection.
+    pub(crate) mount: Option<(PathBuf, u32)>,
+    /// Files that go at the end.
+    pub(crate) files: Vec<Named>,
+    /// Sockets of front ends that listen.
+    pub(crate) fronts: Vec<PathBuf>,
+}
+
+/// The answer to an order.
+#[derive(Debug)]
+pub(super) struct Answer {
+    pub(super) kind: u8,
+    /// For people.
+    pub(super) words: String,
+    /// A socket that was asked for.
+    pub(super) fd: Option<OwnedFd>,
+}
+
+impl Answer {
+    fn new(kind: u8, words: impl Into<String>) -> Answer {
+        Answer { kind, words: words.into(), fd: None }
+    }
+
+    fn refused() -> Answer {
+        Answer::new(REFUSED, "not a duty of the warden")
+    }
+}
+
+impl Duties {
+    /// The messages that tell of them.
+    pub(super) fn messages(&self) -> Vec<Vec<u8>> {
+        let message = |letter: u8, path: &Path, numbers: &[u64]| {
+            let mut message = vec![letter];
+            message.extend_from_slice(path.as_os_str().as_bytes());
+            for number in numbers {
+                message.push(0);
+                message.extend_from_slice(number.to_string().as_bytes());
+            }
+            message
+        };
+        let mount =
+            self.mount.iter().map(|(path, number)| message(MOUNT, path, &[(*number).into()]));
+        let files = self.files.iter().map(|(path, id)| message(FILE, path, &[id.0, id.1]));
+        let fronts = self.fronts.iter().map(|path| message(FRONT, path, &[]));
+        mount.chain(files).chain(fronts).chain([vec![ALL]]).collect()
+    }
+
+    /// Takes one of these. Returns whether it was the last one; `None`: not one of ours.
+    pub(super) fn take(&mut self, message: &[u8]) -> Option<bool> {
+        let (letter, fields) = message.split_first()?;
+        let fields: Vec<&[u8]> = fields.split(|byte| *byte == 0).collect();
+        let path = |field: &[u8]| PathBuf::from(OsStr::from_bytes(field));
+        let number = |field: &[u8]| std::str::from_utf8(field).ok()?.parse::<u64>().ok();
+        match (*letter, fields.as_slice()) {
+            (MOUNT, [name, connection]) => {
+                let connection = u32::try_from(number(connection)?).ok()?;
+                self.mount = Some((path(name), connection));
+            }
+            (FILE, [name, device, inode]) => {
+                self.files.push((path(name), (number(device)?, number(inode)?)));
+            }
+            (FRONT, [name]) => self.fronts.push(path(name)),
+            (ALL, [[]]) => return Some(true),
+            _ => return None,
+        }
+        Some(false)
+    }
+
+    /// Does what an order asks for.
+    pub(super) fn carry_out(&self, order: &[u8]) -> Answer {
+        let Some((what, name)) = order.split_first() else { return Answer::refused() };
+        let name = Path::new(OsStr::from_bytes(name));
+        match (*what, &self.mount) {
+            (NORMAL, Some(mount)) => unmount(mount, Unmount::Normal),
+            (LAZY, Some(mount)) => unmount(mount, Unmount::Lazy),
+            (FORCE, Some(mount)) => unmount(mount, Unmount::Force),
+            (ABORT, Some((_, connection))) => {
+                Answer::new(if mount::abort(*connection) { DONE } else { REFUSED }, "")
+            }
+            (UNLINK, _) => {
+                let file = self.files.iter().find(|(path, _)| path == name);
+                file.map_or_else(Answer::refused, |(path, id)| unlink(path, *id))
+            }
+            (CONNECT, _) => {
+                let front = self.fronts.iter().find(|path| *path == name);
+                front.map_or_else(Answer::refused, |path| connect(path))
+            }
+            _ => Answer::refused(),
+        }
+    }
+}
+
+fn unmount((mountpoint, connection): &(PathBuf, u32), how: Unmount) -> Answer {
+    match mount::remove(mountpoint, *connection, how) {
+        Ok(()) => Answer::new(DONE, ""),
+        Err(error) if error.kind() == ErrorKind::Busy => Answer::new(BUSY, error.to_string()),
+        Err(error) => Answer::new(REFUSED, error.to_string()),
+    }
+}
+
+/// Removes a file if its name still leads to it.
+fn unlink(path: &Path, id: (u64, u64)) -> Answer {
+    let now = fs::symlink_metadata(path).map(|meta| (meta.dev(), meta.ino()));
+    match now.and_then(|now| if now == id { fs::remove_file(path) } else { Ok(()) }) {
+        Ok(()) => Answer::new(DONE, ""),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Answer::new(DONE, ""),
+        Err(error) => Answer::new(REFUSED, error.to_string()),
+    }
+}
+
+/// Connects, without waiting for a front end that is busy.
+fn connect(path: &Path) -> Answer {
+    let connected = || -> rustix::io::Result<OwnedFd> {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+        connect_to(&socket, &SocketAddrUnix::new(path)?)?;
+        Ok(socket)
+    };
+    match connected() {
+        Ok(socket) => Answer { fd: Some(socket), ..Answer::new(DONE, "") },
+        Err(errno) => Answer::new(REFUSED, io::Error::from(errno).to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::net::UnixListener;
+
+    fn told(duties: &Duties) -> Option<Duties> {
+        let mut taken = Duties::default();
+        let messages = duties.messages();
+        let (last, others) = messages.split_last().expect("one at least");
+        let all = others.iter().all(|message| taken.take(message) == Some(false));
+        (all && taken.take(last) == Some(true)).then_some(taken)
+    }
+
+    #[test]
+    fn duties_arrive_as_they_were_told() {
+        let files = vec![(PathBuf::from("/a b"), (1, 2)), (PathBuf::from("/c"), (3, u64::MAX))];
+        let mount = Some((PathBuf::from("/mnt"), 77));
+        let duties = Duties { mount, files, fronts: vec![PathBuf::from("/run/vm.sock")] };
+        assert_eq!(told(&duties), Some(duties));
+        assert_eq!(told(&Duties::default()), Some(Duties::default()));
+        for message in [&b"m/mnt"[..], b"m/mnt\x00x", b"f/file\x001", b"x", b"", b".."] {
+            assert_eq!(Duties::default().take(message), None);
+        }
+    }
+
+    #[test]
+    fn only_files_that_it_was_told_of_go() {
+        let directory = tempfile::tempdir().expect("directory");
+        let path = |name: &str| directory.path().join(name);
+        for name in ["told", "replaced", "other"] {
+            fs::write(path(name), name).expect("write");
+        }
+        let id = |name: &str| {
+            let meta = fs::symlink_metadata(path(name)).expect("there");
+            (meta.dev(), meta.ino())
+        };
+        let files = ["told", "replaced"].map(|name| (path(name), id(name))).to_vec();
+        let duties = Duties { files, ..Duties::default() };
+        fs::rename(path("other"), path("replaced")).expect("rename");
+        fs::write(path("other"), "").expect("write");
+        for name in ["told", "replaced", "other"] {
+            let message = [b"R", path(name).as_os_str().as_bytes()].concat();
+            let answer = duties.carry_out(&message).kind;
+            assert_eq!(answer, if name == "other" { REFUSED } else { DONE }, "{name}");
+        }
+        let left = ["told", "replaced", "other"].map(|name| path(name).exists());
+        assert_eq!(left, [false, true, true]);
+        for message in [&b"N"[..], b"L", b"F", b"A", b"", b"X", b"R", b"C"] {
+            assert_eq!(duties.carry_out(message).kind, REFUSED);
+        }
+    }
+
+    #[test]
+    fn only_sockets_that_it_was_told_of_are_connected() {
+        let directory = tempfile::tempdir().expect("directory");
+        let path = |name: &str| directory.path().join(name);
+        let listeners = ["told", "other"].map(|name| UnixListener::bind(path(name)).expect("bind"));
+        let duties = Duties { fronts: vec![path("told"), path("gone")], ..Duties::default() };
+        let connect = |name: &str| {
+            let answer = duties.carry_out(&[b"C", path(name).as_os_str().as_bytes()].concat());
+            (answer.kind, answer.fd.is_some())
+        };
+        assert_eq!(connect("told"), (DONE, true));
+        assert_eq!(connect("gone"), (REFUSED, false));
+        assert_eq!(connect("other"), (REFUSED, false));
+        drop(listeners);
+        assert_eq!(connect("told"), (REFUSED, false));
+    }
+}
