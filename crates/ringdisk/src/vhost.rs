@@ -10,7 +10,9 @@ use std::time::Instant;
 use ringdisk_disk::Disk;
 use ringdisk_ring::Topology;
 use ringdisk_ring::stats::Stats;
-use ringdisk_vhost::export::{HandOverHandle, Numa, OnError, Prepared, Second, queues_default};
+use ringdisk_vhost::export::{
+    HandOverHandle, Health, Numa, OnError, Prepared, Second, queues_default,
+};
 use ringdisk_vhost::{Export, ExportOptions, Listen, StopHandle};
 use serde_json::Value;
 
@@ -82,6 +84,7 @@ pub(crate) struct Served {
 pub(crate) struct Handle {
     stop: StopHandle,
     stats: Arc<dyn Fn() -> Stats + Send + Sync>,
+    health: Arc<dyn Fn() -> Health + Send + Sync>,
     name: String,
     since: Instant,
 }
@@ -117,6 +120,7 @@ impl Served {
         Handle {
             stop: self.export.stop_handle(),
             stats: Arc::new(self.export.stats_reader()),
+            health: Arc::new(self.export.health_reader()),
             name: self.name.clone(),
             since: self.since,
         }
@@ -149,7 +153,12 @@ impl Handle {
 
 impl Serving for Handle {
     fn report(&self) -> Report {
-        Report { name: self.name.clone(), elapsed: self.since.elapsed(), stats: (self.stats)() }
+        Report {
+            name: self.name.clone(),
+            elapsed: self.since.elapsed(),
+            stats: (self.stats)(),
+            device: Some((self.health)()),
+        }
     }
 
     fn topology(&self) -> Value {

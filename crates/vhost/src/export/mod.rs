@@ -27,6 +27,7 @@ use crate::session::{Session, SessionConfig};
 use crate::worker::{QueueThread, ThreadSetup};
 use crate::{Error, ErrorKind};
 
+pub use crate::device::Health;
 pub use hand_over::HandedOver;
 pub use options::{
     BLOCK_SIZE_MAX, BLOCK_SIZE_MIN, ExportOptions, Listen, Numa, OnError, QUEUE_SIZE_MAX,
@@ -259,10 +260,10 @@ impl Export {
         Box::new(move || stats_of(&views))
     }
 
-    /// I/O errors of the image so far.
-    #[must_use]
-    pub fn io_errors(&self) -> u64 {
-        self.device.io_errors()
+    /// Reads how the device is, later and from elsewhere.
+    pub fn health_reader(&self) -> Box<dyn Fn() -> Health + Send + Sync> {
+        let device = Arc::clone(&self.device);
+        Box::new(move || device.health())
     }
 
     /// Why the device needs a reset by its driver, if it does.
