@@ -4,14 +4,17 @@
 //! that everything is ready, and never again after that. The guest sees a pause, nothing else. Beside the control socket of a disk the
 //! old process listens on one for its successor, open to our user and to root only.
 //!
-//! What is said: the new process connects and says [`ASK`]; the old one stands still and sends the parcel; the new one prepares everything and says
+//! What is said: the new process connects and says [`ASK`] and what it would show to the guest ([`Shown`]); the old one refuses if that is not what it
+//! shows itself, or else stands still and sends the parcel; the new one prepares everything and says
 //! [`READY`]; the old one says [`GO`] and ends; the new one serves, and sees the end of the old one as the end of the socket.
 
 mod giver;
 mod link;
+mod shown;
 mod taker;
 
 pub(crate) use giver::Giver;
+pub(crate) use shown::Shown;
 pub(crate) use taker::{Offer, Predecessor, ask};
 
 use std::time::Duration;

@@ -83,12 +83,13 @@ fn prepare(plan: Plan<'_>) -> Result<Waiting, Failure> {
     let ring = runtime.ring().clone();
     let image = plan.image.options(plan.image.args.format);
     let listen = Listen::Connect(path.clone());
-    let (parcel, offer) = ask(&path)?;
+    let (parcel, offer) = ask(&path, &plan.shown)?;
     let options = vhost::options(plan.args, false, listen, name.clone());
     let prepared = runtime.block_on(Export::take_over(&ring, parcel, &image, options))?;
     let ready =
         format!("{} is served {}", plan.image.describe(prepared.disk()), plan.place.shown());
     let queues = vhost::queues(plan.args);
-    let placed = Placed { ready, name, path: Some(path), connects, queues, made: None };
+    let shown = plan.shown;
+    let placed = Placed { ready, name, path: Some(path), connects, queues, made: None, shown };
     Ok(Waiting { placed, makes: plan.args.place.vhost_user_blk.is_some(), prepared, offer })
 }
