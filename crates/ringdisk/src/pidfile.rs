@@ -31,6 +31,8 @@ const ATTEMPTS: usize = 100;
 pub(crate) struct Pidfile {
     path: PathBuf,
     file: File,
+    /// It is not removed.
+    stays: bool,
 }
 
 impl Pidfile {
@@ -69,7 +71,7 @@ impl Pidfile {
                 continue;
             }
             fill(&file).map_err(|error| cannot(path, "", &error))?;
-            return Ok(Pidfile { path: path.to_owned(), file });
+            return Ok(Pidfile { path: path.to_owned(), file, stays: false });
         }
         Err(Failure::new(
             Exit::General,
@@ -86,8 +88,19 @@ impl Pidfile {
     }
 }
 
+impl Pidfile {
+    /// Leaves the file to a process that goes on in place of this one, and takes it over as soon as this one is gone: the lock must be free
+    /// by then.
+    pub(crate) fn leave(mut self) {
+        self.stays = true;
+    }
+}
+
 impl Drop for Pidfile {
     fn drop(&mut self) {
+        if self.stays {
+            return;
+        }
         // The name is removed before the lock goes, so that no other process locks a dead file.
         if is_named(&self.path, &self.file)
             && let Err(error) = sandbox::remove_file(&self.path)
@@ -234,6 +247,16 @@ mod tests {
         assert_eq!(fs::metadata(&path).expect("stat").mode() & 0o777, 0o600);
         drop(pidfile);
         assert_eq!(fs::read_dir(directory.path()).expect("list").count(), 0);
+    }
+
+    #[test]
+    fn a_file_that_is_left_stays_for_the_next_process() {
+        let directory = tempfile::tempdir().expect("directory");
+        let path = directory.path().join("pid");
+        Pidfile::create(&path).expect("create").leave();
+        assert!(path.exists());
+        drop(Pidfile::create(&path).expect("it can be had"));
+        assert!(!path.exists());
     }
 
     #[test]

@@ -233,7 +233,12 @@ impl Handle {
 
     /// The counters now.
     pub(crate) fn stats(&self) -> Report {
-        Report { name: self.name.clone(), elapsed: self.since.elapsed(), stats: (self.stats)() }
+        Report {
+            name: self.name.clone(),
+            elapsed: self.since.elapsed(),
+            stats: (self.stats)(),
+            device: None,
+        }
     }
 }
 

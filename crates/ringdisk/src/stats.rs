@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use ringdisk_disk::{Format, Layer};
 use ringdisk_fuse::{Histogram, QueueStats, Stats};
+use ringdisk_vhost::export::Health;
 use serde_json::{Value, json};
 
 use crate::size::{human_size, human_time};
@@ -21,6 +22,8 @@ pub(crate) struct Report {
     pub(crate) name: String,
     pub(crate) elapsed: Duration,
     pub(crate) stats: Stats,
+    /// Of a disk for a virtual machine: how its device is.
+    pub(crate) device: Option<Health>,
 }
 
 /// A quotient that is 0 where there is nothing to divide by.
@@ -68,13 +71,28 @@ impl Report {
     /// The same for programs; times in nanoseconds.
     pub(crate) fn to_json(&self) -> Value {
         let queues: Vec<Value> = self.stats.queues.iter().map(queue_json).collect();
-        json!({
+        let mut value = json!({
             "name": self.name,
             "elapsed-ns": u64::try_from(self.elapsed.as_nanos()).unwrap_or(u64::MAX),
             "total": queue_json(&self.stats.total()),
             "queues": queues,
-        })
+        });
+        if let Some(device) = &self.device {
+            value["device"] = device_json(device);
+        }
+        value
     }
+}
+
+fn device_json(device: &Health) -> Value {
+    json!({
+        "io-errors": device.io_errors,
+        "image-errors": device.image_errors,
+        "refused": device.refused,
+        "breaks": device.breaks,
+        "needs-reset": device.broken_reason.is_some(),
+        "broken-reason": device.broken_reason,
+    })
 }
 
 fn queue_json(queue: &QueueStats) -> Value {
@@ -88,6 +106,8 @@ fn queue_json(queue: &QueueStats) -> Value {
         "write-bytes": queue.write_bytes,
         "errors": queue.errors,
         "zero-copy": queue.zero_copy,
+        "kicks": queue.kicks,
+        "calls": queue.calls,
         "in-flight": queue.in_flight,
         "in-flight-max": queue.in_flight_max,
         "cpu-ns": queue.cpu_ns,
@@ -188,8 +208,26 @@ impl fmt::Display for Report {
         writeln!(f, "  latency  {}", percentiles(&total.latency))?;
         let depth = self.stats.queues.iter().map(|queue| queue.in_flight_max).max().unwrap_or(0);
         writeln!(f, "  depth    {} in flight, at most {depth} in one queue", total.in_flight)?;
+        if let Some(device) = &self.device {
+            write_device(f, device, &total)?;
+        }
         write!(f, "  CPU      {:.2} us per request", cpu_us(&total))?;
         self.stats.queues.iter().try_for_each(|queue| write_queue(f, queue))
+    }
+}
+
+/// The lines of a device that a guest has.
+fn write_device(f: &mut fmt::Formatter<'_>, device: &Health, total: &QueueStats) -> fmt::Result {
+    let Health { io_errors, image_errors, refused, breaks, broken_reason } = device;
+    writeln!(f, "  guest    {} kicks, {} calls", total.kicks, total.calls)?;
+    writeln!(
+        f,
+        "  device   {io_errors} requests answered with an I/O error; {image_errors} errors of the image, {refused} requests refused"
+    )?;
+    match broken_reason {
+        Some(reason) => writeln!(f, "  device   NEEDS A RESET by its driver: {}", visible(reason)),
+        None if *breaks > 0 => writeln!(f, "  device   needed a reset {breaks} times, not now"),
+        None => Ok(()),
     }
 }
 
@@ -265,6 +303,7 @@ mod tests {
             name: String::from("disk.img"),
             elapsed: Duration::from_secs(2),
             stats: Stats { queues: vec![queue, other] },
+            device: None,
         };
         let text = report.to_string();
         assert!(text.starts_with("ringdisk: disk.img after 2.0 s\n"), "{text}");
@@ -274,5 +313,36 @@ mod tests {
         assert!(text.contains("queue 0 on CPU 1: 1000 requests"), "{text}");
         assert!(text.contains("queue 1 on any CPU: 1000 requests"), "{text}");
         assert!(text.contains("500 enters (0.50 per request)"), "{text}");
+        assert!(!text.contains("guest") && !text.contains("device"), "{text}");
+        assert!(report.to_json().get("device").is_none());
+    }
+
+    #[test]
+    fn a_device_tells_what_a_guest_does_and_why_it_needs_a_reset() {
+        let queue = QueueStats { kicks: 7, calls: 5, ..QueueStats::default() };
+        let health = Health { io_errors: 3, image_errors: 2, refused: 1, ..Health::default() };
+        let mut report = Report {
+            stats: Stats { queues: vec![queue.clone(), queue] },
+            device: Some(health.clone()),
+            ..Report::default()
+        };
+        let text = report.to_string();
+        assert!(text.contains("guest    14 kicks, 10 calls"), "{text}");
+        assert!(text.contains("3 requests answered with an I/O error; 2 errors of"), "{text}");
+        assert!(!text.to_lowercase().contains("reset"), "{text}");
+        let value = report.to_json();
+        assert_eq!(
+            (&value["total"]["kicks"], &value["device"]["io-errors"]),
+            (&json!(14), &json!(3))
+        );
+        assert_eq!(value["device"]["broken-reason"], Value::Null);
+        let reason = Some(String::from("virtqueue 1: a loop\x1b[2J"));
+        report.device = Some(Health { breaks: 1, broken_reason: reason, ..health.clone() });
+        let text = report.to_string();
+        assert!(text.contains("NEEDS A RESET by its driver: virtqueue 1: a loop"), "{text}");
+        assert!(!text.contains('\x1b'), "{text}");
+        assert_eq!(report.to_json()["device"]["needs-reset"], true);
+        report.device = Some(Health { breaks: 1, ..health });
+        assert!(report.to_string().contains("needed a reset 1 times, not now"));
     }
 }

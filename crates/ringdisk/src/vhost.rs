@@ -11,7 +11,7 @@ use ringdisk_disk::Disk;
 use ringdisk_ring::Topology;
 use ringdisk_ring::stats::Stats;
 use ringdisk_vhost::export::{
-    Connector, HandOverHandle, Numa, OnError, Prepared, Second, queues_default,
+    Connector, HandOverHandle, Health, Numa, OnError, Prepared, Second, queues_default,
 };
 use ringdisk_vhost::{Export, ExportOptions, Listen, StopHandle};
 use serde_json::Value;
@@ -89,6 +89,7 @@ pub(crate) struct Served {
 pub(crate) struct Handle {
     stop: StopHandle,
     stats: Arc<dyn Fn() -> Stats + Send + Sync>,
+    health: Arc<dyn Fn() -> Health + Send + Sync>,
     name: String,
     since: Instant,
 }
@@ -129,6 +130,7 @@ impl Served {
         Handle {
             stop: self.export.stop_handle(),
             stats: Arc::new(self.export.stats_reader()),
+            health: Arc::new(self.export.health_reader()),
             name: self.name.clone(),
             since: self.since,
         }
@@ -161,7 +163,12 @@ impl Handle {
 
 impl Serving for Handle {
     fn report(&self) -> Report {
-        Report { name: self.name.clone(), elapsed: self.since.elapsed(), stats: (self.stats)() }
+        Report {
+            name: self.name.clone(),
+            elapsed: self.since.elapsed(),
+            stats: (self.stats)(),
+            device: Some((self.health)()),
+        }
     }
 
     fn topology(&self) -> Value {

@@ -6,8 +6,11 @@ mod common;
 
 use std::path::Path;
 
+use common::serving::Place;
 use common::{MIB, serve_raw};
+use ringdisk_ring::{CpuList, pin_to_cpus};
 use ringdisk_testkit::limits::{Sysctl, UringParameter, needs, needs_root};
+use ringdisk_testkit::model::Vm;
 use ringdisk_testkit::process::ok_words;
 
 /// CPUs of a list such as `0-1,3`.
@@ -77,16 +80,70 @@ fn each_cpu_has_a_queue_thread_and_helpers_run_anywhere() {
     assert!(helpers.iter().all(|(_, cpus)| *cpus == ours), "{threads:?}");
 }
 
-#[test]
-fn payloads_are_on_the_node_of_the_client() {
+/// CPUs of two nodes; `None` on a machine that has one.
+fn two_nodes() -> Option<[Vec<usize>; 2]> {
     let nodes = [0, 1].map(|node| {
         let list = std::fs::read_to_string(format!("/sys/devices/system/node/node{node}/cpulist"));
         list.ok().filter(|list| !list.trim().is_empty()).map(|list| cpus(&list))
     });
-    let [Some(near), Some(far)] = &nodes else {
+    let [Some(near), Some(far)] = nodes else {
         assert!(!needs("second NUMA node", false));
-        return;
+        return None;
     };
+    Some([near, far])
+}
+
+/// A guest whose virtqueues are in memory near some CPUs.
+fn guest_on(cpus: &[usize], place: &Place) -> Vm {
+    let cpus: CpuList = cpus.iter().copied().collect();
+    let start = || {
+        pin_to_cpus(&cpus).expect("CPUs of this machine");
+        let mut vm = place.vm(false);
+        // Memory comes from the node of whoever touches it first. The virtqueues of the next start are behind all that was taken.
+        let taken = usize::try_from(vm.ram.taken()).expect("64 bits");
+        vm.ram.memory().write_bytes(taken, &vec![0; 4 << 20]);
+        vm.reset().expect("a reset");
+        vm
+    };
+    // A thread of its own: this one stays where it may be now.
+    std::thread::scope(|scope| scope.spawn(start).join().expect("a guest"))
+}
+
+#[test]
+fn queue_threads_go_to_the_node_of_their_virtqueues() {
+    let Some(nodes) = two_nodes() else { return };
+    for node in [0, 1, 0] {
+        let (here, there) = (&nodes[node], nodes[1 - node][0]);
+        let place = Place::new("raw");
+        let daemon = place.start(&[]);
+        let vm = guest_on(here, &place);
+        // The one that was there has a CPU of its own, the other one all of the node.
+        let bound = threads_named(daemon.process.pid(), "vq-");
+        let is_here = |cpus: &Vec<usize>| cpus.iter().all(|cpu| here.contains(cpu));
+        assert!(bound.len() == 2 && bound.iter().all(is_here), "node {node}: {bound:?}");
+        drop(vm);
+        daemon.stop(&[&place.socket]);
+        // Where the user has said which CPUs, or that nodes do not matter, they stay.
+        for words in [["--cpus", &there.to_string()], ["--numa", "off"]] {
+            let daemon = place.start(&words);
+            let before = threads_named(daemon.process.pid(), "vq-");
+            let vm = guest_on(here, &place);
+            assert_eq!(threads_named(daemon.process.pid(), "vq-"), before, "{words:?}");
+            drop(vm);
+            daemon.stop(&[&place.socket]);
+        }
+    }
+}
+
+/// CPUs of all threads with such names.
+fn threads_named(pid: u32, start: &str) -> Vec<Vec<usize>> {
+    let all = threads(pid).into_iter();
+    all.filter(|(name, _)| name.starts_with(start)).map(|(_, cpus)| cpus).collect()
+}
+
+#[test]
+fn payloads_are_on_the_node_of_the_client() {
+    let Some([near, far]) = &two_nodes() else { return };
     if !needs_root() {
         return;
     }

@@ -4,6 +4,7 @@ mod common;
 
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use common::serving::{
@@ -243,6 +244,15 @@ fn an_error_of_the_image_is_told_and_counted() {
     assert!(!failed.contains(&0));
     let counters = stats(&place.socket);
     assert_eq!(counters["total"]["errors"], Value::from(failed.len()), "{counters}");
+    for name in ["io-errors", "image-errors"] {
+        assert_eq!(counters["device"][name], Value::from(failed.len()), "{counters}");
+    }
+    assert_eq!(counters["device"]["needs-reset"], false, "{counters}");
+    assert!(counters["total"]["kicks"].as_u64() > Some(0), "{counters}");
+    assert!(counters["total"]["calls"].as_u64() > Some(0), "{counters}");
+    let shown = ctl(&place.socket, &["stats"]).ok().out;
+    let wanted = format!("{} requests answered with an I/O error", failed.len());
+    assert!(shown.contains(&wanted), "{shown}");
     // What is there can be read, and what failed works as soon as there is room.
     assert_eq!(vm.run(1, Request::read(0, 512)).data, [1; 512]);
     small.grow();
@@ -288,6 +298,39 @@ fn an_error_of_the_image_stops_it_and_nothing_is_lost() {
     let done = vm.run(0, Request::read(number * 128, 512));
     assert_eq!(done.data, vec![u8::try_from(number + 1).expect("few"); 512]);
     daemon.stop(&[&place.socket]);
+}
+
+#[test]
+fn a_device_that_its_guest_has_broken_says_why() {
+    let place = Place::new("raw");
+    let daemon = place.start(&[]);
+    let mut vm = place.vm(false);
+    assert_eq!(vm.status(0, Request::read(SIZE >> 9, 512)), 1, "past the end");
+    // The index of the avail ring of the second virtqueue jumps.
+    vm.queues[1].driver.areas().driver.store_u16(2, 1000, Ordering::Release);
+    vm.queues[1].kick_anyway();
+    let device = until(Duration::from_secs(10), || {
+        let device = stats(&place.socket)["device"].clone();
+        (device["needs-reset"] == true).then_some(device)
+    });
+    let device = device.expect("it needs a reset");
+    let reason = device["broken-reason"].as_str().expect("a reason").to_owned();
+    assert!(reason.contains("virtqueue 1: "), "{reason}");
+    assert_eq!(
+        (&device["io-errors"], &device["refused"], &device["image-errors"], &device["breaks"]),
+        (&Value::from(1), &Value::from(1), &Value::from(0), &Value::from(1)),
+        "{device}"
+    );
+    let shown = ctl(&place.socket, &["stats"]).ok().out;
+    assert!(shown.contains(&format!("NEEDS A RESET by its driver: {reason}")), "{shown}");
+    vm.reset().expect("a reset");
+    assert_eq!(vm.status(1, Request::read(0, 512)), 0);
+    let device = stats(&place.socket)["device"].clone();
+    assert_eq!((&device["needs-reset"], &device["breaks"]), (&Value::from(false), &Value::from(1)));
+    let finished = daemon.stop(&[&place.socket]);
+    for text in ["a read at sector 16384 is refused", "the device needs a reset"] {
+        assert!(finished.stderr.contains(text), "{}", finished.output());
+    }
 }
 
 #[test]

@@ -13,12 +13,13 @@ use common::serving::{
     Daemon, Place, SIZE, ctl, judge, load, locked_while, meanwhile, options, serve_command, stats,
 };
 use common::tools::qemu_img;
+use ringdisk_testkit::images;
 use ringdisk_testkit::limits::is_root;
 use ringdisk_testkit::model::{FrontEnd, Load, Request, Vm, ask, bits, words};
 use ringdisk_testkit::mount::text;
-use ringdisk_testkit::process::run;
+use ringdisk_testkit::process::{LIMIT, run, until};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal, kill_process};
 
 /// Processes that have a disk one after the other.
 const TIMES: usize = 3;
@@ -171,9 +172,9 @@ fn a_process_that_cannot_take_it_leaves_it_where_it_is() {
     let old = Daemon::start(&place.socket, &three);
     let (mut vm, mut load) = (place.vm(true), load(4));
     meanwhile(&mut vm, &mut load, || {
-        fails(&place, &[], 1, &["more virtqueues"]);
+        fails(&place, &[], 2, &["--queues is '3' there, '2' here", "goes on as before"]);
         let packed = [&three[..], &["--packed", "off"]].concat();
-        fails_with(&place, &packed, 1, &["not offered any more"]);
+        fails_with(&place, &packed, 2, &["--packed is 'on' there, 'off' here"]);
     });
     assert_ne!(stats(&place.socket)["total"]["requests"], 0);
     // And it can still be taken over by one that is right.
@@ -186,6 +187,153 @@ fn a_process_that_cannot_take_it_leaves_it_where_it_is() {
     new.stop(&[&place.socket]);
     place.judge(&mut load);
 }
+
+#[test]
+fn words_that_would_show_the_guest_another_disk_are_refused_and_it_goes_on() {
+    let place = Place::new("raw");
+    let shown = ["--serial", "old", "--logical-block-size", "512", "--physical-block-size", "4096"];
+    let old = place.start(&shown);
+    let (mut vm, mut load) = (place.vm(false), load(12));
+    let other = place.path("other");
+    images::sparse(&other, SIZE);
+    let queues = |count| [&place.words_with(count)[..], &shown].concat();
+    let with = |index: usize, value| {
+        let mut words = [&place.words()[..], &shown].concat();
+        let at = words.len() - shown.len() + index;
+        words[at] = value;
+        words
+    };
+    let more = |word| [&place.words()[..], &shown, &[word]].concat();
+    let image = {
+        let mut words = [&place.words()[..], &shown].concat();
+        let at = place.words().len() - 1;
+        words[at] = text(&other);
+        words
+    };
+    let wrong_image = format!("the image is '{}', not '{}'", text(&place.image), text(&other));
+    meanwhile(&mut vm, &mut load, || {
+        for (words, wanted) in [
+            (with(1, "new"), "--serial is 'old' there, 'new' here"),
+            (with(3, "4096"), "--logical-block-size is '512' there, '4096' here"),
+            (with(5, "512"), "--physical-block-size is '4096' there, '512' here"),
+            (queues("1"), "--queues is '2' there, '1' here"),
+            (queues("4"), "--queues is '2' there, '4' here"),
+            (more("--read-only"), "--read-only is 'off' there, 'on' here"),
+            (more("--discard=ignore"), "--discard is 'unmap' there, 'ignore' here"),
+            (more("--snapshot"), "--snapshot is 'off' there, 'on' here"),
+            (more("--queue-size=128"), "--queue-size is '1024' there, '128' here"),
+            (more("--size=1M"), "--size is not given there, '1048576' here"),
+            (image, wrong_image.as_str()),
+        ] {
+            fails_with(&place, &words, 2, &[wanted, "goes on as before", "started anew"]);
+        }
+    });
+    // None of them had anything of it, and one with the same words takes it over.
+    load.read_all(&mut vm);
+    let output = old.process.output();
+    assert!(output.contains("not handed over") && !output.contains("panicked"), "{output}");
+    let link = place.path("link");
+    std::os::unix::fs::symlink(&place.image, &link).expect("a link");
+    let new = meanwhile(&mut vm, &mut load, || {
+        let mut words = [&place.words()[..], &shown, &["--upgrade"]].concat();
+        words[place.words().len() - 1] = text(&link);
+        let new = Daemon::start(&place.socket, &words);
+        old.ends(0);
+        new
+    });
+    load.read_all(&mut vm);
+    new.stop(&[&place.socket]);
+    place.judge(&mut load);
+}
+
+/// Kills the process that a pid file names if the test ends before that.
+struct Background<'a>(&'a Path);
+
+impl Background<'_> {
+    fn pid(&self) -> Option<Pid> {
+        let text = std::fs::read_to_string(self.0).ok()?;
+        text.trim().parse().ok().and_then(Pid::from_raw)
+    }
+}
+
+impl Drop for Background<'_> {
+    fn drop(&mut self) {
+        if let Some(pid) = self.pid() {
+            let _ = kill_process(pid, Signal::KILL);
+        }
+    }
+}
+
+#[test]
+fn in_the_background_the_pid_file_goes_to_the_new_process() {
+    let place = Place::new("raw");
+    let (pidfile, overlay) = (place.path("pid"), place.path("overlay.qcow2"));
+    let words =
+        ["--daemonize", "--pidfile", text(&pidfile), "--vhost-user-blk", text(&place.socket)];
+    let words = [&place.words()[..], &words].concat();
+    let background = Background(&pidfile);
+    let pid = || background.pid().expect("a pid");
+    // One that has ended may not have been waited for by whoever adopted it.
+    let lives = |pid: Pid| {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
+        stat.is_ok_and(|stat| !stat.contains(") Z "))
+    };
+    assert_eq!(run(serve_command(&words)).code(), Some(0));
+    let (mut vm, mut load) = (place.vm(true), load(13));
+    let mut before = pid();
+    for turn in 0..TIMES {
+        let upgrade = [&words[..], &["--upgrade"]].concat();
+        let finished = meanwhile(&mut vm, &mut load, || run(serve_command(&upgrade)));
+        assert_eq!(finished.code(), Some(0), "{}", finished.output());
+        let now = pid();
+        assert!(now != before && lives(now) && !lives(before), "{before:?} {now:?}, turn {turn}");
+        before = now;
+    }
+    // An image that was put on top is what it serves, whichever of the two is named.
+    ctl(&place.socket, &["snapshot", text(&overlay)]).ok();
+    load.run(&mut vm, 50);
+    load.drain(&mut vm);
+    let held = run(serve_command(&words));
+    assert_eq!(held.code(), Some(5), "a second one: {}", held.output());
+    assert_eq!(pid(), before);
+    load.read_all(&mut vm);
+    ctl(&place.socket, &["stop"]).ok();
+    let gone = until(LIMIT, || (!lives(before)).then_some(()));
+    assert!(gone.is_some() && !pidfile.exists() && !place.socket.exists());
+    judge(&overlay, "qcow2", &mut load);
+}
+
+#[test]
+fn a_pid_file_that_cannot_be_had_does_not_cost_a_disk() {
+    let (one, two) = (Place::new("raw"), Place::new("raw"));
+    let spec = |place: &Place| {
+        format!("image={},format=raw,socket={},queues=2", text(&place.image), text(&place.socket))
+    };
+    let (first, second) = (spec(&one), spec(&two));
+    let pidfile = one.path("pid");
+    let words = ["--pidfile", text(&pidfile), "--disk", first.as_str()];
+    let old = Daemon::of(&mut serve_command(&[&words[..], &["--disk", &second]].concat()));
+    // A name that is no pid file is refused before anything happens.
+    let notes = one.path("notes");
+    std::fs::write(&notes, "my notes").expect("a file");
+    fails(&one, &["--pidfile", text(&notes)], 1, &["something else than a pid"]);
+    // The old process keeps its file for the disk that stays with it.
+    let (mut vm, mut load) = (one.vm(false), load(14));
+    let new = meanwhile(&mut vm, &mut load, || {
+        Daemon::of(&mut serve_command(&[&words[..], &["--upgrade"]].concat()))
+    });
+    let output = new.process.output();
+    assert!(output.contains("served without a pid file"), "{output}");
+    load.read_all(&mut vm);
+    new.stop(&[&one.socket]);
+    assert!(pidfile.exists());
+    old.stop(&[&two.socket]);
+    assert!(!pidfile.exists());
+    one.judge(&mut load);
+}
+
+/// What a successor says first, with no words of its own.
+const ASK: &[u8] = b"A\x02\0\0\0{}";
 
 /// Where the process that serves a disk waits for its successor.
 fn successor_of(socket: &Path) -> PathBuf {
@@ -218,14 +366,14 @@ fn a_new_process_that_dies_or_stays_silent_on_the_way_changes_nothing() {
         for read in [0, 8, 4096] {
             let mut stream = UnixStream::connect(&path).expect("it listens");
             if read > 0 {
-                stream.write_all(b"A").expect("it listens");
+                stream.write_all(ASK).expect("it listens");
                 let _ = stream.read(&mut vec![0; read]);
             }
             drop(stream);
         }
         // One that says nothing more: the old process waits for a while (8 s) and goes on.
         let mut stream = UnixStream::connect(&path).expect("it listens");
-        stream.write_all(b"A").expect("it listens");
+        stream.write_all(ASK).expect("it listens");
         let mut parcel = Vec::new();
         stream.read_to_end(&mut parcel).expect("a parcel, and the end");
         assert!(parcel.len() > 100, "{} bytes", parcel.len());

@@ -3,6 +3,8 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use ringdisk_ring::Errno;
+
 use crate::blk::SERIAL_BYTES;
 use crate::blk::features;
 use crate::export::OnError;
@@ -22,8 +24,28 @@ pub(crate) struct Device {
     needs_reset: AtomicBool,
     reason: Mutex<Option<String>>,
     gives_up: AtomicBool,
-    io_errors: AtomicU64,
+    counts: Counts,
     signals: Arc<Signals>,
+}
+
+/// What went wrong, since the start of the export. Any thread; nothing of it is touched by a request that goes well.
+#[derive(Debug, Default)]
+struct Counts {
+    /// Requests answered with `VIRTIO_BLK_S_IOERR`.
+    io_errors: AtomicU64,
+    /// Operations on the image that failed.
+    image_errors: AtomicU64,
+    /// Requests for what is not there.
+    refused: AtomicU64,
+    /// Times that the device needed a reset.
+    breaks: AtomicU64,
+}
+
+/// Counts one more. Gives the count if it is one of those that are told: the first ten, then every 1000th, so that a guest cannot fill a
+/// log.
+fn told(counter: &AtomicU64) -> Option<u64> {
+    let count = counter.fetch_add(1, Ordering::Relaxed) + 1;
+    (count <= 10 || count.is_multiple_of(1000)).then_some(count)
 }
 
 impl Device {
@@ -51,7 +73,7 @@ impl Device {
             needs_reset: AtomicBool::new(false),
             reason: Mutex::new(None),
             gives_up: AtomicBool::new(false),
-            io_errors: AtomicU64::new(0),
+            counts: Counts::default(),
             signals,
         }
     }
@@ -82,7 +104,11 @@ impl Device {
     pub(crate) fn set_broken(&self, reason: String) {
         let mut kept = self.reason.lock().unwrap_or_else(PoisonError::into_inner);
         if kept.is_none() {
-            tracing::error!("{}: the device needs a reset: {reason}", self.name);
+            // A guest can reset the device and break it again, as often as it likes.
+            if let Some(count) = told(&self.counts.breaks) {
+                let name = &self.name;
+                tracing::error!("{name}: the device needs a reset (time {count}): {reason}");
+            }
             *kept = Some(reason);
         }
         self.needs_reset.store(true, Ordering::Release);
@@ -128,10 +154,9 @@ impl Device {
         *self.reason.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
-    /// An I/O error of the image. The first ones are told, then every 1000th, so that a guest cannot fill a log.
-    pub(crate) fn io_error(&self, what: &str, offset: u64, len: u64, errno: ringdisk_ring::Errno) {
-        let count = self.io_errors.fetch_add(1, Ordering::Relaxed) + 1;
-        if count <= 10 || count.is_multiple_of(1000) {
+    /// An I/O error of the image; not all of them are told.
+    pub(crate) fn image_error(&self, what: &str, offset: u64, len: u64, errno: Errno) {
+        if let Some(count) = told(&self.counts.image_errors) {
             let name = &self.name;
             tracing::error!(
                 "{name}: {what} of {len} bytes at {offset} failed: {errno} (error {count} of this disk)"
@@ -139,8 +164,59 @@ impl Device {
         }
     }
 
-    /// I/O errors of the image so far.
-    pub(crate) fn io_errors(&self) -> u64 {
-        self.io_errors.load(Ordering::Relaxed)
+    /// The guest asked for what cannot be done; not all of these are told.
+    ///
+    /// * `sector`: as the guest names it, 512 bytes each.
+    pub(crate) fn refused(&self, what: &str, sector: u64, why: &str) {
+        if let Some(count) = told(&self.counts.refused) {
+            let name = &self.name;
+            tracing::warn!(
+                "{name}: {what} at sector {sector} is refused: {why} (refusal {count} of this disk)"
+            );
+        }
+    }
+
+    /// A request is answered with an I/O error.
+    pub(crate) fn answered_io_error(&self) {
+        self.counts.io_errors.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// How it is, for people.
+    pub(crate) fn health(&self) -> Health {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        Health {
+            io_errors: get(&self.counts.io_errors),
+            image_errors: get(&self.counts.image_errors),
+            refused: get(&self.counts.refused),
+            breaks: get(&self.counts.breaks),
+            broken_reason: self.broken_reason(),
+        }
+    }
+}
+
+/// How a device is. Counted since the start of the export in this process.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Health {
+    /// Requests answered with `VIRTIO_BLK_S_IOERR` (virtio 1.3, section 5.2.6).
+    pub io_errors: u64,
+    /// Operations on the image that failed, also those whose request is never answered ([`OnError::Stop`]).
+    pub image_errors: u64,
+    /// Requests for what is not on the disk, or for writes to one that is read-only: a defect of the guest.
+    pub refused: u64,
+    /// Times that the device needed a reset (`DEVICE_NEEDS_RESET`).
+    pub breaks: u64,
+    /// Why it needs one now; `None` when it does not.
+    pub broken_reason: Option<String>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_that_fails_for_ever_does_not_fill_a_log() {
+        let counter = AtomicU64::new(0);
+        let shown: Vec<u64> = (0..5000).filter_map(|_| told(&counter)).collect();
+        assert_eq!(shown, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1000, 2000, 3000, 4000, 5000]);
     }
 }

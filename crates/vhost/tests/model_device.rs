@@ -70,6 +70,9 @@ fn each_request_is_answered_as_the_specification_says() {
     }
     assert_eq!(served.export.broken_reason(), None);
     assert_eq!(sim.image()[..4096], [0; 4096]);
+    // Each was sent three times, and none of them reached the image.
+    let health = served.export.health_reader()();
+    assert_eq!((health.io_errors, health.refused, health.image_errors), (42, 42, 0));
 }
 
 #[test]

@@ -75,7 +75,7 @@ impl Driver {
         ];
         let tables = ram.take(size * u64::from(config.indirect) * 16, 16)?;
         let user = guest.map(GuestRam::user_addr);
-        let memory = crate::Memory::new(vec![ram.region()])?;
+        let memory = ram.own_table();
         let areas = Areas::find(&memory, config.layout, config.size, config.event_idx, user)?;
         let ring = match config.layout {
             Layout::Split => Ring::Split(SplitDriver::new(config.size, config.event_idx)),

@@ -20,6 +20,8 @@ pub struct GuestRam {
     memory: RingMemory,
     /// Bytes given away.
     taken: u64,
+    /// The table of a device that shares our mapping.
+    shared: Option<Arc<Memory>>,
 }
 
 impl GuestRam {
@@ -31,7 +33,7 @@ impl GuestRam {
         let fd = memfd_create(c"guest-ram", MemfdFlags::CLOEXEC).map_err(failed)?;
         ftruncate(&fd, bytes).map_err(failed)?;
         let memory = RingMemory::new(&Mapping::new(fd.as_fd(), 0, bytes)?, GUEST_BASE);
-        Ok(GuestRam { fd, memory, taken: 0 })
+        Ok(GuestRam { fd, memory, taken: 0, shared: None })
     }
 
     /// Its file, for ADD_MEM_REG: from [`GUEST_BASE`] and [`USER_BASE`], at offset 0.
@@ -58,6 +60,22 @@ impl GuestRam {
     /// A table of one region.
     pub fn table(&self) -> Arc<Memory> {
         Arc::new(Memory::new(vec![self.region()]).expect("one region"))
+    }
+
+    /// As [`GuestRam::table`], of the mapping that the guest uses from now on too. A sanitizer knows memory by its address: it sees what
+    /// two threads do to one another only where both have the same one.
+    #[cfg(test)]
+    pub(crate) fn shared_table(&mut self) -> Arc<Memory> {
+        let region = self.region();
+        self.memory = RingMemory::new(region.mapping(), GUEST_BASE);
+        let table = Arc::new(Memory::new(vec![region]).expect("one region"));
+        self.shared = Some(Arc::clone(&table));
+        table
+    }
+
+    /// The table that a driver of this memory uses.
+    pub(super) fn own_table(&self) -> Arc<Memory> {
+        self.shared.clone().unwrap_or_else(|| self.table())
     }
 
     /// Address in the front end.

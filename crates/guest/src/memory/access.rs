@@ -91,6 +91,11 @@ impl RingMemory {
         self.guest_addr
     }
 
+    /// Address of its first byte in this process: to ask the system about its pages, never to follow.
+    pub fn address(&self) -> usize {
+        self.start.addr()
+    }
+
     /// Whether its first byte is at a multiple of `align` bytes.
     pub fn is_aligned(&self, align: usize) -> bool {
         self.start.addr().is_multiple_of(align)

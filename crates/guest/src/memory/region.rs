@@ -92,7 +92,7 @@ impl Region {
         self.mapping.is_lost()
     }
 
-    pub(super) fn mapping(&self) -> &Arc<Mapping> {
+    pub(crate) fn mapping(&self) -> &Arc<Mapping> {
         &self.mapping
     }
 

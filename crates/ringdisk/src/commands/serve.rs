@@ -31,7 +31,7 @@ use crate::sandbox;
 use crate::signals::{Actions, Phase, Watcher};
 use crate::sockets::{self, Inherited, MadeSocket, Opened, Place};
 use crate::terminal;
-use crate::upgrade::Giver;
+use crate::upgrade::{Giver, Shown};
 use crate::vhost::{self, Handle, Served};
 
 /// A process that served the disk and was killed has it until its last write has landed.
@@ -41,6 +41,8 @@ const LOCK_WAIT: Duration = Duration::from_secs(3);
 struct Plan<'a> {
     args: &'a DiskArgs,
     image: ImagePlan<'a>,
+    /// What the guest is shown.
+    shown: Shown,
     new: Option<(NewImage, u64)>,
     place: Place,
     /// Rings do nothing but what serving takes.
@@ -111,8 +113,10 @@ fn serve(
     let pidfile = args.pidfile.as_deref().map(std::path::absolute).transpose();
     let pidfile = pidfile
         .map_err(|error| Failure::system("the name of the pid file", &error, Exit::General))?;
-    if let Some(pidfile) = pidfile.as_ref().filter(|_| !args.upgrade) {
-        Pidfile::check(pidfile)?;
+    if let Some(pidfile) = &pidfile {
+        // That of the process whose disk we take is locked until it ends.
+        let held_before = |failure: &Failure| args.upgrade && failure.exit == Exit::Locked;
+        Pidfile::check(pidfile).or_else(|why| if held_before(&why) { Ok(()) } else { Err(why) })?;
     }
     let running = match args.upgrade {
         true => {
@@ -125,7 +129,14 @@ fn serve(
         },
     };
     let notify = Arc::new(Notify::from_environment());
-    let pidfile = pidfile.as_deref().map(Pidfile::create).transpose()?;
+    let pidfile = match pidfile.as_deref().map(Pidfile::create) {
+        // A guest depends on us already, and the process before us goes on with other disks.
+        Some(Err(failure)) if args.upgrade => {
+            terminal::complain(&failure.context("the disk is served without a pid file"));
+            None
+        }
+        created => created.transpose()?,
+    };
     if sandbox::is_wanted(args.sandbox) {
         confine::enter(args.sandbox, &running, pidfile.as_ref())?;
     }
@@ -158,7 +169,10 @@ fn serve(
         flag.as_ref().is_some_and(|flag| flag.load(Ordering::Acquire))
     };
     if given.iter().all(is_given) {
-        // The other process speaks to the service manager from now on.
+        // The other process speaks to the service manager from now on, and has the pid file as soon as this one has ended.
+        if let Some(pidfile) = pidfile {
+            pidfile.leave();
+        }
         terminal::note("handed over to another process");
         return result;
     }
@@ -209,6 +223,7 @@ fn plan<'a>(args: &ServeArgs, disk: &'a ServedDisk, place: Place) -> Result<Plan
     let source = &disk.args.source;
     Ok(Plan {
         args: &disk.args,
+        shown: Shown::of(disk),
         new: new_image(source, disk.image.as_deref())?,
         image: ImagePlan {
             // The guest lives on when this process is killed, and was told that its writes are there. A temporary overlay is gone anyway.
@@ -242,7 +257,8 @@ fn start(plan: Plan<'_>, disk: Arc<Disk>) -> Result<Running, Failure> {
     let queues = vhost::queues(plan.args);
     let allowed = plan.args.source.allow_path.clone();
     let Opened { path, made, .. } = opened;
-    let placed = Placed { ready, name, path, front, queues, allowed, restricted, made };
+    let shown = plan.shown;
+    let placed = Placed { ready, name, path, front, queues, allowed, restricted, made, shown };
     Ok(placed.attend(served, disk))
 }
 
@@ -264,19 +280,20 @@ struct Placed {
     allowed: Vec<PathBuf>,
     restricted: bool,
     made: Option<MadeSocket>,
+    shown: Shown,
 }
 
 impl Placed {
     /// Makes the sockets for `ringdisk ctl`, and for the process after this one.
     fn attend(self, served: Served, disk: Arc<Disk>) -> Running {
-        let Placed { ready, name, path, front, queues, allowed, restricted, made } = self;
+        let Placed { ready, name, path, front, queues, allowed, restricted, made, shown } = self;
         let handle = served.handle();
         let for_control = handle.clone();
         let commands =
             Arc::new(DiskControl::new(Arc::clone(&disk), handle, move || for_control.stop()));
         let control = control(path.as_ref(), &commands, restricted);
         let giver = path.as_ref().and_then(|path| {
-            let giver = Giver::start(path, served.hand_over_handle());
+            let giver = Giver::start(path, served.hand_over_handle(), shown, &disk);
             giver.inspect_err(|e| tracing::warn!("`--upgrade` cannot be used: {e}")).ok()
         });
         Running {

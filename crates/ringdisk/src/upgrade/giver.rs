@@ -4,15 +4,16 @@ use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 
+use ringdisk_disk::Disk;
 use ringdisk_vhost::export::HandOverHandle;
 use rustix::net::sockopt::socket_peercred;
 
-use super::link;
-use super::{ASK, GO, READY, STEP};
+use super::link::{self, Refusal};
+use super::{ASK, GO, READY, STEP, Shown};
 use crate::control::place::{self, Listening, user};
 use crate::sandbox;
 
@@ -28,17 +29,24 @@ impl Giver {
     /// Waits for a successor from now on.
     ///
     /// * `path`: of the vhost-user socket, as [`place::real_path`] gives it.
+    /// * `shown`: what the guest has been shown of the disk.
     ///
     /// Errors: no socket, no thread.
-    pub(crate) fn start(path: &Path, handle: HandOverHandle) -> io::Result<Giver> {
+    pub(crate) fn start(
+        path: &Path,
+        handle: HandOverHandle,
+        shown: Shown,
+        disk: &Arc<Disk>,
+    ) -> io::Result<Giver> {
         let listening = place::listen(&place::name_for_successor(path))?;
         let listener = listening.listener.try_clone()?;
         listener.set_nonblocking(false)?;
         let was_given = Arc::new(AtomicBool::new(false));
         let given = Arc::clone(&was_given);
+        let ours = Ours { handle, shown, disk: Arc::downgrade(disk) };
         let thread = std::thread::Builder::new()
             .name(String::from("upgrade"))
-            .spawn(move || wait(&listener, &handle, &given))?;
+            .spawn(move || wait(&listener, &ours, &given))?;
         Ok(Giver { listening, was_given, thread: Some(thread) })
     }
 
@@ -66,7 +74,15 @@ impl Drop for Giver {
     }
 }
 
-fn wait(listener: &UnixListener, handle: &HandOverHandle, given: &AtomicBool) {
+/// What there is to give.
+struct Ours {
+    handle: HandOverHandle,
+    shown: Shown,
+    /// Weak: its image is let go of as soon as it is served no longer.
+    disk: Weak<Disk>,
+}
+
+fn wait(listener: &UnixListener, ours: &Ours, given: &AtomicBool) {
     while let Ok((stream, _)) = listener.accept() {
         let is_allowed = socket_peercred(stream.as_fd())
             .is_ok_and(|peer| peer.uid.as_raw() == user() || peer.uid.is_root());
@@ -74,7 +90,7 @@ fn wait(listener: &UnixListener, handle: &HandOverHandle, given: &AtomicBool) {
             tracing::debug!("a stranger wanted the disk and was sent away");
             continue;
         }
-        match give(&stream, handle, given) {
+        match give(&stream, ours, given) {
             Ok(true) => {
                 // Its end tells the successor that this process is gone.
                 std::mem::forget(stream);
@@ -87,7 +103,7 @@ fn wait(listener: &UnixListener, handle: &HandOverHandle, given: &AtomicBool) {
 }
 
 /// Gives the disk to a process. Returns whether it has it.
-fn give(mut stream: &UnixStream, handle: &HandOverHandle, given: &AtomicBool) -> io::Result<bool> {
+fn give(mut stream: &UnixStream, ours: &Ours, given: &AtomicBool) -> io::Result<bool> {
     stream.set_read_timeout(Some(STEP))?;
     stream.set_write_timeout(Some(STEP))?;
     let mut word = [0];
@@ -97,11 +113,19 @@ fn give(mut stream: &UnixStream, handle: &HandOverHandle, given: &AtomicBool) ->
     if word != [ASK] {
         return Err(io::ErrorKind::InvalidData.into());
     }
-    let (parcel, still) = match handle.hand_over() {
+    let wanted = link::receive_shown(stream)?;
+    if let Some(disk) = ours.disk.upgrade()
+        && let Err(why) = ours.shown.check(&wanted, &disk)
+    {
+        tracing::warn!("the disk is not handed over: the guest would find another one: {why}");
+        link::send_refusal(stream, &Refusal::Unlike(why))?;
+        return Ok(false);
+    }
+    let (parcel, still) = match ours.handle.hand_over() {
         Ok(packed) => packed,
         Err(error) => {
             tracing::warn!("the disk is not handed over: {error}");
-            link::send_refusal(stream, &error.to_string())?;
+            link::send_refusal(stream, &Refusal::Now(error.to_string()))?;
             return Ok(false);
         }
     };

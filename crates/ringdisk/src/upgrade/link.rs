@@ -11,12 +11,54 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
+use super::Shown;
+
 /// What the kernel takes in one message (SCM_MAX_FD).
 const LOT: usize = 253;
 /// Longest description, bytes: 500 regions of memory and a chain of 200 images need a tenth.
 const WORDS_MAX: u32 = 4 << 20;
 /// Descriptors at most.
 const FDS_MAX: u32 = 4096;
+/// Longest words of a command line, bytes: two paths and some options.
+const SHOWN_MAX: u32 = 64 << 10;
+/// In place of a number of descriptors: there is no parcel, the words say why.
+const REFUSED: u32 = u32::MAX;
+/// The same, and the reason is in the words of the process that asked.
+const UNLIKE: u32 = u32::MAX - 1;
+
+/// Why there is no parcel.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Refusal {
+    /// It cannot be had now.
+    Now(String),
+    /// The guest would see another device.
+    Unlike(String),
+}
+
+/// Says what the guest would be shown.
+///
+/// Errors: those of the socket.
+pub(super) fn send_shown(mut stream: &UnixStream, shown: &Shown) -> io::Result<()> {
+    let words = serde_json::to_vec(shown)?;
+    let len = u32::try_from(words.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
+    stream.write_all(&len.to_le_bytes())?;
+    stream.write_all(&words)
+}
+
+/// What the guest would be shown.
+///
+/// Errors: those of the socket; words that make no sense.
+pub(super) fn receive_shown(mut stream: &UnixStream) -> io::Result<Shown> {
+    let mut len = [0; 4];
+    stream.read_exact(&mut len)?;
+    let len = u32::from_le_bytes(len);
+    if len > SHOWN_MAX {
+        return Err(io::ErrorKind::InvalidData.into());
+    }
+    let mut words = vec![0; len as usize];
+    stream.read_exact(&mut words)?;
+    Ok(serde_json::from_slice(&words)?)
+}
 
 /// Sends a parcel.
 ///
@@ -37,21 +79,25 @@ pub(super) fn send(mut stream: &UnixStream, parcel: &Parcel) -> io::Result<()> {
 }
 
 /// Says why there is no parcel.
-pub(super) fn send_refusal(mut stream: &UnixStream, why: &str) -> io::Result<()> {
+pub(super) fn send_refusal(mut stream: &UnixStream, refusal: &Refusal) -> io::Result<()> {
+    let (why, mark) = match refusal {
+        Refusal::Now(why) => (why, REFUSED),
+        Refusal::Unlike(why) => (why, UNLIKE),
+    };
     let len = u32::try_from(why.len()).unwrap_or(0);
-    stream.write_all(&[len.to_le_bytes(), u32::MAX.to_le_bytes()].concat())?;
+    stream.write_all(&[len.to_le_bytes(), mark.to_le_bytes()].concat())?;
     stream.write_all(why.as_bytes())
 }
 
 /// Receives a parcel, or why there is none.
 ///
 /// Errors: those of the socket; numbers that make no sense.
-pub(super) fn receive(mut stream: &UnixStream) -> io::Result<Result<Parcel, String>> {
+pub(super) fn receive(mut stream: &UnixStream) -> io::Result<Result<Parcel, Refusal>> {
     let mut numbers = [0; 8];
     stream.read_exact(&mut numbers)?;
     let [a, b, c, d, e, f, g, h] = numbers;
     let (words, count) = (u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes([e, f, g, h]));
-    let is_refusal = count == u32::MAX;
+    let is_refusal = matches!(count, REFUSED | UNLIKE);
     if words > WORDS_MAX || count > FDS_MAX && !is_refusal {
         return Err(io::ErrorKind::InvalidData.into());
     }
@@ -62,7 +108,11 @@ pub(super) fn receive(mut stream: &UnixStream) -> io::Result<Result<Parcel, Stri
     let mut text = vec![0; words as usize];
     stream.read_exact(&mut text)?;
     let description = String::from_utf8_lossy(&text).into_owned();
-    Ok(if is_refusal { Err(description) } else { Ok(Parcel { description, fds }) })
+    Ok(match count {
+        REFUSED => Err(Refusal::Now(description)),
+        UNLIKE => Err(Refusal::Unlike(description)),
+        _ => Ok(Parcel { description, fds }),
+    })
 }
 
 fn receive_lot(stream: &UnixStream, fds: &mut Vec<OwnedFd>) -> io::Result<()> {
@@ -106,8 +156,16 @@ mod tests {
     #[test]
     fn refusals_and_rubbish_are_told_apart() {
         let (ours, theirs) = UnixStream::pair().expect("sockets");
-        send_refusal(&ours, "not now").expect("sent");
-        assert_eq!(receive(&theirs).expect("received").expect_err("refused"), "not now");
+        for refusal in [Refusal::Now(String::from("not now")), Refusal::Unlike(String::from("b"))] {
+            send_refusal(&ours, &refusal).expect("sent");
+            assert_eq!(receive(&theirs).expect("received").expect_err("refused"), refusal);
+        }
+        send_shown(&ours, &Shown::default()).expect("sent");
+        assert_eq!(receive_shown(&theirs).expect("received"), Shown::default());
+        (&ours).write_all(b"\x02\0\0\0no").expect("sent");
+        assert!(receive_shown(&theirs).is_err());
+        (&ours).write_all(&[0xff; 4]).expect("sent");
+        assert!(receive_shown(&theirs).is_err());
         (&ours).write_all(&[0xff; 8]).expect("sent");
         assert!(receive(&theirs).is_err());
         drop(ours);

@@ -1,17 +1,22 @@
 //! `ringdisk serve --upgrade`: a disk goes to a new process while a virtual machine uses it.
 //!
 //! Promises: at every moment exactly one of the two processes serves, or none; the old one goes on as long as the new one has not said
-//! that everything is ready, and never again after that. The guest sees a pause, nothing else. Beside the control socket of a disk the
-//! old process listens on one for its successor, open to our user and to root only.
+//! that everything is ready, and never again after that. The guest sees a pause, nothing else. If the old one is killed when the new one has
+//! everything, the new one serves; a kill at any other moment of the one whose turn it is leaves nobody, as a kill always does, and requests in
+//! flight are in the memory of the front end then (`ringdisk_guest::inflight`). Beside the control socket of a disk the old process listens
+//! on one for its successor, open to our user and to root only.
 //!
-//! What is said: the new process connects and says [`ASK`]; the old one stands still and sends the parcel; the new one prepares everything and says
+//! What is said: the new process connects and says [`ASK`] and what it would show to the guest ([`Shown`]); the old one refuses if that is not what it
+//! shows itself, or else stands still and sends the parcel; the new one prepares everything and says
 //! [`READY`]; the old one says [`GO`] and ends; the new one serves, and sees the end of the old one as the end of the socket.
 
 mod giver;
 mod link;
+mod shown;
 mod taker;
 
 pub(crate) use giver::Giver;
+pub(crate) use shown::Shown;
 pub(crate) use taker::{Offer, Predecessor, ask};
 
 use std::time::Duration;

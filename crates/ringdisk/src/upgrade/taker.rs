@@ -1,18 +1,30 @@
 //! The new process: asks for the disk, and takes it.
 
 use std::io::{self, Read, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use ringdisk_vhost::export::Parcel;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::sockopt::socket_peercred;
+use rustix::process::{PidfdFlags, pidfd_open};
 
-use super::{ASK, GO, READY, STEP, link};
+use super::link::Refusal;
+use super::{ASK, GO, READY, STEP, Shown, link};
 use crate::control::place::{candidates, name_for_successor, user};
 use crate::report::{Exit, Failure};
 
+/// A process whose sockets are closed is gone after this time at the latest: it only has memory to give back.
+const GONE: Duration = Duration::from_secs(2);
+
 /// The old process, which stands still until this is dropped.
 #[derive(Debug)]
-pub(crate) struct Offer(UnixStream);
+pub(crate) struct Offer {
+    stream: UnixStream,
+    process: Old,
+}
 
 /// The old process, which serves no longer.
 #[derive(Debug)]
@@ -21,44 +33,100 @@ pub(crate) struct Predecessor(UnixStream);
 /// Asks the process that serves a disk for it. Its guest stands still from now on.
 ///
 /// * `path`: of the vhost-user socket, as [`crate::control::place::real_path`] gives it.
+/// * `shown`: what this process would show to the guest.
 ///
-/// Errors: nobody serves there, or it cannot be had now.
-pub(crate) fn ask(path: &Path) -> Result<(Parcel, Offer), Failure> {
-    let shown = path.display();
+/// Errors: nobody serves there; it cannot be had now; the guest has been shown something else.
+pub(crate) fn ask(path: &Path, shown: &Shown) -> Result<(Parcel, Offer), Failure> {
+    let name = path.display();
     let nobody = || {
-        Failure::new(Exit::Mountpoint, format!("no ringdisk serves a disk at '{shown}'"))
+        Failure::new(Exit::Mountpoint, format!("no ringdisk serves a disk at '{name}'"))
             .hint("start without --upgrade")
     };
     let found = candidates(&name_for_successor(path), user());
     let stream = found.iter().find_map(|place| UnixStream::connect(place).ok());
     let stream = stream.ok_or_else(nobody)?;
-    let doing = || format!("the process that serves '{shown}' did not hand it over");
-    let failed = |error: io::Error| Failure::system(doing(), &error, Exit::General);
+    let process = Old::of(&stream);
+    let doing = || format!("the process that serves '{name}' did not hand it over");
+    let failed = |error: io::Error| match is_end(&error) {
+        true => Failure::new(Exit::General, format!("{}: the connection has ended", doing()))
+            .hint("if it has ended, start without --upgrade"),
+        false => Failure::system(doing(), &error, Exit::General),
+    };
     stream.set_read_timeout(Some(STEP)).map_err(failed)?;
     stream.set_write_timeout(Some(STEP)).map_err(failed)?;
     (&stream).write_all(&[ASK]).map_err(failed)?;
+    link::send_shown(&stream, shown).map_err(failed)?;
     match link::receive(&stream).map_err(failed)? {
-        Ok(parcel) => Ok((parcel, Offer(stream))),
-        Err(why) => Err(Failure::new(Exit::General, format!("{}: {why}", doing()))
+        Ok(parcel) => Ok((parcel, Offer { stream, process })),
+        Err(Refusal::Now(why)) => Err(Failure::new(Exit::General, format!("{}: {why}", doing()))
             .hint("it goes on as before; try again later")),
+        Err(Refusal::Unlike(why)) => {
+            let text = format!("{}: the guest would find another disk: {why}", doing());
+            Err(Failure::new(Exit::Usage, text).hint(
+                "it goes on as before; --upgrade takes the words that it was started with, and what the guest sees \
+                 changes only when it is stopped and started anew",
+            ))
+        }
     }
 }
 
 impl Offer {
     /// Everything is prepared: the old process ends, and its successor goes on.
     ///
+    /// An old process that is killed instead of answering goes on as little as one that has answered: everything that it had is here, as
+    /// it was when it stood still.
+    ///
     /// Errors: the old process goes on.
     pub(crate) fn take(mut self) -> Result<Predecessor, Failure> {
         let mut take = || -> io::Result<()> {
-            self.0.write_all(&[READY])?;
+            self.stream.write_all(&[READY])?;
             let mut word = [0];
-            self.0.read_exact(&mut word)?;
+            self.stream.read_exact(&mut word)?;
             if word == [GO] { Ok(()) } else { Err(io::ErrorKind::InvalidData.into()) }
         };
-        take().map_err(|error| {
-            Failure::system("the disk was not handed over in time", &error, Exit::General)
-        })?;
-        Ok(Predecessor(self.0))
+        if let Err(error) = take() {
+            if !(is_end(&error) && self.process.died_while_it_stood_still()) {
+                let doing = "the disk was not handed over in time";
+                return Err(Failure::system(doing, &error, Exit::General));
+            }
+            tracing::warn!(
+                "the old process ended while it handed the disk over; it is served here"
+            );
+        }
+        Ok(Predecessor(self.stream))
+    }
+}
+
+/// Whether the other side has closed the socket.
+fn is_end(error: &io::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+    matches!(error.kind(), BrokenPipe | ConnectionReset | UnexpectedEof)
+}
+
+/// The process on the other side of a socket.
+#[derive(Debug)]
+struct Old {
+    /// `None`: the system does not tell, as of a process in another container.
+    pidfd: Option<OwnedFd>,
+    /// From before it was asked.
+    since: Instant,
+}
+
+impl Old {
+    fn of(stream: &UnixStream) -> Old {
+        let peer = socket_peercred(stream).ok();
+        let pidfd = peer.and_then(|peer| pidfd_open(peer.pid, PidfdFlags::empty()).ok());
+        Old { pidfd, since: Instant::now() }
+    }
+
+    /// Whether it is gone, and has served nothing since it was asked: it goes on by itself after [`STEP`] only. Its socket is closed.
+    fn died_while_it_stood_still(&self) -> bool {
+        let Some(pidfd) = self.pidfd.as_ref().filter(|_| self.since.elapsed() < STEP) else {
+            return false;
+        };
+        let timeout = Timespec::try_from(GONE).ok();
+        let mut fds = [PollFd::new(pidfd, PollFlags::IN)];
+        poll(&mut fds, timeout.as_ref()).is_ok_and(|ready| ready > 0)
     }
 }
 
@@ -66,5 +134,32 @@ impl Predecessor {
     /// Waits until the old process is gone, for a while: names that it had are free then.
     pub(crate) fn wait(mut self) {
         let _ = self.0.read(&mut [0]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_that_lives_or_is_too_late_or_unknown_has_not_died() {
+        let (ours, _theirs) = UnixStream::pair().expect("sockets");
+        let old = Old::of(&ours);
+        assert!(old.pidfd.is_some(), "this process");
+        assert!(!old.died_while_it_stood_still());
+        assert!(!Old { pidfd: None, since: Instant::now() }.died_while_it_stood_still());
+    }
+
+    #[test]
+    fn a_process_that_was_killed_has_died_unless_it_may_have_gone_on_before() {
+        let mut child = std::process::Command::new("sleep").arg("100").spawn().expect("sleep");
+        let pid = rustix::process::Pid::from_child(&child);
+        let pidfd = || pidfd_open(pid, PidfdFlags::empty()).expect("it runs");
+        let (now, long_ago) = (Instant::now(), Instant::now().checked_sub(STEP).expect("past"));
+        let (old, late) = (pidfd(), pidfd());
+        child.kill().expect("it runs");
+        child.wait().expect("it was killed");
+        assert!(Old { pidfd: Some(old), since: now }.died_while_it_stood_still());
+        assert!(!Old { pidfd: Some(late), since: long_ago }.died_while_it_stood_still());
     }
 }

@@ -40,6 +40,21 @@ pub(crate) enum Kind {
     Unknown,
 }
 
+impl Kind {
+    /// For messages.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Kind::Read => "a read",
+            Kind::Write => "a write",
+            Kind::Flush => "a flush",
+            Kind::GetId => "reading the serial number",
+            Kind::Discard => "a discard",
+            Kind::WriteZeroes => "zeroing",
+            Kind::Unknown => "an unknown request",
+        }
+    }
+}
+
 /// A header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Header {

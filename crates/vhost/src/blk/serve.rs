@@ -32,11 +32,14 @@ pub(crate) async fn serve(worker: &Worker, vring: &Vring, slot: &Slot) -> u32 {
         Kind::Write => (write(worker, slot, header, sent).await, 0),
         Kind::Flush => (flush(worker).await, 0),
         Kind::GetId => get_id(worker, slot, wanted),
-        Kind::Discard | Kind::WriteZeroes => (ranges(worker, slot, header.kind, sent).await, 0),
+        Kind::Discard | Kind::WriteZeroes => (ranges(worker, slot, header, sent).await, 0),
         Kind::Unknown => (Status::Unsupported, 0),
     };
     if status != Status::Ok {
         worker.cells.errors.add(1);
+    }
+    if status == Status::IoError {
+        worker.device.answered_io_error();
     }
     slot.write(wanted, &[status as u8]);
     let done = if status == Status::Ok { len } else { 0 };
@@ -51,14 +54,26 @@ fn place(worker: &Worker, header: Header, len: u64) -> Option<u64> {
     header.place(len, worker.device.logical_block, worker.disk.size())
 }
 
+/// What a driver asks for that the device cannot do; it knew that it cannot.
+fn refuse(worker: &Worker, header: Header, why: &str) -> Status {
+    worker.device.refused(header.kind.name(), header.sector, why);
+    Status::IoError
+}
+
+const NOT_THERE: &str = "it is not on the disk, or not of whole logical blocks";
+const READ_ONLY: &str = "the disk is read-only";
+const NO_MEMORY: &str = "its memory is not there";
+
 async fn read(worker: &Worker, slot: &Slot, header: Header, len: u64) -> Status {
-    let Some(offset) = place(worker, header, len) else { return Status::IoError };
+    let Some(offset) = place(worker, header, len) else {
+        return refuse(worker, header, NOT_THERE);
+    };
     worker.cells.reads.add(1);
     worker.cells.read_bytes.add(len);
     if len == 0 {
         return Status::Ok;
     }
-    let Some(buf) = slot.writable(len) else { return Status::IoError };
+    let Some(buf) = slot.writable(len) else { return refuse(worker, header, NO_MEMORY) };
     attempt(worker, "a read", offset, len, || async {
         whole(worker.disk.read(&worker.ring, offset, &buf).await?, &buf)
     })
@@ -66,16 +81,20 @@ async fn read(worker: &Worker, slot: &Slot, header: Header, len: u64) -> Status 
 }
 
 async fn write(worker: &Worker, slot: &Slot, header: Header, len: u64) -> Status {
-    let Some(offset) = place(worker, header, len) else { return Status::IoError };
+    let Some(offset) = place(worker, header, len) else {
+        return refuse(worker, header, NOT_THERE);
+    };
     if worker.device.read_only {
-        return Status::IoError;
+        return refuse(worker, header, READ_ONLY);
     }
     worker.cells.writes.add(1);
     worker.cells.write_bytes.add(len);
     if len == 0 {
         return Status::Ok;
     }
-    let Some(buf) = slot.readable(HEADER_BYTES as u64, len) else { return Status::IoError };
+    let Some(buf) = slot.readable(HEADER_BYTES as u64, len) else {
+        return refuse(worker, header, NO_MEMORY);
+    };
     attempt(worker, "a write", offset, len, || async {
         let mut done = 0;
         // A short write means that an error came: the rest shows which.
@@ -102,20 +121,24 @@ fn get_id(worker: &Worker, slot: &Slot, room: u64) -> (Status, u64) {
 }
 
 /// Discards or zeroes all ranges of a request, one after the other.
-async fn ranges(worker: &Worker, slot: &Slot, kind: Kind, sent: u64) -> Status {
-    let Some(count) = range_count(sent) else { return Status::IoError };
+async fn ranges(worker: &Worker, slot: &Slot, header: Header, sent: u64) -> Status {
+    let Some(count) = range_count(sent) else {
+        return refuse(worker, header, "there are too many ranges, or not whole ones");
+    };
     if worker.device.read_only {
-        return Status::IoError;
+        return refuse(worker, header, READ_ONLY);
     }
+    let kind = header.kind;
     let (block, capacity) = (worker.device.logical_block, worker.disk.size());
     let at = |index: usize| (HEADER_BYTES + index * RANGE_BYTES) as u64;
     for index in 0..count {
         let mut bytes = [0; RANGE_BYTES];
         if !slot.read(at(index), &mut bytes) {
-            return Status::IoError;
+            return refuse(worker, header, NO_MEMORY);
         }
         let range = match Range::parse(&bytes, kind, block, capacity) {
             Ok(range) => range,
+            Err(Status::IoError) => return refuse(worker, header, NOT_THERE),
             Err(status) => return status,
         };
         let Range { offset, len, may_unmap } = range;
@@ -167,7 +190,7 @@ where
     T: Future<Output = Result<(), Errno>>,
 {
     let Err(errno) = work().await else { return Status::Ok };
-    worker.device.io_error(what, offset, len, errno);
+    worker.device.image_error(what, offset, len, errno);
     if worker.device.on_error == OnError::Stop {
         worker.device.give_up();
         std::future::pending::<()>().await;

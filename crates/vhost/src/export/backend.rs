@@ -6,8 +6,10 @@ use std::time::{Duration, Instant};
 
 use ringdisk_disk::Disk;
 use ringdisk_guest::inflight::InflightArea as Inflight;
-use ringdisk_guest::{Layout, Log, Memory, Region};
+use ringdisk_guest::{Areas, Layout, Log, Memory, Region};
+use ringdisk_ring::pin_to_cpus;
 
+use super::home::Homes;
 use super::state::{self, StateTransfer};
 use crate::BackChannel;
 use crate::blk::config::{Config, SPACE_BYTES, WRITEBACK_AT};
@@ -52,6 +54,7 @@ pub(super) struct Control {
     pub(super) log_event: Option<OwnedFd>,
     pub(super) channel: Option<BackChannel>,
     transfer: Option<StateTransfer>,
+    homes: Homes,
 }
 
 impl From<Gone> for Refusal {
@@ -73,6 +76,7 @@ impl Control {
         device: Arc<Device>,
         config: Config,
         threads: Vec<QueueThread>,
+        homes: Homes,
     ) -> Control {
         Control {
             disk,
@@ -86,6 +90,7 @@ impl Control {
             log_event: None,
             channel: None,
             transfer: None,
+            homes,
         }
     }
 
@@ -191,10 +196,11 @@ impl Control {
     }
 
     /// Starts a virtqueue on its thread.
-    fn put_on(&self, index: u16, base: u32) -> Result<(), Refusal> {
+    fn put_on(&mut self, index: u16, base: u32) -> Result<(), Refusal> {
         let ring = &self.rings[usize::from(index)];
         let setup = ring.setup.as_ref().ok_or("it was not set up")?;
         let areas = areas(&self.memory, setup, self.device.features())?;
+        let lies = areas.clone();
         let duplicate = |fd: Option<&OwnedFd>| fd.map(OwnedFd::try_clone).transpose();
         let start = RingStart {
             index,
@@ -211,7 +217,25 @@ impl Control {
             error: duplicate(ring.error.as_ref())?,
         };
         let started = self.thread(index).ask(move |worker| worker.start(start));
-        started.wait(self.is_patient())?.map_err(|error| Refusal::new(error.to_string()))
+        started.wait(self.is_patient())?.map_err(|error| Refusal::new(error.to_string()))?;
+        self.bring_home(index, &lies)
+    }
+
+    /// Moves the thread of a virtqueue to the node where its rings are.
+    fn bring_home(&mut self, index: u16, areas: &Areas) -> Result<(), Refusal> {
+        let Some(cpus) = self.homes.started(index, areas) else { return Ok(()) };
+        let there = cpus.clone();
+        let moved = self.thread(index).ask(move |_| pin_to_cpus(&there));
+        match moved.wait(self.is_patient())? {
+            Ok(()) => self.homes.moved(index, cpus),
+            Err(errno) => {
+                let name = &self.device.name;
+                tracing::warn!(
+                    "{name}: the thread of virtqueue {index} stays far from it: {errno}"
+                );
+            }
+        }
+        Ok(())
     }
 
     /// Drains a virtqueue and takes it off its thread. Gives its base.

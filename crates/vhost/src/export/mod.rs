@@ -5,6 +5,7 @@
 mod backend;
 mod control;
 pub(crate) mod hand_over;
+mod home;
 mod options;
 mod parcel;
 mod place;
@@ -12,12 +13,12 @@ pub(crate) mod signals;
 mod sockets;
 mod state;
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 use ringdisk_disk::{Disk, ImageOptions, SizeWatch};
-use ringdisk_ring::stats::{QueueView, Stats};
-use ringdisk_ring::{Ring, SetupError};
+use ringdisk_ring::stats::Stats;
+use ringdisk_ring::{Ring, SetupError, Topology};
 
 use crate::blk::config::Config;
 use crate::blk::features::{Offer, offered};
@@ -27,6 +28,7 @@ use crate::session::{Session, SessionConfig};
 use crate::worker::{QueueThread, ThreadSetup};
 use crate::{Error, ErrorKind};
 
+pub use crate::device::Health;
 pub use hand_over::HandedOver;
 pub use options::{
     BLOCK_SIZE_MAX, BLOCK_SIZE_MIN, Connector, ExportOptions, Listen, Numa, OnError,
@@ -37,6 +39,7 @@ pub use parcel::Parcel;
 
 use backend::Control;
 use control::Host;
+use home::{Homes, Views};
 use parcel::{Role, Unpacked};
 use signals::Signals;
 use sockets::Door;
@@ -111,7 +114,7 @@ pub struct Export {
     thread: Option<JoinHandle<Result<(), Error>>>,
     signals: Arc<Signals>,
     device: Arc<Device>,
-    views: Vec<QueueView>,
+    views: Views,
     notes: Vec<String>,
     _size_watch: SizeWatch,
 }
@@ -166,7 +169,9 @@ impl Export {
             Arc::clone(&signals),
         ));
         let mut notes = Vec::new();
-        let places = place::place(&options, &mut notes)?;
+        let topology = Topology::read();
+        let (places, usable) = place::place(&topology, &options, &mut notes)?;
+        let placed = places.clone();
         let mut threads = Vec::with_capacity(places.len());
         for (index, cpus) in places.into_iter().enumerate() {
             let thread = QueueThread::start(ThreadSetup {
@@ -182,6 +187,8 @@ impl Export {
             threads.push(thread);
         }
         let views = threads.iter().map(|thread| thread.view.clone()).collect();
+        let views: Views = Arc::new(Mutex::new(views));
+        let homes = Homes::new(topology, usable, options.numa, placed, Arc::clone(&views));
         let limits = disk.block_limits();
         let logical = options.logical_block_size;
         let config = Config {
@@ -214,7 +221,8 @@ impl Export {
         };
         let changed = Arc::clone(&signals);
         let size_watch = disk.watch_size(move |_| changed.changed());
-        let mut control = Control::new(Arc::clone(&disk), Arc::clone(&device), config, threads);
+        let mut control =
+            Control::new(Arc::clone(&disk), Arc::clone(&device), config, threads, homes);
         let mut front_end = None;
         if let Some(mut parcel) = parcel {
             control.unpack(&mut parcel)?;
@@ -261,14 +269,14 @@ impl Export {
 
     /// Reads the counters later and from elsewhere.
     pub fn stats_reader(&self) -> Box<dyn Fn() -> Stats + Send + Sync> {
-        let views = self.views.clone();
+        let views = Arc::clone(&self.views);
         Box::new(move || stats_of(&views))
     }
 
-    /// I/O errors of the image so far.
-    #[must_use]
-    pub fn io_errors(&self) -> u64 {
-        self.device.io_errors()
+    /// Reads how the device is, later and from elsewhere.
+    pub fn health_reader(&self) -> Box<dyn Fn() -> Health + Send + Sync> {
+        let device = Arc::clone(&self.device);
+        Box::new(move || device.health())
     }
 
     /// Why the device needs a reset by its driver, if it does.
@@ -305,7 +313,8 @@ impl Drop for Export {
     }
 }
 
-fn stats_of(views: &[QueueView]) -> Stats {
+fn stats_of(views: &Views) -> Stats {
+    let views = home::locked(views).clone();
     let queues = views.iter().enumerate();
     Stats { queues: queues.map(|(index, q)| q.cells.snapshot(index, q.cpu, &q.ring)).collect() }
 }

@@ -5,24 +5,17 @@ use ringdisk_ring::{CpuList, Topology};
 use super::options::{ExportOptions, Numa, Threads};
 use crate::{Error, ErrorKind};
 
-/// The CPUs of each queue thread; an empty list: where the scheduler wants.
+/// The CPUs of each queue thread, an empty list: where the scheduler wants; and all CPUs that queue threads may be on.
 ///
 /// Threads are spread over the nodes, each with a CPU of its own as long as there are enough; a single one is left to the scheduler
 /// unless CPUs were named.
 ///
 /// Errors: CPUs that the machine does not have, or of which none can be used.
 pub(super) fn place(
-    options: &ExportOptions,
-    notes: &mut Vec<String>,
-) -> Result<Vec<CpuList>, Error> {
-    place_on(&Topology::read(), options, notes)
-}
-
-fn place_on(
     topology: &Topology,
     options: &ExportOptions,
     notes: &mut Vec<String>,
-) -> Result<Vec<CpuList>, Error> {
+) -> Result<(Vec<CpuList>, CpuList), Error> {
     let usable = match &options.cpus {
         None => topology.allowed.clone(),
         Some(wanted) => {
@@ -57,8 +50,9 @@ fn place_on(
         }
     };
     let one = || options.cpus.as_ref().map(|_| usable.clone()).unwrap_or_default();
-    Ok(match count {
+    let places = match count {
         0 | 1 => vec![one()],
         _ => (0..count).map(|index| [order[index % cpus]].into_iter().collect()).collect(),
-    })
+    };
+    Ok((places, usable))
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use crate::driver::{Driver, DriverConfig, GuestRam};
 use crate::inflight::InflightQueue;
-use crate::{Chain, Layout, Log, PACKED_BASE, Queue, QueueConfig, View};
+use crate::{Chain, Layout, Log, Memory, PACKED_BASE, Queue, QueueConfig, View};
 
 /// A driver and a device.
 pub(crate) struct Kit {
@@ -40,8 +40,18 @@ pub(crate) fn device(
     inflight: Option<InflightQueue>,
     log: Option<Arc<Log>>,
 ) -> (Queue, View) {
+    device_in(ram.table(), driver, base, inflight, log)
+}
+
+/// The same in memory that is mapped already.
+fn device_in(
+    memory: Arc<Memory>,
+    driver: &Driver,
+    base: u32,
+    inflight: Option<InflightQueue>,
+    log: Option<Arc<Log>>,
+) -> (Queue, View) {
     let DriverConfig { layout, size, event_idx, indirect } = driver.config();
-    let memory = ram.table();
     let user = driver.user_addresses();
     let areas = crate::Areas::find(&memory, layout, size, event_idx, user).unwrap();
     let indirect = indirect > 0;
@@ -69,6 +79,16 @@ impl Kit {
         let driver = Driver::new(&mut ram, config).unwrap();
         let data = ram.take(bytes, 4096).unwrap();
         let (queue, view) = device(&ram, &driver, base(config.layout), None, None);
+        Kit { ram, driver, queue, view, chain: Chain::new(), data }
+    }
+
+    /// Driver and device on one mapping, for a sanitizer.
+    pub(crate) fn on_one_mapping(config: DriverConfig) -> Kit {
+        let mut ram = GuestRam::new(DATA_BYTES + (4 << 20)).unwrap();
+        let memory = ram.shared_table();
+        let driver = Driver::new(&mut ram, config).unwrap();
+        let data = ram.take(DATA_BYTES, 4096).unwrap();
+        let (queue, view) = device_in(memory, &driver, base(config.layout), None, None);
         Kit { ram, driver, queue, view, chain: Chain::new(), data }
     }
 }

@@ -84,7 +84,7 @@ fn prepare(plan: Plan<'_>) -> Result<Waiting, Failure> {
     let ring = runtime.ring().clone();
     let image = plan.image.options(plan.image.args.format);
     let listen = Listen::Connect(path.clone());
-    let (parcel, offer) = ask(&path)?;
+    let (parcel, offer) = ask(&path, &plan.shown)?;
     // Before there are threads that shall have it too.
     io_flusher::become_one_if(parcel.fds.iter().any(io_flusher::is_device));
     let restricted = plan.restricted;
@@ -94,7 +94,8 @@ fn prepare(plan: Plan<'_>) -> Result<Waiting, Failure> {
         format!("{} is served {}", plan.image.describe(prepared.disk()), plan.place.shown());
     let queues = vhost::queues(plan.args);
     let allowed = plan.args.source.allow_path.clone();
-    let path = Some(path);
-    let placed = Placed { ready, name, path, front, queues, allowed, restricted, made: None };
+    let (path, shown) = (Some(path), plan.shown);
+    let placed =
+        Placed { ready, name, path, front, queues, allowed, restricted, made: None, shown };
     Ok(Waiting { placed, makes: plan.args.place.vhost_user_blk.is_some(), prepared, offer })
 }
