@@ -21,7 +21,8 @@ struct Shape {
     size: u16,
 }
 
-/// All kinds; each pair of two properties occurs in the few that are taken otherwise.
+/// All kinds; each pair of two properties occurs in the sixteen that are taken otherwise: for each number of queues one combination of
+/// the others and its opposite.
 fn shapes() -> Vec<Shape> {
     let mut all = Vec::new();
     for packed in [false, true] {
@@ -37,7 +38,8 @@ fn shapes() -> Vec<Shape> {
     }
     let pairs = |(number, shape): (usize, Shape)| {
         let combination = number / 8;
-        (usize::from(shape.queues) - 1 == combination % 8).then_some(shape)
+        let one = usize::from(shape.queues) - 1;
+        (combination == one || combination == 7 - one).then_some(shape)
     };
     if full() { all } else { all.into_iter().enumerate().filter_map(pairs).collect() }
 }

@@ -1,4 +1,5 @@
-//! Front ends that wait, come second, are silent, stop in the middle of a message or never stop; and those that exist, in their own orders.
+//! Front ends that wait, come second, are silent, stop in the middle of a message or never stop; and those that exist,
+//! with the features each takes (their orders of messages: `session/tests/front_ends.rs`).
 
 mod common;
 

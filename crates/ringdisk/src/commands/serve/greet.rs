@@ -39,7 +39,8 @@ fn qemu(disks: &[Shown<'_>]) -> String {
     for (number, Shown { path, connects, queues }) in disks.iter().enumerate() {
         // A comma would end the value.
         let path = path.replace(',', ",,");
-        let server = if *connects { ",server=on,wait=off" } else { "" };
+        // QEMU has to come back when this process was killed and another one serves (before QEMU 9.2: reconnect=1).
+        let server = if *connects { ",server=on,wait=off" } else { ",reconnect-ms=100" };
         let chardev = format!("socket,id=disk{number},path={path}{server}");
         line.push_str(&format!(
             " -chardev {} -device vhost-user-blk-pci,chardev=disk{number},num-queues={queues}",
@@ -62,7 +63,7 @@ mod tests {
         assert_eq!(
             qemu(&disks),
             "-object memory-backend-memfd,id=mem,size=4G,share=on -numa node,memdev=mem \
-             -chardev socket,id=disk0,path=/run/vm.sock -device vhost-user-blk-pci,chardev=disk0,num-queues=4 \
+             -chardev socket,id=disk0,path=/run/vm.sock,reconnect-ms=100 -device vhost-user-blk-pci,chardev=disk0,num-queues=4 \
              -chardev 'socket,id=disk1,path=/run/a,, b,server=on,wait=off' -device vhost-user-blk-pci,chardev=disk1,num-queues=1"
         );
     }
