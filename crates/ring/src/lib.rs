@@ -19,6 +19,7 @@ mod courier;
 mod cpus;
 mod executor;
 mod handoff;
+mod interrupt;
 mod mailbox;
 #[cfg(test)]
 mod model;
@@ -48,6 +49,7 @@ pub use buffer::{IoBuf, Scatter, SharedMemory};
 pub use config::Config;
 pub use counters::{Counters, CountersSnapshot};
 pub use cpus::{CpuList, CpuListError};
+pub use interrupt::Interrupt;
 pub use numa::{NodePages, pages_by_node};
 pub use op::{Fd, Op, Sleep};
 pub use opset::OpSet;

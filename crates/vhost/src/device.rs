@@ -39,6 +39,8 @@ struct Counts {
     refused: AtomicU64,
     /// Times that the device needed a reset.
     breaks: AtomicU64,
+    /// Eventfds that were let go because a write to them waited.
+    lost_calls: AtomicU64,
 }
 
 /// Counts one more. Gives the count if it is one of those that are told: the first ten, then every 1000th, so that a guest cannot fill a
@@ -172,6 +174,16 @@ impl Device {
             let name = &self.name;
             tracing::warn!(
                 "{name}: {what} at sector {sector} is refused: {why} (refusal {count} of this disk)"
+            );
+        }
+    }
+
+    /// The front end has made a write to an eventfd of its own wait; not all of these are told.
+    pub(crate) fn lost_call(&self) {
+        if let Some(count) = told(&self.counts.lost_calls) {
+            let name = &self.name;
+            tracing::warn!(
+                "{name}: the front end has made the call of a virtqueue wait for ever; the virtqueue calls nobody any more (time {count})"
             );
         }
     }

@@ -270,6 +270,58 @@ fn memory_that_is_truncated_under_us_ends_that_device_alone() {
     }
 }
 
+/// Makes a queue thread wait in its call: the eventfd did not wait when it was announced, does so now, and is full.
+fn stick(vm: &mut Vm) {
+    works(vm);
+    let call = vm.queues[0].call.try_clone().expect("a descriptor");
+    let flags = rustix::fs::fcntl_getfl(&call).expect("flags");
+    let _ = rustix::io::read(&call, &mut [0; 8]);
+    rustix::io::write(&call, &(u64::MAX - 1).to_ne_bytes()).expect("room for all of it");
+    rustix::fs::fcntl_setfl(&call, flags - rustix::fs::OFlags::NONBLOCK).expect("a flag");
+    vm.queues[0].driver.enable_calls();
+    vm.submit(0, Request::read(1, 512)).expect("room");
+    let end = Instant::now() + Duration::from_secs(20);
+    while !vm.queues[0].driver.has_used() {
+        assert!(Instant::now() < end, "the request was not answered");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    // From the index that the driver sees to the call.
+    std::thread::sleep(Duration::from_millis(50));
+}
+
+#[test]
+fn a_front_end_that_makes_a_call_wait_for_ever_stops_only_itself() {
+    let (_sim, disk) = simulated(MIB);
+    let (served, other) = (serve(disk.clone(), |_| {}), serve(disk, |_| {}));
+    let mut neighbour = other.vm(options(false));
+    let soon = ringdisk_testkit::process::patient(Duration::from_secs(5));
+
+    // It goes; its memory stays.
+    let mut first = served.vm(options(false));
+    stick(&mut first);
+    works(&mut neighbour);
+    let Vm { front, ram: _ram, queues: _queues, .. } = first;
+    drop(front);
+    let begun = Instant::now();
+    let mut second = served.vm(options(false));
+    works(&mut second);
+    assert!(begun.elapsed() < soon, "the next front end waited for {:?}", begun.elapsed());
+
+    // It stays, and goes on with another eventfd.
+    stick(&mut second);
+    second.change_call(0).expect("another eventfd");
+    assert_eq!(second.queues[0].wait(&second.ram).status, 0);
+    works(&mut second);
+
+    // The export ends.
+    stick(&mut second);
+    works(&mut neighbour);
+    let begun = Instant::now();
+    drop(served);
+    assert!(begun.elapsed() < soon, "the end took {:?}", begun.elapsed());
+    works(&mut neighbour);
+}
+
 /// Rewrites rings, tables and headers as fast as it can until it is told to stop.
 fn rewrite(memory: &ringdisk_guest::RingMemory, rings: u64, seed: u64, stop: &AtomicBool) {
     let mut prng = Prng::new(seed);

@@ -2,14 +2,21 @@
 
 use std::cell::RefCell;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{OFlags, fcntl_getfl};
+use rustix::io::Errno;
+
+use super::watch::Watch;
+use crate::device::Device;
 
 /// The call of one virtqueue.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Call {
     fd: RefCell<Option<Event>>,
+    watch: Arc<Watch>,
+    device: Arc<Device>,
 }
 
 #[derive(Debug)]
@@ -17,15 +24,19 @@ struct Event {
     fd: OwnedFd,
     /// A write to it waits while its counter is full. The flag is the front end's, which may read the same eventfd: it stays as it is.
     ///
-    /// No write to such an eventfd is sure not to wait (tried on Linux 6.18): it cannot be opened a second time with a flag of our own
+    /// No write to an eventfd is sure not to wait (tried on Linux 6.18): it cannot be opened a second time with a flag of our own
     /// (`/proc/self/fd/N`: ENXIO), and `pwritev2` does not take RWF_NOWAIT for it (EOPNOTSUPP). A write by the ring would wait on a
-    /// helper thread of the kernel, which is not worth an operation for each call. So it is asked before.
+    /// helper thread of the kernel, which is not worth an operation for each call. So the flag is read once, and if it says that a write
+    /// may wait, the counter is asked before each write.
+    ///
+    /// That is for front ends that mean well. One that means harm can clear the flag later, or fill the counter between the question and
+    /// the write: then the write waits, and with it all virtqueues of the thread, until somebody wants something of the thread
+    /// ([`Watch::look`]). The eventfd is let go then.
     may_block: bool,
 }
 
 impl Event {
-    /// Whether a write would wait now. Only a front end that means harm can make it wait all the same, between this and the write, and
-    /// stops nothing but its own virtqueue by that.
+    /// Whether a write would wait now.
     fn is_full(&self) -> bool {
         let mut fds = [PollFd::new(&self.fd, PollFlags::OUT)];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -34,6 +45,12 @@ impl Event {
 }
 
 impl Call {
+    /// No eventfd yet.
+    pub(super) fn new(watch: &Arc<Watch>, device: &Arc<Device>) -> Call {
+        let (watch, device) = (Arc::clone(watch), Arc::clone(device));
+        Call { fd: RefCell::default(), watch, device }
+    }
+
     /// Another eventfd, or none: the driver polls.
     pub(crate) fn set(&self, fd: Option<OwnedFd>) {
         *self.fd.borrow_mut() = fd.map(|fd| {
@@ -44,11 +61,17 @@ impl Call {
 
     /// Wakes the guest. Returns whether there is somebody to wake.
     pub(crate) fn signal(&self) -> bool {
-        let event = self.fd.borrow();
-        let Some(event) = event.as_ref() else { return false };
-        // A full counter (EAGAIN) means that the guest was called and has not looked yet.
-        if !(event.may_block && event.is_full()) {
-            let _ = rustix::io::write(&event.fd, &1u64.to_ne_bytes());
+        let written = match self.fd.borrow().as_ref() {
+            None => return false,
+            // A full counter (EAGAIN below) means that the guest was called and has not looked yet.
+            Some(event) if event.may_block && event.is_full() => return true,
+            Some(event) => self.watch.call(|| rustix::io::write(&event.fd, &1u64.to_ne_bytes())),
+        };
+        if written == Err(Errno::INTR) {
+            // It waited. The next write would wait again.
+            *self.fd.borrow_mut() = None;
+            self.device.lost_call();
+            return false;
         }
         true
     }

@@ -9,6 +9,7 @@ mod slot;
 mod source;
 mod thread;
 mod vring;
+mod watch;
 
 use std::cell::{Cell, RefCell};
 use std::os::fd::OwnedFd;
@@ -24,6 +25,7 @@ use ringdisk_ring::stats::QueueCells;
 use crate::device::Device;
 
 use pins::Pins;
+use watch::Watch;
 
 pub(crate) use slot::Slot;
 pub(crate) use thread::{Gone, QueueThread, ThreadSetup};
@@ -53,6 +55,8 @@ pub(crate) struct Worker {
     is_armed: Cell<bool>,
     /// Guest memory is registered with the ring (`--pin-guest-memory`).
     pins: Option<RefCell<Pins>>,
+    /// For those who wait for this thread.
+    pub(crate) watch: Arc<Watch>,
     this: std::rc::Weak<Worker>,
 }
 
@@ -63,6 +67,7 @@ impl Worker {
         device: Arc<Device>,
         cells: Arc<QueueCells>,
         pins_memory: bool,
+        watch: Arc<Watch>,
     ) -> Rc<Worker> {
         let pins = pins_memory.then(|| Pins::new(ring)).flatten();
         Rc::new_cyclic(|this| Worker {
@@ -77,6 +82,7 @@ impl Worker {
             cursor: Cell::new(0),
             is_armed: Cell::new(false),
             pins: pins.map(RefCell::new),
+            watch,
             this: this.clone(),
         })
     }
@@ -94,7 +100,7 @@ impl Worker {
     ///
     /// Errors: it cannot be as it is described.
     pub(crate) fn start(&self, start: RingStart) -> Result<(), Error> {
-        let vring = Vring::start(start)?;
+        let vring = Vring::start(start, &self.watch, &self.device)?;
         // A batch finds its tasks there; more are made when more requests are with the storage than ever before.
         while self.slots.get() < BATCH_MAX as usize {
             let Some(slot) = self.new_slot() else { break };

@@ -19,9 +19,12 @@ use ringdisk_ring::{
 };
 use rustix::thread::set_current_timer_slack;
 
+use super::watch::Watch;
 use super::{REQUESTS_MAX, Worker};
 use crate::device::Device;
 
+/// Whoever waits for a thread looks so often whether it is stuck.
+const LOOK: Duration = Duration::from_millis(100);
 /// Operations for each request: data of several extents, metadata.
 const SLOTS_PER_REQUEST: usize = 4;
 /// Submission entries: a batch of requests with what belongs to them.
@@ -52,6 +55,7 @@ struct Ready {
     remote: Remote,
     counters: Arc<Counters>,
     cells: Arc<QueueCells>,
+    watch: Arc<Watch>,
     pin_error: Option<String>,
 }
 
@@ -62,6 +66,7 @@ pub(crate) struct QueueThread {
     remote: Remote,
     stop: Arc<AtomicBool>,
     done: Receiver<()>,
+    watch: Arc<Watch>,
     pub(crate) view: QueueView,
     /// Why it could not be bound to its CPU.
     pub(crate) pin_error: Option<String>,
@@ -69,7 +74,10 @@ pub(crate) struct QueueThread {
 
 /// The answer to something that a thread was asked to do.
 #[derive(Debug)]
-pub(crate) struct Pending<T>(Receiver<T>);
+pub(crate) struct Pending<T> {
+    answer: Receiver<T>,
+    watch: Arc<Watch>,
+}
 
 /// The thread has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,9 +89,9 @@ impl<T> Pending<T> {
     /// * `idle`: called now and then while there is no answer; `false` gives up.
     pub(crate) fn wait(self, mut idle: impl FnMut() -> bool) -> Result<T, Gone> {
         loop {
-            match self.0.recv_timeout(Duration::from_millis(100)) {
+            match self.answer.recv_timeout(LOOK) {
                 Ok(answer) => return Ok(answer),
-                Err(RecvTimeoutError::Timeout) if idle() => {}
+                Err(RecvTimeoutError::Timeout) if idle() => self.watch.look(),
                 Err(_) => return Err(Gone),
             }
         }
@@ -130,6 +138,7 @@ impl QueueThread {
             remote: ready.remote,
             stop,
             done,
+            watch: ready.watch,
             view,
             pin_error: ready.pin_error,
         })
@@ -146,7 +155,7 @@ impl QueueThread {
                 let _ = sender.send(job(&worker));
             }
         });
-        Pending(receiver)
+        Pending { answer: receiver, watch: Arc::clone(&self.watch) }
     }
 
     /// Does something on the thread that waits for other tasks there.
@@ -167,7 +176,7 @@ impl QueueThread {
                 });
             }
         });
-        Pending(receiver)
+        Pending { answer: receiver, watch: Arc::clone(&self.watch) }
     }
 
     /// Asks the thread to end; requests in flight are dropped.
@@ -178,8 +187,14 @@ impl QueueThread {
 
     /// Waits for the end of the thread. False when it did not end in time; it is left behind then.
     pub(crate) fn join(&mut self, deadline: Instant) -> bool {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let ended = self.done.recv_timeout(left).is_ok();
+        let ended = loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.done.recv_timeout(left.min(LOOK)) {
+                Ok(()) => break true,
+                Err(RecvTimeoutError::Timeout) if left > LOOK => self.watch.look(),
+                Err(_) => break false,
+            }
+        };
         if let Some(thread) = self.thread.take()
             && ended
         {
@@ -207,6 +222,13 @@ fn run(setup: ThreadSetup, ready: &SyncSender<Result<Ready, SetupError>>, stop: 
         restricted: setup.restricted,
         ..Config::default()
     };
+    let watch = match Watch::of_this_thread() {
+        Ok(watch) => watch,
+        Err(errno) => {
+            let _ = ready.send(Err(SetupError::Other(errno.into())));
+            return;
+        }
+    };
     let mut runtime = match Runtime::new(config) {
         Ok(runtime) => runtime,
         Err(error) => {
@@ -217,14 +239,21 @@ fn run(setup: ThreadSetup, ready: &SyncSender<Result<Ready, SetupError>>, stop: 
     let ring = runtime.ring().clone();
     let cells = Arc::new(QueueCells::default());
     cells.thread_id.set(u64::from(rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs()));
-    let worker =
-        Worker::new(&ring, setup.disk, setup.device, Arc::clone(&cells), setup.pins_memory);
+    let worker = Worker::new(
+        &ring,
+        setup.disk,
+        setup.device,
+        Arc::clone(&cells),
+        setup.pins_memory,
+        Arc::clone(&watch),
+    );
     WORKER.set(Some(Rc::clone(&worker)));
     ring.set_source(worker);
     let told = ready.send(Ok(Ready {
         remote: ring.remote(),
         counters: ring.counters(),
         cells: Arc::clone(&cells),
+        watch,
         pin_error,
     }));
     if told.is_ok() {

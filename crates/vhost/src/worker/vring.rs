@@ -15,6 +15,7 @@ use ringdisk_ring::{Fd, Parker, Ring};
 
 use super::call::Call;
 use super::slot::Slot;
+use super::watch::Watch;
 use crate::blk::features::{RING_EVENT_IDX, RING_INDIRECT};
 use crate::device::Device;
 use crate::session::VringSetup;
@@ -74,7 +75,11 @@ pub(crate) struct Vring {
 
 impl Vring {
     /// Errors: size, base, areas or inflight area do not fit one another.
-    pub(super) fn start(start: RingStart) -> Result<Rc<Vring>, Error> {
+    pub(super) fn start(
+        start: RingStart,
+        watch: &Arc<Watch>,
+        device: &Arc<Device>,
+    ) -> Result<Rc<Vring>, Error> {
         let inflight = match start.inflight {
             Some(area) => Some(
                 area.queue(start.index)
@@ -97,8 +102,8 @@ impl Vring {
             index: start.index,
             queue: RefCell::new(Some(queue)),
             kick: start.kick,
-            call: Call::default(),
-            error: Call::default(),
+            call: Call::new(watch, device),
+            error: Call::new(watch, device),
             holds: Cell::new(0),
             in_flight: Cell::new(0),
             drained: Parker::default(),
