@@ -36,6 +36,13 @@ pub enum Error {
         /// How many.
         limit: usize,
     },
+    /// The regions are more together than we map.
+    TooMuchMemory {
+        /// All of them, bytes.
+        size: u64,
+        /// How much we map, bytes.
+        limit: u64,
+    },
     /// The region overlaps another one.
     Overlap {
         /// First address of the guest.
@@ -96,6 +103,9 @@ impl fmt::Display for Error {
             }
             Error::TooManyRegions { limit } => {
                 write!(f, "more than {limit} regions of memory are not taken")
+            }
+            Error::TooMuchMemory { size, limit } => {
+                write!(f, "the guest has {size:#x} bytes of memory, at most {limit:#x} are mapped")
             }
             Error::Overlap { guest_addr, size } => {
                 write!(f, "the region of {size:#x} bytes at {guest_addr:#x} overlaps another one")

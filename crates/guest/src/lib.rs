@@ -20,7 +20,7 @@ mod memory;
 mod queue;
 
 pub use error::Error;
-pub use memory::{Log, Memory, REGION_BYTES_MAX, REGIONS_MAX, Region, RingMemory, View, losses};
+pub use memory::{Log, MEMORY_BYTES_MAX, Memory, REGIONS_MAX, Region, RingMemory, View, losses};
 pub use queue::{
     Areas, Broken, Chain, Layout, PACKED_BASE, Queue, QueueConfig, SEGMENTS_MAX, SIZE_MAX, Segment,
     Token,

@@ -360,3 +360,23 @@ fn a_table_without_the_rings_that_run_is_refused() {
     assert_eq!(refused, Err(Refused::Number(1)));
     assert_eq!(vm.status(0, Request::read(0, 512)), 0, "all is as it was");
 }
+
+#[test]
+fn more_memory_than_we_map_is_refused_and_what_there_was_stays() {
+    let (_sim, disk) = simulated(MIB);
+    let served = serve(disk, |_| {});
+    let mut vm = served.vm(options(false, 1));
+    let half = ringdisk_guest::MEMORY_BYTES_MAX / 2;
+    let fd = memory(half);
+    let at = |number: u64| [(number + 1) << 43, half, (number + 1) << 43, 0];
+    // The guest's own is the third.
+    vm.front.add_region(at(0), fd.as_fd()).expect("there is room");
+    assert_eq!(vm.front.add_region(at(1), fd.as_fd()), Err(Refused::Number(1)));
+    vm.front.remove_region(at(0)).expect("it was added");
+    let mut table = vm.regions.clone();
+    table.extend([at(0), at(1)]);
+    let mut fds = vec![vm.ram.fd(); vm.regions.len()];
+    fds.extend([fd.as_fd(), fd.as_fd()]);
+    assert_eq!(vm.front.memory_table(&table, &fds), Err(Refused::Number(1)));
+    assert_eq!(vm.status(0, Request::read(0, 512)), 0, "all is as it was");
+}

@@ -8,9 +8,7 @@ use ringdisk_ring::{IoBuf, SharedMemory};
 use crate::Error;
 
 use super::mapping::Mapping;
-
-/// Largest region, bytes: 16 TiB, more than any guest has and an eighth of the addresses of a process (47 bits).
-pub const REGION_BYTES_MAX: u64 = 1 << 44;
+use super::table::MEMORY_BYTES_MAX;
 
 /// A region of memory, mapped. Threads make buffers of it each for themselves; it is unmapped when the last of these is gone too.
 #[derive(Debug)]
@@ -40,7 +38,7 @@ impl Region {
         mmap_offset: u64,
     ) -> Result<Arc<Region>, Error> {
         let runs_over = |start: u64| start.checked_add(size).is_none();
-        if size == 0 || size > REGION_BYTES_MAX || runs_over(guest_addr) || runs_over(user_addr) {
+        if size == 0 || size > MEMORY_BYTES_MAX || runs_over(guest_addr) || runs_over(user_addr) {
             return Err(Error::BadRange { guest_addr, size });
         }
         let mapping = Mapping::new(fd.as_fd(), mmap_offset, size)?;

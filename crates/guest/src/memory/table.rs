@@ -10,6 +10,10 @@ use super::region::Region;
 /// Regions at most: what QEMU's own back end reports, and 512 slots of KVM without three.
 pub const REGIONS_MAX: usize = 509;
 
+/// Memory of one guest, all regions together, bytes: 4 TiB. A process has 128 TiB of addresses (47 bits), which its disks share: 16 of them fit
+/// even while each maps a new table beside the old one.
+pub const MEMORY_BYTES_MAX: u64 = 1 << 42;
+
 /// All regions, sorted by address of the guest.
 #[derive(Clone, Debug, Default)]
 pub struct Memory {
@@ -19,11 +23,12 @@ pub struct Memory {
 impl Memory {
     /// A table of these regions.
     ///
-    /// Errors: two overlap, or there are more than [`REGIONS_MAX`].
+    /// Errors: two overlap, there are more than [`REGIONS_MAX`], or more than [`MEMORY_BYTES_MAX`] bytes.
     pub fn new(mut regions: Vec<Arc<Region>>) -> Result<Memory, Error> {
         if regions.len() > REGIONS_MAX {
             return Err(Error::TooManyRegions { limit: REGIONS_MAX });
         }
+        Memory::check_size(regions.iter().map(|region| region.size()))?;
         regions.sort_by_key(|region| region.guest_addr());
         for (at, region) in regions.iter().enumerate() {
             if regions[at + 1..].iter().any(|other| region.overlaps(other)) {
@@ -32,6 +37,23 @@ impl Memory {
             }
         }
         Ok(Memory { regions })
+    }
+
+    /// Whether regions of these sizes may be one memory: to be asked before they are mapped, since addresses are what they take.
+    ///
+    /// Errors: more than [`MEMORY_BYTES_MAX`] bytes.
+    pub fn check_size(sizes: impl Iterator<Item = u64>) -> Result<(), Error> {
+        let total = sizes.fold(0, u64::saturating_add);
+        match total <= MEMORY_BYTES_MAX {
+            true => Ok(()),
+            false => Err(Error::TooMuchMemory { size: total, limit: MEMORY_BYTES_MAX }),
+        }
+    }
+
+    /// As [`Memory::check_size`], of this table and one more region.
+    pub fn check_room(&self, size: u64) -> Result<(), Error> {
+        let sizes = self.regions.iter().map(|region| region.size());
+        Memory::check_size(sizes.chain([size]))
     }
 
     /// This table and one more region. Errors as [`Memory::new`].
@@ -43,6 +65,7 @@ impl Memory {
             let (guest_addr, size) = (region.guest_addr(), region.size());
             return Err(Error::Overlap { guest_addr, size });
         }
+        self.check_room(region.size())?;
         let place = self.regions.partition_point(|r| r.guest_addr() < region.guest_addr());
         let mut regions = self.regions.clone();
         regions.insert(place, region);

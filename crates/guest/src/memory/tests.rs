@@ -10,7 +10,7 @@ use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use crate::{Error, Log, Memory, Region, View, losses};
 
-use super::REGIONS_MAX;
+use super::{MEMORY_BYTES_MAX, REGIONS_MAX};
 
 const MIB: u64 = 1 << 20;
 
@@ -93,6 +93,22 @@ fn more_regions_than_the_limit_are_refused() {
     let error = memory.with(region(MIB * 1000, 4096)).unwrap_err();
 
     assert_eq!(error, Error::TooManyRegions { limit: REGIONS_MAX });
+}
+
+#[test]
+fn more_memory_than_the_limit_is_refused() {
+    let half = MEMORY_BYTES_MAX / 2;
+    let (low, high) = (region(0, half), region(half, half));
+    let memory = Memory::new(vec![Arc::clone(&low), Arc::clone(&high)]).unwrap();
+    let small = region(1 << 44, 1);
+
+    let error = memory.with(Arc::clone(&small)).unwrap_err();
+
+    let too_much = Error::TooMuchMemory { size: MEMORY_BYTES_MAX + 1, limit: MEMORY_BYTES_MAX };
+    assert_eq!(error, too_much);
+    assert_eq!(Memory::new(vec![low, high, small]).unwrap_err(), too_much);
+    assert!(error.to_string().contains("at most 0x40000000000 are mapped"), "{error}");
+    assert!(Memory::check_size([u64::MAX, 2].into_iter()).is_err());
 }
 
 #[test]

@@ -354,6 +354,7 @@ impl Backend for Control {
     }
 
     fn set_memory(&mut self, regions: Vec<RegionSetup>) -> Result<(), Refusal> {
+        Memory::check_size(regions.iter().map(|region| region.size))?;
         let regions = regions.into_iter().map(Control::map).collect::<Result<Vec<_>, _>>()?;
         let memory = Memory::new(regions)?;
         for index in (0..self.config.queues).filter(|index| self.runs(*index)) {
@@ -365,6 +366,7 @@ impl Backend for Control {
     }
 
     fn add_region(&mut self, region: RegionSetup) -> Result<(), Refusal> {
+        self.memory.check_room(region.size)?;
         let memory = Arc::new(self.memory.with(Control::map(region)?)?);
         // What was there stays where it is, so nothing has to wait.
         self.show_memory(&memory)?;
