@@ -10,6 +10,7 @@ use ringdisk_testkit::images;
 use ringdisk_testkit::limits::full;
 use ringdisk_testkit::model::{BaseRule, Load, Refused, Request, Vm, VmOptions, ask, bits, words};
 use ringdisk_testkit::mount::scratch;
+use ringdisk_testkit::process;
 use ringdisk_testkit::sim::{Fault, OpKind, Prng, When};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
@@ -379,4 +380,45 @@ fn more_memory_than_we_map_is_refused_and_what_there_was_stays() {
     fds.extend([fd.as_fd(), fd.as_fd()]);
     assert_eq!(vm.front.memory_table(&table, &fds), Err(Refused::Number(1)));
     assert_eq!(vm.status(0, Request::read(0, 512)), 0, "all is as it was");
+}
+
+/// Copies a guest's memory to another file, or back.
+fn copy(vm: &Vm, from: impl AsFd, to: impl AsFd) {
+    let mut bytes = vec![0; usize::try_from(vm.ram.taken()).expect("small")];
+    rustix::io::pread(from, &mut bytes, 0).expect("memory");
+    rustix::io::pwrite(to, &bytes, 0).expect("memory");
+}
+
+#[test]
+fn rings_follow_their_memory_into_another_file() {
+    for packed in [false, true] {
+        let (_sim, disk) = simulated(MIB);
+        let served = serve(disk, |_| {});
+        let mut vm = served.vm(VmOptions { regions: 1, ..options(packed, 1) });
+        assert_eq!(vm.status(0, Request::write(1, vec![4; 512])), 0);
+        let other = memory(vm.ram.size());
+        copy(&vm, vm.ram.fd(), &other);
+        vm.front.memory_table(&vm.regions, &[other.as_fd()]).expect("a table");
+
+        // Nobody looks at the old file any more.
+        let _ = rustix::io::read(&vm.queues[0].call, &mut [0; 8]);
+        vm.queues[0].driver.enable_calls();
+        vm.submit(0, Request::read(1, 512)).expect("room");
+        vm.queues[0].kick_anyway();
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        assert!(!vm.queues[0].driver.has_used(), "packed {packed}: answered in the old file");
+
+        // In the new one it is answered, and with all of it.
+        copy(&vm, vm.ram.fd(), &other);
+        vm.queues[0].kick_anyway();
+        let called = || rustix::io::read(&vm.queues[0].call, &mut [0; 8]).ok();
+        let called = process::until(std::time::Duration::from_secs(20), called);
+        assert!(called.is_some(), "packed {packed}: no answer in the new file");
+        assert!(!vm.queues[0].driver.has_used());
+        copy(&vm, &other, vm.ram.fd());
+        vm.front.memory_table(&vm.regions, &[vm.ram.fd()]).expect("back");
+        assert_eq!(vm.queues[0].wait(&vm.ram).data, [4; 512]);
+        assert_eq!(vm.status(0, Request::read(0, 512)), 0);
+        assert_eq!(served.export.broken_reason(), None);
+    }
 }

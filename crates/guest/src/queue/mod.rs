@@ -374,7 +374,10 @@ impl Queue {
         self.layout
     }
 
-    /// The same rings in another mapping, after a change of the memory.
+    /// The same rings in another mapping, after a change of the memory. Nothing is in flight. Its contents are those of the old one: nothing is
+    /// looked at anew.
+    ///
+    /// * `log_addr`: as [`QueueConfig::log_addr`].
     ///
     /// Errors: they do not fit the queue, which goes on with those it has.
     pub fn set_areas(&mut self, areas: Areas, log_addr: Option<u64>) -> Result<(), Error> {
@@ -384,8 +387,10 @@ impl Queue {
                 let used_addr = log_addr.unwrap_or(areas.device.guest_addr());
                 ring.set_areas(areas, used_addr);
             }
-            Ring::Packed(ring) => ring.areas = areas,
+            Ring::Packed(ring) => ring.set_areas(areas),
         }
+        // A part of it may have gone since it was mapped: the next check looks.
+        self.losses = losses().wrapping_sub(1);
         Ok(())
     }
 

@@ -170,6 +170,12 @@ impl Packed {
         })
     }
 
+    /// What the memory says of kicks may be older than what we last wrote.
+    pub(super) fn set_areas(&mut self, areas: Areas) {
+        self.areas = areas;
+        self.wish = None;
+    }
+
     pub(super) fn base(&self) -> u32 {
         u32::from(self.avail.bits()) | u32::from(self.used.bits()) << 16
     }

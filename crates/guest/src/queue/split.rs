@@ -94,9 +94,11 @@ impl Split {
         u32::from(self.next_avail)
     }
 
+    /// What the memory says of kicks may be older than what we last wrote.
     pub(super) fn set_areas(&mut self, areas: Areas, used_addr: u64) {
         self.areas = areas;
         self.used_addr = used_addr;
+        self.flags = None;
     }
 
     #[inline]

@@ -134,7 +134,7 @@ impl Control {
         }
         let running: Vec<u16> = (0..self.config.queues).filter(|i| self.runs(*i)).collect();
         for index in running {
-            if !self.is_in(&memory, index) {
+            if !self.move_ring(&memory, index)? {
                 let base = self.take_off(index)?;
                 self.rings[usize::from(index)].suspended_at = Some(base);
             }
@@ -151,6 +151,15 @@ impl Control {
     fn runs(&self, index: u16) -> bool {
         let ring = &self.rings[usize::from(index)];
         ring.setup.is_some() && ring.suspended_at.is_none()
+    }
+
+    /// Lets a virtqueue that is held use this memory: the file behind its addresses may be another one. `false`: it is not in it.
+    fn move_ring(&self, memory: &Memory, index: u16) -> Result<bool, Refusal> {
+        let Some(setup) = &self.rings[usize::from(index)].setup else { return Ok(false) };
+        let Ok(areas) = areas(memory, setup, self.device.features()) else { return Ok(false) };
+        let log = setup.log;
+        let moved = self.thread(index).ask(move |worker| worker.set_areas(index, areas, log));
+        Ok(moved.wait(self.is_patient())?.is_ok())
     }
 
     /// Whether all areas of a virtqueue lie in a memory.

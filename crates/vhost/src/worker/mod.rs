@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use ringdisk_disk::Disk;
-use ringdisk_guest::{Error, Log, Memory, View};
+use ringdisk_guest::{Areas, Error, Log, Memory, View};
 use ringdisk_ring::Ring;
 use ringdisk_ring::stats::QueueCells;
 
@@ -94,6 +94,18 @@ impl Worker {
             None => View::new(memory),
         };
         *self.view.borrow_mut() = Rc::new(view);
+    }
+
+    /// The same virtqueue in another mapping. It was held.
+    ///
+    /// Errors: it does not fit there.
+    pub(crate) fn set_areas(
+        &self,
+        index: u16,
+        areas: Areas,
+        used_log: Option<u64>,
+    ) -> Result<(), Error> {
+        self.vring(index).map_or(Ok(()), |vring| vring.set_areas(areas, used_log))
     }
 
     /// Serves a virtqueue from now on.

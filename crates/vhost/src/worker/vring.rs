@@ -246,6 +246,13 @@ impl Vring {
         self.holds.set(self.holds.get() - 1);
     }
 
+    /// The same rings in another mapping; it is held.
+    ///
+    /// Errors: they do not fit the virtqueue.
+    pub(super) fn set_areas(&self, areas: Areas, used_log: Option<u64>) -> Result<(), Error> {
+        self.queue.borrow_mut().as_mut().map_or(Ok(()), |queue| queue.set_areas(areas, used_log))
+    }
+
     /// The log from now on.
     pub(super) fn set_log(&self, log: Option<Arc<Log>>) {
         if let Some(queue) = self.queue.borrow_mut().as_mut() {
