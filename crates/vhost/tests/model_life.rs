@@ -319,6 +319,30 @@ fn every_page_that_the_device_writes_is_logged_while_the_log_is_on() {
 }
 
 #[test]
+fn the_address_of_a_used_ring_in_the_log_may_change_while_it_runs() {
+    let (_sim, disk) = simulated(MIB);
+    let served = serve(disk, |_| {});
+    let mut vm = served.vm(options(false, 9));
+    let features = vm.features;
+    let log = DirtyLog::new(&mut vm);
+    vm.front.set(ask::SET_FEATURES, features | bits::LOG_ALL).expect("under way");
+    let words = vm.queues[0].driver.user_addresses();
+    // Nothing lies there.
+    let page = 40_000;
+    let elsewhere = ringdisk_guest::driver::GUEST_BASE + page * 4096;
+    for there in [true, false] {
+        vm.front.vring_addr(0, words, there.then_some(elsewhere)).expect("the log of a ring");
+        log.take();
+        assert_eq!(vm.status(0, Request::read(0, 512)), 0);
+        // The ring is at rest: what it wrote is marked.
+        vm.front.vring(ask::SET_VRING_ENABLE, 0, 0).expect("it stops");
+        let marked = log.take();
+        assert_eq!(marked[usize::try_from(page).expect("small")], there);
+        vm.front.vring(ask::SET_VRING_ENABLE, 0, 1).expect("it goes on");
+    }
+}
+
+#[test]
 fn the_state_of_a_device_is_saved_and_loaded_by_another_one() {
     let (_sim, disk) = simulated(MIB);
     let served = serve(disk.clone(), |_| {});

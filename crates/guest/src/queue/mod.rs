@@ -193,8 +193,9 @@ impl Queue {
             Layout::Split => {
                 let area = inflight.map(|area| area.split(size).ok_or(wrong)).transpose()?;
                 let base = u16::try_from(base).map_err(|_| Error::BadBase { base })?;
-                let used_addr = log_addr.unwrap_or(areas.device.guest_addr());
-                Ring::Split(Split::new(size, areas, event_idx, indirect, base, area, used_addr))
+                let mut ring = Split::new(size, areas, event_idx, indirect, base, area);
+                ring.set_used_addr(log_addr);
+                Ring::Split(ring)
             }
             Layout::Packed => {
                 let area = inflight.map(|area| area.packed(size).ok_or(wrong)).transpose()?;
@@ -383,15 +384,19 @@ impl Queue {
     pub fn set_areas(&mut self, areas: Areas, log_addr: Option<u64>) -> Result<(), Error> {
         areas.check(self.layout, self.size, self.event_idx)?;
         match &mut self.ring {
-            Ring::Split(ring) => {
-                let used_addr = log_addr.unwrap_or(areas.device.guest_addr());
-                ring.set_areas(areas, used_addr);
-            }
+            Ring::Split(ring) => ring.set_areas(areas, log_addr),
             Ring::Packed(ring) => ring.set_areas(areas),
         }
         // A part of it may have gone since it was mapped: the next check looks.
         self.losses = losses().wrapping_sub(1);
         Ok(())
+    }
+
+    /// Another address of the used ring in the log, as [`QueueConfig::log_addr`].
+    pub fn set_log_addr(&mut self, log_addr: Option<u64>) {
+        if let Ring::Split(ring) = &mut self.ring {
+            ring.set_used_addr(log_addr);
+        }
     }
 
     /// Begins to mark writes to the rings in a log, or ends it.

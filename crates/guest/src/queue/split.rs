@@ -60,8 +60,8 @@ impl Split {
         indirect: bool,
         base: u16,
         area: Option<SplitArea>,
-        used_addr: u64,
     ) -> Split {
+        let used_addr = areas.device.guest_addr();
         let used = areas.device.load_u16(IDX, Ordering::Acquire);
         let avail = areas.driver.load_u16(IDX, Ordering::Acquire);
         let mut next_avail = base;
@@ -95,10 +95,15 @@ impl Split {
     }
 
     /// What the memory says of kicks may be older than what we last wrote.
-    pub(super) fn set_areas(&mut self, areas: Areas, used_addr: u64) {
+    pub(super) fn set_areas(&mut self, areas: Areas, log_addr: Option<u64>) {
         self.areas = areas;
-        self.used_addr = used_addr;
+        self.set_used_addr(log_addr);
         self.flags = None;
+    }
+
+    /// * `log_addr`: address of the used ring in the log; `None`: where it is.
+    pub(super) fn set_used_addr(&mut self, log_addr: Option<u64>) {
+        self.used_addr = log_addr.unwrap_or(self.areas.device.guest_addr());
     }
 
     #[inline]

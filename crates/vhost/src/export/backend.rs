@@ -446,7 +446,11 @@ impl Backend for Control {
         if let Some(setup) = &mut self.rings[usize::from(index)].setup {
             setup.log = log;
         }
-        self.show_log()
+        if self.runs(index) {
+            let thread = self.thread(index);
+            thread.ask(move |worker| worker.set_used_log(index, log)).wait(self.is_patient())?;
+        }
+        Ok(())
     }
 
     fn get_inflight(&mut self, queues: u16, queue_size: u16) -> Result<InflightArea, Refusal> {

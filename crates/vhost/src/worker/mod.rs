@@ -149,6 +149,13 @@ impl Worker {
         self.vrings.borrow().iter().for_each(|vring| vring.set_log(log.cloned()));
     }
 
+    /// Another address of the used ring of a virtqueue in the log.
+    pub(crate) fn set_used_log(&self, index: u16, used_log: Option<u64>) {
+        if let Some(vring) = self.vring(index) {
+            vring.set_used_log(used_log);
+        }
+    }
+
     /// Another eventfd to call the guest of a virtqueue.
     pub(crate) fn set_call(&self, index: u16, fd: Option<OwnedFd>) {
         if let Some(vring) = self.vring(index) {

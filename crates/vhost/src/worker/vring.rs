@@ -253,6 +253,13 @@ impl Vring {
         self.queue.borrow_mut().as_mut().map_or(Ok(()), |queue| queue.set_areas(areas, used_log))
     }
 
+    /// The address of the used ring in the log from now on.
+    pub(super) fn set_used_log(&self, used_log: Option<u64>) {
+        if let Some(queue) = self.queue.borrow_mut().as_mut() {
+            queue.set_log_addr(used_log);
+        }
+    }
+
     /// The log from now on.
     pub(super) fn set_log(&self, log: Option<Arc<Log>>) {
         if let Some(queue) = self.queue.borrow_mut().as_mut() {
