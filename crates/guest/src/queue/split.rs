@@ -46,7 +46,7 @@ pub(super) struct Split {
     again: Vec<u16>,
     /// What we have written to `used.flags`; before that, a process before us may have.
     flags: Option<u16>,
-    /// Address of the guest of the used ring, for the log.
+    /// Address of the guest of the used ring, for the log: any number, as the front end says it.
     used_addr: u64,
 }
 
@@ -180,7 +180,7 @@ impl Split {
             device.store_u32(at, u32::from(done.slot), Ordering::Relaxed);
             device.store_u32(at + 4, done.written, Ordering::Relaxed);
             if let Some(log) = log {
-                log.mark(self.used_addr + at as u64, USED_BYTES as u64);
+                log.mark(self.used_addr.wrapping_add(at as u64), USED_BYTES as u64);
             }
             if let Some(area) = &mut self.area {
                 area.link(done.slot);
@@ -190,7 +190,7 @@ impl Split {
         device.store_u16(IDX, used, Ordering::Release);
         self.used = used;
         if let Some(log) = log {
-            log.mark(self.used_addr + IDX as u64, 2);
+            log.mark(self.used_addr.wrapping_add(IDX as u64), 2);
         }
         if let Some(area) = &mut self.area {
             area.give(batch.iter().map(|done| done.slot), used);
@@ -218,7 +218,7 @@ impl Split {
             let event = ENTRIES + USED_BYTES * usize::from(self.size);
             self.areas.device.store_u16(event, self.next_avail, Ordering::Relaxed);
             if let Some(log) = log {
-                log.mark(self.used_addr + event as u64, 2);
+                log.mark(self.used_addr.wrapping_add(event as u64), 2);
             }
         } else {
             self.set_flags(0, log);

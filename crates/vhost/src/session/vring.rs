@@ -12,6 +12,9 @@ const AVAILABLE_ALIGN: u64 = 2;
 /// Alignment of a used ring, and of packed event suppression.
 const USED_ALIGN: u64 = 4;
 
+/// Bytes of the largest used ring: flags, index, 32768 elements of 8 bytes, event (virtio 1.3, 2.7).
+const USED_BYTES_MAX: u64 = 6 + 8 * 32768;
+
 /// One virtqueue.
 #[derive(Debug, Default)]
 pub(super) struct Vring {
@@ -100,6 +103,13 @@ pub(super) fn check(address: &VringAddress) -> Result<(), String> {
         if !at.is_multiple_of(align) {
             return Err(format!("{what} at {at:#x}, not aligned to {align}"));
         }
+    }
+    if let Some(at) = log(address)
+        && at.checked_add(USED_BYTES_MAX).is_none()
+    {
+        return Err(format!(
+            "the log of a used ring at {at:#x} runs over the end of the addresses"
+        ));
     }
     Ok(())
 }

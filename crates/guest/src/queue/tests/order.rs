@@ -280,3 +280,21 @@ fn writes_to_rings_and_buffers_are_logged() {
         assert!(!is_marked(kit.data + 16384) && !is_marked(kit.data));
     }
 }
+
+#[test]
+fn an_address_for_the_log_that_runs_over_is_survived() {
+    let mut kit = Kit::new(config(Layout::Split, 8));
+    let fd = rustix::fs::memfd_create(c"log", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&fd, 4096).unwrap();
+    kit.queue.set_log(Some(Log::map(fd, 4096, 0).unwrap()));
+    kit.queue.set_log_addr(Some(u64::MAX - 1));
+    kit.driver.add(&[Segment { addr: kit.data, len: 1 }], 0).unwrap();
+    kit.driver.publish();
+
+    let token = kit.queue.pop(&kit.view, &mut kit.chain).unwrap().unwrap();
+    kit.queue.complete(token, 1);
+    kit.queue.publish();
+    kit.queue.enable_kicks();
+
+    assert_eq!(kit.driver.pop_used().map(|used| used.len), Some(1));
+}

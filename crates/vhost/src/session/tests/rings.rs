@@ -288,3 +288,19 @@ fn refusals_with_a_reply_of_their_own_use_it() {
     assert_eq!(state, 0x101u64.as_bytes());
     assert_eq!(reply(Request::CheckDeviceState, &[], Vec::new()), 1u64.as_bytes());
 }
+
+#[test]
+fn a_log_at_the_end_of_the_addresses_is_refused() {
+    let mut peer = Peer::with_memory();
+    peer.set_up(0, 8);
+    for log in [u64::MAX, u64::MAX - 6 - 8 * 1024] {
+        let address = VringAddress { log, ..Peer::address(0, 1) };
+        let why = peer.refused(Request::SetVringAddr, address.as_bytes(), Vec::new());
+        let there =
+            format!("the log of a used ring at {log:#x} runs over the end of the addresses");
+        assert_eq!(why, format!("SET_VRING_ADDR: {there}"));
+        // Without the flag the number says nothing.
+        let address = VringAddress { log, ..Peer::address(0, 0) };
+        peer.tell_with(Request::SetVringAddr, address.as_bytes(), Vec::new());
+    }
+}
