@@ -1,5 +1,6 @@
 //! What all threads of one device share.
 
+use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -39,8 +40,32 @@ struct Counts {
     refused: AtomicU64,
     /// Times that the device needed a reset.
     breaks: AtomicU64,
-    /// Eventfds that were let go because a write to them waited.
-    lost_calls: AtomicU64,
+    /// By [`Complaint`].
+    complaints: [AtomicU64; Complaint::COUNT],
+}
+
+/// What a front end, or its guest through it, can make us say as often as it likes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Complaint {
+    /// A message that was not done.
+    Refused,
+    /// A connection that ended because of what came over it.
+    Connection,
+    /// A second front end.
+    Second,
+    /// A call that waited.
+    Call,
+    /// A kick that cannot be waited for.
+    Kick,
+    /// An inflight area that makes no sense.
+    Inflight,
+    /// A virtqueue that does not go on in its memory.
+    Suspended,
+}
+
+impl Complaint {
+    /// How many kinds there are.
+    const COUNT: usize = Complaint::Suspended as usize + 1;
 }
 
 /// Counts one more. Gives the count if it is one of those that are told: the first ten, then every 1000th, so that a guest cannot fill a
@@ -178,13 +203,10 @@ impl Device {
         }
     }
 
-    /// The front end has made a write to an eventfd of its own wait; not all of these are told.
-    pub(crate) fn lost_call(&self) {
-        if let Some(count) = told(&self.counts.lost_calls) {
-            let name = &self.name;
-            tracing::warn!(
-                "{name}: the front end has made the call of a virtqueue wait for ever; the virtqueue calls nobody any more (time {count})"
-            );
+    /// The front end did, or is, what is worth a line; not all of these are told.
+    pub(crate) fn complain(&self, kind: Complaint, what: fmt::Arguments<'_>) {
+        if let Some(count) = told(&self.counts.complaints[kind as usize]) {
+            tracing::warn!("{}: {what} (time {count})", self.name);
         }
     }
 

@@ -43,11 +43,13 @@ pub(crate) struct SplitArea {
     counter: u64,
     /// As in the area.
     last_batch_head: u16,
+    /// Why what it said did not count.
+    given_up: Option<&'static str>,
 }
 
 impl SplitArea {
     pub(super) fn new(memory: RingMemory, size: u16) -> SplitArea {
-        SplitArea { memory, size, counter: 0, last_batch_head: 0 }
+        SplitArea { memory, size, counter: 0, last_batch_head: 0, given_up: None }
     }
 
     /// Finds out what is in flight; an area that was not in use begins here.
@@ -98,8 +100,8 @@ impl SplitArea {
     }
 
     /// The ring was made anew since the area was last used, or somebody has written nonsense: nothing in it is in flight.
-    fn forget(&mut self, used: u16, why: &str) {
-        tracing::warn!("the inflight area of a queue is given up: {why}");
+    fn forget(&mut self, used: u16, why: &'static str) {
+        self.given_up = Some(why);
         self.begin(used);
     }
 
@@ -115,6 +117,11 @@ impl SplitArea {
         memory.store_u16(USED_IDX, used, Release);
         memory.store_u16(VERSION_AT, VERSION, Release);
         (self.counter, self.last_batch_head) = (0, 0);
+    }
+
+    /// Why what the area said did not count, if that was so.
+    pub(crate) fn given_up(&self) -> Option<&'static str> {
+        self.given_up
     }
 
     /// A chain was taken.

@@ -345,6 +345,15 @@ impl Queue {
         self.broken
     }
 
+    /// Why what the inflight area said did not count, if that was so: nothing was in flight, and the area begins anew.
+    pub fn inflight_given_up(&self) -> Option<&'static str> {
+        match &self.ring {
+            Ring::Split(ring) => ring.inflight_given_up(),
+            // Its area is refused instead: nothing else says where such a queue is.
+            Ring::Packed(_) => None,
+        }
+    }
+
     /// Where it would go on, in the form of [`QueueConfig::base`]. What is in flight is not counted as still to come.
     pub fn base(&self) -> u32 {
         match &self.ring {

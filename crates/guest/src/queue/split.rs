@@ -90,6 +90,10 @@ impl Split {
         }
     }
 
+    pub(super) fn inflight_given_up(&self) -> Option<&'static str> {
+        self.area.as_ref().and_then(SplitArea::given_up)
+    }
+
     pub(super) fn base(&self) -> u32 {
         u32::from(self.next_avail)
     }

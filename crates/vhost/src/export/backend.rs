@@ -14,7 +14,7 @@ use super::state::{self, StateTransfer};
 use crate::BackChannel;
 use crate::blk::config::{Config, SPACE_BYTES, WRITEBACK_AT};
 use crate::blk::features::{LOG_ALL, RING_PACKED};
-use crate::device::Device;
+use crate::device::{Complaint, Device};
 use crate::session::{
     Backend, ConfigWrite, InflightArea, Refusal, RegionSetup, StateDirection, VringSetup,
 };
@@ -195,9 +195,9 @@ impl Control {
             match self.put_on(index, base) {
                 Ok(()) => self.rings[usize::from(index)].suspended_at = None,
                 Err(refusal) => {
-                    tracing::warn!(
-                        "{}: virtqueue {index} stays suspended: {refusal}",
-                        self.device.name
+                    self.device.complain(
+                        Complaint::Suspended,
+                        format_args!("virtqueue {index} stays suspended: {refusal}"),
                     );
                 }
             }

@@ -1,5 +1,6 @@
 //! The control thread of an export: waits for front ends, and does what they ask for.
 
+use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,6 +13,7 @@ use super::hand_over::{FrontEnd, Outcome};
 use super::options::Second;
 use super::signals::Signals;
 use super::sockets::Door;
+use crate::device::Complaint;
 use crate::session::{Session, SessionConfig};
 use crate::{Connection, Error, ErrorKind, Received};
 
@@ -253,23 +255,32 @@ impl Host {
                     let answer = session.handle(&mut self.control, &header, &payload, fds);
                     let sent = answer.and_then(|answer| {
                         if let Some(refused) = answer.refused {
-                            tracing::warn!("{}: {refused}", self.name);
+                            self.complain(Complaint::Refused, format_args!("{refused}"));
                         }
                         answer
                             .reply
                             .map_or(Ok(()), |reply| connection.send(&reply, MESSAGE_TIMEOUT))
                     });
                     if let Err(error) = sent {
-                        tracing::warn!("{}: the connection ends: {error}", self.name);
+                        self.ends(&error);
                         return End::Gone;
                     }
                 }
                 Err(error) => {
-                    tracing::warn!("{}: the connection ends: {error}", self.name);
+                    self.ends(&error);
                     return End::Gone;
                 }
             }
         }
+    }
+
+    /// A front end can be wrong as often as it likes, and a guest make it so (`SET_CONFIG`): not all of it is told.
+    fn complain(&self, kind: Complaint, what: fmt::Arguments<'_>) {
+        self.control.device.complain(kind, what);
+    }
+
+    fn ends(&self, error: &Error) {
+        self.complain(Complaint::Connection, format_args!("the connection ends: {error}"));
     }
 
     /// Looks what woke us.
@@ -290,7 +301,7 @@ impl Host {
         if let (Door::Listens(_), Second::Refuse) = (&self.door, self.second)
             && let Ok(Some(second)) = self.door.next()
         {
-            tracing::warn!("{}: a second front end was sent away", self.name);
+            self.complain(Complaint::Second, format_args!("a second front end was sent away"));
             drop(second);
         }
         None

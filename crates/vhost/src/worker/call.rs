@@ -9,7 +9,7 @@ use rustix::fs::{OFlags, fcntl_getfl};
 use rustix::io::Errno;
 
 use super::watch::Watch;
-use crate::device::Device;
+use crate::device::{Complaint, Device};
 
 /// The call of one virtqueue.
 #[derive(Debug)]
@@ -70,7 +70,12 @@ impl Call {
         if written == Err(Errno::INTR) {
             // It waited. The next write would wait again.
             *self.fd.borrow_mut() = None;
-            self.device.lost_call();
+            self.device.complain(
+                Complaint::Call,
+                format_args!(
+                    "a call of a virtqueue waited for ever; that virtqueue calls nobody any more"
+                ),
+            );
             return false;
         }
         true

@@ -118,7 +118,7 @@ impl Worker {
             let Some(slot) = self.new_slot() else { break };
             self.idle.borrow_mut().push(slot);
         }
-        vring.listen(&self.ring, &self.cells);
+        vring.listen(&self.ring, &self.cells, &self.device);
         self.vrings.borrow_mut().push(vring);
         Ok(())
     }

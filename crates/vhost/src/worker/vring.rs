@@ -17,7 +17,7 @@ use super::call::Call;
 use super::slot::Slot;
 use super::watch::Watch;
 use crate::blk::features::{RING_EVENT_IDX, RING_INDIRECT};
-use crate::device::Device;
+use crate::device::{Complaint, Device};
 use crate::session::VringSetup;
 
 /// `POLLIN`.
@@ -98,6 +98,13 @@ impl Vring {
             log: start.log,
             log_addr: start.used_log,
         })?;
+        if let Some(why) = queue.inflight_given_up() {
+            let index = start.index;
+            device.complain(
+                Complaint::Inflight,
+                format_args!("the inflight area of virtqueue {index} is given up: {why}"),
+            );
+        }
         let vring = Vring {
             index: start.index,
             queue: RefCell::new(Some(queue)),
@@ -120,8 +127,14 @@ impl Vring {
     ///
     /// The counter of the eventfd is not read, and the poll is not exclusive: the ring of a process that was killed may be waiting on the
     /// same eventfd for a while, and would take the counter, or the one wake-up that exclusive waiters share.
-    pub(super) fn listen(self: &Rc<Vring>, ring: &Ring, cells: &Arc<QueueCells>) {
+    pub(super) fn listen(
+        self: &Rc<Vring>,
+        ring: &Ring,
+        cells: &Arc<QueueCells>,
+        device: &Arc<Device>,
+    ) {
         let (vring, listening, cells) = (Rc::clone(self), ring.clone(), Arc::clone(cells));
+        let device = Arc::clone(device);
         ring.spawn(async move {
             let mut kicks = listening.poll_multishot(Fd::of(&vring.kick), POLL_IN);
             loop {
@@ -136,14 +149,20 @@ impl Vring {
                     Some(Ok(events)) if events & POLL_IN != 0 => cells.kicks.add(1),
                     Some(Ok(events)) => {
                         let index = vring.index;
-                        tracing::warn!(
-                            "virtqueue {index}: its kick cannot be waited for ({events:#x})"
+                        device.complain(
+                            Complaint::Kick,
+                            format_args!(
+                                "the kick of virtqueue {index} cannot be waited for ({events:#x})"
+                            ),
                         );
                         break;
                     }
                     Some(Err(errno)) => {
                         let index = vring.index;
-                        tracing::warn!("virtqueue {index}: no kicks any more: {errno}");
+                        device.complain(
+                            Complaint::Kick,
+                            format_args!("virtqueue {index} gets no kicks any more: {errno}"),
+                        );
                         break;
                     }
                 }
