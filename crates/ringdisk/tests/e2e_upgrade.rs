@@ -2,8 +2,10 @@
 
 mod common;
 
+use std::fs::Permissions;
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -14,10 +16,10 @@ use common::serving::{
 };
 use common::tools::qemu_img;
 use ringdisk_testkit::images;
-use ringdisk_testkit::limits::is_root;
+use ringdisk_testkit::limits::{is_root, needs, needs_root};
 use ringdisk_testkit::model::{FrontEnd, Load, Request, Vm, ask, bits, words};
-use ringdisk_testkit::mount::text;
-use ringdisk_testkit::process::{LIMIT, run, until};
+use ringdisk_testkit::mount::{for_user, text};
+use ringdisk_testkit::process::{LIMIT, command, has, run, until};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -330,6 +332,39 @@ fn a_pid_file_that_cannot_be_had_does_not_cost_a_disk() {
     old.stop(&[&two.socket]);
     assert!(!pidfile.exists());
     one.judge(&mut load);
+}
+
+#[test]
+fn a_process_of_somebody_else_that_has_the_name_is_not_asked() {
+    if !(needs_root() && needs("setpriv", has("setpriv"))) {
+        return;
+    }
+    const STRANGER: u32 = 65534;
+    let (directory, program) = for_user(&common::program(), STRANGER);
+    let [image, socket, runtime] = ["disk", "socket", "run"].map(|n| directory.path().join(n));
+    images::sparse(&image, SIZE);
+    std::fs::create_dir(&runtime).expect("a directory");
+    std::fs::set_permissions(&runtime, Permissions::from_mode(0o700)).expect("chmod");
+    for path in [&image, &runtime] {
+        std::os::unix::fs::chown(path, Some(STRANGER), Some(STRANGER)).expect("chown");
+    }
+    // A name in /tmp/ringdisk-0 would do as well; this one is in nobody's way.
+    let words = ["--format", "raw", "--queues", "2", text(&image)];
+    let words = [&words[..], &["--vhost-user-blk", text(&socket)]].concat();
+    let mut planted = command(&["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]);
+    planted.args([text(&program), "serve"]).args(&words);
+    planted.env_remove("NOTIFY_SOCKET").env_remove("LISTEN_FDS").env("XDG_RUNTIME_DIR", &runtime);
+    let stranger = Daemon::of(&mut planted);
+    let mut taker = serve_command(&[&words[..], &["--upgrade"]].concat());
+    taker.env("XDG_RUNTIME_DIR", &runtime);
+    let refused = run(taker);
+    assert_eq!(refused.code(), Some(4), "{}", refused.output());
+    for wanted in ["belongs to another user", "no ringdisk serves a disk at"] {
+        assert!(refused.stderr.contains(wanted), "{}", refused.output());
+    }
+    let output = stranger.process.output();
+    assert!(!output.contains("handed over"), "{output}");
+    stranger.stop(&[&socket]);
 }
 
 /// What a successor says first, with no words of its own.

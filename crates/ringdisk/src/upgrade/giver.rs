@@ -1,7 +1,6 @@
 //! The old process: waits for a successor, and gives it the disk.
 
 use std::io::{self, Read, Write};
-use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,11 +9,10 @@ use std::thread::JoinHandle;
 
 use ringdisk_disk::Disk;
 use ringdisk_vhost::export::HandOverHandle;
-use rustix::net::sockopt::socket_peercred;
 
 use super::link::{self, Refusal};
-use super::{ASK, GO, READY, STEP, Shown};
-use crate::control::place::{self, Listening, user};
+use super::{ASK, GO, READY, STEP, Shown, is_trusted};
+use crate::control::place::{self, Listening};
 use crate::sandbox;
 
 /// The socket for the successor of one disk; dropping it removes its name.
@@ -84,9 +82,7 @@ struct Ours {
 
 fn wait(listener: &UnixListener, ours: &Ours, given: &AtomicBool) {
     while let Ok((stream, _)) = listener.accept() {
-        let is_allowed = socket_peercred(stream.as_fd())
-            .is_ok_and(|peer| peer.uid.as_raw() == user() || peer.uid.is_root());
-        if !is_allowed {
+        if !is_trusted(&stream) {
             tracing::debug!("a stranger wanted the disk and was sent away");
             continue;
         }
