@@ -19,7 +19,7 @@ use ringdisk_testkit::images;
 use ringdisk_testkit::limits::{is_root, needs, needs_root};
 use ringdisk_testkit::model::{FrontEnd, Load, Request, Vm, ask, bits, words};
 use ringdisk_testkit::mount::{for_user, text};
-use ringdisk_testkit::process::{LIMIT, command, has, run, until};
+use ringdisk_testkit::process::{LIMIT, command, has, patient, run, until};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -481,7 +481,12 @@ fn one_of_two_disks_can_be_taken() {
     let old = Daemon::of(&mut serve_command(&["--disk", &first, "--disk", &second]));
     let (mut vm, mut load_one) = (one.vm(false), load(9));
     let (mut other, mut load_two) = (two.vm(false), load(10));
+    let begun = Instant::now();
     let new = meanwhile(&mut vm, &mut load_one, || one.start(&["--upgrade"]));
+    // The old process lives on, and does not make the new one wait for its end: that comes into its sandbox at once.
+    assert!(begun.elapsed() < patient(Duration::from_secs(6)), "{:?}", begun.elapsed());
+    assert_confined(new.process.pid(), is_root());
+    assert_ne!(stats(&one.socket)["total"]["requests"], 0);
     load_two.run(&mut other, 100);
     load_two.drain(&mut other);
     load_two.read_all(&mut other);

@@ -20,7 +20,8 @@ use crate::sandbox;
 pub(crate) struct Giver {
     listening: Listening,
     was_given: Arc<AtomicBool>,
-    thread: Option<JoinHandle<()>>,
+    /// Gives the stream to the process that has the disk.
+    thread: Option<JoinHandle<Option<UnixStream>>>,
 }
 
 impl Giver {
@@ -57,18 +58,25 @@ impl Giver {
     pub(crate) fn was_given(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.was_given)
     }
+
+    /// Ends: no successor finds this disk here any more. Gives what tells the one that has taken it, when it is closed, that no name of the
+    /// disk is in use here any longer; `None`: nobody has taken it.
+    pub(crate) fn end(mut self) -> Option<UnixStream> {
+        self.join()
+    }
+
+    fn join(&mut self) -> Option<UnixStream> {
+        // Ends the thread's waiting.
+        let _ = rustix::net::shutdown(&self.listening.listener, rustix::net::Shutdown::Both);
+        // The end of the process must not come before the word that the other one waits for: nobody would have the disk.
+        let thread = self.thread.take().filter(|_| self.was_given.load(Ordering::Acquire))?;
+        thread.join().ok().flatten()
+    }
 }
 
 impl Drop for Giver {
     fn drop(&mut self) {
-        // Ends the thread's waiting.
-        let _ = rustix::net::shutdown(&self.listening.listener, rustix::net::Shutdown::Both);
-        // The end of the process must not come before the word that the other one waits for: nobody would have the disk.
-        if self.was_given.load(Ordering::Acquire)
-            && let Some(thread) = self.thread.take()
-        {
-            let _ = thread.join();
-        }
+        let _ = self.join();
     }
 }
 
@@ -80,22 +88,20 @@ struct Ours {
     disk: Weak<Disk>,
 }
 
-fn wait(listener: &UnixListener, ours: &Ours, given: &AtomicBool) {
+/// Waits for a successor that takes the disk. Gives the stream to it; `None`: the waiting was ended.
+fn wait(listener: &UnixListener, ours: &Ours, given: &AtomicBool) -> Option<UnixStream> {
     while let Ok((stream, _)) = listener.accept() {
         if !is_trusted(&stream) {
             tracing::debug!("a stranger wanted the disk and was sent away");
             continue;
         }
         match give(&stream, ours, given) {
-            Ok(true) => {
-                // Its end tells the successor that this process is gone.
-                std::mem::forget(stream);
-                return;
-            }
+            Ok(true) => return Some(stream),
             Ok(false) => {}
             Err(error) => tracing::warn!("the disk was not handed over: {error}"),
         }
     }
+    None
 }
 
 /// Gives the disk to a process. Returns whether it has it.

@@ -9,7 +9,8 @@
 //!
 //! What is said: the new process connects and says [`ASK`] and what it would show to the guest ([`Shown`]); the old one refuses if that is not what it
 //! shows itself, or else stands still and sends the parcel; the new one prepares everything and says
-//! [`READY`]; the old one says [`GO`] and ends; the new one serves, and sees the end of the old one as the end of the socket.
+//! [`READY`]; the old one says [`GO`]; the new one serves. The old one removes its names and closes the socket: one that serves other disks at once, one
+//! that has none left by its end, so that its pid file is free, too.
 
 mod giver;
 mod link;

@@ -26,7 +26,7 @@ pub(crate) struct Offer {
     process: Old,
 }
 
-/// The old process, which serves no longer.
+/// The old process, which does not serve this disk any longer.
 #[derive(Debug)]
 pub(crate) struct Predecessor(UnixStream);
 
@@ -143,9 +143,16 @@ impl Old {
 }
 
 impl Predecessor {
-    /// Waits until the old process is gone, for a while: names that it had are free then.
-    pub(crate) fn wait(mut self) {
-        let _ = self.0.read(&mut [0]);
+    /// Waits until the old process is gone, or has removed what it had of this disk: names are free then.
+    ///
+    /// * `since`: when one began to wait, for the first disk of all. A process of an earlier version that goes on with other disks says
+    ///   nothing, and guests are served without a sandbox meanwhile.
+    pub(crate) fn wait(mut self, since: Instant) {
+        // No time at all would be no limit.
+        let left = STEP.saturating_sub(since.elapsed()).max(Duration::from_millis(1));
+        if self.0.set_read_timeout(Some(left)).is_ok() {
+            let _ = self.0.read(&mut [0]);
+        }
     }
 }
 
@@ -174,6 +181,21 @@ mod tests {
         let stream = connect(&places, is_second).expect("the second");
         assert!(named(&stream, "2"));
         assert!(connect(&places, |_| false).is_none());
+    }
+
+    #[test]
+    fn an_old_process_is_waited_for_until_it_lets_go_and_all_disks_share_the_time() {
+        let (ours, theirs) = UnixStream::pair().expect("sockets");
+        let begun = Instant::now();
+        let let_go = std::thread::spawn(move || drop(theirs));
+        Predecessor(ours).wait(begun);
+        let_go.join().expect("it let go");
+        let long_ago = Instant::now().checked_sub(STEP).expect("past");
+        let pairs = [0; 3].map(|_| UnixStream::pair().expect("sockets"));
+        for (ours, _theirs) in &pairs {
+            Predecessor(ours.try_clone().expect("a copy")).wait(long_ago);
+        }
+        assert!(begun.elapsed() < STEP / 2, "{:?}", begun.elapsed());
     }
 
     #[test]
