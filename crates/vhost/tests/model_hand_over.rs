@@ -3,6 +3,8 @@
 
 mod common;
 
+use std::time::{Duration, Instant};
+
 use common::{MIB, Served, close, load, open, serve};
 use ringdisk_disk::{Disk, Format, ImageOptions};
 use ringdisk_ring::{Config, Runtime};
@@ -105,5 +107,18 @@ fn where_virtqueues_stood_at_a_reset_is_told_by_the_next_export() {
         let bases = (0..3).map(|index| vm.front.vring_base(index).expect("a base"));
         assert!(bases.sum::<u32>() >= 100);
         drop((vm, export));
+    });
+}
+
+#[test]
+fn who_asks_for_an_export_that_has_ended_hears_it_at_once() {
+    scene(false, |served, vm, _| {
+        let handle = served.export.hand_over_handle();
+        drop(vm);
+        drop(served);
+        let begun = Instant::now();
+        let error = handle.hand_over().expect_err("it has ended");
+        assert!(error.to_string().contains("served no longer"), "{error}");
+        assert!(begun.elapsed() < Duration::from_secs(5));
     });
 }
