@@ -3,7 +3,8 @@
 
 mod common;
 
-use std::fs;
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -15,7 +16,7 @@ use common::tools::names;
 use ringdisk_testkit::limits::{needs, needs_root};
 use ringdisk_testkit::model::{FrontEnd, Request, Vm};
 use ringdisk_testkit::mount::{Loop, scratch, text};
-use ringdisk_testkit::process::{command, run, until};
+use ringdisk_testkit::process::{Process, command, run, until};
 use rustix::process::Signal;
 use serde_json::Value;
 
@@ -336,6 +337,40 @@ fn what_is_insisted_on_is_looked_for_before_a_disk_is_taken_over() {
     assert_eq!(refused.code(), Some(11), "{}", refused.output());
     load.read_all(&mut vm);
     daemon.stop(&[&place.socket]);
+    place.judge(&mut load);
+}
+
+#[test]
+fn what_is_missing_when_a_disk_was_taken_does_not_cost_the_guest_its_disk() {
+    if !needs_root() {
+        return;
+    }
+    let place = Place::new("raw");
+    let old = place.start(&[]);
+    let (mut vm, mut load) = (place.vm(false), load(11));
+    load.run(&mut vm, 100);
+    // A program that nobody may start a second time: the new process gets no warden. Nothing is taken before that is so.
+    let program = place.path("program");
+    fs::copy(common::program(), &program).expect("a copy of the program");
+    let words = [&["serve"], &words_at(&place)[..], &["--upgrade", "--sandbox", "on"]].concat();
+    let mut successor = Command::new(&program);
+    successor.args(&words).env_remove("NOTIFY_SOCKET").env_remove("LISTEN_FDS");
+    let new = meanwhile(&mut vm, &mut load, || {
+        old.process.signal(Signal::STOP);
+        let new = Process::spawn(&mut successor);
+        fs::set_permissions(&program, Permissions::from_mode(0o600)).expect("chmod");
+        old.process.signal(Signal::CONT);
+        let new = Daemon { process: new }.ready();
+        old.ends(0);
+        new
+    });
+    let output = new.process.output();
+    assert!(output.contains("error: the sandbox is not complete"), "{output}");
+    let in_force = in_force(&place.socket);
+    assert!(in_force.starts_with("no landlock, seccomp with"), "{in_force}");
+    assert_confined(new.process.pid(), true);
+    load.read_all(&mut vm);
+    new.stop(&[&place.socket]);
     place.judge(&mut load);
 }
 

@@ -2,8 +2,10 @@
 
 mod common;
 
+use std::fs::Permissions;
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -14,10 +16,10 @@ use common::serving::{
 };
 use common::tools::qemu_img;
 use ringdisk_testkit::images;
-use ringdisk_testkit::limits::is_root;
+use ringdisk_testkit::limits::{is_root, needs, needs_root};
 use ringdisk_testkit::model::{FrontEnd, Load, Request, Vm, ask, bits, words};
-use ringdisk_testkit::mount::text;
-use ringdisk_testkit::process::{LIMIT, run, until};
+use ringdisk_testkit::mount::{for_user, text};
+use ringdisk_testkit::process::{LIMIT, command, has, patient, run, until};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -332,6 +334,39 @@ fn a_pid_file_that_cannot_be_had_does_not_cost_a_disk() {
     one.judge(&mut load);
 }
 
+#[test]
+fn a_process_of_somebody_else_that_has_the_name_is_not_asked() {
+    if !(needs_root() && needs("setpriv", has("setpriv"))) {
+        return;
+    }
+    const STRANGER: u32 = 65534;
+    let (directory, program) = for_user(&common::program(), STRANGER);
+    let [image, socket, runtime] = ["disk", "socket", "run"].map(|n| directory.path().join(n));
+    images::sparse(&image, SIZE);
+    std::fs::create_dir(&runtime).expect("a directory");
+    std::fs::set_permissions(&runtime, Permissions::from_mode(0o700)).expect("chmod");
+    for path in [&image, &runtime] {
+        std::os::unix::fs::chown(path, Some(STRANGER), Some(STRANGER)).expect("chown");
+    }
+    // A name in /tmp/ringdisk-0 would do as well; this one is in nobody's way.
+    let words = ["--format", "raw", "--queues", "2", text(&image)];
+    let words = [&words[..], &["--vhost-user-blk", text(&socket)]].concat();
+    let mut planted = command(&["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]);
+    planted.args([text(&program), "serve"]).args(&words);
+    planted.env_remove("NOTIFY_SOCKET").env_remove("LISTEN_FDS").env("XDG_RUNTIME_DIR", &runtime);
+    let stranger = Daemon::of(&mut planted);
+    let mut taker = serve_command(&[&words[..], &["--upgrade"]].concat());
+    taker.env("XDG_RUNTIME_DIR", &runtime);
+    let refused = run(taker);
+    assert_eq!(refused.code(), Some(4), "{}", refused.output());
+    for wanted in ["belongs to another user", "no ringdisk serves a disk at"] {
+        assert!(refused.stderr.contains(wanted), "{}", refused.output());
+    }
+    let output = stranger.process.output();
+    assert!(!output.contains("handed over"), "{output}");
+    stranger.stop(&[&socket]);
+}
+
 /// What a successor says first, with no words of its own.
 const ASK: &[u8] = b"A\x02\0\0\0{}";
 
@@ -446,7 +481,12 @@ fn one_of_two_disks_can_be_taken() {
     let old = Daemon::of(&mut serve_command(&["--disk", &first, "--disk", &second]));
     let (mut vm, mut load_one) = (one.vm(false), load(9));
     let (mut other, mut load_two) = (two.vm(false), load(10));
+    let begun = Instant::now();
     let new = meanwhile(&mut vm, &mut load_one, || one.start(&["--upgrade"]));
+    // The old process lives on, and does not make the new one wait for its end: that comes into its sandbox at once.
+    assert!(begun.elapsed() < patient(Duration::from_secs(6)), "{:?}", begun.elapsed());
+    assert_confined(new.process.pid(), is_root());
+    assert_ne!(stats(&one.socket)["total"]["requests"], 0);
     load_two.run(&mut other, 100);
     load_two.drain(&mut other);
     load_two.read_all(&mut other);

@@ -9,7 +9,7 @@ mod take;
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use ringdisk_disk::Disk;
@@ -138,9 +138,9 @@ fn serve(
         created => created.transpose()?,
     };
     if sandbox::is_wanted(args.sandbox) {
-        confine::enter(args.sandbox, &running, pidfile.as_ref())?;
+        confine::enter(args.sandbox, &running, pidfile.as_ref(), args.upgrade)?;
     }
-    // Nothing of what a front end says is read outside.
+    // What front ends say is read inside; those that were taken over have been served already.
     running.iter().for_each(|disk| disk.served.release());
     let ready = match running.as_slice() {
         [only] => only.ready.clone(),
@@ -368,16 +368,18 @@ fn print(handle: &Handle, disk: &Disk) {
 ///
 /// Errors: why the only disk ended; of several each has said it by itself.
 fn wait(args: &ServeArgs, mut running: Vec<Running>) -> Result<u8, Failure> {
+    let left = AtomicUsize::new(running.len());
     if running.len() == 1
         && let Some(disk) = running.pop()
     {
-        return disk.end(args.stats).map(|()| Exit::Clean.code());
+        return disk.end(args.stats, &left).map(|()| Exit::Clean.code());
     }
     let codes: Vec<u8> = std::thread::scope(|scope| {
         let waiting = running.into_iter().map(|disk| {
+            let left = &left;
             scope.spawn(move || {
                 let name = disk.name.clone();
-                match disk.end(args.stats) {
+                match disk.end(args.stats, left) {
                     Ok(()) => Exit::Clean.code(),
                     Err(failure) => {
                         let failure = failure.context(name);
@@ -396,8 +398,10 @@ fn wait(args: &ServeArgs, mut running: Vec<Running>) -> Result<u8, Failure> {
 impl Running {
     /// Waits until it is served no longer, and takes away what is left.
     ///
+    /// * `left`: disks of this process that are served, with this one.
+    ///
     /// Errors: as [`Served::wait`].
-    fn end(self, stats: bool) -> Result<(), Failure> {
+    fn end(self, stats: bool, left: &AtomicUsize) -> Result<(), Failure> {
         let handle = self.served.handle();
         let result = self.served.wait(&self.disk);
         if stats {
@@ -414,7 +418,11 @@ impl Running {
         self.commands.let_go();
         drop(self.disk);
         drop(self.control);
-        drop(self.giver);
+        // Who has taken the disk may use its names. With the last disk it gets the pid file, too, which is free when this process has ended.
+        let successor = self.giver.and_then(Giver::end);
+        if left.fetch_sub(1, Ordering::AcqRel) == 1 {
+            std::mem::forget(successor);
+        }
         result
     }
 }

@@ -9,6 +9,7 @@ mod duties;
 pub(crate) mod warden;
 
 use std::ffi::OsStr;
+use std::fmt;
 use std::fs;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -18,7 +19,7 @@ use std::sync::{Arc, OnceLock};
 
 use ringdisk_disk::Disk;
 use ringdisk_ring::Fd;
-use ringdisk_sandbox::Plan;
+use ringdisk_sandbox::{InForce, Plan};
 use ringdisk_storage::{Kind, Storage};
 
 use crate::cli::SandboxWord;
@@ -122,9 +123,43 @@ pub(crate) fn enter(plan: Plan) -> Result<String, Failure> {
     for why in &in_force.missing {
         terminal::warn(format_args!("the sandbox is not complete: {why}"));
     }
+    Ok(told(&in_force))
+}
+
+/// As [`enter`], for a process that must go on: what is missing, and was insisted on, is an error on the terminal and nothing more. Gives
+/// what is in force, in words.
+pub(crate) fn enter_as_far_as_possible(plan: Plan, word: SandboxWord) -> String {
+    let complain = |why: &dyn fmt::Display| {
+        let text =
+            format!("the sandbox is not complete, and disks in use are served all the same: {why}");
+        terminal::complain(&Failure::new(Exit::Unsupported, text).hint(
+            "`ringdisk ctl SOCKET stats` says what is in force; another --upgrade tries again",
+        ));
+    };
+    match plan.insist(false).enter() {
+        Ok(in_force) => {
+            for why in &in_force.missing {
+                match word {
+                    SandboxWord::On | SandboxWord::Strict => complain(why),
+                    SandboxWord::Auto | SandboxWord::Off => {
+                        terminal::warn(format_args!("the sandbox is not complete: {why}"));
+                    }
+                }
+            }
+            told(&in_force)
+        }
+        Err(error) => {
+            complain(&error);
+            format!("not complete: {error}")
+        }
+    }
+}
+
+/// What is in force, in words; they are logged, too.
+fn told(in_force: &InForce) -> String {
     let in_force = format!("{in_force}, rings restricted");
     tracing::info!("sandbox: {in_force}");
-    Ok(in_force)
+    in_force
 }
 
 #[allow(clippy::needless_pass_by_value)] // For map_err.

@@ -1,7 +1,6 @@
 //! The old process: waits for a successor, and gives it the disk.
 
 use std::io::{self, Read, Write};
-use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,11 +9,10 @@ use std::thread::JoinHandle;
 
 use ringdisk_disk::Disk;
 use ringdisk_vhost::export::HandOverHandle;
-use rustix::net::sockopt::socket_peercred;
 
 use super::link::{self, Refusal};
-use super::{ASK, GO, READY, STEP, Shown};
-use crate::control::place::{self, Listening, user};
+use super::{ASK, GO, READY, STEP, Shown, is_trusted};
+use crate::control::place::{self, Listening};
 use crate::sandbox;
 
 /// The socket for the successor of one disk; dropping it removes its name.
@@ -22,7 +20,8 @@ use crate::sandbox;
 pub(crate) struct Giver {
     listening: Listening,
     was_given: Arc<AtomicBool>,
-    thread: Option<JoinHandle<()>>,
+    /// Gives the stream to the process that has the disk.
+    thread: Option<JoinHandle<Option<UnixStream>>>,
 }
 
 impl Giver {
@@ -59,18 +58,25 @@ impl Giver {
     pub(crate) fn was_given(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.was_given)
     }
+
+    /// Ends: no successor finds this disk here any more. Gives what tells the one that has taken it, when it is closed, that no name of the
+    /// disk is in use here any longer; `None`: nobody has taken it.
+    pub(crate) fn end(mut self) -> Option<UnixStream> {
+        self.join()
+    }
+
+    fn join(&mut self) -> Option<UnixStream> {
+        // Ends the thread's waiting.
+        let _ = rustix::net::shutdown(&self.listening.listener, rustix::net::Shutdown::Both);
+        // The end of the process must not come before the word that the other one waits for: nobody would have the disk.
+        let thread = self.thread.take().filter(|_| self.was_given.load(Ordering::Acquire))?;
+        thread.join().ok().flatten()
+    }
 }
 
 impl Drop for Giver {
     fn drop(&mut self) {
-        // Ends the thread's waiting.
-        let _ = rustix::net::shutdown(&self.listening.listener, rustix::net::Shutdown::Both);
-        // The end of the process must not come before the word that the other one waits for: nobody would have the disk.
-        if self.was_given.load(Ordering::Acquire)
-            && let Some(thread) = self.thread.take()
-        {
-            let _ = thread.join();
-        }
+        let _ = self.join();
     }
 }
 
@@ -82,24 +88,20 @@ struct Ours {
     disk: Weak<Disk>,
 }
 
-fn wait(listener: &UnixListener, ours: &Ours, given: &AtomicBool) {
+/// Waits for a successor that takes the disk. Gives the stream to it; `None`: the waiting was ended.
+fn wait(listener: &UnixListener, ours: &Ours, given: &AtomicBool) -> Option<UnixStream> {
     while let Ok((stream, _)) = listener.accept() {
-        let is_allowed = socket_peercred(stream.as_fd())
-            .is_ok_and(|peer| peer.uid.as_raw() == user() || peer.uid.is_root());
-        if !is_allowed {
+        if !is_trusted(&stream) {
             tracing::debug!("a stranger wanted the disk and was sent away");
             continue;
         }
         match give(&stream, ours, given) {
-            Ok(true) => {
-                // Its end tells the successor that this process is gone.
-                std::mem::forget(stream);
-                return;
-            }
+            Ok(true) => return Some(stream),
             Ok(false) => {}
             Err(error) => tracing::warn!("the disk was not handed over: {error}"),
         }
     }
+    None
 }
 
 /// Gives the disk to a process. Returns whether it has it.

@@ -4,11 +4,13 @@
 //! that everything is ready, and never again after that. The guest sees a pause, nothing else. If the old one is killed when the new one has
 //! everything, the new one serves; a kill at any other moment of the one whose turn it is leaves nobody, as a kill always does, and requests in
 //! flight are in the memory of the front end then (`ringdisk_guest::inflight`). Beside the control socket of a disk the old process listens
-//! on one for its successor, open to our user and to root only.
+//! on one for its successor, open to our user and to root only; the new one
+//! takes a disk from these only, since directories of sockets may be in /tmp, where anybody makes names.
 //!
 //! What is said: the new process connects and says [`ASK`] and what it would show to the guest ([`Shown`]); the old one refuses if that is not what it
 //! shows itself, or else stands still and sends the parcel; the new one prepares everything and says
-//! [`READY`]; the old one says [`GO`] and ends; the new one serves, and sees the end of the old one as the end of the socket.
+//! [`READY`]; the old one says [`GO`]; the new one serves. The old one removes its names and closes the socket: one that serves other disks at once, one
+//! that has none left by its end, so that its pid file is free, too.
 
 mod giver;
 mod link;
@@ -19,7 +21,12 @@ pub(crate) use giver::Giver;
 pub(crate) use shown::Shown;
 pub(crate) use taker::{Offer, Predecessor, ask};
 
+use std::os::unix::net::UnixStream;
 use std::time::Duration;
+
+use rustix::net::sockopt::socket_peercred;
+
+use crate::control::place::user;
 
 /// The new process wants the disk. Who connects and says nothing only looks whether somebody is there.
 const ASK: u8 = b'A';
@@ -29,3 +36,26 @@ const READY: u8 = b'R';
 const GO: u8 = b'G';
 /// Each step takes so long at most; the guest stands still meanwhile.
 const STEP: Duration = Duration::from_secs(8);
+
+/// Whether a disk may be given to the process on the other side of a socket, or be taken from it.
+fn is_trusted(stream: &UnixStream) -> bool {
+    socket_peercred(stream).is_ok_and(|peer| may_have(peer.uid.as_raw()))
+}
+
+/// Our own user and root may have our disks.
+fn may_have(peer: u32) -> bool {
+    [0, user()].contains(&peer)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nobody_but_our_user_and_root_gives_or_gets_a_disk() {
+        let (ours, _theirs) = UnixStream::pair().expect("sockets");
+        assert!(is_trusted(&ours));
+        assert!(may_have(user()) && may_have(0));
+        assert!(!may_have(user() + 1));
+    }
+}

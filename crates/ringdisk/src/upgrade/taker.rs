@@ -3,7 +3,7 @@
 use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use ringdisk_vhost::export::Parcel;
@@ -12,7 +12,7 @@ use rustix::net::sockopt::socket_peercred;
 use rustix::process::{PidfdFlags, pidfd_open};
 
 use super::link::Refusal;
-use super::{ASK, GO, READY, STEP, Shown, link};
+use super::{ASK, GO, READY, STEP, Shown, is_trusted, link};
 use crate::control::place::{candidates, name_for_successor, user};
 use crate::report::{Exit, Failure};
 
@@ -26,7 +26,7 @@ pub(crate) struct Offer {
     process: Old,
 }
 
-/// The old process, which serves no longer.
+/// The old process, which does not serve this disk any longer.
 #[derive(Debug)]
 pub(crate) struct Predecessor(UnixStream);
 
@@ -43,8 +43,7 @@ pub(crate) fn ask(path: &Path, shown: &Shown) -> Result<(Parcel, Offer), Failure
             .hint("start without --upgrade")
     };
     let found = candidates(&name_for_successor(path), user());
-    let stream = found.iter().find_map(|place| UnixStream::connect(place).ok());
-    let stream = stream.ok_or_else(nobody)?;
+    let stream = connect(&found, is_trusted).ok_or_else(nobody)?;
     let process = Old::of(&stream);
     let doing = || format!("the process that serves '{name}' did not hand it over");
     let failed = |error: io::Error| match is_end(&error) {
@@ -68,6 +67,19 @@ pub(crate) fn ask(path: &Path, shown: &Shown) -> Result<(Parcel, Offer), Failure
             ))
         }
     }
+}
+
+/// Connects to the first process that listens and is to be believed.
+fn connect(places: &[PathBuf], is_trusted: fn(&UnixStream) -> bool) -> Option<UnixStream> {
+    places.iter().find_map(|place| {
+        let stream = UnixStream::connect(place).ok()?;
+        if is_trusted(&stream) {
+            return Some(stream);
+        }
+        // Whoever plants the name would get our guest, and we its image.
+        tracing::warn!("'{}' belongs to another user and is passed over", place.display());
+        None
+    })
 }
 
 impl Offer {
@@ -131,15 +143,60 @@ impl Old {
 }
 
 impl Predecessor {
-    /// Waits until the old process is gone, for a while: names that it had are free then.
-    pub(crate) fn wait(mut self) {
-        let _ = self.0.read(&mut [0]);
+    /// Waits until the old process is gone, or has removed what it had of this disk: names are free then.
+    ///
+    /// * `since`: when one began to wait, for the first disk of all. A process of an earlier version that goes on with other disks says
+    ///   nothing, and guests are served without a sandbox meanwhile.
+    pub(crate) fn wait(mut self, since: Instant) {
+        // No time at all would be no limit.
+        let left = STEP.saturating_sub(since.elapsed()).max(Duration::from_millis(1));
+        if self.0.set_read_timeout(Some(left)).is_ok() {
+            let _ = self.0.read(&mut [0]);
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::net::UnixListener;
+
     use super::*;
+
+    #[test]
+    fn a_stranger_that_listens_first_is_passed_over() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let [none, first, second] = ["0", "1", "2"].map(|name| directory.path().join(name));
+        let _listening = [&first, &second].map(|path| UnixListener::bind(path).expect("bind"));
+        let places = [none, first, second];
+        let named = |stream: &UnixStream, end| {
+            let path = stream.peer_addr().expect("an address");
+            path.as_pathname().is_some_and(|path| path.ends_with(end))
+        };
+        let stream = connect(&places, is_trusted).expect("ours");
+        assert!(named(&stream, "1"));
+        let is_second = |stream: &UnixStream| {
+            let path = stream.peer_addr().expect("an address");
+            path.as_pathname().is_some_and(|path| path.ends_with("2"))
+        };
+        let stream = connect(&places, is_second).expect("the second");
+        assert!(named(&stream, "2"));
+        assert!(connect(&places, |_| false).is_none());
+    }
+
+    #[test]
+    fn an_old_process_is_waited_for_until_it_lets_go_and_all_disks_share_the_time() {
+        let (ours, theirs) = UnixStream::pair().expect("sockets");
+        let begun = Instant::now();
+        let let_go = std::thread::spawn(move || drop(theirs));
+        Predecessor(ours).wait(begun);
+        let_go.join().expect("it let go");
+        let long_ago = Instant::now().checked_sub(STEP).expect("past");
+        let pairs = [0; 3].map(|_| UnixStream::pair().expect("sockets"));
+        for (ours, _theirs) in &pairs {
+            Predecessor(ours.try_clone().expect("a copy")).wait(long_ago);
+        }
+        assert!(begun.elapsed() < STEP / 2, "{:?}", begun.elapsed());
+    }
 
     #[test]
     fn a_process_that_lives_or_is_too_late_or_unknown_has_not_died() {

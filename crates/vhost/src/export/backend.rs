@@ -400,6 +400,17 @@ impl Backend for Control {
         started
     }
 
+    fn resume_vring(&mut self, index: u16, setup: VringSetup) -> Result<(), Refusal> {
+        if areas(&self.memory, &setup, self.device.features()).is_ok() {
+            return self.start_vring(index, setup);
+        }
+        tracing::info!("{}: virtqueue {index} waits for its memory", self.device.name);
+        let ring = &mut self.rings[usize::from(index)];
+        ring.suspended_at = Some(setup.base);
+        ring.setup = Some(setup);
+        Ok(())
+    }
+
     fn stop_vring(&mut self, index: u16) -> Result<u32, Refusal> {
         let ring = &mut self.rings[usize::from(index)];
         ring.setup = None;

@@ -64,8 +64,10 @@ impl Host {
     ///
     /// Errors: why it ended by itself.
     pub(super) fn run(mut self) -> Result<(), Error> {
+        let attended = self.signals.attended();
         let result = self.serve();
-        self.signals.refuse_requests();
+        // What follows may take long.
+        drop(attended);
         let is_ours = !self.control.device.gives_up() && !matches!(result, Ok(End::HandedOver));
         let mut flushed = Ok(());
         if is_ours {

@@ -3,7 +3,7 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TryRecvError, sync_channel};
 use std::time::Duration;
 
 use ringdisk_disk::{Disk, HandOver, ImageOptions};
@@ -20,6 +20,8 @@ use crate::{BackChannel, Connection, Error, ErrorKind};
 
 /// The other process has so long to take everything; the guest stands still meanwhile.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// An export has so long to stand still and to be packed: the other process waits for about as long.
+const STANDING: Duration = Duration::from_secs(10);
 
 /// A request to hand an export over.
 #[derive(Debug)]
@@ -45,15 +47,27 @@ impl HandedOver {
     }
 }
 
-/// Asks the control thread for everything; waits until requests in flight are done.
+/// Asks the control thread for everything; waits until requests in flight are done, but not for ever.
 ///
 /// Errors: why it cannot be handed over at the moment; it goes on then.
 pub(super) fn ask(signals: &Signals) -> Result<(Parcel, HandedOver), Error> {
+    ask_within(signals, STANDING)
+}
+
+fn ask_within(signals: &Signals, limit: Duration) -> Result<(Parcel, HandedOver), Error> {
     let (answer, answered) = sync_channel(1);
     let (verdict, verdict_receiver) = sync_channel(0);
     signals.request(Request { answer, verdict: verdict_receiver });
-    let ended = || Error::new(ErrorKind::Halted, "the disk is served no longer");
-    let parcel = answered.recv().map_err(|_| ended())??;
+    // Whatever is answered later finds that nobody waits, and the export goes on.
+    let parcel = answered.recv_timeout(limit).map_err(|error| match error {
+        RecvTimeoutError::Disconnected => {
+            Error::new(ErrorKind::Halted, "the disk is served no longer")
+        }
+        RecvTimeoutError::Timeout => {
+            let text = format!("requests in flight are not done after {} s", limit.as_secs());
+            Error::new(ErrorKind::Refused, text)
+        }
+    })??;
     Ok((parcel, HandedOver { verdict }))
 }
 
@@ -78,6 +92,10 @@ impl Request {
         door: &Door,
         mut front_end: Option<(&mut Session, &Connection)>,
     ) -> Outcome {
+        if matches!(self.verdict.try_recv(), Err(TryRecvError::Disconnected)) {
+            // Nobody waits for it any more: the guest need not stand still.
+            return Outcome::GoesOn;
+        }
         let half = front_end.as_ref().is_some_and(|(_, socket)| !socket.is_between_messages());
         let why_not = if half {
             Some("a message of the front end is half here; try again")
@@ -255,3 +273,58 @@ pub(super) async fn open_disk(
 
 /// The socket of the front end that was connected, and what it had said.
 pub(super) type FrontEnd = (Session, OwnedFd);
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use super::*;
+
+    fn signals() -> Arc<Signals> {
+        Arc::new(Signals::new(false).expect("an eventfd"))
+    }
+
+    /// A control thread that does this with the first request.
+    fn asked_while(serve: impl FnOnce(Request) + Send + 'static) -> Error {
+        let signals = signals();
+        let theirs = Arc::clone(&signals);
+        let attended = signals.attended();
+        let control = std::thread::spawn(move || {
+            let _attended = attended;
+            let request = std::iter::repeat_with(|| theirs.take_request()).flatten().next();
+            serve(request.expect("one comes"));
+        });
+        let begun = Instant::now();
+        let error = ask(&signals).expect_err("nothing is handed over");
+        assert!(begun.elapsed() < STANDING / 2);
+        let _ = control.join();
+        assert_eq!(ask(&signals).expect_err("it has ended").kind(), ErrorKind::Halted);
+        assert!(signals.take_request().is_none());
+        error
+    }
+
+    #[test]
+    fn who_asks_at_the_end_or_after_it_is_told_so_at_once() {
+        assert_eq!(asked_while(drop).kind(), ErrorKind::Halted);
+        let panics = |_request| panic!("a defect");
+        assert_eq!(asked_while(panics).kind(), ErrorKind::Halted);
+        // One that nobody has looked at.
+        let signals = signals();
+        let attended = signals.attended();
+        let theirs = Arc::clone(&signals);
+        let asks = std::thread::spawn(move || ask(&theirs).expect_err("it has ended"));
+        std::thread::sleep(Duration::from_millis(5));
+        drop(attended);
+        assert_eq!(asks.join().expect("it asked").kind(), ErrorKind::Halted);
+    }
+
+    #[test]
+    fn who_gets_no_answer_gives_up_and_the_request_is_nobodys() {
+        let signals = signals();
+        let error = ask_within(&signals, Duration::from_millis(5)).expect_err("no answer");
+        assert_eq!(error.kind(), ErrorKind::Refused);
+        let request = signals.take_request().expect("it waits");
+        assert!(matches!(request.verdict.try_recv(), Err(TryRecvError::Disconnected)));
+        assert!(request.answer.send(Err(error)).is_err());
+    }
+}

@@ -87,6 +87,9 @@ struct VringWords {
     /// Flags, descriptors, used, available, log.
     address: Option<[u64; 5]>,
     base: u32,
+    /// Earlier versions do not say it.
+    #[serde(default)]
+    base_at_reset: Option<u32>,
     enabled: Option<bool>,
 }
 
@@ -118,10 +121,10 @@ impl Packing {
     pub(super) fn add_session(&mut self, state: SessionState) {
         let mut vrings = Vec::with_capacity(state.vrings.len());
         for (index, vring) in (0..).zip(state.vrings) {
-            let SavedVring { size, address, base, enabled, kick } = vring;
+            let SavedVring { size, address, base, base_at_reset, enabled, kick } = vring;
             let address =
                 address.map(|a| [u64::from(a.flags), a.descriptor, a.used, a.available, a.log]);
-            vrings.push(VringWords { size, address, base, enabled });
+            vrings.push(VringWords { size, address, base, base_at_reset, enabled });
             if let Some(kick) = kick {
                 self.give(Role::Kick(index), kick);
             }
@@ -191,7 +194,7 @@ impl Unpacked {
         let SessionWords { features, protocol_features, status, regions, vrings } = words;
         let mut saved = Vec::with_capacity(vrings.len());
         for (index, vring) in (0..).zip(vrings) {
-            let VringWords { size, address, base, enabled } = vring;
+            let VringWords { size, address, base, base_at_reset, enabled } = vring;
             let address = address.map(|[flags, descriptor, used, available, log]| VringAddress {
                 index: u32::from(index),
                 flags: u32::try_from(flags).unwrap_or(u32::MAX),
@@ -201,7 +204,7 @@ impl Unpacked {
                 log,
             });
             let kick = self.one(Role::Kick(index));
-            saved.push(SavedVring { size, address, base, enabled, kick });
+            saved.push(SavedVring { size, address, base, base_at_reset, enabled, kick });
         }
         Some(SessionState { features, protocol_features, status, regions, vrings: saved })
     }

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::event::{EventfdFlags, eventfd};
 
@@ -19,7 +19,25 @@ pub(crate) struct Signals {
     held: AtomicBool,
     panicked: AtomicBool,
     changed: AtomicBool,
-    requests: Mutex<VecDeque<Request>>,
+    requests: Mutex<Requests>,
+}
+
+/// What other processes want.
+#[derive(Debug, Default)]
+struct Requests {
+    waiting: VecDeque<Request>,
+    /// Nobody will look at them any more.
+    ended: bool,
+}
+
+/// The control thread while it answers requests; when it ends, also by a panic, nobody waits for it.
+#[derive(Debug)]
+pub(crate) struct Attended(Arc<Signals>);
+
+impl Drop for Attended {
+    fn drop(&mut self) {
+        self.0.refuse_requests();
+    }
 }
 
 impl Signals {
@@ -86,22 +104,35 @@ impl Signals {
         self.changed.swap(false, Ordering::AcqRel)
     }
 
-    /// Another process wants the export.
+    /// Another process wants the export. When nobody will answer, the request is dropped at once.
     pub(crate) fn request(&self, request: Request) {
-        self.requests().push_back(request);
-        self.wake();
+        let mut requests = self.requests();
+        if !requests.ended {
+            requests.waiting.push_back(request);
+            self.wake();
+        }
     }
 
     pub(crate) fn take_request(&self) -> Option<Request> {
-        self.requests().pop_front()
+        self.requests().waiting.pop_front()
     }
 
-    /// The control thread has ended: nobody will answer.
-    pub(crate) fn refuse_requests(&self) {
-        self.requests().clear();
+    /// For the control thread to hold as long as it answers requests.
+    pub(crate) fn attended(self: &Arc<Signals>) -> Attended {
+        Attended(Arc::clone(self))
     }
 
-    fn requests(&self) -> MutexGuard<'_, VecDeque<Request>> {
+    /// Nobody will answer, neither what waits nor what comes.
+    fn refuse_requests(&self) {
+        let refused = {
+            let mut requests = self.requests();
+            requests.ended = true;
+            std::mem::take(&mut requests.waiting)
+        };
+        drop(refused);
+    }
+
+    fn requests(&self) -> MutexGuard<'_, Requests> {
         self.requests.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

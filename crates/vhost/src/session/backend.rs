@@ -162,6 +162,12 @@ pub trait Backend {
     /// Errors: it is not in the guest's memory, or cannot be run; it does not run then.
     fn start_vring(&mut self, index: u16, setup: VringSetup) -> Result<(), Refusal>;
 
+    /// As [`Backend::start_vring`], for one that ran in another process, or here before a hand-over that failed. If its memory was taken
+    /// away before that, it waits as after [`Backend::remove_region`].
+    ///
+    /// Errors: as there.
+    fn resume_vring(&mut self, index: u16, setup: VringSetup) -> Result<(), Refusal>;
+
     /// Stops a virtqueue that runs: no chain is popped any more, those that were are completed. Returns where to begin next time, as
     /// in [`VringSetup::base`]; for one that is broken, as well as is known. It does not run afterwards, come what may.
     ///

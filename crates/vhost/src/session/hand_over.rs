@@ -22,6 +22,8 @@ pub struct SavedVring {
     pub address: Option<VringAddress>,
     /// Where to begin.
     pub base: u32,
+    /// Where it stood when a reset stopped it, if GET_VRING_BASE may still ask for that.
+    pub base_at_reset: Option<u32>,
     /// What SET_VRING_ENABLE said, if it came.
     pub enabled: Option<bool>,
     /// The eventfd that the driver kicks, if it was started.
@@ -55,8 +57,8 @@ impl Session {
     pub fn state(&self) -> Result<SessionState, Error> {
         let saved = |vring: &Vring| {
             let kick = vring.kick.as_ref().map(OwnedFd::try_clone).transpose()?;
-            let Vring { size, address, base, enabled, .. } = *vring;
-            Ok(SavedVring { size, address, base, enabled, kick })
+            let Vring { size, address, base, base_at_reset, enabled, .. } = *vring;
+            Ok(SavedVring { size, address, base, base_at_reset, enabled, kick })
         };
         let vrings = self.vrings.iter().map(saved).collect::<std::io::Result<_>>();
         let failed = |error| Error::new(ErrorKind::System, "copying kick eventfds").source(error);
@@ -102,14 +104,14 @@ impl Session {
         let regions: Vec<&Region> = regions.iter().collect();
         session.regions = Regions::of(&regions).map_err(refused)?;
         for (vring, saved) in session.vrings.iter_mut().zip(state.vrings) {
-            let SavedVring { size, address, base, enabled, kick } = saved;
+            let SavedVring { size, address, base, base_at_reset, enabled, kick } = saved;
             if size.is_some_and(|size| size == 0 || size > config.queue_size_max) {
                 return Err(refused(format!("a virtqueue of {size:?} entries")));
             }
             if let Some(address) = &address {
                 super::vring::check(address).map_err(refused)?;
             }
-            *vring = Vring { size, address, base, kick, enabled, ..Vring::default() };
+            *vring = Vring { size, address, base, base_at_reset, kick, enabled, running: false };
         }
         session.features = state.features;
         session.protocol_features = state.protocol_features;
@@ -117,7 +119,7 @@ impl Session {
         Ok(session)
     }
 
-    /// Tells the back end what was negotiated, and starts the rings that are to run.
+    /// Tells the back end what was negotiated, and starts the rings that are to run. Those that waited for their memory wait again.
     ///
     /// Errors: one of them cannot; those before it run.
     pub fn resume(&mut self, backend: &mut dyn Backend) -> Result<(), Error> {
@@ -133,7 +135,19 @@ impl Session {
             backend.set_status(self.status & !features::STATUS_NEEDS_RESET);
         }
         for index in 0..self.config.queues_max {
-            self.settle(backend, index).map_err(failed)?;
+            self.go_on(backend, index).map_err(failed)?;
+        }
+        Ok(())
+    }
+
+    fn go_on(&mut self, backend: &mut dyn Backend, index: u16) -> Result<(), Fault> {
+        let at_once = self.features & features::F_PROTOCOL_FEATURES == 0;
+        let packed = self.packed();
+        let (_, vring) = self.vring(u32::from(index))?;
+        if vring.wanted(at_once) && !vring.running {
+            let setup = vring.setup(packed).map_err(|what| format!("virtqueue {index}: {what}"))?;
+            backend.resume_vring(index, setup)?;
+            vring.running = true;
         }
         Ok(())
     }

@@ -1,7 +1,8 @@
 //! The sandbox of a process that serves disks for virtual machines.
 //!
 //! Promises: what is named here is all that serving takes after the start: images of every disk, names that go at the end, front ends that
-//! are connected to again. Main thread, once, when everything has been made and before a front end is listened to.
+//! are connected to again. Main thread, once, when everything has been made and before a front end is listened to; guests of disks that were
+//! taken over (`--upgrade`) are served already, and then nothing that happens here ends the process.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -18,11 +19,15 @@ use crate::upgrade::Giver;
 
 /// Takes everything away that serving does not need, and lets `ringdisk ctl` tell.
 ///
-/// Errors: those of [`sandbox::enter`].
+/// * `taken`: these disks were another process's, which has nothing of them any more. What is missing then is complained of, however much
+///   it was insisted on: a guest without its disk is worse.
+///
+/// Errors: those of [`sandbox::enter`]; none if `taken`.
 pub(super) fn enter(
     word: SandboxWord,
     disks: &[Running],
     pidfile: Option<&Pidfile>,
+    taken: bool,
 ) -> Result<(), Failure> {
     let mut files: Vec<Named> = disks.iter().flat_map(Running::names).collect();
     let mut plan = sandbox::plan(word);
@@ -37,7 +42,10 @@ pub(super) fn enter(
     files.extend(pidfile.and_then(Pidfile::identity));
     let fronts = disks.iter().filter_map(|disk| disk.front.clone()).collect();
     let plan = through_warden(plan, &Duties { mount: None, files, fronts });
-    let in_force = sandbox::enter(plan)?;
+    let in_force = match taken {
+        true => sandbox::enter_as_far_as_possible(plan, word),
+        false => sandbox::enter(plan)?,
+    };
     disks.iter().for_each(|disk| disk.commands.confined(in_force.clone()));
     Ok(())
 }

@@ -1,6 +1,7 @@
 //! `--upgrade`: disks that another process serves until now.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use ringdisk_disk::Disk;
 use ringdisk_vhost::Listen;
@@ -50,8 +51,11 @@ pub(super) fn take_over(plans: Vec<Plan<'_>>, watcher: &Watcher) -> Result<Vec<R
         match offer.take() {
             Ok(predecessor) => {
                 let disk = Arc::clone(prepared.disk());
-                let served = Served::go(prepared, placed.name.clone())?;
-                taken.push(Taken { placed, makes, served, disk, predecessor });
+                match Served::go(prepared, placed.name.clone()) {
+                    Ok(served) => taken.push(Taken { placed, makes, served, disk, predecessor }),
+                    // Other guests have nobody but this process.
+                    Err(failure) => terminal::complain(&failure.context(placed.name)),
+                }
             }
             // Its guest goes on where it was.
             Err(failure) => terminal::complain(&failure.context(placed.name)),
@@ -60,9 +64,10 @@ pub(super) fn take_over(plans: Vec<Plan<'_>>, watcher: &Watcher) -> Result<Vec<R
     if taken.is_empty() {
         return Err(Failure::new(Exit::General, "no disk was handed over"));
     }
+    let since = Instant::now();
     let attend = |Taken { mut placed, makes, served, disk, predecessor }| {
         // Guests go on meanwhile; names for `ringdisk ctl` are free when it is gone.
-        predecessor.wait();
+        predecessor.wait(since);
         if let Some(path) = placed.path.as_deref().filter(|_| makes) {
             placed.made = MadeSocket::adopt(path).ok();
         }

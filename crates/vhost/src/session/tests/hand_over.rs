@@ -41,6 +41,37 @@ fn the_old_process_goes_on_if_the_new_one_fails() {
 }
 
 #[test]
+fn a_ring_without_its_memory_waits_on_either_side() {
+    let mut old = busy();
+    old.remove_region(0, 0x10_0000, 0x7f00_0000_0000);
+    old.session.suspend(&mut old.mock);
+    let state = old.session.state().unwrap();
+    let mut new = Peer::negotiated();
+    new.session = Session::restore(config(), state).unwrap();
+    for peer in [&mut new, &mut old] {
+        peer.mock.taken();
+        peer.session.resume(&mut peer.mock).unwrap();
+        assert_eq!(peer.mock.taken().last().unwrap(), "wait 0 base 0x1000");
+        assert_eq!(peer.session.running(), 1);
+        peer.add_region(0, 0x10_0000, 0x7f00_0000_0000);
+        assert_eq!(peer.get_vring_base(0), 0x1000);
+    }
+}
+
+#[test]
+fn where_a_reset_stopped_a_ring_is_still_known() {
+    let mut old = busy();
+    old.tell(Request::SetStatus, 0);
+    old.session.suspend(&mut old.mock);
+    let state = old.session.state().unwrap();
+    let mut new = Peer::with_memory();
+    new.session = Session::restore(config(), state).unwrap();
+    new.session.resume(&mut new.mock).unwrap();
+    assert_eq!(new.get_vring_base(0), 0x1000);
+    assert_eq!(new.get_vring_base(0), 0, "once");
+}
+
+#[test]
 fn what_is_not_offered_any_more_is_named() {
     let mut old = busy();
     old.session.suspend(&mut old.mock);

@@ -115,6 +115,14 @@ impl Backend for Mock {
         Ok(())
     }
 
+    fn resume_vring(&mut self, index: u16, setup: VringSetup) -> Result<(), Refusal> {
+        if !self.regions.is_empty() {
+            return self.start_vring(index, setup);
+        }
+        assert!(self.running.insert(index), "ring {index} runs already");
+        self.called("wait", format_args!("{index} base {:#x}", setup.base))
+    }
+
     fn stop_vring(&mut self, index: u16) -> Result<u32, Refusal> {
         assert!(self.running.remove(&index), "ring {index} does not run");
         self.called("stop", index)?;
