@@ -221,7 +221,9 @@ pub(crate) struct DeviceArgs {
 
     /// Register all memory of the guest with io_uring: less CPU time for each request
     ///
-    /// Pins all of it, so memory cannot be given back by ballooning, nor be swapped; it counts as locked memory (RLIMIT_MEMLOCK).
+    /// Pins all of it, so all of it is taken at once, and cannot be given back by ballooning nor be swapped. It counts as locked memory
+    /// (RLIMIT_MEMLOCK) once for each queue thread; what is above the limit is used unpinned, with a warning. Requests whose data are one
+    /// segment gain.
     #[arg(long, help_heading = "Serving options")]
     pub(crate) pin_guest_memory: bool,
 }

@@ -172,6 +172,7 @@ impl Export {
         let topology = Topology::read();
         let (places, usable) = place::place(&topology, &options, &mut notes)?;
         let placed = places.clone();
+        let pins = options.pin_guest_memory.then(Arc::default);
         let mut threads = Vec::with_capacity(places.len());
         for (index, cpus) in places.into_iter().enumerate() {
             let thread = QueueThread::start(ThreadSetup {
@@ -179,7 +180,7 @@ impl Export {
                 cpus,
                 disk: Arc::clone(&disk),
                 device: Arc::clone(&device),
-                pins_memory: options.pin_guest_memory,
+                pins: pins.clone(),
                 restricted: options.restricted,
             });
             let thread = thread.map_err(ring_error)?;

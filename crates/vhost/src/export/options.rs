@@ -143,7 +143,7 @@ pub struct ExportOptions {
     pub write_cache: bool,
     /// Packed virtqueues are offered.
     pub packed: bool,
-    /// Memory of the guest is registered with the rings, and so pinned: regions of up to 1 GiB, which is the kernel's limit.
+    /// Memory of the guest is registered with the ring of each queue thread, and so pinned.
     pub pin_guest_memory: bool,
     /// For I/O errors of the image.
     pub on_error: OnError,

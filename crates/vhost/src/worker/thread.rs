@@ -19,7 +19,7 @@ use ringdisk_ring::{
 };
 use rustix::thread::set_current_timer_slack;
 
-use super::{REQUESTS_MAX, Worker};
+use super::{REQUESTS_MAX, Told, Worker};
 use crate::device::Device;
 
 /// Operations for each request: data of several extents, metadata.
@@ -42,8 +42,8 @@ pub(crate) struct ThreadSetup {
     pub(crate) cpus: CpuList,
     pub(crate) disk: Arc<Disk>,
     pub(crate) device: Arc<Device>,
-    /// Guest memory is registered with the ring.
-    pub(crate) pins_memory: bool,
+    /// Guest memory is registered with the ring; shared by the threads of an export.
+    pub(crate) pins: Option<Arc<Told>>,
     /// The ring does nothing but what serving takes.
     pub(crate) restricted: bool,
 }
@@ -217,8 +217,7 @@ fn run(setup: ThreadSetup, ready: &SyncSender<Result<Ready, SetupError>>, stop: 
     let ring = runtime.ring().clone();
     let cells = Arc::new(QueueCells::default());
     cells.thread_id.set(u64::from(rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs()));
-    let worker =
-        Worker::new(&ring, setup.disk, setup.device, Arc::clone(&cells), setup.pins_memory);
+    let worker = Worker::new(&ring, setup.disk, setup.device, Arc::clone(&cells), setup.pins);
     WORKER.set(Some(Rc::clone(&worker)));
     ring.set_source(worker);
     let told = ready.send(Ok(Ready {
