@@ -170,7 +170,7 @@ impl Export {
         ));
         let mut notes = Vec::new();
         let topology = Topology::read();
-        let (places, usable) = place::place(&topology, &options, &mut notes)?;
+        let (places, usable) = place::place(&topology, &options, &place::PLACED, &mut notes)?;
         let placed = places.clone();
         let pins = options.pin_guest_memory.then(Arc::default);
         let mut threads = Vec::with_capacity(places.len());
