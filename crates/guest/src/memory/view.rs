@@ -15,10 +15,10 @@ pub struct View {
     memory: Arc<Memory>,
     /// One for each region, in the same order.
     buffers: Vec<Buffers>,
-    /// Of a piece of a region that is registered: the power of two of its bytes.
-    piece_shift: u32,
     /// The same, for small numbers.
     areas: Vec<RingMemory>,
+    /// Bytes of a piece of a region that is registered, as a power of two.
+    piece_shift: u32,
     /// Region of the last hit: guests have one or two that matter.
     last: Cell<usize>,
 }
@@ -54,7 +54,7 @@ impl View {
         let buffers = buffers.collect();
         let areas =
             memory.regions().iter().map(|r| RingMemory::new(r.mapping(), r.guest_addr())).collect();
-        View { memory, buffers, piece_shift, areas, last: Cell::new(0) }
+        View { memory, buffers, areas, piece_shift, last: Cell::new(0) }
     }
 
     /// The memory that is looked at.
