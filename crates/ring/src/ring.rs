@@ -122,6 +122,17 @@ pub struct RawCommand {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Timeout;
 
+/// A table of zeroes: pages come from the system when they are touched.
+///
+/// # Safety
+///
+/// A `T` of zeroes is valid.
+unsafe fn zeroed<T>(count: usize) -> Box<[T]> {
+    let table = Box::new_zeroed_slice(count);
+    // SAFETY: as the caller promises.
+    unsafe { table.assume_init() }
+}
+
 impl Inner {
     pub(crate) fn new(config: &crate::Config) -> Result<Inner, crate::SetupError> {
         let shared =
@@ -132,14 +143,10 @@ impl Inner {
         Ok(Inner {
             uring,
             slots: RefCell::new(Slots::new(slots)),
-            vectors: (0..slots)
-                .map(|_| {
-                    UnsafeCell::new(
-                        [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; VECTOR_MAX],
-                    )
-                })
-                .collect(),
-            times: (0..slots).map(|_| UnsafeCell::new(types::Timespec::new())).collect(),
+            // SAFETY: zeroes are vectors of null pointers and lengths of 0.
+            vectors: unsafe { zeroed(slots as usize) },
+            // SAFETY: zeroes are times of no length.
+            times: unsafe { zeroed(slots as usize) },
             hungry: RefCell::new(VecDeque::with_capacity(slots as usize)),
             executor: Executor::new(Arc::clone(&shared)),
             counters: Arc::new(Counters::default()),

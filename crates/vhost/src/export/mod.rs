@@ -48,7 +48,7 @@ use sockets::Door;
 const MEM_SLOTS: u16 = 509;
 /// Data segments of a request, as drivers are told: with header and status they fit the smallest queue that front ends make by default
 /// (QEMU: 128 entries).
-const SEG_MAX: u32 = 126;
+pub(crate) const SEG_MAX: u32 = 126;
 
 /// Asks an export for a clean stop, from any thread; also after its end.
 #[derive(Clone, Debug)]

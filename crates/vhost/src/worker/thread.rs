@@ -25,7 +25,10 @@ use crate::device::Device;
 /// Operations for each request: data of several extents, metadata.
 const SLOTS_PER_REQUEST: usize = 4;
 /// Submission entries: a batch of requests with what belongs to them.
-const ENTRIES: u32 = 512;
+const ENTRIES: u32 = 256;
+/// Operations in flight at once: a little less than all requests may have, so that the completions that the ring makes room for (twice as
+/// many, and 64) are 2048 and not 4096. All of that room is taken from the start.
+const SLOTS: usize = REQUESTS_MAX * SLOTS_PER_REQUEST - 32;
 /// Longest poll of virtqueues and storage before a sleep. Waking an idle CPU costs about 75 µs on small machines, so a poll as long as
 /// that loses at most half; it is tried only while it pays.
 const POLL: Duration = Duration::from_micros(80);
@@ -198,7 +201,7 @@ fn run(setup: ThreadSetup, ready: &SyncSender<Result<Ready, SetupError>>, stop: 
         });
     // Naps of some µs are meant as they are; the usual slack of timers is longer than they.
     let _ = set_current_timer_slack(NonZeroU64::new(1000));
-    let slots = u32::try_from(REQUESTS_MAX * SLOTS_PER_REQUEST).unwrap_or(1024);
+    let slots = u32::try_from(SLOTS).unwrap_or(512);
     let config = Config {
         entries: ENTRIES,
         slots,
