@@ -9,6 +9,7 @@ import re
 import shlex
 import stat
 import subprocess
+import threading
 import time
 
 from . import fio, proc
@@ -40,6 +41,24 @@ class SocketServer(Server):
         time.sleep(0.2)
         said = b"".join(self.said).decode(errors="replace")[-800:].strip()
         raise BenchError(f"{self.name}: no socket; it said: {said or '(nothing)'}")
+
+
+    def upgrade(self):
+        """Starts the same command again, which takes over from the one that runs."""
+        old = self.process
+        new = subprocess.Popen([*self.make_command(self.path), "--upgrade"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        threading.Thread(target=lambda: self.said.extend(new.stdout), daemon=True).start()
+        try:
+            ended = old.wait(READY_S)
+        except subprocess.TimeoutExpired:
+            ended = "not at all"
+        if ended != 0:
+            # Whoever serves now, none of the two stays behind.
+            new.kill()
+            new.wait()
+            said = b"".join(self.said).decode(errors="replace")[-800:].strip()
+            raise BenchError(f"{self.name}: the one that was to be replaced ended {ended}; they said: {said}")
+        self.process = new
 
 
 def ringdisk_command(binary, image, queues, socket):
@@ -176,6 +195,24 @@ class Bench:
         if not count.isdigit():
             raise BenchError(f"perf stat: {said.strip()[-300:]}")
         return {"syscalls": int(count) / found["ios"], "kicks": found["kicks"] / found["ios"], "calls": found["calls"] / found["ios"]}
+
+    def pause(self, kind, load, upgrade):
+        """Longest time in ms that a client gets no answer, with an upgrade of the server in the middle or, to compare, without one."""
+        with self.serve("ringdisk", kind, load.queues) as server:
+            self.run_load(server, load, 0.2)
+            command = [*self.on_client(load.queues), self.load, *load.words(server.socket, self.size, 1.5)]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as client:
+                try:
+                    time.sleep(0.5)
+                    if upgrade:
+                        server.upgrade()
+                    if client.poll() is not None:
+                        raise BenchError("the client ended before the upgrade did")
+                    found = parse_load(client.stdout.readline(), command)
+                finally:
+                    client.kill()
+            server.alive()
+            return found["pause_s"] * 1e3
 
     def idle(self, side, kind, seconds):
         """CPU in percent, context switches in a second and memory in MiB (without shared, so without the guest's) of a disk whose guest

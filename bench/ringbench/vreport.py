@@ -40,7 +40,10 @@ def single_table(key, lines):
     """One figure a line."""
     out = [f"**{vtables.TITLES[key]}**", "", "| figure | ringdisk | QSD | target |", "|---|---|---|---|"]
     for line in lines:
-        show = lambda side: "failed" if line["values"].get(side) is None else f"{line['values'][side]:.3g} {line['unit']}".strip()
+        def show(side):
+            value = line["values"].get(side)
+            return "failed" if value is None else value if isinstance(value, str) else f"{value:.3g} {line['unit']}".strip()
+
         bound = "" if line["bound"] is None else f"≤ {line['bound']:g}: {verdict(line['met'])}"
         out.append(f"| {line['name']} | {show('ringdisk')} | {show('qsd')} | {bound} |")
     return out + [""]

@@ -11,6 +11,8 @@ from .servers import BenchError
 from .vhost import Load
 
 QSD = ("qsd", "qsd main loop")
+# A figure of a side that cannot do this.
+NOTHING = "–"
 
 
 class Target:
@@ -105,7 +107,8 @@ def files(bench):
 
 ROWS = {"libblkio": libblkio, "driver": driver, "file": files}
 TITLES = {"libblkio": "Null disk, one queue, `qemu-img bench` (libblkio)", "driver": "Null disk, a driver that costs little",
-          "file": "Files, O_DIRECT", "cost": "Kicks, calls and system calls for each I/O", "idle": "A connected disk that nobody uses"}
+          "file": "Files, O_DIRECT", "cost": "Kicks, calls and system calls for each I/O", "idle": "A connected disk that nobody uses",
+          "upgrade": "A new ringdisk takes over from one in use"}
 
 
 def measure_rows(table, bench, reps, only):
@@ -193,5 +196,27 @@ def idle(bench, reps, only):
     return lines, errors
 
 
-SINGLES = {"cost": cost, "idle": idle}
+def upgrade(bench, reps, only):
+    """The longest pause that clients see while one ringdisk takes over from another, of several times; QSD has nothing like it."""
+    lines, errors = [], []
+    for kind, op in (("null", "read"), ("qcow2", "write")):
+        for depth in (1, 32):
+            load = Load(depth, op=op)
+            name = f"{kind}: {load.name}"
+            if only not in name:
+                continue
+            found = {}
+            for what, upgrades in (("pause of an upgrade", True), ("pause without one", False)):
+                try:
+                    found[what] = [bench.pause(kind, load, upgrades) for _ in range(reps)]
+                    say(f"{name}: {what} {', '.join(f'{ms:.1f}' for ms in found[what])} ms")
+                except (BenchError, OSError) as error:
+                    errors.append(f"{name}: {what}: {error}")
+            for what, bound in (("pause of an upgrade", 20), ("pause without one", None)):
+                values = {"ringdisk": max(found[what])} if what in found else {}
+                lines.append(single(f"{name}: longest {what}", "ms", {**values, "qsd": NOTHING}, bound))
+    return lines, errors
+
+
+SINGLES = {"cost": cost, "idle": idle, "upgrade": upgrade}
 TABLES = (*ROWS, *SINGLES)

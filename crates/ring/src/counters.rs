@@ -34,6 +34,7 @@ pub struct Counters {
     pub(crate) queue_full: Counter,
     pub(crate) slots_full: Counter,
     pub(crate) cancelled: Counter,
+    pub(crate) fixed: Counter,
 }
 
 /// Values of [`Counters`] at one moment; each is a count since the start of the ring.
@@ -59,6 +60,8 @@ pub struct CountersSnapshot {
     pub slots_full: u64,
     /// Operations whose future was dropped in flight.
     pub cancelled: u64,
+    /// Reads and writes of registered memory, whose pages the kernel did not have to look up.
+    pub fixed: u64,
 }
 
 impl Counters {
@@ -75,6 +78,7 @@ impl Counters {
             queue_full: self.queue_full.get(),
             slots_full: self.slots_full.get(),
             cancelled: self.cancelled.get(),
+            fixed: self.fixed.get(),
         }
     }
 }

@@ -3,6 +3,7 @@
 use std::cell::{Cell, RefCell, UnsafeCell};
 use std::collections::VecDeque;
 use std::future::{Future, poll_fn};
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -121,6 +122,17 @@ pub struct RawCommand {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Timeout;
 
+/// A table of zeroes: pages come from the system when they are touched.
+///
+/// # Safety
+///
+/// A `T` of zeroes is valid.
+unsafe fn zeroed<T>(count: usize) -> Box<[T]> {
+    let table = Box::new_zeroed_slice(count);
+    // SAFETY: as the caller promises.
+    unsafe { table.assume_init() }
+}
+
 impl Inner {
     pub(crate) fn new(config: &crate::Config) -> Result<Inner, crate::SetupError> {
         let shared =
@@ -131,14 +143,10 @@ impl Inner {
         Ok(Inner {
             uring,
             slots: RefCell::new(Slots::new(slots)),
-            vectors: (0..slots)
-                .map(|_| {
-                    UnsafeCell::new(
-                        [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; VECTOR_MAX],
-                    )
-                })
-                .collect(),
-            times: (0..slots).map(|_| UnsafeCell::new(types::Timespec::new())).collect(),
+            // SAFETY: zeroes are vectors of null pointers and lengths of 0.
+            vectors: unsafe { zeroed(slots as usize) },
+            // SAFETY: zeroes are times of no length.
+            times: unsafe { zeroed(slots as usize) },
             hungry: RefCell::new(VecDeque::with_capacity(slots as usize)),
             executor: Executor::new(Arc::clone(&shared)),
             counters: Arc::new(Counters::default()),
@@ -329,6 +337,7 @@ impl Ring {
         if buf.is_scattered() {
             return self.move_pieces(fd, offset, buf, Way::Read);
         }
+        self.count_fixed(buf);
         self.op(Self::read_entry(fd, offset, buf), Some(buf.clone()))
     }
 
@@ -344,7 +353,14 @@ impl Ring {
                 opcode::WriteFixed::new(fd, start, len, slot).offset(offset).build()
             }),
         };
+        self.count_fixed(buf);
         self.op(entry, Some(buf.clone()))
+    }
+
+    fn count_fixed(&self, buf: &IoBuf) {
+        if buf.fixed().is_some() {
+            self.0.counters.fixed.add(1);
+        }
     }
 
     /// Waits until the descriptor is readable, as an exclusive waiter (of several, the kernel
@@ -573,15 +589,16 @@ impl Ring {
     /// Puts memory into a slot of the table of registered buffers ([`Ring::register_buffers`]), or empties it. Pins the memory for as long as
     /// it is there.
     ///
-    /// * `memory`: at most 1 GiB, the kernel's limit; kept alive by its user until the slot is empty or the ring is gone.
+    /// * `memory`: which bytes of which memory, at most 1 GiB, the kernel's limit; kept alive by its user until the slot is empty or the
+    ///   ring is gone. Panics when the range leaves the memory (a programming error).
     ///
     /// Errors: `ENOMEM` above RLIMIT_MEMLOCK, `EFAULT` for too much, `ENXIO` without a table, `EOPNOTSUPP` for pages that cannot be pinned.
     pub fn update_buffer(
         &self,
         slot: u16,
-        memory: Option<&Arc<SharedMemory>>,
+        memory: Option<(&Arc<SharedMemory>, Range<usize>)>,
     ) -> Result<(), Errno> {
-        let buf = memory.map(SharedMemory::buffer);
+        let buf = memory.map(|(memory, range)| memory.buffer().slice(range));
         let vector = match &buf {
             Some(buf) => libc::iovec { iov_base: buf.as_mut_ptr().cast(), iov_len: buf.len() },
             None => libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 },

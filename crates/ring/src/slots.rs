@@ -1,4 +1,5 @@
-//! Slots: one for each operation in flight, made at start-up.
+//! Slots: one for each operation in flight. Memory for all is reserved at start-up, and touched when so many are in flight for the
+//! first time: most threads never need most of it.
 //!
 //! A slot keeps what the kernel may still touch (buffers, vectors, a time) until the completion
 //! arrives, whoever dropped what meanwhile. A generation in the user data tells a late completion
@@ -78,28 +79,39 @@ pub(crate) enum Completed {
 /// All slots of a ring.
 #[derive(Debug)]
 pub(crate) struct Slots {
+    /// Those that have been in use. Has room for `count`, so it never moves.
     slots: Vec<Slot>,
+    count: usize,
+    /// Those of them that are free, the last one first: so the same few are used again and again.
     free: Vec<u32>,
     in_flight: usize,
 }
 
 impl Slots {
     pub(crate) fn new(count: u32) -> Slots {
-        let slots = (0..count)
-            .map(|_| Slot {
-                generation: 0,
-                state: State::Free,
-                waiter: Waiter::None,
-                keep: Keep::Nothing,
-                pieces: [const { None }; VECTOR_MAX],
-            })
-            .collect();
-        Slots { slots, free: (0..count).rev().collect(), in_flight: 0 }
+        let count = count as usize;
+        let (slots, free) = (Vec::with_capacity(count), Vec::with_capacity(count));
+        Slots { slots, count, free, in_flight: 0 }
+    }
+
+    /// A slot that has not been in use yet, if there is one.
+    fn fresh(&mut self) -> Option<u32> {
+        if self.slots.len() == self.count {
+            return None;
+        }
+        self.slots.push(Slot {
+            generation: 0,
+            state: State::Free,
+            waiter: Waiter::None,
+            keep: Keep::Nothing,
+            pieces: [const { None }; VECTOR_MAX],
+        });
+        u32::try_from(self.slots.len() - 1).ok()
     }
 
     /// Takes a free slot for an operation. Gives `keep` back when all are in use.
     pub(crate) fn take(&mut self, keep: Keep) -> Result<u32, Keep> {
-        let Some(index) = self.free.pop() else { return Err(keep) };
+        let Some(index) = self.free.pop().or_else(|| self.fresh()) else { return Err(keep) };
         let slot = &mut self.slots[index as usize];
         debug_assert_eq!(slot.state, State::Free);
         slot.generation = (slot.generation + 1) & GENERATION_MASK;

@@ -209,6 +209,7 @@ impl QueueCells {
             polls_paid: ring.polls_paid,
             naps: ring.naps,
             polls_missed: ring.polls_missed,
+            fixed: ring.fixed,
             queue_full: ring.queue_full + ring.slots_full + self.exhausted.get(),
             eagain: self.eagain.get(),
             zero_copy: self.zero_copy.get(),
@@ -268,6 +269,8 @@ pub struct QueueStats {
     pub naps: u64,
     /// Polls before a sleep that did not.
     pub polls_missed: u64,
+    /// Reads and writes of registered memory.
+    pub fixed: u64,
     /// Times that the submission queue was full, that an operation waited for a slot, or that every entry carried a request.
     pub queue_full: u64,
     /// Fetches that found the request gone.
@@ -312,6 +315,7 @@ impl Stats {
             total.polls_paid += queue.polls_paid;
             total.naps += queue.naps;
             total.polls_missed += queue.polls_missed;
+            total.fixed += queue.fixed;
             total.queue_full += queue.queue_full;
             total.eagain += queue.eagain;
             total.kicks += queue.kicks;

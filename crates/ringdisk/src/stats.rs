@@ -126,6 +126,7 @@ fn queue_json(queue: &QueueStats) -> Value {
             "polls-paid": queue.polls_paid,
             "naps": queue.naps,
             "polls-missed": queue.polls_missed,
+            "fixed": queue.fixed,
             "queue-full": queue.queue_full,
             "eagain": queue.eagain,
         },
@@ -255,7 +256,7 @@ fn write_queue(f: &mut fmt::Formatter<'_>, queue: &QueueStats) -> fmt::Result {
     write!(
         f,
         "\n    ring: {} enters ({:.2} per request), {} SQEs, {} CQEs, {} sleeps, \
-         polls {} paid {} missed, {} naps, {} full, {} EAGAIN",
+         polls {} paid {} missed, {} naps, {} full, {} EAGAIN, {} fixed",
         queue.enters,
         per(queue.enters, queue.requests),
         queue.sqes,
@@ -266,6 +267,7 @@ fn write_queue(f: &mut fmt::Formatter<'_>, queue: &QueueStats) -> fmt::Result {
         queue.naps,
         queue.queue_full,
         queue.eagain,
+        queue.fixed,
     )
 }
 

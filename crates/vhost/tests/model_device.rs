@@ -7,9 +7,13 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use common::{MIB, serve, simulated};
+use common::{MIB, open, serve, simulated};
+use ringdisk_disk::Format;
 use ringdisk_ring::{Config, Runtime};
+use ringdisk_testkit::images;
+use ringdisk_testkit::limits::needs_root;
 use ringdisk_testkit::model::{Cut, Kind, Refused, Request, VmOptions, ask, bits, range};
+use ringdisk_testkit::mount::scratch;
 use ringdisk_testkit::sim::OpKind;
 
 const OK: u8 = 0;
@@ -246,4 +250,23 @@ fn a_running_driver_is_told_of_another_size() {
     let capacity = vm.front.config(0, 8).expect("the capacity");
     assert_eq!(capacity, (2 * MIB / 512).to_le_bytes());
     assert_eq!(vm.status(0, Request::write(2048, vec![1; 512])), OK);
+}
+
+#[test]
+fn pinned_memory_of_the_guest_is_named_by_its_slots_in_operations_on_the_image() {
+    // Root may lock as much as it likes; the guest has 256 MiB.
+    if !needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let path = directory.path().join("raw");
+    images::raw(&path, MIB, 1);
+    for pinned in [true, false] {
+        let served = serve(open(&path, Format::Raw), |options| options.pin_guest_memory = pinned);
+        let mut vm = served.vm(options());
+        assert_eq!(vm.status(0, Request::write(8, vec![7; 4096])), OK);
+        assert_eq!(vm.run(0, Request::read(8, 4096)).data, vec![7; 4096]);
+        let fixed = served.export.stats_reader()().total().fixed;
+        assert_eq!(fixed, if pinned { 2 } else { 0 });
+    }
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use ringdisk_ring::IoBuf;
 
 use super::access::RingMemory;
+use super::region::Region;
 use super::table::Memory;
 
 /// Regions as buffers of one thread. Not `Send`. Buffers that it gave keep their memory when the view is gone.
@@ -13,32 +14,47 @@ use super::table::Memory;
 pub struct View {
     memory: Arc<Memory>,
     /// One for each region, in the same order.
-    buffers: Vec<IoBuf>,
+    buffers: Vec<Buffers>,
     /// The same, for small numbers.
     areas: Vec<RingMemory>,
+    /// Bytes of a piece of a region that is registered, as a power of two.
+    piece_shift: u32,
     /// Region of the last hit: guests have one or two that matter.
     last: Cell<usize>,
+}
+
+/// A region as buffers of one thread.
+#[derive(Debug)]
+struct Buffers {
+    plain: IoBuf,
+    /// The same, for each piece of the region with the slot that it is registered in; the last ones may be missing.
+    pieces: Vec<IoBuf>,
 }
 
 impl View {
     /// A view of this memory for the calling thread.
     pub fn new(memory: Arc<Memory>) -> View {
-        View::fixed(memory, |_| None)
+        View::fixed(memory, usize::BITS - 1, |_| &[])
     }
 
-    /// As [`View::new`], with regions that the thread's ring has in its table of registered buffers.
+    /// As [`View::new`], with pieces of regions that the thread's ring has in its table of registered buffers. A range inside one of them
+    /// is given as a registered buffer, every other one as an ordinary one.
     ///
-    /// * `slot`: slot of a region by its number in [`Memory::regions`].
-    pub fn fixed(memory: Arc<Memory>, slot: impl Fn(usize) -> Option<u16>) -> View {
-        let buffers = memory.regions().iter().enumerate();
-        let buffers = buffers.map(|(number, region)| match slot(number) {
-            Some(slot) => region.shared().fixed_buffer(slot),
-            None => region.buffer(),
+    /// * `piece_shift`: a piece has 2 to that power bytes; the first begins with its region.
+    /// * `slots`: of the pieces of a region, from the first on; fewer where the last ones are not registered.
+    pub fn fixed<'a>(
+        memory: Arc<Memory>,
+        piece_shift: u32,
+        slots: impl Fn(&Arc<Region>) -> &'a [u16],
+    ) -> View {
+        let buffers = memory.regions().iter().map(|region| Buffers {
+            plain: region.buffer(),
+            pieces: slots(region).iter().map(|slot| region.shared().fixed_buffer(*slot)).collect(),
         });
         let buffers = buffers.collect();
         let areas =
             memory.regions().iter().map(|r| RingMemory::new(r.mapping(), r.guest_addr())).collect();
-        View { memory, buffers, areas, last: Cell::new(0) }
+        View { memory, buffers, areas, piece_shift, last: Cell::new(0) }
     }
 
     /// The memory that is looked at.
@@ -66,7 +82,7 @@ impl View {
     #[inline]
     pub fn piece(&self, guest_addr: u64, len: usize) -> Option<IoBuf> {
         let (number, at, rest) = self.find(guest_addr)?;
-        (len <= rest).then(|| self.buffers[number].slice(at..at + len))
+        (len <= rest).then(|| self.part(number, at, len))
     }
 
     /// Bytes of the guest, as one buffer for each region that they lie in. Regions that follow one another without a gap are
@@ -75,8 +91,19 @@ impl View {
     /// Gives `false` when a byte is not in memory; some pieces may have been given by then.
     pub fn pieces(&self, guest_addr: u64, len: usize, mut each: impl FnMut(IoBuf)) -> bool {
         self.walk(guest_addr, len, |number, at, part| {
-            each(self.buffers[number].slice(at..at + part));
+            each(self.part(number, at, part));
         })
+    }
+
+    /// Bytes of a region, which has them.
+    #[inline]
+    fn part(&self, number: usize, at: usize, len: usize) -> IoBuf {
+        let Buffers { plain, pieces } = &self.buffers[number];
+        let (first, last) = (at >> self.piece_shift, (at + len.max(1) - 1) >> self.piece_shift);
+        match pieces.get(first) {
+            Some(piece) if first == last => piece.slice(at..at + len),
+            _ => plain.slice(at..at + len),
+        }
     }
 
     /// Whether all of these bytes are in memory.

@@ -1,7 +1,7 @@
 //! One descriptor chain: checked segments of memory of the guest, first those to read, then those to write.
 //!
-//! A chain is a buffer that a task keeps and fills again and again: it allocates when it is made. What it says was copied from the guest
-//! and checked; the bytes themselves may change at any time.
+//! A chain is a buffer that a task keeps and fills again and again: it allocates when it is made, and when it needs more room than ever.
+//! What it says was copied from the guest and checked; the bytes themselves may change at any time.
 
 use std::ops::Range;
 
@@ -44,7 +44,12 @@ impl Default for Chain {
 impl Chain {
     /// An empty chain, with room for the longest.
     pub fn new() -> Chain {
-        let segments = Vec::with_capacity(SEGMENTS_MAX);
+        Chain::with_capacity(SEGMENTS_MAX)
+    }
+
+    /// An empty chain, with room for so many segments. It allocates when it is filled with more than ever before.
+    pub fn with_capacity(segments: usize) -> Chain {
+        let segments = Vec::with_capacity(segments);
         Chain { segments, readable: 0, readable_len: 0, writable_len: 0 }
     }
 

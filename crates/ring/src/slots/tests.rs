@@ -123,3 +123,20 @@ fn an_operation_that_nobody_wants_is_over_with_its_last_completion() {
         assert_eq!((slots.in_flight(), slots.pending().count()), (0, 0));
     }
 }
+
+#[test]
+fn slots_are_made_as_they_are_needed_and_used_again_before_more_are() {
+    let mut slots = Slots::new(3);
+    assert_eq!(slots.slots.len(), 0);
+    for _ in 0..2 {
+        let taken = [slots.take(Keep::Nothing).unwrap(), slots.take(Keep::Nothing).unwrap()];
+        for slot in taken {
+            slots.complete(slots.user_data(slot), 0, false);
+            assert_eq!(slots.poll(slot, || Waiter::None), Some(0));
+        }
+        assert_eq!((slots.slots.len(), slots.in_flight()), (2, 0));
+    }
+    let all: Vec<u32> = (0..3).map(|_| slots.take(Keep::Nothing).unwrap()).collect();
+    assert!(slots.take(Keep::Nothing).is_err());
+    assert_eq!((all.len(), slots.pending().count()), (3, 3));
+}

@@ -198,14 +198,15 @@ pub(crate) struct DeviceArgs {
     #[arg(long, conflicts_with_all = ["read_only", "create", "snapshot", "overlay"], help_heading = "Device options")]
     pub(crate) incoming: bool,
 
-    /// Queue threads: a number, or auto (one for each virtqueue in use, at most as many as there are CPUs)
+    /// Queue threads: a number, or auto (one for each virtqueue that is offered, at most as many as there are CPUs)
     #[arg(long, value_name = "N", default_value = "auto", value_parser = parse_threads, help_heading = "Serving options")]
     pub(crate) threads: Threads,
 
     /// CPUs for the queue threads, such as 0-3,8 [default: all that the process may use]
     ///
     /// As the kernel and taskset write it: numbers and ranges; 10-14:2 is every second CPU of a range. CPUs that are
-    /// offline or not allowed here are left out with a warning.
+    /// offline or not allowed here are left out with a warning. Each of several threads is bound to one of them; without this option
+    /// the scheduler chooses.
     #[arg(long, value_name = "LIST", help_heading = "Serving options")]
     pub(crate) cpus: Option<CpuList>,
 
@@ -221,7 +222,9 @@ pub(crate) struct DeviceArgs {
 
     /// Register all memory of the guest with io_uring: less CPU time for each request
     ///
-    /// Pins all of it, so memory cannot be given back by ballooning, nor be swapped; it counts as locked memory (RLIMIT_MEMLOCK).
+    /// Pins all of it, so all of it is taken at once, and cannot be given back by ballooning nor be swapped. It counts as locked memory
+    /// (RLIMIT_MEMLOCK) once for each queue thread; what is above the limit is used unpinned, with a warning. Requests whose data are one
+    /// segment gain.
     #[arg(long, help_heading = "Serving options")]
     pub(crate) pin_guest_memory: bool,
 }

@@ -19,8 +19,6 @@ const WRITE: u32 = 1;
 const NO_STATUS: u8 = 0xff;
 /// Empty looks before others may run: about 10 µs.
 const LOOKS: u32 = 500;
-/// I/Os between two looks at the clock.
-const CLOCK_EVERY: u64 = 64;
 
 /// What happened.
 #[derive(Clone, Copy, Debug, Default)]
@@ -33,6 +31,8 @@ pub(crate) struct Figures {
     calls: u64,
     waits: u64,
     batches: u64,
+    /// Longest time without a completion.
+    pause: Duration,
 }
 
 impl Figures {
@@ -47,15 +47,16 @@ impl Figures {
             calls: self.calls + other.calls,
             waits: self.waits + other.waits,
             batches: self.batches + other.batches,
+            pause: self.pause.max(other.pause),
         }
     }
 
     pub(crate) fn json(&self) -> String {
         let Figures { ios, failed, seconds, kicks, calls, waits, batches, .. } = self;
-        let cpu = self.cpu.as_secs_f64();
+        let (cpu, pause) = (self.cpu.as_secs_f64(), self.pause.as_secs_f64());
         format!(
             "{{\"ios\": {ios}, \"failed\": {failed}, \"seconds\": {seconds:.6}, \"cpu_s\": {cpu:.6}, \"kicks\": {kicks}, \
-             \"calls\": {calls}, \"waits\": {waits}, \"batches\": {batches}}}"
+             \"calls\": {calls}, \"waits\": {waits}, \"batches\": {batches}, \"pause_s\": {pause:.6}}}"
         )
     }
 }
@@ -128,12 +129,12 @@ impl Lane {
     /// Keeps the depth until the time is over, then waits for what is in flight.
     pub(crate) fn run(mut self, arguments: &Arguments) -> Figures {
         let start = Instant::now();
-        let mut looked_at = 0;
         for request in 0..self.places.len() {
             self.send(arguments, request);
         }
         self.publish();
         let mut goes_on = true;
+        let mut last = start;
         while self.driver.in_flight() > 0 {
             let mut taken = 0u64;
             // What the server makes while we look belongs to the batch, but what waits to be sent must not wait for ever.
@@ -154,11 +155,11 @@ impl Lane {
             }
             self.figures.ios += taken;
             self.figures.batches += 1;
+            let now = Instant::now();
+            self.figures.pause = self.figures.pause.max(now - last);
+            last = now;
             self.publish();
-            if self.figures.ios - looked_at >= CLOCK_EVERY || arguments.depth < 32 {
-                looked_at = self.figures.ios;
-                goes_on = goes_on && start.elapsed() < arguments.time;
-            }
+            goes_on = goes_on && now - start < arguments.time;
         }
         let cpu = clock_gettime(ClockId::ThreadCPUTime);
         // A thread's CPU time is positive and small.

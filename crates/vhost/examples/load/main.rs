@@ -1,7 +1,8 @@
 //! Loads a vhost-user-blk server as the driver of a guest does, without a guest: what can a server do whose client costs little?
 //!
 //! Used by `bench/vhost`; works with every server. Prints one line of JSON: I/Os, seconds, CPU of its own threads, kicks (written),
-//! calls (the server's writes), waits (reads of the call), batches. One thread for each virtqueue. An I/O that fails is counted, and is an error.
+//! calls (the server's writes), waits (reads of the call), batches, and the longest pause between two of them. One thread for each
+//! virtqueue. An I/O that fails is counted, and is an error.
 //!
 //! Nothing is allocated after the start. All that a thread gets back in one look it sends again together, as a block layer does.
 

@@ -91,7 +91,7 @@ impl Homes {
         if !now.is_empty() && now.iter().all(is_there) {
             return None;
         }
-        // All of them: the scheduler knows which of them are free, and queue threads that are there already have one each.
+        // All of them: the scheduler knows which of them are free.
         let cpus = self.usable.filter(is_there);
         if cpus.is_empty() || cpus == *now {
             return None;
@@ -159,6 +159,8 @@ mod tests {
     #[test]
     fn a_thread_without_a_cpu_of_its_own_is_bound_to_the_node() {
         assert_eq!(homes("0-3", &[""]).found(0, &on(1)), Some(cpus("2-3")));
+        assert_eq!(homes("0-3", &["0-1"]).found(0, &on(1)), Some(cpus("2-3")));
+        assert_eq!(homes("0-3", &["0-1"]).found(0, &on(0)), None);
     }
 
     #[test]

@@ -48,7 +48,7 @@ use sockets::Door;
 const MEM_SLOTS: u16 = 509;
 /// Data segments of a request, as drivers are told: with header and status they fit the smallest queue that front ends make by default
 /// (QEMU: 128 entries).
-const SEG_MAX: u32 = 126;
+pub(crate) const SEG_MAX: u32 = 126;
 
 /// Asks an export for a clean stop, from any thread; also after its end.
 #[derive(Clone, Debug)]
@@ -170,8 +170,9 @@ impl Export {
         ));
         let mut notes = Vec::new();
         let topology = Topology::read();
-        let (places, usable) = place::place(&topology, &options, &mut notes)?;
+        let (places, usable) = place::place(&topology, &options, &place::PLACED, &mut notes)?;
         let placed = places.clone();
+        let pins = options.pin_guest_memory.then(Arc::default);
         let mut threads = Vec::with_capacity(places.len());
         for (index, cpus) in places.into_iter().enumerate() {
             let thread = QueueThread::start(ThreadSetup {
@@ -179,7 +180,7 @@ impl Export {
                 cpus,
                 disk: Arc::clone(&disk),
                 device: Arc::clone(&device),
-                pins_memory: options.pin_guest_memory,
+                pins: pins.clone(),
                 restricted: options.restricted,
             });
             let thread = thread.map_err(ring_error)?;

@@ -73,7 +73,7 @@ impl fmt::Debug for Connector {
 /// How many queue threads serve.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Threads {
-    /// One for each virtqueue, at most as many as there are CPUs.
+    /// One for each virtqueue that is offered, at most as many as there are CPUs.
     #[default]
     Auto,
     /// So many, 1..=[`THREADS_MAX`].
@@ -129,7 +129,8 @@ pub struct ExportOptions {
     pub queue_size_max: u16,
     /// Queue threads.
     pub threads: Threads,
-    /// CPUs for them; `None`: all that this process may use.
+    /// CPUs for them, of which each of several threads gets one; `None`: all that this process may use, and the scheduler chooses, within
+    /// a node where there are several.
     pub cpus: Option<CpuList>,
     /// Whether queues are served, and buffers kept, on the node of their memory.
     pub numa: Numa,
@@ -143,7 +144,7 @@ pub struct ExportOptions {
     pub write_cache: bool,
     /// Packed virtqueues are offered.
     pub packed: bool,
-    /// Memory of the guest is registered with the rings, and so pinned: regions of up to 1 GiB, which is the kernel's limit.
+    /// Memory of the guest is registered with the ring of each queue thread, and so pinned.
     pub pin_guest_memory: bool,
     /// For I/O errors of the image.
     pub on_error: OnError,

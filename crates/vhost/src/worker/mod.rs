@@ -27,6 +27,7 @@ use crate::device::Device;
 use pins::Pins;
 use watch::Watch;
 
+pub(crate) use pins::Told;
 pub(crate) use slot::Slot;
 pub(crate) use thread::{Gone, QueueThread, ThreadSetup};
 pub(crate) use vring::{RingStart, Vring, areas, layout};
@@ -66,10 +67,10 @@ impl Worker {
         disk: Arc<Disk>,
         device: Arc<Device>,
         cells: Arc<QueueCells>,
-        pins_memory: bool,
+        pins: Option<Arc<Told>>,
         watch: Arc<Watch>,
     ) -> Rc<Worker> {
-        let pins = pins_memory.then(|| Pins::new(ring)).flatten();
+        let pins = pins.and_then(|told| Pins::new(ring, told));
         Rc::new_cyclic(|this| Worker {
             ring: ring.clone(),
             disk,

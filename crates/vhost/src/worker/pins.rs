@@ -1,26 +1,54 @@
 //! Guest memory as registered buffers of a ring: the kernel does not look its pages up for each request. Pins all of it.
+//!
+//! A region is registered in pieces, as the kernel takes 1 GiB at most in one slot. A request whose data lie in one segment inside one
+//! piece names its slot; every other request goes the ordinary way.
 
-use std::sync::Arc;
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex, PoisonError};
 
-use ringdisk_guest::{Memory, REGIONS_MAX, Region, View};
-use ringdisk_ring::Ring;
+use ringdisk_guest::{Memory, Region, View};
+use ringdisk_ring::{Errno, Ring};
+use rustix::process::{Resource, getrlimit};
 
-/// Largest piece of memory that the kernel registers in one slot, bytes (io_uring/rsrc.c).
-const SLOT_BYTES_MAX: u64 = 1 << 30;
+/// Bytes of a piece, as a power of two: 1 GiB, the most that the kernel registers in one slot (io_uring/rsrc.c).
+const PIECE_SHIFT: u32 = 30;
+/// Slots of the table: guests of almost 4 TiB, for 8 bytes of the kernel's memory each. Its limit is 16384 (`IORING_MAX_REG_BUFFERS`).
+const SLOTS: u16 = 4095;
 
-/// Which region is in which slot.
+/// Of which regions it was said that they are not pinned, by their guest address and size: each queue thread meets the same limit, one of
+/// them tells.
+pub(crate) type Told = Mutex<BTreeSet<(u64, u64)>>;
+
+/// Which piece of which region is in which slot.
 #[derive(Debug)]
 pub(super) struct Pins {
-    slots: Vec<Option<Arc<Region>>>,
+    piece_shift: u32,
+    /// Empty slots; never slot 0, which is for memory of the ring's owner.
+    free: Vec<u16>,
+    regions: Vec<Pinned>,
+    told: Arc<Told>,
+}
+
+/// A region that the view has.
+#[derive(Debug)]
+struct Pinned {
+    region: Arc<Region>,
+    /// Of its pieces, in order, as far as they could be registered.
+    slots: Vec<u16>,
 }
 
 impl Pins {
     /// Makes the ring's table. `None`, with a line in the log, where the kernel refuses.
-    pub(super) fn new(ring: &Ring) -> Option<Pins> {
-        let slots = u16::try_from(REGIONS_MAX).unwrap_or(u16::MAX);
+    pub(super) fn new(ring: &Ring, told: Arc<Told>) -> Option<Pins> {
+        Pins::sized(ring, told, SLOTS, PIECE_SHIFT)
+    }
+
+    fn sized(ring: &Ring, told: Arc<Told>, slots: u16, piece_shift: u32) -> Option<Pins> {
         match ring.register_buffers(None, slots) {
-            // Slot 0 stays empty.
-            Ok(()) => Some(Pins { slots: vec![None; usize::from(slots) + 1] }),
+            Ok(()) => {
+                let free = (1..=slots).rev().collect();
+                Some(Pins { piece_shift, free, regions: Vec::new(), told })
+            }
             Err(errno) => {
                 tracing::warn!("guest memory is not pinned: {errno}");
                 None
@@ -31,46 +59,76 @@ impl Pins {
     /// Registers what is new, lets go what is gone, and gives a view of it. What cannot be registered is used as it is.
     pub(super) fn view(&mut self, ring: &Ring, memory: Arc<Memory>) -> View {
         let is_there =
-            |region: &Arc<Region>| memory.regions().iter().any(|r| Arc::ptr_eq(r, region));
-        for (slot, held) in (0..).zip(&mut self.slots) {
-            if held.as_ref().is_some_and(|region| !is_there(region)) {
-                if let Err(errno) = ring.update_buffer(slot, None) {
-                    tracing::warn!("a region of guest memory stays pinned: {errno}");
-                }
-                *held = None;
+            |pinned: &Pinned| memory.regions().iter().any(|r| Arc::ptr_eq(r, &pinned.region));
+        let (kept, gone) = std::mem::take(&mut self.regions).into_iter().partition(is_there);
+        self.regions = kept;
+        let gone: Vec<Pinned> = gone;
+        for slot in gone.iter().flat_map(|pinned| &pinned.slots) {
+            match ring.update_buffer(*slot, None) {
+                Ok(()) => self.free.push(*slot),
+                Err(errno) => tracing::warn!("a region of guest memory stays pinned: {errno}"),
             }
         }
         for region in memory.regions() {
-            self.pin(ring, region);
+            if self.slots_of(region).is_none() {
+                let slots = self.pin(ring, region);
+                self.regions.push(Pinned { region: Arc::clone(region), slots });
+            }
         }
-        let slots: Vec<Option<u16>> = memory.regions().iter().map(|r| self.slot_of(r)).collect();
-        View::fixed(memory, |number| slots.get(number).copied().flatten())
+        View::fixed(memory, self.piece_shift, |region| self.slots_of(region).unwrap_or_default())
     }
 
-    fn slot_of(&self, region: &Arc<Region>) -> Option<u16> {
-        let holds =
-            |held: &Option<Arc<Region>>| held.as_ref().is_some_and(|r| Arc::ptr_eq(r, region));
-        self.slots.iter().position(holds).and_then(|slot| u16::try_from(slot).ok())
+    fn slots_of(&self, region: &Arc<Region>) -> Option<&[u16]> {
+        let pinned = self.regions.iter().find(|pinned| Arc::ptr_eq(&pinned.region, region))?;
+        Some(&pinned.slots)
     }
 
-    fn pin(&mut self, ring: &Ring, region: &Arc<Region>) {
-        if self.slot_of(region).is_some() {
-            return;
+    /// Registers the pieces of a region, up to the first that cannot be. Gives their slots.
+    fn pin(&mut self, ring: &Ring, region: &Arc<Region>) -> Vec<u16> {
+        let shared = region.shared();
+        let mut slots = Vec::new();
+        for start in (0..shared.len()).step_by(1 << self.piece_shift) {
+            let end = shared.len().min(start + (1 << self.piece_shift));
+            let Some(slot) = self.free.pop() else {
+                self.tell(region, start, "the table of a ring has no slot for it left");
+                break;
+            };
+            if let Err(errno) = ring.update_buffer(slot, Some((shared, start..end))) {
+                self.free.push(slot);
+                self.tell(region, start, &reason(errno));
+                break;
+            }
+            slots.push(slot);
         }
-        let (size, start) = (region.size(), region.guest_addr());
-        if size > SLOT_BYTES_MAX {
-            tracing::info!(
-                "{size:#x} bytes at {start:#x} are not pinned: 1 GiB is the kernel's limit for a region"
+        slots
+    }
+
+    /// Warns that a region is not pinned from a byte on.
+    fn tell(&self, region: &Region, from: usize, why: &str) {
+        let (start, size) = (region.guest_addr(), region.size());
+        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        if told.insert((start, size)) {
+            let left = size - from as u64;
+            tracing::warn!(
+                "{left:#x} of the {size:#x} bytes of guest memory at {start:#x} are not pinned: {why}"
             );
-            return;
-        }
-        let Some(slot) = (1..self.slots.len()).find(|slot| self.slots[*slot].is_none()) else {
-            return;
-        };
-        let Ok(number) = u16::try_from(slot) else { return };
-        match ring.update_buffer(number, Some(region.shared())) {
-            Ok(()) => self.slots[slot] = Some(Arc::clone(region)),
-            Err(errno) => tracing::warn!("{size:#x} bytes at {start:#x} are not pinned: {errno}"),
         }
     }
 }
+
+/// Why the kernel did not pin memory, with the limit that it was.
+fn reason(errno: Errno) -> String {
+    if errno != Errno::NOMEM {
+        return errno.to_string();
+    }
+    let limit = match getrlimit(Resource::Memlock).current {
+        Some(bytes) => format!("{bytes:#x} bytes"),
+        None => String::from("none"),
+    };
+    format!(
+        "{errno}; the limit of locked memory (RLIMIT_MEMLOCK, each queue thread counts) is {limit}"
+    )
+}
+
+#[cfg(test)]
+mod tests;

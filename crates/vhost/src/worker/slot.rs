@@ -4,12 +4,17 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::time::Instant;
 
-use ringdisk_guest::{Chain, SEGMENTS_MAX, Token, View};
+use ringdisk_guest::{Chain, Token, View};
 use ringdisk_ring::{IoBuf, Parker, Ring, Scatter};
 
 use crate::blk::serve::serve;
+use crate::export::SEG_MAX;
 
 use super::{Vring, Worker};
+
+/// Segments of the longest request that drivers are told to make, with header and status. There are up to 256 slots for each thread, so
+/// room for the longest request that there can be (8 times as much) would cost more memory than anything else does.
+const SEGMENTS_USUAL: usize = SEG_MAX as usize + 2;
 
 /// What a request needs while it is served; reused by the next one.
 pub(crate) struct Slot {
@@ -29,11 +34,11 @@ struct Request {
 }
 
 impl Default for Slot {
-    /// With room for the longest request: serving one allocates nothing.
+    /// With room for a request as drivers are told to make them: serving one allocates nothing. A longer one makes room, once.
     fn default() -> Slot {
         Slot {
-            chain: RefCell::default(),
-            scatter: RefCell::new(Scatter::with_capacity(SEGMENTS_MAX)),
+            chain: RefCell::new(Chain::with_capacity(SEGMENTS_USUAL)),
+            scatter: RefCell::new(Scatter::with_capacity(SEGMENTS_USUAL)),
             request: RefCell::default(),
             view: RefCell::default(),
             since: Cell::default(),

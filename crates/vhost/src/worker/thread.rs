@@ -20,7 +20,7 @@ use ringdisk_ring::{
 use rustix::thread::set_current_timer_slack;
 
 use super::watch::Watch;
-use super::{REQUESTS_MAX, Worker};
+use super::{REQUESTS_MAX, Told, Worker};
 use crate::device::Device;
 
 /// Whoever waits for a thread looks so often whether it is stuck.
@@ -28,7 +28,10 @@ const LOOK: Duration = Duration::from_millis(100);
 /// Operations for each request: data of several extents, metadata.
 const SLOTS_PER_REQUEST: usize = 4;
 /// Submission entries: a batch of requests with what belongs to them.
-const ENTRIES: u32 = 512;
+const ENTRIES: u32 = 256;
+/// Operations in flight at once: a little less than all requests may have, so that the completions that the ring makes room for (twice as
+/// many, and 64) are 2048 and not 4096. All of that room is taken from the start.
+const SLOTS: usize = REQUESTS_MAX * SLOTS_PER_REQUEST - 32;
 /// Longest poll of virtqueues and storage before a sleep. Waking an idle CPU costs about 75 µs on small machines, so a poll as long as
 /// that loses at most half; it is tried only while it pays.
 const POLL: Duration = Duration::from_micros(80);
@@ -45,8 +48,8 @@ pub(crate) struct ThreadSetup {
     pub(crate) cpus: CpuList,
     pub(crate) disk: Arc<Disk>,
     pub(crate) device: Arc<Device>,
-    /// Guest memory is registered with the ring.
-    pub(crate) pins_memory: bool,
+    /// Guest memory is registered with the ring; shared by the threads of an export.
+    pub(crate) pins: Option<Arc<Told>>,
     /// The ring does nothing but what serving takes.
     pub(crate) restricted: bool,
 }
@@ -213,7 +216,7 @@ fn run(setup: ThreadSetup, ready: &SyncSender<Result<Ready, SetupError>>, stop: 
         });
     // Naps of some µs are meant as they are; the usual slack of timers is longer than they.
     let _ = set_current_timer_slack(NonZeroU64::new(1000));
-    let slots = u32::try_from(REQUESTS_MAX * SLOTS_PER_REQUEST).unwrap_or(1024);
+    let slots = u32::try_from(SLOTS).unwrap_or(512);
     let config = Config {
         entries: ENTRIES,
         slots,
@@ -244,7 +247,7 @@ fn run(setup: ThreadSetup, ready: &SyncSender<Result<Ready, SetupError>>, stop: 
         setup.disk,
         setup.device,
         Arc::clone(&cells),
-        setup.pins_memory,
+        setup.pins,
         Arc::clone(&watch),
     );
     WORKER.set(Some(Rc::clone(&worker)));
