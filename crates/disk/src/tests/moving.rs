@@ -313,6 +313,32 @@ fn the_source_may_be_qemu_itself() {
 }
 
 #[test]
+fn the_source_sees_that_a_target_waits() {
+    let directory = disk_directory();
+    for Case { name, options } in cases(&directory) {
+        let path = directory.path().join(name);
+        run(async |ring| {
+            let source = open(&ring, &path, &options).await.expect("source");
+            let target = open(&ring, &path, &incoming(&options)).await.expect("target");
+            assert!(!source.is_wanted(), "{name}: it is there and does not wait");
+            let (waiting, there) = (Arc::clone(&target), ring.clone());
+            let waiting = ring.spawn(async move { waiting.activate(&there, WAIT).await });
+            while !source.is_wanted() {
+                ring.sleep(SHORT / 10).await;
+            }
+            assert!(!target.is_wanted(), "{name}: its own wait");
+            source.deactivate(&ring).await.expect("deactivate");
+            waiting.await.expect("activate");
+            assert!(target.is_active() && !target.is_wanted() && !source.is_wanted(), "{name}");
+            target.deactivate(&ring).await.expect("deactivate");
+            source.activate(&ring, WAIT).await.expect("activate");
+            target.activate(&ring, SHORT).await.expect_err("the source has it");
+            assert!(!source.is_wanted(), "{name}: it has given up");
+        });
+    }
+}
+
+#[test]
 fn a_chain_that_has_changed_is_not_believed() {
     let directory = directory();
     for name in ["base.qcow2", "other.qcow2"] {

@@ -53,6 +53,8 @@ pub(super) struct Control {
     pub(super) log: Option<Arc<Log>>,
     pub(super) log_event: Option<OwnedFd>,
     pub(super) channel: Option<BackChannel>,
+    /// A front end has been connected since the start, of this process or of one before it: without one there is no guest to migrate.
+    pub(super) had_front_end: bool,
     transfer: Option<StateTransfer>,
     homes: Homes,
 }
@@ -89,6 +91,7 @@ impl Control {
             log: None,
             log_event: None,
             channel: None,
+            had_front_end: false,
             transfer: None,
             homes,
         }
@@ -274,11 +277,30 @@ impl Control {
             return Ok(());
         }
         let taken = self.threads[0].ask_task(|worker| async move {
-            worker.disk.activate(&worker.ring, TAKE_OVER).await.map_err(|error| error.to_string())
+            worker.disk.activate(&worker.ring, TAKE_OVER).await.map_err(|error| {
+                format!(
+                    "the disk is not ours: {error}. A ringdisk that serves it elsewhere gives it away as soon as its guest is paused or gone"
+                )
+            })
         });
         taken.wait(self.is_patient())??;
         tracing::info!("{}: the disk is ours", self.device.name);
         Ok(())
+    }
+
+    /// Whether another process may have the disk, should one wait for it: no virtqueue runs, so at most a guest that is paused, or has no
+    /// driver yet, is connected here. Nothing tells us that such a guest has been migrated: front ends speak of the log only while
+    /// virtqueues run, and stay connected for as long as they like.
+    pub(super) fn may_give_disk(&self) -> bool {
+        let stands = self.rings.iter().all(|ring| ring.setup.is_none());
+        self.had_front_end && stands && self.disk.is_active()
+    }
+
+    /// Gives the disk to who waits for it, if it may be given. Who waits is about to run a guest, which ours then has become.
+    pub(super) fn give_disk_if_wanted(&self) {
+        if self.may_give_disk() && self.disk.is_wanted() {
+            self.give_disk();
+        }
     }
 
     /// The guest stands still at the end of a migration: the process that serves it there may have the disk. If it comes back, so does

@@ -20,6 +20,9 @@ const MESSAGE_TIMEOUT: Duration = Duration::from_secs(10);
 /// First pause between two attempts to connect to a front end; each one is longer than the one before, up to the last.
 const CONNECT_FIRST: Duration = Duration::from_millis(100);
 const CONNECT_LAST: Duration = Duration::from_secs(2);
+/// How often to look whether somebody waits for a disk that nobody uses. A guest that was paused for its migration does not mind a
+/// second more; an idle disk is to cost nothing that could be measured.
+const LOOK: Duration = Duration::from_secs(1);
 /// Queue threads have so long to end.
 const THREADS_END: Duration = Duration::from_secs(10);
 
@@ -171,11 +174,14 @@ impl Host {
             if let Some(socket) = self.door.next()? {
                 return Ok(Next::FrontEnd(socket));
             }
+            self.control.give_disk_if_wanted();
+            let look = self.control.may_give_disk().then_some(LOOK);
             let wake = PollFd::from_borrowed_fd(self.signals.as_fd(), PollFlags::IN);
             let waited = match &self.door {
                 Door::Listens(listener) => {
                     let comes = PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN);
-                    poll(&mut [wake, comes], None)
+                    let timeout = look.and_then(|look| Timespec::try_from(look).ok());
+                    poll(&mut [wake, comes], timeout.as_ref())
                 }
                 _ => {
                     let waited = poll(&mut [wake], Timespec::try_from(pause).ok().as_ref());
@@ -207,6 +213,7 @@ impl Host {
                 return End::Gone;
             }
         };
+        self.control.had_front_end = true;
         let mut connection = Connection::new(socket);
         let end = self.messages(&mut session, &mut connection, wake.as_fd());
         if !matches!(end, End::HandedOver) {
@@ -233,7 +240,9 @@ impl Host {
         wake: BorrowedFd<'_>,
     ) -> End {
         loop {
-            match connection.receive(wake, MESSAGE_TIMEOUT) {
+            let look = self.control.may_give_disk().then_some(LOOK);
+            match connection.receive(wake, MESSAGE_TIMEOUT, look) {
+                Ok(Received::Silence) => self.control.give_disk_if_wanted(),
                 Ok(Received::Woken) => {
                     if let Some(end) = self.woken() {
                         return end;

@@ -205,6 +205,8 @@ impl Control {
         let refused = |error: ringdisk_guest::Error| {
             Error::new(ErrorKind::Refused, "the hand-over cannot be taken").source(error)
         };
+        // Perhaps; nobody has kept count.
+        self.had_front_end = true;
         self.device.set_write_cache(parcel.words.write_cache);
         if let Some(reason) = parcel.words.broken.take() {
             self.device.set_broken(reason);
