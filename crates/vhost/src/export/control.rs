@@ -20,8 +20,10 @@ const MESSAGE_TIMEOUT: Duration = Duration::from_secs(10);
 /// First pause between two attempts to connect to a front end; each one is longer than the one before, up to the last.
 const CONNECT_FIRST: Duration = Duration::from_millis(100);
 const CONNECT_LAST: Duration = Duration::from_secs(2);
+/// A front end that keeps others waiting has so long until it says that the device is its own.
+const CLAIM: Duration = Duration::from_secs(10);
 /// How often to look whether somebody waits for a disk that nobody uses. A guest that was paused for its migration does not mind a
-/// second more; an idle disk is to cost nothing that could be measured.
+/// second more, nor does a front end that comes behind a silent one; an idle disk is to cost nothing that could be measured.
 const LOOK: Duration = Duration::from_secs(1);
 /// Queue threads have so long to end.
 const THREADS_END: Duration = Duration::from_secs(10);
@@ -239,9 +241,13 @@ impl Host {
         connection: &mut Connection,
         wake: BorrowedFd<'_>,
     ) -> End {
+        let late = Instant::now() + CLAIM;
         loop {
-            let look = self.control.may_give_disk().then_some(LOOK);
-            match connection.receive(wake, MESSAGE_TIMEOUT, look) {
+            if self.is_in_the_way(session, late) {
+                return End::Gone;
+            }
+            let looks = !session.is_claimed() || self.control.may_give_disk();
+            match connection.receive(wake, MESSAGE_TIMEOUT, looks.then_some(LOOK)) {
                 Ok(Received::Silence) => self.control.give_disk_if_wanted(),
                 Ok(Received::Woken) => {
                     if let Some(end) = self.woken() {
@@ -279,6 +285,22 @@ impl Host {
                 }
             }
         }
+    }
+
+    /// Whether a front end has done nothing with its connection while another one waits. Alone it may be as silent as it likes: whoever plugs
+    /// a disk in by hand connects long before.
+    ///
+    /// * `late`: when it should have claimed the device.
+    fn is_in_the_way(&self, session: &Session, late: Instant) -> bool {
+        if session.is_claimed() || Instant::now() < late || !self.door.has_next() {
+            return false;
+        }
+        tracing::warn!(
+            "{}: the connection ends: no SET_OWNER for {} s, and another front end waits",
+            self.name,
+            CLAIM.as_secs()
+        );
+        true
     }
 
     /// Looks what woke us.

@@ -3,6 +3,7 @@
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
 
@@ -35,6 +36,14 @@ impl Door {
             Listen::Stream(stream) => Ok(Door::One(Some(stream))),
             Listen::Connect(path) => Ok(Door::Connects(path, connector)),
         }
+    }
+
+    /// Whether one waits that could be taken now.
+    pub(super) fn has_next(&self) -> bool {
+        let Door::Listens(listener) = self else { return false };
+        let mut comes = [PollFd::new(listener, PollFlags::IN)];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        poll(&mut comes, Some(&now)).is_ok_and(|ready| ready > 0)
     }
 
     /// The next front end, if one is there; never blocks for long.
