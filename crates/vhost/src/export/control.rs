@@ -53,6 +53,8 @@ pub(super) struct Host {
     pub(super) name: String,
     /// A front end that another process has handed over, whose virtqueues do not run yet.
     pub(super) front_end: Option<FrontEnd>,
+    /// Second front ends are to be sent away, and do not wake us at the moment ([`Host::watch`]).
+    pub(super) is_deaf: bool,
 }
 
 /// Why the waiting for a front end ended.
@@ -178,11 +180,13 @@ impl Host {
             }
             self.control.give_disk_if_wanted();
             let look = self.control.may_give_disk().then_some(LOOK);
+            let closed = self.door.closed_for();
+            let timeout = closed.or(look).and_then(|time| Timespec::try_from(time).ok());
             let wake = PollFd::from_borrowed_fd(self.signals.as_fd(), PollFlags::IN);
             let waited = match &self.door {
+                Door::Listens(_) if closed.is_some() => poll(&mut [wake], timeout.as_ref()),
                 Door::Listens(listener) => {
-                    let comes = PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN);
-                    let timeout = look.and_then(|look| Timespec::try_from(look).ok());
+                    let comes = PollFd::from_borrowed_fd(listener.socket.as_fd(), PollFlags::IN);
                     poll(&mut [wake, comes], timeout.as_ref())
                 }
                 _ => {
@@ -225,14 +229,35 @@ impl Host {
     }
 
     /// What ends the waiting for a message: our own signals, and a second front end that is to be sent away.
-    fn wake(&self) -> rustix::io::Result<OwnedFd> {
+    fn wake(&mut self) -> rustix::io::Result<OwnedFd> {
         let wake = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let flags = epoll::EventFlags::IN;
         epoll::add(&wake, self.signals.as_fd(), epoll::EventData::new_u64(0), flags)?;
-        if let (Door::Listens(listener), Second::Refuse) = (&self.door, self.second) {
-            epoll::add(&wake, listener, epoll::EventData::new_u64(1), flags)?;
-        }
+        // Where second ones wait they do so in the backlog, unseen.
+        self.is_deaf = self.second == Second::Refuse && matches!(self.door, Door::Listens(_));
         Ok(wake)
+    }
+
+    /// Whether a second front end wakes us now: it is to be sent away, which takes that it can be accepted.
+    fn listens(&self) -> bool {
+        let refuses = matches!((&self.door, self.second), (Door::Listens(_), Second::Refuse));
+        refuses && self.door.closed_for().is_none()
+    }
+
+    /// Lets second front ends wake us.
+    fn watch(&mut self, wake: BorrowedFd<'_>) -> rustix::io::Result<()> {
+        self.is_deaf = false;
+        let Door::Listens(listener) = &self.door else { return Ok(()) };
+        let (data, flags) = (epoll::EventData::new_u64(1), epoll::EventFlags::IN);
+        epoll::add(wake, &listener.socket, data, flags)
+    }
+
+    /// Ends [`Host::watch`] for a while.
+    fn look_away(&mut self, wake: BorrowedFd<'_>) {
+        self.is_deaf = true;
+        if let Door::Listens(listener) = &self.door {
+            let _ = epoll::delete(wake, &listener.socket);
+        }
     }
 
     fn messages(
@@ -246,11 +271,17 @@ impl Host {
             if self.is_in_the_way(session, late) {
                 return End::Gone;
             }
-            let looks = !session.is_claimed() || self.control.may_give_disk();
+            if self.is_deaf
+                && self.listens()
+                && let Err(errno) = self.watch(wake)
+            {
+                tracing::warn!("{}: second front ends have to wait: {errno}", self.name);
+            }
+            let looks = self.is_deaf || !session.is_claimed() || self.control.may_give_disk();
             match connection.receive(wake, MESSAGE_TIMEOUT, looks.then_some(LOOK)) {
                 Ok(Received::Silence) => self.control.give_disk_if_wanted(),
                 Ok(Received::Woken) => {
-                    if let Some(end) = self.woken() {
+                    if let Some(end) = self.woken(wake) {
                         return end;
                     }
                     while let Some(request) = self.signals.take_request() {
@@ -304,7 +335,7 @@ impl Host {
     }
 
     /// Looks what woke us.
-    fn woken(&mut self) -> Option<End> {
+    fn woken(&mut self, wake: BorrowedFd<'_>) -> Option<End> {
         self.signals.clear();
         if self.signals.has_panicked() {
             return Some(End::Panicked);
@@ -318,11 +349,14 @@ impl Host {
         if self.signals.take_changed() {
             self.control.config_changed();
         }
-        if let (Door::Listens(_), Second::Refuse) = (&self.door, self.second)
-            && let Ok(Some(second)) = self.door.next()
-        {
-            tracing::warn!("{}: a second front end was sent away", self.name);
-            drop(second);
+        if self.listens() {
+            if let Ok(Some(second)) = self.door.next() {
+                tracing::warn!("{}: a second front end was sent away", self.name);
+                drop(second);
+            }
+            if self.door.closed_for().is_some() {
+                self.look_away(wake);
+            }
         }
         None
     }

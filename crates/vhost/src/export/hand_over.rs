@@ -112,7 +112,7 @@ fn pack_still(
 ) -> Result<Parcel, Error> {
     let mut packing = Packing::default();
     if let Door::Listens(listener) = door {
-        packing.add(Role::Listener, listener)?;
+        packing.add(Role::Listener, &listener.socket)?;
     }
     if let Some((session, connection)) = front_end {
         packing.add(Role::Connection, connection)?;
