@@ -429,6 +429,10 @@ impl Backend for Control {
         if let Some(area) = &self.inflight {
             area.retire(index);
         }
+        // Without STATUS and RESET_DEVICE this is all that a reset by the guest looks like. A hand-over ends virtqueues otherwise.
+        if self.device.needs_reset() && self.rings.iter().all(|ring| ring.setup.is_none()) {
+            self.device.mend();
+        }
     }
 
     fn set_vring_call(&mut self, index: u16, call: Option<OwnedFd>) -> Result<(), Refusal> {

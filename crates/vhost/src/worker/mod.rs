@@ -154,6 +154,10 @@ impl Worker {
 
     /// Takes requests off the virtqueues and gives each to a task. Returns how many there were.
     fn dispatch(&self) -> u32 {
+        // A broken device takes nothing in any of its virtqueues, whichever thread they are on (virtio 1.3, section 2.1.2).
+        if self.device.needs_reset() {
+            return 0;
+        }
         let vrings = self.vrings.borrow();
         let count = vrings.len();
         let mut taken = 0;

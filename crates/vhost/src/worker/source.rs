@@ -26,6 +26,10 @@ impl Source for Worker {
             // Nothing could be taken; whoever ends next looks again.
             return false;
         }
+        if self.device.needs_reset() {
+            // Nothing is taken, so no kick is asked for. Virtqueues are started anew after a reset.
+            return false;
+        }
         self.is_armed.set(true);
         let mut came = false;
         for vring in self.vrings.borrow().iter() {
