@@ -266,6 +266,15 @@ impl Control {
         Ok(())
     }
 
+    /// Gives all queue threads what to signal when something was logged, if there is one.
+    pub(super) fn show_log_event(&self) -> Result<(), Refusal> {
+        for thread in &self.threads {
+            let event = self.log_event.as_ref().map(OwnedFd::try_clone).transpose()?;
+            thread.ask(move |worker| worker.set_log_event(event)).wait(self.is_patient())?;
+        }
+        Ok(())
+    }
+
     fn map(setup: RegionSetup) -> Result<Arc<Region>, Refusal> {
         let RegionSetup { guest_addr, size, user_addr, mmap_offset, fd } = setup;
         Ok(Region::map(fd, guest_addr, user_addr, size, mmap_offset)?)
@@ -364,13 +373,14 @@ impl Backend for Control {
     fn disconnect(&mut self) {
         self.device.reset();
         self.memory = Arc::default();
-        if let Err(refusal) = self.show_memory(&Arc::default()) {
+        self.log_event = None;
+        let shown = self.show_memory(&Arc::default()).and_then(|()| self.show_log_event());
+        if let Err(refusal) = shown {
             tracing::warn!("{}: {refusal}", self.device.name);
         }
         self.rings.iter_mut().for_each(|ring| *ring = Ring::default());
         self.inflight = None;
         self.log = None;
-        self.log_event = None;
         self.channel = None;
         self.transfer = None;
     }
@@ -498,7 +508,7 @@ impl Backend for Control {
 
     fn set_log_event(&mut self, event: OwnedFd) -> Result<(), Refusal> {
         self.log_event = Some(event);
-        Ok(())
+        self.show_log_event()
     }
 
     fn get_config(&mut self, offset: u32, bytes: &mut [u8]) -> Result<(), Refusal> {

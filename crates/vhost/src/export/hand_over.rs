@@ -237,6 +237,9 @@ impl Control {
             self.log = Some(Log::map(fd, size, offset).map_err(refused)?);
         }
         self.log_event = parcel.one(Role::LogEvent);
+        self.show_log_event().map_err(|refusal| {
+            Error::new(ErrorKind::Refused, format!("the log cannot be taken: {refusal}"))
+        })?;
         self.channel = parcel.one(Role::Channel).map(BackChannel::new);
         Ok(())
     }

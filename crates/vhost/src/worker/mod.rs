@@ -23,6 +23,7 @@ use ringdisk_ring::stats::QueueCells;
 
 use crate::device::Device;
 
+use call::Call;
 use pins::Pins;
 
 pub(crate) use slot::Slot;
@@ -51,6 +52,8 @@ pub(crate) struct Worker {
     cursor: Cell<usize>,
     /// The guest does not kick: the thread looks by itself.
     is_armed: Cell<bool>,
+    /// Signalled when something was logged, once for all that becomes visible at once.
+    log_event: Call,
     /// Guest memory is registered with the ring (`--pin-guest-memory`).
     pins: Option<RefCell<Pins>>,
     this: std::rc::Weak<Worker>,
@@ -76,6 +79,7 @@ impl Worker {
             slots: Cell::new(0),
             cursor: Cell::new(0),
             is_armed: Cell::new(false),
+            log_event: Call::default(),
             pins: pins.map(RefCell::new),
             this: this.clone(),
         })
@@ -110,7 +114,12 @@ impl Worker {
         let Some(vring) = self.vring(index) else { return 0 };
         vring.hold(&self.ring).await;
         self.vrings.borrow_mut().retain(|other| !Rc::ptr_eq(other, &vring));
-        vring.end(&self.ring)
+        let logs = vring.logs();
+        let base = vring.end(&self.ring);
+        if logs {
+            self.log_event.signal();
+        }
+        base
     }
 
     /// Takes no more requests, and waits until none is in flight.
@@ -129,6 +138,11 @@ impl Worker {
     /// What is written to guest memory is logged there from now on, or nowhere.
     pub(crate) fn set_log(&self, log: Option<&Arc<Log>>) {
         self.vrings.borrow().iter().for_each(|vring| vring.set_log(log.cloned()));
+    }
+
+    /// What to signal when something was logged.
+    pub(crate) fn set_log_event(&self, fd: Option<OwnedFd>) {
+        self.log_event.set(fd);
     }
 
     /// Another eventfd to call the guest of a virtqueue.

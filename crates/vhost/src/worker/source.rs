@@ -6,10 +6,16 @@ use super::Worker;
 
 impl Source for Worker {
     fn publish(&self) {
+        let mut logged = false;
         for vring in self.vrings.borrow().iter() {
-            if vring.publish() {
+            let shown = vring.publish();
+            if shown.called {
                 self.cells.calls.add(1);
             }
+            logged |= shown.logged;
+        }
+        if logged {
+            self.log_event.signal();
         }
     }
 
