@@ -280,6 +280,8 @@ impl Host {
             let looks = self.is_deaf || !session.is_claimed() || self.control.may_give_disk();
             match connection.receive(wake, MESSAGE_TIMEOUT, looks.then_some(LOOK)) {
                 Ok(Received::Silence) => self.control.give_disk_if_wanted(),
+                // Before the second one is sent away.
+                Ok(Received::Woken) if self.is_in_the_way(session, late) => return End::Gone,
                 Ok(Received::Woken) => {
                     if let Some(end) = self.woken(wake) {
                         return end;
