@@ -3,12 +3,14 @@
 mod common;
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::time::Duration;
 
 use common::confined::assert_confined;
-use common::serving::{Daemon, Place, load, options};
+use common::serving::{Daemon, Place, load, locked_while, options, stats};
 use ringdisk_testkit::limits::is_root;
 use ringdisk_testkit::model::{BaseRule, FrontEnd, Load, Request, Vm, ask, bits, words};
 use ringdisk_testkit::mount::text;
+use ringdisk_testkit::process;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 /// Source and destination of one image, and a machine on the source whose memory is being copied.
@@ -18,10 +20,11 @@ struct Both {
     destination: Daemon,
     vm: Vm,
     load: Load,
-    _log: OwnedFd,
+    _log: Option<OwnedFd>,
 }
 
-fn both(format: &'static str, packed: bool) -> Both {
+/// The same without a log: a machine that just runs.
+fn quiet(format: &'static str, packed: bool) -> Both {
     let place = Place::new(format);
     let source = place.start(&[]);
     let incoming = place.path("incoming");
@@ -34,16 +37,29 @@ fn both(format: &'static str, packed: bool) -> Both {
     let mut vm = Vm::started(FrontEnd::connect(&place.socket), options(packed));
     let mut load = load(1);
     load.run(&mut vm, 300);
-    let log = memfd_create(c"log", MemfdFlags::CLOEXEC).expect("memory");
-    ftruncate(&log, 1 << 20).expect("memory");
-    vm.front.ask(ask::SET_LOG_BASE, &words(&[1 << 20, 0]), &[log.as_fd()]).expect("a log");
-    vm.front.set(ask::SET_FEATURES, vm.features | bits::LOG_ALL).expect("agreed");
-    load.run(&mut vm, 300);
     load.drain(&mut vm);
-    Both { place, source, destination, vm, load, _log: log }
+    Both { place, source, destination, vm, load, _log: None }
+}
+
+fn both(format: &'static str, packed: bool) -> Both {
+    let mut both = quiet(format, packed);
+    both.log();
+    both.load.run(&mut both.vm, 300);
+    both.load.drain(&mut both.vm);
+    both
 }
 
 impl Both {
+    /// Turns the log on.
+    fn log(&mut self) {
+        let log = memfd_create(c"log", MemfdFlags::CLOEXEC).expect("memory");
+        ftruncate(&log, 1 << 20).expect("memory");
+        let Vm { front, features, .. } = &mut self.vm;
+        front.ask(ask::SET_LOG_BASE, &words(&[1 << 20, 0]), &[log.as_fd()]).expect("a log");
+        front.set(ask::SET_FEATURES, *features | bits::LOG_ALL).expect("agreed");
+        self._log = Some(log);
+    }
+
     /// Stops all virtqueues, as at the end of a migration. Gives where they go on.
     fn stop(&mut self) -> Vec<u32> {
         (0..2).map(|index| self.vm.front.vring_base(index).expect("it stops")).collect()
@@ -107,6 +123,98 @@ fn a_destination_that_was_upgraded_takes_the_disk_too() {
     drop(old);
     both.source.stop(&[&both.place.socket]);
     both.destination.stop(&[&incoming]);
+    both.place.judge(&mut both.load);
+}
+
+/// The front end of the source at the end of a migration of a guest that was paused before.
+enum Source {
+    /// It says nothing more, as QEMU does.
+    Waits,
+    /// It turns the log on, when nothing runs any more.
+    Logs,
+    /// It is gone.
+    Gone,
+}
+
+#[test]
+fn a_guest_that_was_paused_before_its_migration_moves() {
+    for (format, packed, source) in [
+        ("raw", false, Source::Waits),
+        ("qcow2", true, Source::Logs),
+        ("qcow2", false, Source::Gone),
+    ] {
+        let mut both = quiet(format, packed);
+        both.stop();
+        // Nobody but a ringdisk that waits gets the image of a guest that is paused.
+        let (place, image) = (both.place.socket.clone(), both.place.image.clone());
+        let ((), tries) = locked_while(&image, || {
+            process::pause(Duration::from_millis(1500));
+            assert_eq!(stats(&place)["device"]["needs-reset"], false);
+        });
+        assert!(tries > 100);
+        if let Source::Logs = source {
+            both.log();
+        }
+        if let Source::Gone = source {
+            let gone = std::mem::replace(&mut both.vm.front, FrontEnd::connect(&place));
+            drop(gone);
+        }
+        let old = both.move_over();
+        both.exercise();
+        drop(old);
+        both.source.stop(&[&place]);
+        both.load.read_all(&mut both.vm);
+        both.destination.stop(&[&both.place.path("incoming")]);
+        both.place.judge(&mut both.load);
+    }
+}
+
+#[test]
+fn a_guest_that_has_no_driver_yet_moves() {
+    for is_gone in [false, true] {
+        let place = Place::new("qcow2");
+        let source = place.start(&[]);
+        let incoming = place.path("incoming");
+        let there = [&place.words()[..], &["--incoming"]].concat();
+        let destination = Daemon::start(&incoming, &there);
+        let mut front = FrontEnd::connect(&place.socket);
+        front.tell(ask::SET_OWNER, &[], &[]).expect("agreed");
+        front.get(ask::GET_FEATURES).expect("features");
+        let front = Some(front).filter(|_| !is_gone);
+        let mut vm = Vm::started(FrontEnd::connect(&incoming), options(true));
+        let mut load = load(2);
+        load.run(&mut vm, 200);
+        load.drain(&mut vm);
+        drop(front);
+        source.stop(&[&place.socket]);
+        load.read_all(&mut vm);
+        destination.stop(&[&incoming]);
+        place.judge(&mut load);
+    }
+}
+
+#[test]
+fn a_disk_that_is_used_is_not_given_to_who_waits() {
+    let mut both = quiet("qcow2", false);
+    let bases = both.stop();
+    start_again(&mut both, &bases).expect("a guest that was paused for a moment");
+    both.exercise();
+    let incoming = both.place.path("incoming");
+    // It waits for the locks, and then gives up.
+    let refused = Vm::start(FrontEnd::connect(&incoming), options(false));
+    assert!(refused.is_err(), "two processes have the disk");
+    both.exercise();
+    // The disk is where the guest runs, also when both are there: the other one's is paused.
+    both.stop();
+    let old = both.move_over();
+    both.exercise();
+    let bases = both.stop();
+    let there = std::mem::replace(&mut both.vm.front, old);
+    start_again(&mut both, &bases).expect("it comes back");
+    both.exercise();
+    drop(there);
+    both.destination.stop(&[&incoming]);
+    both.source.stop(&[&both.place.socket]);
     both.place.judge(&mut both.load);
 }
 

@@ -178,6 +178,50 @@ fn a_second_front_end_waits() {
     place.judge(&mut load);
 }
 
+/// CPU time that a process has used, in 1/100 s (proc(5): utime and stime).
+fn cpu_ticks(pid: u32) -> u64 {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).expect("it lives");
+    let (_, fields) = stat.rsplit_once(')').expect("a name");
+    fields
+        .split_whitespace()
+        .skip(11)
+        .take(2)
+        .map(|ticks| ticks.parse::<u64>().expect("a number"))
+        .sum()
+}
+
+#[test]
+fn without_descriptors_a_front_end_waits_and_the_log_stays_short() {
+    for refuses in [false, true] {
+        let place = Place::new("raw");
+        let mode = if refuses { "refuse" } else { "wait" };
+        let daemon = place.start(&["--second-front-end", mode]);
+        let mut vm = refuses.then(|| place.vm(false));
+        let pid = daemon.process.pid();
+        // What is open stays; nothing more can be.
+        let limit = |soft: u32| {
+            ok_words(&["prlimit", "--pid", &pid.to_string(), &format!("--nofile={soft}:")]);
+        };
+        limit(4);
+        let cpu = cpu_ticks(pid);
+        let mut second = FrontEnd::connect(&place.socket);
+        pause(Duration::from_secs(2));
+        let output = daemon.process.output();
+        let lines = output.lines().filter(|line| line.contains("cannot be accepted")).count();
+        assert_eq!(lines, 1, "{output}");
+        let ticks = cpu_ticks(pid) - cpu;
+        assert!(ticks < 20, "{ticks} ticks of CPU time in 2 s");
+        if let Some(vm) = &mut vm {
+            assert_eq!(vm.status(0, Request::read(0, 512)), 0);
+        }
+        limit(1024);
+        match vm {
+            Some(_) => second.expect_end(),
+            None => drop(Vm::started(second, options(false))),
+        }
+    }
+}
+
 #[test]
 fn a_second_front_end_is_sent_away() {
     let place = Place::new("raw");

@@ -59,6 +59,19 @@ impl Storage {
         self.file().is_none_or(|file| lock::is_free(file.borrow(), lock, file.read_only))
     }
 
+    /// Tells who has the locks that somebody waits for them here, or does no longer: they may give them away of their own accord
+    /// ([`Storage::is_wanted`]). Nobody is kept out by this.
+    pub fn want(&self, wanted: bool) {
+        if let Some(file) = self.file() {
+            lock::want(file.borrow(), wanted);
+        }
+    }
+
+    /// Whether somebody else waits for our locks. One quick system call; a request to the server on a network file system.
+    pub fn is_wanted(&self) -> bool {
+        self.file().is_some_and(|file| lock::is_wanted(file.borrow()))
+    }
+
     /// Says whether another process goes on with these locks, by a duplicate of the descriptor: the end of this storage does not
     /// unlock then.
     pub fn share_locks(&self, shared: bool) {

@@ -7,6 +7,7 @@
 //! |---|---|
 //! | 100 + n | "I use permission n" |
 //! | 200 + n | "I do not let others use permission n" |
+//! | 300 | "I wait for this image"; ours alone, QEMU neither takes nor reads it |
 //!
 //! with the permission numbers of QMP's `BlockPermission`: 0 consistent-read, 1 write,
 //! 2 write-unchanged, 3 resize. A newcomer locks its own bytes first, then asks (`F_OFD_GETLK` for an
@@ -30,6 +31,8 @@ use crate::{Lock, ffi, holders};
 const USED: u32 = 100;
 /// First byte of the permissions not shared.
 const UNSHARED: u32 = 200;
+/// Byte of those who wait.
+const WANTED: u32 = 300;
 
 /// A permission, by its number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -221,6 +224,17 @@ pub(crate) fn take_back(
         Ok(Some(conflict)) => Err(refusal(fd, name, read_only, conflict)),
         Ok(None) | Err(_) => Ok(()),
     }
+}
+
+/// Says to who has the lock, on this host or another one, that somebody waits for it, or does no longer. Excludes nobody.
+pub(crate) fn want(fd: BorrowedFd<'_>, wanted: bool) {
+    // Where there are no locks nobody waits for one.
+    let _ = if wanted { ffi::lock_shared(fd, WANTED) } else { ffi::unlock(fd, WANTED) };
+}
+
+/// Whether another open file description says so.
+pub(crate) fn is_wanted(fd: BorrowedFd<'_>) -> bool {
+    ffi::is_locked_by_others(fd, WANTED).unwrap_or(false)
 }
 
 fn take(fd: BorrowedFd<'_>, used: &[Permission], unshared: &[Permission]) -> Result<(), Errno> {

@@ -118,6 +118,26 @@ fn second_descriptor_has_the_lock_and_stands_in_nobodys_way() {
 }
 
 #[test]
+fn who_waits_is_seen_by_others_only_and_excludes_nobody() {
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let path = directory.path().join("image");
+    std::fs::write(&path, [1; 4096]).unwrap();
+    let waits = OpenOptions { lock: Lock::Inactive, read_only: true, ..OpenOptions::default() };
+    let has = Storage::open(&path, &OpenOptions::default()).unwrap();
+    let waiting = Storage::open(&path, &waits).unwrap();
+    assert!(!has.is_wanted());
+    waiting.want(true);
+    assert!(has.is_wanted() && !waiting.is_wanted());
+    has.set_lock(Lock::Inactive).unwrap();
+    has.set_lock(Lock::Auto).unwrap();
+    waiting.want(false);
+    assert!(!has.is_wanted());
+    waiting.want(true);
+    drop(waiting);
+    assert!(!has.is_wanted(), "who is gone does not wait");
+}
+
+#[test]
 fn lock_that_is_refused_leaves_the_old_one() {
     let directory = tempfile::tempdir_in("/var/tmp").unwrap();
     let path = directory.path().join("image");

@@ -1,7 +1,7 @@
 //! The socket of one front end: whole messages in, replies out.
 //!
 //! Promises: one message at a time, bounded in bytes and descriptors; a front end that stops in the middle of a message, or does not take
-//! a reply, ends its connection when its time is up; one that is silent between messages may be so forever. Reads never go past the end
+//! a reply, ends its connection when its time is up; how long one may be silent between messages is the caller's to say. Reads never go past the end
 //! of a message, so descriptors always belong to the message that they came with. Used by the control thread, which waits here.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -30,6 +30,8 @@ pub enum Received {
     Closed,
     /// The eventfd was signalled, and still is.
     Woken,
+    /// Nothing came for as long as was waited, and no message is half here.
+    Silence,
 }
 
 /// The connection of a front end.
@@ -60,17 +62,25 @@ impl Connection {
     ///
     /// * `wake`: an eventfd that ends the waiting; it comes before messages, and is not read.
     /// * `timeout`: from the first byte of a message to its last.
+    /// * `silence`: how long to wait for the first byte; `None`: for ever.
     ///
     /// Errors: the message is too large, has too many descriptors, or ends too early or too late; the connection is of no use then.
-    pub fn receive(&mut self, wake: BorrowedFd<'_>, timeout: Duration) -> Result<Received, Error> {
+    pub fn receive(
+        &mut self,
+        wake: BorrowedFd<'_>,
+        timeout: Duration,
+        silence: Option<Duration>,
+    ) -> Result<Received, Error> {
+        let quiet_until = silence.map(|silence| Instant::now() + silence);
         loop {
             let need = self.need()?;
             if self.bytes.len() == need {
                 return Ok(self.take());
             }
-            let deadline = self.started.map(|started| started + timeout);
+            let deadline = self.started.map(|started| started + timeout).or(quiet_until);
             match wait(self.socket.as_fd(), PollFlags::IN, Some(wake), deadline)? {
                 Ready::Woken => return Ok(Received::Woken),
+                Ready::Late if self.started.is_none() => return Ok(Received::Silence),
                 Ready::Late => {
                     let message = format!("{}: stopped in the middle of it", self.name());
                     return Err(Error::new(ErrorKind::TimedOut, message));

@@ -127,7 +127,8 @@ impl Device {
         features::is_write_through(self.features(), self.write_cache())
     }
 
-    /// The guest did what no driver may do: nothing goes on before a reset. The first reason counts.
+    /// The guest did what no driver may do: no virtqueue takes a request before a reset; what was taken is completed. The first reason
+    /// counts.
     pub(crate) fn set_broken(&self, reason: String) {
         let mut kept = self.reason.lock().unwrap_or_else(PoisonError::into_inner);
         if kept.is_none() {
@@ -173,12 +174,17 @@ impl Device {
         self.reason.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
+    /// All virtqueues were ended by a front end that may know no reset: those that are started next are new ones.
+    pub(crate) fn mend(&self) {
+        self.needs_reset.store(false, Ordering::Release);
+        *self.reason.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
     /// Back to the state before any driver. Whether there is a write cache is not forgotten: front ends that stop a device reset it,
     /// and do not set that again.
     pub(crate) fn reset(&self) {
         self.set_features(0);
-        self.needs_reset.store(false, Ordering::Release);
-        *self.reason.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        self.mend();
     }
 
     /// An I/O error of the image; not all of them are told.

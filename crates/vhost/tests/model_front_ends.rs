@@ -134,6 +134,44 @@ fn a_silent_front_end_is_waited_for_and_keeps_nobody_from_stopping() {
 }
 
 #[test]
+fn a_silent_front_end_keeps_another_one_waiting_for_ten_seconds_and_no_longer() {
+    let (_sim, disk) = simulated(MIB);
+    let served = [Second::Wait, Second::Refuse]
+        .map(|second| serve(disk.clone(), |options| options.second = second));
+    // One that says nothing at all, and one that asks and takes nothing.
+    let mut silent = served.each_ref().map(common::Served::front);
+    silent[1].get(ask::GET_FEATURES).expect("features");
+    let begin = Instant::now();
+    let mut second = served[0].front();
+    assert!(second.send(ask::GET_FEATURES, 0, &[], &[]));
+    second.reply(ask::GET_FEATURES).expect("a reply");
+    let waited = begin.elapsed();
+    assert!((9..20).contains(&waited.as_secs()), "{waited:?}");
+    silent[0].expect_end();
+    // Where a second one is sent away, it is so until then.
+    while Vm::start(served[1].front(), VmOptions::default()).is_err() {
+        assert!(begin.elapsed() < Duration::from_secs(20), "it stays");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    silent[1].expect_end();
+}
+
+#[test]
+fn a_front_end_that_is_alone_or_has_the_device_may_be_silent() {
+    let (_sim, disk) = simulated(MIB);
+    let served = [serve(disk.clone(), |_| {}), serve(disk, |_| {})];
+    let alone = served[0].front();
+    let mut owner = served[1].front();
+    owner.tell(ask::SET_OWNER, &[], &[]).expect("taken");
+    let mut second = served[1].front();
+    assert!(second.send(ask::GET_FEATURES, 0, &[], &[]));
+    std::thread::sleep(Duration::from_secs(12));
+    works(&mut Vm::started(alone, VmOptions::default()));
+    works(&mut Vm::started(owner, VmOptions::default()));
+    second.reply(ask::GET_FEATURES).expect("a reply, now that nobody is before it");
+}
+
+#[test]
 fn a_flood_of_messages_costs_time_of_its_own_export_only() {
     const MESSAGES: usize = 20_000;
     let (_sim, disk) = simulated(MIB);

@@ -123,6 +123,63 @@ fn every_bad_chain_ends_its_own_device_which_works_again_after_a_reset() {
 }
 
 #[test]
+fn a_broken_device_takes_no_requests_in_any_virtqueue_before_a_reset() {
+    for (packed, protocol) in [(false, u64::MAX), (true, u64::MAX), (false, !bits::P_STATUS)] {
+        let (sim, disk) = simulated(MIB);
+        let served = serve(disk, |_| {});
+        // Two threads: one of the virtqueues is on the same as the broken one.
+        let mut vm = served.vm(VmOptions { queues: 3, protocol, ..options(packed) });
+        for index in 0..3 {
+            assert_eq!(vm.status(index, Request::read(0, 512)), 0);
+        }
+        vm.reset().or_else(|_| restart(&mut vm)).expect("it begins anew");
+        // What was taken before is answered.
+        sim.on(When::kind(OpKind::Read).once(), Fault::Hold);
+        vm.submit(1, Request::read(3, 512)).expect("room");
+        while sim.held().is_empty() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        header(&vm, 0);
+        send(&mut vm, 0, &[(PLACE, 16, 0, 0)]);
+        assert!(reason(&served).contains("virtqueue 0"));
+        let before = sim.count(OpKind::Read);
+        for index in 1..3 {
+            vm.submit(index, Request::read(1, 512)).expect("room");
+            vm.queues[index].kick_anyway();
+        }
+        std::thread::sleep(Duration::from_millis(100));
+        assert_eq!(sim.count(OpKind::Read), before, "nothing goes on");
+        assert_eq!(sim.release_all(), 1);
+        assert_eq!(vm.queues[1].wait(&vm.ram).status, 0);
+        let none = vm.queues[1].wait_for(&vm.ram, Duration::from_millis(50));
+        assert!(none.is_none() && vm.queues[2].reap(&vm.ram).is_none(), "nothing goes on");
+        // An idle thread, too.
+        let cpu = || served.export.stats_reader()().queues.iter().map(|q| q.cpu_ns).sum::<u64>();
+        let used = cpu();
+        std::thread::sleep(Duration::from_millis(200));
+        assert!(cpu() - used < 100_000_000, "it looks for requests that it may not take");
+        if protocol & bits::P_STATUS == 0 {
+            restart(&mut vm).expect("all virtqueues end and begin anew");
+        } else {
+            vm.reset().expect("a reset");
+        }
+        assert_eq!(served.export.broken_reason(), None);
+        for index in 0..3 {
+            assert_eq!(vm.status(index, Request::read(1, 512)), 0);
+        }
+    }
+}
+
+/// A reset as front ends do it that know no device status.
+fn restart(vm: &mut Vm) -> Result<(), Refused> {
+    for index in 0..u32::from(vm.options.queues) {
+        vm.front.vring_base(index)?;
+    }
+    vm.make_queues();
+    (0..vm.queues.len()).try_for_each(|index| vm.start_queue(index, None))
+}
+
+#[test]
 fn a_table_that_was_not_agreed_on_is_refused() {
     for packed in [false, true] {
         let (_sim, disk) = simulated(MIB);

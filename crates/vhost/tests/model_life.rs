@@ -12,6 +12,7 @@ use ringdisk_testkit::model::{BaseRule, Load, Refused, Request, Vm, VmOptions, a
 use ringdisk_testkit::mount::scratch;
 use ringdisk_testkit::process;
 use ringdisk_testkit::sim::{Fault, OpKind, Prng, When};
+use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 const QUEUES: usize = 3;
@@ -315,6 +316,46 @@ fn every_page_that_the_device_writes_is_logged_while_the_log_is_on() {
             device_writes(&mut vm, round * 40..round * 40 + 30);
             assert!(!log.take().contains(&true), "the log is off again");
         }
+    }
+}
+
+/// How often an eventfd was signalled since the last time.
+fn signals(event: &OwnedFd) -> u64 {
+    let mut count = [0; 8];
+    rustix::io::read(event, &mut count).map_or(0, |_| u64::from_ne_bytes(count))
+}
+
+#[test]
+fn the_front_end_is_told_of_what_was_logged() {
+    for flags in [EventfdFlags::NONBLOCK, EventfdFlags::empty()] {
+        let (_sim, disk) = simulated(MIB);
+        let served = serve(disk, |_| {});
+        let mut vm = served.vm(options(false, 1));
+        let _log = DirtyLog::new(&mut vm);
+        let event = eventfd(0, flags | EventfdFlags::CLOEXEC).expect("an eventfd");
+        vm.front.tell(ask::SET_LOG_FD, &[], &[event.as_fd()]).expect("taken");
+        // Reading waits for a signal where the eventfd says so: one of ours.
+        let told = || {
+            rustix::io::write(&event, &1_u64.to_ne_bytes()).expect("room");
+            signals(&event) - 1
+        };
+        assert_eq!(vm.status(0, Request::read(0, 512)), 0);
+        assert_eq!(told(), 0, "the log is not on");
+        vm.front.set(ask::SET_FEATURES, vm.features | bits::LOG_ALL).expect("agreed");
+        for index in 0..QUEUES {
+            assert_eq!(vm.status(index, Request::read(0, 512)), 0);
+        }
+        // Each thread has done what it does after an answer when it does something else for us.
+        (0..QUEUES).for_each(|index| vm.change_call(index).expect("another eventfd"));
+        assert!(told() >= QUEUES as u64);
+        // Nobody has to read it.
+        rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes()).expect("room");
+        assert_eq!(vm.status(0, Request::read(0, 512)), 0);
+        vm.change_call(0).expect("another eventfd");
+        assert_eq!(signals(&event), u64::MAX - 1);
+        vm.front.set(ask::SET_FEATURES, vm.features).expect("agreed");
+        assert_eq!(vm.status(0, Request::read(0, 512)), 0);
+        assert_eq!(told(), 0, "the log is off");
     }
 }
 

@@ -157,6 +157,28 @@ class Migrate(Group):
             self.machine.monitor.command("cont")
         self._goes_on(job)
 
+    @case
+    def paused_it_moves_and_goes_on_where_it_is_continued(self):
+        """Nothing tells the daemon of the source about it: its rings stand before, and the log is never turned on."""
+        mark = f"paused{self.moves}"
+        self.machine.run(f"printf '%-512s' {mark} | dd of={self.dev} bs=512 seek=900001 oflag=direct")
+        job = self._load()
+        self.machine.monitor.command("stop")
+        daemon, machine = self._destination()
+        self._begin(machine)
+        self._wait_for("completed")
+        until(lambda: machine.monitor.command("query-status")["status"] == "paused", 30, "the destination is there")
+        # The QEMU of the source is there still and may have the disk, until it is wanted.
+        machine.monitor.command("cont")
+        until(lambda: machine.monitor.command("query-status")["status"] == "running", 30, "the destination runs")
+        old_machine, old_daemon = self.machine, self.daemon
+        self.machine, self.daemon = machine, daemon
+        self._goes_on(job)
+        old_machine.kill()
+        old_daemon.stop()
+        found = self.machine.run(f"dd if={self.dev} bs=512 count=1 skip=900001 iflag=direct 2>/dev/null").strip()
+        require(found == mark, f"the destination reads {found!r} where the source wrote {mark!r}")
+
     @full
     def ten_times_there_and_back(self):
         for _ in range(10):

@@ -25,9 +25,26 @@ impl Drop for Taken {
     }
 }
 
+/// Says that somebody waits for the image at the top, until it is dropped.
+struct Wanted(Option<Arc<Storage>>);
+
+impl Wanted {
+    fn new(storages: &[Arc<Storage>]) -> Wanted {
+        let top = storages.first().cloned();
+        top.iter().for_each(|storage| storage.want(true));
+        Wanted(top)
+    }
+}
+
+impl Drop for Wanted {
+    fn drop(&mut self) {
+        self.0.iter().for_each(|storage| storage.want(false));
+    }
+}
+
 impl Disk {
-    /// Makes the disk usable: waits for the locks of all its images, then reads everything that is known about them once more. Who
-    /// watches the size is told. Any number of times: at the end of a migration, when one failed after [`Disk::deactivate`], when the
+    /// Makes the disk usable: waits for the locks of all its images ([`Disk::is_wanted`] of who has them says so), then reads
+    /// everything that is known about them once more. Who watches the size is told. Any number of times: at the end of a migration, when one failed after [`Disk::deactivate`], when the
     /// disk came back. Does nothing on an active disk.
     ///
     /// * `wait`: how long at most.
@@ -75,6 +92,7 @@ impl Disk {
             State::Inactive => {
                 let storages = graph.storages();
                 let lock = lock_of(self.options());
+                let _wanted = Wanted::new(&storages);
                 lock_all(ring, &storages, lock, Lock::Inactive, patience).await?;
                 taken.0.clone_from(&storages);
                 for storage in storages {

@@ -34,6 +34,13 @@ impl Disk {
         self.graph().state == State::Active
     }
 
+    /// Whether another process waits with [`Disk::activate`] for what is ours: a good time for [`Disk::deactivate`], if nobody uses the disk.
+    /// Seen wherever locks are, on other hosts too. One quick system call; a request to the server on a network file system.
+    pub fn is_wanted(&self) -> bool {
+        let graph = self.graph();
+        graph.state == State::Active && graph.storages().first().is_some_and(|it| it.is_wanted())
+    }
+
     /// Gives the images away, to a process that waits for them with [`Disk::activate`]: waits for the requests in flight, puts all
     /// that was written and all that is kept in memory on stable storage, and gives up the locks. Later requests fail with EBUSY.
     /// Does nothing when that is so already.

@@ -5,6 +5,7 @@ use std::process::Command;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use futures_util::future::join;
 use ringdisk_ring::{IoBuf, Ring};
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
 use tempfile::TempDir;
@@ -310,6 +311,33 @@ fn the_source_may_be_qemu_itself() {
         target.activate(&ring, WAIT).await.expect("activate");
         holds(&ring, &target, 1 << 20, 65536, 8).await;
     });
+}
+
+#[test]
+fn the_source_sees_that_a_target_waits() {
+    let directory = disk_directory();
+    for Case { name, options } in cases(&directory) {
+        let path = directory.path().join(name);
+        run(async |ring| {
+            let source = open(&ring, &path, &options).await.expect("source");
+            let target = open(&ring, &path, &incoming(&options)).await.expect("target");
+            assert!(!source.is_wanted(), "{name}: it is there and does not wait");
+            let gives = async {
+                while !source.is_wanted() {
+                    ring.sleep(SHORT / 10).await;
+                }
+                assert!(!target.is_wanted(), "{name}: its own wait");
+                source.deactivate(&ring).await.expect("deactivate");
+            };
+            let (activated, ()) = join(target.activate(&ring, WAIT), gives).await;
+            activated.expect("activate");
+            assert!(target.is_active() && !target.is_wanted() && !source.is_wanted(), "{name}");
+            target.deactivate(&ring).await.expect("deactivate");
+            source.activate(&ring, WAIT).await.expect("activate");
+            target.activate(&ring, SHORT).await.expect_err("the source has it");
+            assert!(!source.is_wanted(), "{name}: it has given up");
+        });
+    }
 }
 
 #[test]

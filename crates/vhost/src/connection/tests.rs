@@ -27,7 +27,7 @@ fn message() -> Vec<u8> {
 }
 
 fn next(connection: &mut Connection, timeout: Duration) -> Result<Received, Error> {
-    connection.receive(eventfd().as_fd(), timeout)
+    connection.receive(eventfd().as_fd(), timeout, None)
 }
 
 fn payload(received: Received) -> (Vec<u8>, usize) {
@@ -115,6 +115,19 @@ fn silence_between_messages_has_no_end() {
 }
 
 #[test]
+fn silence_that_is_too_long_is_told_and_ends_nothing() {
+    let (mut theirs, mut connection) = pair();
+    let wake = eventfd();
+    let mut listen = || connection.receive(wake.as_fd(), SOON * 2, Some(SOON));
+    assert!(matches!(listen().unwrap(), Received::Silence));
+    theirs.write_all(&message()).unwrap();
+    assert_eq!(payload(listen().unwrap()).0, 7u64.as_bytes());
+    // From its first byte on a message has its own time.
+    theirs.write_all(&message()[..5]).unwrap();
+    assert_eq!(listen().unwrap_err().kind(), ErrorKind::TimedOut);
+}
+
+#[test]
 fn an_end_in_the_middle_is_an_error() {
     let (mut theirs, mut connection) = pair();
     theirs.write_all(&message()[..15]).unwrap();
@@ -175,12 +188,12 @@ fn waking_ends_the_waiting_and_loses_nothing() {
             rustix::io::write(&wake, &1u64.to_ne_bytes()).unwrap();
         })
     };
-    assert!(matches!(connection.receive(wake.as_fd(), LONG).unwrap(), Received::Woken));
+    assert!(matches!(connection.receive(wake.as_fd(), LONG, None).unwrap(), Received::Woken));
     sleeper.join().unwrap();
     let mut connection = connection.into_socket().expect_err("in the middle of a message");
     rustix::io::read(&wake, &mut [0; 8]).unwrap();
     theirs.write_all(&message()[7..]).unwrap();
-    assert_eq!(payload(connection.receive(wake.as_fd(), LONG).unwrap()).0, 7u64.as_bytes());
+    assert_eq!(payload(connection.receive(wake.as_fd(), LONG, None).unwrap()).0, 7u64.as_bytes());
     connection.into_socket().expect("between messages");
 }
 

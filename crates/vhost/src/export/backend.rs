@@ -53,6 +53,8 @@ pub(super) struct Control {
     pub(super) log: Option<Arc<Log>>,
     pub(super) log_event: Option<OwnedFd>,
     pub(super) channel: Option<BackChannel>,
+    /// A front end has been connected since the start, of this process or of one before it: without one there is no guest to migrate.
+    pub(super) had_front_end: bool,
     transfer: Option<StateTransfer>,
     homes: Homes,
 }
@@ -89,6 +91,7 @@ impl Control {
             log: None,
             log_event: None,
             channel: None,
+            had_front_end: false,
             transfer: None,
             homes,
         }
@@ -272,6 +275,15 @@ impl Control {
         Ok(())
     }
 
+    /// Gives all queue threads what to signal when something was logged, if there is one.
+    pub(super) fn show_log_event(&self) -> Result<(), Refusal> {
+        for thread in &self.threads {
+            let event = self.log_event.as_ref().map(OwnedFd::try_clone).transpose()?;
+            thread.ask(move |worker| worker.set_log_event(event)).wait(self.is_patient())?;
+        }
+        Ok(())
+    }
+
     fn map(setup: RegionSetup) -> Result<Arc<Region>, Refusal> {
         let RegionSetup { guest_addr, size, user_addr, mmap_offset, fd } = setup;
         Ok(Region::map(fd, guest_addr, user_addr, size, mmap_offset)?)
@@ -283,11 +295,30 @@ impl Control {
             return Ok(());
         }
         let taken = self.threads[0].ask_task(|worker| async move {
-            worker.disk.activate(&worker.ring, TAKE_OVER).await.map_err(|error| error.to_string())
+            worker.disk.activate(&worker.ring, TAKE_OVER).await.map_err(|error| {
+                format!(
+                    "the disk is not ours: {error}. A ringdisk that serves it elsewhere gives it away as soon as its guest is paused or gone"
+                )
+            })
         });
         taken.wait(self.is_patient())??;
         tracing::info!("{}: the disk is ours", self.device.name);
         Ok(())
+    }
+
+    /// Whether another process may have the disk, should one wait for it: no virtqueue runs, so at most a guest that is paused, or has no
+    /// driver yet, is connected here. Nothing tells us that such a guest has been migrated: front ends speak of the log only while
+    /// virtqueues run, and stay connected for as long as they like.
+    pub(super) fn may_give_disk(&self) -> bool {
+        let stands = self.rings.iter().all(|ring| ring.setup.is_none());
+        self.had_front_end && stands && self.disk.is_active()
+    }
+
+    /// Gives the disk to who waits for it, if it may be given. Who waits is about to run a guest, which ours then has become.
+    pub(super) fn give_disk_if_wanted(&self) {
+        if self.may_give_disk() && self.disk.is_wanted() {
+            self.give_disk();
+        }
     }
 
     /// The guest stands still at the end of a migration: the process that serves it there may have the disk. If it comes back, so does
@@ -351,13 +382,14 @@ impl Backend for Control {
     fn disconnect(&mut self) {
         self.device.reset();
         self.memory = Arc::default();
-        if let Err(refusal) = self.show_memory(&Arc::default()) {
+        self.log_event = None;
+        let shown = self.show_memory(&Arc::default()).and_then(|()| self.show_log_event());
+        if let Err(refusal) = shown {
             tracing::warn!("{}: {refusal}", self.device.name);
         }
         self.rings.iter_mut().for_each(|ring| *ring = Ring::default());
         self.inflight = None;
         self.log = None;
-        self.log_event = None;
         self.channel = None;
         self.transfer = None;
     }
@@ -429,6 +461,10 @@ impl Backend for Control {
         if let Some(area) = &self.inflight {
             area.retire(index);
         }
+        // Without STATUS and RESET_DEVICE this is all that a reset by the guest looks like. A hand-over ends virtqueues otherwise.
+        if self.device.needs_reset() && self.rings.iter().all(|ring| ring.setup.is_none()) {
+            self.device.mend();
+        }
     }
 
     fn set_vring_call(&mut self, index: u16, call: Option<OwnedFd>) -> Result<(), Refusal> {
@@ -498,7 +534,7 @@ impl Backend for Control {
 
     fn set_log_event(&mut self, event: OwnedFd) -> Result<(), Refusal> {
         self.log_event = Some(event);
-        Ok(())
+        self.show_log_event()
     }
 
     fn get_config(&mut self, offset: u32, bytes: &mut [u8]) -> Result<(), Refusal> {

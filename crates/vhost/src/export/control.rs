@@ -22,6 +22,11 @@ const MESSAGE_TIMEOUT: Duration = Duration::from_secs(10);
 /// First pause between two attempts to connect to a front end; each one is longer than the one before, up to the last.
 const CONNECT_FIRST: Duration = Duration::from_millis(100);
 const CONNECT_LAST: Duration = Duration::from_secs(2);
+/// A front end that keeps others waiting has so long until it says that the device is its own.
+const CLAIM: Duration = Duration::from_secs(10);
+/// How often to look whether somebody waits for a disk that nobody uses. A guest that was paused for its migration does not mind a
+/// second more, nor does a front end that comes behind a silent one; an idle disk is to cost nothing that could be measured.
+const LOOK: Duration = Duration::from_secs(1);
 /// Queue threads have so long to end.
 const THREADS_END: Duration = Duration::from_secs(10);
 
@@ -50,6 +55,8 @@ pub(super) struct Host {
     pub(super) name: String,
     /// A front end that another process has handed over, whose virtqueues do not run yet.
     pub(super) front_end: Option<FrontEnd>,
+    /// Second front ends are to be sent away, and do not wake us at the moment ([`Host::watch`]).
+    pub(super) is_deaf: bool,
 }
 
 /// Why the waiting for a front end ended.
@@ -175,11 +182,16 @@ impl Host {
             if let Some(socket) = self.door.next()? {
                 return Ok(Next::FrontEnd(socket));
             }
+            self.control.give_disk_if_wanted();
+            let look = self.control.may_give_disk().then_some(LOOK);
+            let closed = self.door.closed_for();
+            let timeout = closed.or(look).and_then(|time| Timespec::try_from(time).ok());
             let wake = PollFd::from_borrowed_fd(self.signals.as_fd(), PollFlags::IN);
             let waited = match &self.door {
+                Door::Listens(_) if closed.is_some() => poll(&mut [wake], timeout.as_ref()),
                 Door::Listens(listener) => {
-                    let comes = PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN);
-                    poll(&mut [wake, comes], None)
+                    let comes = PollFd::from_borrowed_fd(listener.socket.as_fd(), PollFlags::IN);
+                    poll(&mut [wake, comes], timeout.as_ref())
                 }
                 _ => {
                     let waited = poll(&mut [wake], Timespec::try_from(pause).ok().as_ref());
@@ -211,6 +223,7 @@ impl Host {
                 return End::Gone;
             }
         };
+        self.control.had_front_end = true;
         let mut connection = Connection::new(socket);
         let end = self.messages(&mut session, &mut connection, wake.as_fd());
         if !matches!(end, End::HandedOver) {
@@ -220,14 +233,35 @@ impl Host {
     }
 
     /// What ends the waiting for a message: our own signals, and a second front end that is to be sent away.
-    fn wake(&self) -> rustix::io::Result<OwnedFd> {
+    fn wake(&mut self) -> rustix::io::Result<OwnedFd> {
         let wake = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let flags = epoll::EventFlags::IN;
         epoll::add(&wake, self.signals.as_fd(), epoll::EventData::new_u64(0), flags)?;
-        if let (Door::Listens(listener), Second::Refuse) = (&self.door, self.second) {
-            epoll::add(&wake, listener, epoll::EventData::new_u64(1), flags)?;
-        }
+        // Where second ones wait they do so in the backlog, unseen.
+        self.is_deaf = self.second == Second::Refuse && matches!(self.door, Door::Listens(_));
         Ok(wake)
+    }
+
+    /// Whether a second front end wakes us now: it is to be sent away, which takes that it can be accepted.
+    fn listens(&self) -> bool {
+        let refuses = matches!((&self.door, self.second), (Door::Listens(_), Second::Refuse));
+        refuses && self.door.closed_for().is_none()
+    }
+
+    /// Lets second front ends wake us.
+    fn watch(&mut self, wake: BorrowedFd<'_>) -> rustix::io::Result<()> {
+        self.is_deaf = false;
+        let Door::Listens(listener) = &self.door else { return Ok(()) };
+        let (data, flags) = (epoll::EventData::new_u64(1), epoll::EventFlags::IN);
+        epoll::add(wake, &listener.socket, data, flags)
+    }
+
+    /// Ends [`Host::watch`] for a while.
+    fn look_away(&mut self, wake: BorrowedFd<'_>) {
+        self.is_deaf = true;
+        if let Door::Listens(listener) = &self.door {
+            let _ = epoll::delete(wake, &listener.socket);
+        }
     }
 
     fn messages(
@@ -236,10 +270,24 @@ impl Host {
         connection: &mut Connection,
         wake: BorrowedFd<'_>,
     ) -> End {
+        let late = Instant::now() + CLAIM;
         loop {
-            match connection.receive(wake, MESSAGE_TIMEOUT) {
+            if self.is_in_the_way(session, late) {
+                return End::Gone;
+            }
+            if self.is_deaf
+                && self.listens()
+                && let Err(errno) = self.watch(wake)
+            {
+                tracing::warn!("{}: second front ends have to wait: {errno}", self.name);
+            }
+            let looks = self.is_deaf || !session.is_claimed() || self.control.may_give_disk();
+            match connection.receive(wake, MESSAGE_TIMEOUT, looks.then_some(LOOK)) {
+                Ok(Received::Silence) => self.control.give_disk_if_wanted(),
+                // Before the second one is sent away.
+                Ok(Received::Woken) if self.is_in_the_way(session, late) => return End::Gone,
                 Ok(Received::Woken) => {
-                    if let Some(end) = self.woken() {
+                    if let Some(end) = self.woken(wake) {
                         return end;
                     }
                     while let Some(request) = self.signals.take_request() {
@@ -285,8 +333,24 @@ impl Host {
         self.complain(Complaint::Connection, format_args!("the connection ends: {error}"));
     }
 
+    /// Whether a front end has done nothing with its connection while another one waits. Alone it may be as silent as it likes: whoever plugs
+    /// a disk in by hand connects long before.
+    ///
+    /// * `late`: when it should have claimed the device.
+    fn is_in_the_way(&self, session: &Session, late: Instant) -> bool {
+        if session.is_claimed() || Instant::now() < late || !self.door.has_next() {
+            return false;
+        }
+        tracing::warn!(
+            "{}: the connection ends: no SET_OWNER for {} s, and another front end waits",
+            self.name,
+            CLAIM.as_secs()
+        );
+        true
+    }
+
     /// Looks what woke us.
-    fn woken(&mut self) -> Option<End> {
+    fn woken(&mut self, wake: BorrowedFd<'_>) -> Option<End> {
         self.signals.clear();
         if self.signals.has_panicked() {
             return Some(End::Panicked);
@@ -300,11 +364,14 @@ impl Host {
         if self.signals.take_changed() {
             self.control.config_changed();
         }
-        if let (Door::Listens(_), Second::Refuse) = (&self.door, self.second)
-            && let Ok(Some(second)) = self.door.next()
-        {
-            self.complain(Complaint::Second, format_args!("a second front end was sent away"));
-            drop(second);
+        if self.listens() {
+            if let Ok(Some(second)) = self.door.next() {
+                self.complain(Complaint::Second, format_args!("a second front end was sent away"));
+                drop(second);
+            }
+            if self.door.closed_for().is_some() {
+                self.look_away(wake);
+            }
         }
         None
     }

@@ -130,7 +130,7 @@ fn pack_still(
 ) -> Result<Parcel, Error> {
     let mut packing = Packing::default();
     if let Door::Listens(listener) = door {
-        packing.add(Role::Listener, listener)?;
+        packing.add(Role::Listener, &listener.socket)?;
     }
     if let Some((session, connection)) = front_end {
         packing.add(Role::Connection, connection)?;
@@ -223,6 +223,8 @@ impl Control {
         let refused = |error: ringdisk_guest::Error| {
             Error::new(ErrorKind::Refused, "the hand-over cannot be taken").source(error)
         };
+        // Perhaps; nobody has kept count.
+        self.had_front_end = true;
         self.device.set_write_cache(parcel.words.write_cache);
         if let Some(reason) = parcel.words.broken.take() {
             self.device.set_broken(reason);
@@ -253,6 +255,9 @@ impl Control {
             self.log = Some(Log::map(fd, size, offset).map_err(refused)?);
         }
         self.log_event = parcel.one(Role::LogEvent);
+        self.show_log_event().map_err(|refusal| {
+            Error::new(ErrorKind::Refused, format!("the log cannot be taken: {refusal}"))
+        })?;
         self.channel = parcel.one(Role::Channel).map(BackChannel::new);
         Ok(())
     }

@@ -239,6 +239,7 @@ impl Export {
             signals: Arc::clone(&signals),
             name: options.name,
             front_end,
+            is_deaf: false,
         };
         let export =
             Export { thread: None, signals, device, views, notes, _size_watch: size_watch };

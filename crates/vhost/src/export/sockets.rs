@@ -2,18 +2,26 @@
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
 
 use super::options::{Connector, Listen};
 use crate::{Error, ErrorKind};
 
+/// First pause after a failure to accept a front end that waits; each one is twice as long as the one before, up to the last.
+const TRY_FIRST: Duration = Duration::from_millis(100);
+const TRY_LAST: Duration = Duration::from_secs(1);
+/// The log is told of such failures so often at most.
+const TELL: Duration = Duration::from_secs(60);
+
 /// A source of front ends.
 #[derive(Debug)]
 pub(super) enum Door {
     /// We listen.
-    Listens(OwnedFd),
+    Listens(Listener),
     /// The one that there will ever be.
     One(Option<OwnedFd>),
     /// We go to them.
@@ -30,11 +38,26 @@ impl Door {
                         .errno(errno)
                 };
                 rustix::io::ioctl_fionbio(&listener, true).map_err(cannot)?;
-                Ok(Door::Listens(listener))
+                Ok(Door::Listens(Listener { socket: listener, trouble: None }))
             }
             Listen::Stream(stream) => Ok(Door::One(Some(stream))),
             Listen::Connect(path) => Ok(Door::Connects(path, connector)),
         }
+    }
+
+    /// How long nobody can be taken: the socket would say all the time that somebody is there.
+    pub(super) fn closed_for(&self) -> Option<Duration> {
+        let Door::Listens(Listener { trouble: Some(trouble), .. }) = self else { return None };
+        let left = trouble.again.saturating_duration_since(Instant::now());
+        Some(left).filter(|left| !left.is_zero())
+    }
+
+    /// Whether one waits that could be taken now.
+    pub(super) fn has_next(&self) -> bool {
+        let Door::Listens(listener) = self else { return false };
+        let mut comes = [PollFd::new(&listener.socket, PollFlags::IN)];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        poll(&mut comes, Some(&now)).is_ok_and(|ready| ready > 0)
     }
 
     /// The next front end, if one is there; never blocks for long.
@@ -42,7 +65,7 @@ impl Door {
     /// Errors: there will be none any more.
     pub(super) fn next(&mut self) -> Result<Option<OwnedFd>, Error> {
         match self {
-            Door::Listens(listener) => Ok(accept(listener)),
+            Door::Listens(listener) => Ok(listener.accept()),
             Door::One(stream) => match stream.take() {
                 Some(stream) => Ok(Some(stream)),
                 None => Err(Error::new(ErrorKind::Socket, "the front end has gone")),
@@ -58,14 +81,100 @@ impl Door {
     }
 }
 
-/// A front end that has connected.
-fn accept(listener: &OwnedFd) -> Option<OwnedFd> {
-    match accept_with(listener, SocketFlags::CLOEXEC) {
-        Ok(stream) => Some(stream),
-        Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => None,
-        Err(errno) => {
-            tracing::warn!("a front end could not be accepted: {errno}");
-            None
+/// A socket that front ends connect to.
+#[derive(Debug)]
+pub(super) struct Listener {
+    pub(super) socket: OwnedFd,
+    trouble: Option<Trouble>,
+}
+
+/// Front ends cannot be accepted, most likely because no descriptor is left.
+#[derive(Debug)]
+struct Trouble {
+    /// When to try again.
+    again: Instant,
+    pause: Duration,
+    /// When the log was told.
+    told: Instant,
+}
+
+impl Listener {
+    /// A front end that has connected, unless there is trouble.
+    fn accept(&mut self) -> Option<OwnedFd> {
+        let now = Instant::now();
+        if self.trouble.as_ref().is_some_and(|trouble| now < trouble.again) {
+            return None;
         }
+        match accept_with(&self.socket, SocketFlags::CLOEXEC) {
+            Ok(stream) => {
+                self.trouble = None;
+                Some(stream)
+            }
+            Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => None,
+            Err(errno) => {
+                let (trouble, is_told) = Trouble::after(self.trouble.take(), now);
+                if is_told {
+                    tracing::warn!(
+                        "a front end waits and cannot be accepted: {errno}; this is tried again every {:?}",
+                        TRY_LAST
+                    );
+                }
+                self.trouble = Some(trouble);
+                None
+            }
+        }
+    }
+}
+
+impl Trouble {
+    /// One more failure. Gives whether the log should be told, too.
+    fn after(before: Option<Trouble>, now: Instant) -> (Trouble, bool) {
+        let Some(before) = before else {
+            return (Trouble { again: now + TRY_FIRST, pause: TRY_FIRST, told: now }, true);
+        };
+        let pause = (before.pause * 2).min(TRY_LAST);
+        let is_told = now.saturating_duration_since(before.told) >= TELL;
+        let told = if is_told { now } else { before.told };
+        (Trouble { again: now + pause, pause, told }, is_told)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn trouble_is_tried_again_ever_more_rarely_and_told_once_a_minute() {
+        let mut now = Instant::now();
+        let (mut trouble, mut tries, mut told) = (None, 0, 0);
+        let end = now + TELL * 10 - TRY_LAST;
+        while now < end {
+            let (next, is_told) = Trouble::after(trouble.take(), now);
+            assert!(next.again > now && next.again <= now + TRY_LAST);
+            now = next.again;
+            trouble = Some(next);
+            tries += 1;
+            told += u32::from(is_told);
+        }
+        assert_eq!(told, 10);
+        assert!((600..610).contains(&tries), "{tries}");
+    }
+
+    #[test]
+    fn front_ends_that_wait_are_seen_and_taken() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("socket");
+        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        let mut door = Door::open(Listen::Listener(listener.into()), Connector::default()).unwrap();
+        assert!(!door.has_next() && door.next().unwrap().is_none());
+        let _front = std::os::unix::net::UnixStream::connect(&path).unwrap();
+        assert!(door.has_next());
+        // As if accept(2) had just failed.
+        let Door::Listens(listener) = &mut door else { panic!("it listens") };
+        listener.trouble = Some(Trouble::after(None, Instant::now()).0);
+        assert!(door.closed_for().is_some() && door.next().unwrap().is_none());
+        std::thread::sleep(TRY_FIRST);
+        assert!(door.closed_for().is_none() && door.next().unwrap().is_some());
+        assert!(!door.has_next());
     }
 }

@@ -203,7 +203,7 @@ pub trait Backend {
     /// The dirty log, one bit for 4096 bytes of guest-physical memory. Replaces the one before, also while rings run.
     fn set_log(&mut self, fd: OwnedFd, size: u64, offset: u64) -> Result<(), Refusal>;
 
-    /// What to signal when something was logged.
+    /// What to signal when something was logged: once for all requests that become visible at once.
     fn set_log_event(&mut self, event: OwnedFd) -> Result<(), Refusal>;
 
     /// Configuration space from `offset` on; what lies beyond its end is left as it is (zero).

@@ -116,6 +116,8 @@ impl Session {
         session.features = state.features;
         session.protocol_features = state.protocol_features;
         session.status = state.status;
+        // Who was served long enough for that is no stranger.
+        session.claimed = true;
         Ok(session)
     }
 

@@ -84,6 +84,8 @@ pub struct Session {
     features: u64,
     protocol_features: u64,
     status: u8,
+    /// SET_OWNER or SET_FEATURES has come.
+    claimed: bool,
     regions: Regions,
     vrings: Vec<Vring>,
 }
@@ -99,7 +101,15 @@ impl Session {
         }
         let vrings = (0..config.queues_max).map(|_| Vring::default()).collect();
         let regions = Regions::default();
-        Session { config, features: 0, protocol_features: 0, status: 0, regions, vrings }
+        Session {
+            config,
+            features: 0,
+            protocol_features: 0,
+            status: 0,
+            claimed: false,
+            regions,
+            vrings,
+        }
     }
 
     /// The virtio features that were negotiated.
@@ -112,6 +122,13 @@ impl Session {
     #[must_use]
     pub fn protocol_features(&self) -> u64 {
         self.protocol_features
+    }
+
+    /// Whether the front end has said that the device is its own. All that exist do so at once; further they may go only when a guest
+    /// has a driver (QEMU sends features no earlier).
+    #[must_use]
+    pub fn is_claimed(&self) -> bool {
+        self.claimed
     }
 
     /// Virtqueues that run.

@@ -93,7 +93,7 @@ impl Session {
                 return Ok(Some(log_reply(number, &log)));
             }
             // Whoever connects is the owner, and the only one.
-            Message::SetOwner => {}
+            Message::SetOwner => self.claimed = true,
             Message::ResetOwner => self.reset_owner(backend),
             Message::SetFeatures(features) => self.set_features(backend, features)?,
             Message::SetProtocolFeatures(features) => self.set_protocol_features(features)?,
@@ -181,6 +181,7 @@ impl Session {
         }
         backend.set_features(features)?;
         self.features = features;
+        self.claimed = true;
         Ok(())
     }
 

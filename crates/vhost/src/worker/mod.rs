@@ -24,6 +24,7 @@ use ringdisk_ring::stats::QueueCells;
 
 use crate::device::Device;
 
+use call::Call;
 use pins::Pins;
 use watch::Watch;
 
@@ -54,6 +55,8 @@ pub(crate) struct Worker {
     cursor: Cell<usize>,
     /// The guest does not kick: the thread looks by itself.
     is_armed: Cell<bool>,
+    /// Signalled when something was logged, once for all that becomes visible at once.
+    log_event: Call,
     /// Guest memory is registered with the ring (`--pin-guest-memory`).
     pins: Option<RefCell<Pins>>,
     /// For those who wait for this thread.
@@ -71,6 +74,7 @@ impl Worker {
         watch: Arc<Watch>,
     ) -> Rc<Worker> {
         let pins = pins.and_then(|told| Pins::new(ring, told));
+        let log_event = Call::new(&watch, &device);
         Rc::new_cyclic(|this| Worker {
             ring: ring.clone(),
             disk,
@@ -82,6 +86,7 @@ impl Worker {
             slots: Cell::new(0),
             cursor: Cell::new(0),
             is_armed: Cell::new(false),
+            log_event,
             pins: pins.map(RefCell::new),
             watch,
             this: this.clone(),
@@ -129,7 +134,12 @@ impl Worker {
         let Some(vring) = self.vring(index) else { return 0 };
         vring.hold(&self.ring).await;
         self.vrings.borrow_mut().retain(|other| !Rc::ptr_eq(other, &vring));
-        vring.end(&self.ring)
+        let logs = vring.logs();
+        let base = vring.end(&self.ring);
+        if logs {
+            self.log_event.signal();
+        }
+        base
     }
 
     /// Takes no more requests, and waits until none is in flight.
@@ -157,6 +167,11 @@ impl Worker {
         }
     }
 
+    /// What to signal when something was logged.
+    pub(crate) fn set_log_event(&self, fd: Option<OwnedFd>) {
+        self.log_event.set(fd);
+    }
+
     /// Another eventfd to call the guest of a virtqueue.
     pub(crate) fn set_call(&self, index: u16, fd: Option<OwnedFd>) {
         if let Some(vring) = self.vring(index) {
@@ -180,6 +195,10 @@ impl Worker {
 
     /// Takes requests off the virtqueues and gives each to a task. Returns how many there were.
     fn dispatch(&self) -> u32 {
+        // A broken device takes nothing in any of its virtqueues, whichever thread they are on (virtio 1.3, section 2.1.2).
+        if self.device.needs_reset() {
+            return 0;
+        }
         let vrings = self.vrings.borrow();
         let count = vrings.len();
         let mut taken = 0;

@@ -6,10 +6,16 @@ use super::Worker;
 
 impl Source for Worker {
     fn publish(&self) {
+        let mut logged = false;
         for vring in self.vrings.borrow().iter() {
-            if vring.publish() {
+            let shown = vring.publish();
+            if shown.called {
                 self.cells.calls.add(1);
             }
+            logged |= shown.logged;
+        }
+        if logged {
+            self.log_event.signal();
         }
     }
 
@@ -24,6 +30,10 @@ impl Source for Worker {
     fn arm(&self) -> bool {
         if !self.has_room() {
             // Nothing could be taken; whoever ends next looks again.
+            return false;
+        }
+        if self.device.needs_reset() {
+            // Nothing is taken, so no kick is asked for. Virtqueues are started anew after a reset.
             return false;
         }
         self.is_armed.set(true);

@@ -57,6 +57,15 @@ pub(crate) fn layout(setup: &VringSetup) -> Layout {
     if setup.packed { Layout::Packed } else { Layout::Split }
 }
 
+/// What came of showing a guest what is done.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Shown {
+    /// The guest was called.
+    pub(super) called: bool,
+    /// What was written for it, now and before, is in the log.
+    pub(super) logged: bool,
+}
+
 /// A virtqueue.
 pub(crate) struct Vring {
     pub(crate) index: u16,
@@ -226,14 +235,19 @@ impl Vring {
         }
     }
 
-    /// Shows the guest what is done. Returns whether it was called.
+    /// Shows the guest what is done.
     #[inline]
-    pub(super) fn publish(&self) -> bool {
-        let wanted = match self.queue.borrow_mut().as_mut() {
-            Some(queue) if queue.has_completed() => queue.publish(),
-            _ => false,
+    pub(super) fn publish(&self) -> Shown {
+        let (wanted, logged) = match self.queue.borrow_mut().as_mut() {
+            Some(queue) if queue.has_completed() => (queue.publish(), queue.log().is_some()),
+            _ => (false, false),
         };
-        wanted && self.call.signal()
+        Shown { called: wanted && self.call.signal(), logged }
+    }
+
+    /// Whether what is written to guest memory is logged.
+    pub(super) fn logs(&self) -> bool {
+        self.queue.borrow().as_ref().is_some_and(|queue| queue.log().is_some())
     }
 
     /// Asks for a kick. Returns whether a request has come meanwhile.

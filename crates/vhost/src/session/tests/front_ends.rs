@@ -211,7 +211,8 @@ fn serve() -> (UnixStream, JoinHandle<Vec<String>>) {
         let mut peer = Peer::new();
         let timeout = Duration::from_secs(10);
         loop {
-            match connection.receive(std::os::fd::AsFd::as_fd(&wake), timeout).expect("sound") {
+            match connection.receive(std::os::fd::AsFd::as_fd(&wake), timeout, None).expect("sound")
+            {
                 Received::Message { header, payload, fds } => {
                     let answer = peer.session.handle(&mut peer.mock, &header, &payload, fds);
                     let answer = answer.expect("nothing is wrong");
@@ -224,7 +225,7 @@ fn serve() -> (UnixStream, JoinHandle<Vec<String>>) {
                     peer.session.close(&mut peer.mock);
                     return peer.mock.taken();
                 }
-                Received::Woken => unreachable!(),
+                Received::Woken | Received::Silence => unreachable!(),
             }
         }
     });
@@ -389,7 +390,7 @@ fn what_was_refused_reaches_a_front_end_that_asks() {
         let timeout = Duration::from_secs(10);
         let mut refusals = Vec::new();
         while let Received::Message { header, payload, fds } =
-            connection.receive(std::os::fd::AsFd::as_fd(&wake), timeout).unwrap()
+            connection.receive(std::os::fd::AsFd::as_fd(&wake), timeout, None).unwrap()
         {
             let answer = peer.session.handle(&mut peer.mock, &header, &payload, fds).unwrap();
             refusals.extend(answer.refused);
