@@ -148,10 +148,17 @@ impl Predecessor {
     /// * `since`: when one began to wait, for the first disk of all. A process of an earlier version that goes on with other disks says
     ///   nothing, and guests are served without a sandbox meanwhile.
     pub(crate) fn wait(mut self, since: Instant) {
-        // No time at all would be no limit.
-        let left = STEP.saturating_sub(since.elapsed()).max(Duration::from_millis(1));
-        if self.0.set_read_timeout(Some(left)).is_ok() {
-            let _ = self.0.read(&mut [0]);
+        loop {
+            // No time at all would be no limit.
+            let left = STEP.saturating_sub(since.elapsed()).max(Duration::from_millis(1));
+            if self.0.set_read_timeout(Some(left)).is_err() {
+                return;
+            }
+            match self.0.read(&mut [0]) {
+                // The kernel cleans up the ring that the disk was opened on, and interrupts this thread for that.
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                _ => return,
+            }
         }
     }
 }
