@@ -25,7 +25,7 @@ const WRITEBACK: u32 = 32;
 fn kills() -> u64 {
     let wanted = std::env::var("RINGDISK_KILLS").ok().and_then(|n| n.parse().ok());
     // Four disks share them.
-    wanted.unwrap_or(if full() { 1000_u64 } else { 40 }).div_ceil(4)
+    wanted.unwrap_or(if full() { 10_000_u64 } else { 1000 }).div_ceil(4)
 }
 
 struct Daemon {
