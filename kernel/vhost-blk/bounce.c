@@ -8,6 +8,7 @@
  * a worker (or the orphans' kworker), under vq->mutex.
  */
 #include <linux/mm.h>
+#include <linux/sched/signal.h>
 #include <linux/slab.h>
 
 #include "vblk.h"
@@ -83,6 +84,7 @@ static void vblk_bounce_turn(struct vblk_req *req)
 	bounce->chunk = chunk;
 	if (req->write && !vblk_bounce_copy(bounce, chunk, false)) {
 		req->error = -EFAULT;
+		req->again = fatal_signal_pending(current);
 		vblk_req_done(req);
 		return;
 	}
@@ -116,12 +118,26 @@ void vblk_bounce_start(struct vblk_req *req)
 	vblk_bounce_turn(req);
 }
 
+/* Gives the bounce of a request to one that waits. */
+void vblk_bounce_drop(struct vblk_req *req)
+{
+	struct vblk_queue *q = req->queue;
+	struct vblk_req *waiting;
+
+	vblk_bounce_free(req->bounce);
+	req->bounce = NULL;
+	q->bounces--;
+	waiting = list_first_entry_or_null(&q->bounce_waiting, struct vblk_req, waiting);
+	if (waiting) {
+		list_del(&waiting->waiting);
+		vblk_bounce_start(waiting);
+	}
+}
+
 /* A turn is done. True: another one has begun; false: the request is done, with its error. */
 bool vblk_bounce_goes_on(struct vblk_req *req)
 {
 	struct vblk_bounce *bounce = req->bounce;
-	struct vblk_queue *q = req->queue;
-	struct vblk_req *waiting;
 
 	if (!req->error && !req->write && !vblk_bounce_copy(bounce, bounce->chunk, true))
 		req->error = -EFAULT;
@@ -131,13 +147,6 @@ bool vblk_bounce_goes_on(struct vblk_req *req)
 		vblk_bounce_turn(req);
 		return true;
 	}
-	vblk_bounce_free(bounce);
-	req->bounce = NULL;
-	q->bounces--;
-	waiting = list_first_entry_or_null(&q->bounce_waiting, struct vblk_req, waiting);
-	if (waiting) {
-		list_del(&waiting->waiting);
-		vblk_bounce_start(waiting);
-	}
+	vblk_bounce_drop(req);
 	return false;
 }

@@ -13,6 +13,7 @@
 #include <linux/kthread.h>
 #include <linux/rcupdate.h>
 #include <linux/sched/mm.h>
+#include <linux/sched/signal.h>
 #include <linux/uaccess.h>
 
 #include "vblk.h"
@@ -56,6 +57,16 @@ static void vblk_finish(struct vblk_queue *q, struct vblk_req *req, struct vring
 	q->free = req;
 }
 
+/* Begins a request once more, whose worker was dying when it submitted it. */
+static void vblk_again(struct vblk_req *req)
+{
+	if (req->bounce)
+		vblk_bounce_drop(req);
+	req->again = false;
+	req->error = 0;
+	vblk_request_submit(req);
+}
+
 /* Puts all requests that are done into the ring. Under vq->mutex, with the daemon's memory. */
 void vblk_complete(struct vblk_queue *q)
 {
@@ -66,6 +77,10 @@ void vblk_complete(struct vblk_queue *q)
 	unsigned int nr = 0;
 
 	llist_for_each_entry_safe(req, next, node, done) {
+		if (req->again) {
+			vblk_again(req);
+			continue;
+		}
 		/* A long bounced request comes here several times. */
 		if (req->bounce && vblk_bounce_goes_on(req))
 			continue;
@@ -87,6 +102,18 @@ void vblk_complete(struct vblk_queue *q)
 		wake_up(&q->idle);
 }
 
+/*
+ * The same on a worker, if it may. One that dies may not: with a deadly signal pending page faults
+ * fail, and the guest would be told of errors that there are none of.
+ */
+void vblk_collect(struct vblk_queue *q)
+{
+	if (!fatal_signal_pending(current))
+		vblk_complete(q);
+	else if (!llist_empty(&q->done))
+		queue_work(system_unbound_wq, &q->orphan);
+}
+
 /* On a worker. */
 void vblk_done_work(struct vhost_work *work)
 {
@@ -95,7 +122,7 @@ void vblk_done_work(struct vhost_work *work)
 
 	mutex_lock(&q->vq.mutex);
 	flags = memalloc_noio_save();
-	vblk_complete(q);
+	vblk_collect(q);
 	memalloc_noio_restore(flags);
 	mutex_unlock(&q->vq.mutex);
 }

@@ -4,6 +4,7 @@
  * length, split by whoever is below.
  */
 #include <linux/fs.h>
+#include <linux/sched/signal.h>
 
 #include "vblk.h"
 
@@ -49,8 +50,12 @@ void vblk_kiocb_submit(struct vblk_req *req)
 	if (result == -EIOCBQUEUED)
 		return;
 	/* The limits that we were told were too wide: copy. */
-	if (result == -EINVAL && !req->bounce)
+	if (result == -EINVAL && !req->bounce) {
 		vblk_bounce_start(req);
-	else
-		vblk_kiocb_result(req, result);
+		return;
+	}
+	/* Pages cannot be pinned when a deadly signal waits. */
+	if (result < 0 && fatal_signal_pending(current))
+		req->again = true;
+	vblk_kiocb_result(req, result);
 }

@@ -8,6 +8,7 @@
 #include <linux/eventfd.h>
 #include <linux/mutex.h>
 #include <linux/sched/mm.h>
+#include <linux/sched/signal.h>
 #include <linux/slab.h>
 
 #include "vblk.h"
@@ -61,7 +62,8 @@ static void vblk_round(struct vblk_queue *q)
 
 	q->stats.rounds++;
 	vhost_disable_notify(&q->dev->vhost, vq);
-	for (;;) {
+	/* A worker that dies takes no more: whoever serves the ring next finds the rest there. */
+	while (!fatal_signal_pending(current)) {
 		if (!q->free) {
 			/* Kicks stay off; the next completion looks again. */
 			q->starved = true;
@@ -104,7 +106,7 @@ static void vblk_kick(struct vhost_work *work)
 		vblk_round(q);
 		blk_finish_plug(&plug);
 		/* Some are done already: memory disks, errors. */
-		vblk_complete(q);
+		vblk_collect(q);
 		memalloc_noio_restore(flags);
 	}
 	mutex_unlock(&q->vq.mutex);

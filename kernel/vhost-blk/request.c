@@ -81,8 +81,8 @@ static void vblk_parse_transfer(struct vblk_req *req, u64 sector, const struct i
 		vblk_fail(req, VIRTIO_BLK_S_IOERR);
 		return;
 	}
-	req->pos = offset;
-	req->len = len;
+	req->place = offset;
+	req->total = len;
 }
 
 /* One range. Not VIRTIO_BLK_S_OK: it is refused. */
@@ -172,7 +172,9 @@ int vblk_request_parse(struct vblk_req *req, unsigned int out, unsigned int in)
 	req->write = false;
 	req->type = U32_MAX;
 	req->error = 0;
-	req->len = 0;
+	req->place = 0;
+	req->total = 0;
+	req->again = false;
 	req->iov = NULL;
 	req->iovs = 0;
 	req->bounce = NULL;
@@ -195,14 +197,14 @@ int vblk_request_parse(struct vblk_req *req, unsigned int out, unsigned int in)
 		stats->reads++;
 		vblk_parse_transfer(req, sector, iov + out, in, 0, writable - 1);
 		req->written_ok = min_t(u64, writable, U32_MAX);
-		stats->read_bytes += req->len;
+		stats->read_bytes += req->total;
 		break;
 	case VIRTIO_BLK_T_OUT:
 		stats->writes++;
 		req->write = true;
 		vblk_parse_transfer(req, sector, iov, out, sizeof(header),
 				    readable - sizeof(header));
-		stats->write_bytes += req->len;
+		stats->write_bytes += req->total;
 		break;
 	case VIRTIO_BLK_T_FLUSH:
 		stats->flushes++;
@@ -249,6 +251,8 @@ void vblk_request_submit(struct vblk_req *req)
 {
 	struct vblk_disk *disk = req->queue->dev->disk;
 
+	req->pos = req->place;
+	req->len = req->total;
 	switch (req->type) {
 	case VIRTIO_BLK_T_IN:
 	case VIRTIO_BLK_T_OUT:

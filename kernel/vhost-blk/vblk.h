@@ -123,9 +123,13 @@ struct vblk_req {
 	u32 written_error;
 	u8 __user *status_addr;
 
-	/* Reads and writes: place, and bytes that are left. */
+	/* Reads and writes: place and length, and what is left of them. */
+	loff_t place;
+	size_t total;
 	loff_t pos;
 	size_t len;
+	/* It failed because the worker dies: begin once more. */
+	bool again;
 	/* The guest's buffers: fast_iov or allocated. */
 	struct iovec *iov;
 	unsigned int iovs;
@@ -206,6 +210,7 @@ void vblk_request_clear(struct vblk_req *req);
 /* complete.c */
 void vblk_req_done(struct vblk_req *req);
 void vblk_complete(struct vblk_queue *q);
+void vblk_collect(struct vblk_queue *q);
 void vblk_done_work(struct vhost_work *work);
 void vblk_orphan_work(struct work_struct *work);
 
@@ -223,6 +228,7 @@ void vblk_bio_release(struct vblk_req *req);
 bool vblk_bounce_needed(const struct vblk_req *req, const struct vblk_disk *disk);
 void vblk_bounce_start(struct vblk_req *req);
 bool vblk_bounce_goes_on(struct vblk_req *req);
+void vblk_bounce_drop(struct vblk_req *req);
 
 /* slow.c */
 int vblk_slow_init(void);

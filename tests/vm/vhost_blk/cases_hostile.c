@@ -222,7 +222,7 @@ void test_control(struct disk *disk)
 	refused(&guest, RINGDISK_VBLK_SETUP, &setup, EBUSY, "a second SETUP");
 	refused(&guest, VHOST_SET_FEATURES, &features, EPERM, "SET_FEATURES before the owner");
 	refused(&guest, RINGDISK_VBLK_START, &zero, EPERM, "START before the owner");
-	refused(&guest, VHOST_NEW_WORKER, &zero, EINVAL, "NEW_WORKER before the owner");
+	refused(&guest, VHOST_NEW_WORKER, &zero, EPERM, "NEW_WORKER before the owner");
 	close(guest.fd);
 
 	guest_open(&guest, features);
