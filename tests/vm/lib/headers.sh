@@ -9,7 +9,7 @@
 kbuild=$cache/kbuild
 
 # What a build of a module calls: Debian's headers name gcc-14, which needs `as`; their scripts need a shell and its tools.
-kbuild_tools=(base-files bash dash coreutils diffutils xz-utils findutils grep sed mawk make gcc-14 binutils libc6-dev kmod pahole)
+kbuild_tools=(base-files bash dash coreutils diffutils xz-utils findutils grep sed mawk make gcc-14 binutils libc6-dev kmod pahole bpftool)
 
 # headers_version SERIES: the kernel of that series whose headers are newest in the lists; exactly SERIES where it is a whole version.
 # Old versions leave backports within days, so a test names a series and takes what there is.
