@@ -11,11 +11,12 @@ kbuild=$cache/kbuild
 # What a build of a module calls: Debian's headers name gcc-14, which needs `as`; their scripts need a shell and its tools.
 kbuild_tools=(base-files bash dash coreutils diffutils xz-utils findutils grep sed mawk make gcc-14 binutils libc6-dev kmod pahole bpftool)
 
-# headers_version SERIES: the kernel of that series whose headers are newest in the lists; exactly SERIES where it is a whole version.
-# Old versions leave backports within days, so a test names a series and takes what there is.
+# headers_version WANTED: the kernel whose headers are to be used: WANTED itself where it is a whole version that is still there, else the
+# newest of its series. Old versions leave backports within days.
 headers_version() {
-  local wanted=$1 found
-  found=$(apt_private apt-cache search --names-only "^linux-headers-${wanted//./\\.}.*-cloud-amd64\$" |
+  local wanted=$1 series found
+  series=$(grep -oE '^[0-9]+\.[0-9]+' <<<"$wanted") || return
+  found=$(apt_private apt-cache search --names-only "^linux-headers-${series//./\\.}\\..*-cloud-amd64\$" |
     awk '{sub("^linux-headers-", "", $1); print $1}' | sort -V)
   grep -Fx -- "$wanted" <<<"$found" || tail -n 1 <<<"$found" | grep .
 }

@@ -49,6 +49,7 @@ LIST
 suite_job() {
   local module name disk engine words each
   module=$("$project/kernel/vhost-blk/build" "$(cat "$kernel_dir/version")" 2>"$run/build.log") || { cat "$run/build.log" >&2; return 1; }
+  [[ $module == *"/$(cat "$kernel_dir/version")-"* ]] || { echo "vm: no headers of this kernel any more; remove $kernel_dir" >&2; return 1; }
   # Static: it runs wherever the machine's root comes from.
   cc -O2 -g -Wall -Wextra -Werror -static -pthread -o "$run/driver" "$here"/vhost_blk/*.c >&2 || return
   printf 'module=%q driver=%q\n' "$module" "$run/driver"
