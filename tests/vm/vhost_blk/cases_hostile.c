@@ -226,7 +226,7 @@ void test_control(struct disk *disk)
 	close(guest.fd);
 
 	guest_open(&guest, features);
-	refused(&guest, 0xdeadbeef, NULL, ENOTTY, "no ioctl at all");
+	refused(&guest, 0xdeadbeef, &zero, ENOTTY, "no ioctl at all");
 	refused(&guest, VHOST_SET_OWNER, NULL, EBUSY, "a second SET_OWNER");
 	refused(&guest, VHOST_SET_FEATURES, &packed, EOPNOTSUPP, "packed rings");
 	refused(&guest, VHOST_SET_FEATURES, &legacy, EINVAL, "a legacy guest");
