@@ -18,6 +18,20 @@
 
 #include "vblk.h"
 
+/* For orphans. Not that of slow operations: those may be waited for there. */
+static struct workqueue_struct *vblk_orphans;
+
+int vblk_complete_init(void)
+{
+	vblk_orphans = alloc_workqueue("vhost_blk_orphans", WQ_UNBOUND | WQ_MEM_RECLAIM, 0);
+	return vblk_orphans ? 0 : -ENOMEM;
+}
+
+void vblk_complete_exit(void)
+{
+	destroy_workqueue(vblk_orphans);
+}
+
 /*
  * A request is done, as its error says. Any context.
  *
@@ -31,7 +45,7 @@ void vblk_req_done(struct vblk_req *req)
 	rcu_read_lock();
 	/* Only for the first of a batch: who added it wakes the worker for the others. */
 	if (llist_add(&req->done, &q->done) && !vhost_vq_work_queue(&q->vq, &q->done_work))
-		queue_work(system_unbound_wq, &q->orphan);
+		queue_work(vblk_orphans, &q->orphan);
 	rcu_read_unlock();
 }
 
@@ -111,7 +125,7 @@ void vblk_collect(struct vblk_queue *q)
 	if (!fatal_signal_pending(current))
 		vblk_complete(q);
 	else if (!llist_empty(&q->done))
-		queue_work(system_unbound_wq, &q->orphan);
+		queue_work(vblk_orphans, &q->orphan);
 }
 
 /* On a worker. */

@@ -133,6 +133,9 @@ static int __init vblk_init(void)
 	err = vblk_slow_init();
 	if (err)
 		goto no_slow;
+	err = vblk_complete_init();
+	if (err)
+		goto no_complete;
 	vblk_stats_init();
 	err = misc_register(&vblk_misc);
 	if (err)
@@ -141,6 +144,8 @@ static int __init vblk_init(void)
 
 no_misc:
 	vblk_stats_exit();
+	vblk_complete_exit();
+no_complete:
 	vblk_slow_exit();
 no_slow:
 	vblk_bio_exit();
@@ -151,6 +156,7 @@ static void __exit vblk_exit(void)
 {
 	misc_deregister(&vblk_misc);
 	vblk_stats_exit();
+	vblk_complete_exit();
 	vblk_slow_exit();
 	vblk_bio_exit();
 }

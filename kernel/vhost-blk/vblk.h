@@ -208,6 +208,8 @@ void vblk_request_transfer(struct vblk_req *req);
 void vblk_request_clear(struct vblk_req *req);
 
 /* complete.c */
+int vblk_complete_init(void);
+void vblk_complete_exit(void);
 void vblk_req_done(struct vblk_req *req);
 void vblk_complete(struct vblk_queue *q);
 void vblk_collect(struct vblk_queue *q);

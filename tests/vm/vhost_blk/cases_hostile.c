@@ -262,7 +262,7 @@ void test_control(struct disk *disk)
 	wrong.engine = 7;
 	CHECK(try_disk(&guest, &wrong, fd) == -1 && errno == EINVAL, "an unknown engine");
 	CHECK(!try_disk(&guest, &opened, fd) && !try_disk(&guest, &opened, fd), "SET_DISK twice");
-	refused(&guest, RINGDISK_VBLK_START, &zero, E2BIG, "START of a ring without size");
+	refused(&guest, RINGDISK_VBLK_START, &zero, EFAULT, "START of a ring without memory");
 	ring_attach(&guest, 0);
 	ring_attach(&guest, 1);
 	CHECK(!device_ioctl(&guest, VHOST_SET_VRING_NUM, &number), "SET_VRING_NUM");
