@@ -2,7 +2,8 @@
 # Sourced by tests/vm/run.
 # shellcheck shell=bash disable=SC2154 # variables of tests/vm/run
 
-# The tests, each with its disk, engine and arguments. Disks are made in the machine (vhost-blk.job).
+# The tests, each with its disk, engine and arguments. Disks are made in the machine (vhost-blk.job): memory is brd, the others but tmpfs
+# and ext4 (files) are null_blk, ending in interrupts after 20 us, 30 ms or 1 s, or with bad blocks. RINGDISK_FULL kills a hundred times each.
 vhost_blk_tests() {
   cat <<'LIST'
 control      memory  kiocb
@@ -30,6 +31,12 @@ errors       bad     kiocb
 errors       bad     bio
 kill         slow    kiocb 5
 kill         slow    bio 5
+kill         middle  kiocb 20
+kill         middle  bio 20
+crash        quick   kiocb 20
+crash        quick   bio 20
+crash        memory  kiocb 20
+crash        ext4    kiocb 20
 cache        quick   bio
 cache        ext4    kiocb
 round-trips  memory  kiocb
@@ -56,6 +63,7 @@ suite_job() {
   cat "$here/suites/vhost-blk.job"
   while read -r name disk engine words; do
     for each in "${@:-}"; do
+      if [[ $name == kill || $name == crash ]] && [ -n "${RINGDISK_FULL:-}" ]; then words=100; fi
       if [[ "$name $disk $engine" == *"$each"* ]]; then
         echo "check $name $disk $engine $words"
         break

@@ -5,10 +5,12 @@
 #include <errno.h>
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -284,6 +286,58 @@ void test_cache(struct disk *disk)
 	report(&guest, "cache", end_all(loads, &guest), now() - start);
 	guest_stop(&guest);
 	guest_close(&guest);
+}
+
+/* Owner of the device until it is killed: goes on where the rings are. */
+static void serve(struct guest *guest, struct disk *disk)
+{
+	guest_open(guest, BLK_FEATURES);
+	guest_disk(guest, disk);
+	for (unsigned i = 0; i < guest->queues; i++) {
+		/* What was taken was used: a new owner needs to know no more than the used index. */
+		guest->rings[i].used_next = __atomic_load_n(&guest->rings[i].used->idx, __ATOMIC_ACQUIRE);
+		ring_attach(guest, i);
+	}
+	guest_workers(guest);
+	guest_start(guest);
+	for (;;)
+		pause();
+}
+
+/*
+ * The guest goes on while owners are killed and follow one another, at any step of theirs: nothing is lost, answered twice or with an
+ * error, and every block holds what was written.
+ */
+void test_crash(struct disk *disk, unsigned times)
+{
+	struct load loads[QUEUES_MAX];
+	atomic_bool end = false;
+	struct guest guest;
+	double start = now();
+	unsigned seed = 1;
+	uint64_t done = 0;
+	int status;
+
+	guest_new(&guest, 2);
+	close(disk_open(disk));
+	begin(loads, &guest, disk, UINT64_MAX, true, false, &end);
+	for (unsigned i = 0; i <= times; i++) {
+		pid_t child = fork();
+
+		CHECK(child >= 0, "fork");
+		if (!child)
+			serve(&guest, disk);
+		if (i == times) {
+			atomic_store(&end, true);
+			done = end_all(loads, &guest);
+		} else {
+			usleep(rand_r(&seed) % 150000);
+		}
+		CHECK(!kill(child, SIGKILL), "kill");
+		CHECK(waitpid(child, &status, 0) == child, "waitpid");
+		CHECK(WIFSIGNALED(status), "the owner failed");
+	}
+	printf("%llu requests of %u owners in %.1f s\n", (unsigned long long)done, times + 1, now() - start);
 }
 
 struct race { struct guest *guest; atomic_bool *end; unsigned seed; pthread_t thread; };

@@ -20,6 +20,7 @@ void test_errors(struct disk *disk);
 void test_round_trips(struct disk *disk, unsigned rounds);
 void test_cache(struct disk *disk);
 void test_kill(struct disk *disk, unsigned times);
+void test_crash(struct disk *disk, unsigned times);
 void test_rings(struct disk *disk);
 void test_control(struct disk *disk);
 void test_races(struct disk *disk);
@@ -56,6 +57,8 @@ int main(int argc, char **argv)
 		test_cache(&disk);
 	else if (!strcmp(test, "kill"))
 		test_kill(&disk, number ? number : 5);
+	else if (!strcmp(test, "crash"))
+		test_crash(&disk, number ? number : 20);
 	else if (!strcmp(test, "rings"))
 		test_rings(&disk);
 	else if (!strcmp(test, "control"))
