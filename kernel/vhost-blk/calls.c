@@ -7,30 +7,26 @@
  */
 #include "vblk.h"
 
-#define VBLK_CALLS(CALL)		\
-	CALL(vhost_add_used_n)		\
-	CALL(vhost_dev_check_owner)	\
-	CALL(vhost_dev_cleanup)		\
-	CALL(vhost_dev_flush)		\
-	CALL(vhost_dev_init)		\
-	CALL(vhost_dev_ioctl)		\
-	CALL(vhost_dev_stop)		\
-	CALL(vhost_disable_notify)	\
-	CALL(vhost_enable_notify)	\
-	CALL(vhost_exceeds_weight)	\
-	CALL(vhost_get_vq_desc)		\
-	CALL(vhost_poll_queue)		\
-	CALL(vhost_signal)		\
-	CALL(vhost_vq_access_ok)	\
-	CALL(vhost_vq_init_access)	\
-	CALL(vhost_vq_work_queue)	\
-	CALL(vhost_vring_ioctl)		\
-	CALL(vhost_work_init)		\
-	CALL(vhost_worker_ioctl)
-
-#define VBLK_MEMBER(name) typeof(&name) name;
 struct vblk_vhost_calls {
-	VBLK_CALLS(VBLK_MEMBER)
+	typeof(vhost_add_used_n) *vhost_add_used_n;
+	typeof(vhost_dev_check_owner) *vhost_dev_check_owner;
+	typeof(vhost_dev_cleanup) *vhost_dev_cleanup;
+	typeof(vhost_dev_flush) *vhost_dev_flush;
+	typeof(vhost_dev_init) *vhost_dev_init;
+	typeof(vhost_dev_ioctl) *vhost_dev_ioctl;
+	typeof(vhost_dev_stop) *vhost_dev_stop;
+	typeof(vhost_disable_notify) *vhost_disable_notify;
+	typeof(vhost_enable_notify) *vhost_enable_notify;
+	typeof(vhost_exceeds_weight) *vhost_exceeds_weight;
+	typeof(vhost_get_vq_desc) *vhost_get_vq_desc;
+	typeof(vhost_poll_queue) *vhost_poll_queue;
+	typeof(vhost_signal) *vhost_signal;
+	typeof(vhost_vq_access_ok) *vhost_vq_access_ok;
+	typeof(vhost_vq_init_access) *vhost_vq_init_access;
+	typeof(vhost_vq_work_queue) *vhost_vq_work_queue;
+	typeof(vhost_vring_ioctl) *vhost_vring_ioctl;
+	typeof(vhost_work_init) *vhost_work_init;
+	typeof(vhost_worker_ioctl) *vhost_worker_ioctl;
 };
 
 /* Without a variable of it the structure would not be in the BTF. */

@@ -3,7 +3,7 @@
 # shellcheck shell=bash disable=SC2154 # variables of tests/vm/run
 
 # The tests, each with its disk, engine and arguments. Disks are made in the machine (vhost-blk.job): memory is brd, the others but tmpfs
-# and ext4 (files) are null_blk, ending in interrupts after 20 us, 30 ms or 1 s, or with bad blocks. RINGDISK_FULL kills a hundred times each.
+# and ext4 (files) are null_blk, ending in interrupts after 20 us, 30 ms or 1 s, or with bad blocks. RINGDISK_FULL kills a hundred times.
 vhost_blk_tests() {
   cat <<'LIST'
 control      memory  kiocb
@@ -56,7 +56,8 @@ LIST
 suite_job() {
   local module name disk engine words each
   module=$("$project/kernel/vhost-blk/build" "$(cat "$kernel_dir/version")" 2>"$run/build.log") || { cat "$run/build.log" >&2; return 1; }
-  [[ $module == *"/$(cat "$kernel_dir/version")-"* ]] || { echo "vm: no headers of this kernel any more; remove $kernel_dir" >&2; return 1; }
+  [[ $module == *"/$(cat "$kernel_dir/version")-"* ]] ||
+    { echo "vm: no headers of this kernel any more; remove $kernel_dir" >&2; return 1; }
   # Static: it runs wherever the machine's root comes from.
   cc -O2 -g -Wall -Wextra -Werror -static -pthread -o "$run/driver" "$here"/vhost_blk/*.c >&2 || return
   printf 'module=%q driver=%q\n' "$module" "$run/driver"
