@@ -1,0 +1,75 @@
+# Suite "vhost-blk": the kernel module, built for the machine's kernel, and a driver of ours on it (tests/vm/vhost_blk).
+# Sourced by tests/vm/run.
+# shellcheck shell=bash disable=SC2154 # variables of tests/vm/run
+
+# The tests, each with its disk, engine and arguments. Disks are made in the machine (vhost-blk.job): memory is brd, the others but tmpfs
+# and ext4 (files) are null_blk, ending in interrupts after 20 us, 30 ms or 1 s, or with bad blocks. RINGDISK_FULL kills a hundred times.
+vhost_blk_tests() {
+  cat <<'LIST'
+control      memory  kiocb
+requests     memory  kiocb
+requests     memory  bio
+requests     quick   kiocb
+requests     quick   bio
+requests     tmpfs   kiocb
+requests     ext4    kiocb
+bounce       memory  kiocb
+bounce       memory  bio
+bounce       ext4    kiocb
+read-only    memory  bio
+read-only    tmpfs   kiocb
+workers      memory  bio
+verify       memory  kiocb
+verify       memory  bio
+verify       quick   kiocb
+verify       quick   bio
+verify       tmpfs   kiocb
+verify       ext4    kiocb
+rings        memory  kiocb
+rings        quick   bio
+errors       bad     kiocb
+errors       bad     bio
+kill         slow    kiocb 5
+kill         slow    bio 5
+kill         middle  kiocb 20
+kill         middle  bio 20
+crash        quick   kiocb 20
+crash        quick   bio 20
+crash        memory  kiocb 20
+crash        ext4    kiocb 20
+cache        quick   bio
+cache        ext4    kiocb
+round-trips  memory  kiocb
+round-trips  quick   bio
+races        quick   bio
+races        memory  kiocb
+load         memory  kiocb 4 1
+load         memory  kiocb 4
+load         memory  bio 4
+load         quick   kiocb 4 1
+load         quick   kiocb 4
+load         quick   bio 4
+LIST
+}
+
+# suite_job FILTER…: builds module and driver, prints the job that runs them.
+suite_job() {
+  local module name disk engine words each
+  module=$("$project/kernel/vhost-blk/build" "$(cat "$kernel_dir/version")" 2>"$run/build.log") || { cat "$run/build.log" >&2; return 1; }
+  [[ $module == *"/$(cat "$kernel_dir/version")-"* ]] ||
+    { echo "vm: no headers of this kernel any more; remove $kernel_dir" >&2; return 1; }
+  # Static: it runs wherever the machine's root comes from.
+  cc -O2 -g -Wall -Wextra -Werror -static -pthread -o "$run/driver" "$here"/vhost_blk/*.c >&2 || return
+  printf 'module=%q driver=%q\n' "$module" "$run/driver"
+  cat "$here/suites/vhost-blk.job"
+  while read -r name disk engine words; do
+    for each in "${@:-}"; do
+      if [[ $name == kill || $name == crash ]] && [ -n "${RINGDISK_FULL:-}" ]; then words=100; fi
+      if [[ "$name $disk $engine" == *"$each"* ]]; then
+        echo "check $name $disk $engine $words"
+        break
+      fi
+    done
+  done < <(vhost_blk_tests)
+  echo 'summary'
+}

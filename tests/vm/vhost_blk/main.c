@@ -1,0 +1,74 @@
+/* SPDX-License-Identifier: MIT OR Apache-2.0 */
+/*
+ * Tests of the module vhost_blk, one for each run:  driver TEST DISK ENGINE [ARGUMENT]
+ *
+ * DISK: a block device or file, whose content is lost. ENGINE: kiocb or bio. Prints a line for a test that passed; ends with 1 and a
+ * reason otherwise.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "guest.h"
+
+void test_requests(struct disk *disk);
+void test_verify(struct disk *disk);
+void test_load(struct disk *disk, unsigned queues, unsigned workers);
+void test_bounce(struct disk *disk);
+void test_read_only(struct disk *disk);
+void test_errors(struct disk *disk);
+void test_round_trips(struct disk *disk, unsigned rounds);
+void test_cache(struct disk *disk);
+void test_kill(struct disk *disk, unsigned times);
+void test_crash(struct disk *disk, unsigned times);
+void test_rings(struct disk *disk);
+void test_control(struct disk *disk);
+void test_races(struct disk *disk);
+void test_workers(struct disk *disk);
+
+int main(int argc, char **argv)
+{
+	struct disk disk = { 0 };
+	unsigned number = argc > 4 ? atoi(argv[4]) : 0, second = argc > 5 ? atoi(argv[5]) : 0;
+	const char *test = argc > 3 ? argv[1] : "";
+
+	setvbuf(stdout, NULL, _IOLBF, 0);
+	if (argc < 4) {
+		fprintf(stderr, "usage: driver TEST DISK kiocb|bio [ARGUMENT…]\n");
+		return 2;
+	}
+	disk.path = argv[2];
+	disk.engine = !strcmp(argv[3], "bio") ? RINGDISK_VBLK_ENGINE_BIO : RINGDISK_VBLK_ENGINE_KIOCB;
+	if (!strcmp(test, "requests"))
+		test_requests(&disk);
+	else if (!strcmp(test, "verify"))
+		test_verify(&disk);
+	else if (!strcmp(test, "load"))
+		test_load(&disk, number ? number : 4, second);
+	else if (!strcmp(test, "bounce"))
+		test_bounce(&disk);
+	else if (!strcmp(test, "read-only"))
+		test_read_only(&disk);
+	else if (!strcmp(test, "errors"))
+		test_errors(&disk);
+	else if (!strcmp(test, "round-trips"))
+		test_round_trips(&disk, number ? number : 200);
+	else if (!strcmp(test, "cache"))
+		test_cache(&disk);
+	else if (!strcmp(test, "kill"))
+		test_kill(&disk, number ? number : 5);
+	else if (!strcmp(test, "crash"))
+		test_crash(&disk, number ? number : 20);
+	else if (!strcmp(test, "rings"))
+		test_rings(&disk);
+	else if (!strcmp(test, "control"))
+		test_control(&disk);
+	else if (!strcmp(test, "races"))
+		test_races(&disk);
+	else if (!strcmp(test, "workers"))
+		test_workers(&disk);
+	else
+		fail("there is no test %s", test);
+	printf("passed: %s %s %s\n", test, disk.path, argv[3]);
+	return 0;
+}
