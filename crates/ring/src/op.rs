@@ -36,8 +36,8 @@ impl Fd {
 pub(crate) enum What {
     /// One entry.
     Entry(squeue::Entry),
-    /// A poll of the descriptor with these flags, then, linked to it, the entry.
-    WhenReadable(Fd, squeue::Entry, u32),
+    /// A poll of the descriptor, as an exclusive waiter, then, linked to it, the entry.
+    WhenReadable(Fd, squeue::Entry),
     /// A scattered buffer without an array that would do.
     Cut(Cut),
     /// A timer.

@@ -3,8 +3,7 @@
 use std::cell::{Cell, RefCell, UnsafeCell};
 use std::collections::VecDeque;
 use std::future::{Future, poll_fn};
-use std::ops::Range;
-use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::os::fd::{AsRawFd, RawFd};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -19,7 +18,7 @@ use crate::op::{Fd, Op, Sleep, State, What};
 use crate::remote::Shared;
 use crate::slots::{Completed, Keep, Slots, VECTOR_MAX, Waiter};
 use crate::uring::{Completion, Uring};
-use crate::{Errno, IoBuf, SharedMemory, Source};
+use crate::{Errno, IoBuf, Source};
 
 /// Builds an entry for a raw or a registered descriptor.
 macro_rules! on_fd {
@@ -37,10 +36,13 @@ macro_rules! on_fd {
     };
 }
 
+mod command;
 mod control;
 mod events;
+mod registered;
 mod scattered;
 
+pub use command::RawCommand;
 pub use events::Readiness;
 pub(crate) use scattered::Cut;
 use scattered::Way;
@@ -98,24 +100,6 @@ impl std::fmt::Debug for Ring {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Ring({} in flight)", self.0.slots.borrow().in_flight())
     }
-}
-
-/// A driver command (`IORING_OP_URING_CMD`), on a ring of 128-byte entries.
-/// Source: include/uapi/linux/io_uring.h, struct io_uring_sqe.
-#[derive(Clone, Debug)]
-pub struct RawCommand {
-    /// The file that takes the command.
-    pub fd: Fd,
-    /// `sqe.cmd_op`.
-    pub operation: u32,
-    /// `sqe.addr` and `sqe.len`; memory that they name is the caller's to keep.
-    pub address: u64,
-    /// See `address`.
-    pub len: u32,
-    /// `sqe.buf_index`, with `IORING_URING_CMD_FIXED`.
-    pub fixed_buffer: Option<u16>,
-    /// The command area, `sqe.cmd`.
-    pub command: [u8; 80],
 }
 
 /// The time given to a future ran out.
@@ -225,12 +209,10 @@ impl Inner {
         let user_data = self.slots.borrow().user_data(slot);
         match what {
             What::Entry(entry) => self.push(entry.clone().user_data(user_data)),
-            What::WhenReadable(fd, entry, poll) => {
+            What::WhenReadable(fd, entry) => {
                 self.make_room(2);
-                let poll = match *fd {
-                    Fd::Raw(fd) => opcode::PollAdd::new(types::Fd(fd), *poll).build(),
-                    Fd::Fixed(fd) => opcode::PollAdd::new(types::Fixed(fd), *poll).build(),
-                };
+                let events = POLL_IN | POLL_EXCLUSIVE;
+                let poll = on_fd!(*fd, |fd| opcode::PollAdd::new(fd, events).build());
                 // A poll that succeeded posts nothing; one that failed posts its error and
                 // silences the read behind it (kernel: REQ_F_SKIP_LINK_CQES).
                 let flags = squeue::Flags::IO_LINK | squeue::Flags::SKIP_SUCCESS;
@@ -371,16 +353,7 @@ impl Ring {
     pub fn read_when_readable(&self, fd: Fd, buf: &IoBuf) -> Op {
         assert!(!buf.is_scattered(), "a read after a poll goes to one place");
         let entry = Self::read_entry(fd, 0, buf);
-        let what = What::WhenReadable(fd, entry, POLL_IN | POLL_EXCLUSIVE);
-        Op::new(self, what, Some(buf.clone()))
-    }
-
-    /// As [`Ring::read_when_readable`], with all others that wait: for a descriptor that another process may wait for too, as a process
-    /// that was killed and whose ring is not gone yet. The only wake-up would be lost with it.
-    pub fn read_when_woken(&self, fd: Fd, buf: &IoBuf) -> Op {
-        assert!(!buf.is_scattered(), "a read after a poll goes to one place");
-        let what = What::WhenReadable(fd, Self::read_entry(fd, 0, buf), POLL_IN);
-        Op::new(self, what, Some(buf.clone()))
+        Op::new(self, What::WhenReadable(fd, entry), Some(buf.clone()))
     }
 
     /// Waits for a slot.
@@ -507,133 +480,4 @@ impl Ring {
             }
         })
     }
-
-    /// Sends a driver command. Errors: `EOPNOTSUPP` on a ring without 128-byte entries.
-    ///
-    /// # Safety
-    ///
-    /// Memory that the command names must stay valid, and untouched as the driver requires, until the command has completed, also
-    /// when the future is dropped.
-    pub async unsafe fn command(&self, command: &RawCommand) -> Result<u32, Errno> {
-        let inner = &self.0;
-        let slot = self.slot(|| Keep::Nothing).await;
-        let user_data = inner.slots.borrow().user_data(slot);
-        let entry = command_entry(command, user_data);
-        inner.make_room(1);
-        if let Err(error) = inner.uring.push_wide(&entry) {
-            inner.slots.borrow_mut().complete(user_data, 0, false);
-            inner.slots.borrow_mut().abandon(slot);
-            inner.feed_hungry();
-            return Err(error);
-        }
-        Op { ring: self.clone(), state: State::InFlight(slot), inline: false }.await
-    }
-
-    /// Puts a descriptor into the ring's table. `None` when the table is full or the kernel
-    /// refuses: use the raw descriptor then.
-    pub fn register_file(&self, fd: &impl AsFd) -> Option<Fd> {
-        let index = self.0.files.borrow_mut().pop()?;
-        let raw = fd.as_fd().as_raw_fd();
-        match self.0.uring.submitter().register_files_update(index, &[raw]) {
-            Ok(_) => Some(Fd::Fixed(index)),
-            Err(error) => {
-                tracing::debug!("file not registered: {error}");
-                self.0.files.borrow_mut().push(index);
-                None
-            }
-        }
-    }
-
-    /// Empties a place in the table; the kernel drops its reference on the file.
-    pub fn unregister_file(&self, fd: Fd) {
-        if let Fd::Fixed(index) = fd {
-            if let Err(error) = self.0.uring.submitter().register_files_update(index, &[-1]) {
-                tracing::warn!("registered file {index} not released: {error}");
-                return;
-            }
-            self.0.files.borrow_mut().push(index);
-        }
-    }
-
-    /// Makes the ring's table of registered buffers: `memory` in slot 0, if any, then `slots` empty ones, which the kernel fills
-    /// with pages of clients. Once for each ring. Pins the memory.
-    ///
-    /// Errors: `ENOMEM` above RLIMIT_MEMLOCK, `EBUSY` the second time.
-    pub fn register_buffers(
-        &self,
-        memory: Option<&Arc<SharedMemory>>,
-        slots: u16,
-    ) -> Result<(), Errno> {
-        let errno = |error: std::io::Error| {
-            Errno::from_raw_os_error(error.raw_os_error().unwrap_or(libc::EIO))
-        };
-        let submitter = self.0.uring.submitter();
-        submitter.register_buffers_sparse(u32::from(slots) + 1).map_err(errno)?;
-        let Some(memory) = memory else { return Ok(()) };
-        let buf = memory.buffer();
-        let vector = [libc::iovec { iov_base: buf.as_mut_ptr().cast(), iov_len: buf.len() }];
-        // SAFETY: the memory stays mapped as long as the registration: the ring keeps a reference on it and is closed before it
-        // drops that.
-        let updated = unsafe { submitter.register_buffers_update(0, &vector, None) };
-        if let Err(error) = updated {
-            // The table goes again, so that it can be made without this memory.
-            let _ = submitter.unregister_buffers();
-            return Err(errno(error));
-        }
-        self.0.registered_buffers.borrow_mut().push(buf);
-        Ok(())
-    }
-}
-
-impl Ring {
-    /// Puts memory into a slot of the table of registered buffers ([`Ring::register_buffers`]), or empties it. Pins the memory for as long as
-    /// it is there.
-    ///
-    /// * `memory`: which bytes of which memory, at most 1 GiB, the kernel's limit; kept alive by its user until the slot is empty or the
-    ///   ring is gone. Panics when the range leaves the memory (a programming error).
-    ///
-    /// Errors: `ENOMEM` above RLIMIT_MEMLOCK, `EFAULT` for too much, `ENXIO` without a table, `EOPNOTSUPP` for pages that cannot be pinned.
-    pub fn update_buffer(
-        &self,
-        slot: u16,
-        memory: Option<(&Arc<SharedMemory>, Range<usize>)>,
-    ) -> Result<(), Errno> {
-        let buf = memory.map(|(memory, range)| memory.buffer().slice(range));
-        let vector = match &buf {
-            Some(buf) => libc::iovec { iov_base: buf.as_mut_ptr().cast(), iov_len: buf.len() },
-            None => libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 },
-        };
-        // SAFETY: the kernel pins the pages, so they stay whatever becomes of the mapping; operations reach them through buffers that
-        // keep the mapping alive.
-        let updated = unsafe {
-            self.0.uring.submitter().register_buffers_update(u32::from(slot), &[vector], None)
-        };
-        updated.map_err(|error| Errno::from_raw_os_error(error.raw_os_error().unwrap_or(libc::EIO)))
-    }
-}
-
-/// The 128-byte entry of a command. `io-uring` 0.7 cannot set `len` beside a command, so the
-/// entry is written as bytes. Offsets: include/uapi/linux/io_uring.h, struct io_uring_sqe.
-fn command_entry(command: &RawCommand, user_data: u64) -> squeue::Entry128 {
-    const { assert!(size_of::<squeue::Entry128>() == 128) };
-    let mut bytes = [0u8; 128];
-    let (fd, fixed_file) = match command.fd {
-        Fd::Raw(fd) => (fd, 0),
-        Fd::Fixed(index) => (index.cast_signed(), 1u8),
-    };
-    bytes[0] = opcode::UringCmd80::CODE;
-    bytes[1] = fixed_file;
-    bytes[4..8].copy_from_slice(&fd.to_ne_bytes());
-    bytes[8..12].copy_from_slice(&command.operation.to_ne_bytes());
-    bytes[16..24].copy_from_slice(&command.address.to_ne_bytes());
-    bytes[24..28].copy_from_slice(&command.len.to_ne_bytes());
-    if let Some(index) = command.fixed_buffer {
-        bytes[28..32].copy_from_slice(&1u32.to_ne_bytes());
-        bytes[40..42].copy_from_slice(&index.to_ne_bytes());
-    }
-    bytes[32..40].copy_from_slice(&user_data.to_ne_bytes());
-    bytes[48..128].copy_from_slice(&command.command);
-    // SAFETY: `Entry128` is `repr(C)` over plain integers and byte arrays, 128 bytes as asserted
-    // above: every bit pattern is valid.
-    unsafe { std::mem::transmute::<[u8; 128], squeue::Entry128>(bytes) }
 }

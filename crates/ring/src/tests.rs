@@ -8,8 +8,6 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
-use rustix::event::EventfdFlags;
-
 use crate::{
     Config, Errno, Fd, IoBuf, OpSet, RawCommand, Runtime, SharedMemory, SpinPolicy, Timeout,
 };
@@ -311,41 +309,6 @@ fn read_when_readable_waits_and_reads_with_one_completion() {
     let mut other = writer.join().unwrap();
     let _ = other.set_nonblocking(true);
     assert!(other.read(&mut [0; 8]).is_err());
-}
-
-#[test]
-fn a_reader_is_woken_although_another_one_waits_that_does_nothing_any_more() {
-    let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
-    let event = Arc::new(rustix::event::eventfd(0, flags).unwrap());
-    let (waits, is_waiting) = std::sync::mpsc::channel();
-    let (end, ended) = std::sync::mpsc::channel::<()>();
-    let shared = Arc::clone(&event);
-    // As the ring of a process that was killed, before the kernel has taken it apart.
-    let thread = std::thread::spawn(move || {
-        let mut runtime = runtime();
-        let ring = runtime.ring().clone();
-        let reader = ring.clone();
-        ring.spawn(async move {
-            let _ = reader.read_when_woken(Fd::of(&*shared), &IoBuf::new(8, 8)).await;
-        });
-        runtime.block_on(ring.sleep(Duration::from_millis(2)));
-        waits.send(()).unwrap();
-        let _ = ended.recv();
-    });
-    is_waiting.recv().unwrap();
-    let mut runtime = runtime();
-    let ring = runtime.ring().clone();
-    let writer = Arc::clone(&event);
-    let writer = std::thread::spawn(move || {
-        std::thread::sleep(Duration::from_millis(5));
-        rustix::io::write(&*writer, &1_u64.to_ne_bytes()).unwrap();
-    });
-    let read = ring.read_when_woken(Fd::of(&*event), &IoBuf::new(8, 8));
-    let read = runtime.block_on(ring.within(Duration::from_secs(5), read));
-    assert_eq!(read, Ok(Ok(8)));
-    writer.join().unwrap();
-    drop(end);
-    thread.join().unwrap();
 }
 
 #[test]

@@ -3,7 +3,8 @@
 
 mod common;
 
-use std::fs::{self, Permissions};
+use std::fs::{self, File, Permissions};
+use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
@@ -13,11 +14,13 @@ use std::time::Duration;
 use common::confined::{assert_confined, children, is_gone};
 use common::serving::{Daemon, Place, ctl, judge, load, meanwhile, options, serve_command, stats};
 use common::tools::names;
+use common::{MIB, program};
+use ringdisk_testkit::images;
 use ringdisk_testkit::limits::{needs, needs_root};
-use ringdisk_testkit::model::{FrontEnd, Request, Vm};
-use ringdisk_testkit::mount::{Loop, scratch, text};
-use ringdisk_testkit::process::{Process, command, run, until};
-use rustix::process::Signal;
+use ringdisk_testkit::model::{FrontEnd, Request, Vm, ask};
+use ringdisk_testkit::mount::{Loop, Mounted, scratch, text};
+use ringdisk_testkit::process::{LIMIT, Process, command, run, until};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 /// `ringdisk serve`, whose sockets for `ringdisk ctl` and for its successor are in a directory of the test.
@@ -260,6 +263,74 @@ fn memory_of_the_guest_is_registered_and_lost_inside() {
     load.read_all(&mut vm);
     daemon.stop(&[&place.socket]);
     place.judge(&mut load);
+}
+
+/// A process that does nothing, for as long as this lives: also when a test fails, since what it serves could not be closed.
+struct Stopped(Pid);
+
+impl Stopped {
+    fn new(pid: u32) -> Stopped {
+        let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).expect("a pid");
+        kill_process(pid, Signal::STOP).expect("it stops");
+        Stopped(pid)
+    }
+}
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        let _ = kill_process(self.0, Signal::CONT);
+    }
+}
+
+#[test]
+fn memory_that_another_process_serves_is_refused() {
+    if !needs_root() {
+        return;
+    }
+    let (place, other) = (Place::new("raw"), Place::new("raw"));
+    let spec = |place: &Place| {
+        format!("image={},format=raw,socket={}", text(&place.image), text(&place.socket))
+    };
+    let (first, second) = (spec(&place), spec(&other));
+    let daemon = Daemon::of(&mut serve_command(&["--disk", &first, "--disk", &second]));
+    let announce = |file: &File| {
+        let mut front = FrontEnd::connect(&place.socket);
+        front.get(ask::GET_FEATURES).expect("features");
+        let _ = front.memory_table(&[[0, MIB, 1 << 40, 0]], &[file.as_fd()]);
+        front.expect_end();
+    };
+    // A file of a file system of this machine that has no seals.
+    let local = place.path("memory");
+    images::sparse(&local, MIB);
+    let local = File::options().read(true).write(true).open(local).expect("a file");
+    let mut front = FrontEnd::connect(&place.socket);
+    front.get(ask::GET_FEATURES).expect("features");
+    front.memory_table(&[[0, MIB, 1 << 40, 0]], &[local.as_fd()]).expect("memory on a disk");
+    front.get(ask::GET_FEATURES).expect("it goes on");
+    drop(front);
+
+    let mount = Mounted::start(&program(), &["--null", "1M", "--transport", "dev"]);
+    let file = File::options().read(true).write(true).open(mount.path()).expect("the mount");
+    announce(&file);
+    let said = |what: &str| daemon.process.output().contains(what).then_some(());
+    assert!(
+        until(LIMIT, || said("a file on FUSE is not taken")).is_some(),
+        "{}",
+        daemon.process.output()
+    );
+    // It does not even say what it is.
+    let stopped = Stopped::new(mount.pid());
+    announce(&file);
+    let waited = until(LIMIT, || said("does not say what it is"));
+    assert!(waited.is_some(), "{}", daemon.process.output());
+    let (mut vm, mut load) = (other.vm(false), load(7));
+    load.run(&mut vm, 100);
+    load.drain(&mut vm);
+    // The end of a process that has held such a file waits for its server, whoever it is: fuse_flush() of the kernel.
+    drop(stopped);
+    daemon.stop(&[&place.socket, &other.socket]);
+    drop(file);
+    mount.stop();
 }
 
 #[test]

@@ -12,7 +12,7 @@ use rustix::io::Errno;
 
 use crate::error::{Error, ErrorKind};
 use crate::protocol::{FDS_MAX, HEADER_BYTES, Header, PAYLOAD_BYTES_MAX, Reply, Request};
-use crate::wire;
+use crate::wire::{self, Piece};
 
 /// What a connection brought.
 #[derive(Debug)]
@@ -174,6 +174,15 @@ impl Connection {
                     self.name()
                 );
                 Err(Error::new(ErrorKind::Protocol, message))
+            }
+            Ok(Piece { foreign: Some(name), .. }) => {
+                let message = format!(
+                    "{}: a descriptor of a file on {name} is not taken: who serves that could hold up every use of it",
+                    self.name()
+                );
+                Err(Error::new(ErrorKind::Protocol, message).hint(
+                    "memory of a guest is a memfd or a file on tmpfs, hugetlbfs or a local disk (QEMU: memory-backend-memfd,share=on)",
+                ))
             }
             Ok(piece) if piece.bytes == 0 && had == 0 => Ok(false),
             Ok(piece) if piece.bytes == 0 => {

@@ -19,6 +19,7 @@ mod error;
 pub mod export;
 pub mod protocol;
 pub mod session;
+mod vet;
 mod wire;
 mod worker;
 

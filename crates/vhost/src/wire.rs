@@ -1,7 +1,7 @@
 //! Bytes and descriptors through a Unix stream socket.
 //!
 //! Promises: never blocks in the socket, whatever its flags are (a description may be shared with another process); descriptors that
-//! arrive are close-on-exec and owned from the first moment on.
+//! arrive are close-on-exec, owned from the first moment on, and answered for by this machine's kernel alone.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -14,6 +14,7 @@ use rustix::net::{
 };
 
 use crate::protocol::FDS_MAX;
+use crate::vet::vet;
 
 /// Room for the descriptors of one message.
 const CONTROL_BYTES: usize = rustix::cmsg_space!(ScmRights(FDS_MAX));
@@ -25,6 +26,8 @@ pub(crate) struct Piece {
     pub(crate) bytes: usize,
     /// There were more descriptors than fit, or than we may open.
     pub(crate) truncated: bool,
+    /// What a descriptor is that was not taken, since somebody else answers for it.
+    pub(crate) foreign: Option<&'static str>,
 }
 
 /// Takes bytes into `into` (not empty) and descriptors after those in `fds`.
@@ -40,12 +43,18 @@ pub(crate) fn receive(
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
     let mut iov = [IoSliceMut::new(into)];
     let got = rustix::io::retry_on_intr(|| recvmsg(socket, &mut iov, &mut control, flags))?;
+    let mut foreign = None;
     for message in control.drain() {
-        if let RecvAncillaryMessage::ScmRights(rights) = message {
-            fds.extend(rights);
+        let RecvAncillaryMessage::ScmRights(rights) = message else { continue };
+        for fd in rights {
+            match vet(fd) {
+                Ok(fd) => fds.push(fd),
+                Err(name) => foreign = Some(name),
+            }
         }
     }
-    Ok(Piece { bytes: got.bytes, truncated: got.flags.contains(ReturnFlags::CTRUNC) })
+    let truncated = got.flags.contains(ReturnFlags::CTRUNC);
+    Ok(Piece { bytes: got.bytes, truncated, foreign })
 }
 
 /// Sends some of `bytes`, with `fds` at the first of them. Returns how many; the descriptors went with them.

@@ -3,6 +3,8 @@ import os
 
 import bootdisk
 from daemon import Daemon
+from images import sound
+from load import kills
 from machine import KERNEL_WORDS, Machine
 from processes import output, require
 from results import Group, case
@@ -35,7 +37,7 @@ class Boot(Group):
     def teardown(self):
         self.machine.kill()
         self.daemon.stop()
-        output("qemu-img", "check", "-q", self.image)
+        sound(self.image)
         os.unlink(self.image)
 
     def _console(self):
@@ -63,6 +65,13 @@ class Boot(Group):
         require(self.machine.run("cat /etc/mark") == "before", "what was synced before the reboot is not there")
         self.machine.run("md5sum -c /etc/sum")
         require(self.daemon.stats()["total"]["reads"] > reads, "nothing was read")
+
+    @case
+    def it_lives_through_kills_of_the_daemon_under_fio_verify(self):
+        """The daemon holds the only disk: programs, libraries and the file that fio verifies come from it."""
+        self.machine.run("md5sum /usr/sbin/fio /usr/sbin/mkfs.ext4 >/etc/sum && sync")
+        kills(self.machine, self.daemon, "/root-load", 5)
+        self.machine.run("rm -f /root-load; sync; echo 3 >/proc/sys/vm/drop_caches; md5sum -c /etc/sum")
 
     @case
     def a_reset_in_the_middle_of_writes_is_survived(self):

@@ -3,32 +3,16 @@ import hashlib
 import os
 
 from daemon import Daemon
+from images import sound
+from load import VERIFY, kills
 from machine import Machine
 from processes import Failure, output, require, until
 from results import Group, case, full
 
 MIB = 1 << 20
-# fio in the guest: what was written is read back and compared, block by block.
-VERIFY = ("fio --name=v --ioengine=libaio --direct=1 --rw=randwrite --verify=crc32c --verify_fatal=1 --verify_state_save=0"
-          " --randrepeat=0 --group_reporting --minimal --output=/dev/null")
-
-
-def load(dev, size="8M"):
-    """A script that writes and verifies, each time with other bytes, until there is a file /tmp/stop."""
-    return (f"rm -f /tmp/stop; passes=0; while [ ! -e /tmp/stop ]; do {VERIFY} --filename={dev} --size={size} --bs=8k --iodepth=16"
-            " --numjobs=2 --offset_increment=64M --fsync=64 || exit 1; passes=$((passes + 1)); done; echo $passes")
-
-
 def allocated(image):
     """Bytes that an image takes on the host."""
     return os.stat(image).st_blocks * 512
-
-
-def sound(image):
-    """Fails when the tables of an image are broken. Clusters that nobody uses are no harm: a killed daemon may leave some."""
-    text = output("qemu-img", "check", image, expect=None)
-    require("No errors were found" in text or "0 errors were found" in text or "errors" not in text, f"{image}: {text}")
-    require("ERROR" not in text, f"{image}: {text}")
 
 
 def digest(path):
@@ -209,25 +193,11 @@ class Disk(Group):
 
     @case
     def kills_of_the_daemon_under_fio_verify_lose_nothing(self):
-        self._kills(self.main, self.dev, 5)
+        kills(self.machine, self.main, self.dev, 5)
 
     @full
     def many_kills_of_the_daemon_under_fio_verify_lose_nothing(self):
-        self._kills(self.main, self.dev, 25)
-
-    def _kills(self, daemon, dev, kills):
-        """fio writes and verifies for as long as the daemon is killed and started again and again."""
-        job = self.machine.begin(load(dev))
-        for _ in range(kills):
-            before = daemon.stats()["total"]["writes"]
-            until(lambda b=before: daemon.stats()["total"]["writes"] > b + 20, 30, "the guest writes")
-            require(not job.done(), f"fio ended early: {job.answer.queue}")
-            daemon.kill()
-            daemon.start()
-        before = daemon.stats()["total"]["writes"]
-        until(lambda: daemon.stats()["total"]["writes"] > before or job.done(), 30, "the guest goes on")
-        self.guest("touch /tmp/stop")
-        require(int(job.output(180)) > 0, "not one pass of writing and verifying")
+        kills(self.machine, self.main, self.dev, 25)
 
     @case
     def a_packed_ring_comes_goes_and_lives_through_kills(self):
@@ -238,7 +208,7 @@ class Disk(Group):
         self.guest(f"mkfs.ext4 -q -F /dev/{dev} && mkdir -p /mnt/p && mount /dev/{dev} /mnt/p"
                    f" && cd /mnt/p && {VERIFY} --size=16M --bsrange=4k-128k --iodepth=16 --numjobs=2 --fsync=32", 120)
         self.guest(f"umount /mnt/p && e2fsck -fn /dev/{dev}")
-        self._kills(daemon, "/dev/" + dev, 2)
+        kills(self.machine, daemon, "/dev/" + dev, 2)
         self.unplug()
         until(lambda: self.guest(f"ls /dev/{dev} 2>/dev/null || true") == "", 20, "the guest's device has gone")
         # The same daemon has a second front end after the first.

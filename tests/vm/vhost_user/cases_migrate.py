@@ -2,7 +2,8 @@
 import os
 
 import processes
-from cases_disk import load, sound
+from images import sound
+from load import load
 from daemon import Daemon
 from machine import Machine
 from processes import output, require, until

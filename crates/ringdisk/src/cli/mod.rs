@@ -40,7 +40,9 @@ pub(crate) use mount::{MountArgs, MountPaths, UmountArgs, ZeroCopyWord};
 pub(crate) use placement::{NumaWord, PlacementArgs, StayWord, Threads, TransportWord};
 pub(crate) use serve::{DiskArgs, OnErrorWord, SecondWord, ServeArgs, ServedDisk, SocketArgs};
 pub(crate) use topology::TopologyArgs;
-pub(crate) use words::{DetectZeroesWord, DiscardWord, PreallocationWord, SandboxWord};
+pub(crate) use words::{
+    DetectZeroesWord, DiscardWord, PreallocationWord, SandboxArgs, SandboxWord,
+};
 
 const ROOT_ABOUT: &str =
     "Serves a disk image, in place, as an ordinary file or to a virtual machine";

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum, ValueHint};
 
-use crate::cli::words::SandboxWord;
+use crate::cli::words::SandboxArgs;
 use crate::cli::{ImageArgs, PlacementArgs, StayWord, refuse};
 use crate::size::parse_time;
 
@@ -113,19 +113,8 @@ pub(crate) struct MountArgs {
     #[arg(long, help_heading = "Serving options")]
     pub(crate) daemonize: bool,
 
-    /// Take everything away from the serving process that serving does not need: auto (on for root), on, strict, off
-    ///
-    /// Files but those of the image, system calls, capabilities, operations of rings (docs/sandbox.md). auto goes on where the kernel
-    /// lacks one of these, and says so; on does not. strict is on without new files: `ringdisk ctl snapshot` is refused. Otherwise it
-    /// may put an overlay into the directory of the image, or below one that --allow-path names.
-    #[arg(
-        long,
-        value_name = "WHEN",
-        value_enum,
-        default_value_t,
-        help_heading = "Serving options"
-    )]
-    pub(crate) sandbox: SandboxWord,
+    #[command(flatten)]
+    pub(crate) sandbox: SandboxArgs,
 
     /// Keep the mount when the process that serves it dies, and go on with it: clients wait, and no request is lost
     ///

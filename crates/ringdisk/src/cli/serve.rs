@@ -9,7 +9,7 @@ use ringdisk_vhost::export::{
 };
 
 use crate::cli::words::parse_switch;
-use crate::cli::{DiskWords, ImageArgs, NumaWord, SandboxWord, Threads, refuse};
+use crate::cli::{DiskWords, ImageArgs, NumaWord, SandboxArgs, Threads, refuse};
 use crate::size::parse_size;
 
 const SERVE_LONG: &str = "\
@@ -87,20 +87,8 @@ pub(crate) struct ServeArgs {
     #[arg(long, help_heading = "Serving options")]
     pub(crate) daemonize: bool,
 
-    /// Take everything away from the process that serving does not need: auto (on for root), on, strict, off
-    ///
-    /// Files but those of the images, system calls, capabilities, operations of rings (docs/sandbox.md). auto goes on where the kernel
-    /// lacks one of these, and says so; on does not. strict is on without new files: `ringdisk ctl snapshot` is refused. Otherwise it
-    /// may put an overlay into the directory of the image, or below one that --allow-path names. Of several disks in one process each
-    /// can be reached from all.
-    #[arg(
-        long,
-        value_name = "WHEN",
-        value_enum,
-        default_value_t,
-        help_heading = "Serving options"
-    )]
-    pub(crate) sandbox: SandboxWord,
+    #[command(flatten)]
+    pub(crate) sandbox: SandboxArgs,
 
     /// Write the pid to FILE when the sockets answer; locked, and removed at the end
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Serving options")]

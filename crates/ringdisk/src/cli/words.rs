@@ -1,6 +1,6 @@
 //! Words of options that several commands share, as clap knows them.
 
-use clap::ValueEnum;
+use clap::{Args, ValueEnum};
 
 use crate::size::parse_size;
 
@@ -26,6 +26,26 @@ pub(crate) enum SandboxWord {
     Strict,
     /// Not.
     Off,
+}
+
+/// How far a serving process is confined.
+#[derive(Args, Clone, Copy, Debug)]
+pub(crate) struct SandboxArgs {
+    /// Take everything away from the serving process that serving does not need: auto (on for root), on, strict, off
+    ///
+    /// Files but those of the images, system calls, capabilities, operations of rings (docs/sandbox.md). auto goes on where the kernel
+    /// lacks one of these, and says so; on does not. strict is on without new files: `ringdisk ctl snapshot` is refused. Otherwise it
+    /// may put an overlay into the directory of the image, or below one that --allow-path names. Of several disks in one process each
+    /// can be reached from all.
+    #[arg(
+        id = "sandbox",
+        long = "sandbox",
+        value_name = "WHEN",
+        value_enum,
+        default_value_t,
+        help_heading = "Serving options"
+    )]
+    pub(crate) word: SandboxWord,
 }
 
 /// What is done with written zeroes.

@@ -176,11 +176,11 @@ fn serve(
         told.stopping("stopping on request");
         for_control.stop();
     }));
-    let (control, control_name) = match control(&plan, &commands, args.sandbox) {
+    let (control, control_name) = match control(&plan, &commands, args.sandbox.word) {
         Some((server, name)) => (Some(server), Some(name)),
         None => (None, None),
     };
-    if sandbox::is_wanted(args.sandbox) {
+    if sandbox::is_wanted(args.sandbox.word) {
         let mut removed = Vec::from_iter(control_name.clone());
         removed.extend(made.mountpoint_id().map(|id| (plan.mountpoint.clone(), id)));
         removed.extend(pidfile.as_ref().and_then(Pidfile::identity));

@@ -120,7 +120,7 @@ fn serve(
     }
     let running = match args.upgrade {
         true => {
-            sandbox::check(args.sandbox)?;
+            sandbox::check(args.sandbox.word)?;
             take::take_over(plans, &watcher)?
         }
         false => match begin(plans, &fresh, &watcher)? {
@@ -137,8 +137,8 @@ fn serve(
         }
         created => created.transpose()?,
     };
-    if sandbox::is_wanted(args.sandbox) {
-        confine::enter(args.sandbox, &running, pidfile.as_ref(), args.upgrade)?;
+    if sandbox::is_wanted(args.sandbox.word) {
+        confine::enter(args.sandbox.word, &running, pidfile.as_ref(), args.upgrade)?;
     }
     // What front ends say is read inside; those that were taken over have been served already.
     running.iter().for_each(|disk| disk.served.release());
@@ -234,7 +234,7 @@ fn plan<'a>(args: &ServeArgs, disk: &'a ServedDisk, place: Place) -> Result<Plan
             ..ImagePlan::new(source, disk.image.clone())
         },
         place,
-        restricted: sandbox::is_wanted(args.sandbox),
+        restricted: sandbox::is_wanted(args.sandbox.word),
     })
 }
 

@@ -6,39 +6,22 @@ use std::time::{Duration, Instant};
 
 use ringdisk_disk::Disk;
 use ringdisk_guest::inflight::InflightArea as Inflight;
-use ringdisk_guest::{Areas, Layout, Log, Memory, Region};
-use ringdisk_ring::pin_to_cpus;
+use ringdisk_guest::{Layout, Log, Memory, Region};
 
 use super::home::Homes;
 use super::state::{self, StateTransfer};
+use super::vrings::Ring;
 use crate::BackChannel;
 use crate::blk::config::{Config, SPACE_BYTES, WRITEBACK_AT};
 use crate::blk::features::{LOG_ALL, RING_PACKED};
-use crate::device::{Complaint, Device};
+use crate::device::Device;
 use crate::session::{
     Backend, ConfigWrite, InflightArea, Refusal, RegionSetup, StateDirection, VringSetup,
 };
-use crate::worker::{Gone, QueueThread, RingStart, areas, layout};
-
-/// A migration's destination waits so long for the source to give the disk away.
-const TAKE_OVER: Duration = Duration::from_secs(10);
+use crate::worker::{Gone, QueueThread, areas};
 
 /// Requests in flight have so long at the end of an export: storage that never answers does not hold the process up.
 const END_PATIENCE: Duration = Duration::from_secs(10);
-
-/// The last flush has so long.
-const CLOSE_PATIENCE: Duration = Duration::from_secs(300);
-
-/// What the front end gave for a virtqueue.
-#[derive(Debug, Default)]
-pub(super) struct Ring {
-    pub(super) call: Option<OwnedFd>,
-    pub(super) error: Option<OwnedFd>,
-    /// What it was started with, while it runs or is suspended.
-    setup: Option<VringSetup>,
-    /// It waits for its memory to come back, and goes on here.
-    suspended_at: Option<u32>,
-}
 
 /// The device of one export.
 #[derive(Debug)]
@@ -56,7 +39,7 @@ pub(super) struct Control {
     /// A front end has been connected since the start, of this process or of one before it: without one there is no guest to migrate.
     pub(super) had_front_end: bool,
     transfer: Option<StateTransfer>,
-    homes: Homes,
+    pub(super) homes: Homes,
 }
 
 impl From<Gone> for Refusal {
@@ -98,7 +81,7 @@ impl Control {
     }
 
     /// The thread of a virtqueue.
-    fn thread(&self, index: u16) -> &QueueThread {
+    pub(super) fn thread(&self, index: u16) -> &QueueThread {
         &self.threads[usize::from(index) % self.threads.len()]
     }
 
@@ -124,53 +107,6 @@ impl Control {
         }
     }
 
-    /// Holds all virtqueues still, puts another memory in place, and lets them go on.
-    fn change_memory(&mut self, memory: Memory) -> Result<(), Refusal> {
-        let memory = Arc::new(memory);
-        let held: Vec<_> = self
-            .threads
-            .iter()
-            .map(|t| t.ask_task(|worker| async move { worker.hold_all().await }))
-            .collect();
-        for pending in held {
-            pending.wait(self.is_patient())?;
-        }
-        let running: Vec<u16> = (0..self.config.queues).filter(|i| self.runs(*i)).collect();
-        for index in running {
-            if !self.move_ring(&memory, index)? {
-                let base = self.take_off(index)?;
-                self.rings[usize::from(index)].suspended_at = Some(base);
-            }
-        }
-        self.show_memory(&memory)?;
-        for thread in &self.threads {
-            thread.ask(|worker| worker.release_all()).wait(self.is_patient())?;
-        }
-        self.memory = memory;
-        self.wake_suspended();
-        Ok(())
-    }
-
-    fn runs(&self, index: u16) -> bool {
-        let ring = &self.rings[usize::from(index)];
-        ring.setup.is_some() && ring.suspended_at.is_none()
-    }
-
-    /// Lets a virtqueue that is held use this memory: the file behind its addresses may be another one. `false`: it is not in it.
-    fn move_ring(&self, memory: &Memory, index: u16) -> Result<bool, Refusal> {
-        let Some(setup) = &self.rings[usize::from(index)].setup else { return Ok(false) };
-        let Ok(areas) = areas(memory, setup, self.device.features()) else { return Ok(false) };
-        let log = setup.log;
-        let moved = self.thread(index).ask(move |worker| worker.set_areas(index, areas, log));
-        Ok(moved.wait(self.is_patient())?.is_ok())
-    }
-
-    /// Whether all areas of a virtqueue lie in a memory.
-    fn is_in(&self, memory: &Memory, index: u16) -> bool {
-        let setup = self.rings[usize::from(index)].setup.as_ref();
-        setup.is_some_and(|setup| areas(memory, setup, self.device.features()).is_ok())
-    }
-
     /// Gives the memory to all queue threads.
     pub(super) fn show_memory(&self, memory: &Arc<Memory>) -> Result<(), Refusal> {
         let shown: Vec<_> = self
@@ -187,82 +123,12 @@ impl Control {
         Ok(())
     }
 
-    /// Lets virtqueues go on whose memory is there again.
-    fn wake_suspended(&mut self) {
-        for index in 0..self.config.queues {
-            let ring = &self.rings[usize::from(index)];
-            let Some(base) = ring.suspended_at else { continue };
-            if !self.is_in(&self.memory, index) {
-                continue;
-            }
-            match self.put_on(index, base) {
-                Ok(()) => self.rings[usize::from(index)].suspended_at = None,
-                Err(refusal) => {
-                    self.device.complain(
-                        Complaint::Suspended,
-                        format_args!("virtqueue {index} stays suspended: {refusal}"),
-                    );
-                }
-            }
-        }
-    }
-
-    /// Starts a virtqueue on its thread.
-    fn put_on(&mut self, index: u16, base: u32) -> Result<(), Refusal> {
-        let ring = &self.rings[usize::from(index)];
-        let setup = ring.setup.as_ref().ok_or("it was not set up")?;
-        let areas = areas(&self.memory, setup, self.device.features())?;
-        let lies = areas.clone();
-        let duplicate = |fd: Option<&OwnedFd>| fd.map(OwnedFd::try_clone).transpose();
-        let start = RingStart {
-            index,
-            layout: layout(setup),
-            size: setup.size,
-            base,
-            areas,
-            features: self.device.features(),
-            inflight: self.inflight.clone(),
-            log: self.log_in_force(),
-            used_log: setup.log,
-            kick: setup.kick.try_clone()?,
-            call: duplicate(ring.call.as_ref())?,
-            error: duplicate(ring.error.as_ref())?,
-        };
-        let started = self.thread(index).ask(move |worker| worker.start(start));
-        started.wait(self.is_patient())?.map_err(|error| Refusal::new(error.to_string()))?;
-        self.bring_home(index, &lies)
-    }
-
-    /// Moves the thread of a virtqueue to the node where its rings are.
-    fn bring_home(&mut self, index: u16, areas: &Areas) -> Result<(), Refusal> {
-        let Some(cpus) = self.homes.started(index, areas) else { return Ok(()) };
-        let there = cpus.clone();
-        let moved = self.thread(index).ask(move |_| pin_to_cpus(&there));
-        match moved.wait(self.is_patient())? {
-            Ok(()) => self.homes.moved(index, cpus),
-            Err(errno) => {
-                let name = &self.device.name;
-                tracing::warn!(
-                    "{name}: the thread of virtqueue {index} stays far from it: {errno}"
-                );
-            }
-        }
-        Ok(())
-    }
-
-    /// Drains a virtqueue and takes it off its thread. Gives its base.
-    fn take_off(&self, index: u16) -> Result<u32, Refusal> {
-        let stopped =
-            self.thread(index).ask_task(move |worker| async move { worker.stop(index).await });
-        Ok(stopped.wait(self.is_patient())?)
-    }
-
     /// What is written to guest memory is logged at the moment.
     pub(super) fn is_migrating(&self) -> bool {
         self.log_in_force().is_some()
     }
 
-    fn log_in_force(&self) -> Option<Arc<Log>> {
+    pub(super) fn log_in_force(&self) -> Option<Arc<Log>> {
         self.log.clone().filter(|_| self.device.features() & LOG_ALL != 0)
     }
 
@@ -287,77 +153,6 @@ impl Control {
     fn map(setup: RegionSetup) -> Result<Arc<Region>, Refusal> {
         let RegionSetup { guest_addr, size, user_addr, mmap_offset, fd } = setup;
         Ok(Region::map(fd, guest_addr, user_addr, size, mmap_offset)?)
-    }
-
-    /// Makes the disk ours before the first virtqueue runs: in a migration another process has had it until now.
-    fn take_disk(&self) -> Result<(), Refusal> {
-        if self.disk.is_active() {
-            return Ok(());
-        }
-        let taken = self.threads[0].ask_task(|worker| async move {
-            worker.disk.activate(&worker.ring, TAKE_OVER).await.map_err(|error| {
-                format!(
-                    "the disk is not ours: {error}. A ringdisk that serves it elsewhere gives it away as soon as its guest is paused or gone"
-                )
-            })
-        });
-        taken.wait(self.is_patient())??;
-        tracing::info!("{}: the disk is ours", self.device.name);
-        Ok(())
-    }
-
-    /// Whether another process may have the disk, should one wait for it: no virtqueue runs, so at most a guest that is paused, or has no
-    /// driver yet, is connected here. Nothing tells us that such a guest has been migrated: front ends speak of the log only while
-    /// virtqueues run, and stay connected for as long as they like.
-    pub(super) fn may_give_disk(&self) -> bool {
-        let stands = self.rings.iter().all(|ring| ring.setup.is_none());
-        self.had_front_end && stands && self.disk.is_active()
-    }
-
-    /// Gives the disk to who waits for it, if it may be given. Who waits is about to run a guest, which ours then has become.
-    pub(super) fn give_disk_if_wanted(&self) {
-        if self.may_give_disk() && self.disk.is_wanted() {
-            self.give_disk();
-        }
-    }
-
-    /// The guest stands still at the end of a migration: the process that serves it there may have the disk. If it comes back, so does
-    /// the disk.
-    fn give_disk(&self) {
-        let given = self.threads[0].ask_task(|worker| async move {
-            worker.disk.deactivate(&worker.ring).await.map_err(|error| error.to_string())
-        });
-        match given.wait(self.is_patient()) {
-            Ok(Ok(())) => tracing::info!("{}: the disk is given away", self.device.name),
-            Ok(Err(why)) => tracing::error!("{}: the disk stays ours: {why}", self.device.name),
-            Err(Gone) => tracing::error!("{}: the queue thread does not answer", self.device.name),
-        }
-    }
-
-    /// Makes what was written durable.
-    pub(super) fn flush(&self) -> Result<(), Refusal> {
-        if !self.disk.is_active() {
-            return Ok(());
-        }
-        let flushed =
-            self.threads[0].ask_task(|worker| async move { worker.disk.flush(&worker.ring).await });
-        Ok(flushed.wait(self.is_patient())??)
-    }
-
-    /// The end of an export whose virtqueues have stopped: makes what was written durable and closes the images. What qcow2 keeps for
-    /// later (dirty bitmaps, clusters that are to be given back) is written then. The flush comes first: closing waits for requests, and
-    /// some may never end.
-    pub(super) fn close(&self) -> Result<(), Refusal> {
-        if !self.disk.is_active() {
-            return Ok(());
-        }
-        let closed = self.threads[0].ask_task(|worker| async move {
-            let flushed = worker.disk.flush(&worker.ring).await;
-            flushed.and(worker.disk.close(&worker.ring).await)
-        });
-        // A page cache full of writes may take its time.
-        let (device, begun) = (Arc::clone(&self.device), Instant::now());
-        Ok(closed.wait(|| !device.gives_up() && begun.elapsed() < CLOSE_PATIENCE)??)
     }
 }
 

@@ -4,6 +4,7 @@
 
 mod backend;
 mod control;
+mod custody;
 pub(crate) mod hand_over;
 mod home;
 mod options;
@@ -12,6 +13,7 @@ mod place;
 pub(crate) mod signals;
 mod sockets;
 mod state;
+mod vrings;
 
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;

@@ -155,8 +155,8 @@ impl<'a> Plan<'a> {
         control: Option<&Path>,
     ) -> ringdisk_sandbox::Plan {
         let args = self.args;
-        let plan = sandbox::plan(args.sandbox);
-        let mut plan = sandbox::images(plan, args.sandbox, disk, &args.disk.allow_path);
+        let plan = sandbox::plan(args.sandbox.word);
+        let mut plan = sandbox::images(plan, args.sandbox.word, disk, &args.disk.allow_path);
         if let Some(directory) = control.and_then(Path::parent) {
             // Locked while the socket goes.
             plan = plan.list(directory);
@@ -178,7 +178,7 @@ impl<'a> Plan<'a> {
             allow_other: args.allow_other,
             kernel_cache: args.kernel_cache,
             io_timeout: args.io_timeout,
-            restricted: sandbox::is_wanted(args.sandbox),
+            restricted: sandbox::is_wanted(args.sandbox.word),
             keep: None,
             name: self.image.name(),
         }

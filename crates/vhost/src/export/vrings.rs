@@ -1,0 +1,142 @@
+//! The virtqueues of a device: put on their threads, taken off, and moved with the guest's memory.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use ringdisk_guest::{Areas, Memory};
+use ringdisk_ring::pin_to_cpus;
+
+use super::backend::Control;
+use crate::device::Complaint;
+use crate::session::{Refusal, VringSetup};
+use crate::worker::{RingStart, areas, layout};
+
+/// What the front end gave for a virtqueue.
+#[derive(Debug, Default)]
+pub(super) struct Ring {
+    pub(super) call: Option<OwnedFd>,
+    pub(super) error: Option<OwnedFd>,
+    /// What it was started with, while it runs or is suspended.
+    pub(super) setup: Option<VringSetup>,
+    /// It waits for its memory to come back, and goes on here.
+    pub(super) suspended_at: Option<u32>,
+}
+
+impl Control {
+    /// Holds all virtqueues still, puts another memory in place, and lets them go on.
+    pub(super) fn change_memory(&mut self, memory: Memory) -> Result<(), Refusal> {
+        let memory = Arc::new(memory);
+        let held: Vec<_> = self
+            .threads
+            .iter()
+            .map(|t| t.ask_task(|worker| async move { worker.hold_all().await }))
+            .collect();
+        for pending in held {
+            pending.wait(self.is_patient())?;
+        }
+        let running: Vec<u16> = (0..self.config.queues).filter(|i| self.runs(*i)).collect();
+        for index in running {
+            if !self.move_ring(&memory, index)? {
+                let base = self.take_off(index)?;
+                self.rings[usize::from(index)].suspended_at = Some(base);
+            }
+        }
+        self.show_memory(&memory)?;
+        for thread in &self.threads {
+            thread.ask(|worker| worker.release_all()).wait(self.is_patient())?;
+        }
+        self.memory = memory;
+        self.wake_suspended();
+        Ok(())
+    }
+
+    pub(super) fn runs(&self, index: u16) -> bool {
+        let ring = &self.rings[usize::from(index)];
+        ring.setup.is_some() && ring.suspended_at.is_none()
+    }
+
+    /// Lets a virtqueue that is held use this memory: the file behind its addresses may be another one. `false`: it is not in it.
+    fn move_ring(&self, memory: &Memory, index: u16) -> Result<bool, Refusal> {
+        let Some(setup) = &self.rings[usize::from(index)].setup else { return Ok(false) };
+        let Ok(areas) = areas(memory, setup, self.device.features()) else { return Ok(false) };
+        let log = setup.log;
+        let moved = self.thread(index).ask(move |worker| worker.set_areas(index, areas, log));
+        Ok(moved.wait(self.is_patient())?.is_ok())
+    }
+
+    /// Whether all areas of a virtqueue lie in a memory.
+    pub(super) fn is_in(&self, memory: &Memory, index: u16) -> bool {
+        let setup = self.rings[usize::from(index)].setup.as_ref();
+        setup.is_some_and(|setup| areas(memory, setup, self.device.features()).is_ok())
+    }
+
+    /// Lets virtqueues go on whose memory is there again.
+    pub(super) fn wake_suspended(&mut self) {
+        for index in 0..self.config.queues {
+            let ring = &self.rings[usize::from(index)];
+            let Some(base) = ring.suspended_at else { continue };
+            if !self.is_in(&self.memory, index) {
+                continue;
+            }
+            match self.put_on(index, base) {
+                Ok(()) => self.rings[usize::from(index)].suspended_at = None,
+                Err(refusal) => {
+                    self.device.complain(
+                        Complaint::Suspended,
+                        format_args!("virtqueue {index} stays suspended: {refusal}"),
+                    );
+                }
+            }
+        }
+    }
+
+    /// Starts a virtqueue on its thread.
+    pub(super) fn put_on(&mut self, index: u16, base: u32) -> Result<(), Refusal> {
+        let ring = &self.rings[usize::from(index)];
+        let setup = ring.setup.as_ref().ok_or("it was not set up")?;
+        let areas = areas(&self.memory, setup, self.device.features())?;
+        let lies = areas.clone();
+        let duplicate = |fd: Option<&OwnedFd>| fd.map(OwnedFd::try_clone).transpose();
+        let start = RingStart {
+            index,
+            layout: layout(setup),
+            size: setup.size,
+            base,
+            areas,
+            features: self.device.features(),
+            inflight: self.inflight.clone(),
+            log: self.log_in_force(),
+            used_log: setup.log,
+            kick: setup.kick.try_clone()?,
+            call: duplicate(ring.call.as_ref())?,
+            error: duplicate(ring.error.as_ref())?,
+        };
+        let started = self.thread(index).ask(move |worker| worker.start(start));
+        started.wait(self.is_patient())?.map_err(|error| Refusal::new(error.to_string()))?;
+        self.bring_home(index, &lies)
+    }
+
+    /// Moves the thread of a virtqueue to the node where its rings are.
+    fn bring_home(&mut self, index: u16, areas: &Areas) -> Result<(), Refusal> {
+        let Some(cpus) = self.homes.started(index, areas) else { return Ok(()) };
+        let there = cpus.clone();
+        let moved = self.thread(index).ask(move |_| pin_to_cpus(&there));
+        match moved.wait(self.is_patient())? {
+            Ok(()) => self.homes.moved(index, cpus),
+            Err(errno) => {
+                let name = &self.device.name;
+                tracing::warn!(
+                    "{name}: the thread of virtqueue {index} stays far from it: {errno}"
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// Drains a virtqueue and takes it off its thread. Gives its base.
+    pub(super) fn take_off(&self, index: u16) -> Result<u32, Refusal> {
+        let stopped =
+            self.thread(index).ask_task(move |worker| async move { worker.stop(index).await });
+        Ok(stopped.wait(self.is_patient())?)
+    }
+}
