@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use ringdisk_disk::{Format, Layer};
 use ringdisk_fuse::{Histogram, QueueStats, Stats};
-use ringdisk_vhost::export::Health;
+use ringdisk_vhost::export::{Acceleration, Engine, Health};
 use serde_json::{Value, json};
 
 use crate::size::{human_size, human_time};
@@ -24,6 +24,8 @@ pub(crate) struct Report {
     pub(crate) stats: Stats,
     /// Of a disk for a virtual machine: how its device is.
     pub(crate) device: Option<Health>,
+    /// And how it is with the host kernel.
+    pub(crate) accel: Option<Acceleration>,
 }
 
 /// A quotient that is 0 where there is nothing to divide by.
@@ -80,8 +82,52 @@ impl Report {
         if let Some(device) = &self.device {
             value["device"] = device_json(device);
         }
+        if let Some(accel) = &self.accel {
+            value["accel"] = accel_json(accel);
+        }
         value
     }
+}
+
+fn accel_json(accel: &Acceleration) -> Value {
+    let queues: Vec<Value> = accel
+        .queues
+        .iter()
+        .map(|queue| {
+            json!({
+                "in-flight": queue.in_flight,
+                "reads": queue.reads,
+                "writes": queue.writes,
+                "flushes": queue.flushes,
+                "discards": queue.discards,
+                "write-zeroes": queue.write_zeroes,
+                "read-bytes": queue.read_bytes,
+                "write-bytes": queue.write_bytes,
+                "errors": queue.errors,
+                "unsupported": queue.unsupported,
+                "rounds": queue.rounds,
+                "batches": queue.batches,
+                "bounced": queue.bounced,
+                "bounce-waits": queue.bounce_waits,
+                "bios": queue.bios,
+                "kiocbs": queue.kiocbs,
+                "starved": queue.starved,
+                "orphans": queue.orphans,
+                "broken": queue.broken,
+            })
+        })
+        .collect();
+    json!({
+        "on": accel.on,
+        "reason": accel.obstacle,
+        "engine": match accel.engine {
+            Engine::Default => "auto",
+            Engine::Kiocb => "kiocb",
+            Engine::Bio => "bio",
+        },
+        "workers": accel.workers.iter().map(|worker| worker.tid).collect::<Vec<_>>(),
+        "queues": queues,
+    })
 }
 
 fn device_json(device: &Health) -> Value {

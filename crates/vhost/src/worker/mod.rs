@@ -4,6 +4,7 @@
 //! served and completed in one turn of the loop is made visible to the guest at once, with one call at most.
 
 mod call;
+mod hold;
 mod pins;
 mod slot;
 mod source;
@@ -25,6 +26,7 @@ use ringdisk_ring::stats::QueueCells;
 use crate::device::Device;
 
 use call::Call;
+use hold::Held;
 use pins::Pins;
 use watch::Watch;
 
@@ -59,6 +61,8 @@ pub(crate) struct Worker {
     log_event: Call,
     /// Guest memory is registered with the ring (`--pin-guest-memory`).
     pins: Option<RefCell<Pins>>,
+    /// The disk, for as long as the host kernel serves it.
+    held: Held,
     /// For those who wait for this thread.
     pub(crate) watch: Arc<Watch>,
     this: std::rc::Weak<Worker>,
@@ -88,6 +92,7 @@ impl Worker {
             is_armed: Cell::new(false),
             log_event,
             pins: pins.map(RefCell::new),
+            held: Held::default(),
             watch,
             this: this.clone(),
         })
