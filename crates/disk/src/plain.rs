@@ -5,10 +5,10 @@
 
 use std::os::fd::OwnedFd;
 
-use ringdisk_storage::Kind;
+use ringdisk_storage::{Kind, Limits};
 
 use crate::graph::Graph;
-use crate::layer::Node;
+use crate::layer::{Node, Raw};
 use crate::options::{DetectZeroes, Discard};
 use crate::watch::Change;
 use crate::{Cache, Disk, Error, ErrorKind};
@@ -28,8 +28,6 @@ pub struct Plain {
     pub write_through: bool,
     /// Alignment that direct I/O wants of memory, bytes, a power of two.
     pub memory_align: u32,
-    /// Alignment that it wants of offsets and lengths, bytes, a power of two.
-    pub offset_align: u32,
 }
 
 impl Disk {
@@ -51,9 +49,11 @@ impl Disk {
         Ok(result)
     }
 
-    /// Whether [`Disk::hold_plain`] would be refused at this moment. Errors: as there.
-    pub fn check_plain(&self) -> Result<(), Error> {
-        self.plain(&self.graph()).map(drop)
+    /// Whether [`Disk::hold_plain`] would be refused at this moment. Gives what suits the file.
+    ///
+    /// Errors: as there.
+    pub fn check_plain(&self) -> Result<Limits, Error> {
+        Ok(self.plain_raw(&self.graph())?.storage.limits())
     }
 
     /// Calls `callback` when a change of the graph is about to wait for all requests and holders, and when it is over. On the thread of the change;
@@ -62,7 +62,8 @@ impl Disk {
         self.gateway().watch(Box::new(callback));
     }
 
-    fn plain(&self, graph: &Graph) -> Result<Plain, Error> {
+    /// The file whose bytes the disk is.
+    fn plain_raw<'a>(&self, graph: &'a Graph) -> Result<&'a Raw, Error> {
         let refuse = |why: &str| Err(Error::new(ErrorKind::Unsupported, why.to_owned()));
         let policy = self.policy();
         let Node::Raw(raw) = &graph.top().node else {
@@ -94,15 +95,22 @@ impl Disk {
         if graph.tracker.is_some() {
             return refuse("a commit is under way");
         }
-        let limits = raw.storage.limits();
-        if !limits.direct {
+        if !raw.storage.limits().direct {
             return refuse("the file system has no direct I/O");
         }
+        Ok(raw)
+    }
+
+    fn plain(&self, graph: &Graph) -> Result<Plain, Error> {
+        let raw = self.plain_raw(graph)?;
+        let limits = raw.storage.limits();
         let fd = raw
             .storage
             .duplicate()
             .map_err(|errno| Error::os("cannot duplicate the image's descriptor", errno))?;
-        let Some(fd) = fd else { return refuse("the image is no file") };
+        let Some(fd) = fd else {
+            return Err(Error::new(ErrorKind::Unsupported, "the image is no file"));
+        };
         Ok(Plain {
             fd,
             size: graph.size(),
@@ -110,7 +118,6 @@ impl Disk {
             read_only: self.is_read_only(),
             write_through: self.cache().sync(),
             memory_align: limits.memory_align,
-            offset_align: limits.offset_align,
         })
     }
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use ringdisk_disk::{Format, Layer};
 use ringdisk_fuse::{Histogram, QueueStats, Stats};
-use ringdisk_vhost::export::{Acceleration, Engine, Health};
+use ringdisk_vhost::export::{Acceleration, Engine, Health, QueueInKernel};
 use serde_json::{Value, json};
 
 use crate::size::{human_size, human_time};
@@ -258,6 +258,9 @@ impl fmt::Display for Report {
         if let Some(device) = &self.device {
             write_device(f, device, &total)?;
         }
+        if let Some(accel) = &self.accel {
+            write_accel(f, accel)?;
+        }
         write!(f, "  CPU      {:.2} us per request", cpu_us(&total))?;
         self.stats.queues.iter().try_for_each(|queue| write_queue(f, queue))
     }
@@ -275,6 +278,21 @@ fn write_device(f: &mut fmt::Formatter<'_>, device: &Health, total: &QueueStats)
         Some(reason) => writeln!(f, "  device   NEEDS A RESET by its driver: {}", visible(reason)),
         None if *breaks > 0 => writeln!(f, "  device   needed a reset {breaks} times, not now"),
         None => Ok(()),
+    }
+}
+
+/// The lines of virtqueues in the host kernel.
+fn write_accel(f: &mut fmt::Formatter<'_>, accel: &Acceleration) -> fmt::Result {
+    let sum = |count: fn(&QueueInKernel) -> u64| accel.queues.iter().map(count).sum::<u64>();
+    let (reads, writes) = (sum(|queue| queue.reads), sum(|queue| queue.writes));
+    let threads = accel.workers.len();
+    match (accel.on, &accel.obstacle) {
+        (true, _) => writeln!(
+            f,
+            "  kernel   serves the virtqueues ({threads} threads): {reads} reads, {writes} writes so far"
+        ),
+        (false, Some(why)) => writeln!(f, "  kernel   does not serve, since {}", visible(why)),
+        (false, None) => writeln!(f, "  kernel   ready; {reads} reads, {writes} writes so far"),
     }
 }
 
@@ -352,6 +370,7 @@ mod tests {
             elapsed: Duration::from_secs(2),
             stats: Stats { queues: vec![queue, other] },
             device: None,
+            accel: None,
         };
         let text = report.to_string();
         assert!(text.starts_with("ringdisk: disk.img after 2.0 s\n"), "{text}");

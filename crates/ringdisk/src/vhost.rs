@@ -18,7 +18,8 @@ use ringdisk_vhost::{Export, ExportOptions, Listen, StopHandle};
 use serde_json::Value;
 
 use crate::cli::{
-    AccelWord, DeviceArgs, DiskArgs, EngineWord, NumaWord, OnErrorWord, PackedWord, SecondWord, Threads,
+    AccelWord, DeviceArgs, DiskArgs, EngineWord, NumaWord, OnErrorWord, PackedWord, SecondWord,
+    Threads,
 };
 use crate::control::disk::Serving;
 use crate::report::{Exit, Failure};
@@ -141,6 +142,11 @@ impl Served {
     /// Takes front ends from now on, if they had to wait for it ([`ExportOptions::held`]).
     pub(crate) fn release(&self) {
         self.export.release();
+    }
+
+    /// Whether the host kernel may come to serve it.
+    pub(crate) fn has_kernel(&self) -> bool {
+        self.export.has_kernel()
     }
 
     /// For a process that takes the disk over.

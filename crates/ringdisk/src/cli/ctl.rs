@@ -7,6 +7,7 @@ use ringdisk_disk::Format;
 
 use crate::cli::names::parse_snapshot;
 use crate::cli::words::PreallocationWord;
+use crate::cli::words::parse_switch;
 use crate::cli::{ProgressArgs, format_parser};
 use crate::size::{SizeChange, parse_size_change};
 

@@ -8,7 +8,6 @@ use ringdisk_vhost::export::{
     QUEUE_SIZE_MAX, QUEUES_MAX, THREADS_MAX, check_block_size, check_serial,
 };
 
-use crate::cli::words::parse_switch;
 use crate::cli::{DiskWords, ImageArgs, NumaWord, SandboxArgs, Threads, refuse};
 use crate::size::parse_size;
 
@@ -214,11 +213,23 @@ pub(crate) struct DeviceArgs {
     /// Needs the module vhost_blk of ringdisk (docs/vhost-blk.md), a raw image or block device without anything between (--format raw,
     /// --cache none), and a guest with split virtqueues. The log and `ringdisk ctl TARGET stats` say why it is not done; `ringdisk ctl TARGET
     /// accel off` ends it at any moment. Snapshots, migrations and resizes take the virtqueues back for as long as they take.
-    #[arg(long, value_name = "WHEN", value_enum, default_value_t, help_heading = "Serving options")]
+    #[arg(
+        long,
+        value_name = "WHEN",
+        value_enum,
+        default_value_t,
+        help_heading = "Serving options"
+    )]
     pub(crate) accel: AccelWord,
 
     /// How the kernel moves data: auto (what takes fewer instructions), kiocb (files and block devices), bio (block devices)
-    #[arg(long, value_name = "ENGINE", value_enum, default_value_t, help_heading = "Serving options")]
+    #[arg(
+        long,
+        value_name = "ENGINE",
+        value_enum,
+        default_value_t,
+        help_heading = "Serving options"
+    )]
     pub(crate) accel_engine: EngineWord,
 
     /// Threads of the kernel for it [default: one for each virtqueue]

@@ -189,7 +189,7 @@ pub(super) const IOCTLS: [u64; 14] = [
 
 /// Commands of ioctl(2) that hand rings to the module vhost_blk and take them back: those of include/uapi/linux/vhost.h, and of
 /// kernel/vhost-blk/ringdisk_vhost_blk.h.
-pub(super) const VHOST_IOCTLS: [u64; 15] = [
+pub(super) const VHOST_IOCTLS: [u64; 14] = [
     0x4008_af00, // VHOST_SET_FEATURES
     0x4008_af03, // VHOST_SET_MEM_TABLE
     0x4008_af10, // VHOST_SET_VRING_NUM
@@ -204,7 +204,6 @@ pub(super) const VHOST_IOCTLS: [u64; 15] = [
     0x4004_e804, // RINGDISK_VBLK_STOP
     0x4004_e805, // RINGDISK_VBLK_SET_CACHE
     0xc0c8_e806, // RINGDISK_VBLK_STATS
-    0x8000_af01, // reserved
 ];
 
 /// Commands of prctl(2): names of threads and of memory, and where the vDSO is (rustix asks when it first looks at a clock).

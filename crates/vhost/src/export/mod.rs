@@ -36,14 +36,14 @@ use crate::{Error, ErrorKind};
 pub use crate::device::Health;
 pub use hand_over::HandedOver;
 pub use options::{
-    BLOCK_SIZE_MAX, BLOCK_SIZE_MIN, Connector, ExportOptions, Listen, Numa, OnError,
-    Packed, QUEUE_SIZE_MAX, QUEUES_MAX, SERIAL_BYTES_MAX, Second, THREADS_MAX, Threads, check_block_size,
+    BLOCK_SIZE_MAX, BLOCK_SIZE_MIN, Connector, ExportOptions, Listen, Numa, OnError, Packed,
+    QUEUE_SIZE_MAX, QUEUES_MAX, SERIAL_BYTES_MAX, Second, THREADS_MAX, Threads, check_block_size,
     check_serial, queues_default,
 };
 pub use parcel::Parcel;
 
-pub use accel::{AccelOptions, Acceleration, Engine, QueueInKernel};
 use accel::{Accel, Shown};
+pub use accel::{AccelOptions, Acceleration, Engine, QueueInKernel};
 use backend::Control;
 use control::Host;
 use home::{Homes, Views};
@@ -238,8 +238,15 @@ impl Export {
         let shown = accel.as_ref().map(|accel| Arc::clone(&accel.shown));
         let changed = Arc::clone(&signals);
         let size_watch = disk.watch_size(move |_| changed.changed());
-        let mut control =
-            Control::new(Arc::clone(&disk), Arc::clone(&device), config, threads, homes, accel, Arc::clone(&signals));
+        let mut control = Control::new(
+            Arc::clone(&disk),
+            Arc::clone(&device),
+            config,
+            threads,
+            homes,
+            accel,
+            Arc::clone(&signals),
+        );
         let is_for_kernel = control.check_accel()?;
         if control.accel.is_some() {
             let told = Arc::clone(&signals);
@@ -279,8 +286,15 @@ impl Export {
             front_end,
             is_deaf: false,
         };
-        let export =
-            Export { thread: None, signals, device, views, notes, accel: shown, _size_watch: size_watch };
+        let export = Export {
+            thread: None,
+            signals,
+            device,
+            views,
+            notes,
+            accel: shown,
+            _size_watch: size_watch,
+        };
         Ok(Prepared { host, export, disk })
     }
 
@@ -323,6 +337,12 @@ impl Export {
     pub fn accel_reader(&self) -> Option<Box<dyn Fn() -> Acceleration + Send + Sync>> {
         let shown = Arc::clone(self.accel.as_ref()?);
         Some(Box::new(move || shown.read()))
+    }
+
+    /// Whether there is a device through which the host kernel may come to serve.
+    #[must_use]
+    pub fn has_kernel(&self) -> bool {
+        self.accel.as_ref().is_some_and(|shown| shown.has_kernel())
     }
 
     /// Switches acceleration, from any thread.

@@ -94,7 +94,10 @@ impl Control {
 
     /// Starts a virtqueue: in the host kernel if it may be there, or on its thread.
     pub(super) fn put_on(&mut self, index: u16, base: u32) -> Result<(), Refusal> {
-        if self.start_in_kernel(index, base)? { Ok(()) } else { self.put_on_thread(index, base) }
+        self.check_required()?;
+        // In any case on its thread first, which knows where it goes on, and carries out what a process before us had taken.
+        self.put_on_thread(index, base)?;
+        self.move_to_kernel(index)
     }
 
     /// Starts a virtqueue on its thread.
@@ -142,7 +145,11 @@ impl Control {
 
     /// Drains a virtqueue and takes it off, wherever it is. Gives its base.
     pub(super) fn take_off(&mut self, index: u16) -> Result<u32, Refusal> {
-        if self.is_in_kernel(index) { self.stop_in_kernel(index) } else { self.take_off_thread(index) }
+        if self.is_in_kernel(index) {
+            self.stop_in_kernel(index)
+        } else {
+            self.take_off_thread(index)
+        }
     }
 
     /// Drains a virtqueue and takes it off its thread. Gives its base.

@@ -65,7 +65,9 @@ impl Accel {
     ///
     /// Errors: it is required and cannot be had.
     pub(super) fn open(options: AccelOptions, queues: u16) -> Result<Accel, Error> {
-        let vblk = Vblk::open(queues).map(|vblk| Arc::new(Mutex::new(vblk))).map_err(|error| error.to_string());
+        let vblk = Vblk::open(queues)
+            .map(|vblk| Arc::new(Mutex::new(vblk)))
+            .map_err(|error| error.to_string());
         if let (true, Err(why)) = (options.required, &vblk) {
             let text = format!("--accel require: {why}");
             return Err(Error::new(ErrorKind::Unsupported, text));
@@ -124,7 +126,8 @@ impl Control {
             }
             Err(_) => (0, 0),
         };
-        let disk = self.disk.check_plain().err().map(|error| error.to_string());
+        let disk = self.disk.check_plain();
+        let disk = disk.map(|limits| limits.offset_align).map_err(|error| error.to_string());
         let features = self.device.features();
         let sizes = self.rings.iter().filter_map(|ring| ring.setup.as_ref().map(|it| it.size));
         obstacle(&Look {
@@ -134,7 +137,7 @@ impl Control {
             on_error: self.device.on_error,
             logical_block: self.device.logical_block,
             size: self.disk.size(),
-            disk: disk.as_deref(),
+            disk: disk.as_ref().map(|align| *align).map_err(String::as_str),
             features: (features != 0).then_some(features),
             regions: self.memory.regions().len(),
             regions_max,
@@ -186,36 +189,56 @@ impl Control {
         Ok(())
     }
 
-    /// Starts a virtqueue in the kernel, if it may be there. `false`: it may not, and is its thread's.
+    /// Whether virtqueues may start at all.
     ///
     /// Errors: acceleration is required, and something that does not pass is in the way.
-    pub(super) fn start_in_kernel(&mut self, index: u16, base: u32) -> Result<bool, Refusal> {
-        if self.accel.is_none() {
-            return Ok(false);
+    pub(super) fn check_required(&self) -> Result<(), Refusal> {
+        if !self.accel.as_ref().is_some_and(|accel| accel.options.required) {
+            return Ok(());
+        }
+        match self.accel_obstacle() {
+            Some(why) if !why.is_passing() => Err(Refusal::new(format!(
+                "--accel require: the kernel cannot serve this disk, since {why}"
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    /// Moves a virtqueue from its thread into the kernel, if it may be there.
+    ///
+    /// Errors: it is on neither now.
+    pub(super) fn move_to_kernel(&mut self, index: u16) -> Result<(), Refusal> {
+        if self.accel.is_none() || self.is_in_kernel(index) {
+            return Ok(());
         }
         let mut why = self.accel_obstacle();
-        if why.is_none()
-            && let Err(obstacle) = self.enter_kernel(index, base)
-        {
-            self.take_back_all();
-            why = Some(obstacle);
+        if why.is_none() {
+            let settled = self
+                .thread(index)
+                .ask_task(move |worker| async move { worker.settle(index).await });
+            let base = settled.wait(self.is_patient())?;
+            if let Err(obstacle) = self.enter_kernel(index, base) {
+                self.take_back_all();
+                self.put_on_thread(index, base)?;
+                why = Some(obstacle);
+            }
         }
-        let Some(accel) = &mut self.accel else { return Ok(false) };
+        self.tell_accel(why);
+        Ok(())
+    }
+
+    /// Says where virtqueues are, and why, when that is news.
+    fn tell_accel(&mut self, why: Option<Obstacle>) {
+        let Some(accel) = &mut self.accel else { return };
         if let Some(Obstacle::Trouble(trouble)) = &why {
             accel.trouble = Some(trouble.clone());
         }
-        if accel.shown.set(why.is_none(), why.clone()) {
+        if accel.shown.set(accel.is_used(), why.clone()) {
             let name = &self.device.name;
-            match &why {
+            match why {
                 None => tracing::info!("{name}: the kernel serves the virtqueues"),
                 Some(why) => tracing::info!("{name}: the queue threads serve, since {why}"),
             }
-        }
-        match why {
-            Some(why) if accel.options.required && !why.is_passing() => Err(Refusal::new(format!(
-                "--accel require: the kernel cannot serve this disk, since {why}"
-            ))),
-            why => Ok(why.is_none()),
         }
     }
 
@@ -237,6 +260,11 @@ impl Control {
             // A ring that the kernel gives up is ours to look at (`look_at_kernel`).
             err: Some(self.signals.as_fd()),
         };
+        if let Some(area) = &self.inflight {
+            // Nothing is in flight at this moment, and what the kernel takes it completes, whatever becomes of us: whoever comes next begins
+            // at the used index.
+            area.retire(index);
+        }
         vblk.start(index, ring).map_err(|error| trouble(&error))?;
         accel.in_kernel[usize::from(index)] = true;
         Ok(())
@@ -270,8 +298,7 @@ impl Control {
         let features = self.device.features() & vblk.info().features;
         vblk.set_features(features).map_err(refused)?;
         vblk.set_memory(Arc::clone(&self.memory)).map_err(refused)?;
-        let limits = self.disk.block_limits();
-        let sectors = limits.discard_max.min(limits.zeroes_max) / 512;
+        let sectors = self.config.discard_max.max(self.config.zeroes_max) / 512;
         let mut id = [0; SERIAL_BYTES];
         id.copy_from_slice(&self.device.serial);
         let disk = DiskSetup {
@@ -305,7 +332,7 @@ impl Control {
     /// Drains a virtqueue that is in the kernel and takes it off. Gives its base.
     pub(super) fn stop_in_kernel(&mut self, index: u16) -> Result<u32, Refusal> {
         let Some(accel) = &mut self.accel else { return Err("it is not in the kernel".into()) };
-        let stopped = locked(accel.vblk.as_ref()?).stop(index);
+        let stopped = locked(accel.vblk.as_ref().map_err(Clone::clone)?).stop(index);
         accel.in_kernel[usize::from(index)] = false;
         if !accel.is_used() {
             accel.shown.set(false, None);
@@ -330,45 +357,25 @@ impl Control {
         accel.shown.set(false, None);
         let bases = stopped.unwrap_or_else(|error| {
             // The process is being killed; whoever comes next finds what is in flight in the ring and in the inflight area.
-            self.device.set_broken(format!("the kernel does not give {lost} virtqueues back: {error}"));
+            self.device
+                .set_broken(format!("the kernel does not give {lost} virtqueues back: {error}"));
             Vec::new()
         });
         self.let_disk_go();
         for (index, base) in bases {
             if let Err(refusal) = self.put_on_thread(index, u32::from(base)) {
-                self.device
-                    .set_broken(format!("virtqueue {index} does not go on here: {refusal}"));
+                self.device.set_broken(format!("virtqueue {index} does not go on here: {refusal}"));
             }
         }
     }
 
     /// Moves all virtqueues that run into the kernel, if they may be there.
-    pub(super) fn consider_kernel(&mut self) {
-        if self.accel.is_none() || self.uses_kernel() {
-            return;
-        }
-        let obstacle = self.accel_obstacle();
+    fn consider_kernel(&mut self) {
         let running: Vec<u16> = (0..self.config.queues).filter(|i| self.runs(*i)).collect();
-        if obstacle.is_some() || running.is_empty() {
-            if let Some(accel) = &self.accel {
-                accel.shown.set(false, obstacle);
-            }
-            return;
-        }
         for index in running {
-            let moved = self.take_off_thread(index).and_then(|base| {
-                let is_there = self.start_in_kernel(index, base).unwrap_or(false);
-                if is_there { Ok(true) } else { self.put_on_thread(index, base).map(|()| false) }
-            });
-            match moved {
-                Ok(true) => {}
-                // Its reason is told.
-                Ok(false) => return,
-                Err(refusal) => {
-                    self.device
-                        .set_broken(format!("virtqueue {index} does not go on: {refusal}"));
-                    return;
-                }
+            if let Err(refusal) = self.move_to_kernel(index) {
+                self.device.set_broken(format!("virtqueue {index} does not go on: {refusal}"));
+                return;
             }
         }
     }

@@ -19,6 +19,8 @@ pub(crate) enum Obstacle {
     StopsOnError,
     /// Blocks that the module does not know, bytes.
     Blocks(u32),
+    /// The file wants requests of whole blocks that are larger than those of the guest, bytes.
+    Align(u32),
     /// The image's length is no whole number of blocks.
     Odd,
     /// The driver negotiated a layout of rings that the kernel does not know.
@@ -60,6 +62,10 @@ impl fmt::Display for Obstacle {
             Obstacle::Blocks(bytes) => {
                 write!(f, "blocks of {bytes} bytes are not known there (at most 4096)")
             }
+            Obstacle::Align(bytes) => write!(
+                f,
+                "direct I/O on the image wants blocks of {bytes} bytes (--logical-block-size {bytes})"
+            ),
             Obstacle::Odd => f.write_str("the image's size is no multiple of its blocks"),
             Obstacle::Packed => f.write_str("the driver has packed virtqueues (--packed off)"),
             Obstacle::Legacy => f.write_str("the driver does not know VIRTIO_F_VERSION_1"),
@@ -97,8 +103,8 @@ pub(crate) struct Look<'a> {
     pub(crate) logical_block: u32,
     /// Bytes.
     pub(crate) size: u64,
-    /// Why the disk is not the bytes of a file.
-    pub(crate) disk: Option<&'a str>,
+    /// Alignment that the file wants of offsets and lengths, bytes; or why the disk is not the bytes of a file.
+    pub(crate) disk: Result<u32, &'a str>,
     /// Those that were agreed on; `None`: no driver yet.
     pub(crate) features: Option<u64>,
     pub(crate) regions: usize,
@@ -120,8 +126,10 @@ pub(crate) fn obstacle(look: &Look<'_>) -> Option<Obstacle> {
     if look.logical_block > 4096 {
         return Some(Obstacle::Blocks(look.logical_block));
     }
-    if let Some(why) = look.disk {
-        return Some(Obstacle::Disk(why.to_owned()));
+    match look.disk {
+        Err(why) => return Some(Obstacle::Disk(why.to_owned())),
+        Ok(align) if align > look.logical_block => return Some(Obstacle::Align(align)),
+        Ok(_) => {}
     }
     if !look.size.is_multiple_of(u64::from(look.logical_block)) {
         return Some(Obstacle::Odd);
@@ -163,7 +171,7 @@ mod tests {
         on_error: OnError::Report,
         logical_block: 512,
         size: 1 << 20,
-        disk: None,
+        disk: Ok(512),
         features: Some(VERSION_1),
         regions: 64,
         regions_max: 64,
@@ -178,7 +186,7 @@ mod tests {
         assert_eq!(obstacle(&Look { features: None, ..GOOD }), None);
         let passing = [
             (Look { is_switched_off: true, ..GOOD }, "switched off"),
-            (Look { disk: Some("the image is not raw"), ..GOOD }, "not raw"),
+            (Look { disk: Err("the image is not raw"), ..GOOD }, "not raw"),
             (Look { features: Some(VERSION_1 | LOG_ALL), ..GOOD }, "migrated"),
             (Look { is_broken: true, ..GOOD }, "reset"),
         ];
@@ -186,6 +194,7 @@ mod tests {
             (Look { unusable: Some("there is no /dev/vhost-blk"), ..GOOD }, "/dev/vhost-blk"),
             (Look { on_error: OnError::Stop, ..GOOD }, "--on-error stop"),
             (Look { logical_block: 8192, ..GOOD }, "8192"),
+            (Look { disk: Ok(4096), ..GOOD }, "--logical-block-size 4096"),
             (Look { size: 1000, ..GOOD }, "multiple"),
             (Look { features: Some(VERSION_1 | RING_PACKED), ..GOOD }, "packed"),
             (Look { features: Some(0), ..GOOD }, "VERSION_1"),

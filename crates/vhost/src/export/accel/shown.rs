@@ -51,6 +51,11 @@ impl Shown {
         is_news
     }
 
+    /// Whether there is the module.
+    pub(in crate::export) fn has_kernel(&self) -> bool {
+        self.vblk.is_some()
+    }
+
     /// How it is now.
     pub(in crate::export) fn read(&self) -> Acceleration {
         let (on, obstacle) = {
@@ -67,8 +72,7 @@ impl Shown {
         if let Some(vblk) = &self.vblk {
             let vblk = locked(vblk);
             shown.workers = vblk.workers().to_vec();
-            shown.queues =
-                (0..vblk.queues()).filter_map(|index| vblk.stats(index).ok()).collect();
+            shown.queues = (0..vblk.queues()).filter_map(|index| vblk.stats(index).ok()).collect();
         }
         shown
     }
