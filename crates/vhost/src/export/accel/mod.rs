@@ -162,7 +162,14 @@ impl Control {
             let text = format!("--accel require: the kernel cannot serve this disk, since {why}");
             return Err(Error::new(ErrorKind::Usage, text));
         }
-        tracing::info!("{}: the queue threads serve, since {why}", self.device.name);
+        let name = &self.device.name;
+        match why {
+            // Most machines have no module, and nobody asked for it.
+            Obstacle::Module(why) => {
+                tracing::debug!("{name}: the queue threads serve, since {why}")
+            }
+            why => tracing::info!("{name}: the queue threads serve, since {why}"),
+        }
         Ok(false)
     }
 
