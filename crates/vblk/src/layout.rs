@@ -9,7 +9,6 @@
 #[cfg(test)]
 mod tests;
 
-use std::collections::VecDeque;
 use std::fmt;
 use std::fs::File;
 use std::io::{self, Read};
@@ -105,7 +104,7 @@ pub(crate) fn compare(base: &[u8], vhost: Option<&[u8]>, ours: &[u8]) -> Result<
 
 /// Compares the structures, and those that are inside them.
 fn structures(vhost: &Btf<'_>, ours: &Btf<'_>) -> Result<(), LayoutError> {
-    let mut names: VecDeque<String> = STRUCTURES.map(str::to_owned).into();
+    let mut names = STRUCTURES.map(str::to_owned).to_vec();
     let mut next = 0;
     while let Some(name) = names.get(next).cloned() {
         let theirs = Structure::read(vhost, &name, "vhost")?;
@@ -113,7 +112,7 @@ fn structures(vhost: &Btf<'_>, ours: &Btf<'_>) -> Result<(), LayoutError> {
         theirs.compare(&mine)?;
         for inside in theirs.inside {
             if !names.contains(&inside) {
-                names.push_back(inside);
+                names.push(inside);
             }
         }
         if names.len() > STRUCTURES_MAX {
