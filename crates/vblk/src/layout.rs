@@ -4,16 +4,14 @@
 //! copy, which corrupts memory. So what both say of vhost's structures, and of the functions that the module calls, is compared in their BTF
 //! before the module is used: what `kernel/vhost-blk/check-layout` does when it is built.
 //!
-//! Control path: reads some MB of /sys once for each state of the two modules.
+//! Control path: reads some MB of /sys, which takes some ms.
 
 #[cfg(test)]
 mod tests;
 
-use std::collections::VecDeque;
 use std::fmt;
 use std::fs::File;
 use std::io::{self, Read};
-use std::sync::{Mutex, PoisonError};
 
 use crate::btf::{
     ARRAY, Bad, Btf, CONST, ENUM, ENUM64, FLOAT, FUNC, FUNC_PROTO, FWD, INT, PTR, RESTRICT, STRUCT,
@@ -63,28 +61,17 @@ impl fmt::Display for LayoutError {
 
 impl std::error::Error for LayoutError {}
 
-/// BTF of vhost and of the module as they were when they fitted.
-type Fitting = (Option<Vec<u8>>, Vec<u8>);
-
 /// Compares the module that is loaded with the kernel's vhost.
 ///
 /// Errors: they differ; there is no BTF of them.
 pub fn check() -> Result<(), LayoutError> {
-    static FITTING: Mutex<Option<Fitting>> = Mutex::new(None);
+    let readable = |name| read(name).map_err(|error| unreadable(name, &error));
     // A vhost that is no module is described with the kernel.
     let vhost = match read("vhost") {
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
         other => Some(other.map_err(|error| unreadable("vhost", &error))?),
     };
-    let ours = read("vhost_blk").map_err(|error| unreadable("vhost_blk", &error))?;
-    let now = (vhost, ours);
-    let mut fitting = FITTING.lock().unwrap_or_else(PoisonError::into_inner);
-    if fitting.as_ref() != Some(&now) {
-        let base = read("vmlinux").map_err(|error| unreadable("vmlinux", &error))?;
-        compare(&base, now.0.as_deref(), &now.1)?;
-        *fitting = Some(now);
-    }
-    Ok(())
+    compare(&readable("vmlinux")?, vhost.as_deref(), &readable("vhost_blk")?)
 }
 
 fn unreadable(name: &str, error: &io::Error) -> LayoutError {
@@ -117,7 +104,7 @@ pub(crate) fn compare(base: &[u8], vhost: Option<&[u8]>, ours: &[u8]) -> Result<
 
 /// Compares the structures, and those that are inside them.
 fn structures(vhost: &Btf<'_>, ours: &Btf<'_>) -> Result<(), LayoutError> {
-    let mut names: VecDeque<String> = STRUCTURES.map(str::to_owned).into();
+    let mut names = STRUCTURES.map(str::to_owned).to_vec();
     let mut next = 0;
     while let Some(name) = names.get(next).cloned() {
         let theirs = Structure::read(vhost, &name, "vhost")?;
@@ -125,7 +112,7 @@ fn structures(vhost: &Btf<'_>, ours: &Btf<'_>) -> Result<(), LayoutError> {
         theirs.compare(&mine)?;
         for inside in theirs.inside {
             if !names.contains(&inside) {
-                names.push_back(inside);
+                names.push(inside);
             }
         }
         if names.len() > STRUCTURES_MAX {
@@ -204,12 +191,12 @@ impl Structure {
         let differs = |what| Err(LayoutError::Differs(what));
         for (theirs, ours) in self.members.iter().zip(&mine.members) {
             if theirs != ours {
-                let say = |member: &(String, String, String)| match member.0.as_str() {
-                    "" => format!("a member {} without a name, {}", member.1, member.2),
-                    text => format!("{text} {}, {}", member.1, member.2),
+                let say = |(name, place, kind): &(String, String, String)| match name.as_str() {
+                    "" => format!("a member without a name {place} ({kind})"),
+                    name => format!("{name} {place} ({kind})"),
                 };
                 return differs(format!(
-                    "struct {name} has {} in vhost, {} in vhost_blk",
+                    "struct {name} has {} in vhost and {} in vhost_blk",
                     say(theirs),
                     say(ours)
                 ));

@@ -1,4 +1,5 @@
-# Suite "vhost-blk": the kernel module, built for the machine's kernel, and a driver of ours on it (tests/vm/vhost_blk).
+# Suite "vhost-blk": the kernel module, built for the machine's kernel, and a driver of ours on it (tests/vm/vhost_blk); "crate" is the
+# daemon's side of it (crates/vblk/tests/module.rs).
 # Sourced by tests/vm/run.
 # shellcheck shell=bash disable=SC2154 # variables of tests/vm/run
 
@@ -52,9 +53,17 @@ load         quick   bio 4
 LIST
 }
 
-# suite_job FILTER…: builds module and driver, prints the job that runs them.
+# Builds the tests of crates/vblk on the module: prints their directory and program.
+vhost_blk_crate() {
+  # The whole workspace, as `./test` builds it: other sets of packages would be other builds.
+  cargo test --no-run --manifest-path "$project/Cargo.toml" --workspace --message-format=json >"$run/cargo" || return
+  sed -n 's/.*"reason":"compiler-artifact".*"manifest_path":"\([^"]*crates\/vblk\)\/Cargo.toml".*"kind":\["test"\].*"name":"module","src_path".*"executable":"\([^"]*\)".*/\1 \2/p' \
+    "$run/cargo"
+}
+
+# suite_job FILTER…: builds module, driver and the crate's tests, prints the job that runs them.
 suite_job() {
-  local module name disk engine words each
+  local module name disk engine words each directory program
   module=$("$project/kernel/vhost-blk/build" "$(cat "$kernel_dir/version")" 2>"$run/build.log") || { cat "$run/build.log" >&2; return 1; }
   [[ $module == *"/$(cat "$kernel_dir/version")-"* ]] ||
     { echo "vm: no headers of this kernel any more; remove $kernel_dir" >&2; return 1; }
@@ -71,5 +80,11 @@ suite_job() {
       fi
     done
   done < <(vhost_blk_tests)
+  for each in "${@:-}"; do
+    [[ crate == *"$each"* ]] || continue
+    read -r directory program < <(vhost_blk_crate) || { echo "vm: no tests of crates/vblk" >&2; return 1; }
+    printf 'crate %q %q\n' "$directory" "$program"
+    break
+  done
   echo 'summary'
 }

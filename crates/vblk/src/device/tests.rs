@@ -82,6 +82,13 @@ fn states_and_counters_are_those_of_the_kernel() {
 }
 
 #[test]
+fn a_device_may_go_to_another_thread() {
+    fn is_send<T: Send + Sync>() {}
+
+    is_send::<Vblk>();
+}
+
+#[test]
 fn vhost_takes_at_least_its_default_of_regions() {
     assert!(regions_max() >= REGIONS_DEFAULT);
 }

@@ -73,8 +73,11 @@ impl Handle {
         Ok(())
     }
 
-    /// SET_OWNER.
+    /// SET_OWNER. Workers become threads of this process.
     pub(crate) fn set_owner(&self) -> Result<()> {
+        // A parameter of vhost can make them threads of the kernel, in another cgroup and without NEW_WORKER. Kernels that do not know
+        // this call, or are built without it, do not have the parameter.
+        let _ = self.give(&uapi::SET_FORK_FROM_OWNER, &1);
         self.call(uapi::SET_OWNER, std::ptr::null_mut())
     }
 

@@ -10,7 +10,7 @@ use rustix::ioctl::opcode;
 
 use super::*;
 
-/// Headers of older systems do not have workers.
+/// Headers of older systems do not have workers, nor a choice of what they are.
 const WORKERS: &str = "
 #ifndef VHOST_NEW_WORKER
 struct vhost_worker_state { unsigned int worker_id; };
@@ -19,6 +19,9 @@ struct vhost_vring_worker { unsigned int index; unsigned int worker_id; };
 #define VHOST_FREE_WORKER _IOW(VHOST_VIRTIO, 0x9, struct vhost_worker_state)
 #define VHOST_ATTACH_VRING_WORKER _IOW(VHOST_VIRTIO, 0x15, struct vhost_vring_worker)
 #define VHOST_GET_VRING_WORKER _IOWR(VHOST_VIRTIO, 0x16, struct vhost_vring_worker)
+#endif
+#ifndef VHOST_SET_FORK_FROM_OWNER
+#define VHOST_SET_FORK_FROM_OWNER _IOW(VHOST_VIRTIO, 0x84, __u8)
 #endif
 ";
 
@@ -167,6 +170,7 @@ fn numbers_of_ioctls_are_as_in_the_headers() {
         number("VHOST_SET_VRING_KICK", uapi::SET_VRING_KICK.0),
         number("VHOST_SET_VRING_CALL", uapi::SET_VRING_CALL.0),
         number("VHOST_SET_VRING_ERR", uapi::SET_VRING_ERR.0),
+        number("VHOST_SET_FORK_FROM_OWNER", uapi::SET_FORK_FROM_OWNER.0),
     ]);
     assert_ne!(uapi::SET_MEM_TABLE.0, opcode::write::<MemoryTable>(0xAF, 3));
 }

@@ -220,3 +220,4 @@ pub(super) const GET_VRING_WORKER: InOut<VringWorker> = InOut::new(VHOST, 0x16);
 pub(super) const SET_VRING_KICK: In<VringFile> = In::new(VHOST, 0x20);
 pub(super) const SET_VRING_CALL: In<VringFile> = In::new(VHOST, 0x21);
 pub(super) const SET_VRING_ERR: In<VringFile> = In::new(VHOST, 0x22);
+pub(super) const SET_FORK_FROM_OWNER: In<u8> = In::new(VHOST, 0x84);

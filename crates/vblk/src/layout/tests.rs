@@ -119,7 +119,7 @@ fn a_vhost_that_is_no_module_is_found_in_the_kernel() {
 fn the_first_difference_is_named() {
     assert_eq!(
         difference(Module { place: 96, ..SAME }),
-        "struct vhost_dev has b at bit 64, int in vhost, b at bit 96, int in vhost_blk"
+        "struct vhost_dev has b at bit 64 (int) in vhost and b at bit 96 (int) in vhost_blk"
     );
     assert_eq!(
         difference(Module { bytes: 32, ..SAME }),
@@ -131,7 +131,7 @@ fn the_first_difference_is_named() {
     );
     assert_eq!(
         difference(Module { inside: 8, ..SAME }),
-        "struct vhost_vring_call has ctx at bit 0, void * in vhost, ctx at bit 8, void * in vhost_blk"
+        "struct vhost_vring_call has ctx at bit 0 (void *) in vhost and ctx at bit 8 (void *) in vhost_blk"
     );
     assert!(difference(Module { nameless: 32, ..SAME }).contains("y at bit 32: int"));
     assert_eq!(difference(Module { iotlb: false, ..SAME }), "vhost_blk has no struct vhost_iotlb");
