@@ -53,15 +53,16 @@ load         quick   bio 4
 LIST
 }
 
-# Builds the tests of crates/vblk on the module: prints their directory and program.
-vhost_blk_crate() {
+# Builds the workspace's tests that need the module; prints the name, directory and program of each: those of the daemon's side of it, and
+# of `ringdisk serve --accel`.
+vhost_blk_programs() {
   # The whole workspace, as `./test` builds it: other sets of packages would be other builds.
   cargo test --no-run --manifest-path "$project/Cargo.toml" --workspace --message-format=json >"$run/cargo" || return
-  sed -n 's/.*"reason":"compiler-artifact".*"manifest_path":"\([^"]*crates\/vblk\)\/Cargo.toml".*"kind":\["test"\].*"name":"module","src_path".*"executable":"\([^"]*\)".*/\1 \2/p' \
+  sed -n 's/.*"reason":"compiler-artifact".*"manifest_path":"\([^"]*\)\/Cargo.toml".*"kind":\["test"\].*"name":"\(module\|e2e_accel\)","src_path".*"executable":"\([^"]*\)".*/\2 \1 \3/p' \
     "$run/cargo"
 }
 
-# suite_job FILTER…: builds module, driver and the crate's tests, prints the job that runs them.
+# suite_job FILTER…: builds module, driver and programs of tests, prints the job that runs them.
 suite_job() {
   local module name disk engine words each directory program
   module=$("$project/kernel/vhost-blk/build" "$(cat "$kernel_dir/version")" 2>"$run/build.log") || { cat "$run/build.log" >&2; return 1; }
@@ -80,11 +81,13 @@ suite_job() {
       fi
     done
   done < <(vhost_blk_tests)
-  for each in "${@:-}"; do
-    [[ crate == *"$each"* ]] || continue
-    read -r directory program < <(vhost_blk_crate) || { echo "vm: no tests of crates/vblk" >&2; return 1; }
-    printf 'crate %q %q\n' "$directory" "$program"
-    break
-  done
+  vhost_blk_programs >"$run/programs" && [ "$(wc -l <"$run/programs")" = 2 ] || { echo "vm: not all programs of tests were built" >&2; return 1; }
+  while read -r name directory program; do
+    for each in "${@:-}"; do
+      [[ $name == *"$each"* ]] || continue
+      printf 'program %q %q %q\n' "$name" "$directory" "$program"
+      break
+    done
+  done <"$run/programs"
   echo 'summary'
 }
