@@ -1,5 +1,5 @@
-# Suite "vhost-blk": the kernel module, built for the machine's kernel, and a driver of ours on it (tests/vm/vhost_blk); "crate" is the
-# daemon's side of it (crates/vblk/tests/module.rs).
+# Suite "vhost-blk": the kernel module, built for the machine's kernel, and a driver of ours on it (tests/vm/vhost_blk); "module" is the
+# daemon's side of it (crates/vblk/tests/module.rs), "e2e_accel" `ringdisk serve --accel`.
 # Sourced by tests/vm/run.
 # shellcheck shell=bash disable=SC2154 # variables of tests/vm/run
 
