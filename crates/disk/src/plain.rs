@@ -49,11 +49,13 @@ impl Disk {
         Ok(result)
     }
 
-    /// Whether [`Disk::hold_plain`] would be refused at this moment. Gives what suits the file.
+    /// Whether [`Disk::hold_plain`] would be refused at this moment. Gives what suits the file, and what it is.
     ///
     /// Errors: as there.
-    pub fn check_plain(&self) -> Result<Limits, Error> {
-        Ok(self.plain_raw(&self.graph())?.storage.limits())
+    pub fn check_plain(&self) -> Result<(Limits, Kind), Error> {
+        let graph = self.graph();
+        let storage = &self.plain_raw(&graph)?.storage;
+        Ok((storage.limits(), storage.kind()))
     }
 
     /// Calls `callback` when a change of the graph is about to wait for all requests and holders, and when it is over. On the thread of the change;

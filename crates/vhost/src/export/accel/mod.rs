@@ -13,6 +13,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ringdisk_disk::Plain;
+use ringdisk_storage::Kind;
 use ringdisk_vblk::{DiskSetup, RingSetup, State, Vblk};
 
 use super::backend::Control;
@@ -127,7 +128,8 @@ impl Control {
             Err(_) => (0, 0),
         };
         let disk = self.disk.check_plain();
-        let disk = disk.map(|limits| limits.offset_align).map_err(|error| error.to_string());
+        let is_file = disk.as_ref().is_ok_and(|(_, kind)| *kind != Kind::BlockDevice);
+        let disk = disk.map(|(limits, _)| limits.offset_align).map_err(|error| error.to_string());
         let features = self.device.features();
         let sizes = self.rings.iter().filter_map(|ring| ring.setup.as_ref().map(|it| it.size));
         obstacle(&Look {
@@ -144,6 +146,7 @@ impl Control {
             ring_size: sizes.max().unwrap_or(0),
             ring_max,
             is_broken: self.device.needs_reset(),
+            wants_device: accel.options.engine == Engine::Bio && is_file,
         })
     }
 

@@ -21,6 +21,8 @@ pub(crate) enum Obstacle {
     Blocks(u32),
     /// The file wants requests of whole blocks that are larger than those of the guest, bytes.
     Align(u32),
+    /// The engine that was asked for is one of block devices.
+    Engine,
     /// The image's length is no whole number of blocks.
     Odd,
     /// The driver negotiated a layout of rings that the kernel does not know.
@@ -65,6 +67,9 @@ impl fmt::Display for Obstacle {
             Obstacle::Align(bytes) => write!(
                 f,
                 "direct I/O on the image wants blocks of {bytes} bytes (--logical-block-size {bytes})"
+            ),
+            Obstacle::Engine => f.write_str(
+                "bios are for block devices, and the image is a file (--accel-engine kiocb)",
             ),
             Obstacle::Odd => f.write_str("the image's size is no multiple of its blocks"),
             Obstacle::Packed => f.write_str("the driver has packed virtqueues (--packed off)"),
@@ -113,6 +118,8 @@ pub(crate) struct Look<'a> {
     pub(crate) ring_size: u16,
     pub(crate) ring_max: u32,
     pub(crate) is_broken: bool,
+    /// The image is a file, and the engine wants a block device.
+    pub(crate) wants_device: bool,
 }
 
 /// What keeps virtqueues out of the kernel; the first of all reasons, those first that last longest.
@@ -130,6 +137,9 @@ pub(crate) fn obstacle(look: &Look<'_>) -> Option<Obstacle> {
         Err(why) => return Some(Obstacle::Disk(why.to_owned())),
         Ok(align) if align > look.logical_block => return Some(Obstacle::Align(align)),
         Ok(_) => {}
+    }
+    if look.wants_device {
+        return Some(Obstacle::Engine);
     }
     if !look.size.is_multiple_of(u64::from(look.logical_block)) {
         return Some(Obstacle::Odd);
@@ -178,6 +188,7 @@ mod tests {
         ring_size: 1024,
         ring_max: 1024,
         is_broken: false,
+        wants_device: false,
     };
 
     #[test]
@@ -195,6 +206,7 @@ mod tests {
             (Look { on_error: OnError::Stop, ..GOOD }, "--on-error stop"),
             (Look { logical_block: 8192, ..GOOD }, "8192"),
             (Look { disk: Ok(4096), ..GOOD }, "--logical-block-size 4096"),
+            (Look { wants_device: true, ..GOOD }, "block devices"),
             (Look { size: 1000, ..GOOD }, "multiple"),
             (Look { features: Some(VERSION_1 | RING_PACKED), ..GOOD }, "packed"),
             (Look { features: Some(0), ..GOOD }, "VERSION_1"),
