@@ -10,6 +10,7 @@
  * as long as the device is open. So a popped request is always answered, and a daemon that starts
  * again can rely on that.
  */
+#include <linux/cred.h>
 #include <linux/kthread.h>
 #include <linux/rcupdate.h>
 #include <linux/sched/mm.h>
@@ -182,11 +183,17 @@ void vblk_orphan_work(struct work_struct *work)
 {
 	struct vblk_queue *q = container_of(work, struct vblk_queue, orphan);
 	unsigned int before, flags;
+	const struct cred *old;
 
 	/*
 	 * The device holds the memory until its workers are gone, which release waits for after us.
+	 * The disk is there as long as something is in flight; otherwise there is nothing to do.
 	 */
+	if (llist_empty(&q->done))
+		return;
 	kthread_use_mm(q->dev->vhost.mm);
+	/* A request may begin once more: not with our rights (slow.c). */
+	old = override_creds(q->dev->disk->file->f_cred);
 	mutex_lock(&q->vq.mutex);
 	flags = memalloc_noio_save();
 	before = atomic_read(&q->in_flight);
@@ -195,5 +202,6 @@ void vblk_orphan_work(struct work_struct *work)
 	q->stats.orphans += before - atomic_read(&q->in_flight);
 	memalloc_noio_restore(flags);
 	mutex_unlock(&q->vq.mutex);
+	revert_creds(old);
 	kthread_unuse_mm(q->dev->vhost.mm);
 }
