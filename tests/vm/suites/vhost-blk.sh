@@ -4,7 +4,9 @@
 # shellcheck shell=bash disable=SC2154 # variables of tests/vm/run
 
 # The tests, each with its disk, engine and arguments. Disks are made in the machine (vhost-blk.job): memory is brd, the others but tmpfs
-# and ext4 (files) are null_blk, ending in interrupts after 20 us, 30 ms or 1 s, or with bad blocks. RINGDISK_FULL kills a hundred times.
+# and ext4 (files), frozen (a file on ext4 in a loop device) and scsi (scsi_debug, with bad sectors) are null_blk, ending in interrupts after
+# 20 us, 1 ms (gone), 30 ms or 1 s, or with bad blocks. RINGDISK_FULL kills a hundred times, and fuzzes for ten minutes in place of 10 s.
+# Other kernels than 7.3 (RINGDISK_VM_KERNEL) run the same tests.
 vhost_blk_tests() {
   cat <<'LIST'
 control      memory  kiocb
@@ -30,6 +32,22 @@ rings        memory  kiocb
 rings        quick   bio
 errors       bad     kiocb
 errors       bad     bio
+errors       scsi    kiocb
+errors       scsi    bio
+memory       memory  kiocb
+memory       quick   bio
+holes        quick   kiocb
+holes        quick   bio
+holes        ext4    kiocb
+addresses    middle  kiocb
+addresses    middle  bio
+interrupted  slow    kiocb
+interrupted  slow    bio
+frozen       frozen  kiocb
+dying        slow    kiocb
+dying        slow    bio
+removal      gone    kiocb
+removal      gone    bio
 kill         slow    kiocb 5
 kill         slow    bio 5
 kill         middle  kiocb 20
@@ -50,6 +68,8 @@ load         memory  bio 4
 load         quick   kiocb 4 1
 load         quick   kiocb 4
 load         quick   bio 4
+fuzz         quick   default 10
+removal      scsi    bio
 LIST
 }
 
@@ -74,7 +94,9 @@ suite_job() {
   cat "$here/suites/vhost-blk.job"
   while read -r name disk engine words; do
     for each in "${@:-}"; do
-      if [[ $name == kill || $name == crash ]] && [ -n "${RINGDISK_FULL:-}" ]; then words=100; fi
+      if [ -n "${RINGDISK_FULL:-}" ]; then
+        case $name in kill | crash) words=100 ;; fuzz) words=600 ;; esac
+      fi
       if [[ "$name $disk $engine" == *"$each"* ]]; then
         echo "check $name $disk $engine $words"
         break
