@@ -6,11 +6,13 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use ringdisk_guest::driver::{Driver, DriverConfig, GUEST_BASE, GuestRam, USER_BASE};
-use ringdisk_guest::{Areas, Layout, Memory, Region};
+use ringdisk_guest::{Areas, Layout, Memory, Region, Segment};
 use ringdisk_testkit::limits::needs;
-use ringdisk_testkit::model::{Cut, Queue, Request, bits};
+use ringdisk_testkit::model::{Cut, PATIENCE, Queue, Request, bits};
+use ringdisk_testkit::process::patient;
 use ringdisk_vblk::{DiskSetup, Engine, Error, RingSetup, Vblk};
 use rustix::event::{EventfdFlags, eventfd};
 
@@ -177,6 +179,29 @@ impl Guest {
     /// The status of a request that is done in a queue where nothing is in flight.
     pub(crate) fn status(&mut self, queue: usize, request: Request) -> u8 {
         self.queues[queue].run(&self.ram, request).status
+    }
+
+    /// Reads a page into an aligned one, which the model driver never does. Nothing is in flight in the queue.
+    pub(crate) fn read_page(&mut self, queue: usize, sector: u64) -> Vec<u8> {
+        let at = self.ram.take(3 * 4096, 4096).unwrap();
+        let (page, status) = (at + 4096, at + 2 * 4096);
+        // VIRTIO_BLK_T_IN (virtio 1.3, 5.2.6).
+        self.ram.write(at, &[&[0; 8][..], &sector.to_le_bytes()].concat());
+        let segments = [(at, 16), (page, 4096), (status, 1)];
+        let segments = segments.map(|(addr, len)| Segment { addr, len });
+        let Queue { driver, kick, .. } = &mut self.queues[queue];
+        driver.add(&segments, 1).unwrap();
+        driver.publish();
+        rustix::io::write(kick, &1_u64.to_ne_bytes()).unwrap();
+        let end = Instant::now() + patient(PATIENCE);
+        while driver.pop_used().is_none() {
+            assert!(Instant::now() < end, "no answer");
+            std::thread::yield_now();
+        }
+        let mut bytes = vec![1; 4097];
+        self.ram.read(page, &mut bytes);
+        assert_eq!(bytes.pop(), Some(0), "the status");
+        bytes
     }
 
     /// Bytes that are read there.
