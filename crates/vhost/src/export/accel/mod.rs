@@ -19,7 +19,7 @@ use ringdisk_vblk::{DiskSetup, RingSetup, State, Vblk};
 use super::backend::Control;
 use crate::blk::SERIAL_BYTES;
 use crate::session::Refusal;
-use crate::worker::areas;
+use crate::worker::{Worker, areas};
 use crate::{Error, ErrorKind};
 
 pub(crate) use obstacle::Obstacle;
@@ -169,7 +169,7 @@ impl Control {
         match why {
             // Most machines have no module, and nobody asked for it.
             Obstacle::Module(why) => {
-                tracing::debug!("{name}: the queue threads serve, since {why}")
+                tracing::debug!("{name}: the queue threads serve, since {why}");
             }
             why => tracing::info!("{name}: the queue threads serve, since {why}"),
         }
@@ -286,7 +286,7 @@ impl Control {
         if accel.is_prepared {
             return Ok(());
         }
-        let held = self.threads[0].ask_task(|worker| worker.hold_disk());
+        let held = self.threads[0].ask_task(Worker::hold_disk);
         let plain = held
             .wait(self.is_patient())
             .map_err(|_| Obstacle::Trouble(String::from("the queue thread does not answer")))?
