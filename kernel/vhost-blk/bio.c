@@ -111,6 +111,12 @@ bool vblk_bio_submit(struct vblk_req *req)
 	if (vecs > BIO_MAX_VECS)
 		return false;
 	if (req->write) {
+		/*
+		 * It became so since it was opened. The block layer only warns of such a bio; the
+		 * other engine is refused.
+		 */
+		if (bdev_read_only(req->queue->dev->disk->bdev))
+			return false;
 		opf = REQ_OP_WRITE | REQ_SYNC | REQ_IDLE;
 		if (req->queue->write_through)
 			opf |= REQ_FUA;

@@ -127,20 +127,35 @@ void vblk_bounce_drop(struct vblk_req *req)
 	vblk_bounce_free(req->bounce);
 	req->bounce = NULL;
 	q->bounces--;
-	waiting = list_first_entry_or_null(&q->bounce_waiting, struct vblk_req, waiting);
-	if (waiting) {
+	/*
+	 * One that cannot have memory, and was the only one, fails: then it is the next one's turn,
+	 * as nobody else would take it along.
+	 */
+	do {
+		waiting = list_first_entry_or_null(&q->bounce_waiting, struct vblk_req, waiting);
+		if (!waiting)
+			return;
 		list_del(&waiting->waiting);
 		vblk_bounce_start(waiting);
-	}
+	} while (!q->bounces);
 }
 
-/* A turn is done. True: another one has begun; false: the request is done, with its error. */
+/*
+ * A turn is done. True: it is announced once more, by another turn or from the beginning; false:
+ * the request is done, with its error.
+ */
 bool vblk_bounce_goes_on(struct vblk_req *req)
 {
 	struct vblk_bounce *bounce = req->bounce;
 
-	if (!req->error && !req->write && !vblk_bounce_copy(bounce, bounce->chunk, true))
+	if (!req->error && !req->write && !vblk_bounce_copy(bounce, bounce->chunk, true)) {
 		req->error = -EFAULT;
+		req->again = fatal_signal_pending(current);
+		if (req->again) {
+			vblk_req_done(req);
+			return true;
+		}
+	}
 	req->pos += bounce->chunk;
 	req->len -= bounce->chunk;
 	if (!req->error && req->len) {

@@ -10,6 +10,7 @@
  * as long as the device is open. So a popped request is always answered, and a daemon that starts
  * again can rely on that.
  */
+#include <linux/cred.h>
 #include <linux/kthread.h>
 #include <linux/rcupdate.h>
 #include <linux/sched/mm.h>
@@ -49,8 +50,11 @@ void vblk_req_done(struct vblk_req *req)
 	rcu_read_unlock();
 }
 
-/* Writes the status of a request that is done and gives it back to the free ones. */
-static void vblk_finish(struct vblk_queue *q, struct vblk_req *req, struct vring_used_elem *used)
+/*
+ * Writes the status of a request that is done. False: not here, as the worker dies; it is announced
+ * once more. May be called again with the same request.
+ */
+static bool vblk_finish(struct vblk_queue *q, struct vblk_req *req, struct vring_used_elem *used)
 {
 	bool failed;
 	u8 status;
@@ -58,8 +62,15 @@ static void vblk_finish(struct vblk_queue *q, struct vblk_req *req, struct vring
 	if (req->bio)
 		vblk_bio_release(req);
 	status = req->error ? VIRTIO_BLK_S_IOERR : req->status;
-	/* Memory that went away is the guest's affair; the ring says that the request was used. */
-	failed = put_user(status, req->status_addr) || status != VIRTIO_BLK_S_OK;
+	failed = status != VIRTIO_BLK_S_OK;
+	if (put_user(status, req->status_addr)) {
+		if (fatal_signal_pending(current)) {
+			vblk_req_done(req);
+			return false;
+		}
+		/* Memory that went away is the guest's affair; the ring says that it was used. */
+		failed = true;
+	}
 	if (status == VIRTIO_BLK_S_IOERR)
 		q->stats.errors++;
 	else if (status == VIRTIO_BLK_S_UNSUPP)
@@ -67,8 +78,7 @@ static void vblk_finish(struct vblk_queue *q, struct vblk_req *req, struct vring
 	used->id = (__force __virtio32)cpu_to_le32(req->head);
 	used->len = (__force __virtio32)cpu_to_le32(failed ? req->written_error : req->written_ok);
 	vblk_request_clear(req);
-	req->next_free = q->free;
-	q->free = req;
+	return true;
 }
 
 /* Begins a request once more, whose worker was dying when it submitted it. */
@@ -81,13 +91,25 @@ static void vblk_again(struct vblk_req *req)
 	vblk_request_submit(req);
 }
 
+/* Announces all requests of a batch once more: the used ring could not be written. */
+static void vblk_postpone(struct vblk_req *batch)
+{
+	struct vblk_req *next;
+
+	for (; batch; batch = next) {
+		next = batch->next_free;
+		vblk_req_done(batch);
+	}
+}
+
 /* Puts all requests that are done into the ring. Under vq->mutex, with the daemon's memory. */
 void vblk_complete(struct vblk_queue *q)
 {
 	struct vhost_virtqueue *vq = &q->vq;
 	/* The list is a stack. */
 	struct llist_node *node = llist_reverse_order(llist_del_all(&q->done));
-	struct vblk_req *req, *next;
+	struct vblk_req *req, *next, *batch = NULL, *first = NULL;
+	u16 used_idx = vq->last_used_idx;
 	unsigned int nr = 0;
 
 	llist_for_each_entry_safe(req, next, node, done) {
@@ -99,16 +121,31 @@ void vblk_complete(struct vblk_queue *q)
 		if (req->bounce && vblk_bounce_goes_on(req))
 			continue;
 		/* There is room: no more are in flight than heads has (VBLK_RING_MAX). */
-		vblk_finish(q, req, &vq->heads[nr++]);
+		if (!vblk_finish(q, req, &vq->heads[nr]))
+			continue;
+		nr++;
+		req->next_free = batch;
+		batch = req;
+		if (!first)
+			first = req;
 	}
 	if (!nr)
 		return;
-	q->stats.batches++;
-	if (vblk_add_used(vq, vq->heads, nr))
+	if (vblk_add_used(vq, vq->heads, nr)) {
+		if (fatal_signal_pending(current)) {
+			/* The guest has seen none of it: its index is what is written last. */
+			vq->last_used_idx = used_idx;
+			vblk_postpone(batch);
+			return;
+		}
 		vblk_queue_break(q, "its used ring is gone");
-	else
+	} else {
 		vhost_signal(&q->dev->vhost, vq);
-	if (q->starved && vhost_vq_get_backend(vq)) {
+	}
+	q->stats.batches++;
+	first->next_free = q->free;
+	q->free = batch;
+	if (q->starved && q->state == RINGDISK_VBLK_RUNNING) {
 		q->starved = false;
 		vhost_poll_queue(&vq->poll);
 	}
@@ -146,11 +183,17 @@ void vblk_orphan_work(struct work_struct *work)
 {
 	struct vblk_queue *q = container_of(work, struct vblk_queue, orphan);
 	unsigned int before, flags;
+	const struct cred *old;
 
 	/*
 	 * The device holds the memory until its workers are gone, which release waits for after us.
+	 * The disk is there as long as something is in flight; otherwise there is nothing to do.
 	 */
+	if (llist_empty(&q->done))
+		return;
 	kthread_use_mm(q->dev->vhost.mm);
+	/* A request may begin once more: not with our rights (slow.c). */
+	old = override_creds(q->dev->disk->file->f_cred);
 	mutex_lock(&q->vq.mutex);
 	flags = memalloc_noio_save();
 	before = atomic_read(&q->in_flight);
@@ -159,5 +202,6 @@ void vblk_orphan_work(struct work_struct *work)
 	q->stats.orphans += before - atomic_read(&q->in_flight);
 	memalloc_noio_restore(flags);
 	mutex_unlock(&q->vq.mutex);
+	revert_creds(old);
 	kthread_unuse_mm(q->dev->vhost.mm);
 }

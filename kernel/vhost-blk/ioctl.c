@@ -56,9 +56,24 @@ static struct vblk_queue *vblk_ioctl_queue(struct vblk_dev *dev, u32 index)
 static bool vblk_all_idle(struct vblk_dev *dev)
 {
 	for (unsigned int i = 0; i < dev->nr_queues; i++)
-		if (dev->queues[i]->state != RINGDISK_VBLK_IDLE)
+		if (READ_ONCE(dev->queues[i]->state) != RINGDISK_VBLK_IDLE)
 			return false;
 	return true;
+}
+
+/*
+ * A worker has its ring's mutex while it submits, for as long as the disk makes it wait: a file
+ * system that is frozen, a device that does not answer. The core waits for these mutexes, and for
+ * workers, without a way out; so it is waited here first, where a deadly signal is one.
+ */
+static int vblk_wait_workers(struct vblk_dev *dev)
+{
+	for (unsigned int i = 0; i < dev->nr_queues; i++) {
+		if (mutex_lock_killable(&dev->vqs[i]->mutex))
+			return -EINTR;
+		mutex_unlock(&dev->vqs[i]->mutex);
+	}
+	return 0;
 }
 
 static long vblk_ioctl_features(struct vblk_dev *dev, void __user *arg)
@@ -126,10 +141,12 @@ static long vblk_stop(struct vblk_dev *dev, unsigned int first, unsigned int end
 	int err;
 
 	for (unsigned int i = first; i < end; i++) {
-		if (dev->queues[i]->state != RINGDISK_VBLK_IDLE) {
-			vblk_queue_unplug(dev->queues[i]);
-			stopped++;
-		}
+		if (READ_ONCE(dev->queues[i]->state) == RINGDISK_VBLK_IDLE)
+			continue;
+		err = vblk_queue_unplug(dev->queues[i], true);
+		if (err)
+			return err;
+		stopped++;
 	}
 	if (!stopped)
 		return 0;
@@ -138,6 +155,10 @@ static long vblk_stop(struct vblk_dev *dev, unsigned int first, unsigned int end
 		if (err)
 			return err;
 	}
+	/* The flush below has no way out. */
+	err = vblk_wait_workers(dev);
+	if (err)
+		return err;
 	/*
 	 * Who announced the last request may still be about to wake the worker (vblk_req_done).
 	 * Afterwards nothing of the queues runs, and their workers may be changed.
@@ -180,27 +201,21 @@ static long vblk_ioctl_cache(struct vblk_dev *dev, void __user *arg)
 	if (!dev->disk)
 		return -ENODEV;
 	for (unsigned int i = 0; i < dev->nr_queues; i++)
-		if (dev->queues[i]->state == RINGDISK_VBLK_DRAINING)
+		if (READ_ONCE(dev->queues[i]->state) == RINGDISK_VBLK_DRAINING)
 			return -EBUSY;
-	for (unsigned int i = 0; i < dev->nr_queues; i++)
-		if (dev->queues[i]->state == RINGDISK_VBLK_RUNNING)
-			vblk_queue_unplug(dev->queues[i]);
+	for (unsigned int i = 0; i < dev->nr_queues && !err; i++)
+		if (READ_ONCE(dev->queues[i]->state) == RINGDISK_VBLK_RUNNING)
+			err = vblk_queue_unplug(dev->queues[i], true);
 	for (unsigned int i = 0; i < dev->nr_queues && !err; i++)
 		/* Also of a broken one: it may have writes in flight. */
 		err = vblk_queue_drain(dev->queues[i], true);
-	/*
-	 * Only a deadly signal gets here with an error: the queues stay as they are, release does
-	 * the rest.
-	 */
-	if (err)
-		return err;
-	if (!on)
+	if (!err && !on)
 		err = vblk_slow_sync(dev->disk);
 	if (!err)
 		dev->write_cache = on;
+	/* After an error, or a deadly signal, they go on as they did before. */
 	for (unsigned int i = 0; i < dev->nr_queues; i++)
-		if (dev->queues[i]->state == RINGDISK_VBLK_DRAINING)
-			vblk_queue_resume(dev->queues[i]);
+		vblk_queue_replug(dev->queues[i]);
 	return err;
 }
 
@@ -214,7 +229,8 @@ static long vblk_ioctl_stats(struct vblk_dev *dev, void __user *arg)
 	q = vblk_ioctl_queue(dev, stats.queue);
 	if (!q)
 		return -ENOBUFS;
-	vblk_stats_read(q, &stats);
+	if (vblk_stats_read(q, &stats))
+		return -EINTR;
 	return copy_to_user(arg, &stats, sizeof(stats)) ? -EFAULT : 0;
 }
 
@@ -238,17 +254,16 @@ static long vblk_ioctl_core(struct vblk_dev *dev, unsigned int cmd, void __user 
 	case VHOST_GET_VRING_BASE:
 	case VHOST_SET_VRING_ADDR:
 		/*
-		 * The core knows of a queue only whether it has a backend. One that drains or is
-		 * broken has none, and what it has in flight is put into the ring as it was. (A
-		 * caller that changes the index behind our back meets the core's own checks, and
-		 * harms its own memory only.)
+		 * A clear answer; nothing relies on it. The core reads the index once more, and a
+		 * caller that changed it meanwhile meets the core's own checks: a queue has a
+		 * backend until it is idle (queue.c).
 		 */
 		if (get_user(index, (u32 __user *)arg))
 			return -EFAULT;
 		q = vblk_ioctl_queue(dev, index);
 		if (!q)
 			return -ENOBUFS;
-		if (q->state != RINGDISK_VBLK_IDLE)
+		if (READ_ONCE(q->state) != RINGDISK_VBLK_IDLE)
 			return -EBUSY;
 		break;
 	}
@@ -264,9 +279,12 @@ static long vblk_ioctl_locked(struct vblk_dev *dev, unsigned int cmd, void __use
 {
 	long err;
 
-	switch (cmd) {
-	case RINGDISK_VBLK_STATS:
+	if (cmd == RINGDISK_VBLK_STATS)
 		return vblk_ioctl_stats(dev, arg);
+	err = vblk_wait_workers(dev);
+	if (err)
+		return err;
+	switch (cmd) {
 	case VHOST_SET_FEATURES:
 	case RINGDISK_VBLK_SET_DISK:
 	case RINGDISK_VBLK_START:

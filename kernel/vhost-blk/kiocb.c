@@ -38,8 +38,9 @@ void vblk_kiocb_submit(struct vblk_req *req)
 	init_sync_kiocb(&req->iocb, file);
 	req->iocb.ki_pos = req->pos;
 	req->iocb.ki_complete = vblk_kiocb_done;
-	/* Whatever the descriptor was opened with. */
+	/* Whatever the descriptor was opened with, or what was set since (F_SETFL). */
 	req->iocb.ki_flags |= IOCB_DIRECT;
+	req->iocb.ki_flags &= ~IOCB_APPEND;
 	if (req->write) {
 		if (req->queue->write_through)
 			req->iocb.ki_flags |= IOCB_DSYNC;

@@ -43,6 +43,7 @@ int vblk_dev_setup(struct vblk_dev *dev, unsigned int nr)
 {
 	struct vblk_queue **queues;
 	struct vhost_virtqueue **vqs;
+	struct workqueue_struct *slow;
 
 	if (dev->nr_queues)
 		return -EBUSY;
@@ -50,7 +51,8 @@ int vblk_dev_setup(struct vblk_dev *dev, unsigned int nr)
 		return -EINVAL;
 	queues = kcalloc(nr, sizeof(*queues), GFP_KERNEL_ACCOUNT);
 	vqs = kcalloc(nr, sizeof(*vqs), GFP_KERNEL_ACCOUNT);
-	if (!queues || !vqs)
+	slow = vblk_slow_new();
+	if (!queues || !vqs || !slow)
 		goto no_memory;
 	for (unsigned int i = 0; i < nr; i++) {
 		queues[i] = vblk_queue_new(dev);
@@ -60,6 +62,7 @@ int vblk_dev_setup(struct vblk_dev *dev, unsigned int nr)
 	}
 	dev->queues = queues;
 	dev->vqs = vqs;
+	dev->slow = slow;
 	/*
 	 * No byte weight: the length of a request says little about the work that it is for the
 	 * worker.
@@ -71,6 +74,8 @@ int vblk_dev_setup(struct vblk_dev *dev, unsigned int nr)
 	return 0;
 
 no_memory:
+	if (slow)
+		destroy_workqueue(slow);
 	vblk_free_queues(queues, vqs, nr);
 	return -ENOMEM;
 }
@@ -84,7 +89,7 @@ static int vblk_release(struct inode *inode, struct file *file)
 		/* Before all else: its readers look at the queues. */
 		vblk_stats_remove(dev);
 		for (unsigned int i = 0; i < nr; i++)
-			vblk_queue_unplug(dev->queues[i]);
+			vblk_queue_unplug(dev->queues[i], false);
 		/* No kick comes any more. */
 		vhost_dev_stop(&dev->vhost);
 		for (unsigned int i = 0; i < nr; i++)
@@ -98,6 +103,7 @@ static int vblk_release(struct inode *inode, struct file *file)
 			vblk_queue_settle(dev->queues[i]);
 		vhost_dev_flush(&dev->vhost);
 		vhost_dev_cleanup(&dev->vhost);
+		destroy_workqueue(dev->slow);
 		vblk_free_queues(dev->queues, dev->vqs, nr);
 		vblk_disk_close(dev->disk);
 	}
@@ -130,9 +136,6 @@ static int __init vblk_init(void)
 	err = vblk_bio_init();
 	if (err)
 		return err;
-	err = vblk_slow_init();
-	if (err)
-		goto no_slow;
 	err = vblk_complete_init();
 	if (err)
 		goto no_complete;
@@ -146,8 +149,6 @@ no_misc:
 	vblk_stats_exit();
 	vblk_complete_exit();
 no_complete:
-	vblk_slow_exit();
-no_slow:
 	vblk_bio_exit();
 	return err;
 }
@@ -157,7 +158,6 @@ static void __exit vblk_exit(void)
 	misc_deregister(&vblk_misc);
 	vblk_stats_exit();
 	vblk_complete_exit();
-	vblk_slow_exit();
 	vblk_bio_exit();
 }
 

@@ -2,8 +2,10 @@
 /*
  * A ring: start, stop, and taking requests from it.
  *
- * The core's "backend" of a virtqueue is the disk while the queue runs, and NULL while nothing may
- * be taken from the ring.
+ * The core's "backend" of a virtqueue is the disk from START until the queue is idle again, so also
+ * while it drains or is broken: as long as requests may be in flight the core must refuse another
+ * size or base, check addresses (it writes to them without further checks), and wait for a worker
+ * that it takes the ring from. Whether requests are taken says the state.
  */
 #include <linux/eventfd.h>
 #include <linux/mutex.h>
@@ -21,10 +23,7 @@ void vblk_queue_break(struct vblk_queue *q, const char *why)
 	if (q->state != RINGDISK_VBLK_RUNNING && q->state != RINGDISK_VBLK_DRAINING)
 		return;
 	pr_debug("vhost_blk: a ring is broken: %s\n", why);
-	vhost_vq_set_backend(vq, NULL);
-	/* One that drains becomes idle soon, which is as good. */
-	if (q->state == RINGDISK_VBLK_RUNNING)
-		q->state = RINGDISK_VBLK_BROKEN;
+	WRITE_ONCE(q->state, RINGDISK_VBLK_BROKEN);
 	q->stats.broken++;
 	if (vq->error_ctx)
 		eventfd_signal(vq->error_ctx);
@@ -36,24 +35,31 @@ static int vblk_pop(struct vblk_queue *q, u16 head, unsigned int out, unsigned i
 	struct vblk_req *req = q->free;
 	int err;
 
-	q->free = req->next_free;
 	req->head = head;
-	atomic_inc(&q->in_flight);
 	err = vblk_request_parse(req, out, in);
+	if (unlikely(fatal_signal_pending(current))) {
+		/*
+		 * What could not be read may be there: page faults fail. The request goes back into
+		 * the ring, whoever serves it next reads it anew. (Without IN_ORDER this is all
+		 * that vhost_discard_vq_desc does.)
+		 */
+		vblk_request_clear(req);
+		q->vq.last_avail_idx--;
+		return -EINTR;
+	}
 	if (err) {
 		/* Neither a header nor a place for a status: it cannot be answered. */
 		vblk_request_clear(req);
-		req->next_free = q->free;
-		q->free = req;
-		atomic_dec(&q->in_flight);
 		vblk_queue_break(q, "a request without header or status");
 		return err;
 	}
+	q->free = req->next_free;
+	atomic_inc(&q->in_flight);
 	vblk_request_submit(req);
 	return 0;
 }
 
-/* Takes what the ring has. Under vq->mutex, with a backend. */
+/* Takes what the ring has. Under vq->mutex, while the queue runs. */
 static void vblk_round(struct vblk_queue *q)
 {
 	struct vhost_virtqueue *vq = &q->vq;
@@ -72,7 +78,9 @@ static void vblk_round(struct vblk_queue *q)
 		}
 		head = vhost_get_vq_desc(vq, vq->iov, ARRAY_SIZE(vq->iov), &out, &in, NULL, NULL);
 		if (head < 0) {
-			vblk_queue_break(q, "a chain that is none");
+			/* Nothing was taken; to a worker that dies memory may only seem missing. */
+			if (!fatal_signal_pending(current))
+				vblk_queue_break(q, "a chain that is none");
 			return;
 		}
 		if (head == vq->num) {
@@ -99,7 +107,7 @@ static void vblk_kick(struct vhost_work *work)
 	unsigned int flags;
 
 	mutex_lock(&q->vq.mutex);
-	if (vhost_vq_get_backend(&q->vq)) {
+	if (q->state == RINGDISK_VBLK_RUNNING) {
 		/* Reclaim of memory must not wait for a disk that waits for this mutex. */
 		flags = memalloc_noio_save();
 		blk_start_plug(&plug);
@@ -156,6 +164,13 @@ static int vblk_queue_alloc(struct vblk_queue *q, unsigned int nr)
 	return 0;
 }
 
+static void vblk_queue_free_requests(struct vblk_queue *q)
+{
+	kvfree(q->reqs);
+	q->reqs = NULL;
+	q->free = NULL;
+}
+
 /* Whether each write is to be durable before it is answered (virtio 1.3, section 5.2.5.2). */
 static bool vblk_is_write_through(const struct vblk_dev *dev)
 {
@@ -164,25 +179,14 @@ static bool vblk_is_write_through(const struct vblk_dev *dev)
 	return !dev->write_cache || !(dev->features & BIT_ULL(VIRTIO_BLK_F_FLUSH));
 }
 
-/* Lets the worker take requests. Under the device's mutex. */
-int vblk_queue_resume(struct vblk_queue *q)
+/* Lets the worker take requests, of a queue that drains or is idle. Under vq->mutex. */
+static void vblk_queue_run(struct vblk_queue *q)
 {
-	struct vhost_virtqueue *vq = &q->vq;
-	int err;
-
-	mutex_lock(&vq->mutex);
 	q->write_through = vblk_is_write_through(q->dev);
 	q->starved = false;
-	vhost_vq_set_backend(vq, q->dev->disk);
-	q->state = RINGDISK_VBLK_RUNNING;
-	err = vhost_vq_init_access(vq);
-	if (err)
-		vblk_queue_break(q, "its used ring is not there");
-	mutex_unlock(&vq->mutex);
-	if (!err)
-		/* The guest may have kicked before: eventfds are polled for edges. */
-		vhost_poll_queue(&vq->poll);
-	return err;
+	WRITE_ONCE(q->state, RINGDISK_VBLK_RUNNING);
+	/* The guest may have kicked before: eventfds are polled for edges. */
+	vhost_poll_queue(&q->vq.poll);
 }
 
 /* Under the device's mutex. */
@@ -193,7 +197,7 @@ int vblk_queue_start(struct vblk_queue *q)
 	unsigned int nr = vq->num;
 	int err;
 
-	if (q->state != RINGDISK_VBLK_IDLE)
+	if (READ_ONCE(q->state) != RINGDISK_VBLK_IDLE)
 		return -EBUSY;
 	if (!dev->disk)
 		return -ENODEV;
@@ -206,24 +210,43 @@ int vblk_queue_start(struct vblk_queue *q)
 	err = vblk_queue_alloc(q, nr);
 	if (err)
 		return err;
-	err = vblk_queue_resume(q);
-	if (err) {
-		/* Nothing was taken. */
-		q->state = RINGDISK_VBLK_IDLE;
-		kvfree(q->reqs);
-		q->reqs = NULL;
-		q->free = NULL;
-	}
+	mutex_lock(&vq->mutex);
+	vhost_vq_set_backend(vq, dev->disk);
+	err = vhost_vq_init_access(vq);
+	if (!err)
+		vblk_queue_run(q);
+	else
+		vhost_vq_set_backend(vq, NULL);
+	mutex_unlock(&vq->mutex);
+	if (err)
+		vblk_queue_free_requests(q);
 	return err;
 }
 
 /* No request is taken from now on. Under the device's mutex, or in release. */
-void vblk_queue_unplug(struct vblk_queue *q)
+int vblk_queue_unplug(struct vblk_queue *q, bool killable)
 {
-	mutex_lock(&q->vq.mutex);
-	vhost_vq_set_backend(&q->vq, NULL);
+	/* The worker has it while it submits, for as long as the disk lets it wait. */
+	if (!killable)
+		mutex_lock(&q->vq.mutex);
+	else if (mutex_lock_killable(&q->vq.mutex))
+		return -EINTR;
 	if (q->state != RINGDISK_VBLK_IDLE)
-		q->state = RINGDISK_VBLK_DRAINING;
+		WRITE_ONCE(q->state, RINGDISK_VBLK_DRAINING);
+	mutex_unlock(&q->vq.mutex);
+	return 0;
+}
+
+/*
+ * The opposite, of one that did not break meanwhile. Under the device's mutex. One whose worker
+ * waits for the disk when a deadly signal comes stays as it is, for STOP or release.
+ */
+void vblk_queue_replug(struct vblk_queue *q)
+{
+	if (READ_ONCE(q->state) != RINGDISK_VBLK_DRAINING || mutex_lock_killable(&q->vq.mutex))
+		return;
+	if (q->state == RINGDISK_VBLK_DRAINING)
+		vblk_queue_run(q);
 	mutex_unlock(&q->vq.mutex);
 }
 
@@ -242,9 +265,8 @@ void vblk_queue_settle(struct vblk_queue *q)
 	flush_work(&q->orphan);
 	/* The last completion may be at its end still, with the mutex. */
 	mutex_lock(&q->vq.mutex);
-	q->state = RINGDISK_VBLK_IDLE;
-	kvfree(q->reqs);
-	q->reqs = NULL;
-	q->free = NULL;
+	WRITE_ONCE(q->state, RINGDISK_VBLK_IDLE);
+	vhost_vq_set_backend(&q->vq, NULL);
+	vblk_queue_free_requests(q);
 	mutex_unlock(&q->vq.mutex);
 }

@@ -108,7 +108,10 @@ struct ringdisk_vblk_disk {
  * STOP and START.
  */
 #define RINGDISK_VBLK_BROKEN 2
-/* STOP was interrupted by a deadly signal: call it again. */
+/*
+ * STOP or SET_CACHE was ended by a deadly signal before the requests that were taken were done (the
+ * memory of its process has other users, so the device lives on). STOP goes on with it.
+ */
 #define RINGDISK_VBLK_DRAINING 3
 
 /* Counters of a queue since SETUP. */
@@ -167,7 +170,8 @@ struct ringdisk_vblk_stats {
 #define RINGDISK_VBLK_STOP	_IOW(RINGDISK_VBLK_MAGIC, 0x04, __u32)
 /*
  * 0: each write is durable before it is answered, and all that were answered before are when the
- * call returns. 1: the opposite.
+ * call returns. 1: the opposite. When it fails, or is ended by a deadly signal, the cache is as it
+ * was and rings go on; one whose worker waits for the disk at that moment may stay DRAINING.
  */
 #define RINGDISK_VBLK_SET_CACHE	_IOW(RINGDISK_VBLK_MAGIC, 0x05, __u32)
 #define RINGDISK_VBLK_STATS	_IOWR(RINGDISK_VBLK_MAGIC, 0x06, struct ringdisk_vblk_stats)

@@ -9,6 +9,7 @@
  */
 #include <linux/cred.h>
 #include <linux/falloc.h>
+#include <linux/sched.h>
 #include <linux/slab.h>
 #include <linux/mm.h>
 
@@ -17,17 +18,11 @@
 /* Pages of zeroes in one write, 256 KiB. */
 #define VBLK_ZERO_PAGES 64
 
-static struct workqueue_struct *vblk_slow_queue;
-
-int vblk_slow_init(void)
+/* The kworkers of a device, or NULL. */
+struct workqueue_struct *vblk_slow_new(void)
 {
-	vblk_slow_queue = alloc_workqueue("vhost_blk_slow", WQ_UNBOUND | WQ_MEM_RECLAIM, 0);
-	return vblk_slow_queue ? 0 : -ENOMEM;
-}
-
-void vblk_slow_exit(void)
-{
-	destroy_workqueue(vblk_slow_queue);
+	return alloc_workqueue("vhost_blk/%d", WQ_UNBOUND | WQ_MEM_RECLAIM, VBLK_SLOW_MAX,
+			       task_tgid_nr(current));
 }
 
 /* Makes all that was written durable. */
@@ -58,6 +53,7 @@ static int vblk_write_zeroes(struct file *file, const struct vblk_range *range)
 		init_sync_kiocb(&iocb, file);
 		iocb.ki_pos = range->offset + done;
 		iocb.ki_flags |= IOCB_DIRECT;
+		iocb.ki_flags &= ~IOCB_APPEND;
 		wrote = vfs_iocb_iter_write(file, &iocb, &iter);
 		if (wrote <= 0) {
 			err = wrote ? wrote : -EIO;
@@ -141,5 +137,5 @@ static void vblk_slow_work(struct work_struct *work)
 void vblk_slow_submit(struct vblk_req *req)
 {
 	INIT_WORK(&req->slow, vblk_slow_work);
-	queue_work(vblk_slow_queue, &req->slow);
+	queue_work(req->queue->dev->slow, &req->slow);
 }

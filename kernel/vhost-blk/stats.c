@@ -28,16 +28,19 @@ static const struct {
 #undef COUNTER
 };
 
-void vblk_stats_read(struct vblk_queue *q, struct ringdisk_vblk_stats *stats)
+/* stats->queue is kept. Not 0: a deadly signal came while the worker had the mutex. */
+int vblk_stats_read(struct vblk_queue *q, struct ringdisk_vblk_stats *stats)
 {
 	u32 queue = stats->queue;
 
-	mutex_lock(&q->vq.mutex);
+	if (mutex_lock_killable(&q->vq.mutex))
+		return -EINTR;
 	*stats = q->stats;
 	stats->queue = queue;
 	stats->state = q->state;
 	stats->in_flight = atomic_read(&q->in_flight);
 	mutex_unlock(&q->vq.mutex);
+	return 0;
 }
 
 static int vblk_stats_show(struct seq_file *file, void *unused)
@@ -47,7 +50,8 @@ static int vblk_stats_show(struct seq_file *file, void *unused)
 
 	for (unsigned int i = 0; i < dev->nr_queues; i++) {
 		stats.queue = i;
-		vblk_stats_read(dev->queues[i], &stats);
+		if (vblk_stats_read(dev->queues[i], &stats))
+			return -EINTR;
 		seq_printf(file, "queue %u state %u in_flight %u", i, stats.state, stats.in_flight);
 		for (unsigned int c = 0; c < ARRAY_SIZE(vblk_counters); c++)
 			seq_printf(file, " %s %llu", vblk_counters[c].name,

@@ -54,6 +54,8 @@
 #define VBLK_RANGE_SECTORS_MAX (1u << 21)
 /* Requests that are taken from a ring before other rings of the same worker have their turn. */
 #define VBLK_WEIGHT 256
+/* Slow operations at a time, of a device: each has a kworker. */
+#define VBLK_SLOW_MAX 16
 /* Segments that a request has room for; more of them are allocated. */
 #define VBLK_FAST_IOVS 8
 /* A bounced request moves 64 * 4 KiB = 256 KiB at a time … */
@@ -153,6 +155,10 @@ struct vblk_req {
 struct vblk_queue {
 	struct vhost_virtqueue vq;
 	struct vblk_dev *dev;
+	/*
+	 * RINGDISK_VBLK_IDLE, …. Changes under vq->mutex, to and from idle also under vhost.mutex;
+	 * ioctls look at it without the former.
+	 */
 	u32 state;
 	/* Requests, as many as the ring has descriptors. */
 	struct vblk_req *reqs;
@@ -182,6 +188,8 @@ struct vblk_dev {
 	struct vblk_queue **queues;
 	struct vhost_virtqueue **vqs;
 	struct vblk_disk *disk;
+	/* For slow operations: others' disks must not wait for this one's. */
+	struct workqueue_struct *slow;
 	u64 features;
 	bool write_cache;
 	struct dentry *debugfs;
@@ -195,10 +203,10 @@ void vblk_disk_close(struct vblk_disk *disk);
 struct vblk_queue *vblk_queue_new(struct vblk_dev *dev);
 void vblk_queue_free(struct vblk_queue *q);
 int vblk_queue_start(struct vblk_queue *q);
-void vblk_queue_unplug(struct vblk_queue *q);
+int vblk_queue_unplug(struct vblk_queue *q, bool killable);
+void vblk_queue_replug(struct vblk_queue *q);
 int vblk_queue_drain(struct vblk_queue *q, bool killable);
 void vblk_queue_settle(struct vblk_queue *q);
-int vblk_queue_resume(struct vblk_queue *q);
 void vblk_queue_break(struct vblk_queue *q, const char *why);
 
 /* request.c */
@@ -233,8 +241,7 @@ bool vblk_bounce_goes_on(struct vblk_req *req);
 void vblk_bounce_drop(struct vblk_req *req);
 
 /* slow.c */
-int vblk_slow_init(void);
-void vblk_slow_exit(void);
+struct workqueue_struct *vblk_slow_new(void);
 void vblk_slow_submit(struct vblk_req *req);
 int vblk_slow_sync(const struct vblk_disk *disk);
 
@@ -245,7 +252,7 @@ long vblk_ioctl(struct file *file, unsigned int cmd, unsigned long arg);
 int vblk_dev_setup(struct vblk_dev *dev, unsigned int queues);
 
 /* stats.c */
-void vblk_stats_read(struct vblk_queue *q, struct ringdisk_vblk_stats *stats);
+int vblk_stats_read(struct vblk_queue *q, struct ringdisk_vblk_stats *stats);
 void vblk_stats_init(void);
 void vblk_stats_exit(void);
 void vblk_stats_add(struct vblk_dev *dev);

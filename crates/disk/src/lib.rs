@@ -30,6 +30,7 @@ pub mod name;
 mod null;
 mod open;
 mod options;
+mod plain;
 pub mod probe;
 mod progress;
 mod read;
@@ -49,11 +50,12 @@ pub use limits::BlockLimits;
 pub use live::{Backing, CommitOptions, OverlayOptions, ResizeOptions, SnapshotChange};
 pub use map::{Mapped, Mapping, View};
 pub use options::{Cache, DetectZeroes, Discard, Format, ImageOptions, NullOptions, Source};
+pub use plain::Plain;
 pub use progress::Progress;
 pub use read::PIECES_MAX;
 pub use ringdisk_ring::Errno;
 pub use status::{BlockStatus, MapEntry};
-pub use watch::SizeWatch;
+pub use watch::{Change, SizeWatch};
 
 /// Layers of a backing chain, top image included. Each holds a descriptor (two with a data file),
 /// so 256 fit into the usual limit of 1024 descriptors beside everything else; chains longer than

@@ -19,6 +19,7 @@ mod names;
 mod null;
 mod options;
 mod paths;
+mod plain;
 mod probing;
 mod raw;
 mod scattered;

@@ -23,6 +23,34 @@ struct List {
     entries: Vec<(u64, Callback)>,
 }
 
+/// What happens to the graph of a disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// A change is about to wait until no request is in flight, and nobody holds the disk.
+    Coming,
+    /// It is over; the graph may be another one.
+    Over,
+}
+
+/// Hears of changes of the graph.
+pub(crate) type ChangeCallback = Box<dyn Fn(Change) + Send + Sync>;
+
+/// The one that wants to hear of changes of the graph.
+#[derive(Default)]
+pub(crate) struct ChangeWatch(OnceLock<ChangeCallback>);
+
+impl ChangeWatch {
+    pub(crate) fn set(&self, callback: ChangeCallback) {
+        let _ = self.0.set(callback);
+    }
+
+    pub(crate) fn tell(&self, change: Change) {
+        if let Some(callback) = self.0.get() {
+            callback(change);
+        }
+    }
+}
+
 /// Hears of the image that is about to be the top one.
 type TopCallback = Box<dyn Fn(&Layer) + Send + Sync>;
 

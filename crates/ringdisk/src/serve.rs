@@ -238,6 +238,7 @@ impl Handle {
             elapsed: self.since.elapsed(),
             stats: (self.stats)(),
             device: None,
+            accel: None,
         }
     }
 }

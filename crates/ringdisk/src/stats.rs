@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use ringdisk_disk::{Format, Layer};
 use ringdisk_fuse::{Histogram, QueueStats, Stats};
-use ringdisk_vhost::export::Health;
+use ringdisk_vhost::export::{Acceleration, Engine, Health, QueueInKernel};
 use serde_json::{Value, json};
 
 use crate::size::{human_size, human_time};
@@ -24,6 +24,8 @@ pub(crate) struct Report {
     pub(crate) stats: Stats,
     /// Of a disk for a virtual machine: how its device is.
     pub(crate) device: Option<Health>,
+    /// And how it is with the host kernel.
+    pub(crate) accel: Option<Acceleration>,
 }
 
 /// A quotient that is 0 where there is nothing to divide by.
@@ -80,8 +82,52 @@ impl Report {
         if let Some(device) = &self.device {
             value["device"] = device_json(device);
         }
+        if let Some(accel) = &self.accel {
+            value["accel"] = accel_json(accel);
+        }
         value
     }
+}
+
+fn accel_json(accel: &Acceleration) -> Value {
+    let queues: Vec<Value> = accel
+        .queues
+        .iter()
+        .map(|queue| {
+            json!({
+                "in-flight": queue.in_flight,
+                "reads": queue.reads,
+                "writes": queue.writes,
+                "flushes": queue.flushes,
+                "discards": queue.discards,
+                "write-zeroes": queue.write_zeroes,
+                "read-bytes": queue.read_bytes,
+                "write-bytes": queue.write_bytes,
+                "errors": queue.errors,
+                "unsupported": queue.unsupported,
+                "rounds": queue.rounds,
+                "batches": queue.batches,
+                "bounced": queue.bounced,
+                "bounce-waits": queue.bounce_waits,
+                "bios": queue.bios,
+                "kiocbs": queue.kiocbs,
+                "starved": queue.starved,
+                "orphans": queue.orphans,
+                "broken": queue.broken,
+            })
+        })
+        .collect();
+    json!({
+        "on": accel.on,
+        "reason": accel.obstacle,
+        "engine": match accel.engine {
+            Engine::Default => "auto",
+            Engine::Kiocb => "kiocb",
+            Engine::Bio => "bio",
+        },
+        "workers": accel.workers.iter().map(|worker| worker.tid).collect::<Vec<_>>(),
+        "queues": queues,
+    })
 }
 
 fn device_json(device: &Health) -> Value {
@@ -212,6 +258,9 @@ impl fmt::Display for Report {
         if let Some(device) = &self.device {
             write_device(f, device, &total)?;
         }
+        if let Some(accel) = &self.accel {
+            write_accel(f, accel)?;
+        }
         write!(f, "  CPU      {:.2} us per request", cpu_us(&total))?;
         self.stats.queues.iter().try_for_each(|queue| write_queue(f, queue))
     }
@@ -229,6 +278,21 @@ fn write_device(f: &mut fmt::Formatter<'_>, device: &Health, total: &QueueStats)
         Some(reason) => writeln!(f, "  device   NEEDS A RESET by its driver: {}", visible(reason)),
         None if *breaks > 0 => writeln!(f, "  device   needed a reset {breaks} times, not now"),
         None => Ok(()),
+    }
+}
+
+/// The lines of virtqueues in the host kernel.
+fn write_accel(f: &mut fmt::Formatter<'_>, accel: &Acceleration) -> fmt::Result {
+    let sum = |count: fn(&QueueInKernel) -> u64| accel.queues.iter().map(count).sum::<u64>();
+    let (reads, writes) = (sum(|queue| queue.reads), sum(|queue| queue.writes));
+    let threads = accel.workers.len();
+    match (accel.on, &accel.obstacle) {
+        (true, _) => writeln!(
+            f,
+            "  kernel   serves the virtqueues ({threads} threads): {reads} reads, {writes} writes so far"
+        ),
+        (false, Some(why)) => writeln!(f, "  kernel   does not serve, since {}", visible(why)),
+        (false, None) => writeln!(f, "  kernel   ready; {reads} reads, {writes} writes so far"),
     }
 }
 
@@ -306,6 +370,7 @@ mod tests {
             elapsed: Duration::from_secs(2),
             stats: Stats { queues: vec![queue, other] },
             device: None,
+            accel: None,
         };
         let text = report.to_string();
         assert!(text.starts_with("ringdisk: disk.img after 2.0 s\n"), "{text}");

@@ -11,12 +11,16 @@ use ringdisk_disk::Disk;
 use ringdisk_ring::Topology;
 use ringdisk_ring::stats::Stats;
 use ringdisk_vhost::export::{
-    Connector, HandOverHandle, Health, Numa, OnError, Prepared, Second, queues_default,
+    AccelHandle, AccelOptions, Acceleration, Connector, Engine, HandOverHandle, Health, Numa,
+    OnError, Packed, Prepared, Second, queues_default,
 };
 use ringdisk_vhost::{Export, ExportOptions, Listen, StopHandle};
 use serde_json::Value;
 
-use crate::cli::{DiskArgs, NumaWord, OnErrorWord, SecondWord, Threads};
+use crate::cli::{
+    AccelWord, DeviceArgs, DiskArgs, EngineWord, NumaWord, OnErrorWord, PackedWord, SecondWord,
+    Threads,
+};
 use crate::control::disk::Serving;
 use crate::report::{Exit, Failure};
 use crate::sandbox;
@@ -63,7 +67,12 @@ pub(crate) fn options(
         physical_block_size: device.physical_block_size,
         // Where each write is durable when it is answered there is no cache to speak of.
         write_cache: !args.source.cache_mode().sync(),
-        packed: device.packed,
+        packed: match device.packed {
+            PackedWord::Auto => Packed::Auto,
+            PackedWord::On => Packed::On,
+            PackedWord::Off => Packed::Off,
+        },
+        accel: accel(device),
         pin_guest_memory: device.pin_guest_memory,
         on_error: match device.on_error {
             OnErrorWord::Report => OnError::Report,
@@ -74,6 +83,24 @@ pub(crate) fn options(
         connector: Connector::new(sandbox::connect),
         ..ExportOptions::new(listen)
     }
+}
+
+/// What the host kernel is to do. Packed virtqueues that somebody insists on forgo it.
+fn accel(device: &DeviceArgs) -> Option<AccelOptions> {
+    if device.accel == AccelWord::Off
+        || device.accel == AccelWord::Auto && device.packed == PackedWord::On
+    {
+        return None;
+    }
+    Some(AccelOptions {
+        required: device.accel == AccelWord::Require,
+        engine: match device.accel_engine {
+            EngineWord::Auto => Engine::Default,
+            EngineWord::Kiocb => Engine::Kiocb,
+            EngineWord::Bio => Engine::Bio,
+        },
+        workers: device.accel_workers,
+    })
 }
 
 /// A disk that is served; dropping it ends that.
@@ -90,6 +117,8 @@ pub(crate) struct Handle {
     stop: StopHandle,
     stats: Arc<dyn Fn() -> Stats + Send + Sync>,
     health: Arc<dyn Fn() -> Health + Send + Sync>,
+    accel: Option<Arc<dyn Fn() -> Acceleration + Send + Sync>>,
+    switch: AccelHandle,
     name: String,
     since: Instant,
 }
@@ -115,6 +144,11 @@ impl Served {
         self.export.release();
     }
 
+    /// Whether the host kernel may come to serve it.
+    pub(crate) fn has_kernel(&self) -> bool {
+        self.export.has_kernel()
+    }
+
     /// For a process that takes the disk over.
     pub(crate) fn hand_over_handle(&self) -> HandOverHandle {
         self.export.hand_over_handle()
@@ -131,6 +165,8 @@ impl Served {
             stop: self.export.stop_handle(),
             stats: Arc::new(self.export.stats_reader()),
             health: Arc::new(self.export.health_reader()),
+            accel: self.export.accel_reader().map(Arc::from),
+            switch: self.export.accel_handle(),
             name: self.name.clone(),
             since: self.since,
         }
@@ -168,11 +204,16 @@ impl Serving for Handle {
             elapsed: self.since.elapsed(),
             stats: (self.stats)(),
             device: Some((self.health)()),
+            accel: self.accel.as_ref().map(|read| read()),
         }
     }
 
     fn topology(&self) -> Value {
         topology::machine_to_json(&Topology::read())
+    }
+
+    fn switch_accel(&self, on: bool) -> Result<(), String> {
+        self.switch.switch(on)
     }
 }
 

@@ -20,13 +20,15 @@ use seccompiler::{
 
 mod list;
 
-use list::{ALLOWED, DEADLY, IOCTLS, PRCTLS, SOCKETS};
+use list::{ALLOWED, DEADLY, IOCTLS, PRCTLS, SOCKETS, VHOST_IOCTLS};
 
 /// What a plan needs besides [`ALLOWED`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Calls {
     /// Unix sockets may be made, bound and connected: for who connects again to a peer that was restarted.
     pub sockets: bool,
+    /// Rings may be handed to the module vhost_blk, through a device that is open already.
+    pub vhost: bool,
     /// Single calls more, by number (`libc::SYS_…`), also of those that end the process.
     pub more: Vec<i64>,
 }
@@ -36,7 +38,7 @@ impl Calls {
     #[must_use]
     pub fn unmounting() -> Calls {
         let more = vec![libc::SYS_umount2, libc::SYS_fsopen, libc::SYS_fsconfig, libc::SYS_fsmount];
-        Calls { sockets: false, more }
+        Calls { more, ..Calls::default() }
     }
 }
 
@@ -73,12 +75,13 @@ const fn bits(value: libc::c_int) -> u32 {
 }
 
 /// With which arguments a call is allowed; empty: with any.
-fn conditions(call: i64) -> Result<Vec<SeccompRule>, BackendError> {
+fn conditions(call: i64, calls: &Calls) -> Result<Vec<SeccompRule>, BackendError> {
     match call {
         // Memory is never made executable.
         libc::SYS_mmap | libc::SYS_mprotect => one(masked(2, bits(libc::PROT_EXEC), 0)?),
         // Threads, and no processes. (clone3(2) has its flags in memory, which a filter cannot see: ENOSYS, and libc takes clone(2).)
         libc::SYS_clone => one(masked(0, bits(libc::CLONE_THREAD), bits(libc::CLONE_THREAD))?),
+        libc::SYS_ioctl if calls.vhost => any(1, &[&IOCTLS[..], &VHOST_IOCTLS[..]].concat()),
         libc::SYS_ioctl => any(1, &IOCTLS),
         libc::SYS_prctl => any(0, &PRCTLS),
         // For ourselves only.
@@ -97,7 +100,7 @@ pub(crate) fn filters(calls: &Calls) -> Result<Filters, BackendError> {
     let mut allowed = BTreeMap::new();
     let sockets: &[i64] = if calls.sockets { &SOCKETS } else { &[] };
     for call in ALLOWED.iter().chain(sockets).chain(&calls.more) {
-        allowed.insert(*call, conditions(*call)?);
+        allowed.insert(*call, conditions(*call, calls)?);
     }
     let deadly: BTreeMap<i64, Vec<SeccompRule>> = DEADLY
         .iter()

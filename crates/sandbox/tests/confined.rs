@@ -185,7 +185,7 @@ fn sockets_are_there_for_a_plan_that_asks() {
 }
 
 fn sockets() {
-    enter(Plan::new().calls(Calls { sockets: true, more: Vec::new() }));
+    enter(Plan::new().calls(Calls { sockets: true, ..Calls::default() }));
     assert_eq!(errno(UnixStream::connect("/nowhere")), libc::ENOENT);
     assert_eq!(errno(TcpListener::bind("127.0.0.1:0")), libc::ENOSYS);
 }
@@ -293,7 +293,7 @@ fn a_call_that_a_plan_names_is_allowed() {
 
 fn named() {
     let more = vec![libc::SYS_umount2];
-    enter(Plan::new().calls(Calls { sockets: false, more }));
+    enter(Plan::new().calls(Calls { more, ..Calls::default() }));
     // Landlock has the last word on mounts.
     let result = rustix::mount::unmount("/nowhere", rustix::mount::UnmountFlags::empty());
     assert!(result.is_err());

@@ -56,18 +56,30 @@ unpack() {
   rm -rf "$at"
 }
 
+# kernel_package NAME: the newest package NAME-VERSION whose version begins as wanted, or nothing.
+kernel_package() {
+  apt_private apt-cache search --names-only "^$1-${kernel_wanted//./\\.}.*-cloud-amd64\$" | awk '{print $1}' | sort -V | tail -n 1
+}
+
 # Puts vmlinuz, version and modules/lib/modules/VERSION into $kernel_dir, and busybox beside it.
 fetch_kernel() {
   [ -e "$kernel_dir/version" ] && [ -x "$busybox" ] && return
   local at=$cache/kernel/new.$$ name version
   mkdir -p "$cache/kernel"
   apt_lists || return
-  name=$(apt_private apt-cache search --names-only "^linux-binary-unsigned-${kernel_wanted//./\\.}.*-cloud-amd64\$" |
-    awk '{print $1}' | sort -V | tail -n 1)
-  [ -n "$name" ] || { echo "no linux-binary-unsigned-$kernel_wanted*-cloud-amd64 in trixie-backports"; return 1; }
-  version=${name#linux-binary-unsigned-}
+  name=$(kernel_package linux-binary-unsigned)
   rm -rf "$at"
-  unpack "$at/tree" "$name" "linux-modules-$version" busybox-static || return
+  if [ -n "$name" ]; then
+    version=${name#linux-binary-unsigned-}
+    unpack "$at/tree" "$name" "linux-modules-$version" busybox-static || return
+  else
+    # Kernels of trixie itself (6.12) are one package.
+    name=$(kernel_package linux-image)
+    [ -n "$name" ] || { echo "no linux-binary-unsigned-$kernel_wanted*-cloud-amd64 in trixie-backports, no linux-image in trixie"; return 1; }
+    version=${name#linux-image-}
+    unpack "$at/tree" "$name" busybox-static || return
+    mv "$at/tree/boot/vmlinuz-$version" "$at/tree/usr/lib/modules/$version/vmlinuz.unsigned" || return
+  fi
   mkdir -p "$at/modules/lib/modules"
   mv "$at/tree/usr/lib/modules/$version" "$at/modules/lib/modules/$version" || return
   mv "$at/modules/lib/modules/$version/vmlinuz.unsigned" "$at/vmlinuz" || return

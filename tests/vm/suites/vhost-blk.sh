@@ -1,9 +1,12 @@
-# Suite "vhost-blk": the kernel module, built for the machine's kernel, and a driver of ours on it (tests/vm/vhost_blk).
+# Suite "vhost-blk": the kernel module, built for the machine's kernel, and a driver of ours on it (tests/vm/vhost_blk); "module" is the
+# daemon's side of it (crates/vblk/tests/module.rs), "e2e_accel" `ringdisk serve --accel`.
 # Sourced by tests/vm/run.
 # shellcheck shell=bash disable=SC2154 # variables of tests/vm/run
 
 # The tests, each with its disk, engine and arguments. Disks are made in the machine (vhost-blk.job): memory is brd, the others but tmpfs
-# and ext4 (files) are null_blk, ending in interrupts after 20 us, 30 ms or 1 s, or with bad blocks. RINGDISK_FULL kills a hundred times.
+# and ext4 (files), frozen (a file on ext4 in a loop device) and scsi (scsi_debug, with bad sectors) are null_blk, ending in interrupts after
+# 20 us, 1 ms (gone), 30 ms or 1 s, or with bad blocks. RINGDISK_FULL kills a hundred times, and fuzzes for ten minutes in place of 10 s.
+# Other kernels than 7.3 (RINGDISK_VM_KERNEL) run the same tests.
 vhost_blk_tests() {
   cat <<'LIST'
 control      memory  kiocb
@@ -29,6 +32,22 @@ rings        memory  kiocb
 rings        quick   bio
 errors       bad     kiocb
 errors       bad     bio
+errors       scsi    kiocb
+errors       scsi    bio
+memory       memory  kiocb
+memory       quick   bio
+holes        quick   kiocb
+holes        quick   bio
+holes        ext4    kiocb
+addresses    middle  kiocb
+addresses    middle  bio
+interrupted  slow    kiocb
+interrupted  slow    bio
+frozen       frozen  kiocb
+dying        slow    kiocb
+dying        slow    bio
+removal      gone    kiocb
+removal      gone    bio
 kill         slow    kiocb 5
 kill         slow    bio 5
 kill         middle  kiocb 20
@@ -49,12 +68,23 @@ load         memory  bio 4
 load         quick   kiocb 4 1
 load         quick   kiocb 4
 load         quick   bio 4
+fuzz         quick   default 10
+removal      scsi    bio
 LIST
 }
 
-# suite_job FILTER…: builds module and driver, prints the job that runs them.
+# Builds the workspace's tests that need the module; prints the name, directory and program of each: those of the daemon's side of it, and
+# of `ringdisk serve --accel`.
+vhost_blk_programs() {
+  # The whole workspace, as `./test` builds it: other sets of packages would be other builds.
+  cargo test --no-run --manifest-path "$project/Cargo.toml" --workspace --message-format=json >"$run/cargo" || return
+  sed -n 's/.*"reason":"compiler-artifact".*"manifest_path":"\([^"]*\)\/Cargo.toml".*"kind":\["test"\].*"name":"\(module\|e2e_accel\)","src_path".*"executable":"\([^"]*\)".*/\2 \1 \3/p' \
+    "$run/cargo"
+}
+
+# suite_job FILTER…: builds module, driver and programs of tests, prints the job that runs them.
 suite_job() {
-  local module name disk engine words each
+  local module name disk engine words each directory program
   module=$("$project/kernel/vhost-blk/build" "$(cat "$kernel_dir/version")" 2>"$run/build.log") || { cat "$run/build.log" >&2; return 1; }
   [[ $module == *"/$(cat "$kernel_dir/version")-"* ]] ||
     { echo "vm: no headers of this kernel any more; remove $kernel_dir" >&2; return 1; }
@@ -64,12 +94,22 @@ suite_job() {
   cat "$here/suites/vhost-blk.job"
   while read -r name disk engine words; do
     for each in "${@:-}"; do
-      if [[ $name == kill || $name == crash ]] && [ -n "${RINGDISK_FULL:-}" ]; then words=100; fi
+      if [ -n "${RINGDISK_FULL:-}" ]; then
+        case $name in kill | crash) words=100 ;; fuzz) words=600 ;; esac
+      fi
       if [[ "$name $disk $engine" == *"$each"* ]]; then
         echo "check $name $disk $engine $words"
         break
       fi
     done
   done < <(vhost_blk_tests)
+  vhost_blk_programs >"$run/programs" && [ "$(wc -l <"$run/programs")" = 2 ] || { echo "vm: not all programs of tests were built" >&2; return 1; }
+  while read -r name directory program; do
+    for each in "${@:-}"; do
+      [[ $name == *"$each"* ]] || continue
+      printf 'program %q %q %q\n' "$name" "$directory" "$program"
+      break
+    done
+  done <"$run/programs"
   echo 'summary'
 }

@@ -7,8 +7,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/timerfd.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -225,6 +229,16 @@ void test_control(struct disk *disk)
 	refused(&guest, VHOST_NEW_WORKER, &zero, EPERM, "NEW_WORKER before the owner");
 	close(guest.fd);
 
+	/* Rings, but no memory. */
+	guest.fd = open(device_path, O_RDWR | O_CLOEXEC);
+	CHECK(!device_ioctl(&guest, RINGDISK_VBLK_SETUP, &setup) && !device_ioctl(&guest, VHOST_SET_OWNER, NULL) &&
+	      !device_ioctl(&guest, VHOST_SET_FEATURES, &features), "a device without memory");
+	close(disk_open(&opened));
+	guest_disk(&guest, &opened);
+	ring_attach(&guest, 0);
+	refused(&guest, RINGDISK_VBLK_START, &zero, EFAULT, "START without memory");
+	close(guest.fd);
+
 	guest_open(&guest, features);
 	refused(&guest, 0xdeadbeef, &zero, ENOTTY, "no ioctl at all");
 	refused(&guest, VHOST_SET_OWNER, NULL, EBUSY, "a second SET_OWNER");
@@ -247,6 +261,18 @@ void test_control(struct disk *disk)
 	CHECK(try_disk(&guest, &opened, guest.fd) == -1 && errno == EINVAL, "the device as its own disk");
 	int proc = open("/proc/self/mem", O_RDWR);
 	CHECK(try_disk(&guest, &opened, proc) == -1, "a process as disk");
+	int others[] = { eventfd(0, 0), epoll_create1(0), socket(AF_UNIX, SOCK_STREAM, 0), timerfd_create(CLOCK_MONOTONIC, 0),
+		open(device_path, O_RDWR), open("/dev/zero", O_RDWR), open("/sys/kernel/debug", O_RDONLY), pipes[1] };
+	for (unsigned i = 0; i < sizeof(others) / sizeof(*others); i++) {
+		struct vhost_vring_file file = { 0, others[i] };
+
+		CHECK(try_disk(&guest, &opened, others[i]) == -1 && errno == EINVAL, "descriptor of kind %u as disk", i);
+		/* Only the first is an eventfd. */
+		CHECK(!device_ioctl(&guest, VHOST_SET_VRING_KICK, &file) == !i, "descriptor of kind %u as kick", i);
+		CHECK(!device_ioctl(&guest, VHOST_SET_VRING_CALL, &file) == !i, "descriptor of kind %u as call", i);
+		CHECK(!device_ioctl(&guest, VHOST_SET_VRING_ERR, &file) == !i, "descriptor of kind %u as error", i);
+		close(others[i]);
+	}
 	int path = open(disk->path, O_PATH);
 	CHECK(try_disk(&guest, &opened, path) == -1 && errno == EBADF, "a path as disk");
 	wrong = opened;
@@ -261,6 +287,9 @@ void test_control(struct disk *disk)
 	wrong = opened;
 	wrong.engine = 7;
 	CHECK(try_disk(&guest, &wrong, fd) == -1 && errno == EINVAL, "an unknown engine");
+	wrong = opened;
+	wrong.capacity = 512 + 100;
+	CHECK(try_disk(&guest, &wrong, fd) == -1 && errno == EINVAL, "a part of a block");
 	CHECK(!try_disk(&guest, &opened, fd) && !try_disk(&guest, &opened, fd), "SET_DISK twice");
 	refused(&guest, RINGDISK_VBLK_START, &zero, EFAULT, "START of a ring without memory");
 	ring_attach(&guest, 0);

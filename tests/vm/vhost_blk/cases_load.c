@@ -3,6 +3,8 @@
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -10,6 +12,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -37,6 +40,9 @@ struct load {
 	uint64_t requests;
 	uint64_t done;
 	bool verify, mixed;
+	/* Errors are counted, not a failure. */
+	bool may_fail;
+	uint64_t failed;
 	/* What each block holds: 0, nothing known; busy while a request for it is in flight. */
 	uint32_t *generation;
 	bool *busy;
@@ -100,7 +106,9 @@ static void finish(struct load *load, int head)
 
 	while (slot->head != head)
 		slot++;
-	CHECK(slot->status == VIRTIO_BLK_S_OK, "queue %u: status %u", load->ring->index, slot->status);
+	CHECK(slot->status == VIRTIO_BLK_S_OK || (load->may_fail && slot->status == VIRTIO_BLK_S_IOERR), "queue %u: status %u",
+	      load->ring->index, slot->status);
+	load->failed += slot->status != VIRTIO_BLK_S_OK;
 	if (load->verify) {
 		CHECK(slot->write || stamped(slot->data, load->first + slot->block, load->generation[slot->block]),
 		      "queue %u: block %llu is not as it was written", load->ring->index, (unsigned long long)slot->block);
@@ -114,6 +122,8 @@ static void *run(void *argument)
 {
 	struct load *load = argument;
 	uint64_t begun = 0;
+	struct rusage usage;
+	struct timespec spent;
 
 	while (load->done < load->requests) {
 		bool more = !load->end || !atomic_load(load->end);
@@ -133,6 +143,10 @@ static void *run(void *argument)
 			finish(load, head);
 		while ((head = ring_pop(load->ring, NULL)) >= 0);
 	}
+	getrusage(RUSAGE_THREAD, &usage);
+	clock_gettime(CLOCK_THREAD_CPUTIME_ID, &spent);
+	__atomic_fetch_add(&load->guest->own_ns, spent.tv_sec * 1000000000ull + spent.tv_nsec, __ATOMIC_RELAXED);
+	__atomic_fetch_add(&load->guest->own_switches, usage.ru_nvcsw + usage.ru_nivcsw, __ATOMIC_RELAXED);
 	return NULL;
 }
 
@@ -203,13 +217,82 @@ void test_verify(struct disk *disk)
 	guest_close(&guest);
 }
 
+/* What workers have cost: nanoseconds and context switches. */
+struct cost { uint64_t worker_ns, worker_switches, idle_ticks; };
+
+/*
+ * Of the workers; and how long the first CPU was idle, in ticks of 10 ms. Everything runs there when instructions
+ * are counted (bench/vm/vhost-blk).
+ */
+static struct cost cost_now(void)
+{
+	struct cost cost = { 0 };
+	DIR *directory = opendir("/proc/self/task");
+	struct dirent *entry;
+	char path[300], line[256];
+	FILE *file;
+
+	while (directory && (entry = readdir(directory))) {
+		unsigned long long ns = 0, switches = 0, number;
+		bool worker = false;
+
+		if (entry->d_name[0] == '.')
+			continue;
+		snprintf(path, sizeof(path), "/proc/self/task/%s/schedstat", entry->d_name);
+		if ((file = fopen(path, "r"))) {
+			CHECK(fscanf(file, "%llu", &ns) == 1, "%s", path);
+			fclose(file);
+		}
+		snprintf(path, sizeof(path), "/proc/self/task/%s/status", entry->d_name);
+		file = fopen(path, "r");
+		while (file && fgets(line, sizeof(line), file)) {
+			worker |= !strncmp(line, "Name:\tvhost-", 12);
+			if (sscanf(line, "voluntary_ctxt_switches: %llu", &number) == 1 ||
+			    sscanf(line, "nonvoluntary_ctxt_switches: %llu", &number) == 1)
+				switches += number;
+		}
+		if (file)
+			fclose(file);
+		if (worker) {
+			cost.worker_ns += ns;
+			cost.worker_switches += switches;
+		}
+	}
+	if (directory)
+		closedir(directory);
+	if ((file = fopen("/proc/stat", "r"))) {
+		unsigned long long idle = 0, iowait = 0;
+
+		while (fgets(line, sizeof(line), file))
+			if (sscanf(line, "cpu0 %*u %*u %*u %llu %llu", &idle, &iowait) == 2)
+				cost.idle_ticks = idle + iowait;
+		fclose(file);
+	}
+	return cost;
+}
+
+/* One line for bench/vm/vhost-blk, each figure per request. */
+static void report_cost(const struct guest *guest, const struct cost *from, uint64_t done, double seconds)
+{
+	struct cost to = cost_now();
+	/* The guest's threads have ended, and have said what they took. */
+	uint64_t own_ns = guest->own_ns, own_switches = guest->own_switches;
+	double busy_ns = seconds * 1e9 - (to.idle_ticks - from->idle_ticks) * 1e7;
+
+	printf("row: worker ns %.0f, all but the guest's threads ns %.0f, the guest's threads ns %.0f, switches of workers %.3f, of the guest %.3f\n",
+	       (double)(to.worker_ns - from->worker_ns) / done, (busy_ns - own_ns) / done, (double)own_ns / done,
+	       (double)(to.worker_switches - from->worker_switches) / done, (double)own_switches / done);
+}
+
 /* Random reads; with `workers` 1, of one worker for all queues. */
 void test_load(struct disk *disk, unsigned queues, unsigned workers)
 {
+	const char *requests = getenv("RINGDISK_LOAD_REQUESTS");
 	struct load loads[QUEUES_MAX];
 	struct guest guest;
+	struct cost from;
 	uint64_t done;
-	double start;
+	double start, seconds;
 	char what[64];
 
 	CHECK(queues <= QUEUES_MAX, "at most %u queues", QUEUES_MAX);
@@ -224,11 +307,15 @@ void test_load(struct disk *disk, unsigned queues, unsigned workers)
 	} else {
 		guest_run(&guest, disk, queues);
 	}
+	from = cost_now();
 	start = now();
-	begin(loads, &guest, disk, 20000, false, false, NULL);
+	begin(loads, &guest, disk, requests ? strtoul(requests, NULL, 0) : 20000, false, false, NULL);
 	done = end_all(loads, &guest);
+	seconds = now() - start;
 	snprintf(what, sizeof(what), "load, %u queues, %u workers", queues, workers == 1 ? 1 : queues);
-	report(&guest, what, done, now() - start);
+	report(&guest, what, done, seconds);
+	if (requests)
+		report_cost(&guest, &from, done, seconds);
 	guest_stop(&guest);
 	guest_close(&guest);
 }
@@ -450,4 +537,48 @@ void test_workers(struct disk *disk)
 	CHECK(transfer(&guest, &guest.rings[3], false, 0, take(&guest, 4096, 4096), 4096) == VIRTIO_BLK_S_OK, "a read");
 	guest_stop(&guest);
 	guest_close(&guest);
+}
+
+static int write_to(const char *path, const char *what)
+{
+	int fd = open(path, O_WRONLY), written = fd < 0 ? -1 : write(fd, what, strlen(what));
+
+	if (fd >= 0)
+		close(fd);
+	return written;
+}
+
+/*
+ * The disk goes away under load (null_blk, switched off and on again; scsi_debug, deleted for good): errors from then on, and all is
+ * answered.
+ */
+void test_removal(struct disk *disk)
+{
+	struct load loads[QUEUES_MAX];
+	atomic_bool end = false;
+	struct guest guest;
+	char path[PATH_MAX], real[PATH_MAX];
+	bool scsi = !strcmp(disk->path, "/dev/scsi");
+	uint64_t failed = 0, done;
+
+	guest_run(&guest, disk, 4);
+	begin(loads, &guest, disk, UINT64_MAX, false, true, &end);
+	for (unsigned i = 0; i < guest.queues; i++)
+		loads[i].may_fail = true;
+	usleep(300000);
+	CHECK(realpath(disk->path, real), "%s", disk->path);
+	snprintf(path, sizeof(path), scsi ? "/sys/block/%.64s/device/delete" : "/sys/kernel/config/nullb/%.64s/power", strrchr(real, '/') + 1);
+	CHECK(write_to(path, scsi ? "1" : "0") == 1, "%s", path);
+	usleep(300000);
+	atomic_store(&end, true);
+	done = end_all(loads, &guest);
+	for (unsigned i = 0; i < guest.queues; i++)
+		failed += loads[i].failed;
+	CHECK(failed && failed < done, "%llu of %llu requests failed", (unsigned long long)failed, (unsigned long long)done);
+	printf("%llu requests, %llu of them after the removal\n", (unsigned long long)done, (unsigned long long)failed);
+	/* Flushes and slow operations, too. */
+	CHECK(request(&guest, &guest.rings[0], VIRTIO_BLK_T_FLUSH, 0, NULL, 0, false) != VIRTIO_BLK_S_UNSUPP, "a flush");
+	guest_stop(&guest);
+	guest_close(&guest);
+	CHECK(scsi || write_to(path, "1") == 1, "%s", path);
 }

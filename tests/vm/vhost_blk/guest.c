@@ -73,10 +73,16 @@ static void ring_new(struct guest *guest, unsigned index)
 
 void guest_new(struct guest *guest, unsigned queues)
 {
-	*guest = (struct guest){ .fd = -1, .queues = queues };
-	guest->memory_fd = memfd_create("guest", MFD_CLOEXEC);
-	CHECK(guest->memory_fd >= 0 && !ftruncate(guest->memory_fd, MEMORY_BYTES), "memfd");
-	guest->memory = mmap(NULL, MEMORY_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, guest->memory_fd, 0);
+	int fd = memfd_create("guest", MFD_CLOEXEC);
+
+	CHECK(fd >= 0 && !ftruncate(fd, MEMORY_BYTES), "memfd");
+	guest_memory(guest, queues, fd, MAP_SHARED);
+}
+
+void guest_memory(struct guest *guest, unsigned queues, int fd, int flags)
+{
+	*guest = (struct guest){ .fd = -1, .queues = queues, .memory_fd = fd };
+	guest->memory = mmap(NULL, MEMORY_BYTES, PROT_READ | PROT_WRITE, flags, fd, 0);
 	CHECK(guest->memory != MAP_FAILED, "mmap");
 	for (unsigned i = 0; i < queues; i++)
 		ring_new(guest, i);
@@ -206,10 +212,15 @@ void guest_close(struct guest *guest)
 void guest_run(struct guest *guest, struct disk *disk, unsigned queues)
 {
 	guest_new(guest, queues);
+	guest_run_on(guest, disk);
+}
+
+void guest_run_on(struct guest *guest, struct disk *disk)
+{
 	guest_open(guest, BLK_FEATURES);
 	close(disk_open(disk));
 	guest_disk(guest, disk);
-	for (unsigned i = 0; i < queues; i++)
+	for (unsigned i = 0; i < guest->queues; i++)
 		ring_attach(guest, i);
 	guest_workers(guest);
 	guest_start(guest);
@@ -273,6 +284,11 @@ void ring_publish(struct ring *ring)
 	if (!vring_need_event(event, ring->shown, old))
 		return;
 	ring->kicks++;
+	CHECK(!eventfd_write(ring->kick, 1), "kick");
+}
+
+void eventfd_kick(struct ring *ring)
+{
 	CHECK(!eventfd_write(ring->kick, 1), "kick");
 }
 

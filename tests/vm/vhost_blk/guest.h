@@ -64,6 +64,8 @@ struct guest {
 	uint64_t features;
 	unsigned queues;
 	struct ring rings[QUEUES_MAX];
+	/* What threads that drive rings have cost, once they have ended. */
+	uint64_t own_ns, own_switches;
 };
 
 /* Which disk, and how. */
@@ -77,6 +79,8 @@ extern const char *device_path;
 
 /* Memory and rings; not the device. The memory is shared with processes that are forked. */
 void guest_new(struct guest *guest, unsigned queues);
+/* The same with memory of another kind: MEMORY_BYTES of a file, or -1 with MAP_ANONYMOUS. */
+void guest_memory(struct guest *guest, unsigned queues, int fd, int flags);
 /* Opens the device and says all that it has to know, for a ring too; starts nothing. */
 void guest_open(struct guest *guest, uint64_t features);
 void guest_disk(struct guest *guest, const struct disk *disk);
@@ -91,6 +95,8 @@ void guest_stop(struct guest *guest);
 void guest_close(struct guest *guest);
 /* All at once: open, disk, rings, workers, start. */
 void guest_run(struct guest *guest, struct disk *disk, unsigned queues);
+/* All but the memory. */
+void guest_run_on(struct guest *guest, struct disk *disk);
 struct ringdisk_vblk_stats stats_of(struct guest *guest, unsigned index);
 int device_ioctl(struct guest *guest, unsigned long request, const void *argument);
 
@@ -100,6 +106,8 @@ uint64_t guest_address(const struct guest *guest, const void *at);
 /* Adds a chain, in a table when there is to be one. Returns its head, or -1: the ring is full. */
 int ring_add(struct guest *guest, struct ring *ring, const struct segment *segments, unsigned count, bool indirect);
 void ring_publish(struct ring *ring);
+/* A kick, wanted or not. */
+void eventfd_kick(struct ring *ring);
 /* The head of a used chain, or -1. */
 int ring_pop(struct ring *ring, uint32_t *written);
 /* Waits for one, on the eventfd. */

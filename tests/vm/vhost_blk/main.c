@@ -2,7 +2,7 @@
 /*
  * Tests of the module vhost_blk, one for each run:  driver TEST DISK ENGINE [ARGUMENT]
  *
- * DISK: a block device or file, whose content is lost. ENGINE: kiocb or bio. Prints a line for a test that passed; ends with 1 and a
+ * DISK: a block device or file, whose content is lost. ENGINE: kiocb, bio or default. Prints a line for a test that passed; ends with 1 and a
  * reason otherwise.
  */
 #include <stdio.h>
@@ -25,6 +25,14 @@ void test_rings(struct disk *disk);
 void test_control(struct disk *disk);
 void test_races(struct disk *disk);
 void test_workers(struct disk *disk);
+void test_removal(struct disk *disk);
+void test_memory(struct disk *disk);
+void test_holes(struct disk *disk);
+void test_addresses(struct disk *disk);
+void test_interrupted(struct disk *disk);
+void test_frozen(struct disk *disk);
+void test_dying(struct disk *disk);
+void test_fuzz(struct disk *disk, unsigned seconds);
 
 int main(int argc, char **argv)
 {
@@ -34,11 +42,12 @@ int main(int argc, char **argv)
 
 	setvbuf(stdout, NULL, _IOLBF, 0);
 	if (argc < 4) {
-		fprintf(stderr, "usage: driver TEST DISK kiocb|bio [ARGUMENT…]\n");
+		fprintf(stderr, "usage: driver TEST DISK kiocb|bio|default [ARGUMENT…]\n");
 		return 2;
 	}
 	disk.path = argv[2];
-	disk.engine = !strcmp(argv[3], "bio") ? RINGDISK_VBLK_ENGINE_BIO : RINGDISK_VBLK_ENGINE_KIOCB;
+	disk.engine = !strcmp(argv[3], "bio") ? RINGDISK_VBLK_ENGINE_BIO :
+		!strcmp(argv[3], "kiocb") ? RINGDISK_VBLK_ENGINE_KIOCB : RINGDISK_VBLK_ENGINE_DEFAULT;
 	if (!strcmp(test, "requests"))
 		test_requests(&disk);
 	else if (!strcmp(test, "verify"))
@@ -67,6 +76,22 @@ int main(int argc, char **argv)
 		test_races(&disk);
 	else if (!strcmp(test, "workers"))
 		test_workers(&disk);
+	else if (!strcmp(test, "removal"))
+		test_removal(&disk);
+	else if (!strcmp(test, "memory"))
+		test_memory(&disk);
+	else if (!strcmp(test, "holes"))
+		test_holes(&disk);
+	else if (!strcmp(test, "addresses"))
+		test_addresses(&disk);
+	else if (!strcmp(test, "interrupted"))
+		test_interrupted(&disk);
+	else if (!strcmp(test, "frozen"))
+		test_frozen(&disk);
+	else if (!strcmp(test, "dying"))
+		test_dying(&disk);
+	else if (!strcmp(test, "fuzz"))
+		test_fuzz(&disk, number ? number : 10);
 	else
 		fail("there is no test %s", test);
 	printf("passed: %s %s %s\n", test, disk.path, argv[3]);

@@ -17,6 +17,7 @@ use ringdisk_ring::Ring;
 use super::sync::lock;
 use super::{Gateway, Graph, State, shards};
 use crate::gate::Pass as Turn;
+use crate::watch::{Change, ChangeWatch};
 
 /// How often a change looks by itself whether it is alone; see `shards.rs`.
 const LOOK: Duration = Duration::from_millis(5);
@@ -30,6 +31,17 @@ pub(crate) struct Drained<'a> {
     is_under_way: bool,
     /// Changes take turns; let go after the gate is open.
     _turn: Turn<'a>,
+    /// The last: who wants to know finds the gate open.
+    _over: Over<'a>,
+}
+
+/// Tells that a change is over.
+struct Over<'a>(&'a ChangeWatch);
+
+impl Drop for Over<'_> {
+    fn drop(&mut self) {
+        self.0.tell(Change::Over);
+    }
 }
 
 impl Gateway {
@@ -37,14 +49,18 @@ impl Gateway {
     ///
     /// * `turn`: that of this change; changes take turns.
     pub(crate) async fn drain<'a>(&'a self, ring: &Ring, turn: Turn<'a>) -> Drained<'a> {
+        let over = Over(&self.change_watch);
         let mut closed = self.shards.close();
+        // Whoever holds the disk from now on waits for this change.
+        self.change_watch.tell(Change::Coming);
         loop {
             let alone = poll_fn(|context| closed.poll_alone(context));
             if ring.within(LOOK, alone).await.is_ok() {
                 break;
             }
         }
-        Drained { closed, gateway: self, graph: self.current(), is_under_way: false, _turn: turn }
+        let graph = self.current();
+        Drained { closed, gateway: self, graph, is_under_way: false, _turn: turn, _over: over }
     }
 }
 

@@ -25,6 +25,7 @@ use crate::chain::Chain;
 use crate::guard::SectorGuard;
 use crate::layer::{Layer, Node};
 use crate::live::Tracker;
+use crate::watch::{ChangeCallback, ChangeWatch};
 
 pub(crate) use drain::Drained;
 
@@ -179,6 +180,7 @@ pub(crate) struct Gateway {
     shards: shards::Shards<Arc<Graph>>,
     /// The graph in place, for the control path, which need not wait for a change.
     current: Mutex<Arc<Graph>>,
+    change_watch: ChangeWatch,
 }
 
 impl Gateway {
@@ -187,6 +189,7 @@ impl Gateway {
         Gateway {
             shards: shards::Shards::new(Arc::clone(&graph), SHARDS),
             current: Mutex::new(graph),
+            change_watch: ChangeWatch::default(),
         }
     }
 
@@ -198,6 +201,16 @@ impl Gateway {
             Some(pass) => pass,
             None => self.shards.enter(shard).await,
         }
+    }
+
+    /// As [`Gateway::enter`]; `None` while a change is under way.
+    pub(crate) fn try_enter(&self) -> Option<Pass<'_>> {
+        self.shards.try_enter(own_shard())
+    }
+
+    /// Tells `callback` of changes from now on; only the first one.
+    pub(crate) fn watch(&self, callback: ChangeCallback) {
+        self.change_watch.set(callback);
     }
 
     /// The graph in place. Control path: takes a lock for a moment, and the images may be closed by a

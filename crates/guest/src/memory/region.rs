@@ -74,6 +74,11 @@ impl Region {
         self.fd.as_fd()
     }
 
+    /// Address of its first byte in this process: for a kernel that is told where the memory is, never to follow.
+    pub fn address(&self) -> usize {
+        self.mapping.start().addr()
+    }
+
     /// All of it as a buffer of the calling thread.
     pub fn buffer(&self) -> IoBuf {
         self.shared.buffer()

@@ -354,6 +354,14 @@ impl Queue {
         }
     }
 
+    /// Whether there is still something that a process before us had taken, to be popped again. Split queues only: packed ones need no answer.
+    pub fn has_replays(&self) -> bool {
+        match &self.ring {
+            Ring::Split(ring) => ring.has_replays(),
+            Ring::Packed(_) => false,
+        }
+    }
+
     /// Where it would go on, in the form of [`QueueConfig::base`]. What is in flight is not counted as still to come.
     pub fn base(&self) -> u32 {
         match &self.ring {

@@ -94,6 +94,11 @@ impl Split {
         self.area.as_ref().and_then(SplitArea::given_up)
     }
 
+    /// What a process before us had taken, and nobody has taken again.
+    pub(super) fn has_replays(&self) -> bool {
+        !self.again.is_empty()
+    }
+
     pub(super) fn base(&self) -> u32 {
         u32::from(self.next_avail)
     }

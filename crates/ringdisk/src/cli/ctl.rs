@@ -7,6 +7,7 @@ use ringdisk_disk::Format;
 
 use crate::cli::names::parse_snapshot;
 use crate::cli::words::PreallocationWord;
+use crate::cli::words::parse_switch;
 use crate::cli::{ProgressArgs, format_parser};
 use crate::size::{SizeChange, parse_size_change};
 
@@ -85,6 +86,14 @@ pub(crate) enum CtlCommand {
         format: Option<Format>,
         #[command(flatten)]
         show: ProgressArgs,
+    },
+    /// Let the host kernel move the data of a virtual machine's disk, or take that back (`ringdisk serve --accel`)
+    ///
+    /// Either way only requests in flight are waited for, and the guest notices nothing. `off` lasts until `on`.
+    Accel {
+        /// on or off
+        #[arg(value_name = "on|off", value_parser = parse_switch, action = clap::ArgAction::Set)]
+        on: bool,
     },
     /// End the mount, as Ctrl-C does; of several disks of one process this one only
     Stop,

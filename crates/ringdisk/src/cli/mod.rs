@@ -38,7 +38,10 @@ pub(crate) use image::ImageArgs;
 pub(crate) use look::{InfoArgs, LookArgs, MapArgs, PoolArgs};
 pub(crate) use mount::{MountArgs, MountPaths, UmountArgs, ZeroCopyWord};
 pub(crate) use placement::{NumaWord, PlacementArgs, StayWord, Threads, TransportWord};
-pub(crate) use serve::{DiskArgs, OnErrorWord, SecondWord, ServeArgs, ServedDisk, SocketArgs};
+pub(crate) use serve::{
+    AccelWord, DeviceArgs, DiskArgs, EngineWord, OnErrorWord, PackedWord, SecondWord, ServeArgs,
+    ServedDisk, SocketArgs,
+};
 pub(crate) use topology::TopologyArgs;
 pub(crate) use words::{
     DetectZeroesWord, DiscardWord, PreallocationWord, SandboxArgs, SandboxWord,

@@ -8,7 +8,6 @@ use ringdisk_vhost::export::{
     QUEUE_SIZE_MAX, QUEUES_MAX, THREADS_MAX, check_block_size, check_serial,
 };
 
-use crate::cli::words::parse_switch;
 use crate::cli::{DiskWords, ImageArgs, NumaWord, SandboxArgs, Threads, refuse};
 use crate::size::parse_size;
 
@@ -173,10 +172,11 @@ pub(crate) struct DeviceArgs {
     #[arg(long, value_name = "SIZE", value_parser = parse_block_size, help_heading = "Device options")]
     pub(crate) physical_block_size: Option<u32>,
 
-    /// Offer packed virtqueues; a virtual machine that does not ask for them (packed=on) has split ones
-    #[arg(long, value_name = "on|off", value_parser = parse_switch, action = clap::ArgAction::Set, default_value = "on",
-          help_heading = "Device options")]
-    pub(crate) packed: bool,
+    /// Offer packed virtqueues: on, off, or auto, which does unless the kernel could serve split ones (--accel)
+    ///
+    /// A virtual machine that does not ask for them (packed=on) has split ones.
+    #[arg(long, value_name = "WHEN", value_enum, default_value_t, help_heading = "Device options")]
+    pub(crate) packed: PackedWord,
 
     /// What an error of the image does besides being told to the guest: report it here, or stop serving the disk too
     #[arg(long, value_name = "WHAT", value_enum, default_value_t, help_heading = "Device options")]
@@ -208,6 +208,35 @@ pub(crate) struct DeviceArgs {
     )]
     pub(crate) numa: NumaWord,
 
+    /// Let the host kernel move the data of a plain disk: auto (where it can), off, require (or serve nothing)
+    ///
+    /// Needs the module vhost_blk of ringdisk (docs/vhost-blk.md), a raw image or block device without anything between (--format raw,
+    /// --cache none), and a guest with split virtqueues. The log and `ringdisk ctl TARGET stats` say why it is not done; `ringdisk ctl TARGET
+    /// accel off` ends it at any moment. Snapshots, migrations and resizes take the virtqueues back for as long as they take.
+    #[arg(
+        long,
+        value_name = "WHEN",
+        value_enum,
+        default_value_t,
+        help_heading = "Serving options"
+    )]
+    pub(crate) accel: AccelWord,
+
+    /// How the kernel moves data: auto (what takes fewer instructions), kiocb (files and block devices), bio (block devices)
+    #[arg(
+        long,
+        value_name = "ENGINE",
+        value_enum,
+        default_value_t,
+        help_heading = "Serving options"
+    )]
+    pub(crate) accel_engine: EngineWord,
+
+    /// Threads of the kernel for it [default: one for each virtqueue]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(QUEUES_MAX)),
+          help_heading = "Serving options")]
+    pub(crate) accel_workers: Option<u16>,
+
     /// Register all memory of the guest with io_uring: less CPU time for each request
     ///
     /// Pins all of it, so all of it is taken at once, and cannot be given back by ballooning nor be swapped. It counts as locked memory
@@ -228,6 +257,53 @@ pub(crate) enum SecondWord {
     Wait,
     /// It is sent away
     Refuse,
+}
+
+/// Whether packed virtqueues are offered.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum PackedWord {
+    /// Unless the kernel could serve split ones
+    #[default]
+    Auto,
+    /// They are
+    On,
+    /// They are not
+    Off,
+}
+
+impl PackedWord {
+    /// As options spell it.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            PackedWord::Auto => "auto",
+            PackedWord::On => "on",
+            PackedWord::Off => "off",
+        }
+    }
+}
+
+/// Whether the host kernel moves the data.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum AccelWord {
+    /// Where it can
+    #[default]
+    Auto,
+    /// Never
+    Off,
+    /// Or nothing is served
+    Require,
+}
+
+/// How the host kernel moves the data.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum EngineWord {
+    /// As the module thinks best
+    #[default]
+    Auto,
+    /// As files do
+    Kiocb,
+    /// As block devices do
+    Bio,
 }
 
 /// What an error of the image does.

@@ -8,7 +8,7 @@ use crate::alive;
 use crate::cli::{CtlArgs, CtlCommand, ProgressArgs};
 use crate::commands::output::json_text;
 use crate::control::client::Client;
-use crate::control::protocol::{Command, Commit, NewBacking, NewSize, Resize, Snapshot};
+use crate::control::protocol::{Accel, Command, Commit, NewBacking, NewSize, Resize, Snapshot};
 use crate::job::Job;
 use crate::new_image::check_new_name;
 use crate::report::{Exit, Failure};
@@ -49,6 +49,8 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
         CtlCommand::Commit { show, .. } if !show.quiet => terminal::say("Image committed."),
         CtlCommand::Backing { show, .. } if !show.quiet => terminal::say("Backing file changed."),
         CtlCommand::Commit { .. } | CtlCommand::Backing { .. } => {}
+        CtlCommand::Accel { on: true } => terminal::say("The kernel serves the disk now."),
+        CtlCommand::Accel { on: false } => terminal::say("The queue threads serve the disk now."),
         CtlCommand::Stop => {
             let has_ended = client.wait_for_end(STOP_WAIT);
             if !(has_ended && client.mountpoint.as_deref().is_none_or(alive::wait)) {
@@ -86,6 +88,7 @@ fn command_of(command: &CtlCommand) -> Result<Command, Failure> {
     Ok(match command {
         CtlCommand::Stats { .. } => Command::Stats,
         CtlCommand::Stop => Command::Stop,
+        CtlCommand::Accel { on } => Command::Accel(Accel { on: *on }),
         CtlCommand::Resize { size, shrink, preallocation } => Command::Resize(Resize {
             size: match *size {
                 SizeChange::To(size) => NewSize::To(size),

@@ -33,13 +33,20 @@ pub(crate) trait Serving: Send + Sync {
 
     /// The machine, and where the disk is served on it; with the text for people under `text`.
     fn topology(&self) -> Value;
+
+    /// Lets the host kernel move the data, or not. Waits until that is so.
+    ///
+    /// Errors: why it stays as it is.
+    fn switch_accel(&self, _on: bool) -> Result<(), String> {
+        Err(String::from("only disks of virtual machines can be accelerated (`ringdisk serve`)"))
+    }
 }
 
 /// A disk under control.
 pub(crate) struct DiskControl {
     /// `None` when it is served no longer.
     disk: Mutex<Option<Arc<Disk>>>,
-    serving: Box<dyn Serving>,
+    serving: Arc<dyn Serving>,
     /// The command that changes the disk now.
     changing: Mutex<Option<Arc<Progress>>>,
     /// What the process is confined to, when it is known.
@@ -57,7 +64,7 @@ impl DiskControl {
     ) -> DiskControl {
         DiskControl {
             disk: Mutex::new(Some(disk)),
-            serving: Box::new(serving),
+            serving: Arc::new(serving),
             changing: Mutex::new(None),
             sandbox: OnceLock::new(),
             stop: Box::new(stop),
@@ -138,6 +145,16 @@ impl DiskControl {
             object.insert(String::from("text"), json!(text));
         }
         Ok(value)
+    }
+
+    async fn accel(&self, ring: &Ring, on: bool) -> Result<Value, Failure> {
+        let serving = Arc::clone(&self.serving);
+        // Requests that the kernel has are waited for.
+        let switched = ring.offload(move || serving.switch_accel(on)).await;
+        match switched {
+            Ok(()) => Ok(json!({ "on": on })),
+            Err(why) => Err(Failure::new(Exit::Usage, why)),
+        }
     }
 
     async fn resize(&self, ring: &Ring, wanted: &Resize) -> Result<Value, Failure> {
@@ -285,6 +302,7 @@ impl Commands for DiskControl {
         match Command::read(request)? {
             Command::Stats => Ok(self.stats()?),
             Command::Topology => Ok(self.serving.topology()),
+            Command::Accel(wanted) => Ok(self.accel(ring, wanted.on).await?),
             Command::Stop => {
                 self.cancel();
                 (self.stop)();

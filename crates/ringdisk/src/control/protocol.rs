@@ -82,6 +82,13 @@ pub(crate) struct NewBacking {
     pub(crate) format: Option<String>,
 }
 
+/// Arguments of `accel`.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct Accel {
+    pub(crate) on: bool,
+}
+
 /// What a client asks of a mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Command {
@@ -91,6 +98,7 @@ pub(crate) enum Command {
     Snapshot(Snapshot),
     Commit(Commit),
     Backing(NewBacking),
+    Accel(Accel),
     Stop,
 }
 
@@ -104,6 +112,7 @@ impl Command {
             Command::Snapshot(arguments) => ("snapshot", json!(arguments)),
             Command::Commit(arguments) => ("commit", json!(arguments)),
             Command::Backing(arguments) => ("backing", json!(arguments)),
+            Command::Accel(arguments) => ("accel", json!(arguments)),
             Command::Stop => ("stop", json!({})),
         }
     }
@@ -133,12 +142,13 @@ impl Command {
             "snapshot" => of(request).map(Command::Snapshot),
             "commit" => of(request).map(Command::Commit),
             "backing" => of(request).map(Command::Backing),
+            "accel" => of(request).map(Command::Accel),
             "stop" => of::<Nothing>(request).map(|_| Command::Stop),
             other => Err(Refusal {
                 class: "CommandNotFound",
                 ..Refusal::usage(format!(
                     "no such command: '{}'; known: stats, topology, resize, snapshot, commit, \
-                     backing, stop",
+                     backing, accel, stop",
                     other.escape_debug()
                 ))
             }),
@@ -296,6 +306,7 @@ mod tests {
             Command::Resize(resize),
             Command::Snapshot(snapshot),
             Command::Commit(Commit { top: None, base: Some(String::from("/b")) }),
+            Command::Accel(Accel { on: false }),
             Command::Stop,
         ] {
             let line = command.line();

@@ -68,7 +68,7 @@ impl Shown {
         say("--serial", Some(device.serial.clone()));
         say("--logical-block-size", Some(device.logical_block_size.to_string()));
         say("--physical-block-size", number(device.physical_block_size.map(u64::from)));
-        say("--packed", switch(device.packed));
+        say("--packed", Some(device.packed.name().to_owned()));
         say("--read-only", switch(source.read_only));
         let discard = match source.discard {
             DiscardWord::Ignore => "ignore",

@@ -187,6 +187,25 @@ pub(super) const IOCTLS: [u64; 14] = [
     0x8008_1272, // BLKGETSIZE64
 ];
 
+/// Commands of ioctl(2) that hand rings to the module vhost_blk and take them back: those of include/uapi/linux/vhost.h, and of
+/// kernel/vhost-blk/ringdisk_vhost_blk.h.
+pub(super) const VHOST_IOCTLS: [u64; 14] = [
+    0x4008_af00, // VHOST_SET_FEATURES
+    0x4008_af03, // VHOST_SET_MEM_TABLE
+    0x4008_af10, // VHOST_SET_VRING_NUM
+    0x4028_af11, // VHOST_SET_VRING_ADDR
+    0x4008_af12, // VHOST_SET_VRING_BASE
+    0xc008_af12, // VHOST_GET_VRING_BASE
+    0x4008_af20, // VHOST_SET_VRING_KICK
+    0x4008_af21, // VHOST_SET_VRING_CALL
+    0x4008_af22, // VHOST_SET_VRING_ERR
+    0x4048_e802, // RINGDISK_VBLK_SET_DISK
+    0x4004_e803, // RINGDISK_VBLK_START
+    0x4004_e804, // RINGDISK_VBLK_STOP
+    0x4004_e805, // RINGDISK_VBLK_SET_CACHE
+    0xc0c8_e806, // RINGDISK_VBLK_STATS
+];
+
 /// Commands of prctl(2): names of threads and of memory, and where the vDSO is (rustix asks when it first looks at a clock).
 pub(super) const PRCTLS: [u64; 4] = [
     15,          // PR_SET_NAME

@@ -64,8 +64,11 @@ pub(super) fn event() -> OwnedFd {
 }
 
 impl Queue {
-    /// * `slots`: where requests lie in memory, each `slot_bytes` bytes.
-    pub(super) fn new(driver: Driver, slots: Vec<u64>, slot_bytes: usize, seed: u64) -> Queue {
+    /// A virtqueue whose requests lie in memory at `slots`, each `slot_bytes` bytes.
+    ///
+    /// * `seed`: of all chance.
+    #[must_use]
+    pub fn new(driver: Driver, slots: Vec<u64>, slot_bytes: usize, seed: u64) -> Queue {
         let pending = (0..driver.config().size).map(|_| None).collect();
         Queue {
             driver,

@@ -8,7 +8,9 @@ use ringdisk_disk::Disk;
 use ringdisk_guest::inflight::InflightArea as Inflight;
 use ringdisk_guest::{Layout, Log, Memory, Region};
 
+use super::accel::Accel;
 use super::home::Homes;
+use super::signals::Signals;
 use super::state::{self, StateTransfer};
 use super::vrings::Ring;
 use crate::BackChannel;
@@ -40,6 +42,9 @@ pub(super) struct Control {
     pub(super) had_front_end: bool,
     transfer: Option<StateTransfer>,
     pub(super) homes: Homes,
+    /// For virtqueues in the host kernel; `None`: they are never there.
+    pub(super) accel: Option<Accel>,
+    pub(super) signals: Arc<Signals>,
 }
 
 impl From<Gone> for Refusal {
@@ -62,6 +67,8 @@ impl Control {
         config: Config,
         threads: Vec<QueueThread>,
         homes: Homes,
+        accel: Option<Accel>,
+        signals: Arc<Signals>,
     ) -> Control {
         Control {
             disk,
@@ -77,6 +84,8 @@ impl Control {
             had_front_end: false,
             transfer: None,
             homes,
+            accel,
+            signals,
         }
     }
 
@@ -160,7 +169,14 @@ impl Backend for Control {
     fn set_features(&mut self, features: u64) -> Result<(), Refusal> {
         let before = self.device.features();
         self.device.set_features(features);
-        if (before ^ features) & LOG_ALL != 0 { self.show_log() } else { Ok(()) }
+        if (before ^ features) & LOG_ALL == 0 {
+            return Ok(());
+        }
+        // The host kernel logs nothing.
+        self.take_back_all();
+        self.show_log()?;
+        self.reconsider_kernel();
+        Ok(())
     }
 
     /// The session keeps it; nothing here depends on it.
@@ -207,6 +223,7 @@ impl Backend for Control {
         // What was there stays where it is, so nothing has to wait.
         self.show_memory(&memory)?;
         self.memory = memory;
+        self.show_memory_to_kernel();
         self.wake_suspended();
         Ok(())
     }
@@ -263,7 +280,9 @@ impl Backend for Control {
     }
 
     fn set_vring_call(&mut self, index: u16, call: Option<OwnedFd>) -> Result<(), Refusal> {
-        if self.runs(index) {
+        if self.is_in_kernel(index) {
+            self.set_call_in_kernel(index, call.as_ref().map(AsFd::as_fd))?;
+        } else if self.runs(index) {
             let ours = call.as_ref().map(OwnedFd::try_clone).transpose()?;
             self.thread(index)
                 .ask(move |worker| worker.set_call(index, ours))
@@ -274,7 +293,7 @@ impl Backend for Control {
     }
 
     fn set_vring_err(&mut self, index: u16, err: Option<OwnedFd>) -> Result<(), Refusal> {
-        if self.runs(index) {
+        if self.runs(index) && !self.is_in_kernel(index) {
             let ours = err.as_ref().map(OwnedFd::try_clone).transpose()?;
             self.thread(index)
                 .ask(move |worker| worker.set_error(index, ours))
@@ -359,6 +378,7 @@ impl Backend for Control {
         if let Some(area) = &self.inflight {
             area.set_note(u32::from(write_cache));
         }
+        self.show_cache_to_kernel()?;
         if had && !write_cache {
             // What was answered before is durable, too, when the driver goes on without a cache.
             self.flush()?;

@@ -179,6 +179,7 @@ impl Host {
             if self.signals.has_panicked() {
                 return Err(self.panicked());
             }
+            self.look_after_kernel();
             if let Some(socket) = self.door.next()? {
                 return Ok(Next::FrontEnd(socket));
             }
@@ -349,6 +350,20 @@ impl Host {
         true
     }
 
+    /// Virtqueues come back from the host kernel, and go there.
+    fn look_after_kernel(&mut self) {
+        if self.signals.take_recall() {
+            self.control.take_back_all();
+        }
+        self.control.look_at_kernel();
+        if self.signals.take_reconsider() {
+            self.control.reconsider_kernel();
+        }
+        while let Some(switch) = self.signals.take_switch() {
+            let _ = switch.answer.send(self.control.switch_accel(switch.on));
+        }
+    }
+
     /// Looks what woke us.
     fn woken(&mut self, wake: BorrowedFd<'_>) -> Option<End> {
         self.signals.clear();
@@ -363,7 +378,9 @@ impl Host {
         }
         if self.signals.take_changed() {
             self.control.config_changed();
+            self.control.follow_size_in_kernel();
         }
+        self.look_after_kernel();
         if self.listens() {
             if let Ok(Some(second)) = self.door.next() {
                 self.complain(Complaint::Second, format_args!("a second front end was sent away"));

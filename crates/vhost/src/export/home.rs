@@ -100,6 +100,11 @@ impl Homes {
         Some(cpus)
     }
 
+    /// CPUs of the thread of a virtqueue; empty: it runs where the scheduler wants.
+    pub(super) fn cpus_of(&self, index: u16) -> CpuList {
+        self.threads[self.thread_of(index)].clone()
+    }
+
     /// The thread has moved.
     pub(super) fn moved(&mut self, index: u16, cpus: CpuList) {
         let thread = self.thread_of(index);

@@ -2,6 +2,7 @@
 //!
 //! Promises: one disk, one device; what goes wrong with it ends it and nothing else. Control path.
 
+mod accel;
 mod backend;
 mod control;
 mod custody;
@@ -15,8 +16,10 @@ mod sockets;
 mod state;
 mod vrings;
 
+use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use ringdisk_disk::{Disk, ImageOptions, SizeWatch};
 use ringdisk_ring::stats::Stats;
@@ -33,17 +36,19 @@ use crate::{Error, ErrorKind};
 pub use crate::device::Health;
 pub use hand_over::HandedOver;
 pub use options::{
-    BLOCK_SIZE_MAX, BLOCK_SIZE_MIN, Connector, ExportOptions, Listen, Numa, OnError,
+    BLOCK_SIZE_MAX, BLOCK_SIZE_MIN, Connector, ExportOptions, Listen, Numa, OnError, Packed,
     QUEUE_SIZE_MAX, QUEUES_MAX, SERIAL_BYTES_MAX, Second, THREADS_MAX, Threads, check_block_size,
     check_serial, queues_default,
 };
 pub use parcel::Parcel;
 
+use accel::{Accel, Shown};
+pub use accel::{AccelOptions, Acceleration, Engine, QueueInKernel};
 use backend::Control;
 use control::Host;
 use home::{Homes, Views};
 use parcel::{Role, Unpacked};
-use signals::Signals;
+use signals::{Signals, Switch};
 use sockets::Door;
 
 /// Regions of guest memory that a front end may add.
@@ -51,6 +56,9 @@ const MEM_SLOTS: u16 = 509;
 /// Data segments of a request, as drivers are told: with header and status they fit the smallest queue that front ends make by default
 /// (QEMU: 128 entries).
 pub(crate) const SEG_MAX: u32 = 126;
+
+/// Whoever switches acceleration waits so long.
+const SWITCHING: Duration = Duration::from_secs(30);
 
 /// Asks an export for a clean stop, from any thread; also after its end.
 #[derive(Clone, Debug)]
@@ -74,6 +82,22 @@ impl HandOverHandle {
     /// Errors: why that cannot be at the moment; the export goes on.
     pub fn hand_over(&self) -> Result<(Parcel, HandedOver), Error> {
         hand_over::ask(&self.0)
+    }
+}
+
+/// Switches the host kernel's part on and off, from any thread; also after the export's end.
+#[derive(Clone, Debug)]
+pub struct AccelHandle(Arc<Signals>);
+
+impl AccelHandle {
+    /// Waits until virtqueues are where they are to be.
+    ///
+    /// Errors: why that cannot be; the export goes on as it was.
+    pub fn switch(&self, on: bool) -> Result<(), String> {
+        let (answer, answered) = sync_channel(1);
+        self.0.switch(Switch { on, answer });
+        let waited = answered.recv_timeout(SWITCHING);
+        waited.unwrap_or_else(|_| Err(String::from("the disk does not answer")))
     }
 }
 
@@ -118,6 +142,7 @@ pub struct Export {
     device: Arc<Device>,
     views: Views,
     notes: Vec<String>,
+    accel: Option<Arc<Shown>>,
     _size_watch: SizeWatch,
 }
 
@@ -209,11 +234,33 @@ impl Export {
             queues: options.queues,
             may_unmap: limits.zeroes_may_unmap,
         };
+        let accel = options.accel.map(|accel| Accel::open(accel, options.queues)).transpose()?;
+        let shown = accel.as_ref().map(|accel| Arc::clone(&accel.shown));
+        let changed = Arc::clone(&signals);
+        let size_watch = disk.watch_size(move |_| changed.changed());
+        let mut control = Control::new(
+            Arc::clone(&disk),
+            Arc::clone(&device),
+            config,
+            threads,
+            homes,
+            accel,
+            Arc::clone(&signals),
+        );
+        let is_for_kernel = control.check_accel()?;
+        if control.accel.is_some() {
+            let told = Arc::clone(&signals);
+            disk.watch_changes(move |change| told.disk_changes(change));
+        }
         let offer = Offer {
             read_only,
             discard: limits.can_discard,
             several_queues: options.queues > 1,
-            packed: options.packed,
+            packed: match options.packed {
+                Packed::Auto => !is_for_kernel,
+                Packed::On => true,
+                Packed::Off => false,
+            },
         };
         let session = SessionConfig {
             features: offered(offer),
@@ -222,10 +269,6 @@ impl Export {
             queue_size_max: options.queue_size_max,
             mem_slots_max: MEM_SLOTS,
         };
-        let changed = Arc::clone(&signals);
-        let size_watch = disk.watch_size(move |_| changed.changed());
-        let mut control =
-            Control::new(Arc::clone(&disk), Arc::clone(&device), config, threads, homes);
         let mut front_end = None;
         if let Some(mut parcel) = parcel {
             control.unpack(&mut parcel)?;
@@ -243,8 +286,15 @@ impl Export {
             front_end,
             is_deaf: false,
         };
-        let export =
-            Export { thread: None, signals, device, views, notes, _size_watch: size_watch };
+        let export = Export {
+            thread: None,
+            signals,
+            device,
+            views,
+            notes,
+            accel: shown,
+            _size_watch: size_watch,
+        };
         Ok(Prepared { host, export, disk })
     }
 
@@ -281,6 +331,24 @@ impl Export {
     pub fn health_reader(&self) -> Box<dyn Fn() -> Health + Send + Sync> {
         let device = Arc::clone(&self.device);
         Box::new(move || device.health())
+    }
+
+    /// Reads how it is with the host kernel, later and from elsewhere; `None`: it never serves.
+    pub fn accel_reader(&self) -> Option<Box<dyn Fn() -> Acceleration + Send + Sync>> {
+        let shown = Arc::clone(self.accel.as_ref()?);
+        Some(Box::new(move || shown.read()))
+    }
+
+    /// Whether there is a device through which the host kernel may come to serve.
+    #[must_use]
+    pub fn has_kernel(&self) -> bool {
+        self.accel.as_ref().is_some_and(|shown| shown.has_kernel())
+    }
+
+    /// Switches acceleration, from any thread.
+    #[must_use]
+    pub fn accel_handle(&self) -> AccelHandle {
+        AccelHandle(Arc::clone(&self.signals))
     }
 
     /// Why the device needs a reset by its driver, if it does.

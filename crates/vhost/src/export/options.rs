@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use ringdisk_ring::CpuList;
 
+use super::accel::AccelOptions;
 use crate::{Error, ErrorKind};
 
 /// Most virtqueues of a disk.
@@ -90,6 +91,18 @@ pub enum Numa {
     Off,
 }
 
+/// Whether packed virtqueues are offered.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Packed {
+    /// Unless the host kernel could serve split ones, which it alone knows.
+    #[default]
+    Auto,
+    /// They are.
+    On,
+    /// They are not.
+    Off,
+}
+
 /// What an I/O error of the image does, beside the answer that the guest gets.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnError {
@@ -143,7 +156,9 @@ pub struct ExportOptions {
     /// Whether the device's write cache is on (`wce`) at the start; the guest may change it.
     pub write_cache: bool,
     /// Packed virtqueues are offered.
-    pub packed: bool,
+    pub packed: Packed,
+    /// The host kernel moves the data where it can; `None`: never.
+    pub accel: Option<AccelOptions>,
     /// Memory of the guest is registered with the ring of each queue thread, and so pinned.
     pub pin_guest_memory: bool,
     /// For I/O errors of the image.
@@ -173,7 +188,8 @@ impl ExportOptions {
             logical_block_size: BLOCK_SIZE_MIN,
             physical_block_size: None,
             write_cache: true,
-            packed: true,
+            packed: Packed::Auto,
+            accel: None,
             pin_guest_memory: false,
             on_error: OnError::Report,
             read_only: false,

@@ -3,8 +3,10 @@
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use ringdisk_disk::Change;
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::hand_over::Request;
@@ -19,6 +21,10 @@ pub(crate) struct Signals {
     held: AtomicBool,
     panicked: AtomicBool,
     changed: AtomicBool,
+    /// A change of the disk waits for what is in the host kernel.
+    recall: AtomicBool,
+    /// A change of the disk is over.
+    reconsider: AtomicBool,
     requests: Mutex<Requests>,
 }
 
@@ -26,8 +32,18 @@ pub(crate) struct Signals {
 #[derive(Debug, Default)]
 struct Requests {
     waiting: VecDeque<Request>,
+    /// Acceleration is to be on or off; the answer.
+    switches: VecDeque<Switch>,
     /// Nobody will look at them any more.
     ended: bool,
+}
+
+/// A request to switch acceleration.
+#[derive(Debug)]
+pub(crate) struct Switch {
+    pub(crate) on: bool,
+    /// Errors: why it stays as it is.
+    pub(crate) answer: SyncSender<Result<(), String>>,
 }
 
 /// The control thread while it answers requests; when it ends, also by a panic, nobody waits for it.
@@ -55,6 +71,8 @@ impl Signals {
             held: AtomicBool::new(held),
             panicked: AtomicBool::new(false),
             changed: AtomicBool::new(false),
+            recall: AtomicBool::new(false),
+            reconsider: AtomicBool::new(false),
             requests: Mutex::default(),
         })
     }
@@ -104,6 +122,36 @@ impl Signals {
         self.changed.swap(false, Ordering::AcqRel)
     }
 
+    /// A change of the disk has come, or is over.
+    pub(crate) fn disk_changes(&self, change: Change) {
+        match change {
+            Change::Coming => self.recall.store(true, Ordering::Release),
+            Change::Over => self.reconsider.store(true, Ordering::Release),
+        }
+        self.wake();
+    }
+
+    pub(crate) fn take_recall(&self) -> bool {
+        self.recall.swap(false, Ordering::AcqRel)
+    }
+
+    pub(crate) fn take_reconsider(&self) -> bool {
+        self.reconsider.swap(false, Ordering::AcqRel)
+    }
+
+    /// Somebody wants acceleration on or off. When nobody will answer, the request is dropped at once.
+    pub(crate) fn switch(&self, switch: Switch) {
+        let mut requests = self.requests();
+        if !requests.ended {
+            requests.switches.push_back(switch);
+            self.wake();
+        }
+    }
+
+    pub(crate) fn take_switch(&self) -> Option<Switch> {
+        self.requests().switches.pop_front()
+    }
+
     /// Another process wants the export. When nobody will answer, the request is dropped at once.
     pub(crate) fn request(&self, request: Request) {
         let mut requests = self.requests();
@@ -127,7 +175,7 @@ impl Signals {
         let refused = {
             let mut requests = self.requests();
             requests.ended = true;
-            std::mem::take(&mut requests.waiting)
+            (std::mem::take(&mut requests.waiting), std::mem::take(&mut requests.switches))
         };
         drop(refused);
     }

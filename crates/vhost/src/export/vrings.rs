@@ -25,6 +25,7 @@ pub(super) struct Ring {
 impl Control {
     /// Holds all virtqueues still, puts another memory in place, and lets them go on.
     pub(super) fn change_memory(&mut self, memory: Memory) -> Result<(), Refusal> {
+        self.take_back_all();
         let memory = Arc::new(memory);
         let held: Vec<_> = self
             .threads
@@ -37,7 +38,7 @@ impl Control {
         let running: Vec<u16> = (0..self.config.queues).filter(|i| self.runs(*i)).collect();
         for index in running {
             if !self.move_ring(&memory, index)? {
-                let base = self.take_off(index)?;
+                let base = self.take_off_thread(index)?;
                 self.rings[usize::from(index)].suspended_at = Some(base);
             }
         }
@@ -47,6 +48,7 @@ impl Control {
         }
         self.memory = memory;
         self.wake_suspended();
+        self.reconsider_kernel();
         Ok(())
     }
 
@@ -90,8 +92,16 @@ impl Control {
         }
     }
 
-    /// Starts a virtqueue on its thread.
+    /// Starts a virtqueue: in the host kernel if it may be there, or on its thread.
     pub(super) fn put_on(&mut self, index: u16, base: u32) -> Result<(), Refusal> {
+        self.check_required()?;
+        // In any case on its thread first, which knows where it goes on, and carries out what a process before us had taken.
+        self.put_on_thread(index, base)?;
+        self.move_to_kernel(index)
+    }
+
+    /// Starts a virtqueue on its thread.
+    pub(super) fn put_on_thread(&mut self, index: u16, base: u32) -> Result<(), Refusal> {
         let ring = &self.rings[usize::from(index)];
         let setup = ring.setup.as_ref().ok_or("it was not set up")?;
         let areas = areas(&self.memory, setup, self.device.features())?;
@@ -133,8 +143,17 @@ impl Control {
         Ok(())
     }
 
+    /// Drains a virtqueue and takes it off, wherever it is. Gives its base.
+    pub(super) fn take_off(&mut self, index: u16) -> Result<u32, Refusal> {
+        if self.is_in_kernel(index) {
+            self.stop_in_kernel(index)
+        } else {
+            self.take_off_thread(index)
+        }
+    }
+
     /// Drains a virtqueue and takes it off its thread. Gives its base.
-    pub(super) fn take_off(&self, index: u16) -> Result<u32, Refusal> {
+    pub(super) fn take_off_thread(&self, index: u16) -> Result<u32, Refusal> {
         let stopped =
             self.thread(index).ask_task(move |worker| async move { worker.stop(index).await });
         Ok(stopped.wait(self.is_patient())?)

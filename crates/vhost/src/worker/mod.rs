@@ -4,6 +4,7 @@
 //! served and completed in one turn of the loop is made visible to the guest at once, with one call at most.
 
 mod call;
+mod hold;
 mod pins;
 mod slot;
 mod source;
@@ -15,7 +16,7 @@ use std::cell::{Cell, RefCell};
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use ringdisk_disk::Disk;
 use ringdisk_guest::{Areas, Error, Log, Memory, View};
@@ -25,6 +26,7 @@ use ringdisk_ring::stats::QueueCells;
 use crate::device::Device;
 
 use call::Call;
+use hold::Held;
 use pins::Pins;
 use watch::Watch;
 
@@ -37,6 +39,9 @@ pub(crate) use vring::{RingStart, Vring, areas, layout};
 pub(crate) const REQUESTS_MAX: usize = 256;
 /// Requests that are taken before what they lead to is submitted: more would keep the first ones waiting.
 const BATCH_MAX: u32 = 32;
+
+/// How often to look whether requests of a process before us were taken: a batch may be all that there is room for.
+const SETTLE_LOOK: Duration = Duration::from_micros(200);
 
 /// The thread-local side of a queue thread.
 pub(crate) struct Worker {
@@ -59,6 +64,8 @@ pub(crate) struct Worker {
     log_event: Call,
     /// Guest memory is registered with the ring (`--pin-guest-memory`).
     pins: Option<RefCell<Pins>>,
+    /// The disk, for as long as the host kernel serves it.
+    held: Held,
     /// For those who wait for this thread.
     pub(crate) watch: Arc<Watch>,
     this: std::rc::Weak<Worker>,
@@ -88,6 +95,7 @@ impl Worker {
             is_armed: Cell::new(false),
             log_event,
             pins: pins.map(RefCell::new),
+            held: Held::default(),
             watch,
             this: this.clone(),
         })
@@ -140,6 +148,16 @@ impl Worker {
             self.log_event.signal();
         }
         base
+    }
+
+    /// As [`Worker::stop`], after all that a process before us had taken was taken again.
+    pub(crate) async fn settle(&self, index: u16) -> u32 {
+        let is_behind =
+            || !self.device.needs_reset() && self.vring(index).is_some_and(|it| it.has_replays());
+        while is_behind() {
+            self.ring.sleep(SETTLE_LOOK).await;
+        }
+        self.stop(index).await
     }
 
     /// Takes no more requests, and waits until none is in flight.

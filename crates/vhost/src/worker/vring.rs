@@ -245,6 +245,14 @@ impl Vring {
         Shown { called: wanted && self.call.signal(), logged }
     }
 
+    /// Whether requests of a process before us have not been taken again yet.
+    pub(super) fn has_replays(&self) -> bool {
+        self.queue
+            .borrow()
+            .as_ref()
+            .is_some_and(|queue| queue.broken().is_none() && queue.has_replays())
+    }
+
     /// Whether what is written to guest memory is logged.
     pub(super) fn logs(&self) -> bool {
         self.queue.borrow().as_ref().is_some_and(|queue| queue.log().is_some())

@@ -34,7 +34,7 @@ fn one_disk_has_the_options_of_the_command_line() {
     let DeviceArgs { queues, queue_size, threads, serial, packed, on_error, .. } =
         &disk.args.device;
     assert_eq!((*queues, *queue_size, *threads), (Some(4), 128, Threads::Count(2)));
-    assert_eq!((serial.as_str(), *packed, *on_error), ("root", false, OnErrorWord::Stop));
+    assert_eq!((serial.as_str(), *packed, *on_error), ("root", PackedWord::Off, OnErrorWord::Stop));
     assert_eq!(disk.args.device.logical_block_size, 4096);
     assert_eq!(disk.args.device.physical_block_size, Some(65536));
     let SocketArgs { vhost_user_blk, socket_mode, second_front_end, .. } = &disk.args.place;
@@ -47,7 +47,10 @@ fn defaults_are_those_of_the_help_text() {
     let disk = disks("disk.img").expect("parses").remove(0);
     assert_eq!(disk.args.source.cache_mode(), Cache::Writeback);
     assert_eq!((disk.args.device.queues, disk.args.device.queue_size), (None, 1024));
-    assert_eq!((disk.args.device.logical_block_size, disk.args.device.packed), (512, true));
+    assert_eq!(
+        (disk.args.device.logical_block_size, disk.args.device.packed),
+        (512, PackedWord::Auto)
+    );
     assert_eq!(disk.args.place.vhost_user_blk, None);
 }
 
@@ -105,7 +108,7 @@ fn words_that_make_no_sense_are_refused() {
             ErrorKind::ValueValidation,
             "smaller",
         ),
-        ("a --packed maybe", ErrorKind::ValueValidation, "on or off"),
+        ("a --packed maybe", ErrorKind::InvalidValue, "auto, on, off"),
         ("a --on-error ignore", ErrorKind::InvalidValue, "report, stop"),
         ("a --incoming --read-only", ErrorKind::ArgumentConflict, "cannot be used with"),
         ("a --incoming --upgrade", ErrorKind::ArgumentConflict, "cannot be used with"),

@@ -41,7 +41,8 @@ pub(super) fn enter(
     }
     files.extend(pidfile.and_then(Pidfile::identity));
     let fronts = disks.iter().filter_map(|disk| disk.front.clone()).collect();
-    let plan = through_warden(plan, &Duties { mount: None, files, fronts });
+    let vhost = disks.iter().any(|disk| disk.served.has_kernel());
+    let plan = through_warden(plan, &Duties { mount: None, files, fronts }, vhost);
     let in_force = match taken {
         true => sandbox::enter_as_far_as_possible(plan, word),
         false => sandbox::enter(plan)?,
@@ -51,11 +52,13 @@ pub(super) fn enter(
 }
 
 /// Sets a process to do what this one will not be able to; what it cannot do stays possible here.
-fn through_warden(plan: Plan, duties: &Duties) -> Plan {
+///
+/// * `vhost`: rings may be handed to the host kernel.
+fn through_warden(plan: Plan, duties: &Duties, vhost: bool) -> Plan {
     let warden = sandbox::set_warden(duties);
     let is_ours = |front: &Path| warden.is_err() || !sandbox::is_for_warden(front);
     let sockets = duties.fronts.iter().any(|front| is_ours(front));
-    let plan = plan.calls(Calls { sockets, ..Calls::default() });
+    let plan = plan.calls(Calls { sockets, vhost, ..Calls::default() });
     match warden {
         Ok(_) => plan,
         Err(error) => plan.without_files(format!(

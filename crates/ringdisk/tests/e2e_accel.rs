@@ -1,0 +1,396 @@
+//! `ringdisk serve --accel`: virtqueues in the host kernel, and back. What needs the module runs where it is loaded (tests/vm/run
+//! vhost-blk); `RINGDISK_FULL=1` for more round trips and kills.
+
+mod common;
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use common::serving::{Daemon, Place, SIZE, ctl, load, meanwhile, options, serve_command, stats};
+use ringdisk_testkit::limits::{full, needs};
+use ringdisk_testkit::model::{BaseRule, FrontEnd, Request, Vm, ask, bits};
+use ringdisk_testkit::mount::text;
+use ringdisk_testkit::process::{LIMIT, run, until};
+use ringdisk_testkit::sim::Prng;
+use serde_json::Value;
+
+/// Words with which the kernel serves a raw disk.
+const PLAIN: [&str; 2] = ["--cache", "none"];
+/// `writeback` in the configuration space.
+const WRITEBACK: u32 = 32;
+
+fn has_module() -> bool {
+    needs("kernel module vhost_blk", Path::new("/dev/vhost-blk").exists())
+}
+
+/// How it is with the kernel.
+fn accel(place: &Place) -> Value {
+    stats(&place.socket)["accel"].clone()
+}
+
+/// Waits until the kernel serves, or does not.
+fn becomes(place: &Place, on: bool) -> Value {
+    let shown = until(LIMIT, || Some(accel(place)).filter(|accel| accel["on"] == on));
+    shown.unwrap_or_else(|| panic!("it should be {on}: {}", accel(place)))
+}
+
+/// Requests that the kernel has answered.
+fn answered(accel: &Value) -> u64 {
+    let queues = accel["queues"].as_array().expect("virtqueues");
+    queues.iter().map(|it| it["reads"].as_u64().unwrap() + it["writes"].as_u64().unwrap()).sum()
+}
+
+/// A disk that the kernel serves, and a machine on it.
+fn accelerated(words: &[&str]) -> (Place, Daemon, Vm) {
+    let place = Place::new("raw");
+    let daemon = place.start(&[&PLAIN, &["--accel", "require"], words].concat());
+    let vm = place.vm(true);
+    let shown = becomes(&place, true);
+    assert_eq!(shown["reason"], Value::Null, "{shown}");
+    (place, daemon, vm)
+}
+
+fn on_or_off(place: &Place, on: bool) {
+    ctl(&place.socket, &["accel", if on { "on" } else { "off" }]).ok();
+    assert_eq!(accel(place)["on"], on);
+}
+
+#[test]
+fn what_cannot_be_accelerated_is_refused_or_served_as_ever() {
+    let (raw, qcow2) = (Place::new("raw"), Place::new("qcow2"));
+    let refused = |place: &Place, words: &[&str], code: i32, why: &str| {
+        let socket = ["--vhost-user-blk", text(&place.socket), "--accel", "require"];
+        let words = [&place.words()[..], &socket, words].concat();
+        let finished = run(&mut serve_command(&words));
+        assert_eq!(finished.code(), Some(code), "{why}: {}", finished.output());
+        assert!(finished.stderr.contains(why), "{why}: {}", finished.output());
+        assert!(!place.socket.exists(), "{why}");
+    };
+    if Path::new("/dev/vhost-blk").exists() {
+        refused(&qcow2, &PLAIN, 2, "the image is not raw");
+        refused(&raw, &[], 2, "through the page cache (--cache none does not)");
+        refused(&raw, &["--cache", "none", "--on-error", "stop"], 2, "--on-error stop");
+        refused(&raw, &["--cache", "none", "--discard", "ignore"], 2, "discards are ignored");
+        refused(&raw, &["--cache", "none", "--logical-block-size", "8k"], 2, "8192 bytes");
+        refused(&raw, &["--cache", "none", "--accel-engine", "bio"], 2, "block device");
+    } else {
+        refused(&raw, &PLAIN, 11, "vhost_blk");
+    }
+    // Where it is not insisted on.
+    for place in [&raw, &qcow2] {
+        let daemon = place.start(&[]);
+        let mut vm = place.vm(true);
+        assert!(vm.has(bits::PACKED), "without acceleration packed virtqueues are offered");
+        let mut load = load(1);
+        load.run(&mut vm, 50);
+        load.drain(&mut vm);
+        let shown = accel(place);
+        assert_eq!(shown["on"], false, "{shown}");
+        assert!(shown["reason"].is_string(), "{shown}");
+        ctl(&place.socket, &["accel", "on"]).ends(2).says("since");
+        assert!(ctl(&place.socket, &["stats"]).ok().out.contains("does not serve, since"));
+        drop(vm);
+        daemon.stop(&[&place.socket]);
+        place.judge(&mut load);
+    }
+    let daemon = raw.start(&["--accel", "off"]);
+    assert!(stats(&raw.socket).get("accel").is_none());
+    ctl(&raw.socket, &["accel", "on"]).ends(2).says("--accel off");
+    daemon.stop(&[&raw.socket]);
+}
+
+#[test]
+fn the_kernel_serves_with_a_thread_for_each_virtqueue() {
+    if !has_module() {
+        return;
+    }
+    let (place, daemon, mut vm) = accelerated(&[]);
+    assert!(!vm.has(bits::PACKED), "the kernel knows no packed virtqueues");
+    let mut load = load(2);
+    load.run(&mut vm, 500);
+    load.drain(&mut vm);
+    let shown = accel(&place);
+    assert!(answered(&shown) >= 400, "{shown}");
+    let served = stats(&place.socket)["total"]["requests"].as_u64();
+    assert_eq!(served, Some(0), "queue threads have served requests");
+    let pid = daemon.process.pid();
+    let workers: BTreeSet<u64> =
+        shown["workers"].as_array().unwrap().iter().filter_map(Value::as_u64).collect();
+    assert_eq!(workers.len(), 2, "{shown}");
+    let cgroup = fs::read_to_string(format!("/proc/{pid}/cgroup")).expect("a cgroup");
+    for worker in workers {
+        let of = |name: &str| fs::read_to_string(format!("/proc/{pid}/task/{worker}/{name}"));
+        assert!(of("comm").expect("a thread of the process").starts_with("vhost-"));
+        assert_eq!(of("cgroup").expect("its cgroup"), cgroup);
+    }
+    assert!(ctl(&place.socket, &["stats"]).ok().out.contains("serves the virtqueues (2 threads)"));
+    let id = vm.run(0, Request::get_id(20));
+    assert_eq!(id.status, 0);
+    drop(vm);
+    becomes(&place, false);
+    // The next machine.
+    let mut vm = place.vm(true);
+    load.read_all(&mut vm);
+    daemon.stop(&[&place.socket]);
+    place.judge(&mut load);
+}
+
+#[test]
+fn workers_may_be_fewer_and_are_placed() {
+    if !has_module() {
+        return;
+    }
+    let words = ["--accel-workers", "1", "--accel-engine", "kiocb", "--cpus", "1"];
+    let (place, daemon, mut vm) = accelerated(&words);
+    let shown = accel(&place);
+    let [worker] = shown["workers"].as_array().expect("workers").as_slice() else {
+        panic!("{shown}")
+    };
+    let status = format!("/proc/{}/task/{worker}/status", daemon.process.pid());
+    let status = fs::read_to_string(status).expect("a thread");
+    assert!(status.contains("Cpus_allowed_list:\t1\n"), "{status}");
+    let mut load = load(3);
+    load.run(&mut vm, 300);
+    load.drain(&mut vm);
+    let shown = accel(&place);
+    for queue in 0..2 {
+        let queue = &shown["queues"][queue];
+        assert!(queue["reads"].as_u64() > Some(0), "{shown}");
+        assert_eq!(queue["bios"], 0, "{shown}");
+    }
+    daemon.stop(&[&place.socket]);
+    place.judge(&mut load);
+}
+
+#[test]
+fn round_trips_under_load_lose_nothing() {
+    if !has_module() {
+        return;
+    }
+    let (place, daemon, mut vm) = accelerated(&[]);
+    let mut load = load(4);
+    let trips = if full() { 1000 } else { 20 };
+    meanwhile(&mut vm, &mut load, || {
+        for _ in 0..trips {
+            on_or_off(&place, false);
+            on_or_off(&place, true);
+        }
+    });
+    let shown = accel(&place);
+    let served = stats(&place.socket)["total"]["requests"].as_u64();
+    assert!(answered(&shown) > 100 && served > Some(100), "{served:?} {shown}");
+    println!(
+        "{trips} round trips: {} requests, {} of them in the kernel",
+        load.answered,
+        answered(&shown)
+    );
+    daemon.stop(&[&place.socket]);
+    place.judge(&mut load);
+}
+
+#[test]
+fn a_snapshot_takes_the_disk_back_and_a_commit_gives_it() {
+    if !has_module() {
+        return;
+    }
+    let (place, daemon, mut vm) = accelerated(&[]);
+    let mut load = load(5);
+    for round in 0..3 {
+        let overlay = place.path(&format!("overlay{round}.qcow2"));
+        meanwhile(&mut vm, &mut load, || {
+            ctl(&place.socket, &["snapshot", text(&overlay)]).ok();
+            let shown = becomes(&place, false);
+            let is_told = until(LIMIT, || {
+                let reason = accel(&place)["reason"].as_str().map(str::to_owned);
+                reason.filter(|reason| reason.contains("not raw"))
+            });
+            assert!(is_told.is_some(), "{shown}");
+            ctl(&place.socket, &["commit", "--quiet"]).ok();
+            becomes(&place, true);
+        });
+    }
+    load.read_all(&mut vm);
+    daemon.stop(&[&place.socket]);
+    place.judge(&mut load);
+}
+
+#[test]
+fn another_size_reaches_the_kernel() {
+    if !has_module() {
+        return;
+    }
+    let (place, daemon, mut vm) = accelerated(&[]);
+    let mut load = load(6);
+    meanwhile(&mut vm, &mut load, || ctl(&place.socket, &["resize", "+4M"]).ok());
+    becomes(&place, true);
+    let before = answered(&accel(&place));
+    let behind = (SIZE >> 9) + 8;
+    let done = until(LIMIT, || {
+        Some(vm.status(1, Request::write(behind, vec![9; 4096]))).filter(|status| *status == 0)
+    });
+    assert_eq!(done, Some(0));
+    assert_eq!(vm.run(0, Request::read(behind, 4096)).data, vec![9; 4096]);
+    assert!(answered(&accel(&place)) > before);
+    ctl(&place.socket, &["resize", "8M", "--shrink"]).ok();
+    becomes(&place, true);
+    assert_eq!(vm.status(1, Request::write(behind, vec![9; 4096])), 1, "behind the end");
+    load.read_all(&mut vm);
+    daemon.stop(&[&place.socket]);
+    place.judge(&mut load);
+}
+
+#[test]
+fn an_upgrade_goes_from_kernel_to_kernel() {
+    if !has_module() {
+        return;
+    }
+    let (place, mut daemon, mut vm) = accelerated(&[]);
+    let mut load = load(7);
+    for _ in 0..3 {
+        let old = daemon;
+        daemon = meanwhile(&mut vm, &mut load, || {
+            let words = [&PLAIN[..], &["--accel", "require", "--upgrade"]].concat();
+            let new = place.start(&words);
+            old.ends(0);
+            new
+        });
+        becomes(&place, true);
+    }
+    assert!(answered(&accel(&place)) < load.answered);
+    load.read_all(&mut vm);
+    daemon.stop(&[&place.socket]);
+    place.judge(&mut load);
+}
+
+#[test]
+fn kills_with_requests_in_the_kernel_lose_nothing() {
+    if !has_module() {
+        return;
+    }
+    let (place, mut daemon, mut vm) = accelerated(&[]);
+    let mut load = load(8);
+    let mut prng = Prng::new(8);
+    let mut left = 0;
+    for kill in 0..if full() { 100 } else { 10 } {
+        load.run(&mut vm, prng.below(200));
+        (0..2).for_each(|queue| {
+            load.fill(&mut vm, queue);
+        });
+        std::thread::sleep(Duration::from_micros(prng.below(1500)));
+        daemon.kill();
+        load.reap(&mut vm);
+        left += load.in_flight();
+        (0..2).for_each(|queue| {
+            load.fill(&mut vm, queue);
+        });
+        daemon = place.start(&[&PLAIN[..], &["--accel", "require"]].concat());
+        let rule = if prng.coin() { BaseRule::Used } else { BaseRule::Avail };
+        vm.resume(FrontEnd::connect(&place.socket), rule).unwrap_or_else(|refused| {
+            panic!("kill {kill}: {refused:?}: {}", daemon.process.output())
+        });
+        becomes(&place, true);
+    }
+    println!("{left} requests were left behind, of {}", load.answered);
+    load.drain(&mut vm);
+    load.read_all(&mut vm);
+    let finished = daemon.stop(&[&place.socket]);
+    assert!(!finished.output().contains("given up"), "{}", finished.output());
+    place.judge(&mut load);
+}
+
+#[test]
+fn memory_logs_and_features_bring_virtqueues_back() {
+    if !has_module() {
+        return;
+    }
+    let (place, daemon, mut vm) = accelerated(&[]);
+    let mut load = load(9);
+    load.run(&mut vm, 100);
+    // A migration begins, and is given up.
+    let features = vm.features;
+    vm.front.set(ask::SET_FEATURES, features | bits::LOG_ALL).expect("agreed");
+    let shown = accel(&place);
+    assert_eq!(shown["on"], false, "{shown}");
+    assert!(shown["reason"].as_str().is_some_and(|why| why.contains("migrated")), "{shown}");
+    load.run(&mut vm, 100);
+    vm.front.set(ask::SET_FEATURES, features).expect("agreed");
+    becomes(&place, true);
+    load.run(&mut vm, 100);
+    // A region more, and one less.
+    let far = [1 << 40, 4096, 1 << 50, 0];
+    let memory = rustix::fs::memfd_create("more", rustix::fs::MemfdFlags::CLOEXEC).expect("memory");
+    rustix::fs::ftruncate(&memory, 4096).expect("memory");
+    vm.front.add_region(far, std::os::fd::AsFd::as_fd(&memory)).expect("a region");
+    becomes(&place, true);
+    load.run(&mut vm, 100);
+    vm.front.remove_region(far).expect("no region");
+    becomes(&place, true);
+    load.run(&mut vm, 100);
+    load.drain(&mut vm);
+    // Another call eventfd.
+    vm.change_call(0).expect("a call");
+    load.run(&mut vm, 100);
+    load.drain(&mut vm);
+    // Without a write cache.
+    vm.front.set_config(WRITEBACK, &[0]).expect("write-through");
+    load.run(&mut vm, 50);
+    load.drain(&mut vm);
+    assert_eq!(accel(&place)["on"], true);
+    load.read_all(&mut vm);
+    daemon.stop(&[&place.socket]);
+    place.judge(&mut load);
+}
+
+#[test]
+fn a_guest_that_breaks_a_ring_in_the_kernel_needs_a_reset() {
+    if !has_module() {
+        return;
+    }
+    let (place, daemon, mut vm) = accelerated(&[]);
+    vm.queues[1].driver.areas().driver.store_u16(2, 1000, Ordering::Release);
+    vm.queues[1].kick_anyway();
+    let device = until(LIMIT, || {
+        let device = stats(&place.socket)["device"].clone();
+        (device["needs-reset"] == true).then_some(device)
+    });
+    let device = device.expect("it needs a reset");
+    assert!(device["broken-reason"].as_str().is_some_and(|why| why.contains("virtqueue 1")));
+    assert_eq!(accel(&place)["on"], false);
+    vm.reset().expect("a reset");
+    becomes(&place, true);
+    assert_eq!(vm.status(1, Request::read(0, 512)), 0);
+    daemon.stop(&[&place.socket]);
+}
+
+#[test]
+fn a_machine_that_the_kernel_cannot_serve_is_served_here_or_refused() {
+    if !has_module() {
+        return;
+    }
+    // Packed virtqueues are offered to who insists, and forgo it.
+    let place = Place::new("raw");
+    let daemon = place.start(&[&PLAIN[..], &["--packed", "on"]].concat());
+    let mut vm = place.vm(true);
+    assert!(vm.has(bits::PACKED));
+    let mut load = load(10);
+    load.run(&mut vm, 100);
+    load.drain(&mut vm);
+    drop(vm);
+    daemon.stop(&[&place.socket]);
+    place.judge(&mut load);
+    // A legacy driver.
+    for (word, is_served) in [("auto", true), ("require", false)] {
+        let daemon = place.start(&[&PLAIN[..], &["--accel", word]].concat());
+        let mut options = options(false);
+        options.features &= !bits::VERSION_1;
+        let started = Vm::start(FrontEnd::connect(&place.socket), options);
+        assert_eq!(started.is_ok(), is_served, "{word}: {}", daemon.process.output());
+        let reason = accel(&place)["reason"].as_str().map(str::to_owned).unwrap_or_default();
+        assert!(!is_served || reason.contains("VERSION_1"), "{reason}");
+        drop(started);
+        daemon.stop(&[&place.socket]);
+    }
+}

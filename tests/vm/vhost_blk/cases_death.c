@@ -1,0 +1,269 @@
+/* SPDX-License-Identifier: MIT OR Apache-2.0 */
+/* Calls and processes that are ended at the worst moment; a disk that makes everybody wait. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/fs.h>
+#include <linux/userfaultfd.h>
+#include <poll.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "guest.h"
+
+static void nap_ms(unsigned ms)
+{
+	nanosleep(&(struct timespec){ ms / 1000, ms % 1000 * 1000000l }, NULL);
+}
+
+struct call { int fd; unsigned long request; void *argument; };
+
+static int make_call(void *argument)
+{
+	struct call *call = argument;
+
+	return ioctl(call->fd, call->request, call->argument) ? errno : 0;
+}
+
+/*
+ * A call from a process of its own that shares our memory, so that the device takes it for the owner; killed after a while. Returns how it
+ * ended, as waitpid says, or -1: it did not end within 10 s of being killed.
+ */
+static int killed_call(struct guest *guest, unsigned long request, void *argument, unsigned after_ms)
+{
+	struct call call = { guest->fd, request, argument };
+	char *stack = malloc(65536);
+	int status = 0;
+	pid_t child = clone(make_call, stack + 65536, CLONE_VM | SIGCHLD, &call);
+
+	CHECK(child > 0, "clone");
+	nap_ms(after_ms);
+	kill(child, SIGKILL);
+	for (unsigned tries = 0; tries < 1000; tries++) {
+		if (waitpid(child, &status, WNOHANG) == child) {
+			free(stack);
+			return status;
+		}
+		nap_ms(10);
+	}
+	return -1;
+}
+
+/* Adds reads of 4 KiB, one behind the other. */
+static void add_reads(struct guest *guest, struct ring *ring, unsigned count, uint8_t *statuses, uint32_t type)
+{
+	struct virtio_blk_outhdr *headers = take(guest, count * sizeof(*headers), 16);
+	uint8_t *data = take(guest, count * 4096, 4096);
+
+	for (unsigned i = 0; i < count; i++) {
+		bool in = type == VIRTIO_BLK_T_IN;
+
+		headers[i] = (struct virtio_blk_outhdr){ .type = type, .sector = 8 * i };
+		CHECK(ring_add(guest, ring, (struct segment[]){ { &headers[i], 16, false }, { data + 4096 * i, 4096, in },
+			{ &statuses[i], 1, true } }, 3, false) >= 0, "the ring is full");
+	}
+	/* Not ring_publish: it reads a page that may be missing. */
+	ring->shown = ring->avail_next;
+	__atomic_store_n(&ring->avail->idx, ring->shown, __ATOMIC_RELEASE);
+	eventfd_kick(ring);
+}
+
+static void wait_taken(struct guest *guest, unsigned count)
+{
+	for (unsigned tries = 0; tries < 2000; tries++) {
+		if (stats_of(guest, 0).in_flight == count)
+			return;
+		nap_ms(1);
+	}
+	fail("%u of %u requests were taken", stats_of(guest, 0).in_flight, count);
+}
+
+/* STOP and SET_CACHE are killed while they wait for requests: the queue is whole afterwards. The disk takes its time (null_blk, 1 s). */
+void test_interrupted(struct disk *disk)
+{
+	uint32_t all = RINGDISK_VBLK_ALL, zero = 0;
+	struct guest guest;
+	struct ring *ring;
+	uint8_t *statuses;
+	int status;
+
+	guest_run(&guest, disk, 2);
+	ring = &guest.rings[0];
+	statuses = take(&guest, 64, 1);
+	memset(statuses, 0xff, 64);
+	add_reads(&guest, ring, 4, statuses, VIRTIO_BLK_T_IN);
+	wait_taken(&guest, 4);
+	status = killed_call(&guest, RINGDISK_VBLK_STOP, &all, 50);
+	CHECK(status != -1 && WIFSIGNALED(status), "STOP was not killed: %x", status);
+	CHECK(stats_of(&guest, 0).state == RINGDISK_VBLK_DRAINING, "state %u after a killed STOP", stats_of(&guest, 0).state);
+	CHECK(device_ioctl(&guest, RINGDISK_VBLK_START, &zero) == -1 && errno == EBUSY, "START of a queue that drains");
+	CHECK(device_ioctl(&guest, RINGDISK_VBLK_SET_CACHE, &zero) == -1 && errno == EBUSY, "SET_CACHE of a queue that drains");
+	CHECK(device_ioctl(&guest, VHOST_SET_VRING_NUM, &(struct vhost_vring_state){ 0, 64 }) == -1 && errno == EBUSY,
+	      "SET_VRING_NUM of a queue that drains");
+	guest_stop(&guest);
+	for (unsigned i = 0; i < 4; i++)
+		CHECK(ring_wait(ring, NULL, 1000) >= 0 && statuses[i] == VIRTIO_BLK_S_OK, "a read after a killed STOP");
+	for (unsigned i = 0; i < 2; i++)
+		ring_attach(&guest, i);
+	guest_start(&guest);
+
+	add_reads(&guest, ring, 4, statuses, VIRTIO_BLK_T_IN);
+	wait_taken(&guest, 4);
+	status = killed_call(&guest, RINGDISK_VBLK_SET_CACHE, &zero, 50);
+	CHECK(status != -1 && WIFSIGNALED(status), "SET_CACHE was not killed: %x", status);
+	CHECK(stats_of(&guest, 0).state == RINGDISK_VBLK_RUNNING && stats_of(&guest, 1).state == RINGDISK_VBLK_RUNNING,
+	      "states %u and %u after a killed SET_CACHE", stats_of(&guest, 0).state, stats_of(&guest, 1).state);
+	add_reads(&guest, ring, 4, statuses + 4, VIRTIO_BLK_T_IN);
+	for (unsigned i = 0; i < 8; i++)
+		CHECK(ring_wait(ring, NULL, 10000) >= 0, "a read after a killed SET_CACHE");
+	guest_stop(&guest);
+	guest_close(&guest);
+}
+
+/* A file system that is frozen keeps the worker waiting in a write. Everybody who has to wait for it can be killed; then it goes on. */
+void test_frozen(struct disk *disk)
+{
+	uint32_t all = RINGDISK_VBLK_ALL, one = 1, zero = 0;
+	struct vhost_vring_file call = { 0, -1 };
+	struct ringdisk_vblk_stats stats = { .queue = 0 };
+	struct guest guest;
+	struct ring *ring;
+	uint8_t *statuses;
+	char directory[300];
+	int fd, ended[5], thawed;
+
+	guest_run(&guest, disk, 2);
+	ring = &guest.rings[0];
+	statuses = take(&guest, 8, 1);
+	memset(statuses, 0xff, 8);
+	snprintf(directory, sizeof(directory), "%s", disk->path);
+	*strrchr(directory, '/') = 0;
+	fd = open(directory, O_RDONLY | O_DIRECTORY);
+	CHECK(fd >= 0 && !ioctl(fd, FIFREEZE, 0), "freeze %s", directory);
+	add_reads(&guest, ring, 4, statuses, VIRTIO_BLK_T_OUT);
+	nap_ms(300);
+	ended[0] = killed_call(&guest, RINGDISK_VBLK_STATS, &stats, 100);
+	ended[1] = killed_call(&guest, RINGDISK_VBLK_STOP, &all, 100);
+	ended[2] = killed_call(&guest, RINGDISK_VBLK_SET_CACHE, &zero, 100);
+	ended[3] = killed_call(&guest, VHOST_SET_VRING_CALL, &call, 100);
+	/* Of another queue: it waits for all workers of the device. */
+	ended[4] = killed_call(&guest, RINGDISK_VBLK_STOP, &one, 100);
+	thawed = ioctl(fd, FITHAW, 0);
+	CHECK(!thawed, "thaw");
+	for (unsigned i = 0; i < 5; i++)
+		CHECK(ended[i] != -1 && WIFSIGNALED(ended[i]), "call %u could not be killed: %x", i, ended[i]);
+	for (unsigned i = 0; i < 4; i++)
+		CHECK(ring_wait(ring, NULL, 20000) >= 0, "a write after the thaw");
+	for (unsigned i = 0; i < 4; i++)
+		CHECK(statuses[i] == VIRTIO_BLK_S_OK, "a write after the thaw has status %u", statuses[i]);
+	close(fd);
+	guest_stop(&guest);
+	guest_close(&guest);
+}
+
+/* Memory of the guest whose pages come only when somebody gives them: userfaultfd. */
+static int uffd_of(void *at, size_t len)
+{
+	struct uffdio_api api = { .api = UFFD_API };
+	struct uffdio_register range = { .range = { (uintptr_t)at, len }, .mode = UFFDIO_REGISTER_MODE_MISSING };
+	int fd = syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK);
+
+	CHECK(fd >= 0 && !ioctl(fd, UFFDIO_API, &api) && !ioctl(fd, UFFDIO_REGISTER, &range), "userfaultfd");
+	return fd;
+}
+
+static void wait_fault(int uffd)
+{
+	struct pollfd event = { .fd = uffd, .events = POLLIN };
+	struct uffd_msg message;
+
+	CHECK(poll(&event, 1, 10000) == 1 && read(uffd, &message, sizeof(message)) == sizeof(message) &&
+	      message.event == UFFD_EVENT_PAGEFAULT, "nobody waits for the page");
+}
+
+/* The page whose absence is to meet a worker that dies: of the statuses, or of the used ring, at the notification or at the completion. */
+enum page { STATUS, NOTIFY, USED };
+static const char *const page_names[] = { "statuses", "the used ring, at its notification", "the used ring, at a completion" };
+
+/*
+ * The owner dies while its worker waits for a page of the guest. The first two with requests that are answered with UNSUPP: what a page
+ * holds that was never written is 0, OK. (The userfaultfd is the last descriptor: it is closed before the device, which waits for the page.)
+ */
+static void dying_owner(struct guest *guest, struct disk *disk, uint8_t *page, uint8_t *statuses, enum page kind, int ready)
+{
+	struct ring *ring = &guest->rings[0];
+	int uffd;
+
+	guest_open(guest, BLK_FEATURES);
+	close(disk_open(disk));
+	guest_disk(guest, disk);
+	ring_attach(guest, 0);
+	guest_start(guest);
+	/* The worker looks at the ring, which is empty, once. */
+	nap_ms(200);
+	CHECK(!madvise(page, 4096, MADV_REMOVE), "MADV_REMOVE");
+	uffd = uffd_of(page, 4096);
+	add_reads(guest, ring, 4, statuses, kind == USED ? VIRTIO_BLK_T_IN : 99);
+	wait_fault(uffd);
+	if (kind == USED) {
+		struct uffdio_zeropage zero = { .range = { (uintptr_t)page, 4096 } };
+
+		CHECK(!ioctl(uffd, UFFDIO_ZEROPAGE, &zero), "UFFDIO_ZEROPAGE");
+		nap_ms(100);
+		CHECK(!madvise(page, 4096, MADV_REMOVE), "MADV_REMOVE");
+		wait_fault(uffd);
+	}
+	CHECK(write(ready, "r", 1) == 1, "pipe");
+	for (;;)
+		pause();
+}
+
+/* Nothing that the dead owner took is lost, or told wrongly. For a disk that takes its time (null_blk, 1 s). */
+void test_dying(struct disk *disk)
+{
+	for (enum page kind = STATUS; kind <= USED; kind++) {
+		struct guest guest;
+		struct ring *ring = &guest.rings[0];
+		uint8_t *page, *statuses, expected = kind == USED ? VIRTIO_BLK_S_OK : VIRTIO_BLK_S_UNSUPP;
+		int ready[2], status;
+		char byte;
+		pid_t child;
+		uint16_t index;
+
+		guest_new(&guest, 1);
+		ring->used = take(&guest, 4096, 4096);
+		statuses = take(&guest, 4096, 4096);
+		take(&guest, 4096, 4096);
+		page = kind == STATUS ? statuses : (uint8_t *)ring->used;
+		if (kind != STATUS)
+			memset(statuses, 0xff, 4);
+		CHECK(!pipe(ready), "pipe");
+		child = fork();
+		CHECK(child >= 0, "fork");
+		if (!child)
+			dying_owner(&guest, disk, page, statuses, kind, ready[1]);
+		close(ready[1]);
+		CHECK(read(ready[0], &byte, 1) == 1, "the owner failed");
+		CHECK(!kill(child, SIGKILL), "kill");
+		CHECK(waitpid(child, &status, 0) == child && WIFSIGNALED(status), "waitpid");
+		/* It is gone: so is everything that it began. */
+		index = __atomic_load_n(&ring->used->idx, __ATOMIC_ACQUIRE);
+		CHECK(index == 4, "%s: %u of 4 requests were used", page_names[kind], index);
+		for (unsigned i = 0; i < index; i++) {
+			unsigned head = ring->used->ring[i].id;
+
+			CHECK(head % 3 == 0 && head < 12 && statuses[head / 3] == expected, "%s: chain %u has status %u", page_names[kind],
+			      head, head < 12 ? statuses[head / 3] : 0);
+		}
+		printf("the owner died for want of %s\n", page_names[kind]);
+	}
+}
