@@ -13,6 +13,8 @@ requests     memory  kiocb
 requests     memory  bio
 requests     quick   kiocb
 requests     quick   bio
+requests     memory  default
+requests     ext4    default
 requests     tmpfs   kiocb
 requests     ext4    kiocb
 bounce       memory  kiocb
