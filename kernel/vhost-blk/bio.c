@@ -7,7 +7,7 @@
  * worker releases them: that may sleep (folio locks), so it is not done when the bio ends.
  *
  * The page cache of the device is not looked at. The daemon has it open exclusively, and nobody may
- * use it buffered.
+ * use it buffered; what it holds is dropped in the end (disk.c).
  */
 #include <linux/bio.h>
 #include <linux/mm.h>

@@ -88,7 +88,9 @@ struct vblk_disk *vblk_disk_open(const struct ringdisk_vblk_disk *wanted)
 	} else if (wanted->engine == RINGDISK_VBLK_ENGINE_BIO) {
 		goto put;
 	}
-	disk->use_bio = wanted->engine == RINGDISK_VBLK_ENGINE_BIO;
+	/* By default the one with fewer instructions for a request (bench/results/vhost-blk.md). */
+	disk->use_bio = wanted->engine == RINGDISK_VBLK_ENGINE_BIO ||
+			(wanted->engine == RINGDISK_VBLK_ENGINE_DEFAULT && disk->bdev);
 	disk->read_only = wanted->flags & RINGDISK_VBLK_DISK_RO;
 	disk->capacity = wanted->capacity;
 	disk->block_mask = wanted->block_bytes - 1;
@@ -108,6 +110,12 @@ void vblk_disk_close(struct vblk_disk *disk)
 {
 	if (!disk)
 		return;
+	/*
+	 * Others that have the device open, and did not use it while it was ours, must not find in
+	 * its page cache what was there before.
+	 */
+	if (disk->use_bio && !disk->read_only)
+		invalidate_bdev(disk->bdev);
 	fput(disk->file);
 	kfree(disk);
 }

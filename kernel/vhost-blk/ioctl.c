@@ -234,6 +234,37 @@ static long vblk_ioctl_stats(struct vblk_dev *dev, void __user *arg)
 	return copy_to_user(arg, &stats, sizeof(stats)) ? -EFAULT : 0;
 }
 
+/*
+ * Whether the core's call may wait for workers: not for those of idle queues, so that a queue is
+ * made ready and started while others are busy.
+ */
+static bool vblk_core_waits(struct vblk_dev *dev, unsigned int cmd, void __user *arg)
+{
+	struct vblk_queue *q;
+	u32 index;
+
+	switch (cmd) {
+	case VHOST_SET_VRING_NUM:
+	case VHOST_SET_VRING_BASE:
+	case VHOST_GET_VRING_BASE:
+	case VHOST_SET_VRING_ADDR:
+	case VHOST_SET_VRING_KICK:
+	case VHOST_SET_VRING_CALL:
+	case VHOST_SET_VRING_ERR:
+		break;
+	default:
+		return true;
+	}
+	if (get_user(index, (u32 __user *)arg))
+		return false;
+	q = vblk_ioctl_queue(dev, index);
+	if (!q)
+		return false;
+	/* A kick that there was before is followed by a flush of all workers. */
+	return READ_ONCE(q->state) != RINGDISK_VBLK_IDLE ||
+	       (cmd == VHOST_SET_VRING_KICK && q->vq.kick);
+}
+
 /* What the core knows. */
 static long vblk_ioctl_core(struct vblk_dev *dev, unsigned int cmd, void __user *arg)
 {
@@ -267,6 +298,11 @@ static long vblk_ioctl_core(struct vblk_dev *dev, unsigned int cmd, void __user 
 			return -EBUSY;
 		break;
 	}
+	if (vblk_core_waits(dev, cmd, arg)) {
+		err = vblk_wait_workers(dev);
+		if (err)
+			return err;
+	}
 	err = vhost_dev_ioctl(&dev->vhost, cmd, arg);
 	if (err == -ENOIOCTLCMD)
 		err = vhost_worker_ioctl(&dev->vhost, cmd, arg);
@@ -281,9 +317,6 @@ static long vblk_ioctl_locked(struct vblk_dev *dev, unsigned int cmd, void __use
 
 	if (cmd == RINGDISK_VBLK_STATS)
 		return vblk_ioctl_stats(dev, arg);
-	err = vblk_wait_workers(dev);
-	if (err)
-		return err;
 	switch (cmd) {
 	case VHOST_SET_FEATURES:
 	case RINGDISK_VBLK_SET_DISK:

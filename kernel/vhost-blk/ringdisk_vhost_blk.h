@@ -54,6 +54,7 @@ struct ringdisk_vblk_setup {
 };
 
 /* Which mechanism carries reads and writes. */
+/* Block devices: BIO, which costs less; files: KIOCB. */
 #define RINGDISK_VBLK_ENGINE_DEFAULT 0
 /* The file's own asynchronous direct I/O: block devices and files. */
 #define RINGDISK_VBLK_ENGINE_KIOCB 1

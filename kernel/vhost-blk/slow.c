@@ -18,11 +18,13 @@
 /* Pages of zeroes in one write, 256 KiB. */
 #define VBLK_ZERO_PAGES 64
 
-/* The kworkers of a device, or NULL. */
+/*
+ * The kworkers of a device, or NULL. Not WQ_MEM_RECLAIM, which is a thread for each: no memory of
+ * the host becomes free by what a guest flushes.
+ */
 struct workqueue_struct *vblk_slow_new(void)
 {
-	return alloc_workqueue("vhost_blk/%d", WQ_UNBOUND | WQ_MEM_RECLAIM, VBLK_SLOW_MAX,
-			       task_tgid_nr(current));
+	return alloc_workqueue("vhost_blk/%d", WQ_UNBOUND, VBLK_SLOW_MAX, task_tgid_nr(current));
 }
 
 /* Makes all that was written durable. */

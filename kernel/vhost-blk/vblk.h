@@ -156,8 +156,8 @@ struct vblk_queue {
 	struct vhost_virtqueue vq;
 	struct vblk_dev *dev;
 	/*
-	 * RINGDISK_VBLK_IDLE, …. Changes under vq->mutex, to and from idle also under vhost.mutex;
-	 * ioctls look at it without the former.
+	 * RINGDISK_VBLK_IDLE and so on. Changes under vq->mutex, to and from idle also under
+	 * vhost.mutex; ioctls look at it without the former.
 	 */
 	u32 state;
 	/* Requests, as many as the ring has descriptors. */

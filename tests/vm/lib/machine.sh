@@ -19,6 +19,11 @@ qemu_pid='' virtiofsd_pid='' reader_pid=''
 # accelerator: emulation unless told otherwise. It shows the same on every host; and there are hosts whose /dev/kvm does not boot Linux.
 accelerator() { echo "${RINGDISK_VM_ACCEL:-tcg,thread=multi,tb-size=512}"; }
 
+# processor: of Linux 6.12 the allocator uses cmpxchg16b in a way that QEMU 7.2 emulates wrongly (a double fault in the first programs).
+processor() {
+  case $kernel_wanted in 6.*) echo max,arch-capabilities=off,-cx16 ;; *) echo max,arch-capabilities=off ;; esac
+}
+
 # The initramfs: busybox, /init, and the two modules that the root file system takes.
 make_initramfs() {
   local tree=$1/tree version each
@@ -73,7 +78,7 @@ start_qemu() {
   append+=" watchdog_thresh=60 rcupdate.rcu_cpu_stall_timeout=120 rdinit=/init"
   append+=" ringdisk.run=$run ringdisk.modules=$kernel_dir/modules ringdisk.writable=${writable:-}"
   local words=(
-    -nodefaults -no-user-config -display none -no-reboot -machine q35,sata=off,smbus=off -cpu "${RINGDISK_VM_CPU:-max,arch-capabilities=off}"
+    -nodefaults -no-user-config -display none -no-reboot -machine q35,sata=off,smbus=off -cpu "${RINGDISK_VM_CPU:-$(processor)}"
     -accel "$(accelerator)"
     -smp "$cpus,sockets=2,cores=$((cpus / 2))" -m "$((2 * node_mib))M"
     -object "memory-backend-memfd,id=m0,size=${node_mib}M,share=on" -object "memory-backend-memfd,id=m1,size=${node_mib}M,share=on"

@@ -5,7 +5,8 @@
 
 # The tests, each with its disk, engine and arguments. Disks are made in the machine (vhost-blk.job): memory is brd, the others but tmpfs
 # and ext4 (files), frozen (a file on ext4 in a loop device) and scsi (scsi_debug, with bad sectors) are null_blk, ending in interrupts after
-# 20 us, 1 ms (gone), 30 ms or 1 s, or with bad blocks. RINGDISK_FULL kills a hundred times, and fuzzes for ten minutes in place of 10 s.
+# 20 us, 1 ms (gone), 30 ms or 1 s, or with bad blocks. RINGDISK_FULL kills a hundred times, and fuzzes for ten minutes in place of 10 s
+# (RINGDISK_FUZZ_S=N: for N seconds; RINGDISK_SEED=N: as a run that printed this seed).
 # Other kernels than 7.3 (RINGDISK_VM_KERNEL) run the same tests.
 vhost_blk_tests() {
   cat <<'LIST'
@@ -14,6 +15,8 @@ requests     memory  kiocb
 requests     memory  bio
 requests     quick   kiocb
 requests     quick   bio
+requests     memory  default
+requests     ext4    default
 requests     tmpfs   kiocb
 requests     ext4    kiocb
 bounce       memory  kiocb
@@ -97,6 +100,7 @@ suite_job() {
       if [ -n "${RINGDISK_FULL:-}" ]; then
         case $name in kill | crash) words=100 ;; fuzz) words=600 ;; esac
       fi
+      if [ "$name" = fuzz ] && [ -n "${RINGDISK_FUZZ_S:-}" ]; then words=$RINGDISK_FUZZ_S; fi
       if [[ "$name $disk $engine" == *"$each"* ]]; then
         echo "check $name $disk $engine $words"
         break
