@@ -176,7 +176,7 @@ fn a_process_that_cannot_take_it_leaves_it_where_it_is() {
     meanwhile(&mut vm, &mut load, || {
         fails(&place, &[], 2, &["--queues is '3' there, '2' here", "goes on as before"]);
         let packed = [&three[..], &["--packed", "off"]].concat();
-        fails_with(&place, &packed, 2, &["--packed is 'on' there, 'off' here"]);
+        fails_with(&place, &packed, 2, &["--packed is 'auto' there, 'off' here"]);
     });
     assert_ne!(stats(&place.socket)["total"]["requests"], 0);
     // And it can still be taken over by one that is right.
