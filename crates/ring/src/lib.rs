@@ -54,7 +54,7 @@ pub use numa::{NodePages, pages_by_node};
 pub use op::{Fd, Op, Sleep};
 pub use opset::OpSet;
 pub use parker::Parker;
-pub use placement::{cpus_of_thread, pin_to_cpus};
+pub use placement::{cpus_of_thread, pin_thread_to_cpus, pin_to_cpus};
 pub use remote::Remote;
 pub use ring::{RawCommand, Readiness, Ring, Timeout};
 pub use runtime::Runtime;

@@ -2,7 +2,7 @@
 //!
 //! A refusal (cpuset, container) is for the caller to log as a warning: a thread that runs elsewhere is slower, not wrong.
 
-use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+use rustix::thread::{CpuSet, Pid, sched_getaffinity, sched_setaffinity};
 
 use crate::{CpuList, Errno};
 
@@ -23,6 +23,17 @@ pub fn cpus_of_thread() -> CpuList {
 ///
 /// Errors: `EINVAL` when none of them is allowed and online, or one has a number of 1024 or more.
 pub fn pin_to_cpus(cpus: &CpuList) -> Result<(), Errno> {
+    sched_setaffinity(None, &set_of(cpus)?)
+}
+
+/// Binds another thread to a set of CPUs.
+///
+/// Errors: as [`pin_to_cpus`]; there is no such thread, or it is not ours.
+pub fn pin_thread_to_cpus(thread: Pid, cpus: &CpuList) -> Result<(), Errno> {
+    sched_setaffinity(Some(thread), &set_of(cpus)?)
+}
+
+fn set_of(cpus: &CpuList) -> Result<CpuSet, Errno> {
     let mut set = CpuSet::new();
     for cpu in cpus.iter() {
         if cpu >= CpuSet::MAX_CPU {
@@ -30,5 +41,5 @@ pub fn pin_to_cpus(cpus: &CpuList) -> Result<(), Errno> {
         }
         set.set(cpu);
     }
-    sched_setaffinity(None, &set)
+    Ok(set)
 }

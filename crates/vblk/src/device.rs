@@ -15,7 +15,7 @@ use crate::error::DEVICE;
 use crate::kernel::uapi::{self, DiskWords, InfoWords, StatsWords};
 use crate::kernel::{Event, Handle};
 use crate::layout;
-use crate::worker::{Worker, making};
+use crate::worker::{Bound, Worker, making};
 
 /// Regions that vhost takes where its parameter cannot be read: its default.
 const REGIONS_DEFAULT: usize = 64;
@@ -246,7 +246,7 @@ impl Vblk {
         handle.set_up(queues).map_err(|errno| Error::of("make the queues", errno))?;
         let (owned, tid, unbound) = making(None, || handle.set_owner());
         owned.map_err(|errno| Error::Worker { errno })?;
-        let workers = vec![Worker { id: 0, tid, unbound }];
+        let workers = vec![Worker { id: 0, tid, unbound, cpus: CpuList::default() }];
         Ok(Vblk { handle, info: Info::of(info), regions_max: regions_max(), workers })
     }
 
@@ -332,7 +332,8 @@ impl Vblk {
             Errno::PERM => Error::of("make a worker", errno),
             _ => Error::Worker { errno },
         })?;
-        let worker = Worker { id, tid, unbound };
+        let cpus = cpus.filter(|_| unbound.is_none()).cloned().unwrap_or_default();
+        let worker = Worker { id, tid, unbound, cpus };
         self.workers.push(worker.clone());
         Ok(worker)
     }
@@ -347,6 +348,18 @@ impl Vblk {
         })?;
         self.workers.retain(|worker| worker.id != id);
         Ok(())
+    }
+
+    /// Binds a worker to CPUs, at any time; one that is bound to them already stays as it is, and so does every worker for no CPUs at all.
+    ///
+    /// Errors: there is none of this number; its thread is not known ([`Worker::tid`]) or may not run there.
+    pub fn place_worker(&mut self, id: u32, cpus: &CpuList) -> Result<(), Error> {
+        let worker = self.workers.iter_mut().find(|worker| worker.id == id);
+        let placed = worker.ok_or(Errno::NODEV).and_then(|worker| worker.place(cpus));
+        placed.map_err(|errno| Error::System {
+            doing: format!("bind worker {id} to CPUs {cpus}"),
+            errno,
+        })
     }
 
     /// Workers that there are.
@@ -391,6 +404,12 @@ impl Vblk {
         let set = events.into_iter().try_for_each(|(event, fd)| {
             self.handle.set_event(queue, event, fd).map_err(|errno| event_error(queue, fd, errno))
         });
+        // The kernel allocates where the caller runs: next to the one that will use it.
+        let near = self.handle.worker_of(queue).ok().and_then(|id| {
+            let worker = self.workers.iter().find(|worker| worker.id == id)?;
+            Some(worker.cpus.clone()).filter(|cpus| !cpus.is_empty())
+        });
+        let near = near.and_then(|cpus| Bound::to(&cpus).ok());
         let started = set.and_then(|()| {
             self.handle.start(queue, size, base, areas).map_err(|errno| match errno {
                 Errno::NODEV => Error::NoDisk,
@@ -405,6 +424,7 @@ impl Vblk {
                 _ => Error::of(format!("start queue {queue}"), errno),
             })
         });
+        drop(near);
         if started.is_err() {
             self.forget_events(queue);
         }

@@ -7,8 +7,8 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 
-use ringdisk_ring::{CpuList, Errno, cpus_of_thread, pin_to_cpus};
-use rustix::thread::gettid;
+use ringdisk_ring::{CpuList, Errno, cpus_of_thread, pin_thread_to_cpus, pin_to_cpus};
+use rustix::thread::{Pid, gettid};
 
 /// A worker of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -19,6 +19,8 @@ pub struct Worker {
     pub tid: Option<u32>,
     /// Why it is not bound to the CPUs that were asked for, if it is not. It works, elsewhere.
     pub unbound: Option<Errno>,
+    /// CPUs that it was bound to; empty: those of the thread that had it made.
+    pub cpus: CpuList,
 }
 
 /// Where a thread of this process runs.
@@ -50,6 +52,21 @@ impl Placement {
             cpus: CpuList::of_kernel(field("Cpus_allowed_list")),
             cgroup: text("cgroup")?.trim_end().to_owned(),
         })
+    }
+}
+
+impl Worker {
+    /// Binds it to CPUs, where it is not bound to them.
+    ///
+    /// Errors: those of sched_setaffinity(2); `ESRCH`, too, where its thread is not known.
+    pub(crate) fn place(&mut self, cpus: &CpuList) -> Result<(), Errno> {
+        if *cpus == self.cpus || cpus.is_empty() {
+            return Ok(());
+        }
+        let tid = self.tid.and_then(|tid| Pid::from_raw(tid.cast_signed())).ok_or(Errno::SRCH)?;
+        pin_thread_to_cpus(tid, cpus)?;
+        (self.cpus, self.unbound) = (cpus.clone(), None);
+        Ok(())
     }
 }
 
@@ -89,13 +106,13 @@ fn own_workers() -> BTreeSet<u32> {
 }
 
 /// The calling thread is bound to some CPUs.
-struct Bound {
+pub(crate) struct Bound {
     before: CpuList,
 }
 
 impl Bound {
     /// Errors: those of sched_setaffinity(2); `EINVAL`, too, where the CPUs of now are not known and could not be given back.
-    fn to(cpus: &CpuList) -> Result<Bound, Errno> {
+    pub(crate) fn to(cpus: &CpuList) -> Result<Bound, Errno> {
         let before = cpus_of_thread();
         if before.is_empty() {
             return Err(Errno::INVAL);

@@ -270,7 +270,18 @@ fn workers_are_as_many_as_queues_and_run_where_they_are_told() {
     for queue in 0..4 {
         assert_eq!(guest.status(queue, Request::read(0, 4096)), 0);
     }
-    // Another worker while it runs.
+    // Other CPUs while it runs; none at all mean that it stays.
+    let (first, all) = (vblk.workers()[0].clone(), topology.allowed.clone());
+    for cpus in [&all, &first.cpus, &CpuList::default()] {
+        vblk.place_worker(first.id, cpus).unwrap();
+        let expected = if cpus.is_empty() { &first.cpus } else { cpus };
+        assert_eq!(&Placement::of(first.tid.unwrap()).unwrap().cpus, expected);
+        assert_eq!(guest.status(0, Request::read(0, 4096)), 0);
+    }
+    let far = vblk.place_worker(first.id, &[1023].into_iter().collect()).unwrap_err();
+    assert!(far.to_string().contains("to CPUs 1023"), "{far}");
+    assert!(vblk.place_worker(77, &all).is_err());
+    // Another worker.
     vblk.attach(0, vblk.workers()[3].id).unwrap();
     assert_eq!(guest.status(0, Request::read(0, 4096)), 0);
 

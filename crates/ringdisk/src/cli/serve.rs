@@ -232,7 +232,7 @@ pub(crate) struct DeviceArgs {
     )]
     pub(crate) accel_engine: EngineWord,
 
-    /// Threads of the kernel for it [default: one for each virtqueue]
+    /// Threads of the kernel for it, at most one for each virtqueue [default: one for each]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(QUEUES_MAX)),
           help_heading = "Serving options")]
     pub(crate) accel_workers: Option<u16>,

@@ -189,13 +189,17 @@ pub(super) const IOCTLS: [u64; 14] = [
 
 /// Commands of ioctl(2) that hand rings to the module vhost_blk and take them back: those of include/uapi/linux/vhost.h, and of
 /// kernel/vhost-blk/ringdisk_vhost_blk.h.
-pub(super) const VHOST_IOCTLS: [u64; 14] = [
+pub(super) const VHOST_IOCTLS: [u64; 18] = [
     0x4008_af00, // VHOST_SET_FEATURES
     0x4008_af03, // VHOST_SET_MEM_TABLE
+    0x8004_af08, // VHOST_NEW_WORKER
+    0x4004_af09, // VHOST_FREE_WORKER
     0x4008_af10, // VHOST_SET_VRING_NUM
     0x4028_af11, // VHOST_SET_VRING_ADDR
     0x4008_af12, // VHOST_SET_VRING_BASE
     0xc008_af12, // VHOST_GET_VRING_BASE
+    0x4008_af15, // VHOST_ATTACH_VRING_WORKER
+    0xc008_af16, // VHOST_GET_VRING_WORKER
     0x4008_af20, // VHOST_SET_VRING_KICK
     0x4008_af21, // VHOST_SET_VRING_CALL
     0x4008_af22, // VHOST_SET_VRING_ERR

@@ -108,6 +108,11 @@ impl Config {
 }
 
 impl Config {
+    /// Sectors of the longest range that drivers are told of, whatever for.
+    pub(crate) fn longest_range_sectors(&self) -> u32 {
+        self.range_sectors(self.discard_max).max(self.range_sectors(self.zeroes_max))
+    }
+
     /// A limit of the disk as drivers are told it: whole logical blocks, in sectors.
     fn range_sectors(&self, bytes: u64) -> u32 {
         let blocks = (bytes / u64::from(self.logical_block)).max(1);

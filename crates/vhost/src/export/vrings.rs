@@ -94,6 +94,9 @@ impl Control {
 
     /// Starts a virtqueue: in the host kernel if it may be there, or on its thread.
     pub(super) fn put_on(&mut self, index: u16, base: u32) -> Result<(), Refusal> {
+        if self.is_in_kernel(index) {
+            return Err("the kernel has not given it back".into());
+        }
         self.check_required()?;
         // In any case on its thread first, which knows where it goes on, and carries out what a process before us had taken.
         self.put_on_thread(index, base)?;

@@ -8,6 +8,7 @@
 
 mod obstacle;
 mod shown;
+mod workers;
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,6 +19,7 @@ use ringdisk_vblk::{DiskSetup, RingSetup, State, Vblk};
 
 use super::backend::Control;
 use crate::blk::SERIAL_BYTES;
+use crate::blk::config::RANGES_MAX;
 use crate::session::Refusal;
 use crate::worker::{Worker, areas};
 use crate::{Error, ErrorKind};
@@ -27,11 +29,6 @@ use obstacle::{Look, obstacle};
 pub use ringdisk_vblk::Engine;
 pub(super) use shown::Shown;
 pub use shown::{Acceleration, QueueInKernel};
-
-/// Ranges of a discard, as drivers are told.
-const RANGES_MAX: u32 = 64;
-/// Sectors of the largest discard or request for zeroes that the module takes: 1 GiB.
-const RANGE_SECTORS_MAX: u64 = 1 << 21;
 
 /// Whether the kernel is to move the data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,7 +50,9 @@ pub(super) struct Accel {
     is_switched_off: bool,
     /// What the kernel refused. Tried again when something has changed.
     trouble: Option<String>,
-    /// Features, memory, disk and workers are in place, and the disk is held.
+    /// Kernel threads are made, and each has its virtqueues.
+    has_workers: bool,
+    /// Features, memory and disk are in place, and the disk is held.
     is_prepared: bool,
     in_kernel: Vec<bool>,
     /// As the module was told, bytes.
@@ -80,6 +79,7 @@ impl Accel {
             vblk,
             is_switched_off: false,
             trouble: None,
+            has_workers: false,
             is_prepared: false,
             in_kernel,
             capacity: 0,
@@ -176,29 +176,6 @@ impl Control {
         Ok(false)
     }
 
-    /// Makes the threads of the kernel and gives each its virtqueues. Each is where the queue thread is that it works in place of.
-    fn make_workers(&self) -> Result<(), String> {
-        let Some(accel) = &self.accel else { return Ok(()) };
-        let queues = self.config.queues;
-        let count = accel.options.workers.unwrap_or(queues).clamp(1, queues);
-        let mut vblk = locked(accel.vblk.as_ref()?);
-        for index in 0..count {
-            let cpus = self.homes.cpus_of(index);
-            let cpus = (!cpus.is_empty()).then_some(&cpus);
-            let worker = vblk.new_worker(cpus).map_err(refused)?;
-            if let Some(errno) = worker.unbound {
-                let name = &self.device.name;
-                tracing::warn!("{name}: a thread of the kernel runs unbound: {errno}");
-            }
-            for queue in (index..queues).step_by(usize::from(count)) {
-                vblk.attach(queue, worker.id).map_err(refused)?;
-            }
-        }
-        // The one that each device begins with serves nothing any more.
-        vblk.free_worker(0).map_err(refused)?;
-        Ok(())
-    }
-
     /// Whether virtqueues may start at all.
     ///
     /// Errors: acceleration is required, and something that does not pass is in the way.
@@ -254,6 +231,7 @@ impl Control {
 
     fn enter_kernel(&mut self, index: u16, base: u32) -> Result<(), Obstacle> {
         self.prepare_kernel()?;
+        self.bring_worker_home(index);
         let Some(accel) = &mut self.accel else { return Ok(()) };
         let mut vblk = locked(accel.vblk.as_ref().map_err(|why| Obstacle::Module(why.clone()))?);
         let ring = &self.rings[usize::from(index)];
@@ -282,17 +260,17 @@ impl Control {
 
     /// Holds the disk and tells the module of it, of the features and of the memory.
     fn prepare_kernel(&mut self) -> Result<(), Obstacle> {
-        let Some(accel) = &self.accel else { return Ok(()) };
-        if accel.is_prepared {
+        if self.accel.as_ref().is_none_or(|accel| accel.is_prepared) {
             return Ok(());
         }
+        // Not yet, where something was in the way at the start.
+        self.make_workers().map_err(Obstacle::Trouble)?;
         let held = self.threads[0].ask_task(Worker::hold_disk);
         let plain = held
             .wait(self.is_patient())
             .map_err(|_| Obstacle::Trouble(String::from("the queue thread does not answer")))?
             .map_err(|error| Obstacle::Disk(error.to_string()))?;
-        let described = self.describe(accel, &plain);
-        if let Err(why) = described {
+        if let Err(why) = self.describe(&plain) {
             self.let_disk_go();
             return Err(Obstacle::Trouble(why));
         }
@@ -303,12 +281,12 @@ impl Control {
         Ok(())
     }
 
-    fn describe(&self, accel: &Accel, plain: &Plain) -> Result<(), String> {
+    fn describe(&self, plain: &Plain) -> Result<(), String> {
+        let Some(accel) = &self.accel else { return Ok(()) };
         let mut vblk = locked(accel.vblk.as_ref()?);
         let features = self.device.features() & vblk.info().features;
         vblk.set_features(features).map_err(refused)?;
         vblk.set_memory(Arc::clone(&self.memory)).map_err(refused)?;
-        let sectors = self.config.discard_max.max(self.config.zeroes_max) / 512;
         let mut id = [0; SERIAL_BYTES];
         id.copy_from_slice(&self.device.serial);
         let disk = DiskSetup {
@@ -319,7 +297,7 @@ impl Control {
             block_bytes: self.device.logical_block,
             memory_align: plain.memory_align,
             ranges_max: RANGES_MAX.min(vblk.info().ranges_max),
-            range_sectors_max: u32::try_from(sectors.min(RANGE_SECTORS_MAX)).unwrap_or(0),
+            range_sectors_max: self.config.longest_range_sectors(),
             capacity: plain.size,
             id,
         };
@@ -340,38 +318,53 @@ impl Control {
     }
 
     /// Drains a virtqueue that is in the kernel and takes it off. Gives its base.
+    ///
+    /// Errors: the kernel does not give it back (this process is being killed). It stays there, with its memory and the disk.
     pub(super) fn stop_in_kernel(&mut self, index: u16) -> Result<u32, Refusal> {
         let Some(accel) = &mut self.accel else { return Err("it is not in the kernel".into()) };
-        let stopped = locked(accel.vblk.as_ref().map_err(Clone::clone)?).stop(index);
-        accel.in_kernel[usize::from(index)] = false;
+        let stopped = {
+            let mut vblk = locked(accel.vblk.as_ref().map_err(Clone::clone)?);
+            let stopped = vblk.stop(index);
+            accel.in_kernel[usize::from(index)] = vblk.is_started(index);
+            stopped
+        };
         if !accel.is_used() {
             accel.shown.set(false, None);
             self.let_disk_go();
         }
-        stopped.map(u32::from).map_err(|error| Refusal::new(error.to_string()))
+        stopped.map(u32::from).map_err(|error| {
+            let text = format!("virtqueue {index} does not come back from the kernel: {error}");
+            self.device.set_broken(text.clone());
+            Refusal::new(text)
+        })
     }
 
-    /// Takes all virtqueues back; they go on, on their threads.
+    /// Takes all virtqueues back; they go on, on their threads. What the kernel does not give back (this process is being killed) stays
+    /// there, with its memory and the disk; whoever comes next finds what is in flight in the ring.
     pub(super) fn take_back_all(&mut self) {
-        if !self.uses_kernel() {
-            if self.accel.as_ref().is_some_and(|accel| accel.is_prepared) {
-                self.let_disk_go();
-            }
-            return;
-        }
         let Some(accel) = &mut self.accel else { return };
         let Ok(vblk) = &accel.vblk else { return };
-        let stopped = locked(vblk).stop_all();
-        let lost = accel.in_kernel.iter().filter(|is_there| **is_there).count();
-        accel.in_kernel.fill(false);
+        let mut bases = Vec::new();
+        if accel.is_used() {
+            let mut vblk = locked(vblk);
+            match vblk.stop_all() {
+                Ok(stopped) => bases = stopped,
+                Err(error) => {
+                    let text = format!("the kernel does not give virtqueues back: {error}");
+                    self.device.set_broken(text);
+                }
+            }
+            for (index, is_there) in (0..).zip(&mut accel.in_kernel) {
+                *is_there = vblk.is_started(index);
+            }
+        }
+        if accel.is_used() {
+            return;
+        }
         accel.shown.set(false, None);
-        let bases = stopped.unwrap_or_else(|error| {
-            // The process is being killed; whoever comes next finds what is in flight in the ring and in the inflight area.
-            self.device
-                .set_broken(format!("the kernel does not give {lost} virtqueues back: {error}"));
-            Vec::new()
-        });
-        self.let_disk_go();
+        if accel.is_prepared {
+            self.let_disk_go();
+        }
         for (index, base) in bases {
             if let Err(refusal) = self.put_on_thread(index, u32::from(base)) {
                 self.device.set_broken(format!("virtqueue {index} does not go on here: {refusal}"));

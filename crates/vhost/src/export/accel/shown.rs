@@ -1,10 +1,16 @@
 //! What is shown of virtqueues in the kernel. Any thread.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
 
 use ringdisk_vblk::{Engine, Stats, Vblk, Worker};
 
-use super::{Obstacle, locked};
+use super::Obstacle;
+
+/// Whoever reads waits so long for the device: while a virtqueue is drained whose storage does not answer, nobody else can use it.
+const PATIENCE: Duration = Duration::from_millis(200);
+/// And looks so often.
+const PAUSE: Duration = Duration::from_millis(2);
 
 /// How it is with a disk's virtqueues and the kernel.
 #[derive(Clone, Debug)]
@@ -36,6 +42,9 @@ pub(in crate::export) struct Shown {
 struct Now {
     on: bool,
     obstacle: Option<Obstacle>,
+    workers: Vec<Worker>,
+    /// As they were when the device could be asked.
+    queues: Vec<QueueInKernel>,
 }
 
 impl Shown {
@@ -56,24 +65,35 @@ impl Shown {
         self.vblk.is_some()
     }
 
-    /// How it is now.
+    /// How it is now. Counters are those of the last look when the device is busy with something that does not end.
     pub(in crate::export) fn read(&self) -> Acceleration {
-        let (on, obstacle) = {
-            let now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
-            (now.on, now.obstacle.as_ref().map(ToString::to_string))
-        };
-        let mut shown = Acceleration {
-            on,
-            obstacle,
-            engine: self.engine,
-            workers: Vec::new(),
-            queues: Vec::new(),
-        };
-        if let Some(vblk) = &self.vblk {
-            let vblk = locked(vblk);
-            shown.workers = vblk.workers().to_vec();
-            shown.queues = (0..vblk.queues()).filter_map(|index| vblk.stats(index).ok()).collect();
+        let fresh = self.look();
+        let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((workers, queues)) = fresh {
+            (now.workers, now.queues) = (workers, queues);
         }
-        shown
+        Acceleration {
+            on: now.on,
+            obstacle: now.obstacle.as_ref().map(ToString::to_string),
+            engine: self.engine,
+            workers: now.workers.clone(),
+            queues: now.queues.clone(),
+        }
+    }
+
+    /// Workers and counters; `None`: there are none, or the device is busy.
+    fn look(&self) -> Option<(Vec<Worker>, Vec<QueueInKernel>)> {
+        let vblk = self.vblk.as_ref()?;
+        let begun = Instant::now();
+        let vblk = loop {
+            match vblk.try_lock() {
+                Ok(vblk) => break vblk,
+                Err(TryLockError::Poisoned(poisoned)) => break poisoned.into_inner(),
+                Err(TryLockError::WouldBlock) if begun.elapsed() > PATIENCE => return None,
+                Err(TryLockError::WouldBlock) => std::thread::sleep(PAUSE),
+            }
+        };
+        let queues = (0..vblk.queues()).filter_map(|index| vblk.stats(index).ok()).collect();
+        Some((vblk.workers().to_vec(), queues))
     }
 }
