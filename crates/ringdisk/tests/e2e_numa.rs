@@ -6,39 +6,11 @@ mod common;
 
 use std::path::Path;
 
+use common::numa::{allowed, guest_on, threads, threads_named, two_nodes};
 use common::serving::Place;
 use common::{MIB, serve_raw};
-use ringdisk_ring::{CpuList, pin_to_cpus};
-use ringdisk_testkit::limits::{Sysctl, UringParameter, needs, needs_root};
-use ringdisk_testkit::model::Vm;
+use ringdisk_testkit::limits::{Sysctl, UringParameter, needs_root};
 use ringdisk_testkit::process::ok_words;
-
-/// CPUs of a list such as `0-1,3`.
-fn cpus(list: &str) -> Vec<usize> {
-    let number = |text: &str| text.trim().parse::<usize>().expect("a number");
-    let part = |part: &str| {
-        let (first, last) = part.split_once('-').unwrap_or((part, part));
-        (number(first)..=number(last)).collect::<Vec<_>>()
-    };
-    list.trim().split(',').flat_map(part).collect()
-}
-
-/// CPUs that a thread may use, from its `status`.
-fn allowed(status: &Path) -> Vec<usize> {
-    let status = std::fs::read_to_string(status).unwrap_or_default();
-    let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
-    list.map(cpus).unwrap_or_default()
-}
-
-/// Name and CPUs of each thread.
-fn threads(pid: u32) -> Vec<(String, Vec<usize>)> {
-    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).expect("a process");
-    let thread = |task: std::fs::DirEntry| {
-        let name = std::fs::read_to_string(task.path().join("comm")).unwrap_or_default();
-        (name.trim().to_owned(), allowed(&task.path().join("status")))
-    };
-    tasks.flatten().map(thread).collect()
-}
 
 /// Bytes of anonymous memory of a process on a node, as numastat -p counts them.
 fn bytes_on(pid: u32, node: usize) -> u64 {
@@ -80,35 +52,6 @@ fn each_cpu_has_a_queue_thread_and_helpers_run_anywhere() {
     assert!(helpers.iter().all(|(_, cpus)| *cpus == ours), "{threads:?}");
 }
 
-/// CPUs of two nodes; `None` on a machine that has one.
-fn two_nodes() -> Option<[Vec<usize>; 2]> {
-    let nodes = [0, 1].map(|node| {
-        let list = std::fs::read_to_string(format!("/sys/devices/system/node/node{node}/cpulist"));
-        list.ok().filter(|list| !list.trim().is_empty()).map(|list| cpus(&list))
-    });
-    let [Some(near), Some(far)] = nodes else {
-        assert!(!needs("second NUMA node", false));
-        return None;
-    };
-    Some([near, far])
-}
-
-/// A guest whose virtqueues are in memory near some CPUs.
-fn guest_on(cpus: &[usize], place: &Place) -> Vm {
-    let cpus: CpuList = cpus.iter().copied().collect();
-    let start = || {
-        pin_to_cpus(&cpus).expect("CPUs of this machine");
-        let mut vm = place.vm(false);
-        // Memory comes from the node of whoever touches it first. The virtqueues of the next start are behind all that was taken.
-        let taken = usize::try_from(vm.ram.taken()).expect("64 bits");
-        vm.ram.memory().write_bytes(taken, &vec![0; 4 << 20]);
-        vm.reset().expect("a reset");
-        vm
-    };
-    // A thread of its own: this one stays where it may be now.
-    std::thread::scope(|scope| scope.spawn(start).join().expect("a guest"))
-}
-
 #[test]
 fn queue_threads_go_to_the_node_of_their_virtqueues() {
     let Some(nodes) = two_nodes() else { return };
@@ -133,12 +76,6 @@ fn queue_threads_go_to_the_node_of_their_virtqueues() {
             daemon.stop(&[&place.socket]);
         }
     }
-}
-
-/// CPUs of all threads with such names.
-fn threads_named(pid: u32, start: &str) -> Vec<Vec<usize>> {
-    let all = threads(pid).into_iter();
-    all.filter(|(name, _)| name.starts_with(start)).map(|(_, cpus)| cpus).collect()
 }
 
 #[test]

@@ -7,6 +7,7 @@ pub(crate) mod confined;
 pub(crate) mod forbid;
 pub(crate) mod kept;
 pub(crate) mod mapping;
+pub(crate) mod numa;
 pub(crate) mod serving;
 pub(crate) mod tools;
 
