@@ -25,6 +25,8 @@ e2e_ring_limits own
 e2e_stopped    own
 e2e_switch_race own
 e2e_leaks      own
+e2e_sandbox    own
+e2e_sandbox_serve own
 e2e_semantics  dev,uring
 e2e_coherence  uring
 e2e_bytes      uring

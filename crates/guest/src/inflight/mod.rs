@@ -126,13 +126,15 @@ impl InflightArea {
         })
     }
 
-    /// The front end knows where a queue that was stopped goes on, or begins it anew: from now on its base counts. A split queue needs no
-    /// such word: its used index, in memory of the guest, says all.
+    /// The front end knows where a queue that was stopped goes on, or begins it anew; or somebody else serves it, who does not write here.
+    /// From now on its base counts, or of a split queue its used index, in memory of the guest.
     ///
-    /// Not before it knows: after a kill only the area can say where a packed queue is.
+    /// Not before: after a kill only the area can say where a packed queue is, and what of a split one is in flight.
     pub fn retire(&self, number: u16) {
-        if let (Layout::Packed, Some(queue)) = (self.layout, self.queue(number)) {
-            packed::retire(&queue.memory);
+        let Some(queue) = self.queue(number) else { return };
+        match self.layout {
+            Layout::Split => split::retire(&queue.memory),
+            Layout::Packed => packed::retire(&queue.memory),
         }
     }
 

@@ -34,6 +34,11 @@ pub(super) fn is_busy(memory: &RingMemory, size: u16) -> bool {
         && (0..size).any(|number| memory.load_u8(at(number, INFLIGHT), Acquire) != 0)
 }
 
+/// It holds nothing any more.
+pub(super) fn retire(memory: &RingMemory) {
+    memory.store_u16(VERSION_AT, 0, Release);
+}
+
 /// The area of a queue that runs.
 #[derive(Debug)]
 pub(crate) struct SplitArea {

@@ -269,6 +269,41 @@ fn an_area_of_a_ring_that_was_made_anew_is_given_up() {
 }
 
 #[test]
+fn a_split_area_of_a_queue_that_somebody_else_served_meanwhile_says_nothing() {
+    // Of fewer requests than the queue has, and of more.
+    for count in [3_u32, 9] {
+        let mut world = World::new(Layout::Split, 8, 1);
+        let mut device = world.boot();
+        let mut chain = Chain::new();
+        let segment = [Segment { addr: world.data, len: 1 }];
+        world.driver.add(&segment, 1).unwrap();
+        world.driver.publish();
+        let token = device.queue.pop(&device.view, &mut chain).unwrap().unwrap();
+        device.queue.complete(token, 0);
+        device.queue.stop();
+        world.area.retire(1);
+        // Whoever it is does not know of the area.
+        let elsewhere = None;
+        let (mut queue, view) =
+            crate::queue::tests::device(&world.ram, &world.driver, 1, elsewhere, None);
+        for _ in 0..count {
+            while world.driver.pop_used().is_some() {}
+            world.driver.add(&segment, 1).unwrap();
+            world.driver.publish();
+            let token = queue.pop(&view, &mut chain).unwrap().unwrap();
+            queue.complete(token, 0);
+            queue.publish();
+        }
+
+        let mut device = world.boot();
+
+        assert_eq!(device.queue.inflight_given_up(), None, "{count}");
+        assert!(device.queue.pop(&device.view, &mut chain).unwrap().is_none(), "{count}");
+        assert_eq!(device.queue.base(), 1 + count, "{count}");
+    }
+}
+
+#[test]
 fn any_bytes_in_an_area_end_in_an_error_or_in_a_queue_that_works() {
     for layout in [Layout::Split, Layout::Packed] {
         let mut world = World::new(layout, 8, 3);
