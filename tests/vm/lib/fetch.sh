@@ -6,7 +6,7 @@
 # to get a newer one, remove $cache/kernel.
 # shellcheck shell=bash disable=SC2154,SC2034 # variables of tests/vm/run, and for machine.sh
 
-# Version of the kernel, or its beginning; the newest that fits is taken.
+# Version of the kernel, or its beginning; the newest that fits is taken. Or "debug": that of tests/vm/debug-kernel.
 kernel_wanted=${RINGDISK_VM_KERNEL:-7.3}
 kernel_dir=$cache/kernel/$kernel_wanted
 busybox=$cache/busybox
@@ -64,6 +64,13 @@ kernel_package() {
 # Puts vmlinuz, version and modules/lib/modules/VERSION into $kernel_dir, and busybox beside it.
 fetch_kernel() {
   [ -e "$kernel_dir/version" ] && [ -x "$busybox" ] && return
+  if [ "$kernel_wanted" = debug ]; then
+    # It was built before (tests/vm/run); busybox comes with a kernel of Debian.
+    [ -e "$kernel_dir/version" ] || { echo "no kernel in $kernel_dir"; return 1; }
+    apt_lists && unpack "$cache/busybox.$$" busybox-static && mv "$cache/busybox.$$/usr/bin/busybox" "$busybox" || return
+    rm -rf "$cache/busybox.$$"
+    return
+  fi
   local at=$cache/kernel/new.$$ name version
   mkdir -p "$cache/kernel"
   apt_lists || return

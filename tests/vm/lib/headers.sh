@@ -39,11 +39,12 @@ kbuild_unpack() {
   rm -f "$cache"/apt/archives/*.deb
 }
 
-# fetch_headers SERIES: headers and compiler are in the tree afterwards. Prints the version.
+# fetch_headers SERIES: headers and compiler are in the tree afterwards. Prints the version. SERIES may be "debug" (tests/vm/debug-kernel).
 fetch_headers() {
   local wanted=$1 version have
   have=$cache/kbuild/series/$wanted
   if [ -e "$have" ]; then cat "$have"; return; fi
+  if [ "$wanted" = debug ]; then echo "there is no debug kernel: run tests/vm/debug-kernel" >&2; return 1; fi
   apt_lists >&2 || return
   version=$(headers_version "$wanted") || { echo "no linux-headers-$wanted*-cloud-amd64 in trixie or trixie-backports" >&2; return 1; }
   kbuild_unpack "${kbuild_tools[@]}" "linux-headers-$version" >&2 || return

@@ -10,9 +10,11 @@ cpus=4
 node_mib=1536
 # More than any boot takes, also on a busy machine (about 10 s are usual).
 boot_limit_s=120
+# The debug kernel is several times as slow, and notes all of its memory down.
+if [ "$kernel_wanted" = debug ]; then node_mib=2560 boot_limit_s=600; fi
 # What of the kernel's log means that something went wrong. A soft lockup or RCU stall needs minutes here (see the command line): what
 # looks like one is not just a busy host.
-complaints='WARNING:|BUG:|Oops|Kernel panic|INFO: task .* blocked for more than|INFO: rcu|general protection fault|unable to handle|refcount_t:|possible recursive locking'
+complaints='WARNING:|BUG:|Oops|Kernel panic|INFO: task .* blocked for more than|INFO: rcu|general protection fault|unable to handle|refcount_t:|UBSAN:|ODEBUG:|possible recursive locking|possible circular locking|inconsistent lock state'
 
 qemu_pid='' virtiofsd_pid='' reader_pid=''
 

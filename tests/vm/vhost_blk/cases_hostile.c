@@ -166,15 +166,8 @@ void test_rings(struct disk *disk)
 		CHECK(stats_of(&guest, 0).state == (breaks ? RINGDISK_VBLK_BROKEN : RINGDISK_VBLK_RUNNING), "ring %u: state %u", kind,
 		      stats_of(&guest, 0).state);
 		CHECK(transfer(&guest, other, false, 0, data, 4096) == VIRTIO_BLK_S_OK, "ring %u: the other queue", kind);
-		/* Whole again. */
 		CHECK(!device_ioctl(&guest, RINGDISK_VBLK_STOP, &zero), "STOP");
-		memset(ring->avail, 0, 6 + 2 * RING_SIZE);
-		memset(ring->used, 0, 6 + 8 * RING_SIZE);
-		memset(ring->length, 0, sizeof(ring->length));
-		for (unsigned i = 0; i < RING_SIZE; i++)
-			ring->desc[i].next = i + 1;
-		ring->free = RING_SIZE;
-		ring->free_head = ring->avail_next = ring->shown = ring->used_next = 0;
+		ring_reset(ring);
 		ring_attach(&guest, 0);
 		CHECK(!device_ioctl(&guest, RINGDISK_VBLK_START, &zero), "START");
 		CHECK(transfer(&guest, ring, false, 0, data, 4096) == VIRTIO_BLK_S_OK, "ring %u: it is not whole again", kind);

@@ -209,13 +209,7 @@ void test_addresses(struct disk *disk)
 		CHECK(ring_reported_error(ring, 10000), "the ring is not broken");
 		CHECK(!device_ioctl(&guest, RINGDISK_VBLK_STOP, &zero), "STOP");
 		CHECK(__atomic_load_n(&ring->used->idx, __ATOMIC_ACQUIRE) == 8, "round %u: %u of 8 were used", round, ring->used->idx);
-		memset(ring->avail, 0, 6 + 2 * RING_SIZE);
-		memset(ring->used, 0, 6 + 8 * RING_SIZE);
-		memset(ring->length, 0, sizeof(ring->length));
-		for (unsigned i = 0; i < RING_SIZE; i++)
-			ring->desc[i].next = i + 1;
-		ring->free = RING_SIZE;
-		ring->free_head = ring->avail_next = ring->shown = ring->used_next = 0;
+		ring_reset(ring);
 		ring_attach(&guest, 0);
 		ring_attach(&guest, 1);
 		CHECK(!device_ioctl(&guest, RINGDISK_VBLK_START, &zero) && !device_ioctl(&guest, RINGDISK_VBLK_START, &one), "START");

@@ -54,17 +54,27 @@ uint64_t guest_address(const struct guest *guest, const void *at)
 	return (const uint8_t *)at - guest->memory + GUEST_BASE;
 }
 
+void ring_reset(struct ring *ring)
+{
+	memset(ring->avail, 0, 6 + 2 * RING_SIZE);
+	memset(ring->used, 0, 6 + 8 * RING_SIZE);
+	memset(ring->length, 0, sizeof(ring->length));
+	for (unsigned i = 0; i < RING_SIZE; i++)
+		ring->desc[i].next = i + 1;
+	ring->free = RING_SIZE;
+	ring->free_head = ring->avail_next = ring->shown = ring->used_next = 0;
+}
+
 static void ring_new(struct guest *guest, unsigned index)
 {
 	struct ring *ring = &guest->rings[index];
 
-	*ring = (struct ring){ .index = index, .free = RING_SIZE };
+	*ring = (struct ring){ .index = index };
 	ring->desc = take(guest, RING_SIZE * sizeof(*ring->desc), 16);
 	ring->avail = take(guest, 6 + 2 * RING_SIZE, 64);
 	ring->used = take(guest, 6 + 8 * RING_SIZE, 64);
 	ring->tables = take(guest, RING_SIZE * ENTRIES_MAX * sizeof(*ring->tables), 16);
-	for (unsigned i = 0; i < RING_SIZE; i++)
-		ring->desc[i].next = i + 1;
+	ring_reset(ring);
 	ring->kick = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
 	ring->call = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
 	ring->error = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);

@@ -87,6 +87,8 @@ void guest_disk(struct guest *guest, const struct disk *disk);
 /* Opens the disk; its size is stored where capacity is 0. */
 int disk_open(struct disk *disk);
 int try_disk(struct guest *guest, const struct disk *disk, int fd);
+/* An empty ring, whatever was in it. The device must not have it. */
+void ring_reset(struct ring *ring);
 void ring_attach(struct guest *guest, unsigned index);
 /* A worker of its own for each ring. */
 void guest_workers(struct guest *guest);

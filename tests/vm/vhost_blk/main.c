@@ -32,6 +32,7 @@ void test_addresses(struct disk *disk);
 void test_interrupted(struct disk *disk);
 void test_frozen(struct disk *disk);
 void test_dying(struct disk *disk);
+void test_grace_periods(struct disk *disk);
 void test_fuzz(struct disk *disk, unsigned seconds);
 
 int main(int argc, char **argv)
@@ -90,6 +91,8 @@ int main(int argc, char **argv)
 		test_frozen(&disk);
 	else if (!strcmp(test, "dying"))
 		test_dying(&disk);
+	else if (!strcmp(test, "grace-periods"))
+		test_grace_periods(&disk);
 	else if (!strcmp(test, "fuzz"))
 		test_fuzz(&disk, number ? number : 10);
 	else
