@@ -64,8 +64,8 @@ def vhost_user(queues, socket):
     return ["-chardev", f"socket,id=vu,path={socket}", "-device", f"vhost-user-blk-pci,chardev=vu,num-queues={queues}"]
 
 
-def ways(binary, image, queues):
-    """All ways, by name."""
+def ways(binary, image, queues, argv=peer_argv):
+    """All ways, by name; `argv` makes the command of a program of the peer."""
     served = Image("file" if image.kind == "device" else image.kind, image.path, image.size)
     front_end = lambda socket: vhost_user(queues, socket)
     ours = lambda *more: lambda socket: [*ringdisk_command(binary, served, queues, socket), "--accel", *more]
@@ -75,7 +75,7 @@ def ways(binary, image, queues):
     out.append(Way("qemu", "QEMU's own virtio-blk, one IOThread", words=lambda _: own(image, queues, 1)))
     if queues > 1:
         out.append(Way("qemu-many", f"the same, {queues} IOThreads (iothread-vq-mapping)", words=lambda _: own(image, queues, queues)))
-    out.append(Way("qsd", "qemu-storage-daemon, vhost-user-blk, one iothread", lambda socket: qsd_device(image, queues, socket), front_end))
+    out.append(Way("qsd", "qemu-storage-daemon, vhost-user-blk, one iothread", lambda socket: qsd_device(image, queues, socket, argv), front_end))
     out.append(Way("ringdisk", "ringdisk serve, in userspace", ours("off"), front_end))
     for workers in WORKERS:
         if workers <= queues:
@@ -112,9 +112,9 @@ def vcpu_words(queues):
     return out
 
 
-def qsd_device(image, queues, socket):
+def qsd_device(image, queues, socket, argv):
     """As a file, but block devices have a driver of their own."""
-    words = qsd_command(Image("file" if image.kind == "device" else image.kind, image.path, image.size), queues, socket)
+    words = qsd_command(Image("file" if image.kind == "device" else image.kind, image.path, image.size), queues, socket, argv=argv)
     if image.kind == "device":
         words = [word.replace("driver=file,filename=", "driver=host_device,filename=") for word in words]
     return words
