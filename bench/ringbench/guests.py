@@ -1,4 +1,5 @@
-"""Disks of a real guest: the ways to give it one, the virtual machine of tests/vm, and fio in it.
+"""Disks of a real guest: the ways to give it one (the kernel module among them), the virtual machine of tests/vm, and fio in it; and fio on
+the host, which no guest can beat.
 
 The guest prints a line before and after each fio run; here the CPU clocks of server and QEMU are read at those lines. What QEMU spends
 includes the guest's own work.
@@ -19,13 +20,23 @@ MARK = "ringdisk-bench"
 # Where the guest finds the disk: after the one of the virtual machine itself.
 DISK = "/dev/vdb"
 BOOT_S = 300
+# CPUs of a guest, in two nodes; more where there are more queues.
+GUEST_CPUS = 4
+MODULE = "/dev/vhost-blk"
+# Workers of the module.
+WORKERS = (1, 2, 4)
 
 
 class Way:
-    """How a guest gets its disk: a server beside QEMU or none, and QEMU's words."""
+    """How a guest gets its disk: a server beside QEMU or none, and QEMU's words. Neither of both: no guest, fio on the host."""
 
-    def __init__(self, name, text, server=None, words=None):
-        self.name, self.text, self.server, self.words = name, text, server, words
+    def __init__(self, name, text, server=None, words=None, workers=0, path=None):
+        self.name, self.text, self.server, self.words, self.workers, self.path = name, text, server, words, workers, path
+
+    @property
+    def on_host(self):
+        """Whether fio runs on the host."""
+        return self.words is None
 
 
 def node(image):
@@ -53,36 +64,72 @@ def vhost_user(queues, socket):
     return ["-chardev", f"socket,id=vu,path={socket}", "-device", f"vhost-user-blk-pci,chardev=vu,num-queues={queues}"]
 
 
-def ways(binary, image, queues):
-    """All ways, by name."""
+def ways(binary, image, queues, argv=peer_argv):
+    """All ways, by name; `argv` makes the command of a program of the peer."""
     served = Image("file" if image.kind == "device" else image.kind, image.path, image.size)
-    out = [Way("qemu", "QEMU's own virtio-blk, one IOThread", words=lambda _: own(image, queues, 1))]
+    front_end = lambda socket: vhost_user(queues, socket)
+    ours = lambda *more: lambda socket: [*ringdisk_command(binary, served, queues, socket), "--accel", *more]
+    out = []
+    if image.kind != "null":
+        out.append(Way("host", "no guest: fio on the host", path=image.path))
+    out.append(Way("qemu", "QEMU's own virtio-blk, one IOThread", words=lambda _: own(image, queues, 1)))
     if queues > 1:
         out.append(Way("qemu-many", f"the same, {queues} IOThreads (iothread-vq-mapping)", words=lambda _: own(image, queues, queues)))
-    out.append(Way("qsd", "qemu-storage-daemon, vhost-user-blk, one iothread", lambda socket: qsd_device(image, queues, socket),
-                   lambda socket: vhost_user(queues, socket)))
-    out.append(Way("ringdisk", "ringdisk serve", lambda socket: ringdisk_command(binary, served, queues, socket),
-                   lambda socket: vhost_user(queues, socket)))
+    out.append(Way("qsd", "qemu-storage-daemon, vhost-user-blk, one iothread", lambda socket: qsd_device(image, queues, socket, argv), front_end))
+    out.append(Way("ringdisk", "ringdisk serve, in userspace", ours("off"), front_end))
+    for workers in WORKERS:
+        if workers <= queues:
+            out.append(Way(f"module-{workers}", f"ringdisk serve, the kernel module with {workers} worker{'s' * (workers > 1)}",
+                           ours("require", "--accel-workers", str(workers)), front_end, workers))
     return {way.name: way for way in out}
 
 
-def qsd_device(image, queues, socket):
+def obstacle(way, image, tcg, queues):
+    """Why this host cannot measure a way, or None."""
+    if way.workers and image.kind == "null":
+        return "the module needs a device or a raw file (--device), not a null disk"
+    if way.workers and not os.path.exists(MODULE):
+        return f"there is no {MODULE}: the module is not loaded (modprobe vhost_blk; docs/vhost-blk.md says how to install it)"
+    needed = queues if way.on_host else vcpus(queues) + 2
+    if not tcg and (os.cpu_count() or 1) < needed:
+        return f"it needs {needed} CPUs" + ("" if way.on_host else f": the guest has {vcpus(queues)}, and there is something beside it")
+    return None
+
+
+def vcpus(queues):
+    """CPUs of a guest with so many queues: one for each, in sockets of two."""
+    return max(GUEST_CPUS, queues + queues % 2)
+
+
+def vcpu_words(queues):
+    """Words of QEMU that give the machine of tests/vm more than its own CPUs: further sockets, in its two nodes by turns."""
+    count = vcpus(queues)
+    if count == GUEST_CPUS:
+        return []
+    out = ["-smp", f"{count},sockets={count // 2},cores=2"]
+    for socket in range(GUEST_CPUS // 2, count // 2):
+        out += ["-numa", f"cpu,node-id={socket % 2},socket-id={socket}"]
+    return out
+
+
+def qsd_device(image, queues, socket, argv):
     """As a file, but block devices have a driver of their own."""
-    words = qsd_command(Image("file" if image.kind == "device" else image.kind, image.path, image.size), queues, socket)
+    words = qsd_command(Image("file" if image.kind == "device" else image.kind, image.path, image.size), queues, socket, argv=argv)
     if image.kind == "device":
         words = [word.replace("driver=file,filename=", "driver=host_device,filename=") for word in words]
     return words
 
 
-def fio_words(case, seconds):
-    """One fio run in the guest."""
-    return ["fio", "--name=t", f"--filename={DISK}", f"--rw={case['rw']}", "--bs=4k", "--direct=1", "--ioengine=io_uring",
+def fio_words(case, seconds, path=DISK):
+    """One fio run, in the guest unless told otherwise. One that reads is not able to write."""
+    safe = [] if "write" in case["rw"] else ["--readonly"]
+    return ["fio", "--name=t", *safe, f"--filename={path}", f"--rw={case['rw']}", "--bs=4k", "--direct=1", "--ioengine=io_uring",
             f"--iodepth={case['depth']}", f"--numjobs={case['jobs']}", "--group_reporting", "--norandommap", "--time_based",
             f"--runtime={seconds}", "--ramp_time=1", "--output-format=json"]
 
 
 def cases(queues, writes):
-    """What runs in each guest: the latency of one request, and a deep load on every queue."""
+    """What runs by each way: the latency of one request, and a deep load on every queue."""
     return [{"name": f"{op}, depth {depth}", "rw": f"rand{op}", "depth": depth, "jobs": 1 if depth == 1 else queues}
             for op in (("read", "write") if writes else ("read",)) for depth in (1, 128)]
 
@@ -134,25 +181,47 @@ class Counters:
         raise BenchError("QEMU has gone")
 
     def read(self):
-        """CPU seconds of both sides; kicks and calls where the server counts them."""
-        out = {"qemu_s": proc.clock_seconds(self.qemu()), "server_s": proc.clock_seconds(self.server.pid) if self.server else 0.0}
-        if self.server and self.server.name == "ringdisk":
+        """CPU seconds of both sides and of the whole host; kicks and calls where the daemon counts them."""
+        out = {"qemu_s": proc.clock_seconds(self.qemu()), "server_s": proc.clock_seconds(self.server.pid) if self.server else 0.0,
+               "host_s": proc.machine_busy_seconds()}
+        if self.server and self.server.way.name.startswith(("ringdisk", "module")):
             said = subprocess.run([self.binary, "ctl", self.server.socket, "stats", "--json"], capture_output=True, text=True)
             try:
-                queues = json.loads(said.stdout)["queues"]
-                out |= {key: sum(queue[key] for queue in queues) for key in ("kicks", "calls")}
+                stats = json.loads(said.stdout)
+                if not self.server.way.workers:
+                    out |= {key: sum(queue[key] for queue in stats["queues"]) for key in ("kicks", "calls")}
+                elif not stats["accel"]["on"]:
+                    raise BenchError(f"{self.server.name}: the module does not serve it: {stats['accel']['reason']}")
             except (ValueError, KeyError, TypeError) as error:
                 raise BenchError(f"ringdisk ctl stats: {said.stdout[-200:]}{said.stderr[-200:]}") from error
         return out
 
 
-def measure(way, todo, seconds, accel, binary, workdir, pin):
-    """Boots one guest and runs all its cases. Gives a list of runs."""
+def measure(way, todo, seconds, accel, binary, workdir, pin, queues):
+    """Boots one guest and runs all its cases, or runs them on the host. Gives a list of runs."""
+    if way.on_host:
+        return [on_host(way.path, case, seconds, pin) for case in todo]
+    words = lambda socket: [*way.words(socket), *vcpu_words(queues)]
     if way.server is None:
-        return boot(None, way.words(None), todo, seconds, accel, binary, pin)
+        return boot(None, words(None), todo, seconds, accel, binary, pin)
     command = lambda path: way.server(os.path.join(os.path.dirname(path), "vhost.sock"))
     with SocketServer(way.name, command, workdir) as server:
-        return boot(server, way.words(server.socket), todo, seconds, accel, binary, pin)
+        server.way = way
+        return boot(server, words(server.socket), todo, seconds, accel, binary, pin)
+
+
+def on_host(path, case, seconds, pin):
+    """fio on the host, on the CPUs of the guest."""
+    prefix = ["taskset", "-c", pin["guest"]] if pin["guest"] else []
+    begin, before = os.times(), proc.machine_busy_seconds()
+    done = subprocess.run([*prefix, *fio_words(case, seconds, path)], capture_output=True, text=True, timeout=seconds + 60)
+    end, after = os.times(), proc.machine_busy_seconds()
+    if done.returncode:
+        raise BenchError(f"fio on the host: status {done.returncode}: {(done.stderr + done.stdout).strip()[-400:]}")
+    cpu = end.children_user + end.children_system - begin.children_user - begin.children_system
+    run = figures(case, json.loads(done.stdout), {"qemu_s": 0.0, "server_s": 0.0, "host_s": before}, {"qemu_s": cpu, "server_s": 0.0, "host_s": after}, seconds)
+    say(f"host: {case['name']}: {run}")
+    return run
 
 
 def boot(server, words, todo, seconds, accel, binary, pin):
@@ -193,5 +262,5 @@ def figures(case, found, before, after, seconds):
     ios = side["iops"] * (seconds + 1)
     out = {"iops": side["iops"], "latency_us": side["clat_ns"]["mean"] / 1e3,
            "p99_us": side["clat_ns"].get("percentile", {}).get("99.000000", 0) / 1e3}
-    out |= {f"{key[:-2]}_us": (after[key] - before[key]) / ios * 1e6 for key in ("server_s", "qemu_s")}
+    out |= {f"{key[:-2]}_us": (after[key] - before[key]) / ios * 1e6 for key in ("server_s", "qemu_s", "host_s")}
     return out | {key: (after[key] - before[key]) / ios for key in ("kicks", "calls") if key in after}

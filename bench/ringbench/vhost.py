@@ -69,7 +69,7 @@ def ringdisk_command(binary, image, queues, socket):
     return [*words, "--direct", "--format", {"file": "raw", "qcow2": "qcow2"}[image.kind], image.path]
 
 
-def qsd_command(image, queues, socket, iothread=True):
+def qsd_command(image, queues, socket, iothread=True, argv=peer_argv):
     """qemu-storage-daemon: O_DIRECT, io_uring. Its export has one event loop: that of an iothread, which polls, or the main loop."""
     words = ["--object", "iothread,id=t"] if iothread else []
     if image.kind == "null":
@@ -82,7 +82,7 @@ def qsd_command(image, queues, socket, iothread=True):
     export = f"type=vhost-user-blk,id=e,node-name=d,addr.type=unix,addr.path={socket},writable=on,num-queues={queues}"
     if iothread:
         export += ",iothread=t"
-    return peer_argv("qemu-storage-daemon", *words, "--export", export)
+    return argv("qemu-storage-daemon", *words, "--export", export)
 
 
 class Load:
