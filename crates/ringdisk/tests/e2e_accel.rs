@@ -7,56 +7,17 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
-use common::serving::{Daemon, Place, SIZE, ctl, load, meanwhile, options, serve_command, stats};
-use ringdisk_testkit::limits::{full, needs};
-use ringdisk_testkit::model::{BaseRule, FrontEnd, Request, Vm, ask, bits};
+use common::accel::{PLAIN, accel, accelerated, answered, becomes, has_module, kills};
+use common::serving::{Place, SIZE, ctl, load, meanwhile, options, serve_command, stats};
+use ringdisk_testkit::limits::full;
+use ringdisk_testkit::model::{FrontEnd, Request, Vm, ask, bits};
 use ringdisk_testkit::mount::text;
 use ringdisk_testkit::process::{LIMIT, run, until};
-use ringdisk_testkit::sim::Prng;
 use serde_json::Value;
 
-/// Words with which the kernel serves a raw disk.
-const PLAIN: [&str; 2] = ["--cache", "none"];
 /// `writeback` in the configuration space.
 const WRITEBACK: u32 = 32;
-
-fn has_module() -> bool {
-    needs("kernel module vhost_blk", Path::new("/dev/vhost-blk").exists())
-}
-
-/// How it is with the kernel.
-fn accel(place: &Place) -> Value {
-    stats(&place.socket)["accel"].clone()
-}
-
-/// Waits until the kernel serves, or does not.
-fn becomes(place: &Place, on: bool) -> Value {
-    let shown = until(LIMIT, || Some(accel(place)).filter(|accel| accel["on"] == on));
-    shown.unwrap_or_else(|| panic!("it should be {on}: {}", accel(place)))
-}
-
-/// Requests that the kernel has answered.
-fn answered(accel: &Value) -> u64 {
-    let queues = accel["queues"].as_array().expect("virtqueues");
-    queues.iter().map(|it| it["reads"].as_u64().unwrap() + it["writes"].as_u64().unwrap()).sum()
-}
-
-/// A disk that the kernel serves, and a machine on it.
-fn accelerated(words: &[&str]) -> (Place, Daemon, Vm) {
-    let place = Place::new("raw");
-    let daemon = place.start(&[&PLAIN, &["--accel", "require"], words].concat());
-    let vm = place.vm(true);
-    let shown = becomes(&place, true);
-    assert_eq!(shown["reason"], Value::Null, "{shown}");
-    (place, daemon, vm)
-}
-
-fn on_or_off(place: &Place, on: bool) {
-    ctl(&place.socket, &["accel", if on { "on" } else { "off" }]).ok();
-    assert_eq!(accel(place)["on"], on);
-}
 
 #[test]
 fn what_cannot_be_accelerated_is_refused_or_served_as_ever() {
@@ -174,9 +135,12 @@ fn round_trips_under_load_lose_nothing() {
     let mut load = load(4);
     let trips = if full() { 1000 } else { 20 };
     meanwhile(&mut vm, &mut load, || {
-        for _ in 0..trips {
-            on_or_off(&place, false);
-            on_or_off(&place, true);
+        for trip in 0..trips {
+            for (word, on) in [("off", false), ("on", true)] {
+                // It says when it is so; that is looked at each tenth time, since asking takes longer than going.
+                ctl(&place.socket, &["accel", word]).ok();
+                assert!(trip % 10 != 0 || accel(&place)["on"] == on);
+            }
         }
     });
     let shown = accel(&place);
@@ -270,35 +234,7 @@ fn kills_with_requests_in_the_kernel_lose_nothing() {
     if !has_module() {
         return;
     }
-    let (place, mut daemon, mut vm) = accelerated(&[]);
-    let mut load = load(8);
-    let mut prng = Prng::new(8);
-    let mut left = 0;
-    for kill in 0..if full() { 100 } else { 10 } {
-        load.run(&mut vm, prng.below(200));
-        (0..2).for_each(|queue| {
-            load.fill(&mut vm, queue);
-        });
-        std::thread::sleep(Duration::from_micros(prng.below(1500)));
-        daemon.kill();
-        load.reap(&mut vm);
-        left += load.in_flight();
-        (0..2).for_each(|queue| {
-            load.fill(&mut vm, queue);
-        });
-        daemon = place.start(&[&PLAIN[..], &["--accel", "require"]].concat());
-        let rule = if prng.coin() { BaseRule::Used } else { BaseRule::Avail };
-        vm.resume(FrontEnd::connect(&place.socket), rule).unwrap_or_else(|refused| {
-            panic!("kill {kill}: {refused:?}: {}", daemon.process.output())
-        });
-        becomes(&place, true);
-    }
-    println!("{left} requests were left behind, of {}", load.answered);
-    load.drain(&mut vm);
-    load.read_all(&mut vm);
-    let finished = daemon.stop(&[&place.socket]);
-    assert!(!finished.output().contains("given up"), "{}", finished.output());
-    place.judge(&mut load);
+    kills(&Place::new("raw"), if full() { 100 } else { 10 }, 200, 1500, 8);
 }
 
 #[test]

@@ -4,38 +4,12 @@
 mod common;
 
 use std::path::Path;
-use std::process::Command;
 
+use common::peer::{named, peer, runs};
 use common::serving::{Place, SIZE, ctl, meanwhile, stats};
 use common::tools::qemu_img;
 use ringdisk_testkit::images;
-use ringdisk_testkit::limits::needs;
 use ringdisk_testkit::mount::text;
-use ringdisk_testkit::process::ok;
-
-/// A program of the peer: its first words.
-fn peer(program: &str) -> Option<Vec<String>> {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../bench/peer");
-    let output = Command::new(script).args(["argv", program]).output().expect("bash");
-    if output.status.success() {
-        let text = String::from_utf8_lossy(&output.stdout).into_owned();
-        return Some(text.lines().map(str::to_owned).collect());
-    }
-    let why = String::from_utf8_lossy(&output.stderr).into_owned();
-    eprintln!("{why}");
-    let _ = needs("QEMU with libblkio (bench/peer install)", false);
-    None
-}
-
-/// Runs `PROGRAM WORDS…` of the peer, which must succeed.
-fn runs(program: &[String], words: &[&str]) -> String {
-    ok(Command::new(&program[0]).args(&program[1..]).args(words))
-}
-
-/// The disk, as QEMU names it.
-fn named(place: &Place) -> String {
-    format!("driver=virtio-blk-vhost-user,path={},cache.direct=on", text(&place.socket))
-}
 
 fn real_clients(format: &'static str) {
     let (Some(img), Some(io)) = (peer("qemu-img"), peer("qemu-io")) else { return };

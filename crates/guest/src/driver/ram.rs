@@ -13,7 +13,7 @@ pub const GUEST_BASE: u64 = 0x4000_0000;
 /// Address in the front end where it begins: another one, so that mixing them up is seen.
 pub const USER_BASE: u64 = 0x7f00_0000_0000;
 
-/// A memfd, and our own mapping of it.
+/// A memfd or another file, and our own mapping of it.
 #[derive(Debug)]
 pub struct GuestRam {
     fd: OwnedFd,
@@ -32,6 +32,13 @@ impl GuestRam {
         let failed = |errno| Error::System { doing: "make memory of a guest", errno };
         let fd = memfd_create(c"guest-ram", MemfdFlags::CLOEXEC).map_err(failed)?;
         ftruncate(&fd, bytes).map_err(failed)?;
+        GuestRam::of(fd, bytes)
+    }
+
+    /// Memory that is the first `bytes` bytes of a file, all zero.
+    ///
+    /// Errors: the file is none, or shorter.
+    pub fn of(fd: OwnedFd, bytes: u64) -> Result<GuestRam, Error> {
         let memory = RingMemory::new(&Mapping::new(fd.as_fd(), 0, bytes)?, GUEST_BASE);
         Ok(GuestRam { fd, memory, taken: 0, shared: None })
     }

@@ -3,11 +3,14 @@
 // Each test program uses a part of this.
 #![allow(dead_code)]
 
+pub(crate) mod accel;
 pub(crate) mod confined;
+pub(crate) mod disks;
 pub(crate) mod forbid;
 pub(crate) mod kept;
 pub(crate) mod mapping;
 pub(crate) mod numa;
+pub(crate) mod peer;
 pub(crate) mod serving;
 pub(crate) mod tools;
 

@@ -134,6 +134,13 @@ impl Place {
         Place { image, format, socket: directory.path().join("socket"), directory }
     }
 
+    /// The same with a raw image that is there already: a block device, or a file anywhere.
+    pub(crate) fn on(image: &Path) -> Place {
+        let directory = scratch();
+        let socket = directory.path().join("socket");
+        Place { image: image.to_owned(), format: "raw", socket, directory }
+    }
+
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.directory.path().join(name)
     }
@@ -171,9 +178,8 @@ pub(crate) fn judge(image: &Path, format: &str, load: &mut Load) {
             images::reference(image, format)
         }
     };
-    load.judge(
-        &std::fs::read(content).expect("the image")[..usize::try_from(SIZE).expect("small")],
-    );
+    // A block device may be much larger.
+    load.judge(&images::piece(&content, 0, usize::try_from(SIZE).expect("small")));
 }
 
 /// A machine with two virtqueues.

@@ -95,6 +95,13 @@ impl Vm {
     /// Errors: the device refused something.
     pub fn start(front: FrontEnd, options: VmOptions) -> Result<Vm, Refused> {
         let ram = GuestRam::new(RAM_BYTES).expect("memory of a guest");
+        Vm::start_in(ram, front, options)
+    }
+
+    /// As [`Vm::start`], in memory of the caller's choice.
+    ///
+    /// Errors: the device refused something.
+    pub fn start_in(ram: GuestRam, front: FrontEnd, options: VmOptions) -> Result<Vm, Refused> {
         let queues = Vec::new();
         let regions = Vec::new();
         let mut vm = Vm { front, ram, queues, options, features: 0, inflight: None, regions };

@@ -12,6 +12,9 @@ mod request;
 
 use std::time::Duration;
 
+pub use ringdisk_guest::Segment;
+pub use ringdisk_guest::driver::GuestRam;
+
 pub use front::{FrontEnd, Refused, number, words};
 pub use load::{Load, LoadOptions};
 pub use machine::{BaseRule, Inflight, Vm, VmOptions};

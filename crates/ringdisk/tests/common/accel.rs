@@ -1,0 +1,161 @@
+//! `ringdisk serve --accel` where the module is (tests/vm/run vhost-blk), and what is asked of it.
+
+use std::path::Path;
+use std::time::Duration;
+
+use ringdisk_testkit::limits::needs;
+use ringdisk_testkit::model::{BaseRule, FrontEnd, Load, LoadOptions, Vm};
+use ringdisk_testkit::process::{Finished, LIMIT, run, until};
+use ringdisk_testkit::sim::Prng;
+use serde_json::Value;
+
+use super::serving::{Daemon, Place, SIZE, load, serve_command, stats};
+
+/// Words with which the kernel serves a raw disk.
+pub(crate) const PLAIN: [&str; 2] = ["--cache", "none"];
+/// The same, and nobody else does.
+pub(crate) const REQUIRED: [&str; 4] = ["--cache", "none", "--accel", "require"];
+
+pub(crate) fn has_module() -> bool {
+    needs("kernel module vhost_blk", Path::new("/dev/vhost-blk").exists())
+}
+
+/// How it is with the kernel.
+pub(crate) fn accel(place: &Place) -> Value {
+    stats(&place.socket)["accel"].clone()
+}
+
+/// Waits until the kernel serves, or does not.
+pub(crate) fn becomes(place: &Place, on: bool) -> Value {
+    let shown = until(LIMIT, || Some(accel(place)).filter(|accel| accel["on"] == on));
+    shown.unwrap_or_else(|| panic!("it should be {on}: {}", accel(place)))
+}
+
+/// A counter of the kernel, of all virtqueues.
+pub(crate) fn counted(accel: &Value, name: &str) -> u64 {
+    let queues = accel["queues"].as_array().expect("virtqueues");
+    queues.iter().map(|it| it[name].as_u64().expect("a counter")).sum()
+}
+
+/// Requests that the kernel has answered.
+pub(crate) fn answered(accel: &Value) -> u64 {
+    counted(accel, "reads") + counted(accel, "writes")
+}
+
+/// The kernel has answered at least so many reads and writes, and queue threads none. Gives what is shown of it.
+#[track_caller]
+pub(crate) fn assert_by_kernel(place: &Place, at_least: u64) -> Value {
+    let counters = stats(&place.socket);
+    let shown = counters["accel"].clone();
+    assert!(answered(&shown) >= at_least, "{shown}");
+    assert_eq!(counters["total"]["requests"], 0, "queue threads have served: {counters}");
+    shown
+}
+
+/// A disk that the kernel serves, and a machine on it.
+pub(crate) fn accelerated(words: &[&str]) -> (Place, Daemon, Vm) {
+    let place = Place::new("raw");
+    let (daemon, vm) = accelerated_at(&place, words);
+    (place, daemon, vm)
+}
+
+/// The same of a disk that there is.
+pub(crate) fn accelerated_at(place: &Place, words: &[&str]) -> (Daemon, Vm) {
+    let daemon = place.start(&[&REQUIRED, words].concat());
+    let vm = place.vm(true);
+    let shown = becomes(place, true);
+    assert_eq!(shown["reason"], Value::Null, "{shown}");
+    (daemon, vm)
+}
+
+/// `ringdisk serve` ends with this code and these words, and leaves no socket.
+#[track_caller]
+pub(crate) fn assert_refused(
+    place: &Place,
+    mut command: std::process::Command,
+    code: i32,
+    why: &str,
+) -> Finished {
+    let finished = run(&mut command);
+    assert_eq!(finished.code(), Some(code), "{why}: {}", finished.output());
+    assert!(finished.stderr.contains(why), "{why}: {}", finished.output());
+    let lines = finished.stderr.lines().filter(|line| line.contains(why)).count();
+    assert_eq!(lines, 1, "it is said once: {}", finished.output());
+    assert!(!place.socket.exists(), "{why}");
+    finished
+}
+
+/// `--accel require` on a disk, to be refused.
+pub(crate) fn required(place: &Place, words: &[&str]) -> std::process::Command {
+    let socket = ["--vhost-user-blk", place.socket.to_str().expect("a path of a test")];
+    let words = [&place.words()[..], &["--accel", "require"], &socket, words].concat();
+    serve_command(&words)
+}
+
+/// Queue threads serve a disk, and say why. It holds what was written afterwards.
+#[track_caller]
+pub(crate) fn assert_by_threads(place: &Place, daemon: Daemon, why: &str) {
+    let mut vm = place.vm(true);
+    let mut load = load(20);
+    load.run(&mut vm, 200);
+    load.drain(&mut vm);
+    let counters = stats(&place.socket);
+    let shown = &counters["accel"];
+    assert_eq!(shown["on"], false, "{shown}");
+    assert!(shown["reason"].as_str().is_some_and(|reason| reason.contains(why)), "{shown}");
+    assert!(counters["total"]["requests"].as_u64() >= Some(150), "{counters}");
+    drop(vm);
+    daemon.stop(&[&place.socket]);
+    place.judge(&mut load);
+}
+
+/// Requests at once in each of the two virtqueues when a daemon is killed: 20 in all.
+const KILL_DEPTH: usize = 10;
+
+/// Kills the daemon again and again with requests in flight, and goes on with another one each time; nothing is lost.
+///
+/// * `most_us`: a kill comes so long after the requests, at most.
+pub(crate) fn kills(place: &Place, count: u64, requests: u64, most_us: u64, seed: u64) {
+    let (mut daemon, mut vm) = accelerated_at(place, &[]);
+    let (block, bytes_max) = (4096, 64 << 10);
+    let mut load = Load::new(LoadOptions {
+        size: SIZE,
+        block,
+        bytes_max,
+        segments: 8,
+        depth: KILL_DEPTH,
+        seed,
+    });
+    let mut prng = Prng::new(seed);
+    let (mut asked, mut left) = (0, 0);
+    for kill in 0..count {
+        load.run(&mut vm, prng.below(requests));
+        (0..2).for_each(|queue| {
+            load.fill(&mut vm, queue);
+        });
+        asked += load.in_flight();
+        std::thread::sleep(Duration::from_micros(prng.below(most_us)));
+        daemon.kill();
+        load.reap(&mut vm);
+        left += load.in_flight();
+        (0..2).for_each(|queue| {
+            load.fill(&mut vm, queue);
+        });
+        daemon = place.start(&REQUIRED);
+        let rule = if prng.coin() { BaseRule::Used } else { BaseRule::Avail };
+        vm.resume(FrontEnd::connect(&place.socket), rule).unwrap_or_else(|refused| {
+            panic!("kill {kill}: {refused:?}: {}", daemon.process.output())
+        });
+        becomes(place, true);
+    }
+    println!(
+        "{count} kills with {asked} requests in flight, of which {left} were left to the next process; {} in all",
+        load.answered
+    );
+    assert!(asked as u64 >= count * 2 * KILL_DEPTH as u64, "{asked}");
+    load.drain(&mut vm);
+    load.read_all(&mut vm);
+    let finished = daemon.stop(&[&place.socket]);
+    assert!(!finished.output().contains("given up"), "{}", finished.output());
+    place.judge(&mut load);
+}
