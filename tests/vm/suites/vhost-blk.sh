@@ -1,5 +1,5 @@
 # Suite "vhost-blk": the kernel module, built for the machine's kernel, and a driver of ours on it (tests/vm/vhost_blk); "module" is the
-# daemon's side of it (crates/vblk/tests/module.rs), "e2e_accel" `ringdisk serve --accel`.
+# daemon's side of it (crates/vblk/tests/module.rs), "e2e_accel…" `ringdisk serve --accel` (crates/ringdisk/tests).
 # Sourced by tests/vm/run.
 # shellcheck shell=bash disable=SC2154 # variables of tests/vm/run
 
@@ -83,13 +83,37 @@ LIST
 vhost_blk_programs() {
   # The whole workspace, as `./test` builds it: other sets of packages would be other builds.
   cargo test --no-run --manifest-path "$project/Cargo.toml" --workspace --message-format=json >"$run/cargo" || return
-  sed -n 's/.*"reason":"compiler-artifact".*"manifest_path":"\([^"]*\)\/Cargo.toml".*"kind":\["test"\].*"name":"\(module\|e2e_accel\)","src_path".*"executable":"\([^"]*\)".*/\2 \1 \3/p' \
+  sed -n 's/.*"reason":"compiler-artifact".*"manifest_path":"\([^"]*\)\/Cargo.toml".*"kind":\["test"\].*"name":"\(module\|e2e_accel[a-z_]*\)","src_path".*"executable":"\([^"]*\)".*/\2 \1 \3/p' \
     "$run/cargo"
+}
+
+# vhost_blk_modules MODULE: makes modules that do not fit, each by one change of a copy of the sources; prints their directory, with a copy of
+# MODULE. The daemon has to refuse them.
+vhost_blk_modules() {
+  local name copy=$run/copy out=$run/modules version
+  version=$(cat "$kernel_dir/version")
+  mkdir -p "$out" && cp "$1" "$out/usual.ko" || return
+  for name in version layout; do
+    rm -rf "$copy"
+    mkdir -p "$copy/kernel" && cp -a "$project/kernel/vhost-blk" "$copy/kernel/" && ln -s "$project/tests" "$copy/tests" || return
+    case $name in
+      version) sed -i 's/^\(#define RINGDISK_VBLK_VERSION\) 1$/\1 1001/' "$copy/kernel/vhost-blk/ringdisk_vhost_blk.h" ;;
+      # A field more, and nobody who looks before it is built.
+      layout)
+        sed -i 's/^struct vhost_virtqueue {$/&\n\tunsigned long another;/' "$copy"/kernel/vhost-blk/vhost/*/vhost.h
+        printf '#!/bin/sh\nexit 0\n' >"$copy/kernel/vhost-blk/check-layout" ;;
+    esac || return
+    ! diff -rq "$project/kernel/vhost-blk" "$copy/kernel/vhost-blk" >/dev/null || { echo "vm: nothing was changed for $name.ko" >&2; return 1; }
+    cp "$("$copy/kernel/vhost-blk/build" "$version" 2>"$run/build.log" || cat "$run/build.log" >&2)" "$out/$name.ko" || return
+  done
+  rm -rf "$copy"
+  echo "$out"
 }
 
 # suite_job FILTER…: builds module, driver and programs of tests, prints the job that runs them.
 suite_job() {
-  local module name disk engine words each directory program
+  local module modules name disk engine words each directory program
+  local programs=(module e2e_accel e2e_accel_disks e2e_accel_memory e2e_accel_qemu e2e_accel_refused)
   module=$("$project/kernel/vhost-blk/build" "$(cat "$kernel_dir/version")" 2>"$run/build.log") || { cat "$run/build.log" >&2; return 1; }
   [[ $module == *"/$(cat "$kernel_dir/version")-"* ]] ||
     { echo "vm: no headers of this kernel any more; remove $kernel_dir" >&2; return 1; }
@@ -111,14 +135,19 @@ suite_job() {
   done < <(vhost_blk_tests)
   # Minutes of building: only where a filter wants one of them ("kiocb bio default" does not).
   words=
-  for name in module e2e_accel; do
+  for name in "${programs[@]}"; do
     for each in "${@:-}"; do if [[ $name == *"$each"* ]]; then words=1; fi; done
   done
   if [ -z "$words" ]; then echo 'summary'; return; fi
-  vhost_blk_programs >"$run/programs" && [ "$(wc -l <"$run/programs")" = 2 ] || { echo "vm: not all programs of tests were built" >&2; return 1; }
+  vhost_blk_programs >"$run/programs" && [ "$(wc -l <"$run/programs")" = ${#programs[@]} ] ||
+    { echo "vm: not all programs of tests were built" >&2; return 1; }
   while read -r name directory program; do
     for each in "${@:-}"; do
       [[ $name == *"$each"* ]] || continue
+      if [ "$name" = e2e_accel_refused ]; then
+        modules=$(vhost_blk_modules "$module") || return
+        printf 'export RINGDISK_TEST_MODULES=%q\n' "$modules"
+      fi
       printf 'program %q %q %q\n' "$name" "$directory" "$program"
       break
     done
