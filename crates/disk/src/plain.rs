@@ -86,7 +86,9 @@ impl Disk {
             return refuse("flushes are ignored (--cache unsafe)");
         }
         if !self.cache().direct() {
-            return refuse("the image is used through the page cache (--cache none does not)");
+            return refuse(
+                "the image is used through the page cache (not with --cache none, on a file system with direct I/O)",
+            );
         }
         if policy.detect_zeroes != DetectZeroes::Off {
             return refuse("zeroes are looked for in what is written (--detect-zeroes)");

@@ -32,7 +32,7 @@ fn what_cannot_be_accelerated_is_refused_or_served_as_ever() {
     };
     if Path::new("/dev/vhost-blk").exists() {
         refused(&qcow2, &PLAIN, 2, "the image is not raw");
-        refused(&raw, &[], 2, "through the page cache (--cache none does not)");
+        refused(&raw, &[], 2, "through the page cache (not with --cache none");
         refused(&raw, &["--cache", "none", "--on-error", "stop"], 2, "--on-error stop");
         refused(&raw, &["--cache", "none", "--discard", "ignore"], 2, "discards are ignored");
         refused(&raw, &["--cache", "none", "--logical-block-size", "8k"], 2, "8192 bytes");

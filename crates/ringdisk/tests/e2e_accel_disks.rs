@@ -137,7 +137,7 @@ fn bad_sectors(name: &str, bad: Range<u64>) {
     assert!(errors > 10 && counted(&shown, "errors") == errors, "{errors} errors: {shown}");
     assert_eq!(shown["on"], true, "{shown}");
     assert_eq!(vm.run(1, Request::read(far, 4096)).data, bytes);
-    assert_eq!(accel(&place)["on"], true);
+    assert_eq!(accel(place)["on"], true);
     drop(vm);
     daemon.stop(&[&place.socket]);
     assert_eq!(images::piece(&place.image, far * 512, 4096), bytes);

@@ -113,7 +113,7 @@ vhost_blk_modules() {
 # suite_job FILTER…: builds module, driver and programs of tests, prints the job that runs them.
 suite_job() {
   local module modules name disk engine words each directory program
-  local programs=(module e2e_accel e2e_accel_disks e2e_accel_memory e2e_accel_qemu e2e_accel_refused)
+  local programs=(module e2e_accel e2e_accel_disks e2e_accel_memory e2e_accel_qemu e2e_accel_refused e2e_accel_threads)
   module=$("$project/kernel/vhost-blk/build" "$(cat "$kernel_dir/version")" 2>"$run/build.log") || { cat "$run/build.log" >&2; return 1; }
   [[ $module == *"/$(cat "$kernel_dir/version")-"* ]] ||
     { echo "vm: no headers of this kernel any more; remove $kernel_dir" >&2; return 1; }
