@@ -112,9 +112,9 @@ void vblk_disk_close(struct vblk_disk *disk)
 		return;
 	/*
 	 * Others that have the device open, and did not use it while it was ours, must not find in
-	 * its page cache what was there before.
+	 * its page cache what was there before. Discards and zeroes go past it with both engines.
 	 */
-	if (disk->use_bio && !disk->read_only)
+	if (disk->bdev && !disk->read_only)
 		invalidate_bdev(disk->bdev);
 	fput(disk->file);
 	kfree(disk);

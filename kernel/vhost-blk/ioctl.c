@@ -229,8 +229,7 @@ static long vblk_ioctl_stats(struct vblk_dev *dev, void __user *arg)
 	q = vblk_ioctl_queue(dev, stats.queue);
 	if (!q)
 		return -ENOBUFS;
-	if (vblk_stats_read(q, &stats))
-		return -EINTR;
+	vblk_stats_read(q, &stats);
 	return copy_to_user(arg, &stats, sizeof(stats)) ? -EFAULT : 0;
 }
 
@@ -273,6 +272,18 @@ static long vblk_ioctl_core(struct vblk_dev *dev, unsigned int cmd, void __user 
 	long err;
 
 	switch (cmd) {
+#ifdef VHOST_SET_FORK_FROM_OWNER
+	case VHOST_SET_FORK_FROM_OWNER: {
+		u8 is_fork;
+
+		/* Workers are threads of the owner, with his rights, and die with him. */
+		if (get_user(is_fork, (u8 __user *)arg))
+			return -EFAULT;
+		if (is_fork != 1)
+			return -EOPNOTSUPP;
+		break;
+	}
+#endif
 	case VHOST_RESET_OWNER:
 	case VHOST_SET_BACKEND_FEATURES:
 	case VHOST_GET_BACKEND_FEATURES:
@@ -315,8 +326,6 @@ static long vblk_ioctl_locked(struct vblk_dev *dev, unsigned int cmd, void __use
 {
 	long err;
 
-	if (cmd == RINGDISK_VBLK_STATS)
-		return vblk_ioctl_stats(dev, arg);
 	switch (cmd) {
 	case VHOST_SET_FEATURES:
 	case RINGDISK_VBLK_SET_DISK:
@@ -362,6 +371,9 @@ long vblk_ioctl(struct file *file, unsigned int cmd, unsigned long arg)
 	/* With the number come the queues (vblk_dev_setup). */
 	if (!smp_load_acquire(&dev->nr_queues))
 		return -EINVAL;
+	/* Queues stay. Nothing that waits for the disk is waited for. */
+	if (cmd == RINGDISK_VBLK_STATS)
+		return vblk_ioctl_stats(dev, argp);
 	if (mutex_lock_killable(&dev->vhost.mutex))
 		return -EINTR;
 	err = vblk_ioctl_locked(dev, cmd, argp);

@@ -3,7 +3,8 @@
  * Counters: by ioctl for the daemon, and in debugfs (directory vhost_blk, a file for each device)
  * for people.
  *
- * Workers count under vq->mutex, so nothing here costs an atomic operation.
+ * Workers count under vq->mutex, so nothing here costs an atomic operation. Who reads does not take
+ * it: a worker holds it for as long as the disk makes it wait.
  */
 #include <linux/atomic.h>
 #include <linux/debugfs.h>
@@ -28,19 +29,18 @@ static const struct {
 #undef COUNTER
 };
 
-/* stats->queue is kept. Not 0: a deadly signal came while the worker had the mutex. */
-int vblk_stats_read(struct vblk_queue *q, struct ringdisk_vblk_stats *stats)
+/* stats->queue is kept. Each counter is whole, and they may be of different moments. */
+void vblk_stats_read(struct vblk_queue *q, struct ringdisk_vblk_stats *stats)
 {
+	const u64 *from = (const u64 *)&q->stats;
 	u32 queue = stats->queue;
 
-	if (mutex_lock_killable(&q->vq.mutex))
-		return -EINTR;
-	*stats = q->stats;
+	BUILD_BUG_ON(sizeof(*stats) % sizeof(u64));
+	for (size_t i = 0; i < sizeof(*stats) / sizeof(u64); i++)
+		((u64 *)stats)[i] = READ_ONCE(from[i]);
 	stats->queue = queue;
-	stats->state = q->state;
+	stats->state = READ_ONCE(q->state);
 	stats->in_flight = atomic_read(&q->in_flight);
-	mutex_unlock(&q->vq.mutex);
-	return 0;
 }
 
 static int vblk_stats_show(struct seq_file *file, void *unused)
@@ -50,8 +50,7 @@ static int vblk_stats_show(struct seq_file *file, void *unused)
 
 	for (unsigned int i = 0; i < dev->nr_queues; i++) {
 		stats.queue = i;
-		if (vblk_stats_read(dev->queues[i], &stats))
-			return -EINTR;
+		vblk_stats_read(dev->queues[i], &stats);
 		seq_printf(file, "queue %u state %u in_flight %u", i, stats.state, stats.in_flight);
 		for (unsigned int c = 0; c < ARRAY_SIZE(vblk_counters); c++)
 			seq_printf(file, " %s %llu", vblk_counters[c].name,

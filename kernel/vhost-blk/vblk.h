@@ -252,7 +252,7 @@ long vblk_ioctl(struct file *file, unsigned int cmd, unsigned long arg);
 int vblk_dev_setup(struct vblk_dev *dev, unsigned int queues);
 
 /* stats.c */
-int vblk_stats_read(struct vblk_queue *q, struct ringdisk_vblk_stats *stats);
+void vblk_stats_read(struct vblk_queue *q, struct ringdisk_vblk_stats *stats);
 void vblk_stats_init(void);
 void vblk_stats_exit(void);
 void vblk_stats_add(struct vblk_dev *dev);

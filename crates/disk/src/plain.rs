@@ -69,7 +69,13 @@ impl Disk {
         let refuse = |why: &str| Err(Error::new(ErrorKind::Unsupported, why.to_owned()));
         let policy = self.policy();
         let Node::Raw(raw) = &graph.top().node else {
-            return refuse("the image is not raw");
+            let is_above_raw =
+                graph.layers.len() == 2 && matches!(graph.layers[1].node, Node::Raw(_));
+            return refuse(if is_above_raw {
+                "an overlay is above the raw image (`ringdisk ctl TARGET commit` brings it back)"
+            } else {
+                "the image is not raw"
+            });
         };
         if graph.layers.len() > 1 {
             return refuse("the image has a backing file");

@@ -70,6 +70,12 @@ impl Report {
         total.reads + total.writes
     }
 
+    /// Requests that the guest got an I/O error for, from us or from the host kernel.
+    fn io_errors(&self, device: &Health) -> u64 {
+        let queues = self.accel.iter().flat_map(|accel| &accel.queues);
+        device.io_errors + queues.map(|queue| queue.errors).sum::<u64>()
+    }
+
     /// The same for programs; times in nanoseconds.
     pub(crate) fn to_json(&self) -> Value {
         let queues: Vec<Value> = self.stats.queues.iter().map(queue_json).collect();
@@ -81,6 +87,7 @@ impl Report {
         });
         if let Some(device) = &self.device {
             value["device"] = device_json(device);
+            value["device"]["io-errors"] = json!(self.io_errors(device));
         }
         if let Some(accel) = &self.accel {
             value["accel"] = accel_json(accel);
@@ -256,7 +263,7 @@ impl fmt::Display for Report {
         let depth = self.stats.queues.iter().map(|queue| queue.in_flight_max).max().unwrap_or(0);
         writeln!(f, "  depth    {} in flight, at most {depth} in one queue", total.in_flight)?;
         if let Some(device) = &self.device {
-            write_device(f, device, &total)?;
+            write_device(f, device, self.io_errors(device), &total)?;
         }
         if let Some(accel) = &self.accel {
             write_accel(f, accel)?;
@@ -267,8 +274,13 @@ impl fmt::Display for Report {
 }
 
 /// The lines of a device that a guest has.
-fn write_device(f: &mut fmt::Formatter<'_>, device: &Health, total: &QueueStats) -> fmt::Result {
-    let Health { io_errors, image_errors, refused, breaks, broken_reason } = device;
+fn write_device(
+    f: &mut fmt::Formatter<'_>,
+    device: &Health,
+    io_errors: u64,
+    total: &QueueStats,
+) -> fmt::Result {
+    let Health { io_errors: _, image_errors, refused, breaks, broken_reason } = device;
     writeln!(f, "  guest    {} kicks, {} calls", total.kicks, total.calls)?;
     writeln!(
         f,
@@ -284,15 +296,17 @@ fn write_device(f: &mut fmt::Formatter<'_>, device: &Health, total: &QueueStats)
 /// The lines of virtqueues in the host kernel.
 fn write_accel(f: &mut fmt::Formatter<'_>, accel: &Acceleration) -> fmt::Result {
     let sum = |count: fn(&QueueInKernel) -> u64| accel.queues.iter().map(count).sum::<u64>();
-    let (reads, writes) = (sum(|queue| queue.reads), sum(|queue| queue.writes));
+    let done = format!(
+        "{} reads, {} writes, {} errors so far",
+        sum(|queue| queue.reads),
+        sum(|queue| queue.writes),
+        sum(|queue| queue.errors)
+    );
     let threads = accel.workers.len();
     match (accel.on, &accel.obstacle) {
-        (true, _) => writeln!(
-            f,
-            "  kernel   serves the virtqueues ({threads} threads): {reads} reads, {writes} writes so far"
-        ),
+        (true, _) => writeln!(f, "  kernel   serves the virtqueues ({threads} threads): {done}"),
         (false, Some(why)) => writeln!(f, "  kernel   does not serve, since {}", visible(why)),
-        (false, None) => writeln!(f, "  kernel   ready; {reads} reads, {writes} writes so far"),
+        (false, None) => writeln!(f, "  kernel   ready; {done}"),
     }
 }
 

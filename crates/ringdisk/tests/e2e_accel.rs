@@ -169,7 +169,7 @@ fn a_snapshot_takes_the_disk_back_and_a_commit_gives_it() {
             let shown = becomes(&place, false);
             let is_told = until(LIMIT, || {
                 let reason = accel(&place)["reason"].as_str().map(str::to_owned);
-                reason.filter(|reason| reason.contains("not raw"))
+                reason.filter(|reason| reason.contains("an overlay"))
             });
             assert!(is_told.is_some(), "{shown}");
             ctl(&place.socket, &["commit", "--quiet"]).ok();

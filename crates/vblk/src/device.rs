@@ -296,6 +296,13 @@ impl Vblk {
         })
     }
 
+    /// Lets go of the memory of [`Vblk::set_memory`], which the kernel does not touch while no queue is started.
+    ///
+    /// Errors: a queue is started.
+    pub fn forget_memory(&mut self) -> Result<(), Error> {
+        self.handle.forget_memory().map_err(|errno| Error::of("forget the memory", errno))
+    }
+
     /// Gives it a disk, or takes the one that it has.
     ///
     /// Errors: [`Error::Disk`]; a queue is started.
@@ -415,7 +422,7 @@ impl Vblk {
                 Errno::NODEV => Error::NoDisk,
                 Errno::INVAL => Error::Ring {
                     queue,
-                    why: "its memory does not fit its size, or features are not set",
+                    why: "its memory does not fit its size, or memory or features are not set",
                 },
                 Errno::FAULT => Error::Ring { queue, why: "its memory is not there" },
                 Errno::TOOBIG => {

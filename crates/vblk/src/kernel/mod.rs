@@ -110,6 +110,13 @@ impl Handle {
         Ok(())
     }
 
+    /// Lets go of the memory: nothing is started before there is another one. Refused while a queue is started.
+    pub(crate) fn forget_memory(&mut self) -> Result<()> {
+        self.all_stopped()?;
+        self.memory = None;
+        Ok(())
+    }
+
     /// SET_DISK. The kernel takes a reference of its own to the file.
     pub(crate) fn set_disk(&self, fd: Option<BorrowedFd<'_>>, words: DiskWords) -> Result<()> {
         self.give(&uapi::SET_DISK, &DiskWords { fd: raw(fd), ..words })
@@ -161,7 +168,7 @@ impl Handle {
         if self.started.get(index).ok_or(Errno::NOBUFS)?.is_some() {
             return Err(Errno::BUSY);
         }
-        if !self.is_large_enough(&areas, size) {
+        if self.memory.is_none() || !self.is_large_enough(&areas, size) {
             return Err(Errno::INVAL);
         }
         let address = |area: &RingMemory| area.address() as u64;

@@ -192,6 +192,7 @@ impl Backend for Control {
 
     fn disconnect(&mut self) {
         self.device.reset();
+        self.forget_trouble();
         self.memory = Arc::default();
         self.log_event = None;
         let shown = self.show_memory(&Arc::default()).and_then(|()| self.show_log_event());
@@ -378,8 +379,8 @@ impl Backend for Control {
         if let Some(area) = &self.inflight {
             area.set_note(u32::from(write_cache));
         }
-        self.show_cache_to_kernel()?;
-        if had && !write_cache {
+        let is_shown = self.show_cache_to_kernel();
+        if had && !write_cache && !is_shown {
             // What was answered before is durable, too, when the driver goes on without a cache.
             self.flush()?;
         }

@@ -108,6 +108,8 @@ impl Request {
             let _ = self.answer.send(Err(Error::new(ErrorKind::Refused, why)));
             return Outcome::GoesOn;
         }
+        // A change of the disk may come, for which a flush waits, and which waits for what is in the kernel.
+        control.take_back_all();
         // Most of what has to reach the storage does so while the guest still works. A failure comes again below.
         let _ = control.flush();
         if let Some((session, _)) = &mut front_end {

@@ -100,7 +100,13 @@ impl Control {
         self.check_required()?;
         // In any case on its thread first, which knows where it goes on, and carries out what a process before us had taken.
         self.put_on_thread(index, base)?;
-        self.move_to_kernel(index)
+        self.move_to_kernel(index)?;
+        // What the kernel was asked, and refused.
+        if let Err(refusal) = self.check_required() {
+            self.take_off(index)?;
+            return Err(refusal);
+        }
+        Ok(())
     }
 
     /// Starts a virtqueue on its thread.
@@ -156,9 +162,9 @@ impl Control {
     }
 
     /// Drains a virtqueue and takes it off its thread. Gives its base.
-    pub(super) fn take_off_thread(&self, index: u16) -> Result<u32, Refusal> {
+    pub(super) fn take_off_thread(&mut self, index: u16) -> Result<u32, Refusal> {
         let stopped =
             self.thread(index).ask_task(move |worker| async move { worker.stop(index).await });
-        Ok(stopped.wait(self.is_patient())?)
+        Ok(self.wait_and_give_way(stopped)?)
     }
 }

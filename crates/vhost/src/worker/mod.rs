@@ -32,7 +32,7 @@ use watch::Watch;
 
 pub(crate) use pins::Told;
 pub(crate) use slot::Slot;
-pub(crate) use thread::{Gone, QueueThread, ThreadSetup};
+pub(crate) use thread::{Gone, Pending, QueueThread, ThreadSetup};
 pub(crate) use vring::{RingStart, Vring, areas, layout};
 
 /// Requests that one thread serves at once; further ones wait in their virtqueues.

@@ -6,11 +6,12 @@
 //!
 //! Control thread; what is shown of it is read by any.
 
+mod claim;
 mod obstacle;
 mod shown;
 mod workers;
 
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ringdisk_disk::Plain;
@@ -21,7 +22,7 @@ use super::backend::Control;
 use crate::blk::SERIAL_BYTES;
 use crate::blk::config::RANGES_MAX;
 use crate::session::Refusal;
-use crate::worker::{Worker, areas};
+use crate::worker::{Gone, Pending, Worker, areas};
 use crate::{Error, ErrorKind};
 
 pub(crate) use obstacle::Obstacle;
@@ -47,11 +48,15 @@ pub(super) struct Accel {
     options: AccelOptions,
     /// The module's device of this export; or why there is none.
     vblk: Result<Arc<Mutex<Vblk>>, String>,
+    /// The module is not there, as on most machines; else there may be something to mend.
+    is_missing: bool,
     is_switched_off: bool,
     /// What the kernel refused. Tried again when something has changed.
     trouble: Option<String>,
     /// Kernel threads are made, and each has its virtqueues.
     has_workers: bool,
+    /// Nobody else may claim the device meanwhile.
+    claim: Option<OwnedFd>,
     /// Features, memory and disk are in place, and the disk is held.
     is_prepared: bool,
     in_kernel: Vec<bool>,
@@ -65,9 +70,9 @@ impl Accel {
     ///
     /// Errors: it is required and cannot be had.
     pub(super) fn open(options: AccelOptions, queues: u16) -> Result<Accel, Error> {
-        let vblk = Vblk::open(queues)
-            .map(|vblk| Arc::new(Mutex::new(vblk)))
-            .map_err(|error| error.to_string());
+        let vblk = Vblk::open(queues).map(|vblk| Arc::new(Mutex::new(vblk)));
+        let is_missing = matches!(vblk, Err(ringdisk_vblk::Error::Missing { .. }));
+        let vblk = vblk.map_err(|error| error.to_string());
         if let (true, Err(why)) = (options.required, &vblk) {
             let text = format!("--accel require: {why}");
             return Err(Error::new(ErrorKind::Unsupported, text));
@@ -77,9 +82,11 @@ impl Accel {
         Ok(Accel {
             options,
             vblk,
+            is_missing,
             is_switched_off: false,
             trouble: None,
             has_workers: false,
+            claim: None,
             is_prepared: false,
             in_kernel,
             capacity: 0,
@@ -150,26 +157,24 @@ impl Control {
         })
     }
 
-    /// Looks at the conditions that hold before there is a guest, and makes the kernel's threads. Gives whether the kernel may serve.
+    /// Looks at the conditions that hold before there is a guest. Gives whether the kernel may serve.
     ///
     /// Errors: it is required and cannot be.
     pub(super) fn check_accel(&mut self) -> Result<bool, Error> {
-        let mut obstacle = self.accel_obstacle();
-        if obstacle.is_none() {
-            obstacle = self.make_workers().err().map(Obstacle::Trouble);
-        }
+        let obstacle = self.accel_obstacle();
         let Some(accel) = &self.accel else { return Ok(false) };
         accel.shown.set(false, obstacle.clone());
         let Some(why) = obstacle else { return Ok(true) };
         if accel.options.required {
-            let text = format!("--accel require: the kernel cannot serve this disk, since {why}");
+            let name = &self.device.name;
+            let text = format!("--accel require: the kernel cannot serve {name}, since {why}");
             return Err(Error::new(ErrorKind::Usage, text));
         }
         let name = &self.device.name;
         match why {
-            // Most machines have no module, and nobody asked for it.
-            Obstacle::Module(why) => {
-                tracing::debug!("{name}: the queue threads serve, since {why}");
+            // Somebody has installed it, and it is of no use.
+            Obstacle::Module(why) if !accel.is_missing => {
+                tracing::warn!("{name}: the queue threads serve, since {why}");
             }
             why => tracing::info!("{name}: the queue threads serve, since {why}"),
         }
@@ -203,15 +208,30 @@ impl Control {
             let settled = self
                 .thread(index)
                 .ask_task(move |worker| async move { worker.settle(index).await });
-            let base = settled.wait(self.is_patient())?;
+            let base = self.wait_and_give_way(settled)?;
             if let Err(obstacle) = self.enter_kernel(index, base) {
                 self.take_back_all();
                 self.put_on_thread(index, base)?;
                 why = Some(obstacle);
             }
+        } else {
+            // All of them or none: what keeps one out keeps the disk out.
+            self.take_back_all();
         }
         self.tell_accel(why);
         Ok(())
+    }
+
+    /// Waits for a queue thread while other virtqueues may be in the kernel, which holds the disk. A change of the disk may come now, for which
+    /// the thread's requests wait, and which waits for the hold: then the others come back.
+    pub(super) fn wait_and_give_way<T>(&mut self, pending: Pending<T>) -> Result<T, Gone> {
+        let is_patient = self.is_patient();
+        pending.wait(|| {
+            if self.signals.take_recall() {
+                self.take_back_all();
+            }
+            is_patient()
+        })
     }
 
     /// Says where virtqueues are, and why, when that is news.
@@ -263,22 +283,33 @@ impl Control {
         if self.accel.as_ref().is_none_or(|accel| accel.is_prepared) {
             return Ok(());
         }
-        // Not yet, where something was in the way at the start.
+        // Not before: here they are made by a thread of the sandbox, and have its rights.
         self.make_workers().map_err(Obstacle::Trouble)?;
         let held = self.threads[0].ask_task(Worker::hold_disk);
         let plain = held
             .wait(self.is_patient())
             .map_err(|_| Obstacle::Trouble(String::from("the queue thread does not answer")))?
             .map_err(|error| Obstacle::Disk(error.to_string()))?;
-        if let Err(why) = self.describe(&plain) {
-            self.let_disk_go();
-            return Err(Obstacle::Trouble(why));
+        let claimed = if plain.is_block_device && !plain.read_only {
+            claim::claim(plain.fd.as_fd()).map(Some).map_err(Obstacle::InUse)
+        } else {
+            Ok(None)
+        };
+        let ready = claimed.and_then(|claim| {
+            self.describe(&plain).map_err(Obstacle::Trouble)?;
+            Ok(claim)
+        });
+        match (&mut self.accel, ready) {
+            (Some(accel), Ok(claim)) => {
+                (accel.is_prepared, accel.capacity, accel.claim) = (true, plain.size, claim);
+                Ok(())
+            }
+            (_, Err(why)) => {
+                self.let_disk_go();
+                Err(why)
+            }
+            (None, Ok(_)) => Ok(()),
         }
-        if let Some(accel) = &mut self.accel {
-            accel.is_prepared = true;
-            accel.capacity = plain.size;
-        }
-        Ok(())
     }
 
     fn describe(&self, plain: &Plain) -> Result<(), String> {
@@ -308,11 +339,15 @@ impl Control {
     fn let_disk_go(&mut self) {
         let Some(accel) = &mut self.accel else { return };
         accel.is_prepared = false;
-        if let Ok(vblk) = &accel.vblk
-            && let Err(error) = locked(vblk).set_disk(None)
-        {
-            tracing::warn!("{}: the kernel keeps the image: {error}", self.device.name);
+        if let Ok(vblk) = &accel.vblk {
+            let mut vblk = locked(vblk);
+            // The memory of a guest that has gone goes, too.
+            if let Err(error) = vblk.set_disk(None).and_then(|()| vblk.forget_memory()) {
+                let name = &self.device.name;
+                tracing::warn!("{name}: the kernel keeps the image and the memory: {error}");
+            }
         }
+        accel.claim = None;
         let released = self.threads[0].ask(|worker| worker.release_disk());
         let _ = released.wait(self.is_patient());
     }
@@ -385,10 +420,15 @@ impl Control {
 
     /// Something has changed: what was refused before is tried again.
     pub(super) fn reconsider_kernel(&mut self) {
+        self.forget_trouble();
+        self.consider_kernel();
+    }
+
+    /// What the kernel has refused does not count any more.
+    pub(super) fn forget_trouble(&mut self) {
         if let Some(accel) = &mut self.accel {
             accel.trouble = None;
         }
-        self.consider_kernel();
     }
 
     /// Switches acceleration off or on (`ringdisk ctl … accel`).
@@ -447,20 +487,24 @@ impl Control {
     pub(super) fn show_memory_to_kernel(&mut self) {
         if self.uses_kernel() {
             self.take_back_all();
-            self.reconsider_kernel();
         }
+        self.reconsider_kernel();
     }
 
-    /// The driver has turned the write cache off or on.
-    ///
-    /// Errors: what was written could not be made durable.
-    pub(super) fn show_cache_to_kernel(&self) -> Result<(), Refusal> {
-        let Some(Ok(vblk)) = self.accel.as_ref().map(|accel| &accel.vblk) else { return Ok(()) };
+    /// The driver has turned the write cache off or on. Gives whether the kernel has done so: off means that all that was answered is durable, too.
+    /// Where it cannot, the virtqueues come back to their threads, which do.
+    pub(super) fn show_cache_to_kernel(&mut self) -> bool {
         if !self.uses_kernel() {
-            return Ok(());
+            return false;
         }
         let is_through = self.device.is_write_through() || self.disk.cache().sync();
-        locked(vblk).set_cache(!is_through).map_err(|error| Refusal::new(error.to_string()))
+        let Some(Ok(vblk)) = self.accel.as_ref().map(|accel| &accel.vblk) else { return false };
+        let shown = locked(vblk).set_cache(!is_through);
+        if let Err(error) = &shown {
+            tracing::warn!("{}: the queue threads serve, since {error}", self.device.name);
+            self.take_back_all();
+        }
+        shown.is_ok()
     }
 
     /// Another eventfd to call the guest of a virtqueue that is in the kernel.

@@ -15,6 +15,8 @@ pub(crate) enum Obstacle {
     SwitchedOff,
     /// The disk is more than the bytes of a file, or it is being changed.
     Disk(String),
+    /// The block device is somebody else's, too; why.
+    InUse(String),
     /// Errors of the image end the export, and the kernel does not ask.
     StopsOnError,
     /// Blocks that the module does not know, bytes.
@@ -24,7 +26,12 @@ pub(crate) enum Obstacle {
     /// The engine that was asked for is one of block devices.
     Engine,
     /// The image's length is no whole number of blocks.
-    Odd,
+    Odd {
+        /// Bytes.
+        size: u64,
+        /// Bytes.
+        block: u32,
+    },
     /// The driver negotiated a layout of rings that the kernel does not know.
     Packed,
     /// The driver is a legacy one.
@@ -54,9 +61,10 @@ pub(crate) enum Obstacle {
 impl fmt::Display for Obstacle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Obstacle::Module(why) | Obstacle::Disk(why) | Obstacle::Trouble(why) => {
-                f.write_str(why)
-            }
+            Obstacle::Module(why)
+            | Obstacle::Disk(why)
+            | Obstacle::InUse(why)
+            | Obstacle::Trouble(why) => f.write_str(why),
             Obstacle::SwitchedOff => f.write_str("it was switched off (`ctl … accel on`)"),
             Obstacle::StopsOnError => {
                 f.write_str("an error of the image is to end it (--on-error stop)")
@@ -71,7 +79,10 @@ impl fmt::Display for Obstacle {
             Obstacle::Engine => f.write_str(
                 "bios are for block devices, and the image is a file (--accel-engine kiocb)",
             ),
-            Obstacle::Odd => f.write_str("the image's size is no multiple of its blocks"),
+            Obstacle::Odd { size, block } => write!(
+                f,
+                "the image has {size} bytes, which is no multiple of its blocks of {block} (`ringdisk resize` mends that)"
+            ),
             Obstacle::Packed => f.write_str("the driver has packed virtqueues (--packed off)"),
             Obstacle::Legacy => f.write_str("the driver does not know VIRTIO_F_VERSION_1"),
             Obstacle::Logged => f.write_str("the guest is being migrated"),
@@ -142,7 +153,7 @@ pub(crate) fn obstacle(look: &Look<'_>) -> Option<Obstacle> {
         return Some(Obstacle::Engine);
     }
     if !look.size.is_multiple_of(u64::from(look.logical_block)) {
-        return Some(Obstacle::Odd);
+        return Some(Obstacle::Odd { size: look.size, block: look.logical_block });
     }
     if look.is_switched_off {
         return Some(Obstacle::SwitchedOff);
