@@ -6,8 +6,8 @@
  * one is left to the kiocb engine, which chains bios itself. The guest's pages are pinned until the
  * worker releases them: that may sleep (folio locks), so it is not done when the bio ends.
  *
- * The page cache of the device is not looked at. The daemon has it open exclusively, and nobody may
- * use it buffered; what it holds is dropped in the end (disk.c).
+ * The page cache of the device is not looked at. The daemon has claimed the device and emptied its
+ * cache, and nobody may use it buffered; what the cache holds is dropped in the end (disk.c).
  */
 #include <linux/bio.h>
 #include <linux/mm.h>

@@ -92,6 +92,21 @@ fn memory_of_huge_pages_is_served() {
 }
 
 #[test]
+fn memory_goes_with_its_guest() {
+    if !has_module() {
+        return;
+    }
+    let make = || sized(memfd_create("goes-away", MemfdFlags::CLOEXEC).expect("a memfd").into());
+    let (place, daemon, vm) = started(&make, &["--accel", "require"]);
+    let maps = format!("/proc/{}/maps", daemon.process.pid());
+    let is_there = || std::fs::read_to_string(&maps).expect("maps").contains("goes-away");
+    assert!(is_there());
+    drop(vm);
+    assert!(until(LIMIT, || (!is_there()).then_some(())).is_some());
+    daemon.stop(&[&place.socket]);
+}
+
+#[test]
 fn memory_that_is_a_sealed_memfd_is_served() {
     if !has_module() {
         return;

@@ -3,7 +3,7 @@
 mod common;
 
 use std::fs::File;
-use std::os::unix::fs::{PermissionsExt, chown};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -188,11 +188,32 @@ fn an_image_of_no_whole_blocks_is_served_by_threads_or_refused() {
         let file = File::options().write(true).open(&place.image).expect("the image");
         file.set_len(SIZE + bytes).expect("another size");
         let words = [&PLAIN[..], &words].concat();
-        let why = "the image's size is no multiple of its blocks";
+        let why = "which is no multiple of its blocks";
         assert_refused(&place, required(&place, &words), USAGE, why);
         let daemon = place.start(&words);
         assert_by_threads(&place, daemon, why);
     }
+}
+
+#[test]
+fn a_device_is_the_kernels_alone_or_not_at_all() {
+    let Some(disk) = disk("memory") else { return };
+    let place = &disk.place;
+    let claim = || {
+        let mut options = File::options();
+        let flags = rustix::fs::OFlags::EXCL.bits().cast_signed();
+        options.read(true).write(true).custom_flags(flags).open(&place.image)
+    };
+    // As a mounted file system has it.
+    let held = claim().expect("the device");
+    assert_by_threads(place, place.start(&PLAIN), "somebody else has it exclusively");
+    drop(held);
+    let (daemon, mut vm) = accelerated_at(place, &[]);
+    assert_eq!(claim().expect_err("it is taken").raw_os_error(), Some(16));
+    assert_eq!(vm.status(0, Request::write(0, vec![1; 4096])), 0);
+    drop(vm);
+    daemon.stop(&[&place.socket]);
+    drop(claim().expect("the device"));
 }
 
 /// A disk that may only be read is read by the kernel, and no write passes.
