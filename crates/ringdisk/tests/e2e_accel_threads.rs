@@ -28,7 +28,7 @@ fn threads_are_made_when_a_disk_has_become_plain() {
     let backing = ["-b", text(&raw.image), "-F", "raw"];
     ok_words(&[&["qemu-img", "create", "-qf", "qcow2"], &backing[..], &[text(&image)]].concat());
     let place = Place { image, format: "qcow2", ..raw };
-    let base = place.path("disk.img");
+    let base = place.path("disk");
     let daemon = place.start(&[&PLAIN[..], &["--packed", "off", "--cpus", "0-1"]].concat());
     let pid = daemon.process.pid();
     let mut vm = place.vm(true);
@@ -61,8 +61,8 @@ fn threads_go_to_the_node_of_their_virtqueues() {
     }
     for node in [0, 1] {
         let (here, there) = (&nodes[node], nodes[1 - node][0].to_string());
-        let place = Place::new("raw");
         for words in [&[][..], &["--cpus", &there]] {
+            let place = Place::new("raw");
             let daemon = place.start(&[&REQUIRED, words].concat());
             let mut vm = guest_on(here, &place);
             becomes(&place, true);

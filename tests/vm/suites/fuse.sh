@@ -25,8 +25,8 @@ e2e_ring_limits own
 e2e_stopped    own
 e2e_switch_race own
 e2e_leaks      own
-e2e_sandbox    own
-e2e_sandbox_serve own
+e2e_sandbox    own        full
+e2e_sandbox_serve own      full
 e2e_semantics  dev,uring
 e2e_coherence  uring
 e2e_bytes      uring
@@ -57,6 +57,7 @@ e2e_lifecycle two_hundred_mounts_leave_nothing_behind         # 3 minutes when e
 e2e_uring a_hundred_mounts_leave_nothing_behind               # 1 minute; the same
 e2e_leaks over_dev                                            # 1 minute; the pools and zero-copy of that kernel are what is new there
 e2e_leaks over_uring                                          # 1 minute; the same
+e2e_leaks over_pools::mounts_leave_nothing_behind             # 1 minute; with_zero_copy mounts as often
 e2e_bytes all_cluster_sizes_versions_and_refcount_widths      # 1 minute of qemu-img; no kernel is different about it
 e2e_verify ext4_lives_on_a_loop_device_over_a_served_disk     # 1 minute; xfs does the same in a fifth of it
 e2e_verify mappings_read_back_what_they_wrote                 # 1 minute; e2e_coherence has mappings
