@@ -5,14 +5,14 @@ mod common;
 
 use std::ops::Range;
 
-use common::accel::{accel, accelerated_at, assert_by_kernel, counted, has_module, kills};
+use common::accel::{accel, accelerated_at, aligned, assert_by_kernel, counted, has_module, kills};
 use common::disks::{as_it_is, disk, in_memory};
 use common::serving::{Place, SIZE, load};
 use ringdisk_testkit::images;
 use ringdisk_testkit::limits::full;
 use ringdisk_testkit::model::Request;
 
-/// A load on a disk of zeroes. Gives how many requests went as bios, and how many as kiocbs.
+/// A load on a disk of zeroes. Gives how many requests went as bios, and how many as kiocbs; copies of requests are neither.
 ///
 /// * `requests`: of the load.
 fn verified(place: &Place, engine: &str, requests: u64) -> (u64, u64) {
@@ -23,11 +23,13 @@ fn verified(place: &Place, engine: &str, requests: u64) -> (u64, u64) {
     load.run(&mut vm, requests);
     load.drain(&mut vm);
     load.read_all(&mut vm);
+    let page = aligned(&mut vm, 1, 0, 64, &[7; 4096]);
     let shown = assert_by_kernel(place, requests / 2);
     assert_eq!(counted(&shown, "errors"), 0, "{shown}");
     drop(vm);
     daemon.stop(&[&place.socket]);
     place.judge(&mut load);
+    assert!(page == (0, images::piece(&place.image, 64 * 512, 4096)), "status {}", page.0);
     (counted(&shown, "bios"), counted(&shown, "kiocbs"))
 }
 

@@ -5,12 +5,12 @@ mod common;
 use std::fs::File;
 use std::path::Path;
 
-use common::accel::{PLAIN, has_module};
+use common::accel::{PLAIN, aligned, has_module};
 use common::disks::in_memory;
 use common::serving::{Daemon, Place, load, options, stats};
 use ringdisk_testkit::images::{self, pattern};
 use ringdisk_testkit::limits::needs;
-use ringdisk_testkit::model::{Cut, FrontEnd, GuestRam, Request, Segment, Vm};
+use ringdisk_testkit::model::{Cut, FrontEnd, GuestRam, Request, Vm};
 use ringdisk_testkit::mount::scratch;
 use ringdisk_testkit::process::{LIMIT, Process, command, until};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
@@ -46,27 +46,6 @@ fn verified(make: impl Fn() -> File) {
         drop(vm);
         daemon.stop(&[&place.socket]);
     }
-}
-
-/// Reads (`kind` 0) or writes (1) a page by a request of three pages, as drivers do, with `before` in its second page. Gives the status, and
-/// what the page holds afterwards.
-fn aligned(vm: &mut Vm, queue: usize, kind: u32, sector: u64, before: &[u8]) -> (u8, Vec<u8>) {
-    let at = vm.ram.take(3 * 4096, 4096).expect("room");
-    let (page, status) = (at + 4096, at + 2 * 4096);
-    let header = [&kind.to_le_bytes()[..], &[0; 4], &sector.to_le_bytes()].concat();
-    vm.ram.write(at, &header);
-    vm.ram.write(page, before);
-    vm.ram.write(status, &[0xff]);
-    let segments = [(at, 16), (page, 4096), (status, 1)];
-    let segments = segments.map(|(addr, len)| Segment { addr, len });
-    let readable = if kind == 0 { 1 } else { 2 };
-    vm.queues[queue].driver.add(&segments, readable).expect("room");
-    vm.queues[queue].driver.publish();
-    vm.queues[queue].kick_anyway();
-    until(LIMIT, || vm.queues[queue].driver.pop_used()).expect("an answer");
-    let mut bytes = vec![0; 4097];
-    vm.ram.read(page, &mut bytes);
-    (bytes.pop().expect("a status"), bytes)
 }
 
 fn sized(file: File) -> File {

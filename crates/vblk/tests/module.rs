@@ -41,6 +41,9 @@ fn what_does_not_fit_is_refused_with_a_reason() {
     assert_eq!((info.version, info.ring_max, info.features & FEATURES), (1, 1024, FEATURES));
     assert!(info.has(Engine::Default) && info.has(Engine::Kiocb) && info.has(Engine::Bio));
     assert_eq!(vblk.regions_max(), 64);
+    let memoryless = guest.start(&mut vblk, &memory, 0, 0).unwrap_err().to_string();
+    assert!(memoryless.contains("memory or features are not set"), "{memoryless}");
+    vblk.set_memory(Arc::clone(&memory)).unwrap();
     assert_eq!(guest.start(&mut vblk, &memory, 0, 0).unwrap_err(), Error::NoDisk);
     let bad = |result: Result<(), Error>| result.unwrap_err();
     assert_eq!(bad(vblk.set_features(FEATURES | 1 << 34)), Error::Features { features: 1 << 34 });

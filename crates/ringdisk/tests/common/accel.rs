@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use ringdisk_testkit::limits::needs;
-use ringdisk_testkit::model::{BaseRule, FrontEnd, Load, LoadOptions, Vm};
+use ringdisk_testkit::model::{BaseRule, FrontEnd, Load, LoadOptions, Segment, Vm};
 use ringdisk_testkit::process::{Finished, LIMIT, run, until};
 use ringdisk_testkit::sim::Prng;
 use serde_json::Value;
@@ -158,4 +158,31 @@ pub(crate) fn kills(place: &Place, count: u64, requests: u64, most_us: u64, seed
     let finished = daemon.stop(&[&place.socket]);
     assert!(!finished.output().contains("given up"), "{}", finished.output());
     place.judge(&mut load);
+}
+
+/// Reads (`kind` 0) or writes (1) a page by a request of three pages, as drivers do, with `before` in its second page. Gives the status, and
+/// what the page holds afterwards. Such a page is not copied on its way; those of a [`Load`] mostly are.
+pub(crate) fn aligned(
+    vm: &mut Vm,
+    queue: usize,
+    kind: u32,
+    sector: u64,
+    before: &[u8],
+) -> (u8, Vec<u8>) {
+    let at = vm.ram.take(3 * 4096, 4096).expect("room");
+    let (page, status) = (at + 4096, at + 2 * 4096);
+    let header = [&kind.to_le_bytes()[..], &[0; 4], &sector.to_le_bytes()].concat();
+    vm.ram.write(at, &header);
+    vm.ram.write(page, before);
+    vm.ram.write(status, &[0xff]);
+    let segments = [(at, 16), (page, 4096), (status, 1)];
+    let segments = segments.map(|(addr, len)| Segment { addr, len });
+    let readable = if kind == 0 { 1 } else { 2 };
+    vm.queues[queue].driver.add(&segments, readable).expect("room");
+    vm.queues[queue].driver.publish();
+    vm.queues[queue].kick_anyway();
+    until(LIMIT, || vm.queues[queue].driver.pop_used()).expect("an answer");
+    let mut bytes = vec![0; 4097];
+    vm.ram.read(page, &mut bytes);
+    (bytes.pop().expect("a status"), bytes)
 }

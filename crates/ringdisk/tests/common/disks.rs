@@ -6,6 +6,8 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use ringdisk_testkit::limits::{Alone, alone, needs};
+use ringdisk_testkit::mount::text;
+use ringdisk_testkit::process::command;
 
 use super::accel::has_module;
 use super::serving::{Place, SIZE};
@@ -37,8 +39,9 @@ pub(crate) fn as_it_is(name: &str) -> Option<Disk> {
     Some(Disk { place: Place::on(&path?), _alone: alone() })
 }
 
-/// Puts zeroes where the bytes of a load will be.
+/// Puts zeroes where the bytes of a load will be, and everywhere, if the disk can be told to.
 fn clear(path: &Path) {
+    drop(command(&["blkdiscard", "-f", text(path)]).output());
     let file = File::options().write(true).open(path).expect("a disk");
     let zeroes = vec![0; usize::try_from(SIZE).expect("small")];
     file.write_all_at(&zeroes, 0).and_then(|()| file.sync_all()).expect("zeroes");
