@@ -88,7 +88,7 @@ pub(crate) const MEANINGS: [(Exit, &str, &str); 13] = [
     (
         Exit::Unsupported,
         "unsupported",
-        "The image or the command asks for something that this version, or with `--sandbox on` this kernel, does not do.",
+        "The image or the command asks for something that this version, or with `--sandbox on` or `--accel require` this kernel (a module that is not there, not allowed, or does not fit), does not do.",
     ),
     (
         Exit::Storage,

@@ -51,7 +51,7 @@ fn a_change_waits_for_who_holds_the_disk_and_says_so() {
         assert!(*ended.borrow(), "the change did not wait");
         assert_eq!(*seen.lock().expect("a list"), [Change::Coming, Change::Over]);
         let refused = disk.hold_plain(async |_| ()).await.expect_err("refused");
-        assert!(refused.to_string().contains("not raw"), "{refused}");
+        assert!(refused.to_string().contains("an overlay is above"), "{refused}");
         disk.close(&ring).await.expect("close");
     });
 }

@@ -234,6 +234,8 @@ fn areas_are_as_long_as_the_features_want() {
 fn a_start_that_fails_keeps_no_memory() {
     let mut ram = GuestRam::new(1 << 20).unwrap();
     let mut handle = none();
+    assert_eq!(handle.start(0, 64, 0, areas(&mut ram, 64)), Err(Errno::INVAL), "without memory");
+    handle.memory = Some(ram.table());
 
     assert_eq!(handle.start(0, 64, 0, areas(&mut ram, 64)), Err(Errno::NOTTY));
     assert_eq!(handle.start(0, 64, 0, areas(&mut ram, 32)), Err(Errno::INVAL));
