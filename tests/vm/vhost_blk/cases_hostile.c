@@ -21,11 +21,6 @@
 
 #define IN_FLIGHT 20
 
-static void nap_ms(unsigned ms)
-{
-	nanosleep(&(struct timespec){ ms / 1000, ms % 1000 * 1000000l }, NULL);
-}
-
 /* Child: owns the device, begins requests, says so and waits to be killed. */
 static void owner(struct guest *guest, struct disk *disk, int ready, struct virtio_blk_outhdr *headers, uint8_t *statuses, uint8_t *data)
 {
