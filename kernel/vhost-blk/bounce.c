@@ -84,7 +84,7 @@ static void vblk_bounce_turn(struct vblk_req *req)
 	bounce->chunk = chunk;
 	if (req->write && !vblk_bounce_copy(bounce, chunk, false)) {
 		req->error = -EFAULT;
-		req->again = fatal_signal_pending(current);
+		req->dying = fatal_signal_pending(current);
 		vblk_req_done(req);
 		return;
 	}
@@ -108,6 +108,7 @@ void vblk_bounce_start(struct vblk_req *req)
 			return;
 		}
 		req->error = -ENOMEM;
+		req->dying = fatal_signal_pending(current);
 		vblk_req_done(req);
 		return;
 	}
@@ -150,8 +151,8 @@ bool vblk_bounce_goes_on(struct vblk_req *req)
 
 	if (!req->error && !req->write && !vblk_bounce_copy(bounce, bounce->chunk, true)) {
 		req->error = -EFAULT;
-		req->again = fatal_signal_pending(current);
-		if (req->again) {
+		req->dying = fatal_signal_pending(current);
+		if (req->dying) {
 			vblk_req_done(req);
 			return true;
 		}

@@ -3,19 +3,23 @@
 #ifndef VBLK_COMPAT_H
 #define VBLK_COMPAT_H
 
-#include <linux/version.h>
+#include <linux/slab.h>
 
 #include "vhost.h"
 
-/*
- * After 6.12 the core can use buffers in order and then wants to know how many descriptors each
- * had. Block devices do not use them in order. (When exactly it came does not matter: Kbuild
- * refuses a series without a header of its own.)
- */
+/* The first releases of 6.12 lack these. */
+#ifndef kzalloc_obj
+#define kzalloc_obj(what, gfp) kzalloc(sizeof(what), gfp)
+#endif
+#ifndef kvzalloc_obj
+#define kvzalloc_obj(what, gfp) kvzalloc(sizeof(what), gfp)
+#endif
+
+/* Block devices do not use buffers in order. */
 static inline int vblk_add_used(struct vhost_virtqueue *vq, struct vring_used_elem *heads,
 				unsigned int nr)
 {
-#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 13, 0)
+#ifdef VBLK_IN_ORDER
 	return vhost_add_used_n(vq, heads, NULL, nr);
 #else
 	return vhost_add_used_n(vq, heads, nr);

@@ -50,11 +50,18 @@ void vblk_req_done(struct vblk_req *req)
 	rcu_read_unlock();
 }
 
+/* How many of a batch were answered with VIRTIO_BLK_S_IOERR and _UNSUPP. */
+struct vblk_tally {
+	unsigned int errors;
+	unsigned int unsupported;
+};
+
 /*
  * Writes the status of a request that is done. False: not here, as the worker dies; it is announced
  * once more. May be called again with the same request.
  */
-static bool vblk_finish(struct vblk_queue *q, struct vblk_req *req, struct vring_used_elem *used)
+static bool vblk_finish(struct vblk_req *req, struct vring_used_elem *used,
+			struct vblk_tally *tally)
 {
 	bool failed;
 	u8 status;
@@ -72,21 +79,21 @@ static bool vblk_finish(struct vblk_queue *q, struct vblk_req *req, struct vring
 		failed = true;
 	}
 	if (status == VIRTIO_BLK_S_IOERR)
-		q->stats.errors++;
+		tally->errors++;
 	else if (status == VIRTIO_BLK_S_UNSUPP)
-		q->stats.unsupported++;
+		tally->unsupported++;
 	used->id = (__force __virtio32)cpu_to_le32(req->head);
 	used->len = (__force __virtio32)cpu_to_le32(failed ? req->written_error : req->written_ok);
 	vblk_request_clear(req);
 	return true;
 }
 
-/* Begins a request once more, whose worker was dying when it submitted it. */
+/* Begins a request once more that failed, and whose worker was dying when it submitted it. */
 static void vblk_again(struct vblk_req *req)
 {
 	if (req->bounce)
 		vblk_bounce_drop(req);
-	req->again = false;
+	req->dying = false;
 	req->error = 0;
 	vblk_request_submit(req);
 }
@@ -109,11 +116,12 @@ void vblk_complete(struct vblk_queue *q)
 	/* The list is a stack. */
 	struct llist_node *node = llist_reverse_order(llist_del_all(&q->done));
 	struct vblk_req *req, *next, *batch = NULL, *first = NULL;
+	struct vblk_tally tally = { 0 };
 	u16 used_idx = vq->last_used_idx;
 	unsigned int nr = 0;
 
 	llist_for_each_entry_safe(req, next, node, done) {
-		if (req->again) {
+		if (unlikely(req->error && req->dying)) {
 			vblk_again(req);
 			continue;
 		}
@@ -121,7 +129,7 @@ void vblk_complete(struct vblk_queue *q)
 		if (req->bounce && vblk_bounce_goes_on(req))
 			continue;
 		/* There is room: no more are in flight than heads has (VBLK_RING_MAX). */
-		if (!vblk_finish(q, req, &vq->heads[nr]))
+		if (!vblk_finish(req, &vq->heads[nr], &tally))
 			continue;
 		nr++;
 		req->next_free = batch;
@@ -142,6 +150,9 @@ void vblk_complete(struct vblk_queue *q)
 	} else {
 		vhost_signal(&q->dev->vhost, vq);
 	}
+	/* Only now: what is announced once more comes here again. */
+	q->stats.errors += tally.errors;
+	q->stats.unsupported += tally.unsupported;
 	q->stats.batches++;
 	first->next_free = q->free;
 	q->free = batch;

@@ -67,7 +67,7 @@ struct vblk_disk *vblk_disk_open(const struct ringdisk_vblk_disk *wanted)
 	err = vblk_disk_check(wanted);
 	if (err)
 		return ERR_PTR(err);
-	disk = kzalloc(sizeof(*disk), GFP_KERNEL_ACCOUNT);
+	disk = kzalloc_obj(*disk, GFP_KERNEL_ACCOUNT);
 	if (!disk)
 		return ERR_PTR(-ENOMEM);
 	disk->file = fget(wanted->fd);

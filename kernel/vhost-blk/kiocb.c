@@ -48,6 +48,14 @@ void vblk_kiocb_submit(struct vblk_req *req)
 	} else {
 		result = vfs_iocb_iter_read(file, &req->iocb, &req->iter);
 	}
+	/*
+	 * Pages cannot be pinned, or copied, when a deadly signal waits. What comes of that depends
+	 * on the file: an error, a count that is too small, or, of a long request whose first part
+	 * is on its way, -EIOCBQUEUED here and the error when that part is done. It may be
+	 * announced by now; but nobody takes it before vq->mutex is free.
+	 */
+	if (unlikely(fatal_signal_pending(current)))
+		req->dying = true;
 	if (result == -EIOCBQUEUED)
 		return;
 	/* The limits that we were told were too wide: copy. */
@@ -55,8 +63,5 @@ void vblk_kiocb_submit(struct vblk_req *req)
 		vblk_bounce_start(req);
 		return;
 	}
-	/* Pages cannot be pinned when a deadly signal waits. */
-	if (result < 0 && fatal_signal_pending(current))
-		req->again = true;
 	vblk_kiocb_result(req, result);
 }

@@ -20,7 +20,7 @@ static int vblk_open(struct inode *inode, struct file *file)
 {
 	struct vblk_dev *dev;
 
-	dev = kvzalloc(sizeof(*dev), GFP_KERNEL_ACCOUNT);
+	dev = kvzalloc_obj(*dev, GFP_KERNEL_ACCOUNT);
 	if (!dev)
 		return -ENOMEM;
 	mutex_init(&dev->setup);

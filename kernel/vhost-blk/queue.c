@@ -53,6 +53,7 @@ static int vblk_pop(struct vblk_queue *q, u16 head, unsigned int out, unsigned i
 		vblk_queue_break(q, "a request without header or status");
 		return err;
 	}
+	vblk_request_count(req);
 	q->free = req->next_free;
 	atomic_inc(&q->in_flight);
 	vblk_request_submit(req);
@@ -124,7 +125,7 @@ struct vblk_queue *vblk_queue_new(struct vblk_dev *dev)
 {
 	struct vblk_queue *q;
 
-	q = kvzalloc(sizeof(*q), GFP_KERNEL_ACCOUNT);
+	q = kvzalloc_obj(*q, GFP_KERNEL_ACCOUNT);
 	if (!q)
 		return NULL;
 	q->dev = dev;

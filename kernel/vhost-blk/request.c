@@ -67,7 +67,7 @@ static bool vblk_place_ok(const struct vblk_disk *disk, u64 sector, u64 len, u64
 static void vblk_fail(struct vblk_req *req, u8 status)
 {
 	req->status = status;
-	req->type = U32_MAX;
+	req->refused = true;
 }
 
 static void vblk_parse_transfer(struct vblk_req *req, u64 sector, const struct iovec *iov,
@@ -163,7 +163,6 @@ int vblk_request_parse(struct vblk_req *req, unsigned int out, unsigned int in)
 {
 	const struct iovec *iov = req->queue->vq.iov;
 	u64 readable = iov_length(iov, out), writable = iov_length(iov + out, in);
-	struct ringdisk_vblk_stats *stats = &req->queue->stats;
 	struct virtio_blk_outhdr header;
 	struct iov_iter iter;
 	u64 sector;
@@ -171,10 +170,11 @@ int vblk_request_parse(struct vblk_req *req, unsigned int out, unsigned int in)
 	req->status = VIRTIO_BLK_S_OK;
 	req->write = false;
 	req->type = U32_MAX;
+	req->refused = false;
 	req->error = 0;
 	req->place = 0;
 	req->total = 0;
-	req->again = false;
+	req->dying = false;
 	req->iov = NULL;
 	req->iovs = 0;
 	req->bounce = NULL;
@@ -194,16 +194,45 @@ int vblk_request_parse(struct vblk_req *req, unsigned int out, unsigned int in)
 	req->written_error = req->written_ok;
 	switch (req->type) {
 	case VIRTIO_BLK_T_IN:
-		stats->reads++;
 		vblk_parse_transfer(req, sector, iov + out, in, 0, writable - 1);
 		req->written_ok = min_t(u64, writable, U32_MAX);
+		break;
+	case VIRTIO_BLK_T_OUT:
+		req->write = true;
+		vblk_parse_transfer(req, sector, iov, out, sizeof(header),
+				    readable - sizeof(header));
+		break;
+	case VIRTIO_BLK_T_FLUSH:
+		break;
+	case VIRTIO_BLK_T_GET_ID:
+		req->written_ok = min_t(u64, writable, U32_MAX);
+		vblk_get_id(req, iov + out, in, writable - 1);
+		break;
+	case VIRTIO_BLK_T_DISCARD:
+	case VIRTIO_BLK_T_WRITE_ZEROES:
+		vblk_parse_ranges(req, &iter);
+		break;
+	default:
+		vblk_fail(req, VIRTIO_BLK_S_UNSUPP);
+	}
+	return 0;
+}
+
+/*
+ * Counts a request as taken. Not when it is parsed: it may go back into the ring, and is counted by
+ * whoever takes it then.
+ */
+void vblk_request_count(const struct vblk_req *req)
+{
+	struct ringdisk_vblk_stats *stats = &req->queue->stats;
+
+	switch (req->type) {
+	case VIRTIO_BLK_T_IN:
+		stats->reads++;
 		stats->read_bytes += req->total;
 		break;
 	case VIRTIO_BLK_T_OUT:
 		stats->writes++;
-		req->write = true;
-		vblk_parse_transfer(req, sector, iov, out, sizeof(header),
-				    readable - sizeof(header));
 		stats->write_bytes += req->total;
 		break;
 	case VIRTIO_BLK_T_FLUSH:
@@ -211,21 +240,14 @@ int vblk_request_parse(struct vblk_req *req, unsigned int out, unsigned int in)
 		break;
 	case VIRTIO_BLK_T_GET_ID:
 		stats->get_ids++;
-		req->written_ok = min_t(u64, writable, U32_MAX);
-		vblk_get_id(req, iov + out, in, writable - 1);
 		break;
 	case VIRTIO_BLK_T_DISCARD:
 		stats->discards++;
-		vblk_parse_ranges(req, &iter);
 		break;
 	case VIRTIO_BLK_T_WRITE_ZEROES:
 		stats->write_zeroes++;
-		vblk_parse_ranges(req, &iter);
 		break;
-	default:
-		vblk_fail(req, VIRTIO_BLK_S_UNSUPP);
 	}
-	return 0;
 }
 
 /* Gives a read or write with aligned buffers to an engine. */
@@ -253,6 +275,10 @@ void vblk_request_submit(struct vblk_req *req)
 
 	req->pos = req->place;
 	req->len = req->total;
+	if (req->refused) {
+		vblk_req_done(req);
+		return;
+	}
 	switch (req->type) {
 	case VIRTIO_BLK_T_IN:
 	case VIRTIO_BLK_T_OUT:
@@ -272,7 +298,7 @@ void vblk_request_submit(struct vblk_req *req)
 		vblk_slow_submit(req);
 		break;
 	default:
-		/* Refused, or answered already. */
+		/* Answered already. */
 		vblk_req_done(req);
 	}
 }

@@ -62,9 +62,9 @@ struct ringdisk_vblk_setup {
 #define RINGDISK_VBLK_ENGINE_BIO 2
 
 /* The disk is read-only for the guest; without it the file must be open for writing. */
-#define RINGDISK_VBLK_DISK_RO (1 << 0)
+#define RINGDISK_VBLK_DISK_RO 0x1
 /* The write cache is off from the beginning (see SET_CACHE). */
-#define RINGDISK_VBLK_DISK_WRITE_THROUGH (1 << 1)
+#define RINGDISK_VBLK_DISK_WRITE_THROUGH 0x2
 
 /* The disk behind all queues. Only while none is started. */
 struct ringdisk_vblk_disk {
@@ -123,12 +123,14 @@ struct ringdisk_vblk_stats {
 	__u32 state;
 	__u32 in_flight;
 	__u32 reserved0;
+	/* Requests that were taken, also those that are refused. */
 	__u64 reads;
 	__u64 writes;
 	__u64 flushes;
 	__u64 discards;
 	__u64 write_zeroes;
 	__u64 get_ids;
+	/* Of those that are not refused. */
 	__u64 read_bytes;
 	__u64 write_bytes;
 	/* Answered with VIRTIO_BLK_S_IOERR, and with _UNSUPP. */

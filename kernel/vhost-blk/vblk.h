@@ -23,6 +23,7 @@
 #include <linux/blkdev.h>
 #include <linux/fs.h>
 #include <linux/llist.h>
+#include <linux/sizes.h>
 #include <linux/uio.h>
 #include <linux/virtio_blk.h>
 #include <linux/wait.h>
@@ -50,8 +51,8 @@
  * daemon offers fewer.
  */
 #define VBLK_RANGES_MAX 64
-/* Bytes of a range: 1 GiB unless SET_DISK says less, as the daemon offers. */
-#define VBLK_RANGE_SECTORS_MAX (1u << 21)
+/* Length of a range, unless SET_DISK says less, as the daemon offers. */
+#define VBLK_RANGE_SECTORS_MAX (SZ_1G >> SECTOR_SHIFT)
 /* Requests that are taken from a ring before other rings of the same worker have their turn. */
 #define VBLK_WEIGHT 256
 /* Slow operations at a time, of a device: each has a kworker. */
@@ -117,7 +118,9 @@ struct vblk_req {
 	/* VIRTIO_BLK_S_*, unless error says otherwise. */
 	u8 status;
 	bool write;
+	/* VIRTIO_BLK_T_*, as the driver says; refused: no engine has it, status says why. */
 	u32 type;
+	bool refused;
 	/* Negative errno of the engine, or 0. */
 	int error;
 	/* What the used element says when it succeeds, and when it does not. */
@@ -130,8 +133,11 @@ struct vblk_req {
 	size_t total;
 	loff_t pos;
 	size_t len;
-	/* It failed because the worker dies: begin once more. */
-	bool again;
+	/*
+	 * A deadly signal waited for its worker when it was submitted: an error may be of that, so
+	 * then it begins once more.
+	 */
+	bool dying;
 	/* The guest's buffers: fast_iov or allocated. */
 	struct iovec *iov;
 	unsigned int iovs;
@@ -211,6 +217,7 @@ void vblk_queue_break(struct vblk_queue *q, const char *why);
 
 /* request.c */
 int vblk_request_parse(struct vblk_req *req, unsigned int out, unsigned int in);
+void vblk_request_count(const struct vblk_req *req);
 void vblk_request_submit(struct vblk_req *req);
 void vblk_request_transfer(struct vblk_req *req);
 void vblk_request_clear(struct vblk_req *req);

@@ -5,8 +5,8 @@
 
 # The tests, each with its disk, engine and arguments. Disks are made in the machine (vhost-blk.job): memory is brd, the others but tmpfs
 # and ext4 (files), frozen (a file on ext4 in a loop device) and scsi (scsi_debug, with bad sectors) are null_blk, ending in interrupts after
-# 20 us, 1 ms (gone), 30 ms or 1 s, or with bad blocks. RINGDISK_FULL kills a hundred times, and fuzzes for ten minutes in place of 10 s
-# (RINGDISK_FUZZ_S=N: for N seconds; RINGDISK_SEED=N: as a run that printed this seed).
+# 20 us, 1 ms (gone), 30 ms or 1 s, or with bad blocks. RINGDISK_FULL kills a hundred times, hands over a thousand times,
+# and fuzzes for ten minutes in place of 10 s (RINGDISK_FUZZ_S=N: for N seconds; RINGDISK_SEED=N: as a run that printed this seed).
 # Other kernels than 7.3 (RINGDISK_VM_KERNEL) run the same tests.
 vhost_blk_tests() {
   cat <<'LIST'
@@ -49,6 +49,10 @@ interrupted  slow    bio
 frozen       frozen  kiocb
 dying        slow    kiocb
 dying        slow    bio
+dying        memory  kiocb
+dying        quick   bio
+dying        ext4    kiocb
+dying        tmpfs   kiocb
 removal      gone    kiocb
 removal      gone    bio
 kill         slow    kiocb 5
@@ -124,7 +128,7 @@ suite_job() {
   while read -r name disk engine words; do
     for each in "${@:-}"; do
       if [ -n "${RINGDISK_FULL:-}" ]; then
-        case $name in kill | crash) words=100 ;; fuzz) words=600 ;; esac
+        case $name in kill | crash) words=100 ;; round-trips) words=1000 ;; fuzz) words=600 ;; esac
       fi
       if [ "$name" = fuzz ] && [ -n "${RINGDISK_FUZZ_S:-}" ]; then words=$RINGDISK_FUZZ_S; fi
       if [[ "$name $disk $engine" == *"$each"* ]]; then

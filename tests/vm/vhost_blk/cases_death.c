@@ -1,29 +1,19 @@
 /* SPDX-License-Identifier: MIT OR Apache-2.0 */
-/* Calls and processes that are ended at the worst moment; a disk that makes everybody wait. */
+/* Calls that are ended at the worst moment; a disk that makes everybody wait. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/fs.h>
-#include <linux/userfaultfd.h>
-#include <poll.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
-#include <sys/mman.h>
-#include <sys/syscall.h>
 #include <sys/wait.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "guest.h"
-
-static void nap_ms(unsigned ms)
-{
-	nanosleep(&(struct timespec){ ms / 1000, ms % 1000 * 1000000l }, NULL);
-}
 
 struct call { int fd; unsigned long request; void *argument; };
 
@@ -71,10 +61,7 @@ static void add_reads(struct guest *guest, struct ring *ring, unsigned count, ui
 		CHECK(ring_add(guest, ring, (struct segment[]){ { &headers[i], 16, false }, { data + 4096 * i, 4096, in },
 			{ &statuses[i], 1, true } }, 3, false) >= 0, "the ring is full");
 	}
-	/* Not ring_publish: it reads a page that may be missing. */
-	ring->shown = ring->avail_next;
-	__atomic_store_n(&ring->avail->idx, ring->shown, __ATOMIC_RELEASE);
-	eventfd_kick(ring);
+	ring_publish(ring);
 }
 
 static void wait_taken(struct guest *guest, unsigned count)
@@ -172,102 +159,4 @@ void test_frozen(struct disk *disk)
 	close(fd);
 	guest_stop(&guest);
 	guest_close(&guest);
-}
-
-/* Memory of the guest whose pages come only when somebody gives them: userfaultfd. */
-static int uffd_of(void *at, size_t len)
-{
-	struct uffdio_api api = { .api = UFFD_API };
-	struct uffdio_register range = { .range = { (uintptr_t)at, len }, .mode = UFFDIO_REGISTER_MODE_MISSING };
-	int fd = syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK);
-
-	CHECK(fd >= 0 && !ioctl(fd, UFFDIO_API, &api) && !ioctl(fd, UFFDIO_REGISTER, &range), "userfaultfd");
-	return fd;
-}
-
-static void wait_fault(int uffd)
-{
-	struct pollfd event = { .fd = uffd, .events = POLLIN };
-	struct uffd_msg message;
-
-	CHECK(poll(&event, 1, 10000) == 1 && read(uffd, &message, sizeof(message)) == sizeof(message) &&
-	      message.event == UFFD_EVENT_PAGEFAULT, "nobody waits for the page");
-}
-
-/* The page whose absence is to meet a worker that dies: of the statuses, or of the used ring, at the notification or at the completion. */
-enum page { STATUS, NOTIFY, USED };
-static const char *const page_names[] = { "statuses", "the used ring, at its notification", "the used ring, at a completion" };
-
-/*
- * The owner dies while its worker waits for a page of the guest. The first two with requests that are answered with UNSUPP: what a page
- * holds that was never written is 0, OK. (The userfaultfd is the last descriptor: it is closed before the device, which waits for the page.)
- */
-static void dying_owner(struct guest *guest, struct disk *disk, uint8_t *page, uint8_t *statuses, enum page kind, int ready)
-{
-	struct ring *ring = &guest->rings[0];
-	int uffd;
-
-	guest_open(guest, BLK_FEATURES);
-	close(disk_open(disk));
-	guest_disk(guest, disk);
-	ring_attach(guest, 0);
-	guest_start(guest);
-	/* The worker looks at the ring, which is empty, once. */
-	nap_ms(200);
-	CHECK(!madvise(page, 4096, MADV_REMOVE), "MADV_REMOVE");
-	uffd = uffd_of(page, 4096);
-	add_reads(guest, ring, 4, statuses, kind == USED ? VIRTIO_BLK_T_IN : 99);
-	wait_fault(uffd);
-	if (kind == USED) {
-		struct uffdio_zeropage zero = { .range = { (uintptr_t)page, 4096 } };
-
-		CHECK(!ioctl(uffd, UFFDIO_ZEROPAGE, &zero), "UFFDIO_ZEROPAGE");
-		nap_ms(100);
-		CHECK(!madvise(page, 4096, MADV_REMOVE), "MADV_REMOVE");
-		wait_fault(uffd);
-	}
-	CHECK(write(ready, "r", 1) == 1, "pipe");
-	for (;;)
-		pause();
-}
-
-/* Nothing that the dead owner took is lost, or told wrongly. For a disk that takes its time (null_blk, 1 s). */
-void test_dying(struct disk *disk)
-{
-	for (enum page kind = STATUS; kind <= USED; kind++) {
-		struct guest guest;
-		struct ring *ring = &guest.rings[0];
-		uint8_t *page, *statuses, expected = kind == USED ? VIRTIO_BLK_S_OK : VIRTIO_BLK_S_UNSUPP;
-		int ready[2], status;
-		char byte;
-		pid_t child;
-		uint16_t index;
-
-		guest_new(&guest, 1);
-		ring->used = take(&guest, 4096, 4096);
-		statuses = take(&guest, 4096, 4096);
-		take(&guest, 4096, 4096);
-		page = kind == STATUS ? statuses : (uint8_t *)ring->used;
-		if (kind != STATUS)
-			memset(statuses, 0xff, 4);
-		CHECK(!pipe(ready), "pipe");
-		child = fork();
-		CHECK(child >= 0, "fork");
-		if (!child)
-			dying_owner(&guest, disk, page, statuses, kind, ready[1]);
-		close(ready[1]);
-		CHECK(read(ready[0], &byte, 1) == 1, "the owner failed");
-		CHECK(!kill(child, SIGKILL), "kill");
-		CHECK(waitpid(child, &status, 0) == child && WIFSIGNALED(status), "waitpid");
-		/* It is gone: so is everything that it began. */
-		index = __atomic_load_n(&ring->used->idx, __ATOMIC_ACQUIRE);
-		CHECK(index == 4, "%s: %u of 4 requests were used", page_names[kind], index);
-		for (unsigned i = 0; i < index; i++) {
-			unsigned head = ring->used->ring[i].id;
-
-			CHECK(head % 3 == 0 && head < 12 && statuses[head / 3] == expected, "%s: chain %u has status %u", page_names[kind],
-			      head, head < 12 ? statuses[head / 3] : 0);
-		}
-		printf("the owner died for want of %s\n", page_names[kind]);
-	}
 }

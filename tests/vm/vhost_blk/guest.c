@@ -14,6 +14,7 @@
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 const char *device_path = "/dev/vhost-blk";
@@ -29,6 +30,11 @@ void fail(const char *format, ...)
 	va_end(words);
 	fflush(NULL);
 	_exit(1);
+}
+
+void nap_ms(unsigned ms)
+{
+	nanosleep(&(struct timespec){ ms / 1000, ms % 1000 * 1000000l }, NULL);
 }
 
 int device_ioctl(struct guest *guest, unsigned long request, const void *argument)

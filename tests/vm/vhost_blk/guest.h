@@ -41,6 +41,8 @@ struct vhost_vring_worker { unsigned int index, worker_id; };
 void fail(const char *format, ...) __attribute__((noreturn, format(printf, 1, 2)));
 #define CHECK(condition, ...) do { if (!(condition)) fail(__VA_ARGS__); } while (0)
 
+void nap_ms(unsigned ms);
+
 /* A piece of a request, at an address of ours. */
 struct segment { void *at; uint32_t len; bool device_writes; };
 
