@@ -112,10 +112,11 @@ bool vblk_bio_submit(struct vblk_req *req)
 		return false;
 	if (req->write) {
 		/*
-		 * It became so since it was opened. The block layer only warns of such a bio; the
-		 * other engine is refused.
+		 * It became so since it was opened. The block layer only warns of such a bio, or
+		 * takes it; the other engine is refused.
 		 */
-		if (bdev_read_only(req->queue->dev->disk->bdev))
+		if (bdev_read_only(req->queue->dev->disk->bdev) ||
+		    vblk_disk_is_swap(req->queue->dev->disk))
 			return false;
 		opf = REQ_OP_WRITE | REQ_SYNC | REQ_IDLE;
 		if (req->queue->write_through)

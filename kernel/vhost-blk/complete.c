@@ -13,7 +13,6 @@
 #include <linux/cred.h>
 #include <linux/kthread.h>
 #include <linux/rcupdate.h>
-#include <linux/sched/mm.h>
 #include <linux/sched/signal.h>
 #include <linux/uaccess.h>
 
@@ -24,7 +23,9 @@ static struct workqueue_struct *vblk_orphans;
 
 int vblk_complete_init(void)
 {
-	vblk_orphans = alloc_workqueue("vhost_blk_orphans", WQ_UNBOUND | WQ_MEM_RECLAIM, 0);
+	/* As many as can be: one that waits for memory of its guest must not keep others. */
+	vblk_orphans = alloc_workqueue("vhost_blk_orphans", WQ_UNBOUND | WQ_MEM_RECLAIM,
+				       WQ_MAX_ACTIVE);
 	return vblk_orphans ? 0 : -ENOMEM;
 }
 
@@ -50,10 +51,15 @@ void vblk_req_done(struct vblk_req *req)
 	rcu_read_unlock();
 }
 
-/* How many of a batch were answered with VIRTIO_BLK_S_IOERR and _UNSUPP. */
+/*
+ * A batch: how many were answered with VIRTIO_BLK_S_IOERR and _UNSUPP, and what of it was in
+ * flight.
+ */
 struct vblk_tally {
 	unsigned int errors;
 	unsigned int unsupported;
+	size_t bytes;
+	unsigned int ranges;
 };
 
 /*
@@ -82,6 +88,8 @@ static bool vblk_finish(struct vblk_req *req, struct vring_used_elem *used,
 		tally->errors++;
 	else if (status == VIRTIO_BLK_S_UNSUPP)
 		tally->unsupported++;
+	tally->bytes += req->total;
+	tally->ranges += !!req->nr_ranges;
 	used->id = (__force __virtio32)cpu_to_le32(req->head);
 	used->len = (__force __virtio32)cpu_to_le32(failed ? req->written_error : req->written_ok);
 	vblk_request_clear(req);
@@ -154,6 +162,8 @@ void vblk_complete(struct vblk_queue *q)
 	q->stats.errors += tally.errors;
 	q->stats.unsupported += tally.unsupported;
 	q->stats.batches++;
+	q->bytes -= tally.bytes;
+	q->ranges -= tally.ranges;
 	first->next_free = q->free;
 	q->free = batch;
 	if (q->starved && q->state == RINGDISK_VBLK_RUNNING) {
@@ -180,12 +190,9 @@ void vblk_collect(struct vblk_queue *q)
 void vblk_done_work(struct vhost_work *work)
 {
 	struct vblk_queue *q = container_of(work, struct vblk_queue, done_work);
-	unsigned int flags;
 
 	mutex_lock(&q->vq.mutex);
-	flags = memalloc_noio_save();
 	vblk_collect(q);
-	memalloc_noio_restore(flags);
 	mutex_unlock(&q->vq.mutex);
 }
 
@@ -193,8 +200,9 @@ void vblk_done_work(struct vhost_work *work)
 void vblk_orphan_work(struct work_struct *work)
 {
 	struct vblk_queue *q = container_of(work, struct vblk_queue, orphan);
-	unsigned int before, flags;
+	struct mem_cgroup *memcg;
 	const struct cred *old;
+	unsigned int before;
 
 	/*
 	 * The device holds the memory until its workers are gone, which release waits for after us.
@@ -205,14 +213,14 @@ void vblk_orphan_work(struct work_struct *work)
 	kthread_use_mm(q->dev->vhost.mm);
 	/* A request may begin once more: not with our rights (slow.c). */
 	old = override_creds(q->dev->disk->file->f_cred);
+	memcg = vblk_charge_begin(q->dev->disk);
 	mutex_lock(&q->vq.mutex);
-	flags = memalloc_noio_save();
 	before = atomic_read(&q->in_flight);
 	vblk_complete(q);
 	/* Nothing is taken from the ring here: the difference is what was completed. */
 	q->stats.orphans += before - atomic_read(&q->in_flight);
-	memalloc_noio_restore(flags);
 	mutex_unlock(&q->vq.mutex);
+	vblk_charge_end(memcg);
 	revert_creds(old);
 	kthread_unuse_mm(q->dev->vhost.mm);
 }

@@ -35,6 +35,20 @@ static int vblk_disk_check(const struct ringdisk_vblk_disk *wanted)
 	return 0;
 }
 
+/*
+ * Whether the host swaps to it. write(2) is refused then, but bios, discards and zeroes would get
+ * through, into the memory of others.
+ */
+static bool vblk_is_swap(const struct file *file)
+{
+	return IS_SWAPFILE(file->f_mapping->host);
+}
+
+bool vblk_disk_is_swap(const struct vblk_disk *disk)
+{
+	return vblk_is_swap(disk->file);
+}
+
 /* Whether the file is one that can be served, and as the guest was told. */
 static int vblk_disk_check_file(struct file *file, const struct ringdisk_vblk_disk *wanted)
 {
@@ -47,6 +61,8 @@ static int vblk_disk_check_file(struct file *file, const struct ringdisk_vblk_di
 	if (!(wanted->flags & RINGDISK_VBLK_DISK_RO) &&
 	    (!(file->f_mode & FMODE_WRITE) || !file->f_op->write_iter))
 		return -EBADF;
+	if (!(wanted->flags & RINGDISK_VBLK_DISK_RO) && vblk_is_swap(file))
+		return -ETXTBSY;
 	/* Writes would go to the end of the file. */
 	if (file->f_flags & O_APPEND)
 		return -EINVAL;
@@ -97,6 +113,7 @@ struct vblk_disk *vblk_disk_open(const struct ringdisk_vblk_disk *wanted)
 	disk->ranges_max = wanted->ranges_max;
 	disk->range_sectors_max = wanted->range_sectors_max;
 	memcpy(disk->id, wanted->id, sizeof(disk->id));
+	vblk_charge_open(disk);
 	return disk;
 
 put:
@@ -116,6 +133,7 @@ void vblk_disk_close(struct vblk_disk *disk)
 	 */
 	if (disk->bdev && !disk->read_only)
 		invalidate_bdev(disk->bdev);
+	vblk_charge_close(disk);
 	fput(disk->file);
 	kfree(disk);
 }

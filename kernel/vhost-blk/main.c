@@ -43,7 +43,7 @@ int vblk_dev_setup(struct vblk_dev *dev, unsigned int nr)
 {
 	struct vblk_queue **queues;
 	struct vhost_virtqueue **vqs;
-	struct workqueue_struct *slow;
+	int err;
 
 	if (dev->nr_queues)
 		return -EBUSY;
@@ -51,8 +51,8 @@ int vblk_dev_setup(struct vblk_dev *dev, unsigned int nr)
 		return -EINVAL;
 	queues = kcalloc(nr, sizeof(*queues), GFP_KERNEL_ACCOUNT);
 	vqs = kcalloc(nr, sizeof(*vqs), GFP_KERNEL_ACCOUNT);
-	slow = vblk_slow_new();
-	if (!queues || !vqs || !slow)
+	err = vblk_slow_open(dev);
+	if (!queues || !vqs || err)
 		goto no_memory;
 	for (unsigned int i = 0; i < nr; i++) {
 		queues[i] = vblk_queue_new(dev);
@@ -62,7 +62,6 @@ int vblk_dev_setup(struct vblk_dev *dev, unsigned int nr)
 	}
 	dev->queues = queues;
 	dev->vqs = vqs;
-	dev->slow = slow;
 	/*
 	 * No byte weight: the length of a request says little about the work that it is for the
 	 * worker.
@@ -74,8 +73,8 @@ int vblk_dev_setup(struct vblk_dev *dev, unsigned int nr)
 	return 0;
 
 no_memory:
-	if (slow)
-		destroy_workqueue(slow);
+	if (!err)
+		vblk_slow_close(dev);
 	vblk_free_queues(queues, vqs, nr);
 	return -ENOMEM;
 }
@@ -86,6 +85,7 @@ static int vblk_release(struct inode *inode, struct file *file)
 	unsigned int nr = dev->nr_queues;
 
 	if (nr) {
+		WRITE_ONCE(dev->closing, true);
 		/* Before all else: its readers look at the queues. */
 		vblk_stats_remove(dev);
 		for (unsigned int i = 0; i < nr; i++)
@@ -103,7 +103,7 @@ static int vblk_release(struct inode *inode, struct file *file)
 			vblk_queue_settle(dev->queues[i]);
 		vhost_dev_flush(&dev->vhost);
 		vhost_dev_cleanup(&dev->vhost);
-		destroy_workqueue(dev->slow);
+		vblk_slow_close(dev);
 		vblk_free_queues(dev->queues, dev->vqs, nr);
 		vblk_disk_close(dev->disk);
 	}

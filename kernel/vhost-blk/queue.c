@@ -9,7 +9,6 @@
  */
 #include <linux/eventfd.h>
 #include <linux/mutex.h>
-#include <linux/sched/mm.h>
 #include <linux/sched/signal.h>
 #include <linux/slab.h>
 
@@ -27,6 +26,23 @@ void vblk_queue_break(struct vblk_queue *q, const char *why)
 	q->stats.broken++;
 	if (vq->error_ctx)
 		eventfd_signal(vq->error_ctx);
+}
+
+/*
+ * Whether a request has to wait for others of its queue. One of which nothing is in flight takes
+ * any.
+ */
+static bool vblk_is_too_much(const struct vblk_queue *q, const struct vblk_req *req)
+{
+	return q->bytes + req->total > VBLK_QUEUE_BYTES_MAX ||
+	       (req->nr_ranges && q->ranges >= VBLK_QUEUE_RANGES_MAX);
+}
+
+/* The rest stays in the ring. Kicks stay off; the next completion looks again. */
+static void vblk_starve(struct vblk_queue *q)
+{
+	q->starved = true;
+	q->stats.starved++;
 }
 
 /* Takes one request and gives it to the engine. Not 0: the ring is not to be looked at any more. */
@@ -53,7 +69,15 @@ static int vblk_pop(struct vblk_queue *q, u16 head, unsigned int out, unsigned i
 		vblk_queue_break(q, "a request without header or status");
 		return err;
 	}
+	if (unlikely(vblk_is_too_much(q, req))) {
+		vblk_request_clear(req);
+		q->vq.last_avail_idx--;
+		vblk_starve(q);
+		return -EAGAIN;
+	}
 	vblk_request_count(req);
+	q->bytes += req->total;
+	q->ranges += !!req->nr_ranges;
 	q->free = req->next_free;
 	atomic_inc(&q->in_flight);
 	vblk_request_submit(req);
@@ -72,9 +96,7 @@ static void vblk_round(struct vblk_queue *q)
 	/* A worker that dies takes no more: whoever serves the ring next finds the rest there. */
 	while (!fatal_signal_pending(current)) {
 		if (!q->free) {
-			/* Kicks stay off; the next completion looks again. */
-			q->starved = true;
-			q->stats.starved++;
+			vblk_starve(q);
 			return;
 		}
 		head = vhost_get_vq_desc(vq, vq->iov, ARRAY_SIZE(vq->iov), &out, &in, NULL, NULL);
@@ -105,18 +127,14 @@ static void vblk_kick(struct vhost_work *work)
 	struct vhost_poll *poll = container_of(work, struct vhost_poll, work);
 	struct vblk_queue *q = container_of(poll->vq, struct vblk_queue, vq);
 	struct blk_plug plug;
-	unsigned int flags;
 
 	mutex_lock(&q->vq.mutex);
 	if (q->state == RINGDISK_VBLK_RUNNING) {
-		/* Reclaim of memory must not wait for a disk that waits for this mutex. */
-		flags = memalloc_noio_save();
 		blk_start_plug(&plug);
 		vblk_round(q);
 		blk_finish_plug(&plug);
 		/* Some are done already: memory disks, errors. */
 		vblk_collect(q);
-		memalloc_noio_restore(flags);
 	}
 	mutex_unlock(&q->vq.mutex);
 }

@@ -19,12 +19,29 @@
 #define VBLK_ZERO_PAGES 64
 
 /*
- * The kworkers of a device, or NULL. Not WQ_MEM_RECLAIM, which is a thread for each: no memory of
- * the host becomes free by what a guest flushes.
+ * The kworkers of a device. Not WQ_MEM_RECLAIM, which is a thread for each: no memory of the host
+ * becomes free by what a guest flushes.
  */
-struct workqueue_struct *vblk_slow_new(void)
+int vblk_slow_open(struct vblk_dev *dev)
 {
-	return alloc_workqueue("vhost_blk/%d", WQ_UNBOUND, VBLK_SLOW_MAX, task_tgid_nr(current));
+	int pid = task_tgid_nr(current);
+
+	dev->flushes = alloc_workqueue("vhost_blk/%d", WQ_UNBOUND, VBLK_FLUSHES_MAX, pid);
+	if (!dev->flushes)
+		return -ENOMEM;
+	dev->ranges = alloc_workqueue("vhost_blk_ranges/%d", WQ_UNBOUND, VBLK_RANGES_AT_WORK_MAX,
+				      pid);
+	if (!dev->ranges) {
+		destroy_workqueue(dev->flushes);
+		return -ENOMEM;
+	}
+	return 0;
+}
+
+void vblk_slow_close(struct vblk_dev *dev)
+{
+	destroy_workqueue(dev->ranges);
+	destroy_workqueue(dev->flushes);
 }
 
 /* Makes all that was written durable. */
@@ -107,12 +124,21 @@ static int vblk_zero(const struct vblk_disk *disk, const struct vblk_range *rang
 
 static int vblk_slow_ranges(struct vblk_req *req, const struct vblk_disk *disk)
 {
+	bool is_discard = req->type == VIRTIO_BLK_T_DISCARD;
 	int err = 0;
 
+	if (vblk_disk_is_swap(disk))
+		return -ETXTBSY;
 	for (unsigned int i = 0; i < req->nr_ranges && !err; i++) {
 		if (!req->ranges[i].len)
 			continue;
-		if (req->type == VIRTIO_BLK_T_DISCARD)
+		/*
+		 * A process that was killed is gone when this is done. Discards are hints, and of
+		 * zeroes one range is written: Linux sends no more at once.
+		 */
+		if (READ_ONCE(req->queue->dev->closing) && (is_discard || i))
+			return is_discard ? 0 : -EINTR;
+		if (is_discard)
 			err = vblk_discard(disk, &req->ranges[i]);
 		else
 			err = vblk_zero(disk, &req->ranges[i]);
@@ -127,17 +153,21 @@ static void vblk_slow_work(struct work_struct *work)
 	struct vblk_req *req = container_of(work, struct vblk_req, slow);
 	const struct vblk_disk *disk = req->queue->dev->disk;
 	const struct cred *old = override_creds(disk->file->f_cred);
+	struct mem_cgroup *memcg = vblk_charge_begin(disk);
 
 	if (req->type == VIRTIO_BLK_T_FLUSH)
 		req->error = vblk_slow_sync(disk);
 	else
 		req->error = vblk_slow_ranges(req, disk);
+	vblk_charge_end(memcg);
 	revert_creds(old);
 	vblk_req_done(req);
 }
 
 void vblk_slow_submit(struct vblk_req *req)
 {
+	struct vblk_dev *dev = req->queue->dev;
+
 	INIT_WORK(&req->slow, vblk_slow_work);
-	queue_work(req->queue->dev->slow, &req->slow);
+	queue_work(req->type == VIRTIO_BLK_T_FLUSH ? dev->flushes : dev->ranges, &req->slow);
 }

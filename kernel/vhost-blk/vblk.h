@@ -55,8 +55,20 @@
 #define VBLK_RANGE_SECTORS_MAX (SZ_1G >> SECTOR_SHIFT)
 /* Requests that are taken from a ring before other rings of the same worker have their turn. */
 #define VBLK_WEIGHT 256
-/* Slow operations at a time, of a device: each has a kworker. */
-#define VBLK_SLOW_MAX 16
+/*
+ * Bytes of reads and writes in flight of a queue: above that requests stay in the ring. What an
+ * engine allocates grows with them, and no cgroup counts all of it.
+ */
+#define VBLK_QUEUE_BYTES_MAX VBLK_REQUEST_BYTES_MAX
+/*
+ * Discards and write zeroes in flight of a queue: above that requests stay in the ring. Whoever
+ * stops the queue, or dies, waits for them, and each may be for 64 GiB.
+ */
+#define VBLK_QUEUE_RANGES_MAX 4
+/* Flushes at a time, of a device: each has a kworker. */
+#define VBLK_FLUSHES_MAX 16
+/* Discards and write zeroes at a time, of a device: kworkers, whose CPU time nobody limits. */
+#define VBLK_RANGES_AT_WORK_MAX 2
 /* Segments that a request has room for; more of them are allocated. */
 #define VBLK_FAST_IOVS 8
 /* A bounced request moves 64 * 4 KiB = 256 KiB at a time … */
@@ -87,6 +99,9 @@ struct vblk_disk {
 	bool read_only;
 	bool use_bio;
 	u8 id[VIRTIO_BLK_ID_BYTES];
+	/* What kworkers do for it is charged to them. */
+	struct cgroup_subsys_state *blkcg;
+	struct mem_cgroup *memcg;
 };
 
 /* Copies between misaligned buffers of the guest and pages of ours. */
@@ -169,8 +184,11 @@ struct vblk_queue {
 	/* Requests, as many as the ring has descriptors. */
 	struct vblk_req *reqs;
 	struct vblk_req *free;
-	/* The ring has more, but all requests are taken: look again when one is done. */
+	/* The ring has more, but too much is in flight: look again when something is done. */
 	bool starved;
+	/* In flight: bytes of reads and writes, and how many discards and write zeroes. */
+	size_t bytes;
+	unsigned int ranges;
 	/* A write is durable before it is answered. */
 	bool write_through;
 	atomic_t in_flight;
@@ -195,7 +213,10 @@ struct vblk_dev {
 	struct vhost_virtqueue **vqs;
 	struct vblk_disk *disk;
 	/* For slow operations: others' disks must not wait for this one's. */
-	struct workqueue_struct *slow;
+	struct workqueue_struct *flushes;
+	struct workqueue_struct *ranges;
+	/* Nobody has it open any more. */
+	bool closing;
 	u64 features;
 	bool write_cache;
 	struct dentry *debugfs;
@@ -204,6 +225,13 @@ struct vblk_dev {
 /* disk.c */
 struct vblk_disk *vblk_disk_open(const struct ringdisk_vblk_disk *wanted);
 void vblk_disk_close(struct vblk_disk *disk);
+bool vblk_disk_is_swap(const struct vblk_disk *disk);
+
+/* charge.c */
+void vblk_charge_open(struct vblk_disk *disk);
+void vblk_charge_close(struct vblk_disk *disk);
+struct mem_cgroup *vblk_charge_begin(const struct vblk_disk *disk);
+void vblk_charge_end(struct mem_cgroup *before);
 
 /* queue.c */
 struct vblk_queue *vblk_queue_new(struct vblk_dev *dev);
@@ -248,7 +276,8 @@ bool vblk_bounce_goes_on(struct vblk_req *req);
 void vblk_bounce_drop(struct vblk_req *req);
 
 /* slow.c */
-struct workqueue_struct *vblk_slow_new(void);
+int vblk_slow_open(struct vblk_dev *dev);
+void vblk_slow_close(struct vblk_dev *dev);
 void vblk_slow_submit(struct vblk_req *req);
 int vblk_slow_sync(const struct vblk_disk *disk);
 

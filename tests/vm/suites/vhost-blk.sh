@@ -5,7 +5,7 @@
 
 # The tests, each with its disk, engine and arguments. Disks are made in the machine (vhost-blk.job): memory is brd, the others but tmpfs
 # and ext4 (files), frozen (a file on ext4 in a loop device) and scsi (scsi_debug, with bad sectors) are null_blk, ending in interrupts after
-# 20 us, 1 ms (gone), 30 ms or 1 s, or with bad blocks. RINGDISK_FULL kills a hundred times, hands over a thousand times,
+# 20 us, 1 ms (gone), 30 ms or 1 s, or with bad blocks, or for the host to swap to. RINGDISK_FULL kills a hundred times, hands over a thousand times,
 # and fuzzes for ten minutes in place of 10 s (RINGDISK_FUZZ_S=N: for N seconds; RINGDISK_SEED=N: as a run that printed this seed).
 # Other kernels than 7.3 (RINGDISK_VM_KERNEL) run the same tests.
 vhost_blk_tests() {
@@ -69,6 +69,16 @@ round-trips  memory  kiocb
 round-trips  quick   bio
 races        quick   bio
 races        memory  kiocb
+crowd        middle  kiocb
+crowd        quick   bio
+closing      memory  kiocb
+closing      memory  bio
+charged      quick   bio
+charged      tmpfs   kiocb
+reclaim      quick   kiocb
+reclaim      quick   bio
+swap         swap    kiocb
+swap         swap    bio
 grace-periods middle kiocb
 grace-periods middle bio
 load         memory  kiocb 4 1

@@ -33,6 +33,11 @@ void test_interrupted(struct disk *disk);
 void test_frozen(struct disk *disk);
 void test_dying(struct disk *disk);
 void test_grace_periods(struct disk *disk);
+void test_crowd(struct disk *disk);
+void test_closing(struct disk *disk);
+void test_charged(struct disk *disk);
+void test_reclaim(struct disk *disk);
+void test_swap(struct disk *disk);
 void test_fuzz(struct disk *disk, unsigned seconds);
 
 int main(int argc, char **argv)
@@ -93,6 +98,16 @@ int main(int argc, char **argv)
 		test_dying(&disk);
 	else if (!strcmp(test, "grace-periods"))
 		test_grace_periods(&disk);
+	else if (!strcmp(test, "crowd"))
+		test_crowd(&disk);
+	else if (!strcmp(test, "closing"))
+		test_closing(&disk);
+	else if (!strcmp(test, "charged"))
+		test_charged(&disk);
+	else if (!strcmp(test, "reclaim"))
+		test_reclaim(&disk);
+	else if (!strcmp(test, "swap"))
+		test_swap(&disk);
 	else if (!strcmp(test, "fuzz"))
 		test_fuzz(&disk, number ? number : 10);
 	else
