@@ -251,7 +251,7 @@ static void use_swap(const char *device)
 {
 	char command[256];
 
-	snprintf(command, sizeof(command), "mkswap %s >/dev/null", device);
+	snprintf(command, sizeof(command), "mkswap %s >/dev/null 2>&1", device);
 	CHECK(!system(command) && !swapon(device, 0), "swapon %s: %s", device, strerror(errno));
 }
 
