@@ -2,10 +2,11 @@
 
 use std::path::PathBuf;
 
+use clap::error::ErrorKind;
 use clap::{Args, Parser, ValueEnum, ValueHint};
 use ringdisk_ring::CpuList;
 use ringdisk_vhost::export::{
-    QUEUE_SIZE_MAX, QUEUES_MAX, THREADS_MAX, check_block_size, check_serial,
+    QUEUE_SIZE_MAX, QUEUES_MAX, THREADS_MAX, check_block_size, check_serial, queues_default,
 };
 
 use crate::cli::{DiskWords, ImageArgs, NumaWord, SandboxArgs, Threads, refuse};
@@ -334,12 +335,42 @@ pub(crate) struct ServedDisk {
     pub(crate) args: DiskArgs,
 }
 
+impl DeviceArgs {
+    /// Errors: words about the host kernel that contradict each other.
+    fn check_accel(&self) -> Result<(), (ErrorKind, String)> {
+        let conflict = |text: &str| Err((ErrorKind::ArgumentConflict, String::from(text)));
+        match self.accel {
+            AccelWord::Require if self.packed == PackedWord::On => {
+                return conflict(
+                    "--accel require and --packed on contradict each other: the kernel knows no packed virtqueues",
+                );
+            }
+            AccelWord::Off if self.accel_workers.is_some() => {
+                return conflict("--accel off and --accel-workers contradict each other");
+            }
+            AccelWord::Off if self.accel_engine != EngineWord::Auto => {
+                return conflict("--accel off and --accel-engine contradict each other");
+            }
+            _ => {}
+        }
+        let queues = self.queues.unwrap_or_else(queues_default);
+        match self.accel_workers {
+            Some(workers) if workers > queues => {
+                let text = format!(
+                    "--accel-workers {workers} is more than --queues {queues}: there is at most one for each virtqueue"
+                );
+                Err((ErrorKind::ValueValidation, text))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
 impl ServeArgs {
     /// The disks, in the order of the words.
     ///
     /// Errors: words that make no sense together.
     pub(crate) fn disks(&self) -> Result<Vec<ServedDisk>, clap::Error> {
-        use clap::error::ErrorKind;
         let disks = match self.disk.as_slice() {
             [] => vec![ServedDisk { image: self.image.clone(), args: self.one.clone() }],
             specs => {
@@ -375,6 +406,7 @@ impl ServeArgs {
                 let text = "--physical-block-size is smaller than --logical-block-size";
                 return Err(refuse("serve", ErrorKind::ValueValidation, text));
             }
+            device.check_accel().map_err(|(kind, text)| refuse("serve", kind, text))?;
         }
         self.check_alike(&disks)?;
         Ok(disks)
@@ -402,7 +434,7 @@ impl ServeArgs {
                     "two disks cannot have one socket; give --disk '{}' one of its own",
                     self.disk.get(number).map_or("", String::as_str)
                 );
-                return Err(refuse("serve", clap::error::ErrorKind::ArgumentConflict, text));
+                return Err(refuse("serve", ErrorKind::ArgumentConflict, text));
             }
         }
         Ok(())

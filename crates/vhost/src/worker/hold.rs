@@ -1,9 +1,12 @@
 //! The disk, held as it is for somebody who moves its bytes past us.
+//!
+//! Promises: a thread has one hold at most, asked for or granted, and [`Worker::release_disk`] ends it in either state: one that is granted to
+//! nobody any more ends at once. Queue thread.
 
 use std::cell::RefCell;
 use std::rc::Rc;
 
-use ringdisk_disk::{Error, Plain};
+use ringdisk_disk::{Error, ErrorKind, Plain};
 use ringdisk_ring::Parker;
 
 use super::Worker;
@@ -16,17 +19,18 @@ struct Hold {
     released: Parker,
 }
 
-/// The hold of a thread, if it has one.
+/// The hold of a thread, if it has one, or waits for one.
 #[derive(Default)]
 pub(super) struct Held(RefCell<Option<Rc<Hold>>>);
 
 impl Worker {
     /// Holds the disk until [`Worker::release_disk`]; a task of this thread counts as a request in flight until then.
     ///
-    /// Errors: as [`ringdisk_disk::Disk::hold_plain`].
+    /// Errors: as [`ringdisk_disk::Disk::hold_plain`]; `Busy`, too, when it was released before it was granted.
     pub(crate) async fn hold_disk(self: Rc<Worker>) -> Result<Plain, Error> {
         self.release_disk();
         let hold = Rc::new(Hold::default());
+        *self.held.0.borrow_mut() = Some(Rc::clone(&hold));
         let (worker, held) = (Rc::clone(&self), Rc::clone(&hold));
         self.ring.spawn(async move {
             let ring = worker.ring.clone();
@@ -41,11 +45,15 @@ impl Worker {
             }
         });
         hold.answered.park(&self.ring).await;
-        let answer = hold.answer.borrow_mut().take();
-        if matches!(answer, Some(Ok(_))) {
-            *self.held.0.borrow_mut() = Some(hold);
+        let answer = hold.answer.borrow_mut().take().expect("an answer comes before the permit");
+        let is_ours = self.held.0.borrow().as_ref().is_some_and(|held| Rc::ptr_eq(held, &hold));
+        if !is_ours {
+            return Err(Error::new(ErrorKind::Busy, "nobody waits for the disk any more"));
         }
-        answer.expect("an answer comes before the permit")
+        if answer.is_err() {
+            self.release_disk();
+        }
+        answer
     }
 
     /// Lets changes of the disk go on. Does nothing when it is not held here.
@@ -55,3 +63,6 @@ impl Worker {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

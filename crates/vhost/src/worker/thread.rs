@@ -170,12 +170,29 @@ impl QueueThread {
         T: Send + 'static,
         F: Future<Output = T> + 'static,
     {
+        self.ask_task_or(job, |_| {})
+    }
+
+    /// The same with something that must not stay when nobody waits for the answer any more.
+    ///
+    /// * `undo`: called then, on the thread. Whoever gives up sees to it by itself if the answer has just come.
+    pub(crate) fn ask_task_or<T, F>(
+        &self,
+        job: impl FnOnce(Rc<Worker>) -> F + Send + 'static,
+        undo: impl FnOnce(&Worker) + Send + 'static,
+    ) -> Pending<T>
+    where
+        T: Send + 'static,
+        F: Future<Output = T> + 'static,
+    {
         let (sender, receiver) = sync_channel(1);
         self.remote.run(move |ring| {
             if let Some(worker) = WORKER.with_borrow(Clone::clone) {
-                let task = job(worker);
+                let task = job(Rc::clone(&worker));
                 ring.spawn(async move {
-                    let _ = sender.send(task.await);
+                    if sender.send(task.await).is_err() {
+                        undo(&worker);
+                    }
                 });
             }
         });

@@ -152,3 +152,34 @@ fn words_that_make_no_sense_are_refused() {
         assert_eq!(error.exit_code(), 2, "{words}");
     }
 }
+
+#[test]
+fn words_about_the_kernel_that_contradict_each_other_are_refused() {
+    let cases = [
+        ("--accel require --packed on", ["--accel require", "--packed on"]),
+        ("--accel off --accel-workers 1", ["--accel off", "--accel-workers"]),
+        ("--accel off --accel-engine kiocb", ["--accel off", "--accel-engine"]),
+        ("--queues 2 --accel-workers 3", ["--accel-workers 3", "--queues 2"]),
+        ("--queues 1 --accel require --accel-workers 2", ["--accel-workers 2", "--queues 1"]),
+    ];
+    for (words, named) in cases {
+        let one = format!("disk.img --vhost-user-blk s {words}");
+        let spec = words.replace(" --", ",").replace("--", "").replace(' ', "=");
+        let several = format!("--disk image=a,socket=s --disk image=b,socket=t,{spec}");
+        for line in [one, several] {
+            let refused = disks(&line).expect_err(&line);
+            assert_eq!(refused.exit_code(), 2, "{line}");
+            let text = refused.to_string();
+            assert!(named.iter().all(|word| text.contains(word)), "{line}: {text}");
+        }
+    }
+    for words in [
+        "--accel auto --packed on",
+        "--accel off --packed on",
+        "--accel require --packed off",
+        "--queues 2 --accel-workers 2 --accel-engine bio",
+        "--accel off --accel-engine auto",
+    ] {
+        disks(&format!("disk.img --vhost-user-blk s {words}")).expect(words);
+    }
+}
