@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use ringdisk_disk::{Format, Layer};
 use ringdisk_fuse::{Histogram, QueueStats, Stats};
-use ringdisk_vhost::export::{Acceleration, Engine, Health, QueueInKernel};
+use ringdisk_vhost::export::{Acceleration, Engine, Health, QueueInKernel, State};
 use serde_json::{Value, json};
 
 use crate::size::{human_size, human_time};
@@ -64,16 +64,37 @@ fn percentiles(latency: &Histogram) -> String {
 }
 
 impl Report {
-    /// Reads and writes that were served.
+    /// Reads and writes that queue threads have served.
     pub(crate) fn reads_and_writes(&self) -> u64 {
         let total = self.stats.total();
         total.reads + total.writes
     }
 
+    /// All that was served, here and by the host kernel. Latencies, CPU time and what guests were told are those of queue threads.
+    fn total(&self) -> QueueStats {
+        let mut total = self.stats.total();
+        for queue in self.accel.iter().flat_map(|accel| &accel.queues) {
+            let stats = &queue.stats;
+            total.requests += queue.requests();
+            total.reads += stats.reads;
+            total.writes += stats.writes;
+            total.read_bytes += stats.read_bytes;
+            total.write_bytes += stats.write_bytes;
+            total.errors += stats.errors + stats.unsupported;
+            total.in_flight += u64::from(stats.in_flight);
+        }
+        total
+    }
+
+    /// Requests that the host kernel has answered.
+    fn by_kernel(&self) -> u64 {
+        self.accel.iter().flat_map(|accel| &accel.queues).map(QueueInKernel::requests).sum()
+    }
+
     /// Requests that the guest got an I/O error for, from us or from the host kernel.
     fn io_errors(&self, device: &Health) -> u64 {
         let queues = self.accel.iter().flat_map(|accel| &accel.queues);
-        device.io_errors + queues.map(|queue| queue.errors).sum::<u64>()
+        device.io_errors + queues.map(|queue| queue.stats.errors).sum::<u64>()
     }
 
     /// The same for programs; times in nanoseconds.
@@ -82,7 +103,7 @@ impl Report {
         let mut value = json!({
             "name": self.name,
             "elapsed-ns": u64::try_from(self.elapsed.as_nanos()).unwrap_or(u64::MAX),
-            "total": queue_json(&self.stats.total()),
+            "total": queue_json(&self.total()),
             "queues": queues,
         });
         if let Some(device) = &self.device {
@@ -100,14 +121,18 @@ fn accel_json(accel: &Acceleration) -> Value {
     let queues: Vec<Value> = accel
         .queues
         .iter()
-        .map(|queue| {
+        .map(|QueueInKernel { stats: queue, worker }| {
             json!({
+                "state": state_name(queue.state),
+                "in-kernel": queue.state != State::Idle,
+                "worker": worker,
                 "in-flight": queue.in_flight,
                 "reads": queue.reads,
                 "writes": queue.writes,
                 "flushes": queue.flushes,
                 "discards": queue.discards,
                 "write-zeroes": queue.write_zeroes,
+                "get-ids": queue.get_ids,
                 "read-bytes": queue.read_bytes,
                 "write-bytes": queue.write_bytes,
                 "errors": queue.errors,
@@ -127,14 +152,31 @@ fn accel_json(accel: &Acceleration) -> Value {
     json!({
         "on": accel.on,
         "reason": accel.obstacle,
-        "engine": match accel.engine {
-            Engine::Default => "auto",
-            Engine::Kiocb => "kiocb",
-            Engine::Bio => "bio",
-        },
+        "engine": engine_name(accel.engine),
+        "engine-in-force": accel.engine_in_force.map(engine_name),
         "workers": accel.workers.iter().map(|worker| worker.tid).collect::<Vec<_>>(),
         "queues": queues,
     })
+}
+
+/// As options spell it.
+fn engine_name(engine: Engine) -> &'static str {
+    match engine {
+        Engine::Default => "auto",
+        Engine::Kiocb => "kiocb",
+        Engine::Bio => "bio",
+    }
+}
+
+/// What the kernel does with a virtqueue; `idle`: it is on its queue thread, or does not run.
+fn state_name(state: State) -> &'static str {
+    match state {
+        State::Idle => "idle",
+        State::Running => "running",
+        State::Broken => "broken",
+        State::Draining => "draining",
+        _ => "unknown",
+    }
 }
 
 fn device_json(device: &Health) -> Value {
@@ -244,7 +286,8 @@ impl Report {
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let total = self.stats.total();
+        let (total, here) = (self.total(), self.stats.total());
+        let of = if self.by_kernel() > 0 { " (those of queue threads)" } else { "" };
         let seconds = self.elapsed.as_secs_f64();
         writeln!(f, "ringdisk: {} after {seconds:.1} s", self.name)?;
         for (what, count, bytes) in
@@ -259,7 +302,7 @@ impl fmt::Display for Report {
             )?;
         }
         writeln!(f, "  requests {}, {} answered with an error", total.requests, total.errors)?;
-        writeln!(f, "  latency  {}", percentiles(&total.latency))?;
+        writeln!(f, "  latency  {}", percentiles(&total.latency) + of)?;
         let depth = self.stats.queues.iter().map(|queue| queue.in_flight_max).max().unwrap_or(0);
         writeln!(f, "  depth    {} in flight, at most {depth} in one queue", total.in_flight)?;
         if let Some(device) = &self.device {
@@ -268,7 +311,7 @@ impl fmt::Display for Report {
         if let Some(accel) = &self.accel {
             write_accel(f, accel)?;
         }
-        write!(f, "  CPU      {:.2} us per request", cpu_us(&total))?;
+        write!(f, "  CPU      {:.2} us per request{of}", cpu_us(&here))?;
         self.stats.queues.iter().try_for_each(|queue| write_queue(f, queue))
     }
 }
@@ -298,13 +341,16 @@ fn write_accel(f: &mut fmt::Formatter<'_>, accel: &Acceleration) -> fmt::Result 
     let sum = |count: fn(&QueueInKernel) -> u64| accel.queues.iter().map(count).sum::<u64>();
     let done = format!(
         "{} reads, {} writes, {} errors so far",
-        sum(|queue| queue.reads),
-        sum(|queue| queue.writes),
-        sum(|queue| queue.errors)
+        sum(|queue| queue.stats.reads),
+        sum(|queue| queue.stats.writes),
+        sum(|queue| queue.stats.errors)
     );
     let threads = accel.workers.len();
+    let engine = accel.engine_in_force.map_or("no disk", engine_name);
     match (accel.on, &accel.obstacle) {
-        (true, _) => writeln!(f, "  kernel   serves the virtqueues ({threads} threads): {done}"),
+        (true, _) => {
+            writeln!(f, "  kernel   serves the virtqueues ({threads} threads, {engine}): {done}")
+        }
         (false, Some(why)) => writeln!(f, "  kernel   does not serve, since {}", visible(why)),
         (false, None) => writeln!(f, "  kernel   ready; {done}"),
     }
@@ -351,6 +397,8 @@ fn write_queue(f: &mut fmt::Formatter<'_>, queue: &QueueStats) -> fmt::Result {
 
 #[cfg(test)]
 mod tests {
+    use ringdisk_vhost::export::QueueCounters;
+
     use super::*;
 
     #[test]
@@ -425,5 +473,55 @@ mod tests {
         assert_eq!(report.to_json()["device"]["needs-reset"], true);
         report.device = Some(Health { breaks: 1, ..health });
         assert!(report.to_string().contains("needed a reset 1 times, not now"));
+    }
+
+    #[test]
+    fn what_the_kernel_served_counts_and_is_told_apart() {
+        let here = QueueStats {
+            requests: 10,
+            reads: 6,
+            writes: 4,
+            cpu_ns: 20_000,
+            ..QueueStats::default()
+        };
+        let mut there = QueueCounters::default();
+        (there.reads, there.writes, there.flushes, there.errors) = (100, 50, 2, 3);
+        (there.read_bytes, there.in_flight, there.state) = (100 * 4096, 2, State::Running);
+        let report = Report {
+            elapsed: Duration::from_secs(2),
+            stats: Stats { queues: vec![here] },
+            device: Some(Health::default()),
+            accel: Some(Acceleration {
+                on: true,
+                obstacle: None,
+                engine: Engine::Default,
+                engine_in_force: Some(Engine::Bio),
+                workers: Vec::new(),
+                queues: vec![
+                    QueueInKernel { stats: there, worker: Some(77) },
+                    QueueInKernel::default(),
+                ],
+            }),
+            ..Report::default()
+        };
+        let text = report.to_string();
+        assert!(text.contains("reads    106 (53 IOPS), 400 KiB"), "{text}");
+        assert!(text.contains("requests 160, 3 answered with an error"), "{text}");
+        assert!(text.contains("2 in flight"), "{text}");
+        assert!(text.contains("(0 threads, bio): 100 reads, 50 writes, 3 errors"), "{text}");
+        assert!(text.contains("CPU      2.00 us per request (those of queue threads)"), "{text}");
+        let value = report.to_json();
+        assert_eq!(
+            (&value["total"]["requests"], &value["total"]["reads"]),
+            (&json!(160), &json!(106))
+        );
+        assert_eq!(value["queues"][0]["requests"], 10);
+        let accel = &value["accel"];
+        assert_eq!((&accel["engine"], &accel["engine-in-force"]), (&json!("auto"), &json!("bio")));
+        let queues = [&accel["queues"][0], &accel["queues"][1]];
+        assert_eq!(queues.map(|queue| queue["in-kernel"].clone()), [json!(true), json!(false)]);
+        assert_eq!(queues.map(|queue| queue["state"].clone()), [json!("running"), json!("idle")]);
+        assert_eq!(queues.map(|queue| queue["worker"].clone()), [json!(77), Value::Null]);
+        assert_eq!(value["device"]["io-errors"], 3);
     }
 }

@@ -212,7 +212,7 @@ impl Serving for Handle {
         topology::machine_to_json(&Topology::read())
     }
 
-    fn switch_accel(&self, on: bool) -> Result<(), String> {
+    fn switch_accel(&self, on: bool) -> Result<bool, String> {
         self.switch.switch(on)
     }
 }

@@ -8,7 +8,10 @@ use std::fs;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 
-use common::accel::{PLAIN, accel, accelerated, answered, becomes, has_module, kills};
+use common::accel::{
+    PLAIN, accel, accelerated, accelerated_at, answered, becomes, by_threads, has_module, kills,
+};
+use common::disks::disk;
 use common::serving::{Place, SIZE, ctl, load, meanwhile, options, serve_command, stats};
 use ringdisk_testkit::limits::full;
 use ringdisk_testkit::model::{FrontEnd, Request, Vm, ask, bits};
@@ -75,23 +78,40 @@ fn the_kernel_serves_with_a_thread_for_each_virtqueue() {
     load.drain(&mut vm);
     let shown = accel(&place);
     assert!(answered(&shown) >= 400, "{shown}");
-    let served = stats(&place.socket)["total"]["requests"].as_u64();
-    assert_eq!(served, Some(0), "queue threads have served requests");
+    let counters = stats(&place.socket);
+    assert_eq!(by_threads(&counters), 0, "queue threads have served requests");
+    let total = counters["total"]["reads"].as_u64().zip(counters["total"]["writes"].as_u64());
+    assert_eq!(total.map(|(reads, writes)| reads + writes), Some(answered(&counters["accel"])));
+    assert_eq!((&shown["engine"], &shown["engine-in-force"]), (&"auto".into(), &"kiocb".into()));
     let pid = daemon.process.pid();
     let workers: BTreeSet<u64> =
         shown["workers"].as_array().unwrap().iter().filter_map(Value::as_u64).collect();
     assert_eq!(workers.len(), 2, "{shown}");
+    let queues = shown["queues"].as_array().expect("virtqueues");
+    assert!(queues.iter().all(|it| it["in-kernel"] == true && it["state"] == "running"), "{shown}");
+    let each: BTreeSet<u64> = queues.iter().filter_map(|it| it["worker"].as_u64()).collect();
+    assert_eq!(each, workers, "each has a virtqueue: {shown}");
     let cgroup = fs::read_to_string(format!("/proc/{pid}/cgroup")).expect("a cgroup");
     for worker in workers {
         let of = |name: &str| fs::read_to_string(format!("/proc/{pid}/task/{worker}/{name}"));
         assert!(of("comm").expect("a thread of the process").starts_with("vhost-"));
         assert_eq!(of("cgroup").expect("its cgroup"), cgroup);
     }
-    assert!(ctl(&place.socket, &["stats"]).ok().out.contains("serves the virtqueues (2 threads)"));
+    assert!(
+        ctl(&place.socket, &["stats"])
+            .ok()
+            .out
+            .contains("serves the virtqueues (2 threads, kiocb)")
+    );
     let id = vm.run(0, Request::get_id(20));
     assert_eq!(id.status, 0);
+    assert!(ctl(&place.socket, &["accel", "on"]).ok().out.contains("serves the disk now"));
     drop(vm);
-    becomes(&place, false);
+    let shown = becomes(&place, false);
+    assert_eq!((&shown["engine-in-force"], &shown["reason"]), (&Value::Null, &Value::Null));
+    let queues = shown["queues"].as_array().expect("virtqueues");
+    assert!(queues.iter().all(|it| it["in-kernel"] == false && it["state"] == "idle"), "{shown}");
+    assert!(ctl(&place.socket, &["accel", "on"]).ok().out.contains("as soon as a guest uses it"));
     // The next machine.
     let mut vm = place.vm(true);
     load.read_all(&mut vm);
@@ -144,8 +164,8 @@ fn round_trips_under_load_lose_nothing() {
         }
     });
     let shown = accel(&place);
-    let served = stats(&place.socket)["total"]["requests"].as_u64();
-    assert!(answered(&shown) > 100 && served > Some(100), "{served:?} {shown}");
+    let served = by_threads(&stats(&place.socket));
+    assert!(answered(&shown) > 100 && served > 100, "{served} {shown}");
     println!(
         "{trips} round trips: {} requests, {} of them in the kernel",
         load.answered,
@@ -224,6 +244,21 @@ fn an_upgrade_goes_from_kernel_to_kernel() {
         becomes(&place, true);
     }
     assert!(answered(&accel(&place)) < load.answered);
+    // The kernel's threads are of the process in its sandbox, though they served before it was in there.
+    let task = |thread: &str| {
+        let path = format!("/proc/{}/task/{thread}/status", daemon.process.pid());
+        let status = fs::read_to_string(path).unwrap_or_default();
+        let line = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+        line.map(|line| line.trim().to_owned())
+    };
+    let own = task(&daemon.process.pid().to_string());
+    let is_confined = until(LIMIT, || {
+        let shown = accel(&place);
+        let workers = shown["workers"].as_array().filter(|_| shown["on"] == true)?.clone();
+        let all = workers.iter().all(|worker| task(&worker.to_string()) == own);
+        (workers.len() == 2 && all).then_some(())
+    });
+    assert!(is_confined.is_some() && own.is_some(), "{own:?}: {}", accel(&place));
     load.read_all(&mut vm);
     daemon.stop(&[&place.socket]);
     place.judge(&mut load);
@@ -311,6 +346,7 @@ fn a_machine_that_the_kernel_cannot_serve_is_served_here_or_refused() {
     let daemon = place.start(&[&PLAIN[..], &["--packed", "on"]].concat());
     let mut vm = place.vm(true);
     assert!(vm.has(bits::PACKED));
+    ctl(&place.socket, &["accel", "on"]).ends(2).says("--packed on");
     let mut load = load(10);
     load.run(&mut vm, 100);
     load.drain(&mut vm);
@@ -327,6 +363,98 @@ fn a_machine_that_the_kernel_cannot_serve_is_served_here_or_refused() {
         let reason = accel(&place)["reason"].as_str().map(str::to_owned).unwrap_or_default();
         assert!(!is_served || reason.contains("VERSION_1"), "{reason}");
         drop(started);
+        daemon.stop(&[&place.socket]);
+    }
+}
+
+#[test]
+fn where_virtqueues_are_is_said_once_for_each_machine() {
+    if !has_module() {
+        return;
+    }
+    let (place, daemon, mut vm) = accelerated(&["-v"]);
+    let far = [1 << 40, 4096, 1 << 50, 0];
+    let memory = rustix::fs::memfd_create("more", rustix::fs::MemfdFlags::CLOEXEC).expect("memory");
+    rustix::fs::ftruncate(&memory, 4096).expect("memory");
+    // Both take virtqueues back for a moment.
+    vm.front.add_region(far, std::os::fd::AsFd::as_fd(&memory)).expect("a region");
+    ctl(&place.socket, &["resize", "+4M"]).ok();
+    becomes(&place, true);
+    assert_eq!(vm.status(0, Request::read(0, 4096)), 0);
+    drop(vm);
+    becomes(&place, false);
+    let mut vm = place.vm(true);
+    becomes(&place, true);
+    assert_eq!(vm.status(0, Request::read(0, 4096)), 0);
+    drop(vm);
+    let output = daemon.stop(&[&place.socket]).output();
+    let said = output.matches("the kernel serves the virtqueues").count();
+    assert_eq!(said, 2, "{output}");
+}
+
+/// Lets the next flush of a disk of scsi_debug fail, and no other. Source: its debugfs interface, "Documentation" of the kernel: type 2 (a
+/// command fails), once, SYNCHRONIZE CACHE (10), CHECK CONDITION with MEDIUM ERROR.
+fn fail_the_next_flush(disk: &Path) {
+    let disk = disk.canonicalize().expect("a disk");
+    let name = disk.file_name().and_then(|name| name.to_str()).expect("a name");
+    let address = fs::read_link(format!("/sys/block/{name}/device")).expect("a disk of SCSI");
+    let address = address.file_name().and_then(|name| name.to_str()).expect("an address");
+    let error = format!("/sys/kernel/debug/scsi_debug/{address}/error");
+    fs::write(&error, "2 -1 0x35 0 0 0x2 0x3 0x11 0x0\n").expect(&error);
+}
+
+#[test]
+fn a_write_cache_that_the_kernel_cannot_turn_off_brings_virtqueues_back() {
+    let Some(disk) = disk("scsi") else { return };
+    let place = &disk.place;
+    let (daemon, mut vm) = accelerated_at(place, &[]);
+    assert_eq!(vm.status(0, Request::write(4096, vec![7; 4096])), 0);
+    // That of the kernel; the one after it is that of a queue thread.
+    fail_the_next_flush(&place.image);
+    vm.front.set_config(WRITEBACK, &[0]).expect("write-through, by the queue threads");
+    let shown = accel(place);
+    assert_eq!(shown["on"], false, "{shown}");
+    let reason = shown["reason"].as_str().unwrap_or_default();
+    assert!(reason.contains("turn the write cache off"), "{shown}");
+    let before = by_threads(&stats(&place.socket));
+    assert_eq!(vm.status(1, Request::write(4096, vec![8; 4096])), 0);
+    assert!(by_threads(&stats(&place.socket)) > before);
+    // Somebody has mended it.
+    ctl(&place.socket, &["accel", "on"]).ok();
+    becomes(place, true);
+    assert_eq!(vm.run(0, Request::read(4096, 4096)).data, vec![8; 4096]);
+    drop(vm);
+    daemon.stop(&[&place.socket]);
+}
+
+#[test]
+fn an_image_that_got_shorter_is_refused_when_a_machine_starts_or_served_here() {
+    if !has_module() {
+        return;
+    }
+    for (word, is_served) in [("auto", true), ("require", false)] {
+        let place = Place::new("raw");
+        let daemon = place.start(&[&PLAIN[..], &["--accel", word]].concat());
+        let image = fs::File::options().write(true).open(&place.image).expect("the image");
+        image.set_len(SIZE / 2).expect("a shorter image");
+        let started = Vm::start(FrontEnd::connect(&place.socket), options(false));
+        assert_eq!(started.is_ok(), is_served, "{word}: {}", daemon.process.output());
+        let shown = accel(&place);
+        let reason = shown["reason"].as_str().unwrap_or_default();
+        assert!(shown["on"] == false && reason.contains("shorter than the guest"), "{shown}");
+        let said =
+            until(LIMIT, || Some(daemon.process.output()).filter(|it| it.contains("shorter")));
+        assert!(said.is_some(), "{word}: {}", daemon.process.output());
+        assert_eq!(daemon.process.output().contains("--accel require: the kernel"), !is_served);
+        if let Ok(mut vm) = started {
+            assert_eq!(vm.status(0, Request::read(0, 4096)), 0);
+        }
+        // As long as it was, for the next one.
+        image.set_len(SIZE).expect("an image");
+        let mut vm = place.vm(true);
+        becomes(&place, true);
+        assert_eq!(vm.status(0, Request::read((SIZE - 4096) >> 9, 4096)), 0);
+        drop(vm);
         daemon.stop(&[&place.socket]);
     }
 }

@@ -4,13 +4,20 @@
 mod common;
 
 use std::ops::Range;
+use std::process::Command;
+use std::time::Duration;
 
-use common::accel::{accel, accelerated_at, aligned, assert_by_kernel, counted, has_module, kills};
+use common::accel::{
+    REQUIRED, accel, accelerated_at, aligned, assert_by_kernel, becomes, counted, has_module, kills,
+};
 use common::disks::{as_it_is, disk, in_memory};
-use common::serving::{Place, SIZE, load};
+use common::program;
+use common::serving::{Daemon, Place, SIZE, load, meanwhile, options};
 use ringdisk_testkit::images;
 use ringdisk_testkit::limits::full;
-use ringdisk_testkit::model::Request;
+use ringdisk_testkit::model::{FrontEnd, Request, Vm, VmOptions};
+use ringdisk_testkit::mount::text;
+use ringdisk_testkit::process::run;
 
 /// A load on a disk of zeroes. Gives how many requests went as bios, and how many as kiocbs; copies of requests are neither.
 ///
@@ -160,4 +167,52 @@ fn kills_while_a_slow_disk_works_lose_nothing() {
     let Some(disk) = disk("middle") else { return };
     let place = &disk.place;
     kills(place, if full() { 100 } else { 10 }, 60, 60_000, 31);
+}
+
+/// `ringdisk ctl`, which must end, whatever it says. Gives its exit code.
+fn ends(place: &Place, words: &[&str], codes: &[i32]) -> i32 {
+    let words = [&["ctl", text(&place.socket)], words].concat();
+    let finished = run(Command::new(program()).args(&words));
+    let code = finished.code().filter(|code| codes.contains(code));
+    code.unwrap_or_else(|| panic!("{words:?}: {}", finished.output()))
+}
+
+#[test]
+fn a_snapshot_that_meets_a_hand_over_of_many_virtqueues_ends_and_so_does_that() {
+    let Some(disk) = disk("middle") else { return };
+    let place = &disk.place;
+    let words = ["--format", "raw", "--queues", "8", "--threads", "8", text(&place.image)];
+    // Overlays are not beside the image, which is in /dev.
+    let allowed = ["--allow-path", text(place.directory.path())];
+    let daemon = Daemon::start(&place.socket, &[&words[..], &allowed, &REQUIRED].concat());
+    let many = VmOptions { queues: 8, ..options(true) };
+    let mut vm = Vm::started(FrontEnd::connect(&place.socket), many);
+    becomes(place, true);
+    let mut load = load(32);
+    let rounds = if full() { 40 } else { 8 };
+    let refused = meanwhile(&mut vm, &mut load, || {
+        let mut refused = 0;
+        for round in 0..rounds {
+            let overlay = place.path(&format!("overlay{round}.qcow2"));
+            ends(place, &["accel", "off"], &[0]);
+            std::thread::scope(|scope| {
+                // Each virtqueue is drained before it goes, which takes the disk's 30 ms: the snapshot comes before, among or after them.
+                let on = scope.spawn(|| ends(place, &["accel", "on"], &[0, 2]));
+                std::thread::sleep(Duration::from_millis(30 * round));
+                ends(place, &["snapshot", text(&overlay)], &[0]);
+                refused += i32::from(on.join().expect("it ends") != 0);
+            });
+            assert_eq!(accel(place)["on"], false, "an overlay is above it");
+            ends(place, &["commit", "--quiet"], &[0]);
+            becomes(place, true);
+        }
+        refused
+    });
+    println!("of {rounds} hand-overs {refused} were refused, as there was an overlay already");
+    load.read_all(&mut vm);
+    let shown = accel(place);
+    assert!(counted(&shown, "reads") > 0 && counted(&shown, "errors") == 0, "{shown}");
+    drop(vm);
+    daemon.stop(&[&place.socket]);
+    place.judge(&mut load);
 }

@@ -5,7 +5,7 @@ mod common;
 use std::fs::File;
 use std::path::Path;
 
-use common::accel::{PLAIN, aligned, has_module};
+use common::accel::{PLAIN, aligned, by_threads, has_module};
 use common::disks::in_memory;
 use common::serving::{Daemon, Place, load, options, stats};
 use ringdisk_testkit::images::{self, pattern};
@@ -38,7 +38,7 @@ fn verified(make: impl Fn() -> File) {
         load.drain(&mut vm);
         load.read_all(&mut vm);
         let counters = stats(&place.socket);
-        assert_eq!(counters["total"]["requests"] == 0, word == "require", "{counters}");
+        assert_eq!(by_threads(&counters) == 0, word == "require", "{counters}");
         // What lies on whole pages is not copied on its way.
         let bytes = pattern(1, 0, 4096);
         assert_eq!(aligned(&mut vm, 0, 1, 64, &bytes), (0, bytes.clone()));
@@ -163,7 +163,7 @@ fn requests_of_memory_that_cannot_be_pinned_are_done_rightly_or_are_errors() {
         assert_eq!(vm.status(0, odd), 0, "{word}");
         assert_eq!(images::piece(&place.image, 128 * 512, 4096), bytes, "{word}");
         let counters = stats(&place.socket);
-        assert_eq!(counters["total"]["requests"] == 0, word != "off", "{counters}");
+        assert_eq!(by_threads(&counters) == 0, word != "off", "{counters}");
         println!("{word}: status {written} of a write, {read} of a read");
         drop(vm);
         let said = daemon.stop(&[&place.socket]).output();

@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use common::accel::{
-    PLAIN, REQUIRED, accelerated_at, assert_by_kernel, assert_by_threads, assert_refused, counted,
-    has_module, required,
+    PLAIN, REQUIRED, accelerated_at, assert_by_kernel, assert_by_threads, assert_refused, becomes,
+    counted, has_module, required,
 };
 use common::disks::disk;
 use common::program;
@@ -97,8 +97,23 @@ fn a_module_that_is_gone_is_named() {
         "the module vhost_blk is not loaded",
     );
     let daemon = place.start(&PLAIN);
-    assert_by_threads(&place, daemon, "modprobe vhost_blk");
+    let vm = place.vm(true);
     ok_words(&["insmod", text(&module.usual)]);
+    // It has looked, and is in a sandbox by now.
+    ctl(&place.socket, &["accel", "on"]).ends(USAGE).says("--upgrade");
+    drop(vm);
+    assert_by_threads(&place, daemon, "modprobe vhost_blk");
+    ok_words(&["rmmod", "vhost_blk"]);
+    let old = place.start(&PLAIN);
+    let mut vm = place.vm(false);
+    ok_words(&["insmod", text(&module.usual)]);
+    let new = place.start(&[&PLAIN[..], &["--upgrade"]].concat());
+    old.ends(0);
+    becomes(&place, true);
+    assert_eq!(vm.status(0, Request::write(0, vec![1; 4096])), 0);
+    assert_by_kernel(&place, 1);
+    drop(vm);
+    new.stop(&[&place.socket]);
 }
 
 /// `ringdisk serve WORDS…` by a user who may not open the device.
@@ -123,7 +138,7 @@ fn a_device_that_may_not_be_opened_is_named() {
     let require = as_nobody(&program, &place, &["--accel", "require"]);
     assert_refused(&place, require, UNSUPPORTED, "/dev/vhost-blk: not allowed");
     let daemon = Daemon::of(&mut as_nobody(&program, &place, &[]));
-    assert_by_threads(&place, daemon, "give this user read and write permission");
+    assert_by_threads(&place, daemon, "GROUP=\"ringdisk\", MODE=\"0660\"");
     // Whom the device belongs to.
     let mode = |mode| {
         let permissions = std::fs::Permissions::from_mode(mode);

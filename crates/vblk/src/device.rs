@@ -12,9 +12,10 @@ use ringdisk_ring::{CpuList, Errno};
 
 use crate::Error;
 use crate::error::DEVICE;
-use crate::kernel::uapi::{self, DiskWords, InfoWords, StatsWords};
+use crate::kernel::uapi::{self, DiskWords, InfoWords};
 use crate::kernel::{Event, Handle};
 use crate::layout;
+use crate::stats::Stats;
 use crate::worker::{Bound, Worker, making};
 
 /// Regions that vhost takes where its parameter cannot be read: its default.
@@ -124,96 +125,6 @@ pub struct RingSetup<'a> {
     pub err: Option<BorrowedFd<'a>>,
 }
 
-/// What a queue is doing.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum State {
-    /// It is not started.
-    Idle,
-    /// Its ring is served.
-    Running,
-    /// The ring is not what the specification wants, or not there: nothing is taken from it until it is stopped and started again.
-    Broken,
-    /// Its stop was interrupted.
-    Draining,
-    /// A state that this program does not know.
-    Unknown,
-}
-
-/// Counters of a queue since the device was opened; starts and stops do not reset them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[expect(missing_docs, reason = "the names say it")]
-#[non_exhaustive]
-pub struct Stats {
-    pub state: State,
-    /// Requests that were taken and not answered.
-    pub in_flight: u32,
-    pub reads: u64,
-    pub writes: u64,
-    pub flushes: u64,
-    pub discards: u64,
-    pub write_zeroes: u64,
-    pub get_ids: u64,
-    pub read_bytes: u64,
-    pub write_bytes: u64,
-    /// Answered with an I/O error.
-    pub errors: u64,
-    /// Answered with "not supported".
-    pub unsupported: u64,
-    /// Times that the worker looked at the ring.
-    pub rounds: u64,
-    /// Updates of the used index, each with one decision about a call.
-    pub batches: u64,
-    /// Reads and writes that were copied because the guest's buffers are misaligned.
-    pub bounced: u64,
-    /// Times that one of them had to wait for memory.
-    pub bounce_waits: u64,
-    /// Reads and writes that went as a bio.
-    pub bios: u64,
-    /// And as a kiocb.
-    pub kiocbs: u64,
-    /// Times that the ring had more than it may have in flight.
-    pub starved: u64,
-    /// Requests that were completed after the death of their worker.
-    pub orphans: u64,
-    /// Times that the ring became broken.
-    pub broken: u64,
-}
-
-impl Stats {
-    fn of(words: &StatsWords) -> Stats {
-        Stats {
-            state: match words.state {
-                uapi::RUNNING => State::Running,
-                uapi::BROKEN => State::Broken,
-                uapi::DRAINING => State::Draining,
-                uapi::IDLE => State::Idle,
-                _ => State::Unknown,
-            },
-            in_flight: words.in_flight,
-            reads: words.reads,
-            writes: words.writes,
-            flushes: words.flushes,
-            discards: words.discards,
-            write_zeroes: words.write_zeroes,
-            get_ids: words.get_ids,
-            read_bytes: words.read_bytes,
-            write_bytes: words.write_bytes,
-            errors: words.errors,
-            unsupported: words.unsupported,
-            rounds: words.rounds,
-            batches: words.batches,
-            bounced: words.bounced,
-            bounce_waits: words.bounce_waits,
-            bios: words.bios,
-            kiocbs: words.kiocbs,
-            starved: words.starved,
-            orphans: words.orphans,
-            broken: words.broken,
-        }
-    }
-}
-
 /// A disk whose rings the kernel serves. Dropped, it stops all queues, waits for what is in flight, and lets go of everything.
 ///
 /// It keeps the memory of [`Vblk::set_memory`] and of rings that are started. Only the process that opened it may use it: a child gets
@@ -224,6 +135,8 @@ pub struct Vblk {
     info: Info,
     regions_max: usize,
     workers: Vec<Worker>,
+    /// The worker of each queue, so that it can be told while the kernel is busy with the device.
+    serving: Vec<u32>,
 }
 
 impl Vblk {
@@ -247,7 +160,8 @@ impl Vblk {
         let (owned, tid, unbound) = making(None, || handle.set_owner());
         owned.map_err(|errno| Error::Worker { errno })?;
         let workers = vec![Worker { id: 0, tid, unbound, cpus: CpuList::default() }];
-        Ok(Vblk { handle, info: Info::of(info), regions_max: regions_max(), workers })
+        let serving = vec![0; usize::from(queues)];
+        Ok(Vblk { handle, info: Info::of(info), regions_max: regions_max(), workers, serving })
     }
 
     /// What the module is and can do.
@@ -383,7 +297,16 @@ impl Vblk {
         self.handle.attach_worker(queue, worker).map_err(|errno| match errno {
             Errno::PERM => Error::of(doing(), errno),
             _ => Error::System { doing: doing(), errno },
-        })
+        })?;
+        self.serving[usize::from(queue)] = worker;
+        Ok(())
+    }
+
+    /// The thread of the worker that serves a queue; `None` where it could not be told from others, or there is no such queue. Asks nobody,
+    /// so it may be called at any time.
+    pub fn thread_of(&self, queue: u16) -> Option<u32> {
+        let id = self.serving.get(usize::from(queue))?;
+        self.workers.iter().find(|worker| worker.id == *id)?.tid
     }
 
     /// The worker that serves a queue. Errors: as [`Vblk::attach`].
@@ -456,22 +379,22 @@ impl Vblk {
         self.handle.base(queue).map_err(|errno| Error::of(doing(), errno))
     }
 
-    /// As [`Vblk::stop`], of all queues that are started, which drain at the same time. Gives queues with where they go on.
+    /// As [`Vblk::stop`], of all queues that are started, which drain at the same time. Gives queues with where they go on; one of which the
+    /// kernel does not tell that is stopped as well, and not among them.
+    ///
+    /// Errors: as [`Vblk::stop`]; [`Vblk::is_started`] says which are.
     pub fn stop_all(&mut self) -> Result<Vec<(u16, u16)>, Error> {
         let started: Vec<u16> =
             (0..self.queues()).filter(|queue| self.handle.is_started(*queue)).collect();
         if started.is_empty() {
             return Ok(Vec::new());
         }
-        let failed = |errno| Error::of("stop all queues", errno);
-        self.handle.stop_all().map_err(failed)?;
+        self.handle.stop_all().map_err(|errno| Error::of("stop all queues", errno))?;
         for queue in &started {
             self.forget_events(*queue);
         }
-        started
-            .into_iter()
-            .map(|queue| Ok((queue, self.handle.base(queue).map_err(failed)?)))
-            .collect()
+        let told = |queue| Some((queue, self.handle.base(queue).ok()?));
+        Ok(started.into_iter().filter_map(told).collect())
     }
 
     /// Whether the kernel has a ring.

@@ -146,18 +146,20 @@ impl fmt::Display for Error {
                 f.write_str(match is_installed {
                     Some(true) => "load it: modprobe vhost_blk",
                     Some(false) => {
-                        "this kernel does not have it: build and install it (make -C kernel/vhost-blk && make -C kernel/vhost-blk \
-                         install && depmod), then modprobe vhost_blk"
+                        "this kernel does not have it: install the package ringdisk-vhost-blk-dkms or build it (docs/vhost-blk.md, \
+                         \"Install\"), then modprobe vhost_blk"
                     }
                     None => {
-                        "load it: modprobe vhost_blk (when there is no such module: make -C kernel/vhost-blk && make -C \
-                         kernel/vhost-blk install && depmod)"
+                        "load it: modprobe vhost_blk (when there is no such module: package ringdisk-vhost-blk-dkms, or \
+                         docs/vhost-blk.md, \"Install\")"
                     }
                 })
             }
             Error::NotAllowed { errno } => write!(
                 f,
-                "{DEVICE}: not allowed ({errno}); give this user read and write permission on it (root: chgrp GROUP {DEVICE}, chmod g+rw)"
+                "{DEVICE}: not allowed ({errno}); give this user read and write permission on it, by a group that only the daemon is in: \
+                 write KERNEL==\"vhost-blk\", SUBSYSTEM==\"misc\", GROUP=\"ringdisk\", MODE=\"0660\" into \
+                 /etc/udev/rules.d/60-ringdisk-vhost-blk.rules, then udevadm trigger {DEVICE}"
             ),
             Error::Open { errno } => write!(f, "{DEVICE}: could not be opened: {errno}"),
             Error::Foreign { errno } => write!(

@@ -18,9 +18,11 @@ mod device;
 mod error;
 mod kernel;
 mod layout;
+mod stats;
 mod worker;
 
-pub use device::{DiskSetup, Engine, Info, RingSetup, State, Stats, Vblk};
+pub use device::{DiskSetup, Engine, Info, RingSetup, Vblk};
 pub use error::Error;
 pub use layout::{LayoutError, check as check_layout};
+pub use stats::{State, Stats};
 pub use worker::{Placement, Worker};

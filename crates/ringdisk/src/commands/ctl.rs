@@ -49,7 +49,13 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
         CtlCommand::Commit { show, .. } if !show.quiet => terminal::say("Image committed."),
         CtlCommand::Backing { show, .. } if !show.quiet => terminal::say("Backing file changed."),
         CtlCommand::Commit { .. } | CtlCommand::Backing { .. } => {}
-        CtlCommand::Accel { on: true } => terminal::say("The kernel serves the disk now."),
+        CtlCommand::Accel { on: true } => {
+            let serves = value.get("kernel-serves").and_then(Value::as_bool);
+            terminal::say(match serves {
+                Some(false) => "The kernel will serve the disk as soon as a guest uses it.",
+                _ => "The kernel serves the disk now.",
+            });
+        }
         CtlCommand::Accel { on: false } => terminal::say("The queue threads serve the disk now."),
         CtlCommand::Stop => {
             let has_ended = client.wait_for_end(STOP_WAIT);

@@ -34,10 +34,10 @@ pub(crate) trait Serving: Send + Sync {
     /// The machine, and where the disk is served on it; with the text for people under `text`.
     fn topology(&self) -> Value;
 
-    /// Lets the host kernel move the data, or not. Waits until that is so.
+    /// Lets the host kernel move the data, or not. Waits until that is so. Gives whether the kernel serves now; without a guest it may later.
     ///
     /// Errors: why it stays as it is.
-    fn switch_accel(&self, _on: bool) -> Result<(), String> {
+    fn switch_accel(&self, _on: bool) -> Result<bool, String> {
         Err(String::from("only disks of virtual machines can be accelerated (`ringdisk serve`)"))
     }
 }
@@ -152,7 +152,7 @@ impl DiskControl {
         // Requests that the kernel has are waited for.
         let switched = ring.offload(move || serving.switch_accel(on)).await;
         match switched {
-            Ok(()) => Ok(json!({ "on": on })),
+            Ok(serves) => Ok(json!({ "on": on, "kernel-serves": serves })),
             Err(why) => Err(Failure::new(Exit::Usage, why)),
         }
     }

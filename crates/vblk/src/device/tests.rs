@@ -1,4 +1,6 @@
 use super::*;
+use crate::kernel::uapi::StatsWords;
+use crate::stats::State;
 
 #[test]
 fn no_device_says_what_loads_the_module() {
@@ -8,7 +10,7 @@ fn no_device_says_what_loads_the_module() {
         hint(Some(true)),
         "/dev/vhost-blk: there is none, the module vhost_blk is not loaded; load it: modprobe vhost_blk"
     );
-    assert!(hint(Some(false)).contains("make -C kernel/vhost-blk"));
+    assert!(hint(Some(false)).contains("ringdisk-vhost-blk-dkms"));
     assert!(hint(None).contains("modprobe vhost_blk (when"));
 }
 
@@ -18,7 +20,7 @@ fn what_open_says_becomes_a_reason() {
     assert!(matches!(cannot_open(Errno::NXIO), Error::Missing { .. }));
     let denied = cannot_open(Errno::ACCESS);
     assert_eq!(denied.errno(), Some(Errno::ACCESS));
-    assert!(denied.to_string().contains("chgrp GROUP /dev/vhost-blk"), "{denied}");
+    assert!(denied.to_string().contains("GROUP=\"ringdisk\", MODE=\"0660\""), "{denied}");
     assert_eq!(cannot_open(Errno::MFILE), Error::Open { errno: Errno::MFILE });
 }
 

@@ -192,7 +192,7 @@ impl Backend for Control {
 
     fn disconnect(&mut self) {
         self.device.reset();
-        self.forget_trouble();
+        self.forget_front_end();
         self.memory = Arc::default();
         self.log_event = None;
         let shown = self.show_memory(&Arc::default()).and_then(|()| self.show_log_event());

@@ -356,6 +356,9 @@ impl Host {
             self.control.take_back_all();
         }
         self.control.look_at_kernel();
+        if self.signals.take_released() {
+            self.control.renew_workers();
+        }
         if self.signals.take_reconsider() {
             self.control.reconsider_kernel();
         }

@@ -16,7 +16,7 @@ mod sockets;
 mod state;
 mod vrings;
 
-use std::sync::mpsc::sync_channel;
+use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -43,7 +43,7 @@ pub use options::{
 pub use parcel::Parcel;
 
 use accel::{Accel, Shown};
-pub use accel::{AccelOptions, Acceleration, Engine, QueueInKernel};
+pub use accel::{AccelOptions, Acceleration, Engine, QueueCounters, QueueInKernel, State};
 use backend::Control;
 use control::Host;
 use home::{Homes, Views};
@@ -57,7 +57,8 @@ const MEM_SLOTS: u16 = 509;
 /// (QEMU: 128 entries).
 pub(crate) const SEG_MAX: u32 = 126;
 
-/// Whoever switches acceleration waits so long.
+/// Whoever switches acceleration waits so long for the control thread's answer. The switch itself waits for as long as requests in flight take:
+/// one that is late is done all the same, and nobody is told.
 const SWITCHING: Duration = Duration::from_secs(30);
 
 /// Asks an export for a clean stop, from any thread; also after its end.
@@ -87,17 +88,32 @@ impl HandOverHandle {
 
 /// Switches the host kernel's part on and off, from any thread; also after the export's end.
 #[derive(Clone, Debug)]
-pub struct AccelHandle(Arc<Signals>);
+pub struct AccelHandle {
+    signals: Arc<Signals>,
+    /// Why the kernel never serves, if that is so.
+    never: Option<&'static str>,
+}
 
 impl AccelHandle {
-    /// Waits until virtqueues are where they are to be.
+    /// Waits until virtqueues are where they are to be, or half a minute. Gives whether the kernel serves now: without a guest whose
+    /// virtqueues run it will serve the next one.
     ///
-    /// Errors: why that cannot be; the export goes on as it was.
-    pub fn switch(&self, on: bool) -> Result<(), String> {
+    /// Errors: why that cannot be, then the export goes on as it was; or there is no answer yet, as requests in flight are waited for, or no
+    /// export any more: then virtqueues move as soon as they can.
+    pub fn switch(&self, on: bool) -> Result<bool, String> {
+        if let Some(why) = self.never {
+            return Err(String::from(why));
+        }
         let (answer, answered) = sync_channel(1);
-        self.0.switch(Switch { on, answer });
-        let waited = answered.recv_timeout(SWITCHING);
-        waited.unwrap_or_else(|_| Err(String::from("the disk does not answer")))
+        self.signals.switch(Switch { on, answer });
+        answered.recv_timeout(SWITCHING).unwrap_or_else(|error| {
+            Err(String::from(match error {
+                RecvTimeoutError::Timeout => {
+                    "requests in flight are still waited for; the virtqueues move as soon as they are done"
+                }
+                RecvTimeoutError::Disconnected => "the disk is served no longer",
+            }))
+        })
     }
 }
 
@@ -143,6 +159,8 @@ pub struct Export {
     views: Views,
     notes: Vec<String>,
     accel: Option<Arc<Shown>>,
+    /// Why the kernel never serves, if that is so.
+    never_in_kernel: Option<&'static str>,
     _size_watch: SizeWatch,
 }
 
@@ -234,6 +252,13 @@ impl Export {
             queues: options.queues,
             may_unmap: limits.zeroes_may_unmap,
         };
+        let never_in_kernel = match (options.accel, options.packed) {
+            (Some(_), _) => None,
+            (None, Packed::On) => {
+                Some("it was started with --packed on, and the kernel knows no packed virtqueues")
+            }
+            (None, _) => Some("it was started with --accel off"),
+        };
         let accel = options.accel.map(|accel| Accel::open(accel, options.queues)).transpose()?;
         let shown = accel.as_ref().map(|accel| Arc::clone(&accel.shown));
         let changed = Arc::clone(&signals);
@@ -293,6 +318,7 @@ impl Export {
             views,
             notes,
             accel: shown,
+            never_in_kernel,
             _size_watch: size_watch,
         };
         Ok(Prepared { host, export, disk })
@@ -348,7 +374,7 @@ impl Export {
     /// Switches acceleration, from any thread.
     #[must_use]
     pub fn accel_handle(&self) -> AccelHandle {
-        AccelHandle(Arc::clone(&self.signals))
+        AccelHandle { signals: Arc::clone(&self.signals), never: self.never_in_kernel }
     }
 
     /// Why the device needs a reset by its driver, if it does.

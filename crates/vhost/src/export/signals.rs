@@ -19,6 +19,8 @@ pub(crate) struct Signals {
     stop: AtomicBool,
     /// Front ends wait.
     held: AtomicBool,
+    /// Somebody has let them in, who may have confined the process before.
+    released: AtomicBool,
     panicked: AtomicBool,
     changed: AtomicBool,
     /// A change of the disk waits for what is in the host kernel.
@@ -42,8 +44,8 @@ struct Requests {
 #[derive(Debug)]
 pub(crate) struct Switch {
     pub(crate) on: bool,
-    /// Errors: why it stays as it is.
-    pub(crate) answer: SyncSender<Result<(), String>>,
+    /// Whether the kernel serves now. Errors: why it stays as it is.
+    pub(crate) answer: SyncSender<Result<bool, String>>,
 }
 
 /// The control thread while it answers requests; when it ends, also by a panic, nobody waits for it.
@@ -69,6 +71,7 @@ impl Signals {
             event,
             stop: AtomicBool::new(false),
             held: AtomicBool::new(held),
+            released: AtomicBool::new(false),
             panicked: AtomicBool::new(false),
             changed: AtomicBool::new(false),
             recall: AtomicBool::new(false),
@@ -95,7 +98,12 @@ impl Signals {
     /// Front ends are taken from now on.
     pub(crate) fn release(&self) {
         self.held.store(false, Ordering::Release);
+        self.released.store(true, Ordering::Release);
         self.wake();
+    }
+
+    pub(crate) fn take_released(&self) -> bool {
+        self.released.swap(false, Ordering::AcqRel)
     }
 
     pub(crate) fn is_held(&self) -> bool {

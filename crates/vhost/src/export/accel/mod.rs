@@ -1,33 +1,30 @@
 //! Virtqueues in the host kernel (`kernel/vhost-blk`): when they go there, and how they come back.
 //!
-//! Promises: a virtqueue is on its queue thread or in the kernel, never in both: it is drained before it moves, in either direction, and
-//! nothing is waited for but requests in flight. While one is in the kernel the disk is held ([`ringdisk_disk::Disk::hold_plain`]), so that no
-//! change of it can begin before all are back. What the kernel refuses costs speed and nothing else: queue threads serve on.
+//! Promises: a virtqueue is on its queue thread or in the kernel, never in both ([`moves`]). While one is in the kernel the disk is held
+//! ([`ringdisk_disk::Disk::hold_plain`]), so that no change of it can begin before all are back. What the kernel refuses costs speed and
+//! nothing else: queue threads serve on. Where they are, and why, is said once for each front end.
 //!
 //! Control thread; what is shown of it is read by any.
 
 mod claim;
+mod moves;
 mod obstacle;
 mod shown;
 mod workers;
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use ringdisk_disk::Plain;
 use ringdisk_storage::Kind;
-use ringdisk_vblk::{DiskSetup, RingSetup, State, Vblk};
+use ringdisk_vblk::Vblk;
 
 use super::backend::Control;
-use crate::blk::SERIAL_BYTES;
-use crate::blk::config::RANGES_MAX;
 use crate::session::Refusal;
-use crate::worker::{Gone, Pending, Worker, areas};
 use crate::{Error, ErrorKind};
 
 pub(crate) use obstacle::Obstacle;
 use obstacle::{Look, obstacle};
-pub use ringdisk_vblk::Engine;
+pub use ringdisk_vblk::{Engine, State, Stats as QueueCounters};
 pub(super) use shown::Shown;
 pub use shown::{Acceleration, QueueInKernel};
 
@@ -62,8 +59,14 @@ pub(super) struct Accel {
     in_kernel: Vec<bool>,
     /// As the module was told, bytes.
     capacity: u64,
+    /// What was last said of where virtqueues are, and why: some messages of front ends take them back for a moment, which is no news.
+    told: Option<(bool, Option<Obstacle>)>,
     pub(super) shown: Arc<Shown>,
 }
+
+/// What makes up for a module that was not usable at the start.
+const LOOK_AGAIN: &str =
+    "this process looked when it started, one with --upgrade takes over and looks again";
 
 impl Accel {
     /// Opens the module's device. Before a sandbox, in the process that serves.
@@ -72,11 +75,12 @@ impl Accel {
     pub(super) fn open(options: AccelOptions, queues: u16) -> Result<Accel, Error> {
         let vblk = Vblk::open(queues).map(|vblk| Arc::new(Mutex::new(vblk)));
         let is_missing = matches!(vblk, Err(ringdisk_vblk::Error::Missing { .. }));
-        let vblk = vblk.map_err(|error| error.to_string());
         if let (true, Err(why)) = (options.required, &vblk) {
             let text = format!("--accel require: {why}");
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
+        // A process that serves cannot try again: it may be in a sandbox without a way to the device.
+        let vblk = vblk.map_err(|error| format!("{error}; {LOOK_AGAIN}"));
         let shown = Arc::new(Shown::new(vblk.as_ref().ok().cloned(), options.engine));
         let in_kernel = vec![false; usize::from(queues)];
         Ok(Accel {
@@ -90,6 +94,7 @@ impl Accel {
             is_prepared: false,
             in_kernel,
             capacity: 0,
+            told: None,
             shown,
         })
     }
@@ -162,8 +167,9 @@ impl Control {
     /// Errors: it is required and cannot be.
     pub(super) fn check_accel(&mut self) -> Result<bool, Error> {
         let obstacle = self.accel_obstacle();
-        let Some(accel) = &self.accel else { return Ok(false) };
+        let Some(accel) = &mut self.accel else { return Ok(false) };
         accel.shown.set(false, obstacle.clone());
+        accel.told = obstacle.clone().map(|why| (false, Some(why)));
         let Some(why) = obstacle else { return Ok(true) };
         if accel.options.required {
             let name = &self.device.name;
@@ -196,225 +202,34 @@ impl Control {
         }
     }
 
-    /// Moves a virtqueue from its thread into the kernel, if it may be there.
-    ///
-    /// Errors: it is on neither now.
-    pub(super) fn move_to_kernel(&mut self, index: u16) -> Result<(), Refusal> {
-        if self.accel.is_none() || self.is_in_kernel(index) {
-            return Ok(());
-        }
-        let mut why = self.accel_obstacle();
-        if why.is_none() {
-            let settled = self
-                .thread(index)
-                .ask_task(move |worker| async move { worker.settle(index).await });
-            let base = self.wait_and_give_way(settled)?;
-            if let Err(obstacle) = self.enter_kernel(index, base) {
-                self.take_back_all();
-                self.put_on_thread(index, base)?;
-                why = Some(obstacle);
-            }
-        } else {
-            // All of them or none: what keeps one out keeps the disk out.
-            self.take_back_all();
-        }
-        self.tell_accel(why);
-        Ok(())
-    }
-
-    /// Waits for a queue thread while other virtqueues may be in the kernel, which holds the disk. A change of the disk may come now, for which
-    /// the thread's requests wait, and which waits for the hold: then the others come back.
-    pub(super) fn wait_and_give_way<T>(&mut self, pending: Pending<T>) -> Result<T, Gone> {
-        let is_patient = self.is_patient();
-        pending.wait(|| {
-            if self.signals.take_recall() {
-                self.take_back_all();
-            }
-            is_patient()
-        })
-    }
-
     /// Says where virtqueues are, and why, when that is news.
     fn tell_accel(&mut self, why: Option<Obstacle>) {
         let Some(accel) = &mut self.accel else { return };
         if let Some(Obstacle::Trouble(trouble)) = &why {
             accel.trouble = Some(trouble.clone());
         }
-        if accel.shown.set(accel.is_used(), why.clone()) {
-            let name = &self.device.name;
-            match why {
-                None => tracing::info!("{name}: the kernel serves the virtqueues"),
-                Some(why) => tracing::info!("{name}: the queue threads serve, since {why}"),
-            }
-        }
-    }
-
-    fn enter_kernel(&mut self, index: u16, base: u32) -> Result<(), Obstacle> {
-        self.prepare_kernel()?;
-        self.bring_worker_home(index);
-        let Some(accel) = &mut self.accel else { return Ok(()) };
-        let mut vblk = locked(accel.vblk.as_ref().map_err(|why| Obstacle::Module(why.clone()))?);
-        let ring = &self.rings[usize::from(index)];
-        let trouble = |why: &dyn std::fmt::Display| Obstacle::Trouble(why.to_string());
-        let setup = ring.setup.as_ref().ok_or_else(|| trouble(&"it was not set up"))?;
-        let areas =
-            areas(&self.memory, setup, self.device.features()).map_err(|error| trouble(&error))?;
-        let ring = RingSetup {
-            size: setup.size,
-            base: u16::try_from(base & 0xffff).unwrap_or(0),
-            areas,
-            kick: setup.kick.as_fd(),
-            call: ring.call.as_ref().map(AsFd::as_fd),
-            // A ring that the kernel gives up is ours to look at (`look_at_kernel`).
-            err: Some(self.signals.as_fd()),
-        };
-        if let Some(area) = &self.inflight {
-            // Nothing is in flight at this moment, and what the kernel takes it completes, whatever becomes of us: whoever comes next begins
-            // at the used index.
-            area.retire(index);
-        }
-        vblk.start(index, ring).map_err(|error| trouble(&error))?;
-        accel.in_kernel[usize::from(index)] = true;
-        Ok(())
-    }
-
-    /// Holds the disk and tells the module of it, of the features and of the memory.
-    fn prepare_kernel(&mut self) -> Result<(), Obstacle> {
-        if self.accel.as_ref().is_none_or(|accel| accel.is_prepared) {
-            return Ok(());
-        }
-        // Not before: here they are made by a thread of the sandbox, and have its rights.
-        self.make_workers().map_err(Obstacle::Trouble)?;
-        let held = self.threads[0].ask_task(Worker::hold_disk);
-        let plain = held
-            .wait(self.is_patient())
-            .map_err(|_| Obstacle::Trouble(String::from("the queue thread does not answer")))?
-            .map_err(|error| Obstacle::Disk(error.to_string()))?;
-        let claimed = if plain.is_block_device && !plain.read_only {
-            claim::claim(plain.fd.as_fd()).map(Some).map_err(Obstacle::InUse)
-        } else {
-            Ok(None)
-        };
-        let ready = claimed.and_then(|claim| {
-            self.describe(&plain).map_err(Obstacle::Trouble)?;
-            Ok(claim)
-        });
-        match (&mut self.accel, ready) {
-            (Some(accel), Ok(claim)) => {
-                (accel.is_prepared, accel.capacity, accel.claim) = (true, plain.size, claim);
-                Ok(())
-            }
-            (_, Err(why)) => {
-                self.let_disk_go();
-                Err(why)
-            }
-            (None, Ok(_)) => Ok(()),
-        }
-    }
-
-    fn describe(&self, plain: &Plain) -> Result<(), String> {
-        let Some(accel) = &self.accel else { return Ok(()) };
-        let mut vblk = locked(accel.vblk.as_ref()?);
-        let features = self.device.features() & vblk.info().features;
-        vblk.set_features(features).map_err(refused)?;
-        vblk.set_memory(Arc::clone(&self.memory)).map_err(refused)?;
-        let mut id = [0; SERIAL_BYTES];
-        id.copy_from_slice(&self.device.serial);
-        let disk = DiskSetup {
-            fd: plain.fd.as_fd(),
-            engine: accel.options.engine,
-            read_only: self.device.read_only,
-            write_through: plain.write_through || self.device.is_write_through(),
-            block_bytes: self.device.logical_block,
-            memory_align: plain.memory_align,
-            ranges_max: RANGES_MAX.min(vblk.info().ranges_max),
-            range_sectors_max: self.config.longest_range_sectors(),
-            capacity: plain.size,
-            id,
-        };
-        vblk.set_disk(Some(&disk)).map_err(refused)
-    }
-
-    /// Nothing of ours is in the kernel any more: changes of the disk may go on.
-    fn let_disk_go(&mut self) {
-        let Some(accel) = &mut self.accel else { return };
-        accel.is_prepared = false;
-        if let Ok(vblk) = &accel.vblk {
-            let mut vblk = locked(vblk);
-            // The memory of a guest that has gone goes, too.
-            if let Err(error) = vblk.set_disk(None).and_then(|()| vblk.forget_memory()) {
-                let name = &self.device.name;
-                tracing::warn!("{name}: the kernel keeps the image and the memory: {error}");
-            }
-        }
-        accel.claim = None;
-        let released = self.threads[0].ask(|worker| worker.release_disk());
-        let _ = released.wait(self.is_patient());
-    }
-
-    /// Drains a virtqueue that is in the kernel and takes it off. Gives its base.
-    ///
-    /// Errors: the kernel does not give it back (this process is being killed). It stays there, with its memory and the disk.
-    pub(super) fn stop_in_kernel(&mut self, index: u16) -> Result<u32, Refusal> {
-        let Some(accel) = &mut self.accel else { return Err("it is not in the kernel".into()) };
-        let stopped = {
-            let mut vblk = locked(accel.vblk.as_ref().map_err(Clone::clone)?);
-            let stopped = vblk.stop(index);
-            accel.in_kernel[usize::from(index)] = vblk.is_started(index);
-            stopped
-        };
-        if !accel.is_used() {
-            accel.shown.set(false, None);
-            self.let_disk_go();
-        }
-        stopped.map(u32::from).map_err(|error| {
-            let text = format!("virtqueue {index} does not come back from the kernel: {error}");
-            self.device.set_broken(text.clone());
-            Refusal::new(text)
-        })
-    }
-
-    /// Takes all virtqueues back; they go on, on their threads. What the kernel does not give back (this process is being killed) stays
-    /// there, with its memory and the disk; whoever comes next finds what is in flight in the ring.
-    pub(super) fn take_back_all(&mut self) {
-        let Some(accel) = &mut self.accel else { return };
-        let Ok(vblk) = &accel.vblk else { return };
-        let mut bases = Vec::new();
-        if accel.is_used() {
-            let mut vblk = locked(vblk);
-            match vblk.stop_all() {
-                Ok(stopped) => bases = stopped,
-                Err(error) => {
-                    let text = format!("the kernel does not give virtqueues back: {error}");
-                    self.device.set_broken(text);
-                }
-            }
-            for (index, is_there) in (0..).zip(&mut accel.in_kernel) {
-                *is_there = vblk.is_started(index);
-            }
-        }
-        if accel.is_used() {
+        accel.shown.set(accel.is_used(), why.clone());
+        let news = Some((accel.is_used(), why.clone()));
+        if accel.told == news {
             return;
         }
-        accel.shown.set(false, None);
-        if accel.is_prepared {
-            self.let_disk_go();
-        }
-        for (index, base) in bases {
-            if let Err(refusal) = self.put_on_thread(index, u32::from(base)) {
-                self.device.set_broken(format!("virtqueue {index} does not go on here: {refusal}"));
+        accel.told = news;
+        let name = &self.device.name;
+        match why {
+            None if accel.is_used() => tracing::info!("{name}: the kernel serves the virtqueues"),
+            None => {}
+            Some(why @ Obstacle::Trouble(_)) => {
+                tracing::warn!("{name}: the queue threads serve, since {why}");
             }
+            Some(why) => tracing::info!("{name}: the queue threads serve, since {why}"),
         }
     }
 
-    /// Moves all virtqueues that run into the kernel, if they may be there.
-    fn consider_kernel(&mut self) {
-        let running: Vec<u16> = (0..self.config.queues).filter(|i| self.runs(*i)).collect();
-        for index in running {
-            if let Err(refusal) = self.move_to_kernel(index) {
-                self.device.set_broken(format!("virtqueue {index} does not go on: {refusal}"));
-                return;
-            }
+    /// The front end has gone: what holds for the next one is news again.
+    pub(super) fn forget_front_end(&mut self) {
+        self.forget_trouble();
+        if let Some(accel) = &mut self.accel {
+            accel.told.take_if(|(was_on, _)| *was_on);
         }
     }
 
@@ -425,16 +240,18 @@ impl Control {
     }
 
     /// What the kernel has refused does not count any more.
-    pub(super) fn forget_trouble(&mut self) {
+    fn forget_trouble(&mut self) {
         if let Some(accel) = &mut self.accel {
             accel.trouble = None;
         }
     }
 
-    /// Switches acceleration off or on (`ringdisk ctl … accel`).
-    pub(super) fn switch_accel(&mut self, on: bool) -> Result<(), String> {
+    /// Switches acceleration off or on (`ringdisk ctl … accel`). Gives whether the kernel serves now; without a guest that may be later.
+    ///
+    /// Errors: why it cannot.
+    pub(super) fn switch_accel(&mut self, on: bool) -> Result<bool, String> {
         let Some(accel) = &mut self.accel else {
-            return Err(String::from("it was started with --accel off"));
+            return Err(String::from("it was started without acceleration"));
         };
         accel.is_switched_off = !on;
         if on {
@@ -443,12 +260,10 @@ impl Control {
             self.take_back_all();
         }
         let obstacle = self.accel_obstacle();
-        if let Some(accel) = &self.accel {
-            accel.shown.set(accel.is_used(), obstacle.clone());
-        }
+        self.tell_accel(obstacle.clone());
         match obstacle {
             Some(why) if on => Err(format!("the kernel cannot serve this disk, since {why}")),
-            _ => Ok(()),
+            _ => Ok(self.uses_kernel()),
         }
     }
 
@@ -501,8 +316,9 @@ impl Control {
         let Some(Ok(vblk)) = self.accel.as_ref().map(|accel| &accel.vblk) else { return false };
         let shown = locked(vblk).set_cache(!is_through);
         if let Err(error) = &shown {
-            tracing::warn!("{}: the queue threads serve, since {error}", self.device.name);
+            let why = Obstacle::Trouble(error.to_string());
             self.take_back_all();
+            self.tell_accel(Some(why));
         }
         shown.is_ok()
     }

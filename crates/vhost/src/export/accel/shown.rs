@@ -21,14 +21,34 @@ pub struct Acceleration {
     pub obstacle: Option<String>,
     /// As it was asked for.
     pub engine: Engine,
+    /// What carries reads and writes of the disk that the kernel has; `None` while it has none.
+    pub engine_in_force: Option<Engine>,
     /// Kernel threads that serve.
     pub workers: Vec<Worker>,
-    /// What the module counted, for each virtqueue; empty when there is no module.
+    /// What the module says of each virtqueue; empty when there is no module.
     pub queues: Vec<QueueInKernel>,
 }
 
-/// Counters of a virtqueue in the kernel, since the start of the export.
-pub type QueueInKernel = Stats;
+/// A virtqueue, as the module knows it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct QueueInKernel {
+    /// Its state, and counters since the start of the export.
+    pub stats: Stats,
+    /// The kernel's thread that serves it when it is there; `None` where there is none yet, or it could not be told from others.
+    pub worker: Option<u32>,
+}
+
+impl QueueInKernel {
+    /// Requests that the kernel has answered, of all kinds.
+    #[must_use]
+    pub fn requests(&self) -> u64 {
+        let Stats { reads, writes, flushes, discards, write_zeroes, get_ids, .. } = self.stats;
+        // What it does not know is of none of these kinds.
+        let kinds =
+            [reads, writes, flushes, discards, write_zeroes, get_ids, self.stats.unsupported];
+        kinds.iter().sum::<u64>().saturating_sub(u64::from(self.stats.in_flight))
+    }
+}
 
 /// The state, for those who ask.
 #[derive(Debug)]
@@ -42,6 +62,7 @@ pub(in crate::export) struct Shown {
 struct Now {
     on: bool,
     obstacle: Option<Obstacle>,
+    engine: Option<Engine>,
     workers: Vec<Worker>,
     /// As they were when the device could be asked.
     queues: Vec<QueueInKernel>,
@@ -52,12 +73,14 @@ impl Shown {
         Shown { vblk, engine, now: Mutex::default() }
     }
 
-    /// Returns whether that is news.
-    pub(super) fn set(&self, on: bool, obstacle: Option<Obstacle>) -> bool {
+    pub(super) fn set(&self, on: bool, obstacle: Option<Obstacle>) {
         let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_news = now.on != on || now.obstacle != obstacle;
         (now.on, now.obstacle) = (on, obstacle);
-        is_news
+    }
+
+    /// What carries reads and writes from now on; `None`: the kernel has no disk.
+    pub(super) fn set_engine(&self, engine: Option<Engine>) {
+        self.now.lock().unwrap_or_else(PoisonError::into_inner).engine = engine;
     }
 
     /// Whether there is the module.
@@ -76,6 +99,7 @@ impl Shown {
             on: now.on,
             obstacle: now.obstacle.as_ref().map(ToString::to_string),
             engine: self.engine,
+            engine_in_force: now.engine,
             workers: now.workers.clone(),
             queues: now.queues.clone(),
         }
@@ -93,7 +117,11 @@ impl Shown {
                 Err(TryLockError::WouldBlock) => std::thread::sleep(PAUSE),
             }
         };
-        let queues = (0..vblk.queues()).filter_map(|index| vblk.stats(index).ok()).collect();
+        let queue = |index| {
+            let stats = vblk.stats(index).ok()?;
+            Some(QueueInKernel { stats, worker: vblk.thread_of(index) })
+        };
+        let queues = (0..vblk.queues()).filter_map(queue).collect();
         Some((vblk.workers().to_vec(), queues))
     }
 }

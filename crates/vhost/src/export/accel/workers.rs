@@ -38,6 +38,19 @@ impl Control {
         Ok(())
     }
 
+    /// The process may be in a sandbox from now on. Threads that the kernel made before, for a guest that was taken over, have the rights of
+    /// then, and nothing takes these from them: others take their place.
+    pub(in crate::export) fn renew_workers(&mut self) {
+        if self.accel.as_ref().is_none_or(|accel| !accel.has_workers) {
+            return;
+        }
+        self.take_back_all();
+        if let Some(accel) = &mut self.accel {
+            accel.has_workers = false;
+        }
+        self.reconsider_kernel();
+    }
+
     /// A virtqueue is about to run in the kernel: its worker goes where its queue thread is, which knows the node of its rings.
     pub(super) fn bring_worker_home(&self, index: u16) {
         let Some(accel) = &self.accel else { return };
