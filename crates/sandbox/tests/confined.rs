@@ -240,11 +240,22 @@ fn status() {
     all_are_confined();
 }
 
+/// Whether a thread is on its way out (`PF_EXITING`, linux/sched.h): it runs no code of ours any more, and the kernel gives it no filter.
+/// `None`: it has ended.
+fn is_exiting(task: &Path) -> Option<bool> {
+    let stat = fs::read_to_string(task.join("stat")).ok()?;
+    // After the name, which may hold anything: state, ppid, pgrp, session, tty, tpgid, flags.
+    let flags = stat.rsplit(") ").next()?.split(' ').nth(6)?;
+    Some(flags.parse::<u32>().expect("flags") & 0x4 != 0)
+}
+
 fn all_are_confined() {
     let is_root = rustix::process::geteuid().is_root();
     for entry in fs::read_dir("/proc/self/task").expect("threads").flatten() {
-        // One that has ended meanwhile.
         let Ok(status) = fs::read_to_string(entry.path().join("status")) else { continue };
+        if is_exiting(&entry.path()) != Some(false) {
+            continue;
+        }
         let value = |name: &str| {
             let line = status.lines().find_map(|line| line.strip_prefix(name)).expect("a line");
             line.trim_start_matches(':').trim().to_owned()

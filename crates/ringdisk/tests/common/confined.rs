@@ -9,8 +9,9 @@ use ringdisk_testkit::process::until;
 /// `CAP_DAC_OVERRIDE`, `CAP_IPC_LOCK` and `CAP_SYS_RESOURCE`.
 const KEPT: u64 = (1 << 1) | (1 << 14) | (1 << 24);
 
-/// `PF_IO_WORKER` of a thread's flags (linux/sched.h).
+/// `PF_IO_WORKER` of a thread's flags, and `PF_EXITING`: it is on its way out, and the kernel gives it no filter any more (linux/sched.h).
 const IO_WORKER: u32 = 0x10;
+const EXITING: u32 = 0x4;
 
 /// The value of a line of /proc/PID/task/TID/status, of each thread. Not of the kernel's own threads for a ring (`iou-wrk-…`): they run no
 /// code of the process, and each operation has the powers of the thread that asked for it.
@@ -19,7 +20,7 @@ fn of_threads(pid: u32, name: &str) -> Vec<String> {
     let value = |path: &Path| {
         // One that has ended meanwhile.
         let status = fs::read_to_string(path.join("status")).ok()?;
-        if is_io_worker(path)? {
+        if runs_no_code(path)? {
             return None;
         }
         let line = status.lines().find_map(|line| line.strip_prefix(name))?;
@@ -28,13 +29,14 @@ fn of_threads(pid: u32, name: &str) -> Vec<String> {
     threads.flatten().filter_map(|entry| value(&entry.path())).collect()
 }
 
-/// Whether a thread is one of the kernel's for a ring. By its flags: before it runs for the first time it has the name of the thread that made it.
+/// Whether a thread is one of the kernel's for a ring, or ends. By its flags: before it runs for the first time it has the name of the thread
+/// that made it.
 /// `None`: it has ended.
-fn is_io_worker(task: &Path) -> Option<bool> {
+fn runs_no_code(task: &Path) -> Option<bool> {
     let stat = fs::read_to_string(task.join("stat")).ok()?;
     // After the name, which may hold anything: state, ppid, pgrp, session, tty, tpgid, flags.
     let flags = stat.rsplit(") ").next()?.split(' ').nth(6)?;
-    Some(flags.parse::<u32>().expect("flags") & IO_WORKER != 0)
+    Some(flags.parse::<u32>().expect("flags") & (IO_WORKER | EXITING) != 0)
 }
 
 /// Every thread has a filter, and no powers but the few; or none has.
