@@ -189,7 +189,7 @@ fn a_snapshot_that_meets_a_hand_over_of_many_virtqueues_ends_and_so_does_that() 
     let mut vm = Vm::started(FrontEnd::connect(&place.socket), many);
     becomes(place, true);
     let mut load = load(32);
-    let rounds = if full() { 40 } else { 8 };
+    let rounds = if full() { 40 } else { 3 };
     let refused = meanwhile(&mut vm, &mut load, || {
         let mut refused = 0;
         for round in 0..rounds {
@@ -198,7 +198,7 @@ fn a_snapshot_that_meets_a_hand_over_of_many_virtqueues_ends_and_so_does_that() 
             std::thread::scope(|scope| {
                 // Each virtqueue is drained before it goes, which takes the disk's 30 ms: the snapshot comes before, among or after them.
                 let on = scope.spawn(|| ends(place, &["accel", "on"], &[0, 2]));
-                std::thread::sleep(Duration::from_millis(30 * round));
+                std::thread::sleep(Duration::from_millis(60 * round));
                 ends(place, &["snapshot", text(&overlay)], &[0]);
                 refused += i32::from(on.join().expect("it ends") != 0);
             });

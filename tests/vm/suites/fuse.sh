@@ -27,14 +27,14 @@ e2e_switch_race own
 e2e_leaks      own
 e2e_sandbox    own        full
 e2e_sandbox_serve own      full
-e2e_semantics  dev,uring
+e2e_semantics  uring
 e2e_coherence  uring
 e2e_bytes      uring
 e2e_verify     uring
 e2e_bytes      zero-copy  full
 e2e_crash      zero-copy  full
 e2e_verify     zero-copy  full
-e2e_semantics  zero-copy  full
+e2e_semantics  dev,zero-copy  full
 depth          own        full
 faults         own        full
 hot_path       own        full

@@ -50,6 +50,7 @@ frozen       frozen  kiocb
 dying        slow    kiocb
 dying        slow    bio
 dying        memory  kiocb
+dying        quick   kiocb
 dying        quick   bio
 dying        ext4    kiocb
 dying        tmpfs   kiocb

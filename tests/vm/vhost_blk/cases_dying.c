@@ -286,7 +286,8 @@ void test_dying(struct disk *disk)
 
 	close(disk_open(disk));
 	for (unsigned i = 0; i < sizeof(kinds) / sizeof(*kinds); i++)
-		if (!kinds[i].later || !strcmp(disk->path, "/dev/slow"))
+		/* The disk that takes a second is for these alone. */
+		if (kinds[i].later == !strcmp(disk->path, "/dev/slow"))
 			dies(&kinds[i], disk, bytes);
 	free(bytes);
 }
