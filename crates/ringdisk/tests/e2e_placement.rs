@@ -351,14 +351,30 @@ fn topology_tells_where_the_buffers_of_a_mount_are_once_they_were_used() {
     }
 }
 
-/// Reads with one client on each CPU that this test may use, with large requests past the page cache.
-fn read_on_all_cpus(disk: &Mounted) {
-    for cpu in allowed("/proc/self/status").iter() {
-        let input = format!("if={}", disk.text());
-        let words = ["-c", &cpu.to_string(), "dd", &input, "of=/dev/null", "bs=1M", "count=4"];
-        let ran = Process::spawn(command(&["taskset"]).args(words).arg("iflag=direct"));
-        assert_eq!(ran.finish(LIMIT).code(), Some(0), "CPU {cpu}");
-    }
+/// One client on each CPU that this test may use, which reads with large requests past the page cache until it is dropped: buffers of
+/// clients that have ended are given back a second later.
+fn readers_on_all_cpus(disk: &Mounted) -> Vec<Process> {
+    let script = "while dd if=\"$0\" of=/dev/null bs=1M iflag=direct; do :; done";
+    let reader = |cpu: usize| {
+        let words = ["taskset", "-c", &cpu.to_string(), "sh", "-c", script, disk.text()];
+        Process::spawn(&mut command(&words))
+    };
+    allowed("/proc/self/status").iter().map(reader).collect()
+}
+
+/// How many threads have used a large buffer.
+///
+/// Panics: memory of a thread is on another node than its own.
+fn threads_with_large_buffers(value: &Value) -> usize {
+    let has_large = |thread: &&Value| {
+        let memory = thread["memory"]["nodes"].as_object().expect("the kernel tells");
+        let own = thread["memory-node"].to_string();
+        assert_eq!(thread["memory-node"], thread["node"], "{thread}");
+        assert!(memory.keys().all(|node| *node == own), "{thread}");
+        memory.get(&own).and_then(Value::as_u64) >= Some(MIB)
+    };
+    let threads = value["mount"]["threads"].as_array().expect("threads");
+    threads.iter().filter(has_large).count()
 }
 
 #[test]
@@ -376,17 +392,15 @@ fn on_several_nodes_the_buffers_of_each_queue_are_on_the_node_of_its_cpu() {
         (&["--transport", "dev"], 1),
     ] {
         let disk = serve_raw(8 * MIB, &[&["--queue-depth", "4"], words].concat());
-        read_on_all_cpus(&disk.mounted);
-        let value = topology(&disk.mounted);
-        let mut large = 0;
-        for thread in value["mount"]["threads"].as_array().expect("threads") {
-            let memory = thread["memory"]["nodes"].as_object().expect("the kernel tells");
-            let own = thread["memory-node"].to_string();
-            assert_eq!(thread["memory-node"], thread["node"], "{thread}");
-            assert!(memory.keys().all(|node| *node == own), "{words:?}: {thread}");
-            large += usize::from(memory.get(&own).and_then(Value::as_u64) >= Some(MIB));
-        }
-        assert!(large >= busy.min(Topology::read().allowed.len()), "{words:?}: {value}");
+        let busy = busy.min(Topology::read().allowed.len());
+        let mut readers = readers_on_all_cpus(&disk.mounted);
+        let enough = until(LIMIT, || {
+            (threads_with_large_buffers(&topology(&disk.mounted)) >= busy).then_some(())
+        });
+        let ended: Vec<_> = readers.iter_mut().filter_map(Process::ended).collect();
+        assert!(ended.is_empty(), "{words:?}: a reader failed: {ended:?}");
+        assert!(enough.is_some(), "{words:?}: {}", topology(&disk.mounted));
+        drop(readers);
         assert_eq!(disk.mounted.stop().code(), Some(0));
     }
 }
