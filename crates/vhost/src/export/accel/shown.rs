@@ -43,7 +43,7 @@ impl QueueInKernel {
     #[must_use]
     pub fn requests(&self) -> u64 {
         let Stats { reads, writes, flushes, discards, write_zeroes, get_ids, .. } = self.stats;
-        // What it does not know is of none of these kinds.
+        // What it does not know is of none of these kinds; a discard or write zeroes with flags that it does not know counts in both.
         let kinds =
             [reads, writes, flushes, discards, write_zeroes, get_ids, self.stats.unsupported];
         kinds.iter().sum::<u64>().saturating_sub(u64::from(self.stats.in_flight))
