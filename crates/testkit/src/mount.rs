@@ -21,8 +21,8 @@ use crate::process::{Finished, Process, command, ok_words, patient, run, until};
 const READY: Duration = Duration::from_secs(20);
 /// How long a mount may be there without a word that it is ready: a pipe or a shell may have swallowed the word.
 const QUIET: Duration = Duration::from_secs(2);
-/// How long a mount may take to go after SIGTERM.
-pub const STOP: Duration = Duration::from_secs(5);
+/// How long a mount may take to go after SIGTERM: it flushes its image, which on a disk that others keep busy takes seconds.
+pub const STOP: Duration = Duration::from_secs(20);
 
 /// A directory for images and mountpoints on a real file system, removed with all that is in it.
 #[must_use]
@@ -166,7 +166,7 @@ impl Mounted {
         self.process.as_ref().map(Process::output).unwrap_or_default()
     }
 
-    /// Sends SIGTERM and expects the process and the mount to be gone within 5 s.
+    /// Sends SIGTERM and expects the process and the mount to be gone within [`STOP`].
     pub fn stop(self) -> Finished {
         self.stop_by(Signal::TERM)
     }
@@ -177,7 +177,7 @@ impl Mounted {
         self.finish()
     }
 
-    /// Expects the process to end by itself, and the mount to be gone, within 5 s.
+    /// Expects the process to end by itself, and the mount to be gone, within [`STOP`].
     pub fn finish(mut self) -> Finished {
         let finished = self.take().finish(STOP);
         assert_eq!(mount_at(&self.path), None, "left behind; it said: {}", finished.output());

@@ -59,6 +59,10 @@ e2e_leaks over_dev                                            # 1 minute; the po
 e2e_leaks over_uring                                          # 1 minute; the same
 e2e_leaks over_pools::mounts_leave_nothing_behind             # 1 minute; with_zero_copy mounts as often
 e2e_bytes all_cluster_sizes_versions_and_refcount_widths      # 1 minute of qemu-img; no kernel is different about it
+e2e_bytes internal_snapshots_do_not_matter                    # qemu-img's work; no kernel is different about it
+e2e_bytes external_data_files                                 # the same
+e2e_bytes preallocated_and_bitmap_images                      # the same
+e2e_bytes raw_images_of_odd_sizes_are_served_whole            # the same
 e2e_verify ext4_lives_on_a_loop_device_over_a_served_disk     # 1 minute; xfs does the same in a fifth of it
 e2e_verify mappings_read_back_what_they_wrote                 # 1 minute; e2e_coherence has mappings
 LIST

@@ -68,6 +68,7 @@ fn the_largest_size_works() {
 
 #[test]
 fn latency_is_waited_for_and_requests_overlap() {
+    const REQUESTS: u32 = 64;
     run(async |ring| {
         let latency = Duration::from_millis(30);
         let disk = Disk::null(&NullOptions { latency, ..options(false) });
@@ -76,16 +77,15 @@ fn latency_is_waited_for_and_requests_overlap() {
         disk.read(&ring, 0, &buf).await.expect("read");
         assert!(before.elapsed() >= latency);
         let before = Instant::now();
-        let mut first = std::pin::pin!(disk.read(&ring, 0, &buf));
-        let mut second = std::pin::pin!(disk.write(&ring, 0, &buf));
-        let mut done = (false, false);
+        let mut requests: Vec<_> =
+            (0..REQUESTS).map(|_| Box::pin(disk.write(&ring, 0, &buf))).collect();
         std::future::poll_fn(|cx| {
-            done.0 = done.0 || first.as_mut().poll(cx).is_ready();
-            done.1 = done.1 || second.as_mut().poll(cx).is_ready();
-            if done == (true, true) { std::task::Poll::Ready(()) } else { std::task::Poll::Pending }
+            requests.retain_mut(|request| request.as_mut().poll(cx).is_pending());
+            if requests.is_empty() { std::task::Poll::Ready(()) } else { std::task::Poll::Pending }
         })
         .await;
-        assert!(before.elapsed() < 2 * latency);
+        // One after the other they would take all of it; the half is room for a loaded machine.
+        assert!(before.elapsed() < latency * REQUESTS / 2);
     });
 }
 

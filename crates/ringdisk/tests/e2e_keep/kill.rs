@@ -15,7 +15,7 @@ use crate::kept::{Kept, PAUSE};
 
 /// Kills in each run.
 fn kills() -> u64 {
-    if full() { 20 } else { 10 }
+    if full() { 20 } else { 6 }
 }
 
 /// `depth` clients at once; the server is killed again and again; everything is compared while they work, at the end, and once more by a
