@@ -8,9 +8,10 @@ use ringdisk_disk::{Disk, ImageOptions};
 use ringdisk_fuse::{Export, ExportOptions, Threads, Transport};
 use ringdisk_testkit::images::pattern;
 use ringdisk_testkit::limits::needs_root;
-use ringdisk_testkit::mount::scratch;
-use ringdisk_testkit::process::until;
+use ringdisk_testkit::mount::{STOP, scratch, text};
+use ringdisk_testkit::process::{Process, command, until};
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
+use rustix::process::Signal;
 
 use crate::common::{Aligned, BLOCK, MIB, open_direct};
 use crate::kept::Kept;
@@ -119,4 +120,35 @@ fn the_write_of_a_dead_process_lands_before_it_is_carried_out_again() {
     drop(file);
     disk.stop();
     assert!(device.content() == second);
+}
+
+#[test]
+fn a_stop_waits_a_moment_for_the_write_of_a_dead_process() {
+    if !needs_root() {
+        return;
+    }
+    for (lands, code) in [(true, 0), (false, 5)] {
+        let device = Device::new();
+        let disk = Kept::raw(&device.path(), &["--direct", "--threads", "1"]);
+        device.hold_next_write();
+        // A process, whose file no process that another test starts has for a moment.
+        let (output, seek) = (format!("of={}", text(&disk.path())), format!("seek={}", AT / 4096));
+        let words = ["dd", "if=/dev/zero", &output, "bs=4k", "count=1", &seek];
+        let mut client =
+            Process::spawn(command(&words).args(["oflag=direct", "conv=notrunc,nocreat"]));
+        device.wait_for_held();
+        disk.kill_server();
+        let said = || disk.0.output().contains("waiting until the writes").then_some(());
+        assert_eq!(until(STOP, said), Some(()), "{}", disk.0.output());
+        let mut mounted = disk.0;
+        mounted.process().signal(Signal::TERM);
+        std::thread::sleep(Duration::from_millis(300));
+        if lands {
+            device.sim.release_all();
+        }
+        let finished = mounted.finish();
+        assert_eq!(finished.code(), Some(code), "{}", finished.output());
+        let is_written = client.wait(STOP).map(|status| status.success());
+        assert_eq!(is_written, Some(lands), "{}", client.output());
+    }
 }

@@ -27,6 +27,8 @@ use crate::terminal::{self, shell_word};
 const FREE: Duration = Duration::from_secs(60);
 /// After so long it is said what is waited for.
 const FREE_QUIET: Duration = Duration::from_secs(1);
+/// How long a stop is put off for it: most often the locks go within milliseconds, and then the end is a clean one.
+const FREE_STOPPED: Duration = Duration::from_secs(2);
 /// How often one looks.
 const FREE_LOOK: Duration = Duration::from_millis(20);
 
@@ -106,16 +108,19 @@ impl<'a> Plan<'a> {
     /// Opens the image of a process that is gone, as soon as that has let go of it: its locks stay until the last write that it began
     /// has landed, and until then nothing may be read or carried out again.
     ///
-    /// Errors: as [`ImagePlan::open`]; the image was not free within [`FREE`], or a signal came.
+    /// Errors: as [`ImagePlan::open`]; the image was not free within [`FREE`], or not [`FREE_STOPPED`] after a signal came.
     pub(super) fn open_when_free(&self, watcher: &Watcher) -> Result<Arc<Disk>, Failure> {
         let begun = Instant::now();
         let mut is_said = false;
+        let mut stopped = None;
         loop {
             let failure = match self.open_disk(&Fresh::default(), None) {
                 Err(failure) if failure.exit == Exit::Locked => failure,
                 opened => return opened,
             };
-            if let Some(signal) = watcher.stopped_by() {
+            if let Some(signal) = watcher.stopped_by()
+                && stopped.get_or_insert_with(Instant::now).elapsed() > FREE_STOPPED
+            {
                 return Err(failure.hint(format!("{signal} came while it was waited for")));
             }
             if begun.elapsed() > FREE {
