@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use ringdisk_disk::Disk;
 use ringdisk_ring::{Config, Errno, Runtime, SetupError};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::dev::{Place, QueueThread};
 use crate::mount::{Mount, Unmount};
@@ -28,6 +29,8 @@ const LAST_FLUSH_STUCK: Duration = Duration::from_millis(500);
 const LAST_FLUSH_QUIET: Duration = Duration::from_secs(2);
 /// How often the queues look for requests after a process has died.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
+/// So long the kernel must have had no request for us before those of a process that has died count as taken.
+const QUIET: Duration = Duration::from_millis(100);
 /// How often the keeper looks whether requests are still in flight.
 const LOOK: Duration = Duration::from_millis(5);
 
@@ -240,6 +243,7 @@ impl Keeper {
                 true
             }
             End::Stopped => {
+                self.take_what_waits();
                 self.remove_mount();
                 // Clients that still have the file open may go on for ever: no new requests.
                 self.place.drain();
@@ -301,6 +305,26 @@ impl Keeper {
                 Err(error) if how == Unmount::Lazy => tracing::warn!("{error}"),
                 Err(_) => {}
             }
+        }
+    }
+
+    /// Just after a process has died: waits until the queues have taken the requests that it left. Clients that go on and on are not
+    /// waited for longer than [`GRACE`].
+    fn take_what_waits(&self) {
+        let deadline = Instant::now() + GRACE;
+        let is_over = |end: Instant| Instant::now() >= end;
+        if self.look_until.is_none_or(is_over) {
+            return;
+        }
+        let mut quiet_at = Instant::now() + QUIET;
+        while !is_over(quiet_at) && !is_over(deadline) {
+            let mut device = [PollFd::from_borrowed_fd(self.mount.device(), PollFlags::IN)];
+            let _ = poll(&mut device, Some(&Timespec::default()));
+            if device[0].revents().contains(PollFlags::IN) {
+                quiet_at = Instant::now() + QUIET;
+            }
+            self.queues.iter().for_each(QueueThread::look_again);
+            std::thread::sleep(LOOK);
         }
     }
 
