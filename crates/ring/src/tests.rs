@@ -192,7 +192,7 @@ fn dropping_a_runtime_with_an_operation_in_flight_ends_it() {
     runtime.block_on(ring.sleep(Duration::from_millis(1)));
     let start = Instant::now();
     drop(runtime);
-    assert!(start.elapsed() < Duration::from_secs(5));
+    assert!(start.elapsed() < Duration::from_millis(500));
 }
 
 #[test]

@@ -21,8 +21,8 @@ use crate::process::{Finished, Process, command, ok_words, patient, run, until};
 const READY: Duration = Duration::from_secs(20);
 /// How long a mount may be there without a word that it is ready: a pipe or a shell may have swallowed the word.
 const QUIET: Duration = Duration::from_secs(2);
-/// How long a mount may take to go after SIGTERM: it flushes its image, which on a disk that others keep busy takes seconds.
-pub const STOP: Duration = Duration::from_secs(20);
+/// How long a mount may take to go after SIGTERM.
+pub const STOP: Duration = Duration::from_secs(5);
 
 /// A directory for images and mountpoints on a real file system, removed with all that is in it.
 #[must_use]

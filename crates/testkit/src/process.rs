@@ -113,7 +113,8 @@ impl Process {
             let output = self.output();
             let tail: String =
                 output.chars().rev().take(2000).collect::<Vec<_>>().into_iter().rev().collect();
-            panic!("{} did not end within {limit:?}; it said: {tail}", self.what);
+            let threads = whereabouts(self.pid());
+            panic!("{} did not end within {limit:?}; it said: {tail}\n{threads}", self.what);
         };
         Finished { status, stdout: content(&self.stdout), stderr: content(&self.stderr) }
     }
@@ -150,6 +151,20 @@ impl Process {
     fn id(&self) -> Pid {
         Pid::from_child(&self.child)
     }
+}
+
+/// Where the threads of a process and of its children are in the kernel, a line each: why does it not end?
+fn whereabouts(pid: u32) -> String {
+    let mut text = String::new();
+    for thread in std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten() {
+        let read = |name| std::fs::read_to_string(thread.path().join(name)).unwrap_or_default();
+        let stack: Vec<_> = read("stack").lines().map(|line| format!(" {}", line.trim())).collect();
+        text += &format!("{pid} {}: {}{}\n", read("comm").trim(), read("wchan"), stack.concat());
+        for child in read("children").split_whitespace().filter_map(|pid| pid.parse().ok()) {
+            text += &whereabouts(child);
+        }
+    }
+    text
 }
 
 impl Drop for Process {

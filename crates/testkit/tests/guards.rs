@@ -1,5 +1,6 @@
 //! The guards of the test kit themselves: nothing outlives them, and the limits hold.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use ringdisk_testkit::limits::{Holds, mount_at, needs_root};
@@ -70,4 +71,12 @@ fn the_first_difference_is_found() {
 fn own_limits_are_counted() {
     let counted = Holds::of(std::process::id());
     assert!(counted.descriptors > 2 && counted.threads >= 1);
+}
+
+#[test]
+fn who_does_not_end_is_shown_with_its_threads() {
+    let waits = Process::spawn(&mut command(&["sh", "-c", "sleep 600; true"]));
+    let told = catch_unwind(AssertUnwindSafe(|| waits.finish(Duration::from_millis(300))));
+    let told = told.expect_err("it does not end").downcast::<String>().expect("a message");
+    assert!(told.contains(" sh: ") && told.contains(" sleep: "), "{told}");
 }

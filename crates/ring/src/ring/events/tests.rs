@@ -142,5 +142,5 @@ fn a_runtime_ends_while_a_descriptor_is_watched() {
     runtime.block_on(a_moment(&ring));
     let start = std::time::Instant::now();
     drop(runtime);
-    assert!(start.elapsed() < Duration::from_secs(5));
+    assert!(start.elapsed() < Duration::from_millis(500));
 }
