@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ringdisk_disk::{Disk, SizeWatch};
-use ringdisk_ring::{Errno, SetupError, SharedMemory, Topology};
+use ringdisk_ring::{Errno, SharedMemory, Topology};
 
 use crate::abi::flags::{INIT_HAS_IO_URING_BUFPOOL, INIT_OVER_IO_URING, INIT_PASSTHROUGH};
 use crate::dev::{Place, QueueSetup, QueueThread, Serve, answer_init};
@@ -21,7 +21,9 @@ use crate::mount::{
 };
 use crate::negotiate::Profile;
 use crate::placement::{self, Live, MountTopology, Sizes, describe, watch};
-use crate::uring::{Plan, PoolUses, Refused, RingMode, Rings, Starting, ZeroCopy};
+use crate::uring::{
+    Plan, PoolUses, Refused, RingMode, Rings, Starting, SwitchWatch, ZeroCopy, is_enabled,
+};
 use crate::{Error, ErrorKind};
 use ringdisk_ring::stats::{QueueView, Stats};
 
@@ -29,7 +31,10 @@ mod ladder;
 mod options;
 
 pub(crate) use ladder::choose_transport;
-use ladder::{first_mode, is_direct, lend, may_zero_copy, no_passthrough, why_no_zero_copy};
+use ladder::{
+    first_mode, is_direct, lend, may_zero_copy, no_passthrough, refusal, ring_error,
+    why_no_zero_copy,
+};
 pub use options::{ExportOptions, Transport};
 
 /// Requests that one queue serves at once unless the user says otherwise. The memory is 1 MiB each, taken when it is touched.
@@ -41,6 +46,8 @@ pub const QUEUE_DEPTH_MAX: u32 = 4096;
 const DEPTH_BESIDE_RINGS: usize = 16;
 /// How long the first answer of a mount may take: it needs no storage.
 const FIRST_ANSWER: Duration = Duration::from_secs(10);
+/// How often a mount begins again over io_uring when the switch of the kernel is turned at that moment.
+const TURNS_MAX: u32 = 3;
 /// How long the queues of a process that goes on with a mount look for requests by themselves.
 const LOOK_AFTER_DEATH: Duration = Duration::from_secs(10);
 
@@ -117,6 +124,7 @@ impl Export {
                 ));
         }
         let mut devices = Some(devices);
+        let mut turns = 0;
         loop {
             let devices = devices.take().unwrap_or_default();
             let started =
@@ -124,6 +132,15 @@ impl Export {
             let (mode, why) = match started {
                 Started::Done(export) => return Ok(export.placed(reason)),
                 Started::RingsRefused(mode, why) => (mode, why),
+                Started::SwitchTurned if turns < TURNS_MAX && is_enabled() == Some(true) => {
+                    turns += 1;
+                    continue;
+                }
+                Started::SwitchTurned => {
+                    let is_must = options.zero_copy == ZeroCopy::On;
+                    let mode = rung.filter(|_| is_must).unwrap_or(RingMode::Entries);
+                    (mode, String::from("io_uring was switched off or on while this mount began"))
+                }
             };
             rung = mode.below();
             if options.zero_copy == ZeroCopy::On && mode == RingMode::ZeroCopy {
@@ -237,6 +254,7 @@ impl Export {
         place.set_peers(peers);
 
         let read_only = options.read_only || disk.is_read_only();
+        let switch = with_rings.then(SwitchWatch::new);
         let (mount, negotiated) = match &resume {
             Some(parked) => (kept::adopt(parked)?, parked.terms.negotiated),
             None => {
@@ -265,8 +283,9 @@ impl Export {
             let line = "passthrough: the kernel reads and writes the image itself, uncounted here";
             topology.remarks.push(String::from(line));
         }
+        let stayed_on = switch.is_none_or(SwitchWatch::stayed_on);
         let start = match &rings {
-            Some(rings) if negotiated.has(INIT_OVER_IO_URING) => {
+            Some(rings) if negotiated.has(INIT_OVER_IO_URING) && stayed_on => {
                 let offered = negotiated.offered & INIT_HAS_IO_URING_BUFPOOL != 0;
                 match rung.filter(|mode| *mode > RingMode::Entries) {
                     Some(_) if !offered && options.zero_copy == ZeroCopy::On => {
@@ -296,6 +315,8 @@ impl Export {
                 }
                 Some(Starting::new(Arc::clone(rings)))
             }
+            // Whether the kernel has noted that rings are wanted cannot be told.
+            Some(_) if negotiated.has(INIT_OVER_IO_URING) => return Ok(Started::SwitchTurned),
             // The threads of this attempt are placed for rings, and no lower mode would be offered either: another attempt.
             Some(_) => {
                 let why = String::from("the kernel did not offer io_uring for this mount");
@@ -533,22 +554,8 @@ enum Started {
     Done(Box<Export>),
     /// Rings of this mode could not be had; nothing is mounted. With the reason.
     RingsRefused(RingMode, String),
-}
-
-fn refusal(errno: Option<ringdisk_ring::Errno>) -> String {
-    match errno {
-        Some(errno) => format!("the kernel refused a ring of this mount ({errno})"),
-        None => String::from("the rings of this mount were not ready in time"),
-    }
-}
-
-fn ring_error(error: SetupError) -> Error {
-    let kind = match error {
-        SetupError::Forbidden(_) => ErrorKind::RingForbidden,
-        SetupError::Missing(_) => ErrorKind::Unsupported,
-        SetupError::Limit(_) | SetupError::Other(_) => ErrorKind::System,
-    };
-    Error::new(kind, "the queues could not be started").source(error)
+    /// The kernel's switch was turned while the mount began; nothing is mounted.
+    SwitchTurned,
 }
 
 fn stats_of(queues: &[QueueView]) -> Stats {

@@ -3,11 +3,14 @@
 
 mod common;
 
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use common::{MIB, raw_image};
-use ringdisk_testkit::images::{pattern, piece};
+use ringdisk_testkit::images::pattern;
 use ringdisk_testkit::limits::{UringParameter, full, mount_at, needs_root};
 use ringdisk_testkit::mount::Mounted;
 use ringdisk_testkit::process::command;
@@ -34,6 +37,13 @@ fn turn(stop: &AtomicBool) {
     }
 }
 
+/// 200 bytes from byte 4000.
+fn read_200(path: &Path) -> std::io::Result<Vec<u8>> {
+    let mut out = vec![0; 200];
+    File::open(path)?.read_exact_at(&mut out, 4000)?;
+    Ok(out)
+}
+
 #[test]
 fn mounts_that_start_while_the_switch_is_turned_all_serve() {
     if !needs_root() {
@@ -51,7 +61,11 @@ fn mounts_that_start_while_the_switch_is_turned_all_serve() {
             let path = directory.path().join(format!("disk{round}"));
             let mut words = command(&[&common::program(), "-v", "mount", "-f", "raw"]);
             let disk = Mounted::from_command(words.arg(&image).arg(&path), &path);
-            assert_eq!(piece(&path, 4000, 200), pattern(1, 4000, 200), "round {round}");
+            let bytes = read_200(&path).unwrap_or_else(|e| {
+                let there = mount_at(&path);
+                panic!("round {round}: {e}; {there:?}; it said: {}", disk.output())
+            });
+            assert_eq!(bytes, pattern(1, 4000, 200), "round {round}");
             let finished = disk.stop();
             let said = finished.output();
             assert_eq!((finished.code(), mount_at(&path)), (Some(0), None), "{round}: {said}");

@@ -122,7 +122,7 @@ pub fn assert_same(left: &Path, right: &Path, what: &str) {
 #[must_use]
 pub fn piece(path: &Path, offset: u64, len: usize) -> Vec<u8> {
     let mut out = vec![0; len];
-    let file = File::open(path).expect("a file");
+    let file = File::open(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
     file.read_exact_at(&mut out, offset)
         .unwrap_or_else(|e| panic!("{} at {offset}: {e}", path.display()));
     out

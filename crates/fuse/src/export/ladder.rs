@@ -3,7 +3,7 @@
 use std::os::fd::OwnedFd;
 
 use ringdisk_disk::Disk;
-use ringdisk_ring::Errno;
+use ringdisk_ring::{Errno, SetupError};
 
 use super::Transport;
 use crate::uring::{RingMode, ZeroCopy, is_enabled};
@@ -96,4 +96,24 @@ pub(crate) fn choose_transport(wanted: Transport) -> Result<(bool, Option<String
         Transport::Uring => Err(Error::new(ErrorKind::Unsupported, what).hint(hint)),
         _ => Ok((false, Some(format!("{what}; {hint}")))),
     }
+}
+
+/// Why rings cannot be had.
+///
+/// * `errno`: what an entry was refused with; `None`: nothing, but it took too long.
+pub(super) fn refusal(errno: Option<Errno>) -> String {
+    match errno {
+        Some(errno) => format!("the kernel refused a ring of this mount ({errno})"),
+        None => String::from("the rings of this mount were not ready in time"),
+    }
+}
+
+/// No ring can be made for a queue thread.
+pub(super) fn ring_error(error: SetupError) -> Error {
+    let kind = match error {
+        SetupError::Forbidden(_) => ErrorKind::RingForbidden,
+        SetupError::Missing(_) => ErrorKind::Unsupported,
+        SetupError::Limit(_) | SetupError::Other(_) => ErrorKind::System,
+    };
+    Error::new(kind, "the queues could not be started").source(error)
 }

@@ -11,7 +11,7 @@
 //! Rooms: [`plan`] says how many entries there are, [`memory`] is what they share with the kernel, [`pool`] the buffers that queues have
 //! instead of payloads on newer kernels, [`nodes`] on which node all that is, [`mode`] how far a mount goes, [`entry`] the life of an
 //! entry, [`rings`] what all threads know together, [`custody`] what of that they agree on without a lock, [`start`] the order in which a mount
-//! goes live, [`balance`] where threads and entries are, [`policy`] the rule by which they move with the load.
+//! goes live, [`switch`] whether the kernel allows it, [`balance`] where threads and entries are, [`policy`] the rule by which they move with the load.
 
 mod balance;
 mod custody;
@@ -25,6 +25,7 @@ mod policy;
 mod pool;
 mod rings;
 mod start;
+mod switch;
 mod sync;
 
 // The model builds `custody.rs` a second time, on simulated primitives.
@@ -33,12 +34,13 @@ mod model;
 
 pub use fuzzing::RingEntries;
 pub use mode::{RingMode, ZeroCopy};
-pub(crate) use plan::{Plan, is_enabled};
+pub(crate) use plan::Plan;
 pub use policy::Stay;
 pub(crate) use pool::PoolUses;
 pub use rings::Refuse;
 pub(crate) use rings::Rings;
 pub(crate) use start::{Refused, Starting, register};
+pub(crate) use switch::{SwitchWatch, is_enabled};
 
 /// A message from one queue thread to another: the entry with this number, and the request in it, is yours now.
 pub(crate) const MESSAGE_ENTRY: u32 = 1 << 31;

@@ -6,8 +6,6 @@
 //!
 //! Which thread serves which queue is decided in [`crate::placement`].
 
-use std::fs;
-
 use super::memory;
 use crate::placement::{Placement, QueuePlace};
 
@@ -63,12 +61,6 @@ impl Plan {
     pub(crate) fn entries(&self) -> usize {
         self.0.iter().map(|queue| queue.entries).sum()
     }
-}
-
-/// Whether the kernel's module parameter allows FUSE over io_uring; `None`: this kernel does not have it.
-pub(crate) fn is_enabled() -> Option<bool> {
-    let text = fs::read_to_string("/sys/module/fuse/parameters/enable_uring").ok()?;
-    Some(matches!(text.trim(), "Y" | "y" | "1"))
 }
 
 #[cfg(test)]
