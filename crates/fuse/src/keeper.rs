@@ -291,7 +291,7 @@ impl Keeper {
             return result;
         }
         let limit = if drained { LAST_FLUSH } else { LAST_FLUSH_STUCK };
-        match self.last_flush(limit, runtime) {
+        match self.last_flush(limit, drained, runtime) {
             Err(errno) if result.is_ok() => Err(HaltReason::Flush(errno)),
             _ => result,
         }
@@ -340,9 +340,16 @@ impl Keeper {
         }
     }
 
-    /// What clients wrote reaches stable storage, and the image is closed, before the process says that all is well. The flush comes
-    /// first: closing waits for requests, and some may never end.
-    fn last_flush(&self, limit: Duration, made: Option<Runtime>) -> Result<(), Errno> {
+    /// What clients wrote reaches stable storage, and the image is closed, before the process says that all is well.
+    ///
+    /// * `drained`: no request is in flight. Otherwise a flush of its own comes first: closing, which flushes too, waits for requests, and
+    ///   some may never end.
+    fn last_flush(
+        &self,
+        limit: Duration,
+        drained: bool,
+        made: Option<Runtime>,
+    ) -> Result<(), Errno> {
         if self.disk.is_read_only() {
             return Ok(());
         }
@@ -353,7 +360,7 @@ impl Keeper {
         let ring = runtime.ring().clone();
         let flush = async {
             let mut flush = std::pin::pin!(async {
-                let flushed = self.disk.flush(&ring).await;
+                let flushed = if drained { Ok(()) } else { self.disk.flush(&ring).await };
                 flushed.and(self.disk.close(&ring).await)
             });
             let quiet = LAST_FLUSH_QUIET.min(limit);

@@ -13,6 +13,7 @@ use ringdisk_disk::{Disk, NullOptions};
 use ringdisk_fuse::ErrorKind;
 use ringdisk_fuse::mount::mount as mount_new;
 use ringdisk_fuse::mount::{Method, MountOptions, Unmount, mount, mountpoint, table, unmount};
+use ringdisk_testkit::mount::{copy_program, text};
 use ringdisk_testkit::process::patient;
 
 fn null() -> std::sync::Arc<Disk> {
@@ -317,7 +318,7 @@ fn as_nobody(test: &str, device_mode: &str) {
     let path = directory.path();
     chown(path, Some(NOBODY), Some(NOBODY)).expect("chown");
     let program = std::env::current_exe().expect("a path");
-    std::fs::copy(program, path.join("program")).expect("copy");
+    copy_program(text(&program), &path.join("program"));
     let mut command = Command::new("unshare");
     command.args(["--mount", "sh", "-c", SCRIPT, "sh", test, device_mode]);
     let output = command.env("TMPDIR", path).current_dir(path).output().expect("unshare");

@@ -17,7 +17,7 @@ use signal_hook::iterator::Signals;
 pub(crate) enum Phase {
     /// Nothing is mounted yet: a stop ends the process through this.
     Starting(Box<dyn Fn(&'static str) + Send>),
-    /// Between nothing and a mount: a stop is remembered.
+    /// Between nothing and a mount: a signal is remembered.
     Mounting,
     /// Requests are served.
     Serving(Actions),
@@ -37,6 +37,14 @@ struct State {
     phase: Phase,
     /// The first stop signal, if there was one.
     stopped_by: Option<&'static str>,
+    /// The counters were asked for before there were any.
+    is_print_due: bool,
+}
+
+impl State {
+    fn new(phase: Phase) -> State {
+        State { phase, stopped_by: None, is_print_due: false }
+    }
 }
 
 /// The signal thread's other end.
@@ -55,7 +63,7 @@ impl Watcher {
             wanted.push(SIGHUP);
         }
         let mut signals = Signals::new(&wanted)?;
-        let watcher = Watcher { state: Arc::new(Mutex::new(State { phase, stopped_by: None })) };
+        let watcher = Watcher { state: Arc::new(Mutex::new(State::new(phase))) };
         let theirs = watcher.clone();
         thread::Builder::new()
             .name(String::from("signals"))
@@ -65,10 +73,15 @@ impl Watcher {
         Ok(watcher)
     }
 
-    /// Goes on to the next phase. Returns the signal that asked for a stop meanwhile, if one did.
+    /// Goes on to the next phase, and does what was asked for too early. Returns the signal that asked for a stop meanwhile, if one did.
     pub(crate) fn enter(&self, phase: Phase) -> Option<&'static str> {
         let mut state = self.state();
         state.phase = phase;
+        if let Phase::Serving(actions) = &state.phase
+            && state.is_print_due
+        {
+            (actions.print)();
+        }
         state.stopped_by
     }
 
@@ -81,8 +94,9 @@ impl Watcher {
     fn take(&self, signal: i32) {
         let mut state = self.state();
         if signal == SIGUSR1 {
-            if let Phase::Serving(actions) = &state.phase {
-                (actions.print)();
+            match &state.phase {
+                Phase::Serving(actions) => (actions.print)(),
+                _ => state.is_print_due = true,
             }
             return;
         }
@@ -130,11 +144,9 @@ mod tests {
     }
 
     #[test]
-    fn a_stop_while_mounting_is_remembered_and_one_while_serving_is_passed_on() {
+    fn what_comes_while_mounting_is_remembered_and_while_serving_is_passed_on() {
         let (send, receive) = mpsc::channel();
-        let watcher = Watcher {
-            state: Arc::new(Mutex::new(State { phase: Phase::Mounting, stopped_by: None })),
-        };
+        let watcher = Watcher { state: Arc::new(Mutex::new(State::new(Phase::Mounting))) };
         watcher.take(SIGUSR1);
         assert_eq!(watcher.stopped_by(), None);
         watcher.take(SIGINT);
@@ -147,6 +159,7 @@ mod tests {
         watcher.take(SIGUSR1);
         watcher.take(SIGTERM);
         let wait = Duration::from_secs(1);
+        assert_eq!(receive.recv_timeout(wait), Ok("print"), "asked for while mounting");
         assert_eq!(receive.recv_timeout(wait), Ok("print"));
         assert_eq!(receive.recv_timeout(wait), Ok("SIGTERM"));
         assert_eq!(watcher.enter(Phase::Ending), Some("SIGINT"));

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use common::{MIB, mount, open, program, raw_image, refused, serve, serve_raw};
 use ringdisk_testkit::images::{pattern, piece};
-use ringdisk_testkit::limits::{self, Holds, mount_at, mounts, needs, needs_root};
+use ringdisk_testkit::limits::{self, Holds, mount_at, mounts, needs, needs_root, stop_signals};
 use ringdisk_testkit::mount::{Cleared, Mounted, STOP, scratch, text, unmount};
 use ringdisk_testkit::process::{LIMIT, Process, command, has, ok_words, patient, run, until};
 use rustix::process::Signal;
@@ -18,7 +18,7 @@ fn signals_end_a_mount_cleanly() {
     if !needs_root() {
         return;
     }
-    for signal in [Signal::TERM, Signal::INT, Signal::HUP] {
+    for signal in stop_signals() {
         let disk = serve_raw(MIB, &[]);
         open(disk.mounted.path()).write_all_at(b"kept", 10).expect("write");
         let finished = disk.mounted.stop_by(signal);

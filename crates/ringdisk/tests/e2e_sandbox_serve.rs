@@ -18,7 +18,7 @@ use common::{MIB, program};
 use ringdisk_testkit::images;
 use ringdisk_testkit::limits::{needs, needs_root};
 use ringdisk_testkit::model::{FrontEnd, Request, Vm, ask};
-use ringdisk_testkit::mount::{Loop, Mounted, scratch, text};
+use ringdisk_testkit::mount::{Loop, Mounted, copy_program, scratch, text};
 use ringdisk_testkit::process::{LIMIT, Process, command, run, until};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -424,7 +424,7 @@ fn what_is_missing_when_a_disk_was_taken_does_not_cost_the_guest_its_disk() {
     load.run(&mut vm, 100);
     // A program that nobody may start a second time: the new process gets no warden. Nothing is taken before that is so.
     let program = place.path("program");
-    fs::copy(common::program(), &program).expect("a copy of the program");
+    copy_program(&common::program(), &program);
     let words = [&["serve"], &words_at(&place)[..], &["--upgrade", "--sandbox", "on"]].concat();
     let mut successor = Command::new(&program);
     successor.args(&words).env_remove("NOTIFY_SOCKET").env_remove("LISTEN_FDS");

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use common::{BLOCK, MIB, Served, errno, mount, open, open_direct, serve, serve_raw};
 use ringdisk_testkit::images::{self, pattern, piece};
 use ringdisk_testkit::limits::{mount_at, needs_root};
-use ringdisk_testkit::mount::{FileSystem, Loop, Mounted, STOP, scratch, text};
-use ringdisk_testkit::process::{LIMIT, Process, command, patient, until};
+use ringdisk_testkit::mount::{FileSystem, Loop, Mounted, STOP, scratch, text, wait_for_requests};
+use ringdisk_testkit::process::{LIMIT, Process, command, ok_words, patient, until};
 use rustix::io::Errno;
 use rustix::process::Signal;
 
@@ -156,18 +156,21 @@ impl Stuck {
     fn new(args: &[&str]) -> Stuck {
         let mut lower = mount(&["--null", "64M"]);
         let upper = serve(lower.path(), &[&["--format", "raw", "--direct"], args].concat());
+        // What the kernel knows of both files is fresh, so that mostly a read is what is stuck.
+        ok_words(&["stat", "--cached=never", lower.text(), upper.text()]);
         lower.process().signal(Signal::STOP);
         Stuck { upper, lower }
     }
 
     fn clients(&self) -> [Process; 3] {
-        let mut out = [1, 2, 3].map(|at| {
+        let clients = [1, 2, 3].map(|at| {
             let words = [format!("if={}", self.upper.text()), format!("skip={at}")];
             let more = ["of=/dev/null", "bs=4k", "count=1", "iflag=direct"];
             Process::spawn(command(&["dd"]).args(words).args(more))
         });
-        out.iter_mut().for_each(|client| client.has_begun(self.upper.path()));
-        out
+        // In a read, or before it: whose attributes are old by then is asked for new ones, which never come either.
+        wait_for_requests(self.upper.path(), 3);
+        clients
     }
 }
 
@@ -218,7 +221,7 @@ fn a_time_limit_ends_a_mount_whose_storage_never_completes() {
     if !needs_root() {
         return;
     }
-    let mut stuck = Stuck::new(&["--io-timeout", "1s"]);
+    let mut stuck = Stuck::new(&["--io-timeout", "3s"]);
     let clients = stuck.clients();
     assert_ended_with_errors(clients);
     let gone = until(STOP, || mount_at(stuck.upper.path()).is_none().then_some(()));

@@ -4,15 +4,12 @@ mod common;
 
 use std::fs;
 use std::path::Path;
-use std::process::Command;
-use std::time::Duration;
 
-use common::tools::{described, names, qemu_img, ringdisk};
+use common::tools::{described, interrupted, names, qemu_img, ringdisk};
 use common::{MIB, serve};
 use ringdisk_testkit::images::{self, assert_clean, assert_same, qemu_io};
 use ringdisk_testkit::limits::needs_root;
 use ringdisk_testkit::mount::scratch;
-use ringdisk_testkit::process::{Finished, Process, until};
 use rustix::process::Signal;
 
 /// A qcow2 of 10 MiB with some content, twice.
@@ -369,26 +366,13 @@ fn an_image_in_use_is_left_alone_by_every_tool() {
     assert_twins(d, "left alone");
 }
 
-/// Starts the program, and ends it by SIGINT as soon as the file has `len` bytes.
-fn interrupted(directory: &Path, words: &[&str], file: &str, len: u64) -> Finished {
-    let mut command = Command::new(common::program());
-    let mut process = Process::spawn(command.args(words).current_dir(directory));
-    let reached = until(Duration::from_secs(20), || {
-        let now = directory.join(file).metadata().map_or(0, |file| file.len());
-        (now >= len || process.ended().is_some()).then_some(())
-    });
-    assert!(reached.is_some(), "{words:?}: the file does not grow");
-    process.signal(Signal::INT);
-    process.finish(Duration::from_secs(20))
-}
-
 #[test]
 fn a_signal_during_create_leaves_nothing_of_a_file_that_was_there() {
     for format in ["qcow2", "raw"] {
         let directory = scratch();
         fs::write(directory.path().join("old"), "hello").expect("a file");
         let words = ["create", "-f", format, "-o", "preallocation=full", "old", "4G"];
-        let ended = interrupted(directory.path(), &words, "old", MIB);
+        let ended = interrupted(directory.path(), &words, "old", MIB, Signal::INT);
         assert_eq!(ended.code(), None, "{format}: {}", ended.output());
         assert!(ended.stderr.contains("overwritten in part already"), "{}", ended.output());
         assert_eq!(names(directory.path()), Vec::<String>::new(), "{format}");
@@ -402,7 +386,7 @@ fn a_signal_during_resize_cuts_off_what_was_prepared() {
         ringdisk(directory.path(), &["create", "-f", format, "disk", "4M"]).ok();
         let before = directory.path().join("disk").metadata().expect("a file").len();
         let words = ["resize", "-f", format, "--preallocation=full", "disk", "4G"];
-        let ended = interrupted(directory.path(), &words, "disk", 64 * MIB);
+        let ended = interrupted(directory.path(), &words, "disk", 64 * MIB, Signal::INT);
         assert_eq!(ended.code(), None, "{format}: {}", ended.output());
         assert!(ended.stderr.contains("has its old size"), "{}", ended.output());
         assert_eq!(directory.path().join("disk").metadata().expect("a file").len(), before);

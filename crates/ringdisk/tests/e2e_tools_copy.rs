@@ -6,17 +6,12 @@ use std::fs;
 use std::os::unix::fs::FileExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
-use std::process::Command;
-use std::time::Duration;
 
-use common::tools::{described, names, qemu_img, ringdisk};
-use common::{MIB, program};
+use common::MIB;
+use common::tools::{described, interrupted, names, qemu_img, ringdisk};
 use ringdisk_testkit::images::{self, allocated, assert_clean, qemu_io};
 use ringdisk_testkit::mount::{Loop, scratch};
-use ringdisk_testkit::process::Process;
 use rustix::process::Signal;
-
-const LIMIT: Duration = Duration::from_secs(60);
 
 /// Sources of every kind.
 fn sources(d: &Path) {
@@ -320,23 +315,16 @@ fn a_signal_ends_a_copy_and_leaves_no_half_of_it() {
     let directory = scratch();
     let d = directory.path();
     images::raw(&d.join("big.img"), 192 * MIB, 1);
-    let start = |words: &[&str]| {
-        let mut command = Command::new(program());
-        let child = Process::spawn(command.arg("convert").args(words).current_dir(d));
-        std::thread::sleep(Duration::from_millis(300));
-        child
-    };
-    let child = start(&["-c", "-m", "1", "big.img", "new.qcow2"]);
-    child.signal(Signal::INT);
-    let finished = child.finish(LIMIT);
+    let words = ["convert", "-c", "-m", "1", "big.img", "new.qcow2"];
+    let finished = interrupted(d, &words, "new.qcow2", MIB, Signal::INT);
     assert_eq!(finished.status.signal(), Some(2), "{finished:?}");
     assert!(finished.stderr.contains("stopped by SIGINT"), "{finished:?}");
     assert!(!d.join("new.qcow2").exists());
     // A target that was there stays, sound.
     images::qcow2(&d.join("old.qcow2"), "200M", "");
-    let child = start(&["-n", "-c", "-m", "1", "-O", "qcow2", "big.img", "old.qcow2"]);
-    child.signal(Signal::TERM);
-    let finished = child.finish(LIMIT);
+    let len = d.join("old.qcow2").metadata().expect("a file").len() + MIB;
+    let words = ["convert", "-n", "-c", "-m", "1", "-O", "qcow2", "big.img", "old.qcow2"];
+    let finished = interrupted(d, &words, "old.qcow2", len, Signal::TERM);
     assert_eq!(finished.status.signal(), Some(15), "{finished:?}");
     assert!(finished.stderr.contains("incomplete"), "{finished:?}");
     assert_clean(&d.join("old.qcow2"));

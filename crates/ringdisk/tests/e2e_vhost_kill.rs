@@ -145,8 +145,21 @@ fn survive(format: &'static str, packed: bool, through: bool, seed: u64) {
             };
             let resumed = std::thread::scope(|scope| {
                 let killer = early.then(|| scope.spawn(move || kill_after(pid, pause)));
-                let front = connect(&mut process.0, &daemon.socket);
-                let resumed = front.map_or(Err(Refused::Gone), |front| vm.resume(front, rule));
+                let mut tries = 0;
+                let resumed = loop {
+                    let Some(front) = connect(&mut process.0, &daemon.socket) else {
+                        break Err(Refused::Gone);
+                    };
+                    match vm.resume(front, rule) {
+                        // The child of a process that was killed in its start had the socket for a moment: again, as VMMs do.
+                        Err(Refused::Gone)
+                            if !early && tries < 3 && process.0.ended().is_none() =>
+                        {
+                            tries += 1;
+                        }
+                        resumed => break resumed,
+                    }
+                };
                 if let Some(killer) = killer {
                     killer.join().expect("it was killed");
                 }

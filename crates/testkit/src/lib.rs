@@ -6,6 +6,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod connection;
 pub mod cpuset;
 pub mod fio;
 pub mod images;

@@ -6,6 +6,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, flock};
+use rustix::process::Signal;
 
 /// Whether all combinations are wanted in place of pairs (`RINGDISK_FULL=1`).
 #[must_use]
@@ -84,6 +85,20 @@ pub fn cpu_ns(pid: u32) -> u64 {
         .filter_map(|task| std::fs::read_to_string(task.path().join("schedstat")).ok())
         .filter_map(|line| line.split_whitespace().next()?.parse::<u64>().ok())
         .sum()
+}
+
+/// The signals that ask for a clean stop. Without SIGHUP where it is ignored (nohup): a program that we start ignores it, too.
+#[must_use]
+pub fn stop_signals() -> Vec<Signal> {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let ignored = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
+    let is_ignored = ignored >> (Signal::HUP.as_raw() - 1) & 1 == 1;
+    let mut signals = vec![Signal::TERM, Signal::INT];
+    if needs("SIGHUP that is not ignored (nohup)", !is_ignored) {
+        signals.push(Signal::HUP);
+    }
+    signals
 }
 
 /// One line of the mount table.

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use tempfile::TempDir;
 
+use crate::connection;
 use crate::limits::mount_at;
 use crate::process::{Finished, Process, command, ok_words, patient, run, until};
 
@@ -116,6 +117,8 @@ impl Mounted {
         if mount_at(path).is_none() && !path.exists() {
             std::fs::write(path, "").expect("an empty file to mount on");
         }
+        // Where a dead mount is replaced only the word tells the two apart: numbers of mounts are used again.
+        let is_replaced = mount_at(path).is_some();
         let ready = Ready::new();
         command.env("NOTIFY_SOCKET", &ready.name);
         let process = Process::spawn(command);
@@ -128,7 +131,8 @@ impl Mounted {
             }
             mount_at(path)?;
             let since = *seen.get_or_insert_with(Instant::now);
-            (ready.heard() || since.elapsed() > patient(QUIET)).then_some(false)
+            let is_quiet = !is_replaced && since.elapsed() > patient(QUIET);
+            (ready.heard() || is_quiet).then_some(false)
         });
         match ended {
             Some(false) => Ok(mounted),
@@ -204,9 +208,15 @@ impl Drop for Mounted {
 /// Ends a FUSE connection by force, so that nobody waits for it any longer.
 pub fn abort(path: &Path) {
     if let Some(mount) = mount_at(path) {
-        let switch = format!("/sys/fs/fuse/connections/{}/abort", mount.minor);
-        let _ = std::fs::write(switch, "1");
+        let _ = connection::abort(mount.minor);
     }
+}
+
+/// Waits until so many requests of clients of the mount at `path` are there.
+pub fn wait_for_requests(path: &Path, count: u32) {
+    let number = mount_at(path).expect("a mount").minor;
+    let seen = until(READY, || connection::waiting(number).is_ok_and(|n| n >= count).then_some(()));
+    assert_eq!(seen, Some(()), "no {count} requests for {}", path.display());
 }
 
 /// Removes what is mounted at `path`, lazily; nothing mounted is no error.
@@ -307,11 +317,17 @@ impl Drop for Loop {
 pub fn for_user(binary: &str, uid: u32) -> (TempDir, PathBuf) {
     let directory = scratch();
     let path = directory.path().join("ringdisk");
-    std::fs::copy(binary, &path).expect("a copy of the program");
+    copy_program(binary, &path);
     let open = |p: &Path| std::fs::set_permissions(p, std::fs::Permissions::from_mode(0o755));
     open(&path).and_then(|()| open(directory.path())).expect("permissions");
     std::os::unix::fs::chown(directory.path(), Some(uid), Some(uid)).expect("chown");
     (directory, path)
+}
+
+/// Copies a program that is to be started. By another process: while we write, the children that other threads of this one start have the
+/// descriptor too, until their exec, and a program that somebody may write to cannot be started (ETXTBSY).
+pub fn copy_program(binary: &str, to: &Path) {
+    ok_words(&["cp", binary, text(to)]);
 }
 
 fn ok(command: &mut Command) -> String {

@@ -76,7 +76,14 @@ fn own_limits_are_counted() {
 #[test]
 fn who_does_not_end_is_shown_with_its_threads() {
     let waits = Process::spawn(&mut command(&["sh", "-c", "sleep 600; true"]));
-    let told = catch_unwind(AssertUnwindSafe(|| waits.finish(Duration::from_millis(300))));
+    let children = format!("/proc/{0}/task/{0}/children", waits.pid());
+    let name = |pid: &str| std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    let sleeps = until(Duration::from_secs(20), || {
+        let pids = std::fs::read_to_string(&children).unwrap_or_default();
+        pids.split_whitespace().any(|pid| name(pid).trim() == "sleep").then_some(())
+    });
+    assert!(sleeps.is_some(), "{}", waits.output());
+    let told = catch_unwind(AssertUnwindSafe(|| waits.finish(Duration::from_millis(50))));
     let told = told.expect_err("it does not end").downcast::<String>().expect("a message");
     assert!(told.contains(" sh: ") && told.contains(" sleep: "), "{told}");
 }

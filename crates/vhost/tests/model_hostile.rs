@@ -11,7 +11,8 @@ use ringdisk_guest::Layout;
 use ringdisk_guest::driver::GUEST_BASE;
 use ringdisk_testkit::limits::full;
 use ringdisk_testkit::model::{Refused, Request, Vm, VmOptions, ask, bits};
-use ringdisk_testkit::sim::{Fault, OpKind, Prng, When};
+use ringdisk_testkit::process::until;
+use ringdisk_testkit::sim::{Fault, OpKind, Prng, SimStorage, When};
 
 /// In GET_STATUS.
 const NEEDS_RESET: u64 = 0x40;
@@ -122,6 +123,12 @@ fn every_bad_chain_ends_its_own_device_which_works_again_after_a_reset() {
     }
 }
 
+/// Waits until the storage holds a request.
+fn wait_for_held(sim: &SimStorage) {
+    let held = until(Duration::from_secs(20), || (!sim.held().is_empty()).then_some(()));
+    assert_eq!(held, Some(()), "nothing reaches the storage");
+}
+
 #[test]
 fn a_broken_device_takes_no_requests_in_any_virtqueue_before_a_reset() {
     for (packed, protocol) in [(false, u64::MAX), (true, u64::MAX), (false, !bits::P_STATUS)] {
@@ -136,9 +143,7 @@ fn a_broken_device_takes_no_requests_in_any_virtqueue_before_a_reset() {
         // What was taken before is answered.
         sim.on(When::kind(OpKind::Read).once(), Fault::Hold);
         vm.submit(1, Request::read(3, 512)).expect("room");
-        while sim.held().is_empty() {
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        wait_for_held(&sim);
         header(&vm, 0);
         send(&mut vm, 0, &[(PLACE, 16, 0, 0)]);
         assert!(reason(&served).contains("virtqueue 0"));
@@ -217,6 +222,7 @@ fn jumps_of_the_index_and_heads_that_are_not_there_or_in_flight_are_found() {
     send(&mut vm, 0, &chain);
     avail(&mut vm, 0, &[0, 0], 2);
     assert!(reason(&served).contains("descriptor 0 was made available while it is in flight"));
+    wait_for_held(&sim);
     assert_eq!(sim.release_all(), 1);
     vm.reset().expect("a reset");
     works(&mut vm);
@@ -330,6 +336,8 @@ fn memory_that_is_truncated_under_us_ends_that_device_alone() {
 /// Makes a queue thread wait in its call: the eventfd did not wait when it was announced, does so now, and is full.
 fn stick(vm: &mut Vm) {
     works(vm);
+    // Goes through the queue thread: no call for what was answered before comes later.
+    vm.change_call(0).expect("another eventfd");
     let call = vm.queues[0].call.try_clone().expect("a descriptor");
     let flags = rustix::fs::fcntl_getfl(&call).expect("flags");
     let _ = rustix::io::read(&call, &mut [0; 8]);

@@ -15,27 +15,30 @@
 
 #include "guest.h"
 
-struct call { int fd; unsigned long request; void *argument; };
+struct call { int fd; unsigned long request; void *argument; int begun; };
 
 static int make_call(void *argument)
 {
 	struct call *call = argument;
 
+	__atomic_store_n(&call->begun, 1, __ATOMIC_RELEASE);
 	return ioctl(call->fd, call->request, call->argument) ? errno : 0;
 }
 
 /*
- * A call from a process of its own that shares our memory, so that the device takes it for the owner; killed after a while. Returns how it
+ * A call from a process of its own that shares our memory, so that the device takes it for the owner; killed a while after it began. Returns how it
  * ended, as waitpid says, or -1: it did not end within 10 s of being killed.
  */
 static int killed_call(struct guest *guest, unsigned long request, void *argument, unsigned after_ms)
 {
-	struct call call = { guest->fd, request, argument };
+	struct call call = { guest->fd, request, argument, 0 };
 	char *stack = malloc(65536);
 	int status = 0;
 	pid_t child = clone(make_call, stack + 65536, CLONE_VM | SIGCHLD, &call);
 
 	CHECK(child > 0, "clone");
+	for (unsigned tries = 0; tries < 5000 && !__atomic_load_n(&call.begun, __ATOMIC_ACQUIRE); tries++)
+		nap_ms(1);
 	nap_ms(after_ms);
 	kill(child, SIGKILL);
 	for (unsigned tries = 0; tries < 1000; tries++) {

@@ -6,10 +6,10 @@ use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Poll;
-use std::time::Instant;
 
 use ringdisk_ring::{IoBuf, Ring};
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
+use rustix::time::{ClockId, clock_gettime};
 
 use super::run;
 use crate::{Disk, Errno, ImageOptions};
@@ -128,17 +128,22 @@ fn a_view_keeps_changes_away() {
 
 #[test]
 fn entering_is_cheap() {
-    // Generous: other tests run beside this one, and this is no release build.
-    const NANOSECONDS_MAX: u128 = 1000;
+    // Generous: this is no release build.
+    const NANOSECONDS_MAX: i128 = 1000;
     const ROUNDS: u32 = 200_000;
     run(async |_ring| {
         let (_sim, disk) = disk();
-        let start = Instant::now();
+        // Of this thread alone: others of the machine may be in its way.
+        let time = || {
+            let time = clock_gettime(ClockId::ThreadCPUTime);
+            i128::from(time.tv_sec) * 1_000_000_000 + i128::from(time.tv_nsec)
+        };
+        let start = time();
         for _ in 0..ROUNDS {
             let pass = disk.enter().await;
             assert_eq!(std::hint::black_box(&pass).layers.len(), 1);
         }
-        let each = start.elapsed().as_nanos() / u128::from(ROUNDS);
+        let each = (time() - start) / i128::from(ROUNDS);
         println!("{each} ns for a request to enter and leave");
         assert!(each < NANOSECONDS_MAX, "{each} ns");
     });

@@ -14,7 +14,8 @@ use super::{buffer, directory, open, output, qemu_img, qemu_io, run};
 use crate::{Cache, Disk, Errno, ErrorKind, Format, ImageOptions, NullOptions, ResizeOptions};
 
 /// Time for a lock that a child of another test has a copy of, between its fork and its exec.
-const WAIT: Duration = Duration::from_secs(5);
+/// Also for the flushes of the other side.
+const WAIT: Duration = Duration::from_secs(60);
 const SHORT: Duration = Duration::from_millis(50);
 
 fn incoming(options: &ImageOptions) -> ImageOptions {

@@ -66,6 +66,7 @@ fn a_new_entry_does_not_take_a_request_that_waits() {
     let held = wire.hold_a_read();
     let queue = wire.entries[held].queue;
     let second = wire.client_on(cpu, 4096);
+    wire.wait_for_requests(2);
     assert!(wire.waits(&second), "its queue has no entry left");
     let entry = wire.new_entry();
     let late = wire.register(queue, entry);

@@ -20,6 +20,7 @@ use ringdisk_fuse::negotiate::{InitAnswer, Profile, negotiate};
 use ringdisk_fuse::reply::ReplyBuf;
 use ringdisk_fuse::request::Operation;
 use ringdisk_ring::{Config, Errno, Fd, RawCommand, Ring, Runtime, Topology};
+use ringdisk_testkit::connection::waiting;
 use ringdisk_testkit::limits::{UringParameter, needs_root};
 use ringdisk_testkit::process::patient;
 
@@ -203,6 +204,16 @@ impl Wire {
             let ring = self.ring.clone();
             self.runtime.block_on(ring.sleep(Duration::from_micros(500)));
         }
+    }
+
+    /// Runs the ring until so many requests are with the kernel or with us.
+    pub(crate) fn wait_for_requests(&mut self, count: u32) {
+        let connection = self.mount().connection().expect("a mount that was seen");
+        let seen = self.wait(COMPLETES, |_| {
+            let now = waiting(connection).expect("the connection is there");
+            (now >= count).then_some(())
+        });
+        assert_eq!(seen, Some(()), "not so many requests");
     }
 
     /// Takes what is more than this thread's out, so that it outlives the ring.

@@ -8,6 +8,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, Mode, fchmod, flock};
 use rustix::io::Errno;
@@ -21,6 +22,10 @@ use crate::terminal;
 
 /// Front ends that may wait to be taken.
 const BACKLOG: i32 = 16;
+/// Who was killed just when it started another program (its warden) leaves a child that has the socket until its exec.
+const LEFT: Duration = Duration::from_millis(500);
+/// How often it is looked at meanwhile.
+const LOOK: Duration = Duration::from_millis(100);
 
 /// A socket of ours; dropping it removes its name.
 #[derive(Debug)]
@@ -145,7 +150,13 @@ pub(crate) fn check(path: &Path) -> Result<Option<(u64, u64)>, Failure> {
         )
         .hint("give another name, or remove that file if nobody needs it"));
     }
-    match probe(path) {
+    let end = Instant::now() + LEFT;
+    let mut probed = probe(path);
+    while probed.is_ok() && Instant::now() < end {
+        std::thread::sleep(LOOK);
+        probed = probe(path);
+    }
+    match probed {
         Err(Errno::CONNREFUSED) => Ok(Some((meta.dev(), meta.ino()))),
         // It went between two looks.
         Err(Errno::NOENT) => Ok(None),

@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use ringdisk_disk::Disk;
 use ringdisk_vhost::export::HandOverHandle;
@@ -14,6 +15,9 @@ use super::link::{self, Refusal};
 use super::{ASK, GO, READY, STEP, Shown, is_trusted};
 use crate::control::place::{self, Listening};
 use crate::sandbox;
+
+/// After a connection that could not be accepted.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 
 /// The socket for the successor of one disk; dropping it removes its name.
 #[derive(Debug)]
@@ -90,7 +94,7 @@ struct Ours {
 
 /// Waits for a successor that takes the disk. Gives the stream to it; `None`: the waiting was ended.
 fn wait(listener: &UnixListener, ours: &Ours, given: &AtomicBool) -> Option<UnixStream> {
-    while let Ok((stream, _)) = listener.accept() {
+    while let Some(stream) = next(listener) {
         if !is_trusted(&stream) {
             tracing::debug!("a stranger wanted the disk and was sent away");
             continue;
@@ -102,6 +106,22 @@ fn wait(listener: &UnixListener, ours: &Ours, given: &AtomicBool) -> Option<Unix
         }
     }
     None
+}
+
+/// The next process that asks; `None`: the waiting was ended.
+fn next(listener: &UnixListener) -> Option<UnixStream> {
+    loop {
+        match listener.accept() {
+            Ok((stream, _)) => return Some(stream),
+            // What shutdown(2) makes of it.
+            Err(error) if error.kind() == io::ErrorKind::InvalidInput => return None,
+            // It went again, or there is no descriptor left at the moment.
+            Err(error) => {
+                tracing::debug!("whoever asks for the disk cannot be heard: {error}");
+                std::thread::sleep(ACCEPT_PAUSE);
+            }
+        }
+    }
 }
 
 /// Gives the disk to a process. Returns whether it has it.

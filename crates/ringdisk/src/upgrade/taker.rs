@@ -16,6 +16,9 @@ use super::{ASK, GO, READY, STEP, Shown, is_trusted, link};
 use crate::control::place::{candidates, name_for_successor, user};
 use crate::report::{Exit, Failure};
 
+/// The old process flushes its disk while the guest still works, and then stands still for as long as it allows itself (`ringdisk_vhost`,
+/// `export/hand_over.rs`): 30 s.
+const PARCEL: Duration = Duration::from_secs(40);
 /// A process whose sockets are closed is gone after this time at the latest: it only has memory to give back.
 const GONE: Duration = Duration::from_secs(2);
 
@@ -51,12 +54,15 @@ pub(crate) fn ask(path: &Path, shown: &Shown) -> Result<(Parcel, Offer), Failure
             .hint("if it has ended, start without --upgrade"),
         false => Failure::system(doing(), &error, Exit::General),
     };
-    stream.set_read_timeout(Some(STEP)).map_err(failed)?;
+    stream.set_read_timeout(Some(PARCEL)).map_err(failed)?;
     stream.set_write_timeout(Some(STEP)).map_err(failed)?;
     (&stream).write_all(&[ASK]).map_err(failed)?;
     link::send_shown(&stream, shown).map_err(failed)?;
     match link::receive(&stream).map_err(failed)? {
-        Ok(parcel) => Ok((parcel, Offer { stream, process })),
+        Ok(parcel) => {
+            stream.set_read_timeout(Some(STEP)).map_err(failed)?;
+            Ok((parcel, Offer { stream, process }))
+        }
         Err(Refusal::Now(why)) => Err(Failure::new(Exit::General, format!("{}: {why}", doing()))
             .hint("it goes on as before; try again later")),
         Err(Refusal::Unlike(why)) => {

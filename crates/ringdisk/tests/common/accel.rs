@@ -129,7 +129,8 @@ pub(crate) fn kills(place: &Place, count: u64, requests: u64, most_us: u64, seed
         size: SIZE,
         block,
         bytes_max,
-        segments: 8,
+        // So many always fit the ring.
+        segments: 6,
         depth: KILL_DEPTH,
         seed,
     });

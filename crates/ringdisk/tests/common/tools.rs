@@ -2,9 +2,13 @@
 
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
+use std::time::Duration;
 
-use ringdisk_testkit::process::command;
+use ringdisk_testkit::process::{Finished, Process, command, until};
+use rustix::process::Signal;
 use serde_json::Value;
+
+use super::program;
 
 /// How a command ended.
 #[derive(Debug)]
@@ -55,7 +59,7 @@ impl Ran {
 
 /// Runs the program in a directory.
 pub(crate) fn ringdisk(directory: &Path, words: &[&str]) -> Ran {
-    let mut command = Command::new(super::program());
+    let mut command = Command::new(program());
     command.args(words).current_dir(directory).stdin(Stdio::null()).env_remove("NOTIFY_SOCKET");
     Ran::of(&command.output().expect("the program starts"))
 }
@@ -96,4 +100,23 @@ pub(crate) fn names(directory: &Path) -> Vec<String> {
         .collect();
     names.sort();
     names
+}
+
+/// Starts the program, and ends it by a signal as soon as the file has `len` bytes.
+pub(crate) fn interrupted(
+    directory: &Path,
+    words: &[&str],
+    file: &str,
+    len: u64,
+    signal: Signal,
+) -> Finished {
+    let mut command = Command::new(program());
+    let mut process = Process::spawn(command.args(words).current_dir(directory));
+    let reached = until(Duration::from_secs(20), || {
+        let now = directory.join(file).metadata().map_or(0, |file| file.len());
+        (now >= len || process.ended().is_some()).then_some(())
+    });
+    assert!(reached.is_some(), "{words:?}: the file does not grow");
+    process.signal(signal);
+    process.finish(Duration::from_secs(20))
 }

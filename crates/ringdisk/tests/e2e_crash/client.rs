@@ -3,7 +3,6 @@
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -124,15 +123,16 @@ impl Again {
 
 /// Writes and flushes at random until it has made its steps, or `stop` is set, or an error comes. Everything lies in the first `span`
 /// bytes.
+///
+/// * `file`: the mounted disk.
 pub(crate) fn work(
-    disk: &Path,
+    file: &File,
     witness: &Witness,
     seed: u64,
     steps: u64,
     span: u64,
     stop: &AtomicBool,
 ) {
-    let file = File::options().read(true).write(true).open(disk).expect("the mounted disk");
     let mut prng = Prng::new(seed);
     for _ in 0..steps {
         if stop.load(Ordering::Relaxed) {

@@ -14,7 +14,7 @@ use ringdisk_testkit::sim::Prng;
 use rustix::process::Signal;
 
 use crate::client::{Witness, work};
-use crate::common::{MIB, serve};
+use crate::common::{MIB, open, serve};
 
 fn rounds() -> u64 {
     if full() { 40 } else { 4 }
@@ -31,7 +31,8 @@ fn assert_sound(image: &Path) {
 fn kill(mut disk: Mounted, after: Duration) {
     std::thread::sleep(after);
     disk.process().signal(Signal::KILL);
-    disk.process().wait(Duration::from_secs(5)).expect("a killed process ends");
+    // Once what it has given to the storage has ended.
+    disk.process().wait(Duration::from_secs(60)).expect("a killed process ends");
 }
 
 #[test]
@@ -99,17 +100,20 @@ fn killed_at_any_time_every_flushed_byte_is_there() {
         images::qcow2(&image, "32M", options);
         let witness = Witness::new(32 * MIB, || 0);
         let disk = serve(&image, &["--threads", "2"]);
-        let (path, stop) = (disk.path().to_owned(), AtomicBool::new(false));
+        // Open before the death, however late a thread gets to run.
+        let files = [(); 4].map(|()| open(disk.path()));
+        let stop = AtomicBool::new(false);
         std::thread::scope(|scope| {
-            for thread in 0..4 {
-                let (path, witness, stop) = (&path, &witness, &stop);
+            for (thread, file) in (0..).zip(&files) {
+                let (witness, stop) = (&witness, &stop);
                 scope.spawn(move || {
-                    work(path, witness, round * 10 + thread, u64::MAX, 2 * MIB, stop);
+                    work(file, witness, round * 10 + thread, u64::MAX, 2 * MIB, stop);
                 });
             }
             kill(disk, Duration::from_millis(100 + prng.below(500)));
             stop.store(true, Ordering::Relaxed);
         });
+        drop(files);
         if !options.contains("lazy") {
             assert_sound(&image);
         }

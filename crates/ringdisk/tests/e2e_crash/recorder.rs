@@ -16,7 +16,7 @@ use ringdisk_testkit::sim::SimStorage;
 use tempfile::TempDir;
 
 use crate::client::{Witness, work};
-use crate::common::{MIB, serve};
+use crate::common::{MIB, open, serve};
 
 /// States of a run that are judged, unless `RINGDISK_FULL=1` asks for every moment.
 const STATES: usize = 1500;
@@ -168,8 +168,8 @@ fn every_flushed_byte_of_a_mounted_run_is_there_at_every_moment_after() {
         let never = AtomicBool::new(false);
         std::thread::scope(|scope| {
             for seed in 0..4 {
-                let (disk, witness, never) = (disk.path(), &witness, &never);
-                scope.spawn(move || work(disk, witness, seed, 60, MIB, never));
+                let (file, witness, never) = (open(disk.path()), &witness, &never);
+                scope.spawn(move || work(&file, witness, seed, 60, MIB, never));
             }
         });
         let finished = disk.stop();

@@ -91,7 +91,7 @@ pub(crate) fn load(
 pub(crate) fn get_on(done: &AtomicU64, requests: u64, output: impl FnOnce() -> String) {
     let goal = done.load(Ordering::Relaxed) + requests;
     let got = || (done.load(Ordering::Relaxed) >= goal).then_some(());
-    let got = ringdisk_testkit::process::until(Duration::from_secs(10), got);
+    let got = ringdisk_testkit::process::until(Duration::from_secs(60), got);
     assert!(got.is_some(), "nobody gets on: {}", output());
 }
 

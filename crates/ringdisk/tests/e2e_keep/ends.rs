@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use ringdisk_testkit::limits::{mount_at, needs_root};
-use ringdisk_testkit::mount::{Cleared, Mounted, STOP, text, unmount};
+use ringdisk_testkit::limits::{mount_at, needs_root, stop_signals};
+use ringdisk_testkit::mount::{Cleared, Mounted, STOP, text, unmount, wait_for_requests};
 use ringdisk_testkit::process::{command, ok_words, run, until};
 use rustix::process::{Pid, Signal, kill_process_group};
 
@@ -97,7 +97,7 @@ fn when_both_are_killed_clients_get_errors_and_the_next_mount_takes_the_place() 
     let disk = Kept::start_at(&["--format", "raw", text(&image)], &path);
     let slow = Kept::start(&["--null", "1G", "--latency", "30s"]);
     let mut client = reader(&slow.path());
-    std::thread::sleep(Duration::from_millis(300));
+    wait_for_requests(&slow.path(), 1);
     for kept in [&disk, &slow] {
         let group = i32::try_from(kept.0.pid()).ok().and_then(Pid::from_raw).expect("a pid");
         kill_process_group(group, Signal::KILL).expect("both are there");
@@ -122,7 +122,7 @@ fn who_dies_too_often_is_given_up_and_clients_get_errors() {
     let mut process = ringdisk_testkit::process::Process::spawn(&mut command);
     until(STOP, || pidfile.exists().then_some(())).expect("a pid file");
     let mut client = reader(&path);
-    std::thread::sleep(Duration::from_millis(300));
+    wait_for_requests(&path, 1);
     let mut killed = Vec::new();
     let ended = until(Duration::from_secs(15), || {
         if let Some(pid) = child_of(process.pid()).filter(|pid| !killed.contains(pid)) {
@@ -180,7 +180,7 @@ fn an_abort_while_nobody_serves_ends_waiting_clients() {
     let mut client = None;
     while_nobody_serves(&mut disk, || {
         let mut waits = reader(&path);
-        std::thread::sleep(Duration::from_millis(200));
+        wait_for_requests(&path, 1);
         assert_eq!(waits.ended(), None, "it waits for a server");
         let _ = run(command(&["umount", "-f", text(&path)]));
         assert!(waits.wait(STOP).is_some_and(|status| !status.success()), "it hangs");
@@ -202,7 +202,7 @@ fn a_client_of_a_mount_that_was_lazily_removed_is_still_served() {
     let mut client = None;
     while_nobody_serves(&mut disk, || {
         let waits = reader(&path);
-        std::thread::sleep(Duration::from_millis(200));
+        wait_for_requests(&path, 1);
         ok_words(&["umount", "-l", text(&path)]);
         client = Some(waits);
     });
@@ -216,7 +216,7 @@ fn signals_end_it_cleanly_also_after_a_restart() {
     if !needs_root() {
         return;
     }
-    for signal in [Signal::TERM, Signal::INT, Signal::HUP] {
+    for signal in stop_signals() {
         let (_directory, image) = raw_image(MIB, 1);
         let disk = Kept::raw(&image, &[]);
         disk.kill_server();

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use ringdisk_testkit::mount::{Mounted, STOP, text};
+use ringdisk_testkit::mount::{Mounted, text};
 use ringdisk_testkit::process::{Finished, Process, command, run, until};
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -11,6 +11,9 @@ use crate::common::{mount, program};
 
 /// A new process is allowed 5 times in 10 s.
 pub(crate) const PAUSE: Duration = Duration::from_millis(2100);
+
+/// How long the next process may take: the one before it ends only when what it has given to the storage has ended.
+const RESTART: Duration = Duration::from_secs(30);
 
 /// A kept mount.
 pub(crate) struct Kept(pub(crate) Mounted);
@@ -43,13 +46,13 @@ impl Kept {
 
     /// Kills the serving process and waits for the next one. Returns its pid.
     pub(crate) fn kill_server(&self) -> u32 {
-        let old = until(STOP, || self.server()).expect("somebody serves");
+        let old = until(RESTART, || self.server()).expect("somebody serves");
         kill(old, Signal::KILL);
-        let next = until(STOP, || self.server().filter(|pid| *pid != old));
+        let next = until(RESTART, || self.server().filter(|pid| *pid != old));
         next.unwrap_or_else(|| panic!("nobody serves: {}", self.0.output()))
     }
 
-    /// Whether the next process answers commands, which is the last thing that it begins to do.
+    /// Whether the next process answers commands, which comes a moment after it serves.
     pub(crate) fn is_ready(&self) -> bool {
         run(command(&[&program(), "ctl", text(self.0.path()), "stats"])).code() == Some(0)
     }

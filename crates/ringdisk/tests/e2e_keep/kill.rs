@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use ringdisk_testkit::images;
 use ringdisk_testkit::limits::{descriptors, full, needs, needs_root};
-use ringdisk_testkit::mount::{STOP, scratch, text};
+use ringdisk_testkit::mount::{scratch, text};
 use ringdisk_testkit::process::{Process, command, has, run, until};
 use ringdisk_testkit::sim::Prng;
 
@@ -28,7 +28,10 @@ fn killed_again_and_again(image: &Path, format: &str, span: u64, depth: u64) {
     let mut prng = Prng::new(depth);
     let holder = disk.0.pid();
     disk.kill_server();
-    let of_holder = until(STOP, || disk.is_ready().then(|| descriptors(holder)));
+    // Its last words: from then on the new process gives its parent nothing more to hold.
+    let again = || disk.0.output().contains("again: requests").then_some(());
+    assert_eq!(until(Duration::from_secs(20), again), Some(()), "{}", disk.0.output());
+    let of_holder = Some(descriptors(holder));
     let of_server = disk.server().map(descriptors);
     let written = load(&path, span, depth, |done| {
         for _ in 0..kills() {

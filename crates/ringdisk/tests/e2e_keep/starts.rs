@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use ringdisk_testkit::images::{pattern, piece};
 use ringdisk_testkit::limits::{mount_at, needs_root};
-use ringdisk_testkit::mount::{Cleared, Mounted, STOP, scratch, text};
+use ringdisk_testkit::mount::{Cleared, Mounted, STOP, scratch, text, wait_for_requests};
 use ringdisk_testkit::process::{Process, command, until};
 use rustix::process::Signal;
 use tempfile::TempDir;
@@ -61,12 +61,15 @@ fn an_image_that_is_gone_ends_the_mount_and_its_clients() {
     let made = Made::start(&["--format", "raw", text(&image)]);
     made.wait_until_ready();
     std::fs::remove_file(&image).expect("remove");
-    // What the kernel knows of the file by heart is old by then, so whoever looks at the mount has to wait for a server.
-    std::thread::sleep(Duration::from_millis(1500));
-    kill(child_of(made.process.pid()).expect("somebody serves"), Signal::KILL);
+    // Stopped first: a client that comes when the mount is gone may find the empty file below it.
+    let server = child_of(made.process.pid()).expect("somebody serves");
+    kill(server, Signal::STOP);
     let mut client = reader(&made.path);
+    wait_for_requests(&made.path, 1);
+    kill(server, Signal::KILL);
     assert_eq!(made.end(), Some(3));
-    assert!(client.wait(STOP).is_some_and(|status| !status.success()), "the client hangs");
+    let status = client.wait(STOP);
+    assert!(status.is_some_and(|it| !it.success()), "{status:?} of a client: {}", client.output());
 }
 
 #[test]
@@ -198,7 +201,7 @@ fn both_killed_one_after_the_other_leave_a_mount_that_answers_with_errors() {
     disk.0.process().signal(Signal::STOP);
     kill(disk.server().expect("somebody serves"), Signal::KILL);
     let mut client = reader(&path);
-    std::thread::sleep(Duration::from_millis(300));
+    wait_for_requests(&path, 1);
     assert_eq!(client.ended(), None, "it waits for a server");
     disk.0.process().signal(Signal::KILL);
     assert!(client.wait(STOP).is_some_and(|status| !status.success()), "the client hangs");

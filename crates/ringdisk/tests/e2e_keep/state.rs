@@ -78,6 +78,7 @@ fn an_overlay_that_a_command_put_on_top_stays_on_top() {
     disk.kill_server();
     assert_eq!((piece(&path, 0, 1), piece(&path, 4096, 1)), (vec![1], vec![2]));
     write(3, 8192);
+    assert_eq!(until(Duration::from_secs(20), || disk.is_ready().then_some(())), Some(()));
     ok_words(&[&program(), "ctl", text(&path), "commit"]);
     disk.kill_server();
     write(4, 12288);

@@ -20,12 +20,16 @@ use crate::{BackChannel, Connection, Error, ErrorKind};
 
 /// The other process has so long to take everything; the guest stands still meanwhile.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// An export has so long to stand still and to be packed: the other process waits for about as long.
+/// How long what the guest has written may take to reach the storage before that; the guest still works.
+const FLUSHING: Duration = Duration::from_secs(20);
+/// An export has so long to stand still and to be packed.
 const STANDING: Duration = Duration::from_secs(10);
 
 /// A request to hand an export over.
 #[derive(Debug)]
 pub(crate) struct Request {
+    /// Something comes when the guest begins to stand still.
+    stands: SyncSender<()>,
     answer: SyncSender<Result<Parcel, Error>>,
     /// Something comes: the other process has it. The sender goes: it has not.
     verdict: Receiver<()>,
@@ -51,14 +55,23 @@ impl HandedOver {
 ///
 /// Errors: why it cannot be handed over at the moment; it goes on then.
 pub(super) fn ask(signals: &Signals) -> Result<(Parcel, HandedOver), Error> {
-    ask_within(signals, STANDING)
+    ask_within(signals, FLUSHING, STANDING)
 }
 
-fn ask_within(signals: &Signals, limit: Duration) -> Result<(Parcel, HandedOver), Error> {
+fn ask_within(
+    signals: &Signals,
+    flushing: Duration,
+    limit: Duration,
+) -> Result<(Parcel, HandedOver), Error> {
+    let (stands, stood) = sync_channel(1);
     let (answer, answered) = sync_channel(1);
     let (verdict, verdict_receiver) = sync_channel(0);
-    signals.request(Request { answer, verdict: verdict_receiver });
-    // Whatever is answered later finds that nobody waits, and the export goes on.
+    signals.request(Request { stands, answer, verdict: verdict_receiver });
+    // Whatever is answered later finds that nobody waits, and the export goes on. One that does not get so far says why below.
+    if stood.recv_timeout(flushing) == Err(RecvTimeoutError::Timeout) {
+        let text = format!("the disk is not flushed after {} s", flushing.as_secs());
+        return Err(Error::new(ErrorKind::Refused, text));
+    }
     let parcel = answered.recv_timeout(limit).map_err(|error| match error {
         RecvTimeoutError::Disconnected => {
             Error::new(ErrorKind::Halted, "the disk is served no longer")
@@ -112,6 +125,10 @@ impl Request {
         control.take_back_all();
         // Most of what has to reach the storage does so while the guest still works. A failure comes again below.
         let _ = control.flush();
+        if self.stands.send(()).is_err() {
+            // It took too long.
+            return Outcome::GoesOn;
+        }
         if let Some((session, _)) = &mut front_end {
             session.suspend(control);
         }
@@ -328,7 +345,8 @@ mod tests {
     #[test]
     fn who_gets_no_answer_gives_up_and_the_request_is_nobodys() {
         let signals = signals();
-        let error = ask_within(&signals, Duration::from_millis(5)).expect_err("no answer");
+        let error =
+            ask_within(&signals, Duration::from_millis(5), STANDING).expect_err("no answer");
         assert_eq!(error.kind(), ErrorKind::Refused);
         let request = signals.take_request().expect("it waits");
         assert!(matches!(request.verdict.try_recv(), Err(TryRecvError::Disconnected)));
