@@ -488,7 +488,7 @@ fn one_of_two_disks_can_be_taken() {
         (one.start(&["--upgrade"]), begun.elapsed())
     });
     // The old process lives on, and does not make the new one wait for its end (8 s): that comes into its sandbox at once.
-    assert!(time < patient(Duration::from_secs(7)), "{time:?}");
+    assert!(time < patient(Duration::from_secs(6)), "{time:?}");
     assert_confined(new.process.pid(), is_root());
     assert_ne!(stats(&one.socket)["total"]["requests"], 0);
     load_two.run(&mut other, 100);

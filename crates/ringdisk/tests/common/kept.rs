@@ -4,13 +4,12 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use ringdisk_testkit::connection::waiting;
 use ringdisk_testkit::limits::mounts;
 use ringdisk_testkit::process::until;
 
 /// How long the kernel may take to let go of what it ends in the background.
 const GONE: Duration = Duration::from_secs(10);
-/// Where the kernel shows FUSE connections, one directory for each.
-const CONNECTIONS: &str = "/sys/fs/fuse/connections";
 
 /// Numbers of the whole machine. Others change them too, so a growth says something only after many mounts.
 #[derive(Clone, Copy, Debug)]
@@ -87,8 +86,7 @@ impl Kept {
             // Somebody else may have the number now.
             let is_ours = |number: &&u32| table.iter().all(|mount| mount.minor != **number);
             let numbers: Vec<&u32> = self.connections.iter().filter(is_ours).collect();
-            let there = connections();
-            let numbers_left = numbers.iter().filter(|number| there.contains(number));
+            let numbers_left = numbers.iter().filter(|number| waiting(***number).is_ok());
             left.extend(numbers_left.map(|number| format!("connection {number}")));
             let sockets = numbers.iter().filter_map(|number| socket(**number));
             left.extend(sockets.map(|path| path.display().to_string()));
@@ -101,12 +99,6 @@ impl Kept {
         names.retain(|name| !files.contains(&name.as_str()));
         assert!(names.is_empty(), "{names:?} in {}", directory.display());
     }
-}
-
-/// Numbers of the connections that the kernel has.
-fn connections() -> BTreeSet<u32> {
-    let Ok(directory) = std::fs::read_dir(CONNECTIONS) else { return BTreeSet::new() };
-    directory.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
 }
 
 /// Processes that name something below a directory.
