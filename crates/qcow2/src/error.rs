@@ -94,6 +94,16 @@ impl Error {
         }
     }
 
+    /// Whether the storage, or what the user may take of it, is full.
+    pub fn is_out_of_space(&self) -> bool {
+        use ringdisk_ring::Errno;
+        let cause = self.source.as_ref().and_then(|source| source.downcast_ref::<std::io::Error>());
+        let errno = cause.and_then(std::io::Error::raw_os_error);
+        errno.is_some_and(|errno| {
+            [Errno::NOSPC, Errno::DQUOT].contains(&Errno::from_raw_os_error(errno))
+        })
+    }
+
     /// The sort of failure.
     pub fn kind(&self) -> ErrorKind {
         self.kind

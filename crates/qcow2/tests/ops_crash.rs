@@ -263,6 +263,64 @@ fn an_error_of_any_operation_leaves_a_sound_image_that_can_be_changed_again() {
     }
 }
 
+/// As [`content`], of an image that may have leaks.
+fn content_with_leaks(file: &SimStorage) -> (Vec<u8>, Vec<Vec<u8>>) {
+    let layout = Layout::of(file);
+    assert!(layout.is_sound(), "{:?}", layout.problems);
+    let read = |guest: Guest<'_, SimStorage>| {
+        let mut bytes = vec![0; guest.size as usize];
+        guest.read(0, &mut bytes, &|_, out: &mut [u8]| out.fill(0)).expect("it can be read");
+        bytes
+    };
+    let disk = read(Guest::active(file, file).expect("a disk"));
+    let snapshot = |snapshot| read(Guest::snapshot(file, snapshot).expect("a snapshot"));
+    (disk, layout.snapshots.iter().map(snapshot).collect())
+}
+
+/// No write that makes a cluster of the file's own finds room; old places can be overwritten.
+fn make_full(file: &SimStorage) {
+    file.on(When::kind(OpKind::Write).once(), Fault::Fail(Errno::NOSPC));
+    file.on(When::any().at(file.len()..u64::MAX), Fault::Fail(Errno::NOSPC));
+}
+
+#[test]
+fn a_full_disk_is_emptied_in_place_and_a_power_cut_leaves_parts_of_it_at_most() {
+    let mut runtime = runtime();
+    for options in SHAPES {
+        let start = SimStorage::from_image(&prepared(options), 1);
+        let (old, snapshots) = content_with_leaks(&start);
+        let file = start.fork(1);
+        make_full(&file);
+        run(&mut runtime, &file, Change::Empty).expect("it needs no space");
+        let operations = file.log().len() as u64;
+        let allocated = |bytes: &[u8]| bytes.iter().filter(|byte| **byte != 0).count();
+        for number in 0..=operations {
+            let file = start.fork(number + 7);
+            make_full(&file);
+            file.on(When::any().skip(number), Fault::Fail(Errno::IO));
+            let finished = run(&mut runtime, &file, Change::Empty).is_ok();
+            for seed in 0..seeds() {
+                let case = format!("{options}, cut at {number}, seed {seed}");
+                let state = file.crash_state(seed);
+                let verdict = check_bytes(&Look(&state)).expect("an image").verdict();
+                assert!(
+                    matches!(verdict, CheckVerdict::Clean | CheckVerdict::Leaks),
+                    "{case}: {verdict:?}"
+                );
+                let (disk, kept) = content_with_leaks(&state);
+                assert!(kept == snapshots, "{case}: a snapshot has changed");
+                let wrong = disk.iter().zip(&old).position(|(now, old)| *now != 0 && now != old);
+                assert_eq!(wrong, None, "{case}");
+                assert!(!finished || allocated(&disk) == 0, "{case}: it was reported as done");
+            }
+        }
+        // All of it was given back, too.
+        let report = check_bytes(&Look(&file)).expect("an image");
+        assert_eq!(report.verdict(), CheckVerdict::Clean, "{options}: {report:?}");
+        assert_eq!(allocated(&content(&file).expect("a sound image").disk), 0, "{options}");
+    }
+}
+
 /// Whether our check finds leaks at most.
 fn is_sound(file: &SimStorage) -> bool {
     let verdict = check_bytes(&Look(file)).map(|report| report.verdict());

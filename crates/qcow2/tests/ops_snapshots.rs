@@ -220,3 +220,71 @@ fn random(options: &str, seed: u64) {
         subject.check(&what);
     }
 }
+
+/// The first range that a snapshot leaves to the backing file, with a chain of `below` bytes.
+fn need(subject: &mut Subject, below: u64) -> Option<(String, std::ops::Range<u64>)> {
+    let need = subject
+        .with(async |image, ring| image.snapshots_need_backing(ring, below).await)
+        .expect("sound tables");
+    need.map(|need| (need.name, need.range))
+}
+
+#[test]
+fn what_a_snapshot_leaves_to_the_backing_file_is_found() {
+    for options in SHAPES {
+        let mut subject = Subject::new(options, SIZE);
+        subject.create("nothing").expect("a snapshot");
+        let (name, range) = need(&mut subject, u64::MAX).expect("all of it");
+        assert_eq!((name.as_str(), range.start), ("nothing", 0), "{options}");
+        // What lies past the end of the chain is zeroes.
+        assert_eq!(need(&mut subject, 0), None, "{options}");
+        subject.delete("nothing").expect("there is one");
+        subject.write(1, 0, SIZE);
+        subject.create("full").expect("a snapshot");
+        assert_eq!(need(&mut subject, u64::MAX), None, "{options}");
+        // The disk itself does not count, and what was overwritten does not either.
+        subject.discard(0, 4 * MIB);
+        subject.write(2, MIB, 64 * KIB);
+        assert_eq!(need(&mut subject, u64::MAX), None, "{options}");
+        subject.make_empty();
+        subject.write(3, 0, 4 * MIB);
+        subject.create("part").expect("a snapshot");
+        let (name, range) = need(&mut subject, u64::MAX).expect("the end");
+        assert_eq!((name.as_str(), range.start), ("part", 4 * MIB), "{options}");
+        assert_eq!(need(&mut subject, 4 * MIB), None, "{options}");
+        subject.check(options);
+    }
+}
+
+#[test]
+fn the_part_of_a_cluster_that_a_snapshot_leaves_to_the_backing_file_is_found() {
+    let mut subject = Subject::new("cluster_size=16384,extended_l2=on", 16 * KIB);
+    subject.write(1, 0, 4 * KIB);
+    subject.zero(4 * KIB, 4 * KIB, true);
+    subject.create("part").expect("a snapshot");
+    let part = Some(("part".to_owned(), 8 * KIB..16 * KIB));
+    assert_eq!(need(&mut subject, u64::MAX), part);
+    assert_eq!(need(&mut subject, 8 * KIB), None);
+}
+
+#[test]
+fn a_disk_that_is_uncovered_shows_more_of_its_backing_file() {
+    for options in ["", "compat=0.10", "cluster_size=512", "cluster_size=16384,extended_l2=on"] {
+        let mut subject = Subject::new(options, MIB);
+        std::fs::write(subject.images.path("base"), vec![9; SIZE as usize]).expect("a file");
+        subject
+            .with(async |image, ring| image.set_backing(ring, Some(b"base"), Some("raw")).await)
+            .expect("a name");
+        subject.disk.fill(9);
+        subject.write(1, 0, 64 * KIB);
+        subject
+            .with(async |image, ring| {
+                image.uncover(ring, SIZE).await?;
+                // Never smaller.
+                image.uncover(ring, MIB).await
+            })
+            .expect("a larger disk");
+        subject.disk.resize(SIZE as usize, 9);
+        subject.check(options);
+    }
+}

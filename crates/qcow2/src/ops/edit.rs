@@ -1,4 +1,4 @@
-//! Small changes: an empty disk, another backing file.
+//! A small change: another backing file.
 
 use ringdisk_ring::Ring;
 
@@ -6,24 +6,12 @@ use crate::error::Error;
 use crate::image::Qcow2;
 use crate::limits::FILE_NAME_BYTES_MAX;
 
-use super::active::Active;
 use super::transaction::Transaction;
 
 /// Longest name of a backing format: QEMU reads no more.
 const FORMAT_BYTES_MAX: usize = 15;
 
 impl Qcow2 {
-    /// Takes away everything that the disk holds itself: all of it is what the backing file has, or
-    /// zeroes. Snapshots keep theirs.
-    ///
-    /// Errors: `InvalidRequest` when it is open for reading only; `Corrupt`, `Io`.
-    pub async fn make_empty(&mut self, ring: &Ring) -> Result<(), Error> {
-        self.finish_use(ring).await?;
-        let result = make_empty(ring, self).await;
-        self.reopen(ring, result).await?;
-        self.compact(ring).await
-    }
-
     /// Sets the name and the format of the backing file as they are in the header, or removes them.
     /// Nothing is opened, nothing is copied.
     ///
@@ -62,16 +50,6 @@ impl Qcow2 {
         let result = set_backing(ring, self, name, format).await;
         self.reopen(ring, result).await
     }
-}
-
-async fn make_empty(ring: &Ring, image: &mut Qcow2) -> Result<(), Error> {
-    let mut tx = Transaction::begin(ring, image)?;
-    let mut active = Active::load(&tx).await?;
-    active.drop_all(&mut tx).await?;
-    let entries = active.l1.len();
-    active.finish(&mut tx, entries).await?;
-    tx.shorten_file();
-    tx.commit().await
 }
 
 async fn set_backing(

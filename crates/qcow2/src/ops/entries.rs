@@ -111,7 +111,7 @@ impl Reader {
 }
 
 /// Big-endian words of a table.
-pub(super) fn words_of(bytes: &[u8]) -> Vec<u64> {
+pub(crate) fn words_of(bytes: &[u8]) -> Vec<u64> {
     bytes.as_chunks::<8>().0.iter().map(|raw| u64::from_be_bytes(*raw)).collect()
 }
 

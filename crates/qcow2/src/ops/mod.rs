@@ -3,7 +3,7 @@
 //! Promises:
 //! - A change is there as a whole or not at all, whenever the power fails: everything new is written
 //!   beside the old, and one write of the first 512 bytes of the header switches over
-//!   ([`transaction`]). No cluster leaks on the way.
+//!   ([`transaction`]). No cluster leaks on the way. (One exception for a full file system: [`empty`].)
 //! - Until the switch the image on disk stays what it was, so every error before it leaves it whole.
 //! - What the image says is checked before it is used: a table that is unaligned, outside the file or
 //!   not counted is refused with a message.
@@ -16,6 +16,7 @@ mod active;
 mod bitmaps;
 mod compact;
 mod edit;
+mod empty;
 mod entries;
 mod grow;
 mod resize;
@@ -30,6 +31,7 @@ use ringdisk_ring::Ring;
 use crate::error::{Error, ErrorKind};
 use crate::image::Qcow2;
 
+pub(crate) use entries::words_of;
 pub use resize::ResizeOptions;
 
 impl Qcow2 {
@@ -61,7 +63,7 @@ impl Qcow2 {
     }
 
     /// A request that does not fit the image.
-    fn refused(&self, reason: impl Into<String>, advice: &'static str) -> Error {
+    pub(crate) fn refused(&self, reason: impl Into<String>, advice: &'static str) -> Error {
         Error::new(ErrorKind::InvalidRequest, self.file.name(), reason, advice)
     }
 }

@@ -75,7 +75,8 @@ impl Qcow2 {
         self.reopen(ring, result).await
     }
 
-    fn check_resize(&self, size: u64, options: &ResizeOptions) -> Result<(), Error> {
+    /// Whether [`Qcow2::resize`] would refuse this. Errors: as there.
+    pub fn check_resize(&self, size: u64, options: &ResizeOptions) -> Result<(), Error> {
         let old = self.virtual_size();
         if !size.is_multiple_of(SECTOR) || i64::try_from(size).is_err() {
             return Err(self.refused(

@@ -53,6 +53,8 @@ pub(super) struct Transaction<'a> {
     /// Refcount blocks that count nothing are given up.
     pub(super) drop_blocks: bool,
     discard: Discard,
+    /// Changed refcount blocks are written where they are.
+    in_place: bool,
 }
 
 impl<'a> Transaction<'a> {
@@ -86,6 +88,7 @@ impl<'a> Transaction<'a> {
             shorten: false,
             drop_blocks: false,
             discard: options.discard,
+            in_place: false,
         })
     }
 
@@ -246,7 +249,9 @@ impl<'a> Transaction<'a> {
 
     /// Writes changed blocks to their new places.
     async fn spill(&mut self) -> Result<(), Error> {
-        self.move_blocks().await?;
+        if !self.in_place {
+            self.move_blocks().await?;
+        }
         // Entries of the table need not be remembered: it is written as a whole.
         self.write_counts().await.map(drop)
     }
@@ -380,7 +385,7 @@ impl<'a> Transaction<'a> {
                 // At most 8 MiB.
                 self.header.set_refcount_table(offset, u32::try_from(clusters).unwrap_or(u32::MAX));
             }
-            self.file.flush(self.ring).await.map_err(|errno| self.io("flushing it", errno))?;
+            self.flush().await?;
         }
         let known = self.header.autoclear() & (BITMAPS | RAW_EXTERNAL);
         self.header.set_autoclear(known);
@@ -393,6 +398,28 @@ impl<'a> Transaction<'a> {
             self.cut_file().await;
         }
         Ok(())
+    }
+
+    /// From now on refcount blocks are overwritten: for a change that only takes references away, none of which is needed by
+    /// anything on stable storage any more. It ends with [`finish_in_place`](Transaction::finish_in_place).
+    pub(super) fn stay_in_place(&mut self) {
+        self.in_place = true;
+    }
+
+    /// Makes the reference counts durable and gives back the space of what they freed.
+    pub(super) async fn finish_in_place(mut self) -> Result<(), Error> {
+        self.write_counts().await?;
+        self.flush().await?;
+        self.punch().await;
+        if self.file.kind() != Kind::BlockDevice {
+            self.cut_file().await;
+        }
+        Ok(())
+    }
+
+    /// A barrier.
+    pub(super) async fn flush(&self) -> Result<(), Error> {
+        self.file.flush(self.ring).await.map_err(|errno| self.io("flushing it", errno))
     }
 
     /// Afterwards the file ends behind the last cluster in use.

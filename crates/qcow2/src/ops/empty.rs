@@ -1,0 +1,118 @@
+//! An empty disk: everything that it shows is its backing file's.
+//!
+//! Promises: where there is room for the new metadata the change is atomic, as all of them. Where there is none (the file system
+//! is full, which is why images are emptied) it is made in place and takes no space: the L1 table is overwritten with zeroes and
+//! made durable, then the reference counts follow. A crash on that way leaves a part of the old mapping, and leaked clusters. So
+//! callers that cannot bear a part see to it that the backing file shows what the image shows, as a commit does.
+
+use ringdisk_ring::Ring;
+
+use crate::error::Error;
+use crate::header::{BITMAPS, RAW_EXTERNAL};
+use crate::image::Qcow2;
+
+use super::active::Active;
+use super::bitmaps;
+use super::resize::ResizeOptions;
+use super::transaction::Transaction;
+
+impl Qcow2 {
+    /// Takes away everything that the disk holds itself: all of it is what the backing file has, or
+    /// zeroes. Snapshots keep theirs.
+    ///
+    /// Errors: `InvalidRequest` when it is open for reading only; `Corrupt`, `Io`. Where there was no room for new metadata (see
+    /// the module) a part may be gone then.
+    pub async fn make_empty(&mut self, ring: &Ring) -> Result<(), Error> {
+        self.finish_use(ring).await?;
+        let result = beside(ring, self).await;
+        match self.reopen(ring, result).await {
+            Ok(()) => {}
+            Err(error) if error.is_out_of_space() => {
+                tracing::info!("no room for new metadata, so the image is emptied in place");
+                self.finish_use(ring).await?;
+                let result = in_place(ring, self).await;
+                self.reopen(ring, result).await?;
+            }
+            Err(error) => return Err(error),
+        }
+        self.compact(ring).await
+    }
+
+    /// Makes the disk at least `size` bytes long; what is added shows the backing file. (A resize adds zeroes.)
+    ///
+    /// * `size`: bytes, rounded up to 512.
+    ///
+    /// Errors: as [`Qcow2::resize`].
+    pub async fn uncover(&mut self, ring: &Ring, size: u64) -> Result<(), Error> {
+        let size = size.next_multiple_of(512);
+        if size <= self.virtual_size() {
+            return Ok(());
+        }
+        self.check_resize(size, &ResizeOptions::default())?;
+        self.finish_use(ring).await?;
+        let result = uncover(ring, self, size).await;
+        self.reopen(ring, result).await
+    }
+}
+
+/// By a transaction, which needs space for what it writes.
+async fn beside(ring: &Ring, image: &mut Qcow2) -> Result<(), Error> {
+    let mut tx = Transaction::begin(ring, image)?;
+    let mut active = Active::load(&tx).await?;
+    active.drop_all(&mut tx).await?;
+    let entries = active.l1.len();
+    active.finish(&mut tx, entries).await?;
+    tx.shorten_file();
+    tx.commit().await
+}
+
+/// Without any new cluster.
+async fn in_place(ring: &Ring, image: &mut Qcow2) -> Result<(), Error> {
+    let overlap = image.engine.as_deref().and_then(|engine| engine.overlap.clone());
+    let mut tx = Transaction::begin(ring, image)?;
+    if let Some(reason) = overlap {
+        return Err(tx.corrupt(reason));
+    }
+    tx.stay_in_place();
+    let mut active = Active::load(&tx).await?;
+    let run = active.run();
+    for cluster in run.start..run.end() {
+        if tx.count(cluster).await? != 1 {
+            return Err(tx.corrupt("the L1 table is not counted once, so it is not overwritten"));
+        }
+    }
+    // What the bits promise must not be true by accident.
+    let known = tx.header.autoclear() & (BITMAPS | RAW_EXTERNAL);
+    if known != tx.header.autoclear() {
+        tx.header.set_autoclear(known);
+        let written = tx.header.write_first_sector(ring, &tx.file).await;
+        written.map_err(|errno| tx.io("writing the header", errno))?;
+        tx.flush().await?;
+    }
+    if run.count > 0 {
+        let zeroes = vec![0; active.l1.len() * 8];
+        tx.write_run(run, &zeroes, "the L1 table").await?;
+        tx.flush().await?;
+    }
+    // The disk is empty, durably. The rest gives space back.
+    let freed = async {
+        active.drop_all(&mut tx).await?;
+        tx.finish_in_place().await
+    };
+    if let Err(error) = freed.await {
+        tracing::warn!(%error, "the image is empty, but its space could not be freed; `ringdisk check --repair leaks` does that");
+    }
+    Ok(())
+}
+
+async fn uncover(ring: &Ring, image: &mut Qcow2, size: u64) -> Result<(), Error> {
+    let old = image.virtual_size();
+    let entries = image.l1_needed(size).max(u64::from(image.info.l1_entries));
+    let mut tx = Transaction::begin(ring, image)?;
+    let active = Active::load(&tx).await?;
+    bitmaps::resize(&mut tx, old, size).await?;
+    tx.header.set_size(size);
+    // At most 2^22: checked before.
+    active.finish(&mut tx, usize::try_from(entries).unwrap_or(0)).await?;
+    tx.commit().await
+}
