@@ -8,7 +8,7 @@ use std::pin::Pin;
 
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
-use crate::{Allocation, Limits, Preallocation};
+use crate::{Allocation, Kind, Limits, Preallocation};
 
 /// A boxed future of a data path result, bound to its thread.
 pub type LocalFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T, Errno>> + 'a>>;
@@ -27,6 +27,10 @@ pub trait CustomStorage: Send + Sync + Debug {
     }
     /// Whether writing is refused.
     fn is_read_only(&self) -> bool;
+    /// What its users treat it as. One that claims to be a block device keeps to what [`crate::Storage`] says of block devices.
+    fn kind(&self) -> Kind {
+        Kind::Custom
+    }
     /// What requests suit it best.
     fn limits(&self) -> Limits;
     /// See [`crate::Storage::allocated_bytes`].

@@ -133,7 +133,7 @@ impl Storage {
     pub fn kind(&self) -> Kind {
         match &self.0 {
             Inner::File(file) => file.kind,
-            Inner::Custom(_) => Kind::Custom,
+            Inner::Custom(custom) => custom.kind(),
         }
     }
 

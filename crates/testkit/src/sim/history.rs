@@ -65,7 +65,7 @@ impl SimStorage {
     pub fn replay(&self) -> Option<Replay> {
         let state = self.state();
         let history = state.history.clone()?;
-        let sim = SimStorage::after(history.start, state.limits, 1);
+        let sim = SimStorage::after(history.start, &state, 1);
         sim.state().start_at(history.first_change);
         Some(Replay { sim, events: history.events.into_iter(), at: 0 })
     }

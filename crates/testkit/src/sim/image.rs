@@ -15,7 +15,12 @@ type Page = Arc<[u8; 4096]>;
 pub(crate) struct Image {
     pages: BTreeMap<u64, Page>,
     len: u64,
+    /// What nobody has written holds [`STALE`]: a block device that was used before. Else such pages are holes.
+    is_stale: bool,
 }
+
+/// Every byte of a block device that nobody has written: no zero, no valid table entry, no stamp.
+pub(crate) const STALE: u8 = 0xdb;
 
 /// Page, offset in it, and bytes there, of each piece of a range.
 fn pieces(offset: u64, len: usize) -> impl Iterator<Item = (u64, usize, usize)> {
@@ -37,13 +42,19 @@ fn index(number: u64) -> usize {
     usize::try_from(number).expect("fits in memory")
 }
 
-fn blank() -> Page {
-    Arc::new([0; 4096])
-}
-
 impl Image {
     pub(crate) fn new(len: u64) -> Image {
-        Image { pages: BTreeMap::new(), len }
+        Image { pages: BTreeMap::new(), len, is_stale: false }
+    }
+
+    /// As `new`, full of old bytes in place of zeroes.
+    pub(crate) fn stale(len: u64) -> Image {
+        Image { is_stale: true, ..Image::new(len) }
+    }
+
+    /// A page that nobody has written.
+    fn blank(&self) -> Page {
+        Arc::new([if self.is_stale { STALE } else { 0 }; 4096])
     }
 
     pub(crate) fn len(&self) -> u64 {
@@ -64,11 +75,12 @@ impl Image {
         len: u64,
         mut piece: impl FnMut(usize, &[u8]),
     ) -> usize {
-        const ZEROES: [u8; 4096] = [0; 4096];
+        const UNWRITTEN: [[u8; 4096]; 2] = [[0; 4096], [STALE; 4096]];
+        let unwritten = &UNWRITTEN[usize::from(self.is_stale)];
         let len = index(len.min(self.len.saturating_sub(offset)));
         let mut at = 0;
         for (page, inside, count) in pieces(offset, len) {
-            let bytes = self.pages.get(&page).map_or(&ZEROES, |page| page);
+            let bytes = self.pages.get(&page).map_or(unwritten, |page| page);
             piece(at, &bytes[inside..inside + count]);
             at += count;
         }
@@ -78,8 +90,9 @@ impl Image {
     /// Writes and grows.
     pub(crate) fn write(&mut self, offset: u64, bytes: &[u8]) {
         let mut done = 0;
+        let blank = self.blank();
         for (page, inside, count) in pieces(offset, bytes.len()) {
-            let page = Arc::make_mut(self.pages.entry(page).or_insert_with(blank));
+            let page = Arc::make_mut(self.pages.entry(page).or_insert_with(|| blank.clone()));
             page[inside..inside + count].copy_from_slice(&bytes[done..done + count]);
             done += count;
         }
@@ -89,6 +102,9 @@ impl Image {
     /// Zeroes a range inside the length; whole pages become holes if `unmap`.
     pub(crate) fn zero(&mut self, offset: u64, len: u64, unmap: bool) {
         let end = offset.saturating_add(len).min(self.len);
+        if self.is_stale {
+            return self.write_zeroes(offset, end.saturating_sub(offset));
+        }
         let touched: Vec<u64> = if offset < end {
             self.pages.range(offset / PAGE..end.div_ceil(PAGE)).map(|(&page, _)| page).collect()
         } else {
@@ -107,10 +123,25 @@ impl Image {
         }
     }
 
+    /// Zeroes a range that has no holes, piece by piece. Whole pages share one page of zeroes.
+    fn write_zeroes(&mut self, offset: u64, len: u64) {
+        let zeroes: Page = Arc::new([0; 4096]);
+        let blank = self.blank();
+        for (page, inside, count) in pieces(offset, index(len)) {
+            if count == zeroes.len() {
+                self.pages.insert(page, zeroes.clone());
+            } else {
+                let page = Arc::make_mut(self.pages.entry(page).or_insert_with(|| blank.clone()));
+                page[inside..inside + count].fill(0);
+            }
+        }
+    }
+
     /// Reserves pages, so that they are no holes, and grows.
     pub(crate) fn reserve(&mut self, offset: u64, len: u64) {
+        let blank = self.blank();
         for page in offset / PAGE..(offset + len).div_ceil(PAGE) {
-            self.pages.entry(page).or_insert_with(blank);
+            self.pages.entry(page).or_insert_with(|| blank.clone());
         }
         self.len = self.len.max(offset + len);
     }

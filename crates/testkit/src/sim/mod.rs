@@ -19,6 +19,7 @@
 //! assert_eq!(sim.held().len(), 0);
 //! ```
 
+mod device;
 mod history;
 mod image;
 mod power;
@@ -31,7 +32,7 @@ mod tests;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use ringdisk_storage::{Errno, Limits, Storage};
+use ringdisk_storage::{Errno, Kind, Limits, Storage};
 
 pub use history::Replay;
 pub use prng::Prng;
@@ -60,6 +61,13 @@ impl SimStorage {
         sim
     }
 
+    /// A block device of `len` bytes that holds old bytes of others: its length is fixed, and a discard leaves what the seed likes.
+    pub fn device(len: u64, seed: u64) -> SimStorage {
+        let mut state = State::with_image(image::Image::stale(len), seed);
+        state.kind = Kind::BlockDevice;
+        SimStorage(Arc::new(Mutex::new(state)))
+    }
+
     /// Takes the state; a panic of another test thread does not matter.
     fn state(&self) -> MutexGuard<'_, State> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
@@ -73,6 +81,12 @@ impl SimStorage {
     /// Sets what [`Storage::limits`] reports. Every request works all the same.
     pub fn set_limits(&self, limits: Limits) {
         self.state().limits = limits;
+    }
+
+    /// Lets [`Storage::kind`] say that it is a regular file, for code that asks; nothing else changes. (A block device is made by
+    /// [`SimStorage::device`].)
+    pub fn become_regular(&self) {
+        self.state().kind = Kind::Regular;
     }
 
     /// Sets whether changes are refused with `EROFS`.
@@ -170,7 +184,7 @@ impl SimStorage {
     #[must_use]
     pub fn crash_state(&self, seed: u64) -> SimStorage {
         let state = self.state();
-        SimStorage::after(power::crash_image(&state, seed), state.limits, seed)
+        SimStorage::after(power::crash_image(&state, seed), &state, seed)
     }
 
     /// As [`SimStorage::crash_state`], if the last flush that had something to do had left out the changes for which `lost` says so
@@ -183,7 +197,7 @@ impl SimStorage {
     ) -> Option<SimStorage> {
         let state = self.state();
         let image = power::without_last_flush(&state, seed, &lost)?;
-        Some(SimStorage::after(image, state.limits, seed))
+        Some(SimStorage::after(image, &state, seed))
     }
 
     /// What the last flush that had something to do made durable, and what took effect after it: offsets and lengths in bytes of the
@@ -204,12 +218,13 @@ impl SimStorage {
     #[must_use]
     pub fn fork(&self, seed: u64) -> SimStorage {
         let state = self.state();
-        SimStorage::after(state.image.clone(), state.limits, seed)
+        SimStorage::after(state.image.clone(), &state, seed)
     }
 
-    fn after(image: image::Image, limits: Limits, seed: u64) -> SimStorage {
+    /// A storage of the same kind as `before` with this content.
+    fn after(image: image::Image, before: &State, seed: u64) -> SimStorage {
         let mut state = State::with_image(image, seed);
-        state.limits = limits;
+        (state.limits, state.kind) = (before.limits, before.kind);
         SimStorage(Arc::new(Mutex::new(state)))
     }
 
@@ -237,6 +252,6 @@ impl SimStorage {
         let mut state = self.state();
         let kept = power::crash_image(&state, seed);
         state.power_off();
-        SimStorage::after(kept, state.limits, seed)
+        SimStorage::after(kept, &state, seed)
     }
 }

@@ -4,6 +4,8 @@
 //! the states that hurt are the lopsided ones: only the last change arrived, or all but one. So the seed chooses the shape of the
 //! subset first and its members second.
 
+use ringdisk_storage::Kind;
+
 use super::image::Image;
 use super::prng::Prng;
 use super::state::{Action, Change, State};
@@ -61,7 +63,15 @@ pub(crate) fn without_last_flush(
 
 /// Changes of operations that have begun and not ended.
 fn running(state: &State) -> Vec<Change> {
+    let len = state.image.len();
+    let is_device = state.kind == Kind::BlockDevice;
     let change = |action: &Action| match *action {
+        // A device does not grow, and a write that ends past its end is cut.
+        Action::SetLen(_) if is_device => None,
+        Action::Write { offset, ref bytes } if is_device && offset + bytes.len() as u64 > len => {
+            let count = usize::try_from(len.saturating_sub(offset)).unwrap_or(0).min(bytes.len());
+            Some(Change::Write { offset, bytes: bytes[..count].into() })
+        }
         Action::Write { offset, ref bytes } => Some(Change::Write { offset, bytes: bytes.clone() }),
         Action::Zero { offset, len, unmap, .. } => Some(Change::Zero { offset, len, unmap }),
         Action::SetLen(len) => Some(Change::SetLen(len)),

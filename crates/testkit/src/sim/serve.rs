@@ -4,7 +4,9 @@ use std::future::poll_fn;
 use std::task::Poll;
 
 use ringdisk_ring::{IoBuf, Ring};
-use ringdisk_storage::{Allocation, CustomStorage, Errno, Limits, LocalFuture, Preallocation};
+use ringdisk_storage::{
+    Allocation, CustomStorage, Errno, Kind, Limits, LocalFuture, Preallocation,
+};
 
 use super::SimStorage;
 use super::rules::{self, Fault};
@@ -113,12 +115,18 @@ impl CustomStorage for SimStorage {
         self.state().read_only
     }
 
+    fn kind(&self) -> Kind {
+        self.state().kind
+    }
+
     fn limits(&self) -> Limits {
         self.state().limits
     }
 
     fn allocated_bytes(&self) -> u64 {
-        self.state().image.allocated_bytes()
+        let state = self.state();
+        // st_blocks of a device is 0.
+        if state.kind == Kind::BlockDevice { 0 } else { state.image.allocated_bytes() }
     }
 
     fn read<'a>(&'a self, ring: &'a Ring, offset: u64, buf: &'a IoBuf) -> LocalFuture<'a, usize> {
@@ -160,7 +168,8 @@ impl CustomStorage for SimStorage {
 
     fn discard<'a>(&'a self, ring: &'a Ring, offset: u64, len: u64) -> LocalFuture<'a, ()> {
         Box::pin(async move {
-            let make = |_: &_, _| Action::Zero { offset, len, unmap: true, grow: false };
+            let make =
+                |_: &_, _| Action::Zero { offset, len, unmap: true, grow: false, discards: true };
             self.run(ring, OpKind::Discard, offset, len, make).await.map(done)
         })
     }
@@ -174,7 +183,13 @@ impl CustomStorage for SimStorage {
         _fallback: bool,
     ) -> LocalFuture<'a, ()> {
         Box::pin(async move {
-            let make = |_: &_, _| Action::Zero { offset, len, unmap: may_unmap, grow: true };
+            let make = |_: &_, _| Action::Zero {
+                offset,
+                len,
+                unmap: may_unmap,
+                grow: true,
+                discards: false,
+            };
             self.run(ring, OpKind::WriteZeroes, offset, len, make).await.map(done)
         })
     }

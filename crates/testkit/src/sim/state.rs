@@ -4,8 +4,9 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::task::Waker;
 
-use ringdisk_storage::{Allocation, Errno, Limits, Preallocation};
+use ringdisk_storage::{Allocation, Errno, Kind, Limits, Preallocation};
 
+use super::device;
 use super::history::{Event, History};
 use super::image::Image;
 use super::prng::Prng;
@@ -61,6 +62,8 @@ pub(crate) enum Action {
         len: u64,
         unmap: bool,
         grow: bool,
+        /// Only space is to be given back; a block device need not zero anything then.
+        discards: bool,
     },
     SetLen(u64),
     Preallocate {
@@ -166,6 +169,7 @@ pub(crate) struct State {
     /// What happens is noted here.
     pub(crate) history: Option<History>,
     pub(crate) limits: Limits,
+    pub(crate) kind: Kind,
     pub(crate) read_only: bool,
     powered: bool,
 }
@@ -189,6 +193,7 @@ impl State {
             log: Vec::new(),
             history: None,
             limits: Limits::byte_granular(),
+            kind: Kind::Custom,
             read_only: false,
             powered: true,
         }
@@ -265,6 +270,11 @@ impl State {
         if changes && self.read_only {
             return Err(Errno::ROFS);
         }
+        if self.kind == Kind::BlockDevice
+            && let Some(outcome) = device::perform(self, action)
+        {
+            return outcome;
+        }
         match *action {
             Action::Read { offset, len } => {
                 return Ok(Outcome::Bytes(self.image.read(offset, len)));
@@ -275,7 +285,7 @@ impl State {
                 return Ok(Outcome::Count(count));
             }
             Action::Flush { before } => self.flush(before),
-            Action::Zero { offset, len, unmap, grow } => {
+            Action::Zero { offset, len, unmap, grow, .. } => {
                 if grow && offset + len > self.image.len() {
                     self.change(Change::SetLen(offset + len));
                 }

@@ -4,8 +4,9 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use ringdisk_ring::{IoBuf, Ring, Runtime};
-use ringdisk_storage::{Allocation, Errno, Preallocation, Storage};
+use ringdisk_storage::{Allocation, Errno, Kind, Preallocation, Storage};
 
+use super::image::STALE;
 use super::{Fault, OpKind, Prng, SimStorage, When};
 
 fn block_on<F: Future>(test: impl FnOnce(Ring) -> F) -> F::Output {
@@ -397,5 +398,81 @@ fn replay_lives_through_the_same_moments() {
         let expected = [(vec![8; 512], 0), (both(8, 1), 1), (both(8, 1), 0), (both(2, 1), 1)];
         assert_eq!(moments, expected);
         assert_eq!((sim.recorded(), replay.at), (3, 3));
+    });
+}
+
+/// A device of 8 KiB that was used by others before.
+fn device() -> SimStorage {
+    SimStorage::device(8192, 1)
+}
+
+#[test]
+fn a_device_holds_old_bytes_until_they_are_written() {
+    block_on(|ring| async move {
+        let storage = device().storage();
+        assert_eq!(storage.kind(), Kind::BlockDevice);
+        assert_eq!(write(&ring, &storage, 4000, 200, 7).await, Ok(200));
+        let expected = [vec![STALE; 4000], vec![7; 200], vec![STALE; 3992]].concat();
+        assert!(read(&ring, &storage, 0, 8192).await == Ok(expected));
+        assert_eq!(storage.allocation(&ring, 0, 9999).await, Ok((Allocation::Data, 8192)));
+        assert_eq!(storage.allocated_bytes(), 0);
+    });
+}
+
+#[test]
+fn the_length_of_a_device_is_fixed() {
+    block_on(|ring| async move {
+        let storage = device().storage();
+        assert_eq!(write(&ring, &storage, 8000, 512, 7).await, Ok(192), "what fits");
+        assert_eq!(write(&ring, &storage, 8192, 512, 7).await, Err(Errno::NOSPC));
+        assert_eq!(storage.set_len(&ring, 8192).await, Ok(()));
+        assert_eq!(storage.set_len(&ring, 8191).await, Err(Errno::OPNOTSUPP));
+        let full = Preallocation::Full;
+        assert_eq!(storage.preallocate(&ring, 0, 8192, full).await, Ok(()));
+        assert_eq!(storage.preallocate(&ring, 8192, 1, full).await, Err(Errno::NOSPC));
+        assert_eq!(storage.write_zeroes(&ring, 8000, 200, true, true).await, Err(Errno::NOSPC));
+        assert_eq!(storage.len(), 8192);
+    });
+}
+
+#[test]
+fn zeroes_on_a_device_are_zeroes_and_a_discard_is_anything() {
+    block_on(|ring| async move {
+        let sim = device();
+        let storage = sim.storage();
+        storage.write_zeroes(&ring, 100, 5000, true, false).await.expect("room");
+        let expected = [vec![STALE; 100], vec![0; 5000], vec![STALE; 3092]].concat();
+        assert!(sim.image() == expected);
+        let mut seen = std::collections::BTreeSet::new();
+        for _ in 0..50 {
+            write(&ring, &storage, 0, 4096, 7).await.expect("room");
+            storage.discard(&ring, 0, 4096).await.expect("a device can");
+            let bytes = read(&ring, &storage, 0, 4096).await.expect("inside");
+            assert!(bytes.iter().all(|byte| *byte == bytes[0]), "no other bytes than one kind");
+            seen.insert(bytes[0]);
+        }
+        assert_eq!(Vec::from_iter(seen), [0, 7, STALE], "all that a device may do happens");
+    });
+}
+
+#[test]
+fn a_power_cut_leaves_a_device_of_the_same_kind_and_length() {
+    block_on(|ring| async move {
+        let sim = device();
+        sim.on(When::kind(OpKind::Write), Fault::Hold);
+        let (storage, handle) = (sim.storage(), ring.clone());
+        ring.spawn(async move {
+            let _ = write(&handle, &storage, 7680, 1024, 7).await;
+        });
+        settle(&ring).await;
+        assert_eq!(sim.held().len(), 1, "a write past the end is under way");
+        let ends: Vec<u8> = (0..40)
+            .map(|seed| {
+                let after = sim.crash_state(seed);
+                assert_eq!((after.len(), after.storage().kind()), (8192, Kind::BlockDevice));
+                after.image()[8191]
+            })
+            .collect();
+        assert!(ends.contains(&7) && ends.contains(&STALE), "it arrives or it does not");
     });
 }
