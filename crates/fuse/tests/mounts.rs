@@ -335,7 +335,7 @@ fn an_ordinary_user_mounts_through_the_helper() {
 }
 
 #[test]
-#[ignore = "started by an_ordinary_user_mounts_through_the_helper"]
+#[ignore = "run by an_ordinary_user_mounts_through_the_helper"]
 fn ordinary_user() {
     let mut served = Served::new(null(), Wanted::default());
     assert_eq!(std::fs::read(served.path()).expect("read"), vec![0; 1 << 20]);
@@ -368,7 +368,7 @@ fn an_ordinary_user_learns_why_nothing_was_mounted() {
 }
 
 #[test]
-#[ignore = "started by an_ordinary_user_learns_why_nothing_was_mounted"]
+#[ignore = "run by an_ordinary_user_learns_why_nothing_was_mounted"]
 fn ordinary_user_refused() {
     let error = mount_new(Path::new("/etc/passwd"), &options()).expect_err("not theirs");
     assert_eq!(error.kind(), ErrorKind::PermissionDenied, "{error}");
@@ -391,7 +391,7 @@ fn a_device_that_may_not_be_opened_is_named() {
 }
 
 #[test]
-#[ignore = "started by a_device_that_may_not_be_opened_is_named"]
+#[ignore = "run by a_device_that_may_not_be_opened_is_named"]
 fn forbidden_device() {
     let directory = tempfile::tempdir().expect("a directory");
     let path = directory.path().join("disk");

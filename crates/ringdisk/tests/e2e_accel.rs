@@ -13,7 +13,7 @@ use common::accel::{
 };
 use common::disks::disk;
 use common::serving::{Place, SIZE, ctl, load, meanwhile, options, serve_command, stats};
-use ringdisk_testkit::limits::full;
+use ringdisk_testkit::limits::{full, part_needs};
 use ringdisk_testkit::model::{FrontEnd, Request, Vm, ask, bits};
 use ringdisk_testkit::mount::text;
 use ringdisk_testkit::process::{LIMIT, run, until};
@@ -33,7 +33,7 @@ fn what_cannot_be_accelerated_is_refused_or_served_as_ever() {
         assert!(finished.stderr.contains(why), "{why}: {}", finished.output());
         assert!(!place.socket.exists(), "{why}");
     };
-    if Path::new("/dev/vhost-blk").exists() {
+    if part_needs("kernel module vhost_blk", Path::new("/dev/vhost-blk").exists()) {
         refused(&qcow2, &PLAIN, 2, "the image is not raw");
         refused(&raw, &[], 2, "through the page cache (not with --cache none");
         refused(&raw, &["--cache", "none", "--on-error", "stop"], 2, "--on-error stop");

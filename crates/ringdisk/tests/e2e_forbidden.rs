@@ -19,7 +19,7 @@ use rustix::io::Errno;
 const LIMIT: Duration = Duration::from_secs(20);
 
 #[test]
-#[ignore = "becomes the program from which calls were taken away"]
+#[ignore = "run by the others: becomes the program from which calls were taken away"]
 fn launcher() {
     launch();
 }

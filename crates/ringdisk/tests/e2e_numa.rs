@@ -86,7 +86,10 @@ fn payloads_are_on_the_node_of_the_client() {
     }
     let Some(_switch) = UringParameter::set(true) else { return };
     // A huge page that the start took would hold payloads of the client already.
-    let _small_pages = Sysctl::set("/sys/kernel/mm/transparent_hugepage/enabled", "never");
+    let Some(_small_pages) = Sysctl::set("/sys/kernel/mm/transparent_hugepage/enabled", "never")
+    else {
+        return;
+    };
     for (used, spared, cpu) in [(0, 1, near[0]), (1, 0, far[0]), (1, 0, far[far.len() - 1])] {
         let disk = serve_raw(8 * MIB, &["--transport", "uring"]);
         let pid = disk.mounted.pid();

@@ -9,7 +9,7 @@ use std::path::Path;
 use common::tools::ringdisk;
 use common::{MIB, mount, open, refused, sample, serve, serve_raw};
 use ringdisk_testkit::images::{pattern, piece, raw};
-use ringdisk_testkit::limits::{is_root, needs, needs_root};
+use ringdisk_testkit::limits::{needs, needs_root};
 use ringdisk_testkit::mount::{Mounted, scratch, text};
 
 const LEN: u64 = 4 * MIB;
@@ -156,7 +156,7 @@ fn an_image_on_a_fuse_mount_cannot_be_passed_through() {
 
 #[test]
 fn it_is_for_root() {
-    if !is_root() {
+    if !needs_root() {
         return;
     }
     let ran = ringdisk(Path::new("/"), &["mount", "--passthrough", "--null", "1M", "x"]);

@@ -10,6 +10,7 @@ use std::process::{Command, ExitStatus};
 use std::sync::mpsc::{Sender, channel};
 
 use ringdisk_sandbox::{Calls, CapabilitySet, InForce, Keep, Plan};
+use ringdisk_testkit::limits::needs;
 
 /// What a body is to try.
 const TRY: &str = "RINGDISK_TEST_TRY";
@@ -38,8 +39,7 @@ fn passes(what: &str) {
         fs::write(directory.path().join(name), "secret").expect("write");
     }
     let status = body(what, directory.path());
-    if status.code() == Some(NO_LANDLOCK) {
-        println!("SKIPPED: {what}: the kernel has no landlock");
+    if !needs("landlock in this kernel", status.code() != Some(NO_LANDLOCK)) {
         return;
     }
     assert!(status.success(), "{what}: {status}");
@@ -87,7 +87,7 @@ fn everywhere(old: &Sender<Box<dyn FnOnce() + Send>>, work: fn()) {
 }
 
 #[test]
-#[ignore = "the body of the others"]
+#[ignore = "run by the others"]
 fn the_body() {
     let Ok(what) = std::env::var(TRY) else { return };
     match what.as_str() {

@@ -18,3 +18,4 @@ pub mod mount;
 pub mod oracle;
 pub mod process;
 pub mod sim;
+pub mod skips;

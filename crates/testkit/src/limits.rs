@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{FlockOperation, flock};
 use rustix::process::Signal;
 
+pub use crate::skips::{needs, part_needs};
+
 /// Whether all combinations are wanted in place of pairs (`RINGDISK_FULL=1`).
 #[must_use]
 pub fn full() -> bool {
@@ -20,17 +22,9 @@ pub fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
-/// True when the test may go on; says why it does not.
+/// True when this is root; else the test is noted as skipped ([`needs`]).
 #[must_use]
-pub fn needs(what: &str, there: bool) -> bool {
-    if !there {
-        eprintln!("SKIPPED: this machine has no {what}");
-    }
-    there
-}
-
-/// True when this is root; says that the test is left out when it is not.
-#[must_use]
+#[track_caller]
 pub fn needs_root() -> bool {
     needs("root for this test", is_root())
 }
@@ -95,7 +89,7 @@ pub fn stop_signals() -> Vec<Signal> {
     let ignored = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
     let is_ignored = ignored >> (Signal::HUP.as_raw() - 1) & 1 == 1;
     let mut signals = vec![Signal::TERM, Signal::INT];
-    if needs("SIGHUP that is not ignored (nohup)", !is_ignored) {
+    if part_needs("SIGHUP that is not ignored (nohup)", !is_ignored) {
         signals.push(Signal::HUP);
     }
     signals
@@ -183,12 +177,17 @@ pub struct Sysctl {
 
 impl Sysctl {
     /// Sets `kernel/io_uring_disabled` and the like, or a path in sysfs; `None` when the kernel has no such setting or it may not be
-    /// written.
+    /// written: the test is noted as skipped then.
     #[must_use]
+    #[track_caller]
     pub fn set(name: &str, value: &str) -> Option<Sysctl> {
         let path = Path::new("/proc/sys").join(name);
-        let before = std::fs::read_to_string(&path).ok()?;
-        std::fs::write(&path, value).ok()?;
+        let before = std::fs::read_to_string(&path).ok();
+        let before = before.filter(|_| std::fs::write(&path, value).is_ok());
+        if !needs(&format!("leave to set {name}"), before.is_some()) {
+            return None;
+        }
+        let before = before?;
         // Of a choice, sysfs shows all words and the one that holds in brackets.
         let chosen = before.split_once('[').and_then(|(_, rest)| rest.split_once(']'));
         let before = chosen.map_or(before.trim(), |(word, _)| word).to_owned();
@@ -214,12 +213,14 @@ pub struct UringParameter {
 }
 
 impl UringParameter {
-    /// `None`, with a word about it, where the kernel does not have the parameter or we may not set it.
+    /// `None` where the kernel does not have the parameter or we may not set it: the test is noted as skipped then.
     #[must_use]
+    #[track_caller]
     pub fn set(enabled: bool) -> Option<UringParameter> {
-        let turn =
-            File::create(std::env::temp_dir().join("ringdisk-test-enable-uring.lock")).ok()?;
-        flock(&turn, FlockOperation::LockExclusive).ok()?;
+        let path = std::env::temp_dir().join("ringdisk-test-enable-uring.lock");
+        let turn = File::create(&path);
+        let turn = turn.unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        flock(&turn, FlockOperation::LockExclusive).expect("flock");
         let before = std::fs::read_to_string(ENABLE_URING).ok();
         if !needs("FUSE over io_uring", before.is_some()) {
             return None;

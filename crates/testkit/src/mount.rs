@@ -289,10 +289,13 @@ pub struct Loop {
 }
 
 impl Loop {
-    /// Attaches a file; `None` where the machine has no loop devices.
+    /// Attaches a file; `None` where the machine has no loop devices, or for others than root: the test is noted as skipped then.
     #[must_use]
+    #[track_caller]
     pub fn attach(file: &Path, options: &[&str]) -> Option<Loop> {
-        if !Path::new("/dev/loop-control").exists() {
+        if !crate::limits::needs("loop devices", Path::new("/dev/loop-control").exists())
+            || !crate::limits::needs_root()
+        {
             return None;
         }
         let out = ok(command(&["losetup", "--find", "--show"]).args(options).arg(file));

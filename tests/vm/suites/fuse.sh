@@ -80,6 +80,7 @@ fuse_programs() {
 suite_job() {
   local programs name transports size directory program transport words each
   programs=$(fuse_programs) || return
+  printf 'skips_sh=%q filtered=%q\n' "$here/suites/skips.sh" "${1:+1}"
   cat "$here/suites/fuse.job"
   while read -r name transports size; do
     [ -n "$size" ] && [ -z "${RINGDISK_FULL:-}" ] && [ $# -eq 0 ] && continue

@@ -134,7 +134,7 @@ suite_job() {
     { echo "vm: no headers of this kernel any more; remove $kernel_dir" >&2; return 1; }
   # Static: it runs wherever the machine's root comes from.
   cc -O2 -g -Wall -Wextra -Werror -static -pthread -o "$run/driver" "$here"/vhost_blk/*.c >&2 || return
-  printf 'module=%q driver=%q\n' "$module" "$run/driver"
+  printf 'module=%q driver=%q skips_sh=%q\n' "$module" "$run/driver" "$here/suites/skips.sh"
   cat "$here/suites/vhost-blk.job"
   while read -r name disk engine words; do
     for each in "${@:-}"; do

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 
+use ringdisk_testkit::limits::{needs, needs_root};
 use rustix::io::Errno;
 
 use super::table::{self, FSTYPE};
@@ -28,13 +29,12 @@ fn mountpoint() -> (tempfile::TempDir, PathBuf) {
 }
 
 fn can_mount() -> bool {
-    rustix::process::geteuid().is_root() && device::open_raw().is_ok()
+    needs_root() && needs("/dev/fuse", device::open_raw().is_ok())
 }
 
 #[test]
 fn both_system_interfaces_make_the_same_mount() {
     if !can_mount() {
-        eprintln!("skipped: needs root and /dev/fuse");
         return;
     }
     type Attach = for<'a> fn(&Path, BorrowedFd<'a>, &MountOptions) -> Result<(), Errno>;

@@ -15,6 +15,7 @@ use ringdisk_fuse::negotiate::{InitAnswer, Profile, negotiate};
 use ringdisk_fuse::reply::{ReplyBuf, data_header};
 use ringdisk_fuse::request::{Operation, Request};
 use ringdisk_ring::{Config, Errno, IoBuf, Runtime};
+use ringdisk_testkit::limits::{needs, needs_root};
 use rustix::event::{PollFd, PollFlags, poll};
 
 /// What a test wants to differ.
@@ -149,13 +150,10 @@ fn serve(device: &std::os::fd::OwnedFd, server: &FileServer) {
     }
 }
 
-/// Root and `/dev/fuse` are needed; says so once if they are missing.
+/// Root and `/dev/fuse` are needed; else the test is noted as skipped.
+#[track_caller]
 pub fn can_mount() -> bool {
-    let can = rustix::process::geteuid().is_root() && Path::new("/dev/fuse").exists();
-    if !can {
-        eprintln!("skipped: needs root and /dev/fuse");
-    }
-    can
+    needs_root() && needs("/dev/fuse", Path::new("/dev/fuse").exists())
 }
 
 /// A second descriptor of the connection.

@@ -154,7 +154,7 @@ fn two_threads_on_one_image_in_a_file() {
 /// No test: `./test races` runs it to see that the thread sanitizer finds what it is there for. Without the sanitizer nothing can be
 /// seen of it.
 #[test]
-#[ignore = "a race on purpose"]
+#[ignore = "run by ./test races: a race on purpose"]
 fn a_race_that_is_there() {
     struct Shared(std::cell::UnsafeCell<u64>);
     // SAFETY: not sound, which is the point; nothing depends on the number.

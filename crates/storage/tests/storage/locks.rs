@@ -5,6 +5,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use ringdisk_storage::{Error, ErrorKind, Lock, OpenOptions, Storage};
+use ringdisk_testkit::limits::needs;
 use ringdisk_testkit::mount::scratch;
 use ringdisk_testkit::process::{command, has, run, until};
 
@@ -76,11 +77,10 @@ fn refused_opener_leaves_no_lock() {
     drop(first);
 }
 
-/// Runs a QEMU tool on the image; returns whether it could open it, and what it said. `None`, and a
-/// line that says so, without the tool.
+/// Runs a QEMU tool on the image; returns whether it could open it, and what it said. `None` without the tool: the test is noted as
+/// skipped then.
 fn qemu(words: &[&str], path: &Path) -> Option<(bool, String)> {
-    if !has(words[0]) {
-        eprintln!("SKIPPED: no {}", words[0]);
+    if !needs(words[0], has(words[0])) {
         return None;
     }
     let words: Vec<&str> = words
@@ -152,8 +152,7 @@ impl Drop for Holder {
 
 /// Starts qemu-io, which waits for commands, and waits until it has its locks.
 fn hold(args: &[&str], path: &Path) -> Option<Holder> {
-    if !has("qemu-io") {
-        eprintln!("SKIPPED: no qemu-io");
+    if !needs("qemu-io", has("qemu-io")) {
         return None;
     }
     let mut program = Command::new("qemu-io");

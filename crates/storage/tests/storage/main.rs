@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 
 use ringdisk_ring::{Config, Errno, IoBuf, Ring, Runtime};
 use ringdisk_storage::{OpenOptions, Storage};
+use ringdisk_testkit::limits::{needs, needs_root};
 use ringdisk_testkit::mount::{FileSystem, Loop, scratch};
 use ringdisk_testkit::process::{has, ok_words};
 
@@ -63,24 +64,20 @@ async fn read(ring: &Ring, storage: &Storage, offset: u64, len: usize) -> Result
     Ok(buf.to_vec()[..done].to_vec())
 }
 
-/// A loop device over a sparse file, with its directory. `None`, and a line that says so, where
-/// there are no loop devices.
+/// A loop device over a sparse file, with its directory. `None` where there are no loop devices: the test is noted as skipped then.
 fn loop_device(len: u64, options: &[&str]) -> Option<(Loop, tempfile::TempDir)> {
     let directory = scratch();
     let device = Loop::attach(&image(directory.path(), "device", len), options);
-    if device.is_none() {
-        eprintln!("SKIPPED: this machine has no loop devices");
-    }
     device.map(|device| (device, directory))
 }
 
-/// A small file system on a loop mount. `None`, and a line that says so, where it cannot be made.
+/// A small file system on a loop mount. `None` where it cannot be made: the test is noted as skipped then.
 ///
 /// The directory comes first, so that it is dropped last.
 fn file_system(kind: &str, len: u64) -> Option<(tempfile::TempDir, FileSystem)> {
     let maker = format!("mkfs.{kind}");
-    if !has(&maker) || !Path::new("/dev/loop-control").exists() {
-        eprintln!("SKIPPED: no {maker}, or no loop devices");
+    let has_loops = Path::new("/dev/loop-control").exists();
+    if !(needs_root() && needs(&maker, has(&maker)) && needs("loop devices", has_loops)) {
         return None;
     }
     let directory = scratch();

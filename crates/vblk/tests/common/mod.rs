@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use ringdisk_guest::driver::{Driver, DriverConfig, GUEST_BASE, GuestRam, USER_BASE};
 use ringdisk_guest::{Areas, Layout, Memory, Region, Segment};
-use ringdisk_testkit::limits::needs;
+use ringdisk_testkit::limits::{needs, part_needs};
 use ringdisk_testkit::model::{Cut, PATIENCE, Queue, Request, bits};
 use ringdisk_testkit::process::patient;
 use ringdisk_vblk::{DiskSetup, Engine, Error, RingSetup, Vblk};
@@ -88,7 +88,7 @@ pub(crate) fn disks() -> Vec<Disk> {
         OpenOptions::new().read(true).write(true).custom_flags(direct).open("/dev/ram0")
     };
     let mut all = vec![tmpfs()];
-    if needs("memory disk (modprobe brd)", open().is_ok()) {
+    if part_needs("memory disk (modprobe brd)", open().is_ok()) {
         for engine in [Engine::Kiocb, Engine::Bio] {
             all.push(Disk { name: "brd", file: open().unwrap(), engine });
         }

@@ -108,7 +108,7 @@ fn two_threads_on_one_mapping_do_not_race() {
 
 /// That a sanitizer sees memory of a guest at all: here nothing says when the bytes may be read.
 #[test]
-#[ignore = "a race, for ./test races"]
+#[ignore = "run by ./test races: a race on purpose"]
 fn a_race_that_is_there() {
     let Kit { ram, data, .. } = &Kit::on_one_mapping(config(Layout::Split, 64));
     // One that is over before the other begins is ordered by the thread that starts both.
