@@ -4,6 +4,7 @@
 mod chains;
 mod changes_at_bad_moments;
 mod commit_faults;
+mod crash_under_changes;
 mod draining;
 mod faults;
 mod gate;

@@ -106,10 +106,16 @@ impl Pool {
     }
 }
 
+/// * `here`: on this thread, at once.
 pub(crate) fn run<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
+    here: bool,
 ) -> impl Future<Output = T> {
     let (finish, value) = handoff();
-    POOL.give(Box::new(move || finish.done(work())));
+    if here {
+        finish.done(work());
+    } else {
+        POOL.give(Box::new(move || finish.done(work())));
+    }
     value
 }

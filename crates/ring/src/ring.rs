@@ -88,6 +88,8 @@ pub(crate) struct Inner {
     pub(crate) polling_held: Cell<bool>,
     /// Something else than inline completions is sure to be awaited ([`Ring::wait_past_inline`]).
     pub(crate) past_inline: Cell<bool>,
+    /// Offloaded work runs on the ring's own thread.
+    pub(crate) offloads_here: Cell<bool>,
     /// Work that comes through shared memory.
     pub(crate) source: RefCell<Option<Rc<dyn Source>>>,
 }
@@ -145,6 +147,7 @@ impl Inner {
             polling: Cell::new(None),
             polling_held: Cell::new(false),
             past_inline: Cell::new(false),
+            offloads_here: Cell::new(false),
             source: RefCell::default(),
         })
     }

@@ -249,6 +249,16 @@ fn offloaded_work_comes_back_to_the_ring_thread() {
 }
 
 #[test]
+fn offloaded_work_of_a_simulation_runs_at_once_on_its_thread() {
+    let mut runtime = runtime();
+    let ring = runtime.ring().clone();
+    ring.offload_here();
+    let here = std::thread::current().id();
+    let work = ring.offload(move || std::thread::current().id());
+    assert_eq!(runtime.block_on(work), here);
+}
+
+#[test]
 fn other_threads_run_jobs_and_wake_tasks() {
     let mut runtime = runtime();
     let ring = runtime.ring().clone();

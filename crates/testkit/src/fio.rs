@@ -24,6 +24,26 @@ pub struct Verify<'a> {
     pub size_kib: u32,
 }
 
+/// What fio said of the bytes that it read back, in a run that may have ended in any way (the disk was taken from it).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Verdict {
+    /// It read something back.
+    pub has_read: bool,
+    /// A block was not what it had written.
+    pub is_wrong: bool,
+}
+
+/// The verdict in fio's usual output.
+#[must_use]
+pub fn verdict(output: &str) -> Verdict {
+    // A block with a header that is not fio's, one with another sum, and the error that either ends a job with (EILSEQ).
+    let wrong = ["verify: bad ", "verify failed at", "err=84"];
+    Verdict {
+        has_read: output.contains("READ: bw="),
+        is_wrong: wrong.iter().any(|words| output.contains(words)),
+    }
+}
+
 impl Default for Verify<'_> {
     fn default() -> Self {
         Self {
@@ -74,5 +94,38 @@ impl Verify<'_> {
         assert_eq!(job["error"], 0, "{self:?}: {}", finished.output());
         let count = |kind: &str| job[kind]["total_ios"].as_u64().unwrap_or(0);
         (count("write"), count("read"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limits::needs;
+    use crate::process::has;
+
+    /// fio reads a file of 64 KiB with blocks that it had written, of which `spoil` changed some.
+    fn reads_back(spoil: impl Fn(&mut [u8])) -> Verdict {
+        let directory = tempfile::tempdir().expect("a directory");
+        let file = directory.path().join("file");
+        let name = format!("--filename={}", text(&file));
+        let words = ["fio", "--name=v", &name, "--bs=4k", "--size=64k", "--verify=crc32c"];
+        let more = ["--verify_state_save=0", "--verify_fatal=1"];
+        let written = run(command(&[&words[..], &more, &["--rw=write", "--do_verify=0"]].concat()));
+        assert_eq!(written.code(), Some(0), "{}", written.output());
+        let mut bytes = std::fs::read(&file).expect("the file");
+        spoil(&mut bytes);
+        std::fs::write(&file, bytes).expect("the file");
+        verdict(&run(command(&[&words[..], &more, &["--rw=read"]].concat())).output())
+    }
+
+    #[test]
+    fn a_wrong_byte_and_a_missing_block_are_in_what_fio_says() {
+        if !needs("fio", has("fio")) {
+            return;
+        }
+        let good = Verdict { has_read: true, is_wrong: false };
+        assert_eq!(reads_back(|_| ()), good);
+        assert!(reads_back(|bytes| bytes[20_000] ^= 1).is_wrong);
+        assert!(reads_back(|bytes| bytes[8192..12288].fill(0)).is_wrong);
     }
 }

@@ -1,7 +1,6 @@
 //! Operations that need the image for themselves, between two streams.
 
-use ringdisk_qcow2::{Qcow2, ResizeOptions};
-use ringdisk_ring::Ring;
+use ringdisk_qcow2::ResizeOptions;
 use ringdisk_testkit::oracle::{Oracle, SECTOR};
 
 use crate::config::{Between, index};
@@ -13,10 +12,6 @@ const SNAPSHOTS_MAX: usize = 2;
 
 fn text<T>(result: Result<T, ringdisk_qcow2::Error>) -> Result<T, String> {
     result.map_err(|error| error.to_string())
-}
-
-async fn close(ring: &Ring, image: &Qcow2) -> Result<(), String> {
-    image.close(ring).await.map_err(|errno| format!("close: {errno}"))
 }
 
 impl World {
@@ -34,6 +29,13 @@ impl World {
         Ok(())
     }
 
+    /// What the disk is once a change has brought everything to stable storage that was acknowledged before it.
+    fn settled(&self) -> Oracle {
+        let mut now = self.shore.oracle.borrow().clone();
+        now.settle();
+        now
+    }
+
     /// Makes, applies or deletes a snapshot.
     async fn snapshot(&mut self) -> Result<(), String> {
         let names: Vec<String> = self.snapshots.keys().cloned().collect();
@@ -48,12 +50,12 @@ impl World {
 
     async fn create_snapshot(&mut self) -> Result<(), String> {
         let name = format!("snapshot {}", self.prng.below(1 << 32));
-        let now = self.shore.oracle.borrow().clone();
+        let now = self.settled();
         self.snapshots.insert(name.clone(), now.clone());
         let wanted = name.clone();
         self.change("snapshot create", now, |ring, mut image| async move {
             text(image.snapshot_create(&ring, &wanted).await)?;
-            close(&ring, &image).await
+            Ok(image)
         })
         .await?;
         self.required.insert(name);
@@ -61,21 +63,21 @@ impl World {
     }
 
     async fn apply_snapshot(&mut self, name: String) -> Result<(), String> {
-        let after = self.shore.oracle.borrow().restored(&self.snapshots[&name]);
+        let after = self.settled().restored(&self.snapshots[&name]);
         self.change("snapshot apply", after, |ring, mut image| async move {
             text(image.snapshot_apply(&ring, &name).await)?;
-            close(&ring, &image).await
+            Ok(image)
         })
         .await
     }
 
     async fn delete_snapshot(&mut self, name: String) -> Result<(), String> {
         self.required.remove(&name);
-        let now = self.shore.oracle.borrow().clone();
+        let now = self.settled();
         let wanted = name.clone();
         self.change("snapshot delete", now, |ring, mut image| async move {
             text(image.snapshot_delete(&ring, &wanted).await)?;
-            close(&ring, &image).await
+            Ok(image)
         })
         .await?;
         self.snapshots.remove(&name);
@@ -88,7 +90,7 @@ impl World {
             // A snapshot of such an image does not say how large its disk is.
             return Ok(());
         }
-        let mut after: Oracle = self.shore.oracle.borrow().clone();
+        let mut after = self.settled();
         let old = after.size();
         let span = [SECTOR * 5, self.config.cluster() * 3, old / 2][index(&mut self.prng, 3)];
         let step = (1 + self.prng.below(span / SECTOR)) * SECTOR;
@@ -101,7 +103,7 @@ impl World {
         let label = format!("resize from {old:#x} to {new:#x}");
         self.change(&label, after, move |ring, mut image| async move {
             text(image.resize(&ring, new, &options, &below).await)?;
-            close(&ring, &image).await
+            Ok(image)
         })
         .await
     }

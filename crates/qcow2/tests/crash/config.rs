@@ -27,6 +27,20 @@ pub(crate) enum Between {
     Both,
 }
 
+/// What the image is stored on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Medium {
+    /// A file through the page cache: it grows with each write.
+    #[default]
+    File,
+    /// A regular file with direct I/O: space is reserved ahead of the writes, and cut off at the close.
+    Direct,
+    /// A block device with room for everything, and old bytes everywhere.
+    Device,
+    /// A block device that gets full: clients are told that there is no space, and nothing else.
+    FullDevice,
+}
+
 /// What a test wants of its runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Wanted {
@@ -38,6 +52,11 @@ pub(crate) struct Wanted {
     pub(crate) bitmap: bool,
     /// So much is in use that the refcount table has to grow soon.
     pub(crate) full_table: bool,
+    pub(crate) medium: Medium,
+    /// The external data file has to be a raw image at every moment.
+    pub(crate) data_raw: bool,
+    /// What happens between two streams happens on the open image, with all that it has not written yet.
+    pub(crate) live: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -60,6 +79,10 @@ pub(crate) struct Config {
     pub(crate) options: OpenOptions,
     /// Storage operations of a thousand that are held back.
     pub(crate) held_per_mille: u64,
+    /// What the image is stored on.
+    pub(crate) medium: Medium,
+    /// Changes between streams are made on the open image.
+    pub(crate) live: bool,
     /// Bytes that are used.
     pub(crate) regions: Vec<std::ops::Range<u64>>,
 }
@@ -127,7 +150,7 @@ impl Config {
             zstd: wanted.compressed && version == 3 && prng.coin(),
             lazy: wanted.lazy,
             data_file: wanted.data_file.then(|| "image.data".to_owned()),
-            data_file_raw: false,
+            data_file_raw: wanted.data_raw,
             backing: wanted.backing.then(|| ("base".to_owned(), "raw".to_owned())),
             refcount_table_clusters: 1,
         };
@@ -153,6 +176,8 @@ impl Config {
             bitmap: wanted.bitmap,
             options,
             held_per_mille: [300, 700, 950][index(&mut prng, 3)],
+            medium: wanted.medium,
+            live: wanted.live,
         }
     }
 

@@ -3,15 +3,16 @@
 use std::path::PathBuf;
 
 use ringdisk_qcow2::{CheckVerdict, ImageBytes, OpenOptions, check_bytes};
-use ringdisk_ring::Runtime;
+use ringdisk_ring::{Errno, Runtime};
 use ringdisk_testkit::layout::{Guest, Layout};
+use ringdisk_testkit::limits::part_needs;
 use ringdisk_testkit::oracle::{Content, Oracle};
 use ringdisk_testkit::process::{command, has, run};
 use ringdisk_testkit::sim::SimStorage;
 
 use crate::bitmap;
 use crate::common::runtime;
-use crate::config::Config;
+use crate::config::{Config, Medium};
 use crate::live::{Base, buffer, open, read, writable};
 use crate::world::Case;
 
@@ -38,6 +39,7 @@ const WRITE_EVERY: u64 = 8;
 pub(crate) struct Judge {
     runtime: Runtime,
     directory: tempfile::TempDir,
+    has_qemu: bool,
     /// States that were judged.
     pub(crate) judged: u64,
     /// Of these, shown to `qemu-img`.
@@ -48,7 +50,8 @@ pub(crate) struct Judge {
 impl Judge {
     pub(crate) fn new() -> Judge {
         let directory = tempfile::tempdir().expect("a temporary directory");
-        Judge { runtime: runtime(), directory, judged: 0, shown: 0, leaks: 0 }
+        let has_qemu = part_needs("qemu-img", has("qemu-img"));
+        Judge { runtime: runtime(), directory, has_qemu, judged: 0, shown: 0, leaks: 0 }
     }
 
     /// Errors: what is wrong with the state.
@@ -66,10 +69,13 @@ impl Judge {
         self.our_check(case, &layout)?;
         let world = self.our_engine(config, case)?;
         self.snapshots(case, &layout)?;
+        if config.shape.data_file_raw {
+            raw_file(case, world)?;
+        }
         if self.judged.is_multiple_of(WRITE_EVERY) || layout.header.dirty() {
             self.go_on(config, case, world.clone())?;
         }
-        if self.judged.is_multiple_of(QEMU_EVERY) && !layout.header.dirty() && has("qemu-img") {
+        if self.judged.is_multiple_of(QEMU_EVERY) && !layout.header.dirty() && self.has_qemu {
             self.shown += 1;
             self.qemu(config, case)?;
         }
@@ -172,7 +178,10 @@ impl Judge {
                 let buf = buffer(&world.bytes(&begun));
                 let result = image.write(&ring, at, &buf, &base).await;
                 world.end(&begun, result == Ok(buf.len()));
-                result.map_err(|errno| format!("write: {errno}"))?;
+                // There may be no room for more on a full device.
+                if config.medium != Medium::FullDevice || result != Err(Errno::NOSPC) {
+                    result.map_err(|errno| format!("write: {errno}"))?;
+                }
             }
             image.close(&ring).await.map_err(|errno| format!("close: {errno}"))
         };
@@ -220,4 +229,15 @@ impl Judge {
         std::fs::write(&path, storage.image()).expect("room for an image");
         path
     }
+}
+
+/// A data file that is a raw image holds the disk for those who do not know of the image: also after a power cut.
+fn raw_file(case: &Case, world: &Oracle) -> Result<(), String> {
+    let data = case.data.as_ref().ok_or("no data file")?;
+    let seen = world.judge_crash(|at, bytes| {
+        let count = data.peek(at, bytes);
+        bytes[count..].fill(0);
+        Ok(())
+    });
+    seen.map_err(|mismatch| format!("the data file as a raw image: {mismatch}"))
 }

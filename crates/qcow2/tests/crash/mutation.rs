@@ -8,7 +8,7 @@ use std::rc::Rc;
 use ringdisk_testkit::layout::Class;
 
 use crate::common::runtime;
-use crate::config::{Between, Config, Wanted};
+use crate::config::{Between, Config, Medium, Wanted};
 use crate::judge::Judge;
 use crate::world::{Taken, World};
 
@@ -31,6 +31,9 @@ const PLAIN: Wanted = Wanted {
     compressed: false,
     bitmap: false,
     full_table: false,
+    medium: Medium::File,
+    data_raw: false,
+    live: false,
 };
 const CHANGES: Wanted = Wanted { between: Some(Between::Both), ..PLAIN };
 const LAZY: Wanted = Wanted { between: Some(Between::Reopen), lazy: true, ..PLAIN };

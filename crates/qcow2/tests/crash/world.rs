@@ -1,8 +1,7 @@
 //! A run: an image on simulated storage, clients, and power cuts at any time.
 //!
 //! Nothing in a run depends on time or chance but through the seed: storage operations wait until the driver lets them go, one
-//! after the other in random order. (Decompression happens on helper threads and ends when it likes; only runs with compressed clusters
-//! can differ from one time to the next.)
+//! after the other in random order, and what would be decompressed on helper threads is decompressed at once.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,17 +12,22 @@ use std::time::Duration;
 
 use ringdisk_qcow2::Qcow2;
 use ringdisk_ring::{Errno, Ring};
+use ringdisk_storage::Limits;
 use ringdisk_testkit::layout::Layout;
 use ringdisk_testkit::oracle::Oracle;
 use ringdisk_testkit::sim::{Fault, Prng, SimStorage, When};
 
 use crate::barrier::Barrier;
 use crate::client::{Client, Shore};
-use crate::config::{Config, index};
+use crate::config::{Config, Medium, index};
 use crate::live::{Base, Shared, open};
 
 /// Number of the disk in its stamps.
 pub(crate) const DISK: u16 = 7;
+/// Room on a block device besides the empty image, bytes: more than any run takes.
+const DEVICE_ROOM: u64 = 64 << 20;
+/// Clusters of room on one that gets full: fewest, and how many more at most.
+const FULL_ROOM: (u64, u64) = (6, 24);
 /// States that are taken at each power cut.
 const STATES: u64 = 5;
 /// Looks without any progress before a run counts as hanging: some of them sleep a millisecond.
@@ -78,6 +82,8 @@ pub(crate) struct World {
     pub(crate) also: Vec<Oracle>,
     pub(crate) prng: Prng,
     taken: Taken,
+    /// The open image, while it is changed without a close.
+    live: Option<Shared>,
     running: Rc<Cell<u64>>,
     stream: u64,
     cuts: u64,
@@ -86,20 +92,22 @@ pub(crate) struct World {
 impl World {
     pub(crate) fn new(ring: Ring, config: Config, taken: Taken) -> World {
         let (seed, shape) = (config.seed, &config.shape);
-        let file = SimStorage::from_image(&shape.make(), seed);
+        ring.offload_here();
+        let file = medium(&config);
         let data = shape.data_file.as_ref().map(|_| SimStorage::new(0, seed + 1));
         let oracle = Oracle::new(DISK, shape.size, config.below);
         World {
             ring,
             file,
             data,
-            shore: Shore::new(oracle, false),
+            shore: Shore::new(oracle, config.medium == Medium::FullDevice),
             snapshots: BTreeMap::new(),
             required: BTreeSet::new(),
             cases: Vec::new(),
             also: Vec::new(),
             prng: Prng::new(seed),
             taken,
+            live: None,
             running: Rc::default(),
             stream: 0,
             cuts: 0,
@@ -143,14 +151,30 @@ impl World {
         }
         for stream in 0..self.config.streams {
             self.stream = stream;
-            let image = self.open().await?;
+            let image = match self.live.take() {
+                Some(image) => image,
+                None => self.open().await?,
+            };
             self.stream(&image).await?;
-            self.close(image).await?;
-            if stream + 1 < self.config.streams {
+            let is_last = stream + 1 == self.config.streams;
+            if self.config.live && !is_last {
+                self.live = Some(image);
+            } else {
+                self.close(image).await?;
+            }
+            if !is_last {
                 self.between().await?;
             }
         }
-        Ok(())
+        self.only_space_was_missing()
+    }
+
+    /// Where storage fails at all here, it is full.
+    fn only_space_was_missing(&self) -> Result<(), String> {
+        let no_space = format!(": {}", Errno::NOSPC);
+        let errors = self.shore.errors.borrow();
+        let other = errors.iter().find(|error| !error.ends_with(&no_space));
+        other.map_or(Ok(()), |other| Err(format!("a full device is told as {other:?}")))
     }
 
     pub(crate) async fn open(&mut self) -> Result<Shared, String> {
@@ -313,7 +337,8 @@ impl World {
         self.cut(label);
     }
 
-    /// Opens, changes the whole image with `change`, and closes.
+    /// Opens, changes the whole image with `change`, and closes. The image that is open with what it has not written yet is changed as it
+    /// is, and stays open.
     ///
     /// * `after`: what the disk is when it has happened; until then it may be either.
     pub(crate) async fn change<F>(
@@ -323,19 +348,61 @@ impl World {
         change: impl FnOnce(Ring, Qcow2) -> F,
     ) -> Result<(), String>
     where
-        F: Future<Output = Result<(), String>> + 'static,
+        F: Future<Output = Result<Qcow2, String>> + 'static,
     {
-        let image = self.open().await?;
+        let live = self.live.take();
+        let is_live = live.is_some();
+        let image = match live {
+            Some(image) => image,
+            None => self.open().await?,
+        };
         let image = Arc::into_inner(image).ok_or("the image is used by nobody else")?;
         self.also = vec![after.clone()];
-        let ring = self.ring.clone();
+        let (ring, again) = (self.ring.clone(), self.ring.clone());
         self.shore.note(|| label.to_owned());
-        let result = self.drive(label, change(ring, image)).await?;
+        let changing = change(ring, image);
+        let work = async move {
+            let image = changing.await?;
+            if !is_live {
+                image.close(&again).await.map_err(|errno| format!("close: {errno}"))?;
+            }
+            Ok::<_, String>(image)
+        };
+        let result = self.drive(label, work).await?;
         // After an error it may have happened or not.
-        result.map_err(|error| format!("{label}: {error}"))?;
+        let image = result.map_err(|error| format!("{label}: {error}"))?;
         self.also.clear();
         *self.shore.oracle.borrow_mut() = after;
-        self.closed(label);
+        if is_live {
+            self.live = Some(Arc::new(image));
+            self.cut(label);
+        } else {
+            self.closed(label);
+        }
         Ok(())
+    }
+}
+
+/// The storage of the image file.
+fn medium(config: &Config) -> SimStorage {
+    let (image, seed) = (config.shape.make(), config.seed);
+    let device = |room: u64| {
+        let device = SimStorage::device(image.len() as u64 + room, seed);
+        device.put(0, &image);
+        device
+    };
+    match config.medium {
+        Medium::File => SimStorage::from_image(&image, seed),
+        Medium::Direct => {
+            let file = SimStorage::from_image(&image, seed);
+            file.become_regular();
+            file.set_limits(Limits { direct: true, ..Limits::byte_granular() });
+            file
+        }
+        Medium::Device => device(DEVICE_ROOM),
+        Medium::FullDevice => {
+            let (least, more) = FULL_ROOM;
+            device((least + Prng::new(seed ^ 0xf011).below(more)) * config.cluster())
+        }
     }
 }

@@ -25,7 +25,12 @@ impl Ring {
         &self,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> impl Future<Output = T> {
-        offload::run(work)
+        offload::run(work, self.0.offloads_here.get())
+    }
+
+    /// Lets what is offloaded run at once, on this thread, from now on: for simulations, in which nothing may depend on another thread.
+    pub fn offload_here(&self) {
+        self.0.offloads_here.set(true);
     }
 
     /// Lets other tasks run first.

@@ -35,9 +35,9 @@ pub(crate) async fn compare_with_model(ring: &Ring, storage: &Storage, seed: u64
         let offset = offset.min(room);
         let len = len.min(room - offset);
         let (start, end) = (offset as usize, (offset + len) as usize);
-        let what = prng.below(10);
+        let what = prng.below(12);
         let context = format!("seed {seed} step {step}: {what} at {offset} for {len}");
-        if matches!(what, 0..=6) && growing && model.len() < end && len > 0 && what > 2 {
+        if matches!(what, 3..=6 | 9) && growing && model.len() < end && len > 0 {
             model.resize(end, 0);
         }
         match what {
@@ -74,6 +74,19 @@ pub(crate) async fn compare_with_model(ring: &Ring, storage: &Storage, seed: u64
                 model.resize(start, 0);
                 model.resize(LEN, 0);
                 assert_eq!(storage.set_len(ring, LEN as u64).await, Ok(()), "{context}");
+            }
+            9 if len > 0 => {
+                let mode = [Preallocation::Off, Preallocation::Falloc][prng.below(2) as usize];
+                let result = storage.preallocate(ring, offset, len, mode).await;
+                assert_eq!(result, Ok(()), "{context}: {mode:?}");
+            }
+            10 => {
+                let (kind, run) = storage.allocation(ring, offset, len).await.expect(&context);
+                assert_eq!(run == 0, len == 0 || start >= model.len(), "{context}: {run}");
+                assert!(run <= len, "{context}: {run}");
+                let run = &model[start.min(model.len())..start.min(model.len()) + run as usize];
+                let is_zero = run.iter().all(|byte| *byte == 0);
+                assert!(kind == Allocation::Data || is_zero, "{context}: a hole with data");
             }
             _ => assert_eq!(storage.flush(ring).await, Ok(()), "{context}"),
         }
