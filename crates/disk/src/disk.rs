@@ -17,6 +17,7 @@ use crate::guard::SectorGuard;
 use crate::layer::{Layer, Node, Raw};
 use crate::options::{DetectZeroes, Discard};
 use crate::watch::{SizeWatch, TopWatch, Watchers};
+use crate::window::Window;
 use crate::write::resizable;
 use crate::write_back::WriteBacks;
 use crate::{Cache, ImageOptions, NullOptions};
@@ -64,6 +65,7 @@ pub(crate) struct Parts {
     pub(crate) read_only_reason: Option<String>,
     pub(crate) options: ImageOptions,
     pub(crate) state: State,
+    pub(crate) window: Window,
 }
 
 impl Policy {
@@ -95,20 +97,19 @@ impl Disk {
 
     /// A raw disk over any storage. The format counts as given, so no sector is protected.
     ///
-    /// * `options`: `read_only`, `cache` (flushes only), `discard`, `detect_zeroes`, `raw_offset` and
-    ///   `raw_size` (cut to what the storage has).
+    /// * `options`: `read_only`, `cache` (flushes only), `discard`, `detect_zeroes`, `window_offset` and
+    ///   `window_size` (cut to what the storage has).
     pub fn from_storage(storage: Arc<Storage>, options: &ImageOptions) -> Arc<Disk> {
-        let left = storage.len().saturating_sub(options.raw_offset);
-        let size = options.raw_size.map_or(left, |size| size.min(left));
+        let size = storage.len();
         let read_only = options.read_only || storage.is_read_only();
         let name = PathBuf::from(storage.name());
-        let raw =
-            Raw { storage, offset: options.raw_offset, fixed_size: options.raw_size.is_some() };
+        let raw = Raw { storage, offset: 0, fixed_size: false };
         let mut layer = Layer::new(Node::Raw(raw), size);
         layer.name = name;
         layer.is_writable = !read_only;
         let mut parts = Parts::new(options);
         parts.policy.read_only = read_only;
+        parts.window = Window::new(options.window_offset, options.window_size);
         Disk::build(vec![layer], parts)
     }
 
@@ -117,8 +118,9 @@ impl Disk {
         let mut graph = Graph::new(layers.into_iter().map(Arc::new).collect());
         graph.guard = parts.guard.map(Arc::new);
         graph.state = parts.state;
+        graph.window = parts.window;
         Arc::new_cyclic(|this| Disk {
-            size: AtomicU64::new(graph.size()),
+            size: AtomicU64::new(graph.visible_size()),
             gateway: Gateway::new(graph),
             policy: parts.policy,
             read_only_reason: parts.read_only_reason,
@@ -152,7 +154,9 @@ impl Disk {
     /// Why some writes to the first sector are refused with EPERM, when the image is a probed raw
     /// one; to be logged once.
     pub fn protection_reason(&self) -> Option<String> {
-        self.graph().guard.as_ref().map(|guard| guard.reason())
+        let graph = self.graph();
+        let is_in_sight = SectorGuard::covers(graph.window.start);
+        graph.guard.as_ref().filter(|_| is_in_sight).map(|guard| guard.reason())
     }
 
     /// Why a writable image takes no more writes since some moment: its metadata was found damaged, or
@@ -171,7 +175,11 @@ impl Disk {
 
     /// Whether [`Disk::resize`] can work.
     pub fn can_resize(&self) -> bool {
-        match &self.graph().top().node {
+        let graph = self.graph();
+        if graph.window.is_fixed() {
+            return false;
+        }
+        match &graph.top().node {
             Node::Raw(raw) => !self.is_read_only() && resizable(raw),
             Node::Qcow2(_) => !self.is_read_only(),
             Node::Null(_) => false,
@@ -183,18 +191,19 @@ impl Disk {
         1
     }
 
-    /// Bytes that the top image takes on its storage, external data file included; 0 for null.
+    /// Bytes that the top image takes on its storage, external data file included; 0 for null. Of a window of an image: not more
+    /// than its size, since nobody counts which of the image's bytes are there for it.
     pub fn allocated_bytes(&self) -> u64 {
         let graph = self.graph();
         let layer = graph.top();
         let (Some(file), Some(data)) = (layer.file(), layer.data_storage()) else {
             return 0;
         };
-        let file_bytes = file.allocated_bytes();
-        if Arc::ptr_eq(file, data) {
-            return file_bytes;
+        let mut bytes = file.allocated_bytes();
+        if !Arc::ptr_eq(file, data) {
+            bytes = bytes.saturating_add(data.allocated_bytes());
         }
-        file_bytes.saturating_add(data.allocated_bytes())
+        if graph.window.is_part() { bytes.min(graph.visible_size()) } else { bytes }
     }
 
     /// Transfer size that suits the storage, bytes.
@@ -293,7 +302,7 @@ impl Disk {
         Weak::clone(&self.this)
     }
 
-    /// Tells requests to come of a size, bytes.
+    /// Tells requests to come of a size as clients see it, bytes.
     pub(crate) fn set_size(&self, size: u64) {
         self.size.store(size, Ordering::Release);
     }

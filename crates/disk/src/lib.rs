@@ -30,6 +30,7 @@ pub mod name;
 mod null;
 mod open;
 mod options;
+mod partition;
 mod plain;
 pub mod probe;
 mod progress;
@@ -39,6 +40,7 @@ mod status;
 #[cfg(test)]
 mod tests;
 mod watch;
+mod window;
 mod write;
 mod write_back;
 

@@ -71,7 +71,7 @@ impl View<'_> {
         graph.check()?;
         let graces = graph.graces();
         let mapped = |mapping| Ok(Mapped { mapping, _graces: graces });
-        let len = graph.clip_range(offset, len);
+        let (offset, len) = graph.place(offset, len);
         if len == 0 {
             return mapped(Mapping::PastEnd);
         }

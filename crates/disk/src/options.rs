@@ -156,11 +156,14 @@ pub struct ImageOptions {
     pub auto_read_only: bool,
     /// Use of the host page cache and of flushes, for every file of the chain.
     pub cache: Cache,
-    /// First byte of the image inside a raw file, bytes.
-    pub raw_offset: u64,
-    /// Size of the image inside a raw file, bytes; `None`: to the end of the file. An image with a
-    /// given size cannot be resized.
-    pub raw_size: Option<u64>,
+    /// First byte of the disk that is served inside the disk of the image, bytes; of any format.
+    pub window_offset: u64,
+    /// Size of the disk that is served, bytes; `None`: to the end of the disk of the image. A disk with
+    /// a given size cannot be resized.
+    pub window_size: Option<u64>,
+    /// Serve this partition of the image's disk, numbered as the kernel does, instead of an offset and
+    /// a size. Its table is read when the image is opened.
+    pub partition: Option<u32>,
     /// Directories (with all below) and single files that backing and data file names may lead
     /// to, beside the image's own directory.
     pub allow_paths: Vec<PathBuf>,

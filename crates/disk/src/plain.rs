@@ -85,8 +85,8 @@ impl Disk {
                 "the image's format was guessed, so its first sector is protected (name it: --format raw)",
             );
         }
-        if raw.offset != 0 || raw.fixed_size {
-            return refuse("the disk is a window in the image (--offset, --size)");
+        if graph.window.is_part() || raw.offset != 0 || raw.fixed_size {
+            return refuse("the disk is a window in the image (--offset, --size, --partition)");
         }
         if self.cache() == Cache::Unsafe {
             return refuse("flushes are ignored (--cache unsafe)");

@@ -40,7 +40,9 @@ impl Disk {
 impl Graph {
     /// As [`Disk::read`].
     pub(crate) async fn read(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<usize, Errno> {
-        let len = self.clip(offset, buf.len());
+        let (offset, len) = self.place(offset, buf.len() as u64);
+        // Not longer than the buffer.
+        let len = usize::try_from(len).unwrap_or(usize::MAX).min(buf.len());
         if let Node::Null(null) = &self.top().node {
             null.delay(ring).await;
             if null.read_zeroes() {

@@ -107,7 +107,7 @@ impl Disk {
     ) -> Result<BlockStatus, Errno> {
         let graph = self.enter().await;
         graph.check()?;
-        let len = graph.clip_range(offset, len);
+        let (offset, len) = graph.place(offset, len);
         let _graces = graph.graces();
         let (status, _) = graph.chain().status(ring, offset, len).await?;
         Ok(status)

@@ -24,6 +24,7 @@ mod plain;
 mod probing;
 mod raw;
 mod scattered;
+mod windows;
 mod writing;
 
 use std::future::Future;

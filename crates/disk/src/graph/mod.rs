@@ -26,6 +26,7 @@ use crate::guard::SectorGuard;
 use crate::layer::{Layer, Node};
 use crate::live::Tracker;
 use crate::watch::{ChangeCallback, ChangeWatch};
+use crate::window::Window;
 
 pub(crate) use drain::Drained;
 
@@ -47,6 +48,8 @@ pub(crate) struct Graph {
     /// Indexes of writable qcow2 layers: a reader holds a grace of each.
     writable: [Option<u16>; WRITABLE_MAX],
     pub(crate) state: State,
+    /// What of the disk clients see.
+    pub(crate) window: Window,
 }
 
 /// Whether requests may be served.
@@ -78,6 +81,7 @@ impl Graph {
             tracker: None,
             writable: [None; WRITABLE_MAX],
             state: State::Active,
+            window: Window::default(),
         };
         graph.find_writable();
         graph
@@ -87,6 +91,7 @@ impl Graph {
     pub(crate) fn with_layers(&self, layers: Vec<Arc<Layer>>) -> Graph {
         let mut graph = Graph::new(layers);
         graph.state = self.state;
+        graph.window = self.window;
         graph
     }
 
@@ -117,20 +122,9 @@ impl Graph {
         Chain(self.layers.get(depth + 1..).unwrap_or_default())
     }
 
-    /// Size of the disk, bytes.
+    /// Size of the disk that the layers make up, bytes. Clients may see less: [`Graph::visible_size`].
     pub(crate) fn size(&self) -> u64 {
         self.top().size()
-    }
-
-    /// Bytes of a request of `len` bytes at `offset` that lie inside the disk.
-    pub(crate) fn clip(&self, offset: u64, len: usize) -> usize {
-        let left = self.size().saturating_sub(offset);
-        usize::try_from(left).map_or(len, |left| left.min(len))
-    }
-
-    /// As [`Graph::clip`], for requests without a buffer.
-    pub(crate) fn clip_range(&self, offset: u64, len: u64) -> u64 {
-        len.min(self.size().saturating_sub(offset))
     }
 
     /// Refuses requests that cannot be served. Errors: EIO where a change left the graph broken; EBUSY while the images are not ours.

@@ -9,10 +9,13 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value, json};
 
+use crate::window::Window;
 use crate::{Error, ErrorKind};
 
 /// Form of the text; a program that does not know it refuses.
 const VERSION: u64 = 1;
+/// The same with a window, which a program that does not know it would leave out.
+const VERSION_WITH_WINDOW: u64 = 2;
 
 /// A disk, without its descriptors.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -23,6 +26,8 @@ pub(crate) struct About {
     pub(crate) read_only_reason: Option<String>,
     /// The first sector is protected.
     pub(crate) guarded: bool,
+    /// What of the disk clients see.
+    pub(crate) window: Window,
     /// Top first.
     pub(crate) layers: Vec<AboutLayer>,
 }
@@ -57,8 +62,15 @@ impl Default for Kind {
 
 impl About {
     pub(crate) fn to_text(&self) -> String {
+        // A program that knows no windows must not serve the whole disk as one.
+        let window = self.window;
+        let (version, window) = match window.is_part() {
+            true => (VERSION_WITH_WINDOW, json!([window.start, window.len()])),
+            false => (VERSION, Value::Null),
+        };
         json!({
-            "version": VERSION,
+            "version": version,
+            "window": window,
             "active": self.active,
             "read-only": self.read_only,
             "read-only-reason": self.read_only_reason,
@@ -74,9 +86,9 @@ impl About {
             serde_json::from_str(text).map_err(|error| damaged(&error.to_string()))?;
         let fields = Fields::of(&value)?;
         let version = fields.number("version")?;
-        if version != VERSION {
+        if ![VERSION, VERSION_WITH_WINDOW].contains(&version) {
             return Err(damaged(&format!(
-                "its version is {version}, and this program knows {VERSION}"
+                "its version is {version}, and this program knows {VERSION} and {VERSION_WITH_WINDOW}"
             )));
         }
         let layers = fields.list("layers")?;
@@ -88,6 +100,7 @@ impl About {
             read_only: fields.flag("read-only")?,
             read_only_reason: fields.text("read-only-reason")?,
             guarded: fields.flag("guarded")?,
+            window: window(fields.get("window"))?,
             layers: layers.iter().map(AboutLayer::parse).collect::<Result<_, _>>()?,
         })
     }
@@ -135,6 +148,16 @@ impl AboutLayer {
             writable: fields.flag("writable")?,
             files: files.collect::<Result<_, _>>()?,
         })
+    }
+}
+
+fn window(value: &Value) -> Result<Window, Error> {
+    if value.is_null() {
+        return Ok(Window::default());
+    }
+    match numbers(value)?.as_slice() {
+        [Some(start), len] => Ok(Window::new(*start, *len)),
+        _ => Err(damaged("the window is none")),
     }
 }
 
@@ -255,6 +278,7 @@ mod tests {
             read_only: true,
             read_only_reason: Some("why".to_owned()),
             guarded: true,
+            window: Window::new(512, Some(4096)),
             layers: vec![qcow2, raw, null],
         }
     }
@@ -264,13 +288,25 @@ mod tests {
         assert_eq!(About::parse(&about().to_text()).expect("text"), about());
         let plain = About { layers: vec![AboutLayer::default()], ..About::default() };
         assert_eq!(About::parse(&plain.to_text()).expect("text"), plain);
+        let open = About { window: Window::new(512, None), ..plain };
+        assert_eq!(About::parse(&open.to_text()).expect("text"), open);
+    }
+
+    #[test]
+    fn only_a_window_needs_a_program_that_knows_windows() {
+        let plain = About { layers: vec![AboutLayer::default()], ..About::default() };
+        assert!(plain.to_text().contains("\"version\":1"));
+        let window = About { window: Window::new(0, Some(1)), ..plain };
+        assert!(window.to_text().contains("\"version\":2"));
     }
 
     #[test]
     fn damaged_text_is_refused() {
         let text = about().to_text();
         for (from, to) in [
-            ("\"version\":1", "\"version\":2"),
+            ("\"version\":2", "\"version\":3"),
+            ("[512,4096]", "[null,4096]"),
+            ("[512,4096]", "[512]"),
             ("\"active\":true", "\"active\":1"),
             ("\"raw\"", "\"rew\""),
             ("[512,", "[-512,"),

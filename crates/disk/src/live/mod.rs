@@ -99,8 +99,8 @@ impl Disk {
     ///
     /// * `always_tell`: also when the size is as it was.
     pub(crate) fn put(&self, drained: &mut Drained<'_>, graph: Graph, always_tell: bool) {
-        let before = drained.graph().size();
-        let size = graph.size();
+        let before = drained.graph().visible_size();
+        let size = graph.visible_size();
         if graph.top().name() != drained.graph().top().name() {
             self.top_watch().tell(graph.top());
         }

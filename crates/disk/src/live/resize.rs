@@ -11,6 +11,7 @@ use ringdisk_qcow2::Preallocation;
 use ringdisk_ring::{Errno, Ring};
 
 use crate::layer::{Layer, Node, Raw};
+use crate::window::Window;
 use crate::write::resizable;
 use crate::{Disk, Error, ErrorKind, Progress};
 
@@ -34,7 +35,7 @@ impl Disk {
     ///
     /// * `size`: bytes; smaller is what was asked for, so the rest is lost.
     ///
-    /// Errors: EOPNOTSUPP where the size is fixed (null, a block device, a window of given size, an
+    /// Errors: EOPNOTSUPP where the size is fixed (null, a block device, a window or partition of given size, an
     /// image whose bitmaps or snapshots forbid it); EROFS; EBUSY during a commit; those of the storage
     /// (EFBIG, ENOSPC).
     pub async fn resize(&self, ring: &Ring, size: u64) -> Result<(), Errno> {
@@ -98,10 +99,15 @@ impl Disk {
         if self.is_read_only() {
             return Err(Error::os("cannot change the size", Errno::ROFS));
         }
+        let graph = self.graph();
+        if graph.window.is_fixed() {
+            return Err(fixed_window());
+        }
+        // From here on sizes are those of the whole disk.
+        let size = graph.window.start.saturating_add(size);
         if i64::try_from(size).is_err() {
             return Err(Error::os("cannot change the size", Errno::FBIG));
         }
-        let graph = self.graph();
         match &graph.top().node {
             Node::Null(_) => Err(fixed()),
             Node::Raw(raw) => {
@@ -130,13 +136,13 @@ impl Disk {
     ) -> Result<(), Error> {
         let turn = self.turns().enter().await;
         self.check_free()?;
-        let before = self.size();
+        let before = self.graph().size();
         if grow_only && size <= before {
             return Ok(());
         }
         if size < before {
             if !options.shrink {
-                return Err(would_shrink(before, size));
+                return Err(would_shrink(self.graph().window, before, size));
             }
             let drained = self.gateway().drain(ring, turn).await;
             let layer = Arc::clone(drained.graph().top());
@@ -164,7 +170,7 @@ impl Disk {
         let before = layer.size();
         let known = |size: u64| {
             layer.size.store(size, Ordering::Release);
-            self.set_size(size);
+            self.set_size(self.graph().window.visible(size));
         };
         // Requests never see a size that the storage does not have: smaller first, larger last.
         known(size.min(before));
@@ -174,7 +180,7 @@ impl Disk {
         }
         known(size);
         if size != before {
-            self.watchers().notify(size);
+            self.watchers().notify(self.size());
         }
         Ok(())
     }
@@ -195,7 +201,7 @@ impl Disk {
             return Ok(());
         }
         if size < before && !options.shrink {
-            return Err(would_shrink(before, size));
+            return Err(would_shrink(drained.graph().window, before, size));
         }
         let options = ringdisk_qcow2::ResizeOptions {
             shrink: options.shrink,
@@ -252,7 +258,8 @@ async fn set_end(
     raw.storage.set_len(ring, end).await
 }
 
-fn would_shrink(before: u64, size: u64) -> Error {
+fn would_shrink(window: Window, before: u64, size: u64) -> Error {
+    let (before, size) = (window.visible(before), window.visible(size));
     Error::new(
         ErrorKind::Invalid,
         format!(
@@ -260,6 +267,11 @@ fn would_shrink(before: u64, size: u64) -> Error {
              shrinking must be asked for with `--shrink`"
         ),
     )
+}
+
+fn fixed_window() -> Error {
+    let text = "the disk is a part of its image (--size or --partition), so its size is fixed; resize the whole disk";
+    Error::new(ErrorKind::Unsupported, text).with_errno(Some(Errno::OPNOTSUPP))
 }
 
 fn fixed() -> Error {

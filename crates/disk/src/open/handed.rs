@@ -55,6 +55,7 @@ impl Disk {
         let mut parts = Parts::new(&options);
         parts.state = if about.active { State::Active } else { State::Inactive };
         parts.read_only_reason = about.read_only_reason;
+        parts.window = about.window;
         if options.temporary {
             parts.policy.cache = Cache::Unsafe;
         }

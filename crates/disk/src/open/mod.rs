@@ -82,7 +82,9 @@ impl Disk {
         let mut opening = Opening::new(ring, options)?;
         let mut parts = Parts::new(options);
         opening.all(source, &mut parts).await?;
-        Ok(Disk::build(opening.layers, parts))
+        let disk = Disk::build(opening.layers, parts);
+        disk.narrow(ring, options).await?;
+        Ok(disk)
     }
 }
 
@@ -127,8 +129,14 @@ fn check_options(options: &ImageOptions) -> Result<(), Error> {
     if options.force_share && !options.read_only {
         return invalid("force-share needs read-only: two writers would damage the image");
     }
-    if options.format == Some(Format::Qcow2) && has_window(options) {
-        return invalid("an offset or a size can be given for raw images only");
+    let has_range = options.window_offset != 0 || options.window_size.is_some();
+    if options.partition.is_some() && has_range {
+        return invalid("a partition has its own offset and size, so none can be given beside it");
+    }
+    if options.partition.is_some() && options.inactive {
+        return invalid(
+            "the partition table can be read only when the image is ours; give the offset and the size of the partition",
+        );
     }
     let has_overlay = options.overlay.is_some() || options.temporary;
     if options.overlay.is_some() && options.temporary {
@@ -143,14 +151,10 @@ fn check_options(options: &ImageOptions) -> Result<(), Error> {
     if has_overlay && options.read_only {
         return invalid("an overlay takes writes, so it makes no sense on a read-only disk");
     }
-    if has_overlay && (has_window(options) || options.without_backing) {
+    if has_overlay && options.without_backing {
         return invalid("an overlay needs the whole image below it");
     }
     Ok(())
-}
-
-fn has_window(options: &ImageOptions) -> bool {
-    options.raw_offset != 0 || options.raw_size.is_some()
 }
 
 impl<'a> Opening<'a> {
@@ -207,11 +211,10 @@ impl<'a> Opening<'a> {
             }
         };
         let shown = printable_path(&name);
-        let probed = self.options.format.is_none() && !has_window(self.options);
+        let probed = self.options.format.is_none();
         let format = match self.options.format {
             Some(format) => format,
-            None if probed => choose(&shown, probe(&first_sector(&opened.fd, &shown)?))?,
-            None => Format::Raw,
+            None => choose(&shown, probe(&first_sector(&opened.fd, &shown)?))?,
         };
         let candidate = Candidate {
             opened,
@@ -219,8 +222,8 @@ impl<'a> Opening<'a> {
             directory,
             format,
             read_only,
-            raw_offset: self.options.raw_offset,
-            raw_size: self.options.raw_size,
+            raw_offset: 0,
+            raw_size: None,
             without_backing: self.options.without_backing,
         };
         parts.policy.read_only = candidate.read_only;

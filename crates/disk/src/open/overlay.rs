@@ -77,7 +77,9 @@ async fn temporary(
     parts.policy.cache = Cache::Unsafe;
     let mut layers = vec![layer];
     layers.extend(below);
-    Ok(Disk::build(layers, parts))
+    let disk = Disk::build(layers, parts);
+    disk.narrow(ring, options).await?;
+    Ok(disk)
 }
 
 /// A file without a name.
@@ -123,14 +125,15 @@ async fn kept(
     };
     let reading = for_reading(options);
     let below = base(ring, Source::Path(image.clone()), &reading).await?;
-    let Some(top) = below.first() else {
-        return Err(Error::new(ErrorKind::Invalid, "the image has no layers"));
-    };
+    let below = Disk::build(below, Parts::new(&reading));
+    let top = Arc::clone(below.graph().top());
     let identity = top.file().and_then(|file| identity_of(file));
     if !path.exists() {
-        make(ring, path, top, options).await?;
+        // A window that the image does not have: before anything is made.
+        below.narrow(ring, &reading).await?;
+        make(ring, path, &top, options).await?;
     }
-    drop(below);
+    drop((below, top));
     let mut allow_paths = options.allow_paths.clone();
     if let Some(directory) = image.parent().filter(|parent| !parent.as_os_str().is_empty()) {
         allow_paths.push(directory.to_owned());
@@ -159,7 +162,9 @@ async fn kept(
             ),
         ));
     }
-    Ok(Disk::build(opening.layers, parts))
+    let disk = Disk::build(opening.layers, parts);
+    disk.narrow(ring, options).await?;
+    Ok(disk)
 }
 
 /// Makes a kept overlay over `top`. On an error nothing is left.

@@ -116,8 +116,9 @@ fn options_that_contradict_are_refused() {
     fs::write(directory.path().join("a.img"), vec![1; 4096]).expect("write");
     let cases = [
         ImageOptions { force_share: true, ..ImageOptions::default() },
-        ImageOptions { format: Some(Format::Qcow2), raw_offset: 1, ..reading() },
-        ImageOptions { format: Some(Format::Qcow2), raw_size: Some(1), ..reading() },
+        ImageOptions { partition: Some(1), window_offset: 512, ..reading() },
+        ImageOptions { partition: Some(1), window_size: Some(512), ..reading() },
+        ImageOptions { partition: Some(1), inactive: true, ..ImageOptions::default() },
     ];
     for options in cases {
         let error = refusal(directory.path().join("a.img"), &options);

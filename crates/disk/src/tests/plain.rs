@@ -25,12 +25,13 @@ fn a_change_waits_for_who_holds_the_disk_and_says_so() {
         let seen = Arc::new(Mutex::new(Vec::new()));
         let told = Arc::clone(&seen);
         disk.watch_changes(move |change| told.lock().expect("a list").push(change));
-        let ended = Rc::new(RefCell::new(false));
+        let (begun, ended) = (Rc::new(RefCell::new(false)), Rc::new(RefCell::new(false)));
         let holder = {
-            let (disk, ring, ended, seen) =
-                (Arc::clone(&disk), ring.clone(), Rc::clone(&ended), Arc::clone(&seen));
+            let (begun, ended, seen) = (Rc::clone(&begun), Rc::clone(&ended), Arc::clone(&seen));
+            let (disk, ring) = (Arc::clone(&disk), ring.clone());
             async move {
                 let held = disk.hold_plain(async |plain| {
+                    *begun.borrow_mut() = true;
                     assert_eq!((plain.size, plain.is_block_device), (65536, false));
                     assert!(!plain.read_only && !plain.write_through && plain.memory_align > 0);
                     let mut byte = [0];
@@ -45,7 +46,9 @@ fn a_change_waits_for_who_holds_the_disk_and_says_so() {
             }
         };
         ring.spawn(holder);
-        ring.sleep(Duration::from_millis(1)).await;
+        while !*begun.borrow() {
+            ring.yield_now().await;
+        }
         let over = directory.path().join("over.qcow2");
         disk.add_overlay(&ring, &over, OverlayOptions::default()).await.expect("an overlay");
         assert!(*ended.borrow(), "the change did not wait");
@@ -66,8 +69,8 @@ fn only_a_disk_that_is_the_bytes_of_a_file_is_plain() {
             (ImageOptions { format: None, ..plain_options() }, "guessed"),
             (ImageOptions { cache: Cache::Writeback, ..plain_options() }, "page cache"),
             (ImageOptions { cache: Cache::Unsafe, ..plain_options() }, "flushes"),
-            (ImageOptions { raw_offset: 512, ..plain_options() }, "window"),
-            (ImageOptions { raw_size: Some(4096), ..plain_options() }, "window"),
+            (ImageOptions { window_offset: 512, ..plain_options() }, "window"),
+            (ImageOptions { window_size: Some(4096), ..plain_options() }, "window"),
             (ImageOptions { detect_zeroes: DetectZeroes::On, ..plain_options() }, "zeroes"),
             (ImageOptions { discard: Discard::Ignore, ..plain_options() }, "discards"),
         ] {

@@ -74,8 +74,11 @@ fn a_window_shows_its_part_only() {
     let directory = directory();
     let path = directory.path().join("a.img");
     fs::write(&path, pattern(10_000)).expect("write");
-    let window =
-        |raw_offset, raw_size| ImageOptions { raw_offset, raw_size, ..ImageOptions::default() };
+    let window = |window_offset, window_size| ImageOptions {
+        window_offset,
+        window_size,
+        ..ImageOptions::default()
+    };
     run(async |ring| {
         let disk = open(&ring, &path, &window(1000, Some(2000))).await.expect("open");
         assert_eq!(disk.size(), 2000);
@@ -317,7 +320,7 @@ fn any_storage_can_be_a_raw_disk() {
     let storage = Storage::open(&path, &ringdisk_storage::OpenOptions::default()).expect("open");
     let storage = Arc::new(storage);
     run(async |ring| {
-        let options = ImageOptions { raw_offset: 1000, ..ImageOptions::default() };
+        let options = ImageOptions { window_offset: 1000, ..ImageOptions::default() };
         let disk = Disk::from_storage(Arc::clone(&storage), &options);
         assert_eq!(disk.size(), 4000);
         assert_same(&read_steps(&ring, &disk, 4096).await, &pattern(5000)[1000..]);

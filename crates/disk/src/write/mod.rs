@@ -29,7 +29,7 @@ impl Disk {
     /// probed raw image; those of the storage.
     pub async fn write(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<usize, Errno> {
         let graph = self.enter().await;
-        let len = self.admit(&graph, offset, buf.len() as u64)?;
+        let (offset, len) = self.admit(&graph, offset, buf.len() as u64)?;
         // Not longer than the buffer.
         let len = usize::try_from(len).unwrap_or(usize::MAX).min(buf.len());
         if let Node::Null(null) = &graph.top().node {
@@ -86,7 +86,7 @@ impl Disk {
     /// [`Disk::write`].
     pub async fn discard(&self, ring: &Ring, offset: u64, len: u64) -> Result<(), Errno> {
         let graph = self.enter().await;
-        let len = self.admit(&graph, offset, len)?;
+        let (offset, len) = self.admit(&graph, offset, len)?;
         if let Node::Null(_) = &graph.top().node {
             return Err(Errno::OPNOTSUPP);
         }
@@ -111,7 +111,7 @@ impl Disk {
     /// [`Disk::write`].
     pub async fn punch(&self, ring: &Ring, offset: u64, len: u64) -> Result<(), Errno> {
         let graph = self.enter().await;
-        let len = self.admit(&graph, offset, len)?;
+        let (offset, len) = self.admit(&graph, offset, len)?;
         if let Node::Null(_) = &graph.top().node {
             return Err(Errno::OPNOTSUPP);
         }
@@ -140,7 +140,7 @@ impl Disk {
         may_unmap: bool,
     ) -> Result<(), Errno> {
         let graph = self.enter().await;
-        let len = self.admit(&graph, offset, len)?;
+        let (offset, len) = self.admit(&graph, offset, len)?;
         if let Node::Null(null) = &graph.top().node {
             null.delay(ring).await;
             return Ok(());
@@ -158,7 +158,7 @@ impl Disk {
     /// * `offset`: bytes; a multiple of the cluster size.
     /// * `compressed`: in the image's own compression type, shorter than a cluster.
     ///
-    /// Errors: EOPNOTSUPP for other formats; EROFS; those of the image.
+    /// Errors: EOPNOTSUPP for other formats and for a window of an image; EROFS; those of the image.
     pub async fn write_compressed(
         &self,
         ring: &Ring,
@@ -167,22 +167,24 @@ impl Disk {
     ) -> Result<(), Errno> {
         let graph = self.enter().await;
         self.admit(&graph, offset, 1)?;
-        let Some(image) = graph.top_image() else { return Err(Errno::OPNOTSUPP) };
+        // A whole cluster may reach past a window.
+        let image = graph.top_image().filter(|_| !graph.window.is_part());
+        let Some(image) = image else { return Err(Errno::OPNOTSUPP) };
         let _mark = Mark::new(&graph, offset, image.info().cluster_size());
         image.write_compressed(ring, offset, compressed).await?;
         self.look_after(ring, image);
         Ok(())
     }
 
-    /// Whether a change may be made, and how much of it lies inside the disk, bytes.
+    /// Whether a change may be made, where in the layers it is, and how much of it lies inside the disk, bytes.
     ///
     /// Errors: EIO, EROFS.
-    fn admit(&self, graph: &Graph, offset: u64, len: u64) -> Result<u64, Errno> {
+    fn admit(&self, graph: &Graph, offset: u64, len: u64) -> Result<(u64, u64), Errno> {
         graph.check()?;
         if self.is_read_only() {
             return Err(Errno::ROFS);
         }
-        Ok(graph.clip_range(offset, len))
+        Ok(graph.place(offset, len))
     }
 
     /// Zeroes a range that lies inside a raw or qcow2 disk.

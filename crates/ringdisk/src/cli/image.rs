@@ -15,7 +15,7 @@ use crate::size::{parse_size, parse_time};
 pub(crate) struct ImageArgs {
     /// Serve a disk of SIZE bytes that keeps nothing, instead of an image
     #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image options",
-          conflicts_with_all = ["create", "format", "cache", "direct", "allow_path", "force_share", "offset", "size",
+          conflicts_with_all = ["create", "format", "cache", "direct", "allow_path", "force_share", "offset", "size", "partition",
                                "snapshot", "overlay", "discard", "discard_no_unref", "detect_zeroes",
                                "lazy_refcounts", "metadata_cache"])]
     pub(crate) null: Option<u64>,
@@ -78,13 +78,23 @@ pub(crate) struct ImageArgs {
     #[arg(long, conflicts_with = "cache", help_heading = "Image options")]
     pub(crate) direct: bool,
 
-    /// Where the disk begins inside a raw IMAGE, bytes
+    /// Serve the disk of IMAGE from this byte on (of any format: a place on its disk, not in its file)
     #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image options")]
     pub(crate) offset: Option<u64>,
 
-    /// Size of the disk inside a raw IMAGE, bytes [default: to the end]
+    /// Serve so many bytes of the disk of IMAGE, from --offset on [default: to the end]
+    ///
+    /// A disk with a size of its own cannot be resized.
     #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image options")]
     pub(crate) size: Option<u64>,
+
+    /// Serve partition N of the disk of IMAGE, as the kernel numbers it (1 is /dev/sda1; logical ones from 5 on)
+    ///
+    /// The table (MBR, or GPT with sectors of 512 or 4096 bytes) is read when the image is opened. No request reaches a byte outside
+    /// the partition. Refused: a partition that overlaps another one or goes past the end of the disk, and an extended one.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Image options",
+          conflicts_with_all = ["offset", "size", "create"])]
+    pub(crate) partition: Option<u32>,
 
     /// A directory (with all below) or file that backing and data file names of IMAGE may lead to
     ///

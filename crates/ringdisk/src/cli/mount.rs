@@ -29,6 +29,8 @@ Examples:
       make a qcow2 image and use it at once: mkfs.ext4 disk
   ringdisk mount disk.qcow2 disk.raw
       look into an image; in another terminal: fdisk -l disk.raw
+  ringdisk mount --partition 2 disk.qcow2 part2
+      one partition of its disk; then mount -o loop part2 /mnt
   ringdisk mount --snapshot disk.qcow2 disk
       try something; what is written is gone at the end
   ringdisk mount --direct --threads 4 -f raw /dev/sdb1 disk
@@ -256,6 +258,7 @@ mod tests {
         assert_eq!(args.disk.allow_path.len(), 2);
         assert_eq!((args.disk.offset, args.disk.size), (Some(1 << 20), Some(2 << 30)));
         assert_eq!(args.io_timeout, Some(Duration::from_secs(5)));
+        assert_eq!(mount("--partition 7 a b").expect("parses").disk.partition, Some(7));
     }
 
     #[test]
@@ -280,6 +283,12 @@ mod tests {
             ("--snapshot --read-only a b", ErrorKind::ArgumentConflict),
             ("--snapshot --overlay c a b", ErrorKind::ArgumentConflict),
             ("--null 1G --snapshot b", ErrorKind::ArgumentConflict),
+            ("--null 1G --partition 1 b", ErrorKind::ArgumentConflict),
+            ("--partition 1 --offset 1M a b", ErrorKind::ArgumentConflict),
+            ("--partition 1 --size 1M a b", ErrorKind::ArgumentConflict),
+            ("--partition 1 --create 1G a b", ErrorKind::ArgumentConflict),
+            ("--partition 0 a b", ErrorKind::ValueValidation),
+            ("--partition sda1 a b", ErrorKind::ValueValidation),
             ("-o cluster_size=4k a b", ErrorKind::MissingRequiredArgument),
             ("--detect-zeroes maybe a b", ErrorKind::InvalidValue),
             ("--lazy-refcounts=perhaps a b", ErrorKind::ValueValidation),

@@ -134,11 +134,18 @@ impl Backing {
         let options = ImageOptions {
             format: image.backing_format()?.or(parsed.format),
             read_only: true,
-            raw_offset: parsed.raw_offset,
-            raw_size: parsed.raw_size,
+            window_offset: parsed.raw_offset,
+            window_size: parsed.raw_size,
             allow_paths: args.pool.allow_path.clone(),
             ..ImageOptions::default()
         };
+        let has_window = parsed.raw_offset != 0 || parsed.raw_size.is_some();
+        if has_window && options.format == Some(Format::Qcow2) {
+            return Err(Failure::new(
+                Exit::Usage,
+                "the name of a backing file can have an offset or a size for raw images only",
+            ));
+        }
         if is_same(&path, file) {
             return Err(Failure::new(
                 Exit::Usage,

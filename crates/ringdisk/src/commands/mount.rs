@@ -289,7 +289,8 @@ fn park(
     match served.take_parked() {
         Some(parked) if kept.resumed().is_none() => {
             let devices = parked.devices.len();
-            let state = State::new(&parked.terms, devices, made.mountpoint_id(), created);
+            let mut state = State::new(&parked.terms, devices, made.mountpoint_id(), created);
+            state.window = disk.window();
             kept.park(&parked, state, alive)
         }
         _ => Ok(()),

@@ -38,6 +38,8 @@ pub(crate) struct ImagePlan<'a> {
     pub(crate) top: Option<(PathBuf, Format)>,
     /// Format of the image, if we made it.
     pub(crate) made_format: Option<Format>,
+    /// The part of the disk that is served already, whatever its partition table has become: first byte and length, bytes.
+    pub(crate) window: Option<(u64, Option<u64>)>,
 }
 
 impl<'a> ImagePlan<'a> {
@@ -53,6 +55,7 @@ impl<'a> ImagePlan<'a> {
             wait_for_locks: None,
             top: None,
             made_format: None,
+            window: None,
         }
     }
 
@@ -61,13 +64,16 @@ impl<'a> ImagePlan<'a> {
     /// * `format`: `None`: it is probed.
     pub(crate) fn options(&self, format: Option<Format>) -> ImageOptions {
         let args = self.args;
+        let asked = (args.offset.unwrap_or(0), args.size);
+        let (window_offset, window_size) = self.window.unwrap_or(asked);
         ImageOptions {
             format,
             read_only: args.read_only,
             auto_read_only: true,
             cache: args.cache_mode(),
-            raw_offset: args.offset.unwrap_or(0),
-            raw_size: args.size,
+            window_offset,
+            window_size,
+            partition: args.partition.filter(|_| self.window.is_none()),
             allow_paths: args.allow_path.iter().map(|path| self.lasting(path)).collect(),
             force_share: args.force_share,
             metadata_cache_bytes: args.metadata_cache.bytes(),
@@ -211,7 +217,10 @@ impl<'a> ImagePlan<'a> {
     /// What is served, in some words: name, size, format.
     pub(crate) fn describe(&self, disk: &Disk) -> String {
         let image = match &self.image {
-            Some(image) => image.display().to_string(),
+            Some(image) => match self.args.partition {
+                Some(number) => format!("partition {number} of {}", image.display()),
+                None => image.display().to_string(),
+            },
             None => String::from("a null disk"),
         };
         let format = disk.layers().first().and_then(|top| top.format());

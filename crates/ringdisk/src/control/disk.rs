@@ -131,6 +131,9 @@ impl DiskControl {
         let layers = disk.layers();
         if let Value::Object(object) = &mut value {
             object.insert(String::from("size"), json!(disk.size()));
+            let window = disk.window();
+            let window = window.map(|(offset, size)| json!({ "offset": offset, "size": size }));
+            object.insert(String::from("window"), json!(window));
             object.insert(String::from("read-only"), json!(disk.is_read_only()));
             object.insert(String::from("fault"), json!(disk.fault()));
             object.insert(String::from("sandbox"), json!(self.sandbox.get()));

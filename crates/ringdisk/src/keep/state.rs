@@ -51,6 +51,10 @@ pub(crate) struct State {
     format: Option<String>,
     /// The image on top and its format, if a command has put another one there.
     top: Option<(Bytes, String)>,
+    /// The part of the disk that is served, if it is not all of it: first byte and length, bytes. The next process does not look for a
+    /// partition again.
+    #[serde(default)]
+    pub(crate) window: Option<(u64, Option<u64>)>,
 }
 
 /// A path: one character for each byte, so that JSON can hold any.
@@ -96,6 +100,7 @@ impl State {
             made,
             format: created.map(|format| format.name().to_owned()),
             top: None,
+            window: None,
         }
     }
 
@@ -295,6 +300,7 @@ mod tests {
     fn what_was_written_last_is_read() {
         let file = StateFile::make().expect("memory");
         let state = State::new(&terms(), 3, Some((1, 2)), Some(Format::Raw));
+        let state = State { window: Some((512, Some(4096))), ..state };
         file.write(state.clone()).expect("room");
         let found = again(&file).expect("a state").state().expect("written");
         assert_eq!((&found, found.terms(), found.format()), (&state, terms(), Some(Format::Raw)));

@@ -78,6 +78,7 @@ impl Shown {
         say("--snapshot", switch(source.snapshot));
         say("--offset", number(source.offset));
         say("--size", number(source.size));
+        say("--partition", number(source.partition.map(u64::from)));
         say("--null", number(source.null));
         if let Some(format) = source.format {
             // Who does not say it leaves it to the image.

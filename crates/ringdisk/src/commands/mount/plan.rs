@@ -97,6 +97,7 @@ impl<'a> Plan<'a> {
             image: ImagePlan {
                 top: state.top(),
                 made_format: state.format(),
+                window: state.window,
                 ..image_plan(args, paths.image)
             },
             mountpoint_shown: paths.mountpoint.display().to_string(),

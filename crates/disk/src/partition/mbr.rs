@@ -1,0 +1,151 @@
+//! Partition tables of the kind that DOS began: four entries in the first sector, and chains of logical partitions.
+//!
+//! Promises: as `partition`. A chain is followed for [`RECORDS_MAX`] records at most, each of them once and inside the extended
+//! partition. Sectors have 512 bytes, as on every disk image whose table is no GPT.
+
+use zerocopy::little_endian::U32;
+use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
+
+use super::{Partition, SECTOR, Scheme, Source, Table, read};
+use crate::Error;
+
+/// Partitions with a place in the first sector: the numbers up to this one.
+pub(super) const PRIMARIES: u32 = 4;
+/// Extended boot records that are read: the kernel has numbers for 256 partitions of a disk.
+const RECORDS_MAX: usize = 256;
+/// Where the entries are in a sector, bytes.
+const ENTRIES_AT: usize = 446;
+
+/// An entry as it is on disk.
+#[derive(FromBytes, KnownLayout, Immutable, Unaligned, Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct Entry {
+    /// 0x80: to boot from; 0 otherwise.
+    flag: u8,
+    first_chs: [u8; 3],
+    kind: u8,
+    last_chs: [u8; 3],
+    start: U32,
+    sectors: U32,
+}
+
+impl Entry {
+    fn is_used(&self) -> bool {
+        self.sectors.get() != 0
+    }
+
+    fn is_extended(&self) -> bool {
+        self.is_used() && matches!(self.kind, 0x05 | 0x0f | 0x85)
+    }
+
+    /// * `base`: sector that the entry counts from.
+    fn partition(&self, number: u32, base: u64) -> Partition {
+        // Three numbers of 32 bits: no product of them with a sector overflows.
+        Partition {
+            number,
+            start: (base + u64::from(self.start.get())) * SECTOR,
+            len: u64::from(self.sectors.get()) * SECTOR,
+            is_extended: self.is_extended(),
+            fault: None,
+        }
+    }
+}
+
+/// The four entries of a boot sector.
+pub(super) type Entries = [Entry; 4];
+
+/// The entries of a sector with a table. `None`: it has none. A boot sector of a file system has the same signature, and code where the
+/// entries would be: their flags tell.
+pub(super) fn entries(sector: &[u8]) -> Option<Entries> {
+    let entries = raw_entries(sector)?;
+    entries.iter().all(|entry| matches!(entry.flag, 0 | 0x80)).then_some(entries)
+}
+
+/// As [`entries`], by the signature alone.
+fn raw_entries(sector: &[u8]) -> Option<Entries> {
+    let (entries, signature) = sector.get(ENTRIES_AT..512)?.split_at_checked(64)?;
+    let entries = Entries::read_from_bytes(entries).ok()?;
+    (signature == [0x55, 0xaa]).then_some(entries)
+}
+
+/// Whether the table only protects a GPT from programs that know none.
+pub(super) fn is_protective(entries: &Entries) -> bool {
+    entries.iter().any(|entry| entry.kind == 0xee && entry.is_used())
+}
+
+/// All partitions.
+///
+/// * `entries`: of the first sector.
+pub(super) async fn table(source: &impl Source, entries: &Entries) -> Result<Table, Error> {
+    let mut table =
+        Table { scheme: Scheme::Mbr, partitions: Vec::new(), own: vec![(0, SECTOR)], damage: None };
+    for (number, entry) in (1..).zip(entries).filter(|(_, entry)| entry.is_used()) {
+        table.partitions.push(entry.partition(number, 0));
+    }
+    for entry in entries.iter().filter(|entry| entry.is_extended()) {
+        logical(source, &mut table, entry).await?;
+    }
+    Ok(table)
+}
+
+/// Adds the logical partitions of an extended one, record by record.
+async fn logical(source: &impl Source, table: &mut Table, extended: &Entry) -> Result<(), Error> {
+    let base = u64::from(extended.start.get());
+    let end = base + u64::from(extended.sectors.get());
+    let mut at = base;
+    for _ in 0..RECORDS_MAX {
+        let sector = read(source, at * SECTOR, SECTOR).await?;
+        let Some(entries) = sector.as_deref().and_then(raw_entries) else {
+            // An extended partition that nobody has put anything into needs no record.
+            let is_damage = at != base || sector.is_none();
+            table.note(is_damage, format!("there is no boot record at sector {at}"));
+            return Ok(());
+        };
+        table.own.push((at * SECTOR, SECTOR));
+        data_of(table, &entries, at, base..end);
+        let Some(next) = entries.iter().find(|entry| entry.is_extended()) else { return Ok(()) };
+        at = base + u64::from(next.start.get());
+        if at >= end {
+            table.note(
+                true,
+                format!(
+                    "the next boot record, at sector {at}, lies outside the extended partition"
+                ),
+            );
+            return Ok(());
+        }
+        if table.own.contains(&(at * SECTOR, SECTOR)) {
+            table.note(true, format!("the chain of boot records comes back to sector {at}"));
+            return Ok(());
+        }
+    }
+    table.note(true, format!("there are more than {RECORDS_MAX} boot records"));
+    Ok(())
+}
+
+/// Adds the partitions that a boot record names. The first two entries are for them and for the next record; more are counted only where they
+/// make sense.
+fn data_of(table: &mut Table, entries: &Entries, at: u64, extended: std::ops::Range<u64>) {
+    for (index, entry) in entries.iter().enumerate() {
+        let start = at + u64::from(entry.start.get());
+        let end = start + u64::from(entry.sectors.get());
+        let is_inside = extended.contains(&start) && end <= extended.end;
+        if !entry.is_used() || entry.is_extended() || (index >= 2 && !is_inside) {
+            continue;
+        }
+        let last = table.partitions.last().map_or(0, |each| each.number);
+        let mut partition = entry.partition(last.max(PRIMARIES) + 1, at);
+        if !is_inside {
+            partition.fault = Some("it lies outside the extended partition");
+        }
+        table.partitions.push(partition);
+    }
+}
+
+impl Table {
+    fn note(&mut self, is_damage: bool, text: String) {
+        if is_damage {
+            self.damage.get_or_insert(text);
+        }
+    }
+}
