@@ -639,3 +639,57 @@ fn without_room_the_bitmap_is_lost_and_the_data_is_not() {
     let state = state_of(&mut runtime, &sim.durable_image());
     assert!(state[0].1 && !state[1].1, "{state:?}");
 }
+
+#[test]
+fn bitmaps_that_are_given_up_are_believed_by_nobody() {
+    let images = Images::new();
+    images.qemu_img(&["create", "-q", "-f", "qcow2", "a.qcow2", "64M"]);
+    images.qemu_img(&["bitmap", "--add", "a.qcow2", "records"]);
+    images.qemu_img(&["bitmap", "--add", "--disable", "a.qcow2", "still"]);
+    let path = images.path("a.qcow2");
+    let mut runtime = runtime();
+    let mut session = Session::open(&mut runtime, &path);
+    session.write(0, 4096);
+    session.close();
+    let mut session = Session::open(&mut runtime, &path);
+    let done = session.runtime.block_on(session.image.bitmaps_give_up(&session.ring));
+    done.expect("they are given up");
+    let expected = [("records".to_owned(), true, true), ("still".to_owned(), false, false)];
+    assert_eq!(session.list(), expected);
+    session.close();
+    let session = Session::open(&mut runtime, &path);
+    assert_eq!(session.list(), expected);
+    session.close();
+    assert!(info(&images, "a.qcow2").contains("in-use"), "{}", info(&images, "a.qcow2"));
+    check(&images, "a.qcow2");
+}
+
+#[test]
+fn bitmaps_that_cannot_be_given_up_are_as_they_were() {
+    let images = Images::new();
+    images.qemu_img(&["create", "-q", "-f", "qcow2", "a.qcow2", "64M"]);
+    for name in ["one", "two"] {
+        images.qemu_img(&["bitmap", "--add", "a.qcow2", name]);
+    }
+    let content = std::fs::read(images.path("a.qcow2")).expect("read");
+    let mut runtime = runtime();
+    let mut failures = 0;
+    for number in 0.. {
+        let sim = SimStorage::from_image(&content, 1);
+        let mut session = Session::new(&mut runtime, sim.storage(), true);
+        let begin = sim.log().len() as u64;
+        sim.on(When::number(begin + number), Fault::Fail(ringdisk_storage::Errno::IO));
+        let done = session.runtime.block_on(session.image.bitmaps_give_up(&session.ring));
+        failures += u32::from(done.is_err());
+        drop(session);
+        sim.clear_rules();
+        let session = Session::new(&mut runtime, sim.storage(), true);
+        let in_use: Vec<bool> = session.list().into_iter().map(|(_, in_use, _)| in_use).collect();
+        assert_eq!(in_use, [done.is_ok(); 2]);
+        if done.is_ok() {
+            break;
+        }
+    }
+    // Two flags and a flush.
+    assert_eq!(failures, 3);
+}

@@ -213,13 +213,53 @@ fn bitmaps_follow_the_size_of_the_disk() {
         let before = dirty(&subject, "fine");
         subject.resize(50 * MIB, Preallocation::Off).expect("a larger disk");
         subject.check("grow with bitmaps");
-        assert_eq!(dirty(&subject, "fine"), before);
+        assert_eq!(dirty(&subject, "fine"), before + 50 * MIB - SIZE);
         subject.resize(MIB + 512, Preallocation::Off).expect("a smaller disk");
         subject.check("shrink with bitmaps");
         subject.resize(SIZE, Preallocation::Off).expect("a larger disk");
         subject.check("grow again");
-        assert_eq!(dirty(&subject, "fine"), MIB + 512);
-        assert!(dirty(&subject, "coarse") < MIB + 512 + 64 * KIB);
+        assert_eq!(dirty(&subject, "fine"), SIZE);
+        assert_eq!(dirty(&subject, "coarse"), SIZE);
+    }
+}
+
+/// Makes a copy what the disk is, by what a bitmap says was changed since the copy was made.
+fn incremental(subject: &Subject, bitmap: &str, copy: &[u8]) -> Vec<u8> {
+    let mut copy = copy.to_vec();
+    copy.resize(subject.disk.len(), 0);
+    for range in changed(subject, bitmap) {
+        let range = range.start as usize..range.end as usize;
+        copy[range.clone()].copy_from_slice(&subject.disk[range]);
+    }
+    copy
+}
+
+#[test]
+fn what_was_cut_off_is_in_the_next_incremental_backup() {
+    // The smaller size ends a granule, lies inside one, and inside a cluster of bits.
+    for cluster in ["65536", "512"] {
+        for small in [MIB, MIB + 512, MIB + 64 * KIB - 512, 512] {
+            let mut subject = Subject::new(&format!("cluster_size={cluster}"), 4 * MIB);
+            subject.images.qemu_io(NAME, &["write -P 1 0 4M".to_owned()]);
+            subject.disk.fill(1);
+            let bitmaps = [("fine", "512"), ("coarse", "65536"), ("huge", "1048576")];
+            for (name, granularity) in bitmaps {
+                subject.images.qemu_img(&["bitmap", "--add", "-g", granularity, NAME, name]);
+            }
+            subject.images.qemu_img(&["bitmap", "--add", "--disable", NAME, "still"]);
+            let copy = subject.disk.clone();
+            for large in [3 * MIB, 4 * MIB + 512] {
+                subject.resize(small, Preallocation::Off).expect("a smaller disk");
+                subject.resize(large, Preallocation::Off).expect("a larger disk");
+                subject.check("smaller and larger again");
+                for name in ["fine", "coarse", "huge", "still"] {
+                    let restored = incremental(&subject, name, &copy);
+                    assert_same(name, &restored, &subject.disk);
+                }
+                // Nothing that stayed as it was.
+                assert_eq!(changed(&subject, "fine").first().map(|range| range.start), Some(small));
+            }
+        }
     }
 }
 
@@ -232,6 +272,11 @@ fn dirty(subject: &Subject, bitmap: &str) -> u64 {
 }
 
 fn marked(subject: &Subject, bitmap: &str) -> u64 {
+    changed(subject, bitmap).iter().map(|range| range.end - range.start).sum()
+}
+
+/// What a bitmap marks.
+fn changed(subject: &Subject, bitmap: &str) -> Vec<std::ops::Range<u64>> {
     let path = subject.path();
     let mut runtime = runtime();
     let ring = runtime.ring().clone();
@@ -239,7 +284,7 @@ fn marked(subject: &Subject, bitmap: &str) -> u64 {
         let image = Qcow2::open(&ring, storage(&path), &OpenOptions::default()).await;
         let image = image.expect("an image");
         let contents = image.bitmap_contents(&ring, bitmap).await.expect("a bitmap");
-        contents.ranges().map(|range| range.end - range.start).sum()
+        contents.ranges().collect()
     })
 }
 

@@ -69,13 +69,7 @@ impl Qcow2 {
         if entries.iter().any(|entry| entry.name == name.as_bytes()) {
             return Err(self.refuse_bitmap(name, "is there already", "choose another name"));
         }
-        let directory_bytes = directory::to_bytes(&entries).len() as u64 + 2048;
-        if entries.len() as u64 >= u64::from(BITMAPS_MAX)
-            || directory_bytes > BITMAP_DIRECTORY_BYTES_MAX
-        {
-            let why = "cannot be added: the image has as many bitmaps as it can hold";
-            return Err(self.refuse_bitmap(name, why, "remove some of them"));
-        }
+        self.check_room_for_bitmap(&entries, name)?;
         let bits = Bits::new(self.geometry.virtual_size, granularity_bits)
             .ok_or_else(|| self.no_memory_for_bitmap(name))?;
         let mut update = Update::default();
@@ -140,6 +134,71 @@ impl Qcow2 {
         self.set_recording(ring, name, false).await
     }
 
+    /// Declares all bitmaps that record inconsistent, on stable storage: what the disk shows is changed elsewhere
+    /// from now on (in its backing file, after a commit), and nobody may believe them any more. Needs no space.
+    ///
+    /// Errors: `Io`; they are as they were then. The image is open for writing and was not written to.
+    pub async fn bitmaps_give_up(&mut self, ring: &Ring) -> Result<(), Error> {
+        let given_up = async {
+            let engine = self.engine()?;
+            if !engine.recording.all_readable() {
+                return self
+                    .change_header(ring, |header| {
+                        header.set_autoclear(header.autoclear() & !header::BITMAPS);
+                    })
+                    .await;
+            }
+            engine.recording.give_up(ring, &self.file).await
+        };
+        given_up.await.map_err(|errno| self.bitmap_io(errno))?;
+        for bitmap in self.info.bitmaps.iter_mut().filter(|bitmap| bitmap.auto) {
+            bitmap.in_use = true;
+        }
+        Ok(())
+    }
+
+    /// Takes a bitmap that records over from another image of the same disk: adds it with its bits, or adds its bits
+    /// to the one of that name, which must record, too. In one step, so no crash leaves it without them.
+    ///
+    /// Errors: as [`bitmap_add`](Qcow2::bitmap_add) and [`bitmap_merge`](Qcow2::bitmap_merge).
+    pub async fn bitmap_adopt(
+        &mut self,
+        ring: &Ring,
+        name: &str,
+        source: &BitmapContents,
+    ) -> Result<(), Error> {
+        let granularity_bits = self.check_new_bitmap(name, Some(source.granularity_bytes()))?;
+        let mut entries = self.bitmaps_to_change(ring).await?;
+        let (ours, theirs) = (self.geometry.virtual_size, source.bits.size());
+        if ours != theirs {
+            let why = format!("is of a disk of {theirs} bytes, and this one has {ours}");
+            return Err(self.refuse_bitmap(name, &why, "make a full backup"));
+        }
+        if entries.iter().any(|entry| entry.name == name.as_bytes()) {
+            let at = self.find_usable_bitmap(&entries, name)?;
+            if !entries[at].has(AUTO) {
+                let why = "is there already and does not record";
+                return Err(self.refuse_bitmap(name, why, "make a full backup"));
+            }
+            return self.bitmap_merge(ring, name, source).await;
+        }
+        self.check_room_for_bitmap(&entries, name)?;
+        let mut update = Update::default();
+        let stored = tables::store(self, ring, &source.bits, &mut update.taken).await;
+        let (table_offset, table_entries) = self.or_give_back(stored, &mut update)?;
+        entries.push(Entry {
+            table_offset,
+            table_entries,
+            flags: AUTO,
+            kind: TYPE_DIRTY_TRACKING,
+            // At most 31.
+            granularity_bits: u8::try_from(granularity_bits).unwrap_or(u8::MAX),
+            extra: Vec::new(),
+            name: name.as_bytes().to_vec(),
+        });
+        self.publish_bitmaps(ring, update, &entries).await
+    }
+
     /// Adds the bits of `source` to a bitmap. Where granularities differ, each bit stands for the
     /// range that it covers.
     ///
@@ -202,7 +261,7 @@ impl Qcow2 {
         if let Err(errno) = self.engine() {
             return Err(Error::io(self.file.name(), "changing bitmaps", errno));
         }
-        self.close(ring).await.map_err(|errno| self.bitmap_io(errno))?;
+        self.close_for_change(ring).await.map_err(|errno| self.bitmap_io(errno))?;
         if let Some(reason) = self.engine().ok().and_then(|engine| engine.overlap.as_ref()) {
             return Err(Error::corrupt(self.file.name(), reason));
         }
@@ -247,6 +306,17 @@ impl Qcow2 {
             return refuse(&why, "use a larger granularity");
         }
         Ok(bits)
+    }
+
+    fn check_room_for_bitmap(&self, entries: &[Entry], name: &str) -> Result<(), Error> {
+        let directory_bytes = directory::to_bytes(entries).len() as u64 + 2048;
+        if entries.len() as u64 >= u64::from(BITMAPS_MAX)
+            || directory_bytes > BITMAP_DIRECTORY_BYTES_MAX
+        {
+            let why = "cannot be added: the image has as many bitmaps as it can hold";
+            return Err(self.refuse_bitmap(name, why, "remove some of them"));
+        }
+        Ok(())
     }
 
     fn find_bitmap(&self, entries: &[Entry], name: &str) -> Result<usize, Error> {

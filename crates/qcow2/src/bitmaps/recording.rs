@@ -6,7 +6,8 @@
 //! - Every write is recorded before it is made: [`Recording::record`] takes no lock, allocates
 //!   nothing and leaves shared cache lines alone where the bits are set already.
 //! - A bitmap becomes valid again only by a save that is complete on stable storage. A save that
-//!   fails loses the bitmap, never its truth.
+//!   fails changes nothing: the bitmaps are in use as before and go on recording.
+//! - Recording can begin again after a save, at the place where the save has put the directory.
 //! - Bitmaps that do not record (not `auto`) stay valid as they are; those that were left in use by
 //!   somebody else stay so and are not recorded.
 
@@ -17,12 +18,13 @@ use super::bits::{self, Bits};
 use super::directory::{self, AUTO, Entry, FLAGS_AT, IN_USE};
 use super::tables::{self, Place};
 use super::update::{self, Update};
+use crate::engine::close::Unsaved;
 use crate::error::Error;
 use crate::header::{Header, write_bytes};
 use crate::image::Qcow2;
 use crate::info::Bitmap;
 use crate::limits::RECORDED_BITMAPS_BYTES_MAX;
-use crate::sync::{AtomicBool, Ordering};
+use crate::sync::{AtomicBool, AtomicU64, Ordering, lock};
 
 /// The bitmaps of one image that record writes.
 #[derive(Debug, Default)]
@@ -38,8 +40,8 @@ pub(crate) struct Recording {
 struct Recorded {
     /// As in the directory. Names are unique.
     name: Vec<u8>,
-    /// Host offset of the flags of its entry.
-    flags_at: u64,
+    /// Host offset of the flags of its entry; a save moves it.
+    flags_at: AtomicU64,
     flags: u32,
     bits: Bits,
 }
@@ -72,9 +74,14 @@ impl Recording {
             if !entry.has(AUTO) || entry.has(IN_USE) {
                 continue;
             }
-            match load_one(&place, &entry, &mut room).await {
+            let loaded = match load_one(&place, &entry, &mut room).await {
+                Ok(bits) => Ok(bits),
+                // Once more: the first change gives up what cannot be read.
+                Err(_) => load_one(&place, &entry, &mut room).await,
+            };
+            match loaded {
                 Ok(bits) => recording.recorded.push(Recorded {
-                    flags_at: directory.offset + (position + FLAGS_AT) as u64,
+                    flags_at: AtomicU64::new(directory.offset + (position + FLAGS_AT) as u64),
                     name: entry.name,
                     flags: entry.flags,
                     bits,
@@ -115,11 +122,27 @@ impl Recording {
         for one in &self.recorded {
             // Four bytes of one sector: marked or not, never something else.
             let flags = one.flags | IN_USE;
-            write_bytes(ring, file, one.flags_at, &flags.to_be_bytes()).await?;
+            let at = one.flags_at.load(Ordering::Acquire);
+            write_bytes(ring, file, at, &flags.to_be_bytes()).await?;
         }
         file.flush(ring).await?;
         self.begun.store(true, Ordering::Release);
         Ok(())
+    }
+
+    /// Leaves the bitmaps in use on stable storage for good: the disk is changed elsewhere from now on.
+    ///
+    /// Errors: what the storage reports; they are as they were then, unless that fails too.
+    pub(crate) async fn give_up(&self, ring: &Ring, file: &Storage) -> Result<(), Errno> {
+        let result = self.begin(ring, file).await;
+        if result.is_err() {
+            for one in &self.recorded {
+                let at = one.flags_at.load(Ordering::Acquire);
+                let _ = write_bytes(ring, file, at, &one.flags.to_be_bytes()).await;
+            }
+            let _ = file.flush(ring).await;
+        }
+        result
     }
 
     /// Records a change of `len` bytes of disk at `offset`. Before the change is made.
@@ -132,9 +155,16 @@ impl Recording {
     /// Saves the bitmaps: new contents beside the old, then a new directory, switched by one sector
     /// of the header. To be called when no request runs any more.
     ///
-    /// Errors: what the storage reports for the switch. A bitmap for whose contents there is no
-    /// room stays in use, which loses it; that is no error.
-    pub(crate) async fn save(&self, image: &Qcow2, ring: &Ring) -> Result<(), Errno> {
+    /// * `unsaved`: what becomes of a bitmap for whose contents there is no room. One that is lost stays in
+    ///   use on the storage; that is no error.
+    ///
+    /// Errors: what the storage reports; nothing has changed then.
+    pub(crate) async fn save(
+        &self,
+        image: &Qcow2,
+        ring: &Ring,
+        unsaved: Unsaved,
+    ) -> Result<(), Errno> {
         if !self.has_begun() || !update::bitmaps_are_valid(image)? {
             return Ok(());
         }
@@ -148,16 +178,34 @@ impl Recording {
             };
             match save_one(image, ring, &place, entry, &one.bits, &mut update).await {
                 Ok(()) => saved += 1,
-                Err(reason) => {
-                    let (image, name) = (image.file.name(), entry.shown());
-                    tracing::warn!(image, name, reason, "a bitmap is lost: it could not be saved");
+                Err(failure) => {
+                    let (file, name, reason) = (image.file.name(), entry.shown(), failure.reason);
+                    if unsaved == Unsaved::Refused {
+                        tracing::warn!(file, name, reason, "a bitmap cannot be saved");
+                        update.cancel(image);
+                        return Err(failure.errno);
+                    }
+                    tracing::warn!(file, name, reason, "a bitmap is lost: it could not be saved");
                 }
             }
         }
         if saved > 0 {
             update.publish(image, ring, &entries).await?;
+            self.follow(image, &entries)?;
         }
         self.begun.store(false, Ordering::Release);
+        Ok(())
+    }
+
+    /// Remembers where the entries are in the directory that was just written.
+    fn follow(&self, image: &Qcow2, entries: &[Entry]) -> Result<(), Errno> {
+        let Some(directory) = lock(&image.engine()?.header).bitmaps() else { return Ok(()) };
+        for (entry, position) in entries.iter().zip(directory::positions(entries)) {
+            if let Some(one) = self.recorded.iter().find(|one| one.name == entry.name) {
+                let at = directory.offset + (position + FLAGS_AT) as u64;
+                one.flags_at.store(at, Ordering::Release);
+            }
+        }
         Ok(())
     }
 }
@@ -177,8 +225,21 @@ async fn load_one(
             "the bitmaps that record need more than {RECORDED_BITMAPS_BYTES_MAX} bytes of memory"
         ));
     };
+    let bits = place.load(entry).await?;
     *room = left;
-    place.load(entry).await
+    Ok(bits)
+}
+
+/// Why a bitmap was not saved.
+struct Failure {
+    errno: Errno,
+    reason: String,
+}
+
+impl From<Errno> for Failure {
+    fn from(errno: Errno) -> Failure {
+        Failure { errno, reason: errno.to_string() }
+    }
 }
 
 /// Writes the contents of one bitmap to new clusters and lets `entry` point there.
@@ -189,14 +250,14 @@ async fn save_one(
     entry: &mut Entry,
     bits: &Bits,
     update: &mut Update,
-) -> Result<(), String> {
-    let old = place.runs(entry).await?;
+) -> Result<(), Failure> {
+    let old = place.runs(entry).await.map_err(|reason| Failure { errno: Errno::IO, reason })?;
     let mut taken = Vec::new();
     let stored = tables::store(image, ring, bits, &mut taken).await;
     match stored {
         Ok((table_offset, table_entries)) => {
             update.taken.append(&mut taken);
-            update.leave(image, old).map_err(|errno| errno.to_string())?;
+            update.leave(image, old)?;
             entry.table_offset = table_offset;
             entry.table_entries = table_entries;
             entry.flags &= !IN_USE;
@@ -204,7 +265,7 @@ async fn save_one(
         }
         Err(errno) => {
             update::give_back(image, taken);
-            Err(errno.to_string())
+            Err(errno.into())
         }
     }
 }

@@ -31,7 +31,7 @@ impl Update {
     /// Makes `entries` the bitmaps of the image.
     ///
     /// Errors: `ENOSPC` and what the storage reports; the image has its old bitmaps then (after an
-    /// error of the last write: either).
+    /// error of the last write and of taking it back: either).
     pub(crate) async fn publish(
         mut self,
         image: &Qcow2,
@@ -47,7 +47,7 @@ impl Update {
             }
         };
         let mut arranged = Ok(());
-        image
+        let changed = image
             .change_header(ring, |header| {
                 arranged = header.set_bitmaps(directory);
                 if arranged.is_ok() {
@@ -56,7 +56,14 @@ impl Update {
                     header.set_autoclear(others | valid);
                 }
             })
-            .await?;
+            .await;
+        if let Err(errno) = changed {
+            // Where it is not known which header is there, what the new one names stays: leaked at most.
+            if !image.engine()?.header_is_unknown() {
+                give_back(image, self.taken);
+            }
+            return Err(errno);
+        }
         if arranged.is_err() {
             // No room in the first cluster: nothing changed.
             give_back(image, self.taken);
@@ -64,6 +71,11 @@ impl Update {
         }
         give_up(image, ring, self.old).await;
         Ok(())
+    }
+
+    /// Nothing of it shall be: gives the new clusters back.
+    pub(crate) fn cancel(self, image: &Qcow2) {
+        give_back(image, self.taken);
     }
 
     /// Lets the clusters of a bitmap be freed. Those that other metadata lies on stay as they are.

@@ -346,6 +346,9 @@ impl Qcow2 {
     }
 
     /// Changes the first sector of the header and makes that durable.
+    ///
+    /// Errors: those of the storage. The old header is on stable storage then; where that cannot be had
+    /// either, the image is not closed for a change until a later write of the header succeeds.
     pub(crate) async fn change_header(
         &self,
         ring: &Ring,
@@ -353,10 +356,19 @@ impl Qcow2 {
     ) -> Result<(), Errno> {
         let engine = self.engine()?;
         let _claim = engine.header_write.claim(0, 1).await;
-        let mut header = lock(&engine.header).clone();
+        let old = lock(&engine.header).clone();
+        let mut header = old.clone();
         change(&mut header);
-        header.write_first_sector(ring, &self.file).await?;
-        self.barrier(ring, &self.file).await?;
+        let written = async {
+            header.write_first_sector(ring, &self.file).await?;
+            self.barrier(ring, &self.file).await
+        };
+        if let Err(errno) = written.await {
+            let is_unknown = old.restore(ring, &self.file).await.is_err();
+            engine.header_unknown.store(is_unknown, Ordering::Release);
+            return Err(errno);
+        }
+        engine.header_unknown.store(false, Ordering::Release);
         *lock(&engine.header) = header;
         Ok(())
     }

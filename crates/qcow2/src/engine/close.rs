@@ -2,7 +2,8 @@
 //!
 //! Promises: after a close that succeeds everything is on stable storage, reference counts too, bitmaps
 //! that record are saved, space that was freed is given back, and the dirty bit is clear. After one
-//! that fails the image is as after a crash: sound, with leaked clusters at most.
+//! that fails the image on the storage is as after a crash: sound, with leaked clusters at most; and the open
+//! image can go on: it takes changes, its bitmaps record, and it can be closed again.
 
 use rustix::io::Errno;
 
@@ -12,32 +13,54 @@ use crate::header::DIRTY;
 use crate::image::Qcow2;
 use crate::sync::{Ordering, lock};
 
+/// What becomes of a bitmap for whose bits there is no room, or whose old place cannot be read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Unsaved {
+    /// It is given up, with a warning: nobody can ask for another try.
+    Lost,
+    /// The close fails, and the bitmap goes on recording.
+    Refused,
+}
+
 impl Qcow2 {
     /// Ends the use of the image; to be called when no request runs any more. Later changes are
-    /// `EROFS`. A second call does nothing, or tries again what failed.
+    /// `EROFS`. A second call does nothing, or tries again what failed. A bitmap that cannot be saved is lost,
+    /// which is no error.
     ///
-    /// Errors: those of the storage, and `EIO` after an earlier flush that failed.
+    /// Errors: those of the storage, and `EIO` after an earlier flush that failed. The image can go on then.
     pub async fn close(&self, ring: &Ring) -> Result<(), Errno> {
+        self.close_or(ring, Unsaved::Lost).await
+    }
+
+    /// As [`close`](Qcow2::close), before a change that can still be refused: a bitmap that cannot be saved is
+    /// an error.
+    ///
+    /// Errors: as [`close`](Qcow2::close), and those of saving bitmaps.
+    pub async fn close_for_change(&self, ring: &Ring) -> Result<(), Errno> {
+        self.close_or(ring, Unsaved::Refused).await
+    }
+
+    async fn close_or(&self, ring: &Ring, unsaved: Unsaved) -> Result<(), Errno> {
         let Ok(engine) = self.engine() else { return Ok(()) };
         engine.closed.store(true, Ordering::Release);
-        let result = self.end(ring).await;
-        if result.is_err() && !engine.saved.load(Ordering::Acquire) {
-            // Nothing is lost yet, and nothing was declared finished: the image can go on.
+        let result = self.end(ring, unsaved).await;
+        if result.is_err() && !engine.header_unknown.load(Ordering::Acquire) {
             engine.closed.store(false, Ordering::Release);
         }
         result
     }
 
-    async fn end(&self, ring: &Ring) -> Result<(), Errno> {
+    async fn end(&self, ring: &Ring, unsaved: Unsaved) -> Result<(), Errno> {
         let engine = self.engine()?;
-        if !engine.started.load(Ordering::Acquire) {
+        if !engine.started.load(Ordering::Acquire) && !engine.half_closed.load(Ordering::Acquire) {
             return Ok(());
         }
         self.settle(ring).await?;
-        // Once: nothing is recorded any more after it, and nothing changes.
-        if !engine.saved.swap(true, Ordering::AcqRel) {
-            engine.recording.save(self, ring).await?;
-        }
+        engine.recording.save(self, ring, unsaved).await?;
+        // The image says from here on that its bitmaps are true. If the rest fails and the image goes on, its
+        // next change is a first change again and marks them in use.
+        engine.half_closed.store(true, Ordering::Release);
+        engine.started.store(false, Ordering::Release);
         self.cut(ring).await;
         self.settle(ring).await?;
         if engine.options.lazy_refcounts && self.info.version >= 3 {
@@ -46,7 +69,7 @@ impl Qcow2 {
             })
             .await?;
         }
-        engine.started.store(false, Ordering::Release);
+        engine.half_closed.store(false, Ordering::Release);
         Ok(())
     }
 

@@ -14,7 +14,7 @@ pub(crate) mod action;
 mod ahead;
 pub(crate) mod below;
 mod checkpoint;
-mod close;
+pub(crate) mod close;
 mod copy;
 mod fault;
 pub(crate) mod grace;
@@ -95,8 +95,10 @@ pub(crate) struct Engine {
     /// Metadata that lies on other metadata, as the open found it.
     pub(crate) overlap: Option<String>,
     closed: AtomicBool,
-    /// Bitmaps that record were saved.
-    saved: AtomicBool,
+    /// A close has saved the bitmaps and did not get to its end.
+    half_closed: AtomicBool,
+    /// A write of the header failed, and so did the write of the old one: either may be on the storage.
+    header_unknown: AtomicBool,
     /// Allocations so far.
     pub(crate) allocations: AtomicU64,
     /// Changes of the mapping in memory so far; counted under the lock of what is changed, before it is.
@@ -147,11 +149,19 @@ impl Engine {
             options,
             overlap,
             closed: AtomicBool::new(false),
-            saved: AtomicBool::new(false),
+            half_closed: AtomicBool::new(false),
+            header_unknown: AtomicBool::new(false),
             allocations: AtomicU64::new(0),
             changed: AtomicU64::new(0),
             settled: AtomicU64::new(0),
         }
+    }
+}
+
+impl Engine {
+    /// Whether nobody knows which of two headers is on the storage.
+    pub(crate) fn header_is_unknown(&self) -> bool {
+        self.header_unknown.load(crate::sync::Ordering::Acquire)
     }
 }
 

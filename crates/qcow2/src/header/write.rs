@@ -50,6 +50,14 @@ impl HeaderImage {
         Ok(())
     }
 
+    /// Puts this header, which was there before, back after a write of another one that failed; durable when
+    /// it returns.
+    ///
+    /// Errors: as [`write_all`](HeaderImage::write_all): it is not known which of the two is there.
+    pub(crate) async fn restore(&self, ring: &Ring, file: &Storage) -> Result<(), Errno> {
+        self.write_steps(ring, file).await
+    }
+
     async fn write_steps(&self, ring: &Ring, file: &Storage) -> Result<(), Errno> {
         let old = HeaderImage::read(ring, file).await.map_err(|_| Errno::IO)?;
         for step in steps(&old, self) {

@@ -1,5 +1,8 @@
-//! Persistent bitmaps when the size of the disk changes: as many bits as the disk now needs, new ones
-//! clear.
+//! Persistent bitmaps when the size of the disk changes: as many bits as the disk now needs, new ones set.
+//!
+//! Set, since the disk may have been larger before, when the backup was made that the bitmap belongs to: what
+//! was cut off then reads as zeroes now, and that is a change. Who copies by the bitmap copies some zeroes
+//! too many where the disk was never larger.
 //!
 //! Source: qcow2 specification, "Bitmaps".
 
@@ -83,6 +86,9 @@ async fn resize_one(
     table.truncate(wanted);
     clear_behind(tx, &mut table, bits(old.min(new)), bits_per_cluster).await?;
     table.resize(wanted, 0);
+    if new > old {
+        set_behind(tx, &mut table, old >> granularity_bits, bits(new), bits_per_cluster).await?;
+    }
     if table == before {
         return Ok(false);
     }
@@ -124,6 +130,45 @@ async fn clear_behind(
         if offset != 0 {
             tx.unref(offset >> tx.geometry.cluster_bits, 1).await?;
         }
+    }
+    Ok(())
+}
+
+/// Sets the bits from `first` on; `count`: bits that there are.
+async fn set_behind(
+    tx: &mut Transaction<'_>,
+    table: &mut [u64],
+    first: u64,
+    count: u64,
+    bits_per_cluster: u64,
+) -> Result<(), Error> {
+    // Below 2^27 entries; below 2^24 bits.
+    let kept = usize::try_from(first % bits_per_cluster).unwrap_or(0);
+    let index = usize::try_from(first / bits_per_cluster).unwrap_or(usize::MAX);
+    let whole = if kept == 0 { index } else { index.saturating_add(1) };
+    for entry in table.iter_mut().skip(whole) {
+        let cluster = (*entry & OFFSET_MASK) >> tx.geometry.cluster_bits;
+        *entry = ALL_SET;
+        if cluster != 0 {
+            tx.unref(cluster, 1).await?;
+        }
+    }
+    let Some(entry) = table.get_mut(index).filter(|entry| kept != 0 && **entry != ALL_SET) else {
+        return Ok(());
+    };
+    let offset = *entry & OFFSET_MASK;
+    let mut content = match offset {
+        0 => vec![0; tx.cluster_bytes()],
+        offset => tx.read_cluster(offset, "a bitmap").await?,
+    };
+    let left = (count - index as u64 * bits_per_cluster).min(bits_per_cluster);
+    for bit in kept..usize::try_from(left).unwrap_or(0) {
+        content[bit / 8] |= 1 << (bit % 8);
+    }
+    let run = tx.write_new(&content, "a bitmap").await?;
+    *entry = run.start << tx.geometry.cluster_bits;
+    if offset != 0 {
+        tx.unref(offset >> tx.geometry.cluster_bits, 1).await?;
     }
     Ok(())
 }

@@ -46,13 +46,22 @@ impl Qcow2 {
         if let Some(reason) = self.fault() {
             return Err(Error::corrupt(self.file.name(), reason));
         }
-        self.close(ring).await.map_err(|errno| Error::io(self.file.name(), "closing it", errno))
+        let closed = self.close_for_change(ring).await;
+        closed.map_err(|errno| Error::io(self.file.name(), "closing it", errno))
     }
 
-    /// Opens the image again after a change, and passes on how the change went.
+    /// Opens the image again after a change, and passes on how the change went. Tries twice: a change that was
+    /// made must not be reported as refused on account of one read that failed.
     async fn reopen<T>(&mut self, ring: &Ring, result: Result<T, Error>) -> Result<T, Error> {
         let options = self.options.clone();
-        match Qcow2::open(ring, self.file.clone(), &options).await {
+        let opened = match Qcow2::open(ring, self.file.clone(), &options).await {
+            Ok(image) => Ok(image),
+            Err(error) => {
+                tracing::warn!(%error, "opening the image again after a change; trying once more");
+                Qcow2::open(ring, self.file.clone(), &options).await
+            }
+        };
+        match opened {
             Ok(mut image) => {
                 image.data_file = self.data_file.take();
                 *self = image;

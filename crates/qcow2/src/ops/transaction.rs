@@ -41,6 +41,8 @@ pub(super) struct Transaction<'a> {
     pub(super) external: bool,
     /// The header as it will be.
     pub(super) header: HeaderImage,
+    /// The header as it is.
+    old_header: HeaderImage,
     counts: &'a mut Refcounts,
     /// Refcount blocks that lie at new places already.
     moved: HashSet<u32>,
@@ -80,6 +82,7 @@ impl<'a> Transaction<'a> {
             geometry: *geometry,
             version: info.version,
             external: info.external_data_file,
+            old_header: header.clone(),
             header,
             counts: refcounts.get_mut().unwrap_or_else(PoisonError::into_inner),
             moved: HashSet::new(),
@@ -371,8 +374,8 @@ impl<'a> Transaction<'a> {
     /// Makes the change true. Everything that the new header refers to was written by the caller,
     /// who also set its fields.
     ///
-    /// Errors: `Io`. Only when the write of the header itself fails it is not known whether the old
-    /// or the new state is on disk; both are whole.
+    /// Errors: `Io`. The old state is on stable storage then. Only when the header can neither be written nor be
+    /// taken back it is not known whether the old or the new state is there; both are whole.
     pub(super) async fn commit(mut self) -> Result<(), Error> {
         if self.settle().await? {
             if let DirtyTable::Whole { offset, bytes, clusters, .. } = self.write_counts().await? {
@@ -389,10 +392,16 @@ impl<'a> Transaction<'a> {
         }
         let known = self.header.autoclear() & (BITMAPS | RAW_EXTERNAL);
         self.header.set_autoclear(known);
-        self.header
-            .write_all(self.ring, &self.file)
-            .await
-            .map_err(|errno| self.io("writing the header", errno))?;
+        if let Err(errno) = self.header.write_all(self.ring, &self.file).await {
+            // A write that failed, or one that was not flushed, may have got there all the same.
+            let doing = match self.old_header.restore(self.ring, &self.file).await {
+                Ok(()) => "writing the header",
+                Err(_) => {
+                    "writing the header (it is not known whether the old or the new one is there)"
+                }
+            };
+            return Err(self.io(doing, errno));
+        }
         self.punch().await;
         if self.shorten {
             self.cut_file().await;
