@@ -26,6 +26,7 @@ mod gate;
 mod holders;
 mod life;
 mod lock;
+mod names;
 mod open;
 mod options;
 mod pages;
@@ -41,6 +42,7 @@ mod write;
 
 pub use custom::{CustomStorage, LocalFuture};
 pub use error::{Error, ErrorKind};
+pub use names::NameLost;
 pub use options::{Allocation, Kind, Limits, Lock, OpenOptions, Preallocation};
 pub use ringdisk_ring::Errno;
 pub use storage::Storage;

@@ -168,6 +168,14 @@ impl Storage {
         }
     }
 
+    /// The file, unless it is storage of another kind.
+    pub(crate) fn as_file(&self) -> Option<&crate::file::File> {
+        match &self.0 {
+            Inner::File(file) => Some(file),
+            Inner::Custom(_) => None,
+        }
+    }
+
     /// Device and inode number of a file, (device number, 0) of a block device: equal for two
     /// storages on the same bytes. `None`: no file.
     pub fn identity(&self) -> Option<(u64, u64)> {
