@@ -25,6 +25,7 @@ mod lend;
 mod life;
 mod limits;
 mod live;
+mod lost;
 mod map;
 pub mod name;
 mod null;

@@ -1,7 +1,9 @@
 //! Tests of the crate on real files. Images are made by `qemu-img` and `qemu-io` (Debian package
 //! `qemu-utils`), which are also the reference for every byte and every answer.
 
+mod backing;
 mod chains;
+mod change_table;
 mod changes_at_bad_moments;
 mod commit_faults;
 mod crash_under_changes;

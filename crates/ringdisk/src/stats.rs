@@ -253,6 +253,7 @@ pub(crate) fn layer_json(layer: &Layer, requests: u64) -> Value {
         "format": layer.format().map(Format::name),
         "size": layer.size(),
         "metadata-cache": cache,
+        "name-lost": layer.lost_name(),
     })
 }
 
@@ -264,6 +265,9 @@ impl Report {
         let mut text = self.to_string();
         if let Some(fault) = fault {
             let _ = write!(text, "\n  fault    {}", visible(fault));
+        }
+        for lost in layers.iter().filter_map(|layer| layer.lost_name()) {
+            let _ = write!(text, "\n  warning  {}", visible(&lost));
         }
         let requests = self.reads_and_writes();
         for layer in layers {

@@ -2,7 +2,8 @@
 //!
 //! Promises: in safe mode the disk reads the same before, in between and afterwards: wherever the image has
 //! nothing and the two chains differ, what the old one shows is copied into the image, which is on stable
-//! storage before the header names the new backing file. In unsafe mode the header is all that changes. A
+//! storage before the header names the new backing file; where an internal snapshot would show other bytes it is
+//! refused, since nothing can be copied into a snapshot. In unsafe mode the header is all that changes. A
 //! job that ends early, or crashes, leaves an image that reads the same (larger, perhaps).
 
 use std::path::PathBuf;
@@ -13,7 +14,7 @@ use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use crate::chain::Chain;
 use crate::layer::Layer;
-use crate::live::{all_of, buffer, equal, pieces};
+use crate::live::{all_of, buffer, equal, pieces, snapshots_show_the_same};
 use crate::name::{FileName, printable};
 use crate::open::{identity_of, open_below};
 use crate::{Backing, Disk, Error, ErrorKind, ImageOptions, Progress, Source};
@@ -36,7 +37,8 @@ pub struct Rebase {
 /// * `image`: the image; opened here, since with `header_only` its old chain need not be there.
 /// * `options`: how to open it; the directory of the new backing file is allowed besides.
 ///
-/// Errors: those of opening the image and both chains; `Unsupported` for other formats than qcow2;
+/// Errors: those of opening the image and both chains; `Unsupported` for other formats than qcow2; `Invalid`
+/// where an internal snapshot would show other bytes;
 /// `Cancelled`; those of the storage.
 pub async fn rebase(
     ring: &Ring,
@@ -97,6 +99,11 @@ async fn run(
                 layers.into_iter().map(Arc::new).collect()
             }
         };
+        let graph = disk.graph();
+        if let Some(image) = graph.top_image() {
+            let (old, new) = (graph.below(0), Chain(&below));
+            snapshots_show_the_same(ring, image, old, new, progress).await?;
+        }
         copy_what_differs(ring, disk, &below, progress).await.map_err(|errno| {
             Error::os("cannot copy what the new backing file does not have", errno)
         })?;

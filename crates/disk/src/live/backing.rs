@@ -1,19 +1,27 @@
 //! Another backing file for a disk that is in use.
 //!
-//! Promises: the new chain is compared with the old one wherever the top has nothing itself, so no client
-//! sees another byte; only then the header names it.
+//! Promises: the new chain is compared with the old one wherever the top, or an internal snapshot of it, has
+//! nothing itself, so no client sees another byte, now or after a snapshot is applied; only then the header
+//! names it. What clients change meanwhile is noted and compared again, the last of it while nobody works: a
+//! discard may uncover what was hidden when it was compared.
 
 use std::sync::Arc;
 
 use ringdisk_ring::{Errno, Ring};
 
 use super::copy::{all_of, buffer, equal, pieces};
-use super::{check_lasting, offline_layer};
+use super::{Tracker, check_lasting, offline_layer};
 use crate::chain::Chain;
+use crate::graph::Graph;
 use crate::layer::Layer;
 use crate::name::printable;
 use crate::open::open_below;
-use crate::{Disk, Error, ErrorKind, Format, Progress};
+use crate::{Disk, Error, ErrorKind, Format, Progress, lost};
+
+/// What is left is compared while nobody works when it is no more than this, bytes: some ten milliseconds.
+const LAST_PASS_BYTES: u64 = 4 << 20;
+/// Or after so many passes.
+const PASSES_MAX: u32 = 16;
 
 /// The backing file that an image shall name.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -53,6 +61,9 @@ impl Disk {
         let turn = self.turns().enter().await;
         self.check_free()?;
         let graph = self.graph();
+        super::reopen::check(graph.top())?;
+        // The old backing files may have lost their names: that is a reason to name another one.
+        lost::check("change the backing file", [&**graph.top()])?;
         let named = backing.map(|it| (it.file, Some(it.format.name().to_owned())));
         let (full, below) = match &named {
             None => (None, Vec::new()),
@@ -65,34 +76,30 @@ impl Disk {
             }
         };
         let below: Vec<Arc<Layer>> = below.into_iter().map(Arc::new).collect();
-        // The turn keeps every change of the graph away, so only clients' writes come in between,
-        // and what they write hides more of the backing file, never less.
-        progress.set_total(graph.size());
-        let size = graph.size();
-        let mut ranges = pieces(0, size);
-        let compared = all_of(|| {
-            let (offset, len) = ranges.next()?;
-            let (graph, below) = (&graph, &below);
-            Some(async move {
-                progress.check()?;
-                let _pass = self.enter().await;
-                let _graces = graph.graces();
-                let (top, old) = (Chain(&graph.layers[..1]), graph.below(0));
-                same(ring, top, old, Chain(below), offset, len).await?;
-                progress.add_done(len);
-                Ok(())
-            })
-        });
-        compared.await.map_err(|errno| match errno {
-            Errno::ILSEQ => Error::new(
-                ErrorKind::Invalid,
-                "the new backing file has other content than the old one, so clients would see the \
-                 disk change; use `ringdisk rebase` while nobody uses the disk",
-            ),
-            errno => Error::os("cannot compare the backing files", errno),
-        })?;
+        // The turn keeps every change of the graph away, so only clients' requests come in between.
+        let tracker = Arc::new(Tracker::new(graph.size()));
         let mut drained = self.gateway().drain(ring, turn).await;
-        let graph = Arc::clone(drained.graph());
+        drained.replace(noting(&graph, Some(&tracker)));
+        let turn = drained.open();
+
+        let comparison = Comparison { ring, graph: &graph, below: &below, tracker: &tracker };
+        let compared = comparison.run(self, progress).await;
+        let of_snapshots = match (compared, graph.top_image()) {
+            (Ok(()), Some(image)) => {
+                // Tables of snapshots do not change while this change has its turn.
+                snapshots_show_the_same(ring, image, graph.below(0), Chain(&below), progress).await
+            }
+            _ => Ok(()),
+        };
+        let mut drained = self.gateway().drain(ring, turn).await;
+        let compared = match compared {
+            Ok(()) => comparison.what_is_noted(progress).await,
+            Err(errno) => Err(errno),
+        };
+        drained.replace(noting(&graph, None));
+        compared.map_err(refusal)?;
+        of_snapshots?;
+
         let (mut top, result) =
             offline_layer(ring, self, &mut drained, graph.top(), async |ring, image| {
                 let (file, format) = match &named {
@@ -116,6 +123,115 @@ impl Disk {
     }
 }
 
+/// The same graph, with or without a note of what is changed.
+fn noting(graph: &Graph, tracker: Option<&Arc<Tracker>>) -> Graph {
+    let mut next = graph.clone();
+    next.tracker = tracker.cloned();
+    next
+}
+
+/// Why the change is refused.
+fn refusal(errno: Errno) -> Error {
+    match errno {
+        Errno::ILSEQ => Error::new(
+            ErrorKind::Invalid,
+            "the new backing file has other content than the old one, so clients would see the \
+             disk change; use `ringdisk rebase` while nobody uses the disk",
+        ),
+        Errno::CANCELED => {
+            Error::new(ErrorKind::Cancelled, "the change of the backing file was cancelled")
+                .with_errno(Some(errno))
+        }
+        errno => Error::os("cannot compare the backing files", errno),
+    }
+}
+
+/// The two chains below one top.
+#[derive(Clone, Copy)]
+struct Comparison<'a> {
+    ring: &'a Ring,
+    /// With the old chain.
+    graph: &'a Graph,
+    below: &'a [Arc<Layer>],
+    /// What clients have changed since it was compared.
+    tracker: &'a Tracker,
+}
+
+impl Comparison<'_> {
+    /// Compares everything while clients work, and what they change meanwhile until little is left.
+    async fn run(self, disk: &Disk, progress: &Progress) -> Result<(), Errno> {
+        let size = self.graph.size();
+        progress.set_total(size);
+        let mut ranges = pieces(0, size);
+        all_of(|| {
+            let (offset, len) = ranges.next()?;
+            Some(async move {
+                // Before it is looked at: what changes from now on is noted again.
+                self.tracker.clear(offset, len);
+                self.beside_clients(disk, offset, len, progress).await?;
+                progress.add_done(len);
+                Ok(())
+            })
+        })
+        .await?;
+        let mut before = u64::MAX;
+        for _ in 0..PASSES_MAX {
+            let left = self.tracker.bytes();
+            if left <= LAST_PASS_BYTES || left > before / 2 {
+                break;
+            }
+            before = left;
+            let mut at = 0;
+            all_of(|| {
+                let (offset, len) = self.tracker.take(at)?;
+                at = offset + len;
+                Some(async move {
+                    for (offset, len) in pieces(offset, offset + len) {
+                        self.beside_clients(disk, offset, len, progress).await?;
+                    }
+                    Ok(())
+                })
+            })
+            .await?;
+        }
+        Ok(())
+    }
+
+    /// Compares one piece, as one request among those of the clients.
+    async fn beside_clients(
+        self,
+        disk: &Disk,
+        offset: u64,
+        len: u64,
+        progress: &Progress,
+    ) -> Result<(), Errno> {
+        progress.check()?;
+        let _pass = disk.enter().await;
+        self.piece(offset, len).await
+    }
+
+    /// Compares what is noted while nobody works.
+    async fn what_is_noted(self, progress: &Progress) -> Result<(), Errno> {
+        let mut at = 0;
+        while let Some((offset, len)) = self.tracker.take(at) {
+            progress.check()?;
+            for (offset, len) in pieces(offset, offset + len) {
+                self.piece(offset, len).await?;
+            }
+            at = offset + len;
+        }
+        Ok(())
+    }
+
+    /// * `len`: at most a piece. What lies past the end of the disk is left out.
+    async fn piece(self, offset: u64, len: u64) -> Result<(), Errno> {
+        let len = len.min(self.graph.size().saturating_sub(offset));
+        let _graces = self.graph.graces();
+        let top = Chain(&self.graph.layers[..1]);
+        same(self.ring, top, self.graph.below(0), Chain(self.below), offset, len).await
+    }
+}
+
 impl Disk {
     /// Writes another backing file into the header of the top image; nothing is opened or compared, and the
     /// disk goes on with the layers that it has. For jobs.
@@ -133,6 +249,65 @@ impl Disk {
     }
 }
 
+/// Compares two chains wherever an internal snapshot of the image above them has nothing itself.
+///
+/// Errors: `Invalid` with the name of a snapshot that would show other bytes; `Cancelled`; those of the storage.
+pub(crate) async fn snapshots_show_the_same(
+    ring: &Ring,
+    image: &ringdisk_qcow2::Qcow2,
+    old: Chain<'_>,
+    new: Chain<'_>,
+    progress: &Progress,
+) -> Result<(), Error> {
+    let end = old.size().max(new.size());
+    for (index, snapshot) in image.info().snapshots.iter().enumerate() {
+        let of_qcow2 = |error: ringdisk_qcow2::Error| crate::open::of_qcow2(&error);
+        let mut map = image.snapshot_map(ring, index).await.map_err(of_qcow2)?;
+        let mut at = 0;
+        while let Some(range) = map.next_unallocated(ring, at, end).await.map_err(of_qcow2)? {
+            for (offset, len) in pieces(range.start, range.end) {
+                let compared = match progress.check() {
+                    Ok(()) => equal_where_present(ring, old, new, offset, len).await,
+                    Err(errno) => Err(errno),
+                };
+                compared.map_err(|errno| match errno {
+                    Errno::ILSEQ => Error::new(
+                        ErrorKind::Invalid,
+                        format!(
+                            "the internal snapshot '{}' shows bytes of the old backing file that the new one \
+                             does not have; delete the snapshot first, or copy the disk with `ringdisk convert`",
+                            snapshot.name.escape_debug()
+                        ),
+                    ),
+                    errno => refusal(errno),
+                })?;
+            }
+            at = range.end;
+        }
+    }
+    Ok(())
+}
+
+/// Compares a piece of two chains; what is known to be zero in both is not read.
+///
+/// Errors: EILSEQ where they differ; those of the storage.
+async fn equal_where_present(
+    ring: &Ring,
+    old: Chain<'_>,
+    new: Chain<'_>,
+    offset: u64,
+    len: u64,
+) -> Result<(), Errno> {
+    use ringdisk_qcow2::Below;
+    if !old.has_data(offset, len) && !new.has_data(offset, len) {
+        return Ok(());
+    }
+    let (a, b) = (buffer(len), buffer(len));
+    old.read(ring, offset, &a).await?;
+    new.read(ring, offset, &b).await?;
+    if equal(&a, &b) { Ok(()) } else { Err(Errno::ILSEQ) }
+}
+
 /// Compares two chains where `top` has nothing. Past its end a chain reads as zeroes.
 ///
 /// Errors: EILSEQ where they differ; those of the storage.
@@ -144,25 +319,16 @@ async fn same(
     offset: u64,
     len: u64,
 ) -> Result<(), Errno> {
-    use ringdisk_qcow2::Below;
     let end = offset + len;
     let mut at = offset;
-    let (a, b) = (buffer(len), buffer(len));
     while at < end {
         let (status, _) = top.status(ring, at, end - at).await?;
         if status.len == 0 {
             break;
         }
         let run = status.len;
-        if !status.present && (old.has_data(at, run) || new.has_data(at, run)) {
-            // Not longer than the piece.
-            let piece = usize::try_from(run).map_or(a.len(), |run| run.min(a.len()));
-            let (a, b) = (a.slice(0..piece), b.slice(0..piece));
-            old.read(ring, at, &a).await?;
-            new.read(ring, at, &b).await?;
-            if !equal(&a, &b) {
-                return Err(Errno::ILSEQ);
-            }
+        if !status.present {
+            equal_where_present(ring, old, new, at, run).await?;
         }
         at += run;
     }

@@ -59,6 +59,7 @@ impl Disk {
         check_lasting(self)?;
         let progress = Arc::clone(progress);
         let change = move |disk: Arc<Disk>, ring: Ring| async move {
+            crate::lost::check_commit(&disk.layers(), options)?;
             run(&disk, &ring, options, &progress).await
         };
         self.detached(ring, change).await

@@ -33,6 +33,7 @@ use crate::layer::{Layer, Node};
 use crate::{Disk, Error, ErrorKind};
 
 pub use backing::Backing;
+pub(crate) use backing::snapshots_show_the_same;
 pub use commit::CommitOptions;
 pub(crate) use copy::{all_of, buffer, equal, pieces};
 pub use overlay::OverlayOptions;
@@ -82,9 +83,16 @@ impl Disk {
             // What is in the overlay is dropped with it.
             return result;
         }
+        for lost in self.lost_names() {
+            tracing::warn!("at the end of the disk: {lost}");
+        }
         for layer in graph.layers.iter().filter(|layer| layer.is_writable) {
             let closed = match &layer.node {
-                Node::Qcow2(image) => image.close(ring).await,
+                // Once more where something failed for a moment; what cannot be saved then is given up.
+                Node::Qcow2(image) => match image.close_for_change(ring).await {
+                    Ok(()) => Ok(()),
+                    Err(_) => image.close(ring).await,
+                },
                 Node::Raw(raw) if self.cache() != crate::Cache::Unsafe => {
                     raw.storage.flush(ring).await
                 }
@@ -148,12 +156,12 @@ async fn offline_layer<T>(
     offline_on(ring, disk, layer, operation).await
 }
 
-/// Closes a writable layer: all is on stable storage then, and nobody may use it. It is flushed first, so
-/// what can be expected to fail (no space is left) fails while the layer can still be used.
+/// Closes a writable layer: all is on stable storage then, and nobody may use it. One that cannot be closed
+/// goes on as it was, its bitmaps too.
 pub(crate) async fn close_layer(ring: &Ring, layer: &Layer) -> Result<(), Error> {
     let result = match &layer.node {
         Node::Qcow2(image) if layer.is_writable => match image.flush(ring).await {
-            Ok(()) => image.close(ring).await,
+            Ok(()) => image.close_for_change(ring).await,
             Err(errno) => Err(errno),
         },
         Node::Raw(raw) if layer.is_writable => raw.storage.flush(ring).await,

@@ -13,7 +13,7 @@ use ringdisk_ring::Ring;
 use super::{again, check_lasting, close_layer, in_mode};
 use crate::layer::Layer;
 use crate::open::{create_file, of_qcow2, open_qcow2, over, qcow2_layer, sync_directory};
-use crate::{Disk, Error, ErrorKind, ImageOptions, LAYERS_MAX};
+use crate::{Disk, Error, ErrorKind, ImageOptions, LAYERS_MAX, lost};
 
 /// What an overlay shall be like.
 #[derive(Clone, Debug, Default)]
@@ -28,8 +28,8 @@ impl Disk {
     /// * `path`: of the new image; there must be no such file. It records the former top as its
     ///   backing file, by a relative name if both are in one directory.
     ///
-    /// Errors: `Io` when the file is there already or cannot be made, `TooDeep`, `Busy`, those of the
-    /// storage. The disk is as it was.
+    /// Errors: `Io` when the file is there already or cannot be made, `NotFound` when the name of an image of the
+    /// chain does not lead to it any more, `TooDeep`, `Busy`, those of the storage. The disk is as it was.
     pub async fn add_overlay(
         &self,
         ring: &Ring,
@@ -65,6 +65,7 @@ impl Disk {
                 format!("the chain has {LAYERS_MAX} layers already; commit some of them first"),
             ));
         }
+        lost::check("put an overlay on top", graph.layers.iter().map(|layer| &**layer))?;
         // Its size cannot change: this is the turn of this change.
         let made = make(ring, self.options(), path, graph.top(), options).await?;
         let mut drained = self.gateway().drain(ring, turn).await;
@@ -100,7 +101,22 @@ impl Disk {
         layers.push(Arc::new(lower));
         layers.extend(graph.layers.iter().skip(1).cloned());
         self.put(&mut drained, graph.with_layers(layers), false);
+        tell_of_bitmaps(&old);
         Ok(())
+    }
+}
+
+/// Says which bitmaps record no more: they stay true for the image that they are in, and that image changes no
+/// more.
+fn tell_of_bitmaps(old: &Layer) {
+    let Some(image) = old.qcow2() else { return };
+    for bitmap in image.info().bitmaps.iter().filter(|bitmap| bitmap.auto && !bitmap.in_use) {
+        tracing::warn!(
+            "the bitmap '{}' stays in '{}' and does not record what is written to the overlay; add one to the \
+             overlay when it is not in use, or commit it, which records",
+            bitmap.name.escape_debug(),
+            crate::name::printable_path(old.name())
+        );
     }
 }
 

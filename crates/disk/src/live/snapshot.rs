@@ -5,7 +5,7 @@ use std::sync::Arc;
 use ringdisk_ring::Ring;
 
 use super::check_lasting;
-use crate::{Disk, Error};
+use crate::{Disk, Error, lost};
 
 /// What is done with an internal snapshot of the top image.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -23,10 +23,13 @@ impl Disk {
     /// an apply those who watch the size are told, since all content may have changed.
     ///
     /// Errors: `Unsupported` when the top is no qcow2 image, `Invalid` for a name that is not there
-    /// or there already, `Busy`, those of the storage. The disk is as it was.
+    /// or there already, `NotFound` when the name of the image does not lead to it any more, `Busy`, those of the storage. The disk is as it was.
     pub async fn snapshot(&self, ring: &Ring, change: SnapshotChange) -> Result<(), Error> {
         check_lasting(self)?;
         let run = move |disk: Arc<Disk>, ring: Ring| async move {
+            if matches!(change, SnapshotChange::Create(_)) {
+                lost::check("take a snapshot", [&**disk.graph().top()])?;
+            }
             let mut drained = disk.change(&ring).await?;
             let tells = matches!(change, SnapshotChange::Apply(_));
             disk.offline(&ring, &mut drained, tells, async |ring, image| match &change {

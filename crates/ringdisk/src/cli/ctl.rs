@@ -74,7 +74,7 @@ pub(crate) enum CtlCommand {
     },
     /// Make the top image name another backing file of the same content
     ///
-    /// The new file, which may be a chain, is compared with the old one wherever the top image has nothing itself;
+    /// The new file, which may be a chain, is compared with the old one wherever the top image, or an internal snapshot of it, has nothing itself;
     /// where they differ the command fails, and nothing has changed. Clients work meanwhile. `ringdisk rebase` takes
     /// a backing file of other content, while nobody uses the disk.
     Backing {

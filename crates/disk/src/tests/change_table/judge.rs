@@ -1,0 +1,351 @@
+//! Runs one cell and judges what is left.
+
+use std::cell::{Cell as Slot, RefCell};
+use std::future::Future;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ringdisk_qcow2::{Qcow2, check_bytes};
+use ringdisk_ring::Ring;
+use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
+
+use super::clients::{Effect, Request, write};
+use super::world::{BITMAP, CLUSTER, Cell, Change, Fixture, Injected, World};
+use crate::tests::{open, read_steps};
+use crate::{Disk, Error, ImageOptions};
+
+/// A cell that takes longer hangs.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// What is known about a run.
+pub(super) struct Run {
+    /// Operations of the victim while the change was made.
+    pub(super) operations: u64,
+    /// The operation that was to fail was made.
+    pub(super) reached: bool,
+}
+
+/// What the disk may show: each byte is one of two.
+struct Model {
+    a: Vec<u8>,
+    b: Vec<u8>,
+}
+
+impl Model {
+    fn resize(&mut self, size: usize) {
+        self.a.resize(size, 0);
+        self.b.resize(size, 0);
+    }
+
+    /// * `is_sure`: it is there; else it may be there, in part or not at all.
+    fn apply(&mut self, effect: &Effect, is_sure: bool) {
+        let end = effect.range.end.min(self.a.len());
+        let range = effect.range.start.min(end)..end;
+        self.b[range.clone()].fill(effect.byte);
+        if is_sure {
+            self.a[range].fill(effect.byte);
+        }
+    }
+
+    /// The disk shows one of the two, and the same from now on.
+    fn settle(&mut self, bytes: Vec<u8>, cell: &Cell) {
+        assert_eq!(bytes.len(), self.a.len(), "size, {cell:?}");
+        let differs = bytes
+            .iter()
+            .zip(self.a.iter().zip(&self.b))
+            .position(|(it, (a, b))| it != a && it != b);
+        let shown = differs.map(|at| (at / CLUSTER, bytes[at], self.a[at], self.b[at]));
+        assert_eq!(shown, None, "cluster, byte, and what it may be, {cell:?}");
+        self.a.clone_from(&bytes);
+        self.b = bytes;
+    }
+}
+
+/// The result of a task, once it has ended.
+type Result_<T> = Rc<RefCell<Option<T>>>;
+
+fn spawn<T: 'static>(
+    ring: &Ring,
+    left: &Rc<Slot<u32>>,
+    task: impl Future<Output = T> + 'static,
+) -> Result_<T> {
+    let slot = Rc::new(RefCell::new(None));
+    let (result, left) = (Rc::clone(&slot), Rc::clone(left));
+    left.set(left.get() + 1);
+    ring.spawn(async move {
+        let value = task.await;
+        *result.borrow_mut() = Some(value);
+        left.set(left.get() - 1);
+    });
+    slot
+}
+
+async fn settle(ring: &Ring) {
+    for _ in 0..30 {
+        ring.yield_now().await;
+    }
+}
+
+/// Runs until all tasks have ended; what is held is let go whenever nothing else moves.
+async fn finish(ring: &Ring, world: &World, left: &Slot<u32>, cell: &Cell) {
+    let begun = Instant::now();
+    while left.get() > 0 {
+        settle(ring).await;
+        if left.get() > 0 && world.release() == 0 {
+            // A real file, or the drain, which looks every few milliseconds.
+            ring.sleep(Duration::from_micros(200)).await;
+        }
+        assert!(begun.elapsed() < LIMIT, "hangs, {cell:?}");
+    }
+}
+
+/// Requests of a second client, which come while the change is under way.
+fn later() -> [Effect; 2] {
+    [
+        Effect { range: 12 * CLUSTER..12 * CLUSTER + 4096, byte: 0x21 },
+        Effect { range: 26 * CLUSTER + 512..27 * CLUSTER, byte: 0x22 },
+    ]
+}
+
+/// Writes before the change, which are in no table on the storage yet.
+fn earlier() -> [Effect; 2] {
+    [
+        Effect { range: 14 * CLUSTER + 512..15 * CLUSTER, byte: 0x31 },
+        Effect { range: 30 * CLUSTER..31 * CLUSTER + 512, byte: 0x32 },
+    ]
+}
+
+/// Runs one cell.
+pub(super) async fn judge(ring: &Ring, fixture: &Fixture, cell: Cell) -> Run {
+    let overlay = fixture.place.path().join("overlay.qcow2");
+    let _ = std::fs::remove_file(&overlay);
+    let world = fixture.world();
+    let disk = world.open(ring, fixture).await;
+    let mut model = Model { a: fixture.bytes.clone(), b: fixture.bytes.clone() };
+    for effect in earlier() {
+        assert_eq!(write(ring, &disk, Some(effect.clone())).await, Ok(()));
+        model.apply(&effect, true);
+    }
+
+    let (made, run, failed) = meet(ring, fixture, &world, &disk, &mut model, cell).await;
+    let may_fail_flushes = failed.is_some_and(|kind| {
+        cell.injected == Injected::Io
+            || cell.injected == Injected::NoSpace && matches!(kind, OpKind::Flush | OpKind::Read)
+    });
+    if made.is_err() && !cell.change.is_refused_always() {
+        assert!(failed.is_some(), "{made:?} without a failure, {cell:?}");
+    }
+    let mut is_open = !(made.is_ok() && cell.change == Change::Close);
+    let mut is_sound = true;
+    if is_open {
+        model.settle(read_steps(ring, &disk, 1 << 20).await, &cell);
+        // It takes writes as before.
+        let probe = Effect { range: 15 * CLUSTER..16 * CLUSTER, byte: 0x41 };
+        assert_eq!(write(ring, &disk, Some(probe.clone())).await, Ok(()), "{made:?} {cell:?}");
+        model.apply(&probe, true);
+        let flushed = disk.flush(ring).await;
+        is_sound = flushed.is_ok();
+        assert!(is_sound || may_fail_flushes, "{flushed:?} {cell:?}");
+        if is_sound && made.is_err() && !cell.change.is_refused_always() {
+            // What was in the way is gone.
+            let again = cell.change.make(ring, &disk, fixture.place.path()).await;
+            assert!(again.is_ok(), "{again:?} after {made:?}, {cell:?}");
+            is_open = cell.change != Change::Close;
+            changed(cell.change, fixture, &mut model);
+        }
+    }
+    if is_open {
+        model.settle(read_steps(ring, &disk, 1 << 20).await, &cell);
+        let closed = disk.close(ring).await;
+        assert!(closed.is_ok() || !is_sound, "{closed:?} {cell:?}");
+    }
+    settle(ring).await;
+    // One more with an overlay, one less after a commit.
+    let is_made = disk.layers().len() != 2;
+    drop(disk);
+    look(ring, fixture, &world, &mut model, cell, is_made, is_sound).await;
+    run
+}
+
+/// Makes the change while a request is in flight and others come, with a failure in between. Gives what became
+/// of the change, and the kind of the operation that failed.
+async fn meet(
+    ring: &Ring,
+    fixture: &Fixture,
+    world: &World,
+    disk: &Arc<Disk>,
+    model: &mut Model,
+    cell: Cell,
+) -> (Result<(), Error>, Run, Option<OpKind>) {
+    let left = Rc::new(Slot::new(0));
+    for sim in [&world.top, &world.base] {
+        sim.on(When::any().once(), Fault::Hold);
+    }
+    let (handle, other) = (ring.clone(), Arc::clone(disk));
+    let first = spawn(ring, &left, async move { cell.request.make(&handle, &other).await });
+    settle(ring).await;
+    for sim in [&world.top, &world.base] {
+        sim.clear_rules();
+    }
+    let victim = world.victim(cell.victim);
+    let begin = victim.log().len() as u64;
+    if cell.number != u64::MAX {
+        victim.on(When::number(begin + cell.number), cell.injected.fault());
+    }
+    let (handle, other) = (ring.clone(), Arc::clone(disk));
+    let place = fixture.place.path().to_owned();
+    let change = spawn(ring, &left, async move { cell.change.make(&handle, &other, &place).await });
+    settle(ring).await;
+    world.release();
+    let mut second = Vec::new();
+    for effect in later() {
+        let (handle, other) = (ring.clone(), Arc::clone(disk));
+        let task = async move { write(&handle, &other, Some(effect)).await };
+        second.push(spawn(ring, &left, task));
+        settle(ring).await;
+    }
+    finish(ring, world, &left, &cell).await;
+    victim.clear_rules();
+    let log = victim.log();
+    let failed = log.get(usize::try_from(begin.saturating_add(cell.number)).unwrap_or(usize::MAX));
+    let failed = failed.map(|record| record.kind);
+    let reached = failed.is_some();
+
+    let first = first.take().expect("it has ended");
+    let made = change.take().expect("it has ended");
+    // The disk may be cut between the growth and the write of an append.
+    let may_end =
+        cell.change.refuses_requests() || cell.request == Request::Append && cell.change.cuts();
+    assert!(first.is_ok() || reached || may_end, "{first:?} {cell:?}");
+    account(model, fixture, cell, disk, first.is_ok(), made.is_ok());
+    for (effect, result) in later().iter().zip(second) {
+        let result = result.take().expect("it has ended");
+        assert!(result.is_ok() || reached || cell.change.refuses_requests(), "{result:?} {cell:?}");
+        // A client that appends makes a change of the size, so others may come between that and this change.
+        let is_after = cell.request != Request::Append || cell.change != Change::Apply;
+        model.apply(effect, result.is_ok() && is_after);
+    }
+    let failed = failed.filter(|_| cell.injected != Injected::Hold);
+    (made, Run { operations: log.len() as u64 - begin, reached }, failed)
+}
+
+/// What the first client and the change have done, in this order.
+fn account(
+    model: &mut Model,
+    fixture: &Fixture,
+    cell: Cell,
+    disk: &Disk,
+    is_first: bool,
+    is_made: bool,
+) {
+    let appends = cell.request == Request::Append;
+    let before = model.a.len();
+    if appends && (is_first || disk.size() > before as u64) {
+        // It may come before the change and after it.
+        model.resize(usize::try_from(disk.size()).expect("small").max(before));
+    }
+    if let Some(effect) = cell.request.effect() {
+        model.apply(&effect, is_first && !appends);
+    }
+    if is_made {
+        changed(cell.change, fixture, model);
+    }
+    if appends {
+        // A snapshot that is applied, and a smaller size, may come before it or after it.
+        model.resize(usize::try_from(disk.size()).expect("small"));
+        if let Some(effect) = cell.request.effect() {
+            model.apply(&effect, is_first && !cell.change.cuts());
+        }
+    }
+}
+
+fn changed(change: Change, fixture: &Fixture, model: &mut Model) {
+    if change == Change::Apply {
+        model.a.clone_from(&fixture.old);
+        model.b.clone_from(&fixture.old);
+    }
+    model.resize(change.size(model.a.len()));
+}
+
+impl Change {
+    /// Simulated storage has no descriptors.
+    fn is_refused_always(self) -> bool {
+        self == Change::HandOver
+    }
+
+    /// Requests that come after it are refused, until the disk is opened again.
+    fn refuses_requests(self) -> bool {
+        matches!(self, Change::Close | Change::Deactivate)
+    }
+
+    fn cuts(self) -> bool {
+        matches!(self, Change::Apply | Change::Shrink)
+    }
+}
+
+/// Looks at the images that are left.
+async fn look(
+    ring: &Ring,
+    fixture: &Fixture,
+    world: &World,
+    model: &mut Model,
+    cell: Cell,
+    is_made: bool,
+    is_sound: bool,
+) {
+    let place = fixture.place.path();
+    for (name, sim) in [("top.qcow2", &world.top), ("base.qcow2", &world.base)] {
+        let image = sim.image();
+        let report = check_bytes(image.as_slice()).expect("the image can be checked");
+        assert_eq!(report.corruptions, 0, "{name}: {:?} {cell:?}", report.messages);
+        std::fs::write(place.join(name), image).expect("write");
+    }
+    let top =
+        if is_made && cell.change == Change::External { "overlay.qcow2" } else { "top.qcow2" };
+    let disk =
+        open(ring, place.join(top), &ImageOptions { read_only: true, ..Default::default() }).await;
+    let disk = disk.unwrap_or_else(|error| panic!("{error} {cell:?}"));
+    let shown = read_steps(ring, &disk, 1 << 20).await;
+    if is_sound {
+        model.settle(shown, &cell);
+    }
+    drop(disk);
+    if fixture.has_bitmap {
+        bitmap(ring, fixture, &world.top, cell, is_made, is_sound).await;
+    }
+}
+
+/// The bitmap is valid if the image was closed, and has a bit for all that differs if it is valid.
+async fn bitmap(
+    ring: &Ring,
+    fixture: &Fixture,
+    top: &SimStorage,
+    cell: Cell,
+    is_made: bool,
+    is_sound: bool,
+) {
+    let image = Qcow2::open(ring, top.storage(), &Default::default()).await.expect("open");
+    let valid = image.info().bitmaps.iter().any(|bitmap| bitmap.name == BITMAP && !bitmap.in_use);
+    if cell.change == Change::Commit && is_made {
+        // What is written to the base is in no bitmap of the former top.
+        return;
+    }
+    assert!(valid || !is_sound, "the bitmap is lost, {cell:?}");
+    if !valid {
+        return;
+    }
+    let contents = image.bitmap_contents(ring, BITMAP).await.expect("the bitmap");
+    let place = fixture.place.path().join("top.qcow2");
+    let options = ImageOptions { read_only: true, ..Default::default() };
+    let disk = open(ring, place, &options).await.expect("open");
+    let now = read_steps(ring, &disk, 1 << 20).await;
+    let mut marked = vec![false; now.len()];
+    for range in contents.ranges() {
+        let (start, end) = (usize::try_from(range.start), usize::try_from(range.end));
+        marked[start.expect("small")..end.expect("small")].fill(true);
+    }
+    let missing = (0..now.len())
+        .find(|&at| !marked[at] && fixture.bytes.get(at).copied().unwrap_or(0) != now[at]);
+    assert_eq!(missing.map(|at| at / CLUSTER), None, "cluster without a bit, {cell:?}");
+}
