@@ -15,19 +15,20 @@ use crate::{CommitOptions, Disk, Error, ErrorKind, Progress};
 /// What `qemu-img commit` is told.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Commit {
-    /// The image of the chain that takes it all (`-b`); `None`: the one right below. With a deeper one
-    /// the images above it are left as they are, and must not be used any more.
+    /// The image of the chain that takes it all (`-b`); `None`: the one right below.
     pub base: Option<PathBuf>,
-    /// The image is not emptied afterwards (`-d`).
+    /// The image and those between are not emptied afterwards (`-d`). Those between must not be used alone any more, and none of
+    /// them once the base was written to.
     pub keep: bool,
 }
 
-/// Writes what an image and those between hold into its base, and empties the image.
+/// Writes what an image and those between hold into its base, and empties them: all show the base then. The base gets the size of
+/// the image.
 ///
 /// * `disk`: open for writing; closed when the job returns.
 ///
 /// Errors: `Invalid` when there is no such base; `Cancelled`; `Locked`, `PermissionDenied` when the
-/// base cannot be written; those of the storage.
+/// base or an image between cannot be written; `Unsupported` as [`Disk::commit`]; those of the storage.
 pub async fn commit(
     ring: &Ring,
     disk: &Disk,

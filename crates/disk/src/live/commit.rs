@@ -5,9 +5,9 @@
 //! the beginning and the last step only. When the top layer is merged, what clients write meanwhile is
 //! noted and copied again, in passes that get shorter; the last one runs while nobody writes.
 //!
-//! After a commit of the top layer the layer that it was merged into is the new top. The former one is
-//! left empty if that was the layer below it, so it reads like its backing file if somebody opens it
-//! again; else it is left as it is, and must not be used any more.
+//! After a commit of the top layer the layer that it was merged into is the new top. The merged layers are emptied before the
+//! first write to it (`pivot.rs`), so they show what it shows if somebody opens them again by their old names. Clients may change
+//! the size of the disk meanwhile (`resize_in_commit.rs`).
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -15,11 +15,13 @@ use std::sync::atomic::Ordering;
 use ringdisk_ring::{Errno, Ring};
 
 use super::copy::{Copier, all_of, copy_range, pieces};
-use super::{Tracker, again, busy, check_lasting, close_layer, for_reading, in_mode, offline_on};
+use super::pivot::{Last, check_cut, name_of_base};
+use super::reopen::kept_for_writing;
+use super::{Tracker, busy, check_lasting, close_layer, for_reading, in_mode, offline_on};
 use crate::chain::Chain;
 use crate::graph::{Drained, Graph};
 use crate::layer::{Layer, Node};
-use crate::name::{FileName, printable, printable_path};
+use crate::name::{printable, printable_path};
 use crate::{Disk, Error, ErrorKind, Progress};
 
 /// The last pass begins when so much is left to copy, bytes: some ten milliseconds.
@@ -34,7 +36,8 @@ pub struct CommitOptions {
     pub top: usize,
     /// The layer that it is merged into, with all between.
     pub base: usize,
-    /// The former top is left as it is, not emptied. It shows a mixture once the base has changed.
+    /// The merged layers are left as they are, not emptied. They show a mixture once the base has changed, so it is for a disk
+    /// that ends with the commit.
     pub keep_top: bool,
 }
 
@@ -49,7 +52,8 @@ impl Disk {
     /// * `progress`: can be cancelled until the last step; the chain is as it was then.
     ///
     /// Errors: `Busy` during another change of this kind; `Cancelled`; `Locked` when somebody else uses
-    /// the base; those of the storage. The chain is as it was.
+    /// the base or a merged layer; `Unsupported` where an internal snapshot of a merged layer needs what is below, or the base is
+    /// too long and cannot be cut; those of the storage. The chain is as it was.
     pub async fn commit(
         &self,
         ring: &Ring,
@@ -81,18 +85,22 @@ async fn run(
     options: CommitOptions,
     progress: &Progress,
 ) -> Result<(), Error> {
-    let CommitOptions { top, base, .. } = options;
-    let mut drained = disk.change(ring).await?;
-    check(drained.graph(), options)?;
+    let top = options.top;
+    let turn = disk.turns().enter().await;
+    disk.check_free()?;
+    check(&disk.graph(), options)?;
+    // The turn keeps every other change away, so there is no new snapshot behind this.
+    check_snapshots(ring, &disk.graph(), options).await?;
     let new_name = match top {
         0 => None,
-        _ => Some(name_of_base(drained.graph(), options)?),
+        _ => Some(name_of_base(&disk.graph(), options)?),
     };
+    let mut drained = disk.gateway().drain(ring, turn).await;
     if disk.is_busy.swap(true, Ordering::AcqRel) {
         return Err(busy());
     }
     let busy = Busy(disk);
-    open_base(disk, ring, &mut drained, options).await?;
+    open_layers(disk, ring, &mut drained, options).await?;
     drop(drained);
 
     let copied = async {
@@ -118,13 +126,10 @@ async fn run(
             }
             errno => Error::os("cannot commit", errno),
         };
-        give_up(disk, ring, &mut drained, base).await?;
+        Last::new(disk, ring, &mut drained, options).go_back().await?;
         return Err(error);
     }
-    match new_name {
-        None => pivot(disk, ring, &mut drained, options).await?,
-        Some(name) => unlink(disk, ring, &mut drained, options, name).await?,
-    }
+    Last::new(disk, ring, &mut drained, options).run(new_name).await?;
     progress.finish();
     drop(busy);
     Ok(())
@@ -143,11 +148,67 @@ fn check(graph: &Graph, options: CommitOptions) -> Result<(), Error> {
             ),
         ));
     }
+    check_sizes(graph, options)
+}
+
+/// Whether the layers can be emptied, and the base be cut to the size of the disk. Looks at what is in memory only.
+fn check_sizes(graph: &Graph, options: CommitOptions) -> Result<(), Error> {
+    let CommitOptions { top, base, keep_top } = options;
+    for layer in graph.layers[top..base].iter().filter(|_| !keep_top) {
+        if layer.qcow2().is_some_and(|image| image.info().corrupt) {
+            let name = printable_path(layer.name());
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                format!(
+                    "'{name}' is marked as corrupt, so it cannot be emptied; repair it first (`ringdisk check --repair all`)"
+                ),
+            ));
+        }
+    }
+    if top > 0 {
+        return Ok(());
+    }
+    let size = graph.size();
+    if graph.layers[base].size() > size {
+        check_cut(&graph.layers[base], size)?;
+    }
+    for layer in graph.layers[top..base].iter().filter(|_| !keep_top) {
+        let Some(image) = layer.qcow2() else { continue };
+        if layer.size() < size {
+            let long = size.next_multiple_of(512);
+            let result = image.check_resize(long, &ringdisk_qcow2::ResizeOptions::default());
+            result.map_err(|error| crate::open::of_qcow2(&error))?;
+        }
+    }
+    Ok(())
+}
+
+/// Internal snapshots show what is below their image wherever they hold nothing. The base gets the bytes of the disk as it is
+/// now, so they would show those.
+///
+/// Errors: `Unsupported` when a snapshot of a merged layer relies on what is below it.
+async fn check_snapshots(ring: &Ring, graph: &Graph, options: CommitOptions) -> Result<(), Error> {
+    for layer in &graph.layers[options.top..options.base] {
+        let Some(image) = layer.qcow2() else { continue };
+        let need = image.snapshots_need_backing(ring, u64::MAX).await;
+        let Some(need) = need.map_err(|error| crate::open::of_qcow2(&error))? else { continue };
+        let name = printable_path(layer.name());
+        return Err(Error::new(
+            ErrorKind::Unsupported,
+            format!(
+                "'{name}' holds the internal snapshot '{}', which shows the image below from byte {} on; a commit would put the \
+                 present bytes of the disk there. Copy the snapshot into an image of its own (`ringdisk convert -l`) and delete it \
+                 (`ringdisk snapshot -d`), or keep the chain",
+                printable(need.name.as_bytes()),
+                need.range.start
+            ),
+        ));
+    }
     Ok(())
 }
 
 /// What is copied where.
-fn copier(graph: &Graph, options: CommitOptions) -> Result<Copier<'_>, Errno> {
+pub(super) fn copier(graph: &Graph, options: CommitOptions) -> Result<Copier<'_>, Errno> {
     graph.check()?;
     let from = graph.layers.get(options.top..options.base).ok_or(Errno::IO)?;
     Ok(Copier {
@@ -157,39 +218,62 @@ fn copier(graph: &Graph, options: CommitOptions) -> Result<Copier<'_>, Errno> {
     })
 }
 
-/// Makes the base writable and large enough, and begins to note what is written to the top.
-async fn open_base(
+/// Makes the base writable and large enough, keeps others away from the layers that will be emptied, and begins to note what is
+/// written to the top.
+async fn open_layers(
     disk: &Disk,
     ring: &Ring,
     drained: &mut Drained<'_>,
     options: CommitOptions,
 ) -> Result<(), Error> {
     let graph = Arc::clone(drained.graph());
-    let old = &graph.layers[options.base];
-    let context =
-        |error: Error| error.context(format!("cannot write to '{}'", printable_path(old.name())));
-    let wanted = graph.layers[options.top].size();
-    let mut base = in_mode(ring, old, disk.options(), true).await.map_err(context)?;
-    if base.size() < wanted {
-        match grow(disk, ring, &base, wanted, graph.below(options.base)).await {
-            Ok(grown) => base = grown,
-            Err(error) => {
-                let _ = close_layer(ring, &base).await;
-                drained.begin();
-                let back = for_reading(ring, &base, disk.options()).await?;
-                drained.replace(replaced(&graph, options.base, back));
-                return Err(context(error));
+    let mut layers = graph.layers.clone();
+    if let Err(error) = open_each(disk, ring, &graph, options, &mut layers).await {
+        drained.begin();
+        for (layer, old) in layers.iter_mut().zip(&graph.layers) {
+            if !Arc::ptr_eq(layer, old) {
+                let _ = close_layer(ring, layer).await;
+                *layer = Arc::new(for_reading(ring, layer, disk.options()).await?);
             }
         }
+        drained.replace(with_guard(&graph, layers));
+        return Err(error);
     }
-    let mut next = replaced(&graph, options.base, base);
+    let mut next = with_guard(&graph, layers);
     next.tracker = (options.top == 0).then(|| Arc::new(Tracker::new(graph.size())));
     drained.replace(next);
     Ok(())
 }
 
-/// Grows the base, which nobody writes to yet.
-async fn grow(
+async fn open_each(
+    disk: &Disk,
+    ring: &Ring,
+    graph: &Graph,
+    options: CommitOptions,
+    layers: &mut [Arc<Layer>],
+) -> Result<(), Error> {
+    let CommitOptions { top, base, keep_top } = options;
+    let context = |error: Error, layer: &Layer| {
+        error.context(format!("cannot write to '{}'", printable_path(layer.name())))
+    };
+    let merged = if keep_top { base..base } else { top.max(1)..base };
+    for layer in &mut layers[merged] {
+        let kept = kept_for_writing(ring, layer, disk.options()).await;
+        *layer = Arc::new(kept.map_err(|error| context(error, layer))?);
+    }
+    let old = &graph.layers[base];
+    let opened = in_mode(ring, old, disk.options(), true).await;
+    layers[base] = Arc::new(opened.map_err(|error| context(error, old))?);
+    let wanted = graph.layers[top].size();
+    if layers[base].size() < wanted {
+        let grown = grow(disk, ring, &layers[base], wanted, graph.below(base)).await;
+        layers[base] = Arc::new(grown.map_err(|error| context(error, old))?);
+    }
+    Ok(())
+}
+
+/// Grows the base while nobody writes to it. After an error a qcow2 base was closed.
+pub(super) async fn grow(
     disk: &Disk,
     ring: &Ring,
     base: &Layer,
@@ -221,10 +305,8 @@ async fn grow(
     }
 }
 
-/// A graph with one layer replaced.
-fn replaced(graph: &Graph, index: usize, layer: Layer) -> Graph {
-    let mut layers = graph.layers.clone();
-    layers[index] = Arc::new(layer);
+/// The same graph with other layers.
+fn with_guard(graph: &Graph, layers: Vec<Arc<Layer>>) -> Graph {
     let mut next = graph.with_layers(layers);
     next.guard.clone_from(&graph.guard);
     next
@@ -237,16 +319,18 @@ async fn copy_all(
     options: CommitOptions,
     progress: &Progress,
 ) -> Result<(), Errno> {
-    let (size, base_size, tracker) = {
+    let (size, base_size) = {
         let pass = disk.enter().await;
         let copier = copier(&pass, options)?;
-        (copier.from.size(), copier.target.size(), pass.tracker.clone())
+        (copier.from.size(), copier.target.size())
     };
+    // It is another one when the size of the disk has changed. What is taken from an old one is copied twice at worst.
+    let tracker = || disk.graph().tracker.clone();
     progress.set_total(size);
     let mut ranges = pieces(0, size);
     all_of(|| {
         let (offset, len) = ranges.next()?;
-        let tracker = tracker.as_ref();
+        let tracker = tracker();
         Some(async move {
             progress.check()?;
             // Before it is read: what is written from now on is noted again.
@@ -264,9 +348,9 @@ async fn copy_all(
         let pass = disk.enter().await;
         copier(&pass, options)?.zero(ring, size, base_size - size).await?;
     }
-    let Some(tracker) = tracker else { return Ok(()) };
     let mut before = u64::MAX;
     for _ in 0..PASSES_MAX {
+        let Some(tracker) = tracker() else { break };
         let left = tracker.bytes();
         if left <= LAST_PASS_BYTES || left > before / 2 {
             break;
@@ -304,6 +388,9 @@ async fn copy_live(
     len: u64,
 ) -> Result<(), Errno> {
     let pass = disk.enter().await;
+    if let Some(tracker) = &pass.tracker {
+        tracker.check()?;
+    }
     let copier = copier(&pass, options)?;
     let _graces = pass.graces_above(options.base);
     copy_range(ring, copier, offset, len).await?;
@@ -324,6 +411,7 @@ async fn last_pass(
     let copier = copier(graph, options)?;
     let _graces = graph.graces_above(options.base);
     if let Some(tracker) = &graph.tracker {
+        tracker.check()?;
         progress.add_total(tracker.bytes());
         let mut at = 0;
         while let Some((offset, len)) = tracker.take(at) {
@@ -337,154 +425,4 @@ async fn last_pass(
     }
     progress.check()?;
     copier.flush(ring).await
-}
-
-/// Back to how it was: the base is for reading again.
-async fn give_up(
-    disk: &Disk,
-    ring: &Ring,
-    drained: &mut Drained<'_>,
-    base: usize,
-) -> Result<(), Error> {
-    let graph = Arc::clone(drained.graph());
-    let layer = &graph.layers[base];
-    // What was copied is what the layers above show, so it does not matter whether it gets there.
-    if let Err(error) = close_layer(ring, layer).await {
-        tracing::warn!("{error}");
-    }
-    drained.begin();
-    let layer = for_reading(ring, layer, disk.options()).await?;
-    drained.replace(replaced(&graph, base, layer));
-    Ok(())
-}
-
-/// The base becomes the top.
-async fn pivot(
-    disk: &Disk,
-    ring: &Ring,
-    drained: &mut Drained<'_>,
-    options: CommitOptions,
-) -> Result<(), Error> {
-    let base = options.base;
-    let graph = Arc::clone(drained.graph());
-    let old = graph.top();
-    let closed = close_layer(ring, old).await;
-    drained.begin();
-    if closed.is_ok() && base == 1 && !options.keep_top {
-        // Before the first write to the base: from then on the former top would show a mixture.
-        let emptied = async {
-            let (layer, result) =
-                offline_on(ring, disk, old, async |ring, image| image.make_empty(ring).await)
-                    .await?;
-            result.and(close_layer(ring, &layer).await)
-        };
-        if let Err(error) = emptied.await {
-            tracing::warn!(
-                "'{}' was committed but could not be emptied ({error}); do not use it any more",
-                printable_path(old.name())
-            );
-        }
-    }
-    let layers = graph.layers.get(base..).unwrap_or_default().to_vec();
-    disk.put(drained, graph.with_layers(layers), false);
-    // All that it had is in the base, on stable storage.
-    if let Err(error) = closed {
-        tracing::warn!("{error}");
-    }
-    Ok(())
-}
-
-/// Name and format of the base, as the layer above the merged ones shall state them.
-fn name_of_base(graph: &Graph, options: CommitOptions) -> Result<(Vec<u8>, Option<String>), Error> {
-    use std::os::unix::ffi::OsStrExt;
-    let upper = &graph.layers[options.top - 1];
-    let lower = &graph.layers[options.base - 1];
-    let named = lower.qcow2().and_then(|image| {
-        let info = image.info();
-        Some((info.backing_file.clone()?, info.backing_format.clone()))
-    });
-    let Some((name, format)) = named else {
-        return Err(Error::new(
-            ErrorKind::Invalid,
-            "the layer above the base names no backing file",
-        ));
-    };
-    let parsed = FileName::parse(&name)?;
-    if parsed.path.is_absolute() || upper.directory == lower.directory {
-        return Ok((name, format));
-    }
-    match &lower.directory {
-        Some(directory) if !name.starts_with(b"json:") => {
-            Ok((directory.join(&parsed.path).as_os_str().as_bytes().to_vec(), format))
-        }
-        _ => Err(Error::new(
-            ErrorKind::Unsupported,
-            format!(
-                "the base is named '{}', which means something else in the directory of '{}'; give \
-                 it an absolute name first",
-                printable(&name),
-                printable_path(upper.name())
-            ),
-        )),
-    }
-}
-
-/// The layer above the merged ones names the base from now on.
-async fn unlink(
-    disk: &Disk,
-    ring: &Ring,
-    drained: &mut Drained<'_>,
-    options: CommitOptions,
-    named: (Vec<u8>, Option<String>),
-) -> Result<(), Error> {
-    let CommitOptions { top, base, .. } = options;
-    let graph = Arc::clone(drained.graph());
-    let (upper, target) = (&graph.layers[top - 1], &graph.layers[base]);
-    let full = graph.layers[base - 1].full_backing_name.clone();
-    // What may be refused comes first, while nothing has happened yet.
-    let opened = async {
-        let opened = match top {
-            1 => None,
-            _ => Some(in_mode(ring, upper, disk.options(), true).await?),
-        };
-        close_layer(ring, opened.as_ref().unwrap_or(upper)).await?;
-        Ok(opened)
-    };
-    let opened = match opened.await {
-        Ok(opened) => opened,
-        Err(error) => {
-            give_up(disk, ring, drained, base).await?;
-            return Err(error);
-        }
-    };
-    drained.begin();
-    let closed = close_layer(ring, target).await;
-    let target = for_reading(ring, target, disk.options()).await?;
-    let (name, format) = named;
-    let rename = async |ring: &Ring, image: &mut ringdisk_qcow2::Qcow2| {
-        image.set_backing(ring, Some(&name), format.as_deref()).await
-    };
-    let writable = opened.as_ref().unwrap_or(upper);
-    let (mut fresh, result) = match closed {
-        Ok(()) => offline_on(ring, disk, writable, rename).await?,
-        Err(error) => (again(ring, writable, disk.options(), true).await?, Err(error)),
-    };
-    if top > 1 {
-        if let Err(error) = close_layer(ring, &fresh).await {
-            tracing::warn!("{error}");
-        }
-        fresh = for_reading(ring, &fresh, disk.options()).await?;
-    }
-    let mut layers = graph.layers.clone();
-    layers[base] = Arc::new(target);
-    let is_done = result.is_ok();
-    if is_done {
-        fresh.full_backing_name = full;
-    }
-    layers[top - 1] = Arc::new(fresh);
-    if is_done {
-        layers.drain(top..base);
-    }
-    disk.put(drained, graph.with_layers(layers), false);
-    result
 }

@@ -3,7 +3,8 @@
 //! Promises:
 //! - A change waits for the requests in flight and keeps new ones waiting (never failing) until the
 //!   images are as they shall be; changes take turns. A commit copies while clients work and keeps them
-//!   waiting for its last step only; other changes are refused meanwhile.
+//!   waiting for its last step only; other changes are refused meanwhile, but for clients that change the
+//!   size of the disk.
 //! - A change runs to its end when its caller goes away: it is a task of the ring. Where that ends
 //!   too, in the middle, the images are sound but of unknown shape, and the disk answers with errors.
 //! - What changes metadata other than by writing runs on an image that nobody else uses: closed, opened
@@ -17,8 +18,10 @@ mod commit;
 mod copy;
 mod detached;
 mod overlay;
+mod pivot;
 mod reopen;
 mod resize;
+mod resize_in_commit;
 mod snapshot;
 mod tracker;
 
@@ -63,6 +66,17 @@ impl Disk {
             State::Active => Ok(()),
             State::Inactive | State::Quiet => Err(inactive()),
             State::Broken => Err(broken()),
+        }
+    }
+
+    /// As [`Disk::check_free`], for a change that may also be made while a commit copies. Returns whether one does.
+    ///
+    /// Errors: as there, but for `Busy` during a commit.
+    fn check_beside_commit(&self) -> Result<bool, Error> {
+        let is_committed = self.is_busy.load(Ordering::Acquire);
+        match self.check_free() {
+            Err(_) if is_committed && self.graph().state == State::Active => Ok(true),
+            result => result.map(|()| false),
         }
     }
 

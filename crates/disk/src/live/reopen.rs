@@ -107,23 +107,44 @@ pub(crate) async fn in_mode(
             fresh.is_writable = writable;
             Ok(named_as(fresh, layer))
         }
-        Node::Qcow2(old) => {
-            let file = storage_in_mode(old.file(), options, writable)?;
-            let opened = async {
-                let data = data_file(old)
-                    .map(|data| storage_in_mode(&data, options, writable))
-                    .transpose()?;
-                image_on(ring, Arc::clone(&file), data, options, writable).await
-            };
-            match opened.await {
-                Ok(image) => Ok(named_as(qcow2_layer(image, writable), layer)),
-                Err(error) => {
-                    // The locks go back to where they were.
-                    match old.file().reclaim(&file) {
-                        Ok(()) => Err(error),
-                        Err(lost) => Err(of_storage(&lost)),
-                    }
-                }
+        Node::Qcow2(old) => qcow2_in_modes(ring, layer, old, options, (writable, writable)).await,
+    }
+}
+
+/// A qcow2 layer as `layer`, for reading as before, whose files are open for writing: nobody else reads or writes them from now
+/// on, and it can be changed later without being refused.
+///
+/// Errors: as [`in_mode`]; `Unsupported` for another format.
+pub(super) async fn kept_for_writing(
+    ring: &Ring,
+    layer: &Layer,
+    options: &ImageOptions,
+) -> Result<Layer, Error> {
+    let Some(old) = layer.qcow2() else { return Err(not_qcow2(layer)) };
+    qcow2_in_modes(ring, layer, old, options, (true, false)).await
+}
+
+/// * `writable`: the files; the image.
+async fn qcow2_in_modes(
+    ring: &Ring,
+    layer: &Layer,
+    old: &Qcow2,
+    options: &ImageOptions,
+    writable: (bool, bool),
+) -> Result<Layer, Error> {
+    let (files, image) = writable;
+    let file = storage_in_mode(old.file(), options, files)?;
+    let opened = async {
+        let data = data_file(old).map(|data| storage_in_mode(&data, options, files)).transpose()?;
+        image_on(ring, Arc::clone(&file), data, options, image).await
+    };
+    match opened.await {
+        Ok(fresh) => Ok(named_as(qcow2_layer(fresh, image), layer)),
+        Err(error) => {
+            // The locks go back to where they were.
+            match old.file().reclaim(&file) {
+                Ok(()) => Err(error),
+                Err(lost) => Err(of_storage(&lost)),
             }
         }
     }

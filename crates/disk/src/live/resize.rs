@@ -30,18 +30,31 @@ pub struct ResizeOptions {
     pub preallocation: Preallocation,
 }
 
+/// Who wants another size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Wish {
+    /// A client names the size.
+    Client,
+    /// A client needs so much room; more than that is fine.
+    Room,
+    /// The control path.
+    Control,
+}
+
 impl Disk {
     /// Changes the size; a grown part reads as zeroes. Concurrent changes take turns.
     ///
     /// * `size`: bytes; smaller is what was asked for, so the rest is lost.
     ///
     /// Errors: EOPNOTSUPP where the size is fixed (null, a block device, a window or partition of given size, an
-    /// image whose bitmaps or snapshots forbid it); EROFS; EBUSY during a commit; those of the storage
+    /// image whose bitmaps or snapshots forbid it, or a base of a commit under way that cannot be cut); EROFS; those of the storage
     /// (EFBIG, ENOSPC).
     pub async fn resize(&self, ring: &Ring, size: u64) -> Result<(), Errno> {
         let options = ResizeOptions { shrink: true, ..ResizeOptions::default() };
         let progress = Arc::default();
-        self.set_len(ring, size, options, false, &progress).await.map_err(|error| errno_of(&error))
+        self.set_len(ring, size, options, Wish::Client, &progress)
+            .await
+            .map_err(|error| errno_of(&error))
     }
 
     /// Makes the disk at least `size` bytes long; never shrinks it. For writes past the end: those
@@ -54,19 +67,21 @@ impl Disk {
         }
         let options = ResizeOptions::default();
         let progress = Arc::default();
-        self.set_len(ring, size, options, true, &progress).await.map_err(|error| errno_of(&error))
+        self.set_len(ring, size, options, Wish::Room, &progress)
+            .await
+            .map_err(|error| errno_of(&error))
     }
 
     /// As [`Disk::resize`], for the control path.
     ///
-    /// Errors: `Invalid` for a smaller size without `shrink`; the others with their reasons.
+    /// Errors: `Invalid` for a smaller size without `shrink`; `Busy` during a commit; the others with their reasons.
     pub async fn resize_with(
         &self,
         ring: &Ring,
         size: u64,
         options: ResizeOptions,
     ) -> Result<(), Error> {
-        self.set_len(ring, size, options, false, &Arc::default()).await
+        self.set_len(ring, size, options, Wish::Control, &Arc::default()).await
     }
 
     /// As [`Disk::resize_with`], with an end on the way: what was prepared is cut off again then.
@@ -81,7 +96,7 @@ impl Disk {
         options: ResizeOptions,
         progress: &Arc<Progress>,
     ) -> Result<(), Error> {
-        let result = self.set_len(ring, size, options, false, progress).await;
+        let result = self.set_len(ring, size, options, Wish::Control, progress).await;
         result.map_err(|error| match progress.is_cancelled() {
             true => Error::os("cannot change the size", Errno::CANCELED),
             false => error,
@@ -93,7 +108,7 @@ impl Disk {
         ring: &Ring,
         size: u64,
         options: ResizeOptions,
-        grow_only: bool,
+        wish: Wish,
         progress: &Arc<Progress>,
     ) -> Result<(), Error> {
         if self.is_read_only() {
@@ -108,37 +123,47 @@ impl Disk {
         if i64::try_from(size).is_err() {
             return Err(Error::os("cannot change the size", Errno::FBIG));
         }
-        match &graph.top().node {
-            Node::Null(_) => Err(fixed()),
-            Node::Raw(raw) => {
-                if !resizable(raw) {
-                    return Err(fixed());
+        loop {
+            let graph = self.graph();
+            let is_done = match &graph.top().node {
+                Node::Null(_) => return Err(fixed()),
+                Node::Raw(raw) => {
+                    if !resizable(raw) {
+                        return Err(fixed());
+                    }
+                    self.set_len_raw(ring, size, options, wish, progress).await?
                 }
-                self.set_len_raw(ring, size, options, grow_only, progress).await
-            }
-            Node::Qcow2(_) => {
-                let progress = Arc::clone(progress);
-                let change = move |disk: Arc<Disk>, ring: Ring| async move {
-                    disk.set_len_qcow2(&ring, size, options, grow_only, &progress).await
-                };
-                self.detached(ring, change).await
+                Node::Qcow2(_) => {
+                    let progress = Arc::clone(progress);
+                    let change = move |disk: Arc<Disk>, ring: Ring| async move {
+                        disk.set_len_qcow2(&ring, size, options, wish, &progress).await
+                    };
+                    self.detached(ring, change).await?
+                }
+            };
+            if is_done {
+                return Ok(());
             }
         }
     }
 
+    /// `false`: when its turn came the top was not raw any more (an overlay was added), and nothing was done.
     async fn set_len_raw(
         &self,
         ring: &Ring,
         size: u64,
         options: ResizeOptions,
-        grow_only: bool,
+        wish: Wish,
         progress: &Progress,
-    ) -> Result<(), Error> {
+    ) -> Result<bool, Error> {
         let turn = self.turns().enter().await;
         self.check_free()?;
+        if !matches!(self.graph().top().node, Node::Raw(_)) {
+            return Ok(false);
+        }
         let before = self.graph().size();
-        if grow_only && size <= before {
-            return Ok(());
+        if wish == Wish::Room && size <= before {
+            return Ok(true);
         }
         if size < before {
             if !options.shrink {
@@ -146,13 +171,13 @@ impl Disk {
             }
             let drained = self.gateway().drain(ring, turn).await;
             let layer = Arc::clone(drained.graph().top());
-            return self.move_end(ring, &layer, size, options, progress).await;
+            return self.move_end(ring, &layer, size, options, progress).await.map(|()| true);
         }
         // The turn keeps other changes away; requests in flight do not mind a longer file.
         let layer = Arc::clone(self.graph().top());
         let result = self.move_end(ring, &layer, size, options, progress).await;
         drop(turn);
-        result
+        result.map(|()| true)
     }
 
     /// Moves the end of a raw layer.
@@ -185,20 +210,29 @@ impl Disk {
         Ok(())
     }
 
+    /// `false`: when its turn came the top was not a qcow2 image any more (a commit has ended), and nothing was done.
     async fn set_len_qcow2(
         &self,
         ring: &Ring,
         size: u64,
         options: ResizeOptions,
-        grow_only: bool,
+        wish: Wish,
         progress: &Progress,
-    ) -> Result<(), Error> {
+    ) -> Result<bool, Error> {
         // The format counts in sectors; a client that writes past the end need not.
-        let size = if grow_only { size.next_multiple_of(SECTOR) } else { size };
-        let mut drained = self.change(ring).await?;
+        let size = if wish == Wish::Room { size.next_multiple_of(SECTOR) } else { size };
+        let turn = self.turns().enter().await;
+        let in_commit = match wish {
+            Wish::Client | Wish::Room => self.check_beside_commit()?,
+            Wish::Control => self.check_free().map(|()| false)?,
+        };
+        let mut drained = self.gateway().drain(ring, turn).await;
+        if drained.graph().top_image().is_none() {
+            return Ok(false);
+        }
         let before = drained.graph().size();
-        if size == before || (grow_only && size < before) {
-            return Ok(());
+        if size == before || (wish == Wish::Room && size < before) {
+            return Ok(true);
         }
         if size < before && !options.shrink {
             return Err(would_shrink(drained.graph().window, before, size));
@@ -207,12 +241,16 @@ impl Disk {
             shrink: options.shrink,
             preallocation: options.preallocation,
         };
+        if in_commit {
+            return self.resize_in_commit(ring, &mut drained, size, options).await.map(|()| true);
+        }
         let graph = Arc::clone(drained.graph());
         self.offline(ring, &mut drained, false, async |ring, image| {
             let cancelled = || progress.is_cancelled();
             image.resize_unless(ring, size, &options, &graph.below(0), &cancelled).await
         })
         .await
+        .map(|()| true)
     }
 }
 

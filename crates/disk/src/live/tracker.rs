@@ -5,7 +5,9 @@
 //! whatever was not part of what it read is noted again.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+
+use ringdisk_ring::Errno;
 
 use crate::graph::Graph;
 
@@ -19,6 +21,8 @@ const GRANULES_MAX: u64 = 1 << 25;
 pub(crate) struct Tracker {
     granule_bits: u32,
     words: Box<[AtomicU64]>,
+    /// Why the commit cannot succeed any more, as a number; 0: it can.
+    failure: AtomicI32,
 }
 
 impl Tracker {
@@ -29,7 +33,38 @@ impl Tracker {
         // At most 2^19.
         let words = usize::try_from(granules.div_ceil(64)).unwrap_or(usize::MAX);
         let words = (0..words).map(|_| AtomicU64::new(0)).collect();
-        Tracker { granule_bits: granule.trailing_zeros(), words }
+        Tracker { granule_bits: granule.trailing_zeros(), words, failure: AtomicI32::new(0) }
+    }
+
+    /// One for a disk that got another size, with all that is noted here. Nobody writes meanwhile; what the copier takes from the
+    /// old one is copied once more.
+    ///
+    /// * `size`: the new size, bytes.
+    pub(crate) fn resized(&self, size: u64) -> Tracker {
+        let next = Tracker::new(size);
+        next.failure.store(self.failure.load(Ordering::Acquire), Ordering::Release);
+        for (index, word) in self.words.iter().enumerate() {
+            let mut rest = word.load(Ordering::Acquire);
+            while rest != 0 {
+                let granule = index as u64 * 64 + u64::from(rest.trailing_zeros());
+                next.set(granule << self.granule_bits, 1 << self.granule_bits);
+                rest &= rest - 1;
+            }
+        }
+        next
+    }
+
+    /// The commit cannot succeed any more.
+    pub(crate) fn fail(&self, errno: Errno) {
+        self.failure.store(errno.raw_os_error(), Ordering::Release);
+    }
+
+    /// Errors: why the commit cannot succeed any more.
+    pub(crate) fn check(&self) -> Result<(), Errno> {
+        match self.failure.load(Ordering::Acquire) {
+            0 => Ok(()),
+            number => Err(Errno::from_raw_os_error(number)),
+        }
     }
 
     /// Notes a range.
@@ -130,6 +165,29 @@ mod tests {
         let expected = [0, (10 << 20) - GRANULE_MIN, 10 << 20, (100 << 20) - GRANULE_MIN];
         assert_eq!(found, expected);
         assert_eq!(tracker.bytes(), 0);
+    }
+
+    #[test]
+    fn one_of_another_size_has_noted_the_same() {
+        let tracker = Tracker::new(100 << 20);
+        tracker.set(5 << 20, 1);
+        tracker.set((100 << 20) - 1, 1);
+        let places = |tracker: &Tracker| {
+            let mut at = 0;
+            std::iter::from_fn(|| {
+                let (offset, len) = tracker.take(at)?;
+                at = offset + len;
+                Some(offset)
+            })
+            .collect::<Vec<_>>()
+        };
+        let last = (100 << 20) - GRANULE_MIN;
+        assert_eq!(places(&tracker.resized(200 << 20)), [5 << 20, last]);
+        // A granule of 1 MiB.
+        assert_eq!(places(&tracker.resized(GRANULES_MAX << 20)), [5 << 20, 99 << 20]);
+        assert_eq!(places(&tracker.resized(50 << 20)), [5 << 20]);
+        tracker.fail(Errno::NOSPC);
+        assert_eq!(tracker.resized(200 << 20).check(), Err(Errno::NOSPC));
     }
 
     #[test]

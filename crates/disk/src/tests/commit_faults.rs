@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use ringdisk_qcow2::{Qcow2, check_bytes};
-use ringdisk_ring::Ring;
-use ringdisk_testkit::sim::{Fault, Prng, SimStorage, When};
+use ringdisk_ring::{IoBuf, Ring};
+use ringdisk_testkit::sim::{Fault, OpKind, Prng, SimStorage, When};
 
 use super::{assert_same, directory, qemu_img, qemu_io, read_steps, run};
 use crate::disk::Parts;
@@ -15,29 +15,41 @@ use crate::layer::Layer;
 use crate::open::qcow2_layer;
 use crate::{CommitOptions, Disk, Errno, ImageOptions, Progress};
 
-/// Size of the disks, bytes.
-const SIZE: usize = 4 << 20;
 /// Crash states of each commit.
 const CRASHES: usize = 60;
 
 /// Images by the names that others give them.
 pub(super) type Images = BTreeMap<String, SimStorage>;
 
+/// Sizes of the base, the middle and the top, MiB.
+type Sizes = [usize; 3];
+const EQUAL: Sizes = [4, 4, 4];
+/// The base has more than the disk, which was made smaller.
+const LONG_BASE: Sizes = [6, 4, 4];
+/// A layer between hides the end of the base.
+const SHORT_MIDDLE: Sizes = [4, 2, 4];
+
 /// `top.qcow2` over `mid.qcow2` over `base.qcow2`, and what it shows.
 pub(super) fn images() -> (BTreeMap<String, Vec<u8>>, Vec<u8>) {
+    images_of(EQUAL)
+}
+
+fn images_of(sizes: Sizes) -> (BTreeMap<String, Vec<u8>>, Vec<u8>) {
     let directory = directory();
-    let mut bytes = vec![0; SIZE];
+    let mut bytes = Vec::new();
     let mut images = BTreeMap::new();
     let mut below = "";
     for (number, name) in ["base.qcow2", "mid.qcow2", "top.qcow2"].into_iter().enumerate() {
+        let size = format!("{}M", sizes[number]);
+        bytes.resize(sizes[number] << 20, 0);
         let mut create = vec!["create", "-q", "-f", "qcow2", "-o", "cluster_size=16k"];
         if number > 0 {
             create.extend(["-b", below, "-F", "qcow2"]);
         }
-        create.extend([name, "4M"]);
+        create.extend([name, &size]);
         qemu_img(&directory, &create);
         let byte = u8::try_from(number + 1).expect("small");
-        for piece in 0..4 {
+        for piece in 0..sizes[number] {
             let (at, len) = (piece * (1 << 20) + number * 200_000, 250_000);
             qemu_io(&directory, "qcow2", name, &[&format!("write -P {byte} {at} {len}")]);
             bytes[at..at + len].fill(byte);
@@ -51,6 +63,19 @@ pub(super) fn images() -> (BTreeMap<String, Vec<u8>>, Vec<u8>) {
         images.insert(name.to_owned(), fs::read(directory.path().join(name)).expect("read"));
     }
     (images, bytes)
+}
+
+/// What clients write after a commit, whatever came of it: at the beginning and at the end.
+///
+/// Errors: what the clients got.
+async fn write_on(ring: &Ring, disk: &Disk, bytes: &mut [u8]) -> Result<(), Errno> {
+    let data = IoBuf::new(300_000, 512);
+    data.fill(0x77);
+    for at in [100_000, bytes.len() - data.len()] {
+        assert_eq!(disk.write(ring, at as u64, &data).await?, data.len());
+        bytes[at..at + data.len()].fill(0x77);
+    }
+    disk.flush(ring).await
 }
 
 pub(super) fn storages(images: &BTreeMap<String, Vec<u8>>, seed: u64) -> Images {
@@ -92,8 +117,8 @@ async fn judge(ring: &Ring, images: &BTreeMap<String, Vec<u8>>, top: &str, bytes
 }
 
 /// Runs a commit and takes crash states while it runs and afterwards.
-fn power_fails(options: CommitOptions, new_top: &str) {
-    let (images, bytes) = images();
+fn power_fails(options: CommitOptions, new_top: &str, sizes: Sizes) {
+    let (images, mut bytes) = images_of(sizes);
     run(async |ring| {
         let storages = storages(&images, 7);
         for sim in storages.values() {
@@ -126,48 +151,95 @@ fn power_fails(options: CommitOptions, new_top: &str) {
             judge(&ring, state, "top.qcow2", &bytes).await;
         }
         judge(&ring, states.last().expect("the last one"), new_top, &bytes).await;
+        // Clients write on; the names of before show that too, whenever the power fails now.
+        assert_eq!(write_on(&ring, &disk, &mut bytes).await, Ok(()));
+        for _ in 0..4 {
+            let state = crash(&storages, prng.next_u64());
+            judge(&ring, &state, "top.qcow2", &bytes).await;
+            judge(&ring, &state, new_top, &bytes).await;
+        }
         assert_eq!(disk.close(&ring).await, Ok(()));
     });
 }
 
+const TOP_TO_BASE: CommitOptions = CommitOptions { top: 0, base: 2, keep_top: false };
+const MIDDLE: CommitOptions = CommitOptions { top: 1, base: 2, keep_top: false };
+
 #[test]
 fn a_commit_of_the_top_survives_a_power_cut_at_any_moment() {
-    power_fails(CommitOptions { top: 0, base: 1, keep_top: false }, "mid.qcow2");
+    power_fails(CommitOptions::TOP, "mid.qcow2", EQUAL);
 }
 
 #[test]
 fn a_commit_through_the_chain_survives_a_power_cut_at_any_moment() {
-    power_fails(CommitOptions { top: 0, base: 2, keep_top: false }, "base.qcow2");
+    power_fails(TOP_TO_BASE, "base.qcow2", EQUAL);
+}
+
+#[test]
+fn a_commit_to_a_longer_base_survives_a_power_cut_at_any_moment() {
+    power_fails(TOP_TO_BASE, "base.qcow2", LONG_BASE);
+}
+
+#[test]
+fn a_commit_through_a_shorter_layer_survives_a_power_cut_at_any_moment() {
+    power_fails(TOP_TO_BASE, "base.qcow2", SHORT_MIDDLE);
 }
 
 #[test]
 fn a_commit_in_the_middle_survives_a_power_cut_at_any_moment() {
-    power_fails(CommitOptions { top: 1, base: 2, keep_top: false }, "top.qcow2");
+    power_fails(MIDDLE, "top.qcow2", EQUAL);
 }
 
-/// Lets every operation of a commit fail, one run after the other.
-fn operations_fail(options: CommitOptions, victim: &str) {
-    let (images, bytes) = images();
+/// What fails of one image.
+#[derive(Clone, Copy, Debug)]
+enum Failing {
+    /// One operation.
+    Once,
+    /// All writes from one on: the file system is full, or broken.
+    Writes(Errno),
+}
+
+/// Lets every operation of a commit fail, one run after the other. Whatever came of it, clients write on, and the old name shows
+/// what they have written.
+fn operations_fail(options: CommitOptions, victim: &str, sizes: Sizes, failing: Failing) {
+    let (images, start) = images_of(sizes);
     run(async |ring| {
         let mut number = 0;
         let mut failures = 0;
         loop {
+            let mut bytes = start.clone();
             let storages = storages(&images, 7);
             let disk = chain(&ring, &storages, "top.qcow2", true).await;
             let sim = &storages[victim];
             let before = sim.log().len() as u64;
-            sim.on(When::number(before + number), Fault::Fail(Errno::IO));
+            let (rule, fault) = match failing {
+                Failing::Once => (When::number(before + number), Fault::Fail(Errno::IO)),
+                Failing::Writes(errno) => {
+                    (When::kind(OpKind::Write).skip(number), Fault::Fail(errno))
+                }
+            };
+            sim.on(rule, fault);
             let progress = Arc::new(Progress::new());
+            let writes = sim.count(OpKind::Write) as u64;
             let result = disk.commit(&ring, options, &progress).await;
-            let reached = sim.log().len() as u64 > before + number;
+            let reached = match failing {
+                Failing::Once => sim.log().len() as u64 > before + number,
+                Failing::Writes(_) => sim.count(OpKind::Write) as u64 > writes + number,
+            };
             failures += u64::from(result.is_err());
             sim.clear_rules();
             // Those who use the disk go on, whatever failed.
             assert_same(&read_steps(&ring, &disk, 1 << 20).await, &bytes);
+            let written = write_on(&ring, &disk, &mut bytes).await;
+            assert_same(&read_steps(&ring, &disk, 1 << 20).await, &bytes);
             let _ = disk.close(&ring).await;
             drop(disk);
             let now = storages.iter().map(|(name, sim)| (name.clone(), sim.image())).collect();
-            judge(&ring, &now, "top.qcow2", &bytes).await;
+            // An image whose flush has failed goes on telling that it cannot flush.
+            match written {
+                Ok(()) => judge(&ring, &now, "top.qcow2", &bytes).await,
+                Err(errno) => assert_eq!((errno, result.is_err()), (Errno::IO, true)),
+            }
             if !reached {
                 assert!(result.is_ok(), "{result:?}");
                 break;
@@ -180,12 +252,92 @@ fn operations_fail(options: CommitOptions, victim: &str) {
 
 #[test]
 fn a_commit_whose_base_fails_leaves_the_chain() {
-    operations_fail(CommitOptions { top: 0, base: 1, keep_top: false }, "mid.qcow2");
-    operations_fail(CommitOptions { top: 1, base: 2, keep_top: false }, "base.qcow2");
+    operations_fail(CommitOptions::TOP, "mid.qcow2", EQUAL, Failing::Once);
+    operations_fail(MIDDLE, "base.qcow2", EQUAL, Failing::Once);
+    operations_fail(TOP_TO_BASE, "base.qcow2", LONG_BASE, Failing::Once);
 }
 
 #[test]
 fn a_commit_whose_top_fails_leaves_the_chain() {
-    operations_fail(CommitOptions { top: 0, base: 1, keep_top: false }, "top.qcow2");
-    operations_fail(CommitOptions { top: 1, base: 2, keep_top: false }, "top.qcow2");
+    operations_fail(CommitOptions::TOP, "top.qcow2", EQUAL, Failing::Once);
+    operations_fail(MIDDLE, "top.qcow2", EQUAL, Failing::Once);
+    operations_fail(TOP_TO_BASE, "top.qcow2", LONG_BASE, Failing::Once);
+}
+
+#[test]
+fn a_commit_whose_middle_fails_leaves_the_chain() {
+    operations_fail(TOP_TO_BASE, "mid.qcow2", SHORT_MIDDLE, Failing::Once);
+    operations_fail(MIDDLE, "mid.qcow2", EQUAL, Failing::Once);
+}
+
+#[test]
+fn a_layer_that_can_be_written_no_more_is_not_left_above_a_base_that_goes_on() {
+    for errno in [Errno::NOSPC, Errno::IO] {
+        operations_fail(CommitOptions::TOP, "top.qcow2", EQUAL, Failing::Writes(errno));
+        operations_fail(TOP_TO_BASE, "top.qcow2", EQUAL, Failing::Writes(errno));
+        operations_fail(TOP_TO_BASE, "mid.qcow2", EQUAL, Failing::Writes(errno));
+    }
+}
+
+#[test]
+fn layers_on_a_full_file_system_are_emptied() {
+    let (images, mut bytes) = images();
+    run(async |ring| {
+        let storages = storages(&images, 7);
+        for name in ["mid.qcow2", "top.qcow2"] {
+            // What is there can be overwritten, and nothing else; the first metadata that would go to a free place does not.
+            let sim = &storages[name];
+            sim.on(When::kind(OpKind::Write).once(), Fault::Fail(Errno::NOSPC));
+            sim.on(When::any().at(sim.len()..u64::MAX), Fault::Fail(Errno::NOSPC));
+        }
+        let disk = chain(&ring, &storages, "top.qcow2", true).await;
+        let progress = Arc::new(Progress::new());
+        disk.commit(&ring, TOP_TO_BASE, &progress).await.expect("it needs no space there");
+        assert_eq!(write_on(&ring, &disk, &mut bytes).await, Ok(()));
+        assert_eq!(disk.close(&ring).await, Ok(()));
+        let now = storages.iter().map(|(name, sim)| (name.clone(), sim.image())).collect();
+        for name in ["base.qcow2", "mid.qcow2", "top.qcow2"] {
+            judge(&ring, &now, name, &bytes).await;
+        }
+    });
+}
+
+#[test]
+fn a_base_that_cannot_grow_with_the_disk_ends_the_commit_and_no_client() {
+    let (images, mut bytes) = images();
+    run(async |ring| {
+        let storages = storages(&images, 7);
+        let disk = chain(&ring, &storages, "top.qcow2", true).await;
+        let base = &storages["mid.qcow2"];
+        // Only another size changes its header.
+        base.on(When::kind(OpKind::Write).at(0..512), Fault::Fail(Errno::NOSPC));
+        base.on(When::kind(OpKind::Write).at(512..u64::MAX).once(), Fault::Hold);
+        let committed = std::rc::Rc::new(std::cell::RefCell::new(None));
+        let (other, handle, slot) = (Arc::clone(&disk), ring.clone(), committed.clone());
+        ring.spawn(async move {
+            let progress = Arc::new(Progress::new());
+            let result = other.commit(&handle, CommitOptions::TOP, &progress).await;
+            *slot.borrow_mut() = Some(result.map_err(|error| error.errno()));
+        });
+        while base.held().is_empty() {
+            ring.yield_now().await;
+        }
+        let grown = std::rc::Rc::new(std::cell::Cell::new(None));
+        let (other, handle, slot) = (Arc::clone(&disk), ring.clone(), grown.clone());
+        ring.spawn(async move { slot.set(Some(other.grow(&handle, 6 << 20).await)) });
+        while grown.get().is_none() || committed.borrow().is_none() {
+            base.release_all();
+            ring.yield_now().await;
+        }
+        assert_eq!(grown.get(), Some(Ok(())));
+        assert_eq!(committed.take(), Some(Err(Some(Errno::NOSPC))));
+        assert_eq!((disk.size(), disk.layers().len()), (6 << 20, 3));
+        bytes.resize(6 << 20, 0);
+        base.clear_rules();
+        assert_eq!(write_on(&ring, &disk, &mut bytes).await, Ok(()));
+        assert_same(&read_steps(&ring, &disk, 1 << 20).await, &bytes);
+        assert_eq!(disk.close(&ring).await, Ok(()));
+        let now = storages.iter().map(|(name, sim)| (name.clone(), sim.image())).collect();
+        judge(&ring, &now, "top.qcow2", &bytes).await;
+    });
 }

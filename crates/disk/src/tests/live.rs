@@ -223,10 +223,9 @@ fn commit_top(bottom: (&str, &str), base: usize, seed: u64) {
         load.progress(&ring, SOME).await;
         finish(&ring, &directory, disk, load, name, &mut bytes).await;
     });
-    qemu_img(&directory, &["check", "-q", "-f", "qcow2", "top.qcow2"]);
-    if base == 1 {
-        // Emptied: it shows what the base has.
-        same_for_qemu(&directory, "top.qcow2", "qcow2", &bytes);
+    // Emptied: they show what the base has, also what was written to it since.
+    for name in ["top.qcow2", "mid.qcow2"] {
+        same_for_qemu(&directory, name, "qcow2", &bytes);
     }
 }
 
@@ -358,7 +357,6 @@ fn other_changes_are_refused_during_a_commit() {
         }
         let error = disk.resize_with(&ring, 50 << 20, ResizeOptions::default()).await;
         assert_eq!(error.expect_err("busy").kind(), ErrorKind::Busy);
-        assert_eq!(disk.grow(&ring, 50 << 20).await, Err(crate::Errno::BUSY));
         let name = SnapshotChange::Create("s".to_owned());
         let error = disk.snapshot(&ring, name).await.expect_err("busy");
         assert_eq!(error.kind(), ErrorKind::Busy);
@@ -370,6 +368,209 @@ fn other_changes_are_refused_during_a_commit() {
     });
     bytes.resize(50 << 20, 0);
     same_for_qemu(&directory, "base.raw", "raw", &bytes);
+}
+
+/// A commit that runs as a task: whether it is over, and how it ended.
+type Running = std::rc::Rc<std::cell::RefCell<Option<Result<(), crate::Error>>>>;
+
+/// Starts a commit and waits until it copies.
+async fn start_commit(ring: &Ring, disk: &Arc<Disk>, options: CommitOptions) -> Running {
+    let progress = Arc::new(Progress::new());
+    let (other, handle, shared) = (Arc::clone(disk), ring.clone(), Arc::clone(&progress));
+    let ended = Running::default();
+    let slot = ended.clone();
+    ring.spawn(async move {
+        let result = other.commit(&handle, options, &shared).await;
+        *slot.borrow_mut() = Some(result);
+    });
+    while progress.total() == 0 && ended.borrow().is_none() {
+        ring.yield_now().await;
+    }
+    ended
+}
+
+/// The result of a commit.
+async fn end_of(ring: &Ring, commit: &Running) -> Result<(), crate::Error> {
+    loop {
+        if let Some(result) = commit.borrow_mut().take() {
+            return result;
+        }
+        ring.yield_now().await;
+    }
+}
+
+#[test]
+fn clients_append_while_a_commit_copies() {
+    for (name, format, options) in [
+        ("base.raw", "raw", CommitOptions::TOP),
+        ("base.qcow2", "qcow2", CommitOptions::TOP),
+        ("base.qcow2", "qcow2", CommitOptions { top: 1, base: 2, keep_top: false }),
+    ] {
+        let directory = directory();
+        let mut bytes = image(&directory, name, format, 1);
+        overlay(&directory, "mid.qcow2", (name, format), &mut bytes, 2);
+        let mut top = "mid.qcow2";
+        if options.top > 0 {
+            overlay(&directory, "top.qcow2", (top, "qcow2"), &mut bytes, 3);
+            top = "top.qcow2";
+        }
+        run(async |ring| {
+            let disk = opened(&ring, &directory, top).await;
+            let load = Load::start(&disk, &bytes, 16);
+            let commit = start_commit(&ring, &disk, options).await;
+            // Past the end, a gap between, until the commit is over and once more.
+            let data = ringdisk_ring::IoBuf::new(70_000, 512);
+            data.fill(0x5a);
+            let mut appended = 0;
+            while commit.borrow().is_none() || appended < 3 {
+                let at = bytes.len() + 100_000;
+                let end = at + data.len();
+                assert_eq!(disk.grow(&ring, end as u64).await, Ok(()));
+                assert_eq!(disk.write(&ring, at as u64, &data).await, Ok(data.len()));
+                bytes.resize(end, 0);
+                bytes[at..].fill(0x5a);
+                appended += 1;
+            }
+            end_of(&ring, &commit).await.expect("commit");
+            bytes.resize(usize::try_from(disk.size()).expect("small"), 0);
+            let last = if options.top > 0 { top } else { name };
+            finish(&ring, &directory, disk, load, last, &mut bytes).await;
+        });
+    }
+}
+
+#[test]
+fn a_client_changes_the_size_while_a_commit_copies() {
+    for (name, format) in [("base.raw", "raw"), ("base.qcow2", "qcow2")] {
+        // The last size of the disk.
+        for sizes in [&[12 << 20][..], &[12 << 20, 20 << 20], &[40 << 20, 10 << 20, 30 << 20]] {
+            let directory = directory();
+            let mut bytes = image(&directory, name, format, 1);
+            overlay(&directory, "top.qcow2", (name, format), &mut bytes, 2);
+            run(async |ring| {
+                let disk = opened(&ring, &directory, "top.qcow2").await;
+                let load = Load::start(&disk, &bytes[..8 << 20], 17);
+                let commit = start_commit(&ring, &disk, CommitOptions::TOP).await;
+                for size in sizes {
+                    assert_eq!(disk.resize(&ring, *size).await, Ok(()));
+                    bytes.resize(usize::try_from(*size).expect("small"), 0);
+                }
+                end_of(&ring, &commit).await.expect("commit");
+                assert_eq!(disk.size(), bytes.len() as u64);
+                load.progress(&ring, SOME).await;
+                finish(&ring, &directory, disk, load, name, &mut bytes).await;
+            });
+            // Whatever size the former top has: where it has something it is what the disk has.
+            let shown = qemu_img(&directory, &["map", "-f", "qcow2", "top.qcow2"]);
+            assert!(!shown.contains("top.qcow2"), "{shown}");
+            same_for_qemu(&directory, "top.qcow2", "qcow2", &bytes);
+        }
+    }
+}
+
+#[test]
+fn a_base_that_is_longer_is_cut_to_the_size_of_the_disk() {
+    for (name, format) in [("base.raw", "raw"), ("base.qcow2", "qcow2")] {
+        let directory = directory();
+        let mut bytes = image(&directory, name, format, 1);
+        overlay(&directory, "top.qcow2", (name, format), &mut bytes, 2);
+        qemu_img(&directory, &["resize", "-q", "--shrink", "-f", "qcow2", "top.qcow2", "11M"]);
+        bytes.truncate(11 << 20);
+        run(async |ring| {
+            let disk = opened(&ring, &directory, "top.qcow2").await;
+            let load = Load::start(&disk, &bytes, 18);
+            let progress = Arc::new(Progress::new());
+            disk.commit(&ring, CommitOptions::TOP, &progress).await.expect("commit");
+            assert_eq!(disk.size(), 11 << 20);
+            load.progress(&ring, SOME).await;
+            // What was cut off does not come back.
+            assert_eq!(disk.resize(&ring, 24 << 20).await, Ok(()));
+            load.progress(&ring, SOME).await;
+            bytes.resize(24 << 20, 0);
+            finish(&ring, &directory, disk, load, name, &mut bytes).await;
+        });
+    }
+}
+
+#[test]
+fn a_longer_base_that_cannot_be_cut_is_refused_before_anything_is_changed() {
+    let directory = directory();
+    let old = image(&directory, "base.qcow2", "qcow2", 1);
+    qemu_img(&directory, &["snapshot", "-c", "kept", "base.qcow2"]);
+    let amend = ["amend", "-q", "-f", "qcow2", "-o", "compat=0.10", "base.qcow2"];
+    qemu_img(&directory, &amend);
+    let mut bytes = old.clone();
+    overlay(&directory, "top.qcow2", ("base.qcow2", "qcow2"), &mut bytes, 2);
+    qemu_img(&directory, &["resize", "-q", "--shrink", "-f", "qcow2", "top.qcow2", "11M"]);
+    run(async |ring| {
+        let disk = opened(&ring, &directory, "top.qcow2").await;
+        let progress = Arc::new(Progress::new());
+        let error = disk.commit(&ring, CommitOptions::TOP, &progress).await.expect_err("too long");
+        assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+        assert!(error.message().contains("resize it to 25165824"), "{error}");
+        // What the message says helps.
+        assert_eq!(disk.resize(&ring, 24 << 20).await, Ok(()));
+        disk.commit(&ring, CommitOptions::TOP, &progress).await.expect("commit");
+        assert_eq!(disk.close(&ring).await, Ok(()));
+    });
+    bytes[11 << 20..].fill(0);
+    same_for_qemu(&directory, "base.qcow2", "qcow2", &bytes);
+    qemu_img(&directory, &["snapshot", "-a", "kept", "base.qcow2"]);
+    same_for_qemu(&directory, "base.qcow2", "qcow2", &old);
+}
+
+#[test]
+fn internal_snapshots_that_show_the_image_below_keep_it_from_being_committed_to() {
+    let directory = directory();
+    let mut bytes = image(&directory, "base.raw", "raw", 1);
+    overlay(&directory, "mid.qcow2", ("base.raw", "raw"), &mut bytes, 2);
+    qemu_img(&directory, &["snapshot", "-c", "old", "mid.qcow2"]);
+    let old = bytes.clone();
+    qemu_io(&directory, "qcow2", "mid.qcow2", &["write -P 6 0 20M"]);
+    bytes[..20 << 20].fill(6);
+    overlay(&directory, "top.qcow2", ("mid.qcow2", "qcow2"), &mut bytes, 3);
+    let top_to_base = CommitOptions { top: 0, base: 2, keep_top: false };
+    let middle = CommitOptions { top: 1, base: 2, keep_top: false };
+    run(async |ring| {
+        let disk = opened(&ring, &directory, "top.qcow2").await;
+        let progress = Arc::new(Progress::new());
+        for options in [top_to_base, middle] {
+            let error = disk.commit(&ring, options, &progress).await.expect_err("a snapshot");
+            assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+            assert!(error.message().contains("'old'"), "{error}");
+            assert!(error.message().contains("mid.qcow2"), "{error}");
+        }
+        // Into the image that has it there is no harm.
+        disk.commit(&ring, CommitOptions::TOP, &progress).await.expect("commit");
+        assert_eq!(disk.close(&ring).await, Ok(()));
+    });
+    same_for_qemu(&directory, "mid.qcow2", "qcow2", &bytes);
+    qemu_img(&directory, &["snapshot", "-a", "old", "mid.qcow2"]);
+    same_for_qemu(&directory, "mid.qcow2", "qcow2", &old);
+}
+
+#[test]
+fn internal_snapshots_that_hold_all_themselves_are_kept_by_a_commit() {
+    let directory = directory();
+    let mut bytes = image(&directory, "base.raw", "raw", 1);
+    overlay(&directory, "top.qcow2", ("base.raw", "raw"), &mut bytes, 2);
+    qemu_io(&directory, "qcow2", "top.qcow2", &["write -P 6 0 20M", "write -z 20M 4M"]);
+    bytes[..20 << 20].fill(6);
+    bytes[20 << 20..].fill(0);
+    qemu_img(&directory, &["snapshot", "-c", "old", "top.qcow2"]);
+    let old = bytes.clone();
+    run(async |ring| {
+        let disk = opened(&ring, &directory, "top.qcow2").await;
+        let load = Load::start(&disk, &bytes, 19);
+        load.progress(&ring, SOME).await;
+        let progress = Arc::new(Progress::new());
+        disk.commit(&ring, CommitOptions::TOP, &progress).await.expect("commit");
+        load.progress(&ring, SOME).await;
+        finish(&ring, &directory, disk, load, "base.raw", &mut bytes).await;
+    });
+    same_for_qemu(&directory, "top.qcow2", "qcow2", &bytes);
+    qemu_img(&directory, &["snapshot", "-a", "old", "top.qcow2"]);
+    same_for_qemu(&directory, "top.qcow2", "qcow2", &old);
 }
 
 #[test]

@@ -210,8 +210,9 @@ impl SnapshotArgs {
 
 /// Write what an image holds into its backing file
 ///
-/// Afterwards the image holds nothing of its own and shows its backing file, unless --drop says to
-/// leave it as it is.
+/// Afterwards the image, and with --base those between, hold nothing of their own and show their backing
+/// file, unless --drop says to leave them as they are. The base gets the size of the image. An image whose
+/// internal snapshots show what is below it is refused.
 #[derive(Args, Debug)]
 pub(crate) struct CommitArgs {
     /// Format of FILE [default: look at its first bytes]
@@ -222,11 +223,11 @@ pub(crate) struct CommitArgs {
     #[arg(short = 't', long, value_name = "MODE", value_parser = cache_parser(), default_value = "writeback")]
     pub(crate) cache: Cache,
 
-    /// The image of the chain to write into [default: the backing file of FILE]; implies --drop
+    /// The image of the chain to write into [default: the backing file of FILE]
     #[arg(short, long, value_name = "BASE", value_hint = ValueHint::FilePath)]
     pub(crate) base: Option<PathBuf>,
 
-    /// Do not empty FILE afterwards
+    /// Do not empty FILE, and the images between, afterwards: delete them before anything writes to the base
     #[arg(short, long)]
     pub(crate) drop: bool,
 

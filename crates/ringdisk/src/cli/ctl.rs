@@ -62,6 +62,11 @@ pub(crate) enum CtlCommand {
     /// new qcow2. With --internal: the state is kept inside the image under a name.
     Snapshot(SnapshotTarget),
     /// Write the top image, or some images of the chain, into the one below
+    ///
+    /// Clients go on meanwhile, and may write past the end of a growable disk. The images that were written down are empty
+    /// afterwards, so whoever opens the disk by an old name sees what it holds now. A base that is larger than the disk is cut to
+    /// its size. When an image cannot be emptied, or its internal snapshots show what is below it, the command fails and the chain
+    /// stays as it was.
     Commit {
         /// The topmost image to be written down [default: the top one]
         #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]

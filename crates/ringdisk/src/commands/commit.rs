@@ -21,8 +21,7 @@ pub(crate) fn run(args: &CommitArgs) -> Result<(), Failure> {
         ..ImageOptions::default()
     };
     let disk = runtime.block_on(Disk::open(&ring, Source::Path(args.file.clone()), &options))?;
-    // With a base that is not right below, the images between would no longer be true without ours.
-    let commit = jobs::Commit { base: args.base.clone(), keep: args.drop || args.base.is_some() };
+    let commit = jobs::Commit { base: args.base.clone(), keep: args.drop };
     let job = Job::start("commit", args.show)?;
     let result = runtime.block_on(jobs::commit(&ring, &disk, &commit, job.progress()));
     job.end(result.map_err(Failure::from), "the images are sound and hold what they held")?;

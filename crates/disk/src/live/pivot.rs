@@ -1,0 +1,332 @@
+//! The last step of a commit: the merged layers are emptied, and the base takes their place.
+//!
+//! Promises: when it begins, the base shows by itself what the chain shows, on stable storage. It runs while nobody works on the
+//! disk, and the chain shows the same after each of its operations, also after a crash:
+//! 1. The merged layers are emptied from the bottom up. (From the top down, an emptied layer would uncover what the one below it
+//!    holds, which is older than what the base has.) Any part of them may be gone: the base shows the same.
+//! 2. A base that is longer than the disk is cut; nobody sees what lies there.
+//! 3. The base becomes the top, or the layer above the merged ones names it.
+//!
+//! So the former images show the same as the base for as long as the disk has this size, whatever is written to the base: who
+//! opens them again by their old names sees the disk as it is. Whatever fails, clients go on with the chain as it was, and nothing
+//! is written to the base.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use ringdisk_ring::Ring;
+
+use super::commit::copier;
+use super::{CommitOptions, again, close_layer, for_reading, in_mode, offline_on};
+use crate::graph::{Drained, Graph};
+use crate::layer::{Layer, Node};
+use crate::name::{FileName, printable, printable_path};
+use crate::{Disk, Error, ErrorKind};
+
+/// Sizes of qcow2 images are multiples of this, bytes.
+const SECTOR: u64 = 512;
+
+/// Name and format of a backing file, as a header states them.
+pub(super) type Named = (Vec<u8>, Option<String>);
+
+/// Why the last step ended early.
+enum Failure {
+    /// The layers can be used as they are.
+    Refused(Error),
+    /// A layer could not be opened again.
+    Broken(Error),
+}
+
+/// The layers of a commit in its last step.
+pub(super) struct Last<'a, 'b> {
+    disk: &'a Disk,
+    ring: &'a Ring,
+    drained: &'a mut Drained<'b>,
+    options: CommitOptions,
+    /// As they are at this moment.
+    layers: Vec<Arc<Layer>>,
+}
+
+impl<'a, 'b> Last<'a, 'b> {
+    /// * `drained`: the commit has the graph for itself.
+    pub(super) fn new(
+        disk: &'a Disk,
+        ring: &'a Ring,
+        drained: &'a mut Drained<'b>,
+        options: CommitOptions,
+    ) -> Last<'a, 'b> {
+        let layers = drained.graph().layers.clone();
+        Last { disk, ring, drained, options, layers }
+    }
+
+    /// Does all of it.
+    ///
+    /// * `named`: the base, for the layer above the merged ones; `None` when the top layer is merged.
+    ///
+    /// Errors: those of the storage, `Locked`. The chain shows what it showed.
+    pub(super) async fn run(mut self, named: Option<Named>) -> Result<(), Error> {
+        let done = match named {
+            None => self.pivot().await,
+            Some(named) => self.unlink(named).await,
+        };
+        match done {
+            Ok(()) => Ok(()),
+            Err(Failure::Refused(error)) => {
+                self.go_back().await?;
+                Err(error)
+            }
+            // The graph stays marked as broken: serving anything could mix old and new.
+            Err(Failure::Broken(error)) => Err(error),
+        }
+    }
+
+    /// The chain goes on with the layers that it has; all but the top are for reading again.
+    ///
+    /// Errors: a layer could not be opened again.
+    pub(super) async fn go_back(mut self) -> Result<(), Error> {
+        self.drained.begin();
+        for index in 1..=self.options.base {
+            // The others are as they were.
+            if self.layers[index].file().is_some_and(|file| !file.is_read_only()) {
+                self.open_for_reading(index..index + 1).await?;
+            }
+        }
+        let old = Arc::clone(self.drained.graph());
+        let mut graph = old.with_layers(self.layers);
+        graph.guard.clone_from(&old.guard);
+        self.drained.replace(graph);
+        Ok(())
+    }
+
+    /// The base becomes the top.
+    async fn pivot(&mut self) -> Result<(), Failure> {
+        self.empty_merged().await?;
+        self.cut_base().await?;
+        if self.options.keep_top {
+            self.close_top().await?;
+        }
+        let rest = self.layers.split_off(self.options.base);
+        let graph = self.drained.graph().with_layers(rest);
+        self.disk.put(self.drained, graph, false);
+        Ok(())
+    }
+
+    /// The layer above the merged ones names the base from now on.
+    async fn unlink(&mut self, named: Named) -> Result<(), Failure> {
+        let CommitOptions { top, base, .. } = self.options;
+        let (ring, disk) = (self.ring, self.disk);
+        self.empty_merged().await?;
+        // What may be refused comes first, while the layer above can still be used as it is.
+        let upper = Arc::clone(&self.layers[top - 1]);
+        if top > 1 {
+            let opened = in_mode(ring, &upper, disk.options(), true).await;
+            self.layers[top - 1] = Arc::new(opened.map_err(Failure::Refused)?);
+        }
+        let upper = Arc::clone(&self.layers[top - 1]);
+        close_layer(ring, &upper).await.map_err(Failure::Refused)?;
+        self.drained.begin();
+        let full = self.layers[base - 1].full_backing_name.clone();
+        let (name, format) = named;
+        let rename = async |ring: &Ring, image: &mut ringdisk_qcow2::Qcow2| {
+            image.set_backing(ring, Some(&name), format.as_deref()).await
+        };
+        let (mut fresh, result) = match close_layer(ring, &self.layers[base]).await {
+            Ok(()) => offline_on(ring, disk, &upper, rename).await.map_err(Failure::Broken)?,
+            Err(error) => {
+                let fresh = again(ring, &upper, disk.options(), true).await;
+                (fresh.map_err(Failure::Broken)?, Err(error))
+            }
+        };
+        if result.is_ok() {
+            fresh.full_backing_name = full;
+        }
+        self.layers[top - 1] = Arc::new(fresh);
+        let kept_for_reading = if top > 1 { top - 1..top } else { top..top };
+        self.open_for_reading(kept_for_reading).await.map_err(Failure::Broken)?;
+        result.map_err(Failure::Refused)?;
+        self.open_for_reading(base..base + 1).await.map_err(Failure::Broken)?;
+        self.layers.drain(top..base);
+        let graph = self.drained.graph().with_layers(std::mem::take(&mut self.layers));
+        self.disk.put(self.drained, graph, false);
+        Ok(())
+    }
+
+    /// Empties the merged layers from the bottom up.
+    async fn empty_merged(&mut self) -> Result<(), Failure> {
+        let CommitOptions { top, base, keep_top } = self.options;
+        if keep_top {
+            return Ok(());
+        }
+        let size = self.drained.graph().size();
+        for index in (top..base).rev() {
+            if index == 0 {
+                self.close_top().await?;
+            }
+            self.drained.begin();
+            let layer = Arc::clone(&self.layers[index]);
+            // When clients write to the base, no layer above it may hide what lies past its own end.
+            let uncovered = (top == 0).then_some(size);
+            let emptied = empty_layer(self.ring, self.disk, &layer, uncovered).await;
+            let (fresh, result) = emptied.map_err(Failure::Broken)?;
+            self.layers[index] = Arc::new(fresh);
+            result.map_err(|error| {
+                let name = printable_path(layer.name());
+                Failure::Refused(error.context(format!("cannot empty '{name}'")))
+            })?;
+        }
+        Ok(())
+    }
+
+    async fn close_top(&mut self) -> Result<(), Failure> {
+        close_layer(self.ring, &self.layers[0]).await.map_err(Failure::Refused)
+    }
+
+    /// The base ends where the disk ends, so it shows nothing that the disk does not have. When the top layer is merged only: a
+    /// layer above would hide it.
+    async fn cut_base(&mut self) -> Result<(), Failure> {
+        let CommitOptions { top, base, .. } = self.options;
+        let graph = Arc::clone(self.drained.graph());
+        let size = graph.size();
+        let layer = Arc::clone(&self.layers[base]);
+        if top > 0 || layer.size() <= size {
+            return Ok(());
+        }
+        let named = |error: Error| {
+            let name = printable_path(layer.name());
+            Failure::Refused(error.context(format!("cannot make '{name}' as small as the disk")))
+        };
+        check_cut(&layer, size).map_err(Failure::Refused)?;
+        match &layer.node {
+            Node::Raw(raw) => {
+                let cut = raw.storage.set_len(self.ring, raw.offset + size).await;
+                cut.map_err(|errno| named(Error::os("cannot shorten the file", errno)))?;
+                layer.size.store(size, Ordering::Release);
+                close_layer(self.ring, &layer).await.map_err(Failure::Refused)
+            }
+            Node::Qcow2(_) => {
+                let end = size.next_multiple_of(SECTOR).min(layer.size());
+                if end > size {
+                    let zeroed = async {
+                        copier(&graph, self.options)?.zero(self.ring, size, end - size).await
+                    };
+                    let zeroed = zeroed.await;
+                    zeroed.map_err(|errno| named(Error::os("cannot zero its end", errno)))?;
+                }
+                close_layer(self.ring, &layer).await.map_err(Failure::Refused)?;
+                self.drained.begin();
+                let shrink = async |ring: &Ring, image: &mut ringdisk_qcow2::Qcow2| {
+                    image.resize(ring, end, &SHRINK, &graph.below(base)).await
+                };
+                let cut = offline_on(self.ring, self.disk, &layer, shrink).await;
+                let (fresh, result) = cut.map_err(Failure::Broken)?;
+                self.layers[base] = Arc::new(fresh);
+                result.map_err(named)
+            }
+            Node::Null(_) => Ok(()),
+        }
+    }
+
+    /// Opens layers for reading again.
+    async fn open_for_reading(&mut self, range: std::ops::Range<usize>) -> Result<(), Error> {
+        for index in range {
+            let layer = Arc::clone(&self.layers[index]);
+            // A base that is given up has what the layers above show, so it does not matter whether it gets there.
+            if let Err(error) = close_layer(self.ring, &layer).await {
+                tracing::warn!("{error}");
+            }
+            let fresh = for_reading(self.ring, &layer, self.disk.options()).await?;
+            self.layers[index] = Arc::new(fresh);
+        }
+        Ok(())
+    }
+}
+
+/// A disk that becomes smaller.
+const SHRINK: ringdisk_qcow2::ResizeOptions = ringdisk_qcow2::ResizeOptions {
+    shrink: true,
+    preallocation: ringdisk_qcow2::Preallocation::Off,
+};
+
+/// Empties a merged layer, which was closed: everything that it shows is its backing file's. Gives the layer, open for writing, and
+/// the result. It was and is below a base that shows the same, so any part of it may be gone after an error.
+///
+/// * `uncovered`: it is at least so long afterwards, bytes.
+///
+/// Errors: it cannot be opened again.
+async fn empty_layer(
+    ring: &Ring,
+    disk: &Disk,
+    layer: &Layer,
+    uncovered: Option<u64>,
+) -> Result<(Layer, Result<(), Error>), Error> {
+    offline_on(ring, disk, layer, async |ring, image| {
+        image.make_empty(ring).await?;
+        match uncovered {
+            Some(size) => image.uncover(ring, size).await,
+            None => Ok(()),
+        }
+    })
+    .await
+}
+
+/// Whether a base that is longer than the disk can become as short.
+///
+/// Errors: `Unsupported` with what the user can do.
+pub(super) fn check_cut(base: &Layer, size: u64) -> Result<(), Error> {
+    let reason = match &base.node {
+        Node::Raw(raw) if !crate::write::resizable(raw) => {
+            "a block device, or a window of fixed size, cannot become smaller".to_owned()
+        }
+        Node::Qcow2(image) => {
+            let end = size.next_multiple_of(SECTOR).min(base.size());
+            match image.check_resize(end, &SHRINK) {
+                Ok(()) => return Ok(()),
+                Err(error) => error.reason().to_owned(),
+            }
+        }
+        Node::Raw(_) | Node::Null(_) => return Ok(()),
+    };
+    let (name, len) = (printable_path(base.name()), base.size());
+    Err(Error::new(
+        ErrorKind::Unsupported,
+        format!(
+            "the base '{name}' has {len} bytes and the disk has {size}, so the base would have to be cut, but {reason}; make the \
+             disk as large as the base first (resize it to {len}) and commit it then"
+        ),
+    ))
+}
+
+/// Name and format of the base, as the layer above the merged ones shall state them.
+pub(super) fn name_of_base(graph: &Graph, options: CommitOptions) -> Result<Named, Error> {
+    use std::os::unix::ffi::OsStrExt;
+    let upper = &graph.layers[options.top - 1];
+    let lower = &graph.layers[options.base - 1];
+    let named = lower.qcow2().and_then(|image| {
+        let info = image.info();
+        Some((info.backing_file.clone()?, info.backing_format.clone()))
+    });
+    let Some((name, format)) = named else {
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            "the layer above the base names no backing file",
+        ));
+    };
+    let parsed = FileName::parse(&name)?;
+    if parsed.path.is_absolute() || upper.directory == lower.directory {
+        return Ok((name, format));
+    }
+    match &lower.directory {
+        Some(directory) if !name.starts_with(b"json:") => {
+            Ok((directory.join(&parsed.path).as_os_str().as_bytes().to_vec(), format))
+        }
+        _ => Err(Error::new(
+            ErrorKind::Unsupported,
+            format!(
+                "the base is named '{}', which means something else in the directory of '{}'; give \
+                 it an absolute name first",
+                printable(&name),
+                printable_path(upper.name())
+            ),
+        )),
+    }
+}
