@@ -13,8 +13,9 @@ use ringdisk_disk::{Disk, NullOptions};
 use ringdisk_fuse::ErrorKind;
 use ringdisk_fuse::mount::mount as mount_new;
 use ringdisk_fuse::mount::{Method, MountOptions, Unmount, mount, mountpoint, table, unmount};
+use ringdisk_testkit::connection::waiting;
 use ringdisk_testkit::mount::{copy_program, text};
-use ringdisk_testkit::process::patient;
+use ringdisk_testkit::process::{patient, until};
 
 fn null() -> std::sync::Arc<Disk> {
     Disk::null(&NullOptions { size: 1 << 20, read_zeroes: true, ..NullOptions::default() })
@@ -100,11 +101,15 @@ fn a_forced_unmount_ends_requests_that_nobody_serves() {
     let path = directory.path().join("disk");
     File::create(&path).expect("a mountpoint");
     let mut mount = mount(&path, &options()).expect("a mount");
+    let number = mount.connection().expect("a connection");
+    let requests = || waiting(number).expect("its requests");
+    let before = requests();
     // Nobody answers INIT, so this waits in the kernel.
-    let waiting = std::thread::spawn(move || std::fs::metadata(path).map(|found| found.len()));
-    std::thread::sleep(std::time::Duration::from_millis(100));
+    let client = std::thread::spawn(move || std::fs::metadata(path).map(|found| found.len()));
+    let waits = until(Duration::from_secs(20), || (requests() > before).then_some(()));
+    assert_eq!(waits, Some(()), "nobody waits: {} requests", requests());
     assert!(mount.abort());
-    let error = waiting.join().expect("no panic").expect_err("aborted");
+    let error = client.join().expect("no panic").expect_err("aborted");
     assert!(matches!(error.raw_os_error(), Some(libc::ECONNABORTED | libc::ENOTCONN)), "{error}");
     mount.unmount(Unmount::Force).expect("unmount");
     assert!(!mount.is_mounted().expect("readable"));

@@ -152,6 +152,29 @@ fn a_queue_thread_that_panics_under_load_ends_its_clients_with_errors() {
     assert_eq!(table::at(&place.path).expect("readable"), None);
 }
 
+/// The request whose reply was refused stays with the kernel, which only the end of the connection takes from it.
+#[test]
+fn a_reply_that_is_refused_under_load_ends_clients_with_errors_and_keeps_what_was_flushed() {
+    let Some(place) = place() else { return };
+    let refuse = Some(Refuse::ReplyAfter(200));
+    let threads = Threads::Count(2);
+    let options = ExportOptions { threads, refuse, ..options(&place, Transport::Uring) };
+    let export = Export::start(open(&place), options).expect("rings");
+    assert_eq!(export.transport(), Transport::Uring);
+    serves(&place);
+    let before = export.stats().total().requests;
+    let mut clients = readers(&place);
+    // Nobody stops it: the first reply that the kernel does not take does.
+    let reason = export.wait().expect_err("a refused reply");
+    assert_eq!(reason, HaltReason::Reply(rustix::io::Errno::INVAL));
+    assert!(before < 200, "it was under load: {before} requests before");
+    assert!(clients.wait(SOON).is_some(), "clients are left hanging: {}", clients.output());
+    assert_eq!(table::at(&place.path).expect("readable"), None);
+    images::assert_clean(&place.image);
+    let whole = images::reference(&place.image, "qcow2");
+    assert!(images::piece(&whole, 12_345, 100_000).iter().all(|byte| *byte == 7));
+}
+
 #[test]
 fn a_stop_does_not_wait_for_storage_that_never_answers() {
     let Some(place) = place() else { return };

@@ -254,6 +254,19 @@ fn a_busy_mount_holds_no_more_after_many_clients() {
     assert!(after.threads <= before.threads + 2, "{before:?} {after:?}");
 }
 
+/// Waits for 2 s in which a process uses less than 20 ms of CPU, 1 % of one. What it does before it rests may take longer on a machine
+/// that is busy.
+fn becomes_idle(pid: u32) {
+    let mut used_ms = 0;
+    let is_idle = until(Duration::from_secs(20), || {
+        let before = limits::cpu_ns(pid);
+        std::thread::sleep(Duration::from_secs(2));
+        used_ms = (limits::cpu_ns(pid) - before) / 1_000_000;
+        (used_ms < 20).then_some(())
+    });
+    assert_eq!(is_idle, Some(()), "{used_ms} ms of CPU in 2 s");
+}
+
 #[test]
 fn an_idle_mount_is_small_and_uses_no_cpu() {
     if !needs_root() {
@@ -261,11 +274,7 @@ fn an_idle_mount_is_small_and_uses_no_cpu() {
     }
     let disk = serve_raw(MIB, &["--threads", "2"]);
     assert_eq!(piece(disk.mounted.path(), 0, 64), pattern(1, 0, 64));
-    std::thread::sleep(Duration::from_millis(500));
-    let before = limits::cpu_ns(disk.mounted.pid());
-    std::thread::sleep(Duration::from_secs(2));
-    let used_ms = (limits::cpu_ns(disk.mounted.pid()) - before) / 1_000_000;
-    assert!(used_ms < 20, "{used_ms} ms of CPU in 2 s");
+    becomes_idle(disk.mounted.pid());
     // The bound of the benchmark is for the release build; this one has debug information and no optimisation to speak of.
     let resident = limits::resident_bytes(disk.mounted.pid()) / MIB;
     assert!(resident < 24, "{resident} MiB");
@@ -321,11 +330,7 @@ fn memory_of_large_requests_goes_back_when_nobody_asks_any_more() {
     assert!(resident() < idle + 6, "{} MiB after {idle}", resident());
     assert_eq!(piece(disk.path(), 12_345, 100_000), vec![0; 100_000]);
     // And then the queues sleep again.
-    std::thread::sleep(Duration::from_millis(2500));
-    let before = limits::cpu_ns(disk.pid());
-    std::thread::sleep(Duration::from_secs(1));
-    let used_us = (limits::cpu_ns(disk.pid()) - before) / 1000;
-    assert!(used_us < 20_000, "{used_us} us of CPU in 1 s");
+    becomes_idle(disk.pid());
 }
 
 #[test]

@@ -81,7 +81,9 @@ suite_job() {
   local programs name transports size directory program transport words each
   programs=$(fuse_programs) || return
   printf 'skips_sh=%q filtered=%q\n' "$here/suites/skips.sh" "${1:+1}"
-  cat "$here/suites/fuse.job"
+  # The complaints are those of the whole run (lib/machine.sh).
+  printf 'kernel_complaints=%q\n' "$complaints"
+  cat "$here/suites/each.job" "$here/suites/fuse.job"
   while read -r name transports size; do
     [ -n "$size" ] && [ -z "${RINGDISK_FULL:-}" ] && [ $# -eq 0 ] && continue
     read -r directory program <<<"$(awk -v name="$name" '$1 == name {print $2, $3}' <<<"$programs")"

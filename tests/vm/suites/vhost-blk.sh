@@ -135,7 +135,7 @@ suite_job() {
   # Static: it runs wherever the machine's root comes from.
   cc -O2 -g -Wall -Wextra -Werror -static -pthread -o "$run/driver" "$here"/vhost_blk/*.c >&2 || return
   printf 'module=%q driver=%q skips_sh=%q\n' "$module" "$run/driver" "$here/suites/skips.sh"
-  cat "$here/suites/vhost-blk.job"
+  cat "$here/suites/each.job" "$here/suites/vhost-blk.job"
   while read -r name disk engine words; do
     for each in "${@:-}"; do
       if [ -n "${RINGDISK_FULL:-}" ]; then

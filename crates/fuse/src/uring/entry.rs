@@ -53,11 +53,15 @@ pub(super) async fn live(queue: Rc<Queue>, rings: Arc<Rings>, index: usize, begi
     if begin == Begin::Register {
         let registered = register(&queue, &rings, index, &frame, fixed).await;
         if let Err(errno) = registered {
-            return ended(&queue, &rings, errno);
+            return ended(&queue, &rings, errno, EndReason::Device);
         }
     }
     let place = queue.number_of_ring(index);
     queue.memory.enter(place, frame.own_payload());
+    let mut good_replies = match rings.refuses {
+        Some(Refuse::ReplyAfter(count)) => Some(count),
+        _ => None,
+    };
     loop {
         if rings.is_draining() {
             // The mount goes: the kernel ends the request with the connection.
@@ -73,12 +77,26 @@ pub(super) async fn live(queue: Rc<Queue>, rings: Arc<Rings>, index: usize, begi
             queue.memory.enter(place, frame.own_payload());
         }
         let number = serve(&queue, &rings, index, &frame).await;
-        let area = command(number, entry.queue);
+        let area = command(number, queue_of_reply(entry.queue, &mut good_replies));
         queue.memory.set_idle(place, true);
         let committed = send(&queue, CMD_COMMIT_AND_FETCH, (0, 0), area, fixed).await;
         queue.memory.set_idle(place, false);
         if let Err(errno) = committed {
-            return ended(&queue, &rings, errno);
+            return ended(&queue, &rings, errno, EndReason::Reply);
+        }
+    }
+}
+
+/// The queue that a reply names: the entry's, but for a test of replies that are refused.
+///
+/// * `good`: how many more replies name it; `None`: all.
+fn queue_of_reply(queue: u16, good: &mut Option<u32>) -> u16 {
+    match good {
+        None => queue,
+        Some(0) => u16::MAX,
+        Some(count) => {
+            *count -= 1;
+            queue
         }
     }
 }
@@ -214,7 +232,9 @@ async fn serve_incoming(
 }
 
 /// The kernel gives the entry no request any more.
-fn ended(queue: &Queue, rings: &Rings, errno: Errno) {
+///
+/// * `unexpected`: what it is when the end of the mount does not explain it.
+fn ended(queue: &Queue, rings: &Rings, errno: Errno, unexpected: fn(Errno) -> EndReason) {
     if rings.fail(errno) {
         // Before anybody relies on it: the start decides what follows.
         return;
@@ -231,6 +251,6 @@ fn ended(queue: &Queue, rings: &Rings, errno: Errno) {
         }
         // The ring is being closed.
         Errno::CANCELED => {}
-        errno => queue.finish(EndReason::Device(errno)),
+        errno => queue.finish(unexpected(errno)),
     }
 }

@@ -51,6 +51,8 @@ pub enum Refuse {
     Entry(usize),
     /// The pools of this mode are too short.
     Pools(RingMode),
+    /// The reply of each entry that comes after so many good ones names a queue that there is not.
+    ReplyAfter(u32),
 }
 
 impl Rings {

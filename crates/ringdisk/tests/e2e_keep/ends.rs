@@ -143,7 +143,7 @@ fn while_nobody_serves(disk: &mut Kept, meanwhile: impl FnOnce()) {
     let server = disk.server().expect("somebody serves");
     disk.0.process().signal(Signal::STOP);
     kill(server, Signal::KILL);
-    std::thread::sleep(Duration::from_millis(200));
+    until(STOP, || disk.server().is_none().then_some(())).expect("a killed process ends");
     meanwhile();
     disk.0.process().signal(Signal::CONT);
 }

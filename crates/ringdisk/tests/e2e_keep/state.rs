@@ -13,7 +13,7 @@ use ringdisk_testkit::mount::{Cleared, STOP, scratch, text};
 use ringdisk_testkit::process::{command, has, ok_words, run, until};
 use rustix::process::Signal;
 
-use crate::common::{MIB, open, program, raw_image};
+use crate::common::{MIB, open, patch, program, raw_image};
 use crate::kept::{Kept, PAUSE, child_of, kill, lives};
 
 #[test]
@@ -110,6 +110,26 @@ fn an_overlay_of_the_command_line_is_opened_again() {
         (piece(again.path(), 100, 5), piece(again.path(), 5000, 5)),
         (b"above".to_vec(), b"again".to_vec())
     );
+}
+
+#[test]
+fn a_partition_stays_where_it_is_whatever_becomes_of_its_table() {
+    if !needs_root() {
+        return;
+    }
+    let (_directory, image) = raw_image(4 * MIB, 1);
+    // An MBR with one partition: from sector 2048 on, 4096 sectors.
+    let mut table = [0; 66];
+    table[..16].copy_from_slice(&[0, 0, 0, 0, 0x83, 0, 0, 0, 0, 8, 0, 0, 0, 16, 0, 0]);
+    table[64..].copy_from_slice(&[0x55, 0xaa]);
+    patch(&image, 446, &table);
+    let disk = Kept::raw(&image, &["--partition", "1"]);
+    // Locks stop only those who ask for them.
+    patch(&image, 446, &[0; 16]);
+    disk.kill_server();
+    assert_eq!(std::fs::metadata(disk.path()).expect("stat").len(), 2 * MIB);
+    assert!(piece(&disk.path(), 0, 4096) == pattern(1, MIB, 4096));
+    disk.stop();
 }
 
 /// The kernel knows the size of the file and its pages; both are right whoever serves. What is appended is there once, in its order.

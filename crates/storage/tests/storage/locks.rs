@@ -1,13 +1,13 @@
 //! Locks against ourselves and against the real QEMU tools.
 
+use std::io::Read;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
 
 use ringdisk_storage::{Error, ErrorKind, Lock, OpenOptions, Storage};
 use ringdisk_testkit::limits::needs;
 use ringdisk_testkit::mount::scratch;
-use ringdisk_testkit::process::{command, has, run, until};
+use ringdisk_testkit::process::{command, has, run};
 
 use crate::{image, open};
 
@@ -156,21 +156,12 @@ fn hold(args: &[&str], path: &Path) -> Option<Holder> {
         return None;
     }
     let mut program = Command::new("qemu-io");
-    program.args(args).arg(path).stdin(Stdio::piped()).stdout(Stdio::null());
-    let child = program.spawn().expect("qemu-io");
-    let pid = child.id();
-    let guard = Holder(child);
-    let locked = until(Duration::from_secs(20), || {
-        let files = std::fs::read_dir(format!("/proc/{pid}/fdinfo")).ok()?;
-        files
-            .flatten()
-            .filter_map(|file| std::fs::read_to_string(file.path()).ok())
-            .any(|info| info.contains("OFDLCK"))
-            .then_some(())
-    });
-    assert!(locked.is_some(), "qemu-io took no lock");
-    // All bytes are taken within microseconds of the first.
-    std::thread::sleep(Duration::from_millis(50));
+    program.args(args).arg(path).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut guard = Holder(program.spawn().expect("qemu-io"));
+    // It asks for commands when it has the image with all its locks.
+    let mut prompt = [0; 7];
+    let said = guard.0.stdout.as_mut().map(|stdout| stdout.read_exact(&mut prompt));
+    assert!(said.is_some_and(|said| said.is_ok()) && prompt == *b"qemu-io", "{prompt:?}");
     Some(guard)
 }
 

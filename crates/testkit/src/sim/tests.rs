@@ -167,7 +167,9 @@ fn random_delays_reorder() {
         let (from, to) = (Duration::ZERO, Duration::from_millis(40));
         sim.on(When::kind(OpKind::Write), Fault::DelayBetween(from, to));
         (1..=5).for_each(|byte| spawn_write(&ring, &sim, 512, byte, &order));
-        ring.sleep(Duration::from_millis(80)).await;
+        while order.borrow().len() < 5 {
+            ring.sleep(Duration::from_millis(1)).await;
+        }
         let order = order.borrow().clone();
         assert_eq!(order.len(), 5);
         assert_ne!(order, [1, 2, 3, 4, 5]);
