@@ -11,7 +11,9 @@ use rustix::io::Errno;
 use crate::compressed::Compressed;
 use crate::geometry::Geometry;
 use crate::run::ExtentKind;
-use crate::sync::{AtomicU64, Ordering};
+
+use crate::region::MovingRegion;
+pub(crate) use crate::region::Region;
 
 /// Bits 9 to 55: host offset of a table or cluster.
 pub(crate) const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
@@ -27,37 +29,6 @@ const L1_RESERVED: u64 = !(OFFSET_MASK | COPIED);
 const L2_RESERVED: u64 = !(OFFSET_MASK | COPIED | COMPRESSED);
 /// Unit of the length of a compressed cluster.
 const SECTOR: u64 = 512;
-
-/// A range of bytes of the image file.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Region {
-    pub(crate) start: u64,
-    pub(crate) end: u64,
-}
-
-/// A [`Region`] that can move while requests look at it.
-#[derive(Debug, Default)]
-pub(crate) struct MovingRegion {
-    start: AtomicU64,
-    end: AtomicU64,
-}
-
-impl MovingRegion {
-    fn new(region: Region) -> MovingRegion {
-        MovingRegion { start: AtomicU64::new(region.start), end: AtomicU64::new(region.end) }
-    }
-
-    /// Moves it. Who looks meanwhile may see no region.
-    pub(crate) fn set(&self, region: Region) {
-        self.end.store(0, Ordering::Release);
-        self.start.store(region.start, Ordering::Release);
-        self.end.store(region.end, Ordering::Release);
-    }
-
-    fn overlaps(&self, start: u64, end: u64) -> bool {
-        start < self.end.load(Ordering::Acquire) && end > self.start.load(Ordering::Acquire)
-    }
-}
 
 /// Lengths of the files right now, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

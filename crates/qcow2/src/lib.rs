@@ -38,6 +38,7 @@ mod measure;
 mod open;
 mod ops;
 mod refcounts;
+mod region;
 mod run;
 mod slices;
 mod snapshot_map;

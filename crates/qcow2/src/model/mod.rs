@@ -1,5 +1,5 @@
 //! Model of the parts that threads share: the very source files `slices.rs`, `flight.rs`,
-//! `registry.rs` and `grace.rs`, built on simulated atomics and locks, under every order of steps
+//! `registry.rs`, `grace.rs` and `region.rs`, built on simulated atomics and locks, under every order of steps
 //! that the checker finds.
 
 mod sync;
@@ -10,6 +10,9 @@ mod flight;
 #[allow(dead_code, unreachable_pub)]
 #[path = "../engine/grace.rs"]
 mod grace;
+#[allow(dead_code)]
+#[path = "../region.rs"]
+mod region;
 #[allow(dead_code)]
 #[path = "../engine/registry.rs"]
 mod registry;

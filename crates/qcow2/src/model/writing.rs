@@ -7,6 +7,7 @@ use shuttle::future::block_on;
 use shuttle::{check_random, thread};
 
 use super::grace::Graces;
+use super::region::{MovingRegion, Region};
 use super::registry::Registry;
 use super::slices::SliceIndex;
 use super::sync::{Arc, AtomicU64, Ordering};
@@ -142,6 +143,67 @@ fn a_change_is_never_lost_to_eviction() {
             // Evicted before the change: the update said so. After it: it was written first.
             let written = disk.load(Ordering::SeqCst);
             assert!(written == 77 || written == 0 && loaded.is_none(), "{loaded:?} {written}");
+        },
+        SCHEDULES,
+    );
+}
+
+#[test]
+fn a_range_that_neither_place_touches_never_overlaps_a_region_that_moves() {
+    check_random(
+        || {
+            let places = [(50, 60), (10, 20), (70, 80)].map(|(start, end)| Region { start, end });
+            let region = Arc::new(MovingRegion::new(places[0]));
+            let looker = {
+                let region = region.clone();
+                thread::spawn(move || {
+                    for _ in 0..3 {
+                        assert!(!region.overlaps(30, 31), "between");
+                        assert!(!region.overlaps(65, 66), "behind");
+                    }
+                })
+            };
+            for place in &places[1..] {
+                region.set(*place);
+                assert!(region.overlaps(place.start, place.start + 1), "it is there now");
+            }
+            looker.join().expect("looker");
+            assert!(
+                !region.overlaps(50, 60) && !region.overlaps(10, 20) && region.overlaps(79, 90)
+            );
+        },
+        SCHEDULES,
+    );
+}
+
+#[test]
+fn a_grace_period_passes_while_new_requests_always_overlap() {
+    check_random(
+        || {
+            let graces = Arc::new(Graces::new());
+            let old = graces.enter();
+            let mark = graces.mark();
+            assert!(!graces.passed(mark));
+            // From now on there is always a request in flight, but none of before.
+            let mut current = graces.enter();
+            let other = graces.clone();
+            let helper = thread::spawn(move || {
+                for _ in 0..3 {
+                    let _grace = other.enter();
+                    thread::yield_now();
+                }
+            });
+            drop(old);
+            let mut looks = 0;
+            while !graces.passed(mark) {
+                // The next one begins before this one ends.
+                current = graces.enter();
+                looks += 1;
+                assert!(looks < 100, "requests that came later hold it up");
+                thread::yield_now();
+            }
+            drop(current);
+            helper.join().expect("helper");
         },
         SCHEDULES,
     );
