@@ -13,11 +13,15 @@ use ringdisk_ring::{Errno, Fd, Ring};
 
 use crate::gate::Gate;
 use crate::lock::Held;
+use crate::retry::{Retry, is_passing};
 use crate::{Kind, Limits, pages};
 
 /// The largest offset that the kernel takes (loff_t); also keeps -1, "current position" for
 /// io_uring, out.
 pub(crate) const OFFSET_MAX: u64 = i64::MAX as u64;
+
+/// How often a length is asked for that changes meanwhile.
+const ASKS_MAX: u32 = 4;
 
 /// Checks that a request ends at an offset that exists. Errors: `EINVAL`.
 pub(crate) fn end_of(offset: u64, len: u64) -> Result<u64, Errno> {
@@ -44,7 +48,7 @@ pub(crate) struct File {
     pub(crate) buffered_twin: Option<OwnedFd>,
     /// Whether the page cache may hold what was written.
     pub(crate) uses_page_cache: AtomicBool,
-    /// First flush that failed on the page cache, as an errno; 0: none.
+    /// First flush that failed, as an errno; 0: none.
     pub(crate) flush_failed: AtomicI32,
     pub(crate) identity: (u64, u64),
     /// Changed on the control path only.
@@ -107,10 +111,35 @@ impl File {
         }
     }
 
-    /// Asks the system for the length. One quick system call (fstat or lseek).
+    /// Asks the system for the length. One system call (fstat or lseek), which can block on a network file system:
+    /// not for threads of a queue.
     pub(crate) fn refresh_len(&self) -> Result<u64, Errno> {
         let before = self.len();
         let len = real_len(self.borrow(), self.kind)?;
+        self.note_len(before, len);
+        Ok(len)
+    }
+
+    /// As [`refresh_len`](File::refresh_len), on a helper thread.
+    pub(crate) async fn ask_len(&self, ring: &Ring) -> Result<u64, Errno> {
+        for _ in 0..ASKS_MAX {
+            let before = self.len();
+            let (owner, kind) = (Arc::clone(&self.owner), self.kind);
+            let len = ring.offload(move || real_len(owner.as_fd(), kind)).await?;
+            if self.len() == before {
+                self.note_len(before, len);
+                return Ok(len);
+            }
+            // It changed meanwhile, perhaps after the look.
+        }
+        // It changes all the time: what this process knows is as good.
+        Ok(self.len())
+    }
+
+    /// Takes over what the system said.
+    ///
+    /// * `before`: the length as this process knew it before it asked.
+    fn note_len(&self, before: u64, len: u64) {
         if len >= before {
             // A write that ended since may have made it longer still.
             self.len.fetch_max(len, Ordering::Relaxed);
@@ -119,7 +148,6 @@ impl File {
             let order = (Ordering::Relaxed, Ordering::Relaxed);
             let _ = self.len.compare_exchange(before, len, order.0, order.1);
         }
-        Ok(len)
     }
 
     /// Errors: `EROFS` when open for reading only.
@@ -129,9 +157,11 @@ impl File {
 
     /// Makes all completed writes durable, down to the device (fdatasync).
     ///
-    /// Errors: what the kernel reports. After a failure on the page cache all later flushes fail
-    /// too: the kernel drops pages that it could not write and marks them clean, so a later success
-    /// would be a lie.
+    /// Errors: what the kernel reports. After a failure all later flushes fail too, and so do those that run at the same
+    /// time. On the page cache a later success would be a lie: the kernel drops pages that it could not write and marks them
+    /// clean. Past it the kernel may tell one of several flushes only, and a device that failed to empty its cache may have
+    /// lost what was in it. Only `ENOSPC` and `EDQUOT` past the page cache are not remembered: they lose nothing that was
+    /// written.
     pub(crate) async fn flush(&self, ring: &Ring) -> Result<(), Errno> {
         if self.read_only || self.no_flush {
             return Ok(());
@@ -140,6 +170,7 @@ impl File {
             0 => {}
             errno => return Err(Errno::from_raw_os_error(errno)),
         }
+        let mut retry = Retry::default();
         loop {
             match ring.fsync(self.fd, true).await {
                 // The kernel reports an error to one of several flushes that run at once.
@@ -147,14 +178,29 @@ impl File {
                     0 => return Ok(()),
                     errno => return Err(Errno::from_raw_os_error(errno)),
                 },
-                Err(Errno::INTR) => {}
+                Err(errno) if is_passing(errno) && Box::pin(retry.after(ring, errno)).await => {}
                 Err(errno) => {
-                    if errno != Errno::CANCELED && self.uses_page_cache.load(Ordering::Relaxed) {
-                        self.flush_failed.store(errno.raw_os_error(), Ordering::Relaxed);
-                    }
+                    self.note_flush_failure(errno);
                     return Err(errno);
                 }
             }
+        }
+    }
+
+    fn note_flush_failure(&self, errno: Errno) {
+        let full = matches!(errno, Errno::NOSPC | Errno::DQUOT);
+        let nothing_lost = full && !self.uses_page_cache.load(Ordering::Relaxed);
+        // A flush that this process cancelled, or that was never made, says nothing.
+        if errno == Errno::CANCELED || is_passing(errno) || nothing_lost {
+            return;
+        }
+        let first = self.flush_failed.swap(errno.raw_os_error(), Ordering::Relaxed) == 0;
+        if first {
+            tracing::error!(
+                "'{}': a flush failed ({errno}), so what was written since the flush before may be lost; no flush succeeds \
+                 until the file is opened again: look at the disk that holds it",
+                self.name
+            );
         }
     }
 

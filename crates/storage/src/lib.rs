@@ -33,6 +33,7 @@ mod pages;
 mod probe;
 mod read;
 mod reopen;
+mod retry;
 mod space;
 mod storage;
 #[cfg(test)]

@@ -7,6 +7,7 @@
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use crate::file::{File, end_of};
+use crate::retry::{Retry, is_passing};
 
 /// Bytes of a bounce buffer: as much as the largest FUSE request, so one pass is the rule.
 pub(crate) const BOUNCE_MAX: usize = 1 << 20;
@@ -56,14 +57,33 @@ impl File {
         if len == 0 {
             return Ok(0);
         }
-        loop {
+        match ring.read(self.fd, offset, buf).await {
+            Ok(n) if n as usize >= len => Ok(len),
+            Ok(n) => Box::pin(self.read_rest(ring, offset, buf, n as usize)).await,
+            Err(errno) if is_passing(errno) => {
+                Box::pin(self.read_again(ring, offset, buf, errno)).await
+            }
+            Err(errno) => Err(errno),
+        }
+    }
+
+    /// Goes on after an error that says nothing of the file.
+    async fn read_again(
+        &self,
+        ring: &Ring,
+        offset: u64,
+        buf: &IoBuf,
+        mut errno: Errno,
+    ) -> Result<usize, Errno> {
+        let mut retry = Retry::default();
+        while retry.after(ring, errno).await {
             match ring.read(self.fd, offset, buf).await {
-                Ok(n) if n as usize >= len => return Ok(len),
-                Ok(n) => return Box::pin(self.read_rest(ring, offset, buf, n as usize)).await,
-                Err(Errno::INTR) => {}
-                Err(errno) => return Err(errno),
+                Ok(n) if n as usize >= buf.len() => return Ok(buf.len()),
+                Ok(n) => return self.read_rest(ring, offset, buf, n as usize).await,
+                Err(next) => errno = next,
             }
         }
+        Err(errno)
     }
 
     /// Goes on after a short transfer of `done` bytes.
@@ -76,9 +96,10 @@ impl File {
     ) -> Result<usize, Errno> {
         let align = self.limits.offset_align as usize;
         let mut fruitless = 0;
+        let mut retry = Retry::default();
         while done < buf.len() {
             // Also notices that somebody cut the file.
-            if offset + done as u64 >= self.refresh_len()? {
+            if offset + done as u64 >= self.ask_len(ring).await? {
                 break;
             }
             // O_DIRECT goes on at a block boundary only; what is read twice is the same file.
@@ -88,8 +109,9 @@ impl File {
                     done = from + n as usize;
                     fruitless = 0;
                 }
-                Ok(_) | Err(Errno::INTR) if fruitless < FRUITLESS_MAX => fruitless += 1,
+                Ok(_) if fruitless < FRUITLESS_MAX => fruitless += 1,
                 Ok(_) => return Err(Errno::IO),
+                Err(errno) if retry.after(ring, errno).await => {}
                 Err(errno) => return Err(errno),
             }
         }

@@ -16,6 +16,7 @@ use ringdisk_ring::{Errno, Fd, IoBuf, Ring};
 use crate::Kind;
 use crate::file::{File, OFFSET_MAX, end_of};
 use crate::read::BOUNCE_MAX;
+use crate::retry::{Retry, is_passing};
 
 /// Around a write through the page cache no direct write may run, since the cache writes back
 /// whole pages. Pages and the blocks of file systems have at most this many bytes.
@@ -73,7 +74,7 @@ impl File {
                 drop(pass);
                 Box::pin(self.write_in_pieces(ring, offset, buf)).await
             }
-            Err(errno) if errno != Errno::INTR => Err(errno),
+            Err(errno) if !is_passing(errno) => Err(errno),
             other => {
                 let done = other.unwrap_or(0) as usize;
                 Box::pin(self.write_rest(ring, self.fd, offset, buf, done)).await.into_result()
@@ -91,6 +92,7 @@ impl File {
         mut done: usize,
     ) -> Progress {
         let mut result = Ok(());
+        let mut retry = Retry::default();
         while done < buf.len() {
             let rest = buf.slice(done..buf.len());
             match self.change(ring.write(fd, offset + done as u64, &rest)).await {
@@ -100,7 +102,7 @@ impl File {
                     break;
                 }
                 Ok(n) => done += n as usize,
-                Err(Errno::INTR) => {}
+                Err(errno) if retry.after(ring, errno).await => {}
                 Err(errno) => {
                     result = Err(errno);
                     break;
@@ -172,7 +174,7 @@ impl File {
             }
         }
         let _pass = gate.exclusive(block / PAGE_CACHE_UNIT * PAGE_CACHE_UNIT, OFFSET_MAX).await;
-        let len = match self.refresh_len() {
+        let len = match self.ask_len(ring).await {
             Ok(len) => len,
             Err(errno) => return failed(errno),
         };
