@@ -157,7 +157,7 @@ impl Qcow2 {
         }
         drop(grace);
         let words = &words_of(&buf)[..bytes / 8];
-        self.look_for_overlaps(ring, words).await;
+        self.look_at_loaded(ring, words).await;
         while !self.slices.publish(slice, words) {
             // Wherever it could go is dirty. Boxed: rare.
             Box::pin(self.checkpoint(ring)).await?;

@@ -7,12 +7,14 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
 
-use common::{MIB, assert_refused, patch, program, raw_image, refused, sample, serve};
+use common::{MIB, assert_refused, errno, patch, program, raw_image, refused, sample, serve};
 use ringdisk_ring::Errno;
 use ringdisk_testkit::images::{self, pattern, piece, qcow2, qemu_img, qemu_io};
 use ringdisk_testkit::limits::{needs, needs_root};
 use ringdisk_testkit::mount::{scratch, text};
 use ringdisk_testkit::process::{command, has, run};
+
+const CLUSTER: u64 = 64 << 10;
 
 fn command_dd(path: &Path) -> Command {
     let input = format!("if={}", text(path));
@@ -101,7 +103,8 @@ fn broken_l1_and_l2_entries_give_eio_there_and_nowhere_else() {
     let l1 = u64::from_be_bytes(piece(&image, 40, 8).try_into().expect("8 bytes"));
     let entry = u64::from_be_bytes(piece(&image, l1, 8).try_into().expect("8 bytes"));
     let l2 = entry & 0x00ff_ffff_ffff_fe00;
-    // Past the file, unaligned, reserved bits at the bottom and at the top: each in the L2 entry of the guest cluster at 5 MiB.
+    let good = std::fs::read(&image).expect("read");
+    // Beyond the file, unaligned, reserved bits low and high: each in the L2 entry of the guest cluster at 5 MiB.
     let bad = [
         0x80ff_ffff_ffff_0000_u64,
         0x8000_0000_0005_0200,
@@ -109,16 +112,30 @@ fn broken_l1_and_l2_entries_give_eio_there_and_nowhere_else() {
         0x0100_0000_0005_0000,
     ];
     for value in bad {
+        std::fs::write(&image, &good).expect("write");
         patch(&image, l2 + 8 * 80, &value.to_be_bytes());
-        let disk = serve(&image, &["--read-only", "--format", "qcow2"]);
-        let file = std::fs::File::open(disk.path()).expect("open");
-        let mut bytes = [0; 512];
-        let outcome = file.read_exact_at(&mut bytes, 5 * MIB);
-        let errno = outcome.expect_err("refused").raw_os_error();
-        assert_eq!(errno, Some(Errno::IO.raw_os_error()), "{value:#x}");
+        let disk = serve(&image, &["--format", "qcow2"]);
+        let file = std::fs::File::options().read(true).write(true).open(disk.path()).expect("open");
+        let eio = |outcome| assert_eq!(errno(outcome), Some(Errno::IO), "{value:#x}");
+        eio(file.read_exact_at(&mut [0; 512], 5 * MIB));
         assert_eq!(piece(disk.path(), 0, 512), [0x11; 512], "{value:#x}");
+        // Its neighbours, in place or into new clusters; before anything of the table is known, and later.
+        for (at, fill) in [(5 * MIB + CLUSTER, 0x21), (5 * MIB - CLUSTER, 0x22), (0, 0x23)] {
+            file.write_all_at(&[fill; 4096], at).expect("a good cluster takes writes");
+            assert_eq!(piece(disk.path(), at, 4096), [fill; 4096], "{value:#x}");
+        }
+        eio(file.write_all_at(&[0x24; 512], 5 * MIB + 4096));
+        // What comes before it in one request is written.
+        let across = file.write_at(&[0x25; 128 << 10], 5 * MIB - CLUSTER).ok();
+        assert_eq!(across, Some(64 << 10), "{value:#x}");
+        let punch = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(&file, punch, 5 * MIB + CLUSTER, CLUSTER).expect("a good cluster");
+        assert_eq!(piece(disk.path(), 5 * MIB + CLUSTER, 512), [0; 512], "{value:#x}");
+        file.sync_all().expect("what was written is written");
+        drop(file);
         let finished = disk.stop();
         assert_eq!(finished.code(), Some(0), "{value:#x}: {}", finished.output());
+        assert_eq!(piece(&image, l2 + 8 * 80, 8), value.to_be_bytes(), "nobody touched the entry");
     }
 }
 

@@ -16,14 +16,13 @@ use futures_util::StreamExt;
 use futures_util::stream;
 use rustix::io::Errno;
 
-use ringdisk_ring::{IoBuf, Ring};
+use ringdisk_ring::Ring;
 use ringdisk_storage::Storage;
 
 use super::limbo::Unlinked;
-use super::registry::Registry;
-use super::space::{ALIGN, write_all};
+use super::registry::{Claim, Registry};
 use crate::entry::{REFCOUNT_TABLE, Region};
-use crate::header::{HeaderImage, write_bytes};
+use crate::header::HeaderImage;
 use crate::image::{Discard, Qcow2};
 use crate::limits::DIRTY_SLICES_MAX;
 use crate::refcounts::{DirtyRefcounts, DirtyTable, Run};
@@ -75,7 +74,8 @@ impl Checkpoints {
 }
 
 /// What one checkpoint writes. Dropped before the end (an error, a request that went away), all of
-/// it is dirty again.
+/// it is dirty again; what it had begun to write lands before the next one writes there
+/// ([`metadata`](super::metadata)).
 struct Work<'a> {
     image: &'a Qcow2,
     unlinked: Unlinked,
@@ -119,9 +119,8 @@ impl Qcow2 {
 
     /// Writes what is dirty, and makes freed clusters usable as far as possible.
     pub(crate) async fn checkpoint(&self, ring: &Ring) -> Result<(), Errno> {
-        let _claim = self.engine()?.checkpoints.gate.claim(0, 1).await;
-        self.check_flushable()?;
-        self.run_checkpoint(ring, false).await
+        let _gate = self.checkpoint_gate().await;
+        self.checkpoint_in_gate(ring).await
     }
 
     /// As [`checkpoint`](Qcow2::checkpoint), with all reference counts.
@@ -162,6 +161,17 @@ impl Qcow2 {
         }
         // It is remembered, and every flush says so.
         let _ = self.checkpoint(ring).await;
+    }
+
+    /// Checkpoints, and whoever frees clusters, take turns.
+    pub(super) async fn checkpoint_gate(&self) -> Option<Claim<'_>> {
+        Some(self.engine().ok()?.checkpoints.gate.claim(0, 1).await)
+    }
+
+    /// As [`checkpoint`](Qcow2::checkpoint), by who holds the gate.
+    pub(super) async fn checkpoint_in_gate(&self, ring: &Ring) -> Result<(), Errno> {
+        self.check_flushable()?;
+        self.run_checkpoint(ring, false).await
     }
 
     fn check_flushable(&self) -> Result<(), Errno> {
@@ -265,7 +275,7 @@ impl Qcow2 {
                 let start = lock(&self.engine()?.header).refcount_table().0;
                 for (index, value) in entries {
                     let at = start + u64::from(*index) * 8;
-                    write_bytes(ring, &self.file, at, &value.to_be_bytes()).await?;
+                    self.write_metadata(ring, at, &value.to_be_bytes()).await?;
                 }
             }
             DirtyTable::Whole { offset, bytes, clusters, old: _ } => {
@@ -315,13 +325,8 @@ impl Qcow2 {
 
     /// Writes pieces of metadata, several at once; waits for all of them also when one fails.
     async fn write_each(&self, ring: &Ring, pieces: Vec<(u64, &[u8])>) -> Result<(), Errno> {
-        let write = |(offset, bytes): (u64, Vec<u8>)| async move {
-            let buf = IoBuf::new(bytes.len(), ALIGN);
-            buf.copy_from_slice(0, &bytes);
-            write_all(&self.file, ring, offset, &buf).await
-        };
-        let owned = pieces.into_iter().map(|(offset, bytes)| write((offset, bytes.to_vec())));
-        let results = stream::iter(owned).buffer_unordered(WRITES_AT_ONCE);
+        let writes = pieces.into_iter().map(|(at, bytes)| self.write_metadata(ring, at, bytes));
+        let results = stream::iter(writes).buffer_unordered(WRITES_AT_ONCE);
         results.fold(Ok(()), |all, one| async move { all.and(one) }).await
     }
 
@@ -360,7 +365,7 @@ impl Qcow2 {
         let mut header = old.clone();
         change(&mut header);
         let written = async {
-            header.write_first_sector(ring, &self.file).await?;
+            self.write_header(ring, &header).await?;
             self.barrier(ring, &self.file).await
         };
         if let Err(errno) = written.await {
@@ -419,6 +424,8 @@ impl Qcow2 {
             let Ok(mut space) = self.space() else { return };
             space.unmark_metadata(run.start, run.count);
             space.release(run);
+            drop(space);
+            engine.times_freed.fetch_add(1, Ordering::SeqCst);
         }
     }
 }

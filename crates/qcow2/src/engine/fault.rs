@@ -8,7 +8,6 @@ use rustix::io::Errno;
 
 use ringdisk_ring::Ring;
 
-use crate::entry::{COMPRESSED, COPIED, OFFSET_MASK};
 use crate::header::CORRUPT;
 use crate::image::Qcow2;
 use crate::sync::{AtomicU8, Mutex, Ordering, lock};
@@ -72,27 +71,6 @@ impl Qcow2 {
             }
         }
         Errno::IO
-    }
-
-    /// Looks whether entries of a slice that was loaded call metadata data, which a write would then
-    /// overwrite. The image is marked corrupt in that case.
-    pub(crate) async fn look_for_overlaps(&self, ring: &Ring, words: &[u64]) {
-        let Ok(engine) = self.engine() else { return };
-        if self.info.external_data_file {
-            return;
-        }
-        let bits = self.geometry.cluster_bits;
-        let found = {
-            let space = lock(&engine.refcounts);
-            let hosts = words.iter().step_by(self.geometry.entry_words());
-            let mut own = hosts.filter(|entry| **entry & (COPIED | COMPRESSED) == COPIED);
-            own.find(|entry| space.is_metadata((**entry & OFFSET_MASK) >> bits)).copied()
-        };
-        if let Some(entry) = found {
-            let host = entry & OFFSET_MASK;
-            let reason = format!("an L2 entry names the cluster at {host:#x}, which is metadata");
-            let _ = self.mark_corrupt(ring, &reason).await;
-        }
     }
 
     /// Remembers that a change could not be made durable. `ENOSPC` and `EDQUOT` of a write are not

@@ -44,7 +44,9 @@ impl Limbo {
 
     /// Takes back what could not be made durable.
     pub(crate) fn put_back(&self, mut unlinked: Unlinked) {
-        lock(&self.state).fresh.append(&mut unlinked);
+        let mut state = lock(&self.state);
+        state.fresh.append(&mut unlinked);
+        self.busy.store(1, Ordering::Relaxed);
     }
 
     /// The unlinks are on stable storage.
@@ -71,6 +73,11 @@ impl Limbo {
             self.busy.store(0, Ordering::Relaxed);
         }
         done
+    }
+
+    /// Whether clusters wait here whose unlinking is not on stable storage.
+    pub(crate) fn has_fresh(&self) -> bool {
+        !lock(&self.state).fresh.is_empty()
     }
 
     /// Whether clusters wait here. No lock; may be outdated.

@@ -19,9 +19,12 @@ mod copy;
 mod fault;
 pub(crate) mod grace;
 mod group;
+mod guard;
 mod landing;
 mod limbo;
+mod metadata;
 mod pack;
+mod reclaim;
 pub(crate) mod registry;
 mod scratch;
 mod space;
@@ -41,14 +44,15 @@ use rustix::io::Errno;
 use crate::bitmaps::Recording;
 use crate::header::HeaderImage;
 use crate::image::{Discard, Qcow2};
-use crate::refcounts::Refcounts;
-use crate::sync::{AtomicBool, AtomicU64, Mutex};
+use crate::refcounts::{Marks, Refcounts};
+use crate::sync::{Arc, AtomicBool, AtomicU64, Mutex};
 
 use ahead::Ahead;
 use checkpoint::Checkpoints;
 use fault::Fault;
 use grace::Graces;
 use limbo::Limbo;
+use metadata::Strays;
 use pack::Packer;
 use registry::Registry;
 
@@ -70,8 +74,12 @@ pub(crate) struct Engine {
     growth: Registry,
     /// Reference counts and free space.
     pub(crate) refcounts: Mutex<Refcounts>,
+    /// Its marks of metadata: asked without its lock before data is written in place.
+    marks: Arc<Marks>,
     /// Clusters that are not free yet.
     limbo: Limbo,
+    /// How often clusters left it for good.
+    times_freed: AtomicU64,
     /// L1 entries that differ from the image.
     l1_dirty: Mutex<BTreeSet<usize>>,
     /// The header as it is in the image.
@@ -79,6 +87,8 @@ pub(crate) struct Engine {
     /// Held while the header is written.
     header_write: Registry,
     checkpoints: Checkpoints,
+    /// Metadata writes whose requests are gone.
+    strays: Strays,
     fault: Fault,
     /// The first change of the image is prepared.
     started: AtomicBool,
@@ -132,12 +142,15 @@ impl Engine {
             tables: Registry::new(),
             blocks: Registry::new(),
             growth: Registry::new(),
+            marks: refcounts.marks(),
             refcounts: Mutex::new(refcounts),
             limbo: Limbo::default(),
+            times_freed: AtomicU64::new(0),
             l1_dirty: Mutex::new(BTreeSet::new()),
             header: Mutex::new(header),
             header_write: Registry::new(),
             checkpoints: Checkpoints::new(),
+            strays: Strays::default(),
             fault: Fault::default(),
             started: AtomicBool::new(false),
             start: Registry::new(),

@@ -10,7 +10,7 @@ use ringdisk_ring::{IoBuf, Ring};
 
 use super::action::Words;
 use super::registry::Registry;
-use super::space::{ALIGN, write_all};
+use super::space::ALIGN;
 use crate::image::Qcow2;
 use crate::refcounts::{Blocked, Run};
 use crate::sync::{Mutex, lock};
@@ -67,6 +67,7 @@ impl Qcow2 {
         let slice = self.geometry.slice(offset);
         let index = self.geometry.entry_in_slice(offset);
         let old = self.entries(ring, slice, index, 1).await?;
+        self.leading_sound(ring, &old).await?;
         if self.rules.reference(old[0]).is_some() {
             return Err(Errno::EXIST);
         }
@@ -76,7 +77,7 @@ impl Qcow2 {
         buf.copy_from_slice(0, compressed);
         let place = host >> bits..((host + len - 1) >> bits) + 1;
         let entry = Words { entry: self.rules.compressed_entry(host, len), bitmap: 0 };
-        let result = match write_all(&self.file, ring, host, &buf).await {
+        let result = match self.write_or_reclaim(ring, host, &buf).await {
             Ok(()) => self.set_entries(ring, slice, index, &[entry], true).await,
             Err(errno) => Err(errno),
         };

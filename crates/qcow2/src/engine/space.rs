@@ -10,6 +10,7 @@ use rustix::io::Errno;
 use ringdisk_ring::{IoBuf, Ring};
 use ringdisk_storage::Storage;
 
+use super::reclaim::is_full;
 use crate::image::Qcow2;
 use crate::refcounts::{Blocked, Refcounts, Run};
 use crate::sync::{MutexGuard, Ordering, lock};
@@ -42,20 +43,20 @@ impl Qcow2 {
         self.with_space(ring, |space| space.allocate(count, goal, contiguous)).await
     }
 
-    /// As [`allocate`](Qcow2::allocate) for requests: when there is no space, clusters that are only
-    /// waiting to become free are made free first.
+    /// As [`allocate`](Qcow2::allocate) for requests: when there is no space, clusters that are on their way to being
+    /// free are waited for. The caller holds no grace.
     pub(super) async fn allocate_or_reclaim(
         &self,
         ring: &Ring,
         count: u64,
         goal: Option<u64>,
     ) -> Result<Run, Errno> {
-        match self.allocate(ring, count, goal, false).await {
-            Err(Errno::NOSPC) if self.engine()?.limbo.is_busy() => {
-                self.checkpoint(ring).await?;
-                self.allocate(ring, count, goal, false).await
+        loop {
+            let seen = self.times_freed();
+            match self.allocate(ring, count, goal, false).await {
+                Err(errno) if is_full(errno) && self.reclaim(ring, seen).await => {}
+                result => return result,
             }
-            result => result,
         }
     }
 

@@ -10,6 +10,7 @@ use ringdisk_ring::{IoBuf, Ring};
 
 use super::action::{Action, Words};
 use super::below::Below;
+use super::reclaim::is_full;
 use crate::image::Qcow2;
 use crate::slices::SliceIndex;
 
@@ -88,7 +89,12 @@ impl Qcow2 {
                 let landing = self.landing(grace);
                 let written = self.data_storage().write(ring, host, &buf.slice(0..len)).await;
                 landing.landed();
-                return if written? == 0 { Err(Errno::IO) } else { written };
+                match written {
+                    Ok(0) => return Err(Errno::IO),
+                    // A hole of a full file system: perhaps space is on its way, and nothing is held there.
+                    Err(errno) if is_full(errno) => {}
+                    result => return result,
+                }
             }
         }
         // Rare and large: in memory of its own, so that the future of a plain write stays small.
@@ -101,13 +107,18 @@ impl Qcow2 {
     }
 
     /// The storage offset and length of the bytes from `offset` on that can be written in place, as far as
-    /// the cache knows. No lock, no allocation.
+    /// the cache knows; nothing that might be metadata. No lock, no allocation.
+    ///
+    /// Errors: `EIO` when the entry of `offset` cannot be right.
     fn own_run(&self, offset: u64, len: u64) -> Result<Option<(u64, u64)>, Errno> {
         let index = self.geometry.slice(offset);
         let Some(slice) = self.slices.find(index) else { return Ok(None) };
         let end = self.geometry.slice_start(SliceIndex(index.0 + 1)).min(offset + len);
         let step = self.geometry.entry_words();
         let cluster_size = self.geometry.cluster_size();
+        let bits = self.geometry.cluster_bits;
+        // Metadata is in another file than data otherwise.
+        let engine = self.engine.as_deref().filter(|_| !self.info.external_data_file);
         let mut run: Option<(u64, u64)> = None;
         let mut at = offset;
         while at < end {
@@ -122,8 +133,15 @@ impl Qcow2 {
             if !slice.still_there() {
                 break;
             }
-            checked?;
+            match checked {
+                // What comes before a damaged entry is written.
+                Err(_) if run.is_some() => break,
+                other => other?,
+            }
             let Action::InPlace { host } = self.rules.action(words, from, to) else { break };
+            if engine.is_some_and(|engine| engine.may_be_metadata(host >> bits)) {
+                break;
+            }
             match &mut run {
                 None => run = Some((host + from, to - from)),
                 Some((start, length)) if *start + *length == host => *length += to - from,
@@ -156,14 +174,31 @@ impl Qcow2 {
         // One more at the front: where the neighbour is tells where to go on.
         let before = usize::from(first > 0);
         let entries = self.entries(ring, slice, first - before, count + before).await?;
-        let mut neighbour = if before == 1 { self.next_host(entries[0]) } else { None };
+        let sound = before == 1 && self.rules.check_words(entries[0]).is_ok();
+        let mut neighbour = if sound { self.next_host(entries[0]) } else { None };
         let entries = &entries[before..];
         let mut at = 0;
         let mut done = 0;
+        // The last attempt found no space.
+        let mut is_retry = false;
         while at < count {
             let place = Place { chunk, index: first + at, skipped: at };
-            match self.write_group(ring, place, &entries[at..], neighbour, buf, below).await {
+            let seen = self.times_freed();
+            let group = match self.leading_sound(ring, &entries[at..]).await {
+                Ok(sound) => {
+                    let entries = &entries[at..at + if is_retry { 1 } else { sound }];
+                    self.write_group(ring, place, entries, neighbour, buf, below).await
+                }
+                Err(errno) => Err(errno),
+            };
+            match group {
+                // One cluster, wherever one is free: perhaps it has its place in the file already.
+                Err(errno) if is_full(errno) && (self.reclaim(ring, seen).await || !is_retry) => {
+                    (is_retry, neighbour) = (true, None);
+                    continue;
+                }
                 Ok(written) => {
+                    is_retry = false;
                     neighbour = Some((written.host >> bits) + written.clusters as u64);
                     at += written.clusters;
                 }

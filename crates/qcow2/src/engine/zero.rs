@@ -172,7 +172,7 @@ impl Qcow2 {
             }
         }
         let chunk = Chunk { slice, start: at, end };
-        let by_hand = {
+        let (end, by_hand) = {
             let claim = (at >> bits, ((end - 1) >> bits) + 1);
             let _claim = self.engine()?.clusters.claim(claim.0, claim.1).await;
             self.clear_claimed(ring, chunk, space, below).await?
@@ -183,19 +183,25 @@ impl Qcow2 {
         Ok(end)
     }
 
-    /// Returns the ranges of the disk that have to be written as zeroes.
+    /// Returns where it stopped (before a damaged entry), and the ranges of the disk that have to be written as zeroes.
     async fn clear_claimed<B: Below>(
         &self,
         ring: &Ring,
-        chunk: Chunk,
+        mut chunk: Chunk,
         space: Space,
         below: &B,
-    ) -> Result<Vec<(u64, u64)>, Errno> {
+    ) -> Result<(u64, Vec<(u64, u64)>), Errno> {
         let bits = self.geometry.cluster_bits;
         self.ensure_table(ring, self.geometry.l1_index(chunk.start)).await?;
         let first = self.geometry.entry_in_slice(chunk.start);
         let count = self.geometry.entry_in_slice(chunk.end - 1) - first + 1;
-        let entries = self.entries(ring, chunk.slice, first, count).await?;
+        let mut entries = self.entries(ring, chunk.slice, first, count).await?;
+        let sound = self.leading_sound(ring, &entries).await?;
+        if sound < count {
+            entries.truncate(sound);
+            chunk.end = ((chunk.start >> bits) + sound as u64) << bits;
+        }
+        let count = sound;
         let part = |index: usize| {
             let start = ((chunk.start >> bits) + index as u64) << bits;
             (start, chunk.start.max(start), chunk.end.min(start + (1 << bits)))
@@ -233,7 +239,7 @@ impl Qcow2 {
             }
         }
         let ranges = change.by_hand.into_iter().map(part).map(|(_, from, to)| (from, to));
-        Ok(ranges.collect())
+        Ok((chunk.end, ranges.collect()))
     }
 
     /// Decides what the entry at `index` becomes.

@@ -40,6 +40,11 @@ impl HeaderImage {
         write_bytes(ring, file, 0, &self.bytes[..SECTOR]).await
     }
 
+    /// The first 512 bytes, where [`write_first_sector`](HeaderImage::write_first_sector) writes nothing else.
+    pub(crate) fn first_sector(&self) -> Option<&[u8]> {
+        (!self.laid_out).then(|| &self.bytes[..SECTOR])
+    }
+
     /// Writes everything; durable when it returns. See the module for the order.
     ///
     /// Errors: what the storage reports, `EIO` too for a header on the file that cannot be read any

@@ -39,6 +39,7 @@ pub(super) async fn engine(
         file_len: file.len(),
         can_grow: grows,
         reads_zero_past_end: grows,
+        disk_clusters: header.geometry.virtual_size.div_ceil(header.geometry.cluster_size()),
     });
     let overlap = mark_metadata(&mut refcounts, &found, &table);
     let image = HeaderImage::read(ring, file).await?;

@@ -13,7 +13,7 @@ impl Refcounts {
     /// * `goal`: cluster at which the run should start if that is free.
     /// * `contiguous`: exactly `count`, or nothing.
     ///
-    /// Errors: `Load`, `Create`, `Full`; `Corrupt` when a free cluster is marked as metadata.
+    /// Errors: `Load`, `Create`, `Full`; `Corrupt` when a free cluster is marked as metadata or an L2 entry names it.
     pub(crate) fn allocate(
         &mut self,
         count: u64,
@@ -131,6 +131,7 @@ impl Refcounts {
         self.each_entry(run.start, count, |value, cluster| {
             if value == 0 { Ok(()) } else { Err(used(value, cluster)) }
         })?;
+        self.refuse_named(run.start, count)?;
         self.change(run.start, count, |_| 1);
         self.free.remove(run.start, count);
         Ok(Run { start: run.start, count, zeroed: run.zeroed })
@@ -152,6 +153,7 @@ impl Refcounts {
                 self.free.insert(Run { start, count: free, zeroed: self.end_zeroed });
                 continue;
             }
+            self.refuse_named(start, free)?;
             self.change(start, free, |_| 1);
             self.skip_to(start + free);
             return Ok(Run { start, count: free, zeroed: self.end_zeroed });
@@ -164,6 +166,16 @@ impl Refcounts {
             self.cursor = end;
         }
         self.end = end;
+    }
+
+    /// For clusters whose counts are 0, before they are taken. Errors: `Corrupt` when an L2 entry names one of them.
+    fn refuse_named(&self, start: u64, count: u64) -> Result<(), Blocked> {
+        match self.named.first_in(start, count) {
+            None => Ok(()),
+            Some(cluster) => Err(Blocked::Corrupt(format!(
+                "an L2 entry names host cluster {cluster}, but its refcount is 0"
+            ))),
+        }
     }
 
     /// How many of the clusters have their blocks in memory: all of them when `contiguous`.

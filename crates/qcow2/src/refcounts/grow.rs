@@ -37,10 +37,15 @@ impl Refcounts {
         let cluster = if covers_end { self.end } else { first };
         // Nothing has a count in there; what is marked or held is in use all the same.
         let cluster = (cluster..behind)
-            .find(|cluster| !self.is_metadata(*cluster) && self.held.at(*cluster).is_none())
+            .find(|cluster| {
+                !self.is_metadata(*cluster)
+                    && self.held.at(*cluster).is_none()
+                    && self.named.first_in(*cluster, 1).is_none()
+            })
             .ok_or(Blocked::Full)?;
         self.free.remove(cluster, 1);
         self.held.insert(Run { start: cluster, count: 1, zeroed: false });
+        self.mark_metadata(cluster, 1);
         if cluster >= self.end {
             self.reach(cluster, 1);
         }
@@ -55,14 +60,19 @@ impl Refcounts {
             matches!(self.look(index), Ok(Some(_))) && !self.is_metadata(*cluster)
         });
         if let Some(cluster) = at_hand {
-            let run = self.allocate(1, Some(cluster), true)?;
-            return Ok(Some(run.start));
+            return self.allocate_marked(cluster).map(Some);
         }
         if self.can_grow {
-            let run = self.allocate(1, Some(self.end), true)?;
-            return Ok(Some(run.start));
+            return self.allocate_marked(self.end).map(Some);
         }
         Ok(None)
+    }
+
+    /// Takes a cluster and marks it before anything is written there.
+    fn allocate_marked(&mut self, goal: u64) -> Result<u64, Blocked> {
+        let run = self.allocate(1, Some(goal), true)?;
+        self.mark_metadata(run.start, 1);
+        Ok(run.start)
     }
 
     /// A new block was written as zeroes at `cluster`, which [`begin_block`](Refcounts::begin_block)
@@ -134,6 +144,7 @@ impl Refcounts {
 
     /// A new block is not wanted any more, or could not be written.
     pub(crate) fn abort_block(&mut self, _index: u32, cluster: u64) {
+        self.unmark_metadata(cluster, 1);
         if self.held.at(cluster).is_some() {
             self.release(Run { start: cluster, count: 1, zeroed: false });
         } else {

@@ -3,8 +3,8 @@
 //! Promises: pure memory, never async, never blocks, no I/O. A call that needs a refcount block
 //! that is not in memory changes nothing and says what is missing ([`Blocked`]); the caller brings
 //! it and calls again. Allocating one cluster from a free run or at the end of the file looks at
-//! one count and allocates no memory. A cluster that is marked as metadata is never handed out,
-//! whatever the counts say. Memory is bounded: clean blocks beyond [`REFCOUNT_CACHE_BYTES`] are
+//! one count and allocates no memory. A cluster that is marked as metadata, or that an L2 entry names which was
+//! loaded, is never handed out, whatever the counts say. Memory is bounded: clean blocks beyond [`REFCOUNT_CACHE_BYTES`] are
 //! dropped, and so are free runs beyond [`FREE_RUNS_MAX`] (their blocks are searched again).
 //!
 //! One thread at a time: the engine keeps it behind a mutex.
@@ -18,8 +18,10 @@
 mod allocate;
 mod blocks;
 mod grow;
+mod marks;
 #[cfg(test)]
 mod model;
+mod named;
 mod space;
 #[cfg(test)]
 mod tests;
@@ -30,10 +32,13 @@ use std::cell::Cell;
 use crate::limits::REFCOUNT_TABLE_BYTES_MAX;
 #[cfg(doc)]
 use crate::limits::{FREE_RUNS_MAX, REFCOUNT_CACHE_BYTES};
+use crate::sync::Arc;
 
 pub(crate) use blocks::{DirtyRefcounts, DirtyTable};
+pub(crate) use marks::Marks;
 
 use blocks::Block;
+use named::Named;
 use space::RunSet;
 use width::Width;
 
@@ -95,6 +100,8 @@ pub(crate) struct RefcountParts {
     pub(crate) can_grow: bool,
     /// What lies past the end reads as zeroes once the file has grown over it.
     pub(crate) reads_zero_past_end: bool,
+    /// Size of the disk in clusters: what the file may grow to.
+    pub(crate) disk_clusters: u64,
 }
 
 /// Refcount table, cache of refcount blocks, free space.
@@ -126,6 +133,10 @@ pub(crate) struct Refcounts {
     held: RunSet,
     /// Clusters that must never be handed out.
     metadata: RunSet,
+    /// The same, for threads that do not have the lock.
+    marks: Arc<Marks>,
+    /// Clusters that L2 entries name, as far as those were loaded: not free.
+    named: Named,
     /// All clusters from here on were never handed out. Free if their count is 0.
     end: u64,
     /// First cluster that cannot be had.
@@ -154,6 +165,8 @@ impl Refcounts {
             let clusters = (file_len >> cluster_bits).min(limit_of_format);
             (clusters, clusters)
         };
+        // A quarter more than the disk for tables and snapshots.
+        let room = end.max(parts.disk_clusters.saturating_add(parts.disk_clusters / 4));
         let mut refcounts = Refcounts {
             cluster_bits,
             block_bits: width.block_bits(cluster_bits),
@@ -172,6 +185,8 @@ impl Refcounts {
             free: RunSet::new(),
             held: RunSet::new(),
             metadata: RunSet::new(),
+            marks: Arc::new(Marks::new(room.min(limit))),
+            named: Named::default(),
             end,
             limit,
             can_grow,
@@ -297,6 +312,7 @@ impl Refcounts {
     pub(crate) fn give_back(&mut self, start: u64, count: u64, zeroed: bool) {
         for cluster in start..start.saturating_add(count) {
             if self.get(cluster) == Ok(1) {
+                self.named.remove(cluster, 1);
                 self.change(cluster, 1, |_| 0);
                 self.add_free(Run { start: cluster, count: 1, zeroed });
             }
@@ -309,17 +325,30 @@ impl Refcounts {
     /// * `run.zeroed`: they were punched and read as zeroes.
     pub(crate) fn release(&mut self, run: Run) {
         self.held.remove(run.start, run.count);
+        self.named.remove(run.start, run.count);
         self.add_free(run);
     }
 
     /// Never hands these out. Marks do not count: marked twice is marked.
     pub(crate) fn mark_metadata(&mut self, start: u64, count: u64) {
         self.metadata.insert(Run { start, count, zeroed: false });
+        self.marks.set(start, count);
+    }
+
+    /// An L2 entry names these clusters: they are not free before they were [released](Refcounts::release).
+    pub(crate) fn note_named(&mut self, start: u64, count: u64) {
+        self.named.insert(start, count);
+    }
+
+    /// The marks of metadata, for threads that do not have the lock.
+    pub(crate) fn marks(&self) -> Arc<Marks> {
+        Arc::clone(&self.marks)
     }
 
     /// They are ordinary clusters again. Before they are released.
     pub(crate) fn unmark_metadata(&mut self, start: u64, count: u64) {
         self.metadata.remove(start, count);
+        self.marks.clear(start, count);
     }
 
     /// Searches for free clusters below `end`, as far as there is memory for them.

@@ -21,6 +21,7 @@ pub(super) fn small(cluster_bits: u32, order: u32, used: u64, can_grow: bool) ->
         file_len,
         can_grow,
         reads_zero_past_end: can_grow,
+        disk_clusters: 0,
     });
     let mut bytes = vec![0; 1 << cluster_bits];
     for index in 0..3 + usize::try_from(used).expect("small") {

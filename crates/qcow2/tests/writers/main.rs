@@ -6,10 +6,12 @@
 mod common;
 #[path = "../common/live.rs"]
 mod live;
+mod space;
 mod stress;
 
 use std::cell::RefCell;
 use std::future::{Future, poll_fn};
+use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Poll;
@@ -20,7 +22,7 @@ use ringdisk_qcow2::{ExtentKind, Nothing};
 use ringdisk_ring::Ring;
 use ringdisk_testkit::layout::{Class, Layout, Shape};
 use ringdisk_testkit::oracle::Below;
-use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
+use ringdisk_testkit::sim::{Fault, OpKind, Record, SimStorage, When};
 
 const CLUSTER: u64 = 4096;
 /// Bytes of the disk that one L2 table maps.
@@ -99,6 +101,11 @@ impl Stage {
         names.sort_unstable();
         names
     }
+}
+
+/// Polls once.
+async fn is_pending<F: Future + Unpin>(future: &mut F) -> bool {
+    poll_fn(|context| Poll::Ready(Pin::new(&mut *future).poll(context).is_pending())).await
 }
 
 fn on_stage<F: Future<Output = ()>>(test: impl FnOnce(Stage) -> F) {
@@ -345,5 +352,77 @@ fn many_writes_share_two_barriers() {
         assert_eq!(stage.ended().len(), 210);
         // Two barriers for the first flush, and one for all those that came while it ran.
         assert_eq!(stage.sim.count(OpKind::Flush) - before, 3);
+    });
+}
+
+/// Begins a flush, drops it when a write that `held` names is under way, and changes what that write is about.
+async fn drop_flush_and_change(stage: &Stage, held: When) -> (Record, u64) {
+    let (ring, image) = (&stage.ring, &stage.image);
+    stage.sim.on(held.once(), Fault::Hold);
+    let mut flush = Box::pin(image.flush(ring));
+    while stage.sim.held().is_empty() {
+        assert!(is_pending(&mut flush).await, "nothing was held");
+        ring.yield_now().await;
+    }
+    let held = stage.sim.held()[0];
+    drop(flush);
+    stage.write(CLUSTER, 512).await;
+    let place = match image.map(ring, CLUSTER, 1).await.expect("a map").kind {
+        ExtentKind::Data { offset } => offset,
+        other => panic!("{other:?}"),
+    };
+    (held, place)
+}
+
+/// A metadata write of a flush that was dropped is held, and another flush follows.
+async fn the_older_write_lands_first(stage: Stage, held: When) {
+    stage.write(0, 512).await;
+    let (old, place) = drop_flush_and_change(&stage, held).await;
+    stage.spawn_flush("flush");
+    stage.settle().await;
+    let range = old.offset..old.offset + old.len;
+    let overtaken = stage.sim.log().into_iter().any(|record| {
+        record.kind == OpKind::Write
+            && record.number > old.number
+            && record.offset < range.end
+            && range.start < record.offset + record.len
+    });
+    assert!(!overtaken, "the place of the held write {old:?} was written again");
+    assert_eq!(stage.ended(), Vec::<&str>::new());
+    assert!(stage.sim.release(old.number), "it is still under way");
+    while stage.ended() != ["flush"] {
+        stage.ring.yield_now().await;
+    }
+    let again =
+        Stage::over(stage.ring.clone(), SimStorage::from_image(&stage.sim.durable_image(), 1));
+    let map = again.await.image.map(&stage.ring, CLUSTER, 1).await;
+    assert_eq!(map.expect("a map").kind, ExtentKind::Data { offset: place });
+}
+
+#[test]
+fn a_slice_that_a_dropped_flush_was_writing_lands_before_the_next_one() {
+    on_stage(|stage| async move {
+        let header = stage.sim.image();
+        let word = |at: u64| {
+            let at = usize::try_from(at).expect("small");
+            u64::from_be_bytes(header[at..at + 8].try_into().expect("8 bytes"))
+        };
+        let table = word(word(40)) & 0x00ff_ffff_ffff_fe00;
+        let held = When::kind(OpKind::Write).at(table..table + CLUSTER);
+        the_older_write_lands_first(stage, held).await;
+    });
+}
+
+#[test]
+fn reference_counts_that_a_dropped_flush_was_writing_land_before_the_next_ones() {
+    on_stage(|stage| async move {
+        let header = stage.sim.image();
+        let word = |at: u64| {
+            let at = usize::try_from(at).expect("small");
+            u64::from_be_bytes(header[at..at + 8].try_into().expect("8 bytes"))
+        };
+        let block = word(word(48));
+        let held = When::kind(OpKind::Write).at(block..block + CLUSTER);
+        the_older_write_lands_first(stage, held).await;
     });
 }

@@ -1,0 +1,111 @@
+//! Keeping data off metadata: looks at L2 entries before anything is written where they point, or freed because of
+//! them.
+//!
+//! Promises: no write of data lands on a cluster that holds metadata at the time of the check (header, tables, refcount
+//! blocks, what snapshots and bitmaps have), and no entry frees such a cluster; who tries gets `EIO`, and the image is
+//! marked corrupt. A damaged entry stops requests at its own cluster; its neighbours are served.
+//!
+//! For writes in place the check is one load ([`Marks`](crate::refcounts::Marks)); what that cannot rule out, and
+//! everything else, is checked here under the lock of the reference counts.
+
+use rustix::io::Errno;
+
+use ringdisk_ring::Ring;
+
+use super::Engine;
+use super::action::Words;
+use crate::entry::{COMPRESSED, COPIED};
+use crate::image::Qcow2;
+use crate::sync::lock;
+
+impl Engine {
+    /// Whether a cluster may be metadata, so that a write there has to be looked at. No lock.
+    #[inline]
+    pub(super) fn may_be_metadata(&self, cluster: u64) -> bool {
+        self.marks.may_be(cluster)
+    }
+}
+
+impl Qcow2 {
+    /// How many of `entries`, from the first on, may be used and freed; at least one.
+    ///
+    /// Errors: `EIO` when that is none: the first one cannot be right, or names metadata (the image is marked corrupt
+    /// then).
+    pub(super) async fn leading_sound(
+        &self,
+        ring: &Ring,
+        entries: &[Words],
+    ) -> Result<usize, Errno> {
+        for (index, words) in entries.iter().enumerate() {
+            let refused = match self.rules.check_words(*words) {
+                Err(errno) => Some(errno),
+                Ok(()) => match self.metadata_of(*words)? {
+                    None => None,
+                    // Found when the request gets there.
+                    Some(_) if index > 0 => Some(Errno::IO),
+                    Some(cluster) => {
+                        let host = cluster << self.geometry.cluster_bits;
+                        let reason = format!(
+                            "an L2 entry names the cluster at {host:#x}, which is metadata"
+                        );
+                        Some(self.mark_corrupt(ring, &reason).await)
+                    }
+                },
+            };
+            match refused {
+                Some(errno) if index == 0 => return Err(errno),
+                Some(_) => return Ok(index),
+                None => {}
+            }
+        }
+        Ok(entries.len())
+    }
+
+    /// The first cluster of metadata that an entry refers to.
+    fn metadata_of(&self, words: Words) -> Result<Option<u64>, Errno> {
+        let engine = self.engine()?;
+        let Some(place) = self.rules.reference(words) else { return Ok(None) };
+        if !engine.marks.may_have(place.start, place.count) {
+            return Ok(None);
+        }
+        Ok(lock(&engine.refcounts).first_metadata(place.start, place.count))
+    }
+
+    /// Looks at the entries of a slice that was loaded. From now on no cluster that they name is free before it was
+    /// freed. Where one calls metadata its data, which a write would overwrite, the image is marked corrupt.
+    ///
+    /// * `words`: the slice, in the byte order of the machine.
+    pub(crate) async fn look_at_loaded(&self, ring: &Ring, words: &[u64]) {
+        let Ok(engine) = self.engine() else { return };
+        if self.info.external_data_file {
+            return;
+        }
+        let step = self.geometry.entry_words();
+        let mut runs: Vec<(u64, u64)> = Vec::new();
+        let mut overlap = None;
+        for entry in words.iter().step_by(step).copied() {
+            let words = Words { entry, bitmap: 0 };
+            let Some(place) = self.rules.reference(words) else { continue };
+            if entry & (COPIED | COMPRESSED) == COPIED
+                && overlap.is_none()
+                && engine.marks.may_be(place.start)
+            {
+                let found = lock(&engine.refcounts).is_metadata(place.start);
+                overlap = found.then_some(place.start);
+            }
+            match runs.last_mut() {
+                Some((start, count)) if *start + *count == place.start => *count += place.count,
+                _ => runs.push((place.start, place.count)),
+            }
+        }
+        {
+            let mut space = lock(&engine.refcounts);
+            runs.iter().for_each(|(start, count)| space.note_named(*start, *count));
+        }
+        if let Some(cluster) = overlap {
+            let host = cluster << self.geometry.cluster_bits;
+            let reason = format!("an L2 entry names the cluster at {host:#x}, which is metadata");
+            let _ = self.mark_corrupt(ring, &reason).await;
+        }
+    }
+}

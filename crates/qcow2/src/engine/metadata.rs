@@ -1,0 +1,202 @@
+//! Writing metadata that the image refers to already: slices, reference counts, L1 entries, the header.
+//!
+//! Promises: two writes of one place never overtake each other, also when the request that began the first one was
+//! dropped: the kernel may carry out a write after the future that asked for it is gone, and would put the old state
+//! over the new one. So each write is a task of its own that goes on to its end; what was left behind is known here, and
+//! who writes there next waits until it has landed.
+//!
+//! Where the thread of such a task ended, the memory of the write tells: the kernel is done with it once nobody else
+//! holds it. A write that has not landed after [`STRAY_WAIT`] is given up: nothing can be promised any more, so no flush
+//! succeeds until the image is opened again.
+
+use std::cell::RefCell;
+use std::future::poll_fn;
+use std::ops::Range;
+use std::rc::Rc;
+use std::task::{Poll, Waker};
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+
+use ringdisk_ring::{Ring, SharedMemory};
+
+use super::space::{ALIGN, write_all};
+use crate::header::HeaderImage;
+use crate::image::Qcow2;
+use crate::sync::{Arc, AtomicU8, Mutex, Ordering, lock};
+
+/// How long a write of a request that is gone is waited for: as long as a disk may take that tries a bad block again.
+const STRAY_WAIT: Duration = Duration::from_secs(60);
+/// First and longest pause between two looks.
+const PAUSE_MIN: Duration = Duration::from_micros(50);
+const PAUSE_MAX: Duration = Duration::from_millis(5);
+
+/// The task goes on.
+const RUNNING: u8 = 0;
+/// The write has ended, well or badly.
+const ENDED: u8 = 1;
+/// The task was dropped with its ring.
+const DROPPED: u8 = 2;
+
+/// Metadata writes whose requests are gone.
+#[derive(Default)]
+pub(super) struct Strays(Mutex<Vec<Stray>>);
+
+struct Stray {
+    /// Bytes of the image file.
+    range: Range<u64>,
+    state: Arc<AtomicU8>,
+    /// What is written, where that is one piece.
+    memory: Option<Arc<SharedMemory>>,
+}
+
+impl Stray {
+    fn has_landed(&self) -> bool {
+        match self.state.load(Ordering::Acquire) {
+            RUNNING => false,
+            ENDED => true,
+            // Whoever holds it besides us may be the kernel.
+            _ => self.memory.as_ref().is_some_and(|memory| Arc::strong_count(memory) == 1),
+        }
+    }
+}
+
+impl Strays {
+    /// Whether a write of `range` would meet one.
+    fn meet(&self, range: &Range<u64>) -> bool {
+        let mut strays = lock(&self.0);
+        strays.retain(|stray| !stray.has_landed());
+        strays.iter().any(|stray| stray.range.start < range.end && range.start < stray.range.end)
+    }
+}
+
+/// Result of the task, and who waits for it.
+type Outcome = Rc<RefCell<(Option<Result<(), Errno>>, Option<Waker>)>>;
+
+/// The side of the task.
+struct Duty {
+    state: Arc<AtomicU8>,
+    outcome: Outcome,
+}
+
+impl Duty {
+    fn end(self, result: Result<(), Errno>) {
+        self.state.store(ENDED, Ordering::Release);
+        let waker = {
+            let mut outcome = self.outcome.borrow_mut();
+            outcome.0 = Some(result);
+            outcome.1.take()
+        };
+        waker.into_iter().for_each(Waker::wake);
+    }
+}
+
+impl Drop for Duty {
+    fn drop(&mut self) {
+        let order = (Ordering::AcqRel, Ordering::Acquire);
+        let _ = self.state.compare_exchange(RUNNING, DROPPED, order.0, order.1);
+    }
+}
+
+/// The side of the request.
+struct Watch<'a> {
+    strays: &'a Strays,
+    stray: Option<Stray>,
+}
+
+impl Drop for Watch<'_> {
+    fn drop(&mut self) {
+        if let Some(stray) = self.stray.take()
+            && !stray.has_landed()
+        {
+            lock(&self.strays.0).push(stray);
+        }
+    }
+}
+
+impl Qcow2 {
+    /// Writes metadata over what is there. Durable after the next flush of the file.
+    ///
+    /// * `offset`: byte of the image file.
+    ///
+    /// Errors: those of the storage; `EIO` when an earlier write of this place does not end.
+    pub(super) async fn write_metadata(
+        &self,
+        ring: &Ring,
+        offset: u64,
+        bytes: &[u8],
+    ) -> Result<(), Errno> {
+        let range = offset..offset + bytes.len() as u64;
+        let memory = SharedMemory::new(bytes.len().max(1), ALIGN);
+        let (file, handle) = (Arc::clone(&self.file), ring.clone());
+        let buf = memory.buffer().slice(0..bytes.len());
+        buf.copy_from_slice(0, bytes);
+        let work = async move { write_all(&file, &handle, offset, &buf).await };
+        self.to_its_end(ring, range, Some(memory), work).await
+    }
+
+    /// Writes the beginning of the header, or all of it where names and extensions were changed.
+    ///
+    /// Errors: as [`write_metadata`](Qcow2::write_metadata).
+    pub(super) async fn write_header(
+        &self,
+        ring: &Ring,
+        header: &HeaderImage,
+    ) -> Result<(), Errno> {
+        if let Some(sector) = header.first_sector() {
+            return self.write_metadata(ring, 0, sector).await;
+        }
+        let (file, handle, header) = (Arc::clone(&self.file), ring.clone(), header.clone());
+        let work = async move { header.write_first_sector(&handle, &file).await };
+        self.to_its_end(ring, 0..self.geometry.cluster_size(), None, work).await
+    }
+
+    /// Runs `work` to its end, whatever becomes of the caller, once everything has landed that was left behind in
+    /// `range`.
+    async fn to_its_end(
+        &self,
+        ring: &Ring,
+        range: Range<u64>,
+        memory: Option<Arc<SharedMemory>>,
+        work: impl Future<Output = Result<(), Errno>> + 'static,
+    ) -> Result<(), Errno> {
+        let strays = &self.engine()?.strays;
+        self.wait_for_strays(ring, &range).await?;
+        let state = Arc::new(AtomicU8::new(RUNNING));
+        let outcome = Outcome::default();
+        let duty = Duty { state: Arc::clone(&state), outcome: Rc::clone(&outcome) };
+        let mut watch = Watch { strays, stray: Some(Stray { range, state, memory }) };
+        ring.spawn(async move {
+            let result = work.await;
+            duty.end(result);
+        });
+        let result = poll_fn(|context| {
+            let mut outcome = outcome.borrow_mut();
+            match outcome.0.take() {
+                Some(result) => Poll::Ready(result),
+                None => {
+                    outcome.1 = Some(context.waker().clone());
+                    Poll::Pending
+                }
+            }
+        });
+        let result = result.await;
+        watch.stray = None;
+        result
+    }
+
+    async fn wait_for_strays(&self, ring: &Ring, range: &Range<u64>) -> Result<(), Errno> {
+        let strays = &self.engine()?.strays;
+        let began = Instant::now();
+        let mut pause = PAUSE_MIN;
+        while strays.meet(range) {
+            if began.elapsed() >= STRAY_WAIT {
+                self.note_lost(Errno::IO);
+                return Err(Errno::IO);
+            }
+            ring.sleep(pause).await;
+            pause = (pause * 2).min(PAUSE_MAX);
+        }
+        Ok(())
+    }
+}

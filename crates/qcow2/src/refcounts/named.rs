@@ -1,0 +1,96 @@
+//! Host clusters that L2 entries name, as far as slices were loaded: none of them is free, whatever its reference count
+//! says.
+//!
+//! Promises: bounded memory; past [`CHUNKS_MAX`] further clusters are not remembered, and only their reference counts
+//! protect them. Pure memory.
+
+use std::collections::BTreeMap;
+
+/// Clusters of one chunk: 512 bytes of memory, 256 MiB in clusters of 64 KiB.
+const CHUNK_CLUSTERS: u64 = 4096;
+const CHUNK_WORDS: usize = 64;
+/// Most chunks: 32 MiB of memory, 16 TiB in clusters of 64 KiB without gaps.
+const CHUNKS_MAX: usize = 1 << 16;
+
+/// A set of host clusters.
+#[derive(Debug, Default)]
+pub(super) struct Named {
+    chunks: BTreeMap<u64, Box<[u64; CHUNK_WORDS]>>,
+}
+
+impl Named {
+    /// Adds clusters.
+    pub(super) fn insert(&mut self, start: u64, count: u64) {
+        let end = start.saturating_add(count);
+        let mut at = start;
+        while at < end {
+            let number = at / CHUNK_CLUSTERS;
+            let stop = end.min((number + 1) * CHUNK_CLUSTERS);
+            if self.chunks.len() < CHUNKS_MAX || self.chunks.contains_key(&number) {
+                let chunk = self.chunks.entry(number).or_insert_with(|| Box::new([0; CHUNK_WORDS]));
+                (at..stop).for_each(|cluster| chunk[word_of(cluster)] |= bit_of(cluster));
+            }
+            at = stop;
+        }
+    }
+
+    /// Takes clusters out.
+    pub(super) fn remove(&mut self, start: u64, count: u64) {
+        let end = start.saturating_add(count);
+        let numbers = start / CHUNK_CLUSTERS..end.div_ceil(CHUNK_CLUSTERS);
+        for (number, chunk) in self.chunks.range_mut(numbers) {
+            let (first, last) = (number * CHUNK_CLUSTERS, (number + 1) * CHUNK_CLUSTERS);
+            let clusters = start.max(first)..end.min(last);
+            clusters.for_each(|cluster| chunk[word_of(cluster)] &= !bit_of(cluster));
+        }
+    }
+
+    /// The first cluster of `start..start + count` that is in the set.
+    pub(super) fn first_in(&self, start: u64, count: u64) -> Option<u64> {
+        let end = start.saturating_add(count);
+        let numbers = start / CHUNK_CLUSTERS..end.div_ceil(CHUNK_CLUSTERS);
+        self.chunks.range(numbers).find_map(|(number, chunk)| {
+            let (first, last) = (number * CHUNK_CLUSTERS, (number + 1) * CHUNK_CLUSTERS);
+            (start.max(first)..end.min(last))
+                .find(|cluster| chunk[word_of(*cluster)] & bit_of(*cluster) != 0)
+        })
+    }
+}
+
+fn word_of(cluster: u64) -> usize {
+    // Below CHUNK_WORDS.
+    #[allow(clippy::cast_possible_truncation)]
+    let word = (cluster % CHUNK_CLUSTERS / 64) as usize;
+    word
+}
+
+fn bit_of(cluster: u64) -> u64 {
+    1 << (cluster % 64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{CHUNK_CLUSTERS, CHUNKS_MAX, Named};
+
+    #[test]
+    fn what_is_inserted_is_found_until_it_is_removed() {
+        let mut named = Named::default();
+        named.insert(CHUNK_CLUSTERS - 2, 5);
+        assert_eq!(named.first_in(0, CHUNK_CLUSTERS - 2), None);
+        assert_eq!(named.first_in(0, u64::MAX), Some(CHUNK_CLUSTERS - 2));
+        named.remove(0, CHUNK_CLUSTERS + 1);
+        assert_eq!(named.first_in(0, u64::MAX), Some(CHUNK_CLUSTERS + 1));
+        named.remove(CHUNK_CLUSTERS + 1, 2);
+        assert_eq!(named.first_in(0, u64::MAX), None);
+    }
+
+    #[test]
+    fn memory_is_bounded() {
+        let mut named = Named::default();
+        (0..CHUNKS_MAX as u64 + 10).for_each(|chunk| named.insert(chunk * CHUNK_CLUSTERS, 1));
+        assert_eq!(named.chunks.len(), CHUNKS_MAX);
+        // Inside what is there already more clusters fit.
+        named.insert(1, 1);
+        assert_eq!(named.first_in(1, 1), Some(1));
+    }
+}
