@@ -12,6 +12,7 @@ use rustix::fs::{FallocateFlags, SeekFrom};
 use crate::file::{File, end_of};
 use crate::gate::Pass;
 use crate::read::BOUNCE_MAX;
+use crate::retry::Retry;
 use crate::{Allocation, Kind, Preallocation, ffi};
 
 impl File {
@@ -63,7 +64,7 @@ impl File {
         if len == 0 {
             return Ok(());
         }
-        if self.kind == Kind::BlockDevice && end > self.len() && end > self.refresh_len()? {
+        if self.kind == Kind::BlockDevice && end > self.len() && end > self.ask_len(ring).await? {
             return Err(Errno::NOSPC);
         }
         // Devices zero whole sectors only; the parts at either end are written.
@@ -236,7 +237,7 @@ impl File {
     ) -> Result<(Allocation, u64), Errno> {
         let mut end = offset.saturating_add(len).min(self.len());
         if offset.saturating_add(len) > end {
-            end = offset.saturating_add(len).min(self.refresh_len()?);
+            end = offset.saturating_add(len).min(self.ask_len(ring).await?);
         }
         if offset >= end {
             return Ok((Allocation::Hole, 0));
@@ -264,10 +265,11 @@ impl File {
         len: u64,
     ) -> Result<(), Errno> {
         let mode = mode.bits().cast_signed();
+        let mut retry = Retry::default();
         loop {
             match self.change(ring.fallocate(self.fd, mode, offset, len)).await {
                 Ok(_) => return Ok(()),
-                Err(Errno::INTR) => {}
+                Err(errno) if retry.after(ring, errno).await => {}
                 // ENODEV: a file system without fallocate on this kind of file; ENOSYS: none.
                 Err(Errno::NODEV | Errno::NOSYS) => return Err(Errno::OPNOTSUPP),
                 Err(errno) => return Err(errno),
