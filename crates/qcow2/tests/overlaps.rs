@@ -216,6 +216,8 @@ fn bad_entries(damaged: &Damaged) -> Vec<(&'static str, u64)> {
     let good = damaged.word(damaged.entry_at(2));
     vec![
         ("unaligned", good | 512),
+        ("past the end of the file", COPIED | (damaged.0.len() as u64 + 16 * CLUSTER)),
+        ("far past the end of the file", COPIED | 0x00ff_ffff_ffff_0000),
         ("reserved low", good | 2),
         ("reserved high", good | 1 << 60),
         ("on the refcount table, not its own", damaged.word(48)),

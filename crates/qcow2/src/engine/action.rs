@@ -65,6 +65,11 @@ impl Words {
         allocated
     }
 
+    /// Whether any subcluster has data.
+    pub(super) fn has_data(self) -> bool {
+        self.allocated() != 0
+    }
+
     /// Subclusters that read as zeroes.
     fn zeroes(self) -> u32 {
         (self.bitmap >> 32) as u32

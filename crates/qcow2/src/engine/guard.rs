@@ -14,7 +14,7 @@ use ringdisk_ring::Ring;
 
 use super::Engine;
 use super::action::Words;
-use crate::entry::{COMPRESSED, COPIED};
+use crate::entry::{COMPRESSED, COPIED, Rules};
 use crate::image::Qcow2;
 use crate::sync::lock;
 
@@ -27,6 +27,26 @@ impl Engine {
 }
 
 impl Qcow2 {
+    /// Checks an entry of which a cluster is going to be used or freed. No lock.
+    ///
+    /// Errors: `EIO` for one that cannot be right, or that calls data what lies past the end of the file: its cluster cannot
+    /// be read either, and the file must not grow to wherever a damaged entry points.
+    #[inline]
+    pub(super) fn check_entry(&self, words: Words) -> Result<(), Errno> {
+        self.rules.check_words(words)?;
+        match self.rules.host(words) {
+            Some(host)
+                if host >= self.data_storage().len()
+                    && Rules::is_own(words)
+                    && !self.rules.is_zero(words)
+                    && (!self.rules.extended || words.has_data()) =>
+            {
+                Err(Errno::IO)
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// How many of `entries`, from the first on, may be used and freed; at least one.
     ///
     /// Errors: `EIO` when that is none: the first one cannot be right, or names metadata (the image is marked corrupt
@@ -37,7 +57,7 @@ impl Qcow2 {
         entries: &[Words],
     ) -> Result<usize, Errno> {
         for (index, words) in entries.iter().enumerate() {
-            let refused = match self.rules.check_words(*words) {
+            let refused = match self.check_entry(*words) {
                 Err(errno) => Some(errno),
                 Ok(()) => match self.metadata_of(*words)? {
                     None => None,

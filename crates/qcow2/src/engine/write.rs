@@ -129,7 +129,7 @@ impl Qcow2 {
             };
             let from = self.geometry.in_cluster(at);
             let to = cluster_size.min(from + (end - at));
-            let checked = self.rules.check_words(words);
+            let checked = self.check_entry(words);
             if !slice.still_there() {
                 break;
             }
@@ -174,24 +174,26 @@ impl Qcow2 {
         // One more at the front: where the neighbour is tells where to go on.
         let before = usize::from(first > 0);
         let entries = self.entries(ring, slice, first - before, count + before).await?;
-        let sound = before == 1 && self.rules.check_words(entries[0]).is_ok();
-        let mut neighbour = if sound { self.next_host(entries[0]) } else { None };
+        let is_hint = before == 1 && self.rules.check_words(entries[0]).is_ok();
+        let mut neighbour = if is_hint { self.next_host(entries[0]) } else { None };
         let entries = &entries[before..];
-        let mut at = 0;
+        // Clusters that are written, and that were looked at.
+        let (mut at, mut sound) = (0, 0);
         let mut done = 0;
         // The last attempt found no space.
         let mut is_retry = false;
         while at < count {
             let place = Place { chunk, index: first + at, skipped: at };
             let seen = self.times_freed();
-            let group = match self.leading_sound(ring, &entries[at..]).await {
-                Ok(sound) => {
-                    let entries = &entries[at..at + if is_retry { 1 } else { sound }];
-                    self.write_group(ring, place, entries, neighbour, buf, below).await
+            if at == sound {
+                match self.leading_sound(ring, &entries[at..]).await {
+                    Ok(more) => sound += more,
+                    Err(errno) if done == 0 => return Err(errno),
+                    Err(_) => break,
                 }
-                Err(errno) => Err(errno),
-            };
-            match group {
+            }
+            let some = &entries[at..if is_retry { at + 1 } else { sound }];
+            match self.write_group(ring, place, some, neighbour, buf, below).await {
                 // One cluster, wherever one is free: perhaps it has its place in the file already.
                 Err(errno) if is_full(errno) && (self.reclaim(ring, seen).await || !is_retry) => {
                     (is_retry, neighbour) = (true, None);
