@@ -40,3 +40,30 @@ impl Retry {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use ringdisk_ring::{Config, Errno, Runtime};
+
+    use super::{AGAIN_MAX, Retry, is_passing};
+
+    #[test]
+    fn what_passes_is_tried_again_and_what_does_not_is_told() {
+        let mut runtime = Runtime::new(Config::default()).expect("a ring");
+        let ring = runtime.ring().clone();
+        runtime.block_on(async {
+            let mut retry = Retry::default();
+            for errno in [Errno::AGAIN, Errno::INTR, Errno::AGAIN, Errno::AGAIN] {
+                assert!(is_passing(errno) && retry.after(&ring, errno).await, "{errno}");
+            }
+            assert_eq!(retry.again, 3);
+            for errno in [Errno::IO, Errno::NOSPC, Errno::INVAL, Errno::CANCELED] {
+                assert!(!is_passing(errno) && !retry.after(&ring, errno).await, "{errno}");
+            }
+            // It does not go on for ever.
+            let mut last = Retry { again: AGAIN_MAX - 1 };
+            assert!(last.after(&ring, Errno::AGAIN).await);
+            assert!(!last.after(&ring, Errno::AGAIN).await);
+        });
+    }
+}

@@ -1,6 +1,6 @@
 //! Full file systems, files that shrink, limits.
 
-use ringdisk_storage::{Errno, OpenOptions, Preallocation, Storage};
+use ringdisk_storage::{Errno, OpenOptions, Preallocation};
 use ringdisk_testkit::mount::{FileSystem, scratch};
 
 use ringdisk_testkit::mount::Loop;
@@ -137,26 +137,4 @@ fn direct_flush_that_failed_is_not_forgotten() {
     });
     drop(upper);
     drop(lower);
-}
-
-#[test]
-fn what_the_kernel_could_not_wait_for_is_tried_again() {
-    let directory = scratch();
-    let path = directory.path().join("image");
-    let bytes: Vec<u8> = (0..4 << 20).map(|at: u32| (at / 4096) as u8).collect();
-    std::fs::write(&path, &bytes).unwrap();
-    let file = std::fs::File::options().read(true).write(true).open(&path).unwrap();
-    file.sync_all().unwrap();
-    let same = file.try_clone().unwrap();
-    let storage = Storage::from_fd(same.into(), "image", &OpenOptions::default()).unwrap();
-    // Now the kernel ends what would have to wait for the disk with EAGAIN.
-    let flags = rustix::fs::fcntl_getfl(&file).unwrap() | rustix::fs::OFlags::NONBLOCK;
-    rustix::fs::fcntl_setfl(&file, flags).unwrap();
-    rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
-    block_on(|ring| async move {
-        for at in [0, 1 << 20, 3 << 20] {
-            let read = read(&ring, &storage, at as u64, 256 << 10).await;
-            assert!(read == Ok(bytes[at..at + (256 << 10)].to_vec()), "{at}: {:?}", read.err());
-        }
-    });
 }
