@@ -105,6 +105,7 @@ impl<'a, 'b> Last<'a, 'b> {
         if self.options.keep_top {
             self.close_top().await?;
         }
+        self.give_up_bitmaps().await?;
         let rest = self.layers.split_off(self.options.base);
         let graph = self.drained.graph().with_layers(rest);
         self.disk.put(self.drained, graph, false);
@@ -173,6 +174,32 @@ impl<'a, 'b> Last<'a, 'b> {
                 let name = printable_path(layer.name());
                 Failure::Refused(error.context(format!("cannot empty '{name}'")))
             })?;
+        }
+        Ok(())
+    }
+
+    /// What clients write to the base from now on is in no bitmap of the emptied layers, though it changes what
+    /// they show: nobody may believe these bitmaps any more. The last step, since it cannot be taken back.
+    async fn give_up_bitmaps(&mut self) -> Result<(), Failure> {
+        let CommitOptions { base, keep_top, .. } = self.options;
+        // From the bottom up: that of the top is the one that counts, if one of them cannot be given up.
+        for index in (0..base).rev().filter(|_| !keep_top) {
+            let layer = Arc::clone(&self.layers[index]);
+            let bitmaps = layer.qcow2().map(|image| &image.info().bitmaps[..]).unwrap_or_default();
+            if !bitmaps.iter().any(|bitmap| bitmap.auto && !bitmap.in_use) {
+                continue;
+            }
+            self.drained.begin();
+            let given_up = offline_on(self.ring, self.disk, &layer, async |ring, image| {
+                image.bitmaps_give_up(ring).await
+            });
+            let (fresh, result) = given_up.await.map_err(Failure::Broken)?;
+            self.layers[index] = Arc::new(fresh);
+            result.map_err(Failure::Refused)?;
+            tracing::warn!(
+                "bitmaps of '{}' do not record what is written to the base: the next backup has to be a full one",
+                printable_path(layer.name())
+            );
         }
         Ok(())
     }

@@ -82,6 +82,11 @@ fn an_internal_snapshot_is_deleted_or_refused() {
 }
 
 #[test]
+fn a_commit_is_made_or_refused() {
+    table(Change::Commit);
+}
+
+#[test]
 fn another_backing_file_is_taken_or_refused() {
     table(Change::Backing);
 }

@@ -157,48 +157,6 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Takes a bitmap that records over from another image of the same disk: adds it with its bits, or adds its bits
-    /// to the one of that name, which must record, too. In one step, so no crash leaves it without them.
-    ///
-    /// Errors: as [`bitmap_add`](Qcow2::bitmap_add) and [`bitmap_merge`](Qcow2::bitmap_merge).
-    pub async fn bitmap_adopt(
-        &mut self,
-        ring: &Ring,
-        name: &str,
-        source: &BitmapContents,
-    ) -> Result<(), Error> {
-        let granularity_bits = self.check_new_bitmap(name, Some(source.granularity_bytes()))?;
-        let mut entries = self.bitmaps_to_change(ring).await?;
-        let (ours, theirs) = (self.geometry.virtual_size, source.bits.size());
-        if ours != theirs {
-            let why = format!("is of a disk of {theirs} bytes, and this one has {ours}");
-            return Err(self.refuse_bitmap(name, &why, "make a full backup"));
-        }
-        if entries.iter().any(|entry| entry.name == name.as_bytes()) {
-            let at = self.find_usable_bitmap(&entries, name)?;
-            if !entries[at].has(AUTO) {
-                let why = "is there already and does not record";
-                return Err(self.refuse_bitmap(name, why, "make a full backup"));
-            }
-            return self.bitmap_merge(ring, name, source).await;
-        }
-        self.check_room_for_bitmap(&entries, name)?;
-        let mut update = Update::default();
-        let stored = tables::store(self, ring, &source.bits, &mut update.taken).await;
-        let (table_offset, table_entries) = self.or_give_back(stored, &mut update)?;
-        entries.push(Entry {
-            table_offset,
-            table_entries,
-            flags: AUTO,
-            kind: TYPE_DIRTY_TRACKING,
-            // At most 31.
-            granularity_bits: u8::try_from(granularity_bits).unwrap_or(u8::MAX),
-            extra: Vec::new(),
-            name: name.as_bytes().to_vec(),
-        });
-        self.publish_bitmaps(ring, update, &entries).await
-    }
-
     /// Adds the bits of `source` to a bitmap. Where granularities differ, each bit stands for the
     /// range that it covers.
     ///

@@ -329,6 +329,7 @@ async fn bitmap(
     let valid = image.info().bitmaps.iter().any(|bitmap| bitmap.name == BITMAP && !bitmap.in_use);
     if cell.change == Change::Commit && is_made {
         // What is written to the base is in no bitmap of the former top.
+        assert!(!valid, "the bitmap claims to be true, {cell:?}");
         return;
     }
     assert!(valid || !is_sound, "the bitmap is lost, {cell:?}");
