@@ -8,6 +8,7 @@ mod common;
 
 use std::fs::File;
 use std::io::{IoSlice, IoSliceMut};
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::Duration;
@@ -15,9 +16,11 @@ use std::time::Duration;
 use common::tools::ringdisk;
 use common::{BLOCK, MIB, open_direct, refused, serve};
 use ringdisk_testkit::images::{pattern, qcow2, qemu_img, qemu_io, raw};
-use ringdisk_testkit::limits::{UringParameter, needs, needs_root};
+use ringdisk_testkit::limits::{UringParameter, needs, needs_root, part_needs};
 use ringdisk_testkit::mount::{FileSystem, Mounted, scratch, text};
 use ringdisk_testkit::process::{Process, command, ok_words, run};
+use rustix::fs::{FallocateFlags, fallocate};
+use rustix::io::Errno;
 use rustix::process::Signal;
 
 /// Distances from a page boundary: nothing, less than any device takes, a sector, and around a page.
@@ -35,7 +38,8 @@ fn rings() -> Option<UringParameter> {
     if !needs_root() {
         return None;
     }
-    let _ = needs("zero-copy (Linux 7.3); the bytes are checked without it", has_zero_copy());
+    // The bytes are checked without it.
+    let _ = part_needs("zero-copy (Linux 7.3)", has_zero_copy());
     UringParameter::set(true)
 }
 
@@ -93,7 +97,25 @@ impl Numbers {
     }
 }
 
-/// Reads and writes at all alignments, compared with a model; at the end the whole disk.
+/// Something that moves no bytes of the client between those that do: space is reserved or given back, zeroes are written, all is flushed.
+fn change_without_bytes(file: &File, model: &mut [u8], range: Range<usize>, what: usize) {
+    let (offset, len) = (range.start as u64, range.len() as u64);
+    let mode = match what {
+        0 => FallocateFlags::empty(),
+        1 => FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE,
+        2 => FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE,
+        _ => return file.sync_data().expect("flush"),
+    };
+    let done = fallocate(file, mode, offset, len);
+    if mode.is_empty() {
+        // There may be no way to reserve space; no byte changes either way.
+        return assert!(matches!(done, Ok(()) | Err(Errno::OPNOTSUPP)), "{done:?}");
+    }
+    done.unwrap_or_else(|errno| panic!("{mode:?}: {errno}"));
+    model[range].fill(0);
+}
+
+/// Requests at all alignments, compared with a model; at the end the whole disk.
 fn check_against_model(disk: &Path, model: &mut [u8], rounds: usize, seed: u64) {
     let file = open_direct(disk);
     let mut numbers = Numbers(seed);
@@ -110,7 +132,9 @@ fn check_against_model(disk: &Path, model: &mut [u8], rounds: usize, seed: u64) 
         let what = format!("round {round}: {len} bytes at {offset}, memory {distance} off a page");
         let mut memory = Memory::new(distance, len);
         let range = offset..offset + len;
-        if numbers.below(2) == 0 {
+        if numbers.below(8) == 0 {
+            change_without_bytes(&file, model, range, numbers.below(4));
+        } else if numbers.below(2) == 0 {
             let data = pattern(seed + round as u64, offset as u64, len);
             memory.get().copy_from_slice(&data);
             file.write_all_at(memory.get(), offset as u64).expect(&what);

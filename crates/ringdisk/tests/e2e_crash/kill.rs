@@ -4,16 +4,17 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use ringdisk_testkit::fio::Verify;
+use ringdisk_testkit::fio::{Verify, verdict};
 use ringdisk_testkit::images;
 use ringdisk_testkit::layout::{Guest, Layout};
 use ringdisk_testkit::limits::{full, needs, needs_root};
 use ringdisk_testkit::mount::{Mounted, scratch, text};
-use ringdisk_testkit::process::{Process, command, has, run};
+use ringdisk_testkit::process::{LIMIT, Process, command, has, run, until};
 use ringdisk_testkit::sim::Prng;
 use rustix::process::Signal;
 
 use crate::client::{Witness, work};
+use crate::common::tools::ringdisk;
 use crate::common::{MIB, open, serve};
 
 fn rounds() -> u64 {
@@ -35,6 +36,19 @@ fn kill(mut disk: Mounted, after: Duration) {
     disk.process().wait(Duration::from_secs(60)).expect("a killed process ends");
 }
 
+/// Waits until both jobs of fio have the disk open (one that comes later finds the mountpoint without a disk, and writes to that), and what was
+/// written is read back.
+fn is_reading_back(load: &Process, disk: &Mounted) {
+    let begun = until(LIMIT, || {
+        let descriptors = std::fs::read_dir(format!("/proc/{}/fd", load.pid())).ok()?;
+        let links = descriptors.flatten().filter_map(|fd| fd.path().read_link().ok());
+        let stats = ringdisk(Path::new("/"), &["ctl", disk.text(), "stats", "--json"]).ok().json();
+        let reads = stats["total"]["reads"].as_u64().expect("reads");
+        (links.filter(|link| link == disk.path()).count() >= 2 && reads > 0).then_some(())
+    });
+    assert!(begun.is_some(), "{}", load.output());
+}
+
 #[test]
 fn killed_under_fio_the_image_stays_sound_and_goes_on() {
     if !(needs_root() && needs("fio", has("fio")) && needs("qemu-img", has("qemu-img"))) {
@@ -44,6 +58,7 @@ fn killed_under_fio_the_image_stays_sound_and_goes_on() {
     let image = directory.path().join("image.qcow2");
     images::qcow2(&image, "64M", "");
     let mut prng = Prng::new(1);
+    let (mut verified, mut said) = (0, String::new());
     for _ in 0..rounds() {
         let disk = serve(&image, &["--threads", "2"]);
         let words = [
@@ -57,21 +72,37 @@ fn killed_under_fio_the_image_stays_sound_and_goes_on() {
             "--rw=randwrite",
             "--bsrange=4k-64k",
             "--blockalign=4k",
-            "--size=60m",
+            // A part of the disk for each, where nobody else writes.
+            "--size=30m",
+            "--offset_increment=30m",
             "--fsync=20",
             "--time_based",
             "--runtime=60",
             "--verify=crc32c",
-            "--verify_backlog=64",
+            "--verify_fatal=1",
+            "--verify_backlog=16",
             "--verify_state_save=0",
+            // Of two writes in flight to the same place either may come last.
+            "--serialize_overlap=1",
             "--thread",
             "--numjobs=2",
         ];
         let load = Process::spawn(&mut command(&words));
+        is_reading_back(&load, &disk);
         kill(disk, Duration::from_millis(200 + prng.below(700)));
-        drop(load);
+        // It ends since the disk is gone, not since it has read something else than it had written.
+        let finished = load.finish(Duration::from_secs(60));
+        assert_ne!(finished.code(), Some(0), "{}", finished.output());
+        let seen = verdict(&finished.output());
+        assert!(!seen.is_wrong, "{}", finished.output());
+        verified += u32::from(seen.has_read);
+        said = finished.output();
         assert_sound(&image);
     }
+    assert!(
+        verified > 0,
+        "fio has read nothing back in any round; in the last one it said: {said}"
+    );
     let disk = serve(&image, &[]);
     Verify { size_kib: 16 << 10, ..Verify::default() }.run(disk.path());
     let finished = disk.stop();
