@@ -106,6 +106,24 @@ impl Rules {
         Ok(Some(offset))
     }
 
+    /// Errors: `EIO` for an entry of an image with an external data file that names another place there
+    /// than that of its guest cluster. Of an image without one nothing is looked at.
+    ///
+    /// * `guest`: any offset of the disk inside the cluster.
+    #[inline]
+    pub(crate) fn check_place(&self, entry: u64, guest: u64) -> Result<(), Errno> {
+        if !self.external {
+            return Ok(());
+        }
+        let host = entry & OFFSET_MASK;
+        // Place 0 is told from none by bit 63.
+        let present = host != 0 || entry & COPIED != 0;
+        let misplaced = present
+            && entry & COMPRESSED == 0
+            && host != guest >> self.cluster_bits << self.cluster_bits;
+        if misplaced { Err(Errno::IO) } else { Ok(()) }
+    }
+
     /// What the bytes from `in_cluster` on are, and how many are of the same kind (up to the end
     /// of the cluster, or of the file).
     ///

@@ -4,7 +4,7 @@
 //! table", "Bitmaps extension", "Full disk encryption header pointer".
 
 use crate::error::Error;
-use crate::info::{CryptoHeader, FeatureClass, FeatureName, UnknownExtension};
+use crate::info::{FeatureClass, FeatureName, UnknownExtension};
 use crate::limits::{
     EXTENSIONS_MAX, FEATURE_NAMES_MAX, FILE_NAME_BYTES_MAX, FORMAT_NAME_BYTES_MAX,
 };
@@ -55,7 +55,8 @@ pub(crate) struct Extensions {
     pub(crate) data_file: Option<Vec<u8>>,
     pub(crate) feature_names: Vec<FeatureName>,
     pub(crate) bitmaps: Option<BitmapDirectory>,
-    pub(crate) crypto_header: Option<CryptoHeader>,
+    /// Why the bitmaps extension says nothing, when it is there.
+    pub(crate) bitmaps_bad: Option<String>,
     pub(crate) unknown: Vec<UnknownExtension>,
 }
 
@@ -120,10 +121,14 @@ impl Extensions {
     fn add(&mut self, kind: u32, data: &[u8], file: &str) -> Result<(), Error> {
         match kind {
             BACKING_FORMAT => {
-                if data.is_empty() || data.len() > FORMAT_NAME_BYTES_MAX {
-                    return Err(bad(file, kind, "the backing format must have 1 to 64 bytes"));
+                if data.len() > FORMAT_NAME_BYTES_MAX {
+                    let rule =
+                        format!("a backing format has at most {FORMAT_NAME_BYTES_MAX} bytes");
+                    return Err(bad(file, kind, &rule));
                 }
-                self.backing_format = Some(String::from_utf8_lossy(data).into_owned());
+                // An empty one says as much as none.
+                let format = String::from_utf8_lossy(data).into_owned();
+                self.backing_format = (!format.is_empty()).then_some(format);
             }
             DATA_FILE => {
                 if data.is_empty() || data.len() > FILE_NAME_BYTES_MAX || data.contains(&0) {
@@ -136,19 +141,18 @@ impl Extensions {
             BITMAPS => {
                 self.bitmaps = BitmapDirectory::parse(data);
                 if self.bitmaps.is_none() {
-                    return Err(bad(
-                        file,
-                        kind,
-                        "the bitmaps extension must have 24 bytes, of which bytes 4 to 7 are 0",
+                    self.bitmaps_bad = Some(format!(
+                        "header extension {kind:#010x}: the bitmaps extension must have 24 bytes, \
+                         of which bytes 4 to 7 are 0"
                     ));
                 }
             }
             CRYPTO_HEADER => {
-                let Ok(data) = <&[u8; 16]>::try_from(data) else {
-                    return Err(bad(file, kind, "the encryption pointer must have 16 bytes"));
-                };
-                self.crypto_header =
-                    Some(CryptoHeader { offset: u64_at(data, 0), len: u64_at(data, 8) });
+                // Encrypted images were refused before. One that only lost its mark would be served
+                // as ciphertext.
+                let rule = "it is for images encrypted with LUKS, and the header does not say that \
+                            this one is";
+                return Err(bad(file, kind, rule));
             }
             FILLER => {}
             _ => self.unknown.push(UnknownExtension { kind, data: data.to_vec() }),

@@ -73,7 +73,8 @@ pub struct Bitmap {
     pub name: String,
     /// Bytes of disk for each bit: a power of two.
     pub granularity_bytes: u64,
-    /// It was in use when the image was last closed, so its contents cannot be trusted.
+    /// Its contents cannot be trusted: it was in use when the image was last closed, or it has flags or
+    /// extra data that ringdisk does not know.
     pub in_use: bool,
     /// It records writes whenever the image is open for writing.
     pub auto: bool,
@@ -90,15 +91,6 @@ pub struct UnknownExtension {
     pub kind: u32,
     /// Contents without padding.
     pub data: Vec<u8>,
-}
-
-/// Where the full-disk-encryption header lies (extension `0x0537be77`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CryptoHeader {
-    /// Host offset in bytes.
-    pub offset: u64,
-    /// Length in bytes.
-    pub len: u64,
 }
 
 /// Everything the header, its extensions and the directories say.
@@ -149,9 +141,6 @@ pub struct Info {
     pub snapshots: Vec<Snapshot>,
     /// Persistent bitmaps, where the image says that they are consistent with the data.
     pub bitmaps: Vec<Bitmap>,
-    /// Pointer to an encryption header. The image itself is not encrypted, or it would have been
-    /// refused.
-    pub crypto_header: Option<CryptoHeader>,
     /// Header extensions that ringdisk does not know.
     pub unknown_extensions: Vec<UnknownExtension>,
     /// Entries of the L1 table.

@@ -65,7 +65,7 @@ pub use engine::grace::Grace;
 pub use error::{Error, ErrorKind};
 pub use header::is_qcow2;
 pub use image::{CacheCounters, Discard, OpenOptions, Qcow2};
-pub use info::{Bitmap, CompressionType, CryptoHeader, FeatureClass, FeatureName};
+pub use info::{Bitmap, CompressionType, FeatureClass, FeatureName};
 pub use info::{Info, Snapshot, UnknownExtension};
 pub use measure::{Measure, Measurement, measure_raw};
 pub use ops::ResizeOptions;

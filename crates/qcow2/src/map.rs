@@ -117,6 +117,7 @@ impl Qcow2 {
             let entry = slice.word(index);
             let bitmap = if self.geometry.extended { slice.word(index + 1) } else { 0 };
             let in_cluster = self.geometry.in_cluster(at);
+            self.rules.check_place(entry, at)?;
             let (kind, len) = self.rules.piece(entry, bitmap, in_cluster, lengths)?;
             let len = len.min(end - at);
             if !run.push(kind, len) {

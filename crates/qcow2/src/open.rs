@@ -178,7 +178,6 @@ fn info(header: Header, snapshots: Vec<Snapshot>, bitmaps: Vec<Bitmap>) -> Info 
         feature_names: header.extensions.feature_names,
         snapshots,
         bitmaps,
-        crypto_header: header.extensions.crypto_header,
         unknown_extensions: header.extensions.unknown,
         l1_entries: header.l1_entries,
         l1_table_offset: header.l1_table.start,

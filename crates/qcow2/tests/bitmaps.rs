@@ -12,7 +12,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use common::{Images, KIB, MIB, runtime};
-use ringdisk_qcow2::{CreateOptions, Error, ErrorKind, Nothing, OpenOptions, Qcow2};
+use ringdisk_qcow2::{CreateOptions, Error, ErrorKind, Nothing, OpenOptions, Qcow2, ResizeOptions};
 use ringdisk_ring::{IoBuf, Ring, Runtime};
 use ringdisk_storage::{Lock, Storage};
 use ringdisk_testkit::sim::{Fault, SimStorage, When};
@@ -451,37 +451,87 @@ fn operations_save_what_was_recorded_before_and_end_the_use() {
     check(&images, "image");
 }
 
+/// Writes to an image that has bitmaps `small` and `lost`; looks at it while it is open and afterwards.
+fn only_one_is_lost(runtime: &mut Runtime, path: &Path) {
+    let expected =
+        |small: bool| vec![("lost".to_owned(), true, true), ("small".to_owned(), small, true)];
+    let mut session = Session::open(runtime, path);
+    session.write(0, 4096);
+    let seen = Session::new(session.runtime, common::storage(path), false);
+    assert_eq!(seen.list(), expected(true), "{} while it is open", path.display());
+    drop(seen);
+    session.runtime.block_on(session.image.close(&session.ring)).expect("a clean close");
+    let mut seen = Session::new(runtime, common::storage(path), false);
+    assert_eq!(seen.list(), expected(false), "{} afterwards", path.display());
+    assert_eq!(seen.ranges("small").expect("it is valid"), [0..MIB * 2], "{}", path.display());
+    seen.ranges("lost").expect_err("it is not");
+}
+
 #[test]
-fn a_bitmap_that_cannot_be_recorded_invalidates_all_before_the_first_write() {
+fn a_bitmap_that_cannot_record_is_lost_by_itself_and_the_others_go_on() {
     let images = Images::new();
     let mut runtime = runtime();
-    // 8 TiB with a granularity of 4 KiB: 256 MiB of bits.
-    images.create("large", "", 8192 * GIB);
-    images.qemu_img(&["bitmap", "--add", "-g", "4k", "large", "bitmap"]);
-    // A table entry with reserved bits.
-    images.create("broken", "", 8 * MIB);
-    images.qemu_img(&["bitmap", "--add", "broken", "bitmap"]);
-    let broken = images.path("broken");
-    let table = {
-        let session = Session::open(&mut runtime, &broken);
-        session.image.info().bitmaps[0].table_offset
-    };
-    let mut bytes = std::fs::read(&broken).expect("the image");
-    let at = usize::try_from(table).expect("small");
-    bytes[at] = 0xff;
-    std::fs::write(&broken, bytes).expect("the image");
-    for name in ["large", "broken"] {
-        let path = images.path(name);
-        let mut session = Session::open(&mut runtime, &path);
-        assert_eq!(session.list().len(), 1);
-        session.write(0, 4096);
-        let seen = Session::new(session.runtime, common::storage(&path), false);
-        assert_eq!((seen.list(), seen.image.info().autoclear_features), (vec![], 0));
-        drop(seen);
-        session.runtime.block_on(session.image.close(&session.ring)).expect("a clean close");
-        let seen = Session::new(&mut runtime, common::storage(&path), false);
-        assert_eq!((seen.list(), seen.image.info().autoclear_features), (vec![], 0));
+    // 2 TiB with a granularity of 512 bytes: 512 MiB of bits.
+    images.create("large", "cluster_size=2M", 2048 * GIB);
+    images.qemu_img(&["bitmap", "--add", "-g", "512", "large", "lost"]);
+    // A table entry with reserved bits, and flags that nobody knows.
+    for name in ["broken", "strange"] {
+        images.create(name, "", 8 * MIB);
+        images.qemu_img(&["bitmap", "--add", name, "lost"]);
     }
+    for name in ["large", "broken", "strange"] {
+        images.qemu_img(&["bitmap", "--add", "-g", "2M", name, "small"]);
+        let path = images.path(name);
+        let table = Session::open(&mut runtime, &path).image.info().bitmaps[0].table_offset;
+        let mut bytes = std::fs::read(&path).expect("the image");
+        if name == "broken" {
+            bytes[usize::try_from(table).expect("small")] = 0xff;
+        }
+        if name == "strange" {
+            // The entry begins with the offset of the table.
+            let start = table.to_be_bytes();
+            let entry = bytes.chunks(8).position(|word| word == start).expect("the directory") * 8;
+            bytes[entry + 15] |= 0x10;
+        }
+        if name != "large" {
+            std::fs::write(&path, bytes).expect("the image");
+        }
+        only_one_is_lost(&mut runtime, &path);
+    }
+    check(&images, "large");
+}
+
+#[test]
+fn a_bitmap_that_could_not_record_is_refused_when_it_is_made_enabled_or_grown() {
+    let images = Images::new();
+    let mut runtime = runtime();
+    images.create("image", "cluster_size=2M", 2048 * GIB);
+    let path = images.path("image");
+    let mut session = Session::open(&mut runtime, &path);
+    let refused = |result: Result<(), Error>| {
+        let error = result.expect_err("512 MiB");
+        assert_eq!(error.kind(), ErrorKind::InvalidRequest, "{error}");
+        assert!(error.reason().contains("at most 128 MiB"), "{error}");
+    };
+    session.add("small", Some(2 * MIB)).expect("128 KiB");
+    refused(session.add("large", Some(512)));
+    // 128 MiB by itself, and there is another one.
+    refused(session.add("together", Some(2048)));
+    let ring = session.ring.clone();
+    let added = session.image.bitmap_add_disabled(&ring, "large", Some(512));
+    session.runtime.block_on(added).expect("it does not record");
+    refused(session.enable("large", true));
+    session.remove("large").expect("it is there");
+    session.add("half", Some(4096)).expect("64 MiB");
+    session.close();
+    let mut session = Session::open(&mut runtime, &path);
+    let options = ResizeOptions::default();
+    let grown = session.image.resize(&ring, 4096 * GIB, &options, &Nothing);
+    let error = session.runtime.block_on(grown).expect_err("more than 128 MiB");
+    assert!(error.reason().contains("128 MiB"), "{error}");
+    assert_eq!(session.list().len(), 2, "{error}");
+    session.close();
+    check(&images, "image");
 }
 
 /// An image in memory with two bitmaps: `one` records, `two` does not.

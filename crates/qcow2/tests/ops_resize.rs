@@ -348,3 +348,42 @@ fn the_name_of_the_backing_file_changes() {
         subject.check("refused names");
     }
 }
+
+/// Refcount blocks of an image, and how many of them count nothing.
+fn blocks(bytes: &[u8]) -> (usize, usize) {
+    let word = |at: usize| u64::from_be_bytes(bytes[at..at + 8].try_into().expect("8 bytes"));
+    let cluster = 1usize << bytes[23];
+    let table = word(48) as usize;
+    let len = u32::from_be_bytes(bytes[56..60].try_into().expect("4 bytes")) as usize * cluster;
+    let blocks: Vec<usize> = (0..len / 8).map(|n| word(table + 8 * n) as usize).collect();
+    let named = blocks.iter().filter(|block| **block != 0);
+    let empty = |block: &&usize| {
+        bytes.get(**block..**block + cluster).is_none_or(|bytes| bytes.iter().all(|b| *b == 0))
+    };
+    (named.clone().count(), named.filter(empty).count())
+}
+
+#[test]
+fn a_shrink_drops_refcount_blocks_that_count_nothing_and_lengthens_no_file() {
+    for options in ["cluster_size=512", "cluster_size=512,refcount_bits=64", "cluster_size=4k", ""]
+    {
+        // Data all over, at the end only, and none.
+        for (case, writes) in [
+            ("all over", vec![(0, 16 * MIB)]),
+            ("at the end", vec![(15 * MIB, MIB)]),
+            ("in front", vec![(0, MIB)]),
+            ("none", vec![]),
+        ] {
+            let mut subject = Subject::new(options, 16 * MIB);
+            writes.iter().for_each(|(offset, len)| subject.write(1, *offset, *len));
+            let len = |subject: &Subject| std::fs::metadata(subject.path()).expect("it").len();
+            let before = len(&subject);
+            let case = format!("{options}, {case}");
+            subject.resize(MIB, Preallocation::Off).expect("a smaller disk");
+            subject.check(&case);
+            assert!(len(&subject) <= before, "{case}: {before} bytes became {}", len(&subject));
+            let (all, empty) = blocks(&std::fs::read(subject.path()).expect("the image"));
+            assert_eq!(empty, 0, "{case}: of {all} refcount blocks");
+        }
+    }
+}

@@ -1,7 +1,7 @@
 //! Log lines of the control path, in the shape of our other messages.
 //!
 //! Promises: `ringdisk: warning: text` on standard error; a stream that cannot be written never
-//! ends the process.
+//! ends the process. Colours as in our other messages: on a terminal only.
 
 use std::fmt;
 use std::io::{self, Write};
@@ -12,7 +12,7 @@ use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
 
-use crate::terminal::NAME;
+use crate::terminal::{NAME, paint_error, paint_warning};
 
 /// Starts logging; once per process.
 ///
@@ -28,6 +28,8 @@ pub(crate) fn start(verbose: u8) {
         .with_max_level(level)
         // The default reports a failed write with a macro that panics.
         .log_internal_errors(false)
+        // The names of fields would be in italics in files too.
+        .with_ansi(false)
         .with_writer(|| Quiet)
         .event_format(Line);
     let _ = tracing::subscriber::set_global_default(builder.finish());
@@ -61,14 +63,13 @@ where
         mut writer: Writer<'_>,
         event: &Event<'_>,
     ) -> fmt::Result {
-        let level = match *event.metadata().level() {
-            Level::ERROR => "error: ",
-            Level::WARN => "warning: ",
-            Level::INFO => "",
-            Level::DEBUG => "debug: ",
-            Level::TRACE => "trace: ",
-        };
-        write!(writer, "{NAME}: {level}")?;
+        match *event.metadata().level() {
+            Level::ERROR => write!(writer, "{NAME}: {} ", paint_error("error:"))?,
+            Level::WARN => write!(writer, "{NAME}: {} ", paint_warning("warning:"))?,
+            Level::INFO => write!(writer, "{NAME}: ")?,
+            Level::DEBUG => write!(writer, "{NAME}: debug: ")?,
+            Level::TRACE => write!(writer, "{NAME}: trace: ")?,
+        }
         context.format_fields(writer.by_ref(), event)?;
         writeln!(writer)
     }

@@ -4,6 +4,7 @@
 //! panics. Messages go to standard error; results go to standard output through [`Results`], which
 //! reports a failed write where that matters.
 
+use std::ffi::OsString;
 use std::fmt;
 use std::io::{self, BufWriter, IsTerminal, StdoutLock, Write};
 
@@ -33,12 +34,12 @@ pub(crate) fn note(text: impl fmt::Display) {
 
 /// Something that the user should see to.
 pub(crate) fn warn(text: impl fmt::Display) {
-    say_error(format_args!("{NAME}: {} {text}", paint("warning:", "1;33")));
+    say_error(format_args!("{NAME}: {} {text}", paint_warning("warning:")));
 }
 
 /// Why the command failed, and what to do.
 pub(crate) fn complain(failure: &Failure) {
-    say_error(format_args!("{NAME}: {} {}", paint("error:", "1;31"), failure.message()));
+    say_error(format_args!("{NAME}: {} {}", paint_error("error:"), failure.message()));
     if let Some(hint) = failure.hint_text() {
         say_error(format_args!("  {} {hint}", paint("try:", "1")));
     }
@@ -51,8 +52,25 @@ pub(crate) fn is_interactive() -> bool {
 
 /// Whether escape sequences suit a stream.
 fn colours(terminal: bool) -> bool {
-    let set = |name| std::env::var_os(name).is_some_and(|value| !value.is_empty());
-    terminal && !set("NO_COLOR") && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
+    terminal && colours_wanted(|name| std::env::var_os(name))
+}
+
+/// Whether the user wants colours on a terminal.
+///
+/// * `variable`: the environment. <https://no-color.org> and `TERM=dumb` are obeyed.
+fn colours_wanted(variable: impl Fn(&str) -> Option<OsString>) -> bool {
+    variable("NO_COLOR").is_none_or(|value| value.is_empty())
+        && variable("TERM").is_none_or(|term| term != "dumb")
+}
+
+/// `text` as the word in front of an error, when standard error is a terminal.
+pub(crate) fn paint_error(text: &str) -> String {
+    paint(text, "1;31")
+}
+
+/// `text` as the word in front of a warning, when standard error is a terminal.
+pub(crate) fn paint_warning(text: &str) -> String {
+    paint(text, "1;33")
 }
 
 /// `text` in a colour, when standard error is a terminal.
@@ -146,6 +164,20 @@ mod tests {
         assert!(ended(Err(io::ErrorKind::BrokenPipe.into())).is_ok());
         let full = ended(Err(io::ErrorKind::StorageFull.into())).expect_err("full");
         assert_eq!(full.exit, Exit::General);
+    }
+
+    #[test]
+    fn colours_are_for_those_who_want_them() {
+        let environment = |no_color: Option<&'static str>, term: Option<&'static str>| {
+            move |name: &str| {
+                let value = if name == "TERM" { term } else { no_color };
+                value.map(OsString::from)
+            }
+        };
+        assert!(colours_wanted(environment(None, Some("xterm"))));
+        assert!(colours_wanted(environment(Some(""), None)));
+        assert!(!colours_wanted(environment(Some("1"), Some("xterm"))));
+        assert!(!colours_wanted(environment(None, Some("dumb"))));
     }
 
     #[test]

@@ -414,3 +414,60 @@ fn people_see_the_same_facts_as_programs() {
     assert!(map.contains("0x500000        0x10000         0x500000        base.raw\n"), "{map}");
     assert!(map.contains("compressed      overlay.qcow2\n"), "{map}");
 }
+
+/// An image with a bitmap whose table makes no sense.
+fn with_broken_bitmap(image: &Path) {
+    let name = image.to_str().expect("a name of ours");
+    qemu_img(&["create", "-q", "-f", "qcow2", name, "8M"]);
+    qemu_img(&["bitmap", "--add", name, "broken"]);
+    let mut bytes = fs::read(image).expect("the image");
+    let kind = 0x2385_2875_u32.to_be_bytes();
+    let word = |bytes: &[u8], at: usize| {
+        let word = bytes[at..at + 8].try_into().expect("8 bytes");
+        usize::try_from(u64::from_be_bytes(word)).expect("small")
+    };
+    let extension = bytes.windows(4).position(|w| w == kind).expect("the extension") + 8;
+    let directory = word(&bytes, extension + 16);
+    let table = word(&bytes, directory);
+    bytes[table] = 0xff;
+    fs::write(image, bytes).expect("the image");
+}
+
+#[test]
+fn warnings_in_files_have_no_colours() {
+    let directory = scratch();
+    with_broken_bitmap(&directory.path().join("image"));
+    let output = ringdisk_in(directory.path(), &["bitmap", "--add", "image", "more"]);
+    let text = stderr(&output);
+    assert_eq!(code(&output), 0, "{text}");
+    assert!(text.contains("ringdisk: warning: ") && text.contains("broken"), "{text}");
+    assert!(!text.contains('\x1b'), "{text:?}");
+}
+
+#[test]
+fn a_check_names_bitmaps_that_cannot_be_read_and_a_repair_removes_them() {
+    let directory = scratch();
+    with_broken_bitmap(&directory.path().join("image"));
+    let check = |words: &[&str]| {
+        let output = ringdisk_in(directory.path(), words);
+        (code(&output), stdout(&output) + &stderr(&output))
+    };
+    let (exit, text) = check(&["check", "image"]);
+    assert_eq!(exit, 2, "{text}");
+    assert!(text.contains("bitmap 'broken' cannot be used"), "{text}");
+    let (exit, text) = check(&["check", "--repair", "all", "image"]);
+    assert_eq!(exit, 0, "{text}");
+    assert!(text.contains("bitmap 'broken' is removed"), "{text}");
+    assert_eq!(check(&["check", "image"]).0, 0);
+    qemu_img(&["check", "-q", "-f", "qcow2", directory.path().join("image").to_str().expect("it")]);
+}
+
+#[test]
+fn messages_of_a_check_do_not_send_the_user_to_a_check() {
+    let directory = scratch();
+    fs::write(directory.path().join("image"), b"QFI\xfb\0\0\0\x03").expect("a file");
+    let output = ringdisk_in(directory.path(), &["check", "image"]);
+    let text = stderr(&output);
+    assert_eq!(code(&output), 1, "{text}");
+    assert!(!text.contains("ringdisk check"), "{text}");
+}

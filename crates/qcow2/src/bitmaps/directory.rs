@@ -8,6 +8,7 @@ use ringdisk_storage::Storage;
 
 use crate::error::Error;
 use crate::extensions::{BitmapDirectory, u16_at, u32_at, u64_at};
+use crate::header::bad_bitmaps;
 use crate::limits::{BITMAP_DIRECTORY_BYTES_MAX, BITMAP_NAME_BYTES_MAX, BITMAPS_MAX};
 use crate::table::TableReader;
 
@@ -22,7 +23,7 @@ pub(crate) const IN_USE: u32 = 1 << 0;
 /// Writes are recorded.
 pub(crate) const AUTO: u32 = 1 << 1;
 /// Extra data that a program does not know changes nothing about the bitmap.
-const EXTRA_COMPATIBLE: u32 = 1 << 2;
+pub(crate) const EXTRA_COMPATIBLE: u32 = 1 << 2;
 /// Bitmaps that record writes, the only type.
 pub(crate) const TYPE_DIRTY_TRACKING: u8 = 1;
 /// Granularities that QEMU takes: 512 bytes to 2 GiB.
@@ -101,7 +102,7 @@ pub(crate) async fn read(
     let fits = directory.offset.checked_add(directory.len).is_some_and(|end| end <= storage.len());
     let aligned = directory.offset.is_multiple_of(cluster_size);
     if directory.count == 0 || !fits || !aligned || directory.offset == 0 {
-        return Err(Error::corrupt(
+        return Err(bad_bitmaps(
             file,
             format!(
                 "the bitmap directory at {:#x} ({} entries, {} bytes) is empty, unaligned or \
@@ -133,7 +134,7 @@ async fn entry(table: &mut TableReader<'_>, file: &str) -> Result<Entry, Error> 
         || granularity_bits > 63
         || kind != TYPE_DIRTY_TRACKING
     {
-        return Err(Error::corrupt(
+        return Err(bad_bitmaps(
             file,
             format!(
                 "a bitmap has type {kind}, granularity_bits {granularity_bits}, a name of \

@@ -10,7 +10,7 @@ mod bits;
 pub(crate) mod directory;
 mod ops;
 mod recording;
-mod tables;
+pub(crate) mod tables;
 #[cfg(test)]
 mod tests;
 mod update;
@@ -53,7 +53,8 @@ fn listed(entry: &directory::Entry) -> Bitmap {
         name: entry.shown(),
         // At most 63: checked when the directory was read.
         granularity_bytes: 1 << entry.granularity_bits,
-        in_use: entry.has(directory::IN_USE),
+        // A bitmap that nobody can use is as good as one that was not saved.
+        in_use: entry.has(directory::IN_USE) || entry.unusable().is_some(),
         auto: entry.has(directory::AUTO),
         table_offset: entry.table_offset,
         table_entries: entry.table_entries,

@@ -18,6 +18,7 @@ use crate::header::{self, HeaderImage};
 use crate::image::Qcow2;
 use crate::limits::{
     BITMAP_BYTES_MAX, BITMAP_DIRECTORY_BYTES_MAX, BITMAP_NAME_BYTES_MAX, BITMAPS_MAX,
+    RECORDED_BITMAPS_BYTES_MAX,
 };
 use crate::sync::lock;
 
@@ -56,18 +57,43 @@ impl Qcow2 {
     ///   the cluster size, but 4 KiB at least and 64 KiB at most.
     ///
     /// Errors: `InvalidRequest` for a name that is there already, empty, or longer than 1023 bytes,
-    /// for a granularity that is not allowed or makes the bitmap too large, too many bitmaps, and
-    /// version 2; `Io`.
+    /// for a granularity that is not allowed or makes the bitmap too large (also for the memory that
+    /// all bitmaps may take that record), too many bitmaps, and version 2; `Io`.
     pub async fn bitmap_add(
         &mut self,
         ring: &Ring,
         name: &str,
         granularity_bytes: Option<u64>,
     ) -> Result<(), Error> {
+        self.add_bitmap(ring, name, granularity_bytes, AUTO).await
+    }
+
+    /// Adds an empty bitmap that does not record, so it takes no memory.
+    ///
+    /// Errors: as [`bitmap_add`](Qcow2::bitmap_add).
+    pub async fn bitmap_add_disabled(
+        &mut self,
+        ring: &Ring,
+        name: &str,
+        granularity_bytes: Option<u64>,
+    ) -> Result<(), Error> {
+        self.add_bitmap(ring, name, granularity_bytes, 0).await
+    }
+
+    async fn add_bitmap(
+        &mut self,
+        ring: &Ring,
+        name: &str,
+        granularity_bytes: Option<u64>,
+        flags: u32,
+    ) -> Result<(), Error> {
         let granularity_bits = self.check_new_bitmap(name, granularity_bytes)?;
         let mut entries = self.bitmaps_to_change(ring).await?;
         if entries.iter().any(|entry| entry.name == name.as_bytes()) {
             return Err(self.refuse_bitmap(name, "is there already", "choose another name"));
+        }
+        if flags & AUTO != 0 {
+            self.check_recording_room(name, &entries, granularity_bits)?;
         }
         self.check_room_for_bitmap(&entries, name)?;
         let bits = Bits::new(self.geometry.virtual_size, granularity_bits)
@@ -78,7 +104,7 @@ impl Qcow2 {
         entries.push(Entry {
             table_offset,
             table_entries,
-            flags: AUTO,
+            flags,
             kind: TYPE_DIRTY_TRACKING,
             // At most 31.
             granularity_bits: u8::try_from(granularity_bits).unwrap_or(u8::MAX),
@@ -124,7 +150,8 @@ impl Qcow2 {
         self.replace_contents(ring, &mut entries, at, &bits).await
     }
 
-    /// Lets a bitmap record writes from now on. Errors: as [`bitmap_clear`](Qcow2::bitmap_clear).
+    /// Lets a bitmap record writes from now on. Errors: as [`bitmap_clear`](Qcow2::bitmap_clear), and
+    /// `InvalidRequest` when the bitmaps that record would take too much memory.
     pub async fn bitmap_enable(&mut self, ring: &Ring, name: &str) -> Result<(), Error> {
         self.set_recording(ring, name, true).await
     }
@@ -210,6 +237,9 @@ impl Qcow2 {
         if entries[at].has(AUTO) == on {
             return Ok(());
         }
+        if on {
+            self.check_recording_room(name, &entries, entries[at].granularity_bits.into())?;
+        }
         entries[at].flags ^= AUTO;
         self.publish_bitmaps(ring, Update::default(), &entries).await
     }
@@ -275,6 +305,33 @@ impl Qcow2 {
             return Err(self.refuse_bitmap(name, why, "remove some of them"));
         }
         Ok(())
+    }
+
+    /// Refuses a bitmap that could not record, since all that record are held in memory.
+    ///
+    /// * `entries`: the bitmaps that are there.
+    fn check_recording_room(
+        &self,
+        name: &str,
+        entries: &[Entry],
+        granularity_bits: u32,
+    ) -> Result<(), Error> {
+        let size = self.geometry.virtual_size;
+        let others = tables::recording_bytes(entries, size);
+        let bytes = tables::content_bytes(size, granularity_bits);
+        if others.saturating_add(bytes) <= RECORDED_BITMAPS_BYTES_MAX {
+            return Ok(());
+        }
+        let mib = |bytes: u64| bytes.div_ceil(1 << 20);
+        let why = format!(
+            "with a granularity of {} would take {} MiB of memory while it records, beside {} MiB of \
+             other bitmaps: together at most {} MiB",
+            1u64 << granularity_bits,
+            mib(bytes),
+            mib(others),
+            mib(RECORDED_BITMAPS_BYTES_MAX)
+        );
+        Err(self.refuse_bitmap(name, &why, "use a larger granularity, or disable other bitmaps"))
     }
 
     fn find_bitmap(&self, entries: &[Entry], name: &str) -> Result<usize, Error> {

@@ -10,11 +10,13 @@
 //! - Recording can begin again after a save, at the place where the save has put the directory.
 //! - Bitmaps that do not record (not `auto`) stay valid as they are; those that were left in use by
 //!   somebody else stay so and are not recorded.
+//! - One that should record and cannot is lost by itself: it is marked in use with the others and stays
+//!   so. The others go on recording.
 
 use ringdisk_ring::{Errno, Ring};
 use ringdisk_storage::Storage;
 
-use super::bits::{self, Bits};
+use super::bits::Bits;
 use super::directory::{self, AUTO, Entry, FLAGS_AT, IN_USE};
 use super::tables::{self, Place};
 use super::update::{self, Update};
@@ -31,7 +33,7 @@ use crate::sync::{AtomicBool, AtomicU64, Ordering, lock};
 pub(crate) struct Recording {
     recorded: Vec<Recorded>,
     /// Those that should record, but cannot.
-    unreadable: Vec<String>,
+    lost: Vec<Lost>,
     /// They are marked in use on stable storage.
     begun: AtomicBool,
 }
@@ -46,13 +48,23 @@ struct Recorded {
     bits: Bits,
 }
 
+/// A bitmap that changes make wrong.
+#[derive(Debug)]
+struct Lost {
+    /// As in the directory.
+    name: Vec<u8>,
+    /// Host offset of the flags of its entry; a save moves it.
+    flags_at: AtomicU64,
+    flags: u32,
+}
+
 impl Recording {
     /// Reads the bitmaps that have to record from now on.
     ///
     /// * `bitmaps`: what [`read`](super::read) found in the directory.
     ///
     /// Errors: `Corrupt` when the directory breaks the specification, `Io`. A bitmap that cannot be
-    /// recorded is no error: see [`all_readable`](Recording::all_readable).
+    /// recorded is no error: it is marked in use for good with the first change, and a warning says so.
     pub(crate) async fn load(
         ring: &Ring,
         file: &Storage,
@@ -68,42 +80,35 @@ impl Recording {
         let place =
             Place { ring, file, cluster_bits: geometry.cluster_bits, size: geometry.virtual_size };
         let entries = directory::read(ring, file, directory, geometry.cluster_size()).await?;
-        let positions: Vec<usize> = directory::positions(&entries).collect();
+        let positions = directory::positions(&entries).collect::<Vec<_>>();
+        let mut wanted: Vec<(Entry, usize)> = entries.into_iter().zip(positions).collect();
+        wanted.retain(|(entry, _)| entry.has(AUTO) && !entry.has(IN_USE));
+        // The small ones first: a large one that does not fit costs no other its place.
+        wanted.sort_by_key(|(entry, _)| std::cmp::Reverse(entry.granularity_bits));
         let mut room = RECORDED_BITMAPS_BYTES_MAX;
-        for (entry, position) in entries.into_iter().zip(positions) {
-            if !entry.has(AUTO) || entry.has(IN_USE) {
-                continue;
-            }
+        for (entry, position) in wanted {
+            let flags_at = AtomicU64::new(directory.offset + (position + FLAGS_AT) as u64);
+            let (name, flags) = (entry.name.clone(), entry.flags);
             let loaded = match load_one(&place, &entry, &mut room).await {
                 Ok(bits) => Ok(bits),
                 // Once more: the first change gives up what cannot be read.
                 Err(_) => load_one(&place, &entry, &mut room).await,
             };
             match loaded {
-                Ok(bits) => recording.recorded.push(Recorded {
-                    flags_at: AtomicU64::new(directory.offset + (position + FLAGS_AT) as u64),
-                    name: entry.name,
-                    flags: entry.flags,
-                    bits,
-                }),
+                Ok(bits) => recording.recorded.push(Recorded { flags_at, name, flags, bits }),
                 Err(reason) => {
-                    let (image, name) = (file.name(), entry.shown());
-                    tracing::warn!(image, name, reason, "a bitmap cannot record writes");
-                    recording.unreadable.push(name);
+                    let (image, shown) = (file.name(), entry.shown());
+                    tracing::warn!(
+                        image,
+                        name = shown,
+                        reason,
+                        "a bitmap cannot record writes, so the next write makes it inconsistent"
+                    );
+                    recording.lost.push(Lost { flags_at, name, flags });
                 }
             }
         }
-        if !recording.all_readable() {
-            // All bitmaps are given up with the first change: there is nothing to record.
-            recording.recorded.clear();
-        }
         Ok(recording)
-    }
-
-    /// Whether all bitmaps that have to record can. If not, the image must say before its first
-    /// change that its bitmaps are not to be trusted (autoclear bit 0).
-    pub(crate) fn all_readable(&self) -> bool {
-        self.unreadable.is_empty()
     }
 
     /// Whether a save has something to do.
@@ -116,14 +121,15 @@ impl Recording {
     ///
     /// Errors: what the storage reports.
     pub(crate) async fn begin(&self, ring: &Ring, file: &Storage) -> Result<(), Errno> {
-        if self.recorded.is_empty() || self.has_begun() {
+        if self.recorded.is_empty() && self.lost.is_empty() || self.has_begun() {
             return Ok(());
         }
-        for one in &self.recorded {
+        let recorded = self.recorded.iter().map(|one| (&one.flags_at, one.flags));
+        let lost = self.lost.iter().map(|one| (&one.flags_at, one.flags));
+        for (flags_at, flags) in recorded.chain(lost) {
             // Four bytes of one sector: marked or not, never something else.
-            let flags = one.flags | IN_USE;
-            let at = one.flags_at.load(Ordering::Acquire);
-            write_bytes(ring, file, at, &flags.to_be_bytes()).await?;
+            let at = flags_at.load(Ordering::Acquire);
+            write_bytes(ring, file, at, &(flags | IN_USE).to_be_bytes()).await?;
         }
         file.flush(ring).await?;
         self.begun.store(true, Ordering::Release);
@@ -136,6 +142,7 @@ impl Recording {
     pub(crate) async fn give_up(&self, ring: &Ring, file: &Storage) -> Result<(), Errno> {
         let result = self.begin(ring, file).await;
         if result.is_err() {
+            // Those that cannot record stay in use: they may have missed changes before.
             for one in &self.recorded {
                 let at = one.flags_at.load(Ordering::Acquire);
                 let _ = write_bytes(ring, file, at, &one.flags.to_be_bytes()).await;
@@ -201,8 +208,11 @@ impl Recording {
     fn follow(&self, image: &Qcow2, entries: &[Entry]) -> Result<(), Errno> {
         let Some(directory) = lock(&image.engine()?.header).bitmaps() else { return Ok(()) };
         for (entry, position) in entries.iter().zip(directory::positions(entries)) {
+            let at = directory.offset + (position + FLAGS_AT) as u64;
             if let Some(one) = self.recorded.iter().find(|one| one.name == entry.name) {
-                let at = directory.offset + (position + FLAGS_AT) as u64;
+                one.flags_at.store(at, Ordering::Release);
+            }
+            if let Some(one) = self.lost.iter().find(|one| one.name == entry.name) {
                 one.flags_at.store(at, Ordering::Release);
             }
         }
@@ -219,7 +229,7 @@ async fn load_one(
     if let Some(reason) = entry.unusable() {
         return Err(reason.to_owned());
     }
-    let needed = bits::count(place.size, entry.granularity_bits.into()).div_ceil(8);
+    let needed = tables::content_bytes(place.size, entry.granularity_bits.into());
     let Some(left) = room.checked_sub(needed) else {
         return Err(format!(
             "the bitmaps that record need more than {RECORDED_BITMAPS_BYTES_MAX} bytes of memory"

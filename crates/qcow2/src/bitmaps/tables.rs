@@ -9,7 +9,7 @@ use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_storage::Storage;
 
 use super::bits::{self, Bits};
-use super::directory::Entry;
+use super::directory::{AUTO, Entry, IN_USE};
 use crate::header::write_bytes;
 use crate::image::Qcow2;
 use crate::limits::BITMAP_BYTES_MAX;
@@ -39,9 +39,24 @@ pub(crate) fn table_entries(size: u64, granularity_bits: u32, cluster_bits: u32)
     bits::count(size, granularity_bits).div_ceil(8).div_ceil(1 << cluster_bits)
 }
 
+/// Bytes of the bits of a bitmap, which is what it takes in memory too.
+pub(crate) fn content_bytes(size: u64, granularity_bits: u32) -> u64 {
+    bits::count(size, granularity_bits).div_ceil(8)
+}
+
+/// Bytes that those of `entries` take that record writes of a disk of `size` bytes.
+pub(crate) fn recording_bytes(entries: &[Entry], size: u64) -> u64 {
+    let recording = entries
+        .iter()
+        .filter(|entry| entry.has(AUTO) && !entry.has(IN_USE) && entry.unusable().is_none());
+    recording.fold(0, |sum, entry| {
+        sum.saturating_add(content_bytes(size, entry.granularity_bits.into()))
+    })
+}
+
 /// Whether a bitmap is too large for the format.
 pub(crate) fn is_too_large(size: u64, granularity_bits: u32) -> bool {
-    bits::count(size, granularity_bits).div_ceil(8) > BITMAP_BYTES_MAX
+    content_bytes(size, granularity_bits) > BITMAP_BYTES_MAX
 }
 
 /// A bitmap that cannot be read, and why.

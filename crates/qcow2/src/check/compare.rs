@@ -223,7 +223,6 @@ impl Block<'_> {
             refcount::get(self.bytes, order, at) > 0
         });
         self.note_highest(scan, last, compared);
-        self.overlaps(scan, last, report);
     }
 
     fn note_highest(&self, scan: &Scan, last: u64, compared: &mut Compared) {
@@ -234,29 +233,6 @@ impl Block<'_> {
             if refcount::get(self.bytes, order, at) > 0 || scan.counts.get(cluster).total > 0 {
                 compared.highest = cluster;
                 return;
-            }
-        }
-    }
-
-    /// Metadata that something else refers to as well, where the refcounts do not show it.
-    fn overlaps(&self, scan: &Scan, last: u64, report: &mut CheckReport) {
-        let from = scan.metadata.partition_point(|(cluster, _)| *cluster < self.first);
-        for (cluster, uses) in &scan.metadata[from..] {
-            if *cluster >= last {
-                break;
-            }
-            let total = scan.counts.get(*cluster).total;
-            let at = usize::try_from(cluster - self.first).unwrap_or(0);
-            let stored = refcount::get(self.bytes, scan.layout.refcount_order, at);
-            if total > *uses && stored == u64::from(total) || *uses == u32::MAX {
-                report.overlaps += 1;
-                report.say(|| {
-                    format!(
-                        "WARNING the cluster at {:#x} holds metadata, and something else refers \
-                         to it too",
-                        cluster << scan.layout.cluster_bits
-                    )
-                });
             }
         }
     }

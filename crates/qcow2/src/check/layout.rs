@@ -32,6 +32,8 @@ pub(super) struct Layout {
     pub(super) version: u32,
     /// Length of the file in bytes, rounded up to a sector as QEMU sees it.
     pub(super) file_len: u64,
+    /// The same, as it is.
+    pub(super) exact_len: u64,
 }
 
 impl Layout {
@@ -43,6 +45,7 @@ impl Layout {
             external: header.incompatible & header::EXTERNAL_DATA != 0,
             version: header.version,
             file_len: file_len.checked_next_multiple_of(SECTOR).unwrap_or(file_len),
+            exact_len: file_len,
         }
     }
 
@@ -82,6 +85,12 @@ impl Layout {
     /// log2 of the clusters that one refcount block covers.
     pub(super) fn block_bits(&self) -> u32 {
         self.cluster_bits + 3 - self.refcount_order
+    }
+
+    /// Bytes of disk that one L2 table maps.
+    pub(super) fn table_bytes(&self) -> u64 {
+        let entry_bits = if self.extended { 4 } else { 3 };
+        1 << (2 * self.cluster_bits - entry_bits)
     }
 
     /// Place and length in bytes of a compressed cluster.

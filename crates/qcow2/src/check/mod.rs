@@ -9,17 +9,19 @@
 //! - A repair that is cut off at any point leaves an image that is no worse than before (module
 //!   `repair`).
 //!
-//! Where QEMU stops (a table of a bitmap that it cannot load, a refcount block that is not aligned)
-//! the verdict is the same, but the rest is looked at too. What it does not look for is in
-//! [`CheckReport::overlaps`] and leaves the verdict alone. Tables behind the end of the file read as
-//! zeroes, as it reads them.
+//! Where QEMU stops at a refcount block that is not aligned the verdict is the same, but the rest is
+//! looked at too. What it does not look for is counted in [`CheckReport::own_findings`] as well. A
+//! bitmap that it does not open an image with is damage here, which a repair removes. Tables behind
+//! the end of the file read as zeroes, as it reads them.
 //!
 //! It works on storage, not on an open image, so that it can look at what cannot be opened.
 //! Control threads; the ring that it is given serves its reads.
 
+mod bitmaps;
 mod compare;
 mod counts;
 mod layout;
+mod overlaps;
 mod plan;
 mod rebuild;
 mod refcount;
@@ -99,7 +101,7 @@ pub async fn check(
         examine(&reader, &header, hooks).await.map(|(report, _, _)| report)
     };
     // Boxed: the many steps of a repair make a large future.
-    Box::pin(result).await.map_err(|stop| stop.into_error(file.name()))
+    Box::pin(result).await.map_err(|stop| stop.into_check_error(file.name()))
 }
 
 /// Makes the refcounts of an image right that was not closed cleanly, in new structures beside the
@@ -133,7 +135,7 @@ pub fn check_bytes<B: ImageBytes + ?Sized>(image: &B) -> Result<CheckReport, Err
     });
     match future.poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(result) => {
-            result.map(|(report, _, _)| report).map_err(|stop| stop.into_error(name))
+            result.map(|(report, _, _)| report).map_err(|stop| stop.into_check_error(name))
         }
         // Reads from memory are ready at once.
         Poll::Pending => Err(Error::corrupt(name, "the check waits for memory")),
@@ -155,7 +157,7 @@ async fn read_header(source: &impl Source, name: &str) -> Result<Header, Stop> {
     }
     // Tables that the file does not have are a finding, not a reason to stop: they read as zeroes.
     let len = if head.len() < SECTOR_LEN { source.len() } else { i64::MAX.unsigned_abs() };
-    Ok(header::parse(&head, Subject { name, len }, false)?)
+    Ok(header::parse_for_check(&head, Subject { name, len })?)
 }
 
 /// One complete look at the image.
@@ -175,6 +177,7 @@ async fn examine(
         ..CheckReport::default()
     };
     let mut scan = scan::scan(source, header, &mut report, hooks).await?;
+    overlaps::find(source, &mut scan, &mut report).await?;
     let compared = compare::compare(source, &mut scan, &mut report, hooks).await?;
     Ok((report, scan, compared))
 }

@@ -13,6 +13,9 @@ use crate::check::scan::Scan;
 use crate::check::stop::Stop;
 use crate::limits::REFCOUNT_TABLE_BYTES_MAX;
 
+/// Most clusters that are kept though nothing refers to them: about 48 MiB of memory.
+const KEPT_MAX: usize = 1 << 20;
+
 /// New places and what they make of the refcounts.
 #[derive(Debug)]
 pub(super) struct Plan<'a> {
@@ -155,6 +158,63 @@ impl<'a> Plan<'a> {
 
     fn good_block(&self, entry: u64) -> bool {
         self.is_counted(entry) && self.scan.counts.get(entry >> self.layout.cluster_bits).total == 1
+    }
+
+    /// Keeps the clusters that a block counts and nothing refers to, where entries are damaged that may
+    /// have named them. To be called for each block that can be read, before anything is allocated.
+    ///
+    /// Errors: `Memory`.
+    pub(super) fn keep_leaks(&mut self, index: u64, block: &[u8]) -> Result<(), Stop> {
+        if self.scan.damaged == 0 {
+            return Ok(());
+        }
+        let order = self.layout.refcount_order;
+        let first = index << self.layout.block_bits();
+        let last = self.layout.clusters().min((index + 1) << self.layout.block_bits());
+        for cluster in first..last {
+            // Inside the block.
+            let place = usize::try_from(cluster - first).unwrap_or(0);
+            let stored = refcount::get(block, order, place);
+            if stored > 0 {
+                self.keep(cluster, stored)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// As [`keep_leaks`](Plan::keep_leaks) for the clusters whose refcounts cannot be read: any of them
+    /// may be what a damaged entry should name.
+    ///
+    /// Errors: `Memory`.
+    pub(super) fn keep_uncovered(&mut self) -> Result<(), Stop> {
+        if self.scan.damaged == 0 {
+            return Ok(());
+        }
+        let bits = self.layout.block_bits();
+        for index in 0..self.layout.clusters().div_ceil(1 << bits) {
+            if self.entry(index) == 0 {
+                for cluster in index << bits..self.layout.clusters().min((index + 1) << bits) {
+                    self.keep(cluster, 1)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn keep(&mut self, cluster: u64, refcount: u64) -> Result<(), Stop> {
+        let free = self.scan.counts.get(cluster).total == 0
+            && !self.held.contains(&cluster)
+            && !self.fresh.contains_key(&cluster);
+        if free {
+            if self.fresh.len() >= KEPT_MAX {
+                return Err(Stop::Memory);
+            }
+            self.fresh.insert(cluster, refcount);
+            if self.entry(cluster >> self.layout.block_bits()) == 0 {
+                self.touch(cluster);
+            }
+        }
+        Ok(())
     }
 
     /// Blocks that can be read: number and host offset, in their order.

@@ -8,6 +8,7 @@
 use ringdisk_ring::Ring;
 use ringdisk_storage::{Kind, Storage};
 
+use crate::check::bitmaps;
 use crate::check::counts::{Counts, REGION_CLUSTERS, Region, Uses};
 use crate::check::layout::{COPIED, EntryKind, Layout, OFFSET_MASK};
 use crate::check::plan::Plan;
@@ -16,7 +17,7 @@ use crate::check::scan::{Scan, TableUse};
 use crate::check::source::{READ_BYTES, Reader, Source};
 use crate::check::stop::Stop;
 use crate::check::tables;
-use crate::extensions::u64_at;
+use crate::extensions::{BitmapDirectory, u64_at};
 use crate::header::{self, Header, HeaderImage, Subject, write_bytes};
 
 /// The image that is repaired.
@@ -66,8 +67,18 @@ impl Patient<'_> {
         }
     }
 
-    /// Makes what was written durable, then the header, then that.
+    /// Clears the autoclear bits that we do not know: before the first write in place.
+    pub(super) async fn clear_unknown(&self) -> Result<(), Stop> {
+        let head = self.head().await?;
+        let unknown = head.autoclear() & !header::KNOWN_AUTOCLEAR;
+        if unknown == 0 { Ok(()) } else { self.switch(&head).await }
+    }
+
+    /// Makes what was written durable, then the header, then that. Autoclear bits that we do not know
+    /// are cleared on the way.
     pub(super) async fn switch(&self, head: &HeaderImage) -> Result<(), Stop> {
+        let mut head = head.clone();
+        head.set_autoclear(head.autoclear() & header::KNOWN_AUTOCLEAR);
         self.flush().await?;
         let written = head.write_first_sector(self.ring, self.storage).await;
         written.map_err(|errno| Stop::Io("writing the qcow2 header", errno))?;
@@ -99,6 +110,7 @@ pub(super) async fn rebuild(
     let l1_bytes = u64::from(header.l1_entries) * 8;
     let snapshots = new_snapshot_table(patient, scan).await?;
 
+    let bitmaps = bitmaps::new_directory(&patient.reader(), header, scan).await?;
     let lost_snapshots = scan.lost_snapshots.len();
     let mut plan = Plan::new(scan, limit);
     plan.retire(
@@ -115,7 +127,11 @@ pub(super) async fn rebuild(
     if snapshots.is_some() {
         plan.retire(header.snapshots_offset, plan.scan().snapshot_table_len, 1);
     }
+    if let Some(old) = bitmaps.as_ref().and_then(|new| new.old) {
+        plan.retire(old.offset, old.len, 1);
+    }
     plan.drop_bad_blocks();
+    plan.keep_uncovered()?;
     touch_wrong_blocks(patient, &mut plan, hooks).await?;
     plan.touch_uncovered();
 
@@ -140,6 +156,9 @@ pub(super) async fn rebuild(
             patient.write(place << layout.cluster_bits, bytes).await?;
         }
     }
+    if let Some(new) = &bitmaps {
+        set_bitmaps(patient, &mut plan, &mut head, new).await?;
+    }
     plan.place_blocks()?;
     let (table_at, table_clusters) = plan.place_table()?;
     let table_at = table_at << layout.cluster_bits;
@@ -159,6 +178,26 @@ pub(super) async fn rebuild(
         head.set_incompatible(head.incompatible() & !header::DIRTY);
     }
     patient.switch(&head).await
+}
+
+/// Lets the header name the bitmaps that are left.
+async fn set_bitmaps(
+    patient: Patient<'_>,
+    plan: &mut Plan<'_>,
+    head: &mut HeaderImage,
+    new: &bitmaps::NewDirectory,
+) -> Result<(), Stop> {
+    if new.count == 0 {
+        head.set_bitmaps(None)?;
+        head.set_autoclear(head.autoclear() & !header::BITMAPS);
+        return Ok(());
+    }
+    let layout = plan.scan().layout;
+    let len = new.bytes.len() as u64;
+    let offset = plan.allocate(len.div_ceil(layout.cluster_size()), 1)? << layout.cluster_bits;
+    patient.write(offset, &new.bytes).await?;
+    head.set_bitmaps(Some(BitmapDirectory { count: new.count, offset, len }))?;
+    Ok(())
 }
 
 /// An L2 table on its way.
@@ -286,6 +325,7 @@ async fn touch_wrong_blocks(
         .reader()
         .read_all("reading refcount blocks", pieces, |place, bytes| {
             let (index, _) = blocks[place];
+            plan.keep_leaks(index, bytes)?;
             if !plan.is_right(index, bytes, &mut scratch) {
                 plan.touch(index << layout.block_bits());
             }

@@ -5,21 +5,24 @@
 //! - A crash at any point, and any error, leaves an image that is no worse than before. Leaks are
 //!   taken back where each sector of a refcount block is right by itself; entries of L2 tables are
 //!   emptied one sector at a time; everything else is made new beside the old (module `rebuild`).
-//! - Nothing that might still be of use is given up: only L2 entries that no reader could serve, and snapshots whose
-//!   L1 table cannot be where they say.
-//! - While it is not known what a bitmap refers to, or counts do not fit into the refcounts, those
-//!   are left alone.
+//! - Nothing that might still be of use is given up: only L2 entries that no reader could serve, snapshots whose
+//!   L1 table cannot be where they say, and bitmaps that cannot be read.
+//! - While an L1 or L2 entry is damaged, leaked clusters stay: they may be what the entry should name.
+//! - Where an entry names metadata, or a table is cut, nothing is changed at all (module `overlaps`).
+//! - While counts do not fit into the refcounts, those are left alone.
 
 use crate::check::compare::{self, Compared};
 use crate::check::counts::Uses;
-use crate::check::layout::{BLOCK_RESERVED, SECTOR, ZERO};
+use crate::check::layout::{BLOCK_RESERVED, COPIED, SECTOR, ZERO};
 use crate::check::rebuild::{Patient, rebuild};
 use crate::check::refcount;
-use crate::check::report::{CheckHooks, CheckReport};
-use crate::check::scan::{Hopeless, Scan};
+use crate::check::report::{CheckHooks, CheckReport, MESSAGES_MAX};
+use crate::check::scan::{Fixable, Scan};
 use crate::check::source::Source;
 use crate::check::stop::Stop;
 use crate::check::{Repair, examine, read_header};
+use crate::error::Error;
+use crate::extensions::u64_at;
 use crate::header;
 
 /// Most rounds: one for entries, one for refcounts, and two for what only shows then.
@@ -66,6 +69,10 @@ pub(super) async fn repair(
             patient.cut(old_len).await;
             header = read_header(&reader, storage.name()).await?;
             (report, scan, _) = examine(&reader, &header, hooks).await?;
+            actions.push(
+                "Not repaired: what could be changed would make it look worse, so it is as it was"
+                    .to_owned(),
+            );
             break;
         }
         header = new_header;
@@ -74,7 +81,18 @@ pub(super) async fn repair(
             break;
         }
     }
+    let only_raw_mark = what == Repair::All && scan.raw_without_data && report.corruptions == 1;
+    actions.extend(why_not(&scan, &report, what).filter(|_| !only_raw_mark));
     drop(scan);
+    if only_raw_mark {
+        let patient = Patient { ring, storage, header: &header };
+        let mut head = patient.head().await?;
+        head.set_autoclear(head.autoclear() & !header::RAW_EXTERNAL);
+        patient.switch(&head).await?;
+        header = read_header(&reader, storage.name()).await?;
+        (report, _, _) = examine(&reader, &header, hooks).await?;
+        actions.push("Repaired: the mark of a raw data file is removed".to_owned());
+    }
     if report.corruptions == 0 && report.check_errors == 0 {
         let patient = Patient { ring, storage, header: &header };
         if clear_marks(patient).await? {
@@ -83,6 +101,34 @@ pub(super) async fn repair(
         }
     }
     Ok(summary(first, report, actions))
+}
+
+/// What a repair has left as it is, and why.
+fn why_not(scan: &Scan, report: &CheckReport, what: Repair) -> Option<String> {
+    let way_out = "`ringdisk convert --salvage` saves what can be read";
+    if scan.unknown {
+        Some(format!(
+            "Not repaired: what the missing part of a table refers to is not known, so nothing is \
+             changed or given back; {way_out}"
+        ))
+    } else if !scan.overlaps.is_empty() {
+        Some(format!(
+            "Not repaired: entries name metadata, and what they should name may be among the leaked \
+             clusters, so nothing is changed or given back; {way_out}"
+        ))
+    } else if scan.damaged > 0 && report.leaks > 0 {
+        Some(format!(
+            "Not repaired: {} leaked clusters are kept, as they may be what the damaged entries \
+             should name; {way_out}",
+            report.leaks
+        ))
+    } else if what == Repair::All && (report.corruptions > 0 || report.check_errors > 0) {
+        Some(format!(
+            "Not repaired: nobody knows what the entries that are left should say; {way_out}"
+        ))
+    } else {
+        None
+    }
 }
 
 /// A measure of damage that each round must bring down.
@@ -99,13 +145,13 @@ async fn round(
     what: Repair,
     hooks: CheckHooks<'_>,
 ) -> Result<Option<String>, Stop> {
-    if scan.unknown || report.is_clean() {
+    if scan.unknown || !scan.overlaps.is_empty() || report.is_clean() {
         return Ok(None);
     }
-    if what == Repair::All && !scan.hopeless.is_empty() {
-        let emptied = empty_entries(patient, scan).await?;
-        if emptied > 0 {
-            return Ok(Some(format!("Repaired: {emptied} broken L2 entries read as zeroes now")));
+    if what == Repair::All && !scan.fixable.is_empty() {
+        let said = fix_entries(patient, scan).await?;
+        if !said.is_empty() {
+            return Ok(Some(said.join("\n")));
         }
     }
     let wants_rebuild = compared.too_low
@@ -113,7 +159,8 @@ async fn round(
         || compared.leaks_with_flags
         || scan.blocks_broken
         || scan.incomplete_snapshots > 0
-        || !scan.lost_snapshots.is_empty();
+        || !scan.lost_snapshots.is_empty()
+        || !scan.lost_bitmaps.is_empty();
     let may_rebuild = match what {
         Repair::Nothing => false,
         // Flags are made right too when nothing else is wrong: QEMU does so, and a leak may need it.
@@ -127,12 +174,15 @@ async fn round(
             text +=
                 &format!("\nRepaired: snapshot {name} is removed, as its L1 table cannot be read");
         }
+        for said in scan.lost_bitmaps.said() {
+            text += &format!("\n{said}");
+        }
         if scan.incomplete_snapshots > 0 {
             text += "\nRepaired: the snapshot table has the extra data that it should have";
         }
         return Ok(Some(text));
     }
-    if report.leaks > 0 && what != Repair::Nothing {
+    if report.leaks > 0 && what != Repair::Nothing && scan.damaged == 0 {
         let freed = take_leaks_back(patient, scan, report.corruptions == 0, hooks).await?;
         if freed > 0 {
             return Ok(Some(format!("Repaired: {freed} leaked clusters are free again")));
@@ -141,19 +191,23 @@ async fn round(
     Ok(None)
 }
 
-/// Empties the L2 entries of which nothing can be kept. Returns how many.
-async fn empty_entries(patient: Patient<'_>, scan: &mut Scan) -> Result<u64, Stop> {
+/// Makes the L2 entries right that can be, one by one, and empties those of which nothing can be kept.
+/// Returns what was done.
+async fn fix_entries(patient: Patient<'_>, scan: &mut Scan) -> Result<Vec<String>, Stop> {
     let layout = scan.layout;
-    let mut emptied = 0;
-    let mut hopeless = std::mem::take(&mut scan.hopeless);
-    hopeless.sort_unstable_by_key(|each| (each.table, each.index));
-    for Hopeless { table, index } in hopeless {
+    let (mut emptied, mut moved) = (0u64, 0u64);
+    let mut fixable = std::mem::take(&mut scan.fixable);
+    fixable.sort_unstable_by_key(|each| (each.table, each.index));
+    for Fixable { table, index, place } in fixable {
         // Where something else lies too, a write could only make it worse.
         let cluster = table >> layout.cluster_bits;
         let known = scan.tables.binary_search_by_key(&table, |known| known.offset);
         let uses = known.map_or(0, |at| scan.tables[at].total());
         if layout.in_cluster(table) != 0 || uses != scan.counts.get(cluster).total {
             continue;
+        }
+        if emptied + moved == 0 {
+            patient.clear_unknown().await?;
         }
         let bytes = if layout.extended { 16 } else { 8 };
         let offset = table + u64::from(index) * bytes;
@@ -162,16 +216,34 @@ async fn empty_entries(patient: Patient<'_>, scan: &mut Scan) -> Result<u64, Sto
         // Inside the sector: entries do not cross sectors.
         let at = usize::try_from(offset - sector).unwrap_or(0);
         let zero_flag = if layout.version >= 3 { ZERO } else { 0 };
-        let (entry, bitmap) = if layout.extended { (0, ALL_ZEROES) } else { (zero_flag, 0) };
+        let (entry, bitmap) = match place {
+            Some(place) => {
+                moved += 1;
+                let zero = if layout.extended { 0 } else { u64_at(&content, at) & zero_flag };
+                (place | COPIED | zero, u64_at(&content, at + 8))
+            }
+            None => {
+                emptied += 1;
+                if layout.extended { (0, ALL_ZEROES) } else { (zero_flag, 0) }
+            }
+        };
         content[at..at + 8].copy_from_slice(&u64::to_be_bytes(entry));
         if layout.extended {
             content[at + 8..at + 16].copy_from_slice(&u64::to_be_bytes(bitmap));
         }
         patient.write(sector, &content).await?;
-        emptied += 1;
     }
     patient.flush().await?;
-    Ok(emptied)
+    let mut said = Vec::new();
+    if emptied > 0 {
+        said.push(format!("Repaired: {emptied} broken L2 entries read as zeroes now"));
+    }
+    if moved > 0 {
+        said.push(format!(
+            "Repaired: {moved} L2 entries name their own place of the data file now"
+        ));
+    }
+    Ok(said)
 }
 
 /// Lowers refcounts that are too high, in place, where that leaves every flag right. Returns the
@@ -220,6 +292,9 @@ async fn take_leaks_back(
             }
         }
         if freed > before {
+            if before == 0 {
+                patient.clear_unknown().await?;
+            }
             patient.write(*entry, &block).await?;
         }
     }
@@ -273,6 +348,9 @@ fn summary(first: CheckReport, last: CheckReport, actions: Vec<String>) -> Check
     }
     let left = std::mem::replace(&mut report.messages, first.messages);
     let left_out = std::mem::replace(&mut report.messages_left_out, first.messages_left_out);
+    // What was done has to be among them.
+    let more = report.messages.split_off(report.messages.len().min(MESSAGES_MAX / 2));
+    report.messages_left_out = report.messages_left_out.saturating_add(more.len() as u64);
     let heading = (!left.is_empty()).then(|| "Left after the repair:".to_owned());
     for text in actions.into_iter().chain(heading).chain(left) {
         report.say(|| text);
@@ -288,11 +366,20 @@ fn summary(first: CheckReport, last: CheckReport, actions: Vec<String>) -> Check
 /// as it was.
 pub(super) async fn rebuild_dirty(patient: Patient<'_>, hooks: CheckHooks<'_>) -> Result<(), Stop> {
     let (report, mut scan, compared) = examine(&patient.reader(), patient.header, hooks).await?;
-    // What a snapshot refers to that cannot be read is not known, and nobody asked to give it up.
-    if scan.unknown || scan.overflow || !scan.lost_snapshots.is_empty() {
+    // What a snapshot or bitmap refers to that cannot be read is not known, and nobody asked to give
+    // it up.
+    if scan.unknown
+        || scan.overflow
+        || !scan.lost_snapshots.is_empty()
+        || !scan.lost_bitmaps.is_empty()
+        || !scan.overlaps.is_empty()
+    {
         let reason = report.messages.into_iter().next().unwrap_or_default();
-        return Err(Stop::Corrupt(format!(
-            "the image was not closed cleanly and its refcounts cannot be rebuilt: {reason}"
+        return Err(Stop::Error(Error::corrupt(
+            patient.storage.name(),
+            format!(
+                "the image was not closed cleanly and its refcounts cannot be rebuilt: {reason}"
+            ),
         )));
     }
     let right = !compared.too_low

@@ -43,10 +43,10 @@ pub struct CheckReport {
     pub corruptions_fixed: u64,
     /// Leaks that were repaired.
     pub leaks_fixed: u64,
-    /// Clusters of metadata that something else refers to as well, where refcounts and flags agree
-    /// with that. Nothing that is written overwrites them, but the guest sees metadata there. Not
-    /// part of the verdict, as `qemu-img check` does not look for them.
-    pub overlaps: u64,
+    /// Those among `corruptions` that `qemu-img check` does not look for: metadata that something else
+    /// refers to as well, tables that the file cuts off, bitmaps that it does not open an image with,
+    /// entries for the wrong place of a data file. The rest is counted as there.
+    pub own_findings: u64,
     /// End of the last cluster that is in use or counted as used, in bytes.
     pub image_end_offset: u64,
     /// Guest clusters of the disk.
@@ -95,10 +95,24 @@ impl CheckReport {
         }
     }
 
+    /// Adds sentences in front of the others.
+    pub(super) fn say_first(&mut self, texts: Vec<String>) {
+        let rest = std::mem::take(&mut self.messages);
+        for text in texts.into_iter().chain(rest) {
+            self.say(|| text);
+        }
+    }
+
     /// Counts `count` corruptions with one sentence.
     pub(super) fn corrupt(&mut self, count: u64, text: impl FnOnce() -> String) {
         self.corruptions = self.corruptions.saturating_add(count);
         self.say(text);
+    }
+
+    /// Counts `count` corruptions that `qemu-img check` does not look for, with one sentence.
+    pub(super) fn own_finding(&mut self, count: u64, text: impl FnOnce() -> String) {
+        self.own_findings = self.own_findings.saturating_add(count);
+        self.corrupt(count, text);
     }
 
     /// Counts `count` leaks with one sentence.

@@ -7,6 +7,7 @@
 
 use std::collections::HashMap;
 
+use crate::check::bitmaps::LostBitmaps;
 use crate::check::counts::{Counts, Uses};
 use crate::check::layout::{BLOCK_RESERVED, COPIED, L1_RESERVED, Layout, OFFSET_MASK};
 use crate::check::report::{CheckHooks, CheckReport};
@@ -29,6 +30,19 @@ pub(super) struct TableUse {
     pub(super) header: u32,
     /// Entries of L1 tables of snapshots.
     pub(super) snapshots: u32,
+    /// Number of the one entry that names it, in the active L1 table; [`NO_INDEX`] where there are more.
+    pub(super) index: u32,
+}
+
+/// See [`TableUse::index`].
+pub(super) const NO_INDEX: u32 = u32::MAX;
+
+/// Where an L1 table lies.
+#[derive(Clone, Copy, Debug)]
+struct Table {
+    offset: u64,
+    bytes: u64,
+    active: bool,
 }
 
 impl TableUse {
@@ -41,13 +55,55 @@ impl TableUse {
     }
 }
 
-/// An L2 entry that can only be emptied.
+/// An L2 entry that is made right by itself, in place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Hopeless {
+pub(super) struct Fixable {
     /// Host offset of the table.
     pub(super) table: u64,
     /// Number of the entry.
     pub(super) index: u32,
+    /// Its place in the external data file, which is known; `None`: nothing of the entry can be kept.
+    pub(super) place: Option<u64>,
+}
+
+/// What a cluster of metadata holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Holds {
+    Header,
+    RefcountTable,
+    RefcountBlock,
+    L1,
+    SnapshotL1,
+    Snapshots,
+    L2,
+    Bitmaps,
+}
+
+impl Holds {
+    /// In a message.
+    pub(super) fn words(self) -> &'static str {
+        match self {
+            Holds::Header => "the header",
+            Holds::RefcountTable => "the refcount table",
+            Holds::RefcountBlock => "a refcount block",
+            Holds::L1 => "the L1 table",
+            Holds::SnapshotL1 => "the L1 table of a snapshot",
+            Holds::Snapshots => "the snapshot table",
+            Holds::L2 => "an L2 table",
+            Holds::Bitmaps => "bitmaps",
+        }
+    }
+}
+
+/// A cluster that a structure needs for itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Claim {
+    pub(super) cluster: u64,
+    pub(super) holds: Holds,
+    /// References that the structure itself has.
+    pub(super) uses: u32,
+    /// Number of the refcount block.
+    pub(super) block: u32,
 }
 
 /// What one walk found.
@@ -59,8 +115,11 @@ pub(super) struct Scan {
     pub(super) tables: Vec<TableUse>,
     /// The L1 tables of snapshots that could be read.
     pub(super) snapshots: Vec<SnapshotL1>,
-    /// Clusters that hold metadata, and how often metadata may refer to each; by cluster.
-    pub(super) metadata: Vec<(u64, u32)>,
+    /// Clusters that hold metadata; sorted.
+    pub(super) claims: Vec<Claim>,
+    /// Clusters of metadata that something else refers to too, where it is not known how to make that
+    /// right (module `overlaps`).
+    pub(super) overlaps: Vec<u64>,
     /// Entries of the refcount table.
     pub(super) blocks: Vec<u64>,
     /// Clusters of what reaches behind the end, and how many entries of the active tree refer to
@@ -78,8 +137,15 @@ pub(super) struct Scan {
     pub(super) lost_snapshots: Vec<(u32, String)>,
     /// Bytes of the snapshot table.
     pub(super) snapshot_table_len: u64,
-    /// L2 entries that hold nothing that could be kept.
-    pub(super) hopeless: Vec<Hopeless>,
+    /// Snapshots and bitmaps aside: L1 and L2 entries that cannot be right. What they should refer to
+    /// may be among the leaks.
+    pub(super) damaged: u64,
+    /// L2 entries that can be made right one by one.
+    pub(super) fixable: Vec<Fixable>,
+    /// Bitmaps that cannot be used.
+    pub(super) lost_bitmaps: LostBitmaps,
+    /// The mark of a raw data file stands in an image without a data file.
+    pub(super) raw_without_data: bool,
     /// The refcount structures cannot be used as they are.
     pub(super) blocks_broken: bool,
     /// Some cluster has more references than a refcount can say.
@@ -107,7 +173,8 @@ pub(super) async fn scan(
         counts,
         tables: Vec::new(),
         snapshots: Vec::new(),
-        metadata: Vec::new(),
+        claims: Vec::new(),
+        overlaps: Vec::new(),
         blocks: Vec::new(),
         strays: HashMap::new(),
         strays_end: 0,
@@ -116,30 +183,29 @@ pub(super) async fn scan(
         incomplete_snapshots: 0,
         lost_snapshots: Vec::new(),
         snapshot_table_len: 0,
-        hopeless: Vec::new(),
+        damaged: 0,
+        fixable: Vec::new(),
+        lost_bitmaps: LostBitmaps::default(),
+        raw_without_data: false,
         blocks_broken: false,
         overflow: false,
         done: 0,
         total: 0,
     };
     scan.count(0, layout.cluster_size(), "the header", report)?;
-    scan.own(0, layout.cluster_size());
+    scan.own(0, layout.cluster_size(), Holds::Header);
+    scan.marks(header, report);
     scan.read_refcount_table(source, header).await?;
     let l1_bytes = u64::from(header.l1_entries) * 8;
-    scan.l1_table(source, header.l1_table.start, l1_bytes, true, "the L1 table", report).await?;
+    let l1 = Table { offset: header.l1_table.start, bytes: l1_bytes, active: true };
+    scan.l1_table(source, l1, "the L1 table", report).await?;
     scan.snapshots(source, header, report, hooks).await?;
-    scan.bitmaps(source, header, report, hooks).await?;
     scan.l2_tables(source, report, hooks).await?;
     scan.refcount_table(header, report)?;
-    scan.metadata.sort_unstable();
-    scan.metadata.dedup_by(|next, first| {
-        let same = next.0 == first.0;
-        if same {
-            // A cluster that two structures claim belongs to neither.
-            first.1 = u32::MAX;
-        }
-        same
-    });
+    scan.claims.sort_unstable();
+    // Last: a bitmap that lies on something else is wrong, not what it lies on.
+    scan.bitmaps(source, header, report, hooks).await?;
+    scan.claims.sort_unstable();
     Ok(scan)
 }
 
@@ -152,10 +218,14 @@ impl Scan {
         what: &str,
         report: &mut CheckReport,
     ) -> Result<(), Stop> {
-        self.count_uses(offset, len, Uses::unflagged(1), || what.to_owned(), report)
+        if len == 0 {
+            return Ok(());
+        }
+        self.count_range(offset, len, Uses::unflagged(1), || what.to_owned(), report)
     }
 
-    /// As [`count`](Scan::count), with `uses`: the flags belong to the first cluster.
+    /// As [`count`](Scan::count) for what an L1 or L2 entry names, with `uses`: the flags belong to
+    /// the first cluster.
     pub(super) fn count_uses(
         &mut self,
         offset: u64,
@@ -167,6 +237,18 @@ impl Scan {
         if len == 0 {
             return Ok(());
         }
+        self.damaged += u64::from(!self.layout.may_be_there(offset, len));
+        self.count_range(offset, len, uses, what, report)
+    }
+
+    fn count_range(
+        &mut self,
+        offset: u64,
+        len: u64,
+        uses: Uses,
+        what: impl FnOnce() -> String,
+        report: &mut CheckReport,
+    ) -> Result<(), Stop> {
         let first = offset >> self.layout.cluster_bits;
         if !self.layout.may_be_there(offset, len) {
             let file_len = self.layout.file_len;
@@ -209,12 +291,45 @@ impl Scan {
     }
 
     /// Notes that a range holds a structure that shares its clusters with nothing.
-    pub(super) fn own(&mut self, offset: u64, len: u64) {
+    pub(super) fn own(&mut self, offset: u64, len: u64, holds: Holds) {
         if len == 0 || !self.layout.may_be_there(offset, len) {
             return;
         }
         let bits = self.layout.cluster_bits;
-        self.metadata.extend((offset >> bits..=(offset + len - 1) >> bits).map(|at| (at, 1)));
+        let clusters = offset >> bits..=(offset + len - 1) >> bits;
+        self.claims.extend(clusters.map(|cluster| Claim { cluster, holds, uses: 1, block: 0 }));
+    }
+
+    /// Looks whether a table that has to be there as a whole is cut by the end of the file. What it
+    /// refers to is not known then. `qemu-img check` takes zeroes for what is missing.
+    pub(super) fn whole(&mut self, offset: u64, len: u64, what: &str, report: &mut CheckReport) {
+        let end = offset.saturating_add(len);
+        if len == 0 || end <= self.layout.exact_len {
+            return;
+        }
+        self.unknown = true;
+        // Else it was counted as lying behind the end.
+        if self.layout.may_be_there(offset, len) {
+            let exact_len = self.layout.exact_len;
+            report.own_finding(1, || {
+                format!(
+                    "ERROR the file ends at {exact_len:#x}, before the end of {what} ({len} bytes at \
+                     {offset:#x})"
+                )
+            });
+        }
+    }
+
+    /// What the header says that cannot be, where that is no reason to stop.
+    fn marks(&mut self, header: &Header, report: &mut CheckReport) {
+        let raw = header.autoclear & header::RAW_EXTERNAL != 0;
+        self.raw_without_data = raw && !self.layout.external;
+        if self.raw_without_data {
+            report.own_finding(1, || {
+                "ERROR the header says that the data file is a raw image, but there is no data file"
+                    .to_owned()
+            });
+        }
     }
 
     pub(super) fn progress(&mut self, bytes: u64, hooks: CheckHooks<'_>) -> Result<(), Stop> {
@@ -226,21 +341,24 @@ impl Scan {
     async fn l1_table(
         &mut self,
         source: &impl Source,
-        offset: u64,
-        bytes: u64,
-        active: bool,
+        table: Table,
         what: &str,
         report: &mut CheckReport,
     ) -> Result<(), Stop> {
+        let Table { offset, bytes, active } = table;
         self.count(offset, bytes, what, report)?;
-        self.own(offset, bytes);
+        self.own(offset, bytes, if active { Holds::L1 } else { Holds::SnapshotL1 });
+        self.whole(offset, bytes, what, report);
         let there = bytes.min(self.layout.file_len.saturating_sub(offset));
         source
-            .read_all("reading an L1 table", pieces_of(offset, there), |_, piece| {
-                for raw in piece.as_chunks::<8>().0 {
+            .read_all("reading an L1 table", pieces_of(offset, there), |place, piece| {
+                let first = place * READ_BYTES / 8;
+                for (at, raw) in piece.as_chunks::<8>().0.iter().enumerate() {
                     let entry = u64::from_be_bytes(*raw);
                     if entry != 0 {
-                        self.l1_entry(entry, active, what, report);
+                        // At most 2^22 entries.
+                        let index = u32::try_from(first + at).unwrap_or(u32::MAX);
+                        self.l1_entry(index, entry, active, what, report);
                     }
                 }
                 Ok(())
@@ -249,8 +367,17 @@ impl Scan {
         self.merge_tables()
     }
 
-    fn l1_entry(&mut self, entry: u64, active: bool, what: &str, report: &mut CheckReport) {
+    fn l1_entry(
+        &mut self,
+        index: u32,
+        entry: u64,
+        active: bool,
+        what: &str,
+        report: &mut CheckReport,
+    ) {
         let offset = entry & OFFSET_MASK;
+        let bad = entry & L1_RESERVED != 0 || self.layout.in_cluster(offset) != 0;
+        self.damaged += u64::from(bad);
         if entry & L1_RESERVED != 0 {
             report.corrupt(1, || format!("ERROR {what}: entry {entry:#x} has reserved bits set"));
         }
@@ -259,7 +386,8 @@ impl Scan {
                 format!("ERROR {what}: entry {entry:#x} names an L2 table that is not aligned")
             });
         }
-        let mut table = TableUse { offset, ..TableUse::default() };
+        let index = if active { index } else { NO_INDEX };
+        let mut table = TableUse { offset, index, ..TableUse::default() };
         // An entry for the header counts like any other, only its flag does not.
         match (active, offset, entry & COPIED) {
             (false, _, _) => table.snapshots = 1,
@@ -276,6 +404,7 @@ impl Scan {
         self.tables.dedup_by(|next, first| {
             let same = next.offset == first.offset;
             if same {
+                first.index = if next.index == first.index { first.index } else { NO_INDEX };
                 first.copied = first.copied.saturating_add(next.copied);
                 first.plain = first.plain.saturating_add(next.plain);
                 first.header = first.header.saturating_add(next.header);
@@ -329,82 +458,13 @@ impl Scan {
                 return Err(Stop::Memory);
             }
             let what = format!("the L1 table of snapshot {name}");
-            self.l1_table(source, offset, bytes, false, &what, report).await?;
+            let table = Table { offset, bytes, active: false };
+            self.l1_table(source, table, &what, report).await?;
             self.snapshots.push(snapshot);
         }
         self.count(header.snapshots_offset, len, "the snapshot table", report)?;
-        self.own(header.snapshots_offset, len);
-        Ok(())
-    }
-
-    async fn bitmaps(
-        &mut self,
-        source: &impl Source,
-        header: &Header,
-        report: &mut CheckReport,
-        hooks: CheckHooks<'_>,
-    ) -> Result<(), Stop> {
-        if let Some(crypto) = header.extensions.crypto_header {
-            self.count(crypto.offset, crypto.len, "the encryption header", report)?;
-        }
-        let Some(directory) = header.extensions.bitmaps else { return Ok(()) };
-        if header.autoclear & header::BITMAPS == 0 {
-            return Ok(());
-        }
-        let bitmaps = tables::bitmaps(source, header, directory).await?;
-        self.count(directory.offset, directory.len, "the bitmap directory", report)?;
-        self.own(directory.offset, directory.len);
-        let mut bytes_sum = 0;
-        for bitmap in bitmaps {
-            hooks.step(self.done, self.total)?;
-            let bytes = u64::from(bitmap.entries) * 8;
-            bytes_sum += bytes;
-            if bytes_sum > CHECK_TABLES_BYTES_MAX {
-                return Err(Stop::Memory);
-            }
-            self.count(bitmap.offset, bytes, "a bitmap table", report)?;
-            self.own(bitmap.offset, bytes);
-            let there = bytes.min(self.layout.file_len.saturating_sub(bitmap.offset));
-            let pieces = pieces_of(bitmap.offset, there);
-            source
-                .read_all("reading a bitmap table", pieces, |_, piece| {
-                    for raw in piece.as_chunks::<8>().0 {
-                        let entry = u64::from_be_bytes(*raw);
-                        if entry != 0 {
-                            self.bitmap_entry(entry, &bitmap.name, report)?;
-                        }
-                    }
-                    Ok(())
-                })
-                .await?;
-        }
-        Ok(())
-    }
-
-    fn bitmap_entry(
-        &mut self,
-        entry: u64,
-        name: &str,
-        report: &mut CheckReport,
-    ) -> Result<(), Stop> {
-        let offset = entry & OFFSET_MASK;
-        let reserved = !(OFFSET_MASK | 1);
-        let bad = entry & reserved != 0
-            || (offset != 0 && (entry & 1 != 0 || self.layout.in_cluster(offset) != 0));
-        if bad {
-            // The bitmap cannot be loaded, so what it uses is not known.
-            self.unknown = true;
-            report.check_errors += 1;
-            report.corrupt(1, || {
-                format!("ERROR bitmap '{name}': the table entry {entry:#x} is not allowed")
-            });
-            return Ok(());
-        }
-        if offset == 0 {
-            return Ok(());
-        }
-        self.count(offset, self.layout.cluster_size(), "a cluster of a bitmap", report)?;
-        self.own(offset, self.layout.cluster_size());
+        self.own(header.snapshots_offset, len, Holds::Snapshots);
+        self.whole(header.snapshots_offset, len, "the snapshot table", report);
         Ok(())
     }
 
@@ -421,7 +481,10 @@ impl Scan {
             let uses = Uses { total: table.total(), copied: table.copied, plain: table.plain };
             self.count_uses(table.offset, size, uses, || "an L2 table".to_owned(), report)?;
             if self.layout.in_cluster(table.offset) == 0 && table.offset < self.layout.file_len {
-                self.metadata.push((table.offset >> self.layout.cluster_bits, table.total()));
+                let cluster = table.offset >> self.layout.cluster_bits;
+                let claim = Claim { cluster, holds: Holds::L2, uses: table.total(), block: 0 };
+                self.claims.push(claim);
+                self.whole(table.offset, size, "an L2 table", report);
             }
         }
         let inside = &tables[..tables.partition_point(|t| t.offset < self.layout.file_len)];
@@ -462,7 +525,7 @@ impl Scan {
         let layout = self.layout;
         let table = header.refcount_table;
         self.count(table.start, table.end - table.start, "the refcount table", report)?;
-        self.own(table.start, table.end - table.start);
+        self.own(table.start, table.end - table.start, Holds::RefcountTable);
         let size = layout.cluster_size();
         let max = layout.refcount_max();
         for index in 0..self.blocks.len() {
@@ -480,7 +543,10 @@ impl Scan {
                 "the block lies behind the end of the file"
             } else {
                 self.count(offset, size, "a refcount block", report)?;
-                self.own(offset, size);
+                // At most 2^20 entries.
+                let block = u32::try_from(index).unwrap_or(u32::MAX);
+                let holds = Holds::RefcountBlock;
+                self.claims.push(Claim { cluster, holds, uses: 1, block });
                 if u64::from(self.counts.get(cluster).total).min(max) == 1 {
                     continue;
                 }

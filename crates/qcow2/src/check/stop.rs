@@ -5,6 +5,10 @@ use ringdisk_ring::Errno;
 use crate::check::counts::OutOfMemory;
 use crate::error::{Error, ErrorKind};
 
+/// What can be done about an image that cannot even be checked.
+const ADVICE: &str = "a check can go no further, and a repair cannot make it right: restore the image \
+                      from a copy";
+
 /// Why a check ended early.
 #[derive(Debug)]
 pub(super) enum Stop {
@@ -23,6 +27,15 @@ pub(super) enum Stop {
 }
 
 impl Stop {
+    /// As [`into_error`](Stop::into_error), for the caller of a check: an open would advise to make one.
+    pub(super) fn into_check_error(self, name: &str) -> Error {
+        let error = self.into_error(name);
+        if error.kind() == ErrorKind::Corrupt {
+            return Error::new(ErrorKind::Corrupt, name, error.reason(), ADVICE);
+        }
+        error
+    }
+
     /// The error for the caller, about the file `name`.
     pub(super) fn into_error(self, name: &str) -> Error {
         match self {
@@ -49,7 +62,7 @@ impl Stop {
                 "placing new refcount structures on storage that cannot grow",
                 Errno::NOSPC,
             ),
-            Stop::Corrupt(reason) => Error::corrupt(name, reason),
+            Stop::Corrupt(reason) => Error::new(ErrorKind::Corrupt, name, reason, ADVICE),
             Stop::Error(error) => error,
         }
     }

@@ -3,7 +3,10 @@
 //! Promises: memory is bounded by [`limits`](crate::limits); a directory that cannot be understood
 //! is an error, since what it refers to is then not known.
 
-use crate::check::layout::Layout;
+use std::ops::Range;
+
+use crate::bitmaps::directory::{AUTO, EXTRA_COMPATIBLE, IN_USE, TYPE_DIRTY_TRACKING};
+use crate::check::layout::{Layout, OFFSET_MASK};
 use crate::check::report::CheckReport;
 use crate::check::source::Source;
 use crate::check::stop::Stop;
@@ -26,6 +29,8 @@ const BITMAP_ENTRIES_MAX: u32 = 0x800_0000;
 const BITMAP_BYTES_MAX: u64 = 0x2000_0000;
 /// Bytes of a bitmap directory entry without extra data and name.
 const BITMAP_ENTRY_BYTES: usize = 24;
+/// Most extra data of one bitmap, as an open takes it.
+const BITMAP_EXTRA_BYTES_MAX: u32 = 1024;
 
 /// The L1 table of one snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -118,76 +123,115 @@ fn parse_snapshots(
     Ok(Some((snapshots, at as u64)))
 }
 
-/// The table of one bitmap.
+/// One entry of the bitmap directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct BitmapTable {
+pub(super) struct BitmapEntry {
+    /// Host offset and entries of the bitmap table.
     pub(super) offset: u64,
     pub(super) entries: u32,
     pub(super) name: String,
+    /// Where the entry lies in the directory, without padding.
+    pub(super) place: Range<usize>,
+    /// Why the bitmap cannot be used, if so.
+    pub(super) bad: Option<String>,
 }
 
-/// Reads the bitmap directory.
+/// Reads the bitmap directory. The inner error says why it cannot be understood.
 ///
-/// Errors: `Corrupt` when it breaks the specification, `TooLarge` never: it counts as broken.
+/// Errors: `Io`, `Memory`.
 pub(super) async fn bitmaps(
     source: &impl Source,
     header: &Header,
     directory: BitmapDirectory,
-) -> Result<Vec<BitmapTable>, Stop> {
+) -> Result<Result<Vec<BitmapEntry>, String>, Stop> {
     let layout = Layout::new(header, source.len());
-    let bad = |reason: &str| {
-        Stop::Corrupt(format!("the bitmap directory at {:#x} {reason}", directory.offset))
-    };
+    let bad =
+        |reason: &str| Ok(Err(format!("the bitmap directory at {:#x} {reason}", directory.offset)));
     if directory.count == 0 || directory.count > BITMAPS_MAX {
-        return Err(bad(&format!("has {} entries", directory.count)));
+        return bad(&format!("has {} entries", directory.count));
     }
     let end = directory.offset.checked_add(directory.len);
     if directory.offset == 0
         || layout.in_cluster(directory.offset) != 0
         || directory.len > BITMAP_DIRECTORY_BYTES_MAX
-        || end.is_none_or(|end| end > layout.file_len)
+        || end.is_none_or(|end| end > source.len())
     {
-        return Err(bad(&format!(
-            "({} bytes) is not aligned or not inside the file",
-            directory.len
-        )));
+        return bad(&format!("({} bytes) is not aligned or not inside the file", directory.len));
     }
     let len = usize::try_from(directory.len).map_err(|_| Stop::Memory)?;
     let bytes = source.read("reading the bitmap directory", directory.offset, len).await?;
     let mut bitmaps = Vec::new();
     let mut at = 0usize;
     for _ in 0..directory.count {
-        let Some(head) = bytes.get(at..at + BITMAP_ENTRY_BYTES) else {
-            return Err(bad("is not complete"));
+        let Some(entry) = bitmap_entry(&bytes, at, layout) else {
+            return bad(&format!("is not complete, or its entry at byte {at} makes no sense"));
         };
-        let (entries, offset) = (u32_at(head, 8), u64_at(head, 0));
-        let (kind, granularity) = (head[16], head[17]);
-        let (name_len, extra) = (u32::from(u16_at(head, 18)), u32_at(head, 20));
-        let flags = u32_at(head, 12);
-        let size = u64::from(entries) << layout.cluster_bits;
-        let sound = entries > 0
-            && entries <= BITMAP_ENTRIES_MAX
-            && size <= BITMAP_BYTES_MAX
-            && offset != 0
-            && layout.in_cluster(offset) == 0
-            && kind == 1
-            && (9..=31).contains(&granularity)
-            && flags & !3 == 0
-            && extra == 0
-            && name_len > 0
-            && name_len <= BITMAP_NAME_BYTES_MAX;
-        if !sound {
-            return Err(bad(&format!("has an entry at byte {at} that is not allowed")));
-        }
-        let start = at + BITMAP_ENTRY_BYTES;
-        let Some(name) = bytes.get(start..start + name_len as usize) else {
-            return Err(bad("is not complete"));
-        };
-        let name = String::from_utf8_lossy(name).escape_debug().to_string();
-        bitmaps.push(BitmapTable { offset, entries, name });
-        at = (start + name_len as usize).next_multiple_of(8);
+        at = entry.place.end.next_multiple_of(8);
+        bitmaps.push(entry);
     }
-    Ok(bitmaps)
+    Ok(Ok(bitmaps))
+}
+
+/// The entry at byte `at`; `None`: where it ends is not known.
+fn bitmap_entry(bytes: &[u8], at: usize, layout: Layout) -> Option<BitmapEntry> {
+    let head = bytes.get(at..at + BITMAP_ENTRY_BYTES)?;
+    let (offset, entries, flags) = (u64_at(head, 0), u32_at(head, 8), u32_at(head, 12));
+    let (kind, granularity) = (head[16], head[17]);
+    let (name_len, extra_len) = (u32::from(u16_at(head, 18)), u32_at(head, 20));
+    if name_len > BITMAP_NAME_BYTES_MAX || extra_len > BITMAP_EXTRA_BYTES_MAX {
+        return None;
+    }
+    let names = at + BITMAP_ENTRY_BYTES + extra_len as usize;
+    let end = names + name_len as usize;
+    let name = String::from_utf8_lossy(bytes.get(names..end)?).escape_debug().to_string();
+    let size = u64::from(entries) << layout.cluster_bits;
+    let bad = if name_len == 0 {
+        Some("it has no name".to_owned())
+    } else if kind != TYPE_DIRTY_TRACKING {
+        Some(format!("its type is {kind}"))
+    } else if flags & !(IN_USE | AUTO | EXTRA_COMPATIBLE) != 0 {
+        Some(format!("it has unknown flags ({flags:#x})"))
+    } else if !(9..=31).contains(&granularity) {
+        Some(format!("granularity_bits is {granularity}, not 9 to 31"))
+    } else if extra_len != 0 && flags & EXTRA_COMPATIBLE == 0 {
+        Some(format!("it has {extra_len} bytes of extra data that may change its meaning"))
+    } else if entries == 0 || entries > BITMAP_ENTRIES_MAX || size > BITMAP_BYTES_MAX {
+        Some(format!("its table has {entries} entries"))
+    } else if offset == 0 || layout.in_cluster(offset) != 0 {
+        Some(format!("its table at {offset:#x} is not aligned"))
+    } else {
+        None
+    };
+    Some(BitmapEntry { offset, entries, name, place: at..end, bad })
+}
+
+/// The clusters that the words of a bitmap table name, as host offsets; an error says why it cannot
+/// be right.
+pub(super) fn bitmap_clusters(words: &[u64], layout: Layout) -> Result<Vec<u64>, String> {
+    let mut clusters = Vec::new();
+    for word in words {
+        let offset = word & OFFSET_MASK;
+        let reserved = word & !(OFFSET_MASK | 1) != 0;
+        if reserved || (offset != 0 && (word & 1 != 0 || layout.in_cluster(offset) != 0)) {
+            return Err(format!("the table entry {word:#x} is not allowed"));
+        }
+        if offset != 0 {
+            clusters.push(offset);
+        }
+    }
+    Ok(clusters)
+}
+
+/// The bitmap directory `bytes` without the entries numbered in `dropped` (rising).
+pub(super) fn without_bitmaps(bytes: &[u8], entries: &[Range<usize>], dropped: &[u32]) -> Vec<u8> {
+    let mut out = Vec::with_capacity(bytes.len());
+    for (number, place) in (0u32..).zip(entries) {
+        if dropped.binary_search(&number).is_err() {
+            out.extend_from_slice(bytes.get(place.clone()).unwrap_or_default());
+            out.resize(out.len().next_multiple_of(8), 0);
+        }
+    }
+    out
 }
 
 /// The snapshot table with all that version 3 wants in each entry; the 64-bit sizes are added where

@@ -3,7 +3,7 @@
 use crate::check::counts::Uses;
 use crate::check::layout::{COPIED, EntryKind, L2_RESERVED, OFFSET_MASK, ZERO};
 use crate::check::report::CheckReport;
-use crate::check::scan::{Hopeless, Scan, TableUse};
+use crate::check::scan::{Fixable, NO_INDEX, Scan, TableUse};
 use crate::check::stop::Stop;
 use crate::limits::CHECK_STRAYS_MAX;
 
@@ -89,6 +89,7 @@ impl Scan {
         let kind = layout.kind(entry);
         if kind != EntryKind::Compressed && entry & L2_RESERVED != 0 {
             wrong(report, "reserved bits are set");
+            self.damaged += 1;
         }
         // The two halves of the word.
         #[allow(clippy::cast_possible_truncation)]
@@ -100,10 +101,12 @@ impl Scan {
                 }
                 if layout.external {
                     wrong(report, "a compressed cluster in an image with an external data file");
+                    self.damaged += 1;
                     return Ok(());
                 }
                 if bitmap != 0 {
                     wrong(report, "a compressed cluster has a subcluster bitmap");
+                    self.damaged += 1;
                     return Ok(());
                 }
                 let (offset, len) = layout.compressed(entry);
@@ -133,11 +136,14 @@ impl Scan {
                     wrong(report, "subclusters are both allocated and zero");
                     self.hopeless(table, index);
                 }
-                if layout.in_cluster(offset) != 0 {
+                let misplaced = self.misplaced(index, offset, walk, report);
+                if layout.in_cluster(offset) != 0 && !misplaced {
                     let data = if layout.extended { allocated != 0 } else { entry & ZERO == 0 };
                     let what = if data { "data" } else { "reserved space" };
                     wrong(report, &format!("the place of {what} is not aligned to a cluster"));
-                    if !data {
+                    if data {
+                        self.damaged += 1;
+                    } else {
                         self.hopeless(table, index);
                     }
                 }
@@ -150,18 +156,53 @@ impl Scan {
             EntryKind::Unallocated => {
                 if allocated != 0 {
                     wrong(report, "subclusters are allocated, but there is no cluster");
+                    self.damaged += 1;
                 }
             }
         }
         Ok(())
     }
 
+    /// Looks whether an entry of an image with an external data file names another place there than
+    /// that of its guest cluster. `qemu-img check` does not, and QEMU then reads nothing there.
+    fn misplaced(
+        &mut self,
+        index: usize,
+        offset: u64,
+        walk: &Walk,
+        report: &mut CheckReport,
+    ) -> bool {
+        let table = walk.table;
+        // A table that is named twice is wrong anyway.
+        if !self.layout.external || table.index == NO_INDEX {
+            return false;
+        }
+        let start = u64::from(table.index) * self.layout.table_bytes();
+        let place = start + ((index as u64) << self.layout.cluster_bits);
+        if offset == place {
+            return false;
+        }
+        let at = table.offset;
+        report.own_finding(1, || {
+            format!(
+                "ERROR L2 table at {at:#x}, entry {index}: names the place {offset:#x} of the data \
+                 file, not its own ({place:#x})"
+            )
+        });
+        self.fixable(at, index, Some(place));
+        true
+    }
+
     fn hopeless(&mut self, table: u64, index: usize) {
+        self.fixable(table, index, None);
+    }
+
+    fn fixable(&mut self, table: u64, index: usize, place: Option<u64>) {
         // The rest is found when the image is checked again.
-        if self.hopeless.len() < CHECK_STRAYS_MAX
+        if self.fixable.len() < CHECK_STRAYS_MAX
             && let Ok(index) = u32::try_from(index)
         {
-            self.hopeless.push(Hopeless { table, index });
+            self.fixable.push(Fixable { table, index, place });
         }
     }
 }

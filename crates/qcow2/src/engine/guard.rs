@@ -31,8 +31,11 @@ impl Qcow2 {
     ///
     /// Errors: `EIO` for one that cannot be right, or that calls data what lies past the end of the file: its cluster cannot
     /// be read either, and the file must not grow to wherever a damaged entry points.
+    ///
+    /// * `guest`: any offset of the disk inside the cluster.
     #[inline]
-    pub(super) fn check_entry(&self, words: Words) -> Result<(), Errno> {
+    pub(super) fn check_entry(&self, words: Words, guest: u64) -> Result<(), Errno> {
+        self.rules.check_place(words.entry, guest)?;
         self.rules.check_words(words)?;
         match self.rules.host(words) {
             Some(host)
@@ -49,15 +52,19 @@ impl Qcow2 {
 
     /// How many of `entries`, from the first on, may be used and freed; at least one.
     ///
+    /// * `guest`: any offset of the disk inside the first cluster.
+    ///
     /// Errors: `EIO` when that is none: the first one cannot be right, or names metadata (the image is marked corrupt
     /// then).
     pub(super) async fn leading_sound(
         &self,
         ring: &Ring,
+        guest: u64,
         entries: &[Words],
     ) -> Result<usize, Errno> {
         for (index, words) in entries.iter().enumerate() {
-            let refused = match self.check_entry(*words) {
+            let at = guest + ((index as u64) << self.geometry.cluster_bits);
+            let refused = match self.check_entry(*words, at) {
                 Err(errno) => Some(errno),
                 Ok(()) => match self.metadata_of(*words)? {
                     None => None,

@@ -67,7 +67,7 @@ impl Qcow2 {
         let slice = self.geometry.slice(offset);
         let index = self.geometry.entry_in_slice(offset);
         let old = self.entries(ring, slice, index, 1).await?;
-        self.leading_sound(ring, &old).await?;
+        self.leading_sound(ring, offset, &old).await?;
         if self.rules.reference(old[0]).is_some() {
             return Err(Errno::EXIST);
         }

@@ -9,7 +9,7 @@ use rustix::io::Errno;
 
 use ringdisk_ring::Ring;
 
-use crate::header::{BITMAPS, DIRTY, RAW_EXTERNAL};
+use crate::header::{DIRTY, KNOWN_AUTOCLEAR};
 use crate::image::Qcow2;
 use crate::sync::Ordering;
 
@@ -65,10 +65,7 @@ impl Qcow2 {
                 let header = crate::sync::lock(&engine.header);
                 (header.autoclear(), header.incompatible())
             };
-            let mut autoclear = old_autoclear & (BITMAPS | RAW_EXTERNAL);
-            if !engine.recording.all_readable() {
-                autoclear &= !BITMAPS;
-            }
+            let autoclear = old_autoclear & KNOWN_AUTOCLEAR;
             let mut incompatible = old_incompatible;
             if engine.options.lazy_refcounts {
                 incompatible |= DIRTY;

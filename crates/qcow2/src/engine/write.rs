@@ -129,7 +129,7 @@ impl Qcow2 {
             };
             let from = self.geometry.in_cluster(at);
             let to = cluster_size.min(from + (end - at));
-            let checked = self.check_entry(words);
+            let checked = self.check_entry(words, at);
             if !slice.still_there() {
                 break;
             }
@@ -186,7 +186,8 @@ impl Qcow2 {
             let place = Place { chunk, index: first + at, skipped: at };
             let seen = self.times_freed();
             if at == sound {
-                match self.leading_sound(ring, &entries[at..]).await {
+                let guest = offset + ((at as u64) << self.geometry.cluster_bits);
+                match self.leading_sound(ring, guest, &entries[at..]).await {
                     Ok(more) => sound += more,
                     Err(errno) if done == 0 => return Err(errno),
                     Err(_) => break,

@@ -196,7 +196,7 @@ impl Qcow2 {
         let first = self.geometry.entry_in_slice(chunk.start);
         let count = self.geometry.entry_in_slice(chunk.end - 1) - first + 1;
         let mut entries = self.entries(ring, chunk.slice, first, count).await?;
-        let sound = self.leading_sound(ring, &entries).await?;
+        let sound = self.leading_sound(ring, chunk.start, &entries).await?;
         if sound < count {
             entries.truncate(sound);
             chunk.end = ((chunk.start >> bits) + sound as u64) << bits;

@@ -94,9 +94,10 @@ pub(crate) struct HeaderImage {
 }
 
 impl HeaderImage {
-    /// Reads the header of `file` and checks it like an open for reading.
+    /// Reads the header of `file` and checks it like a check does: what a repair can make right is
+    /// accepted.
     ///
-    /// Errors: those of [`parse`](super::parse), and `Io`.
+    /// Errors: those of [`parse_for_check`](super::parse_for_check), and `Io`.
     pub(crate) async fn read(ring: &Ring, file: &Storage) -> Result<HeaderImage, Error> {
         let mut head = start_of(ring, file, FIRST_READ_BYTES).await?;
         let wanted = super::wanted_bytes(&head).filter(|_| super::is_qcow2(&head));
@@ -110,15 +111,15 @@ impl HeaderImage {
 
     /// Takes the first cluster (all of a shorter file).
     ///
-    /// Errors: those of [`parse`](super::parse).
+    /// Errors: those of [`parse_for_check`](super::parse_for_check).
     pub(crate) fn parse(head: &[u8], subject: Subject<'_>) -> Result<HeaderImage, Error> {
-        let header = super::parse(head, subject, false)?;
+        let header = super::parse_for_check(head, subject)?;
         let cluster = &head[..head.len().min(1 << header.geometry.cluster_bits)];
         // `parse` found both inside the cluster.
         let name_at = usize::try_from(u64_at(head, BACKING_FILE_AT)).unwrap_or(0);
         let name = header.backing_file.as_ref().map(|name| name_at..name_at + name.len());
         let start = header.header_length as usize;
-        let end = name.as_ref().map_or(cluster.len(), |name| name.start);
+        let end = super::extensions_end(u64_at(head, BACKING_FILE_AT), cluster.len());
         let (extensions, chain_len) = extensions::raw(cluster.get(start..end).unwrap_or_default());
         let chain = start..start + chain_len;
         let used = name.map_or(chain.end, |name| name.end.max(chain.end));

@@ -44,6 +44,8 @@ pub(crate) const LAZY_REFCOUNTS: u64 = 1 << 0;
 /// Autoclear feature bits.
 pub(crate) const BITMAPS: u64 = 1 << 0;
 pub(crate) const RAW_EXTERNAL: u64 = 1 << 1;
+/// The autoclear bits that we keep true. A program clears all others before it changes the image.
+pub(crate) const KNOWN_AUTOCLEAR: u64 = BITMAPS | RAW_EXTERNAL;
 /// Extended L2 needs subclusters of at least 512 bytes.
 pub(crate) const EXTENDED_L2_CLUSTER_BITS_MIN: u32 = 14;
 
@@ -131,6 +133,17 @@ pub(crate) fn wanted_bytes(head: &[u8]) -> Option<u64> {
     (CLUSTER_BITS_MIN..=CLUSTER_BITS_MAX).contains(&cluster_bits).then(|| 1 << cluster_bits)
 }
 
+/// What a header is read for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Purpose {
+    Read,
+    /// A corrupt image is refused.
+    Write,
+    /// What a repair can make right is no reason to stop: no refcount table, a bitmaps extension
+    /// that cannot be understood, the mark of a raw data file without a data file.
+    Check,
+}
+
 /// Parses and checks a header.
 ///
 /// * `head`: the first [`wanted_bytes`] of the file, or all of a shorter file.
@@ -138,6 +151,17 @@ pub(crate) fn wanted_bytes(head: &[u8]) -> Option<u64> {
 ///
 /// Errors: every kind but `Io`.
 pub(crate) fn parse(head: &[u8], subject: Subject<'_>, writable: bool) -> Result<Header, Error> {
+    parse_for(head, subject, if writable { Purpose::Write } else { Purpose::Read })
+}
+
+/// As [`parse`], and accepts what a repair can make right.
+///
+/// Errors: as there.
+pub(crate) fn parse_for_check(head: &[u8], subject: Subject<'_>) -> Result<Header, Error> {
+    parse_for(head, subject, Purpose::Check)
+}
+
+fn parse_for(head: &[u8], subject: Subject<'_>, purpose: Purpose) -> Result<Header, Error> {
     if !is_qcow2(head) {
         return Err(Error::new(
             ErrorKind::NotQcow2,
@@ -170,22 +194,36 @@ pub(crate) fn parse(head: &[u8], subject: Subject<'_>, writable: bool) -> Result
     let header_length = v3.map_or(LENGTH_V2, |v3| v3.header_length.get());
     check_header_length(header_length, version, first_cluster.len(), subject)?;
     let backing_file = backing_file(&v2, cluster_size, first_cluster, header_length, subject)?;
-    let extensions_end = match &backing_file {
-        Some((offset, _)) => *offset,
-        None => first_cluster.len(),
-    };
+    let extensions_end = extensions_end(v2.backing_file_offset.get(), first_cluster.len());
     let area = first_cluster.get(header_length as usize..extensions_end).unwrap_or_default();
-    let extensions = extensions::parse(area, subject.name)?;
+    let mut extensions = extensions::parse(area, subject.name)?;
+    if let Some(reason) = extensions.bitmaps_bad.take_if(|_| purpose != Purpose::Check) {
+        return Err(bad_bitmaps(subject.name, reason));
+    }
 
     let incompatible = v3.map_or(0, |v3| v3.incompatible_features.get());
     refuse_unknown_features(incompatible, &extensions.feature_names, subject)?;
-    if writable && incompatible & CORRUPT != 0 {
+    if purpose == Purpose::Write && incompatible & CORRUPT != 0 {
         return Err(Error::new(
             ErrorKind::Corrupt,
             subject.name,
             "the image is marked as corrupt (incompatible feature bit 1), so it is not opened for \
              writing",
             "open it read-only to save its data, or repair it with `ringdisk check --repair all`",
+        ));
+    }
+    let autoclear = v3.map_or(0, |v3| v3.autoclear_features.get());
+    if autoclear & RAW_EXTERNAL != 0
+        && incompatible & EXTERNAL_DATA == 0
+        && purpose != Purpose::Check
+    {
+        return Err(Error::new(
+            ErrorKind::Corrupt,
+            subject.name,
+            "the header says that the data file is a raw image (autoclear feature bit 1), but not \
+             that there is a data file (incompatible feature bit 2)",
+            "look at it with `ringdisk check`; `--repair all` clears bit 1 where the rest of the \
+             image is sound without a data file",
         ));
     }
     let extended = incompatible & EXTENDED_L2 != 0;
@@ -208,7 +246,7 @@ pub(crate) fn parse(head: &[u8], subject: Subject<'_>, writable: bool) -> Result
     }
     let geometry = Geometry::new(size, cluster_bits, extended);
     let l1_table = l1_table(&v2, &geometry, subject)?;
-    let refcount_table = refcount_table(&v2, cluster_size, subject)?;
+    let refcount_table = refcount_table(&v2, cluster_size, subject, purpose)?;
     if l1_table.start < refcount_table.end && refcount_table.start < l1_table.end {
         return Err(subject.field(
             "l1_table_offset",
@@ -225,7 +263,7 @@ pub(crate) fn parse(head: &[u8], subject: Subject<'_>, writable: bool) -> Result
         compression,
         incompatible,
         compatible: v3.map_or(0, |v3| v3.compatible_features.get()),
-        autoclear: v3.map_or(0, |v3| v3.autoclear_features.get()),
+        autoclear,
         l1_table,
         l1_entries: v2.l1_size.get(),
         refcount_table,
@@ -235,6 +273,28 @@ pub(crate) fn parse(head: &[u8], subject: Subject<'_>, writable: bool) -> Result
         backing_file: backing_file.map(|(_, name)| name),
         extensions,
     })
+}
+
+/// Where the area of the header extensions ends: before the name of the backing file.
+///
+/// * `backing_file_offset`: as in the header, checked by [`backing_file`]; 0: there is no name.
+/// * `cluster_len`: bytes of the first cluster that are there.
+fn extensions_end(backing_file_offset: u64, cluster_len: usize) -> usize {
+    match usize::try_from(backing_file_offset) {
+        Ok(0) | Err(_) => cluster_len,
+        Ok(offset) => offset.min(cluster_len),
+    }
+}
+
+/// The bitmaps of an image cannot be found; everything else may be sound.
+pub(crate) fn bad_bitmaps(file: &str, reason: impl Into<String>) -> Error {
+    Error::new(
+        ErrorKind::Corrupt,
+        file,
+        reason,
+        "the data is not affected: `ringdisk check --repair all` removes bitmaps that cannot be \
+         read",
+    )
 }
 
 fn truncated(subject: Subject<'_>, what: &str, needed: u64) -> Error {
@@ -293,15 +353,20 @@ fn backing_file(
 ) -> Result<Option<(usize, Vec<u8>)>, Error> {
     let offset = v2.backing_file_offset.get();
     let len = v2.backing_file_size.get() as usize;
-    if offset == 0 || len == 0 {
+    if offset == 0 {
         return Ok(None);
     }
-    if offset < u64::from(header_length) || offset >= cluster_size {
+    // Also without a name: the extensions end there, so that rubbish would hide some of them.
+    let end = if len == 0 { cluster_size + 1 } else { cluster_size };
+    if offset < u64::from(header_length) || offset >= end {
         return Err(subject.field(
             "backing_file_offset",
             offset,
             "must be behind the header and inside the first cluster",
         ));
+    }
+    if len == 0 {
+        return Ok(None);
     }
     // Below the cluster size.
     let start = usize::try_from(offset).unwrap_or(usize::MAX);
@@ -440,11 +505,24 @@ fn l1_table(v2: &HeadV2, geometry: &Geometry, subject: Subject<'_>) -> Result<Re
     Ok(region)
 }
 
-fn refcount_table(v2: &HeadV2, cluster_size: u64, subject: Subject<'_>) -> Result<Region, Error> {
+fn refcount_table(
+    v2: &HeadV2,
+    cluster_size: u64,
+    subject: Subject<'_>,
+    purpose: Purpose,
+) -> Result<Region, Error> {
     let clusters = v2.refcount_table_clusters.get();
     let bytes = u64::from(clusters) * cluster_size;
     if clusters == 0 {
-        return Err(subject.field("refcount_table_clusters", clusters, "must not be 0"));
+        if purpose == Purpose::Check {
+            return Ok(Region::default());
+        }
+        return Err(Error::new(
+            ErrorKind::Corrupt,
+            subject.name,
+            "qcow2 header field refcount_table_clusters is 0: the image has no reference counts",
+            "the data is not affected: `ringdisk check --repair all` makes new ones",
+        ));
     }
     if bytes > REFCOUNT_TABLE_BYTES_MAX {
         return Err(Error::too_large(

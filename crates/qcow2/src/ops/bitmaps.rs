@@ -7,11 +7,12 @@
 //! Source: qcow2 specification, "Bitmaps".
 
 use crate::bitmaps::directory::{self, Entry};
+use crate::bitmaps::tables;
 use crate::entry::OFFSET_MASK;
 use crate::error::{Error, ErrorKind};
 use crate::extensions::BitmapDirectory;
 use crate::header::BITMAPS;
-use crate::limits::BITMAP_BYTES_MAX;
+use crate::limits::{BITMAP_BYTES_MAX, RECORDED_BITMAPS_BYTES_MAX};
 
 use super::entries::{bytes_of, words_of};
 use super::transaction::Transaction;
@@ -29,6 +30,7 @@ pub(super) async fn resize(tx: &mut Transaction<'_>, old: u64, new: u64) -> Resu
     }
     let cluster_size = tx.geometry.cluster_size();
     let mut entries = directory::read(tx.ring, &tx.file, directory, cluster_size).await?;
+    check_room(tx, &entries, old, new)?;
     let mut changed = false;
     for entry in &mut entries {
         changed |= resize_one(tx, entry, old, new).await?;
@@ -43,6 +45,23 @@ pub(super) async fn resize(tx: &mut Transaction<'_>, old: u64, new: u64) -> Resu
         tx.unref_metadata(old.start, old.count).await?;
     }
     Ok(())
+}
+
+/// Refuses a size with which the bitmaps that record now would not fit into memory any more.
+fn check_room(tx: &Transaction<'_>, entries: &[Entry], old: u64, new: u64) -> Result<(), Error> {
+    let fits = |size: u64| tables::recording_bytes(entries, size) <= RECORDED_BITMAPS_BYTES_MAX;
+    if !fits(old) || fits(new) {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::InvalidRequest,
+        tx.file.name(),
+        format!(
+            "with {new} bytes of disk the bitmaps that record would take more than {} MiB of memory",
+            RECORDED_BITMAPS_BYTES_MAX >> 20
+        ),
+        "disable or remove bitmaps with a small granularity first",
+    ))
 }
 
 /// Resizes one bitmap. Returns whether its directory entry changed.

@@ -23,13 +23,16 @@ const ROUNDS: u32 = 3;
 
 impl Qcow2 {
     /// Shortens the file. Whatever goes wrong costs space only: the image is whole before and after.
-    pub(super) async fn compact(&mut self, ring: &Ring) -> Result<(), Error> {
+    ///
+    /// * `old_len`: its length before the disk became smaller, in bytes. It does not stay longer where
+    ///   its metadata finds room further in front.
+    pub(super) async fn compact(&mut self, ring: &Ring, old_len: u64) -> Result<(), Error> {
         if self.file.kind() == Kind::BlockDevice {
             return Ok(());
         }
         for _ in 0..ROUNDS {
             self.finish_use(ring).await?;
-            let result = compact(ring, self).await;
+            let result = compact(ring, self, old_len).await;
             if let Err(error) = &result {
                 tracing::warn!(%error, "the image file does not get shorter");
             }
@@ -43,7 +46,8 @@ impl Qcow2 {
 }
 
 /// Returns whether the file got shorter.
-async fn compact(ring: &Ring, image: &mut Qcow2) -> Result<bool, Error> {
+async fn compact(ring: &Ring, image: &mut Qcow2, old_len: u64) -> Result<bool, Error> {
+    let longer = image.file.len() > old_len;
     let mut tx = Transaction::begin(ring, image)?;
     let mut active = Active::load(&tx).await?;
     let bits = tx.geometry.cluster_bits;
@@ -65,7 +69,8 @@ async fn compact(ring: &Ring, image: &mut Qcow2) -> Result<bool, Error> {
     }
     // Room for what moves.
     let kept = kept + movable.len() as u64;
-    if kept.saturating_add(end / WORTH) >= end {
+    let least = if longer { 1 } else { end / WORTH };
+    if kept.saturating_add(least) > end {
         return Ok(false);
     }
     tx.search_below(kept).await?;

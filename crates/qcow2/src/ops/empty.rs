@@ -24,6 +24,7 @@ impl Qcow2 {
     /// the module) a part may be gone then.
     pub async fn make_empty(&mut self, ring: &Ring) -> Result<(), Error> {
         self.finish_use(ring).await?;
+        let old_len = self.file.len();
         let result = beside(ring, self).await;
         match self.reopen(ring, result).await {
             Ok(()) => {}
@@ -35,7 +36,7 @@ impl Qcow2 {
             }
             Err(error) => return Err(error),
         }
-        self.compact(ring).await
+        self.compact(ring, old_len).await
     }
 
     /// Makes the disk at least `size` bytes long; what is added shows the backing file. (A resize adds zeroes.)
@@ -62,6 +63,7 @@ async fn beside(ring: &Ring, image: &mut Qcow2) -> Result<(), Error> {
     active.drop_all(&mut tx).await?;
     let entries = active.l1.len();
     active.finish(&mut tx, entries).await?;
+    tx.drop_blocks = true;
     tx.shorten_file();
     tx.commit().await
 }

@@ -67,9 +67,10 @@ impl Qcow2 {
         }
         self.finish_use(ring).await?;
         if size < self.virtual_size() {
+            let old_len = self.file.len();
             let result = self.shrink(ring, size).await;
             self.reopen(ring, result).await?;
-            return self.compact(ring).await;
+            return self.compact(ring, old_len).await;
         }
         let result = self.grow(ring, size, options.preallocation, below, cancelled).await;
         self.reopen(ring, result).await
@@ -143,6 +144,7 @@ impl Qcow2 {
         tx.header.set_size(size);
         // At most 2^22.
         active.finish(&mut tx, usize::try_from(entries.max(1)).unwrap_or(0)).await?;
+        tx.drop_blocks = true;
         tx.shorten_file();
         tx.commit().await?;
         self.set_data_len(ring, size).await

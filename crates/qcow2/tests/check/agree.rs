@@ -43,7 +43,16 @@ fn damaged_images_have_qemus_verdict_and_numbers() {
             assert_eq!(theirs.code, 1, "{case}");
             continue;
         };
-        assert_eq!(i32::from(report.verdict().exit_code()), theirs.code, "{case}\n{report:?}");
+        let code = i32::from(report.verdict().exit_code());
+        if report.own_findings > 0 {
+            // QEMU does not look for that, or does not open the image.
+            assert!(code == 2 || code == 1 && theirs.code == 1, "{case}\n{report:?}");
+            let bitmaps = report.messages.iter().any(|text| text.contains("bitmap"));
+            let less = theirs.code != 1 && report.corruptions < theirs.number("corruptions");
+            assert!(bitmaps || !less, "{case}\n{report:?}");
+            continue;
+        }
+        assert_eq!(code, theirs.code, "{case}\n{report:?}");
         // QEMU stops at some errors and then has no numbers.
         if theirs.code != 1 {
             for (key, ours) in numbers(&report) {

@@ -17,7 +17,7 @@ fn a_power_cut_during_a_repair_leaves_an_image_that_is_no_worse() {
     let shapes = shapes::make(&images);
     let mut runtime = runtime();
     let mut judged = 0u64;
-    for seed in seeds(60) {
+    for seed in seeds(90) {
         let mut prng = Prng::new(seed);
         let (name, good) = &shapes[prng.next_u64() as usize % shapes.len()];
         let (bytes, what) = damage(good, &mut prng);
@@ -54,7 +54,7 @@ fn a_power_cut_during_a_repair_leaves_an_image_that_is_no_worse() {
             }
         }
     }
-    assert!(judged > 500 || seeds(60).end < 60, "only {judged} states");
+    assert!(judged > 500 || seeds(90).end < 90, "only {judged} states");
 }
 
 #[test]

@@ -1,5 +1,5 @@
 //! Check and repair against `qemu-img check`: sound images of all shapes, images that are damaged at random (seeds are printed), power
-//! cuts and failures while repairing.
+//! cuts and failures while repairing; and a table of all damage that one pointer can take.
 //!
 //! `RINGDISK_CHECK_IMAGES=N`: how many damaged images are compared with QEMU (120; ten times that with `RINGDISK_FULL=1`).
 //! `RINGDISK_CHECK_SEED=N`: the first seed.
@@ -15,8 +15,10 @@ mod crash;
 mod damage;
 mod dirty;
 mod limits;
+mod refused;
 mod repair;
 mod shapes;
+mod table;
 
 use std::path::Path;
 use std::process::Command;

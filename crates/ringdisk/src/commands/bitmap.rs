@@ -20,7 +20,7 @@ pub(crate) fn run(args: &BitmapArgs, works: &[BitmapWork]) -> Result<(), Failure
     let name = args.bitmap.as_deref().unwrap_or_default();
     let mut result = Ok(());
     for work in works {
-        result = one(&mut runtime, &mut image, args, work, name);
+        result = one(&mut runtime, &mut image, args, (work, works), name);
         if result.is_err() {
             break;
         }
@@ -37,7 +37,7 @@ fn one(
     runtime: &mut Runtime,
     image: &mut Qcow2,
     args: &BitmapArgs,
-    work: &BitmapWork,
+    (work, works): (&BitmapWork, &[BitmapWork]),
     name: &str,
 ) -> Result<(), Failure> {
     let ring = runtime.ring().clone();
@@ -45,6 +45,10 @@ fn one(
         BitmapWork::Merge(source) => {
             let contents = contents(runtime, image, args, source)?;
             runtime.block_on(image.bitmap_merge(&ring, name, &contents))?;
+        }
+        // One that never records takes no memory.
+        BitmapWork::Add if works.contains(&BitmapWork::Disable) => {
+            runtime.block_on(image.bitmap_add_disabled(&ring, name, args.granularity))?;
         }
         BitmapWork::Add => {
             runtime.block_on(image.bitmap_add(&ring, name, args.granularity))?;

@@ -245,11 +245,12 @@ impl Work<'_> {
             for bitmap in bitmaps {
                 let contents = source.bitmap_contents(&ring, &bitmap.name).await?;
                 let granularity = Some(bitmap.granularity_bytes);
-                target.bitmap_add(&ring, &bitmap.name, granularity).await?;
-                target.bitmap_merge(&ring, &bitmap.name, &contents).await?;
-                if !bitmap.auto {
-                    target.bitmap_disable(&ring, &bitmap.name).await?;
+                if bitmap.auto {
+                    target.bitmap_add(&ring, &bitmap.name, granularity).await?;
+                } else {
+                    target.bitmap_add_disabled(&ring, &bitmap.name, granularity).await?;
                 }
+                target.bitmap_merge(&ring, &bitmap.name, &contents).await?;
             }
             Ok::<(), Failure>(())
         });

@@ -1,0 +1,240 @@
+//! The bitmaps of an image that is checked: what they refer to, and which of them cannot be used.
+//!
+//! Promises: a bitmap that cannot be used is given up by itself; what it seems to refer to is not
+//! counted, so it costs no other structure anything. Bitmaps are looked at last: one that lies on
+//! what the header names is wrong, not what it lies on. Where it lies on what an L1 or L2 entry names,
+//! either may be wrong, and nothing is given up (module `overlaps`). Memory is bounded: one table at a time, of at most 8 MiB, and an
+//! entry for each cluster of the file that a bitmap has.
+
+use std::collections::HashMap;
+
+use crate::check::report::{CheckHooks, CheckReport};
+use crate::check::scan::{Holds, Scan};
+use crate::check::source::Source;
+use crate::check::stop::Stop;
+use crate::check::tables::{self, BitmapEntry};
+use crate::extensions::BitmapDirectory;
+use crate::header::{self, Header};
+use crate::limits::CHECK_TABLES_BYTES_MAX;
+
+/// Bitmaps that cannot be used.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct LostBitmaps {
+    /// None of them can: the directory cannot be read.
+    pub(super) all: bool,
+    /// Their numbers in the directory, rising, each once.
+    pub(super) numbers: Vec<u32>,
+    /// For messages.
+    names: Vec<String>,
+}
+
+impl LostBitmaps {
+    pub(super) fn is_empty(&self) -> bool {
+        !self.all && self.numbers.is_empty()
+    }
+
+    /// What a repair that leaves them out has to say.
+    pub(super) fn said(&self) -> Vec<String> {
+        if self.all {
+            return vec![
+                "Repaired: all bitmaps are removed, as their directory cannot be read".into(),
+            ];
+        }
+        let each = |name| format!("Repaired: bitmap '{name}' is removed, as it cannot be used");
+        self.names.iter().map(each).collect()
+    }
+
+    fn add(&mut self, number: u32) {
+        if let Err(at) = self.numbers.binary_search(&number) {
+            self.numbers.insert(at, number);
+        }
+    }
+}
+
+/// Bitmap directory of an image, where the image says that it may be believed.
+fn directory(header: &Header) -> Option<BitmapDirectory> {
+    header.extensions.bitmaps.filter(|_| header.autoclear & header::BITMAPS != 0)
+}
+
+/// What the bitmaps looked at so far have.
+#[derive(Default)]
+struct Seen {
+    /// So many claims were there before, sorted.
+    claims: usize,
+    /// Number of the bitmap that has a cluster.
+    clusters: HashMap<u64, u32>,
+    /// Bytes of tables.
+    bytes: u64,
+}
+
+impl Scan {
+    /// Counts what the bitmaps refer to, after everything else.
+    pub(super) async fn bitmaps(
+        &mut self,
+        source: &impl Source,
+        header: &Header,
+        report: &mut CheckReport,
+        hooks: CheckHooks<'_>,
+    ) -> Result<(), Stop> {
+        if let Some(reason) = &header.extensions.bitmaps_bad {
+            self.lose_all(reason, report);
+            return Ok(());
+        }
+        let Some(directory) = directory(header) else { return Ok(()) };
+        let bitmaps = match tables::bitmaps(source, header, directory).await? {
+            Ok(bitmaps) => bitmaps,
+            Err(reason) => {
+                self.lose_all(&reason, report);
+                return Ok(());
+            }
+        };
+        let mut seen = Seen { claims: self.claims.len(), ..Seen::default() };
+        let mut places = self.clusters(directory.offset, directory.len);
+        let on = places.find_map(|at| self.holder(at, seen.claims));
+        if let Some(holds) = on {
+            let at = directory.offset;
+            self.lose_all(&format!("the bitmap directory at {at:#x} lies on {holds}"), report);
+            return Ok(());
+        }
+        self.count(directory.offset, directory.len, "the bitmap directory", report)?;
+        self.own(directory.offset, directory.len, Holds::Bitmaps);
+        for (number, bitmap) in (0u32..).zip(&bitmaps) {
+            hooks.step(self.done, self.total)?;
+            if let Err(reason) = self.bitmap(source, number, bitmap, &mut seen, report).await? {
+                let name = &bitmap.name;
+                report.own_finding(1, || format!("ERROR bitmap '{name}' cannot be used: {reason}"));
+                self.lost_bitmaps.add(number);
+            }
+        }
+        let name = |number: &u32| bitmaps.get(*number as usize).map(|bitmap| bitmap.name.clone());
+        self.lost_bitmaps.names = self.lost_bitmaps.numbers.iter().filter_map(name).collect();
+        Ok(())
+    }
+
+    /// Counts one bitmap. The inner error says why it cannot be used; nothing of it is counted then.
+    async fn bitmap(
+        &mut self,
+        source: &impl Source,
+        number: u32,
+        bitmap: &BitmapEntry,
+        seen: &mut Seen,
+        report: &mut CheckReport,
+    ) -> Result<Result<(), String>, Stop> {
+        if let Some(reason) = &bitmap.bad {
+            return Ok(Err(reason.clone()));
+        }
+        let layout = self.layout;
+        let bytes = u64::from(bitmap.entries) * 8;
+        seen.bytes += bytes;
+        if seen.bytes > CHECK_TABLES_BYTES_MAX {
+            return Err(Stop::Memory);
+        }
+        if bitmap.offset.checked_add(bytes).is_none_or(|end| end > layout.exact_len) {
+            return Ok(Err(format!("its table at {:#x} is not inside the file", bitmap.offset)));
+        }
+        let len = usize::try_from(bytes).map_err(|_| Stop::Memory)?;
+        let raw = source.read("reading a bitmap table", bitmap.offset, len).await?;
+        let words: Vec<u64> =
+            raw.as_chunks::<8>().0.iter().map(|word| u64::from_be_bytes(*word)).collect();
+        let places = match tables::bitmap_clusters(&words, layout) {
+            Ok(places) => places,
+            Err(reason) => return Ok(Err(reason)),
+        };
+        if let Some(at) = places.iter().find(|at| **at >= layout.exact_len) {
+            return Ok(Err(format!("its bits at {at:#x} lie behind the end of the file")));
+        }
+        let table = self.clusters(bitmap.offset, bytes);
+        let own: Vec<u64> =
+            table.chain(places.iter().map(|at| at >> layout.cluster_bits)).collect();
+        if let Err(reason) = self.is_alone(&own, number, seen, report) {
+            return Ok(Err(reason));
+        }
+        for cluster in own {
+            let at = cluster << layout.cluster_bits;
+            self.count(at, layout.cluster_size(), "a cluster of a bitmap", report)?;
+            self.own(at, layout.cluster_size(), Holds::Bitmaps);
+        }
+        Ok(Ok(()))
+    }
+
+    /// Whether nothing else has the clusters of a bitmap.
+    fn is_alone(
+        &mut self,
+        clusters: &[u64],
+        number: u32,
+        seen: &mut Seen,
+        report: &mut CheckReport,
+    ) -> Result<(), String> {
+        for cluster in clusters {
+            let at = cluster << self.layout.cluster_bits;
+            if let Some(other) = seen.clusters.insert(*cluster, number) {
+                // Nobody knows to which of them it belongs.
+                if other != number {
+                    self.lost_bitmaps.add(other);
+                    report.own_finding(1, || {
+                        format!("ERROR bitmap number {other} shares a cluster with another one")
+                    });
+                }
+                return Err(format!("the cluster at {at:#x} belongs to a bitmap twice"));
+            }
+            if let Some(holds) = self.holder(*cluster, seen.claims) {
+                return Err(format!("the cluster at {at:#x} holds {holds}"));
+            }
+        }
+        Ok(())
+    }
+
+    fn lose_all(&mut self, reason: &str, report: &mut CheckReport) {
+        self.lost_bitmaps.all = true;
+        report.own_finding(1, || format!("ERROR bitmaps cannot be used: {reason}"));
+    }
+
+    fn clusters(&self, offset: u64, len: u64) -> impl Iterator<Item = u64> + use<> {
+        let bits = self.layout.cluster_bits;
+        offset >> bits..(offset + len).div_ceil(1 << bits)
+    }
+
+    /// What a cluster holds that the header leads to. The first `sorted` claims are.
+    fn holder(&self, cluster: u64, sorted: usize) -> Option<&'static str> {
+        let claims = self.claims.get(..sorted).unwrap_or_default();
+        let first = claims.partition_point(|claim| claim.cluster < cluster);
+        let here = claims.iter().skip(first).take_while(|claim| claim.cluster == cluster);
+        let mut named = here.filter(|claim| {
+            !matches!(claim.holds, Holds::L2 | Holds::RefcountBlock | Holds::Bitmaps)
+        });
+        named.next().map(|claim| claim.holds.words())
+    }
+}
+
+/// What takes the place of the bitmap directory when the lost bitmaps are left out.
+pub(super) struct NewDirectory {
+    /// The new one; empty when none is left.
+    pub(super) bytes: Vec<u8>,
+    pub(super) count: u32,
+    /// Where the old one lies; `None`: it was not counted.
+    pub(super) old: Option<BitmapDirectory>,
+}
+
+/// The bitmap directory without the lost bitmaps. `None`: none is lost.
+///
+/// Errors: `Io`.
+pub(super) async fn new_directory(
+    source: &impl Source,
+    header: &Header,
+    scan: &Scan,
+) -> Result<Option<NewDirectory>, Stop> {
+    let lost = &scan.lost_bitmaps;
+    if lost.is_empty() {
+        return Ok(None);
+    }
+    let gone = NewDirectory { bytes: Vec::new(), count: 0, old: None };
+    let Some(old) = directory(header).filter(|_| !lost.all) else { return Ok(Some(gone)) };
+    let Ok(entries) = tables::bitmaps(source, header, old).await? else { return Ok(Some(gone)) };
+    let len = usize::try_from(old.len).map_err(|_| Stop::Memory)?;
+    let bytes = source.read("reading the bitmap directory", old.offset, len).await?;
+    let places: Vec<_> = entries.into_iter().map(|entry| entry.place).collect();
+    let bytes = tables::without_bitmaps(&bytes, &places, &lost.numbers);
+    // Not more than there were.
+    let count = old.count - u32::try_from(lost.numbers.len()).unwrap_or(old.count).min(old.count);
+    Ok(Some(NewDirectory { bytes, count, old: Some(old) }))
+}
