@@ -377,7 +377,9 @@ fn a_shrink_drops_refcount_blocks_that_count_nothing_and_lengthens_no_file() {
             let mut subject = Subject::new(options, 16 * MIB);
             writes.iter().for_each(|(offset, len)| subject.write(1, *offset, *len));
             let len = |subject: &Subject| std::fs::metadata(subject.path()).expect("it").len();
-            let before = len(&subject);
+            // The last cluster of a new image is cut.
+            let cluster = 1 << std::fs::read(subject.path()).expect("it")[23];
+            let before = len(&subject).next_multiple_of(cluster);
             let case = format!("{options}, {case}");
             subject.resize(MIB, Preallocation::Off).expect("a smaller disk");
             subject.check(&case);

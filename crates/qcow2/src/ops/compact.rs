@@ -68,8 +68,13 @@ async fn compact(ring: &Ring, image: &mut Qcow2, old_len: u64) -> Result<bool, E
         kept -= 1;
     }
     // Room for what moves.
-    let kept = kept + movable.len() as u64;
-    let least = if longer { 1 } else { end / WORTH };
+    let (kept, least) = if longer {
+        // What the first change has just written: the refcounts that change now are among that.
+        let needed = movable.iter().filter(|cluster| **cluster >= kept).count() as u64;
+        (kept + needed - holes(&mut tx, kept, needed).await?, 1)
+    } else {
+        (kept + movable.len() as u64, end / WORTH + 1)
+    };
     if kept.saturating_add(least) > end {
         return Ok(false);
     }
@@ -90,4 +95,16 @@ async fn compact(ring: &Ring, image: &mut Qcow2, old_len: u64) -> Result<bool, E
     tx.drop_blocks = true;
     tx.shorten_file();
     tx.commit().await.map(|()| true)
+}
+
+/// Free clusters below `end`; counts up to `most` of them.
+async fn holes(tx: &mut Transaction<'_>, end: u64, most: u64) -> Result<u64, Error> {
+    let mut found = 0;
+    for cluster in 1..end {
+        if found == most {
+            break;
+        }
+        found += u64::from(tx.count(cluster).await? == 0);
+    }
+    Ok(found)
 }
