@@ -167,15 +167,8 @@ impl Qcow2 {
     /// Errors: `Io`; they are as they were then. The image is open for writing and was not written to.
     pub async fn bitmaps_give_up(&mut self, ring: &Ring) -> Result<(), Error> {
         let given_up = async {
-            let engine = self.engine()?;
-            if !engine.recording.all_readable() {
-                return self
-                    .change_header(ring, |header| {
-                        header.set_autoclear(header.autoclear() & !header::BITMAPS);
-                    })
-                    .await;
-            }
-            engine.recording.give_up(ring, &self.file).await
+            // Those that cannot record are marked with the others.
+            self.engine()?.recording.give_up(ring, &self.file).await
         };
         given_up.await.map_err(|errno| self.bitmap_io(errno))?;
         for bitmap in self.info.bitmaps.iter_mut().filter(|bitmap| bitmap.auto) {

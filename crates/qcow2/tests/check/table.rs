@@ -3,29 +3,138 @@
 //! gives nothing back that a damaged entry may have named, and QEMU agrees with the outcome.
 
 use ringdisk_qcow2::{CheckReport, CheckVerdict, OpenOptions, Qcow2, Repair, check_bytes};
-use ringdisk_ring::{Ring, Runtime};
+use ringdisk_ring::Runtime;
 use ringdisk_testkit::layout::Layout;
 use ringdisk_testkit::sim::SimStorage;
 
 use crate::common::{Images, MIB, read, runtime};
 use crate::{Theirs, repair_on};
 
-const CLUSTER: u64 = 4096;
-const SIZE: u64 = 4 * MIB;
 const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
 const COPIED: u64 = 1 << 63;
 /// Type of the bitmaps extension.
 const BITMAPS: u32 = 0x2385_2875;
 
-/// An image with everything in it: two L2 tables, a snapshot with tables of its own, two bitmaps.
-fn make(images: &Images) -> Vec<u8> {
-    images.create("all", "cluster_size=4k", SIZE);
-    images.qemu_io("all", &["write -q -P 1 0 40k".into(), "write -q -P 2 3M 24k".into()]);
-    images.qemu_img(&["snapshot", "-c", "one", "all"]);
-    images.qemu_img(&["bitmap", "--add", "all", "first"]);
-    images.qemu_img(&["bitmap", "--add", "-g", "64k", "all", "second"]);
-    images.qemu_io("all", &["write -q -P 3 4k 8k".into(), "write -q -P 4 3M 4k".into()]);
-    std::fs::read(images.path("all")).expect("the image")
+/// What an image is like that is damaged.
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    options: &'static str,
+    cluster: u64,
+    size: u64,
+    entry_bytes: u64,
+    bitmaps: bool,
+}
+
+/// The first one in each run, the others with `RINGDISK_FULL=1`.
+const SHAPES: [Shape; 3] = [
+    Shape {
+        options: "cluster_size=4k",
+        cluster: 4096,
+        size: 4 * MIB,
+        entry_bytes: 8,
+        bitmaps: true,
+    },
+    Shape {
+        options: "cluster_size=4k,compat=0.10",
+        cluster: 4096,
+        size: 4 * MIB,
+        entry_bytes: 8,
+        bitmaps: false,
+    },
+    Shape {
+        options: "cluster_size=16k,extended_l2=on",
+        cluster: 16384,
+        size: 32 * MIB,
+        entry_bytes: 16,
+        bitmaps: true,
+    },
+];
+
+fn shapes() -> &'static [Shape] {
+    let count = if std::env::var_os("RINGDISK_FULL").is_some() { SHAPES.len() } else { 1 };
+    &SHAPES[..count]
+}
+
+impl Shape {
+    /// An image with everything in it: two L2 tables, a snapshot with tables of its own, two bitmaps.
+    fn make(&self, images: &Images) -> Vec<u8> {
+        let (cluster, far) = (self.cluster, self.size / 4 * 3);
+        images.create("all", self.options, self.size);
+        let first = [
+            format!("write -q -P 1 0 {}", 10 * cluster),
+            format!("write -q -P 2 {far} {}", 6 * cluster),
+        ];
+        images.qemu_io("all", &first);
+        images.qemu_img(&["snapshot", "-c", "one", "all"]);
+        if self.bitmaps {
+            images.qemu_img(&["bitmap", "--add", "all", "first"]);
+            images.qemu_img(&["bitmap", "--add", "-g", "64k", "all", "second"]);
+        }
+        let second = [
+            format!("write -q -P 3 {cluster} {}", 2 * cluster),
+            format!("write -q -P 4 {far} {cluster}"),
+        ];
+        images.qemu_io("all", &second);
+        std::fs::read(images.path("all")).expect("the image")
+    }
+
+    fn places(&self, bytes: &[u8]) -> Places {
+        let (l1, refcounts, snapshots) = (word(bytes, 40), word(bytes, 48), word(bytes, 64));
+        let l2 = word(bytes, l1) & OFFSET_MASK;
+        let saved = word(bytes, snapshots);
+        let mut structures = vec![
+            ("the header", 0),
+            ("the refcount table", refcounts),
+            ("a refcount block", word(bytes, refcounts)),
+            ("the L1 table", l1),
+            ("an L2 table", word(bytes, l1 + 8) & OFFSET_MASK),
+            ("the snapshot table", snapshots),
+            ("the L1 table of the snapshot", saved),
+            ("an L2 table of the snapshot", word(bytes, saved) & OFFSET_MASK),
+        ];
+        let pointer = |name, at, irreplaceable| Pointer { name, at, irreplaceable };
+        let mut pointers = vec![
+            pointer("an L1 entry", l1, true),
+            pointer("an L2 entry", l2 + self.entry_bytes, true),
+            pointer("an L1 entry of the snapshot", saved, true),
+            pointer("the snapshot's L1 table", snapshots, true),
+            pointer("an entry of the refcount table", refcounts, false),
+        ];
+        if self.bitmaps {
+            let found = bytes[..1024].windows(4).position(|w| w == BITMAPS.to_be_bytes());
+            let extension = found.expect("bitmaps") as u64 + 8;
+            let directory = word(bytes, extension + 16);
+            let table = word(bytes, directory);
+            structures.extend([
+                ("the bitmap directory", directory),
+                ("a bitmap table", table),
+                ("the bits of a bitmap", word(bytes, table)),
+            ]);
+            pointers.extend([
+                pointer("the bitmap directory", extension + 16, false),
+                pointer("a bitmap table", directory, false),
+                pointer("an entry of a bitmap table", table, false),
+            ]);
+        }
+        Places { structures, pointers }
+    }
+
+    /// The disk cluster by cluster; `None`: cannot be read.
+    fn contents(&self, runtime: &mut Runtime, bytes: &[u8]) -> Vec<Option<Vec<u8>>> {
+        let ring = runtime.ring().clone();
+        let sim = SimStorage::from_image(bytes, 1);
+        runtime.block_on(async {
+            let opened = Qcow2::open(&ring, sim.storage(), &OpenOptions::default()).await;
+            let mut all = Vec::new();
+            for at in (0..self.size).step_by(self.cluster as usize) {
+                all.push(match &opened {
+                    Ok(image) => read(&ring, image, &[], at, self.cluster as usize).await.ok(),
+                    Err(_) => None,
+                });
+            }
+            all
+        })
+    }
 }
 
 fn word(bytes: &[u8], at: u64) -> u64 {
@@ -47,62 +156,9 @@ struct Places {
     pointers: Vec<Pointer>,
 }
 
-fn places(bytes: &[u8]) -> Places {
-    let (l1, refcounts, snapshots) = (word(bytes, 40), word(bytes, 48), word(bytes, 64));
-    let extension = bytes[..1024].windows(4).position(|w| w == BITMAPS.to_be_bytes());
-    let extension = extension.expect("bitmaps") as u64 + 8;
-    let directory = word(bytes, extension + 16);
-    let table = word(bytes, directory);
-    let l2 = word(bytes, l1) & OFFSET_MASK;
-    let saved = word(bytes, snapshots);
-    let structures = vec![
-        ("the header", 0),
-        ("the refcount table", refcounts),
-        ("a refcount block", word(bytes, refcounts)),
-        ("the L1 table", l1),
-        ("an L2 table", word(bytes, l1 + 8) & OFFSET_MASK),
-        ("the snapshot table", snapshots),
-        ("the L1 table of the snapshot", saved),
-        ("an L2 table of the snapshot", word(bytes, saved) & OFFSET_MASK),
-        ("the bitmap directory", directory),
-        ("a bitmap table", table),
-        ("the bits of a bitmap", word(bytes, table)),
-    ];
-    let pointer = |name, at, irreplaceable| Pointer { name, at, irreplaceable };
-    let pointers = vec![
-        pointer("an L1 entry", l1, true),
-        pointer("an L2 entry", l2 + 8, true),
-        pointer("an L1 entry of the snapshot", saved, true),
-        pointer("the snapshot's L1 table", snapshots, true),
-        pointer("an entry of the refcount table", refcounts, false),
-        pointer("the bitmap directory", extension + 16, false),
-        pointer("a bitmap table", directory, false),
-        pointer("an entry of a bitmap table", table, false),
-    ];
-    Places { structures, pointers }
-}
-
-/// The disk cluster by cluster; `None`: cannot be read.
-fn contents(runtime: &mut Runtime, bytes: &[u8]) -> Vec<Option<Vec<u8>>> {
-    let ring = runtime.ring().clone();
-    let sim = SimStorage::from_image(bytes, 1);
-    runtime.block_on(async {
-        let opened = Qcow2::open(&ring, sim.storage(), &OpenOptions::default()).await;
-        let Ok(image) = opened else { return vec![None; (SIZE / CLUSTER) as usize] };
-        clusters(&ring, &image).await
-    })
-}
-
-async fn clusters(ring: &Ring, image: &Qcow2) -> Vec<Option<Vec<u8>>> {
-    let mut all = Vec::new();
-    for at in (0..SIZE).step_by(CLUSTER as usize) {
-        all.push(read(ring, image, &[], at, CLUSTER as usize).await.ok());
-    }
-    all
-}
-
 /// What is promised of one damaged image.
 struct Case<'a> {
+    shape: &'a Shape,
     name: String,
     bytes: Vec<u8>,
     /// A cluster that must not be given back.
@@ -114,7 +170,7 @@ impl Case<'_> {
     /// Checks, repairs and looks again. Returns whether the image is sound afterwards.
     fn judge(&self, runtime: &mut Runtime) -> bool {
         let name = &self.name;
-        let before = contents(runtime, &self.bytes);
+        let before = self.shape.contents(runtime, &self.bytes);
         match check_bytes(&self.bytes[..]) {
             Ok(report) => {
                 let verdict = report.verdict();
@@ -129,7 +185,8 @@ impl Case<'_> {
         let sim = SimStorage::from_image(&self.bytes, 1);
         let repaired = repair_on(runtime, &sim, Repair::All);
         let after = sim.image();
-        for (at, (old, new)) in before.iter().zip(contents(runtime, &after)).enumerate() {
+        for (at, (old, new)) in before.iter().zip(self.shape.contents(runtime, &after)).enumerate()
+        {
             assert!(old.is_none() || *old == new, "{name}: cluster {at} of the disk changed");
         }
         let Ok(report) = repaired else {
@@ -142,7 +199,8 @@ impl Case<'_> {
             .any(|text| text.starts_with("Not repaired") || text.starts_with("Left after"));
         assert!(report.is_clean() || said, "{name}: {}", brief(&report));
         if let Some(kept) = self.kept {
-            let refcount = Layout::of(&after[..]).refcounts.get(&(kept / CLUSTER)).copied();
+            let refcount =
+                Layout::of(&after[..]).refcounts.get(&(kept / self.shape.cluster)).copied();
             assert!(
                 refcount.is_some_and(|count| count > 0),
                 "{name}: {kept:#x} was given back: {}",
@@ -178,87 +236,88 @@ fn put(good: &[u8], at: u64, value: u64) -> Vec<u8> {
 
 #[test]
 fn every_pointer_to_everything_that_it_must_not_name_is_damage() {
-    let images = Images::new();
-    let good = make(&images);
     let mut runtime = runtime();
-    assert!(check_bytes(&good[..]).expect("a good image").is_clean());
-    let Places { structures, pointers } = places(&good);
-    let past = (good.len() as u64).next_multiple_of(CLUSTER) + 16 * CLUSTER;
-    let mut sound = 0;
-    let mut judge = |name: String, bytes: Vec<u8>, kept: Option<u64>| {
-        let case = Case { name, bytes, kept, images: &images };
-        sound += u64::from(case.judge(&mut runtime));
-    };
-    for pointer in pointers {
-        let old = word(&good, pointer.at);
-        let target = old & OFFSET_MASK;
-        let kept = pointer.irreplaceable.then_some(target);
-        let flags = old & !OFFSET_MASK;
-        for (what, at) in &structures {
-            // A snapshot's table of the second level may be the active one too, and an offset of 0 is none.
-            let shared = what.starts_with("an L2 table") && pointer.name.starts_with("an L1 entry");
-            if *at != target && *at != 0 && !shared {
-                judge(
-                    format!("{} names {what}", pointer.name),
-                    put(&good, pointer.at, at | flags),
-                    kept,
-                );
+    for shape in shapes() {
+        let images = Images::new();
+        let good = shape.make(&images);
+        assert!(check_bytes(&good[..]).expect("a good image").is_clean());
+        let Places { structures, pointers } = shape.places(&good);
+        let mut sound = 0;
+        for pointer in &pointers {
+            for (what, value, kept) in damages(shape, &good, pointer, &structures) {
+                let name = format!("{}: {} {what}", shape.options, pointer.name);
+                let bytes = put(&good, pointer.at, value);
+                let case = Case { shape, name, bytes, kept, images: &images };
+                sound += u64::from(case.judge(&mut runtime));
             }
         }
-        for (what, value) in [
-            ("a place past the end", past | flags),
-            ("a place far past the end", (1 << 50) | flags),
-            ("an unaligned place", (target + 512) | flags),
-        ] {
-            // A snapshot whose L1 table cannot be where it says is removed, and the report says so.
-            let removed = what == "an unaligned place" && pointer.name == "the snapshot's L1 table";
-            let kept = kept.filter(|_| !removed);
-            judge(format!("{} names {what}", pointer.name), put(&good, pointer.at, value), kept);
-        }
-        // The fields of the header extension and the directories have no reserved bits, but these are places far behind the end.
-        let bytes = put(&good, pointer.at, old | 1 << 57);
-        judge(format!("{} has reserved bits", pointer.name), bytes, kept);
+        assert!(sound >= 10, "only {sound} images were made sound");
     }
-    assert!(sound >= 20, "only {sound} images were made sound");
+}
+
+/// What is done to a pointer, the word that it becomes, and what must not be given back.
+fn damages(
+    shape: &Shape,
+    good: &[u8],
+    pointer: &Pointer,
+    structures: &[(&'static str, u64)],
+) -> Vec<(String, u64, Option<u64>)> {
+    let old = word(good, pointer.at);
+    let (target, flags) = (old & OFFSET_MASK, old & !OFFSET_MASK);
+    let past = (good.len() as u64).next_multiple_of(shape.cluster) + 16 * shape.cluster;
+    let kept = pointer.irreplaceable.then_some(target);
+    let mut all = Vec::new();
+    for (what, at) in structures {
+        // A snapshot's table of the second level may be the active one too, and an offset of 0 is none.
+        let shared = what.starts_with("an L2 table") && pointer.name.starts_with("an L1 entry");
+        if *at != target && *at != 0 && !shared {
+            all.push((format!("names {what}"), at | flags, kept));
+        }
+    }
+    all.push(("names a place past the end".to_owned(), past | flags, kept));
+    all.push(("names a place far past the end".to_owned(), (1 << 50) | flags, kept));
+    // A snapshot whose L1 table cannot be where it says is removed, and the report says so.
+    let removed = pointer.name == "the snapshot's L1 table";
+    all.push(("is not aligned".to_owned(), (target + 512) | flags, kept.filter(|_| !removed)));
+    // Fields of the header extension and the directories have no reserved bits: a place far away.
+    all.push(("has reserved bits".to_owned(), old | 1 << 57, kept));
+    all
 }
 
 #[test]
 fn a_file_that_ends_before_any_structure_is_damaged_and_gives_nothing_back() {
-    let images = Images::new();
-    let good = make(&images);
     let mut runtime = runtime();
-    for (what, at) in places(&good).structures {
-        if at == 0 {
-            continue;
-        }
-        // Before it, inside its first word, and inside its cluster.
-        for len in [at, at + 4, at + 520].into_iter().filter(|len| *len < good.len() as u64) {
-            let bytes = good[..len as usize].to_vec();
-            let named = check_bytes(&bytes[..]).map(|report| report.verdict());
-            let sound = matches!(named, Ok(CheckVerdict::Clean | CheckVerdict::Leaks));
-            assert!(!sound, "the file ends at {len:#x}, in {what}");
-            let name = format!("the file ends at {len:#x}, in {what}");
-            Case { name, bytes, kept: None, images: &images }.judge(&mut runtime);
+    for shape in shapes() {
+        let images = Images::new();
+        let good = shape.make(&images);
+        for (what, at) in shape.places(&good).structures.into_iter().filter(|(_, at)| *at != 0) {
+            // Before it, inside its first word, and inside its cluster.
+            for len in [at, at + 4, at + 520].into_iter().filter(|len| *len < good.len() as u64) {
+                let bytes = good[..len as usize].to_vec();
+                let name = format!("{}: the file ends at {len:#x}, in {what}", shape.options);
+                Case { shape, name, bytes, kept: None, images: &images }.judge(&mut runtime);
+            }
         }
     }
 }
 
 #[test]
 fn entries_with_refcounts_that_agree_are_damage_all_the_same() {
-    let images = Images::new();
-    let good = make(&images);
     let mut runtime = runtime();
-    let Places { structures, pointers } = places(&good);
-    let block = word(&good, word(&good, 48));
-    let entry = pointers.iter().find(|pointer| pointer.name == "an L2 entry").expect("there");
-    for (what, at) in structures.iter().filter(|(_, at)| *at != 0) {
-        // As after a repair by QEMU: two references, no COPIED flag.
-        let mut bytes = put(&good, entry.at, *at);
-        let count = (block + at / CLUSTER * 2) as usize;
-        bytes[count + 1] += 1;
-        let kept = Some(word(&good, entry.at) & OFFSET_MASK);
-        let name = format!("an L2 entry names {what}, counted twice");
-        Case { name, bytes, kept, images: &images }.judge(&mut runtime);
+    for shape in shapes() {
+        let images = Images::new();
+        let good = shape.make(&images);
+        let Places { structures, pointers } = shape.places(&good);
+        let block = word(&good, word(&good, 48));
+        let entry = pointers.iter().find(|pointer| pointer.name == "an L2 entry").expect("there");
+        assert!(COPIED & word(&good, entry.at) != 0, "the entry was the image's own");
+        for (what, at) in structures.iter().filter(|(_, at)| *at != 0) {
+            // As after a repair by QEMU: two references, no COPIED flag.
+            let mut bytes = put(&good, entry.at, *at);
+            bytes[(block + at / shape.cluster * 2) as usize + 1] += 1;
+            let kept = Some(word(&good, entry.at) & OFFSET_MASK);
+            let name = format!("{}: an L2 entry names {what}, counted twice", shape.options);
+            Case { shape, name, bytes, kept, images: &images }.judge(&mut runtime);
+        }
     }
-    assert!(COPIED & word(&good, entry.at) != 0, "the entry was the image's own");
 }
