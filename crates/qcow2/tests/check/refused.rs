@@ -223,7 +223,7 @@ fn entries_for_another_place_of_the_data_file_are_errors_as_in_qemu_and_are_repa
         let expected = images.converted("image");
         let table = l2_table(&good);
         // Data, and reserved space that reads as zeroes.
-        for entry in [3 * CLUSTER, 1 << 40, 3 * CLUSTER | 512, 3 * CLUSTER | 1] {
+        for entry in [3 * CLUSTER, 1 << 40, (3 * CLUSTER) | 512, (3 * CLUSTER) | 1] {
             let case = format!("raw {raw}, {entry:#x}");
             let mut bytes = good.clone();
             put(&mut bytes, table + 8, &(COPIED | entry).to_be_bytes());
