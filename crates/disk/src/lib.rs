@@ -13,6 +13,7 @@
 
 mod below;
 mod chain;
+mod client_errors;
 pub mod describe;
 mod disk;
 mod error;
@@ -45,6 +46,7 @@ mod window;
 mod write;
 mod write_back;
 
+pub use client_errors::ClientErrors;
 pub use disk::Disk;
 pub use error::{Error, ErrorKind};
 pub use layer::Layer;

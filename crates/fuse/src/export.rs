@@ -8,13 +8,13 @@ use std::sync::mpsc::channel;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use ringdisk_disk::{Disk, SizeWatch};
+use ringdisk_disk::{ClientErrors, Disk, SizeWatch};
 use ringdisk_ring::{Errno, SharedMemory, Topology};
 
 use crate::abi::flags::{INIT_HAS_IO_URING_BUFPOOL, INIT_OVER_IO_URING, INIT_PASSTHROUGH};
 use crate::dev::{Place, QueueSetup, QueueThread, Serve, answer_init};
 use crate::file::{FileOptions, FileServer};
-use crate::keeper::{Event, EventSender, HaltReason, Keeper};
+use crate::keeper::{Event, EventSender, HaltReason, InUseSlot, Keeper};
 use crate::kept::{self, Parked};
 use crate::mount::{
     FirstLook, Method, MountOptions, Remover, RemoverSlot, clone_device, mount, open_backing,
@@ -56,13 +56,19 @@ const LOOK_AFTER_DEATH: Duration = Duration::from_secs(10);
 pub struct StopHandle(EventSender);
 
 impl StopHandle {
-    /// Asks for a clean stop: the mount goes, requests in flight get 2 s to end, the image is flushed. Returns at once.
+    /// Asks for a clean stop: the name goes, clients that have the file open are served until the last one has closed it
+    /// ([`ExportOptions::stop_timeout`]), and the image is flushed. Returns at once.
     pub fn stop(&self) {
         self.0.send(Event::Stop);
     }
+
+    /// Asks for the end now: clients get errors, requests in flight get 2 s to end, the image is flushed. Returns at once.
+    pub fn force(&self) {
+        self.0.send(Event::Force);
+    }
 }
 
-/// A disk that is being served. Dropping it stops it.
+/// A disk that is being served. Dropping it ends it at once, also while clients use it.
 #[derive(Debug)]
 pub struct Export {
     keeper: Option<JoinHandle<Result<(), HaltReason>>>,
@@ -72,6 +78,7 @@ pub struct Export {
     live: Vec<Live>,
     parked: Option<Parked>,
     remover: RemoverSlot,
+    in_use: InUseSlot,
     connection: Option<u32>,
     _size_watch: SizeWatch,
 }
@@ -340,6 +347,7 @@ impl Export {
                 gid: rustix::process::getgid().as_raw(),
             },
         );
+        let server = server.logging(ClientErrors::start(&options.mountpoint.to_string_lossy()));
         let server = Arc::new(match &options.keep {
             Some(keep) => server.recording(Arc::clone(&keep.record)),
             None => server,
@@ -399,14 +407,18 @@ impl Export {
         let (remover, connection) = (mount.remover(), mount.connection());
         topology.ring_mode =
             rings.as_ref().filter(|_| transport == Transport::Uring).map(|r| r.mode());
+        let in_use = InUseSlot::default();
         let keeper = Keeper {
             mount,
             queues,
             disk,
+            server,
             place,
             rings: rings.filter(|_| transport == Transport::Uring),
             events: receiver,
             io_timeout: options.io_timeout,
+            stop_timeout: options.stop_timeout,
+            in_use: in_use.clone(),
             kernel_cache: options.kernel_cache,
             is_kept: options.keep.is_some(),
             restricted: options.restricted,
@@ -451,6 +463,7 @@ impl Export {
             live,
             parked,
             remover,
+            in_use,
             connection,
             _size_watch: size_watch,
         })))
@@ -483,6 +496,12 @@ impl Export {
     pub fn remove_through(&self, remover: Arc<dyn Remover>) {
         // The first one stays.
         let _ = self.remover.set(remover);
+    }
+
+    /// Calls `tell`, with the number of open files, when the mount is to stop and is in use, before its name goes, and again for each
+    /// further [`StopHandle::stop`]. Called by a thread that serves no request; the stop waits for it. The first one stays.
+    pub fn watch_users(&self, tell: impl Fn(u64) + Send + Sync + 'static) {
+        self.in_use.set(Box::new(tell));
     }
 
     /// What was asked for and could not be had, each with what would enable it.
@@ -541,7 +560,7 @@ impl Export {
 impl Drop for Export {
     fn drop(&mut self) {
         if self.keeper.is_some() {
-            self.events.send(Event::Stop);
+            self.events.send(Event::Force);
             if let Err(reason) = self.join() {
                 tracing::warn!("{reason}");
             }

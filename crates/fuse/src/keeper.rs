@@ -3,15 +3,17 @@
 //! It serves no request, so it may touch the mount.
 
 use std::fmt;
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use ringdisk_disk::Disk;
 use ringdisk_ring::{Config, Errno, Runtime, SetupError};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use crate::ErrorKind;
 use crate::dev::{Place, QueueThread};
+use crate::file::FileServer;
 use crate::mount::{Mount, Unmount};
 use crate::reply::notify_inval_inode;
 use crate::request::ParseError;
@@ -33,6 +35,12 @@ const LOOK_AGAIN: Duration = Duration::from_millis(20);
 const QUIET: Duration = Duration::from_millis(100);
 /// How often the keeper looks whether requests are still in flight.
 const LOOK: Duration = Duration::from_millis(5);
+/// How long a mount may be busy because of a client that is about to close it: a program that has just ended, whose RELEASE is on its way.
+const CLOSING: Duration = Duration::from_millis(300);
+/// How often a stopped mount that is in use is looked at: whether its last user has closed it, and whether the time is up.
+const IN_USE_LOOK: Duration = Duration::from_millis(50);
+/// How often the last flush looks whether the end is to come at once.
+const LAST_FLUSH_LOOK: Duration = Duration::from_millis(100);
 
 /// Why a queue ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -68,6 +76,12 @@ pub enum HaltReason {
     Flush(Errno),
     /// Requests were still in flight at a clean stop and had to be ended with errors.
     StillInFlight(usize),
+    /// It was told to end at once while clients had so many open files.
+    Forced(u64),
+    /// A stop waited so long for the clients to close their files, of which so many are open.
+    StillInUse(Duration, u64),
+    /// The connection was aborted from outside while clients had so many open files.
+    Aborted(u64),
 }
 
 impl fmt::Display for HaltReason {
@@ -99,17 +113,66 @@ impl fmt::Display for HaltReason {
                 f,
                 "{count} requests were still in flight and ended with errors; the storage below the image does not answer"
             ),
+            HaltReason::Forced(count) => write!(
+                f,
+                "ended at once although in use ({}): what the users had not written yet is lost",
+                open_files(*count)
+            ),
+            HaltReason::StillInUse(limit, count) => write!(
+                f,
+                "still in use {limit:?} after the stop ({}), and ended all the same: what the users had not written yet is lost",
+                open_files(*count)
+            ),
+            HaltReason::Aborted(count) => write!(
+                f,
+                "the connection was aborted (`umount -f`, or fusectl) while in use ({}): what the users had not written yet is lost",
+                open_files(*count)
+            ),
         }
     }
 }
 
 impl std::error::Error for HaltReason {}
 
+/// A number of open files, in words.
+fn open_files(count: u64) -> String {
+    if count == 1 { String::from("1 open file") } else { format!("{count} open files") }
+}
+
+/// Who is told, with the number of open files, that a stop has to wait for clients.
+type InUse = Box<dyn Fn(u64) + Send + Sync>;
+
+/// Called when a mount that is to stop is in use, before its name goes; empty: nobody is told. Clones share it.
+#[derive(Clone, Default)]
+pub(crate) struct InUseSlot(Arc<OnceLock<InUse>>);
+
+impl InUseSlot {
+    /// The first one stays.
+    pub(crate) fn set(&self, tell: InUse) {
+        let _ = self.0.set(tell);
+    }
+
+    fn tell(&self, open_files: u64) {
+        match self.0.get() {
+            Some(tell) => tell(open_files),
+            None => tracing::warn!("a mount that is to stop is in use: {open_files} open files"),
+        }
+    }
+}
+
+impl fmt::Debug for InUseSlot {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("InUseSlot").field(&self.0.get().is_some()).finish()
+    }
+}
+
 /// What the keeper hears.
 #[derive(Debug)]
 pub(crate) enum Event {
-    /// Somebody asks for a clean stop.
+    /// Somebody asks for a clean stop: once nobody uses the mount.
     Stop,
+    /// Somebody asks for the end now, whoever uses the mount.
+    Force,
     /// The mount could not be started after all: it goes, and the disk stays as it is, for another one.
     Discard,
     /// A queue ended.
@@ -132,11 +195,21 @@ impl EventSender {
 /// How an export ends.
 #[derive(Debug)]
 enum End {
+    /// By a stop, and nobody uses the mount.
     Stopped,
+    /// Clients use it, and get errors from now on.
+    Forced(HaltReason),
     Discarded,
     Unmounted,
-    Aborted,
+    /// With so many open files.
+    Aborted(u64),
     Halted(HaltReason),
+}
+
+/// A stop that waits until the last user of the mount has closed it.
+#[derive(Clone, Copy, Debug)]
+struct Draining {
+    since: Instant,
 }
 
 /// What the keeper looks after.
@@ -145,11 +218,15 @@ pub(crate) struct Keeper {
     pub(crate) mount: Mount,
     pub(crate) queues: Vec<QueueThread>,
     pub(crate) disk: Arc<Disk>,
+    pub(crate) server: Arc<FileServer>,
     pub(crate) place: Arc<Place>,
     /// What the kernel has of ours, when requests travel in rings.
     pub(crate) rings: Option<Arc<Rings>>,
     pub(crate) events: Receiver<Event>,
     pub(crate) io_timeout: Option<Duration>,
+    /// How long a stop waits for clients; `None`: as long as they take.
+    pub(crate) stop_timeout: Option<Duration>,
+    pub(crate) in_use: InUseSlot,
     pub(crate) kernel_cache: bool,
     /// The mount outlives the process.
     pub(crate) is_kept: bool,
@@ -172,11 +249,14 @@ impl Keeper {
         self.finish(end, runtime)
     }
 
-    fn wait(&self) -> End {
+    fn wait(&mut self) -> End {
+        let mut draining = None;
         loop {
             let looks = self.look_until.is_some_and(|end| Instant::now() < end);
             let pause = self.io_timeout.map(|limit| (limit / 4).max(Duration::from_millis(1)));
-            let event = match if looks { Some(LOOK_AGAIN) } else { pause } {
+            let drains = draining.map(|_| IN_USE_LOOK);
+            let pause = [pause, drains, looks.then_some(LOOK_AGAIN)].into_iter().flatten().min();
+            let event = match pause {
                 None => self.events.recv().map_err(|_| RecvTimeoutError::Disconnected),
                 Some(pause) => self.events.recv_timeout(pause),
             };
@@ -184,11 +264,22 @@ impl Keeper {
                 self.queues.iter().for_each(QueueThread::look_again);
             }
             match event {
-                Ok(Event::Stop) | Err(RecvTimeoutError::Disconnected) => return End::Stopped,
+                Ok(Event::Stop) => match draining {
+                    Some(_) => self.in_use.tell(self.server.open_files()),
+                    None if self.leave_tree() => return End::Stopped,
+                    None => draining = Some(Draining { since: Instant::now() }),
+                },
+                Ok(Event::Force) | Err(RecvTimeoutError::Disconnected) => {
+                    return self.forced(HaltReason::Forced);
+                }
                 Ok(Event::Discard) => return End::Discarded,
                 Ok(Event::Resized) => self.tell_size(),
                 Ok(Event::QueueEnded(_, EndReason::Unmounted)) => return End::Unmounted,
-                Ok(Event::QueueEnded(_, EndReason::Aborted)) => return End::Aborted,
+                Ok(Event::QueueEnded(_, EndReason::Aborted)) => {
+                    // Rings say the same when the last user has closed the file of a mount that is gone.
+                    let is_gone = self.mount.is_gone();
+                    return if is_gone { End::Unmounted } else { End::Aborted(self.open_files()) };
+                }
                 Ok(Event::QueueEnded(queue, reason)) => {
                     let reason = match reason {
                         EndReason::Device(errno) => HaltReason::Device(errno),
@@ -211,7 +302,66 @@ impl Keeper {
             {
                 return End::Halted(HaltReason::Timeout(limit));
             }
+            if let Some(end) = draining.and_then(|draining| self.drained(draining)) {
+                return end;
+            }
         }
+    }
+
+    /// A stop begins: takes the mount out of the tree. Returns whether nobody uses it; else who does is told, and it is served on.
+    fn leave_tree(&mut self) -> bool {
+        self.take_what_waits();
+        let deadline = Instant::now() + CLOSING;
+        let unmounted = loop {
+            match self.mount.unmount(Unmount::Normal) {
+                Err(error) if error.kind() == ErrorKind::Busy && Instant::now() < deadline => {
+                    std::thread::sleep(LOOK);
+                }
+                result => break result.is_ok(),
+            }
+        };
+        // A copy of the mount elsewhere (a bind mount, another mount namespace) that nobody has open is no user.
+        while !self.is_unused() {
+            if unmounted && self.mount.is_gone() {
+                return true;
+            }
+            if Instant::now() >= deadline {
+                // Who uses it is found by its name as long as it has one.
+                self.in_use.tell(self.open_files());
+                if let Err(error) = self.mount.unmount(Unmount::Lazy) {
+                    tracing::warn!("{error}");
+                }
+                return false;
+            }
+            std::thread::sleep(LOOK);
+        }
+        true
+    }
+
+    /// Whether a stop has waited long enough: the last user is gone, or the time is up.
+    fn drained(&self, draining: Draining) -> Option<End> {
+        if self.is_unused() {
+            return Some(End::Stopped);
+        }
+        let limit = self.stop_timeout.filter(|limit| draining.since.elapsed() >= *limit)?;
+        Some(self.forced(|count| HaltReason::StillInUse(limit, count)))
+    }
+
+    /// The end at once.
+    fn forced(&self, reason: impl FnOnce(u64) -> HaltReason) -> End {
+        match self.open_files() {
+            0 => End::Stopped,
+            count => End::Forced(reason(count)),
+        }
+    }
+
+    /// Open files of clients. (Each mapping of the file and each loop device has one.)
+    fn open_files(&self) -> u64 {
+        self.server.open_files()
+    }
+
+    fn is_unused(&self) -> bool {
+        self.open_files() == 0 && self.in_flight() == 0
     }
 
     fn oldest(&self) -> Option<Duration> {
@@ -245,28 +395,29 @@ impl Keeper {
             End::Stopped => {
                 self.take_what_waits();
                 self.remove_mount();
-                // Clients that still have the file open may go on for ever: no new requests.
-                self.place.drain();
-                if let Some(rings) = &self.rings {
-                    rings.drain();
-                }
-                for queue in &self.queues {
-                    queue.wake();
-                }
-                let drained = self.drain(GRACE);
-                if let Err(count) = drained {
-                    result = Err(HaltReason::StillInFlight(count));
-                }
-                // Clients may still have the file open, here or in another mount namespace: the kernel must let go of the entries
+                let drained = self.end_requests();
+                // The mount may be in another mount namespace too: the kernel must let go of the entries
                 // before their rings are closed. (Once: after an abort the number of the connection may become another's.)
                 if drained.is_err() || self.rings.is_some() || self.is_kept {
                     self.mount.abort();
                 }
-                drained.is_ok()
+                result = drained;
+                result.is_ok()
+            }
+            End::Forced(reason) => {
+                // First the clients: each gets its error now, also those that wait for storage.
+                self.mount.abort();
+                self.remove_mount();
+                let drained = self.end_requests();
+                result = drained.and(Err(reason));
+                !matches!(result, Err(HaltReason::StillInFlight(_)))
             }
             End::Unmounted => self.drain(GRACE).is_ok(),
-            End::Aborted => {
+            End::Aborted(open_files) => {
                 self.remove_mount();
+                if open_files > 0 {
+                    result = Err(HaltReason::Aborted(open_files));
+                }
                 self.drain(GRACE).is_ok()
             }
             End::Halted(reason) => {
@@ -292,9 +443,37 @@ impl Keeper {
         }
         let limit = if drained { LAST_FLUSH } else { LAST_FLUSH_STUCK };
         match self.last_flush(limit, drained, runtime) {
-            Err(errno) if result.is_ok() => Err(HaltReason::Flush(errno)),
+            // That what was answered is lost is worse than that somebody was not done.
+            Err(errno)
+                if matches!(
+                    result,
+                    Ok(())
+                        | Err(HaltReason::Forced(_)
+                            | HaltReason::StillInUse(..)
+                            | HaltReason::Aborted(_))
+                ) =>
+            {
+                Err(HaltReason::Flush(errno))
+            }
             _ => result,
         }
+    }
+
+    /// No new requests; those in flight get [`GRACE`]. Errors: some did not end.
+    fn end_requests(&self) -> Result<(), HaltReason> {
+        self.place.drain();
+        if let Some(rings) = &self.rings {
+            rings.drain();
+        }
+        for queue in &self.queues {
+            queue.wake();
+        }
+        self.drain(GRACE).map_err(HaltReason::StillInFlight)
+    }
+
+    /// Whether the end was asked for at once since.
+    fn is_forced_meanwhile(&self) -> bool {
+        self.events.try_iter().any(|event| matches!(event, Event::Force))
     }
 
     /// Takes the mount out of the tree, also while it is in use.
@@ -370,7 +549,17 @@ impl Keeper {
             if limit > quiet {
                 tracing::warn!("writing what the page cache still holds of the image");
             }
-            ring.within(limit - quiet, flush).await
+            let end = Instant::now() + (limit - quiet);
+            loop {
+                let left = end.saturating_duration_since(Instant::now());
+                match ring.within(left.min(LAST_FLUSH_LOOK), flush.as_mut()).await {
+                    Ok(result) => return Ok(result),
+                    Err(late) if left <= LAST_FLUSH_LOOK || self.is_forced_meanwhile() => {
+                        return Err(late);
+                    }
+                    Err(_) => {}
+                }
+            }
         };
         match runtime.block_on(flush) {
             Ok(result) => result,

@@ -48,7 +48,10 @@ pub(crate) async fn answer(
                     cells.read_bytes.add(len as u64);
                     Answer::Data(len)
                 }
-                Err(errno) => Answer::error(unique, errno),
+                Err(errno) => {
+                    server.failed("a read", argument.offset, argument.size.into(), errno);
+                    Answer::error(unique, errno)
+                }
             }
         }
         Operation::Write(argument) => {
@@ -64,7 +67,10 @@ pub(crate) async fn answer(
                     reply.set_written(unique, len);
                     Answer::Reply(reply)
                 }
-                Err(errno) => Answer::error(unique, errno),
+                Err(errno) => {
+                    server.failed("a write", argument.offset, argument.size.into(), errno);
+                    Answer::error(unique, errno)
+                }
             }
         }
         _ => {

@@ -137,10 +137,16 @@ fn assert_over(place: &Place, mut client: Process, start: Instant) {
 }
 
 #[test]
-fn a_stop_ends_a_storage_operation_that_never_completes() {
-    let (place, export, client) = stuck(None);
-    let start = Instant::now();
+fn a_forced_stop_ends_a_storage_operation_that_never_completes() {
+    let (place, export, mut client) = stuck(None);
+    let (say, said) = std::sync::mpsc::channel();
+    export.watch_users(move |open_files| say.send(open_files).unwrap());
     export.stop_handle().stop();
+    assert_eq!(said.recv_timeout(SOON), Ok(1), "a client waits: it is told of");
+    assert_eq!(until(SOON, || (!is_mounted(&place)).then_some(())), Some(()));
+    assert_eq!(client.ended(), None, "and it is not cut off");
+    let start = Instant::now();
+    export.stop_handle().force();
     assert_eq!(export.wait().unwrap_err(), HaltReason::StillInFlight(1));
     assert_over(&place, client, start);
 }
@@ -208,11 +214,16 @@ fn a_stop_under_a_client_that_never_stops_is_clean() {
         "--runtime=60",
     ]));
     until(SOON, || (export.stats().total().requests > 500).then_some(())).expect("fio runs");
-    let start = Instant::now();
     export.stop_handle().stop();
-    assert!(export.wait().is_ok(), "nothing was cut off");
+    assert_eq!(until(SOON, || (!is_mounted(&place)).then_some(())), Some(()));
+    let requests = export.stats().total().requests;
+    let more = until(SOON, || (export.stats().total().requests > requests + 500).then_some(()));
+    assert_eq!((more, client.ended()), (Some(()), None), "it is served on");
+    let start = Instant::now();
+    export.stop_handle().force();
+    let reason = export.wait().expect_err("a client was cut off");
+    assert!(matches!(reason, HaltReason::Forced(1..)), "{reason:?}");
     assert!(start.elapsed() < patient(SOON));
-    assert!(!is_mounted(&place));
     assert!(client.wait(SOON).is_some_and(|status| !status.success()), "fio sees the end");
 }
 
@@ -246,4 +257,44 @@ fn a_queue_thread_that_panics_halts_its_export() {
     export.panic_for_test();
     assert_eq!(export.wait().unwrap_err(), HaltReason::Panicked);
     assert!(!is_mounted(&place));
+}
+
+#[test]
+fn a_stop_waits_no_longer_for_clients_than_it_was_told_to() {
+    let place = place();
+    let limit = Duration::from_millis(200);
+    let options = ExportOptions { stop_timeout: Some(limit), ..options(&place) };
+    let export = Export::start(null(), options).unwrap();
+    let file = std::fs::File::open(&place.path).unwrap();
+    export.stop_handle().stop();
+    assert_eq!(export.wait().unwrap_err(), HaltReason::StillInUse(limit, 1));
+    drop(file);
+    assert!(!is_mounted(&place));
+}
+
+#[test]
+fn a_copy_of_the_mount_that_nobody_has_open_does_not_hold_up_a_stop() {
+    let place = place();
+    let export = Export::start(null(), options(&place)).unwrap();
+    let copy = place.path.with_extension("copy");
+    std::fs::write(&copy, "").unwrap();
+    let mount = |words: &[&str]| std::process::Command::new(words[0]).args(&words[1..]).status();
+    let [from, to] = [&place.path, &copy].map(|path| path.to_str().unwrap());
+    assert!(mount(&["mount", "--bind", from, to]).unwrap().success());
+    export.stop_handle().stop();
+    assert!(export.wait().is_ok());
+    assert!(mount(&["umount", to]).unwrap().success());
+}
+
+#[test]
+fn an_abort_from_outside_is_no_success_while_a_client_has_the_file_open() {
+    let place = place();
+    for is_open in [true, false] {
+        let export = Export::start(null(), options(&place)).unwrap();
+        let file = is_open.then(|| std::fs::File::open(&place.path).unwrap());
+        assert!(ringdisk_fuse::mount::abort(export.connection().unwrap()));
+        let ended = export.wait();
+        assert_eq!(ended.is_err(), is_open, "{ended:?}");
+        drop(file);
+    }
 }

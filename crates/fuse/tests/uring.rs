@@ -80,7 +80,7 @@ fn a_refusal_is_an_error_when_rings_were_asked_for() {
 }
 
 #[test]
-fn a_stop_after_somebody_else_took_the_mount_away_lets_open_clients_go() {
+fn a_stop_after_somebody_else_took_the_mount_away_waits_for_open_clients() {
     let Some(place) = place() else { return };
     let export = Export::start(open(&place), options(&place, Transport::Uring)).expect("rings");
     assert_eq!(export.transport(), Transport::Uring);
@@ -89,9 +89,13 @@ fn a_stop_after_somebody_else_took_the_mount_away_lets_open_clients_go() {
     mount::unmount(&place.path, Unmount::Lazy).expect("a lazy unmount");
     let mut bytes = [0; 512];
     file.read_exact_at(&mut bytes, 12_345).expect("it is still served");
+    let (say, said) = std::sync::mpsc::channel();
+    export.watch_users(move |open_files| say.send(open_files).expect("heard"));
     export.stop_handle().stop();
+    assert_eq!(said.recv_timeout(SOON), Ok(1));
+    file.write_all_at(&[7; 512], 12_345).expect("it is still served");
+    drop(file);
     assert!(export.wait().is_ok());
-    file.read_exact_at(&mut bytes, 0).expect_err("it has ended");
     images::assert_clean(&place.image);
 }
 
@@ -176,7 +180,7 @@ fn a_reply_that_is_refused_under_load_ends_clients_with_errors_and_keeps_what_wa
 }
 
 #[test]
-fn a_stop_does_not_wait_for_storage_that_never_answers() {
+fn a_forced_stop_does_not_wait_for_storage_that_never_answers() {
     let Some(place) = place() else { return };
     let sim = SimStorage::new(1 << 20, 1);
     sim.on(When::kind(OpKind::Read), Fault::Hang);
@@ -185,6 +189,7 @@ fn a_stop_does_not_wait_for_storage_that_never_answers() {
     let mut clients = readers(&place);
     until(SOON, || (sim.hanging() >= 8).then_some(())).expect("the reads arrive");
     export.stop_handle().stop();
+    export.stop_handle().force();
     let reason = export.wait().expect_err("requests were cut off");
     assert!(matches!(reason, HaltReason::StillInFlight(count) if count >= 8), "{reason:?}");
     assert!(clients.wait(SOON).is_some(), "clients are left hanging: {}", clients.output());

@@ -13,11 +13,9 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use ringdisk_fuse::mount::table;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
-
-/// How long a server may take to end after its mount has gone: it flushes the image.
-const WAIT: Duration = Duration::from_secs(5);
 
 /// How often one looks.
 const LOOK: Duration = Duration::from_millis(5);
@@ -35,9 +33,15 @@ pub(crate) fn release(alive: &File) {
 }
 
 /// Waits until the server has ended, after the mount has gone. Returns whether it has.
-pub(crate) fn wait(mountpoint: &Path) -> bool {
-    let end = Instant::now() + WAIT;
+///
+/// * `limit`: it flushes the image first.
+pub(crate) fn wait(mountpoint: &Path, limit: Duration) -> bool {
+    let end = Instant::now() + limit;
     loop {
+        // What is mounted there by now is somebody else's, and may wait for its server.
+        if table::at(mountpoint).is_ok_and(|mount| mount.is_some()) {
+            return true;
+        }
         match open(mountpoint) {
             Ok(file) => match flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Err(Errno::WOULDBLOCK) => {}
@@ -66,11 +70,12 @@ mod tests {
     fn the_end_of_the_holder_ends_the_wait() {
         let directory = tempfile::tempdir().expect("directory");
         let path = directory.path().join("disk");
-        assert!(hold(&path).is_none() && wait(&path), "a file that is not there");
+        assert!(hold(&path).is_none() && wait(&path, LOOK), "a file that is not there");
         std::fs::write(&path, "").expect("write");
         let held = hold(&path).expect("free");
         assert!(hold(&path).is_none());
-        let waiting = thread::spawn(move || wait(&path));
+        assert!(!wait(&path, LOOK), "it is held");
+        let waiting = thread::spawn(move || wait(&path, Duration::from_secs(60)));
         thread::sleep(LOOK * 4);
         assert!(!waiting.is_finished());
         drop(held);

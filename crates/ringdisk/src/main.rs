@@ -30,9 +30,11 @@ mod signals;
 mod size;
 mod sockets;
 mod stats;
+mod stopping;
 mod terminal;
 mod topology;
 mod upgrade;
+mod users;
 mod vhost;
 
 use std::process::ExitCode;
@@ -93,7 +95,7 @@ fn command(command: &Command) -> Result<u8, End> {
     match command {
         Command::Mount(args) => return Ok(commands::mount::run(args, args.paths()?)?),
         Command::Serve(args) => return Ok(commands::serve::run(args, args.disks()?)?),
-        Command::Umount(args) => commands::umount::run(args),
+        Command::Umount(args) => return Ok(commands::umount::run(args)?),
         Command::Ctl(args) => commands::ctl::run(args),
         Command::Topology(args) => commands::topology::run(args),
         Command::Create(args) => commands::create::run(args),

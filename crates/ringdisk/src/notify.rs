@@ -25,6 +25,9 @@ const BARRIER: Duration = Duration::from_secs(5);
 /// Pause before a full queue is tried again.
 const FULL: Duration = Duration::from_millis(5);
 
+/// The variable that says that a stop waits for users; service managers ignore names that begin with X_.
+pub(crate) const IN_USE: &str = "X_RINGDISK_IN_USE";
+
 /// Who listens.
 #[derive(Debug)]
 enum Target {
@@ -111,6 +114,11 @@ impl Notify {
     /// We are about to end.
     pub(crate) fn stopping(&self, status: &str) {
         self.send(&format!("STOPPING=1\nSTATUS={}", one_line(status)));
+    }
+
+    /// We were told to stop, and go on until our users are gone. The parent that keeps the mount starts another process if we die.
+    pub(crate) fn in_use(&self, status: &str) {
+        self.send(&format!("{IN_USE}=1\nSTATUS={}", one_line(status)));
     }
 
     fn send(&self, message: &str) {

@@ -38,14 +38,18 @@ pub(crate) enum Exit {
     Unsupported = 11,
     /// Storage did not answer, or not with success, at the end.
     Storage = 12,
+    /// Ended while it was in use.
+    Forced = 13,
+    /// A server does not answer.
+    Timeout = 14,
 }
 
 /// Every code with its meaning, for the man pages and `docs/exit-codes.md`.
-pub(crate) const MEANINGS: [(Exit, &str, &str); 13] = [
+pub(crate) const MEANINGS: [(Exit, &str, &str); 15] = [
     (
         Exit::Clean,
         "success",
-        "The command did what it was told; a mount was stopped by a signal or unmounted, a served disk was stopped.",
+        "The command did what it was told; a mount was stopped by a signal or unmounted and nobody uses it any more, a served disk was stopped.",
     ),
     (Exit::General, "failure", "A failure that has no code of its own; the message tells."),
     (
@@ -66,7 +70,7 @@ pub(crate) const MEANINGS: [(Exit, &str, &str); 13] = [
     (
         Exit::Locked,
         "busy",
-        "Another process holds the image, the pid file, the socket, or (umount) the mount; for ctl: another command is changing the disk.",
+        "Another process holds the image, the pid file, the socket, or (umount, ctl stop) the mount; for ctl: another command is changing the disk.",
     ),
     (
         Exit::Permission,
@@ -94,6 +98,16 @@ pub(crate) const MEANINGS: [(Exit, &str, &str); 13] = [
         Exit::Storage,
         "storage",
         "Storage below the image did not answer in time, so requests ended with errors, or the last flush failed, or an image could not be written to the end: recent writes may not be on stable storage.",
+    ),
+    (
+        Exit::Forced,
+        "forced",
+        "A mount ended while it was in use: by a second signal, by `ringdisk ctl stop --force`, at the end of --stop-timeout, or because its connection was aborted (`umount -f`). What was answered is on stable storage; what its users had not written yet is lost.",
+    ),
+    (
+        Exit::Timeout,
+        "timeout",
+        "For ctl, topology and umount: the server did not answer, or did not end, in time; it may be stopped or overloaded.",
     ),
 ];
 

@@ -40,6 +40,8 @@ pub(crate) struct Options {
     pub(crate) allow_other: bool,
     pub(crate) kernel_cache: bool,
     pub(crate) io_timeout: Option<Duration>,
+    /// How long a stop waits for users; `None`: as long as they take.
+    pub(crate) stop_timeout: Option<Duration>,
     /// Rings do nothing but what they are for.
     pub(crate) restricted: bool,
     /// The mount outlives this process.
@@ -150,6 +152,7 @@ impl Served {
                 allow_other: options.allow_other,
                 kernel_cache: options.kernel_cache,
                 io_timeout: options.io_timeout,
+                stop_timeout: options.stop_timeout,
                 restricted: options.restricted,
                 name: options.name,
                 keep: options.keep,
@@ -172,6 +175,11 @@ impl Served {
     /// From now on somebody else takes the mount away.
     pub(crate) fn remove_through(&self, remover: Arc<dyn Remover>) {
         self.export.remove_through(remover);
+    }
+
+    /// Calls `tell`, with the number of open files, when the mount is to stop and is in use.
+    pub(crate) fn watch_users(&self, tell: impl Fn(u64) + Send + Sync + 'static) {
+        self.export.watch_users(tell);
     }
 
     /// What somebody has to keep, for a mount that outlives this process; once.
@@ -217,6 +225,7 @@ fn halted(reason: &HaltReason) -> Failure {
         HaltReason::Timeout(_) | HaltReason::Flush(_) | HaltReason::StillInFlight(_) => {
             Exit::Storage
         }
+        HaltReason::Forced(_) | HaltReason::StillInUse(..) | HaltReason::Aborted(_) => Exit::Forced,
         HaltReason::Device(_)
         | HaltReason::Reply(_)
         | HaltReason::Protocol(_)
@@ -226,9 +235,14 @@ fn halted(reason: &HaltReason) -> Failure {
 }
 
 impl Handle {
-    /// Asks for a clean stop; returns at once.
+    /// Asks for a clean stop, when nobody uses the mount any more; returns at once.
     pub(crate) fn stop(&self) {
         self.stop.stop();
+    }
+
+    /// Asks for the end now, whoever uses the mount; returns at once.
+    pub(crate) fn force(&self) {
+        self.stop.force();
     }
 
     /// The counters now.

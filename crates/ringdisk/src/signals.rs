@@ -10,8 +10,11 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::Signals;
+
+/// What [`Actions::stop`] gets when the end is asked for at once, by the process that keeps the mount (SIGUSR2).
+pub(crate) const AT_ONCE: &str = "a second signal";
 
 /// What a signal does now.
 pub(crate) enum Phase {
@@ -27,7 +30,7 @@ pub(crate) enum Phase {
 
 /// What signals do while requests are served.
 pub(crate) struct Actions {
-    /// Asks for a clean stop; gets the signal's name.
+    /// Asks for a clean stop; gets the signal's name. Called for each signal.
     pub(crate) stop: Box<dyn Fn(&'static str) + Send>,
     /// Prints the counters.
     pub(crate) print: Box<dyn Fn() + Send>,
@@ -58,7 +61,19 @@ impl Watcher {
     ///
     /// Errors: those of making the handlers or the thread.
     pub(crate) fn start(phase: Phase) -> io::Result<Watcher> {
+        Watcher::start_with(phase, &[])
+    }
+
+    /// As [`Watcher::start`], for a process whose mount another one keeps, which tells it to end at once by SIGUSR2.
+    ///
+    /// Errors: as [`Watcher::start`].
+    pub(crate) fn start_kept(phase: Phase) -> io::Result<Watcher> {
+        Watcher::start_with(phase, &[SIGUSR2])
+    }
+
+    fn start_with(phase: Phase, more: &[i32]) -> io::Result<Watcher> {
         let mut wanted = vec![SIGTERM, SIGINT, SIGUSR1];
+        wanted.extend(more);
         if !is_ignored(SIGHUP) {
             wanted.push(SIGHUP);
         }
@@ -97,6 +112,12 @@ impl Watcher {
             match &state.phase {
                 Phase::Serving(actions) => (actions.print)(),
                 _ => state.is_print_due = true,
+            }
+            return;
+        }
+        if signal == SIGUSR2 {
+            if let Phase::Serving(actions) = &state.phase {
+                (actions.stop)(AT_ONCE);
             }
             return;
         }

@@ -296,6 +296,7 @@ fn reads_over_the_end_are_short_and_touch_nothing_behind_it() {
             assert!(memory.get()[..got] == pattern(1, offset, got), "at {offset} of {len}");
             memory.assert_fence("over the end");
         }
+        drop(file);
         assert_eq!(disk.stop().code(), Some(0));
     }
 }
@@ -334,6 +335,7 @@ fn pages_of_the_kernels_own_cache() {
         model[offset..offset + len].copy_from_slice(&data);
     }
     file.sync_all().expect("flush");
+    drop(file);
     assert!(std::fs::read(disk.path()).expect("read") == model);
     assert_eq!(disk.stop().code(), Some(0));
     assert!(std::fs::read(&image).expect("the image") == model);

@@ -100,14 +100,14 @@ fn reader(path: &str) -> Process {
 }
 
 #[test]
-fn a_slow_request_does_not_hold_up_the_end() {
+fn a_slow_request_does_not_hold_up_a_forced_end() {
     if !needs_root() {
         return;
     }
     let disk = mount(&["--null", "1G", "--latency", "60s", "--threads", "2"]);
     let mut clients = [reader(disk.text()), reader(disk.text()), reader(disk.text())];
     clients.iter_mut().for_each(|client| client.has_begun(disk.path()));
-    disk.stop();
+    disk.force_stop();
     let ended = clients.each_mut().map(|c| c.wait(STOP).is_some_and(|status| !status.success()));
     assert_eq!(ended, [true; 3]);
 }
@@ -186,7 +186,7 @@ fn kill_group(client: &mut Process) {
 }
 
 #[test]
-fn a_stop_under_load_is_clean() {
+fn a_forced_stop_under_load_is_orderly() {
     if !(needs_root() && needs("fio", has("fio"))) {
         return;
     }
@@ -206,8 +206,8 @@ fn a_stop_under_load_is_clean() {
             ["--time_based", "--runtime=60", "--ioengine=libaio", "--thread", "--numjobs=2", &file];
         let mut client = Process::spawn(&mut command(&[&words[..], &more].concat()));
         client.has_begun(disk.path());
-        let finished = disk.stop();
-        assert_eq!(finished.code(), Some(0), "{args:?}: {}", finished.output());
+        let finished = disk.force_stop();
+        assert_eq!(finished.code(), Some(13), "{args:?}: {}", finished.output());
         let status = client.wait(STOP).expect("the client ends");
         assert!(!status.success(), "{args:?}");
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use common::{BLOCK, MIB, Served, errno, mount, open, open_direct, serve, serve_raw};
 use ringdisk_testkit::images::{self, pattern, piece};
-use ringdisk_testkit::limits::{mount_at, needs_root};
+use ringdisk_testkit::limits::{UringParameter, mount_at, needs_root, part_needs};
 use ringdisk_testkit::mount::{FileSystem, Loop, Mounted, STOP, scratch, text, wait_for_requests};
 use ringdisk_testkit::process::{LIMIT, Process, command, ok_words, patient, until};
 use rustix::io::Errno;
@@ -47,6 +47,7 @@ fn a_full_disk_in_the_middle_of_writing_is_enospc_and_loses_nothing() {
     rustix::fs::fallocate(&file, punch, 0, 4 * MIB).expect("punch");
     file.write_all_at(&[9; BLOCK], 32 * MIB).expect("write after punching");
     file.sync_all().expect("fsync");
+    drop(file);
     assert_eq!(disk.stop().code(), Some(0));
 }
 
@@ -114,7 +115,48 @@ fn read_errors_of_the_device_are_eio_there_and_nowhere_else() {
     let edge = 4 * MIB - BLOCK as u64;
     let n = file.read_at(across.bytes_mut(), edge).unwrap_or(0);
     assert!(across.bytes()[..n] == pattern(1, edge, n)[..] && n <= BLOCK, "{n}");
+    drop(file);
     assert_eq!(disk.stop().code(), Some(0));
+}
+
+/// Whoever looks for the reason of an error finds it in the log: where it was, and which operation on which file.
+#[test]
+fn errors_of_clients_are_in_the_log_the_first_of_a_kind_with_its_cause_and_the_others_counted() {
+    if !needs_root() {
+        return;
+    }
+    for transport in ["dev", "uring"] {
+        let switch = UringParameter::set(transport == "uring");
+        if transport == "uring" && !part_needs("FUSE over io_uring", switch.is_some()) {
+            continue;
+        }
+        let directory = scratch();
+        let Some(device) = half_gone(directory.path()) else { return };
+        let words = ["--format", "raw", "--direct", "--transport", transport];
+        let disk = mount(&[&words[..], &[text(device.device())]].concat());
+        let file = open_direct(disk.path());
+        let mut block = common::Aligned::new(BLOCK);
+        for n in 0..20 {
+            let at = 6 * MIB + n * BLOCK as u64;
+            assert_eq!(errno(file.read_exact_at(block.bytes_mut(), at)), Some(Errno::IO));
+        }
+        let wrote = file.write_at(&common::Aligned::new(BLOCK).bytes()[..], 7 * MIB);
+        assert_eq!(errno(wrote), Some(Errno::IO));
+        drop(file);
+        let finished = disk.stop();
+        let node = text(device.device());
+        let read = format!(
+            "a read of 4096 bytes at {} failed for a client: Input/output error (os error 5) (a read of '{node}', 4096 bytes at {})",
+            6 * MIB,
+            6 * MIB
+        );
+        assert!(finished.stderr.contains(&read), "{transport}: {}", finished.output());
+        for words in ["a read failed for clients 19 more times", "a write of 4096 bytes at 7340032"]
+        {
+            assert!(finished.stderr.contains(words), "{transport}: {}", finished.output());
+        }
+        assert_eq!(finished.stderr.matches("failed for").count(), 3, "{}", finished.output());
+    }
 }
 
 #[test]
@@ -140,6 +182,7 @@ fn a_file_that_shrinks_in_use_gives_short_reads_or_errors() {
         assert_eq!(piece(mounted.path(), 5000, 100), pattern(1, 5000, 100), "{way:?}");
         let _ = file.write_at(&[1; 512], 6 * MIB);
         assert_eq!(mounted.process().ended(), None, "{way:?}");
+        drop(file);
         let finished = mounted.stop();
         assert!(finished.signal().is_none(), "{way:?}: {}", finished.output());
         drop(directory);
@@ -263,6 +306,7 @@ fn a_block_device_is_served_and_its_discards_reach_the_file_below() {
     assert!(images::allocated(&backing) < before);
     assert_eq!(piece(disk.path(), 4 * MIB, BLOCK), [0; BLOCK]);
     assert_eq!(errno(file.set_len(16 * MIB)), Some(Errno::OPNOTSUPP));
+    drop(file);
     let finished = disk.stop();
     assert_eq!(finished.code(), Some(0), "{}", finished.output());
 }
@@ -278,6 +322,7 @@ fn writethrough_and_unsafe_serve_the_same_bytes() {
         file.write_all_at(&pattern(4, 0, 70_000), 999).expect("write");
         assert!(piece(disk.mounted.path(), 999, 70_000) == pattern(4, 0, 70_000), "{cache}");
         file.sync_all().expect("fsync");
+        drop(file);
         assert_eq!(disk.mounted.stop().code(), Some(0), "{cache}");
         assert!(piece(&disk.image, 999, 70_000) == pattern(4, 0, 70_000), "{cache}");
     }

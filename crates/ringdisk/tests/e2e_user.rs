@@ -11,7 +11,7 @@ use common::{MIB, assert_refused, program, raw_image};
 use ringdisk_testkit::images::{self, pattern, piece};
 use ringdisk_testkit::limits::{Alone, Sysctl, alone, mount_at, needs, needs_root};
 use ringdisk_testkit::mount::{Mounted, for_user, text};
-use ringdisk_testkit::process::{LIMIT, Process, command, has, ok, run};
+use ringdisk_testkit::process::{LIMIT, Process, command, has, ok, run, until};
 use tempfile::TempDir;
 
 /// The user and group `nobody`.
@@ -123,6 +123,31 @@ fn the_sandbox_is_there_for_a_user_who_asks() {
         let finished = disk.stop();
         assert_eq!(finished.code(), Some(0), "{word}: {}", finished.output());
     }
+}
+
+#[test]
+fn a_stop_waits_for_the_clients_of_an_ordinary_user() {
+    if !possible() {
+        return;
+    }
+    let _device = OpenDevice::new();
+    let user = User::new();
+    let mut disk = Mounted::from_command(&mut user.mount(&[]), &user.path);
+    let gate = user.directory.path().join("gate");
+    let script = "exec 3<>\"$0\"; while [ ! -e \"$1\" ]; do sleep 0.05; done; echo done >&3";
+    let words = ["sh", "-c", script, text(&user.path), text(&gate)];
+    let mut client = Process::spawn(&mut user.run_as(&words));
+    client.has_begun(&user.path);
+    disk.process().signal(rustix::process::Signal::TERM);
+    let words = format!("process {} (sh)", client.pid());
+    let is_told =
+        || (mount_at(&user.path).is_none() && disk.output().contains(&words)).then_some(());
+    assert_eq!(until(LIMIT, is_told), Some(()), "{}", disk.output());
+    std::fs::write(&gate, "").expect("write");
+    assert!(client.wait(LIMIT).is_some_and(|status| status.success()), "{}", client.output());
+    let finished = disk.finish();
+    assert_eq!(finished.code(), Some(0), "{}", finished.output());
+    assert_eq!(piece(&user.image, 0, 5), b"done\n");
 }
 
 #[test]

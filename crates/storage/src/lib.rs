@@ -19,6 +19,7 @@
 
 mod custom;
 mod error;
+mod failure;
 #[allow(unsafe_code)]
 mod ffi;
 mod file;
@@ -44,6 +45,7 @@ mod write;
 pub use custom::{CustomStorage, LocalFuture};
 pub use error::{Error, ErrorKind};
 pub use names::NameLost;
+pub use failure::Failure;
 pub use options::{Allocation, Kind, Limits, Lock, OpenOptions, Preallocation};
 pub use ringdisk_ring::Errno;
 pub use storage::Storage;

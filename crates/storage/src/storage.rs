@@ -9,6 +9,7 @@ use ringdisk_ring::{Errno, Fd, IoBuf, Ring};
 
 use crate::custom::CustomStorage;
 use crate::error::Error;
+use crate::failure;
 use crate::file::{File, end_of};
 use crate::{Allocation, Kind, Limits, OpenOptions, Preallocation, open, reopen};
 
@@ -206,10 +207,26 @@ impl Storage {
     ///
     /// After an error the content of `buf` is undefined.
     pub async fn read(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<usize, Errno> {
-        match &self.0 {
+        let result = match &self.0 {
             Inner::File(file) => file.read(ring, offset, buf).await,
             Inner::Custom(custom) => read_custom(&**custom, ring, offset, buf).await,
+        };
+        self.noted(result, "a read", offset, buf.len() as u64)
+    }
+
+    /// Notes a failure, so that a message about the request can name it.
+    #[inline]
+    fn noted<T>(
+        &self,
+        result: Result<T, Errno>,
+        operation: &'static str,
+        offset: u64,
+        len: u64,
+    ) -> Result<T, Errno> {
+        if let Err(errno) = &result {
+            failure::note(self.name(), operation, offset, len, *errno);
         }
+        result
     }
 
     /// Writes `buf`; a regular file grows when it must. Returns the bytes written: fewer than there
@@ -217,10 +234,11 @@ impl Storage {
     ///
     /// Errors: `ENOSPC` (also past the end of a block device), `EIO`, `EDQUOT`, `EFBIG`, `EROFS`, …
     pub async fn write(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<usize, Errno> {
-        match &self.0 {
+        let result = match &self.0 {
             Inner::File(file) => file.write(ring, offset, buf).await,
             Inner::Custom(custom) => write_custom(&**custom, ring, offset, buf).await,
-        }
+        };
+        self.noted(result, "a write", offset, buf.len() as u64)
     }
 
     /// Makes all writes that completed before durable, down to the device.
@@ -228,10 +246,11 @@ impl Storage {
     /// Errors: `EIO`, `ENOSPC`, `EDQUOT`: written data may be lost. On buffered storage every later
     /// flush fails too, since the kernel forgets the pages that it could not write.
     pub async fn flush(&self, ring: &Ring) -> Result<(), Errno> {
-        match &self.0 {
+        let result = match &self.0 {
             Inner::File(file) => file.flush(ring).await,
             Inner::Custom(custom) => custom.flush(ring).await,
-        }
+        };
+        self.noted(result, "a flush", 0, 0)
     }
 
     /// Gives space back. A regular file then reads as zeroes there, a block device as whatever it
@@ -240,10 +259,11 @@ impl Storage {
     ///
     /// Errors: `EOPNOTSUPP` when file system or device cannot.
     pub async fn discard(&self, ring: &Ring, offset: u64, len: u64) -> Result<(), Errno> {
-        match &self.0 {
+        let result = match &self.0 {
             Inner::File(file) => file.discard(ring, offset, len).await,
             Inner::Custom(custom) => custom.discard(ring, offset, len).await,
-        }
+        };
+        self.noted(result, "a discard", offset, len)
     }
 
     /// Makes a range read as zeroes; a regular file grows when it must.
@@ -260,12 +280,13 @@ impl Storage {
         may_unmap: bool,
         fallback: bool,
     ) -> Result<(), Errno> {
-        match &self.0 {
+        let result = match &self.0 {
             Inner::File(file) => file.write_zeroes(ring, offset, len, may_unmap, fallback).await,
             Inner::Custom(custom) => {
                 custom.write_zeroes(ring, offset, len, may_unmap, fallback).await
             }
-        }
+        };
+        self.noted(result, "zeroing", offset, len)
     }
 
     /// Sets the length in bytes. Errors: `EOPNOTSUPP` on a block device (unless it has that length),

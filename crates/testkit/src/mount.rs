@@ -25,6 +25,9 @@ const QUIET: Duration = Duration::from_secs(2);
 /// How long a mount may take to go after SIGTERM.
 pub const STOP: Duration = Duration::from_secs(5);
 
+/// A second signal that comes sooner than that counts as the first one.
+const ECHO: Duration = Duration::from_millis(350);
+
 /// A directory for images and mountpoints on a real file system, removed with all that is in it.
 #[must_use]
 pub fn scratch() -> TempDir {
@@ -181,6 +184,19 @@ impl Mounted {
         self.finish()
     }
 
+    /// Sends SIGTERM, and once more when the mount has lost its name: expects that its users are cut off, and all that [`Mounted::stop`]
+    /// expects.
+    pub fn force_stop(mut self) -> Finished {
+        self.process().signal(Signal::TERM);
+        let path = self.path.clone();
+        let gone = until(STOP, || mount_at(&path).is_none().then_some(()));
+        assert_eq!(gone, Some(()), "still there; it said: {}", self.output());
+        // Sooner it would be the same signal.
+        std::thread::sleep(ECHO);
+        self.process().signal(Signal::TERM);
+        self.finish()
+    }
+
     /// Expects the process to end by itself, and the mount to be gone, within [`STOP`].
     pub fn finish(mut self) -> Finished {
         let finished = self.take().finish(STOP);
@@ -197,6 +213,10 @@ impl Drop for Mounted {
     fn drop(&mut self) {
         if let Some(mut process) = self.process.take() {
             process.signal(Signal::TERM);
+            if process.wait(ECHO).is_none() {
+                // A test that fails may have it open still.
+                process.signal(Signal::TERM);
+            }
             if process.wait(STOP).is_none() {
                 abort(&self.path);
             }

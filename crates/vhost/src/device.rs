@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use ringdisk_disk::ClientErrors;
 use ringdisk_ring::Errno;
 
 use crate::blk::SERIAL_BYTES;
@@ -26,6 +27,8 @@ pub(crate) struct Device {
     reason: Mutex<Option<String>>,
     gives_up: AtomicBool,
     counts: Counts,
+    /// Writes errors of the image down.
+    errors: ClientErrors,
     signals: Arc<Signals>,
 }
 
@@ -101,6 +104,7 @@ impl Device {
             reason: Mutex::new(None),
             gives_up: AtomicBool::new(false),
             counts: Counts::default(),
+            errors: ClientErrors::start(name),
             signals,
         }
     }
@@ -188,13 +192,9 @@ impl Device {
     }
 
     /// An I/O error of the image; not all of them are told.
-    pub(crate) fn image_error(&self, what: &str, offset: u64, len: u64, errno: Errno) {
-        if let Some(count) = told(&self.counts.image_errors) {
-            let name = &self.name;
-            tracing::error!(
-                "{name}: {what} of {len} bytes at {offset} failed: {errno} (error {count} of this disk)"
-            );
-        }
+    pub(crate) fn image_error(&self, what: &'static str, offset: u64, len: u64, errno: Errno) {
+        self.counts.image_errors.fetch_add(1, Ordering::Relaxed);
+        self.errors.record(what, offset, len, errno);
     }
 
     /// The guest asked for what cannot be done; not all of these are told.

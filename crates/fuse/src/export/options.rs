@@ -64,6 +64,8 @@ pub struct ExportOptions {
     pub kernel_cache: bool,
     /// End the export when a request takes longer.
     pub io_timeout: Option<Duration>,
+    /// How long a stop waits until clients have closed the file; `None`: as long as they take.
+    pub stop_timeout: Option<Duration>,
     /// Source in the mount table.
     pub name: String,
     /// The mount outlives this process; over `/dev/fuse` only.
@@ -102,6 +104,7 @@ impl ExportOptions {
             allow_other: false,
             kernel_cache: false,
             io_timeout: None,
+            stop_timeout: None,
             name: String::from("ringdisk"),
             keep: None,
             restricted: true,

@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::SystemTime;
 
-use ringdisk_disk::{Cache, Disk};
+use ringdisk_disk::{Cache, ClientErrors, Disk};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use crate::abi::flags::{WRITE_CACHE, WRITE_KILL_SUIDGID};
@@ -128,6 +128,8 @@ pub struct FileServer {
     started: SystemTime,
     /// Where the state is kept for another process.
     record: Option<Arc<FileRecord>>,
+    /// Where errors of clients are written down.
+    errors: Option<ClientErrors>,
 }
 
 impl FileServer {
@@ -149,6 +151,24 @@ impl FileServer {
             client_resizes: AtomicU32::new(0),
             started: SystemTime::now(),
             record: None,
+            errors: None,
+        }
+    }
+
+    /// Writes errors of clients down there. Before any request is served.
+    #[must_use]
+    pub fn logging(mut self, errors: ClientErrors) -> FileServer {
+        self.errors = Some(errors);
+        self
+    }
+
+    /// A client gets an error.
+    ///
+    /// * `offset`, `len`: bytes; 0 where they mean nothing.
+    #[cold]
+    pub(crate) fn failed(&self, operation: &'static str, offset: u64, len: u64, errno: Errno) {
+        if let Some(errors) = &self.errors {
+            errors.record(operation, offset, len, errno);
         }
     }
 
@@ -308,6 +328,15 @@ impl FileServer {
         let unique = request.header.unique;
         let result = self.control(ring, request, out).await;
         if let Err(errno) = result {
+            match &request.operation {
+                Operation::Fsync(_) | Operation::Flush(_) => self.failed("a flush", 0, 0, errno),
+                Operation::Setattr(_) => self.failed("a change of the file", 0, 0, errno),
+                // What is asked for may make no sense.
+                Operation::Fallocate(asked) if errno != Errno::INVAL => {
+                    self.failed("an fallocate", asked.offset, asked.length, errno);
+                }
+                _ => {}
+            }
             out.set_error(unique, errno);
         }
     }

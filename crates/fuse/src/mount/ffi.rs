@@ -74,20 +74,24 @@ pub fn open_backing(device: impl AsFd, file: impl AsFd) -> Result<u32, Errno> {
     unsafe { ioctl::ioctl(device, BackingOpen(map)) }
 }
 
-/// Starts a process that asks for the attributes of `path` and ends. It has none of our descriptors, and of our memory a copy, in which
+/// Starts a process that asks the server for the attributes of `path` and ends with the errno, or 0. It has none of our descriptors, and of our memory a copy, in which
 /// rings and large buffers are not (`MADV_DONTFORK`).
 ///
 /// Errors: those of fork(2).
 pub(super) fn stat_in_a_process(path: &CStr) -> Result<Pid, Errno> {
-    // SAFETY: the child of a process with threads may call async-signal-safe functions only: close_range, stat and _exit are bare system
-    // calls. `status` is plain memory that stat(2) fills, and `path` lives in the copy of this stack.
+    // Attributes that the kernel has cached say nothing about the server.
+    const FLAGS: i32 = libc::AT_SYMLINK_NOFOLLOW | libc::AT_STATX_FORCE_SYNC;
+    // SAFETY: the child of a process with threads may call async-signal-safe functions only: close_range, statx and _exit are bare system
+    // calls. `status` is plain memory that statx(2) fills, and `path` lives in the copy of this stack. errno is the child's own.
     let pid = unsafe {
         let pid = libc::fork();
         if pid == 0 {
             libc::syscall(libc::SYS_close_range, 0u32, u32::MAX, 0u32);
-            let mut status = std::mem::zeroed::<libc::stat>();
-            libc::stat(path.as_ptr(), &raw mut status);
-            libc::_exit(0);
+            let mut status = std::mem::zeroed::<libc::statx>();
+            let (path, status) = (path.as_ptr(), &raw mut status);
+            let mask = libc::STATX_BASIC_STATS;
+            let asked = libc::syscall(libc::SYS_statx, libc::AT_FDCWD, path, FLAGS, mask, status);
+            libc::_exit(if asked == 0 { 0 } else { *libc::__errno_location() });
         }
         pid
     };

@@ -44,6 +44,24 @@ impl FirstLook {
     }
 }
 
+impl FirstLook {
+    /// What the server answers; `None`: nothing in time. The process is not waited for then: it may never end.
+    pub(crate) fn answer(self, limit: Duration) -> Option<Result<(), Errno>> {
+        if !self.is_answered(limit) {
+            // No descriptor is left open longer than this one, and the child is init's when we end.
+            std::mem::forget(self);
+            return None;
+        }
+        let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
+        let status = waitid(WaitId::PidFd(self.0.as_fd()), options).ok().flatten();
+        match status.and_then(|status| status.exit_status()) {
+            Some(0) => Some(Ok(())),
+            Some(errno) => Some(Err(Errno::from_raw_os_error(errno))),
+            None => None,
+        }
+    }
+}
+
 impl Drop for FirstLook {
     fn drop(&mut self) {
         let _ = rustix::io::retry_on_intr(|| {

@@ -191,7 +191,7 @@ impl Mount {
 
     /// Whether the filesystem of this mount has ended (somebody unmounted it). Its number is free then, and the next mount of any
     /// process takes it: nothing may be done by that number any more.
-    fn is_gone(&self) -> bool {
+    pub(crate) fn is_gone(&self) -> bool {
         let mut device = [PollFd::new(&self.device, PollFlags::IN)];
         let polled = poll(&mut device, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
         if polled.is_err() || !device[0].revents().contains(PollFlags::ERR) {
@@ -208,7 +208,9 @@ impl Mount {
             return true;
         }
         // Aborted before INIT was answered it says ENODEV too: then the number is still shown at our own place.
-        let entry = self.connection.and_then(|number| table::of_connection(number).ok().flatten());
+        let at_our_place =
+            |number| table::of_connection_at(number, &self.mountpoint).ok().flatten();
+        let entry = self.connection.and_then(at_our_place);
         entry.is_none_or(|entry| entry.mountpoint != self.mountpoint)
     }
 
@@ -238,7 +240,8 @@ impl Mount {
             self.is_active = false;
             return Ok(());
         }
-        let Some(entry) = self.connection.map(table::of_connection).transpose()?.flatten() else {
+        let at_our_place = |number| table::of_connection_at(number, &self.mountpoint);
+        let Some(entry) = self.connection.map(at_our_place).transpose()?.flatten() else {
             self.is_active = false;
             return Ok(());
         };
@@ -327,7 +330,7 @@ pub fn unmount(path: &Path, how: Unmount) -> Result<(), Error> {
 ///
 /// Errors: [`ErrorKind::Busy`] with [`Unmount::Normal`], [`ErrorKind::PermissionDenied`], [`ErrorKind::System`].
 pub fn remove(mountpoint: &Path, connection: u32, how: Unmount) -> Result<(), Error> {
-    let entry = table::of_connection(connection)?;
+    let entry = table::of_connection_at(connection, mountpoint)?;
     let ours = entry.filter(|entry| entry.is_ours() && entry.mountpoint == mountpoint);
     let Some(entry) = ours else { return Ok(()) };
     if how == Unmount::Force {

@@ -7,13 +7,11 @@ use std::fs;
 use std::io;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc;
-use std::thread;
 use std::time::Duration;
 
-use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use rustix::io::Errno;
 
+use super::FirstLook;
 use super::table::{self, MountEntry};
 use crate::error::{Error, ErrorKind};
 
@@ -119,25 +117,14 @@ fn occupied(mountpoint: &Path, entry: &MountEntry) -> Error {
 /// went before it answered INIT shows as ECONNREFUSED since Linux 7.3; one that was killed with rings shows as ECANCELED to a request
 /// that was in them.
 ///
-/// Asked on a thread of its own, since a server that is stopped would keep the caller waiting; that one is not gone. The thread
-/// ends with the answer or with the process.
+/// Asked by a process of its own: a server that is stopped keeps that one waiting, in a place where nothing ends it (a thread would hold up
+/// the end of this process). Such a server is not gone.
 pub(crate) fn is_dead(mountpoint: &Path) -> bool {
-    let (sender, receiver) = mpsc::channel();
-    let path = mountpoint.to_path_buf();
-    let asked = thread::Builder::new().name("mountpoint".to_owned()).spawn(move || {
-        // Attributes that the kernel has cached say nothing about the server.
-        let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::STATX_FORCE_SYNC;
-        let asked = statx(CWD, &path, flags, StatxFlags::BASIC_STATS);
-        let is_dead = asked.is_err_and(|errno| {
-            matches!(
-                errno,
-                Errno::NOTCONN | Errno::CONNABORTED | Errno::CONNREFUSED | Errno::CANCELED
-            )
-        });
-        // The receiver may have given up.
-        let _ = sender.send(is_dead);
-    });
-    asked.is_ok() && receiver.recv_timeout(ANSWER_TIMEOUT).unwrap_or(false)
+    let answer = FirstLook::start(mountpoint).ok().and_then(|look| look.answer(ANSWER_TIMEOUT));
+    matches!(
+        answer,
+        Some(Err(Errno::NOTCONN | Errno::CONNABORTED | Errno::CONNREFUSED | Errno::CANCELED))
+    )
 }
 
 fn io_error(path: &Path, error: io::Error) -> Error {

@@ -68,6 +68,17 @@ pub fn read() -> Result<Vec<MountEntry>, Error> {
     Ok(parse(&bytes))
 }
 
+/// Reads the table of another process, which may be in another mount namespace.
+///
+/// Errors: [`ErrorKind::System`] if the process is gone or may not be looked at.
+pub fn of_process(pid: u32) -> Result<Vec<MountEntry>, Error> {
+    let path = format!("/proc/{pid}/mountinfo");
+    let bytes = fs::read(&path).map_err(|source| {
+        Error::new(ErrorKind::System, format!("cannot read {path}")).source(source)
+    })?;
+    Ok(parse(&bytes))
+}
+
 /// All ringdisk mounts that this process can see.
 ///
 /// Errors: as [`read`].
@@ -75,6 +86,20 @@ pub fn ours() -> Result<Vec<MountEntry>, Error> {
     let mut entries = read()?;
     entries.retain(MountEntry::is_ours);
     Ok(entries)
+}
+
+/// The mount of one FUSE connection at `mountpoint`, or, when there is none (a directory above it was renamed), another one of it: a bind
+/// mount of the file has the same connection and is not ours to remove.
+///
+/// Errors: as [`read`].
+pub fn of_connection_at(connection: u32, mountpoint: &Path) -> Result<Option<MountEntry>, Error> {
+    let mut entries = read()?;
+    entries.retain(|entry| entry.is_ours() && entry.device.1 == connection);
+    let place = entries.iter().rposition(|entry| entry.mountpoint == mountpoint);
+    Ok(match place {
+        Some(place) => Some(entries.swap_remove(place)),
+        None => entries.pop(),
+    })
 }
 
 /// The mount that is on top at exactly `mountpoint` (absolute, without symbolic links), if any.

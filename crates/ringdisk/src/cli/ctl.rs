@@ -1,6 +1,7 @@
 //! The words of `ringdisk ctl`.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueHint};
 use ringdisk_disk::Format;
@@ -8,7 +9,7 @@ use ringdisk_disk::Format;
 use crate::cli::names::parse_snapshot;
 use crate::cli::words::PreallocationWord;
 use crate::cli::words::parse_switch;
-use crate::cli::{ProgressArgs, format_parser};
+use crate::cli::{ProgressArgs, format_parser, parse_limit};
 use crate::size::{SizeChange, parse_size_change};
 
 const CTL_EXAMPLES: &str = "\
@@ -18,7 +19,7 @@ Examples:
   ringdisk ctl /srv/disk snapshot today.qcow2      further writes go to today.qcow2
   ringdisk ctl /srv/disk commit                    and back into the image below it
   ringdisk ctl /srv/disk backing -F qcow2 copy.qcow2    a copy of the image below takes its place
-  ringdisk ctl /srv/disk stop
+  ringdisk ctl /srv/disk stop                      when nobody uses it any more; --force: now
   ringdisk ctl /run/vm1.sock resize +10G           a disk of `ringdisk serve`: its guest sees the new size";
 
 /// Control a mount, or a disk of a virtual machine, while it is served
@@ -31,6 +32,12 @@ pub(crate) struct CtlArgs {
     /// The file that the image is served as, or the socket of `ringdisk serve`
     #[arg(value_name = "TARGET", value_hint = ValueHint::FilePath)]
     pub(crate) target: PathBuf,
+
+    /// How long the server may take to answer; exit code 14 after that. With `stop`: how long it may take to end (60s)
+    ///
+    /// What takes long by itself, such as a commit, has no limit once the server has answered; Ctrl-C gives it up.
+    #[arg(long, value_name = "TIME", value_parser = parse_limit)]
+    pub(crate) timeout: Option<Duration>,
 
     #[command(subcommand)]
     pub(crate) command: CtlCommand,
@@ -101,7 +108,14 @@ pub(crate) enum CtlCommand {
         on: bool,
     },
     /// End the mount, as Ctrl-C does; of several disks of one process this one only
-    Stop,
+    ///
+    /// A mount in use loses its name, and is served until its last user has closed it; the command says who that is, and waits. It can
+    /// still be named by the path that it had.
+    Stop {
+        /// End it now: its users get errors, and what they have not written yet is lost
+        #[arg(short, long)]
+        force: bool,
+    },
 }
 
 /// Where the state of the disk is kept.

@@ -11,7 +11,8 @@ use crate::size::parse_time;
 
 const MOUNT_LONG: &str = "\
 Serves the disk inside IMAGE as the file MOUNTPOINT until it is unmounted or stopped by Ctrl-C \
-(SIGINT), SIGTERM or SIGHUP.
+(SIGINT), SIGTERM or SIGHUP. A stop waits until nobody uses the file any more (--stop-timeout); a \
+second signal does not.
 
 MOUNTPOINT is a regular file. It is made when it is not there, and then removed again at the end. \
 While the mount lasts, it is the disk: its size is the size of the disk, and reads and writes go to \
@@ -108,6 +109,14 @@ pub(crate) struct MountArgs {
     #[arg(long, value_name = "TIME", value_parser = parse_io_timeout, help_heading = "Serving options")]
     pub(crate) io_timeout: Option<Duration>,
 
+    /// How long a stop waits for those who still use the mount, before it ends all the same, with errors to them and exit code 13
+    ///
+    /// A mount in use that is stopped (Ctrl-C, SIGTERM, `ringdisk ctl stop`) loses its name at once, and is served until its last user
+    /// has closed it; what they write meanwhile is kept. `none` waits as long as they take, which is the default; under a service manager
+    /// (NOTIFY_SOCKET) that is 60s. A second signal ends it at once.
+    #[arg(long, value_name = "TIME", value_parser = parse_stop_timeout, help_heading = "Serving options")]
+    pub(crate) stop_timeout: Option<StopTimeout>,
+
     /// Serve in the background; return when the mount answers
     ///
     /// An error during the start is reported as usual, with its exit code. Standard output and
@@ -152,9 +161,17 @@ pub(crate) struct UmountArgs {
     #[arg(short, long, conflicts_with = "force")]
     pub(crate) lazy: bool,
 
-    /// Take the mount away now; requests in flight fail
+    /// Take the mount away now; requests in flight fail, and so do those of everybody who still uses it
     #[arg(short, long)]
     pub(crate) force: bool,
+
+    /// How long the mount may take to go, and its server to flush the image and end; exit code 14 after that
+    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = parse_limit)]
+    pub(crate) timeout: Duration,
+
+    /// Take the mount out of the tree and nothing else: done by a process that may have to wait in the kernel
+    #[arg(long, hide = true)]
+    pub(crate) only_detach: bool,
 }
 
 /// Whether the client's own pages are used.
@@ -167,6 +184,22 @@ pub(crate) enum ZeroCopyWord {
     On,
     /// Never
     Off,
+}
+
+/// How long a stop waits; `None`: as long as it takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct StopTimeout(pub(crate) Option<Duration>);
+
+fn parse_stop_timeout(text: &str) -> Result<StopTimeout, String> {
+    if text == "none" { Ok(StopTimeout(None)) } else { parse_time(text).map(Some).map(StopTimeout) }
+}
+
+/// A time that something may take.
+pub(crate) fn parse_limit(text: &str) -> Result<Duration, String> {
+    match parse_time(text)? {
+        Duration::ZERO => Err(String::from("nothing is done in no time")),
+        time => Ok(time),
+    }
 }
 
 fn parse_io_timeout(text: &str) -> Result<Duration, String> {
@@ -248,7 +281,7 @@ mod tests {
         let args = mount(
             "-f raw --direct --growable --allow-other --allow-path /a --allow-path /b \
              --kernel-cache --queue-depth 64 --threads 4 --cpus 0-3,8 --numa off --offset 1M --size 2G --io-timeout 5s \
-             --daemonize --pidfile /run/x --stats disk.img disk",
+             --stop-timeout 30s --daemonize --pidfile /run/x --stats disk.img disk",
         )
         .expect("parses");
         assert_eq!(args.disk.cache_mode(), Cache::None);
@@ -259,6 +292,7 @@ mod tests {
         assert_eq!((args.disk.offset, args.disk.size), (Some(1 << 20), Some(2 << 30)));
         assert_eq!(args.io_timeout, Some(Duration::from_secs(5)));
         assert_eq!(mount("--partition 7 a b").expect("parses").disk.partition, Some(7));
+        assert_eq!(args.stop_timeout, Some(StopTimeout(Some(Duration::from_secs(30)))));
     }
 
     #[test]
@@ -268,6 +302,9 @@ mod tests {
         assert_eq!(args.placement.threads, Threads::Auto);
         assert_eq!((args.placement.cpus, args.placement.numa), (None, NumaWord::Auto));
         assert_eq!(args.disk.format, None);
+        assert_eq!(args.stop_timeout, None);
+        let forever = mount("--stop-timeout none a b").expect("parses").stop_timeout;
+        assert_eq!(forever, Some(StopTimeout(None)));
     }
 
     #[test]

@@ -1,28 +1,35 @@
 //! `ringdisk ctl`: control of a mount, or of a disk for virtual machines, while it is served.
 
+use std::sync::Arc;
 use std::time::Duration;
 
+use ringdisk_disk::Progress;
 use serde_json::Value;
 
 use crate::alive;
 use crate::cli::{CtlArgs, CtlCommand, ProgressArgs};
 use crate::commands::output::json_text;
-use crate::control::client::Client;
-use crate::control::protocol::{Accel, Command, Commit, NewBacking, NewSize, Resize, Snapshot};
+use crate::control::client::{ANSWER, Client};
+use crate::control::protocol::{
+    Accel, Command, Commit, NewBacking, NewSize, Resize, Snapshot, Stop,
+};
 use crate::job::Job;
 use crate::new_image::check_new_name;
 use crate::report::{Exit, Failure};
 use crate::size::{SizeChange, human_size_exact};
-use crate::terminal;
+use crate::terminal::{self, shell_word};
 
 /// How long a server may take to end after it was told to: it flushes the image.
 const STOP_WAIT: Duration = Duration::from_secs(60);
+/// How long its answer to that may take at least: it looks for those who use the mount.
+const STOP_ANSWER: Duration = Duration::from_secs(10);
 
 /// Does one thing with a mount or a disk.
 ///
 /// Errors: there is no such thing, or its server's reason.
 pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
-    let mut client = Client::connect(&args.target)?;
+    let limit = args.timeout.unwrap_or(ANSWER);
+    let mut client = Client::connect(&args.target, limit)?;
     let command = command_of(&args.command)?;
     let show = match &args.command {
         CtlCommand::Commit { show, .. } | CtlCommand::Backing { show, .. } => *show,
@@ -31,8 +38,22 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
     let what =
         if matches!(args.command, CtlCommand::Backing { .. }) { "compare" } else { "commit" };
     let job = Job::start(what, show)?;
-    let result = client.call(&command, job.progress());
-    let value = job.end(result, "the server was asked to give it up; the image is sound")?;
+    let progress = Arc::clone(job.progress());
+    let (result, left) = match &args.command {
+        CtlCommand::Stop { .. } => (
+            stop(&mut client, &command, args, &progress),
+            "the server was asked to stop, which nobody waits for any longer",
+        ),
+        // These are answered at once.
+        CtlCommand::Stats { .. } => {
+            (client.call(&command, &progress, Some(limit)), "nothing was changed")
+        }
+        _ => (
+            client.call(&command, &progress, None),
+            "the server was asked to give it up; the image is sound",
+        ),
+    };
+    let value = job.end(result, left)?;
     match &args.command {
         CtlCommand::Stats { json: true } => terminal::say(json_text(&without_text(value))),
         CtlCommand::Stats { .. } => {
@@ -57,14 +78,42 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
             });
         }
         CtlCommand::Accel { on: false } => terminal::say("The queue threads serve the disk now."),
-        CtlCommand::Stop => {
-            let has_ended = client.wait_for_end(STOP_WAIT);
-            if !(has_ended && client.mountpoint.as_deref().is_none_or(alive::wait)) {
-                terminal::note("the server has not ended yet");
-            }
-        }
+        CtlCommand::Stop { .. } => {}
     }
     Ok(())
+}
+
+/// Stops, and waits for the end. Says whom the server waits for.
+///
+/// Errors: it is still in use, or has not ended, when the time is up.
+fn stop(
+    client: &mut Client,
+    command: &Command,
+    args: &CtlArgs,
+    progress: &Progress,
+) -> Result<Value, Failure> {
+    let shown = shell_word(&args.target.display().to_string());
+    let limit = args.timeout.unwrap_or(STOP_WAIT);
+    let value = client.call(command, progress, Some(limit.max(STOP_ANSWER)))?;
+    let users = value.get("in-use").and_then(Value::as_str).map(str::to_owned);
+    if let Some(users) = &users {
+        terminal::note(format_args!(
+            "in use by {users}: it goes on until they have closed it; `ringdisk ctl {shown} stop --force` ends it now"
+        ));
+    }
+    let has_ended = client.wait_for_end(limit, progress);
+    if has_ended && client.mountpoint.as_deref().is_none_or(|path| alive::wait(path, STOP_WAIT)) {
+        return Ok(value);
+    }
+    Err(match users {
+        Some(users) => Failure::new(
+            Exit::Locked,
+            format!("{shown} is in use by {users}, and goes on until they have closed it"),
+        )
+        .hint("close it there; or give --force, and they get errors"),
+        None => Failure::new(Exit::Timeout, format!("the server has not ended within {limit:?}"))
+            .hint("it may still be writing to the image"),
+    })
 }
 
 /// The text is for people only.
@@ -93,7 +142,7 @@ fn command_of(command: &CtlCommand) -> Result<Command, Failure> {
     };
     Ok(match command {
         CtlCommand::Stats { .. } => Command::Stats,
-        CtlCommand::Stop => Command::Stop,
+        CtlCommand::Stop { force } => Command::Stop(Stop { force: *force }),
         CtlCommand::Accel { on } => Command::Accel(Accel { on: *on }),
         CtlCommand::Resize { size, shrink, preallocation } => Command::Resize(Resize {
             size: match *size {

@@ -12,8 +12,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use ringdisk_disk::{Disk, Format};
 use ringdisk_fuse::kept::is_over;
-use ringdisk_fuse::mount::table;
-use ringdisk_fuse::mount::table::MountEntry;
 use ringdisk_ring::Topology;
 use ringdisk_sandbox::{Calls, CapabilitySet, Keep};
 
@@ -33,8 +31,10 @@ use crate::pidfile::Pidfile;
 use crate::report::{Exit, Failure};
 use crate::sandbox::{self, Duties};
 use crate::serve::{self, Served};
-use crate::signals::{Actions, Phase, Watcher};
+use crate::signals::{AT_ONCE, Actions, Phase, Watcher};
+use crate::stopping::{Asked, Insist, Stopping};
 use crate::terminal::{self, bold, shell_word};
+use crate::users::{self, Place};
 
 use plan::Plan;
 
@@ -151,7 +151,7 @@ fn serve(
     if let Some(kept) = &mut kept {
         let created = new.as_ref().map(|(new, _)| new.format);
         if let Err(failure) = park(kept, &mut served, &made, &disk, alive.as_ref(), created) {
-            served.handle().stop();
+            served.handle().force();
             let _ = served.wait(&disk);
             kept.forget(alive.as_ref());
             return Err(failure);
@@ -160,7 +160,7 @@ fn serve(
     let pidfile = match plan.pidfile.as_deref().map(Pidfile::create).transpose() {
         Ok(pidfile) => pidfile,
         Err(failure) => {
-            served.handle().stop();
+            served.handle().force();
             let _ = served.wait(&disk);
             return Err(failure);
         }
@@ -170,26 +170,30 @@ fn serve(
         None => Arc::new(Notify::from_environment()),
     };
     let handle = served.handle();
+    let stopping = Arc::new(Stopping::default());
+    watch_users(&served, &plan, &stopping, &notify);
     let for_control = handle.clone();
     let told = Arc::clone(&notify);
-    let commands = Arc::new(DiskControl::new(Arc::clone(&disk), handle.clone(), move || {
+    let stop = move |at_once: bool| {
         told.stopping("stopping on request");
-        for_control.stop();
-    }));
-    let (control, control_name) = match control(&plan, &commands, args.sandbox.word) {
-        Some((server, name)) => (Some(server), Some(name)),
-        None => (None, None),
+        if at_once { for_control.force() } else { for_control.stop() }
+    };
+    let commands = DiskControl::new(Arc::clone(&disk), handle.clone(), stop);
+    let commands = Arc::new(commands.in_stages(Arc::clone(&stopping)));
+    let (control, control_names) = match control(&plan, &served, &commands, args.sandbox.word) {
+        Some((server, names)) => (Some(server), names),
+        None => (None, Vec::new()),
     };
     if sandbox::is_wanted(args.sandbox.word) {
-        let mut removed = Vec::from_iter(control_name.clone());
+        let mut removed = control_names.clone();
         removed.extend(made.mountpoint_id().map(|id| (plan.mountpoint.clone(), id)));
         removed.extend(pidfile.as_ref().and_then(Pidfile::identity));
-        let control_name = control_name.as_ref().map(|(name, _)| name.as_path());
+        let control_name = control_names.first().map(|(name, _)| name.as_path());
         let confinement = plan.confinement(&disk, control_name);
         match confine(confinement, &plan, &served, removed) {
             Ok(in_force) => commands.confined(in_force),
             Err(failure) => {
-                served.handle().stop();
+                served.handle().force();
                 let _ = served.wait(&disk);
                 return Err(failure);
             }
@@ -217,7 +221,7 @@ fn serve(
     if let Some(kept) = &kept {
         let (for_end, told) = (handle.clone(), Arc::clone(&notify));
         kept.watch(move || {
-            tracing::error!("the process that keeps the mount is gone: the mount ends");
+            tracing::error!("the process that keeps the mount is gone: the mount ends when nobody uses it any more");
             told.stopping("the process that keeps the mount is gone");
             for_end.stop();
         });
@@ -225,11 +229,28 @@ fn serve(
     let (for_print, shown) = (handle.clone(), Arc::clone(&disk));
     let for_stop = handle.clone();
     let told = Arc::clone(&notify);
+    let has_holder = kept.as_ref().is_some_and(Kept::has_holder);
+    let insist = Arc::new(Insist::default());
+    let counted = Arc::clone(&insist);
     let actions = Actions {
         stop: Box::new(move |signal| {
-            told.stopping(&format!("stopping on {signal}"));
+            let asked = match signal {
+                AT_ONCE => Asked::Again,
+                // The process that keeps the mount counts, and its signals may come beside those of a terminal.
+                _ => counted.count(signal != "SIGHUP" && !has_holder),
+            };
             commands.cancel();
-            for_stop.stop();
+            match asked {
+                Asked::First => {
+                    told.stopping(&format!("stopping on {signal}"));
+                    for_stop.stop();
+                }
+                Asked::Echo => {}
+                Asked::Again => {
+                    told.stopping("ending at once");
+                    for_stop.force();
+                }
+            }
         }),
         print: Box::new(move || {
             let fault = shown.fault();
@@ -237,9 +258,11 @@ fn serve(
         }),
     };
     if watcher.enter(Phase::Serving(actions)).is_some() {
+        insist.count(false);
         handle.stop();
     }
     let result = served.wait(&disk);
+    stopping.end();
     watcher.enter(Phase::Ending);
     let why = match (&result, watcher.stopped_by()) {
         (Err(failure), _) => failure.message().to_owned(),
@@ -336,18 +359,38 @@ fn confine(
     sandbox::enter(confinement)
 }
 
-/// Makes the control socket. Without one the mount serves all the same.
+/// Says who uses the mount when a stop has to wait for them.
+fn watch_users(served: &Served, plan: &Plan<'_>, stopping: &Arc<Stopping>, notify: &Arc<Notify>) {
+    let place = served.connection().map(|number| Place::of(&plan.mountpoint, number));
+    let shown = shell_word(&plan.mountpoint.display().to_string());
+    let (stopping, notify) = (Arc::clone(stopping), Arc::clone(notify));
+    served.watch_users(move |open_files| {
+        let found = sandbox::users().or_else(|| place.as_ref().map(users::look));
+        let text = found.unwrap_or_default().text(Some(open_files));
+        terminal::warn(format_args!(
+            "{shown} is in use by {text}: it goes on without its name until they have closed it, and then ends; \
+             a second signal, or `ringdisk ctl {shown} stop --force`, ends it at once, and what they have not written yet is lost"
+        ));
+        notify.in_use(&format!("stopping; still in use by {text}"));
+        stopping.wait_for(text);
+    });
+}
+
+/// Makes the control socket; gives its names. Without one the mount serves all the same.
 fn control(
     plan: &Plan<'_>,
+    served: &Served,
     commands: &Arc<DiskControl>,
     word: SandboxWord,
-) -> Option<(Server, sandbox::Named)> {
+) -> Option<(Server, Vec<sandbox::Named>)> {
     let start = || -> Result<_, Failure> {
-        let mount = table::at(&plan.mountpoint)?.filter(MountEntry::is_ours);
-        let mount = mount.ok_or_else(|| Failure::new(Exit::Mountpoint, "the mount is gone"))?;
+        // Also of a mount that has left the tree, when this process goes on with it.
+        let number = served.connection();
+        let number = number.ok_or_else(|| Failure::new(Exit::Mountpoint, "the mount is gone"))?;
         let cannot = |error| Failure::system("no control socket", &error, Exit::General);
-        let listening = place::listen(&place::name_of_mount(mount.device)).map_err(cannot)?;
-        let named = listening.named();
+        let mut listening = place::listen(&place::name_of_mount((0, number))).map_err(cannot)?;
+        listening.add_name(&place::name_of_path(&plan.mountpoint));
+        let named = listening.all_named();
         let restricted = sandbox::is_wanted(word);
         let server = Server::start(listening, Arc::clone(commands), restricted).map_err(cannot)?;
         Ok((server, named))
@@ -372,14 +415,18 @@ fn watch_start(made: &Made) -> Result<Watcher, Failure> {
         ));
         std::process::exit(i32::from(Exit::General.code()));
     };
-    Watcher::start(Phase::Starting(Box::new(quit)))
+    start_watcher(Phase::Starting(Box::new(quit)))
         .map_err(|error| Failure::system("cannot watch for signals", &error, Exit::General))
 }
 
 /// Takes signals from the start of a process that goes on with a mount: a stop is remembered.
 fn watch_resumed() -> Result<Watcher, Failure> {
-    Watcher::start(Phase::Mounting)
+    start_watcher(Phase::Mounting)
         .map_err(|error| Failure::system("cannot watch for signals", &error, Exit::General))
+}
+
+fn start_watcher(phase: Phase) -> std::io::Result<Watcher> {
+    if keep::is_child() { Watcher::start_kept(phase) } else { Watcher::start(phase) }
 }
 
 /// On a terminal: what is ready, what to try, how to stop.

@@ -290,7 +290,7 @@ impl Placed {
         let handle = served.handle();
         let for_control = handle.clone();
         let commands =
-            Arc::new(DiskControl::new(Arc::clone(&disk), handle, move || for_control.stop()));
+            Arc::new(DiskControl::new(Arc::clone(&disk), handle, move |_| for_control.stop()));
         let control = control(path.as_ref(), &commands, restricted);
         let giver = path.as_ref().and_then(|path| {
             let giver = Giver::start(path, served.hand_over_handle(), shown, &disk);

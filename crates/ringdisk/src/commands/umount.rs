@@ -1,39 +1,113 @@
 //! `ringdisk umount`: ends a mount of any process, by its path.
+//!
+//! Promises: nothing that is served is touched. A server that stands still can keep whoever takes its mount away waiting in the kernel,
+//! where no signal ends it (with rings, until the server runs again); so another process does that, and this one ends in time.
 
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ringdisk_fuse::mount::{Unmount, mountpoint, unmount};
+use ringdisk_fuse::mount::{Unmount, mountpoint, table, unmount};
 use ringdisk_fuse::{Error, ErrorKind};
 
 use crate::alive;
 use crate::cli::UmountArgs;
 use crate::report::{Exit, Failure};
-use crate::terminal;
+use crate::users::{self, Place};
 
-/// Takes the mount away, and waits until its server has flushed, let go of the image and ended.
+/// Takes the mount away, and waits until its server has flushed, let go of the image and ended. Gives the exit code.
 ///
-/// Errors: nothing of ours is mounted there, it is in use, or the system does not allow it.
-pub(crate) fn run(args: &UmountArgs) -> Result<(), Failure> {
+/// Errors: nothing of ours is mounted there, it is in use, or the system does not allow it; it takes longer than `--timeout`.
+pub(crate) fn run(args: &UmountArgs) -> Result<u8, Failure> {
+    // Resolved before the mount goes: afterwards the name may lead elsewhere.
+    let mountpoint = mountpoint::resolve(&args.mountpoint)?;
+    let end = Instant::now() + args.timeout;
     let how = match (args.lazy, args.force) {
         (true, _) => Unmount::Lazy,
         (_, true) => Unmount::Force,
         _ => Unmount::Normal,
     };
-    // Resolved before the mount goes: afterwards the name may lead elsewhere.
-    let mountpoint = mountpoint::resolve(&args.mountpoint)?;
-    patiently(|| unmount(&mountpoint, how)).map_err(|error| {
-        let failure = Failure::from(error);
-        if failure.exit == Exit::Locked && failure.hint_text().is_none() {
-            failure.hint("close it there (`fuser -v` shows who uses it), or give --lazy or --force")
-        } else {
-            failure
-        }
-    })?;
-    if how != Unmount::Lazy && !alive::wait(&mountpoint) {
-        terminal::note("the mount is gone; its server has not ended yet");
+    match (args.only_detach, start(args, &mountpoint)) {
+        (false, Some(child)) => match wait(child, end) {
+            Some(0) => {}
+            // It has said why.
+            Some(code) => return Ok(code),
+            None => return Err(late(&mountpoint, args.timeout)),
+        },
+        _ => detach(&mountpoint, how)?,
     }
-    Ok(())
+    if args.only_detach || how == Unmount::Lazy {
+        return Ok(Exit::Clean.code());
+    }
+    let left = end.saturating_duration_since(Instant::now()).max(WAIT_MIN);
+    if !alive::wait(&mountpoint, left) {
+        let shown = mountpoint.display();
+        let text =
+            format!("{shown} is unmounted, but its server has not ended within {:?}", args.timeout);
+        return Err(Failure::new(Exit::Timeout, text)
+            .hint("it may still be writing to the image, or be stopped; --timeout waits longer"));
+    }
+    Ok(Exit::Clean.code())
+}
+
+/// What is left of the time for the server's end at least.
+const WAIT_MIN: Duration = Duration::from_millis(100);
+
+/// Starts the process that takes the mount away. `None`: it cannot be started, or we are it.
+fn start(args: &UmountArgs, mountpoint: &Path) -> Option<Child> {
+    if args.only_detach {
+        return None;
+    }
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0("ringdisk").args(["umount", "--only-detach"]);
+    command.args(args.lazy.then_some("--lazy")).args(args.force.then_some("--force"));
+    command.arg("--").arg(mountpoint).spawn().ok()
+}
+
+/// Waits for a process; gives its exit code. `None`: it takes longer.
+fn wait(mut child: Child, end: Instant) -> Option<u8> {
+    loop {
+        match child.try_wait() {
+            Ok(Some(status)) => {
+                let code = status.code().and_then(|code| u8::try_from(code).ok());
+                return Some(code.unwrap_or(Exit::General.code()));
+            }
+            _ if Instant::now() >= end => return None,
+            _ => thread::sleep(LOOK),
+        }
+    }
+}
+
+/// The kernel waits for the server.
+fn late(mountpoint: &Path, limit: Duration) -> Failure {
+    let shown = mountpoint.display();
+    let is_there = table::at(mountpoint).is_ok_and(|mount| mount.is_some_and(|m| m.is_ours()));
+    let what = if is_there { "is not unmounted" } else { "is unmounted, but not let go of" };
+    let text = format!(
+        "{shown} {what} within {limit:?}: the kernel waits for its server, which does not run"
+    );
+    Failure::new(Exit::Timeout, text)
+        .hint("it may be stopped (`kill -CONT` lets it go on) or waiting for its storage; the unmount goes on by itself")
+}
+
+fn detach(mountpoint: &Path, how: Unmount) -> Result<(), Failure> {
+    patiently(|| unmount(mountpoint, how)).map_err(|error| {
+        let is_busy = error.kind() == ErrorKind::Busy;
+        let entry = table::at(mountpoint).ok().flatten();
+        let number = entry.filter(|entry| entry.is_ours()).and_then(|entry| entry.connection());
+        let failure = Failure::from(error);
+        match number.filter(|_| is_busy) {
+            Some(number) => {
+                let users = users::look(&Place::of(mountpoint, number)).text(None);
+                let shown = mountpoint.display();
+                Failure::new(failure.exit, format!("{shown} is in use by {users}"))
+                    .hint("close it there; or give --lazy, and it ends when they have closed it, or --force, and they get errors")
+            }
+            None => failure,
+        }
+    })
 }
 
 /// How long a mount may be in use by somebody who is about to close it: a program that has just
@@ -42,6 +116,9 @@ const PATIENCE: Duration = Duration::from_millis(300);
 
 /// How often that is tried again.
 const AGAIN: Duration = Duration::from_millis(10);
+
+/// How often one looks for the end of a process.
+const LOOK: Duration = Duration::from_millis(2);
 
 /// Tries again for a moment while the mount is busy.
 fn patiently(mut unmount: impl FnMut() -> Result<(), Error>) -> Result<(), Error> {
@@ -75,5 +152,17 @@ mod tests {
         });
         assert!(refused.is_err());
         assert_eq!(calls, 1);
+    }
+
+    #[test]
+    fn a_process_that_takes_too_long_is_left() {
+        let child = |words: &[&str]| Command::new(words[0]).args(&words[1..]).spawn();
+        let soon = Instant::now() + Duration::from_secs(60);
+        assert_eq!(wait(child(&["sh", "-c", "exit 5"]).expect("sh"), soon), Some(5));
+        let mut slow = child(&["sleep", "600"]).expect("sleep");
+        let pid = rustix::process::Pid::from_child(&slow);
+        assert!(slow.try_wait().expect("a child").is_none());
+        assert_eq!(wait(slow, Instant::now()), None);
+        let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! Promises: nothing is sent to a socket of somebody else than the mount's owner or root; a server
 //! that sends rubbish or lines without end is an error; a server that takes long can be left at any
-//! time, which cancels what it does for us.
+//! time, which cancels what it does for us. Nothing that is served is touched, so a server that stands still keeps nobody waiting: what
+//! is mounted where is read from the mount table, and each of its answers has a limit, but for commands that take long by themselves.
 
 use std::fs;
 use std::io::{self, Read, Write};
@@ -10,7 +11,7 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ringdisk_disk::Progress;
 use ringdisk_fuse::mount::table::MountEntry;
@@ -18,15 +19,20 @@ use ringdisk_fuse::mount::{mountpoint, table};
 use rustix::net::sockopt::socket_peercred;
 use serde_json::Value;
 
-use crate::control::place::{candidates, name_of_disk, name_of_mount, owner_of, real_path, user};
+use crate::control::place::{
+    candidates, connect_now, is_served, name_of_disk, name_of_mount, name_of_path, owner_of,
+    real_path, user,
+};
 use crate::control::protocol::{Command, REPLY_BYTES_MAX, Reply, VERSION};
 use crate::report::{Exit, Failure};
 
 /// How often a signal is looked for while the server says nothing.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// How long a server may take to greet, in looks.
-const GREETING_LOOKS: u32 = 100;
+/// How long a server may take to answer unless the user says otherwise: the thread that does has nothing else to do.
+pub(crate) const ANSWER: Duration = Duration::from_secs(5);
+/// Pause before a server is tried again to which too many others want to talk.
+const FULL: Duration = Duration::from_millis(20);
 
 /// A connection to the server of a mount or of a disk for virtual machines.
 #[derive(Debug)]
@@ -35,33 +41,48 @@ pub(crate) struct Client {
     buffer: Vec<u8>,
     /// Of a mount; absolute, without symbolic links.
     pub(crate) mountpoint: Option<PathBuf>,
+    /// As the user named it.
+    shown: String,
 }
 
 impl Client {
     /// Connects to the server of the mount at `path`, or of the disk whose vhost-user socket that is.
     ///
+    /// * `limit`: for the server to take us.
+    ///
     /// Errors: nothing of ours is served there, its server has no control socket, or does not
     /// answer us.
-    pub(crate) fn connect(path: &Path) -> Result<Client, Failure> {
+    pub(crate) fn connect(path: &Path, limit: Duration) -> Result<Client, Failure> {
         let shown = path.display();
+        let deadline = Instant::now() + limit;
         // The mount table first: a look at the file itself would wait for a server that is stopped.
         let mountpoint = mountpoint::resolve(path);
         let mount = match &mountpoint {
             Ok(mountpoint) => table::at(mountpoint)?.filter(MountEntry::is_ours),
             Err(_) => None,
         };
-        let (name, owner) = match (&mount, socket(path)) {
+        let is_mount = mount.is_some() || mountpoint.as_ref().is_ok_and(|path| is_served(path));
+        let (name, owner) = match (&mount, &mountpoint) {
             (Some(mount), _) => (name_of_mount(mount.device), owner_of(mount).unwrap_or_else(user)),
-            (None, Some(socket)) => socket,
-            (None, None) => {
-                mountpoint?;
-                return Err(Failure::new(
-                    Exit::Mountpoint,
-                    format!("no disk of ringdisk is mounted on '{shown}'"),
-                ));
-            }
+            // It has left the tree, or is covered.
+            (None, Ok(mountpoint)) if is_mount => (name_of_path(mountpoint), user()),
+            // Only now: the file of a mount is not looked at.
+            _ => match (socket(path), mountpoint.as_ref()) {
+                (Some(socket), _) => socket,
+                (None, Err(_)) => {
+                    mountpoint?;
+                    return Err(Failure::new(Exit::Mountpoint, format!("no such path: '{shown}'")));
+                }
+                (None, Ok(_)) => {
+                    return Err(Failure::new(
+                        Exit::Mountpoint,
+                        format!("no disk of ringdisk is mounted on '{shown}'"),
+                    ));
+                }
+            },
         };
-        let stream = open(&name, owner).map_err(|error| match error.kind() {
+        let stream = open(&name, owner, deadline).map_err(|error| match error.kind() {
+            io::ErrorKind::WouldBlock => late(&shown.to_string(), limit, None),
             io::ErrorKind::NotFound => Failure::new(
                 Exit::Mountpoint,
                 format!(
@@ -69,7 +90,7 @@ impl Client {
                 ),
             )
             .hint("it may have been started with another XDG_RUNTIME_DIR, or by an older version"),
-            io::ErrorKind::ConnectionRefused if mount.is_none() => {
+            io::ErrorKind::ConnectionRefused if !is_mount => {
                 Failure::new(Exit::Mountpoint, format!("the server of '{shown}' is gone"))
             }
             _ => Failure::system(
@@ -78,44 +99,58 @@ impl Client {
                 Exit::Mountpoint,
             ),
         })?;
-        let mountpoint = mount.and(mountpoint.ok());
-        let mut client = Client { stream, buffer: Vec::new(), mountpoint };
-        client.greet().map_err(|failure| failure.context(format!("the server of '{shown}'")))?;
+        let mountpoint = mountpoint.ok().filter(|_| is_mount);
+        let mut client =
+            Client { stream, buffer: Vec::new(), mountpoint, shown: shown.to_string() };
+        // What we send fits into the socket's buffer; never for ever.
+        let _ = client.stream.set_write_timeout(Some(limit));
+        client.greet(deadline, limit)?;
         Ok(client)
     }
 
-    fn greet(&mut self) -> Result<(), Failure> {
-        let mut looks = 0;
-        let line = self.line(|| {
-            looks += 1;
-            looks > GREETING_LOOKS
-        })?;
+    fn greet(&mut self, deadline: Instant, limit: Duration) -> Result<(), Failure> {
+        let whose = format!("the server of '{}'", self.shown);
+        let line = match self.line(|| Instant::now() >= deadline) {
+            Err(_) if Instant::now() >= deadline => return Err(self.late(limit)),
+            line => line.map_err(|failure| failure.context(whose.clone()))?,
+        };
         match Reply::read(&line) {
             Some(Reply::Greeting { protocol }) if protocol == u64::from(VERSION) => Ok(()),
             Some(Reply::Greeting { .. }) => Err(Failure::new(
                 Exit::Unsupported,
-                "it speaks another version of the control protocol",
+                format!("{whose}: it speaks another version of the control protocol"),
             )
             .hint("use the ringdisk that it was started with, or start it again with this one")),
-            Some(Reply::Refused { text, .. }) => Err(Failure::new(Exit::Locked, text)),
-            _ => Err(rubbish()),
+            Some(Reply::Refused { text, .. }) => {
+                Err(Failure::new(Exit::Locked, text).context(whose))
+            }
+            _ => Err(rubbish().context(whose)),
         }
     }
 
     /// Asks for one thing and waits for the answer.
     ///
     /// * `progress`: is kept up to date; when it is cancelled, we leave.
+    /// * `limit`: for the answer; `None`: as long as it takes.
     ///
-    /// Errors: the server's, with its exit code; ours when it cannot be understood or is gone.
+    /// Errors: the server's, with its exit code; ours when it cannot be understood or is gone, or does not answer in time.
     pub(crate) fn call(
         &mut self,
         command: &Command,
         progress: &Progress,
+        limit: Option<Duration>,
     ) -> Result<Value, Failure> {
+        let begun = Instant::now();
+        let is_late = || limit.is_some_and(|limit| begun.elapsed() >= limit);
         let line = format!("{}\n", command.line());
         self.stream.write_all(line.as_bytes()).map_err(|error| gone(&error))?;
         loop {
-            let line = self.line(|| progress.is_cancelled())?;
+            let line = match self.line(|| progress.is_cancelled() || is_late()) {
+                Err(_) if is_late() && !progress.is_cancelled() => {
+                    return Err(self.late(limit.unwrap_or_default()));
+                }
+                line => line?,
+            };
             match Reply::read(&line) {
                 Some(Reply::Done(value)) => return Ok(value),
                 Some(Reply::Progress { done, total }) => {
@@ -135,13 +170,21 @@ impl Client {
         }
     }
 
+    /// The server takes too long.
+    fn late(&self, limit: Duration) -> Failure {
+        let server = socket_peercred(self.stream.as_fd()).ok().map(|server| server.pid);
+        late(&self.shown, limit, server.map(|pid| pid.as_raw_nonzero().get()))
+    }
+
     /// Waits until the server closes the connection, at most for `time`. Returns whether it has.
-    pub(crate) fn wait_for_end(&mut self, time: Duration) -> bool {
-        let end = std::time::Instant::now() + time;
+    ///
+    /// * `progress`: when it is cancelled, we leave.
+    pub(crate) fn wait_for_end(&mut self, time: Duration, progress: &Progress) -> bool {
+        let end = Instant::now() + time;
         let mut late = false;
         loop {
             match self.line(|| {
-                late = std::time::Instant::now() >= end;
+                late = Instant::now() >= end || progress.is_cancelled();
                 late
             }) {
                 Ok(_) => {}
@@ -179,6 +222,24 @@ impl Client {
                 },
             }
         }
+    }
+}
+
+/// A server that does not answer in time.
+fn late(shown: &str, limit: Duration, pid: Option<i32>) -> Failure {
+    let who = pid.map_or_else(String::new, |pid| format!(" (process {pid})"));
+    let is_stopped = pid.is_some_and(|pid| {
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+        let state = status.lines().find_map(|line| line.strip_prefix("State:"));
+        state.is_some_and(|state| state.trim().starts_with(['T', 't']))
+    });
+    let message = format!("the server of '{shown}'{who} does not answer within {limit:?}");
+    let failure = Failure::new(Exit::Timeout, message);
+    match pid {
+        Some(pid) if is_stopped => {
+            failure.hint(format!("it is stopped; `kill -CONT {pid}` lets it go on"))
+        }
+        _ => failure.hint("it may be stopped or overloaded; --timeout waits longer"),
     }
 }
 
@@ -221,10 +282,22 @@ fn places(name: &str, owner: u32) -> Vec<PathBuf> {
 }
 
 /// Connects to the first control socket of this name that is there and whose server is the owner's or root's.
-fn open(name: &str, owner: u32) -> io::Result<UnixStream> {
+///
+/// Errors: `WouldBlock` when it does not take us until the deadline.
+fn open(name: &str, owner: u32, deadline: Instant) -> io::Result<UnixStream> {
     let mut why = io::Error::from(io::ErrorKind::NotFound);
+    let connect = |path: &Path| loop {
+        match connect_now(path) {
+            Err(error)
+                if error.kind() == io::ErrorKind::WouldBlock && Instant::now() < deadline =>
+            {
+                std::thread::sleep(FULL);
+            }
+            connected => return connected,
+        }
+    };
     for path in places(name, owner) {
-        match UnixStream::connect(&path) {
+        match connect(&path) {
             Ok(stream) => {
                 let server = socket_peercred(stream.as_fd())?.uid;
                 if server.is_root() || [owner, user()].contains(&server.as_raw()) {

@@ -7,6 +7,7 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
 
 use ringdisk_disk::{
     Backing, CommitOptions, Disk, Format, Layer, OverlayOptions, Progress, ResizeOptions,
@@ -24,6 +25,7 @@ use crate::new_image::check_new_name;
 use crate::report::{Exit, Failure};
 use crate::size::SizeChange;
 use crate::stats::{Report, layer_json};
+use crate::stopping::{Stage, Stopping};
 use crate::terminal::visible;
 
 /// The side that serves the disk.
@@ -51,16 +53,22 @@ pub(crate) struct DiskControl {
     changing: Mutex<Option<Arc<Progress>>>,
     /// What the process is confined to, when it is known.
     sandbox: OnceLock<String>,
-    /// Asks for a clean stop, as signals do; returns at once.
-    stop: Box<dyn Fn() + Send + Sync>,
+    /// Asks for a clean stop, as signals do, or for the end now; returns at once.
+    stop: Box<dyn Fn(bool) + Send + Sync>,
+    /// How far a stop has come, where it may have to wait for users.
+    stopping: Option<Arc<Stopping>>,
 }
 
+/// How long the answer to a stop waits until it is known whether the mount is in use, and by whom: 5 s in looks of 20 ms.
+const STOP_LOOK: Duration = Duration::from_millis(20);
+const STOP_LOOKS: u32 = 250;
+
 impl DiskControl {
-    /// * `stop`: asks for a clean stop; returns at once.
+    /// * `stop`: asks for a clean stop, or with `true` for the end now; returns at once.
     pub(crate) fn new(
         disk: Arc<Disk>,
         serving: impl Serving + 'static,
-        stop: impl Fn() + Send + Sync + 'static,
+        stop: impl Fn(bool) + Send + Sync + 'static,
     ) -> DiskControl {
         DiskControl {
             disk: Mutex::new(Some(disk)),
@@ -68,7 +76,32 @@ impl DiskControl {
             changing: Mutex::new(None),
             sandbox: OnceLock::new(),
             stop: Box::new(stop),
+            stopping: None,
         }
+    }
+
+    /// A stop may have to wait for users, as is said there.
+    pub(crate) fn in_stages(self, stopping: Arc<Stopping>) -> DiskControl {
+        DiskControl { stopping: Some(stopping), ..self }
+    }
+
+    /// Waits until it is known what a stop waits for.
+    ///
+    /// * `progress`: cancelled when nobody waits for the answer.
+    async fn stopped(&self, ring: &Ring, force: bool, progress: &Progress) -> Value {
+        let Some(stopping) = &self.stopping else { return json!({}) };
+        for _ in 0..STOP_LOOKS {
+            match stopping.stage() {
+                Stage::InUse(users) if !force => return json!({ "in-use": users }),
+                Stage::Ended => break,
+                Stage::Serving | Stage::InUse(_) => {}
+            }
+            if progress.is_cancelled() {
+                break;
+            }
+            ring.sleep(STOP_LOOK).await;
+        }
+        json!({})
     }
 
     /// Says what the process is confined to, once.
@@ -144,6 +177,10 @@ impl DiskControl {
             let mut text = report.with_layers(&layers, disk.fault().as_deref());
             if let Some(sandbox) = self.sandbox.get() {
                 text.push_str(&format!("\n  sandbox: {sandbox}"));
+            }
+            if let Some(Stage::InUse(users)) = self.stopping.as_ref().map(|stage| stage.stage()) {
+                text.push_str(&format!("\n  stopping: still in use by {users}"));
+                object.insert(String::from("in-use-by"), json!(users));
             }
             object.insert(String::from("text"), json!(text));
         }
@@ -306,10 +343,10 @@ impl Commands for DiskControl {
             Command::Stats => Ok(self.stats()?),
             Command::Topology => Ok(self.serving.topology()),
             Command::Accel(wanted) => Ok(self.accel(ring, wanted.on).await?),
-            Command::Stop => {
+            Command::Stop(wanted) => {
                 self.cancel();
-                (self.stop)();
-                Ok(json!({}))
+                (self.stop)(wanted.force);
+                Ok(self.stopped(ring, wanted.force, progress).await)
             }
             Command::Resize(wanted) => {
                 let _changing = self.change(progress)?;

@@ -6,7 +6,8 @@
 //!
 //! The socket of a mount is named after the number of the FUSE connection, which the kernel gives to one mount at
 //! a time, so a mount is found by its path whichever way that is written, and never mistaken for
-//! another. That of a disk for a virtual machine is named after the path of its vhost-user socket, which only one process
+//! another. It has a second name after that path, by which the server is found when its mount has left the tree (a stop that waits for
+//! users) or is covered by another one. That of a disk for a virtual machine is named after the path of its vhost-user socket, which only one process
 //! serves at a time.
 
 use std::fs::{self, DirBuilder, Permissions};
@@ -19,6 +20,7 @@ use std::time::{Duration, SystemTime};
 
 use ringdisk_fuse::mount::table::MountEntry;
 use rustix::fs::{FlockOperation, flock};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
 use crate::sandbox;
 
@@ -39,6 +41,8 @@ const DIRECTORY: &str = "ringdisk";
 pub(crate) struct Listening {
     pub(crate) listener: UnixListener,
     path: PathBuf,
+    /// A second name of it.
+    other: Option<PathBuf>,
     /// Device and inode number of the socket.
     identity: (u64, u64),
 }
@@ -46,17 +50,48 @@ pub(crate) struct Listening {
 impl Drop for Listening {
     fn drop(&mut self) {
         let _lock = self.path.parent().and_then(|directory| lock(directory).ok());
-        // Our mount is gone and its number given away: the name may be the next one's already.
-        if identity(&self.path).is_ok_and(|now| now == self.identity) {
-            let _ = sandbox::remove_file(&self.path);
+        // Our mount is gone and its number given away: the names may be the next one's already.
+        for path in self.names() {
+            if identity(path).is_ok_and(|now| now == self.identity) {
+                let _ = sandbox::remove_file(path);
+            }
         }
     }
 }
 
 impl Listening {
-    /// Its name, with device and inode number.
+    fn names(&self) -> impl Iterator<Item = &PathBuf> {
+        std::iter::once(&self.path).chain(&self.other)
+    }
+
+    /// Its first name, with device and inode number.
     pub(crate) fn named(&self) -> sandbox::Named {
         (self.path.clone(), self.identity)
+    }
+
+    /// All of its names, the first one first.
+    pub(crate) fn all_named(&self) -> Vec<sandbox::Named> {
+        self.names().map(|path| (path.clone(), self.identity)).collect()
+    }
+
+    /// Gives it a second name, beside the first, which another server that had it loses. Nothing else fails without one.
+    pub(crate) fn add_name(&mut self, name: &str) {
+        let other = self.path.with_file_name(name);
+        let unfinished = self.path.with_file_name(format!("new-{}.sock", std::process::id()));
+        // A hard link: one that was left leads to a socket that nobody has, never to another server.
+        let add = || -> io::Result<()> {
+            let _lock = self.path.parent().map(lock).transpose()?;
+            let _ = fs::remove_file(&unfinished);
+            fs::hard_link(&self.path, &unfinished)?;
+            fs::rename(&unfinished, &other)
+        };
+        match add() {
+            Ok(()) => self.other = Some(other),
+            Err(error) => {
+                let _ = fs::remove_file(&unfinished);
+                tracing::debug!("no second name for the control socket: {error}");
+            }
+        }
     }
 }
 
@@ -80,6 +115,8 @@ pub(crate) fn user() -> u32 {
 
 /// What the names of the sockets of disks for virtual machines begin with.
 const DISK: &str = "disk-";
+/// What second names of the sockets of mounts begin with.
+const PATH: &str = "path-";
 /// What the names of the sockets for their successors begin with.
 const UPGRADE: &str = "upgrade-";
 
@@ -92,13 +129,42 @@ pub(crate) fn name_of_mount(device: (u32, u32)) -> String {
 ///
 /// * `path`: of its vhost-user socket, as [`real_path`] gives it.
 pub(crate) fn name_of_disk(path: &Path) -> String {
+    format!("{DISK}{}.sock", hash(path))
+}
+
+/// The second name of the socket of a mount.
+///
+/// * `path`: of the mountpoint, absolute, without symbolic links.
+pub(crate) fn name_of_path(path: &Path) -> String {
+    format!("{PATH}{}.sock", hash(path))
+}
+
+/// Whether a server of ours was mounted at this path last, and still serves.
+pub(crate) fn is_served(mountpoint: &Path) -> bool {
+    candidates(&name_of_path(mountpoint), user()).iter().any(|path| connect_now(path).is_ok())
+}
+
+/// Connects to a socket without waiting for its server.
+///
+/// Errors: nobody listens; `WouldBlock` when too many wait already.
+pub(crate) fn connect_now(path: &Path) -> io::Result<UnixStream> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    connect(&socket, &SocketAddrUnix::new(path)?)?;
+    let stream = UnixStream::from(socket);
+    stream.set_nonblocking(false)?;
+    Ok(stream)
+}
+
+/// A path as text for a name.
+fn hash(path: &Path) -> String {
     /// FNV-1a, 128 bits: the same in all versions, and short enough for any directory.
     const START: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
     const PRIME: u128 = 0x0000_0000_0100_0000_0000_0000_0000_013b;
     let bytes = path.as_os_str().as_bytes();
     let hash =
         bytes.iter().fold(START, |hash, byte| (hash ^ u128::from(*byte)).wrapping_mul(PRIME));
-    format!("{DISK}{hash:032x}.sock")
+    format!("{hash:032x}")
 }
 
 /// The name of the socket for the process that takes such a disk over.
@@ -233,7 +299,7 @@ fn bind(directory: &Path, name: &str) -> io::Result<Listening> {
         identity(&path)
     };
     match finish() {
-        Ok(identity) => Ok(Listening { listener, path, identity }),
+        Ok(identity) => Ok(Listening { listener, path, other: None, identity }),
         Err(error) => {
             let _ = fs::remove_file(&unfinished);
             Err(error)
@@ -255,6 +321,7 @@ fn remove_stale(directory: &Path) {
         let ours = name.ends_with(".sock")
             && (name.starts_with("mount-")
                 || name.starts_with(DISK)
+                || name.starts_with(PATH)
                 || name.starts_with(UPGRADE)
                 || (name.starts_with("new-") && is_old()));
         if ours && is_dead(&entry.path()) {
@@ -266,8 +333,8 @@ fn remove_stale(directory: &Path) {
 
 /// Whether nobody listens to a socket.
 fn is_dead(path: &Path) -> bool {
-    // A server whose queue is full answers EAGAIN or makes us wait; none of ours has a full one for long.
-    UnixStream::connect(path).is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
+    // A server whose queue is full answers EAGAIN.
+    connect_now(path).is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
 }
 
 #[cfg(test)]
@@ -307,6 +374,24 @@ mod tests {
         let second = listen_in(std::slice::from_ref(&place), NAME).expect("listens");
         drop(first);
         assert!(UnixStream::connect(place.join("mount-0-77.sock")).is_ok());
+        drop(second);
+        assert_eq!(fs::read_dir(&place).expect("there").count(), 0);
+    }
+
+    #[test]
+    fn a_second_name_leads_to_the_last_server_and_goes_with_it() {
+        let directory = scratch();
+        let place = directory.path().to_owned();
+        let name = name_of_path(Path::new("/srv/disk"));
+        let mut first = listen_in(std::slice::from_ref(&place), NAME).expect("listens");
+        first.add_name(&name);
+        assert!(connect_now(&place.join(&name)).is_ok());
+        let mut second =
+            listen_in(std::slice::from_ref(&place), "mount-0-78.sock").expect("listens");
+        second.add_name(&name);
+        assert_eq!(second.all_named().len(), 2);
+        drop(first);
+        assert!(connect_now(&place.join(&name)).is_ok(), "that of the second one");
         drop(second);
         assert_eq!(fs::read_dir(&place).expect("there").count(), 0);
     }

@@ -89,6 +89,15 @@ pub(crate) struct Accel {
     pub(crate) on: bool,
 }
 
+/// Arguments of `stop`.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct Stop {
+    /// Now, whoever uses the mount. Left out where it is not meant, so that older servers understand.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) force: bool,
+}
+
 /// What a client asks of a mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Command {
@@ -99,7 +108,7 @@ pub(crate) enum Command {
     Commit(Commit),
     Backing(NewBacking),
     Accel(Accel),
-    Stop,
+    Stop(Stop),
 }
 
 impl Command {
@@ -113,7 +122,7 @@ impl Command {
             Command::Commit(arguments) => ("commit", json!(arguments)),
             Command::Backing(arguments) => ("backing", json!(arguments)),
             Command::Accel(arguments) => ("accel", json!(arguments)),
-            Command::Stop => ("stop", json!({})),
+            Command::Stop(arguments) => ("stop", json!(arguments)),
         }
     }
 
@@ -143,7 +152,7 @@ impl Command {
             "commit" => of(request).map(Command::Commit),
             "backing" => of(request).map(Command::Backing),
             "accel" => of(request).map(Command::Accel),
-            "stop" => of::<Nothing>(request).map(|_| Command::Stop),
+            "stop" => of(request).map(Command::Stop),
             other => Err(Refusal {
                 class: "CommandNotFound",
                 ..Refusal::usage(format!(
@@ -307,7 +316,8 @@ mod tests {
             Command::Snapshot(snapshot),
             Command::Commit(Commit { top: None, base: Some(String::from("/b")) }),
             Command::Accel(Accel { on: false }),
-            Command::Stop,
+            Command::Stop(Stop::default()),
+            Command::Stop(Stop { force: true }),
         ] {
             let line = command.line();
             assert!(!line.contains('\n'), "{line}");

@@ -34,10 +34,11 @@ use crate::cli::MountArgs;
 use crate::daemonize::Background;
 use crate::io_flusher;
 use crate::made::MadeFile;
-use crate::notify::Notify;
+use crate::notify::{IN_USE, Notify};
 use crate::pidfile::Pidfile;
 use crate::report::{Exit, Failure};
 use crate::signals::is_ignored;
+use crate::stopping::{Asked, Insist};
 use crate::terminal;
 
 /// So many new processes within [`WINDOW`] of serving; then the mount is given up.
@@ -109,6 +110,8 @@ struct Holder {
     is_ready: bool,
     /// A stop was asked for.
     is_stopping: bool,
+    /// The signals that asked for it.
+    insist: Insist,
     /// The present process has said that it stops.
     stops: bool,
     /// Since when the present process serves.
@@ -157,6 +160,7 @@ pub(crate) fn run(
         background,
         is_ready: false,
         is_stopping: false,
+        insist: Insist::default(),
         stops: false,
         serves_since: None,
         served: Duration::ZERO,
@@ -262,10 +266,7 @@ impl Holder {
                 // Interrupted by a signal: that is what it waits for.
                 let _ = poll(&mut wanted, limit.filter(|_| !to_pass_on.is_empty()).as_ref());
             }
-            for (signal, stops) in self.signals.take() {
-                self.is_stopping |= stops;
-                to_pass_on.push(signal);
-            }
+            to_pass_on.extend(self.came());
             // Before its words are read: nothing is said after the end.
             let ended = child.try_wait();
             while is_open {
@@ -297,6 +298,21 @@ impl Holder {
         }
     }
 
+    /// The signals to pass on. A second one that asks for the end becomes SIGUSR2: the serving process may have got the first one itself
+    /// too, from a terminal or a service manager that signals the whole group, and cannot count them.
+    fn came(&mut self) -> Vec<Signal> {
+        let mut all = Vec::new();
+        for (signal, stops) in self.signals.take() {
+            self.is_stopping |= stops;
+            match stops.then(|| self.insist.count(signal != Signal::HUP)) {
+                None | Some(Asked::First) => all.push(signal),
+                Some(Asked::Echo) => {}
+                Some(Asked::Again) => all.push(Signal::USR2),
+            }
+        }
+        all
+    }
+
     /// Does what a message of the serving process says.
     ///
     /// Errors: the pid file cannot be made.
@@ -313,6 +329,11 @@ impl Holder {
         } else if value("STOPPING").is_some() {
             self.stops = true;
             self.manager.stopping(status);
+        } else if value(IN_USE).is_some() {
+            // Its users do not lose it with this process: the next one goes on, and stops too.
+            self.stops = false;
+            self.is_stopping = true;
+            self.manager.in_use(status);
         } else if !status.is_empty() {
             self.manager.status(status);
         }
@@ -430,6 +451,7 @@ mod tests {
             background: None,
             is_ready: true,
             is_stopping: false,
+            insist: Insist::default(),
             stops: false,
             serves_since: Some(Instant::now()),
             served: Duration::ZERO,
@@ -493,5 +515,10 @@ mod tests {
         assert_eq!((holder.parked.len(), holder.is_ready), (2, false));
         holder.hear("READY=1\nSTATUS=x", Vec::new()).expect("ready");
         assert!(holder.is_ready);
+        holder.hear("STOPPING=1", Vec::new()).expect("stops");
+        assert_eq!(holder.next(ExitStatus::from_raw(KILLED)), Next::GiveUp);
+        holder.hear("X_RINGDISK_IN_USE=1\nSTATUS=x", Vec::new()).expect("in use");
+        assert_eq!(holder.next(ExitStatus::from_raw(KILLED)), Next::Again);
+        assert!(holder.is_stopping, "the next process stops too");
     }
 }

@@ -26,6 +26,8 @@ use crate::report::{Exit, Failure};
 
 /// Set in the environment of the serving process; its value is the pid of the one that keeps the mount.
 const MARK: &str = "RINGDISK_KEPT_BY";
+/// Set when a service manager listens to the parent.
+const MANAGED: &str = "RINGDISK_MANAGED";
 /// What the kernel takes in one message (SCM_MAX_FD); a mount has 64 queues at most, and two more.
 const DESCRIPTORS_MAX: usize = 253;
 /// Longest message, bytes: names of all descriptors, or a line about a mount with a long path.
@@ -54,6 +56,11 @@ pub(crate) fn is_child() -> bool {
 /// Whether it was started so, and its parent is gone already.
 pub(crate) fn is_orphan() -> bool {
     std::env::var_os(MARK).is_some() && has_socket() && !is_child()
+}
+
+/// Whether a service manager waits for the end of this process, or of the one that keeps its mount.
+pub(crate) fn is_managed() -> bool {
+    ["NOTIFY_SOCKET", MANAGED].iter().any(|name| std::env::var_os(name).is_some())
 }
 
 fn has_socket() -> bool {
@@ -87,6 +94,7 @@ pub(crate) fn spawn(
         // It talks to us.
         .env_remove("NOTIFY_SOCKET")
         .env_remove("FDSTORE")
+        .envs(is_managed().then_some((MANAGED, "1")))
         .stdin(Stdio::from(theirs))
         .spawn()?;
     Ok((ours, child))

@@ -28,7 +28,7 @@ use crate::notify::Notify;
 use crate::report::{Exit, Failure};
 use crate::terminal;
 
-pub(crate) use link::{is_child, send as send_over};
+pub(crate) use link::{is_child, is_managed, send as send_over};
 pub(crate) use state::State;
 use state::StateFile;
 

@@ -20,6 +20,8 @@ use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect as connect_to, socket_with,
 };
 
+use crate::users::{self, Place};
+
 /// A file by its name, with device and inode number: what has taken its name since is another one.
 pub(crate) type Named = (PathBuf, (u64, u64));
 
@@ -38,6 +40,7 @@ pub(super) const FORCE: u8 = b'F';
 pub(super) const ABORT: u8 = b'A';
 pub(super) const UNLINK: u8 = b'R';
 pub(super) const CONNECT: u8 = b'C';
+pub(super) const USERS: u8 = b'U';
 
 /// What came of one.
 pub(super) const DONE: u8 = b'D';
@@ -53,6 +56,15 @@ pub(crate) struct Duties {
     pub(crate) files: Vec<Named>,
     /// Sockets of front ends that listen.
     pub(crate) fronts: Vec<PathBuf>,
+}
+
+/// The users of a mount in one message.
+fn users(place: &Place) -> Answer {
+    let all = users::look(place);
+    let fitting = [all.clone(), all.shortened()].into_iter().filter_map(|users| {
+        serde_json::to_string(&users).ok().filter(|text| text.len() < MESSAGE_BYTES_MAX)
+    });
+    fitting.into_iter().next().map_or_else(Answer::refused, |text| Answer::new(DONE, text))
 }
 
 /// The answer to an order.
@@ -94,6 +106,11 @@ impl Duties {
         mount.chain(files).chain(fronts).chain([vec![ALL]]).collect()
     }
 
+    /// The mount, for who uses it.
+    pub(super) fn place(&self) -> Option<Place> {
+        self.mount.as_ref().map(|(mountpoint, connection)| Place::of(mountpoint, *connection))
+    }
+
     /// Takes one of these. Returns whether it was the last one; `None`: not one of ours.
     pub(super) fn take(&mut self, message: &[u8]) -> Option<bool> {
         let (letter, fields) = message.split_first()?;
@@ -116,7 +133,9 @@ impl Duties {
     }
 
     /// Does what an order asks for.
-    pub(super) fn carry_out(&self, order: &[u8]) -> Answer {
+    ///
+    /// * `place`: the mount, as it was when the duties were told.
+    pub(super) fn carry_out(&self, order: &[u8], place: Option<&Place>) -> Answer {
         let Some((what, name)) = order.split_first() else { return Answer::refused() };
         let name = Path::new(OsStr::from_bytes(name));
         match (*what, &self.mount) {
@@ -126,6 +145,7 @@ impl Duties {
             (ABORT, Some((_, connection))) => {
                 Answer::new(if mount::abort(*connection) { DONE } else { REFUSED }, "")
             }
+            (USERS, _) => place.map_or_else(Answer::refused, users),
             (UNLINK, _) => {
                 let file = self.files.iter().find(|(path, _)| path == name);
                 file.map_or_else(Answer::refused, |(path, id)| unlink(path, *id))
@@ -213,13 +233,13 @@ mod tests {
         fs::write(path("other"), "").expect("write");
         for name in ["told", "replaced", "other"] {
             let message = [b"R", path(name).as_os_str().as_bytes()].concat();
-            let answer = duties.carry_out(&message).kind;
+            let answer = duties.carry_out(&message, None).kind;
             assert_eq!(answer, if name == "other" { REFUSED } else { DONE }, "{name}");
         }
         let left = ["told", "replaced", "other"].map(|name| path(name).exists());
         assert_eq!(left, [false, true, true]);
-        for message in [&b"N"[..], b"L", b"F", b"A", b"", b"X", b"R", b"C"] {
-            assert_eq!(duties.carry_out(message).kind, REFUSED);
+        for message in [&b"N"[..], b"L", b"F", b"A", b"", b"X", b"R", b"C", b"U"] {
+            assert_eq!(duties.carry_out(message, None).kind, REFUSED);
         }
     }
 
@@ -230,7 +250,8 @@ mod tests {
         let listeners = ["told", "other"].map(|name| UnixListener::bind(path(name)).expect("bind"));
         let duties = Duties { fronts: vec![path("told"), path("gone")], ..Duties::default() };
         let connect = |name: &str| {
-            let answer = duties.carry_out(&[b"C", path(name).as_os_str().as_bytes()].concat());
+            let answer =
+                duties.carry_out(&[b"C", path(name).as_os_str().as_bytes()].concat(), None);
             (answer.kind, answer.fd.is_some())
         };
         assert_eq!(connect("told"), (DONE, true));

@@ -25,6 +25,7 @@ use ringdisk_storage::{Kind, Storage};
 use crate::cli::SandboxWord;
 use crate::report::{Exit, Failure};
 use crate::terminal;
+use crate::users::Users;
 pub(crate) use duties::{Duties, Named};
 use warden::Warden;
 
@@ -204,6 +205,11 @@ pub(crate) fn connect(path: &Path) -> io::Result<OwnedFd> {
 /// Whether the warden, which has another directory, can use a name.
 pub(crate) fn is_for_warden(path: &Path) -> bool {
     path.is_absolute()
+}
+
+/// Who uses the mount, as the warden sees it: inside a sandbox other processes cannot be looked at. `None`: there is no warden.
+pub(crate) fn users() -> Option<Users> {
+    WARDEN.get()?.users()
 }
 
 /// The process ends: the warden does, too.

@@ -33,7 +33,9 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 
 use super::duties::{
     ABORT, Answer, BUSY, CONNECT, DONE, Duties, FORCE, LAZY, MESSAGE_BYTES_MAX, NORMAL, UNLINK,
+    USERS,
 };
+use crate::users::Users;
 
 /// Set in the environment of the warden; its value is the pid of the process that it is for.
 const MARK: &str = "RINGDISK_WARDEN_OF";
@@ -162,6 +164,12 @@ impl Warden {
         answer.is_ok_and(|answer| answer.kind == DONE)
     }
 
+    /// Who uses the mount. `None`: it does not know of one, or is gone.
+    pub(super) fn users(&self) -> Option<Users> {
+        let answer = self.line.ask(USERS, &[]).ok().filter(|answer| answer.kind == DONE)?;
+        serde_json::from_str(&answer.words).ok()
+    }
+
     /// Connects to a front end that it was told of.
     ///
     /// Errors: nobody listens there, or the warden is gone.
@@ -198,17 +206,20 @@ pub(crate) fn run() -> u8 {
     let socket = rustix::stdio::stdin();
     let mut message = vec![0; MESSAGE_BYTES_MAX];
     let (mut duties, mut is_complete) = (Duties::default(), false);
+    let mut place = None;
     loop {
         let len = match receive(socket, &mut message) {
             Ok((0, _)) | Err(_) => return 0,
             Ok((len, _)) => len,
         };
         if is_complete {
-            if reply(socket, &duties.carry_out(&message[..len])).is_err() {
+            if reply(socket, &duties.carry_out(&message[..len], place.as_ref())).is_err() {
                 return 0;
             }
         } else if let Some(was_last) = duties.take(&message[..len]) {
             is_complete = was_last;
+            // Its number is known only as long as it is in the tree.
+            place = if was_last { duties.place() } else { None };
         } else {
             return 1;
         }

@@ -184,7 +184,13 @@ fn whole(done: usize, buf: &IoBuf) -> Result<(), Errno> {
 
 /// Does something on the disk. With [`OnError::Stop`] a request that fails is never answered: everything ends, and it is done again by
 /// whoever serves the disk next.
-async fn attempt<F, T>(worker: &Worker, what: &str, offset: u64, len: u64, work: F) -> Status
+async fn attempt<F, T>(
+    worker: &Worker,
+    what: &'static str,
+    offset: u64,
+    len: u64,
+    work: F,
+) -> Status
 where
     F: FnOnce() -> T,
     T: Future<Output = Result<(), Errno>>,

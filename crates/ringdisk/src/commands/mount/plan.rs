@@ -10,11 +10,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ringdisk_disk::Disk;
-use ringdisk_fuse::mount::{Unmount, mountpoint, unmount};
+use ringdisk_fuse::mount::{Unmount, mountpoint, table, unmount};
 
 use crate::cli::{MountArgs, MountPaths};
 use crate::commands::open::ImagePlan;
-use crate::keep::State;
+use crate::control::place;
+use crate::keep::{self, State};
 use crate::made::Fresh;
 use crate::new_image::NewImage;
 use crate::report::{Exit, Failure};
@@ -31,6 +32,9 @@ const FREE_QUIET: Duration = Duration::from_secs(1);
 const FREE_STOPPED: Duration = Duration::from_secs(2);
 /// How often one looks.
 const FREE_LOOK: Duration = Duration::from_millis(20);
+
+/// How long a stop waits for users where a service manager waits for us: less than the 90 s after which systemd kills.
+const STOP_MANAGED: Duration = Duration::from_secs(60);
 
 /// What was asked for, with absolute names where they are used after the start.
 pub(super) struct Plan<'a> {
@@ -149,7 +153,17 @@ impl<'a> Plan<'a> {
         fresh: &Fresh,
         new: Option<&(NewImage, u64)>,
     ) -> Result<Arc<Disk>, Failure> {
-        self.image.open(fresh, new)
+        self.image.open(fresh, new).map_err(|failure| {
+            let is_free = table::at(&self.mountpoint).is_ok_and(|mount| mount.is_none());
+            if failure.exit != Exit::Locked || !is_free || !place::is_served(&self.mountpoint) {
+                return failure;
+            }
+            let shown = shell_word(&self.mountpoint_shown);
+            failure.hint(format!(
+                "the mount that was here was stopped and goes on until its last user has closed it: \
+                 `ringdisk ctl {shown} stats` says who that is, `ringdisk ctl {shown} stop --force` ends it"
+            ))
+        })
     }
 
     /// What serving takes of the system, for the sandbox.
@@ -184,6 +198,10 @@ impl<'a> Plan<'a> {
             allow_other: args.allow_other,
             kernel_cache: args.kernel_cache,
             io_timeout: args.io_timeout,
+            stop_timeout: match args.stop_timeout {
+                Some(asked) => asked.0,
+                None => keep::is_managed().then_some(STOP_MANAGED),
+            },
             restricted: sandbox::is_wanted(args.sandbox.word),
             keep: None,
             name: self.image.name(),
