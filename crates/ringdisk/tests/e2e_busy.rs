@@ -130,7 +130,7 @@ fn a_stop_names_the_process_and_lasts_until_that_ends() {
         let stats = ctl(&path, &["stats"]);
         assert_eq!(stats.code, 0, "{}", all(&stats));
         assert!(all(&stats).contains("stopping: still in use by"), "{}", all(&stats));
-        let late = ctl(&path, &["--timeout", "100ms", "stop"]);
+        let late = ctl(&path, &["--timeout", "3s", "stop"]);
         assert_eq!(late.code, BUSY, "{}", all(&late));
         std::fs::write(&gate, "").expect("write");
         assert!(client.wait(STOP).is_some());

@@ -87,9 +87,10 @@ fn serve(
     // The file may become a loop device.
     io_flusher::become_one_if(true);
     let made = Made::default();
+    let has_holder = kept.as_ref().is_some_and(Kept::has_holder);
     let watcher = match resumed {
-        Some(_) => watch_resumed()?,
-        None => watch_start(&made)?,
+        Some(_) => watch_resumed(has_holder)?,
+        None => watch_start(&made, has_holder)?,
     };
     if let Some(kept) = &kept {
         kept.listens();
@@ -99,7 +100,7 @@ fn serve(
         Some((state, _)) => Plan::resumed(args, paths, state)?,
         None => Plan::new(args, paths)?,
     };
-    if kept.as_ref().is_some_and(Kept::has_holder) {
+    if has_holder {
         // It has the pid file.
         plan.pidfile = None;
     }
@@ -229,7 +230,6 @@ fn serve(
     let (for_print, shown) = (handle.clone(), Arc::clone(&disk));
     let for_stop = handle.clone();
     let told = Arc::clone(&notify);
-    let has_holder = kept.as_ref().is_some_and(Kept::has_holder);
     let insist = Arc::new(Insist::default());
     let counted = Arc::clone(&insist);
     let actions = Actions {
@@ -405,7 +405,9 @@ fn control(
 }
 
 /// Takes signals while nothing is mounted: a stop removes what was made and ends the process.
-fn watch_start(made: &Made) -> Result<Watcher, Failure> {
+///
+/// * `has_holder`: another process keeps the mount, and passes signals on.
+fn watch_start(made: &Made, has_holder: bool) -> Result<Watcher, Failure> {
     let made = made.clone();
     let quit = move |signal: &'static str| {
         made.undo();
@@ -415,18 +417,18 @@ fn watch_start(made: &Made) -> Result<Watcher, Failure> {
         ));
         std::process::exit(i32::from(Exit::General.code()));
     };
-    start_watcher(Phase::Starting(Box::new(quit)))
+    start_watcher(Phase::Starting(Box::new(quit)), has_holder)
         .map_err(|error| Failure::system("cannot watch for signals", &error, Exit::General))
 }
 
 /// Takes signals from the start of a process that goes on with a mount: a stop is remembered.
-fn watch_resumed() -> Result<Watcher, Failure> {
-    start_watcher(Phase::Mounting)
+fn watch_resumed(has_holder: bool) -> Result<Watcher, Failure> {
+    start_watcher(Phase::Mounting, has_holder)
         .map_err(|error| Failure::system("cannot watch for signals", &error, Exit::General))
 }
 
-fn start_watcher(phase: Phase) -> std::io::Result<Watcher> {
-    if keep::is_child() { Watcher::start_kept(phase) } else { Watcher::start(phase) }
+fn start_watcher(phase: Phase, has_holder: bool) -> std::io::Result<Watcher> {
+    if has_holder { Watcher::start_kept(phase) } else { Watcher::start(phase) }
 }
 
 /// On a terminal: what is ready, what to try, how to stop.

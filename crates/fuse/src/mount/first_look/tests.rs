@@ -14,6 +14,14 @@ fn a_file_and_its_absence_are_answers() {
 }
 
 #[test]
+fn the_answer_is_that_of_the_file() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let answer = |path: &Path| FirstLook::start(path).expect("a process").answer(LIMIT);
+    assert_eq!(answer(directory.path()), Some(Ok(())));
+    assert_eq!(answer(&directory.path().join("absent")), Some(Err(Errno::NOENT)));
+}
+
+#[test]
 fn a_path_that_cannot_be_is_refused() {
     assert_eq!(FirstLook::start(Path::new("a\0b")).err(), Some(Errno::INVAL));
 }

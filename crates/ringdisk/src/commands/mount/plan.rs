@@ -62,9 +62,12 @@ impl<'a> Plan<'a> {
         let mountpoint_shown = paths.mountpoint.display().to_string();
         let mut mountpoint = mountpoint::resolve(&paths.mountpoint)
             .map_err(|error| no_directory(&paths.mountpoint).unwrap_or_else(|| error.into()))?;
-        match fs::symlink_metadata(&mountpoint) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            _ => mountpoint = free_mountpoint(&mountpoint)?,
+        // What is mounted there is not looked at: its server may stand still.
+        let is_new = table::at(&mountpoint)?.is_none()
+            && fs::symlink_metadata(&mountpoint)
+                .is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
+        if !is_new {
+            mountpoint = free_mountpoint(&mountpoint)?;
         }
         let pidfile = args.pidfile.as_deref().map(std::path::absolute).transpose();
         let pidfile = pidfile
