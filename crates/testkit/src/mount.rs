@@ -26,7 +26,7 @@ const QUIET: Duration = Duration::from_secs(2);
 pub const STOP: Duration = Duration::from_secs(5);
 
 /// A second signal that comes sooner than that counts as the first one.
-const ECHO: Duration = Duration::from_millis(350);
+pub const ECHO: Duration = Duration::from_millis(350);
 
 /// A directory for images and mountpoints on a real file system, removed with all that is in it.
 #[must_use]
