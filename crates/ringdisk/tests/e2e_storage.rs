@@ -151,11 +151,9 @@ fn errors_of_clients_are_in_the_log_the_first_of_a_kind_with_its_cause_and_the_o
             6 * MIB
         );
         assert!(finished.stderr.contains(&read), "{transport}: {}", finished.output());
-        for words in ["a read failed for clients 19 more times", "a write of 4096 bytes at 7340032"]
-        {
-            assert!(finished.stderr.contains(words), "{transport}: {}", finished.output());
-        }
-        assert_eq!(finished.stderr.matches("failed for").count(), 3, "{}", finished.output());
+        let more = "a read failed for clients 19 more times";
+        assert!(finished.stderr.contains(more), "{transport}: {}", finished.output());
+        assert_eq!(finished.stderr.matches("failed for").count(), 2, "{}", finished.output());
     }
 }
 
