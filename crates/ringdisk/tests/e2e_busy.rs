@@ -38,6 +38,18 @@ fn detached(disk: &Mounted, words: &str) {
     assert_eq!(until(STOP, is_so), Some(()), "no '{words}' in: {}", disk.output());
 }
 
+/// Stops a server, with all its threads.
+fn stand_still(disk: &mut Mounted) {
+    disk.process().signal(Signal::STOP);
+    let threads = format!("/proc/{}/task", disk.pid());
+    let stands = |thread: std::fs::DirEntry| {
+        let status = std::fs::read_to_string(thread.path().join("status")).unwrap_or_default();
+        status.contains("State:\tT")
+    };
+    let all = || std::fs::read_dir(&threads).ok()?.flatten().all(stands).then_some(());
+    assert_eq!(until(STOP, all), Some(()), "it runs still");
+}
+
 /// Each transport that there is, with the switch held.
 fn on_each(mut test: impl FnMut(&str)) {
     if !needs_root() {
@@ -347,7 +359,7 @@ fn commands_do_not_wait_for_a_server_that_stands_still() {
     on_each(|transport| {
         let mut disk = serve_raw(MIB, &["--transport", transport]);
         let path = disk.mounted.path().to_owned();
-        disk.mounted.process().signal(Signal::STOP);
+        stand_still(&mut disk.mounted);
         let limits: [&[&str]; 4] = [
             &["ctl", "--timeout", "300ms", text(&path), "stats"],
             &["ctl", "--timeout", "300ms", text(&path), "stop"],
@@ -371,7 +383,7 @@ fn a_mount_over_a_server_that_stands_still_is_refused_and_ends() {
     on_each(|transport| {
         let mut disk = serve_raw(MIB, &["--transport", transport]);
         let path = disk.mounted.path().to_owned();
-        disk.mounted.process().signal(Signal::STOP);
+        stand_still(&mut disk.mounted);
         let program = program();
         let words = [program.as_str(), "mount", "--null", "1M", text(&path)];
         let mut next = Process::spawn(&mut command(&words));
@@ -388,7 +400,7 @@ fn signals_end_commands_that_wait_for_a_server_that_stands_still() {
     on_each(|transport| {
         let mut disk = serve_raw(MIB, &["--transport", transport]);
         let path = disk.mounted.path().to_owned();
-        disk.mounted.process().signal(Signal::STOP);
+        stand_still(&mut disk.mounted);
         let program = program();
         for words in [["ctl", "--timeout", "600s", text(&path), "stats"].as_slice()] {
             for signal in [Signal::TERM, Signal::INT] {

@@ -44,8 +44,8 @@ mod write;
 
 pub use custom::{CustomStorage, LocalFuture};
 pub use error::{Error, ErrorKind};
-pub use names::NameLost;
 pub use failure::Failure;
+pub use names::NameLost;
 pub use options::{Allocation, Kind, Limits, Lock, OpenOptions, Preallocation};
 pub use ringdisk_ring::Errno;
 pub use storage::Storage;

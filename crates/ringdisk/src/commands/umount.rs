@@ -9,7 +9,7 @@ use std::process::{Child, Command};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ringdisk_fuse::mount::{Unmount, mountpoint, table, unmount};
+use ringdisk_fuse::mount::{MountEntry, Unmount, mountpoint, table, unmount};
 use ringdisk_fuse::{Error, ErrorKind};
 
 use crate::alive;
@@ -96,7 +96,7 @@ fn detach(mountpoint: &Path, how: Unmount) -> Result<(), Failure> {
     patiently(|| unmount(mountpoint, how)).map_err(|error| {
         let is_busy = error.kind() == ErrorKind::Busy;
         let entry = table::at(mountpoint).ok().flatten();
-        let number = entry.filter(|entry| entry.is_ours()).and_then(|entry| entry.connection());
+        let number = entry.filter(MountEntry::is_ours).and_then(|entry| entry.connection());
         let failure = Failure::from(error);
         match number.filter(|_| is_busy) {
             Some(number) => {
