@@ -9,9 +9,10 @@ mod ops;
 use common::{Images, KIB, MIB, assert_same, runtime};
 use ops::{NAME, Subject, storage};
 use ringdisk_qcow2::{
-    Below, Error, ErrorKind, Nothing, OpenOptions, Preallocation, Qcow2, ResizeOptions,
+    Below, Error, ErrorKind, ExtentKind, Nothing, OpenOptions, Preallocation, Qcow2, ResizeOptions,
 };
 use ringdisk_ring::{Errno, IoBuf, Ring};
+use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
 
 const SHAPES: [&str; 9] = [
     "",
@@ -303,6 +304,101 @@ fn a_raw_data_file_has_the_size_of_the_disk() {
         let data = std::fs::read(subject.images.path("image.data")).expect("the data file");
         assert_same("the data file", &data, &subject.disk);
     }
+}
+
+/// Space that the files of an image take, bytes.
+fn allocated(subject: &Subject) -> u64 {
+    use std::os::unix::fs::MetadataExt;
+    let of = |name| std::fs::metadata(subject.images.path(name)).map_or(0, |stat| stat.blocks());
+    (of(NAME) + of("image.data")) * 512
+}
+
+/// Every byte of `range` has a place of its own in the image.
+fn has_places(subject: &mut Subject, range: std::ops::Range<u64>) -> bool {
+    subject.with(async |image, ring| {
+        let mut at = range.start;
+        while at < range.end {
+            let extent = image.map(ring, at, range.end - at).await.expect("a good image");
+            let place = match extent.kind {
+                ExtentKind::Data { offset } => Some(offset),
+                ExtentKind::Zero { offset } => offset,
+                ExtentKind::Compressed(_) | ExtentKind::Unallocated => None,
+            };
+            if place.is_none() {
+                return false;
+            }
+            at += extent.len;
+        }
+        true
+    })
+}
+
+#[test]
+fn space_for_all_that_is_added_is_prepared_also_in_the_last_cluster_of_the_old_disk() {
+    // Sizes whose end is inside a cluster, by a sector and by all but one.
+    for options in [
+        "",
+        "preallocation=metadata",
+        "compat=0.10",
+        "cluster_size=16384,extended_l2=on",
+        "cluster_size=2097152",
+        "data_file=image.data",
+    ] {
+        for mode in [Preallocation::Metadata, Preallocation::Falloc, Preallocation::Full] {
+            for old in [MIB + 512, MIB - 512] {
+                let what = format!("{options} {mode:?} from {old}");
+                let mut subject = Subject::new(options, old);
+                subject.write(1, 0, 4096);
+                let before = allocated(&subject);
+                // The second one ends in the same cluster as the first.
+                for size in [old + 1024, 3 * MIB] {
+                    subject.resize(size, mode).expect("a larger disk");
+                    assert!(has_places(&mut subject, old..size), "{what}");
+                    let taken = allocated(&subject) - before;
+                    let wanted = if mode == Preallocation::Metadata { 0 } else { size - old };
+                    assert!(taken >= wanted, "{what}: {taken} of {wanted}");
+                    subject.check(&what);
+                }
+                subject.write(2, old, MIB);
+                subject.check(&what);
+            }
+        }
+    }
+}
+
+#[test]
+fn the_last_cluster_keeps_what_a_snapshot_or_a_backing_file_has_there() {
+    for mode in [Preallocation::Falloc, Preallocation::Full] {
+        let mut subject = Subject::new("", MIB);
+        subject.write(7, 0, MIB);
+        subject.create("one").expect("a snapshot");
+        subject.resize(MIB - 512, Preallocation::Off).expect("a smaller disk");
+        subject.resize(2 * MIB, mode).expect("a larger disk");
+        assert!(has_places(&mut subject, MIB - 512..2 * MIB));
+        subject.check("grown above a snapshot");
+        subject.apply("one").expect("a snapshot");
+        subject.check("apply");
+    }
+}
+
+#[test]
+fn a_disk_that_was_shrunk_says_so_although_its_data_file_stays_long() {
+    let mut subject = Subject::new("data_file=image.data,data_file_raw=on", MIB);
+    subject.write(1, 0, MIB);
+    let ring = subject.runtime.ring().clone();
+    let file = storage(&subject.path());
+    let data = SimStorage::from_image(&subject.disk, 1);
+    data.on(When::kind(OpKind::SetLen), Fault::Fail(Errno::IO));
+    subject.runtime.block_on(async {
+        let options = OpenOptions { writable: true, ..OpenOptions::default() };
+        let mut image = Qcow2::open(&ring, file, &options).await.expect("a good image");
+        image.set_data_file(data.storage()).expect("a data file is wanted");
+        let options = ResizeOptions { shrink: true, ..ResizeOptions::default() };
+        image.resize(&ring, MIB / 2, &options, &Nothing).await.expect("it is smaller");
+        assert_eq!(image.virtual_size(), MIB / 2);
+        image.close(&ring).await.expect("a clean close");
+    });
+    subject.with(async |image, _| assert_eq!(image.virtual_size(), MIB / 2));
 }
 
 #[test]

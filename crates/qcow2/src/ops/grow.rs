@@ -44,14 +44,21 @@ pub(super) struct Tail {
 impl Qcow2 {
     /// What the last cluster must hold when the disk grows; `None`: what is behind the old end
     /// reads as zeroes anyway.
+    ///
+    /// * `reserve`: it must also have a place of its own, so that a write behind the old end need not look for one.
     pub(super) async fn tail<B: Below>(
         &self,
         ring: &Ring,
         below: &B,
+        reserve: bool,
     ) -> Result<Option<Tail>, Error> {
         let size = self.virtual_size();
         let start = size - self.geometry.in_cluster(size);
-        if start == size || self.tail_is_zero(ring, start, below).await? {
+        if start == size {
+            return Ok(None);
+        }
+        let has_place = !reserve || self.own_place(ring, start).await?.is_some();
+        if has_place && self.tail_is_zero(ring, start, below).await? {
             return Ok(None);
         }
         let buf = IoBuf::new(self.cluster_bytes(), 4096);
@@ -78,6 +85,46 @@ impl Qcow2 {
             at += extent.len;
         }
         Ok(Some(Tail { content: buf.to_vec() }))
+    }
+
+    /// Where the cluster of `start` is, if nobody shares it and it may be written in place, bytes.
+    async fn own_place(&self, ring: &Ring, start: u64) -> Result<Option<u64>, Error> {
+        let (entry, _) = self.entry_on_disk(ring, start).await?;
+        let host = entry & OFFSET_MASK;
+        let is_own = entry & COPIED != 0 && entry & COMPRESSED == 0;
+        Ok((is_own && (host != 0 || self.info.external_data_file)).then_some(host))
+    }
+
+    /// Takes space for the rest of the last cluster, which has a place but may be a hole of the file. What lies there belongs to
+    /// nobody, and reads as zeroes afterwards. (That of an external data file comes with the data file.)
+    ///
+    /// * `size`: of the disk that is to be, bytes.
+    pub(super) async fn reserve_tail(
+        &self,
+        ring: &Ring,
+        size: u64,
+        mode: Preallocation,
+        cancelled: &dyn Fn() -> bool,
+    ) -> Result<(), Error> {
+        let old = self.virtual_size();
+        let in_use = self.geometry.in_cluster(old);
+        let full = match mode {
+            Preallocation::Off | Preallocation::Metadata => return Ok(()),
+            Preallocation::Falloc => false,
+            Preallocation::Full => true,
+        };
+        if in_use == 0 || self.data_file.is_some() {
+            return Ok(());
+        }
+        let Some(host) = self.own_place(ring, old - in_use).await? else { return Ok(()) };
+        let (offset, len) =
+            (host + in_use, (self.geometry.cluster_size() - in_use).min(size - old));
+        let done = if full {
+            write_zero_bytes(ring, &self.file, offset, len, cancelled).await
+        } else {
+            self.file.write_zeroes(ring, offset, len, false, true).await
+        };
+        done.map_err(|errno| Error::io(self.file.name(), "preparing space in it", errno))
     }
 
     fn tail_io(&self, errno: Errno) -> Error {
@@ -325,8 +372,11 @@ impl Growth<'_> {
             // In place: nobody sees what lies behind the end, and the rest is what it was.
             let present = old & (OFFSET_MASK | COPIED) != 0;
             let host = if present { old & OFFSET_MASK } else { start };
-            let buf = IoBuf::new(tail.content.len(), 4096);
-            buf.copy_from_slice(0, &tail.content);
+            // Not past the new end, which may be in the same cluster: the file has the size of the disk.
+            let len = usize::try_from(self.size - start).unwrap_or(usize::MAX);
+            let content = &tail.content[..len.min(tail.content.len())];
+            let buf = IoBuf::new(content.len(), 4096);
+            buf.copy_from_slice(0, content);
             let written = write_all(data, tx.ring, host, &buf).await;
             written.map_err(|errno| tx.io("writing its data file", errno))?;
             data.flush(tx.ring).await.map_err(|errno| tx.io("flushing its data file", errno))?;

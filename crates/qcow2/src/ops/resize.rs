@@ -147,7 +147,11 @@ impl Qcow2 {
         tx.drop_blocks = true;
         tx.shorten_file();
         tx.commit().await?;
-        self.set_data_len(ring, size).await
+        // The disk has its new size, and nothing refers to what is behind it: an error would say that it has not.
+        if let Err(error) = self.set_data_len(ring, size).await {
+            tracing::warn!(%error, "the disk is smaller, its data file is not");
+        }
+        Ok(())
     }
 
     async fn grow<B: Below>(
@@ -160,7 +164,8 @@ impl Qcow2 {
     ) -> Result<(), Error> {
         let old = self.virtual_size();
         let entries = self.l1_needed(size).max(u64::from(self.info.l1_entries));
-        let tail = self.tail(ring, below).await?;
+        let tail = self.tail(ring, below, preallocation != Preallocation::Off).await?;
+        let reserved = (tail.is_none()).then_some(preallocation);
         let preallocation = match preallocation {
             // A reader that ignores the metadata and one that follows it see the same.
             Preallocation::Off if self.info.data_file_raw => Preallocation::Metadata,
@@ -182,6 +187,11 @@ impl Qcow2 {
             error
         };
         if let Err(error) = self.grow_data_file(ring, size, preallocation, cancelled).await {
+            return Err(undo(error).await);
+        }
+        if let Some(mode) = reserved
+            && let Err(error) = self.reserve_tail(ring, size, mode, cancelled).await
+        {
             return Err(undo(error).await);
         }
         let mut tx = Transaction::begin(ring, self)?;
