@@ -36,6 +36,7 @@ fn server() -> Server {
         Disk::null(&NullOptions { size: DISK_BYTES, read_zeroes: true, ..NullOptions::default() });
     let options = FileOptions {
         growable: true,
+        resizable: true,
         read_only: false,
         allow_other: true,
         backing_id: 0,

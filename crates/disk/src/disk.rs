@@ -41,6 +41,8 @@ pub struct Disk {
     pub(crate) is_busy: AtomicBool,
     /// The kernel has a descriptor of the image.
     pub(crate) is_lent: AtomicBool,
+    /// Held while the length of a lent file is asked and noted.
+    pub(crate) following: Gate,
     watchers: Arc<Watchers>,
     top_watch: TopWatch,
     pub(crate) write_backs: WriteBacks,
@@ -128,6 +130,7 @@ impl Disk {
             turns: Gate::default(),
             is_busy: AtomicBool::new(false),
             is_lent: AtomicBool::new(false),
+            following: Gate::default(),
             watchers: Arc::default(),
             top_watch: TopWatch::default(),
             write_backs: WriteBacks::default(),

@@ -1,18 +1,19 @@
 //! The image file in the hands of the kernel (FUSE passthrough).
 //!
 //! Promises: only a file that is the disk, byte for byte, is lent; while it is, nothing is put above it. What the kernel writes is
-//! not seen here, so a lent disk follows the length of its file.
+//! not seen here, so each operation that depends on the length of the file asks for it first ([`Disk::follow_length`]), and the disk
+//! takes what the file has. The length is never set to make the file longer: that would cut off what the kernel has appended since.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use ringdisk_ring::Ring;
-use ringdisk_storage::Kind;
+use ringdisk_ring::{Errno, Ring};
+use ringdisk_storage::{Kind, Preallocation};
 
-use crate::layer::Node;
+use crate::layer::{Node, Raw};
 use crate::options::DetectZeroes;
-use crate::{Cache, Disk, Error, ErrorKind};
+use crate::{Cache, Disk, Error, ErrorKind, Progress};
 
 impl Disk {
     /// A descriptor through which the kernel may read and write the disk without us. From now on no overlay is put above the image.
@@ -57,18 +58,54 @@ impl Disk {
         self.is_lent.load(Ordering::Acquire)
     }
 
-    /// Makes the disk as long as its file has become, if it is lent. Does nothing else.
+    /// The size of the disk, bytes. If it is lent, that is the length that its file has now, which becomes the size of the disk.
     ///
-    /// Errors: as [`Disk::grow`].
-    pub async fn follow_length(&self, ring: &Ring) -> Result<(), rustix::io::Errno> {
+    /// Whoever decides something by the size asks here before.
+    ///
+    /// Errors: those of fstat(2).
+    pub async fn follow_length(&self, ring: &Ring) -> Result<u64, Errno> {
         if !self.is_lent() {
-            return Ok(());
+            return Ok(self.size());
         }
         let graph = self.graph();
-        let Node::Raw(raw) = &graph.top().node else { return Ok(()) };
+        let Node::Raw(raw) = &graph.top().node else { return Ok(self.size()) };
         let storage = Arc::clone(&raw.storage);
+        // Asked and noted without anybody in between, else an older answer could be noted after a newer one.
+        let _alone = self.following.enter().await;
         // Asking a file system that does not answer must not stop the queue.
         let len = ring.offload(move || storage.refresh_len()).await?;
-        if len > self.size() { self.grow(ring, len).await } else { Ok(()) }
+        graph.top().size.store(len, Ordering::Release);
+        self.set_size(len);
+        Ok(len)
+    }
+
+    /// Moves the end of the file while the kernel writes to it, and takes the length that results. The caller has the turn, and to
+    /// shorten it nobody else uses the disk.
+    ///
+    /// * `before`, `size`: the length now and the one that is wanted, bytes.
+    /// * `from`: where the space that is reserved begins.
+    ///
+    /// Errors: EOPNOTSUPP where the file system has no way to lengthen a file beside other writers; those of the storage. The file
+    /// may have become longer: cutting it again could meet what the kernel has appended.
+    pub(crate) async fn move_lent_end(
+        &self,
+        ring: &Ring,
+        raw: &Raw,
+        (before, size): (u64, u64),
+        (from, mode): (u64, Preallocation),
+        progress: &Progress,
+    ) -> Result<(), Errno> {
+        let moved = if size < before {
+            raw.storage.set_len(ring, size).await
+        } else {
+            raw.storage.extend(ring, from, size, mode, &|| progress.check()).await
+        };
+        let len = self.follow_length(ring).await;
+        if let Ok(len) = len
+            && len != before
+        {
+            self.watchers().notify(len);
+        }
+        moved.and(len.map(drop))
     }
 }

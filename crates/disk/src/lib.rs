@@ -52,7 +52,9 @@ pub use error::{Error, ErrorKind};
 pub use layer::Layer;
 pub use life::HandOver;
 pub use limits::BlockLimits;
-pub use live::{Backing, CommitOptions, OverlayOptions, ResizeOptions, SnapshotChange};
+pub use live::{
+    Backing, CommitOptions, NewSize, OverlayOptions, ResizeOptions, Resized, SnapshotChange,
+};
 pub use map::{Mapped, Mapping, View};
 pub use options::{Cache, DetectZeroes, Discard, Format, ImageOptions, NullOptions, Source};
 pub use plain::Plain;

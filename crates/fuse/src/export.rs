@@ -339,6 +339,7 @@ impl Export {
             Arc::clone(&disk),
             &FileOptions {
                 growable: options.growable,
+                resizable: options.resizable,
                 read_only,
                 allow_other: options.allow_other,
                 profile,

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use common::{Served, Wanted, can_mount};
 use ringdisk_disk::{Disk, ImageOptions, NullOptions};
+use ringdisk_fuse::mount::Method;
 use ringdisk_storage::Storage;
 use rustix::fs::{FallocateFlags, SeekFrom, fallocate, seek, statvfs};
 use rustix::io::Errno;
@@ -189,7 +190,7 @@ fn a_null_disk_cannot_grow() {
     if !can_mount() {
         return;
     }
-    let served = Served::new(null(MIB), Wanted { growable: true, ..Wanted::default() });
+    let served = Served::new(null(MIB), Wanted { resizable: true, ..Wanted::default() });
     let file = read_write(served.path());
     let error = file.write_at(&[1; 10], MIB).expect_err("grows");
     assert_eq!(errno(&error), Errno::OPNOTSUPP);
@@ -202,37 +203,101 @@ fn a_null_disk_cannot_grow() {
 }
 
 #[test]
-fn ftruncate_grows_and_shrinks_with_and_without_growable() {
+fn ftruncate_does_what_the_options_allow() {
     if !can_mount() {
         return;
     }
-    for growable in [false, true] {
-        for kernel_cache in [false, true] {
+    // What clients may: nothing, grow, anything.
+    let [fixed, growable, resizable] = SIZES;
+    for kernel_cache in [false, true] {
+        for (wanted, size, expected) in [
+            (fixed, MIB, Ok(())),
+            (fixed, 2 * MIB, Err(Errno::PERM)),
+            (fixed, 4000, Err(Errno::PERM)),
+            (fixed, 0, Err(Errno::PERM)),
+            (growable, MIB, Ok(())),
+            (growable, 2 * MIB, Ok(())),
+            (growable, 4000, Err(Errno::PERM)),
+            (growable, 0, Err(Errno::PERM)),
+            (resizable, 2 * MIB, Ok(())),
+            (resizable, 4000, Ok(())),
+            (resizable, 0, Ok(())),
+        ] {
             let (image, disk) = raw();
-            let served = Served::new(disk, Wanted { growable, kernel_cache, ..Wanted::default() });
+            let served = Served::new(disk, Wanted { kernel_cache, ..wanted });
             let file = read_write(served.path());
-            let mut bytes = [7; 4];
-            file.read_exact_at(&mut bytes, 4000).expect("into the cache");
-            for size in [2 * MIB, 4000, 0, 8192] {
-                file.set_len(size).expect("ftruncate");
-                assert_eq!(file.metadata().expect("stat").len(), size);
-                assert_eq!(std::fs::metadata(image.path()).expect("stat").len(), size);
-            }
-            file.read_exact_at(&mut bytes, 4000).expect("read");
-            assert_eq!(bytes, [0; 4]);
+            let case = format!("{wanted:?} {size}");
+            let done = file.set_len(size).map_err(|error| errno(&error));
+            assert_eq!(done, expected, "{case}");
+            let after = if expected.is_ok() { size } else { MIB };
+            assert_eq!(file.metadata().expect("stat").len(), after, "{case}");
+            assert_eq!(std::fs::metadata(image.path()).expect("stat").len(), after, "{case}");
+            let kept = usize::try_from(after.min(MIB)).expect("small");
+            let stored = std::fs::read(image.path()).expect("image");
+            assert!(stored[..kept].iter().all(|byte| *byte == b'x'), "{case}");
         }
     }
 }
 
+/// Without an option, with `growable`, with `resizable`.
+const SIZES: [Wanted; 3] = [
+    Wanted {
+        growable: false,
+        resizable: false,
+        read_only: false,
+        allow_other: false,
+        kernel_cache: false,
+        method: Method::Auto,
+    },
+    Wanted {
+        growable: true,
+        resizable: false,
+        read_only: false,
+        allow_other: false,
+        kernel_cache: false,
+        method: Method::Auto,
+    },
+    Wanted {
+        growable: false,
+        resizable: true,
+        read_only: false,
+        allow_other: false,
+        kernel_cache: false,
+        method: Method::Auto,
+    },
+];
+
 #[test]
-fn opening_with_truncation_keeps_the_size_unless_growable() {
+fn a_disk_that_is_cut_and_grown_again_shows_zeroes() {
     if !can_mount() {
         return;
     }
-    for (growable, expected) in [(false, MIB), (true, 0)] {
+    for kernel_cache in [false, true] {
+        let (image, disk) = raw();
+        let wanted = Wanted { resizable: true, kernel_cache, ..Wanted::default() };
+        let served = Served::new(disk, wanted);
+        let file = read_write(served.path());
+        let mut bytes = [7; 4];
+        file.read_exact_at(&mut bytes, 4000).expect("into the cache");
+        for size in [2 * MIB, 4000, 0, 8192] {
+            file.set_len(size).expect("ftruncate");
+            assert_eq!(file.metadata().expect("stat").len(), size);
+            assert_eq!(std::fs::metadata(image.path()).expect("stat").len(), size);
+        }
+        file.read_exact_at(&mut bytes, 4000).expect("read");
+        assert_eq!(bytes, [0; 4]);
+    }
+}
+
+#[test]
+fn opening_with_truncation_keeps_the_size_unless_resizable() {
+    if !can_mount() {
+        return;
+    }
+    for (wanted, expected) in SIZES.into_iter().zip([MIB, MIB, 0]) {
         for kernel_cache in [false, true] {
             let (_image, disk) = raw();
-            let served = Served::new(disk, Wanted { growable, kernel_cache, ..Wanted::default() });
+            let served = Served::new(disk, Wanted { kernel_cache, ..wanted });
             let reader = read_write(served.path());
             let file = File::create(served.path()).expect("O_TRUNC");
             // The kernel's own idea of the size, without a GETATTR in between.
@@ -252,8 +317,8 @@ fn a_null_disk_opened_with_truncation_keeps_its_size() {
     let served = Served::new(null(MIB), Wanted::default());
     let file = File::create(served.path()).expect("O_TRUNC");
     assert_eq!(file.metadata().expect("stat").len(), MIB);
-    let growable = Served::new(null(MIB), Wanted { growable: true, ..Wanted::default() });
-    let error = File::create(growable.path()).expect_err("O_TRUNC");
+    let resizable = Served::new(null(MIB), Wanted { resizable: true, ..Wanted::default() });
+    let error = File::create(resizable.path()).expect_err("O_TRUNC");
     assert_eq!(errno(&error), Errno::OPNOTSUPP);
 }
 
@@ -267,38 +332,57 @@ fn fallocate_does_what_each_mode_says() {
     let punch = FallocateFlags::PUNCH_HOLE;
     let zero = FallocateFlags::ZERO_RANGE;
     let refused = Err(Errno::OPNOTSUPP);
+    let denied = Err(Errno::PERM);
     let cases = [
-        // mode, offset, length, result, size afterwards
-        (none, 0, 4096, refused, MIB),
-        (none, MIB - 10, 20, refused, MIB),
-        (none, MIB, 4096, Ok(()), MIB + 4096),
-        (none, 2 * MIB, 10, Ok(()), 2 * MIB + 10),
-        (keep, 0, 4096, refused, MIB),
-        (keep, MIB, 4096, refused, MIB),
-        (punch | keep, 4096, 8192, Ok(()), MIB),
-        (punch | keep, 2 * MIB, 8192, Ok(()), MIB),
-        (punch, 0, 4096, refused, MIB),
-        (zero, 4096, 8192, Ok(()), MIB),
-        (zero, MIB - 4096, 8192, Ok(()), MIB + 4096),
-        (zero | keep, MIB - 4096, 8192, Ok(()), MIB),
-        (zero | keep, 2 * MIB, 8192, Ok(()), MIB),
-        (FallocateFlags::COLLAPSE_RANGE, 0, 4096, refused, MIB),
-        (FallocateFlags::INSERT_RANGE, 0, 4096, refused, MIB),
-        (FallocateFlags::UNSHARE_RANGE, 0, 4096, refused, MIB),
+        // mode, offset, length, result and size afterwards, the same with growable
+        (none, 0, 4096, (refused, MIB), (refused, MIB)),
+        (none, MIB - 10, 20, (refused, MIB), (refused, MIB)),
+        (none, MIB, 4096, (denied, MIB), (Ok(()), MIB + 4096)),
+        (none, 2 * MIB, 10, (denied, MIB), (Ok(()), 2 * MIB + 10)),
+        (keep, 0, 4096, (refused, MIB), (refused, MIB)),
+        (keep, MIB, 4096, (refused, MIB), (refused, MIB)),
+        (punch | keep, 4096, 8192, (Ok(()), MIB), (Ok(()), MIB)),
+        (punch | keep, 2 * MIB, 8192, (Ok(()), MIB), (Ok(()), MIB)),
+        (punch, 0, 4096, (refused, MIB), (refused, MIB)),
+        (zero, 4096, 8192, (Ok(()), MIB), (Ok(()), MIB)),
+        (zero, MIB - 4096, 8192, (denied, MIB), (Ok(()), MIB + 4096)),
+        (zero | keep, MIB - 4096, 8192, (Ok(()), MIB), (Ok(()), MIB)),
+        (zero | keep, 2 * MIB, 8192, (Ok(()), MIB), (Ok(()), MIB)),
+        (FallocateFlags::COLLAPSE_RANGE, 0, 4096, (refused, MIB), (refused, MIB)),
+        (FallocateFlags::INSERT_RANGE, 0, 4096, (refused, MIB), (refused, MIB)),
+        (FallocateFlags::UNSHARE_RANGE, 0, 4096, (refused, MIB), (refused, MIB)),
     ];
-    for (mode, offset, length, expected, size) in cases {
-        let (_image, disk) = raw();
-        let served = Served::new(disk, Wanted::default());
-        let file = read_write(served.path());
-        let case = format!("{mode:?} {offset}+{length}");
-        assert_eq!(fallocate(&file, mode, offset, length), expected, "{case}");
-        assert_eq!(file.metadata().expect("stat").len(), size, "{case}");
-        let inside = usize::try_from(MIB.saturating_sub(offset).min(length)).expect("small");
-        let mut bytes = vec![9; inside];
-        file.read_exact_at(&mut bytes, offset.min(MIB)).expect("read");
-        let wanted = if expected.is_ok() { 0 } else { b'x' };
-        assert!(bytes.iter().all(|byte| *byte == wanted), "{case}");
+    for (mode, offset, length, fixed, growing) in cases {
+        for (growable, (expected, size)) in [(false, fixed), (true, growing)] {
+            let (_image, disk) = raw();
+            let served = Served::new(disk, Wanted { growable, ..Wanted::default() });
+            let file = read_write(served.path());
+            let case = format!("{mode:?} {offset}+{length} {growable}");
+            assert_eq!(fallocate(&file, mode, offset, length), expected, "{case}");
+            assert_eq!(file.metadata().expect("stat").len(), size, "{case}");
+            let inside = usize::try_from(MIB.saturating_sub(offset).min(length)).expect("small");
+            let mut bytes = vec![9; inside];
+            file.read_exact_at(&mut bytes, offset.min(MIB)).expect("read");
+            let wanted = if expected.is_ok() { 0 } else { b'x' };
+            assert!(bytes.iter().all(|byte| *byte == wanted), "{case}");
+        }
     }
+}
+
+#[test]
+fn fallocate_past_the_end_reserves_what_it_adds() {
+    if !can_mount() {
+        return;
+    }
+    let (image, disk) = raw();
+    let served = Served::new(disk, Wanted { growable: true, ..Wanted::default() });
+    let file = read_write(served.path());
+    let taken = || std::fs::metadata(image.path()).expect("stat").blocks() * 512;
+    let before = taken();
+    // A gap before it is none of the range.
+    fallocate(&file, FallocateFlags::empty(), 4 * MIB, 2 * MIB).expect("space");
+    assert_eq!(file.metadata().expect("stat").len(), 6 * MIB);
+    assert!((2 * MIB..3 * MIB).contains(&(taken() - before)), "{}", taken() - before);
 }
 
 #[test]

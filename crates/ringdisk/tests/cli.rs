@@ -97,6 +97,7 @@ fn help_and_version_end_with_code_0() {
         "--null",
         "--create",
         "--growable",
+        "--resizable",
         "--pidfile",
         "--io-timeout",
         "--threads",

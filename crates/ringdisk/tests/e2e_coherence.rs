@@ -19,12 +19,16 @@ const WAYS: [&[&str]; 4] =
     [&[], &["--kernel-cache"], &["--direct"], &["--direct", "--kernel-cache"]];
 
 fn each(check: impl Fn(&Served)) {
+    each_with(&[], check);
+}
+
+fn each_with(options: &[&str], check: impl Fn(&Served)) {
     if !needs_root() {
         return;
     }
     for way in WAYS {
-        eprintln!("served with {way:?}");
-        check(&serve_raw(LEN, way));
+        eprintln!("served with {way:?} {options:?}");
+        check(&serve_raw(LEN, &[way, options].concat()));
     }
 }
 
@@ -89,7 +93,7 @@ fn an_unsynced_mapping_is_seen_by_buffered_and_direct_reads() {
 
 #[test]
 fn a_shrunk_and_regrown_disk_shows_zeroes_everywhere() {
-    each(|disk| {
+    each_with(&["--resizable"], |disk| {
         let reader = open(disk.mounted.path());
         let mut bytes = vec![0; BLOCK];
         reader.read_exact_at(&mut bytes, 3 * MIB).expect("read");
@@ -107,7 +111,7 @@ fn a_shrunk_and_regrown_disk_shows_zeroes_everywhere() {
 
 #[test]
 fn a_grown_disk_is_readable_at_once_in_every_way() {
-    each(|disk| {
+    each_with(&["--growable"], |disk| {
         let (reader, other) = (open(disk.mounted.path()), open(disk.mounted.path()));
         let mut bytes = vec![1; BLOCK];
         assert_eq!(reader.read_at(&mut bytes, LEN).expect("read"), 0);

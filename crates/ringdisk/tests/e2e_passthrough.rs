@@ -3,14 +3,18 @@
 mod common;
 
 use std::fs::File;
+use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use common::tools::ringdisk;
 use common::{MIB, mount, open, refused, sample, serve, serve_raw};
 use ringdisk_testkit::images::{pattern, piece, raw};
 use ringdisk_testkit::limits::{needs, needs_root};
 use ringdisk_testkit::mount::{Mounted, scratch, text};
+use rustix::fs::{AtFlags, CWD, FallocateFlags, SeekFrom, StatxFlags, fallocate, seek, statx};
+use rustix::io::Errno;
 
 const LEN: u64 = 4 * MIB;
 const BYTES: usize = 4 << 20;
@@ -161,4 +165,150 @@ fn it_is_for_root() {
     }
     let ran = ringdisk(Path::new("/"), &["mount", "--passthrough", "--null", "1M", "x"]);
     assert_eq!(ran.code, 2, "{}", ran.err);
+}
+
+/// A mount of an image of one MiB to which the kernel has appended 29 more, which the server has not been asked about since.
+fn appended() -> common::Served {
+    let disk = serve_raw(MIB, &["--passthrough"]);
+    let mut appender = File::options().append(true).open(disk.mounted.path()).expect("open");
+    appender.write_all(&pattern(3, 0, APPENDED)).expect("append");
+    appender.sync_all().expect("flush");
+    disk
+}
+
+const APPENDED: usize = 29 << 20;
+
+/// What an [`appended`] image holds.
+fn expected() -> Vec<u8> {
+    [pattern(1, 0, 1 << 20), pattern(3, 0, APPENDED)].concat()
+}
+
+#[test]
+fn zeroing_after_appends_cuts_nothing() {
+    if !can() {
+        return;
+    }
+    let disk = appended();
+    let file = open(disk.mounted.path());
+    fallocate(&file, FallocateFlags::ZERO_RANGE, 2 * MIB, MIB).expect("zeroes");
+    let mut wanted = expected();
+    wanted[2 << 20..3 << 20].fill(0);
+    assert!(std::fs::read(&disk.image).expect("the image") == wanted);
+    // Also where the range itself ends past the end.
+    fallocate(&file, FallocateFlags::ZERO_RANGE, 29 * MIB, 2 * MIB).expect_err("not growable");
+    assert_eq!(std::fs::metadata(&disk.image).expect("stat").len(), 30 * MIB);
+}
+
+#[test]
+fn holes_are_punched_in_what_was_appended() {
+    if !can() {
+        return;
+    }
+    let disk = appended();
+    let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    fallocate(open(disk.mounted.path()), punch, 20 * MIB, MIB).expect("punch");
+    let mut wanted = expected();
+    wanted[20 << 20..21 << 20].fill(0);
+    assert!(std::fs::read(&disk.image).expect("the image") == wanted);
+}
+
+#[test]
+fn data_is_found_in_what_was_appended() {
+    if !can() {
+        return;
+    }
+    let disk = appended();
+    let file = open(disk.mounted.path());
+    assert_eq!(seek(&file, SeekFrom::Data(20 * MIB)), Ok(20 * MIB));
+    assert_eq!(seek(&file, SeekFrom::Hole(20 * MIB)), Ok(30 * MIB));
+    assert_eq!(seek(&file, SeekFrom::Data(30 * MIB)), Err(Errno::NXIO));
+}
+
+#[test]
+fn a_resize_counts_from_what_was_appended() {
+    if !can() {
+        return;
+    }
+    let ctl = |disk: &Mounted, words: &[&str]| {
+        ringdisk(Path::new("/"), &[&["ctl", disk.text(), "resize"], words].concat())
+    };
+    let disk = appended();
+    let refused = ctl(&disk.mounted, &["8M"]);
+    assert_ne!(refused.code, 0);
+    assert!(refused.err.contains("--shrink"), "{}", refused.err);
+    assert!(std::fs::read(&disk.image).expect("the image") == expected());
+    let disk = appended();
+    ctl(&disk.mounted, &["+2M"]).ok();
+    assert_eq!(std::fs::metadata(&disk.image).expect("stat").len(), 32 * MIB);
+    let disk = appended();
+    ctl(&disk.mounted, &["-2M", "--shrink"]).ok();
+    assert!(std::fs::read(&disk.image).expect("the image") == expected()[..28 << 20]);
+    assert_eq!(std::fs::metadata(disk.mounted.path()).expect("stat").len(), 28 * MIB);
+}
+
+/// Appends numbered blocks through the mount until it is told to stop. Gives how many were acknowledged.
+fn append_blocks(path: &Path, stop: &AtomicBool, done: &AtomicU64) -> u64 {
+    let mut file = File::options().append(true).open(path).expect("open");
+    let mut number = 0;
+    while !stop.load(Ordering::Relaxed) && number < BLOCKS_MAX {
+        number += 1;
+        file.write_all(&number.to_le_bytes().repeat(64)).expect("append");
+        done.store(number, Ordering::Relaxed);
+    }
+    number
+}
+
+/// Numbered blocks have 512 bytes.
+const BLOCK: usize = 512;
+/// 64 MiB: what a test reads again at most.
+const BLOCKS_MAX: u64 = 128 << 10;
+
+/// Appends beside `change`, which is called again and again; all that was acknowledged must be there, in order.
+fn nothing_appended_is_lost_beside(rounds: u32, change: impl Fn(&Mounted)) {
+    let disk = serve_raw(0, &["--passthrough"]);
+    let (stop, done) = (AtomicBool::new(false), AtomicU64::new(0));
+    let appended = std::thread::scope(|scope| {
+        let appender = scope.spawn(|| append_blocks(disk.mounted.path(), &stop, &done));
+        for _ in 0..rounds {
+            let before = done.load(Ordering::Relaxed);
+            change(&disk.mounted);
+            while done.load(Ordering::Relaxed) < (before + 5).min(BLOCKS_MAX) {
+                std::thread::yield_now();
+            }
+        }
+        stop.store(true, Ordering::Relaxed);
+        appender.join().expect("the appender")
+    });
+    let bytes = std::fs::read(&disk.image).expect("the image");
+    let blocks = bytes.chunks(BLOCK).filter(|block| block.iter().any(|byte| *byte != 0));
+    let mut count = 0;
+    for block in blocks {
+        count += 1;
+        assert!(block == u64::to_le_bytes(count).repeat(64), "block {count} of {appended}");
+    }
+    assert_eq!(count, appended);
+}
+
+#[test]
+fn an_appender_beside_stat_loses_nothing() {
+    if !can() {
+        return;
+    }
+    nothing_appended_is_lost_beside(500, |disk| {
+        let sync = AtFlags::STATX_FORCE_SYNC;
+        statx(CWD, disk.path(), sync, StatxFlags::SIZE).expect("statx");
+    });
+}
+
+#[test]
+fn an_appender_beside_resizes_loses_nothing() {
+    if !can() {
+        return;
+    }
+    for mode in ["off", "falloc", "full"] {
+        nothing_appended_is_lost_beside(6, |disk| {
+            let words = ["ctl", disk.text(), "resize", "+64K", "--preallocation", mode];
+            ringdisk(Path::new("/"), &words).ok();
+        });
+    }
 }

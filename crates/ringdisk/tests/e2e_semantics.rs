@@ -5,9 +5,12 @@ mod common;
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 
+use common::tools::ringdisk;
 use common::{MIB, errno, mount, open, serve_raw};
 use ringdisk_testkit::images::{self, pattern, piece};
 use ringdisk_testkit::limits::needs_root;
+use ringdisk_testkit::mount::text;
+use ringdisk_testkit::process;
 use rustix::fs::{
     AtFlags, CWD, FallocateFlags, SeekFrom, Timespec, Timestamps, fallocate, seek, statvfs,
     utimensat,
@@ -132,11 +135,11 @@ fn a_growable_disk_grows_when_written_past_its_end() {
 }
 
 #[test]
-fn ftruncate_grows_and_shrinks_and_everybody_sees_it() {
+fn ftruncate_grows_and_shrinks_a_resizable_disk_and_everybody_sees_it() {
     if !needs_root() {
         return;
     }
-    let disk = serve_raw(LEN, &[]);
+    let disk = serve_raw(LEN, &["--resizable"]);
     let (one, other) = (open(disk.mounted.path()), open(disk.mounted.path()));
     one.set_len(LEN + 3 * MIB).expect("grow");
     assert_eq!(other.metadata().expect("stat").len(), LEN + 3 * MIB);
@@ -149,11 +152,97 @@ fn ftruncate_grows_and_shrinks_and_everybody_sees_it() {
 }
 
 #[test]
+fn a_disk_keeps_its_size_against_the_usual_tools() {
+    if !needs_root() {
+        return;
+    }
+    let disk = serve_raw(LEN, &[]);
+    let (to, d) = (disk.mounted.text(), disk.directory.path());
+    let small = d.join("small");
+    let content = pattern(5, 0, 65536);
+    std::fs::write(&small, &content).expect("a small file");
+    let holes = d.join("holes");
+    images::sparse(&holes, MIB);
+    let size = || std::fs::metadata(&disk.image).expect("stat").len();
+    let run = |words: &[&str]| {
+        let finished = process::run(process::command(words));
+        let code = finished.code().expect("an exit code");
+        assert_eq!(size(), LEN, "{words:?}");
+        (code, finished.output())
+    };
+    let (from, onto) = (format!("if={}", text(&small)), format!("of={to}"));
+    // These mean the content.
+    assert_eq!(run(&["cp", text(&small), to]).0, 0);
+    assert_eq!(piece(&disk.image, 0, content.len()), content);
+    assert_eq!(run(&["dd", &from, &onto, "bs=64K"]).0, 0);
+    assert_eq!(run(&["dd", &from, &onto, "bs=64K", "seek=3", "conv=notrunc"]).0, 0);
+    assert_eq!(piece(&disk.image, 3 * 65536, content.len()), content);
+    assert_eq!(run(&["sh", "-c", &format!("cat {} > {to}", text(&small))]).0, 0);
+    assert_eq!(run(&["truncate", "-s", &LEN.to_string(), to]).0, 0);
+    let copied = run(&["qemu-img", "convert", "-n", "-O", "raw", text(&small), to]);
+    assert_eq!(copied.0, 0, "{}", copied.1);
+    assert_eq!(piece(&disk.image, LEN - 100, 100), pattern(1, LEN - 100, 100));
+    // And these the size, which is not theirs.
+    for words in [
+        &["truncate", "-s", "1M", to][..],
+        &["truncate", "-s", "0", to],
+        &["truncate", "-s", "+1M", to],
+        &["cp", text(&holes), to],
+        &["dd", &from, &onto, "bs=64K", "seek=3"],
+        &["fallocate", "-l", "1M", "-o", "8M", to],
+        &["qemu-img", "resize", "-f", "raw", "--shrink", to, "1M"],
+        &["qemu-img", "convert", "-O", "raw", text(&small), to],
+    ] {
+        let (code, output) = run(words);
+        assert_ne!(code, 0, "{words:?}");
+        assert!(output.contains("not permitted"), "{words:?}: {output}");
+    }
+    // The owner of the mount may.
+    ringdisk(d, &["ctl", to, "resize", "--shrink", "1M"]).ok();
+    assert_eq!(size(), MIB);
+}
+
+#[test]
+fn a_growable_disk_grows_and_does_not_shrink() {
+    if !needs_root() {
+        return;
+    }
+    let disk = serve_raw(LEN, &["--growable"]);
+    let file = open(disk.mounted.path());
+    file.set_len(LEN + MIB).expect("grow");
+    assert_eq!(errno(file.set_len(LEN)), Some(Errno::PERM));
+    assert_eq!(file.metadata().expect("stat").len(), LEN + MIB);
+    let truncated = File::options().write(true).truncate(true).open(disk.mounted.path());
+    assert_eq!(truncated.expect("open").metadata().expect("stat").len(), LEN + MIB);
+    assert_eq!(piece(disk.mounted.path(), 0, 100), pattern(1, 0, 100));
+}
+
+#[test]
+fn a_growable_qcow2_reserves_what_fallocate_adds() {
+    if !needs_root() {
+        return;
+    }
+    let directory = ringdisk_testkit::mount::scratch();
+    let image = directory.path().join("disk.qcow2");
+    images::qemu_img(&["create", "-q", "-f", "qcow2", text(&image), "1049088"]);
+    let disk = common::serve(&image, &["--growable"]);
+    let file = open(disk.path());
+    fallocate(&file, FallocateFlags::empty(), 16 * MIB, 4 * MIB).expect("space");
+    assert_eq!(file.metadata().expect("stat").len(), 20 * MIB);
+    let taken = images::allocated(&image);
+    assert!((4 * MIB..8 * MIB).contains(&taken), "{taken}");
+    assert_eq!(fallocate(&file, FallocateFlags::empty(), 0, 4096), Err(Errno::OPNOTSUPP));
+    drop(file);
+    assert_eq!(disk.stop().code(), Some(0));
+    images::qemu_img(&["check", "-q", text(&image)]);
+}
+
+#[test]
 fn a_null_disk_cannot_change_its_size() {
     if !needs_root() {
         return;
     }
-    let disk = mount(&["--null", "4M", "--growable"]);
+    let disk = mount(&["--null", "4M", "--resizable"]);
     let file = open(disk.path());
     let unsupported = Some(Errno::OPNOTSUPP);
     assert_eq!(errno(file.set_len(8 * MIB)), unsupported);
@@ -173,7 +262,7 @@ fn a_null_disk_has_no_holes_to_punch() {
     let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
     assert_eq!(fallocate(&file, punch, 0, 4096), Err(Errno::OPNOTSUPP));
     assert_eq!(fallocate(&file, FallocateFlags::ZERO_RANGE, 0, 4096), Ok(()));
-    assert_eq!(fallocate(&file, FallocateFlags::empty(), 8 * MIB, 4096), Err(Errno::OPNOTSUPP));
+    assert_eq!(fallocate(&file, FallocateFlags::empty(), 8 * MIB, 4096), Err(Errno::PERM));
 }
 
 #[test]
@@ -188,11 +277,11 @@ fn open_with_truncation_keeps_the_size_of_a_fixed_disk() {
 }
 
 #[test]
-fn open_with_truncation_empties_a_growable_disk() {
+fn open_with_truncation_empties_a_resizable_disk() {
     if !needs_root() {
         return;
     }
-    let disk = serve_raw(LEN, &["--growable"]);
+    let disk = serve_raw(LEN, &["--resizable"]);
     let file = File::options().write(true).truncate(true).open(disk.mounted.path());
     assert_eq!(file.expect("open").metadata().expect("stat").len(), 0);
     assert_eq!(std::fs::metadata(&disk.image).expect("stat").len(), 0);
@@ -203,7 +292,7 @@ fn fallocate_grows_but_reserves_nothing_inside() {
     if !needs_root() {
         return;
     }
-    let disk = serve_raw(LEN, &[]);
+    let disk = serve_raw(LEN, &["--growable"]);
     let file = open(disk.mounted.path());
     let none = FallocateFlags::empty();
     let unsupported = Err(Errno::OPNOTSUPP);
@@ -211,6 +300,7 @@ fn fallocate_grows_but_reserves_nothing_inside() {
     assert_eq!(fallocate(&file, none, LEN - 4096, 8192), unsupported);
     assert_eq!(fallocate(&file, FallocateFlags::KEEP_SIZE, LEN, 4096), unsupported);
     assert_eq!(fallocate(&file, none, LEN + 4096, 4096), Ok(()));
+    assert!(images::allocated(&disk.image) >= LEN + 4096);
     assert_eq!(file.metadata().expect("stat").len(), LEN + 8192);
     assert_eq!(piece(disk.mounted.path(), LEN, 8192), [0; 8192]);
 }
@@ -238,7 +328,7 @@ fn zeroed_ranges_read_as_zeroes_and_may_grow() {
     if !needs_root() {
         return;
     }
-    let disk = serve_raw(LEN, &[]);
+    let disk = serve_raw(LEN, &["--growable"]);
     let file = open(disk.mounted.path());
     let keep = FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE;
     assert_eq!(fallocate(&file, keep, 1000, 5000), Ok(()));

@@ -296,7 +296,7 @@ fn a_block_device_is_served_and_its_discards_reach_the_file_below() {
     let backing = directory.path().join("backing.img");
     images::raw(&backing, 8 * MIB, 1);
     let Some(device) = Loop::attach(&backing, &[]) else { return };
-    let disk = mount(&["--format", "raw", "--direct", text(device.device())]);
+    let disk = mount(&["--format", "raw", "--direct", "--resizable", text(device.device())]);
     assert_eq!(std::fs::metadata(disk.path()).expect("stat").len(), 8 * MIB);
     let file = open(disk.path());
     file.write_all_at(b"unaligned", 12_345).expect("write");

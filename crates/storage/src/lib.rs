@@ -19,6 +19,7 @@
 
 mod custom;
 mod error;
+mod extend;
 mod failure;
 #[allow(unsafe_code)]
 mod ffi;

@@ -23,7 +23,11 @@ impl File {
     /// cannot, `EROFS`.
     pub(crate) async fn discard(&self, ring: &Ring, offset: u64, len: u64) -> Result<(), Errno> {
         self.check_writable()?;
-        let end = end_of(offset, len)?.min(self.len());
+        let mut end = end_of(offset, len)?;
+        if end > self.len() {
+            // Somebody else may have made it longer.
+            end = end.min(self.ask_len(ring).await?);
+        }
         match self.kind {
             _ if offset >= end => Ok(()),
             Kind::BlockDevice => {
@@ -84,6 +88,12 @@ impl File {
             }
             Err(errno) => return Err(errno),
         }
+        if self.kind == Kind::Regular && stop > self.len() && stop > self.ask_len(ring).await? {
+            // Punched, and nothing but a write makes this file longer without the risk of cutting off what others have written
+            // behind: the last block is one of this request. After the pass: the write takes one of its own.
+            let last = start.max(stop - align);
+            self.write_zero_bytes(ring, last, stop, true).await?;
+        }
         self.write_zero_bytes(ring, offset, start, true).await?;
         self.write_zero_bytes(ring, stop, end, true).await
     }
@@ -128,24 +138,21 @@ impl File {
         Ok(())
     }
 
-    /// As [`grow_to`](File::grow_to) while others write: setting the length could cut off what one of them
-    /// has just written behind `end`, so the last byte is reserved instead.
+    /// Makes the file reach to `end` while others write: setting the length could cut off what one of them has just written
+    /// behind. Where the file system has no way, the length stays, which the caller sees. The caller has a pass.
     async fn grow_beside_writers(&self, ring: &Ring, end: u64) -> Result<(), Errno> {
-        if self.kind != Kind::Regular || end <= self.len() || end <= self.refresh_len()? {
+        if self.kind != Kind::Regular || end <= self.len() || end <= self.ask_len(ring).await? {
             return Ok(());
         }
-        match self.fallocate(ring, FallocateFlags::empty(), end - 1, 1).await {
-            Err(Errno::OPNOTSUPP) => self.truncate(ring, end).await,
-            Err(errno) => Err(errno),
-            Ok(()) => {
-                self.has_grown_to(end);
-                Ok(())
-            }
+        match self.reach(ring, end).await {
+            Err(Errno::OPNOTSUPP) => Ok(()),
+            other => other,
         }
     }
 
+    /// Sets the length if the file is shorter. Nobody else may write past its end meanwhile.
     async fn grow_to(&self, ring: &Ring, end: u64) -> Result<(), Errno> {
-        if self.kind == Kind::Regular && end > self.len() && end > self.refresh_len()? {
+        if self.kind == Kind::Regular && end > self.len() && end > self.ask_len(ring).await? {
             self.truncate(ring, end).await?;
         }
         Ok(())
@@ -184,15 +191,15 @@ impl File {
         self.check_writable()?;
         end_of(len, 0).map_err(|_| Errno::FBIG)?;
         if self.kind == Kind::BlockDevice {
-            return if self.refresh_len()? == len { Ok(()) } else { Err(Errno::OPNOTSUPP) };
+            return if self.ask_len(ring).await? == len { Ok(()) } else { Err(Errno::OPNOTSUPP) };
         }
         let _pass = self.pass(len.min(self.len()), u64::MAX).await;
         self.truncate(ring, len).await
     }
 
-    /// Prepares space. The file reaches at least to `offset + len` afterwards. Errors: `EOPNOTSUPP`
-    /// where the file system cannot reserve; `EINVAL` for `Full` below the end of the file, since it
-    /// would overwrite; `ENOSPC`, `EROFS`, …
+    /// Prepares space. The file reaches at least to `offset + len` afterwards. With `Off` and `Full` nobody else may write past
+    /// its end meanwhile. Errors: `EOPNOTSUPP` where the file system cannot reserve; `EINVAL` for `Full` below the end of the file,
+    /// since it would overwrite; `ENOSPC`, `EROFS`, …
     pub(crate) async fn preallocate(
         &self,
         ring: &Ring,
@@ -204,9 +211,9 @@ impl File {
         let end = end_of(offset, len)?;
         if self.kind == Kind::BlockDevice {
             // All its bytes exist.
-            return if end <= self.refresh_len()? { Ok(()) } else { Err(Errno::NOSPC) };
+            return if end <= self.ask_len(ring).await? { Ok(()) } else { Err(Errno::NOSPC) };
         }
-        if mode == Preallocation::Full && offset < self.refresh_len()? {
+        if mode == Preallocation::Full && offset < self.ask_len(ring).await? {
             return Err(Errno::INVAL);
         }
         let pass = self.pass(offset, u64::MAX).await;
@@ -215,9 +222,12 @@ impl File {
                 Err(Errno::OPNOTSUPP) if mode == Preallocation::Full => {}
                 other => other?,
             }
-            self.refresh_len()?;
+            self.ask_len(ring).await?;
         }
-        self.grow_to(ring, end).await?;
+        // The other modes make it longer without setting its length: others may have written past it.
+        if mode == Preallocation::Off {
+            self.grow_to(ring, end).await?;
+        }
         // The writes below take passes of their own; waiting for one while holding another could
         // wait for ever.
         drop(pass);
@@ -250,14 +260,14 @@ impl File {
         Ok((allocation, stop.clamp(offset + 1, end) - offset))
     }
 
-    async fn pass(&self, start: u64, end: u64) -> Option<Pass<'_>> {
+    pub(crate) async fn pass(&self, start: u64, end: u64) -> Option<Pass<'_>> {
         match &self.gate {
             None => None,
             Some(gate) => Some(gate.shared(start, end).await),
         }
     }
 
-    async fn fallocate(
+    pub(crate) async fn fallocate(
         &self,
         ring: &Ring,
         mode: FallocateFlags,

@@ -298,7 +298,37 @@ impl Storage {
         }
     }
 
-    /// Prepares space for `offset..offset + len` and lets the storage reach at least to its end.
+    /// Makes a regular file at least `end` bytes long without ever shortening it or changing what is in it, whoever else writes
+    /// to it meanwhile. It may be longer afterwards than was asked for.
+    ///
+    /// * `from`: where the space that is reserved begins, if it is past the end.
+    /// * `mode`: what is prepared. [`Preallocation::Full`] writes zeroes to everything that is added.
+    /// * `go_on`: asked between two writes of zeroes; an error ends it.
+    ///
+    /// Errors: `EOPNOTSUPP` where the file system cannot (and for `Full` with O_DIRECT); `ENOSPC`, also past the end of a block
+    /// device; `EFBIG`, `EROFS`, … With `Full` a part may have been added.
+    pub async fn extend(
+        &self,
+        ring: &Ring,
+        from: u64,
+        end: u64,
+        mode: Preallocation,
+        go_on: &dyn Fn() -> Result<(), Errno>,
+    ) -> Result<(), Errno> {
+        match &self.0 {
+            Inner::File(file) => file.extend(ring, from, end, mode, go_on).await,
+            // Nobody but this process writes to it, and its users do not write past its end.
+            Inner::Custom(custom) if custom.len() >= end => Ok(()),
+            Inner::Custom(custom) if mode == Preallocation::Off => custom.set_len(ring, end).await,
+            Inner::Custom(custom) => {
+                let from = from.max(custom.len());
+                custom.preallocate(ring, from, end.saturating_sub(from), mode).await
+            }
+        }
+    }
+
+    /// Prepares space for `offset..offset + len` and lets the storage reach at least to its end. But with
+    /// [`Preallocation::Falloc`] nobody else may write past the end meanwhile.
     ///
     /// Errors: `EINVAL` for [`Preallocation::Full`] below the end of the file (it would overwrite),
     /// `EOPNOTSUPP` where nothing can be reserved, `ENOSPC`, …

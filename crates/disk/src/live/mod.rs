@@ -41,7 +41,7 @@ pub use commit::CommitOptions;
 pub(crate) use copy::{all_of, buffer, equal, pieces};
 pub use overlay::OverlayOptions;
 pub(crate) use reopen::{again, for_reading, in_mode, named_as};
-pub use resize::ResizeOptions;
+pub use resize::{NewSize, ResizeOptions, Resized};
 pub use snapshot::SnapshotChange;
 pub(crate) use tracker::{Mark, Tracker};
 

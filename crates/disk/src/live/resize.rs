@@ -3,7 +3,6 @@
 //! A raw disk grows while clients work: the file first, then what they see. It shrinks, and a qcow2 image
 //! changes its size in either direction, while nobody works on it.
 
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -30,6 +29,55 @@ pub struct ResizeOptions {
     pub preallocation: Preallocation,
 }
 
+/// A size that is wished for, bytes. What is relative counts from the size at the moment of the change: other changes, and clients
+/// that append, may have come in between.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NewSize {
+    /// This size.
+    To(u64),
+    /// So much more.
+    Grow(u64),
+    /// So much less.
+    Shrink(u64),
+}
+
+impl From<u64> for NewSize {
+    fn from(size: u64) -> NewSize {
+        NewSize::To(size)
+    }
+}
+
+impl NewSize {
+    /// The new size of a disk of `before` bytes.
+    ///
+    /// Errors: `Invalid` where less than nothing would be left, or more than any disk can have.
+    pub fn apply(self, before: u64) -> Result<u64, Error> {
+        let invalid = |text: String| Error::new(ErrorKind::Invalid, text);
+        match self {
+            NewSize::To(size) => Ok(size),
+            NewSize::Grow(by) => {
+                before.checked_add(by).filter(|size| i64::try_from(*size).is_ok()).ok_or_else(
+                    || invalid(format!("{before} bytes and {by} more are too large for any disk")),
+                )
+            }
+            NewSize::Shrink(by) => {
+                before.checked_sub(by).filter(|size| *size > 0 || by == 0).ok_or_else(|| {
+                    invalid(format!("the disk has {before} bytes, so it cannot lose {by}"))
+                })
+            }
+        }
+    }
+}
+
+/// What a change of the size has done, bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Resized {
+    /// The size when its turn came.
+    pub before: u64,
+    /// The size that came of it.
+    pub after: u64,
+}
+
 /// Who wants another size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Wish {
@@ -39,6 +87,47 @@ enum Wish {
     Room,
     /// The control path.
     Control,
+}
+
+/// A change of the size, as it is carried out. Its sizes are those that clients see.
+#[derive(Clone, Copy, Debug)]
+struct Change {
+    size: NewSize,
+    options: ResizeOptions,
+    wish: Wish,
+    /// Where the space that is prepared begins, if not at the old end; EOPNOTSUPP when that is inside the disk. Bytes.
+    from: Option<u64>,
+}
+
+impl Change {
+    fn new(size: NewSize, options: ResizeOptions, wish: Wish) -> Change {
+        Change { size, options, wish, from: None }
+    }
+
+    /// The new size of a disk of `before` bytes, both of the whole disk; `None`: nothing is to be done.
+    ///
+    /// Errors: `Invalid` for a smaller one that was not allowed, EOPNOTSUPP where the space would begin inside the disk, EFBIG.
+    fn decide(&self, window: Window, before: u64) -> Result<Option<u64>, Error> {
+        let size = window.start.saturating_add(self.size.apply(window.visible(before))?);
+        if i64::try_from(size).is_err() {
+            return Err(Error::os("cannot change the size", Errno::FBIG));
+        }
+        if self.from.is_some_and(|from| from < window.visible(before)) {
+            return Err(Error::os("a disk does not reserve space inside", Errno::OPNOTSUPP));
+        }
+        if self.wish == Wish::Room && size <= before {
+            return Ok(None);
+        }
+        if size < before && !self.options.shrink {
+            return Err(would_shrink(window, before, size));
+        }
+        Ok(Some(size))
+    }
+
+    /// Where in the whole disk the space that is prepared begins.
+    fn start(&self, window: Window, before: u64) -> u64 {
+        self.from.map_or(before, |from| window.start.saturating_add(from)).max(before)
+    }
 }
 
 impl Disk {
@@ -51,10 +140,15 @@ impl Disk {
     /// (EFBIG, ENOSPC).
     pub async fn resize(&self, ring: &Ring, size: u64) -> Result<(), Errno> {
         let options = ResizeOptions { shrink: true, ..ResizeOptions::default() };
-        let progress = Arc::default();
-        self.set_len(ring, size, options, Wish::Client, &progress)
-            .await
-            .map_err(|error| errno_of(&error))
+        self.set_len_for_client(ring, Change::new(NewSize::To(size), options, Wish::Client)).await
+    }
+
+    /// As [`Disk::resize`], but never shrinks it.
+    ///
+    /// Errors: as [`Disk::resize`]; EINVAL when the disk is larger.
+    pub async fn lengthen(&self, ring: &Ring, size: u64) -> Result<(), Errno> {
+        let change = Change::new(NewSize::To(size), ResizeOptions::default(), Wish::Client);
+        self.set_len_for_client(ring, change).await
     }
 
     /// Makes the disk at least `size` bytes long; never shrinks it. For writes past the end: those
@@ -65,11 +159,21 @@ impl Disk {
         if size <= self.size() {
             return Ok(());
         }
-        let options = ResizeOptions::default();
-        let progress = Arc::default();
-        self.set_len(ring, size, options, Wish::Room, &progress)
-            .await
-            .map_err(|error| errno_of(&error))
+        let change = Change::new(NewSize::To(size), ResizeOptions::default(), Wish::Room);
+        self.set_len_for_client(ring, change).await
+    }
+
+    /// Makes the disk `offset + len` bytes long and reserves space for all from `offset` on, so that writes there find it.
+    ///
+    /// * `offset`: bytes, at or past the end of the disk.
+    ///
+    /// Errors: as [`Disk::resize`]; EOPNOTSUPP for an offset inside the disk, and where nothing can be reserved; ENOSPC. The disk is as it
+    /// was then, except for what the kernel does with one that is lent.
+    pub async fn allocate(&self, ring: &Ring, offset: u64, len: u64) -> Result<(), Errno> {
+        let size = offset.checked_add(len).ok_or(Errno::FBIG)?;
+        let options = ResizeOptions { shrink: false, preallocation: Preallocation::Falloc };
+        let change = Change::new(NewSize::To(size), options, Wish::Room);
+        self.set_len_for_client(ring, Change { from: Some(offset), ..change }).await
     }
 
     /// As [`Disk::resize`], for the control path.
@@ -78,10 +182,10 @@ impl Disk {
     pub async fn resize_with(
         &self,
         ring: &Ring,
-        size: u64,
+        size: impl Into<NewSize>,
         options: ResizeOptions,
-    ) -> Result<(), Error> {
-        self.set_len(ring, size, options, Wish::Control, &Arc::default()).await
+    ) -> Result<Resized, Error> {
+        self.set_len(ring, Change::new(size.into(), options, Wish::Control), &Arc::default()).await
     }
 
     /// As [`Disk::resize_with`], with an end on the way: what was prepared is cut off again then.
@@ -92,92 +196,89 @@ impl Disk {
     pub async fn resize_unless_cancelled(
         &self,
         ring: &Ring,
-        size: u64,
+        size: impl Into<NewSize>,
         options: ResizeOptions,
         progress: &Arc<Progress>,
-    ) -> Result<(), Error> {
-        let result = self.set_len(ring, size, options, Wish::Control, progress).await;
+    ) -> Result<Resized, Error> {
+        let result = self.set_len(ring, Change::new(size.into(), options, Wish::Control), progress).await;
         result.map_err(|error| match progress.is_cancelled() {
             true => Error::os("cannot change the size", Errno::CANCELED),
             false => error,
         })
     }
 
+    async fn set_len_for_client(&self, ring: &Ring, change: Change) -> Result<(), Errno> {
+        let result = self.set_len(ring, change, &Arc::default()).await;
+        result.map(drop).map_err(|error| errno_of(&error))
+    }
+
     async fn set_len(
         &self,
         ring: &Ring,
-        size: u64,
-        options: ResizeOptions,
-        wish: Wish,
+        change: Change,
         progress: &Arc<Progress>,
-    ) -> Result<(), Error> {
+    ) -> Result<Resized, Error> {
         if self.is_read_only() {
             return Err(Error::os("cannot change the size", Errno::ROFS));
         }
-        let graph = self.graph();
-        if graph.window.is_fixed() {
+        if self.graph().window.is_fixed() {
             return Err(fixed_window());
-        }
-        // From here on sizes are those of the whole disk.
-        let size = graph.window.start.saturating_add(size);
-        if i64::try_from(size).is_err() {
-            return Err(Error::os("cannot change the size", Errno::FBIG));
         }
         loop {
             let graph = self.graph();
-            let is_done = match &graph.top().node {
+            let done = match &graph.top().node {
                 Node::Null(_) => return Err(fixed()),
                 Node::Raw(raw) => {
                     if !resizable(raw) {
                         return Err(fixed());
                     }
-                    self.set_len_raw(ring, size, options, wish, progress).await?
+                    self.set_len_raw(ring, change, progress).await?
                 }
                 Node::Qcow2(_) => {
                     let progress = Arc::clone(progress);
-                    let change = move |disk: Arc<Disk>, ring: Ring| async move {
-                        disk.set_len_qcow2(&ring, size, options, wish, &progress).await
+                    let run = move |disk: Arc<Disk>, ring: Ring| async move {
+                        disk.set_len_qcow2(&ring, change, &progress).await
                     };
-                    self.detached(ring, change).await?
+                    self.detached(ring, run).await?
                 }
             };
-            if is_done {
-                return Ok(());
+            if let Some(done) = done {
+                return Ok(done);
             }
         }
     }
 
-    /// `false`: when its turn came the top was not raw any more (an overlay was added), and nothing was done.
+    /// `None`: when its turn came the top was not raw any more (an overlay was added), and nothing was done.
     async fn set_len_raw(
         &self,
         ring: &Ring,
-        size: u64,
-        options: ResizeOptions,
-        wish: Wish,
+        change: Change,
         progress: &Progress,
-    ) -> Result<bool, Error> {
+    ) -> Result<Option<Resized>, Error> {
         let turn = self.turns().enter().await;
         self.check_free()?;
-        if !matches!(self.graph().top().node, Node::Raw(_)) {
-            return Ok(false);
+        let asked = self.follow_length(ring).await;
+        asked.map_err(|errno| Error::os("cannot ask for the length", errno))?;
+        let graph = self.graph();
+        if !matches!(graph.top().node, Node::Raw(_)) {
+            return Ok(None);
         }
-        let before = self.graph().size();
-        if wish == Wish::Room && size <= before {
-            return Ok(true);
-        }
+        let (window, before) = (graph.window, graph.size());
+        let Some(size) = change.decide(window, before)? else {
+            return Ok(Some(resized(window, before, before)));
+        };
+        let prepared = (change.start(window, before), change.options.preallocation);
         if size < before {
-            if !options.shrink {
-                return Err(would_shrink(self.graph().window, before, size));
-            }
             let drained = self.gateway().drain(ring, turn).await;
             let layer = Arc::clone(drained.graph().top());
-            return self.move_end(ring, &layer, size, options, progress).await.map(|()| true);
+            self.move_end(ring, &layer, (before, size), prepared, progress).await?;
+        } else {
+            // The turn keeps other changes away; requests in flight do not mind a longer file.
+            let result = self.move_end(ring, graph.top(), (before, size), prepared, progress).await;
+            drop(turn);
+            result?;
         }
-        // The turn keeps other changes away; requests in flight do not mind a longer file.
-        let layer = Arc::clone(self.graph().top());
-        let result = self.move_end(ring, &layer, size, options, progress).await;
-        drop(turn);
-        result.map(|()| true)
+        Ok(Some(Resized { before: window.visible(before), after: self.size() }))
     }
 
     /// Moves the end of a raw layer.
@@ -185,21 +286,27 @@ impl Disk {
         &self,
         ring: &Ring,
         layer: &Layer,
-        size: u64,
-        options: ResizeOptions,
+        (before, size): (u64, u64),
+        (from, preallocation): (u64, Preallocation),
         progress: &Progress,
     ) -> Result<(), Error> {
         let Node::Raw(raw) = &layer.node else { return Err(fixed()) };
         let failed = |errno| Error::os("cannot change the size of the file", errno);
-        let end = raw.offset.checked_add(size).ok_or(Errno::FBIG).map_err(failed)?;
-        let before = layer.size();
+        let prepared = (from, mode_of(preallocation).map_err(failed)?);
+        if self.is_lent() {
+            let moved = self.move_lent_end(ring, raw, (before, size), prepared, progress).await;
+            return moved.map_err(|errno| match errno {
+                Errno::OPNOTSUPP => cannot_lengthen(),
+                other => failed(other),
+            });
+        }
         let known = |size: u64| {
             layer.size.store(size, Ordering::Release);
             self.set_size(self.graph().window.visible(size));
         };
         // Requests never see a size that the storage does not have: smaller first, larger last.
         known(size.min(before));
-        if let Err(errno) = set_end(ring, raw, before..size, end, options, progress).await {
+        if let Err(errno) = set_end(ring, raw, (before, size), prepared, progress).await {
             known(before);
             return Err(failed(errno));
         }
@@ -210,90 +317,123 @@ impl Disk {
         Ok(())
     }
 
-    /// `false`: when its turn came the top was not a qcow2 image any more (a commit has ended), and nothing was done.
+    /// `None`: when its turn came the top was not a qcow2 image any more (a commit has ended), and nothing was done.
     async fn set_len_qcow2(
         &self,
         ring: &Ring,
-        size: u64,
-        options: ResizeOptions,
-        wish: Wish,
+        change: Change,
         progress: &Progress,
-    ) -> Result<bool, Error> {
-        // The format counts in sectors; a client that writes past the end need not.
-        let size = if wish == Wish::Room { size.next_multiple_of(SECTOR) } else { size };
+    ) -> Result<Option<Resized>, Error> {
         let turn = self.turns().enter().await;
-        let in_commit = match wish {
+        let in_commit = match change.wish {
             Wish::Client | Wish::Room => self.check_beside_commit()?,
             Wish::Control => self.check_free().map(|()| false)?,
         };
         let mut drained = self.gateway().drain(ring, turn).await;
         if drained.graph().top_image().is_none() {
-            return Ok(false);
+            return Ok(None);
         }
-        let before = drained.graph().size();
-        if size == before || (wish == Wish::Room && size < before) {
-            return Ok(true);
-        }
-        if size < before && !options.shrink {
-            return Err(would_shrink(drained.graph().window, before, size));
+        let (window, before) = (drained.graph().window, drained.graph().size());
+        let Some(size) = change.decide(window, before)? else {
+            return Ok(Some(resized(window, before, before)));
+        };
+        // The format counts in sectors; a client that writes past the end need not.
+        let size = if change.wish == Wish::Room { size.next_multiple_of(SECTOR) } else { size };
+        if size == before {
+            return Ok(Some(resized(window, before, before)));
         }
         let options = ringdisk_qcow2::ResizeOptions {
-            shrink: options.shrink,
-            preallocation: options.preallocation,
+            shrink: change.options.shrink,
+            preallocation: change.options.preallocation,
         };
         if in_commit {
-            return self.resize_in_commit(ring, &mut drained, size, options).await.map(|()| true);
+            self.resize_in_commit(ring, &mut drained, size, options).await?;
+            return Ok(Some(resized(window, before, size)));
         }
+        let gap_end = change.start(window, before) / SECTOR * SECTOR;
         let graph = Arc::clone(drained.graph());
         self.offline(ring, &mut drained, false, async |ring, image| {
             let cancelled = || progress.is_cancelled();
-            image.resize_unless(ring, size, &options, &graph.below(0), &cancelled).await
+            let below = graph.below(0);
+            // Nothing is prepared between the old end and what is to be reserved.
+            let off = ringdisk_qcow2::ResizeOptions::default();
+            if gap_end > before {
+                image.resize_unless(ring, gap_end, &off, &below, &cancelled).await?;
+            }
+            let result = image.resize_unless(ring, size, &options, &below, &cancelled).await;
+            if result.is_err() && gap_end > before {
+                let back = ringdisk_qcow2::ResizeOptions { shrink: true, ..off };
+                if let Err(error) = image.resize(ring, before, &back, &below).await {
+                    tracing::warn!(%error, "the disk stays longer than it was");
+                }
+            }
+            result
         })
-        .await
-        .map(|()| true)
+        .await?;
+        Ok(Some(resized(window, before, size)))
     }
 }
 
-/// Changes the length of a raw file, and prepares what was added.
+/// * `before`, `after`: sizes of the whole disk, bytes.
+fn resized(window: Window, before: u64, after: u64) -> Resized {
+    Resized { before: window.visible(before), after: window.visible(after) }
+}
+
+fn mode_of(mode: Preallocation) -> Result<ringdisk_storage::Preallocation, Errno> {
+    use ringdisk_storage::Preallocation as Theirs;
+    match mode {
+        Preallocation::Off => Ok(Theirs::Off),
+        Preallocation::Falloc => Ok(Theirs::Falloc),
+        Preallocation::Full => Ok(Theirs::Full),
+        Preallocation::Metadata => Err(Errno::INVAL),
+    }
+}
+
+/// Changes the length of a raw file that only this process writes to, and prepares what is added. A file that has become longer than
+/// the disk by other means is not cut when the disk grows.
 ///
-/// * `disk`: its old and its new size, bytes.
+/// * `before`, `size`: the old and the new size of the disk, bytes.
+/// * `from`: where in the disk the part that is prepared begins.
 async fn set_end(
     ring: &Ring,
     raw: &Raw,
-    disk: Range<u64>,
-    end: u64,
-    options: ResizeOptions,
+    (before, size): (u64, u64),
+    (from, mode): (u64, ringdisk_storage::Preallocation),
     progress: &Progress,
 ) -> Result<(), Errno> {
-    use ringdisk_storage::Preallocation as Theirs;
-    let mode = match options.preallocation {
-        Preallocation::Off => Theirs::Off,
-        Preallocation::Falloc => Theirs::Falloc,
-        Preallocation::Full => Theirs::Full,
-        Preallocation::Metadata => return Err(Errno::INVAL),
-    };
-    if disk.end > disk.start && mode != Theirs::Off {
-        let file_len = raw.storage.len();
-        let piece = if mode == Theirs::Full { PREPARED_BYTES } else { u64::MAX };
-        let mut at = disk.start;
-        while at < disk.end {
-            let len = (disk.end - at).min(piece);
-            let result = match progress.check() {
-                Ok(()) => raw.storage.preallocate(ring, raw.offset + at, len, mode).await,
-                cancelled => cancelled,
-            };
-            if let Err(errno) = result {
-                // A failure costs space only: nobody sees it yet.
-                if raw.storage.len() > file_len {
-                    let _ = raw.storage.set_len(ring, file_len).await;
-                }
-                return Err(errno);
-            }
-            at += len;
-        }
-        return Ok(());
+    use ringdisk_storage::Preallocation as Mode;
+    let end = raw.offset.checked_add(size).ok_or(Errno::FBIG)?;
+    if size < before {
+        return raw.storage.set_len(ring, end).await;
     }
-    raw.storage.set_len(ring, end).await
+    let file_len = raw.storage.refresh_len()?;
+    if mode == Mode::Off {
+        return if file_len < end { raw.storage.set_len(ring, end).await } else { Ok(()) };
+    }
+    let piece = if mode == Mode::Full { PREPARED_BYTES } else { u64::MAX };
+    let mut at = from;
+    while at < size {
+        let len = (size - at).min(piece);
+        let result = match progress.check() {
+            Ok(()) => raw.storage.preallocate(ring, raw.offset + at, len, mode).await,
+            cancelled => cancelled,
+        };
+        if let Err(errno) = result {
+            // Nobody has seen it yet. Also where the length is as it was: space may be reserved behind the end.
+            let _ = raw.storage.set_len(ring, file_len).await;
+            return Err(errno);
+        }
+        at += len;
+    }
+    Ok(())
+}
+
+fn cannot_lengthen() -> Error {
+    Error::os(
+        "the kernel writes to the image itself (--passthrough), and its file system has no way to make a file longer beside \
+         other writers (fallocate)",
+        Errno::OPNOTSUPP,
+    )
 }
 
 fn would_shrink(window: Window, before: u64, size: u64) -> Error {

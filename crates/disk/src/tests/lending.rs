@@ -2,9 +2,15 @@
 
 use std::io::Write;
 use std::os::fd::AsFd;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use ringdisk_qcow2::Preallocation;
+use ringdisk_ring::{Errno, Ring};
 
 use super::{directory, open, run};
-use crate::{ErrorKind, Format, ImageOptions, OverlayOptions};
+use crate::{Disk, ErrorKind, Format, ImageOptions, NewSize, OverlayOptions, ResizeOptions};
 
 #[test]
 fn nothing_is_put_above_an_image_that_the_kernel_has() {
@@ -40,4 +46,137 @@ fn only_a_file_that_is_the_disk_is_lent() {
         assert_eq!(guessed.lend().expect_err("refused").kind(), ErrorKind::Unsupported);
         assert!(!guessed.is_lent());
     });
+}
+
+/// A disk of one file whose kernel is this test: it writes to the file by a descriptor of its own.
+async fn lent(ring: &Ring, path: &Path) -> Arc<Disk> {
+    let options = ImageOptions { format: Some(Format::Raw), ..ImageOptions::default() };
+    let disk = open(ring, path, &options).await.expect("open");
+    disk.lend().expect("a plain raw image");
+    disk
+}
+
+/// Bytes of a block that is appended.
+const BLOCK: usize = 512;
+/// Blocks that are appended at most.
+const BLOCKS_MAX: u64 = 100_000;
+
+/// Appends numbered blocks while `change` runs on a lent disk; each must be there in the end, in order.
+fn nothing_appended_is_lost_beside(change: impl AsyncFn(&Ring, &Disk)) {
+    let directory = directory();
+    let path = directory.path().join("disk.img");
+    std::fs::write(&path, "").expect("an image");
+    let stop = AtomicBool::new(false);
+    let appended = std::thread::scope(|scope| {
+        let appender = scope.spawn(|| {
+            let mut file = std::fs::File::options().append(true).open(&path).expect("open");
+            let mut number = 0;
+            while !stop.load(Ordering::Relaxed) && number < BLOCKS_MAX {
+                number += 1;
+                file.write_all(&u64::to_le_bytes(number).repeat(64)).expect("append");
+            }
+            number
+        });
+        run(|ring| {
+            let (path, change) = (&path, &change);
+            async move {
+                let disk = lent(&ring, path).await;
+                for _ in 0..200 {
+                    change(&ring, &disk).await;
+                }
+                let len = disk.follow_length(&ring).await.expect("a length");
+                assert!(disk.size() == len && len > 0);
+            }
+        });
+        stop.store(true, Ordering::Relaxed);
+        appender.join().expect("the appender")
+    });
+    let bytes = std::fs::read(&path).expect("the image");
+    let mut count = 0;
+    for block in bytes.chunks(BLOCK).filter(|block| block.iter().any(|byte| *byte != 0)) {
+        count += 1;
+        assert!(block == u64::to_le_bytes(count).repeat(64), "block {count} of {appended}");
+    }
+    assert_eq!(count, appended);
+}
+
+#[test]
+fn following_the_length_cuts_off_nothing_that_is_appended_meanwhile() {
+    nothing_appended_is_lost_beside(async |ring, disk| {
+        disk.follow_length(ring).await.expect("a length");
+    });
+}
+
+#[test]
+fn growing_a_lent_disk_cuts_off_nothing_that_is_appended_meanwhile() {
+    nothing_appended_is_lost_beside(async |ring, disk| {
+        let size = disk.follow_length(ring).await.expect("a length") + 4096;
+        disk.grow(ring, size).await.expect("grow");
+        assert!(disk.size() >= size);
+        let size = disk.follow_length(ring).await.expect("a length") + 4096;
+        disk.allocate(ring, size, 4096).await.unwrap_or_else(|errno| {
+            // An append was faster, so the range is not past the end.
+            assert_eq!(errno, Errno::OPNOTSUPP);
+        });
+    });
+}
+
+#[test]
+fn no_preallocation_of_a_lent_disk_touches_what_is_appended_meanwhile() {
+    for preallocation in [Preallocation::Off, Preallocation::Falloc, Preallocation::Full] {
+        nothing_appended_is_lost_beside(async |ring, disk| {
+            let options = ResizeOptions { preallocation, ..ResizeOptions::default() };
+            let size = NewSize::Grow(8192);
+            let resized = disk.resize_with(ring, size, options).await.expect("resize");
+            assert!(resized.after >= resized.before + 8192);
+        });
+    }
+}
+
+#[test]
+fn a_lent_disk_of_which_the_file_is_longer_is_not_shortened_by_a_size_in_between() {
+    run(|ring| async move {
+        let directory = directory();
+        let path = directory.path().join("disk.img");
+        std::fs::write(&path, vec![7; 65536]).expect("an image");
+        let disk = lent(&ring, &path).await;
+        let mut file = std::fs::File::options().append(true).open(&path).expect("open");
+        file.write_all(&vec![8; 1 << 20]).expect("append");
+        let whole = 65536 + (1 << 20);
+        let refused = disk.resize_with(&ring, 100_000, ResizeOptions::default()).await;
+        assert_eq!(refused.expect_err("smaller").kind(), ErrorKind::Invalid);
+        assert_eq!(disk.lengthen(&ring, 100_000).await, Err(Errno::INVAL));
+        assert_eq!(disk.grow(&ring, 100_000).await, Ok(()));
+        assert_eq!(std::fs::metadata(&path).expect("stat").len(), whole);
+        assert_eq!(disk.size(), whole);
+        // What is relative counts from the file, too.
+        let shrink = ResizeOptions { shrink: true, ..ResizeOptions::default() };
+        file.write_all(&[9; 4096]).expect("append");
+        let resized = disk.resize_with(&ring, NewSize::Shrink(4096), shrink).await.expect("shrink");
+        assert_eq!((resized.before, resized.after), (whole + 4096, whole));
+        assert_eq!(std::fs::metadata(&path).expect("stat").len(), whole);
+    });
+}
+
+#[test]
+fn a_lent_disk_grows_with_its_space() {
+    use std::os::unix::fs::MetadataExt;
+    for preallocation in [Preallocation::Falloc, Preallocation::Full] {
+        run(|ring| async move {
+            let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("directory");
+            let path = directory.path().join("disk.img");
+            std::fs::write(&path, vec![7; 1000]).expect("an image");
+            let disk = lent(&ring, &path).await;
+            let options = ResizeOptions { preallocation, ..ResizeOptions::default() };
+            disk.resize_with(&ring, 3 << 20, options).await.expect("resize");
+            assert_eq!(disk.flush(&ring).await, Ok(()));
+            let stat = std::fs::metadata(&path).expect("stat");
+            assert_eq!(stat.len(), 3 << 20);
+            assert!(stat.blocks() * 512 >= 3 << 20, "{preallocation:?}: {}", stat.blocks());
+            // More than any file system has.
+            let huge = disk.resize_with(&ring, 1 << 50, options).await.expect_err("no space");
+            assert_eq!(huge.errno(), Some(Errno::NOSPC));
+            assert_eq!(disk.size(), 3 << 20);
+        });
+    }
 }

@@ -9,7 +9,7 @@ use ringdisk_ring::IoBuf;
 use ringdisk_storage::Storage;
 
 use super::{assert_same, buffer, directory, open, read_steps, reading, refusal, run};
-use crate::{Cache, Disk, Errno, ErrorKind, Format, ImageOptions, Source};
+use crate::{Cache, Disk, Errno, ErrorKind, Format, ImageOptions, NewSize, ResizeOptions, Source};
 
 fn writing() -> ImageOptions {
     ImageOptions { format: Some(Format::Raw), ..ImageOptions::default() }
@@ -340,4 +340,100 @@ fn the_allocated_size_is_that_of_the_file() {
         assert_eq!(disk.request_align(), 1);
         assert!(disk.optimal_transfer() >= 512);
     });
+}
+
+#[test]
+fn space_that_cannot_be_had_leaves_a_raw_disk_as_it_was() {
+    use ringdisk_qcow2::Preallocation;
+    use ringdisk_testkit::limits::{needs, needs_root};
+    use ringdisk_testkit::mount::{FileSystem, text};
+    let can = std::path::Path::new("/dev/loop-control").exists();
+    if !(needs_root() && needs("loop devices", can)) {
+        return;
+    }
+    let directory = directory();
+    let device = directory.path().join("file-system");
+    fs::File::create(&device).and_then(|file| file.set_len(16 << 20)).expect("a file");
+    // A reservation that fails on it keeps what it has got so far, and makes the file longer.
+    ringdisk_testkit::process::ok_words(&["mkfs.ext4", "-q", text(&device)]);
+    let mounted = FileSystem::of(&device, &directory.path().join("mounted"), "loop");
+    let path = mounted.path().join("a.img");
+    fs::write(&path, pattern(5000)).expect("write");
+    run(async |ring| {
+        let disk = open(&ring, &path, &writing()).await.expect("open");
+        assert_eq!(disk.flush(&ring).await, Ok(()));
+        assert_eq!(disk.allocate(&ring, 10_000, 64 << 20).await, Err(Errno::NOSPC));
+        for preallocation in [Preallocation::Falloc, Preallocation::Full] {
+            let options = ResizeOptions { preallocation, ..ResizeOptions::default() };
+            let error = disk.resize_with(&ring, 64 << 20, options).await.expect_err("no space");
+            assert_eq!(error.errno(), Some(Errno::NOSPC));
+        }
+        assert_eq!(disk.size(), 5000);
+        let after = fs::metadata(&path).expect("stat");
+        // But for a block of the file system's own.
+        assert!(after.len() == 5000 && after.blocks() * 512 < 16384, "{}", after.blocks());
+        // What is there may be reserved: from where it was asked for, not before.
+        assert_eq!(disk.allocate(&ring, 4 << 20, 1 << 20).await, Ok(()));
+        assert_eq!(disk.allocate(&ring, 4 << 20, 1 << 20).await, Err(Errno::OPNOTSUPP));
+        assert_eq!(disk.size(), 5 << 20);
+        let taken = fs::metadata(&path).expect("stat").blocks() * 512;
+        assert!((1 << 20..2 << 20).contains(&taken), "{taken}");
+    });
+}
+
+#[test]
+fn a_file_that_somebody_made_longer_is_not_cut_when_the_disk_grows() {
+    let directory = directory();
+    let path = directory.path().join("a.img");
+    fs::write(&path, pattern(5000)).expect("write");
+    run(async |ring| {
+        let disk = open(&ring, &path, &writing()).await.expect("open");
+        fs::File::options()
+            .write(true)
+            .open(&path)
+            .and_then(|f| f.set_len(20_000))
+            .expect("longer");
+        assert_eq!(disk.resize(&ring, 9000).await, Ok(()));
+        assert_eq!(disk.size(), 9000);
+        assert_eq!(fs::metadata(&path).expect("stat").len(), 20_000);
+        assert_eq!(disk.resize(&ring, 30_000).await, Ok(()));
+    });
+    assert_eq!(fs::metadata(&path).expect("stat").len(), 30_000);
+}
+
+#[test]
+fn relative_sizes_count_from_the_size_when_their_turn_comes() {
+    for format in [Format::Raw, Format::Qcow2] {
+        let directory = directory();
+        let name = format!("a.{format}");
+        super::qemu_img(&directory, &["create", "-q", "-f", &format.to_string(), &name, "1M"]);
+        run(async |ring| {
+            let options = ImageOptions { format: Some(format), ..ImageOptions::default() };
+            let disk = open(&ring, directory.path().join(&name), &options).await.expect("open");
+            let running = std::rc::Rc::new(std::cell::Cell::new(0));
+            let start = |size: NewSize| {
+                let (disk, handle, running) = (Arc::clone(&disk), ring.clone(), running.clone());
+                running.set(running.get() + 1);
+                ring.spawn(async move {
+                    let shrink = ResizeOptions { shrink: true, ..ResizeOptions::default() };
+                    let resized = disk.resize_with(&handle, size, shrink).await.expect("resize");
+                    assert_eq!(size.apply(resized.before).expect("a size"), resized.after);
+                    running.set(running.get() - 1);
+                });
+            };
+            for _ in 0..5 {
+                start(NewSize::Grow(65536));
+                start(NewSize::Shrink(4096));
+            }
+            while running.get() > 0 {
+                ring.yield_now().await;
+            }
+            assert_eq!(disk.size(), (1 << 20) + 5 * (65536 - 4096), "{format}");
+            let none =
+                disk.resize_with(&ring, NewSize::Shrink(disk.size()), ResizeOptions::default());
+            assert_eq!(none.await.expect_err("nothing left").kind(), ErrorKind::Invalid);
+            let huge = disk.resize_with(&ring, NewSize::Grow(u64::MAX), ResizeOptions::default());
+            assert_eq!(huge.await.expect_err("too large").kind(), ErrorKind::Invalid);
+        });
+    }
 }

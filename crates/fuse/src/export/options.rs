@@ -54,8 +54,10 @@ pub struct ExportOptions {
     pub numa: Numa,
     /// Requests that each queue serves at once, 1..=4096; `None`: [`QUEUE_DEPTH_DEFAULT`](super::QUEUE_DEPTH_DEFAULT), and what memory allows on rings.
     pub queue_depth: Option<u32>,
-    /// Writes past the end grow the disk.
+    /// Clients may make the disk larger.
     pub growable: bool,
+    /// Clients may make the disk larger and smaller.
+    pub resizable: bool,
     /// Refuse writes although the disk would take them.
     pub read_only: bool,
     /// Let other users in.
@@ -100,6 +102,7 @@ impl ExportOptions {
             numa: Numa::Auto,
             queue_depth: None,
             growable: false,
+            resizable: false,
             read_only: false,
             allow_other: false,
             kernel_cache: false,

@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use ringdisk_ring::{Errno, Ring};
 
-use super::{FILE_BYTES_MAX, FileServer};
+use super::{ClientResize, FILE_BYTES_MAX, FileServer};
 use crate::abi::flags::{
     FATTR_ATIME, FATTR_ATIME_NOW, FATTR_FH, FATTR_GID, FATTR_KILL_SUIDGID, FATTR_MODE, FATTR_MTIME,
     FATTR_MTIME_NOW, FATTR_SIZE, FATTR_UID,
@@ -35,11 +35,13 @@ impl FileServer {
     /// The size on the host comes from a helper thread: asking a file system that does not answer must not stop the queue.
     pub(super) async fn attributes(&self, ring: &Ring) -> AttrOut {
         // The kernel may have made a file that it writes itself longer; it would believe a smaller number from us.
-        let by_client = super::ClientResize::begin(self);
-        if let Err(errno) = self.disk.follow_length(ring).await {
-            tracing::warn!("the image has become longer, but not the disk: {errno}");
-        }
-        drop(by_client);
+        let size = match self.disk.follow_length(ring).await {
+            Ok(size) => size,
+            Err(errno) => {
+                tracing::warn!("cannot ask for the length of the image: {errno}");
+                self.disk.size()
+            }
+        };
         let disk = Arc::clone(&self.disk);
         let allocated = ring.offload(move || disk.allocated_bytes()).await;
         let time = if self.read_only { self.started } else { SystemTime::now() };
@@ -47,7 +49,7 @@ impl FileServer {
         let (seconds, nanoseconds) = (time.as_secs(), time.subsec_nanos());
         let attr = Attr {
             ino: ROOT_ID,
-            size: self.disk.size().min(FILE_BYTES_MAX),
+            size: size.min(FILE_BYTES_MAX),
             blocks: allocated / STAT_BLOCK_BYTES,
             atime: seconds,
             mtime: seconds,
@@ -68,8 +70,9 @@ impl FileServer {
 
     /// Changes size, mode or owner.
     ///
-    /// Errors: EACCES on a read-only export; EPERM for permissions of others without `allow_other`; EOPNOTSUPP for an owner without
-    /// `allow_other`, for time stamps, and for the size of a disk that cannot be resized; EFBIG; those of the disk.
+    /// Errors: EACCES on a read-only export; EPERM for permissions of others without `allow_other`, for a larger size unless the disk
+    /// is growable, and for a smaller one unless it is resizable; EOPNOTSUPP for an owner without `allow_other`, for time stamps, and
+    /// for the size of a disk that cannot be resized; EFBIG; those of the disk.
     pub(super) async fn set_attributes(
         &self,
         ring: &Ring,
@@ -94,7 +97,7 @@ impl FileServer {
             if argument.size > FILE_BYTES_MAX {
                 return Err(Errno::FBIG);
             }
-            self.resize(ring, argument.size).await?;
+            self.change_size(ring, argument.size).await?;
         }
         if has(FATTR_UID) {
             self.uid.store(argument.uid, Ordering::Relaxed);
@@ -112,14 +115,33 @@ impl FileServer {
         Ok(())
     }
 
-    /// Whether this is `open` with O_TRUNC on an export that is not growable: tools that "overwrite" the file mean its content, and a
+    /// Whether this is `open` with O_TRUNC on an export that is not resizable: tools that "overwrite" the file mean its content, and a
     /// disk keeps its size.
     ///
     /// It comes as a change of the size to 0 without an open file, while ftruncate names one. (ATOMIC_O_TRUNC would tell the two
     /// apart from truncate(path, 0) too, but it makes the kernel believe that the file is empty until the next GETATTR, and
     /// asynchronous reads and mappings of other clients would see that.)
     fn is_open_truncation(&self, argument: &SetattrIn) -> bool {
-        !self.growable && argument.size == 0 && argument.valid & FATTR_FH == 0
+        !self.resizable && argument.size == 0 && argument.valid & FATTR_FH == 0
+    }
+
+    /// Makes the disk `size` bytes long, for a client, as far as clients may.
+    ///
+    /// Errors: EPERM; those of the disk.
+    async fn change_size(&self, ring: &Ring, size: u64) -> Result<(), Errno> {
+        let now = self.disk.follow_length(ring).await?;
+        if size == now {
+            return Ok(());
+        }
+        let _by_client = ClientResize::begin(self);
+        if self.resizable {
+            return self.disk.resize(ring, size).await;
+        }
+        if size < now || !self.growable {
+            return Err(Errno::PERM);
+        }
+        // It does not shrink the disk either if that has grown since.
+        self.disk.lengthen(ring, size).await
     }
 
     /// Clears the set-user-id bit, and the set-group-id bit where it means one.

@@ -1,14 +1,16 @@
 //! What each file operation does on a disk.
 //!
 //! Promises: a client sees the results that it knows from qemu-storage-daemon, whatever the transport; reads are never short inside
-//! the disk; writes past the end grow the disk only with `growable`. Called by the tasks of all queue threads at once: the state is
+//! the disk; the size is what it is unless the disk is `growable` (clients may make it larger) or `resizable` (and smaller). Called by the tasks of all queue threads at once: the state is
 //! atomics, there is no lock, and no READ or WRITE allocates.
 //!
 //! Different from qemu-storage-daemon, on purpose:
 //! - `st_blksize` is at least 4096 (there 1, from which C libraries make one-byte buffers);
 //! - a read-only file shows one unchanging time (there always "now", which tools take for a change while they read);
-//! - O_TRUNC without `growable` keeps the size in the kernel too (there the kernel takes the file for empty until the next `stat`);
-//!   the price is that `truncate(path, 0)` without an open file keeps the size as well, while `ftruncate` does not;
+//! - without `growable` no client changes the size (there `ftruncate` and `fallocate` do), and with it none makes the disk smaller:
+//!   that takes `resizable`. EPERM says so; the size that the disk has may always be "set";
+//! - O_TRUNC without `resizable` keeps the size in the kernel too (there the kernel takes the file for empty until the next `stat`);
+//!   the price is that `truncate(path, 0)` without an open file succeeds as well, and changes nothing;
 //! - a page-cached mount says ENOSPC past the end, where its kernel would turn "0 bytes written" into EIO;
 //! - closing a descriptor that cannot write does not flush.
 //!
@@ -49,8 +51,10 @@ const FILE_BYTES_MAX: u64 = i64::MAX as u64;
 /// How a disk is shown as a file.
 #[derive(Clone, Copy, Debug)]
 pub struct FileOptions {
-    /// Writes past the end grow the disk.
+    /// Clients may make the disk larger: by writes past the end, ftruncate and fallocate.
     pub growable: bool,
+    /// Clients may make the disk larger and smaller; includes `growable`.
+    pub resizable: bool,
     /// Nothing may be changed; also the case if the disk itself is read-only.
     pub read_only: bool,
     /// The mount lets other users in, so that modes and owners mean something.
@@ -112,6 +116,7 @@ impl FileServer {
 pub struct FileServer {
     disk: Arc<Disk>,
     growable: bool,
+    resizable: bool,
     read_only: bool,
     allow_other: bool,
     profile: Profile,
@@ -139,7 +144,8 @@ impl FileServer {
         let read_only = options.read_only || disk.is_read_only();
         FileServer {
             disk,
-            growable: options.growable && !read_only,
+            growable: (options.growable || options.resizable) && !read_only,
+            resizable: options.resizable && !read_only,
             read_only,
             allow_other: options.allow_other,
             profile: options.profile,
@@ -288,12 +294,6 @@ impl FileServer {
     async fn grow(&self, ring: &Ring, size: u64) -> Result<(), Errno> {
         let _by_client = ClientResize::begin(self);
         self.disk.grow(ring, size).await
-    }
-
-    /// Makes the disk `size` bytes long, for a client.
-    async fn resize(&self, ring: &Ring, size: u64) -> Result<(), Errno> {
-        let _by_client = ClientResize::begin(self);
-        self.disk.resize(ring, size).await
     }
 
     /// Writes until the end of `buf` or of the disk.

@@ -20,7 +20,8 @@ impl FileServer {
             SEEK_HOLE => false,
             _ => return Err(Errno::INVAL),
         };
-        let size = self.disk.size();
+        // The kernel may have written past the end that was known.
+        let size = self.disk.follow_length(ring).await?;
         if argument.offset >= size {
             return Err(Errno::NXIO);
         }

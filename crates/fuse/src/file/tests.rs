@@ -32,6 +32,7 @@ impl Fixture {
         let profile = Profile::new(4096, None, false);
         let mut options = FileOptions {
             growable: false,
+            resizable: false,
             backing_id: 0,
             read_only: false,
             allow_other: true,

@@ -22,6 +22,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Wanted {
     pub growable: bool,
+    pub resizable: bool,
     pub read_only: bool,
     pub allow_other: bool,
     pub kernel_cache: bool,
@@ -55,6 +56,7 @@ impl Served {
         let device = mount.device().try_clone_to_owned().expect("a duplicate");
         let options = FileOptions {
             growable: wanted.growable,
+            resizable: wanted.resizable,
             read_only: wanted.read_only,
             allow_other: wanted.allow_other,
             profile,

@@ -77,6 +77,7 @@ impl Wire {
             Disk::null(&NullOptions { size: 1 << 20, read_zeroes: true, ..NullOptions::default() });
         let options = FileOptions {
             growable: false,
+            resizable: false,
             read_only: false,
             allow_other: false,
             profile,

@@ -63,9 +63,18 @@ pub(crate) struct MountArgs {
     #[command(flatten)]
     pub(crate) disk: ImageArgs,
 
-    /// Let a write past the end make the disk larger
+    /// Let clients make the disk larger: by a write past the end, truncate or fallocate
+    ///
+    /// Otherwise its size is fixed: a truncation to another size fails (EPERM), and opening the file with O_TRUNC, as `cp` and `>`
+    /// do, keeps the size and the content. `ringdisk ctl MOUNTPOINT resize` changes the size at any time.
     #[arg(long, conflicts_with = "read_only", help_heading = "File options")]
     pub(crate) growable: bool,
+
+    /// Let clients make the disk larger and smaller, as any file; what they cut off is lost
+    ///
+    /// Includes --growable. Opening the file with O_TRUNC empties the disk then.
+    #[arg(long, conflicts_with = "read_only", help_heading = "File options")]
+    pub(crate) resizable: bool,
 
     /// Let other users open the file, as far as its mode allows
     #[arg(long, help_heading = "File options")]
@@ -94,6 +103,7 @@ pub(crate) struct MountArgs {
     ///
     /// For a raw image that is a regular file, with `-f raw` and without options that look at data. Needs Linux 6.9 and root. A
     /// write past the end makes the image longer, with or without --growable, and reads and writes are not in the statistics.
+    /// Other growth needs fallocate of the image's file system, which never cuts what the kernel has appended meanwhile.
     #[arg(long, help_heading = "Serving options", conflicts_with_all = ["null", "kernel_cache", "snapshot", "overlay", "zero_copy"])]
     pub(crate) passthrough: bool,
 
@@ -279,7 +289,7 @@ mod tests {
     #[test]
     fn all_options_of_an_image_are_understood() {
         let args = mount(
-            "-f raw --direct --growable --allow-other --allow-path /a --allow-path /b \
+            "-f raw --direct --growable --resizable --allow-other --allow-path /a --allow-path /b \
              --kernel-cache --queue-depth 64 --threads 4 --cpus 0-3,8 --numa off --offset 1M --size 2G --io-timeout 5s \
              --stop-timeout 30s --daemonize --pidfile /run/x --stats disk.img disk",
         )
@@ -316,6 +326,7 @@ mod tests {
             ("--latency 1ms a b", ErrorKind::MissingRequiredArgument),
             ("--force-share a b", ErrorKind::MissingRequiredArgument),
             ("--growable --read-only a b", ErrorKind::ArgumentConflict),
+            ("--resizable --read-only a b", ErrorKind::ArgumentConflict),
             ("--create 1G --read-only a b", ErrorKind::ArgumentConflict),
             ("--snapshot --read-only a b", ErrorKind::ArgumentConflict),
             ("--snapshot --overlay c a b", ErrorKind::ArgumentConflict),

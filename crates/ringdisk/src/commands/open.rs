@@ -187,7 +187,7 @@ impl<'a> ImagePlan<'a> {
         if self.growable {
             return Err(Failure::new(
                 Exit::Unsupported,
-                format!("--growable needs an image that can be written: {reason}"),
+                format!("--growable and --resizable need an image that can be written: {reason}"),
             ));
         }
         terminal::note(format_args!("served read-only: {reason}"));

@@ -10,8 +10,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use ringdisk_disk::{
-    Backing, CommitOptions, Disk, Format, Layer, OverlayOptions, Progress, ResizeOptions,
-    SnapshotChange,
+    Backing, CommitOptions, Disk, ErrorKind, Format, Layer, NewSize as WantedSize, OverlayOptions,
+    Progress, ResizeOptions, SnapshotChange,
 };
 use ringdisk_qcow2::Preallocation;
 use ringdisk_ring::Ring;
@@ -23,7 +23,6 @@ use crate::control::protocol::{
 use crate::control::server::Commands;
 use crate::new_image::check_new_name;
 use crate::report::{Exit, Failure};
-use crate::size::SizeChange;
 use crate::stats::{Report, layer_json};
 use crate::stopping::{Stage, Stopping};
 use crate::terminal::visible;
@@ -198,21 +197,17 @@ impl DiskControl {
     }
 
     async fn resize(&self, ring: &Ring, wanted: &Resize) -> Result<Value, Failure> {
-        let disk = self.disk()?;
-        let old = disk.size();
-        let change = match wanted.size {
-            NewSize::To(size) => SizeChange::To(size),
-            NewSize::Grow(by) => SizeChange::Grow(by),
-            NewSize::Shrink(by) => SizeChange::Shrink(by),
-        };
         let usage = |text: String| Failure::new(Exit::Usage, text);
-        let size = change.apply(old).map_err(usage)?;
-        if size < old && !wanted.shrink {
-            return Err(usage(format!(
-                "the disk has {old} bytes; what is behind {size} would be lost"
-            ))
-            .hint("add --shrink if that is meant"));
-        }
+        let disk = self.disk()?;
+        // What is relative is computed when its turn comes: clients and other changes may be faster than this command.
+        let size = match wanted.size {
+            NewSize::To(0) if disk.size() > 0 => {
+                return Err(usage(String::from("nothing would be left of the disk")));
+            }
+            NewSize::To(size) => WantedSize::To(size),
+            NewSize::Grow(by) => WantedSize::Grow(by),
+            NewSize::Shrink(by) => WantedSize::Shrink(by),
+        };
         let preallocation = match wanted.preallocation.as_deref() {
             None | Some("off") => Preallocation::Off,
             Some("metadata") => Preallocation::Metadata,
@@ -223,8 +218,14 @@ impl DiskControl {
             }
         };
         let options = ResizeOptions { shrink: wanted.shrink, preallocation };
-        disk.resize_with(ring, size, options).await?;
-        Ok(json!({ "old-size": old, "size": disk.size() }))
+        let resized = disk.resize_with(ring, size, options).await.map_err(|error| {
+            match error.kind() {
+                // The size itself is wrong, not the image.
+                ErrorKind::Invalid => usage(error.to_string()),
+                _ => Failure::from(error),
+            }
+        })?;
+        Ok(json!({ "old-size": resized.before, "size": resized.after }))
     }
 
     async fn snapshot(&self, ring: &Ring, wanted: &Snapshot) -> Result<Value, Failure> {
@@ -340,7 +341,13 @@ impl Commands for DiskControl {
         progress: &Arc<Progress>,
     ) -> Result<Value, Refusal> {
         match Command::read(request)? {
-            Command::Stats => Ok(self.stats()?),
+            Command::Stats => {
+                // The size of a file that the kernel writes itself is what the file has now.
+                if let Ok(disk) = self.disk() {
+                    let _ = disk.follow_length(ring).await;
+                }
+                Ok(self.stats()?)
+            }
             Command::Topology => Ok(self.serving.topology()),
             Command::Accel(wanted) => Ok(self.accel(ring, wanted.on).await?),
             Command::Stop(wanted) => {

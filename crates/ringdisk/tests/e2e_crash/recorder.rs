@@ -38,6 +38,7 @@ impl Recorded {
         let disk = Disk::from_storage(sim.storage(), &ImageOptions::default());
         let options = ExportOptions {
             growable: true,
+            resizable: true,
             threads: Threads::Count(1),
             ..ExportOptions::new(path)
         };

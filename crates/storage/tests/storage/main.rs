@@ -4,6 +4,7 @@
 #![allow(clippy::cast_possible_truncation)] // Small numbers of the tests themselves.
 
 mod devices;
+mod extend;
 mod faults;
 mod files;
 mod locks;

@@ -51,7 +51,7 @@ fn image_plan(args: &MountArgs, image: Option<PathBuf>) -> ImagePlan<'_> {
     ImagePlan {
         outlives_process: args.keep_mount,
         leaves_directory: args.daemonize || args.keep_mount,
-        growable: args.growable,
+        growable: args.growable || args.resizable,
         ..ImagePlan::new(&args.disk, image)
     }
 }
@@ -197,6 +197,7 @@ impl<'a> Plan<'a> {
             no_pools: args.no_pools,
             stay: args.stay,
             growable: args.growable,
+            resizable: args.resizable,
             read_only: args.disk.read_only || disk.is_read_only(),
             allow_other: args.allow_other,
             kernel_cache: args.kernel_cache,
