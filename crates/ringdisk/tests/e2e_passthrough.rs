@@ -7,12 +7,14 @@ use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
 
 use common::tools::ringdisk;
 use common::{MIB, mount, open, refused, sample, serve, serve_raw};
 use ringdisk_testkit::images::{pattern, piece, raw};
 use ringdisk_testkit::limits::{needs, needs_root};
 use ringdisk_testkit::mount::{Mounted, scratch, text};
+use ringdisk_testkit::process::until;
 use rustix::fs::{AtFlags, CWD, FallocateFlags, SeekFrom, StatxFlags, fallocate, seek, statx};
 use rustix::io::Errno;
 
@@ -93,7 +95,9 @@ fn a_file_that_became_longer_shows_its_length() {
     assert_eq!(status.json()["size"], LEN + 1014);
     // And the other way: from outside.
     ringdisk(Path::new("/"), &["ctl", disk.mounted.text(), "resize", "8M"]).ok();
-    assert_eq!(std::fs::metadata(disk.mounted.path()).expect("stat").len(), 8 * MIB);
+    // The kernel is notified after the answer.
+    let seen = || std::fs::metadata(disk.mounted.path()).expect("stat").len() == 8 * MIB;
+    assert!(until(Duration::from_secs(5), || seen().then_some(())).is_some());
 }
 
 #[test]
@@ -243,7 +247,8 @@ fn a_resize_counts_from_what_was_appended() {
     let disk = appended();
     ctl(&disk.mounted, &["-2M", "--shrink"]).ok();
     assert!(std::fs::read(&disk.image).expect("the image") == expected()[..28 << 20]);
-    assert_eq!(std::fs::metadata(disk.mounted.path()).expect("stat").len(), 28 * MIB);
+    let seen = || std::fs::metadata(disk.mounted.path()).expect("stat").len() == 28 * MIB;
+    assert!(until(Duration::from_secs(5), || seen().then_some(())).is_some());
 }
 
 /// Appends numbered blocks through the mount until it is told to stop. Gives how many were acknowledged.

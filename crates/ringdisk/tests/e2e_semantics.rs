@@ -177,6 +177,10 @@ fn a_disk_keeps_its_size_against_the_usual_tools() {
     assert_eq!(run(&["dd", &from, &onto, "bs=64K"]).0, 0);
     assert_eq!(run(&["dd", &from, &onto, "bs=64K", "seek=3", "conv=notrunc"]).0, 0);
     assert_eq!(piece(&disk.image, 3 * 65536, content.len()), content);
+    // It complains that it could not cut the file, and writes where it should.
+    let (_, said) = run(&["dd", &from, &onto, "bs=64K", "seek=5"]);
+    assert!(said.contains("not permitted"), "{said}");
+    assert_eq!(piece(&disk.image, 5 * 65536, content.len()), content);
     assert_eq!(run(&["sh", "-c", &format!("cat {} > {to}", text(&small))]).0, 0);
     assert_eq!(run(&["truncate", "-s", &LEN.to_string(), to]).0, 0);
     let copied = run(&["qemu-img", "convert", "-n", "-O", "raw", text(&small), to]);
@@ -188,7 +192,6 @@ fn a_disk_keeps_its_size_against_the_usual_tools() {
         &["truncate", "-s", "0", to],
         &["truncate", "-s", "+1M", to],
         &["cp", text(&holes), to],
-        &["dd", &from, &onto, "bs=64K", "seek=3"],
         &["fallocate", "-l", "1M", "-o", "8M", to],
         &["qemu-img", "resize", "-f", "raw", "--shrink", to, "1M"],
         &["qemu-img", "convert", "-O", "raw", text(&small), to],

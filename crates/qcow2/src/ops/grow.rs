@@ -267,7 +267,9 @@ impl Growth<'_> {
         // What is counted must not lie behind the end of the file.
         let len = tx.end_of_clusters();
         if self.preallocation != Preallocation::Off && tx.file.len() < len {
-            let grown = tx.file.write_zeroes(tx.ring, len - cluster_size, cluster_size, true, true);
+            // Only that: the last cluster may be one of the old disk, of which the file holds the beginning.
+            let from = tx.file.len().max(len - cluster_size);
+            let grown = tx.file.write_zeroes(tx.ring, from, len - from, true, true);
             grown.await.map_err(|errno| tx.io("growing it", errno))?;
         }
         Ok(())
