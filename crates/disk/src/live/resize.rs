@@ -200,7 +200,8 @@ impl Disk {
         options: ResizeOptions,
         progress: &Arc<Progress>,
     ) -> Result<Resized, Error> {
-        let result = self.set_len(ring, Change::new(size.into(), options, Wish::Control), progress).await;
+        let result =
+            self.set_len(ring, Change::new(size.into(), options, Wish::Control), progress).await;
         result.map_err(|error| match progress.is_cancelled() {
             true => Error::os("cannot change the size", Errno::CANCELED),
             false => error,

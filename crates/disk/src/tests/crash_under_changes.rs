@@ -160,7 +160,7 @@ async fn change(ring: &Ring, disk: &Disk, change: Change) {
     let progress = Arc::new(Progress::new());
     let done = match change {
         Change::Commit(options, _) => disk.commit(ring, options, &progress).await,
-        Change::Grow => disk.resize_with(ring, GROWN, ResizeOptions::default()).await,
+        Change::Grow => disk.resize_with(ring, GROWN, ResizeOptions::default()).await.map(drop),
         Change::Snapshot => disk.snapshot(ring, SnapshotChange::Create("s".to_owned())).await,
     };
     done.unwrap_or_else(|error| panic!("{change:?}: {error}"));

@@ -210,10 +210,10 @@ impl Change {
                 let backing = Backing { file: b"other.qcow2".to_vec(), format: Format::Qcow2 };
                 disk.change_backing(ring, Some(backing), &progress).await
             }
-            Change::Grow => resize(LARGE, Preallocation::Off, false).await,
-            Change::GrowFalloc => resize(LARGE, Preallocation::Falloc, false).await,
-            Change::GrowFull => resize(LARGE, Preallocation::Full, false).await,
-            Change::Shrink => resize(SMALL, Preallocation::Off, true).await,
+            Change::Grow => resize(LARGE, Preallocation::Off, false).await.map(drop),
+            Change::GrowFalloc => resize(LARGE, Preallocation::Falloc, false).await.map(drop),
+            Change::GrowFull => resize(LARGE, Preallocation::Full, false).await.map(drop),
+            Change::Shrink => resize(SMALL, Preallocation::Off, true).await.map(drop),
             Change::Deactivate => {
                 disk.deactivate(ring).await?;
                 match disk.activate(ring, Duration::ZERO).await {
