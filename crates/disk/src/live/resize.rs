@@ -407,7 +407,8 @@ async fn set_end(
     if size < before {
         return raw.storage.set_len(ring, end).await;
     }
-    let file_len = raw.storage.refresh_len()?;
+    let asked = Arc::clone(&raw.storage);
+    let file_len = ring.offload(move || asked.refresh_len()).await?;
     if mode == Mode::Off {
         return if file_len < end { raw.storage.set_len(ring, end).await } else { Ok(()) };
     }
