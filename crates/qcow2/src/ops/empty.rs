@@ -8,13 +8,16 @@
 use ringdisk_ring::Ring;
 
 use crate::error::Error;
-use crate::header::{BITMAPS, RAW_EXTERNAL};
+use crate::header::{BITMAPS, RAW_EXTERNAL, write_bytes};
 use crate::image::Qcow2;
 
 use super::active::Active;
 use super::bitmaps;
 use super::resize::ResizeOptions;
 use super::transaction::Transaction;
+
+/// The L1 table is overwritten in pieces of this size: the smallest that a file system has.
+const SECTOR: usize = 512;
 
 impl Qcow2 {
     /// Takes away everything that the disk holds itself: all of it is what the backing file has, or
@@ -91,11 +94,8 @@ async fn in_place(ring: &Ring, image: &mut Qcow2) -> Result<(), Error> {
         written.map_err(|errno| tx.io("writing the header", errno))?;
         tx.flush().await?;
     }
-    if run.count > 0 {
-        let zeroes = vec![0; active.l1.len() * 8];
-        tx.write_run(run, &zeroes, "the L1 table").await?;
-        tx.flush().await?;
-    }
+    zero_l1(&tx, &active).await?;
+    tx.flush().await?;
     // The disk is empty, durably. The rest gives space back.
     let freed = async {
         active.drop_all(&mut tx).await?;
@@ -103,6 +103,21 @@ async fn in_place(ring: &Ring, image: &mut Qcow2) -> Result<(), Error> {
     };
     if let Err(error) = freed.await {
         tracing::warn!(%error, "the image is empty, but its space could not be freed; `ringdisk check --repair leaks` does that");
+    }
+    Ok(())
+}
+
+/// Writes zeroes where the active L1 table has entries, and nowhere else: what was never written, of the table or behind it in its
+/// last cluster, may be a hole of the file, which a write would have to fill.
+async fn zero_l1(tx: &Transaction<'_>, active: &Active) -> Result<(), Error> {
+    let start = active.run().start << tx.geometry.cluster_bits;
+    let zeroes = [0; SECTOR];
+    for (index, entries) in active.l1.chunks(SECTOR / 8).enumerate() {
+        if entries.iter().any(|entry| *entry != 0) {
+            let at = start + (index * SECTOR) as u64;
+            let written = write_bytes(tx.ring, &tx.file, at, &zeroes).await;
+            written.map_err(|errno| tx.io("writing the L1 table", errno))?;
+        }
     }
     Ok(())
 }

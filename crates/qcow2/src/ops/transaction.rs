@@ -417,9 +417,10 @@ impl<'a> Transaction<'a> {
 
     /// Makes the reference counts durable and gives back the space of what they freed.
     pub(super) async fn finish_in_place(mut self) -> Result<(), Error> {
+        // First, so that there is room when the counts lie in holes of the file. Nothing refers to the clusters any more.
+        self.punch().await;
         self.write_counts().await?;
         self.flush().await?;
-        self.punch().await;
         if self.file.kind() != Kind::BlockDevice {
             self.cut_file().await;
         }
