@@ -85,7 +85,7 @@ fn a_stop_after_somebody_else_took_the_mount_away_waits_for_open_clients() {
     let export = Export::start(open(&place), options(&place, Transport::Uring)).expect("rings");
     assert_eq!(export.transport(), Transport::Uring);
     serves(&place);
-    let file = File::open(&place.path).expect("the file");
+    let file = File::options().read(true).write(true).open(&place.path).expect("the file");
     mount::unmount(&place.path, Unmount::Lazy).expect("a lazy unmount");
     let mut bytes = [0; 512];
     file.read_exact_at(&mut bytes, 12_345).expect("it is still served");
