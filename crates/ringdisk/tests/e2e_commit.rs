@@ -78,6 +78,7 @@ fn a_commit_of_an_image_on_a_full_file_system_is_what_the_same_command_line_show
     let chunk = vec![1; 64 << 10];
     let error = std::iter::repeat_with(|| filler.write_all(&chunk)).find_map(Result::err);
     assert_eq!(error.and_then(|error| error.raw_os_error()), Some(Errno::NOSPC.raw_os_error()));
+    drop(filler);
     ctl(&disk, &["commit"]).ok();
     // Clients go on, over what the top had and beside it.
     write(&disk, 3, MIB, 2 * MIB);
