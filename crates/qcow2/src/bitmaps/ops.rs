@@ -168,7 +168,7 @@ impl Qcow2 {
     pub async fn bitmaps_give_up(&mut self, ring: &Ring) -> Result<(), Error> {
         let given_up = async {
             // Those that cannot record are marked with the others.
-            self.engine()?.recording.give_up(ring, &self.file).await
+            self.engine()?.recording.begin(ring, &self.file).await
         };
         given_up.await.map_err(|errno| self.bitmap_io(errno))?;
         for bitmap in self.info.bitmaps.iter_mut().filter(|bitmap| bitmap.auto) {

@@ -119,11 +119,27 @@ impl Recording {
     /// Marks the bitmaps as in use, on stable storage. To be called before the first change of the
     /// disk; again after an error.
     ///
-    /// Errors: what the storage reports.
+    /// Errors: what the storage reports; they are as they were then, unless that cannot be written either.
     pub(crate) async fn begin(&self, ring: &Ring, file: &Storage) -> Result<(), Errno> {
         if self.recorded.is_empty() && self.lost.is_empty() || self.has_begun() {
             return Ok(());
         }
+        let result = self.mark(ring, file).await;
+        if result.is_err() {
+            // Nothing has changed, and a mark that got there all the same would lose the bitmap at the next open. Those
+            // that cannot record stay in use: they may have missed changes before.
+            for one in &self.recorded {
+                let at = one.flags_at.load(Ordering::Acquire);
+                let _ = write_bytes(ring, file, at, &one.flags.to_be_bytes()).await;
+            }
+            let _ = file.flush(ring).await;
+            return result;
+        }
+        self.begun.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    async fn mark(&self, ring: &Ring, file: &Storage) -> Result<(), Errno> {
         let recorded = self.recorded.iter().map(|one| (&one.flags_at, one.flags));
         let lost = self.lost.iter().map(|one| (&one.flags_at, one.flags));
         for (flags_at, flags) in recorded.chain(lost) {
@@ -131,25 +147,7 @@ impl Recording {
             let at = flags_at.load(Ordering::Acquire);
             write_bytes(ring, file, at, &(flags | IN_USE).to_be_bytes()).await?;
         }
-        file.flush(ring).await?;
-        self.begun.store(true, Ordering::Release);
-        Ok(())
-    }
-
-    /// Leaves the bitmaps in use on stable storage for good: the disk is changed elsewhere from now on.
-    ///
-    /// Errors: what the storage reports; they are as they were then, unless that fails too.
-    pub(crate) async fn give_up(&self, ring: &Ring, file: &Storage) -> Result<(), Errno> {
-        let result = self.begin(ring, file).await;
-        if result.is_err() {
-            // Those that cannot record stay in use: they may have missed changes before.
-            for one in &self.recorded {
-                let at = one.flags_at.load(Ordering::Acquire);
-                let _ = write_bytes(ring, file, at, &one.flags.to_be_bytes()).await;
-            }
-            let _ = file.flush(ring).await;
-        }
-        result
+        file.flush(ring).await
     }
 
     /// Records a change of `len` bytes of disk at `offset`. Before the change is made.
