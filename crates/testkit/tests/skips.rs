@@ -82,6 +82,23 @@ fn a_skipped_test_is_not_counted_as_passed() {
     assert_eq!(counts.trim(), "1 1 1");
 }
 
+#[test]
+fn what_another_test_runs_is_no_skip() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = |name: &str| directory.path().join(name);
+    let counts = |reason: &str| {
+        let log = format!(
+            "test one ... ignored, {reason}\ntest result: ok. 0 passed; 0 failed; 1 ignored\n"
+        );
+        std::fs::write(path("log"), log).expect("a log");
+        let words =
+            [Path::new("add"), &path("state"), Path::new("unit"), &path("log"), &path("none")];
+        ok(tally(&words)).trim().to_owned()
+    };
+    assert_eq!(counts("run by ./test races: a race on purpose"), "0 0 0");
+    assert_eq!(counts("takes too long"), "0 0 1");
+}
+
 /// A state of two suites, and a list of skips that are known.
 fn judged(known: &str, ci: bool) -> ringdisk_testkit::process::Finished {
     let directory = tempfile::tempdir().expect("a directory");

@@ -426,6 +426,7 @@ impl Scan {
         let (snapshots, len) = tables::snapshots(source, header, report).await?;
         self.snapshot_table_len = len;
         self.incomplete_snapshots = snapshots.iter().filter(|s| s.incomplete).count() as u64;
+        let has_known_len = !snapshots.iter().any(|snapshot| snapshot.has_too_much);
         if self.layout.external && !snapshots.is_empty() {
             report.corrupt(1, || {
                 format!(
@@ -464,7 +465,10 @@ impl Scan {
         }
         self.count(header.snapshots_offset, len, "the snapshot table", report)?;
         self.own(header.snapshots_offset, len, Holds::Snapshots);
-        self.whole(header.snapshots_offset, len, "the snapshot table", report);
+        // A length that comes from a wrong number says nothing about the file: such a table is repaired as by QEMU.
+        if has_known_len {
+            self.whole(header.snapshots_offset, len, "the snapshot table", report);
+        }
         Ok(())
     }
 

@@ -41,6 +41,8 @@ pub(super) struct SnapshotL1 {
     pub(super) name: String,
     /// Its entry lacks what version 3 wants, or has more extra data than is allowed.
     pub(super) incomplete: bool,
+    /// It has more extra data than is allowed, so where the entries behind it begin is not known.
+    pub(super) has_too_much: bool,
 }
 
 /// Reads the snapshot table: the snapshots, and the bytes that the table has.
@@ -117,6 +119,7 @@ fn parse_snapshots(
                 String::from_utf8_lossy(name).escape_debug()
             ),
             incomplete: incomplete || too_much,
+            has_too_much: too_much,
         });
         at = end;
     }
