@@ -99,7 +99,7 @@ impl Numbers {
 
 /// Something that moves no bytes of the client between those that do: space is reserved or given back, zeroes are written, all is flushed.
 ///
-/// * `can_discard`: the storage can give space back; else that is refused, and changes nothing.
+/// * `can_discard`: the storage can give space back (a block device: it zeroes by itself); else that is refused, and changes nothing.
 fn change_without_bytes(
     file: &File,
     model: &mut [u8],
@@ -243,7 +243,8 @@ fn a_ram_disk_that_lies_about_alignment() {
     if !needs("a RAM disk (brd)", loaded && device.exists()) {
         return;
     }
-    let most = std::fs::read_to_string("/sys/block/ram0/queue/discard_max_bytes").expect("sysfs");
+    let most =
+        std::fs::read_to_string("/sys/block/ram0/queue/write_zeroes_max_bytes").expect("sysfs");
     let can_discard = most.trim() != "0";
     let mut model = pattern(3, 0, 8 << 20);
     File::options().write(true).open(device).expect("open").write_all_at(&model, 0).expect("fill");
