@@ -50,6 +50,8 @@ pub(crate) struct File {
     pub(crate) uses_page_cache: AtomicBool,
     /// First flush that failed, as an errno; 0: none.
     pub(crate) flush_failed: AtomicI32,
+    /// It is a block device that does not zero by itself: what `/sys` said when it was opened, or what it has answered since.
+    pub(crate) refuses_holes: AtomicBool,
     pub(crate) identity: (u64, u64),
     /// Changed on the control path only.
     pub(crate) held: Mutex<Held>,
@@ -166,6 +168,11 @@ impl File {
         if self.read_only || self.no_flush {
             return Ok(());
         }
+        self.write_back(ring).await
+    }
+
+    /// As [`flush`](File::flush), also where flushes do nothing.
+    pub(crate) async fn write_back(&self, ring: &Ring) -> Result<(), Errno> {
         match self.flush_failed.load(Ordering::Relaxed) {
             0 => {}
             errno => return Err(Errno::from_raw_os_error(errno)),
@@ -194,8 +201,9 @@ impl File {
         if errno == Errno::CANCELED || is_passing(errno) || nothing_lost {
             return;
         }
-        let first = self.flush_failed.swap(errno.raw_os_error(), Ordering::Relaxed) == 0;
-        if first {
+        let order = (Ordering::Relaxed, Ordering::Relaxed);
+        let noted = self.flush_failed.compare_exchange(0, errno.raw_os_error(), order.0, order.1);
+        if noted.is_ok() {
             tracing::error!(
                 "'{}': a flush failed ({errno}), so what was written since the flush before may be lost; no flush succeeds \
                  until the file is opened again: look at the disk that holds it",

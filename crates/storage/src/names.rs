@@ -29,7 +29,7 @@ impl Storage {
     ///
     /// * `path`: absolute.
     pub fn name_lost(&self, path: &Path) -> Option<NameLost> {
-        self.as_file().and_then(|file| lost(file, path))
+        self.file().and_then(|file| lost(file, path))
     }
 }
 

@@ -18,6 +18,7 @@ use rustix::io::Errno;
 use crate::error::{Error, ErrorKind};
 use crate::file::{File, real_len};
 use crate::gate::Gate;
+use crate::topology::queue_number;
 use crate::{Kind, Lock, OpenOptions, ffi, lock, probe};
 
 /// Opens by path.
@@ -138,6 +139,9 @@ fn adopt(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<File, Error> 
     // io_uring polls a file before its first read, and a file of a FUSE file system asks its server then,
     // until that has said that it has no poll: here, where it may wait, not on the thread that serves requests.
     let _ = poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
+    let refuses_holes = kind == Kind::BlockDevice
+        && !options.read_only
+        && queue_number(stat.st_rdev, "write_zeroes_max_bytes") == Some(0);
     let whole_blocks = limits.offset_align > 1 && !options.read_only;
     let buffered_twin = (whole_blocks && kind == Kind::Regular)
         .then(|| open_buffered(fd.as_fd(), false))
@@ -159,6 +163,7 @@ fn adopt(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<File, Error> 
         buffered_twin,
         uses_page_cache: AtomicBool::new(!limits.direct),
         flush_failed: AtomicI32::new(0),
+        refuses_holes: AtomicBool::new(refuses_holes),
         identity: identity(&stat, kind),
         held: Mutex::new(held),
         is_shared: AtomicBool::new(false),

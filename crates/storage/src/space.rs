@@ -5,6 +5,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use ringdisk_ring::{Errno, IoBuf, Ring};
 use rustix::fs::{FallocateFlags, SeekFrom};
@@ -52,7 +53,8 @@ impl File {
     /// Makes bytes read as zeroes; a regular file grows when it must.
     ///
     /// * `may_unmap`: the space may be given back.
-    /// * `fallback`: write zeroes when there is no quick way; else `EOPNOTSUPP`.
+    /// * `fallback`: write zeroes when there is no quick way; else `EOPNOTSUPP`, and nothing has changed. (Parts of blocks at
+    ///   either end are always written, once the middle is zeroed.)
     ///
     /// Errors: the kernel's, `EROFS`, `ENOSPC` past the end of a block device.
     pub(crate) async fn write_zeroes(
@@ -71,11 +73,20 @@ impl File {
         if self.kind == Kind::BlockDevice && end > self.len() && end > self.ask_len(ring).await? {
             return Err(Errno::NOSPC);
         }
+        let must_punch = self.kind == Kind::BlockDevice && !fallback;
+        if must_punch && !(may_unmap && self.may_punch()) {
+            return Err(Errno::OPNOTSUPP);
+        }
         // Devices zero whole sectors only; the parts at either end are written.
-        let align = u64::from(self.limits.discard_align);
+        let align = if must_punch { self.hole_align() } else { self.limits.discard_align.into() };
         let (start, stop) = (offset.next_multiple_of(align), end / align * align);
         if start >= stop {
-            return self.write_zero_bytes(ring, offset, end, fallback).await;
+            return self.write_zero_bytes(ring, offset, end).await;
+        }
+        if must_punch && !self.limits.direct {
+            // The kernel drops the cached pages of the range before it asks the device: what only they hold would be lost with a
+            // hole that the device refuses.
+            self.write_back(ring).await?;
         }
         let quick = {
             let _pass = self.pass(start, stop).await;
@@ -84,7 +95,7 @@ impl File {
         match quick {
             Ok(()) => {}
             Err(Errno::OPNOTSUPP) if fallback => {
-                return self.write_zero_bytes(ring, offset, end, true).await;
+                return self.write_zero_bytes(ring, offset, end).await;
             }
             Err(errno) => return Err(errno),
         }
@@ -92,10 +103,22 @@ impl File {
             // Punched, and nothing but a write makes this file longer without the risk of cutting off what others have written
             // behind: the last block is one of this request. After the pass: the write takes one of its own.
             let last = start.max(stop - align);
-            self.write_zero_bytes(ring, last, stop, true).await?;
+            self.write_zero_bytes(ring, last, stop).await?;
         }
-        self.write_zero_bytes(ring, offset, start, true).await?;
-        self.write_zero_bytes(ring, stop, end, true).await
+        self.write_zero_bytes(ring, offset, start).await?;
+        self.write_zero_bytes(ring, stop, end).await
+    }
+
+    /// Whether a hole may be asked for: not of a block device that is known to refuse it.
+    fn may_punch(&self) -> bool {
+        !self.refuses_holes.load(Ordering::Relaxed)
+    }
+
+    /// What holes in a block device are made of, bytes. Of a page of its cache that is a hole in part the kernel zeroes that part
+    /// before it asks the device, and leaves it so when the device refuses.
+    fn hole_align(&self) -> u64 {
+        let sector = u64::from(self.limits.discard_align);
+        if self.limits.direct { sector } else { sector.max(rustix::param::page_size() as u64) }
     }
 
     /// Tries what the file system or device does without a transfer. Errors: `EOPNOTSUPP`.
@@ -113,9 +136,12 @@ impl File {
             Kind::BlockDevice => FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE,
             _ => FallocateFlags::ZERO_RANGE,
         };
-        if may_unmap {
+        if may_unmap && self.may_punch() {
             match self.fallocate(ring, punch, start, stop - start).await {
                 Ok(()) => return self.grow_beside_writers(ring, stop).await,
+                Err(Errno::OPNOTSUPP) if self.kind == Kind::BlockDevice => {
+                    self.refuses_holes.store(true, Ordering::Relaxed);
+                }
                 Err(Errno::OPNOTSUPP) => {}
                 Err(errno) => return Err(errno),
             }
@@ -158,19 +184,10 @@ impl File {
         Ok(())
     }
 
-    /// Writes zeroes as data. Errors: `EOPNOTSUPP` unless `allowed`, else as `write`.
-    async fn write_zero_bytes(
-        &self,
-        ring: &Ring,
-        mut from: u64,
-        to: u64,
-        allowed: bool,
-    ) -> Result<(), Errno> {
+    /// Writes zeroes as data. Errors: as `write`.
+    async fn write_zero_bytes(&self, ring: &Ring, mut from: u64, to: u64) -> Result<(), Errno> {
         if from >= to {
             return Ok(());
-        }
-        if !allowed {
-            return Err(Errno::OPNOTSUPP);
         }
         let zeroes_len = usize::try_from(to - from).unwrap_or(BOUNCE_MAX).min(BOUNCE_MAX);
         let zeroes = IoBuf::new(zeroes_len, self.limits.memory_align.max(512) as usize);
@@ -232,7 +249,7 @@ impl File {
         // wait for ever.
         drop(pass);
         if mode == Preallocation::Full {
-            self.write_zero_bytes(ring, offset, end, true).await?;
+            self.write_zero_bytes(ring, offset, end).await?;
         }
         Ok(())
     }

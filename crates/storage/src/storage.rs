@@ -169,14 +169,6 @@ impl Storage {
         }
     }
 
-    /// The file, unless it is storage of another kind.
-    pub(crate) fn as_file(&self) -> Option<&crate::file::File> {
-        match &self.0 {
-            Inner::File(file) => Some(file),
-            Inner::Custom(_) => None,
-        }
-    }
-
     /// Device and inode number of a file, (device number, 0) of a block device: equal for two
     /// storages on the same bytes. `None`: no file.
     pub fn identity(&self) -> Option<(u64, u64)> {
@@ -243,8 +235,9 @@ impl Storage {
 
     /// Makes all writes that completed before durable, down to the device.
     ///
-    /// Errors: `EIO`, `ENOSPC`, `EDQUOT`: written data may be lost. On buffered storage every later
-    /// flush fails too, since the kernel forgets the pages that it could not write.
+    /// Errors: `EIO`, `ENOSPC`, `EDQUOT`: written data may be lost. Every later flush fails too until the storage is opened again,
+    /// since the kernel forgets the pages that it could not write and tells of an error once; but not after an `ENOSPC` or
+    /// `EDQUOT` past the page cache, which loses nothing.
     pub async fn flush(&self, ring: &Ring) -> Result<(), Errno> {
         let result = match &self.0 {
             Inner::File(file) => file.flush(ring).await,
@@ -269,9 +262,9 @@ impl Storage {
     /// Makes a range read as zeroes; a regular file grows when it must.
     ///
     /// * `may_unmap`: the space may be given back; else it stays (or becomes) reserved.
-    /// * `fallback`: write zeroes where there is no quicker way; without it: `EOPNOTSUPP` then.
+    /// * `fallback`: write zeroes where there is no quicker way; without it: `EOPNOTSUPP` then, and nothing has changed.
     ///
-    /// Errors: as [`Storage::write`]; after one, a part may have been zeroed.
+    /// Errors: as [`Storage::write`]; after any but that `EOPNOTSUPP` a part may have been zeroed.
     pub async fn write_zeroes(
         &self,
         ring: &Ring,

@@ -47,6 +47,42 @@ fn last_part_of_a_block_without_a_buffered_descriptor_keeps_the_length() {
     assert_eq!(file.len(), 5007);
 }
 
+/// As with a device of which only the answer to the first hole tells that it makes none.
+#[test]
+fn a_hole_that_is_refused_unexpectedly_changes_nothing() {
+    use ringdisk_testkit::mount::{FileSystem, Loop, scratch};
+    use std::sync::atomic::Ordering;
+    const LEN: usize = 1 << 20;
+    if !ringdisk_testkit::limits::needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let memory = FileSystem::ramfs(&directory.path().join("ramfs"));
+    let below = memory.path().join("device");
+    std::fs::write(&below, vec![1; LEN]).unwrap();
+    let Some(device) = Loop::attach(&below, &[]) else { return };
+    for direct in [false, true] {
+        let options = OpenOptions { direct, ..OpenOptions::default() };
+        let file = open::open(device.device(), &options).unwrap();
+        assert!(file.refuses_holes.load(Ordering::Relaxed), "as /sys says");
+        let mut runtime = Runtime::new(Config::default()).unwrap();
+        let ring = runtime.ring().clone();
+        let (buf, now) = (IoBuf::new(LEN, 4096), IoBuf::new(LEN, 4096));
+        buf.fill(2);
+        runtime.block_on(async {
+            assert_eq!(file.write(&ring, 0, &buf).await, Ok(LEN));
+            for (offset, len) in [(0, LEN as u64), (512, 8192), (100, 9000), (12_293, 70_000)] {
+                file.refuses_holes.store(false, Ordering::Relaxed);
+                let hole = file.write_zeroes(&ring, offset, len, true, false).await;
+                assert_eq!(hole, Err(ringdisk_ring::Errno::OPNOTSUPP), "{len} bytes at {offset}");
+                assert!(file.refuses_holes.load(Ordering::Relaxed), "remembered");
+                assert_eq!(file.read(&ring, 0, &now).await, Ok(LEN));
+                assert!(now.to_vec() == vec![2; LEN], "{len} bytes at {offset}, direct: {direct}");
+            }
+        });
+    }
+}
+
 fn content(path: &Path) -> Vec<u8> {
     std::fs::read(path).unwrap()
 }

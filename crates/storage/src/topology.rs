@@ -66,15 +66,20 @@ fn block_size(said: Option<u64>, least: u32) -> u32 {
         .map_or(least, |said| said.max(least))
 }
 
+/// A number that `/sys` shows of the request queue of a block device. Blocks for a read or two. `None`: it is not shown.
+///
+/// * `device`: its number (`st_rdev`).
+pub(crate) fn queue_number(device: u64, name: &str) -> Option<u64> {
+    let path = format!("/sys/dev/block/{}:{}", major(device), minor(device));
+    // A partition has no queue of its own.
+    let places = ["queue", "../queue"].map(|queue| PathBuf::from(&path).join(queue).join(name));
+    // The name in /sys is a link, and `..` shall go up from what it leads to: the kernel resolves it so.
+    let text = places.iter().find_map(|place| std::fs::read_to_string(place).ok())?;
+    text.trim().parse().ok()
+}
+
 fn of_device(device: u64, plain: Topology) -> Topology {
-    let number = |name: &str| -> Option<u64> {
-        let path = format!("/sys/dev/block/{}:{}", major(device), minor(device));
-        // A partition has no queue of its own.
-        let places = ["queue", "../queue"].map(|queue| PathBuf::from(&path).join(queue).join(name));
-        // The name in /sys is a link, and `..` shall go up from what it leads to: the kernel resolves it so.
-        let text = places.iter().find_map(|place| std::fs::read_to_string(place).ok())?;
-        text.trim().parse().ok()
-    };
+    let number = |name: &str| queue_number(device, name);
     let logical = block_size(number("logical_block_size"), plain.logical_block);
     let physical = block_size(number("physical_block_size"), logical);
     let size = |name: &str| number(name).and_then(|size| u32::try_from(size).ok()).unwrap_or(0);

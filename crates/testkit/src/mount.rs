@@ -276,6 +276,14 @@ impl FileSystem {
         FileSystem { path: path.to_owned() }
     }
 
+    /// A file system in memory that cannot make holes in files, at `path` (made when missing).
+    #[must_use]
+    pub fn ramfs(path: &Path) -> FileSystem {
+        std::fs::create_dir_all(path).expect("a directory");
+        ok_words(&["mount", "-t", "ramfs", "-o", "mode=0777", "ramfs", text(path)]);
+        FileSystem { path: path.to_owned() }
+    }
+
     /// Mounts the file system in `device` (a block device or, with `-o loop`, a file) at `path`.
     #[must_use]
     pub fn of(device: &Path, path: &Path, options: &str) -> FileSystem {

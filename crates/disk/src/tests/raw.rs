@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use ringdisk_ring::IoBuf;
 use ringdisk_storage::Storage;
+use ringdisk_testkit::sim::SimStorage;
 
 use super::{assert_same, buffer, directory, open, read_steps, reading, refusal, run};
 use crate::{Cache, Disk, Errno, ErrorKind, Format, ImageOptions, NewSize, ResizeOptions, Source};
@@ -99,6 +100,32 @@ fn a_window_shows_its_part_only() {
         assert_eq!(error.kind(), ErrorKind::Invalid);
         assert!(error.message().contains("3001 bytes"), "{error}");
     }
+}
+
+#[test]
+fn a_hole_that_the_storage_refuses_changes_nothing() {
+    let image = pattern(100_000);
+    let sim = SimStorage::device(image.len() as u64, 1);
+    sim.put(0, &image);
+    sim.refuse_holes();
+    let whole = ImageOptions::default();
+    let window = ImageOptions { window_offset: 1000, window_size: Some(90_000), ..whole.clone() };
+    run(async |ring| {
+        for options in [whole, window] {
+            let disk = Disk::from_storage(sim.storage(), &options);
+            for (offset, len) in [(0, disk.size()), (100, 5000), (4096, 8192), (5, 10)] {
+                let punched = disk.punch(&ring, offset, len).await;
+                assert_eq!(punched, Err(Errno::OPNOTSUPP), "{len} bytes at {offset}");
+            }
+            assert_eq!(disk.punch(&ring, 0, 0).await, Ok(()));
+        }
+        assert_same(&sim.image(), &image);
+        let disk = Disk::from_storage(sim.storage(), &ImageOptions::default());
+        assert_eq!(disk.write_zeroes(&ring, 100, 5000, true).await, Ok(()));
+    });
+    let mut expected = image;
+    expected[100..5100].fill(0);
+    assert_same(&sim.image(), &expected);
 }
 
 #[test]

@@ -102,12 +102,12 @@ impl Disk {
     }
 
     /// Punches a hole, whatever the discard mode is: the range reads as zeroes and its space is given back
-    /// (in a qcow2 image with [`Discard::Ignore`] to the image, not to the file system). Never writes
-    /// zeroes to a raw image.
+    /// (in a qcow2 image with [`Discard::Ignore`] to the image, not to the file system). To a raw image
+    /// zeroes are written only at either end, where a block is zeroed in part.
     ///
     /// * `offset`, `len`: bytes; what lies past the end of the disk is ignored.
     ///
-    /// Errors: EOPNOTSUPP where the storage cannot (null: always); EROFS; EPERM as
+    /// Errors: EOPNOTSUPP where the storage cannot (null: always), and nothing has changed then; EROFS; EPERM as
     /// [`Disk::write`].
     pub async fn punch(&self, ring: &Ring, offset: u64, len: u64) -> Result<(), Errno> {
         let graph = self.enter().await;

@@ -5,11 +5,14 @@ use std::sync::Arc;
 
 use ringdisk_ring::{IoBuf, Ring};
 use ringdisk_storage::{Allocation, Errno, ErrorKind, Kind, OpenOptions, Preallocation, Storage};
+use ringdisk_testkit::limits::needs_root;
+use ringdisk_testkit::mount::{FileSystem, Loop, scratch};
 use ringdisk_testkit::process::ok_words;
 use ringdisk_testkit::sim::Prng;
+use tempfile::TempDir;
 
 use crate::files::compare_with_model;
-use crate::{DIRECT, block_on, buffer, loop_device, open, read, write};
+use crate::{DIRECT, block_on, buffer, image, loop_device, open, read, write};
 
 const LEN: u64 = 2 << 20;
 
@@ -81,6 +84,77 @@ fn discard_of_a_device_gives_space_back() {
         let hole = backing.allocation(&ring, 65536, 1 << 20).await;
         assert_eq!(hole, Ok((Allocation::Hole, 131_072)));
     });
+}
+
+/// A device that cannot zero by itself: the file below it is where no holes can be made.
+///
+/// What is dropped last comes last.
+fn device_without_holes() -> Option<(Loop, FileSystem, TempDir)> {
+    if !needs_root() {
+        return None;
+    }
+    let directory = scratch();
+    let memory = FileSystem::ramfs(&directory.path().join("ramfs"));
+    let device = Loop::attach(&image(memory.path(), "device", LEN), &[])?;
+    Some((device, memory, directory))
+}
+
+#[test]
+fn a_hole_that_a_device_refuses_changes_nothing() {
+    for options in [OpenOptions::default(), DIRECT] {
+        let Some((device, memory, _directory)) = device_without_holes() else { return };
+        let storage = open(device.device(), &options);
+        block_on(|ring| async move {
+            let mut bytes = vec![1; LEN as usize];
+            write(&ring, &storage, 0, &bytes).await.expect("room");
+            storage.flush(&ring).await.expect("flushed");
+            // Not flushed: it may be in the page cache only.
+            Prng::new(1).fill(&mut bytes);
+            write(&ring, &storage, 0, &bytes).await.expect("room");
+            for (offset, len) in
+                [(0, LEN), (0, 4096), (512, 8192 - 512), (100, 5000), (12_293, 70_000), (5, 10)]
+            {
+                let hole = storage.write_zeroes(&ring, offset, len, true, false).await;
+                assert_eq!(hole, Err(Errno::OPNOTSUPP), "{len} bytes at {offset}");
+                let now = read(&ring, &storage, 0, LEN as usize).await.expect("read");
+                assert!(now == bytes, "{len} bytes at {offset}, direct: {}", options.direct);
+            }
+            let zeroes = storage.write_zeroes(&ring, 100, 5000, true, true).await;
+            assert_eq!(zeroes, Ok(()), "but zeroes are written where that is allowed");
+            bytes[100..5100].fill(0);
+            storage.flush(&ring).await.expect("flushed");
+            assert!(std::fs::read(memory.path().join("device")).expect("the file below") == bytes);
+        });
+    }
+}
+
+#[test]
+fn a_hole_in_a_device_reads_as_zeroes() {
+    for (loop_options, options) in [
+        (&[][..], OpenOptions::default()),
+        (&["--direct-io=on"], DIRECT),
+        (&["--sector-size", "4096"], DIRECT),
+    ] {
+        let Some((device, _directory)) = loop_device(LEN, loop_options) else { return };
+        let storage = open(device.device(), &options);
+        block_on(|ring| async move {
+            let mut bytes = vec![0; LEN as usize];
+            let mut prng = Prng::new(2);
+            for round in 0..60 {
+                if round % 10 == 0 {
+                    prng.fill(&mut bytes);
+                    write(&ring, &storage, 0, &bytes).await.expect("room");
+                }
+                let offset = prng.below(LEN - 20_000);
+                let len = 1 + prng.below([600, 20_000][round % 2]);
+                let hole = storage.write_zeroes(&ring, offset, len, true, false).await;
+                assert_eq!(hole, Ok(()), "{len} bytes at {offset}");
+                bytes[offset as usize..(offset + len) as usize].fill(0);
+                let now = read(&ring, &storage, 0, LEN as usize).await.expect("read");
+                assert!(now == bytes, "{len} bytes at {offset}, direct: {}", options.direct);
+            }
+        });
+    }
 }
 
 #[test]

@@ -89,6 +89,11 @@ impl SimStorage {
         self.state().kind = Kind::Regular;
     }
 
+    /// Makes it storage that zeroes only by writing: where that is not allowed, zeroing is refused and changes nothing.
+    pub fn refuse_holes(&self) {
+        self.state().refuses_holes = true;
+    }
+
     /// Sets whether changes are refused with `EROFS`.
     pub fn set_read_only(&self, read_only: bool) {
         self.state().read_only = read_only;
@@ -225,6 +230,7 @@ impl SimStorage {
     fn after(image: image::Image, before: &State, seed: u64) -> SimStorage {
         let mut state = State::with_image(image, seed);
         (state.limits, state.kind) = (before.limits, before.kind);
+        state.refuses_holes = before.refuses_holes;
         SimStorage(Arc::new(Mutex::new(state)))
     }
 

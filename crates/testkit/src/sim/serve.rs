@@ -180,9 +180,12 @@ impl CustomStorage for SimStorage {
         offset: u64,
         len: u64,
         may_unmap: bool,
-        _fallback: bool,
+        fallback: bool,
     ) -> LocalFuture<'a, ()> {
         Box::pin(async move {
+            if !fallback && self.state().refuses_holes {
+                return Err(Errno::OPNOTSUPP);
+            }
             let make = |_: &_, _| Action::Zero {
                 offset,
                 len,

@@ -170,6 +170,8 @@ pub(crate) struct State {
     pub(crate) history: Option<History>,
     pub(crate) limits: Limits,
     pub(crate) kind: Kind,
+    /// It zeroes by writing only.
+    pub(crate) refuses_holes: bool,
     pub(crate) read_only: bool,
     powered: bool,
 }
@@ -194,6 +196,7 @@ impl State {
             history: None,
             limits: Limits::byte_granular(),
             kind: Kind::Custom,
+            refuses_holes: false,
             read_only: false,
             powered: true,
         }
