@@ -22,7 +22,7 @@ use crate::chain::Chain;
 use crate::graph::{Drained, Graph};
 use crate::layer::{Layer, Node};
 use crate::name::{printable, printable_path};
-use crate::{Disk, Error, ErrorKind, Progress};
+use crate::{Disk, Error, ErrorKind, Progress, lost};
 
 /// The last pass begins when so much is left to copy, bytes: some ten milliseconds.
 const LAST_PASS_BYTES: u64 = 4 << 20;
@@ -63,7 +63,6 @@ impl Disk {
         check_lasting(self)?;
         let progress = Arc::clone(progress);
         let change = move |disk: Arc<Disk>, ring: Ring| async move {
-            crate::lost::check_commit(&disk.layers(), options)?;
             run(&disk, &ring, options, &progress).await
         };
         self.detached(ring, change).await
@@ -89,6 +88,7 @@ async fn run(
     let turn = disk.turns().enter().await;
     disk.check_free()?;
     check(&disk.graph(), options)?;
+    lost::check_commit(&disk.graph().layers, options)?;
     // The turn keeps every other change away, so there is no new snapshot behind this.
     check_snapshots(ring, &disk.graph(), options).await?;
     let new_name = match top {

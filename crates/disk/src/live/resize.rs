@@ -233,7 +233,19 @@ impl Disk {
                     if !resizable(raw) {
                         return Err(fixed());
                     }
-                    self.set_len_raw(ring, change, progress).await?
+                    match change.wish {
+                        // Clients' requests are tasks of the ring, which nobody drops before their end.
+                        Wish::Client | Wish::Room => {
+                            self.set_len_raw(ring, change, progress).await?
+                        }
+                        Wish::Control => {
+                            let progress = Arc::clone(progress);
+                            let run = move |disk: Arc<Disk>, ring: Ring| async move {
+                                disk.set_len_raw(&ring, change, &progress).await
+                            };
+                            self.detached(ring, run).await?
+                        }
+                    }
                 }
                 Node::Qcow2(_) => {
                     let progress = Arc::clone(progress);

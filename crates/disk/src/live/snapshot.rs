@@ -27,10 +27,12 @@ impl Disk {
     pub async fn snapshot(&self, ring: &Ring, change: SnapshotChange) -> Result<(), Error> {
         check_lasting(self)?;
         let run = move |disk: Arc<Disk>, ring: Ring| async move {
+            let turn = disk.turns().enter().await;
+            disk.check_free()?;
             if matches!(change, SnapshotChange::Create(_)) {
                 lost::check("take a snapshot", [&**disk.graph().top()])?;
             }
-            let mut drained = disk.change(&ring).await?;
+            let mut drained = disk.gateway().drain(&ring, turn).await;
             let tells = matches!(change, SnapshotChange::Apply(_));
             disk.offline(&ring, &mut drained, tells, async |ring, image| match &change {
                 SnapshotChange::Create(name) => image.snapshot_create(ring, name).await.map(drop),

@@ -11,9 +11,9 @@ use ringdisk_testkit::sim::{Fault, OpKind, Prng, SimStorage, When};
 
 use super::{assert_same, directory, qemu_img, qemu_io, read_steps, run};
 use crate::disk::Parts;
-use crate::layer::Layer;
+use crate::layer::{Layer, Node, Raw};
 use crate::open::qcow2_layer;
-use crate::{CommitOptions, Disk, Errno, ImageOptions, Progress};
+use crate::{CommitOptions, Disk, Errno, ImageOptions, Progress, ResizeOptions};
 
 /// Crash states of each commit.
 const CRASHES: usize = 60;
@@ -339,5 +339,50 @@ fn a_base_that_cannot_grow_with_the_disk_ends_the_commit_and_no_client() {
         assert_eq!(disk.close(&ring).await, Ok(()));
         let now = storages.iter().map(|(name, sim)| (name.clone(), sim.image())).collect();
         judge(&ring, &now, "top.qcow2", &bytes).await;
+    });
+}
+
+/// `top.qcow2` of 4 MiB, of which the second is full of fives, over a block device full of threes.
+async fn over_device(ring: &Ring, top: &SimStorage, device: &SimStorage) -> Arc<Disk> {
+    let open = ringdisk_qcow2::OpenOptions { writable: true, ..Default::default() };
+    let image = Qcow2::open(ring, top.storage(), &open).await.expect("the image opens");
+    let raw = Raw { storage: device.storage(), offset: 0, fixed_size: false };
+    let mut base = Layer::new(Node::Raw(raw), device.len());
+    base.name = PathBuf::from("/dev/simulated");
+    Disk::build(vec![qcow2_layer(image, true), base], Parts::new(&ImageOptions::default()))
+}
+
+#[test]
+fn a_base_on_a_block_device_takes_a_commit_of_a_disk_of_its_size_only() {
+    let directory = directory();
+    qemu_img(&directory, &["create", "-q", "-f", "raw", "base.img", "4M"]);
+    let over = ["-b", "base.img", "-F", "raw", "top.qcow2", "4M"];
+    qemu_img(&directory, &[&["create", "-q", "-f", "qcow2"], &over[..]].concat());
+    qemu_io(&directory, "qcow2", "top.qcow2", &["write -P 5 1M 1M"]);
+    let image = fs::read(directory.path().join("top.qcow2")).expect("read");
+    run(async |ring| {
+        for (base_mib, reason) in [(2, "cannot grow"), (8, "cannot become smaller")] {
+            let (top, device) =
+                (SimStorage::from_image(&image, 1), SimStorage::device(base_mib << 20, 1));
+            device.put(0, &vec![3; usize::try_from(device.len()).expect("small")]);
+            let before = device.image();
+            let disk = over_device(&ring, &top, &device).await;
+            let shown = read_steps(&ring, &disk, 1 << 20).await;
+            let progress = Arc::new(Progress::new());
+            let error = disk.commit(&ring, CommitOptions::TOP, &progress).await;
+            let error = error.expect_err("it does not fit");
+            assert!(error.to_string().contains(reason), "{error}");
+            assert_same(&device.image(), &before);
+            assert_same(&read_steps(&ring, &disk, 1 << 20).await, &shown);
+
+            // What the message advises, and what a smaller device allows.
+            let options = ResizeOptions { shrink: true, ..ResizeOptions::default() };
+            disk.resize_with(&ring, device.len(), options).await.expect("resized");
+            disk.commit(&ring, CommitOptions::TOP, &progress).await.expect("commit");
+            let mut expected = shown;
+            expected.resize(before.len(), 0);
+            assert_same(&read_steps(&ring, &disk, 1 << 20).await, &expected);
+            assert_same(&device.image(), &expected);
+        }
     });
 }

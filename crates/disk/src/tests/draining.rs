@@ -12,7 +12,7 @@ use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::run;
-use crate::{Disk, Errno, ImageOptions};
+use crate::{Disk, Errno, ImageOptions, ResizeOptions};
 
 const LEN: u64 = 1 << 20;
 
@@ -90,6 +90,34 @@ fn a_change_that_is_given_up_opens_the_gate() {
         settle(&ring).await;
         assert_eq!(before.get(), Some(Ok(512)));
         assert_eq!(disk.resize(&ring, LEN / 2).await, Ok(()));
+    });
+}
+
+#[test]
+fn a_resize_by_command_goes_on_when_its_caller_is_gone() {
+    run(async |ring| {
+        let (sim, disk) = disk();
+        sim.on(When::kind(OpKind::SetLen).once(), Fault::Hold);
+        {
+            let options = ResizeOptions { shrink: true, ..ResizeOptions::default() };
+            let mut change = pin!(disk.resize_with(&ring, LEN / 2, options));
+            std::future::poll_fn(|context| {
+                assert!(change.as_mut().poll(context).is_pending());
+                Poll::Ready(())
+            })
+            .await;
+            settle(&ring).await;
+        }
+        settle(&ring).await;
+        assert_eq!(sim.held().len(), 1, "the file is being cut");
+        let waiting = read(&ring, &disk, 0);
+        settle(&ring).await;
+        assert_eq!(waiting.get(), None);
+        sim.release_all();
+        while waiting.get().is_none() {
+            ring.yield_now().await;
+        }
+        assert_eq!((disk.size(), sim.len()), (LEN / 2, LEN / 2));
     });
 }
 
