@@ -32,7 +32,6 @@ use decode::stops_early;
 use fetch::Method;
 use streams::Streams;
 
-#[cfg(test)]
 pub(crate) use decode::decompress;
 pub use encode::compress;
 

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use ringdisk_disk::Format;
 use ringdisk_disk::name::FileName;
 use ringdisk_disk::resolve::{Access, Resolver};
-use ringdisk_qcow2::Qcow2;
+use ringdisk_qcow2::{Info, Qcow2};
 use ringdisk_ring::Runtime;
 use ringdisk_storage::{Lock, OpenOptions, Storage};
 
@@ -59,22 +59,24 @@ impl Offline {
             ringdisk_qcow2::OpenOptions { writable: self.writable, ..Default::default() };
         let mut image = runtime.block_on(Qcow2::open(&ring, storage, &for_image))?;
         if image.info().external_data_file {
-            let data = self.data_file(&image, path, pool)?;
+            let data = self.data_file(image.info(), path, pool)?;
             image.set_data_file(data)?;
         }
         Ok(image)
     }
 
     /// Opens the external data file that an image names.
-    fn data_file(
+    ///
+    /// Errors: it cannot be opened, or the user has not allowed its place.
+    pub(crate) fn data_file(
         self,
-        image: &Qcow2,
+        info: &Info,
         path: &Path,
         pool: &PoolArgs,
     ) -> Result<Arc<Storage>, Failure> {
         let unsupported = |text: String| Failure::new(Exit::Unsupported, text);
         let shown = path.display();
-        let Some(name) = &image.info().data_file else {
+        let Some(name) = &info.data_file else {
             return Err(unsupported(format!("'{shown}' does not name its external data file")));
         };
         let parsed = FileName::parse(name)?;

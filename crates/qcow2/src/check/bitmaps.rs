@@ -8,6 +8,9 @@
 
 use std::collections::HashMap;
 
+use crate::bitmaps::directory::{AUTO, FLAGS_AT, IN_USE};
+use crate::check::layout::SECTOR;
+use crate::check::rebuild::Patient;
 use crate::check::report::{CheckHooks, CheckReport};
 use crate::check::scan::{Holds, Scan};
 use crate::check::source::Source;
@@ -204,6 +207,44 @@ impl Scan {
         });
         named.next().map(|claim| claim.holds.words())
     }
+}
+
+/// Marks the bitmaps that record as inconsistent, durably: what a repair changes on the disk is not in them. Returns what was done.
+///
+/// Errors: `Io`.
+pub(super) async fn distrust(patient: Patient<'_>, scan: &Scan) -> Result<Vec<String>, Stop> {
+    let lost = &scan.lost_bitmaps;
+    let Some(directory) = directory(patient.header).filter(|_| !lost.all) else {
+        return Ok(Vec::new());
+    };
+    let reader = patient.reader();
+    let Ok(bitmaps) = tables::bitmaps(&reader, patient.header, directory).await? else {
+        return Ok(Vec::new());
+    };
+    let mut said = Vec::new();
+    for (number, bitmap) in (0u32..).zip(&bitmaps) {
+        let records = bitmap.flags & AUTO != 0 && bitmap.flags & IN_USE == 0;
+        if !records || lost.numbers.binary_search(&number).is_ok() {
+            continue;
+        }
+        let at = directory.offset + (bitmap.place.start + FLAGS_AT) as u64;
+        let sector = at / SECTOR * SECTOR;
+        // The last sector of the file may be cut.
+        let len = usize::try_from(SECTOR.min(reader.len() - sector)).map_err(|_| Stop::Memory)?;
+        let mut content = reader.read("reading the bitmap directory", sector, len).await?;
+        // Inside the sector: entries are aligned to 8.
+        let place = usize::try_from(at - sector).unwrap_or(0);
+        content[place..place + 4].copy_from_slice(&(bitmap.flags | IN_USE).to_be_bytes());
+        patient.write(sector, &content).await?;
+        said.push(format!(
+            "Repaired: bitmap '{}' is inconsistent now, as it knows nothing of what the repair changes on the disk",
+            bitmap.name
+        ));
+    }
+    if !said.is_empty() {
+        patient.flush().await?;
+    }
+    Ok(said)
 }
 
 /// What takes the place of the bitmap directory when the lost bitmaps are left out.

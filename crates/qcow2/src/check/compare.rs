@@ -23,6 +23,9 @@ pub(super) struct Compared {
     /// Clusters behind the end of the file are counted as used: leaks once the file has grown over them.
     /// `qemu-img check` does not look there.
     pub(super) counts_behind: bool,
+    /// Entries name clusters that are counted as free, or as somebody else's, by blocks that are right otherwise: one of them may be
+    /// for another cluster.
+    pub(super) suspect: bool,
     /// The last cluster with a refcount or a reference.
     highest: u64,
 }
@@ -187,7 +190,7 @@ impl Block<'_> {
         let layout = scan.layout;
         let order = layout.refcount_order;
         let last = end.min(self.first + (1 << layout.block_bits()));
-        let mut overflow = false;
+        let (mut overflow, mut right) = (false, 0u64);
         let mut start = self.first;
         while start < last {
             let stop = last.min((start / REGION_CLUSTERS + 1) * REGION_CLUSTERS);
@@ -205,17 +208,22 @@ impl Block<'_> {
                         let byte = bytes[inside + place];
                         // Nearly all clusters: nobody, or one user that says so.
                         if (byte == 0 && stored == 0) || (byte == 0x11 && stored == 1) {
+                            right += stored;
                             continue;
                         }
                         Uses::from_narrow(byte)
                     }
                     Region::Wide(words) => Uses::from_wide(words[inside + place]),
                 };
+                right += u64::from(stored == u64::from(uses.total));
                 overflow |= runs.cluster(start + place as u64, stored, uses, compared, report);
             }
             start = stop;
         }
         scan.overflow |= overflow;
+        // A block that is wrong about most of its clusters says nothing about entries.
+        compared.suspect |= runs.too_low > 0 && runs.too_low <= right + runs.leaked;
+        (runs.too_low, runs.leaked) = (0, 0);
         let behind = last..self.first + (1 << layout.block_bits());
         compared.counts_behind |= behind.into_iter().any(|cluster| {
             // Inside the block.
@@ -242,6 +250,9 @@ impl Block<'_> {
 struct Findings {
     layout: Layout,
     run: Option<Run>,
+    /// Clusters of the block at hand whose refcount is too low, and that are leaked.
+    too_low: u64,
+    leaked: u64,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -254,7 +265,7 @@ struct Run {
 
 impl Findings {
     fn new(layout: Layout) -> Findings {
-        Findings { layout, run: None }
+        Findings { layout, run: None, too_low: 0, leaked: 0 }
     }
 
     /// Judges one cluster. Returns whether it has more references than fit.
@@ -280,9 +291,11 @@ impl Findings {
         }
         if stored != counted {
             compared.too_low |= stored < counted;
+            self.leaked += u64::from(stored > counted);
             compared.leaks_with_flags |= stored > counted && repair::needs_flags(uses, counted);
             self.add(cluster, stored, counted, report);
         }
+        self.too_low += u64::from(stored < total);
         let wrong = if stored == 1 { uses.plain } else { uses.copied };
         if wrong > 0 {
             compared.wrong_flags += u64::from(wrong);

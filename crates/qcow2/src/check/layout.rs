@@ -12,7 +12,7 @@ pub(super) const COMPRESSED: u64 = 1 << 62;
 pub(super) const ZERO: u64 = 1;
 /// Bits of an L1 entry that must be zero.
 pub(super) const L1_RESERVED: u64 = !(OFFSET_MASK | COPIED);
-/// Bits of a standard L2 entry that must be zero in every version.
+/// Bits of a standard L2 entry that must be zero in every version; see [`Layout::has_reserved_zero`] for one more.
 pub(super) const L2_RESERVED: u64 = !(OFFSET_MASK | COPIED | COMPRESSED | ZERO);
 /// Bits of an entry of the refcount table that must be zero.
 pub(super) const BLOCK_RESERVED: u64 = 0x1ff;
@@ -34,6 +34,8 @@ pub(super) struct Layout {
     pub(super) file_len: u64,
     /// The same, as it is.
     pub(super) exact_len: u64,
+    /// Length of the external data file in bytes, where that is known.
+    pub(super) data_len: Option<u64>,
 }
 
 impl Layout {
@@ -46,6 +48,7 @@ impl Layout {
             version: header.version,
             file_len: file_len.checked_next_multiple_of(SECTOR).unwrap_or(file_len),
             exact_len: file_len,
+            data_len: None,
         }
     }
 
@@ -113,6 +116,12 @@ pub(super) enum EntryKind {
 }
 
 impl Layout {
+    /// Whether `entry` has the zero flag where that means nothing and must not be set: in version 2, and beside a bitmap of subclusters.
+    /// A reader then does not know what the entry says. `qemu-img check` does not look for it.
+    pub(super) fn has_reserved_zero(&self, entry: u64) -> bool {
+        entry & (COMPRESSED | ZERO) == ZERO && (self.version < 3 || self.extended)
+    }
+
     /// What `entry` is, whatever else may be wrong with it.
     pub(super) fn kind(&self, entry: u64) -> EntryKind {
         if entry & COMPRESSED != 0 {

@@ -79,8 +79,8 @@ const FIRST_READ_BYTES: u64 = 64 << 10;
 
 /// Checks the image in `file`, which nobody else may use meanwhile.
 ///
-/// * `data_file`: the external data file, where the image has one. It is not looked at: an entry
-///   may point anywhere in it.
+/// * `data_file`: the external data file, where the image has one. Only its length is looked at; `None`: every place of it is taken
+///   to be there.
 ///
 /// Errors: `Corrupt` when the header or a directory cannot be understood, `Cancelled`, `TooLarge`,
 /// `Io`, and what the header asks for that we do not have.
@@ -91,12 +91,12 @@ pub async fn check(
     options: &CheckOptions,
     hooks: CheckHooks<'_>,
 ) -> Result<CheckReport, Error> {
-    let _ = data_file;
+    let data_len = data_file.map(|data| data.len());
     let result = async {
         if options.repair != Repair::Nothing {
-            return repair::repair(ring, file, options.repair, hooks).await;
+            return repair::repair(ring, (file, data_len), options.repair, hooks).await;
         }
-        let reader = Reader { ring, storage: file };
+        let reader = Reader { ring, storage: file, data_len };
         let header = read_header(&reader, file.name()).await?;
         examine(&reader, &header, hooks).await.map(|(report, _, _)| report)
     };
@@ -117,7 +117,7 @@ pub(crate) async fn rebuild_refcounts(
     file: &Arc<Storage>,
     header: &Header,
 ) -> Result<(), Error> {
-    let patient = rebuild::Patient { ring, storage: file, header };
+    let patient = rebuild::Patient { ring, storage: file, header, data_len: None };
     let rebuilt = repair::rebuild_dirty(patient, CheckHooks::none());
     Box::pin(rebuilt).await.map_err(|stop| stop.into_error(file.name()))
 }

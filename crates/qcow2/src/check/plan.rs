@@ -165,7 +165,7 @@ impl<'a> Plan<'a> {
     ///
     /// Errors: `Memory`.
     pub(super) fn keep_leaks(&mut self, index: u64, block: &[u8]) -> Result<(), Stop> {
-        if self.scan.damaged == 0 {
+        if !self.scan.keeps_leaks() {
             return Ok(());
         }
         let order = self.layout.refcount_order;

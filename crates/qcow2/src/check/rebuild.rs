@@ -26,11 +26,13 @@ pub(super) struct Patient<'a> {
     pub(super) ring: &'a Ring,
     pub(super) storage: &'a Storage,
     pub(super) header: &'a Header,
+    /// Length of the external data file in bytes, where that is known.
+    pub(super) data_len: Option<u64>,
 }
 
 impl Patient<'_> {
     pub(super) fn reader(&self) -> Reader<'_> {
-        Reader { ring: self.ring, storage: self.storage }
+        Reader { ring: self.ring, storage: self.storage, data_len: self.data_len }
     }
 
     pub(super) async fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Stop> {

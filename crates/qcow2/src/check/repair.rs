@@ -7,10 +7,14 @@
 //!   emptied one sector at a time; everything else is made new beside the old (module `rebuild`).
 //! - Nothing that might still be of use is given up: only L2 entries that no reader could serve, snapshots whose
 //!   L1 table cannot be where they say, and bitmaps that cannot be read.
-//! - While an L1 or L2 entry is damaged, leaked clusters stay: they may be what the entry should name.
+//! - While an L1 or L2 entry is damaged, leaked clusters stay: they may be what the entry should name. So they do where an entry names
+//!   a cluster that is counted as free or as another's, in an image that was closed cleanly, and where a snapshot is removed: to the end
+//!   of the repair, which says so.
+//! - A repair of leaks gives nothing back while there are errors.
 //! - Where an entry names metadata, or a table is cut, nothing is changed at all (module `overlaps`).
 //! - While counts do not fit into the refcounts, those are left alone.
 
+use crate::check::bitmaps;
 use crate::check::compare::{self, Compared};
 use crate::check::counts::Uses;
 use crate::check::layout::{BLOCK_RESERVED, COPIED, SECTOR, ZERO};
@@ -34,20 +38,27 @@ const ALL_ZEROES: u64 = 0xffff_ffff << 32;
 
 /// Checks and repairs.
 ///
+/// * `data_len`: length of the external data file in bytes, where that is known.
+///
 /// Errors: those of a check; `Full`, `Io` when the repair could not be written.
 pub(super) async fn repair(
     ring: &ringdisk_ring::Ring,
-    storage: &ringdisk_storage::Storage,
+    (storage, data_len): (&ringdisk_storage::Storage, Option<u64>),
     what: Repair,
     hooks: CheckHooks<'_>,
 ) -> Result<CheckReport, Stop> {
-    let reader = crate::check::source::Reader { ring, storage };
+    let reader = crate::check::source::Reader { ring, storage, data_len };
     let mut header = read_header(&reader, storage.name()).await?;
     let (first, mut scan, mut compared) = examine(&reader, &header, hooks).await?;
+    // What was not closed cleanly has refcounts that are too low without any wrong entry.
+    let low = compared.suspect && !first.dirty;
+    // Damaged entries too: one that points past the end is inside of a file that a repair has made longer.
+    let suspect = low || scan.damaged > 0 || scan.has_lost_snapshots();
+    scan.suspect = suspect;
     let mut report = first.clone();
     let mut actions: Vec<String> = Vec::new();
     for _ in 0..ROUNDS_MAX {
-        let patient = Patient { ring, storage, header: &header };
+        let patient = Patient { ring, storage, header: &header, data_len };
         let old_head = patient.head().await?;
         let old_len = storage.len();
         let action = match round(patient, &report, &mut scan, compared, what, hooks).await {
@@ -62,13 +73,15 @@ pub(super) async fn repair(
         let new_header = read_header(&reader, storage.name()).await?;
         let before = report;
         (report, scan, compared) = examine(&reader, &new_header, hooks).await?;
+        scan.suspect = suspect;
         if report.corruptions > before.corruptions {
             // Rubbish that takes other metadata for its own can look worse after that moved. The
             // old structures are still there.
             patient.switch(&old_head).await?;
             patient.cut(old_len).await;
             header = read_header(&reader, storage.name()).await?;
-            (report, scan, _) = examine(&reader, &header, hooks).await?;
+            (report, scan, compared) = examine(&reader, &header, hooks).await?;
+            scan.suspect = suspect;
             actions.push(
                 "Not repaired: what could be changed would make it look worse, so it is as it was"
                     .to_owned(),
@@ -82,10 +95,11 @@ pub(super) async fn repair(
         }
     }
     let only_raw_mark = what == Repair::All && scan.raw_without_data && report.corruptions == 1;
-    actions.extend(why_not(&scan, &report, what).filter(|_| !only_raw_mark));
+    let errors = report.corruptions > compared.wrong_flags;
+    actions.extend(why_not(&scan, &report, what, errors).filter(|_| !only_raw_mark));
     drop(scan);
     if only_raw_mark {
-        let patient = Patient { ring, storage, header: &header };
+        let patient = Patient { ring, storage, header: &header, data_len };
         let mut head = patient.head().await?;
         head.set_autoclear(head.autoclear() & !header::RAW_EXTERNAL);
         patient.switch(&head).await?;
@@ -94,7 +108,7 @@ pub(super) async fn repair(
         actions.push("Repaired: the mark of a raw data file is removed".to_owned());
     }
     if report.corruptions == 0 && report.check_errors == 0 {
-        let patient = Patient { ring, storage, header: &header };
+        let patient = Patient { ring, storage, header: &header, data_len };
         if clear_marks(patient).await? {
             report.dirty = false;
             report.marked_corrupt = false;
@@ -104,7 +118,9 @@ pub(super) async fn repair(
 }
 
 /// What a repair has left as it is, and why.
-fn why_not(scan: &Scan, report: &CheckReport, what: Repair) -> Option<String> {
+///
+/// * `errors`: more is wrong than leaks and flags.
+fn why_not(scan: &Scan, report: &CheckReport, what: Repair, errors: bool) -> Option<String> {
     let way_out = "`ringdisk convert --salvage` saves what can be read";
     if scan.unknown {
         Some(format!(
@@ -122,6 +138,18 @@ fn why_not(scan: &Scan, report: &CheckReport, what: Repair) -> Option<String> {
              should name; {way_out}",
             report.leaks
         ))
+    } else if scan.suspect && what == Repair::All && report.leaks > 0 {
+        Some(format!(
+            "Not repaired: {} leaked clusters are kept, as they may be what was lost (an entry named a cluster that was counted as \
+             free or as another's, or a snapshot could not be read); look at the disk, then `--repair leaks` gives them back",
+            report.leaks
+        ))
+    } else if what == Repair::Leaks && errors && report.leaks > 0 {
+        Some(format!(
+            "Not repaired: {} leaked clusters are kept while there are errors, as they may be what a wrong entry should name; \
+             `--repair all` repairs what can be",
+            report.leaks
+        ))
     } else if what == Repair::All && (report.corruptions > 0 || report.check_errors > 0) {
         Some(format!(
             "Not repaired: nobody knows what the entries that are left should say; {way_out}"
@@ -131,9 +159,9 @@ fn why_not(scan: &Scan, report: &CheckReport, what: Repair) -> Option<String> {
     }
 }
 
-/// A measure of damage that each round must bring down.
-fn wrong(report: &CheckReport) -> u64 {
-    report.corruptions.saturating_add(report.leaks).saturating_add(report.check_errors)
+/// A measure of damage that each round must bring down. What was an error may have become a leak.
+fn wrong(report: &CheckReport) -> (u64, u64) {
+    (report.corruptions.saturating_add(report.check_errors), report.leaks)
 }
 
 /// One step towards a sound image; says what it did. `None`: nothing can be done.
@@ -182,7 +210,9 @@ async fn round(
         }
         return Ok(Some(text));
     }
-    if report.leaks > 0 && what != Repair::Nothing && scan.damaged == 0 {
+    let errors = report.corruptions > compared.wrong_flags;
+    let may_free = what == Repair::All || (what == Repair::Leaks && !errors);
+    if report.leaks > 0 && may_free && !scan.keeps_leaks() {
         let freed = take_leaks_back(patient, scan, report.corruptions == 0, hooks).await?;
         if freed > 0 {
             return Ok(Some(format!("Repaired: {freed} leaked clusters are free again")));
@@ -196,6 +226,7 @@ async fn round(
 async fn fix_entries(patient: Patient<'_>, scan: &mut Scan) -> Result<Vec<String>, Stop> {
     let layout = scan.layout;
     let (mut emptied, mut moved) = (0u64, 0u64);
+    let mut said = Vec::new();
     let mut fixable = std::mem::take(&mut scan.fixable);
     fixable.sort_unstable_by_key(|each| (each.table, each.index));
     for Fixable { table, index, place } in fixable {
@@ -208,6 +239,8 @@ async fn fix_entries(patient: Patient<'_>, scan: &mut Scan) -> Result<Vec<String
         }
         if emptied + moved == 0 {
             patient.clear_unknown().await?;
+            // The disk changes, and nobody records it.
+            said.extend(bitmaps::distrust(patient, scan).await?);
         }
         let bytes = if layout.extended { 16 } else { 8 };
         let offset = table + u64::from(index) * bytes;
@@ -234,7 +267,6 @@ async fn fix_entries(patient: Patient<'_>, scan: &mut Scan) -> Result<Vec<String
         patient.write(sector, &content).await?;
     }
     patient.flush().await?;
-    let mut said = Vec::new();
     if emptied > 0 {
         said.push(format!("Repaired: {emptied} broken L2 entries read as zeroes now"));
     }
@@ -370,7 +402,7 @@ pub(super) async fn rebuild_dirty(patient: Patient<'_>, hooks: CheckHooks<'_>) -
     // it up.
     if scan.unknown
         || scan.overflow
-        || !scan.lost_snapshots.is_empty()
+        || scan.has_lost_snapshots()
         || !scan.lost_bitmaps.is_empty()
         || !scan.overlaps.is_empty()
     {

@@ -66,6 +66,17 @@ pub(super) struct Fixable {
     pub(super) place: Option<u64>,
 }
 
+/// A compressed cluster of which the file has not all sectors. What is missing need not be part of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct CutCompressed {
+    /// Host offset of the table.
+    pub(super) table: u64,
+    /// Number of the entry.
+    pub(super) index: u32,
+    /// Host offset of the data.
+    pub(super) offset: u64,
+}
+
 /// What a cluster of metadata holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Holds {
@@ -135,13 +146,20 @@ pub(super) struct Scan {
     pub(super) incomplete_snapshots: u64,
     /// Snapshots whose L1 table cannot be read, with their numbers, rising.
     pub(super) lost_snapshots: Vec<(u32, String)>,
+    /// Where the entries of some snapshots are is not known.
+    pub(super) hidden_snapshots: bool,
     /// Bytes of the snapshot table.
     pub(super) snapshot_table_len: u64,
     /// Snapshots and bitmaps aside: L1 and L2 entries that cannot be right. What they should refer to
     /// may be among the leaks.
     pub(super) damaged: u64,
+    /// Some entry may name another cluster than its own (see [`Compared::suspect`](super::compare::Compared)): set by a repair, to its
+    /// end.
+    pub(super) suspect: bool,
     /// L2 entries that can be made right one by one.
     pub(super) fixable: Vec<Fixable>,
+    /// Compressed clusters of which the file has not all sectors.
+    pub(super) cut_compressed: Vec<CutCompressed>,
     /// Bitmaps that cannot be used.
     pub(super) lost_bitmaps: LostBitmaps,
     /// The mark of a raw data file stands in an image without a data file.
@@ -165,7 +183,7 @@ pub(super) async fn scan(
     report: &mut CheckReport,
     hooks: CheckHooks<'_>,
 ) -> Result<Scan, Stop> {
-    let layout = Layout::new(header, source.len());
+    let layout = Layout { data_len: source.data_len(), ..Layout::new(header, source.len()) };
     // One more: an unaligned entry may reach into the cluster behind a cut one.
     let counts = Counts::new(layout.clusters() + 1, CHECK_BYTES_MAX)?;
     let mut scan = Scan {
@@ -182,9 +200,12 @@ pub(super) async fn scan(
         unknown: false,
         incomplete_snapshots: 0,
         lost_snapshots: Vec::new(),
+        hidden_snapshots: false,
         snapshot_table_len: 0,
         damaged: 0,
+        suspect: false,
         fixable: Vec::new(),
+        cut_compressed: Vec::new(),
         lost_bitmaps: LostBitmaps::default(),
         raw_without_data: false,
         blocks_broken: false,
@@ -201,6 +222,7 @@ pub(super) async fn scan(
     scan.l1_table(source, l1, "the L1 table", report).await?;
     scan.snapshots(source, header, report, hooks).await?;
     scan.l2_tables(source, report, hooks).await?;
+    scan.cut_compressed(source, header, report, hooks).await?;
     scan.refcount_table(header, report)?;
     scan.claims.sort_unstable();
     // Last: a bitmap that lies on something else is wrong, not what it lies on.
@@ -210,6 +232,16 @@ pub(super) async fn scan(
 }
 
 impl Scan {
+    /// Whether leaked clusters have to stay: they may be what some entry should name.
+    pub(super) fn keeps_leaks(&self) -> bool {
+        self.damaged > 0 || self.suspect
+    }
+
+    /// Whether what snapshots refer to is not known.
+    pub(super) fn has_lost_snapshots(&self) -> bool {
+        self.hidden_snapshots || !self.lost_snapshots.is_empty()
+    }
+
     /// Counts one reference to each cluster of a range of the file.
     pub(super) fn count(
         &mut self,
@@ -303,11 +335,15 @@ impl Scan {
     /// Looks whether a table that has to be there as a whole is cut by the end of the file. What it
     /// refers to is not known then. `qemu-img check` takes zeroes for what is missing.
     pub(super) fn whole(&mut self, offset: u64, len: u64, what: &str, report: &mut CheckReport) {
+        self.unknown |= self.named_whole(offset, len, what, report);
+    }
+
+    /// As [`whole`](Scan::whole), and only says so. Returns whether it is cut.
+    fn named_whole(&mut self, offset: u64, len: u64, what: &str, report: &mut CheckReport) -> bool {
         let end = offset.saturating_add(len);
         if len == 0 || end <= self.layout.exact_len {
-            return;
+            return false;
         }
-        self.unknown = true;
         // Else it was counted as lying behind the end.
         if self.layout.may_be_there(offset, len) {
             let exact_len = self.layout.exact_len;
@@ -318,6 +354,7 @@ impl Scan {
                 )
             });
         }
+        true
     }
 
     /// What the header says that cannot be, where that is no reason to stop.
@@ -465,9 +502,14 @@ impl Scan {
         }
         self.count(header.snapshots_offset, len, "the snapshot table", report)?;
         self.own(header.snapshots_offset, len, Holds::Snapshots);
-        // A length that comes from a wrong number says nothing about the file: such a table is repaired as by QEMU.
+        let what = "the snapshot table";
         if has_known_len {
-            self.whole(header.snapshots_offset, len, "the snapshot table", report);
+            self.whole(header.snapshots_offset, len, what, report);
+        } else {
+            // A length that comes from a wrong number says little about the file: such a table is repaired as by QEMU. But snapshots
+            // that are not found there may have what is leaked.
+            self.named_whole(header.snapshots_offset, len, what, report);
+            self.hidden_snapshots = true;
         }
         Ok(())
     }

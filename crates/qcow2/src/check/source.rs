@@ -29,6 +29,11 @@ pub(super) trait Source {
     /// Length in bytes.
     fn len(&self) -> u64;
 
+    /// Length of the external data file in bytes, where that is known.
+    fn data_len(&self) -> Option<u64> {
+        None
+    }
+
     /// Reads the pieces and hands them to `each` in their order, with their place in the order.
     ///
     /// Errors: what the storage reports while reading `what`, and what `each` returns.
@@ -127,6 +132,8 @@ impl<B: ImageBytes + ?Sized> Source for Memory<'_, B> {
 pub(super) struct Reader<'a> {
     pub(super) ring: &'a Ring,
     pub(super) storage: &'a Storage,
+    /// See [`Source::data_len`].
+    pub(super) data_len: Option<u64>,
 }
 
 type Reading<'a> = Pin<Box<dyn Future<Output = (IoBuf, usize, Result<usize, Errno>)> + 'a>>;
@@ -151,6 +158,10 @@ impl Reader<'_> {
 impl Source for Reader<'_> {
     fn len(&self) -> u64 {
         self.storage.len()
+    }
+
+    fn data_len(&self) -> Option<u64> {
+        self.data_len
     }
 
     async fn read_all(

@@ -133,6 +133,7 @@ pub(super) struct BitmapEntry {
     pub(super) offset: u64,
     pub(super) entries: u32,
     pub(super) name: String,
+    pub(super) flags: u32,
     /// Where the entry lies in the directory, without padding.
     pub(super) place: Range<usize>,
     /// Why the bitmap cannot be used, if so.
@@ -205,7 +206,7 @@ fn bitmap_entry(bytes: &[u8], at: usize, layout: Layout) -> Option<BitmapEntry> 
     } else {
         None
     };
-    Some(BitmapEntry { offset, entries, name, place: at..end, bad })
+    Some(BitmapEntry { offset, entries, name, flags, place: at..end, bad })
 }
 
 /// The clusters that the words of a bitmap table name, as host offsets; an error says why it cannot

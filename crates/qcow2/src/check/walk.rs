@@ -2,10 +2,16 @@
 
 use crate::check::counts::Uses;
 use crate::check::layout::{COPIED, EntryKind, L2_RESERVED, OFFSET_MASK, ZERO};
-use crate::check::report::CheckReport;
-use crate::check::scan::{Fixable, NO_INDEX, Scan, TableUse};
+use crate::check::report::{CheckHooks, CheckReport};
+use crate::check::scan::{CutCompressed, Fixable, NO_INDEX, Scan, TableUse};
+use crate::check::source::Source;
 use crate::check::stop::Stop;
+use crate::compressed::decompress;
+use crate::header::Header;
 use crate::limits::CHECK_STRAYS_MAX;
+
+/// Cut clusters that are decompressed to see what is left of them: an image of a file system ends in one of them.
+const CUT_COMPRESSED_MAX: usize = 64;
 
 impl Scan {
     /// Counts what one L2 table refers to.
@@ -91,6 +97,14 @@ impl Scan {
             wrong(report, "reserved bits are set");
             self.damaged += 1;
         }
+        if layout.has_reserved_zero(entry) {
+            report.own_finding(visits, || {
+                format!(
+                    "ERROR L2 table at {table:#x}, entry {index} ({entry:#x}): bit 0 is set, which means nothing in this image"
+                )
+            });
+            self.damaged += 1;
+        }
         // The two halves of the word.
         #[allow(clippy::cast_possible_truncation)]
         let (allocated, zeroes) = (bitmap as u32, (bitmap >> 32) as u32);
@@ -113,6 +127,7 @@ impl Scan {
                 let uses = Uses::unflagged(walk.table.total());
                 let what = || format!("L2 table at {table:#x}, entry {index}: compressed data");
                 self.count_uses(offset, len, uses, what, report)?;
+                self.note_cut(table, index, offset, len);
                 walk.allocated += 1;
                 walk.compressed += 1;
                 walk.fragmented += 1;
@@ -137,8 +152,18 @@ impl Scan {
                     self.hopeless(table, index);
                 }
                 let misplaced = self.misplaced(index, offset, walk, report);
+                let data = if layout.extended { allocated != 0 } else { entry & ZERO == 0 };
+                if let Some(len) =
+                    layout.data_len.filter(|len| data && !misplaced && offset >= *len)
+                {
+                    report.own_finding(visits, || {
+                        format!(
+                            "ERROR L2 table at {table:#x}, entry {index}: the cluster at {offset:#x} lies behind the end of the data \
+                             file at {len:#x}"
+                        )
+                    });
+                }
                 if layout.in_cluster(offset) != 0 && !misplaced {
-                    let data = if layout.extended { allocated != 0 } else { entry & ZERO == 0 };
                     let what = if data { "data" } else { "reserved space" };
                     wrong(report, &format!("the place of {what} is not aligned to a cluster"));
                     if data {
@@ -191,6 +216,52 @@ impl Scan {
         });
         self.fixable(at, index, Some(place));
         true
+    }
+
+    /// Remembers a compressed cluster whose last sectors the file does not have.
+    fn note_cut(&mut self, table: u64, index: usize, offset: u64, len: u64) {
+        let layout = self.layout;
+        let is_cut = layout.may_be_there(offset, len) && offset + len > layout.exact_len;
+        if is_cut
+            && self.cut_compressed.len() < CHECK_STRAYS_MAX
+            && let Ok(index) = u32::try_from(index)
+        {
+            self.cut_compressed.push(CutCompressed { table, index, offset });
+        }
+    }
+
+    /// Decompresses what there is of compressed clusters that the file cuts. `qemu-img check` does not.
+    pub(super) async fn cut_compressed(
+        &mut self,
+        source: &impl Source,
+        header: &Header,
+        report: &mut CheckReport,
+        hooks: CheckHooks<'_>,
+    ) -> Result<(), Stop> {
+        if self.cut_compressed.is_empty() {
+            return Ok(());
+        }
+        let mut output = vec![0; self.layout.cluster_len()];
+        for (number, cut) in std::mem::take(&mut self.cut_compressed).into_iter().enumerate() {
+            hooks.step(self.done, self.total)?;
+            // Not more than a cluster.
+            let len = self.layout.exact_len.saturating_sub(cut.offset);
+            let len = usize::try_from(len).map_err(|_| Stop::Memory)?;
+            let is_whole = number < CUT_COMPRESSED_MAX && {
+                let input = source.read("reading a compressed cluster", cut.offset, len).await?;
+                decompress(header.compression, &input, &mut output, true).is_ok()
+            };
+            if !is_whole {
+                self.damaged += 1;
+                report.own_finding(1, || {
+                    format!(
+                        "ERROR L2 table at {:#x}, entry {}: the file ends inside the compressed data at {:#x}",
+                        cut.table, cut.index, cut.offset
+                    )
+                });
+            }
+        }
+        Ok(())
     }
 
     fn hopeless(&mut self, table: u64, index: usize) {

@@ -6,6 +6,7 @@ use ringdisk_testkit::sim::{Fault, OpKind, Prng, SimStorage, When};
 
 use crate::common::{Images, runtime};
 use crate::damage::damage;
+use crate::repair::rank;
 use crate::{repair_on, seeds, shapes};
 
 /// States that are judged at each place.
@@ -77,7 +78,9 @@ fn a_repair_that_failed_once_succeeds_the_next_time() {
                 panic!("seed {seed}, {name} with {what:?}, operation {at}: {error}")
             });
             let case = format!("seed {seed}, {name} with {what:?}, operation {at}: {report:?}");
-            assert_eq!(report.verdict(), expected.verdict(), "{case}\n{expected:?}");
+            // What the first one kept for somebody to look at, the second one may find to be leaks alone.
+            let is_no_worse = rank(report.verdict()) <= rank(expected.verdict());
+            assert!(is_no_worse, "{case}\n{expected:?}");
         }
     }
 }

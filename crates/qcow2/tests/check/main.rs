@@ -11,9 +11,11 @@
 mod common;
 
 mod agree;
+mod bits;
 mod crash;
 mod damage;
 mod dirty;
+mod kept;
 mod limits;
 mod refused;
 mod repair;

@@ -20,7 +20,7 @@ fn contents(images: &Images, name: &str) -> Option<Vec<u8>> {
 }
 
 /// Worse is greater.
-fn rank(verdict: CheckVerdict) -> u8 {
+pub(crate) fn rank(verdict: CheckVerdict) -> u8 {
     match verdict {
         CheckVerdict::Clean => 0,
         CheckVerdict::Leaks => 1,

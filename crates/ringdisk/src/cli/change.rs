@@ -103,7 +103,7 @@ pub(crate) struct ResizeArgs {
 /// What `check` repairs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum RepairWord {
-    /// Space that nobody uses.
+    /// Space that nobody uses, in an image without errors.
     Leaks,
     /// Everything that can be repaired.
     All,

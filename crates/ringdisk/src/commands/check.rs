@@ -7,7 +7,8 @@ use std::fmt::Write as _;
 use std::sync::Arc;
 
 use ringdisk_disk::Format;
-use ringdisk_qcow2::{CheckHooks, CheckOptions, CheckReport, Repair};
+use ringdisk_qcow2::{CheckHooks, CheckOptions, CheckReport, Qcow2, Repair};
+use ringdisk_ring::Runtime;
 use ringdisk_storage::{Lock, OpenOptions, Storage};
 use serde_json::{Map, Value, json};
 
@@ -15,6 +16,7 @@ use crate::cli::{CheckArgs, RepairWord};
 use crate::commands::look;
 use crate::commands::output::json_text;
 use crate::job::Job;
+use crate::offline::Offline;
 use crate::report::{Exit, Failure};
 use crate::terminal::{self, visible};
 
@@ -56,6 +58,7 @@ fn checked(args: &CheckArgs) -> Result<u8, Failure> {
         Some(RepairWord::Leaks) => Repair::Leaks,
         Some(RepairWord::All) => Repair::All,
     };
+    let data = data_file(&mut runtime, args, &storage)?;
     let job = Job::start("check", args.show)?;
     let result = {
         let progress = job.progress();
@@ -66,7 +69,7 @@ fn checked(args: &CheckArgs) -> Result<u8, Failure> {
         let cancelled = || progress.is_cancelled();
         let hooks = CheckHooks { progress: &show, cancelled: &cancelled };
         let options = CheckOptions { repair };
-        let check = ringdisk_qcow2::check(&ring, &storage, None, &options, hooks);
+        let check = ringdisk_qcow2::check(&ring, &storage, data.as_ref(), &options, hooks);
         runtime.block_on(check).map_err(Failure::from)
     };
     let report = job.end(result, "the image is as sound as it was")?;
@@ -80,6 +83,27 @@ fn checked(args: &CheckArgs) -> Result<u8, Failure> {
         terminal::say(human(&report).trim_end());
     }
     Ok(report.verdict().exit_code())
+}
+
+/// The external data file, where the image has one. A header that says nothing certain is for the check to judge.
+///
+/// Errors: it cannot be opened.
+fn data_file(
+    runtime: &mut Runtime,
+    args: &CheckArgs,
+    storage: &Arc<Storage>,
+) -> Result<Option<Arc<Storage>>, Failure> {
+    let ring = runtime.ring().clone();
+    let options = ringdisk_qcow2::OpenOptions { header_only: true, ..Default::default() };
+    let opened = runtime.block_on(Qcow2::open(&ring, Arc::clone(storage), &options));
+    let is_named =
+        |image: &Qcow2| image.info().external_data_file && image.info().data_file.is_some();
+    let Some(image) = opened.ok().filter(is_named) else {
+        return Ok(None);
+    };
+    let how = Offline { format: None, writable: false, force_share: args.force_share };
+    let context = |failure: Failure| failure.context("the external data file");
+    how.data_file(image.info(), &args.file, &args.pool).map(Some).map_err(context)
 }
 
 /// The keys of qemu-img, in its order; it leaves those out that are 0.
