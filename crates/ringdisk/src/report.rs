@@ -60,7 +60,7 @@ pub(crate) const MEANINGS: [(Exit, &str, &str); 15] = [
     (
         Exit::Image,
         "image",
-        "The image does not exist, is not an image, has an unknown format, is damaged, or cannot be read.",
+        "The image does not exist, is not an image, has an unknown format, is damaged, or cannot be read; or its disk has no such partition (`--partition`) or range (`--offset`, `--size`).",
     ),
     (
         Exit::Mountpoint,

@@ -9,11 +9,13 @@ use std::path::{Path, PathBuf};
 
 use common::serving::Daemon;
 use common::tools::ringdisk;
-use common::{MIB, assert_refused, open, patch, refused, serve, try_mount};
+use common::{MIB, assert_refused, errno, open, patch, refused, serve, try_mount};
 use ringdisk_testkit::images::{self, assert_clean, pattern, piece, qemu_io};
-use ringdisk_testkit::limits::needs_root;
+use ringdisk_testkit::limits::{needs_root, part_needs};
 use ringdisk_testkit::mount::{Loop, scratch, text};
 use ringdisk_testkit::process::{command, ok};
+use rustix::fs::{FallocateFlags, fallocate};
+use rustix::io::Errno;
 use serde_json::Value;
 
 /// A GPT with three partitions that do not lie in the order of their numbers.
@@ -24,7 +26,8 @@ const MBR: &str = "label: dos\n1 : start=2048, size=2048\n2 : start=4096, size=4
 
 /// Writes a partition table to a file.
 fn partitioned(disk: &Path, script: &str) {
-    let written = disk.with_extension("sfdisk");
+    let directory = scratch();
+    let written = directory.path().join("table");
     fs::write(&written, script).expect("a script");
     let line = format!("sfdisk -q {} < {}", text(disk), text(&written));
     ok(command(&["sh", "-c", &line]));
@@ -123,6 +126,13 @@ fn of_kernel(image: &Path) -> BTreeMap<u32, (u64, u64)> {
     let Some(device) = Loop::attach(image, &["--partscan", "--read-only"]) else {
         return BTreeMap::new();
     };
+    let found = of_device(&device);
+    let _ = part_needs("partition tables in the kernel", !found.is_empty());
+    found
+}
+
+/// The same of a device.
+fn of_device(device: &Loop) -> BTreeMap<u32, (u64, u64)> {
     let name = device.device().file_name().expect("a name").to_string_lossy().into_owned();
     let bytes = |number: u32, what: &str| -> Option<u64> {
         let path = format!("/sys/block/{name}/{name}p{number}/{what}");
@@ -150,6 +160,38 @@ fn partitions_have_the_numbers_and_places_that_others_give_them() {
             let disk = serve(&image, &words);
             assert_eq!(fs::metadata(disk.path()).expect("stat").len(), place.1, "{number}");
             assert!(piece(disk.path(), 0, 4096) == piece(&image, place.0, 4096), "{number}");
+            assert_eq!(disk.stop().code(), Some(0));
+        }
+    }
+}
+
+#[test]
+fn the_sectors_of_a_device_are_those_of_its_table() {
+    if !needs_root() {
+        return;
+    }
+    for label in ["label: gpt\n", "label: dos\n"] {
+        let directory = scratch();
+        let image = directory.path().join("disk.img");
+        images::raw(&image, 32 * MIB, 7);
+        let words = ["--sector-size", "4096", "--partscan"];
+        let Some(device) = Loop::attach(&image, &words) else { return };
+        partitioned(
+            device.device(),
+            &format!("{label}1 : start=512, size=1024\n2 : start=2048, size=512\n"),
+        );
+        ok(command(&["partx", "--update", text(device.device())]));
+        let of_kernel = of_device(&device);
+        let _ = part_needs("partition tables in the kernel", !of_kernel.is_empty());
+        for (number, place) in [(1, (2 * MIB, 4 * MIB)), (2, (8 * MIB, 2 * MIB))] {
+            assert!(
+                of_kernel.is_empty() || of_kernel.get(&number) == Some(&place),
+                "{of_kernel:?}"
+            );
+            let words = ["--read-only", "-f", "raw", "--partition", &number.to_string()];
+            let disk = serve(device.device(), &words);
+            assert_eq!(fs::metadata(disk.path()).expect("stat").len(), place.1, "{label}{number}");
+            assert!(piece(disk.path(), 0, 4096) == pattern(7, place.0, 4096), "{label}{number}");
             assert_eq!(disk.stop().code(), Some(0));
         }
     }
@@ -196,15 +238,22 @@ fn the_size_of_a_partition_is_fixed() {
     }
     let directory = scratch();
     let image = qcow2_with(directory.path(), GPT);
-    let disk = serve(&image, &["--partition", "2", "--growable"]);
+    let disk = serve(&image, &["--partition", "2", "--resizable"]);
     let file = open(disk.path());
-    assert!(file.set_len(20 * MIB).is_err());
-    assert!(file.write_at(&[1; 4096], 16 * MIB).is_err());
+    // As without the option.
+    for size in [20 * MIB, MIB] {
+        assert_eq!(errno(file.set_len(size)), Some(Errno::PERM), "{size}");
+    }
+    assert_eq!(errno(file.write_at(&[1; 4096], 16 * MIB)), Some(Errno::NOSPC));
+    let more = fallocate(&file, FallocateFlags::empty(), 16 * MIB, MIB);
+    assert_eq!(more, Err(Errno::PERM));
     drop(file);
     let ran = ringdisk(directory.path(), &["ctl", text(disk.path()), "resize", "20M"]);
     assert_ne!(ran.code, 0);
     assert!(ran.err.contains("part of its image"), "{}", ran.err);
-    assert_eq!(disk.stop().code(), Some(0));
+    let finished = disk.stop();
+    assert_eq!(finished.code(), Some(0));
+    assert!(finished.stderr.contains("--resizable change nothing"), "{}", finished.stderr);
 }
 
 #[test]

@@ -17,6 +17,7 @@ e2e_numa       uring
 e2e_uring      uring
 e2e_client_memory own
 e2e_passthrough   own
+e2e_windows    own
 e2e_numa       own
 e2e_placement  own
 e2e_hotplug    own

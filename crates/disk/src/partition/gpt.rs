@@ -94,8 +94,26 @@ async fn table_at(source: &impl Source, sector: u64, at: u64) -> Result<Option<T
     let entries = (1..).zip(array.chunks_exact(entry_bytes));
     let partitions =
         entries.filter_map(|(number, bytes)| partition(number, bytes, &header, sector)).collect();
-    let own = vec![(0, 2 * sector), (start, sector), (array_at, array_bytes)];
+    let mut own = vec![(0, 2 * sector), (start, sector), (array_at, array_bytes)];
+    own.extend(copy(source, sector, header.other_sector.get()).await?);
     Ok(Some(Table { scheme: Scheme::Gpt, partitions, own, damage: None }))
+}
+
+/// The sectors of the table's copy, of which nothing else is used: first byte and length, bytes.
+///
+/// * `at`: the sector of its header.
+async fn copy(source: &impl Source, sector: u64, at: u64) -> Result<Vec<(u64, u64)>, Error> {
+    let Some(start) = at.checked_mul(sector) else { return Ok(Vec::new()) };
+    let Some(bytes) = read(source, start, sector).await? else { return Ok(Vec::new()) };
+    let mut own = vec![(start, sector)];
+    if let Some(header) = header(&bytes, at)
+        && let Some(array_at) = header.array_sector.get().checked_mul(sector)
+    {
+        let len = u64::from(header.entries.get()) * u64::from(header.entry_bytes.get());
+        let is_there = array_at.checked_add(len).is_some_and(|end| end <= source.size());
+        own.extend(is_there.then_some((array_at, len)));
+    }
+    Ok(own)
 }
 
 /// The header of a sector, if it is one whose numbers can be believed.

@@ -1,7 +1,8 @@
 //! Partition tables of the kind that DOS began: four entries in the first sector, and chains of logical partitions.
 //!
 //! Promises: as `partition`. A chain is followed for [`RECORDS_MAX`] records at most, each of them once and inside the extended
-//! partition. Sectors have 512 bytes, as on every disk image whose table is no GPT.
+//! partition. Sectors have 512 bytes, but for a disk that is on a device with larger ones. What counts as a partition, and so its number, is
+//! what the kernel's `block/partitions/msdos.c` counts.
 
 use zerocopy::little_endian::U32;
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
@@ -39,12 +40,13 @@ impl Entry {
     }
 
     /// * `base`: sector that the entry counts from.
-    fn partition(&self, number: u32, base: u64) -> Partition {
+    /// * `sector`: bytes.
+    fn partition(&self, number: u32, base: u64, sector: u64) -> Partition {
         // Three numbers of 32 bits: no product of them with a sector overflows.
         Partition {
             number,
-            start: (base + u64::from(self.start.get())) * SECTOR,
-            len: u64::from(self.sectors.get()) * SECTOR,
+            start: (base + u64::from(self.start.get())) * sector,
+            len: u64::from(self.sectors.get()) * sector,
             is_extended: self.is_extended(),
             fault: None,
         }
@@ -77,10 +79,11 @@ pub(super) fn is_protective(entries: &Entries) -> bool {
 ///
 /// * `entries`: of the first sector.
 pub(super) async fn table(source: &impl Source, entries: &Entries) -> Result<Table, Error> {
-    let mut table =
-        Table { scheme: Scheme::Mbr, partitions: Vec::new(), own: vec![(0, SECTOR)], damage: None };
+    let sector = source.sector();
+    let own = vec![(0, sector)];
+    let mut table = Table { scheme: Scheme::Mbr, partitions: Vec::new(), own, damage: None };
     for (number, entry) in (1..).zip(entries).filter(|(_, entry)| entry.is_used()) {
-        table.partitions.push(entry.partition(number, 0));
+        table.partitions.push(entry.partition(number, 0, sector));
     }
     for entry in entries.iter().filter(|entry| entry.is_extended()) {
         logical(source, &mut table, entry).await?;
@@ -92,19 +95,21 @@ pub(super) async fn table(source: &impl Source, entries: &Entries) -> Result<Tab
 async fn logical(source: &impl Source, table: &mut Table, extended: &Entry) -> Result<(), Error> {
     let base = u64::from(extended.start.get());
     let end = base + u64::from(extended.sectors.get());
-    let mut at = base;
+    let sector = source.sector();
+    // The record, and how long the entry that leads to it says that it is with its partition.
+    let (mut at, mut len) = (base, u64::from(extended.sectors.get()));
     for _ in 0..RECORDS_MAX {
-        let sector = read(source, at * SECTOR, SECTOR).await?;
-        let Some(entries) = sector.as_deref().and_then(raw_entries) else {
+        let bytes = read(source, at * sector, SECTOR).await?;
+        let Some(entries) = bytes.as_deref().and_then(raw_entries) else {
             // An extended partition that nobody has put anything into needs no record.
-            let is_damage = at != base || sector.is_none();
+            let is_damage = at != base || bytes.is_none();
             table.note(is_damage, format!("there is no boot record at sector {at}"));
             return Ok(());
         };
-        table.own.push((at * SECTOR, SECTOR));
-        data_of(table, &entries, at, base..end);
+        table.own.push((at * sector, sector));
+        data_of(table, &entries, Record { at, len, sector }, base..end);
         let Some(next) = entries.iter().find(|entry| entry.is_extended()) else { return Ok(()) };
-        at = base + u64::from(next.start.get());
+        (at, len) = (base + u64::from(next.start.get()), u64::from(next.sectors.get()));
         if at >= end {
             table.note(
                 true,
@@ -114,7 +119,7 @@ async fn logical(source: &impl Source, table: &mut Table, extended: &Entry) -> R
             );
             return Ok(());
         }
-        if table.own.contains(&(at * SECTOR, SECTOR)) {
+        if table.own.contains(&(at * sector, sector)) {
             table.note(true, format!("the chain of boot records comes back to sector {at}"));
             return Ok(());
         }
@@ -123,18 +128,29 @@ async fn logical(source: &impl Source, table: &mut Table, extended: &Entry) -> R
     Ok(())
 }
 
+/// A boot record of a chain, in sectors.
+#[derive(Clone, Copy, Debug)]
+struct Record {
+    at: u64,
+    /// With its partition, as the entry says that leads to it.
+    len: u64,
+    /// Bytes.
+    sector: u64,
+}
+
 /// Adds the partitions that a boot record names. The first two entries are for them and for the next record; more are counted only where they
-/// make sense.
-fn data_of(table: &mut Table, entries: &Entries, at: u64, extended: std::ops::Range<u64>) {
+/// make sense: inside the extended partition, and inside what the entry gave that leads to the record.
+fn data_of(table: &mut Table, entries: &Entries, record: Record, extended: std::ops::Range<u64>) {
     for (index, entry) in entries.iter().enumerate() {
-        let start = at + u64::from(entry.start.get());
+        let start = record.at + u64::from(entry.start.get());
         let end = start + u64::from(entry.sectors.get());
         let is_inside = extended.contains(&start) && end <= extended.end;
-        if !entry.is_used() || entry.is_extended() || (index >= 2 && !is_inside) {
+        let is_counted = index < 2 || (is_inside && end <= record.at + record.len);
+        if !entry.is_used() || entry.is_extended() || !is_counted {
             continue;
         }
         let last = table.partitions.last().map_or(0, |each| each.number);
-        let mut partition = entry.partition(last.max(PRIMARIES) + 1, at);
+        let mut partition = entry.partition(last.max(PRIMARIES) + 1, record.at, record.sector);
         if !is_inside {
             partition.fault = Some("it lies outside the extended partition");
         }

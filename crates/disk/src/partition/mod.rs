@@ -20,10 +20,13 @@ use std::fmt::Write as _;
 
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
+use ringdisk_storage::Kind;
+
+use crate::layer::Node;
 use crate::window::Window;
 use crate::{Disk, Error, ErrorKind};
 
-/// Sector of an MBR, and the smaller one of a GPT, bytes.
+/// Sector of an MBR unless the disk is that of a device with larger ones, and the smaller one of a GPT, bytes.
 const SECTOR: u64 = 512;
 /// Alignment of buffers: a page suits every storage.
 const BUFFER_ALIGN: usize = 4096;
@@ -35,6 +38,11 @@ pub(crate) trait Source {
     /// Size of the disk, bytes.
     fn size(&self) -> u64;
 
+    /// Sector that an MBR counts in, bytes; nothing in it says which.
+    fn sector(&self) -> u64 {
+        SECTOR
+    }
+
     /// Reads bytes; fewer at the end of the disk only.
     async fn read(&self, offset: u64, len: usize) -> Result<Vec<u8>, Errno>;
 }
@@ -45,6 +53,16 @@ struct OnDisk<'a>(&'a Ring, &'a Disk);
 impl Source for OnDisk<'_> {
     fn size(&self) -> u64 {
         self.1.size()
+    }
+
+    /// What the kernel counts in: the logical block of the device whose bytes the disk has, if there is one.
+    fn sector(&self) -> u64 {
+        let layers = self.1.layers();
+        let device = layers.last().and_then(|layer| match &layer.node {
+            Node::Raw(raw) => Some(&raw.storage).filter(|it| it.kind() == Kind::BlockDevice),
+            Node::Qcow2(_) | Node::Null(_) => None,
+        });
+        device.map_or(SECTOR, |device| u64::from(device.topology().logical_block))
     }
 
     async fn read(&self, offset: u64, len: usize) -> Result<Vec<u8>, Errno> {

@@ -18,13 +18,14 @@ const READS_MAX: usize = 300;
 /// A disk in memory that is mostly zeroes: its size, and pieces with content.
 struct Memory {
     size: u64,
+    sector: u64,
     pieces: Vec<(u64, Vec<u8>)>,
     reads: Cell<usize>,
 }
 
 impl Memory {
     fn new(size: u64) -> Memory {
-        Memory { size, pieces: Vec::new(), reads: Cell::new(0) }
+        Memory { size, sector: 512, pieces: Vec::new(), reads: Cell::new(0) }
     }
 
     fn put(&mut self, at: u64, bytes: &[u8]) {
@@ -47,6 +48,10 @@ impl Memory {
 impl Source for Memory {
     fn size(&self) -> u64 {
         self.size
+    }
+
+    fn sector(&self) -> u64 {
+        self.sector
     }
 
     async fn read(&self, offset: u64, len: usize) -> Result<Vec<u8>, Errno> {
@@ -178,6 +183,38 @@ fn primaries_and_logical_partitions_have_the_numbers_of_the_kernel() {
 }
 
 #[test]
+fn the_sectors_of_an_mbr_are_those_of_the_device() {
+    let small = logicals();
+    let mut disk = Memory::new(10_000 * 4096);
+    disk.sector = 4096;
+    disk.pieces = small.pieces.iter().map(|(at, bytes)| (at * 8, bytes.clone())).collect();
+    for (number, start, sectors) in [(1, 100, 900), (3, 6000, 1000), (5, 1010, 490), (7, 2510, 90)]
+    {
+        let expected = Window::new(start * 4096, Some(sectors * 4096));
+        assert_eq!(disk.window(number).expect("a partition"), expected, "{number}");
+    }
+    let own = disk.table().expect("a table").own;
+    assert_eq!(own, [(0, 4096), (4_096_000, 4096), (6_144_000, 4096), (10_240_000, 4096)]);
+}
+
+/// Source: the loop over records in the kernel's `block/partitions/msdos.c`.
+#[test]
+fn further_entries_of_a_record_count_where_the_kernel_counts_them() {
+    let mut disk = logicals();
+    // The record at 1500 and its partition have 1000 sectors, as the one before says.
+    let third = |start, sectors| {
+        let entries = [(0, 0x82, 10, 490), (1, 0x05, 1500, 100), (2, 0x83, start, sectors)];
+        record(&entries)
+    };
+    disk.put(1500 * 512, &third(600, 400));
+    assert_eq!(disk.window(7).expect("counted"), Window::new(2100 * 512, Some(400 * 512)));
+    assert_eq!(disk.window(8).expect("the next"), Window::new(2510 * 512, Some(90 * 512)));
+    disk.put(1500 * 512, &third(600, 401));
+    assert_eq!(disk.window(7).expect("the next"), Window::new(2510 * 512, Some(90 * 512)));
+    assert!(disk.refusal(8).contains("no such partition"));
+}
+
+#[test]
 fn a_missing_partition_is_told_with_those_that_are_there() {
     let disk = logicals();
     let text = disk.refusal(4);
@@ -305,6 +342,24 @@ fn the_last_header_counts_where_the_first_is_damaged() {
         let error = disk.table().expect_err("both damaged");
         assert_eq!(error.kind(), ErrorKind::Corrupt);
         assert!(error.to_string().contains("both damaged"), "{error}");
+    }
+}
+
+#[test]
+fn a_partition_over_the_copy_of_the_table_is_refused() {
+    for sector in [512, 4096] {
+        let first = Gpt::new(sector, 2000, &[(1, 40, 60), (2, 1000, 1020)]);
+        let mut copy = Gpt::new(sector, 2000, &[(1, 40, 60), (2, 1000, 1020)]);
+        (copy.at, copy.array_at) = (1010, 50);
+        let mut disk = first.disk();
+        let array = first.array();
+        let mut header = first.header(&array);
+        header[32..40].copy_from_slice(&1010_u64.to_le_bytes());
+        seal(&mut header);
+        disk.put(sector, &header);
+        disk.put(1010 * sector, &copy.header(&array));
+        assert!(disk.refusal(1).contains("over the partition table"), "its array");
+        assert!(disk.refusal(2).contains("over the partition table"), "its header");
     }
 }
 

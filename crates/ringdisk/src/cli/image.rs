@@ -90,7 +90,7 @@ pub(crate) struct ImageArgs {
 
     /// Serve partition N of the disk of IMAGE, as the kernel numbers it (1 is /dev/sda1; logical ones from 5 on)
     ///
-    /// The table (MBR, or GPT with sectors of 512 or 4096 bytes) is read when the image is opened. No request reaches a byte outside
+    /// The table (MBR, or GPT with sectors of 512 or 4096 bytes; an MBR counts in those of a block device, else in 512) is read when the image is opened. No request reaches a byte outside
     /// the partition. Refused: a partition that overlaps another one or goes past the end of the disk, and an extended one.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Image options",
           conflicts_with_all = ["offset", "size", "create"])]

@@ -119,6 +119,11 @@ fn serve(
     if let Some(reason) = disk.protection_reason() {
         terminal::note(reason);
     }
+    if plan.wants_to_size_a_part(&disk) && resumed.is_none() {
+        terminal::note(
+            "the size of a part of a disk is fixed, so --growable and --resizable change nothing",
+        );
+    }
     // A mount that is there goes on, and ends cleanly then.
     if watcher.enter(Phase::Mounting).is_some() && resumed.is_none() {
         return Ok(Exit::General.code());

@@ -187,8 +187,15 @@ impl<'a> Plan<'a> {
         plan
     }
 
+    /// Whether clients were to change the size of what has a fixed one: a partition, or a part of the disk with a size of its own.
+    pub(super) fn wants_to_size_a_part(&self, disk: &Disk) -> bool {
+        let is_fixed = disk.window().is_some_and(|(_, len)| len.is_some());
+        is_fixed && (self.args.growable || self.args.resizable)
+    }
+
     pub(super) fn options(&self, disk: &Disk) -> Options {
         let args = self.args;
+        let may_size = !self.wants_to_size_a_part(disk);
         Options {
             mountpoint: self.mountpoint.clone(),
             placement: args.placement.clone(),
@@ -196,8 +203,8 @@ impl<'a> Plan<'a> {
             passthrough: args.passthrough,
             no_pools: args.no_pools,
             stay: args.stay,
-            growable: args.growable,
-            resizable: args.resizable,
+            growable: args.growable && may_size,
+            resizable: args.resizable && may_size,
             read_only: args.disk.read_only || disk.is_read_only(),
             allow_other: args.allow_other,
             kernel_cache: args.kernel_cache,
