@@ -68,7 +68,7 @@ pub(crate) async fn answer(
                     Answer::Reply(reply)
                 }
                 Err(errno) => {
-                    server.failed("a write", argument.offset, argument.size.into(), errno);
+                    server.failed_write(argument, errno);
                     Answer::error(unique, errno)
                 }
             }

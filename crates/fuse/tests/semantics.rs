@@ -121,8 +121,10 @@ fn writes_past_the_end_are_cut_without_growable() {
     let served = Served::new(disk, Wanted::default());
     let file = read_write(served.path());
     assert_eq!(file.write_at(&[1; 100], MIB - 10).expect("straddles"), 10);
-    assert_eq!(file.write_at(&[1; 100], MIB).expect("at the end"), 0);
-    assert_eq!(file.write_at(&[1; 100], 2 * MIB).expect("past the end"), 0);
+    for offset in [MIB, MIB + 1, 2 * MIB] {
+        let error = file.write_at(&[1; 100], offset).expect_err("at and past the end");
+        assert_eq!(errno(&error), Errno::NOSPC, "{offset}");
+    }
     assert_eq!(served.server.disk().size(), MIB);
     assert_eq!(file.metadata().expect("stat").len(), MIB);
 }

@@ -113,10 +113,20 @@ fn writes_are_cut_at_the_end_of_the_disk() {
     let disk = serve_raw(LEN, &[]);
     let file = open(disk.mounted.path());
     assert_eq!(file.write_at(&[7; 100], LEN - 10).expect("write"), 10);
-    assert_eq!(file.write_at(&[7; 100], LEN).expect("write"), 0);
-    assert_eq!(file.write_at(&[7; 100], LEN + 5000).expect("write"), 0);
+    for offset in [LEN, LEN + 1, LEN + 5000] {
+        assert_eq!(errno(file.write_at(&[7; 100], offset)), Some(Errno::NOSPC), "{offset}");
+    }
     assert_eq!(std::fs::metadata(&disk.image).expect("stat").len(), LEN);
     assert_eq!(piece(disk.mounted.path(), LEN - 10, 10), [7; 10]);
+    // Some programs write again what was not written, for ever where that is nothing.
+    for shell in ["sh", "bash"] {
+        let line = format!("echo more >> {}", disk.mounted.text());
+        let ran = process::run(process::command(&["timeout", "10", shell, "-c", &line]));
+        assert!(![Some(0), Some(124)].contains(&ran.code()), "{shell}: {}", ran.output());
+    }
+    drop(file);
+    let finished = disk.mounted.stop();
+    assert!(!finished.stderr.contains("No space"), "no failure: {}", finished.stderr);
 }
 
 #[test]

@@ -11,7 +11,7 @@
 //!   that takes `resizable`. EPERM says so; the size that the disk has may always be "set";
 //! - O_TRUNC without `resizable` keeps the size in the kernel too (there the kernel takes the file for empty until the next `stat`);
 //!   the price is that `truncate(path, 0)` without an open file succeeds as well, and changes nothing;
-//! - a page-cached mount says ENOSPC past the end, where its kernel would turn "0 bytes written" into EIO;
+//! - a write at or past the end of a disk that is not growable fails with ENOSPC, and never succeeds with 0 bytes;
 //! - closing a descriptor that cannot write does not flush.
 //!
 //! READ and WRITE are calls of their own ([`FileServer::read`], [`FileServer::write`]), so that the transport decides where the data
@@ -178,6 +178,15 @@ impl FileServer {
         }
     }
 
+    /// As [`failed`](FileServer::failed), for a write. That the disk ends where it ends is no failure.
+    #[cold]
+    pub(crate) fn failed_write(&self, argument: &WriteIn, errno: Errno) {
+        let is_end = !self.growable && argument.offset >= self.disk.size();
+        if errno != Errno::NOSPC || !is_end {
+            self.failed("a write", argument.offset, argument.size.into(), errno);
+        }
+    }
+
     /// The disk behind the file.
     #[must_use]
     pub fn disk(&self) -> &Arc<Disk> {
@@ -237,11 +246,10 @@ impl FileServer {
 
     /// Writes the whole of `buf`, which holds the data of the WRITE request `argument`.
     ///
-    /// Returns the bytes that the client has written: cut at the end of the disk unless it is growable, so 0 at and past the end
-    /// (tools report "No space left on device"). A page-cached mount gets ENOSPC there instead, because its kernel would turn 0 into
-    /// EIO. Less is also returned if an error came after some progress. With O_DSYNC or O_SYNC the data is durable on return.
+    /// Returns the bytes that the client has written: cut at the end of the disk unless it is growable, and ENOSPC at and past the end,
+    /// as on a block device: of 0 bytes written some programs make another attempt, for ever. Less is also returned if an error came after some progress. With O_DSYNC or O_SYNC the data is durable on return.
     ///
-    /// Errors: EACCES on a read-only export; EFBIG past the largest file size; EOPNOTSUPP past the end of a disk that is growable but
+    /// Errors: ENOSPC; EACCES on a read-only export; EFBIG past the largest file size; EOPNOTSUPP past the end of a disk that is growable but
     /// cannot be resized; those of the disk.
     pub async fn write(
         &self,
@@ -278,10 +286,7 @@ impl FileServer {
         if from_page_cache {
             return Ok(buf.len());
         }
-        if done == 0 && self.profile.kernel_cache {
-            return Err(Errno::NOSPC);
-        }
-        Ok(done)
+        if done == 0 { Err(Errno::NOSPC) } else { Ok(done) }
     }
 
     /// Whether a client of this file is changing its size, so that the kernel need not be told. Any thread.
