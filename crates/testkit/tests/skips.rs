@@ -83,6 +83,22 @@ fn a_skipped_test_is_not_counted_as_passed() {
 }
 
 #[test]
+fn a_skip_over_two_transports_is_counted_for_each() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = |name: &str| directory.path().join(name);
+    let run = |transport: &str, skip: &str| {
+        format!(
+            "== a ({transport})\ntest one ... ok\ntest two ... ok\ntest result: ok. 2 passed; 0 failed; 0 ignored\n{skip}"
+        )
+    };
+    let skip = "@skip\twhole\ta-0123456789abcdef\tone\tmoon\n";
+    let log = [run("fuse", skip), run("uring", skip), run("zero-copy", "")].concat();
+    std::fs::write(path("log"), log).expect("a log");
+    let words = [Path::new("add"), &path("state"), Path::new("vm"), &path("log"), &path("none")];
+    assert_eq!(ok(tally(&words)).trim(), "4 0 2");
+}
+
+#[test]
 fn what_another_test_runs_is_no_skip() {
     let directory = tempfile::tempdir().expect("a directory");
     let path = |name: &str| directory.path().join(name);
