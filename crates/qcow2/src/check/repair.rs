@@ -177,7 +177,8 @@ async fn round(
         return Ok(None);
     }
     if what == Repair::All && !scan.fixable.is_empty() {
-        let said = fix_entries(patient, scan).await?;
+        // Boxed, as are others below: futures in futures get too deep for the compiler.
+        let said = Box::pin(fix_entries(patient, scan)).await?;
         if !said.is_empty() {
             return Ok(Some(said.join("\n")));
         }
@@ -240,7 +241,7 @@ async fn fix_entries(patient: Patient<'_>, scan: &mut Scan) -> Result<Vec<String
         if emptied + moved == 0 {
             patient.clear_unknown().await?;
             // The disk changes, and nobody records it.
-            said.extend(bitmaps::distrust(patient, scan).await?);
+            said.extend(Box::pin(bitmaps::distrust(patient, scan)).await?);
         }
         let bytes = if layout.extended { 16 } else { 8 };
         let offset = table + u64::from(index) * bytes;

@@ -222,7 +222,7 @@ pub(super) async fn scan(
     scan.l1_table(source, l1, "the L1 table", report).await?;
     scan.snapshots(source, header, report, hooks).await?;
     scan.l2_tables(source, report, hooks).await?;
-    scan.cut_compressed(source, header, report, hooks).await?;
+    Box::pin(scan.cut_compressed(source, header, report, hooks)).await?;
     scan.refcount_table(header, report)?;
     scan.claims.sort_unstable();
     // Last: a bitmap that lies on something else is wrong, not what it lies on.

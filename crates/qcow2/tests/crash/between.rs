@@ -24,7 +24,12 @@ impl World {
                 Between::Both => self.prng.coin(),
                 Between::Nothing | Between::Reopen => return Ok(()),
             };
-            if snapshots { self.snapshot().await? } else { self.resize().await? }
+            // Boxed: futures in futures get too deep for the compiler.
+            if snapshots {
+                Box::pin(self.snapshot()).await?;
+            } else {
+                Box::pin(self.resize()).await?;
+            }
         }
         Ok(())
     }
