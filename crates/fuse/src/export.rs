@@ -16,9 +16,7 @@ use crate::dev::{Place, QueueSetup, QueueThread, Serve, answer_init};
 use crate::file::{FileOptions, FileServer};
 use crate::keeper::{Event, EventSender, HaltReason, InUseSlot, Keeper};
 use crate::kept::{self, Parked};
-use crate::mount::{
-    FirstLook, Method, MountOptions, Remover, RemoverSlot, clone_device, mount, open_backing,
-};
+use crate::mount::{FirstLook, Method, MountOptions, Remover, RemoverSlot, mount, open_backing};
 use crate::negotiate::Profile;
 use crate::placement::{self, Live, MountTopology, Sizes, describe, watch};
 use crate::uring::{
@@ -32,7 +30,7 @@ mod options;
 
 pub(crate) use ladder::choose_transport;
 use ladder::{
-    first_mode, is_direct, lend, may_zero_copy, no_passthrough, refusal, ring_error,
+    first_mode, is_direct, lend, may_zero_copy, no_passthrough, queue_devices, refusal, ring_error,
     why_no_zero_copy,
 };
 pub use options::{ExportOptions, Transport};
@@ -581,31 +579,4 @@ enum Started {
 fn stats_of(queues: &[QueueView]) -> Stats {
     let queues = queues.iter().enumerate();
     Stats { queues: queues.map(|(index, q)| q.cells.snapshot(index, q.cpu, &q.ring)).collect() }
-}
-
-/// One descriptor for each queue: clones, or the first one shared where cloning is not allowed (a user without access to /dev/fuse).
-fn queue_devices(
-    mount: &crate::mount::Mount,
-    count: usize,
-    notes: &mut Vec<String>,
-) -> Result<Vec<Arc<OwnedFd>>, Error> {
-    let first = mount.device().try_clone_to_owned().map_err(|source| {
-        Error::new(ErrorKind::System, "cannot duplicate the FUSE descriptor").source(source)
-    })?;
-    let first = Arc::new(first);
-    let mut devices = vec![Arc::clone(&first)];
-    while devices.len() < count {
-        match clone_device(mount.device()) {
-            Ok(device) => devices.push(Arc::new(device)),
-            Err(errno) => {
-                notes.push(format!(
-                    "all threads share one FUSE descriptor, since /dev/fuse cannot be opened ({errno}); \
-                     `chmod 666 /dev/fuse` gives each its own"
-                ));
-                devices.resize(count, first);
-                break;
-            }
-        }
-    }
-    Ok(devices)
 }

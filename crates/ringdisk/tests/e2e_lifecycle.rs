@@ -51,6 +51,30 @@ fn ringdisk_umount_ends_the_process() {
 }
 
 #[test]
+fn an_image_that_lost_its_name_is_told_of() {
+    if !needs_root() {
+        return;
+    }
+    let disk = serve_raw(MIB, &[]);
+    let said = |words: &[&str]| {
+        let done = run(command(&[&[program().as_str()][..], words].concat()));
+        assert_eq!(done.code(), Some(0), "{}", done.output());
+        done.output()
+    };
+    let stats = ["ctl", disk.mounted.text(), "stats"];
+    assert!(!said(&stats).contains("warning"), "its name is there");
+    std::fs::remove_file(&disk.image).expect("delete");
+    let lost = format!("'{}' was deleted", text(&disk.image));
+    let now = said(&stats);
+    assert!(now.contains(&lost), "{now}");
+    let unmounted = said(&["umount", disk.mounted.text()]);
+    assert!(unmounted.contains(&format!("warning: {lost}")), "{unmounted}");
+    let finished = disk.mounted.finish();
+    assert_eq!(finished.code(), Some(0), "{}", finished.output());
+    assert!(finished.output().contains(&lost), "{}", finished.output());
+}
+
+#[test]
 fn a_lazy_unmount_serves_open_files_to_their_end() {
     if !needs_root() {
         return;

@@ -1,11 +1,14 @@
-//! What a mount takes of what the kernel and the image offer, and why not more: transport, modes of rings, passthrough.
+//! What a mount takes of what the kernel and the image offer, and why not more: transport, modes of rings, passthrough,
+//! descriptors.
 
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
 use ringdisk_disk::Disk;
 use ringdisk_ring::{Errno, SetupError};
 
 use super::Transport;
+use crate::mount::{Mount, clone_device};
 use crate::uring::{RingMode, ZeroCopy, is_enabled};
 use crate::{Error, ErrorKind};
 
@@ -116,4 +119,31 @@ pub(super) fn ring_error(error: SetupError) -> Error {
         SetupError::Limit(_) | SetupError::Other(_) => ErrorKind::System,
     };
     Error::new(kind, "the queues could not be started").source(error)
+}
+
+/// One descriptor for each queue: clones, or the first one shared where cloning is not allowed (a user without access to /dev/fuse).
+pub(super) fn queue_devices(
+    mount: &Mount,
+    count: usize,
+    notes: &mut Vec<String>,
+) -> Result<Vec<Arc<OwnedFd>>, Error> {
+    let first = mount.device().try_clone_to_owned().map_err(|source| {
+        Error::new(ErrorKind::System, "cannot duplicate the FUSE descriptor").source(source)
+    })?;
+    let first = Arc::new(first);
+    let mut devices = vec![Arc::clone(&first)];
+    while devices.len() < count {
+        match clone_device(mount.device()) {
+            Ok(device) => devices.push(Arc::new(device)),
+            Err(errno) => {
+                notes.push(format!(
+                    "all threads share one FUSE descriptor, since /dev/fuse cannot be opened ({errno}); \
+                     `chmod 666 /dev/fuse` gives each its own"
+                ));
+                devices.resize(count, first);
+                break;
+            }
+        }
+    }
+    Ok(devices)
 }

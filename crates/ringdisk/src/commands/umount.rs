@@ -9,12 +9,16 @@ use std::process::{Child, Command};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use ringdisk_disk::Progress;
 use ringdisk_fuse::mount::{MountEntry, Unmount, mountpoint, table, unmount};
 use ringdisk_fuse::{Error, ErrorKind};
 
 use crate::alive;
 use crate::cli::UmountArgs;
+use crate::control::client::Client;
+use crate::control::protocol::Command as Request;
 use crate::report::{Exit, Failure};
+use crate::terminal::{self, visible};
 use crate::users::{self, Place};
 
 /// Takes the mount away, and waits until its server has flushed, let go of the image and ended. Gives the exit code.
@@ -24,6 +28,9 @@ pub(crate) fn run(args: &UmountArgs) -> Result<u8, Failure> {
     // Resolved before the mount goes: afterwards the name may lead elsewhere.
     let mountpoint = mountpoint::resolve(&args.mountpoint)?;
     let end = Instant::now() + args.timeout;
+    if !args.only_detach {
+        tell_lost_names(&mountpoint, args.timeout.min(NAMES_WAIT));
+    }
     let how = match (args.lazy, args.force) {
         (true, _) => Unmount::Lazy,
         (_, true) => Unmount::Force,
@@ -50,6 +57,21 @@ pub(crate) fn run(args: &UmountArgs) -> Result<u8, Failure> {
             .hint("it may still be writing to the image, or be stopped; --timeout waits longer"));
     }
     Ok(Exit::Clean.code())
+}
+
+/// How long the server may take to say whether its images still have their names.
+const NAMES_WAIT: Duration = Duration::from_millis(500);
+
+/// Says which images have lost their names: what a deleted one holds is gone when its server ends. Where the server does not answer
+/// nothing is said.
+fn tell_lost_names(mountpoint: &Path, limit: Duration) {
+    let stats = Client::connect(mountpoint, limit)
+        .and_then(|mut client| client.call(&Request::Stats, &Progress::new(), Some(limit)));
+    let Ok(stats) = stats else { return };
+    let layers = stats["layers"].as_array().map(Vec::as_slice).unwrap_or_default();
+    for lost in layers.iter().filter_map(|layer| layer["name-lost"].as_str()) {
+        terminal::warn(visible(lost));
+    }
 }
 
 /// What is left of the time for the server's end at least.
