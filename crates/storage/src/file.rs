@@ -263,3 +263,50 @@ pub(crate) fn real_len(fd: BorrowedFd<'_>, kind: Kind) -> Result<u64, Errno> {
         _ => rustix::fs::fstat(fd).map(|stat| u64::try_from(stat.st_size).unwrap_or(0)),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::Ordering;
+
+    use ringdisk_ring::Errno;
+
+    use crate::{OpenOptions, open};
+
+    #[test]
+    fn a_flush_that_found_no_space_is_remembered_where_pages_can_be_lost() {
+        for errno in [Errno::NOSPC, Errno::DQUOT] {
+            let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+            let path = directory.path().join("image");
+            std::fs::write(&path, [1; 4096]).unwrap();
+            for direct in [false, true] {
+                let options = OpenOptions { direct, ..OpenOptions::default() };
+                let file = open::open(&path, &options).unwrap();
+                file.note_flush_failure(errno);
+                let remembered = file.flush_failed.load(Ordering::Relaxed);
+                assert_eq!(remembered, if direct { 0 } else { errno.raw_os_error() });
+                file.note_flush_failure(Errno::CANCELED);
+                file.note_flush_failure(Errno::IO);
+                assert_ne!(file.flush_failed.load(Ordering::Relaxed), 0);
+            }
+        }
+    }
+
+    #[test]
+    fn an_older_look_at_the_length_takes_nothing_back() {
+        let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+        let path = directory.path().join("image");
+        std::fs::write(&path, [1; 4096]).unwrap();
+        let file = open::open(&path, &OpenOptions::default()).unwrap();
+        // Somebody has cut it, …
+        file.note_len(4096, 1000);
+        assert_eq!(file.len(), 1000);
+        // … and two who looked at it then hear the answer after a write.
+        file.has_grown_to(8192);
+        file.note_len(1000, 500);
+        assert_eq!(file.len(), 8192);
+        file.note_len(1000, 4096);
+        assert_eq!(file.len(), 8192);
+        file.note_len(8192, 9000);
+        assert_eq!(file.len(), 9000);
+    }
+}

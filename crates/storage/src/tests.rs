@@ -1,6 +1,7 @@
 //! What only the inside can show. Real files and devices: `tests/storage`.
 
 use std::future::Future;
+use std::os::fd::AsFd;
 use std::path::Path;
 
 use ringdisk_ring::{Config, IoBuf, Runtime};
@@ -106,12 +107,60 @@ fn dropped_future_of_a_change_keeps_the_image_locked() {
         drop(write);
     });
     assert!(file.abandoned.load(std::sync::atomic::Ordering::Relaxed));
+    // As the kernel, which still works on it.
+    let kernel = file.owner.try_clone().unwrap();
+    drop(file);
+    let other = std::fs::File::open(&path).unwrap();
+    assert!(!crate::lock::is_free(other.as_fd(), Lock::Exclusive, false));
+    drop(kernel);
+}
+
+#[test]
+fn end_of_a_storage_whose_locks_another_process_has_unlocks_nothing() {
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let path = directory.path().join("image");
+    std::fs::write(&path, [1; 4096]).unwrap();
+    let storage = Storage::open(&path, &OpenOptions::default()).unwrap();
+    let other = std::fs::File::open(&path).unwrap();
+    let is_free = || crate::lock::is_free(other.as_fd(), Lock::Exclusive, false);
+    let fd = storage.duplicate().unwrap().unwrap();
+    // One that was adopted is not ours alone until that is said.
+    let new = Storage::adopt(fd, "new", &OpenOptions::default()).unwrap();
+    drop(new);
+    assert!(!is_free());
+    let kept = storage.duplicate().unwrap().unwrap();
+    storage.share_locks(true);
+    drop(storage);
+    assert!(!is_free());
+    drop(kept);
+    assert!(is_free());
+}
+
+#[test]
+fn of_flushes_that_run_at_once_none_succeeds_after_one_has_failed() {
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let path = directory.path().join("image");
+    std::fs::write(&path, [1; 4096]).unwrap();
+    let file = open::open(&path, &OpenOptions::default()).unwrap();
+    let mut runtime = Runtime::new(Config::default()).unwrap();
+    let ring = runtime.ring().clone();
+    runtime.block_on(async {
+        let mut flush = Box::pin(file.flush(&ring));
+        std::future::poll_fn(|cx| {
+            assert!(flush.as_mut().poll(cx).is_pending());
+            std::task::Poll::Ready(())
+        })
+        .await;
+        // The kernel has told the other one.
+        let errno = ringdisk_ring::Errno::IO;
+        file.flush_failed.store(errno.raw_os_error(), std::sync::atomic::Ordering::Relaxed);
+        assert_eq!(flush.await, Err(errno));
+    });
 }
 
 #[test]
 fn second_descriptor_has_the_lock_and_stands_in_nobodys_way() {
     use crate::lock::is_free;
-    use std::os::fd::AsFd;
     let directory = tempfile::tempdir_in("/var/tmp").unwrap();
     let path = directory.path().join("image");
     std::fs::write(&path, [1; 1000]).unwrap();

@@ -3,14 +3,17 @@
 use std::io::Write;
 use std::os::fd::AsFd;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 
 use ringdisk_qcow2::Preallocation;
 use ringdisk_ring::{Errno, Ring};
 
-use super::{directory, open, run};
-use crate::{Disk, ErrorKind, Format, ImageOptions, NewSize, OverlayOptions, ResizeOptions};
+use super::{directory, open, qemu_img, run};
+use crate::{
+    Cache, CommitOptions, DetectZeroes, Disk, ErrorKind, Format, ImageOptions, NewSize,
+    OverlayOptions, Progress, ResizeOptions,
+};
 
 #[test]
 fn nothing_is_put_above_an_image_that_the_kernel_has() {
@@ -42,9 +45,72 @@ fn only_a_file_that_is_the_disk_is_lent() {
         let path = directory.path().join("disk.img");
         std::fs::write(&path, vec![7; 65536]).expect("an image");
         // Its first sector is protected, since the format was guessed.
-        let guessed = open(&ring, path.clone(), &ImageOptions::default()).await.expect("open");
-        assert_eq!(guessed.lend().expect_err("refused").kind(), ErrorKind::Unsupported);
-        assert!(!guessed.is_lent());
+        let guessed = ImageOptions::default();
+        // Each of these is more than the kernel does.
+        let raw = ImageOptions { format: Some(Format::Raw), ..ImageOptions::default() };
+        let window = ImageOptions { window_offset: 4096, ..raw.clone() };
+        let end = ImageOptions { window_size: Some(4096), ..raw.clone() };
+        let direct = ImageOptions { cache: Cache::Writethrough, ..raw.clone() };
+        let detects = ImageOptions { detect_zeroes: DetectZeroes::On, ..raw.clone() };
+        for options in [guessed, window, end, direct, detects] {
+            let disk = open(&ring, path.clone(), &options).await.expect("open");
+            let refused = disk.lend().expect_err("refused");
+            assert_eq!(refused.kind(), ErrorKind::Unsupported, "{refused}");
+            assert!(!disk.is_lent());
+        }
+        let disk = open(&ring, path.clone(), &raw).await.expect("open");
+        disk.lend().expect("as it is");
+    });
+}
+
+#[test]
+fn a_part_of_a_file_that_a_commit_made_the_disk_is_not_lent() {
+    let directory = directory();
+    std::fs::write(directory.path().join("base.raw"), vec![7; 65536]).expect("an image");
+    for part in [r#""offset":4096"#, r#""size":32768"#] {
+        let base = format!(r#"json:{{"driver":"raw",{part},"file.filename":"base.raw"}}"#);
+        let over = ["create", "-q", "-f", "qcow2", "-b", &base, "-F", "raw", "over.qcow2"];
+        qemu_img(&directory, &over);
+        run(async |ring| {
+            let path = directory.path().join("over.qcow2");
+            let disk = open(&ring, path, &ImageOptions::default()).await.expect("open");
+            let progress = Arc::new(Progress::new());
+            disk.commit(&ring, CommitOptions::TOP, &progress).await.expect("a commit");
+            assert_eq!((disk.layers().len(), disk.layers()[0].format()), (1, Some(Format::Raw)));
+            assert_eq!(disk.lend().expect_err("a part").kind(), ErrorKind::Unsupported);
+        });
+    }
+}
+
+#[test]
+fn a_block_device_is_not_lent() {
+    let directory = directory();
+    let file = directory.path().join("device");
+    std::fs::write(&file, vec![7; 1 << 20]).expect("a file");
+    let Some(device) = ringdisk_testkit::mount::Loop::attach(&file, &[]) else { return };
+    run(async |ring| {
+        let options = ImageOptions { format: Some(Format::Raw), ..ImageOptions::default() };
+        let disk = open(&ring, device.device(), &options).await.expect("open");
+        assert_eq!(disk.lend().expect_err("a device").kind(), ErrorKind::Unsupported);
+        assert!(!disk.is_lent());
+    });
+}
+
+#[test]
+fn watchers_hear_of_a_lent_disk_that_grows_and_an_error_is_told() {
+    run(async |ring| {
+        let directory = directory();
+        let path = directory.path().join("disk.img");
+        std::fs::write(&path, vec![7; 65536]).expect("an image");
+        let disk = lent(&ring, &path).await;
+        let heard = Arc::new(Mutex::new(Vec::new()));
+        let list = Arc::clone(&heard);
+        let _watch = disk.watch_size(move |size| list.lock().expect("list").push(size));
+        disk.grow(&ring, 100_000).await.expect("grow");
+        assert_eq!(*heard.lock().expect("list"), [100_000]);
+        assert_eq!(disk.layers()[0].size(), 100_000);
+        assert!(disk.grow(&ring, u64::MAX / 2).await.is_err());
+        assert_eq!(disk.size(), 100_000);
     });
 }
 

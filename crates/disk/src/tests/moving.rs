@@ -178,6 +178,23 @@ fn a_target_that_waits_gets_the_disk_when_the_source_lets_go() {
 }
 
 #[test]
+fn of_several_locks_none_is_kept_when_one_cannot_be_had() {
+    let directory = directory();
+    let data = "data_file=data.bin,data_file_raw=on";
+    qemu_img(&directory, &["create", "-q", "-f", "qcow2", "-o", data, "outside.qcow2", "4M"]);
+    let path = directory.path().join("outside.qcow2");
+    run(async |ring| {
+        let target = open(&ring, &path, &incoming(&ImageOptions::default())).await.expect("target");
+        let raw = ImageOptions { format: Some(Format::Raw), ..ImageOptions::default() };
+        let holder = open(&ring, directory.path().join("data.bin"), &raw).await.expect("holder");
+        let error = target.activate(&ring, SHORT).await.expect_err("the data file is in use");
+        assert_eq!(error.kind(), ErrorKind::Locked);
+        drop(holder);
+        assert!(qemu_may_write(&directory, "qcow2", "outside.qcow2"));
+    });
+}
+
+#[test]
 fn a_wait_ends_with_its_caller() {
     let directory = directory();
     let path = directory.path().join("a.raw");

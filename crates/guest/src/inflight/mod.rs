@@ -10,6 +10,8 @@
 mod packed;
 mod split;
 #[cfg(test)]
+mod steps;
+#[cfg(test)]
 mod tests;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

@@ -32,6 +32,7 @@ impl Qcow2 {
         }
         for _ in 0..ROUNDS {
             self.finish_use(ring).await?;
+            tracing::debug!("metadata moves to the front of the image file");
             let result = compact(ring, self, old_len).await;
             if let Err(error) = &result {
                 tracing::warn!(%error, "the image file does not get shorter");

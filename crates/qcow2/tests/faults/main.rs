@@ -43,9 +43,6 @@ use ringdisk_testkit::sim::{Fault, OpKind, Record, SimStorage, When};
 use warnings::Warnings;
 use world::{Taken, World};
 
-/// The warning of a shrink that was made, but could not move metadata out of the way of the file's end: it costs space only.
-const NOT_SHORTER: &str = "the image file does not get shorter";
-
 /// Images and clients that the sweeps are made with.
 const SEEDS: u64 = 6;
 /// Storage operations of a run that fail in turn, unless `RINGDISK_FULL=1` asks for every one.
@@ -136,7 +133,8 @@ fn run(config: Config, side: Side, fault: Option<(When, Fault)>) -> Result<Run, 
     if let Some((when, fault)) = fault {
         run.storage(side).on(when, fault);
     }
-    let _seen = run.warnings.watch();
+    let storage = run.storage(side).clone();
+    let _seen = run.warnings.watch(&storage);
     let result = runtime.block_on(async {
         let world = &mut run.world;
         // An image that cannot be opened, closed or changed is an answer too.
@@ -241,7 +239,7 @@ fn consequences(run: &Run, side: Side, record: Record, errno: Errno) -> Result<(
         OpKind::Flush => {
             let noticed = flushed.iter().any(Result::is_err)
                 || !errors.is_empty()
-                || run.warnings.has(NOT_SHORTER);
+                || run.warnings.tell_of(record.number);
             if noticed { Ok(()) } else { Err("nobody was told that a flush failed".into()) }
         }
         OpKind::Write | OpKind::WriteZeroes => {
@@ -249,7 +247,7 @@ fn consequences(run: &Run, side: Side, record: Record, errno: Errno) -> Result<(
             // rest, and meets the fault again if it is still there. A write-back that
             // finds no room loses nothing: all of it is dirty again, and the next flush was good.
             let excused = run.has_traced(SHORT)
-                || run.warnings.has(NOT_SHORTER)
+                || run.warnings.tell_of(record.number)
                 || run.was_repeated(side, record)
                 || errno == Errno::NOSPC && run.has_traced(WRITE_BACK) && flushed[1].is_ok();
             if run.is_told(errno) || excused {

@@ -413,6 +413,50 @@ fn a_slice_that_a_dropped_flush_was_writing_lands_before_the_next_one() {
     });
 }
 
+/// Two slices of one table are written together; the flush is dropped, and the next one writes the second of them.
+#[test]
+fn a_slice_inside_a_longer_write_of_a_dropped_flush_lands_before_the_next_one() {
+    const LARGE: u64 = 64 << 10;
+    /// Bytes of the disk that a slice of 4 KiB maps.
+    const SLICE: u64 = 512 * LARGE;
+    let mut runtime = runtime();
+    let ring = runtime.ring().clone();
+    runtime.block_on(async {
+        let shape = Shape { cluster_bits: 16, size: 4 * SLICE, ..Shape::default() };
+        let sim = SimStorage::from_image(&shape.make(), 1);
+        let stage = Stage::over(ring.clone(), sim).await;
+        stage.write(0, 512).await;
+        stage.image.flush(&ring).await.expect("a flush");
+        stage.write(LARGE, 512).await;
+        stage.write(SLICE, 512).await;
+        let both = When::kind(OpKind::Write).skip(1);
+        stage.sim.on(both.once(), Fault::Hold);
+        let mut flush = Box::pin(stage.image.flush(&ring));
+        while stage.sim.held().is_empty() {
+            assert!(is_pending(&mut flush).await, "nothing was held");
+            ring.yield_now().await;
+        }
+        let old = stage.sim.held()[0];
+        assert_eq!(old.len, 8192, "both slices");
+        drop(flush);
+        stage.write(SLICE + LARGE, 512).await;
+        stage.spawn_flush("flush");
+        stage.settle().await;
+        let second = old.offset + 4096..old.offset + old.len;
+        let log = stage.sim.log();
+        let overtaken = log.iter().any(|record| {
+            record.kind == OpKind::Write
+                && record.number > old.number
+                && second.contains(&record.offset)
+        });
+        assert!(!overtaken, "a part of the held write {old:?} was written again");
+        stage.sim.release_all();
+        while stage.ended() != ["flush"] {
+            ring.yield_now().await;
+        }
+    });
+}
+
 #[test]
 fn reference_counts_that_a_dropped_flush_was_writing_land_before_the_next_ones() {
     on_stage(|stage| async move {

@@ -131,12 +131,19 @@ fn a_full_file_system_takes_what_was_discarded_before_while_readers_go_on() {
 
 #[test]
 fn a_freed_cluster_is_used_again_where_the_file_cannot_grow() {
+    // Full, or the user's quota is used up.
+    for errno in [Errno::NOSPC, Errno::DQUOT] {
+        a_freed_cluster_is_used_again_after(errno);
+    }
+}
+
+fn a_freed_cluster_is_used_again_after(errno: Errno) {
     on_stage(|stage| async move {
         let end = stage.sim.image().len() as u64;
         let full = When::kind(OpKind::Write).at(end..u64::MAX);
-        stage.sim.on(full, Fault::Fail(Errno::NOSPC));
+        stage.sim.on(full, Fault::Fail(errno));
         let (ring, image) = (&stage.ring, &stage.image);
-        assert_eq!(write(ring, image, 0, 512, 1).await, Err(Errno::NOSPC));
+        assert_eq!(write(ring, image, 0, 512, 1).await, Err(errno));
         let readers = Readers::new(ring, image);
         for round in 0..5 {
             let (from, to) = ((100 + round) * CLUSTER, (101 + round) * CLUSTER);
@@ -144,7 +151,21 @@ fn a_freed_cluster_is_used_again_where_the_file_cannot_grow() {
             assert_eq!(write(ring, image, to, 512, 1).await, Ok(512), "round {round}");
         }
         drop(readers);
+        assert_eq!(write(ring, image, 0, 512, 1).await, Err(errno));
+    });
+}
+
+#[test]
+fn who_waits_for_space_hears_that_none_can_be_freed() {
+    on_stage(|stage| async move {
+        let end = stage.sim.image().len() as u64;
+        stage.sim.on(When::kind(OpKind::Write).at(end..u64::MAX), Fault::Fail(Errno::NOSPC));
+        let (ring, image) = (&stage.ring, &stage.image);
+        image.discard(ring, 100 * CLUSTER, CLUSTER, &Nothing).await.expect("a discard");
+        // What is to be free cannot be made durable.
+        stage.sim.on(When::kind(OpKind::Flush), Fault::Fail(Errno::IO));
         assert_eq!(write(ring, image, 0, 512, 1).await, Err(Errno::NOSPC));
+        assert_eq!(image.flush(ring).await, Err(Errno::IO));
     });
 }
 

@@ -114,6 +114,9 @@ fn flush_that_lost_pages_fails_for_ever() {
         let first = storage.flush(&ring).await;
         assert!(matches!(first, Err(Errno::IO | Errno::NOSPC)), "{first:?}");
         assert_eq!(storage.flush(&ring).await, first);
+        // Nor by another descriptor that takes its place.
+        let again = storage.reopen(&OpenOptions::default()).expect("a file").expect("a descriptor");
+        assert_eq!(again.flush(&ring).await, first);
     });
     drop(device);
 }
