@@ -99,7 +99,7 @@ impl Numbers {
 
 /// Something that moves no bytes of the client between those that do: space is reserved or given back, zeroes are written, all is flushed.
 ///
-/// * `can_discard`: the storage can give space back (a block device: it zeroes by itself); else holes are left out.
+/// * `can_discard`: the storage can give space back (a block device: it zeroes by itself); else that is refused, and changes nothing.
 fn change_without_bytes(
     file: &File,
     model: &mut [u8],
@@ -110,8 +110,6 @@ fn change_without_bytes(
     let (offset, len) = (range.start as u64, range.len() as u64);
     let mode = match what {
         0 => FallocateFlags::empty(),
-        // It is refused there, when its unaligned ends may have become zeroes already.
-        1 if !can_discard => return,
         1 => FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE,
         2 => FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE,
         _ => return file.sync_data().expect("flush"),
@@ -120,6 +118,9 @@ fn change_without_bytes(
     if mode.is_empty() {
         // There may be no way to reserve space; no byte changes either way.
         return assert!(matches!(done, Ok(()) | Err(Errno::OPNOTSUPP)), "{done:?}");
+    }
+    if mode.contains(FallocateFlags::PUNCH_HOLE) && !can_discard {
+        return assert_eq!(done, Err(Errno::OPNOTSUPP), "{mode:?}");
     }
     done.unwrap_or_else(|errno| panic!("{mode:?}: {errno}"));
     model[range].fill(0);
