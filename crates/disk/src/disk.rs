@@ -63,6 +63,7 @@ pub(crate) struct Policy {
 #[derive(Debug, Default)]
 pub(crate) struct Parts {
     pub(crate) policy: Policy,
+    /// Of the lowest layer, if that is a raw image whose format nobody gave.
     pub(crate) guard: Option<SectorGuard>,
     pub(crate) read_only_reason: Option<String>,
     pub(crate) options: ImageOptions,
@@ -83,6 +84,14 @@ impl Policy {
 }
 
 impl Parts {
+    /// Protects the first sector of the lowest of these layers, if that is a raw image that may be written.
+    pub(crate) fn protect(&mut self, layers: &[Layer]) {
+        let bottom = layers.last().filter(|layer| matches!(layer.node, Node::Raw(_)));
+        if let Some(bottom) = bottom.filter(|_| self.guard.is_none() && !self.policy.read_only) {
+            self.guard = Some(SectorGuard::new(bottom.name.clone()));
+        }
+    }
+
     pub(crate) fn new(options: &ImageOptions) -> Parts {
         let state = if options.inactive { State::Inactive } else { State::Active };
         // Whatever is opened later is opened for use.
@@ -105,7 +114,7 @@ impl Disk {
         let size = storage.len();
         let read_only = options.read_only || storage.is_read_only();
         let name = PathBuf::from(storage.name());
-        let raw = Raw { storage, offset: 0, fixed_size: false };
+        let raw = Raw::new(storage);
         let mut layer = Layer::new(Node::Raw(raw), size);
         layer.name = name;
         layer.is_writable = !read_only;
@@ -116,9 +125,14 @@ impl Disk {
     }
 
     /// * `layers`: top first, at least one.
-    pub(crate) fn build(layers: Vec<Layer>, parts: Parts) -> Arc<Disk> {
+    pub(crate) fn build(mut layers: Vec<Layer>, parts: Parts) -> Arc<Disk> {
+        // Nothing lies below a raw image.
+        if let (Some(guard), Some(Node::Raw(raw))) =
+            (parts.guard, layers.last_mut().map(|layer| &mut layer.node))
+        {
+            raw.guard = Some(Arc::new(guard));
+        }
         let mut graph = Graph::new(layers.into_iter().map(Arc::new).collect());
-        graph.guard = parts.guard.map(Arc::new);
         graph.state = parts.state;
         graph.window = parts.window;
         Arc::new_cyclic(|this| Disk {
@@ -160,6 +174,12 @@ impl Disk {
         let graph = self.graph();
         let is_in_sight = SectorGuard::covers(graph.window.start);
         graph.guard.as_ref().filter(|_| is_in_sight).map(|guard| guard.reason())
+    }
+
+    /// Whether the first sector of the raw image at the bottom is protected: [`ImageOptions::protect_raw`] of whoever goes on with the
+    /// disk by its names.
+    pub fn protects_raw(&self) -> bool {
+        self.graph().bottom_guard().is_some()
     }
 
     /// Why a writable image takes no more writes since some moment: its metadata was found damaged, or

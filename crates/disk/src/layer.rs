@@ -11,6 +11,7 @@ use ringdisk_qcow2::{Compressed, Extent, ExtentKind, Qcow2};
 use ringdisk_ring::Errno;
 use ringdisk_storage::Storage;
 
+use crate::guard::SectorGuard;
 use crate::null::Null;
 use crate::{Format, NullOptions};
 
@@ -33,6 +34,21 @@ pub(crate) struct Raw {
     pub(crate) offset: u64,
     /// The user fixed the size of the window.
     pub(crate) fixed_size: bool,
+    /// Guard of the first sector, where nobody said that it is raw. It stays with the image when that comes to lie below an
+    /// overlay, and when it is the top again.
+    pub(crate) guard: Option<Arc<SectorGuard>>,
+}
+
+impl Raw {
+    /// All of a storage.
+    pub(crate) fn new(storage: Arc<Storage>) -> Raw {
+        Raw { storage, offset: 0, fixed_size: false, guard: None }
+    }
+
+    /// The same window of the same bytes, by another storage.
+    pub(crate) fn over(&self, storage: Arc<Storage>) -> Raw {
+        Raw { storage, guard: self.guard.clone(), ..*self }
+    }
 }
 
 /// One layer of a backing chain. Never changed in place (but for the size of a raw one): a change of the

@@ -148,6 +148,9 @@ impl FromStr for DetectZeroes {
 pub struct ImageOptions {
     /// Format of the top image; `None` probes it, and then a raw image protects its first sector.
     pub format: Option<Format>,
+    /// The format of the raw image at the bottom was guessed when the disk was opened first, by this process or one before it: its
+    /// first sector is protected although its format is known now.
+    pub protect_raw: bool,
     /// Open for reading only.
     pub read_only: bool,
     /// Fall back to reading where the image cannot be written (a format that is only read, no

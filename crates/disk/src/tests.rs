@@ -10,6 +10,7 @@ mod crash_under_changes;
 mod draining;
 mod faults;
 mod gate;
+mod guarding;
 mod images;
 mod jobs;
 mod lending;

@@ -179,6 +179,53 @@ fn a_longer_backing_file_does_not_show_in_the_new_part() {
     }
 }
 
+/// Version 2 says "zeroes" over a longer backing file with clusters of data. Those may be the last ones of the file, where the tables find
+/// room further in front.
+#[test]
+fn zeroes_of_version_2_over_a_longer_backing_file_lie_inside_the_file() {
+    const CLUSTER: u64 = KIB;
+    let images = Images::new();
+    std::fs::write(images.path("base"), vec![7; 3 * MIB as usize]).expect("a file");
+    let full = images.path("full");
+    let (size, options) = ((2 * MIB).to_string(), "compat=0.10,cluster_size=1k");
+    let create = ["create", "-q", "-f", "qcow2", "-b", "base", "-F", "raw", "-o", options];
+    images.qemu_img(&[&create[..], &["full", &size]].concat());
+    images.qemu_io("full", &["write -P 1 0 2M".to_owned()]);
+    // Refcount blocks count 512 clusters each: room that is found at once, late, or not at all.
+    for room in (0..2 * MIB).step_by(300 << 10) {
+        std::fs::copy(&full, images.path(NAME)).expect("a copy");
+        images.qemu_img(&["snapshot", "-c", "gone", NAME]);
+        images.qemu_io(NAME, &[format!("write -P 2 {room} 64k")]);
+        images.qemu_img(&["snapshot", "-d", "gone", NAME]);
+        for clusters in 1..4 {
+            let case = format!("{clusters} clusters, room at {room}");
+            let copy = images.path("copy");
+            std::fs::copy(images.path(NAME), &copy).expect("a copy");
+            let mut runtime = runtime();
+            let ring = runtime.ring().clone();
+            runtime.block_on(async {
+                let options = OpenOptions { writable: true, ..OpenOptions::default() };
+                let mut image = Qcow2::open(&ring, storage(&copy), &options).await.expect("opens");
+                let new = 2 * MIB + clusters * CLUSTER;
+                let below = Sevens(3 * MIB);
+                image.resize(&ring, new, &ResizeOptions::default(), &below).await.expect("grows");
+                image.close(&ring).await.expect("a clean close");
+                let image = Qcow2::open(&ring, storage(&copy), &OpenOptions::default()).await;
+                let image = image.expect("opens");
+                for at in (2 * MIB..new).step_by(CLUSTER as usize) {
+                    let extent = image.map(&ring, at, CLUSTER).await;
+                    let extent = extent.unwrap_or_else(|errno| panic!("{case}, at {at}: {errno}"));
+                    assert!(matches!(extent.kind, ExtentKind::Data { .. }), "{case}");
+                }
+            });
+            let mut expected = images.converted(NAME);
+            expected.resize((2 * MIB + clusters * CLUSTER) as usize, 0);
+            assert_same(&case, &images.converted("copy"), &expected);
+            images.qemu_img(&["check", "-q", "copy"]);
+        }
+    }
+}
+
 #[test]
 fn what_does_not_fit_is_refused() {
     let kind = |result: Result<(), Error>| result.expect_err("refused").kind();

@@ -75,9 +75,13 @@ impl Graph {
     /// * `layers`: top first, at least one.
     pub(crate) fn new(layers: Vec<Arc<Layer>>) -> Graph {
         assert!(!layers.is_empty(), "a disk has at least one layer");
+        let guard = match &layers[0].node {
+            Node::Raw(raw) => raw.guard.clone(),
+            Node::Qcow2(_) | Node::Null(_) => None,
+        };
         let mut graph = Graph {
             layers,
-            guard: None,
+            guard,
             tracker: None,
             writable: [None; WRITABLE_MAX],
             state: State::Active,
@@ -87,7 +91,7 @@ impl Graph {
         graph
     }
 
-    /// The same with other layers; nothing that belonged to the former top is kept.
+    /// The same with other layers; what is noted for a commit is not kept.
     pub(crate) fn with_layers(&self, layers: Vec<Arc<Layer>>) -> Graph {
         let mut graph = Graph::new(layers);
         graph.state = self.state;
@@ -110,6 +114,14 @@ impl Graph {
     /// The top layer.
     pub(crate) fn top(&self) -> &Arc<Layer> {
         &self.layers[0]
+    }
+
+    /// Guard of the lowest layer, which is the only one that can have one.
+    pub(crate) fn bottom_guard(&self) -> Option<&Arc<SectorGuard>> {
+        match &self.layers.last()?.node {
+            Node::Raw(raw) => raw.guard.as_ref(),
+            Node::Qcow2(_) | Node::Null(_) => None,
+        }
     }
 
     /// All layers, to look things up.

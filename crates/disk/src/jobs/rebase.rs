@@ -13,7 +13,7 @@ use ringdisk_qcow2::Below;
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use crate::chain::Chain;
-use crate::layer::Layer;
+use crate::layer::{Layer, Node};
 use crate::live::{all_of, buffer, equal, pieces, snapshots_show_the_same};
 use crate::name::{FileName, printable};
 use crate::open::{identity_of, open_below};
@@ -144,10 +144,26 @@ async fn copy_what_differs(
     .await
 }
 
-/// Where in the old chain the new one begins.
+/// Where in the old chain the new one begins, with all of its layers. (A name can say more than a file: to leave out what is below,
+/// for example.)
 fn shared(old: Chain<'_>, new: &[Arc<Layer>]) -> Option<usize> {
-    let wanted = new.first()?.file().and_then(|file| identity_of(file))?;
-    old.0.iter().position(|layer| layer.file().and_then(|file| identity_of(file)) == Some(wanted))
+    let index = old.0.len().checked_sub(new.len()).filter(|_| !new.is_empty())?;
+    let is_shared = old.0.iter().skip(index).zip(new).all(|(old, new)| is_same(old, new));
+    is_shared.then_some(index)
+}
+
+/// Whether two layers hold the same: one file, taken for the same format, and the same part of it.
+fn is_same(a: &Layer, b: &Layer) -> bool {
+    let identity = |layer: &Layer| layer.file().and_then(|file| identity_of(file));
+    let is_one_file = identity(a).is_some() && identity(a) == identity(b);
+    is_one_file
+        && match (&a.node, &b.node) {
+            (Node::Raw(ours), Node::Raw(theirs)) => {
+                ours.offset == theirs.offset && a.size() == b.size()
+            }
+            (Node::Qcow2(_), Node::Qcow2(_)) => true,
+            _ => false,
+        }
 }
 
 /// The old chain, which will not be there: zeroes that it shows must be in the image too.

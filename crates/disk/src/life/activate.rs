@@ -105,7 +105,6 @@ impl Disk {
         let mut drained = self.gateway().drain(ring, turn).await;
         let layers = reload(ring, drained.graph(), self.options()).await?;
         let mut fresh = drained.graph().with_layers(layers);
-        fresh.guard.clone_from(&drained.graph().guard);
         fresh.state = State::Active;
         for storage in fresh.storages() {
             storage.share_locks(false);
@@ -132,7 +131,7 @@ async fn reload(
 async fn reload_layer(ring: &Ring, old: &Layer, options: &ImageOptions) -> Result<Layer, Error> {
     match &old.node {
         Node::Null(null) => Ok(Layer::null(&null.options(old.size()))),
-        Node::Raw(Raw { storage, offset, fixed_size }) => {
+        Node::Raw(Raw { storage, offset, fixed_size, guard }) => {
             let asked = Arc::clone(storage);
             ring.offload(move || asked.refresh_len()).await.map_err(|errno| {
                 Error::os(format!("cannot find the length of '{}'", storage.name()), errno)
@@ -140,6 +139,9 @@ async fn reload_layer(ring: &Ring, old: &Layer, options: &ImageOptions) -> Resul
             let size = fixed_size.then(|| old.size());
             let mut fresh = raw_layer(Arc::clone(storage), old.name(), *offset, size)?;
             fresh.is_writable = old.is_writable;
+            if let Node::Raw(raw) = &mut fresh.node {
+                raw.guard.clone_from(guard);
+            }
             Ok(named_as(fresh, old))
         }
         Node::Qcow2(before) => {

@@ -24,7 +24,7 @@ pub(crate) struct About {
     pub(crate) active: bool,
     pub(crate) read_only: bool,
     pub(crate) read_only_reason: Option<String>,
-    /// The first sector is protected.
+    /// The first sector of the lowest layer is protected.
     pub(crate) guarded: bool,
     /// What of the disk clients see.
     pub(crate) window: Window,

@@ -70,7 +70,7 @@ impl Disk {
             active: graph.state == State::Active,
             read_only: self.is_read_only(),
             read_only_reason: self.read_only_reason().map(str::to_owned),
-            guarded: graph.guard.is_some(),
+            guarded: graph.bottom_guard().is_some(),
             window: graph.window,
             layers: graph.layers.iter().map(|layer| about(layer)).collect::<Result<_, _>>()?,
         })

@@ -124,7 +124,13 @@ async fn run(
             Errno::CANCELED => {
                 Error::new(ErrorKind::Cancelled, "the commit was cancelled").with_errno(Some(errno))
             }
-            errno => Error::os("cannot commit", errno),
+            errno => match drained.graph().bottom_guard().filter(|_| errno == Errno::PERM) {
+                Some(guard) => {
+                    let text = format!("cannot commit: {}", guard.reason());
+                    Error::new(ErrorKind::PermissionDenied, text).with_errno(Some(errno))
+                }
+                None => Error::os("cannot commit", errno),
+            },
         };
         Last::new(disk, ring, &mut drained, options).go_back().await?;
         return Err(error);
@@ -236,10 +242,10 @@ async fn open_layers(
                 *layer = Arc::new(for_reading(ring, layer, disk.options()).await?);
             }
         }
-        drained.replace(with_guard(&graph, layers));
+        drained.replace(graph.with_layers(layers));
         return Err(error);
     }
-    let mut next = with_guard(&graph, layers);
+    let mut next = graph.with_layers(layers);
     next.tracker = (options.top == 0).then(|| Arc::new(Tracker::new(graph.size())));
     drained.replace(next);
     Ok(())
@@ -303,13 +309,6 @@ pub(super) async fn grow(
         }
         Node::Null(_) => Err(Error::os("it cannot grow", Errno::OPNOTSUPP)),
     }
-}
-
-/// The same graph with other layers.
-fn with_guard(graph: &Graph, layers: Vec<Arc<Layer>>) -> Graph {
-    let mut next = graph.with_layers(layers);
-    next.guard.clone_from(&graph.guard);
-    next
 }
 
 /// Copies everything, and then what was written meanwhile until little is left.

@@ -12,6 +12,7 @@ use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use crate::chain::Chain;
 use crate::layer::{Layer, Node};
+use crate::write::pass_guard;
 
 /// Bytes that are copied at once: large enough that storage works in sequence, small enough that a
 /// change of the disk does not wait long for it.
@@ -34,12 +35,18 @@ pub(crate) struct Copier<'a> {
 
 impl Copier<'_> {
     /// Writes all of `buf`.
+    ///
+    /// Errors: EPERM for what would make the target look like another format; those of the storage.
     pub(crate) async fn write(self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<(), Errno> {
         let mut done = 0;
         while done < buf.len() {
             let (at, rest) = (offset + done as u64, buf.slice(done..buf.len()));
             let written = match &self.target.node {
-                Node::Raw(raw) => raw.storage.write(ring, raw.offset + at, &rest).await?,
+                Node::Raw(raw) => {
+                    let len = rest.len() as u64;
+                    let _turn = pass_guard(ring, raw, at, len, Some(&rest)).await?;
+                    raw.storage.write(ring, raw.offset + at, &rest).await?
+                }
                 Node::Qcow2(image) => image.write(ring, at, &rest, &self.below).await?,
                 Node::Null(_) => return Err(Errno::OPNOTSUPP),
             };
@@ -55,6 +62,7 @@ impl Copier<'_> {
     pub(crate) async fn zero(self, ring: &Ring, offset: u64, len: u64) -> Result<(), Errno> {
         match &self.target.node {
             Node::Raw(raw) => {
+                let _turn = pass_guard(ring, raw, offset, len, None).await?;
                 raw.storage.write_zeroes(ring, raw.offset + offset, len, true, true).await
             }
             Node::Qcow2(image) => image.write_zeroes(ring, offset, len, true, &self.below).await,

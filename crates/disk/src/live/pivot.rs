@@ -14,7 +14,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use ringdisk_ring::Ring;
+use ringdisk_ring::{Errno, Ring};
 
 use super::commit::copier;
 use super::{CommitOptions, again, close_layer, for_reading, in_mode, offline_on};
@@ -92,9 +92,7 @@ impl<'a, 'b> Last<'a, 'b> {
             }
         }
         let old = Arc::clone(self.drained.graph());
-        let mut graph = old.with_layers(self.layers);
-        graph.guard.clone_from(&old.guard);
-        self.drained.replace(graph);
+        self.drained.replace(old.with_layers(self.layers));
         Ok(())
     }
 
@@ -204,8 +202,16 @@ impl<'a, 'b> Last<'a, 'b> {
         Ok(())
     }
 
+    /// Where there is no room for what its bitmaps have recorded (a full file system is why people commit) they are lost here: they are
+    /// given up in the end anyway.
     async fn close_top(&mut self) -> Result<(), Failure> {
-        close_layer(self.ring, &self.layers[0]).await.map_err(Failure::Refused)
+        let top = &self.layers[0];
+        let Err(error) = close_layer(self.ring, top).await else { return Ok(()) };
+        let is_full = matches!(error.errno(), Some(Errno::NOSPC | Errno::DQUOT));
+        match top.qcow2().filter(|_| is_full && !self.options.keep_top) {
+            Some(image) if image.close(self.ring).await.is_ok() => Ok(()),
+            _ => Err(Failure::Refused(error)),
+        }
     }
 
     /// The base ends where the disk ends, so it shows nothing that the disk does not have. When the top layer is merged only: a

@@ -6,7 +6,7 @@ use ringdisk_qcow2::Qcow2;
 use ringdisk_ring::Ring;
 use ringdisk_storage::Storage;
 
-use crate::layer::{Layer, Node, Raw};
+use crate::layer::{Layer, Node};
 use crate::open::{of_qcow2, of_storage, open_qcow2, qcow2_layer, storage_options};
 use crate::{Error, ErrorKind, ImageOptions};
 
@@ -77,8 +77,7 @@ pub(crate) async fn for_reading(
             tracing::warn!("'{}' stays locked for writing: {error}", layer.name().display());
             match &layer.node {
                 Node::Raw(raw) => {
-                    let storage = Arc::clone(&raw.storage);
-                    let raw = Raw { storage, offset: raw.offset, fixed_size: raw.fixed_size };
+                    let raw = raw.over(Arc::clone(&raw.storage));
                     Ok(named_as(Layer::new(Node::Raw(raw), layer.size()), layer))
                 }
                 Node::Qcow2(_) | Node::Null(_) => again(ring, layer, options, false).await,
@@ -102,8 +101,7 @@ pub(crate) async fn in_mode(
         Node::Null(_) => Err(not_qcow2(layer)),
         Node::Raw(raw) => {
             let storage = storage_in_mode(&raw.storage, options, writable)?;
-            let raw = Raw { storage, offset: raw.offset, fixed_size: raw.fixed_size };
-            let mut fresh = Layer::new(Node::Raw(raw), layer.size());
+            let mut fresh = Layer::new(Node::Raw(raw.over(storage)), layer.size());
             fresh.is_writable = writable;
             Ok(named_as(fresh, layer))
         }

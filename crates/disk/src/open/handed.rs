@@ -60,9 +60,9 @@ impl Disk {
             parts.policy.cache = Cache::Unsafe;
         }
         if about.guarded
-            && let Some(top) = layers.first()
+            && let Some(bottom) = layers.last()
         {
-            parts.guard = Some(SectorGuard::new(top.name.clone()));
+            parts.guard = Some(SectorGuard::new(bottom.name.clone()));
         }
         Ok(Disk::build(layers, parts))
     }

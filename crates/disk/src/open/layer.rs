@@ -87,7 +87,7 @@ pub(crate) fn raw_layer(
             ),
         ));
     };
-    let raw = Raw { storage, offset, fixed_size: size.is_some() };
+    let raw = Raw { offset, fixed_size: size.is_some(), ..Raw::new(storage) };
     let mut layer = Layer::new(Node::Raw(raw), 0);
     layer.size = AtomicU64::new(size.unwrap_or(left));
     Ok(layer)

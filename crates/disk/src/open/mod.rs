@@ -82,6 +82,9 @@ impl Disk {
         let mut opening = Opening::new(ring, options)?;
         let mut parts = Parts::new(options);
         opening.all(source, &mut parts).await?;
+        if options.protect_raw {
+            parts.protect(&opening.layers);
+        }
         let disk = Disk::build(opening.layers, parts);
         disk.narrow(ring, options).await?;
         Ok(disk)

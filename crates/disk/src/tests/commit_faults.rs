@@ -302,6 +302,35 @@ fn layers_on_a_full_file_system_are_emptied() {
     });
 }
 
+/// What its bitmaps have recorded needs room when it is saved, and nobody needs it after a commit.
+#[test]
+fn a_top_with_bitmaps_on_a_full_file_system_is_emptied() {
+    let (mut images, mut bytes) = images();
+    let place = directory();
+    std::fs::write(place.path().join("top"), &images["top.qcow2"]).expect("write");
+    qemu_img(&place, &["bitmap", "--add", "-g", "4k", "-f", "qcow2", "top", "changes"]);
+    images.insert("top.qcow2".to_owned(), fs::read(place.path().join("top")).expect("read"));
+    run(async |ring| {
+        let storages = storages(&images, 7);
+        let disk = chain(&ring, &storages, "top.qcow2", true).await;
+        assert_eq!(write_on(&ring, &disk, &mut bytes).await, Ok(()));
+        let sim = &storages["top.qcow2"];
+        sim.on(When::any().at(sim.len()..u64::MAX), Fault::Fail(Errno::NOSPC));
+        let progress = Arc::new(Progress::new());
+        disk.commit(&ring, TOP_TO_BASE, &progress).await.expect("it needs no space there");
+        assert_eq!(write_on(&ring, &disk, &mut bytes).await, Ok(()));
+        assert_eq!(disk.close(&ring).await, Ok(()));
+        let now = storages.iter().map(|(name, sim)| (name.clone(), sim.image())).collect();
+        for name in ["base.qcow2", "mid.qcow2", "top.qcow2"] {
+            judge(&ring, &now, name, &bytes).await;
+        }
+        let top = chain(&ring, &self::storages(&now, 1), "top.qcow2", false).await;
+        let layers = top.layers();
+        let bitmaps = &layers[0].qcow2().expect("qcow2").info().bitmaps;
+        assert!(bitmaps.len() == 1 && bitmaps[0].in_use, "nobody believes it: {bitmaps:?}");
+    });
+}
+
 #[test]
 fn a_base_that_cannot_grow_with_the_disk_ends_the_commit_and_no_client() {
     let (images, mut bytes) = images();
@@ -346,7 +375,7 @@ fn a_base_that_cannot_grow_with_the_disk_ends_the_commit_and_no_client() {
 async fn over_device(ring: &Ring, top: &SimStorage, device: &SimStorage) -> Arc<Disk> {
     let open = ringdisk_qcow2::OpenOptions { writable: true, ..Default::default() };
     let image = Qcow2::open(ring, top.storage(), &open).await.expect("the image opens");
-    let raw = Raw { storage: device.storage(), offset: 0, fixed_size: false };
+    let raw = Raw::new(device.storage());
     let mut base = Layer::new(Node::Raw(raw), device.len());
     base.name = PathBuf::from("/dev/simulated");
     Disk::build(vec![qcow2_layer(image, true), base], Parts::new(&ImageOptions::default()))

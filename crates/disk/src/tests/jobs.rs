@@ -147,6 +147,35 @@ fn a_rebase_to_a_part_of_the_same_chain_copies_only_what_is_between() {
     assert!(map.contains("base.raw"), "{map}");
 }
 
+/// The same file is not the same backing file when the name says another part of it, another format, or leaves out what is below.
+#[test]
+fn a_rebase_to_the_same_file_in_another_way_keeps_every_byte() {
+    let directory = directory();
+    let path = |name: &str| directory.path().join(name).display().to_string();
+    let part = format!(
+        r#"json:{{"driver":"raw","offset":2097152,"file":{{"driver":"file","filename":"{}"}}}}"#,
+        path("base.raw")
+    );
+    let alone = format!(
+        r#"json:{{"driver":"qcow2","backing":null,"file":{{"driver":"file","filename":"{}"}}}}"#,
+        path("mid.qcow2")
+    );
+    for (target, format) in
+        [(&*part, Format::Raw), (&*alone, Format::Qcow2), ("mid.qcow2", Format::Raw)]
+    {
+        chain(&directory);
+        qemu_io(&directory, "raw", "base.raw", &["write -P 9 2M 1M", "write -P 8 5M 1M"]);
+        // One more between, so that the new backing file is not right below the image.
+        let create = ["create", "-q", "-f", "qcow2", "-b", "mid.qcow2", "-F", "qcow2"];
+        qemu_img(&directory, &[&create[..], &["more.qcow2"]].concat());
+        let header_only = ["rebase", "-u", "-b", "more.qcow2", "-F", "qcow2", "top.qcow2"];
+        qemu_img(&directory, &header_only);
+        let before = bytes(&directory, "top.qcow2", "qcow2");
+        run_rebase(&directory, backing(target, format), false).expect("rebase");
+        assert_same(&bytes(&directory, "top.qcow2", "qcow2"), &before);
+    }
+}
+
 #[test]
 fn an_unsafe_rebase_needs_no_chain_and_changes_the_header_only() {
     let directory = directory();

@@ -17,7 +17,7 @@ use crate::live::Mark;
 use crate::options::{DetectZeroes, Discard};
 use crate::{Cache, Disk};
 
-pub(crate) use raw::resizable;
+pub(crate) use raw::{pass_guard, resizable};
 
 impl Disk {
     /// Writes `buf`; cut at the end of the disk, 0 at and past it. Less than asked means that an
@@ -54,7 +54,7 @@ impl Disk {
         }
         match &graph.top().node {
             Node::Qcow2(image) => self.write_qcow2(ring, &graph, image, offset, &buf).await,
-            Node::Raw(raw) => self.write_raw(ring, &graph, raw, offset, &buf).await,
+            Node::Raw(raw) => self.write_raw(ring, raw, offset, &buf).await,
             Node::Null(_) => Ok(len),
         }
     }
@@ -96,7 +96,7 @@ impl Disk {
         let _mark = Mark::new(&graph, offset, len);
         match &graph.top().node {
             Node::Qcow2(image) => self.discard_qcow2(ring, &graph, image, offset, len).await,
-            Node::Raw(raw) => self.discard_raw(ring, &graph, raw, offset, len).await,
+            Node::Raw(raw) => self.discard_raw(ring, raw, offset, len).await,
             Node::Null(_) => Err(Errno::OPNOTSUPP),
         }
     }
@@ -121,7 +121,7 @@ impl Disk {
         let _mark = Mark::new(&graph, offset, len);
         match &graph.top().node {
             Node::Qcow2(image) => self.zero_qcow2(ring, &graph, image, offset, len, true).await,
-            Node::Raw(raw) => self.zero_raw(ring, &graph, raw, offset, len, true, false).await,
+            Node::Raw(raw) => self.zero_raw(ring, raw, offset, len, true, false).await,
             Node::Null(_) => Err(Errno::OPNOTSUPP),
         }
     }
@@ -198,7 +198,7 @@ impl Disk {
     ) -> Result<(), Errno> {
         match &graph.top().node {
             Node::Qcow2(image) => self.zero_qcow2(ring, graph, image, offset, len, may_unmap).await,
-            Node::Raw(raw) => self.zero_raw(ring, graph, raw, offset, len, may_unmap, true).await,
+            Node::Raw(raw) => self.zero_raw(ring, raw, offset, len, may_unmap, true).await,
             Node::Null(_) => Ok(()),
         }
     }

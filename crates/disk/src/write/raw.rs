@@ -1,13 +1,10 @@
 //! Changes of a raw top layer.
 
-use std::sync::Arc;
-
 use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_storage::Kind as StorageKind;
 
 use crate::Disk;
 use crate::gate::Pass as Turn;
-use crate::graph::Graph;
 use crate::guard::SectorGuard;
 use crate::layer::Raw;
 
@@ -16,12 +13,11 @@ impl Disk {
     pub(super) async fn write_raw(
         &self,
         ring: &Ring,
-        graph: &Graph,
         raw: &Raw,
         offset: u64,
         buf: &IoBuf,
     ) -> Result<usize, Errno> {
-        let done = match guard(graph, offset) {
+        let done = match guard(raw, offset) {
             Some(guard) => {
                 let len = buf.len() as u64;
                 let _turn = guard.enter(ring, raw, offset, len, Some(buf)).await?;
@@ -39,30 +35,27 @@ impl Disk {
     pub(super) async fn discard_raw(
         &self,
         ring: &Ring,
-        graph: &Graph,
         raw: &Raw,
         offset: u64,
         len: u64,
     ) -> Result<(), Errno> {
-        let _turn = enter_guard(ring, graph, raw, offset, len).await?;
+        let _turn = pass_guard(ring, raw, offset, len, None).await?;
         raw.storage.discard(ring, raw.offset + offset, len).await
     }
 
     /// Zeroes a range that lies inside the disk.
     ///
     /// * `fallback`: by writing them if there is no better way.
-    #[allow(clippy::too_many_arguments)] // A request and the node that it goes to.
     pub(super) async fn zero_raw(
         &self,
         ring: &Ring,
-        graph: &Graph,
         raw: &Raw,
         offset: u64,
         len: u64,
         may_unmap: bool,
         fallback: bool,
     ) -> Result<(), Errno> {
-        let _turn = enter_guard(ring, graph, raw, offset, len).await?;
+        let _turn = pass_guard(ring, raw, offset, len, None).await?;
         let at = raw.offset + offset;
         raw.storage.write_zeroes(ring, at, len, may_unmap, fallback).await?;
         if self.cache().sync() {
@@ -73,20 +66,24 @@ impl Disk {
 }
 
 /// The guard that a request must pass.
-fn guard(graph: &Graph, offset: u64) -> Option<&Arc<SectorGuard>> {
-    graph.guard.as_ref().filter(|_| SectorGuard::covers(offset))
+fn guard(raw: &Raw, offset: u64) -> Option<&SectorGuard> {
+    raw.guard.as_deref().filter(|_| SectorGuard::covers(offset))
 }
 
-/// Passes the guard of the first sector with zeroes, where there is one.
-async fn enter_guard<'a>(
+/// Passes the guard of the first sector, where there is one.
+///
+/// * `data`: what is written; `None` for zeroes.
+///
+/// Errors: as [`SectorGuard::enter`].
+pub(crate) async fn pass_guard<'a>(
     ring: &Ring,
-    graph: &'a Graph,
-    raw: &Raw,
+    raw: &'a Raw,
     offset: u64,
     len: u64,
+    data: Option<&IoBuf>,
 ) -> Result<Option<Turn<'a>>, Errno> {
-    match guard(graph, offset) {
-        Some(guard) => Ok(Some(guard.enter(ring, raw, offset, len, None).await?)),
+    match guard(raw, offset) {
+        Some(guard) => Ok(Some(guard.enter(ring, raw, offset, len, data).await?)),
         None => Ok(None),
     }
 }

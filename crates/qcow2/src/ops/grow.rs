@@ -264,9 +264,11 @@ impl Growth<'_> {
             }
             cluster = stop;
         }
-        // What is counted must not lie behind the end of the file.
+        // What is counted must not lie behind the end of the file. Without preallocation that is data of version 2 only, which has no
+        // other way to say "zeroes" over a longer backing file.
         let len = tx.end_of_clusters();
-        if self.preallocation != Preallocation::Off && tx.file.len() < len {
+        let has_data = self.preallocation != Preallocation::Off || tx.version < 3;
+        if has_data && tx.file.len() < len {
             // Only that: the last cluster may be one of the old disk, of which the file holds the beginning.
             let from = tx.file.len().max(len - cluster_size);
             let grown = tx.file.write_zeroes(tx.ring, from, len - from, true, true);

@@ -319,6 +319,7 @@ fn park(
             let devices = parked.devices.len();
             let mut state = State::new(&parked.terms, devices, made.mountpoint_id(), created);
             state.window = disk.window();
+            state.protect_raw = disk.protects_raw();
             kept.park(&parked, state, alive)
         }
         _ => Ok(()),

@@ -40,6 +40,8 @@ pub(crate) struct ImagePlan<'a> {
     pub(crate) made_format: Option<Format>,
     /// The part of the disk that is served already, whatever its partition table has become: first byte and length, bytes.
     pub(crate) window: Option<(u64, Option<u64>)>,
+    /// The format of the raw image was guessed by a process before this one.
+    pub(crate) protect_raw: bool,
 }
 
 impl<'a> ImagePlan<'a> {
@@ -56,6 +58,7 @@ impl<'a> ImagePlan<'a> {
             top: None,
             made_format: None,
             window: None,
+            protect_raw: false,
         }
     }
 
@@ -68,6 +71,7 @@ impl<'a> ImagePlan<'a> {
         let (window_offset, window_size) = self.window.unwrap_or(asked);
         ImageOptions {
             format,
+            protect_raw: self.protect_raw,
             read_only: args.read_only,
             auto_read_only: true,
             cache: args.cache_mode(),

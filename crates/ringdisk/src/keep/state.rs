@@ -55,6 +55,10 @@ pub(crate) struct State {
     /// partition again.
     #[serde(default)]
     pub(crate) window: Option<(u64, Option<u64>)>,
+    /// The first sector of the raw image is protected, since its format was guessed. The next process may find it below an overlay, which
+    /// states the format.
+    #[serde(default)]
+    pub(crate) protect_raw: bool,
 }
 
 /// A path: one character for each byte, so that JSON can hold any.
@@ -101,6 +105,7 @@ impl State {
             format: created.map(|format| format.name().to_owned()),
             top: None,
             window: None,
+            protect_raw: false,
         }
     }
 

@@ -105,6 +105,7 @@ impl<'a> Plan<'a> {
                 top: state.top(),
                 made_format: state.format(),
                 window: state.window,
+                protect_raw: state.protect_raw,
                 ..image_plan(args, paths.image)
             },
             mountpoint_shown: paths.mountpoint.display().to_string(),
