@@ -276,7 +276,9 @@ impl Keeper {
                 Ok(Event::Resized) => self.tell_size(),
                 Ok(Event::QueueEnded(_, EndReason::Unmounted)) => return End::Unmounted,
                 Ok(Event::QueueEnded(_, EndReason::Aborted)) => {
-                    // Rings say the same when the last user has closed the file of a mount that is gone.
+                    // Rings say the same when the last user has closed the file of a mount that is gone; /dev/fuse, to a request of
+                    // that moment.
+                    self.mount.wait_closed(GRACE);
                     let is_gone = self.mount.is_gone();
                     return if is_gone { End::Unmounted } else { End::Aborted(self.open_files()) };
                 }

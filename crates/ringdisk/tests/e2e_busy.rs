@@ -281,7 +281,8 @@ fn the_next_mount_of_an_image_that_is_still_in_use_says_so() {
     file.read_exact_at(&mut bytes, 0).expect("the first one is served still");
     assert_eq!(bytes[..], pattern(1, 0, 100));
     drop(file);
-    assert_eq!(disk.mounted.finish().code(), Some(0));
+    let finished = disk.mounted.finish();
+    assert_eq!(finished.code(), Some(0), "{}", finished.output());
 }
 
 #[test]
@@ -373,6 +374,8 @@ fn commands_do_not_wait_for_a_server_that_stands_still() {
             let code = ended.and_then(|status| status.code());
             assert_eq!(code, Some(14), "{transport} {words:?}: {}", client.output());
         }
+        // The last of them has taken the name away, which is all that can be done without the server.
+        assert!(mount_at(&path).is_none(), "{}", disk.mounted.output());
         disk.mounted.process().signal(Signal::CONT);
         assert!(disk.mounted.process().wait(STOP).is_some(), "{}", disk.mounted.output());
     });

@@ -13,6 +13,7 @@ use std::io::Write;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
@@ -37,6 +38,9 @@ pub use table::{FSTYPE, MountEntry};
 
 /// Bytes of a buffer that no request exceeds: 1 MiB of data, its headers, and room.
 const GONE_BUFFER_BYTES: usize = (1 << 20) + 8192;
+
+/// How often it is looked whether a connection is closed.
+const CLOSED_LOOK: Duration = Duration::from_millis(1);
 
 /// Where the kernel shows FUSE connections when fusectl is mounted.
 const FUSECTL_PATH: &str = "/sys/fs/fuse/connections";
@@ -192,9 +196,7 @@ impl Mount {
     /// Whether the filesystem of this mount has ended (somebody unmounted it). Its number is free then, and the next mount of any
     /// process takes it: nothing may be done by that number any more.
     pub(crate) fn is_gone(&self) -> bool {
-        let mut device = [PollFd::new(&self.device, PollFlags::IN)];
-        let polled = poll(&mut device, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
-        if polled.is_err() || !device[0].revents().contains(PollFlags::ERR) {
+        if !self.is_closed() {
             return false;
         }
         // Disconnected: the read takes no request. ENODEV says unmounted; an aborted connection says ECONNABORTED, and its mount is
@@ -212,6 +214,25 @@ impl Mount {
             |number| table::of_connection_at(number, &self.mountpoint).ok().flatten();
         let entry = self.connection.and_then(at_our_place);
         entry.is_none_or(|entry| entry.mountpoint != self.mountpoint)
+    }
+
+    /// Waits until the kernel has closed the connection. It closes the queues of the device first, so whoever takes a request at that
+    /// moment hears ECONNABORTED before it shows whether the mount is gone ([`Mount::is_gone`]) or was aborted (`dev.c`,
+    /// `fuse_dev_do_read`, `fuse_abort_conn`).
+    ///
+    /// * `limit`: how long at most.
+    pub(crate) fn wait_closed(&self, limit: Duration) {
+        let deadline = Instant::now() + limit;
+        while !self.is_closed() && Instant::now() < deadline {
+            std::thread::sleep(CLOSED_LOOK);
+        }
+    }
+
+    /// Whether the connection takes no more requests.
+    fn is_closed(&self) -> bool {
+        let mut device = [PollFd::new(&self.device, PollFlags::IN)];
+        let polled = poll(&mut device, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
+        polled.is_ok() && device[0].revents().contains(PollFlags::ERR)
     }
 
     /// Whether the mount is still in the tree of this process.

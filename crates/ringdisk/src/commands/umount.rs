@@ -29,7 +29,7 @@ pub(crate) fn run(args: &UmountArgs) -> Result<u8, Failure> {
     let mountpoint = mountpoint::resolve(&args.mountpoint)?;
     let end = Instant::now() + args.timeout;
     if !args.only_detach {
-        tell_lost_names(&mountpoint, args.timeout.min(NAMES_WAIT));
+        tell_lost_names(&mountpoint, (args.timeout / NAMES_PART).min(NAMES_WAIT));
     }
     let how = match (args.lazy, args.force) {
         (true, _) => Unmount::Lazy,
@@ -61,6 +61,9 @@ pub(crate) fn run(args: &UmountArgs) -> Result<u8, Failure> {
 
 /// How long the server may take to say whether its images still have their names.
 const NAMES_WAIT: Duration = Duration::from_millis(500);
+
+/// Of a short `--timeout`, the question takes one part in so many: the rest is for the unmount itself, also where the server stands still.
+const NAMES_PART: u32 = 4;
 
 /// Says which images have lost their names: what a deleted one holds is gone when its server ends. Where the server does not answer
 /// nothing is said.
