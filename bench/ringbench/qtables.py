@@ -35,9 +35,9 @@ class Bench:
         return Server("qsd", lambda mountpoint: qsd_command(image, self.threads, mountpoint, True), self.workdir)
 
 
-def figure(name, value, bound=None, at_least=True, **more):
-    """One line of a table; `value` is a ratio or the figure that has the bound."""
-    met = None if bound is None or value is None else value >= bound if at_least else value <= bound
+def figure(name, value, bound=None, at_least=True, excused=False, **more):
+    """One line of a table; `value` is a ratio or the figure that has the bound, which counts as met when it is `excused`."""
+    met = None if bound is None or value is None else excused or (value >= bound if at_least else value <= bound)
     say(f"{name}: {value if value is None else round(value, 3)} {more.get('text', '')} {'' if met is None else 'pass' if met else 'MISS'}")
     return {"name": name, "value": value, "bound": bound, "at_least": at_least, "met": met, **more}
 
@@ -62,11 +62,12 @@ def against_raw(b):
                         rates.append(got[True]["iops"] / got[False]["iops"])
                         costs.append(got[True]["daemon_us"] / got[False]["daemon_us"])
                     rate, cost = statistics.median(rates), statistics.median(costs)
-                    line = figure(f"4k {rw}, depth {depth}, {jobs} job{'s' * (jobs > 1)}", rate, 0.97, cpu=cost,
-                                  text=f"daemon CPU {cost:.2f} of raw")
-                    # Where noise drowns the rate the daemon's work decides.
-                    line["met"] = line["met"] or cost <= 1.05
-                    out.append(line)
+                    low, _, high = statistics.quantiles(rates, n=4) if len(rates) > 1 else [rate] * 3
+                    spread = (high - low) / 2
+                    # Only where the rates spread by more than is missing does the daemon's CPU time decide.
+                    excused = cost <= 1.05 and spread > 0.97 - rate
+                    out.append(figure(f"4k {rw}, depth {depth}, {jobs} job{'s' * (jobs > 1)}", rate, 0.97, excused=excused, cpu=cost,
+                                      spread=spread, text=f"± {spread:.2f}, daemon CPU {cost:.2f} of raw"))
     os.unlink(qcow2)
     os.unlink(raw)
     return out

@@ -203,8 +203,7 @@ async fn check_snapshots(ring: &Ring, graph: &Graph, options: CommitOptions) -> 
             ErrorKind::Unsupported,
             format!(
                 "'{name}' holds the internal snapshot '{}', which shows the image below from byte {} on; a commit would put the \
-                 present bytes of the disk there. Copy the snapshot into an image of its own (`ringdisk convert -l`) and delete it \
-                 (`ringdisk snapshot -d`), or keep the chain",
+                 present bytes of the disk there. Delete the snapshot (`ringdisk snapshot -d`) if it is not needed, or keep the chain",
                 printable(need.name.as_bytes()),
                 need.range.start
             ),
