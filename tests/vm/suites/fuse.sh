@@ -66,14 +66,20 @@ e2e_bytes preallocated_and_bitmap_images                      # the same
 e2e_bytes raw_images_of_odd_sizes_are_served_whole            # the same
 e2e_verify ext4_lives_on_a_loop_device_over_a_served_disk     # 1 minute; xfs does the same in a fifth of it
 e2e_verify mappings_read_back_what_they_wrote                 # 1 minute; e2e_coherence has mappings
+e2e_verify psync_reads_back_what_it_wrote                     # libaio and io_uring travel the same way, deeper
+e2e_verify small_and_odd_buffered_writes_read_back            # the page cache turns them into what e2e_bytes and e2e_coherence send
+e2e_windows a_file_system_in_a_partition                      # partitions of the kernel are what is new there
+e2e_windows what_is_no_partition_is_refused                   # the same
+e2e_windows the_size_of_a_partition_is_fixed                  # the same
+e2e_windows a_partition_is_served_to_virtual_machines_too     # the same
 LIST
 }
 
-# Builds the tests: prints name, directory of the package and program of each.
+# Builds the tests: prints name, directory of the package and program of each. Other packages have programs of the same names.
 fuse_programs() {
   # The whole workspace, as `./test` builds it: other sets of packages would be other builds.
   cargo test --no-run --manifest-path "$project/Cargo.toml" --workspace --message-format=json >"$run/cargo" || return
-  sed -n 's/.*"reason":"compiler-artifact".*"manifest_path":"\([^"]*\)\/Cargo.toml".*"kind":\["test"\].*"name":"\([^"]*\)","src_path".*"executable":"\([^"]*\)".*/\2 \1 \3/p' \
+  sed -n 's/.*"reason":"compiler-artifact".*"manifest_path":"\([^"]*crates\/\(fuse\|ringdisk\)\)\/Cargo.toml".*"kind":\["test"\].*"name":"\([^"]*\)","src_path".*"executable":"\([^"]*\)".*/\3 \1 \4/p' \
     "$run/cargo"
 }
 
