@@ -543,3 +543,37 @@ fn a_shrink_drops_refcount_blocks_that_count_nothing_and_lengthens_no_file() {
         }
     }
 }
+
+#[test]
+fn a_shrink_with_bitmaps_lengthens_no_file_and_keeps_their_bits() {
+    for options in ["cluster_size=512", "cluster_size=4k", "", "cluster_size=16k,extended_l2=on"] {
+        // Space that is free in front of the bitmaps, or behind them.
+        for late in [false, true] {
+            let mut subject = Subject::new(options, 16 * MIB);
+            let first = if late { 0 } else { 12 * MIB };
+            subject.write(1, first, 2 * MIB);
+            subject.images.qemu_img(&["bitmap", "--add", "-g", "512", NAME, "fine"]);
+            subject.images.qemu_img(&["bitmap", "--add", NAME, "coarse"]);
+            subject.images.qemu_img(&["bitmap", "--add", "--disable", NAME, "still"]);
+            subject.write(2, 64 * KIB, 128 * KIB);
+            subject.write(3, 8 * MIB, 64 * KIB);
+            let cluster = 1u64 << std::fs::read(subject.path()).expect("it")[23];
+            for size in [9 * MIB, 4 * MIB + 512, MIB] {
+                let case = format!("{options}, late {late}, {size}");
+                let names = ["fine", "coarse", "still"];
+                let cut = |subject: &Subject, name| -> Vec<std::ops::Range<u64>> {
+                    let ranges = changed(subject, name).into_iter();
+                    let inside = ranges.filter(|range| range.start < size);
+                    inside.map(|range| range.start..range.end.min(size)).collect()
+                };
+                let bits = names.map(|name| cut(&subject, name));
+                let len = |subject: &Subject| std::fs::metadata(subject.path()).expect("it").len();
+                let before = len(&subject).next_multiple_of(cluster);
+                subject.resize(size, Preallocation::Off).expect("a smaller disk");
+                subject.check(&case);
+                assert!(len(&subject) <= before, "{case}: {before} became {}", len(&subject));
+                assert_eq!(names.map(|name| cut(&subject, name)), bits, "{case}");
+            }
+        }
+    }
+}

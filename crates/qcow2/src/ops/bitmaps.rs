@@ -1,4 +1,5 @@
-//! Persistent bitmaps when the size of the disk changes: as many bits as the disk now needs, new ones set.
+//! Persistent bitmaps when the size of the disk changes: as many bits as the disk now needs, new ones set; and when metadata moves to
+//! the front of the file.
 //!
 //! Set, since the disk may have been larger before, when the backup was made that the bitmap belongs to: what
 //! was cut off then reads as zeroes now, and that is a change. Who copies by the bitmap copies some zeroes
@@ -24,10 +25,7 @@ const ALL_SET: u64 = 1;
 ///
 /// Errors: `Corrupt`; `InvalidRequest` when a bitmap would be too large.
 pub(super) async fn resize(tx: &mut Transaction<'_>, old: u64, new: u64) -> Result<(), Error> {
-    let Some(directory) = tx.header.bitmaps() else { return Ok(()) };
-    if tx.header.autoclear() & BITMAPS == 0 || directory.count == 0 {
-        return Ok(());
-    }
+    let Some(directory) = directory_of(tx) else { return Ok(()) };
     let cluster_size = tx.geometry.cluster_size();
     let mut entries = directory::read(tx.ring, &tx.file, directory, cluster_size).await?;
     check_room(tx, &entries, old, new)?;
@@ -36,15 +34,99 @@ pub(super) async fn resize(tx: &mut Transaction<'_>, old: u64, new: u64) -> Resu
         changed |= resize_one(tx, entry, old, new).await?;
     }
     if changed {
-        let bytes = directory::to_bytes(&entries);
-        let run = tx.write_new(&bytes, "the bitmap directory").await?;
-        let offset = run.start << tx.geometry.cluster_bits;
-        let len = bytes.len() as u64;
-        tx.header.set_bitmaps(Some(BitmapDirectory { offset, len, ..directory }))?;
-        let old = tx.clusters_of(directory.offset, directory.len);
-        tx.unref_metadata(old.start, old.count).await?;
+        put_directory(tx, &entries, directory).await?;
     }
     Ok(())
+}
+
+/// The directory, where the image says that it may be believed.
+fn directory_of(tx: &Transaction<'_>) -> Option<BitmapDirectory> {
+    let valid = tx.header.autoclear() & BITMAPS != 0;
+    tx.header.bitmaps().filter(|directory| valid && directory.count > 0)
+}
+
+/// The clusters that bitmaps have: directory, tables, bits.
+///
+/// Errors: `Corrupt`, `Io`.
+pub(super) async fn clusters(tx: &Transaction<'_>) -> Result<Vec<u64>, Error> {
+    let Some(directory) = directory_of(tx) else { return Ok(Vec::new()) };
+    let entries = directory::read(tx.ring, &tx.file, directory, tx.geometry.cluster_size()).await?;
+    let own = tx.clusters_of(directory.offset, directory.len);
+    let mut found: Vec<u64> = (own.start..own.end()).collect();
+    for entry in &entries {
+        let run = tx.clusters_of(entry.table_offset, u64::from(entry.table_entries) * 8);
+        found.extend(run.start..run.end());
+        found.extend(table_of(tx, entry).await?.iter().filter_map(|word| cluster_of(tx, *word)));
+    }
+    Ok(found)
+}
+
+/// Gives what bitmaps have at or behind the cluster `end` new places.
+///
+/// Errors: `Corrupt`, `Io`.
+pub(super) async fn move_behind(tx: &mut Transaction<'_>, end: u64) -> Result<(), Error> {
+    let Some(directory) = directory_of(tx) else { return Ok(()) };
+    let mut entries =
+        directory::read(tx.ring, &tx.file, directory, tx.geometry.cluster_size()).await?;
+    let own = tx.clusters_of(directory.offset, directory.len);
+    let mut changed = own.end() > end;
+    for entry in &mut entries {
+        let mut table = table_of(tx, entry).await?;
+        let run = tx.clusters_of(entry.table_offset, u64::from(entry.table_entries) * 8);
+        let mut moves = run.end() > end;
+        for word in &mut table {
+            let Some(cluster) = cluster_of(tx, *word).filter(|cluster| *cluster >= end) else {
+                continue;
+            };
+            let content = tx.read_cluster(*word & OFFSET_MASK, "a bitmap").await?;
+            let new = tx.write_new(&content, "a bitmap").await?;
+            *word = new.start << tx.geometry.cluster_bits;
+            tx.unref(cluster, 1).await?;
+            moves = true;
+        }
+        if moves {
+            let new = tx.write_new(&bytes_of(&table), "a bitmap table").await?;
+            tx.unref_metadata(run.start, run.count).await?;
+            entry.table_offset = new.start << tx.geometry.cluster_bits;
+            changed = true;
+        }
+    }
+    if changed {
+        put_directory(tx, &entries, directory).await?;
+    }
+    Ok(())
+}
+
+/// Writes the directory to a new place.
+async fn put_directory(
+    tx: &mut Transaction<'_>,
+    entries: &[Entry],
+    old: BitmapDirectory,
+) -> Result<(), Error> {
+    let bytes = directory::to_bytes(entries);
+    let run = tx.write_new(&bytes, "the bitmap directory").await?;
+    let offset = run.start << tx.geometry.cluster_bits;
+    let len = bytes.len() as u64;
+    tx.header.set_bitmaps(Some(BitmapDirectory { offset, len, ..old }))?;
+    let old = tx.clusters_of(old.offset, old.len);
+    tx.unref_metadata(old.start, old.count).await
+}
+
+/// The words of the table of a bitmap.
+async fn table_of(tx: &Transaction<'_>, entry: &Entry) -> Result<Vec<u64>, Error> {
+    let len = u64::from(entry.table_entries) * 8;
+    if len > BITMAP_BYTES_MAX || !entry.table_offset.is_multiple_of(tx.geometry.cluster_size()) {
+        return Err(tx.corrupt("the table of a bitmap is too large or not aligned"));
+    }
+    // Bounded by the limit.
+    let len = usize::try_from(len).unwrap_or(0);
+    Ok(words_of(&tx.read(entry.table_offset, len, "a bitmap table").await?))
+}
+
+/// The cluster that a word of such a table names.
+fn cluster_of(tx: &Transaction<'_>, word: u64) -> Option<u64> {
+    let cluster = (word & OFFSET_MASK) >> tx.geometry.cluster_bits;
+    (cluster != 0).then_some(cluster)
 }
 
 /// Refuses a size with which the bitmaps that record now would not fit into memory any more.

@@ -13,6 +13,7 @@ use crate::error::Error;
 use crate::image::Qcow2;
 
 use super::active::Active;
+use super::bitmaps;
 use super::transaction::Transaction;
 
 /// The file must become shorter by one part of so many, or it is not worth the writes.
@@ -62,6 +63,10 @@ async fn compact(ring: &Ring, image: &mut Qcow2, old_len: u64) -> Result<bool, E
         }
     }
     movable.extend(tables.iter().map(|(_, cluster)| *cluster));
+    let others = movable.len() as u64;
+    // Their clusters stay where they are unless they lie at the end.
+    let bitmaps = bitmaps::clusters(&tx).await?;
+    movable.extend(&bitmaps);
 
     let end = tx.end_of_clusters() >> bits;
     let mut kept = end;
@@ -74,7 +79,8 @@ async fn compact(ring: &Ring, image: &mut Qcow2, old_len: u64) -> Result<bool, E
         let needed = movable.iter().filter(|cluster| **cluster >= kept).count() as u64;
         (kept + needed - holes(&mut tx, kept, needed).await?, 1)
     } else {
-        (kept + movable.len() as u64, end / WORTH + 1)
+        let behind = bitmaps.iter().filter(|cluster| **cluster >= kept).count() as u64;
+        (kept + others + behind, end / WORTH + 1)
     };
     if kept.saturating_add(least) > end {
         return Ok(false);
@@ -90,6 +96,7 @@ async fn compact(ring: &Ring, image: &mut Qcow2, old_len: u64) -> Result<bool, E
     if old_l1.start >= kept {
         active.move_l1();
     }
+    bitmaps::move_behind(&mut tx, kept).await?;
     tx.move_blocks_behind(kept).await?;
     let entries = active.l1.len();
     active.finish(&mut tx, entries).await?;

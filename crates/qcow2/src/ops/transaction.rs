@@ -359,13 +359,22 @@ impl<'a> Transaction<'a> {
         (table.start..table.end()).chain(blocks).collect()
     }
 
-    /// Refcount blocks that lie at or behind `cluster` move, all others only if they change.
+    /// Refcount blocks, and the table, that lie at or behind `cluster` move, all others only if they change.
     pub(super) async fn move_blocks_behind(&mut self, cluster: u64) -> Result<(), Error> {
         let bits = self.geometry.cluster_bits;
         for index in 0..self.counts.table_len() {
             if self.counts.block_offset(index).is_some_and(|offset| offset >> bits >= cluster) {
                 self.ask(|counts| counts.touch_block(index)).await?;
                 self.spill_some().await?;
+            }
+        }
+        // The table moves where any block does.
+        let is_still = self.counts.dirty_blocks().is_empty() && self.moved.is_empty();
+        if self.counts.table_run().end() > cluster && is_still {
+            let first = (0..self.counts.table_len())
+                .find(|index| self.counts.block_offset(*index).is_some());
+            if let Some(index) = first {
+                self.ask(|counts| counts.touch_block(index)).await?;
             }
         }
         Ok(())
