@@ -288,3 +288,54 @@ fn a_damaged_entry_stops_discards_and_zeroes_at_its_own_cluster_only() {
         });
     }
 }
+
+/// Entries of the cluster at 128 KiB that name a place past the end, whether they are read from there or not.
+fn entries_past_the_end(damaged: &Damaged) -> Vec<(&'static str, u64)> {
+    let past = (damaged.0.len() as u64).next_multiple_of(CLUSTER) + 16 * CLUSTER;
+    vec![
+        ("data", COPIED | past),
+        ("data that a snapshot has too", past),
+        ("space that reads as zeroes", COPIED | past | 1),
+        ("such space that a snapshot has too", past | 1),
+        ("compressed data", 1 << 62 | 1 << 54 | past),
+        ("far away", COPIED | 0x00ff_ffff_ffff_0000),
+        ("zeroes far away", COPIED | 0x00ff_ffff_ffff_0001),
+        ("a cluster that has no refcount block", 1 << 40),
+    ]
+}
+
+#[test]
+fn an_entry_that_names_a_place_past_the_end_costs_the_rest_of_the_disk_nothing() {
+    let good = Damaged::new();
+    for (case, entry) in entries_past_the_end(&good) {
+        let mut damaged = Damaged(good.0.clone());
+        damaged.set_entry(2, entry);
+        for change in 0..5 {
+            let case = format!("{case}, change {change}");
+            with_ring(async |ring| {
+                let (sim, image) = open(ring, &damaged).await;
+                let at = 2 * CLUSTER;
+                let done = match change {
+                    0 => write(ring, &image, at, 512, 0x99).await.map(drop),
+                    1 => write(ring, &image, at, CLUSTER, 0x99).await.map(drop),
+                    2 => image.discard(ring, at, CLUSTER, &Nothing).await,
+                    3 => image.write_zeroes(ring, at, CLUSTER, true, &Nothing).await,
+                    _ => image.write_zeroes(ring, at, CLUSTER, false, &Nothing).await,
+                };
+                assert_eq!(done, Err(Errno::IO), "{case}");
+                assert_eq!(image.flush(ring).await, Ok(()), "{case}");
+                // Twice, so that what was freed is counted down.
+                for at in [CLUSTER, 7 * CLUSTER] {
+                    assert_eq!(write(ring, &image, at, 512, 0x91).await, Ok(512), "{case}");
+                    assert_eq!(image.flush(ring).await, Ok(()), "{case}");
+                }
+                assert_eq!(image.close(ring).await, Ok(()), "{case}");
+                assert!(!is_marked_corrupt(&sim) && image.fault().is_none(), "{case}");
+                let (after, at) = (sim.image(), damaged.entry_at(2) as usize);
+                assert_eq!(after[at..at + 8], entry.to_be_bytes(), "{case}");
+                let grown = after.len() as u64 - damaged.0.len() as u64;
+                assert!(grown <= 4 * CLUSTER, "{case}: the file grew by {grown} bytes");
+            });
+        }
+    }
+}

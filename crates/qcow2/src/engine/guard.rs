@@ -14,7 +14,7 @@ use ringdisk_ring::Ring;
 
 use super::Engine;
 use super::action::Words;
-use crate::entry::{COMPRESSED, COPIED, Rules};
+use crate::entry::{COMPRESSED, COPIED};
 use crate::image::Qcow2;
 use crate::sync::lock;
 
@@ -29,20 +29,23 @@ impl Engine {
 impl Qcow2 {
     /// Checks an entry of which a cluster is going to be used or freed. No lock.
     ///
-    /// Errors: `EIO` for one that cannot be right, or that calls data what lies past the end of the file: its cluster cannot
-    /// be read either, and the file must not grow to wherever a damaged entry points.
+    /// Errors: `EIO` for one that cannot be right, or that names what lies past the end of the file: the file must not grow to wherever
+    /// a damaged entry points, and nothing is counted there that could be freed. (Space of an external data file that reads as zeroes
+    /// may lie past its end.)
     ///
     /// * `guest`: any offset of the disk inside the cluster.
     #[inline]
     pub(super) fn check_entry(&self, words: Words, guest: u64) -> Result<(), Errno> {
         self.rules.check_place(words.entry, guest)?;
         self.rules.check_words(words)?;
-        match self.rules.host(words) {
+        let host = match words.entry & COMPRESSED {
+            0 => self.rules.host(words),
+            _ => Some(self.rules.compressed_place(words.entry).0),
+        };
+        let has_data = || !self.rules.is_zero(words) && (!self.rules.extended || words.has_data());
+        match host {
             Some(host)
-                if host >= self.data_storage().len()
-                    && Rules::is_own(words)
-                    && !self.rules.is_zero(words)
-                    && (!self.rules.extended || words.has_data()) =>
+                if host >= self.data_storage().len() && (!self.rules.external || has_data()) =>
             {
                 Err(Errno::IO)
             }
