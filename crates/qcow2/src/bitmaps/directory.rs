@@ -117,6 +117,16 @@ pub(crate) async fn read(
     for _ in 0..directory.count {
         entries.push(entry(&mut table, file).await?);
     }
+    // The last entry may lack its padding.
+    if table.position().next_multiple_of(8) < directory.offset + directory.len {
+        return Err(bad_bitmaps(
+            file,
+            format!(
+                "the bitmap directory at {:#x} has {} bytes, more than its {} entries take",
+                directory.offset, directory.len, directory.count
+            ),
+        ));
+    }
     Ok(entries)
 }
 

@@ -12,6 +12,8 @@
 //!   of the repair, which says so.
 //! - A repair of leaks gives nothing back while there are errors.
 //! - Where an entry names metadata, or a table is cut, nothing is changed at all (module `overlaps`).
+//! - Nor where the header says that the data is in another file and names none: by that one bit everything that the image holds would be
+//!   given back and overwritten.
 //! - While counts do not fit into the refcounts, those are left alone.
 
 use crate::check::bitmaps;
@@ -127,6 +129,13 @@ fn why_not(scan: &Scan, report: &CheckReport, what: Repair, errors: bool) -> Opt
             "Not repaired: what the missing part of a table refers to is not known, so nothing is \
              changed or given back; {way_out}"
         ))
+    } else if scan.nameless_data && !report.is_clean() {
+        Some(
+            "Not repaired: the header says that the data is in a data file (incompatible feature bit 2), and names none; if the data is \
+             in the image, that bit is wrong, and a repair that believed it would give all of it back. Name the data file with \
+             `qemu-img amend -o data_file=FILE`, or clear the bit"
+                .to_owned(),
+        )
     } else if !scan.overlaps.is_empty() {
         Some(format!(
             "Not repaired: entries name metadata, and what they should name may be among the leaked \
@@ -173,7 +182,7 @@ async fn round(
     what: Repair,
     hooks: CheckHooks<'_>,
 ) -> Result<Option<String>, Stop> {
-    if scan.unknown || !scan.overlaps.is_empty() || report.is_clean() {
+    if scan.unknown || scan.nameless_data || !scan.overlaps.is_empty() || report.is_clean() {
         return Ok(None);
     }
     if what == Repair::All && !scan.fixable.is_empty() {
@@ -402,6 +411,7 @@ pub(super) async fn rebuild_dirty(patient: Patient<'_>, hooks: CheckHooks<'_>) -
     // What a snapshot or bitmap refers to that cannot be read is not known, and nobody asked to give
     // it up.
     if scan.unknown
+        || scan.nameless_data
         || scan.overflow
         || scan.has_lost_snapshots()
         || !scan.lost_bitmaps.is_empty()

@@ -164,6 +164,8 @@ pub(super) struct Scan {
     pub(super) lost_bitmaps: LostBitmaps,
     /// The mark of a raw data file stands in an image without a data file.
     pub(super) raw_without_data: bool,
+    /// The data is said to be in another file, and no name of one is there.
+    pub(super) nameless_data: bool,
     /// The refcount structures cannot be used as they are.
     pub(super) blocks_broken: bool,
     /// Some cluster has more references than a refcount can say.
@@ -208,6 +210,7 @@ pub(super) async fn scan(
         cut_compressed: Vec::new(),
         lost_bitmaps: LostBitmaps::default(),
         raw_without_data: false,
+        nameless_data: layout.external && header.extensions.data_file.is_none(),
         blocks_broken: false,
         overflow: false,
         done: 0,

@@ -6,6 +6,7 @@
 use std::ops::Range;
 
 use crate::bitmaps::directory::{AUTO, EXTRA_COMPATIBLE, IN_USE, TYPE_DIRTY_TRACKING};
+use crate::bitmaps::tables::table_entries;
 use crate::check::layout::{Layout, OFFSET_MASK};
 use crate::check::report::CheckReport;
 use crate::check::source::Source;
@@ -133,6 +134,7 @@ pub(super) struct BitmapEntry {
     pub(super) offset: u64,
     pub(super) entries: u32,
     pub(super) name: String,
+    raw_name: Vec<u8>,
     pub(super) flags: u32,
     /// Where the entry lies in the directory, without padding.
     pub(super) place: Range<usize>,
@@ -167,17 +169,40 @@ pub(super) async fn bitmaps(
     let mut bitmaps = Vec::new();
     let mut at = 0usize;
     for _ in 0..directory.count {
-        let Some(entry) = bitmap_entry(&bytes, at, layout) else {
+        let Some(entry) = bitmap_entry(&bytes, at, layout, header.geometry.virtual_size) else {
             return bad(&format!("is not complete, or its entry at byte {at} makes no sense"));
         };
         at = entry.place.end.next_multiple_of(8);
         bitmaps.push(entry);
     }
+    if at < bytes.len() {
+        let (len, count) = (directory.len, directory.count);
+        return bad(&format!("has {len} bytes, more than its {count} entries take"));
+    }
+    refuse_doubles(&mut bitmaps);
     Ok(Ok(bitmaps))
 }
 
+/// Nobody knows which one is meant by a name that two of them have.
+fn refuse_doubles(bitmaps: &mut [BitmapEntry]) {
+    let mut order: Vec<usize> = (0..bitmaps.len()).collect();
+    order.sort_by(|one, other| bitmaps[*one].raw_name.cmp(&bitmaps[*other].raw_name));
+    let doubles: Vec<usize> = order
+        .windows(2)
+        .filter(|pair| bitmaps[pair[0]].raw_name == bitmaps[pair[1]].raw_name)
+        .flatten()
+        .copied()
+        .collect();
+    for number in doubles {
+        let bitmap = &mut bitmaps[number];
+        bitmap.bad.get_or_insert_with(|| "another one has the same name".to_owned());
+    }
+}
+
 /// The entry at byte `at`; `None`: where it ends is not known.
-fn bitmap_entry(bytes: &[u8], at: usize, layout: Layout) -> Option<BitmapEntry> {
+///
+/// * `disk_bytes`: size of the disk.
+fn bitmap_entry(bytes: &[u8], at: usize, layout: Layout, disk_bytes: u64) -> Option<BitmapEntry> {
     let head = bytes.get(at..at + BITMAP_ENTRY_BYTES)?;
     let (offset, entries, flags) = (u64_at(head, 0), u32_at(head, 8), u32_at(head, 12));
     let (kind, granularity) = (head[16], head[17]);
@@ -187,10 +212,15 @@ fn bitmap_entry(bytes: &[u8], at: usize, layout: Layout) -> Option<BitmapEntry> 
     }
     let names = at + BITMAP_ENTRY_BYTES + extra_len as usize;
     let end = names + name_len as usize;
-    let name = String::from_utf8_lossy(bytes.get(names..end)?).escape_debug().to_string();
+    let raw_name = bytes.get(names..end)?.to_vec();
+    let name = String::from_utf8_lossy(&raw_name).escape_debug().to_string();
     let size = u64::from(entries) << layout.cluster_bits;
+    // One that was not saved may be of a disk of another size.
+    let wanted = || table_entries(disk_bytes, u32::from(granularity), layout.cluster_bits);
     let bad = if name_len == 0 {
         Some("it has no name".to_owned())
+    } else if raw_name.contains(&0) {
+        Some("its name has a NUL byte in it".to_owned())
     } else if kind != TYPE_DIRTY_TRACKING {
         Some(format!("its type is {kind}"))
     } else if flags & !(IN_USE | AUTO | EXTRA_COMPATIBLE) != 0 {
@@ -201,12 +231,14 @@ fn bitmap_entry(bytes: &[u8], at: usize, layout: Layout) -> Option<BitmapEntry> 
         Some(format!("it has {extra_len} bytes of extra data that may change its meaning"))
     } else if entries == 0 || entries > BITMAP_ENTRIES_MAX || size > BITMAP_BYTES_MAX {
         Some(format!("its table has {entries} entries"))
+    } else if flags & IN_USE == 0 && u64::from(entries) != wanted() {
+        Some(format!("its table has {entries} entries, not {}", wanted()))
     } else if offset == 0 || layout.in_cluster(offset) != 0 {
         Some(format!("its table at {offset:#x} is not aligned"))
     } else {
         None
     };
-    Some(BitmapEntry { offset, entries, name, flags, place: at..end, bad })
+    Some(BitmapEntry { offset, entries, name, raw_name, flags, place: at..end, bad })
 }
 
 /// The clusters that the words of a bitmap table name, as host offsets; an error says why it cannot

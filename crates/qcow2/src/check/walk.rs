@@ -147,9 +147,13 @@ impl Scan {
                         });
                     }
                 }
+                // Such bits mean something that we do not know, so nothing else of the entry can be believed; it counts as damaged.
+                let is_rubbish = entry & L2_RESERVED != 0 || layout.has_reserved_zero(entry);
                 if allocated & zeroes != 0 {
                     wrong(report, "subclusters are both allocated and zero");
-                    self.hopeless(table, index);
+                    if !is_rubbish {
+                        self.hopeless(table, index);
+                    }
                 }
                 let misplaced = self.misplaced(index, offset, walk, report);
                 let data = if layout.extended { allocated != 0 } else { entry & ZERO == 0 };
@@ -166,7 +170,7 @@ impl Scan {
                 if layout.in_cluster(offset) != 0 && !misplaced {
                     let what = if data { "data" } else { "reserved space" };
                     wrong(report, &format!("the place of {what} is not aligned to a cluster"));
-                    if data {
+                    if data || is_rubbish {
                         self.damaged += 1;
                     } else {
                         self.hopeless(table, index);

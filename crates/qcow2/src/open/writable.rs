@@ -6,7 +6,7 @@ use ringdisk_storage::Storage;
 use super::Found;
 use crate::bitmaps::Recording;
 use crate::engine::{Engine, EngineOptions};
-use crate::entry::OFFSET_MASK;
+use crate::entry::{COPIED, OFFSET_MASK};
 use crate::error::Error;
 use crate::header::{HeaderImage, LAZY_REFCOUNTS};
 use crate::image::OpenOptions;
@@ -123,11 +123,20 @@ fn mark_metadata(refcounts: &mut Refcounts, found: &Found<'_>, blocks: &[u64]) -
     }
     let region = found.snapshot_region;
     mark(refcounts, region.start, region.end - region.start, "the snapshot table");
-    for entry in found.l1 {
-        let table = entry.load(Ordering::Relaxed) & OFFSET_MASK;
-        if table != 0 && table.is_multiple_of(cluster_size) {
-            mark(refcounts, table, cluster_size, "an L2 table");
-        }
+    // Entries of several parts of the disk may name one table, if none of them says that it is its own: it is copied before it changes.
+    let entries = found.l1.iter().map(|entry| entry.load(Ordering::Relaxed));
+    let mut tables: Vec<u64> = entries
+        .filter(|entry| {
+            let table = entry & OFFSET_MASK;
+            table != 0 && table.is_multiple_of(cluster_size)
+        })
+        .map(|entry| entry & (OFFSET_MASK | COPIED))
+        .collect();
+    tables.sort_unstable_by_key(|entry| (entry & OFFSET_MASK, entry & COPIED));
+    // Once each where no entry for it has the flag.
+    tables.dedup_by(|next, first| next == first && *next & COPIED == 0);
+    for entry in tables {
+        mark(refcounts, entry & OFFSET_MASK, cluster_size, "an L2 table");
     }
     overlap
 }

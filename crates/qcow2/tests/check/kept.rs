@@ -240,3 +240,25 @@ fn bitmaps_that_record_are_inconsistent_when_a_repair_changes_the_disk() {
     assert_eq!(Theirs::of(&path).code, 0);
     assert!(images.qemu_img(&["info", "image"]).contains("in-use"));
 }
+
+#[test]
+fn an_entry_of_rubbish_does_not_become_zeroes_because_one_of_its_bits_says_so() {
+    let images = Images::new();
+    let mut runtime = runtime();
+    let good = image(&images, "");
+    let table = l2_table(&good);
+    let lost = word(&good, table + 8) & OFFSET_MASK;
+    // Not aligned and with the zero flag: with reserved bits, and without, as QEMU repairs it.
+    for (entry, is_rubbish) in [(0xffff_ffff, true), (COPIED | lost | 513, false)] {
+        let mut bytes = good.clone();
+        put(&mut bytes, table + 8, &u64::to_be_bytes(entry));
+        let (report, after) = repaired(&mut runtime, &bytes, Repair::All);
+        assert_eq!(report.corruptions > 0, is_rubbish, "{entry:#x}: {report:?}");
+        let emptied = says(&report, "read as zeroes now");
+        assert_eq!(emptied, !is_rubbish, "{entry:#x}: {report:?}");
+        assert!(refcount(&after, lost) > 0, "{entry:#x}: given back: {report:?}");
+        if is_rubbish {
+            assert_eq!(word(&after, l2_table(&after) + 8), entry, "{report:?}");
+        }
+    }
+}

@@ -11,7 +11,9 @@
 mod common;
 
 mod agree;
+mod bitmaps;
 mod bits;
+mod converge;
 mod crash;
 mod damage;
 mod dirty;
@@ -21,6 +23,7 @@ mod refused;
 mod repair;
 mod shapes;
 mod table;
+mod written;
 
 use std::path::Path;
 use std::process::Command;

@@ -17,6 +17,8 @@ const COPIED: u64 = 1 << 63;
 const BACKING_FILE_OFFSET: u64 = 8;
 const REFCOUNT_TABLE_CLUSTERS: u64 = 56;
 const AUTOCLEAR: u64 = 88;
+/// The last byte of the incompatible features.
+const INCOMPATIBLE_LOW: usize = 79;
 
 fn word(bytes: &[u8], at: u64) -> u64 {
     u64::from_be_bytes(bytes[at as usize..at as usize + 8].try_into().expect("8 bytes"))
@@ -281,4 +283,32 @@ fn a_cluster_behind_the_end_of_the_file_is_an_error_that_both_checks_name() {
     assert!(!report.is_clean() && sim.image() == bytes, "{report:?}");
     let said = report.messages.iter().any(|text| text.starts_with("Not repaired"));
     assert!(said, "{report:?}");
+}
+
+#[test]
+fn one_bit_that_says_that_the_data_is_elsewhere_costs_no_byte() {
+    let images = Images::new();
+    let mut runtime = runtime();
+    for options in ["", "cluster_size=512", "extended_l2=on"] {
+        let good = image(&images, options);
+        for dirty in [0, 1] {
+            let mut bytes = good.clone();
+            bytes[INCOMPATIBLE_LOW] |= 4 | dirty;
+            for repair in [Repair::Leaks, Repair::All] {
+                let case = format!("{options}, dirty {dirty}, {repair:?}");
+                let sim = SimStorage::from_image(&bytes, 1);
+                let report = repair_on(&mut runtime, &sim, repair).expect("a report");
+                let said = report.messages.iter().any(|text| text.contains("clear the bit"));
+                assert!(!report.is_clean() && said, "{case}: {report:?}");
+                assert!(sim.image() == bytes, "{case}: the image changed");
+            }
+            // An open for writing makes the refcounts of one that was not closed.
+            let sim = SimStorage::from_image(&bytes, 1);
+            let ring = runtime.ring().clone();
+            let options = OpenOptions { writable: true, ..OpenOptions::default() };
+            let opened = runtime.block_on(Qcow2::open(&ring, sim.storage(), &options));
+            assert_eq!(opened.is_err(), dirty == 1, "{options:?}: {:?}", opened.map(drop));
+            assert!(sim.image() == bytes, "{options:?}: an open changed the image");
+        }
+    }
 }
