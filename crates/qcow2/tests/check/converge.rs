@@ -13,7 +13,7 @@ use crate::common::{Images, read, runtime};
 use crate::damage::damage;
 use crate::{repair_on, seeds, shapes};
 
-/// Repairs of one image: the first, the one that gives back what it has kept, and what that shows.
+/// Repairs of one image: one of leaks, one of all, one that gives back what that has kept, and the one that finds nothing to do.
 const REPAIRS_MAX: usize = 4;
 
 /// Header fields.
@@ -124,11 +124,16 @@ fn write_around(runtime: &mut Runtime, bytes: &[u8], prng: &mut Prng) -> Vec<Str
     let after = sim.image();
     let mut wrong = lost(&expected, &views(runtime, &after));
     match check_bytes(&after[..]) {
-        // What blocks count past the end of the file is leaked once that has grown.
-        Ok(report) if report.corruptions == 0 && report.check_errors == 0 => {}
+        // What blocks count past the end of the file is leaked once that has grown. Of two entries that shared a cluster the second one
+        // does not know that it is alone.
+        Ok(report) if report.messages.iter().all(|text| is_harmless(text)) => {}
         other => wrong.push(format!("the check says {other:?}")),
     }
     wrong
+}
+
+fn is_harmless(message: &str) -> bool {
+    message.starts_with("Leaked") || message.contains("the COPIED flag is missing in")
 }
 
 #[test]
@@ -154,7 +159,8 @@ fn repairs_come_to_an_end_and_lose_nothing_on_the_way() {
         let mut ended = false;
         for number in 0..REPAIRS_MAX {
             let sim = SimStorage::from_image(&bytes, seed);
-            let how = if prng.below(4) == 0 { Repair::Leaks } else { Repair::All };
+            let is_of_leaks = number == 0 && prng.below(4) == 0;
+            let how = if is_of_leaks { Repair::Leaks } else { Repair::All };
             let report = repair_on(&mut runtime, &sim, how);
             let after = sim.image();
             if after == bytes && how == Repair::All {
@@ -174,12 +180,7 @@ fn repairs_come_to_an_end_and_lose_nothing_on_the_way() {
             (before, bytes) = (now, after);
         }
         if !ended {
-            // A repair of leaks may have been the last one.
-            let sim = SimStorage::from_image(&bytes, seed);
-            let _ = repair_on(&mut runtime, &sim, Repair::All);
-            if sim.image() != bytes {
-                wrong.push(format!("{case}: no end after {REPAIRS_MAX} repairs"));
-            }
+            wrong.push(format!("{case}: no end after {REPAIRS_MAX} repairs"));
         }
     }
     assert!(wrong.is_empty(), "{}: {wrong:#?}", wrong.len());
