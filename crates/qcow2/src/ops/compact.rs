@@ -64,9 +64,9 @@ async fn compact(ring: &Ring, image: &mut Qcow2, old_len: u64) -> Result<bool, E
     }
     movable.extend(tables.iter().map(|(_, cluster)| *cluster));
     let others = movable.len() as u64;
-    // Their clusters stay where they are unless they lie at the end.
-    let bitmaps = bitmaps::clusters(&tx).await?;
-    movable.extend(&bitmaps);
+    // Their clusters stay where they are unless they lie at the end, or one of them cannot be read.
+    let bitmaps = bitmaps::clusters(&tx).await.ok();
+    movable.extend(bitmaps.iter().flatten());
 
     let end = tx.end_of_clusters() >> bits;
     let mut kept = end;
@@ -79,7 +79,7 @@ async fn compact(ring: &Ring, image: &mut Qcow2, old_len: u64) -> Result<bool, E
         let needed = movable.iter().filter(|cluster| **cluster >= kept).count() as u64;
         (kept + needed - holes(&mut tx, kept, needed).await?, 1)
     } else {
-        let behind = bitmaps.iter().filter(|cluster| **cluster >= kept).count() as u64;
+        let behind = bitmaps.iter().flatten().filter(|cluster| **cluster >= kept).count() as u64;
         (kept + others + behind, end / WORTH + 1)
     };
     if kept.saturating_add(least) > end {
@@ -96,7 +96,9 @@ async fn compact(ring: &Ring, image: &mut Qcow2, old_len: u64) -> Result<bool, E
     if old_l1.start >= kept {
         active.move_l1();
     }
-    bitmaps::move_behind(&mut tx, kept).await?;
+    if bitmaps.is_some() {
+        bitmaps::move_behind(&mut tx, kept).await?;
+    }
     tx.move_blocks_behind(kept).await?;
     let entries = active.l1.len();
     active.finish(&mut tx, entries).await?;
