@@ -209,7 +209,11 @@ impl Qcow2 {
             active.finish(&mut tx, entries).await
         };
         match prepared.await {
-            Ok(()) => tx.commit().await,
+            Ok(()) => match tx.commit_or_tell().await {
+                Ok(()) => Ok(()),
+                Err((error, true)) => Err(undo(error).await),
+                Err((error, false)) => Err(error),
+            },
             Err(error) => Err(undo(error).await),
         }
     }

@@ -385,7 +385,35 @@ impl<'a> Transaction<'a> {
     ///
     /// Errors: `Io`. The old state is on stable storage then. Only when the header can neither be written nor be
     /// taken back it is not known whether the old or the new state is there; both are whole.
-    pub(super) async fn commit(mut self) -> Result<(), Error> {
+    pub(super) async fn commit(self) -> Result<(), Error> {
+        self.commit_or_tell().await.map_err(|(error, _)| error)
+    }
+
+    /// As [`commit`](Transaction::commit). An error comes with whether the old state is known to be there.
+    pub(super) async fn commit_or_tell(mut self) -> Result<(), (Error, bool)> {
+        self.prepare().await.map_err(|error| (error, true))?;
+        let known = self.header.autoclear() & (BITMAPS | RAW_EXTERNAL);
+        self.header.set_autoclear(known);
+        if let Err(errno) = self.header.write_all(self.ring, &self.file).await {
+            // A write that failed, or one that was not flushed, may have got there all the same.
+            let is_back = self.old_header.restore(self.ring, &self.file).await.is_ok();
+            let doing = match is_back {
+                true => "writing the header",
+                false => {
+                    "writing the header (it is not known whether the old or the new one is there)"
+                }
+            };
+            return Err((self.io(doing, errno), is_back));
+        }
+        self.punch().await;
+        if self.shorten {
+            self.cut_file().await;
+        }
+        Ok(())
+    }
+
+    /// Brings all that the new header will refer to to stable storage.
+    async fn prepare(&mut self) -> Result<(), Error> {
         if self.settle().await? {
             if let DirtyTable::Whole { offset, bytes, clusters, .. } = self.write_counts().await? {
                 let run = Run {
@@ -398,22 +426,6 @@ impl<'a> Transaction<'a> {
                 self.header.set_refcount_table(offset, u32::try_from(clusters).unwrap_or(u32::MAX));
             }
             self.flush().await?;
-        }
-        let known = self.header.autoclear() & (BITMAPS | RAW_EXTERNAL);
-        self.header.set_autoclear(known);
-        if let Err(errno) = self.header.write_all(self.ring, &self.file).await {
-            // A write that failed, or one that was not flushed, may have got there all the same.
-            let doing = match self.old_header.restore(self.ring, &self.file).await {
-                Ok(()) => "writing the header",
-                Err(_) => {
-                    "writing the header (it is not known whether the old or the new one is there)"
-                }
-            };
-            return Err(self.io(doing, errno));
-        }
-        self.punch().await;
-        if self.shorten {
-            self.cut_file().await;
         }
         Ok(())
     }
