@@ -131,19 +131,31 @@ async fn qcow2_in_modes(
     writable: (bool, bool),
 ) -> Result<Layer, Error> {
     let (files, image) = writable;
+    let old_data = data_file(old);
     let file = storage_in_mode(old.file(), options, files)?;
+    let mut moved = vec![(old.file(), Arc::clone(&file))];
     let opened = async {
-        let data = data_file(old).map(|data| storage_in_mode(&data, options, files)).transpose()?;
+        let data = match &old_data {
+            Some(old) => {
+                let data = storage_in_mode(old, options, files)?;
+                moved.push((old, Arc::clone(&data)));
+                Some(data)
+            }
+            None => None,
+        };
         image_on(ring, Arc::clone(&file), data, options, image).await
     };
     match opened.await {
         Ok(fresh) => Ok(named_as(qcow2_layer(fresh, image), layer)),
         Err(error) => {
-            // The locks go back to where they were.
-            match old.file().reclaim(&file) {
-                Ok(()) => Err(error),
-                Err(lost) => Err(of_storage(&lost)),
+            // The locks of both files go back to where they were. What was in the right mode has kept its own.
+            let mut result = Err(error);
+            for (old, fresh) in moved.into_iter().filter(|(old, fresh)| !Arc::ptr_eq(old, fresh)) {
+                if let Err(lost) = old.reclaim(&fresh) {
+                    result = Err(of_storage(&lost));
+                }
             }
+            result
         }
     }
 }

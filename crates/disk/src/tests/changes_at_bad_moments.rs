@@ -6,8 +6,10 @@ use ringdisk_ring::IoBuf;
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
 
 use super::commit_faults::{Images, chain, images, storages};
-use super::{assert_same, directory, qemu_img, qemu_io, read_steps, run};
-use crate::{CommitOptions, Errno, OverlayOptions, Progress};
+use super::{assert_same, directory, open, qemu_img, qemu_io, read_steps, run};
+use crate::disk::Parts;
+use crate::open::qcow2_layer;
+use crate::{CommitOptions, Disk, Errno, ImageOptions, OverlayOptions, Progress};
 
 /// Bytes that nothing in the test images has.
 const BYTE: u8 = 0x5e;
@@ -43,6 +45,75 @@ fn an_overlay_over_an_image_that_cannot_be_closed_loses_nothing() {
             assert_eq!(disk.close(&ring).await, flushes);
         });
     }
+}
+
+/// Whether a file can be opened for writing beside those who use it.
+fn may_be_written(path: &std::path::Path) -> bool {
+    let options = ringdisk_storage::OpenOptions::default();
+    ringdisk_storage::Storage::open(path, &options).is_ok()
+}
+
+#[test]
+fn a_layer_that_cannot_be_opened_again_keeps_the_locks_of_both_of_its_files() {
+    let place = directory();
+    let path = |name: &str| place.path().join(name);
+    qemu_img(&place, &["create", "-q", "-f", "qcow2", "base.qcow2", "1M"]);
+    let data = ["-o", "data_file=mid.data", "-b", "base.qcow2", "-F", "qcow2", "mid.qcow2"];
+    qemu_img(&place, &[&["create", "-q", "-f", "qcow2"], &data[..]].concat());
+    let over = ["create", "-q", "-f", "qcow2", "-b", "mid.qcow2", "-F", "qcow2", "top.qcow2"];
+    qemu_img(&place, &over);
+    qemu_io(&place, "qcow2", "mid.qcow2", &["write -P 3 0 1M"]);
+    run(async |ring| {
+        let disk = open(&ring, path("top.qcow2"), &ImageOptions::default()).await.expect("open");
+        let mid = std::fs::File::options().write(true).open(path("mid.qcow2")).expect("open");
+        // Whoever opens it now finds no image.
+        std::os::unix::fs::FileExt::write_all_at(&mid, b"XFI", 0).expect("write");
+        let through = CommitOptions { top: 0, base: 2, keep_top: false };
+        let progress = Arc::new(Progress::new());
+        disk.commit(&ring, through, &progress).await.expect_err("it cannot be opened again");
+        for name in ["mid.qcow2", "mid.data", "base.qcow2", "top.qcow2"] {
+            assert!(!may_be_written(&path(name)), "{name} is not locked any more");
+        }
+        std::os::unix::fs::FileExt::write_all_at(&mid, b"QFI", 0).expect("write");
+        disk.commit(&ring, through, &progress).await.expect("commit");
+        assert_same(&read_steps(&ring, &disk, 1 << 20).await, &vec![3; 1 << 20]);
+        assert_eq!(disk.close(&ring).await, Ok(()));
+    });
+}
+
+/// As a layer that could not be opened for reading only after a change: its file is open for writing still.
+#[test]
+fn a_file_that_is_in_the_wanted_mode_keeps_its_lock_when_its_image_cannot_be_opened_again() {
+    let place = directory();
+    let path = place.path().join("base.qcow2");
+    qemu_img(&place, &["create", "-q", "-f", "qcow2", "base.qcow2", "1M"]);
+    let over = ["create", "-q", "-f", "qcow2", "-b", "base.qcow2", "-F", "qcow2", "top.qcow2"];
+    qemu_img(&place, &over);
+    let top =
+        SimStorage::from_image(&std::fs::read(place.path().join("top.qcow2")).expect("read"), 1);
+    run(async |ring| {
+        let options = ringdisk_storage::OpenOptions::default();
+        let base = ringdisk_storage::Storage::open(&path, &options).expect("open");
+        let mut layers = Vec::new();
+        for (storage, name, writable) in
+            [(top.storage(), "top.qcow2", true), (Arc::new(base), "base.qcow2", false)]
+        {
+            let open = ringdisk_qcow2::OpenOptions { writable, ..Default::default() };
+            let image = ringdisk_qcow2::Qcow2::open(&ring, storage, &open).await.expect("open");
+            let mut layer = qcow2_layer(image, writable);
+            layer.name = place.path().join(name);
+            layer.directory = Some(place.path().to_owned());
+            layers.push(layer);
+        }
+        let disk = Disk::build(layers, Parts::new(&ImageOptions::default()));
+        let file = std::fs::File::options().write(true).open(&path).expect("open");
+        std::os::unix::fs::FileExt::write_all_at(&file, b"XFI", 0).expect("write");
+        let progress = Arc::new(Progress::new());
+        let result = disk.commit(&ring, CommitOptions::TOP, &progress).await;
+        result.expect_err("it cannot be opened again");
+        assert!(!may_be_written(&path), "it is not locked any more");
+        assert_eq!(disk.close(&ring).await, Ok(()));
+    });
 }
 
 #[test]
