@@ -115,6 +115,8 @@ impl<'a, 'b> Last<'a, 'b> {
         let CommitOptions { top, base, .. } = self.options;
         let (ring, disk) = (self.ring, self.disk);
         self.empty_merged().await?;
+        // The base has changed below those between, and changes more with the next commit.
+        self.give_up_bitmaps().await?;
         // What may be refused comes first, while the layer above can still be used as it is.
         let upper = Arc::clone(&self.layers[top - 1]);
         if top > 1 {
@@ -176,12 +178,13 @@ impl<'a, 'b> Last<'a, 'b> {
         Ok(())
     }
 
-    /// What clients write to the base from now on is in no bitmap of the emptied layers, though it changes what
-    /// they show: nobody may believe these bitmaps any more. The last step, since it cannot be taken back.
+    /// What is written to the base is in no bitmap of the emptied layers, though it changes what they show: nobody may believe
+    /// these bitmaps any more. When the top is merged that is what clients write from now on, so it is the last step there. What
+    /// layers between show has changed with the copying.
     async fn give_up_bitmaps(&mut self) -> Result<(), Failure> {
-        let CommitOptions { base, keep_top, .. } = self.options;
+        let CommitOptions { top, base, keep_top } = self.options;
         // From the bottom up: that of the top is the one that counts, if one of them cannot be given up.
-        for index in (0..base).rev().filter(|_| !keep_top) {
+        for index in (top..base).rev().filter(|_| !keep_top) {
             let layer = Arc::clone(&self.layers[index]);
             let bitmaps = layer.qcow2().map(|image| &image.info().bitmaps[..]).unwrap_or_default();
             if !bitmaps.iter().any(|bitmap| bitmap.auto && !bitmap.in_use) {
