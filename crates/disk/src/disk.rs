@@ -37,10 +37,12 @@ pub struct Disk {
     options: ImageOptions,
     /// Changes of the graph take turns.
     turns: Gate,
-    /// A long change (a commit) is under way; others are refused.
+    /// A long change (a commit, the comparison of backing files) is under way; others are refused.
     pub(crate) is_busy: AtomicBool,
     /// The kernel has a descriptor of the image.
     pub(crate) is_lent: AtomicBool,
+    /// Device number of the file system that shows the disk as a file; 0: none.
+    pub(crate) shown_on: AtomicU64,
     /// Held while the length of a lent file is asked and noted.
     pub(crate) following: Gate,
     watchers: Arc<Watchers>,
@@ -144,6 +146,7 @@ impl Disk {
             turns: Gate::default(),
             is_busy: AtomicBool::new(false),
             is_lent: AtomicBool::new(false),
+            shown_on: AtomicU64::new(0),
             following: Gate::default(),
             watchers: Arc::default(),
             top_watch: TopWatch::default(),
@@ -241,6 +244,12 @@ impl Disk {
     /// Use of page cache and flushes.
     pub fn cache(&self) -> Cache {
         self.policy.cache
+    }
+
+    /// The disk is what a file of this file system shows (its device number, as stat(2) says it), so no image of its chain may be
+    /// there: a read would wait for itself.
+    pub fn set_shown_on(&self, device: u64) {
+        self.shown_on.store(device, Ordering::Release);
     }
 
     /// The chain at this moment, top first; never empty. Control path: takes a lock for a moment.

@@ -29,8 +29,8 @@ pub(crate) struct Drained<'a> {
     graph: Arc<Graph>,
     /// Images are between two states.
     is_under_way: bool,
-    /// Changes take turns; let go after the gate is open. `None` only once [`Drained::open`] has taken it.
-    turn: Option<Turn<'a>>,
+    /// Changes take turns; let go after the gate is open.
+    _turn: Turn<'a>,
     /// The last: who wants to know finds the gate open.
     _over: Over<'a>,
 }
@@ -60,11 +60,11 @@ impl Gateway {
             }
         }
         let graph = self.current();
-        Drained { closed, gateway: self, graph, is_under_way: false, turn: Some(turn), _over: over }
+        Drained { closed, gateway: self, graph, is_under_way: false, _turn: turn, _over: over }
     }
 }
 
-impl<'a> Drained<'a> {
+impl Drained<'_> {
     /// The graph in place.
     pub(crate) fn graph(&self) -> &Arc<Graph> {
         &self.graph
@@ -73,13 +73,6 @@ impl<'a> Drained<'a> {
     /// From here on images may be in a state that no graph describes.
     pub(crate) fn begin(&mut self) {
         self.is_under_way = true;
-    }
-
-    /// Opens the gate and keeps the turn: requests go on, other changes wait.
-    pub(crate) fn open(mut self) -> Turn<'a> {
-        let turn = self.turn.take();
-        drop(self);
-        turn.expect("a change has its turn until it gives it away here")
     }
 
     /// Puts a graph in place that describes the images as they are.

@@ -132,7 +132,7 @@ impl Graph {
 
 impl Layer {
     /// The image file, and the external data file where there is one.
-    fn storages(&self) -> impl Iterator<Item = &Arc<Storage>> {
+    pub(crate) fn storages(&self) -> impl Iterator<Item = &Arc<Storage>> {
         let file = self.file();
         let data = self.data_storage();
         let other = data.filter(|data| file.is_none_or(|file| !Arc::ptr_eq(file, data)));

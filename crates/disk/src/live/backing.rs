@@ -3,18 +3,21 @@
 //! Promises: the new chain is compared with the old one wherever the top, or an internal snapshot of it, has
 //! nothing itself, so no client sees another byte, now or after a snapshot is applied; only then the header
 //! names it. What clients change meanwhile is noted and compared again, the last of it while nobody works: a
-//! discard may uncover what was hidden when it was compared.
+//! discard may uncover what was hidden when it was compared. They may change the size of the disk, too
+//! (`resize_in_commit.rs`).
 
+use std::iter;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use ringdisk_ring::{Errno, Ring};
 
 use super::copy::{all_of, buffer, equal, pieces};
-use super::{Tracker, check_lasting, offline_layer};
+use super::{Busy, Tracker, check_lasting, offline_layer};
 use crate::chain::Chain;
 use crate::graph::Graph;
 use crate::layer::Layer;
-use crate::name::printable;
+use crate::name::{printable, printable_path};
 use crate::open::open_below;
 use crate::{Disk, Error, ErrorKind, Format, Progress, lost};
 
@@ -75,30 +78,39 @@ impl Disk {
                 (Some(full), below)
             }
         };
+        self.check_others(&below)?;
         let below: Vec<Arc<Layer>> = below.into_iter().map(Arc::new).collect();
-        // The turn keeps every change of the graph away, so only clients' requests come in between.
         let tracker = Arc::new(Tracker::new(graph.size()));
         let mut drained = self.gateway().drain(ring, turn).await;
+        // Clients may change the size meanwhile; every other change is refused.
+        let busy = Busy::begin(self)?;
         drained.replace(noting(&graph, Some(&tracker)));
-        let turn = drained.open();
+        drop(drained);
 
-        let comparison = Comparison { ring, graph: &graph, below: &below, tracker: &tracker };
+        let comparison = Comparison { ring, below: &below };
         let compared = comparison.run(self, progress).await;
         let of_snapshots = match (compared, graph.top_image()) {
             (Ok(()), Some(image)) => {
-                // Tables of snapshots do not change while this change has its turn.
+                // Tables of snapshots do not change meanwhile, also where the image was opened again.
                 snapshots_show_the_same(ring, image, graph.below(0), Chain(&below), progress).await
             }
             _ => Ok(()),
         };
+        let turn = self.turns().enter().await;
         let mut drained = self.gateway().drain(ring, turn).await;
         let compared = match compared {
-            Ok(()) => comparison.what_is_noted(progress).await,
+            Ok(()) => comparison.what_is_noted(drained.graph(), progress).await,
             Err(errno) => Err(errno),
         };
-        drained.replace(noting(&graph, None));
+        let graph = Arc::new(noting(drained.graph(), None));
+        drained.replace(Graph::clone(&graph));
         compared.map_err(refusal)?;
         of_snapshots?;
+        // Comparing takes long, and the header names the first of these now.
+        lost::check(
+            "change the backing file",
+            iter::once(&**graph.top()).chain(below.iter().map(|it| &**it)),
+        )?;
 
         let (mut top, result) =
             offline_layer(ring, self, &mut drained, graph.top(), async |ring, image| {
@@ -119,7 +131,26 @@ impl Disk {
         let mut layers = vec![Arc::new(top)];
         layers.extend(below);
         self.put(&mut drained, graph.with_layers(layers), false);
+        drop(busy);
         Ok(())
+    }
+}
+
+impl Disk {
+    /// Errors: `Invalid` where one of the layers is the disk itself.
+    fn check_others(&self, layers: &[Layer]) -> Result<(), Error> {
+        let own = self.shown_on.load(Ordering::Acquire);
+        let is_own = |layer: &&Layer| {
+            own != 0 && layer.storages().any(|it| it.identity().is_some_and(|(on, _)| on == own))
+        };
+        let Some(layer) = layers.iter().find(is_own) else { return Ok(()) };
+        let name = printable_path(layer.name());
+        Err(Error::new(
+            ErrorKind::Invalid,
+            format!(
+                "'{name}' is this very disk as it is mounted, which cannot lie below itself; name an image"
+            ),
+        ))
     }
 }
 
@@ -146,28 +177,29 @@ fn refusal(errno: Errno) -> Error {
     }
 }
 
-/// The two chains below one top.
+/// The chain below the disk as it is, and another one.
 #[derive(Clone, Copy)]
 struct Comparison<'a> {
     ring: &'a Ring,
-    /// With the old chain.
-    graph: &'a Graph,
     below: &'a [Arc<Layer>],
-    /// What clients have changed since it was compared.
-    tracker: &'a Tracker,
 }
 
 impl Comparison<'_> {
     /// Compares everything while clients work, and what they change meanwhile until little is left.
     async fn run(self, disk: &Disk, progress: &Progress) -> Result<(), Errno> {
-        let size = self.graph.size();
+        // It is another one when the size of the disk has changed.
+        let tracker = || disk.graph().tracker.clone();
+        let size = disk.graph().size();
         progress.set_total(size);
         let mut ranges = pieces(0, size);
         all_of(|| {
             let (offset, len) = ranges.next()?;
+            let tracker = tracker();
             Some(async move {
                 // Before it is looked at: what changes from now on is noted again.
-                self.tracker.clear(offset, len);
+                if let Some(tracker) = tracker {
+                    tracker.clear(offset, len);
+                }
                 self.beside_clients(disk, offset, len, progress).await?;
                 progress.add_done(len);
                 Ok(())
@@ -176,14 +208,15 @@ impl Comparison<'_> {
         .await?;
         let mut before = u64::MAX;
         for _ in 0..PASSES_MAX {
-            let left = self.tracker.bytes();
+            let Some(tracker) = tracker() else { break };
+            let left = tracker.bytes();
             if left <= LAST_PASS_BYTES || left > before / 2 {
                 break;
             }
             before = left;
             let mut at = 0;
             all_of(|| {
-                let (offset, len) = self.tracker.take(at)?;
+                let (offset, len) = tracker.take(at)?;
                 at = offset + len;
                 Some(async move {
                     for (offset, len) in pieces(offset, offset + len) {
@@ -206,29 +239,32 @@ impl Comparison<'_> {
         progress: &Progress,
     ) -> Result<(), Errno> {
         progress.check()?;
-        let _pass = disk.enter().await;
-        self.piece(offset, len).await
+        let pass = disk.enter().await;
+        self.piece(&pass, offset, len).await
     }
 
     /// Compares what is noted while nobody works.
-    async fn what_is_noted(self, progress: &Progress) -> Result<(), Errno> {
+    async fn what_is_noted(self, graph: &Graph, progress: &Progress) -> Result<(), Errno> {
+        let Some(tracker) = &graph.tracker else { return Err(Errno::IO) };
         let mut at = 0;
-        while let Some((offset, len)) = self.tracker.take(at) {
+        while let Some((offset, len)) = tracker.take(at) {
             progress.check()?;
             for (offset, len) in pieces(offset, offset + len) {
-                self.piece(offset, len).await?;
+                self.piece(graph, offset, len).await?;
             }
             at = offset + len;
         }
         Ok(())
     }
 
+    /// * `graph`: with the old chain.
     /// * `len`: at most a piece. What lies past the end of the disk is left out.
-    async fn piece(self, offset: u64, len: u64) -> Result<(), Errno> {
-        let len = len.min(self.graph.size().saturating_sub(offset));
-        let _graces = self.graph.graces();
-        let top = Chain(&self.graph.layers[..1]);
-        same(self.ring, top, self.graph.below(0), Chain(self.below), offset, len).await
+    async fn piece(self, graph: &Graph, offset: u64, len: u64) -> Result<(), Errno> {
+        graph.check()?;
+        let len = len.min(graph.size().saturating_sub(offset));
+        let _graces = graph.graces();
+        let top = Chain(&graph.layers[..1]);
+        same(self.ring, top, graph.below(0), Chain(self.below), offset, len).await
     }
 }
 

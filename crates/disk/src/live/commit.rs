@@ -17,7 +17,7 @@ use ringdisk_ring::{Errno, Ring};
 use super::copy::{Copier, all_of, copy_range, pieces};
 use super::pivot::{Last, check_cut, name_of_base};
 use super::reopen::kept_for_writing;
-use super::{Tracker, busy, check_lasting, close_layer, for_reading, in_mode, offline_on};
+use super::{Busy, Tracker, check_lasting, close_layer, for_reading, in_mode, offline_on};
 use crate::chain::Chain;
 use crate::graph::{Drained, Graph};
 use crate::layer::{Layer, Node};
@@ -69,15 +69,6 @@ impl Disk {
     }
 }
 
-/// Lets other changes in when the commit is over, however it ended.
-struct Busy<'a>(&'a Disk);
-
-impl Drop for Busy<'_> {
-    fn drop(&mut self) {
-        self.0.is_busy.store(false, Ordering::Release);
-    }
-}
-
 async fn run(
     disk: &Disk,
     ring: &Ring,
@@ -96,10 +87,7 @@ async fn run(
         _ => Some(name_of_base(&disk.graph(), options)?),
     };
     let mut drained = disk.gateway().drain(ring, turn).await;
-    if disk.is_busy.swap(true, Ordering::AcqRel) {
-        return Err(busy());
-    }
-    let busy = Busy(disk);
+    let busy = Busy::begin(disk)?;
     open_layers(disk, ring, &mut drained, options).await?;
     drop(drained);
 
@@ -132,6 +120,11 @@ async fn run(
                 None => Error::os("cannot commit", errno),
             },
         };
+        Last::new(disk, ring, &mut drained, options).go_back().await?;
+        return Err(error);
+    }
+    // Copying takes long. What the merged layers hold is taken away from here on, so the base must still have its name.
+    if let Err(error) = lost::check_commit(&drained.graph().layers, options) {
         Last::new(disk, ring, &mut drained, options).go_back().await?;
         return Err(error);
     }

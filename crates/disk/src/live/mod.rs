@@ -2,9 +2,9 @@
 //!
 //! Promises:
 //! - A change waits for the requests in flight and keeps new ones waiting (never failing) until the
-//!   images are as they shall be; changes take turns. A commit copies while clients work and keeps them
-//!   waiting for its last step only; other changes are refused meanwhile, but for clients that change the
-//!   size of the disk.
+//!   images are as they shall be; changes take turns. A commit copies, and a change of the backing file compares,
+//!   while clients work, and keeps them waiting for its last step only; other changes are refused meanwhile, but
+//!   for clients that change the size of the disk.
 //! - A change runs to its end when its caller goes away: it is a task of the ring. Where that ends
 //!   too, in the middle, the images are sound but of unknown shape, and the disk answers with errors.
 //! - What changes metadata other than by writing runs on an image that nobody else uses: closed, opened
@@ -69,13 +69,14 @@ impl Disk {
         }
     }
 
-    /// As [`Disk::check_free`], for a change that may also be made while a commit copies. Returns whether one does.
+    /// As [`Disk::check_free`], for a change that may also be made while a commit copies or backing files are compared. Returns
+    /// whether that is so.
     ///
-    /// Errors: as there, but for `Busy` during a commit.
+    /// Errors: as there, but for `Busy` meanwhile.
     fn check_beside_commit(&self) -> Result<bool, Error> {
-        let is_committed = self.is_busy.load(Ordering::Acquire);
+        let is_busy = self.is_busy.load(Ordering::Acquire);
         match self.check_free() {
-            Err(_) if is_committed && self.graph().state == State::Active => Ok(true),
+            Err(_) if is_busy && self.graph().state == State::Active => Ok(true),
             result => result.map(|()| false),
         }
     }
@@ -204,6 +205,28 @@ async fn offline_on<T>(
     Ok((again(ring, layer, disk.options(), true).await?, Err(error)))
 }
 
+/// A change that takes long, during which clients may change the size of the disk and nobody anything else. Lets other changes in
+/// when it is dropped.
+struct Busy<'a>(&'a Disk);
+
+impl<'a> Busy<'a> {
+    /// The caller has the turn.
+    ///
+    /// Errors: `Busy`.
+    fn begin(disk: &'a Disk) -> Result<Busy<'a>, Error> {
+        match disk.is_busy.swap(true, Ordering::AcqRel) {
+            true => Err(busy()),
+            false => Ok(Busy(disk)),
+        }
+    }
+}
+
+impl Drop for Busy<'_> {
+    fn drop(&mut self) {
+        self.0.is_busy.store(false, Ordering::Release);
+    }
+}
+
 fn inactive() -> Error {
     Error::new(
         ErrorKind::Busy,
@@ -215,7 +238,7 @@ fn inactive() -> Error {
 pub(crate) fn busy() -> Error {
     Error::new(
         ErrorKind::Busy,
-        "a commit of this disk is under way; wait until it is done, or cancel it",
+        "a commit, or a change of the backing file, of this disk is under way; wait until it is done, or cancel it",
     )
 }
 

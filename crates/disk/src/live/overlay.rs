@@ -4,11 +4,13 @@
 //! from then on; the overlay has its name on stable storage before the first write goes to it. When it
 //! cannot be made nothing is left of it.
 
+use std::iter;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ringdisk_qcow2::CreateOptions;
 use ringdisk_ring::Ring;
+use ringdisk_storage::Storage;
 
 use super::{again, check_lasting, close_layer, in_mode};
 use crate::layer::Layer;
@@ -36,10 +38,22 @@ impl Disk {
         path: impl Into<PathBuf>,
         options: OverlayOptions,
     ) -> Result<(), Error> {
+        self.add_overlay_in(ring, path.into(), options, create_file).await
+    }
+
+    /// As [`Disk::add_overlay`], in a file that the caller makes.
+    ///
+    /// * `create`: makes the new empty file.
+    pub(crate) async fn add_overlay_in(
+        &self,
+        ring: &Ring,
+        path: PathBuf,
+        options: OverlayOptions,
+        create: impl FnOnce(&Path, &ImageOptions) -> Result<Arc<Storage>, Error> + 'static,
+    ) -> Result<(), Error> {
         check_lasting(self)?;
-        let path = path.into();
         let change = move |disk: Arc<Disk>, ring: Ring| async move {
-            disk.add_overlay_now(&ring, &path, &options).await
+            disk.add_overlay_now(&ring, &path, &options, create).await
         };
         self.detached(ring, change).await
     }
@@ -49,6 +63,7 @@ impl Disk {
         ring: &Ring,
         path: &Path,
         options: &OverlayOptions,
+        create: impl FnOnce(&Path, &ImageOptions) -> Result<Arc<Storage>, Error>,
     ) -> Result<(), Error> {
         let turn = self.turns().enter().await;
         self.check_free()?;
@@ -67,22 +82,25 @@ impl Disk {
         }
         lost::check("put an overlay on top", graph.layers.iter().map(|layer| &**layer))?;
         // Its size cannot change: this is the turn of this change.
-        let made = make(ring, self.options(), path, graph.top(), options).await?;
+        let made = make(ring, self.options(), path, graph.top(), options, create).await?;
         let mut drained = self.gateway().drain(ring, turn).await;
         let old = Arc::clone(drained.graph().top());
         let closed = async {
             drained.graph().check().map_err(|errno| Error::os("cannot add an overlay", errno))?;
+            // Requests in flight may have kept the change waiting for long.
+            let used = iter::once(&made).chain(drained.graph().layers.iter().map(|layer| &**layer));
+            lost::check("put an overlay on top", used)?;
             close_layer(ring, &old).await
         };
         if let Err(error) = closed.await {
             // What could not be written is in the memory of this image only: it goes on as it is.
-            let _ = std::fs::remove_file(path);
+            remove(&made, path);
             return Err(error);
         }
         let lower = match in_mode(ring, &old, self.options(), false).await {
             Ok(lower) => lower,
             Err(error) => {
-                let _ = std::fs::remove_file(path);
+                remove(&made, path);
                 if old.qcow2().is_some() {
                     // It was closed: opened again it is what it was.
                     drained.begin();
@@ -103,6 +121,13 @@ impl Disk {
         self.put(&mut drained, graph.with_layers(layers), false);
         tell_of_bitmaps(&old);
         Ok(())
+    }
+}
+
+/// Takes an overlay away that nobody uses. What has taken its name meanwhile is somebody else's.
+fn remove(made: &Layer, path: &Path) {
+    if made.lost_name().is_none() {
+        let _ = std::fs::remove_file(path);
     }
 }
 
@@ -127,9 +152,10 @@ async fn make(
     path: &Path,
     top: &Layer,
     overlay: &OverlayOptions,
+    create: impl FnOnce(&Path, &ImageOptions) -> Result<Arc<Storage>, Error>,
 ) -> Result<Layer, Error> {
     let named = over(top, path)?;
-    let create = CreateOptions {
+    let wanted = CreateOptions {
         size: named.size,
         backing_file: named.backing_file,
         backing_format: named.backing_format,
@@ -137,9 +163,9 @@ async fn make(
         data_file_raw: false,
         ..overlay.create.clone()
     };
-    let storage = create_file(path, options)?;
+    let storage = create(path, options)?;
     let made = async {
-        ringdisk_qcow2::create(ring, &storage, None, &create)
+        ringdisk_qcow2::create(ring, &storage, None, &wanted)
             .await
             .map_err(|error| of_qcow2(&error))?;
         sync_directory(ring, path).await?;

@@ -1,7 +1,8 @@
-//! Another size of the disk while a commit copies it: for clients that append, which never wait for the copying.
+//! Another size of the disk while a commit copies it, or backing files are compared: for clients that append, which never wait for
+//! that.
 //!
-//! Promises: the top gets its new size as ever. What is added is noted for the copier as if it had been written, with all that was
-//! noted before, and the base grows with the top. Where the base cannot grow the client does not feel it: the commit fails. A base
+//! Promises: the top gets its new size as ever. What is added is noted as if it had been written, with all that was noted before, so
+//! it is copied, or compared, too; the base of a commit grows with the top. Where the base cannot grow the client does not feel it: the commit fails. A base
 //! that is longer than the disk in the end is cut by the last step of the commit.
 
 use std::sync::Arc;
@@ -17,7 +18,8 @@ use crate::layer::Layer;
 use crate::{Disk, Error};
 
 impl Disk {
-    /// Changes the size of the top image, which a commit copies at the moment or which lies above what it copies.
+    /// Changes the size of the top image, which a commit copies at the moment or which lies above what it copies, or whose backing
+    /// files are compared.
     ///
     /// * `size`: bytes, a multiple of 512.
     ///
@@ -43,10 +45,11 @@ impl Disk {
         let mut layers = graph.layers.clone();
         layers[0] = Arc::new(fresh);
         let mut tracker = graph.tracker.clone();
-        if let (Ok(()), Some(old), Some(base)) = (&result, &graph.tracker, base) {
+        if let (Ok(()), Some(old)) = (&result, &graph.tracker) {
             let next = old.resized(size.max(before));
             next.set(before.min(size), before.abs_diff(size));
-            if layers[base].size() < size
+            if let Some(base) = base
+                && layers[base].size() < size
                 && let Err(error) = self.grow_base(ring, &graph, base, size, &mut layers).await
             {
                 tracing::warn!("{error}; the commit will fail");
@@ -89,7 +92,7 @@ impl Disk {
     }
 }
 
-/// Index of the layer that a commit of the top layer writes to.
+/// Index of the layer that a commit of the top layer writes to, if there is such a commit.
 fn base_of(graph: &Graph) -> Option<usize> {
     graph.tracker.as_ref()?;
     let base = graph.layers.iter().skip(1).position(|layer| layer.is_writable)?;

@@ -2,6 +2,7 @@
 //! have lost their names.
 
 use std::cell::RefCell;
+use std::future::Future;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -95,6 +96,74 @@ fn what_a_discard_uncovers_while_backing_files_are_compared_is_compared_again() 
                 (compat == "0.10").then_some(ErrorKind::Invalid)
             );
             assert_same(&read_steps(&ring, &disk, MIB).await, &bytes);
+            assert_eq!(disk.close(&ring).await, Ok(()));
+        });
+    }
+}
+
+#[test]
+fn clients_append_while_backing_files_are_compared() {
+    // Whether the new file has something where the old one has ended.
+    for has_more in [false, true] {
+        let place = directory();
+        for name in ["base.qcow2", "other.qcow2"] {
+            qemu_img(&place, &["create", "-q", "-f", "qcow2", name, "16M"]);
+            qemu_io(&place, "qcow2", name, &["write -P 7 0 16M"]);
+        }
+        let create =
+            ["create", "-q", "-f", "qcow2", "-b", "base.qcow2", "-F", "qcow2", "top.qcow2"];
+        qemu_img(&place, &create);
+        if has_more {
+            qemu_img(&place, &["resize", "-q", "-f", "qcow2", "other.qcow2", "20M"]);
+            qemu_io(&place, "qcow2", "other.qcow2", &["write -P 9 17M 64k"]);
+        }
+        let image = |name: &str| std::fs::read(place.path().join(name)).expect("read");
+        let (top, base) = (image("top.qcow2"), image("base.qcow2"));
+        run(async |ring| {
+            let (top, base) = (SimStorage::from_image(&top, 1), SimStorage::from_image(&base, 1));
+            let images = [("top.qcow2", &top), ("base.qcow2", &base)];
+            let disk = simulated(&ring, &place, &images).await;
+            base.on(When::kind(OpKind::Read), Fault::Hold);
+            let progress = Arc::new(Progress::new());
+            let (other, handle, shared) = (Arc::clone(&disk), ring.clone(), Arc::clone(&progress));
+            let result = start(&ring, async move {
+                other.change_backing(&handle, Some(backing("other.qcow2")), &shared).await
+            });
+            while base.held().is_empty() {
+                ring.sleep(std::time::Duration::from_millis(1)).await;
+            }
+            let grown = Rc::new(std::cell::Cell::new(None));
+            let (other, handle, slot) = (Arc::clone(&disk), ring.clone(), Rc::clone(&grown));
+            ring.spawn(async move {
+                slot.set(Some(other.grow(&handle, 20 * MIB as u64).await));
+            });
+            while grown.get().is_none() {
+                base.release_all();
+                ring.sleep(std::time::Duration::from_millis(1)).await;
+            }
+            assert_eq!(grown.get(), Some(Ok(())));
+            assert!(progress.done() < 16 * MIB as u64, "it has waited until all was compared");
+            // Other changes wait for the next time.
+            let snapshot = disk.snapshot(&ring, SnapshotChange::Create("s".to_owned())).await;
+            assert_eq!(snapshot.expect_err("busy").kind(), ErrorKind::Busy);
+            base.clear_rules();
+            base.release_all();
+            let at = 19 * MIB;
+            assert_eq!(disk.write(&ring, at as u64, &super::buffer(&[6; 4096])).await, Ok(4096));
+            while result.borrow().is_none() {
+                base.release_all();
+                ring.sleep(std::time::Duration::from_millis(1)).await;
+            }
+            let result = result.take().expect("it has ended").map_err(|error| error.kind());
+            assert_eq!(result.err(), has_more.then_some(ErrorKind::Invalid));
+            let mut bytes = vec![7; 16 * MIB];
+            bytes.resize(20 * MIB, 0);
+            bytes[at..at + 4096].fill(6);
+            assert_same(&read_steps(&ring, &disk, MIB).await, &bytes);
+            let layers = disk.layers();
+            let named = layers[0].qcow2().and_then(|image| image.info().backing_file.clone());
+            let expected = if has_more { "base.qcow2" } else { "other.qcow2" };
+            assert_eq!(named.as_deref(), Some(expected.as_bytes()));
             assert_eq!(disk.close(&ring).await, Ok(()));
         });
     }
@@ -244,6 +313,152 @@ fn a_deleted_backing_file_takes_nothing_in_and_can_be_replaced_by_its_like() {
         assert_eq!(disk.close(&ring).await, Ok(()));
     });
     qemu_img(&place, &["compare", "-q", "top.qcow2", "same.qcow2"]);
+}
+
+/// A change that runs as a task, and its result once it has ended.
+fn start<F: Future<Output = Result<(), Error>> + 'static>(
+    ring: &Ring,
+    change: F,
+) -> Rc<RefCell<Option<Result<(), Error>>>> {
+    let result = Rc::new(RefCell::new(None));
+    let slot = Rc::clone(&result);
+    ring.spawn(async move {
+        let changed = change.await;
+        *slot.borrow_mut() = Some(changed);
+    });
+    result
+}
+
+/// Lets what is held go on until the change has ended, with `NotFound`.
+async fn ends_for_want_of_a_name(
+    ring: &Ring,
+    held: &SimStorage,
+    result: &RefCell<Option<Result<(), Error>>>,
+) {
+    held.clear_rules();
+    while result.borrow().is_none() {
+        held.release_all();
+        ring.sleep(std::time::Duration::from_millis(1)).await;
+    }
+    let result = result.take().expect("it has ended");
+    assert_eq!(result.expect_err("the name is lost").kind(), ErrorKind::NotFound);
+}
+
+/// `top.qcow2`, simulated, with 5s in its first cluster, over the file `base.qcow2`.
+async fn over_a_file(ring: &Ring, place: &TempDir) -> (Arc<Disk>, SimStorage) {
+    let read = |name: &str| std::fs::read(place.path().join(name)).expect("read");
+    let top = SimStorage::from_image(&read("top.qcow2"), 1);
+    let reading = ringdisk_storage::OpenOptions { read_only: true, ..Default::default() };
+    let path = place.path().join("base.qcow2");
+    let base = ringdisk_storage::Storage::open(&path, &reading).expect("open");
+    let mut layers = Vec::new();
+    for (storage, name, writable) in
+        [(top.storage(), "top.qcow2", true), (Arc::new(base), "base.qcow2", false)]
+    {
+        let open = ringdisk_qcow2::OpenOptions { writable, ..Default::default() };
+        let image = ringdisk_qcow2::Qcow2::open(ring, storage, &open).await.expect("open");
+        let mut layer = qcow2_layer(image, writable);
+        layer.name = place.path().join(name);
+        layer.directory = Some(place.path().to_owned());
+        layers.push(layer);
+    }
+    let disk = Disk::build(layers, Parts::new(&ImageOptions::default()));
+    assert_eq!(disk.write(ring, 0, &super::buffer(&[5; 65536])).await, Ok(65536));
+    assert_eq!(disk.flush(ring).await, Ok(()));
+    (disk, top)
+}
+
+#[test]
+fn a_base_that_is_deleted_while_a_commit_copies_gets_no_data_that_is_taken_from_the_top() {
+    let place = two();
+    let mut bytes = vec![1; MIB];
+    bytes[..65536].fill(5);
+    run(async |ring| {
+        let (disk, top) = over_a_file(&ring, &place).await;
+        top.on(When::kind(OpKind::Read), Fault::Hold);
+        let (other, handle) = (Arc::clone(&disk), ring.clone());
+        let result = start(&ring, async move {
+            let progress = Arc::new(Progress::new());
+            other.commit(&handle, CommitOptions::TOP, &progress).await
+        });
+        while top.held().is_empty() {
+            ring.sleep(std::time::Duration::from_millis(1)).await;
+        }
+        let (base, away) = (place.path().join("base.qcow2"), place.path().join("away"));
+        std::fs::rename(&base, &away).expect("rename");
+        ends_for_want_of_a_name(&ring, &top, &result).await;
+        assert_eq!(disk.layers().len(), 2);
+        assert!(!disk.layers()[1].is_writable());
+        assert_same(&read_steps(&ring, &disk, MIB).await, &bytes);
+        let open = ringdisk_qcow2::OpenOptions::default();
+        let emptied = ringdisk_qcow2::Qcow2::open(&ring, top.fork(1).storage(), &open).await;
+        let kept = emptied.expect("open").map(&ring, 0, 65536).await.expect("map");
+        assert!(matches!(kept.kind, ringdisk_qcow2::ExtentKind::Data { .. }), "{kept:?}");
+        // With its name again it takes the data.
+        std::fs::rename(&away, &base).expect("rename");
+        let progress = Arc::new(Progress::new());
+        disk.commit(&ring, CommitOptions::TOP, &progress).await.expect("commit");
+        assert_same(&read_steps(&ring, &disk, MIB).await, &bytes);
+        assert_eq!(disk.close(&ring).await, Ok(()));
+    });
+}
+
+#[test]
+fn a_new_backing_file_that_is_deleted_while_it_is_compared_is_not_taken() {
+    let place = two();
+    let image = |name: &str| std::fs::read(place.path().join(name)).expect("read");
+    let (top, base) = (image("top.qcow2"), image("base.qcow2"));
+    run(async |ring| {
+        let (top, base) = (SimStorage::from_image(&top, 1), SimStorage::from_image(&base, 1));
+        let images = [("top.qcow2", &top), ("base.qcow2", &base)];
+        let disk = simulated(&ring, &place, &images).await;
+        base.on(When::kind(OpKind::Read), Fault::Hold);
+        let (other, handle) = (Arc::clone(&disk), ring.clone());
+        let result = start(&ring, async move { change_to(&handle, &other, "same.qcow2").await });
+        while base.held().is_empty() {
+            ring.sleep(std::time::Duration::from_millis(1)).await;
+        }
+        std::fs::remove_file(place.path().join("same.qcow2")).expect("delete");
+        ends_for_want_of_a_name(&ring, &base, &result).await;
+        let layers = disk.layers();
+        let named = layers[0].qcow2().and_then(|image| image.info().backing_file.as_deref());
+        assert_eq!(named, Some(&b"base.qcow2"[..]));
+        assert_same(&read_steps(&ring, &disk, MIB).await, &vec![1; MIB]);
+        assert_eq!(disk.close(&ring).await, Ok(()));
+    });
+}
+
+#[test]
+fn an_overlay_that_loses_its_name_while_requests_are_waited_for_is_not_used() {
+    let place = two();
+    let new = place.path().join("new.qcow2");
+    run(async |ring| {
+        let (disk, top) = over_a_file(&ring, &place).await;
+        top.on(When::kind(OpKind::Read), Fault::Hold);
+        let (other, handle) = (Arc::clone(&disk), ring.clone());
+        ring.spawn(async move {
+            let _ = other.read(&handle, 0, &ringdisk_ring::IoBuf::new(512, 512)).await;
+        });
+        while top.held().is_empty() {
+            ring.yield_now().await;
+        }
+        let (other, handle, path) = (Arc::clone(&disk), ring.clone(), new.clone());
+        let result = start(&ring, async move {
+            other.add_overlay(&handle, path, OverlayOptions::default()).await
+        });
+        // It is written when it is that long.
+        while std::fs::metadata(&new).map_or(0, |stat| stat.len()) < 65536 {
+            ring.sleep(std::time::Duration::from_millis(1)).await;
+        }
+        ring.sleep(std::time::Duration::from_millis(50)).await;
+        std::fs::remove_file(&new).expect("delete");
+        std::fs::write(&new, "of somebody else").expect("write");
+        ends_for_want_of_a_name(&ring, &top, &result).await;
+        assert_eq!(std::fs::read(&new).expect("read"), b"of somebody else");
+        assert_eq!(disk.layers().len(), 2);
+        assert_eq!(disk.write(&ring, 0, &super::buffer(&[6; 512])).await, Ok(512));
+        assert_eq!(disk.close(&ring).await, Ok(()));
+    });
 }
 
 #[test]

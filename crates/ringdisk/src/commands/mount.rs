@@ -184,6 +184,9 @@ fn serve(
         told.stopping("stopping on request");
         if at_once { for_control.force() } else { for_control.stop() }
     };
+    if let Some(number) = served.connection() {
+        disk.set_shown_on(rustix::fs::makedev(0, number));
+    }
     let commands = DiskControl::new(Arc::clone(&disk), handle.clone(), stop);
     let commands = Arc::new(commands.in_stages(Arc::clone(&stopping)));
     let (control, control_names) = match control(&plan, &served, &commands, args.sandbox.word) {
