@@ -1,12 +1,18 @@
 //! The table of changes: every change of a disk in use × every storage operation of it that fails or is held
-//! for a while × every kind of request that a client has in flight.
+//! for a while × every kind of request that a client has in flight. The disks: chains of qcow2 images, of both versions; with a layer
+//! between, over a raw image, with an external data file, raw or not; and a raw image. Operations of all of their files fail, and
+//! those of a new overlay.
 //!
 //! Whatever fails: a change that is refused leaves the disk as it was (its bytes, its size; it takes writes; its
 //! bitmaps record and are valid after the close; the images are sound), and made again it succeeds. A change
 //! that succeeds is complete. A bitmap that says that it is valid has a bit wherever the content differs from
 //! what it was when the bitmap was made.
 //!
-//! A seeded part of the table runs in each test run, all of it with `RINGDISK_FULL=1`.
+//! Two failures may leave a disk that answers with errors until it is opened again, and a change that was made although an error was
+//! told; never wrong bytes, damaged images, or a bitmap that is wrong.
+//!
+//! A seeded part of the table runs in each test run. With `RINGDISK_FULL=1` all of it for the usual chain, and a larger part for the
+//! other disks and for pairs.
 
 mod clients;
 mod judge;
@@ -16,26 +22,41 @@ use ringdisk_testkit::sim::Prng;
 
 use super::run;
 use clients::Request;
-use world::{Cell, Change, Fixture, Injected, Victim};
+use world::{Cell, Change, Fixture, Injected, Shape};
 
-/// Cells of the seeded part, for each change.
+/// Cells of the seeded part, for each change and storage: of the usual chain, and of each other disk.
 const CELLS: u64 = 24;
+const CELLS_OF_OTHERS: u64 = 8;
+/// All cells of the usual chain run with `RINGDISK_FULL=1`, and so many of each other disk.
+const CELLS_OF_OTHERS_IN_FULL: u64 = 300;
+/// Cells with two failures, and how many operations apart these are at most.
+const PAIRS: u64 = 6;
+const PAIRS_IN_FULL: u64 = 200;
+const APART: u64 = 24;
 /// Operations of a storage that no change makes: a table longer than this is a loop that does not end.
 const OPERATIONS_MAX: u64 = 2000;
 
 /// Runs the cells of one change.
 fn table(change: Change) {
+    for shape in change.shapes() {
+        table_of(change, *shape);
+    }
+}
+
+fn table_of(change: Change, shape: Shape) {
     let is_full = std::env::var_os("RINGDISK_FULL").is_some();
-    let fixture = Fixture::new(change);
+    let fixture = Fixture::new(change, shape);
     run(async |ring| {
-        let mut prng = Prng::new(15 + change as u64);
+        let mut prng = Prng::new(15 + change as u64 + 100 * shape as u64);
         let mut reached = 0u64;
-        for victim in [Victim::Top, Victim::Base] {
+        for victim in fixture.world(change).victims() {
             let quiet = Cell {
                 change,
+                shape,
                 request: Request::Read,
                 victim,
                 number: u64::MAX,
+                again: None,
                 injected: Injected::Hold,
             };
             let operations = judge::judge(&ring, &fixture, quiet).await.operations;
@@ -43,16 +64,32 @@ fn table(change: Change) {
             // What clients do in between shifts the numbers a little.
             let numbers = if operations == 0 { 0 } else { operations + 8 };
             let all = numbers * Request::ALL.len() as u64 * Injected::ALL.len() as u64;
-            let wanted = if is_full { all } else { CELLS.min(all) };
-            for index in 0..wanted {
-                let index = if is_full { index } else { prng.below(all) };
+            let (wanted, pairs) = match (shape, is_full) {
+                (Shape::Chain, true) => (all, PAIRS_IN_FULL),
+                (_, true) => (CELLS_OF_OTHERS_IN_FULL.min(all), PAIRS_IN_FULL),
+                (Shape::Chain, false) => (CELLS.min(all), PAIRS),
+                (_, false) => (CELLS_OF_OTHERS.min(all), PAIRS),
+            };
+            for index in 0..wanted + pairs.min(all) {
+                let is_pair = index >= wanted;
+                let index = if wanted == all && !is_pair { index } else { prng.below(all) };
                 let requests = Request::ALL.len() as u64;
+                let request = Request::ALL[usize::try_from(index % requests).expect("small")];
+                // An image of version 2 with snapshots keeps its size.
+                let cannot = request == Request::Append
+                    && shape == Shape::Old
+                    && shape.has_snapshots(change);
                 let cell = Cell {
-                    change,
-                    victim,
-                    request: Request::ALL[usize::try_from(index % requests).expect("small")],
-                    injected: Injected::ALL[usize::try_from(index / requests % 3).expect("small")],
+                    request: if cannot { Request::Allocate } else { request },
+                    injected: match is_pair {
+                        true => [Injected::Io, Injected::NoSpace][usize::from(prng.coin())],
+                        false => {
+                            Injected::ALL[usize::try_from(index / requests % 3).expect("small")]
+                        }
+                    },
                     number: index / requests / 3,
+                    again: is_pair.then(|| prng.below(APART)),
+                    ..quiet
                 };
                 reached += u64::from(judge::judge(&ring, &fixture, cell).await.reached);
             }
@@ -84,6 +121,16 @@ fn an_internal_snapshot_is_deleted_or_refused() {
 #[test]
 fn a_commit_is_made_or_refused() {
     table(Change::Commit);
+}
+
+#[test]
+fn a_commit_through_the_chain_is_made_or_refused() {
+    table(Change::CommitThrough);
+}
+
+#[test]
+fn a_commit_below_the_top_is_made_or_refused() {
+    table(Change::CommitBelow);
 }
 
 #[test]

@@ -7,13 +7,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ringdisk_qcow2::{Qcow2, check_bytes};
-use ringdisk_ring::Ring;
+use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
 
 use super::clients::{Effect, Request, write};
-use super::world::{BITMAP, CLUSTER, Cell, Change, Fixture, Injected, World};
+use super::world::{
+    BITMAP, CLUSTER, Cell, Change, Fixture, Injected, OVERLAY, Shape, Victim, World,
+};
 use crate::tests::{open, read_steps};
-use crate::{Disk, Error, ImageOptions};
+use crate::{Disk, Error, Format, ImageOptions};
 
 /// A cell that takes longer hangs.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -24,9 +26,12 @@ pub(super) struct Run {
     pub(super) operations: u64,
     /// The operation that was to fail was made.
     pub(super) reached: bool,
+    /// The second one, too.
+    pub(super) reached_again: bool,
 }
 
 /// What the disk may show: each byte is one of two.
+#[derive(Clone)]
 struct Model {
     a: Vec<u8>,
     b: Vec<u8>,
@@ -48,13 +53,16 @@ impl Model {
         }
     }
 
+    /// Where the first byte is that may not be there.
+    fn differs(&self, bytes: &[u8]) -> Option<usize> {
+        let mut both = bytes.iter().zip(self.a.iter().zip(&self.b));
+        both.position(|(it, (a, b))| it != a && it != b)
+    }
+
     /// The disk shows one of the two, and the same from now on.
     fn settle(&mut self, bytes: Vec<u8>, cell: &Cell) {
         assert_eq!(bytes.len(), self.a.len(), "size, {cell:?}");
-        let differs = bytes
-            .iter()
-            .zip(self.a.iter().zip(&self.b))
-            .position(|(it, (a, b))| it != a && it != b);
+        let differs = self.differs(&bytes);
         let shown = differs.map(|at| (at / CLUSTER, bytes[at], self.a[at], self.b[at]));
         assert_eq!(shown, None, "cluster, byte, and what it may be, {cell:?}");
         self.a.clone_from(&bytes);
@@ -118,9 +126,9 @@ fn earlier() -> [Effect; 2] {
 
 /// Runs one cell.
 pub(super) async fn judge(ring: &Ring, fixture: &Fixture, cell: Cell) -> Run {
-    let overlay = fixture.place.path().join("overlay.qcow2");
+    let overlay = fixture.place.path().join(OVERLAY);
     let _ = std::fs::remove_file(&overlay);
-    let world = fixture.world();
+    let world = fixture.world(cell.change);
     let disk = world.open(ring, fixture).await;
     let mut model = Model { a: fixture.bytes.clone(), b: fixture.bytes.clone() };
     for effect in earlier() {
@@ -129,13 +137,23 @@ pub(super) async fn judge(ring: &Ring, fixture: &Fixture, cell: Cell) -> Run {
     }
 
     let (made, run, failed) = meet(ring, fixture, &world, &disk, &mut model, cell).await;
+    let is_refused = made.is_err() && !cell.change.is_refused_always();
+    if is_refused {
+        assert!(failed.is_some(), "{made:?} without a failure, {cell:?}");
+        assert!(run.reached_again || !overlay.exists(), "an overlay is left, {cell:?}");
+    }
+    if run.reached_again {
+        let is_sound = after_two(ring, fixture, &disk, &mut model, cell, is_refused).await;
+        settle(ring).await;
+        let is_made = disk.layers().len() != cell.shape.depth();
+        drop(disk);
+        look(ring, fixture, &world, &mut model, cell, (is_made, is_sound)).await;
+        return run;
+    }
     let may_fail_flushes = failed.is_some_and(|kind| {
         cell.injected == Injected::Io
             || cell.injected == Injected::NoSpace && matches!(kind, OpKind::Flush | OpKind::Read)
     });
-    if made.is_err() && !cell.change.is_refused_always() {
-        assert!(failed.is_some(), "{made:?} without a failure, {cell:?}");
-    }
     let mut is_open = !(made.is_ok() && cell.change == Change::Close);
     let mut is_sound = true;
     if is_open {
@@ -147,9 +165,10 @@ pub(super) async fn judge(ring: &Ring, fixture: &Fixture, cell: Cell) -> Run {
         let flushed = disk.flush(ring).await;
         is_sound = flushed.is_ok();
         assert!(is_sound || may_fail_flushes, "{flushed:?} {cell:?}");
-        if is_sound && made.is_err() && !cell.change.is_refused_always() {
+        if is_sound && is_refused {
             // What was in the way is gone.
-            let again = cell.change.make(ring, &disk, fixture.place.path()).await;
+            let new = world.overlay();
+            let again = cell.change.make(ring, &disk, fixture.place.path(), new).await;
             assert!(again.is_ok(), "{again:?} after {made:?}, {cell:?}");
             is_open = cell.change != Change::Close;
             changed(cell.change, fixture, &mut model);
@@ -161,11 +180,57 @@ pub(super) async fn judge(ring: &Ring, fixture: &Fixture, cell: Cell) -> Run {
         assert!(closed.is_ok() || !is_sound, "{closed:?} {cell:?}");
     }
     settle(ring).await;
-    // One more with an overlay, one less after a commit.
-    let is_made = disk.layers().len() != 2;
+    // One more with an overlay, one or two less after a commit.
+    let is_made = disk.layers().len() != cell.shape.depth();
     drop(disk);
-    look(ring, fixture, &world, &mut model, cell, is_made, is_sound).await;
+    look(ring, fixture, &world, &mut model, cell, (is_made, is_sound)).await;
     run
+}
+
+/// After two failures: the disk may answer with errors until it is opened again, and a change may be made of which an error was told;
+/// but what it shows is right. Returns whether all that clients wrote is on the storage.
+///
+/// * `is_refused`: an error was told.
+async fn after_two(
+    ring: &Ring,
+    fixture: &Fixture,
+    disk: &Disk,
+    model: &mut Model,
+    cell: Cell,
+    is_refused: bool,
+) -> bool {
+    let answers = disk.read(ring, 0, &IoBuf::new(512, 512)).await;
+    let mut is_sound = true;
+    match answers {
+        Ok(_) => {
+            let shown = read_steps(ring, disk, 1 << 20).await;
+            may_be_made(fixture, model, cell, is_refused, &shown);
+            model.settle(shown, &cell);
+            is_sound = disk.flush(ring).await.is_ok();
+        }
+        Err(errno) => {
+            let may_end = cell.change.refuses_requests();
+            let is_broken = disk.fault().is_some() && errno == Errno::IO;
+            assert!(is_broken || may_end && errno == Errno::BUSY, "{errno} {cell:?}");
+        }
+    }
+    disk.close(ring).await.is_ok() && is_sound
+}
+
+/// The model of a change of which an error was told, where the disk shows that it was made.
+fn may_be_made(fixture: &Fixture, model: &mut Model, cell: Cell, is_refused: bool, shown: &[u8]) {
+    if !is_refused || shown.len() == model.a.len() && model.differs(shown).is_none() {
+        return;
+    }
+    let mut made = model.clone();
+    changed(cell.change, fixture, &mut made);
+    let effects = [cell.request.effect()].into_iter().chain(later().map(Some));
+    for effect in effects.flatten() {
+        made.apply(&effect, false);
+    }
+    if shown.len() == made.a.len() {
+        *model = made;
+    }
 }
 
 /// Makes the change while a request is in flight and others come, with a failure in between. Gives what became
@@ -179,13 +244,13 @@ async fn meet(
     cell: Cell,
 ) -> (Result<(), Error>, Run, Option<OpKind>) {
     let left = Rc::new(Slot::new(0));
-    for sim in [&world.top, &world.base] {
+    for (.., sim) in &world.storages {
         sim.on(When::any().once(), Fault::Hold);
     }
     let (handle, other) = (ring.clone(), Arc::clone(disk));
     let first = spawn(ring, &left, async move { cell.request.make(&handle, &other).await });
     settle(ring).await;
-    for sim in [&world.top, &world.base] {
+    for (.., sim) in &world.storages {
         sim.clear_rules();
     }
     let victim = world.victim(cell.victim);
@@ -193,16 +258,21 @@ async fn meet(
     if cell.number != u64::MAX {
         victim.on(When::number(begin + cell.number), cell.injected.fault());
     }
+    let second = cell.again.map(|more| begin + cell.number + 1 + more);
+    if let Some(second) = second {
+        victim.on(When::number(second), cell.injected.fault());
+    }
     let (handle, other) = (ring.clone(), Arc::clone(disk));
-    let place = fixture.place.path().to_owned();
-    let change = spawn(ring, &left, async move { cell.change.make(&handle, &other, &place).await });
+    let (place, overlay) = (fixture.place.path().to_owned(), world.overlay());
+    let change =
+        spawn(ring, &left, async move { cell.change.make(&handle, &other, &place, overlay).await });
     settle(ring).await;
     world.release();
-    let mut second = Vec::new();
+    let mut others = Vec::new();
     for effect in later() {
         let (handle, other) = (ring.clone(), Arc::clone(disk));
         let task = async move { write(&handle, &other, Some(effect)).await };
-        second.push(spawn(ring, &left, task));
+        others.push(spawn(ring, &left, task));
         settle(ring).await;
     }
     finish(ring, world, &left, &cell).await;
@@ -211,6 +281,7 @@ async fn meet(
     let failed = log.get(usize::try_from(begin.saturating_add(cell.number)).unwrap_or(usize::MAX));
     let failed = failed.map(|record| record.kind);
     let reached = failed.is_some();
+    let reached_again = second.is_some_and(|number| log.len() as u64 > number);
 
     let first = first.take().expect("it has ended");
     let made = change.take().expect("it has ended");
@@ -219,7 +290,7 @@ async fn meet(
         cell.change.refuses_requests() || cell.request == Request::Append && cell.change.cuts();
     assert!(first.is_ok() || reached || may_end, "{first:?} {cell:?}");
     account(model, fixture, cell, disk, first.is_ok(), made.is_ok());
-    for (effect, result) in later().iter().zip(second) {
+    for (effect, result) in later().iter().zip(others) {
         let result = result.take().expect("it has ended");
         assert!(result.is_ok() || reached || cell.change.refuses_requests(), "{result:?} {cell:?}");
         // A client that appends makes a change of the size, so others may come between that and this change.
@@ -227,7 +298,7 @@ async fn meet(
         model.apply(effect, result.is_ok() && is_after);
     }
     let failed = failed.filter(|_| cell.injected != Injected::Hold);
-    (made, Run { operations: log.len() as u64 - begin, reached }, failed)
+    (made, Run { operations: log.len() as u64 - begin, reached, reached_again }, failed)
 }
 
 /// What the first client and the change have done, in this order.
@@ -285,59 +356,98 @@ impl Change {
 }
 
 /// Looks at the images that are left.
+///
+/// * `is_made`, `is_sound`: the layers are others than before; all that clients wrote is on the storage.
 async fn look(
     ring: &Ring,
     fixture: &Fixture,
     world: &World,
     model: &mut Model,
     cell: Cell,
-    is_made: bool,
-    is_sound: bool,
+    (is_made, is_sound): (bool, bool),
 ) {
     let place = fixture.place.path();
-    for (name, sim) in [("top.qcow2", &world.top), ("base.qcow2", &world.base)] {
+    let is_over = is_made && cell.change == Change::External;
+    for (victim, name, sim) in &world.storages {
+        if *victim == Victim::Overlay && !is_over {
+            continue;
+        }
         let image = sim.image();
-        let report = check_bytes(image.as_slice()).expect("the image can be checked");
-        assert_eq!(report.corruptions, 0, "{name}: {:?} {cell:?}", report.messages);
+        if name.ends_with(".qcow2") {
+            let report = check_bytes(image.as_slice()).expect("the image can be checked");
+            assert_eq!(report.corruptions, 0, "{name}: {:?} {cell:?}", report.messages);
+        }
         std::fs::write(place.join(name), image).expect("write");
     }
-    let top =
-        if is_made && cell.change == Change::External { "overlay.qcow2" } else { "top.qcow2" };
-    let disk =
-        open(ring, place.join(top), &ImageOptions { read_only: true, ..Default::default() }).await;
+    let top = if is_over { OVERLAY } else { cell.shape.top() };
+    let options = ImageOptions {
+        read_only: true,
+        format: cell.shape.top().ends_with(".raw").then_some(Format::Raw),
+        ..Default::default()
+    };
+    let options = if is_over { ImageOptions { format: None, ..options } } else { options };
+    let disk = open(ring, place.join(top), &options).await;
     let disk = disk.unwrap_or_else(|error| panic!("{error} {cell:?}"));
-    let shown = read_steps(ring, &disk, 1 << 20).await;
+    let mut shown = read_steps(ring, &disk, 1 << 20).await;
     if is_sound {
-        model.settle(shown, &cell);
+        if cell.again.is_some() {
+            may_be_made(fixture, model, cell, true, &shown);
+            // A raw file could be made longer and not be cut again.
+            let len = model.a.len();
+            if cell.shape == Shape::Raw && shown.len() > len && shown[len..].iter().all(|b| *b == 0)
+            {
+                shown.truncate(len);
+            }
+        }
+        model.settle(shown.clone(), &cell);
     }
     drop(disk);
+    if cell.shape == Shape::DataRaw && is_sound && !is_over {
+        let data = std::fs::read(place.join("data.bin")).expect("read");
+        assert!(data.starts_with(&shown), "the data file does not read like the disk, {cell:?}");
+        // A disk that is smaller is, also where its data file could not be cut.
+        let may_be_longer = cell.change == Change::Shrink || cell.again.is_some();
+        assert!(data.len() == shown.len() || may_be_longer, "{} bytes, {cell:?}", data.len());
+    }
     if fixture.has_bitmap {
-        bitmap(ring, fixture, &world.top, cell, is_made, is_sound).await;
+        bitmaps(ring, fixture, world, cell, is_made, is_sound).await;
     }
 }
 
-/// The bitmap is valid if the image was closed, and has a bit for all that differs if it is valid.
-async fn bitmap(
+/// Each bitmap is valid if the image was closed, and has a bit for all that differs if it is valid.
+async fn bitmaps(
     ring: &Ring,
     fixture: &Fixture,
-    top: &SimStorage,
+    world: &World,
     cell: Cell,
     is_made: bool,
     is_sound: bool,
 ) {
-    let image = Qcow2::open(ring, top.storage(), &Default::default()).await.expect("open");
-    let valid = image.info().bitmaps.iter().any(|bitmap| bitmap.name == BITMAP && !bitmap.in_use);
-    if cell.change == Change::Commit && is_made {
+    let is_valid = async |sim: &SimStorage| {
+        let image = Qcow2::open(ring, sim.storage(), &Default::default()).await.expect("open");
+        let mut bitmaps = image.info().bitmaps.iter();
+        bitmaps.any(|bitmap| bitmap.name == BITMAP && !bitmap.in_use)
+    };
+    let is_committed = cell.change.is_commit() && is_made;
+    if let Some((.., between)) = world.storages.iter().find(|(it, ..)| *it == Victim::Between)
+        && is_committed
+    {
+        assert!(!is_valid(between).await, "what it belongs to has changed below it, {cell:?}");
+    }
+    let top = world.victim(Victim::Top);
+    let valid = is_valid(top).await;
+    if is_committed && cell.change != Change::CommitBelow {
         // What is written to the base is in no bitmap of the former top.
         assert!(!valid, "the bitmap claims to be true, {cell:?}");
         return;
     }
-    assert!(valid || !is_sound, "the bitmap is lost, {cell:?}");
+    assert!(valid || !is_sound || cell.again.is_some(), "the bitmap is lost, {cell:?}");
     if !valid {
         return;
     }
+    let image = Qcow2::open(ring, top.storage(), &Default::default()).await.expect("open");
     let contents = image.bitmap_contents(ring, BITMAP).await.expect("the bitmap");
-    let place = fixture.place.path().join("top.qcow2");
+    let place = fixture.place.path().join(cell.shape.top());
     let options = ImageOptions { read_only: true, ..Default::default() };
     let disk = open(ring, place, &options).await.expect("open");
     let now = read_steps(ring, &disk, 1 << 20).await;

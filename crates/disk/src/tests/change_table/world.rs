@@ -1,5 +1,6 @@
 //! The disk of a cell: images, changes, faults.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,6 +11,7 @@ use tempfile::TempDir;
 
 use super::clients::Request;
 use crate::disk::Parts;
+use crate::layer::{Layer, Node, Raw};
 use crate::open::qcow2_layer;
 use crate::tests::{directory, qemu_img, qemu_io};
 use crate::{
@@ -25,8 +27,10 @@ pub(super) const SIZE: usize = 64 * CLUSTER;
 pub(super) const SMALL: usize = 40 * CLUSTER;
 /// Size after it has grown, bytes: not a whole number of clusters.
 pub(super) const LARGE: usize = 80 * CLUSTER + 4096;
-/// The bitmap that records.
+/// The bitmap that records, of the top and of a layer between.
 pub(super) const BITMAP: &str = "backup";
+/// The overlay that is put on top.
+pub(super) const OVERLAY: &str = "overlay.qcow2";
 
 /// What is done to the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,13 +49,85 @@ pub(super) enum Change {
     Deactivate,
     HandOver,
     Close,
+    /// The top and what lies between go into the base.
+    CommitThrough,
+    /// What lies between goes into the base.
+    CommitBelow,
+}
+
+/// What the disk is made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Shape {
+    /// A qcow2 image over another one.
+    Chain,
+    /// With a third one between.
+    Deep,
+    /// As `Chain`, of version 2 (compat 0.10).
+    Old,
+    /// A qcow2 image over a raw one.
+    OverRaw,
+    /// As `Chain`, with an external data file on top.
+    Data,
+    /// A qcow2 image with a raw external data file, which reads like the disk.
+    DataRaw,
+    /// A raw image.
+    Raw,
+}
+
+impl Shape {
+    /// The files, from the top down.
+    fn files(self) -> &'static [(Victim, &'static str)] {
+        const TOP: (Victim, &str) = (Victim::Top, "top.qcow2");
+        const BASE: (Victim, &str) = (Victim::Base, "base.qcow2");
+        const DATA: (Victim, &str) = (Victim::Data, "data.bin");
+        match self {
+            Shape::Chain | Shape::Old => &[TOP, BASE],
+            Shape::Deep => &[TOP, (Victim::Between, "between.qcow2"), BASE],
+            Shape::OverRaw => &[TOP, (Victim::Base, "base.raw")],
+            Shape::Data => &[TOP, DATA, BASE],
+            Shape::DataRaw => &[TOP, DATA],
+            Shape::Raw => &[(Victim::Top, "top.raw")],
+        }
+    }
+
+    /// The name of what is on top.
+    pub(super) fn top(self) -> &'static str {
+        self.files()[0].1
+    }
+
+    /// Number of layers.
+    pub(super) fn depth(self) -> usize {
+        self.files().iter().filter(|(victim, _)| *victim != Victim::Data).count()
+    }
+
+    pub(super) fn has_snapshots(self, change: Change) -> bool {
+        match self {
+            // Backing files are compared for snapshots too, and a commit is refused.
+            Shape::Chain => !change.changes_below(),
+            // Of version 2 such an image keeps its size.
+            Shape::Old => matches!(change, Change::Create | Change::Apply | Change::Delete),
+            Shape::Deep | Shape::OverRaw | Shape::Data | Shape::DataRaw | Shape::Raw => false,
+        }
+    }
+
+    fn has_bitmap(self, change: Change) -> bool {
+        // An image with bitmaps refuses to apply a snapshot.
+        let can = matches!(self, Shape::Chain | Shape::Deep | Shape::OverRaw | Shape::Data);
+        can && change != Change::Apply
+    }
 }
 
 /// The storage whose operation fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Victim {
     Top,
+    /// The data file of the top.
+    Data,
+    /// The layer between top and base.
+    Between,
     Base,
+    /// The overlay that is put on top.
+    Overlay,
 }
 
 /// What happens to the operation.
@@ -78,19 +154,21 @@ impl Injected {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Cell {
     pub(super) change: Change,
+    pub(super) shape: Shape,
     /// In flight when the change begins.
     pub(super) request: Request,
     pub(super) victim: Victim,
     /// The operation of the victim that fails, counted from the beginning of the change.
     pub(super) number: u64,
+    /// So many operations after it another one fails.
+    pub(super) again: Option<u64>,
     pub(super) injected: Injected,
 }
 
 /// The images of all cells of one change.
 pub(super) struct Fixture {
     pub(super) place: TempDir,
-    base: Vec<u8>,
-    top: Vec<u8>,
+    files: Vec<(Victim, &'static str, Vec<u8>)>,
     /// What the disk shows; also what it showed when the bitmap was made.
     pub(super) bytes: Vec<u8>,
     /// What the snapshot `old` shows.
@@ -104,93 +182,174 @@ fn fill(bytes: &mut [u8], clusters: std::ops::Range<usize>, byte: u8) -> String 
     format!("write -P {byte} {at} {len}")
 }
 
+fn format_of(name: &str) -> &'static str {
+    if name.ends_with(".qcow2") { "qcow2" } else { "raw" }
+}
+
 impl Fixture {
-    /// `top.qcow2` over `base.qcow2`; `other.qcow2` has the content of the base.
-    pub(super) fn new(change: Change) -> Fixture {
+    /// The images, each over the next one; `other.qcow2` has the content of the base.
+    pub(super) fn new(change: Change, shape: Shape) -> Fixture {
         let place = directory();
         let mut bytes = vec![0; SIZE];
-        let (size, cluster) = (SIZE.to_string(), "cluster_size=16k");
-        qemu_img(&place, &["create", "-q", "-f", "qcow2", "-o", cluster, "base.qcow2", &size]);
-        let written = fill(&mut bytes, 0..48, 1);
-        qemu_io(&place, "qcow2", "base.qcow2", &[&written]);
-        let backing = ["-b", "base.qcow2", "-F", "qcow2", "top.qcow2"];
-        qemu_img(&place, &[&["create", "-q", "-f", "qcow2", "-o", cluster][..], &backing].concat());
+        let layers = shape.files().iter().filter(|(victim, _)| *victim != Victim::Data).rev();
+        let mut below: Option<&str> = None;
+        for &(victim, name) in layers {
+            create(&place, shape, name, below);
+            let format = format_of(name);
+            let has_bitmap = shape.has_bitmap(change) && format == "qcow2";
+            match victim {
+                Victim::Base => qemu_io(&place, format, name, &[&fill(&mut bytes, 0..48, 1)]),
+                Victim::Between => {
+                    let (first, second) = (fill(&mut bytes, 6..24, 4), fill(&mut bytes, 50..52, 4));
+                    qemu_io(&place, format, name, &[&first, &second]);
+                    if has_bitmap {
+                        qemu_img(&place, &["bitmap", "--add", "-g", "16k", name, BITMAP]);
+                    }
+                }
+                Victim::Top | Victim::Data | Victim::Overlay => {}
+            }
+            below = Some(name);
+        }
+        let (top, format) = (shape.top(), format_of(shape.top()));
+        if below == Some(top) && shape.depth() == 1 {
+            qemu_io(&place, format, top, &[&fill(&mut bytes, 0..48, 1)]);
+        }
         let (first, second) = (fill(&mut bytes, 0..8, 2), fill(&mut bytes, 60..64, 2));
-        qemu_io(&place, "qcow2", "top.qcow2", &[&first, &second]);
+        qemu_io(&place, format, top, &[&first, &second]);
         let old = bytes.clone();
-        // Deletion of the only snapshot that backing files would be compared for is one of the changes.
-        if change != Change::Backing && change != Change::Commit {
-            qemu_img(&place, &["snapshot", "-c", "old", "top.qcow2"]);
+        if shape.has_snapshots(change) {
+            qemu_img(&place, &["snapshot", "-c", "old", top]);
         }
         let third = fill(&mut bytes, 4..16, 3);
         bytes[17 * CLUSTER..18 * CLUSTER].fill(0);
         let zero = format!("write -z {} {CLUSTER}", 17 * CLUSTER);
-        qemu_io(&place, "qcow2", "top.qcow2", &[&third, &zero]);
-        // An image with bitmaps refuses to apply a snapshot.
-        let has_bitmap = change != Change::Apply;
+        qemu_io(&place, format, top, &[&third, &zero]);
+        let has_bitmap = shape.has_bitmap(change);
         if has_bitmap {
-            qemu_img(&place, &["bitmap", "--add", "-g", "16k", "top.qcow2", BITMAP]);
+            qemu_img(&place, &["bitmap", "--add", "-g", "16k", top, BITMAP]);
         }
         let read = |name: &str| std::fs::read(place.path().join(name)).expect("read");
-        let (base, top) = (read("base.qcow2"), read("top.qcow2"));
-        std::fs::write(place.path().join("other.qcow2"), &base).expect("write");
-        Fixture { base, top, bytes, old, has_bitmap, place }
+        let files: Vec<_> =
+            shape.files().iter().map(|&(victim, name)| (victim, name, read(name))).collect();
+        if change == Change::Backing {
+            let base = &files.last().expect("a base").2;
+            std::fs::write(place.path().join("other.qcow2"), base).expect("write");
+        }
+        Fixture { files, bytes, old, has_bitmap, place }
     }
 
-    pub(super) fn world(&self) -> World {
-        World {
-            top: SimStorage::from_image(&self.top, 1),
-            base: SimStorage::from_image(&self.base, 2),
+    pub(super) fn world(&self, change: Change) -> World {
+        let mut seed = 0;
+        let mut storages: Vec<_> = self
+            .files
+            .iter()
+            .map(|(victim, name, content)| {
+                seed += 1;
+                (*victim, *name, SimStorage::from_image(content, seed))
+            })
+            .collect();
+        if change == Change::External {
+            storages.push((Victim::Overlay, OVERLAY, SimStorage::new(0, 5)));
         }
+        World { storages }
     }
+}
+
+/// Makes an image of 64 clusters.
+fn create(place: &TempDir, shape: Shape, name: &str, below: Option<&str>) {
+    let format = format_of(name);
+    let is_top = name == shape.top();
+    let mut words = vec!["create", "-q", "-f", format];
+    if format == "qcow2" {
+        words.extend(["-o", "cluster_size=16k"]);
+        let more: &[&str] = match shape {
+            Shape::Old => &["-o", "compat=0.10"],
+            Shape::Data if is_top => &["-o", "data_file=data.bin"],
+            Shape::DataRaw if is_top => &["-o", "data_file=data.bin,data_file_raw=on"],
+            _ => &[],
+        };
+        words.extend(more);
+    }
+    if let Some(below) = below {
+        words.extend(["-b", below, "-F", format_of(below)]);
+    }
+    let size = SIZE.to_string();
+    words.extend([name, &size]);
+    qemu_img(place, &words);
 }
 
 /// The storages of one cell.
 pub(super) struct World {
-    pub(super) top: SimStorage,
-    pub(super) base: SimStorage,
+    /// Each with the name of its file.
+    pub(super) storages: Vec<(Victim, &'static str, SimStorage)>,
 }
 
 impl World {
+    /// The storages of a change, as far as there are any.
+    pub(super) fn victims(&self) -> Vec<Victim> {
+        self.storages.iter().map(|(victim, ..)| *victim).collect()
+    }
+
     pub(super) fn victim(&self, victim: Victim) -> &SimStorage {
-        match victim {
-            Victim::Top => &self.top,
-            Victim::Base => &self.base,
-        }
+        let found = self.storages.iter().find(|(it, ..)| *it == victim);
+        &found.expect("a storage of this cell").2
+    }
+
+    /// The storage of a new overlay.
+    pub(super) fn overlay(&self) -> Option<SimStorage> {
+        let found = self.storages.iter().find(|(it, ..)| *it == Victim::Overlay);
+        found.map(|(.., sim)| sim.clone())
     }
 
     pub(super) fn release(&self) -> usize {
-        self.top.release_all() + self.base.release_all()
+        self.storages.iter().map(|(.., sim)| sim.release_all()).sum()
     }
 
     /// Opens the chain for writing.
     pub(super) async fn open(&self, ring: &Ring, fixture: &Fixture) -> Arc<Disk> {
         let mut layers = Vec::new();
-        for (name, sim, writable) in
-            [("top.qcow2", &self.top, true), ("base.qcow2", &self.base, false)]
-        {
-            let open = ringdisk_qcow2::OpenOptions { writable, ..Default::default() };
-            let image = ringdisk_qcow2::Qcow2::open(ring, sim.storage(), &open).await;
-            let mut layer = qcow2_layer(image.expect("the image opens"), writable);
-            layer.name = fixture.place.path().join(name);
-            layer.directory = Some(fixture.place.path().to_owned());
+        let place = fixture.place.path();
+        let data = self.storages.iter().find(|(victim, ..)| *victim == Victim::Data);
+        for (victim, name, sim) in &self.storages {
+            if matches!(victim, Victim::Data | Victim::Overlay) {
+                continue;
+            }
+            let writable = *victim == Victim::Top;
+            let mut layer = if format_of(name) == "qcow2" {
+                let open = ringdisk_qcow2::OpenOptions { writable, ..Default::default() };
+                let image = ringdisk_qcow2::Qcow2::open(ring, sim.storage(), &open).await;
+                let mut image = image.expect("the image opens");
+                let data = data.filter(|_| image.info().external_data_file);
+                if let Some((_, _, data)) = data {
+                    image.set_data_file(data.storage()).expect("it takes a data file");
+                }
+                let mut layer = qcow2_layer(image, writable);
+                layer.data_name = data.map(|(_, name, _)| place.join(name));
+                layer
+            } else {
+                Layer::new(Node::Raw(Raw::new(sim.storage())), sim.len())
+            };
+            layer.is_writable = writable;
+            layer.name = place.join(name);
+            layer.directory = Some(place.to_owned());
             layers.push(layer);
         }
-        let options = ImageOptions {
-            allow_paths: vec![fixture.place.path().to_owned()],
-            ..ImageOptions::default()
-        };
+        let options =
+            ImageOptions { allow_paths: vec![place.to_owned()], ..ImageOptions::default() };
         Disk::build(layers, Parts::new(&options))
     }
 }
 
 impl Change {
     /// Makes the change.
+    ///
+    /// * `overlay`: for the change that makes one.
     pub(super) async fn make(
         self,
         ring: &Ring,
         disk: &Disk,
-        place: &std::path::Path,
+        place: &Path,
+        overlay: Option<SimStorage>,
     ) -> Result<(), Error> {
         let resize = |size: usize, preallocation, shrink| {
             disk.resize_with(ring, size as u64, ResizeOptions { shrink, preallocation })
@@ -199,13 +358,28 @@ impl Change {
         let progress = Arc::new(Progress::new());
         match self {
             Change::External => {
-                let path = place.join("overlay.qcow2");
-                disk.add_overlay(ring, path, OverlayOptions::default()).await
+                let overlay = overlay.expect("a storage for the overlay");
+                let create = move |path: &Path, _: &ImageOptions| {
+                    // Only the name.
+                    std::fs::File::create_new(path).expect("a new file");
+                    overlay.set_len_behind(0);
+                    Ok(overlay.storage())
+                };
+                let options = OverlayOptions::default();
+                disk.add_overlay_in(ring, place.join(OVERLAY), options, create).await
             }
             Change::Create => snapshot(SnapshotChange::Create("new".to_owned())).await,
             Change::Apply => snapshot(SnapshotChange::Apply("old".to_owned())).await,
             Change::Delete => snapshot(SnapshotChange::Delete("old".to_owned())).await,
             Change::Commit => disk.commit(ring, CommitOptions::TOP, &progress).await,
+            Change::CommitThrough => {
+                let options = CommitOptions { top: 0, base: 2, keep_top: false };
+                disk.commit(ring, options, &progress).await
+            }
+            Change::CommitBelow => {
+                let options = CommitOptions { top: 1, base: 2, keep_top: false };
+                disk.commit(ring, options, &progress).await
+            }
             Change::Backing => {
                 let backing = Backing { file: b"other.qcow2".to_vec(), format: Format::Qcow2 };
                 disk.change_backing(ring, Some(backing), &progress).await
@@ -236,5 +410,32 @@ impl Change {
             Change::Shrink => SMALL,
             _ => before,
         }
+    }
+
+    /// What disks the change is made with.
+    pub(super) fn shapes(self) -> &'static [Shape] {
+        use Shape::{Chain, Data, DataRaw, Deep, Old, OverRaw, Raw};
+        match self {
+            Change::External | Change::Deactivate | Change::Close => {
+                &[Chain, Old, Data, DataRaw, Raw]
+            }
+            Change::Grow | Change::GrowFalloc | Change::GrowFull | Change::Shrink => {
+                &[Chain, Old, Data, DataRaw, Raw]
+            }
+            Change::Create | Change::Apply | Change::Delete => &[Chain, Old],
+            Change::Commit => &[Chain, Old, Data, OverRaw],
+            Change::CommitThrough | Change::CommitBelow => &[Deep],
+            Change::Backing => &[Chain, Old, Data],
+            Change::HandOver => &[Chain, Raw],
+        }
+    }
+
+    /// The former top shows what another image has, or another image shows it.
+    pub(super) fn changes_below(self) -> bool {
+        self == Change::Backing || self.is_commit()
+    }
+
+    pub(super) fn is_commit(self) -> bool {
+        matches!(self, Change::Commit | Change::CommitThrough | Change::CommitBelow)
     }
 }
