@@ -447,6 +447,65 @@ fn an_interrupted_commit_leaves_the_chain_as_it_was() {
 }
 
 #[test]
+fn a_disk_is_not_put_below_itself() {
+    if !needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let (base, top) = (directory.path().join("base.raw"), directory.path().join("top.qcow2"));
+    images::raw(&base, 4 * MIB, 7);
+    let words = ["create", "-q", "-f", "qcow2", "-b", text(&base), "-F", "raw", text(&top)];
+    qemu_img(Path::new("/"), &words).ok();
+    // The mountpoint is allowed, as what lies beside it is.
+    let at = directory.path().join("disk");
+    fs::write(&at, "").expect("a mountpoint");
+    let disk = Mounted::start_at(&program(), &[text(&top)], &at);
+    ctl(&disk, &["backing", "-F", "raw", disk.text()]).ends(3).says("this very disk");
+    // An image that lies over it.
+    let over = directory.path().join("over.qcow2");
+    let words = ["create", "-q", "-f", "qcow2", "-b", disk.text(), "-F", "raw", text(&over), "4M"];
+    qemu_img(Path::new("/"), &words).ok();
+    ctl(&disk, &["backing", "-F", "qcow2", text(&over)]).ends(3).says("this very disk");
+    assert_pattern(disk.path(), 7, 0, 4 * MIB);
+    assert_eq!(disk.stop().code(), Some(0));
+    let info = qemu_img(Path::new("/"), &["info", text(&top)]).ok();
+    assert!(info.out.contains("base.raw"), "{}", info.out);
+}
+
+/// Zeroes for some seconds.
+const ADDED: &str = "+6G";
+
+#[test]
+fn a_resize_that_nobody_waits_for_is_given_up() {
+    if !needs_root() {
+        return;
+    }
+    for format in ["raw", "qcow2"] {
+        let directory = scratch();
+        let image = directory.path().join("disk.img");
+        qemu_img(Path::new("/"), &["create", "-q", "-f", format, text(&image), "64M"]).ok();
+        let disk = serve(&image, &["--format", format]);
+        write(&disk, 6, 0, MIB);
+        let before = fs::metadata(&image).expect("an image").len();
+        let mut command = Command::new(program());
+        let words = ["ctl", disk.text(), "resize", ADDED, "--preallocation", "full"];
+        let mut client = Process::spawn(command.args(words));
+        let len = || fs::metadata(&image).expect("an image").len();
+        let begun = until(LIMIT, || (len() > before + 32 * MIB).then_some(()));
+        assert!(begun.is_some() && client.ended().is_none(), "{}", client.output());
+        client.signal(Signal::INT);
+        client.finish(LIMIT);
+        // It ends after a piece, not when all is written; a stop would wait as long.
+        let cut = until(patient(Duration::from_secs(5)), || (len() < before + MIB).then_some(()));
+        assert!(cut.is_some(), "{format}: {} bytes, {before} before", len());
+        ctl(&disk, &["resize", "+0"]).ok();
+        assert_eq!(fs::metadata(disk.path()).expect("mounted").len(), 64 * MIB);
+        assert_pattern(disk.path(), 6, 0, MIB);
+        assert_eq!(disk.stop().code(), Some(0));
+    }
+}
+
+#[test]
 fn damage_that_a_write_finds_is_told_everywhere() {
     if !needs_root() {
         return;

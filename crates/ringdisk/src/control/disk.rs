@@ -196,7 +196,12 @@ impl DiskControl {
         }
     }
 
-    async fn resize(&self, ring: &Ring, wanted: &Resize) -> Result<Value, Failure> {
+    async fn resize(
+        &self,
+        ring: &Ring,
+        wanted: &Resize,
+        progress: &Arc<Progress>,
+    ) -> Result<Value, Failure> {
         let usage = |text: String| Failure::new(Exit::Usage, text);
         let disk = self.disk()?;
         // What is relative is computed when its turn comes: clients and other changes may be faster than this command.
@@ -218,7 +223,9 @@ impl DiskControl {
             }
         };
         let options = ResizeOptions { shrink: wanted.shrink, preallocation };
-        let resized = disk.resize_with(ring, size, options).await.map_err(|error| {
+        // Zeroes for a large disk take long: whoever asked for them may have left, and a stop must not wait for them.
+        let resized = disk.resize_unless_cancelled(ring, size, options, progress).await;
+        let resized = resized.map_err(|error| {
             match error.kind() {
                 // The size itself is wrong, not the image.
                 ErrorKind::Invalid => usage(error.to_string()),
@@ -357,7 +364,10 @@ impl Commands for DiskControl {
             }
             Command::Resize(wanted) => {
                 let _changing = self.change(progress)?;
-                Ok(self.resize(ring, &wanted).await.map_err(|failure| self.explain(failure))?)
+                Ok(self
+                    .resize(ring, &wanted, progress)
+                    .await
+                    .map_err(|failure| self.explain(failure))?)
             }
             Command::Snapshot(wanted) => {
                 let _changing = self.change(progress)?;
