@@ -498,7 +498,8 @@ fn a_resize_that_nobody_waits_for_is_given_up() {
         // It ends after a piece, not when all is written; a stop would wait as long.
         let cut = until(patient(Duration::from_secs(5)), || (len() < before + MIB).then_some(()));
         assert!(cut.is_some(), "{format}: {} bytes, {before} before", len());
-        ctl(&disk, &["resize", "+0"]).ok();
+        let is_over = || (ctl(&disk, &["resize", "+0"]).code == 0).then_some(());
+        assert!(until(LIMIT, is_over).is_some(), "{format}: another change is refused");
         assert_eq!(fs::metadata(disk.path()).expect("mounted").len(), 64 * MIB);
         assert_pattern(disk.path(), 6, 0, MIB);
         assert_eq!(disk.stop().code(), Some(0));

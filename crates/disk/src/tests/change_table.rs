@@ -22,7 +22,7 @@ use ringdisk_testkit::sim::Prng;
 
 use super::run;
 use clients::Request;
-use world::{Cell, Change, Fixture, Injected, Shape};
+use world::{Cell, Change, Fixture, Injected, Shape, Victim};
 
 /// Cells of the seeded part, for each change and storage: of the usual chain, and of each other disk.
 const CELLS: u64 = 24;
@@ -171,4 +171,28 @@ fn a_hand_over_that_is_refused_changes_nothing() {
 #[test]
 fn a_disk_is_closed_or_goes_on() {
     table(Change::Close);
+}
+
+/// A raw data file is used by itself, too, so a disk that stays as it is must not leave it longer.
+#[test]
+fn a_raw_data_file_is_as_long_as_the_disk_wherever_a_growth_fails() {
+    let (change, shape) = (Change::Grow, Shape::DataRaw);
+    let fixture = Fixture::new(change, shape);
+    run(async |ring| {
+        for number in 0..OPERATIONS_MAX {
+            let cell = Cell {
+                change,
+                shape,
+                request: Request::Read,
+                victim: Victim::Top,
+                number,
+                again: None,
+                injected: Injected::NoSpace,
+            };
+            if !judge::judge(&ring, &fixture, cell).await.reached {
+                assert!(number > 0, "no operation failed");
+                break;
+            }
+        }
+    });
 }

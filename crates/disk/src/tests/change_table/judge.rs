@@ -141,6 +141,11 @@ pub(super) async fn judge(ring: &Ring, fixture: &Fixture, cell: Cell) -> Run {
     if is_refused {
         assert!(failed.is_some(), "{made:?} without a failure, {cell:?}");
         assert!(run.reached_again || !overlay.exists(), "an overlay is left, {cell:?}");
+        if cell.shape == Shape::DataRaw && !run.reached_again {
+            // It is used by itself, too.
+            let len = world.victim(Victim::Data).len();
+            assert_eq!(len, disk.size(), "the data file has another length, {cell:?}");
+        }
     }
     if run.reached_again {
         let is_sound = after_two(ring, fixture, &disk, &mut model, cell, is_refused).await;
