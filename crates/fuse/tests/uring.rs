@@ -12,7 +12,8 @@ use ringdisk_fuse::{Export, ExportOptions, HaltReason, Refuse, Threads, Transpor
 use ringdisk_ring::{Config, Runtime};
 use ringdisk_testkit::images;
 use ringdisk_testkit::limits::{UringParameter, needs_root};
-use ringdisk_testkit::process::{Process, command, until};
+use ringdisk_testkit::mount::text;
+use ringdisk_testkit::process::{Process, command, ok, until};
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
 
 /// A qcow2 image on a mountpoint of its own, and the kernel's switch.
@@ -126,6 +127,36 @@ fn clients_of_every_depth_and_size_meet_while_entries_move() {
     export.stop_handle().stop();
     assert!(export.wait().is_ok());
     images::assert_clean(&place.image);
+}
+
+/// By that the rule knows requests that wait for storage. The time of a request that is served in one go is that of a CPU, which may be slow, or
+/// with somebody else meanwhile: a disk in memory would look like storage there.
+#[test]
+fn only_requests_that_wait_for_something_count_as_waiting() {
+    const READS: u32 = 200;
+    let Some(place) = place() else { return };
+    for latency in [Duration::ZERO, Duration::from_millis(1)] {
+        let disk = Disk::null(&NullOptions {
+            size: 1 << 20,
+            latency,
+            read_zeroes: true,
+            ..NullOptions::default()
+        });
+        let export = Export::start(disk, options(&place, Transport::Uring)).expect("rings");
+        let waited = || Duration::from_nanos(export.stats().total().waited_ns);
+        let path = text(&place.path);
+        let before = waited();
+        let words = ["dd", &format!("if={path}"), "of=/dev/null", "bs=4k", "iflag=direct"];
+        ok(command(&words).arg(format!("count={READS}")));
+        let waits = waited() - before;
+        if latency.is_zero() {
+            assert_eq!(waits, Duration::ZERO);
+        } else {
+            assert!(waits >= latency * READS, "{waits:?}");
+        }
+        export.stop_handle().stop();
+        assert!(export.wait().is_ok());
+    }
 }
 
 /// How long anybody may be left waiting by an export that ends badly.

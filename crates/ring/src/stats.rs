@@ -137,8 +137,8 @@ pub struct QueueCells {
     pub kicks: Cell,
     /// Wake-ups of a guest (calls).
     pub calls: Cell,
-    /// Time that requests were here, all added up, nanoseconds.
-    pub held_ns: Cell,
+    /// Time that requests were here which waited for something, all added up, nanoseconds.
+    pub waited_ns: Cell,
     /// CPU time of the thread, set at its end, nanoseconds.
     pub cpu_ns: Cell,
     /// Thread id, to read its CPU time while it runs.
@@ -157,7 +157,7 @@ impl Default for QueueCells {
             errors: Cell::default(),
             in_flight: Cell::default(),
             in_flight_max: Cell::default(),
-            held_ns: Cell::default(),
+            waited_ns: Cell::default(),
             eagain: Cell::default(),
             exhausted: Cell::default(),
             zero_copy: Cell::default(),
@@ -184,8 +184,14 @@ impl QueueCells {
     pub fn end(&self, nanos: u64) {
         self.in_flight.set(self.in_flight.get().saturating_sub(1));
         self.requests.add(1);
-        self.held_ns.add(nanos);
         self.latency[bucket(nanos)].add(1);
+    }
+
+    /// As [`QueueCells::end`], of a request that waited meanwhile: the thread did something else, or slept. One that is served in one go
+    /// never does, however slow the CPU is, or busy with others.
+    pub fn end_waited(&self, nanos: u64) {
+        self.end(nanos);
+        self.waited_ns.add(nanos);
     }
 
     /// What they say now. Any thread.
@@ -215,6 +221,7 @@ impl QueueCells {
             zero_copy: self.zero_copy.get(),
             kicks: self.kicks.get(),
             calls: self.calls.get(),
+            waited_ns: self.waited_ns.get(),
             cpu_ns: self.cpu_ns(),
             latency: Histogram(self.latency.iter().map(Cell::get).collect()),
         }
@@ -281,6 +288,8 @@ pub struct QueueStats {
     pub kicks: u64,
     /// Wake-ups of a guest (calls).
     pub calls: u64,
+    /// Time that requests were here which waited for something; counted over io_uring only.
+    pub waited_ns: u64,
     /// CPU time of the thread.
     pub cpu_ns: u64,
     /// Time from fetch to reply.
@@ -318,8 +327,10 @@ impl Stats {
             total.fixed += queue.fixed;
             total.queue_full += queue.queue_full;
             total.eagain += queue.eagain;
+            total.zero_copy += queue.zero_copy;
             total.kicks += queue.kicks;
             total.calls += queue.calls;
+            total.waited_ns += queue.waited_ns;
             total.cpu_ns += queue.cpu_ns;
             total.latency.add(&queue.latency);
         }

@@ -427,6 +427,7 @@ mod tests {
             write_bytes: 400 * 4096,
             in_flight_max: 16,
             enters: 500,
+            zero_copy: 7,
             cpu_ns: 2_500_000,
             ..QueueStats::default()
         };
@@ -448,6 +449,7 @@ mod tests {
         assert!(text.contains("500 enters (0.50 per request)"), "{text}");
         assert!(!text.contains("guest") && !text.contains("device"), "{text}");
         assert!(report.to_json().get("device").is_none());
+        assert_eq!(report.to_json()["total"]["zero-copy"], 14);
     }
 
     #[test]

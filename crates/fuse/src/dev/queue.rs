@@ -157,10 +157,16 @@ impl Queue {
     }
 
     /// Its reply is ready.
-    pub(crate) fn end_ring(&self, index: usize, started: Instant) {
+    ///
+    /// * `turn`: of the thread's loop, when it began.
+    pub(crate) fn end_ring(&self, index: usize, started: Instant, turn: u64) {
         self.in_flight.0[self.entries + index].store(0, Ordering::Relaxed);
         let nanos = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        self.cells.end(nanos);
+        if self.ring.turn() == turn {
+            self.cells.end(nanos);
+        } else {
+            self.cells.end_waited(nanos);
+        }
         self.hold_polling();
     }
 

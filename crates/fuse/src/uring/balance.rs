@@ -131,7 +131,7 @@ impl Balances {
             turns: turn,
             thread,
             own: cells.map_or(0, |cells| cells.requests.get()),
-            own_ns: cells.map_or(0, |cells| cells.held_ns.get()),
+            own_ns: cells.map_or(0, |cells| cells.waited_ns.get()),
             begin: self.learned(now),
             must_wait: balance.others.iter().any(is_trying),
             ..Load::default()

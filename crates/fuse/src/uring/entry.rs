@@ -177,7 +177,7 @@ async fn hand_over(queue: &Queue, rings: &Rings, index: usize, to: usize) -> boo
 
 /// Carries out the request in the entry and leaves the reply there. Returns the number to commit.
 async fn serve(queue: &Queue, rings: &Rings, index: usize, frame: &Frame) -> u64 {
-    let started = Instant::now();
+    let (started, turn) = (Instant::now(), queue.ring.turn());
     queue.begin_ring(rings, index, started);
     let number = match frame.incoming() {
         Some(incoming) => {
@@ -189,7 +189,7 @@ async fn serve(queue: &Queue, rings: &Rings, index: usize, frame: &Frame) -> u64
             frame.fail(Errno::IO)
         }
     };
-    queue.end_ring(index, started);
+    queue.end_ring(index, started, turn);
     number
 }
 

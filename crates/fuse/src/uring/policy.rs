@@ -35,7 +35,8 @@ const PAUSE_MAX_NS: u64 = 1_024_000_000;
 const TRIAL_WINDOWS: u32 = 4;
 /// The same where requests wait for storage.
 const TRIAL_WINDOWS_SLOW: u32 = 8;
-/// Requests that take longer on the average wait for storage.
+/// Requests that wait for something, and take longer on the average, wait for storage. Those that are served in one go do not count: on a slow
+/// or busy machine they take as long.
 const SLOW_NS: u64 = 20_000;
 /// Windows in a row that show another load.
 const CHANGED_WINDOWS: u32 = 4;
@@ -103,7 +104,7 @@ pub(super) struct Load {
     pub(super) requests: u64,
     /// Bytes of both threads.
     pub(super) bytes: u64,
-    /// The thread that looks, its requests, the nanoseconds that they were here, and the turns of its loop.
+    /// The thread that looks, its requests, the nanoseconds that those of them were here which waited, and the turns of its loop.
     pub(super) thread: usize,
     pub(super) own: u64,
     pub(super) own_ns: u64,
@@ -349,8 +350,8 @@ fn per_second(requests: u64, nanos: u64) -> u64 {
 struct Own {
     requests: u64,
     turns: u64,
-    /// That requests were here, added up.
-    held_ns: u64,
+    /// That requests were here which waited, added up.
+    waited_ns: u64,
     window_ns: u64,
 }
 
@@ -361,20 +362,20 @@ impl Own {
         Own {
             requests: since(load.own, last.own),
             turns: since(load.turns, last.turns),
-            held_ns: since(load.own_ns, last.own_ns),
+            waited_ns: since(load.own_ns, last.own_ns),
             window_ns: load.now.saturating_sub(last.now).max(1),
         }
     }
 
     /// Whether requests wait for storage.
     fn is_slow(&self) -> bool {
-        self.requests > 0 && self.held_ns >= self.requests * SLOW_NS
+        self.requests > 0 && self.waited_ns >= self.requests * SLOW_NS
     }
 
     /// Whether clients keep several requests in flight.
     fn several_at_once(&self) -> bool {
         let is_batch = self.requests > 0 && self.requests * 8 >= self.turns * 9;
-        is_batch || (self.is_slow() && self.held_ns * 2 >= self.window_ns * 3)
+        is_batch || (self.is_slow() && self.waited_ns * 2 >= self.window_ns * 3)
     }
 }
 
