@@ -75,8 +75,9 @@ start_virtiofsd() {
 # start_qemu RUN: the machine. What its output port gets is copied to our standard output.
 start_qemu() {
   local run=$1 console=(-device "virtserialport,chardev=out,name=out") append
-  # tsc=reliable: emulated CPUs share the host's clock, and Linux would fall back to a slow timer.
-  append="console=ttyS0 loglevel=5 panic=-1 tsc=reliable mitigations=off random.trust_cpu=on hung_task_timeout_secs=100"
+  # tsc=reliable: emulated CPUs share the host's clock, and Linux would fall back to a slow timer. no_timer_check: Linux counts the timer's
+  # interrupts over a few ms and panics ("IO-APIC + timer doesn't work!") where a busy host has no time for the machine just then.
+  append="console=ttyS0 loglevel=5 panic=-1 tsc=reliable no_timer_check mitigations=off random.trust_cpu=on hung_task_timeout_secs=100"
   append+=" watchdog_thresh=60 rcupdate.rcu_cpu_stall_timeout=120 rdinit=/init"
   # Arrays of free objects for each CPU keep addresses of what was taken from them: kmemleak saw no leak of a small object. Caches whose
   # objects are checked have no such arrays.

@@ -20,9 +20,9 @@ COMPLAINTS = re.compile(
     r"WARNING:|BUG:|Oops|Kernel panic|INFO: task .* blocked for more than|INFO: rcu|general protection fault"
     r"|unable to handle|refcount_t:|possible recursive locking|EXT4-fs error|I/O error|critical .* error"
 )
-# tsc=reliable: emulated CPUs share the host's clock, and Linux would fall back to a slow timer.
+# tsc=reliable, no_timer_check: as in tests/vm/lib/machine.sh.
 KERNEL_WORDS = (
-    "console=ttyS0 loglevel=5 panic=-1 tsc=reliable mitigations=off random.trust_cpu=on hung_task_timeout_secs=100"
+    "console=ttyS0 loglevel=5 panic=-1 tsc=reliable no_timer_check mitigations=off random.trust_cpu=on hung_task_timeout_secs=100"
     " watchdog_thresh=60 rcupdate.rcu_cpu_stall_timeout=120 rdinit=/init"
 )
 
