@@ -303,6 +303,28 @@ fn a_split_area_of_a_queue_that_somebody_else_served_meanwhile_says_nothing() {
     }
 }
 
+/// One more than the queue has would be walked through the list of the last batch, round and round, and what is in flight be forgotten in
+/// silence.
+#[test]
+fn a_batch_that_is_larger_than_its_queue_is_of_another_ring() {
+    const USED_IDX: usize = 14;
+    for (batch, given_up) in [(8u16, None), (9, Some("its used index is not of this ring"))] {
+        let mut world = World::new(Layout::Split, 8, 1);
+        let mut device = world.boot();
+        let mut chain = Chain::new();
+        world.driver.add(&[Segment { addr: world.data, len: 1 }], 1).unwrap();
+        world.driver.publish();
+        let _lost = device.queue.pop(&device.view, &mut chain).unwrap().unwrap();
+        drop(device);
+        let memory = world.area.queue(1).unwrap().memory;
+        memory.write_bytes(USED_IDX, &0u16.wrapping_sub(batch).to_le_bytes());
+
+        let device = world.boot();
+
+        assert_eq!(device.queue.inflight_given_up(), given_up, "{batch}");
+    }
+}
+
 #[test]
 fn any_bytes_in_an_area_end_in_an_error_or_in_a_queue_that_works() {
     for layout in [Layout::Split, Layout::Packed] {
@@ -311,6 +333,7 @@ fn any_bytes_in_an_area_end_in_an_error_or_in_a_queue_that_works() {
         let memory = world.area.queue(1).unwrap().memory;
         let mut valid = vec![0; memory.len()];
         memory.read_bytes(0, &mut valid);
+        let mut works = 0;
         for _ in 0..20_000 {
             memory.write_bytes(0, &valid);
             for _ in 0..=world.choose(6) {
@@ -334,11 +357,14 @@ fn any_bytes_in_an_area_end_in_an_error_or_in_a_queue_that_works() {
                 log_addr: None,
             });
             let Ok(mut queue) = queue else { continue };
+            works += 1;
             let (view, mut chain) = (View::new(table), Chain::new());
             while let Ok(Some(token)) = queue.pop(&view, &mut chain) {
                 queue.complete(token, 0);
             }
             queue.publish();
         }
+        // Else the loop could pass by doing nothing.
+        assert!(works > 1000, "{works} queues");
     }
 }

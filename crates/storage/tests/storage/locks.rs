@@ -266,3 +266,28 @@ fn locks_that_went_over_are_taken_back() {
     drop(first);
     drop(open(&path, &writer()));
 }
+
+#[test]
+fn locks_are_not_taken_back_when_somebody_has_come_who_excludes_them() {
+    let directory = scratch();
+    let path = image(directory.path(), "image", 4096);
+    let first = open(&path, &writer());
+    let second = first.reopen(&reader()).expect("a file").expect("one's own lock");
+    let other = open(&path, &reader());
+    let error = first.reclaim(&second).expect_err("another reader is there");
+    assert_eq!(error.kind(), ErrorKind::Locked, "{error}");
+    drop((first, second, other));
+    drop(open(&path, &writer()));
+}
+
+#[test]
+fn a_descriptor_without_the_lock_that_it_should_have_is_not_adopted_beside_another_user() {
+    let directory = scratch();
+    let path = image(directory.path(), "image", 4096);
+    let other = open(&path, &writer());
+    let file = || std::fs::File::options().read(true).write(true).open(&path).expect("open");
+    let error = Storage::adopt(file().into(), "image", &writer()).expect_err("it has another user");
+    assert_eq!(error.kind(), ErrorKind::Locked, "{error}");
+    drop(other);
+    drop(Storage::adopt(file().into(), "image", &writer()).expect("nobody else is there"));
+}
