@@ -337,7 +337,19 @@ impl Keeper {
             }
             std::thread::sleep(LOOK);
         }
-        true
+        if unmounted {
+            return true;
+        }
+        // Nobody uses it at this moment, and yet it was busy all the time: clients open and close it again and again. One that opens it after
+        // the look is served to its end, so the name goes before the look that counts.
+        if let Err(error) = self.mount.unmount(Unmount::Lazy) {
+            tracing::warn!("{error}");
+        }
+        if self.is_unused() {
+            return true;
+        }
+        self.in_use.tell(self.open_files());
+        false
     }
 
     /// Whether a stop has waited long enough: the last user is gone, or the time is up.

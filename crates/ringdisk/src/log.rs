@@ -12,7 +12,7 @@ use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
 
-use crate::terminal::{NAME, paint_error, paint_warning};
+use crate::terminal::{NAME, paint_error, paint_warning, write_error};
 
 /// Starts logging; once per process.
 ///
@@ -40,7 +40,7 @@ struct Quiet;
 
 impl Write for Quiet {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let _ = io::stderr().lock().write_all(bytes);
+        write_error(bytes);
         Ok(bytes.len())
     }
 

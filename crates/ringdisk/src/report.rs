@@ -80,7 +80,7 @@ pub(crate) const MEANINGS: [(Exit, &str, &str); 15] = [
     (
         Exit::Halted,
         "halted",
-        "The mount was serving and then broke down: the kernel connection failed or sent what cannot be; or a served disk did.",
+        "The mount was serving and then broke down: the kernel connection failed or sent what cannot be; or a served disk did. For ctl stop and umount also: the server was killed.",
     ),
     (Exit::IoUring, "io_uring", "io_uring is forbidden or missing here."),
     (Exit::Fuse, "fuse", "FUSE is missing here: no /dev/fuse, no driver, or no fusermount3."),
@@ -97,12 +97,12 @@ pub(crate) const MEANINGS: [(Exit, &str, &str); 15] = [
     (
         Exit::Storage,
         "storage",
-        "Storage below the image did not answer in time, so requests ended with errors, or the last flush failed, or an image could not be written to the end: recent writes may not be on stable storage.",
+        "Storage below the image did not answer in time, so requests ended with errors, or the last flush failed, or an image could not be written to the end: recent writes may not be on stable storage. For ctl stop and umount: the server has ended so.",
     ),
     (
         Exit::Forced,
         "forced",
-        "A mount ended while it was in use: by a second signal, by `ringdisk ctl stop --force`, at the end of --stop-timeout, or because its connection was aborted (`umount -f`). What was answered is on stable storage; what its users had not written yet is lost.",
+        "A mount ended while it was in use: by a second signal, by `ringdisk ctl stop --force`, at the end of --stop-timeout, or because its connection was aborted (`umount -f`). What was answered is on stable storage; what its users had not written yet is lost. For ctl stop and umount without --force: the server has ended so.",
     ),
     (
         Exit::Timeout,
@@ -245,6 +245,8 @@ impl From<ringdisk_disk::Error> for Failure {
             ErrorKind::PermissionDenied | ErrorKind::NotAllowed => Exit::Permission,
             ErrorKind::Unsupported => Exit::Unsupported,
             ErrorKind::Locked | ErrorKind::Busy => Exit::Locked,
+            // By a stop, or since nobody waits: nothing is wrong with the image.
+            ErrorKind::Cancelled => Exit::General,
             _ => Exit::Image,
         };
         Failure::caused(exit, &error)
@@ -397,6 +399,7 @@ mod tests {
             (Disk::NotFound, Exit::Image),
             (Disk::PermissionDenied, Exit::Permission),
             (Disk::Locked, Exit::Locked),
+            (Disk::Cancelled, Exit::General),
             (Disk::Unsupported, Exit::Unsupported),
             (Disk::Corrupt, Exit::Image),
         ] {

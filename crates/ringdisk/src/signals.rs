@@ -42,11 +42,13 @@ struct State {
     stopped_by: Option<&'static str>,
     /// The counters were asked for before there were any.
     is_print_due: bool,
+    /// The end at once was asked for before anything was served.
+    is_at_once_due: bool,
 }
 
 impl State {
     fn new(phase: Phase) -> State {
-        State { phase, stopped_by: None, is_print_due: false }
+        State { phase, stopped_by: None, is_print_due: false, is_at_once_due: false }
     }
 }
 
@@ -92,10 +94,13 @@ impl Watcher {
     pub(crate) fn enter(&self, phase: Phase) -> Option<&'static str> {
         let mut state = self.state();
         state.phase = phase;
-        if let Phase::Serving(actions) = &state.phase
-            && state.is_print_due
-        {
-            (actions.print)();
+        if let Phase::Serving(actions) = &state.phase {
+            if state.is_print_due {
+                (actions.print)();
+            }
+            if state.is_at_once_due {
+                (actions.stop)(AT_ONCE);
+            }
         }
         state.stopped_by
     }
@@ -116,8 +121,9 @@ impl Watcher {
             return;
         }
         if signal == SIGUSR2 {
-            if let Phase::Serving(actions) = &state.phase {
-                (actions.stop)(AT_ONCE);
+            match &state.phase {
+                Phase::Serving(actions) => (actions.stop)(AT_ONCE),
+                _ => state.is_at_once_due = true,
             }
             return;
         }
@@ -171,6 +177,7 @@ mod tests {
         watcher.take(SIGUSR1);
         assert_eq!(watcher.stopped_by(), None);
         watcher.take(SIGINT);
+        watcher.take(SIGUSR2);
         let stop = send.clone();
         let actions = Actions {
             stop: Box::new(move |name| stop.send(name).expect("send")),
@@ -181,6 +188,7 @@ mod tests {
         watcher.take(SIGTERM);
         let wait = Duration::from_secs(1);
         assert_eq!(receive.recv_timeout(wait), Ok("print"), "asked for while mounting");
+        assert_eq!(receive.recv_timeout(wait), Ok(AT_ONCE), "asked for while mounting");
         assert_eq!(receive.recv_timeout(wait), Ok("print"));
         assert_eq!(receive.recv_timeout(wait), Ok("SIGTERM"));
         assert_eq!(watcher.enter(Phase::Ending), Some("SIGINT"));

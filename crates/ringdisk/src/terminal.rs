@@ -2,11 +2,16 @@
 //!
 //! Promises: a stream that is closed, full or a broken pipe never ends the process and never
 //! panics. Messages go to standard error; results go to standard output through [`Results`], which
-//! reports a failed write where that matters.
+//! reports a failed write where that matters. A process that serves ([`serves`]) waits a moment, and no longer, for whoever reads its
+//! standard error (a terminal may be paused, a pipe full): then a message is left out, and counted in front of the next one.
 
 use std::ffi::OsString;
 use std::fmt;
 use std::io::{self, BufWriter, IsTerminal, StdoutLock, Write};
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::report::{Exit, Failure, words};
 
@@ -23,8 +28,57 @@ pub(crate) fn say(text: impl fmt::Display) {
 /// Writes one line to standard error; a failure is ignored.
 pub(crate) fn say_error(text: impl fmt::Display) {
     // One write, so that lines of several threads and processes do not mix.
-    let line = format!("{text}\n");
-    let _ = io::stderr().lock().write_all(line.as_bytes());
+    write_error(format!("{text}\n").as_bytes());
+}
+
+/// Somebody relies on this process: it does not wait for readers of its messages.
+static SERVES: AtomicBool = AtomicBool::new(false);
+/// The last message found no reader.
+static IS_STUCK: AtomicBool = AtomicBool::new(false);
+/// Messages that were left out.
+static LEFT_OUT: AtomicU64 = AtomicU64::new(0);
+
+/// How long a message waits for a reader.
+const READER: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+/// What a pipe takes at once when it can be written to (`PIPE_BUF`, pipe(7)).
+const PIECE: usize = 4096;
+
+/// From now on nobody here waits for whoever reads standard error.
+pub(crate) fn serves() {
+    SERVES.store(true, Ordering::Relaxed);
+}
+
+/// Writes to standard error; a failure is ignored. Any thread.
+pub(crate) fn write_error(bytes: &[u8]) {
+    let mut out = io::stderr().lock();
+    if !SERVES.load(Ordering::Relaxed) {
+        let _ = out.write_all(bytes);
+        return;
+    }
+    if !takes_a_piece(&out) {
+        LEFT_OUT.fetch_add(1, Ordering::Relaxed);
+        return;
+    }
+    let left_out = LEFT_OUT.swap(0, Ordering::Relaxed);
+    if left_out > 0 {
+        let _ = writeln!(out, "{NAME}: {left_out} messages were left out, since nobody read them");
+    }
+    for (number, piece) in bytes.chunks(PIECE).enumerate() {
+        if (number > 0 || left_out > 0) && !takes_a_piece(&out) {
+            LEFT_OUT.fetch_add(1, Ordering::Relaxed);
+            return;
+        }
+        let _ = out.write_all(piece);
+    }
+}
+
+/// Whether a stream takes [`PIECE`] bytes without waiting for its reader; gives that one a moment, unless it did not come before.
+fn takes_a_piece(out: &impl AsFd) -> bool {
+    let time = if IS_STUCK.load(Ordering::Relaxed) { Timespec::default() } else { READER };
+    // Where it cannot be asked, a write says what is wrong.
+    let ready = poll(&mut [PollFd::new(out, PollFlags::OUT)], Some(&time)) != Ok(0);
+    IS_STUCK.store(!ready, Ordering::Relaxed);
+    ready
 }
 
 /// Something worth knowing that stops nothing.

@@ -220,13 +220,20 @@ fn is_of_device(line: &str, (major, minor): (u32, u32)) -> bool {
 
 /// Loop devices of the file.
 fn devices(place: &Place, tables: &[Vec<MountEntry>]) -> Vec<Device> {
-    let is_in_tree = tables.iter().flatten().any(|entry| entry.device == place.device);
+    // The mount itself, and copies of it (bind mounts, other mount namespaces).
+    let copies: HashSet<&Path> = tables
+        .iter()
+        .flatten()
+        .filter(|entry| entry.device == place.device)
+        .map(|entry| entry.mountpoint.as_path())
+        .collect();
     let is_ours = |name: &String| {
         let path = format!("/sys/block/{name}/loop/backing_file");
         let file = fs::read_to_string(path).unwrap_or_default();
         let file = Path::new(file.trim_end_matches('\n').trim_end_matches(" (deleted)"));
         // A file that is a mount of its own and has left the tree shows so; a directory cannot be such a file.
-        file == place.mountpoint || (!is_in_tree && file == Path::new("/"))
+        let has_left = copies.is_empty() && file == Path::new("/");
+        file == place.mountpoint || copies.contains(file) || has_left
     };
     let swaps = fs::read_to_string("/proc/swaps").unwrap_or_default();
     names("/sys/block")

@@ -4,7 +4,8 @@
 mod common;
 
 use std::fs::File;
-use std::os::unix::fs::FileExt;
+use std::io::Write;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 use std::time::Duration;
 
@@ -13,9 +14,10 @@ use common::tools::{Ran, qemu_img, ringdisk};
 use common::{MIB, mount, open, program, serve, serve_raw};
 use ringdisk_testkit::images::{assert_clean, pattern, piece};
 use ringdisk_testkit::limits::{UringParameter, mount_at, needs, needs_root, part_needs};
-use ringdisk_testkit::mount::{FileSystem, Loop, Mounted, STOP, scratch, text};
+use ringdisk_testkit::mount::{Cleared, ECHO, FileSystem, Loop, Mounted, STOP, scratch, text};
 use ringdisk_testkit::process::{Process, command, has, ok_words, until};
-use rustix::process::Signal;
+use rustix::fs::{Mode, OFlags};
+use rustix::process::{Pid, Signal, kill_process};
 
 /// Ended in use.
 const FORCED: Option<i32> = Some(13);
@@ -104,6 +106,24 @@ fn what_a_file_system_on_a_loop_device_has_not_written_yet_outlives_a_stop() {
         drop(device);
         assert_eq!(again.stop().code(), Some(0));
     });
+}
+
+#[test]
+fn a_loop_device_of_a_copy_of_the_mount_is_named() {
+    if !needs_root() {
+        return;
+    }
+    let mut disk = serve_raw(MIB, &[]);
+    let copy = disk.directory.path().join("copy");
+    std::fs::write(&copy, "").expect("a place");
+    ok_words(&["mount", "--bind", disk.mounted.text(), text(&copy)]);
+    let _cleared = Cleared(copy.clone());
+    let Some(device) = Loop::attach(&copy, &[]) else { return };
+    disk.mounted.process().signal(Signal::TERM);
+    let name = device.device().file_name().and_then(|name| name.to_str()).expect("a name");
+    detached(&disk.mounted, &format!("is in use by {name}:"));
+    drop(device);
+    assert_eq!(disk.mounted.finish().code(), Some(0));
 }
 
 #[test]
@@ -221,6 +241,49 @@ fn a_stop_of_a_mount_that_is_covered_waits_too() {
     });
 }
 
+/// A paused terminal, or a pipe that is full, keeps neither a stop nor its end waiting.
+#[test]
+fn a_stop_does_not_wait_for_a_reader_of_its_messages() {
+    on_each(|transport| {
+        for is_forced in [false, true] {
+            let (directory, image) = common::raw_image(MIB, 1);
+            let path = directory.path().join("disk");
+            let _cleared = Cleared(path.clone());
+            let (reader, writer) = std::io::pipe().expect("a pipe");
+            rustix::fs::fcntl_setfl(&writer, OFlags::NONBLOCK).expect("a flag");
+            while (&writer).write(&[b'x'; 4096]).is_ok() {}
+            rustix::fs::fcntl_setfl(&writer, OFlags::empty()).expect("a flag");
+            let mut words = std::process::Command::new(program());
+            words.args(["mount", "--transport", transport, "-f", "raw"]).arg(&image).arg(&path);
+            let mut server = words.stderr(writer).spawn().expect("the program");
+            let pid = Pid::from_child(&server);
+            // By then it answers.
+            let ready = || {
+                let there = mount_at(&path).is_some() && ctl(&path, &["stats"]).code == 0;
+                there.then_some(())
+            };
+            assert_eq!(until(STOP, ready), Some(()), "{transport}");
+            let file = open(&path);
+            kill_process(pid, Signal::TERM).expect("it runs");
+            let gone = until(STOP, || mount_at(&path).is_none().then_some(()));
+            assert_eq!(gone, Some(()), "{transport}: it has its name still");
+            file.write_all_at(b"kept", 10).expect("it is served on");
+            if is_forced {
+                std::thread::sleep(ECHO);
+                kill_process(pid, Signal::TERM).expect("it runs");
+            } else {
+                drop(file);
+            }
+            let ended = until(STOP, || server.try_wait().expect("a child"));
+            let _ = kill_process(pid, Signal::KILL);
+            let code = ended.and_then(|status| status.code());
+            assert_eq!(code, if is_forced { FORCED } else { Some(0) }, "{transport}");
+            assert_eq!(piece(&image, 10, 4), b"kept");
+            drop(reader);
+        }
+    });
+}
+
 #[test]
 fn a_mapping_is_a_use() {
     on_each(|transport| {
@@ -285,6 +348,93 @@ fn the_next_mount_of_an_image_that_is_still_in_use_says_so() {
     assert_eq!(finished.code(), Some(0), "{}", finished.output());
 }
 
+/// Its place is another mount's by then: whoever waits for that one's end does not wait for the first.
+#[test]
+fn a_mount_in_the_place_of_one_that_is_in_use_still_ends_by_itself() {
+    on_each(|transport| {
+        let mut disk = serve_raw(MIB, &["--transport", transport]);
+        let path = disk.mounted.path().to_owned();
+        let file = open(&path);
+        let mut stop = Process::spawn(&mut command(&[&program(), "ctl", text(&path), "stop"]));
+        detached(&disk.mounted, "is in use by");
+        for words in [["ctl", text(&path), "stop"].as_slice(), &["umount", text(&path)]] {
+            let next = Mounted::start_at(&program(), &["--null", "1M"], &path);
+            let ended = ringdisk(Path::new("/"), words);
+            assert_eq!(ended.code, 0, "{transport} {words:?}: {}", all(&ended));
+            assert_eq!(next.finish().code(), Some(0));
+        }
+        assert_eq!(disk.mounted.process().ended(), None, "{}", disk.mounted.output());
+        assert_eq!(stop.ended(), None, "{}", stop.output());
+        drop(file);
+        assert_eq!(stop.wait(STOP).and_then(|status| status.code()), Some(0), "{}", stop.output());
+        // Whoever has waited may use the image.
+        let again = serve(&disk.image, &["--format", "raw", "--transport", transport]);
+        assert_eq!(again.stop().code(), Some(0));
+        assert_eq!(disk.mounted.finish().code(), Some(0));
+    });
+}
+
+#[test]
+fn who_waits_for_the_end_of_a_server_hears_when_that_is_killed_or_forced() {
+    if !needs_root() {
+        return;
+    }
+    for (signal, code) in [(Signal::KILL, 7), (Signal::TERM, 13)] {
+        let mut disk = serve_raw(MIB, &[]);
+        let path = disk.mounted.path().to_owned();
+        let file = open(&path);
+        let stop = Process::spawn(&mut command(&[&program(), "ctl", text(&path), "stop"]));
+        let told = || stop.output().contains("in use by").then_some(());
+        assert_eq!(until(STOP, told), Some(()), "{}", stop.output());
+        disk.mounted.process().signal(signal);
+        if signal == Signal::TERM {
+            // The first signal: it was told to stop by a command.
+            std::thread::sleep(ECHO);
+            disk.mounted.process().signal(signal);
+        }
+        let finished = stop.finish(STOP);
+        assert_eq!(finished.code(), Some(code), "{signal:?}: {}", finished.output());
+        drop(file);
+        assert!(disk.mounted.process().wait(STOP).is_some(), "{}", disk.mounted.output());
+    }
+}
+
+/// None of them loses what was taken from it, also who comes at the last moment: between a look that finds nobody and the end of the name.
+#[test]
+fn a_client_that_opens_it_again_and_again_is_served_until_it_has_no_name() {
+    on_each(|transport| {
+        for round in 0..10 {
+            let mut disk = serve_raw(MIB, &["--transport", transport]);
+            let path = disk.mounted.path().to_owned();
+            let device = std::fs::metadata(&path).expect("stat").dev();
+            // No open file of the server's, but it keeps the mount busy.
+            let kept = rustix::fs::open(&path, OFlags::PATH, Mode::empty()).expect("a name");
+            let client = std::thread::spawn(move || {
+                let mut count = 0u64;
+                // Without its name, there is the file below, or none.
+                while let Ok(file) = File::options().read(true).write(true).open(&path) {
+                    if file.metadata().expect("stat").dev() != device {
+                        break;
+                    }
+                    count += 1;
+                    file.write_all_at(&count.to_le_bytes(), 0).expect("write");
+                    drop(file);
+                    std::thread::sleep(Duration::from_micros(100));
+                }
+                count
+            });
+            std::thread::sleep(ECHO);
+            disk.mounted.process().signal(Signal::TERM);
+            let count = client.join().expect("no error");
+            drop(kept);
+            let finished = disk.mounted.finish();
+            assert_eq!(finished.code(), Some(0), "{transport} {round}: {}", finished.output());
+            assert!(count > 0, "it was served");
+            assert_eq!(piece(&disk.image, 0, 8), count.to_le_bytes(), "{transport} {round}");
+        }
+    });
+}
+
 #[test]
 fn an_unmount_names_who_uses_the_mount_and_by_force_is_no_clean_end() {
     on_each(|transport| {
@@ -334,6 +484,28 @@ fn a_second_signal_ends_a_kept_mount_in_use() {
     drop(file);
 }
 
+/// Whether the serving process hears it, or dies before that, or the next one is not ready yet.
+#[test]
+fn a_second_signal_that_meets_the_death_of_the_serving_process_ends_a_kept_mount() {
+    if !needs_root() {
+        return;
+    }
+    for delay_ms in [0, 1, 5, 20, 100] {
+        let mut disk = serve_raw(MIB, &["--keep-mount"]);
+        let file = open(disk.mounted.path());
+        disk.mounted.process().signal(Signal::TERM);
+        detached(&disk.mounted, "is in use by");
+        std::thread::sleep(ECHO);
+        let serving = child_of(disk.mounted.pid()).expect("a serving process");
+        ok_words(&["kill", "-KILL", &serving.to_string()]);
+        std::thread::sleep(Duration::from_millis(delay_ms));
+        disk.mounted.process().signal(Signal::TERM);
+        let finished = disk.mounted.finish();
+        assert_eq!(finished.code(), FORCED, "{delay_ms} ms: {}", finished.output());
+        drop(file);
+    }
+}
+
 /// The process that a kept mount's parent has started.
 fn child_of(pid: u32) -> Option<u32> {
     let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?;
@@ -374,8 +546,10 @@ fn commands_do_not_wait_for_a_server_that_stands_still() {
             let code = ended.and_then(|status| status.code());
             assert_eq!(code, Some(14), "{transport} {words:?}: {}", client.output());
         }
-        // The last of them has taken the name away, which is all that can be done without the server.
-        assert!(mount_at(&path).is_none(), "{}", disk.mounted.output());
+        // The last of them takes the name away, which is all that can be done without the server; where that takes longer than its limit, a
+        // process that it has started goes on.
+        let gone = until(STOP, || mount_at(&path).is_none().then_some(()));
+        assert!(gone.is_some(), "{}", disk.mounted.output());
         disk.mounted.process().signal(Signal::CONT);
         assert!(disk.mounted.process().wait(STOP).is_some(), "{}", disk.mounted.output());
     });

@@ -125,7 +125,7 @@ fn stop_ends_the_mount_and_its_server() {
     let (mut disk, directory) = qcow2(&[]);
     let socket = socket(&disk);
     ctl(&disk, &["stop"]).ok();
-    assert!(disk.process().wait(Duration::from_secs(1)).is_some_and(|status| status.success()));
+    assert!(disk.process().wait(LIMIT).is_some_and(|status| status.success()));
     assert_eq!(mount_at(disk.path()), None);
     assert!(!socket.exists());
     assert_clean(&directory.path().join("base.qcow2"));

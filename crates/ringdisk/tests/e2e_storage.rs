@@ -5,6 +5,7 @@ mod common;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
+use common::tools::ringdisk;
 use common::{BLOCK, MIB, Served, errno, mount, open, open_direct, serve, serve_raw};
 use ringdisk_testkit::images::{self, pattern, piece};
 use ringdisk_testkit::limits::{UringParameter, mount_at, needs_root, part_needs};
@@ -97,6 +98,38 @@ fn half_gone(directory: &std::path::Path) -> Option<Loop> {
     let file = std::fs::File::options().write(true).open(&backing).expect("open");
     file.set_len(4 * MIB).expect("shrink");
     Some(device)
+}
+
+/// The process in the background has nobody else to tell.
+#[test]
+fn who_asks_for_the_end_hears_that_the_last_flush_failed() {
+    if !needs_root() {
+        return;
+    }
+    for words in [["ctl", "DISK", "stop"].as_slice(), &["umount", "DISK"]] {
+        let directory = scratch();
+        // A file system that has less room than it thinks: writes get as far as its page cache.
+        let memory = FileSystem::tmpfs(&directory.path().join("memory"), 12 * MIB);
+        let host = memory.path().join("host.img");
+        images::sparse(&host, 64 * MIB);
+        ok_words(&["mkfs.ext4", "-q", "-F", "-O", "^has_journal", text(&host)]);
+        let small = FileSystem::of(&host, &directory.path().join("host"), "loop");
+        let image = small.path().join("disk.img");
+        images::sparse(&image, 40 * MIB);
+        let disk = serve(&image, &["--format", "raw"]);
+        let file = open(disk.path());
+        (0..30).for_each(|at| {
+            file.write_all_at(&pattern(3, at * MIB, 1 << 20), at * MIB).expect("it is in memory");
+        });
+        drop(file);
+        let words: Vec<&str> =
+            words.iter().map(|word| if *word == "DISK" { disk.text() } else { word }).collect();
+        let ran = ringdisk(directory.path(), &words);
+        assert_eq!(ran.code, 12, "{words:?}: {}{}", ran.out, ran.err);
+        assert!(ran.err.contains("flush"), "{words:?}: {}", ran.err);
+        assert_eq!(disk.finish().code(), Some(12));
+        small.unmount();
+    }
 }
 
 #[test]

@@ -89,7 +89,7 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
 
 /// Stops, and waits for the end. Says whom the server waits for.
 ///
-/// Errors: it is still in use, or has not ended, when the time is up.
+/// Errors: it is still in use, or has not ended, when the time is up; or what it said about its end.
 fn stop(
     client: &mut Client,
     command: &Command,
@@ -105,19 +105,33 @@ fn stop(
             "in use by {users}: it goes on until they have closed it; `ringdisk ctl {shown} stop --force` ends it now"
         ));
     }
-    let has_ended = client.wait_for_end(limit, progress);
-    if has_ended && client.mountpoint.as_deref().is_none_or(|path| alive::wait(path, STOP_WAIT)) {
-        return Ok(value);
+    let forced = matches!(args.command, CtlCommand::Stop { force: true });
+    match client.wait_for_end(limit, progress) {
+        // By force, as it was told to.
+        Some(Err(failure)) if !(forced && failure.code() == Exit::Forced.code()) => Err(failure),
+        Some(_) if users.is_some() => {
+            // The place may be another mount's by now, and the lock there too.
+            client.wait_for_exit();
+            Ok(value)
+        }
+        Some(_) if client.mountpoint.as_deref().is_none_or(|path| alive::wait(path, STOP_WAIT)) => {
+            Ok(value)
+        }
+        Some(_) => Err(late(limit)),
+        None => Err(match users {
+            Some(users) => Failure::new(
+                Exit::Locked,
+                format!("{shown} is in use by {users}, and goes on until they have closed it"),
+            )
+            .hint("close it there; or give --force, and they get errors"),
+            None => late(limit),
+        }),
     }
-    Err(match users {
-        Some(users) => Failure::new(
-            Exit::Locked,
-            format!("{shown} is in use by {users}, and goes on until they have closed it"),
-        )
-        .hint("close it there; or give --force, and they get errors"),
-        None => Failure::new(Exit::Timeout, format!("the server has not ended within {limit:?}"))
-            .hint("it may still be writing to the image"),
-    })
+}
+
+fn late(limit: Duration) -> Failure {
+    Failure::new(Exit::Timeout, format!("the server has not ended within {limit:?}"))
+        .hint("it may still be writing to the image")
 }
 
 /// The text is for people only.

@@ -135,6 +135,7 @@ fn serve(
             alive::hold(&plan.mountpoint)
         }
     };
+    let alive = alive.map(Arc::new);
     let mut options = plan.options(&disk);
     options.keep = kept.as_ref().map(Kept::keep).transpose()?;
     let mut served = match Served::start(Arc::clone(&disk), options) {
@@ -156,10 +157,10 @@ fn serve(
     made.keep_image();
     if let Some(kept) = &mut kept {
         let created = new.as_ref().map(|(new, _)| new.format);
-        if let Err(failure) = park(kept, &mut served, &made, &disk, alive.as_ref(), created) {
+        if let Err(failure) = park(kept, &mut served, &made, &disk, alive.as_deref(), created) {
             served.handle().force();
             let _ = served.wait(&disk);
-            kept.forget(alive.as_ref());
+            kept.forget(alive.as_deref());
             return Err(failure);
         }
     }
@@ -177,7 +178,7 @@ fn serve(
     };
     let handle = served.handle();
     let stopping = Arc::new(Stopping::default());
-    watch_users(&served, &plan, &stopping, &notify);
+    watch_users(&served, &plan, &stopping, &notify, alive.clone());
     let for_control = handle.clone();
     let told = Arc::clone(&notify);
     let stop = move |at_once: bool| {
@@ -240,6 +241,7 @@ fn serve(
     let told = Arc::clone(&notify);
     let insist = Arc::new(Insist::default());
     let counted = Arc::clone(&insist);
+    let farewell = Arc::clone(&commands);
     let actions = Actions {
         stop: Box::new(move |signal| {
             let asked = match signal {
@@ -265,11 +267,14 @@ fn serve(
             terminal::say_error(for_print.stats().with_layers(&shown.layers(), fault.as_deref()));
         }),
     };
+    terminal::serves();
     if watcher.enter(Phase::Serving(actions)).is_some() {
         insist.count(false);
         handle.stop();
     }
     let result = served.wait(&disk);
+    farewell.end(&result);
+    drop(farewell);
     stopping.end();
     watcher.enter(Phase::Ending);
     let why = match (&result, watcher.stopped_by()) {
@@ -291,9 +296,11 @@ fn serve(
     drop(made);
     drop(pidfile);
     if let Some(kept) = &kept {
-        kept.forget(alive.as_ref());
+        kept.forget(alive.as_deref());
     }
-    drop(alive);
+    if let Some(alive) = &alive {
+        alive::release(alive);
+    }
     sandbox::leave();
     result.map(|()| Exit::Clean.code())
 }
@@ -369,7 +376,15 @@ fn confine(
 }
 
 /// Says who uses the mount when a stop has to wait for them.
-fn watch_users(served: &Served, plan: &Plan<'_>, stopping: &Arc<Stopping>, notify: &Arc<Notify>) {
+///
+/// * `alive`: the lock of the file below the mount. Who waits for it there waits for the next mount from then on.
+fn watch_users(
+    served: &Served,
+    plan: &Plan<'_>,
+    stopping: &Arc<Stopping>,
+    notify: &Arc<Notify>,
+    alive: Option<Arc<fs::File>>,
+) {
     let place = served.connection().map(|number| Place::of(&plan.mountpoint, number));
     let shown = shell_word(&plan.mountpoint.display().to_string());
     let (stopping, notify) = (Arc::clone(stopping), Arc::clone(notify));
@@ -381,6 +396,9 @@ fn watch_users(served: &Served, plan: &Plan<'_>, stopping: &Arc<Stopping>, notif
              a second signal, or `ringdisk ctl {shown} stop --force`, ends it at once, and what they have not written yet is lost"
         ));
         notify.in_use(&format!("stopping; still in use by {text}"));
+        if let Some(alive) = &alive {
+            alive::release(alive);
+        }
         stopping.wait_for(text);
     });
 }

@@ -158,6 +158,7 @@ fn serve(
         background.ready();
     }
     let handles: Vec<Handle> = running.iter().map(|disk| disk.served.handle()).collect();
+    terminal::serves();
     if watcher.enter(Phase::Serving(actions(&running, &notify))).is_some() {
         handles.iter().for_each(Handle::stop);
     }
@@ -415,6 +416,7 @@ impl Running {
             made => drop(made),
         }
         // The image is free before clients of the control socket hear of the end.
+        self.commands.end(&result);
         self.commands.let_go();
         drop(self.disk);
         drop(self.control);

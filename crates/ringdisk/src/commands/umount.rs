@@ -23,14 +23,16 @@ use crate::users::{self, Place};
 
 /// Takes the mount away, and waits until its server has flushed, let go of the image and ended. Gives the exit code.
 ///
-/// Errors: nothing of ours is mounted there, it is in use, or the system does not allow it; it takes longer than `--timeout`.
+/// Errors: nothing of ours is mounted there, it is in use, or the system does not allow it; it takes longer than `--timeout`; what the
+/// server said of its end.
 pub(crate) fn run(args: &UmountArgs) -> Result<u8, Failure> {
     // Resolved before the mount goes: afterwards the name may lead elsewhere.
     let mountpoint = mountpoint::resolve(&args.mountpoint)?;
     let end = Instant::now() + args.timeout;
-    if !args.only_detach {
-        tell_lost_names(&mountpoint, (args.timeout / NAMES_PART).min(NAMES_WAIT));
-    }
+    let server = match args.only_detach {
+        true => None,
+        false => ask(&mountpoint, (args.timeout / NAMES_PART).min(NAMES_WAIT)),
+    };
     let how = match (args.lazy, args.force) {
         (true, _) => Unmount::Lazy,
         (_, true) => Unmount::Force,
@@ -56,8 +58,18 @@ pub(crate) fn run(args: &UmountArgs) -> Result<u8, Failure> {
         return Err(Failure::new(Exit::Timeout, text)
             .hint("it may still be writing to the image, or be stopped; --timeout waits longer"));
     }
-    Ok(Exit::Clean.code())
+    let ended = server.and_then(|mut server| server.wait_for_end(SAID, &Progress::new()));
+    match ended {
+        // With --force that is what was asked for.
+        Some(Err(failure)) if !(args.force && failure.code() == Exit::Forced.code()) => {
+            Err(failure)
+        }
+        _ => Ok(Exit::Clean.code()),
+    }
 }
+
+/// How long one listens to what the server has said of its end, which has come.
+const SAID: Duration = Duration::from_secs(1);
 
 /// How long the server may take to say whether its images still have their names.
 const NAMES_WAIT: Duration = Duration::from_millis(500);
@@ -65,16 +77,20 @@ const NAMES_WAIT: Duration = Duration::from_millis(500);
 /// Of a short `--timeout`, the question takes one part in so many: the rest is for the unmount itself, also where the server stands still.
 const NAMES_PART: u32 = 4;
 
-/// Says which images have lost their names: what a deleted one holds is gone when its server ends. Where the server does not answer
-/// nothing is said.
-fn tell_lost_names(mountpoint: &Path, limit: Duration) {
-    let stats = Client::connect(mountpoint, limit)
-        .and_then(|mut client| client.call(&Request::Stats, &Progress::new(), Some(limit)));
-    let Ok(stats) = stats else { return };
+/// Says which images have lost their names: what a deleted one holds is gone when its server ends. Gives the connection, on which the
+/// server says at last how it has ended. Where it does not answer nothing is said.
+fn ask(mountpoint: &Path, limit: Duration) -> Option<Client> {
+    let deadline = Instant::now() + limit;
+    let mut client = Client::reach(mountpoint, limit).ok()?;
+    let stats = client
+        .greet(deadline, limit)
+        .and_then(|()| client.call(&Request::Stats, &Progress::new(), Some(limit)));
+    let Ok(stats) = stats else { return Some(client) };
     let layers = stats["layers"].as_array().map(Vec::as_slice).unwrap_or_default();
     for lost in layers.iter().filter_map(|layer| layer["name-lost"].as_str()) {
         terminal::warn(visible(lost));
     }
+    Some(client)
 }
 
 /// What is left of the time for the server's end at least.

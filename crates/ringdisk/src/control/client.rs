@@ -7,7 +7,7 @@
 
 use std::fs;
 use std::io::{self, Read, Write};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,9 @@ use std::time::{Duration, Instant};
 use ringdisk_disk::Progress;
 use ringdisk_fuse::mount::table::MountEntry;
 use ringdisk_fuse::mount::{mountpoint, table};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt::socket_peercred;
+use rustix::process::{PidfdFlags, pidfd_open};
 use serde_json::Value;
 
 use crate::control::place::{
@@ -34,11 +36,18 @@ pub(crate) const ANSWER: Duration = Duration::from_secs(5);
 /// Pause before a server is tried again to which too many others want to talk.
 const FULL: Duration = Duration::from_millis(20);
 
+/// How long a server may take to be gone after its last word.
+const GONE: Duration = Duration::from_secs(60);
+
 /// A connection to the server of a mount or of a disk for virtual machines.
 #[derive(Debug)]
 pub(crate) struct Client {
     stream: UnixStream,
+    /// The server, if it can be seen.
+    process: Option<OwnedFd>,
     buffer: Vec<u8>,
+    /// The server has promised to say how it ends.
+    tells_end: bool,
     /// Of a mount; absolute, without symbolic links.
     pub(crate) mountpoint: Option<PathBuf>,
     /// As the user named it.
@@ -53,6 +62,16 @@ impl Client {
     /// Errors: nothing of ours is served there, its server has no control socket, or does not
     /// answer us.
     pub(crate) fn connect(path: &Path, limit: Duration) -> Result<Client, Failure> {
+        let deadline = Instant::now() + limit;
+        let mut client = Client::reach(path, limit)?;
+        client.greet(deadline, limit)?;
+        Ok(client)
+    }
+
+    /// As [`Client::connect`], without waiting for the server to say anything: it may stand still.
+    ///
+    /// Errors: as there.
+    pub(crate) fn reach(path: &Path, limit: Duration) -> Result<Client, Failure> {
         let shown = path.display();
         let deadline = Instant::now() + limit;
         // The mount table first: a look at the file itself would wait for a server that is stopped.
@@ -100,22 +119,28 @@ impl Client {
             ),
         })?;
         let mountpoint = mountpoint.ok().filter(|_| is_mount);
-        let mut client =
-            Client { stream, buffer: Vec::new(), mountpoint, shown: shown.to_string() };
         // What we send fits into the socket's buffer; never for ever.
-        let _ = client.stream.set_write_timeout(Some(limit));
-        client.greet(deadline, limit)?;
-        Ok(client)
+        let _ = stream.set_write_timeout(Some(limit));
+        let server = socket_peercred(stream.as_fd()).ok();
+        let process = server.and_then(|server| pidfd_open(server.pid, PidfdFlags::empty()).ok());
+        let (buffer, tells_end, shown) = (Vec::new(), false, shown.to_string());
+        Ok(Client { stream, process, buffer, tells_end, mountpoint, shown })
     }
 
-    fn greet(&mut self, deadline: Instant, limit: Duration) -> Result<(), Failure> {
+    /// Hears what the server says at first.
+    ///
+    /// Errors: it does not until the deadline, or speaks another language.
+    pub(crate) fn greet(&mut self, deadline: Instant, limit: Duration) -> Result<(), Failure> {
         let whose = format!("the server of '{}'", self.shown);
         let line = match self.line(|| Instant::now() >= deadline) {
             Err(_) if Instant::now() >= deadline => return Err(self.late(limit)),
             line => line.map_err(|failure| failure.context(whose.clone()))?,
         };
         match Reply::read(&line) {
-            Some(Reply::Greeting { protocol }) if protocol == u64::from(VERSION) => Ok(()),
+            Some(Reply::Greeting { protocol, tells_end }) if protocol == u64::from(VERSION) => {
+                self.tells_end = tells_end;
+                Ok(())
+            }
             Some(Reply::Greeting { .. }) => Err(Failure::new(
                 Exit::Unsupported,
                 format!("{whose}: it speaks another version of the control protocol"),
@@ -164,8 +189,15 @@ impl Client {
                     }
                     return Err(failure.with_code(exit.unwrap_or(Exit::General.code()).max(1)));
                 }
-                Some(Reply::Greeting { .. }) => {}
+                // The end of the connection follows.
+                Some(Reply::Greeting { .. } | Reply::Ended { .. }) => {}
                 None => return Err(rubbish()),
+            }
+            if progress.is_cancelled() {
+                return Err(left());
+            }
+            if is_late() {
+                return Err(self.late(limit.unwrap_or_default()));
             }
         }
     }
@@ -176,26 +208,60 @@ impl Client {
         late(&self.shown, limit, server.map(|pid| pid.as_raw_nonzero().get()))
     }
 
-    /// Waits until the server closes the connection, at most for `time`. Returns whether it has.
+    /// Waits until the server has ended, at most for `time`. `None`: it has not.
     ///
     /// * `progress`: when it is cancelled, we leave.
-    pub(crate) fn wait_for_end(&mut self, time: Duration, progress: &Progress) -> bool {
+    ///
+    /// Errors (inside): how it said that it ended, with its exit code; or it was killed.
+    pub(crate) fn wait_for_end(
+        &mut self,
+        time: Duration,
+        progress: &Progress,
+    ) -> Option<Result<(), Failure>> {
         let end = Instant::now() + time;
-        let mut late = false;
+        let mut said = None;
         loop {
-            match self.line(|| {
+            let mut late = false;
+            let line = self.line(|| {
                 late = Instant::now() >= end || progress.is_cancelled();
                 late
-            }) {
+            });
+            match line.as_deref().map(Reply::read) {
+                Ok(Some(Reply::Ended { exit, text })) => said = Some((exit, text)),
+                Ok(Some(Reply::Greeting { tells_end, .. })) => self.tells_end = tells_end,
                 Ok(_) => {}
-                Err(_) => return !late,
+                Err(_) if late && said.is_none() => return None,
+                Err(_) => break,
+            }
+            // A server that says one thing after the other has not ended either.
+            if Instant::now() >= end && said.is_none() {
+                return None;
             }
         }
+        Some(match said {
+            Some((0, _)) => Ok(()),
+            Some((exit, text)) => Err(Failure::new(Exit::General, text)
+                .with_code(exit)
+                .context(format!("the server of '{}' has ended", self.shown))),
+            None if self.tells_end => Err(Failure::new(
+                Exit::Halted,
+                format!("the server of '{}' was killed, or crashed", self.shown),
+            )
+            .hint("what was written since the last flush may be lost, unless another process goes on (--keep-mount)")),
+            None => Ok(()),
+        })
+    }
+
+    /// Waits, after the end of the connection, until the process is gone, and everything that it held.
+    pub(crate) fn wait_for_exit(&self) {
+        let Some(process) = &self.process else { return };
+        let limit = Timespec::try_from(GONE).ok();
+        let _ = poll(&mut [PollFd::new(process, PollFlags::IN)], limit.as_ref());
     }
 
     /// The next line.
     ///
-    /// * `leave`: asked whenever nothing came for a while.
+    /// * `leave`: asked whenever nothing came for a while, or no end of a line.
     fn line(&mut self, mut leave: impl FnMut() -> bool) -> Result<Vec<u8>, Failure> {
         let _ = self.stream.set_read_timeout(Some(LOOK));
         loop {
@@ -209,13 +275,19 @@ impl Client {
             let mut piece = [0; 8192];
             match self.stream.read(&mut piece) {
                 Ok(0) => return Err(gone(&io::ErrorKind::UnexpectedEof.into())),
-                Ok(count) => self.buffer.extend_from_slice(piece.get(..count).unwrap_or_default()),
+                Ok(count) => {
+                    self.buffer.extend_from_slice(piece.get(..count).unwrap_or_default());
+                    // Bytes that come one by one, without an end, are no answer.
+                    if !self.buffer.contains(&b'\n') && leave() {
+                        return Err(left());
+                    }
+                }
                 Err(error) => match error.kind() {
                     io::ErrorKind::WouldBlock
                     | io::ErrorKind::TimedOut
                     | io::ErrorKind::Interrupted => {
                         if leave() {
-                            return Err(Failure::new(Exit::General, "nobody waits any longer"));
+                            return Err(left());
                         }
                     }
                     _ => return Err(gone(&error)),
@@ -241,6 +313,10 @@ fn late(shown: &str, limit: Duration, pid: Option<i32>) -> Failure {
         }
         _ => failure.hint("it may be stopped or overloaded; --timeout waits longer"),
     }
+}
+
+fn left() -> Failure {
+    Failure::new(Exit::General, "nobody waits any longer")
 }
 
 fn rubbish() -> Failure {

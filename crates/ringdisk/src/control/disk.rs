@@ -18,7 +18,7 @@ use ringdisk_ring::Ring;
 use serde_json::{Value, json};
 
 use crate::control::protocol::{
-    Command, Commit, NewBacking, NewSize, Refusal, Request, Resize, Snapshot,
+    self, Command, Commit, NewBacking, NewSize, Refusal, Request, Resize, Snapshot,
 };
 use crate::control::server::Commands;
 use crate::new_image::check_new_name;
@@ -56,6 +56,8 @@ pub(crate) struct DiskControl {
     stop: Box<dyn Fn(bool) + Send + Sync>,
     /// How far a stop has come, where it may have to wait for users.
     stopping: Option<Arc<Stopping>>,
+    /// How it has ended: exit code and text.
+    ended: OnceLock<(u8, String)>,
 }
 
 /// How long the answer to a stop waits until it is known whether the mount is in use, and by whom: 5 s in looks of 20 ms.
@@ -76,7 +78,17 @@ impl DiskControl {
             sandbox: OnceLock::new(),
             stop: Box::new(stop),
             stopping: None,
+            ended: OnceLock::new(),
         }
+    }
+
+    /// Says how serving has ended, for those who wait for that.
+    pub(crate) fn end(&self, result: &Result<(), Failure>) {
+        let ended = match result {
+            Ok(()) => (Exit::Clean.code(), String::new()),
+            Err(failure) => (failure.code(), failure.message().to_owned()),
+        };
+        let _ = self.ended.set(ended);
     }
 
     /// A stop may have to wait for users, as is said there.
@@ -341,6 +353,10 @@ impl Drop for Changing<'_> {
 }
 
 impl Commands for DiskControl {
+    fn ended(&self) -> Option<Value> {
+        self.ended.get().map(|(exit, text)| protocol::ended(*exit, text))
+    }
+
     async fn execute(
         &self,
         ring: &Ring,

@@ -6,6 +6,7 @@
 //! server: {"id": 1, "progress": {"done": 0, "total": 100}}         any number, commands that take long
 //! server: {"id": 1, "return": {"size": 1073741824}}                or
 //! server: {"id": 1, "error": {"class": "GenericError", "desc": "…", "hint": "…", "exit": 1}}
+//! server: {"ended": {"exit": 12, "desc": "…"}}                     at last, to whoever is connected and waits for nothing else
 //! ```
 //!
 //! Promises: pure; whatever the bytes are, they become a command or an error that says why not.
@@ -228,7 +229,15 @@ impl From<Failure> for Refusal {
 
 /// The first line of a server.
 pub(crate) fn greeting() -> Value {
-    json!({ "ringdisk": { "version": env!("CARGO_PKG_VERSION"), "protocol": VERSION } })
+    let version = env!("CARGO_PKG_VERSION");
+    json!({ "ringdisk": { "version": version, "protocol": VERSION, "tells-end": true } })
+}
+
+/// The last line of a server: how it ended.
+///
+/// * `exit`: the exit code of a process that serves nothing else.
+pub(crate) fn ended(exit: u8, text: &str) -> Value {
+    json!({ "ended": { "exit": exit, "desc": text } })
 }
 
 /// A line of the answer to the request with `id`.
@@ -263,10 +272,25 @@ pub(crate) fn progress(id: Option<&Value>, done: u64, total: u64) -> Value {
 /// What a client makes of a line.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Reply {
-    Greeting { protocol: u64 },
+    Greeting {
+        protocol: u64,
+        /// It will say how it ends.
+        tells_end: bool,
+    },
     Done(Value),
-    Refused { text: String, hint: Option<String>, exit: Option<u8> },
-    Progress { done: u64, total: u64 },
+    Refused {
+        text: String,
+        hint: Option<String>,
+        exit: Option<u8>,
+    },
+    Progress {
+        done: u64,
+        total: u64,
+    },
+    Ended {
+        exit: u8,
+        text: String,
+    },
 }
 
 impl Reply {
@@ -274,7 +298,14 @@ impl Reply {
     pub(crate) fn read(line: &[u8]) -> Option<Reply> {
         let value: Value = serde_json::from_slice(line).ok()?;
         if let Some(greeting) = value.get("ringdisk") {
-            return Some(Reply::Greeting { protocol: greeting.get("protocol")?.as_u64()? });
+            let protocol = greeting.get("protocol")?.as_u64()?;
+            let tells_end = greeting.get("tells-end") == Some(&Value::Bool(true));
+            return Some(Reply::Greeting { protocol, tells_end });
+        }
+        if let Some(ended) = value.get("ended") {
+            let exit = ended.get("exit")?.as_u64()?.try_into().ok()?;
+            let text = ended.get("desc").and_then(Value::as_str).unwrap_or_default().to_owned();
+            return Some(Reply::Ended { exit, text });
         }
         if let Some(value) = value.get("return") {
             return Some(Reply::Done(value.clone()));
@@ -353,7 +384,13 @@ mod tests {
     fn replies_survive_the_way() {
         let id = json!("x");
         let line = |value: Value| Reply::read(value.to_string().as_bytes());
-        assert_eq!(line(greeting()), Some(Reply::Greeting { protocol: 1 }));
+        let older = json!({ "ringdisk": { "version": "0.1.0", "protocol": 1 } });
+        for (greeting, tells_end) in [(greeting(), true), (older, false)] {
+            assert_eq!(line(greeting), Some(Reply::Greeting { protocol: 1, tells_end }));
+        }
+        let text = String::from("a flush failed");
+        assert_eq!(line(ended(12, &text)), Some(Reply::Ended { exit: 12, text }));
+        assert_eq!(line(json!({ "ended": { "exit": 1000 } })), None);
         assert_eq!(line(done(Some(&id), json!({"a": 1}))), Some(Reply::Done(json!({"a": 1}))));
         assert_eq!(line(progress(None, 1, 2)), Some(Reply::Progress { done: 1, total: 2 }));
         let failure = Failure::new(Exit::Locked, "busy").hint("wait");

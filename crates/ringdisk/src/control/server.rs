@@ -58,6 +58,11 @@ pub(crate) trait Commands: Send + Sync + 'static {
         request: &Request,
         progress: &Arc<Progress>,
     ) -> impl Future<Output = Result<Value, Refusal>>;
+
+    /// How what is served has ended, in the words of [`protocol::ended`]; asked at the end.
+    fn ended(&self) -> Option<Value> {
+        None
+    }
 }
 
 /// A running server; dropping it ends it.
@@ -239,7 +244,7 @@ fn welcome<C: Commands>(ring: &Ring, stream: UnixStream, hub: &Rc<Hub<C>>) {
     });
 }
 
-/// Serves one client until it leaves or talks rubbish without end.
+/// Serves one client until it leaves or talks rubbish without end. At the end it is told how that came.
 async fn attend<C: Commands>(ring: &Ring, mut lines: Lines, hub: &Hub<C>) {
     if lines.send(ring, &protocol::greeting().to_string()).await.is_err() {
         return;
@@ -250,7 +255,7 @@ async fn attend<C: Commands>(ring: &Ring, mut lines: Lines, hub: &Hub<C>) {
             let next = pin!(lines.next(ring));
             match first(next, ending).await {
                 First::Left(line) => line,
-                First::Right(()) => return,
+                First::Right(()) => break,
             }
         };
         let reply = match line {
@@ -270,6 +275,9 @@ async fn attend<C: Commands>(ring: &Ring, mut lines: Lines, hub: &Hub<C>) {
             Some(reply) if lines.send(ring, &reply.to_string()).await.is_ok() => {}
             _ => return,
         }
+    }
+    if let Some(ended) = hub.commands.ended() {
+        let _ = lines.send_if_room(ring, &ended.to_string()).await;
     }
 }
 

@@ -110,6 +110,8 @@ struct Holder {
     is_ready: bool,
     /// A stop was asked for.
     is_stopping: bool,
+    /// The end at once was asked for.
+    is_at_once: bool,
     /// The signals that asked for it.
     insist: Insist,
     /// The present process has said that it stops.
@@ -160,6 +162,7 @@ pub(crate) fn run(
         background,
         is_ready: false,
         is_stopping: false,
+        is_at_once: false,
         insist: Insist::default(),
         stops: false,
         serves_since: None,
@@ -256,6 +259,10 @@ impl Holder {
         if self.is_stopping {
             to_pass_on.push(Signal::TERM);
         }
+        // The one before it may have died before it heard of it.
+        if self.is_at_once {
+            to_pass_on.push(Signal::USR2);
+        }
         loop {
             {
                 let mut wanted = vec![PollFd::new(&self.signals.wake, PollFlags::IN)];
@@ -307,7 +314,10 @@ impl Holder {
             match stops.then(|| self.insist.count(signal != Signal::HUP)) {
                 None | Some(Asked::First) => all.push(signal),
                 Some(Asked::Echo) => {}
-                Some(Asked::Again) => all.push(Signal::USR2),
+                Some(Asked::Again) => {
+                    self.is_at_once = true;
+                    all.push(Signal::USR2);
+                }
             }
         }
         all
@@ -349,6 +359,7 @@ impl Holder {
             return Ok(());
         }
         self.is_ready = true;
+        terminal::serves();
         self.pidfile = self.pidfile_path.as_deref().map(Pidfile::create).transpose()?;
         self.manager.ready(status);
         if let Some(background) = self.background.take() {
@@ -451,6 +462,7 @@ mod tests {
             background: None,
             is_ready: true,
             is_stopping: false,
+            is_at_once: false,
             insist: Insist::default(),
             stops: false,
             serves_since: Some(Instant::now()),
