@@ -136,12 +136,7 @@ fn only_requests_that_wait_for_something_count_as_waiting() {
     const READS: u32 = 200;
     let Some(place) = place() else { return };
     for latency in [Duration::ZERO, Duration::from_millis(1)] {
-        let disk = Disk::null(&NullOptions {
-            size: 1 << 20,
-            latency,
-            read_zeroes: true,
-            ..NullOptions::default()
-        });
+        let disk = Disk::null(&NullOptions { size: 1 << 20, latency, read_zeroes: true });
         let export = Export::start(disk, options(&place, Transport::Uring)).expect("rings");
         let waited = || Duration::from_nanos(export.stats().total().waited_ns);
         let path = text(&place.path);

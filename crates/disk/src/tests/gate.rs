@@ -36,19 +36,29 @@ fn the_second_waits_until_the_first_is_done() {
 
 #[test]
 fn a_waiter_that_is_dropped_does_not_keep_others_out() {
-    let gate = Gate::default();
-    let count = Arc::new(Count::default());
-    let waker = Waker::from(Arc::clone(&count));
-    let mut context = Context::from_waker(&waker);
-    let mut first = Box::pin(gate.enter());
-    let mut dropped = Box::pin(gate.enter());
-    let mut third = Box::pin(gate.enter());
-    let pass = first.as_mut().poll(&mut context);
-    assert!(pass.is_ready());
-    assert!(dropped.as_mut().poll(&mut context).is_pending());
-    assert!(third.as_mut().poll(&mut context).is_pending());
-    drop(dropped);
-    drop(pass);
-    assert!(count.0.load(Ordering::Relaxed) >= 1);
-    assert!(third.as_mut().poll(&mut context).is_ready());
+    for is_earlier in [true, false] {
+        let gate = Gate::default();
+        // Each its own: who is woken is the question.
+        let counts = [Arc::new(Count::default()), Arc::new(Count::default())];
+        let wakers = counts.each_ref().map(|count| Waker::from(Arc::clone(count)));
+        let mut contexts = wakers.each_ref().map(Context::from_waker);
+        let mut first = Box::pin(gate.enter());
+        let pass = first.as_mut().poll(&mut contexts[0]);
+        assert!(pass.is_ready());
+        let mut waiters = [Box::pin(gate.enter()), Box::pin(gate.enter())];
+        for (waiter, context) in waiters.iter_mut().zip(&mut contexts) {
+            assert!(waiter.as_mut().poll(context).is_pending());
+        }
+        let [one, other] = waiters;
+        let (dropped, mut left, number) =
+            if is_earlier { (one, other, 1) } else { (other, one, 0) };
+        drop(dropped);
+        drop(pass);
+        assert_eq!(
+            counts[number].0.load(Ordering::Relaxed),
+            1,
+            "nobody wakes the one that is left"
+        );
+        assert!(left.as_mut().poll(&mut contexts[number]).is_ready());
+    }
 }

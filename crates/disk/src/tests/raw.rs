@@ -250,6 +250,11 @@ fn a_probed_image_keeps_its_format() {
         assert_eq!(disk.write_zeroes(&ring, 3, 1, false).await, Err(Errno::PERM));
         assert_eq!(disk.punch(&ring, 3, 1).await, Err(Errno::PERM));
         assert_eq!(disk.discard(&ring, 3, 1).await, Err(Errno::PERM));
+        // So can the last byte of the sector: a text that ends there.
+        let text = [&b"#"[..], &[b'x'; 501], b"\nversion="].concat();
+        assert_eq!(disk.write(&ring, 0, &buffer(&text)).await, Ok(511));
+        assert_eq!(disk.write(&ring, 511, &buffer(b"1")).await, refused);
+        assert_eq!(disk.write(&ring, 511, &buffer(b"7")).await, Ok(1));
         assert_eq!(disk.write_zeroes(&ring, 0, 4096, true).await, Ok(()));
         // Elsewhere, and what is no magic, is free.
         assert_eq!(disk.write(&ring, 512, &whole).await, Ok(1024));
