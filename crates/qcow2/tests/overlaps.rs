@@ -226,6 +226,44 @@ fn bad_entries(damaged: &Damaged) -> Vec<(&'static str, u64)> {
     ]
 }
 
+/// Clusters that are shared are copied, and the old ones counted down, together with their neighbours.
+#[test]
+fn a_neighbour_that_names_metadata_is_not_freed_with_a_sound_cluster() {
+    for (what, place) in [("a refcount block", 48), ("the L1 table", 40)] {
+        let mut damaged = Damaged::new();
+        let target = if place == 48 { damaged.first_block() } else { damaged.word(40) };
+        damaged.set_entry(2, damaged.host(2));
+        damaged.set_entry(3, target);
+        with_ring(async |ring| {
+            let (sim, image) = open(ring, &damaged).await;
+            let written = write(ring, &image, 2 * CLUSTER, 2 * CLUSTER, 0x94).await;
+            assert_eq!(written, Ok(CLUSTER as usize), "{what}: the first one only");
+            // One of them marks the image corrupt, so it takes no change any more.
+            let _ = image.flush(ring).await;
+            let _ = image.close(ring).await;
+            let count = (damaged.first_block() + target / CLUSTER * 2) as usize;
+            assert_eq!(sim.image()[count..count + 2], [0, 1], "{what}: its count");
+        });
+    }
+}
+
+/// The first cluster that is not there any more: a write to it would lengthen the file.
+#[test]
+fn an_entry_that_names_the_end_of_the_file_takes_no_write() {
+    let mut damaged = Damaged::new();
+    let len = damaged.0.len();
+    damaged.set_entry(2, COPIED | len as u64);
+    with_ring(async |ring| {
+        let (sim, image) = open(ring, &damaged).await;
+        for bytes in [512, CLUSTER] {
+            let written = write(ring, &image, 2 * CLUSTER, bytes, 0x94).await;
+            assert_eq!(written, Err(Errno::IO), "{bytes}");
+        }
+        assert_eq!(look(ring, &image, 2 * CLUSTER).await, Err(Errno::IO));
+        assert_eq!(sim.image().len(), len);
+    });
+}
+
 #[test]
 fn a_damaged_entry_stops_writes_at_its_own_cluster_only() {
     let good = Damaged::new();

@@ -9,12 +9,13 @@ mod live;
 mod space;
 mod stress;
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Poll;
+use std::time::Instant;
 
 use common::runtime;
 use live::{Base, Shared, buffer, open, writable};
@@ -22,6 +23,7 @@ use ringdisk_qcow2::{ExtentKind, Nothing};
 use ringdisk_ring::Ring;
 use ringdisk_testkit::layout::{Class, Layout, Shape};
 use ringdisk_testkit::oracle::Below;
+use ringdisk_testkit::process::LIMIT;
 use ringdisk_testkit::sim::{Fault, OpKind, Record, SimStorage, When};
 
 const CLUSTER: u64 = 4096;
@@ -33,6 +35,8 @@ struct Stage {
     ring: Ring,
     sim: SimStorage,
     image: Shared,
+    /// Tasks that have begun what they are for.
+    begun: Rc<Cell<usize>>,
     /// Names of the tasks that have ended.
     ended: Rc<RefCell<Vec<&'static str>>>,
 }
@@ -52,7 +56,7 @@ impl Stage {
 
     async fn over(ring: Ring, sim: SimStorage) -> Stage {
         let image = open(&ring, &sim, None, &writable()).await.expect("a sound image");
-        Stage { ring, sim, image: Arc::new(image), ended: Rc::default() }
+        Stage { ring, sim, image: Arc::new(image), begun: Rc::default(), ended: Rc::default() }
     }
 
     async fn write(&self, offset: u64, len: usize) {
@@ -61,8 +65,9 @@ impl Stage {
     }
 
     fn spawn(&self, name: &'static str, work: impl Future<Output = ()> + 'static) {
-        let ended = self.ended.clone();
+        let (begun, ended) = (self.begun.clone(), self.ended.clone());
         self.ring.spawn(async move {
+            begun.set(begun.get() + 1);
             work.await;
             ended.borrow_mut().push(name);
         });
@@ -87,6 +92,15 @@ impl Stage {
     fn spawn_flush(&self, name: &'static str) {
         let (ring, image) = (self.ring.clone(), self.image.clone());
         self.spawn(name, async move { image.flush(&ring).await.expect("a flush") });
+    }
+
+    /// Lets the others run until it is so.
+    async fn until(&self, what: &str, mut is_so: impl FnMut() -> bool) {
+        let end = Instant::now() + LIMIT;
+        while !is_so() {
+            assert!(Instant::now() < end, "{what}; ended: {}", self.ended.borrow().len());
+            self.ring.yield_now().await;
+        }
     }
 
     async fn settle(&self) {
@@ -339,17 +353,16 @@ fn many_writes_share_two_barriers() {
         for number in 0..200 {
             stage.spawn_write("write", number % 8 * COVERED + number / 8 * 3 * CLUSTER, 4096);
         }
-        stage.settle().await;
-        assert_eq!(stage.ended().len(), 200);
+        stage.until("200 writes end", || stage.ended().len() == 200).await;
         let before = stage.sim.count(OpKind::Flush);
         stage.sim.on(When::kind(OpKind::Flush).once(), Fault::Hold);
         for _ in 0..10 {
             stage.spawn_flush("flush");
         }
-        stage.settle().await;
+        let is_held = || stage.begun.get() == 210 && stage.sim.held().len() == 1;
+        stage.until("ten flushes begin, and one is held", is_held).await;
         stage.sim.release_all();
-        stage.settle().await;
-        assert_eq!(stage.ended().len(), 210);
+        stage.until("ten flushes end", || stage.ended().len() == 210).await;
         // Two barriers for the first flush, and one for all those that came while it ran.
         assert_eq!(stage.sim.count(OpKind::Flush) - before, 3);
     });
