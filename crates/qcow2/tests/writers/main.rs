@@ -225,6 +225,37 @@ fn the_place_of_a_write_that_was_dropped_in_the_middle_is_not_used_again() {
     on_stage(async |stage| assert!(!is_reused(&stage, true).await));
 }
 
+/// A new cluster is not linked yet, so nothing but the request knew of it: it is nobody's until the image is opened by somebody whom the
+/// write cannot reach.
+#[test]
+fn a_new_cluster_whose_write_was_dropped_is_given_to_nobody() {
+    on_stage(|stage| async move {
+        let ring = stage.ring.clone();
+        stage.sim.on(When::kind(OpKind::Write).once(), Fault::Hold);
+        let data = buffer(&[8; 4096]);
+        let mut write = Box::pin(stage.image.write(&ring, 0, &data, &Nothing));
+        while stage.sim.held().is_empty() {
+            assert!(is_pending(&mut write).await, "nothing was held");
+            ring.yield_now().await;
+        }
+        let place = stage.sim.held()[0].offset;
+        drop(write);
+        let fills = async |stage: &Stage, places: Vec<u64>| {
+            for at in places {
+                stage.write(at, 4096).await;
+                let map = stage.image.map(&ring, at, 1).await.expect("a map");
+                assert_ne!(map.kind, ExtentKind::Data { offset: place }, "the cluster at {at}");
+            }
+        };
+        fills(&stage, (1..30).map(|cluster| cluster * CLUSTER).collect()).await;
+        // Nor at the end, which says nothing of the write.
+        stage.image.close(&ring).await.expect("a close");
+        let again = Stage::over(ring.clone(), stage.sim.fork(2)).await;
+        // Without a neighbour whose place they would go behind.
+        fills(&again, (0..8).map(|table| table * COVERED + 50 * CLUSTER).collect()).await;
+    });
+}
+
 #[test]
 fn discards_stop_nobody() {
     on_stage(|stage| async move {
