@@ -189,6 +189,10 @@ async fn make(ring: &Ring, path: &Path, top: &Layer, options: &ImageOptions) -> 
 
 /// A new empty file for an overlay.
 pub(crate) fn create_file(path: &Path, options: &ImageOptions) -> Result<Arc<Storage>, Error> {
+    #[cfg(test)]
+    if let Some(storage) = super::simulated::find(path) {
+        return Ok(storage);
+    }
     let options =
         ringdisk_storage::OpenOptions { create_new: true, ..storage_options(options, false) };
     Storage::open(path, &options).map(Arc::new).map_err(|error| of_storage(&error))

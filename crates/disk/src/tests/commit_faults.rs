@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ringdisk_qcow2::{Qcow2, check_bytes};
@@ -84,6 +84,17 @@ pub(super) fn storages(images: &BTreeMap<String, Vec<u8>>, seed: u64) -> Images 
 
 /// Opens a chain as its headers say.
 pub(super) async fn chain(ring: &Ring, images: &Images, top: &str, writable: bool) -> Arc<Disk> {
+    chain_in(ring, images, top, writable, Path::new("/simulated")).await
+}
+
+/// As [`chain`], with images in this directory.
+pub(super) async fn chain_in(
+    ring: &Ring,
+    images: &Images,
+    top: &str,
+    writable: bool,
+    directory: &Path,
+) -> Arc<Disk> {
     let options = ImageOptions { read_only: !writable, ..ImageOptions::default() };
     let mut layers: Vec<Layer> = Vec::new();
     let mut next = Some(top.to_owned());
@@ -95,7 +106,7 @@ pub(super) async fn chain(ring: &Ring, images: &Images, top: &str, writable: boo
         next = image.info().backing_file.clone().map(|name| String::from_utf8(name).expect("text"));
         let mut layer = qcow2_layer(image, writable);
         layer.name = PathBuf::from(name);
-        layer.directory = Some(PathBuf::from("/simulated"));
+        layer.directory = Some(directory.to_owned());
         layers.push(layer);
     }
     Disk::build(layers, Parts::new(&options))

@@ -1,62 +1,154 @@
 //! Power cuts while the graph changes and clients work: the chain that names itself on the media reads as it may, at every moment.
 //!
 //! Storage operations wait until the driver lets them go, in an order that the seed decides, and what would be offloaded runs at once:
-//! a seed repeats itself. The disk is `top.qcow2` over `mid.qcow2` over `base.qcow2`, all of it stamped.
+//! a seed repeats itself. The disk is `top.qcow2` over `mid.qcow2` over `base.qcow2`, of which the lowest is full of stamps and the top
+//! has some writes.
+
+mod clients;
+mod judge;
 
 use std::cell::{Cell, RefCell};
-use std::collections::BTreeMap;
 use std::future::Future;
+use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ringdisk_qcow2::check_bytes;
 use ringdisk_ring::{IoBuf, Ring};
 use ringdisk_testkit::layout::Shape;
-use ringdisk_testkit::oracle::{Below, Content, Oracle, SECTOR};
+use ringdisk_testkit::oracle::{Below, Oracle};
 use ringdisk_testkit::sim::{Fault, Prng, SimStorage, When};
+use tempfile::TempDir;
 
-use super::commit_faults::{Images, chain};
-use super::run;
-use crate::{CommitOptions, Disk, Progress, ResizeOptions, SnapshotChange};
+use super::commit_faults::{Images, chain, chain_in};
+use super::{directory, run};
+use crate::layer::Layer;
+use crate::open::simulated::Simulated;
+use crate::{
+    Backing, CommitOptions, Disk, Format, OverlayOptions, Progress, ResizeOptions, SnapshotChange,
+};
+
+use clients::client;
+use judge::{State, cut, judge};
 
 /// Size of the disk, bytes.
 const SIZE: u64 = 512 << 10;
 /// What the disk has grown to after a resize.
 const GROWN: u64 = SIZE + (64 << 10);
+/// What it has shrunk to: part of a cluster is cut off too.
+const SMALL: u64 = SIZE / 2 + 2560;
 const CLUSTER_BITS: u32 = 12;
 /// What the base holds: stamps of another disk.
 const BELOW: Below = Below { disk: 1, len: SIZE / 2 + 700 };
-/// Clients at once, and their operations at least.
+/// Clients at once.
 const CLIENTS: u64 = 3;
-const OPERATIONS: u64 = 40;
 /// Looks without progress before a run hangs; some of them sleep a millisecond.
 const PATIENCE: u32 = 4000;
 
-/// A change of the graph, with the name of the top afterwards.
-#[derive(Clone, Copy, Debug)]
+const TOP: &str = "top.qcow2";
+/// An overlay that is put on top.
+const OVER: &str = "over.qcow2";
+/// Holds the same as all below the top.
+const OTHER: &str = "other.qcow2";
+/// The internal snapshot that is looked at.
+const KEPT: &str = "kept";
+/// The one that is deleted.
+const GONE: &str = "gone";
+
+/// A change of the graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Change {
+    /// With the name of the top afterwards.
     Commit(CommitOptions, &'static str),
     Grow,
-    Snapshot,
+    Shrink,
+    /// An overlay is put on top.
+    Overlay,
+    /// An internal snapshot is taken.
+    Create,
+    /// The disk becomes what it was in the snapshot.
+    Apply,
+    /// An older snapshot is deleted.
+    Delete,
+    Backing,
 }
 
-/// What may be left of a moment.
-struct State {
-    images: BTreeMap<String, Vec<u8>>,
-    /// Names under which the disk may be opened.
-    tops: Vec<&'static str>,
-    /// What it may hold; a size that changes makes two.
-    worlds: Vec<Oracle>,
-    label: String,
+/// How far the change is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd)]
+enum Stage {
+    Before,
+    /// It may be on the media, but requests do not see it.
+    Under,
+    /// Requests see it.
+    Put,
 }
 
 /// What clients and driver share.
 struct Shore {
     ring: Ring,
     disk: Arc<Disk>,
+    what: Change,
+    images: Images,
+    stage: Cell<Stage>,
+    /// The top layer before the change.
+    top: RefCell<Arc<Layer>>,
+    /// What the disk may hold.
     oracle: RefCell<Oracle>,
+    /// What the snapshot, or the former top, holds.
+    then: RefCell<Option<Oracle>>,
+    /// The bytes of the image that is below the overlay.
+    frozen: RefCell<Option<Vec<u8>>>,
     running: Cell<u64>,
+}
+
+impl Shore {
+    fn is_put(&self) -> bool {
+        self.stage.get() == Stage::Put
+    }
+
+    /// What the disk holds after the change; `None`: what it holds before.
+    fn changed(&self, now: &Oracle) -> Option<Oracle> {
+        let resized = |size| {
+            let mut other = now.clone();
+            other.resize(size);
+            other
+        };
+        match self.what {
+            Change::Grow => {
+                let mut grown = resized(GROWN);
+                grown.watch(SIZE..GROWN);
+                Some(grown)
+            }
+            Change::Shrink => Some(resized(SMALL)),
+            Change::Apply => self.then.borrow().as_ref().map(|then| now.restored_beside(then)),
+            _ => None,
+        }
+    }
+
+    /// Sees whether the change is put in place. To be called before the oracle is told or asked anything: the
+    /// gate opens after that, so whatever begins from now on, or ends from a beginning after it, sees the change.
+    fn look(&self) {
+        let is_new = || !Arc::ptr_eq(&self.top.borrow(), self.disk.graph().top());
+        if self.stage.get() != Stage::Under || !is_new() {
+            return;
+        }
+        self.stage.set(Stage::Put);
+        let now = self.oracle.borrow().clone();
+        if matches!(self.what, Change::Create | Change::Overlay) {
+            // All of it was made durable before.
+            let mut then = now.clone();
+            then.settle();
+            *self.then.borrow_mut() = Some(then);
+        }
+        if self.what == Change::Overlay {
+            let below = &self.images[TOP];
+            assert_eq!(below.unflushed(), 0, "the former top is on stable storage");
+            *self.frozen.borrow_mut() = Some(below.image());
+        }
+        if let Some(changed) = self.changed(&now) {
+            *self.oracle.borrow_mut() = changed;
+        }
+    }
 }
 
 fn image(backing: Option<&str>) -> Vec<u8> {
@@ -70,11 +162,10 @@ fn buffer(bytes: &[u8]) -> IoBuf {
     buf
 }
 
-/// The three images, the lowest full of stamps.
-async fn images(ring: &Ring, seed: u64) -> Images {
-    let made =
-        [("base.qcow2", None), ("mid.qcow2", Some("base.qcow2")), ("top.qcow2", Some("mid.qcow2"))];
-    let images: Images = made
+/// The three images, the lowest full of stamps, and those that a change makes or opens.
+async fn images(ring: &Ring, what: Change, seed: u64) -> Images {
+    let made = [("base.qcow2", None), ("mid.qcow2", Some("base.qcow2")), (TOP, Some("mid.qcow2"))];
+    let mut images: Images = made
         .into_iter()
         .map(|(name, below)| (name.to_owned(), SimStorage::from_image(&image(below), seed)))
         .collect();
@@ -83,68 +174,15 @@ async fn images(ring: &Ring, seed: u64) -> Images {
     BELOW.fill(0, &mut bytes);
     assert_eq!(base.write(ring, 0, &buffer(&bytes)).await, Ok(bytes.len()));
     assert_eq!(base.close(ring).await, Ok(()));
+    if what == Change::Overlay {
+        images.insert(OVER.to_owned(), SimStorage::new(0, seed));
+    }
+    if what == Change::Backing {
+        // The middle one is empty.
+        let same = images["base.qcow2"].fork(seed);
+        images.insert(OTHER.to_owned(), same);
+    }
     images
-}
-
-/// A range of whole sectors; often a whole cluster.
-fn range(prng: &mut Prng) -> std::ops::Range<u64> {
-    let cluster = 1 << CLUSTER_BITS;
-    if prng.below(3) == 0 {
-        let at = prng.below(SIZE / cluster) * cluster;
-        return at..at + cluster;
-    }
-    let at = prng.below(SIZE / SECTOR) * SECTOR;
-    at..(at + (1 + prng.below(24)) * SECTOR).min(SIZE)
-}
-
-/// One client: at least its operations, and until the change is over.
-async fn client(shore: Rc<Shore>, is_over: Rc<Cell<bool>>, seed: u64) {
-    let mut prng = Prng::new(seed);
-    let mut done = 0;
-    while done < OPERATIONS || !is_over.get() {
-        done += 1;
-        let (ring, disk, at) = (&shore.ring, &shore.disk, range(&mut prng));
-        let len = at.end - at.start;
-        let begin = |content| shore.oracle.borrow_mut().begin(at.clone(), content);
-        match prng.below(12) {
-            0..=4 => {
-                let begun = begin(Content::Stamped);
-                let buf = buffer(&shore.oracle.borrow().bytes(&begun));
-                assert_eq!(disk.write(ring, at.start, &buf).await, Ok(buf.len()), "write {at:?}");
-                shore.oracle.borrow_mut().end(&begun, true);
-            }
-            5 => {
-                let begun = begin(Content::Zero);
-                let unmap = prng.coin();
-                assert_eq!(
-                    disk.write_zeroes(ring, at.start, len, unmap).await,
-                    Ok(()),
-                    "zero {at:?}"
-                );
-                shore.oracle.borrow_mut().end(&begun, true);
-            }
-            6 => {
-                let begun = begin(Content::Zero);
-                assert_eq!(disk.punch(ring, at.start, len).await, Ok(()), "punch {at:?}");
-                shore.oracle.borrow_mut().end(&begun, true);
-            }
-            7 | 8 => {
-                let begun = shore.oracle.borrow_mut().begin_flush();
-                assert_eq!(disk.flush(ring).await, Ok(()), "flush");
-                shore.oracle.borrow_mut().end_flush(&begun);
-            }
-            _ => {
-                let begun = shore.oracle.borrow_mut().begin_read(at.clone());
-                let buf = IoBuf::new(usize::try_from(len).expect("small"), 512);
-                assert_eq!(disk.read(ring, at.start, &buf).await, Ok(buf.len()), "read {at:?}");
-                let judged = shore.oracle.borrow_mut().end_read(&begun, &buf.to_vec());
-                judged.unwrap_or_else(|wrong| panic!("read {at:?}: {wrong}"));
-            }
-        }
-        for _ in 0..prng.below(3) {
-            shore.ring.yield_now().await;
-        }
-    }
 }
 
 fn spawn(shore: &Rc<Shore>, work: impl Future<Output = ()> + 'static) {
@@ -156,30 +194,59 @@ fn spawn(shore: &Rc<Shore>, work: impl Future<Output = ()> + 'static) {
     });
 }
 
-async fn change(ring: &Ring, disk: &Disk, change: Change) {
+async fn change(shore: &Shore) {
+    let (ring, disk) = (&shore.ring, &shore.disk);
     let progress = Arc::new(Progress::new());
-    let done = match change {
+    let shrink = ResizeOptions { shrink: true, ..ResizeOptions::default() };
+    let snapshot = |change| disk.snapshot(ring, change);
+    let done = match shore.what {
         Change::Commit(options, _) => disk.commit(ring, options, &progress).await,
         Change::Grow => disk.resize_with(ring, GROWN, ResizeOptions::default()).await.map(drop),
-        Change::Snapshot => disk.snapshot(ring, SnapshotChange::Create("s".to_owned())).await,
+        Change::Shrink => disk.resize_with(ring, SMALL, shrink).await.map(drop),
+        Change::Overlay => disk.add_overlay(ring, OVER, OverlayOptions::default()).await,
+        Change::Create => snapshot(SnapshotChange::Create(KEPT.to_owned())).await,
+        Change::Apply => snapshot(SnapshotChange::Apply(KEPT.to_owned())).await,
+        Change::Delete => snapshot(SnapshotChange::Delete(GONE.to_owned())).await,
+        Change::Backing => {
+            let backing = Backing { file: OTHER.into(), format: Format::Qcow2 };
+            disk.change_backing(ring, Some(backing), &progress).await
+        }
     };
-    done.unwrap_or_else(|error| panic!("{change:?}: {error}"));
+    done.unwrap_or_else(|error| panic!("{:?}: {error}", shore.what));
+}
+
+/// What happens before anything is held: writes, and the snapshots that the change needs.
+async fn prepare(shore: &Rc<Shore>, prng: &mut Prng) {
+    let alone = Rc::new(Cell::new(true));
+    let mut write = async || client(shore.clone(), alone.clone(), prng.next_u64()).await;
+    let take = async |name: &str| {
+        let taken = shore.disk.snapshot(&shore.ring, SnapshotChange::Create(name.to_owned())).await;
+        taken.expect("a snapshot");
+        // It made everything durable.
+        shore.oracle.borrow_mut().settle();
+    };
+    write().await;
+    if shore.what == Change::Delete {
+        take(GONE).await;
+        write().await;
+    }
+    if matches!(shore.what, Change::Delete | Change::Apply) {
+        take(KEPT).await;
+        *shore.then.borrow_mut() = Some(shore.oracle.borrow().clone());
+        write().await;
+    }
+    *shore.top.borrow_mut() = Arc::clone(shore.disk.graph().top());
 }
 
 /// Runs until nothing runs any more, with power cuts on the way.
-async fn drive(
-    shore: &Rc<Shore>,
-    images: &Images,
-    what: Change,
-    is_over: &Cell<bool>,
-    prng: &mut Prng,
-) -> Vec<State> {
+async fn drive(shore: &Rc<Shore>, is_over: &Cell<bool>, prng: &mut Prng) -> Vec<State> {
     let (mut states, mut idle) = (Vec::new(), 0);
     while shore.running.get() > 0 {
         for _ in 0..3 {
             shore.ring.yield_now().await;
         }
-        let held: Vec<(&SimStorage, u64)> = images
+        let held: Vec<(&SimStorage, u64)> = shore
+            .images
             .values()
             .flat_map(|sim| sim.held().into_iter().map(move |held| (sim, held.number)))
             .collect();
@@ -192,106 +259,47 @@ async fn drive(
         if idle > 20 {
             shore.ring.sleep(Duration::from_millis(1)).await;
         }
-        assert!(idle < PATIENCE, "{what:?} hangs");
-        // The change itself is rich in moments that matter.
-        if prng.below(1000) < if is_over.get() { 4 } else { 15 } {
-            states.push(cut(shore, images, what, is_over.get(), prng.next_u64()));
+        assert!(idle < PATIENCE, "{:?} hangs", shore.what);
+        // The change itself is rich in moments that matter; but for a commit it is short.
+        let chance = match (shore.stage.get(), shore.what) {
+            (Stage::Under, Change::Commit(..)) => 40,
+            (Stage::Under, _) => 250,
+            _ if is_over.get() => 10,
+            _ => 4,
+        };
+        if prng.below(1000) < chance {
+            states.push(cut(shore, prng.next_u64()));
         }
     }
     states
-}
-
-/// The power fails: one of the states that this may leave.
-fn cut(shore: &Shore, images: &Images, what: Change, is_over: bool, seed: u64) -> State {
-    let now = shore.oracle.borrow().clone();
-    let mut worlds = vec![now];
-    if matches!(what, Change::Grow) {
-        let mut grown = worlds[0].clone();
-        grown.resize(GROWN);
-        grown.watch(SIZE..GROWN);
-        worlds.push(grown);
-        if is_over {
-            worlds.remove(0);
-        }
-    }
-    let tops = match what {
-        // Who was not told of the commit opens the old top; both show the same.
-        Change::Commit(_, after) if is_over => vec![after],
-        _ => vec!["top.qcow2"],
-    };
-    let left = |(name, sim): (&String, &SimStorage)| (name.clone(), sim.crash_image(seed));
-    State {
-        images: images.iter().map(left).collect(),
-        tops,
-        worlds,
-        label: format!("over {is_over}, state {seed:#x}"),
-    }
-}
-
-/// All images are sound, and the disk is one of the worlds.
-async fn judge(ring: &Ring, state: &State) -> Result<(), String> {
-    for (name, image) in &state.images {
-        let report = check_bytes(image.as_slice()).map_err(|error| format!("{name}: {error}"))?;
-        if report.corruptions > 0 {
-            return Err(format!("{name}: {:?}", report.messages));
-        }
-    }
-    let images: Images = state
-        .images
-        .iter()
-        .map(|(name, bytes)| (name.clone(), SimStorage::from_image(bytes, 1)))
-        .collect();
-    for top in &state.tops {
-        let disk = chain(ring, &images, top, false).await;
-        let mut bytes = vec![0; usize::try_from(disk.size()).expect("small")];
-        let buf = buffer(&bytes);
-        let read = disk.read(ring, 0, &buf).await;
-        if read != Ok(bytes.len()) {
-            return Err(format!("{top}: {read:?}"));
-        }
-        buf.copy_to_slice(0, &mut bytes);
-        let mut wrong = Vec::new();
-        for world in &state.worlds {
-            if world.size() != bytes.len() as u64 {
-                wrong.push(format!("{} bytes, not {}", bytes.len(), world.size()));
-                continue;
-            }
-            let seen = world.judge_crash(|at, out| {
-                let at = usize::try_from(at).map_err(|error| error.to_string())?;
-                out.copy_from_slice(&bytes[at..at + out.len()]);
-                Ok(())
-            });
-            match seen {
-                Ok(()) => wrong.clear(),
-                Err(mismatch) => wrong.push(mismatch.to_string()),
-            }
-            if wrong.is_empty() {
-                break;
-            }
-        }
-        if !wrong.is_empty() {
-            return Err(format!("{top}: {}", wrong.join("; or ")));
-        }
-    }
-    Ok(())
 }
 
 /// One seed: clients and a change at once, then every state that was taken.
 fn one(what: Change, seed: u64) -> usize {
     run(async |ring| {
         ring.offload_here();
-        let images = images(&ring, seed).await;
+        let images = images(&ring, what, seed).await;
+        let place = place();
+        let simulated = |name: &str| Some((PathBuf::from(name), images.get(name)?.storage()));
+        let _files = Simulated::new([OVER, OTHER].into_iter().filter_map(simulated));
         let mut prng = Prng::new(seed);
-        let disk = chain(&ring, &images, "top.qcow2", true).await;
-        for sim in images.values() {
-            sim.on(When::any().chance(700), Fault::Hold);
-        }
+        let disk = chain_in(&ring, &images, TOP, true, place.path()).await;
         let shore = Rc::new(Shore {
             ring: ring.clone(),
+            top: RefCell::new(Arc::clone(disk.graph().top())),
             disk,
+            what,
+            images,
+            stage: Cell::new(Stage::Before),
             oracle: RefCell::new(Oracle::new(7, SIZE, BELOW)),
+            then: RefCell::default(),
+            frozen: RefCell::default(),
             running: Cell::new(0),
         });
+        prepare(&shore, &mut prng).await;
+        for sim in shore.images.values() {
+            sim.on(When::any().chance(700), Fault::Hold);
+        }
         let is_over = Rc::new(Cell::new(false));
         for _ in 0..CLIENTS {
             spawn(&shore, client(shore.clone(), is_over.clone(), prng.next_u64()));
@@ -302,15 +310,24 @@ fn one(what: Change, seed: u64) -> usize {
             for _ in 0..wait {
                 other.ring.yield_now().await;
             }
-            change(&other.ring, &other.disk, what).await;
+            other.stage.set(Stage::Under);
+            change(&other).await;
+            other.look();
+            assert!(other.is_put(), "{what:?} has put another top in place");
             over.set(true);
         });
-        let states = drive(&shore, &images, what, &is_over, &mut prng).await;
-        images.values().for_each(SimStorage::clear_rules);
-        images.values().for_each(|sim| assert_eq!(sim.release_all(), 0, "nothing waits"));
+        let states = drive(&shore, &is_over, &mut prng).await;
+        shore.images.values().for_each(SimStorage::clear_rules);
+        shore.images.values().for_each(|sim| assert_eq!(sim.release_all(), 0, "nothing waits"));
         assert_eq!(shore.disk.close(&ring).await, Ok(()), "seed {seed}");
         shore.oracle.borrow_mut().settle();
-        let last = cut(&shore, &images, what, true, 1);
+        if let Some(frozen) = &*shore.frozen.borrow() {
+            assert!(
+                shore.images[TOP].image() == *frozen,
+                "the former top has changed, seed {seed}"
+            );
+        }
+        let last = cut(&shore, 1);
         for state in states.iter().chain([&last]) {
             let judged = judge(&ring, state).await;
             judged
@@ -320,10 +337,17 @@ fn one(what: Change, seed: u64) -> usize {
     })
 }
 
+/// A directory with an empty file where a backing file is looked for.
+fn place() -> TempDir {
+    let place = directory();
+    std::fs::write(place.path().join(OTHER), []).expect("write");
+    place
+}
+
 /// Seeds of a test; more of them for a night.
 fn seeds() -> u64 {
     let wanted = std::env::var("RINGDISK_CRASH_SEEDS").ok().and_then(|n| n.parse().ok());
-    wanted.unwrap_or(if ringdisk_testkit::limits::full() { 100 } else { 6 })
+    wanted.unwrap_or(if ringdisk_testkit::limits::full() { 100 } else { 12 })
 }
 
 fn all(what: Change) {
@@ -345,7 +369,7 @@ fn a_commit_through_the_chain_under_clients() {
 
 #[test]
 fn a_commit_in_the_middle_under_clients() {
-    all(Change::Commit(CommitOptions { top: 1, base: 2, keep_top: false }, "top.qcow2"));
+    all(Change::Commit(CommitOptions { top: 1, base: 2, keep_top: false }, TOP));
 }
 
 #[test]
@@ -354,6 +378,31 @@ fn a_disk_that_grows_under_clients() {
 }
 
 #[test]
+fn a_disk_that_shrinks_under_clients() {
+    all(Change::Shrink);
+}
+
+#[test]
+fn an_overlay_under_clients() {
+    all(Change::Overlay);
+}
+
+#[test]
 fn a_snapshot_under_clients() {
-    all(Change::Snapshot);
+    all(Change::Create);
+}
+
+#[test]
+fn a_snapshot_that_is_applied_under_clients() {
+    all(Change::Apply);
+}
+
+#[test]
+fn a_snapshot_that_is_deleted_under_clients() {
+    all(Change::Delete);
+}
+
+#[test]
+fn another_backing_file_under_clients() {
+    all(Change::Backing);
 }

@@ -290,6 +290,22 @@ impl Oracle {
         }
     }
 
+    /// As [`Oracle::restored`], while operations run: each of them comes before it, and is undone by it, or after it. So when one of them
+    /// ends it was not acknowledged ([`Oracle::end`]), and what a read that runs finds cannot be judged ([`Oracle::forget_read`]).
+    #[must_use]
+    pub fn restored_beside(&self, then: &Oracle) -> Oracle {
+        let mut next = self.restored(then);
+        for sector in &self.unsettled {
+            for version in self.sectors.get(sector).into_iter().flatten() {
+                if version.end.is_none() && sector * SECTOR < next.size {
+                    next.versions(*sector).push(version.clone());
+                    next.unsettled.insert(*sector);
+                }
+            }
+        }
+        next
+    }
+
     /// Byte ranges in which something was written, sectors joined.
     #[must_use]
     pub fn touched(&self) -> Vec<Range<u64>> {

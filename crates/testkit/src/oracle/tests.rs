@@ -135,3 +135,33 @@ fn what_a_power_cut_lost_is_not_made_durable_by_the_next_flush() {
     oracle.settle();
     assert!(oracle.after_crash(0, &oracle.bytes(&lost)).is_err());
 }
+
+#[test]
+fn what_runs_beside_a_restore_may_be_there_or_not() {
+    let mut oracle = oracle();
+    let kept = oracle.begin(0..512, Content::Stamped);
+    oracle.end(&kept, true);
+    oracle.settle();
+    let then = oracle.clone();
+    let lost = oracle.begin(0..512, Content::Stamped);
+    oracle.end(&lost, true);
+    oracle.settle();
+    let beside = oracle.begin(0..512, Content::Zero);
+    let mut oracle = oracle.restored_beside(&then);
+    for expected in [oracle.bytes(&kept), vec![0; 512]] {
+        assert_eq!(oracle.after_crash(0, &expected), Ok(()));
+    }
+    assert!(oracle.after_crash(0, &oracle.bytes(&lost)).is_err());
+    oracle.end(&beside, false);
+    oracle.settle();
+    for expected in [oracle.bytes(&kept), vec![0; 512]] {
+        let read = oracle.begin_read(0..512);
+        assert_eq!(oracle.end_read(&read, &expected), Ok(()));
+        assert_eq!(oracle.after_crash(0, &expected), Ok(()));
+    }
+    let next = oracle.begin(0..512, Content::Stamped);
+    oracle.end(&next, true);
+    oracle.settle();
+    assert_eq!(oracle.after_crash(0, &oracle.bytes(&next)), Ok(()));
+    assert!(oracle.after_crash(0, &[0; 512]).is_err());
+}
