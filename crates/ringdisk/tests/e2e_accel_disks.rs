@@ -1,5 +1,5 @@
 //! Disks of each kind in the host kernel: what was written is on the disk itself, errors of the disk are errors of the request and of nothing
-//! else, and a daemon that is killed while a slow disk works loses nothing.
+//! else, and a daemon that is killed while a slow disk works loses nothing. To a block device a discard is a hint.
 
 mod common;
 
@@ -12,10 +12,10 @@ use common::accel::{
 };
 use common::disks::{as_it_is, disk, in_memory};
 use common::program;
-use common::serving::{Daemon, Place, SIZE, load, meanwhile, options};
+use common::serving::{Daemon, Place, SIZE, load_of, meanwhile, options};
 use ringdisk_testkit::images;
 use ringdisk_testkit::limits::full;
-use ringdisk_testkit::model::{FrontEnd, Request, Vm, VmOptions};
+use ringdisk_testkit::model::{Discards, FrontEnd, Request, Vm, VmOptions};
 use ringdisk_testkit::mount::text;
 use ringdisk_testkit::process::run;
 
@@ -26,7 +26,7 @@ fn verified(place: &Place, engine: &str, requests: u64) -> (u64, u64) {
     // The blocks of tmpfs.
     let words = ["--accel-engine", engine, "--logical-block-size", "4096"];
     let (daemon, mut vm) = accelerated_at(place, &words);
-    let mut load = load(30);
+    let mut load = load_of(30, Discards::Hint);
     load.run(&mut vm, requests);
     load.drain(&mut vm);
     load.read_all(&mut vm);
@@ -188,7 +188,7 @@ fn a_snapshot_that_meets_a_hand_over_of_many_virtqueues_ends_and_so_does_that() 
     let many = VmOptions { queues: 8, ..options(true) };
     let mut vm = Vm::started(FrontEnd::connect(&place.socket), many);
     becomes(place, true);
-    let mut load = load(32);
+    let mut load = load_of(32, Discards::Hint);
     let rounds = if full() { 40 } else { 3 };
     let refused = meanwhile(&mut vm, &mut load, || {
         let mut refused = 0;

@@ -11,7 +11,7 @@ use common::{MIB, program};
 use ringdisk_testkit::images;
 use ringdisk_testkit::limits::full;
 use ringdisk_testkit::model::{
-    BaseRule, FrontEnd, Load, LoadOptions, Refused, Vm, VmOptions, bits,
+    BaseRule, Discards, FrontEnd, Load, LoadOptions, Refused, Vm, VmOptions, bits,
 };
 use ringdisk_testkit::mount::{scratch, text};
 use ringdisk_testkit::process::{LIMIT, Process, command, run};
@@ -112,7 +112,8 @@ fn survive(format: &'static str, packed: bool, through: bool, seed: u64) {
     }
     let mut prng = Prng::new(seed);
     let block = if seed.is_multiple_of(2) { 512 } else { 4096 };
-    let load = LoadOptions { size: SIZE, block, bytes_max: 64 << 10, segments: 8, depth: 8, seed };
+    let (bytes_max, discards) = (64 << 10, Discards::Zero);
+    let load = LoadOptions { size: SIZE, block, bytes_max, segments: 8, depth: 8, discards, seed };
     let mut load = Load::new(load);
     let kills = kills();
     // Requests that a killed process left behind.

@@ -10,6 +10,7 @@ use ringdisk_testkit::images;
 use ringdisk_testkit::limits::full;
 use ringdisk_testkit::model::{Load, VmOptions, bits};
 use ringdisk_testkit::mount::scratch;
+use ringdisk_testkit::sim::{Fault, OpKind, When};
 
 /// One kind of virtqueue.
 #[derive(Clone, Copy, Debug)]
@@ -64,6 +65,7 @@ fn options(shape: Shape) -> VmOptions {
 
 #[test]
 fn every_kind_of_virtqueue_reads_what_was_written_on_simulated_storage() {
+    let mut discards = 0;
     for (seed, shape) in (1..).zip(shapes()) {
         println!("{shape:?}");
         let (sim, disk) = simulated(2 * MIB);
@@ -75,7 +77,22 @@ fn every_kind_of_virtqueue_reads_what_was_written_on_simulated_storage() {
         load.read_all(&mut vm);
         load.judge(&sim.image());
         assert_eq!(served.export.broken_reason(), None);
+        discards += sim.count(OpKind::Discard);
     }
+    assert!(discards > 20, "{discards}");
+}
+
+#[test]
+#[should_panic(expected = "it may hold")]
+fn a_discard_that_does_nothing_is_found() {
+    let (sim, disk) = simulated(2 * MIB);
+    sim.on(When::kind(OpKind::Discard), Fault::Lie);
+    let served = serve(disk, |_| {});
+    let mut vm = served.vm(options(shapes()[0]));
+    let mut load = Load::new(load(2 * MIB, 1));
+    load.run(&mut vm, 2000);
+    load.drain(&mut vm);
+    load.read_all(&mut vm);
 }
 
 #[test]

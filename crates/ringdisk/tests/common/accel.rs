@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use ringdisk_testkit::limits::needs;
-use ringdisk_testkit::model::{BaseRule, FrontEnd, Load, LoadOptions, Segment, Vm};
+use ringdisk_testkit::model::{BaseRule, Discards, FrontEnd, Load, LoadOptions, Segment, Vm};
 use ringdisk_testkit::process::{Finished, LIMIT, run, until};
 use ringdisk_testkit::sim::Prng;
 use serde_json::Value;
@@ -132,6 +132,8 @@ pub(crate) fn kills(place: &Place, count: u64, requests: u64, most_us: u64, seed
         // So many always fit the ring.
         segments: 6,
         depth: KILL_DEPTH,
+        // What the kernel had not begun when it was killed is not done any more.
+        discards: Discards::Hint,
         seed,
     });
     let mut prng = Prng::new(seed);

@@ -7,7 +7,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use ringdisk_testkit::images;
-use ringdisk_testkit::model::{FrontEnd, Load, LoadOptions, Vm, VmOptions, bits};
+use ringdisk_testkit::model::{Discards, FrontEnd, Load, LoadOptions, Vm, VmOptions, bits};
 use ringdisk_testkit::mount::{scratch, text};
 use ringdisk_testkit::process::{Finished, LIMIT, Process, until};
 use rustix::fs::{FlockOperation, fcntl_lock};
@@ -196,8 +196,13 @@ pub(crate) fn options(packed: bool) -> VmOptions {
 
 /// A load on a disk of [`SIZE`] zeroes.
 pub(crate) fn load(seed: u64) -> Load {
+    load_of(seed, Discards::Zero)
+}
+
+/// The same where discards leave something else.
+pub(crate) fn load_of(seed: u64, discards: Discards) -> Load {
     let (block, bytes_max) = (4096, 64 << 10);
-    Load::new(LoadOptions { size: SIZE, block, bytes_max, segments: 8, depth: 8, seed })
+    Load::new(LoadOptions { size: SIZE, block, bytes_max, segments: 8, depth: 8, discards, seed })
 }
 
 /// Keeps a machine busy while something happens. Gives what that gives.

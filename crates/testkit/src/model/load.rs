@@ -7,6 +7,15 @@ use super::{Cut, Done, Kind, Request, Vm, bits, range};
 use crate::oracle::{Begun, Below, Content, Oracle, SECTOR};
 use crate::sim::Prng;
 
+/// What a range may hold once it was discarded. (A device that does not offer discards is not asked for any.)
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Discards {
+    /// Zeroes: what queue threads promise for a file and for a qcow2 image.
+    Zero,
+    /// Zeroes or what was there before: it was a hint.
+    Hint,
+}
+
 /// What is asked for.
 #[derive(Clone, Copy, Debug)]
 pub struct LoadOptions {
@@ -20,6 +29,8 @@ pub struct LoadOptions {
     pub segments: usize,
     /// Requests at once in each virtqueue.
     pub depth: usize,
+    /// What discards leave.
+    pub discards: Discards,
     /// Of all chance.
     pub seed: u64,
 }
@@ -72,6 +83,7 @@ impl Load {
         let at = self.place();
         let (sector, len) = (at.start / SECTOR, at.end - at.start);
         let zeroes = features & bits::WRITE_ZEROES != 0;
+        let discards = features & bits::DISCARD != 0;
         let (request, begun) = match self.prng.below(20) {
             0..9 => {
                 let begun = self.oracle.begin_read(at.clone());
@@ -81,12 +93,14 @@ impl Load {
                 let begun = self.oracle.begin(at.clone(), Content::Stamped);
                 (Request::write(sector, self.oracle.bytes(&begun)), begun)
             }
-            17 if zeroes => {
+            17 if zeroes || discards => {
                 let begun = self.oracle.begin(at.clone(), Content::Zero);
                 let sectors = u32::try_from(len / SECTOR).expect("small");
-                let flags = u32::from(self.prng.coin());
-                let one = range(sector, sectors, flags);
-                (Request::ranges(Kind::WriteZeroes, &[one]), begun)
+                let is_discard = discards && (!zeroes || self.prng.coin());
+                // A discard has no flags.
+                let flags = u32::from(!is_discard && self.prng.coin());
+                let kind = if is_discard { Kind::Discard } else { Kind::WriteZeroes };
+                (Request::ranges(kind, &[range(sector, sectors, flags)]), begun)
             }
             18 => (Request::get_id(20), self.oracle.begin_read(0..0)),
             _ => (Request::flush(), self.oracle.begin_flush()),
@@ -133,6 +147,10 @@ impl Load {
             Kind::Read | Kind::GetId => self.oracle.forget_read(begun),
             Kind::Flush if status == 0 => self.oracle.end_flush(begun),
             Kind::Flush => {}
+            // It may have done nothing, and a part of it as well.
+            Kind::Discard if self.options.discards == Discards::Hint => {
+                self.oracle.end(begun, false);
+            }
             _ => self.oracle.end(begun, status == 0),
         }
     }

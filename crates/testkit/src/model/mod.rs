@@ -16,7 +16,7 @@ pub use ringdisk_guest::Segment;
 pub use ringdisk_guest::driver::GuestRam;
 
 pub use front::{FrontEnd, Refused, number, words};
-pub use load::{Load, LoadOptions};
+pub use load::{Discards, Load, LoadOptions};
 pub use machine::{BaseRule, Inflight, Vm, VmOptions};
 pub use queue::{Done, Queue};
 pub use request::{Cut, Kind, Request, range};

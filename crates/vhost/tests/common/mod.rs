@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use ringdisk_disk::{Disk, Format, ImageOptions, Source};
 use ringdisk_ring::{Config, Runtime};
-use ringdisk_testkit::model::{FrontEnd, LoadOptions, Vm, VmOptions};
+use ringdisk_testkit::model::{Discards, FrontEnd, LoadOptions, Vm, VmOptions};
 use ringdisk_testkit::mount::scratch;
 use ringdisk_testkit::sim::SimStorage;
 use ringdisk_vhost::export::Threads;
@@ -80,5 +80,13 @@ impl Served {
 
 /// A usual load on a disk of this size.
 pub(crate) fn load(size: u64, seed: u64) -> LoadOptions {
-    LoadOptions { size, block: 512, bytes_max: 64 << 10, segments: 12, depth: 8, seed }
+    LoadOptions {
+        size,
+        block: 512,
+        bytes_max: 64 << 10,
+        segments: 12,
+        depth: 8,
+        discards: Discards::Zero,
+        seed,
+    }
 }
