@@ -13,7 +13,7 @@ use ringdisk_ring::{Errno, Fd, Ring};
 
 use crate::gate::Gate;
 use crate::lock::Held;
-use crate::retry::{Retry, is_passing};
+use crate::retry::{Retry, is_passing, once};
 use crate::{Kind, Limits, pages};
 
 /// The largest offset that the kernel takes (loff_t); also keeps -1, "current position" for
@@ -179,7 +179,7 @@ impl File {
         }
         let mut retry = Retry::default();
         loop {
-            match ring.fsync(self.fd, true).await {
+            match once(ring.fsync(self.fd, true)).await {
                 // The kernel reports an error to one of several flushes that run at once.
                 Ok(_) => match self.flush_failed.load(Ordering::Relaxed) {
                     0 => return Ok(()),

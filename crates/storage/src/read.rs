@@ -7,7 +7,7 @@
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use crate::file::{File, end_of};
-use crate::retry::{Retry, is_passing};
+use crate::retry::{Retry, is_passing, once};
 
 /// Bytes of a bounce buffer: as much as the largest FUSE request, so one pass is the rule.
 pub(crate) const BOUNCE_MAX: usize = 1 << 20;
@@ -57,7 +57,7 @@ impl File {
         if len == 0 {
             return Ok(0);
         }
-        match ring.read(self.fd, offset, buf).await {
+        match once(ring.read(self.fd, offset, buf)).await {
             Ok(n) if n as usize >= len => Ok(len),
             Ok(n) => Box::pin(self.read_rest(ring, offset, buf, n as usize)).await,
             Err(errno) if is_passing(errno) => {
@@ -77,7 +77,7 @@ impl File {
     ) -> Result<usize, Errno> {
         let mut retry = Retry::default();
         while retry.after(ring, errno).await {
-            match ring.read(self.fd, offset, buf).await {
+            match once(ring.read(self.fd, offset, buf)).await {
                 Ok(n) if n as usize >= buf.len() => return Ok(buf.len()),
                 Ok(n) => return self.read_rest(ring, offset, buf, n as usize).await,
                 Err(next) => errno = next,
@@ -104,7 +104,8 @@ impl File {
             }
             // O_DIRECT goes on at a block boundary only; what is read twice is the same file.
             let from = done / align * align;
-            match ring.read(self.fd, offset + from as u64, &buf.slice(from..buf.len())).await {
+            let rest = buf.slice(from..buf.len());
+            match once(ring.read(self.fd, offset + from as u64, &rest)).await {
                 Ok(n) if from + n as usize > done => {
                     done = from + n as usize;
                     fruitless = 0;

@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use ringdisk_ring::{Errno, Ring};
+use ringdisk_ring::{Errno, Op, Ring};
 
 /// First and longest pause after an `EAGAIN`.
 const PAUSE_MIN: Duration = Duration::from_micros(100);
@@ -41,11 +41,170 @@ impl Retry {
     }
 }
 
+/// An operation of a file. Tests let it fail ([`tests::Faults`]).
+#[cfg(not(test))]
+#[inline]
+pub(crate) fn once(operation: Op) -> Op {
+    operation
+}
+
+#[cfg(test)]
+pub(crate) async fn once(operation: Op) -> Result<u32, Errno> {
+    match tests::next() {
+        None => operation.await,
+        Some(tests::Fault::Fail(errno)) => Err(errno),
+        // More may have moved than is told.
+        Some(tests::Fault::Short(most)) => operation.await.map(|moved| moved.min(most)),
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use ringdisk_ring::{Config, Errno, Runtime};
+    use std::cell::RefCell;
+    use std::collections::VecDeque;
+    use std::fs;
+    use std::path::{Path, PathBuf};
+
+    use ringdisk_ring::{Config, Errno, IoBuf, Ring, Runtime};
+    use rustix::fs::FallocateFlags;
+    use tempfile::TempDir;
 
     use super::{AGAIN_MAX, Retry, is_passing};
+    use crate::file::File;
+    use crate::{OpenOptions, open};
+
+    /// What happens to one operation.
+    #[derive(Clone, Copy, Debug)]
+    pub(super) enum Fault {
+        /// It fails without having been made.
+        Fail(Errno),
+        /// So many bytes at most are moved.
+        Short(u32),
+    }
+
+    use Fault::{Fail, Short};
+
+    thread_local! {
+        static FAULTS: RefCell<VecDeque<Fault>> = const { RefCell::new(VecDeque::new()) };
+    }
+
+    pub(super) fn next() -> Option<Fault> {
+        FAULTS.with_borrow_mut(VecDeque::pop_front)
+    }
+
+    /// The next operations of this thread meet these, in this order.
+    fn inject(faults: &[Fault]) {
+        FAULTS.with_borrow_mut(|all| all.extend(faults));
+    }
+
+    fn left() -> usize {
+        FAULTS.with_borrow(VecDeque::len)
+    }
+
+    const AGAIN: Fault = Fail(Errno::AGAIN);
+    const LEN: usize = 64 << 10;
+
+    /// A file of numbers, past the page cache or not, and a ring.
+    fn scene(direct: bool) -> (TempDir, PathBuf, File, Runtime, Ring) {
+        let directory = tempfile::tempdir_in("/var/tmp").expect("directory");
+        let path = directory.path().join("image");
+        fs::write(&path, content()).expect("write");
+        let options = OpenOptions { direct, ..OpenOptions::default() };
+        let file = open::open(&path, &options).expect("open");
+        let runtime = Runtime::new(Config::default()).expect("a ring");
+        let ring = runtime.ring().clone();
+        (directory, path, file, runtime, ring)
+    }
+
+    fn content() -> Vec<u8> {
+        (0..=250).cycle().flat_map(|byte| [byte; 7]).take(LEN).collect()
+    }
+
+    fn read(path: &Path) -> Vec<u8> {
+        fs::read(path).expect("read")
+    }
+
+    #[test]
+    fn reads_and_writes_go_on_wherever_the_moment_was_a_bad_one() {
+        let at_first = [AGAIN, Fail(Errno::INTR), AGAIN];
+        let after_a_part = [Short(4096), AGAIN, Fail(Errno::INTR), Short(4096), AGAIN];
+        let both = [AGAIN, Short(8192), AGAIN];
+        // A request that suits, and one that is cut into pieces with O_DIRECT.
+        for (direct, offset, len) in [(false, 4096, 16384), (true, 4096, 16384), (true, 700, 20000)]
+        {
+            for faults in [&at_first[..], &after_a_part, &both] {
+                let what = format!("direct {direct}, {len} bytes at {offset}, {faults:?}");
+                let (_directory, path, file, mut runtime, ring) = scene(direct);
+                let buf = IoBuf::new(len, 4096);
+                runtime.block_on(async {
+                    inject(faults);
+                    assert_eq!(file.read(&ring, offset, &buf).await, Ok(len), "{what}");
+                    assert_eq!(left(), 0, "{what}");
+                    let start = usize::try_from(offset).expect("small");
+                    assert!(buf.to_vec() == content()[start..start + len], "{what}");
+                    buf.fill(0xcc);
+                    inject(faults);
+                    assert_eq!(file.write(&ring, offset, &buf).await, Ok(len), "{what}");
+                    assert_eq!(left(), 0, "{what}");
+                    let mut expected = content();
+                    expected[start..start + len].fill(0xcc);
+                    assert!(read(&path) == expected, "{what}");
+                });
+            }
+        }
+    }
+
+    #[test]
+    fn flushes_holes_and_lengths_are_tried_again() {
+        let (_directory, path, file, mut runtime, ring) = scene(false);
+        let faults = [AGAIN, Fail(Errno::INTR), AGAIN];
+        runtime.block_on(async {
+            inject(&faults);
+            assert_eq!(file.flush(&ring).await, Ok(()));
+            assert_eq!(left(), 0);
+            assert_eq!(file.flush(&ring).await, Ok(()), "it is no failed flush");
+            inject(&faults);
+            let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            assert_eq!(file.fallocate(&ring, punch, 4096, 4096).await, Ok(()));
+            assert_eq!(left(), 0);
+            let mut expected = content();
+            expected[4096..8192].fill(0);
+            assert!(read(&path) == expected);
+            for len in [LEN as u64 / 2, LEN as u64 + 5] {
+                inject(&faults);
+                assert_eq!(file.set_len(&ring, len).await, Ok(()));
+                assert_eq!((left(), file.len()), (0, len));
+            }
+            expected.truncate(LEN / 2);
+            expected.resize(LEN + 5, 0);
+            assert!(read(&path) == expected);
+        });
+    }
+
+    #[test]
+    fn errors_that_say_something_are_told_at_once() {
+        let (_directory, path, file, mut runtime, ring) = scene(false);
+        let buf = IoBuf::new(4096, 4096);
+        runtime.block_on(async {
+            let fail = || inject(&[AGAIN, Fail(Errno::IO)]);
+            fail();
+            assert_eq!(file.read(&ring, 0, &buf).await, Err(Errno::IO));
+            fail();
+            assert_eq!(file.write(&ring, 0, &buf).await, Err(Errno::IO));
+            fail();
+            assert_eq!(
+                file.fallocate(&ring, FallocateFlags::empty(), 0, 4096).await,
+                Err(Errno::IO)
+            );
+            fail();
+            assert_eq!(file.set_len(&ring, 5).await, Err(Errno::IO));
+            fail();
+            assert_eq!(file.flush(&ring).await, Err(Errno::IO));
+            assert_eq!((left(), file.len()), (0, LEN as u64));
+            assert_eq!(file.flush(&ring).await, Err(Errno::IO), "and remembered");
+        });
+        assert!(read(&path) == content());
+    }
 
     #[test]
     fn what_passes_is_tried_again_and_what_does_not_is_told() {

@@ -13,7 +13,7 @@ use rustix::fs::{FallocateFlags, SeekFrom};
 use crate::file::{File, end_of};
 use crate::gate::Pass;
 use crate::read::BOUNCE_MAX;
-use crate::retry::Retry;
+use crate::retry::{Retry, once};
 use crate::{Allocation, Kind, Preallocation, ffi};
 
 impl File {
@@ -294,7 +294,7 @@ impl File {
         let mode = mode.bits().cast_signed();
         let mut retry = Retry::default();
         loop {
-            match self.change(ring.fallocate(self.fd, mode, offset, len)).await {
+            match self.change(once(ring.fallocate(self.fd, mode, offset, len))).await {
                 Ok(_) => return Ok(()),
                 Err(errno) if retry.after(ring, errno).await => {}
                 // ENODEV: a file system without fallocate on this kind of file; ENOSYS: none.

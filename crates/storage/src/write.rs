@@ -16,7 +16,7 @@ use ringdisk_ring::{Errno, Fd, IoBuf, Ring};
 use crate::Kind;
 use crate::file::{File, OFFSET_MAX, end_of};
 use crate::read::BOUNCE_MAX;
-use crate::retry::{Retry, is_passing};
+use crate::retry::{Retry, is_passing, once};
 
 /// Around a write through the page cache no direct write may run, since the cache writes back
 /// whole pages. Pages and the blocks of file systems have at most this many bytes.
@@ -64,7 +64,7 @@ impl File {
         if len == 0 {
             return Ok(0);
         }
-        match self.change(ring.write(self.fd, offset, buf)).await {
+        match self.change(once(ring.write(self.fd, offset, buf))).await {
             Ok(n) if n as usize >= len => {
                 self.has_grown_to(end);
                 Ok(len)
@@ -95,7 +95,7 @@ impl File {
         let mut retry = Retry::default();
         while done < buf.len() {
             let rest = buf.slice(done..buf.len());
-            match self.change(ring.write(fd, offset + done as u64, &rest)).await {
+            match self.change(once(ring.write(fd, offset + done as u64, &rest))).await {
                 // No progress and no error: nothing the kernel promises to do.
                 Ok(0) => {
                     result = Err(Errno::IO);
@@ -249,13 +249,20 @@ impl File {
 impl File {
     /// ftruncate(2) on the ring, or on a helper thread where the kernel's io_uring has none.
     pub(crate) async fn truncate(&self, ring: &Ring, len: u64) -> Result<(), Errno> {
-        let result = match self.change(ring.ftruncate(self.fd, len)).await {
-            Err(Errno::INVAL) => {
-                let owner = Arc::clone(&self.owner);
-                let work = ring.offload(move || rustix::fs::ftruncate(owner.as_fd(), len));
-                self.change(work).await
+        let mut retry = Retry::default();
+        let result = loop {
+            let tried = match self.change(once(ring.ftruncate(self.fd, len))).await {
+                Err(Errno::INVAL) => {
+                    let owner = Arc::clone(&self.owner);
+                    let work = ring.offload(move || rustix::fs::ftruncate(owner.as_fd(), len));
+                    self.change(work).await
+                }
+                other => other.map(drop),
+            };
+            match tried {
+                Err(errno) if retry.after(ring, errno).await => {}
+                result => break result,
             }
-            other => other.map(|_| ()),
         };
         if result.is_ok() {
             self.len.store(len, Ordering::Relaxed);
