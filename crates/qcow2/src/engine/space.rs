@@ -60,6 +60,20 @@ impl Qcow2 {
         }
     }
 
+    /// As [`allocate_or_reclaim`](Qcow2::allocate_or_reclaim), one cluster for metadata: a write of data that looks once this has
+    /// returned does not go there.
+    pub(super) async fn allocate_metadata_or_reclaim(&self, ring: &Ring) -> Result<Run, Errno> {
+        loop {
+            let seen = self.times_freed();
+            self.engine()?.allocations.fetch_add(1, Ordering::Relaxed);
+            let taken = self.with_space(ring, |space| space.allocate_metadata(1, None, false));
+            match taken.await {
+                Err(errno) if is_full(errno) && self.reclaim(ring, seen).await => {}
+                result => return result,
+            }
+        }
+    }
+
     /// The reference count of a host cluster.
     pub(crate) async fn refcount(&self, ring: &Ring, cluster: u64) -> Result<u64, Errno> {
         self.with_space(ring, |space| space.get(cluster)).await

@@ -56,10 +56,8 @@ impl Qcow2 {
     async fn store_table(&self, ring: &Ring, content: &IoBuf) -> Result<u64, Errno> {
         loop {
             let seen = self.times_freed();
-            let run = self.allocate_or_reclaim(ring, 1, None).await?;
+            let run = self.allocate_metadata_or_reclaim(ring).await?;
             let offset = run.start << self.geometry.cluster_bits;
-            // Before it is written: a write of data that looks from now on does not go there.
-            self.space()?.mark_metadata(run.start, 1);
             let Err(errno) = write_all(&self.file, ring, offset, content).await else {
                 return Ok(offset);
             };

@@ -1,7 +1,8 @@
 //! Model of the parts that threads share: the very source files `slices.rs`, `flight.rs`,
-//! `registry.rs`, `grace.rs` and `region.rs`, built on simulated atomics and locks, under every order of steps
-//! that the checker finds.
+//! `registry.rs`, `grace.rs`, `region.rs`, `marks.rs` and `named.rs`, built on simulated atomics and locks, under every
+//! order of steps that the checker finds.
 
+mod guard;
 mod sync;
 mod writing;
 
@@ -10,6 +11,12 @@ mod flight;
 #[allow(dead_code, unreachable_pub)]
 #[path = "../engine/grace.rs"]
 mod grace;
+#[allow(dead_code)]
+#[path = "../refcounts/marks.rs"]
+mod marks;
+#[allow(dead_code)]
+#[path = "../refcounts/named.rs"]
+mod named;
 #[allow(dead_code)]
 #[path = "../region.rs"]
 mod region;

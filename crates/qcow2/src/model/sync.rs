@@ -1,6 +1,6 @@
 //! The simulated primitives: what `crate::sync` gives, in the types of the model checker.
 
-pub(crate) use shuttle::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+pub(crate) use shuttle::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 pub(crate) use shuttle::sync::{Arc, Mutex};
 
 /// As `crate::sync::zeroed_words`. An `Option` as there.

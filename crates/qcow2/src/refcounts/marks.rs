@@ -4,14 +4,15 @@
 //! nothing. It never says no for a cluster that is metadata. Where the image has more clusters than there are bits,
 //! several clusters share one: then a yes is to be asked again under the lock ([`super::Refcounts::is_metadata`]).
 //!
-//! Set and cleared under the lock of the reference counts; memory that nobody touches is not taken.
+//! Set and cleared under the lock of the reference counts, together with what makes a cluster metadata or frees it: who
+//! has had the lock since, or hears from somebody who has, sees the mark. Memory that nobody touches is not taken.
 
-use crate::sync::{AtomicBool, AtomicU64, Ordering, zeroed_words};
+use super::sync::{AtomicBool, AtomicU64, Ordering, zeroed_words};
 
 /// Fewest bits: 4 KiB of memory.
-const BITS_MIN: u64 = 1 << 15;
+pub(super) const BITS_MIN: u64 = 1 << 15;
 /// Most bits: 8 MiB of memory, enough for 4 TiB in clusters of 64 KiB.
-const BITS_MAX: u64 = 1 << 26;
+pub(super) const BITS_MAX: u64 = 1 << 26;
 
 /// Host clusters that may be metadata.
 pub(crate) struct Marks {
@@ -67,48 +68,17 @@ impl Marks {
         }
     }
 
+    /// Bits that there are.
+    #[cfg(test)]
+    pub(super) fn bits(&self) -> u64 {
+        self.mask + 1
+    }
+
     fn place(&self, cluster: u64) -> (usize, u64) {
         let index = cluster & self.mask;
         // At most 2^26 bits.
         #[allow(clippy::cast_possible_truncation)]
         let word = (index / 64) as usize;
         (word, 1 << (index % 64))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::{BITS_MAX, BITS_MIN, Marks};
-
-    #[test]
-    fn a_mark_is_seen_until_it_is_cleared() {
-        let marks = Marks::new(100);
-        marks.set(63, 3);
-        assert_eq!(
-            (62..67).map(|at| marks.may_be(at)).collect::<Vec<_>>(),
-            [false, true, true, true, false]
-        );
-        marks.clear(64, 1);
-        assert!(marks.may_be(63) && !marks.may_be(64) && marks.may_be(65));
-        assert!(marks.may_have(60, 4) && !marks.may_have(66, 100));
-    }
-
-    #[test]
-    fn clusters_that_share_a_bit_are_never_missed() {
-        let marks = Marks::new(1);
-        marks.set(5, 1);
-        marks.set(5 + BITS_MIN, 1);
-        marks.clear(5 + BITS_MIN, 1);
-        assert!(marks.may_be(5) && marks.may_be(5 + BITS_MIN));
-        marks.clear(5, 1);
-        assert!(marks.may_be(5 + BITS_MIN), "the other one is still marked");
-    }
-
-    #[test]
-    fn any_number_of_clusters_takes_bounded_memory() {
-        let marks = Marks::new(u64::MAX);
-        assert_eq!(marks.mask + 1, BITS_MAX);
-        marks.set(0, u64::MAX);
-        assert!(marks.may_be(0) && marks.may_be(u64::MAX));
     }
 }

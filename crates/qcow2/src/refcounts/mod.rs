@@ -23,6 +23,7 @@ mod marks;
 mod model;
 mod named;
 mod space;
+mod sync;
 #[cfg(test)]
 mod tests;
 mod width;
@@ -327,6 +328,19 @@ impl Refcounts {
         self.held.remove(run.start, run.count);
         self.named.remove(run.start, run.count);
         self.add_free(run);
+    }
+
+    /// As [`allocate`](Refcounts::allocate), of clusters for metadata: they are marked in the same step. In two steps with the
+    /// lock free in between, a slice that is loaded meanwhile and names one of them would let data be written there.
+    pub(crate) fn allocate_metadata(
+        &mut self,
+        count: u64,
+        goal: Option<u64>,
+        contiguous: bool,
+    ) -> Result<Run, Blocked> {
+        let run = self.allocate(count, goal, contiguous)?;
+        self.mark_metadata(run.start, run.count);
+        Ok(run)
     }
 
     /// Never hands these out. Marks do not count: marked twice is marked.

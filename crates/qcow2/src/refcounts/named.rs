@@ -7,10 +7,10 @@
 use std::collections::BTreeMap;
 
 /// Clusters of one chunk: 512 bytes of memory, 256 MiB in clusters of 64 KiB.
-const CHUNK_CLUSTERS: u64 = 4096;
+pub(super) const CHUNK_CLUSTERS: u64 = 4096;
 const CHUNK_WORDS: usize = 64;
 /// Most chunks: 32 MiB of memory, 16 TiB in clusters of 64 KiB without gaps.
-const CHUNKS_MAX: usize = 1 << 16;
+pub(super) const CHUNKS_MAX: usize = 1 << 16;
 
 /// A set of host clusters.
 #[derive(Debug, Default)]
@@ -55,6 +55,12 @@ impl Named {
                 .find(|cluster| chunk[word_of(*cluster)] & bit_of(*cluster) != 0)
         })
     }
+
+    /// Chunks that there are.
+    #[cfg(test)]
+    pub(super) fn chunks(&self) -> usize {
+        self.chunks.len()
+    }
 }
 
 fn word_of(cluster: u64) -> usize {
@@ -66,31 +72,4 @@ fn word_of(cluster: u64) -> usize {
 
 fn bit_of(cluster: u64) -> u64 {
     1 << (cluster % 64)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::{CHUNK_CLUSTERS, CHUNKS_MAX, Named};
-
-    #[test]
-    fn what_is_inserted_is_found_until_it_is_removed() {
-        let mut named = Named::default();
-        named.insert(CHUNK_CLUSTERS - 2, 5);
-        assert_eq!(named.first_in(0, CHUNK_CLUSTERS - 2), None);
-        assert_eq!(named.first_in(0, u64::MAX), Some(CHUNK_CLUSTERS - 2));
-        named.remove(0, CHUNK_CLUSTERS + 1);
-        assert_eq!(named.first_in(0, u64::MAX), Some(CHUNK_CLUSTERS + 1));
-        named.remove(CHUNK_CLUSTERS + 1, 2);
-        assert_eq!(named.first_in(0, u64::MAX), None);
-    }
-
-    #[test]
-    fn memory_is_bounded() {
-        let mut named = Named::default();
-        (0..CHUNKS_MAX as u64 + 10).for_each(|chunk| named.insert(chunk * CHUNK_CLUSTERS, 1));
-        assert_eq!(named.chunks.len(), CHUNKS_MAX);
-        // Inside what is there already more clusters fit.
-        named.insert(1, 1);
-        assert_eq!(named.first_in(1, 1), Some(1));
-    }
 }

@@ -1,5 +1,7 @@
 //! Reference counts and free space: cases by hand. The random ones are in `model.rs`.
 
+use super::marks::{BITS_MAX, BITS_MIN, Marks};
+use super::named::{CHUNK_CLUSTERS, CHUNKS_MAX, Named};
 use super::width::Width;
 use super::{Blocked, DirtyTable, RefcountParts, Refcounts, Run};
 
@@ -301,4 +303,72 @@ pub(super) fn with_blocks<T>(
             other => return other,
         }
     }
+}
+
+#[test]
+fn a_cluster_for_metadata_is_marked_when_it_is_taken() {
+    let mut refcounts = image(5);
+    let run = refcounts.allocate_metadata(1, None, false).expect("room");
+    assert!(refcounts.is_metadata(run.start) && refcounts.marks().may_be(run.start));
+    assert_eq!(refcounts.get(run.start), Ok(1));
+    // One that an entry names is not taken, and not marked.
+    let mut refcounts = image(5);
+    refcounts.note_named(run.start, 1);
+    let refused = refcounts.allocate_metadata(1, None, false);
+    assert!(matches!(refused, Err(Blocked::Corrupt(_))), "{refused:?}");
+    assert!(!refcounts.is_metadata(run.start) && !refcounts.marks().may_be(run.start));
+}
+
+#[test]
+fn a_mark_is_seen_until_it_is_cleared() {
+    let marks = Marks::new(100);
+    marks.set(63, 3);
+    assert_eq!(
+        (62..67).map(|at| marks.may_be(at)).collect::<Vec<_>>(),
+        [false, true, true, true, false]
+    );
+    marks.clear(64, 1);
+    assert!(marks.may_be(63) && !marks.may_be(64) && marks.may_be(65));
+    assert!(marks.may_have(60, 4) && !marks.may_have(66, 100));
+}
+
+#[test]
+fn clusters_that_share_a_bit_are_never_missed() {
+    let marks = Marks::new(1);
+    marks.set(5, 1);
+    marks.set(5 + BITS_MIN, 1);
+    marks.clear(5 + BITS_MIN, 1);
+    assert!(marks.may_be(5) && marks.may_be(5 + BITS_MIN));
+    marks.clear(5, 1);
+    assert!(marks.may_be(5 + BITS_MIN), "the other one is still marked");
+}
+
+#[test]
+fn any_number_of_clusters_takes_bounded_memory() {
+    let marks = Marks::new(u64::MAX);
+    assert_eq!(marks.bits(), BITS_MAX);
+    marks.set(0, u64::MAX);
+    assert!(marks.may_be(0) && marks.may_be(u64::MAX));
+}
+
+#[test]
+fn what_is_named_is_found_until_it_is_removed() {
+    let mut named = Named::default();
+    named.insert(CHUNK_CLUSTERS - 2, 5);
+    assert_eq!(named.first_in(0, CHUNK_CLUSTERS - 2), None);
+    assert_eq!(named.first_in(0, u64::MAX), Some(CHUNK_CLUSTERS - 2));
+    named.remove(0, CHUNK_CLUSTERS + 1);
+    assert_eq!(named.first_in(0, u64::MAX), Some(CHUNK_CLUSTERS + 1));
+    named.remove(CHUNK_CLUSTERS + 1, 2);
+    assert_eq!(named.first_in(0, u64::MAX), None);
+}
+
+#[test]
+fn what_is_named_takes_bounded_memory() {
+    let mut named = Named::default();
+    (0..CHUNKS_MAX as u64 + 10).for_each(|chunk| named.insert(chunk * CHUNK_CLUSTERS, 1));
+    assert_eq!(named.chunks(), CHUNKS_MAX);
+    // Inside what is there already more clusters fit.
+    named.insert(1, 1);
+    assert_eq!(named.first_in(1, 1), Some(1));
 }
