@@ -274,13 +274,15 @@ impl Keeper {
                 }
                 Ok(Event::Discard) => return End::Discarded,
                 Ok(Event::Resized) => self.tell_size(),
-                Ok(Event::QueueEnded(_, EndReason::Unmounted)) => return End::Unmounted,
-                Ok(Event::QueueEnded(_, EndReason::Aborted)) => {
-                    // Rings say the same when the last user has closed the file of a mount that is gone; /dev/fuse, to a request of
+                Ok(Event::QueueEnded(_, EndReason::Unmounted | EndReason::Aborted)) => {
+                    // "Unmounted" is also what `/dev/fuse` says after `umount -f` of a mount in use, which stays where it is. "Aborted" is
+                    // what rings say when the last user has closed the file of a mount that is gone, and `/dev/fuse` to a request of
                     // that moment.
                     self.mount.wait_closed(GRACE);
-                    let is_gone = self.mount.is_gone();
-                    return if is_gone { End::Unmounted } else { End::Aborted(self.open_files()) };
+                    return match self.mount.was_aborted() {
+                        true => End::Aborted(self.open_files()),
+                        false => End::Unmounted,
+                    };
                 }
                 Ok(Event::QueueEnded(queue, reason)) => {
                     let reason = match reason {

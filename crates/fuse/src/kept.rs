@@ -19,7 +19,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
 use crate::abi::flags::INIT_HAS_RESEND;
-use crate::mount::Mount;
+use crate::mount::{Mount, Unmount, was_aborted};
 use crate::negotiate::{Negotiated, Profile};
 use crate::reply::notify_resend;
 use crate::{Error, ErrorKind, Transport, ZeroCopy};
@@ -103,6 +103,8 @@ struct Raw {
     counted: [u64; COUNTED],
     /// Place of the next one.
     next: u64,
+    /// Of the open files, those that can be written.
+    writable_files: u64,
 }
 
 /// The state of a file, in memory that outlives the process (a memfd that somebody else holds too).
@@ -149,17 +151,25 @@ impl FileRecord {
         });
     }
 
+    /// Files that clients have open for writing, as far as OPENs and RELEASEs were served.
+    fn writable_files(&self) -> u64 {
+        self.raw.lock().unwrap_or_else(PoisonError::into_inner).writable_files
+    }
+
     /// Counts an OPEN or a RELEASE, unless the process before this one has counted it and was not able to say so.
     ///
     /// * `unique`: of the request, as delivered.
-    pub(crate) fn count(&self, unique: u64, is_open: bool) {
+    /// * `can_write`: the file is open for writing.
+    pub(crate) fn count(&self, unique: u64, is_open: bool, can_write: bool) {
         let number = unique & !UNIQUE_RESEND;
         self.change(|raw| {
             if unique & UNIQUE_RESEND != 0 && raw.counted.contains(&number) {
                 return;
             }
             let change = if is_open { u64::checked_add } else { u64::checked_sub };
-            raw.open_files = change(raw.open_files, 1).unwrap_or(raw.open_files);
+            let changed = |count: u64, by| change(count, by).unwrap_or(count);
+            raw.open_files = changed(raw.open_files, 1);
+            raw.writable_files = changed(raw.writable_files, can_write.into());
             let place = usize::try_from(raw.next).unwrap_or(0) % COUNTED;
             raw.counted[place] = number;
             raw.next = raw.next.wrapping_add(1);
@@ -184,6 +194,37 @@ pub fn is_over(parked: &Parked) -> bool {
         let polled = poll(&mut device, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
         polled.is_ok() && device[0].revents().contains(PollFlags::ERR)
     })
+}
+
+/// How a mount has ended that nobody served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ended {
+    /// It was unmounted.
+    Unmounted,
+    /// Its connection was aborted, and requests that waited ended with errors.
+    Aborted,
+}
+
+/// How a mount has ended that nobody serves; `None`: it has not.
+///
+/// An abort is known by one of these. Reading the device says so (after `ringdisk umount --force`, and by fusectl; not after `umount -f`). The
+/// mount is still there: `umount -f` aborts at once, and then leaves a mount in use where it is. A client had the file open for writing when
+/// the process died: to close it he has to wait for a server. What is left, an abort by `umount -f` (from Linux 7.3 on any abort) of a mount
+/// that was only read or that somebody waited to open, looks like an unmount once it is unmounted and closed.
+#[must_use]
+pub fn ended(parked: &Parked, record: &FileRecord) -> Option<Ended> {
+    let device = parked.devices.first().filter(|_| is_over(parked))?;
+    let Terms { connection, mountpoint, .. } = &parked.terms;
+    let place = Some((*connection, &**mountpoint));
+    let is_aborted = was_aborted(device, place) || record.writable_files() > 0;
+    Some(if is_aborted { Ended::Aborted } else { Ended::Unmounted })
+}
+
+/// Takes an aborted mount out of the tree, if it is there still.
+///
+/// Errors: those of [`Mount::unmount`].
+pub fn remove(parked: &Parked) -> Result<(), Error> {
+    adopt(parked)?.take_over().unmount(Unmount::Lazy)
 }
 
 /// What excludes keeping the mount; `None`: nothing does.
@@ -295,26 +336,27 @@ mod tests {
         assert_eq!(first.state(), None);
         let since = SystemTime::UNIX_EPOCH + Duration::new(1000, 7);
         first.set(0o640, 3, 4, since);
-        first.count(10, true);
-        first.count(12, true);
-        first.count(14, false);
+        first.count(10, true, true);
+        first.count(12, true, false);
+        first.count(14, false, true);
         let state = record(&file).state().expect("recorded");
         let since = Duration::new(1000, 7);
         assert_eq!(state, FileState { mode: 0o640, uid: 3, gid: 4, open_files: 1, since });
+        assert_eq!(record(&file).writable_files(), 0);
     }
 
     #[test]
     fn what_was_counted_before_the_kill_is_not_counted_again() {
         let file = tempfile::tempfile().expect("file");
-        record(&file).count(10, true);
+        record(&file).count(10, true, true);
         let next = record(&file);
-        next.count(10 | UNIQUE_RESEND, true);
-        assert_eq!(open_files(&next), 1, "counted, and not answered");
-        next.count(12 | UNIQUE_RESEND, true);
-        assert_eq!(open_files(&next), 2, "read, and not counted");
-        next.count(14 | UNIQUE_RESEND, false);
-        next.count(14 | UNIQUE_RESEND, false);
-        assert_eq!(open_files(&next), 1);
+        next.count(10 | UNIQUE_RESEND, true, true);
+        assert_eq!((open_files(&next), next.writable_files()), (1, 1), "counted, and not answered");
+        next.count(12 | UNIQUE_RESEND, true, false);
+        assert_eq!((open_files(&next), next.writable_files()), (2, 1), "read, and not counted");
+        next.count(14 | UNIQUE_RESEND, false, false);
+        next.count(14 | UNIQUE_RESEND, false, false);
+        assert_eq!((open_files(&next), next.writable_files()), (1, 1));
     }
 
     #[test]

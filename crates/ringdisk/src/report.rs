@@ -102,7 +102,7 @@ pub(crate) const MEANINGS: [(Exit, &str, &str); 15] = [
     (
         Exit::Forced,
         "forced",
-        "A mount ended while it was in use: by a second signal, by `ringdisk ctl stop --force`, at the end of --stop-timeout, or because its connection was aborted (`umount -f`). What was answered is on stable storage; what its users had not written yet is lost. For ctl stop and umount without --force: the server has ended so.",
+        "A mount ended while it was in use: by a second signal, by `ringdisk ctl stop --force`, at the end of --stop-timeout, or because its connection was aborted (`umount -f`), also while no process served a kept mount. What was answered is on stable storage; what its users had not written yet is lost. For ctl stop and umount without --force: the server has ended so.",
     ),
     (
         Exit::Timeout,

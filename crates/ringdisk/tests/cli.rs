@@ -100,6 +100,7 @@ fn help_and_version_end_with_code_0() {
         "--resizable",
         "--pidfile",
         "--io-timeout",
+        "--stop-timeout",
         "--threads",
         "--cpus",
         "--numa",
@@ -107,6 +108,12 @@ fn help_and_version_end_with_code_0() {
     ] {
         assert!(help.contains(option), "{option}");
     }
+    // The default of a stop, and the other one.
+    let words: Vec<&str> = help.split_whitespace().collect();
+    let help = words.join(" ");
+    assert!(
+        help.contains("which is the default; under a service manager (NOTIFY_SOCKET) that is 60s")
+    );
 }
 
 #[test]

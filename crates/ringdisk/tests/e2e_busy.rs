@@ -6,6 +6,7 @@ mod common;
 use std::fs::File;
 use std::io::Write;
 use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::time::Duration;
 
@@ -15,7 +16,7 @@ use common::{MIB, mount, open, program, serve, serve_raw};
 use ringdisk_testkit::images::{assert_clean, pattern, piece};
 use ringdisk_testkit::limits::{UringParameter, mount_at, needs, needs_root, part_needs};
 use ringdisk_testkit::mount::{Cleared, ECHO, FileSystem, Loop, Mounted, STOP, scratch, text};
-use ringdisk_testkit::process::{Process, command, has, ok_words, until};
+use ringdisk_testkit::process::{Process, command, has, ok_words, run, until};
 use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -236,7 +237,8 @@ fn a_stop_of_a_mount_that_is_covered_waits_too() {
         file.write_all_at(b"kept", 10).expect("write");
         ok_words(&["umount", text(&path)]);
         drop(file);
-        assert!(disk.mounted.process().wait(STOP).is_some(), "{}", disk.mounted.output());
+        let finished = disk.mounted.finish();
+        assert_eq!(finished.code(), Some(0), "{transport}: {}", finished.output());
         assert_eq!(piece(&disk.image, 10, 4), b"kept");
     });
 }
@@ -282,6 +284,32 @@ fn a_stop_does_not_wait_for_a_reader_of_its_messages() {
             drop(reader);
         }
     });
+}
+
+#[test]
+fn a_stop_says_how_long_it_waits_which_is_a_minute_under_a_service_manager() {
+    if !needs_root() {
+        return;
+    }
+    // The kit listens as a service manager does.
+    let with_words: [(&[&str], Option<&str>); 3] = [
+        (&[], Some("(60s at most)")),
+        (&["--stop-timeout", "5min"], Some("(300s at most)")),
+        (&["--stop-timeout", "none"], None),
+    ];
+    for (words, most) in with_words {
+        let mut disk = serve_raw(MIB, words);
+        let file = open(disk.mounted.path());
+        disk.mounted.process().signal(Signal::TERM);
+        detached(&disk.mounted, "is in use by");
+        drop(file);
+        let finished = disk.mounted.finish();
+        assert_eq!(finished.code(), Some(0), "{words:?}: {}", finished.output());
+        match most {
+            Some(most) => assert!(finished.stderr.contains(most), "{}", finished.output()),
+            None => assert!(!finished.stderr.contains("at most"), "{}", finished.output()),
+        }
+    }
 }
 
 #[test]
@@ -453,6 +481,29 @@ fn an_unmount_names_who_uses_the_mount_and_by_force_is_no_clean_end() {
     });
 }
 
+/// The kernel aborts first, and then finds that it is in use.
+#[test]
+fn an_unmount_by_force_of_another_program_is_no_clean_end() {
+    on_each(|transport| {
+        let mut disk = serve_raw(MIB, &["--transport", transport]);
+        let path = disk.mounted.path().to_owned();
+        let file = open(&path);
+        file.write_all_at(b"kept", 10).expect("write");
+        let _ = run(command(&["umount", "-f", text(&path)]));
+        let ended = disk.mounted.process().wait(STOP).and_then(|status| status.code());
+        assert_eq!(ended, FORCED, "{transport}: {}", disk.mounted.output());
+        assert!(disk.mounted.output().contains("aborted"), "{}", disk.mounted.output());
+        assert_eq!(mount_at(&path), None);
+        file.write_all_at(b"lost", 10).expect_err("it has ended");
+        assert_eq!(piece(&disk.image, 10, 4), b"kept", "what was answered is there");
+
+        let disk = serve_raw(MIB, &["--transport", transport]);
+        ok_words(&["umount", "-f", disk.mounted.text()]);
+        let finished = disk.mounted.finish();
+        assert_eq!(finished.code(), Some(0), "nobody used it: {}", finished.output());
+    });
+}
+
 #[test]
 fn a_kept_mount_in_use_outlives_its_process_and_ends_with_its_last_user() {
     if !needs_root() {
@@ -533,7 +584,8 @@ fn commands_do_not_wait_for_a_server_that_stands_still() {
         let mut disk = serve_raw(MIB, &["--transport", transport]);
         let path = disk.mounted.path().to_owned();
         stand_still(&mut disk.mounted);
-        let limits: [&[&str]; 4] = [
+        let limits: [&[&str]; 5] = [
+            &["topology", text(&path)],
             &["ctl", "--timeout", "300ms", text(&path), "stats"],
             &["ctl", "--timeout", "300ms", text(&path), "stop"],
             &["ctl", "--timeout", "300ms", text(&path), "resize", "+1M"],
@@ -590,7 +642,30 @@ fn signals_end_commands_that_wait_for_a_server_that_stands_still() {
         }
         disk.mounted.process().signal(Signal::CONT);
         assert_eq!(disk.mounted.stop().code(), Some(0));
+        for signal in [Signal::TERM, Signal::INT] {
+            ends_an_unmount(transport, signal);
+        }
     });
+}
+
+/// An unmount that waits for a server that stands still is ended by a signal, and the mount is gone as it was to be.
+fn ends_an_unmount(transport: &str, signal: Signal) {
+    let mut disk = serve_raw(MIB, &["--transport", transport]);
+    let path = disk.mounted.path().to_owned();
+    stand_still(&mut disk.mounted);
+    let program = program();
+    let words = [program.as_str(), "umount", "--timeout", "600s", text(&path)];
+    let mut client = Process::spawn(&mut command(&words));
+    // From here on it waits for the server.
+    let is_off = || mount_at(&path).is_none().then_some(());
+    assert_eq!(until(STOP, is_off), Some(()), "{}", client.output());
+    assert_eq!(client.ended(), None, "{transport}: {}", client.output());
+    client.signal(signal);
+    let ended = client.wait(STOP).and_then(|status| status.signal());
+    assert_eq!(ended, Some(signal.as_raw()), "{transport}: {}", client.output());
+    disk.mounted.process().signal(Signal::CONT);
+    let finished = disk.mounted.finish();
+    assert_eq!(finished.code(), Some(0), "{transport}: {}", finished.output());
 }
 
 /// Whether a process has a socket.

@@ -195,6 +195,84 @@ fn raw_past_the_page_cache() {
     check_raw(scratch().path(), &["--direct"]);
 }
 
+/// Requests over and past the end of a disk that grows, compared with a model: space that is reserved, zeroes, writes, flushes.
+///
+/// * `unit`: of all offsets and lengths, bytes.
+fn grow_against_model(disk: &Path, model: &mut Vec<u8>, unit: usize, rounds: usize, seed: u64) {
+    let file = open_direct(disk);
+    let mut numbers = Numbers(seed);
+    for round in 0..rounds {
+        let len = (1 + numbers.below(60_000 / unit)) * unit;
+        let offset = (model.len() / unit - 40_000 / unit + numbers.below(80_000 / unit)) * unit;
+        let (end, at) = (offset + len, offset as u64);
+        let what = format!("round {round}: {len} bytes at {offset} of {}", model.len());
+        match numbers.below(6) {
+            0 | 1 => {
+                let done = fallocate(&file, FallocateFlags::empty(), at, len as u64);
+                if offset < model.len() {
+                    // A disk does not reserve space inside.
+                    assert_eq!(done, Err(Errno::OPNOTSUPP), "{what}");
+                } else {
+                    done.expect(&what);
+                    model.resize(end, 0);
+                }
+            }
+            2 => {
+                fallocate(&file, FallocateFlags::ZERO_RANGE, at, len as u64).expect(&what);
+                model.resize(end.max(model.len()), 0);
+                model[offset..end].fill(0);
+            }
+            3 => {
+                let data = pattern(seed + round as u64, at, len);
+                file.write_all_at(&data, at).expect(&what);
+                model.resize(end.max(model.len()), 0);
+                model[offset..end].copy_from_slice(&data);
+            }
+            4 => file.sync_data().expect("flush"),
+            _ => {
+                let there = end.min(model.len()).saturating_sub(offset);
+                let mut bytes = vec![0xee; len];
+                assert_eq!(file.read_at(&mut bytes, at).expect(&what), there, "{what}");
+                assert!(
+                    there == 0 || bytes[..there] == model[offset..end.min(model.len())],
+                    "{what}"
+                );
+            }
+        }
+    }
+    assert_eq!(file.metadata().expect("stat").len(), model.len() as u64);
+    let mut all = vec![0; model.len()];
+    file.read_exact_at(&mut all, 0).expect("all of it");
+    assert!(all == *model, "the whole disk");
+}
+
+#[test]
+fn a_disk_that_grows_by_every_kind_of_request() {
+    let Some(_switch) = rings() else { return };
+    let directory = scratch();
+    for words in [&["--growable"][..], &["--growable", "--direct"]] {
+        let image = directory.path().join("disk.img");
+        raw(&image, LEN as u64, 1);
+        let mut model = pattern(1, 0, LEN);
+        let disk = zero_copy(&image, &[&["--format", "raw"], words].concat());
+        grow_against_model(disk.path(), &mut model, 1, 200, 17);
+        assert_eq!(disk.stop().code(), Some(0));
+        assert!(std::fs::read(&image).expect("the image") == model, "the image itself");
+
+        let image = directory.path().join("disk.qcow2");
+        qcow2(&image, "4M", "cluster_size=16k");
+        let mut model = vec![0; LEN];
+        let disk = zero_copy(&image, &[&["--format", "qcow2"], words].concat());
+        grow_against_model(disk.path(), &mut model, 512, 200, 18);
+        assert_eq!(disk.stop().code(), Some(0));
+        ringdisk_testkit::images::assert_clean(&image);
+        let disk = zero_copy(&image, &["--format", "qcow2", "--read-only"]);
+        assert!(std::fs::read(disk.path()).expect("read") == model, "when it is served again");
+        assert_eq!(disk.stop().code(), Some(0));
+        std::fs::remove_file(&image).expect("remove");
+    }
+}
+
 /// Holes, zero clusters, compressed clusters, clusters of a backing file that is shorter, many small fragments, and what a write has to
 /// complete.
 #[test]

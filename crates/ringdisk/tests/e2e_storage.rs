@@ -5,10 +5,12 @@ mod common;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
+use common::serving::Place;
 use common::tools::ringdisk;
 use common::{BLOCK, MIB, Served, errno, mount, open, open_direct, serve, serve_raw};
 use ringdisk_testkit::images::{self, pattern, piece};
 use ringdisk_testkit::limits::{UringParameter, mount_at, needs_root, part_needs};
+use ringdisk_testkit::model::Request;
 use ringdisk_testkit::mount::{
     ECHO, FileSystem, Loop, Mounted, STOP, scratch, text, wait_for_requests,
 };
@@ -188,6 +190,37 @@ fn errors_of_clients_are_in_the_log_the_first_of_a_kind_with_its_cause_and_the_o
         assert!(finished.stderr.contains(more), "{transport}: {}", finished.output());
         assert_eq!(finished.stderr.matches("failed for").count(), 2, "{}", finished.output());
     }
+}
+
+#[test]
+fn errors_of_guests_are_in_the_log_in_the_same_way() {
+    if !needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let Some(device) = half_gone(directory.path()) else { return };
+    let place = Place::on(device.device());
+    let daemon = place.start(&["--cache", "none"]);
+    let mut vm = place.vm(false);
+    let read = |at: u64| Request::read(at / 512, BLOCK);
+    for n in 0..20 {
+        let done = vm.run(0, read(6 * MIB + n * BLOCK as u64));
+        assert_eq!(done.status, 1, "an I/O error");
+    }
+    let done = vm.run(0, read(MIB));
+    assert!(done.status == 0 && done.data == pattern(1, MIB, BLOCK), "the first half is well");
+    drop(vm);
+    let finished = daemon.stop(&[&place.socket]);
+    let node = text(device.device());
+    let first = format!(
+        "a read of 4096 bytes at {} failed for a client: Input/output error (os error 5) (a read of '{node}', 4096 bytes at {})",
+        6 * MIB,
+        6 * MIB
+    );
+    assert!(finished.stderr.contains(&first), "{}", finished.output());
+    let more = "a read failed for clients 19 more times";
+    assert!(finished.stderr.contains(more), "{}", finished.output());
+    assert_eq!(finished.stderr.matches("failed for").count(), 2, "{}", finished.output());
 }
 
 #[test]

@@ -41,6 +41,7 @@ faults         own        full
 hot_path       own        full
 e2e_coherence  dev        full
 e2e_lifecycle  dev,uring  full
+e2e_busy       own        full
 e2e_storage    dev,uring  full
 e2e_bytes      dev        full
 e2e_verify     dev        full

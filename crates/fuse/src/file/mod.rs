@@ -98,9 +98,11 @@ impl FileServer {
     }
 
     /// An OPEN or a RELEASE.
-    fn count(&self, unique: u64, is_open: bool) {
+    ///
+    /// * `flags`: of open(2).
+    fn count(&self, unique: u64, is_open: bool, flags: u32) {
         if let Some(record) = &self.record {
-            record.count(unique, is_open);
+            record.count(unique, is_open, can_write(flags));
             return;
         }
         let change = if is_open { u64::checked_add } else { u64::checked_sub };
@@ -361,8 +363,8 @@ impl FileServer {
                 out.set_body(unique, &self.attributes(ring).await);
             }
             Operation::Open(argument) => out.set_body(unique, &self.open(unique, argument)?),
-            Operation::Release(_) => {
-                self.count(unique, false);
+            Operation::Release(argument) => {
+                self.count(unique, false, argument.flags);
                 out.set_empty(unique);
             }
             Operation::Fsync(_) | Operation::Flush(_) => {
@@ -394,14 +396,14 @@ impl FileServer {
 
     /// Errors: EACCES for writing to a read-only export (the kernel has said EROFS before, as a rule).
     fn open(&self, unique: u64, argument: &OpenIn) -> Result<OpenOut, Errno> {
-        let can_write = argument.flags & ACCESS_MODE != READ_ONLY_ACCESS;
+        let can_write = can_write(argument.flags);
         if can_write && self.read_only {
             return Err(Errno::ACCESS);
         }
         if argument.open_flags & crate::abi::flags::OPEN_KILL_SUIDGID != 0 {
             self.kill_suid_sgid();
         }
-        self.count(unique, true);
+        self.count(unique, true, argument.flags);
         Ok(OpenOut {
             fh: FILE_HANDLE,
             open_flags: self.profile.open_flags(can_write),
@@ -446,6 +448,11 @@ const READ_ONLY_ACCESS: u32 = libc::O_RDONLY as u32;
 /// The bit that O_SYNC and O_DSYNC have in common.
 #[allow(clippy::cast_sign_loss, reason = "a small positive constant of the C library")]
 const DSYNC: u32 = libc::O_DSYNC as u32;
+
+/// Whether a file opened with these flags can be written.
+fn can_write(flags: u32) -> bool {
+    flags & ACCESS_MODE != READ_ONLY_ACCESS
+}
 
 /// Whether a WRITE with these flags must be durable before it is answered.
 fn wants_sync(flags: u32) -> bool {

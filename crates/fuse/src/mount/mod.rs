@@ -22,6 +22,7 @@ use rustix::mount::UnmountFlags;
 use rustix::process::{getegid, geteuid};
 
 use crate::error::{Error, ErrorKind};
+use crate::reply::notify_inval_inode;
 
 pub mod device;
 mod direct;
@@ -193,32 +194,27 @@ impl Mount {
         self.connection
     }
 
-    /// Whether the filesystem of this mount has ended (somebody unmounted it). Its number is free then, and the next mount of any
-    /// process takes it: nothing may be done by that number any more.
+    /// Whether the filesystem of this mount has ended: somebody unmounted it, and nobody uses it any more. Its number is free then, and
+    /// the next mount of any process takes it: nothing may be done by that number any more.
     pub(crate) fn is_gone(&self) -> bool {
-        if !self.is_closed() {
-            return false;
-        }
-        // Disconnected: the read takes no request. ENODEV says unmounted; an aborted connection says ECONNABORTED, and its mount is
-        // still there. The buffer must have the size of any request, or the answer is EINVAL.
-        let mut buffer = vec![0; GONE_BUFFER_BYTES];
-        if rustix::io::read(&self.device, &mut buffer[..]) != Err(Errno::NODEV) {
-            return false;
-        }
-        // Out of the tree by our own doing: what is shown at our place with our number is the next mount there.
-        if !self.is_active {
-            return true;
-        }
-        // Aborted before INIT was answered it says ENODEV too: then the number is still shown at our own place.
-        let at_our_place =
-            |number| table::of_connection_at(number, &self.mountpoint).ok().flatten();
-        let entry = self.connection.and_then(at_our_place);
-        entry.is_none_or(|entry| entry.mountpoint != self.mountpoint)
+        self.is_closed() && has_ended(&self.device, self.place())
+    }
+
+    /// Whether a connection that takes no more requests was aborted, and did not just end with its filesystem. Not known of one that
+    /// `umount -f` has aborted and that nobody used any longer: it looks like any that was unmounted.
+    pub(crate) fn was_aborted(&self) -> bool {
+        !self.is_closed() || was_aborted(&self.device, self.place())
+    }
+
+    /// Where the mount is as long as nobody else has removed it. `None`: out of the tree by our own doing; what is at our place with our
+    /// number is the next mount there.
+    fn place(&self) -> Option<(u32, &Path)> {
+        self.connection.filter(|_| self.is_active).map(|number| (number, &*self.mountpoint))
     }
 
     /// Waits until the kernel has closed the connection. It closes the queues of the device first, so whoever takes a request at that
-    /// moment hears ECONNABORTED before it shows whether the mount is gone ([`Mount::is_gone`]) or was aborted (`dev.c`,
-    /// `fuse_dev_do_read`, `fuse_abort_conn`).
+    /// moment hears ECONNABORTED before it shows whether it was aborted ([`Mount::was_aborted`]) (`dev.c`, `fuse_dev_do_read`,
+    /// `fuse_abort_conn`).
     ///
     /// * `limit`: how long at most.
     pub(crate) fn wait_closed(&self, limit: Duration) {
@@ -299,6 +295,47 @@ impl Mount {
             Error::new(ErrorKind::System, "cannot duplicate the FUSE descriptor").source(source)
         })
     }
+}
+
+/// Whether the filesystem of a connection that is closed has ended. One that was aborted lives on as long as it is mounted somewhere or a
+/// file of it is open.
+///
+/// * `place`: number and place of the mount, if it may be there still.
+///
+/// Linux 6.18 can be asked: told to look at the attributes of the file again, it does, or finds no file (ENOENT:
+/// `fuse_reverse_inval_inode`; the filesystem is taken off the connection before that is closed). Linux 7.3 takes nothing on a closed
+/// connection (EINVAL); there reading says ECONNABORTED of one that lives on, but for those that `umount -f` has aborted: these are
+/// still shown at their place.
+fn has_ended(device: &OwnedFd, place: Option<(u32, &Path)>) -> bool {
+    match rustix::io::write(device, &notify_inval_inode(false)) {
+        Ok(_) => false,
+        Err(Errno::NOENT) => true,
+        Err(_) => {
+            read_closed(device) == Errno::NODEV
+                && !place.is_some_and(|(number, path)| is_shown_at(number, path))
+        }
+    }
+}
+
+/// Whether a connection that is closed was aborted. See [`Mount::was_aborted`].
+///
+/// * `place`: as for [`has_ended`].
+pub(crate) fn was_aborted(device: &OwnedFd, place: Option<(u32, &Path)>) -> bool {
+    read_closed(device) == Errno::CONNABORTED || !has_ended(device, place)
+}
+
+/// What reading the device of a closed connection says, which takes no request: after an abort by way of fusectl ECONNABORTED (in Linux 7.3
+/// as long as the filesystem is there), else, also after `umount -f` and where INIT was not answered, ENODEV.
+fn read_closed(device: &OwnedFd) -> Errno {
+    // It must have the size of any request, or the answer is EINVAL.
+    let mut buffer = vec![0; GONE_BUFFER_BYTES];
+    rustix::io::read(device, &mut buffer[..]).err().unwrap_or(Errno::AGAIN)
+}
+
+/// Whether the mount table has this connection at exactly this place.
+fn is_shown_at(connection: u32, mountpoint: &Path) -> bool {
+    let entry = table::of_connection_at(connection, mountpoint).ok().flatten();
+    entry.is_some_and(|entry| entry.mountpoint == mountpoint)
 }
 
 impl Drop for Mount {

@@ -9,10 +9,11 @@ mod plan;
 use std::fs;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use ringdisk_disk::{Disk, Format};
-use ringdisk_fuse::kept::is_over;
-use ringdisk_ring::Topology;
+use ringdisk_fuse::kept::{Ended, Parked, is_over, remove};
+use ringdisk_ring::{Config, Runtime, Topology};
 use ringdisk_sandbox::{Calls, CapabilitySet, Keep};
 
 use crate::alive;
@@ -36,7 +37,7 @@ use crate::stopping::{Asked, Insist, Stopping};
 use crate::terminal::{self, bold, shell_word};
 use crate::users::{self, Place};
 
-use plan::Plan;
+use plan::{FREE, FREE_STOPPED, Plan};
 
 /// Starts the background process. If it was killed before it was ready, nobody else removes what it had made so far.
 ///
@@ -110,9 +111,11 @@ fn serve(
     // The thread that takes signals knows what was made too, so it does not go by itself.
     let opened = match &resumed {
         Some((state, parked)) if is_over(parked) => {
-            return Ok(unmounted_meanwhile(kept.as_mut(), &made, state));
+            // Only to bring home what was answered.
+            let disk = plan.open_when_free(&watcher, FREE_STOPPED);
+            return ended_meanwhile(kept.as_mut(), &made, state, parked, disk);
         }
-        Some(_) => plan.open_when_free(&watcher),
+        Some(_) => plan.open_when_free(&watcher, FREE),
         None => plan.open_disk(&made.images, new.as_ref()),
     };
     let disk = opened.inspect_err(|_| made.undo())?;
@@ -138,10 +141,11 @@ fn serve(
     let alive = alive.map(Arc::new);
     let mut options = plan.options(&disk);
     options.keep = kept.as_ref().map(Kept::keep).transpose()?;
+    let stop_timeout = options.stop_timeout;
     let mut served = match Served::start(Arc::clone(&disk), options) {
         Err(failure) => match &resumed {
             Some((state, parked)) if is_over(parked) => {
-                return Ok(unmounted_meanwhile(kept.as_mut(), &made, state));
+                return ended_meanwhile(kept.as_mut(), &made, state, parked, Ok(disk));
             }
             _ => return Err(failure),
         },
@@ -178,7 +182,7 @@ fn serve(
     };
     let handle = served.handle();
     let stopping = Arc::new(Stopping::default());
-    watch_users(&served, &plan, &stopping, &notify, alive.clone());
+    watch_users(&served, &plan, stop_timeout, &stopping, &notify, alive.clone());
     let for_control = handle.clone();
     let told = Arc::clone(&notify);
     let stop = move |at_once: bool| {
@@ -336,16 +340,69 @@ fn park(
     }
 }
 
-/// The mount was taken away while nobody served it: a clean end.
-fn unmounted_meanwhile(kept: Option<&mut Kept>, made: &Made, state: &State) -> u8 {
-    terminal::note("the mount was removed while no process served it");
+/// The mount has ended while nobody served it. Gives the exit code of a clean end.
+///
+/// * `disk`: what was served.
+///
+/// Errors: its connection was aborted, so clients got errors; what was answered cannot be brought to stable storage.
+fn ended_meanwhile(
+    kept: Option<&mut Kept>,
+    made: &Made,
+    state: &State,
+    parked: &Parked,
+    disk: Result<Arc<Disk>, Failure>,
+) -> Result<u8, Failure> {
+    let ended = kept.as_ref().and_then(|kept| kept.ended());
+    if ended == Some(Ended::Aborted)
+        && let Err(error) = remove(parked)
+    {
+        terminal::warn(error);
+    }
     made.adopt(&state.terms().mountpoint, state.made);
+    let flushed = match disk {
+        Ok(disk) => flush(&disk),
+        // Somebody else may have it by now, and then it is his to flush.
+        Err(failure) => {
+            let why = failure.message();
+            terminal::warn(format_args!(
+                "what was answered before may not be on stable storage: {why}"
+            ));
+            Ok(())
+        }
+    };
+    let what = match ended {
+        Some(Ended::Aborted) => {
+            "the connection was aborted (`umount -f`, or fusectl) while no process served the mount: requests that waited ended with errors, \
+             and what the users had not written yet is lost"
+        }
+        _ => "the mount was removed while no process served it",
+    };
     if let Some(kept) = kept {
-        kept.notify.stopping("unmounted");
+        kept.notify.stopping(what);
         let alive = kept.take_alive();
         kept.forget(alive.as_ref());
     }
-    Exit::Clean.code()
+    flushed?;
+    if ended == Some(Ended::Aborted) {
+        return Err(Failure::new(Exit::Forced, what));
+    }
+    terminal::note(what);
+    Ok(Exit::Clean.code())
+}
+
+/// Brings all to stable storage, also what a process before this one has answered, and lets go of the images.
+///
+/// Errors: those of the storage.
+fn flush(disk: &Disk) -> Result<(), Failure> {
+    let failed = |what: String| {
+        Failure::new(
+            Exit::Storage,
+            format!("the last flush failed ({what}): recent writes may be lost"),
+        )
+    };
+    let mut runtime = Runtime::new(Config::default()).map_err(|error| failed(error.to_string()))?;
+    let ring = runtime.ring().clone();
+    runtime.block_on(disk.close(&ring)).map_err(|errno| failed(errno.to_string()))
 }
 
 /// Takes everything away that serving does not need. Gives what is in force, in words.
@@ -377,14 +434,17 @@ fn confine(
 
 /// Says who uses the mount when a stop has to wait for them.
 ///
+/// * `limit`: how long it waits at most.
 /// * `alive`: the lock of the file below the mount. Who waits for it there waits for the next mount from then on.
 fn watch_users(
     served: &Served,
     plan: &Plan<'_>,
+    limit: Option<Duration>,
     stopping: &Arc<Stopping>,
     notify: &Arc<Notify>,
     alive: Option<Arc<fs::File>>,
 ) {
+    let most = limit.map_or_else(String::new, |limit| format!(" ({limit:?} at most)"));
     let place = served.connection().map(|number| Place::of(&plan.mountpoint, number));
     let shown = shell_word(&plan.mountpoint.display().to_string());
     let (stopping, notify) = (Arc::clone(stopping), Arc::clone(notify));
@@ -392,7 +452,7 @@ fn watch_users(
         let found = sandbox::users().or_else(|| place.as_ref().map(users::look));
         let text = found.unwrap_or_default().text(Some(open_files));
         terminal::warn(format_args!(
-            "{shown} is in use by {text}: it goes on without its name until they have closed it, and then ends; \
+            "{shown} is in use by {text}: it goes on without its name until they have closed it{most}, and then ends; \
              a second signal, or `ringdisk ctl {shown} stop --force`, ends it at once, and what they have not written yet is lost"
         ));
         notify.in_use(&format!("stopping; still in use by {text}"));

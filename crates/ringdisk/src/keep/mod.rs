@@ -18,7 +18,7 @@ use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use ringdisk_fuse::kept::{Keep, Parked};
+use ringdisk_fuse::kept::{Ended, Keep, Parked, ended};
 use ringdisk_fuse::mount::inherited;
 use ringdisk_fuse::placement::THREADS_AUTO_MAX_DEV;
 
@@ -179,6 +179,13 @@ impl Kept {
     /// The lock that says that the mount is served, if the process before us took it.
     pub(crate) fn take_alive(&mut self) -> Option<File> {
         self.found.as_mut()?.0.take()
+    }
+
+    /// How the mount of the process before us has ended; `None`: it has not, or there is none.
+    pub(crate) fn ended(&self) -> Option<Ended> {
+        let (_, parked) = self.found.as_ref()?;
+        let record = self.state.record().ok()?;
+        ended(parked, &record)
     }
 
     /// For the export.

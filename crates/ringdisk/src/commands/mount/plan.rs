@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use ringdisk_disk::Disk;
 use ringdisk_fuse::mount::{Unmount, mountpoint, table, unmount};
 
-use crate::cli::{MountArgs, MountPaths};
+use crate::cli::{MountArgs, MountPaths, StopTimeout};
 use crate::commands::open::ImagePlan;
 use crate::control::place;
 use crate::keep::{self, State};
@@ -25,11 +25,11 @@ use crate::signals::Watcher;
 use crate::terminal::{self, shell_word};
 
 /// How long the image of a process that was killed may stay locked: its storage has that long to take what is in flight.
-const FREE: Duration = Duration::from_secs(60);
+pub(super) const FREE: Duration = Duration::from_secs(60);
 /// After so long it is said what is waited for.
 const FREE_QUIET: Duration = Duration::from_secs(1);
 /// How long a stop is put off for it: most often the locks go within milliseconds, and then the end is a clean one.
-const FREE_STOPPED: Duration = Duration::from_secs(2);
+pub(super) const FREE_STOPPED: Duration = Duration::from_secs(2);
 /// How often one looks.
 const FREE_LOOK: Duration = Duration::from_millis(20);
 
@@ -117,8 +117,14 @@ impl<'a> Plan<'a> {
     /// Opens the image of a process that is gone, as soon as that has let go of it: its locks stay until the last write that it began
     /// has landed, and until then nothing may be read or carried out again.
     ///
-    /// Errors: as [`ImagePlan::open`]; the image was not free within [`FREE`], or not [`FREE_STOPPED`] after a signal came.
-    pub(super) fn open_when_free(&self, watcher: &Watcher) -> Result<Arc<Disk>, Failure> {
+    /// * `patience`: how long.
+    ///
+    /// Errors: as [`ImagePlan::open`]; the image was not free by then, or not [`FREE_STOPPED`] after a signal came.
+    pub(super) fn open_when_free(
+        &self,
+        watcher: &Watcher,
+        patience: Duration,
+    ) -> Result<Arc<Disk>, Failure> {
         let begun = Instant::now();
         let mut is_said = false;
         let mut stopped = None;
@@ -132,8 +138,8 @@ impl<'a> Plan<'a> {
             {
                 return Err(failure.hint(format!("{signal} came while it was waited for")));
             }
-            if begun.elapsed() > FREE {
-                let waited = FREE.as_secs();
+            if begun.elapsed() > patience {
+                let waited = patience.as_secs();
                 return Err(failure.hint(format!(
                     "after a crash it was waited for {waited} s; look whether its storage answers"
                 )));
@@ -210,10 +216,7 @@ impl<'a> Plan<'a> {
             allow_other: args.allow_other,
             kernel_cache: args.kernel_cache,
             io_timeout: args.io_timeout,
-            stop_timeout: match args.stop_timeout {
-                Some(asked) => asked.0,
-                None => keep::is_managed().then_some(STOP_MANAGED),
-            },
+            stop_timeout: stop_timeout(args.stop_timeout, keep::is_managed()),
             restricted: sandbox::is_wanted(args.sandbox.word),
             keep: None,
             name: self.image.name(),
@@ -224,6 +227,16 @@ impl<'a> Plan<'a> {
     pub(super) fn ready_line(&self, disk: &Disk) -> String {
         let what = self.image.describe(disk);
         format!("{what} is served as {}", self.mountpoint_shown)
+    }
+}
+
+/// How long a stop waits for users; `None`: as long as they take.
+///
+/// * `is_managed`: a service manager waits for us.
+fn stop_timeout(asked: Option<StopTimeout>, is_managed: bool) -> Option<Duration> {
+    match asked {
+        Some(asked) => asked.0,
+        None => is_managed.then_some(STOP_MANAGED),
     }
 }
 
@@ -256,4 +269,21 @@ fn no_directory(mountpoint: &Path) -> Option<Failure> {
         Failure::new(Exit::Mountpoint, format!("the directory '{shown}' does not exist"))
             .hint(format!("mkdir -p {}", shell_word(&shown))),
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stop_waits_for_ever_or_as_long_as_a_service_manager_does_unless_told_otherwise() {
+        assert_eq!(stop_timeout(None, false), None);
+        assert_eq!(stop_timeout(None, true), Some(Duration::from_secs(60)));
+        let never = Some(StopTimeout(None));
+        let short = Some(StopTimeout(Some(Duration::from_secs(3))));
+        for is_managed in [false, true] {
+            assert_eq!(stop_timeout(never, is_managed), None);
+            assert_eq!(stop_timeout(short, is_managed), Some(Duration::from_secs(3)));
+        }
+    }
 }
