@@ -11,14 +11,13 @@ use std::io::{IoSlice, IoSliceMut};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::time::Duration;
 
 use common::tools::ringdisk;
 use common::{BLOCK, MIB, open_direct, refused, serve};
 use ringdisk_testkit::images::{pattern, qcow2, qemu_img, qemu_io, raw};
 use ringdisk_testkit::limits::{UringParameter, needs, needs_root, part_needs};
-use ringdisk_testkit::mount::{FileSystem, Mounted, scratch, text};
-use ringdisk_testkit::process::{Process, command, ok_words, run};
+use ringdisk_testkit::mount::{FileSystem, Mounted, STOP, scratch, text};
+use ringdisk_testkit::process::{Process, command, ok_words, run, until};
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::Errno;
 use rustix::process::Signal;
@@ -487,21 +486,26 @@ fn killed_clients_and_servers_leave_nobody_hanging() {
         "while dd if={} of=/dev/null bs=1M iflag=direct 2>/dev/null; do :; done",
         disk.text()
     );
+    let reading = |disk: &Mounted| {
+        let before = counted(disk).0;
+        let client = Process::spawn(&mut command(&["sh", "-c", &reader]));
+        let served = until(STOP, || (counted(disk).0 > before + 2).then_some(()));
+        assert_eq!(served, Some(()), "{}", disk.output());
+        client
+    };
     for _ in 0..10 {
-        let mut client = Process::spawn(&mut command(&["sh", "-c", &reader]));
-        std::thread::sleep(Duration::from_millis(60));
+        let mut client = reading(&disk);
         client.signal(Signal::KILL);
-        assert!(client.wait(Duration::from_secs(20)).is_some());
+        assert!(client.wait(STOP).is_some());
     }
     let file = open_direct(disk.path());
     let mut memory = Memory::new(0, 1 << 20);
     file.read_exact_at(memory.get(), MIB).expect("it serves on");
     assert!(memory.get() == pattern(1, MIB, 1 << 20));
     drop(file);
-    let mut client = Process::spawn(&mut command(&["sh", "-c", &reader]));
-    std::thread::sleep(Duration::from_millis(100));
+    let mut client = reading(&disk);
     disk.process().signal(Signal::KILL);
-    assert!(client.wait(Duration::from_secs(20)).is_some());
+    assert!(client.wait(STOP).is_some());
     assert!(std::fs::read(&image).expect("the image") == pattern(1, 0, LEN));
 }
 
