@@ -152,6 +152,10 @@ fn the_size_changes_under_clients() {
     ctl(&disk, &["resize", "8M"]).ends(2).says("--shrink");
     ctl(&disk, &["resize", "--", "-100M"]).ends(2).says("cannot lose");
     ctl(&disk, &["resize", "8E"]).ends(2).says("too large");
+    let raw = common::serve_raw(MIB, &[]);
+    let words = ["resize", "+1M", "--preallocation", "metadata"];
+    ctl(&raw.mounted, &words).ends(2).says("write off, falloc or full");
+    assert_eq!(raw.mounted.stop().code(), Some(0));
     ctl(&disk, &["resize", "--shrink", "8M"]).ok();
     becomes(8 * MIB);
     assert_pattern(disk.path(), 1, 0, MIB);

@@ -305,7 +305,7 @@ impl Disk {
     ) -> Result<(), Error> {
         let Node::Raw(raw) = &layer.node else { return Err(fixed()) };
         let failed = |errno| Error::os("cannot change the size of the file", errno);
-        let prepared = (from, mode_of(preallocation).map_err(failed)?);
+        let prepared = (from, mode_of(preallocation)?);
         if self.is_lent() {
             let moved = self.move_lent_end(ring, raw, (before, size), prepared, progress).await;
             return moved.map_err(|errno| match errno {
@@ -392,13 +392,16 @@ fn resized(window: Window, before: u64, after: u64) -> Resized {
     Resized { before: window.visible(before), after: window.visible(after) }
 }
 
-fn mode_of(mode: Preallocation) -> Result<ringdisk_storage::Preallocation, Errno> {
+fn mode_of(mode: Preallocation) -> Result<ringdisk_storage::Preallocation, Error> {
     use ringdisk_storage::Preallocation as Theirs;
     match mode {
         Preallocation::Off => Ok(Theirs::Off),
         Preallocation::Falloc => Ok(Theirs::Falloc),
         Preallocation::Full => Ok(Theirs::Full),
-        Preallocation::Metadata => Err(Errno::INVAL),
+        Preallocation::Metadata => Err(Error::new(
+            ErrorKind::Invalid,
+            "a raw image has no metadata that could be prepared; write off, falloc or full",
+        )),
     }
 }
 
