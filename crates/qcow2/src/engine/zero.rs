@@ -7,6 +7,7 @@
 use rustix::io::Errno;
 
 use ringdisk_ring::{IoBuf, Ring};
+use ringdisk_storage::{Kind, Storage};
 
 use super::action::{Words, bitmap};
 use super::below::Below;
@@ -227,7 +228,7 @@ impl Qcow2 {
         } else {
             for (host, len) in &change.punch {
                 // That it stays allocated is no harm.
-                let _ = self.data_storage().discard(ring, *host, *len).await;
+                let _ = punch(self.data_storage(), ring, *host, *len).await;
             }
         }
         if change.changed {
@@ -309,5 +310,16 @@ impl Qcow2 {
         let entry = if allocated == 0 && !keeps { 0 } else { old.entry };
         debug_assert!(entry != 0 || allocated == 0, "{OFFSET_MASK:#x}");
         Some(Words { entry, bitmap: bitmap(allocated, zeroes) })
+    }
+}
+
+/// Gives the space of clusters back whose old entries a power cut may still bring back: they read as zeroes afterwards, also on a block
+/// device, of which a plain discard may leave bytes that nobody has written.
+///
+/// Errors: `EOPNOTSUPP` where the device has no zeroes without a transfer.
+async fn punch(storage: &Storage, ring: &Ring, host: u64, len: u64) -> Result<(), Errno> {
+    match storage.kind() {
+        Kind::BlockDevice => storage.write_zeroes(ring, host, len, true, false).await,
+        _ => storage.discard(ring, host, len).await,
     }
 }

@@ -155,11 +155,13 @@ impl Config {
             refcount_table_clusters: 1,
         };
         let small_cache = prng.below(3) == 0;
+        let on_device = matches!(wanted.medium, Medium::Device | Medium::FullDevice);
         let options = OpenOptions {
             writable: true,
             metadata_cache_bytes: small_cache.then_some(0),
             discard: if prng.below(5) == 0 { Discard::Ignore } else { Discard::Unmap },
-            discard_no_unref: prng.below(6) == 0,
+            // What a device leaves of a discard may be anything.
+            discard_no_unref: prng.below(6) < if on_device { 3 } else { 1 },
             ..OpenOptions::default()
         };
         Config {

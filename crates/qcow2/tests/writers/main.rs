@@ -4,6 +4,7 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod discards;
 #[path = "../common/live.rs"]
 mod live;
 mod space;

@@ -1,0 +1,59 @@
+//! What a power cut leaves of discards that the host's storage heard of: clusters that keep their place, and those of a data file.
+
+use ringdisk_qcow2::{Nothing, OpenOptions};
+use ringdisk_testkit::layout::Shape;
+use ringdisk_testkit::oracle::Below;
+use ringdisk_testkit::sim::SimStorage;
+
+use super::common::runtime;
+use super::live::{self, Base, buffer, open, writable};
+use super::{CLUSTER, COVERED};
+
+/// Bytes of the device behind what the image takes at first.
+const ROOM: u64 = 64 * CLUSTER;
+/// What the clusters hold.
+const CLUSTERS: u64 = 4;
+
+fn device(content: &[u8], seed: u64) -> SimStorage {
+    let device = SimStorage::device(content.len() as u64 + ROOM, seed);
+    device.put(0, content);
+    device
+}
+
+/// Until the tables are on stable storage the old entries may come back; what a device leaves of a discard may be anybody's bytes.
+#[test]
+fn a_power_cut_after_a_discard_leaves_the_old_bytes_or_zeroes() {
+    for (in_data_file, discard_no_unref) in [(false, true), (true, false), (true, true)] {
+        for seed in 0..30 {
+            let case = format!("data file: {in_data_file}, seed {seed}");
+            let data_file = in_data_file.then(|| "data".to_owned());
+            let shape = Shape { cluster_bits: 12, size: COVERED, data_file, ..Shape::default() };
+            let file = device(&shape.make(), seed);
+            let data = in_data_file.then(|| device(&[], seed));
+            let options = OpenOptions { discard_no_unref, ..writable() };
+            let mut runtime = runtime();
+            let ring = runtime.ring().clone();
+            runtime.block_on(async {
+                let image = open(&ring, &file, data.as_ref(), &options).await.expect("sound");
+                let len = CLUSTERS * CLUSTER;
+                let bytes = buffer(&vec![7; usize::try_from(len).expect("small")]);
+                assert_eq!(image.write(&ring, 0, &bytes, &Nothing).await, Ok(bytes.len()));
+                image.flush(&ring).await.expect("a flush");
+                for cluster in 0..CLUSTERS {
+                    let discarded = image.discard(&ring, cluster * CLUSTER, CLUSTER, &Nothing);
+                    discarded.await.expect("a discard");
+                }
+                for cut in 0..4 {
+                    let file = file.crash_state(cut);
+                    let data = data.as_ref().map(|data| data.crash_state(cut));
+                    let image = open(&ring, &file, data.as_ref(), &options).await.expect("sound");
+                    let mut seen = vec![0; bytes.len()];
+                    let base = Base(Below::NOTHING);
+                    live::read(&ring, &image, &base, 0, &mut seen).await.expect("a read");
+                    let foreign = seen.iter().find(|byte| ![0, 7].contains(*byte));
+                    assert_eq!(foreign, None, "{case}, cut {cut}");
+                }
+            });
+        }
+    }
+}
