@@ -112,7 +112,8 @@ impl Qcow2 {
         self.zero_part(ring, last, end, below).await
     }
 
-    /// Zeroes less than a cluster, by writing unless it is zero already.
+    /// Zeroes less than a cluster, by writing unless it is zero already. A data file that is a raw image may still hold what was
+    /// written while the cluster was cleared.
     async fn zero_part<B: Below>(
         &self,
         ring: &Ring,
@@ -123,7 +124,7 @@ impl Qcow2 {
         while start < end {
             let extent = self.map(ring, start, end - start).await?;
             let len = extent.len.min(PIECE_BYTES);
-            if !self.reads_zero(start, len, below) {
+            if self.info.data_file_raw || !self.reads_zero(start, len, below) {
                 // At most PIECE_BYTES.
                 let zeroes = IoBuf::new(usize::try_from(len).map_err(|_| Errno::NOMEM)?, ALIGN);
                 self.write_fully(ring, start, &zeroes, below).await?;

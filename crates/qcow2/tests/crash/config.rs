@@ -110,6 +110,8 @@ impl Config {
         let refcount_order = match (version, prng.below(8)) {
             (2, _) => 4,
             _ if wanted.full_table => 6,
+            // Pieces of compressed data share a cluster, and each snapshot counts all of them again: small counts cannot.
+            (_, 0..3) if snapshots && wanted.compressed => 4,
             (_, 0) if !snapshots && !wanted.compressed => 0,
             (_, 1) => {
                 if snapshots {
