@@ -297,14 +297,6 @@ impl From<ringdisk_vhost::Error> for Failure {
 }
 
 impl Failure {
-    /// Of a resize: a size or an option that is wrong is the command line's fault, not the image's.
-    pub(crate) fn of_resize(error: ringdisk_disk::Error) -> Failure {
-        match error.kind() {
-            ringdisk_disk::ErrorKind::Invalid => Failure::new(Exit::Usage, error.to_string()),
-            _ => Failure::from(error),
-        }
-    }
-
     /// * `hint`: what the error's text ends with, which gets a line of its own here.
     fn of_export(exit: Exit, error: &(dyn StdError + 'static), hint: Option<&str>) -> Failure {
         // A ring that could not be made is a cause here; its own code says more.

@@ -34,6 +34,12 @@ pub(crate) fn run(args: &ResizeArgs) -> Result<(), Failure> {
         .hint("add --shrink if that is meant"));
     }
     let is_raw = disk.layers().first().and_then(|top| top.format()) == Some(Format::Raw);
+    if is_raw && args.preallocation == PreallocationWord::Metadata {
+        return Err(Failure::new(
+            Exit::Usage,
+            "a raw image has no metadata that could be prepared; write off, falloc or full",
+        ));
+    }
     if !is_raw && !size.is_multiple_of(SECTOR) {
         return Err(Failure::new(
             Exit::Usage,
@@ -43,7 +49,7 @@ pub(crate) fn run(args: &ResizeArgs) -> Result<(), Failure> {
     let options = ResizeOptions { shrink: args.shrink, preallocation: word(args.preallocation) };
     let job = Job::start("resize", ProgressArgs { progress: false, quiet: true })?;
     let resize = disk.resize_unless_cancelled(&ring, size, options, job.progress());
-    let resized = runtime.block_on(resize).map_err(Failure::of_resize);
+    let resized = runtime.block_on(resize).map_err(Failure::from);
     let closed = look::close(&mut runtime, &disk, &args.file, resized);
     job.end(closed, "the image is sound and has its old size")?;
     if !args.quiet {
