@@ -5,16 +5,13 @@
 mod common;
 
 use std::os::unix::fs::FileExt;
-use std::time::Duration;
 
 use common::{MIB, open, program, serve_raw};
 use ringdisk_testkit::limits::{UringParameter, mount_at, needs, needs_root};
 use ringdisk_testkit::mount::{Mounted, scratch};
-use ringdisk_testkit::process::{LIMIT, Process, command, has, pause, until};
+use ringdisk_testkit::process::{LIMIT, Process, command, has, until};
 use rustix::process::Signal;
 
-/// Enough for an unmount to get where it has to wait.
-const WHILE: Duration = Duration::from_millis(300);
 const WAYS: [&[&str]; 2] = [&["umount"], &["umount", "-l"]];
 
 /// Each transport that there is, with the switch held.
@@ -40,7 +37,7 @@ fn a_server_that_is_stopped_while_its_mount_goes_ends_once_it_runs_again() {
         open(disk.mounted.path()).write_all_at(b"kept", 10).expect("write");
         disk.mounted.process().signal(Signal::STOP);
         let mut umount = Process::spawn(command(way).arg(disk.mounted.path()));
-        pause(WHILE);
+        umount.rests();
         disk.mounted.process().signal(Signal::CONT);
         let ended = umount.wait(LIMIT).expect("umount ends");
         assert!(ended.success(), "{transport} {way:?}: {}", umount.output());
@@ -58,8 +55,9 @@ fn a_server_that_is_killed_while_it_is_stopped_lets_everybody_go() {
         disk.mounted.process().signal(Signal::STOP);
         let words = ["dd", &input, "of=/dev/null", "bs=4k", "count=1", "iflag=direct"];
         let mut client = Process::spawn(&mut command(&words));
+        client.rests();
         let mut umount = Process::spawn(command(way).arg(disk.mounted.path()));
-        pause(WHILE);
+        umount.rests();
         disk.mounted.process().signal(Signal::KILL);
         assert!(client.wait(LIMIT).is_some(), "{transport} {way:?}: a client hangs");
         assert!(umount.wait(LIMIT).is_some(), "{transport} {way:?}: umount hangs");

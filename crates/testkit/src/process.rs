@@ -135,6 +135,22 @@ impl Process {
         }
     }
 
+    /// Waits until the process has ended, or its main thread sleeps in one call of the kernel: the same at five looks in a row.
+    pub fn rests(&mut self) {
+        let call = format!("/proc/{}/syscall", self.pid());
+        let (mut last, mut looks) = (String::new(), 0);
+        let rested = until(LIMIT, || {
+            if self.ended().is_some() {
+                return Some(());
+            }
+            let now = std::fs::read_to_string(&call).unwrap_or_default();
+            looks = if now == last { looks + 1 } else { 1 };
+            last = now;
+            (looks >= 5 && last.starts_with(|first: char| first.is_ascii_digit())).then_some(())
+        });
+        assert!(rested.is_some(), "{} does not come to rest: {last}", self.what);
+    }
+
     /// Sends a signal to the process alone; an ended process is no error.
     pub fn signal(&self, signal: Signal) {
         if self.status.is_none() {

@@ -333,6 +333,18 @@ fn memory_that_is_truncated_under_us_ends_that_device_alone() {
     }
 }
 
+/// Whether a thread of this process waits in the kernel for the end of a write of eight bytes: of an eventfd that is full.
+fn somebody_waits_for_an_eventfd() -> bool {
+    let threads = std::fs::read_dir("/proc/self/task").expect("threads").flatten();
+    let mut calls =
+        threads.filter_map(|each| std::fs::read_to_string(each.path().join("syscall")).ok());
+    let write = libc::SYS_write.to_string();
+    calls.any(|call| {
+        let words: Vec<_> = call.split_whitespace().collect();
+        words.first() == Some(&write.as_str()) && words.get(3) == Some(&"0x8")
+    })
+}
+
 /// Makes a queue thread wait in its call: the eventfd did not wait when it was announced, does so now, and is full.
 fn stick(vm: &mut Vm) {
     works(vm);
@@ -351,7 +363,10 @@ fn stick(vm: &mut Vm) {
         std::thread::sleep(Duration::from_millis(1));
     }
     // From the index that the driver sees to the call.
-    std::thread::sleep(Duration::from_millis(50));
+    while !somebody_waits_for_an_eventfd() {
+        assert!(Instant::now() < end, "no thread waits in its call");
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 #[test]
