@@ -56,7 +56,7 @@ pub(crate) fn run_child() -> Result<u8, Failure> {
             cannot(&error).hint("/proc must be mounted for --daemonize; or run in the foreground")
         })?;
     let mut byte = [0];
-    if File::from(read).read(&mut byte).is_ok_and(|len| len == 1) && byte == [READY] {
+    if File::from(read).read_exact(&mut byte).is_ok() && byte == [READY] {
         return Ok(Exit::Clean.code());
     }
     let status = child.wait().map_err(|error| cannot(&error))?;

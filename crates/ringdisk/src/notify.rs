@@ -12,7 +12,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
     SocketFlags, SocketType, sendmsg_addr, socket_with,
@@ -94,7 +94,8 @@ impl Notify {
         drop(write);
         // They close it.
         let timeout = Timespec { tv_sec: BARRIER.as_secs().cast_signed(), tv_nsec: 0 };
-        match poll(&mut [PollFd::new(&read, PollFlags::empty())], Some(&timeout))? {
+        let mut fds = [PollFd::new(&read, PollFlags::empty())];
+        match retry_on_intr(|| poll(&mut fds, Some(&timeout)))? {
             0 => Err(Errno::TIMEDOUT.into()),
             _ => Ok(()),
         }

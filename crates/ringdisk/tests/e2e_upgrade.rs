@@ -420,6 +420,43 @@ fn a_new_process_that_dies_or_stays_silent_on_the_way_changes_nothing() {
     place.judge(&mut load);
 }
 
+/// The call of the kernel that the thread of this name waits in. `None`: it runs, or there is none.
+fn call_of(pid: u32, name: &str) -> Option<String> {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).ok()?.flatten();
+    let read = |path: &Path, what| std::fs::read_to_string(path.join(what)).unwrap_or_default();
+    let thread = threads.map(|it| it.path()).find(|it| read(it, "comm").trim() == name)?;
+    let call = read(&thread, "syscall");
+    call.split_whitespace().next().filter(|word| *word != "running").map(str::to_owned)
+}
+
+#[test]
+fn a_process_that_is_stopped_and_goes_on_while_it_listens_to_its_successor_still_hears_it() {
+    if !needs_root() {
+        return;
+    }
+    let place = Place::new("raw");
+    let old = place.start(&[]);
+    let pid = old.process.pid();
+    let path = successor_of(&place.socket);
+    let call = || call_of(pid, "upgrade");
+    let accepts = until(LIMIT, call).expect("it waits for a successor");
+    let mut stream = UnixStream::connect(&path).expect("it listens");
+    let reads = || call().filter(|now| *now != accepts);
+    assert!(until(LIMIT, reads).is_some(), "it has accepted");
+    // A read with a time limit ends with EINTR then (signal(7)).
+    old.process.signal(Signal::STOP);
+    let state = || std::fs::read_to_string(format!("/proc/{pid}/stat")).ok();
+    let stopped = || state()?.rsplit(')').next()?.trim_start().starts_with('T').then_some(());
+    assert!(until(LIMIT, stopped).is_some(), "it does not stop");
+    old.process.signal(Signal::CONT);
+    assert!(until(LIMIT, reads).is_some(), "it has left");
+    stream.write_all(ASK).expect("it listens");
+    let mut numbers = [0; 8];
+    stream.read_exact(&mut numbers).expect("an answer");
+    drop(stream);
+    old.stop(&[&place.socket]);
+}
+
 #[test]
 fn a_disk_that_is_being_migrated_stays() {
     let place = Place::new("raw");

@@ -145,7 +145,8 @@ fn survive(format: &'static str, packed: bool, seed: u64) {
             let begun = Instant::now();
             process = scene.successor();
             while old.ended().is_none() {
-                assert!(begun.elapsed() < LIMIT, "{}", process.output());
+                let said = || format!("the old: {}\nthe new: {}", old.output(), process.output());
+                assert!(begun.elapsed() < LIMIT, "{}", said());
                 scene.step();
             }
             usual = begun.elapsed();

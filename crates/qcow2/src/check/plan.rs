@@ -143,8 +143,12 @@ impl<'a> Plan<'a> {
                 continue;
             }
             self.entries[index] = 0;
+            let named = entry & !BLOCK_RESERVED;
             if self.is_counted(entry) {
                 self.retire(entry, size, 1);
+            } else if self.layout.in_cluster(named) == 0 {
+                // Until the header leads to the new table, counts are read from there.
+                self.held.insert(named >> self.layout.cluster_bits);
             }
         }
     }

@@ -53,6 +53,17 @@ impl Cell {
         self.version == 3 && !self.extended && !self.zstd
     }
 
+    /// Compressed clusters share host clusters, and a snapshot counts each of them once more: together they want wide refcounts, and of
+    /// the cells with narrow ones each has one of the two.
+    pub(crate) fn packs(&self) -> bool {
+        !self.data_file && (self.refcount_bits == 1 || self.refcount_bits >= 16 || self.lazy)
+    }
+
+    /// Snapshots are made.
+    pub(crate) fn has_snapshots(&self) -> bool {
+        !self.data_file && self.refcount_bits > 1 && (self.refcount_bits >= 16 || !self.lazy)
+    }
+
     /// Size of the disk in bytes: two and a half L2 tables where they are small, some clusters where those are large.
     pub(crate) fn size(&self) -> u64 {
         let entry = if self.extended { 16 } else { 8 };

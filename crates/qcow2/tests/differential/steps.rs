@@ -117,7 +117,7 @@ fn op(cell: Cell) -> impl Strategy<Value = Op> {
     let range = prop_oneof![4 => sectors, 1 => bytes, 2 => whole.clone()].boxed();
     // A version 2 image cannot say that a cluster above a backing file reads as zeroes, so QEMU shows the backing file there.
     let discards = u32::from(!(cell.version == 2 && cell.backing));
-    let packs = u32::from(!cell.data_file);
+    let packs = u32::from(cell.packs());
     prop_oneof![
         6 => (range.clone(), 1..=255u8).prop_map(|((at, len), byte)| Op::Write { at, len, byte }),
         3 => (range, any::<bool>()).prop_map(|((at, len), unmap)| Op::Zero { at, len, unmap }),
@@ -130,7 +130,7 @@ fn op(cell: Cell) -> impl Strategy<Value = Op> {
 /// Steps for an image of this kind: some operations, something else, and so on.
 pub(crate) fn steps(cell: &Cell) -> impl Strategy<Value = Vec<Step>> + use<> {
     let cell = *cell;
-    let snapshots = u32::from(!cell.data_file && cell.refcount_bits > 1);
+    let snapshots = u32::from(cell.has_snapshots());
     let other = prop_oneof![
         2 => Just(Step::Resize(1000)),
         2 * snapshots => Just(Step::Snapshot),

@@ -17,6 +17,7 @@ use ringdisk_disk::Progress;
 use ringdisk_fuse::mount::table::MountEntry;
 use ringdisk_fuse::mount::{mountpoint, table};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::retry_on_intr;
 use rustix::net::sockopt::socket_peercred;
 use rustix::process::{PidfdFlags, pidfd_open};
 use serde_json::Value;
@@ -256,7 +257,8 @@ impl Client {
     pub(crate) fn wait_for_exit(&self) {
         let Some(process) = &self.process else { return };
         let limit = Timespec::try_from(GONE).ok();
-        let _ = poll(&mut [PollFd::new(process, PollFlags::IN)], limit.as_ref());
+        let mut fds = [PollFd::new(process, PollFlags::IN)];
+        let _ = retry_on_intr(|| poll(&mut fds, limit.as_ref()));
     }
 
     /// The next line.

@@ -16,10 +16,11 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use ringdisk_fuse::mount::table::MountEntry;
 use rustix::fs::{FlockOperation, flock};
+use rustix::io::retry_on_intr;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
 use crate::sandbox;
@@ -33,6 +34,11 @@ const STALE_LOOKS_MAX: usize = 1024;
 /// A socket that is not complete yet may be another start's; after so long it is not.
 const UNFINISHED: Duration = Duration::from_secs(60);
 
+/// A process that was killed closes its sockets one after the other, and has them until then.
+const DYING: Duration = Duration::from_secs(2);
+/// How often it is looked at meanwhile.
+const LOOK: Duration = Duration::from_millis(20);
+
 /// Our directory below those that the system gives.
 const DIRECTORY: &str = "ringdisk";
 
@@ -43,13 +49,16 @@ pub(crate) struct Listening {
     path: PathBuf,
     /// A second name of it.
     other: Option<PathBuf>,
-    /// Device and inode number of the socket.
+    /// Device and inode number of the socket, which keeps them as long as it is open.
     identity: (u64, u64),
+    /// For the lock: inside a sandbox the directory cannot be opened.
+    directory: fs::File,
 }
 
 impl Drop for Listening {
     fn drop(&mut self) {
-        let _lock = self.path.parent().and_then(|directory| lock(directory).ok());
+        // Until the descriptor is closed with the rest.
+        let _ = retry_on_intr(|| flock(&self.directory, FlockOperation::LockExclusive));
         // Our mount is gone and its number given away: the names may be the next one's already.
         for path in self.names() {
             if identity(path).is_ok_and(|now| now == self.identity) {
@@ -104,7 +113,7 @@ fn identity(path: &Path) -> io::Result<(u64, u64)> {
 /// the next, so a name that was seen to be dead may be another's a moment later. Held until dropped.
 fn lock(directory: &Path) -> io::Result<fs::File> {
     let lock = fs::File::open(directory)?;
-    flock(&lock, FlockOperation::LockExclusive)?;
+    retry_on_intr(|| flock(&lock, FlockOperation::LockExclusive))?;
     Ok(lock)
 }
 
@@ -227,10 +236,19 @@ pub(crate) fn candidates(name: &str, owner: u32) -> Vec<PathBuf> {
 ///
 /// * `name`: as [`name_of_mount`] and [`name_of_disk`] give it.
 ///
-/// Errors: why none of the directories will do.
+/// Errors: why none of the directories will do; another process has the name, and does not end within [`DYING`].
 pub(crate) fn listen(name: &str) -> io::Result<Listening> {
     let runtime = runtime_directory();
-    listen_in(&directories(user(), runtime.as_deref()), name)
+    let directories = directories(user(), runtime.as_deref());
+    let end = Instant::now() + DYING;
+    loop {
+        match listen_in(&directories, name) {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse && Instant::now() < end => {
+                std::thread::sleep(LOOK);
+            }
+            result => return result,
+        }
+    }
 }
 
 fn listen_in(directories: &[PathBuf], name: &str) -> io::Result<Listening> {
@@ -244,9 +262,14 @@ fn listen_in(directories: &[PathBuf], name: &str) -> io::Result<Listening> {
         match result {
             Ok(listening) => return Ok(listening),
             Err(error) => {
+                let is_taken = error.kind() == io::ErrorKind::AddrInUse;
                 let text = format!("'{}': {error}", directory.display());
                 tracing::debug!("no control socket in {text}");
                 why = io::Error::new(error.kind(), text);
+                // Clients would find the other one first.
+                if is_taken {
+                    break;
+                }
             }
         }
     }
@@ -289,6 +312,7 @@ fn bind(directory: &Path, name: &str) -> io::Result<Listening> {
         ));
     }
     let _ = fs::remove_file(&unfinished);
+    let opened = fs::File::open(directory)?;
     // Listening before it has its name: nobody sees a socket that refuses and takes it for a dead one.
     let listener = UnixListener::bind(&unfinished)?;
     let finish = || {
@@ -299,7 +323,7 @@ fn bind(directory: &Path, name: &str) -> io::Result<Listening> {
         identity(&path)
     };
     match finish() {
-        Ok(identity) => Ok(Listening { listener, path, other: None, identity }),
+        Ok(identity) => Ok(Listening { listener, path, other: None, identity, directory: opened }),
         Err(error) => {
             let _ = fs::remove_file(&unfinished);
             Err(error)

@@ -14,7 +14,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 use rustix::fs::{FileType, fstat};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
     SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg,
@@ -145,7 +145,7 @@ pub(crate) fn send(
         return Err(Errno::TOOBIG.into());
     }
     let pieces = [IoSlice::new(text.as_bytes())];
-    sendmsg(socket, &pieces, &mut control, SendFlags::NOSIGNAL)?;
+    retry_on_intr(|| sendmsg(socket, &pieces, &mut control, SendFlags::NOSIGNAL))?;
     Ok(())
 }
 

@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 
 use ringdisk_fuse::ErrorKind;
 use ringdisk_fuse::mount::{self, Unmount};
+use rustix::fs::{Mode, OFlags};
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect as connect_to, socket_with,
 };
@@ -111,6 +112,12 @@ impl Duties {
         self.mount.as_ref().map(|(mountpoint, connection)| Place::of(mountpoint, *connection))
     }
 
+    /// Descriptors of the files. While they are open no other file gets the number of one of these: an order may be carried out when the
+    /// process that gave it is gone, and the next one has the name.
+    pub(super) fn pins(&self) -> Vec<Option<OwnedFd>> {
+        self.files.iter().map(|(path, _)| pin(path)).collect()
+    }
+
     /// Takes one of these. Returns whether it was the last one; `None`: not one of ours.
     pub(super) fn take(&mut self, message: &[u8]) -> Option<bool> {
         let (letter, fields) = message.split_first()?;
@@ -165,6 +172,12 @@ fn unmount((mountpoint, connection): &(PathBuf, u32), how: Unmount) -> Answer {
         Err(error) if error.kind() == ErrorKind::Busy => Answer::new(BUSY, error.to_string()),
         Err(error) => Answer::new(REFUSED, error.to_string()),
     }
+}
+
+/// Keeps the numbers of a file from being given to another one: a descriptor that nothing can be read or written by. `None`: there is no
+/// such file, or no descriptor left.
+pub(crate) fn pin(path: &Path) -> Option<OwnedFd> {
+    rustix::fs::open(path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty()).ok()
 }
 
 /// Removes a file if its name still leads to it.
@@ -240,6 +253,31 @@ mod tests {
         assert_eq!(left, [false, true, true]);
         for message in [&b"N"[..], b"L", b"F", b"A", b"", b"X", b"R", b"C", b"U"] {
             assert_eq!(duties.carry_out(message, None).kind, REFUSED);
+        }
+    }
+
+    #[test]
+    fn a_file_that_gets_the_number_of_one_that_is_gone_stays() {
+        let directory = tempfile::tempdir().expect("directory");
+        let path = directory.path().join("name");
+        let id = |path: &Path| {
+            let meta = fs::symlink_metadata(path).expect("there");
+            (meta.dev(), meta.ino())
+        };
+        let mut order = b"R".to_vec();
+        order.extend_from_slice(path.as_os_str().as_bytes());
+        // ext4 gives a number that is free to the next file; others may not.
+        for _ in 0..20 {
+            drop(UnixListener::bind(&path).expect("bind"));
+            let duties = Duties { files: vec![(path.clone(), id(&path))], ..Duties::default() };
+            let pins = duties.pins();
+            assert!(pins.iter().all(Option::is_some));
+            fs::remove_file(&path).expect("remove");
+            drop(UnixListener::bind(&path).expect("bind"));
+            assert_eq!(duties.carry_out(&order, None).kind, DONE);
+            assert!(path.exists(), "the file of another process is gone");
+            drop(pins);
+            fs::remove_file(&path).expect("remove");
         }
     }
 

@@ -26,7 +26,7 @@ use crate::cli::SandboxWord;
 use crate::report::{Exit, Failure};
 use crate::terminal;
 use crate::users::Users;
-pub(crate) use duties::{Duties, Named};
+pub(crate) use duties::{Duties, Named, pin};
 use warden::Warden;
 
 /// The process that does what this one may not.

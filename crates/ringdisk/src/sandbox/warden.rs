@@ -23,7 +23,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use ringdisk_fuse::mount::{Remover, Unmount};
 use ringdisk_fuse::{Error, ErrorKind};
 use rustix::fs::{FileType, fstat};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, Shutdown, SocketFlags, SocketType, recvmsg, send, sendmsg,
@@ -55,7 +55,7 @@ impl Line {
     fn ask(&self, what: u8, name: &[u8]) -> io::Result<Answer> {
         let socket = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let message = [&[what], name].concat();
-        send(&*socket, &message, SendFlags::NOSIGNAL)?;
+        retry_on_intr(|| send(&*socket, &message, SendFlags::NOSIGNAL))?;
         let mut answer = vec![0; MESSAGE_BYTES_MAX];
         let (len, fd) = receive(socket.as_fd(), &mut answer)?;
         match answer[..len].split_first() {
@@ -97,7 +97,7 @@ fn reply(socket: impl AsFd, answer: &Answer) -> io::Result<()> {
     }
     let kind = [answer.kind];
     let pieces = [IoSlice::new(&kind), IoSlice::new(answer.words.as_bytes())];
-    sendmsg(socket, &pieces, &mut control, SendFlags::NOSIGNAL)?;
+    retry_on_intr(|| sendmsg(&socket, &pieces, &mut control, SendFlags::NOSIGNAL))?;
     Ok(())
 }
 
@@ -148,7 +148,7 @@ impl Warden {
             .spawn()?;
         // The command, and with it our copy of its end, is gone: where nobody reads, this fails.
         for message in duties.messages() {
-            send(&ours, &message, SendFlags::NOSIGNAL)?;
+            retry_on_intr(|| send(&ours, &message, SendFlags::NOSIGNAL))?;
         }
         Ok(Warden { line: Arc::new(Line(Mutex::new(ours))), child: Mutex::new(child) })
     }
@@ -207,6 +207,7 @@ pub(crate) fn run() -> u8 {
     let mut message = vec![0; MESSAGE_BYTES_MAX];
     let (mut duties, mut is_complete) = (Duties::default(), false);
     let mut place = None;
+    let mut pins = Vec::new();
     loop {
         let len = match receive(socket, &mut message) {
             Ok((0, _)) | Err(_) => return 0,
@@ -220,6 +221,9 @@ pub(crate) fn run() -> u8 {
             is_complete = was_last;
             // Its number is known only as long as it is in the tree.
             place = if was_last { duties.place() } else { None };
+            if was_last {
+                pins.extend(duties.pins());
+            }
         } else {
             return 1;
         }

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, Mode, fchmod, flock};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with,
 };
@@ -34,6 +34,9 @@ pub(crate) struct MadeSocket {
     path: PathBuf,
     /// Device and inode number.
     id: (u64, u64),
+    /// Keeps these numbers from being given to the next file of that name, which they would be when the socket is closed. `None`: it
+    /// cannot be had, as where there is no descriptor left.
+    _pin: Option<OwnedFd>,
 }
 
 impl MadeSocket {
@@ -42,7 +45,8 @@ impl MadeSocket {
     /// Errors: nothing has that name any more.
     pub(crate) fn adopt(path: &Path) -> io::Result<MadeSocket> {
         let meta = fs::symlink_metadata(path)?;
-        Ok(MadeSocket { path: std::path::absolute(path)?, id: (meta.dev(), meta.ino()) })
+        let _pin = sandbox::pin(path);
+        Ok(MadeSocket { path: std::path::absolute(path)?, id: (meta.dev(), meta.ino()), _pin })
     }
 
     /// Its name, with device and inode number.
@@ -89,7 +93,8 @@ impl MadeSocket {
             fchmod(&socket, Mode::from_raw_mode(0o600))?;
             bind(&socket, &SocketAddrUnix::new(path)?)?;
             let meta = fs::symlink_metadata(&whole)?;
-            let made = MadeSocket { path: whole.clone(), id: (meta.dev(), meta.ino()) };
+            let _pin = sandbox::pin(&whole);
+            let made = MadeSocket { path: whole.clone(), id: (meta.dev(), meta.ino()), _pin };
             if let Some(group) = group {
                 std::os::unix::fs::lchown(&whole, None, Some(group))?;
             }
@@ -126,7 +131,7 @@ fn remove(path: &Path, id: (u64, u64)) -> io::Result<()> {
 /// Held until dropped; `None` where the directory cannot be read, which makes a start at the same moment fail rather than wait.
 fn lock(directory: &Path) -> Option<File> {
     let lock = File::open(directory).ok()?;
-    flock(&lock, FlockOperation::LockExclusive).ok()?;
+    retry_on_intr(|| flock(&lock, FlockOperation::LockExclusive)).ok()?;
     Some(lock)
 }
 

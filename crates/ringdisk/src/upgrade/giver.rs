@@ -1,6 +1,6 @@
 //! The old process: waits for a successor, and gives it the disk.
 
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -128,12 +128,10 @@ fn next(listener: &UnixListener) -> Option<UnixStream> {
 fn give(mut stream: &UnixStream, ours: &Ours, given: &AtomicBool) -> io::Result<bool> {
     stream.set_read_timeout(Some(STEP))?;
     stream.set_write_timeout(Some(STEP))?;
-    let mut word = [0];
-    if stream.read(&mut word)? == 0 {
-        return Ok(false);
-    }
-    if word != [ASK] {
-        return Err(io::ErrorKind::InvalidData.into());
+    match link::receive_word(stream)? {
+        None => return Ok(false),
+        Some(ASK) => {}
+        Some(_) => return Err(io::ErrorKind::InvalidData.into()),
     }
     let wanted = link::receive_shown(stream)?;
     if let Some(disk) = ours.disk.upgrade()
@@ -153,8 +151,7 @@ fn give(mut stream: &UnixStream, ours: &Ours, given: &AtomicBool) -> io::Result<
     };
     link::send(stream, &parcel)?;
     drop(parcel);
-    stream.read_exact(&mut word)?;
-    if word != [READY] {
+    if link::receive_word(stream)? != Some(READY) {
         return Err(io::ErrorKind::InvalidData.into());
     }
     given.store(true, Ordering::Release);

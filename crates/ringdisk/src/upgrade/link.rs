@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
 use ringdisk_vhost::export::Parcel;
+use rustix::io::retry_on_intr;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
@@ -45,6 +46,20 @@ pub(super) fn send_shown(mut stream: &UnixStream, shown: &Shown) -> io::Result<(
     stream.write_all(&words)
 }
 
+/// The first word; `None`: there is none.
+///
+/// Errors: those of the socket.
+pub(super) fn receive_word(mut stream: &UnixStream) -> io::Result<Option<u8>> {
+    let mut word = [0];
+    loop {
+        match stream.read(&mut word) {
+            // A socket with a time limit hears of everything that a thread is woken for, also of SIGCONT.
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            count => return Ok((count? > 0).then_some(word[0])),
+        }
+    }
+}
+
 /// What the guest would be shown.
 ///
 /// Errors: those of the socket; words that make no sense.
@@ -73,7 +88,8 @@ pub(super) fn send(mut stream: &UnixStream, parcel: &Parcel) -> io::Result<()> {
         let mut control = SendAncillaryBuffer::new(&mut space);
         control.push(SendAncillaryMessage::ScmRights(&lot));
         // Descriptors travel with at least one byte.
-        sendmsg(stream, &[IoSlice::new(&[0])], &mut control, SendFlags::NOSIGNAL)?;
+        let byte = [IoSlice::new(&[0])];
+        retry_on_intr(|| sendmsg(stream, &byte, &mut control, SendFlags::NOSIGNAL))?;
     }
     stream.write_all(parcel.description.as_bytes())
 }
@@ -120,7 +136,8 @@ fn receive_lot(stream: &UnixStream, fds: &mut Vec<OwnedFd>) -> io::Result<()> {
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut byte = [0];
     let mut pieces = [IoSliceMut::new(&mut byte)];
-    let message = recvmsg(stream, &mut pieces, &mut control, RecvFlags::CMSG_CLOEXEC)?;
+    let message =
+        retry_on_intr(|| recvmsg(stream, &mut pieces, &mut control, RecvFlags::CMSG_CLOEXEC))?;
     // Descriptors that did not get a place here are gone.
     if message.flags.contains(ReturnFlags::CTRUNC) {
         return Err(rustix::io::Errno::MFILE.into());

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use ringdisk_vhost::export::Parcel;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use rustix::net::sockopt::socket_peercred;
 use rustix::process::{PidfdFlags, pidfd_open};
 
@@ -142,9 +143,15 @@ impl Old {
         let Some(pidfd) = self.pidfd.as_ref().filter(|_| self.since.elapsed() < STEP) else {
             return false;
         };
-        let timeout = Timespec::try_from(GONE).ok();
-        let mut fds = [PollFd::new(pidfd, PollFlags::IN)];
-        poll(&mut fds, timeout.as_ref()).is_ok_and(|ready| ready > 0)
+        let end = Instant::now() + GONE;
+        loop {
+            let left = end.saturating_duration_since(Instant::now());
+            let mut fds = [PollFd::new(pidfd, PollFlags::IN)];
+            match poll(&mut fds, Timespec::try_from(left).ok().as_ref()) {
+                Err(Errno::INTR) => {}
+                ready => return ready.is_ok_and(|ready| ready > 0),
+            }
+        }
     }
 }
 
