@@ -71,9 +71,11 @@ impl Daemon {
     pub(crate) fn ready(mut self) -> Daemon {
         let ready = until(LIMIT, || {
             let output = self.process.output();
-            let ready = output.contains("served at") || output.contains("is served");
-            (ready || output.contains("disks are served") || self.process.ended().is_some())
-                .then_some(ready)
+            // A warning may say so of a disk whose sockets are still being made.
+            let mut lines = output.lines().filter(|line| !line.contains("warning:"));
+            let words = ["served at", "is served", "disks are served"];
+            let ready = lines.any(|line| words.iter().any(|words| line.contains(words)));
+            (ready || self.process.ended().is_some()).then_some(ready)
         });
         assert_eq!(ready, Some(true), "it does not serve: {}", self.process.output());
         self
