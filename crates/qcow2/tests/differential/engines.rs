@@ -97,7 +97,7 @@ impl Engine {
             Engine::Ours => ours(bench, image, step, &ops, size, model),
             Engine::Imago if matches!(step, Step::Ops(_)) => imago(image, &ops),
             // imago knows no snapshots.
-            Engine::Qemu | Engine::Imago => qemu(bench, image, step, &ops, size),
+            Engine::Qemu | Engine::Imago => qemu(bench, image, step, &ops, (len, size)),
         }
         .map_err(|error| format!("{step:?}: {error}"))
     }
@@ -109,7 +109,14 @@ impl Engine {
     }
 }
 
-fn qemu(bench: &Bench, image: &Image, step: &Step, ops: &[Op], size: u64) -> Result<(), String> {
+/// * `sizes`: of the disk in bytes, before and after the step.
+fn qemu(
+    bench: &Bench,
+    image: &Image,
+    step: &Step,
+    ops: &[Op],
+    (before, size): (u64, u64),
+) -> Result<(), String> {
     let path = image.name;
     match step {
         Step::Ops(_) => {
@@ -134,8 +141,13 @@ fn qemu(bench: &Bench, image: &Image, step: &Step, ops: &[Op], size: u64) -> Res
         Step::Apply => drop(bench.images.qemu_img(&["snapshot", "-a", "one", path])),
         Step::Delete => drop(bench.images.qemu_img(&["snapshot", "-d", "one", path])),
         Step::Resize(_) => {
-            let size = size.to_string();
-            bench.images.qemu_img(&["resize", "-q", "-f", "qcow2", "--shrink", path, &size]);
+            let text = size.to_string();
+            bench.images.qemu_img(&["resize", "-q", "-f", "qcow2", "--shrink", path, &text]);
+            // It shows again what it had cut off within a cluster; our engine shows zeroes.
+            let shown = size.min(before.next_multiple_of(bench.cell.cluster));
+            if shown > before {
+                bench.images.qemu_io(path, &[format!("write -q -z {before} {}", shown - before)]);
+            }
         }
     }
     Ok(())
