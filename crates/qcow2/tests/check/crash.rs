@@ -52,7 +52,7 @@ fn a_refcount_block_whose_entry_is_damaged_is_read_until_the_header_leads_to_ano
         let entry = usize::try_from(table).expect("small");
         bytes[entry + 7] |= 0x10;
         for seed in 0..4 {
-            let judged = no_worse(&mut runtime, &bytes, Repair::All, seed, &name);
+            let judged = no_worse(&mut runtime, &bytes, Repair::All, seed, name);
             assert!(judged > 0, "{name}");
         }
     }
