@@ -340,23 +340,39 @@ impl Keeper {
             std::thread::sleep(LOOK);
         }
         if unmounted {
-            return true;
+            return self.closes();
         }
         // Nobody uses it at this moment, and yet it was busy all the time: clients open and close it again and again. One that opens it after
         // the look is served to its end, so the name goes before the look that counts.
         if let Err(error) = self.mount.unmount(Unmount::Lazy) {
             tracing::warn!("{error}");
         }
-        if self.is_unused() {
-            return true;
+        self.closes()
+    }
+
+    /// For a mount that has left the tree: whether nobody uses it, and from now on nobody can. Otherwise who uses it is told.
+    fn closes(&self) -> bool {
+        let closes = self.closes_quietly();
+        if !closes {
+            self.in_use.tell(self.open_files());
         }
-        self.in_use.tell(self.open_files());
-        false
+        closes
+    }
+
+    /// As [`closes`](Keeper::closes); tells nobody.
+    fn closes_quietly(&self) -> bool {
+        // A client may have found the name before it went, and open the file only now.
+        self.server.refuse_opens(true);
+        let closes = self.is_unused();
+        if !closes {
+            self.server.refuse_opens(false);
+        }
+        closes
     }
 
     /// Whether a stop has waited long enough: the last user is gone, or the time is up.
     fn drained(&self, draining: Draining) -> Option<End> {
-        if self.is_unused() {
+        if self.is_unused() && self.closes_quietly() {
             return Some(End::Stopped);
         }
         let limit = self.stop_timeout.filter(|limit| draining.since.elapsed() >= *limit)?;
@@ -365,6 +381,7 @@ impl Keeper {
 
     /// The end at once.
     fn forced(&self, reason: impl FnOnce(u64) -> HaltReason) -> End {
+        self.server.refuse_opens(true);
         match self.open_files() {
             0 => End::Stopped,
             count => End::Forced(reason(count)),

@@ -18,7 +18,7 @@
 //! lies; everything else is one call that writes the reply ([`FileServer::serve_control`]).
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::SystemTime;
 
 use ringdisk_disk::{Cache, ClientErrors, Disk};
@@ -109,7 +109,7 @@ impl FileServer {
         // A RELEASE without an OPEN would be a bug of the kernel; the count must not wrap over it.
         let _ = self
             .open_files
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |count| change(count, 1));
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |count| change(count, 1));
     }
 }
 
@@ -129,6 +129,8 @@ pub struct FileServer {
     gid: AtomicU32,
     /// Open files of all clients.
     open_files: AtomicU64,
+    /// Nothing can be opened any more.
+    refuses_opens: AtomicBool,
     /// Changes of the size that clients of this file are making: the kernel knows of those.
     client_resizes: AtomicU32,
     /// Time that a read-only file shows: it does not change, so tools that watch for changes must not see any.
@@ -156,6 +158,7 @@ impl FileServer {
             uid: AtomicU32::new(options.uid),
             gid: AtomicU32::new(options.gid),
             open_files: AtomicU64::new(0),
+            refuses_opens: AtomicBool::new(false),
             client_resizes: AtomicU32::new(0),
             started: SystemTime::now(),
             record: None,
@@ -211,7 +214,14 @@ impl FileServer {
     #[must_use]
     pub fn open_files(&self) -> u64 {
         let recorded = self.record.as_ref().and_then(|record| record.state());
-        recorded.map_or_else(|| self.open_files.load(Ordering::Relaxed), |state| state.open_files)
+        recorded.map_or_else(|| self.open_files.load(Ordering::SeqCst), |state| state.open_files)
+    }
+
+    /// Whether OPEN is refused from now on, with ESTALE: for a mount that has left the tree. The kernel looks the name up again then (`do_filp_open`
+    /// of fs/namei.c), and finds what is there now. Whoever sets this and then counts no open file can be sure that there will be none: an
+    /// OPEN counts first and looks here after that. Any thread.
+    pub(crate) fn refuse_opens(&self, refuses: bool) {
+        self.refuses_opens.store(refuses, Ordering::SeqCst);
     }
 
     /// Reads into the first `size` bytes of `buf`.
@@ -394,7 +404,7 @@ impl FileServer {
         Ok(())
     }
 
-    /// Errors: EACCES for writing to a read-only export (the kernel has said EROFS before, as a rule).
+    /// Errors: EACCES for writing to a read-only export (the kernel has said EROFS before, as a rule); ESTALE at the end of the mount.
     fn open(&self, unique: u64, argument: &OpenIn) -> Result<OpenOut, Errno> {
         let can_write = can_write(argument.flags);
         if can_write && self.read_only {
@@ -404,6 +414,10 @@ impl FileServer {
             self.kill_suid_sgid();
         }
         self.count(unique, true, argument.flags);
+        if self.refuses_opens.load(Ordering::SeqCst) {
+            self.count(unique, false, argument.flags);
+            return Err(Errno::STALE);
+        }
         Ok(OpenOut {
             fh: FILE_HANDLE,
             open_flags: self.profile.open_flags(can_write),

@@ -255,6 +255,18 @@ fn open_files_are_counted() {
 }
 
 #[test]
+fn what_is_opened_at_the_end_is_stale_and_not_counted() {
+    let mut fixture = plain();
+    let open = Operation::Open(OpenIn::default());
+    for refuses in [true, false, true] {
+        fixture.file.refuse_opens(refuses);
+        let expected = if refuses { Errno::STALE.raw_os_error() } else { 0 };
+        assert_eq!(fixture.serve(opcode::OPEN, open).error_number(), expected);
+    }
+    assert_eq!(fixture.file.open_files(), 1);
+}
+
+#[test]
 fn requests_without_a_reply_get_none_and_unknown_ones_enosys() {
     let mut fixture = plain();
     let interrupt = Operation::Interrupt(crate::abi::InterruptIn { unique: 4 });

@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 
 use ringdisk_fuse::ErrorKind;
 use ringdisk_fuse::mount::{self, Unmount};
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{AtFlags, Mode, OFlags, StatxFlags, makedev, statx};
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect as connect_to, socket_with,
 };
@@ -115,7 +115,7 @@ impl Duties {
     /// Descriptors of the files. While they are open no other file gets the number of one of these: an order may be carried out when the
     /// process that gave it is gone, and the next one has the name.
     pub(super) fn pins(&self) -> Vec<Option<OwnedFd>> {
-        self.files.iter().map(|(path, _)| pin(path)).collect()
+        self.files.iter().map(|(path, id)| pin(path, *id)).collect()
     }
 
     /// Takes one of these. Returns whether it was the last one; `None`: not one of ours.
@@ -174,10 +174,15 @@ fn unmount((mountpoint, connection): &(PathBuf, u32), how: Unmount) -> Answer {
     }
 }
 
-/// Keeps the numbers of a file from being given to another one: a descriptor that nothing can be read or written by. `None`: there is no
-/// such file, or no descriptor left.
-pub(crate) fn pin(path: &Path) -> Option<OwnedFd> {
-    rustix::fs::open(path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty()).ok()
+/// Keeps the numbers of a file from being given to another one: a descriptor that nothing can be read or written by. `None`: its name
+/// leads to something else, as that of a mountpoint does, which would be in use then; or there is no descriptor left.
+pub(crate) fn pin(path: &Path, id: (u64, u64)) -> Option<OwnedFd> {
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let file = rustix::fs::open(path, flags, Mode::empty()).ok()?;
+    // What is mounted there may not answer yet, so nothing is asked of it.
+    let quietly = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+    let now = statx(&file, "", quietly, StatxFlags::INO).ok()?;
+    ((makedev(now.stx_dev_major, now.stx_dev_minor), now.stx_ino) == id).then_some(file)
 }
 
 /// Removes a file if its name still leads to it.

@@ -45,8 +45,8 @@ impl MadeSocket {
     /// Errors: nothing has that name any more.
     pub(crate) fn adopt(path: &Path) -> io::Result<MadeSocket> {
         let meta = fs::symlink_metadata(path)?;
-        let _pin = sandbox::pin(path);
-        Ok(MadeSocket { path: std::path::absolute(path)?, id: (meta.dev(), meta.ino()), _pin })
+        let id = (meta.dev(), meta.ino());
+        Ok(MadeSocket { path: std::path::absolute(path)?, id, _pin: sandbox::pin(path, id) })
     }
 
     /// Its name, with device and inode number.
@@ -93,8 +93,8 @@ impl MadeSocket {
             fchmod(&socket, Mode::from_raw_mode(0o600))?;
             bind(&socket, &SocketAddrUnix::new(path)?)?;
             let meta = fs::symlink_metadata(&whole)?;
-            let _pin = sandbox::pin(&whole);
-            let made = MadeSocket { path: whole.clone(), id: (meta.dev(), meta.ino()), _pin };
+            let id = (meta.dev(), meta.ino());
+            let made = MadeSocket { path: whole.clone(), id, _pin: sandbox::pin(&whole, id) };
             if let Some(group) = group {
                 std::os::unix::fs::lchown(&whole, None, Some(group))?;
             }
