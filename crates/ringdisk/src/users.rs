@@ -157,13 +157,7 @@ fn search(place: &Place, found: &Mutex<Users>) {
     let own = std::process::id();
     let processes: Vec<u32> = names("/proc").filter_map(|name| name.parse().ok()).collect();
     let tables = tables(&processes);
-    let ids: HashSet<u64> = tables
-        .iter()
-        .flatten()
-        .filter(|entry| entry.device == place.device)
-        .map(|entry| entry.id)
-        .chain(place.id)
-        .collect();
+    let ids = ids(place, &tables);
     let devices = devices(place, &tables);
     lock(found).devices = devices;
     let (open, others): (Vec<u32>, Vec<u32>) =
@@ -176,6 +170,16 @@ fn search(place: &Place, found: &Mutex<Users>) {
             lock(found).add(pid);
         }
     }
+}
+
+/// Numbers of the mount and its copies.
+fn ids(place: &Place, tables: &[Vec<MountEntry>]) -> HashSet<u64> {
+    let all = || tables.iter().flatten();
+    let is_ours = |entry: &&MountEntry| entry.device == place.device;
+    // The kernel gives the number of a mount that is gone, as ours may be while a copy of it is used, to the next one.
+    let is_given = |id: &u64| all().any(|entry| entry.id == *id && !is_ours(&entry));
+    let own = place.id.filter(|id| !is_given(id));
+    all().filter(is_ours).map(|entry| entry.id).chain(own).collect()
 }
 
 /// Names in a directory.
@@ -306,6 +310,19 @@ mod tests {
         assert_eq!(users.text(Some(3)), text);
         assert!(Users::default().text(Some(3)).starts_with("3 open files"));
         assert!(Users::default().text(None).contains("cannot be seen"));
+    }
+
+    #[test]
+    fn a_mount_that_got_the_number_of_ours_is_not_ours() {
+        let tables = tables(&[std::process::id()]);
+        let other = tables.iter().flatten().next().expect("a mount");
+        let mountpoint = PathBuf::from("/gone");
+        let place = Place { mountpoint, device: (u32::MAX, 1), id: Some(other.id) };
+        assert!(ids(&place, &tables).is_empty());
+        let place = Place { id: Some(u64::MAX), ..place };
+        assert_eq!(ids(&place, &tables), HashSet::from([u64::MAX]), "it has left the tree");
+        let place = Place { device: other.device, ..place };
+        assert!(ids(&place, &tables).contains(&other.id), "a copy of it");
     }
 
     #[test]

@@ -431,10 +431,13 @@ mod tests {
         assert_ne!(name(real.join("vm.sock")), name(real.join("vm2.sock")));
         assert!(real_path(&directory.path().join("none/vm.sock")).is_err());
         let name = name(real.join("vm.sock"));
-        let places = [directory.path().to_owned()];
+        let places = [directory.path().to_owned(), directory.path().join("next")];
         let first = listen_in(&places, &name).expect("listens");
+        // Nor is it made where clients look later.
         let error = listen_in(&places, &name).expect_err("in use");
+        assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
         assert!(error.to_string().contains("another process"), "{error}");
+        assert!(!places[1].join(&name).exists());
         drop(first);
         listen_in(&places, &name).expect("listens again");
     }
