@@ -15,6 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use ringdisk_fuse::mount::table::{self, MountEntry};
+use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use serde::{Deserialize, Serialize};
 
 /// How long a look may take.
@@ -157,11 +158,19 @@ fn search(place: &Place, found: &Mutex<Users>) {
     let own = std::process::id();
     let processes: Vec<u32> = names("/proc").filter_map(|name| name.parse().ok()).collect();
     let tables = tables(&processes);
-    let ids = ids(place, &tables);
+    let ids: HashSet<u64> = tables
+        .iter()
+        .flatten()
+        .filter(|entry| entry.device == place.device)
+        .map(|entry| entry.id)
+        .chain(place.id)
+        .collect();
     let devices = devices(place, &tables);
     lock(found).devices = devices;
-    let (open, others): (Vec<u32>, Vec<u32>) =
-        processes.into_iter().filter(|pid| *pid != own).partition(|pid| has_open(*pid, &ids));
+    let (open, others): (Vec<u32>, Vec<u32>) = processes
+        .into_iter()
+        .filter(|pid| *pid != own)
+        .partition(|pid| has_open(*pid, &ids, place.device));
     open.into_iter().for_each(|pid| lock(found).add(pid));
     // Last: what may have to wait.
     for pid in others {
@@ -170,16 +179,6 @@ fn search(place: &Place, found: &Mutex<Users>) {
             lock(found).add(pid);
         }
     }
-}
-
-/// Numbers of the mount and its copies.
-fn ids(place: &Place, tables: &[Vec<MountEntry>]) -> HashSet<u64> {
-    let all = || tables.iter().flatten();
-    let is_ours = |entry: &&MountEntry| entry.device == place.device;
-    // The kernel gives the number of a mount that is gone, as ours may be while a copy of it is used, to the next one.
-    let is_given = |id: &u64| all().any(|entry| entry.id == *id && !is_ours(&entry));
-    let own = place.id.filter(|id| !is_given(id));
-    all().filter(is_ours).map(|entry| entry.id).chain(own).collect()
 }
 
 /// Names in a directory.
@@ -202,12 +201,20 @@ fn tables(processes: &[u32]) -> Vec<Vec<MountEntry>> {
         .collect()
 }
 
-fn has_open(pid: u32, ids: &HashSet<u64>) -> bool {
-    let directory = PathBuf::from(format!("/proc/{pid}/fdinfo"));
-    names(&directory).any(|name| {
-        let info = fs::read_to_string(directory.join(name)).unwrap_or_default();
+fn has_open(pid: u32, ids: &HashSet<u64>, device: (u32, u32)) -> bool {
+    let process = PathBuf::from(format!("/proc/{pid}"));
+    names(process.join("fdinfo")).any(|name| {
+        let info = fs::read_to_string(process.join("fdinfo").join(&name)).unwrap_or_default();
+        // The kernel gives the number of a mount that is gone, as ours may be while a copy of it is used, to the next one.
         mount_id(&info).is_some_and(|id| ids.contains(&id))
+            && device_of(&process.join("fd").join(&name)).is_none_or(|of| of == device)
     })
+}
+
+/// The file system that an open file is on, as the kernel knows it: nothing is asked of that file system. `None`: it may not be seen.
+fn device_of(file: &Path) -> Option<(u32, u32)> {
+    let file = statx(CWD, file, AtFlags::STATX_DONT_SYNC, StatxFlags::empty()).ok()?;
+    Some((file.stx_dev_major, file.stx_dev_minor))
 }
 
 /// The number of the mount that an open file is on.
@@ -288,6 +295,8 @@ fn upon(directory: &Path, name: &str, depth: usize, stack: &mut Vec<(Option<(u32
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsRawFd;
+
     use super::*;
 
     #[test]
@@ -313,29 +322,17 @@ mod tests {
     }
 
     #[test]
-    fn a_mount_that_got_the_number_of_ours_is_not_ours() {
-        let tables = tables(&[std::process::id()]);
-        let other = tables.iter().flatten().next().expect("a mount");
-        let mountpoint = PathBuf::from("/gone");
-        let place = Place { mountpoint, device: (u32::MAX, 1), id: Some(other.id) };
-        assert!(ids(&place, &tables).is_empty());
-        let place = Place { id: Some(u64::MAX), ..place };
-        assert_eq!(ids(&place, &tables), HashSet::from([u64::MAX]), "it has left the tree");
-        let place = Place { device: other.device, ..place };
-        assert!(ids(&place, &tables).contains(&other.id), "a copy of it");
-    }
-
-    #[test]
     fn a_process_with_an_open_file_is_found_by_its_mount() {
         let file = tempfile::tempfile().expect("a file");
-        let info = {
-            use std::os::fd::AsRawFd;
-            fs::read_to_string(format!("/proc/self/fdinfo/{}", file.as_raw_fd())).expect("info")
-        };
+        let number = file.as_raw_fd();
+        let info = fs::read_to_string(format!("/proc/self/fdinfo/{number}")).expect("info");
         let id = mount_id(&info).expect("a number");
         let pid = std::process::id();
-        assert!(has_open(pid, &HashSet::from([id])));
-        assert!(!has_open(pid, &HashSet::from([u64::MAX])));
+        let device = device_of(Path::new(&format!("/proc/self/fd/{number}"))).expect("a device");
+        assert!(has_open(pid, &HashSet::from([id]), device));
+        assert!(!has_open(pid, &HashSet::from([u64::MAX]), device));
+        let other = (device.0, device.1 + 1);
+        assert!(!has_open(pid, &HashSet::from([id]), other), "a mount that got the number of ours");
         assert!(!tables(&[pid]).is_empty());
     }
 }
