@@ -87,8 +87,9 @@ impl Image {
             self.is_corrupt.store(1, Ordering::SeqCst);
             return;
         }
-        // In flight.
-        thread::yield_now();
+        // In flight, for about as long as a table takes: only two long steps meet in so many schedules that a model sees each time what it is
+        // to see (a hundred schedules in place of all find it).
+        (0..24).for_each(|_| thread::yield_now());
         self.content.store(DATA, Ordering::SeqCst);
     }
 
@@ -106,7 +107,7 @@ impl Image {
             }
         }
         // It takes a while until the table is written.
-        (0..8).for_each(|_| thread::yield_now());
+        (0..24).for_each(|_| thread::yield_now());
         if take == Take::ThenMarked {
             self.mark(&mut lock(&self.counts));
         }
