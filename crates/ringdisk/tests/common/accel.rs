@@ -9,7 +9,7 @@ use ringdisk_testkit::process::{Finished, LIMIT, run, until};
 use ringdisk_testkit::sim::Prng;
 use serde_json::Value;
 
-use super::serving::{Daemon, Place, SIZE, load, serve_command, stats};
+use super::serving::{Daemon, Place, SIZE, load_of, serve_command, stats};
 
 /// Words with which the kernel serves a raw disk.
 pub(crate) const PLAIN: [&str; 2] = ["--cache", "none"];
@@ -102,8 +102,19 @@ pub(crate) fn required(place: &Place, words: &[&str]) -> std::process::Command {
 /// Queue threads serve a disk, and say why. It holds what was written afterwards.
 #[track_caller]
 pub(crate) fn assert_by_threads(place: &Place, daemon: Daemon, why: &str) {
+    assert_by_threads_where(place, daemon, why, Discards::Zero);
+}
+
+/// The same where discards leave something else.
+#[track_caller]
+pub(crate) fn assert_by_threads_where(
+    place: &Place,
+    daemon: Daemon,
+    why: &str,
+    discards: Discards,
+) {
     let mut vm = place.vm(true);
-    let mut load = load(20);
+    let mut load = load_of(20, discards);
     load.run(&mut vm, 200);
     load.drain(&mut vm);
     let counters = stats(&place.socket);
