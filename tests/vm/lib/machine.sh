@@ -1,7 +1,7 @@
 # Boots the virtual machine, runs a job in it and says how it ended.
 # Sourced by tests/vm/run.
 #
-# Promises: QEMU and virtiofsd end with the run; a time limit ends everything; a boot that dies before the job begins is tried once more;
+# Promises: QEMU and virtiofsd end with the run; a time limit ends everything; a boot that dies before the job begins is tried twice more;
 # a complaint of the guest's kernel fails a run whose job succeeded.
 # shellcheck shell=bash disable=SC2154,SC2054 # variables of tests/vm/run and fetch.sh; words of QEMU have commas
 
@@ -136,11 +136,13 @@ machine() {
   local run=$1 limit_s=$2 attempt code
   cp "$here/guest/start" "$run/start"
   make_initramfs "$run" || { echo "vm: no initramfs" >&2; return 125; }
-  for attempt in 1 2; do
+  for attempt in 1 2 3; do
     boot "$run" "$limit_s"
     code=$?
     [ $code -ne 2 ] && break
     echo "vm: the machine died before the job began (attempt $attempt); the end of its console:" >&2
+    # What it died of stands before a long trace.
+    grep -aE -A 3 "$complaints" "$run/console" | head -n 12 >&2
     tail -n 15 "$run/console" "$run/qemu.log" >&2
   done
   if grep -aqE "$complaints" "$run/console"; then
