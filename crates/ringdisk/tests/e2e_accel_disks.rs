@@ -100,7 +100,8 @@ fn a_file_on_ext4_holds_what_was_written() {
     assert!(bios == 0 && kiocbs > 0);
 }
 
-/// Reads around sectors that cannot be read, many at once: those that touch one fail, the others do not, and the kernel goes on.
+/// Reads around sectors that cannot be read, many at once: those that touch one fail, the others do not, and the kernel goes on. None ends
+/// where another one begins: the block layer may make one request of two such, and when that fails, both have failed (docs/vhost-blk.md).
 fn bad_sectors(name: &str, bad: Range<u64>) {
     let Some(disk) = as_it_is(name) else { return };
     let place = &disk.place;
@@ -117,7 +118,8 @@ fn bad_sectors(name: &str, bad: Range<u64>) {
         let mut asked = Vec::new();
         for number in 0..16_u64 {
             let queue = usize::from(number % 2 == 1);
-            let len = [512, 4096, 16384][usize::try_from((number + round) % 3).expect("small")];
+            let sectors = [1, 7, 31][usize::try_from((number + round) % 3).expect("small")];
+            let len = sectors * 512;
             // Each reaches a little farther over the bad ones, from below and from above; every fourth is elsewhere.
             let sector = match number % 4 {
                 0 => far,
@@ -136,8 +138,9 @@ fn bad_sectors(name: &str, bad: Range<u64>) {
                 let fails = fails(sector, len);
                 assert_eq!(done.status, u8::from(fails), "sector {sector}, {len} bytes");
                 errors += u64::from(fails);
-                if sector == far && len >= 4096 {
-                    assert!(done.data[..4096] == bytes, "sector {sector}");
+                if sector == far {
+                    let known = len.min(bytes.len());
+                    assert!(done.data[..known] == bytes[..known], "sector {sector}");
                 }
             }
         }

@@ -99,6 +99,20 @@ fn a_skip_over_two_transports_is_counted_for_each() {
 }
 
 #[test]
+fn what_a_machine_runs_again_is_counted_once() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = |name: &str| directory.path().join(name);
+    let one = "== a (uring)\ntest one ... ok\ntest two ... FAILED\n\
+               @skip\twhole\ta-0123456789abcdef\tone\tmoon\n\
+               test result: FAILED. 1 passed; 1 failed; 0 ignored\n";
+    let all = "== a (uring)\ntest one ... ok\ntest two ... ok\ntest result: ok. 2 passed; 0 failed; 0 ignored\n";
+    let log = [one, "vm: the job begins anew: the emulator made a mistake:\n", all].concat();
+    std::fs::write(path("log"), log).expect("a log");
+    let words = [Path::new("add"), &path("state"), Path::new("vm"), &path("log"), &path("none")];
+    assert_eq!(ok(tally(&words)).trim(), "2 0 0");
+}
+
+#[test]
 fn what_another_test_runs_is_no_skip() {
     let directory = tempfile::tempdir().expect("a directory");
     let path = |name: &str| directory.path().join(name);

@@ -222,8 +222,8 @@ class Machine:
         return self
 
     def boots(self):
-        """Starts and waits for the agent; a boot that dies is tried once more (emulation of several CPUs is not perfect)."""
-        for attempt in (1, 2):
+        """Starts and waits for the agent; a boot that dies is tried twice more (emulation of several CPUs is not perfect)."""
+        for attempt in (1, 2, 3):
             try:
                 self.start().comes_up()
                 complaints = self.complaints()
@@ -233,7 +233,7 @@ class Machine:
             except Died as e:
                 text = processes.tail(self.console)
                 self.kill()
-                if attempt == 2:
+                if attempt == 3:
                     raise
                 print(f"vm: {self.name}: {e}; tried once more. Its console:\n{text}", flush=True)
         return self
