@@ -162,6 +162,9 @@ pub struct Layout {
     pub leaks: u64,
     /// The same behind the end of the file, where they take no space.
     pub leaks_beyond: u64,
+    /// The first host cluster that neither the file nor a refcount has. Of a table that reaches farther, one such cluster is noted: its
+    /// refcount of 0 says enough, and a length that is rubbish would mean millions.
+    end: u64,
 }
 
 impl Layout {

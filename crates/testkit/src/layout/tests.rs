@@ -124,3 +124,24 @@ fn damage_is_found() {
     let layout = Layout::of(&leaky[..]);
     assert!(layout.is_sound() && (layout.leaks, layout.leaks_beyond) == (1, 0));
 }
+
+#[test]
+fn a_table_of_a_length_that_is_rubbish_is_noted_up_to_the_end_of_the_file() {
+    let directory = scratch();
+    if !needs("qemu-img", has("qemu-img")) {
+        return;
+    }
+    let path = directory.path().join("image");
+    std::fs::write(&path, Shape { cluster_bits: 9, ..Shape::default() }.make()).expect("room");
+    qemu_img(&["snapshot", "-c", "one", text(&path)]);
+    let mut image = std::fs::read(&path).expect("readable");
+    let layout = Layout::of(&image[..]);
+    assert!(layout.is_sound(), "{layout}");
+    let at = usize::try_from(layout.header.snapshots_offset).expect("small");
+    // Entries of the snapshot's L1 table: 32 GiB of them.
+    image[at + 8..at + 12].fill(0xff);
+    let layout = Layout::of(&image[..]);
+    assert!(!layout.is_sound());
+    let most = image.len() / 512 + 20;
+    assert!(layout.references.len() < most, "{} of {most}", layout.references.len());
+}

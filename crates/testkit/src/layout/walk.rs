@@ -20,8 +20,11 @@ pub(super) fn walk(image: &(impl Bytes + ?Sized)) -> Layout {
         }
     }
     let header = layout.header.clone();
+    layout.end = image.size().div_ceil(header.cluster());
     layout.refer(Class::Header, 0, 1);
     layout.walk_refcounts(image);
+    let counted = layout.refcounts.last_key_value().map_or(0, |(cluster, _)| cluster + 1);
+    layout.end = layout.end.max(counted);
     layout.walk_l1(image, header.l1_offset, header.l1_size, true);
     match snapshots(image, &header) {
         Ok((list, bytes)) => {
@@ -52,7 +55,9 @@ impl Layout {
             return;
         }
         let bits = self.header.cluster_bits;
-        for cluster in offset >> bits..=(offset + len - 1) >> bits {
+        let first = offset >> bits;
+        let last = offset.saturating_add(len - 1) >> bits;
+        for cluster in first..=last.min(self.end.max(first)) {
             let (known, count) = self.references.entry(cluster).or_insert((class, 0));
             *count += 1;
             let known = *known;
