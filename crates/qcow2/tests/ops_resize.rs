@@ -577,3 +577,50 @@ fn a_shrink_with_bitmaps_lengthens_no_file_and_keeps_their_bits() {
         }
     }
 }
+
+/// A guest would see a larger disk, of which the new part answers with errors.
+#[test]
+fn a_disk_whose_data_file_does_not_grow_keeps_its_size() {
+    let images = Images::new();
+    for (name, options) in [("plain", ""), ("raw", ",data_file_raw=on")] {
+        let options = format!("data_file={name}.data{options}");
+        let path = images.create(name, &options, 4 * MIB);
+        images.qemu_io(name, &["write -q -P 5 0 4M".into()]);
+        let bytes = std::fs::read(path).expect("the image");
+        for preallocation in [Preallocation::Off, Preallocation::Metadata, Preallocation::Falloc] {
+            for errno in [Errno::FBIG, Errno::IO, Errno::NOSPC, Errno::OPNOTSUPP] {
+                let what = format!("{name}, {preallocation:?}, {errno}");
+                let is_device = errno == Errno::OPNOTSUPP;
+                let data = match is_device {
+                    true => SimStorage::device(4 * MIB, 1),
+                    false => SimStorage::new(4 * MIB, 1),
+                };
+                if !is_device {
+                    data.on(When::kind(OpKind::SetLen), Fault::Fail(errno));
+                    data.on(When::kind(OpKind::Preallocate), Fault::Fail(errno));
+                    data.on(When::kind(OpKind::WriteZeroes), Fault::Fail(errno));
+                }
+                let file = SimStorage::from_image(&bytes, 1);
+                let mut runtime = runtime();
+                let ring = runtime.ring().clone();
+                runtime.block_on(async {
+                    let open = OpenOptions { writable: true, ..OpenOptions::default() };
+                    let opened = Qcow2::open(&ring, file.storage(), &open).await;
+                    let mut image = opened.expect("a good image");
+                    image.set_data_file(data.storage()).expect("a data file is wanted");
+                    let options = ResizeOptions { shrink: false, preallocation };
+                    let result = image.resize(&ring, 16 * MIB, &options, &Nothing).await;
+                    assert!(result.is_err(), "{what}");
+                    assert_eq!(image.virtual_size(), 4 * MIB, "{what}");
+                    let off = ResizeOptions { shrink: true, ..ResizeOptions::default() };
+                    let smaller = image.resize(&ring, 4 * MIB - 512, &off, &Nothing).await;
+                    assert!(smaller.is_ok(), "{what}: {smaller:?}");
+                    // Where it has room there is nothing to say.
+                    let back = image.resize(&ring, 4 * MIB, &off, &Nothing).await;
+                    assert!(back.is_ok() || !is_device, "{what}: {back:?}");
+                    assert_eq!(image.close(&ring).await, Ok(()), "{what}");
+                });
+            }
+        }
+    }
+}

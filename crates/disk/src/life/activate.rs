@@ -145,6 +145,7 @@ async fn reload_layer(ring: &Ring, old: &Layer, options: &ImageOptions) -> Resul
             Ok(named_as(fresh, old))
         }
         Node::Qcow2(before) => {
+            before.forget_names();
             let fresh = again(ring, old, options, old.is_writable).await?;
             if let Some(image) = fresh.qcow2() {
                 check_names(old, before.info(), image.info())?;

@@ -198,7 +198,12 @@ async fn offline_on<T>(
     let error = match reopen::image(ring, layer, disk.options(), true).await {
         Ok(mut image) => match operation(ring, &mut image).await {
             Ok(value) => return Ok((reopen::layer_of(image, layer), Ok(value))),
-            Err(error) => crate::open::of_qcow2(&error),
+            Err(error) => {
+                if let Some(old) = layer.qcow2() {
+                    old.take_over_names(&image);
+                }
+                crate::open::of_qcow2(&error)
+            }
         },
         Err(error) => error,
     };

@@ -20,7 +20,9 @@ pub(super) async fn image(
     writable: bool,
 ) -> Result<Qcow2, Error> {
     let Some(old) = layer.qcow2() else { return Err(not_qcow2(layer)) };
-    image_on(ring, Arc::clone(old.file()), data_file(old), options, writable).await
+    let image = image_on(ring, Arc::clone(old.file()), data_file(old), options, writable).await?;
+    image.take_over_names(old);
+    Ok(image)
 }
 
 /// Errors: `Unsupported` when the layer is no qcow2 image.

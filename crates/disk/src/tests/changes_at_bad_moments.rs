@@ -161,3 +161,54 @@ fn what_is_discarded_while_a_commit_copies_it_stays_discarded() {
         });
     }
 }
+
+/// Each live change opens the image again. What reads had shown to be in use, whatever its count says, is known afterwards, too.
+#[test]
+fn a_cluster_that_was_read_is_not_given_away_after_a_change() {
+    const CLUSTER: usize = 4096;
+    let place = directory();
+    let create = ["create", "-q", "-f", "qcow2", "-o", "cluster_size=4096", "image", "8M"];
+    qemu_img(&place, &create);
+    qemu_io(&place, "qcow2", "image", &["write -P 1 0 64k", "write -P 0x22 2M 4k"]);
+    let path = place.path().join("image");
+    let mut bytes = std::fs::read(&path).expect("read");
+    let word = |bytes: &[u8], at: usize| {
+        let raw = bytes[at..at + 8].try_into().expect("8 bytes");
+        usize::try_from(u64::from_be_bytes(raw) & 0x00ff_ffff_ffff_fe00).expect("small")
+    };
+    let table = word(&bytes, word(&bytes, 40) + 8);
+    let host = word(&bytes, table);
+    assert_eq!(bytes[host], 0x22);
+    let counts = word(&bytes, word(&bytes, 48));
+    // It is the only one that looks free.
+    for cluster in 0..bytes.len() / CLUSTER {
+        let at = counts + 2 * cluster;
+        if bytes[at..at + 2] == [0, 0] || cluster == host / CLUSTER {
+            bytes[at + 1] = u8::from(cluster != host / CLUSTER);
+        }
+    }
+    std::fs::write(&path, &bytes).expect("write");
+    for change in ["resize", "snapshot"] {
+        std::fs::write(&path, &bytes).expect("write");
+        run(async |ring| {
+            let disk = open(&ring, &path, &ImageOptions::default()).await.expect("open");
+            let buf = IoBuf::new(CLUSTER, 4096);
+            assert_eq!(disk.read(&ring, 2 << 20, &buf).await, Ok(CLUSTER));
+            // They may be refused.
+            let is_made = match change {
+                "resize" => disk.resize(&ring, 16 << 20).await.is_ok(),
+                _ => {
+                    let create = crate::SnapshotChange::Create("s".to_owned());
+                    disk.snapshot(&ring, create).await.is_ok()
+                }
+            };
+            buf.fill(0x77);
+            let written = disk.write(&ring, 1 << 20, &buf).await;
+            assert!(!is_made || written.is_err(), "{change}: one needs a cluster");
+            buf.fill(0);
+            assert_eq!(disk.read(&ring, 2 << 20, &buf).await, Ok(CLUSTER));
+            assert!(buf.to_vec().iter().all(|byte| *byte == 0x22), "{change}");
+            let _ = disk.close(&ring).await;
+        });
+    }
+}

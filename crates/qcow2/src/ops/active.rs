@@ -53,16 +53,31 @@ impl Active {
         tx.reader().table(entry).map_err(|reason| tx.corrupt(reason))
     }
 
-    /// The words of an L2 table; `None`: there is none.
+    /// The words of an L2 table; `None`: there is none. From now on no cluster that it names is taken for something new.
     pub(super) async fn table(
         &self,
-        tx: &Transaction<'_>,
+        tx: &mut Transaction<'_>,
         index: usize,
     ) -> Result<Option<Vec<u64>>, Error> {
-        match self.table_offset(tx, index)? {
-            Some(offset) => Ok(Some(words_of(&tx.read_cluster(offset, "an L2 table").await?))),
-            None => Ok(None),
+        let Some(offset) = self.table_offset(tx, index)? else { return Ok(None) };
+        let words = words_of(&tx.read_cluster(offset, "an L2 table").await?);
+        // What this transaction has made names what is counted, and nothing if the transaction fails.
+        if !self.fresh.contains(&offset) {
+            tx.note_named(offset >> tx.geometry.cluster_bits, 1);
+            for (start, count) in tx.reader().named(&words) {
+                tx.note_named(start, count);
+            }
         }
+        Ok(Some(words))
+    }
+
+    /// Looks at all L2 tables before anything is taken, so that nothing is taken that one of them names, and none is believed
+    /// that lies where the transaction has written.
+    pub(super) async fn look_at_all(&self, tx: &mut Transaction<'_>) -> Result<(), Error> {
+        for index in 0..self.l1.len() {
+            self.table(tx, index).await?;
+        }
+        Ok(())
     }
 
     /// Gives an L2 table new contents. It is referred to once.
@@ -171,8 +186,8 @@ impl Active {
                 self.replace(tx, index, &words).await?;
             }
             if let Some(offset) = self.table_offset(tx, index)? {
-                let count = tx.count(offset >> tx.geometry.cluster_bits).await?;
-                self.l1[index] = offset | if count == 1 { COPIED } else { 0 };
+                let flag = tx.copied(offset >> tx.geometry.cluster_bits).await?;
+                self.l1[index] = offset | flag;
             }
         }
         Ok(())
@@ -187,10 +202,18 @@ impl Active {
         let mut changed = false;
         for entry in words.iter_mut().step_by(tx.geometry.entry_words()) {
             let reference = tx.reader().reference(*entry).map_err(|reason| tx.corrupt(reason))?;
-            if let Reference::Cluster(cluster) = reference {
-                let flag = if tx.count(cluster).await? == 1 { COPIED } else { 0 };
-                changed |= *entry & COPIED != flag;
-                *entry = *entry & !COPIED | flag;
+            match reference {
+                Reference::None => {}
+                Reference::Compressed { start, count } => {
+                    for cluster in start..start + count {
+                        tx.copied(cluster).await?;
+                    }
+                }
+                Reference::Cluster(cluster) => {
+                    let flag = tx.copied(cluster).await?;
+                    changed |= *entry & COPIED != flag;
+                    *entry = *entry & !COPIED | flag;
+                }
             }
         }
         Ok(changed)
@@ -235,6 +258,19 @@ impl Active {
 }
 
 impl Transaction<'_> {
+    /// The COPIED flag of a reference to a cluster in use.
+    ///
+    /// Errors: `Corrupt` when its count is 0, so that it would be given back.
+    async fn copied(&mut self, cluster: u64) -> Result<u64, Error> {
+        match self.count(cluster).await? {
+            0 => Err(self.corrupt(format!(
+                "host cluster {cluster} is in use, but its refcount is 0, or would be"
+            ))),
+            1 => Ok(COPIED),
+            _ => Ok(0),
+        }
+    }
+
     pub(super) fn reader(&self) -> Reader {
         Reader::new(self.geometry, self.file.len(), self.version, self.external)
     }

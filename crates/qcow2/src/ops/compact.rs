@@ -88,7 +88,7 @@ async fn compact(ring: &Ring, image: &mut Qcow2, old_len: u64) -> Result<bool, E
     tx.search_below(kept).await?;
     for (index, cluster) in tables {
         if cluster >= kept
-            && let Some(words) = active.table(&tx, index).await?
+            && let Some(words) = active.table(&mut tx, index).await?
         {
             active.replace(&mut tx, index, &words).await?;
         }

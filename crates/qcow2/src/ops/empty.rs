@@ -96,6 +96,7 @@ async fn in_place(ring: &Ring, image: &mut Qcow2) -> Result<(), Error> {
     }
     zero_l1(&tx, &active).await?;
     tx.flush().await?;
+    tx.forget_named();
     // The disk is empty, durably. The rest gives space back.
     let freed = async {
         active.drop_all(&mut tx).await?;

@@ -84,6 +84,27 @@ impl Reader {
         Ok(Reference::Cluster(offset >> self.geometry.cluster_bits))
     }
 
+    /// The clusters that entries of an L2 table name, also where these cannot be right.
+    pub(super) fn named(&self, words: &[u64]) -> Vec<(u64, u64)> {
+        let mut runs: Vec<(u64, u64)> = Vec::new();
+        let bits = self.geometry.cluster_bits;
+        for entry in words.iter().step_by(self.words()) {
+            let (host, len) = match entry & COMPRESSED != 0 {
+                true => self.compressed_place(*entry),
+                false => (entry & OFFSET_MASK, 1),
+            };
+            if host == 0 || self.external {
+                continue;
+            }
+            let (start, end) = (host >> bits, ((host + len - 1) >> bits) + 1);
+            match runs.last_mut() {
+                Some((first, count)) if *first + *count == start => *count += end - start,
+                _ => runs.push((start, end - start)),
+            }
+        }
+        runs
+    }
+
     /// Host offset and length in bytes of compressed data, up to the end of its last sector.
     fn compressed_place(&self, entry: u64) -> (u64, u64) {
         let offset_bits = 62 - (self.geometry.cluster_bits - 8);

@@ -30,6 +30,7 @@ use ringdisk_ring::Ring;
 
 use crate::error::{Error, ErrorKind};
 use crate::image::Qcow2;
+use crate::sync::lock;
 
 pub(crate) use entries::words_of;
 pub use resize::ResizeOptions;
@@ -64,10 +65,27 @@ impl Qcow2 {
         match opened {
             Ok(mut image) => {
                 image.data_file = self.data_file.take();
+                image.take_over_names(self);
                 *self = image;
                 result
             }
             Err(error) => result.and(Err(error)),
+        }
+    }
+
+    /// What the former image of the same file, which is closed, knows of clusters that L2 entries name is known to this one, too.
+    /// Nothing that is known to be named becomes free because the file was opened again.
+    pub fn take_over_names(&self, from: &Qcow2) {
+        if let (Some(former), Some(engine)) = (from.engine.as_deref(), self.engine.as_deref()) {
+            let named = lock(&former.refcounts).take_named();
+            lock(&engine.refcounts).add_named(named);
+        }
+    }
+
+    /// Somebody else has changed the file since: what entries named counts for nothing.
+    pub fn forget_names(&self) {
+        if let Some(engine) = self.engine.as_deref() {
+            drop(lock(&engine.refcounts).take_named());
         }
     }
 

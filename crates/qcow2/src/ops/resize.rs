@@ -148,8 +148,13 @@ impl Qcow2 {
         tx.shorten_file();
         tx.commit().await?;
         // The disk has its new size, and nothing refers to what is behind it: an error would say that it has not.
-        if let Err(error) = self.set_data_len(ring, size).await {
-            tracing::warn!(%error, "the disk is smaller, its data file is not");
+        if let Some(data) = &self.data_file
+            && let Err(errno) = data.set_len(ring, size).await
+            && self.info.data_file_raw
+            && errno != Errno::OPNOTSUPP
+        {
+            let name = data.name();
+            tracing::warn!("the disk is smaller, its data file '{name}' is not: {errno}");
         }
         Ok(())
     }
@@ -218,18 +223,6 @@ impl Qcow2 {
         }
     }
 
-    /// The external data file has the size of the disk. One that is not the plain disk may have
-    /// any length.
-    async fn set_data_len(&self, ring: &Ring, size: u64) -> Result<(), Error> {
-        let Some(data) = &self.data_file else { return Ok(()) };
-        match data.set_len(ring, size).await {
-            Err(errno) if self.info.data_file_raw && errno != Errno::OPNOTSUPP => {
-                Err(Error::io(data.name(), "setting the length of the data file", errno))
-            }
-            _ => Ok(()),
-        }
-    }
-
     /// The data file gets the new length, and zeroes where the disk grows; what lies there belongs
     /// to nobody.
     async fn grow_data_file(
@@ -257,7 +250,14 @@ impl Qcow2 {
                     .map_err(failed)?;
             }
         }
-        self.set_data_len(ring, size).await?;
+        match data.set_len(ring, size).await {
+            // A block device has the length that it has.
+            Err(Errno::OPNOTSUPP) if data.refresh_len().map_err(failed)? < size => {
+                return Err(failed(Errno::NOSPC));
+            }
+            Ok(()) | Err(Errno::OPNOTSUPP) => {}
+            Err(errno) => return Err(failed(errno)),
+        }
         data.flush(ring).await.map_err(failed)
     }
 }

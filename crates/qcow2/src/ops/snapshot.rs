@@ -120,9 +120,10 @@ async fn create(ring: &Ring, image: &mut Qcow2, name: &str) -> Result<String, Er
     let mut tx = Transaction::begin(ring, image)?;
     let mut table = SnapshotTable::load(&tx).await?;
     let mut active = Active::load(&tx).await?;
+    active.look_at_all(&mut tx).await?;
     let (l1_offset, l1_entries) = tx.header.l1_table();
     for index in 0..active.l1.len() {
-        let Some(mut words) = active.table(&tx, index).await? else { continue };
+        let Some(mut words) = active.table(&mut tx, index).await? else { continue };
         active.share_entries(&mut tx, &words).await?;
         if clear_flags(&mut words, tx.geometry.entry_words()) {
             active.link_new(&mut tx, index, &words).await?;
@@ -156,6 +157,9 @@ async fn apply(ring: &Ring, image: &mut Qcow2, index: usize) -> Result<(), Error
     let (offset, entries) = entry.l1_table();
     let l1 = read_l1(&tx, offset, entries, "the L1 table of the snapshot").await?;
     let mut active = Active::load(&tx).await?;
+    let old = std::mem::replace(&mut active.l1, l1);
+    active.look_at_all(&mut tx).await?;
+    let l1 = std::mem::replace(&mut active.l1, old);
     // First, so that no count is larger for a moment than before or afterwards. What the snapshot has
     // in common with the disk keeps the reference of the snapshot.
     active.drop_all(&mut tx).await?;
@@ -163,7 +167,7 @@ async fn apply(ring: &Ring, image: &mut Qcow2, index: usize) -> Result<(), Error
     let entries = l1.len().max(usize::try_from(needed).unwrap_or(0));
     active.l1 = l1;
     for index in 0..active.l1.len() {
-        let Some(mut words) = active.table(&tx, index).await? else { continue };
+        let Some(mut words) = active.table(&mut tx, index).await? else { continue };
         active.share_entries(&mut tx, &words).await?;
         if clear_flags(&mut words, tx.geometry.entry_words()) {
             active.link_new(&mut tx, index, &words).await?;
@@ -186,6 +190,7 @@ async fn delete(ring: &Ring, image: &mut Qcow2, index: usize) -> Result<(), Erro
     let what = "the L1 table of the snapshot";
     let l1 = read_l1(&tx, offset, entries, what).await?;
     let mut active = Active::load(&tx).await?;
+    active.look_at_all(&mut tx).await?;
     for entry in &l1 {
         let found = tx.reader().table(*entry).map_err(|reason| tx.corrupt(reason))?;
         let Some(l2_offset) = found else { continue };

@@ -152,6 +152,17 @@ impl<'a> Transaction<'a> {
         Ok(())
     }
 
+    /// From now on no cluster of the run is taken for something new, whatever its count says: a table that is on stable storage
+    /// names it.
+    pub(super) fn note_named(&mut self, start: u64, count: u64) {
+        self.counts.note_named(start, count);
+    }
+
+    /// Nothing is named any more.
+    pub(super) fn forget_named(&mut self) {
+        drop(self.counts.take_named());
+    }
+
     /// Reads one cluster of metadata.
     pub(super) async fn read_cluster(&self, offset: u64, what: &str) -> Result<Vec<u8>, Error> {
         self.read(offset, self.cluster_bytes(), what).await

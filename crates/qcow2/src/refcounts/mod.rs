@@ -39,7 +39,7 @@ pub(crate) use blocks::{DirtyRefcounts, DirtyTable};
 pub(crate) use marks::Marks;
 
 use blocks::Block;
-use named::Named;
+pub(crate) use named::Named;
 use space::RunSet;
 use width::Width;
 
@@ -352,6 +352,19 @@ impl Refcounts {
     /// An L2 entry names these clusters: they are not free before they were [released](Refcounts::release).
     pub(crate) fn note_named(&mut self, start: u64, count: u64) {
         self.named.insert(start, count);
+    }
+
+    /// Takes out what L2 entries name, for whoever opens the same file next. What was freed, and is only waiting until it may be
+    /// used again, is not named any more.
+    pub(crate) fn take_named(&mut self) -> Named {
+        let mut named = std::mem::take(&mut self.named);
+        self.held.iter().for_each(|run| named.remove(run.start, run.count));
+        named
+    }
+
+    /// What the image was known to name when it was open before.
+    pub(crate) fn add_named(&mut self, named: Named) {
+        self.named.add_all(named);
     }
 
     /// The marks of metadata, for threads that do not have the lock.

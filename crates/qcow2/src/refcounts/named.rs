@@ -14,7 +14,7 @@ pub(super) const CHUNKS_MAX: usize = 1 << 16;
 
 /// A set of host clusters.
 #[derive(Debug, Default)]
-pub(super) struct Named {
+pub(crate) struct Named {
     chunks: BTreeMap<u64, Box<[u64; CHUNK_WORDS]>>,
 }
 
@@ -54,6 +54,17 @@ impl Named {
             (start.max(first)..end.min(last))
                 .find(|cluster| chunk[word_of(*cluster)] & bit_of(*cluster) != 0)
         })
+    }
+
+    /// Adds all that another set has.
+    pub(super) fn add_all(&mut self, other: Named) {
+        for (number, theirs) in other.chunks {
+            if self.chunks.len() >= CHUNKS_MAX && !self.chunks.contains_key(&number) {
+                continue;
+            }
+            let ours = self.chunks.entry(number).or_insert_with(|| Box::new([0; CHUNK_WORDS]));
+            ours.iter_mut().zip(*theirs).for_each(|(ours, theirs)| *ours |= theirs);
+        }
     }
 
     /// Chunks that there are.

@@ -1,0 +1,335 @@
+//! Changes of damaged images, each damage × each change: what can be read before shows the same afterwards, what cannot be read does not
+//! become bytes of somebody else, or the change is refused.
+
+// Test images are small.
+#![allow(clippy::cast_possible_truncation, clippy::large_futures)]
+
+mod common;
+#[path = "common/live.rs"]
+mod live;
+
+use common::{Images, KIB, MIB, runtime};
+use live::{buffer, read, writable};
+use ringdisk_qcow2::{Error, Nothing, Preallocation, Qcow2, ResizeOptions};
+use ringdisk_ring::{Errno, Ring};
+use ringdisk_testkit::sim::SimStorage;
+
+const CLUSTER: u64 = 4 * KIB;
+const SIZE: u64 = 8 * MIB;
+const COPIED: u64 = 1 << 63;
+const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
+/// Where data begins, each in an L2 table of its own; 64 KiB each.
+const PLACES: [u64; 3] = [0, 2 * MIB, 4 * MIB];
+
+/// What a cluster of a disk shows: its first bytes; `None`: the entry cannot be right.
+type Shown = Option<[u8; 32]>;
+
+/// The bytes of an image.
+#[derive(Clone)]
+struct Bytes(Vec<u8>);
+
+impl Bytes {
+    fn word(&self, at: u64) -> u64 {
+        let raw = self.0.get(at as usize..at as usize + 8);
+        raw.map_or(0, |raw| u64::from_be_bytes(raw.try_into().expect("8 bytes")))
+    }
+
+    fn set(&mut self, at: u64, word: u64) {
+        self.0[at as usize..at as usize + 8].copy_from_slice(&word.to_be_bytes());
+    }
+
+    fn half(&self, at: u64) -> u32 {
+        (self.word(at) >> 32) as u32
+    }
+
+    /// Clusters of the file.
+    fn clusters(&self) -> u64 {
+        (self.0.len() as u64).div_ceil(CLUSTER)
+    }
+
+    fn active(&self) -> (u64, u32) {
+        (self.word(40), self.half(36))
+    }
+
+    /// The L1 table of the only snapshot; `None`: there is none.
+    fn snapshot(&self) -> Option<(u64, u32)> {
+        (self.half(60) == 1).then(|| (self.word(self.word(64)), self.half(self.word(64) + 8)))
+    }
+
+    /// What a disk shows, by a reader of its own.
+    fn show(&self, l1: (u64, u32)) -> Vec<Shown> {
+        let len = self.0.len() as u64;
+        let mut shown = Vec::new();
+        let entries = CLUSTER / 8;
+        for table in 0..u64::from(l1.1) {
+            let l2 = self.word(l1.0 + 8 * table) & OFFSET;
+            for entry in 0..entries {
+                if l2 >= len {
+                    shown.push(None);
+                    continue;
+                }
+                let host = if l2 == 0 { 0 } else { self.word(l2 + 8 * entry) & OFFSET };
+                let is_zero = host == 0 || self.word(l2 + 8 * entry) & 1 != 0;
+                let bytes = self.0.get(host as usize..host as usize + 32);
+                shown.push(match bytes {
+                    _ if is_zero => Some([0; 32]),
+                    Some(bytes) => Some(bytes.try_into().expect("32 bytes")),
+                    None => None,
+                });
+            }
+        }
+        shown
+    }
+
+    fn count_at(&self, host: u64) -> u64 {
+        self.word(self.word(48)) + host / CLUSTER * 2
+    }
+
+    fn count(&self, host: u64) -> u16 {
+        let at = self.count_at(host) as usize;
+        u16::from_be_bytes(self.0[at..at + 2].try_into().expect("2 bytes"))
+    }
+
+    fn set_count(&mut self, host: u64, count: u16) {
+        let at = self.count_at(host) as usize;
+        self.0[at..at + 2].copy_from_slice(&count.to_be_bytes());
+    }
+
+    fn free(&self) -> u64 {
+        (0..self.clusters()).map(|c| c * CLUSTER).find(|host| self.count(*host) == 0).expect("one")
+    }
+
+    /// Where the L2 entry of a place is.
+    fn entry_at(&self, l1: (u64, u32), place: u64) -> u64 {
+        let entries = CLUSTER / 8;
+        let table = self.word(l1.0 + 8 * (place / CLUSTER / entries)) & OFFSET;
+        table + 8 * (place / CLUSTER % entries)
+    }
+}
+
+/// Three pieces that a snapshot has, of which the disk has overwritten parts; two free clusters.
+fn good() -> Bytes {
+    let images = Images::new();
+    let path = images.create("image", "cluster_size=4096", SIZE);
+    let write = |fill: u8, len: u64| {
+        move |place: &u64| format!("write -q -P {} {} {len}k", fill + (place / MIB) as u8, place)
+    };
+    images.qemu_io("image", &PLACES.iter().map(write(0x10, 64)).collect::<Vec<_>>());
+    images.qemu_img(&["snapshot", "-c", "s", "image"]);
+    images.qemu_io("image", &PLACES.iter().map(write(0x20, 32)).collect::<Vec<_>>());
+    let mut bytes = Bytes(std::fs::read(path).expect("the image"));
+    // The free clusters.
+    bytes.0.resize(bytes.0.len().next_multiple_of(CLUSTER as usize) + 2 * CLUSTER as usize, 0);
+    bytes
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Of {
+    Disk,
+    Snapshot,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Damage {
+    /// A cluster of data is counted once less.
+    DataCount,
+    /// And an L2 table.
+    TableCount,
+    /// An L2 entry names a free cluster, or so many clusters past the end of the file.
+    EntryFree,
+    EntryPast(u64),
+    /// An L1 entry does.
+    TableFree,
+    TablePast(u64),
+}
+
+const DAMAGES: [Damage; 8] = [
+    Damage::DataCount,
+    Damage::TableCount,
+    Damage::EntryFree,
+    Damage::EntryPast(0),
+    Damage::EntryPast(1),
+    Damage::TableFree,
+    Damage::TablePast(0),
+    Damage::TablePast(1),
+];
+
+impl Damage {
+    /// * `place`: of the cluster; the disk has those of its own there, and 40 KiB on one that it shares.
+    fn make(self, good: &Bytes, of: Of, place: u64) -> Bytes {
+        let mut bytes = good.clone();
+        let l1 = match of {
+            Of::Disk => bytes.active(),
+            Of::Snapshot => bytes.snapshot().expect("there is one"),
+        };
+        let entry_at = bytes.entry_at(l1, place);
+        let table_at = l1.0 + 8 * (place / CLUSTER / (CLUSTER / 8));
+        let end = bytes.clusters() * CLUSTER;
+        let host = |at| bytes.word(at) & OFFSET;
+        let (data, table, free) = (host(entry_at), host(table_at), bytes.free());
+        match self {
+            Damage::DataCount => bytes.set_count(data, bytes.count(data) - 1),
+            Damage::TableCount => bytes.set_count(table, bytes.count(table) - 1),
+            Damage::EntryFree => bytes.set(entry_at, free | COPIED),
+            Damage::EntryPast(by) => bytes.set(entry_at, (end + by * CLUSTER) | COPIED),
+            Damage::TableFree => bytes.set(table_at, free | COPIED),
+            Damage::TablePast(by) => bytes.set(table_at, (end + by * CLUSTER) | COPIED),
+        }
+        bytes
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Change {
+    Create,
+    Apply,
+    Delete,
+    Grow,
+    Shrink,
+    Empty,
+}
+
+impl Change {
+    async fn make(self, ring: &Ring, image: &mut Qcow2) -> Result<(), Error> {
+        let resize = |preallocation| ResizeOptions { shrink: true, preallocation };
+        match self {
+            Change::Create => image.snapshot_create(ring, "new").await.map(drop),
+            Change::Apply => image.snapshot_apply(ring, "s").await,
+            Change::Delete => image.snapshot_delete(ring, "s").await,
+            Change::Grow => {
+                let options = resize(Preallocation::Metadata);
+                image.resize(ring, 3 * SIZE, &options, &Nothing).await
+            }
+            Change::Shrink => {
+                image.resize(ring, SIZE / 2 + 8 * KIB, &resize(Preallocation::Off), &Nothing).await
+            }
+            Change::Empty => image.make_empty(ring).await,
+        }
+    }
+}
+
+/// Every cluster that shows something shows it still; what shows nothing does not begin to.
+fn assert_same(before: &[Shown], after: &[Shown], what: &str) {
+    for (cluster, (before, after)) in before.iter().zip(after).enumerate() {
+        assert_eq!(before, after, "{what}: cluster {cluster}");
+    }
+}
+
+/// * `is_known`: all of the disk was read before.
+fn judge(damaged: &Bytes, change: Change, is_known: bool, what: &str) {
+    let sim = SimStorage::from_image(&damaged.0, 1);
+    let mut runtime = runtime();
+    let ring = runtime.ring().clone();
+    let result = runtime.block_on(async {
+        let mut image = live::open(&ring, &sim, None, &writable()).await?;
+        if is_known {
+            for at in (0..SIZE).step_by(CLUSTER as usize) {
+                let _ = read(&ring, &image, &Nothing, at, &mut [0; 512]).await;
+            }
+        }
+        let result = change.make(&ring, &mut image).await.map_err(|error| error.to_string());
+        let _ = image.close(&ring).await;
+        result
+    });
+    let after = Bytes(sim.image());
+    let (disk, snapshot) = (damaged.show(damaged.active()), damaged.snapshot());
+    let snapshot = damaged.show(snapshot.expect("there is one"));
+    let shown = after.show(after.active());
+    match (change, &result) {
+        (Change::Apply, Ok(())) => assert_same(&snapshot, &shown, what),
+        (Change::Empty, Ok(())) => assert!(shown.iter().all(|it| *it == Some([0; 32])), "{what}"),
+        (Change::Shrink, Ok(())) => {
+            let left = (SIZE / 2 + 8 * KIB) / CLUSTER;
+            assert_same(&disk[..left as usize], &shown, what);
+        }
+        _ => assert_same(&disk, &shown, what),
+    }
+    if change != Change::Create && (change != Change::Delete || result.is_err()) {
+        let l1 = after.snapshot().expect("nobody has deleted it");
+        assert_same(&snapshot, &after.show(l1), &format!("{what}, the snapshot"));
+    }
+}
+
+#[test]
+fn a_damaged_image_shows_the_same_after_a_change_of_it_or_refuses_the_change() {
+    let good = good();
+    let mut cases = 0;
+    for damage in DAMAGES {
+        for place in PLACES {
+            // The disk's own data, what it shares with the snapshot.
+            for place in [place, place + 40 * KIB] {
+                for of in [Of::Disk, Of::Snapshot] {
+                    let damaged = damage.make(&good, of, place);
+                    let changes: &[Change] = match of {
+                        Of::Disk => &[Change::Create, Change::Apply, Change::Delete],
+                        Of::Snapshot => &[Change::Apply, Change::Delete],
+                    };
+                    for change in changes {
+                        let what = format!("{damage:?} of {of:?} at {place:#x}, {change:?}");
+                        judge(&damaged, *change, false, &what);
+                        cases += 1;
+                    }
+                }
+            }
+        }
+    }
+    assert_eq!(cases, 8 * 6 * 5);
+}
+
+/// Each change opens the image again; what reads had shown to be in use is not forgotten.
+#[test]
+fn what_was_read_before_a_change_is_not_given_away_by_it() {
+    let good = good();
+    for damage in DAMAGES {
+        for place in PLACES {
+            let damaged = damage.make(&good, Of::Disk, place);
+            let changes = [Change::Create, Change::Grow, Change::Shrink, Change::Empty];
+            for change in changes {
+                judge(
+                    &damaged,
+                    change,
+                    true,
+                    &format!("{damage:?} at {place:#x}, {change:?}, read"),
+                );
+            }
+        }
+    }
+}
+
+/// And not by the writes that come after it.
+#[test]
+fn what_was_read_before_a_change_is_not_given_away_after_it() {
+    let good = good();
+    for change in [Change::Grow, Change::Shrink] {
+        let mut damaged = good.clone();
+        let host = damaged.word(damaged.entry_at(damaged.active(), PLACES[1])) & OFFSET;
+        // The only free one, so that it would be taken first.
+        for cluster in 0..damaged.clusters() {
+            if damaged.count(cluster * CLUSTER) == 0 {
+                damaged.set_count(cluster * CLUSTER, 1);
+            }
+        }
+        damaged.set_count(host, 0);
+        let sim = SimStorage::from_image(&damaged.0, 1);
+        let mut runtime = runtime();
+        let ring = runtime.ring().clone();
+        runtime.block_on(async {
+            let mut image = live::open(&ring, &sim, None, &writable()).await.expect("open");
+            let mut bytes = [0; 512];
+            read(&ring, &image, &Nothing, PLACES[1], &mut bytes).await.expect("read");
+            assert_eq!(bytes, [0x22; 512]);
+            // It may be refused.
+            let _ = change.make(&ring, &mut image).await;
+            let full = buffer(&[0x77; CLUSTER as usize]);
+            let written = image.write(&ring, MIB, &full, &Nothing).await;
+            let expected = [Err(Errno::IO), Err(Errno::ROFS), Ok(CLUSTER as usize)];
+            assert!(expected.contains(&written), "{change:?}: {written:?}");
+            read(&ring, &image, &Nothing, PLACES[1], &mut bytes).await.expect("read");
+            assert_eq!(bytes, [0x22; 512], "{change:?}");
+            let _ = image.close(&ring).await;
+        });
+        let after = Bytes(sim.image());
+        let at = after.word(after.entry_at(after.active(), PLACES[1])) & OFFSET;
+        assert_eq!(after.0[at as usize], 0x22, "{change:?}");
+    }
+}
