@@ -280,9 +280,7 @@ impl Disk {
             (above + 1 < layers.len()).then_some(above + 1)
         };
         let same_file = || {
-            use std::os::unix::fs::MetadataExt;
-            let file = std::fs::metadata(name).ok()?;
-            let identity = Some((file.dev(), file.ino()));
+            let identity = Some(Storage::identity_of(&std::fs::metadata(name).ok()?));
             let of = |layer: &Arc<Layer>| layer.file().and_then(|file| file.identity());
             layers.iter().position(|layer| of(layer) == identity)
         };

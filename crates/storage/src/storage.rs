@@ -178,6 +178,15 @@ impl Storage {
         }
     }
 
+    /// What [`Storage::identity`] says of a file that was looked up by its name.
+    pub fn identity_of(file: &std::fs::Metadata) -> (u64, u64) {
+        use std::os::unix::fs::{FileTypeExt, MetadataExt};
+        match file.file_type().is_block_device() {
+            true => (file.rdev(), 0),
+            false => (file.dev(), file.ino()),
+        }
+    }
+
     /// Bytes that it takes where it is stored (`st_blocks` × 512). One quick system call.
     pub fn allocated_bytes(&self) -> u64 {
         match &self.0 {

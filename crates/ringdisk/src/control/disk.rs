@@ -4,7 +4,6 @@
 //! of the disk go on meanwhile, except where the disk itself has to stop them. A stop
 //! cancels what is under way.
 
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
@@ -15,6 +14,7 @@ use ringdisk_disk::{
 };
 use ringdisk_qcow2::Preallocation;
 use ringdisk_ring::Ring;
+use ringdisk_storage::Storage;
 use serde_json::{Value, json};
 
 use crate::control::protocol::{
@@ -327,7 +327,7 @@ fn chain(disk: &Disk) -> Value {
 ///
 /// * `name`: an absolute path.
 fn find(layers: &[Arc<Layer>], name: &Path) -> Result<usize, Failure> {
-    let id = name.metadata().map(|meta| (meta.dev(), meta.ino())).ok();
+    let id = name.metadata().map(|meta| Storage::identity_of(&meta)).ok();
     let is_it = |layer: &Arc<Layer>| {
         let file = layer.file().and_then(|file| file.identity());
         file.is_some() && file == id
