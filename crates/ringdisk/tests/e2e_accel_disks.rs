@@ -151,7 +151,15 @@ fn bad_sectors(name: &str, bad: Range<u64>) {
     assert_eq!(vm.run(1, Request::read(far, 4096)).data, bytes);
     assert_eq!(accel(place)["on"], true);
     drop(vm);
-    daemon.stop(&[&place.socket]);
+    let finished = daemon.stop(&[&place.socket]);
+    // In lines of several requests each.
+    let told = |line: &str| {
+        let (count, _) =
+            line.split_once(" requests failed for the guest with I/O errors in the")?;
+        count.rsplit(' ').next()?.parse::<u64>().ok()
+    };
+    let all: u64 = finished.stderr.lines().filter_map(told).sum();
+    assert_eq!(all, errors, "{}", finished.output());
     assert_eq!(images::piece(&place.image, far * 512, 4096), bytes);
 }
 

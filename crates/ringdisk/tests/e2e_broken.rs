@@ -71,6 +71,28 @@ fn every_header_field_broken_in_turn_is_survived() {
 }
 
 #[test]
+fn a_search_for_data_that_fails_is_in_the_log() {
+    if !needs_root() {
+        return;
+    }
+    let (_directory, image) = sample();
+    let l1 = u64::from_be_bytes(piece(&image, 40, 8).try_into().expect("8 bytes"));
+    // A table that does not begin at a cluster.
+    patch(&image, l1, &0x8000_0000_0005_0200_u64.to_be_bytes());
+    let disk = serve(&image, &["--format", "qcow2"]);
+    let file = std::fs::File::open(disk.path()).expect("open");
+    let found = rustix::fs::seek(&file, rustix::fs::SeekFrom::Data(5 * MIB));
+    assert_eq!(found, Err(Errno::IO));
+    let past = rustix::fs::seek(&file, rustix::fs::SeekFrom::Data(1 << 40));
+    assert_eq!(past, Err(Errno::NXIO), "nothing has failed");
+    drop(file);
+    let finished = disk.stop();
+    let line = format!("a search for data or a hole of 0 bytes at {} failed for a client", 5 * MIB);
+    assert!(finished.stderr.contains(&line), "{}", finished.output());
+    assert_eq!(finished.stderr.matches("a search").count(), 1, "{}", finished.output());
+}
+
+#[test]
 fn truncated_images_give_errors_where_bytes_are_missing() {
     if !needs_root() {
         return;

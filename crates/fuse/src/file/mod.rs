@@ -352,6 +352,10 @@ impl FileServer {
                 Operation::Fallocate(asked) if errno != Errno::INVAL => {
                     self.failed("an fallocate", asked.offset, asked.length, errno);
                 }
+                // Nothing is there, or what is asked for makes no sense.
+                Operation::Lseek(asked) if ![Errno::NXIO, Errno::INVAL].contains(&errno) => {
+                    self.failed("a search for data or a hole", asked.offset, 0, errno);
+                }
                 _ => {}
             }
             out.set_error(unique, errno);

@@ -59,7 +59,6 @@ fn both_system_interfaces_make_the_same_mount() {
 #[test]
 fn what_the_kernel_says_is_part_of_the_error() {
     if !can_mount() {
-        eprintln!("skipped: needs root and /dev/fuse");
         return;
     }
     let (_directory, path) = mountpoint();

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use rustix::event::epoll;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use super::accel::KERNEL_LOOK;
 use super::backend::Control;
 use super::hand_over::{FrontEnd, Outcome};
 use super::options::Second;
@@ -282,8 +283,13 @@ impl Host {
             {
                 tracing::warn!("{}: second front ends have to wait: {errno}", self.name);
             }
+            self.control.tell_kernel_errors(false);
             let looks = self.is_deaf || !session.is_claimed() || self.control.may_give_disk();
-            match connection.receive(wake, MESSAGE_TIMEOUT, looks.then_some(LOOK)) {
+            let look = match looks {
+                true => Some(LOOK),
+                false => self.control.uses_kernel().then_some(KERNEL_LOOK),
+            };
+            match connection.receive(wake, MESSAGE_TIMEOUT, look) {
                 Ok(Received::Silence) => self.control.give_disk_if_wanted(),
                 // Before the second one is sent away.
                 Ok(Received::Woken) if self.is_in_the_way(session, late) => return End::Gone,

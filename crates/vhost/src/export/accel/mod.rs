@@ -7,6 +7,7 @@
 //! Control thread; what is shown of it is read by any.
 
 mod claim;
+mod errors;
 mod moves;
 mod obstacle;
 mod shown;
@@ -22,6 +23,8 @@ use super::backend::Control;
 use crate::session::Refusal;
 use crate::{Error, ErrorKind};
 
+pub(super) use errors::KERNEL_LOOK;
+use errors::KernelErrors;
 pub(crate) use obstacle::Obstacle;
 use obstacle::{Look, obstacle};
 pub use ringdisk_vblk::{Engine, State, Stats as QueueCounters};
@@ -61,6 +64,7 @@ pub(super) struct Accel {
     capacity: u64,
     /// What was last said of where virtqueues are, and why: some messages of front ends take them back for a moment, which is no news.
     told: Option<(bool, Option<Obstacle>)>,
+    errors: KernelErrors,
     pub(super) shown: Arc<Shown>,
 }
 
@@ -95,6 +99,7 @@ impl Accel {
             in_kernel,
             capacity: 0,
             told: None,
+            errors: KernelErrors::default(),
             shown,
         })
     }
@@ -125,7 +130,7 @@ impl Control {
     }
 
     /// Whether any is.
-    fn uses_kernel(&self) -> bool {
+    pub(super) fn uses_kernel(&self) -> bool {
         self.accel.as_ref().is_some_and(Accel::is_used)
     }
 

@@ -185,6 +185,7 @@ impl Control {
         };
         if !accel.is_used() {
             accel.shown.set(false, None);
+            self.tell_kernel_errors(true);
             self.let_disk_go();
         }
         stopped.map(u32::from).map_err(|error| {
@@ -224,6 +225,7 @@ impl Control {
         }
         accel.shown.set(false, None);
         if accel.is_prepared {
+            self.tell_kernel_errors(true);
             self.let_disk_go();
         }
         for (index, base) in bases {

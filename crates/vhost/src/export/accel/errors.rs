@@ -1,0 +1,106 @@
+//! The log of I/O errors that the host kernel gives a guest.
+//!
+//! The module counts them; it keeps neither the place nor the reason, which the log of the kernel may have. So somebody has to look: every
+//! [`KERNEL_LOOK`], and when virtqueues come back. Control thread.
+
+use std::time::{Duration, Instant};
+
+use super::locked;
+use crate::export::backend::Control;
+
+/// How often the counters are looked at. An idle disk is to cost nothing that could be measured.
+pub(in crate::export) const KERNEL_LOOK: Duration = Duration::from_secs(2);
+
+/// After a line the next one comes so much later.
+const WINDOW: Duration = Duration::from_secs(10);
+
+/// What was counted, and what was said of it.
+#[derive(Debug, Default)]
+pub(super) struct KernelErrors {
+    looked: Option<Instant>,
+    told: u64,
+    told_at: Option<Instant>,
+}
+
+impl KernelErrors {
+    /// Whether it is time to look.
+    fn is_due(&mut self, now: Instant) -> bool {
+        let is_due = self.looked.is_none_or(|then| now - then >= KERNEL_LOOK);
+        if is_due {
+            self.looked = Some(now);
+        }
+        is_due
+    }
+
+    /// How many requests to tell of; 0: nothing is new, or the last line is too fresh.
+    ///
+    /// * `counted`: since the module's device was opened.
+    /// * `is_last`: nobody looks again soon.
+    fn news(&mut self, counted: u64, is_last: bool, now: Instant) -> u64 {
+        if !is_last && self.told_at.is_some_and(|then| now - then < WINDOW) {
+            return 0;
+        }
+        let new = counted.saturating_sub(self.told);
+        if new > 0 {
+            (self.told, self.told_at) = (counted, Some(now));
+        }
+        new
+    }
+}
+
+impl Control {
+    /// Says how many requests of the guest have failed in the kernel, now and then.
+    ///
+    /// * `is_last`: virtqueues have come back, so nobody looks again soon.
+    pub(in crate::export) fn tell_kernel_errors(&mut self, is_last: bool) {
+        let now = Instant::now();
+        let Some(accel) = &mut self.accel else { return };
+        if !is_last && (!accel.is_used() || !accel.errors.is_due(now)) {
+            return;
+        }
+        let Ok(vblk) = &accel.vblk else { return };
+        let counted = {
+            let vblk = locked(vblk);
+            let of_queue = |index| vblk.stats(index).map_or(0, |stats| stats.errors);
+            (0..vblk.queues()).map(of_queue).sum()
+        };
+        let new = accel.errors.news(counted, is_last, now);
+        if new > 0 {
+            let name = &self.device.name;
+            tracing::error!(
+                "{name}: {new} requests failed for the guest with I/O errors in the host kernel, whose log may say where and why"
+            );
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_errors_are_told_at_once_and_the_others_now_and_then() {
+        let mut errors = KernelErrors::default();
+        let start = Instant::now();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        assert_eq!(errors.news(0, false, at(0)), 0);
+        assert_eq!(errors.news(3, false, at(1)), 3);
+        assert_eq!(errors.news(3, false, at(2)), 0);
+        assert_eq!(errors.news(5, false, at(3)), 0, "the last line is too fresh");
+        assert_eq!(errors.news(9, false, at(12)), 6);
+        assert_eq!(errors.news(9, false, at(40)), 0);
+        assert_eq!(errors.news(10, false, at(41)), 1);
+        assert_eq!(errors.news(12, true, at(42)), 2, "virtqueues come back");
+        assert_eq!(errors.news(0, true, at(43)), 0, "a counter that went back");
+    }
+
+    #[test]
+    fn one_looks_every_few_seconds() {
+        let mut errors = KernelErrors::default();
+        let start = Instant::now();
+        assert!(errors.is_due(start));
+        assert!(!errors.is_due(start + KERNEL_LOOK / 2));
+        assert!(errors.is_due(start + KERNEL_LOOK));
+        assert!(!errors.is_due(start + KERNEL_LOOK));
+    }
+}
