@@ -194,15 +194,22 @@ fn qcow2_sources_and_their_bitmaps() {
             images.qemu_img(&["bitmap", "--add", "-g", "512", "source", "a longer name"]);
         }
         let image = common::open(&mut runtime, &images.path("source"));
-        // Where most of what is allocated is holes in the file, QEMU looks at those too.
-        let runs = data_of(&mut runtime, &image, cluster == 2 << 20);
+        // Where most of what is allocated is holes in the file, QEMU looks at those too. Whether it is depends on what the file system
+        // has allocated by then, so for large clusters either is right.
+        let looks: &[bool] = if cluster == 2 << 20 { &[true, false] } else { &[false] };
+        let runs: Vec<_> =
+            looks.iter().map(|holes| data_of(&mut runtime, &image, *holes)).collect();
         for (options, words) in matrix() {
             let options = CreateOptions { size: image.virtual_size(), ..options };
-            let mut ours = Measure::new("x", &options, true).expect("a good size");
-            runs.iter().for_each(|(offset, len)| ours.data(*offset, *len));
-            ours.bitmaps(image.info());
+            let ours = runs.iter().map(|runs| {
+                let mut ours = Measure::new("x", &options, true).expect("a good size");
+                runs.iter().for_each(|(offset, len)| ours.data(*offset, *len));
+                ours.bitmaps(image.info());
+                ours.finish()
+            });
+            let ours: Vec<_> = ours.collect();
             let theirs = theirs(&images, &["-f", "qcow2", "-O", "qcow2", "-o", &words, "source"]);
-            assert_eq!(ours.finish(), theirs, "{compat} {cluster} to {words}");
+            assert!(ours.contains(&theirs), "{compat} {cluster} to {words}: {ours:?}, {theirs:?}");
         }
     }
 }

@@ -68,6 +68,15 @@ impl Engine {
             {
                 return Ok(());
             }
+            // QEMU zeroes what it adds of the last cluster by its subclusters, which compressed data has none of ("Operation not supported").
+            (Step::Resize(share), _)
+                if bench.cell.extended
+                    && bench.cell.backing
+                    && share_of(*share) > len
+                    && !len.is_multiple_of(bench.cell.cluster) =>
+            {
+                return Ok(());
+            }
             (step, _) => step,
         };
         let mut ops = Vec::new();
