@@ -414,43 +414,6 @@ fn a_mount_of_something_else_is_not_ours_to_control() {
 }
 
 #[test]
-fn an_interrupted_commit_leaves_the_chain_as_it_was() {
-    if !needs_root() {
-        return;
-    }
-    let directory = scratch();
-    let base = directory.path().join("base.qcow2");
-    images::qcow2(&base, "1G", "");
-    let disk = serve(&base, &[]);
-    let top = directory.path().join("top.qcow2");
-    ctl(&disk, &["snapshot", text(&top)]).ok();
-    for step in 0..64 {
-        write(&disk, 5, step * 4 * MIB, 4 * MIB);
-    }
-    let mut command = Command::new(program());
-    let client = Process::spawn(command.args(["ctl", disk.text(), "commit"]));
-    std::thread::sleep(Duration::from_millis(60));
-    client.signal(Signal::INT);
-    let finished = client.finish(LIMIT);
-    // Either it was quicker than the signal, or nothing has happened.
-    let layers = || {
-        let value = ctl(&disk, &["stats", "--json"]).ok().json();
-        value["layers"].as_array().expect("layers").len()
-    };
-    let expected = if finished.code() == Some(0) { 1 } else { 2 };
-    let settled = until(LIMIT, || {
-        (layers() == expected && ctl(&disk, &["resize", "+0"]).code == 0).then_some(())
-    });
-    assert!(settled.is_some(), "{} layers; {finished:?}", layers());
-    for step in 0..64 {
-        assert_pattern(disk.path(), 5, step * 4 * MIB, 4 * MIB);
-    }
-    assert_eq!(disk.stop().code(), Some(0));
-    assert_clean(&base);
-    assert_clean(&top);
-}
-
-#[test]
 fn a_disk_is_not_put_below_itself() {
     if !needs_root() {
         return;

@@ -35,7 +35,7 @@ pub(crate) struct CtlArgs {
 
     /// How long the server may take to answer; exit code 14 after that. With `stop`: how long it may take to end (60s)
     ///
-    /// What takes long by itself, such as a commit, has no limit once the server has answered; Ctrl-C gives it up.
+    /// What takes long by itself, such as a commit, has no limit once the server has answered, unless the server is stopped for so long; Ctrl-C gives it up.
     #[arg(long, value_name = "TIME", value_parser = parse_limit)]
     pub(crate) timeout: Option<Duration>,
 

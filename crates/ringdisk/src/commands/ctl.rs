@@ -9,7 +9,7 @@ use serde_json::Value;
 use crate::alive;
 use crate::cli::{CtlArgs, CtlCommand, ProgressArgs};
 use crate::commands::output::json_text;
-use crate::control::client::{ANSWER, Client};
+use crate::control::client::{ANSWER, Client, Patience};
 use crate::control::protocol::{
     Accel, Command, Commit, NewBacking, NewSize, Resize, Snapshot, Stop,
 };
@@ -46,14 +46,14 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
         ),
         // These are answered at once.
         CtlCommand::Stats { .. } => {
-            (client.call(&command, &progress, Some(limit)), "nothing was changed")
+            (client.call(&command, &progress, Patience::Answer(limit)), "nothing was changed")
         }
         CtlCommand::Snapshot(_) | CtlCommand::Accel { .. } => (
-            client.call(&command, &progress, None),
+            client.call(&command, &progress, Patience::Work(limit)),
             "the server does it all the same, unless it fails; the image is sound",
         ),
         _ => (
-            client.call(&command, &progress, None),
+            client.call(&command, &progress, Patience::Work(limit)),
             "the server was asked to give it up; the image is sound",
         ),
     };
@@ -98,7 +98,7 @@ fn stop(
 ) -> Result<Value, Failure> {
     let shown = shell_word(&args.target.display().to_string());
     let limit = args.timeout.unwrap_or(STOP_WAIT);
-    let value = client.call(command, progress, Some(limit.max(STOP_ANSWER)))?;
+    let value = client.call(command, progress, Patience::Answer(limit.max(STOP_ANSWER)))?;
     let users = value.get("in-use").and_then(Value::as_str).map(str::to_owned);
     if let Some(users) = &users {
         terminal::note(format_args!(

@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::cli::TopologyArgs;
 use crate::commands::ctl::without_text;
 use crate::commands::output::json;
-use crate::control::client::{ANSWER, Client};
+use crate::control::client::{ANSWER, Client, Patience};
 use crate::control::protocol::Command;
 use crate::report::Failure;
 use crate::terminal::{Results, ended};
@@ -39,5 +39,9 @@ pub(crate) fn run(args: &TopologyArgs) -> Result<(), Failure> {
 /// What the server of a mount says.
 fn of_mount(mountpoint: &Path) -> Result<Value, Failure> {
     let progress = ringdisk_disk::Progress::new();
-    Client::connect(mountpoint, ANSWER)?.call(&Command::Topology, &progress, Some(ANSWER))
+    Client::connect(mountpoint, ANSWER)?.call(
+        &Command::Topology,
+        &progress,
+        Patience::Answer(ANSWER),
+    )
 }

@@ -15,7 +15,7 @@ use ringdisk_fuse::{Error, ErrorKind};
 
 use crate::alive;
 use crate::cli::UmountArgs;
-use crate::control::client::Client;
+use crate::control::client::{Client, Patience};
 use crate::control::protocol::Command as Request;
 use crate::report::{Exit, Failure};
 use crate::terminal::{self, visible};
@@ -50,25 +50,31 @@ pub(crate) fn run(args: &UmountArgs) -> Result<u8, Failure> {
     if args.only_detach || how == Unmount::Lazy {
         return Ok(Exit::Clean.code());
     }
-    let left = end.saturating_duration_since(Instant::now()).max(WAIT_MIN);
-    if !alive::wait(&mountpoint, left) {
-        let shown = mountpoint.display();
-        let text =
-            format!("{shown} is unmounted, but its server has not ended within {:?}", args.timeout);
-        return Err(Failure::new(Exit::Timeout, text)
-            .hint("it may still be writing to the image, or be stopped; --timeout waits longer"));
+    let left = |least| end.saturating_duration_since(Instant::now()).max(least);
+    if !alive::wait(&mountpoint, left(WAIT_MIN)) {
+        return Err(still_there(&mountpoint, args.timeout));
     }
-    let ended = server.and_then(|mut server| server.wait_for_end(SAID, &Progress::new()));
-    match ended {
+    let Some(mut server) = server else { return Ok(Exit::Clean.code()) };
+    match server.wait_for_end(left(SAID), &Progress::new()) {
         // With --force that is what was asked for.
         Some(Err(failure)) if !(args.force && failure.code() == Exit::Forced.code()) => {
             Err(failure)
         }
-        _ => Ok(Exit::Clean.code()),
+        Some(_) => Ok(Exit::Clean.code()),
+        // Where the lock could not be had, it says nothing of the server.
+        None => Err(still_there(&mountpoint, args.timeout)),
     }
 }
 
-/// How long one listens to what the server has said of its end, which has come.
+/// The mount has gone, and who served it has not.
+fn still_there(mountpoint: &Path, limit: Duration) -> Failure {
+    let shown = mountpoint.display();
+    let text = format!("{shown} is unmounted, but its server has not ended within {limit:?}");
+    Failure::new(Exit::Timeout, text)
+        .hint("it may still be writing to the image, or be stopped; --timeout waits longer")
+}
+
+/// How long one listens at least to what the server says of its end.
 const SAID: Duration = Duration::from_secs(1);
 
 /// How long the server may take to say whether its images still have their names.
@@ -84,7 +90,7 @@ fn ask(mountpoint: &Path, limit: Duration) -> Option<Client> {
     let mut client = Client::reach(mountpoint, limit).ok()?;
     let stats = client
         .greet(deadline, limit)
-        .and_then(|()| client.call(&Request::Stats, &Progress::new(), Some(limit)));
+        .and_then(|()| client.call(&Request::Stats, &Progress::new(), Patience::Answer(limit)));
     let Ok(stats) = stats else { return Some(client) };
     let layers = stats["layers"].as_array().map(Vec::as_slice).unwrap_or_default();
     for lost in layers.iter().filter_map(|layer| layer["name-lost"].as_str()) {

@@ -3,7 +3,8 @@
 //! Promises: nothing is sent to a socket of somebody else than the mount's owner or root; a server
 //! that sends rubbish or lines without end is an error; a server that takes long can be left at any
 //! time, which cancels what it does for us. Nothing that is served is touched, so a server that stands still keeps nobody waiting: what
-//! is mounted where is read from the mount table, and each of its answers has a limit, but for commands that take long by themselves.
+//! is mounted where is read from the mount table, and each of its answers has a limit; commands that take long by themselves
+//! have one for a server that is stopped.
 
 use std::fs;
 use std::io::{self, Read, Write};
@@ -39,6 +40,15 @@ const FULL: Duration = Duration::from_millis(20);
 
 /// How long a server may take to be gone after its last word.
 const GONE: Duration = Duration::from_secs(60);
+
+/// How long one waits for an answer.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Patience {
+    /// At most so long.
+    Answer(Duration),
+    /// As long as the server works at it; so long where it stands still (stopped by a signal, or by a debugger).
+    Work(Duration),
+}
 
 /// A connection to the server of a mount or of a disk for virtual machines.
 #[derive(Debug)]
@@ -157,24 +167,38 @@ impl Client {
     /// Asks for one thing and waits for the answer.
     ///
     /// * `progress`: is kept up to date; when it is cancelled, we leave.
-    /// * `limit`: for the answer; `None`: as long as it takes.
     ///
     /// Errors: the server's, with its exit code; ours when it cannot be understood or is gone, or does not answer in time.
     pub(crate) fn call(
         &mut self,
         command: &Command,
         progress: &Progress,
-        limit: Option<Duration>,
+        patience: Patience,
     ) -> Result<Value, Failure> {
+        let (Patience::Answer(limit) | Patience::Work(limit)) = patience;
+        let server = self.server();
         let begun = Instant::now();
-        let is_late = || limit.is_some_and(|limit| begun.elapsed() >= limit);
+        // When it was last seen to run.
+        let mut ran = begun;
+        let mut is_late = || match patience {
+            Patience::Answer(limit) => begun.elapsed() >= limit,
+            Patience::Work(limit) => {
+                if !server.is_some_and(is_stopped) {
+                    ran = Instant::now();
+                }
+                ran.elapsed() >= limit
+            }
+        };
         let line = format!("{}\n", command.line());
         self.stream.write_all(line.as_bytes()).map_err(|error| gone(&error))?;
         loop {
-            let line = match self.line(|| progress.is_cancelled() || is_late()) {
-                Err(_) if is_late() && !progress.is_cancelled() => {
-                    return Err(self.late(limit.unwrap_or_default()));
-                }
+            let mut late = false;
+            let line = self.line(|| {
+                late = is_late();
+                late || progress.is_cancelled()
+            });
+            let line = match line {
+                Err(_) if late && !progress.is_cancelled() => return Err(self.late(limit)),
                 line => line?,
             };
             match Reply::read(&line) {
@@ -198,15 +222,20 @@ impl Client {
                 return Err(left());
             }
             if is_late() {
-                return Err(self.late(limit.unwrap_or_default()));
+                return Err(self.late(limit));
             }
         }
     }
 
+    /// Its number, where it can be seen.
+    fn server(&self) -> Option<i32> {
+        let server = socket_peercred(self.stream.as_fd()).ok()?;
+        Some(server.pid.as_raw_nonzero().get())
+    }
+
     /// The server takes too long.
     fn late(&self, limit: Duration) -> Failure {
-        let server = socket_peercred(self.stream.as_fd()).ok().map(|server| server.pid);
-        late(&self.shown, limit, server.map(|pid| pid.as_raw_nonzero().get()))
+        late(&self.shown, limit, self.server())
     }
 
     /// Waits until the server has ended, at most for `time`. `None`: it has not.
@@ -302,19 +331,21 @@ impl Client {
 /// A server that does not answer in time.
 fn late(shown: &str, limit: Duration, pid: Option<i32>) -> Failure {
     let who = pid.map_or_else(String::new, |pid| format!(" (process {pid})"));
-    let is_stopped = pid.is_some_and(|pid| {
-        let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-        let state = status.lines().find_map(|line| line.strip_prefix("State:"));
-        state.is_some_and(|state| state.trim().starts_with(['T', 't']))
-    });
     let message = format!("the server of '{shown}'{who} does not answer within {limit:?}");
     let failure = Failure::new(Exit::Timeout, message);
     match pid {
-        Some(pid) if is_stopped => {
+        Some(pid) if is_stopped(pid) => {
             failure.hint(format!("it is stopped; `kill -CONT {pid}` lets it go on"))
         }
         _ => failure.hint("it may be stopped or overloaded; --timeout waits longer"),
     }
+}
+
+/// Whether a process was stopped by a signal or by a debugger.
+fn is_stopped(pid: i32) -> bool {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let state = status.lines().find_map(|line| line.strip_prefix("State:"));
+    state.is_some_and(|state| state.trim().starts_with(['T', 't']))
 }
 
 fn left() -> Failure {

@@ -1,0 +1,192 @@
+//! Changes of a disk in use that are given up in their middle: by whoever asked for them, by a stop of the server, and because the server
+//! stands still. The chain, the size and the bytes are those of before, and the images are sound.
+
+mod common;
+
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use common::tools::{Ran, qemu_img, ringdisk};
+use common::{MIB, open, program, serve};
+use ringdisk_testkit::images::{assert_clean, pattern, piece};
+use ringdisk_testkit::limits::needs_root;
+use ringdisk_testkit::mount::{Mounted, scratch, text};
+use ringdisk_testkit::process::{Process, command, until};
+use rustix::process::Signal;
+use tempfile::TempDir;
+
+const LIMIT: Duration = Duration::from_secs(60);
+const SIZE: u64 = 64 * MIB;
+/// Every second one has data.
+const PIECE: u64 = 4 * MIB;
+
+/// Another command is changing the disk.
+const BUSY: i32 = 5;
+/// The server does not answer.
+const LATE: Option<i32> = Some(14);
+
+/// What takes long, as each request of the images below does.
+#[derive(Clone, Copy, Debug)]
+enum Change {
+    Commit,
+    Backing,
+    /// Writes far more zeroes than are written before it is given up.
+    Resize,
+}
+
+const CHANGES: [Change; 3] = [Change::Commit, Change::Backing, Change::Resize];
+
+/// A served overlay, its backing file, and another one that holds the same: disks of zeroes that take long for each request.
+struct Chain {
+    disk: Mounted,
+    top: PathBuf,
+    _below: [Mounted; 2],
+    _directory: TempDir,
+}
+
+fn chain() -> Chain {
+    let directory = scratch();
+    let below = ["base", "other"].map(|name| {
+        let at = directory.path().join(name);
+        std::fs::write(&at, "").expect("a mountpoint");
+        Mounted::start_at(&program(), &["--null", "64M", "--latency", "200ms"], &at)
+    });
+    let top = directory.path().join("top.qcow2");
+    let words = ["create", "-q", "-f", "qcow2", "-b", below[0].text(), "-F", "raw", text(&top)];
+    qemu_img(Path::new("/"), &words).ok();
+    let disk = serve(&top, &[]);
+    let file = open(disk.path());
+    for at in pieces() {
+        file.write_all_at(&bytes(at), at).expect("write");
+    }
+    file.sync_all().expect("flush");
+    Chain { disk, top, _below: below, _directory: directory }
+}
+
+fn pieces() -> impl Iterator<Item = u64> {
+    (0..SIZE / PIECE).step_by(2).map(|number| number * PIECE)
+}
+
+fn bytes(at: u64) -> Vec<u8> {
+    pattern(5, at, usize::try_from(PIECE).expect("small"))
+}
+
+impl Chain {
+    fn ctl(&self, words: &[&str]) -> Ran {
+        ringdisk(Path::new("/"), &[&["ctl", self.disk.text()], words].concat())
+    }
+
+    /// Begins a change, and returns when it is in its middle.
+    fn begin(&self, change: Change) -> Process {
+        let program = program();
+        let other = self.top.with_file_name("other");
+        let words: &[&str] = match change {
+            Change::Commit => &["commit"],
+            Change::Backing => &["backing", "-F", "raw", text(&other)],
+            Change::Resize => &["resize", "+16G", "--preallocation", "full"],
+        };
+        let first = [program.as_str(), "ctl", "--timeout", "300ms", self.disk.text()];
+        let taken = self.taken();
+        let mut client = Process::spawn(&mut command(&[&first[..], words].concat()));
+        let is_under_way = || match change {
+            Change::Resize => self.taken() > taken + 16 * MIB,
+            _ => self.ctl(&["resize", "+0"]).code == BUSY,
+        };
+        let found = until(LIMIT, || (client.ended().is_some() || is_under_way()).then_some(()));
+        assert!(found.is_some(), "{change:?} does not begin: {}", client.output());
+        assert!(client.ended().is_none(), "{change:?} was too quick: {}", client.output());
+        client
+    }
+
+    /// Bytes that the top takes on its file system.
+    fn taken(&self) -> u64 {
+        std::fs::metadata(&self.top).expect("stat").blocks() * 512
+    }
+
+    /// What a change may leave of itself comes to its end; then nothing has changed.
+    fn assert_as_before(self, what: &str) {
+        let settled = || (self.ctl(&["resize", "+0"]).code == 0).then_some(());
+        assert!(until(LIMIT, settled).is_some(), "{what}: {}", self.disk.output());
+        let stats = self.ctl(&["stats", "--json"]).ok().json();
+        let layers = stats["layers"].as_array().expect("layers").len();
+        assert_eq!((layers, stats["size"].as_u64()), (2, Some(SIZE)), "{what}: {stats}");
+        assert_bytes(&self.disk, what);
+        let finished = self.disk.stop();
+        assert_eq!(finished.code(), Some(0), "{what}: {}", finished.output());
+        assert_clean(&self.top);
+        assert_backing(&self.top, what);
+    }
+}
+
+fn assert_bytes(disk: &Mounted, what: &str) {
+    for at in pieces() {
+        let len = usize::try_from(PIECE).expect("small");
+        assert!(piece(disk.path(), at, len) == bytes(at), "{what}: at {at}");
+    }
+    assert_eq!(std::fs::metadata(disk.path()).expect("stat").len(), SIZE, "{what}");
+}
+
+/// It is above the first of the two.
+fn assert_backing(top: &Path, what: &str) {
+    let info = qemu_img(Path::new("/"), &["info", "--output", "json", text(top)]).ok().json();
+    let base = top.with_file_name("base");
+    assert_eq!(info["backing-filename"], text(&base), "{what}");
+}
+
+#[test]
+fn a_change_whose_client_is_interrupted_is_given_up() {
+    if !needs_root() {
+        return;
+    }
+    for change in CHANGES {
+        let what = format!("{change:?} with an interrupt");
+        let chain = chain();
+        let client = chain.begin(change);
+        client.signal(Signal::INT);
+        let finished = client.finish(LIMIT);
+        let by = finished.signal().or(finished.code().map(|code| code - 128));
+        assert_eq!(by, Some(2), "{what}: {}", finished.output());
+        chain.assert_as_before(&what);
+    }
+}
+
+#[test]
+fn a_stop_in_the_middle_of_a_change_gives_it_up_and_ends_well() {
+    if !needs_root() {
+        return;
+    }
+    for change in CHANGES {
+        let what = format!("{change:?} with a stop");
+        let chain = chain();
+        let client = chain.begin(change);
+        let Chain { disk, top, _below, _directory } = chain;
+        let finished = disk.stop();
+        assert_eq!(finished.code(), Some(0), "{what}: {}", finished.output());
+        let client = client.finish(LIMIT);
+        assert_ne!(client.code(), Some(0), "{what}: {}", client.output());
+        assert_clean(&top);
+        assert_backing(&top, &what);
+        let disk = serve(&top, &[]);
+        assert_bytes(&disk, &what);
+        assert_eq!(disk.stop().code(), Some(0), "{what}");
+    }
+}
+
+#[test]
+fn a_server_that_stands_still_in_the_middle_of_a_change_is_not_waited_for() {
+    if !needs_root() {
+        return;
+    }
+    for change in CHANGES {
+        let what = format!("{change:?} with a server that stands still");
+        let mut chain = chain();
+        let client = chain.begin(change);
+        chain.disk.process().signal(Signal::STOP);
+        let finished = client.finish(LIMIT);
+        assert_eq!(finished.code(), LATE, "{what}: {}", finished.output());
+        assert!(finished.stderr.contains("kill -CONT"), "{what}: {}", finished.output());
+        chain.disk.process().signal(Signal::CONT);
+        chain.assert_as_before(&what);
+    }
+}
