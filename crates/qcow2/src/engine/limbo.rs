@@ -4,7 +4,7 @@
 //! since, so neither a crash nor a request that is still in flight can mix it with what is stored
 //! there next.
 
-use crate::sync::{AtomicU64, Mutex, Ordering, lock};
+use super::sync::{AtomicU64, Mutex, Ordering, lock};
 
 /// Reference counts that are to go down by one: first host cluster and number of clusters.
 pub(crate) type Unlinked = Vec<(u64, u64)>;

@@ -1,7 +1,8 @@
 //! Model of the parts that threads share: the very source files `slices.rs`, `flight.rs`,
-//! `registry.rs`, `grace.rs`, `region.rs`, `marks.rs` and `named.rs`, built on simulated atomics and locks, under every
-//! order of steps that the checker finds.
+//! `registry.rs`, `grace.rs`, `limbo.rs`, `region.rs`, `marks.rs` and `named.rs`, built on simulated atomics and locks, under
+//! every order of steps that the checker finds.
 
+mod freeing;
 mod guard;
 mod sync;
 mod writing;
@@ -11,6 +12,8 @@ mod flight;
 #[allow(dead_code, unreachable_pub)]
 #[path = "../engine/grace.rs"]
 mod grace;
+#[path = "../engine/limbo.rs"]
+mod limbo;
 #[allow(dead_code)]
 #[path = "../refcounts/marks.rs"]
 mod marks;
