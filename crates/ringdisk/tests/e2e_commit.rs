@@ -14,7 +14,7 @@ use common::tools::{Ran, described, qemu_img, ringdisk};
 use common::{MIB, program, serve};
 use ringdisk_testkit::images::{self, allocated, assert_clean, pattern, piece};
 use ringdisk_testkit::limits::needs_root;
-use ringdisk_testkit::mount::{FileSystem, Mounted, scratch, text};
+use ringdisk_testkit::mount::{FileSystem, Loop, Mounted, scratch, text};
 use ringdisk_testkit::process::{Process, ok_words};
 use rustix::io::Errno;
 
@@ -214,4 +214,27 @@ fn a_snapshot_that_shows_the_image_below_keeps_it_from_being_committed_to() {
     shown.ok();
     ringdisk(directory.path(), &["commit", "top.qcow2"]).ok();
     assert_clean(&middle);
+}
+
+#[test]
+fn an_image_on_a_block_device_is_known_by_any_name_of_the_device() {
+    if !needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let file = directory.path().join("file");
+    images::raw(&file, MIB, 1);
+    let Some(device) = Loop::attach(&file, &[]) else { return };
+    // The chain has this name.
+    let link = directory.path().join("base");
+    std::os::unix::fs::symlink(device.device(), &link).expect("a link");
+    let top = directory.path().join("top.qcow2");
+    let words = ["create", "-q", "-f", "qcow2", "-b", text(&link), "-F", "raw", text(&top), "1M"];
+    qemu_img(Path::new("/"), &words).ok();
+    let disk = serve(&top, &["--allow-path", text(device.device())]);
+    write(&disk, 2, 0, 4096);
+    ctl(&disk, &["commit", "--base", text(device.device())]).ok();
+    assert_pattern(disk.path(), 2, 0, 4096);
+    assert_eq!(disk.stop().code(), Some(0));
+    assert_pattern(&file, 2, 0, 4096);
 }
