@@ -86,7 +86,7 @@ impl Chain {
             Change::Backing => &["backing", "-F", "raw", text(&other)],
             Change::Resize => &["resize", "+16G", "--preallocation", "full"],
         };
-        let first = [program.as_str(), "ctl", "--timeout", "300ms", self.disk.text()];
+        let first = [program.as_str(), "ctl", "--timeout", "3s", self.disk.text()];
         let taken = self.taken();
         let mut client = Process::spawn(&mut command(&[&first[..], words].concat()));
         let is_under_way = || match change {
