@@ -6,6 +6,7 @@ use std::sync::Arc;
 use ringdisk_disk::name::FileName;
 use ringdisk_disk::{Disk, Format, ImageOptions, Source};
 use ringdisk_ring::Runtime;
+use ringdisk_storage::Storage;
 
 use crate::cli::{CreateArgs, is_named_qcow2};
 use crate::commands::look;
@@ -192,7 +193,6 @@ pub(crate) fn backing_path(file: &Path, name: &FileName) -> PathBuf {
 
 /// Whether two names lead to one file.
 pub(crate) fn is_same(one: &Path, other: &Path) -> bool {
-    use std::os::unix::fs::MetadataExt;
-    let id = |path: &Path| path.metadata().map(|meta| (meta.dev(), meta.ino())).ok();
+    let id = |path: &Path| path.metadata().map(|meta| Storage::identity_of(&meta)).ok();
     id(one).is_some_and(|one| Some(one) == id(other))
 }

@@ -4,10 +4,10 @@
 //! own words; the old one compares, before anything stands still or is handed over.
 
 use std::collections::BTreeMap;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
 use ringdisk_disk::Disk;
+use ringdisk_storage::Storage;
 use serde::{Deserialize, Serialize};
 
 use crate::cli::{DiscardWord, ServedDisk};
@@ -40,10 +40,7 @@ struct Image {
 impl Image {
     fn named(path: &Path) -> Image {
         let whole = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-        let identity = path.metadata().ok().map(|meta| match meta.file_type().is_block_device() {
-            true => (meta.rdev(), 0),
-            false => (meta.dev(), meta.ino()),
-        });
+        let identity = path.metadata().ok().map(|meta| Storage::identity_of(&meta));
         Image { name: whole.to_string_lossy().into_owned(), identity }
     }
 
