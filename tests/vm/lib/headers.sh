@@ -37,6 +37,9 @@ kbuild_unpack() {
     fi
   done
   rm -f "$cache"/apt/archives/*.deb
+  # What the maintainer scripts of dash and mawk do.
+  [ -e "$kbuild/bin/sh" ] || ln -s dash "$kbuild/bin/sh" || return
+  [ -e "$kbuild/usr/bin/awk" ] || ln -s mawk "$kbuild/usr/bin/awk"
 }
 
 # fetch_headers SERIES: headers and compiler are in the tree afterwards. Prints the version. SERIES may be "debug" (tests/vm/debug-kernel).
@@ -48,9 +51,6 @@ fetch_headers() {
   apt_lists >&2 || return
   version=$(headers_version "$wanted") || { echo "no linux-headers-$wanted*-cloud-amd64 in trixie or trixie-backports" >&2; return 1; }
   kbuild_unpack "${kbuild_tools[@]}" "linux-headers-$version" >&2 || return
-  # What a maintainer script of dash does.
-  [ -e "$kbuild/bin/sh" ] || ln -s dash "$kbuild/bin/sh" || return
-  [ -e "$kbuild/usr/bin/awk" ] || ln -s mawk "$kbuild/usr/bin/awk" || return
   mkdir -p "${have%/*}"
   echo "$version" >"$have"
   echo "$version"
