@@ -9,8 +9,9 @@ use crate::error::{Error, ErrorKind};
 use crate::flight::Flights;
 use crate::geometry::Geometry;
 use crate::info::Info;
+use crate::refcounts::Named;
 use crate::slices::{SliceCache, SliceIndex};
-use crate::sync::{Arc, AtomicU64};
+use crate::sync::{Arc, AtomicU64, Mutex};
 
 /// How to open an image.
 #[derive(Clone, Debug, Default)]
@@ -63,6 +64,8 @@ pub struct Qcow2 {
     pub(crate) decompressor: Decompressor,
     /// What writing needs; `None`: open for reading only.
     pub(crate) engine: Option<Box<Engine>>,
+    /// Of an image that is open for reading only: what was known to be named when it was open for writing.
+    pub(crate) named: Mutex<Named>,
     /// How it was opened.
     pub(crate) options: OpenOptions,
 }

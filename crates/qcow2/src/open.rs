@@ -17,7 +17,7 @@ use crate::info::{Bitmap, Info, Snapshot};
 use crate::limits::METADATA_CACHE_BYTES;
 use crate::slices::SliceCache;
 use crate::snapshots;
-use crate::sync::{Arc, AtomicU64, Ordering, zeroed_words};
+use crate::sync::{Arc, AtomicU64, Mutex, Ordering, zeroed_words};
 use crate::table;
 
 /// Bytes that are read first: enough for the whole first cluster in most images.
@@ -81,6 +81,7 @@ impl Qcow2 {
             slices,
             loads: Flights::new(),
             engine,
+            named: Mutex::default(),
             options: options.clone(),
         })
     }

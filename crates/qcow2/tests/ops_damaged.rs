@@ -4,6 +4,8 @@
 // Test images are small.
 #![allow(clippy::cast_possible_truncation, clippy::large_futures)]
 
+use std::collections::HashSet;
+
 mod common;
 #[path = "common/live.rs"]
 mod live;
@@ -21,8 +23,19 @@ const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 /// Where data begins, each in an L2 table of its own; 64 KiB each.
 const PLACES: [u64; 3] = [0, 2 * MIB, 4 * MIB];
 
-/// What a cluster of a disk shows: its first bytes; `None`: the entry cannot be right.
-type Shown = Option<[u8; 32]>;
+/// What a cluster of a disk shows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Shown {
+    /// Its first bytes.
+    Bytes([u8; 32]),
+    /// The entry cannot be right.
+    Nothing,
+    /// It names metadata, which is rewritten.
+    Metadata,
+}
+
+/// Where an L1 table lies, and its length.
+type L1 = (u64, u32);
 
 /// The bytes of an image.
 #[derive(Clone)]
@@ -47,34 +60,59 @@ impl Bytes {
         (self.0.len() as u64).div_ceil(CLUSTER)
     }
 
-    fn active(&self) -> (u64, u32) {
+    fn active(&self) -> L1 {
         (self.word(40), self.half(36))
     }
 
-    /// The L1 table of the only snapshot; `None`: there is none.
-    fn snapshot(&self) -> Option<(u64, u32)> {
-        (self.half(60) == 1).then(|| (self.word(self.word(64)), self.half(self.word(64) + 8)))
+    /// The names of all snapshots, one letter each, and their L1 tables.
+    fn snapshots(&self) -> Vec<(char, L1)> {
+        let mut at = self.word(64);
+        let each = |_| {
+            at = at.next_multiple_of(8);
+            let lens = self.half(at + 12);
+            let (id, name) = (u64::from(lens >> 16), u64::from(lens & 0xffff));
+            let name_at = at + 40 + u64::from(self.half(at + 36)) + id;
+            let entry = (char::from(self.0[name_at as usize]), (self.word(at), self.half(at + 8)));
+            at = name_at + name;
+            entry
+        };
+        (0..self.half(60)).map(each).collect()
+    }
+
+    fn snapshot(&self, name: char) -> Option<L1> {
+        self.snapshots().into_iter().find(|(its, _)| *its == name).map(|(_, l1)| l1)
+    }
+
+    /// Where metadata lies that tables name: the tables themselves, and the reference counts.
+    fn metadata(&self) -> HashSet<u64> {
+        let all = self.snapshots().into_iter().map(|(_, l1)| l1).chain([self.active()]);
+        let l1s: Vec<L1> = all.collect();
+        let entries = l1s.iter().flat_map(|l1| (0..u64::from(l1.1)).map(|i| l1.0 + 8 * i));
+        let tables = entries.map(|at| self.word(at) & OFFSET);
+        let others = [self.word(48), self.word(self.word(48)), self.word(64)];
+        tables.chain(others).chain(l1s.iter().map(|l1| l1.0)).collect()
     }
 
     /// What a disk shows, by a reader of its own.
-    fn show(&self, l1: (u64, u32)) -> Vec<Shown> {
-        let len = self.0.len() as u64;
+    fn show(&self, l1: L1) -> Vec<Shown> {
+        let (len, metadata) = (self.0.len() as u64, self.metadata());
         let mut shown = Vec::new();
         let entries = CLUSTER / 8;
         for table in 0..u64::from(l1.1) {
             let l2 = self.word(l1.0 + 8 * table) & OFFSET;
             for entry in 0..entries {
                 if l2 >= len {
-                    shown.push(None);
+                    shown.push(Shown::Nothing);
                     continue;
                 }
                 let host = if l2 == 0 { 0 } else { self.word(l2 + 8 * entry) & OFFSET };
                 let is_zero = host == 0 || self.word(l2 + 8 * entry) & 1 != 0;
                 let bytes = self.0.get(host as usize..host as usize + 32);
                 shown.push(match bytes {
-                    _ if is_zero => Some([0; 32]),
-                    Some(bytes) => Some(bytes.try_into().expect("32 bytes")),
-                    None => None,
+                    _ if is_zero => Shown::Bytes([0; 32]),
+                    _ if metadata.contains(&host) => Shown::Metadata,
+                    Some(bytes) => Shown::Bytes(bytes.try_into().expect("32 bytes")),
+                    None => Shown::Nothing,
                 });
             }
         }
@@ -100,14 +138,15 @@ impl Bytes {
     }
 
     /// Where the L2 entry of a place is.
-    fn entry_at(&self, l1: (u64, u32), place: u64) -> u64 {
+    fn entry_at(&self, l1: L1, place: u64) -> u64 {
         let entries = CLUSTER / 8;
         let table = self.word(l1.0 + 8 * (place / CLUSTER / entries)) & OFFSET;
         table + 8 * (place / CLUSTER % entries)
     }
 }
 
-/// Three pieces that a snapshot has, of which the disk has overwritten parts; two free clusters.
+/// Three pieces of 64 KiB that snapshot s has, of which the disk has overwritten the first half before snapshot t, and the first
+/// quarter after it; two free clusters.
 fn good() -> Bytes {
     let images = Images::new();
     let path = images.create("image", "cluster_size=4096", SIZE);
@@ -117,6 +156,8 @@ fn good() -> Bytes {
     images.qemu_io("image", &PLACES.iter().map(write(0x10, 64)).collect::<Vec<_>>());
     images.qemu_img(&["snapshot", "-c", "s", "image"]);
     images.qemu_io("image", &PLACES.iter().map(write(0x20, 32)).collect::<Vec<_>>());
+    images.qemu_img(&["snapshot", "-c", "t", "image"]);
+    images.qemu_io("image", &PLACES.iter().map(write(0x30, 16)).collect::<Vec<_>>());
     let mut bytes = Bytes(std::fs::read(path).expect("the image"));
     // The free clusters.
     bytes.0.resize(bytes.0.len().next_multiple_of(CLUSTER as usize) + 2 * CLUSTER as usize, 0);
@@ -126,7 +167,7 @@ fn good() -> Bytes {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Of {
     Disk,
-    Snapshot,
+    Snapshot(char),
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -141,9 +182,13 @@ enum Damage {
     /// An L1 entry does.
     TableFree,
     TablePast(u64),
+    /// An L2 entry names the L2 table that it is in, the L1 table of the disk, a refcount block.
+    EntryTable,
+    EntryL1,
+    EntryBlock,
 }
 
-const DAMAGES: [Damage; 8] = [
+const DAMAGES: [Damage; 11] = [
     Damage::DataCount,
     Damage::TableCount,
     Damage::EntryFree,
@@ -152,20 +197,25 @@ const DAMAGES: [Damage; 8] = [
     Damage::TableFree,
     Damage::TablePast(0),
     Damage::TablePast(1),
+    Damage::EntryTable,
+    Damage::EntryL1,
+    Damage::EntryBlock,
 ];
 
 impl Damage {
-    /// * `place`: of the cluster; the disk has those of its own there, and 40 KiB on one that it shares.
+    /// * `place`: of the cluster; the disk has those of its own there, 20 KiB on one that it shares with snapshot t, 40 KiB on one
+    ///   that it shares with both.
     fn make(self, good: &Bytes, of: Of, place: u64) -> Bytes {
         let mut bytes = good.clone();
         let l1 = match of {
             Of::Disk => bytes.active(),
-            Of::Snapshot => bytes.snapshot().expect("there is one"),
+            Of::Snapshot(name) => bytes.snapshot(name).expect("there is one"),
         };
         let entry_at = bytes.entry_at(l1, place);
         let table_at = l1.0 + 8 * (place / CLUSTER / (CLUSTER / 8));
         let end = bytes.clusters() * CLUSTER;
         let host = |at| bytes.word(at) & OFFSET;
+        let (l1_of_disk, block) = (bytes.active().0, bytes.word(bytes.word(48)));
         let (data, table, free) = (host(entry_at), host(table_at), bytes.free());
         match self {
             Damage::DataCount => bytes.set_count(data, bytes.count(data) - 1),
@@ -174,6 +224,9 @@ impl Damage {
             Damage::EntryPast(by) => bytes.set(entry_at, (end + by * CLUSTER) | COPIED),
             Damage::TableFree => bytes.set(table_at, free | COPIED),
             Damage::TablePast(by) => bytes.set(table_at, (end + by * CLUSTER) | COPIED),
+            Damage::EntryTable => bytes.set(entry_at, table | COPIED),
+            Damage::EntryL1 => bytes.set(entry_at, l1_of_disk | COPIED),
+            Damage::EntryBlock => bytes.set(entry_at, block | COPIED),
         }
         bytes
     }
@@ -182,8 +235,8 @@ impl Damage {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Change {
     Create,
-    Apply,
-    Delete,
+    Apply(char),
+    Delete(char),
     Grow,
     Shrink,
     Empty,
@@ -193,9 +246,9 @@ impl Change {
     async fn make(self, ring: &Ring, image: &mut Qcow2) -> Result<(), Error> {
         let resize = |preallocation| ResizeOptions { shrink: true, preallocation };
         match self {
-            Change::Create => image.snapshot_create(ring, "new").await.map(drop),
-            Change::Apply => image.snapshot_apply(ring, "s").await,
-            Change::Delete => image.snapshot_delete(ring, "s").await,
+            Change::Create => image.snapshot_create(ring, "n").await.map(drop),
+            Change::Apply(name) => image.snapshot_apply(ring, &name.to_string()).await,
+            Change::Delete(name) => image.snapshot_delete(ring, &name.to_string()).await,
             Change::Grow => {
                 let options = resize(Preallocation::Metadata);
                 image.resize(ring, 3 * SIZE, &options, &Nothing).await
@@ -211,12 +264,16 @@ impl Change {
 /// Every cluster that shows something shows it still; what shows nothing does not begin to.
 fn assert_same(before: &[Shown], after: &[Shown], what: &str) {
     for (cluster, (before, after)) in before.iter().zip(after).enumerate() {
-        assert_eq!(before, after, "{what}: cluster {cluster}");
+        if *before != Shown::Metadata {
+            assert_eq!(before, after, "{what}: cluster {cluster}");
+        }
     }
 }
 
+/// Returns whether the change was made.
+///
 /// * `is_known`: all of the disk was read before.
-fn judge(damaged: &Bytes, change: Change, is_known: bool, what: &str) {
+fn judge(damaged: &Bytes, change: Change, is_known: bool, what: &str) -> bool {
     let sim = SimStorage::from_image(&damaged.0, 1);
     let mut runtime = runtime();
     let ring = runtime.ring().clone();
@@ -232,68 +289,84 @@ fn judge(damaged: &Bytes, change: Change, is_known: bool, what: &str) {
         result
     });
     let after = Bytes(sim.image());
-    let (disk, snapshot) = (damaged.show(damaged.active()), damaged.snapshot());
-    let snapshot = damaged.show(snapshot.expect("there is one"));
+    let disk = damaged.show(damaged.active());
     let shown = after.show(after.active());
     match (change, &result) {
-        (Change::Apply, Ok(())) => assert_same(&snapshot, &shown, what),
-        (Change::Empty, Ok(())) => assert!(shown.iter().all(|it| *it == Some([0; 32])), "{what}"),
+        (Change::Apply(name), Ok(())) => {
+            let l1 = damaged.snapshot(name).expect("there is one");
+            assert_same(&damaged.show(l1), &shown, what);
+        }
+        (Change::Empty, Ok(())) => {
+            assert!(shown.iter().all(|it| *it == Shown::Bytes([0; 32])), "{what}");
+        }
         (Change::Shrink, Ok(())) => {
             let left = (SIZE / 2 + 8 * KIB) / CLUSTER;
             assert_same(&disk[..left as usize], &shown, what);
         }
         _ => assert_same(&disk, &shown, what),
     }
-    if change != Change::Create && (change != Change::Delete || result.is_err()) {
-        let l1 = after.snapshot().expect("nobody has deleted it");
-        assert_same(&snapshot, &after.show(l1), &format!("{what}, the snapshot"));
+    for (name, l1) in damaged.snapshots() {
+        let is_gone = change == Change::Delete(name) && result.is_ok();
+        let now = after.snapshot(name);
+        assert_eq!(now.is_none(), is_gone, "{what}, snapshot {name}");
+        if let Some(now) = now {
+            assert_same(&damaged.show(l1), &after.show(now), &format!("{what}, snapshot {name}"));
+        }
     }
+    result.is_ok()
+}
+
+/// Of all tests below: a table in which every change is refused, or none is, says nothing.
+fn assert_some_of(done: usize, cases: usize) {
+    assert!(done > 0 && done < cases, "{done} of {cases} were made");
 }
 
 #[test]
 fn a_damaged_image_shows_the_same_after_a_change_of_it_or_refuses_the_change() {
     let good = good();
-    let mut cases = 0;
+    let (mut cases, mut done) = (0, 0);
+    let changes = [
+        Change::Create,
+        Change::Apply('s'),
+        Change::Apply('t'),
+        Change::Delete('s'),
+        Change::Delete('t'),
+        Change::Shrink,
+        Change::Empty,
+    ];
     for damage in DAMAGES {
-        for place in PLACES {
-            // The disk's own data, what it shares with the snapshot.
-            for place in [place, place + 40 * KIB] {
-                for of in [Of::Disk, Of::Snapshot] {
-                    let damaged = damage.make(&good, of, place);
-                    let changes: &[Change] = match of {
-                        Of::Disk => &[Change::Create, Change::Apply, Change::Delete],
-                        Of::Snapshot => &[Change::Apply, Change::Delete],
-                    };
-                    for change in changes {
-                        let what = format!("{damage:?} of {of:?} at {place:#x}, {change:?}");
-                        judge(&damaged, *change, false, &what);
-                        cases += 1;
-                    }
+        for place in PLACES.iter().flat_map(|place| [0, 20, 40].map(|kib| place + kib * KIB)) {
+            for of in [Of::Disk, Of::Snapshot('s'), Of::Snapshot('t')] {
+                let damaged = damage.make(&good, of, place);
+                for change in changes {
+                    let what = format!("{damage:?} of {of:?} at {place:#x}, {change:?}");
+                    done += usize::from(judge(&damaged, change, false, &what));
+                    cases += 1;
                 }
             }
         }
     }
-    assert_eq!(cases, 8 * 6 * 5);
+    assert_eq!(cases, 11 * 9 * 3 * 7);
+    assert_some_of(done, cases);
 }
 
 /// Each change opens the image again; what reads had shown to be in use is not forgotten.
 #[test]
 fn what_was_read_before_a_change_is_not_given_away_by_it() {
     let good = good();
+    let (mut cases, mut done) = (0, 0);
     for damage in DAMAGES {
-        for place in PLACES {
+        for place in PLACES.iter().flat_map(|place| [*place, place + 40 * KIB]) {
             let damaged = damage.make(&good, Of::Disk, place);
             let changes = [Change::Create, Change::Grow, Change::Shrink, Change::Empty];
             for change in changes {
-                judge(
-                    &damaged,
-                    change,
-                    true,
-                    &format!("{damage:?} at {place:#x}, {change:?}, read"),
-                );
+                let what = format!("{damage:?} at {place:#x}, {change:?}, read");
+                done += usize::from(judge(&damaged, change, true, &what));
+                cases += 1;
             }
         }
     }
+    assert_some_of(done, cases);
 }
 
 /// And not by the writes that come after it.
@@ -317,7 +390,7 @@ fn what_was_read_before_a_change_is_not_given_away_after_it() {
             let mut image = live::open(&ring, &sim, None, &writable()).await.expect("open");
             let mut bytes = [0; 512];
             read(&ring, &image, &Nothing, PLACES[1], &mut bytes).await.expect("read");
-            assert_eq!(bytes, [0x22; 512]);
+            assert_eq!(bytes, [0x32; 512]);
             // It may be refused.
             let _ = change.make(&ring, &mut image).await;
             let full = buffer(&[0x77; CLUSTER as usize]);
@@ -325,11 +398,28 @@ fn what_was_read_before_a_change_is_not_given_away_after_it() {
             let expected = [Err(Errno::IO), Err(Errno::ROFS), Ok(CLUSTER as usize)];
             assert!(expected.contains(&written), "{change:?}: {written:?}");
             read(&ring, &image, &Nothing, PLACES[1], &mut bytes).await.expect("read");
-            assert_eq!(bytes, [0x22; 512], "{change:?}");
+            assert_eq!(bytes, [0x32; 512], "{change:?}");
             let _ = image.close(&ring).await;
         });
         let after = Bytes(sim.image());
         let at = after.word(after.entry_at(after.active(), PLACES[1])) & OFFSET;
-        assert_eq!(after.0[at as usize], 0x22, "{change:?}");
+        assert_eq!(after.0[at as usize], 0x32, "{change:?}");
+    }
+}
+
+/// Where the file ends is found by the counts; a cluster that an entry names is no end.
+#[test]
+fn a_cluster_in_use_that_is_not_counted_is_not_cut_off_the_file() {
+    let images = Images::new();
+    let path = images.create("image", "cluster_size=4096", SIZE);
+    // Free clusters in front, for what the change writes; in the last one data.
+    let commands = ["write -q -P 1 6M 128k", "write -q -P 2 0 64k", "discard -q 6M 128k"];
+    images.qemu_io("image", &commands.map(String::from));
+    let mut damaged = Bytes(std::fs::read(path).expect("the image"));
+    let last = (damaged.clusters() - 1) * CLUSTER;
+    assert_eq!(damaged.word(damaged.entry_at(damaged.active(), 60 * KIB)) & OFFSET, last);
+    damaged.set_count(last, 0);
+    for is_known in [false, true] {
+        assert!(judge(&damaged, Change::Shrink, is_known, &format!("known: {is_known}")));
     }
 }

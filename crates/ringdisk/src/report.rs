@@ -159,6 +159,12 @@ impl Failure {
         self
     }
 
+    /// Adds what has become of what was asked for.
+    pub(crate) fn outcome(mut self, what: &str) -> Failure {
+        self.message = format!("{}; {what}", self.message);
+        self
+    }
+
     /// Ends the command with this code instead of that of [`Failure::exit`].
     pub(crate) fn with_code(mut self, code: u8) -> Failure {
         self.code = Some(code);

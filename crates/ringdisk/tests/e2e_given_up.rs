@@ -186,6 +186,11 @@ fn a_server_that_stands_still_in_the_middle_of_a_change_is_not_waited_for() {
         let finished = client.finish(LIMIT);
         assert_eq!(finished.code(), LATE, "{what}: {}", finished.output());
         assert!(finished.stderr.contains("kill -CONT"), "{what}: {}", finished.output());
+        assert!(
+            finished.stderr.contains("was asked to give it up"),
+            "{what}: {}",
+            finished.output()
+        );
         chain.disk.process().signal(Signal::CONT);
         chain.assert_as_before(&what);
     }

@@ -148,7 +148,10 @@ async fn qcow2_in_modes(
         image_on(ring, Arc::clone(&file), data, options, image).await
     };
     match opened.await {
-        Ok(fresh) => Ok(named_as(qcow2_layer(fresh, image), layer)),
+        Ok(fresh) => {
+            fresh.take_over_names(old);
+            Ok(named_as(qcow2_layer(fresh, image), layer))
+        }
         Err(error) => {
             // The locks of both files go back to where they were. What was in the right mode has kept its own.
             let mut result = Err(error);

@@ -188,8 +188,10 @@ fn a_cluster_that_was_read_is_not_given_away_after_a_change() {
         }
     }
     std::fs::write(&path, &bytes).expect("write");
-    for change in ["resize", "snapshot"] {
+    for change in ["resize", "snapshot", "an overlay that is merged again"] {
         std::fs::write(&path, &bytes).expect("write");
+        let overlay = place.path().join("overlay");
+        let _ = std::fs::remove_file(&overlay);
         run(async |ring| {
             let disk = open(&ring, &path, &ImageOptions::default()).await.expect("open");
             let buf = IoBuf::new(CLUSTER, 4096);
@@ -197,9 +199,17 @@ fn a_cluster_that_was_read_is_not_given_away_after_a_change() {
             // They may be refused.
             let is_made = match change {
                 "resize" => disk.resize(&ring, 16 << 20).await.is_ok(),
-                _ => {
+                "snapshot" => {
                     let create = crate::SnapshotChange::Create("s".to_owned());
                     disk.snapshot(&ring, create).await.is_ok()
+                }
+                _ => {
+                    let made = disk.add_overlay(&ring, &overlay, OverlayOptions::default()).await;
+                    made.expect("an overlay");
+                    let progress = Arc::new(Progress::default());
+                    let commit = disk.commit(&ring, CommitOptions::TOP, &progress);
+                    commit.await.expect("nothing to copy");
+                    true
                 }
             };
             buf.fill(0x77);

@@ -160,7 +160,7 @@ impl Active {
     ) -> Result<(), Error> {
         let runs = tx.reader().references(words).map_err(|reason| tx.corrupt(reason))?;
         for (start, count) in runs {
-            tx.unref(start, count).await?;
+            tx.unref_data(start, count).await?;
         }
         Ok(())
     }

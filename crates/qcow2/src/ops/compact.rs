@@ -70,7 +70,7 @@ async fn compact(ring: &Ring, image: &mut Qcow2, old_len: u64) -> Result<bool, E
 
     let end = tx.end_of_clusters() >> bits;
     let mut kept = end;
-    while kept > 1 && (movable.contains(&(kept - 1)) || tx.count(kept - 1).await? == 0) {
+    while kept > 1 && (movable.contains(&(kept - 1)) || tx.is_unused(kept - 1).await?) {
         kept -= 1;
     }
     // Room for what moves.

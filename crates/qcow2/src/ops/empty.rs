@@ -13,6 +13,7 @@ use crate::image::Qcow2;
 
 use super::active::Active;
 use super::bitmaps;
+use super::mappings::Mappings;
 use super::resize::ResizeOptions;
 use super::transaction::Transaction;
 
@@ -63,7 +64,11 @@ impl Qcow2 {
 async fn beside(ring: &Ring, image: &mut Qcow2) -> Result<(), Error> {
     let mut tx = Transaction::begin(ring, image)?;
     let mut active = Active::load(&tx).await?;
+    active.look_at_all(&mut tx).await?;
+    let snapshots = Mappings::load(&tx).await?;
+    snapshots.look(&mut tx).await?;
     active.drop_all(&mut tx).await?;
+    snapshots.refuse_lost(&mut tx).await?;
     let entries = active.l1.len();
     active.finish(&mut tx, entries).await?;
     tx.drop_blocks = true;
@@ -96,10 +101,12 @@ async fn in_place(ring: &Ring, image: &mut Qcow2) -> Result<(), Error> {
     }
     zero_l1(&tx, &active).await?;
     tx.flush().await?;
-    tx.forget_named();
     // The disk is empty, durably. The rest gives space back.
     let freed = async {
-        active.drop_all(&mut tx).await?;
+        let dropped = active.drop_all(&mut tx).await;
+        // What the tables name, which were read once more for that, counts for nothing.
+        tx.forget_named();
+        dropped?;
         tx.finish_in_place().await
     };
     if let Err(error) = freed.await {

@@ -19,6 +19,7 @@ mod edit;
 mod empty;
 mod entries;
 mod grow;
+mod mappings;
 mod resize;
 mod snapshot;
 mod snapshot_table;
@@ -30,6 +31,7 @@ use ringdisk_ring::Ring;
 
 use crate::error::{Error, ErrorKind};
 use crate::image::Qcow2;
+use crate::refcounts::Named;
 use crate::sync::lock;
 
 pub(crate) use entries::words_of;
@@ -73,19 +75,24 @@ impl Qcow2 {
         }
     }
 
-    /// What the former image of the same file, which is closed, knows of clusters that L2 entries name is known to this one, too.
-    /// Nothing that is known to be named becomes free because the file was opened again.
+    /// What the former image of the same file, which is closed, knows of clusters that L2 entries name is known to this one, too,
+    /// in whichever mode each of them is open. Nothing that is known to be named becomes free because the file was opened again.
     pub fn take_over_names(&self, from: &Qcow2) {
-        if let (Some(former), Some(engine)) = (from.engine.as_deref(), self.engine.as_deref()) {
-            let named = lock(&former.refcounts).take_named();
-            lock(&engine.refcounts).add_named(named);
+        let named = match from.engine.as_deref() {
+            Some(engine) => lock(&engine.refcounts).named(),
+            None => lock(&from.named).clone(),
+        };
+        match self.engine.as_deref() {
+            Some(engine) => lock(&engine.refcounts).add_named(named),
+            None => lock(&self.named).add_all(named),
         }
     }
 
     /// Somebody else has changed the file since: what entries named counts for nothing.
     pub fn forget_names(&self) {
-        if let Some(engine) = self.engine.as_deref() {
-            drop(lock(&engine.refcounts).take_named());
+        match self.engine.as_deref() {
+            Some(engine) => lock(&engine.refcounts).forget_named(),
+            None => *lock(&self.named) = Named::default(),
         }
     }
 

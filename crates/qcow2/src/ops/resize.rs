@@ -15,6 +15,7 @@ use crate::limits::L1_BYTES_MAX;
 use super::active::Active;
 use super::bitmaps;
 use super::grow::Growth;
+use super::mappings::Mappings;
 use super::transaction::Transaction;
 
 /// Unit of disk sizes in bytes.
@@ -139,7 +140,11 @@ impl Qcow2 {
         let old = self.virtual_size();
         let mut tx = Transaction::begin(ring, self)?;
         let mut active = Active::load(&tx).await?;
+        active.look_at_all(&mut tx).await?;
+        let snapshots = Mappings::load(&tx).await?;
+        snapshots.look(&mut tx).await?;
         active.cut(&mut tx, size).await?;
+        snapshots.refuse_lost(&mut tx).await?;
         bitmaps::resize(&mut tx, old, size).await?;
         tx.header.set_size(size);
         // At most 2^22.

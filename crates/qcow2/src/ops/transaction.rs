@@ -122,6 +122,11 @@ impl<'a> Transaction<'a> {
         }
     }
 
+    /// Whether nothing uses a cluster: it is not counted, and no table is known to name it.
+    pub(super) async fn is_unused(&mut self, cluster: u64) -> Result<bool, Error> {
+        Ok(self.count(cluster).await? == 0 && !self.counts.is_named(cluster))
+    }
+
     /// One reference more to each cluster of a run that is in use.
     pub(super) async fn share(&mut self, start: u64, count: u64) -> Result<(), Error> {
         self.ask(|counts| counts.share(start, count)).await?;
@@ -135,6 +140,28 @@ impl<'a> Transaction<'a> {
         self.freed = freed;
         result?;
         self.spill_some().await
+    }
+
+    /// One reference less to data.
+    ///
+    /// Errors: `Corrupt`, also when metadata lies there, which would be given up with it.
+    pub(super) async fn unref_data(&mut self, start: u64, count: u64) -> Result<(), Error> {
+        if let Some(cluster) = self.counts.first_metadata(start, count) {
+            return Err(self.corrupt(format!(
+                "an L2 entry names host cluster {cluster}, which holds metadata"
+            )));
+        }
+        self.unref(start, count).await
+    }
+
+    /// Whether anything was freed so far.
+    pub(super) fn has_freed(&self) -> bool {
+        !self.freed.is_empty()
+    }
+
+    /// The first cluster of `start..start + count` that was freed.
+    pub(super) fn first_freed(&self, start: u64, count: u64) -> Option<u64> {
+        self.counts.first_held(start, count)
     }
 
     /// One reference less to metadata that a new copy has taken the place of.
@@ -160,7 +187,7 @@ impl<'a> Transaction<'a> {
 
     /// Nothing is named any more.
     pub(super) fn forget_named(&mut self) {
-        drop(self.counts.take_named());
+        self.counts.forget_named();
     }
 
     /// Reads one cluster of metadata.
@@ -477,7 +504,7 @@ impl<'a> Transaction<'a> {
     /// Cuts the file behind the last cluster in use. A failure costs space only.
     async fn cut_file(&mut self) {
         let mut end = self.counts.end();
-        while end > 1 && matches!(self.count(end - 1).await, Ok(0)) {
+        while end > 1 && self.is_unused(end - 1).await.is_ok_and(|is_unused| is_unused) {
             end -= 1;
         }
         let len = end << self.geometry.cluster_bits;

@@ -354,12 +354,27 @@ impl Refcounts {
         self.named.insert(start, count);
     }
 
-    /// Takes out what L2 entries name, for whoever opens the same file next. What was freed, and is only waiting until it may be
-    /// used again, is not named any more.
-    pub(crate) fn take_named(&mut self) -> Named {
-        let mut named = std::mem::take(&mut self.named);
+    /// Whether an L2 entry is known to name a cluster. One that was freed is not named any more.
+    pub(crate) fn is_named(&self, cluster: u64) -> bool {
+        self.named.first_in(cluster, 1).is_some() && self.held.at(cluster).is_none()
+    }
+
+    /// The first cluster of `start..start + count` that was freed and not [released](Refcounts::release) yet.
+    pub(crate) fn first_held(&self, start: u64, count: u64) -> Option<u64> {
+        self.held.first_in(start, count)
+    }
+
+    /// What L2 entries name, for whoever opens the same file next. What was freed, and is only waiting until it may be used again,
+    /// is not named any more.
+    pub(crate) fn named(&self) -> Named {
+        let mut named = self.named.clone();
         self.held.iter().for_each(|run| named.remove(run.start, run.count));
         named
+    }
+
+    /// What L2 entries named counts for nothing.
+    pub(crate) fn forget_named(&mut self) {
+        self.named = Named::default();
     }
 
     /// What the image was known to name when it was open before.

@@ -13,7 +13,7 @@ const CHUNK_WORDS: usize = 64;
 pub(super) const CHUNKS_MAX: usize = 1 << 16;
 
 /// A set of host clusters.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Named {
     chunks: BTreeMap<u64, Box<[u64; CHUNK_WORDS]>>,
 }
@@ -57,7 +57,7 @@ impl Named {
     }
 
     /// Adds all that another set has.
-    pub(super) fn add_all(&mut self, other: Named) {
+    pub(crate) fn add_all(&mut self, other: Named) {
         for (number, theirs) in other.chunks {
             if self.chunks.len() >= CHUNKS_MAX && !self.chunks.contains_key(&number) {
                 continue;

@@ -57,6 +57,11 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
             "the server was asked to give it up; the image is sound",
         ),
     };
+    let changes = !matches!(args.command, CtlCommand::Stats { .. } | CtlCommand::Stop { .. });
+    let result = result.map_err(|failure| match failure.code() == Exit::Timeout.code() {
+        true if changes => failure.outcome(left),
+        _ => failure,
+    });
     let value = job.end(result, left)?;
     match &args.command {
         CtlCommand::Stats { json: true } => terminal::say(json_text(&without_text(value))),

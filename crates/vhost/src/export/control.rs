@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use rustix::event::epoll;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::accel::KERNEL_LOOK;
+use super::accel::{KERNEL_LOOK, Occasion};
 use super::backend::Control;
 use super::hand_over::{FrontEnd, Outcome};
 use super::options::Second;
@@ -231,6 +231,7 @@ impl Host {
         if !matches!(end, End::HandedOver) {
             session.close(&mut self.control);
         }
+        self.control.tell_kernel_errors(Occasion::Last);
         end
     }
 
@@ -283,7 +284,7 @@ impl Host {
             {
                 tracing::warn!("{}: second front ends have to wait: {errno}", self.name);
             }
-            self.control.tell_kernel_errors(false);
+            self.control.tell_kernel_errors(Occasion::Regular);
             let looks = self.is_deaf || !session.is_claimed() || self.control.may_give_disk();
             let look = match looks {
                 true => Some(LOOK),

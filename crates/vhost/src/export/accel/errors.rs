@@ -14,6 +14,18 @@ pub(in crate::export) const KERNEL_LOOK: Duration = Duration::from_secs(2);
 /// After a line the next one comes so much later.
 const WINDOW: Duration = Duration::from_secs(10);
 
+/// Why somebody looks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::export) enum Occasion {
+    /// Now and then, while the kernel has virtqueues.
+    Regular,
+    /// Virtqueues have come back. A guest may do that as often as it likes, so the last line may be too fresh: whoever looks
+    /// next tells what is left.
+    Stopped,
+    /// The front end is gone. Nobody looks again soon.
+    Last,
+}
+
 /// What was counted, and what was said of it.
 #[derive(Debug, Default)]
 pub(super) struct KernelErrors {
@@ -35,9 +47,8 @@ impl KernelErrors {
     /// How many requests to tell of; 0: nothing is new, or the last line is too fresh.
     ///
     /// * `counted`: since the module's device was opened.
-    /// * `is_last`: nobody looks again soon.
-    fn news(&mut self, counted: u64, is_last: bool, now: Instant) -> u64 {
-        if !is_last && self.told_at.is_some_and(|then| now - then < WINDOW) {
+    fn news(&mut self, counted: u64, occasion: Occasion, now: Instant) -> u64 {
+        if occasion != Occasion::Last && self.told_at.is_some_and(|then| now - then < WINDOW) {
             return 0;
         }
         let new = counted.saturating_sub(self.told);
@@ -49,13 +60,11 @@ impl KernelErrors {
 }
 
 impl Control {
-    /// Says how many requests of the guest have failed in the kernel, now and then.
-    ///
-    /// * `is_last`: virtqueues have come back, so nobody looks again soon.
-    pub(in crate::export) fn tell_kernel_errors(&mut self, is_last: bool) {
+    /// Says how many requests of the guest have failed in the kernel.
+    pub(in crate::export) fn tell_kernel_errors(&mut self, occasion: Occasion) {
         let now = Instant::now();
         let Some(accel) = &mut self.accel else { return };
-        if !is_last && (!accel.is_used() || !accel.errors.is_due(now)) {
+        if occasion == Occasion::Regular && (!accel.is_used() || !accel.errors.is_due(now)) {
             return;
         }
         let Ok(vblk) = &accel.vblk else { return };
@@ -64,7 +73,7 @@ impl Control {
             let of_queue = |index| vblk.stats(index).map_or(0, |stats| stats.errors);
             (0..vblk.queues()).map(of_queue).sum()
         };
-        let new = accel.errors.news(counted, is_last, now);
+        let new = accel.errors.news(counted, occasion, now);
         if new > 0 {
             let name = &self.device.name;
             tracing::error!(
@@ -83,15 +92,27 @@ mod tests {
         let mut errors = KernelErrors::default();
         let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
-        assert_eq!(errors.news(0, false, at(0)), 0);
-        assert_eq!(errors.news(3, false, at(1)), 3);
-        assert_eq!(errors.news(3, false, at(2)), 0);
-        assert_eq!(errors.news(5, false, at(3)), 0, "the last line is too fresh");
-        assert_eq!(errors.news(9, false, at(12)), 6);
-        assert_eq!(errors.news(9, false, at(40)), 0);
-        assert_eq!(errors.news(10, false, at(41)), 1);
-        assert_eq!(errors.news(12, true, at(42)), 2, "virtqueues come back");
-        assert_eq!(errors.news(0, true, at(43)), 0, "a counter that went back");
+        assert_eq!(errors.news(0, Occasion::Regular, at(0)), 0);
+        assert_eq!(errors.news(3, Occasion::Regular, at(1)), 3);
+        assert_eq!(errors.news(3, Occasion::Regular, at(2)), 0);
+        assert_eq!(errors.news(5, Occasion::Regular, at(3)), 0, "the last line is too fresh");
+        assert_eq!(errors.news(9, Occasion::Regular, at(12)), 6);
+        assert_eq!(errors.news(9, Occasion::Regular, at(40)), 0);
+        assert_eq!(errors.news(10, Occasion::Regular, at(41)), 1);
+        assert_eq!(errors.news(12, Occasion::Last, at(42)), 2, "virtqueues come back");
+        assert_eq!(errors.news(0, Occasion::Last, at(43)), 0, "a counter that went back");
+    }
+
+    /// A guest that stops its virtqueues all the time does not fill the log.
+    #[test]
+    fn what_a_guest_does_often_is_told_now_and_then() {
+        let mut errors = KernelErrors::default();
+        let start = Instant::now();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        assert_eq!(errors.news(1, Occasion::Stopped, at(0)), 1);
+        let lines = (1..=100).filter(|i| errors.news(1 + i, Occasion::Stopped, at(i / 10)) > 0).count();
+        assert_eq!(lines, 1);
+        assert_eq!(errors.news(101, Occasion::Last, at(11)), 1, "what was left");
     }
 
     #[test]

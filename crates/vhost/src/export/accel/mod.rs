@@ -23,8 +23,8 @@ use super::backend::Control;
 use crate::session::Refusal;
 use crate::{Error, ErrorKind};
 
-pub(super) use errors::KERNEL_LOOK;
 use errors::KernelErrors;
+pub(super) use errors::{KERNEL_LOOK, Occasion};
 pub(crate) use obstacle::Obstacle;
 use obstacle::{Look, obstacle};
 pub use ringdisk_vblk::{Engine, State, Stats as QueueCounters};

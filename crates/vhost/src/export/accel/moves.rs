@@ -11,7 +11,7 @@ use ringdisk_vblk::{DiskSetup, Engine, RingSetup};
 
 use super::super::backend::Control;
 use super::obstacle::Obstacle;
-use super::{claim, locked, refused};
+use super::{Occasion, claim, locked, refused};
 use crate::blk::SERIAL_BYTES;
 use crate::blk::config::RANGES_MAX;
 use crate::session::Refusal;
@@ -185,7 +185,7 @@ impl Control {
         };
         if !accel.is_used() {
             accel.shown.set(false, None);
-            self.tell_kernel_errors(true);
+            self.tell_kernel_errors(Occasion::Stopped);
             self.let_disk_go();
         }
         stopped.map(u32::from).map_err(|error| {
@@ -225,7 +225,7 @@ impl Control {
         }
         accel.shown.set(false, None);
         if accel.is_prepared {
-            self.tell_kernel_errors(true);
+            self.tell_kernel_errors(Occasion::Stopped);
             self.let_disk_go();
         }
         for (index, base) in bases {
