@@ -299,6 +299,11 @@ impl Export {
                     Some(mode) if offered => {
                         let zero_copy =
                             mode == RingMode::ZeroCopy && may_zero_copy(&disk, options.zero_copy);
+                        if zero_copy && options.zero_copy == ZeroCopy::On {
+                            tracing::warn!(
+                                "zero-copy for every open: a loop device with direct I/O over this file would damage the memory of the kernel (Linux 7.3), so use `--zero-copy auto` for one"
+                            );
+                        }
                         let asked = options.queue_depth.is_some();
                         let bytes = profile.transfer_bytes() as usize;
                         let uses = PoolUses { zero_copy, pinned: is_direct(&disk) };

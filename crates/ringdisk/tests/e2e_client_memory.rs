@@ -6,10 +6,10 @@
 
 mod common;
 
-use std::fs::File;
+use std::fs::{File, Permissions};
 use std::io::{IoSlice, IoSliceMut};
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::Path;
 
 use common::tools::ringdisk;
@@ -20,7 +20,7 @@ use ringdisk_testkit::mount::{FileSystem, Mounted, STOP, scratch, text};
 use ringdisk_testkit::process::{Process, command, ok_words, run, until};
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::Errno;
-use rustix::process::Signal;
+use rustix::process::{Signal, Uid};
 
 /// Distances from a page boundary: nothing, less than any device takes, a sector, and around a page.
 const DISTANCES: [usize; 9] = [0, 1, 8, 100, 504, 512, 1024, 4088, 4095];
@@ -434,6 +434,21 @@ fn pages_of_the_kernels_own_cache() {
     assert!(std::fs::read(&image).expect("the image") == model);
 }
 
+/// A user who is not root.
+const SOMEBODY: u32 = 65534;
+
+/// The file, past the page cache, opened by a thread of this user.
+fn open_as(user: u32, path: &Path) -> File {
+    std::thread::scope(|scope| {
+        let open = scope.spawn(|| {
+            let user = Uid::from_raw(user);
+            rustix::thread::set_thread_res_uid(user, user, user).expect("another user");
+            open_direct(path)
+        });
+        open.join().expect("opened")
+    })
+}
+
 #[test]
 fn auto_takes_client_pages_once_requests_are_large() {
     let Some(_switch) = rings() else { return };
@@ -443,17 +458,24 @@ fn auto_takes_client_pages_once_requests_are_large() {
     let directory = scratch();
     let image = directory.path().join("disk.img");
     raw(&image, LEN as u64, 1);
-    let disk = serve(&image, &["--format", "raw", "--transport", "uring"]);
-    let read = |size: usize, count: usize| {
-        let file = open_direct(disk.path());
+    let words = ["--format", "raw", "--transport", "uring", "--allow-other"];
+    let disk = serve(&image, &words);
+    // The directories of tests are for root alone.
+    for (path, mode) in [(disk.path().parent().expect("one"), 0o755), (disk.path(), 0o666)] {
+        std::fs::set_permissions(path, Permissions::from_mode(mode)).expect("chmod");
+    }
+    let read_as = |user: u32, size: usize, count: usize| {
+        let file = open_as(user, disk.path());
         let mut memory = Memory::new(0, size);
         for at in 0..count {
             file.read_exact_at(memory.get(), (at * size % LEN) as u64).expect("read");
         }
         counted(&disk).1
     };
+    let read = |size, count| read_as(SOMEBODY, size, count);
     assert_eq!(read(4096, 200), 0);
     assert_eq!(read(1 << 20, 200), 0, "decided when it was opened");
+    assert_eq!(read_as(0, 1 << 20, 100), 0, "root may hand the file to a loop device");
     let some = read(1 << 20, 100);
     assert!(some >= 100, "{some}");
     assert!(read(4096, 4000) > some);

@@ -217,7 +217,9 @@ async fn serve_incoming(
         Answer::Reply(mut reply) => {
             if reply.is_failure() {
                 queue.cells.errors.add(1);
-            } else if reply.error_number() == 0 && incoming.is_open() && rings.opens_zero_copy() {
+            } else if reply.error_number() == 0
+                && incoming.opener().is_some_and(|opener| rings.opens_zero_copy(opener))
+            {
                 reply.add_open_flags(FOPEN_IO_URING_ZERO_COPY);
             }
             frame.put(&reply, body);

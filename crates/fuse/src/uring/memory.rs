@@ -121,9 +121,10 @@ pub(super) struct Incoming {
 }
 
 impl Incoming {
-    /// Whether a client opens the file.
-    pub(super) fn is_open(&self) -> bool {
-        self.request.as_ref().is_ok_and(|request| matches!(request.operation, Operation::Open(_)))
+    /// The user id of who opens the file; `None`: nobody does.
+    pub(super) fn opener(&self) -> Option<u32> {
+        let request = self.request.as_ref().ok()?;
+        matches!(request.operation, Operation::Open(_)).then_some(request.header.uid)
     }
 }
 

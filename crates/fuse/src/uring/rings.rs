@@ -120,7 +120,9 @@ impl Rings {
     }
 
     /// Whether the file that is being opened uses client pages. Control path.
-    pub(super) fn opens_zero_copy(&self) -> bool {
+    ///
+    /// * `opener`: user id of the caller.
+    pub(super) fn opens_zero_copy(&self, opener: u32) -> bool {
         if self.mode() != RingMode::ZeroCopy {
             return false;
         }
@@ -128,7 +130,7 @@ impl Rings {
             requests: sum.requests + cells.reads.get() + cells.writes.get(),
             bytes: sum.bytes + cells.read_bytes.get() + cells.write_bytes.get(),
         });
-        self.opens.are_zero_copy(moved)
+        self.opens.are_zero_copy(moved, opener)
     }
 
     /// Entries of all queues.

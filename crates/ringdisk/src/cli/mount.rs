@@ -89,7 +89,8 @@ pub(crate) struct MountArgs {
 
     /// Whether requests over io_uring use the client's own pages: on, off, or when the sizes of requests promise something
     ///
-    /// Needs Linux 7.3 and root. auto decides when the file is opened, by what was read and written before; on is for every open.
+    /// Needs Linux 7.3 and root. auto decides when the file is opened, by what was read and written before, and leaves opens by root
+    /// out; on is for every open. With on, no loop device with direct I/O may use the file: it would damage the memory of the kernel.
     #[arg(
         long,
         value_name = "WHEN",

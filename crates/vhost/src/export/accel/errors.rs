@@ -110,7 +110,8 @@ mod tests {
         let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
         assert_eq!(errors.news(1, Occasion::Stopped, at(0)), 1);
-        let lines = (1..=100).filter(|i| errors.news(1 + i, Occasion::Stopped, at(i / 10)) > 0).count();
+        let lines =
+            (1..=100).filter(|i| errors.news(1 + i, Occasion::Stopped, at(i / 10)) > 0).count();
         assert_eq!(lines, 1);
         assert_eq!(errors.news(101, Occasion::Last, at(11)), 1, "what was left");
     }
