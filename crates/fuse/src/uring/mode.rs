@@ -98,7 +98,7 @@ impl Opens {
 
 #[cfg(test)]
 mod tests {
-    use super::{Moved, Opens, RingMode, ZeroCopy};
+    use super::{Moved, Opens, ROOT, RingMode, ZeroCopy};
 
     #[test]
     fn the_ladder_ends_with_plain_entries() {
