@@ -332,9 +332,11 @@ fn memory_of_large_requests_goes_back_when_nobody_asks_any_more() {
         load.ended()
     });
     assert!(ended.is_some_and(|status| status.success()));
-    if most < 48 {
-        // Pools are bounded and pinned; there is nothing to give back.
-        eprintln!("never more than {most} MiB");
+    let transport = std::env::var("RINGDISK_TEST_TRANSPORT");
+    if common::kernel_is(7, 3) && transport.is_ok_and(|transport| transport == "uring") {
+        // Pools keep what they have used; they have a bound.
+        assert!(most < 160, "{most} MiB");
+        return;
     }
     let small = until(Duration::from_secs(10), || (resident() < 40).then_some(()));
     assert!(small.is_some(), "{} MiB of {most}", resident());

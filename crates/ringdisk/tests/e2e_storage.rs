@@ -163,8 +163,10 @@ fn errors_of_clients_are_in_the_log_the_first_of_a_kind_with_its_cause_and_the_o
         return;
     }
     for transport in ["dev", "uring"] {
-        let switch = UringParameter::set(transport == "uring");
-        if transport == "uring" && !part_needs("FUSE over io_uring", switch.is_some()) {
+        // It is never switched off here: other tests of this program may be run over io_uring.
+        let switch = (transport == "uring").then(|| UringParameter::set(true));
+        let is_there = switch.as_ref().is_none_or(Option::is_some);
+        if !part_needs("FUSE over io_uring", is_there) {
             continue;
         }
         let directory = scratch();
