@@ -143,7 +143,7 @@ fn file_system(make: &[&str], check: &[&str], size: &str, extra: &[&str]) {
     ok_words(&[make, &[disk.text()]].concat());
     // Large requests, after which "auto" would like to lend it.
     let file = open_direct(disk.path());
-    let mut memory = Aligned::new(MIB as usize);
+    let mut memory = Aligned::new(1 << 20);
     for at in 0..100 {
         file.read_exact_at(memory.bytes_mut(), at * MIB).expect("read");
     }
