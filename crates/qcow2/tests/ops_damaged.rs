@@ -14,7 +14,7 @@ use common::{Images, KIB, MIB, runtime};
 use live::{buffer, read, writable};
 use ringdisk_qcow2::{Error, Nothing, Preallocation, Qcow2, ResizeOptions};
 use ringdisk_ring::{Errno, Ring};
-use ringdisk_testkit::sim::SimStorage;
+use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
 
 const CLUSTER: u64 = 4 * KIB;
 const SIZE: u64 = 8 * MIB;
@@ -240,6 +240,8 @@ enum Change {
     Grow,
     Shrink,
     Empty,
+    /// On a full file system: in place.
+    EmptyFull,
 }
 
 impl Change {
@@ -256,7 +258,7 @@ impl Change {
             Change::Shrink => {
                 image.resize(ring, SIZE / 2 + 8 * KIB, &resize(Preallocation::Off), &Nothing).await
             }
-            Change::Empty => image.make_empty(ring).await,
+            Change::Empty | Change::EmptyFull => image.make_empty(ring).await,
         }
     }
 }
@@ -284,6 +286,10 @@ fn judge(damaged: &Bytes, change: Change, is_known: bool, what: &str) -> bool {
                 let _ = read(&ring, &image, &Nothing, at, &mut [0; 512]).await;
             }
         }
+        if change == Change::EmptyFull {
+            sim.on(When::kind(OpKind::Write).once(), Fault::Fail(Errno::NOSPC));
+            sim.on(When::any().at(sim.len()..u64::MAX), Fault::Fail(Errno::NOSPC));
+        }
         let result = change.make(&ring, &mut image).await.map_err(|error| error.to_string());
         let _ = image.close(&ring).await;
         result
@@ -296,7 +302,7 @@ fn judge(damaged: &Bytes, change: Change, is_known: bool, what: &str) -> bool {
             let l1 = damaged.snapshot(name).expect("there is one");
             assert_same(&damaged.show(l1), &shown, what);
         }
-        (Change::Empty, Ok(())) => {
+        (Change::Empty | Change::EmptyFull, Ok(())) => {
             assert!(shown.iter().all(|it| *it == Shown::Bytes([0; 32])), "{what}");
         }
         (Change::Shrink, Ok(())) => {
@@ -333,6 +339,7 @@ fn a_damaged_image_shows_the_same_after_a_change_of_it_or_refuses_the_change() {
         Change::Delete('t'),
         Change::Shrink,
         Change::Empty,
+        Change::EmptyFull,
     ];
     for damage in DAMAGES {
         for place in PLACES.iter().flat_map(|place| [0, 20, 40].map(|kib| place + kib * KIB)) {
@@ -346,7 +353,7 @@ fn a_damaged_image_shows_the_same_after_a_change_of_it_or_refuses_the_change() {
             }
         }
     }
-    assert_eq!(cases, 11 * 9 * 3 * 7);
+    assert_eq!(cases, 11 * 9 * 3 * 8);
     assert_some_of(done, cases);
 }
 

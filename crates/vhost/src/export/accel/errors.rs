@@ -1,7 +1,7 @@
 //! The log of I/O errors that the host kernel gives a guest.
 //!
 //! The module counts them; it keeps neither the place nor the reason, which the log of the kernel may have. So somebody has to look: every
-//! [`KERNEL_LOOK`], and when virtqueues come back. Control thread.
+//! [`KERNEL_LOOK`], when virtqueues come back, and when the front end is gone. Control thread.
 
 use std::time::{Duration, Instant};
 
@@ -99,7 +99,7 @@ mod tests {
         assert_eq!(errors.news(9, Occasion::Regular, at(12)), 6);
         assert_eq!(errors.news(9, Occasion::Regular, at(40)), 0);
         assert_eq!(errors.news(10, Occasion::Regular, at(41)), 1);
-        assert_eq!(errors.news(12, Occasion::Last, at(42)), 2, "virtqueues come back");
+        assert_eq!(errors.news(12, Occasion::Last, at(42)), 2, "the front end is gone");
         assert_eq!(errors.news(0, Occasion::Last, at(43)), 0, "a counter that went back");
     }
 
