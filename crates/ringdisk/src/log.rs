@@ -1,23 +1,30 @@
 //! Log lines of the control path, in the shape of our other messages.
 //!
 //! Promises: `ringdisk: warning: text` on standard error; a stream that cannot be written never
-//! ends the process. Colours as in our other messages: on a terminal only.
+//! ends the process. Colours as in our other messages: on a terminal only. A command that opens an image several times
+//! gives each warning once; a server repeats them, since each stands for something that happened at that moment.
 
+use std::collections::HashSet;
 use std::fmt;
 use std::io::{self, Write};
+use std::sync::{Mutex, PoisonError};
 
-use tracing::{Event, Level, Subscriber};
+use tracing::{Event, Level, Metadata, Subscriber};
 use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::fmt::format::Writer;
-use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
+use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields, MakeWriter};
 use tracing_subscriber::registry::LookupSpan;
 
 use crate::terminal::{NAME, paint_error, paint_warning, write_error};
 
+/// Warnings that a command keeps in mind so as not to repeat them; those after them are all written.
+const REMEMBERED_MAX: usize = 1000;
+
 /// Starts logging; once per process.
 ///
 /// * `verbose`: how often `-v` was given: warnings, progress, details, everything.
-pub(crate) fn start(verbose: u8) {
+/// * `serves`: the process goes on after it has begun, so it repeats its warnings.
+pub(crate) fn start(verbose: u8, serves: bool) {
     let level = match verbose {
         0 => LevelFilter::WARN,
         1 => LevelFilter::INFO,
@@ -30,22 +37,54 @@ pub(crate) fn start(verbose: u8) {
         .log_internal_errors(false)
         // The names of fields would be in italics in files too.
         .with_ansi(false)
-        .with_writer(|| Quiet)
+        .with_writer(StandardError { warned: (!serves).then(Mutex::default) })
         .event_format(Line);
     let _ = tracing::subscriber::set_global_default(builder.finish());
 }
 
 /// Standard error, whose failures nobody needs to hear of.
-struct Quiet;
+struct StandardError {
+    /// The warnings that were written, where each is to be written once.
+    warned: Option<Mutex<HashSet<Vec<u8>>>>,
+}
 
-impl Write for Quiet {
+impl<'a> MakeWriter<'a> for StandardError {
+    type Writer = EventWriter<'a>;
+
+    fn make_writer(&'a self) -> EventWriter<'a> {
+        EventWriter { warned: None }
+    }
+
+    fn make_writer_for(&'a self, meta: &Metadata<'_>) -> EventWriter<'a> {
+        EventWriter { warned: self.warned.as_ref().filter(|_| *meta.level() == Level::WARN) }
+    }
+}
+
+/// Writes one event, which tracing hands over as a whole.
+struct EventWriter<'a> {
+    warned: Option<&'a Mutex<HashSet<Vec<u8>>>>,
+}
+
+impl Write for EventWriter<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        write_error(bytes);
+        if self.warned.is_none_or(|warned| is_new(warned, bytes)) {
+            write_error(bytes);
+        }
         Ok(bytes.len())
     }
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
+    }
+}
+
+/// Whether a warning was not written before; it is remembered.
+fn is_new(warned: &Mutex<HashSet<Vec<u8>>>, line: &[u8]) -> bool {
+    let mut warned = warned.lock().unwrap_or_else(PoisonError::into_inner);
+    if warned.len() >= REMEMBERED_MAX {
+        !warned.contains(line)
+    } else {
+        warned.insert(line.to_vec())
     }
 }
 

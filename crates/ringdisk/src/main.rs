@@ -76,7 +76,8 @@ fn run() -> u8 {
         Ok(cli) => cli,
         Err(error) => return usage(&error),
     };
-    log::start(cli.verbose);
+    let serves = matches!(cli.command, Command::Mount(_) | Command::Serve(_));
+    log::start(cli.verbose, serves);
     limits::raise();
     match command(&cli.command) {
         Ok(code) => code,

@@ -303,6 +303,14 @@ impl From<ringdisk_vhost::Error> for Failure {
 }
 
 impl Failure {
+    /// Of a change that was asked for: options that make no sense for this image are a mistake of the command line.
+    pub(crate) fn of_change(error: ringdisk_disk::Error) -> Failure {
+        match error.kind() {
+            ringdisk_disk::ErrorKind::Invalid => Failure::caused(Exit::Usage, &error),
+            _ => Failure::from(error),
+        }
+    }
+
     /// * `hint`: what the error's text ends with, which gets a line of its own here.
     fn of_export(exit: Exit, error: &(dyn StdError + 'static), hint: Option<&str>) -> Failure {
         // A ring that could not be made is a cause here; its own code says more.

@@ -111,7 +111,7 @@ fn a_resize_that_makes_no_sense_changes_nothing() {
         (&["10485761"], 2, "512"),
         (&["x"], 2, "write a number"),
         (&[""], 2, ""),
-        (&["--shrink", "--preallocation", "full", "5M"], 3, ""),
+        (&["--shrink", "--preallocation", "full", "5M"], 2, ""),
         (&["--preallocation", "some", "20M"], 2, "possible values"),
     ] {
         let (last, first) = words.split_last().expect("words");
@@ -307,6 +307,33 @@ fn what_was_recorded_is_merged_from_another_image() {
     assert!(!dirty("ours").is_empty());
     assert_clean(&d.join("ours"));
     assert_eq!(described(d, "ours"), described(d, "theirs"));
+}
+
+/// Damages the table of the only bitmap of an image, so that it cannot be read.
+fn damage_the_bitmap(image: &Path) {
+    const BITMAPS_EXTENSION: [u8; 4] = [0x23, 0x85, 0x28, 0x75];
+    let mut bytes = fs::read(image).expect("read");
+    let number = |bytes: &[u8], at: usize| {
+        usize::try_from(u64::from_be_bytes(bytes[at..at + 8].try_into().expect("8"))).expect("fits")
+    };
+    let extension = bytes[..4096].windows(4).position(|four| four == BITMAPS_EXTENSION);
+    // Magic, length, number of bitmaps, reserved, size and offset of the directory, whose entry begins with the table's offset.
+    let directory = number(&bytes, extension.expect("the extension") + 24);
+    let table = number(&bytes, directory);
+    // Reserved bits.
+    bytes[table + 7] |= 0x80;
+    fs::write(image, bytes).expect("write");
+}
+
+#[test]
+fn a_command_gives_each_warning_once() {
+    let directory = scratch();
+    let d = directory.path();
+    images::qcow2(&d.join("ours"), "10M", "");
+    ringdisk(d, &["bitmap", "--add", "ours", "recorded"]).ok();
+    damage_the_bitmap(&d.join("ours"));
+    let ran = ringdisk(d, &["resize", "ours", "20M"]).ok();
+    assert_eq!(ran.err.matches("cannot record writes").count(), 1, "{}", ran.err);
 }
 
 #[test]

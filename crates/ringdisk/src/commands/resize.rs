@@ -49,7 +49,7 @@ pub(crate) fn run(args: &ResizeArgs) -> Result<(), Failure> {
     let options = ResizeOptions { shrink: args.shrink, preallocation: word(args.preallocation) };
     let job = Job::start("resize", ProgressArgs { progress: false, quiet: true })?;
     let resize = disk.resize_unless_cancelled(&ring, size, options, job.progress());
-    let resized = runtime.block_on(resize).map_err(Failure::from);
+    let resized = runtime.block_on(resize).map_err(Failure::of_change);
     let closed = look::close(&mut runtime, &disk, &args.file, resized);
     job.end(closed, "the image is sound and has its old size")?;
     if !args.quiet {

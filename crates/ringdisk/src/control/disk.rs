@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use ringdisk_disk::{
-    Backing, CommitOptions, Disk, ErrorKind, Format, Layer, NewSize as WantedSize, OverlayOptions,
-    Progress, ResizeOptions, SnapshotChange,
+    Backing, CommitOptions, Disk, Format, Layer, NewSize as WantedSize, OverlayOptions, Progress,
+    ResizeOptions, SnapshotChange,
 };
 use ringdisk_qcow2::Preallocation;
 use ringdisk_ring::Ring;
@@ -237,13 +237,7 @@ impl DiskControl {
         let options = ResizeOptions { shrink: wanted.shrink, preallocation };
         // Zeroes for a large disk take long: whoever asked for them may have left, and a stop must not wait for them.
         let resized = disk.resize_unless_cancelled(ring, size, options, progress).await;
-        let resized = resized.map_err(|error| {
-            match error.kind() {
-                // The size itself is wrong, not the image.
-                ErrorKind::Invalid => usage(error.to_string()),
-                _ => Failure::from(error),
-            }
-        })?;
+        let resized = resized.map_err(Failure::of_change)?;
         Ok(json!({ "old-size": resized.before, "size": resized.after }))
     }
 
