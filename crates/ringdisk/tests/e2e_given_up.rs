@@ -5,6 +5,7 @@ mod common;
 
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::thread;
 use std::time::Duration;
 
 use common::tools::{Ran, qemu_img, ringdisk};
@@ -193,5 +194,51 @@ fn a_server_that_stands_still_in_the_middle_of_a_change_is_not_waited_for() {
         );
         chain.disk.process().signal(Signal::CONT);
         chain.assert_as_before(&what);
+    }
+}
+
+/// What cannot be given up half way goes on with the server.
+#[test]
+fn a_snapshot_of_a_server_that_stands_still_is_taken_when_that_goes_on() {
+    if !needs_root() {
+        return;
+    }
+    for (words, layers) in [(&["new.qcow2"][..], 3), (&["--internal", "inside"], 2)] {
+        let directory = scratch();
+        let (base, top) = (directory.path().join("base"), directory.path().join("top.qcow2"));
+        std::fs::write(&base, "").expect("a mountpoint");
+        let below = Mounted::start_at(&program(), &["--null", "64M", "--latency", "5s"], &base);
+        let create = ["create", "-q", "-f", "qcow2", "-b", below.text(), "-F", "raw", text(&top)];
+        qemu_img(Path::new("/"), &create).ok();
+        let mut disk = serve(&top, &[]);
+        let at = disk.text().to_owned();
+        let ctl = |words: &[&str]| ringdisk(directory.path(), &[&["ctl", &at], words].concat());
+        let stats = || ctl(&["stats", "--json"]).ok().json();
+
+        // The snapshot waits for a request in flight, and is in its middle for as long.
+        let file = open(disk.path());
+        let reader = thread::spawn(move || file.read_exact_at(&mut [0; 512], 32 * MIB));
+        let is_in_flight = || (stats()["total"]["in-flight"] == 1).then_some(());
+        assert!(until(LIMIT, is_in_flight).is_some(), "{}", disk.output());
+        let program = program();
+        let first = [program.as_str(), "ctl", "--timeout", "2s", &at, "snapshot"];
+        let mut begun = command(&[&first[..], words].concat());
+        let client = Process::spawn(begun.current_dir(directory.path()));
+        let is_under_way = || (ctl(&["resize", "+0"]).code == BUSY).then_some(());
+        assert!(until(LIMIT, is_under_way).is_some(), "{words:?}: {}", client.output());
+        disk.process().signal(Signal::STOP);
+        let finished = client.finish(LIMIT);
+        assert_eq!(finished.code(), LATE, "{words:?}: {}", finished.output());
+        assert!(finished.stderr.contains("does it all the same"), "{}", finished.output());
+
+        disk.process().signal(Signal::CONT);
+        reader.join().expect("no panic").expect("read");
+        let is_over = || (ctl(&["resize", "+0"]).code == 0).then_some(());
+        assert!(until(LIMIT, is_over).is_some(), "{words:?}: {}", disk.output());
+        assert_eq!(stats()["layers"].as_array().map(Vec::len), Some(layers), "{words:?}");
+        assert_eq!(disk.stop().code(), Some(0), "{words:?}");
+        assert_clean(&top);
+        let listed = qemu_img(directory.path(), &["snapshot", "-l", text(&top)]).ok().out;
+        assert_eq!(listed.contains("inside"), layers == 2, "{words:?}: {listed}");
     }
 }
