@@ -12,6 +12,7 @@ use ringdisk_testkit::model::{BaseRule, Load, Refused, Request, Vm, VmOptions, a
 use ringdisk_testkit::mount::scratch;
 use ringdisk_testkit::process;
 use ringdisk_testkit::sim::{Fault, OpKind, Prng, When};
+use ringdisk_vhost::export::Threads;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
@@ -177,6 +178,53 @@ fn the_area_says_where_virtqueues_are_to_a_front_end_that_does_not_know() {
             load.drain(&mut vm);
             load.read_all(&mut vm);
         }
+    }
+}
+
+/// A front end that stops a virtqueue of the next process is told a base behind what the process before had taken: all of that has to be
+/// carried out, once, though there are more requests than are taken at a time.
+#[test]
+fn what_a_process_before_had_taken_is_carried_out_once_by_one_that_is_stopped_at_once() {
+    const EACH: usize = 100;
+    for packed in [false, true] {
+        let (before, disk) = simulated(MIB);
+        before.on(When::kind(OpKind::Read), Fault::Hold);
+        let killed = serve(disk, |options| options.threads = Threads::Count(4));
+        let options = VmOptions {
+            queues: 4,
+            size: 512,
+            indirect: 0,
+            slots: EACH,
+            slot_bytes: 4096,
+            ..options(packed, 6)
+        };
+        let mut vm = killed.vm(options);
+        for index in 0..4 {
+            for sector in 0..EACH as u64 {
+                let request = Request::read(sector, 512);
+                vm.queues[index].add(&vm.ram, request).expect("room");
+            }
+            vm.queues[index].kick();
+        }
+        let all_taken = || (before.held().len() == 4 * EACH).then_some(());
+        assert!(process::until(std::time::Duration::from_secs(20), all_taken).is_some());
+
+        let (sim, disk) = simulated(MIB);
+        sim.on(When::kind(OpKind::Read), Fault::Delay(std::time::Duration::from_millis(10)));
+        let served = serve(disk, |options| options.threads = Threads::Count(1));
+        // The first one is stopped by this, too, and waits for requests that are never answered.
+        vm.resume(served.front(), BaseRule::Used).expect("it goes on");
+        for index in (0..4).rev() {
+            stop_and_start(&mut vm, index);
+        }
+        for index in 0..4 {
+            while vm.queues[index].in_flight() > 0 {
+                assert_eq!(vm.queues[index].wait(&vm.ram).status, 0);
+            }
+        }
+        assert_eq!(sim.count(OpKind::Read), 4 * EACH, "packed {packed}");
+        assert_eq!(served.export.broken_reason(), None);
+        before.release_all();
     }
 }
 

@@ -354,11 +354,11 @@ impl Queue {
         }
     }
 
-    /// Whether there is still something that a process before us had taken, to be popped again. Split queues only: packed ones need no answer.
+    /// Whether there is still something that a process before us had taken, to be popped again. Its base counts it as taken.
     pub fn has_replays(&self) -> bool {
         match &self.ring {
             Ring::Split(ring) => ring.has_replays(),
-            Ring::Packed(_) => false,
+            Ring::Packed(ring) => ring.has_replays(),
         }
     }
 

@@ -176,6 +176,11 @@ impl Packed {
         self.wish = None;
     }
 
+    /// What a process before us had taken, and nobody has taken again.
+    pub(super) fn has_replays(&self) -> bool {
+        !self.again.is_empty()
+    }
+
     pub(super) fn base(&self) -> u32 {
         u32::from(self.avail.bits()) | u32::from(self.used.bits()) << 16
     }

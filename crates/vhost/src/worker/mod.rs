@@ -9,6 +9,7 @@ mod pins;
 mod slot;
 mod source;
 mod thread;
+mod turns;
 mod vring;
 mod watch;
 
@@ -28,6 +29,7 @@ use crate::device::Device;
 use call::Call;
 use hold::Held;
 use pins::Pins;
+use turns::Turns;
 use watch::Watch;
 
 pub(crate) use pins::Told;
@@ -56,8 +58,8 @@ pub(crate) struct Worker {
     /// Tasks that wait for a request.
     idle: RefCell<Vec<Rc<Slot>>>,
     slots: Cell<usize>,
-    /// Where the next look begins, so that no virtqueue starves another.
-    cursor: Cell<usize>,
+    /// Which virtqueue is next, so that none starves another.
+    turns: Turns,
     /// The guest does not kick: the thread looks by itself.
     is_armed: Cell<bool>,
     /// Signalled when something was logged, once for all that becomes visible at once.
@@ -91,7 +93,7 @@ impl Worker {
             view: RefCell::new(Rc::new(View::new(Arc::default()))),
             idle: RefCell::new(Vec::with_capacity(REQUESTS_MAX)),
             slots: Cell::new(0),
-            cursor: Cell::new(0),
+            turns: Turns::default(),
             is_armed: Cell::new(false),
             log_event,
             pins: pins.map(RefCell::new),
@@ -138,8 +140,13 @@ impl Worker {
     }
 
     /// Drains a virtqueue and serves it no more. Gives its base; 0 when it does not run here.
+    ///
+    /// All that a process before us had taken is taken again first: the base says that it was, and nobody would ask for it any more.
     pub(crate) async fn stop(&self, index: u16) -> u32 {
         let Some(vring) = self.vring(index) else { return 0 };
+        while !self.device.needs_reset() && vring.is_behind() {
+            self.ring.sleep(SETTLE_LOOK).await;
+        }
         vring.hold(&self.ring).await;
         self.vrings.borrow_mut().retain(|other| !Rc::ptr_eq(other, &vring));
         let logs = vring.logs();
@@ -148,16 +155,6 @@ impl Worker {
             self.log_event.signal();
         }
         base
-    }
-
-    /// As [`Worker::stop`], after all that a process before us had taken was taken again.
-    pub(crate) async fn settle(&self, index: u16) -> u32 {
-        let is_behind =
-            || !self.device.needs_reset() && self.vring(index).is_some_and(|it| it.has_replays());
-        while is_behind() {
-            self.ring.sleep(SETTLE_LOOK).await;
-        }
-        self.stop(index).await
     }
 
     /// Takes no more requests, and waits until none is in flight.
@@ -218,31 +215,26 @@ impl Worker {
             return 0;
         }
         let vrings = self.vrings.borrow();
-        let count = vrings.len();
-        let mut taken = 0;
+        let view = self.view.borrow();
         // One look at the clock for the batch.
         let mut now = None;
-        let first = self.cursor.get();
-        for step in 0..count {
-            let vring = &vrings[(first + step) % count];
-            while taken < BATCH_MAX && vring.has_next() {
-                let Some(slot) = self.take_slot() else { return taken };
-                let view = self.view.borrow();
-                let Some(token) = vring.pop(&view, &slot, &self.device) else {
-                    self.idle.borrow_mut().push(slot);
-                    break;
-                };
-                self.cells.begin();
-                let now = *now.get_or_insert_with(Instant::now);
-                slot.begin(vring, token, &view, now, &self.ring);
-                taken += 1;
-            }
-            if taken == BATCH_MAX {
-                self.cursor.set((first + step) % count);
-                return taken;
-            }
+        let taken = self.turns.take(vrings.len(), self.room().min(BATCH_MAX), |number| {
+            let vring = &vrings[number];
+            let Some(slot) = vring.has_next().then(|| self.take_slot()).flatten() else {
+                return false;
+            };
+            let Some(token) = vring.pop(&view, &slot, &self.device) else {
+                self.idle.borrow_mut().push(slot);
+                return false;
+            };
+            self.cells.begin();
+            let now = *now.get_or_insert_with(Instant::now);
+            slot.begin(vring, token, &view, now, &self.ring);
+            true
+        });
+        if self.room() == 0 && vrings.iter().any(|vring| vring.has_next()) {
+            self.cells.exhausted.add(1);
         }
-        self.cursor.set(0);
         taken
     }
 
@@ -251,11 +243,7 @@ impl Worker {
         if let Some(slot) = self.idle.borrow_mut().pop() {
             return Some(slot);
         }
-        if self.slots.get() == REQUESTS_MAX {
-            self.cells.exhausted.add(1);
-            return None;
-        }
-        self.new_slot()
+        if self.room() == 0 { None } else { self.new_slot() }
     }
 
     fn new_slot(&self) -> Option<Rc<Slot>> {
@@ -266,8 +254,8 @@ impl Worker {
         Some(slot)
     }
 
-    /// Whether another request could be served now.
-    fn has_room(&self) -> bool {
-        self.slots.get() < REQUESTS_MAX || !self.idle.borrow().is_empty()
+    /// Requests that could be served now besides those that are.
+    fn room(&self) -> u32 {
+        u32::try_from(REQUESTS_MAX - self.slots.get() + self.idle.borrow().len()).unwrap_or(0)
     }
 }

@@ -28,7 +28,7 @@ impl Source for Worker {
     }
 
     fn arm(&self) -> bool {
-        if !self.has_room() {
+        if self.room() == 0 {
             // Nothing could be taken; whoever ends next looks again.
             return false;
         }

@@ -245,12 +245,11 @@ impl Vring {
         Shown { called: wanted && self.call.signal(), logged }
     }
 
-    /// Whether requests of a process before us have not been taken again yet.
-    pub(super) fn has_replays(&self) -> bool {
-        self.queue
-            .borrow()
-            .as_ref()
-            .is_some_and(|queue| queue.broken().is_none() && queue.has_replays())
+    /// Whether requests of a process before us have not been taken again yet, and will be.
+    pub(super) fn is_behind(&self) -> bool {
+        let queue = self.queue.borrow();
+        let is_behind = |queue: &Queue| queue.broken().is_none() && queue.has_replays();
+        self.holds.get() == 0 && queue.as_ref().is_some_and(is_behind)
     }
 
     /// Whether what is written to guest memory is logged.

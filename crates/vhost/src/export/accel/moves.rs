@@ -27,10 +27,7 @@ impl Control {
         }
         let mut why = self.accel_obstacle();
         if why.is_none() {
-            let settled = self
-                .thread(index)
-                .ask_task(move |worker| async move { worker.settle(index).await });
-            let base = self.wait_and_give_way(settled)?;
+            let base = self.take_off_thread(index)?;
             if let Err(obstacle) = self.enter_kernel(index, base) {
                 self.take_back_all();
                 self.put_on_thread(index, base)?;
