@@ -270,6 +270,7 @@ impl Disk {
     ) -> Result<Option<Resized>, Error> {
         let turn = self.turns().enter().await;
         self.check_free()?;
+        go_on(progress)?;
         let asked = self.follow_length(ring).await;
         asked.map_err(|errno| Error::os("cannot ask for the length", errno))?;
         let graph = self.graph();
@@ -283,6 +284,7 @@ impl Disk {
         let prepared = (change.start(window, before), change.options.preallocation);
         if size < before {
             let drained = self.gateway().drain(ring, turn).await;
+            go_on(progress)?;
             let layer = Arc::clone(drained.graph().top());
             self.move_end(ring, &layer, (before, size), prepared, progress).await?;
         } else {
@@ -343,6 +345,7 @@ impl Disk {
             Wish::Control => self.check_free().map(|()| false)?,
         };
         let mut drained = self.gateway().drain(ring, turn).await;
+        go_on(progress)?;
         if drained.graph().top_image().is_none() {
             return Ok(None);
         }
@@ -385,6 +388,11 @@ impl Disk {
         .await?;
         Ok(Some(resized(window, before, size)))
     }
+}
+
+/// After a wait, before anything is changed. Errors: `Cancelled`.
+fn go_on(progress: &Progress) -> Result<(), Error> {
+    progress.check().map_err(|errno| Error::os("cannot change the size", errno))
 }
 
 /// * `before`, `after`: sizes of the whole disk, bytes.

@@ -71,15 +71,6 @@ impl Active {
         Ok(Some(words))
     }
 
-    /// Looks at all L2 tables before anything is taken, so that nothing is taken that one of them names, and none is believed
-    /// that lies where the transaction has written.
-    pub(super) async fn look_at_all(&self, tx: &mut Transaction<'_>) -> Result<(), Error> {
-        for index in 0..self.l1.len() {
-            self.table(tx, index).await?;
-        }
-        Ok(())
-    }
-
     /// Gives an L2 table new contents. It is referred to once.
     pub(super) async fn replace(
         &mut self,

@@ -81,7 +81,7 @@ pub(super) async fn move_behind(tx: &mut Transaction<'_>, end: u64) -> Result<()
             let content = tx.read_cluster(*word & OFFSET_MASK, "a bitmap").await?;
             let new = tx.write_new(&content, "a bitmap").await?;
             *word = new.start << tx.geometry.cluster_bits;
-            tx.unref(cluster, 1).await?;
+            tx.unref_data(cluster, 1).await?;
             moves = true;
         }
         if moves {
@@ -181,7 +181,7 @@ async fn resize_one(
     for entry in table.iter().skip(wanted) {
         let cluster = (entry & OFFSET_MASK) >> tx.geometry.cluster_bits;
         if cluster != 0 {
-            tx.unref(cluster, 1).await?;
+            tx.unref_data(cluster, 1).await?;
         }
     }
     table.truncate(wanted);
@@ -229,7 +229,7 @@ async fn clear_behind(
         let run = tx.write_new(&content, "a bitmap").await?;
         *entry = run.start << tx.geometry.cluster_bits;
         if offset != 0 {
-            tx.unref(offset >> tx.geometry.cluster_bits, 1).await?;
+            tx.unref_data(offset >> tx.geometry.cluster_bits, 1).await?;
         }
     }
     Ok(())
@@ -251,7 +251,7 @@ async fn set_behind(
         let cluster = (*entry & OFFSET_MASK) >> tx.geometry.cluster_bits;
         *entry = ALL_SET;
         if cluster != 0 {
-            tx.unref(cluster, 1).await?;
+            tx.unref_data(cluster, 1).await?;
         }
     }
     let Some(entry) = table.get_mut(index).filter(|entry| kept != 0 && **entry != ALL_SET) else {
@@ -269,7 +269,7 @@ async fn set_behind(
     let run = tx.write_new(&content, "a bitmap").await?;
     *entry = run.start << tx.geometry.cluster_bits;
     if offset != 0 {
-        tx.unref(offset >> tx.geometry.cluster_bits, 1).await?;
+        tx.unref_data(offset >> tx.geometry.cluster_bits, 1).await?;
     }
     Ok(())
 }

@@ -10,10 +10,10 @@ use ringdisk_ring::Ring;
 use crate::error::Error;
 use crate::header::{BITMAPS, RAW_EXTERNAL, write_bytes};
 use crate::image::Qcow2;
+use crate::refcounts::Run;
 
 use super::active::Active;
 use super::bitmaps;
-use super::mappings::Mappings;
 use super::resize::ResizeOptions;
 use super::transaction::Transaction;
 
@@ -63,12 +63,9 @@ impl Qcow2 {
 /// By a transaction, which needs space for what it writes.
 async fn beside(ring: &Ring, image: &mut Qcow2) -> Result<(), Error> {
     let mut tx = Transaction::begin(ring, image)?;
+    tx.look().await?;
     let mut active = Active::load(&tx).await?;
-    active.look_at_all(&mut tx).await?;
-    let snapshots = Mappings::load(&tx).await?;
-    snapshots.look(&mut tx).await?;
     active.drop_all(&mut tx).await?;
-    snapshots.refuse_lost(&mut tx).await?;
     let entries = active.l1.len();
     active.finish(&mut tx, entries).await?;
     tx.drop_blocks = true;
@@ -91,6 +88,11 @@ async fn in_place(ring: &Ring, image: &mut Qcow2) -> Result<(), Error> {
             return Err(tx.corrupt("the L1 table is not counted once, so it is not overwritten"));
         }
     }
+    // All counts are changed in memory first: nothing is overwritten yet where something else needs what this frees.
+    tx.keep_in_memory();
+    let old_l1 = active.l1.clone();
+    active.drop_all(&mut tx).await?;
+    tx.refuse_lost_by_others().await?;
     // What the bits promise must not be true by accident.
     let known = tx.header.autoclear() & (BITMAPS | RAW_EXTERNAL);
     if known != tx.header.autoclear() {
@@ -99,14 +101,13 @@ async fn in_place(ring: &Ring, image: &mut Qcow2) -> Result<(), Error> {
         written.map_err(|errno| tx.io("writing the header", errno))?;
         tx.flush().await?;
     }
-    zero_l1(&tx, &active).await?;
+    zero_l1(&tx, run, &old_l1).await?;
     tx.flush().await?;
     // The disk is empty, durably. The rest gives space back.
     let freed = async {
-        let dropped = active.drop_all(&mut tx).await;
-        // What the tables name, which were read once more for that, counts for nothing.
+        // What its tables name counts for nothing any more.
         tx.forget_named();
-        dropped?;
+        tx.look_at_others().await?;
         tx.finish_in_place().await
     };
     if let Err(error) = freed.await {
@@ -117,10 +118,10 @@ async fn in_place(ring: &Ring, image: &mut Qcow2) -> Result<(), Error> {
 
 /// Writes zeroes where the active L1 table has entries, and nowhere else: what was never written, of the table or behind it in its
 /// last cluster, may be a hole of the file, which a write would have to fill.
-async fn zero_l1(tx: &Transaction<'_>, active: &Active) -> Result<(), Error> {
-    let start = active.run().start << tx.geometry.cluster_bits;
+async fn zero_l1(tx: &Transaction<'_>, run: Run, l1: &[u64]) -> Result<(), Error> {
+    let start = run.start << tx.geometry.cluster_bits;
     let zeroes = [0; SECTOR];
-    for (index, entries) in active.l1.chunks(SECTOR / 8).enumerate() {
+    for (index, entries) in l1.chunks(SECTOR / 8).enumerate() {
         if entries.iter().any(|entry| *entry != 0) {
             let at = start + (index * SECTOR) as u64;
             let written = write_bytes(tx.ring, &tx.file, at, &zeroes).await;
@@ -134,6 +135,7 @@ async fn uncover(ring: &Ring, image: &mut Qcow2, size: u64) -> Result<(), Error>
     let old = image.virtual_size();
     let entries = image.l1_needed(size).max(u64::from(image.info.l1_entries));
     let mut tx = Transaction::begin(ring, image)?;
+    tx.look().await?;
     let active = Active::load(&tx).await?;
     bitmaps::resize(&mut tx, old, size).await?;
     tx.header.set_size(size);

@@ -1,104 +1,152 @@
-//! What the tables of the disk and of its internal snapshots name, for changes of images whose reference counts are wrong.
+//! What the tables of an image name, for changes of images whose reference counts are wrong.
 //!
-//! A change looks at all tables before it takes a cluster ([`look`](Mappings::look)), and again before it is made true, when it has
-//! taken references away ([`refuse_lost`](Mappings::refuse_lost)). L2 tables that several L1 tables share are read once.
+//! A change looks at all of them before it takes a cluster ([`look`](Transaction::look)), and again before it is made true, when it has
+//! taken references away ([`refuse_lost`](Transaction::refuse_lost)): no table that stays may name what was freed. That is so for the
+//! tables of the disk, those of internal snapshots, and what bitmaps have.
 //!
-//! What cannot be read of a snapshot has nothing to lose, so it does not stop a change that does not need it.
+//! What cannot be read has nothing to lose, so it does not stop a change that does not need it. Memory: one L1 table, and a number for each
+//! L2 table; L2 tables that several L1 tables share are read once.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 
 use crate::entry::OFFSET_MASK;
 use crate::error::{Error, ErrorKind};
+use crate::refcounts::Run;
+use crate::table;
 
 use super::active::read_l1;
+use super::bitmaps;
 use super::entries::words_of;
 use super::snapshot_table::SnapshotTable;
 use super::transaction::Transaction;
 
-/// L1 tables.
-#[derive(Default)]
-pub(super) struct Mappings {
-    tables: Vec<Vec<u64>>,
+/// Whose tables are looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Whose {
+    All,
+    /// Not those of the disk.
+    Others,
 }
 
-impl Mappings {
-    /// Those of all snapshots.
+/// How far.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Depth {
+    /// Where L1 tables, L2 tables and bitmaps lie.
+    Tables,
+    /// Also what L2 tables name.
+    Entries,
+}
+
+impl Transaction<'_> {
+    /// From now on nothing is taken for something new that the image names, whatever the count says.
     ///
-    /// Errors: those of [`SnapshotTable::load`].
-    pub(super) async fn load(tx: &Transaction<'_>) -> Result<Mappings, Error> {
-        Mappings::of_snapshots(tx, &SnapshotTable::load(tx).await?).await
+    /// Errors: `Io`; `Corrupt` when the snapshot table cannot be read.
+    pub(super) async fn look(&mut self) -> Result<(), Error> {
+        self.walk(Whose::All, Depth::Entries, |tx, _, run| {
+            tx.note_named(run.start, run.count);
+            Ok(())
+        })
+        .await
     }
 
-    /// Those of all snapshots in `table`, as far as they can be read.
-    ///
-    /// Errors: `Io`.
-    pub(super) async fn of_snapshots(
-        tx: &Transaction<'_>,
-        table: &SnapshotTable,
-    ) -> Result<Mappings, Error> {
-        let mut mappings = Mappings::default();
-        for entry in &table.entries {
-            let (offset, entries) = entry.l1_table();
-            match read_l1(tx, offset, entries, "the L1 table of a snapshot").await {
-                Ok(l1) => mappings.tables.push(l1),
-                Err(error) if error.kind() == ErrorKind::Io => return Err(error),
-                Err(_) => {}
-            }
-        }
-        Ok(mappings)
+    /// As [`look`](Transaction::look), of all but the disk.
+    pub(super) async fn look_at_others(&mut self) -> Result<(), Error> {
+        self.walk(Whose::Others, Depth::Entries, |tx, _, run| {
+            tx.note_named(run.start, run.count);
+            Ok(())
+        })
+        .await
     }
 
-    /// From now on nothing is taken for something new that one of the tables names.
-    ///
-    /// Errors: `Io`.
-    pub(super) async fn look(&self, tx: &mut Transaction<'_>) -> Result<(), Error> {
-        for entry in self.distinct() {
-            for (start, count) in names(tx, entry).await? {
-                tx.note_named(start, count);
-            }
-        }
-        Ok(())
-    }
-
-    /// Refuses a change that has freed what one of the tables names.
+    /// Refuses a change that has freed what the image, as the new header has it, names.
     ///
     /// Errors: `Corrupt`, `Io`.
-    pub(super) async fn refuse_lost(&self, tx: &mut Transaction<'_>) -> Result<(), Error> {
-        if !tx.has_freed() {
+    pub(super) async fn refuse_lost(&mut self) -> Result<(), Error> {
+        self.refuse_lost_of(Whose::All).await
+    }
+
+    /// As [`refuse_lost`](Transaction::refuse_lost) where nothing stays of the disk.
+    pub(super) async fn refuse_lost_by_others(&mut self) -> Result<(), Error> {
+        self.refuse_lost_of(Whose::Others).await
+    }
+
+    async fn refuse_lost_of(&mut self, whose: Whose) -> Result<(), Error> {
+        if !self.has_freed() {
             return Ok(());
         }
-        for entry in self.distinct() {
-            for (start, count) in names(tx, entry).await? {
-                if let Some(cluster) = tx.first_freed(start, count) {
-                    return Err(tx.corrupt(format!(
-                        "a snapshot uses host cluster {cluster}, but its refcount does not count that"
-                    )));
+        let depth = if self.has_freed_data() { Depth::Entries } else { Depth::Tables };
+        self.walk(whose, depth, |tx, user, run| match tx.first_freed(run.start, run.count) {
+            None => Ok(()),
+            Some(cluster) => Err(tx.corrupt(format!(
+                "{user} uses host cluster {cluster}, but its refcount does not count that"
+            ))),
+        })
+        .await
+    }
+
+    /// Calls `found` with all that is named, and by what.
+    async fn walk(
+        &mut self,
+        whose: Whose,
+        depth: Depth,
+        mut found: impl FnMut(&mut Self, &str, Run) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        let mut seen = HashSet::new();
+        let active = Some(self.header.l1_table()).filter(|_| whose == Whose::All);
+        let table = SnapshotTable::load(self).await?;
+        let snapshots: BTreeSet<(u64, u32)> =
+            table.entries.iter().map(super::snapshot_table::Entry::l1_table).collect();
+        let active = active.into_iter().map(|place| ("the disk", place));
+        let snapshots = snapshots.into_iter().map(|place| ("a snapshot", place));
+        for (user, (offset, entries)) in active.chain(snapshots) {
+            let l1 = match read_l1(self, offset, entries, "an L1 table").await {
+                Ok(l1) => l1,
+                Err(error) if error.kind() == ErrorKind::Io => return Err(error),
+                Err(_) => continue,
+            };
+            let run = self.clusters_of(offset, u64::from(entries) * 8);
+            if run.count > 0 {
+                found(self, user, run)?;
+            }
+            for entry in l1 {
+                let offset = entry & OFFSET_MASK;
+                if offset == 0 || !seen.insert(offset) {
+                    continue;
+                }
+                for run in self.named_by(offset, depth).await? {
+                    found(self, user, run)?;
                 }
             }
         }
-        Ok(())
+        match bitmaps::clusters(self).await {
+            Ok(clusters) => {
+                for start in clusters {
+                    found(self, "a bitmap", Run { start, count: 1, zeroed: false })?;
+                }
+                Ok(())
+            }
+            Err(error) if error.kind() == ErrorKind::Io => Err(error),
+            Err(_) => Ok(()),
+        }
     }
 
-    /// L1 entries that lead to L2 tables, each table once.
-    fn distinct(&self) -> impl Iterator<Item = u64> {
-        let mut seen = HashSet::new();
-        let entries = self.tables.iter().flatten().copied();
-        entries.filter(move |entry| entry & OFFSET_MASK != 0 && seen.insert(entry & OFFSET_MASK))
+    /// The clusters of the L2 table at `offset`, and those that its entries name, also where these cannot be right.
+    ///
+    /// Errors: `Io`.
+    async fn named_by(&self, offset: u64, depth: Depth) -> Result<Vec<Run>, Error> {
+        let bits = self.geometry.cluster_bits;
+        let last = (offset + self.geometry.cluster_size() - 1) >> bits;
+        let start = offset >> bits;
+        let mut runs = vec![Run { start, count: last - start + 1, zeroed: false }];
+        if depth == Depth::Entries {
+            let what = "an L2 table";
+            // The file may end inside it.
+            let bytes =
+                table::read(self.ring, &self.file, offset, self.cluster_bytes(), what).await?;
+            let named = self.reader().named(&words_of(&bytes));
+            let run = |(start, count)| Run { start, count, zeroed: false };
+            runs.extend(named.into_iter().map(run));
+        }
+        Ok(runs)
     }
-}
-
-/// The clusters that an L1 entry and the L2 table behind it name, also where these cannot be right.
-///
-/// Errors: `Io`.
-async fn names(tx: &Transaction<'_>, l1_entry: u64) -> Result<Vec<(u64, u64)>, Error> {
-    let (offset, bits) = (l1_entry & OFFSET_MASK, tx.geometry.cluster_bits);
-    let last = (offset + tx.geometry.cluster_size() - 1) >> bits;
-    let mut runs = vec![(offset >> bits, last - (offset >> bits) + 1)];
-    match tx.read_cluster(offset, "an L2 table of a snapshot").await {
-        Ok(bytes) => runs.extend(tx.reader().named(&words_of(&bytes))),
-        Err(error) if error.kind() == ErrorKind::Io => return Err(error),
-        // The file ends inside it.
-        Err(_) => {}
-    }
-    Ok(runs)
 }

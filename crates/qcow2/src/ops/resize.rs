@@ -15,7 +15,6 @@ use crate::limits::L1_BYTES_MAX;
 use super::active::Active;
 use super::bitmaps;
 use super::grow::Growth;
-use super::mappings::Mappings;
 use super::transaction::Transaction;
 
 /// Unit of disk sizes in bytes.
@@ -50,8 +49,8 @@ impl Qcow2 {
 
     /// As [`Qcow2::resize`], with an end on the way.
     ///
-    /// * `cancelled`: asked between two steps while the disk grows; `true` gives up, and what was prepared is cut
-    ///   off again.
+    /// * `cancelled`: asked between two steps while the disk grows, and before the change is made true; `true` gives up, and what was
+    ///   prepared is cut off again.
     ///
     /// Errors: as [`Qcow2::resize`]; `Io` with `ECANCELED`.
     pub async fn resize_unless<B: Below>(
@@ -69,7 +68,7 @@ impl Qcow2 {
         self.finish_use(ring).await?;
         if size < self.virtual_size() {
             let old_len = self.file.len();
-            let result = self.shrink(ring, size).await;
+            let result = self.shrink(ring, size, cancelled).await;
             self.reopen(ring, result).await?;
             return self.compact(ring, old_len).await;
         }
@@ -135,22 +134,27 @@ impl Qcow2 {
         size.div_ceil(1 << self.geometry.table_shift())
     }
 
-    async fn shrink(&mut self, ring: &Ring, size: u64) -> Result<(), Error> {
+    async fn shrink(
+        &mut self,
+        ring: &Ring,
+        size: u64,
+        cancelled: &dyn Fn() -> bool,
+    ) -> Result<(), Error> {
         let entries = self.l1_needed(size);
         let old = self.virtual_size();
         let mut tx = Transaction::begin(ring, self)?;
+        tx.look().await?;
         let mut active = Active::load(&tx).await?;
-        active.look_at_all(&mut tx).await?;
-        let snapshots = Mappings::load(&tx).await?;
-        snapshots.look(&mut tx).await?;
         active.cut(&mut tx, size).await?;
-        snapshots.refuse_lost(&mut tx).await?;
         bitmaps::resize(&mut tx, old, size).await?;
         tx.header.set_size(size);
         // At most 2^22.
         active.finish(&mut tx, usize::try_from(entries.max(1)).unwrap_or(0)).await?;
         tx.drop_blocks = true;
         tx.shorten_file();
+        if cancelled() {
+            return Err(tx.io("making the disk smaller", Errno::CANCELED));
+        }
         tx.commit().await?;
         // The disk has its new size, and nothing refers to what is behind it: an error would say that it has not.
         if let Some(data) = &self.data_file
@@ -208,6 +212,7 @@ impl Qcow2 {
         // At most 2^22.
         let entries = usize::try_from(entries).unwrap_or(0);
         let prepared = async {
+            tx.look().await?;
             let mut active = Active::load(&tx).await?;
             active.cut(&mut tx, old).await?;
             active.l1.resize(entries, 0);

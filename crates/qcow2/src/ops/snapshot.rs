@@ -17,7 +17,6 @@ use crate::limits::{L1_BYTES_MAX, SNAPSHOTS_MAX};
 
 use super::active::{Active, read_l1};
 use super::entries::words_of;
-use super::mappings::Mappings;
 use super::snapshot_table::{Entry, SnapshotTable};
 use super::transaction::Transaction;
 
@@ -121,8 +120,7 @@ async fn create(ring: &Ring, image: &mut Qcow2, name: &str) -> Result<String, Er
     let mut tx = Transaction::begin(ring, image)?;
     let mut table = SnapshotTable::load(&tx).await?;
     let mut active = Active::load(&tx).await?;
-    active.look_at_all(&mut tx).await?;
-    Mappings::of_snapshots(&tx, &table).await?.look(&mut tx).await?;
+    tx.look().await?;
     let (l1_offset, l1_entries) = tx.header.l1_table();
     for index in 0..active.l1.len() {
         let Some(mut words) = active.table(&mut tx, index).await? else { continue };
@@ -159,9 +157,7 @@ async fn apply(ring: &Ring, image: &mut Qcow2, index: usize) -> Result<(), Error
     let (offset, entries) = entry.l1_table();
     let l1 = read_l1(&tx, offset, entries, "the L1 table of the snapshot").await?;
     let mut active = Active::load(&tx).await?;
-    active.look_at_all(&mut tx).await?;
-    let snapshots = Mappings::of_snapshots(&tx, &table).await?;
-    snapshots.look(&mut tx).await?;
+    tx.look().await?;
     // First, so that no count is larger for a moment than before or afterwards. What the snapshot has
     // in common with the disk keeps the reference of the snapshot.
     active.drop_all(&mut tx).await?;
@@ -177,7 +173,6 @@ async fn apply(ring: &Ring, image: &mut Qcow2, index: usize) -> Result<(), Error
             active.share_table(&mut tx, index).await?;
         }
     }
-    snapshots.refuse_lost(&mut tx).await?;
     tx.header.set_size(size);
     active.finish(&mut tx, entries).await?;
     tx.commit().await
@@ -190,12 +185,10 @@ async fn delete(ring: &Ring, image: &mut Qcow2, index: usize) -> Result<(), Erro
         return Err(tx.corrupt("the snapshot table changed meanwhile"));
     }
     let mut active = Active::load(&tx).await?;
-    active.look_at_all(&mut tx).await?;
-    Mappings::of_snapshots(&tx, &table).await?.look(&mut tx).await?;
+    tx.look().await?;
     let (offset, entries) = table.entries.remove(index).l1_table();
     let what = "the L1 table of the snapshot";
     let l1 = read_l1(&tx, offset, entries, what).await?;
-    let others = Mappings::of_snapshots(&tx, &table).await?;
     for entry in &l1 {
         let found = tx.reader().table(*entry).map_err(|reason| tx.corrupt(reason))?;
         let Some(l2_offset) = found else { continue };
@@ -208,7 +201,6 @@ async fn delete(ring: &Ring, image: &mut Qcow2, index: usize) -> Result<(), Erro
         tx.unref_metadata(run.start, run.count).await?;
     }
     active.correct_flags(&mut tx).await?;
-    others.refuse_lost(&mut tx).await?;
     table.finish(&mut tx).await?;
     let entries = active.l1.len();
     active.finish(&mut tx, entries).await?;

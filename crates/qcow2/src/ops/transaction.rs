@@ -50,6 +50,8 @@ pub(super) struct Transaction<'a> {
     replaced: Vec<Run>,
     /// Clusters that nothing refers to once the header is switched.
     freed: Vec<Run>,
+    /// Some of them held data, or bits of a bitmap.
+    freed_data: bool,
     /// The file ends behind the last cluster in use afterwards.
     shorten: bool,
     /// Refcount blocks that count nothing are given up.
@@ -57,6 +59,8 @@ pub(super) struct Transaction<'a> {
     discard: Discard,
     /// Changed refcount blocks are written where they are.
     in_place: bool,
+    /// They are not written before the end, however many they are.
+    in_memory: bool,
 }
 
 impl<'a> Transaction<'a> {
@@ -88,10 +92,12 @@ impl<'a> Transaction<'a> {
             moved: HashSet::new(),
             replaced: Vec::new(),
             freed: Vec::new(),
+            freed_data: false,
             shorten: false,
             drop_blocks: false,
             discard: options.discard,
             in_place: false,
+            in_memory: false,
         })
     }
 
@@ -134,7 +140,7 @@ impl<'a> Transaction<'a> {
     }
 
     /// One reference less.
-    pub(super) async fn unref(&mut self, start: u64, count: u64) -> Result<(), Error> {
+    async fn unref(&mut self, start: u64, count: u64) -> Result<(), Error> {
         let mut freed = std::mem::take(&mut self.freed);
         let result = self.ask(|counts| counts.decrement(start, count, &mut freed)).await;
         self.freed = freed;
@@ -142,21 +148,30 @@ impl<'a> Transaction<'a> {
         self.spill_some().await
     }
 
-    /// One reference less to data.
+    /// One reference less to data, or to the bits of a bitmap.
     ///
     /// Errors: `Corrupt`, also when metadata lies there, which would be given up with it.
     pub(super) async fn unref_data(&mut self, start: u64, count: u64) -> Result<(), Error> {
         if let Some(cluster) = self.counts.first_metadata(start, count) {
             return Err(self.corrupt(format!(
-                "an L2 entry names host cluster {cluster}, which holds metadata"
+                "an entry for data names host cluster {cluster}, which holds metadata"
             )));
         }
-        self.unref(start, count).await
+        let freed = |tx: &Self| (tx.freed.len(), tx.freed.last().map(|run| run.count));
+        let before = freed(self);
+        self.unref(start, count).await?;
+        self.freed_data |= freed(self) != before;
+        Ok(())
     }
 
     /// Whether anything was freed so far.
     pub(super) fn has_freed(&self) -> bool {
         !self.freed.is_empty()
+    }
+
+    /// Whether any of that was data, or bits of a bitmap.
+    pub(super) fn has_freed_data(&self) -> bool {
+        self.freed_data
     }
 
     /// The first cluster of `start..start + count` that was freed.
@@ -285,7 +300,7 @@ impl<'a> Transaction<'a> {
 
     async fn spill_some(&mut self) -> Result<(), Error> {
         let bytes = self.counts.dirty_blocks().len() * self.cluster_bytes();
-        if bytes > SPILL_BYTES { self.spill().await } else { Ok(()) }
+        if bytes > SPILL_BYTES && !self.in_memory { self.spill().await } else { Ok(()) }
     }
 
     /// Writes changed blocks to their new places.
@@ -421,7 +436,7 @@ impl<'a> Transaction<'a> {
     /// Makes the change true. Everything that the new header refers to was written by the caller,
     /// who also set its fields.
     ///
-    /// Errors: `Io`. The old state is on stable storage then. Only when the header can neither be written nor be
+    /// Errors: `Io`; `Corrupt` when what it has freed is still named. The old state is on stable storage then. Only when the header can neither be written nor be
     /// taken back it is not known whether the old or the new state is there; both are whole.
     pub(super) async fn commit(self) -> Result<(), Error> {
         self.commit_or_tell().await.map_err(|(error, _)| error)
@@ -429,6 +444,7 @@ impl<'a> Transaction<'a> {
 
     /// As [`commit`](Transaction::commit). An error comes with whether the old state is known to be there.
     pub(super) async fn commit_or_tell(mut self) -> Result<(), (Error, bool)> {
+        self.refuse_lost().await.map_err(|error| (error, true))?;
         self.prepare().await.map_err(|error| (error, true))?;
         let known = self.header.autoclear() & (BITMAPS | RAW_EXTERNAL);
         self.header.set_autoclear(known);
@@ -472,6 +488,12 @@ impl<'a> Transaction<'a> {
     /// anything on stable storage any more. It ends with [`finish_in_place`](Transaction::finish_in_place).
     pub(super) fn stay_in_place(&mut self) {
         self.in_place = true;
+    }
+
+    /// No refcount block is written before the end: it is not known yet whether the change will be made. They take 2 bytes of memory for each
+    /// cluster of the image file.
+    pub(super) fn keep_in_memory(&mut self) {
+        self.in_memory = true;
     }
 
     /// Makes the reference counts durable and gives back the space of what they freed.

@@ -147,13 +147,14 @@ impl Refcounts {
             }
             let count = self.usable(start, count, contiguous)?;
             let free = self.free_from(start, count);
+            // What a wrong entry names behind the end of the file has no content, and gets none: a hole.
+            let free = self.named.first_in(start, free).map_or(free, |named| named - start);
             if free == 0 || (contiguous && free < count) {
-                // Somebody counted clusters behind the end: go round them.
+                // Somebody counted clusters behind the end, or names one: go round them.
                 self.skip_to(start + free + 1);
                 self.free.insert(Run { start, count: free, zeroed: self.end_zeroed });
                 continue;
             }
-            self.refuse_named(start, free)?;
             self.change(start, free, |_| 1);
             self.skip_to(start + free);
             return Ok(Run { start, count: free, zeroed: self.end_zeroed });
