@@ -143,6 +143,21 @@ impl Bytes {
         self.0.extend(copy);
     }
 
+    /// Where the table of the only bitmap lies, if there is one that may be believed.
+    fn bitmap_table(&self) -> Option<u64> {
+        const MAGIC: [u8; 4] = [0x23, 0x85, 0x28, 0x75];
+        let extension = self.0[..CLUSTER as usize].windows(4).position(|four| four == MAGIC)?;
+        let directory = self.word(extension as u64 + 24);
+        let (is_valid, in_use) = (self.word(88) & 1 != 0, self.half(directory + 12) & 1 != 0);
+        (is_valid && !in_use).then(|| self.word(directory))
+    }
+
+    /// The first `len` bytes of its bits.
+    fn bits(&self, len: usize) -> Option<&[u8]> {
+        let at = (self.word(self.bitmap_table()?) & OFFSET) as usize;
+        self.0.get(at..at + len)
+    }
+
     /// Where the L2 entry of a place is.
     fn entry_at(&self, l1: L1, place: u64) -> u64 {
         let entries = CLUSTER / 8;
@@ -154,6 +169,11 @@ impl Bytes {
 /// Three pieces of 64 KiB that snapshot s has, of which the disk has overwritten the first half before snapshot t, and the first
 /// quarter after it; two free clusters.
 fn good() -> Bytes {
+    scene(false)
+}
+
+/// As [`good`], with a bitmap that has recorded the last writes, or without.
+fn scene(with_bitmap: bool) -> Bytes {
     let images = Images::new();
     let path = images.create("image", "cluster_size=4096", SIZE);
     let write = |fill: u8, len: u64| {
@@ -163,6 +183,9 @@ fn good() -> Bytes {
     images.qemu_img(&["snapshot", "-c", "s", "image"]);
     images.qemu_io("image", &PLACES.iter().map(write(0x20, 32)).collect::<Vec<_>>());
     images.qemu_img(&["snapshot", "-c", "t", "image"]);
+    if with_bitmap {
+        images.qemu_img(&["bitmap", "--add", "-g", "512", "image", "b"]);
+    }
     images.qemu_io("image", &PLACES.iter().map(write(0x30, 16)).collect::<Vec<_>>());
     let mut bytes = Bytes(std::fs::read(path).expect("the image"));
     // The free clusters.
@@ -360,6 +383,7 @@ fn judge(damaged: &Bytes, change: Change, is_known: bool, what: &str) -> bool {
         }
         _ => assert_same(&disk, &shown, what),
     }
+    judge_bitmap(damaged, &after, change, what);
     for (name, l1) in damaged.snapshots() {
         let is_gone = change == Change::Delete(name) && result.is_ok();
         let now = after.snapshot(name);
@@ -369,6 +393,16 @@ fn judge(damaged: &Bytes, change: Change, is_known: bool, what: &str) -> bool {
         }
     }
     result.is_ok()
+}
+
+/// What the bitmap says, where it is believed, is what it said before.
+fn judge_bitmap(before: &Bytes, after: &Bytes, change: Change, what: &str) {
+    // A bit for each sector that stays.
+    let len = if change == Change::Shrink { SIZE / 2 + 8 * KIB } else { SIZE } / 512 / 8;
+    let len = len as usize;
+    if let Some(now) = after.bits(len) {
+        assert!(Some(now) == before.bits(len), "{what}: the bitmap");
+    }
 }
 
 /// Of all tests below: a table in which every change is refused, or none is, says nothing.
@@ -405,6 +439,77 @@ fn a_damaged_image_shows_the_same_after_a_change_of_it_or_refuses_the_change() {
     }
     assert_eq!(cases, 15 * 9 * 3 * 9);
     assert_some_of(done, cases);
+}
+
+/// Bitmaps and what is on the disk share clusters, or those of the bitmap are not counted.
+#[test]
+fn a_bitmap_loses_nothing_by_a_change_and_takes_nothing_with_it() {
+    let good = scene(true);
+    let table = good.bitmap_table().expect("a bitmap");
+    let bits = good.word(table) & OFFSET;
+    assert!(good.bits(2048).expect("bits").iter().any(|byte| *byte != 0));
+    let mut damaged: Vec<(String, Bytes)> = Vec::new();
+    for (name, host) in [("bits", bits), ("table", table)] {
+        let mut one = good.clone();
+        one.set_count(host, 0);
+        damaged.push((format!("{name} not counted"), one));
+    }
+    let mut last = good.clone();
+    let end = last.clusters() * CLUSTER;
+    last.copy_to_end(bits);
+    last.set_count(bits, 0);
+    last.set(table, end);
+    damaged.push((String::from("bits at the end, not counted"), last));
+    for place in PLACES.iter().flat_map(|place| [0, 20, 40].map(|kib| place + kib * KIB)) {
+        for l1 in [good.active(), good.snapshot('s').expect("s"), good.snapshot('t').expect("t")] {
+            let entry_at = good.entry_at(l1, place);
+            let (mut entry, mut word) = (good.clone(), good.clone());
+            entry.set(entry_at, bits | COPIED);
+            word.set(table, good.word(entry_at) & OFFSET);
+            damaged.push((format!("the entry of {place:#x} in {l1:?} names the bits"), entry));
+            damaged.push((format!("the bitmap names what {place:#x} in {l1:?} has"), word));
+        }
+    }
+    let changes = [
+        Change::Create,
+        Change::Delete('s'),
+        Change::Delete('t'),
+        Change::Grow,
+        Change::Shrink,
+        Change::Empty,
+        Change::EmptyFull,
+    ];
+    let mut done = 0;
+    for (what, damaged) in &damaged {
+        for change in changes {
+            done += usize::from(judge(damaged, change, false, &format!("{what}, {change:?}")));
+        }
+    }
+    assert_some_of(done, damaged.len() * changes.len());
+}
+
+/// What a snapshot names past the end of the file is in nobody's way: not in that of writes after a change either.
+#[test]
+fn writes_go_round_what_a_snapshot_names_past_the_end_of_the_file() {
+    let damaged = Damage::EntryPast(12).make(&good(), Of::Snapshot('s'), PLACES[1]);
+    let sim = SimStorage::from_image(&damaged.0, 1);
+    let mut runtime = runtime();
+    let ring = runtime.ring().clone();
+    runtime.block_on(async {
+        let mut image = live::open(&ring, &sim, None, &writable()).await.expect("open");
+        image.snapshot_create(&ring, "n").await.expect("a snapshot");
+        let full = buffer(&[0x77; CLUSTER as usize]);
+        for at in (7 * MIB..7 * MIB + 256 * KIB).step_by(CLUSTER as usize) {
+            let written = image.write(&ring, at, &full, &Nothing).await;
+            assert_eq!(written, Ok(CLUSTER as usize), "at {at:#x}");
+        }
+        assert_eq!(image.flush(&ring).await, Ok(()));
+        assert_eq!(image.fault(), None);
+        image.close(&ring).await.expect("close");
+    });
+    let after = Bytes(sim.image());
+    let before = damaged.show(damaged.snapshot('s').expect("s"));
+    assert_same(&before, &after.show(after.snapshot('s').expect("s")), "snapshot s");
 }
 
 /// Each change opens the image again; what reads had shown to be in use is not forgotten.

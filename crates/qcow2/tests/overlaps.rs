@@ -261,9 +261,11 @@ fn an_entry_that_names_the_end_of_the_file_takes_no_write() {
         }
         assert_eq!(look(ring, &image, 2 * CLUSTER).await, Err(Errno::IO));
         assert_eq!(sim.image().len(), len);
-        // Nor is it given to another one.
-        assert_eq!(write(ring, &image, 4 * CLUSTER, 512, 0x95).await, Err(Errno::IO));
-        assert_eq!(sim.image().len(), len);
+        // Nor is it given to another one, which lies behind it.
+        assert_eq!(write(ring, &image, 4 * CLUSTER, 512, 0x95).await, Ok(512));
+        assert_eq!(image.flush(ring).await, Ok(()));
+        assert_eq!(look(ring, &image, 4 * CLUSTER).await, Ok([0x95; 16]));
+        assert!(sim.image()[len..len + CLUSTER as usize].iter().all(|byte| *byte == 0));
     });
 }
 

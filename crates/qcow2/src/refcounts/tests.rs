@@ -311,12 +311,20 @@ fn a_cluster_for_metadata_is_marked_when_it_is_taken() {
     let run = refcounts.allocate_metadata(1, None, false).expect("room");
     assert!(refcounts.is_metadata(run.start) && refcounts.marks().may_be(run.start));
     assert_eq!(refcounts.get(run.start), Ok(1));
-    // One that an entry names is not taken, and not marked.
+    // One that an entry names is not taken, and not marked: neither behind the end of the file, where another one is taken,
     let mut refcounts = image(5);
     refcounts.note_named(run.start, 1);
+    let other = refcounts.allocate_metadata(1, None, false).expect("room");
+    assert_eq!(other.start, run.start + 1);
+    assert!(!refcounts.is_metadata(run.start) && !refcounts.marks().may_be(run.start));
+    // nor inside it, where somebody's bytes are.
+    let mut refcounts = image(5);
+    let taken = refcounts.allocate(1, None, false).expect("room");
+    refcounts.give_back(taken.start, 1, false);
+    refcounts.note_named(taken.start, 1);
     let refused = refcounts.allocate_metadata(1, None, false);
     assert!(matches!(refused, Err(Blocked::Corrupt(_))), "{refused:?}");
-    assert!(!refcounts.is_metadata(run.start) && !refcounts.marks().may_be(run.start));
+    assert!(!refcounts.is_metadata(taken.start) && !refcounts.marks().may_be(taken.start));
 }
 
 #[test]
