@@ -197,6 +197,74 @@ fn a_server_that_stands_still_in_the_middle_of_a_change_is_not_waited_for() {
     }
 }
 
+/// A disk above one whose requests take 5 s. A change has to wait for a read of it, and the server is stopped meanwhile.
+struct Waiting {
+    disk: Mounted,
+    top: PathBuf,
+    directory: TempDir,
+    _below: Mounted,
+}
+
+impl Waiting {
+    /// * `words`: of `ctl`, behind the mountpoint.
+    /// * `left`: what the command says of the change when it has ended.
+    fn stopped(words: &[&str], left: &str) -> Waiting {
+        let directory = scratch();
+        let (base, top) = (directory.path().join("base"), directory.path().join("top.qcow2"));
+        std::fs::write(&base, "").expect("a mountpoint");
+        let below = Mounted::start_at(&program(), &["--null", "64M", "--latency", "5s"], &base);
+        let create = ["create", "-q", "-f", "qcow2", "-b", below.text(), "-F", "raw", text(&top)];
+        qemu_img(Path::new("/"), &create).ok();
+        let disk = serve(&top, &[]);
+        open(disk.path()).write_all_at(&[7; 65536], 40 * MIB).expect("write");
+        let mut waiting = Waiting { disk, top, directory, _below: below };
+
+        let file = open(waiting.disk.path());
+        let reader = thread::spawn(move || file.read_exact_at(&mut [0; 512], 32 * MIB));
+        let is_in_flight = || (waiting.stats()["total"]["in-flight"] == 1).then_some(());
+        assert!(until(LIMIT, is_in_flight).is_some(), "{}", waiting.disk.output());
+        let program = program();
+        let first = [program.as_str(), "ctl", "--timeout", "2s", waiting.disk.text()];
+        let begin = || {
+            let mut begun = command(&[&first[..], words].concat());
+            Process::spawn(begun.current_dir(waiting.directory.path()))
+        };
+        let mut client = begin();
+        let is_under_way = || {
+            if client.ended().is_some() {
+                // It came just when we were asking.
+                client = begin();
+            }
+            // Refused at once, for whichever reason.
+            (waiting.ctl(&["commit", "--base", "nosuch"]).code == BUSY).then_some(())
+        };
+        let found = until(LIMIT, is_under_way);
+        assert!(found.is_some(), "{words:?}: {}", client.output());
+        waiting.disk.process().signal(Signal::STOP);
+        let finished = client.finish(LIMIT);
+        assert_eq!(finished.code(), LATE, "{words:?}: {}", finished.output());
+        assert!(finished.stderr.contains(left), "{words:?}: {}", finished.output());
+
+        waiting.disk.process().signal(Signal::CONT);
+        reader.join().expect("no panic").expect("read");
+        let is_over = || (waiting.ctl(&["resize", "+0"]).code == 0).then_some(());
+        assert!(until(LIMIT, is_over).is_some(), "{words:?}: {}", waiting.disk.output());
+        waiting
+    }
+
+    fn ctl(&self, words: &[&str]) -> Ran {
+        ringdisk(self.directory.path(), &[&["ctl", self.disk.text()], words].concat())
+    }
+
+    fn stats(&self) -> serde_json::Value {
+        self.ctl(&["stats", "--json"]).ok().json()
+    }
+
+    fn layers(&self) -> usize {
+        self.stats()["layers"].as_array().expect("layers").len()
+    }
+}
+
 /// What cannot be given up half way goes on with the server.
 #[test]
 fn a_snapshot_of_a_server_that_stands_still_is_taken_when_that_goes_on() {
@@ -204,41 +272,31 @@ fn a_snapshot_of_a_server_that_stands_still_is_taken_when_that_goes_on() {
         return;
     }
     for (words, layers) in [(&["new.qcow2"][..], 3), (&["--internal", "inside"], 2)] {
-        let directory = scratch();
-        let (base, top) = (directory.path().join("base"), directory.path().join("top.qcow2"));
-        std::fs::write(&base, "").expect("a mountpoint");
-        let below = Mounted::start_at(&program(), &["--null", "64M", "--latency", "5s"], &base);
-        let create = ["create", "-q", "-f", "qcow2", "-b", below.text(), "-F", "raw", text(&top)];
-        qemu_img(Path::new("/"), &create).ok();
-        let mut disk = serve(&top, &[]);
-        let at = disk.text().to_owned();
-        let ctl = |words: &[&str]| ringdisk(directory.path(), &[&["ctl", &at], words].concat());
-        let stats = || ctl(&["stats", "--json"]).ok().json();
-
-        // The snapshot waits for a request in flight, and is in its middle for as long.
-        let file = open(disk.path());
-        let reader = thread::spawn(move || file.read_exact_at(&mut [0; 512], 32 * MIB));
-        let is_in_flight = || (stats()["total"]["in-flight"] == 1).then_some(());
-        assert!(until(LIMIT, is_in_flight).is_some(), "{}", disk.output());
-        let program = program();
-        let first = [program.as_str(), "ctl", "--timeout", "2s", &at, "snapshot"];
-        let mut begun = command(&[&first[..], words].concat());
-        let client = Process::spawn(begun.current_dir(directory.path()));
-        let is_under_way = || (ctl(&["resize", "+0"]).code == BUSY).then_some(());
-        assert!(until(LIMIT, is_under_way).is_some(), "{words:?}: {}", client.output());
-        disk.process().signal(Signal::STOP);
-        let finished = client.finish(LIMIT);
-        assert_eq!(finished.code(), LATE, "{words:?}: {}", finished.output());
-        assert!(finished.stderr.contains("does it all the same"), "{}", finished.output());
-
-        disk.process().signal(Signal::CONT);
-        reader.join().expect("no panic").expect("read");
-        let is_over = || (ctl(&["resize", "+0"]).code == 0).then_some(());
-        assert!(until(LIMIT, is_over).is_some(), "{words:?}: {}", disk.output());
-        assert_eq!(stats()["layers"].as_array().map(Vec::len), Some(layers), "{words:?}");
+        let snapshot = [&["snapshot"], words].concat();
+        let waiting = Waiting::stopped(&snapshot, "does it all the same");
+        assert_eq!(waiting.layers(), layers, "{words:?}");
+        let Waiting { disk, top, directory, _below } = waiting;
         assert_eq!(disk.stop().code(), Some(0), "{words:?}");
         assert_clean(&top);
         let listed = qemu_img(directory.path(), &["snapshot", "-l", text(&top)]).ok().out;
         assert_eq!(listed.contains("inside"), layers == 2, "{words:?}: {listed}");
+    }
+}
+
+/// What was still waiting for its turn is not done.
+#[test]
+fn a_resize_that_a_server_had_not_begun_when_it_was_stopped_is_given_up() {
+    if !needs_root() {
+        return;
+    }
+    for words in [&["--shrink", "16M"][..], &["+64M"]] {
+        let resize = [&["resize"], words].concat();
+        let Waiting { disk, top, _below, .. } =
+            Waiting::stopped(&resize, "was asked to give it up");
+        assert_eq!(std::fs::metadata(disk.path()).expect("stat").len(), SIZE, "{words:?}");
+        let bytes = piece(disk.path(), 40 * MIB, 65536);
+        assert!(bytes == [7; 65536], "{words:?}");
+        assert_eq!(disk.stop().code(), Some(0), "{words:?}");
+        assert_clean(&top);
     }
 }

@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use ringdisk_qcow2::Preallocation;
 use ringdisk_ring::{Errno, Ring};
@@ -122,6 +123,17 @@ impl Change {
             return Err(would_shrink(window, before, size));
         }
         Ok(Some(size))
+    }
+
+    /// After a wait, before anything is changed: whether somebody is still interested. What has come meanwhile is looked at first, so that
+    /// a process that was stopped does not do what its client has given up.
+    ///
+    /// Errors: `Cancelled`.
+    async fn go_on(&self, ring: &Ring, progress: &Progress) -> Result<(), Error> {
+        if self.wish == Wish::Control {
+            ring.sleep(Duration::from_nanos(1)).await;
+        }
+        progress.check().map_err(|errno| Error::os("cannot change the size", errno))
     }
 
     /// Where in the whole disk the space that is prepared begins.
@@ -270,7 +282,7 @@ impl Disk {
     ) -> Result<Option<Resized>, Error> {
         let turn = self.turns().enter().await;
         self.check_free()?;
-        go_on(progress)?;
+        change.go_on(ring, progress).await?;
         let asked = self.follow_length(ring).await;
         asked.map_err(|errno| Error::os("cannot ask for the length", errno))?;
         let graph = self.graph();
@@ -284,7 +296,7 @@ impl Disk {
         let prepared = (change.start(window, before), change.options.preallocation);
         if size < before {
             let drained = self.gateway().drain(ring, turn).await;
-            go_on(progress)?;
+            change.go_on(ring, progress).await?;
             let layer = Arc::clone(drained.graph().top());
             self.move_end(ring, &layer, (before, size), prepared, progress).await?;
         } else {
@@ -345,7 +357,7 @@ impl Disk {
             Wish::Control => self.check_free().map(|()| false)?,
         };
         let mut drained = self.gateway().drain(ring, turn).await;
-        go_on(progress)?;
+        change.go_on(ring, progress).await?;
         if drained.graph().top_image().is_none() {
             return Ok(None);
         }
@@ -388,11 +400,6 @@ impl Disk {
         .await?;
         Ok(Some(resized(window, before, size)))
     }
-}
-
-/// After a wait, before anything is changed. Errors: `Cancelled`.
-fn go_on(progress: &Progress) -> Result<(), Error> {
-    progress.check().map_err(|errno| Error::os("cannot change the size", errno))
 }
 
 /// * `before`, `after`: sizes of the whole disk, bytes.

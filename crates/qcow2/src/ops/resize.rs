@@ -152,9 +152,7 @@ impl Qcow2 {
         active.finish(&mut tx, usize::try_from(entries.max(1)).unwrap_or(0)).await?;
         tx.drop_blocks = true;
         tx.shorten_file();
-        if cancelled() {
-            return Err(tx.io("making the disk smaller", Errno::CANCELED));
-        }
+        give_up_if(cancelled, &tx)?;
         tx.commit().await?;
         // The disk has its new size, and nothing refers to what is behind it: an error would say that it has not.
         if let Some(data) = &self.data_file
@@ -221,7 +219,8 @@ impl Qcow2 {
             growth.run(&mut tx, &mut active, tail, below).await?;
             bitmaps::resize(&mut tx, old, size).await?;
             tx.header.set_size(size);
-            active.finish(&mut tx, entries).await
+            active.finish(&mut tx, entries).await?;
+            give_up_if(cancelled, &tx)
         };
         match prepared.await {
             Ok(()) => match tx.commit_or_tell().await {
@@ -270,4 +269,9 @@ impl Qcow2 {
         }
         data.flush(ring).await.map_err(failed)
     }
+}
+
+/// The last moment at which a change can be given up. Errors: `Io` with `ECANCELED`.
+fn give_up_if(cancelled: &dyn Fn() -> bool, tx: &Transaction<'_>) -> Result<(), Error> {
+    if cancelled() { Err(tx.io("changing the size of the disk", Errno::CANCELED)) } else { Ok(()) }
 }
