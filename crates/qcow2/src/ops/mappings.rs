@@ -38,24 +38,27 @@ enum Depth {
 }
 
 impl Transaction<'_> {
-    /// From now on nothing is taken for something new that the image names, whatever the count says.
+    /// From now on nothing is taken for something new that the image names, whatever the count says. Only the first change of an open image
+    /// reads all tables for that.
     ///
     /// Errors: `Io`; `Corrupt` when the snapshot table cannot be read.
     pub(super) async fn look(&mut self) -> Result<(), Error> {
-        self.walk(Whose::All, Depth::Entries, |tx, _, run| {
-            tx.note_named(run.start, run.count);
-            Ok(())
-        })
-        .await
+        if self.knows_all_named() { Ok(()) } else { self.look_at(Whose::All).await }
     }
 
-    /// As [`look`](Transaction::look), of all but the disk.
+    /// As [`look`](Transaction::look) where nothing is left of the disk.
     pub(super) async fn look_at_others(&mut self) -> Result<(), Error> {
-        self.walk(Whose::Others, Depth::Entries, |tx, _, run| {
+        self.look_at(Whose::Others).await
+    }
+
+    async fn look_at(&mut self, whose: Whose) -> Result<(), Error> {
+        self.walk(whose, Depth::Entries, |tx, _, run| {
             tx.note_named(run.start, run.count);
             Ok(())
         })
-        .await
+        .await?;
+        self.all_named();
+        Ok(())
     }
 
     /// Refuses a change that has freed what the image, as the new header has it, names.

@@ -200,6 +200,16 @@ impl<'a> Transaction<'a> {
         self.counts.note_named(start, count);
     }
 
+    /// All that is on stable storage was noted.
+    pub(super) fn all_named(&mut self) {
+        self.counts.all_named();
+    }
+
+    /// Whether all was noted, by this change or by one before it.
+    pub(super) fn knows_all_named(&self) -> bool {
+        self.counts.knows_all_named()
+    }
+
     /// Nothing is named any more.
     pub(super) fn forget_named(&mut self) {
         self.counts.forget_named();

@@ -354,6 +354,16 @@ impl Refcounts {
         self.named.insert(start, count);
     }
 
+    /// All tables were looked at.
+    pub(crate) fn all_named(&mut self) {
+        self.named.complete();
+    }
+
+    /// Whether all tables were looked at, since when only what is counted was named.
+    pub(crate) fn knows_all_named(&self) -> bool {
+        self.named.is_complete()
+    }
+
     /// Whether an L2 entry is known to name a cluster. One that was freed is not named any more.
     pub(crate) fn is_named(&self, cluster: u64) -> bool {
         self.named.first_in(cluster, 1).is_some() && self.held.at(cluster).is_none()

@@ -16,6 +16,8 @@ pub(super) const CHUNKS_MAX: usize = 1 << 16;
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Named {
     chunks: BTreeMap<u64, Box<[u64; CHUNK_WORDS]>>,
+    /// All tables of the image were looked at. Entries that were written since name what is counted.
+    is_complete: bool,
 }
 
 impl Named {
@@ -32,6 +34,16 @@ impl Named {
             }
             at = stop;
         }
+    }
+
+    /// All tables were looked at.
+    pub(super) fn complete(&mut self) {
+        self.is_complete = true;
+    }
+
+    /// Whether all tables were looked at.
+    pub(super) fn is_complete(&self) -> bool {
+        self.is_complete
     }
 
     /// Takes clusters out.
@@ -58,6 +70,7 @@ impl Named {
 
     /// Adds all that another set has.
     pub(crate) fn add_all(&mut self, other: Named) {
+        self.is_complete |= other.is_complete;
         for (number, theirs) in other.chunks {
             if self.chunks.len() >= CHUNKS_MAX && !self.chunks.contains_key(&number) {
                 continue;

@@ -17,7 +17,7 @@ const WINDOW: Duration = Duration::from_secs(10);
 /// Why somebody looks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::export) enum Occasion {
-    /// Now and then, while the kernel has virtqueues.
+    /// Now and then, while the kernel has virtqueues or something is left to tell.
     Regular,
     /// Virtqueues have come back. A guest may do that as often as it likes, so the last line may be too fresh: whoever looks
     /// next tells what is left.
@@ -32,6 +32,8 @@ pub(super) struct KernelErrors {
     looked: Option<Instant>,
     told: u64,
     told_at: Option<Instant>,
+    /// There is more to tell, later.
+    is_behind: bool,
 }
 
 impl KernelErrors {
@@ -48,10 +50,12 @@ impl KernelErrors {
     ///
     /// * `counted`: since the module's device was opened.
     fn news(&mut self, counted: u64, occasion: Occasion, now: Instant) -> u64 {
+        let new = counted.saturating_sub(self.told);
         if occasion != Occasion::Last && self.told_at.is_some_and(|then| now - then < WINDOW) {
+            self.is_behind = new > 0;
             return 0;
         }
-        let new = counted.saturating_sub(self.told);
+        self.is_behind = false;
         if new > 0 {
             (self.told, self.told_at) = (counted, Some(now));
         }
@@ -64,7 +68,8 @@ impl Control {
     pub(in crate::export) fn tell_kernel_errors(&mut self, occasion: Occasion) {
         let now = Instant::now();
         let Some(accel) = &mut self.accel else { return };
-        if occasion == Occasion::Regular && (!accel.is_used() || !accel.errors.is_due(now)) {
+        let may_have_news = accel.is_used() || accel.errors.is_behind;
+        if occasion == Occasion::Regular && (!may_have_news || !accel.errors.is_due(now)) {
             return;
         }
         let Ok(vblk) = &accel.vblk else { return };
@@ -113,7 +118,9 @@ mod tests {
         let lines =
             (1..=100).filter(|i| errors.news(1 + i, Occasion::Stopped, at(i / 10)) > 0).count();
         assert_eq!(lines, 1);
+        assert!(errors.is_behind, "somebody looks again, though no virtqueue is in the kernel");
         assert_eq!(errors.news(105, Occasion::Last, at(11)), 4, "what was left");
+        assert!(!errors.is_behind);
     }
 
     #[test]
