@@ -118,6 +118,7 @@ mod tests {
         let lines =
             (1..=100).filter(|i| errors.news(1 + i, Occasion::Stopped, at(i / 10)) > 0).count();
         assert_eq!(lines, 1);
+        assert_eq!(errors.news(103, Occasion::Stopped, at(11)), 0);
         assert!(errors.is_behind, "somebody looks again, though no virtqueue is in the kernel");
         assert_eq!(errors.news(105, Occasion::Last, at(11)), 4, "what was left");
         assert!(!errors.is_behind);
