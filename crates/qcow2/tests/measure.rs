@@ -194,8 +194,8 @@ fn qcow2_sources_and_their_bitmaps() {
             images.qemu_img(&["bitmap", "--add", "-g", "512", "source", "a longer name"]);
         }
         let image = common::open(&mut runtime, &images.path("source"));
-        // Where most of what is allocated is holes in the file, QEMU looks at those too. Whether it is depends on what the file system
-        // has allocated by then, so for large clusters either is right.
+        // Where most of what is allocated is holes in the file, QEMU looks at those too. Whether it is, and how many there are, depends on
+        // what the file system has allocated by then, and what of it is in the page cache: for large clusters all between is right.
         let looks: &[bool] = if cluster == 2 << 20 { &[true, false] } else { &[false] };
         let runs: Vec<_> =
             looks.iter().map(|holes| data_of(&mut runtime, &image, *holes)).collect();
@@ -209,7 +209,14 @@ fn qcow2_sources_and_their_bitmaps() {
             });
             let ours: Vec<_> = ours.collect();
             let theirs = theirs(&images, &["-f", "qcow2", "-O", "qcow2", "-o", &words, "source"]);
-            assert!(ours.contains(&theirs), "{compat} {cluster} to {words}: {ours:?}, {theirs:?}");
+            let bounds = |of: fn(&Measurement) -> u64| {
+                let each = || ours.iter().map(of);
+                each().min().expect("one")..=each().max().expect("one")
+            };
+            let is_between = bounds(|it| it.required).contains(&theirs.required)
+                && bounds(|it| it.fully_allocated).contains(&theirs.fully_allocated)
+                && ours.iter().all(|it| it.bitmaps == theirs.bitmaps);
+            assert!(is_between, "{compat} {cluster} to {words}: {ours:?}, {theirs:?}");
         }
     }
 }
