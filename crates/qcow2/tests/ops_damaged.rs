@@ -313,6 +313,18 @@ enum Change {
     EmptyFull,
 }
 
+const CHANGES: [Change; 9] = [
+    Change::Create,
+    Change::Apply('s'),
+    Change::Apply('t'),
+    Change::Delete('s'),
+    Change::Delete('t'),
+    Change::Grow,
+    Change::Shrink,
+    Change::Empty,
+    Change::EmptyFull,
+];
+
 impl Change {
     async fn make(self, ring: &Ring, image: &mut Qcow2) -> Result<(), Error> {
         let resize = |preallocation| ResizeOptions { shrink: true, preallocation };
@@ -414,22 +426,11 @@ fn assert_some_of(done: usize, cases: usize) {
 fn a_damaged_image_shows_the_same_after_a_change_of_it_or_refuses_the_change() {
     let good = good();
     let (mut cases, mut done) = (0, 0);
-    let changes = [
-        Change::Create,
-        Change::Apply('s'),
-        Change::Apply('t'),
-        Change::Delete('s'),
-        Change::Delete('t'),
-        Change::Grow,
-        Change::Shrink,
-        Change::Empty,
-        Change::EmptyFull,
-    ];
     for damage in DAMAGES {
         for place in PLACES.iter().flat_map(|place| [0, 20, 40].map(|kib| place + kib * KIB)) {
             for of in [Of::Disk, Of::Snapshot('s'), Of::Snapshot('t')] {
                 let damaged = damage.make(&good, of, place);
-                for change in changes {
+                for change in CHANGES {
                     let what = format!("{damage:?} of {of:?} at {place:#x}, {change:?}");
                     done += usize::from(judge(&damaged, change, false, &what));
                     cases += 1;
@@ -441,7 +442,7 @@ fn a_damaged_image_shows_the_same_after_a_change_of_it_or_refuses_the_change() {
     assert_some_of(done, cases);
 }
 
-/// Bitmaps and what is on the disk share clusters, or those of the bitmap are not counted.
+/// Bitmaps and what is on the disk share clusters, or those of the bitmap are not counted. (A snapshot is not applied beside a bitmap.)
 #[test]
 fn a_bitmap_loses_nothing_by_a_change_and_takes_nothing_with_it() {
     let good = scene(true);
@@ -470,22 +471,43 @@ fn a_bitmap_loses_nothing_by_a_change_and_takes_nothing_with_it() {
             damaged.push((format!("the bitmap names what {place:#x} in {l1:?} has"), word));
         }
     }
-    let changes = [
-        Change::Create,
-        Change::Delete('s'),
-        Change::Delete('t'),
-        Change::Grow,
-        Change::Shrink,
-        Change::Empty,
-        Change::EmptyFull,
-    ];
     let mut done = 0;
     for (what, damaged) in &damaged {
-        for change in changes {
+        for change in CHANGES {
             done += usize::from(judge(damaged, change, false, &format!("{what}, {change:?}")));
         }
     }
-    assert_some_of(done, damaged.len() * changes.len());
+    assert_some_of(done, damaged.len() * CHANGES.len());
+}
+
+/// Two entries name a cluster that is counted once, and one of them lets it go: a change looks again, also after one that has looked.
+#[test]
+fn a_change_looks_again_at_what_was_let_go_since_the_last_one() {
+    for change in [Change::Create, Change::Delete('s'), Change::Shrink] {
+        let mut damaged = Damage::EntryOther.make(&good(), Of::Disk, PLACES[0]);
+        // The only free one then, so that it would be taken first.
+        for cluster in 0..damaged.clusters() {
+            if damaged.count(cluster * CLUSTER) == 0 {
+                damaged.set_count(cluster * CLUSTER, 1);
+            }
+        }
+        let sim = SimStorage::from_image(&damaged.0, 1);
+        let mut runtime = runtime();
+        let ring = runtime.ring().clone();
+        // Nobody reads there, so that only the change itself can know what the other entry names.
+        let other = |bytes: &Bytes| bytes.show(bytes.active())[(PLACES[1] / CLUSTER) as usize];
+        runtime.block_on(async {
+            let mut image = live::open(&ring, &sim, None, &writable()).await.expect("open");
+            Change::Grow.make(&ring, &mut image).await.expect("it grows");
+            image.discard(&ring, PLACES[0], CLUSTER, &Nothing).await.expect("discard");
+            assert_eq!(image.flush(&ring).await, Ok(()));
+            let before = other(&Bytes(sim.image()));
+            // It may be refused.
+            let _ = change.make(&ring, &mut image).await;
+            let _ = image.close(&ring).await;
+            assert_eq!(before, other(&Bytes(sim.image())), "{change:?}");
+        });
+    }
 }
 
 /// What a snapshot names past the end of the file is in nobody's way: not in that of writes after a change either.

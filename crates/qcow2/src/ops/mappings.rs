@@ -1,6 +1,6 @@
 //! What the tables of an image name, for changes of images whose reference counts are wrong.
 //!
-//! A change looks at all of them before it takes a cluster ([`look`](Transaction::look)), and again before it is made true, when it has
+//! A change looks at all of them before it takes a cluster ([`look`](Transaction::look)), growth once, and again before it is made true, when it has
 //! taken references away ([`refuse_lost`](Transaction::refuse_lost)): no table that stays may name what was freed. That is so for the
 //! tables of the disk, those of internal snapshots, and what bitmaps have.
 //!
@@ -38,12 +38,17 @@ enum Depth {
 }
 
 impl Transaction<'_> {
-    /// From now on nothing is taken for something new that the image names, whatever the count says. Only the first change of an open image
-    /// reads all tables for that.
+    /// From now on nothing is taken for something new that the image names, whatever the count says.
     ///
     /// Errors: `Io`; `Corrupt` when the snapshot table cannot be read.
     pub(super) async fn look(&mut self) -> Result<(), Error> {
-        if self.knows_all_named() { Ok(()) } else { self.look_at(Whose::All).await }
+        self.look_at(Whose::All).await
+    }
+
+    /// As [`look`](Transaction::look), once while the image is open: clients that append to a disk make it grow again and again. What was
+    /// let go since by one of two entries that name it is not known to be named any more.
+    pub(super) async fn look_once(&mut self) -> Result<(), Error> {
+        if self.knows_all_named() { Ok(()) } else { self.look().await }
     }
 
     /// As [`look`](Transaction::look) where nothing is left of the disk.

@@ -210,7 +210,7 @@ impl Qcow2 {
         // At most 2^22.
         let entries = usize::try_from(entries).unwrap_or(0);
         let prepared = async {
-            tx.look().await?;
+            tx.look_once().await?;
             let mut active = Active::load(&tx).await?;
             active.cut(&mut tx, old).await?;
             active.l1.resize(entries, 0);

@@ -157,10 +157,8 @@ impl<'a> Transaction<'a> {
                 "an entry for data names host cluster {cluster}, which holds metadata"
             )));
         }
-        let freed = |tx: &Self| (tx.freed.len(), tx.freed.last().map(|run| run.count));
-        let before = freed(self);
         self.unref(start, count).await?;
-        self.freed_data |= freed(self) != before;
+        self.freed_data |= self.first_freed(start, count).is_some();
         Ok(())
     }
 
