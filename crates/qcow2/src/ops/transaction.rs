@@ -498,8 +498,8 @@ impl<'a> Transaction<'a> {
         self.in_place = true;
     }
 
-    /// No refcount block is written before the end: it is not known yet whether the change will be made. They take 2 bytes of memory for each
-    /// cluster of the image file.
+    /// No refcount block is written before the end: it is not known yet whether the change will be made. Memory: the blocks that change
+    /// (32 MiB for 1 TiB in clusters of 64 KiB with counts of 16 bits).
     pub(super) fn keep_in_memory(&mut self) {
         self.in_memory = true;
     }
