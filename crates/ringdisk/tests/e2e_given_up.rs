@@ -5,7 +5,7 @@ mod common;
 
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::thread;
+use std::process::Command;
 use std::time::Duration;
 
 use common::tools::{Ran, qemu_img, ringdisk};
@@ -89,15 +89,10 @@ impl Chain {
         };
         let first = [program.as_str(), "ctl", "--timeout", "3s", self.disk.text()];
         let taken = self.taken();
-        let mut client = Process::spawn(&mut command(&[&first[..], words].concat()));
-        let is_under_way = || match change {
+        under_way(&mut command(&[&first[..], words].concat()), || match change {
             Change::Resize => self.taken() > taken + 16 * MIB,
             _ => self.ctl(&["resize", "+0"]).code == BUSY,
-        };
-        let found = until(LIMIT, || (client.ended().is_some() || is_under_way()).then_some(()));
-        assert!(found.is_some(), "{change:?} does not begin: {}", client.output());
-        assert!(client.ended().is_none(), "{change:?} was too quick: {}", client.output());
-        client
+        })
     }
 
     /// Bytes that the top takes on its file system.
@@ -109,7 +104,7 @@ impl Chain {
     fn assert_as_before(self, what: &str) {
         let settled = || (self.ctl(&["resize", "+0"]).code == 0).then_some(());
         assert!(until(LIMIT, settled).is_some(), "{what}: {}", self.disk.output());
-        let stats = self.ctl(&["stats", "--json"]).ok().json();
+        let stats = stats(&self.disk);
         let layers = stats["layers"].as_array().expect("layers").len();
         assert_eq!((layers, stats["size"].as_u64()), (2, Some(SIZE)), "{what}: {stats}");
         assert_bytes(&self.disk, what);
@@ -118,6 +113,28 @@ impl Chain {
         assert_clean(&self.top);
         assert_backing(&self.top, what);
     }
+}
+
+fn stats(disk: &Mounted) -> serde_json::Value {
+    ringdisk(Path::new("/"), &["ctl", disk.text(), "stats", "--json"]).ok().json()
+}
+
+/// Starts a command that changes a disk, again when it was refused since `is_busy` was asking just then, and returns when it is in its
+/// middle.
+///
+/// * `is_busy`: whether the disk is being changed. It may ask for a change of its own.
+fn under_way(command: &mut Command, is_busy: impl Fn() -> bool) -> Process {
+    let mut client = Process::spawn(command);
+    let found = until(LIMIT, || {
+        if client.ended().is_some() {
+            let refused = std::mem::replace(&mut client, Process::spawn(command)).finish(LIMIT);
+            assert_eq!(refused.code(), Some(BUSY), "too quick: {}", refused.output());
+        }
+        is_busy().then_some(())
+    });
+    assert!(found.is_some(), "it does not begin: {}", client.output());
+    assert!(client.ended().is_none(), "too quick: {}", client.output());
+    client
 }
 
 fn assert_bytes(disk: &Mounted, what: &str) {
@@ -202,7 +219,7 @@ struct Waiting {
     disk: Mounted,
     top: PathBuf,
     directory: TempDir,
-    _below: Mounted,
+    below: Mounted,
 }
 
 impl Waiting {
@@ -217,36 +234,38 @@ impl Waiting {
         qemu_img(Path::new("/"), &create).ok();
         let disk = serve(&top, &[]);
         open(disk.path()).write_all_at(&[7; 65536], 40 * MIB).expect("write");
-        let mut waiting = Waiting { disk, top, directory, _below: below };
+        let mut waiting = Waiting { disk, top, directory, below };
 
-        let file = open(waiting.disk.path());
-        let reader = thread::spawn(move || file.read_exact_at(&mut [0; 512], 32 * MIB));
-        let is_in_flight = || (waiting.stats()["total"]["in-flight"] == 1).then_some(());
+        let reads_below = || stats(&waiting.below)["total"]["reads"].as_u64();
+        let before = reads_below();
+        // A process of its own: commands that start while this one has the file open would close it once more, and a close waits for the
+        // change, as the read does.
+        let from = format!("if={}", waiting.disk.text());
+        let reader = Process::spawn(&mut command(&[
+            "dd",
+            &from,
+            "of=/dev/null",
+            "bs=1M",
+            "skip=32",
+            "count=1",
+        ]));
+        let is_in_flight = || (reads_below() > before).then_some(());
         assert!(until(LIMIT, is_in_flight).is_some(), "{}", waiting.disk.output());
         let program = program();
         let first = [program.as_str(), "ctl", "--timeout", "2s", waiting.disk.text()];
-        let begin = || {
-            let mut begun = command(&[&first[..], words].concat());
-            Process::spawn(begun.current_dir(waiting.directory.path()))
-        };
-        let mut client = begin();
-        let is_under_way = || {
-            if client.ended().is_some() {
-                // It came just when we were asking.
-                client = begin();
-            }
+        let mut begun = command(&[&first[..], words].concat());
+        let client = under_way(begun.current_dir(waiting.directory.path()), || {
             // Refused at once, for whichever reason.
-            (waiting.ctl(&["commit", "--base", "nosuch"]).code == BUSY).then_some(())
-        };
-        let found = until(LIMIT, is_under_way);
-        assert!(found.is_some(), "{words:?}: {}", client.output());
+            waiting.ctl(&["commit", "--base", "nosuch"]).code == BUSY
+        });
         waiting.disk.process().signal(Signal::STOP);
         let finished = client.finish(LIMIT);
         assert_eq!(finished.code(), LATE, "{words:?}: {}", finished.output());
         assert!(finished.stderr.contains(left), "{words:?}: {}", finished.output());
 
         waiting.disk.process().signal(Signal::CONT);
-        reader.join().expect("no panic").expect("read");
+        let read = reader.finish(LIMIT);
+        assert_eq!(read.code(), Some(0), "{words:?}: {}", read.output());
         let is_over = || (waiting.ctl(&["resize", "+0"]).code == 0).then_some(());
         assert!(until(LIMIT, is_over).is_some(), "{words:?}: {}", waiting.disk.output());
         waiting
@@ -256,12 +275,8 @@ impl Waiting {
         ringdisk(self.directory.path(), &[&["ctl", self.disk.text()], words].concat())
     }
 
-    fn stats(&self) -> serde_json::Value {
-        self.ctl(&["stats", "--json"]).ok().json()
-    }
-
     fn layers(&self) -> usize {
-        self.stats()["layers"].as_array().expect("layers").len()
+        stats(&self.disk)["layers"].as_array().expect("layers").len()
     }
 }
 
@@ -275,7 +290,7 @@ fn a_snapshot_of_a_server_that_stands_still_is_taken_when_that_goes_on() {
         let snapshot = [&["snapshot"], words].concat();
         let waiting = Waiting::stopped(&snapshot, "does it all the same");
         assert_eq!(waiting.layers(), layers, "{words:?}");
-        let Waiting { disk, top, directory, _below } = waiting;
+        let Waiting { disk, top, directory, below: _below } = waiting;
         assert_eq!(disk.stop().code(), Some(0), "{words:?}");
         assert_clean(&top);
         let listed = qemu_img(directory.path(), &["snapshot", "-l", text(&top)]).ok().out;
@@ -291,7 +306,7 @@ fn a_resize_that_a_server_had_not_begun_when_it_was_stopped_is_given_up() {
     }
     for words in [&["--shrink", "16M"][..], &["+64M"]] {
         let resize = [&["resize"], words].concat();
-        let Waiting { disk, top, _below, .. } =
+        let Waiting { disk, top, below: _below, .. } =
             Waiting::stopped(&resize, "was asked to give it up");
         assert_eq!(std::fs::metadata(disk.path()).expect("stat").len(), SIZE, "{words:?}");
         let bytes = piece(disk.path(), 40 * MIB, 65536);
