@@ -16,7 +16,7 @@ use crate::name::printable_path;
 use crate::probe::{PROBE_LEN, Probed, probe};
 
 /// Alignment of the buffer for the sector: a page suits every device.
-const SECTOR_ALIGN: usize = 4096;
+pub(crate) const SECTOR_ALIGN: usize = 4096;
 
 /// Guard of one image.
 #[derive(Debug)]
@@ -49,7 +49,7 @@ impl SectorGuard {
     ///
     /// * `offset`: of the write in the image; inside the first sector.
     /// * `len`: bytes of the write.
-    /// * `data`: what is written; `None` for zeroes.
+    /// * `data`: what is written, in memory that nobody else can change before it is; `None` for zeroes.
     ///
     /// Errors: EPERM; those of the storage.
     pub(crate) async fn enter(

@@ -1,15 +1,18 @@
 //! The guard of a raw image whose format was guessed, on all the ways on which bytes get into that image: whoever opens it next without
 //! saying what it is must find raw again, and not an image that a guest has written there.
 
+use std::fs::File;
+use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use ringdisk_ring::{Errno, Ring};
+use ringdisk_ring::{Errno, Ring, SharedMemory};
 use tempfile::TempDir;
 
 use super::{buffer, directory, open, run};
 use crate::{
-    CommitOptions, Disk, Error, ErrorKind, Format, ImageOptions, OverlayOptions, Progress,
+    Cache, CommitOptions, Disk, Error, ErrorKind, Format, ImageOptions, OverlayOptions, Progress,
 };
 
 const SECTOR: usize = 512;
@@ -135,4 +138,55 @@ fn a_guess_of_a_process_before_this_one_counts_and_what_the_user_says_is_no_gues
         commit(&ring, &disk).await.expect("the user said raw");
         assert_eq!(disk.close(&ring).await, Ok(()));
     });
+}
+
+/// Ends the thread that looks at it, after a failure too.
+struct Over<'a>(&'a AtomicBool);
+
+impl Drop for Over<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// The memory of a guest changes while its write is judged: what is written is what was judged.
+#[test]
+fn a_guest_that_changes_its_memory_meanwhile_does_not_get_another_format_past_the_guard() {
+    const WRITES: usize = 4000;
+    let directory = directory();
+    for (cache, len) in
+        [(Cache::Writeback, SECTOR), (Cache::Writeback, 1 << 20), (Cache::None, 4096)]
+    {
+        let base = image(&directory);
+        let memory = SharedMemory::new(len, 4096);
+        memory.buffer().fill(7);
+        let is_over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_over.load(Ordering::Relaxed) {
+                    memory.buffer().copy_from_slice(0, &header()[..8]);
+                    memory.buffer().copy_from_slice(0, &[7; 8]);
+                }
+            });
+            let _over = Over(&is_over);
+            run(async |ring| {
+                let options = ImageOptions { cache, ..ImageOptions::default() };
+                let disk = open(&ring, &base, &options).await.expect("open");
+                let mut taken = 0;
+                for number in 0..WRITES {
+                    match disk.write(&ring, 0, &memory.buffer()).await {
+                        Ok(written) => taken += usize::from(written == len),
+                        Err(errno) => assert_eq!(errno, Errno::PERM),
+                    }
+                    let mut first = [0; 4];
+                    File::open(&base)
+                        .and_then(|mut file| file.read_exact(&mut first))
+                        .expect("read");
+                    assert_ne!(&first, b"QFI\xfb", "{cache:?}, {len} bytes: write {number}");
+                }
+                assert!((1..WRITES).contains(&taken), "{cache:?}, {len} bytes: {taken} were taken");
+                disk.close(&ring).await.expect("close");
+            });
+        });
+    }
 }

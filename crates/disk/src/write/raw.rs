@@ -5,7 +5,7 @@ use ringdisk_storage::Kind as StorageKind;
 
 use crate::Disk;
 use crate::gate::Pass as Turn;
-use crate::guard::SectorGuard;
+use crate::guard::{SECTOR_ALIGN, SectorGuard};
 use crate::layer::Raw;
 
 impl Disk {
@@ -18,11 +18,7 @@ impl Disk {
         buf: &IoBuf,
     ) -> Result<usize, Errno> {
         let done = match guard(raw, offset) {
-            Some(guard) => {
-                let len = buf.len() as u64;
-                let _turn = guard.enter(ring, raw, offset, len, Some(buf)).await?;
-                raw.storage.write(ring, raw.offset + offset, buf).await?
-            }
+            Some(guard) => write_guarded(ring, raw, guard, offset, buf).await?,
             None => raw.storage.write(ring, raw.offset + offset, buf).await?,
         };
         if self.cache().sync() {
@@ -63,6 +59,35 @@ impl Disk {
         }
         Ok(())
     }
+}
+
+/// Bytes at the beginning of a write through the guard that are copied: the first sector, and as much as a device that writes whole
+/// blocks takes at once.
+const COPIED: usize = 64 << 10;
+
+/// Writes what touches the protected sector.
+///
+/// `buf` may be memory of a guest or of a client, who can change it while it is judged and again before the kernel reads it. So what the
+/// guard judges is a copy, and the copy is what is written.
+async fn write_guarded(
+    ring: &Ring,
+    raw: &Raw,
+    guard: &SectorGuard,
+    offset: u64,
+    buf: &IoBuf,
+) -> Result<usize, Errno> {
+    let copied = buf.len().min(COPIED);
+    let copy = IoBuf::new(copied, SECTOR_ALIGN);
+    copy.copy_from_buf(0, &buf.slice(0..copied));
+    let _turn = guard.enter(ring, raw, offset, copied as u64, Some(&copy)).await?;
+    let at = raw.offset + offset;
+    let done = raw.storage.write(ring, at, &copy).await?;
+    if done < copied || copied == buf.len() {
+        return Ok(done);
+    }
+    // An error after some progress: the caller asks for the rest again, and sees it then.
+    let rest = raw.storage.write(ring, at + copied as u64, &buf.slice(copied..buf.len())).await;
+    Ok(done + rest.unwrap_or(0))
 }
 
 /// The guard that a request must pass.
