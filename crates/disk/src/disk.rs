@@ -129,10 +129,8 @@ impl Disk {
     /// * `layers`: top first, at least one.
     pub(crate) fn build(mut layers: Vec<Layer>, parts: Parts) -> Arc<Disk> {
         // Nothing lies below a raw image.
-        if let (Some(guard), Some(Node::Raw(raw))) =
-            (parts.guard, layers.last_mut().map(|layer| &mut layer.node))
-        {
-            raw.guard = Some(Arc::new(guard));
+        if let (Some(guard), Some(bottom)) = (parts.guard, layers.last_mut()) {
+            bottom.protect(guard);
         }
         let mut graph = Graph::new(layers.into_iter().map(Arc::new).collect());
         graph.state = parts.state;

@@ -1,9 +1,9 @@
-//! Protects the first sector of a probed raw image.
+//! Protects the first sector of a raw image that nobody has called raw.
 //!
-//! Promises: an image whose raw format was found by looking at it cannot be made to look like
-//! another format through the export, so the next open finds raw again and no guest can turn its
-//! disk into an image that names files of the host. Requests past the first sector never come
-//! here; those that touch it run one after the other.
+//! Promises: an image whose format was found by looking at it, or is raw only by the word of an image above it, cannot be made to look
+//! like another format through us: neither by clients nor by a commit. So whoever opens it next without saying its format finds raw again,
+//! and no guest turns its disk into an image that names files of the host. Requests past the first sector never come here; those that touch
+//! it run one after the other.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -34,8 +34,8 @@ impl SectorGuard {
     /// Why writes are refused, and what the user can do.
     pub(crate) fn reason(&self) -> String {
         format!(
-            "the format of '{}' was not given and looked raw, so writes to its first sector that \
-             would make it look like another format are refused; give `--format raw` to allow them",
+            "nobody said that '{}' is raw, so writes to its first sector that would make it look like another format are refused; allow \
+             them with `--format raw` where it is served, with `--base-format raw` where it is the base of `ringdisk commit`",
             printable_path(&self.name)
         )
     }
@@ -45,7 +45,7 @@ impl SectorGuard {
         offset < PROBE_LEN as u64
     }
 
-    /// Lets a write to the first sector in, alone, if the sector still looks raw afterwards.
+    /// Lets a write to the first sector in, alone, if the sector still looks raw afterwards, or did not before.
     ///
     /// * `offset`: of the write in the image; inside the first sector.
     /// * `len`: bytes of the write.
@@ -66,17 +66,20 @@ impl SectorGuard {
         let room = PROBE_LEN - start;
         let count = usize::try_from(len).map_or(room, |len| len.min(room));
         if count < PROBE_LEN {
-            // What the write leaves is as it is; bytes that are not there are zeroes.
-            raw.storage.read(ring, raw.offset, &sector).await?;
+            read_sector(ring, raw, &sector).await?;
         }
         let part = sector.slice(start..start + count);
         match data {
             Some(data) => part.copy_from_buf(0, &data.slice(0..count)),
             None => part.fill(0),
         }
-        let mut bytes = [0; PROBE_LEN];
-        sector.copy_to_slice(0, &mut bytes);
-        if probe(&bytes) == Probed::Raw {
+        if looks_raw(&sector) {
+            return Ok(pass);
+        }
+        // An image that begins like another format already, and was named as raw all the same, may go on to do so.
+        sector.fill(0);
+        read_sector(ring, raw, &sector).await?;
+        if !looks_raw(&sector) {
             return Ok(pass);
         }
         if !self.said.swap(true, Ordering::Relaxed) {
@@ -84,4 +87,16 @@ impl SectorGuard {
         }
         Err(Errno::PERM)
     }
+}
+
+/// Reads the sector into zeroes: bytes that the image does not have are zeroes.
+async fn read_sector(ring: &Ring, raw: &Raw, sector: &IoBuf) -> Result<(), Errno> {
+    raw.storage.read(ring, raw.offset, sector).await?;
+    Ok(())
+}
+
+fn looks_raw(sector: &IoBuf) -> bool {
+    let mut bytes = [0; PROBE_LEN];
+    sector.copy_to_slice(0, &mut bytes);
+    probe(&bytes) == Probed::Raw
 }

@@ -100,6 +100,13 @@ impl Layer {
         }
     }
 
+    /// Protects the first sector, if the layer is raw and not protected yet.
+    pub(crate) fn protect(&mut self, guard: SectorGuard) {
+        if let Node::Raw(raw) = &mut self.node {
+            raw.guard.get_or_insert_with(|| Arc::new(guard));
+        }
+    }
+
     /// A null layer.
     pub(crate) fn null(options: &NullOptions) -> Layer {
         let mut layer = Layer::new(Node::Null(Null::new(options)), options.size);

@@ -34,7 +34,9 @@ impl Disk {
             return refuse("the image is not a regular file");
         }
         if graph.guard.is_some() {
-            return refuse("the first sector is protected, since the format was not given");
+            return refuse(
+                "the first sector is protected, since nobody said that the image is raw",
+            );
         }
         if self.cache() != Cache::Writeback {
             return refuse("the kernel can only use the page cache as --cache writeback does");

@@ -151,6 +151,9 @@ pub struct ImageOptions {
     /// The format of the raw image at the bottom was guessed when the disk was opened first, by this process or one before it: its
     /// first sector is protected although its format is known now.
     pub protect_raw: bool,
+    /// The user says what the images above say of the format of the raw image at the bottom: its first sector is not protected. Without
+    /// it such an image is protected as one is whose format was guessed: who opens it next may guess.
+    pub trust_base_format: bool,
     /// Open for reading only.
     pub read_only: bool,
     /// Fall back to reading where the image cannot be written (a format that is only read, no

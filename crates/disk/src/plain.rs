@@ -82,7 +82,7 @@ impl Disk {
         }
         if graph.guard.is_some() {
             return refuse(
-                "the image's format was guessed, so its first sector is protected (name it: --format raw)",
+                "nobody said that the image is raw, so its first sector is protected (serve it with --format raw)",
             );
         }
         if graph.window.is_part() || raw.offset != 0 || raw.fixed_size {

@@ -10,13 +10,16 @@ use std::sync::Arc;
 use ringdisk_ring::Ring;
 
 use crate::name::printable_path;
-use crate::{CommitOptions, Disk, Error, ErrorKind, Progress};
+use crate::{CommitOptions, Disk, Error, ErrorKind, Format, Progress};
 
 /// What `qemu-img commit` is told.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Commit {
     /// The image of the chain that takes it all (`-b`); `None`: the one right below.
     pub base: Option<PathBuf>,
+    /// What the user says of the format of that image; [`ImageOptions::trust_base_format`](crate::ImageOptions::trust_base_format) is
+    /// for the caller to set.
+    pub base_format: Option<Format>,
     /// The image and those between are not emptied afterwards (`-d`). Those between must not be used alone any more, and none of
     /// them once the base was written to.
     pub keep: bool,
@@ -27,7 +30,7 @@ pub struct Commit {
 ///
 /// * `disk`: open for writing; closed when the job returns.
 ///
-/// Errors: `Invalid` when there is no such base; `Cancelled`; `Locked`, `PermissionDenied` when the
+/// Errors: `Invalid` when there is no such base, or it has another format; `Cancelled`; `Locked`, `PermissionDenied` when the
 /// base or an image between cannot be written; `Unsupported` as [`Disk::commit`]; those of the storage.
 pub async fn commit(
     ring: &Ring,
@@ -55,6 +58,14 @@ pub async fn commit(
             }
         },
     };
+    let found = layers.get(base).and_then(|layer| layer.format());
+    if let (Some(said), Some(found)) = (job.base_format, found)
+        && said != found
+    {
+        let name = printable_path(layers[base].name());
+        let text = format!("'{name}' is {found} by the word of the image above it, not {said}");
+        return Err(Error::new(ErrorKind::Invalid, text));
+    }
     let options = CommitOptions { top: 0, base, keep_top: job.keep };
     let result = disk.commit(ring, options, progress).await;
     let closed = disk.close(ring).await;

@@ -51,6 +51,8 @@ struct Candidate {
     raw_offset: u64,
     raw_size: Option<u64>,
     without_backing: bool,
+    /// An image above names it.
+    is_base: bool,
 }
 
 /// What an image says about the file below it.
@@ -230,6 +232,7 @@ impl<'a> Opening<'a> {
             raw_offset: 0,
             raw_size: None,
             without_backing: self.options.without_backing,
+            is_base: false,
         };
         parts.policy.read_only = candidate.read_only;
         if probed && format == Format::Raw && !candidate.read_only {
@@ -323,6 +326,10 @@ impl<'a> Opening<'a> {
                 let mut layer =
                     raw_layer(storage, &name, candidate.raw_offset, candidate.raw_size)?;
                 layer.is_writable = writable;
+                // A commit may write it.
+                if candidate.is_base && !self.options.trust_base_format {
+                    layer.protect(SectorGuard::new(name.clone()));
+                }
                 layer
             }
             Format::Qcow2 => match self.qcow2(storage, &name, directory, writable).await {
@@ -404,6 +411,7 @@ impl<'a> Opening<'a> {
             raw_offset: parsed.raw_offset,
             raw_size: parsed.raw_size,
             without_backing: parsed.without_backing,
+            is_base: true,
         };
         Ok((full, candidate))
     }

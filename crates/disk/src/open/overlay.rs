@@ -144,6 +144,7 @@ async fn kept(
     }
     let overlay = ImageOptions {
         format: Some(Format::Qcow2),
+        trust_base_format: options.format == Some(Format::Raw),
         overlay: None,
         temporary: false,
         allow_paths,

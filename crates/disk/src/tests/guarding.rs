@@ -12,7 +12,8 @@ use tempfile::TempDir;
 
 use super::{buffer, directory, open, run};
 use crate::{
-    Cache, CommitOptions, Disk, Error, ErrorKind, Format, ImageOptions, OverlayOptions, Progress,
+    Backing, Cache, CommitOptions, Disk, Error, ErrorKind, Format, ImageOptions, OverlayOptions,
+    Progress, jobs,
 };
 
 const SECTOR: usize = 512;
@@ -140,6 +141,82 @@ fn a_guess_of_a_process_before_this_one_counts_and_what_the_user_says_is_no_gues
     });
 }
 
+/// An overlay above `base`, made by a disk that is not there any more: only the overlay says that the base is raw.
+async fn overlay_of(ring: &Ring, directory: &TempDir, base: &Path) -> std::path::PathBuf {
+    let options = ImageOptions { format: Some(Format::Raw), ..ImageOptions::default() };
+    let disk = open(ring, base, &options).await.expect("open");
+    let overlay = directory.path().join("overlay.qcow2");
+    disk.add_overlay(ring, &overlay, OverlayOptions::default()).await.expect("overlay");
+    disk.close(ring).await.expect("close");
+    overlay
+}
+
+#[test]
+fn an_image_that_only_an_overlay_calls_raw_is_guarded() {
+    let directory = directory();
+    let base = image(&directory);
+    run(async |ring| {
+        let overlay = overlay_of(&ring, &directory, &base).await;
+        let disk = open(&ring, &overlay, &ImageOptions::default()).await.expect("open");
+        refuses(&ring, &disk, &base).await;
+    });
+}
+
+#[test]
+fn a_backing_file_that_a_disk_gets_while_it_is_in_use_is_guarded() {
+    let directory = directory();
+    let base = image(&directory);
+    let other = directory.path().join("other.raw");
+    std::fs::write(&other, vec![7; 1 << 20]).expect("an image");
+    run(async |ring| {
+        let overlay = overlay_of(&ring, &directory, &other).await;
+        let disk = open(&ring, &overlay, &ImageOptions::default()).await.expect("open");
+        let file = base.to_str().expect("utf-8").as_bytes().to_vec();
+        let backing = Some(Backing { file, format: Format::Raw });
+        let progress = Arc::new(Progress::new());
+        disk.change_backing(&ring, backing, &progress).await.expect("another backing file");
+        refuses(&ring, &disk, &base).await;
+    });
+}
+
+#[test]
+fn a_commit_of_an_image_that_nobody_serves_is_refused_unless_the_user_says_raw() {
+    let directory = directory();
+    let base = image(&directory);
+    run(async |ring| {
+        let overlay = overlay_of(&ring, &directory, &base).await;
+        let disk = open(&ring, &overlay, &ImageOptions::default()).await.expect("open");
+        write(&ring, &disk, &header()).await.expect("the overlay takes anything");
+        disk.close(&ring).await.expect("close");
+        drop(disk);
+        let before = std::fs::read(&base).expect("read");
+        let commit = async |trust_base_format, base_format| {
+            let options = ImageOptions { trust_base_format, ..ImageOptions::default() };
+            let disk = open(&ring, &overlay, &options).await.expect("open");
+            let job = jobs::Commit { base_format, ..jobs::Commit::default() };
+            jobs::commit(&ring, &disk, &job, &Arc::new(Progress::new())).await
+        };
+        let error = commit(false, None).await.expect_err("the base would be qcow2");
+        assert_eq!(error.kind(), ErrorKind::PermissionDenied);
+        assert!(error.message().contains("--base-format raw"), "{error}");
+        assert_eq!(std::fs::read(&base).expect("read"), before);
+        let error = commit(false, Some(Format::Qcow2)).await.expect_err("it is raw");
+        assert_eq!(error.kind(), ErrorKind::Invalid);
+        assert_eq!(std::fs::read(&base).expect("read"), before);
+        commit(true, Some(Format::Raw)).await.expect("the user said raw");
+        assert!(!is_raw(&base));
+        // It begins like qcow2 now, and the overlay still says raw: nothing is won by a refusal.
+        let disk = open(&ring, &overlay, &ImageOptions::default()).await.expect("open");
+        let mut other = header();
+        other[100] = 9;
+        write(&ring, &disk, &other).await.expect("the overlay takes anything");
+        disk.close(&ring).await.expect("close");
+        drop(disk);
+        commit(false, None).await.expect("it did not look raw before");
+        assert!(std::fs::read(&base).expect("read").starts_with(&other));
+    });
+}
+
 /// Ends the thread that looks at it, after a failure too.
 struct Over<'a>(&'a AtomicBool);
 
@@ -152,11 +229,12 @@ impl Drop for Over<'_> {
 /// The memory of a guest changes while its write is judged: what is written is what was judged.
 #[test]
 fn a_guest_that_changes_its_memory_meanwhile_does_not_get_another_format_past_the_guard() {
-    const WRITES: usize = 4000;
     let directory = directory();
-    for (cache, len) in
-        [(Cache::Writeback, SECTOR), (Cache::Writeback, 1 << 20), (Cache::None, 4096)]
-    {
+    for (cache, len, writes) in [
+        (Cache::Writeback, SECTOR, 4000),
+        (Cache::Writeback, 1 << 20, 300),
+        (Cache::None, 4096, 2000),
+    ] {
         let base = image(&directory);
         let memory = SharedMemory::new(len, 4096);
         memory.buffer().fill(7);
@@ -173,7 +251,7 @@ fn a_guest_that_changes_its_memory_meanwhile_does_not_get_another_format_past_th
                 let options = ImageOptions { cache, ..ImageOptions::default() };
                 let disk = open(&ring, &base, &options).await.expect("open");
                 let mut taken = 0;
-                for number in 0..WRITES {
+                for number in 0..writes {
                     match disk.write(&ring, 0, &memory.buffer()).await {
                         Ok(written) => taken += usize::from(written == len),
                         Err(errno) => assert_eq!(errno, Errno::PERM),
@@ -184,7 +262,7 @@ fn a_guest_that_changes_its_memory_meanwhile_does_not_get_another_format_past_th
                         .expect("read");
                     assert_ne!(&first, b"QFI\xfb", "{cache:?}, {len} bytes: write {number}");
                 }
-                assert!((1..WRITES).contains(&taken), "{cache:?}, {len} bytes: {taken} were taken");
+                assert!((1..writes).contains(&taken), "{cache:?}, {len} bytes: {taken} were taken");
                 disk.close(&ring).await.expect("close");
             });
         });

@@ -56,7 +56,8 @@ async fn run_commit(
     keep: bool,
 ) -> Result<(), Error> {
     let disk = open(ring, directory.path().join("top.qcow2"), &ImageOptions::default()).await?;
-    let job = Commit { base: base.map(|base| directory.path().join(base)), keep };
+    let job =
+        Commit { base: base.map(|base| directory.path().join(base)), keep, ..Commit::default() };
     let result = commit(ring, &disk, &job, &Arc::new(Progress::new())).await;
     for _ in 0..10 {
         ring.yield_now().await;

@@ -147,6 +147,10 @@ fn nothing_appended_is_lost_beside(change: impl AsyncFn(&Ring, &Disk)) {
             let (path, change) = (&path, &change);
             async move {
                 let disk = lent(&ring, path).await;
+                // The changes are beside appends, not before them.
+                while std::fs::metadata(path).expect("the image").len() == 0 {
+                    std::thread::yield_now();
+                }
                 for _ in 0..200 {
                     change(&ring, &disk).await;
                 }

@@ -66,7 +66,7 @@ fn only_a_disk_that_is_the_bytes_of_a_file_is_plain() {
         let path = directory.path().join("disk.img");
         std::fs::write(&path, vec![7; 65536]).expect("an image");
         for (options, why) in [
-            (ImageOptions { format: None, ..plain_options() }, "guessed"),
+            (ImageOptions { format: None, ..plain_options() }, "nobody said that the image is raw"),
             (ImageOptions { cache: Cache::Writeback, ..plain_options() }, "page cache"),
             (ImageOptions { cache: Cache::Unsafe, ..plain_options() }, "flushes"),
             (ImageOptions { window_offset: 512, ..plain_options() }, "window"),

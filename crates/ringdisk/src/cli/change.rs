@@ -227,6 +227,13 @@ pub(crate) struct CommitArgs {
     #[arg(short, long, value_name = "BASE", value_hint = ValueHint::FilePath)]
     pub(crate) base: Option<PathBuf>,
 
+    /// Format of that image: an error when it has another
+    ///
+    /// A raw image that does not begin like one of another format stays so, since whoever opens it next without --format would take it
+    /// for that: a commit that would change it is refused. `raw` allows it, for a base that is always opened with --format raw.
+    #[arg(long, value_name = "FORMAT", value_parser = format_parser())]
+    pub(crate) base_format: Option<Format>,
+
     /// Do not empty FILE, and the images between, afterwards: delete them before anything writes to the base
     #[arg(short, long)]
     pub(crate) drop: bool,

@@ -1,6 +1,6 @@
 //! `ringdisk commit`: what an image holds goes into its backing file.
 
-use ringdisk_disk::{Disk, ImageOptions, Source, jobs};
+use ringdisk_disk::{Disk, Format, ImageOptions, Source, jobs};
 
 use crate::cli::CommitArgs;
 use crate::commands::look;
@@ -16,12 +16,14 @@ pub(crate) fn run(args: &CommitArgs) -> Result<(), Failure> {
     let ring = runtime.ring().clone();
     let options = ImageOptions {
         format: args.format,
+        trust_base_format: args.base_format == Some(Format::Raw),
         cache: args.cache,
         allow_paths: args.pool.allow_path.clone(),
         ..ImageOptions::default()
     };
     let disk = runtime.block_on(Disk::open(&ring, Source::Path(args.file.clone()), &options))?;
-    let commit = jobs::Commit { base: args.base.clone(), keep: args.drop };
+    let commit =
+        jobs::Commit { base: args.base.clone(), base_format: args.base_format, keep: args.drop };
     let job = Job::start("commit", args.show)?;
     let result = runtime.block_on(jobs::commit(&ring, &disk, &commit, job.progress()));
     job.end(result.map_err(Failure::from), "the images are sound and hold what they held")?;
