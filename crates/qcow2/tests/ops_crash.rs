@@ -153,11 +153,13 @@ impl ImageBytes for Look<'_> {
     }
 }
 
-/// Runs the change on `file`. The image is closed afterwards.
+/// Runs the change on `file`, with no room for changed reference counts, so that they are written on the way. The image is closed
+/// afterwards.
 fn run(runtime: &mut Runtime, file: &SimStorage, change: Change) -> Result<(), Error> {
     let ring = runtime.ring().clone();
     runtime.block_on(async {
-        let options = OpenOptions { writable: true, ..OpenOptions::default() };
+        let options =
+            OpenOptions { writable: true, metadata_cache_bytes: Some(0), ..OpenOptions::default() };
         let mut image = Qcow2::open(&ring, file.storage(), &options).await?;
         let result = make(change, &mut image, &ring).await;
         let _ = image.close(&ring).await;

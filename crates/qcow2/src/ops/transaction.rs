@@ -8,7 +8,7 @@
 //! state refers to stays as it is.
 //!
 //! Memory: changed blocks are written to their new places when they are more than
-//! [`SPILL_BYTES`]; nothing refers to them yet.
+//! [`SPILL_BYTES`], or than the metadata cache may have; nothing refers to them yet.
 
 use std::collections::HashSet;
 use std::sync::PoisonError;
@@ -22,11 +22,11 @@ use crate::error::{Error, ErrorKind};
 use crate::geometry::Geometry;
 use crate::header::{BITMAPS, HeaderImage, RAW_EXTERNAL, write_bytes};
 use crate::image::{Discard, Qcow2};
-use crate::refcounts::{Blocked, DirtyTable, Refcounts, Run};
+use crate::refcounts::{Blocked, DirtyRefcounts, DirtyTable, Refcounts, Run};
 use crate::sync::Arc;
 use crate::table;
 
-/// Changed refcount blocks in memory before they are written.
+/// Changed refcount blocks in memory before they are written, at most.
 const SPILL_BYTES: usize = 8 << 20;
 /// Tables are written in pieces of this size.
 const PIECE_BYTES: usize = 1 << 20;
@@ -61,6 +61,8 @@ pub(super) struct Transaction<'a> {
     in_place: bool,
     /// They are not written before the end, however many they are.
     in_memory: bool,
+    /// Bytes of changed blocks from which on they are written.
+    spill_bytes: usize,
 }
 
 impl<'a> Transaction<'a> {
@@ -69,6 +71,8 @@ impl<'a> Transaction<'a> {
     /// Errors: `InvalidRequest` when it is open for reading only.
     pub(super) fn begin(ring: &'a Ring, image: &'a mut Qcow2) -> Result<Transaction<'a>, Error> {
         let name = image.file.name().to_owned();
+        let cap = image.options.metadata_cache_bytes.and_then(|cap| usize::try_from(cap).ok());
+        let spill_bytes = cap.unwrap_or(SPILL_BYTES).min(SPILL_BYTES);
         let Qcow2 { engine, file, geometry, info, .. } = image;
         let Some(engine) = engine.as_deref_mut() else {
             return Err(Error::new(
@@ -98,6 +102,7 @@ impl<'a> Transaction<'a> {
             discard: options.discard,
             in_place: false,
             in_memory: false,
+            spill_bytes,
         })
     }
 
@@ -308,7 +313,7 @@ impl<'a> Transaction<'a> {
 
     async fn spill_some(&mut self) -> Result<(), Error> {
         let bytes = self.counts.dirty_blocks().len() * self.cluster_bytes();
-        if bytes > SPILL_BYTES && !self.in_memory { self.spill().await } else { Ok(()) }
+        if bytes > self.spill_bytes && !self.in_memory { self.spill().await } else { Ok(()) }
     }
 
     /// Writes changed blocks to their new places.
@@ -316,8 +321,9 @@ impl<'a> Transaction<'a> {
         if !self.in_place {
             self.move_blocks().await?;
         }
-        // Entries of the table need not be remembered: it is written as a whole.
-        self.write_counts().await.map(drop)
+        // The table is written in the end, as a whole.
+        let dirty = self.counts.take_dirty_blocks();
+        self.write_dirty(dirty).await.map(drop)
     }
 
     /// Gives every changed block a new place.
@@ -335,9 +341,13 @@ impl<'a> Transaction<'a> {
         Ok(())
     }
 
-    /// Writes what changed of blocks and table.
+    /// Writes the blocks that have changed, and returns the table, if it has.
     async fn write_counts(&mut self) -> Result<DirtyTable, Error> {
         let dirty = self.counts.take_dirty();
+        self.write_dirty(dirty).await
+    }
+
+    async fn write_dirty(&mut self, dirty: DirtyRefcounts) -> Result<DirtyTable, Error> {
         let mut result = Ok(());
         for block in &dirty.blocks {
             result = write_bytes(self.ring, &self.file, block.offset, &block.bytes).await;
@@ -476,20 +486,19 @@ impl<'a> Transaction<'a> {
 
     /// Brings all that the new header will refer to to stable storage.
     async fn prepare(&mut self) -> Result<(), Error> {
-        if self.settle().await? {
-            if let DirtyTable::Whole { offset, bytes, clusters, .. } = self.write_counts().await? {
-                let run = Run {
-                    start: offset >> self.geometry.cluster_bits,
-                    count: clusters,
-                    zeroed: false,
-                };
-                self.write_run(run, &bytes, "the refcount table").await?;
-                // At most 8 MiB.
-                self.header.set_refcount_table(offset, u32::try_from(clusters).unwrap_or(u32::MAX));
-            }
-            self.flush().await?;
+        if !self.settle().await? {
+            return Ok(());
         }
-        Ok(())
+        let DirtyTable::Whole { offset, bytes, clusters, .. } = self.write_counts().await? else {
+            // Blocks have moved: without their table the new header would name blocks that are given up.
+            return Err(self.corrupt("the refcount table did not move with its blocks"));
+        };
+        let run =
+            Run { start: offset >> self.geometry.cluster_bits, count: clusters, zeroed: false };
+        self.write_run(run, &bytes, "the refcount table").await?;
+        // At most 8 MiB.
+        self.header.set_refcount_table(offset, u32::try_from(clusters).unwrap_or(u32::MAX));
+        self.flush().await
     }
 
     /// From now on refcount blocks are overwritten: for a change that only takes references away, none of which is needed by

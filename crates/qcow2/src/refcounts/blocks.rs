@@ -215,6 +215,14 @@ impl Refcounts {
     /// [`written`](Refcounts::written). Entries for which the table on disk is too short are left
     /// out: [`table_wants`](Refcounts::table_wants) comes first.
     pub(crate) fn take_dirty(&mut self) -> DirtyRefcounts {
+        let mut dirty = self.take_dirty_blocks();
+        dirty.table = self.take_table();
+        dirty
+    }
+
+    /// As [`take_dirty`](Refcounts::take_dirty), but what changed of the table stays to be written: for who writes blocks on the way, and
+    /// the table as a whole in the end.
+    pub(crate) fn take_dirty_blocks(&mut self) -> DirtyRefcounts {
         let cluster_size = 1usize << self.cluster_bits;
         let piece = PIECE_BYTES.min(cluster_size);
         let mut blocks = Vec::with_capacity(self.dirty.len());
@@ -234,7 +242,7 @@ impl Refcounts {
                 bytes: block.bytes[range].to_vec(),
             });
         }
-        DirtyRefcounts { blocks, table: self.take_table() }
+        DirtyRefcounts { blocks, table: DirtyTable::None }
     }
 
     fn take_table(&mut self) -> DirtyTable {

@@ -37,6 +37,8 @@ pub struct Subject {
     pub disk: Vec<u8>,
     pub saved: Vec<Saved>,
     pub options: String,
+    /// How often it was opened for writing.
+    opened: u32,
 }
 
 pub const NAME: &str = "image";
@@ -51,6 +53,7 @@ impl Subject {
             disk: vec![0; size as usize],
             saved: Vec::new(),
             options: options.to_owned(),
+            opened: 0,
         }
     }
 
@@ -58,13 +61,17 @@ impl Subject {
         self.images.path(NAME)
     }
 
-    /// Opens the image for writing, runs `work`, closes it.
+    /// Opens the image for writing, each second time with no room for metadata, so that a change writes reference counts on the way;
+    /// runs `work`, closes it.
     pub fn with<T>(&mut self, work: impl AsyncFnOnce(&mut Qcow2, &Ring) -> T) -> T {
         let ring = self.runtime.ring().clone();
         let file = storage(&self.images.path(NAME));
         let data = self.images.path("image.data");
+        self.opened += 1;
+        let metadata_cache_bytes = self.opened.is_multiple_of(2).then_some(0);
         self.runtime.block_on(async {
-            let options = OpenOptions { writable: true, ..OpenOptions::default() };
+            let options =
+                OpenOptions { writable: true, metadata_cache_bytes, ..OpenOptions::default() };
             let mut image = Qcow2::open(&ring, file, &options).await.expect("a good image");
             if image.info().external_data_file {
                 image.set_data_file(storage(&data)).expect("a data file is wanted");
