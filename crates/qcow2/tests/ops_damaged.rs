@@ -12,7 +12,7 @@ mod live;
 
 use common::{Images, KIB, MIB, runtime};
 use live::{buffer, read, writable};
-use ringdisk_qcow2::{Error, Nothing, Preallocation, Qcow2, ResizeOptions};
+use ringdisk_qcow2::{Error, ErrorKind, Nothing, Preallocation, Qcow2, ResizeOptions};
 use ringdisk_ring::{Errno, Ring};
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
 
@@ -119,6 +119,26 @@ impl Bytes {
         shown
     }
 
+    /// The host clusters that the entries of a disk name.
+    fn hosts(&self, l1: L1) -> Vec<u64> {
+        let entries = CLUSTER / 8;
+        let all = 0..u64::from(l1.1) * entries;
+        let host = |number: u64| {
+            let l2 = self.word(l1.0 + 8 * (number / entries)) & OFFSET;
+            if l2 == 0 { 0 } else { self.word(l2 + 8 * (number % entries)) & OFFSET }
+        };
+        all.map(host).collect()
+    }
+
+    /// Metadata that an entry names stays that, or belongs to the entry: nobody else gets it.
+    fn assert_counted(&self, before: &[Shown], l1: L1, what: &str) {
+        for (cluster, (before, host)) in before.iter().zip(self.hosts(l1)).enumerate() {
+            if *before == Shown::Metadata && host != 0 {
+                assert!(self.count(host) > 0, "{what}: cluster {cluster} names {host:#x}");
+            }
+        }
+    }
+
     fn count_at(&self, host: u64) -> u64 {
         self.word(self.word(48)) + host / CLUSTER * 2
     }
@@ -215,6 +235,8 @@ enum Damage {
     EntryTable,
     EntryL1,
     EntryBlock,
+    /// And the refcount table.
+    EntryCounts,
     /// An L2 entry, or an L1 entry, names what the disk has 2 MiB further on (behind the last place: at the first).
     EntryOther,
     TableOther,
@@ -224,7 +246,7 @@ enum Damage {
     TableLast,
 }
 
-const DAMAGES: [Damage; 15] = [
+const DAMAGES: [Damage; 16] = [
     Damage::DataCount,
     Damage::TableCount,
     Damage::EntryFree,
@@ -236,6 +258,7 @@ const DAMAGES: [Damage; 15] = [
     Damage::EntryTable,
     Damage::EntryL1,
     Damage::EntryBlock,
+    Damage::EntryCounts,
     Damage::EntryOther,
     Damage::TableOther,
     Damage::DataLast,
@@ -267,6 +290,7 @@ impl Damage {
             Damage::EntryTable => bytes.set(entry_at, table | COPIED),
             Damage::EntryL1 => bytes.set(entry_at, l1_of_disk | COPIED),
             Damage::EntryBlock => bytes.set(entry_at, block | COPIED),
+            Damage::EntryCounts => bytes.set(entry_at, bytes.word(48) | COPIED),
             Damage::EntryOther | Damage::TableOther => {
                 let other = (place + 2 * MIB) % (6 * MIB);
                 let disk = bytes.active();
@@ -311,9 +335,11 @@ enum Change {
     Empty,
     /// On a full file system: in place.
     EmptyFull,
+    /// A bitmap more.
+    Bitmap,
 }
 
-const CHANGES: [Change; 9] = [
+const CHANGES: [Change; 10] = [
     Change::Create,
     Change::Apply('s'),
     Change::Apply('t'),
@@ -323,6 +349,7 @@ const CHANGES: [Change; 9] = [
     Change::Shrink,
     Change::Empty,
     Change::EmptyFull,
+    Change::Bitmap,
 ];
 
 impl Change {
@@ -340,6 +367,7 @@ impl Change {
                 image.resize(ring, SIZE / 2 + 8 * KIB, &resize(Preallocation::Off), &Nothing).await
             }
             Change::Empty | Change::EmptyFull => image.make_empty(ring).await,
+            Change::Bitmap => image.bitmap_add(ring, "new", Some(64 * KIB)).await,
         }
     }
 }
@@ -396,12 +424,18 @@ fn judge(damaged: &Bytes, change: Change, is_known: bool, what: &str) -> bool {
         _ => assert_same(&disk, &shown, what),
     }
     judge_bitmap(damaged, &after, change, what);
+    // What was applied, or emptied, is another disk.
+    if !matches!(change, Change::Apply(_) | Change::Empty | Change::EmptyFull) || result.is_err() {
+        after.assert_counted(&disk, after.active(), what);
+    }
     for (name, l1) in damaged.snapshots() {
         let is_gone = change == Change::Delete(name) && result.is_ok();
         let now = after.snapshot(name);
         assert_eq!(now.is_none(), is_gone, "{what}, snapshot {name}");
         if let Some(now) = now {
-            assert_same(&damaged.show(l1), &after.show(now), &format!("{what}, snapshot {name}"));
+            let before = damaged.show(l1);
+            assert_same(&before, &after.show(now), &format!("{what}, snapshot {name}"));
+            after.assert_counted(&before, now, &format!("{what}, snapshot {name}"));
         }
     }
     result.is_ok()
@@ -412,6 +446,9 @@ fn judge_bitmap(before: &Bytes, after: &Bytes, change: Change, what: &str) {
     // A bit for each sector that stays.
     let len = if change == Change::Shrink { SIZE / 2 + 8 * KIB } else { SIZE } / 512 / 8;
     let len = len as usize;
+    if change == Change::Bitmap && before.bits(len).is_none() {
+        return;
+    }
     if let Some(now) = after.bits(len) {
         assert!(Some(now) == before.bits(len), "{what}: the bitmap");
     }
@@ -438,7 +475,7 @@ fn a_damaged_image_shows_the_same_after_a_change_of_it_or_refuses_the_change() {
             }
         }
     }
-    assert_eq!(cases, 15 * 9 * 3 * 9);
+    assert_eq!(cases, 16 * 9 * 3 * 10);
     assert_some_of(done, cases);
 }
 
@@ -606,4 +643,68 @@ fn a_cluster_in_use_that_is_not_counted_is_not_cut_off_the_file() {
     for is_known in [false, true] {
         assert!(judge(&damaged, Change::Shrink, is_known, &format!("known: {is_known}")));
     }
+}
+
+/// The last cluster of the disk, which is not a whole one, cannot be right: the disk does not grow, and reads go on.
+#[test]
+fn a_disk_whose_last_cluster_is_damaged_does_not_grow_and_is_still_read() {
+    let images = Images::new();
+    let path = images.create("image", "cluster_size=4096", SIZE + 512);
+    images.qemu_io("image", &["write -q -P 7 0 64k", "write -q -P 8 8M 512"].map(String::from));
+    let mut damaged = Bytes(std::fs::read(path).expect("the image"));
+    let l1 = damaged.active();
+    damaged.set(damaged.entry_at(l1, SIZE), l1.0 | COPIED);
+    let sim = SimStorage::from_image(&damaged.0, 1);
+    let mut runtime = runtime();
+    let ring = runtime.ring().clone();
+    runtime.block_on(async {
+        let mut image = live::open(&ring, &sim, None, &writable()).await.expect("open");
+        for preallocation in [Preallocation::Off, Preallocation::Metadata] {
+            let options = ResizeOptions { shrink: false, preallocation };
+            let result = image.resize(&ring, SIZE + 64 * KIB, &options, &Nothing).await;
+            let error = result.expect_err("damage");
+            assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+            assert_eq!(image.virtual_size(), SIZE + 512);
+            let mut bytes = [0; 512];
+            read(&ring, &image, &Nothing, 4096, &mut bytes).await.expect("read");
+            assert_eq!(bytes, [7; 512]);
+        }
+        let _ = image.close(&ring).await;
+    });
+    assert_eq!(Bytes(sim.image()).word(24), SIZE + 512);
+}
+
+/// Thousands of bitmaps that all name one table: it is read once.
+#[test]
+fn a_change_does_not_read_a_table_of_bitmaps_more_often_than_the_file_is_long() {
+    const BITMAPS: u64 = 5000;
+    let mut damaged = scene(true);
+    let table = damaged.bitmap_table().expect("a bitmap");
+    let extension = damaged.0.windows(4).position(|four| four == [0x23, 0x85, 0x28, 0x75]);
+    let extension = extension.expect("a bitmap") as u64;
+    let directory = damaged.word(extension + 24);
+    // 24 bytes and a name of up to 8.
+    let entry = damaged.0[directory as usize..directory as usize + 32].to_vec();
+    let at = damaged.clusters() * CLUSTER;
+    for number in 0..BITMAPS {
+        // Place and length of the table, no flags: they do not record.
+        damaged.0.extend_from_slice(&entry[..12]);
+        damaged.0.extend_from_slice(&[0, 0, 0, 0, entry[16], entry[17], 0, 8, 0, 0, 0, 0]);
+        damaged.0.extend_from_slice(format!("{number:08}").as_bytes());
+    }
+    damaged.set(extension + 8, BITMAPS << 32);
+    damaged.set(extension + 16, BITMAPS * 32);
+    damaged.set(extension + 24, at);
+    assert_eq!(damaged.bitmap_table(), Some(table));
+    let sim = SimStorage::from_image(&damaged.0, 1);
+    let mut runtime = runtime();
+    let ring = runtime.ring().clone();
+    runtime.block_on(async {
+        let mut image = live::open(&ring, &sim, None, &writable()).await.expect("open");
+        let before = sim.count(OpKind::Read);
+        let _ = image.snapshot_create(&ring, "n").await;
+        let reads = sim.count(OpKind::Read) - before;
+        assert!((reads as u64) < BITMAPS / 2, "{reads} reads");
+        let _ = image.close(&ring).await;
+    });
 }

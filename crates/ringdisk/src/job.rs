@@ -92,7 +92,7 @@ impl Job {
 
     /// Ends the display. An error after a signal becomes an end by that signal.
     ///
-    /// * `sound`: what state the images are in after a signal, for people.
+    /// * `sound`: what state the images are in when the job was given up, for people.
     pub(crate) fn end<T>(self, result: Result<T, Failure>, sound: &str) -> Result<T, Failure> {
         if let Some(display) = self.display {
             display.end(result.is_ok());
@@ -101,7 +101,10 @@ impl Job {
         match (self.watcher.stopped_by(), result) {
             (Some(signal), Err(failure)) => {
                 tracing::debug!("ended with: {}", failure.message());
-                let stopped = Failure::new(Exit::General, format!("stopped by {signal}; {sound}"));
+                // Something else may have gone wrong beside the signal, and then nobody knows that.
+                let was_given_up = failure.exit == Exit::General;
+                let left = if was_given_up { sound } else { failure.message() };
+                let stopped = Failure::new(Exit::General, format!("stopped by {signal}; {left}"));
                 Err(stopped.by_signal(number(signal)))
             }
             (_, result) => result,

@@ -214,9 +214,10 @@ impl Disk {
     ) -> Result<Resized, Error> {
         let result =
             self.set_len(ring, Change::new(size.into(), options, Wish::Control), progress).await;
-        result.map_err(|error| match progress.is_cancelled() {
-            true => Error::os("cannot change the size", Errno::CANCELED),
-            false => error,
+        // What failed for another reason says so, though nobody may want it any more: the size may be the new one.
+        result.map_err(|error| match error.errno() {
+            Some(Errno::CANCELED) => Error::os("cannot change the size", Errno::CANCELED),
+            _ => error,
         })
     }
 

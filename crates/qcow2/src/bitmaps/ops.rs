@@ -246,7 +246,9 @@ impl Qcow2 {
         if let Some(reason) = self.engine().ok().and_then(|engine| engine.overlap.as_ref()) {
             return Err(Error::corrupt(self.file.name(), reason));
         }
-        update::entries(self, ring).await
+        let entries = update::entries(self, ring).await?;
+        self.look_at_tables(ring).await?;
+        Ok(entries)
     }
 
     /// Log2 of the granularity of a new bitmap.

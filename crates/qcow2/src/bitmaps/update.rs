@@ -168,6 +168,10 @@ pub(crate) fn give_back(image: &Qcow2, taken: Vec<Run>) {
 async fn give_up(image: &Qcow2, ring: &Ring, old: Vec<Run>) {
     let mut freed = Vec::new();
     for cluster in old.iter().flat_map(|run| run.start..run.end()) {
+        if image.space().is_ok_and(|space| space.is_contested(cluster)) {
+            // It belongs to the entry for data that names it.
+            continue;
+        }
         let done = match image.refcount(ring, cluster).await {
             // Freed twice, or never counted: the image was wrong before.
             Ok(0) => Err(Errno::INVAL),

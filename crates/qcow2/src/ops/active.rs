@@ -65,7 +65,7 @@ impl Active {
         if !self.fresh.contains(&offset) {
             tx.note_named(offset >> tx.geometry.cluster_bits, 1);
             for (start, count) in tx.reader().named(&words) {
-                tx.note_named(start, count);
+                tx.note_data(start, count);
             }
         }
         Ok(Some(words))

@@ -7,6 +7,8 @@
 //!
 //! Source: qcow2 specification, "Bitmaps".
 
+use std::collections::HashSet;
+
 use crate::bitmaps::directory::{self, Entry};
 use crate::bitmaps::tables;
 use crate::entry::OFFSET_MASK;
@@ -14,8 +16,10 @@ use crate::error::{Error, ErrorKind};
 use crate::extensions::BitmapDirectory;
 use crate::header::BITMAPS;
 use crate::limits::{BITMAP_BYTES_MAX, RECORDED_BITMAPS_BYTES_MAX};
+use crate::refcounts::Run;
 
 use super::entries::{bytes_of, words_of};
+use super::mappings::What;
 use super::transaction::Transaction;
 
 /// A table entry: no cluster, all bits are set.
@@ -45,20 +49,51 @@ fn directory_of(tx: &Transaction<'_>) -> Option<BitmapDirectory> {
     tx.header.bitmaps().filter(|directory| valid && directory.count > 0)
 }
 
-/// The clusters that bitmaps have: directory, tables, bits.
+/// Calls `found` with the clusters that bitmaps have: directory, tables, bits. A bitmap that cannot be read is left out: it has nothing
+/// to lose. Tables do not overlap, so no more bytes of them are read than the file has.
 ///
-/// Errors: `Corrupt`, `Io`.
-pub(super) async fn clusters(tx: &Transaction<'_>) -> Result<Vec<u64>, Error> {
-    let Some(directory) = directory_of(tx) else { return Ok(Vec::new()) };
-    let entries = directory::read(tx.ring, &tx.file, directory, tx.geometry.cluster_size()).await?;
+/// Returns whether all were read. Errors: `Io`; those of `found`.
+pub(super) async fn walk<'a>(
+    tx: &mut Transaction<'a>,
+    mut found: impl FnMut(&mut Transaction<'a>, What, Run) -> Result<(), Error>,
+) -> Result<bool, Error> {
+    let Some(directory) = directory_of(tx) else { return Ok(true) };
     let own = tx.clusters_of(directory.offset, directory.len);
-    let mut found: Vec<u64> = (own.start..own.end()).collect();
+    found(tx, What::Table, own)?;
+    let cluster_size = tx.geometry.cluster_size();
+    let entries = match directory::read(tx.ring, &tx.file, directory, cluster_size).await {
+        Err(error) if error.kind() == ErrorKind::Io => return Err(error),
+        Err(_) => return Ok(false),
+        Ok(entries) => entries,
+    };
+    let (mut seen, mut left, mut all) = (HashSet::new(), tx.file.len(), true);
     for entry in &entries {
-        let run = tx.clusters_of(entry.table_offset, u64::from(entry.table_entries) * 8);
-        found.extend(run.start..run.end());
-        found.extend(table_of(tx, entry).await?.iter().filter_map(|word| cluster_of(tx, *word)));
+        if !seen.insert((entry.table_offset, entry.table_entries)) {
+            continue;
+        }
+        let len = u64::from(entry.table_entries) * 8;
+        let Some(rest) = left.checked_sub(len) else {
+            all = false;
+            continue;
+        };
+        left = rest;
+        let table = match table_of(tx, entry).await {
+            Err(error) if error.kind() == ErrorKind::Io => return Err(error),
+            Err(_) => {
+                all = false;
+                continue;
+            }
+            Ok(table) => table,
+        };
+        let run = tx.clusters_of(entry.table_offset, len);
+        found(tx, What::Table, run)?;
+        for word in table {
+            if let Some(start) = cluster_of(tx, word) {
+                found(tx, What::Data, Run { start, count: 1, zeroed: false })?;
+            }
+        }
     }
-    Ok(found)
+    Ok(all)
 }
 
 /// Gives what bitmaps have at or behind the cluster `end` new places.

@@ -65,7 +65,12 @@ async fn compact(ring: &Ring, image: &mut Qcow2, old_len: u64) -> Result<bool, E
     movable.extend(tables.iter().map(|(_, cluster)| *cluster));
     let others = movable.len() as u64;
     // Their clusters stay where they are unless they lie at the end, or one of them cannot be read.
-    let bitmaps = bitmaps::clusters(&tx).await.ok();
+    let mut of_bitmaps = HashSet::new();
+    let all = bitmaps::walk(&mut tx, |_, _, run| {
+        of_bitmaps.extend(run.start..run.end());
+        Ok(())
+    });
+    let bitmaps = matches!(all.await, Ok(true)).then_some(of_bitmaps);
     movable.extend(bitmaps.iter().flatten());
 
     let end = tx.end_of_clusters() >> bits;

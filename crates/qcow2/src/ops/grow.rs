@@ -42,6 +42,22 @@ pub(super) struct Tail {
 }
 
 impl Qcow2 {
+    /// Looks up the last cluster of the disk, which growing reads when it is not a whole one.
+    ///
+    /// Errors: `Corrupt` when it cannot be right, `Io`.
+    pub(super) async fn meet_tail(&self, ring: &Ring) -> Result<(), Error> {
+        let size = self.virtual_size();
+        if self.geometry.in_cluster(size) == 0 {
+            return Ok(());
+        }
+        let looked_up = self.map(ring, size - 1, 1).await;
+        match (self.fault(), looked_up) {
+            (Some(reason), _) => Err(Error::corrupt(self.file.name(), reason)),
+            (None, Err(errno)) => Err(self.tail_io(errno)),
+            (None, Ok(_)) => Ok(()),
+        }
+    }
+
     /// What the last cluster must hold when the disk grows; `None`: what is behind the old end
     /// reads as zeroes anyway.
     ///

@@ -9,8 +9,11 @@
 
 use std::collections::{BTreeSet, HashSet};
 
+use ringdisk_ring::Ring;
+
 use crate::entry::OFFSET_MASK;
 use crate::error::{Error, ErrorKind};
+use crate::image::Qcow2;
 use crate::refcounts::Run;
 use crate::table;
 
@@ -37,6 +40,24 @@ enum Depth {
     Entries,
 }
 
+/// What a cluster that is named should hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum What {
+    Table,
+    /// Data, or bits of a bitmap.
+    Data,
+}
+
+impl Qcow2 {
+    /// From now on nothing is taken for something new that the tables of the image name, whatever the counts say. For changes that are no
+    /// transaction; nobody else uses the image meanwhile.
+    ///
+    /// Errors: as [`Transaction::look`].
+    pub(crate) async fn look_at_tables(&mut self, ring: &Ring) -> Result<(), Error> {
+        Transaction::begin(ring, self)?.look().await
+    }
+}
+
 impl Transaction<'_> {
     /// From now on nothing is taken for something new that the image names, whatever the count says.
     ///
@@ -57,8 +78,11 @@ impl Transaction<'_> {
     }
 
     async fn look_at(&mut self, whose: Whose) -> Result<(), Error> {
-        self.walk(whose, Depth::Entries, |tx, _, run| {
-            tx.note_named(run.start, run.count);
+        self.walk(whose, Depth::Entries, |tx, _, what, run| {
+            match what {
+                What::Table => tx.note_named(run.start, run.count),
+                What::Data => tx.note_data(run.start, run.count),
+            }
             Ok(())
         })
         .await?;
@@ -83,7 +107,7 @@ impl Transaction<'_> {
             return Ok(());
         }
         let depth = if self.has_freed_data() { Depth::Entries } else { Depth::Tables };
-        self.walk(whose, depth, |tx, user, run| match tx.first_freed(run.start, run.count) {
+        self.walk(whose, depth, |tx, user, _, run| match tx.first_freed(run.start, run.count) {
             None => Ok(()),
             Some(cluster) => Err(tx.corrupt(format!(
                 "{user} uses host cluster {cluster}, but its refcount does not count that"
@@ -97,13 +121,18 @@ impl Transaction<'_> {
         &mut self,
         whose: Whose,
         depth: Depth,
-        mut found: impl FnMut(&mut Self, &str, Run) -> Result<(), Error>,
+        mut found: impl FnMut(&mut Self, &str, What, Run) -> Result<(), Error>,
     ) -> Result<(), Error> {
         let mut seen = HashSet::new();
         let active = Some(self.header.l1_table()).filter(|_| whose == Whose::All);
         let table = SnapshotTable::load(self).await?;
         let snapshots: BTreeSet<(u64, u32)> =
             table.entries.iter().map(super::snapshot_table::Entry::l1_table).collect();
+        // L1 tables do not overlap, so there is no more of them than the file has.
+        let bytes: u64 = snapshots.iter().map(|(_, entries)| u64::from(*entries) * 8).sum();
+        if bytes > self.file.len().max(self.geometry.cluster_size()) {
+            return Err(self.corrupt("the L1 tables of its snapshots overlap"));
+        }
         let active = active.into_iter().map(|place| ("the disk", place));
         let snapshots = snapshots.into_iter().map(|place| ("a snapshot", place));
         for (user, (offset, entries)) in active.chain(snapshots) {
@@ -114,38 +143,32 @@ impl Transaction<'_> {
             };
             let run = self.clusters_of(offset, u64::from(entries) * 8);
             if run.count > 0 {
-                found(self, user, run)?;
+                found(self, user, What::Table, run)?;
             }
             for entry in l1 {
                 let offset = entry & OFFSET_MASK;
                 if offset == 0 || !seen.insert(offset) {
                     continue;
                 }
-                for run in self.named_by(offset, depth).await? {
-                    found(self, user, run)?;
+                let (table, named) = self.named_by(offset, depth).await?;
+                found(self, user, What::Table, table)?;
+                for run in named {
+                    found(self, user, What::Data, run)?;
                 }
             }
         }
-        match bitmaps::clusters(self).await {
-            Ok(clusters) => {
-                for start in clusters {
-                    found(self, "a bitmap", Run { start, count: 1, zeroed: false })?;
-                }
-                Ok(())
-            }
-            Err(error) if error.kind() == ErrorKind::Io => Err(error),
-            Err(_) => Ok(()),
-        }
+        bitmaps::walk(self, |tx, what, run| found(tx, "a bitmap", what, run)).await.map(drop)
     }
 
-    /// The clusters of the L2 table at `offset`, and those that its entries name, also where these cannot be right.
+    /// The clusters of the L2 table at `offset`, and the runs that its entries name, also where these cannot be right.
     ///
     /// Errors: `Io`.
-    async fn named_by(&self, offset: u64, depth: Depth) -> Result<Vec<Run>, Error> {
+    async fn named_by(&self, offset: u64, depth: Depth) -> Result<(Run, Vec<Run>), Error> {
         let bits = self.geometry.cluster_bits;
         let last = (offset + self.geometry.cluster_size() - 1) >> bits;
         let start = offset >> bits;
-        let mut runs = vec![Run { start, count: last - start + 1, zeroed: false }];
+        let table = Run { start, count: last - start + 1, zeroed: false };
+        let mut runs = Vec::new();
         if depth == Depth::Entries {
             let what = "an L2 table";
             // The file may end inside it.
@@ -155,6 +178,6 @@ impl Transaction<'_> {
             let run = |(start, count)| Run { start, count, zeroed: false };
             runs.extend(named.into_iter().map(run));
         }
-        Ok(runs)
+        Ok((table, runs))
     }
 }

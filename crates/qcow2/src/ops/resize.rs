@@ -65,6 +65,10 @@ impl Qcow2 {
         if size == self.virtual_size() {
             return Ok(());
         }
+        if size > self.virtual_size() {
+            // Damage there is found while the image is still in use, and goes on to be readable.
+            self.meet_tail(ring).await?;
+        }
         self.finish_use(ring).await?;
         if size < self.virtual_size() {
             let old_len = self.file.len();
@@ -177,6 +181,9 @@ impl Qcow2 {
         let old = self.virtual_size();
         let entries = self.l1_needed(size).max(u64::from(self.info.l1_entries));
         let tail = self.tail(ring, below, preallocation != Preallocation::Off).await?;
+        if let Some(reason) = self.fault() {
+            return Err(Error::corrupt(self.file.name(), reason));
+        }
         let reserved = (tail.is_none()).then_some(preallocation);
         let preallocation = match preallocation {
             // A reader that ignores the metadata and one that follows it see the same.

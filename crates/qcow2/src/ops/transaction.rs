@@ -182,17 +182,33 @@ impl<'a> Transaction<'a> {
         self.counts.first_held(start, count)
     }
 
-    /// One reference less to metadata that a new copy has taken the place of.
+    /// One reference less to metadata that a new copy has taken the place of. What an entry for data names stays counted, and belongs to
+    /// that entry from now on.
     pub(super) async fn unref_metadata(&mut self, start: u64, count: u64) -> Result<(), Error> {
         self.counts.unmark_metadata(start, count);
-        self.unref(start, count).await
+        let mut at = start;
+        while at < start + count {
+            let is_free_to_go = |cluster: &u64| !self.counts.is_contested(*cluster);
+            let run = (at..start + count).take_while(is_free_to_go).count() as u64;
+            if run > 0 {
+                self.unref(at, run).await?;
+            }
+            at += run + 1;
+        }
+        Ok(())
     }
 
     /// As [`unref_metadata`](Transaction::unref_metadata) for an L2 table that others may use too.
     pub(super) async fn unref_shared_metadata(&mut self, cluster: u64) -> Result<(), Error> {
+        if self.counts.is_contested(cluster) {
+            return Ok(());
+        }
+        // Those of snapshots are not marked, so nobody has seen whether an entry for data names them.
+        let was_marked = self.counts.is_metadata(cluster);
         self.unref(cluster, 1).await?;
         if self.count(cluster).await? == 0 {
             self.counts.unmark_metadata(cluster, 1);
+            self.freed_data |= !was_marked;
         }
         Ok(())
     }
@@ -201,6 +217,11 @@ impl<'a> Transaction<'a> {
     /// names it.
     pub(super) fn note_named(&mut self, start: u64, count: u64) {
         self.counts.note_named(start, count);
+    }
+
+    /// As [`note_named`](Transaction::note_named), by an entry for data.
+    pub(super) fn note_data(&mut self, start: u64, count: u64) {
+        self.counts.note_data(start, count);
     }
 
     /// All that is on stable storage was noted.
@@ -408,6 +429,9 @@ impl<'a> Transaction<'a> {
                 continue;
             };
             any = true;
+            if self.counts.is_contested(cluster) {
+                continue;
+            }
             if counted {
                 self.unref(cluster, 1).await?;
             } else {

@@ -354,6 +354,22 @@ impl Refcounts {
         self.named.insert(start, count);
     }
 
+    /// As [`note_named`](Refcounts::note_named), by an entry for data.
+    pub(crate) fn note_data(&mut self, start: u64, count: u64) {
+        self.named.insert(start, count);
+        let mut at = start;
+        let end = start.saturating_add(count);
+        while let Some(cluster) = self.metadata.first_in(at, end.saturating_sub(at)) {
+            self.named.insert_contested(cluster);
+            at = cluster + 1;
+        }
+    }
+
+    /// Whether an entry for data was seen to name this cluster of metadata.
+    pub(crate) fn is_contested(&self, cluster: u64) -> bool {
+        self.named.is_contested(cluster)
+    }
+
     /// All tables were looked at.
     pub(crate) fn all_named(&mut self) {
         self.named.complete();

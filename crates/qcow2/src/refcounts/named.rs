@@ -12,10 +12,13 @@ const CHUNK_WORDS: usize = 64;
 /// Most chunks: 32 MiB of memory, 16 TiB in clusters of 64 KiB without gaps.
 pub(super) const CHUNKS_MAX: usize = 1 << 16;
 
-/// A set of host clusters.
+/// Host clusters that tables name.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Named {
-    chunks: BTreeMap<u64, Box<[u64; CHUNK_WORDS]>>,
+    clusters: Clusters,
+    /// Metadata that an entry for data names: it is not given up, since a writer that believes the entry would write into whatever comes
+    /// to lie there.
+    contested: Clusters,
     /// All tables of the image were looked at. Entries that were written since name what is counted.
     is_complete: bool,
 }
@@ -23,17 +26,17 @@ pub(crate) struct Named {
 impl Named {
     /// Adds clusters.
     pub(super) fn insert(&mut self, start: u64, count: u64) {
-        let end = start.saturating_add(count);
-        let mut at = start;
-        while at < end {
-            let number = at / CHUNK_CLUSTERS;
-            let stop = end.min((number + 1) * CHUNK_CLUSTERS);
-            if self.chunks.len() < CHUNKS_MAX || self.chunks.contains_key(&number) {
-                let chunk = self.chunks.entry(number).or_insert_with(|| Box::new([0; CHUNK_WORDS]));
-                (at..stop).for_each(|cluster| chunk[word_of(cluster)] |= bit_of(cluster));
-            }
-            at = stop;
-        }
+        self.clusters.insert(start, count);
+    }
+
+    /// Adds metadata that an entry for data names.
+    pub(super) fn insert_contested(&mut self, cluster: u64) {
+        self.contested.insert(cluster, 1);
+    }
+
+    /// Whether an entry for data names this cluster of metadata.
+    pub(super) fn is_contested(&self, cluster: u64) -> bool {
+        self.contested.first_in(cluster, 1).is_some()
     }
 
     /// All tables were looked at.
@@ -48,6 +51,50 @@ impl Named {
 
     /// Takes clusters out.
     pub(super) fn remove(&mut self, start: u64, count: u64) {
+        self.clusters.remove(start, count);
+    }
+
+    /// The first cluster of `start..start + count` that is in the set.
+    pub(super) fn first_in(&self, start: u64, count: u64) -> Option<u64> {
+        self.clusters.first_in(start, count)
+    }
+
+    /// Adds all that another set has.
+    pub(crate) fn add_all(&mut self, other: Named) {
+        self.is_complete |= other.is_complete;
+        self.clusters.add_all(other.clusters);
+        self.contested.add_all(other.contested);
+    }
+
+    /// Chunks that there are.
+    #[cfg(test)]
+    pub(super) fn chunks(&self) -> usize {
+        self.clusters.chunks.len()
+    }
+}
+
+/// A set of host clusters.
+#[derive(Clone, Debug, Default)]
+struct Clusters {
+    chunks: BTreeMap<u64, Box<[u64; CHUNK_WORDS]>>,
+}
+
+impl Clusters {
+    fn insert(&mut self, start: u64, count: u64) {
+        let end = start.saturating_add(count);
+        let mut at = start;
+        while at < end {
+            let number = at / CHUNK_CLUSTERS;
+            let stop = end.min((number + 1) * CHUNK_CLUSTERS);
+            if self.chunks.len() < CHUNKS_MAX || self.chunks.contains_key(&number) {
+                let chunk = self.chunks.entry(number).or_insert_with(|| Box::new([0; CHUNK_WORDS]));
+                (at..stop).for_each(|cluster| chunk[word_of(cluster)] |= bit_of(cluster));
+            }
+            at = stop;
+        }
+    }
+
+    fn remove(&mut self, start: u64, count: u64) {
         let end = start.saturating_add(count);
         let numbers = start / CHUNK_CLUSTERS..end.div_ceil(CHUNK_CLUSTERS);
         for (number, chunk) in self.chunks.range_mut(numbers) {
@@ -57,8 +104,7 @@ impl Named {
         }
     }
 
-    /// The first cluster of `start..start + count` that is in the set.
-    pub(super) fn first_in(&self, start: u64, count: u64) -> Option<u64> {
+    fn first_in(&self, start: u64, count: u64) -> Option<u64> {
         let end = start.saturating_add(count);
         let numbers = start / CHUNK_CLUSTERS..end.div_ceil(CHUNK_CLUSTERS);
         self.chunks.range(numbers).find_map(|(number, chunk)| {
@@ -68,9 +114,7 @@ impl Named {
         })
     }
 
-    /// Adds all that another set has.
-    pub(crate) fn add_all(&mut self, other: Named) {
-        self.is_complete |= other.is_complete;
+    fn add_all(&mut self, other: Clusters) {
         for (number, theirs) in other.chunks {
             if self.chunks.len() >= CHUNKS_MAX && !self.chunks.contains_key(&number) {
                 continue;
@@ -78,12 +122,6 @@ impl Named {
             let ours = self.chunks.entry(number).or_insert_with(|| Box::new([0; CHUNK_WORDS]));
             ours.iter_mut().zip(*theirs).for_each(|(ours, theirs)| *ours |= theirs);
         }
-    }
-
-    /// Chunks that there are.
-    #[cfg(test)]
-    pub(super) fn chunks(&self) -> usize {
-        self.chunks.len()
     }
 }
 
