@@ -124,7 +124,7 @@ fn what_is_not_the_disk_as_it_is_cannot_be_passed_through() {
         let all = [words, &["--passthrough", text(&image)]].concat();
         refused(&all, &["no passthrough", why]);
     };
-    with(&[], "format was not given");
+    with(&[], "nobody said that the image is raw");
     with(&["-f", "raw", "--offset", "4096"], "window");
     with(&["-f", "raw", "--size", "1M"], "window");
     with(&["-f", "raw", "--direct"], "--cache writeback");
