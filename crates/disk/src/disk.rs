@@ -65,8 +65,6 @@ pub(crate) struct Policy {
 #[derive(Debug, Default)]
 pub(crate) struct Parts {
     pub(crate) policy: Policy,
-    /// Of the lowest layer, if that is a raw image whose format nobody gave.
-    pub(crate) guard: Option<SectorGuard>,
     pub(crate) read_only_reason: Option<String>,
     pub(crate) options: ImageOptions,
     pub(crate) state: State,
@@ -86,14 +84,6 @@ impl Policy {
 }
 
 impl Parts {
-    /// Protects the first sector of the lowest of these layers, if that is a raw image that may be written.
-    pub(crate) fn protect(&mut self, layers: &[Layer]) {
-        let bottom = layers.last().filter(|layer| matches!(layer.node, Node::Raw(_)));
-        if let Some(bottom) = bottom.filter(|_| self.guard.is_none() && !self.policy.read_only) {
-            self.guard = Some(SectorGuard::new(bottom.name.clone()));
-        }
-    }
-
     pub(crate) fn new(options: &ImageOptions) -> Parts {
         let state = if options.inactive { State::Inactive } else { State::Active };
         // Whatever is opened later is opened for use.
@@ -127,11 +117,7 @@ impl Disk {
     }
 
     /// * `layers`: top first, at least one.
-    pub(crate) fn build(mut layers: Vec<Layer>, parts: Parts) -> Arc<Disk> {
-        // Nothing lies below a raw image.
-        if let (Some(guard), Some(bottom)) = (parts.guard, layers.last_mut()) {
-            bottom.protect(guard);
-        }
+    pub(crate) fn build(layers: Vec<Layer>, parts: Parts) -> Arc<Disk> {
         let mut graph = Graph::new(layers.into_iter().map(Arc::new).collect());
         graph.state = parts.state;
         graph.window = parts.window;

@@ -100,10 +100,10 @@ impl Layer {
         }
     }
 
-    /// Protects the first sector, if the layer is raw and not protected yet.
-    pub(crate) fn protect(&mut self, guard: SectorGuard) {
+    /// Protects the first sector, if the layer is raw. It has its name.
+    pub(crate) fn protect(&mut self) {
         if let Node::Raw(raw) = &mut self.node {
-            raw.guard.get_or_insert_with(|| Arc::new(guard));
+            raw.guard = Some(Arc::new(SectorGuard::new(self.name.clone())));
         }
     }
 

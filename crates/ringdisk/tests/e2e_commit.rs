@@ -143,6 +143,27 @@ fn an_offline_commit_empties_all_that_was_committed() {
 }
 
 #[test]
+fn a_commit_that_would_make_a_raw_base_look_like_qcow2_needs_leave() {
+    let directory = scratch();
+    let d = directory.path();
+    images::raw(&d.join("base.raw"), MIB, 1);
+    qemu_img(d, &["create", "-q", "-f", "qcow2", "-b", "base.raw", "-F", "raw", "top.qcow2"]).ok();
+    std::fs::write(d.join("header"), b"QFI\xfb\0\0\0\x03").expect("write");
+    let write = format!("write -s {} 0 512", d.join("header").display());
+    images::qemu_io(&d.join("top.qcow2"), "qcow2", &[&write]);
+    let base = || std::fs::read(d.join("base.raw")).expect("read");
+    let before = base();
+    ringdisk(d, &["commit", "top.qcow2"]).ends(6).says("base.raw").says("--base-format raw");
+    let wrong = ringdisk(d, &["commit", "--base-format", "qcow2", "top.qcow2"]);
+    wrong.ends(2).says("'base.raw' is raw");
+    ringdisk(d, &["commit", "-b", "nosuch", "top.qcow2"]).ends(2).says("not in the backing chain");
+    ringdisk(d, &["commit", "base.raw", "--format", "raw"]).ends(2).says("no backing file");
+    assert!(base() == before);
+    ringdisk(d, &["commit", "--base-format", "raw", "top.qcow2"]).ok();
+    assert!(base().starts_with(b"QFI\xfb"));
+}
+
+#[test]
 fn a_commit_into_a_longer_base_does_not_grow_the_disk() {
     let directory = scratch();
     let d = directory.path();

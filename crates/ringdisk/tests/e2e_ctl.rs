@@ -138,11 +138,7 @@ fn stop_takes_the_socket_away() {
     }
     let runtime = scratch();
     let (mut disk, _directory) = private(runtime.path());
-    let stop = Command::new(program())
-        .args(["ctl", disk.text(), "stop"])
-        .env("XDG_RUNTIME_DIR", runtime.path())
-        .output();
-    assert!(stop.expect("it starts").status.success());
+    assert!(ctl_in(runtime.path(), &disk, "stop"));
     assert!(disk.process().wait(LIMIT).is_some_and(|status| status.success()));
     assert_eq!(sockets(runtime.path()), Vec::<PathBuf>::new());
 }
@@ -272,6 +268,13 @@ fn private(runtime: &Path) -> (Mounted, TempDir) {
     let mut command = Command::new(program());
     command.args(["mount", "--format", "raw"]).args([&image, &path]);
     (Mounted::from_command(command.env("XDG_RUNTIME_DIR", runtime), &path), directory)
+}
+
+/// Whether `ctl` of such a mount succeeds.
+fn ctl_in(runtime: &Path, disk: &Mounted, word: &str) -> bool {
+    let mut command = Command::new(program());
+    command.args(["ctl", disk.text(), word]).env("XDG_RUNTIME_DIR", runtime);
+    command.output().expect("it starts").status.success()
 }
 
 /// Sockets below a directory that `private` used.
@@ -406,11 +409,7 @@ fn a_socket_that_was_left_is_taken_away_by_the_next_mount() {
     ctl(&disk, &["stats"]).ends(4);
     let (next, _other) = private(runtime.path());
     assert_eq!(sockets(runtime.path()).len(), 2, "one with two names");
-    let found = Command::new(program())
-        .args(["ctl", next.text(), "stats"])
-        .env("XDG_RUNTIME_DIR", runtime.path())
-        .output();
-    assert!(found.expect("it starts").status.success());
+    assert!(ctl_in(runtime.path(), &next, "stats"));
     // Without the variable it cannot be found, and that is said.
     ctl(&next, &["stats"]).ends(4).says("no control socket");
     assert_eq!(next.stop().code(), Some(0));

@@ -14,7 +14,6 @@ use ringdisk_storage::{Lock, Storage};
 use super::{lock_of, of_qcow2, of_storage, open_qcow2, qcow2_layer, raw_layer, storage_options};
 use crate::disk::Parts;
 use crate::graph::State;
-use crate::guard::SectorGuard;
 use crate::layer::Layer;
 use crate::life::{About, AboutLayer, HandOver, Kind};
 use crate::name::printable_path;
@@ -60,9 +59,9 @@ impl Disk {
             parts.policy.cache = Cache::Unsafe;
         }
         if about.guarded
-            && let Some(bottom) = layers.last()
+            && let Some(bottom) = layers.last_mut()
         {
-            parts.guard = Some(SectorGuard::new(bottom.name.clone()));
+            bottom.protect();
         }
         Ok(Disk::build(layers, parts))
     }

@@ -22,7 +22,6 @@ use ringdisk_ring::{Errno, Ring};
 use ringdisk_storage::Storage;
 
 use crate::disk::Parts;
-use crate::guard::SectorGuard;
 use crate::layer::Layer;
 use crate::name::{FileName, beside, printable, printable_path};
 use crate::probe::{PROBE_LEN, choose, probe};
@@ -51,8 +50,8 @@ struct Candidate {
     raw_offset: u64,
     raw_size: Option<u64>,
     without_backing: bool,
-    /// An image above names it.
-    is_base: bool,
+    /// Nobody has called it raw.
+    is_guarded: bool,
 }
 
 /// What an image says about the file below it.
@@ -86,9 +85,6 @@ impl Disk {
         let mut opening = Opening::new(ring, options)?;
         let mut parts = Parts::new(options);
         opening.all(source, &mut parts).await?;
-        if options.protect_raw {
-            parts.protect(&opening.layers);
-        }
         let disk = Disk::build(opening.layers, parts);
         disk.narrow(ring, options).await?;
         Ok(disk)
@@ -232,12 +228,9 @@ impl<'a> Opening<'a> {
             raw_offset: 0,
             raw_size: None,
             without_backing: self.options.without_backing,
-            is_base: false,
+            is_guarded: (probed || self.options.protect_raw) && !read_only,
         };
         parts.policy.read_only = candidate.read_only;
-        if probed && format == Format::Raw && !candidate.read_only {
-            parts.guard = Some(SectorGuard::new(candidate.name.clone()));
-        }
         Ok((candidate, held))
     }
 
@@ -326,10 +319,6 @@ impl<'a> Opening<'a> {
                 let mut layer =
                     raw_layer(storage, &name, candidate.raw_offset, candidate.raw_size)?;
                 layer.is_writable = writable;
-                // A commit may write it.
-                if candidate.is_base && !self.options.trust_base_format {
-                    layer.protect(SectorGuard::new(name.clone()));
-                }
                 layer
             }
             Format::Qcow2 => match self.qcow2(storage, &name, directory, writable).await {
@@ -340,6 +329,9 @@ impl<'a> Opening<'a> {
             },
         };
         layer.name.clone_from(&name);
+        if candidate.is_guarded {
+            layer.protect();
+        }
         layer.directory = candidate.directory.clone();
         let below = match layer.qcow2() {
             Some(image) if !candidate.without_backing => {
@@ -411,7 +403,8 @@ impl<'a> Opening<'a> {
             raw_offset: parsed.raw_offset,
             raw_size: parsed.raw_size,
             without_backing: parsed.without_backing,
-            is_base: true,
+            // For reading now, but a commit may write it.
+            is_guarded: !self.options.trust_base_format,
         };
         Ok((full, candidate))
     }

@@ -128,8 +128,6 @@ async fn kept(
     let below = Disk::build(below, Parts::new(&reading));
     let top = Arc::clone(below.graph().top());
     let identity = top.file().and_then(|file| identity_of(file));
-    // The overlay states the format that was found here, and the next who opens the image looks again.
-    let is_guessed = options.format.is_none() && top.format() == Some(Format::Raw);
     if !path.exists() {
         // A window that the image does not have: before anything is made.
         below.narrow(ring, &reading).await?;
@@ -144,7 +142,8 @@ async fn kept(
     }
     let overlay = ImageOptions {
         format: Some(Format::Qcow2),
-        trust_base_format: options.format == Some(Format::Raw),
+        // The overlay states the format that was found here; the next who opens the image may look again.
+        trust_base_format: options.format == Some(Format::Raw) && !options.protect_raw,
         overlay: None,
         temporary: false,
         allow_paths,
@@ -164,9 +163,6 @@ async fn kept(
                 printable_path(&image)
             ),
         ));
-    }
-    if is_guessed || options.protect_raw {
-        parts.protect(&opening.layers);
     }
     let disk = Disk::build(opening.layers, parts);
     disk.narrow(ring, options).await?;

@@ -26,7 +26,7 @@ pub(crate) fn run(args: &CommitArgs) -> Result<(), Failure> {
         jobs::Commit { base: args.base.clone(), base_format: args.base_format, keep: args.drop };
     let job = Job::start("commit", args.show)?;
     let result = runtime.block_on(jobs::commit(&ring, &disk, &commit, job.progress()));
-    job.end(result.map_err(Failure::from), "the images are sound and hold what they held")?;
+    job.end(result.map_err(Failure::of_change), "the images are sound and hold what they held")?;
     if !args.show.quiet {
         terminal::say("Image committed.");
     }
