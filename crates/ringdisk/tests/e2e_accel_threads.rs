@@ -6,9 +6,8 @@ use std::path::Path;
 
 use common::accel::{PLAIN, REQUIRED, accel, becomes, counted, has_module};
 use common::numa::{allowed, guest_on, two_nodes};
-use common::serving::{Place, ctl, judge, load, meanwhile};
+use common::serving::{Place, ctl, load, meanwhile};
 use ringdisk_testkit::mount::text;
-use ringdisk_testkit::process::ok_words;
 
 /// CPUs of each of the kernel's threads.
 fn cpus_of_workers(place: &Place, pid: u32) -> Vec<Vec<usize>> {
@@ -23,13 +22,10 @@ fn threads_are_made_when_a_disk_has_become_plain() {
     if !has_module() {
         return;
     }
-    let raw = Place::new("raw");
-    let image = raw.path("overlay.qcow2");
-    let backing = ["-b", text(&raw.image), "-F", "raw"];
-    ok_words(&[&["qemu-img", "create", "-qf", "qcow2"], &backing[..], &[text(&image)]].concat());
-    let place = Place { image, format: "qcow2", ..raw };
-    let base = place.path("disk");
-    let daemon = place.start(&[&PLAIN[..], &["--packed", "off", "--cpus", "0-1"]].concat());
+    let place = Place::new("raw");
+    let overlay = place.path("overlay.qcow2");
+    let words = ["--packed", "off", "--cpus", "0-1", "--overlay", text(&overlay)];
+    let daemon = place.start(&[&PLAIN[..], &words].concat());
     let pid = daemon.process.pid();
     let mut vm = place.vm(true);
     let mut load = load(31);
@@ -50,7 +46,7 @@ fn threads_are_made_when_a_disk_has_become_plain() {
         assert!(shown["queues"][queue]["reads"].as_u64() > Some(0), "{shown}");
     }
     daemon.stop(&[&place.socket]);
-    judge(&base, "raw", &mut load);
+    place.judge(&mut load);
 }
 
 #[test]
