@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ringdisk_disk::{Disk, ImageOptions, NullOptions};
-use ringdisk_fuse::mount::{Unmount, table, unmount};
+use ringdisk_fuse::mount::{Abort, Unmount, table, unmount};
 use ringdisk_fuse::{Export, ExportOptions, HaltReason, Threads};
 use ringdisk_ring::Errno;
 use ringdisk_testkit::process::{Process, command, patient, run, until};
@@ -305,7 +305,7 @@ fn an_abort_from_outside_is_no_success_while_a_client_has_the_file_open() {
     for is_open in [true, false] {
         let export = Export::start(null(), options(&place)).unwrap();
         let file = is_open.then(|| std::fs::File::open(&place.path).unwrap());
-        assert!(ringdisk_fuse::mount::abort(export.connection().unwrap()));
+        assert!(Abort::of(export.connection().unwrap()).expect("fusectl").abort());
         let ended = export.wait();
         assert_eq!(ended.is_err(), is_open, "{ended:?}");
         drop(file);

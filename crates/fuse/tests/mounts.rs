@@ -12,7 +12,9 @@ use common::{Served, Wanted, another, can_mount};
 use ringdisk_disk::{Disk, NullOptions};
 use ringdisk_fuse::ErrorKind;
 use ringdisk_fuse::mount::mount as mount_new;
-use ringdisk_fuse::mount::{Method, MountOptions, Unmount, mount, mountpoint, table, unmount};
+use ringdisk_fuse::mount::{
+    Abort, Method, MountOptions, Unmount, mount, mountpoint, table, unmount,
+};
 use ringdisk_testkit::connection::waiting;
 use ringdisk_testkit::mount::{copy_program, text};
 use ringdisk_testkit::process::{patient, until};
@@ -199,7 +201,7 @@ fn an_aborted_mount_that_somebody_removed_leaves_the_next_one_with_its_number_al
         assert_eq!(std::fs::metadata(served.path()).expect("stat").len(), 1 << 20);
         let mut first = served.mount.take().expect("mounted");
         let number = first.connection().expect("a connection");
-        assert!(ringdisk_fuse::mount::abort(number));
+        assert!(Abort::of(number).expect("fusectl").abort());
         rustix::mount::unmount(served.path(), rustix::mount::UnmountFlags::DETACH)
             .expect("unmounted by somebody");
         let second = mount(&path, &options()).expect("another mount");
@@ -209,6 +211,35 @@ fn an_aborted_mount_that_somebody_removed_leaves_the_next_one_with_its_number_al
         assert!(!has_number || !first.abort(), "aborted by the number of another");
         first.unmount(Unmount::Lazy).expect("nothing to be done");
         assert!(second.is_mounted().expect("readable"), "removed by the number of another");
+        if met == 5 {
+            return;
+        }
+    }
+    panic!("the case did not occur");
+}
+
+/// Somebody who helps holds it before it is needed.
+#[test]
+fn what_aborts_a_mount_does_nothing_to_the_next_one_with_its_number() {
+    if !can_mount() {
+        return;
+    }
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = directory.path().join("disk");
+    File::create(&path).expect("a mountpoint");
+    let mut met = 0;
+    for _ in 0..1000 {
+        let first = mount(&path, &options()).expect("a mount");
+        let number = first.connection().expect("a connection");
+        let abort = Abort::of(number).expect("fusectl");
+        drop(first);
+        let second = mount(&path, &options()).expect("another mount");
+        if second.connection() == Some(number) {
+            abort.abort();
+            assert!(!second.is_closed(), "aborted by what was held of another");
+            assert!(Abort::of(number).expect("fusectl").abort() && second.is_closed());
+            met += 1;
+        }
         if met == 5 {
             return;
         }
@@ -286,7 +317,7 @@ fn mountpoints_are_refused_with_a_reason() {
         (directory.to_path_buf(), ErrorKind::NotRegular, "is a directory"),
         ("/".into(), ErrorKind::Occupied, "mounted on it"),
         ("/dev/null".into(), ErrorKind::NotRegular, "is a device"),
-        (directory.join("loop"), ErrorKind::System, "symbolic links"),
+        (directory.join("loop"), ErrorKind::NotRegular, "a symbolic link"),
     ];
     for (path, kind, words) in cases {
         let error = mountpoint::check(&path).expect_err("refused");
@@ -295,13 +326,25 @@ fn mountpoints_are_refused_with_a_reason() {
     }
 }
 
+/// It may be another user's, and lead anywhere.
 #[test]
-fn links_to_a_mountpoint_are_followed() {
+fn a_link_in_the_place_of_a_mountpoint_is_not_followed_and_its_target_is_named() {
     let directory = tempfile::tempdir().expect("a directory");
     let target = directory.path().canonicalize().expect("exists").join("target");
-    File::create(&target).expect("a file");
-    symlink("target", directory.path().join("link")).expect("a link");
-    assert_eq!(mountpoint::check(&directory.path().join("link")).expect("fine"), target);
+    let link = directory.path().join("link");
+    symlink("target", &link).expect("a link");
+    for is_there in [false, true] {
+        if is_there {
+            File::create(&target).expect("a file");
+        }
+        let error = mountpoint::check(&link).expect_err("a link");
+        assert_eq!(error.kind(), ErrorKind::NotRegular);
+        assert!(error.to_string().contains(&format!("{}", target.display())), "{error}");
+    }
+    // That of a directory is the user's own way to write the name.
+    let folder = directory.path().join("folder");
+    symlink(".", &folder).expect("a link");
+    assert_eq!(mountpoint::check(&folder.join("target")).expect("fine"), target);
 }
 
 #[test]

@@ -25,6 +25,11 @@ impl Before {
         Before { was_there: was_mounted || path.symlink_metadata().is_ok(), was_mounted, path }
     }
 
+    /// Whether a file was there.
+    pub(crate) fn was_there(&self) -> bool {
+        self.was_there
+    }
+
     /// Takes away what a process that was killed before its mount was ready has left: the mount, and an empty file that it made.
     pub(crate) fn restore(&self) {
         if self.was_mounted {

@@ -9,6 +9,9 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, openat2};
+use rustix::io::Errno;
+
 use crate::sandbox;
 use crate::terminal;
 
@@ -20,29 +23,50 @@ pub(crate) struct MadeFile {
     keep: bool,
     /// It was there before; its old content is lost.
     was_there: bool,
+    /// Another process says that it made it, empty.
+    is_adopted: bool,
 }
 
 impl MadeFile {
     /// Makes an empty file; `None` if there is one.
-    pub(crate) fn make(path: &Path, mode: u32) -> io::Result<Option<(File, MadeFile)>> {
+    pub(crate) fn make(path: &Path, mode: u32) -> io::Result<Option<MadeFile>> {
         let path = std::path::absolute(path)?;
-        match OpenOptions::new().write(true).create_new(true).mode(mode).open(&path) {
+        let file = OpenOptions::new().write(true).create_new(true).mode(mode).open(&path);
+        MadeFile::made(path, file)
+    }
+
+    /// The same without following any symbolic link: whoever may write a directory on the way could have put one there since the path was
+    /// found to have none.
+    ///
+    /// * `path`: absolute.
+    ///
+    /// Errors: ELOOP where there is a link.
+    pub(crate) fn make_there(path: &Path, mode: u32) -> io::Result<Option<MadeFile>> {
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+        let made = openat2(CWD, path, flags, Mode::from_raw_mode(mode), ResolveFlags::NO_SYMLINKS);
+        match made {
+            // Linux before 5.6, and filters of system calls that do not know it.
+            Err(Errno::NOSYS | Errno::PERM) => MadeFile::make(path, mode),
+            made => MadeFile::made(path.to_owned(), made.map(File::from).map_err(io::Error::from)),
+        }
+    }
+
+    fn made(path: PathBuf, file: io::Result<File>) -> io::Result<Option<MadeFile>> {
+        match file {
             Ok(file) => {
                 let meta = file.metadata()?;
-                let made =
-                    MadeFile { path, id: (meta.dev(), meta.ino()), keep: false, was_there: false };
-                Ok(Some((file, made)))
+                let id = (meta.dev(), meta.ino());
+                Ok(Some(MadeFile { path, id, keep: false, was_there: false, is_adopted: false }))
             }
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(None),
             Err(error) => Err(error),
         }
     }
-}
 
-impl MadeFile {
-    /// One that a process before this one has made.
+    /// One that a process before this one says that it has made. That process may have been taken over, so a file with content, which it has
+    /// not made so, stays.
     pub(crate) fn adopt(path: &Path, id: (u64, u64)) -> MadeFile {
-        MadeFile { path: path.to_owned(), id, keep: false, was_there: false }
+        MadeFile { path: path.to_owned(), id, keep: false, was_there: false, is_adopted: true }
     }
 
     /// Device and inode number.
@@ -56,8 +80,10 @@ impl Drop for MadeFile {
         if self.keep {
             return;
         }
-        let is_ours =
-            fs::symlink_metadata(&self.path).is_ok_and(|meta| (meta.dev(), meta.ino()) == self.id);
+        let is_ours = fs::symlink_metadata(&self.path).is_ok_and(|meta| {
+            let may_go = !self.is_adopted || (meta.is_file() && meta.len() == 0);
+            (meta.dev(), meta.ino()) == self.id && may_go
+        });
         if !is_ours {
             return;
         }
@@ -89,7 +115,7 @@ impl Fresh {
     pub(crate) fn file(&self, path: &Path) -> io::Result<bool> {
         let mut files = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let made = MadeFile::make(path, 0o644)?;
-        Ok(made.map(|(_, made)| files.push(made)).is_some())
+        Ok(made.map(|made| files.push(made)).is_some())
     }
 
     /// A regular file that is there, and that we have locked, is overwritten from now on: what it becomes is made by us.
@@ -101,7 +127,7 @@ impl Fresh {
         let id = (meta.dev(), meta.ino());
         let mut files = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if meta.is_file() && files.iter().all(|file| file.id != id) {
-            files.push(MadeFile { path, id, keep: false, was_there: true });
+            files.push(MadeFile { path, id, keep: false, was_there: true, is_adopted: false });
         }
         Ok(())
     }
@@ -134,6 +160,32 @@ mod tests {
         fresh.begin(&path("link")).expect("stat");
         fresh.undo();
         assert!(!path("old").exists() && path("link").is_symlink());
+    }
+
+    #[test]
+    fn a_file_with_content_stays_whoever_says_that_it_was_made() {
+        let directory = tempfile::tempdir().expect("directory");
+        for (name, content) in [("empty", ""), ("filled", "content")] {
+            let path = directory.path().join(name);
+            fs::write(&path, content).expect("write");
+            let meta = fs::metadata(&path).expect("there");
+            drop(MadeFile::adopt(&path, (meta.dev(), meta.ino())));
+            assert_eq!(path.exists(), !content.is_empty(), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_file_is_not_made_by_way_of_a_link_that_came_meanwhile() {
+        let directory = tempfile::tempdir().expect("directory");
+        let root = directory.path().canonicalize().expect("exists");
+        fs::create_dir(root.join("elsewhere")).expect("a directory");
+        std::os::unix::fs::symlink("elsewhere", root.join("folder")).expect("a link");
+        let made = MadeFile::make_there(&root.join("folder/new"), 0o600);
+        assert_eq!(made.expect_err("a link").raw_os_error(), Some(40));
+        assert_eq!(fs::read_dir(root.join("elsewhere")).expect("there").count(), 0);
+        let made = MadeFile::make_there(&root.join("elsewhere/new"), 0o600).expect("made");
+        assert!(made.is_some() && root.join("elsewhere/new").exists());
+        assert!(MadeFile::make_there(&root.join("elsewhere/new"), 0o600).expect("fine").is_none());
     }
 
     #[test]

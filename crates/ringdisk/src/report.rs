@@ -116,6 +116,11 @@ impl Exit {
     pub(crate) fn code(self) -> u8 {
         self as u8
     }
+
+    /// Whether a number is the code of a failure.
+    pub(crate) fn is_failure(code: u8) -> bool {
+        code != 0 && MEANINGS.iter().any(|(exit, ..)| exit.code() == code)
+    }
 }
 
 /// Why a command failed, ready to be printed.

@@ -162,6 +162,11 @@ pub(crate) fn visible(text: &str) -> String {
         .collect()
 }
 
+/// The same for text of several lines, which stay.
+pub(crate) fn visible_lines(text: &str) -> String {
+    text.split('\n').map(visible).collect::<Vec<_>>().join("\n")
+}
+
 /// Standard output of a command whose result is text.
 #[derive(Debug)]
 pub(crate) struct Results {

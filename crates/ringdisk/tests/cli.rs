@@ -149,7 +149,13 @@ fn a_mountpoint_that_cannot_be_used_is_refused_before_anything_is_made() {
     );
     refused(d, &["mount", "--null", "1M", "/dev/null"], 4, &["/dev/null"]);
     std::os::unix::fs::symlink("/nonexistent/disk", d.join("link")).expect("a link");
-    refused(d, &["mount", "--null", "1M", "link"], 4, &["/nonexistent/disk"]);
+    refused(d, &["mount", "--null", "1M", "link"], 4, &["a symbolic link", "/nonexistent/disk"]);
+    fs::write(d.join("target"), "").expect("write");
+    std::os::unix::fs::symlink("target", d.join("near")).expect("a link");
+    refused(d, &["mount", "--null", "1M", "near"], 4, &["a symbolic link", "target"]);
+    std::os::unix::fs::symlink("none", d.join("dangling")).expect("a link");
+    refused(d, &["mount", "--null", "1M", "dangling"], 4, &["a symbolic link"]);
+    assert!(!d.join("none").exists());
     assert!(!d.join("a.img").exists());
 }
 

@@ -20,7 +20,7 @@ use seccompiler::{
 
 mod list;
 
-use list::{ALLOWED, DEADLY, IOCTLS, PRCTLS, SOCKETS, VHOST_IOCTLS};
+use list::{ALLOWED, DEADLY, FCNTLS, IOCTLS, PRCTLS, SOCKETS, VHOST_IOCTLS};
 
 /// What a plan needs besides [`ALLOWED`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -84,10 +84,20 @@ fn conditions(call: i64, calls: &Calls) -> Result<Vec<SeccompRule>, BackendError
         libc::SYS_ioctl if calls.vhost => any(1, &[&IOCTLS[..], &VHOST_IOCTLS[..]].concat()),
         libc::SYS_ioctl => any(1, &IOCTLS),
         libc::SYS_prctl => any(0, &PRCTLS),
+        libc::SYS_fcntl => {
+            let flags = [equal(1, bits(libc::F_SETFL).into())?, masked(2, bits(libc::O_ASYNC), 0)?];
+            let mut rules = any(1, &FCNTLS)?;
+            rules.push(SeccompRule::new(flags.to_vec())?);
+            Ok(rules)
+        }
+        // To whom the socket is connected: a socket without a connection could reach every name.
+        libc::SYS_sendto => {
+            one(SeccompCondition::new(4, SeccompCmpArgLen::Qword, SeccompCmpOp::Eq, 0)?)
+        }
         // For ourselves only.
         libc::SYS_tgkill => one(equal(0, std::process::id().into())?),
         libc::SYS_prlimit64 | libc::SYS_move_pages => one(equal(0, 0)?),
-        libc::SYS_socket | libc::SYS_socketpair => one(equal(0, bits(libc::AF_UNIX).into())?),
+        libc::SYS_socket => one(equal(0, bits(libc::AF_UNIX).into())?),
         _ => Ok(Vec::new()),
     }
 }

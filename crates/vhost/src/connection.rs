@@ -175,13 +175,14 @@ impl Connection {
                 );
                 Err(Error::new(ErrorKind::Protocol, message))
             }
-            Ok(Piece { foreign: Some(name), .. }) => {
+            Ok(Piece { foreign: Some(what), .. }) => {
                 let message = format!(
-                    "{}: a descriptor of a file on {name} is not taken: who serves that could hold up every use of it",
+                    "{}: a descriptor of {what} is not taken: whoever answers for it could hold up every use of it",
                     self.name()
                 );
                 Err(Error::new(ErrorKind::Protocol, message).hint(
-                    "memory of a guest is a memfd or a file on tmpfs, hugetlbfs or a local disk (QEMU: memory-backend-memfd,share=on)",
+                    "memory of a guest is a memfd or a file on tmpfs, hugetlbfs, ext4, xfs or btrfs (QEMU: memory-backend-memfd,share=on); what \
+                     wakes somebody is an eventfd, a pipe or a Unix socket",
                 ))
             }
             Ok(piece) if piece.bytes == 0 && had == 0 => Ok(false),

@@ -1,8 +1,10 @@
-//! Descriptors of a front end behind which is another process or machine.
+//! Which descriptors of a front end are taken: a list of what is good.
 //!
-//! A file on FUSE or on the network answers when its server likes: a queue thread that touches memory in it, and a control thread that
-//! closes it, could be held for ever. Such a descriptor is refused, and not asked anything by those threads, since its server could hold
-//! that answer back as well. Called by the control thread, for each descriptor that arrives.
+//! A queue thread that touches memory of a file, and a control thread that closes a descriptor, wait for whoever answers for it: a file on FUSE
+//! answers when its server likes, also below an overlayfs, and a TCP socket with SO_LINGER closes when its other end likes. So only those are
+//! taken behind which is this machine's kernel alone: files on memory and on the file systems of local disks, eventfds, pipes and Unix sockets.
+//! Anything else is refused, and not asked anything by those threads, since its server could hold that answer back as well. Called by the
+//! control thread, for each descriptor that arrives.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -10,21 +12,30 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use rustix::fs::{AtFlags, FileType, StatFs, StatxFlags, fcntl_get_seals, fstatfs, statx};
+use rustix::net::{AddressFamily, sockopt};
 
-/// File systems that are not of this machine's kernel alone. The numbers are those of linux/magic.h and of the file systems' sources.
-const FOREIGN: &[(i64, &str)] = &[
-    (0x6573_5546, "FUSE"),
-    (0x6969, "NFS"),
-    (0xff53_4d42, "CIFS"),
-    (0xfe53_4d42, "SMB"),
-    (0x517b, "SMB"),
-    (0x0102_1997, "9p"),
-    (0x00c3_6400, "Ceph"),
-    (0x5346_414f, "AFS"),
-    (0x6b41_4653, "AFS"),
-    (0x0116_1970, "GFS2"),
-    (0x7461_636f, "OCFS2"),
+/// File systems whose files are taken: none of them waits for another process or machine. Numbers: linux/magic.h.
+const LOCAL: &[i64] = &[
+    0x0102_1994, // tmpfs, memfd
+    0x9584_58f6, // hugetlbfs
+    0xef53,      // ext4
+    0x5846_5342, // xfs
+    0x9123_683e, // btrfs
 ];
+
+/// Those that are met most often of the others, for messages.
+const FOREIGN: &[(i64, &str)] = &[
+    (0x6573_5546, "a file on FUSE"),
+    (0x794c_7630, "a file on overlayfs"),
+    (0x6969, "a file on NFS"),
+    (0xff53_4d42, "a file on CIFS"),
+    (0xfe53_4d42, "a file on SMB"),
+    (0x0102_1997, "a file on 9p"),
+    (0x00c3_6400, "a file on Ceph"),
+];
+
+/// For messages.
+const SILENT: &str = "a file on a file system that does not say what it is";
 
 /// A file system has so long to say what it is.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -38,18 +49,18 @@ static ASKING: AtomicU32 = AtomicU32::new(0);
 ///
 /// Errors: what it is instead, for messages.
 pub(crate) fn vet(fd: OwnedFd) -> Result<OwnedFd, &'static str> {
-    if is_ours(&fd) {
+    let known = is_ours(&fd);
+    if known == Ok(true) {
         return Ok(fd);
     }
-    let silent = Err("a file system that does not say what it is");
     if ASKING.fetch_add(1, Ordering::Relaxed) >= ASKING_MAX {
         ASKING.fetch_sub(1, Ordering::Relaxed);
         // Its closing may hold this thread up, and with it the disk of this front end, which no other one has.
-        return silent;
+        return Err(SILENT);
     }
     let (answers, answer) = mpsc::sync_channel(1);
     let ask = move || {
-        match judge(&fd) {
+        match known.and_then(|_| judge(&fd)) {
             Ok(()) => drop(answers.send(Ok(fd))),
             Err(name) => {
                 drop(answers.send(Err(name)));
@@ -60,32 +71,44 @@ pub(crate) fn vet(fd: OwnedFd) -> Result<OwnedFd, &'static str> {
     };
     if std::thread::Builder::new().name(String::from("statfs")).spawn(ask).is_err() {
         ASKING.fetch_sub(1, Ordering::Relaxed);
-        return Err("a file system that could not be asked what it is: no more threads");
+        return Err("a file on a file system that could not be asked what it is: no more threads");
     }
-    answer.recv_timeout(PATIENCE).unwrap_or(silent)
+    answer.recv_timeout(PATIENCE).unwrap_or(Err(SILENT))
 }
 
-/// Whether the kernel knows by itself that nobody else is behind a descriptor.
-fn is_ours(fd: &OwnedFd) -> bool {
+/// Whether the kernel knows by itself that nobody else is behind a descriptor. `false`: its file system has to be asked.
+///
+/// Errors: what it is instead.
+fn is_ours(fd: &OwnedFd) -> Result<bool, &'static str> {
     // Only memfd, tmpfs and hugetlbfs have seals.
     if fcntl_get_seals(fd).is_ok() {
-        return true;
+        return Ok(true);
     }
     // With this flag no file system sends a message.
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
-    let Ok(known) = statx(fd, c"", flags, StatxFlags::TYPE) else { return false };
-    // An eventfd is of no type.
-    let kind = FileType::from_raw_mode(known.stx_mode.into());
-    matches!(kind, FileType::Fifo | FileType::Socket | FileType::Unknown)
+    let known = statx(fd, c"", flags, StatxFlags::TYPE).map_err(|_| SILENT)?;
+    match FileType::from_raw_mode(known.stx_mode.into()) {
+        // An eventfd is of no type.
+        FileType::Fifo | FileType::Unknown => Ok(true),
+        // Those of networks wait when they are closed, if their other end wants that (SO_LINGER).
+        FileType::Socket => match sockopt::socket_domain(fd) {
+            Ok(AddressFamily::UNIX) => Ok(true),
+            _ => Err("a network socket"),
+        },
+        FileType::RegularFile => Ok(false),
+        FileType::Directory => Err("a directory"),
+        _ => Err("a device"),
+    }
 }
 
-/// Asks the file system what it is.
+/// Asks the file system of a file what it is.
 fn judge(fd: &OwnedFd) -> Result<(), &'static str> {
-    let system = fstatfs(fd.as_fd()).map_err(|_| "a file system that does not say what it is")?;
-    match FOREIGN.iter().find(|(number, _)| *number == kind(&system)) {
-        Some((_, name)) => Err(name),
-        None => Ok(()),
+    let kind = kind(&fstatfs(fd.as_fd()).map_err(|_| SILENT)?);
+    if LOCAL.contains(&kind) {
+        return Ok(());
     }
+    let known = FOREIGN.iter().find(|(number, _)| *number == kind);
+    Err(known.map_or("a file on another file system", |(_, name)| name))
 }
 
 /// Number of a file system's kind, linux/magic.h.
@@ -97,6 +120,7 @@ fn kind(system: &StatFs) -> i64 {
 #[cfg(test)]
 mod tests {
     use std::fs::File;
+    use std::net::{TcpListener, TcpStream};
 
     use rustix::event::{EventfdFlags, eventfd};
     use rustix::fs::{MemfdFlags, memfd_create};
@@ -110,16 +134,31 @@ mod tests {
         let (pipe, _end) = rustix::pipe::pipe().expect("a pipe");
         let (socket, _other) = std::os::unix::net::UnixStream::pair().expect("a socket");
         for fd in [memory, event, pipe, socket.into()] {
-            assert!(is_ours(&fd), "{fd:?}");
+            assert_eq!(is_ours(&fd), Ok(true), "{fd:?}");
             assert!(vet(fd).is_ok());
         }
     }
 
     #[test]
-    fn files_of_other_systems_of_this_machine_are_taken() {
-        for path in ["/proc/self/status", "/dev/null", "/", env!("CARGO_MANIFEST_DIR")] {
+    fn a_file_on_a_local_disk_or_in_memory_is_taken() {
+        let shm = tempfile::tempfile_in("/dev/shm").expect("a file in memory");
+        assert!(vet(shm.into()).is_ok());
+    }
+
+    #[test]
+    fn what_is_not_on_the_list_is_refused() {
+        for (path, what) in [
+            ("/proc/self/status", "a file on another file system"),
+            ("/sys/kernel/mm/transparent_hugepage/enabled", "a file on another file system"),
+            ("/dev/null", "a device"),
+            ("/", "a directory"),
+        ] {
             let file = File::open(path).expect(path);
-            assert!(vet(file.into()).is_ok(), "{path}");
+            assert_eq!(vet(file.into()).map(drop), Err(what), "{path}");
         }
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a socket");
+        let stream = TcpStream::connect(listener.local_addr().expect("bound")).expect("connect");
+        assert_eq!(vet(stream.into()).map(drop), Err("a network socket"));
+        assert_eq!(vet(listener.into()).map(drop), Err("a network socket"));
     }
 }

@@ -15,7 +15,7 @@ use std::sync::atomic::Ordering;
 use ringdisk_ring::{Errno, Ring};
 
 use super::copy::{Copier, all_of, copy_range, pieces};
-use super::pivot::{Last, check_cut, name_of_base};
+use super::pivot::{Last, check_cut, merged_size, name_of_base};
 use super::reopen::kept_for_writing;
 use super::{Busy, Tracker, check_lasting, close_layer, for_reading, in_mode, offline_on};
 use crate::chain::Chain;
@@ -164,11 +164,8 @@ fn check_sizes(graph: &Graph, options: CommitOptions) -> Result<(), Error> {
             ));
         }
     }
-    if top > 0 {
-        return Ok(());
-    }
-    let size = graph.size();
-    if graph.layers[base].size() > size {
+    let size = merged_size(graph, options);
+    if top == 0 && graph.layers[base].size() > size {
         check_cut(&graph.layers[base], size)?;
     }
     for layer in graph.layers[top..base].iter().filter(|_| !keep_top) {

@@ -158,15 +158,16 @@ impl<'a, 'b> Last<'a, 'b> {
         if keep_top {
             return Ok(());
         }
-        let size = self.drained.graph().size();
+        // When clients write to the base, no layer above it may hide what lies past its own end; else none below the uppermost that is merged
+        // what that one shows.
+        let shown = merged_size(self.drained.graph(), self.options);
         for index in (top..base).rev() {
             if index == 0 {
                 self.close_top().await?;
             }
             self.drained.begin();
             let layer = Arc::clone(&self.layers[index]);
-            // When clients write to the base, no layer above it may hide what lies past its own end.
-            let uncovered = (top == 0).then_some(size);
+            let uncovered = if layer.size() < shown { shown } else { 0 };
             let emptied = empty_layer(self.ring, self.disk, &layer, uncovered).await;
             let (fresh, result) = emptied.map_err(Failure::Broken)?;
             self.layers[index] = Arc::new(fresh);
@@ -277,6 +278,11 @@ impl<'a, 'b> Last<'a, 'b> {
     }
 }
 
+/// Bytes that merged layers must not hide of what is below them.
+pub(super) fn merged_size(graph: &Graph, options: CommitOptions) -> u64 {
+    if options.top == 0 { graph.size() } else { graph.layers[options.top].size() }
+}
+
 /// A disk that becomes smaller.
 const SHRINK: ringdisk_qcow2::ResizeOptions = ringdisk_qcow2::ResizeOptions {
     shrink: true,
@@ -286,20 +292,20 @@ const SHRINK: ringdisk_qcow2::ResizeOptions = ringdisk_qcow2::ResizeOptions {
 /// Empties a merged layer, which was closed: everything that it shows is its backing file's. Gives the layer, open for writing, and
 /// the result. It was and is below a base that shows the same, so any part of it may be gone after an error.
 ///
-/// * `uncovered`: it is at least so long afterwards, bytes.
+/// * `uncovered`: it is at least so long afterwards, bytes; 0: as it is.
 ///
 /// Errors: it cannot be opened again.
 async fn empty_layer(
     ring: &Ring,
     disk: &Disk,
     layer: &Layer,
-    uncovered: Option<u64>,
+    uncovered: u64,
 ) -> Result<(Layer, Result<(), Error>), Error> {
     offline_on(ring, disk, layer, async |ring, image| {
         image.make_empty(ring).await?;
         match uncovered {
-            Some(size) => image.uncover(ring, size).await,
-            None => Ok(()),
+            0 => Ok(()),
+            size => image.uncover(ring, size).await,
         }
     })
     .await

@@ -21,13 +21,24 @@ const CRASHES: usize = 60;
 /// Images by the names that others give them.
 pub(super) type Images = BTreeMap<String, SimStorage>;
 
-/// Sizes of the base, the middle and the top, MiB.
-type Sizes = [usize; 3];
-const EQUAL: Sizes = [4, 4, 4];
+/// Sizes of the base, the middle, the upper layer if there is one, and the top, MiB.
+type Sizes = &'static [usize];
+const EQUAL: Sizes = &[4, 4, 4];
 /// The base has more than the disk, which was made smaller.
-const LONG_BASE: Sizes = [6, 4, 4];
+const LONG_BASE: Sizes = &[6, 4, 4];
 /// A layer between hides the end of the base.
-const SHORT_MIDDLE: Sizes = [4, 2, 4];
+const SHORT_MIDDLE: Sizes = &[4, 2, 4];
+/// The same with another layer between, above it: as long as the base, or not.
+const SHORT_BELOW: Sizes = &[4, 2, 4, 4];
+const SHORTER_BELOW: Sizes = &[5, 2, 3, 4];
+
+/// Names of the images, from the base up.
+fn names(sizes: Sizes) -> &'static [&'static str] {
+    match sizes.len() {
+        3 => &["base.qcow2", "mid.qcow2", "top.qcow2"],
+        _ => &["base.qcow2", "mid.qcow2", "upper.qcow2", "top.qcow2"],
+    }
+}
 
 /// `top.qcow2` over `mid.qcow2` over `base.qcow2`, and what it shows.
 pub(super) fn images() -> (BTreeMap<String, Vec<u8>>, Vec<u8>) {
@@ -39,7 +50,7 @@ fn images_of(sizes: Sizes) -> (BTreeMap<String, Vec<u8>>, Vec<u8>) {
     let mut bytes = Vec::new();
     let mut images = BTreeMap::new();
     let mut below = "";
-    for (number, name) in ["base.qcow2", "mid.qcow2", "top.qcow2"].into_iter().enumerate() {
+    for (number, name) in names(sizes).iter().copied().enumerate() {
         let size = format!("{}M", sizes[number]);
         bytes.resize(sizes[number] << 20, 0);
         let mut create = vec!["create", "-q", "-f", "qcow2", "-o", "cluster_size=16k"];
@@ -59,8 +70,8 @@ fn images_of(sizes: Sizes) -> (BTreeMap<String, Vec<u8>>, Vec<u8>) {
         bytes[zero..zero + 100_000].fill(0);
         below = name;
     }
-    for name in ["base.qcow2", "mid.qcow2", "top.qcow2"] {
-        images.insert(name.to_owned(), fs::read(directory.path().join(name)).expect("read"));
+    for name in names(sizes) {
+        images.insert((*name).to_owned(), fs::read(directory.path().join(name)).expect("read"));
     }
     (images, bytes)
 }
@@ -127,10 +138,24 @@ async fn judge(ring: &Ring, images: &BTreeMap<String, Vec<u8>>, top: &str, bytes
     assert_same(&read_steps(ring, &disk, 1 << 20).await, bytes);
 }
 
+/// What the uppermost merged image shows by itself, with its name, where it is not the top: the same for ever, since nobody writes to it.
+async fn merged(ring: &Ring, images: &Images, options: CommitOptions) -> (String, Vec<u8>) {
+    let mut name = String::from("top.qcow2");
+    for _ in 0..options.top {
+        let disk = chain(ring, images, &name, false).await;
+        let layers = disk.layers();
+        let below = &layers[0].qcow2().expect("qcow2").info().backing_file;
+        name = String::from_utf8(below.clone().expect("a backing file")).expect("text");
+    }
+    let disk = chain(ring, images, &name, false).await;
+    (name, read_steps(ring, &disk, 1 << 20).await)
+}
+
 /// Runs a commit and takes crash states while it runs and afterwards.
 fn power_fails(options: CommitOptions, new_top: &str, sizes: Sizes) {
     let (images, mut bytes) = images_of(sizes);
     run(async |ring| {
+        let (merged, shown) = merged(&ring, &self::storages(&images, 1), options).await;
         let storages = storages(&images, 7);
         for sim in storages.values() {
             // Operations overtake each other.
@@ -160,6 +185,7 @@ fn power_fails(options: CommitOptions, new_top: &str, sizes: Sizes) {
         assert!(judged.len() > 10, "{} states", judged.len());
         for state in judged {
             judge(&ring, state, "top.qcow2", &bytes).await;
+            judge(&ring, state, &merged, &shown).await;
         }
         judge(&ring, states.last().expect("the last one"), new_top, &bytes).await;
         // Clients write on; the names of before show that too, whenever the power fails now.
@@ -168,6 +194,9 @@ fn power_fails(options: CommitOptions, new_top: &str, sizes: Sizes) {
             let state = crash(&storages, prng.next_u64());
             judge(&ring, &state, "top.qcow2", &bytes).await;
             judge(&ring, &state, new_top, &bytes).await;
+            if options.top > 0 {
+                judge(&ring, &state, &merged, &shown).await;
+            }
         }
         assert_eq!(disk.close(&ring).await, Ok(()));
     });
@@ -175,6 +204,8 @@ fn power_fails(options: CommitOptions, new_top: &str, sizes: Sizes) {
 
 const TOP_TO_BASE: CommitOptions = CommitOptions { top: 0, base: 2, keep_top: false };
 const MIDDLE: CommitOptions = CommitOptions { top: 1, base: 2, keep_top: false };
+/// Of four: two are merged.
+const BETWEEN: CommitOptions = CommitOptions { top: 1, base: 3, keep_top: false };
 
 #[test]
 fn a_commit_of_the_top_survives_a_power_cut_at_any_moment() {
@@ -201,6 +232,12 @@ fn a_commit_in_the_middle_survives_a_power_cut_at_any_moment() {
     power_fails(MIDDLE, "top.qcow2", EQUAL);
 }
 
+#[test]
+fn a_commit_of_two_images_in_the_middle_survives_a_power_cut_at_any_moment() {
+    power_fails(BETWEEN, "top.qcow2", SHORT_BELOW);
+    power_fails(BETWEEN, "top.qcow2", SHORTER_BELOW);
+}
+
 /// What fails of one image.
 #[derive(Clone, Copy, Debug)]
 enum Failing {
@@ -215,6 +252,7 @@ enum Failing {
 fn operations_fail(options: CommitOptions, victim: &str, sizes: Sizes, failing: Failing) {
     let (images, start) = images_of(sizes);
     run(async |ring| {
+        let (merged, shown) = merged(&ring, &self::storages(&images, 1), options).await;
         let mut number = 0;
         let mut failures = 0;
         loop {
@@ -246,6 +284,9 @@ fn operations_fail(options: CommitOptions, victim: &str, sizes: Sizes, failing: 
             let _ = disk.close(&ring).await;
             drop(disk);
             let now = storages.iter().map(|(name, sim)| (name.clone(), sim.image())).collect();
+            if options.top > 0 {
+                judge(&ring, &now, &merged, &shown).await;
+            }
             // An image whose flush has failed goes on telling that it cannot flush.
             match written {
                 Ok(()) => judge(&ring, &now, "top.qcow2", &bytes).await,
@@ -272,6 +313,7 @@ fn a_commit_whose_base_fails_leaves_the_chain() {
 fn a_commit_whose_top_fails_leaves_the_chain() {
     operations_fail(CommitOptions::TOP, "top.qcow2", EQUAL, Failing::Once);
     operations_fail(MIDDLE, "top.qcow2", EQUAL, Failing::Once);
+    operations_fail(BETWEEN, "top.qcow2", SHORT_BELOW, Failing::Once);
     operations_fail(TOP_TO_BASE, "top.qcow2", LONG_BASE, Failing::Once);
 }
 
@@ -279,6 +321,8 @@ fn a_commit_whose_top_fails_leaves_the_chain() {
 fn a_commit_whose_middle_fails_leaves_the_chain() {
     operations_fail(TOP_TO_BASE, "mid.qcow2", SHORT_MIDDLE, Failing::Once);
     operations_fail(MIDDLE, "mid.qcow2", EQUAL, Failing::Once);
+    operations_fail(BETWEEN, "mid.qcow2", SHORTER_BELOW, Failing::Once);
+    operations_fail(BETWEEN, "upper.qcow2", SHORT_BELOW, Failing::Once);
 }
 
 #[test]

@@ -8,7 +8,6 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-use rustix::fs::CWD;
 use rustix::io::Errno;
 use rustix::mount::{
     FsMountFlags, FsOpenFlags, MountAttrFlags, MountFlags, MoveMountFlags, fsconfig_create,
@@ -22,20 +21,23 @@ use crate::error::{Error, ErrorKind};
 /// Type bits of a regular file, in octal as the option wants it; the permissions come with the first GETATTR.
 const ROOT_MODE: &str = "100600";
 
-/// Mounts the connection of `device` on `mountpoint`.
+/// Mounts the connection of `device` on a file.
+///
+/// * `at`: the file, as [`super::mountpoint::hold`] gives it.
+/// * `mountpoint`: its name, for messages.
 ///
 /// Errors: [`ErrorKind::PermissionDenied`], [`ErrorKind::Unsupported`] (no FUSE in this kernel), [`ErrorKind::System`].
 pub(super) fn mount(
+    at: BorrowedFd<'_>,
     mountpoint: &Path,
     device: BorrowedFd<'_>,
     options: &MountOptions,
 ) -> Result<(), Error> {
-    match mount_by_descriptors(mountpoint, device, options) {
+    match mount_by_descriptors(at, device, options) {
         Ok(()) => Ok(()),
         // ENOSYS: Linux before 5.2. EPERM: also what filters of system calls answer for calls that they do not know.
         Err(failure) if matches!(failure.errno, Errno::NOSYS | Errno::PERM) => {
-            mount_classic(mountpoint, device, options)
-                .map_err(|errno| explain(mountpoint, errno, ""))
+            mount_classic(at, device, options).map_err(|errno| explain(mountpoint, errno, ""))
         }
         Err(failure) => Err(explain(mountpoint, failure.errno, &failure.log)),
     }
@@ -56,7 +58,7 @@ pub(super) struct Failure {
 }
 
 pub(super) fn mount_by_descriptors(
-    mountpoint: &Path,
+    at: BorrowedFd<'_>,
     device: BorrowedFd<'_>,
     options: &MountOptions,
 ) -> Result<(), Failure> {
@@ -70,7 +72,9 @@ pub(super) fn mount_by_descriptors(
             attributes |= MountAttrFlags::MOUNT_ATTR_RDONLY;
         }
         let tree = fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes)?;
-        move_mount(&tree, "", CWD, mountpoint, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)
+        let both =
+            MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
+        move_mount(&tree, "", at, "", both)
     });
     attached.map_err(|errno| Failure { errno, log: kernel_log(context.as_fd()) })
 }
@@ -112,7 +116,7 @@ fn kernel_log(context: BorrowedFd<'_>) -> String {
 }
 
 pub(super) fn mount_classic(
-    mountpoint: &Path,
+    at: BorrowedFd<'_>,
     device: BorrowedFd<'_>,
     options: &MountOptions,
 ) -> Result<(), Errno> {
@@ -130,7 +134,9 @@ pub(super) fn mount_classic(
         flags |= MountFlags::RDONLY;
     }
     let data = CString::new(data).map_err(|_| Errno::INVAL)?;
-    rustix::mount::mount(options.source.as_os_str(), mountpoint, FSTYPE, flags, data.as_c_str())
+    // Of /proc: it leads to the file itself.
+    let at = format!("/proc/self/fd/{}", at.as_raw_fd());
+    rustix::mount::mount(options.source.as_os_str(), at, FSTYPE, flags, data.as_c_str())
 }
 
 fn explain(mountpoint: &Path, errno: Errno, log: &str) -> Error {

@@ -8,15 +8,12 @@
 //! mount(2). Everybody else asks `fusermount3`.
 
 use std::ffi::OsString;
-use std::fs;
-use std::io::Write;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::mount::UnmountFlags;
 use rustix::process::{getegid, geteuid};
@@ -24,6 +21,7 @@ use rustix::process::{getegid, geteuid};
 use crate::error::{Error, ErrorKind};
 use crate::reply::notify_inval_inode;
 
+mod abort;
 pub mod device;
 mod direct;
 pub mod ffi;
@@ -33,6 +31,7 @@ pub mod inherited;
 pub mod mountpoint;
 pub mod table;
 
+pub use abort::Abort;
 pub use ffi::{clone_device, open_backing};
 pub(crate) use first_look::FirstLook;
 pub use table::{FSTYPE, MountEntry};
@@ -42,9 +41,6 @@ const GONE_BUFFER_BYTES: usize = (1 << 20) + 8192;
 
 /// How often it is looked whether a connection is closed.
 const CLOSED_LOOK: Duration = Duration::from_millis(1);
-
-/// Where the kernel shows FUSE connections when fusectl is mounted.
-const FUSECTL_PATH: &str = "/sys/fs/fuse/connections";
 
 /// How to mount.
 #[derive(Clone, Debug)]
@@ -91,7 +87,7 @@ pub trait Remover: std::fmt::Debug + Send + Sync {
     /// Errors: those of [`remove`].
     fn remove(&self, how: Unmount) -> Result<(), Error>;
 
-    /// Aborts its connection, as [`abort`] does. Returns whether the kernel was told.
+    /// Aborts its connection, as [`Abort`] does. Returns whether the kernel was told.
     fn abort(&self) -> bool;
 }
 
@@ -146,7 +142,8 @@ pub fn mount(path: &Path, options: &MountOptions) -> Result<Mount, Error> {
 
 fn mount_direct(mountpoint: &Path, options: &MountOptions) -> Result<OwnedFd, Error> {
     let device = device::open_for_mount()?;
-    direct::mount(mountpoint, device.as_fd(), options)?;
+    let at = mountpoint::hold(mountpoint)?;
+    direct::mount(at.as_fd(), mountpoint, device.as_fd(), options)?;
     Ok(device)
 }
 
@@ -155,9 +152,11 @@ impl Mount {
     /// [`Mount::take_over`].
     ///
     /// * `mountpoint`: absolute, without symbolic links.
+    /// * `connection`: its number as that process says; what the kernel says of the descriptor counts.
     #[must_use]
     pub fn adopt(device: OwnedFd, mountpoint: PathBuf, connection: u32) -> Mount {
-        let (connection, remover) = (Some(connection), RemoverSlot::default());
+        let connection = Some(abort::connection_of(device.as_fd()).unwrap_or(connection));
+        let remover = RemoverSlot::default();
         Mount { device, mountpoint, connection, is_active: false, remover }
     }
 
@@ -225,7 +224,7 @@ impl Mount {
     }
 
     /// Whether the connection takes no more requests.
-    fn is_closed(&self) -> bool {
+    pub fn is_closed(&self) -> bool {
         let mut device = [PollFd::new(&self.device, PollFlags::IN)];
         let polled = poll(&mut device, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
         polled.is_ok() && device[0].revents().contains(PollFlags::ERR)
@@ -385,21 +384,28 @@ pub fn unmount(path: &Path, how: Unmount) -> Result<(), Error> {
 /// Removes one mount, of any process, by its place and the number of its connection; nothing is done when what is there is another one.
 ///
 /// * `mountpoint`: absolute, without symbolic links.
+/// * `how`: the connection is not aborted, however hard it is to be removed.
 ///
 /// Errors: [`ErrorKind::Busy`] with [`Unmount::Normal`], [`ErrorKind::PermissionDenied`], [`ErrorKind::System`].
 pub fn remove(mountpoint: &Path, connection: u32, how: Unmount) -> Result<(), Error> {
-    let entry = table::of_connection_at(connection, mountpoint)?;
-    let ours = entry.filter(|entry| entry.is_ours() && entry.mountpoint == mountpoint);
-    let Some(entry) = ours else { return Ok(()) };
-    if how == Unmount::Force {
-        abort_connection(connection);
+    match shown_at(connection, mountpoint)? {
+        Some(entry) => detach(&entry, how),
+        None => Ok(()),
     }
-    detach(&entry, how)
 }
 
-/// Aborts a connection by its number, which must not be another mount's by now. Returns whether the kernel was told.
-pub fn abort(connection: u32) -> bool {
-    abort_connection(connection)
+/// What aborts the connection of a mount, of any process. `None`: that mount is not there, or its connection cannot be aborted from here.
+///
+/// * `mountpoint`: as for [`remove`].
+#[must_use]
+pub fn abort_of(mountpoint: &Path, connection: u32) -> Option<Abort> {
+    shown_at(connection, mountpoint).ok().flatten().and_then(|_| Abort::of(connection))
+}
+
+/// A mount of ours with this number at exactly this place.
+fn shown_at(connection: u32, mountpoint: &Path) -> Result<Option<MountEntry>, Error> {
+    let entry = table::of_connection_at(connection, mountpoint)?;
+    Ok(entry.filter(|entry| entry.is_ours() && entry.mountpoint == mountpoint))
 }
 
 /// Names the mounts that there are, for the message about one that there is not.
@@ -450,22 +456,9 @@ fn busy(mountpoint: &Path) -> Error {
     ))
 }
 
-/// Tells the kernel to abort a connection: through fusectl if it is mounted, through a private instance of it (root) if not.
+/// Tells the kernel to abort a connection, which is ours. Returns whether it was told.
 fn abort_connection(connection: u32) -> bool {
-    let name = format!("{connection}/abort");
-    if let Ok(mut file) =
-        fs::OpenOptions::new().write(true).open(Path::new(FUSECTL_PATH).join(&name))
-    {
-        return file.write_all(b"1").is_ok();
-    }
-    abort_private(&name).is_ok()
-}
-
-/// fusectl has one instance per kernel; a detached mount of it serves without being visible to anybody.
-fn abort_private(name: &str) -> Result<(), Errno> {
-    let root = direct::detached("fusectl")?;
-    let file = rustix::fs::openat(root, name, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty())?;
-    rustix::io::write(file, b"1").map(drop)
+    Abort::of(connection).is_some_and(|abort| abort.abort())
 }
 
 /// Numbers of the user and group that own the mount.

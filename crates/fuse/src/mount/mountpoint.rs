@@ -1,14 +1,17 @@
 //! Checks of a mountpoint before anything is mounted on it.
 //!
 //! Promises: never asks a mount that is already there anything before the mount table has said whose it is, so a dead server
-//! cannot make the check hang; changes nothing on disk.
+//! cannot make the check hang; changes nothing on disk. What is mounted on is the file that the name means itself: a symbolic link in its
+//! place, now or a moment later, could be another user's and lead to any file of the system.
 
 use std::fs;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use rustix::fs::{CWD, FileType, Mode, OFlags, ResolveFlags, fstat, openat, openat2};
 use rustix::io::Errno;
 
 use super::FirstLook;
@@ -21,14 +24,14 @@ const SYMLINKS_MAX: usize = 40;
 /// device for a while on a busy machine.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Makes a path absolute and free of symbolic links without asking the file itself: only its directory is resolved, and a link in
-/// its place is read as a link.
+/// Makes a path of a mount that may be there absolute and free of symbolic links without asking the file itself: only its directory is
+/// resolved, and a link in its place is read as a link.
 ///
 /// Errors: [`ErrorKind::NotFound`] if the directory does not exist, [`ErrorKind::PermissionDenied`], [`ErrorKind::System`].
 pub fn resolve(path: &Path) -> Result<PathBuf, Error> {
     let mut path = path.to_path_buf();
     for _ in 0..SYMLINKS_MAX {
-        let absolute = resolve_directory(&path)?;
+        let absolute = place(&path)?;
         if table::at(&absolute)?.is_some() {
             return Ok(absolute);
         }
@@ -41,7 +44,10 @@ pub fn resolve(path: &Path) -> Result<PathBuf, Error> {
     Err(Error::new(ErrorKind::System, format!("mountpoint {}", path.display())).errno(Errno::LOOP))
 }
 
-fn resolve_directory(path: &Path) -> Result<PathBuf, Error> {
+/// Makes the path of a new mount absolute: its directory is free of symbolic links. What is in its own place is not looked at.
+///
+/// Errors: as [`resolve`].
+pub fn place(path: &Path) -> Result<PathBuf, Error> {
     let Some(name) = path.file_name() else {
         // "/", ".." or the like: a directory in any case.
         return fs::canonicalize(path).map_err(|error| io_error(path, error));
@@ -59,32 +65,59 @@ fn resolve_directory(path: &Path) -> Result<PathBuf, Error> {
 /// Errors: [`ErrorKind::NotFound`], [`ErrorKind::NotRegular`], [`ErrorKind::AlreadyOurs`], [`ErrorKind::Occupied`],
 /// [`ErrorKind::Stale`], [`ErrorKind::PermissionDenied`], [`ErrorKind::System`].
 pub fn check(path: &Path) -> Result<PathBuf, Error> {
-    let absolute = resolve(path)?;
+    let absolute = place(path)?;
     if let Some(entry) = table::at(&absolute)? {
         return Err(occupied(&absolute, &entry));
     }
-    let shown = absolute.display();
-    let metadata = fs::metadata(&absolute).map_err(|error| io_error(&absolute, error))?;
-    let kind = metadata.file_type();
+    let kind = fs::symlink_metadata(&absolute).map_err(|error| io_error(&absolute, error))?;
+    let kind = kind.file_type();
     if kind.is_file() {
         return Ok(absolute);
     }
+    let mut hint = "name a regular file; an empty one is made when there is none".to_owned();
     let what = if kind.is_dir() {
+        hint = format!(
+            "a disk is served as a file, so name one: `{}`",
+            absolute.join("disk.raw").display()
+        );
         "a directory"
+    } else if kind.is_symlink() {
+        if let Ok(target) = fs::read_link(&absolute) {
+            let target = absolute.parent().unwrap_or(Path::new("/")).join(target);
+            hint = format!("name the file that is meant: {}", target.display());
+        }
+        "a symbolic link, which a new mount does not follow"
     } else if kind.is_block_device() || kind.is_char_device() {
         "a device"
     } else {
         "not a regular file"
     };
-    let hint = if kind.is_dir() {
-        format!(
-            "a disk is served as a file, so name one: `{}`",
-            absolute.join("disk.raw").display()
-        )
-    } else {
-        "name a regular file; an empty one is made when there is none".to_owned()
+    Err(not_regular(&absolute, what).hint(hint))
+}
+
+fn not_regular(mountpoint: &Path, what: &str) -> Error {
+    let shown = mountpoint.display();
+    Error::new(ErrorKind::NotRegular, format!("mountpoint {shown} is {what}"))
+}
+
+/// Holds the file that was checked, whatever becomes of its name and of its directories' meanwhile, to be mounted on.
+///
+/// * `checked`: as [`check`] gives it.
+///
+/// Errors: as [`check`]; [`ErrorKind::System`]: a link came into the path.
+pub(super) fn hold(checked: &Path) -> Result<OwnedFd, Error> {
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let held = match openat2(CWD, checked, flags, Mode::empty(), ResolveFlags::NO_SYMLINKS) {
+        // Linux before 5.6, and filters of system calls that do not know it.
+        Err(Errno::NOSYS | Errno::PERM) => openat(CWD, checked, flags, Mode::empty()),
+        held => held,
     };
-    Err(Error::new(ErrorKind::NotRegular, format!("mountpoint {shown} is {what}")).hint(hint))
+    let held = held.map_err(|errno| io_error(checked, errno.into()))?;
+    let stat = fstat(&held).map_err(|errno| io_error(checked, errno.into()))?;
+    match FileType::from_raw_mode(stat.st_mode) {
+        FileType::RegularFile => Ok(held),
+        _ => Err(not_regular(checked, "not the file any more that it was")),
+    }
 }
 
 /// Explains which mount is in the way.

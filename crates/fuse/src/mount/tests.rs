@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use ringdisk_testkit::limits::{needs, needs_root};
 use rustix::io::Errno;
@@ -37,14 +37,15 @@ fn both_system_interfaces_make_the_same_mount() {
     if !can_mount() {
         return;
     }
-    type Attach = for<'a> fn(&Path, BorrowedFd<'a>, &MountOptions) -> Result<(), Errno>;
-    let by_descriptors: Attach = |path, device, options| {
-        direct::mount_by_descriptors(path, device, options).map_err(|failure| failure.errno)
+    type Attach = for<'a> fn(BorrowedFd<'a>, BorrowedFd<'a>, &MountOptions) -> Result<(), Errno>;
+    let by_descriptors: Attach = |at, device, options| {
+        direct::mount_by_descriptors(at, device, options).map_err(|failure| failure.errno)
     };
     let entries = [direct::mount_classic as Attach, by_descriptors].map(|attach| {
         let (_directory, path) = mountpoint();
         let device = device::open_for_mount().expect("opens");
-        attach(&path, device.as_fd(), &options()).expect("mounts");
+        let at = super::mountpoint::hold(&path).expect("there");
+        attach(at.as_fd(), device.as_fd(), &options()).expect("mounts");
         let entry = table::at(&path).expect("readable").expect("mounted");
         detach(&entry, Unmount::Normal).expect("unmounts");
         assert!(table::at(&path).expect("readable").is_none());
@@ -56,6 +57,25 @@ fn both_system_interfaces_make_the_same_mount() {
     assert!(entries[0].3.split(',').any(|word| word == "allow_other"));
 }
 
+/// Whoever may write a directory on the way changes it after the check.
+#[test]
+fn a_name_that_leads_elsewhere_by_now_is_not_mounted_on() {
+    let (directory, path) = mountpoint();
+    let root = directory.path().canonicalize().expect("exists");
+    let folder = root.join("folder");
+    std::fs::create_dir(&folder).expect("a directory");
+    std::fs::rename(&path, folder.join("disk")).expect("moved");
+    let checked = super::mountpoint::check(&folder.join("disk")).expect("fine");
+    std::fs::rename(&folder, root.join("other")).expect("moved");
+    std::os::unix::fs::symlink("other", &folder).expect("a link");
+    assert!(super::mountpoint::hold(&checked).is_err(), "by a directory");
+    let checked = super::mountpoint::check(&folder.join("disk")).expect("fine");
+    assert_eq!(checked, root.join("other/disk"));
+    std::fs::rename(&checked, root.join("disk")).expect("moved");
+    std::os::unix::fs::symlink("../disk", &checked).expect("a link");
+    assert!(super::mountpoint::hold(&checked).is_err(), "by the name itself");
+}
+
 #[test]
 fn what_the_kernel_says_is_part_of_the_error() {
     if !can_mount() {
@@ -63,6 +83,8 @@ fn what_the_kernel_says_is_part_of_the_error() {
     }
     let (_directory, path) = mountpoint();
     let other = File::open("/dev/null").expect("opens");
-    let error = direct::mount(&path, other.as_fd(), &options()).expect_err("not a FUSE device");
+    let at = super::mountpoint::hold(&path).expect("there");
+    let error = direct::mount(at.as_fd(), &path, other.as_fd(), &options());
+    let error = error.expect_err("not a FUSE device");
     assert!(error.to_string().contains(&path.display().to_string()), "{error}");
 }

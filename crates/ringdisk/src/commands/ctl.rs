@@ -17,7 +17,7 @@ use crate::job::Job;
 use crate::new_image::check_new_name;
 use crate::report::{Exit, Failure};
 use crate::size::{SizeChange, human_size_exact};
-use crate::terminal::{self, shell_word};
+use crate::terminal::{self, shell_word, visible, visible_lines};
 
 /// How long a server may take to end after it was told to: it flushes the image.
 const STOP_WAIT: Duration = Duration::from_secs(60);
@@ -66,7 +66,8 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
     match &args.command {
         CtlCommand::Stats { json: true } => terminal::say(json_text(&without_text(value))),
         CtlCommand::Stats { .. } => {
-            terminal::say(value.get("text").and_then(Value::as_str).unwrap_or_default());
+            let text = value.get("text").and_then(Value::as_str).unwrap_or_default();
+            terminal::say(visible_lines(text));
         }
         CtlCommand::Resize { .. } => {
             let size = value.get("size").and_then(Value::as_u64).unwrap_or(0);
@@ -74,7 +75,7 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
         }
         CtlCommand::Snapshot(_) => {
             let text = value.get("text").and_then(Value::as_str).unwrap_or("Done.");
-            terminal::say(text);
+            terminal::say(visible_lines(text));
         }
         CtlCommand::Commit { show, .. } if !show.quiet => terminal::say("Image committed."),
         CtlCommand::Backing { show, .. } if !show.quiet => terminal::say("Backing file changed."),
@@ -104,16 +105,15 @@ fn stop(
     let shown = shell_word(&args.target.display().to_string());
     let limit = args.timeout.unwrap_or(STOP_WAIT);
     let value = client.call(command, progress, Patience::Answer(limit.max(STOP_ANSWER)))?;
-    let users = value.get("in-use").and_then(Value::as_str).map(str::to_owned);
+    let users = value.get("in-use").and_then(Value::as_str).map(visible);
     if let Some(users) = &users {
         terminal::note(format_args!(
             "in use by {users}: it goes on until they have closed it; `ringdisk ctl {shown} stop --force` ends it now"
         ));
     }
     let forced = matches!(args.command, CtlCommand::Stop { force: true });
-    match client.wait_for_end(limit, progress) {
-        // By force, as it was told to.
-        Some(Err(failure)) if !(forced && failure.code() == Exit::Forced.code()) => Err(failure),
+    match client.wait_for_end(limit, forced, progress) {
+        Some(Err(failure)) => Err(failure),
         Some(_) if users.is_some() => {
             // The place may be another mount's by now, and the lock there too.
             client.wait_for_exit();

@@ -548,11 +548,11 @@ impl Made {
     /// Makes the mountpoint when there is none.
     fn mountpoint(&self, path: &Path) -> Result<(), Failure> {
         let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
-        let made = MadeFile::make(path, 0o600).map_err(|error| {
+        let made = MadeFile::make_there(path, 0o600).map_err(|error| {
             let doing = format!("cannot make the mountpoint '{}'", path.display());
             Failure::system(doing, &error, Exit::Mountpoint)
         })?;
-        files.mountpoint = made.map(|(_, made)| made);
+        files.mountpoint = made;
         Ok(())
     }
 

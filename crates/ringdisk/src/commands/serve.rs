@@ -27,7 +27,7 @@ use crate::new_image::NewImage;
 use crate::notify::Notify;
 use crate::pidfile::Pidfile;
 use crate::report::{Exit, Failure};
-use crate::sandbox;
+use crate::sandbox::{self, Reach};
 use crate::signals::{Actions, Phase, Watcher};
 use crate::sockets::{self, Inherited, MadeSocket, Opened, Place};
 use crate::terminal;
@@ -61,6 +61,8 @@ struct Running {
     queues: u16,
     /// Where the command line allows images to lead.
     allowed: Vec<PathBuf>,
+    /// What that and its image lead to.
+    reach: Reach,
     served: Served,
     disk: Arc<Disk>,
     /// The name of the socket.
@@ -239,12 +241,22 @@ fn plan<'a>(args: &ServeArgs, disk: &'a ServedDisk, place: Place) -> Result<Plan
     })
 }
 
+impl Plan<'_> {
+    /// Where the command line lets the disk's images lie.
+    fn reach(&self) -> Reach {
+        let source = &self.args.source;
+        let images = self.image.image.as_deref().into_iter().chain(source.overlay.as_deref());
+        Reach::of(images, &source.allow_path)
+    }
+}
+
 /// Serves one disk.
 ///
 /// Errors: the socket cannot be made, or the export not be started; nothing stays then.
 fn start(plan: Plan<'_>, disk: Arc<Disk>) -> Result<Running, Failure> {
     let name = plan.image.name();
     let ready = format!("{} is served {}", plan.image.describe(&disk), plan.place.shown());
+    let reach = plan.reach();
     let opened = plan.place.open()?;
     let front = front(&opened.listen);
     let read_only = disk.is_read_only();
@@ -259,7 +271,8 @@ fn start(plan: Plan<'_>, disk: Arc<Disk>) -> Result<Running, Failure> {
     let allowed = plan.args.source.allow_path.clone();
     let Opened { path, made, .. } = opened;
     let shown = plan.shown;
-    let placed = Placed { ready, name, path, front, queues, allowed, restricted, made, shown };
+    let placed =
+        Placed { ready, name, path, front, queues, allowed, reach, restricted, made, shown };
     Ok(placed.attend(served, disk))
 }
 
@@ -279,6 +292,7 @@ struct Placed {
     front: Option<PathBuf>,
     queues: u16,
     allowed: Vec<PathBuf>,
+    reach: Reach,
     restricted: bool,
     made: Option<MadeSocket>,
     shown: Shown,
@@ -287,7 +301,8 @@ struct Placed {
 impl Placed {
     /// Makes the sockets for `ringdisk ctl`, and for the process after this one.
     fn attend(self, served: Served, disk: Arc<Disk>) -> Running {
-        let Placed { ready, name, path, front, queues, allowed, restricted, made, shown } = self;
+        let Placed { ready, name, path, front, queues, allowed, reach, restricted, made, shown } =
+            self;
         let handle = served.handle();
         let for_control = handle.clone();
         let commands =
@@ -304,6 +319,7 @@ impl Placed {
             front,
             queues,
             allowed,
+            reach,
             served,
             disk,
             made,

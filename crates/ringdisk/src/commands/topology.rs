@@ -11,7 +11,7 @@ use crate::commands::output::json;
 use crate::control::client::{ANSWER, Client, Patience};
 use crate::control::protocol::Command;
 use crate::report::Failure;
-use crate::terminal::{Results, ended};
+use crate::terminal::{Results, ended, visible_lines};
 use crate::{serve, topology};
 
 /// Prints it.
@@ -31,7 +31,7 @@ pub(crate) fn run(args: &TopologyArgs) -> Result<(), Failure> {
     } else {
         use std::io::Write as _;
         let text = value.get("text").and_then(Value::as_str).unwrap_or_default();
-        ended(writeln!(out, "{text}"))?;
+        ended(writeln!(out, "{}", visible_lines(text)))?;
     }
     out.finish()
 }

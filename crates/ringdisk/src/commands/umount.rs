@@ -55,12 +55,9 @@ pub(crate) fn run(args: &UmountArgs) -> Result<u8, Failure> {
         return Err(still_there(&mountpoint, args.timeout));
     }
     let Some(mut server) = server else { return Ok(Exit::Clean.code()) };
-    match server.wait_for_end(left(SAID), &Progress::new()) {
-        // With --force that is what was asked for.
-        Some(Err(failure)) if !(args.force && failure.code() == Exit::Forced.code()) => {
-            Err(failure)
-        }
-        Some(_) => Ok(Exit::Clean.code()),
+    match server.wait_for_end(left(SAID), args.force, &Progress::new()) {
+        Some(Err(failure)) => Err(failure),
+        Some(Ok(())) => Ok(Exit::Clean.code()),
         // Where the lock could not be had, it says nothing of the server.
         None => Err(still_there(&mountpoint, args.timeout)),
     }

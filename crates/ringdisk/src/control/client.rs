@@ -1,7 +1,7 @@
 //! The client's side: finds the server of a mount and asks it for one thing.
 //!
-//! Promises: nothing is sent to a socket of somebody else than the mount's owner or root; a server
-//! that sends rubbish or lines without end is an error; a server that takes long can be left at any
+//! Promises: nothing is sent to a socket of somebody else than the mount's owner or root; another user's server says nothing that counts
+//! as ours: no exit code; a server that sends rubbish or lines without end is an error; a server that takes long can be left at any
 //! time, which cancels what it does for us. Nothing that is served is touched, so a server that stands still keeps nobody waiting: what
 //! is mounted where is read from the mount table, and each of its answers has a limit; commands that take long by themselves
 //! have one for a server that is stopped.
@@ -59,6 +59,8 @@ pub(crate) struct Client {
     buffer: Vec<u8>,
     /// The server has promised to say how it ends.
     tells_end: bool,
+    /// The server is root's or our own user's.
+    is_trusted: bool,
     /// Of a mount; absolute, without symbolic links.
     pub(crate) mountpoint: Option<PathBuf>,
     /// As the user named it.
@@ -133,9 +135,11 @@ impl Client {
         // What we send fits into the socket's buffer; never for ever.
         let _ = stream.set_write_timeout(Some(limit));
         let server = socket_peercred(stream.as_fd()).ok();
+        let is_trusted =
+            server.is_some_and(|server| server.uid.is_root() || server.uid.as_raw() == user());
         let process = server.and_then(|server| pidfd_open(server.pid, PidfdFlags::empty()).ok());
         let (buffer, tells_end, shown) = (Vec::new(), false, shown.to_string());
-        Ok(Client { stream, process, buffer, tells_end, mountpoint, shown })
+        Ok(Client { stream, process, buffer, tells_end, is_trusted, mountpoint, shown })
     }
 
     /// Hears what the server says at first.
@@ -212,7 +216,7 @@ impl Client {
                     if let Some(hint) = hint {
                         failure = failure.hint(hint);
                     }
-                    return Err(failure.with_code(exit.unwrap_or(Exit::General.code()).max(1)));
+                    return Err(failure.with_code(self.code_of(exit)));
                 }
                 // The end of the connection follows.
                 Some(Reply::Greeting { .. } | Reply::Ended { .. }) => {}
@@ -225,6 +229,12 @@ impl Client {
                 return Err(self.late(limit));
             }
         }
+    }
+
+    /// The exit code of a failure that the server tells of. Scripts act upon codes, so another user's server has no say.
+    fn code_of(&self, said: Option<u8>) -> u8 {
+        let known = said.filter(|code| self.is_trusted && Exit::is_failure(*code));
+        known.unwrap_or(Exit::General.code())
     }
 
     /// Its number, where it can be seen.
@@ -240,12 +250,14 @@ impl Client {
 
     /// Waits until the server has ended, at most for `time`. `None`: it has not.
     ///
+    /// * `forced`: it was told to end while it is in use, so that is no failure.
     /// * `progress`: when it is cancelled, we leave.
     ///
     /// Errors (inside): how it said that it ended, with its exit code; or it was killed.
     pub(crate) fn wait_for_end(
         &mut self,
         time: Duration,
+        forced: bool,
         progress: &Progress,
     ) -> Option<Result<(), Failure>> {
         let end = Instant::now() + time;
@@ -270,8 +282,9 @@ impl Client {
         }
         Some(match said {
             Some((0, _)) => Ok(()),
+            Some((exit, _)) if forced && exit == Exit::Forced.code() => Ok(()),
             Some((exit, text)) => Err(Failure::new(Exit::General, text)
-                .with_code(exit)
+                .with_code(self.code_of(Some(exit)))
                 .context(format!("the server of '{}' has ended", self.shown))),
             None if self.tells_end => Err(Failure::new(
                 Exit::Halted,

@@ -215,9 +215,42 @@ fn directories(user: u32, runtime: Option<&Path>) -> Vec<PathBuf> {
     if user == 0 {
         all.push(Path::new("/run").join(DIRECTORY));
     }
-    all.push(PathBuf::from(format!("/tmp/ringdisk-{user}")));
+    all.push(Path::new(TEMPORARY).join(temporary(user)));
     all.dedup();
     all
+}
+
+/// Where everybody may make directories.
+const TEMPORARY: &str = "/tmp";
+
+/// The name of a user's directory there.
+fn temporary(user: u32) -> String {
+    format!("ringdisk-{user}")
+}
+
+/// A user's further directories in `root`: somebody else may have been the first to make the one with the plain name, so that the user's own
+/// has a name that nobody foresees. In the order of their names.
+fn further(root: &Path, user: u32) -> Vec<PathBuf> {
+    let beginning = format!("{}-", temporary(user));
+    let Ok(entries) = fs::read_dir(root) else { return Vec::new() };
+    let is_ours = |path: &PathBuf| {
+        let meta = fs::symlink_metadata(path);
+        meta.is_ok_and(|meta| meta.is_dir() && meta.uid() == user && meta.mode() & 0o077 == 0)
+    };
+    let names = entries.flatten().filter(|entry| {
+        entry.file_name().to_str().is_some_and(|name| name.starts_with(&beginning))
+    });
+    let mut all: Vec<PathBuf> = names.map(|entry| entry.path()).filter(is_ours).collect();
+    all.sort();
+    all
+}
+
+/// Makes a further directory in `root`.
+fn make_further(root: &Path, user: u32) -> io::Result<PathBuf> {
+    let beginning = format!("{}-", temporary(user));
+    let ours = Permissions::from_mode(0o700);
+    let made = tempfile::Builder::new().prefix(&beginning).permissions(ours).tempdir_in(root)?;
+    Ok(made.keep())
 }
 
 fn runtime_directory() -> Option<PathBuf> {
@@ -228,6 +261,7 @@ fn runtime_directory() -> Option<PathBuf> {
 pub(crate) fn candidates(name: &str, owner: u32) -> Vec<PathBuf> {
     let runtime = runtime_directory();
     let mut all = directories(owner, runtime.as_deref());
+    all.extend(further(Path::new(TEMPORARY), owner));
     all.iter_mut().for_each(|directory| directory.push(name));
     all
 }
@@ -242,13 +276,28 @@ pub(crate) fn listen(name: &str) -> io::Result<Listening> {
     let directories = directories(user(), runtime.as_deref());
     let end = Instant::now() + DYING;
     loop {
-        match listen_in(&directories, name) {
+        match listen_somewhere(&directories, Path::new(TEMPORARY), name) {
             Err(error) if error.kind() == io::ErrorKind::AddrInUse && Instant::now() < end => {
                 std::thread::sleep(LOOK);
             }
             result => return result,
         }
     }
+}
+
+/// Makes the socket in one of `directories`, or in a further one in `root`.
+fn listen_somewhere(directories: &[PathBuf], root: &Path, name: &str) -> io::Result<Listening> {
+    let why = match listen_in(directories, name) {
+        Err(error) if error.kind() != io::ErrorKind::AddrInUse => error,
+        done => return done,
+    };
+    let mut further = further(root, user());
+    if further.is_empty() {
+        // The first reason tells more.
+        let Ok(made) = make_further(root, user()) else { return Err(why) };
+        further.push(made);
+    }
+    listen_in(&further, name).map_err(|_| why)
 }
 
 fn listen_in(directories: &[PathBuf], name: &str) -> io::Result<Listening> {
@@ -477,6 +526,28 @@ mod tests {
         assert!(good.join("mount-0-77.sock").exists());
         assert!(listen_in(&all[..3], NAME).is_err());
         drop(listening);
+    }
+
+    #[test]
+    fn somebody_who_takes_the_directory_first_does_not_take_the_control_socket_away() {
+        let directory = scratch();
+        let root = directory.path();
+        // Others may look into it: it may as well be theirs.
+        let taken = root.join(temporary(user()));
+        fs::create_dir(&taken).expect("mkdir");
+        fs::set_permissions(&taken, Permissions::from_mode(0o755)).expect("chmod");
+        fs::create_dir(root.join(format!("{}-open", temporary(user())))).expect("mkdir");
+        let places = [taken.clone()];
+        let first = listen_somewhere(&places, root, NAME).expect("listens");
+        let further = further(root, user());
+        let [place] = further.as_slice() else { panic!("{further:?}") };
+        assert!(connect_now(&place.join(NAME)).is_ok());
+        // The next one uses it, too.
+        let second = listen_somewhere(&places, root, "mount-0-78.sock").expect("listens");
+        assert!(connect_now(&place.join("mount-0-78.sock")).is_ok());
+        drop((first, second));
+        assert_eq!(fs::read_dir(place).expect("there").count(), 0);
+        assert_eq!(fs::read_dir(&taken).expect("there").count(), 0);
     }
 
     #[test]

@@ -9,13 +9,15 @@
 //! server: {"ended": {"exit": 12, "desc": "…"}}                     at last, to whoever is connected and waits for nothing else
 //! ```
 //!
-//! Promises: pure; whatever the bytes are, they become a command or an error that says why not.
+//! Promises: pure; what a server says for people has no control character that a terminal would obey, unless it is part of a result
+//! ([`Reply::Done`]), where whoever shows it sees to that; whatever the bytes are, they become a command or an error that says why not.
 //! Unknown commands and unknown arguments are errors, never ignored.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use crate::report::{Exit, Failure};
+use crate::terminal::visible;
 
 /// Version of what is said here; changes when an older client would misunderstand.
 pub(crate) const VERSION: u32 = 1;
@@ -304,7 +306,7 @@ impl Reply {
         }
         if let Some(ended) = value.get("ended") {
             let exit = ended.get("exit")?.as_u64()?.try_into().ok()?;
-            let text = ended.get("desc").and_then(Value::as_str).unwrap_or_default().to_owned();
+            let text = visible(ended.get("desc").and_then(Value::as_str).unwrap_or_default());
             return Some(Reply::Ended { exit, text });
         }
         if let Some(value) = value.get("return") {
@@ -315,7 +317,7 @@ impl Reply {
             return Some(Reply::Progress { done: number("done")?, total: number("total")? });
         }
         let error = value.get("error")?;
-        let text = |key| error.get(key).and_then(Value::as_str).map(str::to_owned);
+        let text = |key| error.get(key).and_then(Value::as_str).map(visible);
         Some(Reply::Refused {
             text: text("desc")?,
             hint: text("hint"),

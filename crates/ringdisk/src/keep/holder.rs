@@ -104,6 +104,8 @@ struct Holder {
     /// Where the mount was asked for. What the serving process says of it counts only for that place: it reads what others wrote, and
     /// is in a sandbox, which this one is not.
     mountpoint: Option<PathBuf>,
+    /// What was there at first.
+    before: Before,
     pidfile_path: Option<PathBuf>,
     pidfile: Option<Pidfile>,
     background: Option<Background>,
@@ -156,7 +158,8 @@ pub(crate) fn run(
         signals: Signals::watch().map_err(|error| cannot(&error))?,
         manager: Notify::from_environment(),
         parked: Vec::new(),
-        mountpoint: mountpoint::resolve(mountpoint).ok(),
+        mountpoint: mountpoint::place(mountpoint).ok(),
+        before: Before::of(mountpoint),
         pidfile_path,
         pidfile: None,
         background,
@@ -169,7 +172,6 @@ pub(crate) fn run(
         served: Duration::ZERO,
         restarts: VecDeque::new(),
     };
-    let before = Before::of(mountpoint);
     loop {
         let (socket, mut child) = match holder.spawn(&directory) {
             Ok(started) => started,
@@ -207,7 +209,7 @@ pub(crate) fn run(
                 let was_ready = holder.is_ready;
                 holder.end_mount(false);
                 if !was_ready {
-                    before.restore();
+                    holder.before.restore();
                 }
                 return Err(Failure::new(Exit::Halted, what)
                     .hint("look at what it said before it died, then mount the image again"));
@@ -438,6 +440,8 @@ impl Holder {
             }
             drop(devices);
             drop(mount);
+            // What the serving process says of the file that was there before does not count.
+            let made = made.filter(|_| !self.before.was_there());
             drop(made.map(|id| MadeFile::adopt(&terms.mountpoint, id)));
         }
         if let Some(alive) = alive {
@@ -457,6 +461,7 @@ mod tests {
             manager: Notify::from_environment(),
             parked: vec![(String::from("x"), tempfile::tempfile().expect("file").into())],
             mountpoint: None,
+            before: Before::of(Path::new("/nowhere")),
             pidfile_path: None,
             pidfile: None,
             background: None,

@@ -1,7 +1,8 @@
 //! What somebody outside of a sandbox does for the process inside.
 //!
 //! Promises: told before the process enters, and no more after that; each duty names one mount, one file or one socket, and whoever has
-//! taken the process over can ask for these only. A file is removed if its name still leads to it.
+//! taken the process over can ask for these only. A file is removed if its name still leads to it. What belongs to a number is taken hold of
+//! when the duties are told ([`Held`]): the number of a connection, a mount or a file is another one's later.
 //!
 //! Messages to the one who does it: first, one each, the mount, the files and the sockets, then the word that this was all: a letter, and
 //! fields between zero bytes. Then orders: a letter and, for a file or a socket, its name.
@@ -15,7 +16,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use ringdisk_fuse::ErrorKind;
-use ringdisk_fuse::mount::{self, Unmount};
+use ringdisk_fuse::mount::{self, Abort, Unmount};
 use rustix::fs::{AtFlags, Mode, OFlags, StatxFlags, makedev, statx};
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect as connect_to, socket_with,
@@ -57,6 +58,19 @@ pub(crate) struct Duties {
     pub(crate) files: Vec<Named>,
     /// Sockets of front ends that listen.
     pub(crate) fronts: Vec<PathBuf>,
+}
+
+/// What the numbers of the duties meant when they were told.
+#[derive(Debug, Default)]
+pub(super) struct Held {
+    /// The mount, for who uses it.
+    place: Option<Place>,
+    /// Aborts the mount's connection.
+    abort: Option<Abort>,
+    /// Descriptors of the files. While they are open no other file gets the number of one of these: an order may be carried out when the
+    /// process that gave it is gone, and the next one has the name.
+    #[allow(dead_code, reason = "open files are what it is for")]
+    pins: Vec<Option<OwnedFd>>,
 }
 
 /// The users of a mount in one message.
@@ -107,15 +121,11 @@ impl Duties {
         mount.chain(files).chain(fronts).chain([vec![ALL]]).collect()
     }
 
-    /// The mount, for who uses it.
-    pub(super) fn place(&self) -> Option<Place> {
-        self.mount.as_ref().map(|(mountpoint, connection)| Place::of(mountpoint, *connection))
-    }
-
-    /// Descriptors of the files. While they are open no other file gets the number of one of these: an order may be carried out when the
-    /// process that gave it is gone, and the next one has the name.
-    pub(super) fn pins(&self) -> Vec<Option<OwnedFd>> {
-        self.files.iter().map(|(path, id)| pin(path, *id)).collect()
+    /// Takes hold of what is meant, while it is there.
+    pub(super) fn hold(&self) -> Held {
+        let place = self.mount.as_ref().map(|(path, number)| Place::of(path, *number));
+        let abort = self.mount.as_ref().and_then(|(path, number)| mount::abort_of(path, *number));
+        Held { place, abort, pins: self.files.iter().map(|(path, id)| pin(path, *id)).collect() }
     }
 
     /// Takes one of these. Returns whether it was the last one; `None`: not one of ours.
@@ -141,18 +151,20 @@ impl Duties {
 
     /// Does what an order asks for.
     ///
-    /// * `place`: the mount, as it was when the duties were told.
-    pub(super) fn carry_out(&self, order: &[u8], place: Option<&Place>) -> Answer {
+    /// * `held`: as the duties were told.
+    pub(super) fn carry_out(&self, order: &[u8], held: &Held) -> Answer {
         let Some((what, name)) = order.split_first() else { return Answer::refused() };
         let name = Path::new(OsStr::from_bytes(name));
+        let abort = || held.abort.as_ref().is_some_and(Abort::abort);
         match (*what, &self.mount) {
             (NORMAL, Some(mount)) => unmount(mount, Unmount::Normal),
             (LAZY, Some(mount)) => unmount(mount, Unmount::Lazy),
-            (FORCE, Some(mount)) => unmount(mount, Unmount::Force),
-            (ABORT, Some((_, connection))) => {
-                Answer::new(if mount::abort(*connection) { DONE } else { REFUSED }, "")
+            (FORCE, Some(mount)) => {
+                abort();
+                unmount(mount, Unmount::Force)
             }
-            (USERS, _) => place.map_or_else(Answer::refused, users),
+            (ABORT, Some(_)) => Answer::new(if abort() { DONE } else { REFUSED }, ""),
+            (USERS, _) => held.place.as_ref().map_or_else(Answer::refused, users),
             (UNLINK, _) => {
                 let file = self.files.iter().find(|(path, _)| path == name);
                 file.map_or_else(Answer::refused, |(path, id)| unlink(path, *id))
@@ -251,13 +263,13 @@ mod tests {
         fs::write(path("other"), "").expect("write");
         for name in ["told", "replaced", "other"] {
             let message = [b"R", path(name).as_os_str().as_bytes()].concat();
-            let answer = duties.carry_out(&message, None).kind;
+            let answer = duties.carry_out(&message, &Held::default()).kind;
             assert_eq!(answer, if name == "other" { REFUSED } else { DONE }, "{name}");
         }
         let left = ["told", "replaced", "other"].map(|name| path(name).exists());
         assert_eq!(left, [false, true, true]);
         for message in [&b"N"[..], b"L", b"F", b"A", b"", b"X", b"R", b"C", b"U"] {
-            assert_eq!(duties.carry_out(message, None).kind, REFUSED);
+            assert_eq!(duties.carry_out(message, &Held::default()).kind, REFUSED);
         }
     }
 
@@ -275,13 +287,13 @@ mod tests {
         for _ in 0..20 {
             drop(UnixListener::bind(&path).expect("bind"));
             let duties = Duties { files: vec![(path.clone(), id(&path))], ..Duties::default() };
-            let pins = duties.pins();
-            assert!(pins.iter().all(Option::is_some));
+            let held = duties.hold();
+            assert!(held.pins.iter().all(Option::is_some));
             fs::remove_file(&path).expect("remove");
             drop(UnixListener::bind(&path).expect("bind"));
-            assert_eq!(duties.carry_out(&order, None).kind, DONE);
+            assert_eq!(duties.carry_out(&order, &held).kind, DONE);
             assert!(path.exists(), "the file of another process is gone");
-            drop(pins);
+            drop(held);
             fs::remove_file(&path).expect("remove");
         }
     }
@@ -292,9 +304,10 @@ mod tests {
         let path = |name: &str| directory.path().join(name);
         let listeners = ["told", "other"].map(|name| UnixListener::bind(path(name)).expect("bind"));
         let duties = Duties { fronts: vec![path("told"), path("gone")], ..Duties::default() };
+        let held = duties.hold();
         let connect = |name: &str| {
             let answer =
-                duties.carry_out(&[b"C", path(name).as_os_str().as_bytes()].concat(), None);
+                duties.carry_out(&[b"C", path(name).as_os_str().as_bytes()].concat(), &held);
             (answer.kind, answer.fd.is_some())
         };
         assert_eq!(connect("told"), (DONE, true));

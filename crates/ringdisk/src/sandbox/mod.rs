@@ -6,6 +6,7 @@
 //! [`images`] is what any server of images needs; a command adds its own and calls [`enter`] when all that takes more has been done.
 
 mod duties;
+mod reach;
 pub(crate) mod warden;
 
 use std::ffi::OsStr;
@@ -27,6 +28,8 @@ use crate::report::{Exit, Failure};
 use crate::terminal;
 use crate::users::Users;
 pub(crate) use duties::{Duties, Named, pin};
+pub(crate) use reach::Reach;
+use reach::is_whole_system;
 use warden::Warden;
 
 /// The process that does what this one may not.
@@ -50,13 +53,22 @@ pub(crate) fn plan(word: SandboxWord) -> Plan {
 /// What serving a disk takes: its images, and where a command may put another one.
 ///
 /// * `more`: names of files and directories that the command line allows images to lead to.
-pub(crate) fn images(mut plan: Plan, word: SandboxWord, disk: &Disk, more: &[PathBuf]) -> Plan {
+/// * `told_within`: of a disk that another process handed over, files and names of which count only there.
+pub(crate) fn images(
+    mut plan: Plan,
+    word: SandboxWord,
+    disk: &Disk,
+    more: &[PathBuf],
+    told_within: Option<&Reach>,
+) -> Plan {
     let layers = disk.layers();
     // Written to by a commit, whatever they are open for now.
     let writes = !disk.is_read_only();
     for layer in &layers {
         for storage in [layer.file(), layer.data_storage()].into_iter().flatten() {
-            if let Some(file) = by_descriptor(storage) {
+            // That it is open says nothing: the process before may have opened anything of the system to read.
+            let is_had = |file: &PathBuf| told_within.is_none_or(|reach| reach.has_open(file));
+            if let Some(file) = by_descriptor(storage).filter(is_had) {
                 plan = if writes { plan.read_write(file) } else { plan.read(file) };
             }
         }
@@ -73,7 +85,9 @@ pub(crate) fn images(mut plan: Plan, word: SandboxWord, disk: &Disk, more: &[Pat
     // Where backing files may lie by the rules of names, and the overlay of a `ringdisk ctl snapshot`.
     for (depth, layer) in layers.iter().enumerate() {
         let is_file = layer.file().is_some_and(|file| file.kind() == Kind::Regular);
-        let Some(directory) = directory_of(layer.name()).filter(|_| is_file) else { continue };
+        let directory = directory_of(layer.name()).filter(|_| is_file);
+        let is_had = |directory: &PathBuf| told_within.is_none_or(|reach| reach.has(directory));
+        let Some(directory) = directory.filter(is_had) else { continue };
         plan = match depth == 0 && writes && word != SandboxWord::Strict {
             true => plan.write_below(directory),
             false => plan.read_below(directory),
@@ -94,8 +108,7 @@ fn by_descriptor(storage: &Storage) -> Option<PathBuf> {
 fn directory_of(image: &Path) -> Option<PathBuf> {
     let image = fs::canonicalize(image).ok()?;
     let directory = image.parent()?;
-    let is_whole_system = directory == Path::new("/") || directory.starts_with("/dev");
-    (!is_whole_system).then(|| directory.to_owned())
+    (!is_whole_system(directory)).then(|| directory.to_owned())
 }
 
 /// A socket of the service manager with an abstract name is outside; so are the programs that a backtrace names.
@@ -114,6 +127,12 @@ fn surroundings(plan: Plan) -> Plan {
 /// Errors: something is missing that is insisted on.
 pub(crate) fn check(word: SandboxWord) -> Result<(), Failure> {
     if is_wanted(word) { plan(word).check().map_err(cannot) } else { Ok(()) }
+}
+
+/// Whether a process with this option has been confined in its files, so that what it says may be somebody else's word. Not where this machine
+/// cannot do that: then its commands could put images anywhere, and did as they were told.
+pub(crate) fn confines_files(word: SandboxWord) -> bool {
+    is_wanted(word) && plan(word).insist(true).check().is_ok()
 }
 
 /// Enters, with all threads, and says so. Gives what is in force, in words. All rings are restricted by then.

@@ -205,25 +205,19 @@ pub(crate) fn run() -> u8 {
     }
     let socket = rustix::stdio::stdin();
     let mut message = vec![0; MESSAGE_BYTES_MAX];
-    let (mut duties, mut is_complete) = (Duties::default(), false);
-    let mut place = None;
-    let mut pins = Vec::new();
+    let mut duties = Duties::default();
+    let mut held = None;
     loop {
         let len = match receive(socket, &mut message) {
             Ok((0, _)) | Err(_) => return 0,
             Ok((len, _)) => len,
         };
-        if is_complete {
-            if reply(socket, &duties.carry_out(&message[..len], place.as_ref())).is_err() {
+        if let Some(held) = &held {
+            if reply(socket, &duties.carry_out(&message[..len], held)).is_err() {
                 return 0;
             }
         } else if let Some(was_last) = duties.take(&message[..len]) {
-            is_complete = was_last;
-            // Its number is known only as long as it is in the tree.
-            place = if was_last { duties.place() } else { None };
-            if was_last {
-                pins.extend(duties.pins());
-            }
+            held = was_last.then(|| duties.hold());
         } else {
             return 1;
         }

@@ -14,7 +14,7 @@ use rustix::process::{PidfdFlags, pidfd_open};
 
 use super::link::Refusal;
 use super::{ASK, GO, READY, STEP, Shown, is_trusted, link};
-use crate::control::place::{candidates, name_for_successor, user};
+use crate::control::place::{candidates, connect_now, name_for_successor, user};
 use crate::report::{Exit, Failure};
 
 /// The old process flushes its disk while the guest still works, and then stands still for as long as it allows itself (`ringdisk_vhost`,
@@ -79,7 +79,8 @@ pub(crate) fn ask(path: &Path, shown: &Shown) -> Result<(Parcel, Offer), Failure
 /// Connects to the first process that listens and is to be believed.
 fn connect(places: &[PathBuf], is_trusted: fn(&UnixStream) -> bool) -> Option<UnixStream> {
     places.iter().find_map(|place| {
-        let stream = UnixStream::connect(place).ok()?;
+        // Without waiting: somebody else may have a name that is looked at, and listen to nobody.
+        let stream = connect_now(place).ok()?;
         if is_trusted(&stream) {
             return Some(stream);
         }

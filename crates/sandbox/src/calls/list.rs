@@ -125,7 +125,6 @@ pub(super) const ALLOWED: &[i64] = &[
     c::SYS_unlinkat,
     c::SYS_getcwd,
     c::SYS_chdir,
-    c::SYS_fchmod,
     c::SYS_umask,
     // Sockets that are there: of the control socket's clients, of the service manager, of a front end.
     c::SYS_accept4,
@@ -138,7 +137,6 @@ pub(super) const ALLOWED: &[i64] = &[
     c::SYS_setsockopt,
     c::SYS_getsockname,
     c::SYS_getpeername,
-    c::SYS_socketpair,
     // The process that removes what we may not, at the end.
     c::SYS_wait4,
     c::SYS_waitid,
@@ -208,6 +206,24 @@ pub(super) const VHOST_IOCTLS: [u64; 18] = [
     0x4004_e804, // RINGDISK_VBLK_STOP
     0x4004_e805, // RINGDISK_VBLK_SET_CACHE
     0xc0c8_e806, // RINGDISK_VBLK_STATS
+];
+
+/// Commands of fcntl(2): descriptors, their flags (F_SETFL is a rule of its own), locks, sizes of pipes, seals. None that makes the kernel
+/// send signals: F_SETOWN names any process, and F_SETSIG any signal. Numbers: asm-generic/fcntl.h, linux/fcntl.h.
+pub(super) const FCNTLS: [u64; 13] = [
+    0,    // F_DUPFD
+    1,    // F_GETFD
+    2,    // F_SETFD
+    3,    // F_GETFL
+    5,    // F_GETLK
+    6,    // F_SETLK
+    36,   // F_OFD_GETLK
+    37,   // F_OFD_SETLK
+    1030, // F_DUPFD_CLOEXEC
+    1031, // F_SETPIPE_SZ
+    1032, // F_GETPIPE_SZ
+    1033, // F_ADD_SEALS
+    1034, // F_GET_SEALS
 ];
 
 /// Commands of prctl(2): names of threads and of memory, and where the vDSO is (rustix asks when it first looks at a clock).

@@ -5,7 +5,9 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+use rustix::io::{Errno, ReadWriteFlags, preadv2, pwritev2};
+use rustix::net::{RecvFlags, SendFlags, recv, send};
 
 use crate::session::Refusal;
 
@@ -32,11 +34,16 @@ pub(super) fn save(fd: BorrowedFd<'_>, write_cache: bool) -> Result<StateTransfe
     let mut bytes = [0; STATE_BYTES];
     bytes[..MAGIC.len()].copy_from_slice(&MAGIC);
     bytes[MAGIC.len()] = u8::from(write_cache);
-    wait(fd, PollFlags::OUT, Instant::now() + PATIENCE)?;
-    // A pipe that can be written at all takes so few bytes whole.
-    match rustix::io::write(fd, &bytes)? {
-        STATE_BYTES => Ok(StateTransfer::Saved),
-        _ => Err("the state was taken in part only".into()),
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        wait(fd, PollFlags::OUT, deadline)?;
+        // A pipe that can be written at all takes so few bytes whole.
+        match write_now(fd, &bytes) {
+            Ok(STATE_BYTES) => return Ok(StateTransfer::Saved),
+            Ok(_) => return Err("the state was taken in part only".into()),
+            Err(Errno::INTR | Errno::AGAIN) => {}
+            Err(errno) => return Err(errno.into()),
+        }
     }
 }
 
@@ -49,7 +56,7 @@ pub(super) fn load(fd: BorrowedFd<'_>) -> Result<bool, Refusal> {
     let (mut bytes, mut len) = ([0; STATE_BYTES + 1], 0);
     while len < bytes.len() {
         wait(fd, PollFlags::IN, deadline)?;
-        match rustix::io::read(fd, &mut bytes[len..]) {
+        match read_now(fd, &mut bytes[len..]) {
             Ok(0) => break,
             Ok(n) => len += n,
             Err(Errno::INTR | Errno::AGAIN) => {}
@@ -62,6 +69,50 @@ pub(super) fn load(fd: BorrowedFd<'_>) -> Result<bool, Refusal> {
     } else {
         Err("this is no state of a ringdisk device".into())
     }
+}
+
+/// Position of a file that is read on where it stands.
+const HERE: u64 = u64::MAX;
+
+/// Reads what there is and never waits, though a poll may have told of bytes that are gone (the front end reads its own pipe) or too few for
+/// the socket's SO_RCVLOWAT.
+///
+/// Errors: EAGAIN when there is nothing.
+fn read_now(fd: BorrowedFd<'_>, into: &mut [u8]) -> Result<usize, Errno> {
+    match recv(fd, &mut *into, RecvFlags::DONTWAIT) {
+        Ok((len, _)) => return Ok(len),
+        Err(Errno::NOTSOCK) => {}
+        Err(errno) => return Err(errno),
+    }
+    let mut parts = [std::io::IoSliceMut::new(into)];
+    match preadv2(fd, &mut parts, HERE, ReadWriteFlags::NOWAIT) {
+        Err(Errno::OPNOTSUPP) => {
+            without_waiting(fd)?;
+            rustix::io::read(fd, into)
+        }
+        read => read,
+    }
+}
+
+/// As [`read_now`].
+fn write_now(fd: BorrowedFd<'_>, bytes: &[u8]) -> Result<usize, Errno> {
+    match send(fd, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
+        Err(Errno::NOTSOCK) => {}
+        sent => return sent,
+    }
+    match pwritev2(fd, &[std::io::IoSlice::new(bytes)], HERE, ReadWriteFlags::NOWAIT) {
+        Err(Errno::OPNOTSUPP) => {
+            without_waiting(fd)?;
+            rustix::io::write(fd, bytes)
+        }
+        written => written,
+    }
+}
+
+/// For pipes before Linux 6.5, and files, which do not wait for anybody: the flag of the description, which a front end that means harm can
+/// take back.
+fn without_waiting(fd: BorrowedFd<'_>) -> Result<(), Errno> {
+    fcntl_setfl(fd, fcntl_getfl(fd)? | OFlags::NONBLOCK)
 }
 
 fn wait(fd: BorrowedFd<'_>, flags: PollFlags, deadline: Instant) -> Result<(), Refusal> {
@@ -80,16 +131,31 @@ fn wait(fd: BorrowedFd<'_>, flags: PollFlags, deadline: Instant) -> Result<(), R
 
 #[cfg(test)]
 mod tests {
-    use super::{load, save};
-    use std::os::fd::AsFd;
+    use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+    use std::os::unix::net::UnixStream;
+    use std::process::Command;
+    use std::time::Instant;
+
+    use super::{PATIENCE, load, read_now, save, write_now};
+    use rustix::io::Errno;
+
+    fn pipe() -> (OwnedFd, OwnedFd) {
+        rustix::pipe::pipe().expect("a pipe")
+    }
+
+    fn sockets() -> (OwnedFd, OwnedFd) {
+        let (one, other) = UnixStream::pair().expect("sockets");
+        (one.into(), other.into())
+    }
 
     #[test]
     fn what_was_saved_is_loaded_and_anything_else_is_refused() {
         for cache in [false, true] {
-            let (reader, writer) = rustix::pipe::pipe().unwrap();
-            save(writer.as_fd(), cache).unwrap();
-            drop(writer);
-            assert_eq!(load(reader.as_fd()), Ok(cache));
+            for (reader, writer) in [pipe(), sockets()] {
+                save(writer.as_fd(), cache).unwrap();
+                drop(writer);
+                assert_eq!(load(reader.as_fd()), Ok(cache));
+            }
         }
         for wrong in [
             &b""[..],
@@ -98,10 +164,51 @@ mod tests {
             b"rdblk\0\0\x02\x01",
             b"rdblk\0\0\x01\x01x",
         ] {
-            let (reader, writer) = rustix::pipe::pipe().unwrap();
+            let (reader, writer) = pipe();
             rustix::io::write(&writer, wrong).unwrap();
             drop(writer);
             assert!(load(reader.as_fd()).is_err(), "{wrong:?}");
         }
+    }
+
+    #[test]
+    fn a_file_has_a_state_too() {
+        let file = tempfile::tempfile().expect("a file");
+        save(file.as_fd(), true).unwrap();
+        rustix::fs::seek(&file, rustix::fs::SeekFrom::Start(0)).expect("seek");
+        assert_eq!(load(file.as_fd()), Ok(true));
+    }
+
+    /// What a poll has told may be gone when it is read.
+    #[test]
+    fn nothing_waits_for_a_front_end_that_does_not_give() {
+        for (reader, writer) in [pipe(), sockets()] {
+            assert_eq!(read_now(reader.as_fd(), &mut [0]), Err(Errno::AGAIN));
+            let room = |fd: BorrowedFd<'_>| loop {
+                match write_now(fd, &[0; 512]) {
+                    Ok(_) => {}
+                    Err(errno) => break errno,
+                }
+            };
+            assert_eq!(room(writer.as_fd()), Errno::AGAIN);
+            // The description is the front end's, too.
+            assert!(
+                !rustix::fs::fcntl_getfl(&reader).unwrap().contains(rustix::fs::OFlags::NONBLOCK)
+            );
+        }
+    }
+
+    /// A poll says that there are bytes, and a read that may wait would wait for as many as the front end likes.
+    #[test]
+    fn a_socket_that_wants_more_bytes_than_there_are_is_given_up() {
+        let (reader, writer) = sockets();
+        let wish = "import socket; s = socket.socket(fileno=0); s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 4096)";
+        let mut python = Command::new("python3");
+        python.args(["-c", wish]).stdin(reader.try_clone().expect("a descriptor"));
+        assert!(python.status().expect("python3 (tests/tally needs it, too)").success());
+        rustix::io::write(&writer, b"rd").unwrap();
+        let begun = Instant::now();
+        assert!(load(reader.as_fd()).is_err());
+        assert!(begun.elapsed() < 2 * PATIENCE);
     }
 }

@@ -35,21 +35,28 @@ impl Control {
         for pending in held {
             pending.wait(self.is_patient())?;
         }
-        let running: Vec<u16> = (0..self.config.queues).filter(|i| self.runs(*i)).collect();
-        for index in running {
-            if !self.move_ring(&memory, index)? {
-                let base = self.take_off_thread(index)?;
-                self.rings[usize::from(index)].suspended_at = Some(base);
-            }
-        }
-        self.show_memory(&memory)?;
+        let shown = self.show_memory_to_rings(&memory);
+        // Those that can go on do, whatever became of others.
         for thread in &self.threads {
             thread.ask(|worker| worker.release_all()).wait(self.is_patient())?;
         }
+        shown?;
         self.memory = memory;
         self.wake_suspended();
         self.reconsider_kernel();
         Ok(())
+    }
+
+    /// Moves virtqueues that are held to another memory; those that are not in it are taken off their threads.
+    fn show_memory_to_rings(&mut self, memory: &Arc<Memory>) -> Result<(), Refusal> {
+        let running: Vec<u16> = (0..self.config.queues).filter(|i| self.runs(*i)).collect();
+        for index in running {
+            if !self.move_ring(memory, index)? {
+                let base = self.take_off_thread(index)?;
+                self.rings[usize::from(index)].suspended_at = Some(base);
+            }
+        }
+        self.show_memory(memory)
     }
 
     pub(super) fn runs(&self, index: u16) -> bool {

@@ -333,6 +333,8 @@ impl Session {
         len: usize,
     ) -> Result<Option<Reply>, Fault> {
         self.check_inflight(asked)?;
+        // What they note goes into the area that they were started with, which would be lost with the process.
+        self.check_at_rest()?;
         let area = backend.get_inflight(asked.num_queues, asked.queue_size)?;
         let answer = Inflight { mmap_size: area.size, mmap_offset: area.offset, ..*asked };
         Ok(Some(Reply::new(number, &answer.as_bytes()[..len]).with_fd(area.fd)))
@@ -346,11 +348,17 @@ impl Session {
     ) -> Result<(), Fault> {
         self.check_inflight(inflight)?;
         check_range("area", inflight.mmap_size, inflight.mmap_offset)?;
+        self.check_at_rest()?;
+        let area = InflightArea { fd, size: inflight.mmap_size, offset: inflight.mmap_offset };
+        backend.set_inflight(area, inflight.num_queues, inflight.queue_size)?;
+        Ok(())
+    }
+
+    /// No virtqueue runs.
+    fn check_at_rest(&self) -> Result<(), Fault> {
         if self.running() > 0 {
             return Err("virtqueues run".to_owned().into());
         }
-        let area = InflightArea { fd, size: inflight.mmap_size, offset: inflight.mmap_offset };
-        backend.set_inflight(area, inflight.num_queues, inflight.queue_size)?;
         Ok(())
     }
 
@@ -370,9 +378,7 @@ impl Session {
         if state.phase != 0 {
             return Err(format!("phase {} is not known", state.phase).into());
         }
-        if self.running() > 0 {
-            return Err("virtqueues run".to_owned().into());
-        }
+        self.check_at_rest()?;
         match state.direction {
             0 => Ok(StateDirection::Save),
             1 => Ok(StateDirection::Load),

@@ -139,14 +139,18 @@ impl Worker {
         Ok(())
     }
 
-    /// Drains a virtqueue and serves it no more. Gives its base; 0 when it does not run here.
-    ///
-    /// All that a process before us had taken is taken again first: the base says that it was, and nobody would ask for it any more.
-    pub(crate) async fn stop(&self, index: u16) -> u32 {
-        let Some(vring) = self.vring(index) else { return 0 };
+    /// Waits until all that a process before us had taken is taken again: the base of a virtqueue says that it was, so nobody would ask for it
+    /// any more once the virtqueue has been taken off this thread.
+    async fn catch_up(&self, vring: &Vring) {
         while !self.device.needs_reset() && vring.is_behind() {
             self.ring.sleep(SETTLE_LOOK).await;
         }
+    }
+
+    /// Drains a virtqueue and serves it no more. Gives its base; 0 when it does not run here.
+    pub(crate) async fn stop(&self, index: u16) -> u32 {
+        let Some(vring) = self.vring(index) else { return 0 };
+        self.catch_up(&vring).await;
         vring.hold(&self.ring).await;
         self.vrings.borrow_mut().retain(|other| !Rc::ptr_eq(other, &vring));
         let logs = vring.logs();
@@ -157,10 +161,11 @@ impl Worker {
         base
     }
 
-    /// Takes no more requests, and waits until none is in flight.
+    /// Takes no more requests, and waits until none is in flight, not even one that a process before us had taken.
     pub(crate) async fn hold_all(&self) {
         let vrings = self.vrings.borrow().clone();
         for vring in vrings {
+            self.catch_up(&vring).await;
             vring.hold(&self.ring).await;
         }
     }

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ringdisk_disk::Disk;
+use ringdisk_disk::{Disk, Format};
 use ringdisk_fuse::mount::{Unmount, mountpoint, table, unmount};
 
 use crate::cli::{MountArgs, MountPaths, StopTimeout};
@@ -19,10 +19,10 @@ use crate::keep::{self, State};
 use crate::made::Fresh;
 use crate::new_image::NewImage;
 use crate::report::{Exit, Failure};
-use crate::sandbox;
+use crate::sandbox::{self, Reach};
 use crate::serve::Options;
 use crate::signals::Watcher;
-use crate::terminal::{self, shell_word};
+use crate::terminal::{self, shell_word, visible};
 
 /// How long the image of a process that was killed may stay locked: its storage has that long to take what is in flight.
 pub(super) const FREE: Duration = Duration::from_secs(60);
@@ -60,7 +60,7 @@ impl<'a> Plan<'a> {
     /// Errors: a mountpoint that cannot be used, whether it is there or not.
     pub(super) fn new(args: &'a MountArgs, paths: MountPaths) -> Result<Plan<'a>, Failure> {
         let mountpoint_shown = paths.mountpoint.display().to_string();
-        let mut mountpoint = mountpoint::resolve(&paths.mountpoint)
+        let mut mountpoint = mountpoint::place(&paths.mountpoint)
             .map_err(|error| no_directory(&paths.mountpoint).unwrap_or_else(|| error.into()))?;
         // What is mounted there is not looked at: its server may stand still.
         let is_new = table::at(&mountpoint)?.is_none()
@@ -85,7 +85,7 @@ impl<'a> Plan<'a> {
         state: &State,
     ) -> Result<Plan<'a>, Failure> {
         let kept = state.terms().mountpoint;
-        if mountpoint::resolve(&paths.mountpoint).is_ok_and(|asked| asked != kept) {
+        if mountpoint::place(&paths.mountpoint).is_ok_and(|asked| asked != kept) {
             return Err(Failure::new(
                 Exit::Mountpoint,
                 format!(
@@ -102,7 +102,7 @@ impl<'a> Plan<'a> {
         Ok(Plan {
             args,
             image: ImagePlan {
-                top: state.top(),
+                top: checked_top(args, paths.image.as_deref(), state)?,
                 made_format: state.format(),
                 window: state.window,
                 protect_raw: state.protect_raw,
@@ -186,7 +186,7 @@ impl<'a> Plan<'a> {
     ) -> ringdisk_sandbox::Plan {
         let args = self.args;
         let plan = sandbox::plan(args.sandbox.word);
-        let mut plan = sandbox::images(plan, args.sandbox.word, disk, &args.disk.allow_path);
+        let mut plan = sandbox::images(plan, args.sandbox.word, disk, &args.disk.allow_path, None);
         if let Some(directory) = control.and_then(Path::parent) {
             // Locked while the socket goes.
             plan = plan.list(directory);
@@ -228,6 +228,32 @@ impl<'a> Plan<'a> {
         let what = self.image.describe(disk);
         format!("{what} is served as {}", self.mountpoint_shown)
     }
+}
+
+/// The image that a command has put on top, as the process before this one says. It was confined, and this one is not yet: what it may not
+/// have opened is not opened for it.
+///
+/// Errors: an image from elsewhere.
+fn checked_top(
+    args: &MountArgs,
+    image: Option<&Path>,
+    state: &State,
+) -> Result<Option<(PathBuf, Format)>, Failure> {
+    let Some((top, format)) = state.top() else { return Ok(None) };
+    let images = image.into_iter().chain(args.disk.overlay.as_deref());
+    if !sandbox::confines_files(args.sandbox.word)
+        || Reach::of(images, &args.disk.allow_path).has(&top)
+    {
+        return Ok(Some((top, format)));
+    }
+    let what = format!(
+        "the process that served the mount before names '{}' as the image on top, which is not beside the image of the command line, \
+         nor where --allow-path allows, or is gone",
+        visible(&top.display().to_string())
+    );
+    Err(Failure::new(Exit::Permission, what).hint(
+        "if a `ringdisk ctl snapshot` of yours put it there, name its directory with --allow-path",
+    ))
 }
 
 /// How long a stop waits for users; `None`: as long as they take.

@@ -37,7 +37,8 @@ pub(super) fn enter(
         plan = plan.list(directory);
     }
     for disk in disks {
-        plan = sandbox::images(plan, word, &disk.disk, &disk.allowed);
+        let told_within = taken.then_some(&disk.reach);
+        plan = sandbox::images(plan, word, &disk.disk, &disk.allowed, told_within);
     }
     files.extend(pidfile.and_then(Pidfile::identity));
     let fronts = disks.iter().filter_map(|disk| disk.front.clone()).collect();

@@ -99,8 +99,9 @@ fn prepare(plan: Plan<'_>) -> Result<Waiting, Failure> {
         format!("{} is served {}", plan.image.describe(prepared.disk()), plan.place.shown());
     let queues = vhost::queues(plan.args);
     let allowed = plan.args.source.allow_path.clone();
+    let reach = plan.reach();
     let (path, shown) = (Some(path), plan.shown);
     let placed =
-        Placed { ready, name, path, front, queues, allowed, restricted, made: None, shown };
+        Placed { ready, name, path, front, queues, allowed, reach, restricted, made: None, shown };
     Ok(Waiting { placed, makes: plan.args.place.vhost_user_blk.is_some(), prepared, offer })
 }
