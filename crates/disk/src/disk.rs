@@ -41,6 +41,8 @@ pub struct Disk {
     pub(crate) is_busy: AtomicBool,
     /// The kernel has a descriptor of the image.
     pub(crate) is_lent: AtomicBool,
+    /// A duplicate of the descriptor that the kernel has, for its locks.
+    pub(crate) lent: std::sync::Mutex<Option<std::os::fd::OwnedFd>>,
     /// Device number of the file system that shows the disk as a file; 0: none.
     pub(crate) shown_on: AtomicU64,
     /// Held while the length of a lent file is asked and noted.
@@ -130,6 +132,7 @@ impl Disk {
             turns: Gate::default(),
             is_busy: AtomicBool::new(false),
             is_lent: AtomicBool::new(false),
+            lent: std::sync::Mutex::default(),
             shown_on: AtomicU64::new(0),
             following: Gate::default(),
             watchers: Arc::default(),
@@ -279,6 +282,7 @@ impl Disk {
 
     /// Calls `callback` with the image that is about to become the top one, while no request is in flight and before any goes to it.
     /// What it shows is what the former top shows. Only the first call counts.
+    /// A commit that would put an image there which is another one by its name is refused from then on.
     pub fn watch_top(&self, callback: impl Fn(&Layer) + Send + Sync + 'static) {
         self.top_watch.set(Box::new(callback));
     }
@@ -288,6 +292,11 @@ impl Disk {
     #[inline]
     pub(crate) async fn enter(&self) -> Pass<'_> {
         self.gateway.enter().await
+    }
+
+    /// Whether a change has the disk for itself at this moment, so that every request waits for it.
+    pub fn is_held_by_a_change(&self) -> bool {
+        self.gateway.is_closed_alone()
     }
 
     /// The graph in place, for names and numbers.

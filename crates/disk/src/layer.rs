@@ -65,6 +65,8 @@ pub struct Layer {
     pub(crate) directory: Option<PathBuf>,
     pub(crate) data_name: Option<PathBuf>,
     pub(crate) full_backing_name: Option<String>,
+    /// The image names a backing file that was not opened (`"backing": null` of a `json:` name).
+    pub(crate) without_backing: bool,
     /// The image file holds much less than its length: preallocated, so what the image calls data
     /// may be a hole of the file.
     pub(crate) sparse: bool,
@@ -96,6 +98,7 @@ impl Layer {
             directory: None,
             data_name: None,
             full_backing_name: None,
+            without_backing: false,
             sparse: false,
         }
     }
@@ -137,6 +140,19 @@ impl Layer {
     /// Name of the external data file, seen from where the user is.
     pub fn data_name(&self) -> Option<&Path> {
         self.data_name.as_deref()
+    }
+
+    /// Why whoever opens the image by its name and format alone would find other content than it has here. `None`: the same.
+    pub(crate) fn differs_by_its_name(&self) -> Option<&'static str> {
+        match &self.node {
+            Node::Raw(raw) if raw.offset != 0 || raw.fixed_size => {
+                Some("it is a part of a file, and its name means the whole file")
+            }
+            Node::Qcow2(_) if self.without_backing => {
+                Some("it was opened without the backing file that it names")
+            }
+            Node::Null(_) | Node::Raw(_) | Node::Qcow2(_) => None,
+        }
     }
 
     /// Name of the file that [`BlockStatus::offset`](crate::BlockStatus::offset) belongs to.

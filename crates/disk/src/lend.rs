@@ -4,9 +4,9 @@
 //! not seen here, so each operation that depends on the length of the file asks for it first ([`Disk::follow_length`]), and the disk
 //! takes what the file has. The length is never set to make the file longer: that would cut off what the kernel has appended since.
 
-use std::os::fd::OwnedFd;
-use std::sync::Arc;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, MutexGuard, PoisonError};
 
 use ringdisk_ring::{Errno, Ring};
 use ringdisk_storage::{Kind, Preallocation};
@@ -16,7 +16,9 @@ use crate::options::DetectZeroes;
 use crate::{Cache, Disk, Error, ErrorKind, Progress};
 
 impl Disk {
-    /// A descriptor through which the kernel may read and write the disk without us. From now on no overlay is put above the image.
+    /// A descriptor through which the kernel may read and write the disk without us. From now on no overlay is put above the image. It keeps
+    /// the image locked until [`Disk::end_loan`], or until the kernel has closed the last file of a client: clients go on with it when
+    /// this process is gone.
     ///
     /// Errors: `Unsupported` with the reason when the file is not the disk as it is, or an option asks for more than the kernel does;
     /// those of opening the file once more.
@@ -48,11 +50,26 @@ impl Disk {
             .storage
             .plain_descriptor()
             .map_err(|errno| Error::os("cannot open the image once more", errno))?;
+        let Some(lent) = lent else { return refuse("the image is not a regular file") };
+        let kept = lent.try_clone().map_err(|error| {
+            let errno = Errno::from_io_error(&error).unwrap_or(Errno::MFILE);
+            Error::os("cannot duplicate the descriptor of the image", errno)
+        })?;
+        *self.loan() = Some(kept);
         self.is_lent.store(true, Ordering::Release);
-        match lent {
-            Some(fd) => Ok(fd),
-            None => refuse("the image is not a regular file"),
+        Ok(lent)
+    }
+
+    /// No client has a file of the kernel's any more: the image is locked for us alone.
+    pub fn end_loan(&self) {
+        let Some(lent) = self.loan().take() else { return };
+        if let Node::Raw(raw) = &self.graph().top().node {
+            raw.storage.unlock_plain(lent.as_fd());
         }
+    }
+
+    fn loan(&self) -> MutexGuard<'_, Option<OwnedFd>> {
+        self.lent.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether the kernel may be reading and writing the image itself.

@@ -59,6 +59,11 @@ type TopCallback = Box<dyn Fn(&Layer) + Send + Sync>;
 pub(crate) struct TopWatch(OnceLock<TopCallback>);
 
 impl TopWatch {
+    /// Whether somebody hears of it.
+    pub(crate) fn is_set(&self) -> bool {
+        self.0.get().is_some()
+    }
+
     pub(crate) fn set(&self, callback: TopCallback) {
         let _ = self.0.set(callback);
     }

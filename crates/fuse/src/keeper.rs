@@ -251,6 +251,8 @@ impl Keeper {
 
     fn wait(&mut self) -> End {
         let mut draining = None;
+        // When a change of the disk was last seen to keep all requests waiting.
+        let mut held: Option<Instant> = None;
         loop {
             let looks = self.look_until.is_some_and(|end| Instant::now() < end);
             let pause = self.io_timeout.map(|limit| (limit / 4).max(Duration::from_millis(1)));
@@ -301,10 +303,15 @@ impl Keeper {
                 }
                 Err(RecvTimeoutError::Timeout) => {}
             }
-            if let Some(limit) = self.io_timeout
-                && self.oldest().is_some_and(|age| age > limit)
-            {
-                return End::Halted(HaltReason::Timeout(limit));
+            if let Some(limit) = self.io_timeout {
+                if self.disk.is_held_by_a_change() {
+                    held = Some(Instant::now());
+                }
+                // Requests that waited for a change have not been with the storage.
+                let is_late = |age| age > limit && held.is_none_or(|held| held.elapsed() > limit);
+                if self.oldest().is_some_and(is_late) {
+                    return End::Halted(HaltReason::Timeout(limit));
+                }
             }
             if let Some(end) = draining.and_then(|draining| self.drained(draining)) {
                 return end;
@@ -418,6 +425,8 @@ impl Keeper {
 
     fn finish(&mut self, end: End, runtime: Option<Runtime>) -> Result<(), HaltReason> {
         let mut result = Ok(());
+        // With --passthrough clients that have open files go on writing to the image, which stays locked for them.
+        let is_unused = matches!(end, End::Stopped | End::Unmounted | End::Aborted(0));
         let keeps_disk = matches!(end, End::Discarded);
         let drained = match end {
             End::Discarded => {
@@ -473,6 +482,9 @@ impl Keeper {
         }
         if keeps_disk {
             return result;
+        }
+        if is_unused {
+            self.disk.end_loan();
         }
         let limit = if drained { LAST_FLUSH } else { LAST_FLUSH_STUCK };
         match self.last_flush(limit, drained, runtime) {

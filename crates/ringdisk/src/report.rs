@@ -97,7 +97,7 @@ pub(crate) const MEANINGS: [(Exit, &str, &str); 15] = [
     (
         Exit::Storage,
         "storage",
-        "Storage below the image did not answer in time, so requests ended with errors, or the last flush failed, or an image could not be written to the end: recent writes may not be on stable storage. For ctl stop and umount: the server has ended so.",
+        "Storage below the image did not answer in time, so requests ended with errors, or the last flush failed, or an image could not be written to the end: recent writes may not be on stable storage. Or there is no room for what the command writes (a full file system, a quota); the image is as it was. For ctl stop and umount: the server has ended so.",
     ),
     (
         Exit::Forced,
@@ -143,6 +143,7 @@ impl Failure {
 
     /// From an error with all of its causes.
     pub(crate) fn caused(exit: Exit, error: &(dyn StdError + 'static)) -> Failure {
+        let exit = if exit == Exit::Image && is_full(error) { Exit::Storage } else { exit };
         Failure::new(exit, chain(error))
     }
 
@@ -153,6 +154,7 @@ impl Failure {
         let exit = match error.kind() {
             io::ErrorKind::PermissionDenied => Exit::Permission,
             _ if matches!(error.raw_os_error(), Some(EMFILE | ENFILE)) => Exit::Limit,
+            _ if matches!(error.raw_os_error(), Some(ENOSPC | EDQUOT)) => Exit::Storage,
             _ => otherwise,
         };
         Failure::new(exit, format!("{}: {}", doing.into(), words(error)))
@@ -211,6 +213,24 @@ impl Failure {
 
 const EMFILE: i32 = 24;
 const ENFILE: i32 = 23;
+const ENOSPC: i32 = 28;
+const EDQUOT: i32 = 122;
+
+/// Whether there was no room for what was to be written: nothing is wrong with the image then.
+fn is_full(error: &(dyn StdError + 'static)) -> bool {
+    let mut next = Some(error);
+    while let Some(cause) = next {
+        let errno = match cause.downcast_ref::<ringdisk_disk::Error>() {
+            Some(error) => error.errno().map(|errno| errno.raw_os_error()),
+            None => cause.downcast_ref::<io::Error>().and_then(io::Error::raw_os_error),
+        };
+        if matches!(errno, Some(ENOSPC | EDQUOT)) {
+            return true;
+        }
+        next = cause.source();
+    }
+    false
+}
 
 /// The system's words without the `(os error N)` that the standard library adds.
 pub(crate) fn words(error: &io::Error) -> String {

@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 use common::tools::{Ran, names, qemu_img, ringdisk};
 use common::{MIB, program, serve};
 use ringdisk_testkit::images::{self, assert_clean, pattern, piece};
-use ringdisk_testkit::limits::{mount_at, needs_root};
-use ringdisk_testkit::mount::{Mounted, scratch, text};
+use ringdisk_testkit::limits::{mount_at, needs_root, part_needs};
+use ringdisk_testkit::mount::{Loop, Mounted, scratch, text};
 use ringdisk_testkit::process::{Process, patient, until};
 use rustix::io::Errno;
 use rustix::process::Signal;
@@ -440,13 +440,18 @@ fn a_disk_is_not_put_below_itself() {
     // The mountpoint is allowed, as what lies beside it is.
     let at = directory.path().join("disk");
     fs::write(&at, "").expect("a mountpoint");
-    let disk = Mounted::start_at(&program(), &[text(&top)], &at);
+    let disk = Mounted::start_at(&program(), &["--allow-path", "/dev", text(&top)], &at);
     ctl(&disk, &["backing", "-F", "raw", disk.text()]).ends(3).says("this very disk");
     // An image that lies over it.
     let over = directory.path().join("over.qcow2");
     let words = ["create", "-q", "-f", "qcow2", "-b", disk.text(), "-F", "raw", text(&over), "4M"];
     qemu_img(Path::new("/"), &words).ok();
     ctl(&disk, &["backing", "-F", "qcow2", text(&over)]).ends(3).says("this very disk");
+    if part_needs("loop devices", Path::new("/dev/loop-control").exists()) {
+        let looped = Loop::attach(disk.path(), &[]).expect("a loop device");
+        let refused = ctl(&disk, &["backing", "-F", "raw", text(looped.device())]);
+        refused.ends(3).says("this very disk");
+    }
     assert_pattern(disk.path(), 7, 0, 4 * MIB);
     assert_eq!(disk.stop().code(), Some(0));
     let info = qemu_img(Path::new("/"), &["info", text(&top)]).ok();

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
 use common::confined::assert_confined;
-use common::serving::{Daemon, Place, load, locked_while, options, stats};
+use common::serving::{Daemon, Place, ctl, judge, load, locked_while, options, stats};
 use ringdisk_testkit::limits::is_root;
 use ringdisk_testkit::model::{BaseRule, FrontEnd, Load, Request, Vm, ask, bits, words};
 use ringdisk_testkit::mount::text;
@@ -244,6 +244,25 @@ fn a_migration_that_fails_leaves_the_disk_at_its_source() {
         both.source.stop(&[&both.place.socket]);
         both.place.judge(&mut both.load);
     }
+}
+
+/// The destination has opened the image that was on top then. It lies below an overlay now, which whoever writes to it would damage.
+#[test]
+fn a_disk_that_got_an_overlay_since_does_not_move_without_it() {
+    let mut both = quiet("qcow2", false);
+    ctl(&both.place.socket, &["snapshot", text(&both.place.path("overlay.qcow2"))]).ok();
+    both.exercise();
+    both.log();
+    let bases = both.stop();
+    let incoming = both.place.path("incoming");
+    // It waits for the locks, and then gives up.
+    assert!(Vm::start(FrontEnd::connect(&incoming), options(false)).is_err(), "an older disk");
+    start_again(&mut both, &bases).expect("the disk is ours again");
+    both.exercise();
+    both.destination.stop(&[&incoming]);
+    both.source.stop(&[&both.place.socket]);
+    let image = both.place.path("overlay.qcow2");
+    judge(&image, "qcow2", &mut both.load);
 }
 
 #[test]

@@ -13,10 +13,11 @@ use common::tools::ringdisk;
 use common::{MIB, mount, open, refused, sample, serve, serve_raw};
 use ringdisk_testkit::images::{pattern, piece, raw};
 use ringdisk_testkit::limits::{needs, needs_root};
-use ringdisk_testkit::mount::{Mounted, scratch, text};
-use ringdisk_testkit::process::until;
+use ringdisk_testkit::mount::{Mounted, STOP, scratch, text};
+use ringdisk_testkit::process::{command, run, until};
 use rustix::fs::{AtFlags, CWD, FallocateFlags, SeekFrom, StatxFlags, fallocate, seek, statx};
 use rustix::io::Errno;
+use rustix::process::Signal;
 
 const LEN: u64 = 4 * MIB;
 const BYTES: usize = 4 << 20;
@@ -160,6 +161,43 @@ fn an_image_on_a_fuse_mount_cannot_be_passed_through() {
         &mountpoint,
     );
     common::assert_refused(&second, &["no passthrough", "stacked"]);
+}
+
+/// Clients go on with the image when its server is gone: nobody else may write to it until they have closed it.
+#[test]
+fn an_image_stays_locked_as_long_as_clients_have_it_open() {
+    if !can() {
+        return;
+    }
+    for is_killed in [false, true] {
+        let (directory, image) = common::raw_image(LEN, 1);
+        let mut disk = serve(&image, &["--passthrough", "-f", "raw"]);
+        let file = open(disk.path());
+        file.write_all_at(&[2; 4096], 0).expect("write");
+        let writer = || {
+            let write = ["-f", "raw", "-c", "write -q -P 9 0 4k", text(&image)];
+            run(command(&[&["qemu-io"], &write[..]].concat())).code()
+        };
+        if is_killed {
+            disk.process().signal(Signal::KILL);
+        } else {
+            ringdisk(directory.path(), &["ctl", disk.text(), "stop", "--force"]).ok();
+        }
+        assert!(disk.process().wait(STOP).is_some());
+        drop(disk);
+        assert_ne!(writer(), Some(0), "two write to the image");
+        file.write_all_at(&[3; 4096], 0).expect("the kernel goes on");
+        assert_eq!(piece(&image, 0, 1), [3]);
+        drop(file);
+        assert!(until(Duration::from_secs(10), || (writer() == Some(0)).then_some(())).is_some());
+    }
+    // After a clean end it is free at once.
+    let (_directory, image) = common::raw_image(LEN, 1);
+    for _ in 0..10 {
+        let disk = serve(&image, &["--passthrough", "-f", "raw"]);
+        assert_eq!(piece(disk.path(), 0, 100), pattern(1, 0, 100));
+        assert_eq!(disk.stop().code(), Some(0));
+    }
 }
 
 #[test]

@@ -54,6 +54,11 @@ impl Storage {
         changed
     }
 
+    /// Whether it has this lock. Storage that is no file has any.
+    pub fn has_lock(&self, lock: Lock) -> bool {
+        self.file().is_none_or(|file| file.held().is(lock, file.read_only))
+    }
+
     /// Whether nobody is in the way of a lock at this moment. Takes nothing, so it disturbs nobody who is about to lock.
     pub fn may_lock(&self, lock: Lock) -> bool {
         self.file().is_none_or(|file| lock::is_free(file.borrow(), lock, file.read_only))

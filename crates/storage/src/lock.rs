@@ -75,6 +75,11 @@ pub(crate) struct Held {
 }
 
 impl Held {
+    /// Whether it is what this lock takes.
+    pub(crate) fn is(self, lock: Lock, read_only: bool) -> bool {
+        (self.used, self.unshared) == request(lock, read_only)
+    }
+
     /// Takes the same for another descriptor of the file, without a look at others.
     pub(crate) fn copy_to(self, fd: BorrowedFd<'_>) {
         let _ = take(fd, self.used, self.unshared);

@@ -2,7 +2,7 @@
 //!
 //! Dispatch is a match, so a file costs no indirection.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
 use ringdisk_ring::{Errno, Fd, IoBuf, Ring};
@@ -156,16 +156,27 @@ impl Storage {
         }
     }
 
-    /// The same file opened once more through its descriptor, without O_DIRECT and without a lock of its own; for reading only where
-    /// this storage is. `None`: not a regular file.
+    /// The same file opened once more through its descriptor, without O_DIRECT; for reading only where this storage is. It has the locks that
+    /// this storage has now, until [`Storage::unlock_plain`] or until whoever has got it, such as the kernel for open files of clients, has
+    /// closed it: to a look for the locks of others it is another user, so the lock of this storage does not change meanwhile. `None`: not a
+    /// regular file.
     ///
     /// Errors: those of open(2); `/proc` is needed.
     pub fn plain_descriptor(&self) -> Result<Option<OwnedFd>, Errno> {
         match &self.0 {
             Inner::File(file) if file.kind == Kind::Regular => {
-                open::open_buffered(file.borrow(), file.read_only).map(Some)
+                let plain = open::open_buffered(file.borrow(), file.read_only)?;
+                file.held().copy_to(plain.as_fd());
+                Ok(Some(plain))
             }
             _ => Ok(None),
+        }
+    }
+
+    /// Takes the locks of a [`Storage::plain_descriptor`] away: nobody uses it any more, though it may be open for a moment still.
+    pub fn unlock_plain(&self, plain: BorrowedFd<'_>) {
+        if let Inner::File(file) = &self.0 {
+            file.held().release(plain);
         }
     }
 

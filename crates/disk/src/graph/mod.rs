@@ -214,6 +214,11 @@ impl Gateway {
         self.shards.try_enter(own_shard())
     }
 
+    /// Whether a change has begun to work, and no request is in flight.
+    pub(crate) fn is_closed_alone(&self) -> bool {
+        self.shards.is_closed_alone()
+    }
+
     /// Tells `callback` of changes from now on; only the first one.
     pub(crate) fn watch(&self, callback: ChangeCallback) {
         self.change_watch.set(callback);

@@ -35,6 +35,8 @@ pub(crate) struct Shards<T> {
     shards: Box<[Shard<T>]>,
     /// A change is under way. Read by every request and written by changes only.
     closing: AtomicBool,
+    /// The change has every copy. For those who look on; nothing depends on the moment.
+    alone: AtomicBool,
     waiting: Mutex<Waiting>,
 }
 
@@ -69,6 +71,7 @@ impl<T: Clone> Shards<T> {
         Shards {
             shards: (0..count.max(1)).map(|_| Shard(RwLock::new(value.clone()))).collect(),
             closing: AtomicBool::new(false),
+            alone: AtomicBool::new(false),
             waiting: Mutex::new(Waiting::default()),
         }
     }
@@ -86,6 +89,11 @@ impl<T> Shards<T> {
         }
         let guard = try_read(&self.shards[shard].0)?;
         Some(Pass { guard, _leave: Leave(self) })
+    }
+
+    /// Whether a change has every copy for itself.
+    pub(crate) fn is_closed_alone(&self) -> bool {
+        self.alone.load(Ordering::SeqCst)
     }
 
     /// Lets a request in; waits while a change is under way. A request enters once: a second time while it
@@ -130,6 +138,7 @@ impl<T> Closed<'_, T> {
                 None => return Poll::Pending,
             }
         }
+        self.shards.alone.store(true, Ordering::SeqCst);
         Poll::Ready(())
     }
 
@@ -151,6 +160,7 @@ impl<T: Clone> Closed<'_, T> {
 
 impl<T> Drop for Closed<'_, T> {
     fn drop(&mut self) {
+        self.shards.alone.store(false, Ordering::SeqCst);
         // The copies first: a request that is woken finds its copy free.
         self.held.clear();
         let requests = {

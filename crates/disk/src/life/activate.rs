@@ -90,12 +90,15 @@ impl Disk {
             // The locks were kept, and what the other process did on this host is in the page cache.
             State::Quiet => {}
             State::Inactive => {
-                let storages = graph.storages();
                 let lock = lock_of(self.options());
-                let _wanted = Wanted::new(&storages);
+                let mut storages = graph.storages();
+                let all = storages.clone();
+                // Those below may have been kept locked.
+                storages.retain(|storage| !storage.has_lock(lock));
+                let _wanted = Wanted::new(&all);
                 lock_all(ring, &storages, lock, Lock::Inactive, patience).await?;
                 taken.0.clone_from(&storages);
-                for storage in storages {
+                for storage in all {
                     storage.catch_up(ring).await.map_err(|errno| {
                         Error::os(format!("cannot read '{}' anew", storage.name()), errno)
                     })?;

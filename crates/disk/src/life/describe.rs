@@ -40,6 +40,8 @@ pub(crate) struct AboutLayer {
     pub(crate) directory: Option<PathBuf>,
     pub(crate) data_name: Option<PathBuf>,
     pub(crate) full_backing_name: Option<String>,
+    /// As [`crate::layer::Layer::without_backing`]; a process that knows nothing of it says nothing.
+    pub(crate) without_backing: bool,
     pub(crate) writable: bool,
     /// The image file first, then the data file. Each: what [`ringdisk_storage::Storage::identity`] says, and whether it is open for
     /// reading only.
@@ -126,6 +128,7 @@ impl AboutLayer {
             "directory": self.directory.as_deref().map(path_to_json),
             "data-name": self.data_name.as_deref().map(path_to_json),
             "full-backing-name": self.full_backing_name,
+            "without-backing": self.without_backing,
             "writable": self.writable,
             "files": files,
         })
@@ -145,6 +148,7 @@ impl AboutLayer {
             directory: fields.path("directory")?,
             data_name: fields.path("data-name")?,
             full_backing_name: fields.text("full-backing-name")?,
+            without_backing: fields.get("without-backing") == &Value::Bool(true),
             writable: fields.flag("writable")?,
             files: files.collect::<Result<_, _>>()?,
         })
@@ -268,6 +272,7 @@ mod tests {
             directory: Some(PathBuf::from("/ä")),
             data_name: Some(PathBuf::from("d")),
             full_backing_name: Some("b".to_owned()),
+            without_backing: true,
             writable: true,
             files: vec![((1, 2), false), ((1, 3), false)],
         };

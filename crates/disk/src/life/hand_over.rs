@@ -103,6 +103,7 @@ fn about(layer: &Layer) -> Result<AboutLayer, Error> {
         directory: layer.directory.clone(),
         data_name: layer.data_name.clone(),
         full_backing_name: layer.full_backing_name.clone(),
+        without_backing: layer.without_backing,
         writable: layer.is_writable,
         files: files.collect::<Result<_, Error>>()?,
     })

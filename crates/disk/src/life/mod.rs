@@ -42,7 +42,7 @@ impl Disk {
     }
 
     /// Gives the images away, to a process that waits for them with [`Disk::activate`]: waits for the requests in flight, puts all
-    /// that was written and all that is kept in memory on stable storage, and gives up the locks. Later requests fail with EBUSY.
+    /// that was written and all that is kept in memory on stable storage, and gives up the locks of what it may write. Later requests fail with EBUSY.
     /// Does nothing when that is so already.
     ///
     /// Errors: those of the storage, and `Busy` during a commit or while a write that was given up may still land: the disk is as it
@@ -64,7 +64,13 @@ impl Disk {
             }
             let mut drained = disk.gateway().drain(&ring, turn).await;
             quieten(&ring, &mut drained, State::Inactive).await?;
-            give_back(&drained.graph().storages(), Lock::Inactive);
+            // Those below stay locked for reading, which is in nobody's way who has the same chain. Who would write to one of them knows nothing
+            // of what was put above it since, and is refused.
+            let written = |(index, layer): &(usize, &Arc<Layer>)| *index == 0 || layer.is_writable;
+            let layers = &drained.graph().layers;
+            let written = layers.iter().enumerate().filter(written);
+            let given: Vec<_> = written.flat_map(|(_, layer)| layer.storages()).cloned().collect();
+            give_back(&given, Lock::Inactive);
             Ok(())
         };
         self.detached(ring, change).await

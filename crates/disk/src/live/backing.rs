@@ -11,6 +11,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use ringdisk_ring::{Errno, Ring};
+use ringdisk_storage::{Kind, Storage};
+use rustix::fs::{AtFlags, CWD, StatxFlags, major, makedev, minor, statx};
 
 use super::copy::{all_of, buffer, equal, pieces};
 use super::{Busy, Tracker, check_lasting, offline_layer};
@@ -140,9 +142,11 @@ impl Disk {
     /// Errors: `Invalid` where one of the layers is the disk itself.
     fn check_others(&self, layers: &[Layer]) -> Result<(), Error> {
         let own = self.shown_on.load(Ordering::Acquire);
-        let is_own = |layer: &&Layer| {
-            own != 0 && layer.storages().any(|it| it.identity().is_some_and(|(on, _)| on == own))
+        let lies_on = |storage: &Storage| match storage.kind() {
+            Kind::BlockDevice => behind_loop_device(storage) == Some(own),
+            _ => storage.identity().is_some_and(|(on, _)| on == own),
         };
+        let is_own = |layer: &&Layer| own != 0 && layer.storages().any(|it| lies_on(it));
         let Some(layer) = layers.iter().find(is_own) else { return Ok(()) };
         let name = printable_path(layer.name());
         Err(Error::new(
@@ -152,6 +156,20 @@ impl Disk {
             ),
         ))
     }
+}
+
+/// The device number of the file system that the file of a loop device lies on. `None`: it is no loop device, or its file has no name here.
+fn behind_loop_device(device: &Storage) -> Option<u64> {
+    let (number, _) = device.identity()?;
+    let place = format!("/sys/dev/block/{}:{}", major(number), minor(number));
+    // Of a partition: beside it.
+    let file = ["loop/backing_file", "../loop/backing_file"]
+        .into_iter()
+        .find_map(|name| std::fs::read_to_string(format!("{place}/{name}")).ok())?;
+    // Its server, which may be us, is not asked.
+    let (quietly, nothing) = (AtFlags::STATX_DONT_SYNC, StatxFlags::empty());
+    let found = statx(CWD, file.trim_end_matches('\n'), quietly, nothing).ok()?;
+    Some(makedev(found.stx_dev_major, found.stx_dev_minor))
 }
 
 /// The same graph, with or without a note of what is changed.

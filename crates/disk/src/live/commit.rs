@@ -79,6 +79,7 @@ async fn run(
     let turn = disk.turns().enter().await;
     disk.check_free()?;
     check(&disk.graph(), options)?;
+    check_new_top(disk, options)?;
     lost::check_commit(&disk.graph().layers, options)?;
     // The turn keeps every other change away, so there is no new snapshot behind this.
     check_snapshots(ring, &disk.graph(), options).await?;
@@ -148,6 +149,25 @@ fn check(graph: &Graph, options: CommitOptions) -> Result<(), Error> {
         ));
     }
     check_sizes(graph, options)
+}
+
+/// Whoever hears of new top images ([`Disk::watch_top`]) opens them by their names later, and nobody else may find another disk then.
+///
+/// Errors: `Unsupported` for a base that is another image by its name.
+fn check_new_top(disk: &Disk, options: CommitOptions) -> Result<(), Error> {
+    let graph = disk.graph();
+    let base = &graph.layers[options.base];
+    match base.differs_by_its_name() {
+        Some(why) if options.top == 0 && disk.top_watch().is_set() => Err(Error::new(
+            ErrorKind::Unsupported,
+            format!(
+                "the base '{}' would be the image on top, which the next process of a kept mount opens by its name, and {why}; unmount \
+                 the disk and use `ringdisk commit`",
+                printable_path(base.name())
+            ),
+        )),
+        _ => Ok(()),
+    }
 }
 
 /// Whether the layers can be emptied, and the base be cut to the size of the disk. Looks at what is in memory only.

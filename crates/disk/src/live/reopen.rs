@@ -191,6 +191,7 @@ pub(crate) fn named_as(mut fresh: Layer, layer: &Layer) -> Layer {
     fresh.directory.clone_from(&layer.directory);
     fresh.data_name.clone_from(&layer.data_name);
     fresh.full_backing_name.clone_from(&layer.full_backing_name);
+    fresh.without_backing = layer.without_backing;
     fresh
 }
 

@@ -114,6 +114,7 @@ async fn open_layer(
     layer.directory.clone_from(&about.directory);
     layer.data_name.clone_from(&about.data_name);
     layer.full_backing_name.clone_from(&about.full_backing_name);
+    layer.without_backing = about.without_backing;
     Ok(layer)
 }
 

@@ -333,15 +333,12 @@ impl<'a> Opening<'a> {
             layer.protect();
         }
         layer.directory = candidate.directory.clone();
-        let below = match layer.qcow2() {
-            Some(image) if !candidate.without_backing => {
-                let info = image.info();
-                info.backing_file
-                    .as_deref()
-                    .map(|file| (file.to_vec(), info.backing_format.clone()))
-            }
-            _ => None,
-        };
+        let below = layer.qcow2().and_then(|image| {
+            let info = image.info();
+            info.backing_file.as_deref().map(|file| (file.to_vec(), info.backing_format.clone()))
+        });
+        layer.without_backing = candidate.without_backing && below.is_some();
+        let below = below.filter(|_| !candidate.without_backing);
         let mut next = None;
         if let Some((file, format)) = below {
             let context = || {

@@ -17,7 +17,7 @@ use rustix::io::Errno;
 
 use super::{Opening, identity_of, of_qcow2, of_storage, open_qcow2, qcow2_layer, storage_options};
 use crate::disk::Parts;
-use crate::layer::{Layer, Node};
+use crate::layer::Layer;
 use crate::name::printable_path;
 use crate::{Cache, Disk, Error, ErrorKind, Format, ImageOptions, Source};
 
@@ -213,10 +213,8 @@ pub(crate) fn over(layer: &Layer, path: &Path) -> Result<CreateOptions, Error> {
     if layer.directory.is_none() {
         return refuse("it has no name that the overlay could record");
     }
-    if let Node::Raw(raw) = &layer.node
-        && (raw.offset != 0 || raw.fixed_size)
-    {
-        return refuse("it is a part of a file, and the overlay would show the whole file");
+    if let Some(why) = layer.differs_by_its_name() {
+        return refuse(&format!("{why}, which is all that an overlay records"));
     }
     let absolute = crate::resolve::absolute(layer.name())
         .map_err(|errno| Error::os(format!("cannot find the directory of '{shown}'"), errno))?;

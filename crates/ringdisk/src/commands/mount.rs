@@ -323,15 +323,14 @@ fn park(
     created: Option<Format>,
 ) -> Result<(), Failure> {
     let state_file = kept.state_file();
-    disk.watch_top(move |top| {
-        // Only a qcow2 overlay, or the image below one, becomes the top one.
-        let format = top.format().unwrap_or(Format::Raw);
-        state_file.set_top(top.name(), format);
-    });
+    disk.watch_top(move |top| state_file.set_top(top));
     match served.take_parked() {
         Some(parked) if kept.resumed().is_none() => {
             let devices = parked.devices.len();
             let mut state = State::new(&parked.terms, devices, made.mountpoint_id(), created);
+            if let Some(top) = disk.layers().first() {
+                state = state.on(top);
+            }
             state.window = disk.window();
             state.protect_raw = disk.protects_raw();
             kept.park(&parked, state, alive)

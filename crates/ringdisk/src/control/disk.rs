@@ -247,7 +247,10 @@ impl DiskControl {
             (Some(file), None) => {
                 check_new_name(Path::new(file))?;
                 disk.add_overlay(ring, file, OverlayOptions::default()).await?;
-                let text = format!("Further writes go to '{}'.", visible(file));
+                let text = format!(
+                    "Further writes go to '{}': name that one when the disk is served again.",
+                    visible(file)
+                );
                 Ok(json!({ "file": file, "text": text }))
             }
             (None, Some(name)) => {

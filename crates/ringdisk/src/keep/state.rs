@@ -14,7 +14,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use ringdisk_disk::Format;
+use ringdisk_disk::{Format, Layer};
 use ringdisk_fuse::kept::{FileRecord, RECORD_BYTES, Terms};
 use ringdisk_fuse::negotiate::{Negotiated, Profile};
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -51,6 +51,10 @@ pub(crate) struct State {
     format: Option<String>,
     /// The image on top and its format, if a command has put another one there.
     top: Option<(Bytes, String)>,
+    /// What the files of the image on top are ([`files_of`]), so that another image that has its name by now is not taken for it. Empty: an
+    /// older ringdisk did not say.
+    #[serde(default)]
+    files: Vec<(u64, u64)>,
     /// The part of the disk that is served, if it is not all of it: first byte and length, bytes. The next process does not look for a
     /// partition again.
     #[serde(default)]
@@ -104,9 +108,20 @@ impl State {
             made,
             format: created.map(|format| format.name().to_owned()),
             top: None,
+            files: Vec::new(),
             window: None,
             protect_raw: false,
         }
+    }
+
+    /// With the image that is on top.
+    pub(crate) fn on(self, top: &Layer) -> State {
+        State { files: files_of(top), ..self }
+    }
+
+    /// Whether this is the image that was on top.
+    pub(crate) fn is_on(&self, top: &Layer) -> bool {
+        self.files.is_empty() || self.files == files_of(top)
     }
 
     /// What the mount was made with.
@@ -223,11 +238,16 @@ impl StateFile {
     }
 
     /// Another image is on top from now on.
-    pub(crate) fn set_top(&self, path: &Path, format: Format) {
+    pub(crate) fn set_top(&self, top: &Layer) {
+        // Only a qcow2 overlay, or the image below one, becomes the top one.
+        self.set_top_to(top.name(), top.format().unwrap_or(Format::Raw), files_of(top));
+    }
+
+    fn set_top_to(&self, path: &Path, format: Format, files: Vec<(u64, u64)>) {
         let Some(state) = self.state() else { return };
         let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
         let top = Some((Bytes::of(&path), format.name().to_owned()));
-        if let Err(failure) = self.write(State { top, ..state }) {
+        if let Err(failure) = self.write(State { top, files, ..state }) {
             tracing::error!(
                 "{}; after a crash the next process would open the former image",
                 failure.message()
@@ -246,6 +266,12 @@ impl StateFile {
     pub(crate) fn descriptor(&self) -> &File {
         &self.file
     }
+}
+
+/// Identities of the image file and its data file, as [`ringdisk_storage::Storage::identity`] says them.
+fn files_of(top: &Layer) -> Vec<(u64, u64)> {
+    let storages = [top.file(), top.data_storage()].into_iter().flatten();
+    storages.filter_map(|storage| storage.identity()).collect()
 }
 
 fn place_at(place: u64) -> u64 {
@@ -310,7 +336,7 @@ mod tests {
         let found = again(&file).expect("a state").state().expect("written");
         assert_eq!((&found, found.terms(), found.format()), (&state, terms(), Some(Format::Raw)));
         assert_eq!(found.top(), None);
-        file.set_top(Path::new("/a/b.qcow2"), Format::Qcow2);
+        file.set_top_to(Path::new("/a/b.qcow2"), Format::Qcow2, vec![(1, 2)]);
         let found = again(&file).expect("a state").state().expect("written");
         assert_eq!(found.top(), Some((PathBuf::from("/a/b.qcow2"), Format::Qcow2)));
         assert_eq!(found.terms(), terms());
@@ -320,7 +346,7 @@ mod tests {
     fn a_state_that_was_not_written_to_its_end_is_not_read() {
         let file = StateFile::make().expect("memory");
         file.write(State::new(&terms(), 3, None, None)).expect("room");
-        file.set_top(Path::new("/new"), Format::Qcow2);
+        file.set_top_to(Path::new("/new"), Format::Qcow2, Vec::new());
         // The second state lies in the first place.
         file.file.write_all_at(b"!", place_at(0) + HEAD_BYTES as u64 + 20).expect("tear");
         assert_eq!(again(&file).expect("the one before").state().expect("written").top(), None);

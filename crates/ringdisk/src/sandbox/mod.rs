@@ -105,7 +105,7 @@ fn by_descriptor(storage: &Storage) -> Option<PathBuf> {
 }
 
 /// The directory of an image; `None` for one that must not be opened as a whole.
-fn directory_of(image: &Path) -> Option<PathBuf> {
+pub(crate) fn directory_of(image: &Path) -> Option<PathBuf> {
     let image = fs::canonicalize(image).ok()?;
     let directory = image.parent()?;
     (!is_whole_system(directory)).then(|| directory.to_owned())

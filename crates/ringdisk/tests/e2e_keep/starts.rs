@@ -1,9 +1,10 @@
 //! Deaths and signals around a start: before the mount is ready, between two processes, again and again.
 
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use ringdisk_testkit::images::{pattern, piece};
+use ringdisk_testkit::images::{self, pattern, piece};
 use ringdisk_testkit::limits::{mount_at, needs_root};
 use ringdisk_testkit::mount::{Cleared, Mounted, STOP, scratch, text, wait_for_requests};
 use ringdisk_testkit::process::{Process, command, until};
@@ -70,6 +71,39 @@ fn an_image_that_is_gone_ends_the_mount_and_its_clients() {
     assert_eq!(made.end(), Some(3));
     let status = client.wait(STOP);
     assert!(status.is_some_and(|it| !it.success()), "{status:?} of a client: {}", client.output());
+}
+
+/// Clients have open files of the disk that was: they get errors, and no other disk.
+#[test]
+fn an_image_that_was_replaced_is_not_served_in_its_place() {
+    if !needs_root() {
+        return;
+    }
+    for is_overlay in [false, true] {
+        let (directory, image) = raw_image(MIB, 1);
+        let overlay = directory.path().join("overlay.qcow2");
+        let mut words = vec!["--format", "raw"];
+        if is_overlay {
+            words.extend(["--overlay", text(&overlay)]);
+        }
+        let made = Made::start(&[&words[..], &[text(&image)]].concat());
+        made.wait_until_ready();
+        if is_overlay {
+            std::fs::remove_file(&overlay).expect("remove");
+        } else {
+            let other = directory.path().join("other");
+            images::raw(&other, MIB, 2);
+            std::fs::rename(&other, &image).expect("rename");
+        }
+        let file = std::fs::File::open(&made.path).expect("open");
+        let server = child_of(made.process.pid()).expect("somebody serves");
+        kill(server, Signal::KILL);
+        let read = file.read_exact_at(&mut [0; 4096], 0);
+        assert!(read.is_err(), "another disk");
+        drop(file);
+        assert_eq!(made.end(), Some(3));
+        assert!(!overlay.exists());
+    }
 }
 
 #[test]

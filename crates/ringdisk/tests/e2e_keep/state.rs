@@ -87,6 +87,29 @@ fn an_overlay_that_a_command_put_on_top_stays_on_top() {
     qemu_io(&image, "qcow2", &steps);
 }
 
+/// It was an image's, with the part of the file that the `json:` name gave, and would be the whole file's.
+#[test]
+fn an_image_that_its_name_does_not_mean_does_not_come_on_top() {
+    if !(needs_root() && needs("qemu-img", has("qemu-img"))) {
+        return;
+    }
+    let directory = scratch();
+    let (base, top) = (directory.path().join("base.raw"), directory.path().join("top.qcow2"));
+    images::raw(&base, 3 * MIB, 1);
+    let name = format!(
+        r#"json:{{"driver":"raw","offset":1048576,"file":{{"driver":"file","filename":"{}"}}}}"#,
+        text(&base)
+    );
+    ok_words(&["qemu-img", "create", "-qf", "qcow2", "-b", &name, "-F", "raw", text(&top), "2M"]);
+    let disk = Kept::start(&["--format", "qcow2", text(&top)]);
+    let refused = run(command(&[&program(), "ctl", text(&disk.path()), "commit"]));
+    assert_eq!(refused.code(), Some(11), "{}", refused.output());
+    assert!(refused.stderr.contains("a part of a file"), "{}", refused.stderr);
+    disk.kill_server();
+    assert!(piece(&disk.path(), 0, 4096) == pattern(1, MIB, 4096));
+    disk.stop();
+}
+
 #[test]
 fn an_overlay_of_the_command_line_is_opened_again() {
     if !needs_root() {

@@ -23,6 +23,7 @@ fn change(shards: &Shards<u32>, inside: &AtomicUsize, next: u32) {
     let mut closed = shards.close();
     block_on(poll_fn(|context| closed.poll_alone(context)));
     assert_eq!(inside.load(Ordering::SeqCst), 0, "a request is in flight");
+    assert!(shards.is_closed_alone());
     closed.replace(&next);
 }
 

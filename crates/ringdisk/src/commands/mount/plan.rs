@@ -44,6 +44,8 @@ pub(super) struct Plan<'a> {
     pub(super) mountpoint_shown: String,
     pub(super) mountpoint: PathBuf,
     pub(super) pidfile: Option<PathBuf>,
+    /// Of a mount that is there: what the process before has left.
+    kept: Option<State>,
 }
 
 /// The image of a mount.
@@ -73,7 +75,7 @@ impl<'a> Plan<'a> {
         let pidfile = pidfile
             .map_err(|error| Failure::system("the name of the pid file", &error, Exit::General))?;
         let image = image_plan(args, paths.image);
-        Ok(Plan { args, image, mountpoint_shown, mountpoint, pidfile })
+        Ok(Plan { args, image, mountpoint_shown, mountpoint, pidfile, kept: None })
     }
 
     /// For a mount that is there: of a process that is gone.
@@ -99,6 +101,12 @@ impl<'a> Plan<'a> {
         let pidfile = args.pidfile.as_deref().map(std::path::absolute).transpose();
         let pidfile = pidfile
             .map_err(|error| Failure::system("the name of the pid file", &error, Exit::General))?;
+        let overlay = args.disk.overlay.as_deref().filter(|_| state.top().is_none());
+        // It would be made anew, empty.
+        if let Some(gone) = overlay.filter(|overlay| !overlay.exists()) {
+            let what = format!("the overlay '{}' of the mount is gone", gone.display());
+            return Err(Failure::new(Exit::Image, what));
+        }
         Ok(Plan {
             args,
             image: ImagePlan {
@@ -111,6 +119,7 @@ impl<'a> Plan<'a> {
             mountpoint_shown: paths.mountpoint.display().to_string(),
             mountpoint: kept,
             pidfile,
+            kept: Some(state.clone()),
         })
     }
 
@@ -131,7 +140,7 @@ impl<'a> Plan<'a> {
         loop {
             let failure = match self.open_disk(&Fresh::default(), None) {
                 Err(failure) if failure.exit == Exit::Locked => failure,
-                opened => return opened,
+                opened => return opened.and_then(|disk| self.check_same(disk)),
             };
             if let Some(signal) = watcher.stopped_by()
                 && stopped.get_or_insert_with(Instant::now).elapsed() > FREE_STOPPED
@@ -153,6 +162,25 @@ impl<'a> Plan<'a> {
             }
             std::thread::sleep(FREE_LOOK);
         }
+    }
+
+    /// The image that clients of a kept mount use is the one that was opened, and no other that has its name by now.
+    ///
+    /// Errors: it is another one.
+    fn check_same(&self, disk: Arc<Disk>) -> Result<Arc<Disk>, Failure> {
+        let layers = disk.layers();
+        let other =
+            layers.first().filter(|top| self.kept.as_ref().is_some_and(|it| !it.is_on(top)));
+        let Some(top) = other else { return Ok(disk) };
+        let name = top.name().display().to_string();
+        Err(Failure::new(
+            Exit::Image,
+            format!(
+                "'{}' is not the file any more that the mount was made of: its clients would find another disk, so the mount is given up",
+                visible(&name)
+            ),
+        )
+        .hint("what was answered is in the file that had this name; mount the one that you want anew"))
     }
 
     /// Opens what is to be served.
@@ -186,7 +214,13 @@ impl<'a> Plan<'a> {
     ) -> ringdisk_sandbox::Plan {
         let args = self.args;
         let plan = sandbox::plan(args.sandbox.word);
-        let mut plan = sandbox::images(plan, args.sandbox.word, disk, &args.disk.allow_path, None);
+        let mut more = args.disk.allow_path.clone();
+        if self.image.top.is_some() {
+            // As in the process that was there before a command put that one on top.
+            let images = self.image.image.iter().chain(&args.disk.overlay);
+            more.extend(images.filter_map(|image| sandbox::directory_of(image)));
+        }
+        let mut plan = sandbox::images(plan, args.sandbox.word, disk, &more, None);
         if let Some(directory) = control.and_then(Path::parent) {
             // Locked while the socket goes.
             plan = plan.list(directory);
