@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use ringdisk_disk::{Disk, ImageOptions, NullOptions};
 use ringdisk_fuse::mount::{Abort, Unmount, table, unmount};
 use ringdisk_fuse::{Export, ExportOptions, HaltReason, Threads};
-use ringdisk_ring::Errno;
+use ringdisk_ring::{Config, Errno, Runtime};
 use ringdisk_testkit::process::{Process, command, patient, run, until};
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
@@ -168,6 +168,42 @@ fn the_io_timeout_ends_a_storage_operation_that_never_completes() {
     let start = Instant::now();
     assert_eq!(export.wait().unwrap_err(), HaltReason::Timeout(limit));
     assert_over(&place, client, start);
+}
+
+#[test]
+fn the_io_timeout_does_not_count_while_requests_wait_for_a_change_of_the_disk() {
+    use std::os::unix::fs::FileExt;
+    let limit = Duration::from_millis(500);
+    let sim = SimStorage::new(1 << 20, 1);
+    let slow = 4 * limit;
+    sim.on(When::kind(OpKind::Flush).once(), Fault::DelayBetween(slow, slow));
+    let place = place();
+    let disk = Disk::from_storage(sim.storage(), &ImageOptions::default());
+    let wanted = ExportOptions { io_timeout: Some(limit), ..options(&place) };
+    let export = Export::start(Arc::clone(&disk), wanted).unwrap();
+    let file = std::fs::OpenOptions::new().read(true).write(true).open(&place.path).unwrap();
+    file.write_at(&[7; 4096], 0).unwrap();
+    let changing = std::thread::spawn(move || {
+        let mut runtime = Runtime::new(Config::default()).unwrap();
+        let ring = runtime.ring().clone();
+        runtime.block_on(async {
+            disk.deactivate(&ring).await.unwrap();
+            disk.activate(&ring, Duration::ZERO).await.unwrap();
+        });
+    });
+    let mut longest = Duration::ZERO;
+    while !changing.is_finished() {
+        let begun = Instant::now();
+        // Between the two the disk is nobody's.
+        let read = file.read_at(&mut [0; 4096], 0).map_err(|error| error.raw_os_error());
+        assert!(matches!(read, Ok(4096) | Err(Some(libc::EBUSY))), "{read:?}");
+        longest = longest.max(begun.elapsed());
+    }
+    changing.join().unwrap();
+    assert!(longest > 2 * limit, "nobody waited for the change: {longest:?}");
+    assert_eq!(file.read_at(&mut [0; 4096], 0).unwrap(), 4096);
+    drop(file);
+    drop(export);
 }
 
 #[test]

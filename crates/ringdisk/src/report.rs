@@ -221,7 +221,7 @@ fn is_full(error: &(dyn StdError + 'static)) -> bool {
     let mut next = Some(error);
     while let Some(cause) = next {
         let errno = match cause.downcast_ref::<ringdisk_disk::Error>() {
-            Some(error) => error.errno().map(|errno| errno.raw_os_error()),
+            Some(error) => error.errno().map(ringdisk_ring::Errno::raw_os_error),
             None => cause.downcast_ref::<io::Error>().and_then(io::Error::raw_os_error),
         };
         if matches!(errno, Some(ENOSPC | EDQUOT)) {

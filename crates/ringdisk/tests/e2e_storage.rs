@@ -2,6 +2,7 @@
 
 mod common;
 
+use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
@@ -53,6 +54,30 @@ fn a_full_disk_in_the_middle_of_writing_is_enospc_and_loses_nothing() {
     file.write_all_at(&[9; BLOCK], 32 * MIB).expect("write after punching");
     file.sync_all().expect("fsync");
     drop(file);
+    assert_eq!(disk.stop().code(), Some(0));
+}
+
+/// Nothing is wrong with the image, so the exit code is not that of one that is damaged.
+#[test]
+fn a_command_that_finds_no_room_says_so_by_its_exit_code() {
+    if !needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let small = FileSystem::tmpfs(&directory.path().join("small"), 4 * MIB);
+    let at = |name: &str| small.path().join(name);
+    images::qcow2(&at("disk.qcow2"), "64M", "");
+    let disk = serve(&at("disk.qcow2"), &[]);
+    let mut filler = std::fs::File::create(at("filler")).expect("a file");
+    while filler.write_all(&[1; BLOCK]).is_ok() {}
+    drop(filler);
+    let (new, overlay) = (at("new.qcow2"), at("overlay.qcow2"));
+    let d = small.path();
+    let full = ["create", "-f", "qcow2", "-o", "preallocation=full", text(&new), "8M"];
+    ringdisk(d, &full).ends(12).says("No space left");
+    ringdisk(d, &["create", "-f", "raw", "-o", "preallocation=full", text(&new), "8M"]).ends(12);
+    ringdisk(d, &["ctl", disk.text(), "snapshot", text(&overlay)]).ends(12).says("No space left");
+    assert!(!new.exists() && !overlay.exists());
     assert_eq!(disk.stop().code(), Some(0));
 }
 

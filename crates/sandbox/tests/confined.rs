@@ -95,6 +95,7 @@ fn the_body() {
         "calls" => calls(),
         "status" => status(),
         "sockets" => sockets(),
+        "others" => others(),
         "memory" => memory(),
         "many" => many(),
         "named" => named(),
@@ -177,6 +178,45 @@ fn calls() {
         assert_eq!(errno(io_uring::IoUring::new(2)), libc::ENOSYS, "an unrestricted ring");
         assert_eq!(errno(std::os::unix::fs::symlink("a", "b")), libc::ENOSYS);
     });
+}
+
+#[test]
+fn nothing_reaches_other_processes() {
+    passes("others");
+}
+
+/// Signals of the kernel's to any process, and messages to any socket with a name.
+fn others() {
+    let bound = place().join("theirs");
+    let _ = fs::remove_file(&bound);
+    let theirs = std::os::unix::net::UnixDatagram::bind(&bound).expect("a socket");
+    let ours = std::os::unix::net::UnixDatagram::unbound().expect("a socket");
+    let (one, mut other) = UnixStream::pair().expect("sockets");
+    enter(Plan::new());
+    let fd = std::os::fd::AsRawFd::as_raw_fd(&one);
+    let fcntl = |command: i32, argument: i32| {
+        // SAFETY: the commands take an integer.
+        let result = unsafe { libc::fcntl(fd, command, argument) };
+        if result < 0 { std::io::Error::last_os_error().raw_os_error() } else { None }
+    };
+    // F_SETSIG and F_SETOWN_EX of linux/fcntl.h.
+    for command in [libc::F_SETOWN, 10, 15] {
+        assert_eq!(fcntl(command, 1), Some(libc::ENOSYS), "{command}");
+    }
+    assert_eq!(fcntl(libc::F_SETFL, libc::O_ASYNC), Some(libc::ENOSYS));
+    assert_eq!(fcntl(libc::F_SETFL, libc::O_NONBLOCK), None);
+    assert_eq!(errno(ours.send_to(b"x", &bound)), libc::ENOSYS);
+    assert_eq!(errno(UnixStream::pair()), libc::ENOSYS);
+    let file = fs::File::open("/dev/null").expect("a file");
+    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o4777);
+    assert_eq!(errno(file.set_permissions(mode)), libc::ENOSYS);
+    // To whom a socket is connected it sends as before.
+    std::io::Write::write_all(&mut other, b"x").expect("sent");
+    // SAFETY: the buffer is as long as is said.
+    let sent = unsafe { libc::send(fd, b"x".as_ptr().cast(), 1, 0) };
+    assert_eq!(sent, 1);
+    theirs.set_nonblocking(true).expect("a flag");
+    assert_eq!(errno(theirs.recv(&mut [0])), libc::EAGAIN);
 }
 
 #[test]

@@ -82,6 +82,34 @@ fn a_part_of_a_file_that_a_commit_made_the_disk_is_not_lent() {
     }
 }
 
+/// Nothing says in the header of an overlay that the backing file that its backing file names is to be left out.
+#[test]
+fn an_image_without_the_backing_file_that_it_names_gets_no_overlay() {
+    let directory = directory();
+    for (name, over) in [("below", None), ("base", Some("below"))] {
+        let mut words = vec!["create", "-q", "-f", "qcow2"];
+        words.extend(over.map(|over| ["-b", over, "-F", "qcow2"]).iter().flatten());
+        qemu_img(&directory, &[&words[..], &[name, "1M"]].concat());
+    }
+    let base = r#"json:{"driver":"qcow2","backing":null,"file.filename":"base"}"#;
+    qemu_img(&directory, &["create", "-q", "-f", "qcow2", "-b", base, "-F", "qcow2", "top"]);
+    run(async |ring| {
+        let path = directory.path().join("top");
+        let disk = open(&ring, path, &ImageOptions::default()).await.expect("open");
+        let progress = Arc::new(Progress::new());
+        disk.commit(&ring, CommitOptions::TOP, &progress).await.expect("a commit");
+        // It is opened again on the way.
+        disk.grow(&ring, 2 << 20).await.expect("a resize");
+        let overlay = directory.path().join("overlay");
+        let refused = disk.add_overlay(&ring, &overlay, OverlayOptions::default()).await;
+        let error = refused.expect_err("another disk when it is opened again");
+        assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+        assert!(error.to_string().contains("without the backing file"), "{error}");
+        assert!(!overlay.exists());
+        disk.close(&ring).await.expect("close");
+    });
+}
+
 #[test]
 fn a_block_device_is_not_lent() {
     let directory = directory();

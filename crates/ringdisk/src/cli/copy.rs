@@ -59,7 +59,7 @@ pub(crate) struct ConvertArgs {
     #[arg(short = 't', long, value_name = "MODE", value_parser = cache_parser(), default_value = "unsafe")]
     pub(crate) target_cache: Cache,
 
-    /// Make the target an overlay of BACKING, and leave out what is the same there
+    /// Make the target an overlay of BACKING, which has to show what lies below the top image of the source: only what that one holds is copied
     #[arg(short = 'b', short_alias = 'B', long, value_name = "BACKING", value_hint = ValueHint::FilePath,
           value_parser = parse_file)]
     pub(crate) backing: Option<String>,

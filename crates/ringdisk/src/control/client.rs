@@ -434,3 +434,43 @@ fn open(name: &str, owner: u32, deadline: Instant) -> io::Result<UnixStream> {
     }
     Err(why)
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    /// What becomes of an answer of a server.
+    fn refused(answer: &Value, is_trusted: bool) -> Failure {
+        let (stream, mut server) = UnixStream::pair().expect("sockets");
+        server.write_all(format!("{answer}\n").as_bytes()).expect("it fits");
+        let mut client = Client {
+            stream,
+            process: None,
+            buffer: Vec::new(),
+            tells_end: false,
+            is_trusted,
+            mountpoint: None,
+            shown: String::from("disk"),
+        };
+        let patience = Patience::Answer(Duration::from_secs(60));
+        client.call(&Command::Stats, &Progress::new(), patience).expect_err("refused")
+    }
+
+    #[test]
+    fn what_a_server_says_reaches_no_terminal_as_it_is() {
+        let (bad, shown) = ("gone\u{1b}[2J\nerror: root", "gone\\u{1b}[2J\\nerror: root");
+        let failure = refused(&json!({ "error": { "desc": bad, "hint": bad, "exit": 5 } }), true);
+        assert_eq!((failure.message(), failure.hint_text()), (shown, Some(shown)));
+    }
+
+    #[test]
+    fn the_exit_code_of_another_users_server_does_not_count() {
+        let answer = |exit: u64| json!({ "error": { "desc": "no", "exit": exit } });
+        for (said, trusted) in [(5, 5), (12, 12), (0, 1), (77, 1), (300, 1)] {
+            assert_eq!(refused(&answer(said), true).code(), trusted, "{said}");
+            assert_eq!(refused(&answer(said), false).code(), 1, "{said}");
+        }
+    }
+}
