@@ -186,7 +186,7 @@ fn the_area_says_where_virtqueues_are_to_a_front_end_that_does_not_know() {
 #[test]
 fn what_a_process_before_had_taken_is_carried_out_once_by_one_that_is_stopped_at_once() {
     const EACH: usize = 100;
-    for packed in [false, true] {
+    for (packed, memory_goes) in [(false, false), (true, false), (false, true), (true, true)] {
         let (before, disk) = simulated(MIB);
         before.on(When::kind(OpKind::Read), Fault::Hold);
         let killed = serve(disk, |options| options.threads = Threads::Count(4));
@@ -214,15 +214,25 @@ fn what_a_process_before_had_taken_is_carried_out_once_by_one_that_is_stopped_at
         let served = serve(disk, |options| options.threads = Threads::Count(1));
         // The first one is stopped by this, too, and waits for requests that are never answered.
         vm.resume(served.front(), BaseRule::Used).expect("it goes on");
-        for index in (0..4).rev() {
-            stop_and_start(&mut vm, index);
+        if memory_goes {
+            // They leave their thread already then.
+            let regions = vm.regions.clone();
+            regions.iter().for_each(|it| vm.front.remove_region(*it).expect("it was added"));
+            let base = |index| vm.front.vring_base(index).expect("a base");
+            let bases: Vec<u32> = (0..4).map(base).collect();
+            vm.announce().expect("memory again");
+            for (index, base) in bases.into_iter().enumerate() {
+                vm.start_queue(index, Some(base)).expect("it starts again");
+            }
+        } else {
+            (0..4).rev().for_each(|index| stop_and_start(&mut vm, index));
         }
         for index in 0..4 {
             while vm.queues[index].in_flight() > 0 {
                 assert_eq!(vm.queues[index].wait(&vm.ram).status, 0);
             }
         }
-        assert_eq!(sim.count(OpKind::Read), 4 * EACH, "packed {packed}");
+        assert_eq!(sim.count(OpKind::Read), 4 * EACH, "packed {packed}, memory {memory_goes}");
         assert_eq!(served.export.broken_reason(), None);
         before.release_all();
     }
