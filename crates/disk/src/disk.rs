@@ -16,7 +16,7 @@ use crate::graph::{Gateway, Graph, Pass, State};
 use crate::guard::SectorGuard;
 use crate::layer::{Layer, Node, Raw};
 use crate::options::{DetectZeroes, Discard};
-use crate::watch::{SizeWatch, TopWatch, Watchers};
+use crate::watch::{ChainWatch, SizeWatch, Watchers};
 use crate::window::Window;
 use crate::write::resizable;
 use crate::write_back::WriteBacks;
@@ -48,7 +48,7 @@ pub struct Disk {
     /// Held while the length of a lent file is asked and noted.
     pub(crate) following: Gate,
     watchers: Arc<Watchers>,
-    top_watch: TopWatch,
+    chain_watch: ChainWatch,
     pub(crate) write_backs: WriteBacks,
     this: Weak<Disk>,
 }
@@ -136,7 +136,7 @@ impl Disk {
             shown_on: AtomicU64::new(0),
             following: Gate::default(),
             watchers: Arc::default(),
-            top_watch: TopWatch::default(),
+            chain_watch: ChainWatch::default(),
             write_backs: WriteBacks::default(),
             this: Weak::clone(this),
         })
@@ -280,11 +280,16 @@ impl Disk {
         self.watchers.add(Arc::new(callback))
     }
 
-    /// Calls `callback` with the image that is about to become the top one, while no request is in flight and before any goes to it.
-    /// What it shows is what the former top shows. Only the first call counts.
-    /// A commit that would put an image there which is another one by its name is refused from then on.
-    pub fn watch_top(&self, callback: impl Fn(&Layer) + Send + Sync + 'static) {
-        self.top_watch.set(Box::new(callback));
+    /// Calls `callback` with the layers that are about to become the chain, top first, while no request is in flight and before any goes to
+    /// them. What they show is what the former ones show. Whoever hears of them opens them by their names later, so a commit that would
+    /// put an image on top which is another one by its name, or of which `check` says why it may not be, is refused from then on. Only
+    /// the first call counts.
+    pub fn watch_chain(
+        &self,
+        check: impl Fn(&Layer) -> Result<(), String> + Send + Sync + 'static,
+        callback: impl Fn(&[Arc<Layer>]) + Send + Sync + 'static,
+    ) {
+        self.chain_watch.set(Box::new(check), Box::new(callback));
     }
 
     /// Begins a request; waits while the disk is being changed. Once for each request: a second time
@@ -330,8 +335,8 @@ impl Disk {
         self.size.store(size, Ordering::Release);
     }
 
-    pub(crate) fn top_watch(&self) -> &TopWatch {
-        &self.top_watch
+    pub(crate) fn chain_watch(&self) -> &ChainWatch {
+        &self.chain_watch
     }
 
     pub(crate) fn watchers(&self) -> &Watchers {

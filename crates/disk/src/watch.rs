@@ -51,33 +51,39 @@ impl ChangeWatch {
     }
 }
 
-/// Hears of the image that is about to be the top one.
-type TopCallback = Box<dyn Fn(&Layer) + Send + Sync>;
+/// Says whether an image may become the top one, and why not.
+type TopCheck = Box<dyn Fn(&Layer) -> Result<(), String> + Send + Sync>;
+/// Hears of the layers that are about to be the chain, top first.
+type ChainCallback = Box<dyn Fn(&[Arc<Layer>]) + Send + Sync>;
 
-/// The one that wants to hear of a new top image.
+/// The one that opens the chain by its names later.
 #[derive(Default)]
-pub(crate) struct TopWatch(OnceLock<TopCallback>);
+pub(crate) struct ChainWatch(OnceLock<(TopCheck, ChainCallback)>);
 
-impl TopWatch {
-    /// Whether somebody hears of it.
-    pub(crate) fn is_set(&self) -> bool {
-        self.0.get().is_some()
+impl ChainWatch {
+    pub(crate) fn set(&self, check: TopCheck, callback: ChainCallback) {
+        let _ = self.0.set((check, callback));
     }
 
-    pub(crate) fn set(&self, callback: TopCallback) {
-        let _ = self.0.set(callback);
+    /// Errors: why an image may not become the top one.
+    pub(crate) fn check(&self, top: &Layer) -> Result<(), String> {
+        let Some((check, _)) = self.0.get() else { return Ok(()) };
+        match top.differs_by_its_name() {
+            Some(why) => Err(why.to_owned()),
+            None => check(top),
+        }
     }
 
-    pub(crate) fn tell(&self, top: &Layer) {
-        if let Some(callback) = self.0.get() {
-            callback(top);
+    pub(crate) fn tell(&self, chain: &[Arc<Layer>]) {
+        if let Some((_, callback)) = self.0.get() {
+            callback(chain);
         }
     }
 }
 
-impl fmt::Debug for TopWatch {
+impl fmt::Debug for ChainWatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("TopWatch").field(&self.0.get().is_some()).finish()
+        f.debug_tuple("ChainWatch").field(&self.0.get().is_some()).finish()
     }
 }
 

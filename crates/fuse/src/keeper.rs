@@ -21,6 +21,8 @@ use crate::uring::Rings;
 
 /// How long a clean stop waits for requests in flight before it ends them with errors.
 const GRACE: Duration = Duration::from_secs(2);
+/// So many times the I/O timeout requests may wait for a change of the disk: it may be the change that waits for the storage.
+const CHANGE_LIMITS: u32 = 10;
 /// How long the queue threads may take to end after that.
 const JOIN: Duration = Duration::from_millis(1500);
 /// How long the last flush of the disk may take. A disk that answers may have gigabytes in the page cache to write; the mount is gone by then, so no client waits.
@@ -251,8 +253,8 @@ impl Keeper {
 
     fn wait(&mut self) -> End {
         let mut draining = None;
-        // When a change of the disk was last seen to keep all requests waiting.
-        let mut held: Option<Instant> = None;
+        // Since when a change of the disk keeps all requests waiting, and when that was last seen.
+        let mut held: Option<(Instant, Instant)> = None;
         loop {
             let looks = self.look_until.is_some_and(|end| Instant::now() < end);
             let pause = self.io_timeout.map(|limit| (limit / 4).max(Duration::from_millis(1)));
@@ -305,10 +307,15 @@ impl Keeper {
             }
             if let Some(limit) = self.io_timeout {
                 if self.disk.is_held_by_a_change() {
-                    held = Some(Instant::now());
+                    let now = Instant::now();
+                    held = Some((held.map_or(now, |(since, _)| since), now));
+                } else if held.is_some_and(|(_, seen)| seen.elapsed() > limit) {
+                    held = None;
                 }
-                // Requests that waited for a change have not been with the storage.
-                let is_late = |age| age > limit && held.is_none_or(|held| held.elapsed() > limit);
+                // Requests that waited for a change have not been with the storage. It may be the change that waits for the storage.
+                let patience = limit * CHANGE_LIMITS;
+                let is_late =
+                    |age| age > limit && held.is_none_or(|(since, _)| since.elapsed() > patience);
                 if self.oldest().is_some_and(is_late) {
                     return End::Halted(HaltReason::Timeout(limit));
                 }
@@ -425,8 +432,6 @@ impl Keeper {
 
     fn finish(&mut self, end: End, runtime: Option<Runtime>) -> Result<(), HaltReason> {
         let mut result = Ok(());
-        // With --passthrough clients that have open files go on writing to the image, which stays locked for them.
-        let is_unused = matches!(end, End::Stopped | End::Unmounted | End::Aborted(0));
         let keeps_disk = matches!(end, End::Discarded);
         let drained = match end {
             End::Discarded => {
@@ -483,7 +488,9 @@ impl Keeper {
         if keeps_disk {
             return result;
         }
-        if is_unused {
+        // With --passthrough clients that have the file open, or only mapped, go on writing to the image, which stays locked for them: the
+        // kernel ends the file system with the last one.
+        if self.mount.is_gone() {
             self.disk.end_loan();
         }
         let limit = if drained { LAST_FLUSH } else { LAST_FLUSH_STUCK };

@@ -191,6 +191,32 @@ fn an_image_stays_locked_as_long_as_clients_have_it_open() {
         drop(file);
         assert!(until(Duration::from_secs(10), || (writer() == Some(0)).then_some(())).is_some());
     }
+    // A mapping needs no open file.
+    let (_directory, image) = common::raw_image(LEN, 1);
+    let writer = || {
+        let write = ["-f", "raw", "-c", "write -q -P 9 0 4k", text(&image)];
+        run(command(&[&["qemu-io"], &write[..]].concat())).code()
+    };
+    let disk = serve(&image, &["--passthrough", "-f", "raw"]);
+    let mapping = common::mapping::Mapping::new(&open(disk.path()), 65536);
+    disk.stop();
+    assert_ne!(writer(), Some(0), "two write to the image");
+    mapping.write(100, b"through a mapping");
+    assert_eq!(piece(&image, 100, 7), b"through");
+    drop(mapping);
+    assert!(until(Duration::from_secs(10), || (writer() == Some(0)).then_some(())).is_some());
+    // A mount whose process was killed has it, too, until another one is made in its place.
+    let mut dead = serve(&image, &["--passthrough", "-f", "raw"]);
+    dead.process().signal(Signal::KILL);
+    assert!(dead.process().wait(STOP).is_some());
+    assert_ne!(writer(), Some(0), "the dead mount is there");
+    let again = Mounted::start_at(
+        &common::program(),
+        &["--passthrough", "-f", "raw", text(&image)],
+        dead.path(),
+    );
+    assert_eq!(piece(again.path(), 0, 1), [9]);
+    assert_eq!(again.stop().code(), Some(0));
     // After a clean end it is free at once.
     let (_directory, image) = common::raw_image(LEN, 1);
     for _ in 0..10 {

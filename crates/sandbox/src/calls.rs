@@ -90,7 +90,8 @@ fn conditions(call: i64, calls: &Calls) -> Result<Vec<SeccompRule>, BackendError
             rules.push(SeccompRule::new(flags.to_vec())?);
             Ok(rules)
         }
-        // To whom the socket is connected: a socket without a connection could reach every name.
+        // To whom the socket is connected. (A name in the memory of sendmsg(2) cannot be seen here: the one datagram socket, that of the service
+        // manager, still reaches every name.)
         libc::SYS_sendto => {
             one(SeccompCondition::new(4, SeccompCmpArgLen::Qword, SeccompCmpOp::Eq, 0)?)
         }

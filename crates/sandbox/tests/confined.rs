@@ -181,11 +181,10 @@ fn calls() {
 }
 
 #[test]
-fn nothing_reaches_other_processes() {
+fn descriptors_send_no_signals_and_a_name_gets_no_message_by_sendto() {
     passes("others");
 }
 
-/// Signals of the kernel's to any process, and messages to any socket with a name.
 fn others() {
     let bound = place().join("theirs");
     let _ = fs::remove_file(&bound);

@@ -151,23 +151,25 @@ fn check(graph: &Graph, options: CommitOptions) -> Result<(), Error> {
     check_sizes(graph, options)
 }
 
-/// Whoever hears of new top images ([`Disk::watch_top`]) opens them by their names later, and nobody else may find another disk then.
+/// Whoever hears of new chains ([`Disk::watch_chain`]) opens them by their names later, and nobody else may find another disk then, or none.
 ///
-/// Errors: `Unsupported` for a base that is another image by its name.
+/// Errors: `Unsupported` for a base that would be another image, or none, by its name.
 fn check_new_top(disk: &Disk, options: CommitOptions) -> Result<(), Error> {
     let graph = disk.graph();
     let base = &graph.layers[options.base];
-    match base.differs_by_its_name() {
-        Some(why) if options.top == 0 && disk.top_watch().is_set() => Err(Error::new(
+    if options.top > 0 {
+        return Ok(());
+    }
+    disk.chain_watch().check(base).map_err(|why| {
+        Error::new(
             ErrorKind::Unsupported,
             format!(
-                "the base '{}' would be the image on top, which the next process of a kept mount opens by its name, and {why}; unmount \
+                "the base '{}' would be the image on top, which the next process of a kept mount opens by its name, and {why}; or unmount \
                  the disk and use `ringdisk commit`",
                 printable_path(base.name())
             ),
-        )),
-        _ => Ok(()),
-    }
+        )
+    })
 }
 
 /// Whether the layers can be emptied, and the base be cut to the size of the disk. Looks at what is in memory only.

@@ -124,8 +124,11 @@ impl Disk {
     pub(crate) fn put(&self, drained: &mut Drained<'_>, graph: Graph, always_tell: bool) {
         let before = drained.graph().visible_size();
         let size = graph.visible_size();
-        if graph.top().name() != drained.graph().top().name() {
-            self.top_watch().tell(graph.top());
+        let names = |graph: &Graph| -> Vec<std::path::PathBuf> {
+            graph.layers.iter().map(|layer| layer.name().to_owned()).collect()
+        };
+        if names(&graph) != names(drained.graph()) {
+            self.chain_watch().tell(&graph.layers);
         }
         drained.replace(graph);
         self.set_size(size);

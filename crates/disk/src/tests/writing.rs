@@ -366,10 +366,13 @@ fn a_new_top_image_is_told_before_anything_is_written_to_it() {
         let told: Arc<std::sync::Mutex<Vec<(std::path::PathBuf, u64)>>> = Arc::default();
         let (heard, overlay) = (Arc::clone(&told), directory.path().join("b.qcow2"));
         let at = overlay.clone();
-        disk.watch_top(move |top| {
-            let len = fs::metadata(&at).map_or(0, |meta| meta.len());
-            heard.lock().expect("no panic").push((top.name().to_owned(), len));
-        });
+        disk.watch_chain(
+            |_| Ok(()),
+            move |chain| {
+                let len = fs::metadata(&at).map_or(0, |meta| meta.len());
+                heard.lock().expect("no panic").push((chain[0].name().to_owned(), len));
+            },
+        );
         let before = disk.layers()[0].name().to_owned();
         disk.add_overlay(&ring, &overlay, crate::OverlayOptions::default()).await.expect("overlay");
         disk.write(&ring, 0, &buffer(&[2; 4096])).await.expect("write");

@@ -394,6 +394,12 @@ pub fn remove(mountpoint: &Path, connection: u32, how: Unmount) -> Result<(), Er
     }
 }
 
+/// Whether the kernel says which connection a `/dev/fuse` descriptor belongs to.
+#[must_use]
+pub fn knows_its_connection(device: &OwnedFd) -> bool {
+    abort::connection_of(device.as_fd()).is_some()
+}
+
 /// What aborts the connection of a mount, of any process. `None`: that mount is not there, or its connection cannot be aborted from here.
 ///
 /// * `mountpoint`: as for [`remove`].

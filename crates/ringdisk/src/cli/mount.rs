@@ -117,6 +117,8 @@ pub(crate) struct MountArgs {
     pub(crate) stay: Option<StayWord>,
 
     /// Give the mount up, with errors to its users, when storage takes longer for one request
+    ///
+    /// The time for which requests wait while `ringdisk ctl` changes the disk does not count, up to ten times as long.
     #[arg(long, value_name = "TIME", value_parser = parse_io_timeout, help_heading = "Serving options")]
     pub(crate) io_timeout: Option<Duration>,
 

@@ -11,7 +11,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use ringdisk_disk::{Disk, Format};
+use ringdisk_disk::{Disk, Format, Layer};
 use ringdisk_fuse::kept::{Ended, Parked, is_over, remove};
 use ringdisk_ring::{Config, Runtime, Topology};
 use ringdisk_sandbox::{Calls, CapabilitySet, Keep};
@@ -161,7 +161,9 @@ fn serve(
     made.keep_image();
     if let Some(kept) = &mut kept {
         let created = new.as_ref().map(|(new, _)| new.format);
-        if let Err(failure) = park(kept, &mut served, &made, &disk, alive.as_deref(), created) {
+        let may_be_top = plan.may_be_top();
+        let parked = park(kept, &mut served, &made, &disk, alive.as_deref(), created, may_be_top);
+        if let Err(failure) = parked {
             served.handle().force();
             let _ = served.wait(&disk);
             kept.forget(alive.as_deref());
@@ -312,6 +314,7 @@ fn serve(
 /// Gives the mount to whoever keeps it, unless it comes from there. When this returns, this process may be killed.
 ///
 /// * `created`: format of the image that was made just now.
+/// * `may_be_top`: whether the next process would take an image that a command puts on top.
 ///
 /// Errors: it is not taken.
 fn park(
@@ -321,16 +324,21 @@ fn park(
     disk: &Disk,
     alive: Option<&fs::File>,
     created: Option<Format>,
+    may_be_top: impl Fn(&Layer) -> Result<(), String> + Send + Sync + 'static,
 ) -> Result<(), Failure> {
     let state_file = kept.state_file();
-    disk.watch_top(move |top| state_file.set_top(top));
+    let top = Mutex::new(disk.layers().first().map(|top| top.name().to_owned()));
+    disk.watch_chain(may_be_top, move |chain| {
+        let mut top = top.lock().unwrap_or_else(PoisonError::into_inner);
+        let new = chain.first().map(|top| top.name().to_owned());
+        state_file.set_chain(chain, *top != new);
+        *top = new;
+    });
     match served.take_parked() {
         Some(parked) if kept.resumed().is_none() => {
             let devices = parked.devices.len();
             let mut state = State::new(&parked.terms, devices, made.mountpoint_id(), created);
-            if let Some(top) = disk.layers().first() {
-                state = state.on(top);
-            }
+            state = state.on(&disk.layers());
             state.window = disk.window();
             state.protect_raw = disk.protects_raw();
             kept.park(&parked, state, alive)

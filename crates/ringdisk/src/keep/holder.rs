@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use ringdisk_fuse::kept::{Parked, is_over};
-use ringdisk_fuse::mount::{Mount, Unmount, mountpoint};
+use ringdisk_fuse::mount::{self, Mount, Unmount, mountpoint};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGUSR1};
@@ -433,8 +433,11 @@ impl Holder {
             .filter(|(_, parked)| !(is_removed && is_over(parked)))
             && let Some(device) = devices.pop()
         {
+            // On kernels that do not say whose a descriptor is, the number that the process has told counts for its own place only.
+            let is_known = mount::knows_its_connection(&device)
+                || mount::abort_of(&terms.mountpoint, terms.connection).is_some();
             let mount = Mount::adopt(device, terms.mountpoint.clone(), terms.connection);
-            let mut mount = mount.take_over();
+            let mut mount = if is_known { mount.take_over() } else { mount };
             if let Err(error) = mount.unmount(Unmount::Force) {
                 tracing::warn!("{error}");
             }

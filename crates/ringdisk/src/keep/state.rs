@@ -51,7 +51,7 @@ pub(crate) struct State {
     format: Option<String>,
     /// The image on top and its format, if a command has put another one there.
     top: Option<(Bytes, String)>,
-    /// What the files of the image on top are ([`files_of`]), so that another image that has its name by now is not taken for it. Empty: an
+    /// What the files of the chain are ([`files_of`]), so that another image that has the name of one by now is not taken for it. Empty: an
     /// older ringdisk did not say.
     #[serde(default)]
     files: Vec<(u64, u64)>,
@@ -114,14 +114,18 @@ impl State {
         }
     }
 
-    /// With the image that is on top.
-    pub(crate) fn on(self, top: &Layer) -> State {
-        State { files: files_of(top), ..self }
+    /// With the images of this chain.
+    pub(crate) fn on(self, chain: &[Arc<Layer>]) -> State {
+        State { files: files_of(chain), ..self }
     }
 
-    /// Whether this is the image that was on top.
-    pub(crate) fn is_on(&self, top: &Layer) -> bool {
-        self.files.is_empty() || self.files == files_of(top)
+    /// One of these images that was not in the chain. (It may have become shorter a moment before the end.)
+    pub(crate) fn other<'a>(&self, chain: &'a [Arc<Layer>]) -> Option<&'a Layer> {
+        let is_other = |layer: &&Arc<Layer>| {
+            let files = files_of(std::slice::from_ref(*layer));
+            !files.iter().all(|file| self.files.contains(file))
+        };
+        chain.iter().find(is_other).map(|layer| &**layer).filter(|_| !self.files.is_empty())
     }
 
     /// What the mount was made with.
@@ -237,17 +241,27 @@ impl StateFile {
         Ok(())
     }
 
-    /// Another image is on top from now on.
-    pub(crate) fn set_top(&self, top: &Layer) {
-        // Only a qcow2 overlay, or the image below one, becomes the top one.
-        self.set_top_to(top.name(), top.format().unwrap_or(Format::Raw), files_of(top));
+    /// The chain is another one from now on.
+    ///
+    /// * `is_new_top`: with another image on top.
+    pub(crate) fn set_chain(&self, chain: &[Arc<Layer>], is_new_top: bool) {
+        let Some(state) = self.state() else { return };
+        let state = state.on(chain);
+        match chain.first().filter(|_| is_new_top) {
+            // Only a qcow2 overlay, or the image below one, becomes the top one.
+            Some(top) => self.set_top_of(state, top.name(), top.format().unwrap_or(Format::Raw)),
+            None => self.change(state),
+        }
     }
 
-    fn set_top_to(&self, path: &Path, format: Format, files: Vec<(u64, u64)>) {
-        let Some(state) = self.state() else { return };
+    fn set_top_of(&self, state: State, path: &Path, format: Format) {
         let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
         let top = Some((Bytes::of(&path), format.name().to_owned()));
-        if let Err(failure) = self.write(State { top, files, ..state }) {
+        self.change(State { top, ..state });
+    }
+
+    fn change(&self, state: State) {
+        if let Err(failure) = self.write(state) {
             tracing::error!(
                 "{}; after a crash the next process would open the former image",
                 failure.message()
@@ -268,10 +282,10 @@ impl StateFile {
     }
 }
 
-/// Identities of the image file and its data file, as [`ringdisk_storage::Storage::identity`] says them.
-fn files_of(top: &Layer) -> Vec<(u64, u64)> {
-    let storages = [top.file(), top.data_storage()].into_iter().flatten();
-    storages.filter_map(|storage| storage.identity()).collect()
+/// Identities of all image and data files, as [`ringdisk_storage::Storage::identity`] says them.
+fn files_of(chain: &[Arc<Layer>]) -> Vec<(u64, u64)> {
+    let storages = chain.iter().flat_map(|layer| [layer.file(), layer.data_storage()]);
+    storages.flatten().filter_map(|storage| storage.identity()).collect()
 }
 
 fn place_at(place: u64) -> u64 {
@@ -336,7 +350,7 @@ mod tests {
         let found = again(&file).expect("a state").state().expect("written");
         assert_eq!((&found, found.terms(), found.format()), (&state, terms(), Some(Format::Raw)));
         assert_eq!(found.top(), None);
-        file.set_top_to(Path::new("/a/b.qcow2"), Format::Qcow2, vec![(1, 2)]);
+        file.set_top_of(file.state().expect("a state"), Path::new("/a/b.qcow2"), Format::Qcow2);
         let found = again(&file).expect("a state").state().expect("written");
         assert_eq!(found.top(), Some((PathBuf::from("/a/b.qcow2"), Format::Qcow2)));
         assert_eq!(found.terms(), terms());
@@ -346,7 +360,7 @@ mod tests {
     fn a_state_that_was_not_written_to_its_end_is_not_read() {
         let file = StateFile::make().expect("memory");
         file.write(State::new(&terms(), 3, None, None)).expect("room");
-        file.set_top_to(Path::new("/new"), Format::Qcow2, Vec::new());
+        file.set_top_of(file.state().expect("a state"), Path::new("/new"), Format::Qcow2);
         // The second state lies in the first place.
         file.file.write_all_at(b"!", place_at(0) + HEAD_BYTES as u64 + 20).expect("tear");
         assert_eq!(again(&file).expect("the one before").state().expect("written").top(), None);

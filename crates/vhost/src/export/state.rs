@@ -5,7 +5,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+use rustix::fs::{FileType, OFlags, fcntl_getfl, fcntl_setfl, fstat};
 use rustix::io::{Errno, ReadWriteFlags, preadv2, pwritev2};
 use rustix::net::{RecvFlags, SendFlags, recv, send};
 
@@ -84,6 +84,9 @@ fn read_now(fd: BorrowedFd<'_>, into: &mut [u8]) -> Result<usize, Errno> {
         Err(Errno::NOTSOCK) => {}
         Err(errno) => return Err(errno),
     }
+    if is_file(fd)? {
+        return rustix::io::read(fd, into);
+    }
     let mut parts = [std::io::IoSliceMut::new(into)];
     match preadv2(fd, &mut parts, HERE, ReadWriteFlags::NOWAIT) {
         Err(Errno::OPNOTSUPP) => {
@@ -100,6 +103,9 @@ fn write_now(fd: BorrowedFd<'_>, bytes: &[u8]) -> Result<usize, Errno> {
         Err(Errno::NOTSOCK) => {}
         sent => return sent,
     }
+    if is_file(fd)? {
+        return rustix::io::write(fd, bytes);
+    }
     match pwritev2(fd, &[std::io::IoSlice::new(bytes)], HERE, ReadWriteFlags::NOWAIT) {
         Err(Errno::OPNOTSUPP) => {
             without_waiting(fd)?;
@@ -109,8 +115,13 @@ fn write_now(fd: BorrowedFd<'_>, bytes: &[u8]) -> Result<usize, Errno> {
     }
 }
 
-/// For pipes before Linux 6.5, and files, which do not wait for anybody: the flag of the description, which a front end that means harm can
-/// take back.
+/// Whether it is a file of a local file system (no other one is taken), which waits for nobody but its disk, and may say for ever that without
+/// waiting nothing can be done.
+fn is_file(fd: BorrowedFd<'_>) -> Result<bool, Errno> {
+    Ok(FileType::from_raw_mode(fstat(fd)?.st_mode) == FileType::RegularFile)
+}
+
+/// For pipes before Linux 6.5: the flag of the description, which a front end that means harm can take back.
 fn without_waiting(fd: BorrowedFd<'_>) -> Result<(), Errno> {
     fcntl_setfl(fd, fcntl_getfl(fd)? | OFlags::NONBLOCK)
 }
@@ -118,6 +129,9 @@ fn without_waiting(fd: BorrowedFd<'_>) -> Result<(), Errno> {
 fn wait(fd: BorrowedFd<'_>, flags: PollFlags, deadline: Instant) -> Result<(), Refusal> {
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err("the front end neither gives nor takes the state".into());
+        }
         let timeout = Timespec::try_from(left).ok();
         let mut fds = [PollFd::from_borrowed_fd(fd, flags)];
         match poll(&mut fds, timeout.as_ref()) {
@@ -176,6 +190,10 @@ mod tests {
         let file = tempfile::tempfile().expect("a file");
         save(file.as_fd(), true).unwrap();
         rustix::fs::seek(&file, rustix::fs::SeekFrom::Start(0)).expect("seek");
+        // Not in the page cache: to read it takes the disk.
+        rustix::fs::fsync(&file).expect("sync");
+        let advice = rustix::fs::Advice::DontNeed;
+        rustix::fs::fadvise(&file, 0, None, advice).expect("advice");
         assert_eq!(load(file.as_fd()), Ok(true));
     }
 

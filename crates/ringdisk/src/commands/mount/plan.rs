@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ringdisk_disk::{Disk, Format};
+use ringdisk_disk::{Disk, Format, Layer};
 use ringdisk_fuse::mount::{Unmount, mountpoint, table, unmount};
 
 use crate::cli::{MountArgs, MountPaths, StopTimeout};
@@ -54,6 +54,8 @@ fn image_plan(args: &MountArgs, image: Option<PathBuf>) -> ImagePlan<'_> {
         outlives_process: args.keep_mount,
         leaves_directory: args.daemonize || args.keep_mount,
         growable: args.growable || args.resizable,
+        // The kernel lets go of the image of a dead mount a moment after that was removed.
+        wait_for_locks: args.passthrough.then_some(LOCK_WAIT),
         ..ImagePlan::new(&args.disk, image)
     }
 }
@@ -169,10 +171,10 @@ impl<'a> Plan<'a> {
     /// Errors: it is another one.
     fn check_same(&self, disk: Arc<Disk>) -> Result<Arc<Disk>, Failure> {
         let layers = disk.layers();
-        let other =
-            layers.first().filter(|top| self.kept.as_ref().is_some_and(|it| !it.is_on(top)));
-        let Some(top) = other else { return Ok(disk) };
-        let name = top.name().display().to_string();
+        let Some(other) = self.kept.as_ref().and_then(|kept| kept.other(&layers)) else {
+            return Ok(disk);
+        };
+        let name = other.name().display().to_string();
         Err(Failure::new(
             Exit::Image,
             format!(
@@ -204,6 +206,18 @@ impl<'a> Plan<'a> {
         })
     }
 
+    /// Whether the next process of a kept mount takes an image on top, by its name.
+    pub(super) fn may_be_top(&self) -> impl Fn(&Layer) -> Result<(), String> + Send + Sync + use<> {
+        let is_confined = sandbox::confines_files(self.args.sandbox.word);
+        let reach = reach(self.args, self.image.image.as_deref());
+        move |top| match !is_confined || reach.has(top.name()) {
+            true => Ok(()),
+            false => Err(String::from(
+                "believes no names outside of the directory of the image of the command line: name it with --allow-path",
+            )),
+        }
+    }
+
     /// What serving takes of the system, for the sandbox.
     ///
     /// * `control`: name of the control socket.
@@ -216,9 +230,9 @@ impl<'a> Plan<'a> {
         let plan = sandbox::plan(args.sandbox.word);
         let mut more = args.disk.allow_path.clone();
         if self.image.top.is_some() {
-            // As in the process that was there before a command put that one on top.
-            let images = self.image.image.iter().chain(&args.disk.overlay);
-            more.extend(images.filter_map(|image| sandbox::directory_of(image)));
+            // As in the process that was there before a command put that one on top of its own.
+            let first = args.disk.overlay.as_ref().or(self.image.image.as_ref());
+            more.extend(first.and_then(|image| sandbox::directory_of(image)));
         }
         let mut plan = sandbox::images(plan, args.sandbox.word, disk, &more, None);
         if let Some(directory) = control.and_then(Path::parent) {
@@ -264,6 +278,12 @@ impl<'a> Plan<'a> {
     }
 }
 
+/// Where the command line lets images lie.
+fn reach(args: &MountArgs, image: Option<&Path>) -> Reach {
+    let images = image.into_iter().chain(args.disk.overlay.as_deref());
+    Reach::of(images, &args.disk.allow_path)
+}
+
 /// The image that a command has put on top, as the process before this one says. It was confined, and this one is not yet: what it may not
 /// have opened is not opened for it.
 ///
@@ -274,10 +294,7 @@ fn checked_top(
     state: &State,
 ) -> Result<Option<(PathBuf, Format)>, Failure> {
     let Some((top, format)) = state.top() else { return Ok(None) };
-    let images = image.into_iter().chain(args.disk.overlay.as_deref());
-    if !sandbox::confines_files(args.sandbox.word)
-        || Reach::of(images, &args.disk.allow_path).has(&top)
-    {
+    if !sandbox::confines_files(args.sandbox.word) || reach(args, image).has(&top) {
         return Ok(Some((top, format)));
     }
     let what = format!(
@@ -289,6 +306,9 @@ fn checked_top(
         "if a `ringdisk ctl snapshot` of yours put it there, name its directory with --allow-path",
     ))
 }
+
+/// How long the kernel may take to let go of an image that was passed through.
+const LOCK_WAIT: Duration = Duration::from_secs(3);
 
 /// How long a stop waits for users; `None`: as long as they take.
 ///
