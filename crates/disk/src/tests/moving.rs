@@ -284,6 +284,9 @@ fn qemu_sees_the_locks_of_whoever_has_the_disk() {
             target.deactivate(&ring).await.expect("deactivate");
             assert!(qemu_may_write(&directory, format, name), "{name}");
             if name == "over.qcow2" {
+                // Nobody may write below an overlay that he may not know of.
+                assert!(!qemu_may_write(&directory, "qcow2", "base.qcow2"));
+                drop(target);
                 assert!(qemu_may_write(&directory, "qcow2", "base.qcow2"));
             }
         });
