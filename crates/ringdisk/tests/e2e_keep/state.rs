@@ -87,6 +87,27 @@ fn an_overlay_that_a_command_put_on_top_stays_on_top() {
     qemu_io(&image, "qcow2", &steps);
 }
 
+#[test]
+fn overlays_may_lie_after_a_restart_where_they_might_before() {
+    if !needs_root() {
+        return;
+    }
+    let (directory, elsewhere) = (scratch(), scratch());
+    let image = directory.path().join("disk.qcow2");
+    images::qcow2(&image, "8M", "");
+    let allowed = text(elsewhere.path());
+    let disk = Kept::start(&["--format", "qcow2", "--allow-path", allowed, text(&image)]);
+    let snapshot = |overlay: &Path| {
+        ok_words(&[&program(), "ctl", text(&disk.path()), "snapshot", text(overlay)]);
+    };
+    snapshot(&elsewhere.path().join("first.qcow2"));
+    disk.kill_server();
+    assert_eq!(until(Duration::from_secs(20), || disk.is_ready().then_some(())), Some(()));
+    snapshot(&directory.path().join("second.qcow2"));
+    snapshot(&elsewhere.path().join("third.qcow2"));
+    disk.stop();
+}
+
 /// It was an image's, with the part of the file that the `json:` name gave, and would be the whole file's.
 #[test]
 fn an_image_that_its_name_does_not_mean_does_not_come_on_top() {
