@@ -9,9 +9,19 @@ use serde_json::ser::PrettyFormatter;
 /// Writes JSON with the indentation of qemu-img, and a line break.
 pub(crate) fn json(out: &mut impl Write, value: &Value) -> io::Result<()> {
     let formatter = PrettyFormatter::with_indent(b"    ");
-    let mut serializer = serde_json::Serializer::with_formatter(&mut *out, formatter);
+    let mut text = Vec::new();
+    let mut serializer = serde_json::Serializer::with_formatter(&mut text, formatter);
     value.serialize(&mut serializer).map_err(io::Error::from)?;
-    writeln!(out)
+    // JSON leaves DEL and the control characters above it as they are, which terminals obey; names come from images and other processes.
+    let mut shown = String::with_capacity(text.len() + 1);
+    for c in String::from_utf8_lossy(&text).chars() {
+        match c {
+            '\n' => shown.push(c),
+            c if c.is_control() => shown.push_str(&format!("\\u{:04x}", u32::from(c))),
+            c => shown.push(c),
+        }
+    }
+    writeln!(out, "{shown}")
 }
 
 /// The same as text, without the line break.
@@ -20,4 +30,17 @@ pub(crate) fn json_text(value: &Value) -> String {
     // Memory takes everything.
     let _ = json(&mut text, value);
     String::from_utf8_lossy(&text).trim_end().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_shown_as_json_is_the_value_and_holds_nothing_that_a_terminal_obeys() {
+        let value = serde_json::json!({ "name": "a\u{1b}[2J\u{7f}\u{9b}2J\n\tß" });
+        let text = json_text(&value);
+        assert!(text.chars().all(|c| c == '\n' || !c.is_control()), "{text:?}");
+        assert_eq!(serde_json::from_str::<Value>(&text).expect("JSON"), value);
+    }
 }
