@@ -17,6 +17,7 @@ use rustix::net::{AddressFamily, sockopt};
 /// File systems whose files are taken: none of them waits for another process or machine. Numbers: linux/magic.h.
 const LOCAL: &[i64] = &[
     0x0102_1994, // tmpfs, memfd
+    0x5345_434d, // memfd_secret
     0x9584_58f6, // hugetlbfs
     0xef53,      // ext4
     0x5846_5342, // xfs
