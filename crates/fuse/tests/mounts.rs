@@ -154,6 +154,12 @@ fn two_hundred_mounts_leave_nothing_behind() {
     }
 }
 
+/// Does this until it was so five times that the second mount got the number of the first, which it says: other tests mount meanwhile.
+fn until_met(rounds: u32, mut case: impl FnMut() -> bool) {
+    let met = (0..rounds).filter(|_| case()).take(5).count();
+    assert_eq!(met, 5, "the case did not occur");
+}
+
 #[test]
 fn a_mount_that_is_gone_leaves_the_next_one_with_its_number_alone() {
     if !can_mount() {
@@ -164,26 +170,20 @@ fn a_mount_that_is_gone_leaves_the_next_one_with_its_number_alone() {
     for path in &paths {
         File::create(path).expect("a mountpoint");
     }
-    // Other tests mount meanwhile, so not every round gets the number again.
-    let mut met = 0;
-    for _ in 0..5000 {
+    until_met(5000, || {
         let first = mount(&paths[0], &options()).expect("a mount");
         let (number, mountpoint) = (first.connection(), first.mountpoint().to_owned());
         rustix::mount::unmount(&mountpoint, rustix::mount::UnmountFlags::empty())
             .expect("unmounted by somebody");
         let second = mount(&paths[1], &options()).expect("another mount");
         let has_number = second.connection() == number;
-        met += u32::from(has_number);
         assert!(!first.is_mounted().expect("readable"));
         // Else another test may have copied the mounts into a namespace of its own, and the first one lives there for a moment.
         assert!(!has_number || !first.abort());
         drop(first);
         assert!(second.is_mounted().expect("readable"), "removed by the number of another");
-        if met == 5 {
-            return;
-        }
-    }
-    panic!("the case did not occur");
+        has_number
+    });
 }
 
 #[test]
@@ -194,8 +194,7 @@ fn an_aborted_mount_that_somebody_removed_leaves_the_next_one_with_its_number_al
     let directory = tempfile::tempdir().expect("a directory");
     let path = directory.path().join("disk");
     File::create(&path).expect("a mountpoint");
-    let mut met = 0;
-    for _ in 0..1000 {
+    until_met(1000, || {
         let mut served = Served::new(null(), Wanted::default());
         // INIT is answered then, and an abort told.
         assert_eq!(std::fs::metadata(served.path()).expect("stat").len(), 1 << 20);
@@ -206,16 +205,12 @@ fn an_aborted_mount_that_somebody_removed_leaves_the_next_one_with_its_number_al
             .expect("unmounted by somebody");
         let second = mount(&path, &options()).expect("another mount");
         let has_number = second.connection() == Some(number);
-        met += u32::from(has_number);
         assert!(!first.is_mounted().expect("readable"));
         assert!(!has_number || !first.abort(), "aborted by the number of another");
         first.unmount(Unmount::Lazy).expect("nothing to be done");
         assert!(second.is_mounted().expect("readable"), "removed by the number of another");
-        if met == 5 {
-            return;
-        }
-    }
-    panic!("the case did not occur");
+        has_number
+    });
 }
 
 /// Somebody who helps holds it before it is needed.
@@ -227,24 +222,20 @@ fn what_aborts_a_mount_does_nothing_to_the_next_one_with_its_number() {
     let directory = tempfile::tempdir().expect("a directory");
     let path = directory.path().join("disk");
     File::create(&path).expect("a mountpoint");
-    let mut met = 0;
-    for _ in 0..1000 {
+    until_met(1000, || {
         let first = mount(&path, &options()).expect("a mount");
         let number = first.connection().expect("a connection");
         let abort = Abort::of(number).expect("fusectl");
         drop(first);
         let second = mount(&path, &options()).expect("another mount");
-        if second.connection() == Some(number) {
+        let has_number = second.connection() == Some(number);
+        if has_number {
             abort.abort();
             assert!(!second.is_closed(), "aborted by what was held of another");
             assert!(Abort::of(number).expect("fusectl").abort() && second.is_closed());
-            met += 1;
         }
-        if met == 5 {
-            return;
-        }
-    }
-    panic!("the case did not occur");
+        has_number
+    });
 }
 
 #[test]
@@ -272,23 +263,18 @@ fn a_mount_that_was_removed_leaves_the_next_one_in_its_place_alone() {
     let directory = tempfile::tempdir().expect("directory");
     let path = directory.path().join("disk");
     std::fs::write(&path, "").expect("a mountpoint");
-    let mut met = 0;
-    for _ in 0..5000 {
+    until_met(5000, || {
         let mut first = mount(&path, &options()).expect("a mount");
         let number = first.connection();
         first.unmount(Unmount::Lazy).expect("removed");
         let second = mount(&path, &options()).expect("another mount");
         let has_number = second.connection() == number;
-        met += u32::from(has_number);
         assert!(!has_number || !first.abort(), "the number is another's");
         let mut buffer = [0; 8192];
         let init = rustix::io::read(second.device(), &mut buffer[..]);
         assert!(init.is_ok(), "aborted by the number of the first: {init:?}");
-        if met == 5 {
-            return;
-        }
-    }
-    panic!("the case did not occur");
+        has_number
+    });
 }
 
 #[test]

@@ -3,7 +3,8 @@
 //! Promises: when it begins, the base shows by itself what the chain shows, on stable storage. It runs while nobody works on the
 //! disk, and the chain shows the same after each of its operations, also after a crash:
 //! 1. The merged layers are emptied from the bottom up. (From the top down, an emptied layer would uncover what the one below it
-//!    holds, which is older than what the base has.) Any part of them may be gone: the base shows the same.
+//!    holds, which is older than what the base has.) Any part of them may be gone: the base shows the same. One that ends before what
+//!    those above it show becomes as long: it would hide what only the base has by then.
 //! 2. A base that is longer than the disk is cut; nobody sees what lies there.
 //! 3. The base becomes the top, or the layer above the merged ones names it.
 //!

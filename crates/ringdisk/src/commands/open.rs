@@ -15,6 +15,7 @@ use crate::commands::look;
 use crate::made::Fresh;
 use crate::new_image::{Described, NewImage, check_new_name};
 use crate::report::{Exit, Failure};
+use crate::sandbox::Reach;
 use crate::size::human_size;
 use crate::terminal::{self, shell_word};
 
@@ -234,6 +235,11 @@ impl<'a> ImagePlan<'a> {
         let size = human_size(disk.size());
         format!("{image} ({size}{format}{mode})")
     }
+}
+
+/// Where a command line lets images lie.
+pub(crate) fn reach(args: &ImageArgs, image: Option<&Path>) -> Reach {
+    Reach::of(image.into_iter().chain(args.overlay.as_deref()), &args.allow_path)
 }
 
 /// What `--create` makes, and how large, bytes.

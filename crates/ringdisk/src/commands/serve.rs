@@ -16,7 +16,7 @@ use ringdisk_disk::Disk;
 use ringdisk_vhost::{ExportOptions, Listen};
 
 use crate::cli::{DiskArgs, ServeArgs, ServedDisk};
-use crate::commands::open::{ImagePlan, new_image};
+use crate::commands::open::{ImagePlan, new_image, reach};
 use crate::control::disk::{DiskControl, Serving};
 use crate::control::place;
 use crate::control::server::Server;
@@ -241,22 +241,13 @@ fn plan<'a>(args: &ServeArgs, disk: &'a ServedDisk, place: Place) -> Result<Plan
     })
 }
 
-impl Plan<'_> {
-    /// Where the command line lets the disk's images lie.
-    fn reach(&self) -> Reach {
-        let source = &self.args.source;
-        let images = self.image.image.as_deref().into_iter().chain(source.overlay.as_deref());
-        Reach::of(images, &source.allow_path)
-    }
-}
-
 /// Serves one disk.
 ///
 /// Errors: the socket cannot be made, or the export not be started; nothing stays then.
 fn start(plan: Plan<'_>, disk: Arc<Disk>) -> Result<Running, Failure> {
     let name = plan.image.name();
     let ready = format!("{} is served {}", plan.image.describe(&disk), plan.place.shown());
-    let reach = plan.reach();
+    let reach = reach(&plan.args.source, plan.image.image.as_deref());
     let opened = plan.place.open()?;
     let front = front(&opened.listen);
     let read_only = disk.is_read_only();

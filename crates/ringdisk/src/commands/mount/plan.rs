@@ -13,13 +13,13 @@ use ringdisk_disk::{Disk, Format, Layer};
 use ringdisk_fuse::mount::{Unmount, mountpoint, table, unmount};
 
 use crate::cli::{MountArgs, MountPaths, StopTimeout};
-use crate::commands::open::ImagePlan;
+use crate::commands::open::{ImagePlan, reach};
 use crate::control::place;
 use crate::keep::{self, State};
 use crate::made::Fresh;
 use crate::new_image::NewImage;
 use crate::report::{Exit, Failure};
-use crate::sandbox::{self, Reach};
+use crate::sandbox;
 use crate::serve::Options;
 use crate::signals::Watcher;
 use crate::terminal::{self, shell_word, visible};
@@ -209,7 +209,7 @@ impl<'a> Plan<'a> {
     /// Whether the next process of a kept mount takes an image on top, by its name.
     pub(super) fn may_be_top(&self) -> impl Fn(&Layer) -> Result<(), String> + Send + Sync + use<> {
         let is_confined = sandbox::confines_files(self.args.sandbox.word);
-        let reach = reach(self.args, self.image.image.as_deref());
+        let reach = reach(&self.args.disk, self.image.image.as_deref());
         move |top| match !is_confined || reach.has(top.name()) {
             true => Ok(()),
             false => Err(String::from(
@@ -278,12 +278,6 @@ impl<'a> Plan<'a> {
     }
 }
 
-/// Where the command line lets images lie.
-fn reach(args: &MountArgs, image: Option<&Path>) -> Reach {
-    let images = image.into_iter().chain(args.disk.overlay.as_deref());
-    Reach::of(images, &args.disk.allow_path)
-}
-
 /// The image that a command has put on top, as the process before this one says. It was confined, and this one is not yet: what it may not
 /// have opened is not opened for it.
 ///
@@ -294,7 +288,7 @@ fn checked_top(
     state: &State,
 ) -> Result<Option<(PathBuf, Format)>, Failure> {
     let Some((top, format)) = state.top() else { return Ok(None) };
-    if !sandbox::confines_files(args.sandbox.word) || reach(args, image).has(&top) {
+    if !sandbox::confines_files(args.sandbox.word) || reach(&args.disk, image).has(&top) {
         return Ok(Some((top, format)));
     }
     let what = format!(

@@ -9,6 +9,7 @@ use ringdisk_vhost::export::{Export, Prepared};
 
 use super::{Placed, Plan, Running};
 use crate::commands::look;
+use crate::commands::open::reach;
 use crate::control::place::real_path;
 use crate::io_flusher;
 use crate::report::{Exit, Failure};
@@ -99,7 +100,7 @@ fn prepare(plan: Plan<'_>) -> Result<Waiting, Failure> {
         format!("{} is served {}", plan.image.describe(prepared.disk()), plan.place.shown());
     let queues = vhost::queues(plan.args);
     let allowed = plan.args.source.allow_path.clone();
-    let reach = plan.reach();
+    let reach = reach(&plan.args.source, plan.image.image.as_deref());
     let (path, shown) = (Some(path), plan.shown);
     let placed =
         Placed { ready, name, path, front, queues, allowed, reach, restricted, made: None, shown };
