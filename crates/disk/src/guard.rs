@@ -1,4 +1,4 @@
-//! Protects the first sector of a raw image that nobody has called raw.
+//! Protects the first sector of a raw image that nobody has called raw, or that can keep no note of it ([`crate::note`]).
 //!
 //! Promises: an image whose format was found by looking at it, or is raw only by the word of an image above it, cannot be made to look
 //! like another format through us: neither by clients nor by a commit. So whoever opens it next without saying its format finds raw again,
@@ -34,8 +34,9 @@ impl SectorGuard {
     /// Why writes are refused, and what the user can do.
     pub(crate) fn reason(&self) -> String {
         format!(
-            "nobody said that '{}' is raw, so writes to its first sector that would make it look like another format are refused; allow \
-             them with `--format raw` where it is served, with `--base-format raw` where it is the base of `ringdisk commit`",
+            "nobody said that '{}' is raw, or its file system keeps no note of it (an extended attribute), so writes to its first sector \
+             that would make it look like another format are refused; where such attributes can be kept, `--format raw` where it is served, \
+             and `--base-format raw` where it is the base of `ringdisk commit`, allow them",
             printable_path(&self.name)
         )
     }

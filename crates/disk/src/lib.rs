@@ -29,6 +29,7 @@ mod live;
 mod lost;
 mod map;
 pub mod name;
+mod note;
 mod null;
 mod open;
 mod options;

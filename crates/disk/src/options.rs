@@ -146,8 +146,12 @@ impl FromStr for DetectZeroes {
 /// and allows files below the image's own directory.
 #[derive(Clone, Debug, Default)]
 pub struct ImageOptions {
-    /// Format of the top image; `None` probes it, and then a raw image protects its first sector.
+    /// Format of the top image; `None` probes it, and then a raw image protects its first sector. That a file that is written is raw is
+    /// noted at it (an extended attribute): who probes it later finds raw, or is asked, whatever was written. Where it cannot be noted
+    /// the first sector is protected all the same.
     pub format: Option<Format>,
+    /// An image that is written must be called raw, or have a note that it is, to be opened as raw.
+    pub ask_for_raw: bool,
     /// The format of the raw image at the bottom was guessed when the disk was opened first, by this process or one before it: its
     /// first sector is protected although its format is known now.
     pub protect_raw: bool,

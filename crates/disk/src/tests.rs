@@ -9,6 +9,7 @@ mod commit_faults;
 mod crash_under_changes;
 mod draining;
 mod faults;
+mod format_notes;
 mod gate;
 mod guarding;
 mod images;

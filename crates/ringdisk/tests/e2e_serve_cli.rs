@@ -87,9 +87,19 @@ fn the_image_is_refused_as_mount_refuses_it() {
     {
         refused(directory.path(), &[image, "--vhost-user-blk", "s"], exit, &[text]);
     }
-    let offset = ["disk.img", "--offset", "1G", "--vhost-user-blk", "s"];
+    let offset = ["disk.img", "-f", "raw", "--offset", "1G", "--vhost-user-blk", "s"];
     refused(directory.path(), &offset, 3, &["disk.img"]);
     assert_eq!(names(directory.path()), ["bad.qcow2", "disk.img"]);
+}
+
+#[test]
+fn an_image_that_a_guest_writes_is_not_taken_as_raw_by_a_guess() {
+    let directory = scratch();
+    let texts = ["'disk.img' is not a qcow2 image", "--format raw"];
+    refused(directory.path(), &["disk.img", "--vhost-user-blk", "s"], 3, &texts);
+    let create = ["--create", "1M", "disk.img", "--vhost-user-blk", "s"];
+    refused(directory.path(), &create, 3, &texts);
+    assert_eq!(names(directory.path()), ["disk.img"]);
 }
 
 #[test]

@@ -24,7 +24,8 @@ use ringdisk_storage::Storage;
 use crate::disk::Parts;
 use crate::layer::Layer;
 use crate::name::{FileName, beside, printable, printable_path};
-use crate::probe::{PROBE_LEN, choose, probe};
+use crate::note;
+use crate::probe::{PROBE_LEN, Probed, choose, probe};
 use crate::resolve::{Access, Held, Opened, Resolver, absolute, identify};
 use crate::{Disk, Error, ErrorKind, Format, ImageOptions, LAYERS_MAX, Source};
 
@@ -214,11 +215,11 @@ impl<'a> Opening<'a> {
             }
         };
         let shown = printable_path(&name);
-        let probed = self.options.format.is_none();
         let format = match self.options.format {
             Some(format) => format,
-            None => choose(&shown, probe(&first_sector(&opened.fd, &shown)?))?,
+            None => self.guess(&opened.fd, &shown, read_only)?,
         };
+        let is_guarded = !read_only && self.is_guarded(&opened.fd, &shown)?;
         let candidate = Candidate {
             opened,
             name,
@@ -228,10 +229,44 @@ impl<'a> Opening<'a> {
             raw_offset: 0,
             raw_size: None,
             without_backing: self.options.without_backing,
-            is_guarded: (probed || self.options.protect_raw) && !read_only,
+            is_guarded,
         };
         parts.policy.read_only = candidate.read_only;
         Ok((candidate, held))
+    }
+
+    /// The format of the top image, which the user did not say.
+    ///
+    /// Errors: it is not clear, or a guest that may write the image could make it another one.
+    fn guess(&self, fd: &OwnedFd, shown: &str, read_only: bool) -> Result<Format, Error> {
+        let probed = probe(&first_sector(fd, shown)?);
+        let is_noted = note::is_raw(fd);
+        match probed {
+            Probed::Raw if self.options.ask_for_raw && !read_only && !is_noted => {
+                Err(raw_is_asked(shown))
+            }
+            Probed::Raw => Ok(Format::Raw),
+            looks_like if is_noted || note::is_device(fd) => {
+                Err(is_unclear(shown, looks_like, is_noted))
+            }
+            looks_like => choose(shown, looks_like),
+        }
+    }
+
+    /// Whether the first sector of the top image, which is written, is protected, should it be raw. Keeps what the user said of its format.
+    fn is_guarded(&self, fd: &OwnedFd, shown: &str) -> Result<bool, Error> {
+        match self.options.format {
+            // Other programs guess, too, and see no note.
+            None => Ok(true),
+            _ if self.options.protect_raw => Ok(true),
+            Some(Format::Raw) => Ok(note::set_raw(fd).is_err()),
+            Some(Format::Qcow2) => {
+                if note::is_raw(fd) && probe(&first_sector(fd, shown)?) == Probed::Qcow2 {
+                    note::remove(fd);
+                }
+                Ok(false)
+            }
+        }
     }
 
     fn access(&self, read_only: bool) -> Access {
@@ -385,6 +420,9 @@ impl<'a> Opening<'a> {
         }
         let path = self.path_of(&parsed, directory)?;
         let opened = self.resolver.open(&path, self.access(true))?;
+        // For reading now, but a commit may write it.
+        let is_trusted = self.options.trust_base_format && format == Format::Raw;
+        let is_guarded = !is_trusted || note::set_raw(&opened.fd).is_err();
         let name = beside(of, &parsed);
         let full = if file.starts_with(b"json:") {
             String::from_utf8_lossy(file).into_owned()
@@ -400,8 +438,7 @@ impl<'a> Opening<'a> {
             raw_offset: parsed.raw_offset,
             raw_size: parsed.raw_size,
             without_backing: parsed.without_backing,
-            // For reading now, but a commit may write it.
-            is_guarded: !self.options.trust_base_format,
+            is_guarded,
         };
         Ok((full, candidate))
     }
@@ -589,6 +626,34 @@ fn backing_format(
             ),
         )),
     }
+}
+
+/// A raw image that a guest shall write, of which nobody said that it is raw.
+fn raw_is_asked(shown: &str) -> Error {
+    let text = format!(
+        "'{shown}' is not a qcow2 image, and nobody said that it is raw: its guest may write anything into a raw disk, so that is not \
+         guessed; say `--format raw`"
+    );
+    Error::new(ErrorKind::UnknownFormat, text)
+}
+
+/// An image that looks like something that its guest may have written there.
+fn is_unclear(shown: &str, looks_like: Probed, is_noted: bool) -> Error {
+    let looks = match looks_like {
+        Probed::Raw => "raw",
+        Probed::Qcow2 => "qcow2",
+        Probed::Other(name) => name,
+    };
+    let why = if is_noted {
+        "it was used as raw"
+    } else {
+        "it is a device, which keeps no note of its format"
+    };
+    let text = format!(
+        "'{shown}' begins like an image of the format {looks}, but {why}, so its guest may have written that; say `--format raw` for its \
+         bytes as they are, or `--format qcow2` if it was made as such an image"
+    );
+    Error::new(ErrorKind::UnknownFormat, text)
 }
 
 /// The first sector of a file, as much as there is. Reads a whole aligned block, so it works on

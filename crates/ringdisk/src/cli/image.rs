@@ -56,7 +56,11 @@ pub(crate) struct ImageArgs {
     /// Format of IMAGE, raw or qcow2 [default: look at its first bytes]
     ///
     /// An image that is taken for raw only because of its first bytes refuses writes that would
-    /// make it look like another format the next time; `--format raw` allows them.
+    /// make it look like another format the next time; `--format raw` allows them. A file that is
+    /// opened with `raw` and written keeps a note of that (the extended attribute
+    /// user.ringdisk.format), and where it can keep none the writes stay refused. `serve` asks for
+    /// the format of what is not qcow2 and has no such note. An image with the note that begins
+    /// like another format, and a block device that does, are not guessed: say what they are.
     #[arg(short, long, value_parser = format_parser(), help_heading = "Image options")]
     pub(crate) format: Option<Format>,
 

@@ -43,6 +43,8 @@ pub(crate) struct ImagePlan<'a> {
     pub(crate) window: Option<(u64, Option<u64>)>,
     /// The format of the raw image was guessed by a process before this one.
     pub(crate) protect_raw: bool,
+    /// A guest writes it, so a raw image must have been called raw.
+    pub(crate) ask_for_raw: bool,
 }
 
 impl<'a> ImagePlan<'a> {
@@ -60,6 +62,7 @@ impl<'a> ImagePlan<'a> {
             made_format: None,
             window: None,
             protect_raw: false,
+            ask_for_raw: false,
         }
     }
 
@@ -73,6 +76,7 @@ impl<'a> ImagePlan<'a> {
         ImageOptions {
             format,
             protect_raw: self.protect_raw,
+            ask_for_raw: self.ask_for_raw,
             read_only: args.read_only,
             auto_read_only: true,
             cache: args.cache_mode(),

@@ -234,6 +234,7 @@ fn plan<'a>(args: &ServeArgs, disk: &'a ServedDisk, place: Place) -> Result<Plan
             leaves_directory: args.daemonize,
             inactive: disk.args.device.incoming,
             wait_for_locks: Some(LOCK_WAIT),
+            ask_for_raw: true,
             ..ImagePlan::new(source, disk.image.clone())
         },
         place,
