@@ -207,7 +207,8 @@ impl Plan {
         }
         let ruleset = rules.as_ref().map(|rules| rules.ruleset.as_fd());
         if reaches_threads {
-            let confined = threads::confine(&Confinement { ruleset, user: self.user, capabilities });
+            let confined =
+                threads::confine(&Confinement { ruleset, user: self.user, capabilities });
             confined.map_err(|error| {
                 let what = format!("{} cannot be confined: {}", error.thread, error.errno);
                 Failure(what)

@@ -79,10 +79,7 @@ fn files(disk: &Disk) -> Vec<Opened> {
     for (depth, layer) in disk.layers().iter().enumerate() {
         let writes = depth == 0 && !disk.is_read_only();
         let needs = if writes { Access::READ_OK | Access::WRITE_OK } else { Access::READ_OK };
-        let both = [
-            (layer.file(), Some(layer.name())),
-            (layer.data_storage(), layer.data_name()),
-        ];
+        let both = [(layer.file(), Some(layer.name())), (layer.data_storage(), layer.data_name())];
         for (storage, name) in both {
             let Some(open) = storage.and_then(|storage| sandbox::by_descriptor(storage)) else {
                 continue;
@@ -90,7 +87,8 @@ fn files(disk: &Disk) -> Vec<Opened> {
             let shown = name.map_or_else(|| String::from("an image"), quoted);
             // A temporary image has no name any more, and one that came by a descriptor never had one.
             let named = name.filter(|name| name.is_absolute() && name.exists());
-            let named = named.map(|name| Opened { path: name.to_owned(), shown: shown.clone(), needs });
+            let named =
+                named.map(|name| Opened { path: name.to_owned(), shown: shown.clone(), needs });
             all.push(Opened { path: open, shown, needs });
             all.extend(named);
         }

@@ -144,7 +144,8 @@ impl Decision {
         if let Some(why) = &self.stays {
             tracing::info!("stays root: {why}");
         }
-        if self.is_change() {
+        if let Some(user) = &self.becomes {
+            tracing::info!("serves as user {user}");
             limits::raise_for_another_user();
         }
         if !sandbox::is_wanted(word) {
@@ -157,10 +158,7 @@ impl Decision {
                     terminal::complain(&failure);
                     Ok(Some(text))
                 }
-                result => result.map(|()| {
-                    tracing::info!("serves as user {user}");
-                    Some(format!("off, user {user}"))
-                }),
+                result => result.map(|()| Some(format!("off, user {user}"))),
             };
         }
         let plan = match &self.becomes {
