@@ -99,7 +99,9 @@ impl Wanted {
 
 impl Decision {
     fn stays(why: impl Into<String>) -> Decision {
-        Decision { stays: Some(why.into()), ..Decision::default() }
+        let why = why.into();
+        tracing::info!("stays root: {why}");
+        Decision { stays: Some(why), ..Decision::default() }
     }
 
     /// Whether something changes: the process will not be able to remove what it made, and perhaps not in a sandbox.
@@ -122,7 +124,7 @@ impl Decision {
                 Err(Failure::new(Exit::Unsupported, text).hint("--user root serves as root"))
             }
             Some(_) => {
-                self.stays = Some(why.to_owned());
+                *self = Decision::stays(why);
                 Ok(())
             }
             None => Ok(()),
@@ -141,9 +143,6 @@ impl Decision {
         plan: Plan,
         goes_on: bool,
     ) -> Result<Option<String>, Failure> {
-        if let Some(why) = &self.stays {
-            tracing::info!("stays root: {why}");
-        }
         if let Some(user) = &self.becomes {
             tracing::info!("serves as user {user}");
             limits::raise_for_another_user();
