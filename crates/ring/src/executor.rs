@@ -51,6 +51,8 @@ pub(crate) struct Executor {
     free: RefCell<Vec<u32>>,
     ready: RefCell<VecDeque<u32>>,
     root_ready: Cell<bool>,
+    /// How often all that was ready was polled.
+    rounds: Cell<u64>,
     /// Number and waker address of the task that is being polled.
     current: Cell<(u32, *const ())>,
     shared: Arc<Shared>,
@@ -63,6 +65,7 @@ impl Executor {
             free: RefCell::new(Vec::new()),
             ready: RefCell::new(VecDeque::with_capacity(READY_ROOM)),
             root_ready: Cell::new(true),
+            rounds: Cell::new(0),
             current: Cell::new((ROOT, std::ptr::null())),
             shared,
         }
@@ -110,11 +113,17 @@ impl Executor {
     /// Polls every task that is ready now; those that become ready meanwhile wait for the next
     /// turn, so that a task that always wakes itself cannot starve completions.
     pub(crate) fn run_ready(&self) {
+        self.rounds.set(self.rounds.get() + 1);
         let count = self.ready.borrow().len();
         for _ in 0..count {
             let Some(id) = self.ready.borrow_mut().pop_front() else { return };
             self.poll_task(id);
         }
+    }
+
+    /// Rounds of [`Executor::run_ready`] that have begun.
+    pub(crate) fn rounds(&self) -> u64 {
+        self.rounds.get()
     }
 
     fn poll_task(&self, id: u32) {
@@ -186,3 +195,6 @@ impl Executor {
         self.ready.borrow_mut().clear();
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -50,6 +50,8 @@ pub(crate) enum State {
     New {
         what: What,
         keep: Option<IoBuf>,
+        /// For a slot.
+        has_waited: bool,
     },
     InFlight(u32),
     Done,
@@ -77,7 +79,11 @@ impl std::fmt::Debug for Op {
 
 impl Op {
     pub(crate) fn new(ring: &Ring, what: What, keep: Option<IoBuf>) -> Op {
-        Op { ring: ring.clone(), state: State::New { what, keep }, inline: false }
+        Op {
+            ring: ring.clone(),
+            state: State::New { what, keep, has_waited: false },
+            inline: false,
+        }
     }
 
     /// Says that the kernel completes this operation while it is submitted, so that the thread may sleep past it, until one
@@ -109,9 +115,9 @@ impl Future for Op {
                 this.state = State::Done;
                 Poll::Ready(to_result(result))
             }
-            State::New { what, keep } => {
+            State::New { what, keep, has_waited } => {
                 let kept = keep.take().map_or(Keep::Nothing, Keep::Buffer);
-                let slot = match inner.take_slot(kept, cx) {
+                let slot = match inner.take_slot(kept, cx, has_waited) {
                     Ok(slot) => slot,
                     Err(Keep::Buffer(buffer)) => {
                         *keep = Some(buffer);

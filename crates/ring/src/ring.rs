@@ -70,6 +70,10 @@ pub(crate) struct Inner {
     times: Box<[UnsafeCell<types::Timespec>]>,
     /// Those who wait for a slot.
     hungry: RefCell<VecDeque<Waiter>>,
+    /// Until this round of the executor ([`Executor::rounds`]) those who waited for a slot look whether there is one: who comes now waits
+    /// until they have. Otherwise a task that has another operation as soon as one has ended, and takes its slot again at once, starves
+    /// all who wait.
+    fed_until: Cell<u64>,
     pub(crate) executor: Executor,
     pub(crate) counters: Arc<Counters>,
     pub(crate) shared: Arc<Shared>,
@@ -134,6 +138,7 @@ impl Inner {
             // SAFETY: zeroes are times of no length.
             times: unsafe { zeroed(slots as usize) },
             hungry: RefCell::new(VecDeque::with_capacity(slots as usize)),
+            fed_until: Cell::new(0),
             executor: Executor::new(Arc::clone(&shared)),
             counters: Arc::new(Counters::default()),
             shared,
@@ -153,8 +158,22 @@ impl Inner {
     }
 
     /// Takes a slot, or notes that the polled future waits for one.
-    pub(crate) fn take_slot(&self, keep: Keep, cx: &Context<'_>) -> Result<u32, Keep> {
+    ///
+    /// * `has_waited`: for one operation, false at first.
+    pub(crate) fn take_slot(
+        &self,
+        keep: Keep,
+        cx: &Context<'_>,
+        has_waited: &mut bool,
+    ) -> Result<u32, Keep> {
+        if !*has_waited && self.executor.rounds() < self.fed_until.get() {
+            *has_waited = true;
+            // Through the waker, as some of those who wait are woken: in the order in which that was asked for.
+            cx.waker().wake_by_ref();
+            return Err(keep);
+        }
         self.slots.borrow_mut().take(keep).inspect_err(|_| {
+            *has_waited = true;
             self.counters.slots_full.add(1);
             self.hungry.borrow_mut().push_back(self.executor.waiter(cx));
         })
@@ -181,6 +200,11 @@ impl Inner {
 
     /// A slot is free: all who wait for one look again. Some of them may be gone, so waking one would not do.
     fn feed_hungry(&self) {
+        if self.hungry.borrow().is_empty() {
+            return;
+        }
+        // They are polled in the next round, before those who come until its end and are polled in the one after that.
+        self.fed_until.set(self.executor.rounds() + 2);
         while let Some(waiter) = { self.hungry.borrow_mut().pop_front() } {
             self.executor.wake(waiter);
         }
@@ -361,7 +385,8 @@ impl Ring {
 
     /// Waits for a slot.
     async fn slot(&self, keep: impl Fn() -> Keep) -> u32 {
-        poll_fn(|cx| match self.0.take_slot(keep(), cx) {
+        let mut has_waited = false;
+        poll_fn(|cx| match self.0.take_slot(keep(), cx, &mut has_waited) {
             Ok(slot) => Poll::Ready(slot),
             Err(_) => Poll::Pending,
         })

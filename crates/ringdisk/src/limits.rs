@@ -1,6 +1,6 @@
 //! What the process asks of the kernel for itself before it serves.
 //!
-//! Promises: called once by the main thread before any other is started, so that all inherit it; a
+//! Promises: [`raise`] is called once by the main thread before any other is started, so that all inherit it; a
 //! refusal is never an error here, since whoever then runs into a limit has the better message.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -27,6 +27,22 @@ pub(crate) fn raise() {
     }
     if getrlimit(Resource::Nofile).current.is_some_and(|files| files < FILES_WANTED) {
         tracing::debug!("RLIMIT_NOFILE is below {FILES_WANTED}; long backing chains may not open");
+    }
+}
+
+/// Before root becomes another user: what root's capabilities have put above limits so far.
+pub(crate) fn raise_for_another_user() {
+    for (resource, name) in [
+        // CAP_IPC_LOCK: buffers of rings, which are registered when the rings are there.
+        (Resource::Memlock, "RLIMIT_MEMLOCK"),
+        // Threads count beside all others of that user from now on, and some are made later.
+        (Resource::Nproc, "RLIMIT_NPROC"),
+    ] {
+        let old = getrlimit(resource);
+        match setrlimit(resource, Rlimit { current: None, maximum: None }) {
+            Ok(()) => tracing::debug!("{name}: {} raised to unlimited", show(old.current)),
+            Err(errno) => tracing::debug!("{name} stays at {}: {errno}", show(old.current)),
+        }
     }
 }
 

@@ -80,11 +80,9 @@ impl Drop for MadeFile {
         if self.keep {
             return;
         }
-        let is_ours = fs::symlink_metadata(&self.path).is_ok_and(|meta| {
-            let may_go = !self.is_adopted || (meta.is_file() && meta.len() == 0);
-            (meta.dev(), meta.ino()) == self.id && may_go
-        });
-        if !is_ours {
+        let is_empty = |meta: fs::Metadata| meta.is_file() && meta.len() == 0;
+        let may_go = !self.is_adopted || fs::symlink_metadata(&self.path).is_ok_and(is_empty);
+        if !(may_go && sandbox::may_be(&self.path, self.id)) {
             return;
         }
         // Removed rather than emptied: a write that is under way would make it long again.

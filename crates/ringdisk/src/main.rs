@@ -34,6 +34,7 @@ mod stopping;
 mod terminal;
 mod topology;
 mod upgrade;
+mod user;
 mod users;
 mod vhost;
 

@@ -102,7 +102,8 @@ impl Drop for Pidfile {
             return;
         }
         // The name is removed before the lock goes, so that no other process locks a dead file.
-        if is_named(&self.path, &self.file)
+        let may_be = |(path, id): sandbox::Named| sandbox::may_be(&path, id);
+        if (is_named(&self.path, &self.file) || self.identity().is_some_and(may_be))
             && let Err(error) = sandbox::remove_file(&self.path)
         {
             tracing::warn!("cannot remove the pid file '{}': {error}", self.path.display());

@@ -7,7 +7,7 @@
 //! Four walls, each for what the others do not see:
 //! - **landlock**: which files may be opened, and no TCP;
 //! - **seccomp**: which system calls may be made at all ([`calls`]);
-//! - **capabilities**: of root's powers only those that the plan keeps;
+//! - **capabilities**: of root's powers only those that the plan keeps, or another user ([`User`]), who has none;
 //! - **rings**: what an io_uring may do is restricted when it is made (`ringdisk-ring`), and none can be made inside.
 //!
 //! This crate knows nothing of disks: what is needed is the plan of its caller.
@@ -18,8 +18,10 @@ mod capabilities;
 mod files;
 mod plan;
 mod threads;
+mod user;
 
 pub use calls::Calls;
 pub use capabilities::Keep;
 pub use plan::{Failure, InForce, Plan};
 pub use rustix::thread::CapabilitySet;
+pub use user::{User, become_user};

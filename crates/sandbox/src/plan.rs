@@ -10,6 +10,7 @@ use crate::calls::{self, Calls, Filters};
 use crate::capabilities::{self, Keep};
 use crate::files::{self, NoRules, Right, Rules};
 use crate::threads::{self, Confinement};
+use crate::user::User;
 
 /// What a serving process still needs. Everything else goes.
 #[derive(Debug)]
@@ -19,6 +20,7 @@ pub struct Plan {
     abstract_sockets: bool,
     calls: Calls,
     keep: Keep,
+    user: Option<User>,
     is_insisted_on: bool,
 }
 
@@ -71,6 +73,7 @@ impl Default for Plan {
             abstract_sockets: false,
             calls: Calls::default(),
             keep: Keep::default(),
+            user: None,
             is_insisted_on: false,
         }
     }
@@ -146,6 +149,13 @@ impl Plan {
         self
     }
 
+    /// The process becomes this user's, and keeps no capability. That is never left out: entering fails where it cannot be done.
+    #[must_use]
+    pub fn user(mut self, user: User) -> Plan {
+        self.user = Some(user);
+        self
+    }
+
     /// Leaves landlock out: inside, no file system may be unmounted, and the caller has nobody to do it.
     ///
     /// * `why`: for [`InForce::missing`].
@@ -189,10 +199,16 @@ impl Plan {
         let mut missing = Vec::new();
         let Walls { rules, filters, reaches_threads } = self.walls(&mut missing)?;
         let is_root = rustix::process::geteuid().is_root();
-        let capabilities = (is_root && reaches_threads).then(|| self.keep.present());
+        let kept = || self.user.map_or_else(|| self.keep.present(), |_| CapabilitySet::empty());
+        let capabilities = (is_root && reaches_threads).then(kept);
+        if self.user.is_some() && !reaches_threads {
+            let why = "the process cannot become another user, as its threads cannot be found";
+            return Err(Failure(String::from(why)));
+        }
         let ruleset = rules.as_ref().map(|rules| rules.ruleset.as_fd());
         if reaches_threads {
-            let confined = threads::confine(&Confinement { ruleset, capabilities });
+            let confined =
+                threads::confine(&Confinement { ruleset, user: self.user, capabilities });
             confined.map_err(|error| {
                 let what = format!("{} cannot be confined: {}", error.thread, error.errno);
                 Failure(what)

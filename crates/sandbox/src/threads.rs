@@ -1,9 +1,9 @@
 //! What the kernel does for one thread only, done for every thread of the process.
 //!
 //! Promises: when [`confine`] returns, every thread (and so every thread that is started later) has no new privileges, is inside the
-//! landlock ruleset and has lost its capabilities; otherwise it says which thread has not.
+//! landlock ruleset, is the other user's, and has lost its capabilities; otherwise it says which thread has not.
 //!
-//! Before Linux 7.0 landlock is for the calling thread, and capabilities always are. So each thread gets a signal, one after the
+//! Before Linux 7.0 landlock is for the calling thread, and capabilities and users always are. So each thread gets a signal, one after the
 //! other, and does it in the handler, which makes bare system calls only. Threads that appear meanwhile are found by looking again. The
 //! kernel's own threads of an io_uring (`iou-wrk-…`) take no signals and run none of our code; they carry out what a ring is allowed.
 #![allow(unsafe_code)]
@@ -17,6 +17,8 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
+
+use crate::user::User;
 
 /// How long one thread may take: it may be in the middle of a system call that does not end early.
 const LIMIT: Duration = Duration::from_secs(10);
@@ -33,6 +35,9 @@ static RULESET: AtomicI32 = AtomicI32::new(-1);
 static STAYING: AtomicU64 = AtomicU64::new(0);
 /// Whether capabilities go at all.
 static DROPS: AtomicBool = AtomicBool::new(false);
+/// User and group that all become; all ones, which is no user: they stay what they are.
+static USER: AtomicU32 = AtomicU32::new(u32::MAX);
+static GROUP: AtomicU32 = AtomicU32::new(u32::MAX);
 /// Threads that have answered, and the errno of the last one.
 static ANSWERS: AtomicU32 = AtomicU32::new(0);
 static RESULT: AtomicI32 = AtomicI32::new(0);
@@ -43,6 +48,8 @@ static TURN: Mutex<()> = Mutex::new(());
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Confinement<'a> {
     pub(crate) ruleset: Option<BorrowedFd<'a>>,
+    /// `None`: each stays what it is.
+    pub(crate) user: Option<User>,
     /// `None`: capabilities are left alone.
     pub(crate) capabilities: Option<CapabilitySet>,
 }
@@ -70,6 +77,8 @@ pub(crate) fn confine(confinement: &Confinement<'_>) -> Result<usize, Unconfined
     RULESET.store(ruleset, Ordering::Release);
     DROPS.store(confinement.capabilities.is_some(), Ordering::Release);
     STAYING.store(confinement.capabilities.map_or(0, |set| set.bits()), Ordering::Release);
+    USER.store(confinement.user.map_or(u32::MAX, User::uid), Ordering::Release);
+    GROUP.store(confinement.user.map_or(u32::MAX, User::gid), Ordering::Release);
     let result = confine_all();
     RULESET.store(-1, Ordering::Release);
     result
@@ -129,14 +138,24 @@ fn confine_this() -> Result<(), Errno> {
     if ruleset >= 0 {
         restrict_self(ruleset)?;
     }
-    if DROPS.load(Ordering::Acquire) {
-        let staying = CapabilitySet::from_bits_retain(STAYING.load(Ordering::Acquire));
-        drop_others(staying)?;
+    let drops = DROPS.load(Ordering::Acquire);
+    let staying = CapabilitySet::from_bits_retain(STAYING.load(Ordering::Acquire));
+    if drops {
+        bound(staying)?;
+    }
+    if let Some(user) = User::new(USER.load(Ordering::Acquire), GROUP.load(Ordering::Acquire)) {
+        user.put_on()?;
+    }
+    if drops {
+        let inheritable = CapabilitySet::empty();
+        let sets = CapabilitySets { effective: staying, permitted: staying, inheritable };
+        set_capabilities(None, sets)?;
     }
     Ok(())
 }
 
-fn drop_others(staying: CapabilitySet) -> Result<(), Errno> {
+/// Takes all others out of the bounding set, which takes a capability.
+fn bound(staying: CapabilitySet) -> Result<(), Errno> {
     for capability in CapabilitySet::all().difference(staying).iter() {
         match rustix::thread::remove_capability_from_bounding_set(capability) {
             // Without CAP_SETPCAP, or one that this kernel does not know: with no new privileges the set is of no use.
@@ -144,12 +163,7 @@ fn drop_others(staying: CapabilitySet) -> Result<(), Errno> {
             Err(errno) => return Err(errno),
         }
     }
-    let sets = CapabilitySets {
-        effective: staying,
-        permitted: staying,
-        inheritable: CapabilitySet::empty(),
-    };
-    set_capabilities(None, sets)
+    Ok(())
 }
 
 fn restrict_self(ruleset: i32) -> Result<(), Errno> {

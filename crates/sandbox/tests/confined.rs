@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
 use std::sync::mpsc::{Sender, channel};
 
-use ringdisk_sandbox::{Calls, CapabilitySet, InForce, Keep, Plan};
-use ringdisk_testkit::limits::needs;
+use ringdisk_sandbox::{Calls, CapabilitySet, InForce, Keep, Plan, User, become_user};
+use ringdisk_testkit::limits::{needs, needs_root};
 
 /// What a body is to try.
 const TRY: &str = "RINGDISK_TEST_TRY";
@@ -94,6 +94,9 @@ fn the_body() {
         "files" => files(),
         "calls" => calls(),
         "status" => status(),
+        "user" => user(),
+        "only-user" => only_user(),
+        "look" => look(),
         "sockets" => sockets(),
         "others" => others(),
         "memory" => memory(),
@@ -277,6 +280,96 @@ fn status() {
     assert!(in_force.calls.is_some() && in_force.missing.is_empty(), "{in_force:?}");
     let _new = old_thread();
     all_are_confined();
+}
+
+/// The user and group `nobody`.
+const NOBODY: u32 = 65534;
+
+fn nobody() -> User {
+    User::new(NOBODY, NOBODY).expect("a user")
+}
+
+#[test]
+fn every_thread_becomes_another_user() {
+    if needs_root() {
+        passes("user");
+    }
+}
+
+fn user() {
+    let old = old_thread();
+    let in_force = enter(Plan::new().read("/etc/shadow").user(nobody()));
+    assert_eq!(in_force.capabilities, Some(CapabilitySet::empty()));
+    everywhere(&old, || {
+        assert_eq!(errno(fs::File::open("/etc/shadow")), libc::EACCES, "the mode of the file");
+        // The kernel shows a process its own, whoever's the files are.
+        fs::File::open("/proc/self/fd/0").map(drop).expect("our own descriptor");
+    });
+    all_are_confined();
+    all_are(NOBODY);
+}
+
+#[test]
+fn a_process_becomes_another_user_and_nothing_else() {
+    if needs_root() {
+        passes("only-user");
+    }
+}
+
+fn only_user() {
+    let old = old_thread();
+    // As a setuid program may: then the kernel takes no capabilities away by itself.
+    rustix::thread::set_capabilities_secure_bits(
+        rustix::thread::CapabilitiesSecureBits::NO_SETUID_FIXUP,
+    )
+    .expect("root");
+    become_user(nobody()).expect("root can");
+    everywhere(&old, || {
+        assert_eq!(errno(fs::File::open("/etc/shadow")), libc::EACCES, "the mode of the file");
+        fs::File::open("/etc/passwd").map(drop).expect("no rules for files");
+        assert!(rustix::thread::set_thread_uid(rustix::process::Uid::ROOT).is_err(), "a way back");
+    });
+    all_are(NOBODY);
+    become_user(User::new(1, 1).expect("a user")).expect_err("not root any more");
+}
+
+/// The user, the group and nothing else of each thread.
+fn all_are(number: u32) {
+    for entry in fs::read_dir("/proc/self/task").expect("threads").flatten() {
+        let Ok(status) = fs::read_to_string(entry.path().join("status")) else { continue };
+        let value = |name: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(name)).expect("a line");
+            line.split_whitespace().map(str::to_owned).collect::<Vec<_>>()
+        };
+        let four = vec![number.to_string(); 4];
+        assert_eq!((value("Uid:"), value("Gid:")), (four.clone(), four), "{status}");
+        assert_eq!(value("Groups:"), [""; 0], "{status}");
+        for set in ["CapInh:", "CapPrm:", "CapEff:", "CapAmb:"] {
+            assert_eq!(value(set), ["0000000000000000"], "{status}");
+        }
+    }
+}
+
+#[test]
+fn a_look_with_the_eyes_of_another_changes_nobody() {
+    if needs_root() {
+        passes("look");
+    }
+}
+
+fn look() {
+    let shadow = || fs::File::open("/etc/shadow").map(drop);
+    let seen = nobody().look(shadow).expect("a look");
+    assert_eq!(errno(seen), libc::EACCES);
+    shadow().expect("root as before");
+    all_are_root();
+    let dumpable = rustix::process::dumpable_behavior().expect("known");
+    assert_eq!(dumpable, rustix::process::DumpableBehavior::Dumpable);
+}
+
+fn all_are_root() {
+    let status = fs::read_to_string("/proc/self/status").expect("status");
+    assert!(status.contains("Uid:\t0\t0\t0\t0"), "{status}");
 }
 
 /// Whether a thread is on its way out (`PF_EXITING`, linux/sched.h): it runs no code of ours any more, and the kernel gives it no filter.

@@ -50,6 +50,7 @@ impl Readiness {
     ///
     /// Errors: the kernel's; the next call tries again.
     pub async fn next(&mut self) -> Result<u32, Errno> {
+        let mut has_waited = false;
         poll_fn(|cx| {
             let inner = &self.ring.0;
             if let Some(slot) = self.slot {
@@ -62,7 +63,8 @@ impl Readiness {
                 }
                 return Poll::Ready(to_result(result));
             }
-            let Ok(slot) = inner.take_slot(Keep::Nothing, cx) else { return Poll::Pending };
+            let taken = inner.take_slot(Keep::Nothing, cx, &mut has_waited);
+            let Ok(slot) = taken else { return Poll::Pending };
             let events = self.events;
             let entry = on_fd!(self.fd, |fd| opcode::PollAdd::new(fd, events).multi(true).build());
             inner.push(entry.user_data(inner.slots.borrow().user_data(slot)));

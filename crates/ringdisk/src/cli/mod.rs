@@ -17,6 +17,7 @@ mod names;
 mod placement;
 mod serve;
 mod topology;
+mod user;
 mod words;
 
 use std::path::PathBuf;
@@ -43,6 +44,7 @@ pub(crate) use serve::{
     ServedDisk, SocketArgs,
 };
 pub(crate) use topology::TopologyArgs;
+pub(crate) use user::{UserArgs, UserWord};
 pub(crate) use words::{
     DetectZeroesWord, DiscardWord, PreallocationWord, SandboxArgs, SandboxWord,
 };

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::{Args, ValueEnum, ValueHint};
 
 use crate::cli::words::SandboxArgs;
-use crate::cli::{ImageArgs, PlacementArgs, StayWord, refuse};
+use crate::cli::{ImageArgs, PlacementArgs, StayWord, UserArgs, refuse};
 use crate::size::parse_time;
 
 const MOUNT_LONG: &str = "\
@@ -139,6 +139,9 @@ pub(crate) struct MountArgs {
 
     #[command(flatten)]
     pub(crate) sandbox: SandboxArgs,
+
+    #[command(flatten)]
+    pub(crate) user: UserArgs,
 
     /// Keep the mount when the process that serves it dies, and go on with it: clients wait, and no request is lost
     ///

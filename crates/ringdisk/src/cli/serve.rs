@@ -9,7 +9,7 @@ use ringdisk_vhost::export::{
     QUEUE_SIZE_MAX, QUEUES_MAX, THREADS_MAX, check_block_size, check_serial, queues_default,
 };
 
-use crate::cli::{DiskWords, ImageArgs, NumaWord, SandboxArgs, Threads, refuse};
+use crate::cli::{DiskWords, ImageArgs, NumaWord, SandboxArgs, Threads, UserArgs, refuse};
 use crate::size::parse_size;
 
 const SERVE_LONG: &str = "\
@@ -89,6 +89,9 @@ pub(crate) struct ServeArgs {
 
     #[command(flatten)]
     pub(crate) sandbox: SandboxArgs,
+
+    #[command(flatten)]
+    pub(crate) user: UserArgs,
 
     /// Write the pid to FILE when the sockets answer; locked, and removed at the end
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Serving options")]

@@ -35,6 +35,7 @@ use crate::serve::{self, Served};
 use crate::signals::{AT_ONCE, Actions, Phase, Watcher};
 use crate::stopping::{Asked, Insist, Stopping};
 use crate::terminal::{self, bold, shell_word};
+use crate::user::{Decision, Wanted};
 use crate::users::{self, Place};
 
 use plan::{FREE, FREE_STOPPED, Plan};
@@ -51,6 +52,7 @@ fn run_child(path: &Path) -> Result<u8, Failure> {
 ///
 /// Errors: everything that can go wrong; see [`Exit`].
 pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
+    let user = Wanted::of(&args.user.word)?;
     if args.keep_mount {
         // Before a process is started that would find it out.
         serve::check_keeps(args)?;
@@ -67,17 +69,19 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
         Some(Role::Holds) => return keep::holder::run(args, &paths.mountpoint, background),
         Some(Role::Serves(kept)) => Some(kept),
     };
-    serve(args, paths, background, kept)
+    serve(args, paths, background, kept, user)
 }
 
 /// Serves until the end, in this process.
 ///
 /// * `kept`: the mount outlives this process.
+/// * `user`: whom it becomes when it answers.
 fn serve(
     args: &MountArgs,
     paths: MountPaths,
     background: Option<Background>,
     mut kept: Option<Kept>,
+    user: Wanted,
 ) -> Result<u8, Failure> {
     let resumed = kept.as_ref().and_then(Kept::resumed);
     let new = if resumed.is_some() { None } else { new_image(&args.disk, paths.image.as_deref())? };
@@ -119,6 +123,8 @@ fn serve(
         None => plan.open_disk(&made.images, new.as_ref()),
     };
     let disk = opened.inspect_err(|_| made.undo())?;
+    let word = args.sandbox.word;
+    let mut user = user.decide(word, &[&disk]).inspect_err(|_| made.undo())?;
     if let Some(reason) = disk.protection_reason() {
         terminal::note(reason);
     }
@@ -196,18 +202,25 @@ fn serve(
     }
     let commands = DiskControl::new(Arc::clone(&disk), handle.clone(), stop);
     let commands = Arc::new(commands.in_stages(Arc::clone(&stopping)));
-    let (control, control_names) = match control(&plan, &served, &commands, args.sandbox.word) {
+    let (control, control_names) = match control(&plan, &served, &commands, word) {
         Some((server, names)) => (Some(server), names),
         None => (None, Vec::new()),
     };
-    if sandbox::is_wanted(args.sandbox.word) {
+    if sandbox::is_wanted(word) || user.is_change() {
         let mut removed = control_names.clone();
         removed.extend(made.mountpoint_id().map(|id| (plan.mountpoint.clone(), id)));
         removed.extend(pidfile.as_ref().and_then(Pidfile::identity));
         let control_name = control_names.first().map(|(name, _)| name.as_path());
         let confinement = plan.confinement(&disk, control_name);
-        match confine(confinement, &plan, &served, removed) {
-            Ok(in_force) => commands.confined(in_force),
+        match confine(confinement, &plan, &served, removed, &mut user) {
+            Ok(in_force) => {
+                if let Some(in_force) = in_force {
+                    commands.confined(in_force);
+                }
+                if let Some(user) = user.name() {
+                    commands.runs_as(user);
+                }
+            }
             Err(failure) => {
                 served.handle().force();
                 let _ = served.wait(&disk);
@@ -416,13 +429,14 @@ fn flush(disk: &Disk) -> Result<(), Failure> {
 ///
 /// * `removed`: files that go at the end.
 ///
-/// Errors: those of [`sandbox::enter`].
+/// Errors: those of [`Decision::enter`].
 fn confine(
     confinement: ringdisk_sandbox::Plan,
     plan: &Plan<'_>,
     served: &Served,
     removed: Vec<sandbox::Named>,
-) -> Result<String, Failure> {
+    user: &mut Decision,
+) -> Result<Option<String>, Failure> {
     let mount = served.connection().map(|connection| (plan.mountpoint.clone(), connection));
     let duties = Duties { mount, files: removed, fronts: Vec::new() };
     let confinement = match sandbox::set_warden(&duties) {
@@ -431,12 +445,13 @@ fn confine(
             confinement
         }
         Err(error) => {
+            user.stay(&format!("nobody outside could remove the mount: {error}"))?;
             let keep = Keep(Keep::default().0 | CapabilitySet::SYS_ADMIN);
             let why = format!("no landlock, since nobody outside could remove the mount: {error}");
             confinement.without_files(why).calls(Calls::unmounting()).keep(keep)
         }
     };
-    sandbox::enter(confinement)
+    user.enter(plan.sandbox_word(), confinement, false)
 }
 
 /// Says who uses the mount when a stop has to wait for them.

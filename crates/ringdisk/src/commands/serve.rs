@@ -32,6 +32,7 @@ use crate::signals::{Actions, Phase, Watcher};
 use crate::sockets::{self, Inherited, MadeSocket, Opened, Place};
 use crate::terminal;
 use crate::upgrade::{Giver, Shown};
+use crate::user::Wanted;
 use crate::vhost::{self, Handle, Served};
 
 /// A process that served the disk and was killed has it until its last write has landed.
@@ -91,9 +92,10 @@ pub(crate) fn run(args: &ServeArgs, disks: Vec<ServedDisk>) -> Result<u8, Failur
         true => return daemonize::run_child(),
         false => None,
     };
+    let user = Wanted::of(&args.user.word)?;
     // Before any descriptor is opened here that could have the number of one that is inherited.
     let inherited = sockets::take(&disks)?;
-    let result = serve(args, &disks, inherited, background);
+    let result = serve(args, &disks, inherited, background, user);
     sandbox::leave();
     result
 }
@@ -103,6 +105,7 @@ fn serve(
     disks: &[ServedDisk],
     inherited: Vec<Option<Inherited>>,
     background: Option<Background>,
+    user: Wanted,
 ) -> Result<u8, Failure> {
     let places = match args.upgrade {
         true => sockets::taken_places(disks, inherited)?,
@@ -139,9 +142,7 @@ fn serve(
         }
         created => created.transpose()?,
     };
-    if sandbox::is_wanted(args.sandbox.word) {
-        confine::enter(args.sandbox.word, &running, pidfile.as_ref(), args.upgrade)?;
-    }
+    confine::enter(args.sandbox.word, user, &running, pidfile.as_ref(), args.upgrade)?;
     // What front ends say is read inside; those that were taken over have been served already.
     running.iter().for_each(|disk| disk.served.release());
     let ready = match running.as_slice() {

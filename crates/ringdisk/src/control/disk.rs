@@ -52,6 +52,8 @@ pub(crate) struct DiskControl {
     changing: Mutex<Option<Arc<Progress>>>,
     /// What the process is confined to, when it is known.
     sandbox: OnceLock<String>,
+    /// Whom the process has become, who started as root.
+    user: OnceLock<String>,
     /// Asks for a clean stop, as signals do, or for the end now; returns at once.
     stop: Box<dyn Fn(bool) + Send + Sync>,
     /// How far a stop has come, where it may have to wait for users.
@@ -76,6 +78,7 @@ impl DiskControl {
             serving: Arc::new(serving),
             changing: Mutex::new(None),
             sandbox: OnceLock::new(),
+            user: OnceLock::new(),
             stop: Box::new(stop),
             stopping: None,
             ended: OnceLock::new(),
@@ -120,6 +123,11 @@ impl DiskControl {
         let _ = self.sandbox.set(sandbox);
     }
 
+    /// Says whom the process has become, once.
+    pub(crate) fn runs_as(&self, user: String) {
+        let _ = self.user.set(user);
+    }
+
     /// Lets go of the disk, so that its image is free when clients hear of the end. Any thread.
     pub(crate) fn let_go(&self) {
         self.cancel();
@@ -139,10 +147,16 @@ impl DiskControl {
         }
     }
 
-    /// What helps when the sandbox, and not a file's mode, is in the way.
+    /// What helps when the user or the sandbox of the process is in the way: the kernel says the same of both.
     fn explain(&self, failure: Failure) -> Failure {
         let is_ours =
             failure.exit == Exit::Permission && !failure.message().contains("--allow-path");
+        if let Some(user) = self.user.get().filter(|_| failure.exit == Exit::Permission) {
+            return failure.hint(format!(
+                "the process serves as user {user}, who may not do this, or in a sandbox without it: let that user, \
+                 or serve the image with --user root; a directory other than the image's needs --allow-path, too"
+            ));
+        }
         if !is_ours || self.sandbox.get().is_none() {
             return failure;
         }

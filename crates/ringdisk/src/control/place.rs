@@ -16,6 +16,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant, SystemTime};
 
 use ringdisk_fuse::mount::table::MountEntry;
@@ -61,7 +62,7 @@ impl Drop for Listening {
         let _ = retry_on_intr(|| flock(&self.directory, FlockOperation::LockExclusive));
         // Our mount is gone and its number given away: the names may be the next one's already.
         for path in self.names() {
-            if identity(path).is_ok_and(|now| now == self.identity) {
+            if sandbox::may_be(path, self.identity) {
                 let _ = sandbox::remove_file(path);
             }
         }
@@ -117,9 +118,11 @@ fn lock(directory: &Path) -> io::Result<fs::File> {
     Ok(lock)
 }
 
-/// Effective user.
+/// The user who started this process, whoever it has become since (`--user`): the owner of its sockets, and with root the only one whom they
+/// obey.
 pub(crate) fn user() -> u32 {
-    rustix::process::geteuid().as_raw()
+    static USER: OnceLock<u32> = OnceLock::new();
+    *USER.get_or_init(|| rustix::process::geteuid().as_raw())
 }
 
 /// What the names of the sockets of disks for virtual machines begin with.

@@ -14,6 +14,7 @@ use std::fmt;
 use std::fs;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -97,7 +98,7 @@ pub(crate) fn images(
 }
 
 /// A name of the file that a storage has open, whatever has become of the one it was opened by.
-fn by_descriptor(storage: &Storage) -> Option<PathBuf> {
+pub(crate) fn by_descriptor(storage: &Storage) -> Option<PathBuf> {
     match storage.raw_fd()? {
         Fd::Raw(fd) => Some(PathBuf::from(format!("/proc/self/fd/{fd}"))),
         Fd::Fixed(_) => None,
@@ -208,6 +209,15 @@ pub(crate) fn remove_file(path: &Path) -> io::Result<()> {
             if warden.unlink(path) { Ok(()) } else { Err(error) }
         }
         (result, _) => result,
+    }
+}
+
+/// Whether a name still leads to a file of ours. Where a process that is not root's any more may not look, the warden does, before it removes
+/// it.
+pub(crate) fn may_be(path: &Path, id: (u64, u64)) -> bool {
+    match fs::symlink_metadata(path) {
+        Ok(meta) => (meta.dev(), meta.ino()) == id,
+        Err(error) => error.kind() == io::ErrorKind::PermissionDenied && WARDEN.get().is_some(),
     }
 }
 

@@ -122,10 +122,7 @@ impl Drop for MadeSocket {
 
 /// Removes a name if it is still that of this file.
 fn remove(path: &Path, id: (u64, u64)) -> io::Result<()> {
-    match fs::symlink_metadata(path) {
-        Ok(meta) if (meta.dev(), meta.ino()) == id => sandbox::remove_file(path),
-        _ => Ok(()),
-    }
+    if sandbox::may_be(path, id) { sandbox::remove_file(path) } else { Ok(()) }
 }
 
 /// Held until dropped; `None` where the directory cannot be read, which makes a start at the same moment fail rather than wait.

@@ -18,7 +18,7 @@ use crate::report::{Exit, Failure};
 use crate::terminal::shell_word;
 
 pub(crate) use inherited::{Inherited, take};
-pub(crate) use made::MadeSocket;
+pub(crate) use made::{MadeSocket, group};
 
 /// Where the front ends of one disk come from, before anything is made.
 #[derive(Debug)]

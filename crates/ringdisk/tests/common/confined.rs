@@ -15,7 +15,7 @@ const EXITING: u32 = 0x4;
 
 /// The value of a line of /proc/PID/task/TID/status, of each thread. Not of the kernel's own threads for a ring (`iou-wrk-…`): they run no
 /// code of the process, and each operation has the powers of the thread that asked for it.
-fn of_threads(pid: u32, name: &str) -> Vec<String> {
+pub(crate) fn of_threads(pid: u32, name: &str) -> Vec<String> {
     let threads = fs::read_dir(format!("/proc/{pid}/task")).expect("a process");
     let value = |path: &Path| {
         // One that has ended meanwhile.

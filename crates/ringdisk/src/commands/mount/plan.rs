@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use ringdisk_disk::{Disk, Format, Layer};
 use ringdisk_fuse::mount::{Unmount, mountpoint, table, unmount};
 
-use crate::cli::{MountArgs, MountPaths, StopTimeout};
+use crate::cli::{MountArgs, MountPaths, SandboxWord, StopTimeout};
 use crate::commands::open::{ImagePlan, reach};
 use crate::control::place;
 use crate::keep::{self, State};
@@ -216,6 +216,11 @@ impl<'a> Plan<'a> {
                 "believes no names outside of the directory of the image of the command line: name it with --allow-path",
             )),
         }
+    }
+
+    /// Whether this is in a sandbox.
+    pub(super) fn sandbox_word(&self) -> SandboxWord {
+        self.args.sandbox.word
     }
 
     /// What serving takes of the system, for the sandbox.

@@ -7,6 +7,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
+use ringdisk_disk::Disk;
 use ringdisk_sandbox::{Calls, Plan};
 
 use super::Running;
@@ -15,20 +16,37 @@ use crate::pidfile::Pidfile;
 use crate::report::Failure;
 use crate::sandbox::{self, Duties, Named};
 use crate::sockets::MadeSocket;
+use crate::terminal;
 use crate::upgrade::Giver;
+use crate::user::{Decision, Wanted};
 
 /// Takes everything away that serving does not need, and lets `ringdisk ctl` tell.
 ///
+/// * `user`: whom the process becomes.
 /// * `taken`: these disks were another process's, which has nothing of them any more. What is missing then is complained of, however much
 ///   it was insisted on: a guest without its disk is worse.
 ///
-/// Errors: those of [`sandbox::enter`]; none if `taken`.
+/// Errors: those of [`Decision::enter`] and [`Wanted::decide`]; none if `taken`.
 pub(super) fn enter(
     word: SandboxWord,
+    user: Wanted,
     disks: &[Running],
     pidfile: Option<&Pidfile>,
     taken: bool,
 ) -> Result<(), Failure> {
+    let all: Vec<&Disk> = disks.iter().map(|disk| &*disk.disk).collect();
+    let decided = user.decide(word, &all);
+    let complain = |failure: Failure| terminal::complain(&failure.context("it stays root"));
+    let mut user = match decided {
+        Err(failure) if taken => {
+            complain(failure);
+            Decision::default()
+        }
+        decided => decided?,
+    };
+    if !sandbox::is_wanted(word) && !user.is_change() {
+        return Ok(());
+    }
     let mut files: Vec<Named> = disks.iter().flat_map(Running::names).collect();
     let mut plan = sandbox::plan(word);
     let directories: BTreeSet<&Path> = files.iter().filter_map(|(name, _)| name.parent()).collect();
@@ -43,28 +61,41 @@ pub(super) fn enter(
     files.extend(pidfile.and_then(Pidfile::identity));
     let fronts = disks.iter().filter_map(|disk| disk.front.clone()).collect();
     let vhost = disks.iter().any(|disk| disk.served.has_kernel());
-    let plan = through_warden(plan, &Duties { mount: None, files, fronts }, vhost);
-    let in_force = match taken {
-        true => sandbox::enter_as_far_as_possible(plan, word),
-        false => sandbox::enter(plan)?,
+    let plan = match through_warden(plan, &Duties { mount: None, files, fronts }, vhost) {
+        Ok(plan) => plan,
+        Err((plan, why)) => {
+            match user.stay(&why) {
+                Err(failure) if taken => complain(failure),
+                stays => stays?,
+            }
+            plan.without_files(format!("no landlock, since {why}"))
+        }
     };
-    disks.iter().for_each(|disk| disk.commands.confined(in_force.clone()));
+    let in_force = user.enter(word, plan, taken)?;
+    for disk in disks {
+        if let Some(in_force) = &in_force {
+            disk.commands.confined(in_force.clone());
+        }
+        if let Some(user) = user.name() {
+            disk.commands.runs_as(user);
+        }
+    }
     Ok(())
 }
 
 /// Sets a process to do what this one will not be able to; what it cannot do stays possible here.
 ///
 /// * `vhost`: rings may be handed to the host kernel.
-fn through_warden(plan: Plan, duties: &Duties, vhost: bool) -> Plan {
+///
+/// Errors: why there is no such process, for people; with the plan.
+fn through_warden(plan: Plan, duties: &Duties, vhost: bool) -> Result<Plan, (Plan, String)> {
     let warden = sandbox::set_warden(duties);
     let is_ours = |front: &Path| warden.is_err() || !sandbox::is_for_warden(front);
     let sockets = duties.fronts.iter().any(|front| is_ours(front));
     let plan = plan.calls(Calls { sockets, vhost, ..Calls::default() });
     match warden {
-        Ok(_) => plan,
-        Err(error) => plan.without_files(format!(
-            "no landlock, since nobody outside could remove sockets: {error}"
-        )),
+        Ok(_) => Ok(plan),
+        Err(error) => Err((plan, format!("nobody outside could remove sockets: {error}"))),
     }
 }
 
