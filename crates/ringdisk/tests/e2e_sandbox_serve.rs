@@ -61,7 +61,8 @@ fn a_disk_in_its_sandbox_does_everything_and_leaves_nothing() {
     let (place, runtime) = (Place::new("qcow2"), scratch());
     let runtime = runtime.path();
     let pidfile = place.path("pid");
-    let words = [&words_at(&place)[..], &["--pidfile", text(&pidfile), "-v"]].concat();
+    let allowed = ["--allow-path", text(place.directory.path())];
+    let words = [&words_at(&place)[..], &allowed, &["--pidfile", text(&pidfile), "-v"]].concat();
     let daemon = Daemon::of(&mut serve_in(runtime, &words));
     let pid = daemon.process.pid();
     assert_confined(pid, true);

@@ -206,7 +206,7 @@ fn serve(
         removed.extend(pidfile.as_ref().and_then(Pidfile::identity));
         let control_name = control_names.first().map(|(name, _)| name.as_path());
         let confinement = plan.confinement(&disk, control_name);
-        match confine(confinement, &plan, &served, removed) {
+        match confine(confinement, &plan, &disk, &served, removed) {
             Ok(in_force) => commands.confined(in_force),
             Err(failure) => {
                 served.handle().force();
@@ -420,11 +420,13 @@ fn flush(disk: &Disk) -> Result<(), Failure> {
 fn confine(
     confinement: ringdisk_sandbox::Plan,
     plan: &Plan<'_>,
+    disk: &Disk,
     served: &Served,
     removed: Vec<sandbox::Named>,
 ) -> Result<String, Failure> {
     let mount = served.connection().map(|connection| (plan.mountpoint.clone(), connection));
-    let duties = Duties { mount, files: removed, fronts: Vec::new() };
+    let directories = plan.directories(disk);
+    let duties = Duties { mount, files: removed, directories, ..Duties::default() };
     let confinement = match sandbox::set_warden(&duties) {
         Ok(remover) => {
             served.remove_through(remover);

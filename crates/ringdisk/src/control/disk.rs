@@ -23,6 +23,7 @@ use crate::control::protocol::{
 use crate::control::server::Commands;
 use crate::new_image::check_new_name;
 use crate::report::{Exit, Failure};
+use crate::sandbox::{HeldForDisk, Named};
 use crate::stats::{Report, layer_json};
 use crate::stopping::{Stage, Stopping};
 use crate::terminal::visible;
@@ -52,6 +53,8 @@ pub(crate) struct DiskControl {
     changing: Mutex<Option<Arc<Progress>>>,
     /// What the process is confined to, when it is known.
     sandbox: OnceLock<String>,
+    /// What is held for the disk outside of the sandbox.
+    held: HeldForDisk,
     /// Asks for a clean stop, as signals do, or for the end now; returns at once.
     stop: Box<dyn Fn(bool) + Send + Sync>,
     /// How far a stop has come, where it may have to wait for users.
@@ -76,6 +79,7 @@ impl DiskControl {
             serving: Arc::new(serving),
             changing: Mutex::new(None),
             sandbox: OnceLock::new(),
+            held: HeldForDisk::default(),
             stop: Box::new(stop),
             stopping: None,
             ended: OnceLock::new(),
@@ -120,10 +124,16 @@ impl DiskControl {
         let _ = self.sandbox.set(sandbox);
     }
 
+    /// Outside of the sandbox new overlays of the disk are made in this directory.
+    pub(crate) fn held_outside(&self, directory: &Named) {
+        self.held.has(directory);
+    }
+
     /// Lets go of the disk, so that its image is free when clients hear of the end. Any thread.
     pub(crate) fn let_go(&self) {
         self.cancel();
         drop(self.disk.lock().unwrap_or_else(PoisonError::into_inner).take());
+        self.held.end();
     }
 
     /// Errors: it is served no longer.
@@ -147,8 +157,8 @@ impl DiskControl {
             return failure;
         }
         failure.hint(
-            "the process is in a sandbox, which was told of the directory of its image and of those that --allow-path names: \
-             serve the image with another --allow-path, or with --sandbox off",
+            "the process is in a sandbox: it opens the images of its chain and what --allow-path names, and makes overlays in the directory of \
+             the image: serve the image with another --allow-path, or with --sandbox off",
         )
     }
 
@@ -165,7 +175,16 @@ impl DiskControl {
                 .hint("wait until it is done"));
         }
         *changing = Some(Arc::clone(progress));
+        drop(changing);
+        self.settle();
         Ok(Changing(self))
+    }
+
+    /// What the chain has no longer is held no longer.
+    fn settle(&self) {
+        if let Ok(disk) = self.disk() {
+            self.held.settle(&disk);
+        }
     }
 
     fn stats(&self) -> Result<Value, Failure> {
@@ -345,6 +364,7 @@ struct Changing<'a>(&'a DiskControl);
 
 impl Drop for Changing<'_> {
     fn drop(&mut self) {
+        self.0.settle();
         *self.0.changing() = None;
     }
 }
