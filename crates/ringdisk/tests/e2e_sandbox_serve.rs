@@ -441,6 +441,12 @@ fn what_is_missing_when_a_disk_was_taken_does_not_cost_the_guest_its_disk() {
     assert!(in_force.starts_with("no landlock, seccomp with"), "{in_force}");
     assert_confined(new.process.pid(), true);
     load.read_all(&mut vm);
+    // It makes overlays itself.
+    let overlay = place.path("overlay");
+    meanwhile(&mut vm, &mut load, || {
+        ctl(&place.socket, &["snapshot", text(&overlay)]).ok();
+        ctl(&place.socket, &["commit", "--quiet"]).ok()
+    });
     new.stop(&[&place.socket]);
     place.judge(&mut load);
 }

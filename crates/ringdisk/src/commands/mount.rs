@@ -195,7 +195,8 @@ fn serve(
         disk.set_shown_on(rustix::fs::makedev(0, number));
     }
     let commands = DiskControl::new(Arc::clone(&disk), handle.clone(), stop);
-    let commands = Arc::new(commands.in_stages(Arc::clone(&stopping)));
+    let commands = commands.in_stages(Arc::clone(&stopping));
+    let commands = Arc::new(commands.confined_later(sandbox::is_wanted(args.sandbox.word)));
     let (control, control_names) = match control(&plan, &served, &commands, args.sandbox.word) {
         Some((server, names)) => (Some(server), names),
         None => (None, Vec::new()),

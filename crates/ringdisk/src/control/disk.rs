@@ -53,6 +53,8 @@ pub(crate) struct DiskControl {
     changing: Mutex<Option<Arc<Progress>>>,
     /// What the process is confined to, when it is known.
     sandbox: OnceLock<String>,
+    /// It will be: what is opened or made before would be out of reach then.
+    is_confined_later: bool,
     /// What is held for the disk outside of the sandbox.
     held: HeldForDisk,
     /// Asks for a clean stop, as signals do, or for the end now; returns at once.
@@ -66,6 +68,8 @@ pub(crate) struct DiskControl {
 /// How long the answer to a stop waits until it is known whether the mount is in use, and by whom: 5 s in looks of 20 ms.
 const STOP_LOOK: Duration = Duration::from_millis(20);
 const STOP_LOOKS: u32 = 250;
+/// How often it is looked whether the process is in its sandbox, which takes some milliseconds.
+const ENTER_LOOK: Duration = Duration::from_millis(5);
 
 impl DiskControl {
     /// * `stop`: asks for a clean stop, or with `true` for the end now; returns at once.
@@ -79,6 +83,7 @@ impl DiskControl {
             serving: Arc::new(serving),
             changing: Mutex::new(None),
             sandbox: OnceLock::new(),
+            is_confined_later: false,
             held: HeldForDisk::default(),
             stop: Box::new(stop),
             stopping: None,
@@ -98,6 +103,25 @@ impl DiskControl {
     /// A stop may have to wait for users, as is said there.
     pub(crate) fn in_stages(self, stopping: Arc<Stopping>) -> DiskControl {
         DiskControl { stopping: Some(stopping), ..self }
+    }
+
+    /// Whether the process enters a sandbox after this ([`DiskControl::confined`]): commands that change the disk wait for that.
+    pub(crate) fn confined_later(self, is_confined_later: bool) -> DiskControl {
+        DiskControl { is_confined_later, ..self }
+    }
+
+    /// Waits until the process is in its sandbox, if it enters one.
+    ///
+    /// Errors: the command was given up.
+    async fn entered(&self, ring: &Ring, progress: &Progress) -> Result<(), Failure> {
+        while self.is_confined_later && self.sandbox.get().is_none() {
+            if progress.is_cancelled() {
+                let text = "the command was given up before the server was ready";
+                return Err(Failure::new(Exit::General, text));
+            }
+            ring.sleep(ENTER_LOOK).await;
+        }
+        Ok(())
     }
 
     /// Waits until it is known what a stop waits for.
@@ -168,7 +192,8 @@ impl DiskControl {
     }
 
     /// Errors: another command changes the disk.
-    fn change(&self, progress: &Arc<Progress>) -> Result<Changing<'_>, Failure> {
+    async fn change(&self, ring: &Ring, progress: &Arc<Progress>) -> Result<Changing<'_>, Failure> {
+        self.entered(ring, progress).await?;
         let mut changing = self.changing();
         if changing.is_some() {
             return Err(Failure::new(Exit::Locked, "another command is changing the disk")
@@ -396,25 +421,25 @@ impl Commands for DiskControl {
                 Ok(self.stopped(ring, wanted.force, progress).await)
             }
             Command::Resize(wanted) => {
-                let _changing = self.change(progress)?;
+                let _changing = self.change(ring, progress).await?;
                 Ok(self
                     .resize(ring, &wanted, progress)
                     .await
                     .map_err(|failure| self.explain(failure))?)
             }
             Command::Snapshot(wanted) => {
-                let _changing = self.change(progress)?;
+                let _changing = self.change(ring, progress).await?;
                 Ok(self.snapshot(ring, &wanted).await.map_err(|failure| self.explain(failure))?)
             }
             Command::Backing(wanted) => {
-                let _changing = self.change(progress)?;
+                let _changing = self.change(ring, progress).await?;
                 Ok(self
                     .backing(ring, &wanted, progress)
                     .await
                     .map_err(|failure| self.explain(failure))?)
             }
             Command::Commit(wanted) => {
-                let _changing = self.change(progress)?;
+                let _changing = self.change(ring, progress).await?;
                 Ok(self
                     .commit(ring, &wanted, progress)
                     .await
@@ -423,3 +448,6 @@ impl Commands for DiskControl {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -249,13 +249,22 @@ impl Opener for FromInside {
         // A slash at the end would be lost.
         let is_whole = is_component(name) && path.as_os_str().as_bytes().ends_with(name);
         let directory = path.parent().filter(|_| is_whole).ok_or(Errno::ACCESS)?;
-        Self::open(MAKE, id_of(directory)?, name).inspect_err(|errno| {
-            if *errno == Errno::DQUOT {
-                tracing::warn!(
-                    "no overlay is made where there are {HELD_MAX} in use, or after {MADE_MAX} of one process: commit some, or start it anew"
-                );
+        match Self::ask(MAKE, id_of(directory)?, name) {
+            Ok(Some(made)) => Ok(made),
+            // This process has no number for it, and lost it.
+            Ok(None) => {
+                let _ = id_of(path).map(|id| self.remove(id));
+                Err(Errno::MFILE)
             }
-        })
+            Err(errno) => {
+                if errno == Errno::DQUOT {
+                    tracing::warn!(
+                        "no overlay is made where {HELD_MAX} are in use, or after {MADE_MAX} of one process: commit some, or start it anew"
+                    );
+                }
+                Err(errno)
+            }
+        }
     }
 
     fn again(&self, file: BorrowedFd<'_>, read_only: bool) -> Result<OwnedFd, Errno> {
