@@ -6,7 +6,10 @@ use std::fmt;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::sync::Arc;
 use std::time::Duration;
+
+use ringdisk_storage::Opener;
 
 use crate::{Error, ErrorKind};
 
@@ -205,6 +208,8 @@ pub struct ImageOptions {
     pub wait_for_locks: Option<Duration>,
     /// Open the top image only, whatever backing file it names: what is not in it reads as zeroes.
     pub without_backing: bool,
+    /// Asked where this process may not open a file, or make an overlay, itself.
+    pub opener: Option<Arc<dyn Opener>>,
 }
 
 /// Where the top image is.

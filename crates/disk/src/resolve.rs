@@ -15,7 +15,9 @@ use std::ffi::{CString, OsStr, OsString};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
 
+use ringdisk_storage::Opener;
 use rustix::fs::{self, FileType, Mode, OFlags, ResolveFlags, Stat};
 use rustix::io::Errno;
 
@@ -68,6 +70,7 @@ enum Allowed {
 #[derive(Debug, Default)]
 pub struct Resolver {
     allowed: Vec<Allowed>,
+    opener: Option<Arc<dyn Opener>>,
 }
 
 /// Where a walk stands: a held directory below an allowed one.
@@ -98,6 +101,12 @@ impl Resolver {
             resolver.allow(path)?;
         }
         Ok(resolver)
+    }
+
+    /// Asks somebody else for files that this process may not open. The way to them is no other.
+    #[must_use]
+    pub fn asking(self, opener: Option<&Arc<dyn Opener>>) -> Resolver {
+        Resolver { opener: opener.cloned(), ..self }
     }
 
     /// Allows one more directory or file.
@@ -241,7 +250,7 @@ impl Resolver {
                 }
                 let last = todo.is_empty();
                 let step = if last {
-                    open_last(place.fd(), &name, access)?
+                    open_last(place.fd(), &name, access, self.opener.as_deref())?
                 } else {
                     open_directory(place.fd(), &name)?
                 };
@@ -327,7 +336,13 @@ fn open_directory(at: BorrowedFd<'_>, name: &OsStr) -> Result<Step, WalkError> {
     }
 }
 
-fn open_last(at: BorrowedFd<'_>, name: &OsStr, access: Access) -> Result<Step, WalkError> {
+/// * `opener`: asked where this process is refused.
+fn open_last(
+    at: BorrowedFd<'_>,
+    name: &OsStr,
+    access: Access,
+    opener: Option<&dyn Opener>,
+) -> Result<Step, WalkError> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let looked_at =
         fs::openat2(at, name, flags, Mode::empty(), step_flags()).map_err(walk_error)?;
@@ -340,6 +355,11 @@ fn open_last(at: BorrowedFd<'_>, name: &OsStr, access: Access) -> Result<Step, W
     let flags = open_flags(access) | OFlags::NOFOLLOW;
     let opened =
         open_maybe_direct(flags, |flags| fs::openat2(at, name, flags, Mode::empty(), step_flags()));
+    let opened = match (opened, opener) {
+        // The very file that was looked at.
+        (Err(Errno::ACCESS), Some(opener)) => opener.again(looked_at.as_fd(), !access.write),
+        (opened, _) => opened,
+    };
     let fd = match opened {
         Ok(fd) => fd,
         Err(Errno::LOOP | Errno::NOENT | Errno::NXIO) => return Err(WalkError::Raced),

@@ -437,10 +437,11 @@ fn a_disk_is_not_put_below_itself() {
     images::raw(&base, 4 * MIB, 7);
     let words = ["create", "-q", "-f", "qcow2", "-b", text(&base), "-F", "raw", text(&top)];
     qemu_img(Path::new("/"), &words).ok();
-    // The mountpoint is allowed, as what lies beside it is.
+    // What lies beside the image is allowed, and the mountpoint does.
     let at = directory.path().join("disk");
     fs::write(&at, "").expect("a mountpoint");
-    let disk = Mounted::start_at(&program(), &["--allow-path", "/dev", text(&top)], &at);
+    let allowed = ["--allow-path", "/dev", "--allow-path", text(directory.path())];
+    let disk = Mounted::start_at(&program(), &[&allowed[..], &[text(&top)]].concat(), &at);
     ctl(&disk, &["backing", "-F", "raw", disk.text()]).ends(3).says("this very disk");
     // An image that lies over it.
     let over = directory.path().join("over.qcow2");
@@ -543,7 +544,8 @@ fn the_backing_file_changes_under_clients() {
     run(&["convert", "-f", "raw", "-O", "qcow2", "raw", "old.qcow2"]).ok();
     run(&["create", "-q", "-b", "old.qcow2", "-F", "qcow2", "top.qcow2"]).ok();
     fs::write(directory.path().join("other"), vec![1; 16 << 20]).expect("a file");
-    let disk = serve(&directory.path().join("top.qcow2"), &[]);
+    let allowed = ["--allow-path", text(directory.path())];
+    let disk = serve(&directory.path().join("top.qcow2"), &allowed);
     let mount = disk.text();
     let is_over = AtomicBool::new(false);
     let rounds = std::thread::scope(|scope| {

@@ -56,7 +56,7 @@ fn chain() -> Chain {
     let top = directory.path().join("top.qcow2");
     let words = ["create", "-q", "-f", "qcow2", "-b", below[0].text(), "-F", "raw", text(&top)];
     qemu_img(Path::new("/"), &words).ok();
-    let disk = serve(&top, &[]);
+    let disk = serve(&top, &["--allow-path", below[1].text()]);
     let file = open(disk.path());
     for at in pieces() {
         file.write_all_at(&bytes(at), at).expect("write");

@@ -84,7 +84,7 @@ fn a_chain_is_committed_and_gets_another_backing_file() {
         return;
     }
     let directory = scratch();
-    let disk = served(directory.path(), &[]);
+    let disk = served(directory.path(), &["--allow-path", text(directory.path())]);
     write(&disk, 1, 0);
     let [new, copy] = ["new.qcow2", "copy.qcow2"].map(|name| directory.path().join(name));
     ctl(&disk, &["snapshot", text(&new)]).ok();

@@ -26,9 +26,10 @@ pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<File, Error> {
     let name = path.to_string_lossy().into_owned();
     check_options(&name, options)?;
     let (fd, created) = open_or_create(path, &name, options)?;
+    let made = rustix::fs::fstat(&fd).ok().filter(|_| created);
     let result = adopt(fd, &name, options);
-    if result.is_err() && created {
-        let _ = std::fs::remove_file(path);
+    if let (Err(_), Some(made)) = (&result, made) {
+        let _ = options.remove_made(path, (made.st_dev, made.st_ino));
     }
     result
 }
@@ -63,7 +64,7 @@ fn open_or_create(
     let mode = Mode::from_raw_mode(0o644);
     let open = |flags| rustix::fs::openat(CWD, path, flags, mode);
     let result = if options.create_new {
-        open(create).map(|fd| (fd, true))
+        options.or_make(open(create), path).map(|fd| (fd, true))
     } else {
         match open(flags) {
             Err(Errno::NOENT) if options.create => match open(create) {
@@ -144,7 +145,7 @@ fn adopt(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<File, Error> 
         && queue_number(stat.st_rdev, "write_zeroes_max_bytes") == Some(0);
     let whole_blocks = limits.offset_align > 1 && !options.read_only;
     let buffered_twin = (whole_blocks && kind == Kind::Regular)
-        .then(|| open_buffered(fd.as_fd(), false))
+        .then(|| open_buffered(fd.as_fd(), false, options))
         .and_then(|twin| {
             twin.inspect_err(|errno| {
                 tracing::debug!("'{name}': no buffered descriptor beside the direct one: {errno}");
@@ -169,6 +170,7 @@ fn adopt(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<File, Error> 
         is_shared: AtomicBool::new(false),
         abandoned: AtomicBool::new(false),
         pages: OnceLock::new(),
+        opener: options.opener.clone(),
         owner: Arc::new(fd),
     };
     file.lock_twin();
@@ -231,8 +233,39 @@ fn direct_unsupported(name: &str) -> Error {
 }
 
 /// The same file once more, without O_DIRECT.
-pub(crate) fn open_buffered(fd: BorrowedFd<'_>, read_only: bool) -> Result<OwnedFd, Errno> {
+///
+/// * `options`: who is asked.
+pub(crate) fn open_buffered(
+    fd: BorrowedFd<'_>,
+    read_only: bool,
+    options: &OpenOptions,
+) -> Result<OwnedFd, Errno> {
+    open_again(fd, read_only, OFlags::empty(), options)
+}
+
+/// The same file once more, through its descriptor.
+///
+/// * `more`: flags.
+/// * `options`: who is asked.
+pub(crate) fn open_again(
+    fd: BorrowedFd<'_>,
+    read_only: bool,
+    more: OFlags,
+    options: &OpenOptions,
+) -> Result<OwnedFd, Errno> {
     let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
     let access = if read_only { OFlags::RDONLY } else { OFlags::RDWR };
-    rustix::fs::openat(CWD, path, access | OFlags::CLOEXEC, Mode::empty())
+    let opened = rustix::fs::openat(CWD, path, access | more | OFlags::CLOEXEC, Mode::empty());
+    options.or_again(opened, fd, read_only)
+}
+
+/// Makes the names of a directory durable, where that means something.
+pub(crate) fn sync_directory(directory: &Path) -> Result<(), Errno> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let directory = rustix::fs::openat(CWD, directory, flags, Mode::empty())?;
+    match rustix::fs::fsync(&directory) {
+        // A file system that has no such thing.
+        Err(Errno::INVAL) => Ok(()),
+        result => result,
+    }
 }

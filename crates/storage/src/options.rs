@@ -1,5 +1,9 @@
 //! The words of this crate's interface: how to open, what was found, what to ask for.
 
+use std::sync::Arc;
+
+use crate::Opener;
+
 /// How to open a file or a block device. `Default`: read and write, buffered, locked like QEMU,
 /// never created.
 #[derive(Clone, Debug, Default)]
@@ -16,6 +20,8 @@ pub struct OpenOptions {
     pub create: bool,
     /// Make an empty file; fail when there is one.
     pub create_new: bool,
+    /// Asked where this process may not open a file itself.
+    pub opener: Option<Arc<dyn Opener>>,
 }
 
 /// Agreement with other users of the image (QEMU's byte locks; advisory). See the module `lock`.

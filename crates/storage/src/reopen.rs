@@ -6,11 +6,10 @@
 //! without a moment in which another program could take the image; on an error the old one is as it
 //! was.
 
-use std::os::fd::AsRawFd;
 use std::sync::Mutex;
 use std::sync::atomic::Ordering;
 
-use rustix::fs::{CWD, Mode, OFlags};
+use rustix::fs::OFlags;
 use rustix::io::Errno;
 
 use crate::error::Error;
@@ -20,10 +19,9 @@ use crate::{Lock, OpenOptions, lock, open};
 /// Opens the file of `old` again; see [`crate::Storage::reopen`].
 pub(crate) fn reopen(old: &File, options: &OpenOptions) -> Result<File, Error> {
     let name = &old.name;
-    let access = if options.read_only { OFlags::RDONLY } else { OFlags::RDWR };
-    let flags = access | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
-    let path = format!("/proc/self/fd/{}", old.borrow().as_raw_fd());
-    let fd = rustix::fs::openat(CWD, path, flags, Mode::empty()).map_err(|errno| {
+    let flags = OFlags::NOCTTY | OFlags::NONBLOCK;
+    let opened = open::open_again(old.borrow(), options.read_only, flags, options);
+    let fd = opened.map_err(|errno| {
         let context = match errno {
             Errno::ACCESS | Errno::PERM => {
                 format!("'{name}' may be read but not written: change its mode")

@@ -165,7 +165,8 @@ impl Storage {
     pub fn plain_descriptor(&self) -> Result<Option<OwnedFd>, Errno> {
         match &self.0 {
             Inner::File(file) if file.kind == Kind::Regular => {
-                let plain = open::open_buffered(file.borrow(), file.read_only)?;
+                let asked = OpenOptions { opener: file.opener.clone(), ..OpenOptions::default() };
+                let plain = open::open_buffered(file.borrow(), file.read_only, &asked)?;
                 file.held().copy_to(plain.as_fd());
                 Ok(Some(plain))
             }

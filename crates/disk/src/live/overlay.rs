@@ -14,7 +14,9 @@ use ringdisk_storage::Storage;
 
 use super::{again, check_lasting, close_layer, in_mode};
 use crate::layer::Layer;
-use crate::open::{create_file, of_qcow2, open_qcow2, over, qcow2_layer, sync_directory};
+use crate::open::{
+    create_file, of_qcow2, open_qcow2, over, qcow2_layer, remove as remove_file, sync_directory,
+};
 use crate::{Disk, Error, ErrorKind, ImageOptions, LAYERS_MAX, lost};
 
 /// What an overlay shall be like.
@@ -94,13 +96,13 @@ impl Disk {
         };
         if let Err(error) = closed.await {
             // What could not be written is in the memory of this image only: it goes on as it is.
-            remove(&made, path);
+            remove(&made, path, self.options());
             return Err(error);
         }
         let lower = match in_mode(ring, &old, self.options(), false).await {
             Ok(lower) => lower,
             Err(error) => {
-                remove(&made, path);
+                remove(&made, path, self.options());
                 if old.qcow2().is_some() {
                     // It was closed: opened again it is what it was.
                     drained.begin();
@@ -125,9 +127,9 @@ impl Disk {
 }
 
 /// Takes an overlay away that nobody uses. What has taken its name meanwhile is somebody else's.
-fn remove(made: &Layer, path: &Path) {
-    if made.lost_name().is_none() {
-        let _ = std::fs::remove_file(path);
+fn remove(made: &Layer, path: &Path, options: &ImageOptions) {
+    if let Some(file) = made.file().filter(|_| made.lost_name().is_none()) {
+        remove_file(file, path, options);
     }
 }
 
@@ -168,7 +170,7 @@ async fn make(
         ringdisk_qcow2::create(ring, &storage, None, &wanted)
             .await
             .map_err(|error| of_qcow2(&error))?;
-        sync_directory(ring, path).await?;
+        sync_directory(ring, path, options).await?;
         open_qcow2(ring, Arc::clone(&storage), options, true).await
     };
     match made.await {
@@ -182,7 +184,7 @@ async fn make(
             Ok(layer)
         }
         Err(error) => {
-            let _ = std::fs::remove_file(path);
+            remove_file(&storage, path, options);
             Err(error)
         }
     }

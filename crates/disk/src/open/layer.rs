@@ -22,6 +22,7 @@ pub(crate) fn storage_options(
         direct: options.cache.direct(),
         no_flush: options.cache == Cache::Unsafe,
         lock: if options.inactive { Lock::Inactive } else { lock_of(options) },
+        opener: options.opener.clone(),
         ..ringdisk_storage::OpenOptions::default()
     }
 }

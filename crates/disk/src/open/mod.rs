@@ -34,7 +34,7 @@ use locks::Patience;
 pub(crate) use layer::{
     lock_of, of_qcow2, of_storage, open_qcow2, qcow2_layer, raw_layer, storage_options,
 };
-pub(crate) use overlay::{create_file, over, sync_directory};
+pub(crate) use overlay::{create_file, over, remove, sync_directory};
 
 /// Block that is read for probing: larger than a sector for descriptors with `O_DIRECT`.
 const PROBE_BLOCK: usize = 4096;
@@ -163,7 +163,7 @@ fn check_options(options: &ImageOptions) -> Result<(), Error> {
 
 impl<'a> Opening<'a> {
     fn new(ring: &'a Ring, options: &'a ImageOptions) -> Result<Opening<'a>, Error> {
-        let resolver = Resolver::new(&options.allow_paths)?;
+        let resolver = Resolver::new(&options.allow_paths)?.asking(options.opener.as_ref());
         let patience = options.wait_for_locks.map(Patience::new);
         Ok(Opening { ring, options, resolver, layers: Vec::new(), seen: Vec::new(), patience })
     }

@@ -177,11 +177,9 @@ async fn make(ring: &Ring, path: &Path, top: &Layer, options: &ImageOptions) -> 
         ringdisk_qcow2::create(ring, &storage, None, &create)
             .await
             .map_err(|error| of_qcow2(&error))?;
-        sync_directory(ring, path).await
+        sync_directory(ring, path, options).await
     };
-    made.await.inspect_err(|_| {
-        let _ = std::fs::remove_file(path);
-    })
+    made.await.inspect_err(|_| remove(&storage, path, options))
 }
 
 /// A new empty file for an overlay.
@@ -238,22 +236,24 @@ pub(crate) fn over(layer: &Layer, path: &Path) -> Result<CreateOptions, Error> {
 }
 
 /// Makes the name of a new file durable.
-pub(crate) async fn sync_directory(ring: &Ring, path: &Path) -> Result<(), Error> {
+pub(crate) async fn sync_directory(
+    ring: &Ring,
+    path: &Path,
+    options: &ImageOptions,
+) -> Result<(), Error> {
     let failed = |errno| {
         let doing = format!("cannot make the name '{}' durable", printable_path(path));
         Error::os(doing, errno)
     };
     let absolute = crate::resolve::absolute(path).map_err(failed)?;
     let directory = absolute.parent().map_or_else(|| PathBuf::from("/"), Path::to_path_buf);
-    let synced = ring.offload(move || {
-        use rustix::fs::{CWD, Mode, OFlags};
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let directory = rustix::fs::openat(CWD, &directory, flags, Mode::empty())?;
-        match rustix::fs::fsync(&directory) {
-            // A file system that has no such thing.
-            Err(Errno::INVAL) => Ok(()),
-            result => result,
-        }
-    });
-    synced.await.map_err(failed)
+    let options = storage_options(options, false);
+    ring.offload(move || options.sync_directory(&directory)).await.map_err(failed)
+}
+
+/// Removes an overlay that shall not stay.
+pub(crate) fn remove(storage: &Storage, path: &Path, options: &ImageOptions) {
+    if let Some(identity) = storage.identity() {
+        let _ = storage_options(options, false).remove_made(path, identity);
+    }
 }

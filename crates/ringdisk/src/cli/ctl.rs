@@ -87,7 +87,8 @@ pub(crate) enum CtlCommand {
     /// Make the top image name another backing file of the same content
     ///
     /// The new file, which may be a chain, is compared with the old one wherever the top image, or an internal snapshot of it, has nothing itself;
-    /// where they differ the command fails, and nothing has changed. Clients work meanwhile. `ringdisk rebase` takes
+    /// where they differ the command fails, and nothing has changed. A server in a sandbox opens what is in its chain, or what its --allow-path names.
+    /// Clients work meanwhile. `ringdisk rebase` takes
     /// a backing file of other content, while nobody uses the disk.
     Backing {
         /// The new backing file, "" for none

@@ -201,7 +201,8 @@ fn serve(
         disk.set_shown_on(rustix::fs::makedev(0, number));
     }
     let commands = DiskControl::new(Arc::clone(&disk), handle.clone(), stop);
-    let commands = Arc::new(commands.in_stages(Arc::clone(&stopping)));
+    let commands = commands.in_stages(Arc::clone(&stopping));
+    let commands = Arc::new(commands.confined_later(sandbox::is_wanted(word)));
     let (control, control_names) = match control(&plan, &served, &commands, word) {
         Some((server, names)) => (Some(server), names),
         None => (None, Vec::new()),
@@ -212,7 +213,7 @@ fn serve(
         removed.extend(pidfile.as_ref().and_then(Pidfile::identity));
         let control_name = control_names.first().map(|(name, _)| name.as_path());
         let confinement = plan.confinement(&disk, control_name);
-        match confine(confinement, &plan, &served, removed, &mut user) {
+        match confine(confinement, &plan, &disk, &served, removed, &mut user) {
             Ok(in_force) => {
                 if let Some(in_force) = in_force {
                     commands.confined(in_force);
@@ -433,12 +434,14 @@ fn flush(disk: &Disk) -> Result<(), Failure> {
 fn confine(
     confinement: ringdisk_sandbox::Plan,
     plan: &Plan<'_>,
+    disk: &Disk,
     served: &Served,
     removed: Vec<sandbox::Named>,
     user: &mut Decision,
 ) -> Result<Option<String>, Failure> {
     let mount = served.connection().map(|connection| (plan.mountpoint.clone(), connection));
-    let duties = Duties { mount, files: removed, fronts: Vec::new() };
+    let directories = plan.directories(disk);
+    let duties = Duties { mount, files: removed, directories, ..Duties::default() };
     let confinement = match sandbox::set_warden(&duties) {
         Ok(remover) => {
             served.remove_through(remover);

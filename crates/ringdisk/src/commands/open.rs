@@ -15,7 +15,7 @@ use crate::commands::look;
 use crate::made::Fresh;
 use crate::new_image::{Described, NewImage, check_new_name};
 use crate::report::{Exit, Failure};
-use crate::sandbox::Reach;
+use crate::sandbox::{self, Reach};
 use crate::size::human_size;
 use crate::terminal::{self, shell_word};
 
@@ -102,6 +102,7 @@ impl<'a> ImagePlan<'a> {
             outlives_process: self.outlives_process,
             inactive: self.inactive,
             wait_for_locks: self.wait_for_locks,
+            opener: Some(sandbox::opener()),
             ..ImageOptions::default()
         }
     }

@@ -298,8 +298,8 @@ impl Placed {
             self;
         let handle = served.handle();
         let for_control = handle.clone();
-        let commands =
-            Arc::new(DiskControl::new(Arc::clone(&disk), handle, move |_| for_control.stop()));
+        let commands = DiskControl::new(Arc::clone(&disk), handle, move |_| for_control.stop());
+        let commands = Arc::new(commands.confined_later(restricted));
         let control = control(path.as_ref(), &commands, restricted);
         let giver = path.as_ref().and_then(|path| {
             let giver = Giver::start(path, served.hand_over_handle(), shown, &disk);

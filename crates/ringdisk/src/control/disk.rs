@@ -23,6 +23,7 @@ use crate::control::protocol::{
 use crate::control::server::Commands;
 use crate::new_image::check_new_name;
 use crate::report::{Exit, Failure};
+use crate::sandbox::{HeldForDisk, Named};
 use crate::stats::{Report, layer_json};
 use crate::stopping::{Stage, Stopping};
 use crate::terminal::visible;
@@ -54,6 +55,10 @@ pub(crate) struct DiskControl {
     sandbox: OnceLock<String>,
     /// Whom the process has become, who started as root.
     user: OnceLock<String>,
+    /// It will be: what is opened or made before would be out of reach then.
+    is_confined_later: bool,
+    /// What is held for the disk outside of the sandbox.
+    held: HeldForDisk,
     /// Asks for a clean stop, as signals do, or for the end now; returns at once.
     stop: Box<dyn Fn(bool) + Send + Sync>,
     /// How far a stop has come, where it may have to wait for users.
@@ -65,6 +70,8 @@ pub(crate) struct DiskControl {
 /// How long the answer to a stop waits until it is known whether the mount is in use, and by whom: 5 s in looks of 20 ms.
 const STOP_LOOK: Duration = Duration::from_millis(20);
 const STOP_LOOKS: u32 = 250;
+/// How often it is looked whether the process is in its sandbox, which takes some milliseconds.
+const ENTER_LOOK: Duration = Duration::from_millis(5);
 
 impl DiskControl {
     /// * `stop`: asks for a clean stop, or with `true` for the end now; returns at once.
@@ -79,6 +86,8 @@ impl DiskControl {
             changing: Mutex::new(None),
             sandbox: OnceLock::new(),
             user: OnceLock::new(),
+            is_confined_later: false,
+            held: HeldForDisk::default(),
             stop: Box::new(stop),
             stopping: None,
             ended: OnceLock::new(),
@@ -97,6 +106,25 @@ impl DiskControl {
     /// A stop may have to wait for users, as is said there.
     pub(crate) fn in_stages(self, stopping: Arc<Stopping>) -> DiskControl {
         DiskControl { stopping: Some(stopping), ..self }
+    }
+
+    /// Whether the process enters a sandbox after this ([`DiskControl::confined`]): commands that change the disk wait for that.
+    pub(crate) fn confined_later(self, is_confined_later: bool) -> DiskControl {
+        DiskControl { is_confined_later, ..self }
+    }
+
+    /// Waits until the process is in its sandbox, if it enters one.
+    ///
+    /// Errors: the command was given up.
+    async fn entered(&self, ring: &Ring, progress: &Progress) -> Result<(), Failure> {
+        while self.is_confined_later && self.sandbox.get().is_none() {
+            if progress.is_cancelled() {
+                let text = "the command was given up before the server was ready";
+                return Err(Failure::new(Exit::General, text));
+            }
+            ring.sleep(ENTER_LOOK).await;
+        }
+        Ok(())
     }
 
     /// Waits until it is known what a stop waits for.
@@ -128,10 +156,16 @@ impl DiskControl {
         let _ = self.user.set(user);
     }
 
+    /// Outside of the sandbox new overlays of the disk are made in this directory.
+    pub(crate) fn held_outside(&self, directory: &Named) {
+        self.held.has(directory);
+    }
+
     /// Lets go of the disk, so that its image is free when clients hear of the end. Any thread.
     pub(crate) fn let_go(&self) {
         self.cancel();
         drop(self.disk.lock().unwrap_or_else(PoisonError::into_inner).take());
+        self.held.end();
     }
 
     /// Errors: it is served no longer.
@@ -161,8 +195,8 @@ impl DiskControl {
             return failure;
         }
         failure.hint(
-            "the process is in a sandbox, which was told of the directory of its image and of those that --allow-path names: \
-             serve the image with another --allow-path, or with --sandbox off",
+            "the process is in a sandbox: it opens the images of its chain and what --allow-path names, and makes overlays in the directory of \
+             the image: serve the image with another --allow-path, or with --sandbox off",
         )
     }
 
@@ -172,14 +206,24 @@ impl DiskControl {
     }
 
     /// Errors: another command changes the disk.
-    fn change(&self, progress: &Arc<Progress>) -> Result<Changing<'_>, Failure> {
+    async fn change(&self, ring: &Ring, progress: &Arc<Progress>) -> Result<Changing<'_>, Failure> {
+        self.entered(ring, progress).await?;
         let mut changing = self.changing();
         if changing.is_some() {
             return Err(Failure::new(Exit::Locked, "another command is changing the disk")
                 .hint("wait until it is done"));
         }
         *changing = Some(Arc::clone(progress));
+        drop(changing);
+        self.settle();
         Ok(Changing(self))
+    }
+
+    /// What the chain has no longer is held no longer.
+    fn settle(&self) {
+        if let Ok(disk) = self.disk() {
+            self.held.settle(&disk);
+        }
     }
 
     fn stats(&self) -> Result<Value, Failure> {
@@ -359,6 +403,7 @@ struct Changing<'a>(&'a DiskControl);
 
 impl Drop for Changing<'_> {
     fn drop(&mut self) {
+        self.0.settle();
         *self.0.changing() = None;
     }
 }
@@ -390,25 +435,25 @@ impl Commands for DiskControl {
                 Ok(self.stopped(ring, wanted.force, progress).await)
             }
             Command::Resize(wanted) => {
-                let _changing = self.change(progress)?;
+                let _changing = self.change(ring, progress).await?;
                 Ok(self
                     .resize(ring, &wanted, progress)
                     .await
                     .map_err(|failure| self.explain(failure))?)
             }
             Command::Snapshot(wanted) => {
-                let _changing = self.change(progress)?;
+                let _changing = self.change(ring, progress).await?;
                 Ok(self.snapshot(ring, &wanted).await.map_err(|failure| self.explain(failure))?)
             }
             Command::Backing(wanted) => {
-                let _changing = self.change(progress)?;
+                let _changing = self.change(ring, progress).await?;
                 Ok(self
                     .backing(ring, &wanted, progress)
                     .await
                     .map_err(|failure| self.explain(failure))?)
             }
             Command::Commit(wanted) => {
-                let _changing = self.change(progress)?;
+                let _changing = self.change(ring, progress).await?;
                 Ok(self
                     .commit(ring, &wanted, progress)
                     .await
@@ -417,3 +462,6 @@ impl Commands for DiskControl {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

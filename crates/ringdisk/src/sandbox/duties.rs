@@ -1,12 +1,13 @@
 //! What somebody outside of a sandbox does for the process inside.
 //!
-//! Promises: told before the process enters, and no more after that; each duty names one mount, one file or one socket, and whoever has
+//! Promises: told before the process enters, and no more after that; each duty names one mount, one file, one socket or one directory, and whoever has
 //! taken the process over can ask for these only. A file is removed if its name still leads to it. What belongs to a number is taken hold of
 //! when the duties are told ([`Held`]): the number of a connection, a mount or a file is another one's later.
 //!
-//! Messages to the one who does it: first, one each, the mount, the files and the sockets, then the word that this was all: a letter, and
+//! Messages to the one who does it: first, one each, the mount, the files, the sockets and the directories, then the word that this was all: a letter, and
 //! fields between zero bytes. Then orders: a letter and, for a file or a socket, its name.
 
+use std::cell::RefCell;
 use std::ffi::OsStr;
 use std::fs;
 use std::io;
@@ -22,6 +23,7 @@ use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect as connect_to, socket_with,
 };
 
+use super::overlays::Overlays;
 use crate::users::{self, Place};
 
 /// A file by its name, with device and inode number: what has taken its name since is another one.
@@ -33,6 +35,7 @@ pub(super) const MESSAGE_BYTES_MAX: usize = 5 << 10;
 const MOUNT: u8 = b'm';
 const FILE: u8 = b'f';
 const FRONT: u8 = b's';
+const DIRECTORY: u8 = b'd';
 const ALL: u8 = b'.';
 
 /// Orders.
@@ -58,6 +61,8 @@ pub(crate) struct Duties {
     pub(crate) files: Vec<Named>,
     /// Sockets of front ends that listen.
     pub(crate) fronts: Vec<PathBuf>,
+    /// Directories in which new overlays may be made, one for each disk.
+    pub(crate) directories: Vec<Named>,
 }
 
 /// What the numbers of the duties meant when they were told.
@@ -71,6 +76,8 @@ pub(super) struct Held {
     /// process that gave it is gone, and the next one has the name.
     #[allow(dead_code, reason = "open files are what it is for")]
     pins: Vec<Option<OwnedFd>>,
+    /// New overlays: what was made since is here, too.
+    overlays: RefCell<Overlays>,
 }
 
 /// The users of a mount in one message.
@@ -88,12 +95,12 @@ pub(super) struct Answer {
     pub(super) kind: u8,
     /// For people.
     pub(super) words: String,
-    /// A socket that was asked for.
+    /// A socket or file that was asked for.
     pub(super) fd: Option<OwnedFd>,
 }
 
 impl Answer {
-    fn new(kind: u8, words: impl Into<String>) -> Answer {
+    pub(super) fn new(kind: u8, words: impl Into<String>) -> Answer {
         Answer { kind, words: words.into(), fd: None }
     }
 
@@ -118,14 +125,18 @@ impl Duties {
             self.mount.iter().map(|(path, number)| message(MOUNT, path, &[(*number).into()]));
         let files = self.files.iter().map(|(path, id)| message(FILE, path, &[id.0, id.1]));
         let fronts = self.fronts.iter().map(|path| message(FRONT, path, &[]));
-        mount.chain(files).chain(fronts).chain([vec![ALL]]).collect()
+        let directories =
+            self.directories.iter().map(|(path, id)| message(DIRECTORY, path, &[id.0, id.1]));
+        mount.chain(files).chain(fronts).chain(directories).chain([vec![ALL]]).collect()
     }
 
     /// Takes hold of what is meant, while it is there.
     pub(super) fn hold(&self) -> Held {
         let place = self.mount.as_ref().map(|(path, number)| Place::of(path, *number));
         let abort = self.mount.as_ref().and_then(|(path, number)| mount::abort_of(path, *number));
-        Held { place, abort, pins: self.files.iter().map(|(path, id)| pin(path, *id)).collect() }
+        let pins = self.files.iter().map(|(path, id)| pin(path, *id)).collect();
+        let overlays = Overlays::hold(&self.directories).into();
+        Held { place, abort, pins, overlays }
     }
 
     /// Takes one of these. Returns whether it was the last one; `None`: not one of ours.
@@ -143,6 +154,9 @@ impl Duties {
                 self.files.push((path(name), (number(device)?, number(inode)?)));
             }
             (FRONT, [name]) => self.fronts.push(path(name)),
+            (DIRECTORY, [name, device, inode]) => {
+                self.directories.push((path(name), (number(device)?, number(inode)?)));
+            }
             (ALL, [[]]) => return Some(true),
             _ => return None,
         }
@@ -154,6 +168,9 @@ impl Duties {
     /// * `held`: as the duties were told.
     pub(super) fn carry_out(&self, order: &[u8], held: &Held) -> Answer {
         let Some((what, name)) = order.split_first() else { return Answer::refused() };
+        if let Some(answer) = held.overlays.borrow_mut().carry_out(*what, name) {
+            return answer;
+        }
         let name = Path::new(OsStr::from_bytes(name));
         let abort = || held.abort.as_ref().is_some_and(Abort::abort);
         match (*what, &self.mount) {
@@ -238,10 +255,14 @@ mod tests {
     fn duties_arrive_as_they_were_told() {
         let files = vec![(PathBuf::from("/a b"), (1, 2)), (PathBuf::from("/c"), (3, u64::MAX))];
         let mount = Some((PathBuf::from("/mnt"), 77));
-        let duties = Duties { mount, files, fronts: vec![PathBuf::from("/run/vm.sock")] };
+        let fronts = vec![PathBuf::from("/run/vm.sock")];
+        let directories = vec![(PathBuf::from("/srv"), (4, 5))];
+        let duties = Duties { mount, files, fronts, directories };
         assert_eq!(told(&duties), Some(duties));
         assert_eq!(told(&Duties::default()), Some(Duties::default()));
-        for message in [&b"m/mnt"[..], b"m/mnt\x00x", b"f/file\x001", b"x", b"", b".."] {
+        for message in
+            [&b"m/mnt"[..], b"m/mnt\x00x", b"f/file\x001", b"d/srv\x001", b"x", b"", b".."]
+        {
             assert_eq!(Duties::default().take(message), None);
         }
     }

@@ -6,6 +6,7 @@
 //! [`images`] is what any server of images needs; a command adds its own and calls [`enter`] when all that takes more has been done.
 
 mod duties;
+mod overlays;
 mod reach;
 pub(crate) mod warden;
 
@@ -22,13 +23,14 @@ use std::sync::{Arc, OnceLock};
 use ringdisk_disk::Disk;
 use ringdisk_ring::Fd;
 use ringdisk_sandbox::{InForce, Plan};
-use ringdisk_storage::{Kind, Storage};
+use ringdisk_storage::{Opener, Storage};
 
 use crate::cli::SandboxWord;
 use crate::report::{Exit, Failure};
 use crate::terminal;
 use crate::users::Users;
 pub(crate) use duties::{Duties, Named, pin};
+pub(crate) use overlays::{HeldForDisk, directory_for, named};
 pub(crate) use reach::Reach;
 use reach::is_whole_system;
 use warden::Warden;
@@ -51,10 +53,11 @@ pub(crate) fn plan(word: SandboxWord) -> Plan {
     surroundings(plan)
 }
 
-/// What serving a disk takes: its images, and where a command may put another one.
+/// What serving a disk takes: its images, and what the command line names besides. Nothing else of their directories: overlays of a
+/// `ringdisk ctl snapshot` are made by the warden ([`directory_for`]).
 ///
 /// * `more`: names of files and directories that the command line allows images to lead to.
-/// * `told_within`: of a disk that another process handed over, files and names of which count only there.
+/// * `told_within`: of a disk that another process handed over, files count only there.
 pub(crate) fn images(
     mut plan: Plan,
     word: SandboxWord,
@@ -62,10 +65,9 @@ pub(crate) fn images(
     more: &[PathBuf],
     told_within: Option<&Reach>,
 ) -> Plan {
-    let layers = disk.layers();
     // Written to by a commit, whatever they are open for now.
     let writes = !disk.is_read_only();
-    for layer in &layers {
+    for layer in &disk.layers() {
         for storage in [layer.file(), layer.data_storage()].into_iter().flatten() {
             // That it is open says nothing: the process before may have opened anything of the system to read.
             let is_had = |file: &PathBuf| told_within.is_none_or(|reach| reach.has_open(file));
@@ -83,18 +85,12 @@ pub(crate) fn images(
             (false, false) => plan.read(path),
         };
     }
-    // Where backing files may lie by the rules of names, and the overlay of a `ringdisk ctl snapshot`.
-    for (depth, layer) in layers.iter().enumerate() {
-        let is_file = layer.file().is_some_and(|file| file.kind() == Kind::Regular);
-        let directory = directory_of(layer.name()).filter(|_| is_file);
-        let is_had = |directory: &PathBuf| told_within.is_none_or(|reach| reach.has(directory));
-        let Some(directory) = directory.filter(is_had) else { continue };
-        plan = match depth == 0 && writes && word != SandboxWord::Strict {
-            true => plan.write_below(directory),
-            false => plan.read_below(directory),
-        };
-    }
     plan
+}
+
+/// Who opens files that this process may not open itself.
+pub(crate) fn opener() -> Arc<dyn Opener> {
+    Arc::new(overlays::FromInside)
 }
 
 /// A name of the file that a storage has open, whatever has become of the one it was opened by.
@@ -247,3 +243,6 @@ pub(crate) fn leave() {
         warden.end();
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -4,7 +4,7 @@
 //! connect one socket may connect all. So before a process is confined it starts another one, tells it what it will have to do
 //! ([`Duties`]), and asks for that when the time has come. Whoever has taken the serving process over can ask for nothing else.
 //!
-//! Promises: the warden serves nothing, opens no image and holds no descriptor of a mount or of a terminal; it ends with the serving
+//! Promises: the warden serves nothing, reads and writes no image and holds no descriptor of a mount or of a terminal; it ends with the serving
 //! process, however that ends, and does nothing by itself. Signals to the group do not end it before that.
 //!
 //! Messages over a socket (SOCK_SEQPACKET): duties, then orders; the answer to an order is one letter and words for people, or a descriptor.
@@ -156,6 +156,13 @@ impl Warden {
     /// For the export.
     pub(super) fn remover(&self) -> Arc<dyn Remover> {
         Arc::clone(&self.line) as Arc<dyn Remover>
+    }
+
+    /// Gives an order.
+    ///
+    /// Errors: the warden is gone.
+    pub(super) fn ask(&self, what: u8, fields: &[u8]) -> io::Result<Answer> {
+        self.line.ask(what, fields)
     }
 
     /// Removes a file that it was told of. Returns whether it is gone.

@@ -8,5 +8,6 @@ mod ends;
 mod kept;
 mod kill;
 mod manager;
+mod overlays;
 mod starts;
 mod state;

@@ -233,18 +233,23 @@ impl<'a> Plan<'a> {
     ) -> ringdisk_sandbox::Plan {
         let args = self.args;
         let plan = sandbox::plan(args.sandbox.word);
-        let mut more = args.disk.allow_path.clone();
-        if self.image.top.is_some() {
-            // As in the process that was there before a command put that one on top of its own.
-            let first = args.disk.overlay.as_ref().or(self.image.image.as_ref());
-            more.extend(first.and_then(|image| sandbox::directory_of(image)));
-        }
-        let mut plan = sandbox::images(plan, args.sandbox.word, disk, &more, None);
+        let mut plan = sandbox::images(plan, args.sandbox.word, disk, &args.disk.allow_path, None);
         if let Some(directory) = control.and_then(Path::parent) {
             // Locked while the socket goes.
             plan = plan.list(directory);
         }
         plan
+    }
+
+    /// Where new overlays may be made.
+    pub(super) fn directories(&self, disk: &Disk) -> Vec<sandbox::Named> {
+        let args = self.args;
+        let top = sandbox::directory_for(args.sandbox.word, disk, None);
+        // As in the process that was there before a command put that one on top of its own.
+        let first = args.disk.overlay.as_ref().or(self.image.image.as_ref());
+        let first = first.filter(|_| self.image.top.is_some() && top.is_some());
+        let first = first.and_then(|image| sandbox::named(sandbox::directory_of(image)?));
+        top.into_iter().chain(first).collect()
     }
 
     /// Whether clients were to change the size of what has a fixed one: a partition, or a part of the disk with a size of its own.

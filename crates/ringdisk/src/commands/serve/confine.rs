@@ -54,14 +54,20 @@ pub(super) fn enter(
         // Locked while a socket goes.
         plan = plan.list(directory);
     }
+    let mut places = Vec::new();
     for disk in disks {
         let told_within = taken.then_some(&disk.reach);
+        if let Some(directory) = sandbox::directory_for(word, &disk.disk, told_within) {
+            disk.commands.held_outside(&directory);
+            places.push(directory);
+        }
         plan = sandbox::images(plan, word, &disk.disk, &disk.allowed, told_within);
     }
     files.extend(pidfile.and_then(Pidfile::identity));
     let fronts = disks.iter().filter_map(|disk| disk.front.clone()).collect();
     let vhost = disks.iter().any(|disk| disk.served.has_kernel());
-    let plan = match through_warden(plan, &Duties { mount: None, files, fronts }, vhost) {
+    let duties = Duties { files, fronts, directories: places, ..Duties::default() };
+    let plan = match through_warden(plan, &duties, vhost) {
         Ok(plan) => plan,
         Err((plan, why)) => {
             match user.stay(&why) {
