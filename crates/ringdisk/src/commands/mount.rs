@@ -441,7 +441,8 @@ fn confine(
 ) -> Result<Option<String>, Failure> {
     let mount = served.connection().map(|connection| (plan.mountpoint.clone(), connection));
     let directories = plan.directories(disk);
-    let duties = Duties { mount, files: removed, directories, ..Duties::default() };
+    let maker = user.user();
+    let duties = Duties { mount, files: removed, directories, maker, ..Duties::default() };
     let confinement = match sandbox::set_warden(&duties) {
         Ok(remover) => {
             served.remove_through(remover);

@@ -18,6 +18,7 @@ use std::path::{Path, PathBuf};
 
 use ringdisk_fuse::ErrorKind;
 use ringdisk_fuse::mount::{self, Abort, Unmount};
+use ringdisk_sandbox::User;
 use rustix::fs::{AtFlags, Mode, OFlags, StatxFlags, makedev, statx};
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect as connect_to, socket_with,
@@ -36,6 +37,7 @@ const MOUNT: u8 = b'm';
 const FILE: u8 = b'f';
 const FRONT: u8 = b's';
 const DIRECTORY: u8 = b'd';
+const MAKER: u8 = b'u';
 const ALL: u8 = b'.';
 
 /// Orders.
@@ -63,6 +65,8 @@ pub(crate) struct Duties {
     pub(crate) fronts: Vec<PathBuf>,
     /// Directories in which new overlays may be made, one for each disk.
     pub(crate) directories: Vec<Named>,
+    /// Who makes them, and owns them, where the serving process is not root any more.
+    pub(crate) maker: Option<User>,
 }
 
 /// What the numbers of the duties meant when they were told.
@@ -127,7 +131,17 @@ impl Duties {
         let fronts = self.fronts.iter().map(|path| message(FRONT, path, &[]));
         let directories =
             self.directories.iter().map(|(path, id)| message(DIRECTORY, path, &[id.0, id.1]));
-        mount.chain(files).chain(fronts).chain(directories).chain([vec![ALL]]).collect()
+        let maker = self
+            .maker
+            .iter()
+            .map(|user| message(MAKER, Path::new(""), &[user.uid().into(), user.gid().into()]));
+        mount
+            .chain(files)
+            .chain(fronts)
+            .chain(directories)
+            .chain(maker)
+            .chain([vec![ALL]])
+            .collect()
     }
 
     /// Takes hold of what is meant, while it is there.
@@ -135,7 +149,7 @@ impl Duties {
         let place = self.mount.as_ref().map(|(path, number)| Place::of(path, *number));
         let abort = self.mount.as_ref().and_then(|(path, number)| mount::abort_of(path, *number));
         let pins = self.files.iter().map(|(path, id)| pin(path, *id)).collect();
-        let overlays = Overlays::hold(&self.directories).into();
+        let overlays = Overlays::hold(&self.directories, self.maker).into();
         Held { place, abort, pins, overlays }
     }
 
@@ -156,6 +170,11 @@ impl Duties {
             (FRONT, [name]) => self.fronts.push(path(name)),
             (DIRECTORY, [name, device, inode]) => {
                 self.directories.push((path(name), (number(device)?, number(inode)?)));
+            }
+            (MAKER, [[], user, group]) => {
+                let numbers = [number(user)?, number(group)?].map(u32::try_from);
+                let [Ok(user), Ok(group)] = numbers else { return None };
+                self.maker = Some(User::new(user, group)?);
             }
             (ALL, [[]]) => return Some(true),
             _ => return None,
@@ -257,7 +276,7 @@ mod tests {
         let mount = Some((PathBuf::from("/mnt"), 77));
         let fronts = vec![PathBuf::from("/run/vm.sock")];
         let directories = vec![(PathBuf::from("/srv"), (4, 5))];
-        let duties = Duties { mount, files, fronts, directories };
+        let duties = Duties { mount, files, fronts, directories, maker: User::new(5, 0) };
         assert_eq!(told(&duties), Some(duties));
         assert_eq!(told(&Duties::default()), Some(Duties::default()));
         for message in

@@ -22,6 +22,7 @@ use std::rc::Rc;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use ringdisk_disk::Disk;
+use ringdisk_sandbox::User;
 use ringdisk_storage::{Kind, Opener, Storage};
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, fstat, openat, statat, unlinkat};
 use rustix::io::Errno;
@@ -61,6 +62,8 @@ pub(super) struct Overlays {
     files: Vec<Made>,
     /// Files that were made.
     count: u32,
+    /// Who makes them; `None`: this process.
+    maker: Option<User>,
 }
 
 /// A file that was made here.
@@ -75,12 +78,14 @@ struct Made {
 
 impl Overlays {
     /// Takes hold of directories. One whose name leads elsewhere by now is none.
-    pub(super) fn hold(directories: &[Named]) -> Overlays {
+    ///
+    /// * `maker`: who must be allowed to make files there, and owns them; `None`: this process.
+    pub(super) fn hold(directories: &[Named], maker: Option<User>) -> Overlays {
         let held = directories.iter().filter_map(|(path, id)| {
             let directory = pin(path, *id).filter(|fd| is_of_type(fd, FileType::Directory))?;
             Some((*id, Rc::new(directory)))
         });
-        Overlays { directories: held.collect(), ..Overlays::default() }
+        Overlays { directories: held.collect(), maker, ..Overlays::default() }
     }
 
     /// Does what an order asks for. `None`: it is none of these.
@@ -132,7 +137,12 @@ impl Overlays {
         // As `ringdisk-storage` makes one; the umask is the one that we were started with.
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL;
         let more = OFlags::NOFOLLOW | OFlags::NOCTTY | OFlags::CLOEXEC;
-        let open = openat(&*directory, name, flags | more, Mode::from_raw_mode(0o644))?;
+        let parent = directory.as_fd();
+        let open = || openat(parent, name, flags | more, Mode::from_raw_mode(0o644));
+        let open = match self.maker {
+            Some(user) => user.look(open)??,
+            None => open()?,
+        };
         self.count += 1;
         let held = fstat(&open).and_then(|stat| {
             let flags = OFlags::PATH | OFlags::CLOEXEC;

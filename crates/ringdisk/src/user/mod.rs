@@ -10,7 +10,7 @@ mod judge;
 mod names;
 
 use ringdisk_disk::Disk;
-use ringdisk_sandbox::{Plan, become_user};
+use ringdisk_sandbox::{Plan, User, become_user};
 
 use crate::cli::{SandboxWord, UserWord};
 use crate::limits;
@@ -107,6 +107,11 @@ impl Decision {
     /// Whether something changes: the process will not be able to remove what it made, and perhaps not in a sandbox.
     pub(crate) fn is_change(&self) -> bool {
         self.becomes.is_some()
+    }
+
+    /// Who it will be. `None`: no other than now.
+    pub(crate) fn user(&self) -> Option<User> {
+        self.becomes.as_ref().map(|identity| identity.user)
     }
 
     /// Who it will be, in words.

@@ -66,7 +66,8 @@ pub(super) fn enter(
     files.extend(pidfile.and_then(Pidfile::identity));
     let fronts = disks.iter().filter_map(|disk| disk.front.clone()).collect();
     let vhost = disks.iter().any(|disk| disk.served.has_kernel());
-    let duties = Duties { files, fronts, directories: places, ..Duties::default() };
+    let duties =
+        Duties { files, fronts, directories: places, maker: user.user(), ..Duties::default() };
     let plan = match through_warden(plan, &duties, vhost) {
         Ok(plan) => plan,
         Err((plan, why)) => {
