@@ -16,7 +16,6 @@ use crate::threads::{self, Confinement};
 pub struct Plan {
     paths: Vec<(PathBuf, Right)>,
     without_files: Option<String>,
-    abstract_sockets: bool,
     calls: Calls,
     keep: Keep,
     is_insisted_on: bool,
@@ -68,7 +67,6 @@ impl Default for Plan {
         Plan {
             paths: paths.map(|(path, right)| (PathBuf::from(path), right)).to_vec(),
             without_files: None,
-            abstract_sockets: false,
             calls: Calls::default(),
             keep: Keep::default(),
             is_insisted_on: false,
@@ -125,13 +123,6 @@ impl Plan {
         self.path(directory, Right::WriteBelow)
     }
 
-    /// Sockets with abstract names (unix(7)) of processes outside may be talked to.
-    #[must_use]
-    pub fn abstract_sockets(mut self) -> Plan {
-        self.abstract_sockets = true;
-        self
-    }
-
     /// System calls besides those of every plan.
     #[must_use]
     pub fn calls(mut self, calls: Calls) -> Plan {
@@ -170,7 +161,7 @@ impl Plan {
         let reaches_threads = self.or_note(known, missing)?.is_some();
         let rules = match &self.without_files {
             Some(why) => Err(why.clone()),
-            None => files::rules(&self.paths, self.abstract_sockets).map_err(|no| match no {
+            None => files::rules(&self.paths).map_err(|no| match no {
                 NoRules::Missing(why) => why.to_owned(),
                 NoRules::Failed(error) => format!("landlock: {error}"),
             }),
