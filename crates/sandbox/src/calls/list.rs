@@ -100,6 +100,9 @@ pub(super) const ALLOWED: &[Need] = list![
     SYS_nanosleep: "the same, of an older libc",
     // Waiting for descriptors, and waking.
     SYS_ppoll: "control threads",
+    SYS_epoll_create1: "the control thread of a disk for a machine",
+    SYS_epoll_ctl: "the same",
+    SYS_epoll_pwait: "the same",
     SYS_pipe2: "copies between pages of clients and files; the parent that keeps a mount answers through one",
     SYS_eventfd2: "waking between threads",
     // Bytes of files, pipes and sockets.
@@ -126,6 +129,7 @@ pub(super) const ALLOWED: &[Need] = list![
     SYS_fstat: "descriptors",
     SYS_statx: "names and descriptors",
     SYS_fstatfs: "what an image or a guest's memory lies on",
+    SYS_faccessat: "why an image could not be opened",
     SYS_readlinkat: "names of open images",
     SYS_getdents64: "/proc and /sys",
     SYS_unlinkat [[&[among(2, &[0])]]]: "an overlay that could not be made; no directories",
@@ -144,6 +148,10 @@ pub(super) const ALLOWED: &[Need] = list![
     // The process that does what we may not, at the end.
     SYS_wait4: "the warden has ended",
     // Older calls of this machine for the same.
+    #[cfg(target_arch = "x86_64")]
+    SYS_open [[&[without(2, NOT_A_FILE_OF_OURS)]]]: "as openat",
+    #[cfg(target_arch = "x86_64")]
+    SYS_access: "as faccessat",
     #[cfg(target_arch = "x86_64")]
     SYS_readlink: "as readlinkat",
     #[cfg(target_arch = "x86_64")]
@@ -164,11 +172,10 @@ pub(super) const SOCKETS: &[Need] = list![
 pub(super) const VHOST: &[Need] = list![
     SYS_ioctl [[&[among(1, VHOST_IOCTLS)]]]: "virtqueues are handed to the kernel and taken back",
     SYS_sched_setaffinity: "threads of the kernel that serve virtqueues are bound; their numbers are not known before",
-    SYS_sched_getparam: "the same threads",
-    SYS_sched_getscheduler: "the same threads",
 ];
 
-/// Operations of io_uring_register(2), `IORING_REGISTER_*` of linux/io_uring.h: those that rings are restricted to themselves.
+/// Operations of io_uring_register(2), `IORING_REGISTER_*` of linux/io_uring.h: those that rings are restricted to themselves; of a ring
+/// that has a descriptor, and of one that is registered.
 const REGISTRATIONS: &[u32] = &[
     1,  // UNREGISTER_BUFFERS
     6,  // FILES_UPDATE
@@ -176,7 +183,16 @@ const REGISTRATIONS: &[u32] = &[
     16, // BUFFERS_UPDATE
     20, // RING_FDS
     21, // UNREGISTER_RING_FDS
+    REGISTERED_RING | 1,
+    REGISTERED_RING | 6,
+    REGISTERED_RING | 15,
+    REGISTERED_RING | 16,
+    REGISTERED_RING | 20,
+    REGISTERED_RING | 21,
 ];
+
+/// `IORING_REGISTER_USE_REGISTERED_RING`.
+const REGISTERED_RING: u32 = 1 << 31;
 
 /// Advice of madvise(2), asm-generic/mman-common.h.
 const ADVICE: &[u32] = &[
@@ -201,6 +217,7 @@ const TIMEOUTS: &[u32] = &[bits(c::SO_RCVTIMEO), bits(c::SO_SNDTIMEO)];
 /// /dev/fuse belong to the start.) Numbers: asm-generic/ioctls.h, linux/fs.h.
 const IOCTLS: &[u32] = &[
     0x5401,      // TCGETS
+    0x802c_542a, // TCGETS2: isatty(3) of newer libcs
     0x5421,      // FIONBIO
     0x1268,      // BLKSSZGET
     0x1277,      // BLKDISCARD

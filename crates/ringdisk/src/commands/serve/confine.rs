@@ -11,6 +11,7 @@ use ringdisk_sandbox::{Calls, Plan};
 
 use super::Running;
 use crate::cli::SandboxWord;
+use crate::notify::Notify;
 use crate::pidfile::Pidfile;
 use crate::report::Failure;
 use crate::sandbox::{self, Duties, Named};
@@ -19,6 +20,7 @@ use crate::upgrade::Giver;
 
 /// Takes everything away that serving does not need, and lets `ringdisk ctl` tell.
 ///
+/// * `manager`: who is told that they are served, and how.
 /// * `taken`: these disks were another process's, which has nothing of them any more. What is missing then is complained of, however much
 ///   it was insisted on: a guest without its disk is worse.
 ///
@@ -27,6 +29,7 @@ pub(super) fn enter(
     word: SandboxWord,
     disks: &[Running],
     pidfile: Option<&Pidfile>,
+    manager: (&Notify, &str),
     taken: bool,
 ) -> Result<(), Failure> {
     let mut files: Vec<Named> = disks.iter().flat_map(Running::names).collect();
@@ -43,7 +46,10 @@ pub(super) fn enter(
     files.extend(pidfile.and_then(Pidfile::identity));
     let fronts = disks.iter().filter_map(|disk| disk.front.clone()).collect();
     let vhost = disks.iter().any(|disk| disk.served.has_kernel());
-    let plan = through_warden(plan, &Duties { mount: None, files, fronts }, vhost);
+    let (plan, has_warden) = through_warden(plan, &Duties { mount: None, files, fronts }, vhost);
+    if has_warden {
+        sandbox::leave_to_warden(manager.0, &plan, manager.1, taken)?;
+    }
     let in_force = match taken {
         true => sandbox::enter_as_far_as_possible(plan, word),
         false => sandbox::enter(plan)?,
@@ -52,19 +58,20 @@ pub(super) fn enter(
     Ok(())
 }
 
-/// Sets a process to do what this one will not be able to; what it cannot do stays possible here.
+/// Sets a process to do what this one will not be able to; what it cannot do stays possible here. Says whether there is one.
 ///
 /// * `vhost`: rings may be handed to the host kernel.
-fn through_warden(plan: Plan, duties: &Duties, vhost: bool) -> Plan {
+fn through_warden(plan: Plan, duties: &Duties, vhost: bool) -> (Plan, bool) {
     let warden = sandbox::set_warden(duties);
     let is_ours = |front: &Path| warden.is_err() || !sandbox::is_for_warden(front);
     let sockets = duties.fronts.iter().any(|front| is_ours(front));
     let plan = plan.calls(Calls { sockets, vhost, ..Calls::default() });
     match warden {
-        Ok(_) => plan,
-        Err(error) => plan.without_files(format!(
-            "no landlock, since nobody outside could remove sockets: {error}"
-        )),
+        Ok(_) => (plan, true),
+        Err(error) => {
+            let why = format!("no landlock, since nobody outside could remove sockets: {error}");
+            (plan.without_files(why), false)
+        }
     }
 }
 
