@@ -1,7 +1,8 @@
 //! Tells a service manager how we are.
 //!
 //! Promises: never blocks for long, and says nothing about a failure but where descriptors are to be kept; without
-//! `NOTIFY_SOCKET` nothing is done. The parent that keeps a mount is told in the same words.
+//! `NOTIFY_SOCKET` nothing is done. The parent that keeps a mount is told in the same words. Inside a sandbox the warden speaks
+//! (`sandbox/notify.rs`), and descriptors are not given away any more.
 //! Source: the datagram protocol of sd_notify(3): newline-separated assignments.
 
 use std::ffi::OsStr;
@@ -9,24 +10,88 @@ use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::process::parent_id;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
-    SocketFlags, SocketType, sendmsg_addr, socket_with,
+    SocketFlags, SocketType, UCred, sendmsg, sendmsg_addr, socket_with, socketpair,
 };
+use rustix::process::{Pid, getgid, getuid};
 
-use crate::keep::send_over;
+use crate::keep::{send_over, tells_descriptor};
+use crate::sandbox;
 
 /// How long whoever keeps descriptors may take to do so.
 const BARRIER: Duration = Duration::from_secs(5);
 /// Pause before a full queue is tried again.
 const FULL: Duration = Duration::from_millis(5);
+/// Longest text of one message, bytes. Managers read 4096 bytes of a whole one.
+const TEXT_BYTES_MAX: usize = 1024;
 
 /// The variable that says that a stop waits for users; service managers ignore names that begin with X_.
 pub(crate) const IN_USE: &str = "X_RINGDISK_IN_USE";
+
+/// All that is said, with a text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Word {
+    /// We serve: requests are answered from now on.
+    Ready,
+    /// What we are doing, for people.
+    Status,
+    /// We are about to end.
+    Stopping,
+    /// We were told to stop, and go on until our users are gone.
+    InUse,
+    /// The descriptors of this name are kept no longer.
+    Forget,
+}
+
+impl Word {
+    const ALL: [Word; 5] = [Word::Ready, Word::Status, Word::Stopping, Word::InUse, Word::Forget];
+
+    /// For an order to the warden.
+    pub(crate) fn letter(self) -> u8 {
+        match self {
+            Word::Ready => b'R',
+            Word::Status => b'S',
+            Word::Stopping => b'E',
+            Word::InUse => b'U',
+            Word::Forget => b'F',
+        }
+    }
+
+    /// The word of a letter.
+    pub(crate) fn of(letter: u8) -> Option<Word> {
+        Word::ALL.into_iter().find(|word| word.letter() == letter)
+    }
+
+    /// A text of one line, which begins no other assignment, and of bounded length.
+    pub(crate) fn bounded(self, text: &str) -> String {
+        let mut line: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+        let end = (0..=line.len().min(TEXT_BYTES_MAX)).rev().find(|at| line.is_char_boundary(*at));
+        line.truncate(end.unwrap_or(0));
+        line
+    }
+
+    /// The message. `None`: the name of a descriptor that is none of ours.
+    ///
+    /// * `main`: pid of the process that serves, also when a parent started it in the background.
+    fn message(self, main: u32, text: &str) -> Option<String> {
+        let text = self.bounded(text);
+        Some(match self {
+            Word::Ready => format!("READY=1\nMAINPID={main}\nSTATUS={text}"),
+            Word::Status => format!("STATUS={text}"),
+            Word::Stopping => format!("STOPPING=1\nSTATUS={text}"),
+            Word::InUse => format!("{IN_USE}=1\nSTATUS={text}"),
+            Word::Forget if !tells_descriptor(&text) => return None,
+            Word::Forget => format!("FDSTOREREMOVE=1\nFDNAME={text}"),
+        })
+    }
+}
 
 /// Who listens.
 #[derive(Debug)]
@@ -34,12 +99,16 @@ enum Target {
     Manager(OwnedFd, SocketAddrUnix),
     /// The parent, over a socket pair.
     Holder(OwnedFd),
+    /// The manager, through the warden.
+    Warden,
 }
 
 /// The service manager, if one listens.
 #[derive(Debug)]
 pub(crate) struct Notify {
-    target: Option<Target>,
+    target: Mutex<Option<Target>>,
+    /// The process that is spoken of, if it is not this one.
+    other: Option<u32>,
 }
 
 impl Notify {
@@ -48,20 +117,42 @@ impl Notify {
         Notify::to(std::env::var_os("NOTIFY_SOCKET").as_deref())
     }
 
+    /// The same for another process, which is our parent: as if that one spoke, where we may do that.
+    pub(crate) fn in_the_name_of(pid: u32) -> Notify {
+        Notify { other: Some(pid), ..Notify::from_environment() }
+    }
+
+    fn new(target: Option<Target>) -> Notify {
+        Notify { target: Mutex::new(target), other: None }
+    }
+
     /// * `name`: a path, or `@` and an abstract name; `None` and other kinds: nobody listens.
     fn to(name: Option<&OsStr>) -> Notify {
-        let target = name.and_then(address).and_then(|address| {
+        Notify::new(name.and_then(address).and_then(|address| {
             // A full queue must not hold up the start or the end of a mount.
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
             let socket = socket_with(AddressFamily::UNIX, SocketType::DGRAM, flags, None).ok()?;
             Some(Target::Manager(socket, address))
-        });
-        Notify { target }
+        }))
     }
 
     /// Talks to the parent that keeps the mount.
     pub(crate) fn over(socket: OwnedFd) -> Notify {
-        Notify { target: Some(Target::Holder(socket)) }
+        Notify::new(Some(Target::Holder(socket)))
+    }
+
+    fn is(&self, wanted: impl Fn(Option<&Target>) -> bool) -> bool {
+        wanted(self.target.lock().unwrap_or_else(PoisonError::into_inner).as_ref())
+    }
+
+    /// Whether this process has a socket that reaches a service manager.
+    pub(crate) fn has_manager(&self) -> bool {
+        self.is(|target| matches!(target, Some(Target::Manager(..))))
+    }
+
+    /// Closes that socket; the warden has one.
+    pub(crate) fn leave_to_warden(&self) {
+        *self.target.lock().unwrap_or_else(PoisonError::into_inner) = Some(Target::Warden);
     }
 
     /// Gives a descriptor away, to be had back by the next process of this service.
@@ -76,18 +167,12 @@ impl Notify {
 
     /// The descriptors of this name are kept no longer.
     pub(crate) fn unstore(&self, name: &str) {
-        // Not lost in a full queue: what stays behind would be taken for a mount by the next process.
-        let told = self.deliver(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), &[]);
-        if let Err(error) = told.as_ref()
-            && self.target.is_some()
-        {
-            tracing::debug!("the service manager was not told to forget '{name}': {error}");
-        }
+        self.say(Word::Forget, name);
     }
 
     /// Waits until all that was sent has been dealt with.
     ///
-    /// Errors: that takes longer than 5 s.
+    /// Errors: that takes longer than 5 s; the warden speaks for us.
     pub(crate) fn barrier(&self) -> io::Result<()> {
         let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
         self.deliver("BARRIER=1", &[write.as_fd()])?;
@@ -103,29 +188,41 @@ impl Notify {
 
     /// We serve: requests are answered from now on.
     pub(crate) fn ready(&self, status: &str) {
-        // The main process is ours also when a parent started us in the background.
-        self.send(&format!("READY=1\nMAINPID={}\nSTATUS={}", std::process::id(), one_line(status)));
+        self.say(Word::Ready, status);
     }
 
     /// What we are doing, for people.
     pub(crate) fn status(&self, status: &str) {
-        self.send(&format!("STATUS={}", one_line(status)));
+        self.say(Word::Status, status);
     }
 
     /// We are about to end.
     pub(crate) fn stopping(&self, status: &str) {
-        self.send(&format!("STOPPING=1\nSTATUS={}", one_line(status)));
+        self.say(Word::Stopping, status);
     }
 
     /// We were told to stop, and go on until our users are gone. The parent that keeps the mount starts another process if we die.
     pub(crate) fn in_use(&self, status: &str) {
-        self.send(&format!("{IN_USE}=1\nSTATUS={}", one_line(status)));
+        self.say(Word::InUse, status);
     }
 
-    fn send(&self, message: &str) {
-        if self.target.is_some()
-            && let Err(error) = self.try_send(message, &[])
-        {
+    /// Says one word.
+    pub(crate) fn say(&self, word: Word, text: &str) {
+        if self.is(|target| target.is_none()) {
+            return;
+        }
+        if self.is(|target| matches!(target, Some(Target::Warden))) {
+            return sandbox::say(word, text);
+        }
+        let Some(message) = word.message(self.other.unwrap_or_else(std::process::id), text) else {
+            return;
+        };
+        let told = match word {
+            // Not lost in a full queue: what stays behind would be taken for a mount by the next process.
+            Word::Forget => self.deliver(&message, &[]),
+            _ => self.try_send(&message, &[]),
+        };
+        if let Err(error) = told {
             tracing::debug!("the service manager was not told: {error}");
         }
     }
@@ -144,26 +241,58 @@ impl Notify {
     }
 
     fn try_send(&self, message: &str, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
-        let (socket, address) = match &self.target {
-            None => return Err(Errno::NOTCONN.into()),
+        let target = self.target.lock().unwrap_or_else(PoisonError::into_inner);
+        let (socket, address) = match &*target {
+            None | Some(Target::Warden) => return Err(Errno::NOTCONN.into()),
             Some(Target::Holder(socket)) => return send_over(socket.as_fd(), message, descriptors),
             Some(Target::Manager(socket, address)) => (socket, address),
         };
+        let name = match self.other {
+            // It is gone, and its number may be somebody else's.
+            Some(other) if parent_id() != other => return Err(Errno::SRCH.into()),
+            other => other.and_then(|other| Pid::from_raw(other.cast_signed())),
+        };
+        let pieces = [IoSlice::new(message.as_bytes())];
+        if let Some(pid) = name {
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmCredentials(1))];
+            let mut control = in_the_name_of(pid, &mut space);
+            match sendmsg_addr(socket, address, &pieces, &mut control, SendFlags::NOSIGNAL) {
+                // Not for us: it is heard if the manager hears all processes of the service.
+                Err(Errno::PERM) => {}
+                sent => return Ok(sent.map(|_| ())?),
+            }
+        }
         // One descriptor at a time: each has a name of its own.
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         if !descriptors.is_empty() && !control.push(SendAncillaryMessage::ScmRights(descriptors)) {
             return Err(Errno::TOOBIG.into());
         }
-        let pieces = [IoSlice::new(message.as_bytes())];
         sendmsg_addr(socket, address, &pieces, &mut control, SendFlags::NOSIGNAL)?;
         Ok(())
     }
 }
 
-/// A line break would begin another assignment.
-fn one_line(text: &str) -> String {
-    text.replace(['\n', '\r'], " ")
+/// Credentials that name another process.
+fn in_the_name_of(
+    pid: Pid,
+    space: &mut [MaybeUninit<u8>],
+) -> SendAncillaryBuffer<'_, 'static, 'static> {
+    let mut control = SendAncillaryBuffer::new(space);
+    control.push(SendAncillaryMessage::ScmCredentials(UCred { pid, uid: getuid(), gid: getgid() }));
+    control
+}
+
+/// Whether this process may speak in the name of another one: `CAP_SYS_ADMIN` where that one's number counts. Tried on itself.
+pub(crate) fn speaks_for(pid: Pid) -> bool {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let Ok((ours, _theirs)) = socketpair(AddressFamily::UNIX, SocketType::DGRAM, flags, None)
+    else {
+        return false;
+    };
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmCredentials(1))];
+    let mut control = in_the_name_of(pid, &mut space);
+    sendmsg(&ours, &[IoSlice::new(b"x")], &mut control, SendFlags::NOSIGNAL).is_ok()
 }
 
 /// The address of a socket name.
@@ -209,6 +338,45 @@ mod tests {
         let server = UnixDatagram::bind_addr(&address).expect("bind");
         Notify::to(Some(OsStr::new(&format!("@{name}")))).status("halted");
         assert_eq!(receive(&server), "STATUS=halted");
+    }
+
+    #[test]
+    fn what_is_asked_for_is_one_line_and_no_descriptor_of_others_is_forgotten() {
+        let long = "\u{e9}".repeat(TEXT_BYTES_MAX);
+        let line = Word::Status.message(1, &long).expect("a message");
+        assert!(line.len() <= "STATUS=".len() + TEXT_BYTES_MAX && line.ends_with('\u{e9}'));
+        let evil = "x\nFDSTORE=1\rMAINPID=1\u{85}y";
+        for word in [Word::Ready, Word::Status, Word::Stopping, Word::InUse] {
+            let message = word.message(7, evil).expect("a message");
+            let last = message.lines().last().expect("a line");
+            assert_eq!(last, "STATUS=x FDSTORE=1 MAINPID=1 y");
+            assert_eq!(Word::of(word.letter()), Some(word));
+        }
+        assert_eq!(Word::of(b'x'), None);
+        let forget = |name| Word::Forget.message(7, name);
+        assert_eq!(
+            forget("ringdisk-fuse-0").as_deref(),
+            Some("FDSTOREREMOVE=1\nFDNAME=ringdisk-fuse-0")
+        );
+        for name in ["", "other", "ringdisk-\nMAINPID=1", "ringdisk-a:b", "ringdisk-a b"] {
+            assert_eq!(forget(name), None);
+        }
+    }
+
+    #[test]
+    fn a_warden_whose_process_is_gone_says_nothing() {
+        let directory = tempfile::tempdir().expect("directory");
+        let path = directory.path().join("notify");
+        let server = UnixDatagram::bind(&path).expect("bind");
+        server.set_nonblocking(true).expect("a flag");
+        // Not our parent.
+        let other = Some(std::process::id());
+        Notify { other, ..Notify::to(Some(path.as_os_str())) }.ready("x");
+        assert!(server.recv(&mut [0; 64]).is_err());
+        let other = Some(parent_id());
+        Notify { other, ..Notify::to(Some(path.as_os_str())) }.ready("x");
+        let main = format!("READY=1\nMAINPID={}\nSTATUS=x", parent_id());
+        assert_eq!(receive(&server), main);
     }
 
     #[test]

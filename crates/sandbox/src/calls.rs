@@ -11,7 +11,7 @@
 //!
 //! io_uring_setup(2) is not on the list: a new ring would be one without restrictions.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use seccompiler::{
     BackendError, BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition,
@@ -19,13 +19,15 @@ use seccompiler::{
 };
 
 mod list;
+mod need;
 
-use list::{ALLOWED, DEADLY, FCNTLS, IOCTLS, PRCTLS, SOCKETS, VHOST_IOCTLS};
+use list::{ALLOWED, DEADLY, SOCKETS, VHOST};
+pub use need::{Argument, Is, Need};
 
-/// What a plan needs besides [`ALLOWED`].
+/// What a plan needs besides the calls of every plan.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Calls {
-    /// Unix sockets may be made, bound and connected: for who connects again to a peer that was restarted.
+    /// Unix sockets may be made and connected: for who connects again to a peer that was restarted.
     pub sockets: bool,
     /// Rings may be handed to the module vhost_blk, through a device that is open already.
     pub vhost: bool,
@@ -40,6 +42,26 @@ impl Calls {
         let more = vec![libc::SYS_umount2, libc::SYS_fsopen, libc::SYS_fsconfig, libc::SYS_fsmount];
         Calls { more, ..Calls::default() }
     }
+
+    /// All calls that are allowed. One that is there twice is allowed with the arguments of either.
+    #[must_use]
+    pub fn needs(&self) -> Vec<Need> {
+        let sockets = if self.sockets { SOCKETS } else { &[] };
+        let vhost = if self.vhost { VHOST } else { &[] };
+        let more = self.more.iter().map(|call| Need {
+            call: *call,
+            constant: "",
+            why: "the plan names it",
+            arguments: &[],
+        });
+        ALLOWED.iter().chain(sockets).chain(vhost).copied().chain(more).collect()
+    }
+
+    /// All calls that end the process.
+    #[must_use]
+    pub fn deadly(&self) -> Vec<Need> {
+        DEADLY.iter().filter(|need| !self.more.contains(&need.call)).copied().collect()
+    }
 }
 
 /// The two filters, and how many calls they let through.
@@ -50,57 +72,48 @@ pub(crate) struct Filters {
     pub(crate) allowed: usize,
 }
 
-fn equal(argument: u8, value: u64) -> Result<SeccompCondition, BackendError> {
-    SeccompCondition::new(argument, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, value)
-}
-
-/// All bits of `mask` are as in `value`.
-fn masked(argument: u8, mask: u32, value: u32) -> Result<SeccompCondition, BackendError> {
-    let operator = SeccompCmpOp::MaskedEq(mask.into());
-    SeccompCondition::new(argument, SeccompCmpArgLen::Dword, operator, value.into())
-}
-
-fn one(condition: SeccompCondition) -> Result<Vec<SeccompRule>, BackendError> {
-    Ok(vec![SeccompRule::new(vec![condition])?])
-}
-
-/// One rule for each value of an argument.
-fn any(argument: u8, values: &[u64]) -> Result<Vec<SeccompRule>, BackendError> {
-    values.iter().map(|value| SeccompRule::new(vec![equal(argument, *value)?])).collect()
-}
-
-/// A number of a constant of libc, as the kernel sees it.
-const fn bits(value: libc::c_int) -> u32 {
-    value.cast_unsigned()
-}
-
-/// With which arguments a call is allowed; empty: with any.
-fn conditions(call: i64, calls: &Calls) -> Result<Vec<SeccompRule>, BackendError> {
-    match call {
-        // Memory is never made executable.
-        libc::SYS_mmap | libc::SYS_mprotect => one(masked(2, bits(libc::PROT_EXEC), 0)?),
-        // Threads, and no processes. (clone3(2) has its flags in memory, which a filter cannot see: ENOSYS, and libc takes clone(2).)
-        libc::SYS_clone => one(masked(0, bits(libc::CLONE_THREAD), bits(libc::CLONE_THREAD))?),
-        libc::SYS_ioctl if calls.vhost => any(1, &[&IOCTLS[..], &VHOST_IOCTLS[..]].concat()),
-        libc::SYS_ioctl => any(1, &IOCTLS),
-        libc::SYS_prctl => any(0, &PRCTLS),
-        libc::SYS_fcntl => {
-            let flags = [equal(1, bits(libc::F_SETFL).into())?, masked(2, bits(libc::O_ASYNC), 0)?];
-            let mut rules = any(1, &FCNTLS)?;
-            rules.push(SeccompRule::new(flags.to_vec())?);
-            Ok(rules)
+/// The conditions that stand for one on an argument: any of them will do.
+fn conditions(argument: &Argument) -> Result<Vec<SeccompCondition>, BackendError> {
+    let low = SeccompCmpArgLen::Dword;
+    let one = |len, operator, value: u64| {
+        SeccompCondition::new(argument.index, len, operator, value).map(|made| vec![made])
+    };
+    match argument.is {
+        Is::In(values) => {
+            let make = |value: &u32| {
+                SeccompCondition::new(
+                    argument.index,
+                    low.clone(),
+                    SeccompCmpOp::Eq,
+                    (*value).into(),
+                )
+            };
+            values.iter().map(make).collect()
         }
-        // To whom the socket is connected. (A name in the memory of sendmsg(2) cannot be seen here: the one datagram socket, that of the service
-        // manager, still reaches every name.)
-        libc::SYS_sendto => {
-            one(SeccompCondition::new(4, SeccompCmpArgLen::Qword, SeccompCmpOp::Eq, 0)?)
-        }
-        // For ourselves only.
-        libc::SYS_tgkill => one(equal(0, std::process::id().into())?),
-        libc::SYS_prlimit64 | libc::SYS_move_pages => one(equal(0, 0)?),
-        libc::SYS_socket => one(equal(0, bits(libc::AF_UNIX).into())?),
-        _ => Ok(Vec::new()),
+        Is::Bits { mask, value } => one(low, SeccompCmpOp::MaskedEq(mask.into()), value.into()),
+        Is::Null => one(SeccompCmpArgLen::Qword, SeccompCmpOp::Eq, 0),
+        Is::OurPid => one(low, SeccompCmpOp::Eq, std::process::id().into()),
     }
+}
+
+/// The rules of one need; none: any arguments.
+fn rules(need: &Need) -> Result<Vec<SeccompRule>, BackendError> {
+    let mut rules = Vec::new();
+    for set in need.arguments {
+        let mut combined = vec![Vec::new()];
+        for argument in *set {
+            let any = conditions(argument)?;
+            let with = |had: &Vec<SeccompCondition>| -> Vec<Vec<SeccompCondition>> {
+                let add = |one: &SeccompCondition| [&had[..], &[one.clone()]].concat();
+                any.iter().map(add).collect()
+            };
+            combined = combined.iter().flat_map(with).collect();
+        }
+        for conditions in combined {
+            rules.push(SeccompRule::new(conditions)?);
+        }
+    }
+    Ok(rules)
 }
 
 /// Makes the filters.
@@ -108,20 +121,25 @@ fn conditions(call: i64, calls: &Calls) -> Result<Vec<SeccompRule>, BackendError
 /// Errors: a machine that seccompiler does not know.
 pub(crate) fn filters(calls: &Calls) -> Result<Filters, BackendError> {
     let machine = TargetArch::try_from(std::env::consts::ARCH)?;
-    let mut allowed = BTreeMap::new();
-    let sockets: &[i64] = if calls.sockets { &SOCKETS } else { &[] };
-    for call in ALLOWED.iter().chain(sockets).chain(&calls.more) {
-        allowed.insert(*call, conditions(*call, calls)?);
+    let needs = calls.needs();
+    let with_any: BTreeSet<i64> =
+        needs.iter().filter(|need| need.arguments.is_empty()).map(|need| need.call).collect();
+    let mut allowed: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();
+    for need in &needs {
+        let known = allowed.entry(need.call).or_default();
+        if !with_any.contains(&need.call) {
+            known.extend(rules(need)?);
+        }
     }
-    let deadly: BTreeMap<i64, Vec<SeccompRule>> = DEADLY
-        .iter()
-        .filter(|call| !calls.more.contains(call))
-        .map(|call| (*call, Vec::new()))
-        .collect();
+    let deadly: BTreeMap<i64, Vec<SeccompRule>> =
+        calls.deadly().iter().map(|need| (need.call, Vec::new())).collect();
     let count = allowed.len();
-    let unknown = SeccompAction::Errno(bits(libc::ENOSYS));
+    let unknown = SeccompAction::Errno(libc::ENOSYS.cast_unsigned());
     let deadly =
         SeccompFilter::new(deadly, SeccompAction::Allow, SeccompAction::KillProcess, machine)?;
     let allowed = SeccompFilter::new(allowed, unknown, SeccompAction::Allow, machine)?;
     Ok(Filters { programs: [deadly.try_into()?, allowed.try_into()?], allowed: count })
 }
+
+#[cfg(test)]
+mod tests;

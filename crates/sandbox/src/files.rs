@@ -17,6 +17,10 @@ use crate::threads;
 /// The newest set of rights that is known here: up to ioctls of devices (Linux 6.10) and scopes (6.12).
 const KNOWN: ABI = ABI::V6;
 
+/// Repair 2 of landlock: signals between threads of one process are never scoped (Linux 6.15, and 6.12 and 6.14 with later updates).
+/// Source: Documentation/userspace-api/landlock.rst, "Landlock errata".
+const SIGNALS_BETWEEN_THREADS: i32 = 1 << 1;
+
 /// What may be done with a file, or with everything in a directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Right {
@@ -74,10 +78,8 @@ impl From<RulesetError> for NoRules {
     }
 }
 
-/// Makes a ruleset.
-///
-/// * `abstract_sockets`: whether sockets with abstract names of processes outside may be talked to.
-pub(crate) fn rules(paths: &[(PathBuf, Right)], abstract_sockets: bool) -> Result<Rules, NoRules> {
+/// Makes a ruleset. Sockets with abstract names of processes outside cannot be talked to, and no signal goes there.
+pub(crate) fn rules(paths: &[(PathBuf, Right)]) -> Result<Rules, NoRules> {
     let abi = match threads::landlock_version() {
         Ok(abi) => abi,
         Err(Errno::OPNOTSUPP) => {
@@ -89,9 +91,12 @@ pub(crate) fn rules(paths: &[(PathBuf, Right)], abstract_sockets: bool) -> Resul
         .set_compatibility(CompatLevel::BestEffort)
         .handle_access(AccessFs::from_all(KNOWN))?
         // No rule for any port: no TCP.
-        .handle_access(AccessNet::from_all(KNOWN))?;
-    if !abstract_sockets {
-        ruleset = ruleset.scope(Scope::AbstractUnixSocket)?;
+        .handle_access(AccessNet::from_all(KNOWN))?
+        .scope(Scope::AbstractUnixSocket)?;
+    // Each thread enters by itself. Kernels without that repair take the threads of one process for strangers then, and refuse the signal
+    // that interrupts a thread.
+    if threads::landlock_repairs() & SIGNALS_BETWEEN_THREADS != 0 {
+        ruleset = ruleset.scope(Scope::Signal)?;
     }
     let mut created = ruleset.create()?;
     let mut count = 0;

@@ -17,7 +17,6 @@ use crate::user::User;
 pub struct Plan {
     paths: Vec<(PathBuf, Right)>,
     without_files: Option<String>,
-    abstract_sockets: bool,
     calls: Calls,
     keep: Keep,
     user: Option<User>,
@@ -70,7 +69,6 @@ impl Default for Plan {
         Plan {
             paths: paths.map(|(path, right)| (PathBuf::from(path), right)).to_vec(),
             without_files: None,
-            abstract_sockets: false,
             calls: Calls::default(),
             keep: Keep::default(),
             user: None,
@@ -128,13 +126,6 @@ impl Plan {
         self.path(directory, Right::WriteBelow)
     }
 
-    /// Sockets with abstract names (unix(7)) of processes outside may be talked to.
-    #[must_use]
-    pub fn abstract_sockets(mut self) -> Plan {
-        self.abstract_sockets = true;
-        self
-    }
-
     /// System calls besides those of every plan.
     #[must_use]
     pub fn calls(mut self, calls: Calls) -> Plan {
@@ -180,7 +171,7 @@ impl Plan {
         let reaches_threads = self.or_note(known, missing)?.is_some();
         let rules = match &self.without_files {
             Some(why) => Err(why.clone()),
-            None => files::rules(&self.paths, self.abstract_sockets).map_err(|no| match no {
+            None => files::rules(&self.paths).map_err(|no| match no {
                 NoRules::Missing(why) => why.to_owned(),
                 NoRules::Failed(error) => format!("landlock: {error}"),
             }),

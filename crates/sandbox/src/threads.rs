@@ -177,11 +177,21 @@ fn restrict_self(ruleset: i32) -> Result<(), Errno> {
 /// Errors: `OPNOTSUPP` where it was not enabled at boot, `NOSYS` where the kernel has none.
 pub(crate) fn landlock_version() -> Result<i32, Errno> {
     const VERSION: u32 = 1;
-    // SAFETY: landlock_create_ruleset(2) with this flag takes no memory and gives a number.
-    let version = unsafe {
-        libc::syscall(libc::SYS_landlock_create_ruleset, std::ptr::null::<u8>(), 0usize, VERSION)
-    };
+    let version = ask_landlock(VERSION);
     i32::try_from(version).ok().filter(|version| *version > 0).ok_or_else(last_error)
+}
+
+/// Bits of the kernel's repaired errors of landlock; none where it does not say.
+pub(crate) fn landlock_repairs() -> i32 {
+    const ERRATA: u32 = 2;
+    i32::try_from(ask_landlock(ERRATA)).unwrap_or(0).max(0)
+}
+
+fn ask_landlock(what: u32) -> i64 {
+    // SAFETY: landlock_create_ruleset(2) with one of these flags takes no memory and gives a number.
+    unsafe {
+        libc::syscall(libc::SYS_landlock_create_ruleset, std::ptr::null::<u8>(), 0usize, what)
+    }
 }
 
 fn last_error() -> Errno {

@@ -101,6 +101,8 @@ struct Holder {
     signals: Signals,
     manager: Notify,
     parked: link::Named,
+    /// Everything is parked: no descriptor is taken any more.
+    is_whole: bool,
     /// Where the mount was asked for. What the serving process says of it counts only for that place: it reads what others wrote, and
     /// is in a sandbox, which this one is not.
     mountpoint: Option<PathBuf>,
@@ -158,6 +160,7 @@ pub(crate) fn run(
         signals: Signals::watch().map_err(|error| cannot(&error))?,
         manager: Notify::from_environment(),
         parked: Vec::new(),
+        is_whole: false,
         mountpoint: mountpoint::place(mountpoint).ok(),
         before: Before::of(mountpoint),
         pidfile_path,
@@ -332,7 +335,10 @@ impl Holder {
         let value =
             |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('='));
         let status = value("STATUS").unwrap_or_default();
-        if value("FDSTORE").is_some() {
+        if value("BARRIER").is_some() {
+            // The mount was given as a whole, before the process was confined. Whoever has taken it over since changes nothing of it.
+            self.is_whole |= !self.parked.is_empty();
+        } else if value("FDSTORE").is_some() && !self.is_whole {
             let name = value("FDNAME").unwrap_or_default();
             self.parked.retain(|(kept, _)| kept != name);
             self.parked.extend(descriptors.into_iter().map(|fd| (name.to_owned(), fd)));
@@ -457,12 +463,14 @@ impl Holder {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::fd::AsRawFd;
 
     fn holder() -> Holder {
         Holder {
             signals: Signals { wake: UnixStream::pair().expect("sockets").0, came: Vec::new() },
             manager: Notify::from_environment(),
             parked: vec![(String::from("x"), tempfile::tempfile().expect("file").into())],
+            is_whole: false,
             mountpoint: None,
             before: Before::of(Path::new("/nowhere")),
             pidfile_path: None,
@@ -521,6 +529,20 @@ mod tests {
         };
         assert!((0..RESTARTS_MAX).all(|_| next() == Next::Again));
         assert_eq!((next(), holder.served), (Next::GiveUp, Duration::ZERO));
+    }
+
+    #[test]
+    fn a_mount_that_is_parked_as_a_whole_takes_no_descriptor_any_more() {
+        let mut holder = holder();
+        let file = || vec![OwnedFd::from(tempfile::tempfile().expect("file"))];
+        holder.hear("FDSTORE=1\nFDNAME=ringdisk-fuse-0\nFDPOLL=0", file()).expect("kept");
+        holder.hear("BARRIER=1", file()).expect("closed");
+        let ours: Vec<i32> = holder.parked.iter().map(|(_, fd)| fd.as_raw_fd()).collect();
+        for name in ["ringdisk-fuse-0", "ringdisk-fuse-1", "ringdisk-state"] {
+            holder.hear(&format!("FDSTORE=1\nFDNAME={name}"), file()).expect("ignored");
+        }
+        let now: Vec<i32> = holder.parked.iter().map(|(_, fd)| fd.as_raw_fd()).collect();
+        assert_eq!(now, ours);
     }
 
     #[test]

@@ -38,6 +38,12 @@ const STATE: &str = "ringdisk-state";
 const ALIVE: &str = "ringdisk-alive";
 const DEVICE: &str = "ringdisk-fuse-";
 
+/// Whether a name may be that of one of our descriptors.
+pub(crate) fn tells_descriptor(name: &str) -> bool {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || c == '-';
+    name.strip_prefix(PREFIX).is_some_and(|rest| !rest.is_empty() && rest.chars().all(is_plain))
+}
+
 /// What this process is.
 pub(crate) enum Role {
     /// It serves, and somebody keeps the mount.

@@ -48,6 +48,8 @@ pub(super) const ABORT: u8 = b'A';
 pub(super) const UNLINK: u8 = b'R';
 pub(super) const CONNECT: u8 = b'C';
 pub(super) const USERS: u8 = b'U';
+/// Words for the service manager, without an answer: see [`super::notify`].
+pub(super) const SAY: u8 = b'W';
 
 /// What came of one.
 pub(super) const DONE: u8 = b'D';

@@ -6,11 +6,11 @@
 //! [`images`] is what any server of images needs; a command adds its own and calls [`enter`] when all that takes more has been done.
 
 mod duties;
+mod notify;
 mod overlays;
 mod reach;
 pub(crate) mod warden;
 
-use std::ffi::OsStr;
 use std::fmt;
 use std::fs;
 use std::io;
@@ -26,10 +26,12 @@ use ringdisk_sandbox::{InForce, Plan};
 use ringdisk_storage::{Opener, Storage};
 
 use crate::cli::SandboxWord;
+use crate::notify::Word;
 use crate::report::{Exit, Failure};
 use crate::terminal;
 use crate::users::Users;
 pub(crate) use duties::{Duties, Named, pin};
+pub(crate) use notify::leave_to_warden;
 pub(crate) use overlays::{HeldForDisk, directory_for, named};
 pub(crate) use reach::Reach;
 use reach::is_whole_system;
@@ -108,15 +110,12 @@ pub(crate) fn directory_of(image: &Path) -> Option<PathBuf> {
     (!is_whole_system(directory)).then(|| directory.to_owned())
 }
 
-/// A socket of the service manager with an abstract name is outside; so are the programs that a backtrace names.
+/// The programs that a backtrace names.
 fn surroundings(plan: Plan) -> Plan {
-    let plan = match std::env::current_exe() {
+    match std::env::current_exe() {
         Ok(program) => plan.read(program),
         Err(_) => plan,
-    };
-    let manager = std::env::var_os("NOTIFY_SOCKET");
-    let is_abstract = |name: &OsStr| name.as_encoded_bytes().starts_with(b"@");
-    if manager.is_some_and(|name| is_abstract(&name)) { plan.abstract_sockets() } else { plan }
+    }
 }
 
 /// Looks whether a process with this option can be confined, before something is done that cannot be undone.
@@ -235,6 +234,13 @@ pub(crate) fn is_for_warden(path: &Path) -> bool {
 /// Who uses the mount, as the warden sees it: inside a sandbox other processes cannot be looked at. `None`: there is no warden.
 pub(crate) fn users() -> Option<Users> {
     WARDEN.get()?.users()
+}
+
+/// Lets the warden tell the service manager something.
+pub(crate) fn say(word: Word, text: &str) {
+    if let Some(warden) = WARDEN.get() {
+        warden.say(word, text);
+    }
 }
 
 /// The process ends: the warden does, too.

@@ -32,13 +32,17 @@ use rustix::net::{
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 
 use super::duties::{
-    ABORT, Answer, BUSY, CONNECT, DONE, Duties, FORCE, LAZY, MESSAGE_BYTES_MAX, NORMAL, UNLINK,
-    USERS,
+    ABORT, Answer, BUSY, CONNECT, DONE, Duties, FORCE, LAZY, MESSAGE_BYTES_MAX, NORMAL, SAY,
+    UNLINK, USERS,
 };
+use super::notify::{self, Speaker};
+use crate::notify::Word;
 use crate::users::Users;
 
 /// Set in the environment of the warden; its value is the pid of the process that it is for.
 const MARK: &str = "RINGDISK_WARDEN_OF";
+/// The service manager's socket, which the warden makes its own of.
+const MANAGER: &str = "NOTIFY_SOCKET";
 /// The serving process's end.
 #[derive(Debug)]
 pub(crate) struct Warden {
@@ -46,18 +50,21 @@ pub(crate) struct Warden {
     child: Mutex<Child>,
 }
 
-/// One question at a time.
+/// One question at a time; words that have no answer come in between.
 #[derive(Debug)]
-struct Line(Mutex<OwnedFd>);
+struct Line {
+    socket: OwnedFd,
+    turn: Mutex<()>,
+}
 
 impl Line {
     /// Errors: the warden is gone.
     fn ask(&self, what: u8, name: &[u8]) -> io::Result<Answer> {
-        let socket = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let message = [&[what], name].concat();
-        retry_on_intr(|| send(&*socket, &message, SendFlags::NOSIGNAL))?;
+        retry_on_intr(|| send(&self.socket, &message, SendFlags::NOSIGNAL))?;
         let mut answer = vec![0; MESSAGE_BYTES_MAX];
-        let (len, fd) = receive(socket.as_fd(), &mut answer)?;
+        let (len, fd) = receive(self.socket.as_fd(), &mut answer)?;
         match answer[..len].split_first() {
             Some((kind, words)) => {
                 Ok(Answer { kind: *kind, words: String::from_utf8_lossy(words).into_owned(), fd })
@@ -141,6 +148,7 @@ impl Warden {
             .arg0("ringdisk-warden")
             .env_clear()
             .env(MARK, std::process::id().to_string())
+            .envs(std::env::var_os(MANAGER).map(|name| (MANAGER, name)))
             .current_dir("/")
             .stdin(Stdio::from(theirs))
             .stdout(Stdio::null())
@@ -150,7 +158,8 @@ impl Warden {
         for message in duties.messages() {
             retry_on_intr(|| send(&ours, &message, SendFlags::NOSIGNAL))?;
         }
-        Ok(Warden { line: Arc::new(Line(Mutex::new(ours))), child: Mutex::new(child) })
+        let line = Line { socket: ours, turn: Mutex::new(()) };
+        Ok(Warden { line: Arc::new(line), child: Mutex::new(child) })
     }
 
     /// For the export.
@@ -185,10 +194,19 @@ impl Warden {
         answer.fd.ok_or_else(|| io::Error::other(answer.words))
     }
 
-    /// Waits until it has ended.
+    /// Lets it tell the service manager something. Does not wait: not for an order that takes its time either.
+    pub(super) fn say(&self, word: Word, text: &str) {
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        let order = notify::order(word, text);
+        if let Err(errno) = retry_on_intr(|| send(&self.line.socket, &order, flags)) {
+            tracing::debug!("the warden does not speak to the service manager: {errno}");
+        }
+    }
+
+    /// Waits until it has ended. What it was told before it does first.
     pub(super) fn end(&self) {
-        let socket = self.line.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let _ = shutdown(&*socket, Shutdown::Both);
+        let _turn = self.line.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let _ = shutdown(&self.line.socket, Shutdown::Both);
         let _ = self.child.lock().unwrap_or_else(PoisonError::into_inner).wait();
     }
 }
@@ -214,13 +232,16 @@ pub(crate) fn run() -> u8 {
     let mut message = vec![0; MESSAGE_BYTES_MAX];
     let mut duties = Duties::default();
     let mut held = None;
+    let speaker = Speaker::new(std::os::unix::process::parent_id());
     loop {
         let len = match receive(socket, &mut message) {
             Ok((0, _)) | Err(_) => return 0,
             Ok((len, _)) => len,
         };
         if let Some(held) = &held {
-            if reply(socket, &duties.carry_out(&message[..len], held)).is_err() {
+            if let [SAY, order @ ..] = &message[..len] {
+                speaker.say(order);
+            } else if reply(socket, &duties.carry_out(&message[..len], held)).is_err() {
                 return 0;
             }
         } else if let Some(was_last) = duties.take(&message[..len]) {

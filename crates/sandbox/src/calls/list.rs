@@ -1,193 +1,234 @@
 //! The lists.
 //!
-//! From running every end-to-end test with a filter that writes down what it would refuse, and from reading libc and the standard
+//! Each call was questioned: who makes it inside, and what could somebody do with it who has taken the process over? Who makes it was
+//! seen by running the end-to-end tests with a filter that ends the process for everything else, and by reading libc and the standard
 //! library for what they do when memory is short, a thread panics, or a signal comes.
 
 use libc as c;
 
-/// Allowed after the start.
-pub(super) const ALLOWED: &[i64] = &[
-    // The ring: everything that is served.
-    c::SYS_io_uring_enter,
-    c::SYS_io_uring_register,
-    // Memory: the allocator, stacks of threads, buffers of guests, what a handler of SIGBUS maps; where it lies.
-    c::SYS_mmap,
-    c::SYS_munmap,
-    c::SYS_mremap,
-    c::SYS_mprotect,
-    c::SYS_madvise,
-    c::SYS_mincore,
-    c::SYS_brk,
-    c::SYS_mlock,
-    c::SYS_munlock,
-    c::SYS_msync,
-    c::SYS_mbind,
-    c::SYS_get_mempolicy,
-    c::SYS_set_mempolicy,
-    c::SYS_move_pages,
-    c::SYS_memfd_create,
-    c::SYS_membarrier,
+use super::need::{Argument, Is, Need};
+
+/// A list: `constant [arguments]: reason`. Without arguments: with any.
+macro_rules! list {
+    ($($(#[$only:meta])? $call:ident $([$arguments:expr])?: $why:literal,)*) => {
+        &[$(
+            $(#[$only])?
+            Need {
+                call: c::$call,
+                constant: stringify!($call),
+                why: $why,
+                arguments: list!(@ $($arguments)?),
+            },
+        )*]
+    };
+    (@) => { &[] };
+    (@ $arguments:expr) => { &$arguments };
+}
+
+const fn argument(index: u8, is: Is) -> Argument {
+    Argument { index, is }
+}
+
+const fn among(index: u8, values: &'static [u32]) -> Argument {
+    argument(index, Is::In(values))
+}
+
+/// None of these bits.
+const fn without(index: u8, mask: u32) -> Argument {
+    argument(index, Is::Bits { mask, value: 0 })
+}
+
+/// The same without a warning about the sign: the kernel takes flags as bits.
+const fn bits(value: c::c_int) -> u32 {
+    value.cast_unsigned()
+}
+
+/// `CLONE_VM | CLONE_FS | CLONE_FILES | CLONE_SIGHAND | CLONE_THREAD | CLONE_SYSVSEM | CLONE_SETTLS | CLONE_PARENT_SETTID |
+/// CLONE_CHILD_CLEARTID`: what pthread_create(3) of glibc and musl asks for.
+const THREAD: u32 = 0x003d_0f00;
+/// `CLONE_DETACHED`, which means nothing and which musl adds.
+const CLONE_DETACHED: u32 = 0x0040_0000;
+/// `MFD_EXEC` of linux/memfd.h.
+const MFD_EXEC: u32 = 0x10;
+/// Bits of a mode that no file of ours has: set-user-ID, set-group-ID, sticky, and to be run.
+const NOT_A_FILE_OF_OURS: u32 = 0o7111;
+
+/// Allowed after the start, in every plan.
+pub(super) const ALLOWED: &[Need] = list![
+    // The ring.
+    SYS_io_uring_enter: "all that is served goes through rings; each was restricted to its operations when it was made",
+    SYS_io_uring_register [[&[among(1, REGISTRATIONS)]]]: "buffers and files of a ring that is there",
+    // Memory.
+    SYS_mmap [[&[without(2, bits(c::PROT_EXEC))]]]: "the allocator, stacks of threads, memory of guests, and what a SIGBUS puts in its place",
+    SYS_munmap: "the same, given back",
+    SYS_mremap: "the allocator: large blocks that grow",
+    SYS_mprotect [[&[without(2, bits(c::PROT_EXEC))]]]: "guard pages, and heaps of threads that grow",
+    SYS_madvise [[&[among(2, ADVICE)]]]: "pages that are given back or made large; buffers and memory of guests kept out of dumps and children",
+    SYS_brk: "the allocator",
+    SYS_mbind: "memory of queues comes from their node",
+    SYS_get_mempolicy: "where memory of queues comes from",
+    SYS_move_pages [[&[among(0, &[0])]]]: "on which node a guest's pages are; ours, not those of another process",
+    SYS_memfd_create [[&[without(1, MFD_EXEC)]]]: "the area of requests in flight, which a front end asks for",
+    SYS_membarrier: "the tables of qcow2 that are read without a lock",
     // Threads and their signals.
-    c::SYS_clone,
-    c::SYS_set_robust_list,
-    c::SYS_get_robust_list,
-    c::SYS_set_tid_address,
-    c::SYS_rseq,
-    c::SYS_futex,
-    c::SYS_exit,
-    c::SYS_exit_group,
-    c::SYS_gettid,
-    c::SYS_getpid,
-    c::SYS_getppid,
-    c::SYS_getcpu,
-    c::SYS_sched_yield,
-    c::SYS_sched_getaffinity,
-    c::SYS_sched_setaffinity,
-    c::SYS_sched_getparam,
-    c::SYS_sched_getscheduler,
-    c::SYS_prctl,
-    c::SYS_tgkill,
-    c::SYS_sigaltstack,
-    c::SYS_rt_sigaction,
-    c::SYS_rt_sigprocmask,
-    c::SYS_rt_sigreturn,
-    c::SYS_rt_sigtimedwait,
-    c::SYS_restart_syscall,
-    // Who we are, and how we do.
-    c::SYS_getuid,
-    c::SYS_geteuid,
-    c::SYS_getgid,
-    c::SYS_getegid,
-    c::SYS_getrusage,
-    c::SYS_prlimit64,
-    c::SYS_sysinfo,
-    c::SYS_uname,
-    c::SYS_getrandom,
-    c::SYS_capget,
+    SYS_clone [[&[argument(0, Is::Bits { mask: !CLONE_DETACHED, value: THREAD })]]]: "threads, and neither processes nor name spaces (clone3 has its flags in memory, so libc takes this one)",
+    SYS_set_robust_list: "each new thread",
+    SYS_rseq: "each new thread",
+    SYS_futex: "locks",
+    SYS_exit: "the end of a thread",
+    SYS_exit_group: "the end",
+    SYS_gettid: "a thread that others may have to interrupt",
+    SYS_getpid: "the same; a panic",
+    SYS_sched_yield: "a thread that polls lets others run",
+    SYS_sched_getaffinity: "CPUs of a thread; changes nothing",
+    SYS_sched_setaffinity [[&[among(0, &[0])]]]: "a thread binds itself to the CPUs of a node",
+    SYS_prctl [[&[among(0, PRCTLS)]]]: "names of threads and memory; where the vDSO is",
+    SYS_tgkill [[&[argument(0, Is::OurPid)]]]: "a thread that waits is interrupted; abort(3)",
+    SYS_sigaltstack: "each new thread",
+    SYS_rt_sigaction: "a fault or abort(3) that ends the process as it would have without a handler",
+    SYS_rt_sigprocmask: "each new thread; abort(3)",
+    SYS_rt_sigreturn: "the end of every handler",
+    SYS_restart_syscall: "the kernel asks for it after a stop",
+    // Who we are.
+    SYS_geteuid: "whether a client of the control socket may do as much as we",
+    SYS_prlimit64 [[&[among(0, &[0]), argument(2, Is::Null)]]]: "limits are read: of ourselves, and not changed",
+    SYS_uname: "the kernel's version, for a message",
+    SYS_getrandom: "hash tables",
     // Time.
-    c::SYS_clock_gettime,
-    c::SYS_clock_getres,
-    c::SYS_clock_nanosleep,
-    c::SYS_nanosleep,
-    c::SYS_gettimeofday,
-    c::SYS_timerfd_create,
-    c::SYS_timerfd_settime,
-    // Waiting for descriptors.
-    c::SYS_ppoll,
-    c::SYS_pselect6,
-    c::SYS_epoll_create1,
-    c::SYS_epoll_ctl,
-    c::SYS_epoll_pwait,
-    c::SYS_eventfd2,
-    c::SYS_pipe2,
-    // Bytes of files, pipes and devices.
-    c::SYS_read,
-    c::SYS_write,
-    c::SYS_readv,
-    c::SYS_writev,
-    c::SYS_pread64,
-    c::SYS_pwrite64,
-    c::SYS_preadv,
-    c::SYS_pwritev,
-    c::SYS_preadv2,
-    c::SYS_pwritev2,
-    c::SYS_splice,
-    c::SYS_tee,
-    c::SYS_vmsplice,
-    c::SYS_copy_file_range,
-    c::SYS_lseek,
-    c::SYS_fsync,
-    c::SYS_fdatasync,
-    c::SYS_sync_file_range,
-    c::SYS_fallocate,
-    c::SYS_ftruncate,
-    c::SYS_fadvise64,
-    c::SYS_readahead,
-    c::SYS_ioctl,
-    c::SYS_fcntl,
-    c::SYS_flock,
+    SYS_clock_gettime: "clocks that the vDSO cannot read",
+    SYS_clock_nanosleep: "control threads that wait",
+    SYS_nanosleep: "the same, of an older libc",
+    // Waiting for descriptors, and waking.
+    SYS_ppoll: "control threads",
+    SYS_epoll_create1: "the control thread of a disk for a machine",
+    SYS_epoll_ctl: "the same",
+    SYS_epoll_pwait: "the same",
+    SYS_pipe2: "copies between pages of clients and files; the parent that keeps a mount answers through one",
+    SYS_eventfd2: "waking between threads",
+    // Bytes of files, pipes and sockets.
+    SYS_read: "control threads",
+    SYS_write: "control threads, messages",
+    SYS_readv: "control threads",
+    SYS_writev: "control threads, messages",
+    SYS_pread64: "headers of images; the state of a kept mount",
+    SYS_pwrite64: "the state of a kept mount",
+    SYS_lseek: "holes of images",
+    SYS_fsync: "what a virtqueue in the kernel has written",
+    SYS_fdatasync: "the same",
+    SYS_fallocate: "space of images, where a ring cannot",
+    SYS_ftruncate: "the area of requests in flight",
+    SYS_fadvise64: "pages of an image that another machine has changed are dropped",
+    SYS_ioctl [[&[among(1, IOCTLS)]]]: "block devices, and whether an output is a terminal",
+    SYS_fcntl [[&[among(1, FCNTLS)], &[among(1, &[bits(c::F_SETFL)]), without(2, bits(c::O_ASYNC))]]]: "copies of descriptors, byte locks of images, sizes of pipes, seals; nothing that makes the kernel send signals",
+    SYS_flock: "names of sockets and the lock of a mount are let go",
     // Names. Landlock says which.
-    c::SYS_openat,
-    c::SYS_openat2,
-    c::SYS_close,
-    c::SYS_close_range,
-    c::SYS_dup,
-    c::SYS_dup3,
-    c::SYS_newfstatat,
-    c::SYS_fstat,
-    c::SYS_statx,
-    c::SYS_fstatfs,
-    c::SYS_statfs,
-    c::SYS_faccessat,
-    c::SYS_faccessat2,
-    c::SYS_readlinkat,
-    c::SYS_getdents64,
-    c::SYS_unlinkat,
-    c::SYS_getcwd,
-    c::SYS_chdir,
-    c::SYS_umask,
-    // Sockets that are there: of the control socket's clients, of the service manager, of a front end.
-    c::SYS_accept4,
-    c::SYS_sendto,
-    c::SYS_recvfrom,
-    c::SYS_sendmsg,
-    c::SYS_recvmsg,
-    c::SYS_shutdown,
-    c::SYS_getsockopt,
-    c::SYS_setsockopt,
-    c::SYS_getsockname,
-    c::SYS_getpeername,
-    // The process that removes what we may not, at the end.
-    c::SYS_wait4,
-    c::SYS_waitid,
+    SYS_openat [[&[without(3, NOT_A_FILE_OF_OURS)]]]: "images, /proc, /sys; no file that could be run or would run as another user is made",
+    SYS_openat2: "backing files, step by step and without links",
+    SYS_close: "descriptors",
+    SYS_newfstatat: "names",
+    SYS_fstat: "descriptors",
+    SYS_statx: "names and descriptors",
+    SYS_fstatfs: "what an image or a guest's memory lies on",
+    SYS_faccessat: "why an image could not be opened",
+    SYS_readlinkat: "names of open images",
+    SYS_getdents64: "/proc and /sys",
+    SYS_unlinkat [[&[among(2, &[0])]]]: "an overlay that could not be made; no directories",
+    SYS_getcwd: "names in commands",
+    SYS_chdir: "the directory that a process in the background was started in is let go",
+    SYS_dup3 [[&[among(1, STANDARD)]]]: "the terminal of a process in the background is let go",
+    // Sockets that are there: no datagram socket is among them, so whoever is written to is who is connected.
+    SYS_accept4: "clients of the control socket, a front end, a successor",
+    SYS_sendto [[&[argument(4, Is::Null)]]]: "words for them",
+    SYS_recvfrom: "words of them",
+    SYS_sendmsg: "descriptors for a front end and a successor",
+    SYS_recvmsg: "descriptors of a front end and of the warden",
+    SYS_shutdown: "clients are sent away",
+    SYS_getsockopt: "who a client is, and of what kind a descriptor",
+    SYS_setsockopt [[&[among(1, &[bits(c::SOL_SOCKET)]), among(2, TIMEOUTS)]]]: "how long a successor is waited for",
+    // The process that does what we may not, at the end.
+    SYS_wait4: "the warden has ended",
     // Older calls of this machine for the same.
     #[cfg(target_arch = "x86_64")]
-    c::SYS_open,
+    SYS_open [[&[without(2, NOT_A_FILE_OF_OURS)]]]: "as openat",
     #[cfg(target_arch = "x86_64")]
-    c::SYS_stat,
+    SYS_access: "as faccessat",
     #[cfg(target_arch = "x86_64")]
-    c::SYS_lstat,
+    SYS_readlink: "as readlinkat",
     #[cfg(target_arch = "x86_64")]
-    c::SYS_access,
+    SYS_unlink: "as unlinkat",
     #[cfg(target_arch = "x86_64")]
-    c::SYS_readlink,
+    SYS_dup2 [[&[among(1, STANDARD)]]]: "as dup3",
     #[cfg(target_arch = "x86_64")]
-    c::SYS_unlink,
-    #[cfg(target_arch = "x86_64")]
-    c::SYS_dup2,
-    #[cfg(target_arch = "x86_64")]
-    c::SYS_poll,
-    #[cfg(target_arch = "x86_64")]
-    c::SYS_epoll_wait,
-    #[cfg(target_arch = "x86_64")]
-    c::SYS_time,
+    SYS_poll: "as ppoll",
 ];
 
-/// Making Unix sockets, for a plan that asks for it.
-pub(super) const SOCKETS: [i64; 4] = [c::SYS_socket, c::SYS_bind, c::SYS_listen, c::SYS_connect];
+/// For a plan that makes Unix sockets: `--connect` without a warden that could.
+pub(super) const SOCKETS: &[Need] = list![
+    SYS_socket [[&[among(0, &[bits(c::AF_UNIX)]), argument(1, Is::Bits { mask: 0xf, value: bits(c::SOCK_STREAM) })]]]: "a front end that was restarted, and no datagrams",
+    SYS_connect: "a front end that was restarted",
+];
 
-/// Commands of ioctl(2): of terminals and sockets, and of block devices: sizes, whether it is read-only, discard and zeroes. (Those of
+/// For a plan that hands virtqueues to the kernel's module.
+pub(super) const VHOST: &[Need] = list![
+    SYS_ioctl [[&[among(1, VHOST_IOCTLS)]]]: "virtqueues are handed to the kernel and taken back",
+    SYS_sched_setaffinity: "threads of the kernel that serve virtqueues are bound; their numbers are not known before",
+];
+
+/// Operations of io_uring_register(2), `IORING_REGISTER_*` of linux/io_uring.h: those that rings are restricted to themselves; of a ring
+/// that has a descriptor, and of one that is registered.
+const REGISTRATIONS: &[u32] = &[
+    1,  // UNREGISTER_BUFFERS
+    6,  // FILES_UPDATE
+    15, // BUFFERS2
+    16, // BUFFERS_UPDATE
+    20, // RING_FDS
+    21, // UNREGISTER_RING_FDS
+    REGISTERED_RING | 1,
+    REGISTERED_RING | 6,
+    REGISTERED_RING | 15,
+    REGISTERED_RING | 16,
+    REGISTERED_RING | 20,
+    REGISTERED_RING | 21,
+];
+
+/// `IORING_REGISTER_USE_REGISTERED_RING`.
+const REGISTERED_RING: u32 = 1 << 31;
+
+/// Advice of madvise(2), asm-generic/mman-common.h.
+const ADVICE: &[u32] = &[
+    4,   // MADV_DONTNEED
+    8,   // MADV_FREE
+    10,  // MADV_DONTFORK
+    14,  // MADV_HUGEPAGE
+    15,  // MADV_NOHUGEPAGE
+    16,  // MADV_DONTDUMP
+    23,  // MADV_POPULATE_WRITE
+    102, // MADV_GUARD_INSTALL: stacks of newer libcs
+    103, // MADV_GUARD_REMOVE
+];
+
+/// Standard input, output and error.
+const STANDARD: &[u32] = &[0, 1, 2];
+
+/// Options of sockets: `SO_RCVTIMEO` and `SO_SNDTIMEO`.
+const TIMEOUTS: &[u32] = &[bits(c::SO_RCVTIMEO), bits(c::SO_SNDTIMEO)];
+
+/// Commands of ioctl(2): of terminals and sockets, and of block devices: sizes, whether it is read-only, discard. (Those of
 /// /dev/fuse belong to the start.) Numbers: asm-generic/ioctls.h, linux/fs.h.
-pub(super) const IOCTLS: [u64; 14] = [
+const IOCTLS: &[u32] = &[
     0x5401,      // TCGETS
-    0x5413,      // TIOCGWINSZ
-    0x541b,      // FIONREAD
+    0x802c_542a, // TCGETS2: isatty(3) of newer libcs
     0x5421,      // FIONBIO
     0x1268,      // BLKSSZGET
     0x1277,      // BLKDISCARD
-    0x1278,      // BLKIOMIN
-    0x1279,      // BLKIOOPT
-    0x127a,      // BLKALIGNOFF
     0x127b,      // BLKPBSZGET
-    0x127c,      // BLKDISCARDZEROES
-    0x127f,      // BLKZEROOUT
     0x125e,      // BLKROGET
     0x8008_1272, // BLKGETSIZE64
 ];
 
 /// Commands of ioctl(2) that hand rings to the module vhost_blk and take them back: those of include/uapi/linux/vhost.h, and of
 /// kernel/vhost-blk/ringdisk_vhost_blk.h.
-pub(super) const VHOST_IOCTLS: [u64; 18] = [
+const VHOST_IOCTLS: &[u32] = &[
     0x4008_af00, // VHOST_SET_FEATURES
     0x4008_af03, // VHOST_SET_MEM_TABLE
     0x8004_af08, // VHOST_NEW_WORKER
@@ -208,26 +249,21 @@ pub(super) const VHOST_IOCTLS: [u64; 18] = [
     0xc0c8_e806, // RINGDISK_VBLK_STATS
 ];
 
-/// Commands of fcntl(2): descriptors, their flags (F_SETFL is a rule of its own), locks, sizes of pipes, seals. None that makes the kernel
+/// Commands of fcntl(2): descriptors, their flags (F_SETFL is a set of its own), locks, sizes of pipes, seals. None that makes the kernel
 /// send signals: F_SETOWN names any process, and F_SETSIG any signal. Numbers: asm-generic/fcntl.h, linux/fcntl.h.
-pub(super) const FCNTLS: [u64; 13] = [
-    0,    // F_DUPFD
+const FCNTLS: &[u32] = &[
     1,    // F_GETFD
     2,    // F_SETFD
     3,    // F_GETFL
-    5,    // F_GETLK
-    6,    // F_SETLK
     36,   // F_OFD_GETLK
     37,   // F_OFD_SETLK
     1030, // F_DUPFD_CLOEXEC
     1031, // F_SETPIPE_SZ
-    1032, // F_GETPIPE_SZ
-    1033, // F_ADD_SEALS
     1034, // F_GET_SEALS
 ];
 
 /// Commands of prctl(2): names of threads and of memory, and where the vDSO is (rustix asks when it first looks at a clock).
-pub(super) const PRCTLS: [u64; 4] = [
+const PRCTLS: &[u32] = &[
     15,          // PR_SET_NAME
     16,          // PR_GET_NAME
     0x5356_4d41, // PR_SET_VMA
@@ -235,68 +271,63 @@ pub(super) const PRCTLS: [u64; 4] = [
 ];
 
 /// Ends the process.
-pub(super) const DEADLY: &[i64] = &[
-    // Another program.
-    c::SYS_execve,
-    c::SYS_execveat,
-    // Another process's memory, descriptors and secrets.
-    c::SYS_ptrace,
-    c::SYS_process_vm_readv,
-    c::SYS_process_vm_writev,
-    c::SYS_pidfd_getfd,
-    c::SYS_kcmp,
-    c::SYS_add_key,
-    c::SYS_request_key,
-    c::SYS_keyctl,
-    // Another user, another root, another set of names.
-    c::SYS_setuid,
-    c::SYS_setgid,
-    c::SYS_setreuid,
-    c::SYS_setregid,
-    c::SYS_setresuid,
-    c::SYS_setresgid,
-    c::SYS_setfsuid,
-    c::SYS_setfsgid,
-    c::SYS_setgroups,
-    c::SYS_capset,
-    c::SYS_chroot,
-    c::SYS_pivot_root,
-    c::SYS_unshare,
-    c::SYS_setns,
-    c::SYS_open_by_handle_at,
-    // Mounts.
-    c::SYS_mount,
-    c::SYS_umount2,
-    c::SYS_open_tree,
-    c::SYS_move_mount,
-    c::SYS_fsopen,
-    c::SYS_fspick,
-    c::SYS_fsconfig,
-    c::SYS_fsmount,
-    c::SYS_mount_setattr,
-    // The kernel and the machine.
-    c::SYS_init_module,
-    c::SYS_finit_module,
-    c::SYS_delete_module,
-    c::SYS_kexec_load,
-    c::SYS_reboot,
-    c::SYS_swapon,
-    c::SYS_swapoff,
-    c::SYS_bpf,
-    c::SYS_perf_event_open,
-    c::SYS_userfaultfd,
-    c::SYS_settimeofday,
-    c::SYS_clock_settime,
-    c::SYS_adjtimex,
-    c::SYS_sethostname,
-    c::SYS_setdomainname,
-    c::SYS_acct,
+pub(super) const DEADLY: &[Need] = list![
+    SYS_execve: "another program",
+    SYS_execveat: "another program",
+    SYS_ptrace: "another process's memory, descriptors and secrets",
+    SYS_process_vm_readv: "another process's memory, descriptors and secrets",
+    SYS_process_vm_writev: "another process's memory, descriptors and secrets",
+    SYS_pidfd_getfd: "another process's memory, descriptors and secrets",
+    SYS_kcmp: "another process's memory, descriptors and secrets",
+    SYS_add_key: "another process's memory, descriptors and secrets",
+    SYS_request_key: "another process's memory, descriptors and secrets",
+    SYS_keyctl: "another process's memory, descriptors and secrets",
+    SYS_setuid: "another user, another root, another set of names",
+    SYS_setgid: "another user, another root, another set of names",
+    SYS_setreuid: "another user, another root, another set of names",
+    SYS_setregid: "another user, another root, another set of names",
+    SYS_setresuid: "another user, another root, another set of names",
+    SYS_setresgid: "another user, another root, another set of names",
+    SYS_setfsuid: "another user, another root, another set of names",
+    SYS_setfsgid: "another user, another root, another set of names",
+    SYS_setgroups: "another user, another root, another set of names",
+    SYS_capset: "another user, another root, another set of names",
+    SYS_chroot: "another user, another root, another set of names",
+    SYS_pivot_root: "another user, another root, another set of names",
+    SYS_unshare: "another user, another root, another set of names",
+    SYS_setns: "another user, another root, another set of names",
+    SYS_open_by_handle_at: "another user, another root, another set of names",
+    SYS_mount: "mounts",
+    SYS_umount2: "mounts",
+    SYS_open_tree: "mounts",
+    SYS_move_mount: "mounts",
+    SYS_fsopen: "mounts",
+    SYS_fspick: "mounts",
+    SYS_fsconfig: "mounts",
+    SYS_fsmount: "mounts",
+    SYS_mount_setattr: "mounts",
+    SYS_init_module: "the kernel and the machine",
+    SYS_finit_module: "the kernel and the machine",
+    SYS_delete_module: "the kernel and the machine",
+    SYS_kexec_load: "the kernel and the machine",
+    SYS_reboot: "the kernel and the machine",
+    SYS_swapon: "the kernel and the machine",
+    SYS_swapoff: "the kernel and the machine",
+    SYS_bpf: "the kernel and the machine",
+    SYS_perf_event_open: "the kernel and the machine",
+    SYS_userfaultfd: "the kernel and the machine",
+    SYS_settimeofday: "the kernel and the machine",
+    SYS_clock_settime: "the kernel and the machine",
+    SYS_adjtimex: "the kernel and the machine",
+    SYS_sethostname: "the kernel and the machine",
+    SYS_setdomainname: "the kernel and the machine",
+    SYS_acct: "the kernel and the machine",
     #[cfg(target_arch = "x86_64")]
-    c::SYS_kexec_file_load,
+    SYS_kexec_file_load: "the kernel and the machine",
     #[cfg(target_arch = "x86_64")]
-    c::SYS_ioperm,
+    SYS_ioperm: "the kernel and the machine",
     #[cfg(target_arch = "x86_64")]
-    c::SYS_iopl,
+    SYS_iopl: "the kernel and the machine",
     #[cfg(target_arch = "x86_64")]
-    c::SYS_modify_ldt,
+    SYS_modify_ldt: "the kernel and the machine",
 ];

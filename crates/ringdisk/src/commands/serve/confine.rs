@@ -12,6 +12,7 @@ use ringdisk_sandbox::{Calls, Plan};
 
 use super::Running;
 use crate::cli::SandboxWord;
+use crate::notify::Notify;
 use crate::pidfile::Pidfile;
 use crate::report::Failure;
 use crate::sandbox::{self, Duties, Named};
@@ -23,6 +24,7 @@ use crate::user::{Decision, Wanted};
 /// Takes everything away that serving does not need, and lets `ringdisk ctl` tell.
 ///
 /// * `user`: whom the process becomes.
+/// * `manager`: who is told that they are served, and how.
 /// * `taken`: these disks were another process's, which has nothing of them any more. What is missing then is complained of, however much
 ///   it was insisted on: a guest without its disk is worse.
 ///
@@ -32,6 +34,7 @@ pub(super) fn enter(
     user: Wanted,
     disks: &[Running],
     pidfile: Option<&Pidfile>,
+    manager: (&Notify, &str),
     taken: bool,
 ) -> Result<(), Failure> {
     let all: Vec<&Disk> = disks.iter().map(|disk| &*disk.disk).collect();
@@ -69,7 +72,12 @@ pub(super) fn enter(
     let duties =
         Duties { files, fronts, directories: places, maker: user.user(), ..Duties::default() };
     let plan = match through_warden(plan, &duties, vhost) {
-        Ok(plan) => plan,
+        Ok(plan) => {
+            if sandbox::is_wanted(word) {
+                sandbox::leave_to_warden(manager.0, &plan, manager.1, taken)?;
+            }
+            plan
+        }
         Err((plan, why)) => {
             match user.stay(&why) {
                 Err(failure) if taken => complain(failure),
