@@ -6,6 +6,8 @@
 //! [`images`] is what any server of images needs; a command adds its own and calls [`enter`] when all that takes more has been done.
 
 mod duties;
+#[cfg(test)]
+mod model;
 mod reach;
 pub(crate) mod warden;
 
@@ -97,7 +99,7 @@ pub(crate) fn images(
 }
 
 /// A name of the file that a storage has open, whatever has become of the one it was opened by.
-fn by_descriptor(storage: &Storage) -> Option<PathBuf> {
+pub(crate) fn by_descriptor(storage: &Storage) -> Option<PathBuf> {
     match storage.raw_fd()? {
         Fd::Raw(fd) => Some(PathBuf::from(format!("/proc/self/fd/{fd}"))),
         Fd::Fixed(_) => None,
