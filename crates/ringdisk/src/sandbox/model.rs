@@ -176,9 +176,9 @@ impl World<'_> {
         let answer = duties.carry_out(order, held);
         let (what, path) = order.split_first().expect("a letter");
         let path = Path::new(std::ffi::OsStr::from_bytes(path));
-        let named = |name: &u8| self.path(*name) == path;
+        let meant = (0..NAMES).find(|name| self.path(*name) == path);
         let file = duties.files.iter().any(|(it, _)| it == path);
-        let goes = (*what == b'R' && file).then(|| (0..NAMES).find(named)).flatten();
+        let goes = meant.filter(|_| *what == b'R' && file);
         // What has the name by now is another file, or it is that one.
         if let Some(name) = goes
             && self.names.get(&name) == told.get(&name)
@@ -186,7 +186,7 @@ impl World<'_> {
             self.names.remove(&name);
         }
         let front = *what == b'C' && duties.fronts.iter().any(|it| it == path);
-        let node = (0..NAMES).find(named).and_then(|name| self.names.get(&name));
+        let node = meant.and_then(|name| self.names.get(&name));
         let listens = node.is_some_and(|node| self.listeners.iter().any(|(it, _)| it == node));
         assert_eq!(answer.fd.is_some(), front && listens, "{}", order.escape_ascii());
         for (_, listener) in self.listeners.iter().filter(|_| answer.fd.is_some()) {

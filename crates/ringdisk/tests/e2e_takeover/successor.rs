@@ -75,17 +75,23 @@ fn listener(agent: &Agent, socket: &Path) -> (UnixListener, PathBuf) {
             && sockopt::socket_type(socket) == Ok(SocketType::STREAM)
     };
     let sockets = agent.all(|name| name.starts_with("socket:")).into_iter().filter(listens);
+    let mut probe = UnixStream::connect(&path).expect("it listens");
+    probe.write_all(b"probe").expect("it listens");
     for socket in sockets.map(UnixListener::from) {
-        let probe = UnixStream::connect(&path).expect("it listens");
-        let mut ready = [PollFd::new(&socket, PollFlags::IN)];
-        let found = poll(&mut ready, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })) == Ok(1);
-        if found {
-            drop(socket.accept().expect("the probe"));
-            return (socket, path);
+        // Others look whether somebody is there, and say nothing.
+        while is_ready(&socket) {
+            let (mut stream, _) = socket.accept().expect("it is ready");
+            if stream.read(&mut [0; 5]).is_ok_and(|len| len == 5) {
+                return (socket, path);
+            }
         }
-        drop(probe);
     }
     panic!("it waits for no successor");
+}
+
+fn is_ready(socket: &UnixListener) -> bool {
+    let mut ready = [PollFd::new(socket, PollFlags::IN)];
+    poll(&mut ready, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })) == Ok(1)
 }
 
 /// Asks for the disk as a successor does, and lets it go on.
@@ -161,9 +167,14 @@ impl Taken {
         let socket = ["--upgrade", "--vhost-user-blk", text(&self.place.socket)];
         let words = [&self.place.words(), words, &socket].concat();
         let process = Process::spawn(&mut serve_command(&words));
-        let (mut stream, _) = self.listener.accept().expect("it asks");
-        let mut len = [0; 5];
-        stream.read_exact(&mut len).expect("it asks");
+        // Others look whether somebody is there, and say nothing.
+        let (mut stream, len) = loop {
+            let (mut stream, _) = self.listener.accept().expect("it asks");
+            let mut len = [0; 5];
+            if stream.read_exact(&mut len).is_ok() {
+                break (stream, len);
+            }
+        };
         let [ask, a, b, c, d] = len;
         assert_eq!(ask, b'A');
         stream
