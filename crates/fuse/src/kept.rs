@@ -132,7 +132,8 @@ impl FileRecord {
     #[must_use]
     pub fn state(&self) -> Option<FileState> {
         let raw = self.raw.lock().unwrap_or_else(PoisonError::into_inner);
-        let since = Duration::from_secs(raw.since_s) + Duration::from_nanos(raw.since_ns);
+        // The process that wrote it may have been taken over since: any number may stand here.
+        let since = since_of(raw.since_s, raw.since_ns);
         (raw.is_there == 1).then_some(FileState {
             mode: raw.mode,
             uid: raw.uid,
@@ -184,6 +185,12 @@ impl FileRecord {
             tracing::warn!("the state of the file could not be recorded: {error}");
         }
     }
+}
+
+/// A time after 1970; one that the clock cannot show is 1970.
+fn since_of(seconds: u64, nanoseconds: u64) -> Duration {
+    let since = Duration::from_secs(seconds).checked_add(Duration::from_nanos(nanoseconds));
+    since.filter(|since| SystemTime::UNIX_EPOCH.checked_add(*since).is_some()).unwrap_or_default()
 }
 
 /// Whether the mount has ended: it was removed, or its connection was aborted.
@@ -357,6 +364,22 @@ mod tests {
         next.count(14 | UNIQUE_RESEND, false, false);
         next.count(14 | UNIQUE_RESEND, false, false);
         assert_eq!((open_files(&next), next.writable_files()), (1, 1));
+    }
+
+    #[test]
+    fn a_record_of_any_bytes_is_taken() {
+        let file = tempfile::tempfile().expect("file");
+        let mut bytes = [0xff; 4096];
+        bytes[..4].copy_from_slice(&1_u32.to_ne_bytes());
+        file.write_all_at(&bytes, 0).expect("write");
+        let record = record(&file);
+        let state = record.state().expect("recorded");
+        assert_eq!((state.since, state.open_files), (Duration::ZERO, u64::MAX));
+        record.count(1, true, true);
+        record.count(2, false, true);
+        let latest = i64::MAX.cast_unsigned();
+        assert_eq!(since_of(latest, 7), Duration::new(latest, 7));
+        assert_eq!(since_of(latest + 1, 0), Duration::ZERO);
     }
 
     #[test]

@@ -226,10 +226,12 @@ fn what_aborts_a_mount_does_nothing_to_the_next_one_with_its_number() {
         let first = mount(&path, &options()).expect("a mount");
         let number = first.connection().expect("a connection");
         let abort = Abort::of(number).expect("fusectl");
+        assert!(abort.is_there());
         drop(first);
         let second = mount(&path, &options()).expect("another mount");
         let has_number = second.connection() == Some(number);
         if has_number {
+            assert!(!abort.is_there() && Abort::of(number).is_some_and(|own| own.is_there()));
             abort.abort();
             assert!(!second.is_closed(), "aborted by what was held of another");
             assert!(Abort::of(number).expect("fusectl").abort() && second.is_closed());

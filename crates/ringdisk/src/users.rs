@@ -49,6 +49,11 @@ impl Place {
             id: entry.map(|entry| entry.id),
         }
     }
+
+    /// Whether it was in the tree.
+    pub(crate) fn was_seen(&self) -> bool {
+        self.id.is_some()
+    }
 }
 
 /// A process that has the file open or mapped.

@@ -7,12 +7,13 @@ use std::io::{Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use common::confined::assert_confined;
 use common::serving::{
     Daemon, Place, SIZE, ctl, judge, load, locked_while, meanwhile, options, serve_command, stats,
+    successor_of,
 };
 use common::tools::qemu_img;
 use ringdisk_testkit::images;
@@ -371,26 +372,6 @@ fn a_process_of_somebody_else_that_has_the_name_is_not_asked() {
 
 /// What a successor says first, with no words of its own.
 const ASK: &[u8] = b"A\x02\0\0\0{}";
-
-/// Where the process that serves a disk waits for its successor.
-fn successor_of(socket: &Path) -> PathBuf {
-    let name = socket.canonicalize().expect("the socket");
-    let hash = name
-        .as_os_str()
-        .as_encoded_bytes()
-        .iter()
-        .fold(0x6c62_272e_07bb_0142_62b8_2175_6295_c58d_u128, |hash, byte| {
-            (hash ^ u128::from(*byte)).wrapping_mul((1 << 88) + 0x13b)
-        });
-    let runtime = std::env::var("XDG_RUNTIME_DIR").unwrap_or_default();
-    let user = rustix::process::geteuid().as_raw();
-    let places = [format!("{runtime}/ringdisk"), format!("/run/user/{user}/ringdisk")];
-    let places =
-        places.into_iter().chain([String::from("/run/ringdisk"), format!("/tmp/ringdisk-{user}")]);
-    let mut paths =
-        places.map(|place| Path::new(&place).join(format!("upgrade-disk-{hash:032x}.sock")));
-    paths.find(|path| path.exists()).expect("a socket for the successor")
-}
 
 #[test]
 fn a_new_process_that_dies_or_stays_silent_on_the_way_changes_nothing() {

@@ -4,12 +4,11 @@
 //! reaches that connection only, and nothing when it is gone. (The kernel takes the file away from the connection before that goes:
 //! `fuse_ctl_remove_conn`.)
 
-use std::fs::{File, OpenOptions};
-use std::io::Write;
-use std::os::fd::{AsRawFd, BorrowedFd};
-use std::path::Path;
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{CWD, Mode, OFlags};
 use rustix::io::Errno;
 
 use super::direct;
@@ -17,9 +16,13 @@ use super::direct;
 /// Where fusectl is mounted.
 const FUSECTL_PATH: &str = "/sys/fs/fuse/connections";
 
-/// What aborts one connection.
+/// What aborts one connection, and tells whether it is there still.
 #[derive(Debug)]
-pub struct Abort(File);
+pub struct Abort {
+    abort: File,
+    /// The connection's directory.
+    directory: OwnedFd,
+}
 
 impl Abort {
     /// Opens it, where fusectl is mounted, or by a private instance of it (root). `None`: it cannot be had.
@@ -27,21 +30,40 @@ impl Abort {
     /// * `connection`: its number, which is not another mount's.
     #[must_use]
     pub fn of(connection: u32) -> Option<Abort> {
-        let name = format!("{connection}/abort");
-        let mounted = OpenOptions::new().write(true).open(Path::new(FUSECTL_PATH).join(&name));
-        mounted.ok().or_else(|| private(&name).ok()).map(Abort)
+        let mounted = || {
+            let root = open(CWD, FUSECTL_PATH, OFlags::PATH | OFlags::DIRECTORY)?;
+            Abort::below(root.as_fd(), connection)
+        };
+        // fusectl has one instance per kernel; a detached mount of it serves without being visible to anybody.
+        let private = || Abort::below(direct::detached("fusectl")?.as_fd(), connection);
+        mounted().or_else(|_: Errno| private()).ok()
+    }
+
+    fn below(root: BorrowedFd<'_>, connection: u32) -> Result<Abort, Errno> {
+        let directory = open(root, &connection.to_string(), OFlags::PATH | OFlags::DIRECTORY)?;
+        let abort = open(directory.as_fd(), "abort", OFlags::WRONLY)?;
+        Ok(Abort { abort: abort.into(), directory })
     }
 
     /// Tells the kernel. Does nothing to a connection that is gone. Returns whether the kernel was told.
     pub fn abort(&self) -> bool {
-        (&self.0).write_all(b"1").is_ok()
+        (&self.abort).write_all(b"1").is_ok()
+    }
+
+    /// Whether the file system of the connection is there still, mounted or in use; if that cannot be told, it is. As long as it is, no other
+    /// mount has its number: the kernel takes the connection out of fusectl first (`fuse_sb_destroy`), and then this directory holds nothing, or
+    /// a file that is empty (`fuse_conn_waiting_read`).
+    #[must_use]
+    pub fn is_there(&self) -> bool {
+        match open(self.directory.as_fd(), "waiting", OFlags::RDONLY) {
+            Ok(waiting) => File::from(waiting).read(&mut [0; 16]).map_or(true, |len| len > 0),
+            Err(errno) => errno != Errno::NOENT,
+        }
     }
 }
 
-/// fusectl has one instance per kernel; a detached mount of it serves without being visible to anybody.
-fn private(name: &str) -> Result<File, Errno> {
-    let root = direct::detached("fusectl")?;
-    rustix::fs::openat(root, name, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty()).map(File::from)
+fn open(at: BorrowedFd<'_>, path: &str, flags: OFlags) -> Result<OwnedFd, Errno> {
+    rustix::fs::openat(at, path, flags | OFlags::CLOEXEC, Mode::empty())
 }
 
 /// The number of the connection that a `/dev/fuse` descriptor belongs to, as the kernel says it (`fuse_connection` in its fdinfo). `None`:

@@ -102,7 +102,7 @@ fn serve(
     }
     // Until this process has taken it over, a mount that was kept stays as it is, with the file below it.
     let mut plan = match &resumed {
-        Some((state, _)) => Plan::resumed(args, paths, state)?,
+        Some((state, _)) => Plan::resumed(args, paths, state, kept.as_ref().and_then(Kept::first))?,
         None => Plan::new(args, paths)?,
     };
     if has_holder {
@@ -353,7 +353,7 @@ fn park(
         Some(parked) if kept.resumed().is_none() => {
             let devices = parked.devices.len();
             let mut state = State::new(&parked.terms, devices, made.mountpoint_id(), created);
-            state = state.on(&disk.layers());
+            state = state.begun_on(&disk.layers());
             state.window = disk.window();
             state.protect_raw = disk.protects_raw();
             kept.park(&parked, state, alive)

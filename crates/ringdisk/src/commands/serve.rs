@@ -48,6 +48,8 @@ struct Plan<'a> {
     place: Place,
     /// Rings do nothing but what serving takes.
     restricted: bool,
+    /// A process with this command line is confined in its files.
+    confines: bool,
 }
 
 /// One disk that is served.
@@ -241,6 +243,7 @@ fn plan<'a>(args: &ServeArgs, disk: &'a ServedDisk, place: Place) -> Result<Plan
         },
         place,
         restricted: sandbox::is_wanted(args.sandbox.word),
+        confines: sandbox::confines_files(args.sandbox.word),
     })
 }
 

@@ -27,7 +27,7 @@ use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::{flag, low_level::pipe};
 
 use super::link::{self, Received};
-use super::{ALIVE, STATE, StateFile};
+use super::{ALIVE, ORIGIN, STATE, State};
 use crate::alive;
 use crate::before::Before;
 use crate::cli::MountArgs;
@@ -101,8 +101,8 @@ struct Holder {
     signals: Signals,
     manager: Notify,
     parked: link::Named,
-    /// Everything is parked: no descriptor is taken any more.
-    is_whole: bool,
+    /// All has been parked that will be: what comes later is from a process that may have been taken over.
+    is_parked: bool,
     /// Where the mount was asked for. What the serving process says of it counts only for that place: it reads what others wrote, and
     /// is in a sandbox, which this one is not.
     mountpoint: Option<PathBuf>,
@@ -160,7 +160,7 @@ pub(crate) fn run(
         signals: Signals::watch().map_err(|error| cannot(&error))?,
         manager: Notify::from_environment(),
         parked: Vec::new(),
-        is_whole: false,
+        is_parked: false,
         mountpoint: mountpoint::place(mountpoint).ok(),
         before: Before::of(mountpoint),
         pidfile_path,
@@ -335,13 +335,19 @@ impl Holder {
         let value =
             |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('='));
         let status = value("STATUS").unwrap_or_default();
-        if value("BARRIER").is_some() {
-            // The mount was given as a whole, before the process was confined. Whoever has taken it over since changes nothing of it.
-            self.is_whole |= !self.parked.is_empty();
-        } else if value("FDSTORE").is_some() && !self.is_whole {
+        if value("FDSTORE").is_some() {
+            if self.is_parked {
+                tracing::warn!(
+                    "the serving process gives descriptors after its start; they are not kept"
+                );
+                return Ok(());
+            }
             let name = value("FDNAME").unwrap_or_default();
             self.parked.retain(|(kept, _)| kept != name);
             self.parked.extend(descriptors.into_iter().map(|fd| (name.to_owned(), fd)));
+        } else if value("BARRIER").is_some() {
+            // The one who parks waits for this, before it is confined.
+            self.is_parked |= !self.parked.is_empty();
         } else if value("READY").is_some() {
             self.ready(status)?;
         } else if value("STOPPING").is_some() {
@@ -421,17 +427,16 @@ impl Holder {
     /// * `is_removed`: the serving process has done so; its place and its number may be those of another mount by now.
     fn end_mount(&mut self, is_removed: bool) {
         let parked = std::mem::take(&mut self.parked);
-        let (mut state, mut alive, mut devices) = (None, None, Vec::new());
+        let (mut first, mut alive, mut devices) = (None, None, Vec::new());
         for (name, descriptor) in parked {
             match name.as_str() {
-                STATE => state = Some(descriptor),
+                ORIGIN => first = State::sealed(&descriptor).ok(),
+                STATE => {}
                 ALIVE => alive = Some(File::from(descriptor)),
                 _ => devices.push(descriptor),
             }
         }
-        let state =
-            state.and_then(|state| StateFile::open(state).ok()).and_then(|file| file.state());
-        let parked = state.map(|state| (state.made, Parked { terms: state.terms(), devices }));
+        let parked = first.map(|first| (first.made, Parked { terms: first.terms(), devices }));
         let is_asked_for =
             |place: &Path| self.mountpoint.as_deref().is_none_or(|asked| asked == place);
         if let Some((made, Parked { terms, mut devices })) = parked
@@ -439,7 +444,7 @@ impl Holder {
             .filter(|(_, parked)| !(is_removed && is_over(parked)))
             && let Some(device) = devices.pop()
         {
-            // On kernels that do not say whose a descriptor is, the number that the process has told counts for its own place only.
+            // On kernels that do not say whose a descriptor is, the number that the process has told at the start: another mount may have it by now.
             let is_known = mount::knows_its_connection(&device)
                 || mount::abort_of(&terms.mountpoint, terms.connection).is_some();
             let mount = Mount::adopt(device, terms.mountpoint.clone(), terms.connection);
@@ -470,7 +475,7 @@ mod tests {
             signals: Signals { wake: UnixStream::pair().expect("sockets").0, came: Vec::new() },
             manager: Notify::from_environment(),
             parked: vec![(String::from("x"), tempfile::tempfile().expect("file").into())],
-            is_whole: false,
+            is_parked: false,
             mountpoint: None,
             before: Before::of(Path::new("/nowhere")),
             pidfile_path: None,
@@ -554,6 +559,8 @@ mod tests {
         holder.hear("FDSTORE=1\nFDNAME=ringdisk-a\nFDPOLL=0", file()).expect("replaced");
         holder.hear("BARRIER=1", file()).expect("closed");
         holder.hear("STATUS=READY=1", Vec::new()).expect("a status");
+        holder.hear("FDSTORE=1\nFDNAME=ringdisk-a\nFDPOLL=0", Vec::new()).expect("too late");
+        holder.hear("FDSTORE=1\nFDNAME=ringdisk-b\nFDPOLL=0", file()).expect("too late");
         assert_eq!((holder.parked.len(), holder.is_ready), (2, false));
         holder.hear("READY=1\nSTATUS=x", Vec::new()).expect("ready");
         assert!(holder.is_ready);

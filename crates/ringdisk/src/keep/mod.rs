@@ -12,6 +12,8 @@
 
 pub(crate) mod holder;
 mod link;
+mod origin;
+mod places;
 mod state;
 
 use std::fs::File;
@@ -35,6 +37,7 @@ use state::StateFile;
 /// What the names of our descriptors begin with.
 const PREFIX: &str = "ringdisk-";
 const STATE: &str = "ringdisk-state";
+const ORIGIN: &str = "ringdisk-origin";
 const ALIVE: &str = "ringdisk-alive";
 const DEVICE: &str = "ringdisk-fuse-";
 
@@ -55,6 +58,8 @@ pub(crate) enum Role {
 /// The descriptors of a mount whose process is gone.
 #[derive(Debug)]
 pub(crate) struct Found {
+    /// What the mount was made with.
+    first: State,
     state: StateFile,
     alive: Option<File>,
     devices: Vec<OwnedFd>,
@@ -68,7 +73,7 @@ pub(crate) struct Kept {
     /// The holder's socket: it ends with the holder.
     holder: Option<OwnedFd>,
     state: StateFile,
-    found: Option<(Option<File>, Arc<Parked>)>,
+    found: Option<Resumed>,
     /// Names of what was parked, to be forgotten at the end.
     names: Vec<String>,
 }
@@ -116,7 +121,7 @@ fn manager_keeps(args: &MountArgs) -> bool {
         Threads::Auto => THREADS_AUTO_MAX_DEV,
         Threads::Count(count) => usize::from(count),
     };
-    let needed = queues + 2;
+    let needed = queues + 3;
     if room < needed {
         terminal::warn(format_args!(
             "the service manager keeps {room} descriptors and the mount may need {needed}, so a process of our own keeps them; \
@@ -130,28 +135,39 @@ fn manager_keeps(args: &MountArgs) -> bool {
 ///
 /// Errors: their state is of another version, or cannot be read.
 fn found(parked: link::Named) -> Result<Option<Found>, Failure> {
-    let (mut state, mut alive, mut devices) = (None, None, Vec::new());
+    let (mut origin, mut state, mut alive, mut devices) = (None, None, None, Vec::new());
     for (name, descriptor) in parked {
         match name.strip_prefix(DEVICE).map(str::parse::<usize>) {
             Some(Ok(number)) => devices.push((number, descriptor)),
+            _ if name == ORIGIN => origin = Some(descriptor),
             _ if name == STATE => state = Some(descriptor),
             _ if name == ALIVE => alive = Some(File::from(descriptor)),
             _ => tracing::debug!("a descriptor named '{name}' is not known"),
         }
     }
-    let Some(state) = state.filter(|_| !devices.is_empty()) else { return Ok(None) };
+    let both = state.zip(origin).filter(|_| !devices.is_empty());
+    let Some((state, origin)) = both else { return Ok(None) };
     devices.sort_by_key(|(number, _)| *number);
     let devices: Vec<OwnedFd> = devices.into_iter().map(|(_, device)| device).collect();
-    let state = StateFile::open(state)?;
-    let is_whole = state.state().is_some_and(|state| state.devices() == devices.len());
-    Ok(is_whole.then_some(Found { state, alive, devices }))
+    let first = State::sealed(&origin)?;
+    let is_whole = first.devices() == devices.len();
+    let state = StateFile::open(state, first.clone())?;
+    Ok(is_whole.then_some(Found { first, state, alive, devices }))
+}
+
+/// A mount to go on with.
+#[derive(Debug)]
+struct Resumed {
+    first: State,
+    alive: Option<File>,
+    parked: Arc<Parked>,
 }
 
 impl Found {
-    /// What the export wants to know. `None`: no state was written.
-    fn parked(self) -> Option<(StateFile, Option<File>, Parked)> {
-        let terms = self.state.state()?.terms();
-        Some((self.state, self.alive, Parked { terms, devices: self.devices }))
+    /// What the export wants to know.
+    fn parked(self) -> (StateFile, Resumed) {
+        let parked = Parked { terms: self.first.terms(), devices: self.devices };
+        (self.state, Resumed { first: self.first, alive: self.alive, parked: Arc::new(parked) })
     }
 }
 
@@ -159,8 +175,8 @@ impl Kept {
     fn new(notify: Notify, holder: Option<OwnedFd>, found: Option<Found>) -> Result<Kept, Failure> {
         let cannot =
             |error| Failure::system("no memory for the state of the mount", &error, Exit::Limit);
-        let (state, found) = match found.and_then(Found::parked) {
-            Some((state, alive, parked)) => (state, Some((alive, Arc::new(parked)))),
+        let (state, found) = match found.map(Found::parked) {
+            Some((state, found)) => (state, Some(found)),
             None => (StateFile::make().map_err(cannot)?, None),
         };
         Ok(Kept { notify: Arc::new(notify), holder, state, found, names: Vec::new() })
@@ -168,8 +184,13 @@ impl Kept {
 
     /// The mount to go on with, if there is one.
     pub(crate) fn resumed(&self) -> Option<(State, Arc<Parked>)> {
-        let (_, parked) = self.found.as_ref()?;
-        Some((self.state.state()?, Arc::clone(parked)))
+        let found = self.found.as_ref()?;
+        Some((self.state.state()?, Arc::clone(&found.parked)))
+    }
+
+    /// What the mount to go on with was made with, as was said before anybody was confined.
+    pub(crate) fn first(&self) -> Option<&State> {
+        self.found.as_ref().map(|found| &found.first)
     }
 
     /// Signals are taken from now on.
@@ -184,14 +205,14 @@ impl Kept {
 
     /// The lock that says that the mount is served, if the process before us took it.
     pub(crate) fn take_alive(&mut self) -> Option<File> {
-        self.found.as_mut()?.0.take()
+        self.found.as_mut()?.alive.take()
     }
 
     /// How the mount of the process before us has ended; `None`: it has not, or there is none.
     pub(crate) fn ended(&self) -> Option<Ended> {
-        let (_, parked) = self.found.as_ref()?;
+        let found = self.found.as_ref()?;
         let record = self.state.record().ok()?;
-        ended(parked, &record)
+        ended(&found.parked, &record)
     }
 
     /// For the export.
@@ -200,7 +221,7 @@ impl Kept {
     pub(crate) fn keep(&self) -> Result<Keep, Failure> {
         let cannot = |error| Failure::system("the state of the mount", &error, Exit::Limit);
         let record = Arc::new(self.state.record().map_err(cannot)?);
-        Ok(Keep { record, resume: self.found.as_ref().map(|(_, parked)| Arc::clone(parked)) })
+        Ok(Keep { record, resume: self.found.as_ref().map(|found| Arc::clone(&found.parked)) })
     }
 
     /// Where the state is written.
@@ -221,8 +242,12 @@ impl Kept {
             Failure::system("nobody keeps the descriptors of the mount", &error, Exit::General)
                 .hint("leave --keep-mount away")
         };
+        let origin = state.seal().map_err(cannot)?;
         self.state.write(state)?;
-        let mut all = vec![(STATE.to_owned(), self.state.descriptor().as_fd())];
+        let mut all = vec![
+            (ORIGIN.to_owned(), origin.as_fd()),
+            (STATE.to_owned(), self.state.descriptor().as_fd()),
+        ];
         all.extend(alive.map(|file| (ALIVE.to_owned(), file.as_fd())));
         let devices = parked.devices.iter().enumerate();
         all.extend(devices.map(|(number, device)| (format!("{DEVICE}{number}"), device.as_fd())));
@@ -253,10 +278,10 @@ impl Kept {
         if self.has_holder() {
             return;
         }
-        let devices = self.found.as_ref().map_or(0, |(_, parked)| parked.devices.len());
+        let devices = self.found.as_ref().map_or(0, |found| found.parked.devices.len());
         let found = (0..devices).map(|number| format!("{DEVICE}{number}"));
-        let found = found.chain((devices > 0).then(|| STATE.to_owned()));
-        let found = found.chain((devices > 0).then(|| ALIVE.to_owned()));
+        let others = [ORIGIN, STATE, ALIVE].map(str::to_owned);
+        let found = found.chain(others.into_iter().filter(|_| devices > 0));
         for name in self.names.iter().cloned().chain(found) {
             self.notify.unstore(&name);
         }

@@ -1,33 +1,32 @@
 //! What the next process has to know of a mount, in memory that outlives the process.
 //!
 //! Promises: the newest state that was written whole is read, whenever a process was killed; a state of another version of ringdisk
-//! is refused in words. Control path.
+//! is refused in words. Of what a process says after the start only the images count ([`State::with_images_of`]); the rest is what was sealed
+//! at the start ([`super::origin`]). Control path.
 //!
 //! The memory is a memfd that is parked beside the descriptors of the mount. Its first page is the
-//! [`FileRecord`]; two places follow, which take turns: number, checksum and length (u64 each), then JSON.
+//! [`FileRecord`]; two places follow, which take turns ([`super::places`]), for JSON.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ringdisk_disk::{Format, Layer};
-use ringdisk_fuse::kept::{FileRecord, RECORD_BYTES, Terms};
+use ringdisk_fuse::kept::{FileRecord, Terms};
 use ringdisk_fuse::negotiate::{Negotiated, Profile};
+use ringdisk_storage::{Kind, Storage};
 use rustix::fs::{MemfdFlags, memfd_create};
 use serde::{Deserialize, Serialize};
 
+use super::{origin, places};
 use crate::report::{Exit, Failure, words};
+use crate::sandbox::{self, Reach};
 
 /// Changes when a field changes its meaning.
 const VERSION: u32 = 1;
-/// Bytes of each of the two places: two paths of 4096 bytes, each byte escaped, and the rest.
-const PLACE_BYTES: u64 = 64 << 10;
-/// Number, checksum and length.
-const HEAD_BYTES: usize = 24;
 
 /// Everything that is not a descriptor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -55,6 +54,9 @@ pub(crate) struct State {
     /// older ringdisk did not say.
     #[serde(default)]
     files: Vec<(u64, u64)>,
+    /// Directories of the images at the start. What other images name in them may be read.
+    #[serde(default)]
+    directories: Vec<Bytes>,
     /// The part of the disk that is served, if it is not all of it: first byte and length, bytes. The next process does not look for a
     /// partition again.
     #[serde(default)]
@@ -109,9 +111,65 @@ impl State {
             format: created.map(|format| format.name().to_owned()),
             top: None,
             files: Vec::new(),
+            directories: Vec::new(),
             window: None,
             protect_raw: false,
         }
+    }
+
+    /// With the directories of the images of this chain, which is the one of the start.
+    pub(crate) fn begun_on(self, chain: &[Arc<Layer>]) -> State {
+        let directories = chain.iter().filter_map(|layer| sandbox::directory_of(layer.name()));
+        let directories = directories.map(|directory| Bytes::of(&directory)).collect();
+        State { directories, ..self.on(chain) }
+    }
+
+    /// What was sealed at the start, with the images that a state names which was written later.
+    fn with_images_of(self, later: State) -> State {
+        State { top: later.top, files: later.files, ..self }
+    }
+
+    /// The text to be sealed.
+    ///
+    /// Errors: memory is short.
+    pub(super) fn seal(&self) -> io::Result<File> {
+        origin::seal(&serde_json::to_vec(self)?)
+    }
+
+    /// What was sealed.
+    ///
+    /// Errors: the mount was made by another version; memory that is not sealed.
+    pub(super) fn sealed(memory: &OwnedFd) -> Result<State, Failure> {
+        let text = origin::open(memory).map_err(|error| {
+            refuse(format!("what it was made with cannot be read ({})", words(&error)))
+        })?;
+        parse(&text)
+    }
+
+    /// One of these images that was not there at the start, which this is, and lies where the process could not have opened it.
+    ///
+    /// * `reach`: of the command line.
+    pub(crate) fn stranger<'a>(&self, reach: &Reach, chain: &'a [Arc<Layer>]) -> Option<&'a Layer> {
+        let is_known = |storage: &Storage| {
+            let was_there = storage.identity().is_some_and(|id| self.files.contains(&id));
+            let open = sandbox::by_descriptor(storage);
+            was_there
+                || open.is_none_or(|open| {
+                    let is_read = storage.is_read_only() && storage.kind() == Kind::Regular;
+                    reach.has_open(&open) || is_read && self.is_beside(&open)
+                })
+        };
+        let is_stranger = |layer: &&Arc<Layer>| {
+            let storages = [layer.file(), layer.data_storage()];
+            !storages.into_iter().flatten().all(|storage| is_known(storage))
+        };
+        chain.iter().find(is_stranger).map(|layer| &**layer)
+    }
+
+    /// Whether an open file lies in, or below, the directory of one of the images.
+    fn is_beside(&self, open: &Path) -> bool {
+        let name = fs::read_link(open).unwrap_or_default();
+        self.directories.iter().any(|directory| name.starts_with(directory.path()))
     }
 
     /// With the images of this chain.
@@ -186,27 +244,14 @@ impl StateFile {
 
     /// Takes parked memory up.
     ///
+    /// * `first`: what was sealed when the mount was made.
+    ///
     /// Errors: it holds no state, or one of another version.
-    pub(crate) fn open(memory: OwnedFd) -> Result<StateFile, Failure> {
+    pub(crate) fn open(memory: OwnedFd, first: State) -> Result<StateFile, Failure> {
         let file = File::from(memory);
-        let newest = (0..2).filter_map(|place| read(&file, place)).max_by_key(|found| found.0);
-        let refuse = |why: String| {
-            Failure::new(
-                Exit::Unsupported,
-                format!("the mount that was kept cannot be taken over: {why}"),
-            )
-            .hint("stop the service (or the process that keeps the mount), then start it anew")
-        };
         let (number, json) =
-            newest.ok_or_else(|| refuse(String::from("its state is not there")))?;
-        let version = serde_json::from_slice::<serde_json::Value>(&json)
-            .ok()
-            .and_then(|value| value["version"].as_u64());
-        if version != Some(VERSION.into()) {
-            return Err(refuse(String::from("another version of ringdisk made it")));
-        }
-        let state: State = serde_json::from_slice(&json)
-            .map_err(|error| refuse(format!("its state cannot be read ({error})")))?;
+            places::newest(&file).ok_or_else(|| refuse(String::from("its state is not there")))?;
+        let state = first.with_images_of(parse(&json)?);
         Ok(StateFile { file: Arc::new(file), now: Arc::new(Mutex::new((number, Some(state)))) })
     }
 
@@ -228,15 +273,7 @@ impl StateFile {
         };
         let json = serde_json::to_vec(&state).map_err(|error| cannot(&error.into()))?;
         let number = now.0 + 1;
-        let mut bytes = Vec::with_capacity(HEAD_BYTES + json.len());
-        bytes.extend(number.to_ne_bytes());
-        bytes.extend(checksum(number, &json).to_ne_bytes());
-        bytes.extend((json.len() as u64).to_ne_bytes());
-        bytes.extend(json);
-        if bytes.len() as u64 > PLACE_BYTES {
-            return Err(cannot(&io::Error::from(io::ErrorKind::FileTooLarge)));
-        }
-        self.file.write_all_at(&bytes, place_at(number % 2)).map_err(|error| cannot(&error))?;
+        places::put(&self.file, number, &json).map_err(|error| cannot(&error))?;
         *now = (number, Some(state));
         Ok(())
     }
@@ -282,40 +319,27 @@ impl StateFile {
     }
 }
 
+fn refuse(why: String) -> Failure {
+    Failure::new(Exit::Unsupported, format!("the mount that was kept cannot be taken over: {why}"))
+        .hint("stop the service (or the process that keeps the mount), then start it anew")
+}
+
+/// Errors: a state of another version, or none.
+fn parse(json: &[u8]) -> Result<State, Failure> {
+    let version = serde_json::from_slice::<serde_json::Value>(json)
+        .ok()
+        .and_then(|value| value["version"].as_u64());
+    if version != Some(VERSION.into()) {
+        return Err(refuse(String::from("another version of ringdisk made it")));
+    }
+    serde_json::from_slice(json)
+        .map_err(|error| refuse(format!("its state cannot be read ({error})")))
+}
+
 /// Identities of all image and data files, as [`ringdisk_storage::Storage::identity`] says them.
 fn files_of(chain: &[Arc<Layer>]) -> Vec<(u64, u64)> {
     let storages = chain.iter().flat_map(|layer| [layer.file(), layer.data_storage()]);
     storages.flatten().filter_map(|storage| storage.identity()).collect()
-}
-
-fn place_at(place: u64) -> u64 {
-    RECORD_BYTES + place * PLACE_BYTES
-}
-
-/// Number and JSON of one of the places, if it holds a whole state.
-fn read(file: &File, place: u64) -> Option<(u64, Vec<u8>)> {
-    let mut head = [0; HEAD_BYTES];
-    file.read_exact_at(&mut head, place_at(place)).ok()?;
-    let word = |index: usize| {
-        let bytes = head[index * 8..][..8].try_into().unwrap_or_default();
-        u64::from_ne_bytes(bytes)
-    };
-    let (number, len) = (word(0), word(2));
-    if number == 0 || len > PLACE_BYTES {
-        return None;
-    }
-    let mut json = vec![0; usize::try_from(len).ok()?];
-    file.read_exact_at(&mut json, place_at(place) + HEAD_BYTES as u64).ok()?;
-    (checksum(number, &json) == word(1)).then_some((number, json))
-}
-
-/// FNV-1a: enough to tell a half-written state from a whole one.
-fn checksum(number: u64, bytes: &[u8]) -> u64 {
-    let number = number.to_ne_bytes();
-    let all = number.iter().chain(bytes);
-    all.fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-        (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3)
-    })
 }
 
 #[cfg(test)]
@@ -338,7 +362,12 @@ mod tests {
     }
 
     fn again(file: &StateFile) -> Result<StateFile, Failure> {
-        StateFile::open(file.file.try_clone().expect("clone").into())
+        StateFile::open(file.file.try_clone().expect("clone").into(), first())
+    }
+
+    /// What was sealed.
+    fn first() -> State {
+        State::new(&terms(), 3, None, None)
     }
 
     #[test]
@@ -347,9 +376,12 @@ mod tests {
         let state = State::new(&terms(), 3, Some((1, 2)), Some(Format::Raw));
         let state = State { window: Some((512, Some(4096))), ..state };
         file.write(state.clone()).expect("room");
-        let found = again(&file).expect("a state").state().expect("written");
-        assert_eq!((&found, found.terms(), found.format()), (&state, terms(), Some(Format::Raw)));
-        assert_eq!(found.top(), None);
+        let sealed = State::sealed(&state.seal().expect("memory").into()).expect("sealed");
+        assert_eq!(
+            (&sealed, sealed.terms(), sealed.format()),
+            (&state, terms(), Some(Format::Raw))
+        );
+        assert_eq!(sealed.top(), None);
         file.set_top_of(file.state().expect("a state"), Path::new("/a/b.qcow2"), Format::Qcow2);
         let found = again(&file).expect("a state").state().expect("written");
         assert_eq!(found.top(), Some((PathBuf::from("/a/b.qcow2"), Format::Qcow2)));
@@ -357,13 +389,21 @@ mod tests {
     }
 
     #[test]
-    fn a_state_that_was_not_written_to_its_end_is_not_read() {
+    fn only_the_images_count_of_what_is_said_after_the_start() {
         let file = StateFile::make().expect("memory");
-        file.write(State::new(&terms(), 3, None, None)).expect("room");
-        file.set_top_of(file.state().expect("a state"), Path::new("/new"), Format::Qcow2);
-        // The second state lies in the first place.
-        file.file.write_all_at(b"!", place_at(0) + HEAD_BYTES as u64 + 20).expect("tear");
-        assert_eq!(again(&file).expect("the one before").state().expect("written").top(), None);
+        let other =
+            Terms { mountpoint: PathBuf::from("/other"), connection: 1, queues: 99, ..terms() };
+        let told = State {
+            top: Some((Bytes::of(Path::new("/top")), String::from("raw"))),
+            files: vec![(1, 2)],
+            directories: vec![Bytes::of(Path::new("/etc"))],
+            window: Some((9, None)),
+            protect_raw: true,
+            ..State::new(&other, 7, Some((5, 6)), Some(Format::Qcow2))
+        };
+        file.write(told.clone()).expect("room");
+        let found = again(&file).expect("a state").state().expect("written");
+        assert_eq!(found, State { top: told.top, files: told.files, ..first() });
     }
 
     #[test]

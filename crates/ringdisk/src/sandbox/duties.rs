@@ -80,10 +80,20 @@ pub(super) struct Held {
     abort: Option<Abort>,
     /// Descriptors of the files. While they are open no other file gets the number of one of these: an order may be carried out when the
     /// process that gave it is gone, and the next one has the name.
-    #[allow(dead_code, reason = "open files are what it is for")]
     pins: Vec<Option<OwnedFd>>,
     /// New overlays: what was made since is here, too.
     overlays: RefCell<Overlays>,
+}
+
+impl Held {
+    /// Whether the mount has ended: its number and its place may be those of another one by now. Where the kernel cannot be asked, the
+    /// number at its place is what is left to go by, if the mount was seen there.
+    fn is_gone(&self) -> bool {
+        match &self.abort {
+            Some(abort) => !abort.is_there(),
+            None => self.place.as_ref().is_some_and(|place| !place.was_seen()),
+        }
+    }
 }
 
 /// The users of a mount in one message.
@@ -193,6 +203,9 @@ impl Duties {
             return answer;
         }
         let name = Path::new(OsStr::from_bytes(name));
+        if b"NLFAU".contains(what) && held.is_gone() {
+            return Answer::new(DONE, "");
+        }
         let abort = || held.abort.as_ref().is_some_and(Abort::abort);
         match (*what, &self.mount) {
             (NORMAL, Some(mount)) => unmount(mount, Unmount::Normal),
@@ -204,8 +217,11 @@ impl Duties {
             (ABORT, Some(_)) => Answer::new(if abort() { DONE } else { REFUSED }, ""),
             (USERS, _) => held.place.as_ref().map_or_else(Answer::refused, users),
             (UNLINK, _) => {
-                let file = self.files.iter().find(|(path, _)| path == name);
-                file.map_or_else(Answer::refused, |(path, id)| unlink(path, *id))
+                let file = self.files.iter().position(|(path, _)| path == name);
+                file.map_or_else(Answer::refused, |index| {
+                    let (path, id) = &self.files[index];
+                    unlink(path, *id, held.pins.get(index).is_some_and(Option::is_some))
+                })
             }
             (CONNECT, _) => {
                 let front = self.fronts.iter().find(|path| *path == name);
@@ -236,9 +252,14 @@ pub(crate) fn pin(path: &Path, id: (u64, u64)) -> Option<OwnedFd> {
 }
 
 /// Removes a file if its name still leads to it.
-fn unlink(path: &Path, id: (u64, u64)) -> Answer {
-    let now = fs::symlink_metadata(path).map(|meta| (meta.dev(), meta.ino()));
-    match now.and_then(|now| if now == id { fs::remove_file(path) } else { Ok(()) }) {
+///
+/// * `is_pinned`: no other file can have its number. One that is not, as what lies below a mount, goes only if it is the empty file that was
+///   made there.
+fn unlink(path: &Path, id: (u64, u64), is_pinned: bool) -> Answer {
+    let is_it = fs::symlink_metadata(path).map(|meta| {
+        (meta.dev(), meta.ino()) == id && (is_pinned || meta.is_file() && meta.len() == 0)
+    });
+    match is_it.and_then(|is_it| if is_it { fs::remove_file(path) } else { Ok(()) }) {
         Ok(()) => Answer::new(DONE, ""),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Answer::new(DONE, ""),
         Err(error) => Answer::new(REFUSED, error.to_string()),
@@ -301,11 +322,12 @@ mod tests {
         };
         let files = ["told", "replaced"].map(|name| (path(name), id(name))).to_vec();
         let duties = Duties { files, ..Duties::default() };
+        let held = duties.hold();
         fs::rename(path("other"), path("replaced")).expect("rename");
         fs::write(path("other"), "").expect("write");
         for name in ["told", "replaced", "other"] {
             let message = [b"R", path(name).as_os_str().as_bytes()].concat();
-            let answer = duties.carry_out(&message, &Held::default()).kind;
+            let answer = duties.carry_out(&message, &held).kind;
             assert_eq!(answer, if name == "other" { REFUSED } else { DONE }, "{name}");
         }
         let left = ["told", "replaced", "other"].map(|name| path(name).exists());
@@ -337,6 +359,23 @@ mod tests {
             assert!(path.exists(), "the file of another process is gone");
             drop(held);
             fs::remove_file(&path).expect("remove");
+        }
+    }
+
+    #[test]
+    fn what_could_be_another_file_with_the_same_number_goes_only_if_it_is_empty() {
+        let directory = tempfile::tempdir().expect("directory");
+        for content in ["", "of somebody else"] {
+            let path = directory.path().join("mountpoint");
+            fs::write(&path, content).expect("write");
+            let meta = fs::symlink_metadata(&path).expect("there");
+            let files = vec![(path.clone(), (meta.dev(), meta.ino()))];
+            let duties = Duties { files, ..Duties::default() };
+            // Of what lies below a mount there is no descriptor.
+            let held = Held { pins: vec![None], ..Held::default() };
+            let order = [b"R", path.as_os_str().as_bytes()].concat();
+            assert_eq!(duties.carry_out(&order, &held).kind, DONE);
+            assert_eq!(path.exists(), !content.is_empty());
         }
     }
 

@@ -6,6 +6,8 @@
 //! [`images`] is what any server of images needs; a command adds its own and calls [`enter`] when all that takes more has been done.
 
 mod duties;
+#[cfg(test)]
+mod model;
 mod notify;
 mod overlays;
 mod reach;

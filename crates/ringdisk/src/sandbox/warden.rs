@@ -158,6 +158,11 @@ impl Warden {
         for message in duties.messages() {
             retry_on_intr(|| send(&ours, &message, SendFlags::NOSIGNAL))?;
         }
+        // It has taken hold of what they name, before anything can become another's.
+        let mut answer = [0; 1];
+        if receive(&ours, &mut answer)?.0 == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
         let line = Line { socket: ours, turn: Mutex::new(()) };
         Ok(Warden { line: Arc::new(line), child: Mutex::new(child) })
     }
@@ -246,6 +251,11 @@ pub(crate) fn run() -> u8 {
             }
         } else if let Some(was_last) = duties.take(&message[..len]) {
             held = was_last.then(|| duties.hold());
+            if was_last
+                && reply(socket, &Answer { kind: DONE, words: String::new(), fd: None }).is_err()
+            {
+                return 0;
+            }
         } else {
             return 1;
         }

@@ -4,6 +4,7 @@ use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
 
 use ringdisk_vhost::export::Parcel;
 use rustix::io::retry_on_intr;
@@ -105,10 +106,39 @@ pub(super) fn send_refusal(mut stream: &UnixStream, refusal: &Refusal) -> io::Re
     stream.write_all(why.as_bytes())
 }
 
+/// A stream of which all has to come by a time, however it is cut.
+struct Until<'a> {
+    stream: &'a UnixStream,
+    end: Instant,
+}
+
+impl Until<'_> {
+    /// The next look at the stream waits no longer than that.
+    ///
+    /// Errors: `TimedOut`.
+    fn limit(&self) -> io::Result<()> {
+        let left = self.end.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        self.stream.set_read_timeout(Some(left))
+    }
+}
+
+impl Read for Until<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        self.limit()?;
+        self.stream.read(bytes)
+    }
+}
+
 /// Receives a parcel, or why there is none.
 ///
-/// Errors: those of the socket; numbers that make no sense.
-pub(super) fn receive(mut stream: &UnixStream) -> io::Result<Result<Parcel, Refusal>> {
+/// * `limit`: for all of it. The other process may send byte for byte, and a guest stands still meanwhile.
+///
+/// Errors: those of the socket; numbers that make no sense; it takes too long.
+pub(super) fn receive(stream: &UnixStream, limit: Duration) -> io::Result<Result<Parcel, Refusal>> {
+    let mut stream = Until { stream, end: Instant::now() + limit };
     let mut numbers = [0; 8];
     stream.read_exact(&mut numbers)?;
     let [a, b, c, d, e, f, g, h] = numbers;
@@ -119,7 +149,8 @@ pub(super) fn receive(mut stream: &UnixStream) -> io::Result<Result<Parcel, Refu
     }
     let mut fds = Vec::new();
     while !is_refusal && fds.len() < count as usize {
-        receive_lot(stream, &mut fds)?;
+        stream.limit()?;
+        receive_lot(stream.stream, &mut fds)?;
     }
     let mut text = vec![0; words as usize];
     stream.read_exact(&mut text)?;
@@ -158,6 +189,8 @@ fn receive_lot(stream: &UnixStream, fds: &mut Vec<OwnedFd>) -> io::Result<()> {
 mod tests {
     use super::*;
 
+    const LIMIT: Duration = Duration::from_secs(60);
+
     #[test]
     fn a_parcel_with_many_descriptors_arrives_whole() {
         let (ours, theirs) = UnixStream::pair().expect("sockets");
@@ -165,7 +198,7 @@ mod tests {
         let fds = (0..600).map(|_| OwnedFd::from(file.try_clone().expect("copy"))).collect();
         let parcel = Parcel { description: "x".repeat(100_000), fds };
         let sender = std::thread::spawn(move || send(&ours, &parcel));
-        let received = receive(&theirs).expect("received").expect("a parcel");
+        let received = receive(&theirs, LIMIT).expect("received").expect("a parcel");
         assert_eq!((received.description.len(), received.fds.len()), (100_000, 600));
         sender.join().expect("sender").expect("sent");
     }
@@ -175,7 +208,7 @@ mod tests {
         let (ours, theirs) = UnixStream::pair().expect("sockets");
         for refusal in [Refusal::Now(String::from("not now")), Refusal::Unlike(String::from("b"))] {
             send_refusal(&ours, &refusal).expect("sent");
-            assert_eq!(receive(&theirs).expect("received").expect_err("refused"), refusal);
+            assert_eq!(receive(&theirs, LIMIT).expect("received").expect_err("refused"), refusal);
         }
         send_shown(&ours, &Shown::default()).expect("sent");
         assert_eq!(receive_shown(&theirs).expect("received"), Shown::default());
@@ -184,8 +217,26 @@ mod tests {
         (&ours).write_all(&[0xff; 4]).expect("sent");
         assert!(receive_shown(&theirs).is_err());
         (&ours).write_all(&[0xff; 8]).expect("sent");
-        assert!(receive(&theirs).is_err());
+        assert!(receive(&theirs, LIMIT).is_err());
         drop(ours);
-        assert!(receive(&theirs).is_err());
+        assert!(receive(&theirs, LIMIT).is_err());
+    }
+
+    #[test]
+    fn a_parcel_that_comes_byte_for_byte_is_not_waited_for_longer_than_any() {
+        let (mut ours, theirs) = UnixStream::pair().expect("sockets");
+        let begun = Instant::now();
+        let drips = std::thread::spawn(move || {
+            // A million bytes of words, one every 10 ms, until nobody listens.
+            ours.write_all(&[0x40, 0x42, 0xf, 0, 0, 0, 0, 0]).expect("sent");
+            while ours.write_all(b"x").is_ok() && begun.elapsed() < LIMIT {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+        });
+        let error = receive(&theirs, Duration::from_millis(300)).expect_err("too slow");
+        assert!(matches!(error.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock));
+        drop(theirs);
+        drips.join().expect("no panic");
+        assert!(begun.elapsed() < LIMIT);
     }
 }

@@ -55,11 +55,10 @@ pub(crate) fn ask(path: &Path, shown: &Shown) -> Result<(Parcel, Offer), Failure
             .hint("if it has ended, start without --upgrade"),
         false => Failure::system(doing(), &error, Exit::General),
     };
-    stream.set_read_timeout(Some(PARCEL)).map_err(failed)?;
     stream.set_write_timeout(Some(STEP)).map_err(failed)?;
     (&stream).write_all(&[ASK]).map_err(failed)?;
     link::send_shown(&stream, shown).map_err(failed)?;
-    match link::receive(&stream).map_err(failed)? {
+    match link::receive(&stream, PARCEL).map_err(failed)? {
         Ok(parcel) => {
             stream.set_read_timeout(Some(STEP)).map_err(failed)?;
             Ok((parcel, Offer { stream, process }))

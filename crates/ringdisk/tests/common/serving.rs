@@ -257,3 +257,23 @@ impl Drop for Done<'_> {
         self.0.store(true, Ordering::Relaxed);
     }
 }
+
+/// Where the process that serves a disk waits for its successor.
+pub(crate) fn successor_of(socket: &Path) -> PathBuf {
+    let name = socket.canonicalize().expect("the socket");
+    let hash = name
+        .as_os_str()
+        .as_encoded_bytes()
+        .iter()
+        .fold(0x6c62_272e_07bb_0142_62b8_2175_6295_c58d_u128, |hash, byte| {
+            (hash ^ u128::from(*byte)).wrapping_mul((1 << 88) + 0x13b)
+        });
+    let runtime = std::env::var("XDG_RUNTIME_DIR").unwrap_or_default();
+    let user = rustix::process::geteuid().as_raw();
+    let places = [format!("{runtime}/ringdisk"), format!("/run/user/{user}/ringdisk")];
+    let places =
+        places.into_iter().chain([String::from("/run/ringdisk"), format!("/tmp/ringdisk-{user}")]);
+    let mut paths =
+        places.map(|place| Path::new(&place).join(format!("upgrade-disk-{hash:032x}.sock")));
+    paths.find(|path| path.exists()).expect("a socket for the successor")
+}

@@ -24,6 +24,10 @@ use tempfile::TempDir;
 use crate::common::{MIB, open, program, raw_image};
 use crate::kept::child_of;
 
+/// What a mount with two queues gives it.
+const PARKED: [&str; 5] =
+    ["ringdisk-alive", "ringdisk-fuse-0", "ringdisk-fuse-1", "ringdisk-origin", "ringdisk-state"];
+
 /// The manager's side.
 struct Manager {
     socket: UnixDatagram,
@@ -152,7 +156,7 @@ fn a_service_manager_keeps_the_mount_and_the_next_process_goes_on_with_it() {
     manager.wait_for("READY=1", &process);
     let mut names: Vec<String> = manager.kept.iter().map(|(name, _)| name.clone()).collect();
     names.sort();
-    assert_eq!(names, ["ringdisk-alive", "ringdisk-fuse-0", "ringdisk-fuse-1", "ringdisk-state"]);
+    assert_eq!(names, PARKED);
     assert_eq!(child_of(process.pid()), None, "the manager keeps it; there is no parent of ours");
 
     // In a process of its own: one that has the disk open cannot start the server of that disk, since each fork closes its copy of the
@@ -234,7 +238,7 @@ fn a_mount_that_is_not_kept_as_a_whole_is_made_anew() {
     if !needs_root() {
         return;
     }
-    for lost in ["ringdisk-fuse-1", "ringdisk-state"] {
+    for lost in ["ringdisk-fuse-1", "ringdisk-origin", "ringdisk-state"] {
         let mut manager = Manager::new();
         manager.deaf_to = Some(lost);
         let (_directory, image, path, _cleared) = killed(&mut manager);
@@ -244,10 +248,7 @@ fn a_mount_that_is_not_kept_as_a_whole_is_made_anew() {
         assert_eq!(piece(&path, 0, 100), pattern(1, 0, 100), "{}", process.output());
         let mut names: Vec<_> = manager.kept.iter().map(|(name, _)| name.as_str()).collect();
         names.sort_unstable();
-        assert_eq!(
-            names,
-            ["ringdisk-alive", "ringdisk-fuse-0", "ringdisk-fuse-1", "ringdisk-state"]
-        );
+        assert_eq!(names, PARKED);
         // And this one is kept.
         process.signal(Signal::KILL);
         assert!(process.wait(STOP).is_some());
@@ -353,7 +354,7 @@ fn a_service_manager_without_room_leaves_it_to_a_process_of_ours() {
     let mut manager = Manager::new();
     let mut process = manager.start(&image, &path, 3);
     manager.wait_for("READY=1", &process);
-    assert!(process.output().contains("FileDescriptorStoreMax=4"), "{}", process.output());
+    assert!(process.output().contains("FileDescriptorStoreMax=5"), "{}", process.output());
     let main = format!("MAINPID={}", process.pid());
     assert!(manager.said.iter().any(|said| said.contains(&main)), "{:?}", manager.said);
     let server = child_of(process.pid()).expect("a process that serves");

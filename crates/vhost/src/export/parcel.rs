@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::protocol::VringAddress;
 use crate::session::{SavedVring, SessionState};
+use crate::vet::vet;
 use crate::{Error, ErrorKind};
 
 /// Form of the description; a program that does not know it refuses.
@@ -168,8 +169,19 @@ impl Parcel {
         if roles != fds || fds > FDS_MAX {
             return refuse(format!("{fds} descriptors came, it names {roles}"));
         }
-        let fds = words.roles.iter().copied().zip(self.fds).collect();
-        Ok(Unpacked { words, fds })
+        let mut all = Vec::with_capacity(fds);
+        for (role, fd) in words.roles.iter().copied().zip(self.fds) {
+            // An image is judged as one; all else is of a kind that this process may touch without waiting for anybody, whoever says so.
+            let fd = match role {
+                Role::Image => Ok(fd),
+                _ => vet(fd),
+            };
+            match fd {
+                Ok(fd) => all.push((role, fd)),
+                Err(what) => return refuse(format!("the descriptor of {role:?} is {what}")),
+            }
+        }
+        Ok(Unpacked { words, fds: all })
     }
 }
 
@@ -233,6 +245,25 @@ mod tests {
             [words.clone(), words.replace("\"version\":1", "\"version\":2"), String::from("{}")]
         {
             assert!(Parcel { description, fds: Vec::new() }.open().is_err());
+        }
+    }
+
+    #[test]
+    fn what_waits_for_others_is_refused_as_it_is_from_a_front_end() {
+        let roles = [
+            Role::Listener,
+            Role::Connection,
+            Role::Region,
+            Role::Kick(0),
+            Role::Call(1),
+            Role::Log,
+        ];
+        for role in roles {
+            let mut packing = Packing::default();
+            let network = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+            packing.add(role, &network).unwrap();
+            let error = packing.finish().unwrap().open().expect_err("refused");
+            assert!(error.to_string().contains("is a network socket"), "{error}");
         }
     }
 }

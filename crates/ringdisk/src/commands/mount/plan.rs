@@ -46,6 +46,8 @@ pub(super) struct Plan<'a> {
     pub(super) pidfile: Option<PathBuf>,
     /// Of a mount that is there: what the process before has left.
     kept: Option<State>,
+    /// And what it was made with.
+    first: Option<State>,
 }
 
 /// The image of a mount.
@@ -77,16 +79,19 @@ impl<'a> Plan<'a> {
         let pidfile = pidfile
             .map_err(|error| Failure::system("the name of the pid file", &error, Exit::General))?;
         let image = image_plan(args, paths.image);
-        Ok(Plan { args, image, mountpoint_shown, mountpoint, pidfile, kept: None })
+        Ok(Plan { args, image, mountpoint_shown, mountpoint, pidfile, kept: None, first: None })
     }
 
     /// For a mount that is there: of a process that is gone.
+    ///
+    /// * `first`: what it was made with.
     ///
     /// Errors: another mount was asked for than the one that was kept.
     pub(super) fn resumed(
         args: &'a MountArgs,
         paths: MountPaths,
         state: &State,
+        first: Option<&State>,
     ) -> Result<Plan<'a>, Failure> {
         let kept = state.terms().mountpoint;
         if mountpoint::place(&paths.mountpoint).is_ok_and(|asked| asked != kept) {
@@ -122,6 +127,7 @@ impl<'a> Plan<'a> {
             mountpoint: kept,
             pidfile,
             kept: Some(state.clone()),
+            first: first.cloned(),
         })
     }
 
@@ -171,6 +177,7 @@ impl<'a> Plan<'a> {
     /// Errors: it is another one.
     fn check_same(&self, disk: Arc<Disk>) -> Result<Arc<Disk>, Failure> {
         let layers = disk.layers();
+        self.check_known(&layers)?;
         let Some(other) = self.kept.as_ref().and_then(|kept| kept.other(&layers)) else {
             return Ok(disk);
         };
@@ -183,6 +190,26 @@ impl<'a> Plan<'a> {
             ),
         )
         .hint("what was answered is in the file that had this name; mount the one that you want anew"))
+    }
+
+    /// The files that the chain leads to were there at the start, or lie where the process before this one might have gone: it was confined,
+    /// and may have been taken over and written the names into its images. This process, which is not confined yet, could open more.
+    ///
+    /// Errors: a file from elsewhere.
+    fn check_known(&self, layers: &[Arc<Layer>]) -> Result<(), Failure> {
+        let Some(first) = self.first.as_ref() else { return Ok(()) };
+        if !sandbox::confines_files(self.args.sandbox.word) {
+            return Ok(());
+        }
+        let reach = reach(&self.args.disk, self.image.image.as_deref());
+        let Some(stranger) = first.stranger(&reach, layers) else { return Ok(()) };
+        let what = format!(
+            "'{}' was not an image of the mount when that was made, and is not beside the image of the command line, nor where --allow-path allows",
+            visible(&stranger.name().display().to_string())
+        );
+        Err(Failure::new(Exit::Permission, what).hint(
+            "if a command of yours put it into the chain, name its directory with --allow-path",
+        ))
     }
 
     /// Opens what is to be served.

@@ -1,5 +1,7 @@
 //! `--upgrade`: disks that another process serves until now.
 
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -13,9 +15,10 @@ use crate::commands::open::reach;
 use crate::control::place::real_path;
 use crate::io_flusher;
 use crate::report::{Exit, Failure};
+use crate::sandbox::{self, Reach};
 use crate::signals::{Phase, Watcher};
 use crate::sockets::{MadeSocket, Place};
-use crate::terminal;
+use crate::terminal::{self, visible};
 use crate::upgrade::{Offer, Predecessor, ask};
 use crate::vhost::{self, Served};
 
@@ -94,15 +97,49 @@ fn prepare(plan: Plan<'_>) -> Result<Waiting, Failure> {
     // Before there are threads that shall have it too.
     io_flusher::become_one_if(parcel.fds.iter().any(io_flusher::is_device));
     let restricted = plan.restricted;
+    let reach = reach(&plan.args.source, plan.image.image.as_deref());
     let options = vhost::options(plan.args, false, restricted, listen, name.clone());
     let prepared = runtime.block_on(Export::take_over(&ring, parcel, &image, options))?;
+    if plan.confines {
+        check_top(prepared.disk(), &reach, plan.image.image.is_some())?;
+    }
     let ready =
         format!("{} is served {}", plan.image.describe(prepared.disk()), plan.place.shown());
     let queues = vhost::queues(plan.args);
     let allowed = plan.args.source.allow_path.clone();
-    let reach = reach(&plan.args.source, plan.image.image.as_deref());
     let (path, shown) = (Some(path), plan.shown);
     let placed =
         Placed { ready, name, path, front, queues, allowed, reach, restricted, made: None, shown };
     Ok(Waiting { placed, makes: plan.args.place.vhost_user_blk.is_some(), prepared, offer })
+}
+
+/// The image on top, as the process before this one hands it over, is one that the command line leads to. That process was confined, and may have
+/// been taken over.
+///
+/// * `has_image`: the command line names one; else it is a null disk.
+///
+/// Errors: it is another one.
+fn check_top(disk: &Disk, reach: &Reach, has_image: bool) -> Result<(), Failure> {
+    let layers = disk.layers();
+    let Some(top) = layers.first() else { return Ok(()) };
+    let is_led_to = match top.file() {
+        None => !has_image,
+        // Without a name it is an overlay that goes with its process, or an image that was removed while it was served.
+        Some(file) => sandbox::by_descriptor(file)
+            .is_some_and(|open| reach.has_open(&open) || has_no_name(&open)),
+    };
+    if is_led_to {
+        return Ok(());
+    }
+    let what = format!(
+        "the process that serves the disk hands over '{}', which is not beside the image of the command line, nor where --allow-path allows",
+        visible(&top.name().display().to_string())
+    );
+    Err(Failure::new(Exit::Permission, what)
+        .hint("if a command of yours put it on top, name its directory with --allow-path"))
+}
+
+/// Whether no name leads to an open file any more.
+fn has_no_name(open: &Path) -> bool {
+    open.metadata().is_ok_and(|meta| meta.nlink() == 0)
 }
