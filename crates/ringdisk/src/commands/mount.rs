@@ -200,14 +200,13 @@ fn serve(
         Some((server, names)) => (Some(server), names),
         None => (None, Vec::new()),
     };
-    let ready = plan.ready_line(&disk);
     if sandbox::is_wanted(args.sandbox.word) {
         let mut removed = control_names.clone();
         removed.extend(made.mountpoint_id().map(|id| (plan.mountpoint.clone(), id)));
         removed.extend(pidfile.as_ref().and_then(Pidfile::identity));
         let control_name = control_names.first().map(|(name, _)| name.as_path());
         let confinement = plan.confinement(&disk, control_name);
-        match confine(confinement, &plan, &served, removed, (&notify, &ready)) {
+        match confine(confinement, &plan, &served, removed, &notify) {
             Ok(in_force) => commands.confined(in_force),
             Err(failure) => {
                 served.handle().force();
@@ -216,6 +215,7 @@ fn serve(
             }
         }
     }
+    let ready = plan.ready_line(&disk);
     tracing::info!("requests travel over {}", served.transport());
     notify.ready(&ready);
     if kept.as_ref().is_some_and(Kept::has_holder) && notify.barrier().is_err() {
@@ -415,7 +415,7 @@ fn flush(disk: &Disk) -> Result<(), Failure> {
 /// Takes everything away that serving does not need. Gives what is in force, in words.
 ///
 /// * `removed`: files that go at the end.
-/// * `manager`: who is told that the mount answers, and how.
+/// * `notify`: the warden speaks to the service manager from then on.
 ///
 /// Errors: those of [`sandbox::enter`].
 fn confine(
@@ -423,14 +423,14 @@ fn confine(
     plan: &Plan<'_>,
     served: &Served,
     removed: Vec<sandbox::Named>,
-    (notify, ready): (&Notify, &str),
+    notify: &Notify,
 ) -> Result<String, Failure> {
     let mount = served.connection().map(|connection| (plan.mountpoint.clone(), connection));
     let duties = Duties { mount, files: removed, fronts: Vec::new() };
     let confinement = match sandbox::set_warden(&duties) {
         Ok(remover) => {
             served.remove_through(remover);
-            sandbox::leave_to_warden(notify, &confinement, ready, false)?;
+            notify.leave_to_warden();
             confinement
         }
         Err(error) => {

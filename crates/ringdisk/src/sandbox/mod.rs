@@ -29,7 +29,6 @@ use crate::report::{Exit, Failure};
 use crate::terminal;
 use crate::users::Users;
 pub(crate) use duties::{Duties, Named, pin};
-pub(crate) use notify::leave_to_warden;
 pub(crate) use reach::Reach;
 use reach::is_whole_system;
 use warden::Warden;

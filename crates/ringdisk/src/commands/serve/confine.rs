@@ -20,7 +20,7 @@ use crate::upgrade::Giver;
 
 /// Takes everything away that serving does not need, and lets `ringdisk ctl` tell.
 ///
-/// * `manager`: who is told that they are served, and how.
+/// * `notify`: the warden speaks to the service manager from then on.
 /// * `taken`: these disks were another process's, which has nothing of them any more. What is missing then is complained of, however much
 ///   it was insisted on: a guest without its disk is worse.
 ///
@@ -29,7 +29,7 @@ pub(super) fn enter(
     word: SandboxWord,
     disks: &[Running],
     pidfile: Option<&Pidfile>,
-    manager: (&Notify, &str),
+    notify: &Notify,
     taken: bool,
 ) -> Result<(), Failure> {
     let mut files: Vec<Named> = disks.iter().flat_map(Running::names).collect();
@@ -48,7 +48,7 @@ pub(super) fn enter(
     let vhost = disks.iter().any(|disk| disk.served.has_kernel());
     let (plan, has_warden) = through_warden(plan, &Duties { mount: None, files, fronts }, vhost);
     if has_warden {
-        sandbox::leave_to_warden(manager.0, &plan, manager.1, taken)?;
+        notify.leave_to_warden();
     }
     let in_force = match taken {
         true => sandbox::enter_as_far_as_possible(plan, word),
