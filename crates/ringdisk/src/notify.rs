@@ -18,7 +18,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
-    SocketFlags, SocketType, UCred, sendmsg, sendmsg_addr, socket_with, socketpair,
+    SocketFlags, SocketType, UCred, connect, send, sendmsg, sendmsg_addr, socket_with, socketpair,
 };
 use rustix::process::{Pid, getgid, getuid};
 
@@ -101,6 +101,8 @@ enum Target {
     Holder(OwnedFd),
     /// The manager, through the warden.
     Warden,
+    /// The same, but that we are ready is said over this socket, which is connected to the manager, and goes with it.
+    WardenLater(OwnedFd),
 }
 
 /// The service manager, if one listens.
@@ -145,14 +147,20 @@ impl Notify {
         wanted(self.target.lock().unwrap_or_else(PoisonError::into_inner).as_ref())
     }
 
-    /// Whether this process has a socket that reaches a service manager.
-    pub(crate) fn has_manager(&self) -> bool {
-        self.is(|target| matches!(target, Some(Target::Manager(..))))
-    }
-
-    /// Closes that socket; the warden has one.
+    /// The warden speaks to the service manager from now on, and the socket is closed: at once, or, where the manager would not take the
+    /// warden's word for ours, when we have said that we are ready.
     pub(crate) fn leave_to_warden(&self) {
-        *self.target.lock().unwrap_or_else(PoisonError::into_inner) = Some(Target::Warden);
+        let mut target = self.target.lock().unwrap_or_else(PoisonError::into_inner);
+        let (socket, address) = match target.take() {
+            Some(Target::Manager(socket, address)) => (socket, address),
+            other => {
+                *target = other;
+                return;
+            }
+        };
+        // Inside, a socket with an abstract name is reached only by who was connected before.
+        let is_ours_to_say = !speaks_for(Pid::INIT) && connect(&socket, &address).is_ok();
+        *target = Some(if is_ours_to_say { Target::WardenLater(socket) } else { Target::Warden });
     }
 
     /// Gives a descriptor away, to be had back by the next process of this service.
@@ -211,7 +219,10 @@ impl Notify {
         if self.is(|target| target.is_none()) {
             return;
         }
-        if self.is(|target| matches!(target, Some(Target::Warden))) {
+        if word == Word::Ready && self.say_last(text) {
+            return;
+        }
+        if self.is(|target| matches!(target, Some(Target::Warden | Target::WardenLater(_)))) {
             return sandbox::say(word, text);
         }
         let Some(message) = word.message(self.other.unwrap_or_else(std::process::id), text) else {
@@ -225,6 +236,19 @@ impl Notify {
         if let Err(error) = told {
             tracing::debug!("the service manager was not told: {error}");
         }
+    }
+
+    /// Says that we are ready over a socket that is kept for this, and closes it. Returns whether there is one.
+    fn say_last(&self, text: &str) -> bool {
+        let mut target = self.target.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(Target::WardenLater(socket)) = &*target else { return false };
+        let message = Word::Ready.message(std::process::id(), text).unwrap_or_default();
+        let told = retry_on_intr(|| send(socket, message.as_bytes(), SendFlags::NOSIGNAL));
+        if let Err(errno) = told {
+            tracing::debug!("the service manager was not told: {errno}");
+        }
+        *target = Some(Target::Warden);
+        true
     }
 
     /// Sends, and waits for a while when their queue is full.
@@ -243,7 +267,9 @@ impl Notify {
     fn try_send(&self, message: &str, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
         let target = self.target.lock().unwrap_or_else(PoisonError::into_inner);
         let (socket, address) = match &*target {
-            None | Some(Target::Warden) => return Err(Errno::NOTCONN.into()),
+            None | Some(Target::Warden | Target::WardenLater(_)) => {
+                return Err(Errno::NOTCONN.into());
+            }
             Some(Target::Holder(socket)) => return send_over(socket.as_fd(), message, descriptors),
             Some(Target::Manager(socket, address)) => (socket, address),
         };
@@ -284,7 +310,7 @@ fn in_the_name_of(
 }
 
 /// Whether this process may speak in the name of another one: `CAP_SYS_ADMIN` where that one's number counts. Tried on itself.
-pub(crate) fn speaks_for(pid: Pid) -> bool {
+fn speaks_for(pid: Pid) -> bool {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let Ok((ours, _theirs)) = socketpair(AddressFamily::UNIX, SocketType::DGRAM, flags, None)
     else {

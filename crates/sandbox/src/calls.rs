@@ -104,7 +104,7 @@ fn rules(need: &Need) -> Result<Vec<SeccompRule>, BackendError> {
         for argument in *set {
             let any = conditions(argument)?;
             let with = |had: &Vec<SeccompCondition>| -> Vec<Vec<SeccompCondition>> {
-                let add = |one: &SeccompCondition| [&had[..], &[one.clone()]].concat();
+                let add = |one: &SeccompCondition| [&had[..], std::slice::from_ref(one)].concat();
                 any.iter().map(add).collect()
             };
             combined = combined.iter().flat_map(with).collect();

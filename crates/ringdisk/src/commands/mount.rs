@@ -207,15 +207,13 @@ fn serve(
         Some((server, names)) => (Some(server), names),
         None => (None, Vec::new()),
     };
-    let ready = plan.ready_line(&disk);
     if sandbox::is_wanted(word) || user.is_change() {
         let mut removed = control_names.clone();
         removed.extend(made.mountpoint_id().map(|id| (plan.mountpoint.clone(), id)));
         removed.extend(pidfile.as_ref().and_then(Pidfile::identity));
         let control_name = control_names.first().map(|(name, _)| name.as_path());
         let confinement = plan.confinement(&disk, control_name);
-        let manager = (&*notify, ready.as_str());
-        match confine(confinement, &plan, &disk, &served, removed, manager, &mut user) {
+        match confine(confinement, &plan, &disk, &served, removed, &notify, &mut user) {
             Ok(in_force) => {
                 if let Some(in_force) = in_force {
                     commands.confined(in_force);
@@ -231,6 +229,7 @@ fn serve(
             }
         }
     }
+    let ready = plan.ready_line(&disk);
     tracing::info!("requests travel over {}", served.transport());
     notify.ready(&ready);
     if kept.as_ref().is_some_and(Kept::has_holder) && notify.barrier().is_err() {
@@ -430,7 +429,7 @@ fn flush(disk: &Disk) -> Result<(), Failure> {
 /// Takes everything away that serving does not need. Gives what is in force, in words.
 ///
 /// * `removed`: files that go at the end.
-/// * `manager`: who is told that the mount answers, and how.
+/// * `notify`: the warden speaks to the service manager from then on.
 ///
 /// Errors: those of [`Decision::enter`].
 fn confine(
@@ -439,7 +438,7 @@ fn confine(
     disk: &Disk,
     served: &Served,
     removed: Vec<sandbox::Named>,
-    (notify, ready): (&Notify, &str),
+    notify: &Notify,
     user: &mut Decision,
 ) -> Result<Option<String>, Failure> {
     let mount = served.connection().map(|connection| (plan.mountpoint.clone(), connection));
@@ -449,9 +448,7 @@ fn confine(
     let confinement = match sandbox::set_warden(&duties) {
         Ok(remover) => {
             served.remove_through(remover);
-            if sandbox::is_wanted(plan.sandbox_word()) {
-                sandbox::leave_to_warden(notify, &confinement, ready, false)?;
-            }
+            notify.leave_to_warden();
             confinement
         }
         Err(error) => {

@@ -144,14 +144,13 @@ fn serve(
         }
         created => created.transpose()?,
     };
+    confine::enter(args.sandbox.word, user, &running, pidfile.as_ref(), &notify, args.upgrade)?;
+    // What front ends say is read inside; those that were taken over have been served already.
+    running.iter().for_each(|disk| disk.served.release());
     let ready = match running.as_slice() {
         [only] => only.ready.clone(),
         several => format!("{} disks are served", several.len()),
     };
-    let manager = (&*notify, ready.as_str());
-    confine::enter(args.sandbox.word, user, &running, pidfile.as_ref(), manager, args.upgrade)?;
-    // What front ends say is read inside; those that were taken over have been served already.
-    running.iter().for_each(|disk| disk.served.release());
     notify.ready(&ready);
     if background.is_some() || !terminal::is_interactive() {
         for disk in &running {

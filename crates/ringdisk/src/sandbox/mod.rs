@@ -33,7 +33,6 @@ use crate::report::{Exit, Failure};
 use crate::terminal;
 use crate::users::Users;
 pub(crate) use duties::{Duties, Named, pin};
-pub(crate) use notify::leave_to_warden;
 pub(crate) use overlays::{HeldForDisk, directory_for, named};
 pub(crate) use reach::Reach;
 use reach::is_whole_system;

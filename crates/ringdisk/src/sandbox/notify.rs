@@ -6,44 +6,11 @@
 //! manager about this service, and reaches nobody else.
 //!
 //! A manager hears the main process of a service only, unless it is told otherwise (`NotifyAccess=` of systemd), and that is not the warden. Root
-//! may speak in the name of another process (`SCM_CREDENTIALS`, unix(7)); for others the main process itself says that it is ready, at the last
-//! moment at which it can, and what comes later is heard with `NotifyAccess=all`.
+//! may speak in the name of another process (`SCM_CREDENTIALS`, unix(7)); for others the main process itself says that it is ready and closes its
+//! socket with that, and what comes later is heard with `NotifyAccess=all`.
 
-use rustix::process::Pid;
-
-use super::cannot;
 use super::duties::SAY;
-use crate::notify::{Notify, Word, speaks_for};
-use crate::report::Failure;
-
-/// The process that every process may name, if it may name any.
-const INIT: Pid = Pid::INIT;
-
-/// Lets the warden speak from now on: the socket of the process is closed.
-///
-/// * `plan`: what is entered next.
-/// * `ready`: what will be said then.
-/// * `must_go_on`: whatever is missing, the process serves.
-///
-/// Errors: the plan cannot be entered, where the manager has to be told before.
-pub(crate) fn leave_to_warden(
-    notify: &Notify,
-    plan: &ringdisk_sandbox::Plan,
-    ready: &str,
-    must_go_on: bool,
-) -> Result<(), Failure> {
-    if !notify.has_manager() {
-        return Ok(());
-    }
-    if !speaks_for(INIT) {
-        match plan.check() {
-            Err(error) if !must_go_on => return Err(cannot(error)),
-            _ => notify.ready(ready),
-        }
-    }
-    notify.leave_to_warden();
-    Ok(())
-}
+use crate::notify::{Notify, Word};
 
 /// An order to the warden, which gives no answer.
 pub(super) fn order(word: Word, text: &str) -> Vec<u8> {

@@ -46,7 +46,10 @@ pub(crate) struct Question {
 impl Question {
     /// A word of `struct seccomp_data`: number, machine, instruction pointer, arguments.
     fn word(&self, offset: u32) -> u32 {
-        let half = |value: u64, high: bool| (value >> if high { 32 } else { 0 }) as u32;
+        let half = |value: u64, high: bool| {
+            let half = (value >> if high { 32 } else { 0 }) & u64::from(u32::MAX);
+            u32::try_from(half).expect("a half")
+        };
         match offset {
             0 => self.call,
             4 => self.machine,

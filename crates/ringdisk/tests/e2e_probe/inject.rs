@@ -42,8 +42,8 @@ impl Puppet {
         let found = code.windows(2).position(|pair| pair == [0x0f, 0x05]).expect("an instruction");
         let mut puppet = Puppet { thread, memory, instruction: from + found as u64, scratch: 0 };
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-        let map = [0, SCRATCH_BYTES, 3, flags as u64, u64::MAX, 0];
-        puppet.scratch = puppet.call(libc::SYS_mmap, map).expect("memory") as u64;
+        let map = [0, SCRATCH_BYTES, 3, u64::from(flags.cast_unsigned()), u64::MAX, 0];
+        puppet.scratch = puppet.call(libc::SYS_mmap, map).expect("memory").cast_unsigned();
         puppet
     }
 

@@ -113,10 +113,9 @@ impl Manager {
             process.ended()
         });
         assert_eq!(end.and_then(|it| it.code()), Some(0), "{}", process.output());
-        (0..100).for_each(|_| {
-            if !self.stored.is_empty() {
-                self.hear()
-            }
+        until(LIMIT, || {
+            self.hear();
+            self.stored.is_empty().then_some(())
         });
         assert_eq!(self.stored, [""; 0], "kept for nobody: {:?}", self.said);
         assert!(self.said.iter().all(|(sender, _)| *sender == pid), "{:?}", self.said);
@@ -163,29 +162,32 @@ fn a_served_disk_has_no_datagram_socket_and_its_manager_hears_all() {
 }
 
 #[test]
-fn the_manager_of_an_ordinary_user_hears_the_main_process_before_it_is_confined() {
+fn the_manager_of_an_ordinary_user_hears_from_the_process_that_it_is_ready_and_inside() {
     if !(needs_root() && needs("setpriv", has("setpriv"))) {
         return;
     }
     let (directory, program) = for_user(&program(), NOBODY);
     let socket = directory.path().join("socket");
-    let mut manager = Manager::named("user");
+    let managers = [Manager::at(&directory.path().join("notify")), Manager::named("user")];
+    for mut manager in managers {
+        ready_and_inside(&mut manager, &program, &socket);
+    }
+}
+
+/// Serves as a user until all is as it should be.
+fn ready_and_inside(manager: &mut Manager, program: &Path, socket: &Path) {
     let words = ["serve", "--null", "1M", "--sandbox", "on", "--vhost-user-blk"];
-    let words = [&[text(&program)], &words[..], &[text(&socket)]].concat();
+    let words = [&[text(program)], &words[..], &[text(socket)]].concat();
     let mut process = manager.start(&mut as_nobody(&words));
     let pid = process.pid();
     assert_eq!(manager.wait_for("READY=1", &process).0, pid);
     let warden = until(LIMIT, || children(pid).first().copied()).expect("a warden");
-    // What the warden says later is heard by those who hear all processes of a service.
-    let later = |(sender, text): &Said| *sender == warden && text.contains("READY=1");
-    let found = until(LIMIT, || {
-        manager.hear();
-        manager.said.iter().any(later).then_some(())
-    });
-    assert_eq!(found, Some(()), "{:?}", manager.said);
     assert_confined_user(pid);
-    assert_eq!(datagram_sockets(pid), [""; 0]);
+    // It closes its socket a moment after the word.
+    let is_closed = || datagram_sockets(pid).is_empty().then_some(());
+    assert_eq!(until(LIMIT, is_closed), Some(()), "{}", process.output());
     process.signal(Signal::TERM);
+    // Heard by managers that hear all processes of a service.
     assert_eq!(manager.wait_for("STOPPING=1", &process).0, warden);
     assert_eq!(process.wait(LIMIT).and_then(|it| it.code()), Some(0), "{}", process.output());
 }

@@ -24,7 +24,7 @@ use crate::user::{Decision, Wanted};
 /// Takes everything away that serving does not need, and lets `ringdisk ctl` tell.
 ///
 /// * `user`: whom the process becomes.
-/// * `manager`: who is told that they are served, and how.
+/// * `notify`: the warden speaks to the service manager from then on.
 /// * `taken`: these disks were another process's, which has nothing of them any more. What is missing then is complained of, however much
 ///   it was insisted on: a guest without its disk is worse.
 ///
@@ -34,7 +34,7 @@ pub(super) fn enter(
     user: Wanted,
     disks: &[Running],
     pidfile: Option<&Pidfile>,
-    manager: (&Notify, &str),
+    notify: &Notify,
     taken: bool,
 ) -> Result<(), Failure> {
     let all: Vec<&Disk> = disks.iter().map(|disk| &*disk.disk).collect();
@@ -73,9 +73,7 @@ pub(super) fn enter(
         Duties { files, fronts, directories: places, maker: user.user(), ..Duties::default() };
     let plan = match through_warden(plan, &duties, vhost) {
         Ok(plan) => {
-            if sandbox::is_wanted(word) {
-                sandbox::leave_to_warden(manager.0, &plan, manager.1, taken)?;
-            }
+            notify.leave_to_warden();
             plan
         }
         Err((plan, why)) => {
