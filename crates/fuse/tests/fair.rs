@@ -111,7 +111,9 @@ fn overtaken(transport: Transport) -> Vec<u64> {
 
 /// Those that were there first, those that the storage had, and what comes while the client itself waits for its CPU, which no server can
 /// help: so of every four requests three are looked at.
-fn judge(name: &str, overtaken: &[u64]) {
+///
+/// * `most`: how many may be served first.
+fn judge(name: &str, overtaken: &[u64], most: u64) {
     let at = |part: usize| overtaken[overtaken.len() * part / 100];
     println!(
         "{name}: overtaken by {} (median), {} (p75), {} (most) of {DEEP} at once",
@@ -119,13 +121,14 @@ fn judge(name: &str, overtaken: &[u64]) {
         at(75),
         at(99)
     );
-    assert!(at(75) <= 2 * DEEP, "{name}: {overtaken:?}");
+    assert!(at(75) <= most, "{name}: {overtaken:?}");
 }
 
 #[test]
 fn one_request_is_overtaken_by_those_before_it_over_dev_fuse() {
     if needs_root() {
-        judge("/dev/fuse", &overtaken(Transport::Dev));
+        // All requests are in one queue of the kernel: those that were there before.
+        judge("/dev/fuse", &overtaken(Transport::Dev), 2 * DEEP);
     }
 }
 
@@ -135,5 +138,6 @@ fn one_request_is_overtaken_by_those_before_it_over_rings() {
         return;
     }
     let Some(_switch) = UringParameter::set(true) else { return };
-    judge("rings", &overtaken(Transport::Uring));
+    // Each CPU has a queue of its own: one request for each entry of the other's, however many wait there.
+    judge("rings", &overtaken(Transport::Uring), 4 * u64::from(ENTRIES));
 }
