@@ -21,7 +21,7 @@ use crate::report::{Exit, Failure, words};
 use crate::sandbox;
 
 /// Longest content that is taken for a pid: 20 digits of a 64-bit number and a newline.
-const CONTENT_BYTES_MAX: usize = 21;
+pub(crate) const CONTENT_BYTES_MAX: usize = 21;
 
 /// Tries to find a name that nobody removes or makes under our hands.
 const ATTEMPTS: usize = 100;
@@ -218,7 +218,7 @@ fn is_named(path: &Path, file: &File) -> bool {
 }
 
 /// Whether a file with this content may be taken over: empty, or a number.
-fn is_pid(content: &[u8]) -> bool {
+pub(crate) fn is_pid(content: &[u8]) -> bool {
     let digits = content.strip_suffix(b"\n").unwrap_or(content);
     content.len() <= CONTENT_BYTES_MAX && digits.iter().all(u8::is_ascii_digit)
 }

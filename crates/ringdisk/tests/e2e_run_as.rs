@@ -184,7 +184,7 @@ fn a_mount_is_the_owner_of_its_image_and_does_everything() {
 fn disk_prints(disk: &Mounted) {
     let pid = Pid::from_raw(i32::try_from(disk.pid()).expect("a pid")).expect("a pid");
     kill_process(pid, Signal::USR1).expect("it runs");
-    let said = || disk.output().contains("layer").then_some(());
+    let said = || disk.output().contains("latency  p50").then_some(());
     assert_eq!(until(Duration::from_secs(10), said), Some(()), "{}", disk.output());
 }
 

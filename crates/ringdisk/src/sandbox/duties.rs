@@ -25,6 +25,7 @@ use rustix::net::{
 };
 
 use super::overlays::Overlays;
+use crate::pidfile;
 use crate::users::{self, Place};
 
 /// A file by its name, with device and inode number: what has taken its name since is another one.
@@ -251,19 +252,31 @@ pub(crate) fn pin(path: &Path, id: (u64, u64)) -> Option<OwnedFd> {
     ((makedev(now.stx_dev_major, now.stx_dev_minor), now.stx_ino) == id).then_some(file)
 }
 
-/// Removes a file if its name still leads to it.
+/// Removes a file if its name still leads to it, and if it is one that a server makes: a socket, a mountpoint, which is empty, or a pid file. What
+/// a process before this one said of a mountpoint may have been the name of somebody's file.
 ///
 /// * `is_pinned`: no other file can have its number. One that is not, as what lies below a mount, goes only if it is the empty file that was
 ///   made there.
 fn unlink(path: &Path, id: (u64, u64), is_pinned: bool) -> Answer {
-    let is_it = fs::symlink_metadata(path).map(|meta| {
-        (meta.dev(), meta.ino()) == id && (is_pinned || meta.is_file() && meta.len() == 0)
-    });
-    match is_it.and_then(|is_it| if is_it { fs::remove_file(path) } else { Ok(()) }) {
+    let found = fs::symlink_metadata(path);
+    let is_it = |meta: &fs::Metadata| (meta.dev(), meta.ino()) == id;
+    if found.as_ref().is_ok_and(|meta| is_it(meta) && meta.is_file() && !is_made(path, meta)) {
+        return Answer::new(REFUSED, "it holds something");
+    }
+    let goes =
+        |meta: &fs::Metadata| is_it(meta) && (is_pinned || meta.is_file() && meta.len() == 0);
+    match found.and_then(|meta| if goes(&meta) { fs::remove_file(path) } else { Ok(()) }) {
         Ok(()) => Answer::new(DONE, ""),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Answer::new(DONE, ""),
         Err(error) => Answer::new(REFUSED, error.to_string()),
     }
+}
+
+/// Whether a regular file holds nothing, or a pid.
+fn is_made(path: &Path, meta: &fs::Metadata) -> bool {
+    meta.len() == 0
+        || meta.len() <= pidfile::CONTENT_BYTES_MAX as u64
+            && fs::read(path).is_ok_and(|content| pidfile::is_pid(&content))
 }
 
 /// Connects, without waiting for a front end that is busy.
@@ -314,7 +327,7 @@ mod tests {
         let directory = tempfile::tempdir().expect("directory");
         let path = |name: &str| directory.path().join(name);
         for name in ["told", "replaced", "other"] {
-            fs::write(path(name), name).expect("write");
+            fs::write(path(name), "123\n").expect("write");
         }
         let id = |name: &str| {
             let meta = fs::symlink_metadata(path(name)).expect("there");
@@ -322,6 +335,11 @@ mod tests {
         };
         let files = ["told", "replaced"].map(|name| (path(name), id(name))).to_vec();
         let duties = Duties { files, ..Duties::default() };
+        fs::write(path("filled"), "mine").expect("write");
+        let filled = Duties { files: vec![(path("filled"), id("filled"))], ..Duties::default() };
+        let message = [b"R", path("filled").as_os_str().as_bytes()].concat();
+        assert_eq!(filled.carry_out(&message, &filled.hold()).kind, REFUSED);
+        assert!(path("filled").exists(), "no server has made it");
         let held = duties.hold();
         fs::rename(path("other"), path("replaced")).expect("rename");
         fs::write(path("other"), "").expect("write");
