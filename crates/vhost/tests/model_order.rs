@@ -30,6 +30,8 @@ use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 /// Bytes of the disk: each request has a sector of its own.
 const DISK: u64 = 64 * MIB;
+/// Requests at once in a virtqueue: those of three are more than a thread serves at a time.
+const SLOTS: usize = 100;
 /// A virtqueue that nobody uses, but to break the device of a process that is to be dead.
 const SPARE: u32 = 7;
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -87,11 +89,11 @@ fn options(packed: bool, queues: u16, seed: u64) -> VmOptions {
     VmOptions {
         features: VmOptions::default().features | packed,
         queues,
-        size: 64,
+        size: 256,
         indirect: 8,
         regions: 3,
-        slots: 8,
-        slot_bytes: 16 << 10,
+        slots: SLOTS,
+        slot_bytes: 4 << 10,
         seed,
         ..VmOptions::default()
     }
@@ -182,6 +184,10 @@ impl World {
     /// Adds requests to a virtqueue.
     fn fill(&mut self, index: usize) {
         let most = 1 + self.below(8);
+        self.add(index, most);
+    }
+
+    fn add(&mut self, index: usize, most: usize) {
         for _ in 0..most {
             let sector = self.next;
             let request = Request::write(sector, content(sector));
@@ -374,7 +380,10 @@ impl World {
             };
             self.states[index] = State::Stopped(base);
             self.start(index);
-            self.states[index] = State::Runs;
+            // What the process before had taken may not all be taken again.
+            if self.prng.coin() {
+                self.stop(index);
+            }
         }
     }
 
@@ -388,8 +397,11 @@ impl World {
         let Backing::Ledger(ledger) = &self.backing else { return };
         let ledger = ledger.clone();
         ledger.freeze();
-        let index = self.below(self.states.len());
-        self.fill(index);
+        // More than can be taken, now and then.
+        let most = [3, SLOTS][self.below(2)];
+        for index in 0..self.states.len() {
+            self.add(index, most);
+        }
         self.settle(&ledger);
         if self.has_memory {
             self.poison();

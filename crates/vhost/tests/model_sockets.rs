@@ -5,13 +5,13 @@
 mod common;
 
 use std::io::Write;
-use std::net::{TcpListener, TcpStream};
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use common::{MIB, Served, serve, simulated};
-use ringdisk_testkit::model::{FrontEnd, Request, Vm, VmOptions, ask};
+use ringdisk_testkit::model::{FrontEnd, Request, Vm, VmOptions, ask, bits, words};
 use ringdisk_testkit::process::patient;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::sockopt;
@@ -29,17 +29,11 @@ fn slow() -> (TcpStream, TcpListener) {
     (socket, listener)
 }
 
-/// Closes a descriptor of the test, which may be the last one by now.
-fn let_go(fd: impl Into<OwnedFd>) {
-    let fd = fd.into();
-    std::thread::spawn(move || drop(fd));
-}
-
 /// A Unix socket in which such a one waits; the other end is closed. (Nobody but it holds the one that waits: the test would close that.)
 fn loaded(slow: TcpStream) -> OwnedFd {
     let (ours, theirs) = UnixStream::pair().expect("sockets");
     assert!(FrontEnd::on(ours).send_raw(b"x", &[slow.as_fd()]));
-    let_go(slow);
+    drop(slow);
     theirs.into()
 }
 
@@ -51,30 +45,34 @@ fn works(served: &Served) {
     assert!(begun.elapsed() < patient(LINGER / 20));
 }
 
+/// A front end that has agreed on what is used here, and waits for no answer.
 fn front(served: &Served) -> FrontEnd {
     let mut front = served.front();
-    front.tell(ask::SET_OWNER, &[], &[]).expect("taken");
-    let features = front.get(ask::GET_PROTOCOL_FEATURES).expect("features");
-    front.set(ask::SET_PROTOCOL_FEATURES, features).expect("agreed");
+    let features = bits::P_BACKEND_REQ | bits::P_DEVICE_STATE | bits::P_LOG_SHMFD;
+    tell(&mut front, ask::SET_PROTOCOL_FEATURES, &words(&[features]), &[]);
     front
-}
-
-/// Does something as a front end that leaves at once, and looks whether the next one is served and the export ends.
-///
-/// * `what`: has to send the socket that is slow, and to keep no descriptor of it.
-fn leaves_it_well(what: impl FnOnce(&Served, TcpStream)) {
-    let (_sim, disk) = simulated(MIB);
-    let served = serve(disk, |_| {});
-    let (slow, _listener) = slow();
-    what(&served, slow);
-    works(&served);
-    let begun = Instant::now();
-    drop(served);
-    assert!(begun.elapsed() < patient(LINGER / 20), "the export does not end");
 }
 
 fn tell(front: &mut FrontEnd, request: u32, payload: &[u8], fds: &[BorrowedFd<'_>]) {
     assert!(front.send(request, 0, payload, fds));
+}
+
+/// Sends messages before the device reads any, so that it has the last descriptor of what comes with them. Looks whether the next front end is
+/// served, and the export ends.
+///
+/// * `what`: has to send the socket that is slow, and to keep no descriptor of it.
+fn leaves_it_well(what: impl FnOnce(&Served, TcpStream) -> FrontEnd) {
+    let (_sim, disk) = simulated(MIB);
+    let served = serve(disk, |options| options.held = true);
+    let (slow, _listener) = slow();
+    let mut front = what(&served, slow);
+    front.socket().shutdown(Shutdown::Write).expect("an end");
+    served.export.release();
+    front.expect_end();
+    works(&served);
+    let begun = Instant::now();
+    drop(served);
+    assert!(begun.elapsed() < patient(LINGER / 20), "the export does not end");
 }
 
 #[test]
@@ -83,36 +81,33 @@ fn a_socket_in_place_of_an_eventfd_is_refused_and_closed_aside() {
         leaves_it_well(|served, slow| {
             let mut front = front(served);
             let payload = if request == ask::SET_LOG_FD { vec![] } else { vec![0; 8] };
-            let socket = loaded(slow);
-            tell(&mut front, request, &payload, &[socket.as_fd()]);
-            let_go(socket);
-            front.expect_end();
+            tell(&mut front, request, &payload, &[loaded(slow).as_fd()]);
+            front
         });
     }
 }
 
 #[test]
 fn the_back_channel_is_closed_aside() {
-    leaves_it_well(|served, slow| {
-        let mut front = front(served);
-        let socket = loaded(slow);
-        tell(&mut front, ask::SET_BACKEND_REQ_FD, &[], &[socket.as_fd()]);
-        let_go(socket);
-        // Another one takes its place.
-        let (other, _end) = UnixStream::pair().expect("sockets");
-        tell(&mut front, ask::SET_BACKEND_REQ_FD, &[], &[other.as_fd()]);
-        front.get(ask::GET_FEATURES).expect("it goes on");
-    });
+    for takes_its_place in [false, true] {
+        leaves_it_well(|served, slow| {
+            let mut front = front(served);
+            tell(&mut front, ask::SET_BACKEND_REQ_FD, &[], &[loaded(slow).as_fd()]);
+            let (other, _end) = UnixStream::pair().expect("sockets");
+            (0..u8::from(takes_its_place)).for_each(|_| {
+                tell(&mut front, ask::SET_BACKEND_REQ_FD, &[], &[other.as_fd()]);
+            });
+            front
+        });
+    }
 }
 
 #[test]
 fn a_back_channel_that_was_not_agreed_on_is_closed_aside() {
     leaves_it_well(|served, slow| {
         let mut front = served.front();
-        let socket = loaded(slow);
-        tell(&mut front, ask::SET_BACKEND_REQ_FD, &[], &[socket.as_fd()]);
-        let_go(socket);
-        front.expect_end();
+        tell(&mut front, ask::SET_BACKEND_REQ_FD, &[], &[loaded(slow).as_fd()]);
+        front
     });
 }
 
@@ -121,11 +116,9 @@ fn a_socket_for_the_state_is_closed_aside() {
     for direction in [0_u32, 1] {
         leaves_it_well(|served, slow| {
             let mut front = front(served);
-            let socket = loaded(slow);
             let payload = [direction.to_ne_bytes(), 0_u32.to_ne_bytes()].concat();
-            let told = front.ask(ask::SET_DEVICE_STATE_FD, &payload, &[socket.as_fd()]);
-            let_go(socket);
-            told.expect("a reply");
+            tell(&mut front, ask::SET_DEVICE_STATE_FD, &payload, &[loaded(slow).as_fd()]);
+            front
         });
     }
 }
@@ -137,29 +130,21 @@ fn what_a_connection_holds_that_nobody_receives_is_closed_aside() {
         // The first message ends the connection, the second is never read.
         let bad = [77_u32.to_ne_bytes(), 1_u32.to_ne_bytes(), u32::MAX.to_ne_bytes()].concat();
         assert!(front.send_raw(&bad, &[]));
-        let _ = front.send_raw(b"x", &[slow.as_fd()]);
-        let_go(slow);
+        assert!(front.send_raw(b"x", &[slow.as_fd()]));
+        front
     });
 }
 
+/// Nobody has accepted it when the listening socket is closed.
 #[test]
 fn what_waits_behind_another_front_end_is_closed_aside() {
-    leaves_it_well(|served, slow| {
-        let first = front(served);
-        let mut second = served.front();
-        assert!(second.send_raw(b"x", &[slow.as_fd()]));
-        let_go(slow);
-        drop((second, first));
-    });
-    // One that was never accepted, when the listening socket is closed.
     let (_sim, disk) = simulated(MIB);
     let served = serve(disk, |_| {});
-    let first = front(&served);
+    let first = Vm::started(served.front(), VmOptions::default());
     let mut second = served.front();
     let (slow, _listener) = slow();
     assert!(second.send_raw(b"x", &[slow.as_fd()]));
-    let_go(slow);
-    drop(second);
+    drop((slow, second));
     let begun = Instant::now();
     drop(served);
     assert!(begun.elapsed() < patient(LINGER / 20), "the export does not end");
@@ -175,7 +160,6 @@ fn more_descriptors_than_any_message_has_are_closed_aside() {
         let mut fds = vec![event.as_fd(); 48];
         fds.push(slow.as_fd());
         assert!(front.send(ask::GET_FEATURES, 0, &[], &fds));
-        let_go(slow);
-        front.expect_end();
+        front
     });
 }
