@@ -20,6 +20,8 @@ mod memory;
 mod queue;
 
 pub use error::Error;
+#[cfg(any(test, feature = "note-reads"))]
+pub use memory::reads;
 pub use memory::{Log, MEMORY_BYTES_MAX, Memory, REGIONS_MAX, Region, RingMemory, View, losses};
 pub use queue::{
     Areas, Broken, Chain, Layout, PACKED_BASE, Queue, QueueConfig, SEGMENTS_MAX, SIZE_MAX, Segment,

@@ -185,6 +185,22 @@ impl Executor {
         }
     }
 
+    /// Adds where it and its tasks lie, for [`crate::Ring::own_memory`].
+    pub(crate) fn own_memory(&self, ranges: &mut Vec<(usize, usize)>) {
+        let tasks = self.tasks.borrow();
+        ranges.push((tasks.as_ptr().addr(), size_of_val(&tasks[..])));
+        let futures = tasks.iter().flatten().filter_map(|task| task.future.as_ref());
+        ranges.extend(futures.map(|future| {
+            let future: &dyn Future<Output = ()> = &**future;
+            (std::ptr::from_ref(future).addr(), size_of_val(future))
+        }));
+        let ready = self.ready.borrow();
+        let (first, second) = ready.as_slices();
+        for part in [first, second] {
+            ranges.push((part.as_ptr().addr(), size_of_val(part)));
+        }
+    }
+
     /// Drops all tasks; their operations become orphans.
     pub(crate) fn clear(&self) {
         let count = self.tasks.borrow().len();

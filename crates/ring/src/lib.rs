@@ -50,7 +50,7 @@ pub use config::Config;
 pub use counters::{Counters, CountersSnapshot};
 pub use cpus::{CpuList, CpuListError};
 pub use interrupt::Interrupt;
-pub use numa::{NodePages, pages_by_node};
+pub use numa::{NodePages, move_to_node, pages_by_node, stack_of_thread};
 pub use op::{Fd, Op, Sleep};
 pub use opset::OpSet;
 pub use parker::Parker;

@@ -3,12 +3,14 @@
 //! Control path. A refusal (a cpuset, a filter of system calls in a container, a kernel without NUMA) is for the caller to log: memory
 //! elsewhere is slower, not wrong. Sources: mbind(2), move_pages(2), get_mempolicy(2), `linux/mempolicy.h`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::Errno;
 
 const MPOL_DEFAULT: libc::c_int = 0;
 const MPOL_PREFERRED: libc::c_int = 1;
+/// Pages of this process alone.
+const MPOL_MF_MOVE: libc::c_int = 1 << 1;
 const PAGE_BYTES: usize = 4096;
 /// Pages that are asked for at once: 32 KiB of addresses on the heap.
 const PAGES_AT_ONCE: usize = 4096;
@@ -111,6 +113,70 @@ pub fn pages_by_node(ranges: &[(usize, usize)]) -> Result<NodePages, Errno> {
         None => found.untouched += 1,
     })?;
     Ok(found)
+}
+
+/// Moves memory of this process to a node, as far as it takes memory and may be moved. Gives where its pages are then.
+///
+/// * `ranges`: start address and bytes of each. Pages that they share with other memory go with them.
+///
+/// Memory that the kernel has made for itself and lent us (the entries of an io_uring) and memory that is pinned for it stay where they are.
+/// Sources: move_pages(2).
+///
+/// Errors: as [`pages_by_node`]; `EACCES`, `ENODEV` when the node is not ours to use or has no memory.
+pub fn move_to_node(ranges: &[(usize, usize)], node: usize) -> Result<NodePages, Errno> {
+    let all: BTreeSet<usize> = ranges
+        .iter()
+        .filter(|(_, len)| *len > 0)
+        .flat_map(|&(start, len)| {
+            (start / PAGE_BYTES * PAGE_BYTES..start.saturating_add(len)).step_by(PAGE_BYTES)
+        })
+        .collect();
+    let (mut there, mut pages) = (Vec::new(), all.iter().copied());
+    each_page(&mut all.iter().copied(), |on| {
+        // In step: each page has an answer.
+        there.extend(pages.next().filter(|_| on.is_some_and(|on| on != node)));
+    })?;
+    let target = libc::c_int::try_from(node).map_err(|_| Errno::INVAL)?;
+    for batch in there.chunks(PAGES_AT_ONCE) {
+        let (nodes, mut status) = (vec![target; batch.len()], vec![0 as libc::c_int; batch.len()]);
+        // SAFETY: the call reads `batch.len()` addresses and as many nodes, and writes as many `int`s to `status`. Where a page is does not
+        // change what is in it, nor its address: no pointer is followed, and nothing that points to it is wrong afterwards.
+        let result = unsafe {
+            libc::syscall(
+                libc::SYS_move_pages,
+                0 as libc::pid_t,
+                batch.len(),
+                batch.as_ptr(),
+                nodes.as_ptr(),
+                status.as_mut_ptr(),
+                MPOL_MF_MOVE,
+            )
+        };
+        checked(result)?;
+    }
+    let mut found = NodePages::default();
+    each_page(&mut all.iter().copied(), |on| match on {
+        Some(on) => *found.by_node.entry(on).or_default() += 1,
+        None => found.untouched += 1,
+    })?;
+    Ok(found)
+}
+
+/// Start address and bytes of the calling thread's stack; `None` where the C library does not say.
+pub fn stack_of_thread() -> Option<(usize, usize)> {
+    // SAFETY: an all-zero `pthread_attr_t` is a valid place for the C library to write to.
+    let mut attributes: libc::pthread_attr_t = unsafe { std::mem::zeroed() };
+    // SAFETY: of the calling thread, which lives; `attributes` is a live structure of the right type.
+    if unsafe { libc::pthread_getattr_np(libc::pthread_self(), &raw mut attributes) } != 0 {
+        return None;
+    }
+    let (mut start, mut len) = (std::ptr::null_mut(), 0);
+    // SAFETY: made by the call above; both results are live variables of the right types.
+    let got =
+        unsafe { libc::pthread_attr_getstack(&raw const attributes, &raw mut start, &raw mut len) };
+    // SAFETY: made above, and not used any more.
+    unsafe { libc::pthread_attr_destroy(&raw mut attributes) };
+    (got == 0).then(|| (start.addr(), len))
 }
 
 /// Calls `found` with the node of each page in turn; `None`: there is no page.

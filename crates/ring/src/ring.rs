@@ -39,6 +39,7 @@ macro_rules! on_fd {
 mod command;
 mod control;
 mod events;
+mod memory;
 mod registered;
 mod scattered;
 

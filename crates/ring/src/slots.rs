@@ -94,6 +94,12 @@ impl Slots {
         Slots { slots, count, free, in_flight: 0 }
     }
 
+    /// Adds where it lies, for [`crate::Ring::own_memory`].
+    pub(crate) fn own_memory(&self, ranges: &mut Vec<(usize, usize)>) {
+        ranges.push((self.slots.as_ptr().addr(), size_of_val(&self.slots[..])));
+        ranges.push((self.free.as_ptr().addr(), self.free.capacity() * size_of::<u32>()));
+    }
+
     /// A slot that has not been in use yet, if there is one.
     fn fresh(&mut self) -> Option<u32> {
         if self.slots.len() == self.count {

@@ -3,10 +3,11 @@
 //! Promises: never blocks, keeps at most one message; a front end that does not read loses nothing but the news that there was more than
 //! one change, because it then reads all of configuration space anyway.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::io::Errno;
 
+use crate::closing::Held;
 use crate::error::{Error, ErrorKind};
 use crate::protocol::{HEADER_BYTES, config_change};
 use crate::wire;
@@ -14,7 +15,7 @@ use crate::wire;
 /// The back end's channel to the front end (SET_BACKEND_REQ_FD).
 #[derive(Debug)]
 pub struct BackChannel {
-    socket: OwnedFd,
+    socket: Held,
     /// Bytes that are left of a message whose beginning was sent.
     left: usize,
     /// A message is to be sent after that.
@@ -25,13 +26,13 @@ impl BackChannel {
     /// * `socket`: the front end's, blocking or not.
     #[must_use]
     pub fn new(socket: OwnedFd) -> BackChannel {
-        BackChannel { socket, left: 0, pending: false }
+        BackChannel { socket: socket.into(), left: 0, pending: false }
     }
 
     /// The socket, for another process to go on with; `None` while a message is half out.
     #[must_use]
-    pub fn socket(&self) -> Option<&OwnedFd> {
-        (self.left == 0).then_some(&self.socket)
+    pub fn socket(&self) -> Option<BorrowedFd<'_>> {
+        (self.left == 0).then_some(self.socket.as_fd())
     }
 
     /// Tells the front end to read configuration space again. No answer is asked for. Returns whether it was sent; if the socket is full, it

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
+use crate::closing::{Held, is_socket};
 use crate::error::{Error, ErrorKind};
 use crate::protocol::{FDS_MAX, HEADER_BYTES, Header, PAYLOAD_BYTES_MAX, Reply, Request};
 use crate::wire::{self, Piece};
@@ -23,7 +24,7 @@ pub enum Received {
         header: Header,
         /// `header.size` bytes.
         payload: Vec<u8>,
-        /// What came with it.
+        /// What came with it. Dropping the last descriptor of a socket may wait.
         fds: Vec<OwnedFd>,
     },
     /// The front end closed the connection between two messages.
@@ -37,10 +38,10 @@ pub enum Received {
 /// The connection of a front end.
 #[derive(Debug)]
 pub struct Connection {
-    socket: OwnedFd,
+    socket: Held,
     /// What has arrived of the message that is arriving.
     bytes: Vec<u8>,
-    fds: Vec<OwnedFd>,
+    fds: Vec<Held>,
     started: Option<Instant>,
 }
 
@@ -55,6 +56,11 @@ impl Connection {
     /// * `socket`: a connected Unix stream socket, blocking or not.
     #[must_use]
     pub fn new(socket: OwnedFd) -> Connection {
+        Connection::of(socket.into())
+    }
+
+    /// As [`Connection::new`].
+    pub(crate) fn of(socket: Held) -> Connection {
         Connection { socket, bytes: Vec::new(), fds: Vec::new(), started: None }
     }
 
@@ -75,7 +81,7 @@ impl Connection {
         loop {
             let need = self.need()?;
             if self.bytes.len() == need {
-                return Ok(self.take());
+                return self.take();
             }
             let deadline = self.started.map(|started| started + timeout).or(quiet_until);
             match wait(self.socket.as_fd(), PollFlags::IN, Some(wake), deadline)? {
@@ -129,7 +135,11 @@ impl Connection {
     ///
     /// Errors: part of a message has arrived; the connection is given back.
     pub fn into_socket(self) -> Result<OwnedFd, Connection> {
-        if self.bytes.is_empty() && self.fds.is_empty() { Ok(self.socket) } else { Err(self) }
+        if self.bytes.is_empty() && self.fds.is_empty() {
+            Ok(self.socket.into_fd())
+        } else {
+            Err(self)
+        }
     }
 
     fn header(&self) -> Option<Header> {
@@ -182,7 +192,7 @@ impl Connection {
                 );
                 Err(Error::new(ErrorKind::Protocol, message).hint(
                     "memory of a guest is a memfd or a file on tmpfs, hugetlbfs, ext4, xfs or btrfs (QEMU: memory-backend-memfd,share=on); what \
-                     wakes somebody is an eventfd, a pipe or a Unix socket",
+                     wakes somebody is an eventfd or a pipe",
                 ))
             }
             Ok(piece) if piece.bytes == 0 && had == 0 => Ok(false),
@@ -203,13 +213,27 @@ impl Connection {
         }
     }
 
-    fn take(&mut self) -> Received {
+    /// Errors: there is a socket where none belongs.
+    fn take(&mut self) -> Result<Received, Error> {
         let header = self.header().expect("the message is whole");
+        if !may_bring_sockets(&header) && self.fds.iter().any(is_socket) {
+            let message = format!("{}: a socket is not taken", self.name());
+            return Err(Error::new(ErrorKind::Protocol, message).hint(
+                "what wakes somebody is an eventfd or a pipe: a socket may hold descriptors that take long to close",
+            ));
+        }
         let payload = self.bytes.split_off(HEADER_BYTES);
         self.bytes.clear();
         self.started = None;
-        Received::Message { header, payload, fds: std::mem::take(&mut self.fds) }
+        let fds = std::mem::take(&mut self.fds).into_iter().map(Held::into_fd).collect();
+        Ok(Received::Message { header, payload, fds })
     }
+}
+
+/// Whether a message is about a socket: the channel on which we speak first, or one through which the state goes.
+fn may_bring_sockets(header: &Header) -> bool {
+    let request = Request::from_number(header.request);
+    matches!(request, Some(Request::SetBackendReqFd | Request::SetDeviceStateFd))
 }
 
 impl AsFd for Connection {

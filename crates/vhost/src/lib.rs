@@ -13,6 +13,7 @@
 
 mod back_channel;
 mod blk;
+mod closing;
 mod connection;
 mod device;
 mod error;

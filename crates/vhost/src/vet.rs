@@ -2,7 +2,8 @@
 //!
 //! A queue thread that touches memory of a file, and a control thread that closes a descriptor, wait for whoever answers for it: a file on FUSE
 //! answers when its server likes, also below an overlayfs, and a TCP socket with SO_LINGER closes when its other end likes. So only those are
-//! taken behind which is this machine's kernel alone: files on memory and on the file systems of local disks, eventfds, pipes and Unix sockets.
+//! taken behind which is this machine's kernel alone: files on memory and on the file systems of local disks, eventfds, pipes, and Unix sockets,
+//! which [`crate::closing`] closes.
 //! Anything else is refused, and not asked anything by those threads, since its server could hold that answer back as well. Called by the
 //! control thread, for each descriptor that arrives.
 
@@ -13,6 +14,8 @@ use std::time::Duration;
 
 use rustix::fs::{AtFlags, FileType, StatFs, StatxFlags, fcntl_get_seals, fstatfs, statx};
 use rustix::net::{AddressFamily, sockopt};
+
+use crate::closing::close;
 
 /// File systems whose files are taken: none of them waits for another process or machine. Numbers: linux/magic.h.
 const LOCAL: &[i64] = &[
@@ -50,18 +53,23 @@ static ASKING: AtomicU32 = AtomicU32::new(0);
 ///
 /// Errors: what it is instead, for messages.
 pub(crate) fn vet(fd: OwnedFd) -> Result<OwnedFd, &'static str> {
-    let known = is_ours(&fd);
-    if known == Ok(true) {
-        return Ok(fd);
+    match is_ours(&fd) {
+        Ok(true) => return Ok(fd),
+        Ok(false) => {}
+        Err(name) => {
+            close(fd);
+            return Err(name);
+        }
     }
     if ASKING.fetch_add(1, Ordering::Relaxed) >= ASKING_MAX {
         ASKING.fetch_sub(1, Ordering::Relaxed);
-        // Its closing may hold this thread up, and with it the disk of this front end, which no other one has.
+        close(fd);
         return Err(SILENT);
     }
     let (answers, answer) = mpsc::sync_channel(1);
     let ask = move || {
-        match known.and_then(|_| judge(&fd)) {
+        match judge(&fd) {
+            // Whoever waits no more leaves the closing to this thread.
             Ok(()) => drop(answers.send(Ok(fd))),
             Err(name) => {
                 drop(answers.send(Err(name)));

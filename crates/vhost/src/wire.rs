@@ -13,11 +13,14 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
-use crate::protocol::FDS_MAX;
+use crate::closing::Held;
 use crate::vet::vet;
 
+/// Descriptors that the kernel lets through with one message (`SCM_MAX_FD` of net/scm.h). There is room for all: those for which there is none
+/// are closed by whoever receives the message, and would have to be waited for.
+const SENT_MAX: usize = 253;
 /// Room for the descriptors of one message.
-const CONTROL_BYTES: usize = rustix::cmsg_space!(ScmRights(FDS_MAX));
+const CONTROL_BYTES: usize = rustix::cmsg_space!(ScmRights(SENT_MAX));
 
 /// What one look at a socket found.
 #[derive(Debug)]
@@ -36,7 +39,7 @@ pub(crate) struct Piece {
 pub(crate) fn receive(
     socket: BorrowedFd<'_>,
     into: &mut [u8],
-    fds: &mut Vec<OwnedFd>,
+    fds: &mut Vec<Held>,
 ) -> Result<Piece, Errno> {
     let mut space = [MaybeUninit::uninit(); CONTROL_BYTES];
     let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -48,7 +51,7 @@ pub(crate) fn receive(
         let RecvAncillaryMessage::ScmRights(rights) = message else { continue };
         for fd in rights {
             match vet(fd) {
-                Ok(fd) => fds.push(fd),
+                Ok(fd) => fds.push(Held::from(fd)),
                 Err(name) => foreign = Some(name),
             }
         }

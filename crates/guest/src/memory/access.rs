@@ -39,6 +39,7 @@ macro_rules! number {
         #[inline]
         pub fn $load(&self, at: usize, ordering: Ordering) -> $int {
             let place = self.place::<$int>(at);
+            self.note(at, size_of::<$int>());
             // SAFETY: inside the mapping, which `self` keeps, and aligned (`place`). Other processes may write it: an atomic.
             let number = unsafe { <$atomic>::from_ptr(place) };
             <$int>::from_le(number.load(ordering))
@@ -124,6 +125,7 @@ impl RingMemory {
     #[inline]
     pub fn read_array<const N: usize>(&self, at: usize) -> [u8; N] {
         let place = self.place::<[u8; N]>(at);
+        self.note(at, N);
         // SAFETY: inside the mapping (`place`); bytes need no alignment, and any value of them is valid.
         unsafe { place.read_volatile() }
     }
@@ -155,6 +157,15 @@ impl RingMemory {
         unsafe {
             std::ptr::copy_nonoverlapping(src.as_ptr(), self.start.wrapping_add(at), src.len());
         }
+    }
+
+    /// Notes a read, for tests that count them.
+    #[inline]
+    fn note(&self, at: usize, len: usize) {
+        #[cfg(any(test, feature = "note-reads"))]
+        super::reads::note(self.guest_addr + at as u64, len);
+        // In every other build it is nothing.
+        let _ = (at, len);
     }
 
     /// Address of a `T` that lies inside this area and is aligned.

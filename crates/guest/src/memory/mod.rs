@@ -10,6 +10,8 @@ mod access;
 mod fault;
 mod log;
 mod mapping;
+#[cfg(any(test, feature = "note-reads"))]
+pub mod reads;
 mod region;
 mod table;
 #[cfg(test)]

@@ -53,6 +53,11 @@ impl Chain {
         Chain { segments, readable: 0, readable_len: 0, writable_len: 0 }
     }
 
+    /// Start address and bytes of the memory for segments.
+    pub fn own_memory(&self) -> (usize, usize) {
+        (self.segments.as_ptr().addr(), self.segments.capacity() * size_of::<Segment>())
+    }
+
     /// Segments that the guest wrote for us.
     pub fn readable(&self) -> &[Segment] {
         &self.segments[..self.readable]

@@ -205,7 +205,8 @@ impl Packed {
             self.entries[usize::from(slot)].flying = true;
             return Ok(Some(slot));
         }
-        if !self.avail.is_available(self.flags_of_next()) {
+        let flags = self.flags_of_next();
+        if !self.avail.is_available(flags) {
             return Ok(None);
         }
         let (mut place, mut count) = (self.avail, 0);
@@ -218,7 +219,11 @@ impl Packed {
             if entry == NONE {
                 return Err(Broken::RingFull);
             }
-            let descriptor = Descriptor::packed(self.areas.descriptors.read_array(place.at()));
+            let descriptor = match count {
+                // Its flags are those that said that it is there.
+                0 => self.copy_first(place, flags),
+                _ => Descriptor::packed(self.areas.descriptors.read_array(place.at())),
+            };
             self.add(view, chain, &descriptor)?;
             if let Some(area) = &mut self.area {
                 area.note(entry, &descriptor);
@@ -241,6 +246,18 @@ impl Packed {
         self.taken += count;
         self.avail = place;
         Ok(Some(slot))
+    }
+
+    /// Copies a descriptor whose flags were read already, so that each byte is read once.
+    #[inline]
+    fn copy_first(&self, place: Place, flags: u16) -> Descriptor {
+        let (ring, at) = (&self.areas.descriptors, place.at());
+        Descriptor {
+            addr: ring.load_u64(at, Ordering::Relaxed),
+            len: ring.load_u32(at + LEN_AT, Ordering::Relaxed),
+            flags,
+            other: ring.load_u16(at + ID_AT, Ordering::Relaxed),
+        }
     }
 
     #[inline]

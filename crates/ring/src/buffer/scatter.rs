@@ -93,6 +93,21 @@ impl Scatter {
         Scatter { region: Some(Rc::new(region)) }
     }
 
+    /// Start address and bytes of the memory for pieces.
+    pub fn own_memory(&self) -> impl Iterator<Item = (usize, usize)> {
+        let pieces = self.region.as_ref().and_then(|region| region.pieces());
+        pieces.into_iter().flat_map(|pieces| {
+            [
+                (pieces.bufs.as_ptr().addr(), pieces.bufs.capacity() * size_of::<IoBuf>()),
+                (
+                    pieces.vectors.as_ptr().addr(),
+                    pieces.vectors.capacity() * size_of::<libc::iovec>(),
+                ),
+                (pieces.ends.as_ptr().addr(), pieces.ends.capacity() * size_of::<usize>()),
+            ]
+        })
+    }
+
     /// Lets go of all pieces. The memory for them is kept unless a buffer made of them is still held.
     pub fn clear(&mut self) {
         match self.region.as_mut().map(Rc::get_mut) {

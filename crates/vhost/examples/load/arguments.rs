@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-const USAGE: &str = "load SOCKET [--queues N] [--depth N] [--block BYTES] [--op read|write] \
-[--order random|sequential] [--size BYTES] [--seconds S] [--wait poll|call] [--indirect] [--hold S]";
+const USAGE: &str = "load SOCKET [--queues N] [--depth N[,N…]] [--block BYTES] [--op read|write] \
+[--order random|sequential] [--size BYTES] [--seconds S] [--wait poll|call] [--indirect] [--each] [--hold S]";
 
 /// What a thread does while nothing has come back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,8 +19,8 @@ pub(crate) enum Wait {
 pub(crate) struct Arguments {
     pub(crate) socket: PathBuf,
     pub(crate) queues: u16,
-    /// Requests in flight of each queue.
-    pub(crate) depth: u16,
+    /// Requests in flight of each queue; when there are fewer numbers than queues they are used in turn.
+    depths: Vec<u16>,
     /// Bytes of a request.
     pub(crate) block: u32,
     pub(crate) write: bool,
@@ -30,6 +30,8 @@ pub(crate) struct Arguments {
     pub(crate) time: Duration,
     pub(crate) wait: Wait,
     pub(crate) indirect: bool,
+    /// A line for each queue, with its latencies.
+    pub(crate) each: bool,
     /// Seconds that the connection stays afterwards.
     pub(crate) hold_s: u64,
 }
@@ -40,7 +42,7 @@ impl Arguments {
         let mut out = Arguments {
             socket: PathBuf::new(),
             queues: 1,
-            depth: 1,
+            depths: vec![1],
             block: 4096,
             write: false,
             random: true,
@@ -48,11 +50,16 @@ impl Arguments {
             time: Duration::from_secs(1),
             wait: Wait::Call,
             indirect: false,
+            each: false,
             hold_s: 0,
         };
         while let Some(word) = words.next() {
             if word == "--indirect" {
                 out.indirect = true;
+                continue;
+            }
+            if word == "--each" {
+                out.each = true;
                 continue;
             }
             if !word.starts_with("--") {
@@ -64,7 +71,10 @@ impl Arguments {
             let number = || value.parse::<u64>().map_err(|_| wrong());
             match word.as_str() {
                 "--queues" => out.queues = u16::try_from(number()?).map_err(|_| wrong())?,
-                "--depth" => out.depth = u16::try_from(number()?).map_err(|_| wrong())?,
+                "--depth" => {
+                    let depths: Result<_, _> = value.split(',').map(str::parse).collect();
+                    out.depths = depths.map_err(|_| wrong())?;
+                }
                 "--block" => out.block = u32::try_from(number()?).map_err(|_| wrong())?,
                 "--size" => out.size = number()?,
                 "--hold" => out.hold_s = number()?,
@@ -87,7 +97,8 @@ impl Arguments {
             }
         }
         let fits = out.block > 0 && out.block.is_multiple_of(512) && out.blocks() > 0;
-        if out.socket.as_os_str().is_empty() || out.queues == 0 || out.depth == 0 || !fits {
+        let is_deep = !out.depths.is_empty() && out.depths.iter().all(|depth| *depth > 0);
+        if out.socket.as_os_str().is_empty() || out.queues == 0 || !is_deep || !fits {
             return Err(USAGE.into());
         }
         Ok(out)
@@ -98,10 +109,15 @@ impl Arguments {
         self.size / u64::from(self.block) / u64::from(self.queues.max(1))
     }
 
-    /// Descriptors of a queue: enough for the depth.
-    pub(crate) fn queue_size(&self) -> u16 {
+    /// Requests in flight of a queue.
+    pub(crate) fn depth(&self, index: u16) -> u16 {
+        self.depths[usize::from(index) % self.depths.len()]
+    }
+
+    /// Descriptors of a queue: enough for its depth.
+    pub(crate) fn queue_size(&self, index: u16) -> u16 {
         let each = if self.indirect { 1 } else { 3 };
-        (each * self.depth).next_power_of_two().max(16)
+        (each * self.depth(index)).next_power_of_two().max(16)
     }
 }
 

@@ -53,8 +53,9 @@ impl FrontEnd {
         }
         frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
         let data = u64::from(arguments.block).next_multiple_of(4096) + 64;
-        let queue = u64::from(arguments.depth) * data + (256 << 10);
-        let ram = GuestRam::new((u64::from(arguments.queues) * queue).next_multiple_of(2 << 20))?;
+        let queue = |index| u64::from(arguments.depth(index)) * data + (256 << 10);
+        let all: u64 = (0..arguments.queues).map(queue).sum();
+        let ram = GuestRam::new(all.next_multiple_of(2 << 20))?;
         frontend.set_mem_table(&[VhostUserMemoryRegionInfo {
             guest_phys_addr: GUEST_BASE,
             memory_size: ram.size(),
@@ -73,7 +74,7 @@ impl FrontEnd {
     ) -> Result<Lane, Box<dyn Error>> {
         let config = DriverConfig {
             layout: Layout::Split,
-            size: arguments.queue_size(),
+            size: arguments.queue_size(index),
             event_idx: true,
             indirect: if arguments.indirect { 3 } else { 0 },
         };

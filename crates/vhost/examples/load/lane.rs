@@ -5,6 +5,8 @@ use std::time::{Duration, Instant};
 
 use ringdisk_guest::driver::{Driver, GUEST_BASE, GuestRam};
 use ringdisk_guest::{RingMemory, Segment};
+use ringdisk_ring::Counters;
+use ringdisk_ring::stats::QueueCells;
 use rustix::time::{ClockId, clock_gettime};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
@@ -78,6 +80,12 @@ pub(crate) struct Lane {
     places: Vec<Place>,
     /// The request of a chain by its id.
     of: Vec<usize>,
+    /// When each request was sent.
+    sent: Vec<Instant>,
+    /// Number and depth of this queue, and how long its requests took.
+    index: u16,
+    depth: u16,
+    cells: QueueCells,
     figures: Figures,
     /// First block of this queue, and how many it has.
     first: u64,
@@ -101,7 +109,7 @@ impl Lane {
         let block = usize::try_from(arguments.block).unwrap_or(usize::MAX);
         let mut seed = 0x9e37_79b9_7f4a_7c15 ^ u64::from(index + 1);
         let mut places = Vec::new();
-        for _ in 0..arguments.depth {
+        for _ in 0..arguments.depth(index) {
             let header = ram.take(u64::from(HEADER_BYTES), 32)?;
             places.push(Place { header, status: ram.take(1, 1)?, data: 0 });
         }
@@ -113,6 +121,10 @@ impl Lane {
         }
         Ok(Lane {
             of: vec![0; usize::from(driver.config().size)],
+            sent: vec![Instant::now(); places.len()],
+            index,
+            depth: arguments.depth(index),
+            cells: QueueCells::default(),
             driver,
             memory: ram.memory().clone(),
             kick,
@@ -145,6 +157,10 @@ impl Lane {
                 let request = self.of[usize::from(used.id)];
                 let status = self.memory.read_array::<1>(at(self.places[request].status));
                 self.figures.failed += u64::from(status != [0]);
+                if arguments.each {
+                    let nanos = self.sent[request].elapsed().as_nanos();
+                    self.cells.end(u64::try_from(nanos).unwrap_or(u64::MAX));
+                }
                 if goes_on {
                     self.send(arguments, request);
                 }
@@ -166,7 +182,22 @@ impl Lane {
         let (seconds, nanos) = (cpu.tv_sec.unsigned_abs(), u32::try_from(cpu.tv_nsec));
         self.figures.cpu = Duration::new(seconds, nanos.unwrap_or(0));
         self.figures.seconds = start.elapsed().as_secs_f64();
+        if arguments.each {
+            println!("{}", self.json());
+        }
         self.figures
+    }
+
+    /// Latencies from when a request is laid until its answer is looked at.
+    fn json(&self) -> String {
+        let latency = self.cells.snapshot(0, None, &Counters::default()).latency;
+        let micros = |fraction| latency.percentile(fraction).as_secs_f64() * 1e6;
+        let (p50, p99, longest) = (micros(0.5), micros(0.99), micros(1.0));
+        let (index, depth, ios) = (self.index, self.depth, self.figures.ios);
+        format!(
+            "{{\"queue\": {index}, \"depth\": {depth}, \"ios\": {ios}, \"p50_us\": {p50:.1}, \"p99_us\": {p99:.1}, \
+             \"longest_us\": {longest:.1}}}"
+        )
     }
 
     /// Adds a request for the next place on the disk.
@@ -195,6 +226,9 @@ impl Lane {
             self.driver.add(&segments, readable)
         };
         self.of[usize::from(id.expect("the queue has room for the depth"))] = request;
+        if arguments.each {
+            self.sent[request] = Instant::now();
+        }
     }
 
     fn publish(&mut self) {

@@ -399,7 +399,7 @@ impl Backend for Control {
     ) -> Result<Option<OwnedFd>, Refusal> {
         self.transfer = match direction {
             StateDirection::Save => Some(state::save(fd.as_fd(), self.device.write_cache())?),
-            StateDirection::Load => Some(StateTransfer::Loading(fd)),
+            StateDirection::Load => Some(StateTransfer::Loading(fd.into())),
         };
         Ok(None)
     }

@@ -14,6 +14,7 @@ use super::hand_over::{FrontEnd, Outcome};
 use super::options::Second;
 use super::signals::Signals;
 use super::sockets::Door;
+use crate::closing::{Held, is_full};
 use crate::device::Complaint;
 use crate::session::{Session, SessionConfig};
 use crate::{Connection, Error, ErrorKind, Received};
@@ -62,7 +63,7 @@ pub(super) struct Host {
 
 /// Why the waiting for a front end ended.
 enum Next {
-    FrontEnd(OwnedFd),
+    FrontEnd(Held),
     Stopped,
     HandedOver,
 }
@@ -217,7 +218,7 @@ impl Host {
     }
 
     /// Serves one front end until it goes.
-    fn converse_as(&mut self, mut session: Session, socket: OwnedFd) -> End {
+    fn converse_as(&mut self, mut session: Session, socket: Held) -> End {
         let wake = match self.wake() {
             Ok(wake) => wake,
             Err(errno) => {
@@ -226,7 +227,7 @@ impl Host {
             }
         };
         self.control.had_front_end = true;
-        let mut connection = Connection::new(socket);
+        let mut connection = Connection::of(socket);
         let end = self.messages(&mut session, &mut connection, wake.as_fd());
         if !matches!(end, End::HandedOver) {
             session.close(&mut self.control);
@@ -310,7 +311,17 @@ impl Host {
                 }
                 Ok(Received::Closed) => return End::Gone,
                 Ok(Received::Message { header, payload, fds }) => {
+                    // What becomes of them, none is the last one of its socket before this is dropped.
+                    let sockets = match Held::sockets_of(&fds) {
+                        Ok(sockets) if sockets.is_empty() || !is_full() => sockets,
+                        refused => {
+                            fds.into_iter().map(Held::from).for_each(drop);
+                            self.refuse_sockets(refused.err());
+                            return End::Gone;
+                        }
+                    };
                     let answer = session.handle(&mut self.control, &header, &payload, fds);
+                    drop(sockets);
                     let sent = answer.and_then(|answer| {
                         if let Some(refused) = answer.refused {
                             self.complain(Complaint::Refused, format_args!("{refused}"));
@@ -330,6 +341,16 @@ impl Host {
                 }
             }
         }
+    }
+
+    /// A connection ends because of sockets that it brings.
+    fn refuse_sockets(&self, errno: Option<rustix::io::Errno>) {
+        let text = "its sockets are not taken: those of earlier ones are not closed yet";
+        let error = errno.map_or_else(
+            || Error::new(ErrorKind::Refused, text),
+            |errno| Error::new(ErrorKind::System, "keeping a socket").errno(errno),
+        );
+        self.ends(&error);
     }
 
     /// A front end can be wrong as often as it likes, and a guest make it so (`SET_CONFIG`): not all of it is told.

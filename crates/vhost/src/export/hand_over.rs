@@ -1,7 +1,6 @@
 //! What the control thread does when another process takes an export over: everything stands still, is packed, and either goes on
 //! there or, if that fails, here.
 
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TryRecvError, sync_channel};
 use std::time::Duration;
@@ -15,6 +14,7 @@ use super::backend::Control;
 use super::parcel::{InflightWords, Packing, Parcel, RegionWords, Role, Unpacked};
 use super::signals::Signals;
 use super::sockets::Door;
+use crate::closing::Held;
 use crate::session::Session;
 use crate::{BackChannel, Connection, Error, ErrorKind};
 
@@ -296,7 +296,7 @@ pub(super) async fn open_disk(
 }
 
 /// The socket of the front end that was connected, and what it had said.
-pub(super) type FrontEnd = (Session, OwnedFd);
+pub(super) type FrontEnd = (Session, Held);
 
 #[cfg(test)]
 mod tests {

@@ -2,7 +2,8 @@
 //!
 //! The front end chooses where the memory of its guest is, and says so to nobody; the pages of the rings tell. When a virtqueue starts and
 //! its pages lie on another node than the CPUs of its thread, the thread moves to the CPUs of that node: every request touches the rings
-//! several times, and the guest's own CPU, which touches them too, is most likely there. Buffers of the guest may be on any node.
+//! several times, and the guest's own CPU, which touches them too, is most likely there. What the thread uses for every request goes with it
+//! (`worker::memory` says what, and what cannot). Buffers of the guest may be on any node.
 //!
 //! Promises: never leaves the CPUs that the user named or that the process may use; a machine with one node, `--numa off`, and a system that
 //! does not tell where pages are (a container without `move_pages`) keep threads where they are. Control thread; one system call for each start
@@ -53,8 +54,9 @@ impl Homes {
         Homes { topology, usable, is_off, threads, rings: BTreeMap::new(), views }
     }
 
-    /// A virtqueue runs: looks where its rings are. Gives the CPUs that its thread has to move to, if it has to.
-    pub(super) fn started(&mut self, index: u16, areas: &Areas) -> Option<CpuList> {
+    /// A virtqueue runs: looks where its rings are. Gives the node and its CPUs that its thread has to move to, if it has
+    /// to.
+    pub(super) fn started(&mut self, index: u16, areas: &Areas) -> Option<(usize, CpuList)> {
         if self.is_off {
             return None;
         }
@@ -74,7 +76,7 @@ impl Homes {
     /// As [`Homes::started`].
     ///
     /// * `pages`: how many pages of the rings are on each node.
-    fn found(&mut self, index: u16, pages: &BTreeMap<usize, u64>) -> Option<CpuList> {
+    fn found(&mut self, index: u16, pages: &BTreeMap<usize, u64>) -> Option<(usize, CpuList)> {
         let (node, _) = pages.iter().max_by_key(|(_, count)| **count)?;
         self.rings.insert(index, *node);
         let thread = self.thread_of(index);
@@ -97,7 +99,7 @@ impl Homes {
             return None;
         }
         tracing::debug!("virtqueue {index} is on node {home}: its thread goes to CPUs {cpus}");
-        Some(cpus)
+        Some((*home, cpus))
     }
 
     /// CPUs of the thread of a virtqueue; empty: it runs where the scheduler wants.
@@ -146,6 +148,11 @@ mod tests {
         Homes::new(topology(), cpus(usable), Numa::Auto, threads, Views::default())
     }
 
+    /// Where a thread has to go.
+    fn to(node: usize, list: &str) -> Option<(usize, CpuList)> {
+        Some((node, cpus(list)))
+    }
+
     fn on(node: usize) -> BTreeMap<usize, u64> {
         [(node, 3), (1 - node, 1)].into_iter().collect()
     }
@@ -154,23 +161,23 @@ mod tests {
     fn a_thread_goes_to_the_node_of_its_virtqueue_and_stays_there() {
         let mut homes = homes("0-3", &["0", "2"]);
         assert_eq!(homes.found(0, &on(0)), None);
-        assert_eq!(homes.found(1, &on(0)), Some(cpus("0-1")));
+        assert_eq!(homes.found(1, &on(0)), to(0, "0-1"));
         homes.moved(1, cpus("0-1"));
         assert_eq!(homes.found(1, &on(0)), None);
         // The guest is started anew with other memory.
-        assert_eq!(homes.found(1, &on(1)), Some(cpus("2-3")));
+        assert_eq!(homes.found(1, &on(1)), to(1, "2-3"));
     }
 
     #[test]
     fn a_thread_without_a_cpu_of_its_own_is_bound_to_the_node() {
-        assert_eq!(homes("0-3", &[""]).found(0, &on(1)), Some(cpus("2-3")));
-        assert_eq!(homes("0-3", &["0-1"]).found(0, &on(1)), Some(cpus("2-3")));
+        assert_eq!(homes("0-3", &[""]).found(0, &on(1)), to(1, "2-3"));
+        assert_eq!(homes("0-3", &["0-1"]).found(0, &on(1)), to(1, "2-3"));
         assert_eq!(homes("0-3", &["0-1"]).found(0, &on(0)), None);
     }
 
     #[test]
     fn only_cpus_that_may_be_used_are() {
-        assert_eq!(homes("0-2", &["0"]).found(0, &on(1)), Some(cpus("2")));
+        assert_eq!(homes("0-2", &["0"]).found(0, &on(1)), to(1, "2"));
         assert_eq!(homes("0-1", &["0"]).found(0, &on(1)), None);
         // It may be nowhere else anyway.
         assert_eq!(homes("2-3", &["2-3"]).found(0, &on(1)), None);
@@ -181,7 +188,7 @@ mod tests {
         let mut homes = homes("0-3", &["0"]);
         assert_eq!(homes.found(0, &on(0)), None);
         assert_eq!(homes.found(1, &on(1)), None, "one against one");
-        assert_eq!(homes.found(2, &on(1)), Some(cpus("2-3")));
+        assert_eq!(homes.found(2, &on(1)), to(1, "2-3"));
     }
 
     #[test]

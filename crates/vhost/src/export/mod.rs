@@ -298,7 +298,7 @@ impl Export {
         if let Some(mut parcel) = parcel {
             control.unpack(&mut parcel)?;
             if let (Some(state), Some(socket)) = (parcel.session(), parcel.one(Role::Connection)) {
-                front_end = Some((Session::restore(session, state)?, socket));
+                front_end = Some((Session::restore(session, state)?, socket.into()));
             }
         }
         let host = Host {

@@ -1,6 +1,5 @@
 //! Where front ends come from: a listening socket, one connection, or a socket of theirs.
 
-use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -9,6 +8,7 @@ use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
 
 use super::options::{Connector, Listen};
+use crate::closing::{Held, is_full};
 use crate::{Error, ErrorKind};
 
 /// First pause after a failure to accept a front end that waits; each one is twice as long as the one before, up to the last.
@@ -23,7 +23,7 @@ pub(super) enum Door {
     /// We listen.
     Listens(Listener),
     /// The one that there will ever be.
-    One(Option<OwnedFd>),
+    One(Option<Held>),
     /// We go to them.
     Connects(PathBuf, Connector),
 }
@@ -38,9 +38,9 @@ impl Door {
                         .errno(errno)
                 };
                 rustix::io::ioctl_fionbio(&listener, true).map_err(cannot)?;
-                Ok(Door::Listens(Listener { socket: listener, trouble: None }))
+                Ok(Door::Listens(Listener { socket: listener.into(), trouble: None }))
             }
-            Listen::Stream(stream) => Ok(Door::One(Some(stream))),
+            Listen::Stream(stream) => Ok(Door::One(Some(stream.into()))),
             Listen::Connect(path) => Ok(Door::Connects(path, connector)),
         }
     }
@@ -63,7 +63,7 @@ impl Door {
     /// The next front end, if one is there; never blocks for long.
     ///
     /// Errors: there will be none any more.
-    pub(super) fn next(&mut self) -> Result<Option<OwnedFd>, Error> {
+    pub(super) fn next(&mut self) -> Result<Option<Held>, Error> {
         match self {
             Door::Listens(listener) => Ok(listener.accept()),
             Door::One(stream) => match stream.take() {
@@ -71,7 +71,7 @@ impl Door {
                 None => Err(Error::new(ErrorKind::Socket, "the front end has gone")),
             },
             Door::Connects(path, connector) => match connector.connect(path) {
-                Ok(stream) => Ok(Some(stream)),
+                Ok(stream) => Ok(Some(stream.into())),
                 Err(error) => {
                     tracing::debug!("{}: {error}", path.display());
                     Ok(None)
@@ -84,7 +84,7 @@ impl Door {
 /// A socket that front ends connect to.
 #[derive(Debug)]
 pub(super) struct Listener {
-    pub(super) socket: OwnedFd,
+    pub(super) socket: Held,
     trouble: Option<Trouble>,
 }
 
@@ -100,29 +100,37 @@ struct Trouble {
 
 impl Listener {
     /// A front end that has connected, unless there is trouble.
-    fn accept(&mut self) -> Option<OwnedFd> {
+    fn accept(&mut self) -> Option<Held> {
         let now = Instant::now();
         if self.trouble.as_ref().is_some_and(|trouble| now < trouble.again) {
+            return None;
+        }
+        if is_full() {
+            self.is_in_trouble(now, &"sockets of earlier ones are not closed yet");
             return None;
         }
         match accept_with(&self.socket, SocketFlags::CLOEXEC) {
             Ok(stream) => {
                 self.trouble = None;
-                Some(stream)
+                Some(stream.into())
             }
             Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => None,
             Err(errno) => {
-                let (trouble, is_told) = Trouble::after(self.trouble.take(), now);
-                if is_told {
-                    tracing::warn!(
-                        "a front end waits and cannot be accepted: {errno}; this is tried again every {:?}",
-                        TRY_LAST
-                    );
-                }
-                self.trouble = Some(trouble);
+                self.is_in_trouble(now, &errno);
                 None
             }
         }
+    }
+
+    fn is_in_trouble(&mut self, now: Instant, why: &dyn std::fmt::Display) {
+        let (trouble, is_told) = Trouble::after(self.trouble.take(), now);
+        if is_told {
+            tracing::warn!(
+                "a front end waits and cannot be accepted: {why}; this is tried again every {:?}",
+                TRY_LAST
+            );
+        }
+        self.trouble = Some(trouble);
     }
 }
 

@@ -1,7 +1,7 @@
 //! The internal state of a device, as front ends save and load it (DEVICE_STATE): all of it that a driver cannot set again is whether there
 //! is a write cache.
 
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -9,6 +9,7 @@ use rustix::fs::{FileType, OFlags, fcntl_getfl, fcntl_setfl, fstat};
 use rustix::io::{Errno, ReadWriteFlags, preadv2, pwritev2};
 use rustix::net::{RecvFlags, SendFlags, recv, send};
 
+use crate::closing::Held;
 use crate::session::Refusal;
 
 /// Marks our state and its version.
@@ -24,7 +25,7 @@ pub(super) enum StateTransfer {
     /// All of it was written.
     Saved,
     /// It is read when the front end asks whether it is there.
-    Loading(OwnedFd),
+    Loading(Held),
 }
 
 /// Writes the state.

@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use ringdisk_guest::{Areas, Memory};
-use ringdisk_ring::pin_to_cpus;
+use ringdisk_ring::{Errno, pin_to_cpus};
 
 use super::backend::Control;
 use crate::device::Complaint;
@@ -32,19 +32,32 @@ impl Control {
             .iter()
             .map(|t| t.ask_task(|worker| async move { worker.hold_all().await }))
             .collect();
-        for pending in held {
-            pending.wait(self.is_patient())?;
-        }
-        let shown = self.show_memory_to_rings(&memory);
-        // Those that can go on do, whatever became of others.
-        for thread in &self.threads {
-            thread.ask(|worker| worker.release_all()).wait(self.is_patient())?;
-        }
+        // All of them are asked by now, so all are let go, whatever becomes of one.
+        let still = held
+            .into_iter()
+            .map(|pending| pending.wait(self.is_patient()))
+            .fold(Ok(()), |all, one| all.and(one));
+        let shown = match still {
+            Ok(()) => self.show_memory_to_rings(&memory),
+            Err(gone) => Err(gone.into()),
+        };
+        let released = self.release_rings();
         shown?;
+        released?;
         self.memory = memory;
         self.wake_suspended();
         self.reconsider_kernel();
         Ok(())
+    }
+
+    /// Lets virtqueues go on that were held.
+    ///
+    /// Errors: a thread does not answer; those of others go on.
+    fn release_rings(&self) -> Result<(), Refusal> {
+        let released: Vec<_> =
+            self.threads.iter().map(|thread| thread.ask(|worker| worker.release_all())).collect();
+        let waited = released.into_iter().map(|pending| pending.wait(self.is_patient()));
+        Ok(waited.fold(Ok(()), |all, one| all.and(one))?)
     }
 
     /// Moves virtqueues that are held to another memory; those that are not in it are taken off their threads.
@@ -142,13 +155,26 @@ impl Control {
         self.bring_home(index, &lies)
     }
 
-    /// Moves the thread of a virtqueue to the node where its rings are.
+    /// Moves the thread of a virtqueue to the node where its rings are, with the memory that it uses for every request.
     fn bring_home(&mut self, index: u16, areas: &Areas) -> Result<(), Refusal> {
-        let Some(cpus) = self.homes.started(index, areas) else { return Ok(()) };
+        let Some((node, cpus)) = self.homes.started(index, areas) else { return Ok(()) };
         let there = cpus.clone();
-        let moved = self.thread(index).ask(move |_| pin_to_cpus(&there));
+        let moved = self.thread(index).ask(move |worker| {
+            pin_to_cpus(&there)?;
+            Ok::<_, Errno>(worker.move_to(node))
+        });
         match moved.wait(self.is_patient())? {
-            Ok(()) => self.homes.moved(index, cpus),
+            Ok(memory) => {
+                self.homes.moved(index, cpus);
+                match memory {
+                    Ok(pages) => {
+                        tracing::debug!("the thread of virtqueue {index} has {:?}", pages.by_node);
+                    }
+                    Err(errno) => tracing::debug!(
+                        "memory of the thread of virtqueue {index} stays where it is: {errno}"
+                    ),
+                }
+            }
             Err(errno) => {
                 let name = &self.device.name;
                 tracing::warn!(
@@ -175,3 +201,6 @@ impl Control {
         Ok(self.wait_and_give_way(stopped)?)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -5,6 +5,7 @@
 
 mod call;
 mod hold;
+mod memory;
 mod pins;
 mod slot;
 mod source;
@@ -58,6 +59,11 @@ pub(crate) struct Worker {
     /// Tasks that wait for a request.
     idle: RefCell<Vec<Rc<Slot>>>,
     slots: Cell<usize>,
+    /// All that there are, for who moves them.
+    all_slots: RefCell<Vec<Rc<Slot>>>,
+    /// Virtqueues are to be held, and those that are.
+    holds_all: Cell<bool>,
+    all_held: RefCell<Vec<Rc<Vring>>>,
     /// Which virtqueue is next, so that none starves another.
     turns: Turns,
     /// The guest does not kick: the thread looks by itself.
@@ -93,6 +99,9 @@ impl Worker {
             view: RefCell::new(Rc::new(View::new(Arc::default()))),
             idle: RefCell::new(Vec::with_capacity(REQUESTS_MAX)),
             slots: Cell::new(0),
+            all_slots: RefCell::new(Vec::with_capacity(REQUESTS_MAX)),
+            holds_all: Cell::new(false),
+            all_held: RefCell::default(),
             turns: Turns::default(),
             is_armed: Cell::new(false),
             log_event,
@@ -129,14 +138,18 @@ impl Worker {
     /// Errors: it cannot be as it is described.
     pub(crate) fn start(&self, start: RingStart) -> Result<(), Error> {
         let vring = Vring::start(start, &self.watch, &self.device)?;
-        // A batch finds its tasks there; more are made when more requests are with the storage than ever before.
+        self.add_slots();
+        vring.listen(&self.ring, &self.cells, &self.device);
+        self.vrings.borrow_mut().push(vring);
+        Ok(())
+    }
+
+    /// A batch finds its tasks there; more are made when more requests are with the storage than ever before.
+    fn add_slots(&self) {
         while self.slots.get() < BATCH_MAX as usize {
             let Some(slot) = self.new_slot() else { break };
             self.idle.borrow_mut().push(slot);
         }
-        vring.listen(&self.ring, &self.cells, &self.device);
-        self.vrings.borrow_mut().push(vring);
-        Ok(())
     }
 
     /// Waits until all that a process before us had taken is taken again: the base of a virtqueue says that it was, so nobody would ask for it
@@ -163,16 +176,22 @@ impl Worker {
 
     /// Takes no more requests, and waits until none is in flight, not even one that a process before us had taken.
     pub(crate) async fn hold_all(&self) {
+        self.holds_all.set(true);
         let vrings = self.vrings.borrow().clone();
         for vring in vrings {
             self.catch_up(&vring).await;
+            if !self.holds_all.get() {
+                return;
+            }
+            self.all_held.borrow_mut().push(Rc::clone(&vring));
             vring.hold(&self.ring).await;
         }
     }
 
-    /// Ends [`Worker::hold_all`].
+    /// Ends [`Worker::hold_all`], also one that is not done yet.
     pub(crate) fn release_all(&self) {
-        self.vrings.borrow().iter().for_each(|vring| vring.release());
+        self.holds_all.set(false);
+        self.all_held.borrow_mut().drain(..).for_each(|vring| vring.release());
     }
 
     /// What is written to guest memory is logged there from now on, or nowhere.
@@ -254,6 +273,7 @@ impl Worker {
     fn new_slot(&self) -> Option<Rc<Slot>> {
         self.slots.set(self.slots.get() + 1);
         let slot = Rc::new(Slot::default());
+        self.all_slots.borrow_mut().push(Rc::clone(&slot));
         let worker = self.this.upgrade()?;
         self.ring.spawn(slot::run(worker, Rc::clone(&slot)));
         Some(slot)

@@ -48,6 +48,13 @@ impl Default for Slot {
 }
 
 impl Slot {
+    /// Adds where it lies, for [`Worker::own_memory`].
+    pub(super) fn own_memory(&self, ranges: &mut Vec<(usize, usize)>) {
+        ranges.push((std::ptr::from_ref(self).addr(), size_of_val(self)));
+        ranges.push(self.chain.borrow().own_memory());
+        ranges.extend(self.scatter.borrow().own_memory());
+    }
+
     /// A request was popped into this slot: its task serves it in this turn.
     pub(super) fn begin(
         &self,

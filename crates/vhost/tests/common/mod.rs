@@ -3,6 +3,8 @@
 // Each test program uses a part of this.
 #![allow(dead_code)]
 
+pub(crate) mod ledger;
+pub(crate) mod racer;
 pub(crate) mod raw;
 
 use std::os::unix::net::UnixListener;
@@ -48,7 +50,7 @@ pub(crate) fn close(disk: &Disk) {
 pub(crate) struct Served {
     pub(crate) export: Export,
     pub(crate) path: PathBuf,
-    _directory: TempDir,
+    pub(crate) directory: TempDir,
 }
 
 /// Serves a disk.
@@ -65,7 +67,7 @@ pub(crate) fn serve(disk: Arc<Disk>, change: impl FnOnce(&mut ExportOptions)) ->
     };
     change(&mut options);
     let export = Export::start(disk, options).expect("an export");
-    Served { export, path, _directory: directory }
+    Served { export, path, directory }
 }
 
 impl Served {

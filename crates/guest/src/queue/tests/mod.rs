@@ -2,6 +2,7 @@
 
 mod hostile;
 mod order;
+mod reads;
 mod threads;
 
 use std::sync::Arc;

@@ -1,0 +1,142 @@
+//! Sockets are closed by threads that may wait for that.
+//!
+//! A Unix socket holds what was sent through it and not received, descriptors too; who closes its last descriptor closes those, and one of them
+//! may take as long as somebody likes: a TCP socket with SO_LINGER, a file on FUSE. Front ends choose what is sent to us, also on sockets that
+//! we never read from. So neither control threads nor queue threads close sockets of front ends.
+//!
+//! Promises: [`close`] does not wait. At most [`THREADS_MAX`] threads of the process close; what comes while all of them wait is kept until one
+//! is free. While that is much ([`is_full`]) nobody takes more from front ends, so what is kept is bounded.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use rustix::io::Errno;
+use rustix::net::sockopt;
+
+/// Threads that close at once.
+const THREADS_MAX: usize = 16;
+/// Descriptors that may wait before nobody takes more: one message has 253 at most.
+const WAITING_MAX: usize = 256;
+
+/// What is to be closed.
+#[derive(Debug)]
+struct Waiting {
+    fds: Vec<OwnedFd>,
+    threads: usize,
+}
+
+static WAITING: Mutex<Waiting> = Mutex::new(Waiting { fds: Vec::new(), threads: 0 });
+
+/// A panic elsewhere leaves it valid.
+fn waiting() -> MutexGuard<'static, Waiting> {
+    WAITING.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Closes a descriptor, by a thread that may wait for that.
+pub(crate) fn close(fd: OwnedFd) {
+    let mut waiting = waiting();
+    waiting.fds.push(fd);
+    if waiting.threads == THREADS_MAX {
+        return;
+    }
+    waiting.threads += 1;
+    drop(waiting);
+    if std::thread::Builder::new().name(String::from("closing")).spawn(work).is_err() {
+        // It is kept, and closed with the next one.
+        self::waiting().threads -= 1;
+    }
+}
+
+/// A thread: closes what there is.
+fn work() {
+    loop {
+        let mut waiting = waiting();
+        let Some(fd) = waiting.fds.pop() else {
+            waiting.threads -= 1;
+            return;
+        };
+        drop(waiting);
+        drop(fd);
+    }
+}
+
+/// Whether so much waits to be closed that nothing more should be taken from front ends.
+pub(crate) fn is_full() -> bool {
+    waiting().fds.len() >= WAITING_MAX
+}
+
+/// Whether a descriptor is a socket. Asks no file system.
+pub(crate) fn is_socket(fd: impl AsFd) -> bool {
+    sockopt::socket_domain(fd) != Err(Errno::NOTSOCK)
+}
+
+/// A descriptor of a front end. If it is a socket, dropping it does not wait.
+#[derive(Debug)]
+pub(crate) struct Held(Option<OwnedFd>);
+
+impl Held {
+    /// Second descriptors of the sockets among some: whoever drops the others closes nothing yet.
+    ///
+    /// Errors: no descriptor is left.
+    pub(crate) fn sockets_of(fds: &[OwnedFd]) -> Result<Vec<Held>, Errno> {
+        let sockets = fds.iter().filter(|fd| is_socket(fd));
+        let copies = sockets.map(|fd| rustix::io::fcntl_dupfd_cloexec(fd, 0).map(Held::from));
+        copies.collect()
+    }
+
+    /// The descriptor, for who sees to it that dropping it does no harm.
+    pub(crate) fn into_fd(mut self) -> OwnedFd {
+        self.0.take().expect("it is there until it is dropped")
+    }
+}
+
+impl From<OwnedFd> for Held {
+    fn from(fd: OwnedFd) -> Held {
+        Held(Some(fd))
+    }
+}
+
+impl AsFd for Held {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_ref().expect("it is there until it is dropped").as_fd()
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        if let Some(fd) = self.0.take().filter(|fd| is_socket(fd)) {
+            close(fd);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn a_socket_is_closed_and_everything_else_at_once() {
+        let (ours, mut theirs) = UnixStream::pair().expect("sockets");
+        let (reader, writer) = rustix::pipe::pipe().expect("a pipe");
+        assert!(is_socket(&ours) && !is_socket(&reader));
+        drop((Held::from(OwnedFd::from(ours)), Held::from(writer)));
+        assert_eq!(rustix::io::read(&reader, &mut [0; 1]), Ok(0));
+        assert_eq!(theirs.read(&mut [0; 1]).expect("its end"), 0);
+    }
+
+    #[test]
+    fn a_second_descriptor_outlives_the_first() {
+        let (ours, theirs) = UnixStream::pair().expect("sockets");
+        let (reader, _writer) = rustix::pipe::pipe().expect("a pipe");
+        let fds = vec![OwnedFd::from(ours), reader];
+        let held = Held::sockets_of(&fds).expect("descriptors are left");
+        drop(fds);
+        assert_eq!(held.len(), 1);
+        rustix::io::write(&theirs, b"x").expect("the other end is there");
+        let fd = held.into_iter().next().expect("one").into_fd();
+        assert_eq!(rustix::io::read(&fd, &mut [0; 2]), Ok(1));
+    }
+}
