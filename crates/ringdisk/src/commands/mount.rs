@@ -288,8 +288,9 @@ fn serve(
         }),
     };
     terminal::serves();
-    if watcher.enter(Phase::Serving(actions)).is_some() {
+    if let Some(signal) = watcher.enter(Phase::Serving(actions)) {
         insist.count(false);
+        notify.stopping(&format!("stopping on {signal}"));
         handle.stop();
     }
     let result = served.wait(&disk);

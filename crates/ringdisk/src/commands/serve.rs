@@ -164,7 +164,8 @@ fn serve(
     }
     let handles: Vec<Handle> = running.iter().map(|disk| disk.served.handle()).collect();
     terminal::serves();
-    if watcher.enter(Phase::Serving(actions(&running, &notify))).is_some() {
+    if let Some(signal) = watcher.enter(Phase::Serving(actions(&running, &notify))) {
+        notify.stopping(&format!("stopping on {signal}"));
         handles.iter().for_each(Handle::stop);
     }
     let given: Vec<_> =

@@ -9,6 +9,7 @@ mod duties;
 #[cfg(test)]
 mod model;
 mod notify;
+mod opener;
 mod overlays;
 mod reach;
 pub(crate) mod warden;
@@ -33,7 +34,7 @@ use crate::report::{Exit, Failure};
 use crate::terminal;
 use crate::users::Users;
 pub(crate) use duties::{Duties, Named, pin};
-pub(crate) use overlays::{HeldForDisk, directory_for, named};
+pub(crate) use opener::{HeldForDisk, directory_for, named};
 pub(crate) use reach::Reach;
 use reach::is_whole_system;
 use warden::Warden;
@@ -93,7 +94,7 @@ pub(crate) fn images(
 
 /// Who opens files that this process may not open itself.
 pub(crate) fn opener() -> Arc<dyn Opener> {
-    Arc::new(overlays::FromInside)
+    Arc::new(opener::FromInside)
 }
 
 /// A name of the file that a storage has open, whatever has become of the one it was opened by.

@@ -53,6 +53,10 @@ const MFD_EXEC: u32 = 0x10;
 /// Bits of a mode that no file of ours has: set-user-ID, set-group-ID, sticky, and to be run.
 const NOT_A_FILE_OF_OURS: u32 = 0o7111;
 
+/// Flags of one read or write, linux/fs.h.
+const RWF_NOWAIT: u32 = 0x8;
+const RWF_APPEND: u32 = 0x10;
+
 /// Allowed after the start, in every plan.
 pub(super) const ALLOWED: &[Need] = list![
     // The ring.
@@ -112,6 +116,8 @@ pub(super) const ALLOWED: &[Need] = list![
     SYS_writev: "control threads, messages",
     SYS_pread64: "headers of images; the state of a kept mount",
     SYS_pwrite64: "the state of a kept mount",
+    SYS_preadv2 [[&[among(5, &[RWF_NOWAIT])]]]: "the state of a device, from a front end that may stop reading or writing",
+    SYS_pwritev2 [[&[among(5, &[RWF_NOWAIT, RWF_APPEND])]]]: "the same; the end of a file that others append to",
     SYS_lseek: "holes of images",
     SYS_fsync: "what a virtqueue in the kernel has written",
     SYS_fdatasync: "the same",

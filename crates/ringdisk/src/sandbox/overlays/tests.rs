@@ -1,11 +1,13 @@
 use std::fs::{self, File};
 use std::io::{Read, Write};
-use std::os::unix::fs::{PermissionsExt, symlink};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::PathBuf;
 
+use ringdisk_storage::Storage;
 use tempfile::TempDir;
 
 use super::super::duties::Duties;
+use super::super::named;
 use super::*;
 
 /// A directory of images that the warden was told of, another one, and what it holds.
@@ -208,7 +210,8 @@ fn a_directory_that_was_replaced_before_the_start_is_none() {
     let mut overlays = Overlays::hold(std::slice::from_ref(&told), None);
     let fields = format!("{}\0{}\0new", told.1.0, told.1.1);
     refused(&overlays.carry_out(MAKE, fields.as_bytes()).expect("an order"), Errno::ACCESS);
-    let id = id_of(&path).expect("it is there");
+    let meta = fs::metadata(&path).expect("it is there");
+    let id = (meta.dev(), meta.ino());
     let fields = format!("{}\0{}\0new", id.0, id.1);
     refused(&overlays.carry_out(MAKE, fields.as_bytes()).expect("an order"), Errno::ACCESS);
     // A file is none either.

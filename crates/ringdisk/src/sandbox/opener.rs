@@ -1,0 +1,174 @@
+//! New overlays as the process inside asks for them: the other side of [`super::overlays`].
+//!
+//! Promises: the warden is asked only for what the kernel has refused here, and told what it may let go of.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+use ringdisk_disk::Disk;
+use ringdisk_storage::{Kind, Opener, Storage};
+use rustix::fs::fstat;
+use rustix::io::Errno;
+
+use super::duties::{DONE, Named};
+use super::overlays::{
+    FORGET, HELD_MAX, Id, LEAVE, MADE_MAX, MAKE, READ, REMOVE, SYNC, WRITE, is_component,
+};
+use super::{Reach, WARDEN, directory_of};
+use crate::cli::SandboxWord;
+
+/// Asks the warden. Inside.
+#[derive(Debug)]
+pub(super) struct FromInside;
+
+impl FromInside {
+    /// Errors: those of the warden; EACCES where there is none.
+    fn ask(what: u8, id: Id, name: &[u8]) -> Result<Option<OwnedFd>, Errno> {
+        let warden = WARDEN.get().ok_or(Errno::ACCESS)?;
+        let mut fields = format!("{}\0{}", id.0, id.1).into_bytes();
+        if !name.is_empty() {
+            fields.push(0);
+            fields.extend_from_slice(name);
+        }
+        let answer = warden.ask(what, &fields).map_err(|error| {
+            tracing::warn!("the warden does not answer: {error}");
+            Errno::ACCESS
+        })?;
+        match answer.kind {
+            DONE => Ok(answer.fd),
+            _ => Err(answer.words.parse().map_or(Errno::ACCESS, Errno::from_raw_os_error)),
+        }
+    }
+
+    fn open(what: u8, id: Id, name: &[u8]) -> Result<OwnedFd, Errno> {
+        Self::ask(what, id, name)?.ok_or(Errno::ACCESS)
+    }
+}
+
+impl Opener for FromInside {
+    fn make(&self, path: &Path) -> Result<OwnedFd, Errno> {
+        let name = path.file_name().map(OsStr::as_bytes).unwrap_or_default();
+        // A slash at the end would be lost.
+        let is_whole = is_component(name) && path.as_os_str().as_bytes().ends_with(name);
+        let directory = path.parent().filter(|_| is_whole).ok_or(Errno::ACCESS)?;
+        match Self::ask(MAKE, id_of(directory)?, name) {
+            Ok(Some(made)) => Ok(made),
+            // This process has no number for it, and lost it.
+            Ok(None) => {
+                let _ = id_of(path).map(|id| self.remove(id));
+                Err(Errno::MFILE)
+            }
+            Err(errno) => {
+                if errno == Errno::DQUOT {
+                    tracing::warn!(
+                        "no overlay is made where {HELD_MAX} are in use, or after {MADE_MAX} of one process: commit some, or start it anew"
+                    );
+                }
+                Err(errno)
+            }
+        }
+    }
+
+    fn again(&self, file: BorrowedFd<'_>, read_only: bool) -> Result<OwnedFd, Errno> {
+        let stat = fstat(file)?;
+        Self::open(if read_only { READ } else { WRITE }, (stat.st_dev, stat.st_ino), b"")
+    }
+
+    fn remove(&self, identity: Id) -> Result<(), Errno> {
+        Self::ask(REMOVE, identity, b"").map(drop)
+    }
+
+    fn sync(&self, directory: &Path) -> Result<(), Errno> {
+        Self::ask(SYNC, id_of(directory)?, b"").map(drop)
+    }
+}
+
+/// The numbers of what a name leads to.
+fn id_of(path: &Path) -> Result<Id, Errno> {
+    let path = if path == Path::new("") { Path::new(".") } else { path };
+    let meta = fs::metadata(path).map_err(|error| errno_of(&error))?;
+    Ok((meta.dev(), meta.ino()))
+}
+
+fn errno_of(error: &io::Error) -> Errno {
+    Errno::from_io_error(error).unwrap_or(Errno::IO)
+}
+
+/// The directory in which a disk may get new overlays: that of the image on top. `None`: it gets none.
+///
+/// * `told_within`: of a disk that another process handed over, a name counts only there.
+pub(crate) fn directory_for(
+    word: SandboxWord,
+    disk: &Disk,
+    told_within: Option<&Reach>,
+) -> Option<Named> {
+    if word == SandboxWord::Strict || disk.is_read_only() {
+        return None;
+    }
+    let layers = disk.layers();
+    let top = layers.first()?;
+    let is_file = top.file().is_some_and(|file| file.kind() == Kind::Regular);
+    let directory = directory_of(top.name()).filter(|_| is_file)?;
+    if told_within.is_some_and(|reach| !reach.has(&directory)) {
+        return None;
+    }
+    named(directory)
+}
+
+/// A directory as it is now.
+pub(crate) fn named(directory: PathBuf) -> Option<Named> {
+    let id = id_of(&directory).ok()?;
+    Some((directory, id))
+}
+
+/// Files of the chain of a disk.
+fn files_of(disk: &Disk) -> Vec<Id> {
+    let layers = disk.layers();
+    let storages = layers.iter().flat_map(|layer| [layer.file(), layer.data_storage()]);
+    storages.flatten().filter_map(|file| Storage::identity(file)).collect()
+}
+
+/// What the warden holds for one disk, as far as this side knows. What it may let go of is told: a file that somebody holds keeps its space when
+/// it has lost its name, and its file system cannot be unmounted.
+#[derive(Debug, Default)]
+pub(crate) struct HeldForDisk {
+    directory: OnceLock<Id>,
+    files: Mutex<Vec<Id>>,
+}
+
+impl HeldForDisk {
+    /// The warden was told of this directory, for this disk.
+    pub(crate) fn has(&self, directory: &Named) {
+        let _ = self.directory.set(directory.1);
+    }
+
+    /// Before and after a command that changes the chain.
+    pub(crate) fn settle(&self, disk: &Disk) {
+        self.are_now(files_of(disk));
+    }
+
+    /// The disk is served no longer.
+    pub(crate) fn end(&self) {
+        self.are_now(Vec::new());
+        if let Some(directory) = self.directory.get() {
+            let _ = FromInside::ask(LEAVE, *directory, b"");
+        }
+    }
+
+    fn are_now(&self, now: Vec<Id>) {
+        if WARDEN.get().is_none() {
+            return;
+        }
+        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        for gone in files.iter().filter(|id| !now.contains(id)) {
+            let _ = FromInside::ask(FORGET, *gone, b"");
+        }
+        *files = now;
+    }
+}
