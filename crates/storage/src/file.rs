@@ -14,7 +14,7 @@ use ringdisk_ring::{Errno, Fd, Ring};
 use crate::gate::Gate;
 use crate::lock::Held;
 use crate::retry::{Retry, is_passing, once};
-use crate::{Kind, Limits, Opener, pages};
+use crate::{Kind, Limits, pages};
 
 /// The largest offset that the kernel takes (loff_t); also keeps -1, "current position" for
 /// io_uring, out.
@@ -62,8 +62,6 @@ pub(crate) struct File {
     pub(crate) abandoned: AtomicBool,
     /// Whether O_DIRECT either takes memory of any alignment or refuses it: found out once.
     pub(crate) pages: OnceLock<bool>,
-    /// Who opens the file again where this process may not.
-    pub(crate) opener: Option<Arc<dyn Opener>>,
     /// Last field: closed after everything else is gone. Shared with helper threads.
     pub(crate) owner: Arc<OwnedFd>,
 }

@@ -170,7 +170,6 @@ fn adopt(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<File, Error> 
         is_shared: AtomicBool::new(false),
         abandoned: AtomicBool::new(false),
         pages: OnceLock::new(),
-        opener: options.opener.clone(),
         owner: Arc::new(fd),
     };
     file.lock_twin();

@@ -161,12 +161,12 @@ impl Storage {
     /// closed it: to a look for the locks of others it is another user, so the lock of this storage does not change meanwhile. `None`: not a
     /// regular file.
     ///
-    /// Errors: those of open(2); `/proc` is needed.
+    /// Errors: those of open(2); `/proc` is needed, and no sandbox may be in the way.
     pub fn plain_descriptor(&self) -> Result<Option<OwnedFd>, Errno> {
         match &self.0 {
             Inner::File(file) if file.kind == Kind::Regular => {
-                let asked = OpenOptions { opener: file.opener.clone(), ..OpenOptions::default() };
-                let plain = open::open_buffered(file.borrow(), file.read_only, &asked)?;
+                let options = OpenOptions::default();
+                let plain = open::open_buffered(file.borrow(), file.read_only, &options)?;
                 file.held().copy_to(plain.as_fd());
                 Ok(Some(plain))
             }
