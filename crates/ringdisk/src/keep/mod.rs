@@ -73,7 +73,7 @@ pub(crate) struct Kept {
     /// The holder's socket: it ends with the holder.
     holder: Option<OwnedFd>,
     state: StateFile,
-    found: Option<Resumed>,
+    found: Option<Box<Resumed>>,
     /// Names of what was parked, to be forgotten at the end.
     names: Vec<String>,
 }
@@ -176,7 +176,7 @@ impl Kept {
         let cannot =
             |error| Failure::system("no memory for the state of the mount", &error, Exit::Limit);
         let (state, found) = match found.map(Found::parked) {
-            Some((state, found)) => (state, Some(found)),
+            Some((state, found)) => (state, Some(Box::new(found))),
             None => (StateFile::make().map_err(cannot)?, None),
         };
         Ok(Kept { notify: Arc::new(notify), holder, state, found, names: Vec::new() })

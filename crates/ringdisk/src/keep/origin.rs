@@ -62,16 +62,16 @@ mod tests {
     #[test]
     fn memory_that_can_be_changed_and_what_is_no_memory_is_refused() {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        let open_memory = |seals: Option<SealFlags>| {
+        let open_memory = |seals: SealFlags| {
             let memory = memfd_create(c"test", flags).expect("memory");
             File::from(memory.try_clone().expect("a copy")).write_all(b"text").expect("written");
-            seals.map(|seals| fcntl_add_seals(&memory, seals).expect("sealed"));
+            fcntl_add_seals(&memory, seals).expect("sealed");
             memory
         };
         let file = OwnedFd::from(tempfile::tempfile().expect("a file"));
         let (pipe, _) = rustix::pipe::pipe().expect("a pipe");
-        let partly = open_memory(Some(SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL));
-        for memory in [open_memory(None), partly, file, pipe] {
+        let partly = open_memory(SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL);
+        for memory in [open_memory(SealFlags::empty()), partly, file, pipe] {
             assert!(open(&memory).is_err());
         }
     }

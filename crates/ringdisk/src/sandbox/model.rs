@@ -141,7 +141,8 @@ impl World<'_> {
             let listener = UnixListener::bind(self.path(name)).expect("bind");
             self.listeners.push((node, listener));
         } else {
-            fs::write(self.path(name), if self.made % 2 == 0 { "" } else { "x" }).expect("write");
+            fs::write(self.path(name), if self.made.is_multiple_of(2) { "" } else { "x" })
+                .expect("write");
         }
         self.names.insert(name, node);
     }

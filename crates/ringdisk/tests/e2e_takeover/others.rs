@@ -50,7 +50,7 @@ impl Others {
             disk,
             tmpfs: Some(tmpfs),
             bound,
-            listener: listener,
+            listener,
             before: Vec::new(),
             _image: directory,
             directory: place,

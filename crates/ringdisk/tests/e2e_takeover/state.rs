@@ -202,6 +202,9 @@ fn a_mountpoint_that_was_there_before_stays_whoever_says_that_it_was_made() {
     }
 }
 
+/// What the next process says, and what was done to its memory.
+type Wreck<'a> = (&'a str, &'a dyn Fn(&File));
+
 #[test]
 fn memory_that_was_cut_or_holds_rubbish_ends_the_mount_with_words() {
     if !needs_root() {
@@ -209,7 +212,7 @@ fn memory_that_was_cut_or_holds_rubbish_ends_the_mount_with_words() {
     }
     let others = Others::new();
     let deep = [vec![b'['; 30_000], vec![b']'; 30_000]].concat();
-    let wrecks: [(&str, &dyn Fn(&File)); 5] = [
+    let wrecks: [Wreck; 5] = [
         ("its state is not there", &|memory| memory.set_len(0).expect("cut")),
         ("its state is not there", &|memory| memory.set_len(RECORD + HEAD as u64).expect("cut")),
         ("its state is not there", &|memory| {
@@ -254,7 +257,7 @@ fn what_the_mount_was_made_with_cannot_be_written_any_more() {
     let taken = agent(&disk);
     assert!(taken.all(is_origin).is_empty(), "it has no business there");
     // And nobody can make the rest of it stay as it is.
-    assert!(fcntl_add_seals(&taken.memory(), SealFlags::WRITE).is_err());
+    assert!(fcntl_add_seals(taken.memory(), SealFlags::WRITE).is_err());
     taken.goes_on();
     disk.stop();
 }
