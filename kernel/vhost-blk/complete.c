@@ -10,7 +10,6 @@
  * as long as the device is open. So a popped request is always answered, and a daemon that starts
  * again can rely on that.
  */
-#include <linux/cred.h>
 #include <linux/kthread.h>
 #include <linux/rcupdate.h>
 #include <linux/sched/signal.h>
@@ -192,7 +191,13 @@ void vblk_done_work(struct vhost_work *work)
 	struct vblk_queue *q = container_of(work, struct vblk_queue, done_work);
 
 	mutex_lock(&q->vq.mutex);
-	vblk_collect(q);
+	/* As long as something is in flight there are credentials; a bounce submits once more. */
+	if (!llist_empty(&q->done)) {
+		const struct cred *old = override_creds(q->cred);
+
+		vblk_collect(q);
+		revert_creds(old);
+	}
 	mutex_unlock(&q->vq.mutex);
 }
 
@@ -206,13 +211,14 @@ void vblk_orphan_work(struct work_struct *work)
 
 	/*
 	 * The device holds the memory until its workers are gone, which release waits for after us.
-	 * The disk is there as long as something is in flight; otherwise there is nothing to do.
+	 * Disk and credentials are there as long as something is in flight; otherwise there is
+	 * nothing to do.
 	 */
 	if (llist_empty(&q->done))
 		return;
 	kthread_use_mm(q->dev->vhost.mm);
-	/* A request may begin once more: not with our rights (slow.c). */
-	old = override_creds(q->dev->disk->file->f_cred);
+	/* A request may begin once more: not with our rights. */
+	old = override_creds(q->cred);
 	memcg = vblk_charge_begin(q->dev->disk);
 	mutex_lock(&q->vq.mutex);
 	before = atomic_read(&q->in_flight);

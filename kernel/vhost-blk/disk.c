@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * The backend: a file that the daemon opened. No path is looked up here, so the daemon's
- * permissions are those of its descriptor.
+ * The backend: a file that the daemon opened. No path is looked up here, so what may be done with
+ * it is what its descriptor was opened for, and what who starts a ring may do (vblk_queue.cred).
  */
 #include <linux/err.h>
 #include <linux/file.h>

@@ -314,6 +314,8 @@ static long vblk_ioctl_core(struct vblk_dev *dev, unsigned int cmd, void __user 
 		if (err)
 			return err;
 	}
+	if (cmd == VHOST_SET_OWNER)
+		return vblk_charge_owner(dev);
 	err = vhost_dev_ioctl(&dev->vhost, cmd, arg);
 	if (err == -ENOIOCTLCMD)
 		err = vhost_worker_ioctl(&dev->vhost, cmd, arg);

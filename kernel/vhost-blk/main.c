@@ -43,7 +43,6 @@ int vblk_dev_setup(struct vblk_dev *dev, unsigned int nr)
 {
 	struct vblk_queue **queues;
 	struct vhost_virtqueue **vqs;
-	int err;
 
 	if (dev->nr_queues)
 		return -EBUSY;
@@ -51,8 +50,7 @@ int vblk_dev_setup(struct vblk_dev *dev, unsigned int nr)
 		return -EINVAL;
 	queues = kcalloc(nr, sizeof(*queues), GFP_KERNEL_ACCOUNT);
 	vqs = kcalloc(nr, sizeof(*vqs), GFP_KERNEL_ACCOUNT);
-	err = vblk_slow_open(dev);
-	if (!queues || !vqs || err)
+	if (!queues || !vqs)
 		goto no_memory;
 	for (unsigned int i = 0; i < nr; i++) {
 		queues[i] = vblk_queue_new(dev);
@@ -62,6 +60,7 @@ int vblk_dev_setup(struct vblk_dev *dev, unsigned int nr)
 	}
 	dev->queues = queues;
 	dev->vqs = vqs;
+	vblk_slow_open(dev);
 	/*
 	 * No byte weight: the length of a request says little about the work that it is for the
 	 * worker.
@@ -73,8 +72,6 @@ int vblk_dev_setup(struct vblk_dev *dev, unsigned int nr)
 	return 0;
 
 no_memory:
-	if (!err)
-		vblk_slow_close(dev);
 	vblk_free_queues(queues, vqs, nr);
 	return -ENOMEM;
 }
@@ -103,7 +100,6 @@ static int vblk_release(struct inode *inode, struct file *file)
 			vblk_queue_settle(dev->queues[i]);
 		vhost_dev_flush(&dev->vhost);
 		vhost_dev_cleanup(&dev->vhost);
-		vblk_slow_close(dev);
 		vblk_free_queues(dev->queues, dev->vqs, nr);
 		vblk_disk_close(dev->disk);
 	}
@@ -139,6 +135,9 @@ static int __init vblk_init(void)
 	err = vblk_complete_init();
 	if (err)
 		goto no_complete;
+	err = vblk_slow_init();
+	if (err)
+		goto no_slow;
 	vblk_stats_init();
 	err = misc_register(&vblk_misc);
 	if (err)
@@ -147,6 +146,8 @@ static int __init vblk_init(void)
 
 no_misc:
 	vblk_stats_exit();
+	vblk_slow_exit();
+no_slow:
 	vblk_complete_exit();
 no_complete:
 	vblk_bio_exit();
@@ -157,6 +158,7 @@ static void __exit vblk_exit(void)
 {
 	misc_deregister(&vblk_misc);
 	vblk_stats_exit();
+	vblk_slow_exit();
 	vblk_complete_exit();
 	vblk_bio_exit();
 }

@@ -130,11 +130,14 @@ static void vblk_kick(struct vhost_work *work)
 
 	mutex_lock(&q->vq.mutex);
 	if (q->state == RINGDISK_VBLK_RUNNING) {
+		const struct cred *old = override_creds(q->cred);
+
 		blk_start_plug(&plug);
 		vblk_round(q);
 		blk_finish_plug(&plug);
 		/* Some are done already: memory disks, errors. */
 		vblk_collect(q);
+		revert_creds(old);
 	}
 	mutex_unlock(&q->vq.mutex);
 }
@@ -183,11 +186,14 @@ static int vblk_queue_alloc(struct vblk_queue *q, unsigned int nr)
 	return 0;
 }
 
-static void vblk_queue_free_requests(struct vblk_queue *q)
+/* What START made. Under vq->mutex, while nothing is in flight. */
+static void vblk_queue_clear(struct vblk_queue *q)
 {
 	kvfree(q->reqs);
 	q->reqs = NULL;
 	q->free = NULL;
+	put_cred(q->cred);
+	q->cred = NULL;
 }
 
 /* Whether each write is to be durable before it is answered (virtio 1.3, section 5.2.5.2). */
@@ -230,15 +236,16 @@ int vblk_queue_start(struct vblk_queue *q)
 	if (err)
 		return err;
 	mutex_lock(&vq->mutex);
+	q->cred = get_current_cred();
 	vhost_vq_set_backend(vq, dev->disk);
 	err = vhost_vq_init_access(vq);
-	if (!err)
+	if (!err) {
 		vblk_queue_run(q);
-	else
+	} else {
 		vhost_vq_set_backend(vq, NULL);
+		vblk_queue_clear(q);
+	}
 	mutex_unlock(&vq->mutex);
-	if (err)
-		vblk_queue_free_requests(q);
 	return err;
 }
 
@@ -286,6 +293,6 @@ void vblk_queue_settle(struct vblk_queue *q)
 	mutex_lock(&q->vq.mutex);
 	WRITE_ONCE(q->state, RINGDISK_VBLK_IDLE);
 	vhost_vq_set_backend(&q->vq, NULL);
-	vblk_queue_free_requests(q);
+	vblk_queue_clear(q);
 	mutex_unlock(&q->vq.mutex);
 }

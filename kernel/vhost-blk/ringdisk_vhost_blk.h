@@ -163,7 +163,7 @@ struct ringdisk_vblk_stats {
 #define RINGDISK_VBLK_SET_DISK	_IOW(RINGDISK_VBLK_MAGIC, 0x02, struct ringdisk_vblk_disk)
 /*
  * The index of a queue. From its return on requests are taken from the ring, also those that were
- * there before.
+ * there before. The disk is read and written with the credentials of who calls.
  */
 #define RINGDISK_VBLK_START	_IOW(RINGDISK_VBLK_MAGIC, 0x03, __u32)
 /*

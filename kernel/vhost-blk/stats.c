@@ -1,20 +1,23 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Counters: by ioctl for the daemon, and in debugfs (directory vhost_blk, a file for each device)
- * for people.
+ * Counters: by ioctl for the daemon, and in debugfs (vhost_blk/devices, one file for all devices:
+ * what a device costs is its opener's) for people.
  *
  * Workers count under vq->mutex, so nothing here costs an atomic operation. Who reads does not take
  * it: a worker holds it for as long as the disk makes it wait.
  */
-#include <linux/atomic.h>
 #include <linux/debugfs.h>
+#include <linux/mutex.h>
 #include <linux/sched.h>
 #include <linux/seq_file.h>
 
 #include "vblk.h"
 
 static struct dentry *vblk_debugfs;
-static atomic_t vblk_number = ATOMIC_INIT(0);
+static LIST_HEAD(vblk_devices);
+/* Of the list. Whoever reads has it for as long as he writes the lines of a few devices. */
+static DEFINE_MUTEX(vblk_devices_lock);
+static unsigned int vblk_number;
 
 static const struct {
 	const char *name;
@@ -43,15 +46,33 @@ void vblk_stats_read(struct vblk_queue *q, struct ringdisk_vblk_stats *stats)
 	stats->in_flight = atomic_read(&q->in_flight);
 }
 
-static int vblk_stats_show(struct seq_file *file, void *unused)
+static void *vblk_stats_start(struct seq_file *file, loff_t *pos)
 {
-	struct vblk_dev *dev = file->private;
+	mutex_lock(&vblk_devices_lock);
+	return seq_list_start(&vblk_devices, *pos);
+}
+
+static void *vblk_stats_next(struct seq_file *file, void *at, loff_t *pos)
+{
+	return seq_list_next(at, &vblk_devices, pos);
+}
+
+static void vblk_stats_stop(struct seq_file *file, void *at)
+{
+	mutex_unlock(&vblk_devices_lock);
+}
+
+/* A line for each queue. PID-NUMBER: a process may have several devices. */
+static int vblk_stats_show(struct seq_file *file, void *at)
+{
+	struct vblk_dev *dev = list_entry(at, struct vblk_dev, listed);
 	struct ringdisk_vblk_stats stats;
 
 	for (unsigned int i = 0; i < dev->nr_queues; i++) {
 		stats.queue = i;
 		vblk_stats_read(dev->queues[i], &stats);
-		seq_printf(file, "queue %u state %u in_flight %u", i, stats.state, stats.in_flight);
+		seq_printf(file, "%d-%u queue %u state %u in_flight %u", dev->pid, dev->number, i,
+			   stats.state, stats.in_flight);
 		for (unsigned int c = 0; c < ARRAY_SIZE(vblk_counters); c++)
 			seq_printf(file, " %s %llu", vblk_counters[c].name,
 				   *(u64 *)((void *)&stats + vblk_counters[c].at));
@@ -59,12 +80,20 @@ static int vblk_stats_show(struct seq_file *file, void *unused)
 	}
 	return 0;
 }
-DEFINE_SHOW_ATTRIBUTE(vblk_stats);
+
+static const struct seq_operations vblk_stats_sops = {
+	.start = vblk_stats_start,
+	.next = vblk_stats_next,
+	.stop = vblk_stats_stop,
+	.show = vblk_stats_show,
+};
+DEFINE_SEQ_ATTRIBUTE(vblk_stats);
 
 void vblk_stats_init(void)
 {
 	/* Without debugfs all of this does nothing. */
 	vblk_debugfs = debugfs_create_dir("vhost_blk", NULL);
+	debugfs_create_file("devices", 0400, vblk_debugfs, NULL, &vblk_stats_fops);
 }
 
 void vblk_stats_exit(void)
@@ -72,18 +101,19 @@ void vblk_stats_exit(void)
 	debugfs_remove(vblk_debugfs);
 }
 
-/* PID-NUMBER: a process may have several devices. */
 void vblk_stats_add(struct vblk_dev *dev)
 {
-	char name[32];
-
-	snprintf(name, sizeof(name), "%d-%u", task_tgid_nr(current),
-		 (unsigned int)atomic_inc_return(&vblk_number));
-	dev->debugfs = debugfs_create_file(name, 0400, vblk_debugfs, dev, &vblk_stats_fops);
+	dev->pid = task_tgid_nr(current);
+	mutex_lock(&vblk_devices_lock);
+	dev->number = ++vblk_number;
+	list_add_tail(&dev->listed, &vblk_devices);
+	mutex_unlock(&vblk_devices_lock);
 }
 
 /* Waits for readers. */
 void vblk_stats_remove(struct vblk_dev *dev)
 {
-	debugfs_remove(dev->debugfs);
+	mutex_lock(&vblk_devices_lock);
+	list_del(&dev->listed);
+	mutex_unlock(&vblk_devices_lock);
 }

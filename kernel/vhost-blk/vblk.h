@@ -9,7 +9,8 @@
  *    Under vq->mutex.
  *  - vblk_orphan_work: a kworker that borrows the daemon's memory, once a worker was killed. Under
  *    vq->mutex.
- *  - slow operations: a kworker, without memory of the daemon, without vq->mutex.
+ *  - slow operations: a kworker, without memory of the daemon, without vq->mutex; a vhost worker
+ *    when there are too many.
  *  - vblk_req_done: any context, also hard interrupts.
  *
  * A request belongs to the worker from its pop to its submission, to the engine until
@@ -21,9 +22,12 @@
 #include <linux/atomic.h>
 #include <linux/bio.h>
 #include <linux/blkdev.h>
+#include <linux/cred.h>
 #include <linux/fs.h>
+#include <linux/list.h>
 #include <linux/llist.h>
 #include <linux/sizes.h>
+#include <linux/spinlock.h>
 #include <linux/uio.h>
 #include <linux/virtio_blk.h>
 #include <linux/wait.h>
@@ -65,10 +69,16 @@
  * stops the queue, or dies, waits for them, and each may be for 64 GiB.
  */
 #define VBLK_QUEUE_RANGES_MAX 4
-/* Flushes at a time, of a device: each has a kworker. */
+/* Flushes of files at a time, of a device: each has a kworker. */
 #define VBLK_FLUSHES_MAX 16
 /* Discards and write zeroes at a time, of a device: kworkers, whose CPU time nobody limits. */
 #define VBLK_RANGES_AT_WORK_MAX 2
+/*
+ * Kworkers for these, of all devices: no cgroup counts them. Few enough that none of them waits for
+ * another one in the workqueue: nodes share WQ_MAX_ACTIVE (512 in Linux 6.12, 2048 in 7), and all
+ * may be of one node.
+ */
+#define VBLK_KWORKERS_MAX 64
 /* Segments that a request has room for; more of them are allocated. */
 #define VBLK_FAST_IOVS 8
 /* A bounced request moves 64 * 4 KiB = 256 KiB at a time … */
@@ -126,7 +136,7 @@ struct vblk_req {
 	struct vblk_req *next_free;
 	/* Done ones. */
 	struct llist_node done;
-	/* Those that wait for a bounce. */
+	/* Those that wait for a bounce, or in a lane. */
 	struct list_head waiting;
 	/* As the ring names it. */
 	u16 head;
@@ -181,6 +191,11 @@ struct vblk_queue {
 	 * vhost.mutex; ioctls look at it without the former.
 	 */
 	u32 state;
+	/*
+	 * Of who started it, from START until it is idle: with them the disk is read and written,
+	 * wherever that is done.
+	 */
+	const struct cred *cred;
 	/* Requests, as many as the ring has descriptors. */
 	struct vblk_req *reqs;
 	struct vblk_req *free;
@@ -203,6 +218,16 @@ struct vblk_queue {
 	struct ringdisk_vblk_stats stats;
 };
 
+/* Slow operations of a kind, of a device (slow.c). */
+struct vblk_lane {
+	/* Of what follows. */
+	spinlock_t lock;
+	/* Until a kworker of the lane is free. Only while there are some. */
+	struct list_head waiting;
+	unsigned int kworkers;
+	unsigned int kworkers_max;
+};
+
 struct vblk_dev {
 	struct vhost_dev vhost;
 	/* For SETUP, before vhost.mutex is there. */
@@ -213,13 +238,16 @@ struct vblk_dev {
 	struct vhost_virtqueue **vqs;
 	struct vblk_disk *disk;
 	/* For slow operations: others' disks must not wait for this one's. */
-	struct workqueue_struct *flushes;
-	struct workqueue_struct *ranges;
+	struct vblk_lane flushes;
+	struct vblk_lane ranges;
 	/* Nobody has it open any more. */
 	bool closing;
 	u64 features;
 	bool write_cache;
-	struct dentry *debugfs;
+	/* Among all devices that were set up, and its name there (stats.c). */
+	struct list_head listed;
+	pid_t pid;
+	unsigned int number;
 };
 
 /* disk.c */
@@ -228,6 +256,7 @@ void vblk_disk_close(struct vblk_disk *disk);
 bool vblk_disk_is_swap(const struct vblk_disk *disk);
 
 /* charge.c */
+long vblk_charge_owner(struct vblk_dev *dev);
 void vblk_charge_open(struct vblk_disk *disk);
 void vblk_charge_close(struct vblk_disk *disk);
 struct mem_cgroup *vblk_charge_begin(const struct vblk_disk *disk);
@@ -276,8 +305,9 @@ bool vblk_bounce_goes_on(struct vblk_req *req);
 void vblk_bounce_drop(struct vblk_req *req);
 
 /* slow.c */
-int vblk_slow_open(struct vblk_dev *dev);
-void vblk_slow_close(struct vblk_dev *dev);
+int vblk_slow_init(void);
+void vblk_slow_exit(void);
+void vblk_slow_open(struct vblk_dev *dev);
 void vblk_slow_submit(struct vblk_req *req);
 int vblk_slow_sync(const struct vblk_disk *disk);
 

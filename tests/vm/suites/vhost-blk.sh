@@ -4,7 +4,7 @@
 # shellcheck shell=bash disable=SC2154 # variables of tests/vm/run
 
 # The tests, each with its disk, engine and arguments. Disks are made in the machine (vhost-blk.job): memory is brd, the others but tmpfs
-# and ext4 (files), frozen (a file on ext4 in a loop device) and scsi (scsi_debug, with bad sectors) are null_blk, ending in interrupts after
+# and ext4 (files), frozen and reserved (files on ext4 in a loop device) and scsi (scsi_debug, with bad sectors) are null_blk, ending in interrupts after
 # 20 us, 1 ms (gone), 30 ms or 1 s, or with bad blocks, or for the host to swap to. RINGDISK_FULL kills a hundred times, hands over a thousand times,
 # and fuzzes for ten minutes in place of 10 s (RINGDISK_FUZZ_S=N: for N seconds; RINGDISK_SEED=N: as a run that printed this seed).
 # Other kernels than 7.3 (RINGDISK_VM_KERNEL) run the same tests.
@@ -80,6 +80,9 @@ reclaim      quick   kiocb
 reclaim      quick   bio
 swap         swap    kiocb
 swap         swap    bio
+accounted    memory  default
+stuck        frozen  default
+rights       reserved kiocb
 grace-periods middle kiocb
 grace-periods middle bio
 load         memory  kiocb 4 1

@@ -13,11 +13,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "cgroup.h"
 #include "guest.h"
 
 #define MIB (1u << 20)
-#define CGROUPS "/sys/fs/cgroup"
-#define CGROUP CGROUPS "/vhost-blk-test"
 
 /* Publishes requests at once, each with the same data or ranges. */
 struct crowd {
@@ -132,82 +131,6 @@ void test_closing(struct disk *disk)
 	dies_with(disk, 16);
 }
 
-static void put(const char *name, const char *value)
-{
-	int fd = open(name, O_WRONLY);
-
-	CHECK(fd >= 0 && write(fd, value, strlen(value)) == (ssize_t)strlen(value), "%s: %s", name, strerror(errno));
-	close(fd);
-}
-
-/* The sum of what stands behind a word in a file of the cgroup, or 0. */
-static uint64_t counted(const char *file, const char *word)
-{
-	char text[65536], name[128];
-	uint64_t sum = 0;
-	ssize_t len;
-	int fd;
-
-	snprintf(name, sizeof(name), CGROUP "/%s", file);
-	fd = open(name, O_RDONLY);
-	if (fd < 0)
-		return 0;
-	len = read(fd, text, sizeof(text) - 1);
-	close(fd);
-	CHECK(len >= 0, "%s", name);
-	text[len] = 0;
-	for (const char *at = text; (at = strstr(at, word)); at += strlen(word))
-		sum += strtoull(at + strlen(word), NULL, 10);
-	return sum;
-}
-
-static bool has_controller(const char *name)
-{
-	char text[4096];
-	int fd = open(CGROUPS "/cgroup.controllers", O_RDONLY);
-	ssize_t len;
-
-	CHECK(fd >= 0, "no cgroups");
-	len = read(fd, text, sizeof(text) - 1);
-	close(fd);
-	CHECK(len >= 0, "cgroup.controllers");
-	text[len] = 0;
-	return strstr(text, name);
-}
-
-static void make_cgroup(void)
-{
-	if (has_controller("memory"))
-		put(CGROUPS "/cgroup.subtree_control", "+memory");
-	if (has_controller("io"))
-		put(CGROUPS "/cgroup.subtree_control", "+io");
-	CHECK(!mkdir(CGROUP, 0700), "mkdir %s", CGROUP);
-}
-
-/* Runs a child in the cgroup. Returns how it ended. */
-static int in_cgroup(void (*what)(struct guest *, struct disk *), struct guest *guest, struct disk *disk)
-{
-	pid_t child = fork();
-	int status;
-
-	CHECK(child >= 0, "fork");
-	if (!child) {
-		put(CGROUP "/cgroup.procs", "0");
-		what(guest, disk);
-		_exit(0);
-	}
-	CHECK(waitpid(child, &status, 0) == child, "waitpid");
-	return status;
-}
-
-static void remove_cgroup(void)
-{
-	for (unsigned tries = 0; rmdir(CGROUP); tries++) {
-		CHECK(tries < 500, "rmdir %s: %s", CGROUP, strerror(errno));
-		nap_ms(10);
-	}
-}
-
 static void zero_sixteen(struct guest *guest, struct disk *disk)
 {
 	guest_run_on(guest, disk);
@@ -234,7 +157,7 @@ void test_charged(struct disk *disk)
 		disk->block = 4096;
 		before = counted("memory.stat", "\nshmem ");
 		CHECK(!in_cgroup(zero_sixteen, &guest, disk), "it failed");
-		before = counted("memory.stat", "\nshmem ") - before;
+		before = counted_memory("\nshmem ") - before;
 		printf("%llu bytes of shmem are charged\n", (unsigned long long)before);
 		CHECK(!has_controller("memory") || before >= MIB, "nobody pays");
 	} else {

@@ -104,7 +104,7 @@ void guest_memory(struct guest *guest, unsigned queues, int fd, int flags)
 		ring_new(guest, i);
 }
 
-void guest_open(struct guest *guest, uint64_t features)
+void guest_set_up(struct guest *guest, uint64_t features)
 {
 	struct { struct vhost_memory head; struct vhost_memory_region region; } table = {
 		.head.nregions = 1,
@@ -112,13 +112,18 @@ void guest_open(struct guest *guest, uint64_t features)
 	};
 	struct ringdisk_vblk_setup setup = { .version = RINGDISK_VBLK_VERSION, .queues = guest->queues };
 
-	guest->fd = open(device_path, O_RDWR | O_CLOEXEC);
-	CHECK(guest->fd >= 0, "open %s", device_path);
 	guest->features = features;
 	must(guest, RINGDISK_VBLK_SETUP, &setup, "SETUP");
 	must(guest, VHOST_SET_OWNER, NULL, "SET_OWNER");
 	must(guest, VHOST_SET_FEATURES, &features, "SET_FEATURES");
 	must(guest, VHOST_SET_MEM_TABLE, &table, "SET_MEM_TABLE");
+}
+
+void guest_open(struct guest *guest, uint64_t features)
+{
+	guest->fd = open(device_path, O_RDWR | O_CLOEXEC);
+	CHECK(guest->fd >= 0, "open %s", device_path);
+	guest_set_up(guest, features);
 }
 
 int disk_open(struct disk *disk)

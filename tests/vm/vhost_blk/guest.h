@@ -85,6 +85,8 @@ void guest_new(struct guest *guest, unsigned queues);
 void guest_memory(struct guest *guest, unsigned queues, int fd, int flags);
 /* Opens the device and says all that it has to know, for a ring too; starts nothing. */
 void guest_open(struct guest *guest, uint64_t features);
+/* The same with the device that guest->fd is. */
+void guest_set_up(struct guest *guest, uint64_t features);
 void guest_disk(struct guest *guest, const struct disk *disk);
 /* Opens the disk; its size is stored where capacity is 0. */
 int disk_open(struct disk *disk);

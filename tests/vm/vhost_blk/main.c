@@ -38,6 +38,9 @@ void test_closing(struct disk *disk);
 void test_charged(struct disk *disk);
 void test_reclaim(struct disk *disk);
 void test_swap(struct disk *disk);
+void test_accounted(struct disk *disk);
+void test_stuck(struct disk *disk);
+void test_rights(struct disk *disk);
 void test_fuzz(struct disk *disk, unsigned seconds);
 
 int main(int argc, char **argv)
@@ -108,6 +111,12 @@ int main(int argc, char **argv)
 		test_reclaim(&disk);
 	else if (!strcmp(test, "swap"))
 		test_swap(&disk);
+	else if (!strcmp(test, "accounted"))
+		test_accounted(&disk);
+	else if (!strcmp(test, "stuck"))
+		test_stuck(&disk);
+	else if (!strcmp(test, "rights"))
+		test_rights(&disk);
 	else if (!strcmp(test, "fuzz"))
 		test_fuzz(&disk, number ? number : 10);
 	else
