@@ -29,6 +29,11 @@ mod model;
 #[path = "../../crates/ringdisk/src/keep/origin.rs"]
 #[allow(dead_code)]
 mod origin;
+#[path = "../../crates/ringdisk/src/sandbox/overlays.rs"]
+#[allow(dead_code)]
+mod overlays;
+#[path = "../../crates/ringdisk/src/pid.rs"]
+mod pid;
 #[path = "../../crates/ringdisk/src/keep/places.rs"]
 #[allow(dead_code)]
 mod places;

@@ -22,6 +22,7 @@ mod made;
 mod new_image;
 mod notify;
 mod offline;
+mod pid;
 mod pidfile;
 mod report;
 mod sandbox;

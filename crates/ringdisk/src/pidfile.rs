@@ -17,11 +17,9 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{CWD, FlockOperation, RenameFlags, fcntl_lock, renameat_with};
 use rustix::io::Errno;
 
+use crate::pid;
 use crate::report::{Exit, Failure, words};
 use crate::sandbox;
-
-/// Longest content that is taken for a pid: 20 digits of a 64-bit number and a newline.
-pub(crate) const CONTENT_BYTES_MAX: usize = 21;
 
 /// Tries to find a name that nobody removes or makes under our hands.
 const ATTEMPTS: usize = 100;
@@ -130,10 +128,10 @@ fn open_existing(path: &Path) -> Result<Option<File>, Failure> {
     lock(path, &file)?;
     let mut content = Vec::new();
     Read::by_ref(&mut file)
-        .take(CONTENT_BYTES_MAX as u64 + 1)
+        .take(pid::CONTENT_BYTES_MAX as u64 + 1)
         .read_to_end(&mut content)
         .map_err(|error| cannot(path, "", &error))?;
-    if !is_pid(&content) {
+    if !pid::is_pid(&content) {
         return Err(Failure::new(
             Exit::General,
             format!(
@@ -215,12 +213,6 @@ fn is_named(path: &Path, file: &File) -> bool {
         (Ok(named), Ok(ours)) => (named.dev(), named.ino()) == (ours.dev(), ours.ino()),
         _ => false,
     }
-}
-
-/// Whether a file with this content may be taken over: empty, or a number.
-pub(crate) fn is_pid(content: &[u8]) -> bool {
-    let digits = content.strip_suffix(b"\n").unwrap_or(content);
-    content.len() <= CONTENT_BYTES_MAX && digits.iter().all(u8::is_ascii_digit)
 }
 
 /// The failure, in the words that scripts know from QEMU's daemons.

@@ -25,7 +25,7 @@ use rustix::net::{
 };
 
 use super::overlays::Overlays;
-use crate::pidfile;
+use crate::pid;
 use crate::users::{self, Place};
 
 /// A file by its name, with device and inode number: what has taken its name since is another one.
@@ -275,8 +275,8 @@ fn unlink(path: &Path, id: (u64, u64), is_pinned: bool) -> Answer {
 /// Whether a regular file holds nothing, or a pid.
 fn is_made(path: &Path, meta: &fs::Metadata) -> bool {
     meta.len() == 0
-        || meta.len() <= pidfile::CONTENT_BYTES_MAX as u64
-            && fs::read(path).is_ok_and(|content| pidfile::is_pid(&content))
+        || meta.len() <= pid::CONTENT_BYTES_MAX as u64
+            && fs::read(path).is_ok_and(|content| pid::is_pid(&content))
 }
 
 /// Connects, without waiting for a front end that is busy.
