@@ -23,6 +23,13 @@ const NO_CONNECTION: u32 = 0xffff_fff0;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Node(u32);
 
+impl Node {
+    /// A regular file that no server has made.
+    fn is_filled(self) -> bool {
+        self.0.is_multiple_of(2)
+    }
+}
+
 /// A directory, and what should be in it.
 struct World<'a> {
     directory: &'a Path,
@@ -141,10 +148,13 @@ impl World<'_> {
             let listener = UnixListener::bind(self.path(name)).expect("bind");
             self.listeners.push((node, listener));
         } else {
-            fs::write(self.path(name), if self.made.is_multiple_of(2) { "" } else { "x" })
-                .expect("write");
+            fs::write(self.path(name), if node.is_filled() { "x" } else { "" }).expect("write");
         }
         self.names.insert(name, node);
+    }
+
+    fn is_socket(&self, node: Node) -> bool {
+        self.listeners.iter().any(|(it, _)| *it == node)
     }
 
     fn remove(&mut self, name: u8) {
@@ -181,15 +191,16 @@ impl World<'_> {
         let meant = (0..NAMES).find(|name| self.path(*name) == path);
         let file = duties.files.iter().any(|(it, _)| it == path);
         let goes = meant.filter(|_| *what == b'R' && file);
-        // What has the name by now is another file, or it is that one.
+        // What has the name by now is another file, or it is that one, and one that no server makes.
         if let Some(name) = goes
-            && self.names.get(&name) == told.get(&name)
+            && let Some(node) = self.names.get(&name).filter(|node| Some(*node) == told.get(&name))
+            && (self.is_socket(*node) || !node.is_filled())
         {
             self.names.remove(&name);
         }
         let front = *what == b'C' && duties.fronts.iter().any(|it| it == path);
         let node = meant.and_then(|name| self.names.get(&name));
-        let listens = node.is_some_and(|node| self.listeners.iter().any(|(it, _)| it == node));
+        let listens = node.is_some_and(|node| self.is_socket(*node));
         assert_eq!(answer.fd.is_some(), front && listens, "{}", order.escape_ascii());
         for (_, listener) in self.listeners.iter().filter(|_| answer.fd.is_some()) {
             listener.set_nonblocking(true).expect("a setting");
