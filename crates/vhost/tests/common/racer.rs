@@ -197,7 +197,7 @@ impl Hand {
 
     fn lay_split(&mut self, chains: &[Vec<Descriptor>]) {
         // Those of the last burst may not have been given back yet, though they were served.
-        let mut next = if self.bursts % 2 == 0 { 0 } else { RING / 2 };
+        let mut next = if self.bursts.is_multiple_of(2) { 0 } else { RING / 2 };
         let ring = &self.areas.driver;
         for chain in chains {
             let place = self.avail & (RING - 1);
