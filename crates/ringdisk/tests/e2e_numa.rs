@@ -6,7 +6,7 @@ mod common;
 
 use std::path::Path;
 
-use common::numa::{allowed, guest_on, threads, threads_named, two_nodes};
+use common::numa::{allowed, guest_on, stack_pages_on, threads, threads_named, two_nodes};
 use common::serving::Place;
 use common::{MIB, serve_raw};
 use ringdisk_testkit::limits::{Sysctl, UringParameter, needs_root};
@@ -64,6 +64,8 @@ fn queue_threads_go_to_the_node_of_their_virtqueues() {
         let bound = threads_named(daemon.process.pid(), "vq-");
         let is_here = |cpus: &Vec<usize>| cpus.iter().all(|cpu| here.contains(cpu));
         assert!(bound.len() == 2 && bound.iter().all(is_here), "node {node}: {bound:?}");
+        let elsewhere = stack_pages_on(daemon.process.pid(), "vq-", 1 - node);
+        assert_eq!(elsewhere, [0, 0], "pages of stacks that are not on node {node}");
         drop(vm);
         daemon.stop(&[&place.socket]);
         // Where the user has said which CPUs, or that nodes do not matter, they stay.

@@ -30,8 +30,8 @@ use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 /// Bytes of the disk: each request has a sector of its own.
 const DISK: u64 = 64 * MIB;
-/// Requests at once in a virtqueue: those of three are more than a thread serves at a time.
-const SLOTS: usize = 100;
+/// Requests at once in a virtqueue: those of three are many batches of a thread, and fewer than it serves at a time.
+const SLOTS: usize = 80;
 /// A virtqueue that nobody uses, but to break the device of a process that is to be dead.
 const SPARE: u32 = 7;
 const PATIENCE: Duration = Duration::from_secs(20);

@@ -69,3 +69,24 @@ pub(crate) fn threads_named(pid: u32, start: &str) -> Vec<Vec<usize>> {
     let all = threads(pid).into_iter();
     all.filter(|(name, _)| name.starts_with(start)).map(|(_, cpus)| cpus).collect()
 }
+
+/// Pages on a node of the stack of each thread with such a name.
+pub(crate) fn stack_pages_on(pid: u32, start: &str, node: usize) -> Vec<u64> {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/numa_maps")).expect("NUMA");
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).expect("a process");
+    let stack = |task: std::fs::DirEntry| {
+        let read = |file: &str| std::fs::read_to_string(task.path().join(file)).ok();
+        let _queue_thread = read("comm").filter(|name| name.starts_with(start))?;
+        // A thread that sleeps: its call, six arguments, stack pointer and program counter.
+        let call = read("syscall")?;
+        let pointer = call.split_whitespace().rev().nth(1)?.strip_prefix("0x")?;
+        let pointer = u64::from_str_radix(pointer, 16).ok()?;
+        let of = |line: &str| u64::from_str_radix(line.split(' ').next().unwrap_or(""), 16).ok();
+        let line =
+            maps.lines().take_while(|line| of(line).is_some_and(|at| at <= pointer)).last()?;
+        let key = format!("N{node}=");
+        let pages = line.split_whitespace().find_map(|word| word.strip_prefix(&key)?.parse().ok());
+        Some(pages.unwrap_or(0))
+    };
+    tasks.flatten().filter_map(stack).collect()
+}

@@ -9,7 +9,7 @@ use ringdisk_ring::{Errno, pin_to_cpus};
 use super::backend::Control;
 use crate::device::Complaint;
 use crate::session::{Refusal, VringSetup};
-use crate::worker::{RingStart, areas, layout};
+use crate::worker::{Gone, RingStart, areas, layout};
 
 /// What the front end gave for a virtqueue.
 #[derive(Debug, Default)]
@@ -33,10 +33,9 @@ impl Control {
             .map(|t| t.ask_task(|worker| async move { worker.hold_all().await }))
             .collect();
         // All of them are asked by now, so all are let go, whatever becomes of one.
-        let still = held
-            .into_iter()
-            .map(|pending| pending.wait(self.is_patient()))
-            .fold(Ok(()), |all, one| all.and(one));
+        let ends: Vec<_> =
+            held.into_iter().map(|pending| pending.wait(self.is_patient())).collect();
+        let still: Result<(), Gone> = ends.into_iter().collect();
         let shown = match still {
             Ok(()) => self.show_memory_to_rings(&memory),
             Err(gone) => Err(gone.into()),
@@ -56,8 +55,9 @@ impl Control {
     fn release_rings(&self) -> Result<(), Refusal> {
         let released: Vec<_> =
             self.threads.iter().map(|thread| thread.ask(|worker| worker.release_all())).collect();
-        let waited = released.into_iter().map(|pending| pending.wait(self.is_patient()));
-        Ok(waited.fold(Ok(()), |all, one| all.and(one))?)
+        let ends: Vec<_> =
+            released.into_iter().map(|pending| pending.wait(self.is_patient())).collect();
+        Ok(ends.into_iter().collect::<Result<(), Gone>>()?)
     }
 
     /// Moves virtqueues that are held to another memory; those that are not in it are taken off their threads.

@@ -197,7 +197,7 @@ impl Hand {
 
     fn lay_split(&mut self, chains: &[Vec<Descriptor>]) {
         // Those of the last burst may not have been given back yet, though they were served.
-        let mut next = if self.bursts % 2 == 0 { 0 } else { RING / 2 };
+        let mut next = if self.bursts.is_multiple_of(2) { 0 } else { RING / 2 };
         let ring = &self.areas.driver;
         for chain in chains {
             let place = self.avail & (RING - 1);
@@ -302,7 +302,7 @@ pub(crate) fn race(targets: &[RingMemory], switch: &Switch, seed: u64) {
         if switch.rests.load(Ordering::SeqCst) {
             switch.is_resting.store(true, Ordering::SeqCst);
             while switch.rests.load(Ordering::SeqCst) && !switch.stops.load(Ordering::Relaxed) {
-                std::thread::yield_now();
+                std::thread::sleep(std::time::Duration::from_micros(100));
             }
             switch.is_resting.store(false, Ordering::SeqCst);
         }
@@ -317,7 +317,7 @@ pub(crate) fn race(targets: &[RingMemory], switch: &Switch, seed: u64) {
         }
         // Now and then until somebody else has run, in case all of them share a CPU.
         match turn % 16 {
-            0 => std::thread::yield_now(),
+            0 => std::thread::sleep(std::time::Duration::from_micros(1)),
             _ => (0..prng.below(100)).for_each(|_| std::hint::spin_loop()),
         }
         while let Some((number, place, before)) = changed.pop() {
@@ -328,7 +328,6 @@ pub(crate) fn race(targets: &[RingMemory], switch: &Switch, seed: u64) {
             let rounds = counts.iter().zip(targets).map(|(count, target)| count / target.len());
             switch.flips.store(counts.iter().sum::<usize>() as u64, Ordering::Relaxed);
             switch.rounds.store(rounds.min().unwrap_or(0) as u64, Ordering::Relaxed);
-            std::thread::yield_now();
         }
     }
 }

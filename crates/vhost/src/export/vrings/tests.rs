@@ -95,7 +95,8 @@ fn virtqueues_go_on_when_a_thread_is_gone_in_the_middle_of_a_change_of_memory() 
     };
     control.start_vring(0, setup).expect("it starts");
     assert!(works(&mut driver, &ram, at, &kick));
-    // The other thread ends, as by a defect, and says nothing of it.
+    // The other thread ends, as by a defect.
+    control.device.thread_panicked();
     control.threads[1].ask_to_stop();
     assert!(control.threads[1].join(Instant::now() + LIMIT));
 
