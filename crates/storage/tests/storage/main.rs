@@ -33,6 +33,7 @@ const DIRECT: OpenOptions = OpenOptions {
     lock: ringdisk_storage::Lock::Auto,
     create: false,
     create_new: false,
+    opener: None,
 };
 
 /// A sparse file in a scratch directory.

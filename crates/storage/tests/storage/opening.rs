@@ -18,6 +18,7 @@ const READ_ONLY: OpenOptions = OpenOptions {
     lock: Lock::Auto,
     create: false,
     create_new: false,
+    opener: None,
 };
 
 fn refusal(path: &Path, options: &OpenOptions) -> Error {
