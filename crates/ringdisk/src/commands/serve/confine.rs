@@ -71,19 +71,17 @@ pub(super) fn enter(
     let vhost = disks.iter().any(|disk| disk.served.has_kernel());
     let duties =
         Duties { files, fronts, directories: places, maker: user.user(), ..Duties::default() };
-    let plan = match through_warden(plan, &duties, vhost) {
-        Ok(plan) => {
-            notify.leave_to_warden();
-            plan
-        }
-        Err((plan, why)) => {
-            match user.stay(&why) {
+    let (mut plan, no_warden) = through_warden(plan, &duties, vhost);
+    match &no_warden {
+        None => notify.leave_to_warden(),
+        Some(why) => {
+            match user.stay(why) {
                 Err(failure) if taken => complain(failure),
                 stays => stays?,
             }
-            plan.without_files(format!("no landlock, since {why}"))
+            plan = plan.without_files(format!("no landlock, since {why}"));
         }
-    };
+    }
     let in_force = user.enter(word, plan, taken)?;
     for disk in disks {
         if let Some(in_force) = &in_force {
@@ -96,20 +94,17 @@ pub(super) fn enter(
     Ok(())
 }
 
-/// Sets a process to do what this one will not be able to; what it cannot do stays possible here.
+/// Sets a process to do what this one will not be able to; what it cannot do stays possible here. Gives why there is no
+/// such process, too, for people.
 ///
 /// * `vhost`: rings may be handed to the host kernel.
-///
-/// Errors: why there is no such process, for people; with the plan.
-fn through_warden(plan: Plan, duties: &Duties, vhost: bool) -> Result<Plan, (Plan, String)> {
+fn through_warden(plan: Plan, duties: &Duties, vhost: bool) -> (Plan, Option<String>) {
     let warden = sandbox::set_warden(duties);
     let is_ours = |front: &Path| warden.is_err() || !sandbox::is_for_warden(front);
     let sockets = duties.fronts.iter().any(|front| is_ours(front));
     let plan = plan.calls(Calls { sockets, vhost, ..Calls::default() });
-    match warden {
-        Ok(_) => Ok(plan),
-        Err(error) => Err((plan, format!("nobody outside could remove sockets: {error}"))),
-    }
+    let why = warden.err().map(|error| format!("nobody outside could remove sockets: {error}"));
+    (plan, why)
 }
 
 impl Running {
