@@ -21,6 +21,11 @@ use tempfile::TempDir;
 #[path = "../../crates/ringdisk/src/sandbox/duties.rs"]
 #[allow(dead_code)]
 mod duties;
+mod keep {
+    #[path = "../../../crates/ringdisk/src/keep/mark.rs"]
+    #[allow(dead_code)]
+    pub(crate) mod mark;
+}
 #[path = "../../crates/ringdisk/src/upgrade/link.rs"]
 #[allow(dead_code)]
 mod link;

@@ -168,7 +168,15 @@ fn serve(
     if let Some(kept) = &mut kept {
         let created = new.as_ref().map(|(new, _)| new.format);
         let may_be_top = plan.may_be_top();
-        let parked = park(kept, &mut served, &made, &disk, alive.as_deref(), created, may_be_top);
+        let parked = park(
+            kept,
+            &mut served,
+            &made,
+            &disk,
+            alive.as_deref(),
+            created,
+            (may_be_top, plan.mark.clone()),
+        );
         if let Err(failure) = parked {
             served.handle().force();
             let _ = served.wait(&disk);
@@ -339,7 +347,7 @@ fn park(
     disk: &Disk,
     alive: Option<&fs::File>,
     created: Option<Format>,
-    may_be_top: impl Fn(&Layer) -> Result<(), String> + Send + Sync + 'static,
+    (may_be_top, mark): (impl Fn(&Layer) -> Result<(), String> + Send + Sync + 'static, String),
 ) -> Result<(), Failure> {
     let state_file = kept.state_file();
     let top = Mutex::new(disk.layers().first().map(|top| top.name().to_owned()));
@@ -356,6 +364,7 @@ fn park(
             state = state.begun_on(&disk.layers());
             state.window = disk.window();
             state.protect_raw = disk.protects_raw();
+            state.mark = mark;
             kept.park(&parked, state, alive)
         }
         _ => Ok(()),
@@ -445,7 +454,8 @@ fn confine(
     let mount = served.connection().map(|connection| (plan.mountpoint.clone(), connection));
     let directories = plan.directories(disk);
     let maker = user.user();
-    let duties = Duties { mount, files: removed, directories, maker, ..Duties::default() };
+    let mark = plan.mark.clone();
+    let duties = Duties { mount, files: removed, directories, maker, mark, ..Duties::default() };
     let confinement = match sandbox::set_warden(&duties) {
         Ok(remover) => {
             served.remove_through(remover);

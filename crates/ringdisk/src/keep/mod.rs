@@ -12,6 +12,7 @@
 
 pub(crate) mod holder;
 mod link;
+pub(crate) mod mark;
 mod origin;
 mod places;
 mod state;

@@ -11,6 +11,7 @@ use std::fs::{self, File};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -21,7 +22,7 @@ use ringdisk_storage::{Kind, Storage};
 use rustix::fs::{MemfdFlags, memfd_create};
 use serde::{Deserialize, Serialize};
 
-use super::{origin, places};
+use super::{mark, origin, places};
 use crate::report::{Exit, Failure, words};
 use crate::sandbox::{self, Reach};
 
@@ -65,6 +66,9 @@ pub(crate) struct State {
     /// states the format.
     #[serde(default)]
     pub(crate) protect_raw: bool,
+    /// What the overlays of this mount are marked with ([`super::mark`]). Empty: they are not.
+    #[serde(default)]
+    pub(crate) mark: String,
 }
 
 /// A path: one character for each byte, so that JSON can hold any.
@@ -114,6 +118,7 @@ impl State {
             directories: Vec::new(),
             window: None,
             protect_raw: false,
+            mark: String::new(),
         }
     }
 
@@ -148,15 +153,27 @@ impl State {
 
     /// One of these images that was not there at the start, which this is, and lies where the process could not have opened it.
     ///
-    /// * `reach`: of the command line.
-    pub(crate) fn stranger<'a>(&self, reach: &Reach, chain: &'a [Arc<Layer>]) -> Option<&'a Layer> {
+    /// * `reach`: of the command line; what is only read may be anywhere there.
+    /// * `allowed`: what `--allow-path` names. What is written lies there, was there at the start, or was made for this mount.
+    pub(crate) fn stranger<'a>(
+        &self,
+        reach: &Reach,
+        allowed: &Reach,
+        chain: &'a [Arc<Layer>],
+    ) -> Option<&'a Layer> {
         let is_known = |storage: &Storage| {
             let was_there = storage.identity().is_some_and(|id| self.files.contains(&id));
             let open = sandbox::by_descriptor(storage);
             was_there
-                || open.is_none_or(|open| {
-                    let is_read = storage.is_read_only() && storage.kind() == Kind::Regular;
-                    reach.has_open(&open) || is_read && self.is_beside(&open)
+                || open.is_none_or(|open| match storage.is_read_only() {
+                    true => {
+                        let is_regular = storage.kind() == Kind::Regular;
+                        reach.has_open(&open) || is_regular && self.is_beside(&open)
+                    }
+                    false => {
+                        allowed.has_open(&open)
+                            || reach.has_open(&open) && mark::is_on(&open, &self.mark)
+                    }
                 })
         };
         let is_stranger = |layer: &&Arc<Layer>| {
@@ -164,6 +181,12 @@ impl State {
             !storages.into_iter().flatten().all(|storage| is_known(storage))
         };
         chain.iter().find(is_stranger).map(|layer| &**layer)
+    }
+
+    /// Whether a regular file with this name may be written: it was there at the start, which this is, or was made for this mount.
+    pub(crate) fn has_or_made(&self, path: &Path) -> bool {
+        let meta = fs::metadata(path).map(|meta| (meta.dev(), meta.ino()));
+        meta.is_ok_and(|id| self.files.contains(&id)) || mark::is_on(path, &self.mark)
     }
 
     /// Whether an open file lies in, or below, the directory of one of the images.

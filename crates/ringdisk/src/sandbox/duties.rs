@@ -39,6 +39,7 @@ const FILE: u8 = b'f';
 const FRONT: u8 = b's';
 const DIRECTORY: u8 = b'd';
 const MAKER: u8 = b'u';
+const MARK: u8 = b'k';
 const ALL: u8 = b'.';
 
 /// Orders.
@@ -70,6 +71,8 @@ pub(crate) struct Duties {
     pub(crate) directories: Vec<Named>,
     /// Who makes them, and owns them, where the serving process is not root any more.
     pub(crate) maker: Option<User>,
+    /// What they are marked with, for the next process of a kept mount ([`crate::keep::mark`]); empty: nothing.
+    pub(crate) mark: String,
 }
 
 /// What the numbers of the duties meant when they were told.
@@ -144,6 +147,8 @@ impl Duties {
         let fronts = self.fronts.iter().map(|path| message(FRONT, path, &[]));
         let directories =
             self.directories.iter().map(|(path, id)| message(DIRECTORY, path, &[id.0, id.1]));
+        let mark = Some(&self.mark).filter(|mark| !mark.is_empty());
+        let mark = mark.map(|mark| message(MARK, Path::new(mark), &[]));
         let maker = self
             .maker
             .iter()
@@ -153,6 +158,7 @@ impl Duties {
             .chain(fronts)
             .chain(directories)
             .chain(maker)
+            .chain(mark)
             .chain([vec![ALL]])
             .collect()
     }
@@ -162,7 +168,7 @@ impl Duties {
         let place = self.mount.as_ref().map(|(path, number)| Place::of(path, *number));
         let abort = self.mount.as_ref().and_then(|(path, number)| mount::abort_of(path, *number));
         let pins = self.files.iter().map(|(path, id)| pin(path, *id)).collect();
-        let overlays = Overlays::hold(&self.directories, self.maker).into();
+        let overlays = Overlays::hold(&self.directories, self.maker, &self.mark).into();
         Held { place, abort, pins, overlays }
     }
 
@@ -189,6 +195,7 @@ impl Duties {
                 let [Ok(user), Ok(group)] = numbers else { return None };
                 self.maker = Some(User::new(user, group)?);
             }
+            (MARK, [mark]) => mark_of(mark)?.clone_into(&mut self.mark),
             (ALL, [[]]) => return Some(true),
             _ => return None,
         }
@@ -231,6 +238,12 @@ impl Duties {
             _ => Answer::refused(),
         }
     }
+}
+
+/// Digits and letters only.
+fn mark_of(field: &[u8]) -> Option<&str> {
+    let is_plain = !field.is_empty() && field.iter().all(u8::is_ascii_alphanumeric);
+    std::str::from_utf8(field).ok().filter(|_| is_plain)
 }
 
 fn unmount((mountpoint, connection): &(PathBuf, u32), how: Unmount) -> Answer {
@@ -312,7 +325,14 @@ mod tests {
         let mount = Some((PathBuf::from("/mnt"), 77));
         let fronts = vec![PathBuf::from("/run/vm.sock")];
         let directories = vec![(PathBuf::from("/srv"), (4, 5))];
-        let duties = Duties { mount, files, fronts, directories, maker: User::new(5, 0) };
+        let duties = Duties {
+            mount,
+            files,
+            fronts,
+            directories,
+            maker: User::new(5, 0),
+            mark: String::from("0a"),
+        };
         assert_eq!(told(&duties), Some(duties));
         assert_eq!(told(&Duties::default()), Some(Duties::default()));
         for message in

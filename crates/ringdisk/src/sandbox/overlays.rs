@@ -20,6 +20,7 @@ use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, fstat, openat, statat, un
 use rustix::io::Errno;
 
 use super::duties::{Answer, DONE, Named, REFUSED, pin};
+use crate::keep::mark;
 
 /// Makes a file; after the numbers of the directory comes its name.
 pub(super) const MAKE: u8 = b'o';
@@ -54,6 +55,8 @@ pub(super) struct Overlays {
     count: u32,
     /// Who makes them; `None`: this process.
     maker: Option<User>,
+    /// What they are marked with; empty: nothing.
+    mark: String,
 }
 
 /// A file that was made here.
@@ -70,12 +73,18 @@ impl Overlays {
     /// Takes hold of directories. One whose name leads elsewhere by now is none.
     ///
     /// * `maker`: who must be allowed to make files there, and owns them; `None`: this process.
-    pub(super) fn hold(directories: &[Named], maker: Option<User>) -> Overlays {
+    /// * `mark`: what they are marked with; empty: nothing.
+    pub(super) fn hold(directories: &[Named], maker: Option<User>, mark: &str) -> Overlays {
         let held = directories.iter().filter_map(|(path, id)| {
             let directory = pin(path, *id).filter(|fd| is_of_type(fd, FileType::Directory))?;
             Some((*id, Rc::new(directory)))
         });
-        Overlays { directories: held.collect(), maker, ..Overlays::default() }
+        Overlays {
+            directories: held.collect(),
+            maker,
+            mark: mark.to_owned(),
+            ..Overlays::default()
+        }
     }
 
     /// Does what an order asks for. `None`: it is none of these.
@@ -134,6 +143,10 @@ impl Overlays {
             None => open()?,
         };
         self.count += 1;
+        if !self.mark.is_empty() {
+            // Where it cannot be marked, the next process of the mount does not go on with it, and says so.
+            let _ = mark::set(&open, &self.mark);
+        }
         let held = fstat(&open).and_then(|stat| {
             let flags = OFlags::PATH | OFlags::CLOEXEC;
             let file = openat(CWD, link(open.as_fd()), flags, Mode::empty())?;

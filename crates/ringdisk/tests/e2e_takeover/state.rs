@@ -346,3 +346,61 @@ fn a_chain_in_several_directories_is_opened_again() {
     assert_eq!(piece(&disk.path(), 0, 4096), pattern(1, 0, 4096));
     disk.stop();
 }
+
+/// A mark of another mount.
+const MARK: &str = "0123456789abcdef0123456789abcdef";
+
+#[test]
+fn an_image_of_somebody_else_beside_ours_is_not_written() {
+    if !(needs_root() && needs("qemu-img", has("qemu-img"))) {
+        return;
+    }
+    for format in ["raw", "qcow2"] {
+        let (directory, path, disk) = kept();
+        let neighbour = directory.path().join("neighbour");
+        match format {
+            "raw" => fs::write(&neighbour, [SECRET, &[0; 4096]].concat()).expect("an image"),
+            _ => {
+                let bytes = overlay_of(&directory.path().join("image"), &neighbour);
+                fs::write(&neighbour, bytes).expect("an image");
+            }
+        }
+        let name = "user.ringdisk.mount";
+        let flags = rustix::fs::XattrFlags::empty();
+        rustix::fs::setxattr(&neighbour, name, MARK.as_bytes(), flags).expect("a mark");
+        let before = fs::read(&neighbour).expect("an image");
+        let agent = agent(&disk);
+        forge(&agent.memory(), |state| {
+            with_top(state, &neighbour, format);
+            state["mark"] = json!(MARK);
+        });
+        agent.dies();
+        ends(disk, &["was not made for this mount"]);
+        assert!(path.exists(), "the mountpoint was there before");
+        assert_eq!(fs::read(&neighbour).expect("an image"), before);
+    }
+}
+
+#[test]
+fn an_image_of_somebody_else_beside_ours_is_no_data_file() {
+    if !(needs_root() && needs("qemu-img", has("qemu-img"))) {
+        return;
+    }
+    let directory = ringdisk_testkit::mount::scratch();
+    let image = directory.path().join("disk.qcow2");
+    let neighbour = directory.path().join("neighbour");
+    fs::write(&neighbour, [SECRET, &vec![0; 1 << 20]].concat()).expect("an image");
+    let forged = with_data_file(&neighbour, &directory.path().join("made"));
+    qcow2(&image);
+    let path = directory.path().join("mountpoint");
+    fs::write(&path, "").expect("a mountpoint");
+    let disk = Kept::start_at(&["--format", "qcow2", text(&image)], &path);
+    let agent = agent(&disk);
+    let own = agent.all(|name| name == text(&image));
+    let own = File::from(own.into_iter().next().expect("the image"));
+    own.write_all_at(&forged, 0).and_then(|()| own.sync_all()).expect("written");
+    drop(own);
+    forge(&agent.memory(), |state| state["files"] = json!([]));
+    agent.dies();
+    ends(disk, &["was not an image of the mount"]);
+}

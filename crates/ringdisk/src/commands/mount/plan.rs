@@ -15,11 +15,11 @@ use ringdisk_fuse::mount::{Unmount, mountpoint, table, unmount};
 use crate::cli::{MountArgs, MountPaths, SandboxWord, StopTimeout};
 use crate::commands::open::{ImagePlan, reach};
 use crate::control::place;
-use crate::keep::{self, State};
+use crate::keep::{self, State, mark};
 use crate::made::Fresh;
 use crate::new_image::NewImage;
 use crate::report::{Exit, Failure};
-use crate::sandbox;
+use crate::sandbox::{self, Reach};
 use crate::serve::Options;
 use crate::signals::Watcher;
 use crate::terminal::{self, shell_word, visible};
@@ -48,6 +48,8 @@ pub(super) struct Plan<'a> {
     kept: Option<State>,
     /// And what it was made with.
     first: Option<State>,
+    /// What new overlays are marked with; empty: nothing.
+    pub(super) mark: String,
 }
 
 /// The image of a mount.
@@ -79,7 +81,14 @@ impl<'a> Plan<'a> {
         let pidfile = pidfile
             .map_err(|error| Failure::system("the name of the pid file", &error, Exit::General))?;
         let image = image_plan(args, paths.image);
-        Ok(Plan { args, image, mountpoint_shown, mountpoint, pidfile, kept: None, first: None })
+        let mark = match args.keep_mount {
+            true => mark::new().map_err(|error| {
+                Failure::system("no random bytes for the mount", &error, Exit::General)
+            })?,
+            false => String::new(),
+        };
+        let (kept, first) = (None, None);
+        Ok(Plan { args, image, mountpoint_shown, mountpoint, pidfile, kept, first, mark })
     }
 
     /// For a mount that is there: of a process that is gone.
@@ -117,7 +126,7 @@ impl<'a> Plan<'a> {
         Ok(Plan {
             args,
             image: ImagePlan {
-                top: checked_top(args, paths.image.as_deref(), state)?,
+                top: checked_top(args, paths.image.as_deref(), state, first)?,
                 made_format: state.format(),
                 window: state.window,
                 protect_raw: state.protect_raw,
@@ -128,6 +137,7 @@ impl<'a> Plan<'a> {
             pidfile,
             kept: Some(state.clone()),
             first: first.cloned(),
+            mark: first.map(|first| first.mark.clone()).unwrap_or_default(),
         })
     }
 
@@ -202,9 +212,10 @@ impl<'a> Plan<'a> {
             return Ok(());
         }
         let reach = reach(&self.args.disk, self.image.image.as_deref());
-        let Some(stranger) = first.stranger(&reach, layers) else { return Ok(()) };
+        let allowed = allowed(self.args);
+        let Some(stranger) = first.stranger(&reach, &allowed, layers) else { return Ok(()) };
         let what = format!(
-            "'{}' was not an image of the mount when that was made, and is not beside the image of the command line, nor where --allow-path allows",
+            "'{}' was not an image of the mount when that was made, was not made for it, and is not where --allow-path allows",
             visible(&stranger.name().display().to_string())
         );
         Err(Failure::new(Exit::Permission, what).hint(
@@ -323,19 +334,29 @@ fn checked_top(
     args: &MountArgs,
     image: Option<&Path>,
     state: &State,
+    first: Option<&State>,
 ) -> Result<Option<(PathBuf, Format)>, Failure> {
     let Some((top, format)) = state.top() else { return Ok(None) };
-    if !sandbox::confines_files(args.sandbox.word) || reach(&args.disk, image).has(&top) {
+    let is_ours = || first.is_some_and(|first| first.has_or_made(&top)) || !top.is_file();
+    if !sandbox::confines_files(args.sandbox.word)
+        || allowed(args).has(&top)
+        || reach(&args.disk, image).has(&top) && is_ours()
+    {
         return Ok(Some((top, format)));
     }
     let what = format!(
-        "the process that served the mount before names '{}' as the image on top, which is not beside the image of the command line, \
-         nor where --allow-path allows, or is gone",
+        "the process that served the mount before names '{}' as the image on top, which is not beside the image of the command line or was \
+         not made for this mount, is not where --allow-path allows, or is gone",
         visible(&top.display().to_string())
     );
     Err(Failure::new(Exit::Permission, what).hint(
         "if a `ringdisk ctl snapshot` of yours put it there, name its directory with --allow-path",
     ))
+}
+
+/// What `--allow-path` names.
+fn allowed(args: &MountArgs) -> Reach {
+    Reach::of(std::iter::empty(), &args.disk.allow_path)
 }
 
 /// How long the kernel may take to let go of an image that was passed through.
