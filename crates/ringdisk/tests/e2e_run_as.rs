@@ -135,7 +135,10 @@ fn a_mount_is_the_owner_of_its_image_and_does_everything() {
     }
     let place = Place::new();
     let pidfile = place.root("pid");
-    let disk = place.mount(&["--pidfile", text(&pidfile), "--threads", "2"]);
+    let [new, copy] = ["new.qcow2", "copy.qcow2"].map(|name| place.image(name));
+    fs::write(&copy, "").expect("a name that is allowed");
+    let disk =
+        place.mount(&["--pidfile", text(&pidfile), "--threads", "2", "--allow-path", text(&copy)]);
     assert_is(disk.pid(), NOBODY);
     assert_confined(disk.pid(), true);
     let warden = children(disk.pid());
@@ -150,7 +153,6 @@ fn a_mount_is_the_owner_of_its_image_and_does_everything() {
         place.sandbox("disk")
     );
     write(disk.path(), 1, 0);
-    let [new, copy] = ["new.qcow2", "copy.qcow2"].map(|name| place.image(name));
     place.ctl("disk", &["snapshot", text(&new)]).ok();
     assert_eq!(owner(&new), NOBODY);
     write(disk.path(), 2, MIB);

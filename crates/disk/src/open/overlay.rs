@@ -253,7 +253,9 @@ pub(crate) async fn sync_directory(
 
 /// Removes an overlay that shall not stay.
 pub(crate) fn remove(storage: &Storage, path: &Path, options: &ImageOptions) {
-    if let Some(identity) = storage.identity() {
-        let _ = storage_options(options, false).remove_made(path, identity);
-    }
+    let _ = match storage.identity() {
+        Some(identity) => storage_options(options, false).remove_made(path, identity),
+        // The storage of a test, which stands for the file.
+        None => rustix::fs::unlink(path),
+    };
 }

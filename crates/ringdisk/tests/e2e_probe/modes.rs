@@ -183,7 +183,7 @@ mod walls {
         c"/dev/fuse",
         c"/dev/mem",
         c"/proc/1/environ",
-        c"/proc/1/root/etc/passwd",
+        c"/proc/1/cwd/etc/passwd",
     ];
     /// To write: settings of the kernel, and memory of its own that may not be written.
     const WRITES: [&CStr; 6] = [
