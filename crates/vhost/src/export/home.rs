@@ -102,6 +102,15 @@ impl Homes {
         Some((*home, cpus))
     }
 
+    /// Node of a virtqueue whose thread was there from the start: what others have made for it may not be. `None`: it is elsewhere, or
+    /// nobody knows.
+    pub(super) fn shared(&self, index: u16) -> Option<usize> {
+        let node = *self.rings.get(&index).filter(|_| !self.is_off)?;
+        let cpus = &self.threads[self.thread_of(index)];
+        let is_there = cpus.iter().all(|cpu| self.topology.node_of(cpu) == Some(node));
+        (is_there && !cpus.is_empty()).then_some(node)
+    }
+
     /// CPUs of the thread of a virtqueue; empty: it runs where the scheduler wants.
     pub(super) fn cpus_of(&self, index: u16) -> CpuList {
         self.threads[self.thread_of(index)].clone()
@@ -160,9 +169,13 @@ mod tests {
     #[test]
     fn a_thread_goes_to_the_node_of_its_virtqueue_and_stays_there() {
         let mut homes = homes("0-3", &["0", "2"]);
+        assert_eq!(homes.shared(0), None, "nobody has looked");
         assert_eq!(homes.found(0, &on(0)), None);
+        assert_eq!(homes.shared(0), Some(0));
         assert_eq!(homes.found(1, &on(0)), to(0, "0-1"));
+        assert_eq!(homes.shared(1), None, "it has to move");
         homes.moved(1, cpus("0-1"));
+        assert_eq!(homes.shared(1), Some(0));
         assert_eq!(homes.found(1, &on(0)), None);
         // The guest is started anew with other memory.
         assert_eq!(homes.found(1, &on(1)), to(1, "2-3"));

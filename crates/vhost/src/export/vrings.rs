@@ -157,15 +157,20 @@ impl Control {
 
     /// Moves the thread of a virtqueue to the node where its rings are, with the memory that it uses for every request.
     fn bring_home(&mut self, index: u16, areas: &Areas) -> Result<(), Refusal> {
-        let Some((node, cpus)) = self.homes.started(index, areas) else { return Ok(()) };
+        let moves = self.homes.started(index, areas).map(|(node, cpus)| (node, Some(cpus)));
+        // The top of its stack was written by the thread that made it, on whatever node that was.
+        let stays = || self.homes.shared(index).map(|node| (node, None));
+        let Some((node, cpus)) = moves.or_else(stays) else { return Ok(()) };
         let there = cpus.clone();
         let moved = self.thread(index).ask(move |worker| {
-            pin_to_cpus(&there)?;
+            there.as_ref().map_or(Ok(()), pin_to_cpus)?;
             Ok::<_, Errno>(worker.move_to(node))
         });
         match moved.wait(self.is_patient())? {
             Ok(memory) => {
-                self.homes.moved(index, cpus);
+                if let Some(cpus) = cpus {
+                    self.homes.moved(index, cpus);
+                }
                 match memory {
                     Ok(pages) => {
                         tracing::debug!("the thread of virtqueue {index} has {:?}", pages.by_node);
