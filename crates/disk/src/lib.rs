@@ -57,6 +57,7 @@ pub use live::{
     Backing, CommitOptions, NewSize, OverlayOptions, ResizeOptions, Resized, SnapshotChange,
 };
 pub use map::{Mapped, Mapping, View};
+pub use open::guess;
 pub use options::{Cache, DetectZeroes, Discard, Format, ImageOptions, NullOptions, Source};
 pub use plain::Plain;
 pub use progress::Progress;

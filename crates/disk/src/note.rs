@@ -7,26 +7,46 @@
 //! Promises: the attribute is set or removed only on a file that is about to be written; nothing of the file's bytes is touched.
 
 use std::os::fd::AsFd;
+use std::path::Path;
 
 use ringdisk_ring::Errno;
-use rustix::fs::{FileType, XattrFlags, fgetxattr, fremovexattr, fsetxattr, fstat};
+use rustix::fs::{FileType, XattrFlags, fgetxattr, fremovexattr, fsetxattr, fstat, getxattr};
 
 /// Name of the attribute.
 pub(crate) const NAME: &str = "user.ringdisk.format";
 /// Its only value.
 const RAW: &[u8] = b"raw";
 
-/// Whether somebody said of a file that it is raw.
+/// Whether somebody said of a file that it is raw. What cannot be read may say so.
 pub(crate) fn is_raw(file: impl AsFd) -> bool {
+    read(file).unwrap_or(true)
+}
+
+fn read(file: impl AsFd) -> Result<bool, Errno> {
     let mut value = [0; RAW.len() + 1];
-    fgetxattr(file, NAME, &mut value[..]).is_ok_and(|len| &value[..len] == RAW)
+    said(fgetxattr(file, NAME, &mut value[..]), &value)
+}
+
+/// The same of the file that a name leads to.
+pub(crate) fn is_raw_at(path: &Path) -> bool {
+    let mut value = [0; RAW.len() + 1];
+    said(getxattr(path, NAME, &mut value[..]), &value).unwrap_or(true)
+}
+
+fn said(len: Result<usize, Errno>, value: &[u8]) -> Result<bool, Errno> {
+    match len {
+        Ok(len) => Ok(&value[..len] == RAW),
+        // No note; a file system without such attributes.
+        Err(Errno::NODATA | Errno::OPNOTSUPP | Errno::NOSYS) => Ok(false),
+        Err(errno) => Err(errno),
+    }
 }
 
 /// Notes at a file that it is raw. A device needs no note: nobody guesses that it is anything else.
 ///
 /// Errors: the file system has no such attributes, or no leave or no room for one.
 pub(crate) fn set_raw(file: impl AsFd) -> Result<(), Errno> {
-    if is_device(&file) || is_raw(&file) {
+    if is_device(&file) || read(&file) == Ok(true) {
         return Ok(());
     }
     fsetxattr(file, NAME, RAW, XattrFlags::empty())

@@ -80,11 +80,6 @@ impl Disk {
         if graph.layers.len() > 1 {
             return refuse("the image has a backing file");
         }
-        if graph.guard.is_some() {
-            return refuse(
-                "nobody said that the image is raw, so its first sector is protected (serve it with --format raw)",
-            );
-        }
         if graph.window.is_part() || raw.offset != 0 || raw.fixed_size {
             return refuse("the disk is a window in the image (--offset, --size, --partition)");
         }
@@ -94,6 +89,11 @@ impl Disk {
         if !self.cache().direct() {
             return refuse(
                 "the image is used through the page cache (not with --cache none, on a file system with direct I/O)",
+            );
+        }
+        if graph.guard.is_some() {
+            return refuse(
+                "nobody said that the image is raw, or its file system keeps no note of that, so its first sector is protected (serve it with --format raw)",
             );
         }
         if policy.detect_zeroes != DetectZeroes::Off {

@@ -4,6 +4,8 @@ use std::fmt;
 use std::os::fd::AsFd;
 use std::path::PathBuf;
 
+use rustix::fs::Mode;
+use rustix::process::umask;
 use rustix::thread::CapabilitySet;
 
 use crate::calls::{self, Calls, Filters};
@@ -11,6 +13,9 @@ use crate::capabilities::{self, Keep};
 use crate::files::{self, NoRules, Right, Rules};
 use crate::threads::{self, Confinement};
 use crate::user::User;
+
+/// Rights that no file gets that is made inside: nobody runs it, and the group and others do not write it.
+const NOT_FOR_RUNNING: Mode = Mode::from_raw_mode(0o133);
 
 /// What a serving process still needs. Everything else goes.
 #[derive(Debug)]
@@ -207,6 +212,8 @@ impl Plan {
         }
         let mut allowed = None;
         if let Some(filters) = filters {
+            // The mode of a new file may stand in memory (openat2), where a filter does not see it. No call inside changes this.
+            umask(umask(NOT_FOR_RUNNING) | NOT_FOR_RUNNING);
             let installed = filters.programs.iter().try_for_each(|program| {
                 seccompiler::apply_filter_all_threads(program)
                     .map_err(|error| format!("seccomp: {error}"))

@@ -3,6 +3,7 @@
 use std::fs;
 use std::io;
 use std::net::TcpListener;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -11,6 +12,7 @@ use std::sync::mpsc::{Sender, channel};
 
 use ringdisk_sandbox::{Calls, CapabilitySet, InForce, Keep, Plan, User, become_user};
 use ringdisk_testkit::limits::{needs, needs_root};
+use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, openat2};
 
 /// What a body is to try.
 const TRY: &str = "RINGDISK_TEST_TRY";
@@ -162,6 +164,14 @@ fn many() {
     let ours = place().join("ours");
     fs::write(ours.join("new"), "x").expect("a new file");
     fs::remove_file(ours.join("new")).expect("gone");
+    // A mode in memory, which a filter does not see.
+    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL;
+    let mode = Mode::from_raw_mode(0o4777);
+    let program = ours.join("program");
+    let made = openat2(CWD, &program, flags, mode, ResolveFlags::empty()).expect("a new file");
+    let mode = fs::File::from(made).metadata().expect("it is there").permissions().mode();
+    assert_eq!(mode & 0o133, 0, "it can be run");
+    fs::remove_file(program).expect("gone");
     assert_eq!(errno(fs::create_dir(ours.join("directory"))), libc::ENOSYS);
     assert_eq!(errno(fs::write(place().join("new"), "x")), libc::EACCES);
     all_are_confined();

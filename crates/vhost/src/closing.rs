@@ -4,11 +4,13 @@
 //! may take as long as somebody likes: a TCP socket with SO_LINGER, a file on FUSE. Front ends choose what is sent to us, also on sockets that
 //! we never read from. So neither control threads nor queue threads close sockets of front ends.
 //!
-//! Promises: [`close`] does not wait. At most [`THREADS_MAX`] threads of the process close; what comes while all of them wait is kept until one
-//! is free. While that is much ([`is_full`]) nobody takes more from front ends, so what is kept is bounded.
+//! Promises: [`close`] does not wait. At most [`THREADS_MAX`] threads close for an export; what comes while all of them wait is kept until one
+//! is free. While that is much ([`is_full`]) this export takes no more from front ends, so what is kept is bounded; others go on. A
+//! descriptor is of the export whose control thread has taken it.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::AtomicU32;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::io::Errno;
 use rustix::net::sockopt;
@@ -19,50 +21,74 @@ const THREADS_MAX: usize = 16;
 const WAITING_MAX: usize = 256;
 
 /// What is to be closed.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Waiting {
     fds: Vec<OwnedFd>,
     threads: usize,
 }
 
-static WAITING: Mutex<Waiting> = Mutex::new(Waiting { fds: Vec::new(), threads: 0 });
-
-/// A panic elsewhere leaves it valid.
-fn waiting() -> MutexGuard<'static, Waiting> {
-    WAITING.lock().unwrap_or_else(PoisonError::into_inner)
+/// What front ends of one export have made wait.
+#[derive(Debug, Default)]
+pub(crate) struct Waits {
+    closing: Mutex<Waiting>,
+    /// Threads that ask a file system what it is.
+    pub(crate) asking: AtomicU32,
 }
 
-/// Closes a descriptor, by a thread that may wait for that.
-pub(crate) fn close(fd: OwnedFd) {
-    let mut waiting = waiting();
-    waiting.fds.push(fd);
-    if waiting.threads == THREADS_MAX {
-        return;
-    }
-    waiting.threads += 1;
-    drop(waiting);
-    if std::thread::Builder::new().name(String::from("closing")).spawn(work).is_err() {
-        // It is kept, and closed with the next one.
-        self::waiting().threads -= 1;
-    }
+thread_local! {
+    static WAITS: Arc<Waits> = Arc::default();
 }
 
-/// A thread: closes what there is.
-fn work() {
-    loop {
-        let mut waiting = waiting();
-        let Some(fd) = waiting.fds.pop() else {
-            waiting.threads -= 1;
+/// Those of this thread's export: each export has a control thread of its own.
+pub(crate) fn waits() -> Arc<Waits> {
+    WAITS.with(Arc::clone)
+}
+
+impl Waits {
+    /// A panic elsewhere leaves it valid.
+    fn closing(&self) -> MutexGuard<'_, Waiting> {
+        self.closing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Closes a descriptor, by a thread that may wait for that.
+    pub(crate) fn close(self: &Arc<Waits>, fd: OwnedFd) {
+        let mut closing = self.closing();
+        closing.fds.push(fd);
+        if closing.threads == THREADS_MAX {
             return;
-        };
-        drop(waiting);
-        drop(fd);
+        }
+        closing.threads += 1;
+        drop(closing);
+        let these = Arc::clone(self);
+        let thread = std::thread::Builder::new().name(String::from("closing"));
+        if thread.spawn(move || these.work()).is_err() {
+            // It is kept, and closed with the next one.
+            self.closing().threads -= 1;
+        }
+    }
+
+    /// A thread: closes what there is.
+    fn work(&self) {
+        loop {
+            let mut closing = self.closing();
+            let Some(fd) = closing.fds.pop() else {
+                closing.threads -= 1;
+                return;
+            };
+            drop(closing);
+            drop(fd);
+        }
     }
 }
 
-/// Whether so much waits to be closed that nothing more should be taken from front ends.
+/// Closes a descriptor for the export of this thread.
+pub(crate) fn close(fd: OwnedFd) {
+    waits().close(fd);
+}
+
+/// Whether so much waits to be closed that this thread's export should take nothing more from front ends.
 pub(crate) fn is_full() -> bool {
-    waiting().fds.len() >= WAITING_MAX
+    waits().closing().fds.len() >= WAITING_MAX
 }
 
 /// Whether a descriptor is a socket. Asks no file system.
@@ -72,7 +98,7 @@ pub(crate) fn is_socket(fd: impl AsFd) -> bool {
 
 /// A descriptor of a front end. If it is a socket, dropping it does not wait.
 #[derive(Debug)]
-pub(crate) struct Held(Option<OwnedFd>);
+pub(crate) struct Held(Option<OwnedFd>, Arc<Waits>);
 
 impl Held {
     /// Second descriptors of the sockets among some: whoever drops the others closes nothing yet.
@@ -92,7 +118,7 @@ impl Held {
 
 impl From<OwnedFd> for Held {
     fn from(fd: OwnedFd) -> Held {
-        Held(Some(fd))
+        Held(Some(fd), waits())
     }
 }
 
@@ -105,7 +131,7 @@ impl AsFd for Held {
 impl Drop for Held {
     fn drop(&mut self) {
         if let Some(fd) = self.0.take().filter(|fd| is_socket(fd)) {
-            close(fd);
+            self.1.close(fd);
         }
     }
 }

@@ -8,14 +8,14 @@
 //! control thread, for each descriptor that arrives.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::mpsc;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use rustix::fs::{AtFlags, FileType, StatFs, StatxFlags, fcntl_get_seals, fstatfs, statx};
 use rustix::net::{AddressFamily, sockopt};
 
-use crate::closing::close;
+use crate::closing::{close, waits};
 
 /// File systems whose files are taken: none of them waits for another process or machine. Numbers: linux/magic.h.
 const LOCAL: &[i64] = &[
@@ -44,10 +44,8 @@ const SILENT: &str = "a file on a file system that does not say what it is";
 /// A file system has so long to say what it is.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// So many threads may wait for file systems: one that never answers costs no more, however often its files are sent.
+/// So many threads of an export may wait for file systems: one that never answers costs no more, however often its files are sent.
 const ASKING_MAX: u32 = 16;
-/// How many wait.
-static ASKING: AtomicU32 = AtomicU32::new(0);
 
 /// Gives a descriptor back that this machine's kernel alone answers for. Another one is closed, by a thread that may wait for that.
 ///
@@ -61,12 +59,14 @@ pub(crate) fn vet(fd: OwnedFd) -> Result<OwnedFd, &'static str> {
             return Err(name);
         }
     }
-    if ASKING.fetch_add(1, Ordering::Relaxed) >= ASKING_MAX {
-        ASKING.fetch_sub(1, Ordering::Relaxed);
+    let waits = waits();
+    if waits.asking.fetch_add(1, Ordering::Relaxed) >= ASKING_MAX {
+        waits.asking.fetch_sub(1, Ordering::Relaxed);
         close(fd);
         return Err(SILENT);
     }
     let (answers, answer) = mpsc::sync_channel(1);
+    let these = Arc::clone(&waits);
     let ask = move || {
         match judge(&fd) {
             // Whoever waits no more leaves the closing to this thread.
@@ -76,10 +76,10 @@ pub(crate) fn vet(fd: OwnedFd) -> Result<OwnedFd, &'static str> {
                 drop(fd);
             }
         }
-        ASKING.fetch_sub(1, Ordering::Relaxed);
+        these.asking.fetch_sub(1, Ordering::Relaxed);
     };
     if std::thread::Builder::new().name(String::from("statfs")).spawn(ask).is_err() {
-        ASKING.fetch_sub(1, Ordering::Relaxed);
+        waits.asking.fetch_sub(1, Ordering::Relaxed);
         return Err("a file on a file system that could not be asked what it is: no more threads");
     }
     answer.recv_timeout(PATIENCE).unwrap_or(Err(SILENT))

@@ -17,6 +17,7 @@ use crate::graph::State;
 use crate::layer::Layer;
 use crate::life::{About, AboutLayer, HandOver, Kind};
 use crate::name::printable_path;
+use crate::note;
 use crate::{Cache, Disk, Error, ErrorKind, ImageOptions, NullOptions};
 
 impl Disk {
@@ -49,7 +50,7 @@ impl Disk {
         let mut fds = handed.fds.into_iter();
         let mut layers = Vec::with_capacity(about.layers.len());
         for layer in &about.layers {
-            layers.push(open_layer(ring, layer, &mut fds, &options).await?);
+            layers.push(open_layer(ring, layer, &mut fds, &options, about.guarded).await?);
         }
         let mut parts = Parts::new(&options);
         parts.state = if about.active { State::Active } else { State::Inactive };
@@ -72,15 +73,20 @@ async fn open_layer(
     about: &AboutLayer,
     fds: &mut impl Iterator<Item = OwnedFd>,
     options: &ImageOptions,
+    guarded: bool,
 ) -> Result<Layer, Error> {
     let misfit = || {
         let name = printable_path(&about.name);
         Error::new(ErrorKind::Invalid, format!("the files of '{name}' are not what was announced"))
     };
     let mut storages = Vec::with_capacity(about.files.len());
+    let mut is_unnoted = false;
     for ((identity, read_only), fd) in about.files.iter().zip(fds) {
         let name = if storages.is_empty() { Some(&about.name) } else { about.data_name.as_ref() };
         let name = name.unwrap_or(&about.name);
+        // The process before may have been one that kept no notes.
+        let is_raw = matches!(about.kind, Kind::Raw { .. }) && !guarded || !storages.is_empty();
+        is_unnoted |= is_raw && !*read_only && note::set_raw(&fd).is_err();
         let storage = adopt(fd, name, *read_only, options)?;
         if storage.identity() != Some(*identity) {
             return Err(misfit());
@@ -115,6 +121,9 @@ async fn open_layer(
     layer.data_name.clone_from(&about.data_name);
     layer.full_backing_name.clone_from(&about.full_backing_name);
     layer.without_backing = about.without_backing;
+    if is_unnoted {
+        layer.protect();
+    }
     Ok(layer)
 }
 

@@ -18,7 +18,7 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ringdisk_ring::{Errno, Ring};
+use ringdisk_ring::{Errno, Fd, Ring};
 use ringdisk_storage::Storage;
 
 use crate::disk::Parts;
@@ -241,16 +241,10 @@ impl<'a> Opening<'a> {
     fn guess(&self, fd: &OwnedFd, shown: &str, read_only: bool) -> Result<Format, Error> {
         let probed = probe(&first_sector(fd, shown)?);
         let is_noted = note::is_raw(fd);
-        match probed {
-            Probed::Raw if self.options.ask_for_raw && !read_only && !is_noted => {
-                Err(raw_is_asked(shown))
-            }
-            Probed::Raw => Ok(Format::Raw),
-            looks_like if is_noted || note::is_device(fd) => {
-                Err(is_unclear(shown, looks_like, is_noted))
-            }
-            looks_like => choose(shown, looks_like),
+        if probed == Probed::Raw && self.options.ask_for_raw && !read_only && !is_noted {
+            return Err(raw_is_asked(shown));
         }
+        guessed(shown, probed, is_noted, note::is_device(fd))
     }
 
     /// Whether the first sector of the top image, which is written, is protected, should it be raw. Keeps what the user said of its format.
@@ -537,6 +531,13 @@ impl<'a> Opening<'a> {
             return Err(Error::new(ErrorKind::Loop, "it is one of the images of the chain itself"));
         }
         let name = beside(of, &parsed);
+        // Guests write it as they like, now or by a commit: by itself it is raw.
+        if !self.options.read_only && note::set_raw(&opened.fd).is_err() {
+            tracing::warn!(
+                "'{}' can keep no note that it is raw: say `--format raw` whenever it is used by itself",
+                printable_path(&name)
+            );
+        }
         let storage = self.storage(opened, &name, !writable).await?;
         Ok((name, storage))
     }
@@ -625,6 +626,28 @@ fn backing_format(
                 printable_path(of),
             ),
         )),
+    }
+}
+
+/// The format of an image of which the user did not say it, by its first bytes.
+///
+/// * `head`: the first [`PROBE_LEN`] bytes, fewer if it is shorter.
+///
+/// Errors: `UnknownFormat` where it is not clear: a guest may have written what it looks like.
+pub fn guess(storage: &Storage, head: &[u8]) -> Result<Format, Error> {
+    let is_noted = match storage.raw_fd() {
+        Some(Fd::Raw(fd)) => note::is_raw_at(&PathBuf::from(format!("/proc/self/fd/{fd}"))),
+        _ => false,
+    };
+    let is_device = storage.kind() == ringdisk_storage::Kind::BlockDevice;
+    guessed(&printable(storage.name().as_bytes()), probe(head), is_noted, is_device)
+}
+
+fn guessed(shown: &str, probed: Probed, is_noted: bool, is_device: bool) -> Result<Format, Error> {
+    match probed {
+        Probed::Raw => Ok(Format::Raw),
+        looks_like if is_noted || is_device => Err(is_unclear(shown, looks_like, is_noted)),
+        looks_like => choose(shown, looks_like),
     }
 }
 

@@ -178,3 +178,39 @@ fn nobody_guesses_that_a_device_is_more_than_its_bytes() {
         assert_eq!(format_of(&ring, path, &raw(false)).await, Some(Format::Raw));
     });
 }
+
+#[test]
+fn a_guest_makes_no_image_of_a_data_file_either() {
+    let directory = directory();
+    let (image, data) = (directory.path().join("disk.qcow2"), directory.path().join("data"));
+    let options = format!("data_file={},data_file_raw=on", data.display());
+    ringdisk_testkit::images::qcow2(&image, "1M", &options);
+    run(async |ring| {
+        let disk = open(&ring, &image, &ImageOptions::default()).await.expect("open");
+        write(&ring, &disk, HEADER).await;
+        drop(disk);
+        assert!(std::fs::read(&data).expect("read").starts_with(HEADER));
+        refused(&ring, &data, &guessed(false, true), "was used as raw").await;
+        refused(&ring, &data, &guessed(true, false), "was used as raw").await;
+    });
+}
+
+#[test]
+fn a_disk_that_is_handed_over_has_its_note() {
+    let directory = directory();
+    let path = directory.path().join("disk");
+    std::fs::write(&path, vec![0; 1 << 20]).expect("an image");
+    run(async |ring| {
+        let old = open(&ring, &path, &raw(false)).await.expect("open");
+        // A process of before, which kept no notes.
+        note::remove(std::fs::File::open(&path).expect("open"));
+        let handed = old.hand_over(&ring).await.expect("handed over");
+        let new = Disk::open_handed(&ring, handed, &raw(false)).await.expect("taken");
+        new.take_charge();
+        drop(old);
+        assert!(!new.protects_raw());
+        write(&ring, &new, HEADER).await;
+        drop(new);
+        refused(&ring, &path, &guessed(false, true), "was used as raw").await;
+    });
+}

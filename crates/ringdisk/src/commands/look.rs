@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use ringdisk_disk::probe::{PROBE_LEN, choose, probe};
+use ringdisk_disk::probe::PROBE_LEN;
 use ringdisk_disk::{Disk, Format, ImageOptions, Source};
 use ringdisk_ring::{Config, IoBuf, Ring, Runtime};
 use ringdisk_storage::Storage;
@@ -77,14 +77,14 @@ pub(crate) fn close<T>(
 
 /// The format of an image by its first bytes.
 ///
-/// Errors: it cannot be read, or has a format that we know by name only.
+/// Errors: it cannot be read, has a format that we know by name only, or one that its guest may have written.
 pub(crate) async fn format_of(ring: &Ring, storage: &Storage) -> Result<Format, Failure> {
     let name = storage.name().to_owned();
     let head = IoBuf::new(PROBE_LEN, SECTOR_ALIGN);
     let count =
         storage.read(ring, 0, &head).await.map_err(|errno| unreadable(Path::new(&name), errno))?;
     let bytes = head.to_vec();
-    Ok(choose(&name, probe(bytes.get(..count).unwrap_or_default()))?)
+    Ok(ringdisk_disk::guess(storage, bytes.get(..count).unwrap_or_default())?)
 }
 
 /// An error of the data path while looking.

@@ -10,14 +10,17 @@
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use rustix::fs::{XattrFlags, fsetxattr, getxattr};
+use rustix::fs::{XattrFlags, fsetxattr, fstat, getxattr};
 
 /// Name of the attribute.
 const NAME: &str = "user.ringdisk.mount";
 /// Length of a word, bytes: 128 bits, in hexadecimal digits.
 const LEN: usize = 32;
+/// Longest value, bytes: the word and two numbers of 64 bits.
+const VALUE_BYTES_MAX: usize = LEN + 42;
 
 /// A word that no other mount has, and nobody guesses.
 ///
@@ -28,18 +31,26 @@ pub(crate) fn new() -> io::Result<String> {
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// Marks a file.
+/// Marks a file. A copy of it, with its attributes, does not have the mark.
 ///
 /// Errors: the file system keeps no such attributes.
 pub(crate) fn set(file: impl AsFd, mark: &str) -> io::Result<()> {
-    Ok(fsetxattr(file, NAME, mark.as_bytes(), XattrFlags::empty())?)
+    let stat = fstat(&file)?;
+    let value = value(mark, stat.st_dev, stat.st_ino);
+    Ok(fsetxattr(file, NAME, value.as_bytes(), XattrFlags::empty())?)
 }
 
 /// Whether the file that a name leads to has this mark.
 pub(crate) fn is_on(path: &Path, mark: &str) -> bool {
-    let mut value = [0; LEN + 1];
+    let Ok(meta) = std::fs::metadata(path) else { return false };
+    let wanted = value(mark, meta.dev(), meta.ino());
+    let mut found = [0; VALUE_BYTES_MAX];
     mark.len() == LEN
-        && getxattr(path, NAME, &mut value[..]).is_ok_and(|len| &value[..len] == mark.as_bytes())
+        && getxattr(path, NAME, &mut found[..]).is_ok_and(|len| &found[..len] == wanted.as_bytes())
+}
+
+fn value(mark: &str, device: u64, inode: u64) -> String {
+    format!("{mark}:{device}:{inode}")
 }
 
 #[cfg(test)]
@@ -54,6 +65,11 @@ mod tests {
         assert!(!is_on(file.path(), &mark));
         set(file.as_file(), &mark).expect("an attribute");
         assert!(is_on(file.path(), &mark) && !is_on(file.path(), &other));
+        let copy = tempfile::NamedTempFile::new().expect("a file");
+        let mut value = [0; VALUE_BYTES_MAX];
+        let len = getxattr(file.path(), NAME, &mut value[..]).expect("the mark");
+        fsetxattr(copy.as_file(), NAME, &value[..len], XattrFlags::empty()).expect("a copy of it");
+        assert!(!is_on(copy.path(), &mark), "a copy");
         // A mount of before, which has none.
         set(file.as_file(), "").expect("an attribute");
         assert!(!is_on(file.path(), ""));

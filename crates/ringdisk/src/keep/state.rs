@@ -11,7 +11,6 @@ use std::fs::{self, File};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -183,9 +182,9 @@ impl State {
         chain.iter().find(is_stranger).map(|layer| &**layer)
     }
 
-    /// Whether a regular file with this name may be written: it was there at the start, which this is, or was made for this mount.
+    /// Whether a file or device with this name may be written: it was there at the start, which this is, or was made for this mount.
     pub(crate) fn has_or_made(&self, path: &Path) -> bool {
-        let meta = fs::metadata(path).map(|meta| (meta.dev(), meta.ino()));
+        let meta = fs::metadata(path).map(|meta| Storage::identity_of(&meta));
         meta.is_ok_and(|id| self.files.contains(&id)) || mark::is_on(path, &self.mark)
     }
 

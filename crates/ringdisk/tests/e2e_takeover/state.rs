@@ -367,7 +367,9 @@ fn an_image_of_somebody_else_beside_ours_is_not_written() {
         }
         let name = "user.ringdisk.mount";
         let flags = rustix::fs::XattrFlags::empty();
-        rustix::fs::setxattr(&neighbour, name, MARK.as_bytes(), flags).expect("a mark");
+        let (device, inode) = identity(&neighbour);
+        let mark = format!("{MARK}:{device}:{inode}");
+        rustix::fs::setxattr(&neighbour, name, mark.as_bytes(), flags).expect("a mark");
         let before = fs::read(&neighbour).expect("an image");
         let agent = agent(&disk);
         forge(&agent.memory(), |state| {

@@ -187,9 +187,8 @@ impl<'a> Plan<'a> {
     /// Errors: it is another one.
     fn check_same(&self, disk: Arc<Disk>) -> Result<Arc<Disk>, Failure> {
         let layers = disk.layers();
-        self.check_known(&layers)?;
         let Some(other) = self.kept.as_ref().and_then(|kept| kept.other(&layers)) else {
-            return Ok(disk);
+            return self.check_known(&layers).map(|()| disk);
         };
         let name = other.name().display().to_string();
         Err(Failure::new(
@@ -337,7 +336,7 @@ fn checked_top(
     first: Option<&State>,
 ) -> Result<Option<(PathBuf, Format)>, Failure> {
     let Some((top, format)) = state.top() else { return Ok(None) };
-    let is_ours = || first.is_some_and(|first| first.has_or_made(&top)) || !top.is_file();
+    let is_ours = || first.is_some_and(|first| first.has_or_made(&top));
     if !sandbox::confines_files(args.sandbox.word)
         || allowed(args).has(&top)
         || reach(&args.disk, image).has(&top) && is_ours()
