@@ -139,20 +139,7 @@ pub fn move_to_node(ranges: &[(usize, usize)], node: usize) -> Result<NodePages,
     let target = libc::c_int::try_from(node).map_err(|_| Errno::INVAL)?;
     for batch in there.chunks(PAGES_AT_ONCE) {
         let (nodes, mut status) = (vec![target; batch.len()], vec![0 as libc::c_int; batch.len()]);
-        // SAFETY: the call reads `batch.len()` addresses and as many nodes, and writes as many `int`s to `status`. Where a page is does not
-        // change what is in it, nor its address: no pointer is followed, and nothing that points to it is wrong afterwards.
-        let result = unsafe {
-            libc::syscall(
-                libc::SYS_move_pages,
-                0 as libc::pid_t,
-                batch.len(),
-                batch.as_ptr(),
-                nodes.as_ptr(),
-                status.as_mut_ptr(),
-                MPOL_MF_MOVE,
-            )
-        };
-        checked(result)?;
+        move_pages(batch, Some(&nodes), &mut status)?;
     }
     let mut found = NodePages::default();
     each_page(&mut all.iter().copied(), |on| match on {
@@ -179,6 +166,34 @@ pub fn stack_of_thread() -> Option<(usize, usize)> {
     (got == 0).then(|| (start.addr(), len))
 }
 
+/// move_pages(2) of this process.
+///
+/// * `nodes`: where each page shall go; `None`: nothing moves, and `status` tells where each is.
+///
+/// Errors: those of the call.
+fn move_pages(
+    pages: &[usize],
+    nodes: Option<&[libc::c_int]>,
+    status: &mut [libc::c_int],
+) -> Result<(), Errno> {
+    assert!(status.len() >= pages.len() && nodes.is_none_or(|nodes| nodes.len() == pages.len()));
+    // SAFETY: the call reads `pages.len()` addresses, which it looks up and never follows, and as many nodes, if there are any, and writes as
+    // many `int`s to `status`: all are at least as long, as was looked at above. Where a page is does not change what is in it, nor its
+    // address, so nothing that points to it is wrong afterwards.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_move_pages,
+            0 as libc::pid_t,
+            pages.len(),
+            pages.as_ptr(),
+            nodes.map_or(std::ptr::null(), <[_]>::as_ptr),
+            status.as_mut_ptr(),
+            if nodes.is_some() { MPOL_MF_MOVE } else { 0 },
+        )
+    };
+    checked(result)
+}
+
 /// Calls `found` with the node of each page in turn; `None`: there is no page.
 fn each_page(
     pages: &mut dyn Iterator<Item = usize>,
@@ -190,20 +205,7 @@ fn each_page(
         if batch.is_empty() {
             return Ok(());
         }
-        // SAFETY: without nodes (null) the call moves nothing: it reads `batch.len()` addresses, which it looks up and never follows,
-        // and writes as many `int`s to `status`, which has room for `PAGES_AT_ONCE`, the most that a batch has.
-        let result = unsafe {
-            libc::syscall(
-                libc::SYS_move_pages,
-                0 as libc::pid_t,
-                batch.len(),
-                batch.as_ptr(),
-                std::ptr::null::<libc::c_int>(),
-                status.as_mut_ptr(),
-                0 as libc::c_int,
-            )
-        };
-        checked(result)?;
+        move_pages(&batch, None, &mut status)?;
         // ENOENT: no page; EFAULT: the page of zeroes, or nothing is mapped there any more.
         status[..batch.len()].iter().for_each(|status| found(usize::try_from(*status).ok()));
     }

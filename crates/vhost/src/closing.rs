@@ -165,4 +165,27 @@ mod tests {
         let fd = held.into_iter().next().expect("one").into_fd();
         assert_eq!(rustix::io::read(&fd, &mut [0; 2]), Ok(1));
     }
+
+    #[test]
+    fn what_front_ends_of_one_export_make_wait_stops_no_other() {
+        std::thread::spawn(|| {
+            let waits = waits();
+            let mut closing = waits.closing();
+            // All of its threads wait.
+            closing.threads = THREADS_MAX;
+            let file = std::fs::File::open("/dev/null").expect("open");
+            let more = || OwnedFd::from(file.try_clone().expect("a descriptor"));
+            closing.fds.extend(std::iter::repeat_with(more).take(WAITING_MAX));
+            drop(closing);
+            assert!(is_full());
+            let other = std::thread::spawn(|| {
+                let (ours, mut theirs) = UnixStream::pair().expect("sockets");
+                drop(Held::from(OwnedFd::from(ours)));
+                (is_full(), theirs.read(&mut [0; 1]).expect("its end"))
+            });
+            assert_eq!(other.join().expect("no panic"), (false, 0));
+        })
+        .join()
+        .expect("no panic");
+    }
 }

@@ -7,6 +7,7 @@
 //!
 //! Control path; runs on the thread that owns `ring`.
 
+mod guess;
 mod handed;
 mod layer;
 pub(crate) mod locks;
@@ -18,26 +19,23 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ringdisk_ring::{Errno, Fd, Ring};
+use ringdisk_ring::Ring;
 use ringdisk_storage::Storage;
 
 use crate::disk::Parts;
 use crate::layer::Layer;
 use crate::name::{FileName, beside, printable, printable_path};
 use crate::note;
-use crate::probe::{PROBE_LEN, Probed, choose, probe};
 use crate::resolve::{Access, Held, Opened, Resolver, absolute, identify};
 use crate::{Disk, Error, ErrorKind, Format, ImageOptions, LAYERS_MAX, Source};
 
 use locks::Patience;
 
+pub use guess::guess;
 pub(crate) use layer::{
     lock_of, of_qcow2, of_storage, open_qcow2, qcow2_layer, raw_layer, storage_options,
 };
 pub(crate) use overlay::{create_file, over, remove, sync_directory};
-
-/// Block that is read for probing: larger than a sector for descriptors with `O_DIRECT`.
-const PROBE_BLOCK: usize = 4096;
 
 /// An image that is open as a file, and what is known about it.
 struct Candidate {
@@ -233,34 +231,6 @@ impl<'a> Opening<'a> {
         };
         parts.policy.read_only = candidate.read_only;
         Ok((candidate, held))
-    }
-
-    /// The format of the top image, which the user did not say.
-    ///
-    /// Errors: it is not clear, or a guest that may write the image could make it another one.
-    fn guess(&self, fd: &OwnedFd, shown: &str, read_only: bool) -> Result<Format, Error> {
-        let probed = probe(&first_sector(fd, shown)?);
-        let is_noted = note::is_raw(fd);
-        if probed == Probed::Raw && self.options.ask_for_raw && !read_only && !is_noted {
-            return Err(raw_is_asked(shown));
-        }
-        guessed(shown, probed, is_noted, note::is_device(fd))
-    }
-
-    /// Whether the first sector of the top image, which is written, is protected, should it be raw. Keeps what the user said of its format.
-    fn is_guarded(&self, fd: &OwnedFd, shown: &str) -> Result<bool, Error> {
-        match self.options.format {
-            // Other programs guess, too, and see no note.
-            None => Ok(true),
-            _ if self.options.protect_raw => Ok(true),
-            Some(Format::Raw) => Ok(note::set_raw(fd).is_err()),
-            Some(Format::Qcow2) => {
-                if note::is_raw(fd) && probe(&first_sector(fd, shown)?) == Probed::Qcow2 {
-                    note::remove(fd);
-                }
-                Ok(false)
-            }
-        }
     }
 
     fn access(&self, read_only: bool) -> Access {
@@ -627,72 +597,4 @@ fn backing_format(
             ),
         )),
     }
-}
-
-/// The format of an image of which the user did not say it, by its first bytes.
-///
-/// * `head`: the first [`PROBE_LEN`] bytes, fewer if it is shorter.
-///
-/// Errors: `UnknownFormat` where it is not clear: a guest may have written what it looks like.
-pub fn guess(storage: &Storage, head: &[u8]) -> Result<Format, Error> {
-    let is_noted = match storage.raw_fd() {
-        Some(Fd::Raw(fd)) => note::is_raw_at(&PathBuf::from(format!("/proc/self/fd/{fd}"))),
-        _ => false,
-    };
-    let is_device = storage.kind() == ringdisk_storage::Kind::BlockDevice;
-    guessed(&printable(storage.name().as_bytes()), probe(head), is_noted, is_device)
-}
-
-fn guessed(shown: &str, probed: Probed, is_noted: bool, is_device: bool) -> Result<Format, Error> {
-    match probed {
-        Probed::Raw => Ok(Format::Raw),
-        looks_like if is_noted || is_device => Err(is_unclear(shown, looks_like, is_noted)),
-        looks_like => choose(shown, looks_like),
-    }
-}
-
-/// A raw image that a guest shall write, of which nobody said that it is raw.
-fn raw_is_asked(shown: &str) -> Error {
-    let text = format!(
-        "'{shown}' is not a qcow2 image, and nobody said that it is raw: its guest may write anything into a raw disk, so that is not \
-         guessed; say `--format raw`"
-    );
-    Error::new(ErrorKind::UnknownFormat, text)
-}
-
-/// An image that looks like something that its guest may have written there.
-fn is_unclear(shown: &str, looks_like: Probed, is_noted: bool) -> Error {
-    let looks = match looks_like {
-        Probed::Raw => "raw",
-        Probed::Qcow2 => "qcow2",
-        Probed::Other(name) => name,
-    };
-    let why = if is_noted {
-        "it was used as raw"
-    } else {
-        "it is a device, which keeps no note of its format"
-    };
-    let text = format!(
-        "'{shown}' begins like an image of the format {looks}, but {why}, so its guest may have written that; say `--format raw` for its \
-         bytes as they are, or `--format qcow2` if it was made as such an image"
-    );
-    Error::new(ErrorKind::UnknownFormat, text)
-}
-
-/// The first sector of a file, as much as there is. Reads a whole aligned block, so it works on
-/// descriptors with `O_DIRECT` too.
-fn first_sector(fd: &OwnedFd, name: &str) -> Result<Vec<u8>, Error> {
-    let mut memory = vec![0; 2 * PROBE_BLOCK];
-    let start = memory.as_ptr().align_offset(PROBE_BLOCK).min(PROBE_BLOCK);
-    let block = &mut memory[start..start + PROBE_BLOCK];
-    let mut done = 0;
-    while done < PROBE_LEN {
-        match rustix::io::pread(fd, &mut block[done..], done as u64) {
-            Ok(0) => break,
-            Ok(count) => done += count,
-            Err(Errno::INTR) => {}
-            Err(errno) => return Err(Error::os(format!("cannot read '{name}'"), errno)),
-        }
-    }
-    Ok(block[..done.min(PROBE_LEN)].to_vec())
 }
