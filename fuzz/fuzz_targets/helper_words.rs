@@ -21,10 +21,12 @@ use tempfile::TempDir;
 #[path = "../../crates/ringdisk/src/sandbox/duties.rs"]
 #[allow(dead_code)]
 mod duties;
+#[path = "../../crates/ringdisk/src/keep/mark.rs"]
+#[allow(dead_code)]
+mod mark;
+/// As the others name it.
 mod keep {
-    #[path = "../../../crates/ringdisk/src/keep/mark.rs"]
-    #[allow(dead_code)]
-    pub(crate) mod mark;
+    pub(crate) use super::mark;
 }
 #[path = "../../crates/ringdisk/src/upgrade/link.rs"]
 #[allow(dead_code)]

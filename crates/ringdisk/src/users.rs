@@ -18,8 +18,8 @@ use ringdisk_fuse::mount::table::{self, MountEntry};
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use serde::{Deserialize, Serialize};
 
-/// How long a look may take.
-const LIMIT: Duration = Duration::from_secs(2);
+/// How long a look may take: a busy machine with thousands of processes needs seconds.
+const LIMIT: Duration = Duration::from_secs(5);
 /// Processes and devices that are named; more are counted.
 const NAMED_MAX: usize = 16;
 /// Mounts that are named of one device.
@@ -172,11 +172,15 @@ fn search(place: &Place, found: &Mutex<Users>) {
         .collect();
     let devices = devices(place, &tables);
     lock(found).devices = devices;
-    let (open, others): (Vec<u32>, Vec<u32>) = processes
-        .into_iter()
-        .filter(|pid| *pid != own)
-        .partition(|pid| has_open(*pid, &ids, place.device));
-    open.into_iter().for_each(|pid| lock(found).add(pid));
+    let mut others = Vec::new();
+    // Each is told at once: on a busy machine the time may not do for all of them.
+    for pid in processes.into_iter().filter(|pid| *pid != own) {
+        if has_open(pid, &ids, place.device) {
+            lock(found).add(pid);
+        } else {
+            others.push(pid);
+        }
+    }
     // Last: what may have to wait.
     for pid in others {
         let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
