@@ -279,6 +279,18 @@ impl Host {
             if self.is_in_the_way(session, late) {
                 return End::Gone;
             }
+            // A message that is half here comes to its end first, or its connection does; and none is read before this.
+            while connection.is_between_messages()
+                && let Some(request) = self.signals.take_request()
+            {
+                let front_end = Some((&mut *session, &*connection));
+                match request.serve(&mut self.control, &self.door, front_end) {
+                    Outcome::Taken => return End::HandedOver,
+                    // It would wait for ever.
+                    Outcome::LetGo => return End::Gone,
+                    Outcome::GoesOn => {}
+                }
+            }
             if self.is_deaf
                 && self.listens()
                 && let Err(errno) = self.watch(wake)
@@ -298,15 +310,6 @@ impl Host {
                 Ok(Received::Woken) => {
                     if let Some(end) = self.woken(wake) {
                         return end;
-                    }
-                    while let Some(request) = self.signals.take_request() {
-                        let front_end = Some((&mut *session, &*connection));
-                        match request.serve(&mut self.control, &self.door, front_end) {
-                            Outcome::Taken => return End::HandedOver,
-                            // It would wait for ever.
-                            Outcome::LetGo => return End::Gone,
-                            Outcome::GoesOn => {}
-                        }
                     }
                 }
                 Ok(Received::Closed) => return End::Gone,
