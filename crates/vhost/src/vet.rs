@@ -8,7 +8,6 @@
 //! Anything else is refused, and not asked anything by those threads, since its server could hold that answer back as well. Called by the
 //! control thread, for each descriptor that arrives.
 
-use std::ffi::CString;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
@@ -17,6 +16,7 @@ use std::time::Duration;
 use rustix::fs::{
     AtFlags, FileType, StatFs, StatxFlags, fcntl_get_seals, fstatfs, readlink, statx,
 };
+use rustix::io::Errno;
 use rustix::net::{AddressFamily, sockopt};
 
 use crate::closing::{close, waits};
@@ -105,10 +105,10 @@ fn is_ours(fd: &OwnedFd) -> Result<bool, &'static str> {
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
     let known = statx(fd, c"", flags, StatxFlags::TYPE).map_err(|_| SILENT)?;
     match FileType::from_raw_mode(known.stx_mode.into()) {
-        FileType::Unknown if link(fd) == EVENTFD => Ok(true),
+        FileType::Unknown if is_called(fd, |link| link == EVENTFD) => Ok(true),
         FileType::Unknown => Err("something that is no eventfd"),
         // One with a name is a file of a file system, which is asked for its length.
-        FileType::Fifo => Ok(link(fd).starts_with(PIPE)),
+        FileType::Fifo => Ok(is_called(fd, |link| link.starts_with(PIPE))),
         // Those of networks wait when they are closed, if their other end wants that (SO_LINGER).
         FileType::Socket => match sockopt::socket_domain(fd) {
             Ok(AddressFamily::UNIX) => Ok(true),
@@ -120,10 +120,15 @@ fn is_ours(fd: &OwnedFd) -> Result<bool, &'static str> {
     }
 }
 
-/// What the kernel calls a file, in `/proc`; empty where there is no `/proc`. Asks no file system. A file with a name begins with a slash.
-fn link(fd: &OwnedFd) -> Vec<u8> {
+/// Whether the kernel's word for a file, in `/proc`, is one. Asks no file system. A file with a name begins with a slash.
+///
+/// Without `/proc` there is no way to ask, and it is as good as that: some walls are missing then.
+fn is_called(fd: &OwnedFd, is_it: impl FnOnce(&[u8]) -> bool) -> bool {
     let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
-    readlink(path, Vec::new()).map_or_else(|_| Vec::new(), CString::into_bytes)
+    match readlink(path, Vec::new()) {
+        Ok(link) => is_it(link.as_bytes()),
+        Err(errno) => errno == Errno::NOENT,
+    }
 }
 
 /// Asks the file system of a file what it is.
