@@ -105,6 +105,7 @@ impl Host {
         if let Err(error) = session.resume(&mut self.control) {
             tracing::error!("{}: the front end that was taken over is let go: {error}", self.name);
             session.close(&mut self.control);
+            socket.end();
             return Some(End::Gone);
         }
         Some(self.converse_as(session, socket))
@@ -231,6 +232,7 @@ impl Host {
         let end = self.messages(&mut session, &mut connection, wake.as_fd());
         if !matches!(end, End::HandedOver) {
             session.close(&mut self.control);
+            connection.end();
         }
         self.control.tell_kernel_errors(Occasion::Last);
         end
@@ -418,7 +420,7 @@ impl Host {
         if self.listens() {
             if let Ok(Some(second)) = self.door.next() {
                 self.complain(Complaint::Second, format_args!("a second front end was sent away"));
-                drop(second);
+                second.end();
             }
             if self.door.closed_for().is_some() {
                 self.look_away(wake);
