@@ -14,7 +14,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ringdisk_fuse::mount::table;
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 
 /// How often one looks.
@@ -57,9 +57,10 @@ pub(crate) fn wait(mountpoint: &Path, limit: Duration) -> bool {
     }
 }
 
+/// Another user's mountpoint may be anything by now: a FIFO is not waited for, and a link, which may lead to a device, not followed.
 fn open(path: &Path) -> io::Result<File> {
-    const O_NONBLOCK: i32 = 0o4000;
-    OpenOptions::new().read(true).custom_flags(O_NONBLOCK).open(path)
+    let flags = (OFlags::NONBLOCK | OFlags::NOFOLLOW).bits().cast_signed();
+    OpenOptions::new().read(true).custom_flags(flags).open(path)
 }
 
 #[cfg(test)]
@@ -80,5 +81,16 @@ mod tests {
         assert!(!waiting.is_finished());
         drop(held);
         assert!(waiting.join().expect("no panic"));
+    }
+
+    #[test]
+    fn a_link_in_the_place_of_a_mountpoint_is_not_followed() {
+        let directory = tempfile::tempdir().expect("directory");
+        let path = |name: &str| directory.path().join(name);
+        std::fs::write(path("other"), "").expect("write");
+        let _held = hold(&path("other")).expect("free");
+        std::os::unix::fs::symlink("other", path("disk")).expect("a link");
+        assert!(hold(&path("disk")).is_none());
+        assert!(wait(&path("disk"), LOOK), "the file that it leads to is held");
     }
 }

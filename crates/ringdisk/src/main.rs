@@ -13,6 +13,7 @@ mod cli;
 mod commands;
 mod control;
 mod daemonize;
+mod dirlock;
 mod io_flusher;
 mod job;
 mod keep;

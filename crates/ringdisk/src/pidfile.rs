@@ -1,9 +1,12 @@
 //! The pid file.
 //!
-//! Promises: holds the decimal pid and a newline, mode 0600, under a POSIX write lock for as long
+//! Promises: holds the decimal pid and a newline, mode 0600, under a POSIX lock for as long
 //! as the process lives, and goes with it. A file that appears under its name is complete: it is
 //! made beside and renamed, or written over in place when it was there and nobody holds it. A file
-//! that does not look like a pid file is left alone.
+//! that does not look like a pid file, is a link, or belongs to somebody else is left alone.
+//!
+//! Whoever takes the process over later cannot write another pid into it, for scripts to signal: what stays open can only be read. So the
+//! lock is one for reading, which keeps out everybody who asks for one to write.
 //!
 //! Used by the main thread only: POSIX locks belong to the process and end when it closes *any*
 //! descriptor of the file, so nobody else may open it.
@@ -11,11 +14,13 @@
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{CWD, FlockOperation, RenameFlags, fcntl_lock, renameat_with};
+use rustix::fs::{CWD, FlockOperation, OFlags, RenameFlags, fcntl_lock, renameat_with};
 use rustix::io::Errno;
+use rustix::process::geteuid;
 
 use crate::pid;
 use crate::report::{Exit, Failure, words};
@@ -69,6 +74,11 @@ impl Pidfile {
                 continue;
             }
             fill(&file).map_err(|error| cannot(path, "", &error))?;
+            let file = keep_to_read(path, file)?;
+            // It was without a lock for a moment, and is another process's if that one was faster.
+            if !is_named(path, &file) || !holds(&file, &content()) {
+                continue;
+            }
             return Ok(Pidfile { path: path.to_owned(), file, stays: false });
         }
         Err(Failure::new(
@@ -109,21 +119,43 @@ impl Drop for Pidfile {
     }
 }
 
+/// The same file, open for reading only, and locked. The locks of a process on a file go with the first of its descriptors that is closed.
+fn keep_to_read(path: &Path, file: File) -> Result<File, Failure> {
+    let again = match File::open(format!("/proc/self/fd/{}", file.as_raw_fd())) {
+        Ok(again) => again,
+        // Without /proc it stays as it is; nor is there a sandbox.
+        Err(_) => return Ok(file),
+    };
+    drop(file);
+    lock_for(path, &again, FlockOperation::NonBlockingLockShared)?;
+    Ok(again)
+}
+
 /// Opens and locks the file that is there; `None` if there is none.
 fn open_existing(path: &Path) -> Result<Option<File>, Failure> {
-    // O_NONBLOCK: a FIFO of that name must not hold us up.
-    const O_NONBLOCK: i32 = 0o4000;
-    let opened = OpenOptions::new().read(true).write(true).custom_flags(O_NONBLOCK).open(path);
+    // A FIFO of that name must not hold us up, and a link of another user lead to any file that holds a number.
+    let flags = (OFlags::NONBLOCK | OFlags::NOFOLLOW).bits().cast_signed();
+    let opened = OpenOptions::new().read(true).write(true).custom_flags(flags).open(path);
+    let refuse = |what: &str| {
+        let text = format!("cannot create PID file: '{}' {what}", path.display());
+        Err(Failure::new(Exit::General, text)
+            .hint("give another name, or remove that file if nobody needs it"))
+    };
     let mut file = match opened {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(_) if path.is_symlink() => return refuse("is a symbolic link"),
         Err(error) => return Err(cannot(path, "", &error)),
     };
-    if !file.metadata().is_ok_and(|meta| meta.is_file()) {
-        return Err(Failure::new(
-            Exit::General,
-            format!("cannot create PID file: '{}' is not a regular file", path.display()),
-        ));
+    let meta = file.metadata().map_err(|error| cannot(path, "", &error))?;
+    if !meta.is_file() {
+        return refuse("is not a regular file");
+    }
+    if meta.uid() != geteuid().as_raw() {
+        return refuse("belongs to somebody else, who could put another pid into it");
+    }
+    if meta.nlink() > 1 {
+        return refuse("has other names, too");
     }
     lock(path, &file)?;
     let mut content = Vec::new();
@@ -132,14 +164,7 @@ fn open_existing(path: &Path) -> Result<Option<File>, Failure> {
         .read_to_end(&mut content)
         .map_err(|error| cannot(path, "", &error))?;
     if !pid::is_pid(&content) {
-        return Err(Failure::new(
-            Exit::General,
-            format!(
-                "cannot create PID file: '{}' holds something else than a pid and is left as it is",
-                path.display()
-            ),
-        )
-        .hint("give another name, or remove that file if nobody needs it"));
+        return refuse("holds something else than a pid and is left as it is");
     }
     Ok(Some(file))
 }
@@ -184,7 +209,11 @@ fn place(path: &Path, beside: &Path) -> Result<bool, Failure> {
 
 /// Takes the lock that says "this process lives".
 fn lock(path: &Path, file: &File) -> Result<(), Failure> {
-    match fcntl_lock(file, FlockOperation::NonBlockingLockExclusive) {
+    lock_for(path, file, FlockOperation::NonBlockingLockExclusive)
+}
+
+fn lock_for(path: &Path, file: &File, how: FlockOperation) -> Result<(), Failure> {
+    match fcntl_lock(file, how) {
         Ok(()) => Ok(()),
         Err(errno @ (Errno::AGAIN | Errno::ACCESS)) => {
             let reason = words(&io::Error::from(errno));
@@ -200,16 +229,26 @@ fn lock(path: &Path, file: &File) -> Result<(), Failure> {
 
 /// Writes the pid over whatever there is, without a moment at which the file is empty.
 fn fill(file: &File) -> io::Result<()> {
-    let content = format!("{}\n", std::process::id());
+    let content = content();
     file.set_permissions(fs::Permissions::from_mode(0o600))?;
     file.write_all_at(content.as_bytes(), 0)?;
     file.set_len(content.len() as u64)?;
     (&*file).flush()
 }
 
+/// What it holds when it is ours.
+fn content() -> String {
+    format!("{}\n", std::process::id())
+}
+
+fn holds(file: &File, content: &str) -> bool {
+    let mut found = [0; pid::CONTENT_BYTES_MAX];
+    file.read_at(&mut found, 0).is_ok_and(|len| found[..len] == *content.as_bytes())
+}
+
 /// Whether `path` still names `file`.
 fn is_named(path: &Path, file: &File) -> bool {
-    match (fs::metadata(path), file.metadata()) {
+    match (fs::symlink_metadata(path), file.metadata()) {
         (Ok(named), Ok(ours)) => (named.dev(), named.ino()) == (ours.dev(), ours.ino()),
         _ => false,
     }
@@ -271,6 +310,49 @@ mod tests {
         let failure = Pidfile::create(&path).expect_err("refused");
         assert!(failure.message().contains("something else than a pid"));
         assert_eq!(fs::read_to_string(&path).expect("read"), "my notes");
+    }
+
+    #[test]
+    fn what_another_user_put_there_is_not_written() {
+        let directory = tempfile::tempdir().expect("directory");
+        let path = |name: &str| directory.path().join(name);
+        fs::write(path("number"), "77\n").expect("write");
+        std::os::unix::fs::symlink("number", path("link")).expect("a link");
+        std::os::unix::fs::symlink("nothing", path("dangling")).expect("a link");
+        fs::write(path("first"), "").expect("write");
+        fs::hard_link(path("first"), path("second")).expect("a link");
+        fs::write(path("theirs"), "").expect("write");
+        let is_theirs = std::os::unix::fs::chown(path("theirs"), Some(12), None).is_ok();
+        for (name, why) in [
+            ("link", "a symbolic link"),
+            ("dangling", "a symbolic link"),
+            ("second", "other names"),
+            ("theirs", "somebody else"),
+        ] {
+            if name == "theirs" && !is_theirs {
+                // Only root can give files away.
+                continue;
+            }
+            let failures = [Pidfile::check(&path(name)), Pidfile::create(&path(name)).map(drop)];
+            for failure in failures {
+                let failure = failure.expect_err(name);
+                assert!(failure.message().contains(why), "{name}: {}", failure.message());
+            }
+        }
+        assert_eq!(fs::read_to_string(path("number")).expect("there"), "77\n");
+        assert!(!path("nothing").exists());
+    }
+
+    #[test]
+    fn who_holds_it_can_only_read_it() {
+        let directory = tempfile::tempdir().expect("directory");
+        let path = directory.path().join("pid");
+        for _ in 0..2 {
+            let pidfile = Pidfile::create(&path).expect("create");
+            assert!(pidfile.file.write_all_at(b"1\n", 0).is_err());
+            assert!(pidfile.file.set_len(0).is_err());
+            pidfile.leave();
+        }
     }
 
     #[test]

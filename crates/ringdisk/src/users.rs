@@ -18,6 +18,8 @@ use ringdisk_fuse::mount::table::{self, MountEntry};
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use serde::{Deserialize, Serialize};
 
+use crate::terminal::visible;
+
 /// How long a look may take: a busy machine with thousands of processes needs seconds.
 const LIMIT: Duration = Duration::from_secs(5);
 /// Processes and devices that are named; more are counted.
@@ -123,7 +125,8 @@ impl Users {
             return;
         }
         let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-        self.processes.push(Process { pid, name: name.trim().to_owned() });
+        // Whoever may open the mount chooses it, and it is shown in logs, too.
+        self.processes.push(Process { pid, name: visible(name.trim()) });
     }
 }
 
@@ -272,7 +275,7 @@ fn devices(place: &Place, tables: &[Vec<MountEntry>]) -> Vec<Device> {
                 .iter()
                 .flatten()
                 .filter(is_on)
-                .map(|entry| entry.mountpoint.display().to_string())
+                .map(|entry| visible(&entry.mountpoint.display().to_string()))
                 .collect();
             mounted.sort();
             mounted.dedup();

@@ -40,8 +40,6 @@ pub(crate) enum Right {
     ReadBelow,
     /// A directory: the same, and files made, written and removed.
     WriteBelow,
-    /// A directory: listed.
-    List,
 }
 
 impl Right {
@@ -49,7 +47,6 @@ impl Right {
         match self {
             Right::ReadFile => AccessFs::ReadFile | AccessFs::IoctlDev,
             Right::WriteFile => Right::ReadFile.access() | AccessFs::WriteFile | AccessFs::Truncate,
-            Right::List => AccessFs::ReadDir.into(),
             Right::ReadBelow => AccessFs::ReadFile | AccessFs::ReadDir,
             Right::WriteBelow => {
                 Right::ReadBelow.access()

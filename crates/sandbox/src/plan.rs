@@ -124,12 +124,6 @@ impl Plan {
         self.path(file, Right::WriteFile)
     }
 
-    /// A directory whose names may be listed.
-    #[must_use]
-    pub fn list(self, directory: impl Into<PathBuf>) -> Plan {
-        self.path(directory, Right::List)
-    }
-
     /// A directory of which everything may be read, at any depth.
     #[must_use]
     pub fn read_below(self, directory: impl Into<PathBuf>) -> Plan {

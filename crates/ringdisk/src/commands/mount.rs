@@ -219,8 +219,7 @@ fn serve(
         let mut removed = control_names.clone();
         removed.extend(made.mountpoint_id().map(|id| (plan.mountpoint.clone(), id)));
         removed.extend(pidfile.as_ref().and_then(Pidfile::identity));
-        let control_name = control_names.first().map(|(name, _)| name.as_path());
-        let confinement = plan.confinement(&disk, control_name);
+        let confinement = plan.confinement(&disk);
         match confine(confinement, &plan, &disk, &served, removed, &notify, &mut user) {
             Ok(in_force) => {
                 if let Some(in_force) = in_force {

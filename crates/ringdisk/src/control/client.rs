@@ -275,9 +275,12 @@ impl Client {
                 Err(_) if late && said.is_none() => return None,
                 Err(_) => break,
             }
-            // A server that says one thing after the other has not ended either.
-            if Instant::now() >= end && said.is_none() {
-                return None;
+            // A server that says one thing after the other has not ended either; nor is it listened to for ever after it has said so.
+            if Instant::now() >= end || progress.is_cancelled() {
+                match said {
+                    None => return None,
+                    Some(_) => break,
+                }
             }
         }
         Some(match said {
@@ -441,11 +444,8 @@ mod tests {
 
     use super::*;
 
-    /// What becomes of an answer of a server.
-    fn refused(answer: &Value, is_trusted: bool) -> Failure {
-        let (stream, mut server) = UnixStream::pair().expect("sockets");
-        server.write_all(format!("{answer}\n").as_bytes()).expect("it fits");
-        let mut client = Client {
+    fn of(stream: UnixStream, is_trusted: bool) -> Client {
+        Client {
             stream,
             process: None,
             buffer: Vec::new(),
@@ -453,7 +453,36 @@ mod tests {
             is_trusted,
             mountpoint: None,
             shown: String::from("disk"),
-        };
+        }
+    }
+
+    #[test]
+    fn a_server_that_talks_on_after_its_end_is_not_listened_to_for_ever() {
+        for (first, ended) in [("{\"ended\": {\"exit\": 0}}\n", true), ("{}\n", false)] {
+            let (stream, mut server) = UnixStream::pair().expect("sockets");
+            let talks = std::thread::spawn(move || {
+                let mut said = server.write_all(first.as_bytes());
+                while said.is_ok() {
+                    said = server.write_all(b"{}\n");
+                }
+            });
+            let (tell, told) = std::sync::mpsc::channel();
+            std::thread::spawn(move || {
+                let mut client = of(stream, true);
+                let end = client.wait_for_end(LOOK, false, &Progress::new());
+                tell.send(end.map(|end| end.is_ok())).expect("somebody waits");
+            });
+            let end = told.recv_timeout(Duration::from_secs(60)).expect("it is left");
+            assert_eq!(end, ended.then_some(true));
+            talks.join().expect("no panic");
+        }
+    }
+
+    /// What becomes of an answer of a server.
+    fn refused(answer: &Value, is_trusted: bool) -> Failure {
+        let (stream, mut server) = UnixStream::pair().expect("sockets");
+        server.write_all(format!("{answer}\n").as_bytes()).expect("it fits");
+        let mut client = of(stream, is_trusted);
         let patience = Patience::Answer(Duration::from_secs(60));
         client.call(&Command::Stats, &Progress::new(), patience).expect_err("refused")
     }

@@ -12,6 +12,7 @@
 
 use std::fs::{self, DirBuilder, Permissions};
 use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -20,10 +21,10 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant, SystemTime};
 
 use ringdisk_fuse::mount::table::MountEntry;
-use rustix::fs::{FlockOperation, flock};
-use rustix::io::retry_on_intr;
+use rustix::fs::{FileType, Mode, OFlags, fchmod, fstat, openat};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
+use crate::dirlock::{self, lock};
 use crate::sandbox;
 
 /// Longest path of a socket, bytes: `sun_path` (unix(7)) less the final zero.
@@ -40,6 +41,9 @@ const DYING: Duration = Duration::from_secs(2);
 /// How often it is looked at meanwhile.
 const LOOK: Duration = Duration::from_millis(20);
 
+/// Clients that may wait to be taken.
+const BACKLOG: i32 = 128;
+
 /// Our directory below those that the system gives.
 const DIRECTORY: &str = "ringdisk";
 
@@ -52,14 +56,12 @@ pub(crate) struct Listening {
     other: Option<PathBuf>,
     /// Device and inode number of the socket, which keeps them as long as it is open.
     identity: (u64, u64),
-    /// For the lock: inside a sandbox the directory cannot be opened.
-    directory: fs::File,
 }
 
 impl Drop for Listening {
     fn drop(&mut self) {
-        // Until the descriptor is closed with the rest.
-        let _ = retry_on_intr(|| flock(&self.directory, FlockOperation::LockExclusive));
+        // Inside a sandbox the directory cannot be opened, and the warden locks it.
+        let _lock = self.path.parent().and_then(|directory| lock(directory, dirlock::END));
         // Our mount is gone and its number given away: the names may be the next one's already.
         for path in self.names() {
             if sandbox::may_be(path, self.identity) {
@@ -90,7 +92,7 @@ impl Listening {
         let unfinished = self.path.with_file_name(format!("new-{}.sock", std::process::id()));
         // A hard link: one that was left leads to a socket that nobody has, never to another server.
         let add = || -> io::Result<()> {
-            let _lock = self.path.parent().map(lock).transpose()?;
+            let _lock = self.path.parent().and_then(|directory| lock(directory, dirlock::START));
             let _ = fs::remove_file(&unfinished);
             fs::hard_link(&self.path, &unfinished)?;
             fs::rename(&unfinished, &other)
@@ -108,14 +110,6 @@ impl Listening {
 /// Device and inode number of what has this name.
 fn identity(path: &Path) -> io::Result<(u64, u64)> {
     fs::symlink_metadata(path).map(|meta| (meta.dev(), meta.ino()))
-}
-
-/// One process at a time changes the names in a directory: the number of a mount that is gone is given to
-/// the next, so a name that was seen to be dead may be another's a moment later. Held until dropped.
-fn lock(directory: &Path) -> io::Result<fs::File> {
-    let lock = fs::File::open(directory)?;
-    retry_on_intr(|| flock(&lock, FlockOperation::LockExclusive))?;
-    Ok(lock)
 }
 
 /// The user who started this process, whoever it has become since (`--user`): the owner of its sockets, and with root the only one whom they
@@ -156,16 +150,33 @@ pub(crate) fn is_served(mountpoint: &Path) -> bool {
     candidates(&name_of_path(mountpoint), user()).iter().any(|path| connect_now(path).is_ok())
 }
 
-/// Connects to a socket without waiting for its server.
+/// Connects to a socket without waiting for its server. Neither the name nor its directory may be a link: the directory can be another
+/// user's, and a link there could lead to any server of ours, which then did what was meant for his.
 ///
-/// Errors: nobody listens; `WouldBlock` when too many wait already.
+/// Errors: nobody listens; it is no socket; `WouldBlock` when too many wait already.
 pub(crate) fn connect_now(path: &Path) -> io::Result<UnixStream> {
+    let held = hold(path)?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    connect(&socket, &SocketAddrUnix::new(path)?)?;
+    let address = SocketAddrUnix::new(format!("/proc/self/fd/{}", held.as_raw_fd()))?;
+    connect(&socket, &address)?;
     let stream = UnixStream::from(socket);
     stream.set_nonblocking(false)?;
     Ok(stream)
+}
+
+/// The socket that a name means itself.
+fn hold(path: &Path) -> io::Result<OwnedFd> {
+    let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else {
+        return Err(io::ErrorKind::InvalidInput.into());
+    };
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let directory = rustix::fs::open(directory, flags | OFlags::DIRECTORY, Mode::empty())?;
+    let held = openat(directory, name, flags, Mode::empty())?;
+    match FileType::from_raw_mode(fstat(&held)?.st_mode) {
+        FileType::Socket => Ok(held),
+        _ => Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no socket")),
+    }
 }
 
 /// A path as text for a name.
@@ -260,6 +271,11 @@ fn runtime_directory() -> Option<PathBuf> {
     std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from)
 }
 
+/// Whether a directory belongs to us. The runtime directory may be that of the user who called su, and what we make there he can replace.
+fn is_ours(directory: &Path) -> bool {
+    fs::metadata(directory).is_ok_and(|meta| meta.uid() == user())
+}
+
 /// Where a socket of `owner` may be, for a client.
 pub(crate) fn candidates(name: &str, owner: u32) -> Vec<PathBuf> {
     let runtime = runtime_directory();
@@ -275,7 +291,7 @@ pub(crate) fn candidates(name: &str, owner: u32) -> Vec<PathBuf> {
 ///
 /// Errors: why none of the directories will do; another process has the name, and does not end within [`DYING`].
 pub(crate) fn listen(name: &str) -> io::Result<Listening> {
-    let runtime = runtime_directory();
+    let runtime = runtime_directory().filter(|directory| is_ours(directory));
     let directories = directories(user(), runtime.as_deref());
     let end = Instant::now() + DYING;
     loop {
@@ -307,8 +323,12 @@ fn listen_in(directories: &[PathBuf], name: &str) -> io::Result<Listening> {
     let mut why = io::Error::from(io::ErrorKind::NotFound);
     for directory in directories {
         let result = prepare(directory).and_then(|()| {
-            let _lock = lock(directory)?;
-            remove_stale(directory);
+            // One process at a time changes the names in a directory: the number of a mount that is gone is given to the next, so a name
+            // that was seen to be dead may be another's a moment later.
+            let lock = lock(directory, dirlock::START);
+            if lock.is_some() {
+                remove_stale(directory);
+            }
             bind(directory, name)
         });
         match result {
@@ -364,18 +384,23 @@ fn bind(directory: &Path, name: &str) -> io::Result<Listening> {
         ));
     }
     let _ = fs::remove_file(&unfinished);
-    let opened = fs::File::open(directory)?;
-    // Listening before it has its name: nobody sees a socket that refuses and takes it for a dead one.
-    let listener = UnixListener::bind(&unfinished)?;
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    // The file gets this mode when it is made, less the umask: afterwards the name may be another file's.
+    fchmod(&socket, Mode::from_raw_mode(0o600))?;
+    rustix::net::bind(&socket, &SocketAddrUnix::new(&unfinished)?)?;
     let finish = || {
-        listener.set_nonblocking(true)?;
-        fs::set_permissions(&unfinished, Permissions::from_mode(0o600))?;
+        // Before it has its name: nobody sees a socket that refuses and takes it for a dead one.
+        rustix::net::listen(&socket, BACKLOG)?;
         // A name that is there already was left: the kernel gives its number to our mount now.
         fs::rename(&unfinished, &path)?;
         identity(&path)
     };
     match finish() {
-        Ok(identity) => Ok(Listening { listener, path, other: None, identity, directory: opened }),
+        Ok(identity) => {
+            let listener = UnixListener::from(socket);
+            Ok(Listening { listener, path, other: None, identity })
+        }
         Err(error) => {
             let _ = fs::remove_file(&unfinished);
             Err(error)
@@ -529,6 +554,42 @@ mod tests {
         assert!(good.join("mount-0-77.sock").exists());
         assert!(listen_in(&all[..3], NAME).is_err());
         drop(listening);
+    }
+
+    #[test]
+    fn links_lead_to_no_other_server() {
+        let directory = scratch();
+        let path = |name: &str| directory.path().join(name);
+        for name in ["theirs", "ours"] {
+            fs::create_dir(path(name)).expect("mkdir");
+        }
+        let _ours = UnixListener::bind(path("ours/mount-0-1.sock")).expect("bind");
+        std::os::unix::fs::symlink("../ours/mount-0-1.sock", path("theirs/mount-0-77.sock"))
+            .expect("a link");
+        std::os::unix::fs::symlink("ours", path("linked")).expect("a link");
+        fs::write(path("ours/file"), "").expect("write");
+        assert!(connect_now(&path("ours/mount-0-1.sock")).is_ok());
+        for name in ["theirs/mount-0-77.sock", "linked/mount-0-1.sock", "ours/file"] {
+            assert!(connect_now(&path(name)).is_err(), "{name}");
+            assert!(!is_dead(&path(name)), "{name}");
+        }
+        let gone = connect_now(&path("ours/gone")).expect_err("gone");
+        assert_eq!(gone.kind(), io::ErrorKind::NotFound);
+    }
+
+    #[test]
+    fn a_lock_that_others_keep_is_waited_for_and_then_done_without() {
+        let directory = scratch();
+        let place = directory.path().to_owned();
+        drop(UnixListener::bind(place.join("mount-0-1.sock")).expect("bind"));
+        let kept = fs::File::open(&place).expect("a directory");
+        rustix::fs::flock(&kept, rustix::fs::FlockOperation::LockExclusive).expect("a lock");
+        let mut listening = listen_in(std::slice::from_ref(&place), NAME).expect("listens");
+        listening.add_name("path-1.sock");
+        assert!(connect_now(&place.join(NAME)).is_ok());
+        assert!(place.join("mount-0-1.sock").exists(), "names are not judged without the lock");
+        drop(listening);
+        assert!(!place.join(NAME).exists() && !place.join("path-1.sock").exists());
     }
 
     #[test]

@@ -25,6 +25,7 @@ use rustix::net::{
 };
 
 use super::overlays::Overlays;
+use crate::dirlock;
 use crate::pid;
 use crate::users::{self, Place};
 
@@ -271,6 +272,8 @@ pub(crate) fn pin(path: &Path, id: (u64, u64)) -> Option<OwnedFd> {
 /// * `is_pinned`: no other file can have its number. One that is not, as what lies below a mount, goes only if it is the empty file that was
 ///   made there.
 fn unlink(path: &Path, id: (u64, u64), is_pinned: bool) -> Answer {
+    // The process inside cannot: nobody there shall keep others waiting.
+    let _lock = path.parent().and_then(|directory| dirlock::lock(directory, dirlock::END));
     let found = fs::symlink_metadata(path);
     let is_it = |meta: &fs::Metadata| (meta.dev(), meta.ino()) == id;
     if found.as_ref().is_ok_and(|meta| is_it(meta) && meta.is_file() && !is_made(path, meta)) {

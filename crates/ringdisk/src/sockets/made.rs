@@ -5,17 +5,19 @@
 
 use std::fs::{self, File, Permissions};
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{FlockOperation, Mode, fchmod, flock};
-use rustix::io::{Errno, retry_on_intr};
+use rustix::fs::{AtFlags, Gid, Mode, OFlags, chownat, fchmod};
+use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with,
 };
+use rustix::process::geteuid;
 
+use crate::dirlock::{self, lock};
 use crate::report::{Exit, Failure};
 use crate::sandbox;
 use crate::terminal;
@@ -34,8 +36,8 @@ pub(crate) struct MadeSocket {
     path: PathBuf,
     /// Device and inode number.
     id: (u64, u64),
-    /// Keeps these numbers from being given to the next file of that name, which they would be when the socket is closed. `None`: it
-    /// cannot be had, as where there is no descriptor left.
+    /// Keeps these numbers from being given to the next file of that name, which they would be when the socket is closed. `None`: of one
+    /// that was handed over it cannot be had, as where there is no descriptor left.
     _pin: Option<OwnedFd>,
 }
 
@@ -77,8 +79,8 @@ impl MadeSocket {
             )
         };
         let whole = std::path::absolute(path).map_err(cannot)?;
-        // One process at a time looks at what is there, removes it, and listens.
-        let _lock = whole.parent().and_then(lock);
+        // One process at a time looks at what is there, removes it, and listens. Without the lock a start at the same moment fails.
+        let _lock = whole.parent().and_then(|directory| lock(directory, dirlock::START));
         if let Some(left) = check(path)? {
             remove(&whole, left).map_err(cannot)?;
             terminal::note(format_args!(
@@ -92,13 +94,7 @@ impl MadeSocket {
             // The file gets this mode when it is made, less the umask.
             fchmod(&socket, Mode::from_raw_mode(0o600))?;
             bind(&socket, &SocketAddrUnix::new(path)?)?;
-            let meta = fs::symlink_metadata(&whole)?;
-            let id = (meta.dev(), meta.ino());
-            let made = MadeSocket { path: whole.clone(), id, _pin: sandbox::pin(&whole, id) };
-            if let Some(group) = group {
-                std::os::unix::fs::lchown(&whole, None, Some(group))?;
-            }
-            fs::set_permissions(&whole, Permissions::from_mode(mode))?;
+            let made = open_to(&whole, mode, group)?;
             // Nobody could connect before this.
             listen(&socket, BACKLOG)?;
             Ok((socket, made))
@@ -113,23 +109,38 @@ impl MadeSocket {
 
 impl Drop for MadeSocket {
     fn drop(&mut self) {
-        let _lock = self.path.parent().and_then(lock);
+        // Inside a sandbox the directory cannot be opened, and the warden locks it.
+        let _lock = self.path.parent().and_then(|directory| lock(directory, dirlock::END));
         if let Err(error) = remove(&self.path, self.id) {
             tracing::warn!("cannot remove the socket '{}': {error}", self.path.display());
         }
     }
 }
 
+/// Gives the socket that was made just now its mode and group. The directory may be another user's, who can put something else in its place
+/// at any moment: so what is changed is held, is a socket, and is ours.
+pub(super) fn open_to(path: &Path, mode: u32, group: Option<u32>) -> io::Result<MadeSocket> {
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let held = File::from(rustix::fs::open(path, flags, Mode::empty())?);
+    let meta = held.metadata()?;
+    if !meta.file_type().is_socket() || meta.uid() != geteuid().as_raw() {
+        let text = "something else has its name by now";
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, text));
+    }
+    let id = (meta.dev(), meta.ino());
+    if let Some(group) = group {
+        chownat(&held, "", None, Some(Gid::from_raw(group)), AtFlags::EMPTY_PATH)?;
+    }
+    if meta.mode() & 0o777 != mode {
+        let held = format!("/proc/self/fd/{}", held.as_raw_fd());
+        fs::set_permissions(held, Permissions::from_mode(mode))?;
+    }
+    Ok(MadeSocket { path: path.to_owned(), id, _pin: Some(held.into()) })
+}
+
 /// Removes a name if it is still that of this file.
 fn remove(path: &Path, id: (u64, u64)) -> io::Result<()> {
     if sandbox::may_be(path, id) { sandbox::remove_file(path) } else { Ok(()) }
-}
-
-/// Held until dropped; `None` where the directory cannot be read, which makes a start at the same moment fail rather than wait.
-fn lock(directory: &Path) -> Option<File> {
-    let lock = File::open(directory).ok()?;
-    retry_on_intr(|| flock(&lock, FlockOperation::LockExclusive)).ok()?;
-    Some(lock)
 }
 
 /// Looks at what has the name now, and changes nothing. Gives device and inode number of a socket that was left.

@@ -2,7 +2,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 
-use super::made::{check, group_in};
+use super::made::{check, group_in, open_to};
 use super::*;
 
 fn scratch() -> tempfile::TempDir {
@@ -89,4 +89,29 @@ fn groups_are_found_by_name() {
     assert_eq!(group_in(all, "kvm"), Some(104));
     assert_eq!(group_in(all, "bad"), None);
     assert_eq!(group_in(all, "kv"), None);
+}
+
+#[test]
+fn what_takes_the_place_of_a_new_socket_is_not_changed() {
+    let directory = scratch();
+    let path = |name: &str| directory.path().join(name);
+    fs::write(path("victim"), "").expect("write");
+    fs::set_permissions(path("victim"), fs::Permissions::from_mode(0o640)).expect("chmod");
+    std::os::unix::fs::symlink("victim", path("link")).expect("a link");
+    for name in ["link", "victim"] {
+        assert!(open_to(&path(name), 0o666, None).is_err(), "{name}");
+    }
+    assert_eq!(fs::metadata(path("victim")).expect("there").permissions().mode() & 0o777, 0o640);
+}
+
+#[test]
+fn a_directory_that_others_keep_locked_keeps_nobody_from_starting() {
+    let directory = scratch();
+    let path = directory.path().join("vm.sock");
+    let kept = fs::File::open(directory.path()).expect("a directory");
+    rustix::fs::flock(&kept, rustix::fs::FlockOperation::LockExclusive).expect("a lock");
+    let (_socket, made) = MadeSocket::make(&path, 0o600, None).expect("made");
+    assert!(UnixStream::connect(&path).is_ok());
+    drop(made);
+    assert!(!path.exists());
 }

@@ -9,4 +9,5 @@ mod filter;
 mod inject;
 mod manager;
 mod modes;
+mod neighbours;
 mod traced;

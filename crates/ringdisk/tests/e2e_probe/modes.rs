@@ -117,6 +117,12 @@ fn assert_reaches_nobody(filters: &Filters, pid: u32) {
         with(libc::SYS_fcntl, &[3, 10, 9]),
         with(libc::SYS_fcntl, &[3, 15, 1]),
         with(libc::SYS_fcntl, &[3, 4, 0x2000]),
+        // Locks for which others wait.
+        with(libc::SYS_flock, &[3, 2]),
+        with(libc::SYS_flock, &[3, 6]),
+        with(libc::SYS_flock, &[3, 5]),
+        with(libc::SYS_fcntl, &[3, 7]),
+        with(libc::SYS_fcntl, &[3, 38]),
         // Where others run, and with what.
         with(libc::SYS_sched_setaffinity, &[other]),
         bare(libc::SYS_sched_setscheduler),

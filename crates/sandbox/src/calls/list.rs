@@ -126,7 +126,7 @@ pub(super) const ALLOWED: &[Need] = list![
     SYS_fadvise64: "pages of an image that another machine has changed are dropped",
     SYS_ioctl [[&[among(1, IOCTLS)]]]: "block devices, and whether an output is a terminal",
     SYS_fcntl [[&[among(1, FCNTLS)], &[among(1, &[bits(c::F_SETFL)]), without(2, bits(c::O_ASYNC))]]]: "copies of descriptors, byte locks of images, sizes of pipes, seals; nothing that makes the kernel send signals",
-    SYS_flock: "names of sockets and the lock of a mount are let go",
+    SYS_flock [[&[among(1, &[bits(c::LOCK_UN)])]]]: "the lock of a mount is let go; none is taken, for which others would wait",
     // Names. Landlock says which.
     SYS_openat [[&[without(3, NOT_A_FILE_OF_OURS)]]]: "images, backing files step by step, /proc/self, CPUs and nodes; no file that could be run or would run as another user is made (openat2 has its mode in memory)",
     SYS_close: "descriptors",

@@ -261,21 +261,10 @@ impl<'a> Plan<'a> {
     }
 
     /// What serving takes of the system, for the sandbox.
-    ///
-    /// * `control`: name of the control socket.
-    pub(super) fn confinement(
-        &self,
-        disk: &Disk,
-        control: Option<&Path>,
-    ) -> ringdisk_sandbox::Plan {
+    pub(super) fn confinement(&self, disk: &Disk) -> ringdisk_sandbox::Plan {
         let args = self.args;
         let plan = sandbox::plan(args.sandbox.word);
-        let mut plan = sandbox::images(plan, args.sandbox.word, disk, &args.disk.allow_path, None);
-        if let Some(directory) = control.and_then(Path::parent) {
-            // Locked while the socket goes.
-            plan = plan.list(directory);
-        }
-        plan
+        sandbox::images(plan, args.sandbox.word, disk, &args.disk.allow_path, None)
     }
 
     /// Where new overlays may be made.

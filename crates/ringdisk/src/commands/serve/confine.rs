@@ -4,7 +4,6 @@
 //! are connected to again. Main thread, once, when everything has been made and before a front end is listened to; guests of disks that were
 //! taken over (`--upgrade`) are served already, and then nothing that happens here ends the process.
 
-use std::collections::BTreeSet;
 use std::path::Path;
 
 use ringdisk_disk::Disk;
@@ -52,11 +51,6 @@ pub(super) fn enter(
     }
     let mut files: Vec<Named> = disks.iter().flat_map(Running::names).collect();
     let mut plan = sandbox::plan(word);
-    let directories: BTreeSet<&Path> = files.iter().filter_map(|(name, _)| name.parent()).collect();
-    for directory in directories {
-        // Locked while a socket goes.
-        plan = plan.list(directory);
-    }
     let mut places = Vec::new();
     for disk in disks {
         let told_within = taken.then_some(&disk.reach);
