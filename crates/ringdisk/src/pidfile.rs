@@ -121,10 +121,9 @@ impl Drop for Pidfile {
 
 /// The same file, open for reading only, and locked. The locks of a process on a file go with the first of its descriptors that is closed.
 fn keep_to_read(path: &Path, file: File) -> Result<File, Failure> {
-    let again = match File::open(format!("/proc/self/fd/{}", file.as_raw_fd())) {
-        Ok(again) => again,
-        // Without /proc it stays as it is; nor is there a sandbox.
-        Err(_) => return Ok(file),
+    // Without /proc it stays as it is; nor is there a sandbox.
+    let Ok(again) = File::open(format!("/proc/self/fd/{}", file.as_raw_fd())) else {
+        return Ok(file);
     };
     drop(file);
     lock_for(path, &again, FlockOperation::NonBlockingLockShared)?;

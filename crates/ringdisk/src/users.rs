@@ -334,6 +334,27 @@ mod tests {
     }
 
     #[test]
+    fn names_that_others_choose_control_no_terminal_and_begin_no_line() {
+        use std::io::{BufRead as _, BufReader};
+        use std::process::{Command, Stdio};
+        let script = "printf 'a\\033[2J\\nb' > /proc/$$/comm; echo; read wait";
+        let mut child = Command::new("sh")
+            .args(["-c", script])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("sh");
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().expect("a pipe")).read_line(&mut line).expect("a line");
+        let mut users = Users::default();
+        users.add(child.id());
+        drop(child.stdin.take());
+        child.wait().expect("it ends");
+        let text = users.text(None);
+        assert!(text.contains("(a\\u{1b}[2J\\nb)"), "{text:?}");
+    }
+
+    #[test]
     fn a_process_with_an_open_file_is_found_by_its_mount() {
         let file = tempfile::tempfile().expect("a file");
         let number = file.as_raw_fd();
