@@ -163,7 +163,7 @@ fn told_with(path: &Path, right: Right) -> Vec<PathBuf> {
             }
             told
         }
-        Right::ReadFile | Right::WriteFile | Right::List => Vec::new(),
+        Right::ReadFile | Right::WriteFile => Vec::new(),
     }
 }
 
