@@ -34,21 +34,41 @@ struct Queue {
     threads: usize,
 }
 
+/// CPUs that the process may use at once, by its affinity and by the quota of its cgroup.
+static CPUS: LazyLock<usize> = LazyLock::new(|| {
+    let counted = on_all_cpus("cpus", || {
+        std::thread::available_parallelism().map_or(THREADS_MIN, usize::from)
+    });
+    counted.unwrap_or(THREADS_MIN)
+});
+
+/// Looks how many CPUs there are, if nobody has yet: in a sandbox the files of a cgroup cannot be read. Blocks for some reads of small files.
+pub(crate) fn count_cpus() {
+    LazyLock::force(&CPUS);
+}
+
+/// Does something on a thread that is bound to no CPU of a queue: the calling one may be. `None`: no thread can be started.
+fn on_all_cpus<T: Send + 'static>(
+    name: &str,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Option<T> {
+    let thread = std::thread::Builder::new().name(name.to_owned()).spawn(|| {
+        if let Err(errno) = pin_to_cpus(&process_cpus()) {
+            tracing::debug!("helper threads stay on the CPUs of one queue: {errno}");
+        }
+        work()
+    });
+    thread.ok()?.join().ok()
+}
+
 static POOL: LazyLock<&'static Pool> = LazyLock::new(|| {
     let queue = Queue { work: VecDeque::new(), idle: 0, threads: 0 };
     // For as long as the process lives, like its threads.
     let pool: &'static Pool =
         Box::leak(Box::new(Pool { queue: Mutex::new(queue), filled: Condvar::new() }));
     // Threads inherit the CPUs of who starts them, and whoever needs the pool first may be bound to one.
-    let starter = std::thread::Builder::new().name(String::from("helpers")).spawn(|| {
-        if let Err(errno) = pin_to_cpus(&process_cpus()) {
-            tracing::debug!("helper threads stay on the CPUs of one queue: {errno}");
-        }
+    if on_all_cpus("helpers", || pool.start()).is_none() {
         pool.start();
-    });
-    match starter {
-        Ok(starter) => drop(starter.join()),
-        Err(_) => pool.start(),
     }
     pool
 });
@@ -61,8 +81,7 @@ impl Pool {
 
     /// Starts the threads, on the CPUs of the calling one.
     fn start(&'static self) {
-        let cpus = std::thread::available_parallelism().map_or(THREADS_MIN, usize::from);
-        for number in 0..cpus.clamp(THREADS_MIN, THREADS_MAX) {
+        for number in 0..CPUS.clamp(THREADS_MIN, THREADS_MAX) {
             let name = format!("helper-{number}");
             match std::thread::Builder::new().name(name).spawn(|| self.serve()) {
                 Ok(_) => self.queue().threads += 1,

@@ -8,6 +8,7 @@ use io_uring::types::Timespec;
 use io_uring::{EnterFlags, IoUring, Submitter, cqueue, squeue};
 
 use crate::counters::Counters;
+use crate::offload::count_cpus;
 use crate::restrict::restrict;
 use crate::setup::{self, Level, SetupError};
 use crate::{Config, Errno};
@@ -45,6 +46,8 @@ impl Drop for Uring {
 
 impl Uring {
     pub(crate) fn new(config: &Config) -> Result<Uring, SetupError> {
+        // Rings are made before a process is confined.
+        count_cpus();
         let (kind, level) = if config.sqe128 {
             let (ring, level) = setup::build::<squeue::Entry128>(config)?;
             (Kind::Wide(ring), level)

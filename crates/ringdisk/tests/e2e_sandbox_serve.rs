@@ -19,7 +19,7 @@ use ringdisk_testkit::images;
 use ringdisk_testkit::limits::{needs, needs_root};
 use ringdisk_testkit::model::{FrontEnd, Request, Vm, ask};
 use ringdisk_testkit::mount::{Loop, Mounted, copy_program, scratch, text};
-use ringdisk_testkit::process::{LIMIT, Process, command, run, until};
+use ringdisk_testkit::process::{self, LIMIT, Process, command, run, until};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -272,7 +272,7 @@ struct Stopped(Pid);
 impl Stopped {
     fn new(pid: u32) -> Stopped {
         let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).expect("a pid");
-        kill_process(pid, Signal::STOP).expect("it stops");
+        process::stop(pid);
         Stopped(pid)
     }
 }

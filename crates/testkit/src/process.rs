@@ -151,10 +151,14 @@ impl Process {
         assert!(rested.is_some(), "{} does not come to rest: {last}", self.what);
     }
 
-    /// Sends a signal to the process alone; an ended process is no error.
+    /// Sends a signal to the process alone; an ended process is no error. After SIGSTOP it stands still.
     pub fn signal(&self, signal: Signal) {
-        if self.status.is_none() {
-            let _ = kill_process(self.id(), signal);
+        match self.status {
+            None if signal == Signal::STOP => stop(self.id()),
+            None => {
+                let _ = kill_process(self.id(), signal);
+            }
+            Some(_) => {}
         }
     }
 
@@ -251,6 +255,31 @@ pub fn until<T>(limit: Duration, mut found: impl FnMut() -> Option<T>) -> Option
         }
         std::thread::sleep(LOOK);
     }
+}
+
+/// Stops a process (SIGSTOP), and waits until none of its threads runs. One of them has to take the signal before the others are told to
+/// stand still, and on a busy machine they go on for some time until then, with requests of clients, too.
+pub fn stop(pid: Pid) {
+    let _ = kill_process(pid, Signal::STOP);
+    let still = until(LIMIT, || stands_still(pid).then_some(()));
+    assert!(still.is_some(), "process {pid:?} does not stop");
+}
+
+/// Whether no thread of a process runs, or would when it is woken; so also when it has ended.
+fn stands_still(pid: Pid) -> bool {
+    /// Threads of the kernel for rings and virtqueues run no code of the process: `PF_IO_WORKER` and `PF_USER_WORKER` of linux/sched.h.
+    const NO_CODE: u32 = 0x10 | 0x4000;
+    let goes_on = |task: std::fs::DirEntry| {
+        let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+        // State and, six words later, flags.
+        let mut words = stat.rsplit(") ").next().unwrap_or_default().split(' ');
+        let state = words.next().unwrap_or_default();
+        let flags = words.nth(5).and_then(|flags| flags.parse::<u32>().ok()).unwrap_or(0);
+        // One that waits for a device (D) cannot be stopped before it has it.
+        flags & NO_CODE == 0 && matches!(state, "R" | "S")
+    };
+    let tasks = std::fs::read_dir(format!("/proc/{}/task", pid.as_raw_nonzero()));
+    !tasks.into_iter().flatten().flatten().any(goes_on)
 }
 
 /// Whether a program of this name can be started.

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use ringdisk_testkit::mount::{Mounted, text};
-use ringdisk_testkit::process::{Finished, Process, command, run, until};
+use ringdisk_testkit::process::{self, Finished, Process, command, run, until};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::common::{mount, program};
@@ -68,7 +68,10 @@ impl Kept {
 /// Sends a signal; a process that is gone is no error.
 pub(crate) fn kill(pid: u32, signal: Signal) {
     if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
-        let _ = kill_process(pid, signal);
+        match signal {
+            Signal::STOP => process::stop(pid),
+            signal => drop(kill_process(pid, signal)),
+        }
     }
 }
 

@@ -11,7 +11,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;
 
-use ringdisk_testkit::process::until;
+use ringdisk_testkit::process::{self, until};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{
     RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketType, recv, send,
@@ -35,12 +35,7 @@ impl Agent {
     pub(crate) fn over(pid: u32) -> Agent {
         let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).expect("a process");
         let pidfd = pidfd_open(pid, PidfdFlags::empty()).expect("it lives");
-        kill_process(pid, Signal::STOP).expect("it lives");
-        let state = || {
-            let stat = fs::read_to_string(format!("/proc/{pid}/stat")).expect("it lives");
-            stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('T')).then_some(())
-        };
-        until(LIMIT, state).expect("it stops");
+        process::stop(pid);
         Agent { pid, pidfd }
     }
 
