@@ -86,7 +86,6 @@ impl Error {
         let hint = match errno {
             Errno::MFILE => "; raise the limit with `ulimit -n`",
             Errno::ROFS => "; open it read-only",
-            Errno::NOSYS => "; it needs openat2: Linux 5.6, and a container that allows it",
             _ => "",
         };
         let cause = io::Error::from(errno);

@@ -42,13 +42,15 @@ impl SectorGuard {
     }
 
     /// Whether a request touches the protected bytes.
+    ///
+    /// * `offset`: where it begins in the file, of which the image may be a part.
     pub(crate) fn covers(offset: u64) -> bool {
         offset < PROBE_LEN as u64
     }
 
-    /// Lets a write to the first sector in, alone, if the sector still looks raw afterwards, or did not before.
+    /// Lets a write to the first sector of the file in, alone, if the sector still looks raw afterwards, or did not before.
     ///
-    /// * `offset`: of the write in the image; inside the first sector.
+    /// * `offset`: of the write in the file, of which the image may be a part; inside the first sector.
     /// * `len`: bytes of the write.
     /// * `data`: what is written, in memory that nobody else can change before it is; `None` for zeroes.
     ///
@@ -90,9 +92,10 @@ impl SectorGuard {
     }
 }
 
-/// Reads the sector into zeroes: bytes that the image does not have are zeroes.
+/// Reads the first sector of the file into zeroes: bytes that the file does not have are zeroes. Who guesses a format looks there, wherever
+/// the image begins in the file.
 async fn read_sector(ring: &Ring, raw: &Raw, sector: &IoBuf) -> Result<(), Errno> {
-    raw.storage.read(ring, raw.offset, sector).await?;
+    raw.storage.read(ring, 0, sector).await?;
     Ok(())
 }
 

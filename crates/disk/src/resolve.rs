@@ -3,8 +3,8 @@
 //! Promises: whatever an image says, and whatever happens to the file system meanwhile, the file
 //! that is opened was reached by steps inside an allowed directory, or is a file that the user
 //! named. A path is walked one component at a time from a directory that is held open; each step is
-//! an `openat2` with `RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS`, so the kernel follows no link on its
-//! own. Links are read and their text is walked by the same rules. Nothing outside the allowed
+//! an `openat` of one name with `O_NOFOLLOW`, and `..` never is one, so the kernel follows no link on its
+//! own and leaves no directory. (`openat2` would do it too; a filter of system calls cannot see its flags, so a sandbox forbids it.) Links are read and their text is walked by the same rules. Nothing outside the allowed
 //! directories is touched, not even to see whether it exists. FIFOs, sockets and character devices
 //! are never opened (checked on an `O_PATH` descriptor first, and again after the open, which does
 //! not block).
@@ -13,12 +13,12 @@
 
 use std::ffi::{CString, OsStr, OsString};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::ffi::OsStringExt;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
 use ringdisk_storage::Opener;
-use rustix::fs::{self, FileType, Mode, OFlags, ResolveFlags, Stat};
+use rustix::fs::{self, FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
 use crate::name::printable_path;
@@ -321,16 +321,16 @@ fn append(path: &mut PathBuf, mut reversed: Vec<OsString>) {
     }
 }
 
-/// Steps of a walk never follow a link and never leave their directory.
-fn step_flags() -> ResolveFlags {
-    ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS
+/// Opens a name of a directory: one that is there, and no link. It never leaves the directory.
+fn open_name(at: BorrowedFd<'_>, name: &OsStr, flags: OFlags) -> Result<OwnedFd, Errno> {
+    debug_assert!(!name.as_bytes().contains(&b'/') && name != "..");
+    fs::openat(at, name, flags | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())
 }
 
 fn open_directory(at: BorrowedFd<'_>, name: &OsStr) -> Result<Step, WalkError> {
-    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    match fs::openat2(at, name, flags, Mode::empty(), step_flags()) {
+    match open_name(at, name, OFlags::PATH | OFlags::DIRECTORY) {
         Ok(fd) => Ok(Step::Done(fd)),
-        // A link is ELOOP by the resolve flags, or ENOTDIR by O_DIRECTORY.
+        // A link is ENOTDIR by O_DIRECTORY, or ELOOP by O_NOFOLLOW.
         Err(errno @ (Errno::LOOP | Errno::NOTDIR)) => read_link(at, name, errno),
         Err(errno) => Err(walk_error(errno)),
     }
@@ -343,18 +343,14 @@ fn open_last(
     access: Access,
     opener: Option<&dyn Opener>,
 ) -> Result<Step, WalkError> {
-    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let looked_at =
-        fs::openat2(at, name, flags, Mode::empty(), step_flags()).map_err(walk_error)?;
+    let looked_at = open_name(at, name, OFlags::PATH).map_err(walk_error)?;
     let stat = fs::fstat(&looked_at)?;
     if FileType::from_raw_mode(stat.st_mode) == FileType::Symlink {
         // The link itself is held, so this is its text whatever the name has become.
         return link_text(fs::readlinkat(&looked_at, c"", Vec::new())?);
     }
     let before = check_stat(&stat)?;
-    let flags = open_flags(access) | OFlags::NOFOLLOW;
-    let opened =
-        open_maybe_direct(flags, |flags| fs::openat2(at, name, flags, Mode::empty(), step_flags()));
+    let opened = open_maybe_direct(open_flags(access), |flags| open_name(at, name, flags));
     let opened = match (opened, opener) {
         // The very file that was looked at.
         (Err(Errno::ACCESS), Some(opener)) => opener.again(looked_at.as_fd(), !access.write),
@@ -391,10 +387,9 @@ fn link_text(text: CString) -> Result<Step, WalkError> {
     Ok(Step::Link(PathBuf::from(text)))
 }
 
-/// EXDEV: the kernel saw the step leave the directory. EAGAIN: a rename made it unsure.
+/// EAGAIN: somebody had a lease on the file, and is giving it up.
 fn walk_error(errno: Errno) -> WalkError {
     match errno {
-        Errno::XDEV => WalkError::Outside,
         Errno::AGAIN => WalkError::Raced,
         errno => WalkError::Os(errno),
     }

@@ -5,6 +5,7 @@ mod common;
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 
@@ -17,6 +18,7 @@ use ringdisk_testkit::limits::{full, part_needs};
 use ringdisk_testkit::model::{FrontEnd, Request, Vm, ask, bits};
 use ringdisk_testkit::mount::text;
 use ringdisk_testkit::process::{LIMIT, run, until};
+use rustix::event::{EventfdFlags, eventfd};
 use serde_json::Value;
 
 /// `writeback` in the configuration space.
@@ -117,6 +119,23 @@ fn the_kernel_serves_with_a_thread_for_each_virtqueue() {
     load.read_all(&mut vm);
     daemon.stop(&[&place.socket]);
     place.judge(&mut load);
+}
+
+/// The control thread tells a guest of what was answered before it has another eventfd; nothing that it does may wait for a front end.
+#[test]
+fn a_call_that_has_no_room_keeps_the_control_thread_from_nothing() {
+    if !has_module() {
+        return;
+    }
+    let (place, daemon, mut vm) = accelerated(&[]);
+    let call = eventfd(0, EventfdFlags::CLOEXEC).expect("an eventfd");
+    rustix::io::write(&call, &(u64::MAX - 1).to_ne_bytes()).expect("room for all of it");
+    vm.front.vring_fd(ask::SET_VRING_CALL, 0, Some(call.as_fd())).expect("it is taken");
+    assert_eq!(accel(&place)["on"], true);
+    vm.change_call(0).expect("one with room");
+    assert_eq!(vm.status(0, Request::read(0, 4096)), 0);
+    drop(vm);
+    daemon.stop(&[&place.socket]);
 }
 
 #[test]

@@ -459,6 +459,29 @@ fn a_disk_is_not_put_below_itself() {
     assert!(info.out.contains("base.raw"), "{}", info.out);
 }
 
+#[test]
+fn an_empty_name_takes_the_backing_file_away() {
+    if !needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let run = |words: &[&str]| ringdisk(directory.path(), words);
+    run(&["create", "-q", "base.qcow2", "4M"]).ok();
+    run(&["create", "-q", "-b", "base.qcow2", "-F", "qcow2", "top.qcow2"]).ok();
+    let disk = serve(&directory.path().join("top.qcow2"), &[]);
+    write(&disk, 3, MIB, MIB);
+    ctl(&disk, &["backing", "-F", "raw", ""]).ends(2).says("no backing file");
+    let changed = ctl(&disk, &["backing", ""]).ok();
+    assert_eq!(changed.out, "Backing file changed.\n");
+    let layers = ctl(&disk, &["stats", "--json"]).ok().json()["layers"].clone();
+    assert_eq!(layers.as_array().expect("a list").len(), 1, "{layers}");
+    assert_pattern(disk.path(), 3, MIB, MIB);
+    assert_eq!(disk.stop().code(), Some(0));
+    let info = run(&["info", "--json", "top.qcow2"]).ok().json();
+    assert_eq!(info.get("backing-filename"), None, "{info}");
+    assert_clean(&directory.path().join("top.qcow2"));
+}
+
 /// Zeroes for some seconds.
 const ADDED: &str = "+6G";
 

@@ -22,24 +22,8 @@ use rustix::process::Signal;
 const LEN: u64 = 4 * MIB;
 const BYTES: usize = 4 << 20;
 
-/// Whether the kernel has passthrough: asked by a mount of its own.
-fn has_passthrough() -> bool {
-    let (directory, image) = common::raw_image(4096, 1);
-    let mountpoint = directory.path().join("disk");
-    std::fs::write(&mountpoint, "").expect("a mountpoint");
-    let words =
-        ["mount", "--daemonize", "--passthrough", "-f", "raw", text(&image), text(&mountpoint)];
-    let ran = ringdisk(directory.path(), &words);
-    if ran.code == 0 {
-        ringdisk(directory.path(), &["umount", text(&mountpoint)]).ok();
-    } else {
-        assert!(ran.err.contains("Linux 6.9"), "{}", ran.err);
-    }
-    ran.code == 0
-}
-
 fn can() -> bool {
-    needs_root() && needs("FUSE passthrough", has_passthrough())
+    needs_root() && needs("FUSE passthrough", common::has_passthrough())
 }
 
 /// Reads and writes that came to us.

@@ -14,9 +14,9 @@ use common::serving::{Daemon, ctl as ctl_disk, judge, load, meanwhile, options, 
 use common::tools::{Ran, names, ringdisk};
 use common::{MIB, open, program};
 use ringdisk_testkit::images::{self, assert_clean, pattern, piece};
-use ringdisk_testkit::limits::{needs, needs_root};
-use ringdisk_testkit::model::{FrontEnd, Vm};
-use ringdisk_testkit::mount::{Mounted, for_user, scratch, text};
+use ringdisk_testkit::limits::{UringParameter, needs, needs_root, part_needs};
+use ringdisk_testkit::model::{BaseRule, FrontEnd, Vm};
+use ringdisk_testkit::mount::{Loop, Mounted, for_user, scratch, text};
 use ringdisk_testkit::process::{Finished, command, has, run, until};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
@@ -319,6 +319,140 @@ fn a_disk_of_a_machine_is_served_by_the_owner_and_goes_from_process_to_process()
     assert_eq!(names(place.roots.path()), ["ringdisk"]);
     assert_eq!(names(&place.root("ringdisk")), [""; 0]);
     judge(&place.image("disk.qcow2"), "qcow2", &mut load);
+}
+
+#[test]
+fn a_disk_that_waits_for_its_machine_is_taken_and_served_by_the_user() {
+    if !needs_root() {
+        return;
+    }
+    let place = Place::new();
+    let (socket, incoming) = (place.root("socket"), place.root("incoming"));
+    let words = ["--queues", "2", "--threads", "2", "--user", "nobody"];
+    let source = place.serve(&words);
+    let image = place.image("disk.qcow2");
+    let there = [&words[..], &["--incoming", text(&image), "--vhost-user-blk", text(&incoming)]];
+    let mut there = serve_command(&there.concat());
+    let destination = Daemon::of(there.env("XDG_RUNTIME_DIR", place.roots.path()));
+    for pid in [source.process.pid(), destination.process.pid()] {
+        assert_is(pid, NOBODY);
+        assert_confined(pid, true);
+    }
+    let mut vm = Vm::started(FrontEnd::connect(&socket), options(false));
+    let mut load = load(11);
+    load.run(&mut vm, 100);
+    load.drain(&mut vm);
+    for index in 0..2 {
+        vm.front.vring_base(index).expect("it stops");
+    }
+    // The area of requests in flight does not move: there are none.
+    vm.inflight = None;
+    let old = std::mem::replace(&mut vm.front, FrontEnd::connect(&socket));
+    vm.resume(FrontEnd::connect(&incoming), BaseRule::Used).expect("the disk is there");
+    load.read_all(&mut vm);
+    load.run(&mut vm, 100);
+    load.drain(&mut vm);
+    drop(old);
+    source.stop(&[&socket]);
+    // What opens images again works, too: the image was opened inside.
+    let overlay = place.image("overlay.qcow2");
+    place.ctl("incoming", &["snapshot", text(&overlay)]).ok();
+    assert_eq!(owner(&overlay), NOBODY);
+    place.ctl("incoming", &["commit", "--quiet"]).ok();
+    load.read_all(&mut vm);
+    drop(vm);
+    destination.stop(&[&incoming]);
+    judge(&image, "qcow2", &mut load);
+}
+
+/// Requests come and go over a mount's own rings, which the user's threads go on with.
+#[test]
+fn a_mount_over_io_uring_is_the_users_and_does_everything() {
+    if !needs_root() {
+        return;
+    }
+    let Some(_switch) = UringParameter::set(true) else { return };
+    let place = Place::new();
+    let zero_copy = part_needs("zero-copy (Linux 7.3)", common::kernel_is(7, 3));
+    let with = ["--zero-copy", "on"];
+    let more = if zero_copy { &with[..] } else { &[] };
+    let disk = place.mount(&[&["--user", "nobody", "--transport", "uring"], more].concat());
+    assert_is(disk.pid(), NOBODY);
+    assert_confined(disk.pid(), true);
+    write(disk.path(), 1, 0);
+    place.ctl("disk", &["snapshot", "--internal", "inside"]).ok();
+    let overlay = place.image("overlay.qcow2");
+    place.ctl("disk", &["snapshot", text(&overlay)]).ok();
+    place.ctl("disk", &["resize", "+1M"]).ok();
+    write(disk.path(), 2, 8 * MIB);
+    place.ctl("disk", &["commit"]).ok();
+    for (seed, offset) in [(1, 0), (2, 8 * MIB)] {
+        assert!(piece(disk.path(), offset, 1 << 20) == pattern(seed, offset, 1 << 20));
+    }
+    let finished = disk.stop();
+    assert_eq!(finished.code(), Some(0), "{}", finished.output());
+    assert!(finished.output().contains("over io_uring"), "{}", finished.output());
+    assert_clean(&place.image("disk.qcow2"));
+}
+
+/// The kernel opens nothing again when it reads and writes the image itself: it has the descriptor from before.
+#[test]
+fn a_mount_with_passthrough_is_the_users() {
+    if !(needs_root() && needs("FUSE passthrough", common::has_passthrough())) {
+        return;
+    }
+    let place = Place::new();
+    let image = place.image("disk.qcow2");
+    images::raw(&image, MIB, 1);
+    let disk = place.mount(&["--user", "nobody", "--passthrough", "--format", "raw"]);
+    assert_is(disk.pid(), NOBODY);
+    assert_confined(disk.pid(), true);
+    assert!(piece(disk.path(), 0, 1 << 20) == pattern(1, 0, 1 << 20));
+    write(disk.path(), 2, 0);
+    let stats = place.ctl("disk", &["stats", "--json"]).ok().json();
+    assert_eq!((&stats["total"]["reads"], &stats["total"]["writes"]), (&0.into(), &0.into()));
+    assert_eq!(disk.stop().code(), Some(0));
+    assert!(piece(&image, 0, 1 << 20) == pattern(2, 0, 1 << 20));
+}
+
+/// A device belongs to root, so `auto` stays root; a user that is named and may open it does everything, one that may not is warned of.
+#[test]
+fn a_block_device_is_served_as_the_user_that_is_named() {
+    if !needs_root() {
+        return;
+    }
+    let place = Place::new();
+    let (backing, socket) = (place.root("backing"), place.root("socket"));
+    let serve = |device: &Loop, user: &str| {
+        let words = ["-v", "--format", "raw", "--user", user, text(device.device())];
+        let mut all = serve_command(&[&words[..], &["--vhost-user-blk", text(&socket)]].concat());
+        Daemon::of(all.env("XDG_RUNTIME_DIR", place.roots.path()))
+    };
+    for (user, owner, is_warned) in
+        [("auto", 0, false), ("nobody", NOBODY, false), ("nobody", 0, true)]
+    {
+        images::sparse(&backing, 8 * MIB);
+        let Some(device) = Loop::attach(&backing, &[]) else { return };
+        let before = fs::metadata(device.device()).expect("there");
+        chown(device.device(), Some(owner), None).expect("chown");
+        let daemon = serve(&device, user);
+        let in_force = place.sandbox("socket");
+        assert_eq!(in_force.contains("stays root: "), user == "auto", "{in_force}");
+        assert_eq!(in_force.ends_with("user nobody (65534:65534)"), user == "nobody", "{in_force}");
+        assert_confined(daemon.process.pid(), true);
+        let mut vm = Vm::started(FrontEnd::connect(&socket), options(false));
+        let mut load = load(3);
+        load.run(&mut vm, 100);
+        load.drain(&mut vm);
+        load.read_all(&mut vm);
+        drop(vm);
+        place.ctl("socket", &["stop"]).ok();
+        let finished = daemon.ends(0);
+        assert_eq!(finished.output().contains("may not write"), is_warned, "{}", finished.output());
+        chown(device.device(), Some(before.uid()), None).expect("chown");
+        drop(device);
+        fs::remove_file(&backing).expect("it is there");
+    }
 }
 
 #[test]

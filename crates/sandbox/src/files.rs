@@ -1,18 +1,26 @@
 //! Which files may be opened: landlock.
 //!
 //! Promises: a ruleset that denies everything but what it was told; rights that the kernel does not know are left out. A file or
-//! directory that is not there gets no rule: it could not be opened anyway.
+//! directory that is not there gets no rule: it could not be opened anyway. With a block device, or a directory that holds some, comes what
+//! `/sys` says of them ([`told_of`]).
 
+use std::collections::BTreeSet;
+use std::fs;
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
 
 use landlock::{
     ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, PathBeneath, PathFd,
     Ruleset, RulesetAttr, RulesetCreatedAttr, RulesetError, Scope,
 };
+use rustix::fs::{PROC_SUPER_MAGIC, fstatfs, major, minor};
 use rustix::io::Errno;
 
 use crate::threads;
+
+/// Loop devices and those of the device mapper.
+const VIRTUAL_DEVICES: &str = "/sys/devices/virtual/block";
 
 /// The newest set of rights that is known here: up to ioctls of devices (Linux 6.10) and scopes (6.12).
 const KNOWN: ABI = ABI::V6;
@@ -62,6 +70,21 @@ pub(crate) struct Rules {
     pub(crate) abi: i32,
     /// Paths with a rule.
     pub(crate) paths: usize,
+    /// Files of `/proc` with a rule ([`Rules::hold`]).
+    of_proc: Vec<PathFd>,
+}
+
+impl Rules {
+    /// Keeps the files of `/proc` that have a rule, for as long as the process lives: a rule is for an inode, and `/proc` makes another one
+    /// when a name that nobody holds has been forgotten, as happens when memory is short.
+    pub(crate) fn hold(&self) {
+        for file in &self.of_proc {
+            match rustix::io::fcntl_dupfd_cloexec(file, 0) {
+                Ok(held) => std::mem::forget(held),
+                Err(errno) => tracing::warn!("sandbox: a file of /proc is not held: {errno}"),
+            }
+        }
+    }
 }
 
 /// Why there is no ruleset.
@@ -99,8 +122,12 @@ pub(crate) fn rules(paths: &[(PathBuf, Right)]) -> Result<Rules, NoRules> {
         ruleset = ruleset.scope(Scope::Signal)?;
     }
     let mut created = ruleset.create()?;
-    let mut count = 0;
-    for (path, right) in paths {
+    let (mut count, mut of_proc) = (0, Vec::new());
+    let devices = paths.iter().flat_map(|(path, right)| told_with(path, *right));
+    let devices: BTreeSet<PathBuf> = devices.collect();
+    let devices: Vec<(PathBuf, Right)> =
+        devices.into_iter().map(|path| (path, Right::ReadBelow)).collect();
+    for (path, right) in paths.iter().chain(&devices) {
         let held = match PathFd::new(path) {
             Ok(held) => held,
             Err(error) => {
@@ -108,10 +135,48 @@ pub(crate) fn rules(paths: &[(PathBuf, Right)]) -> Result<Rules, NoRules> {
                 continue;
             }
         };
-        created = created.add_rule(PathBeneath::new(held, right.access()))?;
+        created = created.add_rule(PathBeneath::new(&held, right.access()))?;
         count += 1;
+        if fstatfs(&held).is_ok_and(|its| its.f_type == PROC_SUPER_MAGIC) {
+            of_proc.push(held);
+        }
     }
     let ruleset: Option<OwnedFd> = created.into();
     let ruleset = ruleset.ok_or(NoRules::Missing("the kernel has no landlock"))?;
-    Ok(Rules { ruleset, abi, paths: count })
+    Ok(Rules { ruleset, abi, paths: count, of_proc })
+}
+
+/// Directories of `/sys` that are to be read with a path: those of the block devices that it allows to be opened.
+fn told_with(path: &Path, right: Right) -> Vec<PathBuf> {
+    let Ok(meta) = fs::metadata(path) else { return Vec::new() };
+    match right {
+        Right::ReadFile | Right::WriteFile if meta.file_type().is_block_device() => {
+            told_of(meta.rdev()).into_iter().collect()
+        }
+        Right::ReadBelow | Right::WriteBelow => {
+            let entries = fs::read_dir(path).into_iter().flatten().flatten();
+            let is_device =
+                |entry: &fs::DirEntry| entry.file_type().is_ok_and(|kind| kind.is_block_device());
+            let devices = entries.filter(is_device).filter_map(|entry| entry.metadata().ok());
+            let mut told: Vec<PathBuf> =
+                devices.filter_map(|device| told_of(device.rdev())).collect();
+            if !told.is_empty() {
+                // Some are made when they are needed.
+                told.push(PathBuf::from(VIRTUAL_DEVICES));
+            }
+            told
+        }
+        Right::ReadFile | Right::WriteFile | Right::List => Vec::new(),
+    }
+}
+
+/// The directory of `/sys` about a block device: sizes and limits of its queue, and the file of a loop device. For a partition it is that of
+/// the whole device, which has the queue.
+fn told_of(device: u64) -> Option<PathBuf> {
+    let link = format!("/sys/dev/block/{}:{}", major(device), minor(device));
+    let directory = fs::canonicalize(link).ok()?;
+    match directory.join("partition").exists() {
+        true => directory.parent().map(Path::to_owned),
+        false => Some(directory),
+    }
 }

@@ -17,6 +17,23 @@ use crate::user::User;
 /// Rights that no file gets that is made inside: nobody runs it, and the group and others do not write it.
 const NOT_FOR_RUNNING: Mode = Mode::from_raw_mode(0o133);
 
+/// What a process of this program opens once it serves, whatever it serves. Of `/proc` and `/sys` it is this and nothing else: neither other
+/// processes nor the rest of the machine. (What the kernel says of block devices comes with those: [`crate::files`].)
+const OWN: [(&str, Right); 7] = [
+    // Its own state: threads, their CPUs and times (`ctl stats`, `ctl topology`), locks of its files, its mounts, where code is (a backtrace).
+    // It holds the tables of its network, too, which cannot be left out of a directory.
+    ("/proc/self", Right::ReadBelow),
+    // glibc looks before it gives memory of a thread's heap back.
+    ("/proc/sys/vm/overcommit_memory", Right::ReadFile),
+    // CPUs: for `ctl topology`; glibc counts them for its heaps.
+    ("/sys/devices/system/cpu/online", Right::ReadFile),
+    ("/sys/devices/system/cpu/possible", Right::ReadFile),
+    // Nodes, with their CPUs and memory: where threads and memory of a guest go.
+    ("/sys/devices/system/node", Right::ReadBelow),
+    ("/dev/null", Right::WriteFile),
+    ("/dev/zero", Right::ReadFile),
+];
+
 /// What a serving process still needs. Everything else goes.
 #[derive(Debug)]
 pub struct Plan {
@@ -63,16 +80,10 @@ impl fmt::Display for Failure {
 impl std::error::Error for Failure {}
 
 impl Default for Plan {
-    /// The program's own needs: /proc and /sys to read (its own state, CPUs and nodes), and two devices.
+    /// The program's own needs.
     fn default() -> Plan {
-        let paths = [
-            ("/proc", Right::ReadBelow),
-            ("/sys", Right::ReadBelow),
-            ("/dev/null", Right::WriteFile),
-            ("/dev/zero", Right::ReadFile),
-        ];
         Plan {
-            paths: paths.map(|(path, right)| (PathBuf::from(path), right)).to_vec(),
+            paths: OWN.map(|(path, right)| (PathBuf::from(path), right)).to_vec(),
             without_files: None,
             calls: Calls::default(),
             keep: Keep::default(),
@@ -212,7 +223,7 @@ impl Plan {
         }
         let mut allowed = None;
         if let Some(filters) = filters {
-            // The mode of a new file may stand in memory (openat2), where a filter does not see it. No call inside changes this.
+            // The filter refuses modes with which a file could be run; libc's own is 0666. No call inside changes this.
             umask(umask(NOT_FOR_RUNNING) | NOT_FOR_RUNNING);
             let installed = filters.programs.iter().try_for_each(|program| {
                 seccompiler::apply_filter_all_threads(program)
@@ -221,7 +232,10 @@ impl Plan {
             allowed = self.or_note(installed, &mut missing)?.map(|()| filters.allowed);
         }
         Ok(InForce {
-            landlock: rules.map(|rules| (rules.abi, rules.paths)),
+            landlock: rules.map(|rules| {
+                rules.hold();
+                (rules.abi, rules.paths)
+            }),
             calls: allowed,
             capabilities,
             missing,

@@ -11,8 +11,9 @@ use std::process::{Command, ExitStatus};
 use std::sync::mpsc::{Sender, channel};
 
 use ringdisk_sandbox::{Calls, CapabilitySet, InForce, Keep, Plan, User, become_user};
-use ringdisk_testkit::limits::{needs, needs_root};
-use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, openat2};
+use ringdisk_testkit::limits::{needs, needs_root, part_needs};
+use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, XattrFlags, openat, openat2};
+use rustix::io::Errno;
 
 /// What a body is to try.
 const TRY: &str = "RINGDISK_TEST_TRY";
@@ -139,9 +140,22 @@ fn files() {
         image.expect("ours").set_len(3).expect("ours");
         fs::write(ours.join("image"), "secret").expect("ours");
         fs::read_to_string("/proc/self/status").expect("about us");
-        fs::read_dir("/sys/devices/system/cpu").expect("about the machine");
+        fs::read_dir("/proc/thread-self").expect("about this thread");
+        fs::read("/sys/devices/system/cpu/online").expect("about the machine");
+        for path in
+            ["/proc", "/proc/1/status", "/proc/meminfo", "/sys", "/sys/class/net", "/sys/kernel"]
+        {
+            assert_eq!(errno(fs::File::open(path)), libc::EACCES, "{path}");
+        }
     });
     assert_eq!(errno(fs::read("/proc/1/environ")), libc::EACCES, "another process");
+    // What has a rule in /proc is held, so that the kernel does not make it anew without one.
+    let held = fs::read_dir("/proc/self/fd").expect("our own").flatten();
+    let held: Vec<_> = held.filter_map(|entry| fs::read_link(entry.path()).ok()).collect();
+    let own = PathBuf::from(format!("/proc/{}", std::process::id()));
+    for path in [&own, Path::new("/proc/sys/vm/overcommit_memory")] {
+        assert!(held.iter().any(|held| held == path), "{path:?}: {held:?}");
+    }
 }
 
 #[test]
@@ -160,17 +174,28 @@ fn many() {
             }
         });
     }
-    enter(Plan::new().write_below(place().join("ours")));
     let ours = place().join("ours");
+    // With such a list the umask counts for nothing.
+    let for_all: [u16; 3] = [0x01, 0x04, 0x20];
+    let entry = |tag: &u16| [&tag.to_le_bytes()[..], &[7, 0], &u32::MAX.to_le_bytes()].concat();
+    let list = [2_u32.to_le_bytes().to_vec(), for_all.iter().flat_map(entry).collect()].concat();
+    let name = "system.posix_acl_default";
+    let set = rustix::fs::setxattr(&ours, name, &list, XattrFlags::empty());
+    let _ = part_needs("access control lists", set.is_ok());
+    enter(Plan::new().write_below(&ours));
     fs::write(ours.join("new"), "x").expect("a new file");
     fs::remove_file(ours.join("new")).expect("gone");
-    // A mode in memory, which a filter does not see.
+    // A mode in memory, which a filter does not see, and one that it does see.
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL;
     let mode = Mode::from_raw_mode(0o4777);
     let program = ours.join("program");
-    let made = openat2(CWD, &program, flags, mode, ResolveFlags::empty()).expect("a new file");
+    let made = openat2(CWD, &program, flags, mode, ResolveFlags::empty());
+    assert_eq!(made.map(drop), Err(Errno::NOSYS));
+    assert_eq!(openat(CWD, &program, flags, mode).map(drop), Err(Errno::NOSYS));
+    let mode = Mode::from_raw_mode(0o666);
+    let made = openat(CWD, &program, flags, mode).expect("a new file");
     let mode = fs::File::from(made).metadata().expect("it is there").permissions().mode();
-    assert_eq!(mode & 0o133, 0, "it can be run");
+    assert_eq!(mode & 0o7111, 0, "it can be run");
     fs::remove_file(program).expect("gone");
     assert_eq!(errno(fs::create_dir(ours.join("directory"))), libc::ENOSYS);
     assert_eq!(errno(fs::write(place().join("new"), "x")), libc::EACCES);

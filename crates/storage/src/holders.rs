@@ -25,13 +25,11 @@ pub(crate) fn describe(fd: BorrowedFd<'_>, byte: Option<u32>) -> String {
     };
     let own_pid = std::process::id();
     let mut found = Vec::new();
-    let processes = fs::read_dir("/proc").into_iter().flatten().flatten().take(SCANNED_MAX);
-    for process in processes {
-        let Some(pid) = process.file_name().to_str().and_then(|name| name.parse::<u32>().ok())
-        else {
-            continue;
-        };
-        let files = fs::read_dir(process.path().join("fdinfo")).into_iter().flatten().flatten();
+    let others = fs::read_dir("/proc").into_iter().flatten().flatten().take(SCANNED_MAX);
+    let others = others.filter_map(|other| other.file_name().to_str()?.parse::<u32>().ok());
+    // In a sandbox there are no others to be seen.
+    for pid in others.filter(|pid| *pid != own_pid).chain([own_pid]) {
+        let files = fs::read_dir(format!("/proc/{pid}/fdinfo")).into_iter().flatten().flatten();
         let holds = files
             .filter(|file| pid != own_pid || file.file_name().to_str() != Some(own_fd.as_str()))
             .filter_map(|file| fs::read_to_string(file.path()).ok())

@@ -5,7 +5,7 @@
 //! we never read from. So neither control threads nor queue threads close sockets of front ends.
 //!
 //! Promises: [`close`] does not wait. At most [`THREADS_MAX`] threads close for an export; what comes while all of them wait is kept until one
-//! is free. While that is much ([`is_full`]) this export takes no more from front ends, so what is kept is bounded; others go on. A
+//! is free; the peer of a connection is told of its end before that ([`Held::end`]). While that is much ([`is_full`]) this export takes no more from front ends, so what is kept is bounded; others go on. A
 //! descriptor is of the export whose control thread has taken it.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -13,7 +13,7 @@ use std::sync::atomic::AtomicU32;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::io::Errno;
-use rustix::net::sockopt;
+use rustix::net::{Shutdown, shutdown, sockopt};
 
 /// Threads that close at once.
 const THREADS_MAX: usize = 16;
@@ -108,6 +108,13 @@ impl Held {
         let sockets = fds.iter().filter(|fd| is_socket(fd));
         let copies = sockets.map(|fd| rustix::io::fcntl_dupfd_cloexec(fd, 0).map(Held::from));
         copies.collect()
+    }
+
+    /// Ends the connection for its peer, which would see nothing of it else while the closing waits. For other processes that have the socket,
+    /// too: so not of one that has been handed over.
+    pub(crate) fn end(&self) {
+        // One that has ended already needs no end.
+        let _ = shutdown(self.as_fd(), Shutdown::Both);
     }
 
     /// The descriptor, for who sees to it that dropping it does no harm.

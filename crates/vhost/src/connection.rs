@@ -125,6 +125,12 @@ impl Connection {
         Ok(())
     }
 
+    /// The front end sees the end of the connection now, however long its closing takes. Another process that has the socket can use it no
+    /// longer either.
+    pub(crate) fn end(&self) {
+        self.socket.end();
+    }
+
     /// Whether no part of a message has arrived, so that another process can go on with the socket.
     #[must_use]
     pub fn is_between_messages(&self) -> bool {

@@ -3,16 +3,20 @@
 //! A queue thread that touches memory of a file, and a control thread that closes a descriptor, wait for whoever answers for it: a file on FUSE
 //! answers when its server likes, also below an overlayfs, and a TCP socket with SO_LINGER closes when its other end likes. So only those are
 //! taken behind which is this machine's kernel alone: files on memory and on the file systems of local disks, eventfds, pipes, and Unix sockets,
-//! which [`crate::closing`] closes.
+//! which [`crate::closing`] closes. What has no type and is no eventfd is none of these: an epoll set asks the servers of all files in it when
+//! it is looked at, and a userfaultfd waits for the process that has made it when it is closed.
 //! Anything else is refused, and not asked anything by those threads, since its server could hold that answer back as well. Called by the
 //! control thread, for each descriptor that arrives.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use rustix::fs::{AtFlags, FileType, StatFs, StatxFlags, fcntl_get_seals, fstatfs, statx};
+use rustix::fs::{
+    AtFlags, FileType, StatFs, StatxFlags, fcntl_get_seals, fstatfs, readlink, statx,
+};
+use rustix::io::Errno;
 use rustix::net::{AddressFamily, sockopt};
 
 use crate::closing::{close, waits};
@@ -37,6 +41,10 @@ const FOREIGN: &[(i64, &str)] = &[
     (0x0102_1997, "a file on 9p"),
     (0x00c3_6400, "a file on Ceph"),
 ];
+
+/// What the kernel calls an eventfd, and the beginning of what it calls a pipe without a name (`fs/eventfd.c`, `fs/pipe.c`).
+const EVENTFD: &[u8] = b"anon_inode:[eventfd]";
+const PIPE: &[u8] = b"pipe:[";
 
 /// For messages.
 const SILENT: &str = "a file on a file system that does not say what it is";
@@ -97,8 +105,10 @@ fn is_ours(fd: &OwnedFd) -> Result<bool, &'static str> {
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
     let known = statx(fd, c"", flags, StatxFlags::TYPE).map_err(|_| SILENT)?;
     match FileType::from_raw_mode(known.stx_mode.into()) {
-        // An eventfd is of no type.
-        FileType::Fifo | FileType::Unknown => Ok(true),
+        FileType::Unknown if is_called(fd, |link| link == EVENTFD) => Ok(true),
+        FileType::Unknown => Err("something that is no eventfd"),
+        // One with a name is a file of a file system, which is asked for its length.
+        FileType::Fifo => Ok(is_called(fd, |link| link.starts_with(PIPE))),
         // Those of networks wait when they are closed, if their other end wants that (SO_LINGER).
         FileType::Socket => match sockopt::socket_domain(fd) {
             Ok(AddressFamily::UNIX) => Ok(true),
@@ -107,6 +117,17 @@ fn is_ours(fd: &OwnedFd) -> Result<bool, &'static str> {
         FileType::RegularFile => Ok(false),
         FileType::Directory => Err("a directory"),
         _ => Err("a device"),
+    }
+}
+
+/// Whether the kernel's word for a file, in `/proc`, is one. Asks no file system. A file with a name begins with a slash.
+///
+/// Without `/proc` there is no way to ask, and it is as good as that: some walls are missing then.
+fn is_called(fd: &OwnedFd, is_it: impl FnOnce(&[u8]) -> bool) -> bool {
+    let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
+    match readlink(path, Vec::new()) {
+        Ok(link) => is_it(link.as_bytes()),
+        Err(errno) => errno == Errno::NOENT,
     }
 }
 
@@ -131,8 +152,11 @@ mod tests {
     use std::fs::File;
     use std::net::{TcpListener, TcpStream};
 
-    use rustix::event::{EventfdFlags, eventfd};
-    use rustix::fs::{MemfdFlags, memfd_create};
+    use rustix::event::{EventfdFlags, epoll, eventfd};
+    use rustix::fs::{
+        CWD, FileType, MemfdFlags, Mode, OFlags, inotify, memfd_create, mknodat, open,
+    };
+    use rustix::process::{PidfdFlags, pidfd_open};
 
     use super::{is_ours, vet};
 
@@ -152,6 +176,28 @@ mod tests {
     fn a_file_on_a_local_disk_or_in_memory_is_taken() {
         let shm = tempfile::tempfile_in("/dev/shm").expect("a file in memory");
         assert!(vet(shm.into()).is_ok());
+    }
+
+    #[test]
+    fn a_pipe_with_a_name_is_asked_for_its_file_system() {
+        let directory = tempfile::tempdir_in("/dev/shm").expect("a directory in memory");
+        let path = directory.path().join("pipe");
+        mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).expect("a pipe");
+        let fd = open(&path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).expect("a pipe");
+        assert_eq!(is_ours(&fd), Ok(false));
+        assert!(vet(fd).is_ok(), "it is on a local one");
+    }
+
+    #[test]
+    fn what_has_no_type_is_an_eventfd_or_refused() {
+        let watch = inotify::init(inotify::CreateFlags::CLOEXEC).expect("a watch");
+        let set = epoll::create(epoll::CreateFlags::CLOEXEC).expect("a set");
+        let process = rustix::process::getpid();
+        let process = pidfd_open(process, PidfdFlags::empty()).expect("a process");
+        for fd in [watch, set, process] {
+            assert!(is_ours(&fd).is_err(), "{fd:?}");
+            assert!(vet(fd).is_err());
+        }
     }
 
     #[test]

@@ -4,11 +4,15 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use common::raw::{NEXT, send};
-use common::{MIB, Served, serve, simulated};
+use common::raw::{INDIRECT, NEXT, WRITE, avail, entry, send};
+use common::{MIB, Served, open, serve, simulated};
+use ringdisk_disk::Format;
+use ringdisk_guest::Layout;
 use ringdisk_guest::driver::GUEST_BASE;
+use ringdisk_testkit::images;
 use ringdisk_testkit::limits::{Holds, resident_bytes};
 use ringdisk_testkit::model::{Request, Vm, VmOptions, ask};
+use ringdisk_testkit::mount::scratch;
 
 fn break_and_mend(served: &Served, vm: &mut Vm) {
     // A chain that runs in a circle.
@@ -59,4 +63,57 @@ fn an_export_that_has_ended_holds_nothing() {
     drop(served.vm(VmOptions::default()));
     drop(served);
     assert!(kept.upgrade().is_none(), "the disk is still used");
+}
+
+/// Regions of a few bytes that follow one another: each segment over all of them is as many pieces.
+#[test]
+fn segments_over_many_regions_take_no_more_memory_than_others() {
+    /// Of each region, bytes; and how many there are.
+    const REGION: u64 = 16;
+    const REGIONS: u64 = 256;
+    const AT: u64 = 1 << 40;
+    const PLACE: u64 = GUEST_BASE + (200 << 20);
+    /// Requests, all by the same table.
+    const REQUESTS: u16 = 64;
+    let directory = scratch();
+    let path = directory.path().join("disk");
+    images::sparse(&path, 8 * MIB);
+    let served = serve(open(&path, Format::Raw), |_| {});
+    let mut vm = served.vm(VmOptions { indirect: 8, ..VmOptions::default() });
+    for number in 0..REGIONS {
+        let at = number * REGION;
+        let fd = vm.ram.fd();
+        vm.front.add_region([AT + at, REGION, (1 << 46) + at, at], fd).expect("there is room");
+    }
+    let pid = std::process::id();
+    assert_eq!(vm.status(0, Request::read(0, 4096)), 0);
+    vm.reset().expect("a reset");
+    let len = u32::try_from(REGIONS * REGION).expect("small");
+    let mut table = vec![entry(Layout::Split, (PLACE, 16, NEXT, 1))];
+    for next in 2..1026 {
+        table.push(entry(Layout::Split, (AT, len, NEXT | WRITE, next)));
+    }
+    table.push(entry(Layout::Split, (PLACE + 64, 1, WRITE, 0)));
+    vm.ram.write(PLACE + 4096, &table.concat());
+    vm.ram.write(PLACE, &[0; 16]);
+    let bytes = u32::try_from(table.concat().len()).expect("small");
+    for head in 0..REQUESTS {
+        let chain = entry(Layout::Split, (PLACE + 4096, bytes, INDIRECT, 0));
+        vm.queues[0].driver.areas().descriptors.write_bytes(usize::from(head) * 16, &chain);
+    }
+    let before = resident_bytes(pid);
+    let heads: Vec<u16> = (0..REQUESTS).collect();
+    avail(&mut vm, 0, &heads, REQUESTS);
+    let end = Instant::now() + Duration::from_secs(60);
+    let answered = || served.export.stats_reader()().queues.iter().map(|q| q.requests).sum::<u64>();
+    while served.export.broken_reason().is_none() && answered() < u64::from(REQUESTS) {
+        assert!(Instant::now() < end, "neither served nor refused");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let grown = resident_bytes(pid).saturating_sub(before);
+    assert!(grown < 64 << 20, "{grown} bytes more");
+    let reason = served.export.broken_reason().expect("no driver has such buffers");
+    assert!(reason.contains("regions of memory"), "{reason}");
+    vm.reset().expect("a reset");
+    assert_eq!(vm.status(0, Request::read(0, 4096)), 0);
 }

@@ -3,16 +3,18 @@
 
 mod common;
 
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use common::{MIB, Served, close, load, open, serve};
 use ringdisk_disk::{Disk, Format, ImageOptions};
 use ringdisk_ring::{Config, Runtime};
 use ringdisk_testkit::images;
-use ringdisk_testkit::model::{Load, Vm, VmOptions, ask, bits};
+use ringdisk_testkit::model::{FrontEnd, Load, Vm, VmOptions, ask, bits};
 use ringdisk_testkit::mount::scratch;
 use ringdisk_vhost::export::Threads;
 use ringdisk_vhost::{Export, ExportOptions, Listen};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 const QUEUES: usize = 3;
 
@@ -107,6 +109,49 @@ fn where_virtqueues_stood_at_a_reset_is_told_by_the_next_export() {
         let bases = (0..3).map(|index| vm.front.vring_base(index).expect("a base"));
         assert!(bases.sum::<u32>() >= 100);
         drop((vm, export));
+    });
+}
+
+/// A process hands all of its disks over or none: what a front end does with its own files stops no other disk.
+#[test]
+fn a_front_end_that_has_truncated_its_memory_is_let_go_and_the_disk_is_taken() {
+    scene(false, |served, mut vm, mut load| {
+        load.run(&mut vm, 100);
+        load.drain(&mut vm);
+        let file = memfd_create(c"going", MemfdFlags::CLOEXEC).expect("a memfd");
+        ftruncate(&file, MIB).expect("a memfd");
+        vm.front.add_region([1 << 40, MIB, 1 << 46, 0], file.as_fd()).expect("there is room");
+        ftruncate(&file, 0).expect("truncate");
+        let path = served.path.clone();
+        let directory = served.directory;
+        let served = Served { directory: scratch(), ..served };
+        let (export, _disk) = taken_over(served);
+        vm.front.expect_end();
+        let mut vm = Vm::started(FrontEnd::connect(&path), options(false));
+        load.read_all(&mut vm);
+        assert_eq!(export.broken_reason(), None);
+        drop((vm, export, directory));
+    });
+}
+
+#[test]
+fn a_message_that_is_half_here_is_waited_for() {
+    scene(false, |served, mut vm, mut load| {
+        load.run(&mut vm, 100);
+        let message = [15_u32.to_ne_bytes(), 1_u32.to_ne_bytes(), 0_u32.to_ne_bytes()].concat();
+        assert!(vm.front.send_raw(&message[..5], &[]));
+        let handle = served.export.hand_over_handle();
+        std::thread::sleep(Duration::from_millis(20));
+        std::thread::scope(|scope| {
+            let asked = scope.spawn(move || handle.hand_over().map(drop));
+            std::thread::sleep(Duration::from_millis(200));
+            assert!(vm.front.send_raw(&message[5..], &[]));
+            asked.join().expect("an answer").expect("a parcel");
+        });
+        let (protocol, _) = vm.front.reply(ask::GET_PROTOCOL_FEATURES).expect("a reply");
+        assert_eq!(protocol.len(), 8);
+        load.run(&mut vm, 100);
+        load.drain(&mut vm);
     });
 }
 

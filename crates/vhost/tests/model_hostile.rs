@@ -2,6 +2,7 @@
 
 mod common;
 
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -13,6 +14,7 @@ use ringdisk_testkit::limits::full;
 use ringdisk_testkit::model::{Refused, Request, Vm, VmOptions, ask, bits};
 use ringdisk_testkit::process::until;
 use ringdisk_testkit::sim::{Fault, OpKind, Prng, SimStorage, When};
+use rustix::fs::{MemfdFlags, memfd_create};
 
 /// In GET_STATUS.
 const NEEDS_RESET: u64 = 0x40;
@@ -330,6 +332,71 @@ fn memory_that_is_truncated_under_us_ends_that_device_alone() {
         works(&mut neighbour);
         drop(vm);
         works(&mut served.vm(options(packed)));
+    }
+}
+
+/// A second region of memory, whose file goes.
+const GOING: u64 = 1 << 40;
+
+/// Adds [`GOING`]. Gives its file.
+fn add_going(vm: &mut Vm) -> OwnedFd {
+    let file = memfd_create(c"going", MemfdFlags::CLOEXEC).expect("a memfd");
+    rustix::fs::ftruncate(&file, MIB).expect("a memfd");
+    vm.front.add_region([GOING, MIB, 1 << 46, 0], file.as_fd()).expect("there is room");
+    file
+}
+
+/// Truncates the file of [`GOING`] and lets the device find that, by a chain whose header is there.
+fn lose(served: &Served, vm: &mut Vm, queue: usize, file: &OwnedFd) {
+    rustix::fs::ftruncate(file, 0).expect("truncate");
+    let status = (PLACE + 64, 1, WRITE, 0);
+    send(vm, queue, &[(GOING, 16, NEXT, 1), (PLACE, 512, NEXT | WRITE, 2), status]);
+    vm.queues[queue].kick_anyway();
+    let reason = reason(served);
+    assert!(reason.contains("gone"), "{reason}");
+}
+
+/// There are zeroes of ours in its place: a guest that goes on would write them to its disk.
+#[test]
+fn memory_that_is_gone_is_not_used_after_a_reset_before_it_is_announced_anew() {
+    for packed in [false, true] {
+        let (_sim, disk) = simulated(MIB);
+        let served = serve(disk, |_| {});
+        let mut vm = served.vm(options(packed));
+        let file = add_going(&mut vm);
+        lose(&served, &mut vm, 0, &file);
+        assert!(vm.reset().is_err(), "it begins anew on what is gone");
+        vm.front.remove_region([GOING, MIB, 1 << 46, 0]).expect("it was added");
+        vm.reset().expect("what is left is all there");
+        works(&mut vm);
+        assert_eq!(served.export.broken_reason(), None);
+    }
+}
+
+/// What the storage gets of memory that goes meanwhile is not what the guest has written.
+#[test]
+fn a_request_whose_memory_goes_while_it_is_carried_out_is_no_success() {
+    for packed in [false, true] {
+        let (sim, disk) = simulated(MIB);
+        let served = serve(disk, |_| {});
+        let mut vm = served.vm(VmOptions { queues: 2, ..options(packed) });
+        let file = add_going(&mut vm);
+        vm.ram.write(PLACE + 4096, &[1, 0, 0, 0, 0, 0, 0, 0, 9, 0, 0, 0, 0, 0, 0, 0]);
+        vm.ram.write(PLACE + 8192, &[0xee]);
+        sim.on(When::kind(OpKind::Write).once(), Fault::Hold);
+        let data = (GOING + 4096, 512, NEXT, 2);
+        send(&mut vm, 1, &[(PLACE + 4096, 16, NEXT, 1), data, (PLACE + 8192, 1, WRITE, 0)]);
+        wait_for_held(&sim);
+        lose(&served, &mut vm, 0, &file);
+        assert_eq!(sim.release_all(), 1);
+        let end = Instant::now() + Duration::from_secs(20);
+        let mut status = [0xee];
+        while status == [0xee] {
+            assert!(Instant::now() < end, "it is not answered");
+            std::thread::sleep(Duration::from_millis(1));
+            vm.ram.read(PLACE + 8192, &mut status);
+        }
+        assert_eq!(status, [1], "an I/O error");
     }
 }
 

@@ -163,3 +163,24 @@ fn more_descriptors_than_any_message_has_are_closed_aside() {
         front
     });
 }
+
+/// As many threads as there are wait for sockets that came before (`closing::THREADS_MAX`).
+#[test]
+fn a_front_end_sees_its_end_while_nobody_is_left_to_close_its_socket() {
+    const THREADS: usize = 16;
+    let (_sim, disk) = simulated(MIB);
+    let served = serve(disk, |_| {});
+    let mut front = front(&served);
+    let mut listeners = Vec::new();
+    // Each one takes the place of the one before, which is closed then.
+    for _ in 0..=THREADS {
+        let (slow, listener) = slow();
+        listeners.push(listener);
+        tell(&mut front, ask::SET_BACKEND_REQ_FD, &[], &[loaded(slow).as_fd()]);
+    }
+    // This message ends the connection: it is longer than any.
+    let bad = [77_u32.to_ne_bytes(), 1_u32.to_ne_bytes(), u32::MAX.to_ne_bytes()].concat();
+    assert!(front.send_raw(&bad, &[]));
+    front.expect_end();
+    works(&served);
+}

@@ -217,6 +217,46 @@ fn a_commit_of_an_image_that_nobody_serves_is_refused_unless_the_user_says_raw()
     });
 }
 
+/// What is judged is the beginning of the file, where whoever opens it next looks, also where the layer begins some bytes after it.
+#[test]
+fn a_base_that_is_a_part_of_a_file_cannot_make_the_file_look_like_another_format() {
+    for (offset, begins) in [(1, &b"Q"[..]), (3, b"QFI"), (511, b"QFI\x07"), (512, b"QFI\x07")] {
+        let directory = directory();
+        let base = image(&directory);
+        run(async |ring| {
+            let overlay = overlay_of(&ring, &directory, &base).await;
+            let mut bytes = vec![7; 2 << 20];
+            bytes[..begins.len()].copy_from_slice(begins);
+            std::fs::write(&base, &bytes).expect("an image");
+            let name = format!(
+                r#"json:{{"driver":"raw","offset":{offset},"size":1048576,"file.filename":"base.raw"}}"#
+            );
+            super::qemu_img(
+                &directory,
+                &["rebase", "-u", "-b", &name, "-F", "raw", "overlay.qcow2"],
+            );
+            let disk = open(&ring, &overlay, &ImageOptions::default()).await.expect("open");
+            // The rest of the magic word comes to its place, if the layer begins in it.
+            let word = b"QFI\xfb\0\0\0\x03";
+            let rest = if offset < 4 { &word[offset..] } else { &word[..] };
+            let mut first = rest.to_vec();
+            first.resize(SECTOR, 0);
+            write(&ring, &disk, &first).await.expect("the overlay takes anything");
+            match (offset, commit(&ring, &disk).await) {
+                (1 | 3, Err(error)) => {
+                    assert_eq!(error.kind(), ErrorKind::PermissionDenied, "{error}");
+                }
+                (1 | 3, Ok(())) => panic!("the file looks like qcow2 now: offset {offset}"),
+                // The file's own beginning stays as it was.
+                (_, committed) => committed.unwrap_or_else(|error| panic!("{offset}: {error}")),
+            }
+            assert!(!std::fs::read(&base).expect("read").starts_with(b"QFI\xfb"), "{offset}");
+            assert!(std::fs::read(&base).expect("read").starts_with(begins), "{offset}");
+            disk.close(&ring).await.expect("close");
+        });
+    }
+}
+
 /// Ends the thread that looks at it, after a failure too.
 struct Over<'a>(&'a AtomicBool);
 

@@ -79,8 +79,8 @@ async fn write_guarded(
     let copied = buf.len().min(COPIED);
     let copy = IoBuf::new(copied, SECTOR_ALIGN);
     copy.copy_from_buf(0, &buf.slice(0..copied));
-    let _turn = guard.enter(ring, raw, offset, copied as u64, Some(&copy)).await?;
     let at = raw.offset + offset;
+    let _turn = guard.enter(ring, raw, at, copied as u64, Some(&copy)).await?;
     let done = raw.storage.write(ring, at, &copy).await?;
     if done < copied || copied == buf.len() {
         return Ok(done);
@@ -92,7 +92,7 @@ async fn write_guarded(
 
 /// The guard that a request must pass.
 fn guard(raw: &Raw, offset: u64) -> Option<&SectorGuard> {
-    raw.guard.as_deref().filter(|_| SectorGuard::covers(offset))
+    raw.guard.as_deref().filter(|_| SectorGuard::covers(raw.offset + offset))
 }
 
 /// Passes the guard of the first sector, where there is one.
@@ -108,7 +108,7 @@ pub(crate) async fn pass_guard<'a>(
     data: Option<&IoBuf>,
 ) -> Result<Option<Turn<'a>>, Errno> {
     match guard(raw, offset) {
-        Some(guard) => Ok(Some(guard.enter(ring, raw, offset, len, data).await?)),
+        Some(guard) => Ok(Some(guard.enter(ring, raw, raw.offset + offset, len, data).await?)),
         None => Ok(None),
     }
 }

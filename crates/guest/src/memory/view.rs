@@ -116,6 +116,19 @@ impl View {
         }
     }
 
+    /// In how many regions these bytes lie, at least one of them; `None` when they are not all in memory.
+    #[inline]
+    pub fn regions_of(&self, guest_addr: u64, len: usize) -> Option<usize> {
+        match self.find(guest_addr) {
+            Some((_, _, rest)) if len <= rest => Some(1),
+            Some(_) => {
+                let mut regions = 0;
+                self.walk(guest_addr, len, |_, _, _| regions += 1).then_some(regions)
+            }
+            None => None,
+        }
+    }
+
     /// Copies bytes of the guest out, each read once. `false` when they are not all in memory.
     pub fn read(&self, guest_addr: u64, dst: &mut [u8]) -> bool {
         let mut done = 0;

@@ -34,6 +34,11 @@ pub enum Broken {
     },
     /// A chain moves 4 GiB or more.
     TooLong,
+    /// A chain lies in more pieces of regions than the buffers of any driver do.
+    Pieces {
+        /// How many are taken.
+        limit: usize,
+    },
     /// A segment is not in memory.
     Address {
         /// Of the guest.
@@ -77,6 +82,10 @@ impl fmt::Display for Broken {
                 write!(f, "a chain is longer than {descriptors} descriptors: it runs in a circle")
             }
             Broken::TooLong => write!(f, "a chain moves 4 GiB or more"),
+            Broken::Pieces { limit } => write!(
+                f,
+                "a chain lies in more than {limit} pieces: its segments overlap, and go over too many regions of memory"
+            ),
             Broken::Address { addr, len } => {
                 write!(f, "{len} bytes at {addr:#x} are not in memory")
             }

@@ -186,8 +186,8 @@ impl Queue {
         let QueueConfig { layout, size, areas, event_idx, indirect, base, inflight, log, log_addr } =
             config;
         areas.check(layout, size, event_idx)?;
-        // Before anything is read: a loss that happens now is one to look at.
-        let losses = losses();
+        // Memory may have been lost before, and the device been reset since: the first check looks.
+        let losses = losses().wrapping_sub(1);
         let wrong = Error::BadInflight { why: "it was made for the other layout or another size" };
         let ring = match layout {
             Layout::Split => {

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::{Args, Subcommand, ValueHint};
 use ringdisk_disk::Format;
 
@@ -92,7 +93,8 @@ pub(crate) enum CtlCommand {
     /// a backing file of other content, while nobody uses the disk.
     Backing {
         /// The new backing file, "" for none
-        #[arg(value_name = "FILE", value_hint = ValueHint::FilePath)]
+        // A path of clap's own must not be empty.
+        #[arg(value_name = "FILE", value_hint = ValueHint::FilePath, value_parser = OsStringValueParser::new().map(PathBuf::from))]
         file: PathBuf,
         /// Format of FILE, which is never guessed
         #[arg(short = 'F', long, value_name = "FORMAT", value_parser = format_parser())]

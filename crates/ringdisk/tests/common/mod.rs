@@ -58,6 +58,22 @@ pub(crate) fn raw_image(len: u64, seed: u64) -> (TempDir, PathBuf) {
     (directory, image)
 }
 
+/// Whether the kernel has passthrough: asked by a mount of its own.
+pub(crate) fn has_passthrough() -> bool {
+    let (directory, image) = raw_image(4096, 1);
+    let mountpoint = directory.path().join("disk");
+    std::fs::write(&mountpoint, "").expect("a mountpoint");
+    let words =
+        ["mount", "--daemonize", "--passthrough", "-f", "raw", text(&image), text(&mountpoint)];
+    let ran = tools::ringdisk(directory.path(), &words);
+    if ran.code == 0 {
+        tools::ringdisk(directory.path(), &["umount", text(&mountpoint)]).ok();
+    } else {
+        assert!(ran.err.contains("Linux 6.9"), "{}", ran.err);
+    }
+    ran.code == 0
+}
+
 /// A raw image that is mounted: fields are dropped in this order.
 pub(crate) struct Served {
     pub(crate) mounted: Mounted,

@@ -17,13 +17,44 @@ use ringdisk_testkit::mount::{Mounted, for_user, scratch, text};
 use ringdisk_testkit::process::{command, has, until};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::common::confined::children;
+use crate::common::confined::{children, of_threads};
 use crate::common::serving::{Daemon, Place, serve_command};
-use crate::common::{MIB, program, serve_raw};
+use crate::common::{MIB, Served, program, raw_image, serve};
 use crate::filter::{ALLOW, Filters, OURS, Question, differences, filters_of};
 
 /// Words of each way in which root's servers can be confined, for `mount` and `serve`.
-const WAYS: [&[&str]; 2] = [&["--sandbox", "on"], &["--sandbox", "strict"]];
+const WAYS: [&[&str]; 4] = [
+    &["--sandbox", "on"],
+    &["--sandbox", "strict"],
+    &["--sandbox", "on", "--user", "nobody"],
+    &["--sandbox", "strict", "--user", "nobody"],
+];
+
+/// The way's user may open the image again.
+fn give(way: &[&str], image: &Path) {
+    let owner = if way.contains(&"nobody") { NOBODY } else { 0 };
+    let directory = image.parent().expect("its directory");
+    for path in [directory, image] {
+        std::os::unix::fs::chown(path, Some(owner), Some(owner)).expect("chown");
+    }
+}
+
+/// Serves a raw image that belongs to the way's user.
+fn serve_raw(way: &[&str], words: &[&str]) -> Served {
+    let (directory, image) = raw_image(MIB, 1);
+    give(way, &image);
+    let mounted = serve(&image, &[&["--format", "raw"], way, words].concat());
+    Served { mounted, image, directory }
+}
+
+/// Every thread is the way's user, and cannot be another one again.
+#[track_caller]
+fn assert_is_of(way: &[&str], pid: u32) {
+    let owner = if way.contains(&"nobody") { NOBODY } else { 0 };
+    let users = of_threads(pid, "Uid");
+    let wanted = [owner.to_string(), owner.to_string(), owner.to_string(), owner.to_string()];
+    assert!(users.iter().all(|user| *user == wanted.join("\t")), "{users:?}");
+}
 
 /// How long the next process may take.
 const NEXT: Duration = Duration::from_secs(30);
@@ -142,6 +173,7 @@ fn assert_reaches_nobody(filters: &Filters, pid: u32) {
         bare(libc::SYS_mount),
         bare(libc::SYS_umount2),
         bare(libc::SYS_open_by_handle_at),
+        bare(libc::SYS_openat2),
         bare(libc::SYS_name_to_handle_at),
         bare(libc::SYS_bpf),
         bare(libc::SYS_userfaultfd),
@@ -185,6 +217,44 @@ mod walls {
         c"/proc/1/environ",
         c"/proc/1/cwd/etc/passwd",
     ];
+    /// What the kernel tells everybody, about the machine and about other processes: to list or to read.
+    const TOLD: [&CStr; 24] = [
+        c"/proc",
+        c"/proc/1",
+        c"/proc/1/status",
+        c"/proc/1/cmdline",
+        c"/proc/1/task",
+        c"/proc/meminfo",
+        c"/proc/stat",
+        c"/proc/cmdline",
+        c"/proc/kallsyms",
+        c"/proc/interrupts",
+        c"/proc/sys",
+        c"/proc/sys/kernel",
+        c"/proc/sys/kernel/core_pattern",
+        c"/sys",
+        c"/sys/block",
+        c"/sys/dev/block",
+        c"/sys/devices/virtual",
+        c"/sys/class/net",
+        c"/sys/class/net/lo/address",
+        c"/sys/kernel/notes",
+        c"/sys/kernel/mm/transparent_hugepage/enabled",
+        c"/sys/module/fuse/parameters/enable_uring",
+        c"/sys/fs/cgroup",
+        c"/sys/devices/system/cpu",
+    ];
+    /// What a server reads of it: about itself, and the CPUs and nodes.
+    const OWN: [&CStr; 8] = [
+        c"/proc/self/status",
+        c"/proc/self/mountinfo",
+        c"/proc/self/task",
+        c"/proc/thread-self/schedstat",
+        c"/proc/sys/vm/overcommit_memory",
+        c"/sys/devices/system/cpu/online",
+        c"/sys/devices/system/cpu/possible",
+        c"/sys/devices/system/node",
+    ];
     /// To write: settings of the kernel, and memory of its own that may not be written.
     const WRITES: [&CStr; 6] = [
         c"/proc/sys/kernel/core_pattern",
@@ -208,7 +278,10 @@ mod walls {
         let others: Vec<CString> = children(pid)
             .into_iter()
             .chain([std::process::id()])
-            .flat_map(|other| ["mem", "environ", "fd/0"].map(|it| format!("/proc/{other}/{it}")))
+            .flat_map(|other| {
+                ["mem", "environ", "fd/0", "maps", "status", "cmdline", "stat", "task", "net/tcp"]
+                    .map(|it| format!("/proc/{other}/{it}"))
+            })
             .map(|path| CString::new(path).expect("a name"))
             .collect();
         let mut puppet = Puppet::of(pid);
@@ -229,7 +302,7 @@ mod walls {
         let beside = name(&image.with_file_name("program"));
         let program = puppet.open(&beside, libc::O_WRONLY | libc::O_CREAT, 0o4755);
         expect(c"a program", program, &[libc::ENOSYS]);
-        for path in READS {
+        for path in READS.iter().chain(&TOLD) {
             expect(path, puppet.open(path, libc::O_RDONLY, 0), &closed_or_gone);
         }
         for path in &others {
@@ -251,12 +324,20 @@ mod walls {
             (c"pidfd", libc::SYS_pidfd_open, 1),
             (c"ring", libc::SYS_io_uring_setup, 1),
             (c"fork", libc::SYS_clone, 17),
+            (c"openat2", libc::SYS_openat2, here),
         ] {
             let got = puppet.call(call, [first, 0, 0, 0, 0, 0]).map(|_| ());
             expect(what, got, &[libc::ENOSYS]);
         }
         // And what it is for works, or nothing above would mean anything.
         let ours = puppet.open(&name(image), libc::O_RDONLY, 0);
+        for path in OWN {
+            match puppet.open(path, libc::O_RDONLY, 0) {
+                // A kernel without NUMA.
+                Ok(()) | Err(Refused::With(libc::ENOENT)) => {}
+                refused => said.push(format!("{path:?}: {refused:?}")),
+            }
+        }
         puppet.release();
         assert_eq!((said, ours), (Vec::new(), Ok(())));
         assert_eq!(fs::read(&secret).expect("there"), b"secret");
@@ -271,7 +352,8 @@ fn a_mount_can_do_what_it_needs_and_nothing_else() {
     }
     for way in WAYS {
         for transport in ["dev", "auto"] {
-            let served = serve_raw(MIB, &[way, &["--transport", transport]].concat());
+            let served = serve_raw(way, &["--transport", transport]);
+            assert_is_of(way, served.mounted.pid());
             assert_walled(served.mounted.pid(), &Calls::default(), &served.image);
             assert_eq!(images::piece(served.mounted.path(), 0, 9), images::pattern(1, 0, 9));
             assert_eq!(served.mounted.stop().code(), Some(0));
@@ -285,7 +367,7 @@ fn a_kept_mount_and_its_next_process_can_do_what_they_need_and_nothing_else() {
         return;
     }
     for way in WAYS {
-        let served = serve_raw(MIB, &[way, &["--keep-mount", "--transport", "dev"]].concat());
+        let served = serve_raw(way, &["--keep-mount", "--transport", "dev"]);
         let keeper = served.mounted.pid();
         // It is confined a moment after it has begun to serve, and then there is its warden.
         let serving = |other: Option<u32>| {
@@ -298,6 +380,7 @@ fn a_kept_mount_and_its_next_process_can_do_what_they_need_and_nothing_else() {
             until(NEXT, find).expect("a process that serves")
         };
         let first = serving(None);
+        assert_is_of(way, first);
         assert_walled(first, &Calls::default(), &served.image);
         let pid = Pid::from_raw(first.cast_signed()).expect("a process");
         kill_process(pid, Signal::KILL).expect("killed");
@@ -314,10 +397,13 @@ fn a_disk_for_a_machine_and_its_successor_can_do_what_they_need_and_nothing_else
     }
     for way in WAYS {
         let place = Place::new("qcow2");
+        give(way, &place.image);
         let old = place.start(way);
+        assert_is_of(way, old.process.pid());
         assert_walled(old.process.pid(), &Calls::default(), &place.image);
         let new = place.start(&[way, &["--upgrade"]].concat());
         old.ends(0);
+        assert_is_of(way, new.process.pid());
         assert_walled(new.process.pid(), &Calls::default(), &place.image);
         new.stop(&[&place.socket]);
     }

@@ -128,8 +128,7 @@ pub(super) const ALLOWED: &[Need] = list![
     SYS_fcntl [[&[among(1, FCNTLS)], &[among(1, &[bits(c::F_SETFL)]), without(2, bits(c::O_ASYNC))]]]: "copies of descriptors, byte locks of images, sizes of pipes, seals; nothing that makes the kernel send signals",
     SYS_flock: "names of sockets and the lock of a mount are let go",
     // Names. Landlock says which.
-    SYS_openat [[&[without(3, NOT_A_FILE_OF_OURS)]]]: "images, /proc, /sys; no file that could be run or would run as another user is made",
-    SYS_openat2: "backing files, step by step and without links",
+    SYS_openat [[&[without(3, NOT_A_FILE_OF_OURS)]]]: "images, backing files step by step, /proc/self, CPUs and nodes; no file that could be run or would run as another user is made (openat2 has its mode in memory)",
     SYS_close: "descriptors",
     SYS_newfstatat: "names",
     SYS_fstat: "descriptors",
@@ -137,7 +136,7 @@ pub(super) const ALLOWED: &[Need] = list![
     SYS_fstatfs: "what an image or a guest's memory lies on",
     SYS_faccessat: "why an image could not be opened",
     SYS_readlinkat: "names of open images",
-    SYS_getdents64: "/proc and /sys",
+    SYS_getdents64: "threads of ours, and nodes",
     SYS_unlinkat [[&[among(2, &[0])]]]: "an overlay that could not be made; no directories",
     SYS_getcwd: "names in commands",
     SYS_chdir: "the directory that a process in the background was started in is let go",

@@ -3,6 +3,7 @@
 //! Queue threads. The bytes of a request are copied once and then used; its data go between guest memory and the storage without a
 //! copy, unless the storage wants another alignment.
 
+use ringdisk_guest::losses;
 use ringdisk_ring::{Errno, IoBuf};
 
 use super::SERIAL_BYTES;
@@ -13,6 +14,7 @@ use crate::worker::{Slot, Vring, Worker};
 /// Serves the request in `slot`. Returns how many bytes of guest memory were written, from the first that may be: what the used
 /// element says.
 pub(crate) async fn serve(worker: &Worker, vring: &Vring, slot: &Slot) -> u32 {
+    let losses_before = losses();
     let mut bytes = [0; HEADER_BYTES];
     let (readable, writable) = {
         let chain = slot.chain.borrow();
@@ -35,6 +37,9 @@ pub(crate) async fn serve(worker: &Worker, vring: &Vring, slot: &Slot) -> u32 {
         Kind::Discard | Kind::WriteZeroes => (ranges(worker, slot, header, sent).await, 0),
         Kind::Unknown => (Status::Unsupported, 0),
     };
+    // Memory that goes leaves zeroes of our own, which are on the disk now, or what was read is with nobody: that is no success.
+    let is_lost = losses() != losses_before && slot.is_lost();
+    let status = if is_lost { Status::IoError } else { status };
     if status != Status::Ok {
         worker.cells.errors.add(1);
     }

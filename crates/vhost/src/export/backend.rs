@@ -397,6 +397,7 @@ impl Backend for Control {
         direction: StateDirection,
         fd: OwnedFd,
     ) -> Result<Option<OwnedFd>, Refusal> {
+        state::check(fd.as_fd())?;
         self.transfer = match direction {
             StateDirection::Save => Some(state::save(fd.as_fd(), self.device.write_cache())?),
             StateDirection::Load => Some(StateTransfer::Loading(fd.into())),

@@ -105,6 +105,7 @@ impl Host {
         if let Err(error) = session.resume(&mut self.control) {
             tracing::error!("{}: the front end that was taken over is let go: {error}", self.name);
             session.close(&mut self.control);
+            socket.end();
             return Some(End::Gone);
         }
         Some(self.converse_as(session, socket))
@@ -231,6 +232,7 @@ impl Host {
         let end = self.messages(&mut session, &mut connection, wake.as_fd());
         if !matches!(end, End::HandedOver) {
             session.close(&mut self.control);
+            connection.end();
         }
         self.control.tell_kernel_errors(Occasion::Last);
         end
@@ -279,6 +281,18 @@ impl Host {
             if self.is_in_the_way(session, late) {
                 return End::Gone;
             }
+            // A message that is half here comes to its end first, or its connection does; and none is read before this.
+            while connection.is_between_messages()
+                && let Some(request) = self.signals.take_request()
+            {
+                let front_end = Some((&mut *session, &*connection));
+                match request.serve(&mut self.control, &self.door, front_end) {
+                    Outcome::Taken => return End::HandedOver,
+                    // It would wait for ever.
+                    Outcome::LetGo => return End::Gone,
+                    Outcome::GoesOn => {}
+                }
+            }
             if self.is_deaf
                 && self.listens()
                 && let Err(errno) = self.watch(wake)
@@ -298,15 +312,6 @@ impl Host {
                 Ok(Received::Woken) => {
                     if let Some(end) = self.woken(wake) {
                         return end;
-                    }
-                    while let Some(request) = self.signals.take_request() {
-                        let front_end = Some((&mut *session, &*connection));
-                        match request.serve(&mut self.control, &self.door, front_end) {
-                            Outcome::Taken => return End::HandedOver,
-                            // It would wait for ever.
-                            Outcome::LetGo => return End::Gone,
-                            Outcome::GoesOn => {}
-                        }
                     }
                 }
                 Ok(Received::Closed) => return End::Gone,
@@ -415,7 +420,7 @@ impl Host {
         if self.listens() {
             if let Ok(Some(second)) = self.door.next() {
                 self.complain(Complaint::Second, format_args!("a second front end was sent away"));
-                drop(second);
+                second.end();
             }
             if self.door.closed_for().is_some() {
                 self.look_away(wake);

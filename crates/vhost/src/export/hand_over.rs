@@ -98,7 +98,7 @@ pub(super) enum Outcome {
 impl Request {
     /// Carries it out, on the control thread.
     ///
-    /// * `front_end`: the session and its socket, if one is connected.
+    /// * `front_end`: the session and its socket, between two messages, if one is connected.
     pub(super) fn serve(
         self,
         control: &mut Control,
@@ -109,15 +109,8 @@ impl Request {
             // Nobody waits for it any more: the guest need not stand still.
             return Outcome::GoesOn;
         }
-        let half = front_end.as_ref().is_some_and(|(_, socket)| !socket.is_between_messages());
-        let why_not = if half {
-            Some("a message of the front end is half here; try again")
-        } else if control.is_migrating() {
-            Some("the guest is being migrated; try again after that")
-        } else {
-            None
-        };
-        if let Some(why) = why_not {
+        if control.is_migrating() {
+            let why = "the guest is being migrated; try again after that";
             let _ = self.answer.send(Err(Error::new(ErrorKind::Refused, why)));
             return Outcome::GoesOn;
         }
@@ -239,23 +232,27 @@ impl Control {
     ///
     /// Errors: memory cannot be mapped; the parcel does not hold together.
     pub(super) fn unpack(&mut self, parcel: &mut Unpacked) -> Result<(), Error> {
-        let refused = |error: ringdisk_guest::Error| {
-            Error::new(ErrorKind::Refused, "the hand-over cannot be taken").source(error)
-        };
         // Perhaps; nobody has kept count.
         self.had_front_end = true;
         self.device.set_write_cache(parcel.words.write_cache);
+        let lent = match Lent::map(parcel) {
+            Ok(lent) => lent,
+            // No virtqueue could run on it. It is the front end's doing, for which other disks of its process do not pay.
+            Err(error @ ringdisk_guest::Error::FileTooShort { .. }) => {
+                let name = &self.device.name;
+                tracing::warn!("{name}: the front end is let go: its memory is gone: {error}");
+                parcel.forget_front_end();
+                return Ok(());
+            }
+            Err(error) => {
+                let text = "the hand-over cannot be taken";
+                return Err(Error::new(ErrorKind::Refused, text).source(error));
+            }
+        };
         if let Some(reason) = parcel.words.broken.take() {
             self.device.set_broken(reason);
         }
-        let fds = parcel.all(Role::Region);
-        let words = std::mem::take(&mut parcel.words.regions);
-        let regions = words
-            .into_iter()
-            .zip(fds)
-            .map(|(w, fd)| Region::map(fd, w.guest_addr, w.user_addr, w.size, w.mmap_offset));
-        let regions = regions.collect::<Result<Vec<_>, _>>().map_err(refused)?;
-        self.memory = Arc::new(Memory::new(regions).map_err(refused)?);
+        self.memory = Arc::new(lent.memory);
         self.show_memory(&self.memory).map_err(|refusal| {
             Error::new(ErrorKind::Refused, format!("the memory cannot be taken: {refusal}"))
         })?;
@@ -263,22 +260,43 @@ impl Control {
             ring.call = parcel.one(Role::Call(index));
             ring.error = parcel.one(Role::Error(index));
         }
-        if let (Some(words), Some(fd)) = (parcel.words.inflight.take(), parcel.one(Role::Inflight))
-        {
-            let layout = if words.packed { Layout::Packed } else { Layout::Split };
-            let InflightWords { size, offset, queues, queue_size, .. } = words;
-            let area = InflightArea::from_fd(fd, size, offset, queues, queue_size, layout);
-            self.inflight = Some(Arc::new(area.map_err(refused)?));
-        }
-        if let (Some((size, offset)), Some(fd)) = (parcel.words.log, parcel.one(Role::Log)) {
-            self.log = Some(Log::map(fd, size, offset).map_err(refused)?);
-        }
+        self.inflight = lent.inflight.map(Arc::new);
+        self.log = lent.log;
         self.log_event = parcel.one(Role::LogEvent);
         self.show_log_event().map_err(|refusal| {
             Error::new(ErrorKind::Refused, format!("the log cannot be taken: {refusal}"))
         })?;
         self.channel = parcel.one(Role::Channel).map(BackChannel::new);
         Ok(())
+    }
+}
+
+/// Files of a front end, mapped.
+struct Lent {
+    memory: Memory,
+    inflight: Option<InflightArea>,
+    log: Option<Arc<Log>>,
+}
+
+impl Lent {
+    /// Errors: they cannot be mapped; they do not hold together.
+    fn map(parcel: &mut Unpacked) -> Result<Lent, ringdisk_guest::Error> {
+        let fds = parcel.all(Role::Region);
+        let words = std::mem::take(&mut parcel.words.regions);
+        let regions = words
+            .into_iter()
+            .zip(fds)
+            .map(|(w, fd)| Region::map(fd, w.guest_addr, w.user_addr, w.size, w.mmap_offset));
+        let memory = Memory::new(regions.collect::<Result<Vec<_>, _>>()?)?;
+        let area = parcel.words.inflight.take().zip(parcel.one(Role::Inflight));
+        let inflight = area.map(|(words, fd)| {
+            let layout = if words.packed { Layout::Packed } else { Layout::Split };
+            let InflightWords { size, offset, queues, queue_size, .. } = words;
+            InflightArea::from_fd(fd, size, offset, queues, queue_size, layout)
+        });
+        let log = parcel.words.log.zip(parcel.one(Role::Log));
+        let log = log.map(|((size, offset), fd)| Log::map(fd, size, offset));
+        Ok(Lent { memory, inflight: inflight.transpose()?, log: log.transpose()? })
     }
 }
 

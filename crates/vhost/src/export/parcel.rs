@@ -4,6 +4,7 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use serde::{Deserialize, Serialize};
 
+use crate::closing::Held;
 use crate::protocol::VringAddress;
 use crate::session::{SavedVring, SessionState};
 use crate::vet::vet;
@@ -198,6 +199,16 @@ impl Unpacked {
     /// The descriptor of a role.
     pub(super) fn one(&mut self, role: Role) -> Option<OwnedFd> {
         self.all(role).pop()
+    }
+
+    /// Lets go of all that a front end has lent, and of its connection.
+    pub(super) fn forget_front_end(&mut self) {
+        self.words.session = None;
+        let is_ours = |role: &Role| matches!(role, Role::Listener | Role::Image);
+        let (kept, gone) = std::mem::take(&mut self.fds).into_iter().partition(|(r, _)| is_ours(r));
+        self.fds = kept;
+        let gone: Vec<(Role, OwnedFd)> = gone;
+        gone.into_iter().for_each(|(_, fd)| drop(Held::from(fd)));
     }
 
     /// The session, if a front end was connected.

@@ -28,6 +28,16 @@ pub(super) enum StateTransfer {
     Loading(Held),
 }
 
+/// Whether the state may go through this: a pipe, a socket or a file. An eventfd, which comes for other things, takes numbers.
+///
+/// Errors: it is none of them.
+pub(super) fn check(fd: BorrowedFd<'_>) -> Result<(), Refusal> {
+    match FileType::from_raw_mode(fstat(fd)?.st_mode) {
+        FileType::Fifo | FileType::Socket | FileType::RegularFile => Ok(()),
+        _ => Err("the state goes through a pipe, a socket or a file".into()),
+    }
+}
+
 /// Writes the state.
 ///
 /// Errors: nobody takes it.
@@ -151,7 +161,7 @@ mod tests {
     use std::process::Command;
     use std::time::Instant;
 
-    use super::{PATIENCE, load, read_now, save, write_now};
+    use super::{PATIENCE, check, load, read_now, save, write_now};
     use rustix::io::Errno;
 
     fn pipe() -> (OwnedFd, OwnedFd) {
@@ -183,6 +193,16 @@ mod tests {
             rustix::io::write(&writer, wrong).unwrap();
             drop(writer);
             assert!(load(reader.as_fd()).is_err(), "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn what_takes_or_gives_numbers_has_no_state() {
+        let event = rustix::event::eventfd(1, rustix::event::EventfdFlags::CLOEXEC).expect("one");
+        assert!(check(event.as_fd()).is_err());
+        let ((reader, writer), (one, other)) = (pipe(), sockets());
+        for fd in [reader, writer, one, other, tempfile::tempfile().expect("a file").into()] {
+            assert_eq!(check(fd.as_fd()), Ok(()));
         }
     }
 

@@ -117,6 +117,13 @@ impl Control {
         if self.is_in_kernel(index) {
             return Err("the kernel has not given it back".into());
         }
+        if self.memory.is_lost() {
+            // There are zeroes of our own now: writes of the guest would put them on the disk.
+            return Err(
+                "memory of the guest is gone, its file was truncated: it has to be announced anew"
+                    .into(),
+            );
+        }
         self.check_required()?;
         // In any case on its thread first, which knows where it goes on, and carries out what a process before us had taken.
         self.put_on_thread(index, base)?;

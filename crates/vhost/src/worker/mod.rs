@@ -220,6 +220,14 @@ impl Worker {
         }
     }
 
+    /// Signals an eventfd of a virtqueue that does not run here. Control threads have it done here: a write that waits is found
+    /// ([`Watch`]).
+    pub(crate) fn signal(&self, fd: OwnedFd) {
+        let call = Call::new(&self.watch, &self.device);
+        call.set(Some(fd));
+        call.signal();
+    }
+
     /// Another eventfd to say that a virtqueue is broken.
     pub(crate) fn set_error(&self, index: u16, fd: Option<OwnedFd>) {
         if let Some(vring) = self.vring(index) {

@@ -17,7 +17,12 @@ const SLOTS: u16 = 4095;
 
 /// Of which regions it was said that they are not pinned, by their guest address and size: each queue thread meets the same limit, one of
 /// them tells.
+///
+/// At most [`TOLD_MAX`]: a front end can announce as many as it likes, one after the other.
 pub(crate) type Told = Mutex<BTreeSet<(u64, u64)>>;
+
+/// Regions that are told of, since the export began.
+const TOLD_MAX: usize = 16;
 
 /// Which piece of which region is in which slot.
 #[derive(Debug)]
@@ -107,10 +112,11 @@ impl Pins {
     fn tell(&self, region: &Region, from: usize, why: &str) {
         let (start, size) = (region.guest_addr(), region.size());
         let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
-        if told.insert((start, size)) {
+        if told.len() < TOLD_MAX && told.insert((start, size)) {
             let left = size - from as u64;
+            let rest = if told.len() < TOLD_MAX { "" } else { " (of others nothing is said)" };
             tracing::warn!(
-                "{left:#x} of the {size:#x} bytes of guest memory at {start:#x} are not pinned: {why}"
+                "{left:#x} of the {size:#x} bytes of guest memory at {start:#x} are not pinned: {why}{rest}"
             );
         }
     }

@@ -82,6 +82,11 @@ impl Slot {
         view.as_ref().is_some_and(|view| self.chain.borrow().write(view, at, bytes))
     }
 
+    /// Whether a part of the guest's memory was found gone.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.view.borrow().as_ref().is_some_and(|view| view.memory().is_lost())
+    }
+
     /// Bytes that the guest wrote for us, as a buffer.
     pub(crate) fn readable(&self, at: u64, len: u64) -> Option<IoBuf> {
         self.gather(|chain, view, scatter| {

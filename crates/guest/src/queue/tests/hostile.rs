@@ -1,16 +1,19 @@
 //! Drivers at their worst.
 
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use proptest::collection::vec;
 use proptest::prelude::*;
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use crate::driver::{DriverConfig, GUEST_BASE};
 use crate::queue::indirect::{INDIRECT, NEXT, WRITE};
 use crate::queue::packed::AVAIL;
-use crate::{Areas, Broken, Error, Layout, Segment, View};
+use crate::{Areas, Broken, Error, Layout, Memory, Region, Segment, View};
 
-use super::{Kit, config};
+use super::{Kit, base, config, device_in};
 
 const SIZE: u16 = 8;
 
@@ -91,6 +94,55 @@ fn chains_that_break_a_rule_break_the_queue_in_both_layouts() {
 /// Where the data of every kit of this size begins.
 fn data() -> u64 {
     split().data
+}
+
+/// A memory of small regions that follow one another, behind that of a kit. Gives its first address and the file.
+fn small_regions(kit: &mut Kit, count: u64, bytes: u64) -> (u64, OwnedFd) {
+    const AT: u64 = 1 << 40;
+    let file = memfd_create(c"small", MemfdFlags::CLOEXEC).unwrap();
+    ftruncate(&file, count * bytes).unwrap();
+    let mut memory = Memory::clone(kit.view.memory());
+    for at in (0..count).map(|number| number * bytes) {
+        let region = Region::map(file.try_clone().unwrap(), AT + at, AT + at, bytes, at).unwrap();
+        memory = memory.with(region).unwrap();
+    }
+    kit.view = View::new(Arc::new(memory));
+    (AT - kit.data, file)
+}
+
+/// Each segment over all of them is as many pieces, which cost memory for each request in flight.
+#[test]
+fn chains_over_more_regions_than_buffers_of_a_driver_can_be_break_the_queue() {
+    for mut kit in [split(), packed()] {
+        let (at, _file) = small_regions(&mut kit, 300, 16);
+        let chain = |count: u16| -> Vec<Raw> {
+            let next = |number| if number < count { NEXT } else { 0 };
+            (1..=count).map(|number| (at, 4800, next(number), number)).collect()
+        };
+        // 5 * 300 are no more than 1026 segments and 509 ends of regions.
+        assert_eq!(pop(&mut kit, &chain(5)), Ok(true));
+        assert_eq!(kit.chain.readable_len(), 5 * 4800);
+    }
+    for mut kit in [split(), packed()] {
+        let (at, _file) = small_regions(&mut kit, 300, 16);
+        let chain: Vec<Raw> = (1..=6).map(|next| (at, 4800, NEXT, next)).collect();
+        assert_eq!(pop(&mut kit, &chain), Err(Broken::Pieces { limit: 1535 }));
+    }
+}
+
+#[test]
+fn a_queue_that_begins_on_memory_that_was_lost_before_is_broken() {
+    for layout in [Layout::Split, Layout::Packed] {
+        let mut kit = Kit::new(config(layout, SIZE));
+        let (at, file) = small_regions(&mut kit, 1, 4096);
+        ftruncate(&file, 0).unwrap();
+        assert!(kit.view.read(kit.data + at, &mut [0; 16]), "zeroes are in its place");
+        assert_eq!(kit.queue.check(&kit.view), Err(Broken::MemoryLost));
+        // The device is reset.
+        let memory = Arc::clone(kit.view.memory());
+        let (mut queue, view) = device_in(memory, &kit.driver, base(layout), None, None);
+        assert_eq!(queue.check(&view), Err(Broken::MemoryLost));
+    }
 }
 
 #[test]

@@ -13,7 +13,7 @@ mod obstacle;
 mod shown;
 mod workers;
 
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ringdisk_storage::Kind;
@@ -162,7 +162,7 @@ impl Control {
             regions_max,
             ring_size: sizes.max().unwrap_or(0),
             ring_max,
-            is_broken: self.device.needs_reset(),
+            is_broken: self.device.needs_reset() || self.memory.is_lost(),
             wants_device: accel.options.engine == Engine::Bio && is_file,
         })
     }
@@ -299,8 +299,15 @@ impl Control {
         self.device.set_broken(format!("virtqueue {index}: the kernel gave it up"));
         self.take_back_all();
         if let Some(error) = &self.rings[usize::from(index)].error {
-            let _ = rustix::io::write(error, &1_u64.to_ne_bytes());
+            self.signal(index, error.as_fd());
         }
+    }
+
+    /// Signals an eventfd of a virtqueue that is not on its queue thread. A write to it may wait, so this thread makes none.
+    fn signal(&self, index: u16, event: BorrowedFd<'_>) {
+        let Ok(event) = event.try_clone_to_owned() else { return };
+        let signalled = self.thread(index).ask(move |worker| worker.signal(event));
+        let _ = signalled.wait(self.is_patient());
     }
 
     /// Regions were added to the memory: the module takes it while none of its virtqueues runs.
@@ -338,7 +345,7 @@ impl Control {
         locked(vblk).set_call(index, call).map_err(|error| Refusal::new(error.to_string()))?;
         if let Some(call) = call {
             // What was completed before was told to nobody.
-            let _ = rustix::io::write(call, &1_u64.to_ne_bytes());
+            self.signal(index, call);
         }
         Ok(())
     }

@@ -99,6 +99,19 @@ fn what_finds_no_slot_works_unpinned_and_is_told_once() {
     assert_eq!(pins.told.lock().expect("told").len(), 1);
 }
 
+/// A front end can announce other regions for as long as it likes.
+#[test]
+fn of_regions_that_come_and_go_only_the_first_are_told() {
+    let mut runtime = Runtime::new(Config::default()).expect("io_uring");
+    let ring = runtime.ring().clone();
+    let mut pins = Pins::sized(&ring, Arc::default(), 1, SHIFT).expect("a table");
+    for number in 0..1000 {
+        let view = pins.view(&ring, memory(&[&region(number << 32, 2 * PIECE)]));
+        assert!(!is_fixed(&mut runtime, &view, (number << 32) + PIECE, 4096));
+    }
+    assert_eq!(pins.told.lock().expect("told").len(), 16);
+}
+
 /// Bytes of memory that could be had.
 fn memory_available() -> u64 {
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
