@@ -18,6 +18,14 @@ use serde::{Deserialize, Serialize};
 use tempfile::TempDir;
 
 // The program has no library; these parts of it stand for themselves.
+#[path = "../../crates/ringdisk/src/sandbox/below.rs"]
+#[allow(dead_code)]
+mod below;
+mod control {
+    #[path = "../../../crates/ringdisk/src/control/word.rs"]
+    #[allow(dead_code)]
+    pub(crate) mod word;
+}
 #[path = "../../crates/ringdisk/src/sandbox/duties.rs"]
 #[allow(dead_code)]
 mod duties;

@@ -29,6 +29,7 @@ mod live;
 mod lost;
 mod map;
 pub mod name;
+pub mod names_note;
 mod note;
 mod null;
 mod open;

@@ -180,6 +180,11 @@ pub struct ImageOptions {
     /// Directories (with all below) and single files that backing and data file names may lead
     /// to, beside the image's own directory.
     pub allow_paths: Vec<PathBuf>,
+    /// The same, which the user did not name: what an image's header names there must be what it named before ([`crate::names_note`]).
+    pub known_paths: Vec<PathBuf>,
+    /// The process is confined, and may be taken over then: what the header of the image that is written names now is noted, so that
+    /// what is written there later does not count.
+    pub note_names: bool,
     /// Memory cap of the metadata cache of each qcow2 layer, bytes; `None`: sized by the image.
     pub metadata_cache_bytes: Option<u64>,
     /// Take no locks (QEMU's `force-share`); only with `read_only`.

@@ -21,6 +21,7 @@ mod load;
 mod maps;
 mod moving;
 mod names;
+mod names_notes;
 mod null;
 mod options;
 mod paths;

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use ringdisk_disk::Format;
 use ringdisk_disk::name::FileName;
+use ringdisk_disk::names_note::{Names, renew};
 use ringdisk_qcow2::{CompressionType, CreateOptions, Preallocation};
 use ringdisk_ring::Ring;
 use ringdisk_storage::{OpenOptions, Storage};
@@ -300,6 +301,9 @@ impl NewImage {
             begin(fresh, name)?;
         }
         ringdisk_qcow2::create(ring, &storage, data.as_ref(), &options).await?;
+        let CreateOptions { backing_file, backing_format, data_file, .. } = &options;
+        let (below, format) = (backing_file.as_deref(), backing_format.as_deref());
+        renew(&storage, &Names::new(below, format, data_file.as_deref()));
         Ok(())
     }
 

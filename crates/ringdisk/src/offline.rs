@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use ringdisk_disk::Format;
 use ringdisk_disk::name::FileName;
+use ringdisk_disk::names_note::Names;
 use ringdisk_disk::resolve::{Access, Resolver};
 use ringdisk_qcow2::{Info, Qcow2};
 use ringdisk_ring::Runtime;
@@ -16,6 +17,7 @@ use ringdisk_storage::{Lock, OpenOptions, Storage};
 use crate::cli::PoolArgs;
 use crate::commands::look;
 use crate::report::{Exit, Failure};
+use crate::terminal::shell_word;
 
 /// How to open.
 #[derive(Clone, Copy, Debug, Default)]
@@ -94,6 +96,20 @@ impl Offline {
         let mut resolver = Resolver::new(&pool.allow_path)?;
         resolver.allow(directory)?;
         let data = directory.join(&parsed.path);
+        let is_said = || {
+            let said = Resolver::new(&pool.allow_path)?;
+            said.open(&data, Access { write: false, direct: false })
+        };
+        if Names::of(info).ask_at(path).other_data && is_said().is_err() {
+            let text = format!(
+                "'{shown}' did not name the data file '{}' when it was served last, and it was not changed by ringdisk since",
+                data.display()
+            );
+            return Err(Failure::new(Exit::Permission, text).hint(format!(
+                "if you have changed it: --allow-path {}",
+                shell_word(&data.display().to_string())
+            )));
+        }
         let opened = resolver.open(&data, Access { write: self.writable, direct: false })?;
         let options = OpenOptions {
             read_only: !self.writable,

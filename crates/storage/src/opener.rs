@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use rustix::io::Errno;
 
-use crate::{OpenOptions, open};
+use crate::{OpenOptions, Storage, open};
 
 /// Somebody who opens files for a process that may not.
 pub trait Opener: Debug + Send + Sync {
@@ -35,6 +35,15 @@ pub trait Opener: Debug + Send + Sync {
     ///
     /// Errors: those of unlink(2), as there.
     fn remove(&self, identity: (u64, u64)) -> Result<(), Errno>;
+
+    /// Changes the note of an image of the files that its header names (`ringdisk-disk`, `names_note`).
+    ///
+    /// * `file`: a descriptor of it.
+    /// * `line`: what the header will name, or names.
+    /// * `is_done`: the header names it; before that the note holds both.
+    ///
+    /// Errors: those of setxattr(2); EACCES where that is not his to do.
+    fn note(&self, file: BorrowedFd<'_>, line: &[u8], is_done: bool) -> Result<(), Errno>;
 
     /// Makes the names of a directory durable.
     ///
@@ -65,6 +74,14 @@ impl OpenOptions {
         read_only: bool,
     ) -> Result<OwnedFd, Errno> {
         result.or_else(|errno| self.after(errno).ok_or(errno)?.again(file, read_only))
+    }
+
+    /// Has the note of an image changed by [`OpenOptions::opener`] ([`Opener::note`]). Storage of other kinds has none.
+    ///
+    /// Errors: as there; ENOSYS where nobody can be asked.
+    pub fn note_outside(&self, file: &Storage, line: &[u8], is_done: bool) -> Result<(), Errno> {
+        let Some(file) = file.file() else { return Ok(()) };
+        self.opener.as_ref().ok_or(Errno::NOSYS)?.note(file.borrow(), line, is_done)
     }
 
     /// Removes a file that was made with these options and shall not stay.

@@ -26,6 +26,10 @@ pub(crate) fn reopen(old: &File, options: &OpenOptions) -> Result<File, Error> {
             Errno::ACCESS | Errno::PERM => {
                 format!("'{name}' may be read but not written: change its mode")
             }
+            Errno::KEYREJECTED => format!(
+                "'{name}' is below the image that is served, and this process may only read it: ask with `ringdisk ctl` of this \
+                 version, whose word it takes to write it"
+            ),
             Errno::ROFS => format!("'{name}' is on a read-only file system"),
             Errno::NOENT => format!("cannot open '{name}' again: /proc is not there"),
             _ => return Error::system(format!("cannot open '{name}' again"), errno),

@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
 use ringdisk_ring::{Errno, Fd, IoBuf, Ring};
+use rustix::fs::OFlags;
 
 use crate::custom::CustomStorage;
 use crate::error::Error;
@@ -60,6 +61,15 @@ impl Storage {
                 Some(reopen::reopen(file, options).map(|file| Storage(Inner::File(file))))
             }
             Inner::Custom(_) => None,
+        }
+    }
+
+    /// Whether its descriptor can be written by, whatever it is used for. Storage of another kind: whether it is not read-only.
+    pub fn is_open_for_writing(&self) -> bool {
+        match &self.0 {
+            Inner::File(file) => rustix::fs::fcntl_getfl(file.borrow())
+                .is_ok_and(|flags| flags & OFlags::RWMODE == OFlags::RDWR),
+            Inner::Custom(_) => !self.is_read_only(),
         }
     }
 

@@ -71,7 +71,7 @@ fn allow(
     let directory = path.parent().filter(|directory| !directory.as_os_str().is_empty());
     let directory = directory.map_or_else(|| PathBuf::from("."), std::path::Path::to_path_buf);
     if directory.is_dir() {
-        options.allow_paths.push(directory);
+        options.known_paths.push(directory);
     }
     Ok(())
 }

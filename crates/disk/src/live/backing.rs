@@ -20,6 +20,7 @@ use crate::chain::Chain;
 use crate::graph::Graph;
 use crate::layer::Layer;
 use crate::name::{printable, printable_path};
+use crate::names_note::{self, Names};
 use crate::open::open_below;
 use crate::{Disk, Error, ErrorKind, Format, Progress, lost};
 
@@ -114,6 +115,11 @@ impl Disk {
             iter::once(&**graph.top()).chain(below.iter().map(|it| &**it)),
         )?;
 
+        let (file, format) = match &named {
+            Some((file, format)) => (Some(file.as_slice()), format.as_deref()),
+            None => (None, None),
+        };
+        self.note_backing(graph.top(), file, format, false);
         let (mut top, result) =
             offline_layer(ring, self, &mut drained, graph.top(), async |ring, image| {
                 let (file, format) = match &named {
@@ -129,6 +135,7 @@ impl Disk {
             self.put(&mut drained, graph.with_layers(layers), false);
             return Err(error);
         }
+        self.note_backing(&top, file, format, true);
         top.full_backing_name = full;
         let mut layers = vec![Arc::new(top)];
         layers.extend(below);
@@ -295,11 +302,30 @@ impl Disk {
         backing: Option<&Backing>,
     ) -> Result<(), Error> {
         let mut drained = self.change(ring).await?;
+        let file = backing.map(|backing| backing.file.as_slice());
+        let format = backing.map(|backing| backing.format.name());
+        self.note_backing(drained.graph().top(), file, format, false);
         self.offline(ring, &mut drained, false, async |ring, image| {
-            let file = backing.map(|backing| backing.file.as_slice());
-            image.set_backing(ring, file, backing.map(|backing| backing.format.name())).await
+            image.set_backing(ring, file, format).await
         })
-        .await
+        .await?;
+        self.note_backing(drained.graph().top(), file, format, true);
+        Ok(())
+    }
+
+    /// The header of an image names another backing file, or is about to: so does the note at it.
+    pub(super) fn note_backing(
+        &self,
+        layer: &Layer,
+        file: Option<&[u8]>,
+        format: Option<&str>,
+        is_done: bool,
+    ) {
+        let Some(image) = layer.qcow2() else { return };
+        let info = image.info();
+        let data = info.data_file.as_deref().filter(|_| info.external_data_file);
+        let options = crate::open::storage_options(self.options(), true);
+        names_note::follow(image.file(), &Names::new(file, format, data), is_done, &options);
     }
 }
 

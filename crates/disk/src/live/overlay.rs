@@ -14,8 +14,10 @@ use ringdisk_storage::Storage;
 
 use super::{again, check_lasting, close_layer, in_mode};
 use crate::layer::Layer;
+use crate::names_note::{self, Names};
 use crate::open::{
-    create_file, of_qcow2, open_qcow2, over, qcow2_layer, remove as remove_file, sync_directory,
+    create_file, of_qcow2, open_qcow2, over, qcow2_layer, remove as remove_file, storage_options,
+    sync_directory,
 };
 use crate::{Disk, Error, ErrorKind, ImageOptions, LAYERS_MAX, lost};
 
@@ -165,11 +167,13 @@ async fn make(
         data_file_raw: false,
         ..overlay.create.clone()
     };
+    let names = Names::new(wanted.backing_file.as_deref(), wanted.backing_format.as_deref(), None);
     let storage = create(path, options)?;
     let made = async {
         ringdisk_qcow2::create(ring, &storage, None, &wanted)
             .await
             .map_err(|error| of_qcow2(&error))?;
+        names_note::note_new(&storage, &names, options.note_names, &storage_options(options, true));
         sync_directory(ring, path, options).await?;
         open_qcow2(ring, Arc::clone(&storage), options, true).await
     };

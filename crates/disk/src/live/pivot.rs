@@ -129,6 +129,7 @@ impl<'a, 'b> Last<'a, 'b> {
         self.drained.begin();
         let full = self.layers[base - 1].full_backing_name.clone();
         let (name, format) = named;
+        disk.note_backing(&upper, Some(&name), format.as_deref(), false);
         let rename = async |ring: &Ring, image: &mut ringdisk_qcow2::Qcow2| {
             image.set_backing(ring, Some(&name), format.as_deref()).await
         };
@@ -140,6 +141,7 @@ impl<'a, 'b> Last<'a, 'b> {
             }
         };
         if result.is_ok() {
+            disk.note_backing(&fresh, Some(&name), format.as_deref(), true);
             fresh.full_backing_name = full;
         }
         self.layers[top - 1] = Arc::new(fresh);

@@ -17,6 +17,7 @@ use crate::graph::State;
 use crate::layer::Layer;
 use crate::life::{About, AboutLayer, HandOver, Kind};
 use crate::name::printable_path;
+use crate::names_note::Names;
 use crate::note;
 use crate::{Cache, Disk, Error, ErrorKind, ImageOptions, NullOptions};
 
@@ -64,7 +65,21 @@ impl Disk {
         {
             bottom.protect();
         }
+        if let Some(top) = layers.first().filter(|top| options.note_names && top.is_writable) {
+            note_if_absent(top);
+        }
         Ok(Disk::build(layers, parts))
+    }
+}
+
+/// Notes what the header of the image on top names where nobody has done so; what is noted counts, whatever the header is by now.
+fn note_if_absent(top: &Layer) {
+    let Some(file) = top.file() else { return };
+    let names = Names::of_layer(top);
+    if names.ask(file).is_absent
+        && let Err(errno) = names.note(file)
+    {
+        tracing::debug!("'{}' gets no note of its names ({errno})", printable_path(top.name()));
     }
 }
 
@@ -88,7 +103,7 @@ async fn open_layer(
         let is_raw = matches!(about.kind, Kind::Raw { .. }) && !guarded || !storages.is_empty();
         is_unnoted |= is_raw && !*read_only && note::set_raw(&fd).is_err();
         let storage = adopt(fd, name, *read_only, options)?;
-        if storage.identity() != Some(*identity) {
+        if storage.identity() != Some(*identity) || !read_only && !storage.is_open_for_writing() {
             return Err(misfit());
         }
         storages.push(storage);

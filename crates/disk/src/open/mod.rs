@@ -20,11 +20,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ringdisk_ring::Ring;
-use ringdisk_storage::Storage;
+use ringdisk_storage::{Kind, Storage};
 
 use crate::disk::Parts;
 use crate::layer::Layer;
 use crate::name::{FileName, beside, printable, printable_path};
+use crate::names_note::Names;
 use crate::note;
 use crate::resolve::{Access, Held, Opened, Resolver, absolute, identify};
 use crate::{Disk, Error, ErrorKind, Format, ImageOptions, LAYERS_MAX, Source};
@@ -61,6 +62,8 @@ struct Opening<'a> {
     ring: &'a Ring,
     options: &'a ImageOptions,
     resolver: Resolver,
+    /// What the user named: a new name that leads there is the user's word.
+    said: Resolver,
     layers: Vec<Layer>,
     /// Files of the chain, one for each layer.
     seen: Vec<(u64, u64)>,
@@ -161,15 +164,39 @@ fn check_options(options: &ImageOptions) -> Result<(), Error> {
 
 impl<'a> Opening<'a> {
     fn new(ring: &'a Ring, options: &'a ImageOptions) -> Result<Opening<'a>, Error> {
-        let resolver = Resolver::new(&options.allow_paths)?.asking(options.opener.as_ref());
+        let mut resolver = Resolver::new(&options.allow_paths)?.asking(options.opener.as_ref());
+        for path in &options.known_paths {
+            resolver.allow(path)?;
+        }
+        let said = Resolver::new(&options.allow_paths)?.asking(options.opener.as_ref());
         let patience = options.wait_for_locks.map(Patience::new);
-        Ok(Opening { ring, options, resolver, layers: Vec::new(), seen: Vec::new(), patience })
+        let (layers, seen) = (Vec::new(), Vec::new());
+        Ok(Opening { ring, options, resolver, said, layers, seen, patience })
     }
 
     /// Opens the image that the user named with all below it.
     async fn all(&mut self, source: Source, parts: &mut Parts) -> Result<(), Error> {
         let (candidate, held) = self.top(source, parts)?;
-        self.chain(candidate, held.as_ref().map(|held| (held, parts))).await
+        self.chain(candidate, held.as_ref().map(|held| (held, parts))).await?;
+        self.note_names();
+        Ok(())
+    }
+
+    /// Notes what the header of the image on top names, before somebody else may write it. All of it was followed, so it is what the note
+    /// says, what the user allows, or the first word on it.
+    fn note_names(&self) {
+        let top = self.layers.first().filter(|top| self.options.note_names && top.is_writable);
+        let Some((top, file)) = top.and_then(|top| Some((top, top.file()?))) else { return };
+        let can_name = top.qcow2().is_some() && file.kind() == Kind::Regular;
+        if let Err(errno) = Names::of_layer(top).note(file)
+            && can_name
+        {
+            tracing::warn!(
+                "'{}' can keep no note of the files that it names ({errno}): a server that is taken over can write other names there, which \
+                 the next start follows in the directory of the image",
+                printable_path(top.name())
+            );
+        }
     }
 
     /// Opens a chain from its top on.
@@ -344,6 +371,11 @@ impl<'a> Opening<'a> {
                 let (file, name) = (printable(&file), printable_path(&name));
                 format!("backing file '{file}' of '{name}'")
             };
+            let asked = layer.file().map(|open| Names::of_layer(&layer).ask(open));
+            if asked.is_some_and(|said| said.other_below) {
+                self.check_said(&file, &name, candidate.directory.as_deref())
+                    .map_err(|error| error.context(context()))?;
+            }
             let (full, candidate) = self
                 .below(&file, format.as_deref(), &name, candidate.directory.as_deref())
                 .map_err(|error| error.context(context()))?;
@@ -407,6 +439,24 @@ impl<'a> Opening<'a> {
         Ok((full, candidate))
     }
 
+    /// A name in a header that is not the one which is noted at the image: a process that served it and was taken over may have written it.
+    ///
+    /// Errors: `NotAllowed`: no path that the user named leads there.
+    fn check_said(&self, file: &[u8], of: &Path, directory: Option<&Path>) -> Result<(), Error> {
+        let path = self.path_of(&FileName::parse(file)?, directory)?;
+        if self.said.open(&path, self.access(true)).is_ok() {
+            return Ok(());
+        }
+        let (shown, of) = (printable_path(&path), printable_path(of));
+        Err(Error::new(
+            ErrorKind::NotAllowed,
+            format!(
+                "'{of}' did not name this file when it was served last, and it was not changed by ringdisk since: who takes a server over can \
+                 write such names; if it was changed by you or another program, say so once with `--allow-path '{shown}'`"
+            ),
+        ))
+    }
+
     /// The absolute path of a file that an image names.
     fn path_of(&self, name: &FileName, directory: Option<&Path>) -> Result<PathBuf, Error> {
         if name.path.is_absolute() {
@@ -442,6 +492,12 @@ impl<'a> Opening<'a> {
                         printable_path(name)
                     ),
                 )
+            })?;
+            let is_other = Names::of(image.info()).ask(image.file()).other_data;
+            let checked = if is_other { self.check_said(&file, name, directory) } else { Ok(()) };
+            checked.map_err(|error| {
+                let (file, name) = (printable(&file), printable_path(name));
+                error.context(format!("data file '{file}' of '{name}'"))
             })?;
             let (full, data) =
                 self.data_file(&file, name, directory, writable).await.map_err(|error| {

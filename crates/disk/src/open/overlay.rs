@@ -134,11 +134,11 @@ async fn kept(
         make(ring, path, &top, options).await?;
     }
     drop((below, top));
-    let mut allow_paths = options.allow_paths.clone();
+    let mut known_paths = options.known_paths.clone();
     if let Some(directory) = image.parent().filter(|parent| !parent.as_os_str().is_empty()) {
-        allow_paths.push(directory.to_owned());
+        known_paths.push(directory.to_owned());
     } else {
-        allow_paths.push(PathBuf::from("."));
+        known_paths.push(PathBuf::from("."));
     }
     let overlay = ImageOptions {
         format: Some(Format::Qcow2),
@@ -146,7 +146,7 @@ async fn kept(
         trust_base_format: options.format == Some(Format::Raw) && !options.protect_raw,
         overlay: None,
         temporary: false,
-        allow_paths,
+        known_paths,
         ..options.clone()
     };
     let mut opening = Opening::new(ring, &overlay)?;

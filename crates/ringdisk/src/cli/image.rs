@@ -103,7 +103,8 @@ pub(crate) struct ImageArgs {
     /// A directory (with all below) or file that backing and data file names of IMAGE may lead to
     ///
     /// The directory of IMAGE and everything below are always allowed when it is opened. In a sandbox (--sandbox) what is opened later has to be
-    /// named: a directory for `ringdisk ctl snapshot` other than that of IMAGE, a file, or its directory, for `ringdisk ctl backing`. May be given several times.
+    /// named: a directory for `ringdisk ctl snapshot` other than that of IMAGE, a file, or its directory, for `ringdisk ctl backing`. A name that another program
+    /// (`qemu-img rebase`) has put into IMAGE since it was served in a sandbox is followed once it is given here. May be given several times.
     #[arg(long, value_name = "DIR", value_hint = ValueHint::AnyPath, help_heading = "Image options")]
     pub(crate) allow_path: Vec<PathBuf>,
 

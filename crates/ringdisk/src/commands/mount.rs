@@ -454,7 +454,9 @@ fn confine(
     let directories = plan.directories(disk);
     let maker = user.user();
     let mark = plan.mark.clone();
-    let duties = Duties { mount, files: removed, directories, maker, mark, ..Duties::default() };
+    let images = sandbox::images_of(disk, None);
+    let duties =
+        Duties { mount, files: removed, directories, maker, mark, images, ..Duties::default() };
     let confinement = match sandbox::set_warden(&duties) {
         Ok(remover) => {
             served.remove_through(remover);

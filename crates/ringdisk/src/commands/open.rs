@@ -45,6 +45,8 @@ pub(crate) struct ImagePlan<'a> {
     pub(crate) protect_raw: bool,
     /// A guest writes it, so a raw image must have been called raw.
     pub(crate) ask_for_raw: bool,
+    /// The process is confined when it serves.
+    pub(crate) note_names: bool,
 }
 
 impl<'a> ImagePlan<'a> {
@@ -63,6 +65,7 @@ impl<'a> ImagePlan<'a> {
             window: None,
             protect_raw: false,
             ask_for_raw: false,
+            note_names: false,
         }
     }
 
@@ -77,6 +80,7 @@ impl<'a> ImagePlan<'a> {
             format,
             protect_raw: self.protect_raw,
             ask_for_raw: self.ask_for_raw,
+            note_names: self.note_names,
             read_only: args.read_only,
             auto_read_only: true,
             cache: args.cache_mode(),
@@ -148,7 +152,7 @@ impl<'a> ImagePlan<'a> {
             // The images below may lie where those of the command line do.
             let known = [Some(image), options.overlay.as_ref()].into_iter().flatten();
             let directories = known.filter_map(|path| path.parent().map(Path::to_owned));
-            options.allow_paths.extend(directories.collect::<Vec<_>>());
+            options.known_paths.extend(directories.collect::<Vec<_>>());
             options.overlay = None;
             options.format = Some(*format);
             image = top;

@@ -239,6 +239,7 @@ fn plan<'a>(args: &ServeArgs, disk: &'a ServedDisk, place: Place) -> Result<Plan
             inactive: disk.args.device.incoming,
             wait_for_locks: Some(LOCK_WAIT),
             ask_for_raw: true,
+            note_names: sandbox::is_wanted(args.sandbox.word),
             ..ImagePlan::new(source, disk.image.clone())
         },
         place,

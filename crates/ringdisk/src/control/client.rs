@@ -7,7 +7,8 @@
 //! have one for a server that is stopped.
 
 use std::fs;
-use std::io::{self, Read, Write};
+use std::io::{self, IoSlice, Read, Write};
+use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixStream;
@@ -20,6 +21,7 @@ use ringdisk_fuse::mount::{mountpoint, table};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::retry_on_intr;
 use rustix::net::sockopt::socket_peercred;
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use rustix::process::{PidfdFlags, pidfd_open};
 use serde_json::Value;
 
@@ -28,6 +30,7 @@ use crate::control::place::{
     real_path, user,
 };
 use crate::control::protocol::{Command, REPLY_BYTES_MAX, Reply, VERSION};
+use crate::control::word;
 use crate::report::{Exit, Failure};
 
 /// How often a signal is looked for while the server says nothing.
@@ -194,7 +197,8 @@ impl Client {
             }
         };
         let line = format!("{}\n", command.line());
-        self.stream.write_all(line.as_bytes()).map_err(|error| gone(&error))?;
+        // Kept until the answer is here.
+        let _word = self.send(&line, command.writes_below()).map_err(|error| gone(&error))?;
         loop {
             let mut late = false;
             let line = self.line(|| {
@@ -229,6 +233,24 @@ impl Client {
                 return Err(self.late(limit));
             }
         }
+    }
+
+    /// Sends a line.
+    ///
+    /// * `writes_below`: with the user's word that this may be done, which lasts until what is returned is dropped.
+    fn send(&mut self, line: &str, writes_below: bool) -> io::Result<Option<OwnedFd>> {
+        if !writes_below {
+            return self.stream.write_all(line.as_bytes()).map(|()| None);
+        }
+        let (kept, given) = word::give()?;
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let given = [given.as_fd()];
+        control.push(SendAncillaryMessage::ScmRights(&given));
+        let pieces = [IoSlice::new(line.as_bytes())];
+        let sent = sendmsg(&self.stream, &pieces, &mut control, SendFlags::NOSIGNAL)?;
+        self.stream.write_all(line.as_bytes().get(sent..).unwrap_or_default())?;
+        Ok(Some(kept))
     }
 
     /// The exit code of a failure that the server tells of. Scripts act upon codes, so another user's server has no say.

@@ -4,6 +4,7 @@
 //! of the disk go on meanwhile, except where the disk itself has to stop them. A stop
 //! cancels what is under way.
 
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
@@ -23,7 +24,7 @@ use crate::control::protocol::{
 use crate::control::server::Commands;
 use crate::new_image::check_new_name;
 use crate::report::{Exit, Failure};
-use crate::sandbox::{HeldForDisk, Named};
+use crate::sandbox::{self, HeldForDisk, Named};
 use crate::stats::{Report, layer_json};
 use crate::stopping::{Stage, Stopping};
 use crate::terminal::visible;
@@ -409,6 +410,10 @@ impl Drop for Changing<'_> {
 }
 
 impl Commands for DiskControl {
+    fn hear(&self, word: OwnedFd) {
+        sandbox::pass_on(&word);
+    }
+
     fn ended(&self) -> Option<Value> {
         self.ended.get().map(|(exit, text)| protocol::ended(*exit, text))
     }

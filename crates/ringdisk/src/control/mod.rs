@@ -12,3 +12,4 @@ pub(crate) mod place;
 pub(crate) mod protocol;
 pub(crate) mod server;
 mod socket;
+pub(crate) mod word;

@@ -135,6 +135,11 @@ impl Command {
         json!({ "execute": name, "arguments": arguments }).to_string()
     }
 
+    /// Whether it writes images below the one on top, or has them named by others.
+    pub(crate) fn writes_below(&self) -> bool {
+        matches!(self, Command::Commit(_) | Command::Backing(_))
+    }
+
     /// Reads a command. Errors: no such command, or arguments that it has not.
     pub(crate) fn read(request: &Request) -> Result<Command, Refusal> {
         fn of<T: for<'a> Deserialize<'a>>(request: &Request) -> Result<T, Refusal> {

@@ -7,7 +7,7 @@
 use std::cell::Cell;
 use std::future::{Future, poll_fn};
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::pin::pin;
 use std::rc::Rc;
@@ -58,6 +58,9 @@ pub(crate) trait Commands: Send + Sync + 'static {
         request: &Request,
         progress: &Arc<Progress>,
     ) -> impl Future<Output = Result<Value, Refusal>>;
+
+    /// A user's word came with a request.
+    fn hear(&self, _word: OwnedFd) {}
 
     /// How what is served has ended, in the words of [`protocol::ended`]; asked at the end.
     fn ended(&self) -> Option<Value> {
@@ -261,7 +264,12 @@ async fn attend<C: Commands>(ring: &Ring, mut lines: Lines, hub: &Hub<C>) {
         let reply = match line {
             Line::Whole(line) if line.iter().all(u8::is_ascii_whitespace) => continue,
             Line::Whole(line) => match Request::read(&line) {
-                Ok(request) => answer(ring, &lines, &request, hub).await,
+                Ok(request) => {
+                    if let Some(word) = lines.word() {
+                        hub.commands.hear(word);
+                    }
+                    answer(ring, &lines, &request, hub).await
+                }
                 Err(refusal) => Some(protocol::refused(None, &refusal)),
             },
             Line::Bad(why) => {

@@ -3,12 +3,14 @@
 //! Promises: nothing here blocks the ring's thread; a line is at most as long as the caller says;
 //! a peer that stops in the middle of a line, or does not read, is given up after [`PATIENCE`].
 
+use std::io::IoSliceMut;
+use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use ringdisk_ring::{Errno, Fd, Ring};
-use rustix::net::{RecvFlags, SendFlags, recv, send};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, recvmsg, send};
 
 /// `POLLIN` (poll(2)).
 pub(crate) const POLL_IN: u32 = 0x1;
@@ -31,6 +33,8 @@ pub(crate) struct Lines {
     /// What came and is not a whole line yet.
     buffer: Vec<u8>,
     longest: usize,
+    /// What came with it: a user's word ([`super::word`]).
+    word: Option<OwnedFd>,
 }
 
 /// How waiting for a line ended.
@@ -50,7 +54,7 @@ impl Lines {
     /// Errors: those of the socket.
     pub(crate) fn new(stream: UnixStream, longest: usize) -> std::io::Result<Lines> {
         stream.set_nonblocking(true)?;
-        Ok(Lines { socket: stream.into(), buffer: Vec::new(), longest })
+        Ok(Lines { socket: stream.into(), buffer: Vec::new(), longest, word: None })
     }
 
     fn fd(&self) -> Fd {
@@ -84,13 +88,27 @@ impl Lines {
         }
     }
 
+    /// The descriptor that came last, if one did since this was asked.
+    pub(crate) fn word(&mut self) -> Option<OwnedFd> {
+        self.word.take()
+    }
+
     /// Takes what is there. `false`: the peer is gone.
     fn take(&mut self) -> bool {
         let mut piece = [0; PIECE];
-        match recv(self.socket.as_fd(), &mut piece, RecvFlags::DONTWAIT) {
-            Ok((0, _)) => false,
-            Ok((count, _)) => {
-                self.buffer.extend_from_slice(piece.get(..count).unwrap_or_default());
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+        let mut pieces = [IoSliceMut::new(&mut piece)];
+        match recvmsg(self.socket.as_fd(), &mut pieces, &mut control, flags) {
+            Ok(received) if received.bytes == 0 => false,
+            Ok(received) => {
+                let given = control.drain().find_map(|message| match message {
+                    RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
+                    _ => None,
+                });
+                self.word = given.or(self.word.take());
+                self.buffer.extend_from_slice(piece.get(..received.bytes).unwrap_or_default());
                 true
             }
             Err(errno) => matches!(errno, Errno::AGAIN | Errno::INTR),

@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use ringdisk_disk::{Format, Layer};
 use ringdisk_fuse::kept::{FileRecord, Terms};
 use ringdisk_fuse::negotiate::{Negotiated, Profile};
-use ringdisk_storage::{Kind, Storage};
+use ringdisk_storage::Storage;
 use rustix::fs::{MemfdFlags, memfd_create};
 use serde::{Deserialize, Serialize};
 
@@ -54,9 +54,10 @@ pub(crate) struct State {
     /// older ringdisk did not say.
     #[serde(default)]
     files: Vec<(u64, u64)>,
-    /// Directories of the images at the start. What other images name in them may be read.
+    /// Those of the image on top at the start, which the mount may write; the others may lie below the disks of others, too. Empty: an
+    /// older ringdisk did not say.
     #[serde(default)]
-    directories: Vec<Bytes>,
+    tops: Vec<(u64, u64)>,
     /// The part of the disk that is served, if it is not all of it: first byte and length, bytes. The next process does not look for a
     /// partition again.
     #[serde(default)]
@@ -114,18 +115,16 @@ impl State {
             format: created.map(|format| format.name().to_owned()),
             top: None,
             files: Vec::new(),
-            directories: Vec::new(),
+            tops: Vec::new(),
             window: None,
             protect_raw: false,
             mark: String::new(),
         }
     }
 
-    /// With the directories of the images of this chain, which is the one of the start.
+    /// With the images of this chain, which is the one of the start.
     pub(crate) fn begun_on(self, chain: &[Arc<Layer>]) -> State {
-        let directories = chain.iter().filter_map(|layer| sandbox::directory_of(layer.name()));
-        let directories = directories.map(|directory| Bytes::of(&directory)).collect();
-        State { directories, ..self.on(chain) }
+        State { tops: files_of(chain.get(..1).unwrap_or_default()), ..self.on(chain) }
     }
 
     /// What was sealed at the start, with the images that a state names which was written later.
@@ -150,30 +149,23 @@ impl State {
         parse(&text)
     }
 
-    /// One of these images that was not there at the start, which this is, and lies where the process could not have opened it.
+    /// One of these images that the process could not have opened: it was not there at the start, which this is, and was not made, or opened
+    /// to be written, by the warden.
     ///
-    /// * `reach`: of the command line; what is only read may be anywhere there.
-    /// * `allowed`: what `--allow-path` names. What is written lies there, was there at the start, or was made for this mount.
+    /// * `allowed`: what `--allow-path` names.
     pub(crate) fn stranger<'a>(
         &self,
-        reach: &Reach,
         allowed: &Reach,
         chain: &'a [Arc<Layer>],
     ) -> Option<&'a Layer> {
         let is_known = |storage: &Storage| {
-            let was_there = storage.identity().is_some_and(|id| self.files.contains(&id));
-            let open = sandbox::by_descriptor(storage);
-            was_there
-                || open.is_none_or(|open| match storage.is_read_only() {
-                    true => {
-                        let is_regular = storage.kind() == Kind::Regular;
-                        reach.has_open(&open) || is_regular && self.is_beside(&open)
-                    }
-                    false => {
-                        allowed.has_open(&open)
-                            || reach.has_open(&open) && mark::is_on(&open, &self.mark)
-                    }
-                })
+            let was_there = match storage.is_read_only() {
+                true => &self.files,
+                false => self.tops(),
+            };
+            storage.identity().is_some_and(|id| was_there.contains(&id))
+                || sandbox::by_descriptor(storage)
+                    .is_none_or(|open| allowed.has_open(&open) || mark::is_on(&open, &self.mark))
         };
         let is_stranger = |layer: &&Arc<Layer>| {
             let storages = [layer.file(), layer.data_storage()];
@@ -182,16 +174,16 @@ impl State {
         chain.iter().find(is_stranger).map(|layer| &**layer)
     }
 
-    /// Whether a file or device with this name may be written: it was there at the start, which this is, or was made for this mount.
+    /// Whether a file or device with this name may be written: it was on top at the start, which this is, or was made for this mount, or a
+    /// user had it written by a command.
     pub(crate) fn has_or_made(&self, path: &Path) -> bool {
         let meta = fs::metadata(path).map(|meta| Storage::identity_of(&meta));
-        meta.is_ok_and(|id| self.files.contains(&id)) || mark::is_on(path, &self.mark)
+        meta.is_ok_and(|id| self.tops().contains(&id)) || mark::is_on(path, &self.mark)
     }
 
-    /// Whether an open file lies in, or below, the directory of one of the images.
-    fn is_beside(&self, open: &Path) -> bool {
-        let name = fs::read_link(open).unwrap_or_default();
-        self.directories.iter().any(|directory| name.starts_with(directory.path()))
+    /// What may be written of what was there at the start.
+    fn tops(&self) -> &[(u64, u64)] {
+        if self.tops.is_empty() { &self.files } else { &self.tops }
     }
 
     /// With the images of this chain.
@@ -418,7 +410,7 @@ mod tests {
         let told = State {
             top: Some((Bytes::of(Path::new("/top")), String::from("raw"))),
             files: vec![(1, 2)],
-            directories: vec![Bytes::of(Path::new("/etc"))],
+            tops: vec![(5, 6)],
             window: Some((9, None)),
             protect_raw: true,
             ..State::new(&other, 7, Some((5, 6)), Some(Format::Qcow2))

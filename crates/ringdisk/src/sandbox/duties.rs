@@ -24,6 +24,7 @@ use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect as connect_to, socket_with,
 };
 
+use super::below::Image;
 use super::overlays::Overlays;
 use crate::dirlock;
 use crate::pid;
@@ -32,8 +33,8 @@ use crate::users::{self, Place};
 /// A file by its name, with device and inode number: what has taken its name since is another one.
 pub(crate) type Named = (PathBuf, (u64, u64));
 
-/// Longest message, bytes: a name of 4096 bytes, with its numbers.
-pub(super) const MESSAGE_BYTES_MAX: usize = 5 << 10;
+/// Longest message, bytes: two names of 4096 bytes, with numbers and the names in a header.
+pub(super) const MESSAGE_BYTES_MAX: usize = 16 << 10;
 
 const MOUNT: u8 = b'm';
 const FILE: u8 = b'f';
@@ -41,6 +42,7 @@ const FRONT: u8 = b's';
 const DIRECTORY: u8 = b'd';
 const MAKER: u8 = b'u';
 const MARK: u8 = b'k';
+const IMAGE: u8 = b'i';
 const ALL: u8 = b'.';
 
 /// Orders.
@@ -51,6 +53,8 @@ pub(super) const ABORT: u8 = b'A';
 pub(super) const UNLINK: u8 = b'R';
 pub(super) const CONNECT: u8 = b'C';
 pub(super) const USERS: u8 = b'U';
+/// A user's word, in a descriptor: see [`crate::control::word`].
+pub(super) const HEAR: u8 = b'H';
 /// Words for the service manager, without an answer: see [`super::notify`].
 pub(super) const SAY: u8 = b'W';
 
@@ -72,6 +76,8 @@ pub(crate) struct Duties {
     pub(crate) directories: Vec<Named>,
     /// Who makes them, and owns them, where the serving process is not root any more.
     pub(crate) maker: Option<User>,
+    /// Files of the chains: what may be written on a user's word, and named.
+    pub(crate) images: Vec<Image>,
     /// What they are marked with, for the next process of a kept mount ([`crate::keep::mark`]); empty: nothing.
     pub(crate) mark: String,
 }
@@ -91,6 +97,14 @@ pub(super) struct Held {
 }
 
 impl Held {
+    /// A user's word, which came with an order.
+    pub(super) fn hear(&self, word: Option<OwnedFd>) -> Answer {
+        match self.overlays.borrow_mut().below.hear(word) {
+            Ok(()) => Answer::new(DONE, ""),
+            Err(errno) => Answer::new(REFUSED, errno.raw_os_error().to_string()),
+        }
+    }
+
     /// Whether the mount has ended: its number and its place may be those of another one by now. Where the kernel cannot be asked, the
     /// number at its place is what is left to go by, if the mount was seen there.
     fn is_gone(&self) -> bool {
@@ -154,7 +168,18 @@ impl Duties {
             .maker
             .iter()
             .map(|user| message(MAKER, Path::new(""), &[user.uid().into(), user.gid().into()]));
+        let images = self.images.iter().map(|Image { named: (path, id), names, directory }| {
+            let mut message = message(IMAGE, path, &[id.0, id.1]);
+            for text in [directory.as_os_str().as_bytes(), names.as_bytes()] {
+                message.push(0);
+                message.extend_from_slice(text);
+            }
+            message
+        });
+        // One that is longer is read, and never written.
+        let images = images.filter(|message| message.len() <= MESSAGE_BYTES_MAX);
         mount
+            .chain(images)
             .chain(files)
             .chain(fronts)
             .chain(directories)
@@ -169,7 +194,8 @@ impl Duties {
         let place = self.mount.as_ref().map(|(path, number)| Place::of(path, *number));
         let abort = self.mount.as_ref().and_then(|(path, number)| mount::abort_of(path, *number));
         let pins = self.files.iter().map(|(path, id)| pin(path, *id)).collect();
-        let overlays = Overlays::hold(&self.directories, self.maker, &self.mark).into();
+        let overlays =
+            Overlays::hold(&self.directories, self.maker, &self.mark, &self.images).into();
         Held { place, abort, pins, overlays }
     }
 
@@ -190,6 +216,11 @@ impl Duties {
             (FRONT, [name]) => self.fronts.push(path(name)),
             (DIRECTORY, [name, device, inode]) => {
                 self.directories.push((path(name), (number(device)?, number(inode)?)));
+            }
+            (IMAGE, [name, device, inode, directory, names]) => {
+                let named = (path(name), (number(device)?, number(inode)?));
+                let names = std::str::from_utf8(names).ok()?.to_owned();
+                self.images.push(Image { named, names, directory: path(directory) });
             }
             (MAKER, [[], user, group]) => {
                 let numbers = [number(user)?, number(group)?].map(u32::try_from);
@@ -335,6 +366,11 @@ mod tests {
             directories,
             maker: User::new(5, 0),
             mark: String::from("0a"),
+            images: vec![Image {
+                named: (PathBuf::from("/srv/base"), (6, 7)),
+                names: String::from("below:raw;"),
+                directory: PathBuf::from("/other"),
+            }],
         };
         assert_eq!(told(&duties), Some(duties));
         assert_eq!(told(&Duties::default()), Some(Duties::default()));

@@ -5,6 +5,7 @@
 //!
 //! [`images`] is what any server of images needs; a command adds its own and calls [`enter`] when all that takes more has been done.
 
+mod below;
 mod duties;
 #[cfg(test)]
 mod model;
@@ -34,7 +35,7 @@ use crate::report::{Exit, Failure};
 use crate::terminal;
 use crate::users::Users;
 pub(crate) use duties::{Duties, Named, pin};
-pub(crate) use opener::{HeldForDisk, directory_for, named};
+pub(crate) use opener::{HeldForDisk, directory_for, images_of, named, pass_on};
 pub(crate) use reach::Reach;
 use reach::is_whole_system;
 use warden::Warden;
@@ -69,13 +70,14 @@ pub(crate) fn images(
     more: &[PathBuf],
     told_within: Option<&Reach>,
 ) -> Plan {
-    // Written to by a commit, whatever they are open for now.
     let writes = !disk.is_read_only();
-    for layer in &disk.layers() {
+    for (depth, layer) in disk.layers().iter().enumerate() {
         for storage in [layer.file(), layer.data_storage()].into_iter().flatten() {
             // That it is open says nothing: the process before may have opened anything of the system to read.
             let is_had = |file: &PathBuf| told_within.is_none_or(|reach| reach.has_open(file));
             if let Some(file) = by_descriptor(storage).filter(is_had) {
+                // What lies below may lie below the disks of others, too: a commit writes there on a user's word ([`below`]).
+                let writes = writes && depth == 0 && storage.is_open_for_writing();
                 plan = if writes { plan.read_write(file) } else { plan.read(file) };
             }
         }

@@ -11,16 +11,19 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-use ringdisk_disk::Disk;
+use ringdisk_disk::names_note::Names;
+use ringdisk_disk::{Disk, Layer};
 use ringdisk_storage::{Kind, Opener, Storage};
 use rustix::fs::fstat;
 use rustix::io::Errno;
 
+use super::below::Image;
 use super::duties::{DONE, Named};
 use super::overlays::{
-    FORGET, HELD_MAX, Id, LEAVE, MADE_MAX, MAKE, READ, REMOVE, SYNC, WRITE, is_component,
+    FORGET, HELD_MAX, Id, LEAVE, LOWER, MADE_MAX, MAKE, NOTE, NOTE_BOTH, READ, REMOVE, SYNC, WRITE,
+    is_component,
 };
-use super::{Reach, WARDEN, directory_of};
+use super::{Reach, WARDEN, by_descriptor, directory_of};
 use crate::cli::SandboxWord;
 
 /// Asks the warden. Inside.
@@ -78,6 +81,12 @@ impl Opener for FromInside {
     fn again(&self, file: BorrowedFd<'_>, read_only: bool) -> Result<OwnedFd, Errno> {
         let stat = fstat(file)?;
         Self::open(if read_only { READ } else { WRITE }, (stat.st_dev, stat.st_ino), b"")
+    }
+
+    fn note(&self, file: BorrowedFd<'_>, line: &[u8], is_done: bool) -> Result<(), Errno> {
+        let stat = fstat(file)?;
+        let what = if is_done { NOTE } else { NOTE_BOTH };
+        Self::ask(what, (stat.st_dev, stat.st_ino), line).map(drop)
     }
 
     fn remove(&self, identity: Id) -> Result<(), Errno> {
@@ -151,6 +160,17 @@ impl HeldForDisk {
     /// Before and after a command that changes the chain.
     pub(crate) fn settle(&self, disk: &Disk) {
         self.are_now(files_of(disk));
+        if WARDEN.get().is_none() {
+            return;
+        }
+        // A command is over: what lies below is read only.
+        for layer in disk.layers().iter().skip(1) {
+            let files = [layer.file(), layer.data_storage()].into_iter().flatten();
+            for file in files.filter(|file| file.is_read_only()) {
+                let id = by_descriptor(file).and_then(|open| id_of(&open).ok());
+                let _ = id.map(|id| FromInside::ask(LOWER, id, b""));
+            }
+        }
     }
 
     /// The disk is served no longer.
@@ -170,5 +190,42 @@ impl HeldForDisk {
             let _ = FromInside::ask(FORGET, *gone, b"");
         }
         *files = now;
+    }
+}
+
+/// The files of a disk, as they are now.
+///
+/// * `told_within`: of a disk that another process handed over, files count only there.
+pub(crate) fn images_of(disk: &Disk, told_within: Option<&Reach>) -> Vec<Image> {
+    let layers = disk.layers();
+    let with_files = layers.iter().flat_map(|layer| {
+        let data = layer.data_storage().map(|data| (data, String::from(";")));
+        let file = layer.file().map(|file| (file, Names::of_layer(layer).line()));
+        file.into_iter().chain(data).map(|(file, names)| (&**layer, file, names))
+    });
+    with_files
+        .filter_map(|(layer, file, names)| image_of(layer, file, names, told_within))
+        .collect()
+}
+
+fn image_of(
+    layer: &Layer,
+    file: &Storage,
+    names: String,
+    told_within: Option<&Reach>,
+) -> Option<Image> {
+    let open = by_descriptor(file)?;
+    let meta = fs::metadata(&open).ok()?;
+    let named = (fs::read_link(&open).ok()?, (meta.dev(), meta.ino()));
+    let directory = std::path::absolute(layer.name()).ok()?.parent()?.to_owned();
+    let is_had = told_within.is_none_or(|reach| reach.has_open(&open));
+    is_had.then_some(Image { named, names, directory })
+}
+
+/// Passes a user's word on to the warden. Inside.
+pub(crate) fn pass_on(word: &OwnedFd) {
+    let Some(warden) = WARDEN.get() else { return };
+    if let Err(error) = warden.pass_on(word) {
+        tracing::debug!("the warden does not take the word of a user: {error}");
     }
 }

@@ -15,10 +15,12 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::rc::Rc;
 
+use ringdisk_disk::names_note::Names;
 use ringdisk_sandbox::User;
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, fstat, openat, statat, unlinkat};
 use rustix::io::Errno;
 
+use super::below::{self, Below, Image};
 use super::duties::{Answer, DONE, Named, REFUSED, pin};
 use crate::keep::mark;
 
@@ -32,6 +34,12 @@ pub(super) const WRITE: u8 = b'w';
 pub(super) const REMOVE: u8 = b'x';
 /// Makes the names of a directory durable.
 pub(super) const SYNC: u8 = b'y';
+/// A file is written no more.
+pub(super) const LOWER: u8 = b'q';
+/// The header of an image names another backing file; after the numbers comes the line of its note.
+pub(super) const NOTE: u8 = b'n';
+/// The same, before it does.
+pub(super) const NOTE_BOTH: u8 = b'b';
 /// A file is of no disk any more.
 pub(super) const FORGET: u8 = b'z';
 /// A disk that had its overlays in a directory is served no longer.
@@ -57,6 +65,8 @@ pub(super) struct Overlays {
     maker: Option<User>,
     /// What they are marked with; empty: nothing.
     mark: String,
+    /// What was there before.
+    pub(super) below: Below,
 }
 
 /// A file that was made here.
@@ -74,7 +84,13 @@ impl Overlays {
     ///
     /// * `maker`: who must be allowed to make files there, and owns them; `None`: this process.
     /// * `mark`: what they are marked with; empty: nothing.
-    pub(super) fn hold(directories: &[Named], maker: Option<User>, mark: &str) -> Overlays {
+    /// * `images`: of the chains.
+    pub(super) fn hold(
+        directories: &[Named],
+        maker: Option<User>,
+        mark: &str,
+        images: &[Image],
+    ) -> Overlays {
         let held = directories.iter().filter_map(|(path, id)| {
             let directory = pin(path, *id).filter(|fd| is_of_type(fd, FileType::Directory))?;
             Some((*id, Rc::new(directory)))
@@ -83,28 +99,40 @@ impl Overlays {
             directories: held.collect(),
             maker,
             mark: mark.to_owned(),
+            below: Below::hold(images),
             ..Overlays::default()
         }
     }
 
     /// Does what an order asks for. `None`: it is none of these.
     pub(super) fn carry_out(&mut self, what: u8, fields: &[u8]) -> Option<Answer> {
-        if ![MAKE, READ, WRITE, REMOVE, SYNC, FORGET, LEAVE].contains(&what) {
+        if ![MAKE, READ, WRITE, REMOVE, SYNC, FORGET, LEAVE, LOWER, NOTE, NOTE_BOTH].contains(&what)
+        {
             return None;
         }
         let Some((id, rest)) = numbers(fields) else { return Some(answer(Err(Errno::INVAL))) };
         // Where there is no name, nothing may stand in its place.
-        if what != MAKE && !rest.is_empty() {
+        if ![MAKE, NOTE, NOTE_BOTH].contains(&what) && !rest.is_empty() {
             return Some(answer(Err(Errno::INVAL)));
         }
         Some(match what {
             MAKE => answer(self.make(id, rest).map(Some)),
             READ => answer(self.again(id, OFlags::RDONLY).map(Some)),
+            WRITE if self.made(id).is_err() => {
+                answer(self.below.write(id, self.maker, &self.mark).map(Some))
+            }
             WRITE => answer(self.again(id, OFlags::RDWR).map(Some)),
+            NOTE => answer(self.note(id, rest, true).map(|()| None)),
+            NOTE_BOTH => answer(self.note(id, rest, false).map(|()| None)),
+            LOWER => {
+                self.below.lower(id);
+                answer(Ok(None))
+            }
             REMOVE => answer(self.remove(id).map(|()| None)),
             SYNC => answer(self.sync(id).map(|()| None)),
             FORGET => {
                 self.files.retain(|made| made.id != id);
+                self.below.forget(id);
                 answer(Ok(None))
             }
             _ => {
@@ -147,6 +175,8 @@ impl Overlays {
             // Where it cannot be marked, the next process of the mount does not go on with it, and says so.
             let _ = mark::set(&open, &self.mark);
         }
+        // Until it is said what it names it names nothing.
+        let _ = below::change(open.as_fd(), &Names::default().line(), true);
         let held = fstat(&open).and_then(|stat| {
             let flags = OFlags::PATH | OFlags::CLOEXEC;
             let file = openat(CWD, link(open.as_fd()), flags, Mode::empty())?;
@@ -169,6 +199,19 @@ impl Overlays {
     fn again(&self, id: Id, access: OFlags) -> Result<OwnedFd, Errno> {
         let made = &self.files[self.made(id)?];
         openat(CWD, link(made.file.as_fd()), access | OFlags::CLOEXEC, Mode::empty())
+    }
+
+    /// Changes the note of the names of an image. A file that was made here names what the process says as long as that is known.
+    fn note(&mut self, id: Id, line: &[u8], is_done: bool) -> Result<(), Errno> {
+        let made: Vec<Id> = self.files.iter().map(|made| made.id).collect();
+        let Ok(index) = self.made(id) else {
+            return self.below.note(id, line, is_done, |id| made.contains(&id));
+        };
+        let file = &self.files[index];
+        let is_known = |id| made.contains(&id) || self.below.has(id);
+        let directory = link(file.directory.as_fd());
+        let line = below::checked(line, &Names::default(), &directory, is_known)?;
+        below::change(file.file.as_fd(), &line, is_done)
     }
 
     fn remove(&mut self, id: Id) -> Result<(), Errno> {

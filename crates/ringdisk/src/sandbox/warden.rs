@@ -32,8 +32,8 @@ use rustix::net::{
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 
 use super::duties::{
-    ABORT, Answer, BUSY, CONNECT, DONE, Duties, FORCE, LAZY, MESSAGE_BYTES_MAX, NORMAL, SAY,
-    UNLINK, USERS,
+    ABORT, Answer, BUSY, CONNECT, DONE, Duties, FORCE, HEAR, Held, LAZY, MESSAGE_BYTES_MAX, NORMAL,
+    SAY, UNLINK, USERS,
 };
 use super::notify::{self, Speaker};
 use crate::notify::Word;
@@ -60,9 +60,15 @@ struct Line {
 impl Line {
     /// Errors: the warden is gone.
     fn ask(&self, what: u8, name: &[u8]) -> io::Result<Answer> {
+        self.ask_with(&[&[what], name].concat(), None)
+    }
+
+    /// * `given`: comes with it.
+    ///
+    /// Errors: the warden is gone.
+    fn ask_with(&self, message: &[u8], given: Option<&OwnedFd>) -> io::Result<Answer> {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        let message = [&[what], name].concat();
-        retry_on_intr(|| send(&self.socket, &message, SendFlags::NOSIGNAL))?;
+        send_with(&self.socket, &[IoSlice::new(message)], given)?;
         let mut answer = vec![0; MESSAGE_BYTES_MAX];
         let (len, fd) = receive(self.socket.as_fd(), &mut answer)?;
         match answer[..len].split_first() {
@@ -96,15 +102,22 @@ fn receive(socket: impl AsFd, into: &mut [u8]) -> io::Result<(usize, Option<Owne
 
 /// Sends an answer.
 fn reply(socket: impl AsFd, answer: &Answer) -> io::Result<()> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    let fds: Vec<_> = answer.fd.iter().map(AsFd::as_fd).collect();
-    if !fds.is_empty() {
-        control.push(SendAncillaryMessage::ScmRights(&fds));
-    }
     let kind = [answer.kind];
     let pieces = [IoSlice::new(&kind), IoSlice::new(answer.words.as_bytes())];
-    retry_on_intr(|| sendmsg(&socket, &pieces, &mut control, SendFlags::NOSIGNAL))?;
+    send_with(socket, &pieces, answer.fd.as_ref())
+}
+
+/// Sends one message, with a descriptor.
+fn send_with(socket: impl AsFd, pieces: &[IoSlice<'_>], given: Option<&OwnedFd>) -> io::Result<()> {
+    let fds: Vec<_> = given.map(AsFd::as_fd).into_iter().collect();
+    retry_on_intr(|| {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !fds.is_empty() {
+            control.push(SendAncillaryMessage::ScmRights(&fds));
+        }
+        sendmsg(&socket, pieces, &mut control, SendFlags::NOSIGNAL)
+    })?;
     Ok(())
 }
 
@@ -179,6 +192,14 @@ impl Warden {
         self.line.ask(what, fields)
     }
 
+    /// Passes a user's word on.
+    ///
+    /// Errors: it is none; the warden is gone.
+    pub(super) fn pass_on(&self, word: &OwnedFd) -> io::Result<()> {
+        let answer = self.line.ask_with(&[HEAR], Some(word))?;
+        if answer.kind == DONE { Ok(()) } else { Err(io::Error::other(answer.words)) }
+    }
+
     /// Removes a file that it was told of. Returns whether it is gone.
     pub(super) fn unlink(&self, path: &Path) -> bool {
         let answer = self.line.ask(UNLINK, path.as_os_str().as_bytes());
@@ -236,16 +257,20 @@ pub(crate) fn run() -> u8 {
     let socket = rustix::stdio::stdin();
     let mut message = vec![0; MESSAGE_BYTES_MAX];
     let mut duties = Duties::default();
-    let mut held = None;
+    let mut held: Option<Held> = None;
     let speaker = Speaker::new(std::os::unix::process::parent_id());
     loop {
-        let len = match receive(socket, &mut message) {
+        let (len, given) = match receive(socket, &mut message) {
             Ok((0, _)) | Err(_) => return 0,
-            Ok((len, _)) => len,
+            Ok(received) => received,
         };
         if let Some(held) = &held {
             if let [SAY, order @ ..] = &message[..len] {
                 speaker.say(order);
+            } else if message[..len] == [HEAR] {
+                if reply(socket, &held.hear(given)).is_err() {
+                    return 0;
+                }
             } else if reply(socket, &duties.carry_out(&message[..len], held)).is_err() {
                 return 0;
             }

@@ -19,7 +19,7 @@ mod taker;
 
 pub(crate) use giver::Giver;
 pub(crate) use shown::Shown;
-pub(crate) use taker::{Offer, Predecessor, ask};
+pub(crate) use taker::{Lingering, Offer, Predecessor, ask};
 
 use std::os::unix::net::UnixStream;
 use std::time::Duration;

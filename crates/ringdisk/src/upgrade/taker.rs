@@ -1,11 +1,13 @@
 //! The new process: asks for the disk, and takes it.
 
+use std::fs;
 use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use ringdisk_storage::Storage;
 use ringdisk_vhost::export::Parcel;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -32,7 +34,36 @@ pub(crate) struct Offer {
 
 /// The old process, which does not serve this disk any longer.
 #[derive(Debug)]
-pub(crate) struct Predecessor(UnixStream);
+pub(crate) struct Predecessor {
+    stream: UnixStream,
+    /// `None`: the system does not tell.
+    pid: Option<u32>,
+}
+
+/// A process that served a disk and has not ended.
+#[derive(Debug)]
+pub(crate) struct Lingering {
+    pub(crate) pid: Option<u32>,
+}
+
+impl Lingering {
+    /// Those of these files that it still has open, as far as this process may look.
+    ///
+    /// * `files`: device and inode.
+    pub(crate) fn has_open(&self, files: &[(u64, u64)]) -> Vec<PathBuf> {
+        let entries = self.pid.and_then(|pid| fs::read_dir(format!("/proc/{pid}/fd")).ok());
+        let open = entries.into_iter().flatten().flatten().map(|entry| entry.path());
+        let is_ours = |path: &PathBuf| {
+            let meta = fs::metadata(path);
+            meta.is_ok_and(|meta| files.contains(&Storage::identity_of(&meta)))
+        };
+        let mut names: Vec<_> =
+            open.filter(is_ours).filter_map(|path| fs::read_link(path).ok()).collect();
+        names.sort();
+        names.dedup();
+        names
+    }
+}
 
 /// Asks the process that serves a disk for it. Its guest stands still from now on.
 ///
@@ -112,7 +143,7 @@ impl Offer {
                 "the old process ended while it handed the disk over; it is served here"
             );
         }
-        Ok(Predecessor(self.stream))
+        Ok(Predecessor { stream: self.stream, pid: self.process.pid })
     }
 }
 
@@ -127,6 +158,7 @@ fn is_end(error: &io::Error) -> bool {
 struct Old {
     /// `None`: the system does not tell, as of a process in another container.
     pidfd: Option<OwnedFd>,
+    pid: Option<u32>,
     /// From before it was asked.
     since: Instant,
 }
@@ -135,7 +167,8 @@ impl Old {
     fn of(stream: &UnixStream) -> Old {
         let peer = socket_peercred(stream).ok();
         let pidfd = peer.and_then(|peer| pidfd_open(peer.pid, PidfdFlags::empty()).ok());
-        Old { pidfd, since: Instant::now() }
+        let pid = peer.map(|peer| peer.pid.as_raw_nonzero().get().cast_unsigned());
+        Old { pidfd, pid, since: Instant::now() }
     }
 
     /// Whether it is gone, and has served nothing since it was asked: it goes on by itself after [`STEP`] only. Its socket is closed.
@@ -160,17 +193,22 @@ impl Predecessor {
     ///
     /// * `since`: when one began to wait, for the first disk of all. A process of an earlier version that goes on with other disks says
     ///   nothing, and guests are served without a sandbox meanwhile.
-    pub(crate) fn wait(mut self, since: Instant) {
+    ///
+    /// Returns it where it has done neither in time: it may have been taken over, and keeps what it has open.
+    pub(crate) fn wait(mut self, since: Instant) -> Option<Lingering> {
         loop {
             // No time at all would be no limit.
             let left = STEP.saturating_sub(since.elapsed()).max(Duration::from_millis(1));
-            if self.0.set_read_timeout(Some(left)).is_err() {
-                return;
+            let lingering = Some(Lingering { pid: self.pid });
+            if self.stream.set_read_timeout(Some(left)).is_err() {
+                return lingering;
             }
-            match self.0.read(&mut [0]) {
+            match self.stream.read(&mut [0]) {
                 // The kernel cleans up the ring that the disk was opened on, and interrupts this thread for that.
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                _ => return,
+                Err(error) if is_end(&error) => return None,
+                Err(_) => return lingering,
+                Ok(_) => return None,
             }
         }
     }
@@ -208,12 +246,14 @@ mod tests {
         let (ours, theirs) = UnixStream::pair().expect("sockets");
         let begun = Instant::now();
         let let_go = std::thread::spawn(move || drop(theirs));
-        Predecessor(ours).wait(begun);
+        assert!(Predecessor { stream: ours, pid: None }.wait(begun).is_none());
         let_go.join().expect("it let go");
         let long_ago = Instant::now().checked_sub(STEP).expect("past");
         let pairs = [0; 3].map(|_| UnixStream::pair().expect("sockets"));
         for (ours, _theirs) in &pairs {
-            Predecessor(ours.try_clone().expect("a copy")).wait(long_ago);
+            let stream = ours.try_clone().expect("a copy");
+            let lingers = Predecessor { stream, pid: Some(std::process::id()) }.wait(long_ago);
+            assert_eq!(lingers.expect("it has not let go").pid, Some(std::process::id()));
         }
         assert!(begun.elapsed() < STEP / 2, "{:?}", begun.elapsed());
     }
@@ -224,7 +264,7 @@ mod tests {
         let old = Old::of(&ours);
         assert!(old.pidfd.is_some(), "this process");
         assert!(!old.died_while_it_stood_still());
-        assert!(!Old { pidfd: None, since: Instant::now() }.died_while_it_stood_still());
+        assert!(!Old { pidfd: None, pid: None, since: Instant::now() }.died_while_it_stood_still());
     }
 
     #[test]
@@ -236,7 +276,19 @@ mod tests {
         let (old, late) = (pidfd(), pidfd());
         child.kill().expect("it runs");
         child.wait().expect("it was killed");
-        assert!(Old { pidfd: Some(old), since: now }.died_while_it_stood_still());
-        assert!(!Old { pidfd: Some(late), since: long_ago }.died_while_it_stood_still());
+        assert!(Old { pidfd: Some(old), pid: None, since: now }.died_while_it_stood_still());
+        assert!(!Old { pidfd: Some(late), pid: None, since: long_ago }.died_while_it_stood_still());
+    }
+
+    #[test]
+    fn what_a_process_that_lingers_has_open_is_told() {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        let other = tempfile::NamedTempFile::new().expect("a file");
+        let identity = Storage::identity_of(&fs::metadata(file.path()).expect("there"));
+        let lingering = Lingering { pid: Some(std::process::id()) };
+        assert_eq!(lingering.has_open(&[identity]), [file.path().to_owned()]);
+        drop(other);
+        assert!(lingering.has_open(&[(0, 0)]).is_empty());
+        assert!(Lingering { pid: None }.has_open(&[identity]).is_empty());
     }
 }

@@ -404,5 +404,47 @@ fn an_image_of_somebody_else_beside_ours_is_no_data_file() {
     drop(own);
     forge(&agent.memory(), |state| state["files"] = json!([]));
     agent.dies();
-    ends(disk, &["was not an image of the mount"]);
+    ends(disk, &["did not name this file when it was served last"]);
+}
+
+/// It lies below the disks of others, too.
+#[test]
+fn a_base_is_not_served_as_the_image_on_top() {
+    if !(needs_root() && needs("qemu-img", has("qemu-img"))) {
+        return;
+    }
+    let (directory, base) = raw_image(MIB, 1);
+    let before = fs::read(&base).expect("an image");
+    let top = directory.path().join("top.qcow2");
+    let bytes = overlay_of(&base, &top);
+    fs::write(&top, bytes).expect("an image");
+    let path = directory.path().join("mountpoint");
+    fs::write(&path, "").expect("a mountpoint");
+    let disk = Kept::start_at(&["--format", "qcow2", text(&top)], &path);
+    let taken = agent(&disk);
+    forge(&taken.memory(), |state| with_top(state, &base, "raw"));
+    taken.dies();
+    ends(disk, &["was not made for this mount"]);
+    assert_eq!(fs::read(&base).expect("an image"), before);
+}
+
+/// A command of a user has put it there.
+#[test]
+fn a_base_that_was_committed_into_is_served_on() {
+    if !(needs_root() && needs("qemu-img", has("qemu-img"))) {
+        return;
+    }
+    let (directory, base) = raw_image(MIB, 1);
+    let top = directory.path().join("top.qcow2");
+    let bytes = overlay_of(&base, &top);
+    fs::write(&top, bytes).expect("an image");
+    let disk = Kept::start(&["--format", "qcow2", text(&top)]);
+    let path = disk.path();
+    open(&path).write_all_at(&pattern(2, 0, 4096), 0).expect("write");
+    crate::common::tools::ringdisk(Path::new("/"), &["ctl", text(&path), "commit", "--quiet"]).ok();
+    disk.kill_server();
+    open(&path).write_all_at(&pattern(3, 8192, 4096), 8192).expect("write");
+    assert_eq!(piece(&path, 0, 4096), pattern(2, 0, 4096));
+    disk.stop();
+    assert_eq!(piece(&base, 8192, 4096), pattern(3, 8192, 4096));
 }

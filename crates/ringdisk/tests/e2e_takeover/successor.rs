@@ -252,6 +252,67 @@ fn another_file_as_the_image_is_not_served() {
     taken.end();
 }
 
+/// Whoever hands it over has it open to write, and it lies where images of the command line may lie.
+#[test]
+fn a_neighbour_as_the_image_is_not_served() {
+    if !needs_root() {
+        return;
+    }
+    let (taken, _) = Taken::new();
+    let neighbour = taken.place.path("neighbour");
+    fs::create_dir(taken.place.path("deep")).expect("mkdir");
+    let deep = taken.place.path("deep").join("image");
+    for path in [&neighbour, &deep] {
+        fs::write(path, vec![7; 8 << 20]).expect("an image");
+        let file = File::options().read(true).write(true).open(path).expect("there");
+        let mut parcel = fresh(&taken);
+        parcel.with_image(file.into(), identity(path), false);
+        let finished = taken.refuses("a neighbour", |stream| {
+            send(stream, parcel.words.to_string().as_bytes(), &parcel.fds);
+        });
+        assert!(finished.stderr.contains("--allow-path"), "{}", finished.output());
+    }
+    // The right image, which cannot be written by what is handed over.
+    let mut parcel = fresh(&taken);
+    let image = taken.place.image.clone();
+    parcel.with_image(read_only(&image), identity(&image), false);
+    taken.refuses("an image to read", |stream| {
+        send(stream, parcel.words.to_string().as_bytes(), &parcel.fds);
+    });
+    taken.end();
+}
+
+/// Somebody who has taken it over does not let go by himself.
+#[test]
+fn a_process_that_does_not_end_is_named_with_what_it_has() {
+    if !needs_root() {
+        return;
+    }
+    let (taken, _) = Taken::new();
+    let parcel = fresh(&taken);
+    let (process, mut stream) = taken.successor(&[]);
+    send(&stream, parcel.words.to_string().as_bytes(), &parcel.fds);
+    drop(parcel);
+    let mut word = [0];
+    stream.read_exact(&mut word).expect("it is ready");
+    stream.write_all(b"G").expect("it goes");
+    let Taken { place, daemon, agent, listener, .. } = taken;
+    drop(listener);
+    let pid = daemon.process.pid();
+    // It is in its sandbox after 8 s.
+    let new = Daemon { process };
+    let said = || new.process.output().contains("it still has open").then_some(());
+    ringdisk_testkit::process::until(PATIENCE, said)
+        .unwrap_or_else(|| panic!("{}", new.process.output()));
+    for part in [format!("(pid {pid})"), text(&place.image).to_owned()] {
+        assert!(new.process.output().contains(&part), "{part}: {}", new.process.output());
+    }
+    drop(stream);
+    agent.dies();
+    daemon.kill();
+    new.ready().stop(&[&place.socket]);
+}
+
 /// Another parcel of the same process.
 fn fresh(taken: &Taken) -> Parcel {
     let pid = taken.daemon.process.pid();

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use ringdisk_disk::{Disk, Format, Layer};
 use ringdisk_fuse::mount::{Unmount, mountpoint, table, unmount};
+use ringdisk_storage::Kind;
 
 use crate::cli::{MountArgs, MountPaths, SandboxWord, StopTimeout};
 use crate::commands::open::{ImagePlan, reach};
@@ -60,6 +61,7 @@ fn image_plan(args: &MountArgs, image: Option<PathBuf>) -> ImagePlan<'_> {
         growable: args.growable || args.resizable,
         // The kernel lets go of the image of a dead mount a moment after that was removed.
         wait_for_locks: args.passthrough.then_some(LOCK_WAIT),
+        note_names: sandbox::is_wanted(args.sandbox.word),
         ..ImagePlan::new(&args.disk, image)
     }
 }
@@ -187,6 +189,7 @@ impl<'a> Plan<'a> {
     /// Errors: it is another one.
     fn check_same(&self, disk: Arc<Disk>) -> Result<Arc<Disk>, Failure> {
         let layers = disk.layers();
+        // What the process before said can only keep an image from being taken; what was sealed, or was marked outside, counts.
         let Some(other) = self.kept.as_ref().and_then(|kept| kept.other(&layers)) else {
             return self.check_known(&layers).map(|()| disk);
         };
@@ -210,9 +213,7 @@ impl<'a> Plan<'a> {
         if !sandbox::confines_files(self.args.sandbox.word) {
             return Ok(());
         }
-        let reach = reach(&self.args.disk, self.image.image.as_deref());
-        let allowed = allowed(self.args);
-        let Some(stranger) = first.stranger(&reach, &allowed, layers) else { return Ok(()) };
+        let Some(stranger) = first.stranger(&allowed(self.args), layers) else { return Ok(()) };
         let what = format!(
             "'{}' was not an image of the mount when that was made, was not made for it, and is not where --allow-path allows",
             visible(&stranger.name().display().to_string())
@@ -247,7 +248,12 @@ impl<'a> Plan<'a> {
     pub(super) fn may_be_top(&self) -> impl Fn(&Layer) -> Result<(), String> + Send + Sync + use<> {
         let is_confined = sandbox::confines_files(self.args.sandbox.word);
         let reach = reach(&self.args.disk, self.image.image.as_deref());
-        move |top| match !is_confined || reach.has(top.name()) {
+        let allowed = allowed(self.args);
+        // A device keeps no mark by which the next process would know it.
+        let has_mark = |top: &Layer| top.file().is_some_and(|file| file.kind() == Kind::Regular);
+        let is_taken =
+            move |top: &Layer| allowed.has(top.name()) || has_mark(top) && reach.has(top.name());
+        move |top| match !is_confined || is_taken(top) {
             true => Ok(()),
             false => Err(String::from(
                 "believes no names outside of the directory of the image of the command line: name it with --allow-path",

@@ -51,20 +51,27 @@ pub(super) fn enter(
     }
     let mut files: Vec<Named> = disks.iter().flat_map(Running::names).collect();
     let mut plan = sandbox::plan(word);
-    let mut places = Vec::new();
+    let (mut places, mut images) = (Vec::new(), Vec::new());
     for disk in disks {
         let told_within = taken.then_some(&disk.reach);
         if let Some(directory) = sandbox::directory_for(word, &disk.disk, told_within) {
             disk.commands.held_outside(&directory);
             places.push(directory);
         }
+        images.extend(sandbox::images_of(&disk.disk, told_within));
         plan = sandbox::images(plan, word, &disk.disk, &disk.allowed, told_within);
     }
     files.extend(pidfile.and_then(Pidfile::identity));
     let fronts = disks.iter().filter_map(|disk| disk.front.clone()).collect();
     let vhost = disks.iter().any(|disk| disk.served.has_kernel());
-    let duties =
-        Duties { files, fronts, directories: places, maker: user.user(), ..Duties::default() };
+    let duties = Duties {
+        files,
+        fronts,
+        directories: places,
+        maker: user.user(),
+        images,
+        ..Duties::default()
+    };
     let (mut plan, no_warden) = through_warden(plan, &duties, vhost);
     match &no_warden {
         None => notify.leave_to_warden(),

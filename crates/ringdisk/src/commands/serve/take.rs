@@ -1,11 +1,14 @@
 //! `--upgrade`: disks that another process serves until now.
 
+use std::fs;
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use ringdisk_disk::Disk;
+use ringdisk_disk::names_note::Names;
+use ringdisk_disk::{Disk, LAYERS_MAX, Layer};
+use ringdisk_storage::Storage;
 use ringdisk_vhost::Listen;
 use ringdisk_vhost::export::{Export, Prepared};
 
@@ -19,7 +22,7 @@ use crate::sandbox::{self, Reach};
 use crate::signals::{Phase, Watcher};
 use crate::sockets::{MadeSocket, Place};
 use crate::terminal::{self, visible};
-use crate::upgrade::{Offer, Predecessor, ask};
+use crate::upgrade::{Lingering, Offer, Predecessor, ask};
 use crate::vhost::{self, Served};
 
 /// A disk that stands still: not served there any more, and not yet here.
@@ -71,13 +74,40 @@ pub(super) fn take_over(plans: Vec<Plan<'_>>, watcher: &Watcher) -> Result<Vec<R
     let since = Instant::now();
     let attend = |Taken { mut placed, makes, served, disk, predecessor }| {
         // Guests go on meanwhile; names for `ringdisk ctl` are free when it is gone.
-        predecessor.wait(since);
+        if let Some(lingering) = predecessor.wait(since) {
+            complain_of(&lingering, &disk, &placed.name);
+        }
         if let Some(path) = placed.path.as_deref().filter(|_| makes) {
             placed.made = MadeSocket::adopt(path).ok();
         }
         placed.attend(served, disk)
     };
     Ok(taken.into_iter().map(attend).collect())
+}
+
+/// Says that the process before this one goes on, and with what: if it was taken over, it has that as long as it lives.
+fn complain_of(lingering: &Lingering, disk: &Disk, name: &str) {
+    let layers = disk.layers();
+    let files = layers.iter().flat_map(|layer| [layer.file(), layer.data_storage()]).flatten();
+    let files: Vec<_> = files.filter_map(|file| file.identity()).collect();
+    let open = lingering.has_open(&files);
+    let open: Vec<_> =
+        open.iter().map(|path| format!("'{}'", visible(&path.display().to_string()))).collect();
+    let pid = lingering.pid.map_or_else(String::new, |pid| format!(" (pid {pid})"));
+    let what = if open.is_empty() {
+        String::from("whether it has images open cannot be seen")
+    } else {
+        format!("it still has open: {}", open.join(", "))
+    };
+    let text =
+        format!("the process before this one{pid} has not let go of the disk in time: {what}");
+    let mut failure = Failure::new(Exit::General, text).context(name);
+    if let Some(pid) = lingering.pid {
+        failure = failure.hint(format!(
+            "the disk is served here; one that serves other disks, too, may go on, any other is ended with `kill -9 {pid}`"
+        ));
+    }
+    terminal::complain(&failure);
 }
 
 fn prepare(plan: Plan<'_>) -> Result<Waiting, Failure> {
@@ -101,7 +131,7 @@ fn prepare(plan: Plan<'_>) -> Result<Waiting, Failure> {
     let options = vhost::options(plan.args, false, restricted, listen, name.clone());
     let prepared = runtime.block_on(Export::take_over(&ring, parcel, &image, options))?;
     if plan.confines {
-        check_top(prepared.disk(), &reach, plan.image.image.is_some())?;
+        check_top(prepared.disk(), &plan)?;
     }
     let ready =
         format!("{} is served {}", plan.image.describe(prepared.disk()), plan.place.shown());
@@ -114,31 +144,101 @@ fn prepare(plan: Plan<'_>) -> Result<Waiting, Failure> {
 }
 
 /// The image on top, as the process before this one hands it over, is one that the command line leads to. That process was confined, and may have
-/// been taken over.
-///
-/// * `has_image`: the command line names one; else it is a null disk.
+/// been taken over: what it says counts as little as what it has written into headers, and the notes of the files that they name count
+/// ([`ringdisk_disk::names_note`]).
 ///
 /// Errors: it is another one.
-fn check_top(disk: &Disk, reach: &Reach, has_image: bool) -> Result<(), Failure> {
+fn check_top(disk: &Disk, plan: &Plan<'_>) -> Result<(), Failure> {
     let layers = disk.layers();
     let Some(top) = layers.first() else { return Ok(()) };
+    let allowed = Reach::of(std::iter::empty(), &plan.args.source.allow_path);
+    let images = [plan.image.image.as_deref(), plan.args.source.overlay.as_deref()];
+    let images: Vec<_> = images.into_iter().flatten().collect();
+    let told: Vec<_> = images
+        .iter()
+        .filter_map(|path| path.metadata().ok())
+        .map(|meta| Storage::identity_of(&meta))
+        .collect();
     let is_led_to = match top.file() {
-        None => !has_image,
-        // Without a name it is an overlay that goes with its process, or an image that was removed while it was served.
-        Some(file) => sandbox::by_descriptor(file)
-            .is_some_and(|open| reach.has_open(&open) || has_no_name(&open)),
+        None => plan.image.image.is_none(),
+        Some(file) => sandbox::by_descriptor(file).is_some_and(|open| {
+            allowed.has_open(&open)
+                // Without a name it is an overlay that goes with its process, or an image that was removed while it was served.
+                || has_no_name(&open)
+                || is_tied(&layers, &told)
+                || images.iter().any(|image| is_below_told(file, image))
+        }),
     };
-    if is_led_to {
-        return Ok(());
+    let hint = "if a command of yours put it on top, name its directory with --allow-path";
+    if !is_led_to {
+        let what = format!(
+            "the process that serves the disk hands over '{}', which is not the image of the command line, is no overlay that was made for it, and \
+             is not where --allow-path allows",
+            visible(&top.name().display().to_string())
+        );
+        return Err(Failure::new(Exit::Permission, what).hint(hint));
     }
-    let what = format!(
-        "the process that serves the disk hands over '{}', which is not beside the image of the command line, nor where --allow-path allows",
-        visible(&top.name().display().to_string())
-    );
-    Err(Failure::new(Exit::Permission, what)
-        .hint("if a command of yours put it on top, name its directory with --allow-path"))
+    let is_other_data = top.file().is_some_and(|file| Names::of_layer(top).ask(file).other_data);
+    let data = top.data_storage().and_then(|data| sandbox::by_descriptor(data));
+    if is_other_data && !data.is_some_and(|open| allowed.has_open(&open)) {
+        let what = format!(
+            "the process that serves the disk hands over '{}', which names another data file than it did",
+            visible(&top.name().display().to_string())
+        );
+        return Err(Failure::new(Exit::Permission, what).hint(hint));
+    }
+    Ok(())
 }
 
+/// Whether the image on top is one of these, or notes lead from it to one of them.
+///
+/// * `told`: device and inode of what the command line names.
+fn is_tied(layers: &[Arc<Layer>], told: &[(u64, u64)]) -> bool {
+    let is_told = |file: &Storage| file.identity().is_some_and(|id| told.contains(&id));
+    for (depth, layer) in layers.iter().enumerate() {
+        let Some(file) = layer.file() else { return false };
+        if is_told(file) {
+            return true;
+        }
+        let Some(below) = layers.get(depth + 1) else { break };
+        let said = Names::of_layer(layer).ask(file);
+        // What it names is what was handed over as that.
+        let is_below = below.file().is_some_and(|below| leads_to(layer, below));
+        if said.is_absent || said.other_below || !is_below {
+            return false;
+        }
+    }
+    false
+}
+
+/// Whether the header of an image, with its note, leads to this file.
+fn leads_to(layer: &Layer, below: &Storage) -> bool {
+    let open = layer.file().and_then(|file| sandbox::by_descriptor(file));
+    // Not the directory that the process before says.
+    let name = open.and_then(|open| fs::read_link(open).ok());
+    let named = name.and_then(|name| below_of(&name, &Names::of_layer(layer)));
+    let identity = named.and_then(|path| path.metadata().ok()).map(|it| Storage::identity_of(&it));
+    identity.is_some() && identity == below.identity()
+}
+
+fn below_of(image: &Path, names: &Names) -> Option<PathBuf> {
+    Some(image.parent()?.join(names.backing_path()?))
+}
+
+/// Whether notes lead from an image of the command line down to this file: a command has committed all above into it.
+fn is_below_told(file: &Storage, image: &Path) -> bool {
+    let mut name = fs::canonicalize(image).ok();
+    for _ in 0..LAYERS_MAX {
+        let below = name.and_then(|name| below_of(&name, &Names::noted_at(&name)?));
+        let Some(below) = below.and_then(|below| fs::canonicalize(below).ok()) else { break };
+        let identity = below.metadata().map(|meta| Storage::identity_of(&meta)).ok();
+        if identity.is_some() && identity == file.identity() {
+            return true;
+        }
+        name = Some(below);
+    }
+    false
+}
 /// Whether no name leads to an open file any more.
 fn has_no_name(open: &Path) -> bool {
     open.metadata().is_ok_and(|meta| meta.nlink() == 0)

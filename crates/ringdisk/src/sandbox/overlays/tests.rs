@@ -30,7 +30,7 @@ impl World {
         symlink("../other", root.path().join("images/elsewhere")).expect("a link");
         let directory = root.path().join("images");
         let told = named(directory).expect("it is there");
-        World { overlays: Overlays::hold(&[told], None, ""), root }
+        World { overlays: Overlays::hold(&[told], None, "", &[]), root }
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -207,7 +207,7 @@ fn a_directory_that_was_replaced_before_the_start_is_none() {
     let told = named(path.clone()).expect("it is there");
     fs::rename(&path, root.path().join("moved")).expect("rename");
     fs::create_dir(&path).expect("mkdir");
-    let mut overlays = Overlays::hold(std::slice::from_ref(&told), None, "");
+    let mut overlays = Overlays::hold(std::slice::from_ref(&told), None, "", &[]);
     let fields = format!("{}\0{}\0new", told.1.0, told.1.1);
     refused(&overlays.carry_out(MAKE, fields.as_bytes()).expect("an order"), Errno::ACCESS);
     let meta = fs::metadata(&path).expect("it is there");
@@ -218,7 +218,9 @@ fn a_directory_that_was_replaced_before_the_start_is_none() {
     let secret = root.path().join("secret");
     fs::write(&secret, "theirs").expect("write");
     assert!(
-        Overlays::hold(&[named(secret).expect("it is there")], None, "").directories.is_empty()
+        Overlays::hold(&[named(secret).expect("it is there")], None, "", &[])
+            .directories
+            .is_empty()
     );
 }
 
@@ -227,7 +229,8 @@ fn a_directory_of_two_disks_is_left_when_both_have_ended() {
     let world = World::new();
     let told = named(world.path("images")).expect("it is there");
     let id = told.1;
-    let mut world = World { overlays: Overlays::hold(&[told.clone(), told], None, ""), ..world };
+    let mut world =
+        World { overlays: Overlays::hold(&[told.clone(), told], None, "", &[]), ..world };
     world.order(LEAVE, id, b"");
     file(world.make("one"));
     let made = world.id("images/one");
@@ -289,7 +292,7 @@ fn where_the_process_is_another_users_that_user_makes_and_owns_the_files() {
     }
     let mut world = World::new();
     let told = named(world.path("images")).expect("it is there");
-    world.overlays = Overlays::hold(&[told], User::new(12345, 23456), "");
+    world.overlays = Overlays::hold(&[told], User::new(12345, 23456), "", &[]);
     // The directory is root's.
     let refused = world.make("new");
     assert_eq!(refused.kind, REFUSED);

@@ -1,0 +1,158 @@
+//! The note at an image of the files that its header names: names that somebody writes there later, inside of a sandbox, are not followed.
+
+use std::fs::OpenOptions;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::{directory, open, qemu_img, run};
+use crate::jobs::{self, Rebase};
+use crate::{Backing, Disk, ErrorKind, Format, ImageOptions, OverlayOptions, Progress};
+
+/// As a server that is confined opens an image.
+fn serving() -> ImageOptions {
+    ImageOptions { format: Some(Format::Qcow2), note_names: true, ..ImageOptions::default() }
+}
+
+fn reading() -> ImageOptions {
+    ImageOptions { read_only: true, note_names: false, ..serving() }
+}
+
+/// Somebody who has taken a server over writes another name of the same length into the image.
+fn forge(image: &Path, name: &str, other: &str) {
+    assert_eq!(name.len(), other.len());
+    let header = &std::fs::read(image).expect("read")[..4096];
+    let at = header.windows(name.len()).rposition(|part| part == name.as_bytes());
+    let file = OpenOptions::new().write(true).open(image).expect("open");
+    file.write_all_at(other.as_bytes(), at.expect("the name") as u64).expect("write");
+}
+
+/// An image of 1 MiB that was served, with a base or a data file of this name, and a neighbour of the other name.
+fn served(role: &str, name: &str, other: &str) -> (tempfile::TempDir, PathBuf) {
+    let directory = directory();
+    for file in [name, other] {
+        qemu_img(&directory, &["create", "-q", "-f", "raw", file, "1M"]);
+    }
+    let words: &[&str] = match role {
+        "backing" => &["-b", name, "-F", "raw"],
+        _ => &["-o", &format!("data_file={name},data_file_raw=on")],
+    };
+    let create = [&["create", "-q", "-f", "qcow2"], words, &["top.qcow2", "1M"]].concat();
+    qemu_img(&directory, &create);
+    let top = directory.path().join("top.qcow2");
+    run(async |ring| {
+        let disk = open(&ring, &top, &serving()).await.expect("open");
+        assert_eq!(disk.close(&ring).await, Ok(()));
+    });
+    (directory, top)
+}
+
+#[test]
+fn a_name_that_was_written_into_a_served_image_is_not_followed_until_the_user_says_so() {
+    for role in ["backing", "data"] {
+        let (directory, top) = served(role, "mine.img", "your.img");
+        forge(&top, "mine.img", "your.img");
+        let your = directory.path().join("your.img");
+        run(async |ring| {
+            for options in [serving(), reading(), ImageOptions::default()] {
+                let error = open(&ring, &top, &options).await.expect_err("it is another file");
+                assert_eq!(error.kind(), ErrorKind::NotAllowed, "{role}");
+                for part in ["your.img", "--allow-path"] {
+                    assert!(error.message().contains(part), "{role}: {error}");
+                }
+            }
+            let allowed = ImageOptions { allow_paths: vec![your.clone()], ..serving() };
+            // Who only looks does not change what counts.
+            let looked = ImageOptions { read_only: true, note_names: false, ..allowed.clone() };
+            drop(open(&ring, &top, &looked).await.expect("it is allowed"));
+            open(&ring, &top, &serving()).await.expect_err("it is another file");
+            drop(open(&ring, &top, &allowed).await.expect("it is allowed"));
+            drop(open(&ring, &top, &serving()).await.expect("the user has said so once"));
+        });
+        // Back again: that one is the other one now.
+        forge(&top, "your.img", "mine.img");
+        run(async |ring| {
+            open(&ring, &top, &serving()).await.expect_err("it is another file");
+        });
+    }
+}
+
+#[test]
+fn a_raw_image_that_was_served_becomes_no_image_with_names() {
+    let directory = directory();
+    qemu_img(&directory, &["create", "-q", "-f", "raw", "disk", "1M"]);
+    qemu_img(&directory, &["create", "-q", "-f", "raw", "your.img", "1M"]);
+    let create = ["create", "-q", "-f", "qcow2", "-b", "your.img", "-F", "raw", "forged", "1M"];
+    qemu_img(&directory, &create);
+    let path = directory.path().join("disk");
+    run(async |ring| {
+        let probed = ImageOptions { note_names: true, ..ImageOptions::default() };
+        drop(open(&ring, &path, &probed).await.expect("open"));
+        let bytes = std::fs::read(directory.path().join("forged")).expect("read");
+        let file = OpenOptions::new().write(true).open(&path).expect("open");
+        file.write_all_at(&bytes, 0).expect("write");
+        let error = open(&ring, &path, &probed).await.expect_err("it named nothing");
+        assert_eq!(error.kind(), ErrorKind::NotAllowed, "{error}");
+    });
+}
+
+#[test]
+fn an_image_that_was_never_served_in_a_sandbox_has_no_note() {
+    let (directory, top) = served("backing", "mine.img", "your.img");
+    let create = ["create", "-q", "-f", "qcow2", "-b", "mine.img", "-F", "raw", "new.qcow2", "1M"];
+    qemu_img(&directory, &create);
+    let new = directory.path().join("new.qcow2");
+    run(async |ring| {
+        let plain = ImageOptions { note_names: false, ..serving() };
+        drop(open(&ring, &new, &plain).await.expect("open"));
+        drop(open(&ring, &new, &reading()).await.expect("open"));
+    });
+    forge(&new, "mine.img", "your.img");
+    run(async |ring| {
+        drop(open(&ring, &new, &serving()).await.expect("nobody was confined"));
+        // A file that is replaced by another of its name is the user's matter.
+        std::fs::copy(directory.path().join("your.img"), directory.path().join("copy"))
+            .expect("copy");
+        std::fs::rename(directory.path().join("copy"), directory.path().join("mine.img"))
+            .expect("rename");
+        drop(open(&ring, &top, &serving()).await.expect("the same name"));
+    });
+}
+
+/// Opens the image as the next server does, and gives the number of its layers.
+async fn layers(ring: &ringdisk_ring::Ring, path: &Path) -> usize {
+    let disk = open(ring, path, &serving()).await.expect("nothing to ask");
+    let layers = disk.layers().len();
+    assert_eq!(disk.close(ring).await, Ok(()));
+    layers
+}
+
+#[test]
+fn changes_by_commands_go_into_the_note() {
+    let (directory, top) = served("backing", "mine.img", "your.img");
+    let path = |name: &str| directory.path().join(name);
+    run(async |ring| {
+        let progress = Arc::new(Progress::new());
+        let commit = |top, base| crate::CommitOptions { top, base, keep_top: false };
+        let disk = open(&ring, &top, &serving()).await.expect("open");
+        for name in ["a.qcow2", "b.qcow2", "c.qcow2"] {
+            disk.add_overlay(&ring, path(name), OverlayOptions::default()).await.expect(name);
+        }
+        // The one above the merged layers names another one: on top, and below it.
+        disk.commit(&ring, commit(1, 2), &progress).await.expect("commit");
+        disk.commit(&ring, commit(2, 3), &progress).await.expect("commit");
+        let backing = Backing { file: b"a.qcow2".to_vec(), format: Format::Qcow2 };
+        Disk::change_backing(&disk, &ring, Some(backing), &progress).await.expect("backing");
+        assert_eq!(disk.close(&ring).await, Ok(()));
+        drop(disk);
+        assert_eq!(layers(&ring, &path("c.qcow2")).await, 3);
+        // A tool that works while nobody serves.
+        let rebase = Rebase {
+            backing: Some(Backing { file: b"your.img".to_vec(), format: Format::Raw }),
+            header_only: true,
+        };
+        let options = ImageOptions::default();
+        jobs::rebase(&ring, top.clone(), &options, &rebase, &progress).await.expect("rebase");
+        assert_eq!(layers(&ring, &top).await, 2);
+    });
+}
