@@ -21,10 +21,9 @@ use tempfile::TempDir;
 #[path = "../../crates/ringdisk/src/sandbox/below.rs"]
 #[allow(dead_code)]
 mod below;
+/// As the others name it.
 mod control {
-    #[path = "../../../crates/ringdisk/src/control/word.rs"]
-    #[allow(dead_code)]
-    pub(crate) mod word;
+    pub(crate) use super::word;
 }
 #[path = "../../crates/ringdisk/src/sandbox/duties.rs"]
 #[allow(dead_code)]
@@ -55,6 +54,9 @@ mod places;
 #[path = "../../crates/ringdisk/src/users.rs"]
 #[allow(dead_code)]
 mod users;
+#[path = "../../crates/ringdisk/src/control/word.rs"]
+#[allow(dead_code)]
+mod word;
 
 /// What a successor says of itself; its fields are of no matter to the link.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
