@@ -25,6 +25,9 @@ mod below;
 mod control {
     pub(crate) use super::word;
 }
+#[path = "../../crates/ringdisk/src/dirlock.rs"]
+#[allow(dead_code)]
+mod dirlock;
 #[path = "../../crates/ringdisk/src/sandbox/duties.rs"]
 #[allow(dead_code)]
 mod duties;
@@ -51,6 +54,12 @@ mod pid;
 #[path = "../../crates/ringdisk/src/keep/places.rs"]
 #[allow(dead_code)]
 mod places;
+/// As far as the others need it: the program's own one wants its errors, too.
+mod terminal {
+    pub(crate) fn visible(text: &str) -> String {
+        text.escape_debug().collect()
+    }
+}
 #[path = "../../crates/ringdisk/src/users.rs"]
 #[allow(dead_code)]
 mod users;
