@@ -17,6 +17,7 @@ e2e_numa       uring
 e2e_uring      uring
 e2e_client_memory own
 e2e_passthrough   own
+e2e_run_as        own
 e2e_windows    own
 e2e_numa       own
 e2e_placement  own
@@ -69,6 +70,16 @@ e2e_verify ext4_lives_on_a_loop_device_over_a_served_disk     # 1 minute; xfs do
 e2e_verify mappings_read_back_what_they_wrote                 # 1 minute; e2e_coherence has mappings
 e2e_verify psync_reads_back_what_it_wrote                     # libaio and io_uring travel the same way, deeper
 e2e_verify small_and_odd_buffered_writes_read_back            # the page cache turns them into what e2e_bytes and e2e_coherence send
+e2e_run_as a_mount_is_the_owner_of_its_image                  # no kernel is different about it; zero-copy is
+e2e_run_as why_it_stays_root_is_told                          # the same
+e2e_run_as an_overlay_where_the_user                          # the same
+e2e_run_as a_user_that_is_named_is_taken                      # the same
+e2e_run_as a_disk_of_a_machine_is_served                      # the same
+e2e_run_as a_disk_that_waits_for_its_machine                  # the same
+e2e_run_as several_disks_are_served_by_their_owner            # the same
+e2e_run_as a_kept_mount_is_the_owners_again                   # the same
+e2e_run_as words_that_name_nobody                             # the same
+e2e_run_as an_ordinary_user_stays                             # the same
 e2e_windows a_file_system_in_a_partition                      # partitions of the kernel are what is new there
 e2e_windows what_is_no_partition_is_refused                   # the same
 e2e_windows the_size_of_a_partition_is_fixed                  # the same
