@@ -224,9 +224,9 @@ fn races(packed: bool, requests: u64, seed: u64) {
     assert!(behind.iter().all(|byte| *byte == 0x5c), "memory behind the guest's was written");
 }
 
-/// 10^6 of both rings together with `RINGDISK_FULL`.
+/// 10^6 of both rings together, 10^7 with `RINGDISK_FULL`.
 fn requests() -> u64 {
-    if full() { 500_000 } else { 50_000 }
+    if full() { 5_000_000 } else { 500_000 }
 }
 
 #[test]
