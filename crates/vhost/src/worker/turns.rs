@@ -24,32 +24,41 @@ impl Turns {
         if count == 0 || room == 0 {
             return 0;
         }
-        let first = self.first.get() % count;
-        let share = u32::try_from(room as usize / count).unwrap_or(room).max(1);
+        // No remainders: a thread that polls comes here all the time, and a division takes as long as much of the rest.
+        let first = self.first.get();
+        let first = if first < count { first } else { 0 };
+        let number_of = |step: usize| {
+            let number = first + step;
+            if number < count { number } else { number - count }
+        };
+        let share = match u32::try_from(count) {
+            Ok(1) => room,
+            Ok(count) => (room / count).max(1),
+            Err(_) => 1,
+        };
         let mut taken = 0;
-        let mut is_more = false;
-        for step in 0..count {
-            let number = (first + step) % count;
-            let mut own = 0;
-            while own < share.min(room - taken) && take(number) {
-                own += 1;
+        // First to each its share, then what is left to whoever asks first. One place that takes, so that it is compiled into the loop.
+        for share in [share, room] {
+            let mut is_more = false;
+            for step in 0..count {
+                let number = number_of(step);
+                let mut own = 0;
+                while own < share.min(room - taken) && take(number) {
+                    own += 1;
+                }
+                taken += own;
+                is_more |= own == share;
+                if taken == room {
+                    // With less room than virtqueues those behind this one were not asked.
+                    self.first.set(if share == 1 { number + 1 } else { first + 1 });
+                    return taken;
+                }
             }
-            taken += own;
-            is_more |= own == share;
-            if taken == room {
-                // With less room than virtqueues those behind this one were not asked.
-                self.first.set(if share == 1 { number + 1 } else { first + 1 });
-                return taken;
+            if !is_more {
+                break;
             }
         }
         self.first.set(first + 1);
-        // What is left goes to whoever asks first.
-        for step in 0..count {
-            let number = (first + step) % count;
-            while is_more && taken < room && take(number) {
-                taken += 1;
-            }
-        }
         taken
     }
 }
