@@ -97,12 +97,14 @@ def file_rows(quick, bounds):
                         continue
                     reference = engine == "aio" and op == "read" and order == "rand"
                     bound = bounds.file_aio if engine == "aio" else bounds.file_sync
-                    # Random reads are steady; of the other rows a target is told over io_uring only.
+                    # Random reads are steady; of the other rows a target is told over io_uring
+                    # only.
                     targets = [faster(bound)] if bound and (reference or bounds.file_sync) else []
                     targets += [Target("iops", "host file", bounds.host)] if reference else []
                     columns = ["ringdisk", "qsd"] + (["host file"] if reference else [])
                     rows.append(Row("file", "file", case, columns, targets))
-        # The raw file is served once more in the same repetition, next to the qcow2, for the ratio of the two.
+        # The raw file is served once more in the same repetition, next to the qcow2, for the ratio
+        # of the two.
         rows.append(Row("file", "qcow2", Case("rand", "read", "aio", jobs), ["ringdisk", "ringdisk raw", "qsd"],
                         [Target("iops", "ringdisk raw", 0.97)]))
     return rows
@@ -128,7 +130,8 @@ def rows(tables, quick, transport):
 
 # 64 requests at once in place of one: 50 of the possible 64 times.
 DEPTH_GAIN = 50
-# The targets are 3 and 1; opening and closing the file are counted too (some 20 calls for 20000 requests).
+# The targets are 3 and 1; opening and closing the file are counted too (some 20 calls for 20000
+# requests).
 SYSCALLS_MAX = {1: 3.01, 16: 1.01}
 RSS_MIB_MAX = 12
 FIRST_BYTE_MS_MAX = 50

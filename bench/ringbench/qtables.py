@@ -47,7 +47,8 @@ def against_raw(b):
     size = 256 * MIB if b.quick else GIB
     source = qimages.random_raw(b.path("source.raw"), size)
     qcow2 = qimages.convert(source, b.path("full.qcow2"))
-    # A copy made in the same way at the same time: where a file lies on the disk makes more of a difference than its format.
+    # A copy made in the same way at the same time: where a file lies on the disk makes more of a
+    # difference than its format.
     raw = qimages.copy(source, b.path("full.raw"))
     os.unlink(source)
     out = []
@@ -64,7 +65,8 @@ def against_raw(b):
                     rate, cost = statistics.median(rates), statistics.median(costs)
                     low, _, high = statistics.quantiles(rates, n=4) if len(rates) > 1 else [rate] * 3
                     spread = (high - low) / 2
-                    # Only where the rates spread by more than is missing does the daemon's CPU time decide.
+                    # Only where the rates spread by more than is missing does the daemon's CPU time
+                    # decide.
                     excused = cost <= 1.05 and spread > 0.97 - rate
                     out.append(figure(f"4k {rw}, depth {depth}, {jobs} job{'s' * (jobs > 1)}", rate, 0.97, excused=excused, cpu=cost,
                                       spread=spread, text=f"± {spread:.2f}, daemon CPU {cost:.2f} of raw"))

@@ -1,5 +1,5 @@
-//! Any bytes as a frame of `/dev/fuse`, served by a file over a null disk: nothing panics, and every reply is one that the kernel
-//! takes.
+//! Any bytes as a frame of `/dev/fuse`, served by a file over a null disk: nothing panics, and
+//! every reply is one that the kernel takes.
 #![no_main]
 
 use std::cell::RefCell;
@@ -49,7 +49,8 @@ fn server() -> Server {
 }
 
 fuzz_target!(|bytes: &[u8]| {
-    // The first byte chooses whether the length of the header is made right, so that most inputs get past it.
+    // The first byte chooses whether the length of the header is made right, so that most inputs
+    // get past it.
     let Some((&choice, bytes)) = bytes.split_first() else { return };
     let mut frame = bytes.to_vec();
     if choice % 8 != 0 && frame.len() >= 8 {

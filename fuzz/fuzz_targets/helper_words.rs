@@ -1,6 +1,7 @@
-//! What a process that was taken over says to those outside of its sandbox: duties and orders to its warden (with the model of what may come of
-//! them), the memory that it leaves to the next process of a kept mount, the parcel that it hands to a successor. Nothing panics, and nothing
-//! is touched but what was named at the start.
+//! What a process that was taken over says to those outside of its sandbox: duties and orders to
+//! its warden (with the model of what may come of them), the memory that it leaves to the next
+//! process of a kept mount, the parcel that it hands to a successor. Nothing panics, and nothing is
+//! touched but what was named at the start.
 #![no_main]
 
 use std::fs::File;

@@ -1,4 +1,5 @@
-//! Any writes of a driver to its packed ring, between any steps of the device: nothing panics, and every segment is in memory.
+//! Any writes of a driver to its packed ring, between any steps of the device: nothing panics, and
+//! every segment is in memory.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -29,7 +29,8 @@ fuzz_target!(|data: &[u8]| {
     });
 });
 
-/// Clusters of the image that [`sound_header`] makes: header, refcount table, L1 table, L2 tables, data.
+/// Clusters of the image that [`sound_header`] makes: header, refcount table, L1 table, L2 tables,
+/// data.
 const TABLES_AT: u64 = 3;
 const TABLES: u64 = 4;
 const DATA_AT: u64 = TABLES_AT + TABLES;

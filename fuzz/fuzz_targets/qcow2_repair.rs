@@ -1,7 +1,8 @@
-//! Checks and repairs bytes as a qcow2 image: both end, nothing gets worse, and a check of the result says what the repair said.
+//! Checks and repairs bytes as a qcow2 image: both end, nothing gets worse, and a check of the
+//! result says what the repair said.
 //!
-//! Some inputs are taken as they are. The others become an image with a sound header and tables made from the input, so that the
-//! deeper code is reached without a corpus.
+//! Some inputs are taken as they are. The others become an image with a sound header and tables
+//! made from the input, so that the deeper code is reached without a corpus.
 #![no_main]
 
 use std::cell::RefCell;
@@ -11,8 +12,8 @@ use ringdisk_qcow2::{CheckHooks, CheckOptions, Repair, check, check_bytes};
 use ringdisk_ring::{Config, Runtime};
 use ringdisk_testkit::sim::SimStorage;
 
-/// Clusters of the image that [`sound_header`] makes: header, refcount table, refcount block, L1 table, snapshot table, L1 table of
-/// the snapshot, L2 tables, data.
+/// Clusters of the image that [`sound_header`] makes: header, refcount table, refcount block, L1
+/// table, snapshot table, L1 table of the snapshot, L2 tables, data.
 const REFCOUNT_TABLE: u64 = 1;
 const REFCOUNT_BLOCK: u64 = 2;
 const L1: u64 = 3;

@@ -1,6 +1,7 @@
 //! Snapshot tables that nobody would write: opened, used, applied, deleted.
 //!
-//! The image is sound but for the table, which comes from the input as a whole or is a good one with damage. What was sound stays so.
+//! The image is sound but for the table, which comes from the input as a whole or is a good one
+//! with damage. What was sound stays so.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

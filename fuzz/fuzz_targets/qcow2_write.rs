@@ -1,7 +1,8 @@
 //! Opens an image for writing, works on it, closes and checks it.
 //!
-//! Half of the inputs work on a sound image, which must hold what was written and be sound at the end, whatever the operations are. The
-//! other half damage the image first: then every operation may fail, and nothing may panic, hang or take memory without end.
+//! Half of the inputs work on a sound image, which must hold what was written and be sound at the
+//! end, whatever the operations are. The other half damage the image first: then every operation
+//! may fail, and nothing may panic, hang or take memory without end.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

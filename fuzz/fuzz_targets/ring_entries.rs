@@ -1,4 +1,5 @@
-//! What a kernel may leave in the header of a ring entry, and the answer to it: nothing out of bounds, nothing panics.
+//! What a kernel may leave in the header of a ring entry, and the answer to it: nothing out of
+//! bounds, nothing panics.
 #![no_main]
 
 use std::cell::LazyCell;

@@ -1,4 +1,5 @@
-//! Any messages of a front end: nothing panics, and the back end is only asked for what makes sense (the mock insists on it).
+//! Any messages of a front end: nothing panics, and the back end is only asked for what makes sense
+//! (the mock insists on it).
 #![no_main]
 
 use std::os::fd::OwnedFd;

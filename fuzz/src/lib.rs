@@ -1,4 +1,5 @@
-//! What the qcow2 targets share: sound images in simulated storage, damage, operations, all of it decided by the input.
+//! What the qcow2 targets share: sound images in simulated storage, damage, operations, all of it
+//! decided by the input.
 
 pub mod rings;
 

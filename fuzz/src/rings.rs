@@ -1,4 +1,5 @@
-//! What the ring targets share: a device's queue in memory that the input writes to, between steps that it chooses.
+//! What the ring targets share: a device's queue in memory that the input writes to, between steps
+//! that it chooses.
 
 use std::sync::atomic::Ordering;
 

@@ -1,7 +1,7 @@
 //! What is under a layer, as the qcow2 engine asks for it when it completes a cluster.
 //!
-//! Promises: past the end of the upper of these layers everything reads as zeroes; `has_data` looks at
-//! what is in memory only and never waits.
+//! Promises: past the end of the upper of these layers everything reads as zeroes; `has_data` looks
+//! at what is in memory only and never waits.
 
 use ringdisk_qcow2::{Below, Grace};
 use ringdisk_ring::{Errno, IoBuf, Ring};

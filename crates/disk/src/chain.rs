@@ -23,7 +23,8 @@ pub(crate) struct Found {
     pub(crate) depth: usize,
     /// Length of the run, bytes; at least 1.
     pub(crate) len: u64,
-    /// `Unallocated`: no layer has it. With `is_cut` that is final, else a layer below the chain may.
+    /// `Unallocated`: no layer has it. With `is_cut` that is final, else a layer below the chain
+    /// may.
     pub(crate) kind: Kind,
     /// A shorter layer hides what is below it: the run reads as zeroes.
     pub(crate) is_cut: bool,

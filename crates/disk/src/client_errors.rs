@@ -1,8 +1,11 @@
-//! The log of I/O errors that clients get: the first of each kind (operation and errno) with where and why, then counts.
+//! The log of I/O errors that clients get: the first of each kind (operation and errno) with where
+//! and why, then counts.
 //!
-//! Promises: costs nothing while nothing fails. [`ClientErrors::record`], which queue threads call, allocates nothing and waits for
-//! nobody: it takes a lock only when that is free (else the error is counted as one whose kind is not known), and a thread of its own
-//! does the writing, so a standard error that nobody reads holds up no queue. Of each kind at most one line in [`WINDOW`] is written.
+//! Promises: costs nothing while nothing fails. [`ClientErrors::record`], which queue threads call,
+//! allocates nothing and waits for nobody: it takes a lock only when that is free (else the error
+//! is counted as one whose kind is not known), and a thread of its own does the writing, so a
+//! standard error that nobody reads holds up no queue. Of each kind at most one line in [`WINDOW`]
+//! is written.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -14,7 +17,8 @@ use std::time::{Duration, Instant};
 use ringdisk_ring::Errno;
 use ringdisk_storage::Failure;
 
-/// Kinds that are kept apart: six operations with the errno that storage gives. More are counted together.
+/// Kinds that are kept apart: six operations with the errno that storage gives. More are counted
+/// together.
 const KINDS_MAX: usize = 32;
 /// How often counts are told. A kind that did not come for so long is told again like a new one.
 const WINDOW: Duration = Duration::from_secs(10);
@@ -60,7 +64,8 @@ impl fmt::Debug for ClientErrors {
     }
 }
 
-/// Whether an error says that something failed, and not that it cannot be done here or was not allowed.
+/// Whether an error says that something failed, and not that it cannot be done here or was not
+/// allowed.
 fn is_failure(errno: Errno) -> bool {
     !matches!(
         errno,
@@ -207,7 +212,8 @@ impl Shared {
         }
     }
 
-    /// Tells how many more there were. Returns whether there were none; the kinds are new again then.
+    /// Tells how many more there were. Returns whether there were none; the kinds are new again
+    /// then.
     fn tell_more(&self, write: &dyn Fn(&str)) -> bool {
         let seconds = self.window.as_secs();
         let mut is_quiet = true;

@@ -1,9 +1,9 @@
 //! What an export serves.
 //!
-//! Promises: a [`Disk`] is shared by all queue threads. A request enters the graph (`graph/`), which
-//! costs it no lock that it could wait for, and then works on layers that do not change while it runs; a
-//! request whose mapping is cached allocates nothing and touches no reference count that another
-//! thread touches.
+//! Promises: a [`Disk`] is shared by all queue threads. A request enters the graph (`graph/`),
+//! which costs it no lock that it could wait for, and then works on layers that do not change while
+//! it runs; a request whose mapping is cached allocates nothing and touches no reference count that
+//! another thread touches.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -102,8 +102,8 @@ impl Disk {
 
     /// A raw disk over any storage. The format counts as given, so no sector is protected.
     ///
-    /// * `options`: `read_only`, `cache` (flushes only), `discard`, `detect_zeroes`, `window_offset` and
-    ///   `window_size` (cut to what the storage has).
+    /// * `options`: `read_only`, `cache` (flushes only), `discard`, `detect_zeroes`,
+    ///   `window_offset` and `window_size` (cut to what the storage has).
     pub fn from_storage(storage: Arc<Storage>, options: &ImageOptions) -> Arc<Disk> {
         let size = storage.len();
         let read_only = options.read_only || storage.is_read_only();
@@ -166,14 +166,14 @@ impl Disk {
         graph.guard.as_ref().filter(|_| is_in_sight).map(|guard| guard.reason())
     }
 
-    /// Whether the first sector of the raw image at the bottom is protected: [`ImageOptions::protect_raw`] of whoever goes on with the
-    /// disk by its names.
+    /// Whether the first sector of the raw image at the bottom is protected:
+    /// [`ImageOptions::protect_raw`] of whoever goes on with the disk by its names.
     pub fn protects_raw(&self) -> bool {
         self.graph().bottom_guard().is_some()
     }
 
-    /// Why a writable image takes no more writes since some moment: its metadata was found damaged, or
-    /// could not be written. `None`: all is well.
+    /// Why a writable image takes no more writes since some moment: its metadata was found damaged,
+    /// or could not be written. `None`: all is well.
     pub fn fault(&self) -> Option<String> {
         let graph = self.graph();
         if graph.state == State::Broken {
@@ -204,8 +204,9 @@ impl Disk {
         1
     }
 
-    /// Bytes that the top image takes on its storage, external data file included; 0 for null. Of a window of an image: not more
-    /// than its size, since nobody counts which of the image's bytes are there for it.
+    /// Bytes that the top image takes on its storage, external data file included; 0 for null. Of a
+    /// window of an image: not more than its size, since nobody counts which of the image's bytes
+    /// are there for it.
     pub fn allocated_bytes(&self) -> u64 {
         let graph = self.graph();
         let layer = graph.top();
@@ -233,8 +234,8 @@ impl Disk {
         self.policy.cache
     }
 
-    /// The disk is what a file of this file system shows (its device number, as stat(2) says it), so no image of its chain may be
-    /// there: a read would wait for itself.
+    /// The disk is what a file of this file system shows (its device number, as stat(2) says it),
+    /// so no image of its chain may be there: a read would wait for itself.
     pub fn set_shown_on(&self, device: u64) {
         self.shown_on.store(device, Ordering::Release);
     }
@@ -244,8 +245,9 @@ impl Disk {
         self.graph().layers.clone()
     }
 
-    /// Finds out, for each layer that is there now, whether its storage may be given pages of clients as they are
-    /// ([`ringdisk_storage::Storage::probe_client_pages`]); what may not is copied. Blocks for a few reads. Returns whether all may.
+    /// Finds out, for each layer that is there now, whether its storage may be given pages of
+    /// clients as they are ([`ringdisk_storage::Storage::probe_client_pages`]); what may not is
+    /// copied. Blocks for a few reads. Returns whether all may.
     pub fn probe_client_pages(&self) -> bool {
         let layers = self.layers();
         let storages = layers.iter().filter_map(|layer| layer.data_storage());
@@ -253,8 +255,8 @@ impl Disk {
         storages.filter(|storage| !storage.probe_client_pages()).count() == 0
     }
 
-    /// Index in [`Disk::layers`] of the layer with this name: as it was opened, as an image above spells
-    /// it, or another name of the same file.
+    /// Index in [`Disk::layers`] of the layer with this name: as it was opened, as an image above
+    /// spells it, or another name of the same file.
     pub fn layer_named(&self, name: &Path) -> Option<usize> {
         let layers = self.layers();
         let opened = layers.iter().position(|layer| layer.name() == name);
@@ -274,16 +276,17 @@ impl Disk {
         opened.or_else(same_file).or_else(spelt)
     }
 
-    /// Calls `callback` with each new size in bytes, on the thread that made the change; also when the
-    /// content changed as a whole (a snapshot was applied), with the size as it is.
+    /// Calls `callback` with each new size in bytes, on the thread that made the change; also when
+    /// the content changed as a whole (a snapshot was applied), with the size as it is.
     pub fn watch_size(&self, callback: impl Fn(u64) + Send + Sync + 'static) -> SizeWatch {
         self.watchers.add(Arc::new(callback))
     }
 
-    /// Calls `callback` with the layers that are about to become the chain, top first, while no request is in flight and before any goes to
-    /// them. What they show is what the former ones show. Whoever hears of them opens them by their names later, so a commit that would
-    /// put an image on top which is another one by its name, or of which `check` says why it may not be, is refused from then on. Only
-    /// the first call counts.
+    /// Calls `callback` with the layers that are about to become the chain, top first, while no
+    /// request is in flight and before any goes to them. What they show is what the former ones
+    /// show. Whoever hears of them opens them by their names later, so a commit that would put an
+    /// image on top which is another one by its name, or of which `check` says why it may not be,
+    /// is refused from then on. Only the first call counts.
     pub fn watch_chain(
         &self,
         check: impl Fn(&Layer) -> Result<(), String> + Send + Sync + 'static,
@@ -292,8 +295,8 @@ impl Disk {
         self.chain_watch.set(Box::new(check), Box::new(callback));
     }
 
-    /// Begins a request; waits while the disk is being changed. Once for each request: a second time
-    /// could wait for a change that waits for the first.
+    /// Begins a request; waits while the disk is being changed. Once for each request: a second
+    /// time could wait for a change that waits for the first.
     #[inline]
     pub(crate) async fn enter(&self) -> Pass<'_> {
         self.gateway.enter().await

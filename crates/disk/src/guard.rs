@@ -1,9 +1,11 @@
-//! Protects the first sector of a raw image that nobody has called raw, or that can keep no note of it ([`crate::note`]).
+//! Protects the first sector of a raw image that nobody has called raw, or that can keep no note of
+//! it ([`crate::note`]).
 //!
-//! Promises: an image whose format was found by looking at it, or is raw only by the word of an image above it, cannot be made to look
-//! like another format through us: neither by clients nor by a commit. So whoever opens it next without saying its format finds raw again,
-//! and no guest turns its disk into an image that names files of the host. Requests past the first sector never come here; those that touch
-//! it run one after the other.
+//! Promises: an image whose format was found by looking at it, or is raw only by the word of an
+//! image above it, cannot be made to look like another format through us: neither by clients nor by
+//! a commit. So whoever opens it next without saying its format finds raw again, and no guest turns
+//! its disk into an image that names files of the host. Requests past the first sector never come
+//! here; those that touch it run one after the other.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -48,11 +50,14 @@ impl SectorGuard {
         offset < PROBE_LEN as u64
     }
 
-    /// Lets a write to the first sector of the file in, alone, if the sector still looks raw afterwards, or did not before.
+    /// Lets a write to the first sector of the file in, alone, if the sector still looks raw
+    /// afterwards, or did not before.
     ///
-    /// * `offset`: of the write in the file, of which the image may be a part; inside the first sector.
+    /// * `offset`: of the write in the file, of which the image may be a part; inside the first
+    ///   sector.
     /// * `len`: bytes of the write.
-    /// * `data`: what is written, in memory that nobody else can change before it is; `None` for zeroes.
+    /// * `data`: what is written, in memory that nobody else can change before it is; `None` for
+    ///   zeroes.
     ///
     /// Errors: EPERM; those of the storage.
     pub(crate) async fn enter(
@@ -79,7 +84,8 @@ impl SectorGuard {
         if looks_raw(&sector) {
             return Ok(pass);
         }
-        // An image that begins like another format already, and was named as raw all the same, may go on to do so.
+        // An image that begins like another format already, and was named as raw all the same, may
+        // go on to do so.
         sector.fill(0);
         read_sector(ring, raw, &sector).await?;
         if !looks_raw(&sector) {
@@ -92,8 +98,8 @@ impl SectorGuard {
     }
 }
 
-/// Reads the first sector of the file into zeroes: bytes that the file does not have are zeroes. Who guesses a format looks there, wherever
-/// the image begins in the file.
+/// Reads the first sector of the file into zeroes: bytes that the file does not have are zeroes.
+/// Who guesses a format looks there, wherever the image begins in the file.
 async fn read_sector(ring: &Ring, raw: &Raw, sector: &IoBuf) -> Result<(), Errno> {
     raw.storage.read(ring, 0, sector).await?;
     Ok(())

@@ -34,8 +34,8 @@ pub(crate) struct Raw {
     pub(crate) offset: u64,
     /// The user fixed the size of the window.
     pub(crate) fixed_size: bool,
-    /// Guard of the first sector, where nobody said that it is raw. It stays with the image when that comes to lie below an
-    /// overlay, and when it is the top again.
+    /// Guard of the first sector, where nobody said that it is raw. It stays with the image when
+    /// that comes to lie below an overlay, and when it is the top again.
     pub(crate) guard: Option<Arc<SectorGuard>>,
 }
 
@@ -51,8 +51,8 @@ impl Raw {
     }
 }
 
-/// One layer of a backing chain. Never changed in place (but for the size of a raw one): a change of the
-/// disk puts another layer into its place.
+/// One layer of a backing chain. Never changed in place (but for the size of a raw one): a change
+/// of the disk puts another layer into its place.
 #[derive(Debug)]
 pub struct Layer {
     pub(crate) node: Node,
@@ -142,7 +142,8 @@ impl Layer {
         self.data_name.as_deref()
     }
 
-    /// Why whoever opens the image by its name and format alone would find other content than it has here. `None`: the same.
+    /// Why whoever opens the image by its name and format alone would find other content than it
+    /// has here. `None`: the same.
     pub(crate) fn differs_by_its_name(&self) -> Option<&'static str> {
         match &self.node {
             Node::Raw(raw) if raw.offset != 0 || raw.fixed_size => {

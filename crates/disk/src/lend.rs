@@ -1,8 +1,10 @@
 //! The image file in the hands of the kernel (FUSE passthrough).
 //!
-//! Promises: only a file that is the disk, byte for byte, is lent; while it is, nothing is put above it. What the kernel writes is
-//! not seen here, so each operation that depends on the length of the file asks for it first ([`Disk::follow_length`]), and the disk
-//! takes what the file has. The length is never set to make the file longer: that would cut off what the kernel has appended since.
+//! Promises: only a file that is the disk, byte for byte, is lent; while it is, nothing is put
+//! above it. What the kernel writes is not seen here, so each operation that depends on the length
+//! of the file asks for it first ([`Disk::follow_length`]), and the disk takes what the file has.
+//! The length is never set to make the file longer: that would cut off what the kernel has appended
+//! since.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
@@ -16,12 +18,13 @@ use crate::options::DetectZeroes;
 use crate::{Cache, Disk, Error, ErrorKind, Progress};
 
 impl Disk {
-    /// A descriptor through which the kernel may read and write the disk without us. From now on no overlay is put above the image. It keeps
-    /// the image locked until [`Disk::end_loan`], or until the kernel has closed the last file of a client: clients go on with it when
-    /// this process is gone.
+    /// A descriptor through which the kernel may read and write the disk without us. From now on no
+    /// overlay is put above the image. It keeps the image locked until [`Disk::end_loan`], or until
+    /// the kernel has closed the last file of a client: clients go on with it when this process is
+    /// gone.
     ///
-    /// Errors: `Unsupported` with the reason when the file is not the disk as it is, or an option asks for more than the kernel does;
-    /// those of opening the file once more.
+    /// Errors: `Unsupported` with the reason when the file is not the disk as it is, or an option
+    /// asks for more than the kernel does; those of opening the file once more.
     pub fn lend(&self) -> Result<OwnedFd, Error> {
         let refuse = |why: &str| Err(Error::new(ErrorKind::Unsupported, why.to_owned()));
         let graph = self.graph();
@@ -77,7 +80,8 @@ impl Disk {
         self.is_lent.load(Ordering::Acquire)
     }
 
-    /// The size of the disk, bytes. If it is lent, that is the length that its file has now, which becomes the size of the disk.
+    /// The size of the disk, bytes. If it is lent, that is the length that its file has now, which
+    /// becomes the size of the disk.
     ///
     /// Whoever decides something by the size asks here before.
     ///
@@ -89,7 +93,8 @@ impl Disk {
         let graph = self.graph();
         let Node::Raw(raw) = &graph.top().node else { return Ok(self.size()) };
         let storage = Arc::clone(&raw.storage);
-        // Asked and noted without anybody in between, else an older answer could be noted after a newer one.
+        // Asked and noted without anybody in between, else an older answer could be noted after a
+        // newer one.
         let _alone = self.following.enter().await;
         // Asking a file system that does not answer must not stop the queue.
         let len = ring.offload(move || storage.refresh_len()).await?;
@@ -98,14 +103,15 @@ impl Disk {
         Ok(len)
     }
 
-    /// Moves the end of the file while the kernel writes to it, and takes the length that results. The caller has the turn, and to
-    /// shorten it nobody else uses the disk.
+    /// Moves the end of the file while the kernel writes to it, and takes the length that results.
+    /// The caller has the turn, and to shorten it nobody else uses the disk.
     ///
     /// * `before`, `size`: the length now and the one that is wanted, bytes.
     /// * `from`: where the space that is reserved begins.
     ///
-    /// Errors: EOPNOTSUPP where the file system has no way to lengthen a file beside other writers; those of the storage. The file
-    /// may have become longer: cutting it again could meet what the kernel has appended.
+    /// Errors: EOPNOTSUPP where the file system has no way to lengthen a file beside other writers;
+    /// those of the storage. The file may have become longer: cutting it again could meet what the
+    /// kernel has appended.
     pub(crate) async fn move_lent_end(
         &self,
         ring: &Ring,

@@ -10,16 +10,19 @@ use crate::options::Discard;
 const SECTOR: u32 = 512;
 /// Block of a disk that is stored nowhere, bytes.
 const NULL_BLOCK: u32 = 4096;
-/// The largest discard, bytes: a guest that discards a whole disk does so in pieces that other requests can get between.
+/// The largest discard, bytes: a guest that discards a whole disk does so in pieces that other
+/// requests can get between.
 const DISCARD_MAX: u64 = 1 << 30;
-/// The largest request for zeroes, bytes: where they must be written this takes a moment on any disk.
+/// The largest request for zeroes, bytes: where they must be written this takes a moment on any
+/// disk.
 const ZEROES_MAX: u64 = 64 << 20;
 
-/// What requests suit a disk, and what it can do. All in bytes. Requests that do not suit work all the same.
+/// What requests suit a disk, and what it can do. All in bytes. Requests that do not suit work all
+/// the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockLimits {
-    /// The smallest block that the storage can write without reading first: a power of two, at least 512. A device may show a
-    /// smaller one.
+    /// The smallest block that the storage can write without reading first: a power of two, at
+    /// least 512. A device may show a smaller one.
     pub logical_block: u32,
     /// The block that a write should fill and start at: a power of two, at least the logical block.
     pub physical_block: u32,
@@ -29,7 +32,8 @@ pub struct BlockLimits {
     pub opt_io: u32,
     /// Discards may be tried. Storage may still refuse them (EOPNOTSUPP).
     pub can_discard: bool,
-    /// Discards of whole units of this size, on multiples of it, give space back; what else they cover may stay.
+    /// Discards of whole units of this size, on multiples of it, give space back; what else they
+    /// cover may stay.
     pub discard_align: u32,
     /// The largest discard to be sent at once; a multiple of `discard_align`.
     pub discard_max: u64,
@@ -42,8 +46,8 @@ pub struct BlockLimits {
 }
 
 impl Disk {
-    /// Block sizes and limits as the images are at this moment. Blocks for a few reads of `/sys`: control path, and before a sandbox
-    /// hides that.
+    /// Block sizes and limits as the images are at this moment. Blocks for a few reads of `/sys`:
+    /// control path, and before a sandbox hides that.
     pub fn block_limits(&self) -> BlockLimits {
         let graph = self.graph();
         let top = graph.top();

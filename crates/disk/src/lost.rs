@@ -1,8 +1,8 @@
 //! Layers whose files have lost their names.
 //!
-//! A file that was deleted while it is served works on, and everything in it is gone when it is closed. So nothing
-//! may come to rely on such a file: no overlay over it, no data moved into it. Control path: a few quick system
-//! calls for each layer.
+//! A file that was deleted while it is served works on, and everything in it is gone when it is
+//! closed. So nothing may come to rely on such a file: no overlay over it, no data moved into it.
+//! Control path: a few quick system calls for each layer.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,9 +14,9 @@ use crate::name::printable_path;
 use crate::{CommitOptions, Disk, Error, ErrorKind};
 
 impl Layer {
-    /// What became of the name of the image file, or of its external data file, since it was opened: a sentence
-    /// without its full stop. `None`: the names still lead to the files, or there are none (a descriptor that
-    /// was passed on, a temporary overlay).
+    /// What became of the name of the image file, or of its external data file, since it was
+    /// opened: a sentence without its full stop. `None`: the names still lead to the files, or
+    /// there are none (a descriptor that was passed on, a temporary overlay).
     pub fn lost_name(&self) -> Option<String> {
         self.directory.as_ref()?;
         let image = self.file().and_then(|file| sentence(file, &self.name));
@@ -26,7 +26,8 @@ impl Layer {
 }
 
 impl Disk {
-    /// What [`Layer::lost_name`] says of each layer whose file has lost its name, from the top down.
+    /// What [`Layer::lost_name`] says of each layer whose file has lost its name, from the top
+    /// down.
     pub fn lost_names(&self) -> Vec<String> {
         self.layers().iter().filter_map(|layer| layer.lost_name()).collect()
     }
@@ -59,8 +60,8 @@ pub(crate) fn check<'a>(
     ))
 }
 
-/// Refuses a commit into an image that is gone at its end, and one after which an image names such a base. The
-/// merged layers may have lost their names: a commit saves what is in them.
+/// Refuses a commit into an image that is gone at its end, and one after which an image names such
+/// a base. The merged layers may have lost their names: a commit saves what is in them.
 ///
 /// Errors: as [`check`].
 pub(crate) fn check_commit(layers: &[Arc<Layer>], options: CommitOptions) -> Result<(), Error> {

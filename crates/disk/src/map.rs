@@ -1,8 +1,8 @@
 //! Where the bytes of a disk are, for those who move them themselves.
 //!
-//! Promises: when all tables are in memory a look-up takes no lock, allocates nothing and never waits.
-//! What it says holds as long as the [`View`] and the [`Mapped`] live: no change of the disk comes in
-//! between, and no cluster that was given up meanwhile is used for something else.
+//! Promises: when all tables are in memory a look-up takes no lock, allocates nothing and never
+//! waits. What it says holds as long as the [`View`] and the [`Mapped`] live: no change of the disk
+//! comes in between, and no cluster that was given up meanwhile is used for something else.
 
 use std::sync::Arc;
 
@@ -13,8 +13,8 @@ use crate::Disk;
 use crate::graph::{Graces, Pass};
 use crate::layer::{Kind, Node};
 
-/// A request in flight. Changes of the disk wait until it is dropped, so it is held for the time of one
-/// request; and who holds one must not ask the disk for anything else.
+/// A request in flight. Changes of the disk wait until it is dropped, so it is held for the time of
+/// one request; and who holds one must not ask the disk for anything else.
 #[derive(Debug)]
 pub struct View<'a>(Pass<'a>);
 
@@ -54,7 +54,8 @@ pub enum Mapping<'a> {
 }
 
 impl Disk {
-    /// Begins a request that maps and moves the bytes itself. Waits while the disk is being changed.
+    /// Begins a request that maps and moves the bytes itself. Waits while the disk is being
+    /// changed.
     pub async fn view(&self) -> View<'_> {
         View(self.enter().await)
     }

@@ -1,7 +1,7 @@
 //! Names of backing and data files, as an image spells them.
 //!
-//! Pure. Understands plain paths, `file:PATH`, and `json:{…}` descriptions of plain files, nested or
-//! dotted. Everything else is refused by name; nothing is guessed and nothing is opened here.
+//! Pure. Understands plain paths, `file:PATH`, and `json:{…}` descriptions of plain files, nested
+//! or dotted. Everything else is refused by name; nothing is guessed and nothing is opened here.
 //! Source: QEMU's documentation of image file names ("json:" and "file:" pseudo-protocols).
 
 use std::ffi::OsString;

@@ -1,16 +1,20 @@
 //! The note at an image of the files that its header names.
 //!
-//! A process that serves an image may write all of it, its header, too. One that was taken over writes the name of a neighbour's image there,
-//! as backing file or as data file, and whoever opens the image next, outside of a sandbox, would follow it. So the image keeps what its
-//! header named when the user's word last counted, in the extended attribute [`NAME`]: no call of a process in its sandbox changes
-//! attributes. A header that names something else is not followed, until the user says so (`--allow-path`).
+//! A process that serves an image may write all of it, its header, too. One that was taken over
+//! writes the name of a neighbour's image there, as backing file or as data file, and whoever opens
+//! the image next, outside of a sandbox, would follow it. So the image keeps what its header named
+//! when the user's word last counted, in the extended attribute [`NAME`]: no call of a process in
+//! its sandbox changes attributes. A header that names something else is not followed, until the
+//! user says so (`--allow-path`).
 //!
-//! Promises: who only reads changes nothing; nothing of the file's bytes is touched; an image without a note, and one on a file system without
-//! such attributes, is as it was before there were notes. The note holds names and no numbers, so it stays true when a file is replaced
-//! by another of its name, and in copies of the image.
+//! Promises: who only reads changes nothing; nothing of the file's bytes is touched; an image
+//! without a note, and one on a file system without such attributes, is as it was before there were
+//! notes. The note holds names and no numbers, so it stays true when a file is replaced by another
+//! of its name, and in copies of the image.
 //!
-//! The value: one line, or two while the header changes; in a line the backing file, its format and the data file, each
-//! as in the header, with `%` and two hexadecimal digits for what is no plain character: `base.qcow2:qcow2;data.raw`.
+//! The value: one line, or two while the header changes; in a line the backing file, its format and
+//! the data file, each as in the header, with `%` and two hexadecimal digits for what is no plain
+//! character: `base.qcow2:qcow2;data.raw`.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -24,8 +28,8 @@ use crate::layer::Layer;
 
 /// Name of the attribute.
 pub const NAME: &str = "user.ringdisk.names";
-/// Longest value, bytes: two lines with a backing file of 1023 bytes and a data file of 4095, three characters each at most. What a file
-/// system does not take is not noted.
+/// Longest value, bytes: two lines with a backing file of 1023 bytes and a data file of 4095, three
+/// characters each at most. What a file system does not take is not noted.
 const VALUE_BYTES_MAX: usize = 2 * 3 * (1023 + 4095) + 64;
 
 /// What a header names, as the note has it.
@@ -88,7 +92,8 @@ impl Names {
         Names::parse(lines.next()?).filter(|_| lines.next().is_none())
     }
 
-    /// The backing file by its plain name; `None`: there is none, or its name has other characters than that.
+    /// The backing file by its plain name; `None`: there is none, or its name has other characters
+    /// than that.
     pub fn backing_path(&self) -> Option<PathBuf> {
         let (name, _) = self.below.rsplit_once(':')?;
         (!name.contains('%')).then(|| PathBuf::from(name))
@@ -122,7 +127,8 @@ impl Names {
     fn said(&self, value: Result<Option<String>, Errno>) -> Said {
         let said = match value {
             Ok(Some(text)) => text,
-            // Inside of a sandbox nobody can look, and nothing opens there but what was followed outside.
+            // Inside of a sandbox nobody can look, and nothing opens there but what was followed
+            // outside.
             Ok(None) | Err(Errno::NOSYS) => {
                 let (other_below, other_data, is_exact) = (false, false, false);
                 return Said { is_absent: true, other_below, other_data, is_exact };
@@ -164,7 +170,8 @@ pub fn renew(file: &Storage, names: &Names) {
     }
 }
 
-/// Changes the note of an image whose header is about to name other files, or does since. Where this process may not, the opener does.
+/// Changes the note of an image whose header is about to name other files, or does since. Where
+/// this process may not, the opener does.
 ///
 /// * `names`: of the header as it will be.
 /// * `is_done`: the header has them; before that the note holds both.
@@ -193,7 +200,8 @@ pub(crate) fn follow(file: &Storage, names: &Names, is_done: bool, options: &Ope
     }
 }
 
-/// Notes what the header of a new overlay names. Where this process may not, the opener does, if it has made the file.
+/// Notes what the header of a new overlay names. Where this process may not, the opener does, if it
+/// has made the file.
 ///
 /// * `is_wanted`: [`crate::ImageOptions::note_names`].
 pub(crate) fn note_new(file: &Storage, names: &Names, is_wanted: bool, options: &OpenOptions) {

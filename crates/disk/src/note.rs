@@ -1,10 +1,12 @@
 //! The note at a file that its format is raw.
 //!
-//! A guest may write anything into a disk of which the user said that it is raw: also the header of a qcow2 image that names files of the
-//! host. Whoever opens the image next without saying what it is must not follow that header. So the file keeps what was said, in the
-//! extended attribute [`NAME`], which no request of a guest or client reaches; copies of the file are without it.
+//! A guest may write anything into a disk of which the user said that it is raw: also the header of
+//! a qcow2 image that names files of the host. Whoever opens the image next without saying what it
+//! is must not follow that header. So the file keeps what was said, in the extended attribute
+//! [`NAME`], which no request of a guest or client reaches; copies of the file are without it.
 //!
-//! Promises: the attribute is set or removed only on a file that is about to be written; nothing of the file's bytes is touched.
+//! Promises: the attribute is set or removed only on a file that is about to be written; nothing of
+//! the file's bytes is touched.
 
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -52,7 +54,8 @@ pub(crate) fn set_raw(file: impl AsFd) -> Result<(), Errno> {
     fsetxattr(file, NAME, RAW, XattrFlags::empty())
 }
 
-/// Takes the note back: the user says now that the file is something else. What cannot be removed makes the next one who guesses ask.
+/// Takes the note back: the user says now that the file is something else. What cannot be removed
+/// makes the next one who guesses ask.
 pub(crate) fn remove(file: impl AsFd) {
     if is_raw(&file) {
         let _ = fremovexattr(file, NAME);

@@ -111,7 +111,8 @@ impl FromStr for Cache {
     }
 }
 
-/// Whether a write of nothing but zeroes is turned into zero clusters or holes; the words are QEMU's.
+/// Whether a write of nothing but zeroes is turned into zero clusters or holes; the words are
+/// QEMU's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum DetectZeroes {
     /// Writes are not looked at.
@@ -149,17 +150,20 @@ impl FromStr for DetectZeroes {
 /// and allows files below the image's own directory.
 #[derive(Clone, Debug, Default)]
 pub struct ImageOptions {
-    /// Format of the top image; `None` probes it, and then a raw image protects its first sector. That a file that is written is raw is
-    /// noted at it (an extended attribute): who probes it later finds raw, or is asked, whatever was written. Where it cannot be noted
-    /// the first sector is protected all the same.
+    /// Format of the top image; `None` probes it, and then a raw image protects its first sector.
+    /// That a file that is written is raw is noted at it (an extended attribute): who probes it
+    /// later finds raw, or is asked, whatever was written. Where it cannot be noted the first
+    /// sector is protected all the same.
     pub format: Option<Format>,
     /// An image that is written must be called raw, or have a note that it is, to be opened as raw.
     pub ask_for_raw: bool,
-    /// The format of the raw image at the bottom was guessed when the disk was opened first, by this process or one before it: its
-    /// first sector is protected although its format is known now.
+    /// The format of the raw image at the bottom was guessed when the disk was opened first, by
+    /// this process or one before it: its first sector is protected although its format is known
+    /// now.
     pub protect_raw: bool,
-    /// The user says what the images above say of the format of the raw image at the bottom: its first sector is not protected. Without
-    /// it such an image is protected as one is whose format was guessed: who opens it next may guess.
+    /// The user says what the images above say of the format of the raw image at the bottom: its
+    /// first sector is not protected. Without it such an image is protected as one is whose format
+    /// was guessed: who opens it next may guess.
     pub trust_base_format: bool,
     /// Open for reading only.
     pub read_only: bool,
@@ -171,19 +175,20 @@ pub struct ImageOptions {
     pub cache: Cache,
     /// First byte of the disk that is served inside the disk of the image, bytes; of any format.
     pub window_offset: u64,
-    /// Size of the disk that is served, bytes; `None`: to the end of the disk of the image. A disk with
-    /// a given size cannot be resized.
+    /// Size of the disk that is served, bytes; `None`: to the end of the disk of the image. A disk
+    /// with a given size cannot be resized.
     pub window_size: Option<u64>,
-    /// Serve this partition of the image's disk, numbered as the kernel does, instead of an offset and
-    /// a size. Its table is read when the image is opened.
+    /// Serve this partition of the image's disk, numbered as the kernel does, instead of an offset
+    /// and a size. Its table is read when the image is opened.
     pub partition: Option<u32>,
     /// Directories (with all below) and single files that backing and data file names may lead
     /// to, beside the image's own directory.
     pub allow_paths: Vec<PathBuf>,
-    /// The same, which the user did not name: what an image's header names there must be what it named before ([`crate::names_note`]).
+    /// The same, which the user did not name: what an image's header names there must be what it
+    /// named before ([`crate::names_note`]).
     pub known_paths: Vec<PathBuf>,
-    /// The process is confined, and may be taken over then: what the header of the image that is written names now is noted, so that
-    /// what is written there later does not count.
+    /// The process is confined, and may be taken over then: what the header of the image that is
+    /// written names now is noted, so that what is written there later does not count.
     pub note_names: bool,
     /// Memory cap of the metadata cache of each qcow2 layer, bytes; `None`: sized by the image.
     pub metadata_cache_bytes: Option<u64>,
@@ -191,25 +196,27 @@ pub struct ImageOptions {
     pub force_share: bool,
     /// What a discard does. [`Disk::punch`](crate::Disk::punch) works in every mode.
     pub discard: Discard,
-    /// A discard in a qcow2 image keeps the reference on its cluster (QEMU's `discard-no-unref`): the
-    /// space is given back, and the cluster is used again when the same place is written.
+    /// A discard in a qcow2 image keeps the reference on its cluster (QEMU's `discard-no-unref`):
+    /// the space is given back, and the cluster is used again when the same place is written.
     pub discard_no_unref: bool,
     /// Writes of zeroes.
     pub detect_zeroes: DetectZeroes,
     /// Refcounts of the top image are written lazily; `None`: as the image says.
     pub lazy_refcounts: Option<bool>,
-    /// What is written goes to a temporary overlay that vanishes with the disk; the image and its chain
-    /// are opened for reading only.
+    /// What is written goes to a temporary overlay that vanishes with the disk; the image and its
+    /// chain are opened for reading only.
     pub temporary: bool,
     /// What is written goes to this qcow2 overlay over the image; made when there is none.
     pub overlay: Option<PathBuf>,
-    /// What was answered outlives the process: a change of the mapping of a qcow2 image is on stable storage before the request that
-    /// made or used it is answered. (Data needs no such care: they are with the kernel by then.)
+    /// What was answered outlives the process: a change of the mapping of a qcow2 image is on
+    /// stable storage before the request that made or used it is answered. (Data needs no such
+    /// care: they are with the kernel by then.)
     pub outlives_process: bool,
-    /// Open for a guest that is still running elsewhere: nobody is kept out, no tables are read, and requests fail with EBUSY until
-    /// [`Disk::activate`](crate::Disk::activate).
+    /// Open for a guest that is still running elsewhere: nobody is kept out, no tables are read,
+    /// and requests fail with EBUSY until [`Disk::activate`](crate::Disk::activate).
     pub inactive: bool,
-    /// How long to wait for the locks of the images, for a process that takes the place of one that was killed; `None`: not at all.
+    /// How long to wait for the locks of the images, for a process that takes the place of one that
+    /// was killed; `None`: not at all.
     pub wait_for_locks: Option<Duration>,
     /// Open the top image only, whatever backing file it names: what is not in it reads as zeroes.
     pub without_backing: bool,

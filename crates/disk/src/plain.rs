@@ -1,7 +1,9 @@
-//! A disk whose bytes are those of a file, in the hands of somebody who moves them past us (the host kernel's vhost-blk).
+//! A disk whose bytes are those of a file, in the hands of somebody who moves them past us (the
+//! host kernel's vhost-blk).
 //!
-//! Promises: while a disk is held ([`Disk::hold_plain`]) nothing changes its graph: who holds it counts as a request in flight. A change
-//! says before it waits that it is coming, and afterwards that it is over ([`Disk::watch_changes`]).
+//! Promises: while a disk is held ([`Disk::hold_plain`]) nothing changes its graph: who holds it
+//! counts as a request in flight. A change says before it waits that it is coming, and afterwards
+//! that it is over ([`Disk::watch_changes`]).
 
 use std::os::fd::OwnedFd;
 
@@ -31,13 +33,14 @@ pub struct Plain {
 }
 
 impl Disk {
-    /// Keeps changes of the graph waiting until the future of `with` is done, which should therefore end soon after a change was announced.
-    /// Any ring thread.
+    /// Keeps changes of the graph waiting until the future of `with` is done, which should
+    /// therefore end soon after a change was announced. Any ring thread.
     ///
     /// * `with`: is given what the disk is made of.
     ///
-    /// Errors: `Unsupported` with the reason when the disk is more than the bytes of a file, or something looks at them on the way;
-    /// `Busy` while a change is under way (try again when it is over) and when the disk is not active; `Io` when it is broken; those of dup(2).
+    /// Errors: `Unsupported` with the reason when the disk is more than the bytes of a file, or
+    /// something looks at them on the way; `Busy` while a change is under way (try again when it is
+    /// over) and when the disk is not active; `Io` when it is broken; those of dup(2).
     pub async fn hold_plain<T>(&self, with: impl AsyncFnOnce(Plain) -> T) -> Result<T, Error> {
         let Some(pass) = self.gateway().try_enter() else {
             return Err(Error::new(ErrorKind::Busy, "a change of the disk is under way"));
@@ -49,7 +52,8 @@ impl Disk {
         Ok(result)
     }
 
-    /// Whether [`Disk::hold_plain`] would be refused at this moment. Gives what suits the file, and what it is.
+    /// Whether [`Disk::hold_plain`] would be refused at this moment. Gives what suits the file, and
+    /// what it is.
     ///
     /// Errors: as there.
     pub fn check_plain(&self) -> Result<(Limits, Kind), Error> {
@@ -58,8 +62,9 @@ impl Disk {
         Ok((storage.limits(), storage.kind()))
     }
 
-    /// Calls `callback` when a change of the graph is about to wait for all requests and holders, and when it is over. On the thread of the change;
-    /// it must not block. Only the first call counts.
+    /// Calls `callback` when a change of the graph is about to wait for all requests and holders,
+    /// and when it is over. On the thread of the change; it must not block. Only the first call
+    /// counts.
     pub fn watch_changes(&self, callback: impl Fn(Change) + Send + Sync + 'static) {
         self.gateway().watch(Box::new(callback));
     }

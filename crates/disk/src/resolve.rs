@@ -3,11 +3,12 @@
 //! Promises: whatever an image says, and whatever happens to the file system meanwhile, the file
 //! that is opened was reached by steps inside an allowed directory, or is a file that the user
 //! named. A path is walked one component at a time from a directory that is held open; each step is
-//! an `openat` of one name with `O_NOFOLLOW`, and `..` never is one, so the kernel follows no link on its
-//! own and leaves no directory. (`openat2` would do it too; a filter of system calls cannot see its flags, so a sandbox forbids it.) Links are read and their text is walked by the same rules. Nothing outside the allowed
-//! directories is touched, not even to see whether it exists. FIFOs, sockets and character devices
-//! are never opened (checked on an `O_PATH` descriptor first, and again after the open, which does
-//! not block).
+//! an `openat` of one name with `O_NOFOLLOW`, and `..` never is one, so the kernel follows no link
+//! on its own and leaves no directory. (`openat2` would do it too; a filter of system calls cannot
+//! see its flags, so a sandbox forbids it.) Links are read and their text is walked by the same
+//! rules. Nothing outside the allowed directories is touched, not even to see whether it exists.
+//! FIFOs, sockets and character devices are never opened (checked on an `O_PATH` descriptor first,
+//! and again after the open, which does not block).
 //!
 //! Control path; called by the thread that opens an image.
 

@@ -148,9 +148,9 @@ impl Disk {
 }
 
 impl Chain<'_> {
-    /// As [`Disk::block_status`]; depths count from the top of this chain. The caller holds the graces.
-    /// Also says whether the run is hidden by the end of a shorter layer: it reads as zeroes then,
-    /// whatever may be below the chain.
+    /// As [`Disk::block_status`]; depths count from the top of this chain. The caller holds the
+    /// graces. Also says whether the run is hidden by the end of a shorter layer: it reads as
+    /// zeroes then, whatever may be below the chain.
     ///
     /// * `len`: the range lies inside the top layer.
     pub(crate) async fn status(

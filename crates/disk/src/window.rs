@@ -1,8 +1,9 @@
 //! The part of a disk that is served: all of it, or a window.
 //!
-//! Promises: clients see the bytes of the window and nothing else, whatever the format of the image and whatever is put above or below
-//! it later; no request reaches a byte outside. Layers know nothing of windows: a request is moved once, by one addition, where it
-//! enters the graph ([`Graph::place`]). Pure numbers; never fails, allocates or waits.
+//! Promises: clients see the bytes of the window and nothing else, whatever the format of the image
+//! and whatever is put above or below it later; no request reaches a byte outside. Layers know
+//! nothing of windows: a request is moved once, by one addition, where it enters the graph
+//! ([`Graph::place`]). Pure numbers; never fails, allocates or waits.
 
 use crate::graph::Graph;
 use crate::name::printable_path;
@@ -74,7 +75,8 @@ impl Window {
 }
 
 impl Graph {
-    /// Where a request lies in the layers, and how much of it lies inside the window and the disk, bytes.
+    /// Where a request lies in the layers, and how much of it lies inside the window and the disk,
+    /// bytes.
     ///
     /// * `offset`, `len`: as the client says them, any numbers.
     #[inline]
@@ -96,7 +98,8 @@ pub(crate) fn is_asked(options: &ImageOptions) -> bool {
 }
 
 impl Disk {
-    /// The part of the image that the disk is: first byte and, where it was given, length, in bytes. `None`: the whole image.
+    /// The part of the image that the disk is: first byte and, where it was given, length, in
+    /// bytes. `None`: the whole image.
     pub fn window(&self) -> Option<(u64, Option<u64>)> {
         let window = self.graph().window;
         window.is_part().then(|| (window.start, window.len()))

@@ -1,9 +1,9 @@
 //! Writes metadata of writable images back when nobody asks for a flush.
 //!
-//! Promises: after a write that left metadata dirty a task of the same ring writes it within about a second
-//! (or at once when the image says that too much is dirty), so a crash loses little and memory stays
-//! bounded. The task enters the graph like a request, so a change of
-//! the disk waits for it and it never works on an image that was closed.
+//! Promises: after a write that left metadata dirty a task of the same ring writes it within about
+//! a second (or at once when the image says that too much is dirty), so a crash loses little and
+//! memory stays bounded. The task enters the graph like a request, so a change of the disk waits
+//! for it and it never works on an image that was closed.
 
 use std::sync::Weak;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,8 +14,8 @@ use ringdisk_ring::Ring;
 
 use crate::Disk;
 
-/// How long dirty metadata may wait for more: short enough that a crash without a flush loses little
-/// that was not promised, long enough that steady writers share one write-back.
+/// How long dirty metadata may wait for more: short enough that a crash without a flush loses
+/// little that was not promised, long enough that steady writers share one write-back.
 const DELAY: Duration = Duration::from_secs(1);
 
 /// Write-backs that were asked for and never made.

@@ -1,5 +1,5 @@
-//! A disk that goes from one process to another: this program starts itself again as the new process, and once more as one that
-//! tries all the time to get the image.
+//! A disk that goes from one process to another: this program starts itself again as the new
+//! process, and once more as one that tries all the time to get the image.
 
 use std::io::{BufRead, BufReader, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
@@ -239,7 +239,8 @@ fn a_disk_goes_to_another_process_and_its_lock_is_free_at_no_moment() {
         let mut child = Guard(start("goes on", &path, Stdio::from(OwnedFd::from(theirs))));
         block_on(async |ring| {
             let disk = open(&ring, &path, &options).await;
-            // A reader of the base shares it, so a temporary overlay keeps writers out only; that is what is asked for.
+            // A reader of the base shares it, so a temporary overlay keeps writers out only; that
+            // is what is asked for.
             prober = Some(Prober::new(&path));
             write(&ring, &disk, 1 << 20, 70_000, 2).await;
             let handed = disk.hand_over(&ring).await.expect("hand over");

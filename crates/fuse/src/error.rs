@@ -1,7 +1,7 @@
 //! Errors of the control path: mounting, unmounting, setting up a transport.
 //!
-//! Promises: `Display` names the object, the reason, and what the user can do; the cause is the source. Never used for a request:
-//! the data path knows errno only.
+//! Promises: `Display` names the object, the reason, and what the user can do; the cause is the
+//! source. Never used for a request: the data path knows errno only.
 
 use std::error::Error as StdError;
 use std::fmt;

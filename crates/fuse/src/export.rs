@@ -35,16 +35,19 @@ use ladder::{
 };
 pub use options::{ExportOptions, Transport};
 
-/// Requests that one queue serves at once unless the user says otherwise. The memory is 1 MiB each, taken when it is touched.
+/// Requests that one queue serves at once unless the user says otherwise. The memory is 1 MiB each,
+/// taken when it is touched.
 pub const QUEUE_DEPTH_DEFAULT: u32 = 128;
 /// Largest queue depth: 4096 × 1 MiB of address space for each queue.
 pub const QUEUE_DEPTH_MAX: u32 = 4096;
-/// Entries of each thread's reader of `/dev/fuse` beside rings: what comes there needs no data and is rare (FORGET, INTERRUPT, what was
-/// queued before the start). An idle entry costs 6 KiB, so 64 threads with [`QUEUE_DEPTH_DEFAULT`] would take 50 MiB.
+/// Entries of each thread's reader of `/dev/fuse` beside rings: what comes there needs no data and
+/// is rare (FORGET, INTERRUPT, what was queued before the start). An idle entry costs 6 KiB, so 64
+/// threads with [`QUEUE_DEPTH_DEFAULT`] would take 50 MiB.
 const DEPTH_BESIDE_RINGS: usize = 16;
 /// How long the first answer of a mount may take: it needs no storage.
 const FIRST_ANSWER: Duration = Duration::from_secs(10);
-/// How often a mount begins again over io_uring when the switch of the kernel is turned at that moment.
+/// How often a mount begins again over io_uring when the switch of the kernel is turned at that
+/// moment.
 const TURNS_MAX: u32 = 3;
 /// How long the queues of a process that goes on with a mount look for requests by themselves.
 const LOOK_AFTER_DEATH: Duration = Duration::from_secs(10);
@@ -54,13 +57,15 @@ const LOOK_AFTER_DEATH: Duration = Duration::from_secs(10);
 pub struct StopHandle(EventSender);
 
 impl StopHandle {
-    /// Asks for a clean stop: the name goes, clients that have the file open are served until the last one has closed it
-    /// ([`ExportOptions::stop_timeout`]), and the image is flushed. Returns at once.
+    /// Asks for a clean stop: the name goes, clients that have the file open are served until the
+    /// last one has closed it ([`ExportOptions::stop_timeout`]), and the image is flushed. Returns
+    /// at once.
     pub fn stop(&self) {
         self.0.send(Event::Stop);
     }
 
-    /// Asks for the end now: clients get errors, requests in flight get 2 s to end, the image is flushed. Returns at once.
+    /// Asks for the end now: clients get errors, requests in flight get 2 s to end, the image is
+    /// flushed. Returns at once.
     pub fn force(&self) {
         self.0.send(Event::Force);
     }
@@ -84,13 +89,14 @@ pub struct Export {
 impl Export {
     /// Mounts and serves; when it returns, the file answers.
     ///
-    /// Errors: those of [`crate::mount::mount`]; [`ErrorKind::Usage`] for CPUs that cannot be used; [`ErrorKind::RingForbidden`] and [`ErrorKind::System`] when no ring can be made.
+    /// Errors: those of [`crate::mount::mount`]; [`ErrorKind::Usage`] for CPUs that cannot be used;
+    /// [`ErrorKind::RingForbidden`] and [`ErrorKind::System`] when no ring can be made.
     pub fn start(disk: Arc<Disk>, options: ExportOptions) -> Result<Export, Error> {
         Export::start_with_devices(disk, options, Vec::new())
     }
 
-    /// As [`Export::start`], with one queue more for each of `devices`, whose messages it takes for requests of the kernel. For
-    /// tests of what a broken device does.
+    /// As [`Export::start`], with one queue more for each of `devices`, whose messages it takes for
+    /// requests of the kernel. For tests of what a broken device does.
     #[doc(hidden)]
     pub fn start_with_devices(
         disk: Arc<Disk>,
@@ -327,7 +333,8 @@ impl Export {
             }
             // Whether the kernel has noted that rings are wanted cannot be told.
             Some(_) if negotiated.has(INIT_OVER_IO_URING) => return Ok(Started::SwitchTurned),
-            // The threads of this attempt are placed for rings, and no lower mode would be offered either: another attempt.
+            // The threads of this attempt are placed for rings, and no lower mode would be offered
+            // either: another attempt.
             Some(_) => {
                 let why = String::from("the kernel did not offer io_uring for this mount");
                 return match options.zero_copy {
@@ -384,8 +391,9 @@ impl Export {
                     place.settle();
                     queues.iter().for_each(QueueThread::wake);
                 }
-                // Whether the kernel has gone back to /dev/fuse by itself cannot be told for every kind of refusal, and clients of a
-                // connection that waits for rings hang: another connection.
+                // Whether the kernel has gone back to /dev/fuse by itself cannot be told for every
+                // kind of refusal, and clients of a connection that waits for rings hang: another
+                // connection.
                 Err(Refused(errno)) => refused = Some(refusal(errno)),
             }
         }
@@ -406,7 +414,8 @@ impl Export {
             }
         });
         let mountpoint = mount.mountpoint().to_owned();
-        // Until now a mount that another process has made stays when this start fails: somebody keeps it, and the next one may do better.
+        // Until now a mount that another process has made stays when this start fails: somebody
+        // keeps it, and the next one may do better.
         let mount = mount.take_over();
         let (remover, connection) = (mount.remover(), mount.connection());
         topology.ring_mode =
@@ -435,7 +444,8 @@ impl Export {
             .map_err(|error| {
                 Error::new(ErrorKind::System, "no thread for the export").source(error)
             })?;
-        // When this returns nothing that needs more than serving takes is left to do: the process may give up what it can.
+        // When this returns nothing that needs more than serving takes is left to do: the process
+        // may give up what it can.
         let _ = is_prepared.recv();
         if let Some(why) = refused {
             // The connection cannot be used any more: away with it.
@@ -443,8 +453,9 @@ impl Export {
             let _ = keeper.join();
             return give_up(why);
         }
-        // Whether rings answer is not known otherwise. (Over /dev/fuse nobody has to ask: the size, without which asynchronous reads
-        // find an empty file, the kernel asks for at each first open: `default_permissions`.)
+        // Whether rings answer is not known otherwise. (Over /dev/fuse nobody has to ask: the size,
+        // without which asynchronous reads find an empty file, the kernel asks for at each first
+        // open: `default_permissions`.)
         if transport == Transport::Uring {
             let look = FirstLook::start(&mountpoint);
             if let Err(errno) = &look {
@@ -485,7 +496,8 @@ impl Export {
         self.topology.ring_mode
     }
 
-    /// What somebody has to keep so that another process can go on with this mount; once, and only with [`ExportOptions::keep`].
+    /// What somebody has to keep so that another process can go on with this mount; once, and only
+    /// with [`ExportOptions::keep`].
     pub fn take_parked(&mut self) -> Option<Parked> {
         self.parked.take()
     }
@@ -496,14 +508,16 @@ impl Export {
         self.connection
     }
 
-    /// From now on the mount is taken away, and its connection aborted, by somebody else: this process gives up the right to do so. Once.
+    /// From now on the mount is taken away, and its connection aborted, by somebody else: this
+    /// process gives up the right to do so. Once.
     pub fn remove_through(&self, remover: Arc<dyn Remover>) {
         // The first one stays.
         let _ = self.remover.set(remover);
     }
 
-    /// Calls `tell`, with the number of open files, when the mount is to stop and is in use, before its name goes, and again for each
-    /// further [`StopHandle::stop`]. Called by a thread that serves no request; the stop waits for it. The first one stays.
+    /// Calls `tell`, with the number of open files, when the mount is to stop and is in use, before
+    /// its name goes, and again for each further [`StopHandle::stop`]. Called by a thread that
+    /// serves no request; the stop waits for it. The first one stays.
     pub fn watch_users(&self, tell: impl Fn(u64) + Send + Sync + 'static) {
         self.in_use.set(Box::new(tell));
     }
@@ -514,8 +528,8 @@ impl Export {
         &self.topology.warnings
     }
 
-    /// Looks at the threads, queues and buffers of this export now, later and from elsewhere. Any thread; takes some milliseconds for
-    /// each gigabyte in buffers.
+    /// Looks at the threads, queues and buffers of this export now, later and from elsewhere. Any
+    /// thread; takes some milliseconds for each gigabyte in buffers.
     pub fn topology_reader(&self) -> impl Fn() -> MountTopology + Send + Sync + 'static {
         watch(self.topology.clone(), self.live.clone())
     }

@@ -1,10 +1,11 @@
 //! Memory of large requests: taken at once, and given back to the system when a queue is idle.
 //!
-//! Buffers of 1 MiB are address space until they are used. The first large READ takes the pages that it needs in one call, huge ones
-//! where there are any (the kernel looks up each page that it copies from; the data of a WRITE are there already); then they stay, so that the next
-//! requests find them warm. A queue that has
-//! served something large looks a second later, and again until nothing came for a second; then it gives the pages of its idle
-//! buffers back and does not wake up any more until the next large request. Pools are not given back: they are pinned, or other
+//! Buffers of 1 MiB are address space until they are used. The first large READ takes the pages
+//! that it needs in one call, huge ones where there are any (the kernel looks up each page that it
+//! copies from; the data of a WRITE are there already); then they stay, so that the next requests
+//! find them warm. A queue that has served something large looks a second later, and again until
+//! nothing came for a second; then it gives the pages of its idle buffers back and does not wake up
+//! any more until the next large request. Pools are not given back: they are pinned, or other
 //! threads use them.
 //!
 //! Queue thread only. Never allocates for a request; one look at a flag for each large one.
@@ -18,7 +19,8 @@ use ringdisk_ring::{IoBuf, Parker};
 use crate::dev::Queue;
 use crate::request::{Operation, Request};
 
-/// From this size on a request is worth a look later, bytes: smaller ones use the first pages of a few buffers again and again.
+/// From this size on a request is worth a look later, bytes: smaller ones use the first pages of a
+/// few buffers again and again.
 const LARGE_BYTES: u32 = 64 * 1024;
 /// Bytes that may be in a buffer before the data.
 const HEADER_BYTES_MAX: usize = 4096;
@@ -127,7 +129,8 @@ pub(crate) async fn give_back(queue: Rc<Queue>) {
         loop {
             let before = queue.cells.requests.get();
             ring.sleep(IDLE).await;
-            // A completion that nobody has looked at may stand for a request, with its data in a buffer that looks idle.
+            // A completion that nobody has looked at may stand for a request, with its data in a
+            // buffer that looks idle.
             if queue.cells.requests.get() == before
                 && queue.cells.in_flight.get() == 0
                 && ring.is_settled()

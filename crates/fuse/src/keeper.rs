@@ -1,4 +1,5 @@
-//! The thread that looks after an export: it hears why a queue ended, stops all, removes the mount, and says how it ended.
+//! The thread that looks after an export: it hears why a queue ended, stops all, removes the mount,
+//! and says how it ended.
 //!
 //! It serves no request, so it may touch the mount.
 
@@ -21,11 +22,13 @@ use crate::uring::Rings;
 
 /// How long a clean stop waits for requests in flight before it ends them with errors.
 const GRACE: Duration = Duration::from_secs(2);
-/// So many times the I/O timeout requests may wait for a change of the disk: it may be the change that waits for the storage.
+/// So many times the I/O timeout requests may wait for a change of the disk: it may be the change
+/// that waits for the storage.
 const CHANGE_LIMITS: u32 = 10;
 /// How long the queue threads may take to end after that.
 const JOIN: Duration = Duration::from_millis(1500);
-/// How long the last flush of the disk may take. A disk that answers may have gigabytes in the page cache to write; the mount is gone by then, so no client waits.
+/// How long the last flush of the disk may take. A disk that answers may have gigabytes in the page
+/// cache to write; the mount is gone by then, so no client waits.
 const LAST_FLUSH: Duration = Duration::from_secs(300);
 /// The same when requests did not end: the storage does not answer.
 const LAST_FLUSH_STUCK: Duration = Duration::from_millis(500);
@@ -33,13 +36,16 @@ const LAST_FLUSH_STUCK: Duration = Duration::from_millis(500);
 const LAST_FLUSH_QUIET: Duration = Duration::from_secs(2);
 /// How often the queues look for requests after a process has died.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
-/// So long the kernel must have had no request for us before those of a process that has died count as taken.
+/// So long the kernel must have had no request for us before those of a process that has died count
+/// as taken.
 const QUIET: Duration = Duration::from_millis(100);
 /// How often the keeper looks whether requests are still in flight.
 const LOOK: Duration = Duration::from_millis(5);
-/// How long a mount may be busy because of a client that is about to close it: a program that has just ended, whose RELEASE is on its way.
+/// How long a mount may be busy because of a client that is about to close it: a program that has
+/// just ended, whose RELEASE is on its way.
 const CLOSING: Duration = Duration::from_millis(300);
-/// How often a stopped mount that is in use is looked at: whether its last user has closed it, and whether the time is up.
+/// How often a stopped mount that is in use is looked at: whether its last user has closed it, and
+/// whether the time is up.
 const IN_USE_LOOK: Duration = Duration::from_millis(50);
 /// How often the last flush looks whether the end is to come at once.
 const LAST_FLUSH_LOOK: Duration = Duration::from_millis(100);
@@ -144,7 +150,8 @@ fn open_files(count: u64) -> String {
 /// Who is told, with the number of open files, that a stop has to wait for clients.
 type InUse = Box<dyn Fn(u64) + Send + Sync>;
 
-/// Called when a mount that is to stop is in use, before its name goes; empty: nobody is told. Clones share it.
+/// Called when a mount that is to stop is in use, before its name goes; empty: nobody is told.
+/// Clones share it.
 #[derive(Clone, Default)]
 pub(crate) struct InUseSlot(Arc<OnceLock<InUse>>);
 
@@ -175,7 +182,8 @@ pub(crate) enum Event {
     Stop,
     /// Somebody asks for the end now, whoever uses the mount.
     Force,
-    /// The mount could not be started after all: it goes, and the disk stays as it is, for another one.
+    /// The mount could not be started after all: it goes, and the disk stays as it is, for another
+    /// one.
     Discard,
     /// A queue ended.
     QueueEnded(usize, EndReason),
@@ -234,8 +242,8 @@ pub(crate) struct Keeper {
     pub(crate) is_kept: bool,
     /// Rings do nothing but what they are for.
     pub(crate) restricted: bool,
-    /// Until when the queues are made to look for requests: the process before this one has just died, and while the kernel takes
-    /// its rings down, their polls still swallow wake-ups.
+    /// Until when the queues are made to look for requests: the process before this one has just
+    /// died, and while the kernel takes its rings down, their polls still swallow wake-ups.
     pub(crate) look_until: Option<Instant>,
 }
 
@@ -279,8 +287,9 @@ impl Keeper {
                 Ok(Event::Discard) => return End::Discarded,
                 Ok(Event::Resized) => self.tell_size(),
                 Ok(Event::QueueEnded(_, EndReason::Unmounted | EndReason::Aborted)) => {
-                    // "Unmounted" is also what `/dev/fuse` says after `umount -f` of a mount in use, which stays where it is. "Aborted" is
-                    // what rings say when the last user has closed the file of a mount that is gone, and `/dev/fuse` to a request of
+                    // "Unmounted" is also what `/dev/fuse` says after `umount -f` of a mount in
+                    // use, which stays where it is. "Aborted" is what rings say when the last user
+                    // has closed the file of a mount that is gone, and `/dev/fuse` to a request of
                     // that moment.
                     self.mount.wait_closed(GRACE);
                     return match self.mount.was_aborted() {
@@ -298,7 +307,8 @@ impl Keeper {
                     };
                     tracing::error!("queue {queue}: {reason}");
                     if self.is_kept && reason == HaltReason::Panicked {
-                        // Its requests are with the descriptors that somebody keeps: the next process answers them.
+                        // Its requests are with the descriptors that somebody keeps: the next
+                        // process answers them.
                         std::process::abort();
                     }
                     return End::Halted(reason);
@@ -312,7 +322,8 @@ impl Keeper {
                 } else if held.is_some_and(|(_, seen)| seen.elapsed() > limit) {
                     held = None;
                 }
-                // Requests that waited for a change have not been with the storage. It may be the change that waits for the storage.
+                // Requests that waited for a change have not been with the storage. It may be the
+                // change that waits for the storage.
                 let patience = limit * CHANGE_LIMITS;
                 let is_late =
                     |age| age > limit && held.is_none_or(|(since, _)| since.elapsed() > patience);
@@ -326,7 +337,8 @@ impl Keeper {
         }
     }
 
-    /// A stop begins: takes the mount out of the tree. Returns whether nobody uses it; else who does is told, and it is served on.
+    /// A stop begins: takes the mount out of the tree. Returns whether nobody uses it; else who
+    /// does is told, and it is served on.
     fn leave_tree(&mut self) -> bool {
         self.take_what_waits();
         let deadline = Instant::now() + CLOSING;
@@ -338,7 +350,8 @@ impl Keeper {
                 result => break result.is_ok(),
             }
         };
-        // A copy of the mount elsewhere (a bind mount, another mount namespace) that nobody has open is no user.
+        // A copy of the mount elsewhere (a bind mount, another mount namespace) that nobody has
+        // open is no user.
         while !self.is_unused() {
             if unmounted && self.mount.is_gone() {
                 return true;
@@ -356,15 +369,17 @@ impl Keeper {
         if unmounted {
             return self.closes();
         }
-        // Nobody uses it at this moment, and yet it was busy all the time: clients open and close it again and again. One that opens it after
-        // the look is served to its end, so the name goes before the look that counts.
+        // Nobody uses it at this moment, and yet it was busy all the time: clients open and close
+        // it again and again. One that opens it after the look is served to its end, so the name
+        // goes before the look that counts.
         if let Err(error) = self.mount.unmount(Unmount::Lazy) {
             tracing::warn!("{error}");
         }
         self.closes()
     }
 
-    /// For a mount that has left the tree: whether nobody uses it, and from now on nobody can. Otherwise who uses it is told.
+    /// For a mount that has left the tree: whether nobody uses it, and from now on nobody can.
+    /// Otherwise who uses it is told.
     fn closes(&self) -> bool {
         let closes = self.closes_quietly();
         if !closes {
@@ -443,8 +458,9 @@ impl Keeper {
                 self.take_what_waits();
                 self.remove_mount();
                 let drained = self.end_requests();
-                // The mount may be in another mount namespace too: the kernel must let go of the entries
-                // before their rings are closed. (Once: after an abort the number of the connection may become another's.)
+                // The mount may be in another mount namespace too: the kernel must let go of the
+                // entries before their rings are closed. (Once: after an abort the number of the
+                // connection may become another's.)
                 if drained.is_err() || self.rings.is_some() || self.is_kept {
                     self.mount.abort();
                 }
@@ -488,8 +504,8 @@ impl Keeper {
         if keeps_disk {
             return result;
         }
-        // With --passthrough clients that have the file open, or only mapped, go on writing to the image, which stays locked for them: the
-        // kernel ends the file system with the last one.
+        // With --passthrough clients that have the file open, or only mapped, go on writing to the
+        // image, which stays locked for them: the kernel ends the file system with the last one.
         if self.mount.is_gone() {
             self.disk.end_loan();
         }
@@ -539,8 +555,8 @@ impl Keeper {
         }
     }
 
-    /// Just after a process has died: waits until the queues have taken the requests that it left. Clients that go on and on are not
-    /// waited for longer than [`GRACE`].
+    /// Just after a process has died: waits until the queues have taken the requests that it left.
+    /// Clients that go on and on are not waited for longer than [`GRACE`].
     fn take_what_waits(&self) {
         let deadline = Instant::now() + GRACE;
         let is_over = |end: Instant| Instant::now() >= end;
@@ -571,10 +587,11 @@ impl Keeper {
         }
     }
 
-    /// What clients wrote reaches stable storage, and the image is closed, before the process says that all is well.
+    /// What clients wrote reaches stable storage, and the image is closed, before the process says
+    /// that all is well.
     ///
-    /// * `drained`: no request is in flight. Otherwise a flush of its own comes first: closing, which flushes too, waits for requests, and
-    ///   some may never end.
+    /// * `drained`: no request is in flight. Otherwise a flush of its own comes first: closing,
+    ///   which flushes too, waits for requests, and some may never end.
     fn last_flush(
         &self,
         limit: Duration,

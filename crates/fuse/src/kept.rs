@@ -1,12 +1,14 @@
 //! What of an export outlives its process: for a mount that another process goes on with.
 //!
-//! Promises: [`Terms`] and the descriptors in [`Parked`] are all that [`crate::Export::start`] needs to serve a mount of a process that
-//! is gone, with no request lost; [`FileRecord`] holds what clients changed of the file itself, from the moment of the answer on.
-//! Control path, but for the record, which OPEN, RELEASE and SETATTR write (a write to memory, of a few hundred bytes).
+//! Promises: [`Terms`] and the descriptors in [`Parked`] are all that [`crate::Export::start`]
+//! needs to serve a mount of a process that is gone, with no request lost; [`FileRecord`] holds
+//! what clients changed of the file itself, from the moment of the answer on. Control path, but for
+//! the record, which OPEN, RELEASE and SETATTR write (a write to memory, of a few hundred bytes).
 //!
-//! The kernel keeps a connection as long as any of its descriptors is open somewhere, and each descriptor keeps the requests that
-//! were read from it and not answered. So *all* of them are parked. The next process asks for those requests again
-//! (NOTIFY_RESEND): each comes once more, its `unique` marked by bit 63, which goes back in the reply. INIT does not come again.
+//! The kernel keeps a connection as long as any of its descriptors is open somewhere, and each
+//! descriptor keeps the requests that were read from it and not answered. So *all* of them are
+//! parked. The next process asks for those requests again (NOTIFY_RESEND): each comes once more,
+//! its `unique` marked by bit 63, which goes back in the reply. INIT does not come again.
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -157,7 +159,8 @@ impl FileRecord {
         self.raw.lock().unwrap_or_else(PoisonError::into_inner).writable_files
     }
 
-    /// Counts an OPEN or a RELEASE, unless the process before this one has counted it and was not able to say so.
+    /// Counts an OPEN or a RELEASE, unless the process before this one has counted it and was not
+    /// able to say so.
     ///
     /// * `unique`: of the request, as delivered.
     /// * `can_write`: the file is open for writing.
@@ -180,7 +183,8 @@ impl FileRecord {
     fn change(&self, change: impl FnOnce(&mut Raw)) {
         let mut raw = self.raw.lock().unwrap_or_else(PoisonError::into_inner);
         change(&mut raw);
-        // Within one page and to memory: a kill leaves it whole, and there is nothing that could fail but a lack of memory.
+        // Within one page and to memory: a kill leaves it whole, and there is nothing that could
+        // fail but a lack of memory.
         if let Err(error) = self.file.write_all_at(raw.as_bytes(), 0) {
             tracing::warn!("the state of the file could not be recorded: {error}");
         }
@@ -214,10 +218,12 @@ pub enum Ended {
 
 /// How a mount has ended that nobody serves; `None`: it has not.
 ///
-/// An abort is known by one of these. Reading the device says so (after `ringdisk umount --force`, and by fusectl; not after `umount -f`). The
-/// mount is still there: `umount -f` aborts at once, and then leaves a mount in use where it is. A client had the file open for writing when
-/// the process died: to close it he has to wait for a server. What is left, an abort by `umount -f` (from Linux 7.3 on any abort) of a mount
-/// that was only read or that somebody waited to open, looks like an unmount once it is unmounted and closed.
+/// An abort is known by one of these. Reading the device says so (after `ringdisk umount --force`,
+/// and by fusectl; not after `umount -f`). The mount is still there: `umount -f` aborts at once,
+/// and then leaves a mount in use where it is. A client had the file open for writing when the
+/// process died: to close it he has to wait for a server. What is left, an abort by `umount -f`
+/// (from Linux 7.3 on any abort) of a mount that was only read or that somebody waited to open,
+/// looks like an unmount once it is unmounted and closed.
 #[must_use]
 pub fn ended(parked: &Parked, record: &FileRecord) -> Option<Ended> {
     let device = parked.devices.first().filter(|_| is_over(parked))?;
@@ -315,8 +321,8 @@ fn duplicate(device: Option<&OwnedFd>) -> Result<OwnedFd, Error> {
     })
 }
 
-/// Makes the kernel send again what a process that is gone has read and not answered, oldest first. Before anybody reads: it would
-/// send the requests of living threads again too.
+/// Makes the kernel send again what a process that is gone has read and not answered, oldest first.
+/// Before anybody reads: it would send the requests of living threads again too.
 pub(crate) fn ask_again(mount: &Mount) -> Result<(), Error> {
     rustix::io::write(mount.device(), &notify_resend()).map(drop).map_err(|errno| {
         Error::new(ErrorKind::System, "the kernel did not send the unanswered requests again")

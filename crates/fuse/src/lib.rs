@@ -2,12 +2,13 @@
 //!
 //! Rooms, from the wire inwards:
 //! - [`abi`]: structures and numbers of the protocol;
-//! - [`request`], [`reply`], [`negotiate`]: bytes to typed requests, results to bytes, the INIT exchange; shared by all transports
-//!   and tested without a kernel;
+//! - [`request`], [`reply`], [`negotiate`]: bytes to typed requests, results to bytes, the INIT
+//!   exchange; shared by all transports and tested without a kernel;
 //! - [`file`]: what each operation does on a disk;
 //! - [`mount`]: making and removing the mount, without libfuse;
 //! - `serve`: what every transport does with a request;
-//! - `uring`: the transport over io_uring, beside `dev`, which such a mount keeps for what does not travel in rings;
+//! - `uring`: the transport over io_uring, beside `dev`, which such a mount keeps for what does not
+//!   travel in rings;
 //! - [`placement`]: which thread runs where, serves which queue, and has its memory on which node;
 //! - `dev`: the transport over `/dev/fuse`: queues, entries, and where requests are served;
 //! - `idle`: memory of large requests, taken at once and given back;

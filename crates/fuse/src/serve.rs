@@ -1,7 +1,9 @@
-//! What every transport does with a request: carry it out on the disk, count it, and say what the answer is.
+//! What every transport does with a request: carry it out on the disk, count it, and say what the
+//! answer is.
 //!
-//! Promises: the data of a READ are left in the buffer that the transport gave, those of a WRITE are taken from it; everything else
-//! is a small reply by value. Queue threads; no allocation, no lock, no panic.
+//! Promises: the data of a READ are left in the buffer that the transport gave, those of a WRITE
+//! are taken from it; everything else is a small reply by value. Queue threads; no allocation, no
+//! lock, no panic.
 
 use ringdisk_ring::{Errno, IoBuf, Ring};
 

@@ -104,8 +104,8 @@ fn requests_that_end_in_any_order_each_get_their_own_bytes() {
     });
 }
 
-/// All entries of a queue answer at once, after a pause in which the thread has stopped polling: nothing is armed then, and the
-/// thread must not sleep past its own replies.
+/// All entries of a queue answer at once, after a pause in which the thread has stopped polling:
+/// nothing is armed then, and the thread must not sleep past its own replies.
 #[test]
 fn a_queue_whose_entries_all_answer_at_once_goes_on() {
     for (threads, depth, clients) in [(1, 1, 1), (2, 1, 3), (1, 4, 16), (2, 4, 32), (1, 8, 32)] {

@@ -1,5 +1,6 @@
-//! A client with one request at a time beside one with very many, on one queue thread: how many others are served first. Counted in
-//! requests, in the order in which they come to the storage, which is in this process; never in time.
+//! A client with one request at a time beside one with very many, on one queue thread: how many
+//! others are served first. Counted in requests, in the order in which they come to the storage,
+//! which is in this process; never in time.
 
 use std::fs::File;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -49,8 +50,8 @@ fn pin(cpu: &str) {
     pin_to_cpus(&cpu.parse().expect("a CPU")).expect("a CPU of ours");
 }
 
-/// How many requests of the deep client came to the storage between the moment at which the other one asked and its own: for each of its
-/// requests, sorted.
+/// How many requests of the deep client came to the storage between the moment at which the other
+/// one asked and its own: for each of its requests, sorted.
 fn overtaken(transport: Transport) -> Vec<u64> {
     let size = (DEEP + ONES) * BLOCK;
     let sim = SimStorage::new(size, 1);
@@ -109,8 +110,8 @@ fn overtaken(transport: Transport) -> Vec<u64> {
     overtaken
 }
 
-/// Those that were there first, those that the storage had, and what comes while the client itself waits for its CPU, which no server can
-/// help: so of every four requests three are looked at.
+/// Those that were there first, those that the storage had, and what comes while the client itself
+/// waits for its CPU, which no server can help: so of every four requests three are looked at.
 ///
 /// * `most`: how many may be served first.
 fn judge(name: &str, overtaken: &[u64], most: u64) {
@@ -138,6 +139,7 @@ fn one_request_is_overtaken_by_those_before_it_over_rings() {
         return;
     }
     let Some(_switch) = UringParameter::set(true) else { return };
-    // Each CPU has a queue of its own: one request for each entry of the other's, however many wait there.
+    // Each CPU has a queue of its own: one request for each entry of the other's, however many wait
+    // there.
     judge("rings", &overtaken(Transport::Uring), 4 * u64::from(ENTRIES));
 }

@@ -1,4 +1,5 @@
-//! Exports that lose their transport or their storage: clients get errors soon, the process and its other exports go on.
+//! Exports that lose their transport or their storage: clients get errors soon, the process and its
+//! other exports go on.
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -52,7 +53,8 @@ fn assert_serves(place: &Place) {
     assert_eq!(finished.code(), Some(0), "{}", finished.output());
 }
 
-/// A descriptor from which `frame` is read as if it came from the kernel, and the other end, which keeps it open.
+/// A descriptor from which `frame` is read as if it came from the kernel, and the other end, which
+/// keeps it open.
 fn injected(frame: &[u8]) -> (OwnedFd, OwnedFd) {
     let (ours, theirs) =
         socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::NONBLOCK, None)
@@ -308,7 +310,8 @@ fn a_stop_waits_no_longer_for_clients_than_it_was_told_to() {
     assert!(!is_mounted(&place));
 }
 
-/// The kernel loses the RELEASE of the last file of a mount that has no name any more, if it comes at the wrong moment.
+/// The kernel loses the RELEASE of the last file of a mount that has no name any more, if it comes
+/// at the wrong moment.
 #[test]
 fn the_last_user_of_a_detached_mount_who_closes_it_is_no_abort() {
     let place = place();

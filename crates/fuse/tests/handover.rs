@@ -7,8 +7,8 @@ use ringdisk_disk::{Disk, NullOptions};
 use ringdisk_fuse::{Export, ExportOptions, Threads, Transport};
 use ringdisk_testkit::process::{command, run};
 
-/// Runs fio for a while on an export whose place changes every 50 µs. A request that nobody fetches leaves fio waiting, and then
-/// the limit of the process helper ends the test.
+/// Runs fio for a while on an export whose place changes every 50 µs. A request that nobody fetches
+/// leaves fio waiting, and then the limit of the process helper ends the test.
 fn restless(threads: usize, arguments: &[&str]) {
     restless_at_depth(threads, None, arguments);
 }
@@ -75,7 +75,8 @@ fn a_few_clients() {
     restless(3, &["--rw=randrw", "--ioengine=psync", "--numjobs=3"]);
 }
 
-/// With so few entries all of them are armed now and then: looking again must not depend on an idle one.
+/// With so few entries all of them are armed now and then: looking again must not depend on an idle
+/// one.
 #[test]
 fn one_request_at_a_time_among_queues_of_two_entries() {
     restless_at_depth(8, Some(2), &["--rw=randrw", "--ioengine=psync", "--numjobs=2"]);

@@ -1,4 +1,5 @@
-//! What a request costs once everything is warm: no allocation on queue threads, few system calls, one thread woken.
+//! What a request costs once everything is warm: no allocation on queue threads, few system calls,
+//! one thread woken.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::fs::{File, OpenOptions};

@@ -1,5 +1,6 @@
-//! The lock of a process that was killed: it is free only when the kernel has done the last write of that process, since lock and
-//! I/O share one open file description. The device is a file of this test, which keeps a write back for as long as it likes.
+//! The lock of a process that was killed: it is free only when the kernel has done the last write
+//! of that process, since lock and I/O share one open file description. The device is a file of
+//! this test, which keeps a write back for as long as it likes.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -43,7 +44,8 @@ fn role() {
         let buf = IoBuf::new(len, BLOCK);
         buf.fill(1);
         storage.write(&ring, at, &buf).await.expect("write");
-        // Data in the page cache lands when it is written back, whoever does that: such a disk needs its flush.
+        // Data in the page cache lands when it is written back, whoever does that: such a disk
+        // needs its flush.
         storage.flush(&ring).await.expect("flush");
     });
 }

@@ -1,4 +1,5 @@
-//! Exports that come and go leave nothing behind. Alone in its program, so that the counts are exact.
+//! Exports that come and go leave nothing behind. Alone in its program, so that the counts are
+//! exact.
 
 use std::os::unix::fs::FileExt;
 use std::time::Duration;

@@ -154,7 +154,8 @@ fn two_hundred_mounts_leave_nothing_behind() {
     }
 }
 
-/// Does this until it was so five times that the second mount got the number of the first, which it says: other tests mount meanwhile.
+/// Does this until it was so five times that the second mount got the number of the first, which it
+/// says: other tests mount meanwhile.
 fn until_met(rounds: u32, mut case: impl FnMut() -> bool) {
     let met = (0..rounds).filter(|_| case()).take(5).count();
     assert_eq!(met, 5, "the case did not occur");
@@ -178,7 +179,8 @@ fn a_mount_that_is_gone_leaves_the_next_one_with_its_number_alone() {
         let second = mount(&paths[1], &options()).expect("another mount");
         let has_number = second.connection() == number;
         assert!(!first.is_mounted().expect("readable"));
-        // Else another test may have copied the mounts into a namespace of its own, and the first one lives there for a moment.
+        // Else another test may have copied the mounts into a namespace of its own, and the first
+        // one lives there for a moment.
         assert!(!has_number || !first.abort());
         drop(first);
         assert!(second.is_mounted().expect("readable"), "removed by the number of another");

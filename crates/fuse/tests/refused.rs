@@ -1,5 +1,6 @@
-//! A step of the start over io_uring that the kernel refuses, at every place: the next lower transport serves, once and with a reason;
-//! what was asked for by name is an error, and nothing stays mounted.
+//! A step of the start over io_uring that the kernel refuses, at every place: the next lower
+//! transport serves, once and with a reason; what was asked for by name is an error, and nothing
+//! stays mounted.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

@@ -129,8 +129,9 @@ fn clients_of_every_depth_and_size_meet_while_entries_move() {
     images::assert_clean(&place.image);
 }
 
-/// By that the rule knows requests that wait for storage. The time of a request that is served in one go is that of a CPU, which may be slow, or
-/// with somebody else meanwhile: a disk in memory would look like storage there.
+/// By that the rule knows requests that wait for storage. The time of a request that is served in
+/// one go is that of a CPU, which may be slow, or with somebody else meanwhile: a disk in memory
+/// would look like storage there.
 #[test]
 fn only_requests_that_wait_for_something_count_as_waiting() {
     const READS: u32 = 200;
@@ -182,7 +183,8 @@ fn a_queue_thread_that_panics_under_load_ends_its_clients_with_errors() {
     assert_eq!(table::at(&place.path).expect("readable"), None);
 }
 
-/// The request whose reply was refused stays with the kernel, which only the end of the connection takes from it.
+/// The request whose reply was refused stays with the kernel, which only the end of the connection
+/// takes from it.
 #[test]
 fn a_reply_that_is_refused_under_load_ends_clients_with_errors_and_keeps_what_was_flushed() {
     let Some(place) = place() else { return };

@@ -15,7 +15,8 @@ pub enum Error {
         /// Why it failed.
         errno: Errno,
     },
-    /// The descriptor is no regular file (memfd, tmpfs, hugetlbfs): a device or a pipe is no memory of a guest.
+    /// The descriptor is no regular file (memfd, tmpfs, hugetlbfs): a device or a pipe is no memory
+    /// of a guest.
     NotMemory,
     /// The file ends before the memory that was announced.
     FileTooShort {

@@ -57,8 +57,8 @@ impl Compressed {
         self.host_len
     }
 
-    /// Byte offset in the image file behind the last compressed byte. The offset of a descriptor has
-    /// less than 62 bits.
+    /// Byte offset in the image file behind the last compressed byte. The offset of a descriptor
+    /// has less than 62 bits.
     pub(crate) fn host_end(self) -> u64 {
         self.host_offset.saturating_add(u64::from(self.host_len))
     }
@@ -87,9 +87,9 @@ impl Decompressor {
 
     /// Forgets what lies in a range of bytes of the image file.
     ///
-    /// To be called when host clusters that held compressed data are given up: after the grace period
-    /// (no request that could still use the old mapping is in flight) and before anything else can
-    /// be put there.
+    /// To be called when host clusters that held compressed data are given up: after the grace
+    /// period (no request that could still use the old mapping is in flight) and before anything
+    /// else can be put there.
     pub(crate) fn forget(&self, host: Range<u64>) {
         self.clusters.forget(&host);
     }
@@ -154,8 +154,8 @@ impl Decompressor {
     /// Starts the load of one cluster and of those in a range of clusters of the disk that are
     /// compressed and not there.
     ///
-    /// The descriptors are looked up while the caller's request still keeps host clusters from being
-    /// used again; from then on [`Decompressor::forget`] knows of the loads.
+    /// The descriptors are looked up while the caller's request still keeps host clusters from
+    /// being used again; from then on [`Decompressor::forget`] knows of the loads.
     fn load(&self, ring: &Ring, image: &Qcow2, first: Option<Ticket>, range: Range<u64>) {
         let mut tickets = Vec::new();
         tickets.extend(first);
@@ -176,8 +176,8 @@ impl Decompressor {
 }
 
 impl Qcow2 {
-    /// Reads a part of one compressed cluster. Takes locks for a short look at the clusters that were
-    /// decompressed last; decompression happens on helper threads.
+    /// Reads a part of one compressed cluster. Takes locks for a short look at the clusters that
+    /// were decompressed last; decompression happens on helper threads.
     ///
     /// * `offset`: first byte on the disk.
     /// * `buf`: is filled; must end inside the cluster.

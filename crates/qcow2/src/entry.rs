@@ -106,8 +106,8 @@ impl Rules {
         Ok(Some(offset))
     }
 
-    /// Errors: `EIO` for an entry of an image with an external data file that names another place there
-    /// than that of its guest cluster. Of an image without one nothing is looked at.
+    /// Errors: `EIO` for an entry of an image with an external data file that names another place
+    /// there than that of its guest cluster. Of an image without one nothing is looked at.
     ///
     /// * `guest`: any offset of the disk inside the cluster.
     #[inline]

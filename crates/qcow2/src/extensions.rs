@@ -15,8 +15,8 @@ pub(crate) const FEATURE_NAMES: u32 = 0x6803_f857;
 pub(crate) const BITMAPS: u32 = 0x2385_2875;
 const CRYPTO_HEADER: u32 = 0x0537_be77;
 pub(crate) const DATA_FILE: u32 = 0x4441_5441;
-/// A placeholder of ours, "rdsk": fills the place of the extensions while they move inside the first
-/// cluster (module `header::write`). Its content means nothing.
+/// A placeholder of ours, "rdsk": fills the place of the extensions while they move inside the
+/// first cluster (module `header::write`). Its content means nothing.
 pub(crate) const FILLER: u32 = 0x7264_736b;
 /// One entry of the feature name table: class, bit, 46 bytes of name.
 pub(crate) const FEATURE_NAME_BYTES: usize = 48;

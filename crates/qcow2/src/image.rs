@@ -32,8 +32,9 @@ pub struct OpenOptions {
     ///
     /// [`limits::METADATA_CACHE_BYTES`]: crate::limits::METADATA_CACHE_BYTES
     pub metadata_cache_bytes: Option<u64>,
-    /// Read the header and nothing else, since somebody may be writing to the image: [`Qcow2::info`] names
-    /// no snapshots and no bitmaps, and no place of the disk can be looked up. Not with `writable`.
+    /// Read the header and nothing else, since somebody may be writing to the image:
+    /// [`Qcow2::info`] names no snapshots and no bitmaps, and no place of the disk can be looked
+    /// up. Not with `writable`.
     pub header_only: bool,
 }
 
@@ -64,7 +65,8 @@ pub struct Qcow2 {
     pub(crate) decompressor: Decompressor,
     /// What writing needs; `None`: open for reading only.
     pub(crate) engine: Option<Box<Engine>>,
-    /// Of an image that is open for reading only: what was known to be named when it was open for writing.
+    /// Of an image that is open for reading only: what was known to be named when it was open for
+    /// writing.
     pub(crate) named: Mutex<Named>,
     /// How it was opened.
     pub(crate) options: OpenOptions,
@@ -116,7 +118,8 @@ impl Qcow2 {
         &self.file
     }
 
-    /// The file that the offsets of data extents belong to: the image file or the external data file.
+    /// The file that the offsets of data extents belong to: the image file or the external data
+    /// file.
     pub fn data_storage(&self) -> &Arc<Storage> {
         self.data_file.as_ref().unwrap_or(&self.file)
     }

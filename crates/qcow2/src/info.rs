@@ -73,8 +73,8 @@ pub struct Bitmap {
     pub name: String,
     /// Bytes of disk for each bit: a power of two.
     pub granularity_bytes: u64,
-    /// Its contents cannot be trusted: it was in use when the image was last closed, or it has flags or
-    /// extra data that ringdisk does not know.
+    /// Its contents cannot be trusted: it was in use when the image was last closed, or it has
+    /// flags or extra data that ringdisk does not know.
     pub in_use: bool,
     /// It records writes whenever the image is open for writing.
     pub auto: bool,

@@ -30,8 +30,8 @@ pub const BITMAP_BYTES_MAX: u64 = 512 << 20;
 pub const RECORDED_BITMAPS_BYTES_MAX: u64 = 128 << 20;
 /// Longest name of a backing file or data file, the limit of the specification.
 pub const FILE_NAME_BYTES_MAX: usize = 1023;
-/// Longest name of a backing format ("vpc", "qcow2"; the longest that QEMU knows has 11 letters): what
-/// QEMU accepts.
+/// Longest name of a backing format ("vpc", "qcow2"; the longest that QEMU knows has 11 letters):
+/// what QEMU accepts.
 pub const FORMAT_NAME_BYTES_MAX: usize = 15;
 /// Most header extensions; real images have fewer than ten.
 pub const EXTENSIONS_MAX: usize = 256;

@@ -1,7 +1,8 @@
 //! Where a table lies in the image file, also while it moves.
 //!
-//! Promises: a look takes no lock. Whoever looks while the region moves may see no region, but never one that was
-//! nowhere (the old end with the new start): a range that neither place touches is never said to overlap.
+//! Promises: a look takes no lock. Whoever looks while the region moves may see no region, but
+//! never one that was nowhere (the old end with the new start): a range that neither place touches
+//! is never said to overlap.
 
 use super::sync::{AtomicU64, Ordering, spin};
 

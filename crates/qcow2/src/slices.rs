@@ -1,8 +1,8 @@
 //! The cache of L2 slices: a fixed arena of atomic words that any thread reads without a lock.
 //!
 //! Promises: [`SliceCache::find`] and [`Slice::word`] take no lock, allocate nothing and write
-//! nothing, but for one mark "was used", which is written only when it is not set yet and only in a cache
-//! that is smaller than the image. Memory is fixed when the image is opened.
+//! nothing, but for one mark "was used", which is written only when it is not set yet and only in a
+//! cache that is smaller than the image. Memory is fixed when the image is opened.
 //!
 //! How: each slot of the arena has a tag, `generation << 32 | slice number + 1` (0 below: empty).
 //! A reader loads the tag, loads the words it needs, and loads the tag again: when it is the same,
@@ -12,8 +12,8 @@
 //! - the reader loads each word with Acquire, so a reader that saw a new word also sees, in its
 //!   second look at the tag, the empty tag or a later one.
 //!
-//! The generation makes a slot that was evicted and loaded again in between look different. It would
-//! have to be reused 2^32 times within one look-up to be mistaken.
+//! The generation makes a slot that was evicted and loaded again in between look different. It
+//! would have to be reused 2^32 times within one look-up to be mistaken.
 //!
 //! Where a slice lies: if the cache holds the whole image, slot = slice number (the flat array).
 //! Otherwise a slice may lie in one of 8 slots (whose tags share one cache line), chosen by the
@@ -21,8 +21,9 @@
 //! chance.
 //!
 //! Changing a slice: [`SliceCache::update`] stores words under the writer lock and marks the slice
-//! dirty. A dirty slice, and one that is being written to the image, is never evicted. Entries of two
-//! words change together: while they do, the generation is odd and readers spin for these few stores.
+//! dirty. A dirty slice, and one that is being written to the image, is never evicted. Entries of
+//! two words change together: while they do, the generation is odd and readers spin for these few
+//! stores.
 
 use super::sync::{AtomicU8, AtomicU64, Mutex, Ordering, lock, spin, zeroed_bytes, zeroed_words};
 

@@ -1,8 +1,9 @@
 //! What an internal snapshot leaves to the backing file.
 //!
-//! Promises: reads the tables of the snapshot and nothing else, one L2 table at a time; writes nothing, so it may be used while
-//! requests run, also on an image that is open for writing: tables of a snapshot are never written. For changes of what lies below
-//! an image: wherever a snapshot has nothing itself, it shows what the backing chain holds, and follows a change of that.
+//! Promises: reads the tables of the snapshot and nothing else, one L2 table at a time; writes
+//! nothing, so it may be used while requests run, also on an image that is open for writing: tables
+//! of a snapshot are never written. For changes of what lies below an image: wherever a snapshot
+//! has nothing itself, it shows what the backing chain holds, and follows a change of that.
 
 use std::ops::Range;
 
@@ -44,12 +45,12 @@ impl std::fmt::Debug for SnapshotMap<'_> {
 }
 
 impl Qcow2 {
-    /// The first internal snapshot, with the first range in it, that reads from the backing chain. `None`: none does, so the
-    /// chain below may change without any snapshot showing it. Of an image without backing file it is what reads as zeroes for
-    /// want of one.
+    /// The first internal snapshot, with the first range in it, that reads from the backing chain.
+    /// `None`: none does, so the chain below may change without any snapshot showing it. Of an
+    /// image without backing file it is what reads as zeroes for want of one.
     ///
-    /// * `below`: size of the backing chain, bytes: what lies past its end reads as zeroes and does not count. `u64::MAX` where
-    ///   that may change too.
+    /// * `below`: size of the backing chain, bytes: what lies past its end reads as zeroes and does
+    ///   not count. `u64::MAX` where that may change too.
     ///
     /// Errors: `Corrupt`, `TooLarge` for tables that cannot be right; `Io`.
     pub async fn snapshots_need_backing(
@@ -109,8 +110,8 @@ impl SnapshotMap<'_> {
         self.size
     }
 
-    /// The next range of `offset..end` that the snapshot does not hold itself, as long as it is one piece inside an L2 table, or
-    /// a gap between tables.
+    /// The next range of `offset..end` that the snapshot does not hold itself, as long as it is one
+    /// piece inside an L2 table, or a gap between tables.
     ///
     /// * `end`: cut to the size of the snapshot.
     ///
@@ -142,8 +143,8 @@ impl SnapshotMap<'_> {
         Ok(found)
     }
 
-    /// Whether the byte at `at` is left to the backing chain, and where a piece of the same sort ends: at most at the end of its
-    /// cluster, or of its table where there is none.
+    /// Whether the byte at `at` is left to the backing chain, and where a piece of the same sort
+    /// ends: at most at the end of its cluster, or of its table where there is none.
     async fn piece(&mut self, ring: &Ring, at: u64) -> Result<(bool, u64), Error> {
         let image = self.image;
         let geometry = &image.geometry;

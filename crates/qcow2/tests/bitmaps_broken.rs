@@ -74,8 +74,8 @@ async fn everything(ring: &Ring, image: &mut Qcow2) {
     let _ = image.close(ring).await;
 }
 
-/// Works on an image that says something impossible, and looks that it can be opened as before, and that the first MiB of data is still
-/// there.
+/// Works on an image that says something impossible, and looks that it can be opened as before, and
+/// that the first MiB of data is still there.
 fn survive(runtime: &mut Runtime, case: &str, bytes: &[u8]) {
     let ring = runtime.ring().clone();
     let reader = OpenOptions::default();

@@ -31,7 +31,8 @@ fn theirs(images: &Images, words: &[&str]) -> Measurement {
     }
 }
 
-/// Where a file has holes does not depend on the page cache any more: of space that is reserved and not written, what is in there counts as data.
+/// Where a file has holes does not depend on the page cache any more: of space that is reserved and
+/// not written, what is in there counts as data.
 fn settle(path: &Path) {
     let file = File::open(path).expect("open");
     file.sync_all().expect("sync");
@@ -206,8 +207,9 @@ fn qcow2_sources_and_their_bitmaps() {
         }
         settle(&images.path("source"));
         let image = common::open(&mut runtime, &images.path("source"));
-        // Where most of what is allocated is holes in the file, QEMU looks at those too. Whether it is depends on what the file system
-        // has allocated by then, so for large clusters either is right.
+        // Where most of what is allocated is holes in the file, QEMU looks at those too. Whether it
+        // is depends on what the file system has allocated by then, so for large clusters either is
+        // right.
         let looks: &[bool] = if cluster == 2 << 20 { &[true, false] } else { &[false] };
         let runs: Vec<_> =
             looks.iter().map(|holes| data_of(&mut runtime, &image, *holes)).collect();

@@ -1,5 +1,6 @@
 //! Offline changes that are cut off: by a power failure at any operation, by an error of any
-//! operation, by a full disk. The image is what it was, or what it should become, and leaks nothing.
+//! operation, by a full disk. The image is what it was, or what it should become, and leaks
+//! nothing.
 
 // Test images are small.
 #![allow(clippy::cast_possible_truncation)]
@@ -153,8 +154,8 @@ impl ImageBytes for Look<'_> {
     }
 }
 
-/// Runs the change on `file`, with no room for changed reference counts, so that they are written on the way. The image is closed
-/// afterwards.
+/// Runs the change on `file`, with no room for changed reference counts, so that they are written
+/// on the way. The image is closed afterwards.
 fn run(runtime: &mut Runtime, file: &SimStorage, change: Change) -> Result<(), Error> {
     let ring = runtime.ring().clone();
     runtime.block_on(async {

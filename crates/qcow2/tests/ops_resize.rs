@@ -179,8 +179,8 @@ fn a_longer_backing_file_does_not_show_in_the_new_part() {
     }
 }
 
-/// Version 2 says "zeroes" over a longer backing file with clusters of data. Those may be the last ones of the file, where the tables find
-/// room further in front.
+/// Version 2 says "zeroes" over a longer backing file with clusters of data. Those may be the last
+/// ones of the file, where the tables find room further in front.
 #[test]
 fn zeroes_of_version_2_over_a_longer_backing_file_lie_inside_the_file() {
     const CLUSTER: u64 = KIB;

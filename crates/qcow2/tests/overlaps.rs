@@ -1,5 +1,5 @@
-//! Damaged images that are written: data never lands on metadata, a cluster that an entry names is never handed out
-//! again, and a damaged entry stops requests at its own cluster only.
+//! Damaged images that are written: data never lands on metadata, a cluster that an entry names is
+//! never handed out again, and a damaged entry stops requests at its own cluster only.
 
 // Test images are small.
 #![allow(clippy::cast_possible_truncation, clippy::large_futures)]
@@ -226,7 +226,8 @@ fn bad_entries(damaged: &Damaged) -> Vec<(&'static str, u64)> {
     ]
 }
 
-/// Clusters that are shared are copied, and the old ones counted down, together with their neighbours.
+/// Clusters that are shared are copied, and the old ones counted down, together with their
+/// neighbours.
 #[test]
 fn a_neighbour_that_names_metadata_is_not_freed_with_a_sound_cluster() {
     for (what, place) in [("a refcount block", 48), ("the L1 table", 40)] {
@@ -332,7 +333,8 @@ fn a_damaged_entry_stops_discards_and_zeroes_at_its_own_cluster_only() {
     }
 }
 
-/// Entries of the cluster at 128 KiB that name a place past the end, whether they are read from there or not.
+/// Entries of the cluster at 128 KiB that name a place past the end, whether they are read from
+/// there or not.
 fn entries_past_the_end(damaged: &Damaged) -> Vec<(&'static str, u64)> {
     let past = (damaged.0.len() as u64).next_multiple_of(CLUSTER) + 16 * CLUSTER;
     vec![

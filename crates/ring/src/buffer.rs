@@ -4,12 +4,14 @@
 //! is in flight. So no Rust reference to its bytes ever exists: they are copied in and out through
 //! raw pointers. References are counted locally (no atomics): a buffer belongs to one thread.
 //!
-//! A buffer may be **scattered**: several pieces that act as one ([`Scatter`]). Operations take it as any other, and bytes are copied
-//! in and out as usual; only it has no address. Who needs one asks [`IoBuf::is_contiguous`].
+//! A buffer may be **scattered**: several pieces that act as one ([`Scatter`]). Operations take it
+//! as any other, and bytes are copied in and out as usual; only it has no address. Who needs one
+//! asks [`IoBuf::is_contiguous`].
 //!
-//! A buffer may also stand for pages of somebody else that the kernel has put into a slot of the ring's table
-//! ([`IoBuf::client_pages`]): operations reach them, we cannot. Who might meet one asks [`IoBuf::is_ours`], and
-//! moves bytes with [`crate::Ring::copy`] and [`crate::Ring::zero`], which know all kinds.
+//! A buffer may also stand for pages of somebody else that the kernel has put into a slot of the
+//! ring's table ([`IoBuf::client_pages`]): operations reach them, we cannot. Who might meet one
+//! asks [`IoBuf::is_ours`], and moves bytes with [`crate::Ring::copy`] and [`crate::Ring::zero`],
+//! which know all kinds.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ops::Range;
@@ -30,12 +32,14 @@ mod tests;
 const MAP_FROM_BYTES: usize = 64 * 1024;
 /// Size of a page on every platform that has the kernels we need.
 const PAGE_BYTES: usize = 4096;
-/// The usual size of huge pages (x86-64, and arm64 with pages of 4 KiB); another one costs time, nothing else.
+/// The usual size of huge pages (x86-64, and arm64 with pages of 4 KiB); another one costs time,
+/// nothing else.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 /// Memory that is freed when the last buffer on it goes.
 struct Region {
-    /// Null for pages that are not ours (the kernel counts their bytes from 0) and for scattered pieces.
+    /// Null for pages that are not ours (the kernel counts their bytes from 0) and for scattered
+    /// pieces.
     start: *mut u8,
     len: usize,
     origin: Origin,
@@ -108,14 +112,15 @@ impl Drop for Region {
     }
 }
 
-/// Memory that several threads make buffers of ([`SharedMemory::buffer`]), each for itself. Who uses it
-/// when is for them to agree on: the bytes are as unordered as those of any buffer that the kernel writes.
+/// Memory that several threads make buffers of ([`SharedMemory::buffer`]), each for itself. Who
+/// uses it when is for them to agree on: the bytes are as unordered as those of any buffer that the
+/// kernel writes.
 pub struct SharedMemory {
     region: Region,
 }
 
-// SAFETY: the struct gives out addresses only; bytes are copied through raw pointers by `IoBuf`, never borrowed.
-// The region is a mapping or an allocation, which any thread may free.
+// SAFETY: the struct gives out addresses only; bytes are copied through raw pointers by `IoBuf`,
+// never borrowed. The region is a mapping or an allocation, which any thread may free.
 unsafe impl Send for SharedMemory {}
 // SAFETY: as above; the fields never change.
 unsafe impl Sync for SharedMemory {}
@@ -141,14 +146,16 @@ impl SharedMemory {
         Arc::new(SharedMemory { region })
     }
 
-    /// A mapping that its owner made (memory of a guest), as memory to make buffers of. It is not zeroed, advised or unmapped here.
+    /// A mapping that its owner made (memory of a guest), as memory to make buffers of. It is not
+    /// zeroed, advised or unmapped here.
     ///
     /// * `keep`: dropped with the last buffer and operation on the memory: its `Drop` may unmap it.
     ///
     /// # Safety
     ///
-    /// `start..start + len` is mapped for reading and writing for as long as `keep` lives, and no Rust reference to these bytes
-    /// exists meanwhile. Others (a guest) may write them at any time; a fault in them is the owner's to survive.
+    /// `start..start + len` is mapped for reading and writing for as long as `keep` lives, and no
+    /// Rust reference to these bytes exists meanwhile. Others (a guest) may write them at any time;
+    /// a fault in them is the owner's to survive.
     pub unsafe fn foreign(
         start: *mut u8,
         len: usize,
@@ -159,12 +166,14 @@ impl SharedMemory {
         })
     }
 
-    /// Makes pages that are not touched yet come from a node, as long as that has memory (mbind(2), `MPOL_PREFERRED`).
+    /// Makes pages that are not touched yet come from a node, as long as that has memory (mbind(2),
+    /// `MPOL_PREFERRED`).
     ///
-    /// * `range`: bytes of this memory, whole pages. Panics when it leaves the memory (a programming error).
+    /// * `range`: bytes of this memory, whole pages. Panics when it leaves the memory (a
+    ///   programming error).
     ///
-    /// Errors: `EINVAL` when the node has no memory for us, or these are not pages of our own; `EPERM`, `ENOSYS` where it is forbidden
-    /// or unknown.
+    /// Errors: `EINVAL` when the node has no memory for us, or these are not pages of our own;
+    /// `EPERM`, `ENOSYS` where it is forbidden or unknown.
     pub fn prefer_node(&self, range: Range<usize>, node: usize) -> Result<(), crate::Errno> {
         assert!(range.start <= range.end && range.end <= self.len(), "{range:?} of {}", self.len());
         match self.region.origin {
@@ -181,8 +190,9 @@ impl SharedMemory {
         self.buffer_with(None)
     }
 
-    /// As [`SharedMemory::buffer`]; operations name it by its slot in the ring's table of registered buffers, so the kernel does
-    /// not look its pages up each time. In a ring where it is not registered in that slot they fail with `EFAULT`.
+    /// As [`SharedMemory::buffer`]; operations name it by its slot in the ring's table of
+    /// registered buffers, so the kernel does not look its pages up each time. In a ring where it
+    /// is not registered in that slot they fail with `EFAULT`.
     pub fn fixed_buffer(self: &Arc<Self>, slot: u16) -> IoBuf {
         self.buffer_with(Some(slot))
     }
@@ -251,8 +261,9 @@ impl IoBuf {
         IoBuf { region: Rc::new(Region::new(len, align)), offset: 0, len }
     }
 
-    /// Pages of a client that the kernel puts into `slot` of the ring's table while a request lasts. Operations on the ring that
-    /// has them reach them, and fail with `EFAULT` past their end or while there are none; nothing else does.
+    /// Pages of a client that the kernel puts into `slot` of the ring's table while a request
+    /// lasts. Operations on the ring that has them reach them, and fail with `EFAULT` past their
+    /// end or while there are none; nothing else does.
     ///
     /// * `len`: bytes at most.
     pub fn client_pages(slot: u16, len: usize) -> IoBuf {
@@ -291,25 +302,27 @@ impl IoBuf {
         self.len == 0
     }
 
-    /// Start address, for operations. The bytes may change under the reader at any time. `offset + len <= region.len` holds from
-    /// construction (`new`, `slice`), so the result stays inside the region or one past its end.
+    /// Start address, for operations. The bytes may change under the reader at any time. `offset +
+    /// len <= region.len` holds from construction (`new`, `slice`), so the result stays inside the
+    /// region or one past its end.
     pub(crate) fn as_mut_ptr(&self) -> *mut u8 {
         self.region.start.wrapping_add(self.offset)
     }
 
-    /// Start address as a number, to compare with an alignment or to hand to the kernel. Of pages that are not ours: the
-    /// offset in them. Of a scattered buffer: nothing that means anything.
+    /// Start address as a number, to compare with an alignment or to hand to the kernel. Of pages
+    /// that are not ours: the offset in them. Of a scattered buffer: nothing that means anything.
     pub fn address(&self) -> usize {
         self.as_mut_ptr() as usize
     }
 
-    /// Whether it has a start address that is a multiple of `align` bytes. Nobody knows that of pages that are not ours.
+    /// Whether it has a start address that is a multiple of `align` bytes. Nobody knows that of
+    /// pages that are not ours.
     pub fn is_aligned(&self, align: usize) -> bool {
         self.is_contiguous() && self.address().is_multiple_of(align)
     }
 
-    /// A part of this buffer; of a scattered one perhaps just a part of one piece. Panics when the range leaves it (a programming
-    /// error).
+    /// A part of this buffer; of a scattered one perhaps just a part of one piece. Panics when the
+    /// range leaves it (a programming error).
     pub fn slice(&self, range: Range<usize>) -> IoBuf {
         assert!(
             range.start <= range.end && range.end <= self.len,
@@ -326,8 +339,9 @@ impl IoBuf {
     /// Copies `src` to byte `at`. Panics when it does not fit.
     pub fn copy_from_slice(&self, at: usize, src: &[u8]) {
         self.each(at, src.len(), |done, part, len| {
-            // SAFETY: `each` gives parts of this buffer that have `len` bytes, and all of them together as many as `src`; that is a
-            // Rust slice, and no Rust reference to region memory exists, so the two cannot overlap.
+            // SAFETY: `each` gives parts of this buffer that have `len` bytes, and all of them
+            // together as many as `src`; that is a Rust slice, and no Rust reference to region
+            // memory exists, so the two cannot overlap.
             unsafe { std::ptr::copy_nonoverlapping(src.as_ptr().add(done), part, len) }
         });
     }
@@ -340,11 +354,13 @@ impl IoBuf {
         });
     }
 
-    /// Copies all of `src` to byte `at`; the two may be parts of one region, if neither is scattered. Panics when it does not fit.
+    /// Copies all of `src` to byte `at`; the two may be parts of one region, if neither is
+    /// scattered. Panics when it does not fit.
     pub fn copy_from_buf(&self, at: usize, src: &IoBuf) {
         self.each(at, src.len, |done, to, len| {
             src.each(done, len, |done, from, len| {
-                // SAFETY: `each` gives `len` bytes of either buffer, of this one from `done` on; `copy` allows overlap.
+                // SAFETY: `each` gives `len` bytes of either buffer, of this one from `done` on;
+                // `copy` allows overlap.
                 unsafe { std::ptr::copy(from, to.add(done), len) }
             });
         });
@@ -404,19 +420,22 @@ impl IoBuf {
         }
     }
 
-    /// Takes the pages of the first `len` bytes from the system, huge ones where it has them: one call in place of many faults, and
-    /// the kernel finds them faster when it copies. What the bytes are does not change. Does nothing for small buffers.
+    /// Takes the pages of the first `len` bytes from the system, huge ones where it has them: one
+    /// call in place of many faults, and the kernel finds them faster when it copies. What the
+    /// bytes are does not change. Does nothing for small buffers.
     pub fn populate(&self, len: usize) {
         let Some((start, whole)) = self.mapping() else { return };
-        // The huge pages that the bytes lie in, as far as they are inside the mapping: those that are cut off come as small ones.
+        // The huge pages that the bytes lie in, as far as they are inside the mapping: those that
+        // are cut off come as small ones.
         let from = self.address() / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
         let to = (self.address() + len.min(self.len)).next_multiple_of(HUGE_PAGE_BYTES);
         let (from, to) = (from.max(start), to.min(start + whole));
         let first = self.address() / PAGE_BYTES * PAGE_BYTES;
         let last = (self.address() + len.min(self.len)).next_multiple_of(PAGE_BYTES);
         let at = |address: usize| self.as_mut_ptr().with_addr(address).cast::<std::ffi::c_void>();
-        // SAFETY: both ranges lie inside a private anonymous mapping that this buffer keeps alive (`mapping`), since it begins and
-        // ends at page bounds; neither advice changes a byte. A refusal costs time only.
+        // SAFETY: both ranges lie inside a private anonymous mapping that this buffer keeps alive
+        // (`mapping`), since it begins and ends at page bounds; neither advice changes a byte. A
+        // refusal costs time only.
         unsafe {
             let _ = rustix::mm::madvise(at(from), to - from, rustix::mm::Advice::LinuxHugepage);
             let populate = rustix::mm::Advice::LinuxPopulateWrite;
@@ -436,13 +455,15 @@ impl IoBuf {
         is_mapped.then(|| (self.region.start as usize, len))
     }
 
-    /// Whether another buffer, or an operation in flight, shares the memory (of a scattered buffer: its list of pieces).
+    /// Whether another buffer, or an operation in flight, shares the memory (of a scattered buffer:
+    /// its list of pieces).
     pub fn is_shared(&self) -> bool {
         Rc::strong_count(&self.region) > 1
     }
 
-    /// Calls `f` for each part of a range that lies in one place: bytes of the range before it, address, length. Panics when the range
-    /// leaves the buffer or is not in our memory (programming errors).
+    /// Calls `f` for each part of a range that lies in one place: bytes of the range before it,
+    /// address, length. Panics when the range leaves the buffer or is not in our memory
+    /// (programming errors).
     #[inline]
     fn each(&self, at: usize, len: usize, mut f: impl FnMut(usize, *mut u8, usize)) {
         assert!(at <= self.len && len <= self.len - at, "{len} bytes at {at} of {}", self.len);

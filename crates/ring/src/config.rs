@@ -14,7 +14,8 @@ pub struct Config {
     pub files: u32,
     /// 128-byte submission entries, as FUSE over io_uring needs them.
     pub sqe128: bool,
-    /// The kernel refuses every operation but those of this crate (`EACCES`), whoever writes into the ring.
+    /// The kernel refuses every operation but those of this crate (`EACCES`), whoever writes into
+    /// the ring.
     pub restricted: bool,
     /// Whether and how long a thread polls before it sleeps.
     pub spin: SpinPolicy,

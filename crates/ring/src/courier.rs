@@ -1,8 +1,9 @@
 //! Bytes to and from pages that only the kernel can reach.
 //!
-//! The kernel moves bytes between such pages ([`IoBuf::client_pages`]) and files: a pipe carries what we have or want, `/dev/zero`
-//! gives zeroes. Two copies, so this is for what no extent of an image holds as it is: compressed data, zeroes, clusters that a
-//! write has to complete, memory whose alignment a device may not take.
+//! The kernel moves bytes between such pages ([`IoBuf::client_pages`]) and files: a pipe carries
+//! what we have or want, `/dev/zero` gives zeroes. Two copies, so this is for what no extent of an
+//! image holds as it is: compressed data, zeroes, clusters that a write has to complete, memory
+//! whose alignment a device may not take.
 //!
 //! Ring thread only. A pipe belongs to one copy at a time, and is made when none is free.
 
@@ -57,10 +58,11 @@ impl Courier {
 }
 
 impl Ring {
-    /// Copies `from` to the start of `to`; either may be pages of a client. Panics when it does not fit.
+    /// Copies `from` to the start of `to`; either may be pages of a client. Panics when it does not
+    /// fit.
     ///
-    /// Errors: `EFAULT` for pages that are not there, or that go the other way (a READ's are only written, a WRITE's only read);
-    /// `EMFILE` and `ENFILE` when there is no descriptor for a pipe.
+    /// Errors: `EFAULT` for pages that are not there, or that go the other way (a READ's are only
+    /// written, a WRITE's only read); `EMFILE` and `ENFILE` when there is no descriptor for a pipe.
     pub async fn copy(&self, from: &IoBuf, to: &IoBuf) -> Result<(), Errno> {
         let to = to.slice(0..from.len());
         if from.is_ours() && to.is_ours() {
@@ -71,7 +73,8 @@ impl Ring {
         Box::pin(self.carry(from, &to)).await
     }
 
-    /// The bytes in our memory: `buf` itself, or a copy of a client's pages. Allocates for the copy.
+    /// The bytes in our memory: `buf` itself, or a copy of a client's pages. Allocates for the
+    /// copy.
     ///
     /// Errors: as [`Ring::copy`].
     pub async fn in_memory(&self, buf: &IoBuf) -> Result<IoBuf, Errno> {

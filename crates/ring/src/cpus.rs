@@ -5,7 +5,8 @@
 use std::fmt;
 use std::str::FromStr;
 
-/// Largest CPU number that a list may name: far more than any kernel is built for (8192), so that a typing error is not a long loop.
+/// Largest CPU number that a list may name: far more than any kernel is built for (8192), so that a
+/// typing error is not a long loop.
 const CPU_MAX: usize = 65_535;
 
 /// A set of CPU numbers: ascending, each once.
@@ -76,8 +77,8 @@ impl FromIterator<usize> for CpuList {
     }
 }
 
-/// As the kernel and taskset(1) take them: numbers and ranges with commas between them; `10-14:2` is every second CPU of a range,
-/// `0-15:2/8` the first two of every eight.
+/// As the kernel and taskset(1) take them: numbers and ranges with commas between them; `10-14:2`
+/// is every second CPU of a range, `0-15:2/8` the first two of every eight.
 impl FromStr for CpuList {
     type Err = CpuListError;
 

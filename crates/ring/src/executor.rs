@@ -17,7 +17,8 @@ use crate::slots::Waiter;
 /// Number of the future given to `block_on`.
 pub(crate) const ROOT: u32 = u32::MAX;
 
-/// Room for ready tasks before their queue must grow, which it does at most once in each power of two.
+/// Room for ready tasks before their queue must grow, which it does at most once in each power of
+/// two.
 const READY_ROOM: usize = 1024;
 
 type TaskFuture = Pin<Box<dyn Future<Output = ()>>>;

@@ -1,7 +1,8 @@
 //! One value from a helper thread to the task that waits for it.
 //!
-//! Promises: the value arrives exactly once, the waiter is always woken, also when the work panics, and a waiter that is dropped
-//! costs nothing. Built on [`super::sync`], so that the model test can run it under every order of steps.
+//! Promises: the value arrives exactly once, the waiter is always woken, also when the work panics,
+//! and a waiter that is dropped costs nothing. Built on [`super::sync`], so that the model test can
+//! run it under every order of steps.
 
 use std::future::Future;
 use std::pin::Pin;

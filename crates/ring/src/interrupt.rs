@@ -1,15 +1,16 @@
 //! Ending a system call that a thread waits in.
 //!
-//! A descriptor that somebody else holds too can be made to wait by them: its flags are shared. Where no call can be made that is sure
-//! not to wait, another thread interrupts it: a signal with a handler that does nothing makes the call end with EINTR. Any thread; costs
-//! the thread that is watched nothing.
+//! A descriptor that somebody else holds too can be made to wait by them: its flags are shared.
+//! Where no call can be made that is sure not to wait, another thread interrupts it: a signal with
+//! a handler that does nothing makes the call end with EINTR. Any thread; costs the thread that is
+//! watched nothing.
 
 use std::sync::OnceLock;
 
 use rustix::io::Errno;
 
-/// One that nothing else uses, and that means nothing to a process without a handler. Unlike a real-time signal it is never refused
-/// because too many are waiting.
+/// One that nothing else uses, and that means nothing to a process without a handler. Unlike a
+/// real-time signal it is never refused because too many are waiting.
 const SIGNAL: libc::c_int = libc::SIGURG;
 
 /// The handler of the process.
@@ -30,12 +31,13 @@ impl Interrupt {
         Ok(Interrupt { thread: rustix::thread::gettid().as_raw_nonzero().get() })
     }
 
-    /// Ends the call that the thread waits in, with EINTR. Nothing happens when it waits in none, so it may have to be sent again: the thread
-    /// may begin to wait a moment later.
+    /// Ends the call that the thread waits in, with EINTR. Nothing happens when it waits in none,
+    /// so it may have to be sent again: the thread may begin to wait a moment later.
     pub fn send(&self) {
         let process = rustix::process::getpid().as_raw_nonzero().get();
-        // SAFETY: tgkill(2) takes three integers. The thread is of this process, or the number is nobody's, or that of a later thread of this
-        // process, whose calls are repeated as after any signal.
+        // SAFETY: tgkill(2) takes three integers. The thread is of this process, or the number is
+        // nobody's, or that of a later thread of this process, whose calls are repeated as after
+        // any signal.
         let _ = unsafe { libc::syscall(libc::SYS_tgkill, process, self.thread, SIGNAL) };
     }
 }

@@ -1,9 +1,11 @@
 //! Short timed sleeps in place of polling, while the other side of a source is busy without us.
 //!
-//! A deep client is a pipeline: it handles what we answered before, one request after the other, and each time sends a new one. A thread that polls
-//! takes these one by one, burns a CPU for the time between, and fights with the client over the cache lines of the ring. One that sleeps
-//! for a set time finds a batch, and the client notices nothing as long as it still has answers to handle. So the length is learnt from
-//! the one thing that must not suffer: how often requests come. No kick is asked for meanwhile, since the timer ends the sleep.
+//! A deep client is a pipeline: it handles what we answered before, one request after the other,
+//! and each time sends a new one. A thread that polls takes these one by one, burns a CPU for the
+//! time between, and fights with the client over the cache lines of the ring. One that sleeps for a
+//! set time finds a batch, and the client notices nothing as long as it still has answers to
+//! handle. So the length is learnt from the one thing that must not suffer: how often requests
+//! come. No kick is asked for meanwhile, since the timer ends the sleep.
 
 use std::time::Duration;
 
@@ -133,8 +135,9 @@ impl Nap {
 mod tests {
     use super::*;
 
-    /// A client with `depth` requests that handles each answer in `cost`, and a thread that looks, serves for nothing and naps.
-    /// Returns requests for each millisecond of virtual time, and what part of it was not slept.
+    /// A client with `depth` requests that handles each answer in `cost`, and a thread that looks,
+    /// serves for nothing and naps. Returns requests for each millisecond of virtual time, and what
+    /// part of it was not slept.
     fn simulate(nap: &mut Nap, depth: u64, cost: Duration, time: Duration) -> (f64, f64) {
         let timer = Duration::from_micros(6);
         let poll = Duration::from_nanos(200);

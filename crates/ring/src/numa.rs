@@ -1,7 +1,8 @@
 //! On which node memory is, and on which it shall be.
 //!
-//! Control path. A refusal (a cpuset, a filter of system calls in a container, a kernel without NUMA) is for the caller to log: memory
-//! elsewhere is slower, not wrong. Sources: mbind(2), move_pages(2), get_mempolicy(2), `linux/mempolicy.h`.
+//! Control path. A refusal (a cpuset, a filter of system calls in a container, a kernel without
+//! NUMA) is for the caller to log: memory elsewhere is slower, not wrong. Sources: mbind(2),
+//! move_pages(2), get_mempolicy(2), `linux/mempolicy.h`.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -45,7 +46,8 @@ fn checked(result: libc::c_long) -> Result<(), Errno> {
 /// Errors: `ENOSYS` without NUMA, `EPERM` by a filter.
 pub(crate) fn has_policy() -> Result<bool, Errno> {
     let mut mode: libc::c_int = MPOL_DEFAULT;
-    // SAFETY: the call writes one `int` to `mode`, which outlives it; no mask is asked for (null and 0), no flag and no address given.
+    // SAFETY: the call writes one `int` to `mode`, which outlives it; no mask is asked for (null
+    // and 0), no flag and no address given.
     let result = unsafe {
         libc::syscall(
             libc::SYS_get_mempolicy,
@@ -63,15 +65,17 @@ pub(crate) fn has_policy() -> Result<bool, Errno> {
 ///
 /// * `start`, `len_bytes`: whole pages of one mapping.
 ///
-/// Errors: `EINVAL` when the node does not exist, has no memory or is not ours to use; `EPERM`, `ENOSYS` as above.
+/// Errors: `EINVAL` when the node does not exist, has no memory or is not ours to use; `EPERM`,
+/// `ENOSYS` as above.
 pub(crate) fn prefer(start: usize, len_bytes: usize, node: usize) -> Result<(), Errno> {
     const BITS: usize = libc::c_ulong::BITS as usize;
     let mut mask = vec![0 as libc::c_ulong; node / BITS + 1];
     mask[node / BITS] = 1 << (node % BITS);
     // The kernel looks at one bit fewer than it is told of.
     let bits = mask.len() * BITS + 1;
-    // SAFETY: the mask has `bits - 1` bits and outlives the call, which reads it only. A policy changes where pages come from, never
-    // their content, so the range need not be ours for this to be sound.
+    // SAFETY: the mask has `bits - 1` bits and outlives the call, which reads it only. A policy
+    // changes where pages come from, never their content, so the range need not be ours for this to
+    // be sound.
     let result = unsafe {
         libc::syscall(
             libc::SYS_mbind,
@@ -88,8 +92,9 @@ pub(crate) fn prefer(start: usize, len_bytes: usize, node: usize) -> Result<(), 
 
 /// Asks where the pages of some memory of this process are.
 ///
-/// * `ranges`: start address and bytes of each. One whose first page is untouched counts as untouched altogether: buffers are used from
-///   their start, and most are never used. Memory that has gone meanwhile is untouched too.
+/// * `ranges`: start address and bytes of each. One whose first page is untouched counts as
+///   untouched altogether: buffers are used from their start, and most are never used. Memory that
+///   has gone meanwhile is untouched too.
 ///
 /// Errors: `ENOSYS` without NUMA, `EPERM` by a filter of system calls.
 pub fn pages_by_node(ranges: &[(usize, usize)]) -> Result<NodePages, Errno> {
@@ -115,14 +120,17 @@ pub fn pages_by_node(ranges: &[(usize, usize)]) -> Result<NodePages, Errno> {
     Ok(found)
 }
 
-/// Moves memory of this process to a node, as far as it takes memory and may be moved. Gives where its pages are then.
+/// Moves memory of this process to a node, as far as it takes memory and may be moved. Gives where
+/// its pages are then.
 ///
-/// * `ranges`: start address and bytes of each. Pages that they share with other memory go with them.
+/// * `ranges`: start address and bytes of each. Pages that they share with other memory go with
+///   them.
 ///
-/// Memory that the kernel has made for itself and lent us (the entries of an io_uring) and memory that is pinned for it stay where they are.
-/// Sources: move_pages(2).
+/// Memory that the kernel has made for itself and lent us (the entries of an io_uring) and memory
+/// that is pinned for it stay where they are. Sources: move_pages(2).
 ///
-/// Errors: as [`pages_by_node`]; `EACCES`, `ENODEV` when the node is not ours to use or has no memory.
+/// Errors: as [`pages_by_node`]; `EACCES`, `ENODEV` when the node is not ours to use or has no
+/// memory.
 pub fn move_to_node(ranges: &[(usize, usize)], node: usize) -> Result<NodePages, Errno> {
     let all: BTreeSet<usize> = ranges
         .iter()
@@ -153,7 +161,8 @@ pub fn move_to_node(ranges: &[(usize, usize)], node: usize) -> Result<NodePages,
 pub fn stack_of_thread() -> Option<(usize, usize)> {
     // SAFETY: an all-zero `pthread_attr_t` is a valid place for the C library to write to.
     let mut attributes: libc::pthread_attr_t = unsafe { std::mem::zeroed() };
-    // SAFETY: of the calling thread, which lives; `attributes` is a live structure of the right type.
+    // SAFETY: of the calling thread, which lives; `attributes` is a live structure of the right
+    // type.
     if unsafe { libc::pthread_getattr_np(libc::pthread_self(), &raw mut attributes) } != 0 {
         return None;
     }
@@ -177,9 +186,10 @@ fn move_pages(
     status: &mut [libc::c_int],
 ) -> Result<(), Errno> {
     assert!(status.len() >= pages.len() && nodes.is_none_or(|nodes| nodes.len() == pages.len()));
-    // SAFETY: the call reads `pages.len()` addresses, which it looks up and never follows, and as many nodes, if there are any, and writes as
-    // many `int`s to `status`: all are at least as long, as was looked at above. Where a page is does not change what is in it, nor its
-    // address, so nothing that points to it is wrong afterwards.
+    // SAFETY: the call reads `pages.len()` addresses, which it looks up and never follows, and as
+    // many nodes, if there are any, and writes as many `int`s to `status`: all are at least as
+    // long, as was looked at above. Where a page is does not change what is in it, nor its address,
+    // so nothing that points to it is wrong afterwards.
     let result = unsafe {
         libc::syscall(
             libc::SYS_move_pages,

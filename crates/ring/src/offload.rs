@@ -1,8 +1,8 @@
 //! Helper threads for work that would block a ring thread.
 //!
 //! One pool for the whole process, started when it is first needed. The result comes back through
-//! the waker of the task, i.e. through the ring's eventfd. Work is taken in the order in which it was
-//! given.
+//! the waker of the task, i.e. through the ring's eventfd. Work is taken in the order in which it
+//! was given.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -11,8 +11,8 @@ use std::sync::{Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
 use crate::handoff::handoff;
 use crate::placement::{pin_to_cpus, process_cpus};
 
-/// Fewest helper threads: one may block in a system call while the other decompresses. More than there
-/// are CPUs cost a fifth of the speed of compressed random reads (2 CPUs, 4 threads).
+/// Fewest helper threads: one may block in a system call while the other decompresses. More than
+/// there are CPUs cost a fifth of the speed of compressed random reads (2 CPUs, 4 threads).
 const THREADS_MIN: usize = 2;
 /// Most helper threads; otherwise there is one for each CPU.
 const THREADS_MAX: usize = 64;
@@ -42,12 +42,14 @@ static CPUS: LazyLock<usize> = LazyLock::new(|| {
     counted.unwrap_or(THREADS_MIN)
 });
 
-/// Looks how many CPUs there are, if nobody has yet: in a sandbox the files of a cgroup cannot be read. Blocks for some reads of small files.
+/// Looks how many CPUs there are, if nobody has yet: in a sandbox the files of a cgroup cannot be
+/// read. Blocks for some reads of small files.
 pub(crate) fn count_cpus() {
     LazyLock::force(&CPUS);
 }
 
-/// Does something on a thread that is bound to no CPU of a queue: the calling one may be. `None`: no thread can be started.
+/// Does something on a thread that is bound to no CPU of a queue: the calling one may be. `None`:
+/// no thread can be started.
 fn on_all_cpus<T: Send + 'static>(
     name: &str,
     work: impl FnOnce() -> T + Send + 'static,
@@ -66,7 +68,8 @@ static POOL: LazyLock<&'static Pool> = LazyLock::new(|| {
     // For as long as the process lives, like its threads.
     let pool: &'static Pool =
         Box::leak(Box::new(Pool { queue: Mutex::new(queue), filled: Condvar::new() }));
-    // Threads inherit the CPUs of who starts them, and whoever needs the pool first may be bound to one.
+    // Threads inherit the CPUs of who starts them, and whoever needs the pool first may be bound to
+    // one.
     if on_all_cpus("helpers", || pool.start()).is_none() {
         pool.start();
     }
@@ -110,8 +113,8 @@ impl Pool {
             let mut queue = self.queue();
             if queue.threads == 0 {
                 drop(queue);
-                // No helper thread could be started (a limit on processes): slower is better than not
-                // at all.
+                // No helper thread could be started (a limit on processes): slower is better than
+                // not at all.
                 return work();
             }
             queue.work.push_back(work);

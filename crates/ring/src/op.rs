@@ -86,8 +86,9 @@ impl Op {
         }
     }
 
-    /// Says that the kernel completes this operation while it is submitted, so that the thread may sleep past it, until one
-    /// completion more is there; see [`Ring::wait_past_inline`] for when it does.
+    /// Says that the kernel completes this operation while it is submitted, so that the thread may
+    /// sleep past it, until one completion more is there; see [`Ring::wait_past_inline`] for when
+    /// it does.
     pub fn completes_inline(mut self) -> Op {
         self.inline = true;
         self

@@ -1,10 +1,12 @@
 //! What a ring may do: restrictions that the kernel checks for each entry.
 //!
-//! A filter of system calls cannot see inside a ring: whoever may enter one may open files and connect sockets through it. So a ring is
-//! made disabled, told the operations that this crate submits, and enabled; from then on everything else completes with `EACCES`, for as
-//! long as the ring lives, whoever writes into it.
+//! A filter of system calls cannot see inside a ring: whoever may enter one may open files and
+//! connect sockets through it. So a ring is made disabled, told the operations that this crate
+//! submits, and enabled; from then on everything else completes with `EACCES`, for as long as the
+//! ring lives, whoever writes into it.
 //!
-//! Whoever adds an operation to this crate adds it here; the tests of the ring run restricted, so one that was forgotten fails there.
+//! Whoever adds an operation to this crate adds it here; the tests of the ring run restricted, so
+//! one that was forgotten fails there.
 
 use std::io;
 
@@ -28,14 +30,16 @@ const OPERATIONS: [u8; 13] = [
     opcode::MsgRingData::CODE,
 ];
 
-/// Calls of io_uring_register(2) that are made while a ring works. Numbers: include/uapi/linux/io_uring.h, `IORING_REGISTER_*`; the table
-/// of files is made before the ring is enabled.
+/// Calls of io_uring_register(2) that are made while a ring works. Numbers:
+/// include/uapi/linux/io_uring.h, `IORING_REGISTER_*`; the table of files is made before the ring
+/// is enabled.
 const REGISTRATIONS: [u8; 6] = [
     /* UNREGISTER_BUFFERS */ 1, /* FILES_UPDATE */ 6, /* BUFFERS2 */ 15,
     /* BUFFERS_UPDATE */ 16, /* RING_FDS */ 20, /* UNREGISTER_RING_FDS */ 21,
 ];
 
-/// Flags of entries: a registered file, a link to the next entry, no completion after success. `IOSQE_*` of the same header.
+/// Flags of entries: a registered file, a link to the next entry, no completion after success.
+/// `IOSQE_*` of the same header.
 const FLAGS: u8 = (1 << 0) | (1 << 2) | (1 << 6);
 
 /// Tells a ring that is not enabled yet what it may do.

@@ -57,7 +57,8 @@ pub(crate) const TAG_MESSAGE: u64 = (1 << 62) | 2;
 
 /// `EPOLLIN`.
 const POLL_IN: u32 = libc::POLLIN as u32;
-/// `EPOLLEXCLUSIVE`: of all exclusive waiters the kernel wakes one (include/uapi/linux/eventpoll.h).
+/// `EPOLLEXCLUSIVE`: of all exclusive waiters the kernel wakes one
+/// (include/uapi/linux/eventpoll.h).
 const POLL_EXCLUSIVE: u32 = 1 << 28;
 
 /// Messages that may wait before their queue grows.
@@ -71,9 +72,9 @@ pub(crate) struct Inner {
     times: Box<[UnsafeCell<types::Timespec>]>,
     /// Those who wait for a slot.
     hungry: RefCell<VecDeque<Waiter>>,
-    /// Until this round of the executor ([`Executor::rounds`]) those who waited for a slot look whether there is one: who comes now waits
-    /// until they have. Otherwise a task that has another operation as soon as one has ended, and takes its slot again at once, starves
-    /// all who wait.
+    /// Until this round of the executor ([`Executor::rounds`]) those who waited for a slot look
+    /// whether there is one: who comes now waits until they have. Otherwise a task that has another
+    /// operation as soon as one has ended, and takes its slot again at once, starves all who wait.
     fed_until: Cell<u64>,
     pub(crate) executor: Executor,
     pub(crate) counters: Arc<Counters>,
@@ -169,7 +170,8 @@ impl Inner {
     ) -> Result<u32, Keep> {
         if !*has_waited && self.executor.rounds() < self.fed_until.get() {
             *has_waited = true;
-            // Through the waker, as some of those who wait are woken: in the order in which that was asked for.
+            // Through the waker, as some of those who wait are woken: in the order in which that
+            // was asked for.
             cx.waker().wake_by_ref();
             return Err(keep);
         }
@@ -191,7 +193,8 @@ impl Inner {
         }
     }
 
-    /// As [`Inner::poll_slot`], for an operation with several completions: the result, and whether it was the last.
+    /// As [`Inner::poll_slot`], for an operation with several completions: the result, and whether
+    /// it was the last.
     pub(crate) fn poll_stream(&self, slot: u32, cx: &Context<'_>) -> Poll<(i32, bool)> {
         if let Some(result) = self.slots.borrow_mut().take_event(slot) {
             return Poll::Ready((result, false));
@@ -199,12 +202,14 @@ impl Inner {
         self.poll_slot(slot, cx).map(|result| (result, true))
     }
 
-    /// A slot is free: all who wait for one look again. Some of them may be gone, so waking one would not do.
+    /// A slot is free: all who wait for one look again. Some of them may be gone, so waking one
+    /// would not do.
     fn feed_hungry(&self) {
         if self.hungry.borrow().is_empty() {
             return;
         }
-        // They are polled in the next round, before those who come until its end and are polled in the one after that.
+        // They are polled in the next round, before those who come until its end and are polled in
+        // the one after that.
         self.fed_until.set(self.executor.rounds() + 2);
         while let Some(waiter) = { self.hungry.borrow_mut().pop_front() } {
             self.executor.wake(waiter);
@@ -217,7 +222,8 @@ impl Inner {
             return;
         }
         self.counters.queue_full.add(1);
-        // The kernel may take nothing for a moment (EBUSY, EAGAIN: no memory, completions overflowed): an entry must not be lost.
+        // The kernel may take nothing for a moment (EBUSY, EAGAIN: no memory, completions
+        // overflowed): an entry must not be lost.
         while !self.uring.has_room(count) {
             if let Err(error) = self.uring.enter(&self.counters, 0, None) {
                 tracing::error!("io_uring_enter: {error}");
@@ -341,8 +347,9 @@ impl Ring {
         }
     }
 
-    /// Reads at byte `offset` into `buf`; a registered buffer is named by its slot. Result: bytes read, short at the end of the
-    /// file, and for a scattered buffer of more than 1024 pieces. Errors: also `EFAULT` for a registered buffer that this ring does not know.
+    /// Reads at byte `offset` into `buf`; a registered buffer is named by its slot. Result: bytes
+    /// read, short at the end of the file, and for a scattered buffer of more than 1024 pieces.
+    /// Errors: also `EFAULT` for a registered buffer that this ring does not know.
     pub fn read(&self, fd: Fd, offset: u64, buf: &IoBuf) -> Op {
         if buf.is_scattered() {
             return self.move_pieces(fd, offset, buf, Way::Read);
@@ -376,8 +383,9 @@ impl Ring {
     /// Waits until the descriptor is readable, as an exclusive waiter (of several, the kernel
     /// wakes one), then reads into `buf`: one completion and one system call for both.
     ///
-    /// Errors: `EAGAIN` or a long wait when another reader took the data in between.
-    /// For a descriptor in non-blocking mode that is read by several threads, as /dev/fuse. Panics for a scattered buffer.
+    /// Errors: `EAGAIN` or a long wait when another reader took the data in between. For a
+    /// descriptor in non-blocking mode that is read by several threads, as /dev/fuse. Panics for a
+    /// scattered buffer.
     pub fn read_when_readable(&self, fd: Fd, buf: &IoBuf) -> Op {
         assert!(!buf.is_scattered(), "a read after a poll goes to one place");
         let entry = Self::read_entry(fd, 0, buf);
@@ -421,7 +429,8 @@ impl Ring {
         Op { ring: self.clone(), state: State::InFlight(slot), inline: false }.await
     }
 
-    /// Reads into up to 8 pieces. Errors: `EINVAL` for more, and for one that is scattered or not ours.
+    /// Reads into up to 8 pieces. Errors: `EINVAL` for more, and for one that is scattered or not
+    /// ours.
     pub async fn readv(&self, fd: Fd, offset: u64, bufs: &[IoBuf]) -> Result<u32, Errno> {
         self.vectored(bufs, |vector, count| {
             on_fd!(fd, |fd| opcode::Readv::new(fd, vector, count).offset(offset).build())

@@ -18,8 +18,9 @@ use crate::{Config, Ring, SetupError, Source, SpinPolicy};
 /// leaked, since the kernel may still write it.
 const CLOSE_WAIT: Duration = Duration::from_secs(1);
 
-/// A poll lets another thread of its CPU run after this time, and again whenever it has lasted twice as long: perhaps the one that it
-/// waits for. Each time is a system call, so they must not be many.
+/// A poll lets another thread of its CPU run after this time, and again whenever it has lasted
+/// twice as long: perhaps the one that it waits for. Each time is a system call, so they must not
+/// be many.
 const YIELD_FIRST: Duration = Duration::from_micros(4);
 
 /// Rounds of ready tasks before an enter.
@@ -60,8 +61,8 @@ impl Runtime {
             if let Poll::Ready(output) = inner.executor.poll_root(future.as_mut(), &waker) {
                 return output;
             }
-            // What tasks queue for each other is submitted together; but a task that always wakes itself must not keep the thread
-            // from the kernel.
+            // What tasks queue for each other is submitted together; but a task that always wakes
+            // itself must not keep the thread from the kernel.
             for round in 0..=ROUNDS {
                 inner.shared.receive_local(|task| inner.executor.schedule(task));
                 if round == ROUNDS || !inner.executor.has_ready_tasks() {
@@ -87,7 +88,8 @@ impl Runtime {
             && !self.poll_before_sleep()
             && !source.as_ref().is_some_and(|source| source.arm())
         {
-            // Inline completions are there at once: the wait is for one more than those, if one is sure to come without them.
+            // Inline completions are there at once: the wait is for one more than those, if one is
+            // sure to come without them.
             let past = if inner.past_inline.get() { inner.inline_expected.get() } else { 0 };
             let want = 1 + past;
             inner.counters.sleeps.add(1);
@@ -191,8 +193,9 @@ impl Runtime {
                 return true;
             }
             if inner.uring.has_work() {
-                // Waits for one completion, so that a poll and the read linked to it are done in one call. Not with a source: what the
-                // kernel has left may end without a completion, and the source has not been told that we sleep.
+                // Waits for one completion, so that a poll and the read linked to it are done in
+                // one call. Not with a source: what the kernel has left may end without a
+                // completion, and the source has not been told that we sleep.
                 self.enter(u32::from(source.is_none()));
                 self.spin.paid();
                 inner.counters.polls_paid.add(1);

@@ -74,7 +74,8 @@ impl From<io::Error> for SetupError {
     }
 }
 
-/// Whether the kernel has io_uring whatever the system call says: the sysctl exists since Linux 6.6.
+/// Whether the kernel has io_uring whatever the system call says: the sysctl exists since Linux
+/// 6.6.
 fn kernel_has_it() -> bool {
     std::path::Path::new("/proc/sys/kernel/io_uring_disabled").exists()
 }

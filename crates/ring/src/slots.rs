@@ -1,5 +1,5 @@
-//! Slots: one for each operation in flight. Memory for all is reserved at start-up, and touched when so many are in flight for the
-//! first time: most threads never need most of it.
+//! Slots: one for each operation in flight. Memory for all is reserved at start-up, and touched
+//! when so many are in flight for the first time: most threads never need most of it.
 //!
 //! A slot keeps what the kernel may still touch (buffers, vectors, a time) until the completion
 //! arrives, whoever dropped what meanwhile. A generation in the user data tells a late completion
@@ -181,7 +181,8 @@ impl Slots {
         false
     }
 
-    /// A completion arrived. Sets of events of an operation that goes on (`more`) add up until they are taken.
+    /// A completion arrived. Sets of events of an operation that goes on (`more`) add up until they
+    /// are taken.
     pub(crate) fn complete(&mut self, user_data: u64, result: i32, more: bool) -> Completed {
         let index = u32::try_from(user_data & u64::from(u32::MAX)).unwrap_or(u32::MAX);
         let Some(slot) = self.slots.get_mut(index as usize) else { return Completed::Nobody };

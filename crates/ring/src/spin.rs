@@ -7,8 +7,8 @@
 
 use std::time::Duration;
 
-/// Polls in a row that must miss before the pause starts.
-/// More than one, since clients and disks answer in bursts: a poll between two bursts misses, those inside one pay.
+/// Polls in a row that must miss before the pause starts. More than one, since clients and disks
+/// answer in bursts: a poll between two bursts misses, those inside one pay.
 const MISSES_ALLOWED: u32 = 8;
 /// Longest pause, in sleeps. At one sleep for each request this is one trial in 1024 requests.
 const PAUSE_MAX: u32 = 1024;

@@ -54,7 +54,8 @@ impl Histogram {
         self.0.iter().sum()
     }
 
-    /// The latency that `fraction` (0.0 ..= 1.0) of all requests did not exceed; zero when there are none.
+    /// The latency that `fraction` (0.0 ..= 1.0) of all requests did not exceed; zero when there
+    /// are none.
     #[must_use]
     pub fn percentile(&self, fraction: f64) -> Duration {
         let count = self.count();
@@ -187,8 +188,9 @@ impl QueueCells {
         self.latency[bucket(nanos)].add(1);
     }
 
-    /// As [`QueueCells::end`], of a request that waited meanwhile: the thread did something else, or slept. One that is served in one go
-    /// never does, however slow the CPU is, or busy with others.
+    /// As [`QueueCells::end`], of a request that waited meanwhile: the thread did something else,
+    /// or slept. One that is served in one go never does, however slow the CPU is, or busy with
+    /// others.
     pub fn end_waited(&self, nanos: u64) {
         self.end(nanos);
         self.waited_ns.add(nanos);
@@ -256,7 +258,8 @@ pub struct QueueStats {
     pub read_bytes: u64,
     /// Bytes written by clients.
     pub write_bytes: u64,
-    /// Requests answered with an error; not those for which the kernel learns that there is no such operation (ENOSYS).
+    /// Requests answered with an error; not those for which the kernel learns that there is no such
+    /// operation (ENOSYS).
     pub errors: u64,
     /// Requests being served now.
     pub in_flight: u64,
@@ -278,7 +281,8 @@ pub struct QueueStats {
     pub polls_missed: u64,
     /// Reads and writes of registered memory.
     pub fixed: u64,
-    /// Times that the submission queue was full, that an operation waited for a slot, or that every entry carried a request.
+    /// Times that the submission queue was full, that an operation waited for a slot, or that every
+    /// entry carried a request.
     pub queue_full: u64,
     /// Fetches that found the request gone.
     pub eagain: u64,

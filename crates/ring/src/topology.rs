@@ -1,7 +1,7 @@
 //! The machine: its CPUs, and which memory is near them.
 //!
-//! Promises: whatever /sys and /proc say or do not say, there is a node, and a CPU that may be used. Control path; blocks for
-//! some reads of small files.
+//! Promises: whatever /sys and /proc say or do not say, there is a node, and a CPU that may be
+//! used. Control path; blocks for some reads of small files.
 
 use std::fs;
 use std::path::Path;
@@ -11,7 +11,8 @@ use crate::{CpuList, numa};
 /// CPUs and nodes, as the calling thread sees them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Topology {
-    /// CPUs that there are or may ever be. Their number need not be one more than the largest of them.
+    /// CPUs that there are or may ever be. Their number need not be one more than the largest of
+    /// them.
     pub possible: CpuList,
     /// Those that run now, also where we may not.
     pub online: CpuList,
@@ -19,7 +20,8 @@ pub struct Topology {
     pub allowed: CpuList,
     /// Ascending numbers, which need not be dense; at least one node.
     pub nodes: Vec<Node>,
-    /// Somebody chose where the memory of this process comes from (`numactl`), so that it is not for us to choose.
+    /// Somebody chose where the memory of this process comes from (`numactl`), so that it is not
+    /// for us to choose.
     pub has_memory_policy: bool,
 }
 
@@ -34,21 +36,24 @@ pub struct Node {
     pub memory_bytes: u64,
     /// It has memory, and this process may use it.
     pub is_memory_usable: bool,
-    /// Distance to each node in the order of [`Topology::nodes`]; 10 is the node itself. Empty where the kernel does not tell.
+    /// Distance to each node in the order of [`Topology::nodes`]; 10 is the node itself. Empty
+    /// where the kernel does not tell.
     pub distances: Vec<u32>,
 }
 
 impl Topology {
     /// Reads the topology of this machine, for the calling thread.
     pub fn read() -> Topology {
-        // A kernel that does not tell (no NUMA, or forbidden by a filter) has no policy that we could break.
+        // A kernel that does not tell (no NUMA, or forbidden by a filter) has no policy that we
+        // could break.
         let has_memory_policy = numa::has_policy().unwrap_or(false);
         Topology { has_memory_policy, ..Topology::read_under(Path::new("/")) }
     }
 
     /// The same from another place.
     ///
-    /// * `root`: has `sys/devices/system/cpu`, `sys/devices/system/node` and `proc/thread-self/status` below it.
+    /// * `root`: has `sys/devices/system/cpu`, `sys/devices/system/node` and
+    ///   `proc/thread-self/status` below it.
     pub fn read_under(root: &Path) -> Topology {
         let text = |path: &str| fs::read_to_string(root.join(path)).unwrap_or_default();
         let list = |path: &str| CpuList::of_kernel(&text(path));
@@ -93,8 +98,8 @@ impl Topology {
         Topology { possible, online, allowed, nodes, has_memory_policy: false }
     }
 
-    /// The node of a CPU; `None` where the kernel does not tell, as of a CPU that has never been there. A machine with one node has
-    /// them all on it.
+    /// The node of a CPU; `None` where the kernel does not tell, as of a CPU that has never been
+    /// there. A machine with one node has them all on it.
     pub fn node_of(&self, cpu: usize) -> Option<usize> {
         if let [node] = &self.nodes[..] {
             return Some(node.id);
@@ -108,7 +113,8 @@ impl Topology {
         cpus.iter().all(|cpu| self.node_of(cpu) == Some(node)).then_some(node)
     }
 
-    /// How far one node is from another: 10 for the same, more for others; `u32::MAX` where that is not known.
+    /// How far one node is from another: 10 for the same, more for others; `u32::MAX` where that is
+    /// not known.
     pub fn distance(&self, from: usize, to: usize) -> u32 {
         let place = |id| self.nodes.iter().position(|node| node.id == id);
         match (place(from), place(to)) {

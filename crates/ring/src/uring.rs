@@ -72,7 +72,8 @@ impl Uring {
             // By the thread that uses it: a ring of a single issuer belongs to whoever enables it.
             submitter.register_enable_rings()?;
         }
-        // A seccomp profile may allow io_uring_setup and forbid this: known now, not when the first request would wait for ever.
+        // A seccomp profile may allow io_uring_setup and forbid this: known now, not when the first
+        // request would wait for ever.
         submitter.submit()?;
         if let Err(error) = submitter.register_ring_fd() {
             tracing::debug!("ring descriptor not registered ({error}); each enter looks it up");

@@ -57,7 +57,8 @@ pub(crate) fn wait(mountpoint: &Path, limit: Duration) -> bool {
     }
 }
 
-/// Another user's mountpoint may be anything by now: a FIFO is not waited for, and a link, which may lead to a device, not followed.
+/// Another user's mountpoint may be anything by now: a FIFO is not waited for, and a link, which
+/// may lead to a device, not followed.
 fn open(path: &Path) -> io::Result<File> {
     let flags = (OFlags::NONBLOCK | OFlags::NOFOLLOW).bits().cast_signed();
     OpenOptions::new().read(true).custom_flags(flags).open(path)

@@ -1,6 +1,7 @@
 //! What a mountpoint was before a process began to serve there: for who has to clean up after it.
 //!
-//! Promises: what was there before stays, and so does a mount that lives; one that nobody serves cannot make it hang. Control path.
+//! Promises: what was there before stays, and so does a mount that lives; one that nobody serves
+//! cannot make it hang. Control path.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -30,7 +31,8 @@ impl Before {
         self.was_there
     }
 
-    /// Takes away what a process that was killed before its mount was ready has left: the mount, and an empty file that it made.
+    /// Takes away what a process that was killed before its mount was ready has left: the mount,
+    /// and an empty file that it made.
     pub(crate) fn restore(&self) {
         if self.was_mounted {
             return;

@@ -1,7 +1,8 @@
 //! The lock of a directory, for processes that change names in it one at a time.
 //!
-//! Promises: nobody waits for it for longer than it says. Whoever may read a directory may lock it and keep the lock (another user in `/run`
-//! or `/tmp`), so to have it is a help against honest processes that start at the same moment, and no condition for going on.
+//! Promises: nobody waits for it for longer than it says. Whoever may read a directory may lock it
+//! and keep the lock (another user in `/run` or `/tmp`), so to have it is a help against honest
+//! processes that start at the same moment, and no condition for going on.
 
 use std::fs::File;
 use std::os::unix::fs::OpenOptionsExt;
@@ -19,7 +20,8 @@ pub(crate) const END: Duration = Duration::from_millis(500);
 /// How often one looks.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// Locks a directory until the value is dropped. `None`: it cannot be read, or others have had its lock for all of this time.
+/// Locks a directory until the value is dropped. `None`: it cannot be read, or others have had its
+/// lock for all of this time.
 pub(crate) fn lock(directory: &Path, limit: Duration) -> Option<File> {
     let flags = (OFlags::DIRECTORY | OFlags::NONBLOCK).bits().cast_signed();
     let directory = File::options().read(true).custom_flags(flags).open(directory).ok()?;

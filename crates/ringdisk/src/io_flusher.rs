@@ -1,7 +1,8 @@
 //! Whether the kernel's own I/O may depend on this process (PR_SET_IO_FLUSHER, prctl(2)).
 //!
-//! Promises: allocations of a process that is one never wait for memory to be written to its own export. A refusal is never an error.
-//! Called by the main thread before those are started that serve, so that they inherit it.
+//! Promises: allocations of a process that is one never wait for memory to be written to its own
+//! export. A refusal is never an error. Called by the main thread before those are started that
+//! serve, so that they inherit it.
 
 use std::os::fd::AsFd;
 
@@ -11,10 +12,12 @@ use rustix::fs::{FileType, fstat};
 
 /// Tells the kernel.
 ///
-/// * `is_needed`: what is served can be below a block device, or is one: the file of a mount may become a loop device at any time; a disk for
-///   virtual machines is in nobody's way here, unless it is a block device of this machine.
+/// * `is_needed`: what is served can be below a block device, or is one: the file of a mount may
+///   become a loop device at any time; a disk for virtual machines is in nobody's way here, unless
+///   it is a block device of this machine.
 ///
-/// Needs CAP_SYS_RESOURCE; an unprivileged process cannot be used for a loop mount by others than root anyway.
+/// Needs CAP_SYS_RESOURCE; an unprivileged process cannot be used for a loop mount by others than
+/// root anyway.
 pub(crate) fn become_one_if(is_needed: bool) {
     if !is_needed {
         return;

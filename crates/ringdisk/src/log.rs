@@ -1,8 +1,9 @@
 //! Log lines of the control path, in the shape of our other messages.
 //!
 //! Promises: `ringdisk: warning: text` on standard error; a stream that cannot be written never
-//! ends the process. Colours as in our other messages: on a terminal only. A command that opens an image several times
-//! gives each warning once; a server repeats them, since each stands for something that happened at that moment.
+//! ends the process. Colours as in our other messages: on a terminal only. A command that opens an
+//! image several times gives each warning once; a server repeats them, since each stands for
+//! something that happened at that moment.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -17,7 +18,8 @@ use tracing_subscriber::registry::LookupSpan;
 
 use crate::terminal::{NAME, paint_error, paint_warning, write_error};
 
-/// Warnings that a command keeps in mind so as not to repeat them; those after them are all written.
+/// Warnings that a command keeps in mind so as not to repeat them; those after them are all
+/// written.
 const REMEMBERED_MAX: usize = 1000;
 
 /// Starts logging; once per process.

@@ -1,7 +1,7 @@
 //! Files that a command makes and that must not stay when it fails.
 //!
-//! Promises: only a file that this process made itself, or whose old content it has given up, is ever removed, and
-//! only if its name still leads to it; a signal removes it too.
+//! Promises: only a file that this process made itself, or whose old content it has given up, is
+//! ever removed, and only if its name still leads to it; a signal removes it too.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -35,8 +35,8 @@ impl MadeFile {
         MadeFile::made(path, file)
     }
 
-    /// The same without following any symbolic link: whoever may write a directory on the way could have put one there since the path was
-    /// found to have none.
+    /// The same without following any symbolic link: whoever may write a directory on the way could
+    /// have put one there since the path was found to have none.
     ///
     /// * `path`: absolute.
     ///
@@ -63,8 +63,8 @@ impl MadeFile {
         }
     }
 
-    /// One that a process before this one says that it has made. That process may have been taken over, so a file with content, which it has
-    /// not made so, stays.
+    /// One that a process before this one says that it has made. That process may have been taken
+    /// over, so a file with content, which it has not made so, stays.
     pub(crate) fn adopt(path: &Path, id: (u64, u64)) -> MadeFile {
         MadeFile { path: path.to_owned(), id, keep: false, was_there: false, is_adopted: true }
     }
@@ -121,7 +121,8 @@ impl Fresh {
         Ok(made.map(|made| files.push(made)).is_some())
     }
 
-    /// A regular file that is there, and that we have locked, is overwritten from now on: what it becomes is made by us.
+    /// A regular file that is there, and that we have locked, is overwritten from now on: what it
+    /// becomes is made by us.
     ///
     /// Errors: those of stat(2).
     pub(crate) fn begin(&self, path: &Path) -> io::Result<()> {

@@ -1,9 +1,10 @@
 //! Tells a service manager how we are.
 //!
-//! Promises: never blocks for long, and says nothing about a failure but where descriptors are to be kept; without
-//! `NOTIFY_SOCKET` nothing is done. The parent that keeps a mount is told in the same words. Inside a sandbox the warden speaks
-//! (`sandbox/notify.rs`), and descriptors are not given away any more.
-//! Source: the datagram protocol of sd_notify(3): newline-separated assignments.
+//! Promises: never blocks for long, and says nothing about a failure but where descriptors are to
+//! be kept; without `NOTIFY_SOCKET` nothing is done. The parent that keeps a mount is told in the
+//! same words. Inside a sandbox the warden speaks (`sandbox/notify.rs`), and descriptors are not
+//! given away any more. Source: the datagram protocol of sd_notify(3): newline-separated
+//! assignments.
 
 use std::ffi::OsStr;
 use std::io::{self, IoSlice};
@@ -32,7 +33,8 @@ const FULL: Duration = Duration::from_millis(5);
 /// Longest text of one message, bytes. Managers read 4096 bytes of a whole one.
 const TEXT_BYTES_MAX: usize = 1024;
 
-/// The variable that says that a stop waits for users; service managers ignore names that begin with X_.
+/// The variable that says that a stop waits for users; service managers ignore names that begin
+/// with X_.
 pub(crate) const IN_USE: &str = "X_RINGDISK_IN_USE";
 
 /// All that is said, with a text.
@@ -101,7 +103,8 @@ enum Target {
     Holder(OwnedFd),
     /// The manager, through the warden.
     Warden,
-    /// The same, but that we are ready is said over this socket, which is connected to the manager, and goes with it.
+    /// The same, but that we are ready is said over this socket, which is connected to the manager,
+    /// and goes with it.
     WardenLater(OwnedFd),
 }
 
@@ -119,7 +122,8 @@ impl Notify {
         Notify::to(std::env::var_os("NOTIFY_SOCKET").as_deref())
     }
 
-    /// The same for another process, which is our parent: as if that one spoke, where we may do that.
+    /// The same for another process, which is our parent: as if that one spoke, where we may do
+    /// that.
     pub(crate) fn in_the_name_of(pid: u32) -> Notify {
         Notify { other: Some(pid), ..Notify::from_environment() }
     }
@@ -147,8 +151,9 @@ impl Notify {
         wanted(self.target.lock().unwrap_or_else(PoisonError::into_inner).as_ref())
     }
 
-    /// The warden speaks to the service manager from now on, and the socket is closed: at once, or, where the manager would not take the
-    /// warden's word for ours, when we have said that we are ready.
+    /// The warden speaks to the service manager from now on, and the socket is closed: at once, or,
+    /// where the manager would not take the warden's word for ours, when we have said that we are
+    /// ready.
     pub(crate) fn leave_to_warden(&self) {
         let mut target = self.target.lock().unwrap_or_else(PoisonError::into_inner);
         let (socket, address) = match target.take() {
@@ -209,7 +214,8 @@ impl Notify {
         self.say(Word::Stopping, status);
     }
 
-    /// We were told to stop, and go on until our users are gone. The parent that keeps the mount starts another process if we die.
+    /// We were told to stop, and go on until our users are gone. The parent that keeps the mount
+    /// starts another process if we die.
     pub(crate) fn in_use(&self, status: &str) {
         self.say(Word::InUse, status);
     }
@@ -229,7 +235,8 @@ impl Notify {
             return;
         };
         let told = match word {
-            // Not lost in a full queue: what stays behind would be taken for a mount by the next process.
+            // Not lost in a full queue: what stays behind would be taken for a mount by the next
+            // process.
             Word::Forget => self.deliver(&message, &[]),
             _ => self.try_send(&message, &[]),
         };
@@ -238,7 +245,8 @@ impl Notify {
         }
     }
 
-    /// Says that we are ready over a socket that is kept for this, and closes it. Returns whether there is one.
+    /// Says that we are ready over a socket that is kept for this, and closes it. Returns whether
+    /// there is one.
     fn say_last(&self, text: &str) -> bool {
         let mut target = self.target.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(Target::WardenLater(socket)) = &*target else { return false };
@@ -309,7 +317,8 @@ fn in_the_name_of(
     control
 }
 
-/// Whether this process may speak in the name of another one: `CAP_SYS_ADMIN` where that one's number counts. Tried on itself.
+/// Whether this process may speak in the name of another one: `CAP_SYS_ADMIN` where that one's
+/// number counts. Tried on itself.
 fn speaks_for(pid: Pid) -> bool {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let Ok((ours, _theirs)) = socketpair(AddressFamily::UNIX, SocketType::DGRAM, flags, None)

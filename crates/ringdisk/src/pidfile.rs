@@ -5,8 +5,9 @@
 //! made beside and renamed, or written over in place when it was there and nobody holds it. A file
 //! that does not look like a pid file, is a link, or belongs to somebody else is left alone.
 //!
-//! Whoever takes the process over later cannot write another pid into it, for scripts to signal: what stays open can only be read. So the
-//! lock is one for reading, which keeps out everybody who asks for one to write.
+//! Whoever takes the process over later cannot write another pid into it, for scripts to signal:
+//! what stays open can only be read. So the lock is one for reading, which keeps out everybody who
+//! asks for one to write.
 //!
 //! Used by the main thread only: POSIX locks belong to the process and end when it closes *any*
 //! descriptor of the file, so nobody else may open it.
@@ -97,8 +98,8 @@ impl Pidfile {
 }
 
 impl Pidfile {
-    /// Leaves the file to a process that goes on in place of this one, and takes it over as soon as this one is gone: the lock must be free
-    /// by then.
+    /// Leaves the file to a process that goes on in place of this one, and takes it over as soon as
+    /// this one is gone: the lock must be free by then.
     pub(crate) fn leave(mut self) {
         self.stays = true;
     }
@@ -119,7 +120,8 @@ impl Drop for Pidfile {
     }
 }
 
-/// The same file, open for reading only, and locked. The locks of a process on a file go with the first of its descriptors that is closed.
+/// The same file, open for reading only, and locked. The locks of a process on a file go with the
+/// first of its descriptors that is closed.
 fn keep_to_read(path: &Path, file: File) -> Result<File, Failure> {
     // Without /proc it stays as it is; nor is there a sandbox.
     let Ok(again) = File::open(format!("/proc/self/fd/{}", file.as_raw_fd())) else {
@@ -132,7 +134,8 @@ fn keep_to_read(path: &Path, file: File) -> Result<File, Failure> {
 
 /// Opens and locks the file that is there; `None` if there is none.
 fn open_existing(path: &Path) -> Result<Option<File>, Failure> {
-    // A FIFO of that name must not hold us up, and a link of another user lead to any file that holds a number.
+    // A FIFO of that name must not hold us up, and a link of another user lead to any file that
+    // holds a number.
     let flags = (OFlags::NONBLOCK | OFlags::NOFOLLOW).bits().cast_signed();
     let opened = OpenOptions::new().read(true).write(true).custom_flags(flags).open(path);
     let refuse = |what: &str| {

@@ -328,7 +328,8 @@ impl From<ringdisk_vhost::Error> for Failure {
 }
 
 impl Failure {
-    /// Of a change that was asked for: options that make no sense for this image are a mistake of the command line.
+    /// Of a change that was asked for: options that make no sense for this image are a mistake of
+    /// the command line.
     pub(crate) fn of_change(error: ringdisk_disk::Error) -> Failure {
         match error.kind() {
             ringdisk_disk::ErrorKind::Invalid => Failure::caused(Exit::Usage, &error),

@@ -96,7 +96,8 @@ fn wishes(args: &PlacementArgs) -> Wishes {
 
 /// What a mount with these options would get.
 ///
-/// Errors: CPUs that the machine does not have or that cannot be used; rings that were asked for and that there are none of.
+/// Errors: CPUs that the machine does not have or that cannot be used; rings that were asked for
+/// and that there are none of.
 pub(crate) fn foresee(args: &PlacementArgs, machine: &Topology) -> Result<MountTopology, Failure> {
     Ok(preview(machine, &wishes(args), transport(args.transport), args.queue_depth)?)
 }

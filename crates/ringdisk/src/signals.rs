@@ -13,7 +13,8 @@ use std::thread;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::Signals;
 
-/// What [`Actions::stop`] gets when the end is asked for at once, by the process that keeps the mount (SIGUSR2).
+/// What [`Actions::stop`] gets when the end is asked for at once, by the process that keeps the
+/// mount (SIGUSR2).
 pub(crate) const AT_ONCE: &str = "a second signal";
 
 /// What a signal does now.
@@ -66,7 +67,8 @@ impl Watcher {
         Watcher::start_with(phase, &[])
     }
 
-    /// As [`Watcher::start`], for a process whose mount another one keeps, which tells it to end at once by SIGUSR2.
+    /// As [`Watcher::start`], for a process whose mount another one keeps, which tells it to end at
+    /// once by SIGUSR2.
     ///
     /// Errors: as [`Watcher::start`].
     pub(crate) fn start_kept(phase: Phase) -> io::Result<Watcher> {
@@ -90,7 +92,8 @@ impl Watcher {
         Ok(watcher)
     }
 
-    /// Goes on to the next phase, and does what was asked for too early. Returns the signal that asked for a stop meanwhile, if one did.
+    /// Goes on to the next phase, and does what was asked for too early. Returns the signal that
+    /// asked for a stop meanwhile, if one did.
     pub(crate) fn enter(&self, phase: Phase) -> Option<&'static str> {
         let mut state = self.state();
         state.phase = phase;

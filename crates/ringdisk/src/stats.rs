@@ -70,7 +70,8 @@ impl Report {
         total.reads + total.writes
     }
 
-    /// All that was served, here and by the host kernel. Latencies, CPU time and what guests were told are those of queue threads.
+    /// All that was served, here and by the host kernel. Latencies, CPU time and what guests were
+    /// told are those of queue threads.
     fn total(&self) -> QueueStats {
         let mut total = self.stats.total();
         for queue in self.accel.iter().flat_map(|accel| &accel.queues) {
@@ -228,8 +229,9 @@ fn queue_json(queue: &QueueStats) -> Value {
     })
 }
 
-/// Part of the requests of a mount that found the tables of a layer in memory. From the number of requests, as
-/// counting look-ups would cost each of them; a request that meets two tables that are not there counts twice.
+/// Part of the requests of a mount that found the tables of a layer in memory. From the number of
+/// requests, as counting look-ups would cost each of them; a request that meets two tables that are
+/// not there counts twice.
 fn hit_rate(loads: u64, requests: u64) -> f64 {
     if requests == 0 { 1.0 } else { (1.0 - per(loads, requests)).max(0.0) }
 }

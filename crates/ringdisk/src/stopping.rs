@@ -1,12 +1,13 @@
 //! How far the stop of a mount has come, and when asking again means "now".
 //!
-//! Promises: any thread; nothing here waits. What a stop waits for is told to everybody who asks: the keeper of the export writes it here,
-//! the control socket reads it.
+//! Promises: any thread; nothing here waits. What a stop waits for is told to everybody who asks:
+//! the keeper of the export writes it here, the control socket reads it.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// A second signal that comes so soon is the same one: a terminal, `timeout` and service managers signal a process and its group.
+/// A second signal that comes so soon is the same one: a terminal, `timeout` and service managers
+/// signal a process and its group.
 const BOUNCE: Duration = Duration::from_millis(300);
 
 /// What a mount does.
@@ -63,7 +64,8 @@ pub(crate) enum Asked {
 pub(crate) struct Insist(Mutex<Option<Instant>>);
 
 impl Insist {
-    /// * `may_insist`: whether a second one of this kind means that. A hang-up does not: a shell and the kernel both tell of it.
+    /// * `may_insist`: whether a second one of this kind means that. A hang-up does not: a shell
+    ///   and the kernel both tell of it.
     pub(crate) fn count(&self, may_insist: bool) -> Asked {
         let mut first = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         match *first {

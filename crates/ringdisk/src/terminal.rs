@@ -2,8 +2,9 @@
 //!
 //! Promises: a stream that is closed, full or a broken pipe never ends the process and never
 //! panics. Messages go to standard error; results go to standard output through [`Results`], which
-//! reports a failed write where that matters. A process that serves ([`serves`]) waits a moment, and no longer, for whoever reads its
-//! standard error (a terminal may be paused, a pipe full): then a message is left out, and counted in front of the next one.
+//! reports a failed write where that matters. A process that serves ([`serves`]) waits a moment,
+//! and no longer, for whoever reads its standard error (a terminal may be paused, a pipe full):
+//! then a message is left out, and counted in front of the next one.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -72,7 +73,8 @@ pub(crate) fn write_error(bytes: &[u8]) {
     }
 }
 
-/// Whether a stream takes [`PIECE`] bytes without waiting for its reader; gives that one a moment, unless it did not come before.
+/// Whether a stream takes [`PIECE`] bytes without waiting for its reader; gives that one a moment,
+/// unless it did not come before.
 fn takes_a_piece(out: &impl AsFd) -> bool {
     let time = if IS_STUCK.load(Ordering::Relaxed) { Timespec::default() } else { READER };
     // Where it cannot be asked, a write says what is wrong.

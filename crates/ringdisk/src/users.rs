@@ -1,11 +1,14 @@
 //! Who uses a mount: processes, loop devices, and what is mounted on these.
 //!
-//! Promises: only `/proc` and `/sys` are read, never a file that is served, so nothing here waits for a server or for storage. Memory of
-//! a process that waits for the mount may be locked; so a thread of its own looks, and what it has found after [`LIMIT`] is the answer.
-//! What may not be looked at (processes of other users) is not found: the answer helps people, and nothing depends on it.
+//! Promises: only `/proc` and `/sys` are read, never a file that is served, so nothing here waits
+//! for a server or for storage. Memory of a process that waits for the mount may be locked; so a
+//! thread of its own looks, and what it has found after [`LIMIT`] is the answer. What may not be
+//! looked at (processes of other users) is not found: the answer helps people, and nothing depends
+//! on it.
 //!
-//! An open file is known by the number of its mount (`mnt_id` in `/proc/PID/fdinfo`), which stays when the mount has left the tree; a
-//! mapped one by the number of its file system. A loop device shows the path of its file, which is there as long as the mount has one.
+//! An open file is known by the number of its mount (`mnt_id` in `/proc/PID/fdinfo`), which stays
+//! when the mount has left the tree; a mapped one by the number of its file system. A loop device
+//! shows the path of its file, which is there as long as the mount has one.
 
 use std::collections::HashSet;
 use std::fs;
@@ -217,13 +220,15 @@ fn has_open(pid: u32, ids: &HashSet<u64>, device: (u32, u32)) -> bool {
     let process = PathBuf::from(format!("/proc/{pid}"));
     names(process.join("fdinfo")).any(|name| {
         let info = fs::read_to_string(process.join("fdinfo").join(&name)).unwrap_or_default();
-        // The kernel gives the number of a mount that is gone, as ours may be while a copy of it is used, to the next one.
+        // The kernel gives the number of a mount that is gone, as ours may be while a copy of it is
+        // used, to the next one.
         mount_id(&info).is_some_and(|id| ids.contains(&id))
             && device_of(&process.join("fd").join(&name)).is_none_or(|of| of == device)
     })
 }
 
-/// The file system that an open file is on, as the kernel knows it: nothing is asked of that file system. `None`: it may not be seen.
+/// The file system that an open file is on, as the kernel knows it: nothing is asked of that file
+/// system. `None`: it may not be seen.
 fn device_of(file: &Path) -> Option<(u32, u32)> {
     let file = statx(CWD, file, AtFlags::STATX_DONT_SYNC, StatxFlags::empty()).ok()?;
     Some((file.stx_dev_major, file.stx_dev_minor))
@@ -234,7 +239,8 @@ fn mount_id(info: &str) -> Option<u64> {
     info.lines().find_map(|line| line.strip_prefix("mnt_id:"))?.trim().parse().ok()
 }
 
-/// Whether a line of `/proc/PID/maps` is of a file on that device: `start-end mode offset major:minor inode path`.
+/// Whether a line of `/proc/PID/maps` is of a file on that device: `start-end mode offset
+/// major:minor inode path`.
 fn is_of_device(line: &str, (major, minor): (u32, u32)) -> bool {
     let numbers = line.split_whitespace().nth(3).and_then(|field| field.split_once(':'));
     let number = |text| u32::from_str_radix(text, 16).ok();
@@ -254,7 +260,8 @@ fn devices(place: &Place, tables: &[Vec<MountEntry>]) -> Vec<Device> {
         let path = format!("/sys/block/{name}/loop/backing_file");
         let file = fs::read_to_string(path).unwrap_or_default();
         let file = Path::new(file.trim_end_matches('\n').trim_end_matches(" (deleted)"));
-        // A file that is a mount of its own and has left the tree shows so; a directory cannot be such a file.
+        // A file that is a mount of its own and has left the tree shows so; a directory cannot be
+        // such a file.
         let has_left = copies.is_empty() && file == Path::new("/");
         file == place.mountpoint || copies.contains(file) || has_left
     };

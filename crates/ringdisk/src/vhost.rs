@@ -1,7 +1,7 @@
 //! The one place that talks to the side that serves virtual machines.
 //!
-//! Promises: what is known about vhost-user here is [`Export`] and its errors; commands see a disk that is served, a handle for
-//! other threads, and an end.
+//! Promises: what is known about vhost-user here is [`Export`] and its errors; commands see a disk
+//! that is served, a handle for other threads, and an end.
 
 use std::fmt;
 use std::sync::Arc;

@@ -1,5 +1,5 @@
-//! `ringdisk serve --accel`: virtqueues in the host kernel, and back. What needs the module runs where it is loaded (tests/vm/run
-//! vhost-blk); `RINGDISK_FULL=1` for more round trips and kills.
+//! `ringdisk serve --accel`: virtqueues in the host kernel, and back. What needs the module runs
+//! where it is loaded (tests/vm/run vhost-blk); `RINGDISK_FULL=1` for more round trips and kills.
 
 mod common;
 
@@ -121,7 +121,8 @@ fn the_kernel_serves_with_a_thread_for_each_virtqueue() {
     place.judge(&mut load);
 }
 
-/// The control thread tells a guest of what was answered before it has another eventfd; nothing that it does may wait for a front end.
+/// The control thread tells a guest of what was answered before it has another eventfd; nothing
+/// that it does may wait for a front end.
 #[test]
 fn a_call_that_has_no_room_keeps_the_control_thread_from_nothing() {
     if !has_module() {
@@ -176,7 +177,8 @@ fn round_trips_under_load_lose_nothing() {
     meanwhile(&mut vm, &mut load, || {
         for trip in 0..trips {
             for (word, on) in [("off", false), ("on", true)] {
-                // It says when it is so; that is looked at each tenth time, since asking takes longer than going.
+                // It says when it is so; that is looked at each tenth time, since asking takes
+                // longer than going.
                 ctl(&place.socket, &["accel", word]).ok();
                 assert!(trip % 10 != 0 || accel(&place)["on"] == on);
             }
@@ -263,7 +265,8 @@ fn an_upgrade_goes_from_kernel_to_kernel() {
         becomes(&place, true);
     }
     assert!(answered(&accel(&place)) < load.answered);
-    // The kernel's threads are of the process in its sandbox, though they served before it was in there.
+    // The kernel's threads are of the process in its sandbox, though they served before it was in
+    // there.
     let task = |thread: &str| {
         let path = format!("/proc/{}/task/{thread}/status", daemon.process.pid());
         let status = fs::read_to_string(path).unwrap_or_default();
@@ -411,8 +414,9 @@ fn where_virtqueues_are_is_said_once_for_each_machine() {
     assert_eq!(said, 2, "{output}");
 }
 
-/// Lets the next flush of a disk of scsi_debug fail, and no other. Source: its debugfs interface, "Documentation" of the kernel: type 2 (a
-/// command fails), once, SYNCHRONIZE CACHE (10), CHECK CONDITION with MEDIUM ERROR.
+/// Lets the next flush of a disk of scsi_debug fail, and no other. Source: its debugfs interface,
+/// "Documentation" of the kernel: type 2 (a command fails), once, SYNCHRONIZE CACHE (10), CHECK
+/// CONDITION with MEDIUM ERROR.
 fn fail_the_next_flush(disk: &Path) {
     let disk = disk.canonicalize().expect("a disk");
     let name = disk.file_name().and_then(|name| name.to_str()).expect("a name");

@@ -1,5 +1,6 @@
-//! Disks of each kind in the host kernel: what was written is on the disk itself, errors of the disk are errors of the request and of nothing
-//! else, and a daemon that is killed while a slow disk works loses nothing. To a block device a discard is a hint.
+//! Disks of each kind in the host kernel: what was written is on the disk itself, errors of the
+//! disk are errors of the request and of nothing else, and a daemon that is killed while a slow
+//! disk works loses nothing. To a block device a discard is a hint.
 
 mod common;
 
@@ -19,7 +20,8 @@ use ringdisk_testkit::model::{Discards, FrontEnd, Request, Vm, VmOptions};
 use ringdisk_testkit::mount::text;
 use ringdisk_testkit::process::run;
 
-/// A load on a disk of zeroes. Gives how many requests went as bios, and how many as kiocbs; copies of requests are neither.
+/// A load on a disk of zeroes. Gives how many requests went as bios, and how many as kiocbs; copies
+/// of requests are neither.
 ///
 /// * `requests`: of the load.
 fn verified(place: &Place, engine: &str, requests: u64) -> (u64, u64) {
@@ -100,8 +102,9 @@ fn a_file_on_ext4_holds_what_was_written() {
     assert!(bios == 0 && kiocbs > 0);
 }
 
-/// Reads around sectors that cannot be read, many at once: those that touch one fail, the others do not, and the kernel goes on. None ends
-/// where another one begins: the block layer may make one request of two such, and when that fails, both have failed (docs/vhost-blk.md).
+/// Reads around sectors that cannot be read, many at once: those that touch one fail, the others do
+/// not, and the kernel goes on. None ends where another one begins: the block layer may make one
+/// request of two such, and when that fails, both have failed (docs/vhost-blk.md).
 fn bad_sectors(name: &str, bad: Range<u64>) {
     let Some(disk) = as_it_is(name) else { return };
     let place = &disk.place;
@@ -120,7 +123,8 @@ fn bad_sectors(name: &str, bad: Range<u64>) {
             let queue = usize::from(number % 2 == 1);
             let sectors = [1, 7, 31][usize::try_from((number + round) % 3).expect("small")];
             let len = sectors * 512;
-            // Each reaches a little farther over the bad ones, from below and from above; every fourth is elsewhere.
+            // Each reaches a little farther over the bad ones, from below and from above; every
+            // fourth is elsewhere.
             let sector = match number % 4 {
                 0 => far,
                 _ => bad.start.saturating_sub(32) / 8 * 8 + number * 8 + round * 4,
@@ -207,7 +211,8 @@ fn a_snapshot_that_meets_a_hand_over_of_many_virtqueues_ends_and_so_does_that() 
             let overlay = place.path(&format!("overlay{round}.qcow2"));
             ends(place, &["accel", "off"], &[0]);
             std::thread::scope(|scope| {
-                // Each virtqueue is drained before it goes, which takes the disk's 30 ms: the snapshot comes before, among or after them.
+                // Each virtqueue is drained before it goes, which takes the disk's 30 ms: the
+                // snapshot comes before, among or after them.
                 let on = scope.spawn(|| ends(place, &["accel", "on"], &[0, 2]));
                 std::thread::sleep(Duration::from_millis(60 * round));
                 ends(place, &["snapshot", text(&overlay)], &[0]);

@@ -1,4 +1,5 @@
-//! Guests in the host kernel whose memory is of each kind that a VMM gives: the data are right, also where the kernel cannot pin the pages.
+//! Guests in the host kernel whose memory is of each kind that a VMM gives: the data are right,
+//! also where the kernel cannot pin the pages.
 
 mod common;
 
@@ -29,7 +30,8 @@ fn started(make: &impl Fn() -> File, words: &[&str]) -> (Place, Daemon, Vm) {
     (place, daemon, vm)
 }
 
-/// The kernel serves machines with such memory, and so do queue threads; the disk holds what they have written.
+/// The kernel serves machines with such memory, and so do queue threads; the disk holds what they
+/// have written.
 fn verified(make: impl Fn() -> File) {
     for word in ["require", "off"] {
         let (place, daemon, mut vm) = started(&make, &["--accel", word]);
@@ -117,7 +119,8 @@ fn memory_that_is_a_file_on_a_disk_is_served() {
     verified(|| file(&directory.path().join("memory")));
 }
 
-/// Memory that no kernel pins (memfd_secret(2)), and who made it. A program that can call what the standard library cannot.
+/// Memory that no kernel pins (memfd_secret(2)), and who made it. A program that can call what the
+/// standard library cannot.
 fn secret() -> Option<(Process, File)> {
     let script = "\
         import ctypes, os, sys, time\n\

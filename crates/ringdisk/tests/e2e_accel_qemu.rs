@@ -1,5 +1,5 @@
-//! Disks in the host kernel with QEMU's own front end (libblkio): the tools write, compare, read back and measure, and the kernel's counters
-//! say who has served them.
+//! Disks in the host kernel with QEMU's own front end (libblkio): the tools write, compare, read
+//! back and measure, and the kernel's counters say who has served them.
 
 mod common;
 

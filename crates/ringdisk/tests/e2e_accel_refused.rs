@@ -1,4 +1,5 @@
-//! What the host kernel cannot serve: with `--accel require` a refusal with one clear line, with `auto` the queue threads and the same reason.
+//! What the host kernel cannot serve: with `--accel require` a refusal with one clear line, with
+//! `auto` the queue threads and the same reason.
 
 mod common;
 
@@ -33,7 +34,8 @@ struct OtherModule {
 }
 
 impl OtherModule {
-    /// Loads the module of this name from the directory `RINGDISK_TEST_MODULES` (tests/vm/suites/vhost-blk.sh makes it).
+    /// Loads the module of this name from the directory `RINGDISK_TEST_MODULES`
+    /// (tests/vm/suites/vhost-blk.sh makes it).
     fn load(name: &str) -> Option<OtherModule> {
         if !has_module() {
             return None;
@@ -59,7 +61,8 @@ impl Drop for OtherModule {
     }
 }
 
-/// A module that does not fit is refused with `why`, or the queue threads serve, and the module is not in use afterwards.
+/// A module that does not fit is refused with `why`, or the queue threads serve, and the module is
+/// not in use afterwards.
 fn other_module(name: &str, why: &str) {
     let Some(_module) = OtherModule::load(name) else { return };
     let place = Place::new("raw");
@@ -290,7 +293,8 @@ fn a_block_device_that_may_only_be_read_is_read_by_the_kernel() {
     read_only(place);
 }
 
-/// A second process on a disk that the kernel serves for the first is refused, with any words; the first does not notice.
+/// A second process on a disk that the kernel serves for the first is refused, with any words; the
+/// first does not notice.
 fn second_one(place: &Place) {
     let (daemon, mut vm) = accelerated_at(place, &[]);
     let mut load = load(21);
@@ -304,7 +308,8 @@ fn second_one(place: &Place) {
     }
     load.drain(&mut vm);
     assert_by_kernel(place, 200);
-    // Also when the first one was killed with the disk in the kernel, the second may have it at once.
+    // Also when the first one was killed with the disk in the kernel, the second may have it at
+    // once.
     drop(vm);
     daemon.kill();
     let daemon = Daemon::start(&other.socket, &[&other.words()[..], &REQUIRED].concat());

@@ -1,5 +1,5 @@
-//! Broken, hostile and truncated qcow2 images: errors where bytes are missing, nowhere else; names that lead nowhere or out; never a panic, a hang
-//! or a changed image.
+//! Broken, hostile and truncated qcow2 images: errors where bytes are missing, nowhere else; names
+//! that lead nowhere or out; never a panic, a hang or a changed image.
 
 mod common;
 
@@ -126,7 +126,8 @@ fn broken_l1_and_l2_entries_give_eio_there_and_nowhere_else() {
     let entry = u64::from_be_bytes(piece(&image, l1, 8).try_into().expect("8 bytes"));
     let l2 = entry & 0x00ff_ffff_ffff_fe00;
     let good = std::fs::read(&image).expect("read");
-    // Beyond the file, unaligned, reserved bits low and high: each in the L2 entry of the guest cluster at 5 MiB.
+    // Beyond the file, unaligned, reserved bits low and high: each in the L2 entry of the guest
+    // cluster at 5 MiB.
     let bad = [
         0x80ff_ffff_ffff_0000_u64,
         0x8000_0000_0005_0200,
@@ -141,7 +142,8 @@ fn broken_l1_and_l2_entries_give_eio_there_and_nowhere_else() {
         let eio = |outcome| assert_eq!(errno(outcome), Some(Errno::IO), "{value:#x}");
         eio(file.read_exact_at(&mut [0; 512], 5 * MIB));
         assert_eq!(piece(disk.path(), 0, 512), [0x11; 512], "{value:#x}");
-        // Its neighbours, in place or into new clusters; before anything of the table is known, and later.
+        // Its neighbours, in place or into new clusters; before anything of the table is known, and
+        // later.
         for (at, fill) in [(5 * MIB + CLUSTER, 0x21), (5 * MIB - CLUSTER, 0x22), (0, 0x23)] {
             file.write_all_at(&[fill; 4096], at).expect("a good cluster takes writes");
             assert_eq!(piece(disk.path(), at, 4096), [fill; 4096], "{value:#x}");
@@ -175,7 +177,8 @@ fn rubbish_in_a_compressed_cluster_is_eio() {
         let l2 = u64::from_be_bytes(piece(&image, l1, 8).try_into().expect("8 bytes"))
             & 0x00ff_ffff_ffff_fe00;
         let entry = u64::from_be_bytes(piece(&image, l2, 8).try_into().expect("8 bytes"));
-        // 64 KiB clusters: the low 54 bits are the offset. Source: specification, "Compressed Clusters Descriptor".
+        // 64 KiB clusters: the low 54 bits are the offset. Source: specification, "Compressed
+        // Clusters Descriptor".
         patch(&image, entry & ((1 << 54) - 1), &[0xa5; 64]);
         let disk = serve(&image, &["--read-only"]);
         let file = std::fs::File::open(disk.path()).expect("open");

@@ -1,5 +1,6 @@
-//! A mount in use that is stopped: it loses its name, tells who uses it, serves them to the last byte, and then ends with 0; and the ways
-//! to end it sooner, each with a message and a code of its own.
+//! A mount in use that is stopped: it loses its name, tells who uses it, serves them to the last
+//! byte, and then ends with 0; and the ways to end it sooner, each with a message and a code of its
+//! own.
 
 mod common;
 
@@ -66,7 +67,8 @@ fn on_each(mut test: impl FnMut(&str)) {
     }
 }
 
-/// A name that is given to a loop device is kept, however long the file system on it takes to write.
+/// A name that is given to a loop device is kept, however long the file system on it takes to
+/// write.
 #[test]
 fn what_a_file_system_on_a_loop_device_has_not_written_yet_outlives_a_stop() {
     on_each(|transport| {
@@ -376,7 +378,8 @@ fn the_next_mount_of_an_image_that_is_still_in_use_says_so() {
     assert_eq!(finished.code(), Some(0), "{}", finished.output());
 }
 
-/// Its place is another mount's by then: whoever waits for that one's end does not wait for the first.
+/// Its place is another mount's by then: whoever waits for that one's end does not wait for the
+/// first.
 #[test]
 fn a_mount_in_the_place_of_one_that_is_in_use_still_ends_by_itself() {
     on_each(|transport| {
@@ -427,7 +430,8 @@ fn who_waits_for_the_end_of_a_server_hears_when_that_is_killed_or_forced() {
     }
 }
 
-/// None of them loses what was taken from it, also who comes at the last moment: between a look that finds nobody and the end of the name.
+/// None of them loses what was taken from it, also who comes at the last moment: between a look
+/// that finds nobody and the end of the name.
 #[test]
 fn a_client_that_opens_it_again_and_again_is_served_until_it_has_no_name() {
     on_each(|transport| {
@@ -598,8 +602,8 @@ fn commands_do_not_wait_for_a_server_that_stands_still() {
             let code = ended.and_then(|status| status.code());
             assert_eq!(code, Some(14), "{transport} {words:?}: {}", client.output());
         }
-        // The last of them takes the name away, which is all that can be done without the server; where that takes longer than its limit, a
-        // process that it has started goes on.
+        // The last of them takes the name away, which is all that can be done without the server;
+        // where that takes longer than its limit, a process that it has started goes on.
         let gone = until(STOP, || mount_at(&path).is_none().then_some(()));
         assert!(gone.is_some(), "{}", disk.mounted.output());
         disk.mounted.process().signal(Signal::CONT);
@@ -607,7 +611,8 @@ fn commands_do_not_wait_for_a_server_that_stands_still() {
     });
 }
 
-/// The lock of the mountpoint tells of the server's end; another program may have had it when the mount began.
+/// The lock of the mountpoint tells of the server's end; another program may have had it when the
+/// mount began.
 #[test]
 fn an_unmount_does_not_end_before_a_server_that_could_not_lock_its_mountpoint() {
     if !needs_root() {
@@ -670,7 +675,8 @@ fn signals_end_commands_that_wait_for_a_server_that_stands_still() {
     });
 }
 
-/// An unmount that waits for a server that stands still is ended by a signal, and the mount is gone as it was to be.
+/// An unmount that waits for a server that stands still is ended by a signal, and the mount is gone
+/// as it was to be.
 fn ends_an_unmount(transport: &str, signal: Signal) {
     let mut disk = serve_raw(MIB, &["--transport", transport]);
     let path = disk.mounted.path().to_owned();

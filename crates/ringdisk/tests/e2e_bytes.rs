@@ -1,4 +1,5 @@
-//! Byte for byte: what is read through the mount equals what QEMU's own tool converts, for every kind of qcow2.
+//! Byte for byte: what is read through the mount equals what QEMU's own tool converts, for every
+//! kind of qcow2.
 
 mod common;
 

@@ -1,8 +1,9 @@
-//! Memory of clients, of every alignment and size, byte for byte against a model: past the page cache and over every kind of extent.
+//! Memory of clients, of every alignment and size, byte for byte against a model: past the page
+//! cache and over every kind of extent.
 //!
-//! Where the kernel has zero-copy (Linux 7.3: `tests/vm/run fuse`) the same requests go straight from the image into that memory, and
-//! the counters must say so. There, a RAM disk is the trap: given memory that it cannot take, it reports success and puts the
-//! data elsewhere.
+//! Where the kernel has zero-copy (Linux 7.3: `tests/vm/run fuse`) the same requests go straight
+//! from the image into that memory, and the counters must say so. There, a RAM disk is the trap:
+//! given memory that it cannot take, it reports success and puts the data elsewhere.
 
 mod common;
 
@@ -22,7 +23,8 @@ use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::Errno;
 use rustix::process::{Signal, Uid};
 
-/// Distances from a page boundary: nothing, less than any device takes, a sector, and around a page.
+/// Distances from a page boundary: nothing, less than any device takes, a sector, and around a
+/// page.
 const DISTANCES: [usize; 9] = [0, 1, 8, 100, 504, 512, 1024, 4088, 4095];
 /// The disk of most tests.
 const LEN: usize = 4 << 20;
@@ -96,9 +98,11 @@ impl Numbers {
     }
 }
 
-/// Something that moves no bytes of the client between those that do: space is reserved or given back, zeroes are written, all is flushed.
+/// Something that moves no bytes of the client between those that do: space is reserved or given
+/// back, zeroes are written, all is flushed.
 ///
-/// * `can_discard`: the storage can give space back (a block device: it zeroes by itself); else that is refused, and changes nothing.
+/// * `can_discard`: the storage can give space back (a block device: it zeroes by itself); else
+///   that is refused, and changes nothing.
 fn change_without_bytes(
     file: &File,
     model: &mut [u8],
@@ -194,7 +198,8 @@ fn raw_past_the_page_cache() {
     check_raw(scratch().path(), &["--direct"]);
 }
 
-/// Requests over and past the end of a disk that grows, compared with a model: space that is reserved, zeroes, writes, flushes.
+/// Requests over and past the end of a disk that grows, compared with a model: space that is
+/// reserved, zeroes, writes, flushes.
 ///
 /// * `unit`: of all offsets and lengths, bytes.
 fn grow_against_model(disk: &Path, model: &mut Vec<u8>, unit: usize, rounds: usize, seed: u64) {
@@ -272,8 +277,8 @@ fn a_disk_that_grows_by_every_kind_of_request() {
     }
 }
 
-/// Holes, zero clusters, compressed clusters, clusters of a backing file that is shorter, many small fragments, and what a write has to
-/// complete.
+/// Holes, zero clusters, compressed clusters, clusters of a backing file that is shorter, many
+/// small fragments, and what a write has to complete.
 #[test]
 fn qcow2_with_every_kind_of_extent() {
     let Some(_switch) = rings() else { return };
@@ -496,7 +501,8 @@ fn zero_copy_that_was_asked_for_and_cannot_be_had_is_refused() {
     refused(&on, &["zero-copy", "io_uring"]);
 }
 
-/// A killed client leaves no page behind that something is still written to, and the mount serves on.
+/// A killed client leaves no page behind that something is still written to, and the mount serves
+/// on.
 #[test]
 fn killed_clients_and_servers_leave_nobody_hanging() {
     let Some(_switch) = rings() else { return };

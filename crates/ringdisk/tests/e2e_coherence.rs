@@ -1,5 +1,5 @@
-//! One file seen in several ways at once: mappings, buffered and direct descriptors agree, also after a resize, with the kernel's page cache
-//! (`--kernel-cache`) and without.
+//! One file seen in several ways at once: mappings, buffered and direct descriptors agree, also
+//! after a resize, with the kernel's page cache (`--kernel-cache`) and without.
 
 mod common;
 

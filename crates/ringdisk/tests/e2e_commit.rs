@@ -1,5 +1,5 @@
-//! `ringdisk ctl commit` and `ringdisk commit`, and what the old command line shows afterwards: the disk as it is, never old data
-//! over newer.
+//! `ringdisk ctl commit` and `ringdisk commit`, and what the old command line shows afterwards: the
+//! disk as it is, never old data over newer.
 
 mod common;
 
@@ -40,7 +40,8 @@ fn overlay(image: &Path, base: &Path, size: &str) {
     qemu_img(Path::new("/"), &words).ok();
 }
 
-/// Base, middle and top of 16 MiB, each with its own byte at its own place and in one that all have.
+/// Base, middle and top of 16 MiB, each with its own byte at its own place and in one that all
+/// have.
 fn chain(directory: &Path) -> [PathBuf; 3] {
     let names = ["base.qcow2", "middle.qcow2", "top.qcow2"].map(|name| directory.join(name));
     images::qcow2(&names[0], "16M", "");

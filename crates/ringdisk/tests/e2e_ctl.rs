@@ -1,4 +1,5 @@
-//! `ringdisk ctl` and the control socket: what it does, who may use it, and what rubbish does to it.
+//! `ringdisk ctl` and the control socket: what it does, who may use it, and what rubbish does to
+//! it.
 
 mod common;
 
@@ -130,7 +131,8 @@ fn stop_ends_the_mount_and_its_server() {
     ctl(&disk, &["stop"]).ends(4).says("no disk of ringdisk is mounted");
 }
 
-/// In a directory of its own: elsewhere a mount of another test may get the same number, and have its socket under the same name.
+/// In a directory of its own: elsewhere a mount of another test may get the same number, and have
+/// its socket under the same name.
 #[test]
 fn stop_takes_the_socket_away() {
     if !needs_root() {
@@ -529,7 +531,8 @@ fn damage_that_a_write_finds_is_told_everywhere() {
     let word = |at: u64| u64::from_be_bytes(piece(&image, at, 8).try_into().expect("8 bytes"));
     let l2 = word(word(40) + 16) & 0x00ff_ffff_ffff_fe00;
     let block = word(word(48));
-    // The L2 table is free, says its reference count of 16 bits: the next cluster that is allocated lies on it.
+    // The L2 table is free, says its reference count of 16 bits: the next cluster that is allocated
+    // lies on it.
     common::patch(&image, block + (l2 >> 16) * 2, &[0, 0]);
     let disk = serve(&image, &[]);
     let file = common::open(disk.path());

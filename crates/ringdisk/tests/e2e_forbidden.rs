@@ -1,5 +1,6 @@
-//! Calls of io_uring that are forbidden, as containers do (seccomp): what can be served without them is served, and everything else is
-//! refused with one error that names io_uring and what allows it. Nothing hangs.
+//! Calls of io_uring that are forbidden, as containers do (seccomp): what can be served without
+//! them is served, and everything else is refused with one error that names io_uring and what
+//! allows it. Nothing hangs.
 
 mod common;
 

@@ -1,5 +1,6 @@
-//! Changes of a disk in use that are given up in their middle: by whoever asked for them, by a stop of the server, and because the server
-//! stands still. The chain, the size and the bytes are those of before, and the images are sound.
+//! Changes of a disk in use that are given up in their middle: by whoever asked for them, by a stop
+//! of the server, and because the server stands still. The chain, the size and the bytes are those
+//! of before, and the images are sound.
 
 mod common;
 
@@ -38,7 +39,8 @@ enum Change {
 
 const CHANGES: [Change; 3] = [Change::Commit, Change::Backing, Change::Resize];
 
-/// A served overlay, its backing file, and another one that holds the same: disks of zeroes that take long for each request.
+/// A served overlay, its backing file, and another one that holds the same: disks of zeroes that
+/// take long for each request.
 struct Chain {
     disk: Mounted,
     top: PathBuf,
@@ -119,8 +121,8 @@ fn stats(disk: &Mounted) -> serde_json::Value {
     ringdisk(Path::new("/"), &["ctl", disk.text(), "stats", "--json"]).ok().json()
 }
 
-/// Starts a command that changes a disk, again when it was refused since `is_busy` was asking just then, and returns when it is in its
-/// middle.
+/// Starts a command that changes a disk, again when it was refused since `is_busy` was asking just
+/// then, and returns when it is in its middle.
 ///
 /// * `is_busy`: whether the disk is being changed. It may ask for a change of its own.
 fn under_way(command: &mut Command, is_busy: impl Fn() -> bool) -> Process {
@@ -214,7 +216,8 @@ fn a_server_that_stands_still_in_the_middle_of_a_change_is_not_waited_for() {
     }
 }
 
-/// A disk above one whose requests take 5 s. A change has to wait for a read of it, and the server is stopped meanwhile.
+/// A disk above one whose requests take 5 s. A change has to wait for a read of it, and the server
+/// is stopped meanwhile.
 struct Waiting {
     disk: Mounted,
     top: PathBuf,
@@ -238,8 +241,8 @@ impl Waiting {
 
         let reads_below = || stats(&waiting.below)["total"]["reads"].as_u64();
         let before = reads_below();
-        // A process of its own: commands that start while this one has the file open would close it once more, and a close waits for the
-        // change, as the read does.
+        // A process of its own: commands that start while this one has the file open would close it
+        // once more, and a close waits for the change, as the read does.
         let from = format!("if={}", waiting.disk.text());
         let reader = Process::spawn(&mut command(&[
             "dd",

@@ -1,7 +1,9 @@
-//! Mounts that come and go, and clients and servers that are killed under load, on each transport: what the machine keeps of them.
+//! Mounts that come and go, and clients and servers that are killed under load, on each transport:
+//! what the machine keeps of them.
 //!
-//! A small part by itself; with `RINGDISK_FULL=1` a thousand mounts and a hundred kills of each kind, and then also numbers of the whole
-//! machine, which says so little after a few mounts that it would fail for what others do. Ends and moments are drawn with a fixed seed.
+//! A small part by itself; with `RINGDISK_FULL=1` a thousand mounts and a hundred kills of each
+//! kind, and then also numbers of the whole machine, which says so little after a few mounts that
+//! it would fail for what others do. Ends and moments are drawn with a fixed seed.
 
 mod common;
 
@@ -147,8 +149,8 @@ impl Place {
             self.way.name,
             more()
         );
-        // Less than one file and 64 KiB of slab for each mount; the rings of one are at least twice the rest. What others do for a
-        // while is waited for.
+        // Less than one file and 64 KiB of slab for each mount; the rings of one are at least twice
+        // the rest. What others do for a while is waited for.
         let is_little =
             |it: Machine| it.files < 800 && it.slab_kib < 64 << 10 && it.other_kib < 100 << 10;
         let limit = if mounts < 1000 { Duration::ZERO } else { SETTLED };

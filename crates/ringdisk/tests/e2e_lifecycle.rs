@@ -1,4 +1,5 @@
-//! How a mount begins and ends: signals, unmounting from outside, clients that are killed; and that nothing stays behind.
+//! How a mount begins and ends: signals, unmounting from outside, clients that are killed; and that
+//! nothing stays behind.
 
 mod common;
 
@@ -278,8 +279,8 @@ fn a_busy_mount_holds_no_more_after_many_clients() {
     assert!(after.threads <= before.threads + 2, "{before:?} {after:?}");
 }
 
-/// Waits for 2 s in which a process uses less than 20 ms of CPU, 1 % of one. What it does before it rests may take longer on a machine
-/// that is busy.
+/// Waits for 2 s in which a process uses less than 20 ms of CPU, 1 % of one. What it does before it
+/// rests may take longer on a machine that is busy.
 fn becomes_idle(pid: u32) {
     let mut used_ms = 0;
     let is_idle = until(Duration::from_secs(20), || {
@@ -299,7 +300,8 @@ fn an_idle_mount_is_small_and_uses_no_cpu() {
     let disk = serve_raw(MIB, &["--threads", "2"]);
     assert_eq!(piece(disk.mounted.path(), 0, 64), pattern(1, 0, 64));
     becomes_idle(disk.mounted.pid());
-    // The bound of the benchmark is for the release build; this one has debug information and no optimisation to speak of.
+    // The bound of the benchmark is for the release build; this one has debug information and no
+    // optimisation to speak of.
     let resident = limits::resident_bytes(disk.mounted.pid()) / MIB;
     assert!(resident < 24, "{resident} MiB");
 }

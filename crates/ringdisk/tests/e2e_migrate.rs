@@ -1,4 +1,5 @@
-//! A migration on one host: two processes, one image, and a front end that goes from one to the other.
+//! A migration on one host: two processes, one image, and a front end that goes from one to the
+//! other.
 
 mod common;
 
@@ -29,7 +30,8 @@ fn quiet(format: &'static str, packed: bool) -> Both {
     let source = place.start(&[]);
     let incoming = place.path("incoming");
     let there = [&place.words()[..], &["--incoming"]].concat();
-    // Before anything of what follows is written: what it knows of the image then is not what it may use.
+    // Before anything of what follows is written: what it knows of the image then is not what it
+    // may use.
     let destination = Daemon::start(&incoming, &there);
     for daemon in [&source, &destination] {
         assert_confined(daemon.process.pid(), is_root());
@@ -111,7 +113,8 @@ fn a_destination_that_was_upgraded_takes_the_disk_too() {
     let mut both = both("qcow2", false);
     let incoming = both.place.path("incoming");
     let there = [&both.place.words()[..], &["--incoming"]].concat();
-    // Whoever takes it over is told nothing of a migration: that the disk is not ours yet comes with it.
+    // Whoever takes it over is told nothing of a migration: that the disk is not ours yet comes
+    // with it.
     for words in [&there[..there.len() - 1], &there[..there.len() - 1]] {
         let new = Daemon::start(&incoming, &[words, &["--upgrade"]].concat());
         std::mem::replace(&mut both.destination, new).ends(0);
@@ -246,7 +249,8 @@ fn a_migration_that_fails_leaves_the_disk_at_its_source() {
     }
 }
 
-/// The destination has opened the image that was on top then. It lies below an overlay now, which whoever writes to it would damage.
+/// The destination has opened the image that was on top then. It lies below an overlay now, which
+/// whoever writes to it would damage.
 #[test]
 fn a_disk_that_got_an_overlay_since_does_not_move_without_it() {
     let mut both = quiet("qcow2", false);

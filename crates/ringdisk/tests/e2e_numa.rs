@@ -1,6 +1,8 @@
-//! Where threads and memory of a mount over io_uring are: each thread on its CPU, each queue's memory on the node of its CPU.
+//! Where threads and memory of a mount over io_uring are: each thread on its CPU, each queue's
+//! memory on the node of its CPU.
 //!
-//! The second needs two nodes; `tests/vm/run fuse` has them. An emulated machine shows where things are, never how fast.
+//! The second needs two nodes; `tests/vm/run fuse` has them. An emulated machine shows where things
+//! are, never how fast.
 
 mod common;
 
@@ -47,7 +49,8 @@ fn each_cpu_has_a_queue_thread_and_helpers_run_anywhere() {
         let bound = queues.iter().filter(|(_, cpus)| cpus == &[*cpu]).count();
         assert_eq!(bound, 1, "CPU {cpu}: {threads:?}");
     }
-    // One for each CPU, wherever there is time: the queue thread that started them is bound to its own.
+    // One for each CPU, wherever there is time: the queue thread that started them is bound to its
+    // own.
     assert!(helpers.len() >= ours.len().min(2), "{threads:?}");
     assert!(helpers.iter().all(|(_, cpus)| *cpus == ours), "{threads:?}");
 }

@@ -1,4 +1,5 @@
-//! `mount --passthrough`: the kernel reads and writes a raw image itself; everything else still comes to us.
+//! `mount --passthrough`: the kernel reads and writes a raw image itself; everything else still
+//! comes to us.
 
 mod common;
 
@@ -126,7 +127,8 @@ fn an_image_on_a_fuse_mount_cannot_be_passed_through() {
     let directory = scratch();
     let mountpoint = directory.path().join("disk");
     std::fs::write(&mountpoint, "").expect("a mountpoint");
-    // A FUSE file counts as stacked only when it is passed through itself, so this one works or says why not.
+    // A FUSE file counts as stacked only when it is passed through itself, so this one works or
+    // says why not.
     let finished = common::try_mount(
         &["--passthrough", "--daemonize", "-f", "raw", lower.text()],
         &mountpoint,
@@ -147,7 +149,8 @@ fn an_image_on_a_fuse_mount_cannot_be_passed_through() {
     common::assert_refused(&second, &["no passthrough", "stacked"]);
 }
 
-/// Clients go on with the image when its server is gone: nobody else may write to it until they have closed it.
+/// Clients go on with the image when its server is gone: nobody else may write to it until they
+/// have closed it.
 #[test]
 fn an_image_stays_locked_as_long_as_clients_have_it_open() {
     if !can() {
@@ -219,7 +222,8 @@ fn it_is_for_root() {
     assert_eq!(ran.code, 2, "{}", ran.err);
 }
 
-/// A mount of an image of one MiB to which the kernel has appended 29 more, which the server has not been asked about since.
+/// A mount of an image of one MiB to which the kernel has appended 29 more, which the server has
+/// not been asked about since.
 fn appended() -> common::Served {
     let disk = serve_raw(MIB, &["--passthrough"]);
     let mut appender = File::options().append(true).open(disk.mounted.path()).expect("open");
@@ -299,7 +303,8 @@ fn a_resize_counts_from_what_was_appended() {
     assert!(until(Duration::from_secs(5), || seen().then_some(())).is_some());
 }
 
-/// Appends numbered blocks through the mount until it is told to stop. Gives how many were acknowledged.
+/// Appends numbered blocks through the mount until it is told to stop. Gives how many were
+/// acknowledged.
 fn append_blocks(path: &Path, stop: &AtomicBool, done: &AtomicU64) -> u64 {
     let mut file = File::options().append(true).open(path).expect("open");
     let mut number = 0;
@@ -316,7 +321,8 @@ const BLOCK: usize = 512;
 /// 64 MiB: what a test reads again at most.
 const BLOCKS_MAX: u64 = 128 << 10;
 
-/// Appends beside `change`, which is called again and again; all that was acknowledged must be there, in order.
+/// Appends beside `change`, which is called again and again; all that was acknowledged must be
+/// there, in order.
 fn nothing_appended_is_lost_beside(rounds: u32, change: impl Fn(&Mounted)) {
     let disk = serve_raw(0, &["--passthrough"]);
     let (stop, done) = (AtomicBool::new(false), AtomicU64::new(0));

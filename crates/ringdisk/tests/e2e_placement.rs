@@ -1,5 +1,6 @@
-//! Where a mount is served: threads on the CPUs that were asked for, every CPU's callers served, what is refused and how, and what
-//! `ringdisk topology` says. Machines that are not at hand are in `crates/fuse/src/placement/tests.rs`.
+//! Where a mount is served: threads on the CPUs that were asked for, every CPU's callers served,
+//! what is refused and how, and what `ringdisk topology` says. Machines that are not at hand are in
+//! `crates/fuse/src/placement/tests.rs`.
 
 mod common;
 
@@ -111,8 +112,9 @@ fn threads_are_on_the_cpus_of_the_list_over_both_transports() {
     }
 }
 
-/// Each queue thread of a mount: its own CPU, and the file that says where it may run. A thread in a trial is elsewhere for some ms, and a
-/// program that is asked takes longer than that: so the kernel is.
+/// Each queue thread of a mount: its own CPU, and the file that says where it may run. A thread in
+/// a trial is elsewhere for some ms, and a program that is asked takes longer than that: so the
+/// kernel is.
 fn queue_threads(disk: &Mounted) -> Vec<(usize, String)> {
     let value = topology(disk);
     let threads = value["mount"]["threads"].as_array().expect("threads").iter();
@@ -134,8 +136,9 @@ fn is_free((_, status): &(usize, String), within: &[usize]) -> bool {
 /// A trial comes once a second at least.
 const MOVES: Duration = Duration::from_secs(30);
 
-/// What the rule chooses is for the rates of the machine to say (its tests are a simulation of loads, `crates/fuse/src/uring/policy`); that it tries
-/// another spot for several requests at once, and home for one, is so on each machine, and that the threads then are where it says.
+/// What the rule chooses is for the rates of the machine to say (its tests are a simulation of
+/// loads, `crates/fuse/src/uring/policy`); that it tries another spot for several requests at once,
+/// and home for one, is so on each machine, and that the threads then are where it says.
 #[test]
 fn threads_leave_their_cpu_for_a_deep_client_and_come_back_for_one_that_waits() {
     let Some(_switch) = with_switch(true) else { return };
@@ -371,8 +374,8 @@ fn topology_tells_where_the_buffers_of_a_mount_are_once_they_were_used() {
     }
 }
 
-/// One client on each CPU that this test may use, which reads with large requests past the page cache until it is dropped: buffers of
-/// clients that have ended are given back a second later.
+/// One client on each CPU that this test may use, which reads with large requests past the page
+/// cache until it is dropped: buffers of clients that have ended are given back a second later.
 fn readers_on_all_cpus(disk: &Mounted) -> Vec<Process> {
     let script = "while dd if=\"$0\" of=/dev/null bs=1M iflag=direct; do :; done";
     let reader = |cpu: usize| {
@@ -456,7 +459,8 @@ fn idle_bytes(words: &[&str]) -> u64 {
     bytes
 }
 
-/// The figures from which the table in docs/transports.md is made: 9 KiB for an entry, 150 KiB for a thread.
+/// The figures from which the table in docs/transports.md is made: 9 KiB for an entry, 150 KiB for
+/// a thread.
 #[test]
 fn an_idle_mount_takes_what_the_documentation_says() {
     let Some(_switch) = with_switch(true) else { return };

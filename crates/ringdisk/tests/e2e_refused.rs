@@ -1,4 +1,5 @@
-//! Bad input at the start: refused with a message that names the thing, an exit code of its own, no mount and no changed image.
+//! Bad input at the start: refused with a message that names the thing, an exit code of its own, no
+//! mount and no changed image.
 
 mod common;
 

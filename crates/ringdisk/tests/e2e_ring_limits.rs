@@ -1,5 +1,5 @@
-//! What rings need of the machine and do not get: locked memory, huge pages, capabilities, io_uring itself. The next lower way serves, or
-//! a clear error says what is missing.
+//! What rings need of the machine and do not get: locked memory, huge pages, capabilities, io_uring
+//! itself. The next lower way serves, or a clear error says what is missing.
 
 mod common;
 
@@ -39,7 +39,8 @@ fn assert_serves(disk: &Mounted) {
     assert!(piece(disk.path(), 0, 1 << 20) == memory.bytes());
 }
 
-/// The program serving `image` over rings, past the page cache, without the right to lock more than `limit` bytes.
+/// The program serving `image` over rings, past the page cache, without the right to lock more than
+/// `limit` bytes.
 fn with_locked(limit: u64, zero_copy: &str, image: &Path, path: &Path) -> Command {
     let limit = format!("--memlock={limit}:{limit}");
     let mut out = command(&["prlimit", &limit, "setpriv", "--bounding-set=-ipc_lock"]);
@@ -133,7 +134,8 @@ fn without_the_right_to_zero_copy_pools_serve_and_asking_for_it_is_an_error() {
     assert_eq!(finished.code(), Some(9), "{}", finished.output());
 }
 
-/// `kernel.io_uring_disabled=2` forbids io_uring to everybody: who had it before goes on, to the flush at the end.
+/// `kernel.io_uring_disabled=2` forbids io_uring to everybody: who had it before goes on, to the
+/// flush at the end.
 #[test]
 fn where_io_uring_is_switched_off_for_all_new_mounts_say_so_and_old_ones_end_well() {
     // For the whole machine, so only where nobody else is.

@@ -1,5 +1,5 @@
-//! `--user`: a process that root started is another user's once it serves, does all the same, and leaves nothing behind; and where it stays
-//! root it says why.
+//! `--user`: a process that root started is another user's once it serves, does all the same, and
+//! leaves nothing behind; and where it stays root it says why.
 
 mod common;
 
@@ -395,7 +395,8 @@ fn a_mount_over_io_uring_is_the_users_and_does_everything() {
     assert_clean(&place.image("disk.qcow2"));
 }
 
-/// The kernel opens nothing again when it reads and writes the image itself: it has the descriptor from before.
+/// The kernel opens nothing again when it reads and writes the image itself: it has the descriptor
+/// from before.
 #[test]
 fn a_mount_with_passthrough_is_the_users() {
     if !(needs_root() && needs("FUSE passthrough", common::has_passthrough())) {
@@ -415,7 +416,8 @@ fn a_mount_with_passthrough_is_the_users() {
     assert!(piece(&image, 0, 1 << 20) == pattern(2, 0, 1 << 20));
 }
 
-/// A device belongs to root, so `auto` stays root; a user that is named and may open it does everything, one that may not is warned of.
+/// A device belongs to root, so `auto` stays root; a user that is named and may open it does
+/// everything, one that may not is warned of.
 #[test]
 fn a_block_device_is_served_as_the_user_that_is_named() {
     if !needs_root() {

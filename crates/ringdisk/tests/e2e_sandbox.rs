@@ -1,5 +1,5 @@
-//! A mount in its sandbox: what it still does, what it shows of itself, and what it leaves behind. What the walls keep out is tried in
-//! the tests of `ringdisk-sandbox` and `ringdisk-ring`.
+//! A mount in its sandbox: what it still does, what it shows of itself, and what it leaves behind.
+//! What the walls keep out is tried in the tests of `ringdisk-sandbox` and `ringdisk-ring`.
 
 mod common;
 

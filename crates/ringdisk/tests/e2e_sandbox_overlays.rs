@@ -1,5 +1,5 @@
-//! What a process in its sandbox reaches of the directory of its image: nothing but its own images. New overlays there are made by the
-//! warden, and every command goes on to work with them.
+//! What a process in its sandbox reaches of the directory of its image: nothing but its own images.
+//! New overlays there are made by the warden, and every command goes on to work with them.
 
 mod common;
 
@@ -52,7 +52,8 @@ fn assert_written(disk: &Mounted, seeds: std::ops::RangeInclusive<u64>) {
     }
 }
 
-/// Every command that changes a chain, on overlays of its own; the image is on top before, and below one overlay afterwards.
+/// Every command that changes a chain, on overlays of its own; the image is on top before, and
+/// below one overlay afterwards.
 ///
 /// * `write`: called between the commands, with 1 to 9.
 fn change_the_chain(
@@ -85,7 +86,8 @@ fn change_the_chain(
     write(8);
     let stats = ctl(&["stats", "--json"]).ok().json();
     assert_eq!(stats["layers"].as_array().map(Vec::len), Some(2), "{stats}");
-    // An internal snapshot of it shows what is below, so it is not merged; a new overlay over it is.
+    // An internal snapshot of it shows what is below, so it is not merged; a new overlay over it
+    // is.
     ctl(&["snapshot", e]).ok();
     write(9);
     ctl(&["commit", "--quiet"]).ok();

@@ -1,5 +1,6 @@
-//! A disk for virtual machines, served in a sandbox: what it still does, what it shows of itself, and what it leaves behind. Upgrades and
-//! migrations from sandbox to sandbox are in their own tests.
+//! A disk for virtual machines, served in a sandbox: what it still does, what it shows of itself,
+//! and what it leaves behind. Upgrades and migrations from sandbox to sandbox are in their own
+//! tests.
 
 mod common;
 
@@ -23,7 +24,8 @@ use ringdisk_testkit::process::{self, LIMIT, Process, command, run, until};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-/// `ringdisk serve`, whose sockets for `ringdisk ctl` and for its successor are in a directory of the test.
+/// `ringdisk serve`, whose sockets for `ringdisk ctl` and for its successor are in a directory of
+/// the test.
 fn serve_in(runtime: &Path, words: &[&str]) -> Command {
     let mut command = serve_command(words);
     command.env("XDG_RUNTIME_DIR", runtime);
@@ -266,7 +268,8 @@ fn memory_of_the_guest_is_registered_and_lost_inside() {
     place.judge(&mut load);
 }
 
-/// A process that does nothing, for as long as this lives: also when a test fails, since what it serves could not be closed.
+/// A process that does nothing, for as long as this lives: also when a test fails, since what it
+/// serves could not be closed.
 struct Stopped(Pid);
 
 impl Stopped {
@@ -327,7 +330,8 @@ fn memory_that_another_process_serves_is_refused() {
     let (mut vm, mut load) = (other.vm(false), load(7));
     load.run(&mut vm, 100);
     load.drain(&mut vm);
-    // The end of a process that has held such a file waits for its server, whoever it is: fuse_flush() of the kernel.
+    // The end of a process that has held such a file waits for its server, whoever it is:
+    // fuse_flush() of the kernel.
     drop(stopped);
     daemon.stop(&[&place.socket, &other.socket]);
     drop(file);
@@ -387,7 +391,8 @@ fn a_block_device_is_used_inside_and_makes_it_an_io_flusher() {
 fn without_proc(words: &[&str]) -> Command {
     let mut command = command(&["unshare", "-m", "sh", "-c"]);
     let program = common::program();
-    // In a virtual machine that has another machine's root, below its /proc is that of the other one.
+    // In a virtual machine that has another machine's root, below its /proc is that of the other
+    // one.
     let script = "mount -t tmpfs empty /proc && exec \"$@\"";
     command.args([script, "sh", program.as_str(), "serve"]).args(words);
     command.env_remove("NOTIFY_SOCKET").env_remove("LISTEN_FDS");
@@ -420,7 +425,8 @@ fn what_is_missing_when_a_disk_was_taken_does_not_cost_the_guest_its_disk() {
     let old = place.start(&[]);
     let (mut vm, mut load) = (place.vm(false), load(11));
     load.run(&mut vm, 100);
-    // A program that nobody may start a second time: the new process gets no warden. Nothing is taken before that is so.
+    // A program that nobody may start a second time: the new process gets no warden. Nothing is
+    // taken before that is so.
     let program = place.path("program");
     copy_program(&common::program(), &program);
     let words = [&["serve"], &words_at(&place)[..], &["--upgrade", "--sandbox", "on"]].concat();

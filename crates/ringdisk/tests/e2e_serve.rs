@@ -1,4 +1,5 @@
-//! `ringdisk serve` with a front end of our own: sockets of every kind, control while it works, errors of the image, ends.
+//! `ringdisk serve` with a front end of our own: sockets of every kind, control while it works,
+//! errors of the image, ends.
 
 mod common;
 

@@ -1,4 +1,5 @@
-//! `ringdisk serve` as far as it needs no front end: what is refused and how, what is left alone, and what a failed start leaves behind.
+//! `ringdisk serve` as far as it needs no front end: what is refused and how, what is left alone,
+//! and what a failed start leaves behind.
 
 use std::fs;
 use std::os::fd::AsFd;

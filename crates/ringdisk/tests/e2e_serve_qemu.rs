@@ -1,5 +1,6 @@
-//! `ringdisk serve` with QEMU's own front end: `qemu-img` and `qemu-io` over libblkio. The machine's QEMU may be without it, so this is that
-//! of `bench/peer`; where that is not installed the tests say so and are left out (`./test` installs it).
+//! `ringdisk serve` with QEMU's own front end: `qemu-img` and `qemu-io` over libblkio. The
+//! machine's QEMU may be without it, so this is that of `bench/peer`; where that is not installed
+//! the tests say so and are left out (`./test` installs it).
 
 mod common;
 

@@ -1,6 +1,7 @@
-//! A server that does not run (SIGSTOP, a debugger, a frozen cgroup) while its mount goes, on both transports: who takes the mount away may
-//! have to wait until the server runs again or is killed, and then everything ends. And one that runs so slowly that it can be killed in a
-//! moment that is short otherwise.
+//! A server that does not run (SIGSTOP, a debugger, a frozen cgroup) while its mount goes, on both
+//! transports: who takes the mount away may have to wait until the server runs again or is killed,
+//! and then everything ends. And one that runs so slowly that it can be killed in a moment that is
+//! short otherwise.
 
 mod common;
 

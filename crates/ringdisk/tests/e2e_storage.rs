@@ -1,4 +1,5 @@
-//! Storage that fails while it is in use: no space, I/O errors, a file that shrinks, requests that never complete.
+//! Storage that fails while it is in use: no space, I/O errors, a file that shrinks, requests that
+//! never complete.
 
 mod common;
 
@@ -181,7 +182,8 @@ fn read_errors_of_the_device_are_eio_there_and_nowhere_else() {
     assert_eq!(disk.stop().code(), Some(0));
 }
 
-/// Whoever looks for the reason of an error finds it in the log: where it was, and which operation on which file.
+/// Whoever looks for the reason of an error finds it in the log: where it was, and which operation
+/// on which file.
 #[test]
 fn errors_of_clients_are_in_the_log_the_first_of_a_kind_with_its_cause_and_the_others_counted() {
     if !needs_root() {
@@ -280,7 +282,8 @@ fn a_file_that_shrinks_in_use_gives_short_reads_or_errors() {
     }
 }
 
-/// A served disk whose storage is the file of another server that is stopped: its requests never complete.
+/// A served disk whose storage is the file of another server that is stopped: its requests never
+/// complete.
 struct Stuck {
     upper: Mounted,
     lower: Mounted,
@@ -302,7 +305,8 @@ impl Stuck {
             let more = ["of=/dev/null", "bs=4k", "count=1", "iflag=direct"];
             Process::spawn(command(&["dd"]).args(words).args(more))
         });
-        // In a read, or before it: whose attributes are old by then is asked for new ones, which never come either.
+        // In a read, or before it: whose attributes are old by then is asked for new ones, which
+        // never come either.
         wait_for_requests(self.upper.path(), 3);
         clients
     }
@@ -364,7 +368,8 @@ fn a_time_limit_ends_a_mount_whose_storage_never_completes() {
     assert_ended_with_errors(clients);
     let gone = until(STOP, || mount_at(stuck.upper.path()).is_none().then_some(()));
     assert_eq!(gone, Some(()));
-    // The kernel does not let a process go before its requests have come back, so the exit code comes later.
+    // The kernel does not let a process go before its requests have come back, so the exit code
+    // comes later.
     stuck.lower.process().signal(Signal::CONT);
     let status = stuck.upper.process().wait(STOP);
     assert_eq!(status.and_then(|s| s.code()), Some(12), "{}", stuck.upper.output());

@@ -1,5 +1,6 @@
-//! The kernel's switch is turned while mounts start: between our look at it and the kernel's INIT, between INIT and its answer, between
-//! the answer and the rings. Each mount is served, by one transport or the other, and soon.
+//! The kernel's switch is turned while mounts start: between our look at it and the kernel's INIT,
+//! between INIT and its answer, between the answer and the rings. Each mount is served, by one
+//! transport or the other, and soon.
 
 mod common;
 

@@ -33,8 +33,8 @@ fn assert_twins(directory: &Path, what: &str) {
     }
 }
 
-/// What qemu-img knows about an image: starts of runs, present, zero, data. (Not `compare -s`: that also
-/// compares where contiguous runs end, so it finds a fault in a better layout.)
+/// What qemu-img knows about an image: starts of runs, present, zero, data. (Not `compare -s`: that
+/// also compares where contiguous runs end, so it finds a fault in a better layout.)
 fn known(directory: &Path, image: &str) -> Vec<(u64, [bool; 3])> {
     let map = qemu_img(directory, &["map", "--output=json", "-f", "qcow2", image]).ok().json();
     let mut runs: Vec<(u64, [bool; 3])> = Vec::new();
@@ -317,7 +317,8 @@ fn damage_the_bitmap(image: &Path) {
         usize::try_from(u64::from_be_bytes(bytes[at..at + 8].try_into().expect("8"))).expect("fits")
     };
     let extension = bytes[..4096].windows(4).position(|four| four == BITMAPS_EXTENSION);
-    // Magic, length, number of bitmaps, reserved, size and offset of the directory, whose entry begins with the table's offset.
+    // Magic, length, number of bitmaps, reserved, size and offset of the directory, whose entry
+    // begins with the table's offset.
     let directory = number(&bytes, extension.expect("the extension") + 24);
     let table = number(&bytes, directory);
     // Reserved bits.
@@ -459,7 +460,8 @@ fn a_broken_snapshot_table_is_repaired_as_by_qemu_img() {
     let word = |image: &Path, at: u64| {
         u64::from_be_bytes(images::piece(image, at, 8).try_into().expect("8 bytes"))
     };
-    // Place in the first entry, what is written there, what is said, and the snapshots that are left.
+    // Place in the first entry, what is written there, what is said, and the snapshots that are
+    // left.
     let cases: [(u64, &[u8], &str, &[&str]); 2] = [
         (36, &5000_u32.to_be_bytes(), "extra data", &["one", "two"]),
         (7, &[7], "snapshot 1 (one) is removed", &["two"]),

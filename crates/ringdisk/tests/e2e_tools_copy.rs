@@ -393,7 +393,8 @@ fn every_comparison_ends_as_that_of_qemu_img() {
         assert_eq!(ours.code, theirs.code, "{words:?}: {} / {}", ours.err, theirs.err);
         assert_eq!(ours.out, theirs.out, "{words:?}");
     }
-    // Runs that reach the end of the disk differ from others for qemu-img, so its offset is another.
+    // Runs that reach the end of the disk differ from others for qemu-img, so its offset is
+    // another.
     let words = ["compare", "-s", "top.qcow2", "other.img"];
     let out = ringdisk(d, &words).ends(1).out;
     assert_eq!(out, "Strict mode: Offset 2097152 block status mismatch!\n");

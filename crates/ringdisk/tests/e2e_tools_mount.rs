@@ -1,4 +1,5 @@
-//! Options of `mount` for qcow2: overlays that vanish and overlays that stay, discard, zeroes, caches.
+//! Options of `mount` for qcow2: overlays that vanish and overlays that stay, discard, zeroes,
+//! caches.
 
 mod common;
 

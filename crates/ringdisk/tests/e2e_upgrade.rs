@@ -27,7 +27,8 @@ use rustix::process::{Pid, Signal, kill_process};
 /// Processes that have a disk one after the other.
 const TIMES: usize = 3;
 
-/// The next process takes the disk over; the one before ends without a complaint, and nothing else changes.
+/// The next process takes the disk over; the one before ends without a complaint, and nothing else
+/// changes.
 fn upgrade(old: Daemon, place: &Place, words: &[&str]) -> Daemon {
     let id = |path: &Path| {
         use std::os::unix::fs::MetadataExt;
@@ -380,7 +381,8 @@ fn a_new_process_that_dies_or_stays_silent_on_the_way_changes_nothing() {
     let (mut vm, mut load) = (place.vm(false), load(5));
     let path = successor_of(&place.socket);
     meanwhile(&mut vm, &mut load, || {
-        // The end of a process is the end of its socket: before it has asked, with half of the answer, with all of it.
+        // The end of a process is the end of its socket: before it has asked, with half of the
+        // answer, with all of it.
         for read in [0, 8, 4096] {
             let mut stream = UnixStream::connect(&path).expect("it listens");
             if read > 0 {
@@ -505,7 +507,8 @@ fn one_of_two_disks_can_be_taken() {
         let begun = Instant::now();
         (one.start(&["--upgrade"]), begun.elapsed())
     });
-    // The old process lives on, and does not make the new one wait for its end (8 s): that comes into its sandbox at once.
+    // The old process lives on, and does not make the new one wait for its end (8 s): that comes
+    // into its sandbox at once.
     assert!(time < patient(Duration::from_secs(6)), "{time:?}");
     assert_confined(new.process.pid(), is_root());
     assert_ne!(stats(&one.socket)["total"]["requests"], 0);

@@ -1,6 +1,7 @@
-//! A hand-over in which the old or the new process is killed at any moment, under load: one of them serves, or, as after every kill, the next
-//! one that is started; every request is answered exactly once, and the disk holds what was answered. `RINGDISK_KILLS=N` or
-//! `RINGDISK_FULL=1` (1,000) for more kills.
+//! A hand-over in which the old or the new process is killed at any moment, under load: one of them
+//! serves, or, as after every kill, the next one that is started; every request is answered exactly
+//! once, and the disk holds what was answered. `RINGDISK_KILLS=N` or `RINGDISK_FULL=1` (1,000) for
+//! more kills.
 
 mod common;
 
@@ -139,7 +140,8 @@ fn survive(format: &'static str, packed: bool, seed: u64) {
             }
         }
         assert!(!process.output().contains("panicked"), "{}", process.output());
-        // An undisturbed one tells how long they take now, and that the state that kills have left can be handed over.
+        // An undisturbed one tells how long they take now, and that the state that kills have left
+        // can be handed over.
         if number % 4 == 1 {
             let mut old = Daemon { process }.ready().process;
             let begun = Instant::now();

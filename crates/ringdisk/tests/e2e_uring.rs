@@ -1,5 +1,6 @@
-//! FUSE over io_uring: when it is taken and when not, what is said about it, and how such mounts end. That it serves the same bytes as
-//! `/dev/fuse` is for the other suites, which `./test` runs on both (`RINGDISK_TEST_TRANSPORT`).
+//! FUSE over io_uring: when it is taken and when not, what is said about it, and how such mounts
+//! end. That it serves the same bytes as `/dev/fuse` is for the other suites, which `./test` runs
+//! on both (`RINGDISK_TEST_TRANSPORT`).
 
 mod common;
 
@@ -135,8 +136,9 @@ fn kill_9_under_load_leaves_no_client_hanging_and_the_next_mount_serves() {
     }
 }
 
-/// What a machine keeps of mounts: entries of the mount table and connections of the kernel. Descriptors and threads of a process that
-/// mounts many times are counted in `crates/fuse/tests/leaks.rs`.
+/// What a machine keeps of mounts: entries of the mount table and connections of the kernel.
+/// Descriptors and threads of a process that mounts many times are counted in
+/// `crates/fuse/tests/leaks.rs`.
 #[test]
 fn a_hundred_mounts_leave_nothing_behind() {
     let Some(_switch) = with_switch(true) else { return };
@@ -150,7 +152,8 @@ fn a_hundred_mounts_leave_nothing_behind() {
         assert!(mount_at(&path).is_none(), "{round}");
         connections.push(connection);
     }
-    // The kernel takes a number again once the connection is gone: a hundred leaked ones would all differ.
+    // The kernel takes a number again once the connection is gone: a hundred leaked ones would all
+    // differ.
     connections.sort_unstable();
     connections.dedup();
     assert!(connections.len() < 50, "{connections:?}");

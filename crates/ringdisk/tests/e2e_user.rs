@@ -1,5 +1,5 @@
-//! Ordinary users, forbidden interfaces and low limits. Some of it changes a setting of the machine for a moment and puts it back, so the tests of this file run
-//! one at a time.
+//! Ordinary users, forbidden interfaces and low limits. Some of it changes a setting of the machine
+//! for a moment and puts it back, so the tests of this file run one at a time.
 
 mod common;
 

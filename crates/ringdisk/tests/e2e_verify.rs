@@ -61,8 +61,9 @@ fn runs() -> Vec<Run> {
     for engine in ["libaio", "io_uring", "psync", "mmap"] {
         for direct in [true, false] {
             for jobs in [1, 4] {
-                // A mapping has no O_DIRECT; and fio's mmap engine forgets the offset of a job, so that several jobs
-                // overwrite one another: e2e_coherence.rs has four writers of mappings of its own.
+                // A mapping has no O_DIRECT; and fio's mmap engine forgets the offset of a job, so
+                // that several jobs overwrite one another: e2e_coherence.rs has four writers of
+                // mappings of its own.
                 let possible = engine != "mmap" || !direct && jobs == 1;
                 out.extend(
                     SERVINGS.iter().filter(|_| possible).map(|args| (engine, direct, jobs, *args)),

@@ -1,5 +1,6 @@
-//! `ringdisk serve` is killed at any moment under load, and another one goes on: every request is answered exactly once, and the disk
-//! holds what was answered. `RINGDISK_KILLS=N` or `RINGDISK_FULL=1` (1,000) for more kills.
+//! `ringdisk serve` is killed at any moment under load, and another one goes on: every request is
+//! answered exactly once, and the disk holds what was answered. `RINGDISK_KILLS=N` or
+//! `RINGDISK_FULL=1` (1,000) for more kills.
 
 mod common;
 
@@ -152,7 +153,8 @@ fn survive(format: &'static str, packed: bool, through: bool, seed: u64) {
                         break Err(Refused::Gone);
                     };
                     match vm.resume(front, rule) {
-                        // The child of a process that was killed in its start had the socket for a moment: again, as VMMs do.
+                        // The child of a process that was killed in its start had the socket for a
+                        // moment: again, as VMMs do.
                         Err(Refused::Gone)
                             if !early && tries < 3 && process.0.ended().is_none() =>
                         {

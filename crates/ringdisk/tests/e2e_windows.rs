@@ -1,4 +1,5 @@
-//! Parts of a disk: `--offset`, `--size`, `--partition`, on every format. Tables are made by sfdisk; the kernel is asked for its numbers.
+//! Parts of a disk: `--offset`, `--size`, `--partition`, on every format. Tables are made by
+//! sfdisk; the kernel is asked for its numbers.
 
 mod common;
 
@@ -121,7 +122,8 @@ fn of_sfdisk(image: &Path) -> BTreeMap<u32, (u64, u64)> {
     each.collect()
 }
 
-/// The same as the kernel says; nothing where it knows no partition tables. It has read them when the device is there.
+/// The same as the kernel says; nothing where it knows no partition tables. It has read them when
+/// the device is there.
 fn of_kernel(image: &Path) -> BTreeMap<u32, (u64, u64)> {
     let Some(device) = Loop::attach(image, &["--partscan", "--read-only"]) else {
         return BTreeMap::new();

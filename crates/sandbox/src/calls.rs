@@ -1,12 +1,15 @@
 //! Which system calls may be made: seccomp.
 //!
 //! Promises: three answers, the strictest first.
-//! - A call that no correct version of this program makes once it serves, and that somebody who has taken it over would make (starting a
-//!   program, tracing another, mounting, becoming another user, loading a module), **ends the process**: what runs then is not us any
-//!   more. That costs no more than any crash: what was flushed is on stable storage, and a kept mount goes on.
-//! - Every other call that is not on the list is answered with **`ENOSYS`**. A libc or a standard library that has learned a new call then
-//!   falls back to the old one, and a path of ours that was forgotten here gets an error, which it handles, in place of a kill, which costs
-//!   somebody's machine its disk. No data depends on it: data goes through rings, which only need io_uring_enter(2).
+//! - A call that no correct version of this program makes once it serves, and that somebody who has
+//!   taken it over would make (starting a program, tracing another, mounting, becoming another
+//!   user, loading a module), **ends the process**: what runs then is not us any more. That costs
+//!   no more than any crash: what was flushed is on stable storage, and a kept mount goes on.
+//! - Every other call that is not on the list is answered with **`ENOSYS`**. A libc or a standard
+//!   library that has learned a new call then falls back to the old one, and a path of ours that
+//!   was forgotten here gets an error, which it handles, in place of a kill, which costs somebody's
+//!   machine its disk. No data depends on it: data goes through rings, which only need
+//!   io_uring_enter(2).
 //! - The rest is **allowed**, some of it with certain arguments only.
 //!
 //! io_uring_setup(2) is not on the list: a new ring would be one without restrictions.
@@ -36,7 +39,8 @@ pub struct Calls {
 }
 
 impl Calls {
-    /// For a process that removes its mount itself: umount2(2), and what aborts a FUSE connection where fusectl is not mounted.
+    /// For a process that removes its mount itself: umount2(2), and what aborts a FUSE connection
+    /// where fusectl is not mounted.
     #[must_use]
     pub fn unmounting() -> Calls {
         let more = vec![libc::SYS_umount2, libc::SYS_fsopen, libc::SYS_fsconfig, libc::SYS_fsmount];

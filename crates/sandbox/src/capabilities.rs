@@ -18,10 +18,11 @@ const NAMES: [(CapabilitySet, &str); 6] = [
 
 impl Default for Keep {
     /// What serving images takes:
-    /// - `CAP_DAC_OVERRIDE`: images belong to others than root, and are opened again when a command changes the chain; which ones is
-    ///   landlock's matter;
+    /// - `CAP_DAC_OVERRIDE`: images belong to others than root, and are opened again when a command
+    ///   changes the chain; which ones is landlock's matter;
     /// - `CAP_SYS_RESOURCE`: writes go on where a quota of the owner would end them for others;
-    /// - `CAP_IPC_LOCK`: memory of buffers that are registered later is not counted against RLIMIT_MEMLOCK.
+    /// - `CAP_IPC_LOCK`: memory of buffers that are registered later is not counted against
+    ///   RLIMIT_MEMLOCK.
     fn default() -> Keep {
         Keep(CapabilitySet::DAC_OVERRIDE | CapabilitySet::SYS_RESOURCE | CapabilitySet::IPC_LOCK)
     }

@@ -1,8 +1,9 @@
 //! Which files may be opened: landlock.
 //!
-//! Promises: a ruleset that denies everything but what it was told; rights that the kernel does not know are left out. A file or
-//! directory that is not there gets no rule: it could not be opened anyway. With a block device, or a directory that holds some, comes what
-//! `/sys` says of them ([`told_of`]).
+//! Promises: a ruleset that denies everything but what it was told; rights that the kernel does not
+//! know are left out. A file or directory that is not there gets no rule: it could not be opened
+//! anyway. With a block device, or a directory that holds some, comes what `/sys` says of them
+//! ([`told_of`]).
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -22,11 +23,13 @@ use crate::threads;
 /// Loop devices and those of the device mapper.
 const VIRTUAL_DEVICES: &str = "/sys/devices/virtual/block";
 
-/// The newest set of rights that is known here: up to ioctls of devices (Linux 6.10) and scopes (6.12).
+/// The newest set of rights that is known here: up to ioctls of devices (Linux 6.10) and scopes
+/// (6.12).
 const KNOWN: ABI = ABI::V6;
 
-/// Repair 2 of landlock: signals between threads of one process are never scoped (Linux 6.15, and 6.12 and 6.14 with later updates).
-/// Source: Documentation/userspace-api/landlock.rst, "Landlock errata".
+/// Repair 2 of landlock: signals between threads of one process are never scoped (Linux 6.15, and
+/// 6.12 and 6.14 with later updates). Source: Documentation/userspace-api/landlock.rst, "Landlock
+/// errata".
 const SIGNALS_BETWEEN_THREADS: i32 = 1 << 1;
 
 /// What may be done with a file, or with everything in a directory.
@@ -72,8 +75,9 @@ pub(crate) struct Rules {
 }
 
 impl Rules {
-    /// Keeps the files of `/proc` that have a rule, for as long as the process lives: a rule is for an inode, and `/proc` makes another one
-    /// when a name that nobody holds has been forgotten, as happens when memory is short.
+    /// Keeps the files of `/proc` that have a rule, for as long as the process lives: a rule is for
+    /// an inode, and `/proc` makes another one when a name that nobody holds has been forgotten, as
+    /// happens when memory is short.
     pub(crate) fn hold(&self) {
         for file in &self.of_proc {
             match rustix::io::fcntl_dupfd_cloexec(file, 0) {
@@ -98,7 +102,8 @@ impl From<RulesetError> for NoRules {
     }
 }
 
-/// Makes a ruleset. Sockets with abstract names of processes outside cannot be talked to, and no signal goes there.
+/// Makes a ruleset. Sockets with abstract names of processes outside cannot be talked to, and no
+/// signal goes there.
 pub(crate) fn rules(paths: &[(PathBuf, Right)]) -> Result<Rules, NoRules> {
     let abi = match threads::landlock_version() {
         Ok(abi) => abi,
@@ -113,8 +118,8 @@ pub(crate) fn rules(paths: &[(PathBuf, Right)]) -> Result<Rules, NoRules> {
         // No rule for any port: no TCP.
         .handle_access(AccessNet::from_all(KNOWN))?
         .scope(Scope::AbstractUnixSocket)?;
-    // Each thread enters by itself. Kernels without that repair take the threads of one process for strangers then, and refuse the signal
-    // that interrupts a thread.
+    // Each thread enters by itself. Kernels without that repair take the threads of one process for
+    // strangers then, and refuse the signal that interrupts a thread.
     if threads::landlock_repairs() & SIGNALS_BETWEEN_THREADS != 0 {
         ruleset = ruleset.scope(Scope::Signal)?;
     }
@@ -143,7 +148,8 @@ pub(crate) fn rules(paths: &[(PathBuf, Right)]) -> Result<Rules, NoRules> {
     Ok(Rules { ruleset, abi, paths: count, of_proc })
 }
 
-/// Directories of `/sys` that are to be read with a path: those of the block devices that it allows to be opened.
+/// Directories of `/sys` that are to be read with a path: those of the block devices that it allows
+/// to be opened.
 fn told_with(path: &Path, right: Right) -> Vec<PathBuf> {
     let Ok(meta) = fs::metadata(path) else { return Vec::new() };
     match right {
@@ -167,8 +173,8 @@ fn told_with(path: &Path, right: Right) -> Vec<PathBuf> {
     }
 }
 
-/// The directory of `/sys` about a block device: sizes and limits of its queue, and the file of a loop device. For a partition it is that of
-/// the whole device, which has the queue.
+/// The directory of `/sys` about a block device: sizes and limits of its queue, and the file of a
+/// loop device. For a partition it is that of the whole device, which has the queue.
 fn told_of(device: u64) -> Option<PathBuf> {
     let link = format!("/sys/dev/block/{}:{}", major(device), minor(device));
     let directory = fs::canonicalize(link).ok()?;

@@ -14,14 +14,17 @@ use crate::files::{self, NoRules, Right, Rules};
 use crate::threads::{self, Confinement};
 use crate::user::User;
 
-/// Rights that no file gets that is made inside: nobody runs it, and the group and others do not write it.
+/// Rights that no file gets that is made inside: nobody runs it, and the group and others do not
+/// write it.
 const NOT_FOR_RUNNING: Mode = Mode::from_raw_mode(0o133);
 
-/// What a process of this program opens once it serves, whatever it serves. Of `/proc` and `/sys` it is this and nothing else: neither other
-/// processes nor the rest of the machine. (What the kernel says of block devices comes with those: [`crate::files`].)
+/// What a process of this program opens once it serves, whatever it serves. Of `/proc` and `/sys`
+/// it is this and nothing else: neither other processes nor the rest of the machine. (What the
+/// kernel says of block devices comes with those: [`crate::files`].)
 const OWN: [(&str, Right); 7] = [
-    // Its own state: threads, their CPUs and times (`ctl stats`, `ctl topology`), locks of its files, its mounts, where code is (a backtrace).
-    // It holds the tables of its network, too, which cannot be left out of a directory.
+    // Its own state: threads, their CPUs and times (`ctl stats`, `ctl topology`), locks of its
+    // files, its mounts, where code is (a backtrace). It holds the tables of its network, too,
+    // which cannot be left out of a directory.
     ("/proc/self", Right::ReadBelow),
     // glibc looks before it gives memory of a thread's heap back.
     ("/proc/sys/vm/overcommit_memory", Right::ReadFile),
@@ -52,7 +55,8 @@ pub struct InForce {
     pub landlock: Option<(i32, usize)>,
     /// System calls that may be made; `None`: no seccomp.
     pub calls: Option<usize>,
-    /// `None`: not root, so there are none to lose; or they could not be taken ([`InForce::missing`]).
+    /// `None`: not root, so there are none to lose; or they could not be taken
+    /// ([`InForce::missing`]).
     pub capabilities: Option<CapabilitySet>,
     /// What could not be had, each with the reason.
     pub missing: Vec<String>,
@@ -112,7 +116,8 @@ impl Plan {
         self
     }
 
-    /// A file or device that may be read. By whatever name: the rule is for what is there when entering, so `/proc/self/fd/N` will do.
+    /// A file or device that may be read. By whatever name: the rule is for what is there when
+    /// entering, so `/proc/self/fd/N` will do.
     #[must_use]
     pub fn read(self, file: impl Into<PathBuf>) -> Plan {
         self.path(file, Right::ReadFile)
@@ -150,14 +155,16 @@ impl Plan {
         self
     }
 
-    /// The process becomes this user's, and keeps no capability. That is never left out: entering fails where it cannot be done.
+    /// The process becomes this user's, and keeps no capability. That is never left out: entering
+    /// fails where it cannot be done.
     #[must_use]
     pub fn user(mut self, user: User) -> Plan {
         self.user = Some(user);
         self
     }
 
-    /// Leaves landlock out: inside, no file system may be unmounted, and the caller has nobody to do it.
+    /// Leaves landlock out: inside, no file system may be unmounted, and the caller has nobody to
+    /// do it.
     ///
     /// * `why`: for [`InForce::missing`].
     #[must_use]
@@ -166,7 +173,8 @@ impl Plan {
         self
     }
 
-    /// Looks whether the kernel has what [`Plan::enter`] needs, and changes nothing: for who cannot go back later.
+    /// Looks whether the kernel has what [`Plan::enter`] needs, and changes nothing: for who cannot
+    /// go back later.
     ///
     /// Errors: something is missing that was insisted on.
     pub fn check(&self) -> Result<(), Failure> {
@@ -194,8 +202,8 @@ impl Plan {
 
     /// Enters, with all threads, for good.
     ///
-    /// Errors: something is missing that was insisted on, or a thread cannot be confined; some of it may be in force then, so the
-    /// process had better end.
+    /// Errors: something is missing that was insisted on, or a thread cannot be confined; some of
+    /// it may be in force then, so the process had better end.
     pub fn enter(self) -> Result<InForce, Failure> {
         let mut missing = Vec::new();
         let Walls { rules, filters, reaches_threads } = self.walls(&mut missing)?;
@@ -217,7 +225,8 @@ impl Plan {
         }
         let mut allowed = None;
         if let Some(filters) = filters {
-            // The filter refuses modes with which a file could be run; libc's own is 0666. No call inside changes this.
+            // The filter refuses modes with which a file could be run; libc's own is 0666. No call
+            // inside changes this.
             umask(umask(NOT_FOR_RUNNING) | NOT_FOR_RUNNING);
             let installed = filters.programs.iter().try_for_each(|program| {
                 seccompiler::apply_filter_all_threads(program)

@@ -1,11 +1,14 @@
 //! What the kernel does for one thread only, done for every thread of the process.
 //!
-//! Promises: when [`confine`] returns, every thread (and so every thread that is started later) has no new privileges, is inside the
-//! landlock ruleset, is the other user's, and has lost its capabilities; otherwise it says which thread has not.
+//! Promises: when [`confine`] returns, every thread (and so every thread that is started later) has
+//! no new privileges, is inside the landlock ruleset, is the other user's, and has lost its
+//! capabilities; otherwise it says which thread has not.
 //!
-//! Before Linux 7.0 landlock is for the calling thread, and capabilities and users always are. So each thread gets a signal, one after the
-//! other, and does it in the handler, which makes bare system calls only. Threads that appear meanwhile are found by looking again. The
-//! kernel's own threads of an io_uring (`iou-wrk-…`) take no signals and run none of our code; they carry out what a ring is allowed.
+//! Before Linux 7.0 landlock is for the calling thread, and capabilities and users always are. So
+//! each thread gets a signal, one after the other, and does it in the handler, which makes bare
+//! system calls only. Threads that appear meanwhile are found by looking again. The kernel's own
+//! threads of an io_uring (`iou-wrk-…`) take no signals and run none of our code; they carry out
+//! what a ring is allowed.
 #![allow(unsafe_code)]
 
 use std::collections::HashSet;
@@ -24,9 +27,11 @@ use crate::user::User;
 const LIMIT: Duration = Duration::from_secs(10);
 /// How often one looks.
 const LOOK: Duration = Duration::from_micros(50);
-/// `PF_IO_WORKER` and `PF_USER_WORKER` of the kernel's task flags: threads of the kernel in our process.
+/// `PF_IO_WORKER` and `PF_USER_WORKER` of the kernel's task flags: threads of the kernel in our
+/// process.
 const KERNELS_OWN: u64 = 0x10 | 0x4000;
-/// Where the task flags are behind the name in /proc/PID/stat (proc(5): field 9; the name is field 2).
+/// Where the task flags are behind the name in /proc/PID/stat (proc(5): field 9; the name is field
+/// 2).
 const FLAGS_FIELD: usize = 6;
 
 /// The ruleset; -1: none.
@@ -158,7 +163,8 @@ fn confine_this() -> Result<(), Errno> {
 fn bound(staying: CapabilitySet) -> Result<(), Errno> {
     for capability in CapabilitySet::all().difference(staying).iter() {
         match rustix::thread::remove_capability_from_bounding_set(capability) {
-            // Without CAP_SETPCAP, or one that this kernel does not know: with no new privileges the set is of no use.
+            // Without CAP_SETPCAP, or one that this kernel does not know: with no new privileges
+            // the set is of no use.
             Ok(()) | Err(Errno::PERM | Errno::INVAL) => {}
             Err(errno) => return Err(errno),
         }
@@ -188,7 +194,8 @@ pub(crate) fn landlock_repairs() -> i32 {
 }
 
 fn ask_landlock(what: u32) -> i64 {
-    // SAFETY: landlock_create_ruleset(2) with one of these flags takes no memory and gives a number.
+    // SAFETY: landlock_create_ruleset(2) with one of these flags takes no memory and gives a
+    // number.
     unsafe {
         libc::syscall(libc::SYS_landlock_create_ruleset, std::ptr::null::<u8>(), 0usize, what)
     }
@@ -225,7 +232,8 @@ impl Handler {
         action.sa_flags = libc::SA_RESTART;
         // SAFETY: as for `action`.
         let mut before: libc::sigaction = unsafe { std::mem::zeroed() };
-        // SAFETY: both structures live across the call, and the handler is async-signal-safe: atomics and bare system calls.
+        // SAFETY: both structures live across the call, and the handler is async-signal-safe:
+        // atomics and bare system calls.
         let result = unsafe { libc::sigaction(signal, &raw const action, &raw mut before) };
         if result == 0 { Ok(Handler { signal, before }) } else { Err(last_error()) }
     }
@@ -234,7 +242,8 @@ impl Handler {
     fn run_on(&self, thread: i32) -> Result<(), Errno> {
         let before = ANSWERS.load(Ordering::Acquire);
         let process = rustix::process::getpid().as_raw_nonzero().get();
-        // SAFETY: tgkill(2) takes three integers; the thread is of this process, or the number is nobody's.
+        // SAFETY: tgkill(2) takes three integers; the thread is of this process, or the number is
+        // nobody's.
         let sent = unsafe { libc::syscall(libc::SYS_tgkill, process, thread, self.signal) };
         if sent != 0 {
             return match last_error() {
@@ -262,7 +271,8 @@ impl Handler {
 
 impl Drop for Handler {
     fn drop(&mut self) {
-        // SAFETY: `before` is what the kernel gave; no answer is owed any more, or the process is about to give up.
+        // SAFETY: `before` is what the kernel gave; no answer is owed any more, or the process is
+        // about to give up.
         unsafe { libc::sigaction(self.signal, &raw const self.before, std::ptr::null_mut()) };
     }
 }

@@ -1,8 +1,9 @@
 //! Another user.
 //!
-//! Promises: a thread that [`User::put_on`] has changed has this user and this group in all places (real, effective, saved, file system), no
-//! other groups and no capabilities, and no way back. The kernel does this for each thread; [`crate::Plan::user`] and [`become_user`] do it
-//! for all of them.
+//! Promises: a thread that [`User::put_on`] has changed has this user and this group in all places
+//! (real, effective, saved, file system), no other groups and no capabilities, and no way back. The
+//! kernel does this for each thread; [`crate::Plan::user`] and [`become_user`] do it for all of
+//! them.
 
 use rustix::io::Errno;
 use rustix::process::{DumpableBehavior, Gid, Uid, dumpable_behavior, set_dumpable_behavior};
@@ -22,8 +23,8 @@ pub struct User {
 }
 
 impl User {
-    /// `None`: one of the numbers is what the kernel takes for "as it is" (`-1`), or the user is root, who can be confined but not become
-    /// less by this.
+    /// `None`: one of the numbers is what the kernel takes for "as it is" (`-1`), or the user is
+    /// root, who can be confined but not become less by this.
     #[must_use]
     pub fn new(uid: u32, gid: u32) -> Option<User> {
         (uid != 0 && uid != u32::MAX && gid != u32::MAX).then_some(User { uid, gid })
@@ -43,8 +44,8 @@ impl User {
 
     /// Makes the calling thread that user's. Bare system calls, also for a signal handler.
     ///
-    /// Errors: `PERM` without CAP_SETUID and CAP_SETGID, `INVAL` where this user namespace has no such user; the thread may have lost its
-    /// groups then.
+    /// Errors: `PERM` without CAP_SETUID and CAP_SETGID, `INVAL` where this user namespace has no
+    /// such user; the thread may have lost its groups then.
     pub(crate) fn put_on(self) -> Result<(), Errno> {
         let (uid, gid) = (Uid::from_raw(self.uid), Gid::from_raw(self.gid));
         set_thread_groups(&[])?;
@@ -63,7 +64,8 @@ impl User {
     ///
     /// Errors: those of becoming that user; no thread (`AGAIN`).
     pub fn look<T: Send>(self, look: impl FnOnce() -> T + Send) -> Result<T, Errno> {
-        // A thread with other credentials ends core dumps and the like for the whole process, which may well stay what it is.
+        // A thread with other credentials ends core dumps and the like for the whole process, which
+        // may well stay what it is.
         let before = dumpable_behavior();
         let result = std::thread::scope(|scope| {
             let thread = std::thread::Builder::new().name(String::from("other-user"));

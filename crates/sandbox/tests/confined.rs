@@ -1,4 +1,5 @@
-//! What is left to a process that has entered, tried in processes of their own: a test that is left out by name is the body of one.
+//! What is left to a process that has entered, tried in processes of their own: a test that is left
+//! out by name is the body of one.
 
 use std::fs;
 use std::io;
@@ -411,8 +412,8 @@ fn all_are_root() {
     assert!(status.contains("Uid:\t0\t0\t0\t0"), "{status}");
 }
 
-/// Whether a thread is on its way out (`PF_EXITING`, linux/sched.h): it runs no code of ours any more, and the kernel gives it no filter.
-/// `None`: it has ended.
+/// Whether a thread is on its way out (`PF_EXITING`, linux/sched.h): it runs no code of ours any
+/// more, and the kernel gives it no filter. `None`: it has ended.
 fn is_exiting(task: &Path) -> Option<bool> {
     let stat = fs::read_to_string(task.join("stat")).ok()?;
     // After the name, which may hold anything: state, ppid, pgrp, session, tty, tpgid, flags.
@@ -441,7 +442,8 @@ fn all_are_confined() {
 
 /// Makes a call with an argument in each place. Gives the errno, or 0.
 fn bare(call: i64, argument: u64) -> i32 {
-    // SAFETY: only for calls that a filter answers, or ends the process for, before anything is done with the arguments.
+    // SAFETY: only for calls that a filter answers, or ends the process for, before anything is
+    // done with the arguments.
     let result =
         unsafe { libc::syscall(call, argument, argument, argument, argument, argument, argument) };
     if result == -1 { io::Error::last_os_error().raw_os_error().unwrap_or(0) } else { 0 }
@@ -456,7 +458,8 @@ fn listed() {
     enter(Plan::new());
     let calls = Calls::default();
     let is_on = |call: &i64| calls.needs().iter().chain(&calls.deadly()).any(|it| it.call == *call);
-    // uretprobe and uprobe of x86_64: the kernel asks no filter about them, and sends a signal to who is not one of its trampolines.
+    // uretprobe and uprobe of x86_64: the kernel asks no filter about them, and sends a signal to
+    // who is not one of its trampolines.
     let is_unasked = |call: &i64| cfg!(target_arch = "x86_64") && [335, 336].contains(call);
     // More than any machine has.
     let others: Vec<i64> = (0..1024).filter(|call| !is_on(call) && !is_unasked(call)).collect();

@@ -27,7 +27,8 @@ pub trait CustomStorage: Send + Sync + Debug {
     }
     /// Whether writing is refused.
     fn is_read_only(&self) -> bool;
-    /// What its users treat it as. One that claims to be a block device keeps to what [`crate::Storage`] says of block devices.
+    /// What its users treat it as. One that claims to be a block device keeps to what
+    /// [`crate::Storage`] says of block devices.
     fn kind(&self) -> Kind {
         Kind::Custom
     }

@@ -1,9 +1,10 @@
 //! Making a regular file longer while others write to it.
 //!
-//! Promises: nothing here ever shortens a file or changes a byte that is in it, whoever writes to it at the same time: this
-//! process, another one, or the kernel for the clients of a file that is passed through to them. (ftruncate(2) does not promise
-//! that: what was appended since the caller looked at the length is cut off.) So a file may be longer in the end than was asked for.
-//! Where the file system has no operation that promises this, growing is refused.
+//! Promises: nothing here ever shortens a file or changes a byte that is in it, whoever writes to
+//! it at the same time: this process, another one, or the kernel for the clients of a file that is
+//! passed through to them. (ftruncate(2) does not promise that: what was appended since the caller
+//! looked at the length is cut off.) So a file may be longer in the end than was asked for. Where
+//! the file system has no operation that promises this, growing is refused.
 //!
 //! Ring threads; what is no io_uring operation runs on a helper thread.
 
@@ -62,19 +63,22 @@ impl File {
         }
     }
 
-    /// Makes the file at least `end` bytes long by reserving its last byte. The caller has a pass. Errors: `EOPNOTSUPP`.
+    /// Makes the file at least `end` bytes long by reserving its last byte. The caller has a pass.
+    /// Errors: `EOPNOTSUPP`.
     pub(crate) async fn reach(&self, ring: &Ring, end: u64) -> Result<(), Errno> {
         self.fallocate(ring, FallocateFlags::empty(), end - 1, 1).await?;
         self.has_grown_to(end);
         Ok(())
     }
 
-    /// Reserves space past the end of the file, which stays as long as it is. Errors: `EOPNOTSUPP`, `ENOSPC`.
+    /// Reserves space past the end of the file, which stays as long as it is. Errors: `EOPNOTSUPP`,
+    /// `ENOSPC`.
     async fn reserve(&self, ring: &Ring, from: u64, end: u64) -> Result<(), Errno> {
         if from >= end {
             return Ok(());
         }
-        // A reservation that fails keeps what it got, and only cutting the file would give that back: better not to begin it.
+        // A reservation that fails keeps what it got, and only cutting the file would give that
+        // back: better not to begin it.
         let owner = Arc::clone(&self.owner);
         if ring.offload(move || free_bytes(owner.as_fd())).await? < end - from {
             return Err(Errno::NOSPC);
@@ -82,8 +86,9 @@ impl File {
         self.fallocate(ring, FallocateFlags::KEEP_SIZE, from, end - from).await
     }
 
-    /// Writes zeroes at the end until the file is long enough. Each write finds the end itself, under the lock of the inode, so it
-    /// cannot meet what somebody else has appended. Errors: `EOPNOTSUPP` with O_DIRECT; those of a write.
+    /// Writes zeroes at the end until the file is long enough. Each write finds the end itself,
+    /// under the lock of the inode, so it cannot meet what somebody else has appended. Errors:
+    /// `EOPNOTSUPP` with O_DIRECT; those of a write.
     async fn append_zeroes(
         &self,
         ring: &Ring,

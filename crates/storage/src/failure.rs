@@ -1,8 +1,9 @@
-//! The last operation of a storage that failed on this thread: the cause in a message about a request that failed.
+//! The last operation of a storage that failed on this thread: the cause in a message about a
+//! request that failed.
 //!
-//! Promises: costs nothing while nothing fails; noting a failure allocates nothing, locks nothing and makes no system call. Other requests
-//! of the thread go on between a failure and its message, so what is named is the likely cause: the last failure with that errno.
-//! Ring threads.
+//! Promises: costs nothing while nothing fails; noting a failure allocates nothing, locks nothing
+//! and makes no system call. Other requests of the thread go on between a failure and its message,
+//! so what is named is the likely cause: the last failure with that errno. Ring threads.
 
 use std::cell::Cell;
 use std::fmt;

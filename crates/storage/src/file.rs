@@ -1,8 +1,8 @@
 //! A regular file or block device that is open: its facts, length and flush.
 //!
 //! Shared by all queue threads. On the data path nothing here is written except the length (when it
-//! changes), so the cache lines stay shared. Reading is in `read`, writing in `write`, holes and space
-//! in `space`.
+//! changes), so the cache lines stay shared. Reading is in `read`, writing in `write`, holes and
+//! space in `space`.
 
 use std::future::Future;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -43,19 +43,21 @@ pub(crate) struct File {
     /// Where writes have to be whole blocks; else `None`.
     pub(crate) gate: Option<Gate>,
     /// The same file without O_DIRECT, for the piece of a block at the end of a regular file whose
-    /// length is no multiple of the block. It is another open file description and has the same lock, so
-    /// that the locks of a process that is killed outlive its last write this way, too.
+    /// length is no multiple of the block. It is another open file description and has the same
+    /// lock, so that the locks of a process that is killed outlive its last write this way, too.
     pub(crate) buffered_twin: Option<OwnedFd>,
     /// Whether the page cache may hold what was written.
     pub(crate) uses_page_cache: AtomicBool,
     /// First flush that failed, as an errno; 0: none.
     pub(crate) flush_failed: AtomicI32,
-    /// It is a block device that does not zero by itself: what `/sys` said when it was opened, or what it has answered since.
+    /// It is a block device that does not zero by itself: what `/sys` said when it was opened, or
+    /// what it has answered since.
     pub(crate) refuses_holes: AtomicBool,
     pub(crate) identity: (u64, u64),
     /// Changed on the control path only.
     pub(crate) held: Mutex<Held>,
-    /// Another process has the locks too, by a duplicate of the descriptor: closing must not unlock.
+    /// Another process has the locks too, by a duplicate of the descriptor: closing must not
+    /// unlock.
     pub(crate) is_shared: AtomicBool,
     /// Set when the future of a change was dropped while the kernel was at it: the change may
     /// still happen.
@@ -87,7 +89,8 @@ impl File {
         *self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives the second descriptor the lock of the first. After every look for locks of others: to them it is another user.
+    /// Gives the second descriptor the lock of the first. After every look for locks of others: to
+    /// them it is another user.
     pub(crate) fn lock_twin(&self) {
         if let Some(twin) = &self.buffered_twin {
             self.held().copy_to(twin.as_fd());
@@ -113,8 +116,8 @@ impl File {
         }
     }
 
-    /// Asks the system for the length. One system call (fstat or lseek), which can block on a network file system:
-    /// not for threads of a queue.
+    /// Asks the system for the length. One system call (fstat or lseek), which can block on a
+    /// network file system: not for threads of a queue.
     pub(crate) fn refresh_len(&self) -> Result<u64, Errno> {
         let before = self.len();
         let len = real_len(self.borrow(), self.kind)?;
@@ -159,11 +162,12 @@ impl File {
 
     /// Makes all completed writes durable, down to the device (fdatasync).
     ///
-    /// Errors: what the kernel reports. After a failure all later flushes fail too, and so do those that run at the same
-    /// time. On the page cache a later success would be a lie: the kernel drops pages that it could not write and marks them
-    /// clean. Past it the kernel may tell one of several flushes only, and a device that failed to empty its cache may have
-    /// lost what was in it. Only `ENOSPC` and `EDQUOT` past the page cache are not remembered: they lose nothing that was
-    /// written.
+    /// Errors: what the kernel reports. After a failure all later flushes fail too, and so do those
+    /// that run at the same time. On the page cache a later success would be a lie: the kernel
+    /// drops pages that it could not write and marks them clean. Past it the kernel may tell one of
+    /// several flushes only, and a device that failed to empty its cache may have lost what was in
+    /// it. Only `ENOSPC` and `EDQUOT` past the page cache are not remembered: they lose nothing
+    /// that was written.
     pub(crate) async fn flush(&self, ring: &Ring) -> Result<(), Errno> {
         if self.read_only || self.no_flush {
             return Ok(());
@@ -243,8 +247,9 @@ impl File {
 
 impl Drop for File {
     /// Unlocks at once: a ring may keep its reference on the file, and with it the locks, for some
-    /// time after its last operation. Not when a change may still be under way: then the image stays
-    /// locked until the kernel is done with it. Not when another process goes on with these locks.
+    /// time after its last operation. Not when a change may still be under way: then the image
+    /// stays locked until the kernel is done with it. Not when another process goes on with these
+    /// locks.
     fn drop(&mut self) {
         if *self.abandoned.get_mut() {
             return;

@@ -5,11 +5,11 @@
 //! its blocks for itself.
 //!
 //! Aligned writes must not pay for that: they count themselves in a counter of their own thread (a
-//! cache line that no other thread touches) and look at one flag that hardly ever changes. Only while
-//! the flag is set, i.e. while a cycle waits or runs, writes go through a table of ranges.
+//! cache line that no other thread touches) and look at one flag that hardly ever changes. Only
+//! while the flag is set, i.e. while a cycle waits or runs, writes go through a table of ranges.
 //!
-//! Called by ring threads; a pass may be dropped at any time, also when its future is. The fast path
-//! allocates nothing and takes no lock; the slow one takes a mutex for a few instructions.
+//! Called by ring threads; a pass may be dropped at any time, also when its future is. The fast
+//! path allocates nothing and takes no lock; the slow one takes a mutex for a few instructions.
 
 use std::future::poll_fn;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};

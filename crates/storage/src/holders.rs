@@ -1,9 +1,9 @@
 //! Who may hold a lock on a file: a hint for error messages.
 //!
-//! The kernel names no owner for OFD locks (`l_pid` is -1), but `/proc/PID/fdinfo/FD` lists the locks
-//! of each open file. Only processes that this user may look at are seen, so the answer is a hint.
-//! Control path, after a refusal only. Never fails, never touches the files themselves (which may be
-//! on a file system that hangs).
+//! The kernel names no owner for OFD locks (`l_pid` is -1), but `/proc/PID/fdinfo/FD` lists the
+//! locks of each open file. Only processes that this user may look at are seen, so the answer is a
+//! hint. Control path, after a refusal only. Never fails, never touches the files themselves (which
+//! may be on a file system that hangs).
 
 use std::fs;
 use std::os::fd::BorrowedFd;

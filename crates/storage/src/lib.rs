@@ -12,9 +12,9 @@
 //! 5. Images are locked the way QEMU locks them (module `lock`), so the two refuse each other's
 //!    writers.
 //!
-//! [`Storage`] is shared by all queue threads; its asynchronous methods run on the thread of the ring
-//! that they are given. Opening and the plain methods belong to control threads: they may block
-//! briefly (one system call).
+//! [`Storage`] is shared by all queue threads; its asynchronous methods run on the thread of the
+//! ring that they are given. Opening and the plain methods belong to control threads: they may
+//! block briefly (one system call).
 #![deny(unsafe_code)]
 
 mod custom;

@@ -1,11 +1,12 @@
 //! Storage that changes hands: between two hosts, two processes, or one process and the next.
 //!
 //! Control path. Promises:
-//! - Locks are taken and changed on the very open file description that I/O uses. So they last as long as the kernel still works on
-//!   any of it: after a kill, a newcomer gets the lock only when the last write of the dead process has ended.
+//! - Locks are taken and changed on the very open file description that I/O uses. So they last as
+//!   long as the kernel still works on any of it: after a kill, a newcomer gets the lock only when
+//!   the last write of the dead process has ended.
 //! - A lock that is changed is never less than the smaller of the two.
-//! - What was handed over is unlocked by one process only ([`Storage::share_locks`]): a close alone never takes the locks away from
-//!   another process that has a duplicate of the descriptor.
+//! - What was handed over is unlocked by one process only ([`Storage::share_locks`]): a close alone
+//!   never takes the locks away from another process that has a duplicate of the descriptor.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
@@ -22,12 +23,14 @@ use crate::{Kind, Lock, OpenOptions, Storage, lock, open};
 const LOCAL: [u64; 6] = [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010, 0xca45_1a4e, 0x0102_1994];
 
 impl Storage {
-    /// Takes over a descriptor of another process whose open file description has the lock that `options` ask for. Its open flags stay
-    /// as they are, since the other process may go on with it. Neither a failure nor the end of this storage unlocks, before
-    /// [`Storage::share_locks`] says that the locks are ours alone.
+    /// Takes over a descriptor of another process whose open file description has the lock that
+    /// `options` ask for. Its open flags stay as they are, since the other process may go on with
+    /// it. Neither a failure nor the end of this storage unlocks, before [`Storage::share_locks`]
+    /// says that the locks are ours alone.
     ///
     /// * `name`: for messages.
-    /// * `options`: `create` and `create_new` mean nothing here, and `direct` is as the descriptor is.
+    /// * `options`: `create` and `create_new` mean nothing here, and `direct` is as the descriptor
+    ///   is.
     ///
     /// Errors: as [`Storage::open`].
     pub fn adopt(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<Storage, Error> {
@@ -41,7 +44,8 @@ impl Storage {
 
     /// Changes the lock. Does nothing for storage that is no file.
     ///
-    /// Errors: kind `Locked` when another user is in the way, with a message that says who; the lock is as it was then.
+    /// Errors: kind `Locked` when another user is in the way, with a message that says who; the
+    /// lock is as it was then.
     pub fn set_lock(&self, lock: Lock) -> Result<(), Error> {
         let Some(file) = self.file() else { return Ok(()) };
         file.unlock_twin();
@@ -59,26 +63,28 @@ impl Storage {
         self.file().is_none_or(|file| file.held().is(lock, file.read_only))
     }
 
-    /// Whether nobody is in the way of a lock at this moment. Takes nothing, so it disturbs nobody who is about to lock.
+    /// Whether nobody is in the way of a lock at this moment. Takes nothing, so it disturbs nobody
+    /// who is about to lock.
     pub fn may_lock(&self, lock: Lock) -> bool {
         self.file().is_none_or(|file| lock::is_free(file.borrow(), lock, file.read_only))
     }
 
-    /// Tells who has the locks that somebody waits for them here, or does no longer: they may give them away of their own accord
-    /// ([`Storage::is_wanted`]). Nobody is kept out by this.
+    /// Tells who has the locks that somebody waits for them here, or does no longer: they may give
+    /// them away of their own accord ([`Storage::is_wanted`]). Nobody is kept out by this.
     pub fn want(&self, wanted: bool) {
         if let Some(file) = self.file() {
             lock::want(file.borrow(), wanted);
         }
     }
 
-    /// Whether somebody else waits for our locks. One quick system call; a request to the server on a network file system.
+    /// Whether somebody else waits for our locks. One quick system call; a request to the server on
+    /// a network file system.
     pub fn is_wanted(&self) -> bool {
         self.file().is_some_and(|file| lock::is_wanted(file.borrow()))
     }
 
-    /// Says whether another process goes on with these locks, by a duplicate of the descriptor: the end of this storage does not
-    /// unlock then.
+    /// Says whether another process goes on with these locks, by a duplicate of the descriptor: the
+    /// end of this storage does not unlock then.
     pub fn share_locks(&self, shared: bool) {
         if let Some(file) = self.file() {
             file.is_shared.store(shared, Ordering::Release);
@@ -91,21 +97,22 @@ impl Storage {
         }
     }
 
-    /// A duplicate of the descriptor: the same open file description, with its locks. `None`: no file.
+    /// A duplicate of the descriptor: the same open file description, with its locks. `None`: no
+    /// file.
     ///
     /// Errors: those of dup(2).
     pub fn duplicate(&self) -> Result<Option<OwnedFd>, Errno> {
         self.file().map(|file| rustix::io::fcntl_dupfd_cloexec(file.borrow(), 0)).transpose()
     }
 
-    /// Whether a change whose caller gave up may still happen: then nobody can say that the last write has ended, until the process
-    /// has.
+    /// Whether a change whose caller gave up may still happen: then nobody can say that the last
+    /// write has ended, until the process has.
     pub fn may_change_late(&self) -> bool {
         self.file().is_some_and(|file| file.abandoned.load(Ordering::Acquire))
     }
 
-    /// Sees the file as others left it: what this host has cached of it is dropped where another host may have written to it, and its
-    /// length is asked for. Runs on a helper thread.
+    /// Sees the file as others left it: what this host has cached of it is dropped where another
+    /// host may have written to it, and its length is asked for. Runs on a helper thread.
     ///
     /// Errors: those of fdatasync(2) and fstat(2).
     pub async fn catch_up(self: &Arc<Self>, ring: &Ring) -> Result<(), Errno> {
@@ -119,8 +126,9 @@ impl Storage {
 
 impl File {
     fn catch_up(&self) -> Result<(), Errno> {
-        // Another host may have written to a disk or file system that both see. Pages of ours that are dirty would stay, so they
-        // are written first: another process of this host may have left some.
+        // Another host may have written to a disk or file system that both see. Pages of ours that
+        // are dirty would stay, so they are written first: another process of this host may have
+        // left some.
         if !self.no_flush && !self.is_on_this_host() {
             if !self.read_only {
                 rustix::fs::fdatasync(self.borrow())?;
@@ -131,7 +139,8 @@ impl File {
         self.refresh_len().map(drop)
     }
 
-    /// Whether the file system is one that a single host has: all who use the file share its page cache, which is worth keeping.
+    /// Whether the file system is one that a single host has: all who use the file share its page
+    /// cache, which is worth keeping.
     fn is_on_this_host(&self) -> bool {
         let magic = |known: u64| {
             rustix::fs::fstatfs(self.borrow()).is_ok_and(|it| it.f_type.cast_unsigned() == known)

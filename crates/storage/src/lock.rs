@@ -9,14 +9,15 @@
 //! | 200 + n | "I do not let others use permission n" |
 //! | 300 | "I wait for this image"; ours alone, QEMU neither takes nor reads it |
 //!
-//! with the permission numbers of QMP's `BlockPermission`: 0 consistent-read, 1 write,
-//! 2 write-unchanged, 3 resize. A newcomer locks its own bytes first, then asks (`F_OFD_GETLK` for an
+//! with the permission numbers of QMP's `BlockPermission`: 0 consistent-read, 1 write, 2
+//! write-unchanged, 3 resize. A newcomer locks its own bytes first, then asks (`F_OFD_GETLK` for an
 //! exclusive lock) whether anybody else has 200 + n for a permission it uses, or 100 + n for one it
 //! does not share. So of two that come at the same time at least one is refused.
 //!
-//! Found by tracing qemu-io, qemu-img 7.2 and qemu-storage-daemon 11.1: a raw writer that shares all
-//! locks 100, 101; a qcow2 writer 100, 101, 103, 201, 203; a backing file 100, 201, 203; force-share
-//! only 100; `qemu-img info` nothing. Block devices are locked on their device node, in the same way.
+//! Found by tracing qemu-io, qemu-img 7.2 and qemu-storage-daemon 11.1: a raw writer that shares
+//! all locks 100, 101; a qcow2 writer 100, 101, 103, 201, 203; a backing file 100, 201, 203;
+//! force-share only 100; `qemu-img info` nothing. Block devices are locked on their device node, in
+//! the same way.
 //!
 //! Called when storage is opened or changes hands, on the control thread. Never waits for a lock.
 
@@ -142,8 +143,8 @@ fn acquire_beside(
     }
 }
 
-/// Turns one lock into another, on one descriptor: what the new one needs is taken first, what it does not need is given back
-/// last.
+/// Turns one lock into another, on one descriptor: what the new one needs is taken first, what it
+/// does not need is given back last.
 ///
 /// Errors: as [`acquire`]; the old lock is held as it was then.
 pub(crate) fn change(
@@ -158,7 +159,8 @@ pub(crate) fn change(
     Ok(new)
 }
 
-/// Whether nobody is in the way of a lock at this moment; takes nothing. Also where nothing can be locked.
+/// Whether nobody is in the way of a lock at this moment; takes nothing. Also where nothing can be
+/// locked.
 pub(crate) fn is_free(fd: BorrowedFd<'_>, lock: Lock, read_only: bool) -> bool {
     let (used, unshared) = request(lock, read_only);
     matches!(conflict(fd, used, unshared), Ok(None) | Err(_))
@@ -184,8 +186,9 @@ pub(crate) fn adopt(
     }
 }
 
-/// As [`acquire`], for a descriptor that takes the place of another one of the same file: the old one's
-/// locks are given up. At each moment one of the two holds what it says, so nobody gets in between.
+/// As [`acquire`], for a descriptor that takes the place of another one of the same file: the old
+/// one's locks are given up. At each moment one of the two holds what it says, so nobody gets in
+/// between.
 ///
 /// Errors: kind `Locked`; the old descriptor holds its locks again then.
 pub(crate) fn take_over(
@@ -209,8 +212,8 @@ pub(crate) fn take_over(
     result
 }
 
-/// Takes locks again that went over to another descriptor, which holds its own meanwhile and is given up
-/// after this.
+/// Takes locks again that went over to another descriptor, which holds its own meanwhile and is
+/// given up after this.
 ///
 /// Errors: kind `Locked` when somebody came who excludes us.
 pub(crate) fn take_back(
@@ -231,7 +234,8 @@ pub(crate) fn take_back(
     }
 }
 
-/// Says to who has the lock, on this host or another one, that somebody waits for it, or does no longer. Excludes nobody.
+/// Says to who has the lock, on this host or another one, that somebody waits for it, or does no
+/// longer. Excludes nobody.
 pub(crate) fn want(fd: BorrowedFd<'_>, wanted: bool) {
     // Where there are no locks nobody waits for one.
     let _ = if wanted { ffi::lock_shared(fd, WANTED) } else { ffi::unlock(fd, WANTED) };

@@ -1,8 +1,9 @@
 //! Whether a file that is open still has its name.
 //!
-//! A file that was deleted works as before for who has it open, and is gone with the last descriptor. Whoever
-//! records its name somewhere, or moves data into it, has to know. Control path: a few quick system calls, none
-//! of which asks the server of a FUSE file system (which may be this process) for anything.
+//! A file that was deleted works as before for who has it open, and is gone with the last
+//! descriptor. Whoever records its name somewhere, or moves data into it, has to know. Control
+//! path: a few quick system calls, none of which asks the server of a FUSE file system (which may
+//! be this process) for anything.
 
 use std::os::fd::AsRawFd;
 use std::path::Path;
@@ -24,8 +25,8 @@ pub enum NameLost {
 }
 
 impl Storage {
-    /// What became of the name `path`, under which this file was opened. `None`: it still leads here. Storage
-    /// that is no file has no name to lose.
+    /// What became of the name `path`, under which this file was opened. `None`: it still leads
+    /// here. Storage that is no file has no name to lose.
     ///
     /// * `path`: absolute.
     pub fn name_lost(&self, path: &Path) -> Option<NameLost> {

@@ -137,8 +137,9 @@ fn adopt(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<File, Error> 
         if errno == Errno::INVAL { error } else { error.with_source(errno) }
     })?;
     let len = real_len(fd.as_fd(), kind).map_err(system("find the length of"))?;
-    // io_uring polls a file before its first read, and a file of a FUSE file system asks its server then,
-    // until that has said that it has no poll: here, where it may wait, not on the thread that serves requests.
+    // io_uring polls a file before its first read, and a file of a FUSE file system asks its server
+    // then, until that has said that it has no poll: here, where it may wait, not on the thread
+    // that serves requests.
     let _ = poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
     let refuses_holes = kind == Kind::BlockDevice
         && !options.read_only

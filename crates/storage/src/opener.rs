@@ -1,10 +1,11 @@
 //! Opening what this process may not open itself.
 //!
-//! A process in a sandbox may open the files that it had when it entered, and no others: a file that was made since cannot be opened again by
-//! any name, not even through a descriptor. Somebody outside does that, and passes the descriptor on.
+//! A process in a sandbox may open the files that it had when it entered, and no others: a file
+//! that was made since cannot be opened again by any name, not even through a descriptor. Somebody
+//! outside does that, and passes the descriptor on.
 //!
-//! Control path; each call may block for as long as the file system takes. Promises: nobody is asked before the kernel has refused
-//! (EACCES), so without a sandbox all is as it was.
+//! Control path; each call may block for as long as the file system takes. Promises: nobody is
+//! asked before the kernel has refused (EACCES), so without a sandbox all is as it was.
 
 use std::fmt::Debug;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -17,7 +18,8 @@ use crate::{OpenOptions, Storage, open};
 
 /// Somebody who opens files for a process that may not.
 pub trait Opener: Debug + Send + Sync {
-    /// Makes an empty file, open for reading and writing, with the mode of [`OpenOptions::create_new`].
+    /// Makes an empty file, open for reading and writing, with the mode of
+    /// [`OpenOptions::create_new`].
     ///
     /// Errors: those of open(2); EACCES where that is not his to do.
     fn make(&self, path: &Path) -> Result<OwnedFd, Errno>;
@@ -36,7 +38,8 @@ pub trait Opener: Debug + Send + Sync {
     /// Errors: those of unlink(2), as there.
     fn remove(&self, identity: (u64, u64)) -> Result<(), Errno>;
 
-    /// Changes the note of an image of the files that its header names (`ringdisk-disk`, `names_note`).
+    /// Changes the note of an image of the files that its header names (`ringdisk-disk`,
+    /// `names_note`).
     ///
     /// * `file`: a descriptor of it.
     /// * `line`: what the header will name, or names.
@@ -76,7 +79,8 @@ impl OpenOptions {
         result.or_else(|errno| self.after(errno).ok_or(errno)?.again(file, read_only))
     }
 
-    /// Has the note of an image changed by [`OpenOptions::opener`] ([`Opener::note`]). Storage of other kinds has none.
+    /// Has the note of an image changed by [`OpenOptions::opener`] ([`Opener::note`]). Storage of
+    /// other kinds has none.
     ///
     /// Errors: as there; ENOSYS where nobody can be asked.
     pub fn note_outside(&self, file: &Storage, line: &[u8], is_done: bool) -> Result<(), Errno> {

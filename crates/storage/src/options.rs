@@ -38,8 +38,9 @@ pub enum Lock {
     /// Read although somebody may be writing: the content can change under the reader. Refused
     /// only where the other side does not even share reading. Needs `read_only`.
     ForceShare,
-    /// Open for later: others may do with the image what they like until [`crate::Storage::set_lock`]
-    /// takes another lock. What QEMU holds for an image of a guest that is still to come.
+    /// Open for later: others may do with the image what they like until
+    /// [`crate::Storage::set_lock`] takes another lock. What QEMU holds for an image of a guest
+    /// that is still to come.
     Inactive,
     /// No lock is taken and none is looked at.
     None,

@@ -1,10 +1,11 @@
 //! Whether O_DIRECT may be given memory whose alignment nobody knows.
 //!
-//! Pages of a client come as they are: the client chose where its buffer begins, and we are not told. A device that needs more
-//! than that must say `EINVAL`; then the request goes through memory of ours. Some do not say it: they store the data in the wrong
-//! place and report success (seen with a RAM disk on Linux 7.3). So it is tried before it is relied on: reads into memory of every
-//! small misalignment, named as a registered buffer as client pages are, must be refused or right, byte for byte, with
-//! nothing touched around them. When in doubt the answer is no.
+//! Pages of a client come as they are: the client chose where its buffer begins, and we are not
+//! told. A device that needs more than that must say `EINVAL`; then the request goes through memory
+//! of ours. Some do not say it: they store the data in the wrong place and report success (seen
+//! with a RAM disk on Linux 7.3). So it is tried before it is relied on: reads into memory of every
+//! small misalignment, named as a registered buffer as client pages are, must be refused or right,
+//! byte for byte, with nothing touched around them. When in doubt the answer is no.
 //!
 //! Called on a control thread; blocks for a few dozen small reads.
 
@@ -73,7 +74,8 @@ fn tried(fd: BorrowedFd<'_>, len: u64, limits: Limits) -> Result<bool, Errno> {
     })
 }
 
-/// Finds a place whose bytes differ from themselves moved by any distance that is tried, and reads it into `own`.
+/// Finds a place whose bytes differ from themselves moved by any distance that is tried, and reads
+/// it into `own`.
 async fn telling_place(ring: &Ring, fd: Fd, len: u64, own: &IoBuf) -> Result<Option<u64>, Errno> {
     let bytes = own.len() as u64;
     let (mut place, step) = (0, (len / PLACES).next_multiple_of(bytes).max(bytes));

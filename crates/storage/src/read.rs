@@ -1,8 +1,8 @@
 //! Reading a file.
 //!
-//! A request that suits the limits is one ring operation into the caller's buffer: no allocation, no
-//! lock, no copy. Anything else goes through a bounce buffer of at most [`BOUNCE_MAX`] bytes at a
-//! time. Ring threads.
+//! A request that suits the limits is one ring operation into the caller's buffer: no allocation,
+//! no lock, no copy. Anything else goes through a bounce buffer of at most [`BOUNCE_MAX`] bytes at
+//! a time. Ring threads.
 
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
@@ -21,7 +21,8 @@ impl File {
         end_of(offset, buf.len() as u64)?;
         if self.suits(offset, buf) {
             match self.read_fitting(ring, offset, buf).await {
-                // The device does not take the alignment of this client's pages, or of these pieces.
+                // The device does not take the alignment of this client's pages, or of these
+                // pieces.
                 Err(Errno::INVAL) if !buf.is_contiguous() => {}
                 other => return other,
             }

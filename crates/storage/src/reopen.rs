@@ -1,10 +1,10 @@
 //! The same file once more, in another mode: for an image that becomes a backing file, or the other
 //! way round.
 //!
-//! Control thread; may block for as long as the file system takes. Promises: the file is reached through
-//! its descriptor, so no name is looked up again; the locks of the old descriptor go over to the new one
-//! without a moment in which another program could take the image; on an error the old one is as it
-//! was.
+//! Control thread; may block for as long as the file system takes. Promises: the file is reached
+//! through its descriptor, so no name is looked up again; the locks of the old descriptor go over
+//! to the new one without a moment in which another program could take the image; on an error the
+//! old one is as it was.
 
 use std::sync::Mutex;
 use std::sync::atomic::Ordering;

@@ -1,8 +1,8 @@
 //! Which failures of an operation are none: it is to be tried again.
 //!
-//! io_uring completes an operation with `EAGAIN` where it could not wait for something that is short for the moment
-//! (memory, a request of the block layer), and with `EINTR` where a signal or the end of a worker came between. Clients
-//! of a file expect neither. Ring threads.
+//! io_uring completes an operation with `EAGAIN` where it could not wait for something that is
+//! short for the moment (memory, a request of the block layer), and with `EINTR` where a signal or
+//! the end of a worker came between. Clients of a file expect neither. Ring threads.
 
 use std::time::Duration;
 
@@ -11,7 +11,8 @@ use ringdisk_ring::{Errno, Op, Ring};
 /// First and longest pause after an `EAGAIN`.
 const PAUSE_MIN: Duration = Duration::from_micros(100);
 const PAUSE_MAX: Duration = Duration::from_millis(100);
-/// Times that an `EAGAIN` is tried again: with these pauses about 10 s. What lasts longer is passed on.
+/// Times that an `EAGAIN` is tried again: with these pauses about 10 s. What lasts longer is passed
+/// on.
 const AGAIN_MAX: u32 = 110;
 
 /// Whether an error says nothing of the operation, only of the moment.

@@ -53,8 +53,8 @@ impl File {
     /// Makes bytes read as zeroes; a regular file grows when it must.
     ///
     /// * `may_unmap`: the space may be given back.
-    /// * `fallback`: write zeroes when there is no quick way; else `EOPNOTSUPP`, and nothing has changed. (Parts of blocks at
-    ///   either end are always written, once the middle is zeroed.)
+    /// * `fallback`: write zeroes when there is no quick way; else `EOPNOTSUPP`, and nothing has
+    ///   changed. (Parts of blocks at either end are always written, once the middle is zeroed.)
     ///
     /// Errors: the kernel's, `EROFS`, `ENOSPC` past the end of a block device.
     pub(crate) async fn write_zeroes(
@@ -84,8 +84,8 @@ impl File {
             return self.write_zero_bytes(ring, offset, end).await;
         }
         if must_punch && !self.limits.direct {
-            // The kernel drops the cached pages of the range before it asks the device: what only they hold would be lost with a
-            // hole that the device refuses.
+            // The kernel drops the cached pages of the range before it asks the device: what only
+            // they hold would be lost with a hole that the device refuses.
             self.write_back(ring).await?;
         }
         let quick = {
@@ -100,8 +100,9 @@ impl File {
             Err(errno) => return Err(errno),
         }
         if self.kind == Kind::Regular && stop > self.len() && stop > self.ask_len(ring).await? {
-            // Punched, and nothing but a write makes this file longer without the risk of cutting off what others have written
-            // behind: the last block is one of this request. After the pass: the write takes one of its own.
+            // Punched, and nothing but a write makes this file longer without the risk of cutting
+            // off what others have written behind: the last block is one of this request. After the
+            // pass: the write takes one of its own.
             let last = start.max(stop - align);
             self.write_zero_bytes(ring, last, stop).await?;
         }
@@ -114,8 +115,9 @@ impl File {
         !self.refuses_holes.load(Ordering::Relaxed)
     }
 
-    /// What holes in a block device are made of, bytes. Of a page of its cache that is a hole in part the kernel zeroes that part
-    /// before it asks the device, and leaves it so when the device refuses.
+    /// What holes in a block device are made of, bytes. Of a page of its cache that is a hole in
+    /// part the kernel zeroes that part before it asks the device, and leaves it so when the device
+    /// refuses.
     fn hole_align(&self) -> u64 {
         let sector = u64::from(self.limits.discard_align);
         if self.limits.direct { sector } else { sector.max(rustix::param::page_size() as u64) }
@@ -146,7 +148,8 @@ impl File {
                 Err(errno) => return Err(errno),
             }
         }
-        // A device that has no command for it makes the kernel write the zeroes, which is no quick way.
+        // A device that has no command for it makes the kernel write the zeroes, which is no quick
+        // way.
         if self.kind == Kind::BlockDevice && !fallback {
             return Err(Errno::OPNOTSUPP);
         }
@@ -164,8 +167,9 @@ impl File {
         Ok(())
     }
 
-    /// Makes the file reach to `end` while others write: setting the length could cut off what one of them has just written
-    /// behind. Where the file system has no way, the length stays, which the caller sees. The caller has a pass.
+    /// Makes the file reach to `end` while others write: setting the length could cut off what one
+    /// of them has just written behind. Where the file system has no way, the length stays, which
+    /// the caller sees. The caller has a pass.
     async fn grow_beside_writers(&self, ring: &Ring, end: u64) -> Result<(), Errno> {
         if self.kind != Kind::Regular || end <= self.len() || end <= self.ask_len(ring).await? {
             return Ok(());
@@ -214,9 +218,10 @@ impl File {
         self.truncate(ring, len).await
     }
 
-    /// Prepares space. The file reaches at least to `offset + len` afterwards. With `Off` and `Full` nobody else may write past
-    /// its end meanwhile. Errors: `EOPNOTSUPP` where the file system cannot reserve; `EINVAL` for `Full` below the end of the file,
-    /// since it would overwrite; `ENOSPC`, `EROFS`, …
+    /// Prepares space. The file reaches at least to `offset + len` afterwards. With `Off` and
+    /// `Full` nobody else may write past its end meanwhile. Errors: `EOPNOTSUPP` where the file
+    /// system cannot reserve; `EINVAL` for `Full` below the end of the file, since it would
+    /// overwrite; `ENOSPC`, `EROFS`, …
     pub(crate) async fn preallocate(
         &self,
         ring: &Ring,
@@ -241,7 +246,8 @@ impl File {
             }
             self.ask_len(ring).await?;
         }
-        // The other modes make it longer without setting its length: others may have written past it.
+        // The other modes make it longer without setting its length: others may have written past
+        // it.
         if mode == Preallocation::Off {
             self.grow_to(ring, end).await?;
         }
@@ -255,7 +261,8 @@ impl File {
     }
 
     /// Whether bytes at `offset` are data or a hole, and for how many bytes (at most `len`). At or
-    /// past the end: a hole of 0 bytes. What cannot tell (block devices, some file systems) is data.
+    /// past the end: a hole of 0 bytes. What cannot tell (block devices, some file systems) is
+    /// data.
     pub(crate) async fn allocation(
         &self,
         ring: &Ring,

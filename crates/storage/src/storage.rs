@@ -37,8 +37,9 @@ impl Storage {
     /// Takes over an open descriptor (inherited, or from a caller that resolves names itself).
     ///
     /// O_NONBLOCK and O_APPEND are taken off its open file description, O_DIRECT is set if
-    /// `options.direct`; a descriptor that has O_DIRECT keeps it. The lock belongs to the description, so
-    /// it does not keep out others that use a duplicate of the descriptor. `create` and `create_new` mean nothing here.
+    /// `options.direct`; a descriptor that has O_DIRECT keeps it. The lock belongs to the
+    /// description, so it does not keep out others that use a duplicate of the descriptor. `create`
+    /// and `create_new` mean nothing here.
     ///
     /// * `name`: for messages.
     ///
@@ -47,10 +48,10 @@ impl Storage {
         open::from_fd(fd, name, options).map(|file| Storage(Inner::File(file)))
     }
 
-    /// Opens the same file again in another mode, through its descriptor, and takes its locks over: an
-    /// image that becomes a backing file, or the other way round. The old storage must not be used for
-    /// more than what its user may finish without a lock. Blocks. Storage of another kind is not
-    /// reopened: `None`.
+    /// Opens the same file again in another mode, through its descriptor, and takes its locks over:
+    /// an image that becomes a backing file, or the other way round. The old storage must not be
+    /// used for more than what its user may finish without a lock. Blocks. Storage of another kind
+    /// is not reopened: `None`.
     ///
     /// * `options`: `create` and `create_new` mean nothing here.
     ///
@@ -64,7 +65,8 @@ impl Storage {
         }
     }
 
-    /// Whether its descriptor can be written by, whatever it is used for. Storage of another kind: whether it is not read-only.
+    /// Whether its descriptor can be written by, whatever it is used for. Storage of another kind:
+    /// whether it is not read-only.
     pub fn is_open_for_writing(&self) -> bool {
         match &self.0 {
             Inner::File(file) => rustix::fs::fcntl_getfl(file.borrow())
@@ -73,7 +75,8 @@ impl Storage {
         }
     }
 
-    /// Takes the locks back that went over to `from` by [`Storage::reopen`]; `from` is not used any more.
+    /// Takes the locks back that went over to `from` by [`Storage::reopen`]; `from` is not used any
+    /// more.
     ///
     /// Errors: kind `Locked` when somebody came meanwhile whom `from` let in.
     pub fn reclaim(&self, from: &Storage) -> Result<(), Error> {
@@ -109,8 +112,8 @@ impl Storage {
         }
     }
 
-    /// Length in bytes, as last seen: follows this process's own changes at once, those of others at
-    /// [`Storage::refresh_len`] and when a read ends early. No system call.
+    /// Length in bytes, as last seen: follows this process's own changes at once, those of others
+    /// at [`Storage::refresh_len`] and when a read ends early. No system call.
     #[allow(clippy::len_without_is_empty)] // `is_empty` follows.
     pub fn len(&self) -> u64 {
         match &self.0 {
@@ -156,8 +159,8 @@ impl Storage {
         }
     }
 
-    /// The descriptor, for those who submit I/O themselves. They keep to [`Storage::limits`], keep this
-    /// storage alive meanwhile, and do not write while O_DIRECT needs whole blocks
+    /// The descriptor, for those who submit I/O themselves. They keep to [`Storage::limits`], keep
+    /// this storage alive meanwhile, and do not write while O_DIRECT needs whole blocks
     /// (`offset_align > 1`), since such writes are coordinated in here. `None`: no file.
     pub fn raw_fd(&self) -> Option<Fd> {
         match &self.0 {
@@ -166,10 +169,11 @@ impl Storage {
         }
     }
 
-    /// The same file opened once more through its descriptor, without O_DIRECT; for reading only where this storage is. It has the locks that
-    /// this storage has now, until [`Storage::unlock_plain`] or until whoever has got it, such as the kernel for open files of clients, has
-    /// closed it: to a look for the locks of others it is another user, so the lock of this storage does not change meanwhile. `None`: not a
-    /// regular file.
+    /// The same file opened once more through its descriptor, without O_DIRECT; for reading only
+    /// where this storage is. It has the locks that this storage has now, until
+    /// [`Storage::unlock_plain`] or until whoever has got it, such as the kernel for open files of
+    /// clients, has closed it: to a look for the locks of others it is another user, so the lock of
+    /// this storage does not change meanwhile. `None`: not a regular file.
     ///
     /// Errors: those of open(2); `/proc` is needed, and no sandbox may be in the way.
     pub fn plain_descriptor(&self) -> Result<Option<OwnedFd>, Errno> {
@@ -184,7 +188,8 @@ impl Storage {
         }
     }
 
-    /// Takes the locks of a [`Storage::plain_descriptor`] away: nobody uses it any more, though it may be open for a moment still.
+    /// Takes the locks of a [`Storage::plain_descriptor`] away: nobody uses it any more, though it
+    /// may be open for a moment still.
     pub fn unlock_plain(&self, plain: BorrowedFd<'_>) {
         if let Inner::File(file) = &self.0 {
             file.held().release(plain);
@@ -217,8 +222,9 @@ impl Storage {
         }
     }
 
-    /// Finds out whether pages of clients ([`IoBuf::client_pages`]), whose alignment nobody knows, may be given to the kernel as
-    /// they are; until then, and where not, they are copied. Blocks for a few reads. Remembered.
+    /// Finds out whether pages of clients ([`IoBuf::client_pages`]), whose alignment nobody knows,
+    /// may be given to the kernel as they are; until then, and where not, they are copied. Blocks
+    /// for a few reads. Remembered.
     pub fn probe_client_pages(&self) -> bool {
         match &self.0 {
             Inner::File(file) => file.probe_client_pages(),
@@ -266,9 +272,10 @@ impl Storage {
 
     /// Makes all writes that completed before durable, down to the device.
     ///
-    /// Errors: `EIO`, `ENOSPC`, `EDQUOT`: written data may be lost. Every later flush fails too until the storage is opened again,
-    /// since the kernel forgets the pages that it could not write and tells of an error once; but not after an `ENOSPC` or
-    /// `EDQUOT` past the page cache, which loses nothing.
+    /// Errors: `EIO`, `ENOSPC`, `EDQUOT`: written data may be lost. Every later flush fails too
+    /// until the storage is opened again, since the kernel forgets the pages that it could not
+    /// write and tells of an error once; but not after an `ENOSPC` or `EDQUOT` past the page cache,
+    /// which loses nothing.
     pub async fn flush(&self, ring: &Ring) -> Result<(), Errno> {
         let result = match &self.0 {
             Inner::File(file) => file.flush(ring).await,
@@ -278,8 +285,8 @@ impl Storage {
     }
 
     /// Gives space back. A regular file then reads as zeroes there, a block device as whatever it
-    /// likes: who needs zeroes calls [`Storage::write_zeroes`] with `may_unmap`. Beyond the end nothing
-    /// happens.
+    /// likes: who needs zeroes calls [`Storage::write_zeroes`] with `may_unmap`. Beyond the end
+    /// nothing happens.
     ///
     /// Errors: `EOPNOTSUPP` when file system or device cannot.
     pub async fn discard(&self, ring: &Ring, offset: u64, len: u64) -> Result<(), Errno> {
@@ -293,7 +300,8 @@ impl Storage {
     /// Makes a range read as zeroes; a regular file grows when it must.
     ///
     /// * `may_unmap`: the space may be given back; else it stays (or becomes) reserved.
-    /// * `fallback`: write zeroes where there is no quicker way; without it: `EOPNOTSUPP` then, and nothing has changed.
+    /// * `fallback`: write zeroes where there is no quicker way; without it: `EOPNOTSUPP` then, and
+    ///   nothing has changed.
     ///
     /// Errors: as [`Storage::write`]; after any but that `EOPNOTSUPP` a part may have been zeroed.
     pub async fn write_zeroes(
@@ -313,8 +321,8 @@ impl Storage {
         self.noted(result, "zeroing", offset, len)
     }
 
-    /// Sets the length in bytes. Errors: `EOPNOTSUPP` on a block device (unless it has that length),
-    /// `EFBIG`, `ENOSPC`, `EROFS`, …
+    /// Sets the length in bytes. Errors: `EOPNOTSUPP` on a block device (unless it has that
+    /// length), `EFBIG`, `ENOSPC`, `EROFS`, …
     pub async fn set_len(&self, ring: &Ring, len: u64) -> Result<(), Errno> {
         match &self.0 {
             Inner::File(file) => file.set_len(ring, len).await,
@@ -322,15 +330,18 @@ impl Storage {
         }
     }
 
-    /// Makes a regular file at least `end` bytes long without ever shortening it or changing what is in it, whoever else writes
-    /// to it meanwhile. It may be longer afterwards than was asked for.
+    /// Makes a regular file at least `end` bytes long without ever shortening it or changing what
+    /// is in it, whoever else writes to it meanwhile. It may be longer afterwards than was asked
+    /// for.
     ///
     /// * `from`: where the space that is reserved begins, if it is past the end.
-    /// * `mode`: what is prepared. [`Preallocation::Full`] writes zeroes to everything that is added.
+    /// * `mode`: what is prepared. [`Preallocation::Full`] writes zeroes to everything that is
+    ///   added.
     /// * `go_on`: asked between two writes of zeroes; an error ends it.
     ///
-    /// Errors: `EOPNOTSUPP` where the file system cannot (and for `Full` with O_DIRECT); `ENOSPC`, also past the end of a block
-    /// device; `EFBIG`, `EROFS`, … With `Full` a part may have been added.
+    /// Errors: `EOPNOTSUPP` where the file system cannot (and for `Full` with O_DIRECT); `ENOSPC`,
+    /// also past the end of a block device; `EFBIG`, `EROFS`, … With `Full` a part may have been
+    /// added.
     pub async fn extend(
         &self,
         ring: &Ring,
@@ -351,8 +362,8 @@ impl Storage {
         }
     }
 
-    /// Prepares space for `offset..offset + len` and lets the storage reach at least to its end. But with
-    /// [`Preallocation::Falloc`] nobody else may write past the end meanwhile.
+    /// Prepares space for `offset..offset + len` and lets the storage reach at least to its end.
+    /// But with [`Preallocation::Falloc`] nobody else may write past the end meanwhile.
     ///
     /// Errors: `EINVAL` for [`Preallocation::Full`] below the end of the file (it would overwrite),
     /// `EOPNOTSUPP` where nothing can be reserved, `ENOSPC`, …

@@ -1,6 +1,8 @@
-//! The block sizes and discard limits of what bytes are stored on, for those who show a disk to a guest.
+//! The block sizes and discard limits of what bytes are stored on, for those who show a disk to a
+//! guest.
 //!
-//! Control path: a few small reads below `/sys`. Where nothing is known the answer is what every guest can live with.
+//! Control path: a few small reads below `/sys`. Where nothing is known the answer is what every
+//! guest can live with.
 
 use std::path::PathBuf;
 
@@ -10,13 +12,15 @@ use crate::{Kind, Storage};
 
 /// What a sector is when nothing says otherwise, bytes.
 const SECTOR: u32 = 512;
-/// The largest block that is passed on, bytes: larger ones (a stripe that is called a block) confuse guests.
+/// The largest block that is passed on, bytes: larger ones (a stripe that is called a block)
+/// confuse guests.
 const BLOCK_MAX: u32 = 1 << 16;
 
 /// Block sizes, and what a discard can do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Topology {
-    /// The smallest unit that can be written without reading first, bytes: a power of two, at least 512.
+    /// The smallest unit that can be written without reading first, bytes: a power of two, at
+    /// least 512.
     pub logical_block: u32,
     /// The unit that is written at once inside, bytes: a power of two, at least the logical block.
     pub physical_block: u32,
@@ -66,14 +70,16 @@ fn block_size(said: Option<u64>, least: u32) -> u32 {
         .map_or(least, |said| said.max(least))
 }
 
-/// A number that `/sys` shows of the request queue of a block device. Blocks for a read or two. `None`: it is not shown.
+/// A number that `/sys` shows of the request queue of a block device. Blocks for a read or two.
+/// `None`: it is not shown.
 ///
 /// * `device`: its number (`st_rdev`).
 pub(crate) fn queue_number(device: u64, name: &str) -> Option<u64> {
     let path = format!("/sys/dev/block/{}:{}", major(device), minor(device));
     // A partition has no queue of its own.
     let places = ["queue", "../queue"].map(|queue| PathBuf::from(&path).join(queue).join(name));
-    // The name in /sys is a link, and `..` shall go up from what it leads to: the kernel resolves it so.
+    // The name in /sys is a link, and `..` shall go up from what it leads to: the kernel resolves
+    // it so.
     let text = places.iter().find_map(|place| std::fs::read_to_string(place).ok())?;
     text.trim().parse().ok()
 }

@@ -1,11 +1,11 @@
 //! Writing a file.
 //!
-//! A request that suits the limits is one ring operation from the caller's buffer: no allocation, no
-//! lock, no copy. Anything else is cut into pieces: whole blocks (copied only when the memory is not
-//! one aligned piece), and parts of blocks, which are read, changed and written back while nobody else writes
-//! there (see `gate`). The part of a block at the end of a regular file goes through a buffered
-//! descriptor of the same file, so that the file never gets longer than what was written.
-//! Ring threads.
+//! A request that suits the limits is one ring operation from the caller's buffer: no allocation,
+//! no lock, no copy. Anything else is cut into pieces: whole blocks (copied only when the memory is
+//! not one aligned piece), and parts of blocks, which are read, changed and written back while
+//! nobody else writes there (see `gate`). The part of a block at the end of a regular file goes
+//! through a buffered descriptor of the same file, so that the file never gets longer than what was
+//! written. Ring threads.
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -225,7 +225,8 @@ impl File {
 
     /// Writes the last block of a file padded with zeroes and cuts the file to its right length
     /// again: only where no buffered descriptor could be had (no /proc, no permission to open the
-    /// file a second time). For a moment the file is longer. `len`: length of the file, read under the gate.
+    /// file a second time). For a moment the file is longer. `len`: length of the file, read under
+    /// the gate.
     async fn write_padded(
         &self,
         ring: &Ring,

@@ -9,7 +9,8 @@ use std::time::Duration;
 use crate::limits::{MountEntry, mounts, needs};
 use crate::process::{command, until};
 
-/// A group of processes that may run on some CPUs only. Removed when dropped; its processes must have ended.
+/// A group of processes that may run on some CPUs only. Removed when dropped; its processes must
+/// have ended.
 #[derive(Debug)]
 pub struct Cpuset {
     path: PathBuf,
@@ -56,8 +57,8 @@ fn hierarchy(table: &[MountEntry]) -> Option<(PathBuf, Option<GroupMount>)> {
 }
 
 impl Cpuset {
-    /// A group for these CPUs, a list such as `0-1,3`. `None`, with a word about it, where the system has no such groups or we may not
-    /// make one.
+    /// A group for these CPUs, a list such as `0-1,3`. `None`, with a word about it, where the
+    /// system has no such groups or we may not make one.
     #[must_use]
     pub fn new(cpus: &str) -> Option<Cpuset> {
         let found = hierarchy(&mounts());

@@ -24,7 +24,8 @@ pub struct Verify<'a> {
     pub size_kib: u32,
 }
 
-/// What fio said of the bytes that it read back, in a run that may have ended in any way (the disk was taken from it).
+/// What fio said of the bytes that it read back, in a run that may have ended in any way (the disk
+/// was taken from it).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Verdict {
     /// It read something back.
@@ -36,9 +37,11 @@ pub struct Verdict {
 /// The verdict in fio's usual output.
 #[must_use]
 pub fn verdict(output: &str) -> Verdict {
-    // A block with a header that is not fio's, one with another sum, and the error that either ends a job with (EILSEQ).
+    // A block with a header that is not fio's, one with another sum, and the error that either ends
+    // a job with (EILSEQ).
     let wrong = ["verify: bad ", "verify failed at", "err=84"];
-    // Reads of each job; the summary of a job that ended with an error does not count those that verified.
+    // Reads of each job; the summary of a job that ended with an error does not count those that
+    // verified.
     let reads = output.split("issued rwts: total=").skip(1);
     Verdict {
         has_read: reads.into_iter().any(|rest| !rest.starts_with("0,")),
@@ -60,7 +63,8 @@ impl Default for Verify<'_> {
 }
 
 impl Verify<'_> {
-    /// Runs it on `file` and panics, with fio's words, on any error or wrong byte. Returns (I/Os written, I/Os read).
+    /// Runs it on `file` and panics, with fio's words, on any error or wrong byte. Returns (I/Os
+    /// written, I/Os read).
     pub fn run(&self, file: &Path) -> (u64, u64) {
         let (size, jobs, depth) = (self.size_kib, self.jobs, self.depth);
         let words = [

@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use crate::mount::text;
 use crate::process::{command, ok, ok_words};
 
-/// Bytes that repeat nowhere nearby and depend on a seed: a mix of the seed and the position (`SplitMix64`).
+/// Bytes that repeat nowhere nearby and depend on a seed: a mix of the seed and the position
+/// (`SplitMix64`).
 #[must_use]
 pub fn pattern(seed: u64, offset: u64, len: usize) -> Vec<u8> {
     let first = offset / 8;
@@ -51,7 +52,8 @@ pub fn qemu_img(words: &[&str]) -> String {
     ok(command(&["qemu-img"]).args(words))
 }
 
-/// Runs commands of `qemu-io` on an image: `qemu_io(path, "qcow2", &["write -P 7 0 64k", "discard 1M 64k"])`.
+/// Runs commands of `qemu-io` on an image: `qemu_io(path, "qcow2", &["write -P 7 0 64k", "discard
+/// 1M 64k"])`.
 pub fn qemu_io(path: &Path, format: &str, commands: &[&str]) {
     let mut words = command(&["qemu-io", "-f", format]);
     for each in commands {
@@ -61,7 +63,8 @@ pub fn qemu_io(path: &Path, format: &str, commands: &[&str]) {
     assert!(!out.contains("failed"), "qemu-io {commands:?}: {out}");
 }
 
-/// A new qcow2 of `size` (as qemu-img writes sizes) with options such as `cluster_size=512,compat=0.10`.
+/// A new qcow2 of `size` (as qemu-img writes sizes) with options such as
+/// `cluster_size=512,compat=0.10`.
 pub fn qcow2(path: &Path, size: &str, options: &str) {
     let mut words = vec!["create", "-q", "-f", "qcow2"];
     words.extend(if options.is_empty() { vec![] } else { vec!["-o", options] });

@@ -1,8 +1,9 @@
-//! For tests only: real mounts, image makers, limits on time and on what may stay behind; simulated storage.
+//! For tests only: real mounts, image makers, limits on time and on what may stay behind; simulated
+//! storage.
 //!
-//! Promises: every external command ends within a time limit, every mount, loop device and process is removed when its
-//! guard is dropped, also when the test panics. Nothing here is used by the program itself; a broken environment panics
-//! with the command and what it printed.
+//! Promises: every external command ends within a time limit, every mount, loop device and process
+//! is removed when its guard is dropped, also when the test panics. Nothing here is used by the
+//! program itself; a broken environment panics with the command and what it printed.
 
 #![forbid(unsafe_code)]
 

@@ -1,6 +1,7 @@
 //! What a test may assume of the machine, and what it must not leave behind.
 //!
-//! Counts descriptors, threads and mounts by reading /proc; guards put global settings back when they are dropped.
+//! Counts descriptors, threads and mounts by reading /proc; guards put global settings back when
+//! they are dropped.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -81,7 +82,8 @@ pub fn cpu_ns(pid: u32) -> u64 {
         .sum()
 }
 
-/// The signals that ask for a clean stop. Without SIGHUP where it is ignored (nohup): a program that we start ignores it, too.
+/// The signals that ask for a clean stop. Without SIGHUP where it is ignored (nohup): a program
+/// that we start ignores it, too.
 #[must_use]
 pub fn stop_signals() -> Vec<Signal> {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
@@ -176,8 +178,8 @@ pub struct Sysctl {
 }
 
 impl Sysctl {
-    /// Sets `kernel/io_uring_disabled` and the like, or a path in sysfs; `None` when the kernel has no such setting or it may not be
-    /// written: the test is noted as skipped then.
+    /// Sets `kernel/io_uring_disabled` and the like, or a path in sysfs; `None` when the kernel has
+    /// no such setting or it may not be written: the test is noted as skipped then.
     #[must_use]
     #[track_caller]
     pub fn set(name: &str, value: &str) -> Option<Sysctl> {
@@ -204,7 +206,8 @@ impl Drop for Sysctl {
 /// The kernel's module parameter for FUSE over io_uring.
 const ENABLE_URING: &str = "/sys/module/fuse/parameters/enable_uring";
 
-/// Sets whether new mounts may use FUSE over io_uring, and puts it back when dropped. Tests of all processes take turns.
+/// Sets whether new mounts may use FUSE over io_uring, and puts it back when dropped. Tests of all
+/// processes take turns.
 #[derive(Debug)]
 pub struct UringParameter {
     before: String,
@@ -213,7 +216,8 @@ pub struct UringParameter {
 }
 
 impl UringParameter {
-    /// `None` where the kernel does not have the parameter or we may not set it: the test is noted as skipped then.
+    /// `None` where the kernel does not have the parameter or we may not set it: the test is noted
+    /// as skipped then.
     #[must_use]
     #[track_caller]
     pub fn set(enabled: bool) -> Option<UringParameter> {

@@ -1,6 +1,7 @@
 //! Machines that are not there: the files of /sys and /proc from which a topology is read.
 //!
-//! Promises: what a kernel would say, nothing more: the list of a node names CPUs that run, its links also those that are offline.
+//! Promises: what a kernel would say, nothing more: the list of a node names CPUs that run, its
+//! links also those that are offline.
 
 use std::fs;
 use std::path::Path;
@@ -23,7 +24,8 @@ impl Machine {
     /// A machine of one thread that may use all CPUs and nodes; each node has memory.
     ///
     /// * `possible`, `online`: lists of CPUs.
-    /// * `nodes`: the number of each, and all CPUs on it that are there, also those that are offline.
+    /// * `nodes`: the number of each, and all CPUs on it that are there, also those that are
+    ///   offline.
     #[must_use]
     pub fn new(possible: &str, online: &str, nodes: &[(usize, &str)]) -> Machine {
         let directory = tempfile::tempdir().expect("a temporary directory");

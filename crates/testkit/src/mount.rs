@@ -20,9 +20,11 @@ use crate::process::{Finished, Process, command, ok_words, patient, run, until};
 
 /// How long a mount may take to answer on a busy machine.
 const READY: Duration = Duration::from_secs(20);
-/// How long a mount may be there without a word that it is ready: a pipe or a shell may have swallowed the word.
+/// How long a mount may be there without a word that it is ready: a pipe or a shell may have
+/// swallowed the word.
 const QUIET: Duration = Duration::from_secs(2);
-/// How long a mount may take to go after SIGTERM. Nothing is as slow as that: it is the limit of a test that hangs.
+/// How long a mount may take to go after SIGTERM. Nothing is as slow as that: it is the limit of a
+/// test that hangs.
 pub const STOP: Duration = Duration::from_secs(20);
 
 /// A second signal that comes sooner than that counts as the first one.
@@ -31,7 +33,8 @@ pub const ECHO: Duration = Duration::from_millis(350);
 /// A directory for images and mountpoints on a real file system, removed with all that is in it.
 #[must_use]
 pub fn scratch() -> TempDir {
-    // Not under the system's temporary directory where that is memory: O_DIRECT and holes should be real ones.
+    // Not under the system's temporary directory where that is memory: O_DIRECT and holes should be
+    // real ones.
     let place = std::env::var_os("RINGDISK_TEST_DIR").unwrap_or_else(|| "/var/tmp".into());
     tempfile::Builder::new()
         .prefix("ringdisk-test-")
@@ -39,7 +42,8 @@ pub fn scratch() -> TempDir {
         .expect("a scratch directory")
 }
 
-/// Hears that a server is ready, as a service manager does: sd_notify(3) with an abstract socket, which every user reaches.
+/// Hears that a server is ready, as a service manager does: sd_notify(3) with an abstract socket,
+/// which every user reaches.
 #[derive(Debug)]
 struct Ready {
     socket: UnixDatagram,
@@ -120,7 +124,8 @@ impl Mounted {
         if mount_at(path).is_none() && !path.exists() {
             std::fs::write(path, "").expect("an empty file to mount on");
         }
-        // Where a dead mount is replaced only the word tells the two apart: numbers of mounts are used again.
+        // Where a dead mount is replaced only the word tells the two apart: numbers of mounts are
+        // used again.
         let is_replaced = mount_at(path).is_some();
         let ready = Ready::new();
         command.env("NOTIFY_SOCKET", &ready.name);
@@ -184,8 +189,8 @@ impl Mounted {
         self.finish()
     }
 
-    /// Sends SIGTERM, and once more when the mount has lost its name: expects that its users are cut off, and all that [`Mounted::stop`]
-    /// expects.
+    /// Sends SIGTERM, and once more when the mount has lost its name: expects that its users are
+    /// cut off, and all that [`Mounted::stop`] expects.
     pub fn force_stop(mut self) -> Finished {
         self.process().signal(Signal::TERM);
         let path = self.path.clone();
@@ -249,7 +254,8 @@ pub fn unmount(path: &Path) {
     }
 }
 
-/// Removes whatever is mounted at a path when it is dropped: for mounts whose process is not a child of the test.
+/// Removes whatever is mounted at a path when it is dropped: for mounts whose process is not a
+/// child of the test.
 #[derive(Debug)]
 pub struct Cleared(pub PathBuf);
 
@@ -317,7 +323,8 @@ pub struct Loop {
 }
 
 impl Loop {
-    /// Attaches a file; `None` where the machine has no loop devices, or for others than root: the test is noted as skipped then.
+    /// Attaches a file; `None` where the machine has no loop devices, or for others than root: the
+    /// test is noted as skipped then.
     #[must_use]
     #[track_caller]
     pub fn attach(file: &Path, options: &[&str]) -> Option<Loop> {
@@ -343,7 +350,8 @@ impl Drop for Loop {
     }
 }
 
-/// A copy of a program that every user may start (a build directory may be closed to others), in a directory that belongs to `uid`.
+/// A copy of a program that every user may start (a build directory may be closed to others), in a
+/// directory that belongs to `uid`.
 #[must_use]
 pub fn for_user(binary: &str, uid: u32) -> (TempDir, PathBuf) {
     let directory = scratch();
@@ -355,8 +363,9 @@ pub fn for_user(binary: &str, uid: u32) -> (TempDir, PathBuf) {
     (directory, path)
 }
 
-/// Copies a program that is to be started. By another process: while we write, the children that other threads of this one start have the
-/// descriptor too, until their exec, and a program that somebody may write to cannot be started (ETXTBSY).
+/// Copies a program that is to be started. By another process: while we write, the children that
+/// other threads of this one start have the descriptor too, until their exec, and a program that
+/// somebody may write to cannot be started (ETXTBSY).
 pub fn copy_program(binary: &str, to: &Path) {
     ok_words(&["cp", binary, text(to)]);
 }

@@ -1,7 +1,8 @@
 //! External commands with a time limit.
 //!
-//! Promises: no command outlives its limit or its guard; output goes to files, so a full pipe never blocks one. Called by tests on any
-//! thread. Panics, with the command and what it printed, when something does not work as the test assumes.
+//! Promises: no command outlives its limit or its guard; output goes to files, so a full pipe never
+//! blocks one. Called by tests on any thread. Panics, with the command and what it printed, when
+//! something does not work as the test assumes.
 
 use std::borrow::BorrowMut;
 use std::fs::File;
@@ -64,8 +65,9 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts `command` with nothing on standard input; standard output and error go to files unless `command` set them
-    /// (`Command` does not tell, so use [`Process::spawn_as_is`] for that).
+    /// Starts `command` with nothing on standard input; standard output and error go to files
+    /// unless `command` set them (`Command` does not tell, so use [`Process::spawn_as_is`] for
+    /// that).
     #[must_use]
     pub fn spawn(command: &mut Command) -> Process {
         let (stdout, stderr) = (scratch_file(), scratch_file());
@@ -119,7 +121,8 @@ impl Process {
         Finished { status, stdout: content(&self.stdout), stderr: content(&self.stderr) }
     }
 
-    /// Waits until the process has a file open, and a little longer: what it asks of that file is on its way then. Or has ended.
+    /// Waits until the process has a file open, and a little longer: what it asks of that file is
+    /// on its way then. Or has ended.
     pub fn has_begun(&mut self, file: &Path) {
         let begun = until(LIMIT, || {
             if self.ended().is_some() {
@@ -135,7 +138,8 @@ impl Process {
         }
     }
 
-    /// Waits until the process has ended, or its main thread sleeps in one call of the kernel: the same at five looks in a row.
+    /// Waits until the process has ended, or its main thread sleeps in one call of the kernel: the
+    /// same at five looks in a row.
     pub fn rests(&mut self) {
         let call = format!("/proc/{}/syscall", self.pid());
         let (mut last, mut looks) = (String::new(), 0);
@@ -151,7 +155,8 @@ impl Process {
         assert!(rested.is_some(), "{} does not come to rest: {last}", self.what);
     }
 
-    /// Sends a signal to the process alone; an ended process is no error. After SIGSTOP it stands still.
+    /// Sends a signal to the process alone; an ended process is no error. After SIGSTOP it stands
+    /// still.
     pub fn signal(&self, signal: Signal) {
         match self.status {
             None if signal == Signal::STOP => stop(self.id()),
@@ -173,7 +178,8 @@ impl Process {
     }
 }
 
-/// Where the threads of a process and of its children are in the kernel, a line each: why does it not end?
+/// Where the threads of a process and of its children are in the kernel, a line each: why does it
+/// not end?
 fn whereabouts(pid: u32) -> String {
     let mut text = String::new();
     for thread in std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten() {
@@ -230,8 +236,8 @@ pub fn ok_words(words: &[&str]) -> String {
     ok(command(words))
 }
 
-/// A limit on this machine: `RINGDISK_TEST_SLOWER=N` says that it is N times slower than usual (an emulated one). What waits here
-/// does so by itself; only a test that measures time has to ask.
+/// A limit on this machine: `RINGDISK_TEST_SLOWER=N` says that it is N times slower than usual (an
+/// emulated one). What waits here does so by itself; only a test that measures time has to ask.
 #[must_use]
 pub fn patient(limit: Duration) -> Duration {
     let slower = std::env::var("RINGDISK_TEST_SLOWER").ok().and_then(|n| n.parse().ok());
@@ -243,7 +249,8 @@ pub fn pause(time: Duration) {
     std::thread::sleep(patient(time));
 }
 
-/// Looks until `found` gives something, at most for `limit` (longer on a slow machine: [`patient`]).
+/// Looks until `found` gives something, at most for `limit` (longer on a slow machine:
+/// [`patient`]).
 pub fn until<T>(limit: Duration, mut found: impl FnMut() -> Option<T>) -> Option<T> {
     let end = Instant::now() + patient(limit);
     loop {
@@ -257,8 +264,9 @@ pub fn until<T>(limit: Duration, mut found: impl FnMut() -> Option<T>) -> Option
     }
 }
 
-/// Stops a process (SIGSTOP), and waits until none of its threads runs. One of them has to take the signal before the others are told to
-/// stand still, and on a busy machine they go on for some time until then, with requests of clients, too.
+/// Stops a process (SIGSTOP), and waits until none of its threads runs. One of them has to take the
+/// signal before the others are told to stand still, and on a busy machine they go on for some time
+/// until then, with requests of clients, too.
 pub fn stop(pid: Pid) {
     let _ = kill_process(pid, Signal::STOP);
     let still = until(LIMIT, || stands_still(pid).then_some(()));
@@ -267,7 +275,8 @@ pub fn stop(pid: Pid) {
 
 /// Whether no thread of a process runs, or would when it is woken; so also when it has ended.
 fn stands_still(pid: Pid) -> bool {
-    /// Threads of the kernel for rings and virtqueues run no code of the process: `PF_IO_WORKER` and `PF_USER_WORKER` of linux/sched.h.
+    /// Threads of the kernel for rings and virtqueues run no code of the process: `PF_IO_WORKER`
+    /// and `PF_USER_WORKER` of linux/sched.h.
     const NO_CODE: u32 = 0x10 | 0x4000;
     let goes_on = |task: std::fs::DirEntry| {
         let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();

@@ -1,14 +1,16 @@
 //! Tests, and parts of tests, that this machine cannot run.
 //!
-//! Promises: nothing is left out in silence. A line goes to the real standard error, past the test runner's capture, for a person; and one to
-//! the file that `RINGDISK_TEST_SKIPS` names, where it is set, for `./test` and `tests/vm/run`, which count and list them (`tests/tally`).
-//! Called on the thread of the test, whose name is the test's.
+//! Promises: nothing is left out in silence. A line goes to the real standard error, past the test
+//! runner's capture, for a person; and one to the file that `RINGDISK_TEST_SKIPS` names, where it
+//! is set, for `./test` and `tests/vm/run`, which count and list them (`tests/tally`). Called on
+//! the thread of the test, whose name is the test's.
 
 use std::fs::File;
 use std::io::Write;
 use std::panic::Location;
 
-/// The file to which each skip is appended, as fields with tabs between them: `whole` or `part`, program, test, what is missing.
+/// The file to which each skip is appended, as fields with tabs between them: `whole` or `part`,
+/// program, test, what is missing.
 const FILE: &str = "RINGDISK_TEST_SKIPS";
 
 /// How much of a test is left out.
@@ -18,7 +20,8 @@ enum Extent {
     Part,
 }
 
-/// True when the test may go on. Else the caller returns at once, and the test is counted as skipped.
+/// True when the test may go on. Else the caller returns at once, and the test is counted as
+/// skipped.
 ///
 /// * `what`: what the test cannot do without, such as `second NUMA node`.
 #[must_use]
@@ -30,7 +33,8 @@ pub fn needs(what: &str, there: bool) -> bool {
     there
 }
 
-/// As [`needs`], when the test does what it can without: it is counted as passed, and the part is listed.
+/// As [`needs`], when the test does what it can without: it is counted as passed, and the part is
+/// listed.
 #[must_use]
 #[track_caller]
 pub fn part_needs(what: &str, there: bool) -> bool {

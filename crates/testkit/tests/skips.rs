@@ -1,4 +1,5 @@
-//! What does not run is said, and counted: past the capture of the test runner, into the file that `./test` reads, and by `tests/tally`.
+//! What does not run is said, and counted: past the capture of the test runner, into the file that
+//! `./test` reads, and by `tests/tally`.
 
 use std::path::Path;
 use std::process::Command;
@@ -34,7 +35,8 @@ fn a_test_that_fails_after_it_was_left_out() {
     }
 }
 
-/// Runs these tests as `cargo test` would, with its header, and returns what they print. Skips go to `file`.
+/// Runs these tests as `cargo test` would, with its header, and returns what they print. Skips go
+/// to `file`.
 fn runs_of_this_program(file: &Path) -> String {
     let program = std::env::current_exe().expect("a program");
     let words = ["--test-threads=2", "a_test_that_"];

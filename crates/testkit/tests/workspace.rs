@@ -1,5 +1,6 @@
-//! Rules of the workspace that no compiler checks: the direction of dependencies, licences, reasons, `unsafe`, and that no file names
-//! a path of somebody's machine. Reads `cargo metadata` and the tree; changes nothing.
+//! Rules of the workspace that no compiler checks: the direction of dependencies, licences,
+//! reasons, `unsafe`, and that no file names a path of somebody's machine. Reads `cargo metadata`
+//! and the tree; changes nothing.
 
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -39,7 +40,8 @@ const LICENCES: [&str; 12] = [
     "MIT-0",
 ];
 
-/// Where `unsafe` may stand: everywhere in `ring`; in the named modules of `fuse` and `storage`; in test programs (counting allocators).
+/// Where `unsafe` may stand: everywhere in `ring`; in the named modules of `fuse` and `storage`; in
+/// test programs (counting allocators).
 const UNSAFE_PLACES: [&str; 10] = [
     "crates/ring/src/",
     // Memory that a guest writes while we look.
@@ -67,7 +69,8 @@ fn output(command: &mut Command) -> String {
     String::from_utf8(out.stdout).expect("UTF-8")
 }
 
-/// `cargo metadata` for the platform of this build; works without a network, since the build has fetched all of it.
+/// `cargo metadata` for the platform of this build; works without a network, since the build has
+/// fetched all of it.
 fn metadata() -> Value {
     let version = output(Command::new(env!("CARGO")).arg("-vV"));
     let host =
@@ -126,7 +129,8 @@ fn every_crate_of_the_workspace_has_a_place_in_the_order() {
     assert!(unknown.is_empty(), "no place in the order of crates: {unknown:?}");
 }
 
-/// Whether an SPDX expression can be met by licences of the list alone. `OR` binds weaker than `AND`; the old `/` means `OR`.
+/// Whether an SPDX expression can be met by licences of the list alone. `OR` binds weaker than
+/// `AND`; the old `/` means `OR`.
 fn allowed(expression: &str) -> bool {
     let words = expression.replace('/', " OR ").replace('(', " ( ").replace(')', " ) ");
     let words: Vec<&str> = words.split_whitespace().collect();
@@ -247,7 +251,8 @@ fn dependencies_and_lints_come_from_the_workspace() {
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
-/// The files of the project, without build output and what is hidden (`.ci` is not), nor the file that a work tree has in place of `.git`.
+/// The files of the project, without build output and what is hidden (`.ci` is not), nor the file
+/// that a work tree has in place of `.git`.
 fn files(directory: &Path) -> Vec<PathBuf> {
     let mut out = Vec::new();
     for entry in std::fs::read_dir(directory).expect("a directory").flatten() {

@@ -1,7 +1,8 @@
 //! The device `/dev/vhost-blk`: a disk whose rings the kernel serves.
 //!
-//! Order of calls: [`Vblk::open`], features, memory, disk, workers; then each ring is started and stopped, any number of times. While none is
-//! started, features, memory and disk can be changed. One control thread at a time; calls block.
+//! Order of calls: [`Vblk::open`], features, memory, disk, workers; then each ring is started and
+//! stopped, any number of times. While none is started, features, memory and disk can be changed.
+//! One control thread at a time; calls block.
 
 use std::fs;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -86,7 +87,8 @@ impl Info {
 /// The disk behind all queues.
 #[derive(Clone, Copy, Debug)]
 pub struct DiskSetup<'a> {
-    /// A block device or a regular file on a file system with direct I/O. The kernel takes a reference of its own.
+    /// A block device or a regular file on a file system with direct I/O. The kernel takes a
+    /// reference of its own.
     pub fd: BorrowedFd<'a>,
     /// The guest may not write; else it must be open for writing.
     pub read_only: bool,
@@ -94,11 +96,14 @@ pub struct DiskSetup<'a> {
     pub write_through: bool,
     /// How.
     pub engine: Engine,
-    /// Logical block as the guest knows it: bytes, a power of two, 512 to 4096, no smaller than the device's.
+    /// Logical block as the guest knows it: bytes, a power of two, 512 to 4096, no smaller than the
+    /// device's.
     pub block_bytes: u32,
-    /// Alignment that direct I/O wants of memory, bytes, a power of two up to 4096; buffers that are not are copied.
+    /// Alignment that direct I/O wants of memory, bytes, a power of two up to 4096; buffers that
+    /// are not are copied.
     pub memory_align: u32,
-    /// Ranges of one discard or of one request to write zeroes, as the guest knows it; at most [`Info::ranges_max`].
+    /// Ranges of one discard or of one request to write zeroes, as the guest knows it; at most
+    /// [`Info::ranges_max`].
     pub ranges_max: u32,
     /// Sectors of 512 bytes of a range, as the guest knows it; at most 1 GiB.
     pub range_sectors_max: u32,
@@ -125,10 +130,12 @@ pub struct RingSetup<'a> {
     pub err: Option<BorrowedFd<'a>>,
 }
 
-/// A disk whose rings the kernel serves. Dropped, it stops all queues, waits for what is in flight, and lets go of everything.
+/// A disk whose rings the kernel serves. Dropped, it stops all queues, waits for what is in flight,
+/// and lets go of everything.
 ///
-/// It keeps the memory of [`Vblk::set_memory`] and of rings that are started. Only the process that opened it may use it: a child gets
-/// [`Error::NotOwner`], and its copy, dropped, leaks that memory (of the child) in place of unmapping it.
+/// It keeps the memory of [`Vblk::set_memory`] and of rings that are started. Only the process that
+/// opened it may use it: a child gets [`Error::NotOwner`], and its copy, dropped, leaks that memory
+/// (of the child) in place of unmapping it.
 #[derive(Debug)]
 pub struct Vblk {
     handle: Handle,
@@ -140,11 +147,12 @@ pub struct Vblk {
 }
 
 impl Vblk {
-    /// Opens a device with so many queues, and becomes its owner. The kernel makes one worker, which serves all queues
-    /// ([`Vblk::attach`] changes that) and runs where the calling thread may.
+    /// Opens a device with so many queues, and becomes its owner. The kernel makes one worker,
+    /// which serves all queues ([`Vblk::attach`] changes that) and runs where the calling thread
+    /// may.
     ///
-    /// Errors: there is no module, or one that is not ours, of another version, or built for another vhost; no permission; too many queues; no
-    /// memory or threads.
+    /// Errors: there is no module, or one that is not ours, of another version, or built for
+    /// another vhost; no permission; too many queues; no memory or threads.
     pub fn open(queues: u16) -> Result<Vblk, Error> {
         let mut handle = Handle::open(DEVICE).map_err(cannot_open)?;
         let info = handle.info().map_err(|errno| Error::Foreign { errno })?;
@@ -179,8 +187,8 @@ impl Vblk {
         self.regions_max
     }
 
-    /// Says what guest and device have agreed on. Bits above those of the device and of rings are not looked at by the module and must not
-    /// be given (such as vhost-user's 30).
+    /// Says what guest and device have agreed on. Bits above those of the device and of rings are
+    /// not looked at by the module and must not be given (such as vhost-user's 30).
     ///
     /// Errors: [`Error::Features`]; a queue is started.
     pub fn set_features(&mut self, features: u64) -> Result<(), Error> {
@@ -196,7 +204,8 @@ impl Vblk {
         self.handle.features()
     }
 
-    /// Says where memory of the guest is: all of it that requests may name. It is kept until it is replaced.
+    /// Says where memory of the guest is: all of it that requests may name. It is kept until it is
+    /// replaced.
     ///
     /// Errors: more regions than [`Vblk::regions_max`]; a queue is started.
     pub fn set_memory(&mut self, memory: Arc<Memory>) -> Result<(), Error> {
@@ -210,7 +219,8 @@ impl Vblk {
         })
     }
 
-    /// Lets go of the memory of [`Vblk::set_memory`], which the kernel does not touch while no queue is started.
+    /// Lets go of the memory of [`Vblk::set_memory`], which the kernel does not touch while no
+    /// queue is started.
     ///
     /// Errors: a queue is started.
     pub fn forget_memory(&mut self) -> Result<(), Error> {
@@ -241,9 +251,9 @@ impl Vblk {
         })
     }
 
-    /// Makes a worker. It is a thread of this process, in the cgroup of the calling thread, and runs where that may; with `cpus`, where they
-    /// say: the calling thread is bound to them meanwhile, and runs where it ran afterwards. A refusal of that is in
-    /// [`Worker::unbound`].
+    /// Makes a worker. It is a thread of this process, in the cgroup of the calling thread, and
+    /// runs where that may; with `cpus`, where they say: the calling thread is bound to them
+    /// meanwhile, and runs where it ran afterwards. A refusal of that is in [`Worker::unbound`].
     ///
     /// Errors: no thread may be made.
     pub fn new_worker(&mut self, cpus: Option<&CpuList>) -> Result<Worker, Error> {
@@ -271,9 +281,11 @@ impl Vblk {
         Ok(())
     }
 
-    /// Binds a worker to CPUs, at any time; one that is bound to them already stays as it is, and so does every worker for no CPUs at all.
+    /// Binds a worker to CPUs, at any time; one that is bound to them already stays as it is, and
+    /// so does every worker for no CPUs at all.
     ///
-    /// Errors: there is none of this number; its thread is not known ([`Worker::tid`]) or may not run there.
+    /// Errors: there is none of this number; its thread is not known ([`Worker::tid`]) or may not
+    /// run there.
     pub fn place_worker(&mut self, id: u32, cpus: &CpuList) -> Result<(), Error> {
         let worker = self.workers.iter_mut().find(|worker| worker.id == id);
         let placed = worker.ok_or(Errno::NODEV).and_then(|worker| worker.place(cpus));
@@ -288,7 +300,8 @@ impl Vblk {
         &self.workers
     }
 
-    /// Lets a worker serve a queue from now on; the one that did so does not end. Cheap while the queue is not started.
+    /// Lets a worker serve a queue from now on; the one that did so does not end. Cheap while the
+    /// queue is not started.
     ///
     /// Errors: no such queue or worker.
     pub fn attach(&mut self, queue: u16, worker: u32) -> Result<(), Error> {
@@ -302,8 +315,8 @@ impl Vblk {
         Ok(())
     }
 
-    /// The thread of the worker that serves a queue; `None` where it could not be told from others, or there is no such queue. Asks nobody,
-    /// so it may be called at any time.
+    /// The thread of the worker that serves a queue; `None` where it could not be told from others,
+    /// or there is no such queue. Asks nobody, so it may be called at any time.
     pub fn thread_of(&self, queue: u16) -> Option<u32> {
         let id = self.serving.get(usize::from(queue))?;
         self.workers.iter().find(|worker| worker.id == *id)?.tid
@@ -316,10 +329,11 @@ impl Vblk {
         self.handle.worker_of(queue).map_err(|errno| Error::of(doing(), errno))
     }
 
-    /// Hands a ring to the kernel. From its return on requests are taken from it, also those that were there before.
+    /// Hands a ring to the kernel. From its return on requests are taken from it, also those that
+    /// were there before.
     ///
-    /// Errors: the queue is started; there is no disk; features, size, base or memory do not fit; a descriptor is no eventfd. Then the
-    /// kernel has none of it.
+    /// Errors: the queue is started; there is no disk; features, size, base or memory do not fit; a
+    /// descriptor is no eventfd. Then the kernel has none of it.
     pub fn start(&mut self, queue: u16, ring: RingSetup<'_>) -> Result<(), Error> {
         self.has_queue(queue)?;
         if self.handle.is_started(queue) {
@@ -361,13 +375,14 @@ impl Vblk {
         started
     }
 
-    /// Takes a ring back: no request is taken any more, those in flight are waited for. Afterwards the kernel touches neither its memory nor its
-    /// eventfds, and all that was answered is in the used ring, with a call where the guest wanted one.
+    /// Takes a ring back: no request is taken any more, those in flight are waited for. Afterwards
+    /// the kernel touches neither its memory nor its eventfds, and all that was answered is in the
+    /// used ring, with a call where the guest wanted one.
     ///
     /// Gives where the next request is to be taken from the avail ring; all before are answered.
     ///
-    /// Errors: the queue is not started; [`Error::NotOwner`]. Then its memory is still kept, and this may be called again. (`EINTR`: the
-    /// process is being killed.)
+    /// Errors: the queue is not started; [`Error::NotOwner`]. Then its memory is still kept, and
+    /// this may be called again. (`EINTR`: the process is being killed.)
     pub fn stop(&mut self, queue: u16) -> Result<u16, Error> {
         self.has_queue(queue)?;
         if !self.handle.is_started(queue) {
@@ -379,8 +394,9 @@ impl Vblk {
         self.handle.base(queue).map_err(|errno| Error::of(doing(), errno))
     }
 
-    /// As [`Vblk::stop`], of all queues that are started, which drain at the same time. Gives queues with where they go on; one of which the
-    /// kernel does not tell that is stopped as well, and not among them.
+    /// As [`Vblk::stop`], of all queues that are started, which drain at the same time. Gives
+    /// queues with where they go on; one of which the kernel does not tell that is stopped as well,
+    /// and not among them.
     ///
     /// Errors: as [`Vblk::stop`]; [`Vblk::is_started`] says which are.
     pub fn stop_all(&mut self) -> Result<Vec<(u16, u16)>, Error> {
@@ -402,8 +418,8 @@ impl Vblk {
         self.handle.is_started(queue)
     }
 
-    /// Turns the write cache on or off, in the middle of requests. Off: from the return on each write is durable before it is answered,
-    /// and so are all that were answered before.
+    /// Turns the write cache on or off, in the middle of requests. Off: from the return on each
+    /// write is durable before it is answered, and so are all that were answered before.
     ///
     /// Errors: there is no disk; it could not be flushed, then the cache is as it was.
     pub fn set_cache(&mut self, on: bool) -> Result<(), Error> {
@@ -421,7 +437,8 @@ impl Vblk {
         self.set_event(queue, Event::Call, call)
     }
 
-    /// Another eventfd that says that the ring is broken, while the queue runs or before. Errors: as [`Vblk::set_call`].
+    /// Another eventfd that says that the ring is broken, while the queue runs or before. Errors:
+    /// as [`Vblk::set_call`].
     pub fn set_err(&mut self, queue: u16, err: Option<BorrowedFd<'_>>) -> Result<(), Error> {
         self.set_event(queue, Event::Error, err)
     }
@@ -444,7 +461,8 @@ impl Vblk {
         self.handle.set_event(queue, event, fd).map_err(|errno| event_error(queue, fd, errno))
     }
 
-    /// The kernel lets go of the eventfds of a queue. Of one that is stopped nobody uses them, so failures mean nothing.
+    /// The kernel lets go of the eventfds of a queue. Of one that is stopped nobody uses them, so
+    /// failures mean nothing.
     fn forget_events(&self, queue: u16) {
         for event in [Event::Kick, Event::Call, Event::Error] {
             let _ = self.handle.set_event(queue, event, None);

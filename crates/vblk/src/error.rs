@@ -1,4 +1,5 @@
-//! Why a disk's rings cannot be handed to the kernel, or not be taken back: one line each, with what the user can do.
+//! Why a disk's rings cannot be handed to the kernel, or not be taken back: one line each, with
+//! what the user can do.
 
 use std::fmt;
 
@@ -15,7 +16,8 @@ pub(crate) const DEVICE: &str = "/dev/vhost-blk";
 pub enum Error {
     /// There is no device: the module is not loaded.
     Missing {
-        /// Whether the running kernel has the module in its directory; `None` where that cannot be read.
+        /// Whether the running kernel has the module in its directory; `None` where that cannot be
+        /// read.
         is_installed: Option<bool>,
     },
     /// The device may not be opened by this user (`EACCES`, `EPERM`).
@@ -49,7 +51,8 @@ pub enum Error {
         /// How many it makes at most.
         limit: u32,
     },
-    /// The caller is not the process that opened the device (`EPERM`): a child of it, or it may not call ioctls.
+    /// The caller is not the process that opened the device (`EPERM`): a child of it, or it may not
+    /// call ioctls.
     NotOwner {
         /// What was being done, as "stop queue 3".
         doing: String,

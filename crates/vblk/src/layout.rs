@@ -1,8 +1,9 @@
 //! Whether the module was built for the vhost of the kernel that runs.
 //!
-//! The module is built with a copy of vhost's private header, and a kernel without module versions loads one that was built with a wrong
-//! copy, which corrupts memory. So what both say of vhost's structures, and of the functions that the module calls, is compared in their BTF
-//! before the module is used: what `kernel/vhost-blk/check-layout` does when it is built.
+//! The module is built with a copy of vhost's private header, and a kernel without module versions
+//! loads one that was built with a wrong copy, which corrupts memory. So what both say of vhost's
+//! structures, and of the functions that the module calls, is compared in their BTF before the
+//! module is used: what `kernel/vhost-blk/check-layout` does when it is built.
 //!
 //! Control path: reads some MB of /sys, which takes some ms.
 
@@ -27,7 +28,8 @@ const CALLS: &str = "vblk_vhost_calls";
 const DIRECTORY: &str = "/sys/kernel/btf";
 /// Bytes of BTF that are read at most: that of a kernel has 5 to 10 MiB.
 const BYTES_MAX: u64 = 64 << 20;
-/// Types inside types, and bytes of a description, before it is taken for nonsense. vhost's have 6, and some hundred.
+/// Types inside types, and bytes of a description, before it is taken for nonsense. vhost's have 6,
+/// and some hundred.
 const DEPTH_MAX: u32 = 32;
 const TEXT_MAX: usize = 64 << 10;
 /// Structures that are compared, in the same way.
@@ -231,7 +233,8 @@ impl<'a> Describe<'a> {
         Describe { btf, said: 0, inside: Vec::new() }
     }
 
-    /// What a declaration names. Qualifiers and tags (such as __user) change no call. A structure without a name is its members.
+    /// What a declaration names. Qualifiers and tags (such as __user) change no call. A structure
+    /// without a name is its members.
     fn text(&mut self, id: u32, depth: u32) -> Result<String, Bad> {
         if id == 0 {
             return Ok("void".to_owned());
@@ -284,8 +287,8 @@ impl<'a> Describe<'a> {
         Ok(out + " }")
     }
 
-    /// Notes a structure of vhost that lies in another one: its members are compared, too. Those of others are in the kernel's public headers,
-    /// which both were built with.
+    /// Notes a structure of vhost that lies in another one: its members are compared, too. Those of
+    /// others are in the kernel's public headers, which both were built with.
     fn contain(&mut self, id: u32) -> Result<(), Bad> {
         let mut id = id;
         for _ in 0..DEPTH_MAX {

@@ -11,7 +11,8 @@ pub enum State {
     Idle,
     /// Its ring is served.
     Running,
-    /// The ring is not what the specification wants, or not there: nothing is taken from it until it is stopped and started again.
+    /// The ring is not what the specification wants, or not there: nothing is taken from it until
+    /// it is stopped and started again.
     Broken,
     /// Its stop was interrupted.
     Draining,

@@ -1,7 +1,8 @@
 //! Workers: threads of the kernel that serve rings.
 //!
-//! They are threads of this process (`vhost-…` in its task list): they inherit CPUs, cgroup and memory policy from the thread that has
-//! them made, and count as its threads do. Control threads only.
+//! They are threads of this process (`vhost-…` in its task list): they inherit CPUs, cgroup and
+//! memory policy from the thread that has them made, and count as its threads do. Control threads
+//! only.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -70,8 +71,9 @@ impl Worker {
     }
 }
 
-/// Does something by which the kernel makes a worker, while the calling thread is bound to some CPUs; afterwards it runs where it ran.
-/// Gives what came of it, the worker's thread, and why it could not be bound.
+/// Does something by which the kernel makes a worker, while the calling thread is bound to some
+/// CPUs; afterwards it runs where it ran. Gives what came of it, the worker's thread, and why it
+/// could not be bound.
 pub(crate) fn making<T>(
     cpus: Option<&CpuList>,
     make: impl FnOnce() -> T,
@@ -90,7 +92,8 @@ pub(crate) fn making<T>(
     (made, tid, unbound)
 }
 
-/// Workers that the calling thread had made, of all devices: the kernel puts its number into their name.
+/// Workers that the calling thread had made, of all devices: the kernel puts its number into their
+/// name.
 fn own_workers() -> BTreeSet<u32> {
     let name = format!("vhost-{}", gettid().as_raw_nonzero());
     let tasks = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
@@ -111,7 +114,8 @@ pub(crate) struct Bound {
 }
 
 impl Bound {
-    /// Errors: those of sched_setaffinity(2); `EINVAL`, too, where the CPUs of now are not known and could not be given back.
+    /// Errors: those of sched_setaffinity(2); `EINVAL`, too, where the CPUs of now are not known
+    /// and could not be given back.
     pub(crate) fn to(cpus: &CpuList) -> Result<Bound, Errno> {
         let before = cpus_of_thread();
         if before.is_empty() {

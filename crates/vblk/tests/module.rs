@@ -1,4 +1,5 @@
-//! The module itself: needs a kernel with it (`tests/vm/run vhost-blk`), and says so where there is none.
+//! The module itself: needs a kernel with it (`tests/vm/run vhost-blk`), and says so where there is
+//! none.
 
 mod common;
 
@@ -182,7 +183,8 @@ fn a_hundred_stops_and_starts_under_load_lose_nothing_and_double_nothing() {
             };
             assert_eq!(bases.len(), 2);
             for (queue, base) in bases {
-                // All that was taken is answered, and nothing more is taken, though it is asked for.
+                // All that was taken is answered, and nothing more is taken, though it is asked
+                // for.
                 assert_eq!(guest.used(queue), base);
                 load.submit(&mut guest, usize::from(queue));
                 assert_eq!(vblk.stats(queue).unwrap().state, State::Idle);
@@ -415,7 +417,8 @@ fn a_child_of_the_owner_changes_nothing() {
     let (mut guest, disk) = (Guest::new(1), tmpfs());
     let (mut vblk, _memory) = running(&guest, &disk);
 
-    // SAFETY: the child makes system calls, allocates a little (glibc's allocator survives fork), and ends without unwinding.
+    // SAFETY: the child makes system calls, allocates a little (glibc's allocator survives fork),
+    // and ends without unwinding.
     let child = unsafe { libc::fork() };
     if child == 0 {
         let refused = [

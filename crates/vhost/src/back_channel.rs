@@ -1,7 +1,8 @@
 //! The socket on which we speak first: "configuration space has changed".
 //!
-//! Promises: never blocks, keeps at most one message; a front end that does not read loses nothing but the news that there was more than
-//! one change, because it then reads all of configuration space anyway.
+//! Promises: never blocks, keeps at most one message; a front end that does not read loses nothing
+//! but the news that there was more than one change, because it then reads all of configuration
+//! space anyway.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -35,8 +36,9 @@ impl BackChannel {
         (self.left == 0).then_some(self.socket.as_fd())
     }
 
-    /// Tells the front end to read configuration space again. No answer is asked for. Returns whether it was sent; if the socket is full, it
-    /// is sent by the next call of this or of [`BackChannel::push`].
+    /// Tells the front end to read configuration space again. No answer is asked for. Returns
+    /// whether it was sent; if the socket is full, it is sent by the next call of this or of
+    /// [`BackChannel::push`].
     ///
     /// Errors: the front end has closed its side, or the descriptor is no socket.
     pub fn config_changed(&mut self) -> Result<bool, Error> {

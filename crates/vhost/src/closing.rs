@@ -1,12 +1,15 @@
 //! Sockets are closed by threads that may wait for that.
 //!
-//! A Unix socket holds what was sent through it and not received, descriptors too; who closes its last descriptor closes those, and one of them
-//! may take as long as somebody likes: a TCP socket with SO_LINGER, a file on FUSE. Front ends choose what is sent to us, also on sockets that
-//! we never read from. So neither control threads nor queue threads close sockets of front ends.
+//! A Unix socket holds what was sent through it and not received, descriptors too; who closes its
+//! last descriptor closes those, and one of them may take as long as somebody likes: a TCP socket
+//! with SO_LINGER, a file on FUSE. Front ends choose what is sent to us, also on sockets that we
+//! never read from. So neither control threads nor queue threads close sockets of front ends.
 //!
-//! Promises: [`close`] does not wait. At most [`THREADS_MAX`] threads close for an export; what comes while all of them wait is kept until one
-//! is free; the peer of a connection is told of its end before that ([`Held::end`]). While that is much ([`is_full`]) this export takes no more from front ends, so what is kept is bounded; others go on. A
-//! descriptor is of the export whose control thread has taken it.
+//! Promises: [`close`] does not wait. At most [`THREADS_MAX`] threads close for an export; what
+//! comes while all of them wait is kept until one is free; the peer of a connection is told of its
+//! end before that ([`Held::end`]). While that is much ([`is_full`]) this export takes no more from
+//! front ends, so what is kept is bounded; others go on. A descriptor is of the export whose
+//! control thread has taken it.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::AtomicU32;
@@ -86,7 +89,8 @@ pub(crate) fn close(fd: OwnedFd) {
     waits().close(fd);
 }
 
-/// Whether so much waits to be closed that this thread's export should take nothing more from front ends.
+/// Whether so much waits to be closed that this thread's export should take nothing more from front
+/// ends.
 pub(crate) fn is_full() -> bool {
     waits().closing().fds.len() >= WAITING_MAX
 }
@@ -110,8 +114,9 @@ impl Held {
         copies.collect()
     }
 
-    /// Ends the connection for its peer, which would see nothing of it else while the closing waits. For other processes that have the socket,
-    /// too: so not of one that has been handed over.
+    /// Ends the connection for its peer, which would see nothing of it else while the closing
+    /// waits. For other processes that have the socket, too: so not of one that has been handed
+    /// over.
     pub(crate) fn end(&self) {
         // One that has ended already needs no end.
         let _ = shutdown(self.as_fd(), Shutdown::Both);

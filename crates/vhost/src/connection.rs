@@ -1,8 +1,10 @@
 //! The socket of one front end: whole messages in, replies out.
 //!
-//! Promises: one message at a time, bounded in bytes and descriptors; a front end that stops in the middle of a message, or does not take
-//! a reply, ends its connection when its time is up; how long one may be silent between messages is the caller's to say. Reads never go past the end
-//! of a message, so descriptors always belong to the message that they came with. Used by the control thread, which waits here.
+//! Promises: one message at a time, bounded in bytes and descriptors; a front end that stops in the
+//! middle of a message, or does not take a reply, ends its connection when its time is up; how long
+//! one may be silent between messages is the caller's to say. Reads never go past the end of a
+//! message, so descriptors always belong to the message that they came with. Used by the control
+//! thread, which waits here.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -64,13 +66,15 @@ impl Connection {
         Connection { socket, bytes: Vec::new(), fds: Vec::new(), started: None }
     }
 
-    /// Waits for the next message. After [`Received::Woken`] it may be called again and goes on where it was.
+    /// Waits for the next message. After [`Received::Woken`] it may be called again and goes on
+    /// where it was.
     ///
     /// * `wake`: an eventfd that ends the waiting; it comes before messages, and is not read.
     /// * `timeout`: from the first byte of a message to its last.
     /// * `silence`: how long to wait for the first byte; `None`: for ever.
     ///
-    /// Errors: the message is too large, has too many descriptors, or ends too early or too late; the connection is of no use then.
+    /// Errors: the message is too large, has too many descriptors, or ends too early or too late;
+    /// the connection is of no use then.
     pub fn receive(
         &mut self,
         wake: BorrowedFd<'_>,
@@ -125,8 +129,8 @@ impl Connection {
         Ok(())
     }
 
-    /// The front end sees the end of the connection now, however long its closing takes. Another process that has the socket can use it no
-    /// longer either.
+    /// The front end sees the end of the connection now, however long its closing takes. Another
+    /// process that has the socket can use it no longer either.
     pub(crate) fn end(&self) {
         self.socket.end();
     }
@@ -236,7 +240,8 @@ impl Connection {
     }
 }
 
-/// Whether a message is about a socket: the channel on which we speak first, or one through which the state goes.
+/// Whether a message is about a socket: the channel on which we speak first, or one through which
+/// the state goes.
 fn may_bring_sockets(header: &Header) -> bool {
     let request = Request::from_number(header.request);
     matches!(request, Some(Request::SetBackendReqFd | Request::SetDeviceStateFd))

@@ -12,7 +12,8 @@ use crate::blk::features;
 use crate::export::OnError;
 use crate::export::signals::Signals;
 
-/// State of a device. Written by the control thread, but for what goes wrong; read by queue threads for each request: plain loads.
+/// State of a device. Written by the control thread, but for what goes wrong; read by queue threads
+/// for each request: plain loads.
 #[derive(Debug)]
 pub(crate) struct Device {
     pub(crate) name: String,
@@ -32,7 +33,8 @@ pub(crate) struct Device {
     signals: Arc<Signals>,
 }
 
-/// What went wrong, since the start of the export. Any thread; nothing of it is touched by a request that goes well.
+/// What went wrong, since the start of the export. Any thread; nothing of it is touched by a
+/// request that goes well.
 #[derive(Debug, Default)]
 struct Counts {
     /// Requests answered with `VIRTIO_BLK_S_IOERR`.
@@ -71,8 +73,8 @@ impl Complaint {
     const COUNT: usize = Complaint::Suspended as usize + 1;
 }
 
-/// Counts one more. Gives the count if it is one of those that are told: the first ten, then every 1000th, so that a guest cannot fill a
-/// log.
+/// Counts one more. Gives the count if it is one of those that are told: the first ten, then every
+/// 1000th, so that a guest cannot fill a log.
 fn told(counter: &AtomicU64) -> Option<u64> {
     let count = counter.fetch_add(1, Ordering::Relaxed) + 1;
     (count <= 10 || count.is_multiple_of(1000)).then_some(count)
@@ -131,8 +133,8 @@ impl Device {
         features::is_write_through(self.features(), self.write_cache())
     }
 
-    /// The guest did what no driver may do: no virtqueue takes a request before a reset; what was taken is completed. The first reason
-    /// counts.
+    /// The guest did what no driver may do: no virtqueue takes a request before a reset; what was
+    /// taken is completed. The first reason counts.
     pub(crate) fn set_broken(&self, reason: String) {
         let mut kept = self.reason.lock().unwrap_or_else(PoisonError::into_inner);
         if kept.is_none() {
@@ -178,14 +180,15 @@ impl Device {
         self.reason.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// All virtqueues were ended by a front end that may know no reset: those that are started next are new ones.
+    /// All virtqueues were ended by a front end that may know no reset: those that are started next
+    /// are new ones.
     pub(crate) fn mend(&self) {
         self.needs_reset.store(false, Ordering::Release);
         *self.reason.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
-    /// Back to the state before any driver. Whether there is a write cache is not forgotten: front ends that stop a device reset it,
-    /// and do not set that again.
+    /// Back to the state before any driver. Whether there is a write cache is not forgotten: front
+    /// ends that stop a device reset it, and do not set that again.
     pub(crate) fn reset(&self) {
         self.set_features(0);
         self.mend();
@@ -239,9 +242,11 @@ impl Device {
 pub struct Health {
     /// Requests answered with `VIRTIO_BLK_S_IOERR` (virtio 1.3, section 5.2.6).
     pub io_errors: u64,
-    /// Operations on the image that failed, also those whose request is never answered ([`OnError::Stop`]).
+    /// Operations on the image that failed, also those whose request is never answered
+    /// ([`OnError::Stop`]).
     pub image_errors: u64,
-    /// Requests for what is not on the disk, or for writes to one that is read-only: a defect of the guest.
+    /// Requests for what is not on the disk, or for writes to one that is read-only: a defect of
+    /// the guest.
     pub refused: u64,
     /// Times that the device needed a reset (`DEVICE_NEEDS_RESET`).
     pub breaks: u64,

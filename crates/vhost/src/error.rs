@@ -1,7 +1,7 @@
 //! Errors of the control path: sockets, options, the start and the end of an export.
 //!
-//! Promises: `Display` names the object, the reason, and what the user can do; the cause is the source. Never used for a request:
-//! the data path knows status bytes only.
+//! Promises: `Display` names the object, the reason, and what the user can do; the cause is the
+//! source. Never used for a request: the data path knows status bytes only.
 
 use std::error::Error as StdError;
 use std::fmt;

@@ -4,7 +4,8 @@
 //! - [`protocol`]: bytes to messages and replies to bytes, without a socket;
 //! - [`session`]: what one front end has said and what follows from it, without a thread;
 //! - [`Connection`], [`BackChannel`]: the sockets;
-//! - `export`: a disk that is served, from its start to its end, and the device that a session talks to;
+//! - `export`: a disk that is served, from its start to its end, and the device that a session
+//!   talks to;
 //! - `worker`: queue threads, their virtqueues, and the tasks that serve requests;
 //! - `blk`: what a request does;
 //! - `device`: what all of these threads share.

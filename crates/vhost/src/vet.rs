@@ -1,12 +1,14 @@
 //! Which descriptors of a front end are taken: a list of what is good.
 //!
-//! A queue thread that touches memory of a file, and a control thread that closes a descriptor, wait for whoever answers for it: a file on FUSE
-//! answers when its server likes, also below an overlayfs, and a TCP socket with SO_LINGER closes when its other end likes. So only those are
-//! taken behind which is this machine's kernel alone: files on memory and on the file systems of local disks, eventfds, pipes, and Unix sockets,
-//! which [`crate::closing`] closes. What has no type and is no eventfd is none of these: an epoll set asks the servers of all files in it when
+//! A queue thread that touches memory of a file, and a control thread that closes a descriptor,
+//! wait for whoever answers for it: a file on FUSE answers when its server likes, also below an
+//! overlayfs, and a TCP socket with SO_LINGER closes when its other end likes. So only those are
+//! taken behind which is this machine's kernel alone: files on memory and on the file systems of
+//! local disks, eventfds, pipes, and Unix sockets, which [`crate::closing`] closes. What has no
+//! type and is no eventfd is none of these: an epoll set asks the servers of all files in it when
 //! it is looked at, and a userfaultfd waits for the process that has made it when it is closed.
-//! Anything else is refused, and not asked anything by those threads, since its server could hold that answer back as well. Called by the
-//! control thread, for each descriptor that arrives.
+//! Anything else is refused, and not asked anything by those threads, since its server could hold
+//! that answer back as well. Called by the control thread, for each descriptor that arrives.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::atomic::Ordering;
@@ -21,7 +23,8 @@ use rustix::net::{AddressFamily, sockopt};
 
 use crate::closing::{close, waits};
 
-/// File systems whose files are taken: none of them waits for another process or machine. Numbers: linux/magic.h.
+/// File systems whose files are taken: none of them waits for another process or machine. Numbers:
+/// linux/magic.h.
 const LOCAL: &[i64] = &[
     0x0102_1994, // tmpfs, memfd
     0x5345_434d, // memfd_secret
@@ -42,7 +45,8 @@ const FOREIGN: &[(i64, &str)] = &[
     (0x00c3_6400, "a file on Ceph"),
 ];
 
-/// What the kernel calls an eventfd, and the beginning of what it calls a pipe without a name (`fs/eventfd.c`, `fs/pipe.c`).
+/// What the kernel calls an eventfd, and the beginning of what it calls a pipe without a name
+/// (`fs/eventfd.c`, `fs/pipe.c`).
 const EVENTFD: &[u8] = b"anon_inode:[eventfd]";
 const PIPE: &[u8] = b"pipe:[";
 
@@ -52,10 +56,12 @@ const SILENT: &str = "a file on a file system that does not say what it is";
 /// A file system has so long to say what it is.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// So many threads of an export may wait for file systems: one that never answers costs no more, however often its files are sent.
+/// So many threads of an export may wait for file systems: one that never answers costs no more,
+/// however often its files are sent.
 const ASKING_MAX: u32 = 16;
 
-/// Gives a descriptor back that this machine's kernel alone answers for. Another one is closed, by a thread that may wait for that.
+/// Gives a descriptor back that this machine's kernel alone answers for. Another one is closed, by
+/// a thread that may wait for that.
 ///
 /// Errors: what it is instead, for messages.
 pub(crate) fn vet(fd: OwnedFd) -> Result<OwnedFd, &'static str> {
@@ -93,7 +99,8 @@ pub(crate) fn vet(fd: OwnedFd) -> Result<OwnedFd, &'static str> {
     answer.recv_timeout(PATIENCE).unwrap_or(Err(SILENT))
 }
 
-/// Whether the kernel knows by itself that nobody else is behind a descriptor. `false`: its file system has to be asked.
+/// Whether the kernel knows by itself that nobody else is behind a descriptor. `false`: its file
+/// system has to be asked.
 ///
 /// Errors: what it is instead.
 fn is_ours(fd: &OwnedFd) -> Result<bool, &'static str> {
@@ -120,7 +127,8 @@ fn is_ours(fd: &OwnedFd) -> Result<bool, &'static str> {
     }
 }
 
-/// Whether the kernel's word for a file, in `/proc`, is one. Asks no file system. A file with a name begins with a slash.
+/// Whether the kernel's word for a file, in `/proc`, is one. Asks no file system. A file with a
+/// name begins with a slash.
 ///
 /// Without `/proc` there is no way to ask, and it is as good as that: some walls are missing then.
 fn is_called(fd: &OwnedFd, is_it: impl FnOnce(&[u8]) -> bool) -> bool {

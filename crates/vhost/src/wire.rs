@@ -1,7 +1,8 @@
 //! Bytes and descriptors through a Unix stream socket.
 //!
-//! Promises: never blocks in the socket, whatever its flags are (a description may be shared with another process); descriptors that
-//! arrive are close-on-exec, owned from the first moment on, and answered for by this machine's kernel alone.
+//! Promises: never blocks in the socket, whatever its flags are (a description may be shared with
+//! another process); descriptors that arrive are close-on-exec, owned from the first moment on, and
+//! answered for by this machine's kernel alone.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -16,8 +17,9 @@ use rustix::net::{
 use crate::closing::Held;
 use crate::vet::vet;
 
-/// Descriptors that the kernel lets through with one message (`SCM_MAX_FD` of net/scm.h). There is room for all: those for which there is none
-/// are closed by whoever receives the message, and would have to be waited for.
+/// Descriptors that the kernel lets through with one message (`SCM_MAX_FD` of net/scm.h). There is
+/// room for all: those for which there is none are closed by whoever receives the message, and
+/// would have to be waited for.
 const SENT_MAX: usize = 253;
 /// Room for the descriptors of one message.
 const CONTROL_BYTES: usize = rustix::cmsg_space!(ScmRights(SENT_MAX));
@@ -60,7 +62,8 @@ pub(crate) fn receive(
     Ok(Piece { bytes: got.bytes, truncated, foreign })
 }
 
-/// Sends some of `bytes`, with `fds` at the first of them. Returns how many; the descriptors went with them.
+/// Sends some of `bytes`, with `fds` at the first of them. Returns how many; the descriptors went
+/// with them.
 ///
 /// Errors: EAGAIN when nothing fits; EPIPE when the other side has closed.
 pub(crate) fn send(socket: BorrowedFd<'_>, bytes: &[u8], fds: &[OwnedFd]) -> Result<usize, Errno> {

@@ -1,4 +1,5 @@
-//! A request in a device that has warmed up allocates nothing on its queue thread: counted by the allocator of this program.
+//! A request in a device that has warmed up allocates nothing on its queue thread: counted by the
+//! allocator of this program.
 
 mod common;
 

@@ -1,4 +1,5 @@
-//! What queue threads that nobody uses take: memory of this process, so this test is alone in its program.
+//! What queue threads that nobody uses take: memory of this process, so this test is alone in its
+//! program.
 
 mod common;
 
@@ -6,7 +7,8 @@ use common::{MIB, serve, simulated};
 use ringdisk_testkit::limits::resident_bytes;
 use ringdisk_vhost::export::Threads;
 
-/// Bytes for a thread: 52 KiB of its ring, which the kernel takes at once, and some pages of stack and heap.
+/// Bytes for a thread: 52 KiB of its ring, which the kernel takes at once, and some pages of stack
+/// and heap.
 const BYTES_MAX: u64 = 192 << 10;
 
 #[test]

@@ -1,4 +1,5 @@
-//! What a guest and its front end can make us use is bounded. Alone in its program: it counts what all of the process holds.
+//! What a guest and its front end can make us use is bounded. Alone in its program: it counts what
+//! all of the process holds.
 
 mod common;
 

@@ -1,5 +1,5 @@
-//! Descriptors of front ends whose users would wait for somebody: a pipe with a name on a FUSE server that never answers, and what else has no
-//! type of its own. The disk goes on.
+//! Descriptors of front ends whose users would wait for somebody: a pipe with a name on a FUSE
+//! server that never answers, and what else has no type of its own. The disk goes on.
 
 mod common;
 
@@ -15,7 +15,8 @@ use ringdisk_testkit::mount::scratch;
 use rustix::fs::{Mode, OFlags, inotify, open};
 use tempfile::TempDir;
 
-/// Mounts FUSE on a file, answers INIT and nothing else, and unmounts when its input ends. The root of the file system is a pipe.
+/// Mounts FUSE on a file, answers INIT and nothing else, and unmounts when its input ends. The root
+/// of the file system is a pipe.
 const SERVER: &str = "
 import ctypes, os, struct, sys
 path = sys.argv[1].encode()
@@ -121,7 +122,8 @@ fn a_pipe_of_a_server_that_does_not_answer_stops_nobody() {
     }
 }
 
-/// To look at such a one may wait for what it was given to watch, and to close it for the process that has made it.
+/// To look at such a one may wait for what it was given to watch, and to close it for the process
+/// that has made it.
 #[test]
 fn what_has_no_type_and_is_no_eventfd_is_refused() {
     let (_sim, disk) = simulated(MIB);

@@ -22,8 +22,8 @@ struct Shape {
     size: u16,
 }
 
-/// All kinds; each pair of two properties occurs in the sixteen that are taken otherwise: for each number of queues one combination of
-/// the others and its opposite.
+/// All kinds; each pair of two properties occurs in the sixteen that are taken otherwise: for each
+/// number of queues one combination of the others and its opposite.
 fn shapes() -> Vec<Shape> {
     let mut all = Vec::new();
     for packed in [false, true] {

@@ -1,5 +1,6 @@
-//! Front ends that wait, come second, are silent, stop in the middle of a message or never stop; and those that exist,
-//! with the features each takes (their orders of messages: `session/tests/front_ends.rs`).
+//! Front ends that wait, come second, are silent, stop in the middle of a message or never stop;
+//! and those that exist, with the features each takes (their orders of messages:
+//! `session/tests/front_ends.rs`).
 
 mod common;
 
@@ -236,7 +237,8 @@ fn the_front_ends_that_exist_start_stop_and_start_again() {
             VmOptions { features: bits::VERSION_1 | bits::PROTOCOL, ..options(protocol) };
         let mut vm = served.vm(firmware);
         works(&mut vm);
-        // What firmware leaves: ENABLE 0 and GET_VRING_BASE, then the driver of an operating system with other features.
+        // What firmware leaves: ENABLE 0 and GET_VRING_BASE, then the driver of an operating system
+        // with other features.
         vm.front.vring(ask::SET_VRING_ENABLE, 0, 0).expect("disabled");
         vm.front.vring_base(0).expect("a base");
         let offered = vm.front.get(ask::GET_FEATURES).expect("features");

@@ -1,5 +1,6 @@
-//! A disk that goes from an export to another one (`ringdisk serve --upgrade`, here in one process), at moments at which its virtqueues do
-//! not simply run; and a hand-over that comes to nothing.
+//! A disk that goes from an export to another one (`ringdisk serve --upgrade`, here in one
+//! process), at moments at which its virtqueues do not simply run; and a hand-over that comes to
+//! nothing.
 
 mod common;
 
@@ -112,7 +113,8 @@ fn where_virtqueues_stood_at_a_reset_is_told_by_the_next_export() {
     });
 }
 
-/// A process hands all of its disks over or none: what a front end does with its own files stops no other disk.
+/// A process hands all of its disks over or none: what a front end does with its own files stops no
+/// other disk.
 #[test]
 fn a_front_end_that_has_truncated_its_memory_is_let_go_and_the_disk_is_taken() {
     scene(false, |served, mut vm, mut load| {

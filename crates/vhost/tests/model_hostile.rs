@@ -1,4 +1,5 @@
-//! Guests that do their worst: their own device needs a reset, says why, and works after it; others go on; nothing grows.
+//! Guests that do their worst: their own device needs a reset, says why, and works after it; others
+//! go on; nothing grows.
 
 mod common;
 
@@ -400,7 +401,8 @@ fn a_request_whose_memory_goes_while_it_is_carried_out_is_no_success() {
     }
 }
 
-/// Whether a thread of this process waits in the kernel for the end of a write of eight bytes: of an eventfd that is full.
+/// Whether a thread of this process waits in the kernel for the end of a write of eight bytes: of
+/// an eventfd that is full.
 fn somebody_waits_for_an_eventfd() -> bool {
     let threads = std::fs::read_dir("/proc/self/task").expect("threads").flatten();
     let mut calls =
@@ -412,7 +414,8 @@ fn somebody_waits_for_an_eventfd() -> bool {
     })
 }
 
-/// Makes a queue thread wait in its call: the eventfd did not wait when it was announced, does so now, and is full.
+/// Makes a queue thread wait in its call: the eventfd did not wait when it was announced, does so
+/// now, and is full.
 fn stick(vm: &mut Vm) {
     works(vm);
     // Goes through the queue thread: no call for what was answered before comes later.

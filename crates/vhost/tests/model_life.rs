@@ -1,4 +1,5 @@
-//! A driver under load while everything around it changes: virtqueues stop and start, memory comes and goes, a migration is logged.
+//! A driver under load while everything around it changes: virtqueues stop and start, memory comes
+//! and goes, a migration is logged.
 
 mod common;
 
@@ -181,8 +182,9 @@ fn the_area_says_where_virtqueues_are_to_a_front_end_that_does_not_know() {
     }
 }
 
-/// A front end that stops a virtqueue of the next process is told a base behind what the process before had taken: all of that has to be
-/// carried out, once, though there are more requests than are taken at a time.
+/// A front end that stops a virtqueue of the next process is told a base behind what the process
+/// before had taken: all of that has to be carried out, once, though there are more requests than
+/// are taken at a time.
 #[test]
 fn what_a_process_before_had_taken_is_carried_out_once_by_one_that_is_stopped_at_once() {
     const EACH: usize = 100;
@@ -334,7 +336,8 @@ fn device_writes(vm: &mut Vm, sectors: std::ops::Range<u64>) -> Vec<bool> {
     }
     let mut after = snapshot(vm);
     for queue in &vm.queues {
-        // What was published here, which the device only reads. (The ring of a packed queue is written by both.)
+        // What was published here, which the device only reads. (The ring of a packed queue is
+        // written by both.)
         let area = &queue.driver.areas().driver;
         let start =
             usize::try_from(area.guest_addr() - ringdisk_guest::driver::GUEST_BASE).expect("small");

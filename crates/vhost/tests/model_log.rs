@@ -1,4 +1,5 @@
-//! What a guest and its front end can make us say is bounded. Alone in its program: it counts the lines of all of the process.
+//! What a guest and its front end can make us say is bounded. Alone in its program: it counts the
+//! lines of all of the process.
 
 mod common;
 

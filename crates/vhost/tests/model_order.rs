@@ -1,8 +1,10 @@
-//! Messages in any order while requests are in flight: virtqueues stop, start and are switched off and on, memory goes and comes back, a
-//! migration is logged, the inflight area is given again or is another one, front ends go and come back, the process is killed, or hands its
-//! disk over. Each request is carried out once: none is lost, none is done again.
+//! Messages in any order while requests are in flight: virtqueues stop, start and are switched off
+//! and on, memory goes and comes back, a migration is logged, the inflight area is given again or
+//! is another one, front ends go and come back, the process is killed, or hands its disk over. Each
+//! request is carried out once: none is lost, none is done again.
 //!
-//! A step is one message, or what a front end cannot take apart; chance decides which, of those that the state allows.
+//! A step is one message, or what a front end cannot take apart; chance decides which, of those
+//! that the state allows.
 
 mod common;
 
@@ -30,7 +32,8 @@ use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 /// Bytes of the disk: each request has a sector of its own.
 const DISK: u64 = 64 * MIB;
-/// Requests at once in a virtqueue: those of three are many batches of a thread, and fewer than it serves at a time.
+/// Requests at once in a virtqueue: those of three are many batches of a thread, and fewer than it
+/// serves at a time.
 const SLOTS: usize = 80;
 /// A virtqueue that nobody uses, but to break the device of a process that is to be dead.
 const SPARE: u32 = 7;
@@ -361,7 +364,8 @@ impl World {
         }
     }
 
-    /// The same front end with another connection, perhaps to another process. What was stopped stays so for now.
+    /// The same front end with another connection, perhaps to another process. What was stopped
+    /// stays so for now.
     fn connect(&mut self, front: ringdisk_testkit::model::FrontEnd) {
         self.vm.front = front;
         self.vm.negotiate().expect("features");
@@ -392,7 +396,8 @@ impl World {
         self.connect(front);
     }
 
-    /// The process is killed: what it has taken is never answered, and it takes nothing more. Another one goes on.
+    /// The process is killed: what it has taken is never answered, and it takes nothing more.
+    /// Another one goes on.
     fn kill(&mut self) {
         let Backing::Ledger(ledger) = &self.backing else { return };
         let ledger = ledger.clone();
@@ -430,7 +435,8 @@ impl World {
         assert!(until(PATIENCE, still).is_some(), "{} in flight: {}", flying(), self.told());
     }
 
-    /// Breaks the device of a process that is to be dead: no virtqueue of it takes a request from now on.
+    /// Breaks the device of a process that is to be dead: no virtqueue of it takes a request from
+    /// now on.
     fn poison(&mut self) {
         let config = self.vm.queues[0].driver.config();
         let mut driver = Driver::new(&mut self.vm.ram, config).expect("room for a virtqueue");

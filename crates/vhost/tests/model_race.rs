@@ -1,6 +1,7 @@
-//! A guest changes all memory of its requests while they are served: descriptors, tables, headers, ranges, data, rings and inflight area.
-//! Its device may need a reset, as often as that takes; nothing else happens, no request reaches what is not on the disk, and when it stops,
-//! everything works.
+//! A guest changes all memory of its requests while they are served: descriptors, tables, headers,
+//! ranges, data, rings and inflight area. Its device may need a reset, as often as that takes;
+//! nothing else happens, no request reaches what is not on the disk, and when it stops, everything
+//! works.
 
 mod common;
 
@@ -89,7 +90,8 @@ impl Scene<'_> {
                 let done = self.switch.without(|| {
                     hand.show_again();
                     vm.queues[0].kick_anyway();
-                    // A packed ring that was put back half is reset below: no reason to wait for long.
+                    // A packed ring that was put back half is reset below: no reason to wait for
+                    // long.
                     let limit = if vm.has(bits::PACKED) { 100 } else { 20_000 };
                     let end = Instant::now() + patient(Duration::from_millis(limit));
                     let is_done = || {
@@ -100,7 +102,8 @@ impl Scene<'_> {
                     }
                     is_done()
                 });
-                // A packed ring shows nothing again: descriptors that were put back half are a driver's loss, and a reset helps.
+                // A packed ring shows nothing again: descriptors that were put back half are a
+                // driver's loss, and a reset helps.
                 if !done && self.vm.has(bits::PACKED) {
                     return false;
                 }
@@ -122,7 +125,8 @@ impl Scene<'_> {
         }
     }
 
-    /// Another connection, with an area that is empty, which nobody changes before the device has taken it.
+    /// Another connection, with an area that is empty, which nobody changes before the device has
+    /// taken it.
     fn anew(&mut self) {
         let Scene { served, vm, hand, switch, area, .. } = self;
         switch.without(|| {

@@ -1,5 +1,6 @@
-//! While a request is served, each byte of it that is judged is read once: descriptors, tables, the header, ranges to be zeroed. Alone in its
-//! program: reads are noted for all queue threads of the process.
+//! While a request is served, each byte of it that is judged is read once: descriptors, tables, the
+//! header, ranges to be zeroed. Alone in its program: reads are noted for all queue threads of the
+//! process.
 
 mod common;
 
@@ -69,7 +70,8 @@ fn each_byte_of_a_request_that_is_judged_is_read_once() {
             });
             assert!(done.is_some(), "it is not answered: {:?}", served.export.broken_reason());
             let counts = watch.take();
-            // Of a packed ring the flags of the first descriptor are what a thread looks at until one comes.
+            // Of a packed ring the flags of the first descriptor are what a thread looks at until
+            // one comes.
             let first = if packed == 0 { bytes(ring, 16) } else { bytes(ring, 14) };
             judged.push(first);
             judged.push(bytes(ring + 16, 16 * (laid.len() as u64 - 1)));

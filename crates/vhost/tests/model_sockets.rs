@@ -1,6 +1,7 @@
-//! Sockets of front ends that take long to close: a Unix socket holds what was sent through it and not received, and its last descriptor waits
-//! for the closing of that. Here that is a TCP socket which closes when its other end likes (SO_LINGER), so no privilege is needed; a file on
-//! FUSE is another one. The disk goes on, and so does every other one of the process.
+//! Sockets of front ends that take long to close: a Unix socket holds what was sent through it and
+//! not received, and its last descriptor waits for the closing of that. Here that is a TCP socket
+//! which closes when its other end likes (SO_LINGER), so no privilege is needed; a file on FUSE is
+//! another one. The disk goes on, and so does every other one of the process.
 
 mod common;
 
@@ -29,7 +30,8 @@ fn slow() -> (TcpStream, TcpListener) {
     (socket, listener)
 }
 
-/// A Unix socket in which such a one waits; the other end is closed. (Nobody but it holds the one that waits: the test would close that.)
+/// A Unix socket in which such a one waits; the other end is closed. (Nobody but it holds the one
+/// that waits: the test would close that.)
 fn loaded(slow: TcpStream) -> OwnedFd {
     let (ours, theirs) = UnixStream::pair().expect("sockets");
     assert!(FrontEnd::on(ours).send_raw(b"x", &[slow.as_fd()]));
@@ -57,8 +59,8 @@ fn tell(front: &mut FrontEnd, request: u32, payload: &[u8], fds: &[BorrowedFd<'_
     assert!(front.send(request, 0, payload, fds));
 }
 
-/// Sends messages before the device reads any, so that it has the last descriptor of what comes with them. Looks whether the next front end is
-/// served, and the export ends.
+/// Sends messages before the device reads any, so that it has the last descriptor of what comes
+/// with them. Looks whether the next front end is served, and the export ends.
 ///
 /// * `what`: has to send the socket that is slow, and to keep no descriptor of it.
 fn leaves_it_well(what: impl FnOnce(&Served, TcpStream) -> FrontEnd) {
@@ -151,7 +153,8 @@ fn what_waits_behind_another_front_end_is_closed_aside() {
     drop(first);
 }
 
-/// Descriptors for which there is no room are closed by whoever receives the message, before it sees them.
+/// Descriptors for which there is no room are closed by whoever receives the message, before it
+/// sees them.
 #[test]
 fn more_descriptors_than_any_message_has_are_closed_aside() {
     leaves_it_well(|served, slow| {

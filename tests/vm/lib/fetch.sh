@@ -1,12 +1,14 @@
-# What the virtual machine needs: a kernel that is newer than the one here, busybox for its first process, QEMU and virtiofsd.
-# Sourced by tests/vm/run.
+# What the virtual machine needs: a kernel that is newer than the one here, busybox for its first
+# process, QEMU and virtiofsd. Sourced by tests/vm/run.
 #
-# Kernel and busybox come from Debian's trixie and trixie-backports by an apt configuration of our own: sources, lists and cache are in
-# $cache/apt, nothing of this machine's apt is read but its proxy and its mirror, nothing is installed. They are unpacked once and kept:
-# to get a newer one, remove $cache/kernel.
+# Kernel and busybox come from Debian's trixie and trixie-backports by an apt configuration of our
+# own: sources, lists and cache are in $cache/apt, nothing of this machine's apt is read but its
+# proxy and its mirror, nothing is installed. They are unpacked once and kept: to get a newer one,
+# remove $cache/kernel.
 # shellcheck shell=bash disable=SC2154,SC2034 # variables of tests/vm/run, and for machine.sh
 
-# Version of the kernel, or its beginning; the newest that fits is taken. Or "debug": that of tests/vm/debug-kernel.
+# Version of the kernel, or its beginning; the newest that fits is taken. Or "debug": that of
+# tests/vm/debug-kernel.
 kernel_wanted=${RINGDISK_VM_KERNEL:-7.3}
 kernel_dir=$cache/kernel/$kernel_wanted
 busybox=$cache/busybox
@@ -24,7 +26,8 @@ apt_lists() {
   : >"$apt/status"
   [ -e "$keyring" ] && signed="[signed-by=$keyring] "
   printf "deb ${signed}%s %s main\n" "$mirror" trixie "$mirror" trixie-backports >"$apt/sources.list"
-  # Hooks of this machine's apt would clean *its* caches; a mirror that is a snapshot of an older day is as good as any.
+  # Hooks of this machine's apt would clean *its* caches; a mirror that is a snapshot of an older
+  # day is as good as any.
   cat >"$apt/apt.conf" <<CONF
 #clear APT::Update::Pre-Invoke;
 #clear APT::Update::Post-Invoke;
@@ -92,7 +95,8 @@ fetch_kernel() {
   mv "$at/modules/lib/modules/$version/vmlinuz.unsigned" "$at/vmlinuz" || return
   mv "$at/tree/usr/bin/busybox" "$busybox" || return
   rm -rf "$at/tree"
-  # The modprobe of the host's programs wants the binary index, which the depmod of busybox does not make.
+  # The modprobe of the host's programs wants the binary index, which the depmod of busybox does not
+  # make.
   PATH=$PATH:/usr/sbin:/sbin depmod -b "$at/modules" "$version" || return
   echo "$version" >"$at/version"
   rm -rf "$kernel_dir"
@@ -108,7 +112,8 @@ find_virtiofsd() {
   return 1
 }
 
-# Sets $qemu and $virtiofsd; installs them, and depmod, where they are missing and this is root on a Debian.
+# Sets $qemu and $virtiofsd; installs them, and depmod, where they are missing and this is root on a
+# Debian.
 fetch_qemu() {
   local wanted=()
   PATH=$PATH:/usr/sbin:/sbin command -v depmod >/dev/null || wanted+=(kmod)

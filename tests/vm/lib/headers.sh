@@ -1,18 +1,21 @@
 # Kernel headers and the compiler that Debian builds its kernels with, to build kernel/vhost-blk.
 # Sourced after fetch.sh; needs root (chroot).
 #
-# Everything goes into one tree, $cache/kbuild: unpacked packages of trixie and trixie-backports, found by the private apt configuration
-# of fetch.sh. Nothing is installed, no maintainer script runs, and this machine's sources are not read. Headers of several kernels live
-# in it side by side, as on a real system. To start anew: remove the tree.
+# Everything goes into one tree, $cache/kbuild: unpacked packages of trixie and trixie-backports,
+# found by the private apt configuration of fetch.sh. Nothing is installed, no maintainer script
+# runs, and this machine's sources are not read. Headers of several kernels live in it side by side,
+# as on a real system. To start anew: remove the tree.
 # shellcheck shell=bash disable=SC2154 # variables of fetch.sh and who sources it
 
 kbuild=$cache/kbuild
 
-# What a build of a module calls: Debian's headers name gcc-14, which needs `as`; their scripts need a shell and its tools.
+# What a build of a module calls: Debian's headers name gcc-14, which needs `as`; their scripts need
+# a shell and its tools.
 kbuild_tools=(base-files bash dash coreutils diffutils xz-utils findutils grep sed mawk make gcc-14 binutils libc6-dev kmod pahole bpftool)
 
-# headers_version WANTED: the kernel whose headers are to be used: WANTED itself where it is a whole version that is still there, else the
-# newest of its series. Old versions leave backports within days.
+# headers_version WANTED: the kernel whose headers are to be used: WANTED itself where it is a whole
+# version that is still there, else the newest of its series. Old versions leave backports within
+# days.
 headers_version() {
   local wanted=$1 series found
   series=$(grep -oE '^[0-9]+\.[0-9]+' <<<"$wanted") || return
@@ -21,7 +24,8 @@ headers_version() {
   grep -Fx -- "$wanted" <<<"$found" || tail -n 1 <<<"$found" | grep .
 }
 
-# kbuild_unpack PACKAGE…: downloads the packages and all that they need, and unpacks what the tree does not have yet.
+# kbuild_unpack PACKAGE…: downloads the packages and all that they need, and unpacks what the tree
+# does not have yet.
 kbuild_unpack() {
   local each name
   # The empty status file of the private configuration makes apt name everything, down to libc.
@@ -42,7 +46,8 @@ kbuild_unpack() {
   [ -e "$kbuild/usr/bin/awk" ] || ln -s mawk "$kbuild/usr/bin/awk"
 }
 
-# fetch_headers SERIES: headers and compiler are in the tree afterwards. Prints the version. SERIES may be "debug" (tests/vm/debug-kernel).
+# fetch_headers SERIES: headers and compiler are in the tree afterwards. Prints the version. SERIES
+# may be "debug" (tests/vm/debug-kernel).
 fetch_headers() {
   local wanted=$1 version have
   have=$cache/kbuild/series/$wanted
@@ -56,8 +61,8 @@ fetch_headers() {
   echo "$version"
 }
 
-# in_kbuild SOURCE COMMAND…: runs a command in the tree, with SOURCE of this machine at /source, and what the kernel's scripts want of
-# /dev and /proc.
+# in_kbuild SOURCE COMMAND…: runs a command in the tree, with SOURCE of this machine at /source, and
+# what the kernel's scripts want of /dev and /proc.
 in_kbuild() {
   local source=$1; shift
   mkdir -p "$kbuild/source" "$kbuild/dev" "$kbuild/proc" "$kbuild/tmp"
@@ -69,7 +74,8 @@ in_kbuild() {
     exec chroot "$tree" "$@"' sh "$kbuild" "$source" /usr/bin/env -i PATH=/usr/bin:/usr/sbin LC_ALL=C.UTF-8 "$@"
 }
 
-# fetch_vhost VERSION: prints the path of that kernel's own vhost.ko.xz. Kernels of backports have their modules in a package of their own.
+# fetch_vhost VERSION: prints the path of that kernel's own vhost.ko.xz. Kernels of backports have
+# their modules in a package of their own.
 fetch_vhost() {
   local version=$1 file=$cache/vhost-blk/vhost-$1.ko.xz each at
   if [ -e "$file" ]; then echo "$file"; return; fi

@@ -1,8 +1,9 @@
 # Boots the virtual machine, runs a job in it and says how it ended.
 # Sourced by tests/vm/run.
 #
-# Promises: QEMU and virtiofsd end with the run; a time limit ends everything; a boot that dies before the job begins is tried twice more,
-# and so is a job in which the emulator made a mistake; a complaint of the guest's kernel fails a run whose job succeeded.
+# Promises: QEMU and virtiofsd end with the run; a time limit ends everything; a boot that dies
+# before the job begins is tried twice more, and so is a job in which the emulator made a mistake; a
+# complaint of the guest's kernel fails a run whose job succeeded.
 # shellcheck shell=bash disable=SC2154,SC2054 # variables of tests/vm/run and fetch.sh; words of QEMU have commas
 
 # Two nodes of two CPUs: sockets, because Linux objects to nodes within one socket.
@@ -12,23 +13,27 @@ node_mib=1536
 boot_limit_s=120
 # The debug kernel is several times as slow, and notes all of its memory down.
 if [ "$kernel_wanted" = debug ]; then node_mib=2560 boot_limit_s=600; fi
-# What of the kernel's log means that something went wrong. A soft lockup or RCU stall needs minutes here (see the command line): what
-# looks like one is not just a busy host.
+# What of the kernel's log means that something went wrong. A soft lockup or RCU stall needs minutes
+# here (see the command line): what looks like one is not just a busy host.
 complaints='WARNING:|BUG:|Oops|Kernel panic|INFO: task .* blocked for more than|INFO: rcu|general protection fault|unable to handle|refcount_t:|UBSAN:|ODEBUG:|possible recursive locking|possible circular locking|inconsistent lock state'
 
-# What is a mistake of the emulator. Linux changes its own code while other CPUs run it (static keys, modules that are loaded), with a
-# breakpoint in its place meanwhile; QEMU's emulation of several CPUs runs into one, now and then, that is gone.
+# What is a mistake of the emulator. Linux changes its own code while other CPUs run it (static
+# keys, modules that are loaded), with a breakpoint in its place meanwhile; QEMU's emulation of
+# several CPUs runs into one, now and then, that is gone.
 slips='Oops: int3'
 
-# slipped CONSOLE: there is such a mistake, and none with our module in its trace: a jump astray between two functions also meets a breakpoint.
+# slipped CONSOLE: there is such a mistake, and none with our module in its trace: a jump astray
+# between two functions also meets a breakpoint.
 slipped() { grep -aqE "$slips" "$1" && ! grep -aE -A 80 "$slips" "$1" | grep -aq '\[vhost'; }
 
 qemu_pid='' virtiofsd_pid='' reader_pid=''
 
-# accelerator: emulation unless told otherwise. It shows the same on every host; and there are hosts whose /dev/kvm does not boot Linux.
+# accelerator: emulation unless told otherwise. It shows the same on every host; and there are hosts
+# whose /dev/kvm does not boot Linux.
 accelerator() { echo "${RINGDISK_VM_ACCEL:-tcg,thread=multi,tb-size=512}"; }
 
-# processor: of Linux 6.12 the allocator uses cmpxchg16b in a way that QEMU 7.2 emulates wrongly (a double fault in the first programs).
+# processor: of Linux 6.12 the allocator uses cmpxchg16b in a way that QEMU 7.2 emulates wrongly (a
+# double fault in the first programs).
 processor() {
   case $kernel_wanted in 6.*) echo max,arch-capabilities=off,-cx16 ;; *) echo max,arch-capabilities=off ;; esac
 }
@@ -51,7 +56,8 @@ stop_processes() {
     kill -9 "$each" 2>/dev/null
     wait "$each" 2>/dev/null
   done
-  # The reader has all of the output once QEMU is gone; where QEMU never opened the pipe it has to be ended.
+  # The reader has all of the output once QEMU is gone; where QEMU never opened the pipe it has to
+  # be ended.
   if [ -n "$reader_pid" ]; then
     for _ in {1..20}; do kill -0 "$reader_pid" 2>/dev/null || break; sleep 0.05; done
     kill "$reader_pid" 2>/dev/null
@@ -82,12 +88,13 @@ start_virtiofsd() {
 # start_qemu RUN: the machine. What its output port gets is copied to our standard output.
 start_qemu() {
   local run=$1 console=(-device "virtserialport,chardev=out,name=out") append
-  # tsc=reliable: emulated CPUs share the host's clock, and Linux would fall back to a slow timer. no_timer_check: Linux counts the timer's
-  # interrupts over a few ms and panics ("IO-APIC + timer doesn't work!") where a busy host has no time for the machine just then.
+  # tsc=reliable: emulated CPUs share the host's clock, and Linux would fall back to a slow timer.
+  # no_timer_check: Linux counts the timer's interrupts over a few ms and panics ("IO-APIC + timer
+  # doesn't work!") where a busy host has no time for the machine just then.
   append="console=ttyS0 loglevel=5 panic=-1 tsc=reliable no_timer_check mitigations=off random.trust_cpu=on hung_task_timeout_secs=100"
   append+=" watchdog_thresh=60 rcupdate.rcu_cpu_stall_timeout=120 rdinit=/init"
-  # Arrays of free objects for each CPU keep addresses of what was taken from them: kmemleak saw no leak of a small object. Caches whose
-  # objects are checked have no such arrays.
+  # Arrays of free objects for each CPU keep addresses of what was taken from them: kmemleak saw no
+  # leak of a small object. Caches whose objects are checked have no such arrays.
   if [ "$kernel_wanted" = debug ]; then append+=" slab_debug=F,kmalloc-*"; fi
   append+=" ringdisk.run=$run ringdisk.modules=$kernel_dir/modules ringdisk.writable=${writable:-}"
   local words=(
@@ -104,7 +111,8 @@ start_qemu() {
     -device virtio-serial-pci -device virtserialport,chardev=status,name=status "${console[@]}" )
   # shellcheck disable=SC2206 # words, split at blanks
   words+=(${RINGDISK_VM_QEMU:-})
-  # A named pipe, since our standard output may be something that cannot be opened by a path (a socket).
+  # A named pipe, since our standard output may be something that cannot be opened by a path (a
+  # socket).
   rm -f "$run/out" && mkfifo "$run/out" || return
   cat "$run/out" &
   reader_pid=$!
@@ -112,7 +120,8 @@ start_qemu() {
   qemu_pid=$!
 }
 
-# boot RUN LIMIT_S: one boot. 0: the job ended (its exit status is in $job_code); 1: it began and did not end; 2: it never began.
+# boot RUN LIMIT_S: one boot. 0: the job ended (its exit status is in $job_code); 1: it began and
+# did not end; 2: it never began.
 boot() {
   local run=$1 limit_s=$2 begin=$SECONDS
   job_code=
@@ -140,7 +149,8 @@ boot() {
   return 2
 }
 
-# machine RUN LIMIT_S: runs $run/job. The exit status is the job's; 125 when the machine failed, 126 when its kernel complained.
+# machine RUN LIMIT_S: runs $run/job. The exit status is the job's; 125 when the machine failed, 126
+# when its kernel complained.
 machine() {
   local run=$1 limit_s=$2 attempt code
   cp "$here/guest/start" "$run/start"

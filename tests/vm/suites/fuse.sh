@@ -1,9 +1,10 @@
-# Suite "fuse": the project's own end-to-end tests of served files, built here, run there; on /dev/fuse and over io_uring.
-# Sourced by tests/vm/run.
+# Suite "fuse": the project's own end-to-end tests of served files, built here, run there; on
+# /dev/fuse and over io_uring. Sourced by tests/vm/run.
 # shellcheck shell=bash disable=SC2154 # variables of tests/vm/run
 
-# The tests, each with the transports it runs on. What takes the transport from RINGDISK_TEST_TRANSPORT runs once for each; the tests
-# of the fuse crate, and those of io_uring, name theirs themselves. "full" ones run with RINGDISK_FULL=1 or when a filter asks.
+# The tests, each with the transports it runs on. What takes the transport from
+# RINGDISK_TEST_TRANSPORT runs once for each; the tests of the fuse crate, and those of io_uring,
+# name theirs themselves. "full" ones run with RINGDISK_FULL=1 or when a filter asks.
 fuse_tests() {
   cat <<'LIST'
 kernel_orders  own
@@ -87,7 +88,8 @@ e2e_windows a_partition_is_served_to_virtual_machines_too     # the same
 LIST
 }
 
-# Builds the tests: prints name, directory of the package and program of each. Other packages have programs of the same names.
+# Builds the tests: prints name, directory of the package and program of each. Other packages have
+# programs of the same names.
 fuse_programs() {
   # The whole workspace, as `./test` builds it: other sets of packages would be other builds.
   cargo test --no-run --manifest-path "$project/Cargo.toml" --workspace --message-format=json >"$run/cargo" || return
@@ -110,7 +112,8 @@ suite_job() {
     words=("$@")
     while read -r each; do words+=(--skip "$each"); done < <(fuse_skipped | awk -v name="$name" '$1 == name {print $2}')
     for transport in ${transports//,/ }; do
-      # A thousand mounts on each transport take longer than all of the rest: they are for who asks for them (tests/full-runs leaks-7.3).
+      # A thousand mounts on each transport take longer than all of the rest: they are for who asks
+      # for them (tests/full-runs leaks-7.3).
       if [ "$name" = e2e_leaks ] && [ $# -eq 0 ]; then printf 'RINGDISK_FULL= '; fi
       printf 'tests %q %q %q %q' "$name" "$transport" "$directory" "$program"
       [ ${#words[@]} -eq 0 ] || printf ' %q' "${words[@]}"

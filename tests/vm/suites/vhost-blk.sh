@@ -1,13 +1,15 @@
-# Suite "vhost-blk": the kernel module, built for the machine's kernel, and a driver of ours on it (tests/vm/vhost_blk); "module" is the
-# daemon's side of it (crates/vblk/tests/module.rs), "e2e_accel…" `ringdisk serve --accel` (crates/ringdisk/tests).
-# Sourced by tests/vm/run.
+# Suite "vhost-blk": the kernel module, built for the machine's kernel, and a driver of ours on it
+# (tests/vm/vhost_blk); "module" is the daemon's side of it (crates/vblk/tests/module.rs),
+# "e2e_accel…" `ringdisk serve --accel` (crates/ringdisk/tests). Sourced by tests/vm/run.
 # shellcheck shell=bash disable=SC2154 # variables of tests/vm/run
 
-# The tests, each with its disk, engine and arguments. Disks are made in the machine (vhost-blk.job): memory is brd, the others but tmpfs
-# and ext4 (files), frozen and reserved (files on ext4 in a loop device) and scsi (scsi_debug, with bad sectors) are null_blk, ending in interrupts after
-# 20 us, 1 ms (gone), 30 ms or 1 s, or with bad blocks, or for the host to swap to. RINGDISK_FULL kills a hundred times, hands over a thousand times,
-# and fuzzes for ten minutes in place of 10 s (RINGDISK_FUZZ_S=N: for N seconds; RINGDISK_SEED=N: as a run that printed this seed).
-# Other kernels than 7.3 (RINGDISK_VM_KERNEL) run the same tests.
+# The tests, each with its disk, engine and arguments. Disks are made in the machine
+# (vhost-blk.job): memory is brd, the others but tmpfs and ext4 (files), frozen and reserved (files
+# on ext4 in a loop device) and scsi (scsi_debug, with bad sectors) are null_blk, ending in
+# interrupts after 20 us, 1 ms (gone), 30 ms or 1 s, or with bad blocks, or for the host to swap to.
+# RINGDISK_FULL kills a hundred times, hands over a thousand times, and fuzzes for ten minutes in
+# place of 10 s (RINGDISK_FUZZ_S=N: for N seconds; RINGDISK_SEED=N: as a run that printed this
+# seed). Other kernels than 7.3 (RINGDISK_VM_KERNEL) run the same tests.
 vhost_blk_tests() {
   cat <<'LIST'
 control      memory  kiocb
@@ -96,8 +98,8 @@ removal      scsi    bio
 LIST
 }
 
-# Builds the workspace's tests that need the module; prints the name, directory and program of each: those of the daemon's side of it, and
-# of `ringdisk serve --accel`.
+# Builds the workspace's tests that need the module; prints the name, directory and program of each:
+# those of the daemon's side of it, and of `ringdisk serve --accel`.
 vhost_blk_programs() {
   # The whole workspace, as `./test` builds it: other sets of packages would be other builds.
   cargo test --no-run --manifest-path "$project/Cargo.toml" --workspace --message-format=json >"$run/cargo" || return
@@ -105,8 +107,8 @@ vhost_blk_programs() {
     "$run/cargo"
 }
 
-# vhost_blk_modules MODULE: makes modules that do not fit, each by one change of a copy of the sources; prints their directory, with a copy of
-# MODULE. The daemon has to refuse them.
+# vhost_blk_modules MODULE: makes modules that do not fit, each by one change of a copy of the
+# sources; prints their directory, with a copy of MODULE. The daemon has to refuse them.
 vhost_blk_modules() {
   local name copy=$run/copy out=$run/modules version
   version=$(cat "$kernel_dir/version")

@@ -1,8 +1,9 @@
-# Suite "vhost-user": virtual machines whose disks `ringdisk serve` serves, with QEMU on this machine (tests/vm/vhost_user).
-# Sourced by tests/vm/run.
+# Suite "vhost-user": virtual machines whose disks `ringdisk serve` serves, with QEMU on this
+# machine (tests/vm/vhost_user). Sourced by tests/vm/run.
 # shellcheck shell=bash disable=SC2154 # variables of tests/vm/run, fetch.sh
 
-# The QEMU of bench/peer where that is installed, with its firmware; else this machine's. Sets qemu_words.
+# The QEMU of bench/peer where that is installed, with its firmware; else this machine's. Sets
+# qemu_words.
 vhost_user_qemu() {
   local tree
   tree=$("$project/bench/peer" path)
@@ -14,7 +15,8 @@ vhost_user_qemu() {
   fi
 }
 
-# suite_here FILTER…: runs on this machine, in a shell of its own; the exit status is that of the tests.
+# suite_here FILTER…: runs on this machine, in a shell of its own; the exit status is that of the
+# tests.
 suite_here() {
   local words=() each
   for each in python3 qemu-img qemu-io fio mkfs.ext4 as ld; do
@@ -28,6 +30,7 @@ suite_here() {
   vhost_user_qemu
   if [ $# -gt 0 ]; then words=(-- "$@"); fi
   mkdir "$run/files"
-  # In place of this shell, so that a signal for it is one for the tests, which end what they have started.
+  # In place of this shell, so that a signal for it is one for the tests, which end what they have
+  # started.
   exec timeout -k 30 "$limit_s" python3 -B "$here/vhost_user" "$each" "$kernel_dir" "$busybox" "$run/files" "${qemu_words[@]}" "${words[@]}"
 }

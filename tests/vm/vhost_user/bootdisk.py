@@ -8,11 +8,13 @@ from processes import output
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SECTOR = 512
-# The root file system, and where it begins on the disk that boots; before it are setup code, command line, kernel and initramfs.
+# The root file system, and where it begins on the disk that boots; before it are setup code,
+# command line, kernel and initramfs.
 ROOT_MIB = 256
 ROOT_AT_MIB = 64
 FIRST_SECTOR = 2048
-# Addresses of the boot protocol (Documentation/arch/x86/boot.rst), and room for the kernel to unpack itself below the initramfs.
+# Addresses of the boot protocol (Documentation/arch/x86/boot.rst), and room for the kernel to
+# unpack itself below the initramfs.
 SETUP_AT, WORDS_AT, KERNEL_AT, INITRAMFS_AT = 0x90000, 0x9E000, 0x100000, 0x8000000
 # Offset in boot.S of the list of what to read.
 SEGMENTS = 380

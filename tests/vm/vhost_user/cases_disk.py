@@ -107,7 +107,8 @@ class Disk(Group):
         require(self.guest(f"ls -d {self.sys}/mq/* | wc -l") == "4", "not four queues")
         require(int(there("queue/discard_max_bytes")) > 0, "no discard")
         require(int(there("queue/write_zeroes_max_bytes")) > 0, "no write zeroes")
-        # As the driver negotiated them: SEG_MAX, FLUSH, CONFIG_WCE, MQ, DISCARD, WRITE_ZEROES, INDIRECT, EVENT_IDX, VERSION_1.
+        # As the driver negotiated them: SEG_MAX, FLUSH, CONFIG_WCE, MQ, DISCARD, WRITE_ZEROES,
+        # INDIRECT, EVENT_IDX, VERSION_1.
         bits = there("device/features")
         missing = [bit for bit in (2, 9, 11, 12, 13, 14, 28, 29, 32) if bits[bit] != "1"]
         require(not missing, f"virtio features {missing} were not negotiated: {bits}")
@@ -274,7 +275,8 @@ class Disk(Group):
         below = digest(base), digest(middle)
         daemon = self.other("chain", top)
         dev = self.plugged(daemon, ",num-queues=1")
-        # Patterns at 0, 4, 6, 10 and 16 MiB, as the layers lie above each other; then a write that covers half a cluster of each.
+        # Patterns at 0, 4, 6, 10 and 16 MiB, as the layers lie above each other; then a write that
+        # covers half a cluster of each.
         found = self.guest(f"for i in 0 4 6 9 10 15 16; do dd if=/dev/{dev} bs=4k count=1 skip=$((i * 256)) iflag=direct 2>/dev/null | od -An -tu1 -v"
                            " | tr -s ' ' '\\n' | sort -u | grep .; done").split()
         require(found == ["1", "2", "3", "3", "1", "1", "0"], f"the guest reads {found}")

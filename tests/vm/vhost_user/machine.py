@@ -15,7 +15,8 @@ from processes import Failure, require
 # More than any boot takes, also on a busy machine (about 10 s are usual).
 BOOT_S = 150
 COMMAND_S = 120
-# What of the kernel's log means that something went wrong. A soft lockup or a stall of RCU needs minutes here (see KERNEL_WORDS).
+# What of the kernel's log means that something went wrong. A soft lockup or a stall of RCU needs
+# minutes here (see KERNEL_WORDS).
 COMPLAINTS = re.compile(
     r"WARNING:|BUG:|Oops|Kernel panic|INFO: task .* blocked for more than|INFO: rcu|general protection fault"
     r"|unable to handle|refcount_t:|possible recursive locking|EXT4-fs error|I/O error|critical .* error"

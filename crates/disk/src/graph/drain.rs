@@ -1,12 +1,13 @@
 //! A change of the graph: nobody else is inside.
 //!
-//! Promises: the gate closes, requests in flight are waited for without blocking the thread, and then
-//! the change is alone. When it is dropped the gate opens, with the graph that was put in place last. A
-//! change that was dropped while images were half way between two states ([`Drained::begin`]) leaves
-//! a graph that fails every request: serving bytes of an image in an unknown state would be worse.
+//! Promises: the gate closes, requests in flight are waited for without blocking the thread, and
+//! then the change is alone. When it is dropped the gate opens, with the graph that was put in
+//! place last. A change that was dropped while images were half way between two states
+//! ([`Drained::begin`]) leaves a graph that fails every request: serving bytes of an image in an
+//! unknown state would be worse.
 //!
-//! The guards of the copies are held across awaits on purpose: a request only ever tries to take its copy
-//! and suspends when it cannot, so nobody blocks on them.
+//! The guards of the copies are held across awaits on purpose: a request only ever tries to take
+//! its copy and suspends when it cannot, so nobody blocks on them.
 
 use std::future::poll_fn;
 use std::sync::Arc;

@@ -1,9 +1,9 @@
 //! The nodes that an export serves at this moment, and the gate through which requests and changes
 //! reach them.
 //!
-//! Promises: a request holds its [`Pass`] from its first look at the graph until its last operation on
-//! storage has ended; a change ([`Drained`]) has the graph for itself meanwhile, and what it puts in place
-//! is what every later request sees. A graph is never changed in place.
+//! Promises: a request holds its [`Pass`] from its first look at the graph until its last operation
+//! on storage has ended; a change ([`Drained`]) has the graph for itself meanwhile, and what it
+//! puts in place is what every later request sees. A graph is never changed in place.
 
 mod drain;
 #[cfg(test)]
@@ -57,7 +57,8 @@ pub(crate) struct Graph {
 pub(crate) enum State {
     #[default]
     Active,
-    /// The images are somebody else's: nothing that was read of them counts, and nobody is kept out.
+    /// The images are somebody else's: nothing that was read of them counts, and nobody is kept
+    /// out.
     Inactive,
     /// All is on stable storage and nothing that was read counts, but the locks are held.
     Quiet,
@@ -134,12 +135,14 @@ impl Graph {
         Chain(self.layers.get(depth + 1..).unwrap_or_default())
     }
 
-    /// Size of the disk that the layers make up, bytes. Clients may see less: [`Graph::visible_size`].
+    /// Size of the disk that the layers make up, bytes. Clients may see less:
+    /// [`Graph::visible_size`].
     pub(crate) fn size(&self) -> u64 {
         self.top().size()
     }
 
-    /// Refuses requests that cannot be served. Errors: EIO where a change left the graph broken; EBUSY while the images are not ours.
+    /// Refuses requests that cannot be served. Errors: EIO where a change left the graph broken;
+    /// EBUSY while the images are not ours.
     #[inline]
     pub(crate) fn check(&self) -> Result<(), Errno> {
         match self.state {
@@ -160,8 +163,8 @@ impl Graph {
         })
     }
 
-    /// To be held while layers above `base` are read and copied to it: those of the layers that are read
-    /// alone, so that a write to the base can reuse what was freed there.
+    /// To be held while layers above `base` are read and copied to it: those of the layers that are
+    /// read alone, so that a write to the base can reuse what was freed there.
     pub(crate) fn graces_above(&self, base: usize) -> Graces<'_> {
         let mut graces = self.graces();
         for (grace, index) in graces.iter_mut().zip(self.writable) {
@@ -224,8 +227,8 @@ impl Gateway {
         self.change_watch.set(callback);
     }
 
-    /// The graph in place. Control path: takes a lock for a moment, and the images may be closed by a
-    /// change meanwhile, so it is for names and numbers only.
+    /// The graph in place. Control path: takes a lock for a moment, and the images may be closed by
+    /// a change meanwhile, so it is for names and numbers only.
     pub(crate) fn current(&self) -> Arc<Graph> {
         Arc::clone(&sync::lock(&self.current))
     }

@@ -2,20 +2,20 @@
 //! threads.
 //!
 //! Promises:
-//! 1. **A request costs one `try_read`** of the copy of its own threads (about 10 ns with the leave),
-//!    on a cache line that other groups do not touch; no allocation. The guard is both the count of
-//!    requests in flight and the access to the value, so the value's own reference count is never
-//!    touched.
-//! 2. **Nothing here blocks a thread.** A request that arrives during a change suspends on a waker, and
-//!    so does the change while requests are in flight. The mutex is held for a few instructions, and only
-//!    while a change is under way.
+//! 1. **A request costs one `try_read`** of the copy of its own threads (about 10 ns with the
+//!    leave), on a cache line that other groups do not touch; no allocation. The guard is both the
+//!    count of requests in flight and the access to the value, so the value's own reference count
+//!    is never touched.
+//! 2. **Nothing here blocks a thread.** A request that arrives during a change suspends on a waker,
+//!    and so does the change while requests are in flight. The mutex is held for a few
+//!    instructions, and only while a change is under way.
 //! 3. A change that is dropped at any point opens the gate again.
 //!
-//! Why no wake-up is lost: a change says that it is closing, then looks at the copies; a request leaves its
-//! copy, then looks whether a change is closing; a request that finds the gate closed looks once more under
-//! the mutex before it suspends, and the gate opens under the same mutex. On machines where the unlock of a
-//! copy and the look after it may be seen in the other order, the change could miss the last leave:
-//! it also looks every few milliseconds by itself (`drain.rs`).
+//! Why no wake-up is lost: a change says that it is closing, then looks at the copies; a request
+//! leaves its copy, then looks whether a change is closing; a request that finds the gate closed
+//! looks once more under the mutex before it suspends, and the gate opens under the same mutex. On
+//! machines where the unlock of a copy and the look after it may be seen in the other order, the
+//! change could miss the last leave: it also looks every few milliseconds by itself (`drain.rs`).
 
 use std::future::poll_fn;
 use std::ops::Deref;
@@ -96,8 +96,8 @@ impl<T> Shards<T> {
         self.alone.load(Ordering::SeqCst)
     }
 
-    /// Lets a request in; waits while a change is under way. A request enters once: a second time while it
-    /// holds a pass could wait for a change that waits for it.
+    /// Lets a request in; waits while a change is under way. A request enters once: a second time
+    /// while it holds a pass could wait for a change that waits for it.
     pub(crate) async fn enter(&self, shard: usize) -> Pass<'_, T> {
         loop {
             if let Some(pass) = self.try_enter(shard) {

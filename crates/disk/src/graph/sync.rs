@@ -1,5 +1,5 @@
-//! The primitives that threads share, in one place: the model test (`model/`) builds the same source
-//! file on simulated ones.
+//! The primitives that threads share, in one place: the model test (`model/`) builds the same
+//! source file on simulated ones.
 
 pub(crate) use std::sync::atomic::{AtomicBool, Ordering};
 pub(crate) use std::sync::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};

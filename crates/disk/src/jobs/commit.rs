@@ -1,8 +1,8 @@
 //! Commit of an image that nobody serves.
 //!
 //! Promises: what the image holds is in its base, on stable storage, before the image itself is
-//! touched; a commit that ends early, or crashes, leaves a chain that reads the same. This is the commit of a
-//! disk in use (`live/commit.rs`) without clients.
+//! touched; a commit that ends early, or crashes, leaves a chain that reads the same. This is the
+//! commit of a disk in use (`live/commit.rs`) without clients.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -17,21 +17,23 @@ use crate::{CommitOptions, Disk, Error, ErrorKind, Format, Progress};
 pub struct Commit {
     /// The image of the chain that takes it all (`-b`); `None`: the one right below.
     pub base: Option<PathBuf>,
-    /// What the user says of the format of that image; [`ImageOptions::trust_base_format`](crate::ImageOptions::trust_base_format) is
-    /// for the caller to set.
+    /// What the user says of the format of that image;
+    /// [`ImageOptions::trust_base_format`](crate::ImageOptions::trust_base_format) is for the
+    /// caller to set.
     pub base_format: Option<Format>,
-    /// The image and those between are not emptied afterwards (`-d`). Those between must not be used alone any more, and none of
-    /// them once the base was written to.
+    /// The image and those between are not emptied afterwards (`-d`). Those between must not be
+    /// used alone any more, and none of them once the base was written to.
     pub keep: bool,
 }
 
-/// Writes what an image and those between hold into its base, and empties them: all show the base then. The base gets the size of
-/// the image.
+/// Writes what an image and those between hold into its base, and empties them: all show the base
+/// then. The base gets the size of the image.
 ///
 /// * `disk`: open for writing; closed when the job returns.
 ///
-/// Errors: `Invalid` when there is no such base, or it has another format; `Cancelled`; `Locked`, `PermissionDenied` when the
-/// base or an image between cannot be written; `Unsupported` as [`Disk::commit`]; those of the storage.
+/// Errors: `Invalid` when there is no such base, or it has another format; `Cancelled`; `Locked`,
+/// `PermissionDenied` when the base or an image between cannot be written; `Unsupported` as
+/// [`Disk::commit`]; those of the storage.
 pub async fn commit(
     ring: &Ring,
     disk: &Disk,

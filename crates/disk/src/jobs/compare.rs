@@ -1,7 +1,8 @@
 //! `compare`: do two disks hold the same bytes?
 //!
-//! Promises: what both know to be zero is not read; what only one has is read from that one only; several
-//! pieces are read at once, and yet the answer is about the first byte that matters. Nothing is written.
+//! Promises: what both know to be zero is not read; what only one has is read from that one only;
+//! several pieces are read at once, and yet the answer is about the first byte that matters.
+//! Nothing is written.
 //!
 //! Runs on the thread that owns the ring. Source of the behaviour: qemu-img(1), "compare".
 
@@ -117,7 +118,8 @@ struct Job<'a> {
 ///
 /// * `progress`: total is the size of the larger one.
 ///
-/// Errors: those of the disks, with name and offset, unless a difference lies before them; `Cancelled`.
+/// Errors: those of the disks, with name and offset, unless a difference lies before them;
+/// `Cancelled`.
 pub async fn compare(
     ring: &Ring,
     left: &Disk,
@@ -308,8 +310,8 @@ fn marks(status: &BlockStatus) -> (bool, bool, bool, bool, bool) {
     (status.data, status.zero, status.present, status.offset.is_some(), status.compressed)
 }
 
-/// First byte of the first sector in which two buffers (or one and zeroes) differ. Sectors are counted
-/// from the start of the buffers.
+/// First byte of the first sector in which two buffers (or one and zeroes) differ. Sectors are
+/// counted from the start of the buffers.
 fn first_difference(left: &IoBuf, right: Option<&IoBuf>) -> Option<usize> {
     let sector = usize::try_from(SECTOR_BYTES).unwrap_or(1);
     let (mut ours, mut theirs) = ([0; BLOCK], [0; BLOCK]);

@@ -1,10 +1,11 @@
 //! Another backing file for an image that nobody serves.
 //!
-//! Promises: in safe mode the disk reads the same before, in between and afterwards: wherever the image has
-//! nothing and the two chains differ, what the old one shows is copied into the image, which is on stable
-//! storage before the header names the new backing file; where an internal snapshot would show other bytes it is
-//! refused, since nothing can be copied into a snapshot. In unsafe mode the header is all that changes. A
-//! job that ends early, or crashes, leaves an image that reads the same (larger, perhaps).
+//! Promises: in safe mode the disk reads the same before, in between and afterwards: wherever the
+//! image has nothing and the two chains differ, what the old one shows is copied into the image,
+//! which is on stable storage before the header names the new backing file; where an internal
+//! snapshot would show other bytes it is refused, since nothing can be copied into a snapshot. In
+//! unsafe mode the header is all that changes. A job that ends early, or crashes, leaves an image
+//! that reads the same (larger, perhaps).
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -27,8 +28,8 @@ const UNIT_MIN: u64 = 64 << 10;
 pub struct Rebase {
     /// The new backing file; `None`: none, and the image holds everything itself.
     pub backing: Option<Backing>,
-    /// Only the header changes (`-u`): the old backing file may be gone, and the caller knows that the
-    /// new one has the same content.
+    /// Only the header changes (`-u`): the old backing file may be gone, and the caller knows that
+    /// the new one has the same content.
     pub header_only: bool,
 }
 
@@ -37,9 +38,8 @@ pub struct Rebase {
 /// * `image`: the image; opened here, since with `header_only` its old chain need not be there.
 /// * `options`: how to open it; the directory of the new backing file is allowed besides.
 ///
-/// Errors: those of opening the image and both chains; `Unsupported` for other formats than qcow2; `Invalid`
-/// where an internal snapshot would show other bytes;
-/// `Cancelled`; those of the storage.
+/// Errors: those of opening the image and both chains; `Unsupported` for other formats than qcow2;
+/// `Invalid` where an internal snapshot would show other bytes; `Cancelled`; those of the storage.
 pub async fn rebase(
     ring: &Ring,
     image: PathBuf,
@@ -144,8 +144,8 @@ async fn copy_what_differs(
     .await
 }
 
-/// Where in the old chain the new one begins, with all of its layers. (A name can say more than a file: to leave out what is below,
-/// for example.)
+/// Where in the old chain the new one begins, with all of its layers. (A name can say more than a
+/// file: to leave out what is below, for example.)
 fn shared(old: Chain<'_>, new: &[Arc<Layer>]) -> Option<usize> {
     let index = old.0.len().checked_sub(new.len()).filter(|_| !new.is_empty())?;
     let is_shared = old.0.iter().skip(index).zip(new).all(|(old, new)| is_same(old, new));

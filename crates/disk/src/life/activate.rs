@@ -43,14 +43,16 @@ impl Drop for Wanted {
 }
 
 impl Disk {
-    /// Makes the disk usable: waits for the locks of all its images ([`Disk::is_wanted`] of who has them says so), then reads
-    /// everything that is known about them once more. Who watches the size is told. Any number of times: at the end of a migration, when one failed after [`Disk::deactivate`], when the
-    /// disk came back. Does nothing on an active disk.
+    /// Makes the disk usable: waits for the locks of all its images ([`Disk::is_wanted`] of who has
+    /// them says so), then reads everything that is known about them once more. Who watches the
+    /// size is told. Any number of times: at the end of a migration, when one failed after
+    /// [`Disk::deactivate`], when the disk came back. Does nothing on an active disk.
     ///
     /// * `wait`: how long at most.
     ///
-    /// Errors: `Locked` when others still have an image, with their names; `Invalid` when the chain is not what it was; `Busy` after
-    /// [`Disk::hand_over`]; those of opening an image. The disk is as it was then, so this can be tried again.
+    /// Errors: `Locked` when others still have an image, with their names; `Invalid` when the chain
+    /// is not what it was; `Busy` after [`Disk::hand_over`]; those of opening an image. The disk is
+    /// as it was then, so this can be tried again.
     pub async fn activate(&self, ring: &Ring, wait: Duration) -> Result<(), Error> {
         let patience = Patience::new(wait);
         let _end = patience.end_early();
@@ -60,7 +62,8 @@ impl Disk {
         self.detached(ring, change).await
     }
 
-    /// Goes on with a disk after [`Disk::hand_over`], when the new process did not get on and has ended. Does nothing on an active disk.
+    /// Goes on with a disk after [`Disk::hand_over`], when the new process did not get on and has
+    /// ended. Does nothing on an active disk.
     ///
     /// Errors: as [`Disk::activate`].
     pub async fn resume(&self, ring: &Ring) -> Result<(), Error> {
@@ -87,7 +90,8 @@ impl Disk {
                 return Ok(());
             }
             State::Quiet if from != State::Quiet => return Err(handed_over()),
-            // The locks were kept, and what the other process did on this host is in the page cache.
+            // The locks were kept, and what the other process did on this host is in the page
+            // cache.
             State::Quiet => {}
             State::Inactive => {
                 let lock = lock_of(self.options());

@@ -1,7 +1,7 @@
 //! A disk in words, beside its descriptors: what a new process must know to go on with it.
 //!
-//! Promises: what was written is read back as it was, whatever bytes are in the names; a text that is damaged is refused, never
-//! believed in part.
+//! Promises: what was written is read back as it was, whatever bytes are in the names; a text that
+//! is damaged is refused, never believed in part.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -40,11 +40,12 @@ pub(crate) struct AboutLayer {
     pub(crate) directory: Option<PathBuf>,
     pub(crate) data_name: Option<PathBuf>,
     pub(crate) full_backing_name: Option<String>,
-    /// As [`crate::layer::Layer::without_backing`]; a process that knows nothing of it says nothing.
+    /// As [`crate::layer::Layer::without_backing`]; a process that knows nothing of it says
+    /// nothing.
     pub(crate) without_backing: bool,
     pub(crate) writable: bool,
-    /// The image file first, then the data file. Each: what [`ringdisk_storage::Storage::identity`] says, and whether it is open for
-    /// reading only.
+    /// The image file first, then the data file. Each: what [`ringdisk_storage::Storage::identity`]
+    /// says, and whether it is open for reading only.
     pub(crate) files: Vec<((u64, u64), bool)>,
 }
 

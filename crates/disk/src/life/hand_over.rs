@@ -1,7 +1,8 @@
 //! A disk that goes to a new process of the same host, with its descriptors and their locks.
 //!
-//! The locks sit on the open file descriptions, which both processes have then, so they are free at no moment. Only one of the two may
-//! ever unlock: the old one until it hands over, the new one from [`Disk::take_charge`] on.
+//! The locks sit on the open file descriptions, which both processes have then, so they are free at
+//! no moment. Only one of the two may ever unlock: the old one until it hands over, the new one
+//! from [`Disk::take_charge`] on.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -15,8 +16,8 @@ use crate::live::broken;
 use crate::name::printable_path;
 use crate::{Disk, Error, ErrorKind};
 
-/// A disk on its way to another process: to be sent as it is, descriptors by `SCM_RIGHTS` and in this order (at most 253 fit in one
-/// message).
+/// A disk on its way to another process: to be sent as it is, descriptors by `SCM_RIGHTS` and in
+/// this order (at most 253 fit in one message).
 #[derive(Debug)]
 pub struct HandOver {
     /// Everything but the descriptors, as JSON in a form of its own.
@@ -26,11 +27,14 @@ pub struct HandOver {
 }
 
 impl Disk {
-    /// Prepares the disk for [`Disk::open_handed`] in another process: waits for the requests in flight and puts everything on stable
-    /// storage, so that no write of this process can come later. The locks are kept. From now on requests fail with EBUSY, and the end
-    /// of this disk does not unlock; [`Disk::resume`] takes both back. A disk that is not active is handed over as it is.
+    /// Prepares the disk for [`Disk::open_handed`] in another process: waits for the requests in
+    /// flight and puts everything on stable storage, so that no write of this process can come
+    /// later. The locks are kept. From now on requests fail with EBUSY, and the end of this disk
+    /// does not unlock; [`Disk::resume`] takes both back. A disk that is not active is handed over
+    /// as it is.
     ///
-    /// Errors: as [`Disk::deactivate`] (but a temporary overlay can be handed over), and those of dup(2): the disk is as it was then.
+    /// Errors: as [`Disk::deactivate`] (but a temporary overlay can be handed over), and those of
+    /// dup(2): the disk is as it was then.
     pub async fn hand_over(&self, ring: &Ring) -> Result<HandOver, Error> {
         let change = |disk: Arc<Disk>, ring: Ring| async move { disk.hand_over_now(&ring).await };
         self.detached(ring, change).await
@@ -57,8 +61,8 @@ impl Disk {
         Ok(handed)
     }
 
-    /// After [`Disk::open_handed`], when the old process is told to end (and will never resume): from now on the end of this disk
-    /// unlocks its images.
+    /// After [`Disk::open_handed`], when the old process is told to end (and will never resume):
+    /// from now on the end of this disk unlocks its images.
     pub fn take_charge(&self) {
         for storage in self.graph().storages() {
             storage.share_locks(false);

@@ -1,14 +1,18 @@
 //! A disk that moves: to another host (migration) or to another process (upgrade).
 //!
 //! Promises:
-//! - A disk that is not active touches no image: requests fail with EBUSY, changes with `Busy`, and no task works in the background.
-//! - [`Disk::deactivate`] and [`Disk::hand_over`] end with everything on stable storage and no request in flight. Where that cannot be
-//!   had they fail, and the disk is as active as it was, with its locks.
-//! - [`Disk::activate`] trusts nothing that was read before: every header, table and length is read again, after the locks are held.
-//! - A lock is changed on the descriptors that do the I/O; while a disk is handed over it is free at no moment.
+//! - A disk that is not active touches no image: requests fail with EBUSY, changes with `Busy`, and
+//!   no task works in the background.
+//! - [`Disk::deactivate`] and [`Disk::hand_over`] end with everything on stable storage and no
+//!   request in flight. Where that cannot be had they fail, and the disk is as active as it was,
+//!   with its locks.
+//! - [`Disk::activate`] trusts nothing that was read before: every header, table and length is read
+//!   again, after the locks are held.
+//! - A lock is changed on the descriptors that do the I/O; while a disk is handed over it is free
+//!   at no moment.
 //!
-//! Control path; each of them takes its turn with the changes of `live`, and runs to its end when its caller goes away (but for the wait
-//! for locks, which then ends).
+//! Control path; each of them takes its turn with the changes of `live`, and runs to its end when
+//! its caller goes away (but for the wait for locks, which then ends).
 
 mod activate;
 mod describe;
@@ -34,19 +38,22 @@ impl Disk {
         self.graph().state == State::Active
     }
 
-    /// Whether another process waits with [`Disk::activate`] for what is ours: a good time for [`Disk::deactivate`], if nobody uses the disk.
-    /// Seen wherever locks are, on other hosts too. One quick system call; a request to the server on a network file system.
+    /// Whether another process waits with [`Disk::activate`] for what is ours: a good time for
+    /// [`Disk::deactivate`], if nobody uses the disk. Seen wherever locks are, on other hosts too.
+    /// One quick system call; a request to the server on a network file system.
     pub fn is_wanted(&self) -> bool {
         let graph = self.graph();
         graph.state == State::Active && graph.storages().first().is_some_and(|it| it.is_wanted())
     }
 
-    /// Gives the images away, to a process that waits for them with [`Disk::activate`]: waits for the requests in flight, puts all
-    /// that was written and all that is kept in memory on stable storage, and gives up the locks of what it may write. Later requests fail with EBUSY.
-    /// Does nothing when that is so already.
+    /// Gives the images away, to a process that waits for them with [`Disk::activate`]: waits for
+    /// the requests in flight, puts all that was written and all that is kept in memory on stable
+    /// storage, and gives up the locks of what it may write. Later requests fail with EBUSY. Does
+    /// nothing when that is so already.
     ///
-    /// Errors: those of the storage, and `Busy` during a commit or while a write that was given up may still land: the disk is as it
-    /// was then, and active. `Unsupported` for a disk with a temporary overlay, and while the kernel has a descriptor of the image.
+    /// Errors: those of the storage, and `Busy` during a commit or while a write that was given up
+    /// may still land: the disk is as it was then, and active. `Unsupported` for a disk with a
+    /// temporary overlay, and while the kernel has a descriptor of the image.
     pub async fn deactivate(&self, ring: &Ring) -> Result<(), Error> {
         let change = |disk: Arc<Disk>, ring: Ring| async move {
             if disk.options().temporary {
@@ -64,8 +71,9 @@ impl Disk {
             }
             let mut drained = disk.gateway().drain(&ring, turn).await;
             quieten(&ring, &mut drained, State::Inactive).await?;
-            // Those below stay locked for reading, which is in nobody's way who has the same chain. Who would write to one of them knows nothing
-            // of what was put above it since, and is refused.
+            // Those below stay locked for reading, which is in nobody's way who has the same chain.
+            // Who would write to one of them knows nothing of what was put above it since, and is
+            // refused.
             let written = |(index, layer): &(usize, &Arc<Layer>)| *index == 0 || layer.is_writable;
             let layers = &drained.graph().layers;
             let written = layers.iter().enumerate().filter(written);
@@ -91,7 +99,8 @@ impl Disk {
     }
 }
 
-/// What may not happen to a disk between [`Disk::hand_over`] and [`Disk::resume`]: it would take the locks away from the new process.
+/// What may not happen to a disk between [`Disk::hand_over`] and [`Disk::resume`]: it would take
+/// the locks away from the new process.
 fn handed_over() -> Error {
     Error::new(ErrorKind::Busy, "the disk was handed over to another process")
 }
@@ -117,7 +126,8 @@ async fn quieten(ring: &Ring, drained: &mut Drained<'_>, state: State) -> Result
         for layer in written() {
             close_layer(ring, layer).await?;
             if is_first {
-                // With two writable layers (a commit that could not end) a failure of the second leaves nothing that can be used.
+                // With two writable layers (a commit that could not end) a failure of the second
+                // leaves nothing that can be used.
                 is_first = false;
                 drained.begin();
             }

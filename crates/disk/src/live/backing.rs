@@ -1,10 +1,10 @@
 //! Another backing file for a disk that is in use.
 //!
-//! Promises: the new chain is compared with the old one wherever the top, or an internal snapshot of it, has
-//! nothing itself, so no client sees another byte, now or after a snapshot is applied; only then the header
-//! names it. What clients change meanwhile is noted and compared again, the last of it while nobody works: a
-//! discard may uncover what was hidden when it was compared. They may change the size of the disk, too
-//! (`resize_in_commit.rs`).
+//! Promises: the new chain is compared with the old one wherever the top, or an internal snapshot
+//! of it, has nothing itself, so no client sees another byte, now or after a snapshot is applied;
+//! only then the header names it. What clients change meanwhile is noted and compared again, the
+//! last of it while nobody works: a discard may uncover what was hidden when it was compared. They
+//! may change the size of the disk, too (`resize_in_commit.rs`).
 
 use std::iter;
 use std::sync::Arc;
@@ -24,7 +24,8 @@ use crate::names_note::{self, Names};
 use crate::open::open_below;
 use crate::{Disk, Error, ErrorKind, Format, Progress, lost};
 
-/// What is left is compared while nobody works when it is no more than this, bytes: some ten milliseconds.
+/// What is left is compared while nobody works when it is no more than this, bytes: some ten
+/// milliseconds.
 const LAST_PASS_BYTES: u64 = 4 << 20;
 /// Or after so many passes.
 const PASSES_MAX: u32 = 16;
@@ -42,8 +43,8 @@ impl Disk {
     /// Makes the top image name another backing file of the same content; `None`: no backing file,
     /// where all of it is zeroes or hidden.
     ///
-    /// Errors: `Invalid` when the content differs (the message says where), `Busy`, `Cancelled`, those
-    /// of opening the chain, those of the storage. The disk is as it was.
+    /// Errors: `Invalid` when the content differs (the message says where), `Busy`, `Cancelled`,
+    /// those of opening the chain, those of the storage. The disk is as it was.
     pub async fn change_backing(
         &self,
         ring: &Ring,
@@ -94,7 +95,8 @@ impl Disk {
         let compared = comparison.run(self, progress).await;
         let of_snapshots = match (compared, graph.top_image()) {
             (Ok(()), Some(image)) => {
-                // Tables of snapshots do not change meanwhile, also where the image was opened again.
+                // Tables of snapshots do not change meanwhile, also where the image was opened
+                // again.
                 snapshots_show_the_same(ring, image, graph.below(0), Chain(&below), progress).await
             }
             _ => Ok(()),
@@ -165,7 +167,8 @@ impl Disk {
     }
 }
 
-/// The device number of the file system that the file of a loop device lies on. `None`: it is no loop device, or its file has no name here.
+/// The device number of the file system that the file of a loop device lies on. `None`: it is no
+/// loop device, or its file has no name here.
 fn behind_loop_device(device: &Storage) -> Option<u64> {
     let (number, _) = device.identity()?;
     let place = format!("/sys/dev/block/{}:{}", major(number), minor(number));
@@ -294,8 +297,8 @@ impl Comparison<'_> {
 }
 
 impl Disk {
-    /// Writes another backing file into the header of the top image; nothing is opened or compared, and the
-    /// disk goes on with the layers that it has. For jobs.
+    /// Writes another backing file into the header of the top image; nothing is opened or compared,
+    /// and the disk goes on with the layers that it has. For jobs.
     pub(crate) async fn set_backing_name(
         &self,
         ring: &Ring,
@@ -331,7 +334,8 @@ impl Disk {
 
 /// Compares two chains wherever an internal snapshot of the image above them has nothing itself.
 ///
-/// Errors: `Invalid` with the name of a snapshot that would show other bytes; `Cancelled`; those of the storage.
+/// Errors: `Invalid` with the name of a snapshot that would show other bytes; `Cancelled`; those of
+/// the storage.
 pub(crate) async fn snapshots_show_the_same(
     ring: &Ring,
     image: &ringdisk_qcow2::Qcow2,

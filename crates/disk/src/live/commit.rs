@@ -1,13 +1,15 @@
 //! Commit of a disk that is in use: layers are merged into one below them.
 //!
-//! Promises: the chain reads the same at every moment, also after a crash: what is copied down is what the
-//! layers above show already, and it is on stable storage before anything refers to it. Clients wait for
-//! the beginning and the last step only. When the top layer is merged, what clients write meanwhile is
-//! noted and copied again, in passes that get shorter; the last one runs while nobody writes.
+//! Promises: the chain reads the same at every moment, also after a crash: what is copied down is
+//! what the layers above show already, and it is on stable storage before anything refers to it.
+//! Clients wait for the beginning and the last step only. When the top layer is merged, what
+//! clients write meanwhile is noted and copied again, in passes that get shorter; the last one runs
+//! while nobody writes.
 //!
-//! After a commit of the top layer the layer that it was merged into is the new top. The merged layers are emptied before the
-//! first write to it (`pivot.rs`), so they show what it shows if somebody opens them again by their old names. Clients may change
-//! the size of the disk meanwhile (`resize_in_commit.rs`).
+//! After a commit of the top layer the layer that it was merged into is the new top. The merged
+//! layers are emptied before the first write to it (`pivot.rs`), so they show what it shows if
+//! somebody opens them again by their old names. Clients may change the size of the disk meanwhile
+//! (`resize_in_commit.rs`).
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -36,8 +38,8 @@ pub struct CommitOptions {
     pub top: usize,
     /// The layer that it is merged into, with all between.
     pub base: usize,
-    /// The merged layers are left as they are, not emptied. They show a mixture once the base has changed, so it is for a disk
-    /// that ends with the commit.
+    /// The merged layers are left as they are, not emptied. They show a mixture once the base has
+    /// changed, so it is for a disk that ends with the commit.
     pub keep_top: bool,
 }
 
@@ -51,9 +53,10 @@ impl Disk {
     ///
     /// * `progress`: can be cancelled until the last step; the chain is as it was then.
     ///
-    /// Errors: `Busy` during another change of this kind; `Cancelled`; `Locked` when somebody else uses
-    /// the base or a merged layer; `Unsupported` where an internal snapshot of a merged layer needs what is below, or the base is
-    /// too long and cannot be cut; those of the storage. The chain is as it was.
+    /// Errors: `Busy` during another change of this kind; `Cancelled`; `Locked` when somebody else
+    /// uses the base or a merged layer; `Unsupported` where an internal snapshot of a merged layer
+    /// needs what is below, or the base is too long and cannot be cut; those of the storage. The
+    /// chain is as it was.
     pub async fn commit(
         &self,
         ring: &Ring,
@@ -124,7 +127,8 @@ async fn run(
         Last::new(disk, ring, &mut drained, options).go_back().await?;
         return Err(error);
     }
-    // Copying takes long. What the merged layers hold is taken away from here on, so the base must still have its name.
+    // Copying takes long. What the merged layers hold is taken away from here on, so the base must
+    // still have its name.
     if let Err(error) = lost::check_commit(&drained.graph().layers, options) {
         Last::new(disk, ring, &mut drained, options).go_back().await?;
         return Err(error);
@@ -151,7 +155,8 @@ fn check(graph: &Graph, options: CommitOptions) -> Result<(), Error> {
     check_sizes(graph, options)
 }
 
-/// Whoever hears of new chains ([`Disk::watch_chain`]) opens them by their names later, and nobody else may find another disk then, or none.
+/// Whoever hears of new chains ([`Disk::watch_chain`]) opens them by their names later, and nobody
+/// else may find another disk then, or none.
 ///
 /// Errors: `Unsupported` for a base that would be another image, or none, by its name.
 fn check_new_top(disk: &Disk, options: CommitOptions) -> Result<(), Error> {
@@ -172,7 +177,8 @@ fn check_new_top(disk: &Disk, options: CommitOptions) -> Result<(), Error> {
     })
 }
 
-/// Whether the layers can be emptied, and the base be cut to the size of the disk. Looks at what is in memory only.
+/// Whether the layers can be emptied, and the base be cut to the size of the disk. Looks at what is
+/// in memory only.
 fn check_sizes(graph: &Graph, options: CommitOptions) -> Result<(), Error> {
     let CommitOptions { top, base, keep_top } = options;
     for layer in graph.layers[top..base].iter().filter(|_| !keep_top) {
@@ -201,8 +207,8 @@ fn check_sizes(graph: &Graph, options: CommitOptions) -> Result<(), Error> {
     Ok(())
 }
 
-/// Internal snapshots show what is below their image wherever they hold nothing. The base gets the bytes of the disk as it is
-/// now, so they would show those.
+/// Internal snapshots show what is below their image wherever they hold nothing. The base gets the
+/// bytes of the disk as it is now, so they would show those.
 ///
 /// Errors: `Unsupported` when a snapshot of a merged layer relies on what is below it.
 async fn check_snapshots(ring: &Ring, graph: &Graph, options: CommitOptions) -> Result<(), Error> {
@@ -235,8 +241,8 @@ pub(super) fn copier(graph: &Graph, options: CommitOptions) -> Result<Copier<'_>
     })
 }
 
-/// Makes the base writable and large enough, keeps others away from the layers that will be emptied, and begins to note what is
-/// written to the top.
+/// Makes the base writable and large enough, keeps others away from the layers that will be
+/// emptied, and begins to note what is written to the top.
 async fn open_layers(
     disk: &Disk,
     ring: &Ring,
@@ -334,7 +340,8 @@ async fn copy_all(
         let copier = copier(&pass, options)?;
         (copier.from.size(), copier.target.size())
     };
-    // It is another one when the size of the disk has changed. What is taken from an old one is copied twice at worst.
+    // It is another one when the size of the disk has changed. What is taken from an old one is
+    // copied twice at worst.
     let tracker = || disk.graph().tracker.clone();
     progress.set_total(size);
     let mut ranges = pieces(0, size);

@@ -1,8 +1,8 @@
 //! Copies what layers have into a layer below them.
 //!
-//! Promises: what the layers do not have stays as it is in the target; zeroes are written as zeroes; up to
-//! [`COPIES`] ranges are under way at once, each with a buffer of its own; when one fails the others are
-//! waited for.
+//! Promises: what the layers do not have stays as it is in the target; zeroes are written as
+//! zeroes; up to [`COPIES`] ranges are under way at once, each with a buffer of its own; when one
+//! fails the others are waited for.
 
 use std::future::{Future, poll_fn};
 use std::pin::Pin;

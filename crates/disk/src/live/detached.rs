@@ -34,8 +34,8 @@ impl<T> Drop for Over<T> {
 }
 
 impl Disk {
-    /// Runs `change` as a task of the ring and awaits its result. Dropping the future leaves the task
-    /// alone.
+    /// Runs `change` as a task of the ring and awaits its result. Dropping the future leaves the
+    /// task alone.
     pub(crate) async fn detached<T, F>(
         &self,
         ring: &Ring,

@@ -2,13 +2,14 @@
 //!
 //! Promises:
 //! - A change waits for the requests in flight and keeps new ones waiting (never failing) until the
-//!   images are as they shall be; changes take turns. A commit copies, and a change of the backing file compares,
-//!   while clients work, and keeps them waiting for its last step only; other changes are refused meanwhile, but
-//!   for clients that change the size of the disk.
+//!   images are as they shall be; changes take turns. A commit copies, and a change of the backing
+//!   file compares, while clients work, and keeps them waiting for its last step only; other
+//!   changes are refused meanwhile, but for clients that change the size of the disk.
 //! - A change runs to its end when its caller goes away: it is a task of the ring. Where that ends
-//!   too, in the middle, the images are sound but of unknown shape, and the disk answers with errors.
-//! - What changes metadata other than by writing runs on an image that nobody else uses: closed, opened
-//!   again on the same storage, changed, closed, opened for requests.
+//!   too, in the middle, the images are sound but of unknown shape, and the disk answers with
+//!   errors.
+//! - What changes metadata other than by writing runs on an image that nobody else uses: closed,
+//!   opened again on the same storage, changed, closed, opened for requests.
 //! - A change that fails leaves the disk as it was.
 //!
 //! Control path, but for [`Mark`].
@@ -69,8 +70,8 @@ impl Disk {
         }
     }
 
-    /// As [`Disk::check_free`], for a change that may also be made while a commit copies or backing files are compared. Returns
-    /// whether that is so.
+    /// As [`Disk::check_free`], for a change that may also be made while a commit copies or backing
+    /// files are compared. Returns whether that is so.
     ///
     /// Errors: as there, but for `Busy` meanwhile.
     fn check_beside_commit(&self) -> Result<bool, Error> {
@@ -103,7 +104,8 @@ impl Disk {
         }
         for layer in graph.layers.iter().filter(|layer| layer.is_writable) {
             let closed = match &layer.node {
-                // Once more where something failed for a moment; what cannot be saved then is given up.
+                // Once more where something failed for a moment; what cannot be saved then is given
+                // up.
                 Node::Qcow2(image) => match image.close_for_change(ring).await {
                     Ok(()) => Ok(()),
                     Err(_) => image.close(ring).await,
@@ -156,11 +158,11 @@ impl Disk {
     }
 }
 
-/// Runs an operation on the image of a writable layer while nobody uses it. Gives the layer, open for
-/// requests again, and the result.
+/// Runs an operation on the image of a writable layer while nobody uses it. Gives the layer, open
+/// for requests again, and the result.
 ///
-/// Errors: `Unsupported` when it is no qcow2 image; what is left cannot be used, unless the change has
-/// not begun.
+/// Errors: `Unsupported` when it is no qcow2 image; what is left cannot be used, unless the change
+/// has not begun.
 async fn offline_layer<T>(
     ring: &Ring,
     disk: &Disk,
@@ -174,8 +176,8 @@ async fn offline_layer<T>(
     offline_on(ring, disk, layer, operation).await
 }
 
-/// Closes a writable layer: all is on stable storage then, and nobody may use it. One that cannot be closed
-/// goes on as it was, its bitmaps too.
+/// Closes a writable layer: all is on stable storage then, and nobody may use it. One that cannot
+/// be closed goes on as it was, its bitmaps too.
 pub(crate) async fn close_layer(ring: &Ring, layer: &Layer) -> Result<(), Error> {
     let result = match &layer.node {
         Node::Qcow2(image) if layer.is_writable => match image.flush(ring).await {
@@ -213,8 +215,8 @@ async fn offline_on<T>(
     Ok((again(ring, layer, disk.options(), true).await?, Err(error)))
 }
 
-/// A change that takes long, during which clients may change the size of the disk and nobody anything else. Lets other changes in
-/// when it is dropped.
+/// A change that takes long, during which clients may change the size of the disk and nobody
+/// anything else. Lets other changes in when it is dropped.
 struct Busy<'a>(&'a Disk);
 
 impl<'a> Busy<'a> {
@@ -257,8 +259,8 @@ pub(crate) fn broken() -> Error {
     )
 }
 
-/// Errors: `PermissionDenied` on a read-only disk; `Unsupported` on one whose overlay vanishes at its end:
-/// nothing may refer to that, and what is written to it was not meant to stay.
+/// Errors: `PermissionDenied` on a read-only disk; `Unsupported` on one whose overlay vanishes at
+/// its end: nothing may refer to that, and what is written to it was not meant to stay.
 fn check_lasting(disk: &Disk) -> Result<(), Error> {
     if disk.is_read_only() {
         return Err(read_only());

@@ -1,8 +1,8 @@
 //! A new overlay on top of a disk that is in use: an external snapshot.
 //!
-//! Promises: what was on the disk at that moment stays in the former top, which is open for reading only
-//! from then on; the overlay has its name on stable storage before the first write goes to it. When it
-//! cannot be made nothing is left of it.
+//! Promises: what was on the disk at that moment stays in the former top, which is open for reading
+//! only from then on; the overlay has its name on stable storage before the first write goes to it.
+//! When it cannot be made nothing is left of it.
 
 use std::iter;
 use std::path::{Path, PathBuf};
@@ -34,8 +34,9 @@ impl Disk {
     /// * `path`: of the new image; there must be no such file. It records the former top as its
     ///   backing file, by a relative name if both are in one directory.
     ///
-    /// Errors: `Io` when the file is there already or cannot be made, `NotFound` when the name of an image of the
-    /// chain does not lead to it any more, `TooDeep`, `Busy`, those of the storage. The disk is as it was.
+    /// Errors: `Io` when the file is there already or cannot be made, `NotFound` when the name of
+    /// an image of the chain does not lead to it any more, `TooDeep`, `Busy`, those of the storage.
+    /// The disk is as it was.
     pub async fn add_overlay(
         &self,
         ring: &Ring,
@@ -135,8 +136,8 @@ fn remove(made: &Layer, path: &Path, options: &ImageOptions) {
     }
 }
 
-/// Says which bitmaps record no more: they stay true for the image that they are in, and that image changes no
-/// more.
+/// Says which bitmaps record no more: they stay true for the image that they are in, and that image
+/// changes no more.
 fn tell_of_bitmaps(old: &Layer) {
     let Some(image) = old.qcow2() else { return };
     for bitmap in image.info().bitmaps.iter().filter(|bitmap| bitmap.auto && !bitmap.in_use) {

@@ -1,16 +1,18 @@
 //! The last step of a commit: the merged layers are emptied, and the base takes their place.
 //!
-//! Promises: when it begins, the base shows by itself what the chain shows, on stable storage. It runs while nobody works on the
-//! disk, and the chain shows the same after each of its operations, also after a crash:
-//! 1. The merged layers are emptied from the bottom up. (From the top down, an emptied layer would uncover what the one below it
-//!    holds, which is older than what the base has.) Any part of them may be gone: the base shows the same. One that ends before what
-//!    those above it show becomes as long: it would hide what only the base has by then.
+//! Promises: when it begins, the base shows by itself what the chain shows, on stable storage. It
+//! runs while nobody works on the disk, and the chain shows the same after each of its operations,
+//! also after a crash:
+//! 1. The merged layers are emptied from the bottom up. (From the top down, an emptied layer would
+//!    uncover what the one below it holds, which is older than what the base has.) Any part of them
+//!    may be gone: the base shows the same. One that ends before what those above it show becomes
+//!    as long: it would hide what only the base has by then.
 //! 2. A base that is longer than the disk is cut; nobody sees what lies there.
 //! 3. The base becomes the top, or the layer above the merged ones names it.
 //!
-//! So the former images show the same as the base for as long as the disk has this size, whatever is written to the base: who
-//! opens them again by their old names sees the disk as it is. Whatever fails, clients go on with the chain as it was, and nothing
-//! is written to the base.
+//! So the former images show the same as the base for as long as the disk has this size, whatever
+//! is written to the base: who opens them again by their old names sees the disk as it is. Whatever
+//! fails, clients go on with the chain as it was, and nothing is written to the base.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -62,7 +64,8 @@ impl<'a, 'b> Last<'a, 'b> {
 
     /// Does all of it.
     ///
-    /// * `named`: the base, for the layer above the merged ones; `None` when the top layer is merged.
+    /// * `named`: the base, for the layer above the merged ones; `None` when the top layer is
+    ///   merged.
     ///
     /// Errors: those of the storage, `Locked`. The chain shows what it showed.
     pub(super) async fn run(mut self, named: Option<Named>) -> Result<(), Error> {
@@ -161,8 +164,8 @@ impl<'a, 'b> Last<'a, 'b> {
         if keep_top {
             return Ok(());
         }
-        // When clients write to the base, no layer above it may hide what lies past its own end; else none below the uppermost that is merged
-        // what that one shows.
+        // When clients write to the base, no layer above it may hide what lies past its own end;
+        // else none below the uppermost that is merged what that one shows.
         let shown = merged_size(self.drained.graph(), self.options);
         for index in (top..base).rev() {
             if index == 0 {
@@ -182,12 +185,14 @@ impl<'a, 'b> Last<'a, 'b> {
         Ok(())
     }
 
-    /// What is written to the base is in no bitmap of the emptied layers, though it changes what they show: nobody may believe
-    /// these bitmaps any more. When the top is merged that is what clients write from now on, so it is the last step there. What
-    /// layers between show has changed with the copying.
+    /// What is written to the base is in no bitmap of the emptied layers, though it changes what
+    /// they show: nobody may believe these bitmaps any more. When the top is merged that is what
+    /// clients write from now on, so it is the last step there. What layers between show has
+    /// changed with the copying.
     async fn give_up_bitmaps(&mut self) -> Result<(), Failure> {
         let CommitOptions { top, base, keep_top } = self.options;
-        // From the bottom up: that of the top is the one that counts, if one of them cannot be given up.
+        // From the bottom up: that of the top is the one that counts, if one of them cannot be
+        // given up.
         for index in (top..base).rev().filter(|_| !keep_top) {
             let layer = Arc::clone(&self.layers[index]);
             let bitmaps = layer.qcow2().map(|image| &image.info().bitmaps[..]).unwrap_or_default();
@@ -209,8 +214,8 @@ impl<'a, 'b> Last<'a, 'b> {
         Ok(())
     }
 
-    /// Where there is no room for what its bitmaps have recorded (a full file system is why people commit) they are lost here: they are
-    /// given up in the end anyway.
+    /// Where there is no room for what its bitmaps have recorded (a full file system is why people
+    /// commit) they are lost here: they are given up in the end anyway.
     async fn close_top(&mut self) -> Result<(), Failure> {
         let top = &self.layers[0];
         let Err(error) = close_layer(self.ring, top).await else { return Ok(()) };
@@ -221,8 +226,8 @@ impl<'a, 'b> Last<'a, 'b> {
         }
     }
 
-    /// The base ends where the disk ends, so it shows nothing that the disk does not have. When the top layer is merged only: a
-    /// layer above would hide it.
+    /// The base ends where the disk ends, so it shows nothing that the disk does not have. When the
+    /// top layer is merged only: a layer above would hide it.
     async fn cut_base(&mut self) -> Result<(), Failure> {
         let CommitOptions { top, base, .. } = self.options;
         let graph = Arc::clone(self.drained.graph());
@@ -270,7 +275,8 @@ impl<'a, 'b> Last<'a, 'b> {
     async fn open_for_reading(&mut self, range: std::ops::Range<usize>) -> Result<(), Error> {
         for index in range {
             let layer = Arc::clone(&self.layers[index]);
-            // A base that is given up has what the layers above show, so it does not matter whether it gets there.
+            // A base that is given up has what the layers above show, so it does not matter whether
+            // it gets there.
             if let Err(error) = close_layer(self.ring, &layer).await {
                 tracing::warn!("{error}");
             }
@@ -292,8 +298,9 @@ const SHRINK: ringdisk_qcow2::ResizeOptions = ringdisk_qcow2::ResizeOptions {
     preallocation: ringdisk_qcow2::Preallocation::Off,
 };
 
-/// Empties a merged layer, which was closed: everything that it shows is its backing file's. Gives the layer, open for writing, and
-/// the result. It was and is below a base that shows the same, so any part of it may be gone after an error.
+/// Empties a merged layer, which was closed: everything that it shows is its backing file's. Gives
+/// the layer, open for writing, and the result. It was and is below a base that shows the same, so
+/// any part of it may be gone after an error.
 ///
 /// * `uncovered`: it is at least so long afterwards, bytes; 0: as it is.
 ///

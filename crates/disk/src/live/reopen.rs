@@ -48,8 +48,8 @@ fn data_file(image: &Qcow2) -> Option<Arc<Storage>> {
     image.info().external_data_file.then(|| Arc::clone(image.data_storage()))
 }
 
-/// A layer as `layer`, over the same storage opened once more. Tried twice, since a disk in use depends on
-/// it.
+/// A layer as `layer`, over the same storage opened once more. Tried twice, since a disk in use
+/// depends on it.
 pub(crate) async fn again(
     ring: &Ring,
     layer: &Layer,
@@ -66,8 +66,8 @@ pub(crate) async fn again(
     Ok(named_as(qcow2_layer(image, writable), layer))
 }
 
-/// A layer that was written to, for reading only from now on. The former one was closed. Where its files
-/// cannot be opened again in that mode the old ones are used, with their locks.
+/// A layer that was written to, for reading only from now on. The former one was closed. Where its
+/// files cannot be opened again in that mode the old ones are used, with their locks.
 pub(crate) async fn for_reading(
     ring: &Ring,
     layer: &Layer,
@@ -88,11 +88,11 @@ pub(crate) async fn for_reading(
     }
 }
 
-/// A layer as `layer` whose files are opened again, for writing or for reading only. The former one was
-/// closed; its locks go over.
+/// A layer as `layer` whose files are opened again, for writing or for reading only. The former one
+/// was closed; its locks go over.
 ///
-/// Errors: `Locked` when somebody else reads the file that shall be written; `PermissionDenied`. The
-/// former layer is as it was then.
+/// Errors: `Locked` when somebody else reads the file that shall be written; `PermissionDenied`.
+/// The former layer is as it was then.
 pub(crate) async fn in_mode(
     ring: &Ring,
     layer: &Layer,
@@ -111,8 +111,8 @@ pub(crate) async fn in_mode(
     }
 }
 
-/// A qcow2 layer as `layer`, for reading as before, whose files are open for writing: nobody else reads or writes them from now
-/// on, and it can be changed later without being refused.
+/// A qcow2 layer as `layer`, for reading as before, whose files are open for writing: nobody else
+/// reads or writes them from now on, and it can be changed later without being refused.
 ///
 /// Errors: as [`in_mode`]; `Unsupported` for another format.
 pub(super) async fn kept_for_writing(
@@ -153,7 +153,8 @@ async fn qcow2_in_modes(
             Ok(named_as(qcow2_layer(fresh, image), layer))
         }
         Err(error) => {
-            // The locks of both files go back to where they were. What was in the right mode has kept its own.
+            // The locks of both files go back to where they were. What was in the right mode has
+            // kept its own.
             let mut result = Err(error);
             for (old, fresh) in moved.into_iter().filter(|(old, fresh)| !Arc::ptr_eq(old, fresh)) {
                 if let Err(lost) = old.reclaim(&fresh) {

@@ -1,7 +1,7 @@
 //! The size of a disk that is in use.
 //!
-//! A raw disk grows while clients work: the file first, then what they see. It shrinks, and a qcow2 image
-//! changes its size in either direction, while nobody works on it.
+//! A raw disk grows while clients work: the file first, then what they see. It shrinks, and a qcow2
+//! image changes its size in either direction, while nobody works on it.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -30,8 +30,8 @@ pub struct ResizeOptions {
     pub preallocation: Preallocation,
 }
 
-/// A size that is wished for, bytes. What is relative counts from the size at the moment of the change: other changes, and clients
-/// that append, may have come in between.
+/// A size that is wished for, bytes. What is relative counts from the size at the moment of the
+/// change: other changes, and clients that append, may have come in between.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NewSize {
     /// This size.
@@ -96,7 +96,8 @@ struct Change {
     size: NewSize,
     options: ResizeOptions,
     wish: Wish,
-    /// Where the space that is prepared begins, if not at the old end; EOPNOTSUPP when that is inside the disk. Bytes.
+    /// Where the space that is prepared begins, if not at the old end; EOPNOTSUPP when that is
+    /// inside the disk. Bytes.
     from: Option<u64>,
 }
 
@@ -105,9 +106,11 @@ impl Change {
         Change { size, options, wish, from: None }
     }
 
-    /// The new size of a disk of `before` bytes, both of the whole disk; `None`: nothing is to be done.
+    /// The new size of a disk of `before` bytes, both of the whole disk; `None`: nothing is to be
+    /// done.
     ///
-    /// Errors: `Invalid` for a smaller one that was not allowed, EOPNOTSUPP where the space would begin inside the disk, EFBIG.
+    /// Errors: `Invalid` for a smaller one that was not allowed, EOPNOTSUPP where the space would
+    /// begin inside the disk, EFBIG.
     fn decide(&self, window: Window, before: u64) -> Result<Option<u64>, Error> {
         let size = window.start.saturating_add(self.size.apply(window.visible(before))?);
         if i64::try_from(size).is_err() {
@@ -125,8 +128,9 @@ impl Change {
         Ok(Some(size))
     }
 
-    /// After a wait, before anything is changed: whether somebody is still interested. What has come meanwhile is looked at first, so that
-    /// a process that was stopped does not do what its client has given up.
+    /// After a wait, before anything is changed: whether somebody is still interested. What has
+    /// come meanwhile is looked at first, so that a process that was stopped does not do what its
+    /// client has given up.
     ///
     /// Errors: `Cancelled`.
     async fn go_on(&self, ring: &Ring, progress: &Progress) -> Result<(), Error> {
@@ -147,9 +151,9 @@ impl Disk {
     ///
     /// * `size`: bytes; smaller is what was asked for, so the rest is lost.
     ///
-    /// Errors: EOPNOTSUPP where the size is fixed (null, a block device, a window or partition of given size, an
-    /// image whose bitmaps or snapshots forbid it, or a base of a commit under way that cannot be cut); EROFS; those of the storage
-    /// (EFBIG, ENOSPC).
+    /// Errors: EOPNOTSUPP where the size is fixed (null, a block device, a window or partition of
+    /// given size, an image whose bitmaps or snapshots forbid it, or a base of a commit under way
+    /// that cannot be cut); EROFS; those of the storage (EFBIG, ENOSPC).
     pub async fn resize(&self, ring: &Ring, size: u64) -> Result<(), Errno> {
         let options = ResizeOptions { shrink: true, ..ResizeOptions::default() };
         self.set_len_for_client(ring, Change::new(NewSize::To(size), options, Wish::Client)).await
@@ -175,12 +179,14 @@ impl Disk {
         self.set_len_for_client(ring, change).await
     }
 
-    /// Makes the disk `offset + len` bytes long and reserves space for all from `offset` on, so that writes there find it.
+    /// Makes the disk `offset + len` bytes long and reserves space for all from `offset` on, so
+    /// that writes there find it.
     ///
     /// * `offset`: bytes, at or past the end of the disk.
     ///
-    /// Errors: as [`Disk::resize`]; EOPNOTSUPP for an offset inside the disk, and where nothing can be reserved; ENOSPC. The disk is as it
-    /// was then, except for what the kernel does with one that is lent.
+    /// Errors: as [`Disk::resize`]; EOPNOTSUPP for an offset inside the disk, and where nothing can
+    /// be reserved; ENOSPC. The disk is as it was then, except for what the kernel does with one
+    /// that is lent.
     pub async fn allocate(&self, ring: &Ring, offset: u64, len: u64) -> Result<(), Errno> {
         let size = offset.checked_add(len).ok_or(Errno::FBIG)?;
         let options = ResizeOptions { shrink: false, preallocation: Preallocation::Falloc };
@@ -190,7 +196,8 @@ impl Disk {
 
     /// As [`Disk::resize`], for the control path.
     ///
-    /// Errors: `Invalid` for a smaller size without `shrink`; `Busy` during a commit; the others with their reasons.
+    /// Errors: `Invalid` for a smaller size without `shrink`; `Busy` during a commit; the others
+    /// with their reasons.
     pub async fn resize_with(
         &self,
         ring: &Ring,
@@ -214,7 +221,8 @@ impl Disk {
     ) -> Result<Resized, Error> {
         let result =
             self.set_len(ring, Change::new(size.into(), options, Wish::Control), progress).await;
-        // What failed for another reason says so, though nobody may want it any more: the size may be the new one.
+        // What failed for another reason says so, though nobody may want it any more: the size may
+        // be the new one.
         result.map_err(|error| match error.errno() {
             Some(Errno::CANCELED) => Error::os("cannot change the size", Errno::CANCELED),
             _ => error,
@@ -247,7 +255,8 @@ impl Disk {
                         return Err(fixed());
                     }
                     match change.wish {
-                        // Clients' requests are tasks of the ring, which nobody drops before their end.
+                        // Clients' requests are tasks of the ring, which nobody drops before their
+                        // end.
                         Wish::Client | Wish::Room => {
                             self.set_len_raw(ring, change, progress).await?
                         }
@@ -274,7 +283,8 @@ impl Disk {
         }
     }
 
-    /// `None`: when its turn came the top was not raw any more (an overlay was added), and nothing was done.
+    /// `None`: when its turn came the top was not raw any more (an overlay was added), and nothing
+    /// was done.
     async fn set_len_raw(
         &self,
         ring: &Ring,
@@ -345,7 +355,8 @@ impl Disk {
         Ok(())
     }
 
-    /// `None`: when its turn came the top was not a qcow2 image any more (a commit has ended), and nothing was done.
+    /// `None`: when its turn came the top was not a qcow2 image any more (a commit has ended), and
+    /// nothing was done.
     async fn set_len_qcow2(
         &self,
         ring: &Ring,
@@ -421,8 +432,8 @@ fn mode_of(mode: Preallocation) -> Result<ringdisk_storage::Preallocation, Error
     }
 }
 
-/// Changes the length of a raw file that only this process writes to, and prepares what is added. A file that has become longer than
-/// the disk by other means is not cut when the disk grows.
+/// Changes the length of a raw file that only this process writes to, and prepares what is added. A
+/// file that has become longer than the disk by other means is not cut when the disk grows.
 ///
 /// * `before`, `size`: the old and the new size of the disk, bytes.
 /// * `from`: where in the disk the part that is prepared begins.
@@ -452,7 +463,8 @@ async fn set_end(
             cancelled => cancelled,
         };
         if let Err(errno) = result {
-            // Nobody has seen it yet. Also where the length is as it was: space may be reserved behind the end.
+            // Nobody has seen it yet. Also where the length is as it was: space may be reserved
+            // behind the end.
             let _ = raw.storage.set_len(ring, file_len).await;
             return Err(errno);
         }

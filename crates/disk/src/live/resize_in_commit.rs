@@ -1,8 +1,9 @@
-//! Another size of the disk while a commit copies it, or backing files are compared: for clients that append, which never wait for
-//! that.
+//! Another size of the disk while a commit copies it, or backing files are compared: for clients
+//! that append, which never wait for that.
 //!
-//! Promises: the top gets its new size as ever. What is added is noted as if it had been written, with all that was noted before, so
-//! it is copied, or compared, too; the base of a commit grows with the top. Where the base cannot grow the client does not feel it: the commit fails. A base
+//! Promises: the top gets its new size as ever. What is added is noted as if it had been written,
+//! with all that was noted before, so it is copied, or compared, too; the base of a commit grows
+//! with the top. Where the base cannot grow the client does not feel it: the commit fails. A base
 //! that is longer than the disk in the end is cut by the last step of the commit.
 
 use std::sync::Arc;
@@ -18,8 +19,8 @@ use crate::layer::Layer;
 use crate::{Disk, Error};
 
 impl Disk {
-    /// Changes the size of the top image, which a commit copies at the moment or which lies above what it copies, or whose backing
-    /// files are compared.
+    /// Changes the size of the top image, which a commit copies at the moment or which lies above
+    /// what it copies, or whose backing files are compared.
     ///
     /// * `size`: bytes, a multiple of 512.
     ///

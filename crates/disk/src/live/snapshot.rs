@@ -12,18 +12,20 @@ use crate::{Disk, Error, lost};
 pub enum SnapshotChange {
     /// Takes one of the disk as it is, under this name.
     Create(String),
-    /// Makes the disk what it was in the snapshot of this id or name; what was written since is lost.
+    /// Makes the disk what it was in the snapshot of this id or name; what was written since is
+    /// lost.
     Apply(String),
     /// Removes the snapshot of this id or name.
     Delete(String),
 }
 
 impl Disk {
-    /// Creates, applies or deletes an internal snapshot of the top image. Clients wait meanwhile. After
-    /// an apply those who watch the size are told, since all content may have changed.
+    /// Creates, applies or deletes an internal snapshot of the top image. Clients wait meanwhile.
+    /// After an apply those who watch the size are told, since all content may have changed.
     ///
     /// Errors: `Unsupported` when the top is no qcow2 image, `Invalid` for a name that is not there
-    /// or there already, `NotFound` when the name of the image does not lead to it any more, `Busy`, those of the storage. The disk is as it was.
+    /// or there already, `NotFound` when the name of the image does not lead to it any more,
+    /// `Busy`, those of the storage. The disk is as it was.
     pub async fn snapshot(&self, ring: &Ring, change: SnapshotChange) -> Result<(), Error> {
         check_lasting(self)?;
         let run = move |disk: Arc<Disk>, ring: Ring| async move {

@@ -1,8 +1,8 @@
 //! What clients write while the top layer is being committed.
 //!
-//! Promises: a write notes its range when it has ended, in whatever way, with one atomic operation for
-//! each granule: no lock, no allocation. The copier clears a granule first and reads it afterwards, so
-//! whatever was not part of what it read is noted again.
+//! Promises: a write notes its range when it has ended, in whatever way, with one atomic operation
+//! for each granule: no lock, no allocation. The copier clears a granule first and reads it
+//! afterwards, so whatever was not part of what it read is noted again.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
@@ -36,8 +36,8 @@ impl Tracker {
         Tracker { granule_bits: granule.trailing_zeros(), words, failure: AtomicI32::new(0) }
     }
 
-    /// One for a disk that got another size, with all that is noted here. Nobody writes meanwhile; what the copier takes from the
-    /// old one is copied once more.
+    /// One for a disk that got another size, with all that is noted here. Nobody writes meanwhile;
+    /// what the copier takes from the old one is copied once more.
     ///
     /// * `size`: the new size, bytes.
     pub(crate) fn resized(&self, size: u64) -> Tracker {
@@ -83,8 +83,8 @@ impl Tracker {
         }
     }
 
-    /// The next noted granule from `offset` on, as a range of bytes; it is noted no more. The caller
-    /// reads it after this.
+    /// The next noted granule from `offset` on, as a range of bytes; it is noted no more. The
+    /// caller reads it after this.
     pub(crate) fn take(&self, offset: u64) -> Option<(u64, u64)> {
         let mut granule = (offset + (1 << self.granule_bits) - 1) >> self.granule_bits;
         while let Some(word) = self.word(granule) {
@@ -121,7 +121,8 @@ impl Tracker {
     }
 }
 
-/// Notes a range when it is dropped: after the change, also when that failed half way or was given up.
+/// Notes a range when it is dropped: after the change, also when that failed half way or was given
+/// up.
 #[derive(Debug)]
 pub(crate) struct Mark<'a> {
     tracker: Option<&'a Arc<Tracker>>,

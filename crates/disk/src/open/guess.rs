@@ -1,7 +1,8 @@
 //! What the top image is: as the user says it, or by its first bytes.
 //!
-//! Promises: what a guest may have written does not decide. A raw image that it writes has to be called raw; a file that was written as raw
-//! ([`crate::note`]), and a device, is never taken for more than its bytes by a guess.
+//! Promises: what a guest may have written does not decide. A raw image that it writes has to be
+//! called raw; a file that was written as raw ([`crate::note`]), and a device, is never taken for
+//! more than its bytes by a guess.
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -36,7 +37,8 @@ impl Opening<'_> {
         guessed(shown, probed, is_noted, note::is_device(fd))
     }
 
-    /// Whether the first sector of the top image, which is written, is protected, should it be raw. Keeps what the user said of its format.
+    /// Whether the first sector of the top image, which is written, is protected, should it be raw.
+    /// Keeps what the user said of its format.
     pub(super) fn is_guarded(&self, fd: &OwnedFd, shown: &str) -> Result<bool, Error> {
         match self.options.format {
             // Other programs guess, too, and see no note.

@@ -1,7 +1,7 @@
 //! A disk that another process of this host handed over.
 //!
-//! Promises: no name is looked up; each descriptor is the file that the description says; the locks of the other process are kept, and
-//! a failure does not take them away from it.
+//! Promises: no name is looked up; each descriptor is the file that the description says; the locks
+//! of the other process are kept, and a failure does not take them away from it.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -22,11 +22,12 @@ use crate::note;
 use crate::{Cache, Disk, Error, ErrorKind, ImageOptions, NullOptions};
 
 impl Disk {
-    /// Goes on with a disk that [`Disk::hand_over`] of another process gave: the same chain, whatever has become of its names. Nothing
-    /// of it is changed by this. The locks are those of the other process until [`Disk::take_charge`].
+    /// Goes on with a disk that [`Disk::hand_over`] of another process gave: the same chain,
+    /// whatever has become of its names. Nothing of it is changed by this. The locks are those of
+    /// the other process until [`Disk::take_charge`].
     ///
-    /// * `options`: those of the other process. What describes the image itself (format, window, overlay, read-only) is as it was
-    ///   there; `O_DIRECT` is as the descriptors have it.
+    /// * `options`: those of the other process. What describes the image itself (format, window,
+    ///   overlay, read-only) is as it was there; `O_DIRECT` is as the descriptors have it.
     ///
     /// Errors: `Invalid` when description and descriptors do not fit; those of [`Disk::open`].
     pub async fn open_handed(
@@ -72,7 +73,8 @@ impl Disk {
     }
 }
 
-/// Notes what the header of the image on top names where nobody has done so; what is noted counts, whatever the header is by now.
+/// Notes what the header of the image on top names where nobody has done so; what is noted counts,
+/// whatever the header is by now.
 fn note_if_absent(top: &Layer) {
     let Some(file) = top.file() else { return };
     let names = Names::of_layer(top);

@@ -1,7 +1,8 @@
-//! Waiting for locks that somebody else still has: of a process that was killed a moment ago, or of the source of a migration.
+//! Waiting for locks that somebody else still has: of a process that was killed a moment ago, or of
+//! the source of a migration.
 //!
-//! Promises: while it waits it holds nothing of what it waits for, so it is in nobody's way; it ends in time, and says then who has
-//! the lock. A waiting task blocks no thread.
+//! Promises: while it waits it holds nothing of what it waits for, so it is in nobody's way; it
+//! ends in time, and says then who has the lock. A waiting task blocks no thread.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -102,8 +103,8 @@ pub(crate) async fn lock_all(
     patience: &Patience,
 ) -> Result<(), Error> {
     loop {
-        // First without taking anything: two that wait for the same lock would refuse each other, and one who is about to take
-        // it would be refused by us.
+        // First without taking anything: two that wait for the same lock would refuse each other,
+        // and one who is about to take it would be refused by us.
         if storages.iter().all(|storage| storage.may_lock(lock))
             && try_all(storages, lock, without).is_ok()
         {
@@ -131,7 +132,8 @@ fn try_all(storages: &[Arc<Storage>], lock: Lock, without: Lock) -> Result<(), E
     Ok(())
 }
 
-/// Lowers the locks of files; what is lower cannot be refused but by somebody who shares with nobody, and then nothing is held.
+/// Lowers the locks of files; what is lower cannot be refused but by somebody who shares with
+/// nobody, and then nothing is held.
 pub(crate) fn give_back(storages: &[Arc<Storage>], lock: Lock) {
     for storage in storages {
         if storage.set_lock(lock).is_err() {

@@ -1,9 +1,9 @@
 //! Opens an image with its backing chain.
 //!
-//! Promises: layers are opened in a loop, one after the other, so a deep chain costs no stack; every
-//! file that an image names goes through the [`Resolver`]; the format of a backing file is what the
-//! image states, or the chain is refused; a chain that returns to one of its files, or is longer than
-//! [`LAYERS_MAX`], is refused. On an error everything that was opened is closed again.
+//! Promises: layers are opened in a loop, one after the other, so a deep chain costs no stack;
+//! every file that an image names goes through the [`Resolver`]; the format of a backing file is
+//! what the image states, or the chain is refused; a chain that returns to one of its files, or is
+//! longer than [`LAYERS_MAX`], is refused. On an error everything that was opened is closed again.
 //!
 //! Control path; runs on the thread that owns `ring`.
 
@@ -182,8 +182,8 @@ impl<'a> Opening<'a> {
         Ok(())
     }
 
-    /// Notes what the header of the image on top names, before somebody else may write it. All of it was followed, so it is what the note
-    /// says, what the user allows, or the first word on it.
+    /// Notes what the header of the image on top names, before somebody else may write it. All of
+    /// it was followed, so it is what the note says, what the user allows, or the first word on it.
     fn note_names(&self) {
         let top = self.layers.first().filter(|top| self.options.note_names && top.is_writable);
         let Some((top, file)) = top.and_then(|top| Some((top, top.file()?))) else { return };
@@ -439,7 +439,8 @@ impl<'a> Opening<'a> {
         Ok((full, candidate))
     }
 
-    /// A name in a header that is not the one which is noted at the image: a process that served it and was taken over may have written it.
+    /// A name in a header that is not the one which is noted at the image: a process that served it
+    /// and was taken over may have written it.
     ///
     /// Errors: `NotAllowed`: no path that the user named leads there.
     fn check_said(&self, file: &[u8], of: &Path, directory: Option<&Path>) -> Result<(), Error> {

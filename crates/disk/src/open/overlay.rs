@@ -1,9 +1,9 @@
 //! An image that is opened with a qcow2 overlay over it: a temporary one, or one that is kept.
 //!
-//! Promises: the image itself and its chain are opened for reading only. A temporary overlay has no name
-//! (or loses it before anything is written), so nothing is left behind whatever happens. A kept one is made
-//! when there is none, with name and format of its backing file; one that is there must be an
-//! overlay of this very image.
+//! Promises: the image itself and its chain are opened for reading only. A temporary overlay has no
+//! name (or loses it before anything is written), so nothing is left behind whatever happens. A
+//! kept one is made when there is none, with name and format of its backing file; one that is there
+//! must be an overlay of this very image.
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -142,7 +142,8 @@ async fn kept(
     }
     let overlay = ImageOptions {
         format: Some(Format::Qcow2),
-        // The overlay states the format that was found here; the next who opens the image may look again.
+        // The overlay states the format that was found here; the next who opens the image may look
+        // again.
         trust_base_format: options.format == Some(Format::Raw) && !options.protect_raw,
         overlay: None,
         temporary: false,
@@ -195,7 +196,8 @@ pub(crate) fn create_file(path: &Path, options: &ImageOptions) -> Result<Arc<Sto
 
 /// What an empty overlay over `layer` is made with.
 ///
-/// * `path`: of the overlay. The name of the backing file is relative where both are in one directory.
+/// * `path`: of the overlay. The name of the backing file is relative where both are in one
+///   directory.
 pub(crate) fn over(layer: &Layer, path: &Path) -> Result<CreateOptions, Error> {
     use std::os::unix::ffi::OsStrExt;
     let shown = printable_path(layer.name());

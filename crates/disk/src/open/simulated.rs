@@ -1,4 +1,5 @@
-//! Files that a test simulates: a change that makes or opens one by its name gets the simulated storage. Each thread has its own.
+//! Files that a test simulates: a change that makes or opens one by its name gets the simulated
+//! storage. Each thread has its own.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -15,8 +16,8 @@ thread_local! {
 pub(crate) struct Simulated(());
 
 impl Simulated {
-    /// * `files`: by the names that the crate has for them. One that is opened by its name (not made) needs a real file of
-    ///   that name too, which stays empty.
+    /// * `files`: by the names that the crate has for them. One that is opened by its name (not
+    ///   made) needs a real file of that name too, which stays empty.
     pub(crate) fn new(files: impl IntoIterator<Item = (PathBuf, Arc<Storage>)>) -> Simulated {
         FILES.with_borrow_mut(|all| all.extend(files));
         Simulated(())

@@ -1,7 +1,8 @@
 //! GUID partition tables.
 //!
-//! Promises: as `partition`. A table counts only when both of its checksums fit; its array has [`ARRAY_MAX`] bytes at most. Where the
-//! first header is damaged the one at the end of the disk is used, and that is logged.
+//! Promises: as `partition`. A table counts only when both of its checksums fit; its array has
+//! [`ARRAY_MAX`] bytes at most. Where the first header is damaged the one at the end of the disk is
+//! used, and that is logged.
 
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
@@ -11,7 +12,8 @@ use crate::{Error, ErrorKind};
 
 /// Sectors that a table may count in, bytes; nothing in it says which.
 const SECTORS: [u64; 2] = [512, 4096];
-/// The largest array of entries that is read, bytes: 8192 entries of the usual size, 64 times what tools make.
+/// The largest array of entries that is read, bytes: 8192 entries of the usual size, 64 times what
+/// tools make.
 const ARRAY_MAX: u64 = 1 << 20;
 /// Sizes that an entry may have, bytes: a power of two times the first.
 const ENTRY_MIN: u32 = 128;

@@ -1,8 +1,10 @@
-//! Partition tables of the kind that DOS began: four entries in the first sector, and chains of logical partitions.
+//! Partition tables of the kind that DOS began: four entries in the first sector, and chains of
+//! logical partitions.
 //!
-//! Promises: as `partition`. A chain is followed for [`RECORDS_MAX`] records at most, each of them once and inside the extended
-//! partition. Sectors have 512 bytes, but for a disk that is on a device with larger ones. What counts as a partition, and so its number, is
-//! what the kernel's `block/partitions/msdos.c` counts.
+//! Promises: as `partition`. A chain is followed for [`RECORDS_MAX`] records at most, each of them
+//! once and inside the extended partition. Sectors have 512 bytes, but for a disk that is on a
+//! device with larger ones. What counts as a partition, and so its number, is what the kernel's
+//! `block/partitions/msdos.c` counts.
 
 use zerocopy::little_endian::U32;
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
@@ -56,8 +58,8 @@ impl Entry {
 /// The four entries of a boot sector.
 pub(super) type Entries = [Entry; 4];
 
-/// The entries of a sector with a table. `None`: it has none. A boot sector of a file system has the same signature, and code where the
-/// entries would be: their flags tell.
+/// The entries of a sector with a table. `None`: it has none. A boot sector of a file system has
+/// the same signature, and code where the entries would be: their flags tell.
 pub(super) fn entries(sector: &[u8]) -> Option<Entries> {
     let entries = raw_entries(sector)?;
     entries.iter().all(|entry| matches!(entry.flag, 0 | 0x80)).then_some(entries)
@@ -138,8 +140,9 @@ struct Record {
     sector: u64,
 }
 
-/// Adds the partitions that a boot record names. The first two entries are for them and for the next record; more are counted only where they
-/// make sense: inside the extended partition, and inside what the entry gave that leads to the record.
+/// Adds the partitions that a boot record names. The first two entries are for them and for the
+/// next record; more are counted only where they make sense: inside the extended partition, and
+/// inside what the entry gave that leads to the record.
 fn data_of(table: &mut Table, entries: &Entries, record: Record, extended: std::ops::Range<u64>) {
     for (index, entry) in entries.iter().enumerate() {
         let start = record.at + u64::from(entry.start.get());

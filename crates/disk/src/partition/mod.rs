@@ -1,15 +1,17 @@
 //! Partitions of a disk: finds the bytes of partition N.
 //!
-//! Promises: reads the table through the disk, so it is found in any format and through any chain; writes nothing. The table is not
-//! trusted: whatever it says, memory and reads are bounded by constants, every number is checked, and a partition whose bytes are not
-//! its own (past the end, over another one, over the table) is refused. Numbers are those of the kernel: the place in the table, and from
-//! 5 on for logical partitions of an MBR, in the order of their chain.
+//! Promises: reads the table through the disk, so it is found in any format and through any chain;
+//! writes nothing. The table is not trusted: whatever it says, memory and reads are bounded by
+//! constants, every number is checked, and a partition whose bytes are not its own (past the end,
+//! over another one, over the table) is refused. Numbers are those of the kernel: the place in the
+//! table, and from 5 on for logical partitions of an MBR, in the order of their chain.
 //!
-//! Why no library: of those that read such tables, `gpt` 4.1 and `gptman` 3.1 allocate what the table asks for before they check it (4 G entries)
-//! and assert its sizes, and `mbrman` 0.6 overflows on sums of its sectors and follows a chain of any length. A table comes from a guest.
+//! Why no library: of those that read such tables, `gpt` 4.1 and `gptman` 3.1 allocate what the
+//! table asks for before they check it (4 G entries) and assert its sizes, and `mbrman` 0.6
+//! overflows on sums of its sectors and follows a chain of any length. A table comes from a guest.
 //!
-//! Control path. Sources: UEFI specification 2.10, chapter 5 (GPT); "MBR" as fdisk and the kernel's `Documentation/admin-guide` describe
-//! their numbering.
+//! Control path. Sources: UEFI specification 2.10, chapter 5 (GPT); "MBR" as fdisk and the kernel's
+//! `Documentation/admin-guide` describe their numbering.
 
 mod gpt;
 mod mbr;
@@ -26,7 +28,8 @@ use crate::layer::Node;
 use crate::window::Window;
 use crate::{Disk, Error, ErrorKind};
 
-/// Sector of an MBR unless the disk is that of a device with larger ones, and the smaller one of a GPT, bytes.
+/// Sector of an MBR unless the disk is that of a device with larger ones, and the smaller one of a
+/// GPT, bytes.
 const SECTOR: u64 = 512;
 /// Alignment of buffers: a page suits every storage.
 const BUFFER_ALIGN: usize = 4096;
@@ -55,7 +58,8 @@ impl Source for OnDisk<'_> {
         self.1.size()
     }
 
-    /// What the kernel counts in: the logical block of the device whose bytes the disk has, if there is one.
+    /// What the kernel counts in: the logical block of the device whose bytes the disk has, if
+    /// there is one.
     fn sector(&self) -> u64 {
         let layers = self.1.layers();
         let device = layers.last().and_then(|layer| match &layer.node {
@@ -124,8 +128,8 @@ pub(crate) struct Table {
 ///
 /// * `name`: what the user calls the disk, for messages.
 ///
-/// Errors: `Invalid` when there is no such partition, or its bytes are not its own; `Corrupt` for a table that is damaged; those of the
-/// storage.
+/// Errors: `Invalid` when there is no such partition, or its bytes are not its own; `Corrupt` for a
+/// table that is damaged; those of the storage.
 pub(crate) async fn find(
     ring: &Ring,
     disk: &Disk,

@@ -161,7 +161,8 @@ fn seal(header: &mut [u8]) {
     header[16..20].copy_from_slice(&crc.to_le_bytes());
 }
 
-/// A disk of 10,000 sectors with primaries 1 and 3, the extended partition 2, and three logical ones.
+/// A disk of 10,000 sectors with primaries 1 and 3, the extended partition 2, and three logical
+/// ones.
 fn logicals() -> Memory {
     let mut disk = Memory::new(10_000 * 512);
     disk.put(0, &record(&[(0, 0x83, 100, 900), (1, 0x05, 1000, 4000), (2, 0x07, 6000, 1000)]));
@@ -447,7 +448,8 @@ fn no_table_gives_a_window_that_is_not_its_own() {
     assert!(windows > 1000, "{windows}");
 }
 
-/// A table that is good but for some random bytes, whose checksums are made to fit again half of the time.
+/// A table that is good but for some random bytes, whose checksums are made to fit again half of
+/// the time.
 fn random_disk(prng: &mut Prng) -> Memory {
     let small = |prng: &mut Prng| u32::try_from(prng.below(3000)).expect("small");
     if prng.coin() {

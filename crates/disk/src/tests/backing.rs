@@ -1,5 +1,5 @@
-//! Another backing file for a disk in use: what discards uncover, what snapshots show; and disks whose images
-//! have lost their names.
+//! Another backing file for a disk in use: what discards uncover, what snapshots show; and disks
+//! whose images have lost their names.
 
 use std::cell::RefCell;
 use std::future::Future;
@@ -169,8 +169,8 @@ fn clients_append_while_backing_files_are_compared() {
     }
 }
 
-/// `top.qcow2` over `base.qcow2` with the snapshot `old`, which shows 1s of the base where the top has 2s now;
-/// `same.qcow2` and `other.qcow2`, which has 3s there. All are of 1 MiB.
+/// `top.qcow2` over `base.qcow2` with the snapshot `old`, which shows 1s of the base where the top
+/// has 2s now; `same.qcow2` and `other.qcow2`, which has 3s there. All are of 1 MiB.
 fn with_snapshot() -> TempDir {
     let place = directory();
     for (name, byte) in [("base.qcow2", 1), ("same.qcow2", 1), ("other.qcow2", 3)] {

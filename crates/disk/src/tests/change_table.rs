@@ -1,18 +1,20 @@
-//! The table of changes: every change of a disk in use × every storage operation of it that fails or is held
-//! for a while × every kind of request that a client has in flight. The disks: chains of qcow2 images, of both versions; with a layer
-//! between, over a raw image, with an external data file, raw or not; and a raw image. Operations of all of their files fail, and
-//! those of a new overlay.
+//! The table of changes: every change of a disk in use × every storage operation of it that fails
+//! or is held for a while × every kind of request that a client has in flight. The disks: chains of
+//! qcow2 images, of both versions; with a layer between, over a raw image, with an external data
+//! file, raw or not; and a raw image. Operations of all of their files fail, and those of a new
+//! overlay.
 //!
-//! Whatever fails: a change that is refused leaves the disk as it was (its bytes, its size; it takes writes; its
-//! bitmaps record and are valid after the close; the images are sound), and made again it succeeds. A change
-//! that succeeds is complete. A bitmap that says that it is valid has a bit wherever the content differs from
-//! what it was when the bitmap was made.
+//! Whatever fails: a change that is refused leaves the disk as it was (its bytes, its size; it
+//! takes writes; its bitmaps record and are valid after the close; the images are sound), and made
+//! again it succeeds. A change that succeeds is complete. A bitmap that says that it is valid has a
+//! bit wherever the content differs from what it was when the bitmap was made.
 //!
-//! Two failures may leave a disk that answers with errors until it is opened again, and a change that was made although an error was
-//! told; never wrong bytes, damaged images, or a bitmap that is wrong.
+//! Two failures may leave a disk that answers with errors until it is opened again, and a change
+//! that was made although an error was told; never wrong bytes, damaged images, or a bitmap that is
+//! wrong.
 //!
-//! A seeded part of the table runs in each test run. With `RINGDISK_FULL=1` all of it for the usual chain, and a larger part for the
-//! other disks and for pairs.
+//! A seeded part of the table runs in each test run. With `RINGDISK_FULL=1` all of it for the usual
+//! chain, and a larger part for the other disks and for pairs.
 
 mod clients;
 mod judge;
@@ -24,7 +26,8 @@ use super::run;
 use clients::Request;
 use world::{Cell, Change, Fixture, Injected, Shape, Victim};
 
-/// Cells of the seeded part, for each change and storage: of the usual chain, and of each other disk.
+/// Cells of the seeded part, for each change and storage: of the usual chain, and of each other
+/// disk.
 const CELLS: u64 = 24;
 const CELLS_OF_OTHERS: u64 = 8;
 /// All cells of the usual chain run with `RINGDISK_FULL=1`, and so many of each other disk.
@@ -33,7 +36,8 @@ const CELLS_OF_OTHERS_IN_FULL: u64 = 300;
 const PAIRS: u64 = 6;
 const PAIRS_IN_FULL: u64 = 200;
 const APART: u64 = 24;
-/// Operations of a storage that no change makes: a table longer than this is a loop that does not end.
+/// Operations of a storage that no change makes: a table longer than this is a loop that does not
+/// end.
 const OPERATIONS_MAX: u64 = 2000;
 
 /// Runs the cells of one change.

@@ -81,7 +81,8 @@ fn a_layer_that_cannot_be_opened_again_keeps_the_locks_of_both_of_its_files() {
     });
 }
 
-/// As a layer that could not be opened for reading only after a change: its file is open for writing still.
+/// As a layer that could not be opened for reading only after a change: its file is open for
+/// writing still.
 #[test]
 fn a_file_that_is_in_the_wanted_mode_keeps_its_lock_when_its_image_cannot_be_opened_again() {
     let place = directory();
@@ -162,7 +163,8 @@ fn what_is_discarded_while_a_commit_copies_it_stays_discarded() {
     }
 }
 
-/// Each live change opens the image again. What reads had shown to be in use, whatever its count says, is known afterwards, too.
+/// Each live change opens the image again. What reads had shown to be in use, whatever its count
+/// says, is known afterwards, too.
 #[test]
 fn a_cluster_that_was_read_is_not_given_away_after_a_change() {
     const CLUSTER: usize = 4096;

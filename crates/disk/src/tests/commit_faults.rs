@@ -138,7 +138,8 @@ async fn judge(ring: &Ring, images: &BTreeMap<String, Vec<u8>>, top: &str, bytes
     assert_same(&read_steps(ring, &disk, 1 << 20).await, bytes);
 }
 
-/// What the uppermost merged image shows by itself, with its name, where it is not the top: the same for ever, since nobody writes to it.
+/// What the uppermost merged image shows by itself, with its name, where it is not the top: the
+/// same for ever, since nobody writes to it.
 async fn merged(ring: &Ring, images: &Images, options: CommitOptions) -> (String, Vec<u8>) {
     let mut name = String::from("top.qcow2");
     for _ in 0..options.top {
@@ -247,8 +248,8 @@ enum Failing {
     Writes(Errno),
 }
 
-/// Lets every operation of a commit fail, one run after the other. Whatever came of it, clients write on, and the old name shows
-/// what they have written.
+/// Lets every operation of a commit fail, one run after the other. Whatever came of it, clients
+/// write on, and the old name shows what they have written.
 fn operations_fail(options: CommitOptions, victim: &str, sizes: Sizes, failing: Failing) {
     let (images, start) = images_of(sizes);
     run(async |ring| {
@@ -340,7 +341,8 @@ fn layers_on_a_full_file_system_are_emptied() {
     run(async |ring| {
         let storages = storages(&images, 7);
         for name in ["mid.qcow2", "top.qcow2"] {
-            // What is there can be overwritten, and nothing else; the first metadata that would go to a free place does not.
+            // What is there can be overwritten, and nothing else; the first metadata that would go
+            // to a free place does not.
             let sim = &storages[name];
             sim.on(When::kind(OpKind::Write).once(), Fault::Fail(Errno::NOSPC));
             sim.on(When::any().at(sim.len()..u64::MAX), Fault::Fail(Errno::NOSPC));

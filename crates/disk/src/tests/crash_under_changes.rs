@@ -1,8 +1,10 @@
-//! Power cuts while the graph changes and clients work: the chain that names itself on the media reads as it may, at every moment.
+//! Power cuts while the graph changes and clients work: the chain that names itself on the media
+//! reads as it may, at every moment.
 //!
-//! Storage operations wait until the driver lets them go, in an order that the seed decides, and what would be offloaded runs at once:
-//! a seed repeats itself. The disk is `top.qcow2` over `mid.qcow2` over `base.qcow2`, of which the lowest is full of stamps and the top
-//! has some writes.
+//! Storage operations wait until the driver lets them go, in an order that the seed decides, and
+//! what would be offloaded runs at once: a seed repeats itself. The disk is `top.qcow2` over
+//! `mid.qcow2` over `base.qcow2`, of which the lowest is full of stamps and the top has some
+//! writes.
 
 mod clients;
 mod judge;
@@ -125,8 +127,9 @@ impl Shore {
         }
     }
 
-    /// Sees whether the change is put in place. To be called before the oracle is told or asked anything: the
-    /// gate opens after that, so whatever begins from now on, or ends from a beginning after it, sees the change.
+    /// Sees whether the change is put in place. To be called before the oracle is told or asked
+    /// anything: the gate opens after that, so whatever begins from now on, or ends from a
+    /// beginning after it, sees the change.
     fn look(&self) {
         let is_new = || !Arc::ptr_eq(&self.top.borrow(), self.disk.graph().top());
         if self.stage.get() != Stage::Under || !is_new() {

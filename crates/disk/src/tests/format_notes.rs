@@ -1,4 +1,5 @@
-//! The note at a file that it is raw: a guest that may write anything makes no other image of its disk, and who guesses later is asked.
+//! The note at a file that it is raw: a guest that may write anything makes no other image of its
+//! disk, and who guesses later is asked.
 
 use std::path::Path;
 
@@ -76,7 +77,8 @@ fn a_raw_image_that_a_guest_writes_is_called_raw() {
     std::fs::write(&path, vec![0; 1 << 20]).expect("an image");
     run(async |ring| {
         refused(&ring, &path, &guessed(true, false), "nobody said that it is raw").await;
-        // A disk that nobody writes, or that shall be looked at, may be guessed, and gets no note by that.
+        // A disk that nobody writes, or that shall be looked at, may be guessed, and gets no note
+        // by that.
         assert_eq!(format_of(&ring, &path, &guessed(true, true)).await, Some(Format::Raw));
         assert_eq!(format_of(&ring, &path, &guessed(false, false)).await, Some(Format::Raw));
         assert_eq!(format_of(&ring, &path, &raw(true)).await, Some(Format::Raw));

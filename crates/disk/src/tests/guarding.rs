@@ -1,5 +1,6 @@
-//! The guard of a raw image whose format was guessed, on all the ways on which bytes get into that image: whoever opens it next without
-//! saying what it is must find raw again, and not an image that a guest has written there.
+//! The guard of a raw image whose format was guessed, on all the ways on which bytes get into that
+//! image: whoever opens it next without saying what it is must find raw again, and not an image
+//! that a guest has written there.
 
 use std::fs::File;
 use std::io::Read;
@@ -46,7 +47,8 @@ fn is_raw(path: &Path) -> bool {
     std::fs::read(path).expect("read").starts_with(b"\x07\x07\x07\x07")
 }
 
-/// The disk has an overlay above the guarded image: what would change the format of that does not get there.
+/// The disk has an overlay above the guarded image: what would change the format of that does not
+/// get there.
 async fn refuses(ring: &Ring, disk: &Disk, base: &Path) {
     assert!(disk.protects_raw());
     write(ring, disk, &header()).await.expect("the overlay takes anything");
@@ -141,7 +143,8 @@ fn a_guess_of_a_process_before_this_one_counts_and_what_the_user_says_is_no_gues
     });
 }
 
-/// An overlay above `base`, made by a disk that is not there any more: only the overlay says that the base is raw.
+/// An overlay above `base`, made by a disk that is not there any more: only the overlay says that
+/// the base is raw.
 async fn overlay_of(ring: &Ring, directory: &TempDir, base: &Path) -> std::path::PathBuf {
     let options = ImageOptions { format: Some(Format::Raw), ..ImageOptions::default() };
     let disk = open(ring, base, &options).await.expect("open");
@@ -217,7 +220,8 @@ fn a_commit_of_an_image_that_nobody_serves_is_refused_unless_the_user_says_raw()
     });
 }
 
-/// What is judged is the beginning of the file, where whoever opens it next looks, also where the layer begins some bytes after it.
+/// What is judged is the beginning of the file, where whoever opens it next looks, also where the
+/// layer begins some bytes after it.
 #[test]
 fn a_base_that_is_a_part_of_a_file_cannot_make_the_file_look_like_another_format() {
     for (offset, begins) in [(1, &b"Q"[..]), (3, b"QFI"), (511, b"QFI\x07"), (512, b"QFI\x07")] {

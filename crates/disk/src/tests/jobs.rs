@@ -148,7 +148,8 @@ fn a_rebase_to_a_part_of_the_same_chain_copies_only_what_is_between() {
     assert!(map.contains("base.raw"), "{map}");
 }
 
-/// The same file is not the same backing file when the name says another part of it, another format, or leaves out what is below.
+/// The same file is not the same backing file when the name says another part of it, another
+/// format, or leaves out what is below.
 #[test]
 fn a_rebase_to_the_same_file_in_another_way_keeps_every_byte() {
     let directory = directory();

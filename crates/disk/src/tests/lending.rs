@@ -82,7 +82,8 @@ fn a_part_of_a_file_that_a_commit_made_the_disk_is_not_lent() {
     }
 }
 
-/// Nothing says in the header of an overlay that the backing file that its backing file names is to be left out.
+/// Nothing says in the header of an overlay that the backing file that its backing file names is to
+/// be left out.
 #[test]
 fn an_image_without_the_backing_file_that_it_names_gets_no_overlay() {
     let directory = directory();
@@ -155,7 +156,8 @@ const BLOCK: usize = 512;
 /// Blocks that are appended at most.
 const BLOCKS_MAX: u64 = 100_000;
 
-/// Appends numbered blocks while `change` runs on a lent disk; each must be there in the end, in order.
+/// Appends numbered blocks while `change` runs on a lent disk; each must be there in the end, in
+/// order.
 fn nothing_appended_is_lost_beside(change: impl AsyncFn(&Ring, &Disk)) {
     let directory = directory();
     let path = directory.path().join("disk.img");

@@ -1,5 +1,5 @@
-//! Changes of a disk while clients work on it: every byte is what the clients know, `qemu-img check`
-//! finds nothing, and QEMU reads the same.
+//! Changes of a disk while clients work on it: every byte is what the clients know, `qemu-img
+//! check` finds nothing, and QEMU reads the same.
 
 mod commits;
 

@@ -1,5 +1,5 @@
-//! Clients that write, zero, discard and read a disk from threads of their own, and know what they must
-//! read.
+//! Clients that write, zero, discard and read a disk from threads of their own, and know what they
+//! must read.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

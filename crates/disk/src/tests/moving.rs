@@ -1,4 +1,5 @@
-//! Disks that go from one user to the next and back: two disks on the same images, whose locks refuse each other.
+//! Disks that go from one user to the next and back: two disks on the same images, whose locks
+//! refuse each other.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -1,4 +1,5 @@
-//! The note at an image of the files that its header names: names that somebody writes there later, inside of a sandbox, are not followed.
+//! The note at an image of the files that its header names: names that somebody writes there later,
+//! inside of a sandbox, are not followed.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
@@ -27,7 +28,8 @@ fn forge(image: &Path, name: &str, other: &str) {
     file.write_all_at(other.as_bytes(), at.expect("the name") as u64).expect("write");
 }
 
-/// An image of 1 MiB that was served, with a base or a data file of this name, and a neighbour of the other name.
+/// An image of 1 MiB that was served, with a base or a data file of this name, and a neighbour of
+/// the other name.
 fn served(role: &str, name: &str, other: &str) -> (tempfile::TempDir, PathBuf) {
     let directory = directory();
     for file in [name, other] {

@@ -34,7 +34,8 @@ fn options(window: (u64, u64)) -> ImageOptions {
     }
 }
 
-/// Makes `a.img` (raw), `a.qcow2`, and `over.qcow2`, a thin image above `base.qcow2`, all with the same content.
+/// Makes `a.img` (raw), `a.qcow2`, and `over.qcow2`, a thin image above `base.qcow2`, all with the
+/// same content.
 fn images() -> TempDir {
     let directory = directory();
     fs::write(directory.path().join("a.img"), content()).expect("write");
@@ -58,7 +59,8 @@ fn whole(path: &Path) -> Vec<u8> {
     })
 }
 
-/// One request of a kind and a place that chance chooses, also past the end; what it means for the content.
+/// One request of a kind and a place that chance chooses, also past the end; what it means for the
+/// content.
 async fn request(ring: &Ring, disk: &Disk, prng: &mut Prng, expected: &mut [u8]) {
     let size = expected.len();
     let offset = prng.below(size as u64 + 2000);

@@ -325,7 +325,8 @@ fn an_overlay_of_another_image_is_refused() {
     });
 }
 
-/// What a process that takes over would find: the files as they are, without a flush or a close of this disk.
+/// What a process that takes over would find: the files as they are, without a flush or a close of
+/// this disk.
 #[test]
 fn what_was_answered_is_in_the_file_when_it_shall_outlive_the_process() {
     let directory = directory();

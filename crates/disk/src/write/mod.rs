@@ -1,9 +1,9 @@
 //! Writing, flushing, giving space back.
 //!
-//! Promises: a write takes no lock that it could wait for and allocates nothing once its clusters are
-//! there (exception: the first sector of a probed raw image); nothing here grows a disk; a flush
-//! reaches the device unless the user asked for [`Cache::Unsafe`]. What a write changes is noted for a
-//! commit that is under way, after the write and whatever became of it.
+//! Promises: a write takes no lock that it could wait for and allocates nothing once its clusters
+//! are there (exception: the first sector of a probed raw image); nothing here grows a disk; a
+//! flush reaches the device unless the user asked for [`Cache::Unsafe`]. What a write changes is
+//! noted for a commit that is under way, after the write and whatever became of it.
 
 mod qcow2;
 mod raw;
@@ -76,9 +76,9 @@ impl Disk {
         graph.flush(ring).await
     }
 
-    /// Gives space back to the storage. On a regular file and in a qcow2 image the range reads as zeroes
-    /// afterwards; on a block device it reads as anything. [`Disk::punch`] promises zeroes everywhere.
-    /// With [`Discard::Ignore`] nothing happens.
+    /// Gives space back to the storage. On a regular file and in a qcow2 image the range reads as
+    /// zeroes afterwards; on a block device it reads as anything. [`Disk::punch`] promises zeroes
+    /// everywhere. With [`Discard::Ignore`] nothing happens.
     ///
     /// * `offset`, `len`: bytes; what lies past the end of the disk is ignored.
     ///
@@ -101,14 +101,14 @@ impl Disk {
         }
     }
 
-    /// Punches a hole, whatever the discard mode is: the range reads as zeroes and its space is given back
-    /// (in a qcow2 image with [`Discard::Ignore`] to the image, not to the file system). To a raw image
-    /// zeroes are written only at either end, where a block is zeroed in part.
+    /// Punches a hole, whatever the discard mode is: the range reads as zeroes and its space is
+    /// given back (in a qcow2 image with [`Discard::Ignore`] to the image, not to the file system).
+    /// To a raw image zeroes are written only at either end, where a block is zeroed in part.
     ///
     /// * `offset`, `len`: bytes; what lies past the end of the disk is ignored.
     ///
-    /// Errors: EOPNOTSUPP where the storage cannot (null: always), and nothing has changed then; EROFS; EPERM as
-    /// [`Disk::write`].
+    /// Errors: EOPNOTSUPP where the storage cannot (null: always), and nothing has changed then;
+    /// EROFS; EPERM as [`Disk::write`].
     pub async fn punch(&self, ring: &Ring, offset: u64, len: u64) -> Result<(), Errno> {
         let graph = self.enter().await;
         let (offset, len) = self.admit(&graph, offset, len)?;
@@ -152,13 +152,14 @@ impl Disk {
         self.zero(ring, &graph, offset, len, may_unmap).await
     }
 
-    /// Writes one whole guest cluster of a qcow2 image in compressed form. For tools: the cluster must
-    /// not be allocated yet.
+    /// Writes one whole guest cluster of a qcow2 image in compressed form. For tools: the cluster
+    /// must not be allocated yet.
     ///
     /// * `offset`: bytes; a multiple of the cluster size.
     /// * `compressed`: in the image's own compression type, shorter than a cluster.
     ///
-    /// Errors: EOPNOTSUPP for other formats and for a window of an image; EROFS; those of the image.
+    /// Errors: EOPNOTSUPP for other formats and for a window of an image; EROFS; those of the
+    /// image.
     pub async fn write_compressed(
         &self,
         ring: &Ring,
@@ -176,7 +177,8 @@ impl Disk {
         Ok(())
     }
 
-    /// Whether a change may be made, where in the layers it is, and how much of it lies inside the disk, bytes.
+    /// Whether a change may be made, where in the layers it is, and how much of it lies inside the
+    /// disk, bytes.
     ///
     /// Errors: EIO, EROFS.
     fn admit(&self, graph: &Graph, offset: u64, len: u64) -> Result<(u64, u64), Errno> {

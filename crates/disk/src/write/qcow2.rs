@@ -1,7 +1,7 @@
 //! Changes of a qcow2 top layer.
 //!
-//! The engine holds its own grace and orders its own writes; what is added here is what lies below the
-//! image, the cache mode, and the task that writes metadata back.
+//! The engine holds its own grace and orders its own writes; what is added here is what lies below
+//! the image, the cache mode, and the task that writes metadata back.
 
 use ringdisk_qcow2::Qcow2;
 use ringdisk_ring::{Errno, IoBuf, Ring};

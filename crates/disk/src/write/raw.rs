@@ -61,14 +61,14 @@ impl Disk {
     }
 }
 
-/// Bytes at the beginning of a write through the guard that are copied: the first sector, and as much as a device that writes whole
-/// blocks takes at once.
+/// Bytes at the beginning of a write through the guard that are copied: the first sector, and as
+/// much as a device that writes whole blocks takes at once.
 const COPIED: usize = 64 << 10;
 
 /// Writes what touches the protected sector.
 ///
-/// `buf` may be memory of a guest or of a client, who can change it while it is judged and again before the kernel reads it. So what the
-/// guard judges is a copy, and the copy is what is written.
+/// `buf` may be memory of a guest or of a client, who can change it while it is judged and again
+/// before the kernel reads it. So what the guard judges is a copy, and the copy is what is written.
 async fn write_guarded(
     ring: &Ring,
     raw: &Raw,

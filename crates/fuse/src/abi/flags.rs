@@ -4,13 +4,15 @@
 
 /// INIT: readahead is sent as background requests.
 pub const INIT_ASYNC_READ: u64 = 1 << 0;
-/// INIT: O_TRUNC is left to OPEN. We never set it: the kernel would believe the file to be empty until the next GETATTR.
+/// INIT: O_TRUNC is left to OPEN. We never set it: the kernel would believe the file to be empty
+/// until the next GETATTR.
 pub const INIT_ATOMIC_O_TRUNC: u64 = 1 << 3;
 /// INIT: buffered writes may be larger than a page.
 pub const INIT_BIG_WRITES: u64 = 1 << 5;
 /// INIT: a change of mtime or size drops cached pages.
 pub const INIT_AUTO_INVAL_DATA: u64 = 1 << 12;
-/// INIT: O_DIRECT and asynchronous I/O is split and sent as background requests. Without it all direct I/O runs at depth 1.
+/// INIT: O_DIRECT and asynchronous I/O is split and sent as background requests. Without it all
+/// direct I/O runs at depth 1.
 pub const INIT_ASYNC_DIO: u64 = 1 << 15;
 /// INIT: the kernel buffers writes.
 pub const INIT_WRITEBACK_CACHE: u64 = 1 << 16;
@@ -47,7 +49,8 @@ pub const FOPEN_NOFLUSH: u32 = 1 << 5;
 pub const FOPEN_PARALLEL_DIRECT_WRITES: u32 = 1 << 6;
 /// OPEN reply: the kernel reads and writes the file named by `backing_id` itself.
 pub const FOPEN_PASSTHROUGH: u32 = 1 << 7;
-/// OPEN reply: READ and WRITE of this open file use pages of the client where the queue can (Linux 7.3).
+/// OPEN reply: READ and WRITE of this open file use pages of the client where the queue can (Linux
+/// 7.3).
 pub const FOPEN_IO_URING_ZERO_COPY: u32 = 1 << 8;
 
 /// SETATTR: mode is set.

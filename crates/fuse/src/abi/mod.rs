@@ -1,11 +1,12 @@
 //! FUSE wire structures and numbers, as far as a single-file export needs them.
 //!
-//! Promises: every structure has the size and the offsets of the public interface header (asserted when this crate is
-//! compiled), contains no padding that is not named, and is plain data: any bytes are a valid value. All fields are in host
-//! byte order, which is what the kernel uses on `/dev/fuse`.
+//! Promises: every structure has the size and the offsets of the public interface header (asserted
+//! when this crate is compiled), contains no padding that is not named, and is plain data: any
+//! bytes are a valid value. All fields are in host byte order, which is what the kernel uses on
+//! `/dev/fuse`.
 //!
-//! Source: `include/uapi/linux/fuse.h` (offered under BSD-2-Clause), protocol 7.46. Names follow that header; an `In` structure
-//! comes from the kernel, an `Out` structure goes to it.
+//! Source: `include/uapi/linux/fuse.h` (offered under BSD-2-Clause), protocol 7.46. Names follow
+//! that header; an `In` structure comes from the kernel, an `Out` structure goes to it.
 
 #![allow(
     missing_debug_implementations,
@@ -37,8 +38,9 @@ pub const IN_HEADER_BYTES: usize = size_of::<InHeader>();
 pub const OUT_HEADER_BYTES: usize = size_of::<OutHeader>();
 /// Offset of the data of a WRITE from the start of its frame: header and `WriteIn`.
 pub const WRITE_DATA_OFFSET: usize = IN_HEADER_BYTES + size_of::<WriteIn>();
-/// Bytes at the start of a frame that hold the header and the arguments of every request we parse; SETATTR has the most
-/// (40 + 88). What follows is WRITE data, names, or the list of a BATCH_FORGET, which are not parsed.
+/// Bytes at the start of a frame that hold the header and the arguments of every request we parse;
+/// SETATTR has the most (40 + 88). What follows is WRITE data, names, or the list of a
+/// BATCH_FORGET, which are not parsed.
 pub const REQUEST_HEAD_BYTES: usize = IN_HEADER_BYTES + size_of::<SetattrIn>();
 
 /// Declares one wire structure: plain data, C layout, zero by default.
@@ -90,7 +92,8 @@ wire! {
 }
 
 wire! {
-    /// INIT request, 64 bytes since 7.36. Older kernels send the first 16 only; the rest then counts as 0.
+    /// INIT request, 64 bytes since 7.36. Older kernels send the first 16 only; the rest then
+    /// counts as 0.
     InitIn, 64 {
         /// Major version of the kernel.
         major: u32 = 0,

@@ -1,14 +1,15 @@
 //! Operation numbers.
 //!
-//! Promises: constants only. All numbers of protocol 7.46 are listed, also of operations that an export answers with ENOSYS, so
-//! that logs can name them.
+//! Promises: constants only. All numbers of protocol 7.46 are listed, also of operations that an
+//! export answers with ENOSYS, so that logs can name them.
 
 /// Declares operation numbers together with the table of their names.
 macro_rules! opcodes {
     ($($name:ident = $number:literal,)*) => {
         $(#[doc = concat!("`FUSE_", stringify!($name), "`.")] pub const $name: u32 = $number;)*
 
-        /// Name of an operation as the interface header spells it, without `FUSE_`; "unknown" if we do not know it.
+        /// Name of an operation as the interface header spells it, without `FUSE_`; "unknown" if we
+        /// do not know it.
         #[must_use]
         pub fn name(opcode: u32) -> &'static str {
             match opcode {

@@ -1,7 +1,7 @@
 //! Layouts of FUSE over io_uring.
 //!
-//! Source: `include/uapi/linux/fuse.h` (BSD-2-Clause), `struct fuse_uring_req_header`, `struct fuse_uring_ent_in_out`,
-//! `struct fuse_uring_cmd_req`.
+//! Source: `include/uapi/linux/fuse.h` (BSD-2-Clause), `struct fuse_uring_req_header`, `struct
+//! fuse_uring_ent_in_out`, `struct fuse_uring_cmd_req`.
 
 /// Bytes of the header that an entry shares with the kernel.
 pub const HEADER_BYTES: usize = 288;
@@ -33,7 +33,8 @@ pub const CMD_ADD_BUFPOOL: u32 = 4;
 /// ADD_QUEUE: entries of the queue have slots for pages of clients.
 const QUEUE_ZERO_COPY: u64 = 1 << 0;
 
-/// The command area of a submission entry: flags, number of the request, queue, and what depends on the command.
+/// The command area of a submission entry: flags, number of the request, queue, and what depends on
+/// the command.
 #[must_use]
 pub fn command(commit_id: u64, queue: u16) -> [u8; 80] {
     let mut bytes = [0; 80];

@@ -1,7 +1,7 @@
 //! The life of a request: fetch, serve, reply.
 //!
-//! One task for each entry, for as long as the export lives. Never allocates, locks or blocks; what waits (a disk that is slow) is
-//! this entry alone.
+//! One task for each entry, for as long as the export lives. Never allocates, locks or blocks; what
+//! waits (a disk that is slow) is this entry alone.
 
 use std::cell::Cell;
 use std::future::{Future, poll_fn};
@@ -20,8 +20,8 @@ use crate::serve::{Answer, answer};
 
 use super::queue::Queue;
 
-/// Where data lies in an entry's memory: a page boundary, so that direct I/O needs no copy. The header of a request ends and the
-/// header of a reply ends there too.
+/// Where data lies in an entry's memory: a page boundary, so that direct I/O needs no copy. The
+/// header of a request ends and the header of a reply ends there too.
 const DATA_AT: usize = 4096;
 
 /// Memory of an entry, bytes.
@@ -67,8 +67,9 @@ pub(super) async fn serve_entry(queue: Rc<Queue>, entry: usize) {
 
 /// Takes the pages of an entry before it fetches.
 ///
-/// A process that is being killed can take no new pages, and the kernel may yet make it read a request: if that cannot be copied, the
-/// client gets EIO, and no other process ever sees the request.
+/// A process that is being killed can take no new pages, and the kernel may yet make it read a
+/// request: if that cannot be copied, the client gets EIO, and no other process ever sees the
+/// request.
 fn touch(memory: &IoBuf) {
     let page = rustix::param::page_size();
     for at in (0..memory.len()).step_by(page) {
@@ -169,7 +170,8 @@ async fn send(queue: &Queue, reply: &IoBuf) {
     // /dev/fuse takes a reply at once, so its completion is not worth a wait of its own.
     let sent = queue.ring.write(queue.device, 0, reply).completes_inline().await;
     match sent {
-        // ENOENT: the caller was killed meanwhile. The others: the mount is gone, as the fetch will see.
+        // ENOENT: the caller was killed meanwhile. The others: the mount is gone, as the fetch will
+        // see.
         Ok(_)
         | Err(
             Errno::NOENT

@@ -1,18 +1,22 @@
 //! Which entry of a queue fetches the next request.
 //!
-//! Idle entries wait on a stack, so that a light load uses one buffer again and again, hot in the cache. A few of them are *armed*:
-//! each has an exclusive poll with a read linked to it in the ring.
+//! Idle entries wait on a stack, so that a light load uses one buffer again and again, hot in the
+//! cache. A few of them are *armed*: each has an exclusive poll with a read linked to it in the
+//! ring.
 //!
-//! **Invariant: whenever a fetch ends, another is armed after it** (as soon as there is an idle entry). The kernel may have given
-//! the wake-up of a second request to the poll that has just ended, which it does not repeat; only a new poll looks at the queue
-//! again. So the number of armed entries grows under load, and shrinks only when all fetches are cancelled ([`Fetch::stop`]),
-//! after which some queue must arm anew. The invariant rests on `target ≥ armed`: only then does a fetch that ends leave room for one.
+//! **Invariant: whenever a fetch ends, another is armed after it** (as soon as there is an idle
+//! entry). The kernel may have given the wake-up of a second request to the poll that has just
+//! ended, which it does not repeat; only a new poll looks at the queue again. So the number of
+//! armed entries grows under load, and shrinks only when all fetches are cancelled
+//! ([`Fetch::stop`]), after which some queue must arm anew. The invariant rests on `target ≥
+//! armed`: only then does a fetch that ends leave room for one.
 
 use std::cell::{Cell, RefCell};
 
 use ringdisk_ring::{Parker, Ring};
 
-/// Entries armed at most. More would only wear out caches: one turn of the loop takes what is there and arms again.
+/// Entries armed at most. More would only wear out caches: one turn of the loop takes what is there
+/// and arms again.
 const ARMED_MAX: usize = 8;
 
 /// Value of [`Fetch::operations`] for an entry that has no fetch in the ring.
@@ -86,8 +90,9 @@ impl Fetch {
         self.allow_sleep(ring);
     }
 
-    /// Whether the thread may sleep past the replies that it sends: only when what it waits for is armed, and no entry owes a fetch
-    /// once its reply is out. A fetch that is owed may be the only one that would see the next request.
+    /// Whether the thread may sleep past the replies that it sends: only when what it waits for is
+    /// armed, and no entry owes a fetch once its reply is out. A fetch that is owed may be the only
+    /// one that would see the next request.
     fn allow_sleep(&self, ring: &Ring) {
         let armed = self.armed.get();
         ring.wait_past_inline(armed > 0 && armed >= self.target.get());
@@ -101,7 +106,8 @@ impl Fetch {
         self.arm(ring);
     }
 
-    /// No more fetches: cancels those in the ring. Each ends with a request after all, or with ECANCELED.
+    /// No more fetches: cancels those in the ring. Each ends with a request after all, or with
+    /// ECANCELED.
     pub(super) fn stop(&self, ring: &Ring) {
         self.enabled.set(false);
         for operation in &self.operations {
@@ -111,7 +117,8 @@ impl Fetch {
         }
     }
 
-    /// Looks at the kernel's queue again, by a new poll: a wake-up may have gone to a poll of another queue that was cancelled.
+    /// Looks at the kernel's queue again, by a new poll: a wake-up may have gone to a poll of
+    /// another queue that was cancelled.
     pub(super) fn look_again(&self, ring: &Ring) {
         let before = self.armed.get();
         if before < ARMED_MAX {
@@ -121,8 +128,8 @@ impl Fetch {
         if self.armed.get() > before {
             return;
         }
-        // Enough are armed, or no entry is idle: one of those in the ring starts anew. (An entry that carries a request arms when it
-        // has replied.)
+        // Enough are armed, or no entry is idle: one of those in the ring starts anew. (An entry
+        // that carries a request arms when it has replied.)
         let armed = self.operations.iter().find(|operation| operation.get() != NO_OPERATION);
         if let Some(operation) = armed {
             ring.cancel(operation.get());

@@ -13,7 +13,8 @@ use crate::reply::ReplyBuf;
 use crate::request::{Operation, Request};
 use crate::{Error, ErrorKind};
 
-/// The kernel queues INIT while it mounts, so it is there at once; longer than this means that it is not going to come.
+/// The kernel queues INIT while it mounts, so it is there at once; longer than this means that it
+/// is not going to come.
 const INIT_WAIT: Duration = Duration::from_secs(5);
 
 /// Waits for INIT and answers it.

@@ -1,13 +1,15 @@
 //! Transport `dev`: FUSE over `/dev/fuse`.
 //!
-//! One cloned descriptor, one thread and one io_uring for each queue. Requests are fetched and replies are sent through that ring,
-//! together with the disk's own I/O, so one `io_uring_enter` does all three.
+//! One cloned descriptor, one thread and one io_uring for each queue. Requests are fetched and
+//! replies are sent through that ring, together with the disk's own I/O, so one `io_uring_enter`
+//! does all three.
 //!
-//! All clones of a connection share the kernel's input queue. So that a request wakes one thread and not all, a fetch is an
-//! *exclusive* poll with the read linked behind it; and which queues fetch at all is decided by [`place`].
+//! All clones of a connection share the kernel's input queue. So that a request wakes one thread
+//! and not all, a fetch is an *exclusive* poll with the read linked behind it; and which queues
+//! fetch at all is decided by [`place`].
 //!
-//! Rooms: [`entry`] is the life of a request, [`fetch`] says which entry fetches next, [`place`] which queue, [`queue`] is the
-//! thread, [`init`] the first exchange of a mount.
+//! Rooms: [`entry`] is the life of a request, [`fetch`] says which entry fetches next, [`place`]
+//! which queue, [`queue`] is the thread, [`init`] the first exchange of a mount.
 
 mod entry;
 mod fetch;

@@ -1,11 +1,14 @@
 //! Which queues fetch, and whether they poll.
 //!
-//! All clones of /dev/fuse share one input queue, so any queue could take any request. Where it is served decides more than
-//! anything else: a client that waits for each reply is served best on its own CPU (waking an idle CPU costs tens of µs), or by a
-//! queue that polls on another; one that keeps many requests in flight is served best from another CPU; many clients or large
-//! requests keep several queues busy. No fixed choice wins everywhere, so the choice is tried and measured ([`Policy`]).
+//! All clones of /dev/fuse share one input queue, so any queue could take any request. Where it is
+//! served decides more than anything else: a client that waits for each reply is served best on its
+//! own CPU (waking an idle CPU costs tens of µs), or by a queue that polls on another; one that
+//! keeps many requests in flight is served best from another CPU; many clients or large requests
+//! keep several queues busy. No fixed choice wins everywhere, so the choice is tried and measured
+//! ([`Policy`]).
 //!
-//! The state is shared by all queues; a request reads one word of it, and one queue at a time makes a step, every 2 ms under load.
+//! The state is shared by all queues; a request reads one word of it, and one queue at a time makes
+//! a step, every 2 ms under load.
 
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -24,8 +27,9 @@ const QUEUE_MASK: u64 = ALL - 1;
 /// How long the fetching queues poll, in µs, from this bit on.
 const POLLS_SHIFT: u32 = 40;
 
-/// How long a queue whose requests travel in rings polls while one of them is with the storage: what a fast disk takes, and two
-/// wake-ups. A thread learns for itself whether that pays ([`ringdisk_ring::SpinPolicy`]).
+/// How long a queue whose requests travel in rings polls while one of them is with the storage:
+/// what a fast disk takes, and two wake-ups. A thread learns for itself whether that pays
+/// ([`ringdisk_ring::SpinPolicy`]).
 const STORAGE_POLL: Duration = Duration::from_micros(200);
 /// Nanoseconds between the steps of a restless place: a few requests.
 const RESTLESS_WINDOW_NS: u64 = 50_000;
@@ -91,7 +95,8 @@ impl Place {
         self.draining.store(true, Ordering::Release);
     }
 
-    /// From now on the first queue fetches, all may poll for storage, and nothing is measured; those that run must be woken to see it.
+    /// From now on the first queue fetches, all may poll for storage, and nothing is measured;
+    /// those that run must be woken to see it.
     pub(crate) fn settle(&self) {
         self.settled.store(true, Ordering::Release);
         self.due.store(u64::MAX, Ordering::Relaxed);
@@ -137,8 +142,8 @@ impl Place {
         now >= self.due.load(Ordering::Relaxed)
     }
 
-    /// Looks at the load, and changes the mode if that promises more. Returns whether it did. Queues that come while another is
-    /// here go on at once.
+    /// Looks at the load, and changes the mode if that promises more. Returns whether it did.
+    /// Queues that come while another is here go on at once.
     pub(super) fn step(&self, now: u64) -> bool {
         let Ok(mut policy) = self.policy.try_lock() else { return false };
         if !self.is_due(now) {
@@ -159,7 +164,8 @@ impl Place {
         if self.settled.load(Ordering::Acquire) || self.mode.load(Ordering::Acquire) & ALL != 0 {
             return false;
         }
-        // Rare: the first time that a queue runs out of entries. Whoever holds the lock is done in well under a microsecond.
+        // Rare: the first time that a queue runs out of entries. Whoever holds the lock is done in
+        // well under a microsecond.
         let mut policy = self.policy.lock().unwrap_or_else(PoisonError::into_inner);
         policy.spread();
         self.publish(policy.mode())

@@ -1,12 +1,15 @@
 //! The rule that chooses which queues fetch and whether they poll.
 //!
-//! Pure: it sees the load in windows of 2 ms and says what to do, so that it can be tested by a simulation of loads. Called by one
-//! queue at a time.
+//! Pure: it sees the load in windows of 2 ms and says what to do, so that it can be tested by a
+//! simulation of loads. Called by one queue at a time.
 //!
-//! The rule. Work is counted in requests, plus one for each 64 KiB moved. While the work per time is steady, another mode is tried
-//! now and then: one window passes for the client to settle, three are measured. The trial is kept if it did at least 10 % more than
-//! the windows before it, and does so again in a second trial (once is enough for half as much again): a few ms are noisy. A lost trial doubles the pause before the next (8 ms to 512 ms), a change of the load makes the next one
-//! due at once. So a wrong trial costs at most 8 ms in 512, less than 2 %, and a better mode is found after a few tens of ms.
+//! The rule. Work is counted in requests, plus one for each 64 KiB moved. While the work per time
+//! is steady, another mode is tried now and then: one window passes for the client to settle, three
+//! are measured. The trial is kept if it did at least 10 % more than the windows before it, and
+//! does so again in a second trial (once is enough for half as much again): a few ms are noisy. A
+//! lost trial doubles the pause before the next (8 ms to 512 ms), a change of the load makes the
+//! next one due at once. So a wrong trial costs at most 8 ms in 512, less than 2 %, and a better
+//! mode is found after a few tens of ms.
 
 use std::time::Duration;
 
@@ -14,7 +17,8 @@ use std::time::Duration;
 pub(super) const WINDOW_NS: u64 = 2_000_000;
 /// A window that lasted longer than this saw the client stop: it says nothing about the mode.
 const IDLE_NS: u64 = 10 * WINDOW_NS;
-/// A window with less work than this says nothing either: at 4000 requests per second nobody waits for the daemon's CPU.
+/// A window with less work than this says nothing either: at 4000 requests per second nobody waits
+/// for the daemon's CPU.
 const WORK_MIN: u64 = 8;
 /// Windows between trials after one that was won.
 const PAUSE_MIN: u32 = 4;
@@ -44,8 +48,8 @@ pub(super) struct Mode {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Polls {
     Off,
-    /// 50 µs: longer than a client on another CPU needs for its next request (a few µs and its own wake-up), shorter than two
-    /// wake-ups of an idle CPU.
+    /// 50 µs: longer than a client on another CPU needs for its next request (a few µs and its own
+    /// wake-up), shorter than two wake-ups of an idle CPU.
     Short,
     /// 200 µs: bridges the gap between two bursts of a disk or a deep client.
     Long,

@@ -28,7 +28,8 @@ use super::entry::serve_entry;
 use super::fetch::Fetch;
 use super::place::{MESSAGE_LOOK_AGAIN, MESSAGE_UPDATE, Place};
 
-/// Completions and submissions for each entry: a fetch is two entries (poll and read), a request of several extents a few more.
+/// Completions and submissions for each entry: a fetch is two entries (poll and read), a request of
+/// several extents a few more.
 const SLOTS_PER_ENTRY: u32 = 4;
 
 /// What a queue is made of.
@@ -49,7 +50,8 @@ pub(crate) struct QueueSetup {
     pub(crate) restricted: bool,
 }
 
-/// Start times of the requests in flight, for the watchdog: as [`Place::nanos`], 0 for an idle entry.
+/// Start times of the requests in flight, for the watchdog: as [`Place::nanos`], 0 for an idle
+/// entry.
 #[derive(Debug)]
 pub(crate) struct InFlight(Box<[AtomicU64]>);
 
@@ -130,8 +132,8 @@ impl Queue {
         }
     }
 
-    /// Leaves the thread's CPU to the scheduler, or binds it again. Stops doing so where somebody else has bound the thread meanwhile
-    /// (taskset, a cpuset), or where the system refuses.
+    /// Leaves the thread's CPU to the scheduler, or binds it again. Stops doing so where somebody
+    /// else has bound the thread meanwhile (taskset, a cpuset), or where the system refuses.
     fn set_free(&self, is_free: bool) {
         let was_free = self.is_free.replace(is_free);
         let ThreadPlace { cpus, away, roam, .. } = &self.place_of_thread;
@@ -175,13 +177,14 @@ impl Queue {
         self.entries + index
     }
 
-    /// Memory for an entry of `dev`, on this thread's node. Pages would come from there by themselves, but a huge page that another
-    /// thread touched first may reach into it.
+    /// Memory for an entry of `dev`, on this thread's node. Pages would come from there by
+    /// themselves, but a huge page that another thread touched first may reach into it.
     pub(super) fn new_buffer(&self, len_bytes: usize) -> IoBuf {
         let memory = SharedMemory::mapped(len_bytes);
         memory.advise_small_pages();
         if let Some(node) = self.place_of_thread.memory_node {
-            // That the system binds to this node was tried before the start; without it the page is as good.
+            // That the system binds to this node was tried before the start; without it the page is
+            // as good.
             let _ = memory.prefer_node(0..memory.len(), node);
         }
         self.buffers.add(memory.address(), memory.len());
@@ -198,8 +201,9 @@ impl Queue {
         self.index
     }
 
-    /// Over `/dev/fuse` polling is for the next request: a single one that is in flight when the thread waits is with the storage, and
-    /// nothing comes before that ends. Over rings it is for the storage: with nothing in flight there is nothing to poll for.
+    /// Over `/dev/fuse` polling is for the next request: a single one that is in flight when the
+    /// thread waits is with the storage, and nothing comes before that ends. Over rings it is for
+    /// the storage: with nothing in flight there is nothing to poll for.
     fn hold_polling(&self) {
         let in_flight = self.cells.in_flight.get();
         let is_held = if self.place.is_settled() { in_flight == 0 } else { in_flight == 1 };
@@ -267,8 +271,8 @@ async fn listen(queue: Rc<Queue>) {
     }
 }
 
-/// Tells the other queues: that the place has changed, and, once this queue has stopped fetching, to look for a request whose
-/// wake-up it may have swallowed.
+/// Tells the other queues: that the place has changed, and, once this queue has stopped fetching,
+/// to look for a request whose wake-up it may have swallowed.
 async fn announce(queue: Rc<Queue>) {
     let mut told = 0;
     loop {
@@ -283,7 +287,8 @@ async fn announce(queue: Rc<Queue>) {
         }
         told = change;
         for fd in queue.place.others(queue.place_index) {
-            // A message that is lost may be the one that a client waits for. The other ring goes only when the export ends.
+            // A message that is lost may be the one that a client waits for. The other ring goes
+            // only when the export ends.
             while let Err(errno) = queue.ring.send_message(fd, message).await {
                 if errno == Errno::BADF || errno == Errno::BADFD || queue.ended.get() {
                     break;
@@ -359,7 +364,8 @@ impl QueueThread {
                     );
                 }));
                 if served.is_err() {
-                    // A defect of ours: the clients of this export get errors, and the process goes on.
+                    // A defect of ours: the clients of this export get errors, and the process goes
+                    // on.
                     events.send(Event::QueueEnded(index, EndReason::Panicked));
                 }
                 let _ = done_sender.send(());
@@ -397,7 +403,8 @@ impl QueueThread {
         self.remote.run(|_| {});
     }
 
-    /// Makes the thread look at the kernel's input queue again: a wake-up may have gone to somebody who cannot use it.
+    /// Makes the thread look at the kernel's input queue again: a wake-up may have gone to somebody
+    /// who cannot use it.
     pub(crate) fn look_again(&self) {
         self.look.store(true, Ordering::Release);
         self.remote.run(|_| {});
@@ -411,7 +418,8 @@ impl QueueThread {
 
     /// Waits for the end of the thread. False when it did not end in time; it is left behind then.
     pub(crate) fn join(&mut self, deadline: Instant) -> bool {
-        // A thread that still waits for its device ends when the sender is gone; one that serves has it.
+        // A thread that still waits for its device ends when the sender is gone; one that serves
+        // has it.
         let left = deadline.saturating_duration_since(Instant::now());
         let ended = self.done.recv_timeout(left).is_ok();
         if let Some(thread) = self.thread.take()
@@ -442,7 +450,8 @@ fn run(
     stop: &Arc<AtomicBool>,
     look: &AtomicBool,
 ) {
-    // First the CPU, then the memory: pages are taken from the node of the thread that touches them.
+    // First the CPU, then the memory: pages are taken from the node of the thread that touches
+    // them.
     let pin_error = pin(&setup);
     let cells = Arc::new(QueueCells::default());
     let all_entries = setup.rings.as_ref().map_or(0, |rings| rings.entry_count());

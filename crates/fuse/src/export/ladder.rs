@@ -1,5 +1,5 @@
-//! What a mount takes of what the kernel and the image offer, and why not more: transport, modes of rings, passthrough,
-//! descriptors.
+//! What a mount takes of what the kernel and the image offer, and why not more: transport, modes of
+//! rings, passthrough, descriptors.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -121,7 +121,8 @@ pub(super) fn ring_error(error: SetupError) -> Error {
     Error::new(kind, "the queues could not be started").source(error)
 }
 
-/// One descriptor for each queue: clones, or the first one shared where cloning is not allowed (a user without access to /dev/fuse).
+/// One descriptor for each queue: clones, or the first one shared where cloning is not allowed (a
+/// user without access to /dev/fuse).
 pub(super) fn queue_devices(
     mount: &Mount,
     count: usize,

@@ -52,7 +52,8 @@ pub struct ExportOptions {
     pub cpus: Option<CpuList>,
     /// Whether queues are served, and buffers kept, on the node of their callers.
     pub numa: Numa,
-    /// Requests that each queue serves at once, 1..=4096; `None`: [`QUEUE_DEPTH_DEFAULT`](super::QUEUE_DEPTH_DEFAULT), and what memory allows on rings.
+    /// Requests that each queue serves at once, 1..=4096; `None`:
+    /// [`QUEUE_DEPTH_DEFAULT`](super::QUEUE_DEPTH_DEFAULT), and what memory allows on rings.
     pub queue_depth: Option<u32>,
     /// Clients may make the disk larger.
     pub growable: bool,
@@ -77,7 +78,8 @@ pub struct ExportOptions {
     /// Moves the fetching between queues all the time. For tests of just that.
     #[doc(hidden)]
     pub restless: bool,
-    /// Where entries of the rings stay; `None`: they move with the load. For measurements of just that.
+    /// Where entries of the rings stay; `None`: they move with the load. For measurements of just
+    /// that.
     #[doc(hidden)]
     pub stay: Option<Stay>,
     /// The most that rings do. For measurements of just that.

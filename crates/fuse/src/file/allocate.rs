@@ -1,6 +1,7 @@
 //! FALLOCATE.
 //!
-//! Promises: nothing is written where a mode is refused; a range that was punched or zeroed reads as zeroes.
+//! Promises: nothing is written where a mode is refused; a range that was punched or zeroed reads
+//! as zeroes.
 
 use ringdisk_ring::{Errno, Ring};
 
@@ -16,13 +17,14 @@ const ZERO_AND_KEEP: u32 = ZERO_RANGE | KEEP_SIZE;
 impl FileServer {
     /// Grows the disk, punches holes, or zeroes a range.
     ///
-    /// - no flag: at or past the end the disk grows and the space is reserved; before it, EOPNOTSUPP: a disk does not reserve space.
+    /// - no flag: at or past the end the disk grows and the space is reserved; before it,
+    ///   EOPNOTSUPP: a disk does not reserve space.
     /// - `PUNCH_HOLE | KEEP_SIZE`: never by writing zeroes; past the end nothing happens.
     /// - `ZERO_RANGE`: grows past the end, with `KEEP_SIZE` it does not.
     /// - any other combination: EOPNOTSUPP.
     ///
-    /// Errors: EACCES on a read-only export; EINVAL for an empty range; EFBIG; EPERM where a disk that is not growable would grow;
-    /// EOPNOTSUPP also where the disk cannot; those of the disk.
+    /// Errors: EACCES on a read-only export; EINVAL for an empty range; EFBIG; EPERM where a disk
+    /// that is not growable would grow; EOPNOTSUPP also where the disk cannot; those of the disk.
     pub(super) async fn fallocate(&self, ring: &Ring, argument: &FallocateIn) -> Result<(), Errno> {
         if self.read_only {
             return Err(Errno::ACCESS);

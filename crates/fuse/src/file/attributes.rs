@@ -1,6 +1,7 @@
 //! GETATTR and SETATTR.
 //!
-//! Promises: a SETATTR that is refused changes nothing; mode and owner live as long as the export and never reach the image.
+//! Promises: a SETATTR that is refused changes nothing; mode and owner live as long as the export
+//! and never reach the image.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -15,9 +16,11 @@ use crate::abi::flags::{
 };
 use crate::abi::{Attr, AttrOut, ROOT_ID, SetattrIn};
 
-/// Seconds for which the kernel may keep attributes. A resize does not wait for it: it sends a notification.
+/// Seconds for which the kernel may keep attributes. A resize does not wait for it: it sends a
+/// notification.
 const ATTRIBUTES_VALID_S: u64 = 1;
-/// Smallest block size that `stat` shows, bytes. The disk takes any alignment, but C libraries size their buffers by this number.
+/// Smallest block size that `stat` shows, bytes. The disk takes any alignment, but C libraries size
+/// their buffers by this number.
 const BLOCK_BYTES_MIN: u32 = 4096;
 /// Unit of `st_blocks`, bytes.
 const STAT_BLOCK_BYTES: u64 = 512;
@@ -32,9 +35,11 @@ const GROUP_EXECUTE: u32 = 0o0010;
 impl FileServer {
     /// Attributes of the file as they are now.
     ///
-    /// The size on the host comes from a helper thread: asking a file system that does not answer must not stop the queue.
+    /// The size on the host comes from a helper thread: asking a file system that does not answer
+    /// must not stop the queue.
     pub(super) async fn attributes(&self, ring: &Ring) -> AttrOut {
-        // The kernel may have made a file that it writes itself longer; it would believe a smaller number from us.
+        // The kernel may have made a file that it writes itself longer; it would believe a smaller
+        // number from us.
         let size = match self.disk.follow_length(ring).await {
             Ok(size) => size,
             Err(errno) => {
@@ -70,9 +75,10 @@ impl FileServer {
 
     /// Changes size, mode or owner.
     ///
-    /// Errors: EACCES on a read-only export; EPERM for permissions of others without `allow_other`, for a larger size unless the disk
-    /// is growable, and for a smaller one unless it is resizable; EOPNOTSUPP for an owner without `allow_other`, for time stamps, and
-    /// for the size of a disk that cannot be resized; EFBIG; those of the disk.
+    /// Errors: EACCES on a read-only export; EPERM for permissions of others without `allow_other`,
+    /// for a larger size unless the disk is growable, and for a smaller one unless it is resizable;
+    /// EOPNOTSUPP for an owner without `allow_other`, for time stamps, and for the size of a disk
+    /// that cannot be resized; EFBIG; those of the disk.
     pub(super) async fn set_attributes(
         &self,
         ring: &Ring,
@@ -115,12 +121,13 @@ impl FileServer {
         Ok(())
     }
 
-    /// Whether this is `open` with O_TRUNC on an export that is not resizable: tools that "overwrite" the file mean its content, and a
-    /// disk keeps its size.
+    /// Whether this is `open` with O_TRUNC on an export that is not resizable: tools that
+    /// "overwrite" the file mean its content, and a disk keeps its size.
     ///
-    /// It comes as a change of the size to 0 without an open file, while ftruncate names one. (ATOMIC_O_TRUNC would tell the two
-    /// apart from truncate(path, 0) too, but it makes the kernel believe that the file is empty until the next GETATTR, and
-    /// asynchronous reads and mappings of other clients would see that.)
+    /// It comes as a change of the size to 0 without an open file, while ftruncate names one.
+    /// (ATOMIC_O_TRUNC would tell the two apart from truncate(path, 0) too, but it makes the kernel
+    /// believe that the file is empty until the next GETATTR, and asynchronous reads and mappings
+    /// of other clients would see that.)
     fn is_open_truncation(&self, argument: &SetattrIn) -> bool {
         !self.resizable && argument.size == 0 && argument.valid & FATTR_FH == 0
     }

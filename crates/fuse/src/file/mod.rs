@@ -1,21 +1,27 @@
 //! What each file operation does on a disk.
 //!
-//! Promises: a client sees the results that it knows from qemu-storage-daemon, whatever the transport; reads are never short inside
-//! the disk; the size is what it is unless the disk is `growable` (clients may make it larger) or `resizable` (and smaller). Called by the tasks of all queue threads at once: the state is
-//! atomics, there is no lock, and no READ or WRITE allocates.
+//! Promises: a client sees the results that it knows from qemu-storage-daemon, whatever the
+//! transport; reads are never short inside the disk; the size is what it is unless the disk is
+//! `growable` (clients may make it larger) or `resizable` (and smaller). Called by the tasks of all
+//! queue threads at once: the state is atomics, there is no lock, and no READ or WRITE allocates.
 //!
 //! Different from qemu-storage-daemon, on purpose:
 //! - `st_blksize` is at least 4096 (there 1, from which C libraries make one-byte buffers);
-//! - a read-only file shows one unchanging time (there always "now", which tools take for a change while they read);
-//! - without `growable` no client changes the size (there `ftruncate` and `fallocate` do), and with it none makes the disk smaller:
-//!   that takes `resizable`. EPERM says so; the size that the disk has may always be "set";
-//! - O_TRUNC without `resizable` keeps the size in the kernel too (there the kernel takes the file for empty until the next `stat`);
-//!   the price is that `truncate(path, 0)` without an open file succeeds as well, and changes nothing;
-//! - a write at or past the end of a disk that is not growable fails with ENOSPC, and never succeeds with 0 bytes;
+//! - a read-only file shows one unchanging time (there always "now", which tools take for a change
+//!   while they read);
+//! - without `growable` no client changes the size (there `ftruncate` and `fallocate` do), and with
+//!   it none makes the disk smaller: that takes `resizable`. EPERM says so; the size that the disk
+//!   has may always be "set";
+//! - O_TRUNC without `resizable` keeps the size in the kernel too (there the kernel takes the file
+//!   for empty until the next `stat`); the price is that `truncate(path, 0)` without an open file
+//!   succeeds as well, and changes nothing;
+//! - a write at or past the end of a disk that is not growable fails with ENOSPC, and never
+//!   succeeds with 0 bytes;
 //! - closing a descriptor that cannot write does not flush.
 //!
-//! READ and WRITE are calls of their own ([`FileServer::read`], [`FileServer::write`]), so that the transport decides where the data
-//! lies; everything else is one call that writes the reply ([`FileServer::serve_control`]).
+//! READ and WRITE are calls of their own ([`FileServer::read`], [`FileServer::write`]), so that the
+//! transport decides where the data lies; everything else is one call that writes the reply
+//! ([`FileServer::serve_control`]).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -35,7 +41,8 @@ mod allocate;
 mod attributes;
 mod seek;
 
-/// Handle in every OPEN reply. The same for all, so that a request stays valid when another process takes the connection over.
+/// Handle in every OPEN reply. The same for all, so that a request stays valid when another process
+/// takes the connection over.
 const FILE_HANDLE: u64 = 1;
 /// Longest name that STATFS reports, bytes.
 const NAME_BYTES_MAX: u32 = 255;
@@ -70,7 +77,8 @@ pub struct FileOptions {
 }
 
 impl FileServer {
-    /// Goes on with the state that is recorded, if one is, and records from now on. Before any request is served.
+    /// Goes on with the state that is recorded, if one is, and records from now on. Before any
+    /// request is served.
     #[must_use]
     pub fn recording(mut self, record: Arc<FileRecord>) -> FileServer {
         if let Some(state) = record.state() {
@@ -133,7 +141,8 @@ pub struct FileServer {
     refuses_opens: AtomicBool,
     /// Changes of the size that clients of this file are making: the kernel knows of those.
     client_resizes: AtomicU32,
-    /// Time that a read-only file shows: it does not change, so tools that watch for changes must not see any.
+    /// Time that a read-only file shows: it does not change, so tools that watch for changes must
+    /// not see any.
     started: SystemTime,
     /// Where the state is kept for another process.
     record: Option<Arc<FileRecord>>,
@@ -183,7 +192,8 @@ impl FileServer {
         }
     }
 
-    /// As [`failed`](FileServer::failed), for a write. That the disk ends where it ends is no failure.
+    /// As [`failed`](FileServer::failed), for a write. That the disk ends where it ends is no
+    /// failure.
     #[cold]
     pub(crate) fn failed_write(&self, argument: &WriteIn, errno: Errno) {
         let is_end = !self.growable && argument.offset >= self.disk.size();
@@ -217,8 +227,9 @@ impl FileServer {
         recorded.map_or_else(|| self.open_files.load(Ordering::SeqCst), |state| state.open_files)
     }
 
-    /// Whether OPEN is refused from now on, with ESTALE: for a mount that has left the tree. The kernel looks the name up again then (`do_filp_open`
-    /// of fs/namei.c), and finds what is there now. Whoever sets this and then counts no open file can be sure that there will be none: an
+    /// Whether OPEN is refused from now on, with ESTALE: for a mount that has left the tree. The
+    /// kernel looks the name up again then (`do_filp_open` of fs/namei.c), and finds what is there
+    /// now. Whoever sets this and then counts no open file can be sure that there will be none: an
     /// OPEN counts first and looks here after that. Any thread.
     pub(crate) fn refuse_opens(&self, refuses: bool) {
         self.refuses_opens.store(refuses, Ordering::SeqCst);
@@ -228,8 +239,9 @@ impl FileServer {
     ///
     /// * `offset`: bytes; `size`: bytes, cut to the length of `buf`.
     ///
-    /// Returns the bytes to send: less than `size` only where the disk ends, since the kernel takes a short read for the end of the
-    /// file and shrinks its idea of the size; 0 at and past the end.
+    /// Returns the bytes to send: less than `size` only where the disk ends, since the kernel takes
+    /// a short read for the end of the file and shrinks its idea of the size; 0 at and past the
+    /// end.
     ///
     /// Errors: those of the disk.
     pub async fn read(
@@ -248,7 +260,8 @@ impl FileServer {
         if done >= size.min(buf.len()) {
             return Ok(done);
         }
-        // The end of the disk, as a rule. A disk that promises more (it grew meanwhile) gets zeroes, which is what new space holds.
+        // The end of the disk, as a rule. A disk that promises more (it grew meanwhile) gets
+        // zeroes, which is what new space holds.
         let inside = self.inside(offset, size.min(buf.len()));
         if done < inside {
             ring.zero(&buf.slice(done..inside)).await?;
@@ -258,11 +271,13 @@ impl FileServer {
 
     /// Writes the whole of `buf`, which holds the data of the WRITE request `argument`.
     ///
-    /// Returns the bytes that the client has written: cut at the end of the disk unless it is growable, and ENOSPC at and past the end,
-    /// as on a block device: of 0 bytes written some programs make another attempt, for ever. Less is also returned if an error came after some progress. With O_DSYNC or O_SYNC the data is durable on return.
+    /// Returns the bytes that the client has written: cut at the end of the disk unless it is
+    /// growable, and ENOSPC at and past the end, as on a block device: of 0 bytes written some
+    /// programs make another attempt, for ever. Less is also returned if an error came after some
+    /// progress. With O_DSYNC or O_SYNC the data is durable on return.
     ///
-    /// Errors: ENOSPC; EACCES on a read-only export; EFBIG past the largest file size; EOPNOTSUPP past the end of a disk that is growable but
-    /// cannot be resized; those of the disk.
+    /// Errors: ENOSPC; EACCES on a read-only export; EFBIG past the largest file size; EOPNOTSUPP
+    /// past the end of a disk that is growable but cannot be resized; those of the disk.
     pub async fn write(
         &self,
         ring: &Ring,
@@ -278,7 +293,8 @@ impl FileServer {
         if buf.is_empty() {
             return Ok(0);
         }
-        // Pages of a shared mapping end at the end of the file. If they do not, the file has shrunk since: that must not undo it.
+        // Pages of a shared mapping end at the end of the file. If they do not, the file has shrunk
+        // since: that must not undo it.
         let from_page_cache = argument.write_flags & WRITE_CACHE != 0;
         let end = argument
             .offset
@@ -301,7 +317,8 @@ impl FileServer {
         if done == 0 { Err(Errno::NOSPC) } else { Ok(done) }
     }
 
-    /// Whether a client of this file is changing its size, so that the kernel need not be told. Any thread.
+    /// Whether a client of this file is changing its size, so that the kernel need not be told. Any
+    /// thread.
     #[must_use]
     pub fn is_resized_by_client(&self) -> bool {
         self.client_resizes.load(Ordering::Acquire) > 0
@@ -322,7 +339,8 @@ impl FileServer {
         is_strict: bool,
     ) -> Result<usize, Errno> {
         let mut done = self.disk.write(ring, offset, buf).await?;
-        // Short inside the disk means that an error came after some progress: the rest will name it.
+        // Short inside the disk means that an error came after some progress: the rest will name
+        // it.
         while done < self.inside(offset, buf.len()) {
             match self.disk.write(ring, offset + done as u64, &buf.slice(done..buf.len())).await {
                 Ok(0) if is_strict => return Err(Errno::IO),
@@ -336,7 +354,8 @@ impl FileServer {
         Ok(done)
     }
 
-    /// Serves any operation but INIT, READ and WRITE, and writes its reply to `out`, which stays empty if there is none to send.
+    /// Serves any operation but INIT, READ and WRITE, and writes its reply to `out`, which stays
+    /// empty if there is none to send.
     pub async fn serve_control(&self, ring: &Ring, request: &Request, out: &mut ReplyBuf) {
         out.clear();
         if !request.expects_reply() {
@@ -394,7 +413,8 @@ impl FileServer {
             Operation::Destroy => out.set_empty(unique),
             // The root is the file, and a file has no children.
             Operation::Lookup => return Err(Errno::NOENT),
-            // The kernel remembers ENOSYS and does not ask again, or falls back to what it can do itself.
+            // The kernel remembers ENOSYS and does not ask again, or falls back to what it can do
+            // itself.
             Operation::Unsupported(_) => return Err(Errno::NOSYS),
             // The transport keeps these for itself; INIT is never repeated.
             Operation::Init(_) | Operation::Read(_) | Operation::Write(_) => {
@@ -408,7 +428,8 @@ impl FileServer {
         Ok(())
     }
 
-    /// Errors: EACCES for writing to a read-only export (the kernel has said EROFS before, as a rule); ESTALE at the end of the mount.
+    /// Errors: EACCES for writing to a read-only export (the kernel has said EROFS before, as a
+    /// rule); ESTALE at the end of the mount.
     fn open(&self, unique: u64, argument: &OpenIn) -> Result<OpenOut, Errno> {
         let can_write = can_write(argument.flags);
         if can_write && self.read_only {

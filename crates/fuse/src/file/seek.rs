@@ -1,6 +1,7 @@
 //! LSEEK for SEEK_DATA and SEEK_HOLE; the kernel does the other kinds itself.
 //!
-//! Promises: the answer comes from the block status of the disk; the end of the disk counts as a hole.
+//! Promises: the answer comes from the block status of the disk; the end of the disk counts as a
+//! hole.
 
 use ringdisk_ring::{Errno, Ring};
 
@@ -13,7 +14,8 @@ const SEEK_HOLE: u32 = libc::SEEK_HOLE.unsigned_abs();
 impl FileServer {
     /// Finds the next data or hole at or after a position.
     ///
-    /// Errors: ENXIO at or past the end, and for SEEK_DATA if only holes follow; EINVAL for another `whence`; those of the disk.
+    /// Errors: ENXIO at or past the end, and for SEEK_DATA if only holes follow; EINVAL for another
+    /// `whence`; those of the disk.
     pub(super) async fn seek(&self, ring: &Ring, argument: &LseekIn) -> Result<LseekOut, Errno> {
         let wants_data = match argument.whence {
             SEEK_DATA => true,

@@ -1,7 +1,8 @@
 //! Aborting a connection by fusectl.
 //!
-//! Promises: numbers of connections are used again, so a number is looked up once, while the mount is known to be ours; what was opened then
-//! reaches that connection only, and nothing when it is gone. (The kernel takes the file away from the connection before that goes:
+//! Promises: numbers of connections are used again, so a number is looked up once, while the mount
+//! is known to be ours; what was opened then reaches that connection only, and nothing when it is
+//! gone. (The kernel takes the file away from the connection before that goes:
 //! `fuse_ctl_remove_conn`.)
 
 use std::fs::File;
@@ -25,7 +26,8 @@ pub struct Abort {
 }
 
 impl Abort {
-    /// Opens it, where fusectl is mounted, or by a private instance of it (root). `None`: it cannot be had.
+    /// Opens it, where fusectl is mounted, or by a private instance of it (root). `None`: it cannot
+    /// be had.
     ///
     /// * `connection`: its number, which is not another mount's.
     #[must_use]
@@ -34,7 +36,8 @@ impl Abort {
             let root = open(CWD, FUSECTL_PATH, OFlags::PATH | OFlags::DIRECTORY)?;
             Abort::below(root.as_fd(), connection)
         };
-        // fusectl has one instance per kernel; a detached mount of it serves without being visible to anybody.
+        // fusectl has one instance per kernel; a detached mount of it serves without being visible
+        // to anybody.
         let private = || Abort::below(direct::detached("fusectl")?.as_fd(), connection);
         mounted().or_else(|_: Errno| private()).ok()
     }
@@ -45,14 +48,16 @@ impl Abort {
         Ok(Abort { abort: abort.into(), directory })
     }
 
-    /// Tells the kernel. Does nothing to a connection that is gone. Returns whether the kernel was told.
+    /// Tells the kernel. Does nothing to a connection that is gone. Returns whether the kernel was
+    /// told.
     pub fn abort(&self) -> bool {
         (&self.abort).write_all(b"1").is_ok()
     }
 
-    /// Whether the file system of the connection is there still, mounted or in use; if that cannot be told, it is. As long as it is, no other
-    /// mount has its number: the kernel takes the connection out of fusectl first (`fuse_sb_destroy`), and then this directory holds nothing, or
-    /// a file that is empty (`fuse_conn_waiting_read`).
+    /// Whether the file system of the connection is there still, mounted or in use; if that cannot
+    /// be told, it is. As long as it is, no other mount has its number: the kernel takes the
+    /// connection out of fusectl first (`fuse_sb_destroy`), and then this directory holds nothing,
+    /// or a file that is empty (`fuse_conn_waiting_read`).
     #[must_use]
     pub fn is_there(&self) -> bool {
         match open(self.directory.as_fd(), "waiting", OFlags::RDONLY) {
@@ -66,8 +71,9 @@ fn open(at: BorrowedFd<'_>, path: &str, flags: OFlags) -> Result<OwnedFd, Errno>
     rustix::fs::openat(at, path, flags | OFlags::CLOEXEC, Mode::empty())
 }
 
-/// The number of the connection that a `/dev/fuse` descriptor belongs to, as the kernel says it (`fuse_connection` in its fdinfo). `None`:
-/// an older kernel, no `/proc`, or a descriptor without a connection.
+/// The number of the connection that a `/dev/fuse` descriptor belongs to, as the kernel says it
+/// (`fuse_connection` in its fdinfo). `None`: an older kernel, no `/proc`, or a descriptor without
+/// a connection.
 pub(super) fn connection_of(device: BorrowedFd<'_>) -> Option<u32> {
     let path = format!("/proc/self/fdinfo/{}", device.as_raw_fd());
     let text = std::fs::read_to_string(path).ok()?;

@@ -1,6 +1,7 @@
 //! Opening `/dev/fuse`.
 //!
-//! Promises: descriptors are close-on-exec and nonblocking; a missing or forbidden device gives a message that says what to do.
+//! Promises: descriptors are close-on-exec and nonblocking; a missing or forbidden device gives a
+//! message that says what to do.
 
 use std::os::fd::OwnedFd;
 

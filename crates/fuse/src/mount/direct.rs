@@ -1,7 +1,8 @@
-//! Mounting by this process: the file-descriptor API, and mount(2) where a kernel or a container's filter lacks that.
+//! Mounting by this process: the file-descriptor API, and mount(2) where a kernel or a container's
+//! filter lacks that.
 //!
-//! Promises: either the mount is on its mountpoint, or nothing is left of it. The kernel's own words about a refused option are part
-//! of the error.
+//! Promises: either the mount is on its mountpoint, or nothing is left of it. The kernel's own
+//! words about a refused option are part of the error.
 
 use std::ffi::CString;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -18,7 +19,8 @@ use super::table::{FSTYPE, SUBTYPE};
 use super::{MountOptions, owner};
 use crate::error::{Error, ErrorKind};
 
-/// Type bits of a regular file, in octal as the option wants it; the permissions come with the first GETATTR.
+/// Type bits of a regular file, in octal as the option wants it; the permissions come with the
+/// first GETATTR.
 const ROOT_MODE: &str = "100600";
 
 /// Mounts the connection of `device` on a file.
@@ -26,7 +28,8 @@ const ROOT_MODE: &str = "100600";
 /// * `at`: the file, as [`super::mountpoint::hold`] gives it.
 /// * `mountpoint`: its name, for messages.
 ///
-/// Errors: [`ErrorKind::PermissionDenied`], [`ErrorKind::Unsupported`] (no FUSE in this kernel), [`ErrorKind::System`].
+/// Errors: [`ErrorKind::PermissionDenied`], [`ErrorKind::Unsupported`] (no FUSE in this kernel),
+/// [`ErrorKind::System`].
 pub(super) fn mount(
     at: BorrowedFd<'_>,
     mountpoint: &Path,
@@ -35,7 +38,8 @@ pub(super) fn mount(
 ) -> Result<(), Error> {
     match mount_by_descriptors(at, device, options) {
         Ok(()) => Ok(()),
-        // ENOSYS: Linux before 5.2. EPERM: also what filters of system calls answer for calls that they do not know.
+        // ENOSYS: Linux before 5.2. EPERM: also what filters of system calls answer for calls that
+        // they do not know.
         Err(failure) if matches!(failure.errno, Errno::NOSYS | Errno::PERM) => {
             mount_classic(at, device, options).map_err(|errno| explain(mountpoint, errno, ""))
         }
@@ -43,7 +47,8 @@ pub(super) fn mount(
     }
 }
 
-/// Makes a mount of a filesystem that needs no options, attached nowhere; it goes with the descriptor.
+/// Makes a mount of a filesystem that needs no options, attached nowhere; it goes with the
+/// descriptor.
 pub(super) fn detached(fstype: &str) -> Result<OwnedFd, Errno> {
     let context = fsopen(fstype, FsOpenFlags::FSOPEN_CLOEXEC)?;
     fsconfig_create(&context)?;

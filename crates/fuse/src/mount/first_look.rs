@@ -1,8 +1,9 @@
 //! Whether a mount answers, asked from a process of its own.
 //!
-//! A thread of ours could wait for ever: a process that is being killed ends only when all of its threads have, and a thread that waits
-//! for an answer of FUSE does not, since its memory keeps the rings, which keep the connection. Another process holds nothing of
-//! the mount: ours ends, the kernel aborts the connection, and then the other one has its answer, too.
+//! A thread of ours could wait for ever: a process that is being killed ends only when all of its
+//! threads have, and a thread that waits for an answer of FUSE does not, since its memory keeps the
+//! rings, which keep the connection. Another process holds nothing of the mount: ours ends, the
+//! kernel aborts the connection, and then the other one has its answer, too.
 
 use std::ffi::CString;
 use std::os::fd::{AsFd, OwnedFd};
@@ -16,7 +17,8 @@ use rustix::process::{PidfdFlags, WaitId, WaitIdOptions, pidfd_open, waitid};
 
 use super::ffi::stat_in_a_process;
 
-/// A process that asks. Waited for when this is dropped: the mount must answer by then, or have been aborted.
+/// A process that asks. Waited for when this is dropped: the mount must answer by then, or have
+/// been aborted.
 #[derive(Debug)]
 pub(crate) struct FirstLook(OwnedFd);
 
@@ -45,7 +47,8 @@ impl FirstLook {
 }
 
 impl FirstLook {
-    /// What the server answers; `None`: nothing in time. The process is not waited for then: it may never end.
+    /// What the server answers; `None`: nothing in time. The process is not waited for then: it may
+    /// never end.
     pub(crate) fn answer(self, limit: Duration) -> Option<Result<(), Errno>> {
         if !self.is_answered(limit) {
             // No descriptor is left open longer than this one, and the child is init's when we end.

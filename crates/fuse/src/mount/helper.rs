@@ -1,9 +1,11 @@
 //! Mounting and unmounting through `fusermount3`, for users who are not root.
 //!
-//! Promises: no descriptor leaks into the helper but its end of one socket, which is its standard input; the device that comes back
-//! is close-on-exec and nonblocking; what the helper says on failure is part of the error.
+//! Promises: no descriptor leaks into the helper but its end of one socket, which is its standard
+//! input; the device that comes back is close-on-exec and nonblocking; what the helper says on
+//! failure is part of the error.
 //!
-//! The helper gets `_FUSE_COMMFD`, the number of a socket, mounts, sends the device over it with one byte (SCM_RIGHTS), and exits.
+//! The helper gets `_FUSE_COMMFD`, the number of a socket, mounts, sends the device over it with
+//! one byte (SCM_RIGHTS), and exits.
 
 use std::io::{self, IoSliceMut, Read};
 use std::mem::MaybeUninit;
@@ -31,8 +33,9 @@ const HELPER_TEXT_MAX: u64 = 4096;
 
 /// Mounts on `mountpoint` and gives the device of the new connection.
 ///
-/// Errors: [`ErrorKind::HelperMissing`], [`ErrorKind::AllowOtherDenied`], [`ErrorKind::DeviceMissing`],
-/// [`ErrorKind::DeviceForbidden`], [`ErrorKind::PermissionDenied`], [`ErrorKind::System`].
+/// Errors: [`ErrorKind::HelperMissing`], [`ErrorKind::AllowOtherDenied`],
+/// [`ErrorKind::DeviceMissing`], [`ErrorKind::DeviceForbidden`], [`ErrorKind::PermissionDenied`],
+/// [`ErrorKind::System`].
 pub(super) fn mount(mountpoint: &Path, options: &MountOptions) -> Result<OwnedFd, Error> {
     let system =
         |errno: Errno| Error::new(ErrorKind::System, "cannot talk to fusermount3").errno(errno);
@@ -42,7 +45,8 @@ pub(super) fn mount(mountpoint: &Path, options: &MountOptions) -> Result<OwnedFd
 
     let mut child = spawn(|command| {
         command.arg("-o").arg(option_text(options)).arg("--").arg(mountpoint);
-        // Standard input is the only descriptor that std hands over without code of our own between fork and exec.
+        // Standard input is the only descriptor that std hands over without code of our own between
+        // fork and exec.
         command.env("_FUSE_COMMFD", "0").stdin(Stdio::from(theirs.try_clone()?));
         Ok(())
     })?;

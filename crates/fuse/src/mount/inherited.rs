@@ -1,10 +1,10 @@
 //! Descriptors that a service manager kept for us while no process of ours lived.
 //!
-//! Promises: each descriptor is taken once, and is close-on-exec from then on; those that do not have one of our names stay as they
-//! are. Called by the main thread at the start of the program.
+//! Promises: each descriptor is taken once, and is close-on-exec from then on; those that do not
+//! have one of our names stay as they are. Called by the main thread at the start of the program.
 //!
-//! Source: sd_listen_fds(3): `LISTEN_PID` is our pid, `LISTEN_FDS` descriptors begin at 3, `LISTEN_FDNAMES` has their names between
-//! colons.
+//! Source: sd_listen_fds(3): `LISTEN_PID` is our pid, `LISTEN_FDS` descriptors begin at 3,
+//! `LISTEN_FDNAMES` has their names between colons.
 #![allow(unsafe_code)]
 
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -19,7 +19,8 @@ const FIRST: RawFd = 3;
 /// More than any manager keeps for one service: a bound for a number from the environment.
 const COUNT_MAX: usize = 1024;
 
-/// The descriptors whose names begin with `prefix`, with their names, in the order in which they were given. Empty the second time.
+/// The descriptors whose names begin with `prefix`, with their names, in the order in which they
+/// were given. Empty the second time.
 #[must_use]
 pub fn take(prefix: &str) -> Vec<(String, OwnedFd)> {
     static IS_TAKEN: AtomicBool = AtomicBool::new(false);
@@ -33,8 +34,8 @@ pub fn take(prefix: &str) -> Vec<(String, OwnedFd)> {
     numbered(&names, count, prefix).filter_map(|(name, raw)| Some((name, adopt(raw)?))).collect()
 }
 
-/// The socket of this number that the program was started with. `None`: there is no such descriptor, it is no socket, or it was
-/// taken before.
+/// The socket of this number that the program was started with. `None`: there is no such
+/// descriptor, it is no socket, or it was taken before.
 ///
 /// To be called before the program opens sockets of its own, which could have this number.
 #[must_use]
@@ -44,7 +45,8 @@ pub fn take_socket(number: RawFd) -> Option<OwnedFd> {
     if number < FIRST || taken.contains(&number) {
         return None;
     }
-    // SAFETY: the number is not -1; the borrow ends before this function, and a closed descriptor only makes the call fail with EBADF.
+    // SAFETY: the number is not -1; the borrow ends before this function, and a closed descriptor
+    // only makes the call fail with EBADF.
     let there = unsafe { BorrowedFd::borrow_raw(number) };
     let mode = fstat(there).ok()?.st_mode;
     if FileType::from_raw_mode(mode) != FileType::Socket {
@@ -64,11 +66,13 @@ fn numbered(names: &str, count: usize, prefix: &str) -> impl Iterator<Item = (St
 
 /// `None`: there is no such descriptor.
 fn adopt(raw: RawFd) -> Option<OwnedFd> {
-    // SAFETY: the number is not -1; the borrow ends with this function, and a closed descriptor only makes the call fail with EBADF.
+    // SAFETY: the number is not -1; the borrow ends with this function, and a closed descriptor
+    // only makes the call fail with EBADF.
     let there = unsafe { BorrowedFd::borrow_raw(raw) };
     fcntl_setfd(there, FdFlags::CLOEXEC).ok()?;
-    // SAFETY: whoever started this process opened it for us (LISTEN_PID, or a number that the user wrote; a socket, before any of ours
-    // was made), nothing else in the process was given it, and the callers see to it that it is taken once.
+    // SAFETY: whoever started this process opened it for us (LISTEN_PID, or a number that the user
+    // wrote; a socket, before any of ours was made), nothing else in the process was given it, and
+    // the callers see to it that it is taken once.
     Some(unsafe { OwnedFd::from_raw_fd(raw) })
 }
 

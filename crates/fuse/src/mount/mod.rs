@@ -1,11 +1,12 @@
 //! Making, checking and removing the mount of an export, without libfuse.
 //!
-//! Promises: a [`Mount`] that goes out of scope takes its mount with it; only mounts of our own are ever removed; every failure says
-//! what to do. Called on control threads only: mounting and unmounting wait for other processes, and unmounting from a thread that
-//! serves requests would wait for itself.
+//! Promises: a [`Mount`] that goes out of scope takes its mount with it; only mounts of our own are
+//! ever removed; every failure says what to do. Called on control threads only: mounting and
+//! unmounting wait for other processes, and unmounting from a thread that serves requests would
+//! wait for itself.
 //!
-//! Root mounts directly, by the file-descriptor API (fsopen, fsmount, move_mount) or, where that is missing or forbidden, by
-//! mount(2). Everybody else asks `fusermount3`.
+//! Root mounts directly, by the file-descriptor API (fsopen, fsmount, move_mount) or, where that is
+//! missing or forbidden, by mount(2). Everybody else asks `fusermount3`.
 
 use std::ffi::OsString;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -80,7 +81,8 @@ pub enum Unmount {
     Force,
 }
 
-/// Takes the mount away for a process that has given up the right to do so: another process, most likely.
+/// Takes the mount away for a process that has given up the right to do so: another process, most
+/// likely.
 pub trait Remover: std::fmt::Debug + Send + Sync {
     /// Removes the mount, as [`remove`] does.
     ///
@@ -107,21 +109,23 @@ pub struct Mount {
     remover: RemoverSlot,
 }
 
-/// Mounts an export on `path`, an existing regular file, and gives the descriptor on which its requests arrive.
+/// Mounts an export on `path`, an existing regular file, and gives the descriptor on which its
+/// requests arrive.
 ///
-/// The kernel sends INIT now but does not wait for the answer. Nothing may touch the mountpoint before requests are served.
+/// The kernel sends INIT now but does not wait for the answer. Nothing may touch the mountpoint
+/// before requests are served.
 ///
-/// Errors: those of [`mountpoint::check`]; [`ErrorKind::DeviceMissing`], [`ErrorKind::DeviceForbidden`],
-/// [`ErrorKind::HelperMissing`], [`ErrorKind::AllowOtherDenied`], [`ErrorKind::PermissionDenied`], [`ErrorKind::Unsupported`],
-/// [`ErrorKind::System`].
+/// Errors: those of [`mountpoint::check`]; [`ErrorKind::DeviceMissing`],
+/// [`ErrorKind::DeviceForbidden`], [`ErrorKind::HelperMissing`], [`ErrorKind::AllowOtherDenied`],
+/// [`ErrorKind::PermissionDenied`], [`ErrorKind::Unsupported`], [`ErrorKind::System`].
 pub fn mount(path: &Path, options: &MountOptions) -> Result<Mount, Error> {
     let mountpoint = mountpoint::check(path)?;
     let device = match options.method {
         Method::Direct => mount_direct(&mountpoint, options)?,
         Method::Helper => helper::mount(&mountpoint, options)?,
         Method::Auto if geteuid().is_root() => match mount_direct(&mountpoint, options) {
-            // Root of a container may lack the right to mount while the helper, set-user-id outside of it, cannot help either;
-            // the first error is then the one to show.
+            // Root of a container may lack the right to mount while the helper, set-user-id outside
+            // of it, cannot help either; the first error is then the one to show.
             Err(error) if error.kind() == ErrorKind::PermissionDenied => {
                 helper::mount(&mountpoint, options).map_err(|_| error)?
             }
@@ -148,11 +152,12 @@ fn mount_direct(mountpoint: &Path, options: &MountOptions) -> Result<OwnedFd, Er
 }
 
 impl Mount {
-    /// A mount that another process has made, with a descriptor of its connection. It stays when this is dropped, until
-    /// [`Mount::take_over`].
+    /// A mount that another process has made, with a descriptor of its connection. It stays when
+    /// this is dropped, until [`Mount::take_over`].
     ///
     /// * `mountpoint`: absolute, without symbolic links.
-    /// * `connection`: its number as that process says; what the kernel says of the descriptor counts.
+    /// * `connection`: its number as that process says; what the kernel says of the descriptor
+    ///   counts.
     #[must_use]
     pub fn adopt(device: OwnedFd, mountpoint: PathBuf, connection: u32) -> Mount {
         let connection = Some(abort::connection_of(device.as_fd()).unwrap_or(connection));
@@ -174,8 +179,9 @@ impl Mount {
         Arc::clone(&self.remover)
     }
 
-    /// The first descriptor of the connection, nonblocking; more by [`clone_device`]. It must stay open while requests that were
-    /// read from it are unanswered, and the connection ends when the last one is closed.
+    /// The first descriptor of the connection, nonblocking; more by [`clone_device`]. It must stay
+    /// open while requests that were read from it are unanswered, and the connection ends when the
+    /// last one is closed.
     #[must_use]
     pub fn device(&self) -> BorrowedFd<'_> {
         self.device.as_fd()
@@ -193,27 +199,29 @@ impl Mount {
         self.connection
     }
 
-    /// Whether the filesystem of this mount has ended: somebody unmounted it, and nobody uses it any more. Its number is free then, and
-    /// the next mount of any process takes it: nothing may be done by that number any more.
+    /// Whether the filesystem of this mount has ended: somebody unmounted it, and nobody uses it
+    /// any more. Its number is free then, and the next mount of any process takes it: nothing may
+    /// be done by that number any more.
     pub(crate) fn is_gone(&self) -> bool {
         self.is_closed() && has_ended(&self.device, self.place())
     }
 
-    /// Whether a connection that takes no more requests was aborted, and did not just end with its filesystem. Not known of one that
-    /// `umount -f` has aborted and that nobody used any longer: it looks like any that was unmounted.
+    /// Whether a connection that takes no more requests was aborted, and did not just end with its
+    /// filesystem. Not known of one that `umount -f` has aborted and that nobody used any longer:
+    /// it looks like any that was unmounted.
     pub(crate) fn was_aborted(&self) -> bool {
         !self.is_closed() || was_aborted(&self.device, self.place())
     }
 
-    /// Where the mount is as long as nobody else has removed it. `None`: out of the tree by our own doing; what is at our place with our
-    /// number is the next mount there.
+    /// Where the mount is as long as nobody else has removed it. `None`: out of the tree by our own
+    /// doing; what is at our place with our number is the next mount there.
     fn place(&self) -> Option<(u32, &Path)> {
         self.connection.filter(|_| self.is_active).map(|number| (number, &*self.mountpoint))
     }
 
-    /// Waits until the kernel has closed the connection. It closes the queues of the device first, so whoever takes a request at that
-    /// moment hears ECONNABORTED before it shows whether it was aborted ([`Mount::was_aborted`]) (`dev.c`, `fuse_dev_do_read`,
-    /// `fuse_abort_conn`).
+    /// Waits until the kernel has closed the connection. It closes the queues of the device first,
+    /// so whoever takes a request at that moment hears ECONNABORTED before it shows whether it was
+    /// aborted ([`Mount::was_aborted`]) (`dev.c`, `fuse_dev_do_read`, `fuse_abort_conn`).
     ///
     /// * `limit`: how long at most.
     pub(crate) fn wait_closed(&self, limit: Duration) {
@@ -247,7 +255,8 @@ impl Mount {
     ///
     /// After success nothing is done on drop.
     ///
-    /// Errors: [`ErrorKind::Busy`] with [`Unmount::Normal`], [`ErrorKind::PermissionDenied`], [`ErrorKind::System`].
+    /// Errors: [`ErrorKind::Busy`] with [`Unmount::Normal`], [`ErrorKind::PermissionDenied`],
+    /// [`ErrorKind::System`].
     pub fn unmount(&mut self, how: Unmount) -> Result<(), Error> {
         if !self.is_active {
             return Ok(());
@@ -274,11 +283,11 @@ impl Mount {
         Ok(())
     }
 
-    /// Aborts the connection: every request ends with ECONNABORTED, later ones with ENOTCONN, reading the device with
-    /// ECONNABORTED. The mount stays until it is removed.
+    /// Aborts the connection: every request ends with ECONNABORTED, later ones with ENOTCONN,
+    /// reading the device with ECONNABORTED. The mount stays until it is removed.
     ///
-    /// Returns whether the kernel was told. If not (an ordinary user without fusectl), closing every descriptor of the connection
-    /// has the same effect.
+    /// Returns whether the kernel was told. If not (an ordinary user without fusectl), closing
+    /// every descriptor of the connection has the same effect.
     pub fn abort(&self) -> bool {
         match self.remover.get() {
             _ if self.is_gone() => false,
@@ -287,7 +296,8 @@ impl Mount {
         }
     }
 
-    /// Keeps the mount and gives up responsibility for it. For tests and for a process that hands its descriptors to another.
+    /// Keeps the mount and gives up responsibility for it. For tests and for a process that hands
+    /// its descriptors to another.
     pub fn into_device(mut self) -> Result<OwnedFd, Error> {
         self.is_active = false;
         self.device.try_clone().map_err(|source| {
@@ -296,15 +306,16 @@ impl Mount {
     }
 }
 
-/// Whether the filesystem of a connection that is closed has ended. One that was aborted lives on as long as it is mounted somewhere or a
-/// file of it is open.
+/// Whether the filesystem of a connection that is closed has ended. One that was aborted lives on
+/// as long as it is mounted somewhere or a file of it is open.
 ///
 /// * `place`: number and place of the mount, if it may be there still.
 ///
-/// Linux 6.18 can be asked: told to look at the attributes of the file again, it does, or finds no file (ENOENT:
-/// `fuse_reverse_inval_inode`; the filesystem is taken off the connection before that is closed). Linux 7.3 takes nothing on a closed
-/// connection (EINVAL); there reading says ECONNABORTED of one that lives on, but for those that `umount -f` has aborted: these are
-/// still shown at their place.
+/// Linux 6.18 can be asked: told to look at the attributes of the file again, it does, or finds no
+/// file (ENOENT: `fuse_reverse_inval_inode`; the filesystem is taken off the connection before that
+/// is closed). Linux 7.3 takes nothing on a closed connection (EINVAL); there reading says
+/// ECONNABORTED of one that lives on, but for those that `umount -f` has aborted: these are still
+/// shown at their place.
 fn has_ended(device: &OwnedFd, place: Option<(u32, &Path)>) -> bool {
     match rustix::io::write(device, &notify_inval_inode(false)) {
         Ok(_) => false,
@@ -323,8 +334,9 @@ pub(crate) fn was_aborted(device: &OwnedFd, place: Option<(u32, &Path)>) -> bool
     read_closed(device) == Errno::CONNABORTED || !has_ended(device, place)
 }
 
-/// What reading the device of a closed connection says, which takes no request: after an abort by way of fusectl ECONNABORTED (in Linux 7.3
-/// as long as the filesystem is there), else, also after `umount -f` and where INIT was not answered, ENODEV.
+/// What reading the device of a closed connection says, which takes no request: after an abort by
+/// way of fusectl ECONNABORTED (in Linux 7.3 as long as the filesystem is there), else, also after
+/// `umount -f` and where INIT was not answered, ENODEV.
 fn read_closed(device: &OwnedFd) -> Errno {
     // It must have the size of any request, or the answer is EINVAL.
     let mut buffer = vec![0; GONE_BUFFER_BYTES];
@@ -354,8 +366,8 @@ impl Drop for Mount {
 
 /// Removes a ringdisk mount of any process, by its path.
 ///
-/// Errors: [`ErrorKind::NotMounted`] if no export of ours is there, [`ErrorKind::Busy`] with [`Unmount::Normal`],
-/// [`ErrorKind::PermissionDenied`], [`ErrorKind::System`].
+/// Errors: [`ErrorKind::NotMounted`] if no export of ours is there, [`ErrorKind::Busy`] with
+/// [`Unmount::Normal`], [`ErrorKind::PermissionDenied`], [`ErrorKind::System`].
 pub fn unmount(path: &Path, how: Unmount) -> Result<(), Error> {
     let mountpoint = mountpoint::resolve(path)?;
     let shown = mountpoint.display();
@@ -381,12 +393,14 @@ pub fn unmount(path: &Path, how: Unmount) -> Result<(), Error> {
     detach(&entry, how)
 }
 
-/// Removes one mount, of any process, by its place and the number of its connection; nothing is done when what is there is another one.
+/// Removes one mount, of any process, by its place and the number of its connection; nothing is
+/// done when what is there is another one.
 ///
 /// * `mountpoint`: absolute, without symbolic links.
 /// * `how`: the connection is not aborted, however hard it is to be removed.
 ///
-/// Errors: [`ErrorKind::Busy`] with [`Unmount::Normal`], [`ErrorKind::PermissionDenied`], [`ErrorKind::System`].
+/// Errors: [`ErrorKind::Busy`] with [`Unmount::Normal`], [`ErrorKind::PermissionDenied`],
+/// [`ErrorKind::System`].
 pub fn remove(mountpoint: &Path, connection: u32, how: Unmount) -> Result<(), Error> {
     match shown_at(connection, mountpoint)? {
         Some(entry) => detach(&entry, how),
@@ -400,7 +414,8 @@ pub fn knows_its_connection(device: &OwnedFd) -> bool {
     abort::connection_of(device.as_fd()).is_some()
 }
 
-/// What aborts the connection of a mount, of any process. `None`: that mount is not there, or its connection cannot be aborted from here.
+/// What aborts the connection of a mount, of any process. `None`: that mount is not there, or its
+/// connection cannot be aborted from here.
 ///
 /// * `mountpoint`: as for [`remove`].
 #[must_use]

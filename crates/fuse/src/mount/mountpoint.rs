@@ -1,8 +1,9 @@
 //! Checks of a mountpoint before anything is mounted on it.
 //!
-//! Promises: never asks a mount that is already there anything before the mount table has said whose it is, so a dead server
-//! cannot make the check hang; changes nothing on disk. What is mounted on is the file that the name means itself: a symbolic link in its
-//! place, now or a moment later, could be another user's and lead to any file of the system.
+//! Promises: never asks a mount that is already there anything before the mount table has said
+//! whose it is, so a dead server cannot make the check hang; changes nothing on disk. What is
+//! mounted on is the file that the name means itself: a symbolic link in its place, now or a moment
+//! later, could be another user's and lead to any file of the system.
 
 use std::fs;
 use std::io;
@@ -20,14 +21,15 @@ use crate::error::{Error, ErrorKind};
 
 /// Links followed before a name is taken for a loop; the kernel's own limit.
 const SYMLINKS_MAX: usize = 40;
-/// How long a mount that is there may take to show that its server lives. The rings of one that was killed may hold its
-/// device for a while on a busy machine.
+/// How long a mount that is there may take to show that its server lives. The rings of one that was
+/// killed may hold its device for a while on a busy machine.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Makes a path of a mount that may be there absolute and free of symbolic links without asking the file itself: only its directory is
-/// resolved, and a link in its place is read as a link.
+/// Makes a path of a mount that may be there absolute and free of symbolic links without asking the
+/// file itself: only its directory is resolved, and a link in its place is read as a link.
 ///
-/// Errors: [`ErrorKind::NotFound`] if the directory does not exist, [`ErrorKind::PermissionDenied`], [`ErrorKind::System`].
+/// Errors: [`ErrorKind::NotFound`] if the directory does not exist,
+/// [`ErrorKind::PermissionDenied`], [`ErrorKind::System`].
 pub fn resolve(path: &Path) -> Result<PathBuf, Error> {
     let mut path = path.to_path_buf();
     for _ in 0..SYMLINKS_MAX {
@@ -44,7 +46,8 @@ pub fn resolve(path: &Path) -> Result<PathBuf, Error> {
     Err(Error::new(ErrorKind::System, format!("mountpoint {}", path.display())).errno(Errno::LOOP))
 }
 
-/// Makes the path of a new mount absolute: its directory is free of symbolic links. What is in its own place is not looked at.
+/// Makes the path of a new mount absolute: its directory is free of symbolic links. What is in its
+/// own place is not looked at.
 ///
 /// Errors: as [`resolve`].
 pub fn place(path: &Path) -> Result<PathBuf, Error> {
@@ -62,8 +65,9 @@ pub fn place(path: &Path) -> Result<PathBuf, Error> {
 
 /// Checks that an export can be mounted on `path` and gives its absolute name.
 ///
-/// Errors: [`ErrorKind::NotFound`], [`ErrorKind::NotRegular`], [`ErrorKind::AlreadyOurs`], [`ErrorKind::Occupied`],
-/// [`ErrorKind::Stale`], [`ErrorKind::PermissionDenied`], [`ErrorKind::System`].
+/// Errors: [`ErrorKind::NotFound`], [`ErrorKind::NotRegular`], [`ErrorKind::AlreadyOurs`],
+/// [`ErrorKind::Occupied`], [`ErrorKind::Stale`], [`ErrorKind::PermissionDenied`],
+/// [`ErrorKind::System`].
 pub fn check(path: &Path) -> Result<PathBuf, Error> {
     let absolute = place(path)?;
     if let Some(entry) = table::at(&absolute)? {
@@ -100,7 +104,8 @@ fn not_regular(mountpoint: &Path, what: &str) -> Error {
     Error::new(ErrorKind::NotRegular, format!("mountpoint {shown} is {what}"))
 }
 
-/// Holds the file that was checked, whatever becomes of its name and of its directories' meanwhile, to be mounted on.
+/// Holds the file that was checked, whatever becomes of its name and of its directories' meanwhile,
+/// to be mounted on.
 ///
 /// * `checked`: as [`check`] gives it.
 ///
@@ -146,12 +151,12 @@ fn occupied(mountpoint: &Path, entry: &MountEntry) -> Error {
         .hint(format!("stop it first: `ringdisk umount {shown}`, or choose another file"))
 }
 
-/// Whether the server of a FUSE mount is gone, which shows as ENOTCONN, or as ECONNABORTED to a request that waited meanwhile. One that
-/// went before it answered INIT shows as ECONNREFUSED since Linux 7.3; one that was killed with rings shows as ECANCELED to a request
-/// that was in them.
+/// Whether the server of a FUSE mount is gone, which shows as ENOTCONN, or as ECONNABORTED to a
+/// request that waited meanwhile. One that went before it answered INIT shows as ECONNREFUSED since
+/// Linux 7.3; one that was killed with rings shows as ECANCELED to a request that was in them.
 ///
-/// Asked by a process of its own: a server that is stopped keeps that one waiting, in a place where nothing ends it (a thread would hold up
-/// the end of this process). Such a server is not gone.
+/// Asked by a process of its own: a server that is stopped keeps that one waiting, in a place where
+/// nothing ends it (a thread would hold up the end of this process). Such a server is not gone.
 pub(crate) fn is_dead(mountpoint: &Path) -> bool {
     let answer = FirstLook::start(mountpoint).ok().and_then(|look| look.answer(ANSWER_TIMEOUT));
     matches!(

@@ -1,7 +1,7 @@
 //! The mount table of this process, `/proc/self/mountinfo`.
 //!
-//! Promises: looking something up never asks a mounted filesystem anything, so it cannot hang on a dead or busy server. Bytes of
-//! paths are kept as they are.
+//! Promises: looking something up never asks a mounted filesystem anything, so it cannot hang on a
+//! dead or busy server. Bytes of paths are kept as they are.
 //!
 //! Source: proc_pid_mountinfo(5).
 
@@ -26,7 +26,8 @@ pub struct MountEntry {
     pub id: u64,
     /// Identity of the mount that it sits on.
     pub parent: u64,
-    /// Major and minor number of the device that `stat` shows; for FUSE the minor is the number of the connection.
+    /// Major and minor number of the device that `stat` shows; for FUSE the minor is the number of
+    /// the connection.
     pub device: (u32, u32),
     /// Where it is mounted, absolute.
     pub mountpoint: PathBuf,
@@ -88,8 +89,9 @@ pub fn ours() -> Result<Vec<MountEntry>, Error> {
     Ok(entries)
 }
 
-/// The mount of one FUSE connection at `mountpoint`, or, when there is none (a directory above it was renamed), another one of it: a bind
-/// mount of the file has the same connection and is not ours to remove.
+/// The mount of one FUSE connection at `mountpoint`, or, when there is none (a directory above it
+/// was renamed), another one of it: a bind mount of the file has the same connection and is not
+/// ours to remove.
 ///
 /// Errors: as [`read`].
 pub fn of_connection_at(connection: u32, mountpoint: &Path) -> Result<Option<MountEntry>, Error> {

@@ -1,13 +1,17 @@
 //! The INIT exchange: what the kernel offers, what we answer, and what both sides then rely on.
 //!
-//! Promises: the answer depends on the offer and on [`Profile`] only; ASYNC_DIO is in every answer, since without it all direct I/O
-//! of a client runs one request at a time. Called once per mount, before any other request is served.
+//! Promises: the answer depends on the offer and on [`Profile`] only; ASYNC_DIO is in every answer,
+//! since without it all direct I/O of a client runs one request at a time. Called once per mount,
+//! before any other request is served.
 //!
-//! How a page-cached mount (`kernel_cache`) stays coherent. The kernel writes through (no WRITEBACK_CACHE), so the only dirty pages
-//! are those of shared mappings, and it writes these out before each direct I/O on the same range. The daemon is the only writer of
-//! the image, so cached data goes stale in one way only: a resize from outside the mount. Therefore:
-//! - AUTO_INVAL_DATA is clear: our time stamps move with the clock and would drop the cache at each revalidation;
-//! - EXPLICIT_INVAL_DATA is clear too: a new size, seen by any GETATTR, drops all cached pages (dirty ones are written first);
+//! How a page-cached mount (`kernel_cache`) stays coherent. The kernel writes through (no
+//! WRITEBACK_CACHE), so the only dirty pages are those of shared mappings, and it writes these out
+//! before each direct I/O on the same range. The daemon is the only writer of the image, so cached
+//! data goes stale in one way only: a resize from outside the mount. Therefore:
+//! - AUTO_INVAL_DATA is clear: our time stamps move with the clock and would drop the cache at each
+//!   revalidation;
+//! - EXPLICIT_INVAL_DATA is clear too: a new size, seen by any GETATTR, drops all cached pages
+//!   (dirty ones are written first);
 //! - a resize sends NOTIFY_INVAL_INODE, so that it is seen at once;
 //! - an open keeps the cache (FOPEN_KEEP_CACHE).
 
@@ -27,17 +31,19 @@ use crate::abi::{
 
 /// Largest READ or WRITE that we ask for, bytes.
 pub const TRANSFER_BYTES_MAX: u32 = 1 << 20;
-/// Background requests in flight before the kernel makes submitters sleep. The default of 12 would throttle every asynchronous
-/// client; this covers 16 clients at iodepth 256.
+/// Background requests in flight before the kernel makes submitters sleep. The default of 12 would
+/// throttle every asynchronous client; this covers 16 clients at iodepth 256.
 pub const MAX_BACKGROUND: u16 = 4096;
-/// Background requests in flight before readahead is dropped: three quarters of [`MAX_BACKGROUND`], the kernel's own proportion.
+/// Background requests in flight before readahead is dropped: three quarters of [`MAX_BACKGROUND`],
+/// the kernel's own proportion.
 pub const CONGESTION_THRESHOLD: u16 = MAX_BACKGROUND / 4 * 3;
 /// What the kernel allows when it has no `max_pages_limit` file (before Linux 6.13).
 const MAX_PAGES_LIMIT_DEFAULT: u32 = 256;
 /// Pages of a request when the kernel does not know MAX_PAGES (before Linux 4.20).
 const MAX_PAGES_OLD: u32 = 32;
 
-/// What this mount wants; the same values are needed for the mount options (`max_read`), before INIT arrives.
+/// What this mount wants; the same values are needed for the mount options (`max_read`), before
+/// INIT arrives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Profile {
     /// Size of a page, bytes.
@@ -117,7 +123,8 @@ pub struct Negotiated {
     pub flags: u64,
     /// All flags that the kernel offered.
     pub offered: u64,
-    /// Largest WRITE that will come, bytes; READs are bounded by the mount option `max_read`, and must be clamped.
+    /// Largest WRITE that will come, bytes; READs are bounded by the mount option `max_read`, and
+    /// must be clamped.
     pub max_write: u32,
 }
 

@@ -31,7 +31,8 @@ pub struct MountTopology {
     pub folded: CpuList,
     /// Largest READ and WRITE, bytes.
     pub payload_bytes: u64,
-    /// What all buffers take once every byte of them was used, bytes. Before a mount, the most: with pools it is less.
+    /// What all buffers take once every byte of them was used, bytes. Before a mount, the most:
+    /// with pools it is less.
     pub memory_bytes_max: u64,
     /// What was asked for and could not be had.
     pub warnings: Vec<String>,

@@ -1,13 +1,16 @@
-//! Where queue threads run, which queue of the kernel each of them serves, and on which node their memory shall be.
+//! Where queue threads run, which queue of the kernel each of them serves, and on which node their
+//! memory shall be.
 //!
-//! Pure: a topology and the user's wishes in, a placement out, so that machines that are not at hand can be tested. Control path, before
-//! a mount.
+//! Pure: a topology and the user's wishes in, a placement out, so that machines that are not at
+//! hand can be tested. Control path, before a mount.
 //!
-//! The rules. Threads are spread over the nodes, each with a CPU of its own as long as there are enough (over io_uring it may leave it); a single one is left to the scheduler unless the user names
-//! CPUs. The kernel has a queue for every possible CPU over io_uring: the thread on that CPU serves it, else one of its node, else one of
-//! the nearest node that has a thread; among equals the one with the fewest queues. Over `/dev/fuse` all threads share one input queue, so
-//! a request cannot be sent to a node: threads are bound, and their buffers are on their node. What cannot be had is a warning, with the
-//! one exception of a list of CPUs of which none can be used.
+//! The rules. Threads are spread over the nodes, each with a CPU of its own as long as there are
+//! enough (over io_uring it may leave it); a single one is left to the scheduler unless the user
+//! names CPUs. The kernel has a queue for every possible CPU over io_uring: the thread on that CPU
+//! serves it, else one of its node, else one of the nearest node that has a thread; among equals
+//! the one with the fewest queues. Over `/dev/fuse` all threads share one input queue, so a request
+//! cannot be sent to a node: threads are bound, and their buffers are on their node. What cannot be
+//! had is a warning, with the one exception of a list of CPUs of which none can be used.
 
 mod describe;
 mod queues;
@@ -22,7 +25,8 @@ pub(crate) use queues::QueuePlace;
 
 /// Queues at most.
 pub const THREADS_MAX: usize = 64;
-/// Threads that `auto` makes at most over `/dev/fuse`: more readers of one shared input queue only get in each other's way.
+/// Threads that `auto` makes at most over `/dev/fuse`: more readers of one shared input queue only
+/// get in each other's way.
 pub const THREADS_AUTO_MAX_DEV: usize = 4;
 
 /// How many queue threads.
@@ -61,13 +65,15 @@ pub struct Wishes {
 pub(crate) struct ThreadPlace {
     /// CPUs that it is bound to; empty: it runs where the scheduler wants.
     pub(crate) cpus: CpuList,
-    /// CPUs that it may run on while it serves better so: those of its node; empty: it is not bound anyway.
+    /// CPUs that it may run on while it serves better so: those of its node; empty: it is not bound
+    /// anyway.
     pub(crate) roam: CpuList,
     /// Those but its own.
     pub(crate) away: CpuList,
     /// The node of all CPUs that it may run on.
     pub(crate) node: Option<usize>,
-    /// The node that its buffers are bound to; `None`: pages come from where it runs when it touches them.
+    /// The node that its buffers are bound to; `None`: pages come from where it runs when it
+    /// touches them.
     pub(crate) memory_node: Option<usize>,
 }
 
@@ -77,7 +83,8 @@ pub(crate) struct Placement {
     pub(crate) threads: Vec<ThreadPlace>,
     /// Queues of the kernel in the order of their numbers; none over `/dev/fuse`.
     pub(crate) queues: Vec<QueuePlace>,
-    /// CPUs whose numbers are past the number of queues: the kernel puts their requests into queue 0.
+    /// CPUs whose numbers are past the number of queues: the kernel puts their requests into
+    /// queue 0.
     pub(crate) folded: CpuList,
     /// For each thread those that its entries may move to; itself where there is no other.
     pub(crate) beside: Vec<[usize; 2]>,
@@ -88,7 +95,8 @@ pub(crate) struct Placement {
 }
 
 impl Placement {
-    /// Leaves memory unbound where the system refuses to bind it. That is a warning where it matters: with several nodes.
+    /// Leaves memory unbound where the system refuses to bind it. That is a warning where it
+    /// matters: with several nodes.
     ///
     /// * `nodes`: how many the machine has.
     /// * `bind`: binds something to a node.
@@ -110,7 +118,8 @@ impl Placement {
 ///
 /// * `over_rings`: over io_uring; else over `/dev/fuse`.
 ///
-/// Errors: [`ErrorKind::Usage`] for a list of CPUs with one that the machine does not have, or with none that can be used.
+/// Errors: [`ErrorKind::Usage`] for a list of CPUs with one that the machine does not have, or with
+/// none that can be used.
 pub(crate) fn place(
     topology: &Topology,
     wishes: &Wishes,
@@ -149,8 +158,9 @@ pub(crate) fn place(
     Ok(placement)
 }
 
-/// Places the threads of a mount that another process was serving over `/dev/fuse`: as many as it had, whatever has become of the
-/// machine meanwhile. Clients are waiting, so CPUs that cannot be used any more are a warning.
+/// Places the threads of a mount that another process was serving over `/dev/fuse`: as many as it
+/// had, whatever has become of the machine meanwhile. Clients are waiting, so CPUs that cannot be
+/// used any more are a warning.
 ///
 /// * `count`: queues of the mount.
 pub(crate) fn place_again(topology: &Topology, wishes: &Wishes, count: usize) -> Placement {

@@ -9,7 +9,8 @@ use super::{Numa, Placement, ThreadPlace, Wishes, are, name};
 /// One queue of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct QueuePlace {
-    /// The CPU whose callers use it: its own number. `None`: the machine has no such CPU, and the kernel wants the queue all the same.
+    /// The CPU whose callers use it: its own number. `None`: the machine has no such CPU, and the
+    /// kernel wants the queue all the same.
     pub(crate) cpu: Option<usize>,
     /// Requests may come: that CPU runs now.
     pub(crate) is_online: bool,
@@ -26,7 +27,8 @@ pub(super) fn place(
     usable: &CpuList,
     placement: &mut Placement,
 ) {
-    // The kernel counts the possible CPUs and numbers the queues from 0, however the CPUs are numbered.
+    // The kernel counts the possible CPUs and numbers the queues from 0, however the CPUs are
+    // numbered.
     let count = topology.possible.len().max(1);
     placement.folded = topology.possible.filter(|cpu| cpu >= count);
     placement.queues = queues(topology, wishes.numa, &placement.threads, count);
@@ -91,7 +93,8 @@ fn add(load: &mut (usize, usize), is_online: bool) {
     load.1 += 1;
 }
 
-/// One line for each group of CPUs that has no thread of its own for another reason than their number.
+/// One line for each group of CPUs that has no thread of its own for another reason than their
+/// number.
 fn remarks(
     topology: &Topology,
     wishes: &Wishes,
@@ -130,8 +133,8 @@ fn whose(cpus: &CpuList) -> &'static str {
     if cpus.len() == 1 { "its" } else { "their" }
 }
 
-/// For each queue thread the two after it that run on other CPUs: of its own node where there are any. One twice, or itself, where there
-/// are fewer.
+/// For each queue thread the two after it that run on other CPUs: of its own node where there are
+/// any. One twice, or itself, where there are fewer.
 pub(super) fn beside(threads: &[ThreadPlace], numa: Numa) -> Vec<[usize; 2]> {
     let count = threads.len();
     let near = |index: usize| {

@@ -1,7 +1,8 @@
 //! From results to the bytes of a reply.
 //!
-//! Promises: every frame written here has a length that matches its header and an error that the kernel accepts. Called by queue
-//! threads for each request: no allocation, no lock, no panic. A [`ReplyBuf`] belongs to its entry and is used again.
+//! Promises: every frame written here has a length that matches its header and an error that the
+//! kernel accepts. Called by queue threads for each request: no allocation, no lock, no panic. A
+//! [`ReplyBuf`] belongs to its entry and is used again.
 
 use rustix::io::Errno;
 use zerocopy::{Immutable, IntoBytes};
@@ -87,7 +88,8 @@ impl ReplyBuf {
         self.put(header(unique, 0, 0), &[]);
     }
 
-    /// A success that carries one structure of [`crate::abi`], at most [`REPLY_BYTES_MAX`] bytes with its header.
+    /// A success that carries one structure of [`crate::abi`], at most [`REPLY_BYTES_MAX`] bytes
+    /// with its header.
     pub fn set_body<T: IntoBytes + Immutable>(&mut self, unique: u64, body: &T) {
         const { assert!(size_of::<T>() + OUT_HEADER_BYTES <= REPLY_BYTES_MAX) };
         self.put(header(unique, 0, size_of::<T>()), body.as_bytes());
@@ -127,10 +129,11 @@ pub fn error_frame(unique: u64, errno: Errno) -> [u8; OUT_HEADER_BYTES] {
     header(unique, wire_error(errno), 0)
 }
 
-/// Notification that the attributes of the file are no longer known, and with `pages` neither are its cached pages.
+/// Notification that the attributes of the file are no longer known, and with `pages` neither are
+/// its cached pages.
 ///
-/// Written to any descriptor of the connection. Never from a thread that serves requests: the kernel waits for locked pages,
-/// which wait for replies.
+/// Written to any descriptor of the connection. Never from a thread that serves requests: the
+/// kernel waits for locked pages, which wait for replies.
 #[must_use]
 pub fn notify_inval_inode(pages: bool) -> [u8; NOTIFY_INVAL_INODE_BYTES] {
     let mut frame = [0; NOTIFY_INVAL_INODE_BYTES];
@@ -144,7 +147,8 @@ pub fn notify_inval_inode(pages: bool) -> [u8; NOTIFY_INVAL_INODE_BYTES] {
     frame
 }
 
-/// Notification that asks the kernel to send all requests again that were read but not answered (with INIT_HAS_RESEND).
+/// Notification that asks the kernel to send all requests again that were read but not answered
+/// (with INIT_HAS_RESEND).
 #[must_use]
 pub fn notify_resend() -> [u8; OUT_HEADER_BYTES] {
     header(0, NOTIFY_RESEND, 0)
@@ -159,7 +163,8 @@ fn wire_error(errno: Errno) -> i32 {
 }
 
 fn header(unique: u64, error: i32, body_len: usize) -> [u8; OUT_HEADER_BYTES] {
-    // A body is at most max_write (1 MiB), so the sum fits; a wrong length would be refused by the kernel with EINVAL.
+    // A body is at most max_write (1 MiB), so the sum fits; a wrong length would be refused by the
+    // kernel with EINVAL.
     let len = u32::try_from(OUT_HEADER_BYTES + body_len).unwrap_or(u32::MAX);
     let mut bytes = [0; OUT_HEADER_BYTES];
     bytes.copy_from_slice(OutHeader { len, error, unique }.as_bytes());

@@ -1,8 +1,8 @@
 //! From the bytes of a frame to a typed request.
 //!
-//! Promises: a [`Request`] is a small owned value that outlives the buffer it came from, so an entry may keep it across waits.
-//! Called by queue threads for each request: no allocation, no lock, no panic, whatever the bytes. WRITE data is located, not
-//! copied.
+//! Promises: a [`Request`] is a small owned value that outlives the buffer it came from, so an
+//! entry may keep it across waits. Called by queue threads for each request: no allocation, no
+//! lock, no panic, whatever the bytes. WRITE data is located, not copied.
 
 use std::fmt;
 
@@ -48,7 +48,8 @@ pub enum Operation {
     Release(ReleaseIn),
     /// Read.
     Read(ReadIn),
-    /// Write; the data are the `size` bytes after the arguments: at [`crate::abi::WRITE_DATA_OFFSET`] of the frame on `/dev/fuse`.
+    /// Write; the data are the `size` bytes after the arguments: at
+    /// [`crate::abi::WRITE_DATA_OFFSET`] of the frame on `/dev/fuse`.
     Write(WriteIn),
     /// Statistics of the filesystem.
     Statfs,
@@ -66,7 +67,8 @@ pub enum Operation {
     NotifyReply,
     /// The filesystem goes away.
     Destroy,
-    /// An operation that an export does not have, or a number that we do not know: the answer is ENOSYS.
+    /// An operation that an export does not have, or a number that we do not know: the answer is
+    /// ENOSYS.
     Unsupported(u32),
 }
 
@@ -85,7 +87,8 @@ pub enum ParseError {
         /// Bytes received.
         received: usize,
     },
-    /// The frame is whole but its arguments do not fit its operation. The request can be answered with EINVAL.
+    /// The frame is whole but its arguments do not fit its operation. The request can be answered
+    /// with EINVAL.
     Arguments {
         /// Header of the frame.
         header: InHeader,
@@ -93,7 +96,8 @@ pub enum ParseError {
 }
 
 impl ParseError {
-    /// Whether the transport can no longer trust the device (the *halted* state), as opposed to one bad request.
+    /// Whether the transport can no longer trust the device (the *halted* state), as opposed to one
+    /// bad request.
     #[must_use]
     pub fn is_fatal(&self) -> bool {
         !matches!(self, ParseError::Arguments { .. })
@@ -147,7 +151,8 @@ impl Request {
     /// Builds a request from a header and the bytes after it.
     ///
     /// * `arguments`: start of what follows the header.
-    /// * `length`: length of all that follows the header, in bytes (may be more than `arguments` holds).
+    /// * `length`: length of all that follows the header, in bytes (may be more than `arguments`
+    ///   holds).
     ///
     /// Errors: [`ParseError::Arguments`].
     pub fn from_parts(
@@ -196,7 +201,8 @@ impl Request {
     }
 }
 
-/// Whether the kernel waits for a reply to a request with this operation number; for frames that could not be parsed.
+/// Whether the kernel waits for a reply to a request with this operation number; for frames that
+/// could not be parsed.
 #[must_use]
 pub fn opcode_expects_reply(number: u32) -> bool {
     !matches!(
@@ -205,7 +211,8 @@ pub fn opcode_expects_reply(number: u32) -> bool {
     )
 }
 
-/// Copies the arguments out of the frame, which need not be aligned. Longer arguments are those of a newer kernel: accepted.
+/// Copies the arguments out of the frame, which need not be aligned. Longer arguments are those of
+/// a newer kernel: accepted.
 fn take<T: FromBytes>(arguments: &[u8]) -> Option<T> {
     T::read_from_prefix(arguments).ok().map(|(value, _)| value)
 }

@@ -1,4 +1,5 @@
-//! Where each queue thread is, and where its entries are: what the rule ([`super::policy`]) decides, and what it sees.
+//! Where each queue thread is, and where its entries are: what the rule ([`super::policy`])
+//! decides, and what it sees.
 
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering};

@@ -1,15 +1,17 @@
 //! What queue threads agree on without a lock: who has an entry, and whether the mount is live.
 //!
-//! Promises: an entry is never with two threads, and with none only while it is on its way; an entry that fails is heard of, by the
-//! start or by the mount. Any thread. One atomic step each; never blocks. Built on [`super::sync`], so that the model test can run
-//! it under every order of steps.
+//! Promises: an entry is never with two threads, and with none only while it is on its way; an
+//! entry that fails is heard of, by the start or by the mount. Any thread. One atomic step each;
+//! never blocks. Built on [`super::sync`], so that the model test can run it under every order of
+//! steps.
 
 use super::sync::{AtomicBool, AtomicI32, Ordering};
 
 /// Who may touch an entry: the thread that has it, and while it is on its way nobody.
 ///
-/// The message that says "it is yours" may be one that was meant for another mount, whose ring had the number that ours has now. So
-/// the message alone gives nothing: who does not find the entry on its way must not touch it.
+/// The message that says "it is yours" may be one that was meant for another mount, whose ring had
+/// the number that ours has now. So the message alone gives nothing: who does not find the entry on
+/// its way must not touch it.
 #[derive(Debug)]
 pub(super) struct Custody(AtomicBool);
 
@@ -18,7 +20,8 @@ impl Custody {
         Custody(AtomicBool::new(false))
     }
 
-    /// The entry is on its way: the caller had it and touches it no more. Before the message is sent.
+    /// The entry is on its way: the caller had it and touches it no more. Before the message is
+    /// sent.
     pub(super) fn send(&self) {
         self.0.store(true, Ordering::Release);
     }
@@ -39,7 +42,8 @@ const STARTING: i32 = 0;
 /// No errno.
 const LIVE: i32 = i32::MAX;
 
-/// How far a start has come: it ends by the first of two, that it is said to be live or that something fails.
+/// How far a start has come: it ends by the first of two, that it is said to be live or that
+/// something fails.
 #[derive(Debug)]
 pub(super) struct Outcome(AtomicI32);
 
@@ -48,8 +52,8 @@ impl Outcome {
         Outcome(AtomicI32::new(STARTING))
     }
 
-    /// Something has failed, with this errno. True: before the mount was live, which it will not be; false: the mount is live and has
-    /// to end.
+    /// Something has failed, with this errno. True: before the mount was live, which it will not
+    /// be; false: the mount is live and has to end.
     pub(super) fn fail(&self, errno: i32) -> bool {
         let before = self.0.compare_exchange(STARTING, errno, Ordering::AcqRel, Ordering::Acquire);
         before != Err(LIVE)

@@ -1,8 +1,9 @@
 //! The life of a ring entry: given to the kernel once, then request, reply, request.
 //!
-//! One task for each entry, on the thread whose ring the entry belongs to at the moment. The kernel delivers the next request of an
-//! entry to the ring that committed its last one; so handing an entry with the request in it to another thread, which serves and
-//! commits it, moves it for good. Never allocates, locks or blocks for a request (a move makes a new task).
+//! One task for each entry, on the thread whose ring the entry belongs to at the moment. The kernel
+//! delivers the next request of an entry to the ring that committed its last one; so handing an
+//! entry with the request in it to another thread, which serves and commits it, moves it for good.
+//! Never allocates, locks or blocks for a request (a move makes a new task).
 
 use std::future::pending;
 use std::rc::Rc;
@@ -156,10 +157,12 @@ async fn send(
     let (address, len) = vector;
     let raw =
         RawCommand { fd: queue.device, operation, address, len, fixed_buffer: fixed, command };
-    // SAFETY: the command names the entry's header and payload or the queue's pool, directly (REGISTER, ADD_BUFPOOL) or from then
-    // on. They belong to `Rings`, which the queue thread holds until its ring is closed (`dev::queue::run`), so also after this
-    // future is dropped. The thread that has the request touches them, and after the command nobody does until it completes. Pages
-    // of a client in a slot of the ring are reached by operations only, which have all ended before a reply is committed.
+    // SAFETY: the command names the entry's header and payload or the queue's pool, directly
+    // (REGISTER, ADD_BUFPOOL) or from then on. They belong to `Rings`, which the queue thread holds
+    // until its ring is closed (`dev::queue::run`), so also after this future is dropped. The
+    // thread that has the request touches them, and after the command nobody does until it
+    // completes. Pages of a client in a slot of the ring are reached by operations only, which have
+    // all ended before a reply is committed.
     #[allow(unsafe_code)]
     let sent = unsafe { queue.ring.command(&raw) };
     sent.await.map(|_| ())

@@ -1,4 +1,5 @@
-//! The decoder of ring entries, for the fuzzer: what the kernel writes into a header, taken from bytes.
+//! The decoder of ring entries, for the fuzzer: what the kernel writes into a header, taken from
+//! bytes.
 
 use std::sync::Arc;
 

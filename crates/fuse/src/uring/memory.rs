@@ -1,8 +1,9 @@
 //! What an entry shares with the kernel.
 //!
-//! The headers of a queue are one array. The payload is the entry's own (part of a mapping, of which only the pages that requests use are
-//! ever taken), a buffer of the queue's pool that the kernel names for each request, or pages of the client that we cannot touch. The
-//! memory outlives every ring that knows its addresses: threads close their rings before they let go of it.
+//! The headers of a queue are one array. The payload is the entry's own (part of a mapping, of
+//! which only the pages that requests use are ever taken), a buffer of the queue's pool that the
+//! kernel names for each request, or pages of the client that we cannot touch. The memory outlives
+//! every ring that knows its addresses: threads close their rings before they let go of it.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -20,7 +21,8 @@ use crate::request::{Operation, ParseError, Request};
 
 use super::pool::{MEMORY_SLOT, Pool};
 
-/// Bytes from one header to the next: the header, and the vector that REGISTER reads, in whole cache lines.
+/// Bytes from one header to the next: the header, and the vector that REGISTER reads, in whole
+/// cache lines.
 const STRIDE: usize = 384;
 /// Where the vector lies: two addresses with their lengths.
 const VECTOR_AT: usize = HEADER_BYTES;
@@ -46,9 +48,11 @@ pub(super) struct EntryMemory {
 }
 
 impl EntryMemory {
-    /// Memory for the entries of one queue. Payloads are address space until they are used, which with a pool is never.
+    /// Memory for the entries of one queue. Payloads are address space until they are used, which
+    /// with a pool is never.
     pub(super) fn of_queue(queue: u16, entries: usize, payload_bytes: usize) -> Vec<EntryMemory> {
-        // Pages of their own, which nobody touches before the thread that registers them: so they come from its node.
+        // Pages of their own, which nobody touches before the thread that registers them: so they
+        // come from its node.
         let headers = SharedMemory::mapped(entries * STRIDE);
         let payloads = SharedMemory::new(entries * payload_bytes, PAGE_BYTES);
         payloads.advise_small_pages();
@@ -165,20 +169,23 @@ impl Frame {
         }
     }
 
-    /// Whether the data of the request are in pages of the client: such a request stays with the ring that has them.
+    /// Whether the data of the request are in pages of the client: such a request stays with the
+    /// ring that has them.
     pub(super) fn is_zero_copy(&self) -> bool {
         matches!(self.payload, Payload::Pool { pages: Some(_), .. })
             && self.word(ENTRY_FLAGS) & ENTRY_ZERO_COPY != 0
     }
 
-    /// The request that the kernel put in. `None`: it names a buffer that is not there, so there is no telling what it wants.
+    /// The request that the kernel put in. `None`: it names a buffer that is not there, so there is
+    /// no telling what it wants.
     pub(super) fn incoming(&self) -> Option<Incoming> {
         let mut head = [0; IN_HEADER_BYTES];
         let mut arguments = [0; OP_IN_BYTES];
         self.header.copy_to_slice(0, &mut head);
         self.header.copy_to_slice(OP_IN, &mut arguments);
         let header = InHeader::read_from_bytes(&head).unwrap_or_default();
-        // Of the arguments only those of a WRITE have a length that must fit: they and the payload are all of it.
+        // Of the arguments only those of a WRITE have a length that must fit: they and the payload
+        // are all of it.
         let length = match header.opcode {
             opcode::WRITE => size_of::<crate::abi::WriteIn>() + self.half(PAYLOAD_SIZE) as usize,
             _ => OP_IN_BYTES,

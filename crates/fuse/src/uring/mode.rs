@@ -1,9 +1,12 @@
-//! How far a mount goes up the ladder of what rings can do, and which opens of the file are zero-copy.
+//! How far a mount goes up the ladder of what rings can do, and which opens of the file are
+//! zero-copy.
 //!
-//! Zero-copy belongs to an open file and a queue, not to a request, and costs something for each request: the kernel puts pages into
-//! a slot and takes them out again, what no extent holds as it is goes through a pipe, and such a request cannot move to another
-//! thread. So `auto` looks at the sizes that this mount has seen when a file is opened: from [`BREAK_EVEN_BYTES`] on average,
-//! zero-copy wins clearly (docs/transports.md has the measurement; at 4 KiB it is a few percent, less than a move can gain).
+//! Zero-copy belongs to an open file and a queue, not to a request, and costs something for each
+//! request: the kernel puts pages into a slot and takes them out again, what no extent holds as it
+//! is goes through a pipe, and such a request cannot move to another thread. So `auto` looks at the
+//! sizes that this mount has seen when a file is opened: from [`BREAK_EVEN_BYTES`] on average,
+//! zero-copy wins clearly (docs/transports.md has the measurement; at 4 KiB it is a few percent,
+//! less than a move can gain).
 
 use std::sync::{Mutex, PoisonError};
 
@@ -72,10 +75,11 @@ impl Opens {
 
     /// Whether the file that is being opened uses client pages. Control path.
     ///
-    /// `auto` leaves it to the kernel to copy where root opens the file, since root may hand it to a loop device with direct I/O.
-    /// A file system on such a device writes from slab memory, too. Linux 7.3 takes a reference to each page of a zero-copy request
-    /// and gives it back, but slab pages have no references: they are freed while they are in use (`fuse_zero_copy_release`; seen on
-    /// 7.3.4 with ext4 and XFS).
+    /// `auto` leaves it to the kernel to copy where root opens the file, since root may hand it to
+    /// a loop device with direct I/O. A file system on such a device writes from slab memory, too.
+    /// Linux 7.3 takes a reference to each page of a zero-copy request and gives it back, but slab
+    /// pages have no references: they are freed while they are in use (`fuse_zero_copy_release`;
+    /// seen on 7.3.4 with ext4 and XFS).
     ///
     /// * `opener`: user id of the caller, as FUSE has it.
     pub(super) fn are_zero_copy(&self, now: Moved, opener: u32) -> bool {

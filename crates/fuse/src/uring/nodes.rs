@@ -8,7 +8,8 @@ use super::memory;
 use super::rings::Rings;
 
 impl Rings {
-    /// Binds the memory of each queue to its node, before anything touches it: rings that register a pool take all of its pages.
+    /// Binds the memory of each queue to its node, before anything touches it: rings that register
+    /// a pool take all of its pages.
     ///
     /// Errors: the last refusal; that memory comes from where it is touched.
     pub(crate) fn bind_memory(&self) -> Result<(), Errno> {

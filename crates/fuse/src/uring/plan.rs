@@ -1,8 +1,10 @@
 //! How many entries each queue has, and the memory of them.
 //!
-//! The arithmetic: the memory that entries may take is CPUs × depth × payload (1 MiB), taken when it is touched. The depth is what
-//! the user says, else as many as keep that under [`MEMORY_BYTES_MAX`], from [`DEPTH_MIN`] to [`DEPTH_DEFAULT`]. A CPU that is
-//! possible but offline gets [`DEPTH_OFFLINE`]: the kernel wants an entry in each queue, and the CPU may come later.
+//! The arithmetic: the memory that entries may take is CPUs × depth × payload (1 MiB), taken when
+//! it is touched. The depth is what the user says, else as many as keep that under
+//! [`MEMORY_BYTES_MAX`], from [`DEPTH_MIN`] to [`DEPTH_DEFAULT`]. A CPU that is possible but
+//! offline gets [`DEPTH_OFFLINE`]: the kernel wants an entry in each queue, and the CPU may come
+//! later.
 //!
 //! Which thread serves which queue is decided in [`crate::placement`].
 

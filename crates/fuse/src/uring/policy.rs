@@ -1,24 +1,31 @@
 //! The rule by which a queue thread follows the load: where it may run, and where its entries are.
 //!
-//! Pure: it sees the load in windows of 2 ms, so that it can be tested by a simulation of loads. Called by one thread at a time.
+//! Pure: it sees the load in windows of 2 ms, so that it can be tested by a simulation of loads.
+//! Called by one thread at a time.
 //!
-//! Why: a client that waits for each reply is served best on its own CPU (to wake an idle one costs tens of µs); one that keeps several
-//! requests in flight is served best from any CPU that is idle just then, which the scheduler knows (on the client's own they take
-//! turns, and a fixed other one is often asleep or taken); large requests want two threads, since a ring's thread does all the copying
-//! of its entries; requests that wait for storage want two as well, since each polls for its own while they do.
+//! Why: a client that waits for each reply is served best on its own CPU (to wake an idle one costs
+//! tens of µs); one that keeps several requests in flight is served best from any CPU that is idle
+//! just then, which the scheduler knows (on the client's own they take turns, and a fixed other one
+//! is often asleep or taken); large requests want two threads, since a ring's thread does all the
+//! copying of its entries; requests that wait for storage want two as well, since each polls for
+//! its own while they do.
 //!
-//! The rule. At home, with several requests at once another spot is tried: split for large requests and those that wait for storage,
-//! else free. Several: more than 9/8 for each turn of the loop (clients that wait show at most one), or, where requests take 20 µs
-//! and more, more than 3/2 in flight on the average. Elsewhere home is tried when the pause is over, or when the rate has fallen by
-//! half for four windows. A trial skips one window and measures the next; if that is not clear (a fifth less, a quarter more), up to
-//! three more. Home is kept with 97/100 of the rate before, another spot with 21/20. After a clear trial there is a pause of 64 ms,
-//! else of 8 ms; each trial that leads back doubles it, up to a second, or until the rate is another one for four windows. A thread
-//! that wakes up after 20 ms without requests begins where the last trial of any thread ended, if that was within a second: a client
-//! that moved to another CPU is the same client; a client that waits is not.
+//! The rule. At home, with several requests at once another spot is tried: split for large requests
+//! and those that wait for storage, else free. Several: more than 9/8 for each turn of the loop
+//! (clients that wait show at most one), or, where requests take 20 µs and more, more than 3/2 in
+//! flight on the average. Elsewhere home is tried when the pause is over, or when the rate has
+//! fallen by half for four windows. A trial skips one window and measures the next; if that is not
+//! clear (a fifth less, a quarter more), up to three more. Home is kept with 97/100 of the rate
+//! before, another spot with 21/20. After a clear trial there is a pause of 64 ms, else of 8 ms;
+//! each trial that leads back doubles it, up to a second, or until the rate is another one for four
+//! windows. A thread that wakes up after 20 ms without requests begins where the last trial of any
+//! thread ended, if that was within a second: a client that moved to another CPU is the same
+//! client; a client that waits is not.
 //!
-//! The rates of disks vary by themselves. Where requests wait for storage a trial measures up to eight windows, split is kept with
-//! 19/20, and home after it with 11/10: on files split was better nearly always. Home after free, where a load was before it began to
-//! wait, is kept with 3/4: split is tried from home only.
+//! The rates of disks vary by themselves. Where requests wait for storage a trial measures up to
+//! eight windows, split is kept with 19/20, and home after it with 11/10: on files split was better
+//! nearly always. Home after free, where a load was before it began to wait, is kept with 3/4:
+//! split is tried from home only.
 //!
 //! `bench/loads --tables placement,mixed` measures what this reaches beside the fixed spots.
 
@@ -35,12 +42,13 @@ const PAUSE_MAX_NS: u64 = 1_024_000_000;
 const TRIAL_WINDOWS: u32 = 4;
 /// The same where requests wait for storage.
 const TRIAL_WINDOWS_SLOW: u32 = 8;
-/// Requests that wait for something, and take longer on the average, wait for storage. Those that are served in one go do not count: on a slow
-/// or busy machine they take as long.
+/// Requests that wait for something, and take longer on the average, wait for storage. Those that
+/// are served in one go do not count: on a slow or busy machine they take as long.
 const SLOW_NS: u64 = 20_000;
 /// Windows in a row that show another load.
 const CHANGED_WINDOWS: u32 = 4;
-/// Windows in a row without several requests at once, after which a client counts as one that waits.
+/// Windows in a row without several requests at once, after which a client counts as one that
+/// waits.
 const WAITING_WINDOWS: u32 = 4;
 /// From this mean on requests are large: copying them takes longer than handing them over.
 const LARGE_BYTES: u64 = 64 * 1024;
@@ -104,7 +112,8 @@ pub(super) struct Load {
     pub(super) requests: u64,
     /// Bytes of both threads.
     pub(super) bytes: u64,
-    /// The thread that looks, its requests, the nanoseconds that those of them were here which waited, and the turns of its loop.
+    /// The thread that looks, its requests, the nanoseconds that those of them were here which
+    /// waited, and the turns of its loop.
     pub(super) thread: usize,
     pub(super) own: u64,
     pub(super) own_ns: u64,

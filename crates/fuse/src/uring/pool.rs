@@ -1,14 +1,17 @@
 //! Buffer pools: many entries, few buffers (Linux 7.3).
 //!
-//! Without pools each entry has a payload of its own. With them each queue has one region; the kernel takes a buffer of it for a
-//! request that carries something, says where it lies, and takes it back when the request is committed. So entries, which cost a
-//! few hundred bytes, bound the requests in flight, and buffers, which cost 1 MiB, those that carry data through our memory.
+//! Without pools each entry has a payload of its own. With them each queue has one region; the
+//! kernel takes a buffer of it for a request that carries something, says where it lies, and takes
+//! it back when the request is committed. So entries, which cost a few hundred bytes, bound the
+//! requests in flight, and buffers, which cost 1 MiB, those that carry data through our memory.
 //!
-//! The arithmetic: a queue has as many buffers as the user wants entries, else as many as keep all regions under
-//! [`PINNED_BYTES_MAX`], from [`BUFFERS_MIN`] to [`BUFFERS_MAX`]; a CPU that is offline has one. All regions are one mapping.
-//! With O_DIRECT below it is registered in slot 0 of every ring, so that the kernel does not look its pages up for each request of
-//! the device; where that is refused (RLIMIT_MEMLOCK) it serves unregistered. Through the page cache it is not registered:
-//! there the kernel copies, and copies slower into registered memory (docs/transports.md).
+//! The arithmetic: a queue has as many buffers as the user wants entries, else as many as keep all
+//! regions under [`PINNED_BYTES_MAX`], from [`BUFFERS_MIN`] to [`BUFFERS_MAX`]; a CPU that is
+//! offline has one. All regions are one mapping. With O_DIRECT below it is registered in slot 0 of
+//! every ring, so that the kernel does not look its pages up for each request of the device; where
+//! that is refused (RLIMIT_MEMLOCK) it serves unregistered. Through the page cache it is not
+//! registered: there the kernel copies, and copies slower into registered memory
+//! (docs/transports.md).
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -22,7 +25,8 @@ use super::plan::Plan;
 const PINNED_BYTES_MAX: usize = 128 << 20;
 /// Buffers of a queue at least.
 const BUFFERS_MIN: usize = 4;
-/// Buffers of a queue at most, unless the user asks for more: as many as its thread copies before the first are free again.
+/// Buffers of a queue at most, unless the user asks for more: as many as its thread copies before
+/// the first are free again.
 const BUFFERS_MAX: usize = 32;
 /// Slots of a ring's table at most (io_uring/rsrc.c, `IORING_MAX_REG_BUFFERS`).
 const SLOTS_MAX: usize = 1 << 14;
@@ -88,7 +92,8 @@ impl Pool {
         ((self.memory.address() + range.start) as u64, len)
     }
 
-    /// Where the buffer lies that the kernel names, in the memory. `None`: not in this queue's region.
+    /// Where the buffer lies that the kernel names, in the memory. `None`: not in this queue's
+    /// region.
     ///
     /// * `offset`: from the start of the queue's region, bytes.
     pub(super) fn buffer(&self, queue: u16, offset: u32) -> Option<Range<usize>> {
@@ -109,7 +114,8 @@ impl Pool {
         self.unpinned.store(true, Ordering::Release);
     }
 
-    /// Whether the memory is registered with every ring. Final once the start has gone past that step.
+    /// Whether the memory is registered with every ring. Final once the start has gone past that
+    /// step.
     pub(crate) fn is_pinned(&self) -> bool {
         !self.unpinned.load(Ordering::Acquire)
     }

@@ -1,4 +1,5 @@
-//! What all queue threads of a mount know together: the entries, where they belong, and how far the start has come.
+//! What all queue threads of a mount know together: the entries, where they belong, and how far the
+//! start has come.
 
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -95,7 +96,8 @@ impl Rings {
         Rings { refuses, ..self }
     }
 
-    /// Gives the queues buffers. Once, before any entry is given to the kernel. Arguments: see [`Pool::new`]. False: there is none.
+    /// Gives the queues buffers. Once, before any entry is given to the kernel. Arguments: see
+    /// [`Pool::new`]. False: there is none.
     pub(crate) fn make_pool(&self, asked: bool, buffer_bytes: usize, uses: PoolUses) -> bool {
         let pool = Pool::new(&self.plan, asked, buffer_bytes, uses);
         pool.is_some_and(|pool| self.pool.set(Arc::new(pool)).is_ok())
@@ -138,7 +140,8 @@ impl Rings {
         self.entries.len()
     }
 
-    /// Entries that may be with a thread at once: of its own queues, and of those of threads near by.
+    /// Entries that may be with a thread at once: of its own queues, and of those of threads near
+    /// by.
     pub(crate) fn entries_of(&self, thread: usize) -> usize {
         let near = self.plan.0.iter().filter(|queue| self.balances.may_come(queue.thread, thread));
         near.map(|queue| queue.entries).sum()

@@ -1,10 +1,11 @@
 //! The order in which a mount goes live.
 //!
-//! A REGISTER that fails is not local: the kernel gives up io_uring for the whole connection. Once every queue has an entry, requests
-//! travel in the rings for good, and a failure after that ends the mount. So all queues but the last are registered and looked at
-//! first; the last one follows only when none has failed. Where there are pools, every thread registers the memory with its ring
-//! before any queue is made, since all rings must agree on whether it is. A mount that cannot go live is given up, and the caller
-//! makes another.
+//! A REGISTER that fails is not local: the kernel gives up io_uring for the whole connection. Once
+//! every queue has an entry, requests travel in the rings for good, and a failure after that ends
+//! the mount. So all queues but the last are registered and looked at first; the last one follows
+//! only when none has failed. Where there are pools, every thread registers the memory with its
+//! ring before any queue is made, since all rings must agree on whether it is. A mount that cannot
+//! go live is given up, and the caller makes another.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -41,7 +42,8 @@ pub(crate) struct Starting {
     registered: Sender<()>,
 }
 
-/// The mount cannot go live: what an entry was refused with, or `None` when the threads were not ready in time.
+/// The mount cannot go live: what an entry was refused with, or `None` when the threads were not
+/// ready in time.
 #[derive(Debug)]
 pub(crate) struct Refused(pub(crate) Option<Errno>);
 
@@ -122,8 +124,8 @@ async fn decided(queue: &Queue, decision: &AtomicU8, wanted: u8) -> bool {
     }
 }
 
-/// Makes the table of registered buffers of this thread's ring. That the memory cannot be in it is noted; it then serves
-/// unregistered.
+/// Makes the table of registered buffers of this thread's ring. That the memory cannot be in it is
+/// noted; it then serves unregistered.
 ///
 /// Errors: there is no table at all, which client pages need.
 fn register_memory(queue: &Queue, rings: &Rings, pool: &Pool) -> Result<(), Errno> {

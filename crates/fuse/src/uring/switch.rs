@@ -1,8 +1,10 @@
-//! The kernel's module parameter that allows FUSE over io_uring, and whether it stayed on while a mount began.
+//! The kernel's module parameter that allows FUSE over io_uring, and whether it stayed on while a
+//! mount began.
 //!
-//! The kernel looks at it twice for a mount: when it offers io_uring, and when it takes our answer. Switched off in between, it forgets
-//! that io_uring was accepted and says nothing; Linux 6.18 then still takes entries while the switch is on, and refuses replies as soon
-//! as it is off (fs/fuse/inode.c:process_init_reply, dev_uring.c:fuse_uring_cmd). Such a mount must not go live.
+//! The kernel looks at it twice for a mount: when it offers io_uring, and when it takes our answer.
+//! Switched off in between, it forgets that io_uring was accepted and says nothing; Linux 6.18 then
+//! still takes entries while the switch is on, and refuses replies as soon as it is off
+//! (fs/fuse/inode.c:process_init_reply, dev_uring.c:fuse_uring_cmd). Such a mount must not go live.
 
 use std::fs;
 use std::mem::MaybeUninit;
@@ -23,7 +25,8 @@ pub(crate) fn is_enabled() -> Option<bool> {
 pub(crate) struct SwitchWatch(Option<OwnedFd>);
 
 impl SwitchWatch {
-    /// Without inotify (no descriptor left, too many instances of this user) only the switch as it is in the end is looked at.
+    /// Without inotify (no descriptor left, too many instances of this user) only the switch as it
+    /// is in the end is looked at.
     pub(crate) fn new() -> SwitchWatch {
         let watch = inotify::init(CreateFlags::NONBLOCK | CreateFlags::CLOEXEC).and_then(|watch| {
             inotify::add_watch(&watch, SWITCH, WatchFlags::MODIFY)?;

@@ -1,4 +1,5 @@
-//! The smallest server that works: one thread, one request at a time, on the first descriptor of a mount.
+//! The smallest server that works: one thread, one request at a time, on the first descriptor of a
+//! mount.
 //!
 //! It uses the protocol and file modules only, so these tests hold for every transport.
 #![allow(dead_code, unreachable_pub, reason = "each test program uses a part")]

@@ -1,4 +1,5 @@
-//! COMMIT_AND_FETCH: what is refused, and replies that do not fit. The server is told about the first only.
+//! COMMIT_AND_FETCH: what is refused, and replies that do not fit. The server is told about the
+//! first only.
 
 use ringdisk_ring::Errno;
 

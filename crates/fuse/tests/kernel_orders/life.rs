@@ -1,4 +1,5 @@
-//! What keeps a connection alive, who waits for whom, and what a thread leaves behind: the pitfalls that our transport is built around.
+//! What keeps a connection alive, who waits for whom, and what a thread leaves behind: the pitfalls
+//! that our transport is built around.
 
 use ringdisk_fuse::mount::Unmount;
 use ringdisk_ring::{CpuList, Fd, RawCommand, Topology};
@@ -8,7 +9,8 @@ use rustix::process::Signal;
 use crate::entry::Register;
 use crate::wire::{COMPLETES, PENDS, Wire, possible_cpus};
 
-/// Closing every descriptor ends a connection, but a place in the ring's table of files is a descriptor too.
+/// Closing every descriptor ends a connection, but a place in the ring's table of files is a
+/// descriptor too.
 #[test]
 fn a_registered_file_keeps_the_connection_alive() {
     let Some(mut wire) = Wire::negotiated() else { return };
@@ -77,7 +79,8 @@ fn a_new_entry_does_not_take_a_request_that_waits() {
     assert!(wire.finish(&second).is_ok());
 }
 
-/// Queues belong to CPUs, not to rings: a client on a CPU whose entries went with their ring waits until the mount is aborted.
+/// Queues belong to CPUs, not to rings: a client on a CPU whose entries went with their ring waits
+/// until the mount is aborted.
 #[test]
 fn a_ring_that_is_closed_leaves_its_queues_without_entries() {
     let Some(mut wire) = Wire::live(1) else { return };

@@ -1,7 +1,9 @@
-//! What the kernel does with each wrong or early command of FUSE over io_uring, one by one, on real mounts: what our transport is
-//! built on, and what differs between kernels. Runs on the kernel that is there; `tests/vm/run fuse` runs it on a newer one.
+//! What the kernel does with each wrong or early command of FUSE over io_uring, one by one, on real
+//! mounts: what our transport is built on, and what differs between kernels. Runs on the kernel
+//! that is there; `tests/vm/run fuse` runs it on a newer one.
 //!
-//! A kernel that has buffer pools (Linux 7.3) is stricter than Linux 6.18 in other places too. Where they differ the test names both.
+//! A kernel that has buffer pools (Linux 7.3) is stricter than Linux 6.18 in other places too.
+//! Where they differ the test names both.
 
 mod commits;
 mod entry;

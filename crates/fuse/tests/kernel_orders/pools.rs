@@ -1,5 +1,5 @@
-//! Queues made by hand and their buffer pools: what is refused, that a refusal of these harms nothing, and how buffers are shared.
-//! Linux 7.3.
+//! Queues made by hand and their buffer pools: what is refused, that a refusal of these harms
+//! nothing, and how buffers are shared. Linux 7.3.
 
 use ringdisk_ring::{CpuList, Errno, RawCommand, Topology};
 use ringdisk_testkit::limits::needs;
@@ -143,7 +143,8 @@ fn a_pool_is_whole_buffers_and_a_rest() {
     }
 }
 
-/// What REGISTER and the pool of its queue do not agree on ends io_uring for the mount, as any refused REGISTER does.
+/// What REGISTER and the pool of its queue do not agree on ends io_uring for the mount, as any
+/// refused REGISTER does.
 ///
 /// * `fixed_buffer`: index by which the pool is registered.
 fn register_refused(fixed_buffer: Option<u16>, spoil: impl Fn(&mut Register, &Pool)) {

@@ -1,4 +1,5 @@
-//! REGISTER, wrong in each way there is: before the rings are live that is survived on `/dev/fuse`, after that it ends the mount.
+//! REGISTER, wrong in each way there is: before the rings are live that is survived on `/dev/fuse`,
+//! after that it ends the mount.
 
 use ringdisk_ring::{Errno, RawCommand};
 use ringdisk_testkit::limits::part_needs;
@@ -6,8 +7,8 @@ use ringdisk_testkit::limits::part_needs;
 use crate::entry::Register;
 use crate::wire::{COMPLETES, Sent, Wire, possible_cpus};
 
-/// A REGISTER spoilt by `spoil` ends with `errno`; the mount is served over `/dev/fuse` then, and takes no other entry if the kernel
-/// remembers the failure.
+/// A REGISTER spoilt by `spoil` ends with `errno`; the mount is served over `/dev/fuse` then, and
+/// takes no other entry if the kernel remembers the failure.
 fn refused_before_it_is_live(errno: Errno, spoil: impl Fn(&mut Register)) {
     let Some(mut wire) = Wire::negotiated() else { return };
     // All queues but the last: as close to live as it gets.
@@ -115,7 +116,8 @@ fn a_refusal_while_it_is_live_ends_the_rings_of_a_kernel_with_pools() {
         assert!(got.is_ok() && by_entry > 0, "{got:?}");
         return;
     }
-    // Requests still come in the rings; replies are not taken any more. Only an abort lets the client go.
+    // Requests still come in the rings; replies are not taken any more. Only an abort lets the
+    // client go.
     let client = wire.client(4096);
     let full = |wire: &mut Wire| (0..wire.entries.len()).find(|index| wire.is_full(*index));
     let index = wire.wait(COMPLETES, full).expect("a request comes");

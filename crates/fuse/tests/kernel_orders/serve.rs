@@ -30,7 +30,8 @@ impl Wire {
         }
     }
 
-    /// Serves what is there, on `/dev/fuse` and in the entries. Returns how many requests came in each way.
+    /// Serves what is there, on `/dev/fuse` and in the entries. Returns how many requests came in
+    /// each way.
     pub(crate) fn turn(&mut self) -> (usize, usize) {
         let by_device = self.turn_device();
         let ready: Vec<usize> =
@@ -90,7 +91,8 @@ impl Wire {
         got.expect("the client is served")
     }
 
-    /// Serves what a client leaves behind when it has ended (RELEASE), until nothing comes any more.
+    /// Serves what a client leaves behind when it has ended (RELEASE), until nothing comes any
+    /// more.
     pub(crate) fn settle(&mut self) {
         let mut quiet = Instant::now();
         self.wait(COMPLETES, |wire| {
@@ -139,7 +141,8 @@ impl Wire {
         Reply { header, payload_len: out.body().len(), is_wanted }
     }
 
-    /// A client that opens the file and reads `len` bytes of its start; nothing serves it unless the test does.
+    /// A client that opens the file and reads `len` bytes of its start; nothing serves it unless
+    /// the test does.
     pub(crate) fn client(&self, len: usize) -> Receiver<Got> {
         self.client_on(Topology::read().allowed, len)
     }
@@ -158,7 +161,8 @@ impl Wire {
         receiver
     }
 
-    /// Serves until a client has what it wants: what it got, and how many requests came over `/dev/fuse` and by entries.
+    /// Serves until a client has what it wants: what it got, and how many requests came over
+    /// `/dev/fuse` and by entries.
     pub(crate) fn serve_client(&mut self, len: usize) -> (Got, usize, usize) {
         let client = self.client(len);
         let (mut classic, mut rings) = (0, 0);

@@ -1,9 +1,11 @@
 //! One FUSE connection in the hands of a test: a real mount whose every command is given by hand.
 //!
-//! One thread, one ring. Nothing is served unless [`Wire::turn`] runs, so a test decides what the kernel sees, and when. Memory that the
-//! kernel was given is never freed: it may write to an entry until long after its ring is closed.
+//! One thread, one ring. Nothing is served unless [`Wire::turn`] runs, so a test decides what the
+//! kernel sees, and when. Memory that the kernel was given is never freed: it may write to an entry
+//! until long after its ring is closed.
 //!
-//! Source: include/uapi/linux/fuse.h (BSD-2-Clause), `struct fuse_uring_cmd_req`, `struct fuse_uring_req_header`.
+//! Source: include/uapi/linux/fuse.h (BSD-2-Clause), `struct fuse_uring_cmd_req`, `struct
+//! fuse_uring_req_header`.
 
 use std::cell::Cell;
 use std::fs::File;
@@ -33,7 +35,8 @@ pub(crate) const ADD_BUFPOOL: u32 = 4;
 
 /// How long something may take that has to happen.
 pub(crate) const COMPLETES: Duration = Duration::from_secs(5);
-/// How long something is watched that must not happen: the same on slow machines, where it says less.
+/// How long something is watched that must not happen: the same on slow machines, where it says
+/// less.
 pub(crate) const PENDS: Duration = Duration::from_millis(100);
 
 /// How a command ended; `None` while the kernel has it.
@@ -55,7 +58,8 @@ pub(crate) struct Wire {
 }
 
 impl Wire {
-    /// A mount whose INIT has arrived and is not answered. `None`, with a word about it, where that cannot be had.
+    /// A mount whose INIT has arrived and is not answered. `None`, with a word about it, where that
+    /// cannot be had.
     pub(crate) fn mounted() -> Option<Wire> {
         if !needs_root() {
             return None;
@@ -139,7 +143,8 @@ impl Wire {
         (low | high << 32) & flag != 0
     }
 
-    /// Whether this kernel has buffer pools, and so is Linux 7.3 or newer: it is stricter in other places too.
+    /// Whether this kernel has buffer pools, and so is Linux 7.3 or newer: it is stricter in other
+    /// places too.
     pub(crate) fn has_pools(&self) -> bool {
         self.offers(INIT_HAS_IO_URING_BUFPOOL)
     }
@@ -224,7 +229,8 @@ impl Wire {
         (mount, directory, switch)
     }
 
-    /// Ends the mount while the ring still runs: an unmount waits for what the kernel owes the ring, so no ring thread may call it.
+    /// Ends the mount while the ring still runs: an unmount waits for what the kernel owes the
+    /// ring, so no ring thread may call it.
     pub(crate) fn unmount(&mut self) {
         let Some(mut mount) = self.mount.take() else { return };
         let thread = std::thread::spawn(move || mount.unmount(Unmount::Force));

@@ -1,8 +1,9 @@
 //! The driver's side of virtqueues, without a guest: for tests and benchmarks.
 //!
-//! A [`GuestRam`] is memory as a front end announces it; [`Driver`]s lay their queues into it, add chains, decide about kicks and take used
-//! elements. Nothing allocates after it was made: a driver is cheap enough to load a device. What a hostile guest writes goes
-//! through [`Driver::areas`] and [`GuestRam::write`].
+//! A [`GuestRam`] is memory as a front end announces it; [`Driver`]s lay their queues into it, add
+//! chains, decide about kicks and take used elements. Nothing allocates after it was made: a driver
+//! is cheap enough to load a device. What a hostile guest writes goes through [`Driver::areas`] and
+//! [`GuestRam::write`].
 //!
 //! A used element that was not in flight is a bug of the device: it panics.
 
@@ -119,7 +120,8 @@ impl Driver {
     ///
     /// * `segments`: the first `readable` of them are for the device to read, the others to write.
     ///
-    /// Gives a number for it, less than the size and its own until it is used; nothing when the queue is full.
+    /// Gives a number for it, less than the size and its own until it is used; nothing when the
+    /// queue is full.
     pub fn add(&mut self, segments: &[Segment], readable: usize) -> Option<u16> {
         match &mut self.ring {
             Ring::Split(ring) => ring.add(&self.areas, segments, readable),
@@ -127,7 +129,8 @@ impl Driver {
         }
     }
 
-    /// As [`Driver::add`], in one descriptor and an indirect table. Nothing, too, when there is no table that is large enough.
+    /// As [`Driver::add`], in one descriptor and an indirect table. Nothing, too, when there is no
+    /// table that is large enough.
     pub fn add_indirect(&mut self, segments: &[Segment], readable: usize) -> Option<u16> {
         if segments.is_empty() || segments.len() > usize::from(self.config.indirect) {
             return None;

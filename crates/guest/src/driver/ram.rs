@@ -69,8 +69,9 @@ impl GuestRam {
         Arc::new(Memory::new(vec![self.region()]).expect("one region"))
     }
 
-    /// As [`GuestRam::table`], of the mapping that the guest uses from now on too. A sanitizer knows memory by its address: it sees what
-    /// two threads do to one another only where both have the same one.
+    /// As [`GuestRam::table`], of the mapping that the guest uses from now on too. A sanitizer
+    /// knows memory by its address: it sees what two threads do to one another only where both have
+    /// the same one.
     #[cfg(test)]
     pub(crate) fn shared_table(&mut self) -> Arc<Memory> {
         let region = self.region();

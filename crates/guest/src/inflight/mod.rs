@@ -1,11 +1,13 @@
-//! The inflight area: which chains we have taken and not returned, in memory that outlives us (vhost-user specification, "Inflight I/O
-//! tracking").
+//! The inflight area: which chains we have taken and not returned, in memory that outlives us
+//! (vhost-user specification, "Inflight I/O tracking").
 //!
-//! The front end keeps the area while we are gone and gives it to the process after us. Each write to it, and to the rings, is one
-//! step of a protocol that holds wherever a kill falls between two steps: a chain that the driver has seen as used is not
-//! in flight any more, and every other one that was taken is taken again. All stores are atomic and in program order.
+//! The front end keeps the area while we are gone and gives it to the process after us. Each write
+//! to it, and to the rings, is one step of a protocol that holds wherever a kill falls between two
+//! steps: a chain that the driver has seen as used is not in flight any more, and every other one
+//! that was taken is taken again. All stores are atomic and in program order.
 //!
-//! The front end, which is not trusted either, can write the area: what is read from it is checked like a guest's.
+//! The front end, which is not trusted either, can write the area: what is read from it is checked
+//! like a guest's.
 
 mod packed;
 mod split;
@@ -28,9 +30,11 @@ pub(crate) use split::SplitArea;
 
 /// Version of the layout in an area that is in use.
 const VERSION: u16 = 1;
-/// Queues at most: what the device may have (64), and room for front ends that ask for more than they use.
+/// Queues at most: what the device may have (64), and room for front ends that ask for more than
+/// they use.
 pub const QUEUES_MAX: u16 = 256;
-/// What the device adds at the end: a mark and its own word. Front ends keep an area as it is, and give it back as long as it was.
+/// What the device adds at the end: a mark and its own word. Front ends keep an area as it is, and
+/// give it back as long as it was.
 const NOTE_BYTES: u64 = 64;
 /// The mark, so that an area of somebody else is not read as ours.
 const NOTE_MARK: u64 = u64::from_le_bytes(*b"ringdisk");
@@ -128,10 +132,12 @@ impl InflightArea {
         })
     }
 
-    /// The front end knows where a queue that was stopped goes on, or begins it anew; or somebody else serves it, who does not write here.
-    /// From now on its base counts, or of a split queue its used index, in memory of the guest.
+    /// The front end knows where a queue that was stopped goes on, or begins it anew; or somebody
+    /// else serves it, who does not write here. From now on its base counts, or of a split queue
+    /// its used index, in memory of the guest.
     ///
-    /// Not before: after a kill only the area can say where a packed queue is, and what of a split one is in flight.
+    /// Not before: after a kill only the area can say where a packed queue is, and what of a split
+    /// one is in flight.
     pub fn retire(&self, number: u16) {
         let Some(queue) = self.queue(number) else { return };
         match self.layout {
@@ -205,7 +211,8 @@ impl InflightQueue {
         fits.then(|| PackedArea::new(self.memory, size))
     }
 
-    /// Whether it says that a chain is in flight. For reports: what a kill has left half done counts too.
+    /// Whether it says that a chain is in flight. For reports: what a kill has left half done
+    /// counts too.
     pub fn is_busy(&self) -> bool {
         match self.layout {
             Layout::Split => split::is_busy(&self.memory, self.size),

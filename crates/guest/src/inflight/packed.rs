@@ -1,12 +1,14 @@
 //! Inflight area of a packed queue.
 //!
-//! `features: u64, version: u16, desc_num: u16, free_head: u16, old_free_head: u16, used_idx: u16, old_used_idx: u16,
-//! used_wrap_counter: u8, old_used_wrap_counter: u8, padding: [u8; 7]`, and from byte 32 for each descriptor
-//! `inflight: u8, padding: u8, next: u16, last: u16, num: u16, counter: u64, id: u16, flags: u16, len: u32, addr: u64`.
+//! `features: u64, version: u16, desc_num: u16, free_head: u16, old_free_head: u16, used_idx: u16,
+//! old_used_idx: u16, used_wrap_counter: u8, old_used_wrap_counter: u8, padding: [u8; 7]`, and from
+//! byte 32 for each descriptor `inflight: u8, padding: u8, next: u16, last: u16, num: u16, counter:
+//! u64, id: u16, flags: u16, len: u32, addr: u64`.
 //!
-//! Descriptors are copied here, since used elements are written over them. `old_…` is what is true of a ring whose next batch the
-//! driver does not see yet, the others what is true once it does. Both free heads are one write, and all that is said of the used
-//! place is one: so no kill can leave an index of one lap with the counter of another.
+//! Descriptors are copied here, since used elements are written over them. `old_…` is what is true
+//! of a ring whose next batch the driver does not see yet, the others what is true once it does.
+//! Both free heads are one write, and all that is said of the used place is one: so no kill can
+//! leave an index of one lap with the counter of another.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
@@ -50,7 +52,8 @@ pub(super) fn is_busy(memory: &RingMemory, size: u16) -> bool {
         && (0..size).any(|number| memory.load_u8(at(number, INFLIGHT), Acquire) != 0)
 }
 
-/// A chain that was taken: its first and last entry, how many, and the first entry that is free after it.
+/// A chain that was taken: its first and last entry, how many, and the first entry that is free
+/// after it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Taken {
     pub(crate) slot: u16,
@@ -206,7 +209,8 @@ impl PackedArea {
         self.store_free(self.free, self.free);
         self.store_used(self.used, self.used);
         let mut lists = Lists::new(self.size);
-        // Free ones: chains whose taking was not finished, and those of a batch that the driver sees.
+        // Free ones: chains whose taking was not finished, and those of a batch that the driver
+        // sees.
         let mut entry = self.free;
         while entry != NONE {
             lists.visit(entry)?;
@@ -230,7 +234,8 @@ impl PackedArea {
         Ok(Found { next: lists.next, heads, free: self.free, used: self.used })
     }
 
-    /// First free entry and used place: those after the last batch if the driver sees it, else those before.
+    /// First free entry and used place: those after the last batch if the driver sees it, else
+    /// those before.
     fn decide(&self, ring: &RingMemory) -> Result<(u16, Place), Error> {
         let [a, b, c, d] = self.memory.load_u32(FREE_HEADS, Acquire).to_le_bytes();
         let (free, old_free) = (u16::from_le_bytes([a, b]), u16::from_le_bytes([c, d]));
@@ -270,7 +275,8 @@ impl PackedArea {
         Ok((counter, Head { entry: head, last, count, id }))
     }
 
-    /// Used elements of a batch that was not finished: the driver has not come to them, but would after our next one.
+    /// Used elements of a batch that was not finished: the driver has not come to them, but would
+    /// after our next one.
     fn hide_unseen(&self, ring: &RingMemory, taken: u16) {
         let mut place = self.used;
         for _ in 0..taken {

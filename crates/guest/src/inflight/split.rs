@@ -1,7 +1,7 @@
 //! Inflight area of a split queue.
 //!
-//! `features: u64, version: u16, desc_num: u16, last_batch_head: u16, used_idx: u16`, then for each descriptor
-//! `inflight: u8, padding: [u8; 5], next: u16, counter: u64`.
+//! `features: u64, version: u16, desc_num: u16, last_batch_head: u16, used_idx: u16`, then for each
+//! descriptor `inflight: u8, padding: [u8; 5], next: u16, counter: u64`.
 
 use std::sync::atomic::Ordering::{Acquire, Release};
 
@@ -59,8 +59,8 @@ impl SplitArea {
 
     /// Finds out what is in flight; an area that was not in use begins here.
     ///
-    /// * `used`, `avail`: indexes of the rings. * `again`: gets the first descriptors in flight, in the order in which they were taken;
-    ///   at most as many as the queue has.
+    /// * `used`, `avail`: indexes of the rings. * `again`: gets the first descriptors in flight, in
+    ///   the order in which they were taken; at most as many as the queue has.
     pub(crate) fn recover(&mut self, used: u16, avail: u16, again: &mut Vec<u16>) {
         let memory = &self.memory;
         let is_ours = memory.load_u16(VERSION_AT, Acquire) == VERSION
@@ -85,7 +85,8 @@ impl SplitArea {
         again.extend(found.iter().map(|(_, number)| *number));
     }
 
-    /// The driver sees more used elements than the area knows of: those of the last batch, which it lists. `false` when that makes no sense.
+    /// The driver sees more used elements than the area knows of: those of the last batch, which it
+    /// lists. `false` when that makes no sense.
     fn finish_batch(&self, used: u16) -> bool {
         let memory = &self.memory;
         let batch = used.wrapping_sub(memory.load_u16(USED_IDX, Acquire));
@@ -104,7 +105,8 @@ impl SplitArea {
         true
     }
 
-    /// The ring was made anew since the area was last used, or somebody has written nonsense: nothing in it is in flight.
+    /// The ring was made anew since the area was last used, or somebody has written nonsense:
+    /// nothing in it is in flight.
     fn forget(&mut self, used: u16, why: &'static str) {
         self.given_up = Some(why);
         self.begin(used);

@@ -1,4 +1,5 @@
-//! The steps of the protocol by themselves: what is in the area when a process dies between two of its writes.
+//! The steps of the protocol by themselves: what is in the area when a process dies between two of
+//! its writes.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering::Relaxed;

@@ -51,7 +51,8 @@ impl World {
         self.random % of
     }
 
-    /// A new process. Cloud Hypervisor's base is the guest's avail index, QEMU's is what it knew at the start.
+    /// A new process. Cloud Hypervisor's base is the guest's avail index, QEMU's is what it knew at
+    /// the start.
     fn boot(&self) -> Device {
         let layout = self.driver.config().layout;
         let base = match layout {
@@ -115,7 +116,8 @@ impl World {
         device.queue.enable_kicks();
     }
 
-    /// Runs all requests to their end, with kills after these numbers of writes. Gives how often it was killed.
+    /// Runs all requests to their end, with kills after these numbers of writes. Gives how often it
+    /// was killed.
     fn run(&mut self, kills: &[u64]) -> u32 {
         let mut kills = kills.iter().copied();
         kills.next().map_or_else(kill::never, kill::after);
@@ -303,8 +305,8 @@ fn a_split_area_of_a_queue_that_somebody_else_served_meanwhile_says_nothing() {
     }
 }
 
-/// One more than the queue has would be walked through the list of the last batch, round and round, and what is in flight be forgotten in
-/// silence.
+/// One more than the queue has would be walked through the list of the last batch, round and round,
+/// and what is in flight be forgotten in silence.
 #[test]
 fn a_batch_that_is_larger_than_its_queue_is_of_another_ring() {
     const USED_IDX: usize = 14;

@@ -1,8 +1,9 @@
 //! Numbers in memory that a guest, or another process, reads and writes at the same time.
 //!
-//! Each access is one atomic access, or one copy by volatile reads: what was read is in our memory then, and stays what it
-//! was when it is checked. All numbers are little-endian. Bounds are checked at every access, against a length that was checked when the
-//! area was made; leaving it is a programming error and panics.
+//! Each access is one atomic access, or one copy by volatile reads: what was read is in our memory
+//! then, and stays what it was when it is checked. All numbers are little-endian. Bounds are
+//! checked at every access, against a length that was checked when the area was made; leaving it is
+//! a programming error and panics.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
@@ -18,7 +19,8 @@ pub struct RingMemory {
     mapping: Arc<Mapping>,
 }
 
-// SAFETY: `start` is used for atomic and volatile accesses inside the mapping only, which lives as long as the reference.
+// SAFETY: `start` is used for atomic and volatile accesses inside the mapping only, which lives as
+// long as the reference.
 unsafe impl Send for RingMemory {}
 // SAFETY: as above.
 unsafe impl Sync for RingMemory {}
@@ -40,7 +42,8 @@ macro_rules! number {
         pub fn $load(&self, at: usize, ordering: Ordering) -> $int {
             let place = self.place::<$int>(at);
             self.note(at, size_of::<$int>());
-            // SAFETY: inside the mapping, which `self` keeps, and aligned (`place`). Other processes may write it: an atomic.
+            // SAFETY: inside the mapping, which `self` keeps, and aligned (`place`). Other
+            // processes may write it: an atomic.
             let number = unsafe { <$atomic>::from_ptr(place) };
             <$int>::from_le(number.load(ordering))
         }
@@ -60,7 +63,8 @@ macro_rules! number {
 impl RingMemory {
     /// All of a mapping.
     ///
-    /// * `guest_addr`: address of the guest of its first byte, for the log of a migration; 0 when the guest has none.
+    /// * `guest_addr`: address of the guest of its first byte, for the log of a migration; 0 when
+    ///   the guest has none.
     pub(crate) fn new(mapping: &Arc<Mapping>, guest_addr: u64) -> RingMemory {
         let (start, len) = (mapping.start(), mapping.len());
         RingMemory { start, len, guest_addr, mapping: Arc::clone(mapping) }
@@ -92,7 +96,8 @@ impl RingMemory {
         self.guest_addr
     }
 
-    /// Address of its first byte in this process: to ask the system about its pages, never to follow.
+    /// Address of its first byte in this process: to ask the system about its pages, never to
+    /// follow.
     pub fn address(&self) -> usize {
         self.start.addr()
     }
@@ -112,7 +117,8 @@ impl RingMemory {
     number!(load_u32, store_u32, u32, AtomicU32);
     number!(load_u64, store_u64, u64, AtomicU64);
 
-    /// Sets bits of a byte, as one step that no other writer gets between and that no earlier write comes after.
+    /// Sets bits of a byte, as one step that no other writer gets between and that no earlier write
+    /// comes after.
     #[inline]
     pub fn set_bits(&self, at: usize, bits: u8) {
         let place = self.place::<u8>(at);
@@ -126,7 +132,8 @@ impl RingMemory {
     pub fn read_array<const N: usize>(&self, at: usize) -> [u8; N] {
         let place = self.place::<[u8; N]>(at);
         self.note(at, N);
-        // SAFETY: inside the mapping (`place`); bytes need no alignment, and any value of them is valid.
+        // SAFETY: inside the mapping (`place`); bytes need no alignment, and any value of them is
+        // valid.
         unsafe { place.read_volatile() }
     }
 
@@ -153,7 +160,8 @@ impl RingMemory {
             src.len(),
             self.len
         );
-        // SAFETY: the range was checked to lie inside the mapping; no Rust reference to its bytes exists, so they do not overlap.
+        // SAFETY: the range was checked to lie inside the mapping; no Rust reference to its bytes
+        // exists, so they do not overlap.
         unsafe {
             std::ptr::copy_nonoverlapping(src.as_ptr(), self.start.wrapping_add(at), src.len());
         }

@@ -1,14 +1,16 @@
 //! Surviving that memory of a guest goes away under us.
 //!
-//! Who owns the file of a mapping may truncate it, or run out of huge pages; the next touch is a SIGBUS. One handler for the process,
-//! installed once, looks the address up in a fixed table of our mappings. From the page of the fault to the end of its
-//! mapping it puts zeroes of our own (so that a mapping costs one fault in most cases, and never more than two areas of the
-//! kernel's, of which a process has a limited number), marks the mapping lost, and the access goes on. Faults elsewhere go to
-//! the handler that was there before.
+//! Who owns the file of a mapping may truncate it, or run out of huge pages; the next touch is a
+//! SIGBUS. One handler for the process, installed once, looks the address up in a fixed table of
+//! our mappings. From the page of the fault to the end of its mapping it puts zeroes of our own (so
+//! that a mapping costs one fault in most cases, and never more than two areas of the kernel's, of
+//! which a process has a limited number), marks the mapping lost, and the access goes on. Faults
+//! elsewhere go to the handler that was there before.
 //!
-//! The handler takes no lock and allocates nothing. A thread that touches a mapping holds a reference to it, so the entry of a faulting
-//! address is neither removed nor reused while the handler looks at it; entries of others may change, which a sequence number tells.
-//! SIGBUS must not be blocked in threads that touch such memory: a blocked one kills.
+//! The handler takes no lock and allocates nothing. A thread that touches a mapping holds a
+//! reference to it, so the entry of a faulting address is neither removed nor reused while the
+//! handler looks at it; entries of others may change, which a sequence number tells. SIGBUS must
+//! not be blocked in threads that touch such memory: a blocked one kills.
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
@@ -18,7 +20,8 @@ use rustix::io::Errno;
 
 use crate::Error;
 
-/// Mappings at once in the process: 16 disks with as many regions as we take (509), and their logs and inflight areas.
+/// Mappings at once in the process: 16 disks with as many regions as we take (509), and their logs
+/// and inflight areas.
 const ENTRIES_MAX: usize = 8192;
 
 /// One mapping. Empty while `end` is 0.
@@ -80,7 +83,8 @@ static LOSSES: AtomicU64 = AtomicU64::new(0);
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 static INSTALLED: OnceLock<Result<(), Errno>> = OnceLock::new();
 
-/// How often memory of a guest was found gone since the process began. While it does not change, no region was lost.
+/// How often memory of a guest was found gone since the process began. While it does not change, no
+/// region was lost.
 pub fn losses() -> u64 {
     LOSSES.load(Ordering::Relaxed)
 }
@@ -141,7 +145,8 @@ fn install() -> Result<(), Errno> {
     let handler: extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void) = on_bus_error;
     action.sa_sigaction = handler as usize;
     action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
-    // SAFETY: the handler has the signature that SA_SIGINFO asks for and does only what signal handlers may do.
+    // SAFETY: the handler has the signature that SA_SIGINFO asks for and does only what signal
+    // handlers may do.
     if unsafe { libc::sigaction(libc::SIGBUS, &raw const action, std::ptr::null_mut()) } != 0 {
         return Err(failed());
     }
@@ -149,11 +154,13 @@ fn install() -> Result<(), Errno> {
 }
 
 extern "C" fn on_bus_error(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
-    // SAFETY: the kernel gives a valid siginfo to a handler with SA_SIGINFO, and SIGBUS has an address.
+    // SAFETY: the kernel gives a valid siginfo to a handler with SA_SIGINFO, and SIGBUS has an
+    // address.
     let (code, address) = unsafe { ((*info).si_code, (*info).si_addr().addr()) };
     // SAFETY: the C library's errno of this thread.
     let errno = unsafe { *libc::__errno_location() };
-    // Faults have positive codes, signals of other processes none. "Action optional" reports memory that nobody is touching.
+    // Faults have positive codes, signals of other processes none. "Action optional" reports memory
+    // that nobody is touching.
     let is_fault = code > 0 && code != libc::BUS_MCEERR_AO;
     if !(is_fault && survive(address)) {
         pass_on(signal, info, context, code > 0);
@@ -167,7 +174,8 @@ fn survive(address: usize) -> bool {
     let used = USED.load(Ordering::Acquire).min(ENTRIES_MAX);
     let found = ENTRIES[..used].iter().find_map(|entry| Some((entry, entry.find(address)?)));
     let Some((entry, (start, end, page))) = found else { return false };
-    // Before anybody can read a zero that the guest has not written: whoever looks after he has read knows.
+    // Before anybody can read a zero that the guest has not written: whoever looks after he has
+    // read knows.
     entry.lost.store(true, Ordering::Release);
     LOSSES.fetch_add(1, Ordering::Release);
     replace(start, end - start) || replace(start, page.min(end - start))
@@ -176,8 +184,8 @@ fn survive(address: usize) -> bool {
 fn replace(start: usize, len: usize) -> bool {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE;
     let at = std::ptr::without_provenance_mut(start);
-    // SAFETY: the range lies in a mapping of ours that the thread which we interrupted is using, so it is alive and nothing else is
-    // there; its bytes are only ever reached through raw pointers.
+    // SAFETY: the range lies in a mapping of ours that the thread which we interrupted is using, so
+    // it is alive and nothing else is there; its bytes are only ever reached through raw pointers.
     let got = unsafe { libc::mmap(at, len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
     got != libc::MAP_FAILED
 }
@@ -190,7 +198,8 @@ fn pass_on(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void, from
     match handler {
         libc::SIG_IGN if !from_kernel => {}
         libc::SIG_DFL | libc::SIG_IGN => {
-            // SAFETY: sets the default action; a fault then happens again, and ends the process with the right address.
+            // SAFETY: sets the default action; a fault then happens again, and ends the process
+            // with the right address.
             unsafe {
                 libc::signal(signal, libc::SIG_DFL);
                 if !from_kernel {

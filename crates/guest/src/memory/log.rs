@@ -1,7 +1,7 @@
 //! The log of a live migration: one bit for each page of the guest that was written.
 //!
-//! Pages are marked after they were written and before the guest is told: then the front end, which takes a bit away and copies the
-//! page after that, misses nothing. Any thread.
+//! Pages are marked after they were written and before the guest is told: then the front end, which
+//! takes a bit away and copies the page after that, misses nothing. Any thread.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -13,7 +13,8 @@ use super::mapping::Mapping;
 
 /// Bytes of the guest for each bit (vhost-user specification, "Migration").
 const PAGE_BYTES: u64 = 4096;
-/// Largest log, bytes: a bit for each page of a guest's 52 bits of addresses would be 128 GiB; this is one of 16 TiB.
+/// Largest log, bytes: a bit for each page of a guest's 52 bits of addresses would be 128 GiB; this
+/// is one of 16 TiB.
 const LOG_BYTES_MAX: u64 = 1 << 29;
 
 /// A log in memory of the front end.
@@ -38,7 +39,8 @@ impl Log {
         Ok(Arc::new(Log { bits, fd, offset }))
     }
 
-    /// Marks the pages of these bytes. Pages past the end of the log are not the front end's to migrate.
+    /// Marks the pages of these bytes. Pages past the end of the log are not the front end's to
+    /// migrate.
     pub fn mark(&self, guest_addr: u64, len: u64) {
         let Some(last) = len.checked_sub(1).map(|more| guest_addr.saturating_add(more)) else {
             return;

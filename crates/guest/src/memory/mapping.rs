@@ -29,7 +29,8 @@ pub(crate) struct Mapping {
     guard: Option<Guard>,
 }
 
-// SAFETY: the struct gives out addresses only, and bytes are reached by raw pointers and atomics; any thread may unmap.
+// SAFETY: the struct gives out addresses only, and bytes are reached by raw pointers and atomics;
+// any thread may unmap.
 unsafe impl Send for Mapping {}
 // SAFETY: as above; the fields never change.
 unsafe impl Sync for Mapping {}
@@ -78,8 +79,8 @@ impl Mapping {
         let mut mapping =
             Mapping { base, mapped, start: base.wrapping_add(inside), len, guard: None };
         for advice in [Advice::LinuxDontFork, Advice::LinuxDontDump] {
-            // SAFETY: the range is the mapping just made; neither advice changes a byte. A refusal costs copies on fork, or a
-            // guest's memory in a core file.
+            // SAFETY: the range is the mapping just made; neither advice changes a byte. A refusal
+            // costs copies on fork, or a guest's memory in a core file.
             let _ = unsafe { madvise(base.cast(), mapped, advice) };
         }
         let page = usize::try_from(page).map_err(|_| bad)?;
@@ -106,12 +107,14 @@ impl Mapping {
 impl Drop for Mapping {
     fn drop(&mut self) {
         drop(self.guard.take());
-        // SAFETY: made by `new` with this length, and nobody holds a reference any more, so no pointer into it is used again.
+        // SAFETY: made by `new` with this length, and nobody holds a reference any more, so no
+        // pointer into it is used again.
         let _ = unsafe { munmap(self.base.cast(), self.mapped) };
     }
 }
 
-/// Bytes of a page of a file: larger on hugetlbfs, where parts of pages can be neither mapped nor replaced.
+/// Bytes of a page of a file: larger on hugetlbfs, where parts of pages can be neither mapped nor
+/// replaced.
 fn page_bytes(fd: BorrowedFd<'_>) -> rustix::io::Result<u64> {
     let system = fstatfs(fd)?;
     let size = u64::try_from(system.f_bsize).unwrap_or(0);

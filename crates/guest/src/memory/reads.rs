@@ -1,7 +1,8 @@
 //! Reads of memory that a guest can change, noted for tests.
 //!
-//! What is judged must be what is used: each byte of a descriptor, a table or a header is read once, into memory of our own. Data of requests
-//! never come here: the kernel moves them, or they are copied as buffers. Not compiled into programs: tests only, or the feature `note-reads`.
+//! What is judged must be what is used: each byte of a descriptor, a table or a header is read
+//! once, into memory of our own. Data of requests never come here: the kernel moves them, or they
+//! are copied as buffers. Not compiled into programs: tests only, or the feature `note-reads`.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -51,8 +52,8 @@ impl Reads {
         Reads { _turn: turn }
     }
 
-    /// How often each byte was read since the last call, by its address of the guest. (An inflight area begins at 0: guests have nothing there
-    /// in tests.)
+    /// How often each byte was read since the last call, by its address of the guest. (An inflight
+    /// area begins at 0: guests have nothing there in tests.)
     #[must_use]
     pub fn take(&self) -> BTreeMap<u64, u32> {
         let mut counts = BTreeMap::new();

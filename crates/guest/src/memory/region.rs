@@ -10,7 +10,8 @@ use crate::Error;
 use super::mapping::Mapping;
 use super::table::MEMORY_BYTES_MAX;
 
-/// A region of memory, mapped. Threads make buffers of it each for themselves; it is unmapped when the last of these is gone too.
+/// A region of memory, mapped. Threads make buffers of it each for themselves; it is unmapped when
+/// the last of these is gone too.
 #[derive(Debug)]
 pub struct Region {
     guest_addr: u64,
@@ -29,7 +30,8 @@ impl Region {
     /// * `guest_addr`: of the guest; `user_addr`: of the same byte in the front end.
     /// * `size`: bytes, of any alignment; `mmap_offset`: where it begins in the file, also of any.
     ///
-    /// Errors: an empty or too large range, or one over the end of the addresses; a file that is none, or too short; no memory.
+    /// Errors: an empty or too large range, or one over the end of the addresses; a file that is
+    /// none, or too short; no memory.
     pub fn map(
         fd: OwnedFd,
         guest_addr: u64,
@@ -43,8 +45,8 @@ impl Region {
         }
         let mapping = Mapping::new(fd.as_fd(), mmap_offset, size)?;
         let keep = Box::new(Arc::clone(&mapping));
-        // SAFETY: the range is mapped for reading and writing while `keep` lives; no reference to its bytes is ever made here, and
-        // faults in it are survived.
+        // SAFETY: the range is mapped for reading and writing while `keep` lives; no reference to
+        // its bytes is ever made here, and faults in it are survived.
         let shared = unsafe { SharedMemory::foreign(mapping.start(), mapping.len(), keep) };
         Ok(Arc::new(Region { guest_addr, user_addr, size, mmap_offset, fd, mapping, shared }))
     }
@@ -74,7 +76,8 @@ impl Region {
         self.fd.as_fd()
     }
 
-    /// Address of its first byte in this process: for a kernel that is told where the memory is, never to follow.
+    /// Address of its first byte in this process: for a kernel that is told where the memory is,
+    /// never to follow.
     pub fn address(&self) -> usize {
         self.mapping.start().addr()
     }
@@ -89,8 +92,8 @@ impl Region {
         &self.shared
     }
 
-    /// Whether a part of it was found gone (its file was truncated); from there on it reads as zeroes and the guest does
-    /// not see what we write.
+    /// Whether a part of it was found gone (its file was truncated); from there on it reads as
+    /// zeroes and the guest does not see what we write.
     pub fn is_lost(&self) -> bool {
         self.mapping.is_lost()
     }
@@ -104,8 +107,8 @@ impl Region {
         self.guest_addr + self.size
     }
 
-    /// Whether two regions have an address of the guest in common. Addresses of the front end may be: its memory can be seen by the
-    /// guest at two places.
+    /// Whether two regions have an address of the guest in common. Addresses of the front end may
+    /// be: its memory can be seen by the guest at two places.
     pub(super) fn overlaps(&self, other: &Region) -> bool {
         self.guest_addr < other.guest_end() && other.guest_addr < self.guest_end()
     }

@@ -1,4 +1,5 @@
-//! The memory of a guest: its regions. Never changes; a change makes another table, and who uses the old one keeps it.
+//! The memory of a guest: its regions. Never changes; a change makes another table, and who uses
+//! the old one keeps it.
 
 use std::sync::Arc;
 
@@ -10,8 +11,9 @@ use super::region::Region;
 /// Regions at most: what QEMU's own back end reports, and 512 slots of KVM without three.
 pub const REGIONS_MAX: usize = 509;
 
-/// Memory of one guest, all regions together, bytes: 4 TiB. A process has 128 TiB of addresses (47 bits), which its disks share: 16 of them fit
-/// even while each maps a new table beside the old one.
+/// Memory of one guest, all regions together, bytes: 4 TiB. A process has 128 TiB of addresses (47
+/// bits), which its disks share: 16 of them fit even while each maps a new table beside the old
+/// one.
 pub const MEMORY_BYTES_MAX: u64 = 1 << 42;
 
 /// All regions, sorted by address of the guest.
@@ -23,7 +25,8 @@ pub struct Memory {
 impl Memory {
     /// A table of these regions.
     ///
-    /// Errors: two overlap, there are more than [`REGIONS_MAX`], or more than [`MEMORY_BYTES_MAX`] bytes.
+    /// Errors: two overlap, there are more than [`REGIONS_MAX`], or more than [`MEMORY_BYTES_MAX`]
+    /// bytes.
     pub fn new(mut regions: Vec<Arc<Region>>) -> Result<Memory, Error> {
         if regions.len() > REGIONS_MAX {
             return Err(Error::TooManyRegions { limit: REGIONS_MAX });
@@ -39,7 +42,8 @@ impl Memory {
         Ok(Memory { regions })
     }
 
-    /// Whether regions of these sizes may be one memory: to be asked before they are mapped, since addresses are what they take.
+    /// Whether regions of these sizes may be one memory: to be asked before they are mapped, since
+    /// addresses are what they take.
     ///
     /// Errors: more than [`MEMORY_BYTES_MAX`] bytes.
     pub fn check_size(sizes: impl Iterator<Item = u64>) -> Result<(), Error> {
@@ -72,7 +76,8 @@ impl Memory {
         Ok(Memory { regions })
     }
 
-    /// This table without the region of exactly these addresses and this size; gives the region too.
+    /// This table without the region of exactly these addresses and this size; gives the region
+    /// too.
     ///
     /// Errors: there is none.
     pub fn without(

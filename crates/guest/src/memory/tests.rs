@@ -201,7 +201,8 @@ fn huge_pages_that_are_missing_are_survived_in_whole_pages() {
         .expect("a kernel with huge pages, as every distribution has (CONFIG_HUGETLBFS)");
     ftruncate(&fd, 4 * MIB).expect("nothing is reserved by that");
     let twin = fd.try_clone().unwrap();
-    // Nothing is reserved, so without a pool the first touch already fails; with one, after the truncation.
+    // Nothing is reserved, so without a pool the first touch already fails; with one, after the
+    // truncation.
     let region = Region::map(fd, 0, 0, 3 * MIB, MIB).unwrap();
     let view = view(vec![Arc::clone(&region)]);
     assert!(view.write(0, b"touched"));

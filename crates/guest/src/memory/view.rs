@@ -1,4 +1,5 @@
-//! A thread's view of the memory of a guest: addresses in, buffers out. Never allocates after it was made, never locks.
+//! A thread's view of the memory of a guest: addresses in, buffers out. Never allocates after it
+//! was made, never locks.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -9,7 +10,8 @@ use super::access::RingMemory;
 use super::region::Region;
 use super::table::Memory;
 
-/// Regions as buffers of one thread. Not `Send`. Buffers that it gave keep their memory when the view is gone.
+/// Regions as buffers of one thread. Not `Send`. Buffers that it gave keep their memory when the
+/// view is gone.
 #[derive(Debug)]
 pub struct View {
     memory: Arc<Memory>,
@@ -27,7 +29,8 @@ pub struct View {
 #[derive(Debug)]
 struct Buffers {
     plain: IoBuf,
-    /// The same, for each piece of the region with the slot that it is registered in; the last ones may be missing.
+    /// The same, for each piece of the region with the slot that it is registered in; the last ones
+    /// may be missing.
     pieces: Vec<IoBuf>,
 }
 
@@ -37,11 +40,13 @@ impl View {
         View::fixed(memory, usize::BITS - 1, |_| &[])
     }
 
-    /// As [`View::new`], with pieces of regions that the thread's ring has in its table of registered buffers. A range inside one of them
-    /// is given as a registered buffer, every other one as an ordinary one.
+    /// As [`View::new`], with pieces of regions that the thread's ring has in its table of
+    /// registered buffers. A range inside one of them is given as a registered buffer, every other
+    /// one as an ordinary one.
     ///
     /// * `piece_shift`: a piece has 2 to that power bytes; the first begins with its region.
-    /// * `slots`: of the pieces of a region, from the first on; fewer where the last ones are not registered.
+    /// * `slots`: of the pieces of a region, from the first on; fewer where the last ones are not
+    ///   registered.
     pub fn fixed<'a>(
         memory: Arc<Memory>,
         piece_shift: u32,
@@ -62,7 +67,8 @@ impl View {
         &self.memory
     }
 
-    /// Number of the region with an address of the guest, where in it that is, and how many bytes follow in the region.
+    /// Number of the region with an address of the guest, where in it that is, and how many bytes
+    /// follow in the region.
     #[inline]
     fn find(&self, guest_addr: u64) -> Option<(usize, usize, usize)> {
         let inside = |number: usize| {
@@ -85,8 +91,8 @@ impl View {
         (len <= rest).then(|| self.part(number, at, len))
     }
 
-    /// Bytes of the guest, as one buffer for each region that they lie in. Regions that follow one another without a gap are
-    /// one memory to the guest.
+    /// Bytes of the guest, as one buffer for each region that they lie in. Regions that follow one
+    /// another without a gap are one memory to the guest.
     ///
     /// Gives `false` when a byte is not in memory; some pieces may have been given by then.
     pub fn pieces(&self, guest_addr: u64, len: usize, mut each: impl FnMut(IoBuf)) -> bool {
@@ -116,7 +122,8 @@ impl View {
         }
     }
 
-    /// In how many regions these bytes lie, at least one of them; `None` when they are not all in memory.
+    /// In how many regions these bytes lie, at least one of them; `None` when they are not all in
+    /// memory.
     #[inline]
     pub fn regions_of(&self, guest_addr: u64, len: usize) -> Option<usize> {
         match self.find(guest_addr) {
@@ -138,7 +145,8 @@ impl View {
         })
     }
 
-    /// Copies bytes to the guest. `false` when they are not all in memory; some may have been written.
+    /// Copies bytes to the guest. `false` when they are not all in memory; some may have been
+    /// written.
     pub fn write(&self, guest_addr: u64, src: &[u8]) -> bool {
         let mut done = 0;
         self.walk(guest_addr, src.len(), |number, at, part| {

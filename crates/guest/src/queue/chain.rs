@@ -1,7 +1,9 @@
-//! One descriptor chain: checked segments of memory of the guest, first those to read, then those to write.
+//! One descriptor chain: checked segments of memory of the guest, first those to read, then those
+//! to write.
 //!
-//! A chain is a buffer that a task keeps and fills again and again: it allocates when it is made, and when it needs more room than ever.
-//! What it says was copied from the guest and checked; the bytes themselves may change at any time.
+//! A chain is a buffer that a task keeps and fills again and again: it allocates when it is made,
+//! and when it needs more room than ever. What it says was copied from the guest and checked; the
+//! bytes themselves may change at any time.
 
 use std::ops::Range;
 
@@ -15,9 +17,10 @@ use super::broken::Broken;
 pub const SEGMENTS_MAX: usize = SEGMENTS_LIMIT as usize;
 /// The same, to compare with what the guest says.
 pub(super) const SEGMENTS_LIMIT: u32 = 1026;
-/// Pieces of a chain at most, each inside one region of memory. Buffers of a driver lie apart, so no end of a region is inside two of them, and
-/// there are fewer such ends than regions. Without this limit 1024 segments over 509 small regions would be half a million pieces, which
-/// cost 48 bytes each for each request in flight.
+/// Pieces of a chain at most, each inside one region of memory. Buffers of a driver lie apart, so
+/// no end of a region is inside two of them, and there are fewer such ends than regions. Without
+/// this limit 1024 segments over 509 small regions would be half a million pieces, which cost 48
+/// bytes each for each request in flight.
 pub(super) const PIECES_MAX: usize = SEGMENTS_MAX + REGIONS_MAX;
 
 /// Bytes of the guest. Never empty; inside its memory when the chain was popped.
@@ -53,7 +56,8 @@ impl Chain {
         Chain::with_capacity(SEGMENTS_MAX)
     }
 
-    /// An empty chain, with room for so many segments. It allocates when it is filled with more than ever before.
+    /// An empty chain, with room for so many segments. It allocates when it is filled with more
+    /// than ever before.
     pub fn with_capacity(segments: usize) -> Chain {
         let segments = Vec::with_capacity(segments);
         Chain { segments, readable: 0, readable_len: 0, writable_len: 0, pieces: 0 }
@@ -84,7 +88,8 @@ impl Chain {
         self.writable_len
     }
 
-    /// Copies bytes out, from byte `at` of those to read; each is read once. `false` when there are fewer, or they have left memory.
+    /// Copies bytes out, from byte `at` of those to read; each is read once. `false` when there are
+    /// fewer, or they have left memory.
     pub fn read(&self, view: &View, at: u64, dst: &mut [u8]) -> bool {
         let mut done = 0;
         walk(self.readable(), at..at.saturating_add(dst.len() as u64), |addr, part| {
@@ -94,7 +99,8 @@ impl Chain {
         })
     }
 
-    /// Copies bytes in, to byte `at` of those to write. `false` when there are fewer, or they have left memory.
+    /// Copies bytes in, to byte `at` of those to write. `false` when there are fewer, or they have
+    /// left memory.
     pub fn write(&self, view: &View, at: u64, src: &[u8]) -> bool {
         let mut done = 0;
         walk(self.writable(), at..at.saturating_add(src.len() as u64), |addr, part| {
@@ -104,7 +110,8 @@ impl Chain {
         })
     }
 
-    /// A range of the bytes to read, as buffers. `false` when they are not all there; some may have been given.
+    /// A range of the bytes to read, as buffers. `false` when they are not all there; some may have
+    /// been given.
     pub fn readable_pieces(&self, view: &View, range: Range<u64>, each: impl FnMut(IoBuf)) -> bool {
         pieces(self.readable(), view, range, each)
     }
@@ -114,7 +121,8 @@ impl Chain {
         pieces(self.writable(), view, range, each)
     }
 
-    /// Marks the first `len` bytes to write in the log of a migration. After they were written, before the chain is completed.
+    /// Marks the first `len` bytes to write in the log of a migration. After they were written,
+    /// before the chain is completed.
     pub fn mark_written(&self, log: &Log, len: u64) {
         self.mark_range(log, 0..len.min(self.writable_len));
     }
@@ -177,7 +185,8 @@ fn pieces(
     walk(segments, range, |addr, part| view.pieces(addr, part, &mut each))
 }
 
-/// The parts of segments that a range of their bytes covers. `false` when the segments end before, or `each` says so.
+/// The parts of segments that a range of their bytes covers. `false` when the segments end before,
+/// or `each` says so.
 fn walk(segments: &[Segment], range: Range<u64>, mut each: impl FnMut(u64, usize) -> bool) -> bool {
     let mut begin = 0;
     for segment in segments {

@@ -1,7 +1,8 @@
 //! Whether the other side wants to be told.
 //!
-//! Both sides follow one rule: write the index, full fence, read the other's wish; and: write the wish, full fence, read the other's
-//! index. So of two that meet at least one sees the other, and no wake-up is missed (`model.rs` tries the orders).
+//! Both sides follow one rule: write the index, full fence, read the other's wish; and: write the
+//! wish, full fence, read the other's index. So of two that meet at least one sees the other, and
+//! no wake-up is missed (`model.rs` tries the orders).
 
 /// Flag of a split ring's `used.flags` (no kicks) and `avail.flags` (no calls).
 pub(crate) const NO_NOTIFY: u16 = 1;
@@ -14,7 +15,8 @@ pub(crate) const PACKED_DESCRIPTOR: u16 = 2;
 /// Bit of the wrap counter in `off_wrap`.
 pub(crate) const PACKED_WRAP: u16 = 1 << 15;
 
-/// Whether an index was passed on the way from `old` to `new` (virtio 1.3, 2.7.7.2: the entry *at* `event` was used).
+/// Whether an index was passed on the way from `old` to `new` (virtio 1.3, 2.7.7.2: the entry *at*
+/// `event` was used).
 pub(crate) fn passed(event: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
 }
@@ -22,7 +24,8 @@ pub(crate) fn passed(event: u16, new: u16, old: u16) -> bool {
 /// The same for a packed ring (virtio 1.3, 2.8.10).
 ///
 /// * `wish`: event suppression structure, `off_wrap` in the low half and `flags` in the high.
-/// * `new`, `wrap`: where the side that asks will write next. `count`: descriptors since it asked last.
+/// * `new`, `wrap`: where the side that asks will write next. `count`: descriptors since it asked
+///   last.
 pub(crate) fn packed_wants(
     wish: u32,
     event_idx: bool,

@@ -1,8 +1,9 @@
 //! Virtqueues, device side: split and packed.
 //!
-//! A queue belongs to one thread for as long as it runs. It never allocates after it was made, never locks and makes no system call:
-//! kicks and calls are eventfds of the caller. Chains are completed in any order. Completed ones are shown to the driver by
-//! [`Queue::publish`], once a batch, which also says whether the driver wants a call.
+//! A queue belongs to one thread for as long as it runs. It never allocates after it was made,
+//! never locks and makes no system call: kicks and calls are eventfds of the caller. Chains are
+//! completed in any order. Completed ones are shown to the driver by [`Queue::publish`], once a
+//! batch, which also says whether the driver wants a call.
 
 mod broken;
 mod chain;
@@ -55,7 +56,8 @@ pub struct Areas {
 impl Areas {
     /// Looks the parts up.
     ///
-    /// * `descriptors`, `driver`, `device`: addresses of the front end (SET_VRING_ADDR: desc, avail, used).
+    /// * `descriptors`, `driver`, `device`: addresses of the front end (SET_VRING_ADDR: desc,
+    ///   avail, used).
     ///
     /// Errors: a part is not in memory or not aligned; the size is none of this layout.
     pub fn find(
@@ -125,15 +127,17 @@ pub struct QueueConfig {
     pub event_idx: bool,
     /// Whether INDIRECT_DESC was negotiated.
     pub indirect: bool,
-    /// Where to begin, as SET_VRING_BASE says it: the next avail index (split); last avail index in bits 0 to 14, its wrap
-    /// counter in bit 15, the same for used above (packed; [`PACKED_BASE`] when nothing was said). Front ends do not know what we had
-    /// taken: not used by a split queue with an inflight area, nor by a packed one whose area was in use.
+    /// Where to begin, as SET_VRING_BASE says it: the next avail index (split); last avail index in
+    /// bits 0 to 14, its wrap counter in bit 15, the same for used above (packed; [`PACKED_BASE`]
+    /// when nothing was said). Front ends do not know what we had taken: not used by a split queue
+    /// with an inflight area, nor by a packed one whose area was in use.
     pub base: u32,
     /// Chains in flight, in memory that outlives us.
     pub inflight: Option<InflightQueue>,
     /// Log of a migration.
     pub log: Option<Arc<Log>>,
-    /// Address of the guest of the used ring, for the log; the one of its region when the front end said none.
+    /// Address of the guest of the used ring, for the log; the one of its region when the front end
+    /// said none.
     pub log_addr: Option<u64>,
 }
 
@@ -178,8 +182,8 @@ pub struct Queue {
 }
 
 impl Queue {
-    /// A queue that begins, or goes on where its base or its inflight area says. It looks at the rings: the guest may have made
-    /// chains available long before.
+    /// A queue that begins, or goes on where its base or its inflight area says. It looks at the
+    /// rings: the guest may have made chains available long before.
     ///
     /// Errors: size, base, areas or inflight area do not fit one another.
     pub fn new(config: QueueConfig) -> Result<Queue, Error> {
@@ -217,11 +221,14 @@ impl Queue {
         })
     }
 
-    /// Takes the next chain: first those that a process before us had taken and not returned, in their order, then new ones.
+    /// Takes the next chain: first those that a process before us had taken and not returned, in
+    /// their order, then new ones.
     ///
-    /// * `chain`: is filled. What it says is checked against `view`, and holds for as long as that view does.
+    /// * `chain`: is filled. What it says is checked against `view`, and holds for as long as that
+    ///   view does.
     ///
-    /// Gives nothing when there is none. Errors: the guest did what it must not; from then on there are none.
+    /// Gives nothing when there is none. Errors: the guest did what it must not; from then on there
+    /// are none.
     #[inline]
     pub fn pop(&mut self, view: &View, chain: &mut Chain) -> Result<Option<Token>, Broken> {
         if let Some(broken) = self.broken {
@@ -269,8 +276,8 @@ impl Queue {
         !self.batch.is_empty()
     }
 
-    /// Shows all completed chains to the driver. Gives whether it wants a call; the first time it is always called, since nobody
-    /// knows what a process before us said.
+    /// Shows all completed chains to the driver. Gives whether it wants a call; the first time it
+    /// is always called, since nobody knows what a process before us said.
     #[inline]
     pub fn publish(&mut self) -> bool {
         if self.batch.is_empty() {
@@ -295,7 +302,8 @@ impl Queue {
             }
     }
 
-    /// Asks for a kick when the next chain comes, before a sleep. Gives whether one has come meanwhile: then do not sleep.
+    /// Asks for a kick when the next chain comes, before a sleep. Gives whether one has come
+    /// meanwhile: then do not sleep.
     #[inline]
     pub fn enable_kicks(&mut self) -> bool {
         let log = self.log.as_deref();
@@ -316,7 +324,8 @@ impl Queue {
         }
     }
 
-    /// Looks whether memory was lost since the last call: once for each turn of a loop. One read of memory that hardly ever changes.
+    /// Looks whether memory was lost since the last call: once for each turn of a loop. One read of
+    /// memory that hardly ever changes.
     ///
     /// Errors: a part of the rings or of `view` is gone; the queue is broken.
     #[inline]
@@ -345,7 +354,8 @@ impl Queue {
         self.broken
     }
 
-    /// Why what the inflight area said did not count, if that was so: nothing was in flight, and the area begins anew.
+    /// Why what the inflight area said did not count, if that was so: nothing was in flight, and
+    /// the area begins anew.
     pub fn inflight_given_up(&self) -> Option<&'static str> {
         match &self.ring {
             Ring::Split(ring) => ring.inflight_given_up(),
@@ -354,7 +364,8 @@ impl Queue {
         }
     }
 
-    /// Whether there is still something that a process before us had taken, to be popped again. Its base counts it as taken.
+    /// Whether there is still something that a process before us had taken, to be popped again. Its
+    /// base counts it as taken.
     pub fn has_replays(&self) -> bool {
         match &self.ring {
             Ring::Split(ring) => ring.has_replays(),
@@ -362,7 +373,8 @@ impl Queue {
         }
     }
 
-    /// Where it would go on, in the form of [`QueueConfig::base`]. What is in flight is not counted as still to come.
+    /// Where it would go on, in the form of [`QueueConfig::base`]. What is in flight is not counted
+    /// as still to come.
     pub fn base(&self) -> u32 {
         match &self.ring {
             Ring::Split(ring) => ring.base(),
@@ -370,8 +382,9 @@ impl Queue {
         }
     }
 
-    /// Ends the queue, drained: publishes what was completed and gives its base for GET_VRING_BASE, and whether the driver wants a call.
-    /// The inflight area goes on to say where the queue is; once the front end knows it: [`crate::inflight::InflightArea::retire`].
+    /// Ends the queue, drained: publishes what was completed and gives its base for GET_VRING_BASE,
+    /// and whether the driver wants a call. The inflight area goes on to say where the queue is;
+    /// once the front end knows it: [`crate::inflight::InflightArea::retire`].
     pub fn stop(mut self) -> (u32, bool) {
         let call = self.publish();
         (self.base(), call)
@@ -392,8 +405,8 @@ impl Queue {
         self.layout
     }
 
-    /// The same rings in another mapping, after a change of the memory. Nothing is in flight. Its contents are those of the old one: nothing is
-    /// looked at anew.
+    /// The same rings in another mapping, after a change of the memory. Nothing is in flight. Its
+    /// contents are those of the old one: nothing is looked at anew.
     ///
     /// * `log_addr`: as [`QueueConfig::log_addr`].
     ///

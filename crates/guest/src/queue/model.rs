@@ -1,4 +1,5 @@
-//! Model of how two sides tell each other: the very rules of `event.rs` under orders of steps that a checker chooses.
+//! Model of how two sides tell each other: the very rules of `event.rs` under orders of steps that
+//! a checker chooses.
 
 use std::sync::Arc;
 

@@ -1,7 +1,8 @@
 //! Packed virtqueue, device side (virtio 1.3, 2.8).
 //!
-//! One ring of descriptors that both sides write. Whose a descriptor is, two flags say, compared with a counter that changes with each
-//! lap. Used elements of a batch are written in order, but the first one's flags last: the driver, which looks in order, sees all or none.
+//! One ring of descriptors that both sides write. Whose a descriptor is, two flags say, compared
+//! with a counter that changes with each lap. Used elements of a batch are written in order, but
+//! the first one's flags last: the driver, which looks in order, sees all or none.
 
 use std::sync::atomic::{Ordering, fence};
 
@@ -70,7 +71,8 @@ impl Place {
     }
 }
 
-/// What we know of a descriptor in flight: an entry for each, in a list of free ones or in one of a chain. Numbered as in the inflight area.
+/// What we know of a descriptor in flight: an entry for each, in a list of free ones or in one of a
+/// chain. Numbered as in the inflight area.
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     next: u16,

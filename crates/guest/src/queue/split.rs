@@ -1,6 +1,7 @@
 //! Split virtqueue, device side (virtio 1.3, 2.7).
 //!
-//! Descriptor table, avail ring (driver) and used ring (device). Used elements of a batch are written first, then the index.
+//! Descriptor table, avail ring (driver) and used ring (device). Used elements of a batch are
+//! written first, then the index.
 
 use std::sync::atomic::{Ordering, fence};
 
@@ -51,8 +52,8 @@ pub(super) struct Split {
 }
 
 impl Split {
-    /// * `base`: next entry of the avail ring; with an area the used index says that better, even with one that was not in use: a kill may
-    ///   have come before it was.
+    /// * `base`: next entry of the avail ring; with an area the used index says that better, even
+    ///   with one that was not in use: a kill may have come before it was.
     pub(super) fn new(
         size: u16,
         areas: Areas,
@@ -235,7 +236,8 @@ impl Split {
         fence(Ordering::SeqCst);
     }
 
-    /// With EVENT_IDX the index that was asked for stays behind us, which asks for nothing until it comes round again.
+    /// With EVENT_IDX the index that was asked for stays behind us, which asks for nothing until it
+    /// comes round again.
     pub(super) fn disable_kicks(&mut self, log: Option<&Log>) {
         if !self.event_idx {
             self.set_flags(NO_NOTIFY, log);

@@ -1,4 +1,5 @@
-//! Persistent bitmaps: which parts of the disk were written. Source: qcow2 specification, "Bitmaps".
+//! Persistent bitmaps: which parts of the disk were written. Source: qcow2 specification,
+//! "Bitmaps".
 //!
 //! - [`read`]: the list, for `info`;
 //! - [`recording`]: those that record while the image is open for writing;

@@ -1,5 +1,5 @@
-//! What `bitmap` does to an image that nobody else uses: add, remove, clear, enable, disable, merge.
-//! Names, limits and refusals are those of `qemu-img bitmap`.
+//! What `bitmap` does to an image that nobody else uses: add, remove, clear, enable, disable,
+//! merge. Names, limits and refusals are those of `qemu-img bitmap`.
 //!
 //! Promises: each operation is there or not after a crash, and complete on stable storage when it
 //! returns (module `update`). It ends the use of the open image for requests: what was recorded
@@ -43,8 +43,8 @@ impl BitmapContents {
         1 << self.bits.granularity_bits()
     }
 
-    /// The parts of the disk that are marked, in order: byte ranges, whole units of granularity, cut
-    /// at the end of the disk.
+    /// The parts of the disk that are marked, in order: byte ranges, whole units of granularity,
+    /// cut at the end of the disk.
     pub fn ranges(&self) -> impl Iterator<Item = std::ops::Range<u64>> + '_ {
         self.bits.ranges()
     }
@@ -57,8 +57,8 @@ impl Qcow2 {
     ///   the cluster size, but 4 KiB at least and 64 KiB at most.
     ///
     /// Errors: `InvalidRequest` for a name that is there already, empty, or longer than 1023 bytes,
-    /// for a granularity that is not allowed or makes the bitmap too large (also for the memory that
-    /// all bitmaps may take that record), too many bitmaps, and version 2; `Io`.
+    /// for a granularity that is not allowed or makes the bitmap too large (also for the memory
+    /// that all bitmaps may take that record), too many bitmaps, and version 2; `Io`.
     pub async fn bitmap_add(
         &mut self,
         ring: &Ring,
@@ -150,8 +150,8 @@ impl Qcow2 {
         self.replace_contents(ring, &mut entries, at, &bits).await
     }
 
-    /// Lets a bitmap record writes from now on. Errors: as [`bitmap_clear`](Qcow2::bitmap_clear), and
-    /// `InvalidRequest` when the bitmaps that record would take too much memory.
+    /// Lets a bitmap record writes from now on. Errors: as [`bitmap_clear`](Qcow2::bitmap_clear),
+    /// and `InvalidRequest` when the bitmaps that record would take too much memory.
     pub async fn bitmap_enable(&mut self, ring: &Ring, name: &str) -> Result<(), Error> {
         self.set_recording(ring, name, true).await
     }
@@ -161,10 +161,12 @@ impl Qcow2 {
         self.set_recording(ring, name, false).await
     }
 
-    /// Declares all bitmaps that record inconsistent, on stable storage: what the disk shows is changed elsewhere
-    /// from now on (in its backing file, after a commit), and nobody may believe them any more. Needs no space.
+    /// Declares all bitmaps that record inconsistent, on stable storage: what the disk shows is
+    /// changed elsewhere from now on (in its backing file, after a commit), and nobody may believe
+    /// them any more. Needs no space.
     ///
-    /// Errors: `Io`; they are as they were then. The image is open for writing and was not written to.
+    /// Errors: `Io`; they are as they were then. The image is open for writing and was not written
+    /// to.
     pub async fn bitmaps_give_up(&mut self, ring: &Ring) -> Result<(), Error> {
         let given_up = async {
             // Those that cannot record are marked with the others.
@@ -348,7 +350,8 @@ impl Qcow2 {
         Ok(at)
     }
 
-    /// Lets the clusters of a bitmap be freed with the update; leaks them where they cannot be told.
+    /// Lets the clusters of a bitmap be freed with the update; leaks them where they cannot be
+    /// told.
     async fn free_contents(&self, ring: &Ring, entry: &Entry, update: &mut Update) {
         let runs = update::place(self, ring).runs(entry).await;
         let left =

@@ -10,8 +10,8 @@
 //! - Recording can begin again after a save, at the place where the save has put the directory.
 //! - Bitmaps that do not record (not `auto`) stay valid as they are; those that were left in use by
 //!   somebody else stay so and are not recorded.
-//! - One that should record and cannot is lost by itself: it is marked in use with the others and stays
-//!   so. The others go on recording.
+//! - One that should record and cannot is lost by itself: it is marked in use with the others and
+//!   stays so. The others go on recording.
 
 use ringdisk_ring::{Errno, Ring};
 use ringdisk_storage::Storage;
@@ -64,7 +64,8 @@ impl Recording {
     /// * `bitmaps`: what [`read`](super::read) found in the directory.
     ///
     /// Errors: `Corrupt` when the directory breaks the specification, `Io`. A bitmap that cannot be
-    /// recorded is no error: it is marked in use for good with the first change, and a warning says so.
+    /// recorded is no error: it is marked in use for good with the first change, and a warning says
+    /// so.
     pub(crate) async fn load(
         ring: &Ring,
         file: &Storage,
@@ -119,15 +120,17 @@ impl Recording {
     /// Marks the bitmaps as in use, on stable storage. To be called before the first change of the
     /// disk; again after an error.
     ///
-    /// Errors: what the storage reports; they are as they were then, unless that cannot be written either.
+    /// Errors: what the storage reports; they are as they were then, unless that cannot be written
+    /// either.
     pub(crate) async fn begin(&self, ring: &Ring, file: &Storage) -> Result<(), Errno> {
         if self.recorded.is_empty() && self.lost.is_empty() || self.has_begun() {
             return Ok(());
         }
         let result = self.mark(ring, file).await;
         if result.is_err() {
-            // Nothing has changed, and a mark that got there all the same would lose the bitmap at the next open. Those
-            // that cannot record stay in use: they may have missed changes before.
+            // Nothing has changed, and a mark that got there all the same would lose the bitmap at
+            // the next open. Those that cannot record stay in use: they may have missed changes
+            // before.
             for one in &self.recorded {
                 let at = one.flags_at.load(Ordering::Acquire);
                 let _ = write_bytes(ring, file, at, &one.flags.to_be_bytes()).await;
@@ -160,8 +163,8 @@ impl Recording {
     /// Saves the bitmaps: new contents beside the old, then a new directory, switched by one sector
     /// of the header. To be called when no request runs any more.
     ///
-    /// * `unsaved`: what becomes of a bitmap for whose contents there is no room. One that is lost stays in
-    ///   use on the storage; that is no error.
+    /// * `unsaved`: what becomes of a bitmap for whose contents there is no room. One that is lost
+    ///   stays in use on the storage; that is no error.
     ///
     /// Errors: what the storage reports; nothing has changed then.
     pub(crate) async fn save(

@@ -2,8 +2,8 @@
 //! "Bitmap table" and "Bitmap data".
 //!
 //! Promises: no offset of a table is followed that is unaligned, in the header or outside the file;
-//! memory is bounded by [`BITMAP_BYTES_MAX`]. New contents go to new clusters; what is there already
-//! is never overwritten.
+//! memory is bounded by [`BITMAP_BYTES_MAX`]. New contents go to new clusters; what is there
+//! already is never overwritten.
 
 use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_storage::Storage;

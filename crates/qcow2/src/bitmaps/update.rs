@@ -58,7 +58,8 @@ impl Update {
             })
             .await;
         if let Err(errno) = changed {
-            // Where it is not known which header is there, what the new one names stays: leaked at most.
+            // Where it is not known which header is there, what the new one names stays: leaked at
+            // most.
             if !image.engine()?.header_is_unknown() {
                 give_back(image, self.taken);
             }

@@ -2,9 +2,9 @@
 //!
 //! Promises: a bitmap that cannot be used is given up by itself; what it seems to refer to is not
 //! counted, so it costs no other structure anything. Bitmaps are looked at last: one that lies on
-//! what the header names is wrong, not what it lies on. Where it lies on what an L1 or L2 entry names,
-//! either may be wrong, and nothing is given up (module `overlaps`). Memory is bounded: one table at a time, of at most 8 MiB, and an
-//! entry for each cluster of the file that a bitmap has.
+//! what the header names is wrong, not what it lies on. Where it lies on what an L1 or L2 entry
+//! names, either may be wrong, and nothing is given up (module `overlaps`). Memory is bounded: one
+//! table at a time, of at most 8 MiB, and an entry for each cluster of the file that a bitmap has.
 
 use std::collections::HashMap;
 
@@ -114,7 +114,8 @@ impl Scan {
         Ok(())
     }
 
-    /// Counts one bitmap. The inner error says why it cannot be used; nothing of it is counted then.
+    /// Counts one bitmap. The inner error says why it cannot be used; nothing of it is counted
+    /// then.
     async fn bitmap(
         &mut self,
         source: &impl Source,
@@ -209,7 +210,8 @@ impl Scan {
     }
 }
 
-/// Marks the bitmaps that record as inconsistent, durably: what a repair changes on the disk is not in them. Returns what was done.
+/// Marks the bitmaps that record as inconsistent, durably: what a repair changes on the disk is not
+/// in them. Returns what was done.
 ///
 /// Errors: `Io`.
 pub(super) async fn distrust(patient: Patient<'_>, scan: &Scan) -> Result<Vec<String>, Stop> {

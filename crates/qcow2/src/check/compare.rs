@@ -20,11 +20,11 @@ pub(super) struct Compared {
     pub(super) wrong_flags: u64,
     /// A leak can only be taken back together with a change of COPIED flags.
     pub(super) leaks_with_flags: bool,
-    /// Clusters behind the end of the file are counted as used: leaks once the file has grown over them.
-    /// `qemu-img check` does not look there.
+    /// Clusters behind the end of the file are counted as used: leaks once the file has grown over
+    /// them. `qemu-img check` does not look there.
     pub(super) counts_behind: bool,
-    /// Entries name clusters that are counted as free, or as somebody else's, by blocks that are right otherwise: one of them may be
-    /// for another cluster.
+    /// Entries name clusters that are counted as free, or as somebody else's, by blocks that are
+    /// right otherwise: one of them may be for another cluster.
     pub(super) suspect: bool,
     /// The last cluster with a refcount or a reference.
     highest: u64,

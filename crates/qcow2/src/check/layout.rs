@@ -12,7 +12,8 @@ pub(super) const COMPRESSED: u64 = 1 << 62;
 pub(super) const ZERO: u64 = 1;
 /// Bits of an L1 entry that must be zero.
 pub(super) const L1_RESERVED: u64 = !(OFFSET_MASK | COPIED);
-/// Bits of a standard L2 entry that must be zero in every version; see [`Layout::has_reserved_zero`] for one more.
+/// Bits of a standard L2 entry that must be zero in every version; see
+/// [`Layout::has_reserved_zero`] for one more.
 pub(super) const L2_RESERVED: u64 = !(OFFSET_MASK | COPIED | COMPRESSED | ZERO);
 /// Bits of an entry of the refcount table that must be zero.
 pub(super) const BLOCK_RESERVED: u64 = 0x1ff;
@@ -116,8 +117,9 @@ pub(super) enum EntryKind {
 }
 
 impl Layout {
-    /// Whether `entry` has the zero flag where that means nothing and must not be set: in version 2, and beside a bitmap of subclusters.
-    /// A reader then does not know what the entry says. `qemu-img check` does not look for it.
+    /// Whether `entry` has the zero flag where that means nothing and must not be set: in version
+    /// 2, and beside a bitmap of subclusters. A reader then does not know what the entry says.
+    /// `qemu-img check` does not look for it.
     pub(super) fn has_reserved_zero(&self, entry: u64) -> bool {
         entry & (COMPRESSED | ZERO) == ZERO && (self.version < 3 || self.extended)
     }

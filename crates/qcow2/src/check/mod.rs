@@ -9,10 +9,10 @@
 //! - A repair that is cut off at any point leaves an image that is no worse than before (module
 //!   `repair`).
 //!
-//! Where QEMU stops at a refcount block that is not aligned the verdict is the same, but the rest is
-//! looked at too. What it does not look for is counted in [`CheckReport::own_findings`] as well. A
-//! bitmap that it does not open an image with is damage here, which a repair removes. Tables behind
-//! the end of the file read as zeroes, as it reads them.
+//! Where QEMU stops at a refcount block that is not aligned the verdict is the same, but the rest
+//! is looked at too. What it does not look for is counted in [`CheckReport::own_findings`] as well.
+//! A bitmap that it does not open an image with is damage here, which a repair removes. Tables
+//! behind the end of the file read as zeroes, as it reads them.
 //!
 //! It works on storage, not on an open image, so that it can look at what cannot be opened.
 //! Control threads; the ring that it is given serves its reads.
@@ -79,8 +79,8 @@ const FIRST_READ_BYTES: u64 = 64 << 10;
 
 /// Checks the image in `file`, which nobody else may use meanwhile.
 ///
-/// * `data_file`: the external data file, where the image has one. Only its length is looked at; `None`: every place of it is taken
-///   to be there.
+/// * `data_file`: the external data file, where the image has one. Only its length is looked at;
+///   `None`: every place of it is taken to be there.
 ///
 /// Errors: `Corrupt` when the header or a directory cannot be understood, `Cancelled`, `TooLarge`,
 /// `Io`, and what the header asks for that we do not have.

@@ -1,13 +1,13 @@
 //! Metadata that something else refers to as well.
 //!
 //! An L1 or L2 entry that names metadata is damaged, and what it should name is probably among the
-//! leaks. Raising a refcount until the numbers agree would bless it: the guest reads metadata as its
-//! data, and the real clusters are given back. So such an image is damaged whatever its refcounts say,
-//! and a repair leaves it alone. Where only refcount structures are wrong they are rebuilt, as nothing
-//! that they say is needed for that.
+//! leaks. Raising a refcount until the numbers agree would bless it: the guest reads metadata as
+//! its data, and the real clusters are given back. So such an image is damaged whatever its
+//! refcounts say, and a repair leaves it alone. Where only refcount structures are wrong they are
+//! rebuilt, as nothing that they say is needed for that.
 //!
-//! Promises: reads the few refcount blocks in question, and all L1 and L2 tables once more only where
-//! there is something to find.
+//! Promises: reads the few refcount blocks in question, and all L1 and L2 tables once more only
+//! where there is something to find.
 
 use crate::check::layout::{EntryKind, Layout, OFFSET_MASK};
 use crate::check::refcount;
@@ -79,8 +79,8 @@ async fn judge(source: &impl Source, scan: &Scan, group: &[Claim]) -> Result<Ove
     if others > 1 || (others == 1 && data) {
         return Ok(Overlap::Damage);
     }
-    // Refcount structures among themselves, or beside one other thing: then those that make no sense
-    // are the wrong ones.
+    // Refcount structures among themselves, or beside one other thing: then those that make no
+    // sense are the wrong ones.
     if others == 1 || data {
         for claim in group.iter().filter(counts) {
             let sense = match claim.holds {

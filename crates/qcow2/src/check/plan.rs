@@ -164,8 +164,9 @@ impl<'a> Plan<'a> {
         self.is_counted(entry) && self.scan.counts.get(entry >> self.layout.cluster_bits).total == 1
     }
 
-    /// Keeps the clusters that a block counts and nothing refers to, where entries are damaged that may
-    /// have named them. To be called for each block that can be read, before anything is allocated.
+    /// Keeps the clusters that a block counts and nothing refers to, where entries are damaged that
+    /// may have named them. To be called for each block that can be read, before anything is
+    /// allocated.
     ///
     /// Errors: `Memory`.
     pub(super) fn keep_leaks(&mut self, index: u64, block: &[u8]) -> Result<(), Stop> {
@@ -186,8 +187,8 @@ impl<'a> Plan<'a> {
         Ok(())
     }
 
-    /// As [`keep_leaks`](Plan::keep_leaks) for the clusters whose refcounts cannot be read: any of them
-    /// may be what a damaged entry should name.
+    /// As [`keep_leaks`](Plan::keep_leaks) for the clusters whose refcounts cannot be read: any of
+    /// them may be what a damaged entry should name.
     ///
     /// Errors: `Memory`.
     pub(super) fn keep_uncovered(&mut self) -> Result<(), Stop> {

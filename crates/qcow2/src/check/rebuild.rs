@@ -76,8 +76,8 @@ impl Patient<'_> {
         if unknown == 0 { Ok(()) } else { self.switch(&head).await }
     }
 
-    /// Makes what was written durable, then the header, then that. Autoclear bits that we do not know
-    /// are cleared on the way.
+    /// Makes what was written durable, then the header, then that. Autoclear bits that we do not
+    /// know are cleared on the way.
     pub(super) async fn switch(&self, head: &HeaderImage) -> Result<(), Stop> {
         let mut head = head.clone();
         head.set_autoclear(head.autoclear() & header::KNOWN_AUTOCLEAR);

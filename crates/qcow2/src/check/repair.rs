@@ -1,19 +1,22 @@
 //! Repair: what is done about what a check found, and in which order.
 //!
 //! Promises:
-//! - It ends: at most [`ROUNDS_MAX`] rounds, each of which must find less wrong than the one before.
+//! - It ends: at most [`ROUNDS_MAX`] rounds, each of which must find less wrong than the one
+//!   before.
 //! - A crash at any point, and any error, leaves an image that is no worse than before. Leaks are
 //!   taken back where each sector of a refcount block is right by itself; entries of L2 tables are
 //!   emptied one sector at a time; everything else is made new beside the old (module `rebuild`).
-//! - Nothing that might still be of use is given up: only L2 entries that no reader could serve, snapshots whose
-//!   L1 table cannot be where they say, and bitmaps that cannot be read.
-//! - While an L1 or L2 entry is damaged, leaked clusters stay: they may be what the entry should name. So they do where an entry names
-//!   a cluster that is counted as free or as another's, in an image that was closed cleanly, and where a snapshot is removed: to the end
-//!   of the repair, which says so.
+//! - Nothing that might still be of use is given up: only L2 entries that no reader could serve,
+//!   snapshots whose L1 table cannot be where they say, and bitmaps that cannot be read.
+//! - While an L1 or L2 entry is damaged, leaked clusters stay: they may be what the entry should
+//!   name. So they do where an entry names a cluster that is counted as free or as another's, in an
+//!   image that was closed cleanly, and where a snapshot is removed: to the end of the repair,
+//!   which says so.
 //! - A repair of leaks gives nothing back while there are errors.
-//! - Where an entry names metadata, or a table is cut, nothing is changed at all (module `overlaps`).
-//! - Nor where the header says that the data is in another file and names none: by that one bit everything that the image holds would be
-//!   given back and overwritten.
+//! - Where an entry names metadata, or a table is cut, nothing is changed at all (module
+//!   `overlaps`).
+//! - Nor where the header says that the data is in another file and names none: by that one bit
+//!   everything that the image holds would be given back and overwritten.
 //! - While counts do not fit into the refcounts, those are left alone.
 
 use crate::check::bitmaps;
@@ -54,7 +57,8 @@ pub(super) async fn repair(
     let (first, mut scan, mut compared) = examine(&reader, &header, hooks).await?;
     // What was not closed cleanly has refcounts that are too low without any wrong entry.
     let low = compared.suspect && !first.dirty;
-    // Damaged entries too: one that points past the end is inside of a file that a repair has made longer.
+    // Damaged entries too: one that points past the end is inside of a file that a repair has made
+    // longer.
     let suspect = low || scan.damaged > 0 || scan.has_lost_snapshots();
     scan.suspect = suspect;
     let mut report = first.clone();
@@ -201,7 +205,8 @@ async fn round(
         || !scan.lost_bitmaps.is_empty();
     let may_rebuild = match what {
         Repair::Nothing => false,
-        // Flags are made right too when nothing else is wrong: QEMU does so, and a leak may need it.
+        // Flags are made right too when nothing else is wrong: QEMU does so, and a leak may need
+        // it.
         Repair::Leaks => report.corruptions == compared.wrong_flags,
         Repair::All => true,
     };
@@ -231,8 +236,8 @@ async fn round(
     Ok(None)
 }
 
-/// Makes the L2 entries right that can be, one by one, and empties those of which nothing can be kept.
-/// Returns what was done.
+/// Makes the L2 entries right that can be, one by one, and empties those of which nothing can be
+/// kept. Returns what was done.
 async fn fix_entries(patient: Patient<'_>, scan: &mut Scan) -> Result<Vec<String>, Stop> {
     let layout = scan.layout;
     let (mut emptied, mut moved) = (0u64, 0u64);
@@ -408,8 +413,8 @@ fn summary(first: CheckReport, last: CheckReport, actions: Vec<String>) -> Check
 /// as it was.
 pub(super) async fn rebuild_dirty(patient: Patient<'_>, hooks: CheckHooks<'_>) -> Result<(), Stop> {
     let (report, mut scan, compared) = examine(&patient.reader(), patient.header, hooks).await?;
-    // What a snapshot or bitmap refers to that cannot be read is not known, and nobody asked to give
-    // it up.
+    // What a snapshot or bitmap refers to that cannot be read is not known, and nobody asked to
+    // give it up.
     if scan.unknown
         || scan.nameless_data
         || scan.overflow

@@ -43,9 +43,9 @@ pub struct CheckReport {
     pub corruptions_fixed: u64,
     /// Leaks that were repaired.
     pub leaks_fixed: u64,
-    /// Those among `corruptions` that `qemu-img check` does not look for: metadata that something else
-    /// refers to as well, tables that the file cuts off, bitmaps that it does not open an image with,
-    /// entries for the wrong place of a data file. The rest is counted as there.
+    /// Those among `corruptions` that `qemu-img check` does not look for: metadata that something
+    /// else refers to as well, tables that the file cuts off, bitmaps that it does not open an
+    /// image with, entries for the wrong place of a data file. The rest is counted as there.
     pub own_findings: u64,
     /// End of the last cluster that is in use or counted as used, in bytes.
     pub image_end_offset: u64,

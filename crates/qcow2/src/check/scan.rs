@@ -30,7 +30,8 @@ pub(super) struct TableUse {
     pub(super) header: u32,
     /// Entries of L1 tables of snapshots.
     pub(super) snapshots: u32,
-    /// Number of the one entry that names it, in the active L1 table; [`NO_INDEX`] where there are more.
+    /// Number of the one entry that names it, in the active L1 table; [`NO_INDEX`] where there are
+    /// more.
     pub(super) index: u32,
 }
 
@@ -62,11 +63,13 @@ pub(super) struct Fixable {
     pub(super) table: u64,
     /// Number of the entry.
     pub(super) index: u32,
-    /// Its place in the external data file, which is known; `None`: nothing of the entry can be kept.
+    /// Its place in the external data file, which is known; `None`: nothing of the entry can be
+    /// kept.
     pub(super) place: Option<u64>,
 }
 
-/// A compressed cluster of which the file has not all sectors. What is missing need not be part of it.
+/// A compressed cluster of which the file has not all sectors. What is missing need not be part of
+/// it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct CutCompressed {
     /// Host offset of the table.
@@ -128,8 +131,8 @@ pub(super) struct Scan {
     pub(super) snapshots: Vec<SnapshotL1>,
     /// Clusters that hold metadata; sorted.
     pub(super) claims: Vec<Claim>,
-    /// Clusters of metadata that something else refers to too, where it is not known how to make that
-    /// right (module `overlaps`).
+    /// Clusters of metadata that something else refers to too, where it is not known how to make
+    /// that right (module `overlaps`).
     pub(super) overlaps: Vec<u64>,
     /// Entries of the refcount table.
     pub(super) blocks: Vec<u64>,
@@ -150,11 +153,11 @@ pub(super) struct Scan {
     pub(super) hidden_snapshots: bool,
     /// Bytes of the snapshot table.
     pub(super) snapshot_table_len: u64,
-    /// Snapshots and bitmaps aside: L1 and L2 entries that cannot be right. What they should refer to
-    /// may be among the leaks.
+    /// Snapshots and bitmaps aside: L1 and L2 entries that cannot be right. What they should refer
+    /// to may be among the leaks.
     pub(super) damaged: u64,
-    /// Some entry may name another cluster than its own (see [`Compared::suspect`](super::compare::Compared)): set by a repair, to its
-    /// end.
+    /// Some entry may name another cluster than its own (see
+    /// [`Compared::suspect`](super::compare::Compared)): set by a repair, to its end.
     pub(super) suspect: bool,
     /// L2 entries that can be made right one by one.
     pub(super) fixable: Vec<Fixable>,
@@ -305,8 +308,8 @@ impl Scan {
         Ok(())
     }
 
-    /// Remembers what points behind the end. A long structure may begin inside the file: that part is
-    /// not counted, as QEMU does not count it, but it is not free either.
+    /// Remembers what points behind the end. A long structure may begin inside the file: that part
+    /// is not counted, as QEMU does not count it, but it is not free either.
     pub(super) fn stray(&mut self, offset: u64, len: u64, uses: Uses) {
         let bits = self.layout.cluster_bits;
         let (first, last) = (offset >> bits, offset.saturating_add(len - 1) >> bits);
@@ -509,8 +512,8 @@ impl Scan {
         if has_known_len {
             self.whole(header.snapshots_offset, len, what, report);
         } else {
-            // A length that comes from a wrong number says little about the file: such a table is repaired as by QEMU. But snapshots
-            // that are not found there may have what is leaked.
+            // A length that comes from a wrong number says little about the file: such a table is
+            // repaired as by QEMU. But snapshots that are not found there may have what is leaked.
             self.named_whole(header.snapshots_offset, len, what, report);
             self.hidden_snapshots = true;
         }

@@ -27,7 +27,8 @@ pub(super) enum Stop {
 }
 
 impl Stop {
-    /// As [`into_error`](Stop::into_error), for the caller of a check: an open would advise to make one.
+    /// As [`into_error`](Stop::into_error), for the caller of a check: an open would advise to make
+    /// one.
     pub(super) fn into_check_error(self, name: &str) -> Error {
         let error = self.into_error(name);
         if error.kind() == ErrorKind::Corrupt {

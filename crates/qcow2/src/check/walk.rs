@@ -10,7 +10,8 @@ use crate::compressed::decompress;
 use crate::header::Header;
 use crate::limits::CHECK_STRAYS_MAX;
 
-/// Cut clusters that are decompressed to see what is left of them: an image of a file system ends in one of them.
+/// Cut clusters that are decompressed to see what is left of them: an image of a file system ends
+/// in one of them.
 const CUT_COMPRESSED_MAX: usize = 64;
 
 impl Scan {
@@ -147,7 +148,8 @@ impl Scan {
                         });
                     }
                 }
-                // Such bits mean something that we do not know, so nothing else of the entry can be believed; it counts as damaged.
+                // Such bits mean something that we do not know, so nothing else of the entry can be
+                // believed; it counts as damaged.
                 let is_rubbish = entry & L2_RESERVED != 0 || layout.has_reserved_zero(entry);
                 if allocated & zeroes != 0 {
                     wrong(report, "subclusters are both allocated and zero");
@@ -234,7 +236,8 @@ impl Scan {
         }
     }
 
-    /// Decompresses what there is of compressed clusters that the file cuts. `qemu-img check` does not.
+    /// Decompresses what there is of compressed clusters that the file cuts. `qemu-img check` does
+    /// not.
     pub(super) async fn cut_compressed(
         &mut self,
         source: &impl Source,

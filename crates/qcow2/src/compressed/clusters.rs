@@ -1,8 +1,8 @@
 //! Decompressed clusters: those that were used last, and those that are on their way.
 //!
-//! Promises: a cluster is loaded once, however many requests wait for it; what is forgotten while it is
-//! being loaded is not kept; a load that is dropped lets those who wait try again. Any thread;
-//! takes a lock for a short search and copies nothing.
+//! Promises: a cluster is loaded once, however many requests wait for it; what is forgotten while
+//! it is being loaded is not kept; a load that is dropped lets those who wait try again. Any
+//! thread; takes a lock for a short search and copies nothing.
 
 use std::future::Future;
 use std::ops::Range;
@@ -14,8 +14,8 @@ use rustix::io::Errno;
 use super::Compressed;
 use crate::sync::{Arc, Mutex, lock};
 
-/// Buffers that are kept for the next clusters: of clusters that were pushed out, and of compressed bytes.
-/// Fresh memory costs more than decompressing into it.
+/// Buffers that are kept for the next clusters: of clusters that were pushed out, and of compressed
+/// bytes. Fresh memory costs more than decompressing into it.
 const SPARE_MAX: usize = 16;
 
 /// A decompressed cluster, or the start of one.

@@ -52,7 +52,8 @@ pub(crate) fn decompress(
             if is_whole && inflate_whole(&mut decoders.whole, compressed, output) {
                 return Ok(());
             }
-            // Whatever it did not like: the end mark may be cut off, and more may come out than a cluster.
+            // Whatever it did not like: the end mark may be cut off, and more may come out than a
+            // cluster.
             inflate(&mut decoders.inflate, compressed, output)
         }
         CompressionType::Zstd => zstd(&mut decoders.zstd, compressed, output),
@@ -69,8 +70,8 @@ fn inflate_whole(
     decoder.deflate_decompress(compressed, output) == Ok(output.len())
 }
 
-/// Raw deflate. What comes after a full output, the end mark included, does not matter: it may be cut
-/// off when the file ends there.
+/// Raw deflate. What comes after a full output, the end mark included, does not matter: it may be
+/// cut off when the file ends there.
 fn inflate(
     decoder: &mut Option<Inflate>,
     compressed: &[u8],
@@ -87,8 +88,8 @@ fn inflate(
     if decoder.total_out() == output.len() as u64 { Ok(()) } else { Err(Errno::IO) }
 }
 
-/// Zstandard frames, usually one. Each is decoded in one step straight into the output, so the window
-/// that a frame asks for (up to 2 GiB) is never allocated.
+/// Zstandard frames, usually one. Each is decoded in one step straight into the output, so the
+/// window that a frame asks for (up to 2 GiB) is never allocated.
 fn zstd(
     decoder: &mut Option<zstd_safe::DCtx<'static>>,
     compressed: &[u8],

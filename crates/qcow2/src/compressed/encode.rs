@@ -33,8 +33,8 @@ thread_local! {
     static ENCODERS: RefCell<Encoders> = RefCell::default();
 }
 
-/// Compresses one cluster for [`Qcow2::write_compressed`](crate::Qcow2::write_compressed). Takes long
-/// (0.2 ms for 64 KiB of zstd, 1 ms of zlib): for helper threads.
+/// Compresses one cluster for [`Qcow2::write_compressed`](crate::Qcow2::write_compressed). Takes
+/// long (0.2 ms for 64 KiB of zstd, 1 ms of zlib): for helper threads.
 ///
 /// * `level`: `None`: 6 for zlib, 3 for zstd. Levels that there are not count as the nearest.
 /// * `cluster`: one whole cluster.
@@ -58,8 +58,8 @@ pub fn compress(kind: CompressionType, level: Option<i32>, cluster: &[u8]) -> Op
     })
 }
 
-/// The encoder is kept after a stream that ended only: `reset` of zlib-rs 0.6.8 forgets where the output of
-/// an unfinished one stood, and a later stream then panics.
+/// The encoder is kept after a stream that ended only: `reset` of zlib-rs 0.6.8 forgets where the
+/// output of an unfinished one stood, and a later stream then panics.
 fn compress_zlib(
     kept: &mut Option<(i32, Deflate)>,
     level: i32,

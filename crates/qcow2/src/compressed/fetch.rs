@@ -1,8 +1,8 @@
 //! Brings compressed bytes from the image file to the helper threads.
 //!
-//! Promises: neighbours are read together, in one aligned operation into a buffer that is used again; a
-//! failure of a common read fails nobody but those whose own bytes cannot be read.
-//! Runs as a task of its own, so a request that is given up takes nothing from the others.
+//! Promises: neighbours are read together, in one aligned operation into a buffer that is used
+//! again; a failure of a common read fails nobody but those whose own bytes cannot be read. Runs as
+//! a task of its own, so a request that is given up takes nothing from the others.
 
 use std::cell::RefCell;
 
@@ -20,14 +20,16 @@ use crate::sync::Arc;
 /// Bytes between two clusters that are rather read than skipped: about what the storage moves while
 /// it turns to another operation.
 const GAP_MAX: u64 = 16 * 1024;
-/// Buffers of each size that a thread keeps for the next reads: as many as a queue usually has requests.
+/// Buffers of each size that a thread keeps for the next reads: as many as a queue usually has
+/// requests.
 const BUFFERS_MAX: [usize; 2] = [32, 8];
-/// The two sizes of buffers: for a cluster of 64 KiB with its alignment, and for a run of neighbours with
-/// theirs. Of the second only what is used takes memory.
+/// The two sizes of buffers: for a cluster of 64 KiB with its alignment, and for a run of
+/// neighbours with theirs. Of the second only what is used takes memory.
 const BUFFER_BYTES: [usize; 2] = [128 << 10, 2 << 20];
 
 thread_local! {
-    /// A thread's free buffers, of each size: they are mappings, and making one costs as much as a read.
+    /// A thread's free buffers, of each size: they are mappings, and making one costs as much as a
+    /// read.
     static BUFFERS: RefCell<[Vec<IoBuf>; 2]> = const { RefCell::new([Vec::new(), Vec::new()]) };
 }
 
@@ -109,7 +111,8 @@ struct Bytes {
 }
 
 impl Bytes {
-    /// What there is of one compressed cluster, for another thread: a buffer and how much of it counts.
+    /// What there is of one compressed cluster, for another thread: a buffer and how much of it
+    /// counts.
     fn copy(&self, ticket: &Ticket) -> Result<(Vec<u8>, usize), Errno> {
         let place = ticket.place();
         let from = place.host_offset().checked_sub(self.start).ok_or(Errno::IO)?;

@@ -53,8 +53,8 @@ impl Streams {
         Streams { streams: [Stream::default(); STREAMS], now: 0, ahead_max, request_max }
     }
 
-    /// Somebody reads cluster `first`, as the start of a request (or of what is left of it) that ends
-    /// in cluster `last`.
+    /// Somebody reads cluster `first`, as the start of a request (or of what is left of it) that
+    /// ends in cluster `last`.
     pub(super) fn access(&mut self, first: u64, last: u64) -> Advice {
         self.now += 1;
         let end = last.saturating_add(1).min(first.saturating_add(self.request_max));

@@ -1,12 +1,13 @@
 //! Letting the image file grow ahead of the writes.
 //!
-//! A direct write that makes a file longer takes the file's lock for itself alone and waits; one into
-//! space that the file has does neither. So when new clusters come close to the end of the file, space
-//! behind them is reserved in one operation, and what was not used is cut off at the close.
+//! A direct write that makes a file longer takes the file's lock for itself alone and waits; one
+//! into space that the file has does neither. So when new clusters come close to the end of the
+//! file, space behind them is reserved in one operation, and what was not used is cut off at the
+//! close.
 //!
-//! Promises: for direct regular files only; never makes a file shorter while requests run; a failure
-//! (a full disk, a file system that cannot) changes nothing but the speed. What is reserved reads as
-//! zeroes.
+//! Promises: for direct regular files only; never makes a file shorter while requests run; a
+//! failure (a full disk, a file system that cannot) changes nothing but the speed. What is reserved
+//! reads as zeroes.
 
 use ringdisk_ring::Ring;
 use ringdisk_storage::{Kind, Preallocation, Storage};

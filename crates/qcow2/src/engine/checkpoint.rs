@@ -6,9 +6,10 @@
 //! else. Requests go on meanwhile.
 //!
 //! The order: copies of all dirty L2 slices and L1 entries are taken; reference counts are written;
-//! *barrier*; the copies are written; *barrier*. What a copy links was written before the copy was taken,
-//! so the first barrier covers it. Counts may be written at any time: in memory they are never lower
-//! than what the tables on disk or in memory refer to. So a crash leaves leaked clusters at most.
+//! *barrier*; the copies are written; *barrier*. What a copy links was written before the copy was
+//! taken, so the first barrier covers it. Counts may be written at any time: in memory they are
+//! never lower than what the tables on disk or in memory refer to. So a crash leaves leaked
+//! clusters at most.
 
 use std::collections::BTreeSet;
 
@@ -104,9 +105,9 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Makes every mapping durable that a request could have seen before this call: a process that opens the image after this one
-    /// was killed finds it. Costs two loads when nothing changed since the last checkpoint; otherwise as [`flush`](Qcow2::flush),
-    /// which all that wait share.
+    /// Makes every mapping durable that a request could have seen before this call: a process that
+    /// opens the image after this one was killed finds it. Costs two loads when nothing changed
+    /// since the last checkpoint; otherwise as [`flush`](Qcow2::flush), which all that wait share.
     ///
     /// Errors: as [`flush`](Qcow2::flush).
     pub async fn flush_mapping(&self, ring: &Ring) -> Result<(), Errno> {
@@ -190,7 +191,8 @@ impl Qcow2 {
     async fn run_steps(&self, ring: &Ring, all_counts: bool) -> Result<(), Errno> {
         let engine = self.engine()?;
         let lazy = engine.options.lazy_refcounts && !all_counts;
-        // Before the copies are taken: each of these changes is in them, or in an earlier checkpoint.
+        // Before the copies are taken: each of these changes is in them, or in an earlier
+        // checkpoint.
         let changed = engine.changed.load(Ordering::SeqCst);
         let mut work = self.take_work();
         let links = work.slices.iter().any(|slice| slice.links) || !work.l1.is_empty();
@@ -253,8 +255,8 @@ impl Qcow2 {
         work
     }
 
-    /// A flush of the storage. One that fails is remembered whatever it says: what it was to make durable
-    /// may be lost.
+    /// A flush of the storage. One that fails is remembered whatever it says: what it was to make
+    /// durable may be lost.
     async fn barrier(&self, ring: &Ring, storage: &Storage) -> Result<(), Errno> {
         let result = storage.flush(ring).await;
         if let Err(errno) = result {
@@ -352,8 +354,8 @@ impl Qcow2 {
 
     /// Changes the first sector of the header and makes that durable.
     ///
-    /// Errors: those of the storage. The old header is on stable storage then; where that cannot be had
-    /// either, the image is not closed for a change until a later write of the header succeeds.
+    /// Errors: those of the storage. The old header is on stable storage then; where that cannot be
+    /// had either, the image is not closed for a change until a later write of the header succeeds.
     pub(crate) async fn change_header(
         &self,
         ring: &Ring,

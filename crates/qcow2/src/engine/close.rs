@@ -1,9 +1,10 @@
 //! The end of an open image.
 //!
-//! Promises: after a close that succeeds everything is on stable storage, reference counts too, bitmaps
-//! that record are saved, space that was freed is given back, and the dirty bit is clear. After one
-//! that fails the image on the storage is as after a crash: sound, with leaked clusters at most; and the open
-//! image can go on: it takes changes, its bitmaps record, and it can be closed again.
+//! Promises: after a close that succeeds everything is on stable storage, reference counts too,
+//! bitmaps that record are saved, space that was freed is given back, and the dirty bit is clear.
+//! After one that fails the image on the storage is as after a crash: sound, with leaked clusters
+//! at most; and the open image can go on: it takes changes, its bitmaps record, and it can be
+//! closed again.
 
 use rustix::io::Errno;
 
@@ -24,16 +25,17 @@ pub(crate) enum Unsaved {
 
 impl Qcow2 {
     /// Ends the use of the image; to be called when no request runs any more. Later changes are
-    /// `EROFS`. A second call does nothing, or tries again what failed. A bitmap that cannot be saved is lost,
-    /// which is no error.
+    /// `EROFS`. A second call does nothing, or tries again what failed. A bitmap that cannot be
+    /// saved is lost, which is no error.
     ///
-    /// Errors: those of the storage, and `EIO` after an earlier flush that failed. The image can go on then.
+    /// Errors: those of the storage, and `EIO` after an earlier flush that failed. The image can go
+    /// on then.
     pub async fn close(&self, ring: &Ring) -> Result<(), Errno> {
         self.close_or(ring, Unsaved::Lost).await
     }
 
-    /// As [`close`](Qcow2::close), before a change that can still be refused: a bitmap that cannot be saved is
-    /// an error.
+    /// As [`close`](Qcow2::close), before a change that can still be refused: a bitmap that cannot
+    /// be saved is an error.
     ///
     /// Errors: as [`close`](Qcow2::close), and those of saving bitmaps.
     pub async fn close_for_change(&self, ring: &Ring) -> Result<(), Errno> {
@@ -57,8 +59,8 @@ impl Qcow2 {
         }
         self.settle(ring).await?;
         engine.recording.save(self, ring, unsaved).await?;
-        // The image says from here on that its bitmaps are true. If the rest fails and the image goes on, its
-        // next change is a first change again and marks them in use.
+        // The image says from here on that its bitmaps are true. If the rest fails and the image
+        // goes on, its next change is a first change again and marks them in use.
         engine.half_closed.store(true, Ordering::Release);
         engine.started.store(false, Ordering::Release);
         self.cut(ring).await;
@@ -78,8 +80,8 @@ impl Qcow2 {
     pub(crate) async fn settle(&self, ring: &Ring) -> Result<(), Errno> {
         let engine = self.engine()?;
         self.checkpoint_all(ring).await?;
-        // Nobody uses the image now, so what requests left behind is free, unless a write of a request that was
-        // dropped may still land there: that is leaked.
+        // Nobody uses the image now, so what requests left behind is free, unless a write of a
+        // request that was dropped may still land there: that is leaked.
         let abandoned = std::mem::take(&mut *lock(&engine.abandoned));
         let is_safe = !engine.landings_lost.load(Ordering::Acquire);
         let abandoned = if is_safe { abandoned } else { Vec::new() };

@@ -1,8 +1,8 @@
 //! Storing data together with the old content around it (copy-on-write).
 //!
-//! Promises: only what the data does not cover is read; what is before and behind is read at the same
-//! time; small pieces are written in one operation together with the data, large ones beside it; when
-//! one part fails the others are waited for.
+//! Promises: only what the data does not cover is read; what is before and behind is read at the
+//! same time; small pieces are written in one operation together with the data, large ones beside
+//! it; when one part fails the others are waited for.
 
 use futures_util::future::{join, join3};
 use rustix::io::Errno;
@@ -89,8 +89,8 @@ impl Qcow2 {
         write_all(self.data_storage(), ring, host, &buf).await
     }
 
-    /// Reads what the disk has at `offset`, as the tables say now; past its end are zeroes. The caller
-    /// has claimed the clusters.
+    /// Reads what the disk has at `offset`, as the tables say now; past its end are zeroes. The
+    /// caller has claimed the clusters.
     pub(super) async fn read_old<B: Below>(
         &self,
         ring: &Ring,

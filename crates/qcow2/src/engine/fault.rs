@@ -49,8 +49,8 @@ impl Qcow2 {
         self.engine().is_ok_and(|engine| engine.fault.state.load(Ordering::Relaxed) == CORRUPTED)
     }
 
-    /// Metadata would be overwritten: the image is marked corrupt and changed no more. The answer is
-    /// the error for the request that found it.
+    /// Metadata would be overwritten: the image is marked corrupt and changed no more. The answer
+    /// is the error for the request that found it.
     pub(crate) async fn mark_corrupt(&self, ring: &Ring, reason: &str) -> Errno {
         let Ok(engine) = self.engine() else { return Errno::IO };
         let first = engine.fault.state.swap(CORRUPTED, Ordering::Relaxed) != CORRUPTED;

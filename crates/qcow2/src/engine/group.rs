@@ -1,9 +1,9 @@
 //! Writing neighbouring clusters together: plan, get space, store, link.
 //!
-//! Promises: clusters of a group are neighbours on the disk and in the storage, and between them lies
-//! nothing but data, so a group is one write, with what is copied before and behind it. Space that was
-//! taken is linked, given back, or (when the request is dropped in the middle) kept out of use until
-//! the image is closed.
+//! Promises: clusters of a group are neighbours on the disk and in the storage, and between them
+//! lies nothing but data, so a group is one write, with what is copied before and behind it. Space
+//! that was taken is linked, given back, or (when the request is dropped in the middle) kept out of
+//! use until the image is closed.
 
 use std::ops::Range;
 

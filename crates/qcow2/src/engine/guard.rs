@@ -1,12 +1,13 @@
-//! Keeping data off metadata: looks at L2 entries before anything is written where they point, or freed because of
-//! them.
+//! Keeping data off metadata: looks at L2 entries before anything is written where they point, or
+//! freed because of them.
 //!
-//! Promises: no write of data lands on a cluster that holds metadata at the time of the check (header, tables, refcount
-//! blocks, what snapshots and bitmaps have), and no entry frees such a cluster; who tries gets `EIO`, and the image is
-//! marked corrupt. A damaged entry stops requests at its own cluster; its neighbours are served.
+//! Promises: no write of data lands on a cluster that holds metadata at the time of the check
+//! (header, tables, refcount blocks, what snapshots and bitmaps have), and no entry frees such a
+//! cluster; who tries gets `EIO`, and the image is marked corrupt. A damaged entry stops requests
+//! at its own cluster; its neighbours are served.
 //!
-//! For writes in place the check is one load ([`Marks`](crate::refcounts::Marks)); what that cannot rule out, and
-//! everything else, is checked here under the lock of the reference counts.
+//! For writes in place the check is one load ([`Marks`](crate::refcounts::Marks)); what that cannot
+//! rule out, and everything else, is checked here under the lock of the reference counts.
 
 use rustix::io::Errno;
 
@@ -29,9 +30,10 @@ impl Engine {
 impl Qcow2 {
     /// Checks an entry of which a cluster is going to be used or freed. No lock.
     ///
-    /// Errors: `EIO` for one that cannot be right, or that names what lies past the end of the file: the file must not grow to wherever
-    /// a damaged entry points, and nothing is counted there that could be freed. (Space of an external data file that reads as zeroes
-    /// may lie past its end.)
+    /// Errors: `EIO` for one that cannot be right, or that names what lies past the end of the
+    /// file: the file must not grow to wherever a damaged entry points, and nothing is counted
+    /// there that could be freed. (Space of an external data file that reads as zeroes may lie past
+    /// its end.)
     ///
     /// * `guest`: any offset of the disk inside the cluster.
     #[inline]
@@ -57,8 +59,8 @@ impl Qcow2 {
     ///
     /// * `guest`: any offset of the disk inside the first cluster.
     ///
-    /// Errors: `EIO` when that is none: the first one cannot be right, or names metadata (the image is marked corrupt
-    /// then).
+    /// Errors: `EIO` when that is none: the first one cannot be right, or names metadata (the image
+    /// is marked corrupt then).
     pub(super) async fn leading_sound(
         &self,
         ring: &Ring,
@@ -101,8 +103,9 @@ impl Qcow2 {
         Ok(lock(&engine.refcounts).first_metadata(place.start, place.count))
     }
 
-    /// Looks at the entries of a slice that was loaded. From now on no cluster that they name is free before it was
-    /// freed. Where one calls metadata its data, which a write would overwrite, the image is marked corrupt.
+    /// Looks at the entries of a slice that was loaded. From now on no cluster that they name is
+    /// free before it was freed. Where one calls metadata its data, which a write would overwrite,
+    /// the image is marked corrupt.
     ///
     /// * `words`: the slice, in the byte order of the machine.
     pub(crate) async fn look_at_loaded(&self, ring: &Ring, words: &[u64]) {

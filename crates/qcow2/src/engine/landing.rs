@@ -1,8 +1,8 @@
 //! Writes that are under way when their request is dropped.
 //!
-//! Promises: the kernel may carry out a write after the future that asked for it is gone, so the clusters
-//! that it goes to must never become somebody else's: the grace of such a request never ends, and what
-//! was to be freed stays allocated until the image is opened again.
+//! Promises: the kernel may carry out a write after the future that asked for it is gone, so the
+//! clusters that it goes to must never become somebody else's: the grace of such a request never
+//! ends, and what was to be freed stays allocated until the image is opened again.
 
 use super::grace::Grace;
 use crate::image::Qcow2;

@@ -1,8 +1,8 @@
 //! Host clusters that were unlinked and may not be used again yet.
 //!
-//! Promises: a cluster leaves here only when its unlink is on stable storage and a grace period has passed
-//! since, so neither a crash nor a request that is still in flight can mix it with what is stored
-//! there next.
+//! Promises: a cluster leaves here only when its unlink is on stable storage and a grace period has
+//! passed since, so neither a crash nor a request that is still in flight can mix it with what is
+//! stored there next.
 
 use super::sync::{AtomicU64, Mutex, Ordering, lock};
 
@@ -26,8 +26,8 @@ struct State {
 }
 
 impl Limbo {
-    /// `count` references to clusters from `start` on, one each, are gone from the tables in memory.
-    /// Called after the change of the table.
+    /// `count` references to clusters from `start` on, one each, are gone from the tables in
+    /// memory. Called after the change of the table.
     pub(crate) fn unlink(&self, start: u64, count: u64) {
         let mut state = lock(&self.state);
         match state.fresh.last_mut() {

@@ -1,13 +1,15 @@
-//! Writing metadata that the image refers to already: slices, reference counts, L1 entries, the header.
+//! Writing metadata that the image refers to already: slices, reference counts, L1 entries, the
+//! header.
 //!
-//! Promises: two writes of one place never overtake each other, also when the request that began the first one was
-//! dropped: the kernel may carry out a write after the future that asked for it is gone, and would put the old state
-//! over the new one. So each write is a task of its own that goes on to its end; what was left behind is known here, and
-//! who writes there next waits until it has landed.
+//! Promises: two writes of one place never overtake each other, also when the request that began
+//! the first one was dropped: the kernel may carry out a write after the future that asked for it
+//! is gone, and would put the old state over the new one. So each write is a task of its own that
+//! goes on to its end; what was left behind is known here, and who writes there next waits until it
+//! has landed.
 //!
-//! Where the thread of such a task ended, the memory of the write tells: the kernel is done with it once nobody else
-//! holds it. A write that has not landed after [`STRAY_WAIT`] is given up: nothing can be promised any more, so no flush
-//! succeeds until the image is opened again.
+//! Where the thread of such a task ended, the memory of the write tells: the kernel is done with it
+//! once nobody else holds it. A write that has not landed after [`STRAY_WAIT`] is given up: nothing
+//! can be promised any more, so no flush succeeds until the image is opened again.
 
 use std::cell::RefCell;
 use std::future::poll_fn;
@@ -25,7 +27,8 @@ use crate::header::HeaderImage;
 use crate::image::Qcow2;
 use crate::sync::{Arc, AtomicU8, Mutex, Ordering, lock};
 
-/// How long a write of a request that is gone is waited for: as long as a disk may take that tries a bad block again.
+/// How long a write of a request that is gone is waited for: as long as a disk may take that tries
+/// a bad block again.
 const STRAY_WAIT: Duration = Duration::from_secs(60);
 /// First and longest pause between two looks.
 const PAUSE_MIN: Duration = Duration::from_micros(50);
@@ -151,8 +154,8 @@ impl Qcow2 {
         self.to_its_end(ring, 0..self.geometry.cluster_size(), None, work).await
     }
 
-    /// Runs `work` to its end, whatever becomes of the caller, once everything has landed that was left behind in
-    /// `range`.
+    /// Runs `work` to its end, whatever becomes of the caller, once everything has landed that was
+    /// left behind in `range`.
     async fn to_its_end(
         &self,
         ring: &Ring,

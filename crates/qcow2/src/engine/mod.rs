@@ -5,8 +5,8 @@
 //!   ([`registry`]); a write to space that is already there waits for nothing and takes no lock.
 //! - Nothing is linked on stable storage before what it links is ([`checkpoint`]); nothing is used
 //!   again before nobody can refer to it ([`limbo`], [`grace`]).
-//! - A write is answered when its data is written and its mapping is changed in memory; a flush makes
-//!   all that was answered before it durable, with two barriers for any number of changes.
+//! - A write is answered when its data is written and its mapping is changed in memory; a flush
+//!   makes all that was answered before it durable, with two barriers for any number of changes.
 //!
 //! The order of everything is told in `docs/qcow2.md`.
 
@@ -107,11 +107,13 @@ pub(crate) struct Engine {
     closed: AtomicBool,
     /// A close has saved the bitmaps and did not get to its end.
     half_closed: AtomicBool,
-    /// A write of the header failed, and so did the write of the old one: either may be on the storage.
+    /// A write of the header failed, and so did the write of the old one: either may be on the
+    /// storage.
     header_unknown: AtomicBool,
     /// Allocations so far.
     pub(crate) allocations: AtomicU64,
-    /// Changes of the mapping in memory so far; counted under the lock of what is changed, before it is.
+    /// Changes of the mapping in memory so far; counted under the lock of what is changed, before
+    /// it is.
     changed: AtomicU64,
     /// So many of them are on stable storage.
     settled: AtomicU64,

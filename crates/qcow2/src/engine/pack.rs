@@ -1,8 +1,8 @@
 //! Storing clusters that are compressed: packed one behind the other.
 //!
-//! Promises: a host cluster that holds the end of one and the beginning of another is counted for each;
-//! one compressed cluster lies in one piece. As everywhere, data and counts are on stable storage before
-//! the link.
+//! Promises: a host cluster that holds the end of one and the beginning of another is counted for
+//! each; one compressed cluster lies in one piece. As everywhere, data and counts are on stable
+//! storage before the link.
 
 use rustix::io::Errno;
 
@@ -44,8 +44,8 @@ impl Qcow2 {
     /// * `offset`: its first byte on the disk; a multiple of the cluster size.
     /// * `compressed`: raw deflate or zstd, as the header says; shorter than a cluster.
     ///
-    /// Errors: `EEXIST` when the cluster is allocated (write it plain then); `EINVAL` for an offset or
-    /// length that does not fit, or an external data file; as [`write`](Qcow2::write).
+    /// Errors: `EEXIST` when the cluster is allocated (write it plain then); `EINVAL` for an offset
+    /// or length that does not fit, or an external data file; as [`write`](Qcow2::write).
     pub async fn write_compressed(
         &self,
         ring: &Ring,

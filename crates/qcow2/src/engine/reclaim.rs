@@ -1,12 +1,13 @@
 //! Waiting for space that is on its way to being free.
 //!
-//! A cluster that was discarded is free once its unlink is on stable storage and every request that may still use the
-//! old mapping has ended ([`limbo`](super::limbo), [`grace`](super::grace)). A request that finds no space, in the image
-//! or on the file system that holds it, waits for that in place of failing.
+//! A cluster that was discarded is free once its unlink is on stable storage and every request that
+//! may still use the old mapping has ended ([`limbo`](super::limbo), [`grace`](super::grace)). A
+//! request that finds no space, in the image or on the file system that holds it, waits for that in
+//! place of failing.
 //!
-//! Promises: who waits holds neither a grace nor the gate of the checkpoints, and whoever holds a grace waits for
-//! nothing but storage and that gate: so they never wait for one another. Requests that begin meanwhile do not prolong
-//! the wait. A request fails when nothing is on its way.
+//! Promises: who waits holds neither a grace nor the gate of the checkpoints, and whoever holds a
+//! grace waits for nothing but storage and that gate: so they never wait for one another. Requests
+//! that begin meanwhile do not prolong the wait. A request fails when nothing is on its way.
 
 use std::time::Duration;
 
@@ -34,12 +35,13 @@ impl Qcow2 {
         self.engine().map_or(0, |engine| engine.times_freed.load(Ordering::SeqCst))
     }
 
-    /// After an attempt that found no space: waits until clusters have become free. False: none are on their way (or
-    /// what frees them failed), so another attempt is of no use.
+    /// After an attempt that found no space: waits until clusters have become free. False: none are
+    /// on their way (or what frees them failed), so another attempt is of no use.
     ///
     /// * `seen`: [`times_freed`](Qcow2::times_freed) before the attempt.
     ///
-    /// The caller may hold claims of clusters and tables, but no grace, and not the gate of the checkpoints.
+    /// The caller may hold claims of clusters and tables, but no grace, and not the gate of the
+    /// checkpoints.
     pub(super) async fn reclaim(&self, ring: &Ring, seen: u64) -> bool {
         let Ok(engine) = self.engine() else { return false };
         let mut pause = PAUSE_MIN;

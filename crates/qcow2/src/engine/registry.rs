@@ -1,12 +1,13 @@
 //! Guest clusters whose mapping is being changed: only requests for the same clusters wait for one
 //! another.
 //!
-//! Promises: claims on ranges that do not overlap never wait; claims that overlap are granted in the
-//! order in which they came, so none starves; a claim that is dropped while it waits, or while it is
-//! held, lets the next ones in. A waiting task blocks no thread.
+//! Promises: claims on ranges that do not overlap never wait; claims that overlap are granted in
+//! the order in which they came, so none starves; a claim that is dropped while it waits, or while
+//! it is held, lets the next ones in. A waiting task blocks no thread.
 //!
 //! One claim covers all that a request needs at a time, and a holder never claims again, so claims
-//! cannot wait for each other in a circle. The same type with the range 0..1 serves as a lock for tasks.
+//! cannot wait for each other in a circle. The same type with the range 0..1 serves as a lock for
+//! tasks.
 
 use std::future::Future;
 use std::pin::Pin;

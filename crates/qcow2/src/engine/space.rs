@@ -26,12 +26,13 @@ impl Qcow2 {
         Ok(lock(&self.engine()?.refcounts))
     }
 
-    /// Takes up to `count` free host clusters (exactly so many if `contiguous`), whose reference counts
-    /// become 1.
+    /// Takes up to `count` free host clusters (exactly so many if `contiguous`), whose reference
+    /// counts become 1.
     ///
     /// * `goal`: host cluster that would be best.
     ///
-    /// Errors: `ENOSPC`; `EIO` when the image is corrupt (it is marked so then); those of the storage.
+    /// Errors: `ENOSPC`; `EIO` when the image is corrupt (it is marked so then); those of the
+    /// storage.
     pub(crate) async fn allocate(
         &self,
         ring: &Ring,
@@ -43,8 +44,8 @@ impl Qcow2 {
         self.with_space(ring, |space| space.allocate(count, goal, contiguous)).await
     }
 
-    /// As [`allocate`](Qcow2::allocate) for requests: when there is no space, clusters that are on their way to being
-    /// free are waited for. The caller holds no grace.
+    /// As [`allocate`](Qcow2::allocate) for requests: when there is no space, clusters that are on
+    /// their way to being free are waited for. The caller holds no grace.
     pub(super) async fn allocate_or_reclaim(
         &self,
         ring: &Ring,
@@ -60,8 +61,8 @@ impl Qcow2 {
         }
     }
 
-    /// As [`allocate_or_reclaim`](Qcow2::allocate_or_reclaim), one cluster for metadata: a write of data that looks once this has
-    /// returned does not go there.
+    /// As [`allocate_or_reclaim`](Qcow2::allocate_or_reclaim), one cluster for metadata: a write of
+    /// data that looks once this has returned does not go there.
     pub(super) async fn allocate_metadata_or_reclaim(&self, ring: &Ring) -> Result<Run, Errno> {
         loop {
             let seen = self.times_freed();
@@ -84,8 +85,8 @@ impl Qcow2 {
     /// * `up`: one more; otherwise one less.
     /// * `freed`: gets those that nothing refers to any more; they are not allocatable yet.
     ///
-    /// Errors: as [`allocate`](Qcow2::allocate); `EOVERFLOW` when a count is at the largest number that
-    /// the image can hold.
+    /// Errors: as [`allocate`](Qcow2::allocate); `EOVERFLOW` when a count is at the largest number
+    /// that the image can hold.
     pub(crate) async fn change_refcount(
         &self,
         ring: &Ring,

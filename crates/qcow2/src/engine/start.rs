@@ -1,9 +1,9 @@
 //! The first change of an image: features that a change would make untrue are taken back first.
 //!
-//! Promises: on stable storage before the first byte changes: autoclear bits that we do not know are
-//! cleared, bitmaps that will not be kept up to date are declared invalid, bitmaps that record are
-//! marked in use, and the dirty bit is set when reference counts are kept back. An image that is opened for
-//! writing and not written stays as it is.
+//! Promises: on stable storage before the first byte changes: autoclear bits that we do not know
+//! are cleared, bitmaps that will not be kept up to date are declared invalid, bitmaps that record
+//! are marked in use, and the dirty bit is set when reference counts are kept back. An image that
+//! is opened for writing and not written stays as it is.
 
 use rustix::io::Errno;
 
@@ -16,8 +16,8 @@ use crate::sync::Ordering;
 use super::grace::Grace;
 
 impl Qcow2 {
-    /// A request begins that uses a mapping: until the answer is dropped, no cluster that it may find
-    /// is used for anything else. Two atomic operations, no lock, no allocation.
+    /// A request begins that uses a mapping: until the answer is dropped, no cluster that it may
+    /// find is used for anything else. Two atomic operations, no lock, no allocation.
     pub fn enter(&self) -> Grace<'_> {
         match self.engine.as_deref() {
             Some(engine) => engine.graces.enter(),

@@ -1,7 +1,8 @@
 //! L2 tables that a write needs: made when there is none, copied when a snapshot has it too.
 //!
-//! Promises: a table is whole on the storage before the L1 entry names it in memory, so a slice that
-//! is loaded from it is right; it takes its space at once; requests for other tables do not wait.
+//! Promises: a table is whole on the storage before the L1 entry names it in memory, so a slice
+//! that is loaded from it is right; it takes its space at once; requests for other tables do not
+//! wait.
 
 use rustix::io::Errno;
 
@@ -19,8 +20,8 @@ use super::action::Words;
 impl Qcow2 {
     /// Makes sure that the L1 entry at `index` names a table that is this image's alone.
     ///
-    /// Errors: `EIO` for an entry that cannot be right; those of [`allocate`](Qcow2::allocate) and of the
-    /// storage.
+    /// Errors: `EIO` for an entry that cannot be right; those of [`allocate`](Qcow2::allocate) and
+    /// of the storage.
     pub(super) async fn ensure_table(&self, ring: &Ring, index: usize) -> Result<(), Errno> {
         if self.own_table(index)? {
             return Ok(());
@@ -84,9 +85,9 @@ impl Qcow2 {
         Ok(entry & COPIED != 0 && entry & OFFSET_MASK != 0)
     }
 
-    /// The entries of `count` clusters of one slice, from `first` in it. Nobody else may be changing
-    /// them: the caller has claimed the clusters. All zero where there is no table. They are not checked:
-    /// [`leading_sound`](Qcow2::leading_sound) does that.
+    /// The entries of `count` clusters of one slice, from `first` in it. Nobody else may be
+    /// changing them: the caller has claimed the clusters. All zero where there is no table. They
+    /// are not checked: [`leading_sound`](Qcow2::leading_sound) does that.
     ///
     /// Errors: those of the storage.
     pub(super) async fn entries(

@@ -1,8 +1,9 @@
 //! Writing data.
 //!
-//! Promises: a write to clusters that are the image's own takes no lock, allocates nothing and is one
-//! storage operation for each run. Anything else is claimed, gets its clusters in one go, is written
-//! together with what the write does not cover, and is linked in memory when all of that is written.
+//! Promises: a write to clusters that are the image's own takes no lock, allocates nothing and is
+//! one storage operation for each run. Anything else is claimed, gets its clusters in one go, is
+//! written together with what the write does not cover, and is linked in memory when all of that is
+//! written.
 
 use rustix::io::Errno;
 
@@ -91,7 +92,8 @@ impl Qcow2 {
                 landing.landed();
                 match written {
                     Ok(0) => return Err(Errno::IO),
-                    // A hole of a full file system: perhaps space is on its way, and nothing is held there.
+                    // A hole of a full file system: perhaps space is on its way, and nothing is
+                    // held there.
                     Err(errno) if is_full(errno) => {}
                     result => return result,
                 }
@@ -106,8 +108,8 @@ impl Qcow2 {
         .await
     }
 
-    /// The storage offset and length of the bytes from `offset` on that can be written in place, as far as
-    /// the cache knows; nothing that might be metadata. No lock, no allocation.
+    /// The storage offset and length of the bytes from `offset` on that can be written in place, as
+    /// far as the cache knows; nothing that might be metadata. No lock, no allocation.
     ///
     /// Errors: `EIO` when the entry of `offset` cannot be right.
     fn own_run(&self, offset: u64, len: u64) -> Result<Option<(u64, u64)>, Errno> {

@@ -1,8 +1,8 @@
 //! Making ranges read as zeroes, and giving their space back.
 //!
-//! Promises: whole clusters (subclusters where the image has them) change in the tables only; parts of
-//! one are written as zeroes unless they are zeroes already. Only requests for the same clusters wait.
-//! Space is given back after the change is on stable storage and nobody uses it any more.
+//! Promises: whole clusters (subclusters where the image has them) change in the tables only; parts
+//! of one are written as zeroes unless they are zeroes already. Only requests for the same clusters
+//! wait. Space is given back after the change is on stable storage and nobody uses it any more.
 
 use rustix::io::Errno;
 
@@ -60,8 +60,8 @@ impl Qcow2 {
         self.clear(ring, offset, len, space, below).await
     }
 
-    /// Gives the space of a range back, which reads as zeroes afterwards. Does nothing when the image
-    /// is open with [`Discard::Ignore`].
+    /// Gives the space of a range back, which reads as zeroes afterwards. Does nothing when the
+    /// image is open with [`Discard::Ignore`].
     ///
     /// Errors: as [`write`](Qcow2::write).
     pub async fn discard<B: Below>(
@@ -112,8 +112,8 @@ impl Qcow2 {
         self.zero_part(ring, last, end, below).await
     }
 
-    /// Zeroes less than a cluster, by writing unless it is zero already. A data file that is a raw image may still hold what was
-    /// written while the cluster was cleared.
+    /// Zeroes less than a cluster, by writing unless it is zero already. A data file that is a raw
+    /// image may still hold what was written while the cluster was cleared.
     async fn zero_part<B: Below>(
         &self,
         ring: &Ring,
@@ -152,8 +152,8 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Clears whole units from `at` on, up to the end of their slice (or of their table, when there is none
-    /// and nothing below). Returns where it stopped.
+    /// Clears whole units from `at` on, up to the end of their slice (or of their table, when there
+    /// is none and nothing below). Returns where it stopped.
     async fn clear_chunk<B: Below>(
         &self,
         ring: &Ring,
@@ -185,7 +185,8 @@ impl Qcow2 {
         Ok(end)
     }
 
-    /// Returns where it stopped (before a damaged entry), and the ranges of the disk that have to be written as zeroes.
+    /// Returns where it stopped (before a damaged entry), and the ranges of the disk that have to
+    /// be written as zeroes.
     async fn clear_claimed<B: Below>(
         &self,
         ring: &Ring,
@@ -246,8 +247,8 @@ impl Qcow2 {
 
     /// Decides what the entry at `index` becomes.
     ///
-    /// * `range`: first byte of the cluster on the disk; first and last (exclusive) byte to clear in the
-    ///   cluster.
+    /// * `range`: first byte of the cluster on the disk; first and last (exclusive) byte to clear
+    ///   in the cluster.
     fn clear_cluster<B: Below>(
         &self,
         change: &mut Change,
@@ -314,8 +315,9 @@ impl Qcow2 {
     }
 }
 
-/// Gives the space of clusters back whose old entries a power cut may still bring back: they read as zeroes afterwards, also on a block
-/// device, of which a plain discard may leave bytes that nobody has written.
+/// Gives the space of clusters back whose old entries a power cut may still bring back: they read
+/// as zeroes afterwards, also on a block device, of which a plain discard may leave bytes that
+/// nobody has written.
 ///
 /// Errors: `EOPNOTSUPP` where the device has no zeroes without a transfer.
 async fn punch(storage: &Storage, ring: &Ring, host: u64, len: u64) -> Result<(), Errno> {

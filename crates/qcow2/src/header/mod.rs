@@ -1,8 +1,8 @@
 //! The header: parsed from bytes, every field checked; changed and written in the modules below.
 //!
-//! Promises: a header that comes out of [`parse`] has sizes within [`limits`](crate::limits), tables
-//! that are aligned, inside the file and apart from one another, and no feature that we do not
-//! know. Source: qcow2 specification, "Header".
+//! Promises: a header that comes out of [`parse`] has sizes within [`limits`](crate::limits),
+//! tables that are aligned, inside the file and apart from one another, and no feature that we do
+//! not know. Source: qcow2 specification, "Header".
 
 mod image;
 #[cfg(test)]

@@ -1,8 +1,8 @@
 //! The header on its way to the file.
 //!
-//! Promises: a crash at any point leaves the old header or the new one. Everything fixed lies in the
-//! first 512 bytes, which a disk writes in one piece. Extensions and the name of the backing file
-//! may go on behind them; they are written while nothing refers to them:
+//! Promises: a crash at any point leaves the old header or the new one. Everything fixed lies in
+//! the first 512 bytes, which a disk writes in one piece. Extensions and the name of the backing
+//! file may go on behind them; they are written while nothing refers to them:
 //! - where the old header does not use the sectors that change: those first, a barrier, then the
 //!   first sector;
 //! - else by a detour: a complete copy of the new extensions goes to an unused place of the first
@@ -40,7 +40,8 @@ impl HeaderImage {
         write_bytes(ring, file, 0, &self.bytes[..SECTOR]).await
     }
 
-    /// The first 512 bytes, where [`write_first_sector`](HeaderImage::write_first_sector) writes nothing else.
+    /// The first 512 bytes, where [`write_first_sector`](HeaderImage::write_first_sector) writes
+    /// nothing else.
     pub(crate) fn first_sector(&self) -> Option<&[u8]> {
         (!self.laid_out).then(|| &self.bytes[..SECTOR])
     }
@@ -55,8 +56,8 @@ impl HeaderImage {
         Ok(())
     }
 
-    /// Puts this header, which was there before, back after a write of another one that failed; durable when
-    /// it returns.
+    /// Puts this header, which was there before, back after a write of another one that failed;
+    /// durable when it returns.
     ///
     /// Errors: as [`write_all`](HeaderImage::write_all): it is not known which of the two is there.
     pub(crate) async fn restore(&self, ring: &Ring, file: &Storage) -> Result<(), Errno> {

@@ -1,9 +1,11 @@
-//! Model of how clusters become free: discards, flushes, a write that waits for space and reads, all at once.
+//! Model of how clusters become free: discards, flushes, a write that waits for space and reads,
+//! all at once.
 //!
-//! Real code: `limbo.rs`, `grace.rs`, `registry.rs` (the gate of the checkpoints), `slices.rs` (the table, and what is dirty
-//! in it) and the reference counts, behind a simulated lock. `checkpoint.rs` and `reclaim.rs` need a ring and a storage: in
-//! [`image`] each of their steps has a method of the same name that does the same in the same order, on a disk in memory
-//! ([`world`]). Who changes them changes that too.
+//! Real code: `limbo.rs`, `grace.rs`, `registry.rs` (the gate of the checkpoints), `slices.rs` (the
+//! table, and what is dirty in it) and the reference counts, behind a simulated lock.
+//! `checkpoint.rs` and `reclaim.rs` need a ring and a storage: in [`image`] each of their steps has
+//! a method of the same name that does the same in the same order, on a disk in memory ([`world`]).
+//! Who changes them changes that too.
 //!
 //! For each [`Mistake`] the model finds a schedule that goes wrong: that it sees what it is to see.
 
@@ -49,7 +51,8 @@ enum Mistake {
     NoGate,
 }
 
-/// Lets other threads run for up to about `most` steps each: what takes long meets each step of theirs.
+/// Lets other threads run for up to about `most` steps each: what takes long meets each step of
+/// theirs.
 fn pause(most: usize) {
     let steps = thread_rng().gen_range(0..=most);
     (0..steps).for_each(|_| thread::yield_now());

@@ -1,5 +1,5 @@
-//! Models of the guard that keeps data off metadata: writers in place look at the marks without a lock, while tables take
-//! clusters under the lock of the reference counts.
+//! Models of the guard that keeps data off metadata: writers in place look at the marks without a
+//! lock, while tables take clusters under the lock of the reference counts.
 
 use shuttle::{check_random, thread};
 
@@ -75,7 +75,8 @@ impl Image {
         self.slices.publish(SLICE, &[self.entry; WORDS]);
     }
 
-    /// As `Qcow2::write_in_place`: one load of the marks, and the lock only where that says "perhaps".
+    /// As `Qcow2::write_in_place`: one load of the marks, and the lock only where that says
+    /// "perhaps".
     fn write(&self) {
         let _grace = self.graces.enter();
         let Some(found) = self.slices.find(SLICE) else { return };
@@ -87,8 +88,9 @@ impl Image {
             self.is_corrupt.store(1, Ordering::SeqCst);
             return;
         }
-        // In flight, for about as long as a table takes: only two long steps meet in so many schedules that a model sees each time what it is
-        // to see (a hundred schedules in place of all find it).
+        // In flight, for about as long as a table takes: only two long steps meet in so many
+        // schedules that a model sees each time what it is to see (a hundred schedules in place of
+        // all find it).
         (0..24).for_each(|_| thread::yield_now());
         self.content.store(DATA, Ordering::SeqCst);
     }
@@ -133,8 +135,8 @@ impl Image {
     }
 }
 
-/// An entry that is in the file already names a cluster that is counted as free; it is loaded and written through while a table is
-/// made.
+/// An entry that is in the file already names a cluster that is counted as free; it is loaded and
+/// written through while a table is made.
 fn a_free_cluster_that_an_entry_names(take: Take) {
     check_random(
         move || {

@@ -1,6 +1,6 @@
 //! Model of the parts that threads share: the very source files `slices.rs`, `flight.rs`,
-//! `registry.rs`, `grace.rs`, `limbo.rs`, `region.rs`, `marks.rs` and `named.rs`, built on simulated atomics and locks, under
-//! every order of steps that the checker finds.
+//! `registry.rs`, `grace.rs`, `limbo.rs`, `region.rs`, `marks.rs` and `named.rs`, built on
+//! simulated atomics and locks, under every order of steps that the checker finds.
 
 mod freeing;
 mod guard;

@@ -123,7 +123,8 @@ fn mark_metadata(refcounts: &mut Refcounts, found: &Found<'_>, blocks: &[u64]) -
     }
     let region = found.snapshot_region;
     mark(refcounts, region.start, region.end - region.start, "the snapshot table");
-    // Entries of several parts of the disk may name one table, if none of them says that it is its own: it is copied before it changes.
+    // Entries of several parts of the disk may name one table, if none of them says that it is its
+    // own: it is copied before it changes.
     let entries = found.l1.iter().map(|entry| entry.load(Ordering::Relaxed));
     let mut tables: Vec<u64> = entries
         .filter(|entry| {

@@ -53,7 +53,8 @@ impl Active {
         tx.reader().table(entry).map_err(|reason| tx.corrupt(reason))
     }
 
-    /// The words of an L2 table; `None`: there is none. From now on no cluster that it names is taken for something new.
+    /// The words of an L2 table; `None`: there is none. From now on no cluster that it names is
+    /// taken for something new.
     pub(super) async fn table(
         &self,
         tx: &mut Transaction<'_>,
@@ -61,7 +62,8 @@ impl Active {
     ) -> Result<Option<Vec<u64>>, Error> {
         let Some(offset) = self.table_offset(tx, index)? else { return Ok(None) };
         let words = words_of(&tx.read_cluster(offset, "an L2 table").await?);
-        // What this transaction has made names what is counted, and nothing if the transaction fails.
+        // What this transaction has made names what is counted, and nothing if the transaction
+        // fails.
         if !self.fresh.contains(&offset) {
             tx.note_named(offset >> tx.geometry.cluster_bits, 1);
             for (start, count) in tx.reader().named(&words) {

@@ -1,9 +1,9 @@
-//! Persistent bitmaps when the size of the disk changes: as many bits as the disk now needs, new ones set; and when metadata moves to
-//! the front of the file.
+//! Persistent bitmaps when the size of the disk changes: as many bits as the disk now needs, new
+//! ones set; and when metadata moves to the front of the file.
 //!
-//! Set, since the disk may have been larger before, when the backup was made that the bitmap belongs to: what
-//! was cut off then reads as zeroes now, and that is a change. Who copies by the bitmap copies some zeroes
-//! too many where the disk was never larger.
+//! Set, since the disk may have been larger before, when the backup was made that the bitmap
+//! belongs to: what was cut off then reads as zeroes now, and that is a change. Who copies by the
+//! bitmap copies some zeroes too many where the disk was never larger.
 //!
 //! Source: qcow2 specification, "Bitmaps".
 
@@ -49,8 +49,9 @@ fn directory_of(tx: &Transaction<'_>) -> Option<BitmapDirectory> {
     tx.header.bitmaps().filter(|directory| valid && directory.count > 0)
 }
 
-/// Calls `found` with the clusters that bitmaps have: directory, tables, bits. A bitmap that cannot be read is left out: it has nothing
-/// to lose. Tables do not overlap, so no more bytes of them are read than the file has.
+/// Calls `found` with the clusters that bitmaps have: directory, tables, bits. A bitmap that cannot
+/// be read is left out: it has nothing to lose. Tables do not overlap, so no more bytes of them are
+/// read than the file has.
 ///
 /// Returns whether all were read. Errors: `Io`; those of `found`.
 pub(super) async fn walk<'a>(

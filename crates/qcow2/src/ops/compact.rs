@@ -1,8 +1,9 @@
-//! After a disk became smaller: metadata at the end of the file moves to the front, so that the file
-//! can end behind the last data.
+//! After a disk became smaller: metadata at the end of the file moves to the front, so that the
+//! file can end behind the last data.
 //!
-//! A change writes its new metadata behind everything else, since it may not overwrite the old. This
-//! second change brings it into the space that the first one made free. Data stays where it is.
+//! A change writes its new metadata behind everything else, since it may not overwrite the old.
+//! This second change brings it into the space that the first one made free. Data stays where it
+//! is.
 
 use std::collections::HashSet;
 
@@ -23,10 +24,11 @@ const WORTH: u64 = 8;
 const ROUNDS: u32 = 3;
 
 impl Qcow2 {
-    /// Shortens the file. Whatever goes wrong costs space only: the image is whole before and after.
+    /// Shortens the file. Whatever goes wrong costs space only: the image is whole before and
+    /// after.
     ///
-    /// * `old_len`: its length before the disk became smaller, in bytes. It does not stay longer where
-    ///   its metadata finds room further in front.
+    /// * `old_len`: its length before the disk became smaller, in bytes. It does not stay longer
+    ///   where its metadata finds room further in front.
     pub(super) async fn compact(&mut self, ring: &Ring, old_len: u64) -> Result<(), Error> {
         if self.file.kind() == Kind::BlockDevice {
             return Ok(());

@@ -18,8 +18,8 @@ impl Qcow2 {
     /// * `name`: 1 to 1023 bytes without NUL.
     /// * `format`: 1 to 15 bytes.
     ///
-    /// Errors: `InvalidRequest` for names that do not fit, or when the image has a raw external data
-    /// file; `Io`.
+    /// Errors: `InvalidRequest` for names that do not fit, or when the image has a raw external
+    /// data file; `Io`.
     pub async fn set_backing(
         &mut self,
         ring: &Ring,

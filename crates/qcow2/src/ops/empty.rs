@@ -1,9 +1,11 @@
 //! An empty disk: everything that it shows is its backing file's.
 //!
-//! Promises: where there is room for the new metadata the change is atomic, as all of them. Where there is none (the file system
-//! is full, which is why images are emptied) it is made in place and takes no space: the L1 table is overwritten with zeroes and
-//! made durable, then the reference counts follow. A crash on that way leaves a part of the old mapping, and leaked clusters. So
-//! callers that cannot bear a part see to it that the backing file shows what the image shows, as a commit does.
+//! Promises: where there is room for the new metadata the change is atomic, as all of them. Where
+//! there is none (the file system is full, which is why images are emptied) it is made in place and
+//! takes no space: the L1 table is overwritten with zeroes and made durable, then the reference
+//! counts follow. A crash on that way leaves a part of the old mapping, and leaked clusters. So
+//! callers that cannot bear a part see to it that the backing file shows what the image shows, as a
+//! commit does.
 
 use ringdisk_ring::Ring;
 
@@ -24,8 +26,8 @@ impl Qcow2 {
     /// Takes away everything that the disk holds itself: all of it is what the backing file has, or
     /// zeroes. Snapshots keep theirs.
     ///
-    /// Errors: `InvalidRequest` when it is open for reading only; `Corrupt`, `Io`. Where there was no room for new metadata (see
-    /// the module) a part may be gone then.
+    /// Errors: `InvalidRequest` when it is open for reading only; `Corrupt`, `Io`. Where there was
+    /// no room for new metadata (see the module) a part may be gone then.
     pub async fn make_empty(&mut self, ring: &Ring) -> Result<(), Error> {
         self.finish_use(ring).await?;
         let old_len = self.file.len();
@@ -43,7 +45,8 @@ impl Qcow2 {
         self.compact(ring, old_len).await
     }
 
-    /// Makes the disk at least `size` bytes long; what is added shows the backing file. (A resize adds zeroes.)
+    /// Makes the disk at least `size` bytes long; what is added shows the backing file. (A resize
+    /// adds zeroes.)
     ///
     /// * `size`: bytes, rounded up to 512.
     ///
@@ -88,7 +91,8 @@ async fn in_place(ring: &Ring, image: &mut Qcow2) -> Result<(), Error> {
             return Err(tx.corrupt("the L1 table is not counted once, so it is not overwritten"));
         }
     }
-    // All counts are changed in memory first: nothing is overwritten yet where something else needs what this frees.
+    // All counts are changed in memory first: nothing is overwritten yet where something else needs
+    // what this frees.
     tx.keep_in_memory();
     let old_l1 = active.l1.clone();
     active.drop_all(&mut tx).await?;
@@ -116,8 +120,9 @@ async fn in_place(ring: &Ring, image: &mut Qcow2) -> Result<(), Error> {
     Ok(())
 }
 
-/// Writes zeroes where the active L1 table has entries, and nowhere else: what was never written, of the table or behind it in its
-/// last cluster, may be a hole of the file, which a write would have to fill.
+/// Writes zeroes where the active L1 table has entries, and nowhere else: what was never written,
+/// of the table or behind it in its last cluster, may be a hole of the file, which a write would
+/// have to fill.
 async fn zero_l1(tx: &Transaction<'_>, run: Run, l1: &[u64]) -> Result<(), Error> {
     let start = run.start << tx.geometry.cluster_bits;
     let zeroes = [0; SECTOR];

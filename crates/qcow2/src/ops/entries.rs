@@ -113,7 +113,8 @@ impl Reader {
         (host, (sectors + 1) * 512 - host % 512)
     }
 
-    /// All references of entries of an L2 table. Adjacent ones are joined, so each run stands for one reference to each of its clusters.
+    /// All references of entries of an L2 table. Adjacent ones are joined, so each run stands for
+    /// one reference to each of its clusters.
     pub(super) fn references(&self, words: &[u64]) -> Result<Vec<(u64, u64)>, String> {
         let mut runs: Vec<(u64, u64)> = Vec::new();
         for entry in words.iter().step_by(self.words()) {

@@ -1,5 +1,5 @@
-//! The part of the disk that a resize adds: zeroes over a longer backing file, the last cluster of the
-//! old disk, preallocation.
+//! The part of the disk that a resize adds: zeroes over a longer backing file, the last cluster of
+//! the old disk, preallocation.
 
 use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_storage::Storage;
@@ -61,7 +61,8 @@ impl Qcow2 {
     /// What the last cluster must hold when the disk grows; `None`: what is behind the old end
     /// reads as zeroes anyway.
     ///
-    /// * `reserve`: it must also have a place of its own, so that a write behind the old end need not look for one.
+    /// * `reserve`: it must also have a place of its own, so that a write behind the old end need
+    ///   not look for one.
     pub(super) async fn tail<B: Below>(
         &self,
         ring: &Ring,
@@ -111,8 +112,9 @@ impl Qcow2 {
         Ok((is_own && (host != 0 || self.info.external_data_file)).then_some(host))
     }
 
-    /// Takes space for the rest of the last cluster, which has a place but may be a hole of the file. What lies there belongs to
-    /// nobody, and reads as zeroes afterwards. (That of an external data file comes with the data file.)
+    /// Takes space for the rest of the last cluster, which has a place but may be a hole of the
+    /// file. What lies there belongs to nobody, and reads as zeroes afterwards. (That of an
+    /// external data file comes with the data file.)
     ///
     /// * `size`: of the disk that is to be, bytes.
     pub(super) async fn reserve_tail(
@@ -280,12 +282,14 @@ impl Growth<'_> {
             }
             cluster = stop;
         }
-        // What is counted must not lie behind the end of the file. Without preallocation that is data of version 2 only, which has no
-        // other way to say "zeroes" over a longer backing file.
+        // What is counted must not lie behind the end of the file. Without preallocation that is
+        // data of version 2 only, which has no other way to say "zeroes" over a longer backing
+        // file.
         let len = tx.end_of_clusters();
         let has_data = self.preallocation != Preallocation::Off || tx.version < 3;
         if has_data && tx.file.len() < len {
-            // Only that: the last cluster may be one of the old disk, of which the file holds the beginning.
+            // Only that: the last cluster may be one of the old disk, of which the file holds the
+            // beginning.
             let from = tx.file.len().max(len - cluster_size);
             let grown = tx.file.write_zeroes(tx.ring, from, len - from, true, true);
             grown.await.map_err(|errno| tx.io("growing it", errno))?;
@@ -392,7 +396,8 @@ impl Growth<'_> {
             // In place: nobody sees what lies behind the end, and the rest is what it was.
             let present = old & (OFFSET_MASK | COPIED) != 0;
             let host = if present { old & OFFSET_MASK } else { start };
-            // Not past the new end, which may be in the same cluster: the file has the size of the disk.
+            // Not past the new end, which may be in the same cluster: the file has the size of the
+            // disk.
             let len = usize::try_from(self.size - start).unwrap_or(usize::MAX);
             let content = &tail.content[..len.min(tail.content.len())];
             let buf = IoBuf::new(content.len(), 4096);

@@ -1,11 +1,13 @@
 //! What the tables of an image name, for changes of images whose reference counts are wrong.
 //!
-//! A change looks at all of them before it takes a cluster ([`look`](Transaction::look)), growth once, and again before it is made true, when it has
-//! taken references away ([`refuse_lost`](Transaction::refuse_lost)): no table that stays may name what was freed. That is so for the
-//! tables of the disk, those of internal snapshots, and what bitmaps have.
+//! A change looks at all of them before it takes a cluster ([`look`](Transaction::look)), growth
+//! once, and again before it is made true, when it has taken references away
+//! ([`refuse_lost`](Transaction::refuse_lost)): no table that stays may name what was freed. That
+//! is so for the tables of the disk, those of internal snapshots, and what bitmaps have.
 //!
-//! What cannot be read has nothing to lose, so it does not stop a change that does not need it. Memory: one L1 table, and a number for each
-//! L2 table; L2 tables that several L1 tables share are read once.
+//! What cannot be read has nothing to lose, so it does not stop a change that does not need it.
+//! Memory: one L1 table, and a number for each L2 table; L2 tables that several L1 tables share are
+//! read once.
 
 use std::collections::{BTreeSet, HashSet};
 
@@ -49,8 +51,8 @@ pub(super) enum What {
 }
 
 impl Qcow2 {
-    /// From now on nothing is taken for something new that the tables of the image name, whatever the counts say. For changes that are no
-    /// transaction; nobody else uses the image meanwhile.
+    /// From now on nothing is taken for something new that the tables of the image name, whatever
+    /// the counts say. For changes that are no transaction; nobody else uses the image meanwhile.
     ///
     /// Errors: as [`Transaction::look`].
     pub(crate) async fn look_at_tables(&mut self, ring: &Ring) -> Result<(), Error> {
@@ -59,15 +61,17 @@ impl Qcow2 {
 }
 
 impl Transaction<'_> {
-    /// From now on nothing is taken for something new that the image names, whatever the count says.
+    /// From now on nothing is taken for something new that the image names, whatever the count
+    /// says.
     ///
     /// Errors: `Io`; `Corrupt` when the snapshot table cannot be read.
     pub(super) async fn look(&mut self) -> Result<(), Error> {
         self.look_at(Whose::All).await
     }
 
-    /// As [`look`](Transaction::look), once while the image is open: clients that append to a disk make it grow again and again. What was
-    /// let go since by one of two entries that name it is not known to be named any more.
+    /// As [`look`](Transaction::look), once while the image is open: clients that append to a disk
+    /// make it grow again and again. What was let go since by one of two entries that name it is
+    /// not known to be named any more.
     pub(super) async fn look_once(&mut self) -> Result<(), Error> {
         if self.knows_all_named() { Ok(()) } else { self.look().await }
     }
@@ -160,7 +164,8 @@ impl Transaction<'_> {
         bitmaps::walk(self, |tx, what, run| found(tx, "a bitmap", what, run)).await.map(drop)
     }
 
-    /// The clusters of the L2 table at `offset`, and the runs that its entries name, also where these cannot be right.
+    /// The clusters of the L2 table at `offset`, and the runs that its entries name, also where
+    /// these cannot be right.
     ///
     /// Errors: `Io`.
     async fn named_by(&self, offset: u64, depth: Depth) -> Result<(Run, Vec<Run>), Error> {

@@ -1,16 +1,19 @@
-//! Changes of an image that nobody else uses: internal snapshots, size, emptying, backing file name.
+//! Changes of an image that nobody else uses: internal snapshots, size, emptying, backing file
+//! name.
 //!
 //! Promises:
-//! - A change is there as a whole or not at all, whenever the power fails: everything new is written
-//!   beside the old, and one write of the first 512 bytes of the header switches over
-//!   ([`transaction`]). No cluster leaks on the way. (One exception for a full file system: [`empty`].)
-//! - Until the switch the image on disk stays what it was, so every error before it leaves it whole.
-//! - What the image says is checked before it is used: a table that is unaligned, outside the file or
-//!   not counted is refused with a message.
+//! - A change is there as a whole or not at all, whenever the power fails: everything new is
+//!   written beside the old, and one write of the first 512 bytes of the header switches over
+//!   ([`transaction`]). No cluster leaks on the way. (One exception for a full file system:
+//!   [`empty`].)
+//! - Until the switch the image on disk stays what it was, so every error before it leaves it
+//!   whole.
+//! - What the image says is checked before it is used: a table that is unaligned, outside the file
+//!   or not counted is refused with a message.
 //!
-//! The image is closed first and opened again afterwards, in place; when that fails too, all further
-//! changes are `EROFS` and the caller opens it anew. The caller sees to it that no request runs and
-//! calls from a ring thread.
+//! The image is closed first and opened again afterwards, in place; when that fails too, all
+//! further changes are `EROFS` and the caller opens it anew. The caller sees to it that no request
+//! runs and calls from a ring thread.
 
 mod active;
 mod bitmaps;
@@ -40,8 +43,8 @@ pub use resize::ResizeOptions;
 impl Qcow2 {
     /// Ends the use of the image before a change: afterwards the file is all there is to know.
     ///
-    /// Errors: `InvalidRequest` when it is open for reading only; `Corrupt` when it was found to be;
-    /// `Io`.
+    /// Errors: `InvalidRequest` when it is open for reading only; `Corrupt` when it was found to
+    /// be; `Io`.
     async fn finish_use(&mut self, ring: &Ring) -> Result<(), Error> {
         if self.engine.is_none() {
             return Err(self.refused("the image is open for reading only", "open it for writing"));
@@ -53,8 +56,8 @@ impl Qcow2 {
         closed.map_err(|errno| Error::io(self.file.name(), "closing it", errno))
     }
 
-    /// Opens the image again after a change, and passes on how the change went. Tries twice: a change that was
-    /// made must not be reported as refused on account of one read that failed.
+    /// Opens the image again after a change, and passes on how the change went. Tries twice: a
+    /// change that was made must not be reported as refused on account of one read that failed.
     async fn reopen<T>(&mut self, ring: &Ring, result: Result<T, Error>) -> Result<T, Error> {
         let options = self.options.clone();
         let opened = match Qcow2::open(ring, self.file.clone(), &options).await {
@@ -75,8 +78,9 @@ impl Qcow2 {
         }
     }
 
-    /// What the former image of the same file, which is closed, knows of clusters that L2 entries name is known to this one, too,
-    /// in whichever mode each of them is open. Nothing that is known to be named becomes free because the file was opened again.
+    /// What the former image of the same file, which is closed, knows of clusters that L2 entries
+    /// name is known to this one, too, in whichever mode each of them is open. Nothing that is
+    /// known to be named becomes free because the file was opened again.
     pub fn take_over_names(&self, from: &Qcow2) {
         let named = match from.engine.as_deref() {
             Some(engine) => lock(&engine.refcounts).named(),

@@ -1,8 +1,8 @@
 //! Another size of the disk.
 //!
-//! Promises: what is added reads as zeroes, also over a longer backing file and behind an old end in
-//! the middle of a cluster. What is cut off is given back. The new size shows with everything else that
-//! belongs to it, or not at all.
+//! Promises: what is added reads as zeroes, also over a longer backing file and behind an old end
+//! in the middle of a cluster. What is cut off is given back. The new size shows with everything
+//! else that belongs to it, or not at all.
 
 use ringdisk_ring::{Errno, Ring};
 
@@ -49,8 +49,8 @@ impl Qcow2 {
 
     /// As [`Qcow2::resize`], with an end on the way.
     ///
-    /// * `cancelled`: asked between two steps while the disk grows, and before the change is made true; `true` gives up, and what was
-    ///   prepared is cut off again.
+    /// * `cancelled`: asked between two steps while the disk grows, and before the change is made
+    ///   true; `true` gives up, and what was prepared is cut off again.
     ///
     /// Errors: as [`Qcow2::resize`]; `Io` with `ECANCELED`.
     pub async fn resize_unless<B: Below>(
@@ -158,7 +158,8 @@ impl Qcow2 {
         tx.shorten_file();
         give_up_if(cancelled, &tx)?;
         tx.commit().await?;
-        // The disk has its new size, and nothing refers to what is behind it: an error would say that it has not.
+        // The disk has its new size, and nothing refers to what is behind it: an error would say
+        // that it has not.
         if let Some(data) = &self.data_file
             && let Err(errno) = data.set_len(ring, size).await
             && self.info.data_file_raw

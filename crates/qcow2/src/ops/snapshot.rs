@@ -1,10 +1,10 @@
 //! Internal snapshots: create, apply, delete.
 //!
-//! How references are counted: a cluster of data counts once for each way to it, that is for each L1
-//! table and each L2 entry below it, also where two L1 tables share an L2 table.
+//! How references are counted: a cluster of data counts once for each way to it, that is for each
+//! L1 table and each L2 entry below it, also where two L1 tables share an L2 table.
 //!
-//! Create leaves the old L1 and L2 tables to the snapshot as they are. The active side gets a new L1
-//! table, and copies of the L2 tables whose entries say COPIED, which is not true any more.
+//! Create leaves the old L1 and L2 tables to the snapshot as they are. The active side gets a new
+//! L1 table, and copies of the L2 tables whose entries say COPIED, which is not true any more.
 //!
 //! Source: qcow2 specification, "Snapshots" and "Cluster mapping".
 
@@ -28,8 +28,8 @@ impl Qcow2 {
     ///
     /// * `name`: 1 to 255 bytes without NUL. Names need not differ.
     ///
-    /// Errors: `InvalidRequest` for such a name, or when the image has an external data file, cannot
-    /// count that many references, or has 65536 snapshots; `Corrupt`, `TooLarge`, `Io`.
+    /// Errors: `InvalidRequest` for such a name, or when the image has an external data file,
+    /// cannot count that many references, or has 65536 snapshots; `Corrupt`, `TooLarge`, `Io`.
     pub async fn snapshot_create(&mut self, ring: &Ring, name: &str) -> Result<String, Error> {
         self.check_snapshots()?;
         if name.is_empty() || name.len() > NAME_BYTES_MAX || name.contains('\0') {
@@ -57,8 +57,8 @@ impl Qcow2 {
     ///
     /// * `wanted`: an id; or the name of a snapshot when there is no such id.
     ///
-    /// Errors: `InvalidRequest` when there is no such snapshot, or the image has bitmaps, which would
-    /// not be true any more, or an external data file; `Corrupt`, `Io`.
+    /// Errors: `InvalidRequest` when there is no such snapshot, or the image has bitmaps, which
+    /// would not be true any more, or an external data file; `Corrupt`, `Io`.
     pub async fn snapshot_apply(&mut self, ring: &Ring, wanted: &str) -> Result<(), Error> {
         self.check_snapshots()?;
         let by_id = self.info.snapshots.iter().position(|snapshot| snapshot.id == wanted);
@@ -158,8 +158,8 @@ async fn apply(ring: &Ring, image: &mut Qcow2, index: usize) -> Result<(), Error
     let l1 = read_l1(&tx, offset, entries, "the L1 table of the snapshot").await?;
     let mut active = Active::load(&tx).await?;
     tx.look().await?;
-    // First, so that no count is larger for a moment than before or afterwards. What the snapshot has
-    // in common with the disk keeps the reference of the snapshot.
+    // First, so that no count is larger for a moment than before or afterwards. What the snapshot
+    // has in common with the disk keeps the reference of the snapshot.
     active.drop_all(&mut tx).await?;
     // At most 2^22.
     let entries = l1.len().max(usize::try_from(needed).unwrap_or(0));

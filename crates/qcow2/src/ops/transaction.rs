@@ -1,11 +1,11 @@
-//! The shadow transaction: everything that changes is written to free clusters, then one write of the
-//! first sector of the header makes it true.
+//! The shadow transaction: everything that changes is written to free clusters, then one write of
+//! the first sector of the header makes it true.
 //!
 //! How: changed refcount blocks move to free clusters, each at most once; that takes clusters and
-//! gives others back, which changes further blocks, so it is repeated until nothing is left that has
-//! changed and not moved. The refcount table follows. Everything is written, a barrier, the header, a
-//! barrier. Clusters whose count fell to 0 are not used again inside the transaction, so what the old
-//! state refers to stays as it is.
+//! gives others back, which changes further blocks, so it is repeated until nothing is left that
+//! has changed and not moved. The refcount table follows. Everything is written, a barrier, the
+//! header, a barrier. Clusters whose count fell to 0 are not used again inside the transaction, so
+//! what the old state refers to stays as it is.
 //!
 //! Memory: changed blocks are written to their new places when they are more than
 //! [`SPILL_BYTES`], or than the metadata cache may have; nothing refers to them yet.
@@ -182,8 +182,8 @@ impl<'a> Transaction<'a> {
         self.counts.first_held(start, count)
     }
 
-    /// One reference less to metadata that a new copy has taken the place of. What an entry for data names stays counted, and belongs to
-    /// that entry from now on.
+    /// One reference less to metadata that a new copy has taken the place of. What an entry for
+    /// data names stays counted, and belongs to that entry from now on.
     pub(super) async fn unref_metadata(&mut self, start: u64, count: u64) -> Result<(), Error> {
         self.counts.unmark_metadata(start, count);
         let mut at = start;
@@ -203,7 +203,8 @@ impl<'a> Transaction<'a> {
         if self.counts.is_contested(cluster) {
             return Ok(());
         }
-        // Those of snapshots are not marked, so nobody has seen whether an entry for data names them.
+        // Those of snapshots are not marked, so nobody has seen whether an entry for data names
+        // them.
         let was_marked = self.counts.is_metadata(cluster);
         self.unref(cluster, 1).await?;
         if self.count(cluster).await? == 0 {
@@ -213,8 +214,8 @@ impl<'a> Transaction<'a> {
         Ok(())
     }
 
-    /// From now on no cluster of the run is taken for something new, whatever its count says: a table that is on stable storage
-    /// names it.
+    /// From now on no cluster of the run is taken for something new, whatever its count says: a
+    /// table that is on stable storage names it.
     pub(super) fn note_named(&mut self, start: u64, count: u64) {
         self.counts.note_named(start, count);
     }
@@ -454,7 +455,8 @@ impl<'a> Transaction<'a> {
         (table.start..table.end()).chain(blocks).collect()
     }
 
-    /// Refcount blocks, and the table, that lie at or behind `cluster` move, all others only if they change.
+    /// Refcount blocks, and the table, that lie at or behind `cluster` move, all others only if
+    /// they change.
     pub(super) async fn move_blocks_behind(&mut self, cluster: u64) -> Result<(), Error> {
         let bits = self.geometry.cluster_bits;
         for index in 0..self.counts.table_len() {
@@ -478,13 +480,15 @@ impl<'a> Transaction<'a> {
     /// Makes the change true. Everything that the new header refers to was written by the caller,
     /// who also set its fields.
     ///
-    /// Errors: `Io`; `Corrupt` when what it has freed is still named. The old state is on stable storage then. Only when the header can neither be written nor be
-    /// taken back it is not known whether the old or the new state is there; both are whole.
+    /// Errors: `Io`; `Corrupt` when what it has freed is still named. The old state is on stable
+    /// storage then. Only when the header can neither be written nor be taken back it is not known
+    /// whether the old or the new state is there; both are whole.
     pub(super) async fn commit(self) -> Result<(), Error> {
         self.commit_or_tell().await.map_err(|(error, _)| error)
     }
 
-    /// As [`commit`](Transaction::commit). An error comes with whether the old state is known to be there.
+    /// As [`commit`](Transaction::commit). An error comes with whether the old state is known to be
+    /// there.
     pub(super) async fn commit_or_tell(mut self) -> Result<(), (Error, bool)> {
         self.refuse_lost().await.map_err(|error| (error, true))?;
         self.prepare().await.map_err(|error| (error, true))?;
@@ -514,7 +518,8 @@ impl<'a> Transaction<'a> {
             return Ok(());
         }
         let DirtyTable::Whole { offset, bytes, clusters, .. } = self.write_counts().await? else {
-            // Blocks have moved: without their table the new header would name blocks that are given up.
+            // Blocks have moved: without their table the new header would name blocks that are
+            // given up.
             return Err(self.corrupt("the refcount table did not move with its blocks"));
         };
         let run =
@@ -525,21 +530,24 @@ impl<'a> Transaction<'a> {
         self.flush().await
     }
 
-    /// From now on refcount blocks are overwritten: for a change that only takes references away, none of which is needed by
-    /// anything on stable storage any more. It ends with [`finish_in_place`](Transaction::finish_in_place).
+    /// From now on refcount blocks are overwritten: for a change that only takes references away,
+    /// none of which is needed by anything on stable storage any more. It ends with
+    /// [`finish_in_place`](Transaction::finish_in_place).
     pub(super) fn stay_in_place(&mut self) {
         self.in_place = true;
     }
 
-    /// No refcount block is written before the end: it is not known yet whether the change will be made. Memory: the blocks that change
-    /// (32 MiB for 1 TiB in clusters of 64 KiB with counts of 16 bits).
+    /// No refcount block is written before the end: it is not known yet whether the change will be
+    /// made. Memory: the blocks that change (32 MiB for 1 TiB in clusters of 64 KiB with counts of
+    /// 16 bits).
     pub(super) fn keep_in_memory(&mut self) {
         self.in_memory = true;
     }
 
     /// Makes the reference counts durable and gives back the space of what they freed.
     pub(super) async fn finish_in_place(mut self) -> Result<(), Error> {
-        // First, so that there is room when the counts lie in holes of the file. Nothing refers to the clusters any more.
+        // First, so that there is room when the counts lie in holes of the file. Nothing refers to
+        // the clusters any more.
         self.punch().await;
         self.write_counts().await?;
         self.flush().await?;

@@ -13,7 +13,8 @@ impl Refcounts {
     /// * `goal`: cluster at which the run should start if that is free.
     /// * `contiguous`: exactly `count`, or nothing.
     ///
-    /// Errors: `Load`, `Create`, `Full`; `Corrupt` when a free cluster is marked as metadata or an L2 entry names it.
+    /// Errors: `Load`, `Create`, `Full`; `Corrupt` when a free cluster is marked as metadata or an
+    /// L2 entry names it.
     pub(crate) fn allocate(
         &mut self,
         count: u64,
@@ -147,7 +148,8 @@ impl Refcounts {
             }
             let count = self.usable(start, count, contiguous)?;
             let free = self.free_from(start, count);
-            // What a wrong entry names behind the end of the file has no content, and gets none: a hole.
+            // What a wrong entry names behind the end of the file has no content, and gets none: a
+            // hole.
             let free = self.named.first_in(start, free).map_or(free, |named| named - start);
             if free == 0 || (contiguous && free < count) {
                 // Somebody counted clusters behind the end, or names one: go round them.
@@ -169,7 +171,8 @@ impl Refcounts {
         self.end = end;
     }
 
-    /// For clusters whose counts are 0, before they are taken. Errors: `Corrupt` when an L2 entry names one of them.
+    /// For clusters whose counts are 0, before they are taken. Errors: `Corrupt` when an L2 entry
+    /// names one of them.
     fn refuse_named(&self, start: u64, count: u64) -> Result<(), Blocked> {
         match self.named.first_in(start, count) {
             None => Ok(()),

@@ -220,8 +220,8 @@ impl Refcounts {
         dirty
     }
 
-    /// As [`take_dirty`](Refcounts::take_dirty), but what changed of the table stays to be written: for who writes blocks on the way, and
-    /// the table as a whole in the end.
+    /// As [`take_dirty`](Refcounts::take_dirty), but what changed of the table stays to be written:
+    /// for who writes blocks on the way, and the table as a whole in the end.
     pub(crate) fn take_dirty_blocks(&mut self) -> DirtyRefcounts {
         let cluster_size = 1usize << self.cluster_bits;
         let piece = PIECE_BYTES.min(cluster_size);

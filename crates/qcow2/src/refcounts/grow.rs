@@ -52,8 +52,8 @@ impl Refcounts {
         Ok(cluster)
     }
 
-    /// A cluster for a block that an existing block covers, counted there already; `None` when there
-    /// is none at hand.
+    /// A cluster for a block that an existing block covers, counted there already; `None` when
+    /// there is none at hand.
     fn place_elsewhere(&mut self) -> Result<Option<u64>, Blocked> {
         let at_hand = self.free.iter().take(LOOKS).map(|run| run.start).find(|cluster| {
             let (index, _) = self.place(*cluster);
@@ -75,8 +75,8 @@ impl Refcounts {
         Ok(run.start)
     }
 
-    /// A new block was written as zeroes at `cluster`, which [`begin_block`](Refcounts::begin_block)
-    /// gave. The table in memory names it from now on.
+    /// A new block was written as zeroes at `cluster`, which
+    /// [`begin_block`](Refcounts::begin_block) gave. The table in memory names it from now on.
     pub(crate) fn finish_block(&mut self, index: u32, cluster: u64) {
         if self.block_offset(index).is_some() {
             self.abort_block(index, cluster);
@@ -172,8 +172,9 @@ impl Refcounts {
     }
 
     /// The table lies at `start` from now on, which the caller has allocated;
-    /// [`take_dirty`](Refcounts::take_dirty) gives all of it. Returns a place that it was to move to before:
-    /// the caller frees it once the move is on stable storage (an attempt that failed may have named it).
+    /// [`take_dirty`](Refcounts::take_dirty) gives all of it. Returns a place that it was to move
+    /// to before: the caller frees it once the move is on stable storage (an attempt that failed
+    /// may have named it).
     #[must_use]
     pub(crate) fn move_table(&mut self, start: u64, clusters: u64) -> Option<Run> {
         let old =

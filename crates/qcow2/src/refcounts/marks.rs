@@ -1,11 +1,13 @@
 //! Which host clusters may hold metadata, for writers that must not wait: a bit for each cluster.
 //!
-//! Promises: [`Marks::may_be`] is one load from a line that is hardly ever written; it takes no lock and allocates
-//! nothing. It never says no for a cluster that is metadata. Where the image has more clusters than there are bits,
-//! several clusters share one: then a yes is to be asked again under the lock ([`super::Refcounts::is_metadata`]).
+//! Promises: [`Marks::may_be`] is one load from a line that is hardly ever written; it takes no
+//! lock and allocates nothing. It never says no for a cluster that is metadata. Where the image has
+//! more clusters than there are bits, several clusters share one: then a yes is to be asked again
+//! under the lock ([`super::Refcounts::is_metadata`]).
 //!
-//! Set and cleared under the lock of the reference counts, together with what makes a cluster metadata or frees it: who
-//! has had the lock since, or hears from somebody who has, sees the mark. Memory that nobody touches is not taken.
+//! Set and cleared under the lock of the reference counts, together with what makes a cluster
+//! metadata or frees it: who has had the lock since, or hears from somebody who has, sees the mark.
+//! Memory that nobody touches is not taken.
 
 use super::sync::{AtomicBool, AtomicU64, Ordering, zeroed_words};
 

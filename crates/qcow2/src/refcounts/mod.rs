@@ -3,9 +3,10 @@
 //! Promises: pure memory, never async, never blocks, no I/O. A call that needs a refcount block
 //! that is not in memory changes nothing and says what is missing ([`Blocked`]); the caller brings
 //! it and calls again. Allocating one cluster from a free run or at the end of the file looks at
-//! one count and allocates no memory. A cluster that is marked as metadata, or that an L2 entry names which was
-//! loaded, is never handed out, whatever the counts say. Memory is bounded: clean blocks beyond [`REFCOUNT_CACHE_BYTES`] are
-//! dropped, and so are free runs beyond [`FREE_RUNS_MAX`] (their blocks are searched again).
+//! one count and allocates no memory. A cluster that is marked as metadata, or that an L2 entry
+//! names which was loaded, is never handed out, whatever the counts say. Memory is bounded: clean
+//! blocks beyond [`REFCOUNT_CACHE_BYTES`] are dropped, and so are free runs beyond
+//! [`FREE_RUNS_MAX`] (their blocks are searched again).
 //!
 //! One thread at a time: the engine keeps it behind a mutex.
 //!
@@ -320,8 +321,8 @@ impl Refcounts {
         }
     }
 
-    /// Makes clusters allocatable that [`decrement`](Refcounts::decrement) freed: their unlinking is
-    /// durable and nobody uses them any more.
+    /// Makes clusters allocatable that [`decrement`](Refcounts::decrement) freed: their unlinking
+    /// is durable and nobody uses them any more.
     ///
     /// * `run.zeroed`: they were punched and read as zeroes.
     pub(crate) fn release(&mut self, run: Run) {
@@ -330,8 +331,9 @@ impl Refcounts {
         self.add_free(run);
     }
 
-    /// As [`allocate`](Refcounts::allocate), of clusters for metadata: they are marked in the same step. In two steps with the
-    /// lock free in between, a slice that is loaded meanwhile and names one of them would let data be written there.
+    /// As [`allocate`](Refcounts::allocate), of clusters for metadata: they are marked in the same
+    /// step. In two steps with the lock free in between, a slice that is loaded meanwhile and names
+    /// one of them would let data be written there.
     pub(crate) fn allocate_metadata(
         &mut self,
         count: u64,
@@ -349,7 +351,8 @@ impl Refcounts {
         self.marks.set(start, count);
     }
 
-    /// An L2 entry names these clusters: they are not free before they were [released](Refcounts::release).
+    /// An L2 entry names these clusters: they are not free before they were
+    /// [released](Refcounts::release).
     pub(crate) fn note_named(&mut self, start: u64, count: u64) {
         self.named.insert(start, count);
     }
@@ -385,13 +388,14 @@ impl Refcounts {
         self.named.first_in(cluster, 1).is_some() && self.held.at(cluster).is_none()
     }
 
-    /// The first cluster of `start..start + count` that was freed and not [released](Refcounts::release) yet.
+    /// The first cluster of `start..start + count` that was freed and not
+    /// [released](Refcounts::release) yet.
     pub(crate) fn first_held(&self, start: u64, count: u64) -> Option<u64> {
         self.held.first_in(start, count)
     }
 
-    /// What L2 entries name, for whoever opens the same file next. What was freed, and is only waiting until it may be used again,
-    /// is not named any more.
+    /// What L2 entries name, for whoever opens the same file next. What was freed, and is only
+    /// waiting until it may be used again, is not named any more.
     pub(crate) fn named(&self) -> Named {
         let mut named = self.named.clone();
         self.held.iter().for_each(|run| named.remove(run.start, run.count));

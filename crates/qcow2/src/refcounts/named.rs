@@ -1,8 +1,8 @@
-//! Host clusters that L2 entries name, as far as slices were loaded: none of them is free, whatever its reference count
-//! says.
+//! Host clusters that L2 entries name, as far as slices were loaded: none of them is free, whatever
+//! its reference count says.
 //!
-//! Promises: bounded memory; past [`CHUNKS_MAX`] further clusters are not remembered, and only their reference counts
-//! protect them. Pure memory.
+//! Promises: bounded memory; past [`CHUNKS_MAX`] further clusters are not remembered, and only
+//! their reference counts protect them. Pure memory.
 
 use std::collections::BTreeMap;
 
@@ -16,10 +16,11 @@ pub(super) const CHUNKS_MAX: usize = 1 << 16;
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Named {
     clusters: Clusters,
-    /// Metadata that an entry for data names: it is not given up, since a writer that believes the entry would write into whatever comes
-    /// to lie there.
+    /// Metadata that an entry for data names: it is not given up, since a writer that believes the
+    /// entry would write into whatever comes to lie there.
     contested: Clusters,
-    /// All tables of the image were looked at. Entries that were written since name what is counted.
+    /// All tables of the image were looked at. Entries that were written since name what is
+    /// counted.
     is_complete: bool,
 }
 

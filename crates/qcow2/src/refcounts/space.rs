@@ -1,7 +1,7 @@
 //! Sets of host clusters as runs: free space, clusters on hold, metadata.
 //!
-//! Promises: adjacent runs merge; each operation costs a look-up in a balanced tree. Taking clusters
-//! from the front of a run changes it in place, without an allocation. Pure memory.
+//! Promises: adjacent runs merge; each operation costs a look-up in a balanced tree. Taking
+//! clusters from the front of a run changes it in place, without an allocation. Pure memory.
 
 use std::collections::BTreeMap;
 use std::ops::Bound::{Excluded, Unbounded};

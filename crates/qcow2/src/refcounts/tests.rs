@@ -311,7 +311,8 @@ fn a_cluster_for_metadata_is_marked_when_it_is_taken() {
     let run = refcounts.allocate_metadata(1, None, false).expect("room");
     assert!(refcounts.is_metadata(run.start) && refcounts.marks().may_be(run.start));
     assert_eq!(refcounts.get(run.start), Ok(1));
-    // One that an entry names is not taken, and not marked: neither behind the end of the file, where another one is taken,
+    // One that an entry names is not taken, and not marked: neither behind the end of the file,
+    // where another one is taken,
     let mut refcounts = image(5);
     refcounts.note_named(run.start, 1);
     let other = refcounts.allocate_metadata(1, None, false).expect("room");

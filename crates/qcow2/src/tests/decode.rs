@@ -80,8 +80,8 @@ fn a_stream_that_is_cut_is_an_error() {
 #[test]
 fn a_bomb_is_stopped_at_the_cluster() {
     let bomb = vec![0; 64 << 20];
-    // Deflate: a full cluster came out, what is behind it does not matter. Zstd: one frame of 64 MiB
-    // is not a cluster.
+    // Deflate: a full cluster came out, what is behind it does not matter. Zstd: one frame of 64
+    // MiB is not a cluster.
     assert_eq!(decompress(Zlib, &compress_to_vec(&bomb, 6), CLUSTER).unwrap().len(), CLUSTER);
     assert_eq!(decompress(Zstd, &zstd(&bomb, 3), CLUSTER), Err(Errno::IO));
 }

@@ -347,7 +347,8 @@ fn operations_save_what_was_recorded_before_and_end_the_use() {
     check(&images, "image");
 }
 
-/// Writes to an image that has bitmaps `small` and `lost`; looks at it while it is open and afterwards.
+/// Writes to an image that has bitmaps `small` and `lost`; looks at it while it is open and
+/// afterwards.
 fn only_one_is_lost(runtime: &mut Runtime, path: &Path) {
     let expected =
         |small: bool| vec![("lost".to_owned(), true, true), ("small".to_owned(), small, true)];

@@ -1,5 +1,5 @@
-//! Bitmap directories and tables that QEMU does not open an image with: a check names them, a repair takes the bitmaps away and nothing
-//! else.
+//! Bitmap directories and tables that QEMU does not open an image with: a check names them, a
+//! repair takes the bitmaps away and nothing else.
 
 use ringdisk_qcow2::{CheckVerdict, OpenOptions, Qcow2, Repair, check_bytes};
 use ringdisk_testkit::sim::SimStorage;

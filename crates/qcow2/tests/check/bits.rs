@@ -1,5 +1,6 @@
-//! Each bit of each kind of entry, turned over: what cannot be read then is damage that a check names, and no repair loses a byte that
-//! could be read or gives a cluster back that the entry may have named.
+//! Each bit of each kind of entry, turned over: what cannot be read then is damage that a check
+//! names, and no repair loses a byte that could be read or gives a cluster back that the entry may
+//! have named.
 
 use ringdisk_qcow2::{CheckVerdict, OpenOptions, Qcow2, Repair, check_bytes};
 use ringdisk_ring::Runtime;

@@ -1,5 +1,6 @@
-//! Repairs of images that are damaged at random, again and again: they come to an end, at each step everything that could be read (of the
-//! disk and of its snapshots) reads the same, and what a repair calls clean can be written to without harm to anything else.
+//! Repairs of images that are damaged at random, again and again: they come to an end, at each step
+//! everything that could be read (of the disk and of its snapshots) reads the same, and what a
+//! repair calls clean can be written to without harm to anything else.
 //!
 //! `RINGDISK_CHECK_IMAGES=N`, `RINGDISK_CHECK_SEED=N` as for the others.
 
@@ -13,7 +14,8 @@ use crate::common::{Images, read, runtime};
 use crate::damage::damage;
 use crate::{repair_on, seeds, shapes};
 
-/// Repairs of one image: one of leaks, one of all, one that gives back what that has kept, and the one that finds nothing to do.
+/// Repairs of one image: one of leaks, one of all, one that gives back what that has kept, and the
+/// one that finds nothing to do.
 const REPAIRS_MAX: usize = 4;
 
 /// Header fields.
@@ -50,7 +52,8 @@ fn contents(runtime: &mut Runtime, bytes: &[u8]) -> Contents {
     })
 }
 
-/// The disk, and each snapshot by its names: a header that leads to the snapshot's L1 table shows what it has.
+/// The disk, and each snapshot by its names: a header that leads to the snapshot's L1 table shows
+/// what it has.
 fn views(runtime: &mut Runtime, bytes: &[u8]) -> BTreeMap<Vec<u8>, Contents> {
     let mut views = BTreeMap::from([(Vec::new(), contents(runtime, bytes))]);
     let mut at = word(bytes, SNAPSHOTS_OFFSET) as usize;
@@ -90,7 +93,8 @@ fn lost(old: &BTreeMap<Vec<u8>, Contents>, new: &BTreeMap<Vec<u8>, Contents>) ->
     lost
 }
 
-/// Writes to clusters all over the disk, so that new ones are taken, and looks at the others. Returns what is wrong.
+/// Writes to clusters all over the disk, so that new ones are taken, and looks at the others.
+/// Returns what is wrong.
 fn write_around(runtime: &mut Runtime, bytes: &[u8], prng: &mut Prng) -> Vec<String> {
     let ring = runtime.ring().clone();
     let (cluster, size) = (1u64 << bytes[23], word(bytes, DISK_SIZE));
@@ -124,8 +128,8 @@ fn write_around(runtime: &mut Runtime, bytes: &[u8], prng: &mut Prng) -> Vec<Str
     let after = sim.image();
     let mut wrong = lost(&expected, &views(runtime, &after));
     match check_bytes(&after[..]) {
-        // What blocks count past the end of the file is leaked once that has grown. Of two entries that shared a cluster the second one
-        // does not know that it is alone.
+        // What blocks count past the end of the file is leaked once that has grown. Of two entries
+        // that shared a cluster the second one does not know that it is alone.
         Ok(report) if report.messages.iter().all(|text| is_harmless(text)) => {}
         other => wrong.push(format!("the check says {other:?}")),
     }

@@ -12,7 +12,8 @@ use crate::{repair_on, seeds, shapes};
 /// States that are judged at each place.
 const STATES: u64 = 3;
 
-/// Judges what power cuts leave of a repair that fails from each of its changes on. Gives the number of states.
+/// Judges what power cuts leave of a repair that fails from each of its changes on. Gives the
+/// number of states.
 fn no_worse(runtime: &mut Runtime, bytes: &[u8], repair: Repair, seed: u64, what: &str) -> u64 {
     let Ok(before) = check_bytes(bytes) else { return 0 };
     let whole = SimStorage::from_image(bytes, seed);
@@ -47,7 +48,8 @@ fn a_refcount_block_whose_entry_is_damaged_is_read_until_the_header_leads_to_ano
     let images = Images::new();
     let mut runtime = runtime();
     for (name, mut bytes) in shapes::make(&images) {
-        // Offset of the refcount table: bytes 48 to 55 of the header; one reserved bit of its first entry.
+        // Offset of the refcount table: bytes 48 to 55 of the header; one reserved bit of its first
+        // entry.
         let table = u64::from_be_bytes(bytes[48..56].try_into().expect("eight"));
         let entry = usize::try_from(table).expect("small");
         bytes[entry + 7] |= 0x10;
@@ -96,7 +98,8 @@ fn a_repair_that_failed_once_succeeds_the_next_time() {
                 panic!("seed {seed}, {name} with {what:?}, operation {at}: {error}")
             });
             let case = format!("seed {seed}, {name} with {what:?}, operation {at}: {report:?}");
-            // What the first one kept for somebody to look at, the second one may find to be leaks alone.
+            // What the first one kept for somebody to look at, the second one may find to be leaks
+            // alone.
             let is_no_worse = rank(report.verdict()) <= rank(expected.verdict());
             assert!(is_no_worse, "{case}\n{expected:?}");
             judged += 1;

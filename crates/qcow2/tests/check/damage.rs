@@ -1,4 +1,5 @@
-//! Damage at random places that matter: entries, flags, refcounts, directories, the end of the file.
+//! Damage at random places that matter: entries, flags, refcounts, directories, the end of the
+//! file.
 
 use ringdisk_testkit::sim::Prng;
 

@@ -1,4 +1,5 @@
-//! What a repair keeps although QEMU's would not, and what a check finds that lies outside of the tables.
+//! What a repair keeps although QEMU's would not, and what a check finds that lies outside of the
+//! tables.
 
 use std::sync::Arc;
 
@@ -31,7 +32,8 @@ fn l2_table(bytes: &[u8]) -> u64 {
     word(bytes, word(bytes, 40)) & OFFSET_MASK
 }
 
-/// An image of 4 MiB with 40 KiB of ones, and 4 KiB of twos that were discarded again: free clusters inside the file.
+/// An image of 4 MiB with 40 KiB of ones, and 4 KiB of twos that were discarded again: free
+/// clusters inside the file.
 fn image(images: &Images, options: &str) -> Vec<u8> {
     let path = images.create("image", &format!("cluster_size=4k{options}"), 4 * MIB);
     let commands = ["write -q -P 2 1M 4k", "write -q -P 1 0 40k", "discard -q 1M 4k"];
@@ -129,7 +131,8 @@ fn a_snapshot_table_that_the_file_cuts_is_named_whatever_its_entries_say() {
     images.qemu_io("image", &["write -q -P 3 0 40k".to_owned()]);
     let good = std::fs::read(images.path("image")).expect("the image");
     let table = word(&good, 64);
-    // The second snapshot's numbers are behind the first one's extra data, which go past the end of the file.
+    // The second snapshot's numbers are behind the first one's extra data, which go past the end of
+    // the file.
     let mut bytes = good.clone();
     let extra = u32::try_from(good.len() as u64 - table).expect("small");
     put(&mut bytes, table + 36, &extra.to_be_bytes());

@@ -1,8 +1,9 @@
-//! Check and repair against `qemu-img check`: sound images of all shapes, images that are damaged at random (seeds are printed), power
-//! cuts and failures while repairing; and a table of all damage that one pointer can take.
+//! Check and repair against `qemu-img check`: sound images of all shapes, images that are damaged
+//! at random (seeds are printed), power cuts and failures while repairing; and a table of all
+//! damage that one pointer can take.
 //!
-//! `RINGDISK_CHECK_IMAGES=N`: how many damaged images are compared with QEMU (120; ten times that with `RINGDISK_FULL=1`).
-//! `RINGDISK_CHECK_SEED=N`: the first seed.
+//! `RINGDISK_CHECK_IMAGES=N`: how many damaged images are compared with QEMU (120; ten times that
+//! with `RINGDISK_FULL=1`). `RINGDISK_CHECK_SEED=N`: the first seed.
 
 // Test images are small.
 #![allow(clippy::cast_possible_truncation)]

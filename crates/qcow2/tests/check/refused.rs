@@ -1,4 +1,5 @@
-//! Headers that an open refuses as QEMU does, what a repair makes of them, and where we differ from QEMU on purpose.
+//! Headers that an open refuses as QEMU does, what a repair makes of them, and where we differ from
+//! QEMU on purpose.
 
 use std::path::Path;
 use std::process::Command;

@@ -1,6 +1,7 @@
-//! Each kind of damage to each pointer of an image: to each structure, past the end, unaligned, with reserved bits; and a file that
-//! ends before each structure. A check names it, a repair makes the image clean or says why not, loses nothing that could be read before,
-//! gives nothing back that a damaged entry may have named, and QEMU agrees with the outcome.
+//! Each kind of damage to each pointer of an image: to each structure, past the end, unaligned,
+//! with reserved bits; and a file that ends before each structure. A check names it, a repair makes
+//! the image clean or says why not, loses nothing that could be read before, gives nothing back
+//! that a damaged entry may have named, and QEMU agrees with the outcome.
 
 use ringdisk_qcow2::{CheckReport, CheckVerdict, OpenOptions, Qcow2, Repair, check_bytes};
 use ringdisk_ring::Runtime;
@@ -56,7 +57,8 @@ fn shapes() -> &'static [Shape] {
 }
 
 impl Shape {
-    /// An image with everything in it: two L2 tables, a snapshot with tables of its own, two bitmaps.
+    /// An image with everything in it: two L2 tables, a snapshot with tables of its own, two
+    /// bitmaps.
     fn make(&self, images: &Images) -> Vec<u8> {
         let (cluster, far) = (self.cluster, self.size / 4 * 3);
         images.create("all", self.options, self.size);
@@ -275,7 +277,8 @@ fn damages(
     let kept = pointer.irreplaceable.then_some(target);
     let mut all = Vec::new();
     for (what, at) in structures {
-        // A snapshot's table of the second level may be the active one too, and an offset of 0 is none.
+        // A snapshot's table of the second level may be the active one too, and an offset of 0 is
+        // none.
         let shared = what.starts_with("an L2 table") && pointer.name.starts_with("an L1 entry");
         if *at != target && *at != 0 && !shared {
             all.push((format!("names {what}"), at | flags, kept));

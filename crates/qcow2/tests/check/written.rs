@@ -1,6 +1,7 @@
-//! Images that are damaged at random and then written to: what nobody has written reads as before, in the open image and in the next one,
-//! whatever the damage was. All tables are known to the image (it was read once); where two entries share a cluster, or its count is lower
-//! than its references, nothing can be promised.
+//! Images that are damaged at random and then written to: what nobody has written reads as before,
+//! in the open image and in the next one, whatever the damage was. All tables are known to the
+//! image (it was read once); where two entries share a cluster, or its count is lower than its
+//! references, nothing can be promised.
 
 use std::collections::BTreeSet;
 
@@ -180,7 +181,8 @@ fn a_table_that_two_parts_of_the_disk_share_is_copied_before_it_changes() {
             assert_eq!(got, Ok(vec![value; CLUSTER as usize]), "{at}");
         }
     });
-    // The entry of the other part does not know that it is alone now, so its cluster would be copied once more: no harm.
+    // The entry of the other part does not know that it is alone now, so its cluster would be
+    // copied once more: no harm.
     let report = check_bytes(&sim.image()[..]).expect("a check");
     assert!(
         report.messages.iter().all(|text| text.contains("COPIED flag is missing")),

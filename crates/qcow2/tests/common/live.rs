@@ -1,4 +1,5 @@
-//! Writable images in tests: bytes below them, reading while others write, opening over the simulated storage.
+//! Writable images in tests: bytes below them, reading while others write, opening over the
+//! simulated storage.
 
 // Each test binary uses its own part.
 #![allow(dead_code, missing_docs, unreachable_pub)]

@@ -12,7 +12,8 @@ use crate::config::index;
 pub(crate) struct Barrier {
     /// The class that it is to leave out.
     pub(crate) lost: Class,
-    /// It is a flush of the external data file; `after` is what came after the last one of the image file.
+    /// It is a flush of the external data file; `after` is what came after the last one of the
+    /// image file.
     pub(crate) in_data_file: bool,
     pub(crate) after: BTreeSet<Class>,
 }

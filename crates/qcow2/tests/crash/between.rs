@@ -34,7 +34,8 @@ impl World {
         Ok(())
     }
 
-    /// What the disk is once a change has brought everything to stable storage that was acknowledged before it.
+    /// What the disk is once a change has brought everything to stable storage that was
+    /// acknowledged before it.
     fn settled(&self) -> Oracle {
         let mut now = self.shore.oracle.borrow().clone();
         now.settle();

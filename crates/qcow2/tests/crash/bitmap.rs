@@ -1,4 +1,5 @@
-//! A bitmap that records: whenever it says that it can be trusted it names everything that differs from what was there at its beginning.
+//! A bitmap that records: whenever it says that it can be trusted it names everything that differs
+//! from what was there at its beginning.
 
 use ringdisk_qcow2::Qcow2;
 use ringdisk_ring::Ring;

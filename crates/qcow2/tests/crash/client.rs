@@ -12,7 +12,8 @@ use ringdisk_testkit::sim::Prng;
 use crate::config::{Config, index};
 use crate::live::{Base, Shared, buffer, pack, read};
 
-/// How the trace calls a write that was answered with less than was asked: something failed after some progress.
+/// How the trace calls a write that was answered with less than was asked: something failed after
+/// some progress.
 pub(crate) const SHORT: &str = "short write";
 /// How the trace calls a write-back, whose failure nobody is told.
 pub(crate) const WRITE_BACK: &str = "write back";

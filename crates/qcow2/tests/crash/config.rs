@@ -1,15 +1,18 @@
-//! What one run of the simulation is: the image, its clients, their luck. All of it follows from the seed.
+//! What one run of the simulation is: the image, its clients, their luck. All of it follows from
+//! the seed.
 
 use ringdisk_qcow2::{Discard, OpenOptions};
 use ringdisk_testkit::layout::Shape;
 use ringdisk_testkit::oracle::{Below, SECTOR};
 use ringdisk_testkit::sim::Prng;
 
-/// Bytes of each region that the clients use: enough for conflicts, little enough to be judged quickly.
+/// Bytes of each region that the clients use: enough for conflicts, little enough to be judged
+/// quickly.
 const REGION_BYTES: u64 = 160 << 10;
 
-/// Clusters of an L1 table that nearly fill a refcount table of one cluster, which can count 64 * 64 clusters, where clusters have 512
-/// bytes and counts 64 bits: 63 blocks and some other clusters come to it.
+/// Clusters of an L1 table that nearly fill a refcount table of one cluster, which can count 64 *
+/// 64 clusters, where clusters have 512 bytes and counts 64 bits: 63 blocks and some other clusters
+/// come to it.
 const NEARLY_FULL_L1: u64 = 3900;
 
 /// Which operations that need the image for themselves happen between two streams.
@@ -33,7 +36,8 @@ pub(crate) enum Medium {
     /// A file through the page cache: it grows with each write.
     #[default]
     File,
-    /// A regular file with direct I/O: space is reserved ahead of the writes, and cut off at the close.
+    /// A regular file with direct I/O: space is reserved ahead of the writes, and cut off at the
+    /// close.
     Direct,
     /// A block device with room for everything, and old bytes everywhere.
     Device,
@@ -55,7 +59,8 @@ pub(crate) struct Wanted {
     pub(crate) medium: Medium,
     /// The external data file has to be a raw image at every moment.
     pub(crate) data_raw: bool,
-    /// What happens between two streams happens on the open image, with all that it has not written yet.
+    /// What happens between two streams happens on the open image, with all that it has not written
+    /// yet.
     pub(crate) live: bool,
 }
 
@@ -110,7 +115,8 @@ impl Config {
         let refcount_order = match (version, prng.below(8)) {
             (2, _) => 4,
             _ if wanted.full_table => 6,
-            // Pieces of compressed data share a cluster, and each snapshot counts all of them again: small counts cannot.
+            // Pieces of compressed data share a cluster, and each snapshot counts all of them
+            // again: small counts cannot.
             (_, 0..3) if snapshots && wanted.compressed => 4,
             (_, 0) if !snapshots && !wanted.compressed => 0,
             (_, 1) => {

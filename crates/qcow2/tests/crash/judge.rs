@@ -1,4 +1,5 @@
-//! Looks at a state that a power cut left: by the specification, by our check, by our engine, by `qemu-img`.
+//! Looks at a state that a power cut left: by the specification, by our check, by our engine, by
+//! `qemu-img`.
 
 use std::path::PathBuf;
 
@@ -94,7 +95,8 @@ impl Judge {
         Ok(())
     }
 
-    /// Opens it with our engine; what is read must be one of the worlds, and the same as by the specification. Returns that world.
+    /// Opens it with our engine; what is read must be one of the worlds, and the same as by the
+    /// specification. Returns that world.
     fn our_engine<'a>(&mut self, config: &Config, case: &'a Case) -> Result<&'a Oracle, String> {
         let ring = self.runtime.ring().clone();
         let options = OpenOptions::default();
@@ -231,7 +233,8 @@ impl Judge {
     }
 }
 
-/// A data file that is a raw image holds the disk for those who do not know of the image: also after a power cut.
+/// A data file that is a raw image holds the disk for those who do not know of the image: also
+/// after a power cut.
 fn raw_file(case: &Case, world: &Oracle) -> Result<(), String> {
     let data = case.data.as_ref().ok_or("no data file")?;
     let seen = world.judge_crash(|at, bytes| {

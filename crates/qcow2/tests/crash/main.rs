@@ -1,7 +1,9 @@
-//! Power cuts, simulated: random clients, storage operations that overtake each other, and every state that may be left is judged.
+//! Power cuts, simulated: random clients, storage operations that overtake each other, and every
+//! state that may be left is judged.
 //!
-//! `RINGDISK_CRASH_STATES=N` judges N states in all (10,000; 100,000 with `RINGDISK_FULL=1`); `RINGDISK_CRASH_SEED=N` begins with
-//! another seed. A failure prints the seed of its run: `RINGDISK_CRASH_SEED=SEED RINGDISK_CRASH_STATES=1` runs it again.
+//! `RINGDISK_CRASH_STATES=N` judges N states in all (10,000; 100,000 with `RINGDISK_FULL=1`);
+//! `RINGDISK_CRASH_SEED=N` begins with another seed. A failure prints the seed of its run:
+//! `RINGDISK_CRASH_SEED=SEED RINGDISK_CRASH_STATES=1` runs it again.
 
 // The engine's futures are large, and these are tests.
 #![allow(clippy::large_futures)]
@@ -210,7 +212,8 @@ fn a_seed_of_a_block_device_repeats_itself() {
     repeats(Wanted { medium: Medium::FullDevice, ..Wanted::default() });
 }
 
-/// Two runs of some seeds are the same. Not with snapshots, which would bring the time of day into the images.
+/// Two runs of some seeds are the same. Not with snapshots, which would bring the time of day into
+/// the images.
 fn repeats(wanted: Wanted) {
     let run = |seed| {
         let mut runtime = runtime();

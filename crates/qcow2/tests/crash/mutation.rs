@@ -1,7 +1,8 @@
 //! Every barrier has a use: without it some state is wrong, and these tests see that.
 //!
-//! The states are those that could be left if the last flush of the image file had been a lie: any part of what it covered may be
-//! missing although something that came after it is there. A barrier is told by what was written before it and after it.
+//! The states are those that could be left if the last flush of the image file had been a lie: any
+//! part of what it covered may be missing although something that came after it is there. A barrier
+//! is told by what was written before it and after it.
 
 use std::rc::Rc;
 
@@ -43,8 +44,9 @@ const BITMAP: Wanted = Wanted { between: Some(Between::Reopen), bitmap: true, ..
 
 use Class::{Bitmaps, Data, Free, Header, L1, L2, RefcountBlock, RefcountTable, SnapshotTable};
 
-/// The barriers of `docs/qcow2.md`. (Not the one behind the dirty bit alone: the first barrier of the checkpoint that brings the first
-/// table covers that bit too, so no state can miss it. The same write takes back autoclear bits, which need it.)
+/// The barriers of `docs/qcow2.md`. (Not the one behind the dirty bit alone: the first barrier of
+/// the checkpoint that brings the first table covers that bit too, so no state can miss it. The
+/// same write takes back autoclear bits, which need it.)
 const NEEDED: [Needed; 18] = [
     Needed {
         name: "data, the table that links it",
@@ -137,7 +139,8 @@ const PATIENCE: u64 = 60_000;
 /// Runs before one that is never seen counts so too.
 const SEEDS: u64 = 2000;
 
-/// Takes runs of one kind until each of `needed` was missed. Returns the states and wrong states for each.
+/// Takes runs of one kind until each of `needed` was missed. Returns the states and wrong states
+/// for each.
 fn miss(needed: &[&Needed]) -> Vec<(u64, u64)> {
     let mut judge = Judge::new();
     let mut seed = 1;

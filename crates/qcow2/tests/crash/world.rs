@@ -1,7 +1,8 @@
 //! A run: an image on simulated storage, clients, and power cuts at any time.
 //!
-//! Nothing in a run depends on time or chance but through the seed: storage operations wait until the driver lets them go, one
-//! after the other in random order, and what would be decompressed on helper threads is decompressed at once.
+//! Nothing in a run depends on time or chance but through the seed: storage operations wait until
+//! the driver lets them go, one after the other in random order, and what would be decompressed on
+//! helper threads is decompressed at once.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
@@ -337,8 +338,8 @@ impl World {
         self.cut(label);
     }
 
-    /// Opens, changes the whole image with `change`, and closes. The image that is open with what it has not written yet is changed as it
-    /// is, and stays open.
+    /// Opens, changes the whole image with `change`, and closes. The image that is open with what
+    /// it has not written yet is changed as it is, and stays open.
     ///
     /// * `after`: what the disk is when it has happened; until then it may be either.
     pub(crate) async fn change<F>(

@@ -53,8 +53,9 @@ impl Cell {
         self.version == 3 && !self.extended && !self.zstd
     }
 
-    /// Compressed clusters share host clusters, and a snapshot counts each of them once more: together they want wide refcounts, and of
-    /// the cells with narrow ones each has one of the two.
+    /// Compressed clusters share host clusters, and a snapshot counts each of them once more:
+    /// together they want wide refcounts, and of the cells with narrow ones each has one of the
+    /// two.
     pub(crate) fn packs(&self) -> bool {
         !self.data_file && (self.refcount_bits == 1 || self.refcount_bits >= 16 || self.lazy)
     }
@@ -64,7 +65,8 @@ impl Cell {
         !self.data_file && self.refcount_bits > 1 && (self.refcount_bits >= 16 || !self.lazy)
     }
 
-    /// Size of the disk in bytes: two and a half L2 tables where they are small, some clusters where those are large.
+    /// Size of the disk in bytes: two and a half L2 tables where they are small, some clusters
+    /// where those are large.
     pub(crate) fn size(&self) -> u64 {
         let entry = if self.extended { 16 } else { 8 };
         let covered = self.cluster / entry * self.cluster;
@@ -128,7 +130,8 @@ fn pairs(cell: &Cell) -> Vec<Pair> {
     out
 }
 
-/// Cells that together hold every pair of values that goes together: always the one with the most that are missing.
+/// Cells that together hold every pair of values that goes together: always the one with the most
+/// that are missing.
 pub(crate) fn pairwise() -> Vec<Cell> {
     let all = all();
     let mut missing: BTreeSet<Pair> = all.iter().flat_map(pairs).collect();

@@ -68,7 +68,8 @@ impl Engine {
             {
                 return Ok(());
             }
-            // QEMU zeroes what it adds of the last cluster by its subclusters, which compressed data has none of ("Operation not supported").
+            // QEMU zeroes what it adds of the last cluster by its subclusters, which compressed
+            // data has none of ("Operation not supported").
             (Step::Resize(share), _)
                 if bench.cell.extended
                     && bench.cell.backing
@@ -138,8 +139,8 @@ fn qemu(
                 Op::Flush => "flush".to_owned(),
             });
             let words: Vec<String> = words.collect();
-            // A process for each packed cluster: QEMU packs on behind the last one even if that was freed meanwhile and its host cluster
-            // is used for data.
+            // A process for each packed cluster: QEMU packs on behind the last one even if that was
+            // freed meanwhile and its host cluster is used for data.
             for some in words.chunk_by(|_, next| !next.starts_with("write -q -c")) {
                 bench.images.qemu_io(path, some);
             }

@@ -1,7 +1,9 @@
-//! The same operations on our engine, on QEMU and on imago: same bytes, sound images, and each goes on with the image of another.
+//! The same operations on our engine, on QEMU and on imago: same bytes, sound images, and each goes
+//! on with the image of another.
 //!
-//! Every image gets every operation; who does it changes from step to step. `RINGDISK_FULL=1` takes every cell of the feature matrix,
-//! else every pair of values is in some cell. A failure prints the cell and the operations, made as short as possible.
+//! Every image gets every operation; who does it changes from step to step. `RINGDISK_FULL=1` takes
+//! every cell of the feature matrix, else every pair of values is in some cell. A failure prints
+//! the cell and the operations, made as short as possible.
 
 #![allow(clippy::large_futures)]
 
@@ -133,7 +135,8 @@ fn compare(first: usize, of: usize) {
     let cells = if full { cells::all() } else { cells::pairwise() };
     let seed = std::env::var("RINGDISK_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(1u64);
     println!("{} cells, RINGDISK_SEED={seed}", cells.len());
-    // What imago cannot do is left to nobody where it takes part: those cells come a second time, without it.
+    // What imago cannot do is left to nobody where it takes part: those cells come a second time,
+    // without it.
     let benches = cells.into_iter().flat_map(|cell| {
         let with_imago = cell.is_for_imago().then_some((cell, true));
         with_imago.into_iter().chain([(cell, false)])

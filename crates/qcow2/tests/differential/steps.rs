@@ -93,7 +93,8 @@ impl Model {
         self.touched.extend(at / self.cluster..(at + len).div_ceil(self.cluster));
     }
 
-    /// Back to the snapshot. What was done since is not free for packing again: whoever asks for little is never wrong.
+    /// Back to the snapshot. What was done since is not free for packing again: whoever asks for
+    /// little is never wrong.
     pub(crate) fn restore(&mut self) {
         self.disk = self.snapshot.clone().unwrap_or_else(|| self.disk.clone());
     }
@@ -115,7 +116,8 @@ fn op(cell: Cell) -> impl Strategy<Value = Op> {
     let bytes = (0..size, 1..2 * cluster.min(128 << 10));
     let whole = (0..clusters, 1..4u64).prop_map(move |(at, len)| (at * cluster, len * cluster));
     let range = prop_oneof![4 => sectors, 1 => bytes, 2 => whole.clone()].boxed();
-    // A version 2 image cannot say that a cluster above a backing file reads as zeroes, so QEMU shows the backing file there.
+    // A version 2 image cannot say that a cluster above a backing file reads as zeroes, so QEMU
+    // shows the backing file there.
     let discards = u32::from(!(cell.version == 2 && cell.backing));
     let packs = u32::from(cell.packs());
     prop_oneof![

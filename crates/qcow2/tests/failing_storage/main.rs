@@ -1,10 +1,12 @@
-//! Storage that fails: each single operation in turn, a full disk at each length, and faults at random under many clients.
+//! Storage that fails: each single operation in turn, a full disk at each length, and faults at
+//! random under many clients.
 //!
-//! Whatever fails, the client of what failed sees it, nothing hangs, what was flushed stays, the image is sound, and it can be opened
-//! again. A failed flush is not forgotten until then; a full disk is, once there is room.
+//! Whatever fails, the client of what failed sees it, nothing hangs, what was flushed stays, the
+//! image is sound, and it can be opened again. A failed flush is not forgotten until then; a full
+//! disk is, once there is room.
 //!
-//! (`SetLen` and `Preallocate` are asked of direct regular files only, by `engine/ahead.rs`, which goes on without them; simulated storage
-//! sees none.)
+//! (`SetLen` and `Preallocate` are asked of direct regular files only, by `engine/ahead.rs`, which
+//! goes on without them; simulated storage sees none.)
 
 #![allow(clippy::large_futures)]
 
@@ -243,9 +245,10 @@ fn consequences(run: &Run, side: Side, record: Record, errno: Errno) -> Result<(
             if noticed { Ok(()) } else { Err("nobody was told that a flush failed".into()) }
         }
         OpKind::Write | OpKind::WriteZeroes => {
-            // A write that failed after some progress is not over: the engine, or the client that is told how far it came, does the
-            // rest, and meets the fault again if it is still there. A write-back that
-            // finds no room loses nothing: all of it is dirty again, and the next flush was good.
+            // A write that failed after some progress is not over: the engine, or the client that
+            // is told how far it came, does the rest, and meets the fault again if it is still
+            // there. A write-back that finds no room loses nothing: all of it is dirty again, and
+            // the next flush was good.
             let excused = run.has_traced(SHORT)
                 || run.warnings.tell_of(record.number)
                 || run.was_repeated(side, record)
@@ -256,8 +259,9 @@ fn consequences(run: &Run, side: Side, record: Record, errno: Errno) -> Result<(
                 Err(format!("nobody was told of it: {flushed:?}, {errors:?}"))
             }
         }
-        // Giving space back, reserving it ahead and cutting off what is left of that may fail: the disk reads the same. A read may
-        // have been for counts of clusters that are to be freed: they are leaked.
+        // Giving space back, reserving it ahead and cutting off what is left of that may fail: the
+        // disk reads the same. A read may have been for counts of clusters that are to be freed:
+        // they are leaked.
         _ => Ok(()),
     }
 }
@@ -289,7 +293,8 @@ fn any_operation_that_finds_no_space_leaves_an_image_that_goes_on() {
     sweep(Side::Data, Errno::NOSPC, &[OpKind::Write, OpKind::WriteZeroes]);
 }
 
-/// Nothing fits behind `limit` until there is room again; the image stays open. Returns whether a client was told.
+/// Nothing fits behind `limit` until there is room again; the image stays open. Returns whether a
+/// client was told.
 fn full_at(seed: u64, limit: u64) -> Result<(bool, Run), String> {
     use OpKind::{Preallocate, SetLen, Write, WriteZeroes};
     let mut runtime = runtime();

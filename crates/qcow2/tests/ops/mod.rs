@@ -61,8 +61,8 @@ impl Subject {
         self.images.path(NAME)
     }
 
-    /// Opens the image for writing, each second time with no room for metadata, so that a change writes reference counts on the way;
-    /// runs `work`, closes it.
+    /// Opens the image for writing, each second time with no room for metadata, so that a change
+    /// writes reference counts on the way; runs `work`, closes it.
     pub fn with<T>(&mut self, work: impl AsyncFnOnce(&mut Qcow2, &Ring) -> T) -> T {
         let ring = self.runtime.ring().clone();
         let file = storage(&self.images.path(NAME));

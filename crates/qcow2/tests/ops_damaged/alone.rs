@@ -1,4 +1,5 @@
-//! Cases that are no cell of the table: what comes before a change or after it, and images that are damaged in a way of their own.
+//! Cases that are no cell of the table: what comes before a change or after it, and images that are
+//! damaged in a way of their own.
 
 use ringdisk_qcow2::{ErrorKind, Nothing, Preallocation, ResizeOptions};
 use ringdisk_ring::Errno;
@@ -10,7 +11,8 @@ use crate::damage::{Damage, Of};
 use crate::image::{Bytes, CLUSTER, COPIED, OFFSET, PLACES, SIZE, good, scene};
 use crate::live::{self, buffer, read, writable};
 
-/// Two entries name a cluster that is counted once, and one of them lets it go: a change looks again, also after one that has looked.
+/// Two entries name a cluster that is counted once, and one of them lets it go: a change looks
+/// again, also after one that has looked.
 #[test]
 fn a_change_looks_again_at_what_was_let_go_since_the_last_one() {
     for change in [Change::Create, Change::Delete('s'), Change::Shrink] {
@@ -40,7 +42,8 @@ fn a_change_looks_again_at_what_was_let_go_since_the_last_one() {
     }
 }
 
-/// What a snapshot names past the end of the file is in nobody's way: not in that of writes after a change either.
+/// What a snapshot names past the end of the file is in nobody's way: not in that of writes after a
+/// change either.
 #[test]
 fn writes_go_round_what_a_snapshot_names_past_the_end_of_the_file() {
     let damaged = Damage::EntryPast(12).make(&good(), Of::Snapshot('s'), PLACES[1]);
@@ -119,7 +122,8 @@ fn a_cluster_in_use_that_is_not_counted_is_not_cut_off_the_file() {
     }
 }
 
-/// The last cluster of the disk, which is not a whole one, cannot be right: the disk does not grow, and reads go on.
+/// The last cluster of the disk, which is not a whole one, cannot be right: the disk does not grow,
+/// and reads go on.
 #[test]
 fn a_disk_whose_last_cluster_is_damaged_does_not_grow_and_is_still_read() {
     let images = Images::new();

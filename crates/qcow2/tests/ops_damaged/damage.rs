@@ -27,7 +27,8 @@ pub(crate) enum Damage {
     EntryBlock,
     /// And the refcount table.
     EntryCounts,
-    /// An L2 entry, or an L1 entry, names what the disk has 2 MiB further on (behind the last place: at the first).
+    /// An L2 entry, or an L1 entry, names what the disk has 2 MiB further on (behind the last
+    /// place: at the first).
     EntryOther,
     TableOther,
     /// A cluster of data lies at the end of the file, and is not counted.
@@ -56,8 +57,8 @@ pub(crate) const DAMAGES: [Damage; 16] = [
 ];
 
 impl Damage {
-    /// * `place`: of the cluster; the disk has those of its own there, 20 KiB on one that it shares with snapshot t, 40 KiB on one
-    ///   that it shares with both.
+    /// * `place`: of the cluster; the disk has those of its own there, 20 KiB on one that it shares
+    ///   with snapshot t, 40 KiB on one that it shares with both.
     pub(crate) fn make(self, good: &Bytes, of: Of, place: u64) -> Bytes {
         let mut bytes = good.clone();
         let l1 = match of {

@@ -174,8 +174,8 @@ impl Bytes {
     }
 }
 
-/// Three pieces of 64 KiB that snapshot s has, of which the disk has overwritten the first half before snapshot t, and the first
-/// quarter after it; two free clusters.
+/// Three pieces of 64 KiB that snapshot s has, of which the disk has overwritten the first half
+/// before snapshot t, and the first quarter after it; two free clusters.
 pub(crate) fn good() -> Bytes {
     scene(false)
 }

@@ -1,5 +1,6 @@
-//! Changes of damaged images, each damage × each change: what can be read before shows the same afterwards, what cannot be read does not
-//! become bytes of somebody else, or the change is refused.
+//! Changes of damaged images, each damage × each change: what can be read before shows the same
+//! afterwards, what cannot be read does not become bytes of somebody else, or the change is
+//! refused.
 
 // Test images are small.
 #![allow(clippy::cast_possible_truncation, clippy::large_futures)]
@@ -43,7 +44,8 @@ fn a_damaged_image_shows_the_same_after_a_change_of_it_or_refuses_the_change() {
     assert_some_of(done, cases);
 }
 
-/// Bitmaps and what is on the disk share clusters, or those of the bitmap are not counted. (A snapshot is not applied beside a bitmap.)
+/// Bitmaps and what is on the disk share clusters, or those of the bitmap are not counted. (A
+/// snapshot is not applied beside a bitmap.)
 #[test]
 fn a_bitmap_loses_nothing_by_a_change_and_takes_nothing_with_it() {
     let good = scene(true);

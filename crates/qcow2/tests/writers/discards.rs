@@ -1,4 +1,5 @@
-//! What a power cut leaves of discards that the host's storage heard of: clusters that keep their place, and those of a data file.
+//! What a power cut leaves of discards that the host's storage heard of: clusters that keep their
+//! place, and those of a data file.
 
 use ringdisk_qcow2::{Nothing, OpenOptions};
 use ringdisk_testkit::layout::Shape;
@@ -20,7 +21,8 @@ fn device(content: &[u8], seed: u64) -> SimStorage {
     device
 }
 
-/// Until the tables are on stable storage the old entries may come back; what a device leaves of a discard may be anybody's bytes.
+/// Until the tables are on stable storage the old entries may come back; what a device leaves of a
+/// discard may be anybody's bytes.
 #[test]
 fn a_power_cut_after_a_discard_leaves_the_old_bytes_or_zeroes() {
     for (in_data_file, discard_no_unref) in [(false, true), (true, false), (true, true)] {

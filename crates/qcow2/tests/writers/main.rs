@@ -1,4 +1,5 @@
-//! Who waits for whom: only writers to the same cluster for each other, and only those who need a piece of metadata for its load.
+//! Who waits for whom: only writers to the same cluster for each other, and only those who need a
+//! piece of metadata for its load.
 
 #![allow(clippy::large_futures)]
 
@@ -31,7 +32,8 @@ const CLUSTER: u64 = 4096;
 /// Bytes of the disk that one L2 table maps.
 const COVERED: u64 = CLUSTER / 8 * CLUSTER;
 
-/// An image whose first change is behind it, so that nothing but the requests themselves goes to the storage.
+/// An image whose first change is behind it, so that nothing but the requests themselves goes to
+/// the storage.
 struct Stage {
     ring: Ring,
     sim: SimStorage,
@@ -183,8 +185,8 @@ fn writes_and_reads_go_on_while_a_flush_is_under_way() {
     });
 }
 
-/// Writes the first cluster again, is answered or dropped while the write is under way, discards the cluster,
-/// and tells whether its place was given to another one afterwards.
+/// Writes the first cluster again, is answered or dropped while the write is under way, discards
+/// the cluster, and tells whether its place was given to another one afterwards.
 async fn is_reused(stage: &Stage, is_dropped: bool) -> bool {
     let (ring, image) = (&stage.ring, &stage.image);
     let host = async |offset: u64| match image.map(ring, offset, 1).await.expect("a map").kind {
@@ -226,8 +228,8 @@ fn the_place_of_a_write_that_was_dropped_in_the_middle_is_not_used_again() {
     on_stage(async |stage| assert!(!is_reused(&stage, true).await));
 }
 
-/// A new cluster is not linked yet, so nothing but the request knew of it: it is nobody's until the image is opened by somebody whom the
-/// write cannot reach.
+/// A new cluster is not linked yet, so nothing but the request knew of it: it is nobody's until the
+/// image is opened by somebody whom the write cannot reach.
 #[test]
 fn a_new_cluster_whose_write_was_dropped_is_given_to_nobody() {
     on_stage(|stage| async move {
@@ -400,7 +402,8 @@ fn many_writes_share_two_barriers() {
     });
 }
 
-/// Begins a flush, drops it when a write that `held` names is under way, and changes what that write is about.
+/// Begins a flush, drops it when a write that `held` names is under way, and changes what that
+/// write is about.
 async fn drop_flush_and_change(stage: &Stage, held: When) -> (Record, u64) {
     let (ring, image) = (&stage.ring, &stage.image);
     stage.sim.on(held.once(), Fault::Hold);
@@ -458,7 +461,8 @@ fn a_slice_that_a_dropped_flush_was_writing_lands_before_the_next_one() {
     });
 }
 
-/// Two slices of one table are written together; the flush is dropped, and the next one writes the second of them.
+/// Two slices of one table are written together; the flush is dropped, and the next one writes the
+/// second of them.
 #[test]
 fn a_slice_inside_a_longer_write_of_a_dropped_flush_lands_before_the_next_one() {
     const LARGE: u64 = 64 << 10;

@@ -1,4 +1,5 @@
-//! Space that is on its way: who finds none waits for it, also while others always have requests in flight.
+//! Space that is on its way: who finds none waits for it, also while others always have requests in
+//! flight.
 
 use std::cell::Cell;
 use std::path::Path;

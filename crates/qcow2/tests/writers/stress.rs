@@ -1,4 +1,5 @@
-//! Two threads with rings of their own on one image: every read is compared, and the image is looked through at the end.
+//! Two threads with rings of their own on one image: every read is compared, and the image is
+//! looked through at the end.
 
 use std::sync::{Arc, Mutex};
 
@@ -151,8 +152,8 @@ fn two_threads_on_one_image_in_a_file() {
     }
 }
 
-/// No test: `./test races` runs it to see that the thread sanitizer finds what it is there for. Without the sanitizer nothing can be
-/// seen of it.
+/// No test: `./test races` runs it to see that the thread sanitizer finds what it is there for.
+/// Without the sanitizer nothing can be seen of it.
 #[test]
 #[ignore = "run by ./test races: a race on purpose"]
 fn a_race_that_is_there() {

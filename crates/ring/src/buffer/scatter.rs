@@ -1,13 +1,15 @@
 //! Several pieces of memory that act as one buffer: the data of a request whose segments lie apart.
 //!
-//! Promises: a [`Scatter`] that is used again allocates nothing once it had as many pieces; the pieces of a buffer that somebody
-//! holds never change, so the kernel may read their array until an operation has ended.
+//! Promises: a [`Scatter`] that is used again allocates nothing once it had as many pieces; the
+//! pieces of a buffer that somebody holds never change, so the kernel may read their array until an
+//! operation has ended.
 
 use std::rc::Rc;
 
 use super::{IoBuf, Origin, Region};
 
-/// Pieces in the order of their bytes. None is empty, each lies in one region of ours, and no two that follow one another could be one.
+/// Pieces in the order of their bytes. None is empty, each lies in one region of ours, and no two
+/// that follow one another could be one.
 #[derive(Default)]
 pub(super) struct Pieces {
     bufs: Vec<IoBuf>,
@@ -108,7 +110,8 @@ impl Scatter {
         })
     }
 
-    /// Lets go of all pieces. The memory for them is kept unless a buffer made of them is still held.
+    /// Lets go of all pieces. The memory for them is kept unless a buffer made of them is still
+    /// held.
     pub fn clear(&mut self) {
         match self.region.as_mut().map(Rc::get_mut) {
             Some(Some(region)) => {
@@ -120,8 +123,9 @@ impl Scatter {
         }
     }
 
-    /// Adds a piece behind the others. One that goes on where the last one ends becomes one with it; an empty one is left out.
-    /// Panics for pages of a client, and while a buffer made of these pieces is held (programming errors).
+    /// Adds a piece behind the others. One that goes on where the last one ends becomes one with
+    /// it; an empty one is left out. Panics for pages of a client, and while a buffer made of these
+    /// pieces is held (programming errors).
     pub fn push(&mut self, piece: IoBuf) {
         let region = self.region.get_or_insert_with(|| {
             Rc::new(Region {
@@ -155,7 +159,8 @@ impl Scatter {
 
     /// All of it in one call: the former pieces go, these come.
     ///
-    /// Allocates the first time, for more pieces than ever before, and while the buffer that was made last is still held.
+    /// Allocates the first time, for more pieces than ever before, and while the buffer that was
+    /// made last is still held.
     pub fn fill(&mut self, pieces: impl IntoIterator<Item = IoBuf>) -> IoBuf {
         self.clear();
         pieces.into_iter().for_each(|piece| self.push(piece));
@@ -188,7 +193,8 @@ pub(crate) enum Vectors {
 }
 
 impl IoBuf {
-    /// The parts of a slice of a scattered buffer, or the part of one piece that it is. The caller has checked the range.
+    /// The parts of a slice of a scattered buffer, or the part of one piece that it is. The caller
+    /// has checked the range.
     #[cold]
     #[inline(never)]
     pub(super) fn slice_scattered(&self, offset: usize, len: usize) -> IoBuf {
@@ -203,7 +209,8 @@ impl IoBuf {
         }
     }
 
-    /// What lies in one place each, in order: the buffer itself unless it is scattered. Nothing for an empty one.
+    /// What lies in one place each, in order: the buffer itself unless it is scattered. Nothing for
+    /// an empty one.
     pub fn pieces(&self) -> impl Iterator<Item = IoBuf> + '_ {
         let mut at = 0;
         std::iter::from_fn(move || {
@@ -246,7 +253,8 @@ impl IoBuf {
         Scatter::new().fill(self.pieces())
     }
 
-    /// Calls `each` for what lies in one place: bytes before it in the range, address, and length. The caller has checked the range.
+    /// Calls `each` for what lies in one place: bytes before it in the range, address, and length.
+    /// The caller has checked the range.
     #[cold]
     #[inline(never)]
     pub(super) fn each_part(

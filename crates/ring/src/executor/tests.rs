@@ -86,8 +86,9 @@ async fn operation(ring: &Ring, readable: Fd) {
     ring.poll(readable, 1).await.expect("readable");
 }
 
-/// `greedy` tasks that always have another operation, beside one that has one after the other. Returns the largest number of operations that
-/// ended between the moment at which it wants one and its end.
+/// `greedy` tasks that always have another operation, beside one that has one after the other.
+/// Returns the largest number of operations that ended between the moment at which it wants one and
+/// its end.
 fn others_meanwhile(greedy: u64, slots: u32) -> u64 {
     /// Of the one.
     const WANTED: u64 = 100;

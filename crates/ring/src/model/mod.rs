@@ -1,5 +1,5 @@
-//! Model of what ring threads share with others: the very source files `handoff.rs` and `mailbox.rs`, built on simulated locks,
-//! under orders of steps that the checker chooses.
+//! Model of what ring threads share with others: the very source files `handoff.rs` and
+//! `mailbox.rs`, built on simulated locks, under orders of steps that the checker chooses.
 
 #![allow(clippy::duplicate_mod, reason = "the model is the same source on other primitives")]
 
@@ -71,7 +71,8 @@ fn nothing_put_into_a_mailbox_is_lost_and_the_taker_is_signalled() {
                 .collect();
             let mut got = Vec::new();
             while got.len() < 6 {
-                // A lost signal would leave the taker here for ever: the checker reports a deadlock.
+                // A lost signal would leave the taker here for ever: the checker reports a
+                // deadlock.
                 signals.recv().unwrap();
                 got.extend(mailbox.take());
             }

@@ -30,8 +30,8 @@ impl Ring {
     ///
     /// # Safety
     ///
-    /// Memory that the command names must stay valid, and untouched as the driver requires, until the command has completed, also
-    /// when the future is dropped.
+    /// Memory that the command names must stay valid, and untouched as the driver requires, until
+    /// the command has completed, also when the future is dropped.
     pub async unsafe fn command(&self, command: &RawCommand) -> Result<u32, Errno> {
         let inner = &self.0;
         let slot = self.slot(|| Keep::Nothing).await;

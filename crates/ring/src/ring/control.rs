@@ -1,4 +1,5 @@
-//! What a task may ask of its thread's loop: other tasks and helpers, polling, and where the loop stands.
+//! What a task may ask of its thread's loop: other tasks and helpers, polling, and where the loop
+//! stands.
 
 use std::future::{Future, poll_fn};
 use std::os::fd::RawFd;
@@ -28,7 +29,8 @@ impl Ring {
         offload::run(work, self.0.offloads_here.get())
     }
 
-    /// Lets what is offloaded run at once, on this thread, from now on: for simulations, in which nothing may depend on another thread.
+    /// Lets what is offloaded run at once, on this thread, from now on: for simulations, in which
+    /// nothing may depend on another thread.
     pub fn offload_here(&self) {
         self.0.offloads_here.set(true);
     }
@@ -55,12 +57,14 @@ impl Ring {
         Arc::clone(&self.0.counters)
     }
 
-    /// Makes the loop look at work that comes through shared memory. Once for each ring; a second source is ignored.
+    /// Makes the loop look at work that comes through shared memory. Once for each ring; a second
+    /// source is ignored.
     pub fn set_source(&self, source: Rc<dyn Source>) {
         self.0.source.borrow_mut().get_or_insert(source);
     }
 
-    /// Sets how long the thread may poll before it sleeps ([`crate::SpinPolicy`]); zero: not at all.
+    /// Sets how long the thread may poll before it sleeps ([`crate::SpinPolicy`]); zero: not at
+    /// all.
     pub fn set_polling(&self, cap: Duration) {
         self.0.polling.set(Some(cap));
     }
@@ -70,24 +74,27 @@ impl Ring {
         self.0.polling_held.set(held);
     }
 
-    /// Says whether the thread may sleep past completions that are there at once ([`Op::completes_inline`]) until one more comes.
+    /// Says whether the thread may sleep past completions that are there at once
+    /// ([`Op::completes_inline`]) until one more comes.
     ///
-    /// Only while an operation is in flight that stands for new work and needs none of the operations that complete inline; otherwise
-    /// the thread would wait for a completion that nobody causes. Off at first.
+    /// Only while an operation is in flight that stands for new work and needs none of the
+    /// operations that complete inline; otherwise the thread would wait for a completion that
+    /// nobody causes. Off at first.
     pub fn wait_past_inline(&self, on: bool) {
         self.0.past_inline.set(on);
     }
 
-    /// Whether the kernel has told nothing that was not dealt with: no completion waits, nothing is about to be submitted, no
-    /// other task is ready. Only where the kernel
-    /// leaves its work to our enters (DEFER_TASKRUN), so that it stays true until the caller's next await; else false.
+    /// Whether the kernel has told nothing that was not dealt with: no completion waits, nothing is
+    /// about to be submitted, no other task is ready. Only where the kernel leaves its work to our
+    /// enters (DEFER_TASKRUN), so that it stays true until the caller's next await; else false.
     pub fn is_settled(&self) -> bool {
         let inner = &self.0;
         let is_quiet = !inner.uring.has_work() && inner.uring.queued() == 0;
         inner.uring.can_poll() && is_quiet && !inner.executor.has_ready_tasks()
     }
 
-    /// Number of the loop's present turn: of the enters so far. What completes in one turn was there together.
+    /// Number of the loop's present turn: of the enters so far. What completes in one turn was
+    /// there together.
     pub fn turn(&self) -> u64 {
         self.0.counters.enters.get()
     }

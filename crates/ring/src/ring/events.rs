@@ -14,11 +14,12 @@ use crate::slots::Keep;
 static ONE: u64 = 1;
 
 impl Ring {
-    /// Adds 1 to an eventfd with the next enter. Nothing waits for it and no slot is used: it costs an entry, and no completion unless
-    /// it fails, which nobody hears of.
+    /// Adds 1 to an eventfd with the next enter. Nothing waits for it and no slot is used: it costs
+    /// an entry, and no completion unless it fails, which nobody hears of.
     ///
-    /// * `fd`: stays open until the task has waited for something. For one in non-blocking mode the enter does it. One in blocking mode
-    ///   is left to a worker thread of the kernel, which costs tens of µs: better write(2), where its counter is known not to be full.
+    /// * `fd`: stays open until the task has waited for something. For one in non-blocking mode the
+    ///   enter does it. One in blocking mode is left to a worker thread of the kernel, which costs
+    ///   tens of µs: better write(2), where its counter is known not to be full.
     pub fn signal(&self, fd: Fd) {
         let (start, len) = ((&raw const ONE).cast::<u8>(), 8);
         let entry = on_fd!(fd, |fd| opcode::Write::new(fd, start, len).build());
@@ -26,7 +27,8 @@ impl Ring {
         self.0.push(entry);
     }
 
-    /// Watches a descriptor: [`Readiness::next`] gives its poll(2) events as they come, without an operation for each.
+    /// Watches a descriptor: [`Readiness::next`] gives its poll(2) events as they come, without an
+    /// operation for each.
     ///
     /// * `fd`: its owner keeps it open for as long as it is watched.
     pub fn poll_multishot(&self, fd: Fd, events: u32) -> Readiness {
@@ -45,8 +47,9 @@ pub struct Readiness {
 }
 
 impl Readiness {
-    /// Waits for events and returns them; those of several wake-ups since the last call together. What was ready before the first call
-    /// counts as an event; later on only what happens does, whether or not anybody reads the descriptor.
+    /// Waits for events and returns them; those of several wake-ups since the last call together.
+    /// What was ready before the first call counts as an event; later on only what happens does,
+    /// whether or not anybody reads the descriptor.
     ///
     /// Errors: the kernel's; the next call tries again.
     pub async fn next(&mut self) -> Result<u32, Errno> {

@@ -8,8 +8,8 @@ pub(crate) fn range<T>(slice: &[T]) -> (usize, usize) {
 }
 
 impl Ring {
-    /// Start address and bytes of what this ring has allocated for operations and tasks: what the kernel has made for it (the entries of both
-    /// queues) is not there, and cannot be moved.
+    /// Start address and bytes of what this ring has allocated for operations and tasks: what the
+    /// kernel has made for it (the entries of both queues) is not there, and cannot be moved.
     #[must_use]
     pub fn own_memory(&self) -> Vec<(usize, usize)> {
         let inner = &*self.0;

@@ -35,8 +35,8 @@ impl Ring {
         }
     }
 
-    /// Makes the ring's table of registered buffers: `memory` in slot 0, if any, then `slots` empty ones, which the kernel fills
-    /// with pages of clients. Once for each ring. Pins the memory.
+    /// Makes the ring's table of registered buffers: `memory` in slot 0, if any, then `slots` empty
+    /// ones, which the kernel fills with pages of clients. Once for each ring. Pins the memory.
     ///
     /// Errors: `ENOMEM` above RLIMIT_MEMLOCK, `EBUSY` the second time.
     pub fn register_buffers(
@@ -52,8 +52,8 @@ impl Ring {
         let Some(memory) = memory else { return Ok(()) };
         let buf = memory.buffer();
         let vector = [libc::iovec { iov_base: buf.as_mut_ptr().cast(), iov_len: buf.len() }];
-        // SAFETY: the memory stays mapped as long as the registration: the ring keeps a reference on it and is closed before it
-        // drops that.
+        // SAFETY: the memory stays mapped as long as the registration: the ring keeps a reference
+        // on it and is closed before it drops that.
         let updated = unsafe { submitter.register_buffers_update(0, &vector, None) };
         if let Err(error) = updated {
             // The table goes again, so that it can be made without this memory.
@@ -64,13 +64,15 @@ impl Ring {
         Ok(())
     }
 
-    /// Puts memory into a slot of the table of registered buffers ([`Ring::register_buffers`]), or empties it. Pins the memory for as long as
-    /// it is there.
+    /// Puts memory into a slot of the table of registered buffers ([`Ring::register_buffers`]), or
+    /// empties it. Pins the memory for as long as it is there.
     ///
-    /// * `memory`: which bytes of which memory, at most 1 GiB, the kernel's limit; kept alive by its user until the slot is empty or the
-    ///   ring is gone. Panics when the range leaves the memory (a programming error).
+    /// * `memory`: which bytes of which memory, at most 1 GiB, the kernel's limit; kept alive by
+    ///   its user until the slot is empty or the ring is gone. Panics when the range leaves the
+    ///   memory (a programming error).
     ///
-    /// Errors: `ENOMEM` above RLIMIT_MEMLOCK, `EFAULT` for too much, `ENXIO` without a table, `EOPNOTSUPP` for pages that cannot be pinned.
+    /// Errors: `ENOMEM` above RLIMIT_MEMLOCK, `EFAULT` for too much, `ENXIO` without a table,
+    /// `EOPNOTSUPP` for pages that cannot be pinned.
     pub fn update_buffer(
         &self,
         slot: u16,
@@ -81,8 +83,8 @@ impl Ring {
             Some(buf) => libc::iovec { iov_base: buf.as_mut_ptr().cast(), iov_len: buf.len() },
             None => libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 },
         };
-        // SAFETY: the kernel pins the pages, so they stay whatever becomes of the mapping; operations reach them through buffers that
-        // keep the mapping alive.
+        // SAFETY: the kernel pins the pages, so they stay whatever becomes of the mapping;
+        // operations reach them through buffers that keep the mapping alive.
         let updated = unsafe {
             self.0.uring.submitter().register_buffers_update(u32::from(slot), &[vector], None)
         };

@@ -1,7 +1,7 @@
 //! Reads and writes of scattered buffers.
 //!
-//! Promises: no allocation unless both ends of the bytes lie inside pieces and there are many; what the kernel reads (the array, the
-//! pieces) lives until the completion.
+//! Promises: no allocation unless both ends of the bytes lie inside pieces and there are many; what
+//! the kernel reads (the array, the pieces) lives until the completion.
 
 use io_uring::{opcode, squeue, types};
 
@@ -76,7 +76,8 @@ impl Inner {
         if let Some(buf) = self.slots.borrow().buffer(slot) {
             for piece in buf.pieces().take(VECTOR_MAX) {
                 let (iov_base, iov_len) = (piece.as_mut_ptr().cast(), piece.len());
-                // SAFETY: the slot belongs to this operation alone, `count < VECTOR_MAX`, and the table lives as long as the ring.
+                // SAFETY: the slot belongs to this operation alone, `count < VECTOR_MAX`, and the
+                // table lives as long as the ring.
                 unsafe { (*vector)[count] = libc::iovec { iov_base, iov_len } };
                 count += 1;
             }

@@ -1,5 +1,5 @@
-//! The words of `ringdisk bitmap`. Its actions are done in the order in which they were given, which
-//! a plain definition cannot tell.
+//! The words of `ringdisk bitmap`. Its actions are done in the order in which they were given,
+//! which a plain definition cannot tell.
 
 use std::path::PathBuf;
 
@@ -66,8 +66,8 @@ pub(crate) enum BitmapWork {
 impl BitmapArgs {
     /// What to do, in order.
     ///
-    /// Errors: nothing to do; a name is missing, or there although nothing needs it; a new name that
-    /// cannot be.
+    /// Errors: nothing to do; a name is missing, or there although nothing needs it; a new name
+    /// that cannot be.
     pub(crate) fn works(&self) -> Result<&[BitmapWork], clap::Error> {
         use clap::error::ErrorKind;
         let refuse = |kind, text: &str| Err(super::refuse("bitmap", kind, text));

@@ -20,8 +20,8 @@ Examples:
 
 /// Make an image
 ///
-/// Without --format the image is a qcow2 when its name ends in .qcow2 or it gets a backing file, and
-/// raw otherwise. A file of that name is overwritten, unless another program uses it.
+/// Without --format the image is a qcow2 when its name ends in .qcow2 or it gets a backing file,
+/// and raw otherwise. A file of that name is overwritten, unless another program uses it.
 #[derive(Args, Debug)]
 #[command(
     after_help = CREATE_EXAMPLES,
@@ -111,8 +111,8 @@ pub(crate) enum RepairWord {
 
 /// Check the metadata of an image, and repair it
 ///
-/// Exit code: 0 nothing is wrong; 1 the check did not end; 2 the image is damaged; 3 space is leaked,
-/// otherwise nothing is wrong; 63 the format has nothing to check.
+/// Exit code: 0 nothing is wrong; 1 the check did not end; 2 the image is damaged; 3 space is
+/// leaked, otherwise nothing is wrong; 63 the format has nothing to check.
 #[derive(Args, Debug)]
 pub(crate) struct CheckArgs {
     /// Format of FILE, raw or qcow2 [default: look at its first bytes]
@@ -147,8 +147,8 @@ pub(crate) struct CheckArgs {
 
 /// List, make, apply and delete the snapshots inside an image
 ///
-/// SNAPSHOT is a name, or an ID of the list. Where it is the ID of one snapshot and the name of another, --apply takes
-/// the ID and --delete the name, as qemu-img does.
+/// SNAPSHOT is a name, or an ID of the list. Where it is the ID of one snapshot and the name of
+/// another, --apply takes the ID and --delete the name, as qemu-img does.
 #[derive(Args, Debug)]
 pub(crate) struct SnapshotArgs {
     /// Format of FILE [default: look at its first bytes]
@@ -210,9 +210,9 @@ impl SnapshotArgs {
 
 /// Write what an image holds into its backing file
 ///
-/// Afterwards the image, and with --base those between, hold nothing of their own and show their backing
-/// file, unless --drop says to leave them as they are. The base gets the size of the image. An image whose
-/// internal snapshots show what is below it is refused.
+/// Afterwards the image, and with --base those between, hold nothing of their own and show their
+/// backing file, unless --drop says to leave them as they are. The base gets the size of the image.
+/// An image whose internal snapshots show what is below it is refused.
 #[derive(Args, Debug)]
 pub(crate) struct CommitArgs {
     /// Format of FILE [default: look at its first bytes]
@@ -229,12 +229,14 @@ pub(crate) struct CommitArgs {
 
     /// Format of that image: an error when it has another
     ///
-    /// A raw image that does not begin like one of another format stays so, since whoever opens it next without --format would take it
-    /// for that: a commit that would change it is refused. `raw` allows it, for a base that is always opened with --format raw.
+    /// A raw image that does not begin like one of another format stays so, since whoever opens it
+    /// next without --format would take it for that: a commit that would change it is refused.
+    /// `raw` allows it, for a base that is always opened with --format raw.
     #[arg(long, value_name = "FORMAT", value_parser = format_parser())]
     pub(crate) base_format: Option<Format>,
 
-    /// Do not empty FILE, and the images between, afterwards: delete them before anything writes to the base
+    /// Do not empty FILE, and the images between, afterwards: delete them before anything writes to
+    /// the base
     #[arg(short, long)]
     pub(crate) drop: bool,
 

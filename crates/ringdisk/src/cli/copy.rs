@@ -59,7 +59,8 @@ pub(crate) struct ConvertArgs {
     #[arg(short = 't', long, value_name = "MODE", value_parser = cache_parser(), default_value = "unsafe")]
     pub(crate) target_cache: Cache,
 
-    /// Make the target an overlay of BACKING, which has to show what lies below the top image of the source: only what that one holds is copied
+    /// Make the target an overlay of BACKING, which has to show what lies below the top image of
+    /// the source: only what that one holds is copied
     #[arg(short = 'b', short_alias = 'B', long, value_name = "BACKING", value_hint = ValueHint::FilePath,
           value_parser = parse_file)]
     pub(crate) backing: Option<String>,
@@ -109,9 +110,9 @@ pub(crate) struct ConvertArgs {
 
 /// Compare what two images hold
 ///
-/// Exit code: 0 the same; 1 different; 2 one of them cannot be opened, or the command line is wrong;
-/// 3 the map of one cannot be read; 4 its bytes cannot be read. A longer image whose rest is zeroes
-/// counts as the same, unless --strict.
+/// Exit code: 0 the same; 1 different; 2 one of them cannot be opened, or the command line is
+/// wrong; 3 the map of one cannot be read; 4 its bytes cannot be read. A longer image whose rest is
+/// zeroes counts as the same, unless --strict.
 #[derive(Args, Debug)]
 pub(crate) struct CompareArgs {
     /// Format of FILE1 [default: look at its first bytes]

@@ -25,8 +25,8 @@ Examples:
 
 /// Control a mount, or a disk of a virtual machine, while it is served
 ///
-/// Talks to the process that serves TARGET, through a socket that only its owner and root can use. The
-/// disk may be in use meanwhile.
+/// Talks to the process that serves TARGET, through a socket that only its owner and root can use.
+/// The disk may be in use meanwhile.
 #[derive(Args, Debug)]
 #[command(after_help = CTL_EXAMPLES)]
 pub(crate) struct CtlArgs {
@@ -34,9 +34,11 @@ pub(crate) struct CtlArgs {
     #[arg(value_name = "TARGET", value_hint = ValueHint::FilePath)]
     pub(crate) target: PathBuf,
 
-    /// How long the server may take to answer; exit code 14 after that. With `stop`: how long it may take to end (60s)
+    /// How long the server may take to answer; exit code 14 after that. With `stop`: how long it
+    /// may take to end (60s)
     ///
-    /// What takes long by itself, such as a commit, has no limit once the server has answered, unless the server is stopped for so long; Ctrl-C gives it up.
+    /// What takes long by itself, such as a commit, has no limit once the server has answered,
+    /// unless the server is stopped for so long; Ctrl-C gives it up.
     #[arg(long, value_name = "TIME", value_parser = parse_limit)]
     pub(crate) timeout: Option<Duration>,
 
@@ -71,9 +73,10 @@ pub(crate) enum CtlCommand {
     Snapshot(SnapshotTarget),
     /// Write the top image, or some images of the chain, into the one below
     ///
-    /// Clients go on meanwhile, and may write past the end of a growable disk. The images that were written down are empty
-    /// afterwards, so whoever opens the disk by an old name sees what it holds now. A base that is larger than the disk is cut to
-    /// its size. When an image cannot be emptied, or its internal snapshots show what is below it, the command fails and the chain
+    /// Clients go on meanwhile, and may write past the end of a growable disk. The images that were
+    /// written down are empty afterwards, so whoever opens the disk by an old name sees what it
+    /// holds now. A base that is larger than the disk is cut to its size. When an image cannot be
+    /// emptied, or its internal snapshots show what is below it, the command fails and the chain
     /// stays as it was.
     Commit {
         /// The topmost image to be written down [default: the top one]
@@ -87,10 +90,11 @@ pub(crate) enum CtlCommand {
     },
     /// Make the top image name another backing file of the same content
     ///
-    /// The new file, which may be a chain, is compared with the old one wherever the top image, or an internal snapshot of it, has nothing itself;
-    /// where they differ the command fails, and nothing has changed. A server in a sandbox opens what is in its chain, or what its --allow-path names.
-    /// Clients work meanwhile. `ringdisk rebase` takes
-    /// a backing file of other content, while nobody uses the disk.
+    /// The new file, which may be a chain, is compared with the old one wherever the top image, or
+    /// an internal snapshot of it, has nothing itself; where they differ the command fails, and
+    /// nothing has changed. A server in a sandbox opens what is in its chain, or what its
+    /// --allow-path names. Clients work meanwhile. `ringdisk rebase` takes a backing file of other
+    /// content, while nobody uses the disk.
     Backing {
         /// The new backing file, "" for none
         // A path of clap's own must not be empty.
@@ -102,9 +106,11 @@ pub(crate) enum CtlCommand {
         #[command(flatten)]
         show: ProgressArgs,
     },
-    /// Let the host kernel move the data of a virtual machine's disk, or take that back (`ringdisk serve --accel`)
+    /// Let the host kernel move the data of a virtual machine's disk, or take that back (`ringdisk
+    /// serve --accel`)
     ///
-    /// Either way only requests in flight are waited for, and the guest notices nothing. `off` lasts until `on`.
+    /// Either way only requests in flight are waited for, and the guest notices nothing. `off`
+    /// lasts until `on`.
     Accel {
         /// on or off
         #[arg(value_name = "on|off", value_parser = parse_switch, action = clap::ArgAction::Set)]
@@ -112,8 +118,8 @@ pub(crate) enum CtlCommand {
     },
     /// End the mount, as Ctrl-C does; of several disks of one process this one only
     ///
-    /// A mount in use loses its name, and is served until its last user has closed it; the command says who that is, and waits. It can
-    /// still be named by the path that it had.
+    /// A mount in use loses its name, and is served until its last user has closed it; the command
+    /// says who that is, and waits. It can still be named by the path that it had.
     Stop {
         /// End it now: its users get errors, and what they have not written yet is lost
         #[arg(short, long)]

@@ -1,7 +1,8 @@
 //! `--disk KEY=VALUE,…`: options of one disk, written in one word.
 //!
-//! Promises: a SPEC means what its keys mean as options of the command line, with the same checks and messages; what was given on the
-//! command line itself holds for every disk whose SPEC does not say otherwise.
+//! Promises: a SPEC means what its keys mean as options of the command line, with the same checks
+//! and messages; what was given on the command line itself holds for every disk whose SPEC does not
+//! say otherwise.
 
 use std::ffi::OsString;
 

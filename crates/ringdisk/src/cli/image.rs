@@ -1,4 +1,5 @@
-//! The words that say what is served, for `mount` and `serve`: an image with its options, or a null disk.
+//! The words that say what is served, for `mount` and `serve`: an image with its options, or a null
+//! disk.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -48,7 +49,8 @@ pub(crate) struct ImageArgs {
     #[arg(long, help_heading = "Image options", conflicts_with_all = ["read_only", "create"])]
     pub(crate) snapshot: bool,
 
-    /// Leave IMAGE as it is: what is written goes to FILE, a qcow2 overlay, made when it is not there
+    /// Leave IMAGE as it is: what is written goes to FILE, a qcow2 overlay, made when it is not
+    /// there
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Image options",
           conflicts_with_all = ["read_only", "create", "snapshot"])]
     pub(crate) overlay: Option<PathBuf>,
@@ -82,7 +84,8 @@ pub(crate) struct ImageArgs {
     #[arg(long, conflicts_with = "cache", help_heading = "Image options")]
     pub(crate) direct: bool,
 
-    /// Serve the disk of IMAGE from this byte on (of any format: a place on its disk, not in its file)
+    /// Serve the disk of IMAGE from this byte on (of any format: a place on its disk, not in its
+    /// file)
     #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image options")]
     pub(crate) offset: Option<u64>,
 
@@ -92,19 +95,24 @@ pub(crate) struct ImageArgs {
     #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image options")]
     pub(crate) size: Option<u64>,
 
-    /// Serve partition N of the disk of IMAGE, as the kernel numbers it (1 is /dev/sda1; logical ones from 5 on)
+    /// Serve partition N of the disk of IMAGE, as the kernel numbers it (1 is /dev/sda1; logical
+    /// ones from 5 on)
     ///
-    /// The table (MBR, or GPT with sectors of 512 or 4096 bytes; an MBR counts in those of a block device, else in 512) is read when the image is opened. No request reaches a byte outside
-    /// the partition. Refused: a partition that overlaps another one or goes past the end of the disk, and an extended one.
+    /// The table (MBR, or GPT with sectors of 512 or 4096 bytes; an MBR counts in those of a block
+    /// device, else in 512) is read when the image is opened. No request reaches a byte outside the
+    /// partition. Refused: a partition that overlaps another one or goes past the end of the disk,
+    /// and an extended one.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Image options",
           conflicts_with_all = ["offset", "size", "create"])]
     pub(crate) partition: Option<u32>,
 
     /// A directory (with all below) or file that backing and data file names of IMAGE may lead to
     ///
-    /// The directory of IMAGE and everything below are always allowed when it is opened. In a sandbox (--sandbox) what is opened later has to be
-    /// named: a directory for `ringdisk ctl snapshot` other than that of IMAGE, a file, or its directory, for `ringdisk ctl backing`. A name that another program
-    /// (`qemu-img rebase`) has put into IMAGE since it was served in a sandbox is followed once it is given here. May be given several times.
+    /// The directory of IMAGE and everything below are always allowed when it is opened. In a
+    /// sandbox (--sandbox) what is opened later has to be named: a directory for `ringdisk ctl
+    /// snapshot` other than that of IMAGE, a file, or its directory, for `ringdisk ctl backing`. A
+    /// name that another program (`qemu-img rebase`) has put into IMAGE since it was served in a
+    /// sandbox is followed once it is given here. May be given several times.
     #[arg(long, value_name = "DIR", value_hint = ValueHint::AnyPath, help_heading = "Image options")]
     pub(crate) allow_path: Vec<PathBuf>,
 

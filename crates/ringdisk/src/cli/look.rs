@@ -32,7 +32,8 @@ impl OutputArgs {
 pub(crate) struct PoolArgs {
     /// A directory or file that names inside an image may lead to (repeatable)
     ///
-    /// The directory of the image and everything below are always allowed, for names that it had when a sandbox served it last.
+    /// The directory of the image and everything below are always allowed, for names that it had
+    /// when a sandbox served it last.
     #[arg(long, value_name = "DIR", value_hint = ValueHint::AnyPath)]
     pub(crate) allow_path: Vec<PathBuf>,
 }

@@ -65,8 +65,9 @@ pub(crate) struct MountArgs {
 
     /// Let clients make the disk larger: by a write past the end, truncate or fallocate
     ///
-    /// Otherwise its size is fixed: a truncation to another size fails (EPERM), and opening the file with O_TRUNC, as `cp` and `>`
-    /// do, keeps the size and the content. `ringdisk ctl MOUNTPOINT resize` changes the size at any time.
+    /// Otherwise its size is fixed: a truncation to another size fails (EPERM), and opening the
+    /// file with O_TRUNC, as `cp` and `>` do, keeps the size and the content. `ringdisk ctl
+    /// MOUNTPOINT resize` changes the size at any time.
     #[arg(long, conflicts_with = "read_only", help_heading = "File options")]
     pub(crate) growable: bool,
 
@@ -87,10 +88,12 @@ pub(crate) struct MountArgs {
     #[command(flatten)]
     pub(crate) placement: PlacementArgs,
 
-    /// Whether requests over io_uring use the client's own pages: on, off, or when the sizes of requests promise something
+    /// Whether requests over io_uring use the client's own pages: on, off, or when the sizes of
+    /// requests promise something
     ///
-    /// Needs Linux 7.3 and root. auto decides when the file is opened, by what was read and written before, and leaves opens by root
-    /// out; on is for every open. With on, no loop device with direct I/O may use the file: it would damage the memory of the kernel.
+    /// Needs Linux 7.3 and root. auto decides when the file is opened, by what was read and written
+    /// before, and leaves opens by root out; on is for every open. With on, no loop device with
+    /// direct I/O may use the file: it would damage the memory of the kernel.
     #[arg(
         long,
         value_name = "WHEN",
@@ -102,9 +105,10 @@ pub(crate) struct MountArgs {
 
     /// Let the kernel read and write a raw image itself, past ringdisk
     ///
-    /// For a raw image that is a regular file, with `-f raw` and without options that look at data. Needs Linux 6.9 and root. A
-    /// write past the end makes the image longer, with or without --growable, and reads and writes are not in the statistics.
-    /// Other growth needs fallocate of the image's file system, which never cuts what the kernel has appended meanwhile.
+    /// For a raw image that is a regular file, with `-f raw` and without options that look at data.
+    /// Needs Linux 6.9 and root. A write past the end makes the image longer, with or without
+    /// --growable, and reads and writes are not in the statistics. Other growth needs fallocate of
+    /// the image's file system, which never cuts what the kernel has appended meanwhile.
     #[arg(long, help_heading = "Serving options", conflicts_with_all = ["null", "kernel_cache", "snapshot", "overlay", "zero_copy"])]
     pub(crate) passthrough: bool,
 
@@ -118,14 +122,17 @@ pub(crate) struct MountArgs {
 
     /// Give the mount up, with errors to its users, when storage takes longer for one request
     ///
-    /// The time for which requests wait while `ringdisk ctl` changes the disk does not count, up to ten times as long.
+    /// The time for which requests wait while `ringdisk ctl` changes the disk does not count, up to
+    /// ten times as long.
     #[arg(long, value_name = "TIME", value_parser = parse_io_timeout, help_heading = "Serving options")]
     pub(crate) io_timeout: Option<Duration>,
 
-    /// How long a stop waits for those who still use the mount, before it ends all the same, with errors to them and exit code 13
+    /// How long a stop waits for those who still use the mount, before it ends all the same, with
+    /// errors to them and exit code 13
     ///
-    /// A mount in use that is stopped (Ctrl-C, SIGTERM, `ringdisk ctl stop`) loses its name at once, and is served until its last user
-    /// has closed it; what they write meanwhile is kept. `none` waits as long as they take, which is the default; under a service manager
+    /// A mount in use that is stopped (Ctrl-C, SIGTERM, `ringdisk ctl stop`) loses its name at
+    /// once, and is served until its last user has closed it; what they write meanwhile is kept.
+    /// `none` waits as long as they take, which is the default; under a service manager
     /// (NOTIFY_SOCKET) that is 60s. A second signal ends it at once.
     #[arg(long, value_name = "TIME", value_parser = parse_stop_timeout, help_heading = "Serving options")]
     pub(crate) stop_timeout: Option<StopTimeout>,
@@ -143,14 +150,17 @@ pub(crate) struct MountArgs {
     #[command(flatten)]
     pub(crate) user: UserArgs,
 
-    /// Keep the mount when the process that serves it dies, and go on with it: clients wait, and no request is lost
+    /// Keep the mount when the process that serves it dies, and go on with it: clients wait, and no
+    /// request is lost
     ///
-    /// A service manager that has a place for descriptors (systemd: FileDescriptorStoreMax=) keeps the mount and starts the next
-    /// process; otherwise a small parent does both, and is the process that --pidfile and MAINPID name. It gives up, with errors to
-    /// the users of the mount, after 5 deaths in 10 s of serving. Over /dev/fuse only, so not with --transport uring and --zero-copy on;
-    /// not with --passthrough, and not with --snapshot, whose overlay is gone with its process. Requests that the dead process has read
-    /// are carried out again, once it has let go of the image. In a qcow2 image a write that needs new space is made durable before it
-    /// is answered.
+    /// A service manager that has a place for descriptors (systemd: FileDescriptorStoreMax=) keeps
+    /// the mount and starts the next process; otherwise a small parent does both, and is the
+    /// process that --pidfile and MAINPID name. It gives up, with errors to the users of the mount,
+    /// after 5 deaths in 10 s of serving. Over /dev/fuse only, so not with --transport uring and
+    /// --zero-copy on; not with --passthrough, and not with --snapshot, whose overlay is gone with
+    /// its process. Requests that the dead process has read are carried out again, once it has let
+    /// go of the image. In a qcow2 image a write that needs new space is made durable before it is
+    /// answered.
     #[arg(long, conflicts_with = "snapshot", help_heading = "Serving options")]
     pub(crate) keep_mount: bool,
 
@@ -177,15 +187,18 @@ pub(crate) struct UmountArgs {
     #[arg(short, long, conflicts_with = "force")]
     pub(crate) lazy: bool,
 
-    /// Take the mount away now; requests in flight fail, and so do those of everybody who still uses it
+    /// Take the mount away now; requests in flight fail, and so do those of everybody who still
+    /// uses it
     #[arg(short, long)]
     pub(crate) force: bool,
 
-    /// How long the mount may take to go, and its server to flush the image and end; exit code 14 after that
+    /// How long the mount may take to go, and its server to flush the image and end; exit code 14
+    /// after that
     #[arg(long, value_name = "TIME", default_value = "10s", value_parser = parse_limit)]
     pub(crate) timeout: Duration,
 
-    /// Take the mount out of the tree and nothing else: done by a process that may have to wait in the kernel
+    /// Take the mount out of the tree and nothing else: done by a process that may have to wait in
+    /// the kernel
     #[arg(long, hide = true)]
     pub(crate) only_detach: bool,
 }

@@ -23,16 +23,17 @@ pub(crate) struct PlacementArgs {
 
     /// Queue threads: a number, or auto
     ///
-    /// auto is a thread for each CPU that may be used: up to 64 with uring, up to 4 with dev. With more than
-    /// one, each has a CPU; over io_uring it may leave it, on its node, for clients that keep several requests in flight.
+    /// auto is a thread for each CPU that may be used: up to 64 with uring, up to 4 with dev. With
+    /// more than one, each has a CPU; over io_uring it may leave it, on its node, for clients that
+    /// keep several requests in flight.
     #[arg(long, value_name = "N", default_value = "auto", value_parser = parse_threads,
           help_heading = "Serving options")]
     pub(crate) threads: Threads,
 
     /// CPUs for the queue threads, such as 0-3,8 [default: all that the process may use]
     ///
-    /// As the kernel and taskset write it: numbers and ranges; 10-14:2 is every second CPU of a range. CPUs that are
-    /// offline or not allowed here are left out with a warning.
+    /// As the kernel and taskset write it: numbers and ranges; 10-14:2 is every second CPU of a
+    /// range. CPUs that are offline or not allowed here are left out with a warning.
     #[arg(long, value_name = "LIST", help_heading = "Serving options")]
     pub(crate) cpus: Option<CpuList>,
 

@@ -76,7 +76,8 @@ pub(crate) struct ServeArgs {
     #[command(flatten)]
     one: DiskArgs,
 
-    /// Take over, with everything that is connected, from the process that serves the same disks now
+    /// Take over, with everything that is connected, from the process that serves the same disks
+    /// now
     #[arg(long, conflicts_with = "incoming", help_heading = "Serving options")]
     pub(crate) upgrade: bool,
 
@@ -122,17 +123,20 @@ pub(crate) struct SocketArgs {
 
     /// Connect to a front end that listens on SOCKET, and again when it has gone
     ///
-    /// While nobody listens there it is tried every 100 ms at first, then less and less often, down to every 2 s.
+    /// While nobody listens there it is tried every 100 ms at first, then less and less often, down
+    /// to every 2 s.
     #[arg(long, value_name = "SOCKET", value_hint = ValueHint::FilePath, help_heading = "Socket options",
           conflicts_with_all = ["vhost_user_blk", "second_front_end", "socket_mode", "socket_group"])]
     pub(crate) connect: Option<PathBuf>,
 
-    /// Use descriptor N, a Unix socket that listens or that is connected, from the process that starts this one
+    /// Use descriptor N, a Unix socket that listens or that is connected, from the process that
+    /// starts this one
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(i32).range(3..=i64::from(FD_MAX)),
           help_heading = "Socket options", conflicts_with_all = ["vhost_user_blk", "connect", "socket_mode", "socket_group"])]
     pub(crate) socket_fd: Option<i32>,
 
-    /// Use the socket of this name from the service manager (FileDescriptorName=) [default: the next one]
+    /// Use the socket of this name from the service manager (FileDescriptorName=) [default: the
+    /// next one]
     #[arg(long, value_name = "NAME", help_heading = "Socket options",
           conflicts_with_all = ["vhost_user_blk", "connect", "socket_fd", "socket_mode", "socket_group"])]
     pub(crate) socket_name: Option<String>,
@@ -153,7 +157,8 @@ pub(crate) struct SocketArgs {
 /// What the guest sees, and what serves it.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct DeviceArgs {
-    /// Virtqueues that are offered; the virtual machine may use fewer [default: one for each CPU here, at most 64]
+    /// Virtqueues that are offered; the virtual machine may use fewer [default: one for each CPU
+    /// here, at most 64]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(QUEUES_MAX)),
           help_heading = "Device options")]
     pub(crate) queues: Option<u16>,
@@ -163,7 +168,8 @@ pub(crate) struct DeviceArgs {
           default_value_t = QUEUE_SIZE_MAX, help_heading = "Device options")]
     pub(crate) queue_size: u16,
 
-    /// Serial number of the disk, at most 20 characters: its name in /dev/disk/by-id of a Linux guest
+    /// Serial number of the disk, at most 20 characters: its name in /dev/disk/by-id of a Linux
+    /// guest
     #[arg(long, value_name = "TEXT", value_parser = parse_serial, default_value = "", hide_default_value = true,
           help_heading = "Device options")]
     pub(crate) serial: String,
@@ -176,29 +182,33 @@ pub(crate) struct DeviceArgs {
     #[arg(long, value_name = "SIZE", value_parser = parse_block_size, help_heading = "Device options")]
     pub(crate) physical_block_size: Option<u32>,
 
-    /// Offer packed virtqueues: on, off, or auto, which does unless the kernel could serve split ones (--accel)
+    /// Offer packed virtqueues: on, off, or auto, which does unless the kernel could serve split
+    /// ones (--accel)
     ///
     /// A virtual machine that does not ask for them (packed=on) has split ones.
     #[arg(long, value_name = "WHEN", value_enum, default_value_t, help_heading = "Device options")]
     pub(crate) packed: PackedWord,
 
-    /// What an error of the image does besides being told to the guest: report it here, or stop serving the disk too
+    /// What an error of the image does besides being told to the guest: report it here, or stop
+    /// serving the disk too
     #[arg(long, value_name = "WHAT", value_enum, default_value_t, help_heading = "Device options")]
     pub(crate) on_error: OnErrorWord,
 
-    /// The disk comes with a virtual machine that migrates here: wait until the source has let go of the image
+    /// The disk comes with a virtual machine that migrates here: wait until the source has let go
+    /// of the image
     #[arg(long, conflicts_with_all = ["read_only", "create", "snapshot", "overlay"], help_heading = "Device options")]
     pub(crate) incoming: bool,
 
-    /// Queue threads: a number, or auto (one for each virtqueue that is offered, at most as many as there are CPUs)
+    /// Queue threads: a number, or auto (one for each virtqueue that is offered, at most as many as
+    /// there are CPUs)
     #[arg(long, value_name = "N", default_value = "auto", value_parser = parse_threads, help_heading = "Serving options")]
     pub(crate) threads: Threads,
 
     /// CPUs for the queue threads, such as 0-3,8 [default: all that the process may use]
     ///
-    /// As the kernel and taskset write it: numbers and ranges; 10-14:2 is every second CPU of a range. CPUs that are
-    /// offline or not allowed here are left out with a warning. Each of several threads is bound to one of them; without this option
-    /// the scheduler chooses.
+    /// As the kernel and taskset write it: numbers and ranges; 10-14:2 is every second CPU of a
+    /// range. CPUs that are offline or not allowed here are left out with a warning. Each of
+    /// several threads is bound to one of them; without this option the scheduler chooses.
     #[arg(long, value_name = "LIST", help_heading = "Serving options")]
     pub(crate) cpus: Option<CpuList>,
 
@@ -212,11 +222,14 @@ pub(crate) struct DeviceArgs {
     )]
     pub(crate) numa: NumaWord,
 
-    /// Let the host kernel move the data of a plain disk: auto (where it can), off, require (or serve nothing)
+    /// Let the host kernel move the data of a plain disk: auto (where it can), off, require (or
+    /// serve nothing)
     ///
-    /// Needs the module vhost_blk of ringdisk (docs/vhost-blk.md), a raw image or block device without anything between (--format raw,
-    /// --cache none), and a guest with split virtqueues. The log and `ringdisk ctl TARGET stats` say why it is not done; `ringdisk ctl TARGET
-    /// accel off` ends it at any moment. Snapshots, migrations and resizes take the virtqueues back for as long as they take.
+    /// Needs the module vhost_blk of ringdisk (docs/vhost-blk.md), a raw image or block device
+    /// without anything between (--format raw, --cache none), and a guest with split virtqueues.
+    /// The log and `ringdisk ctl TARGET stats` say why it is not done; `ringdisk ctl TARGET accel
+    /// off` ends it at any moment. Snapshots, migrations and resizes take the virtqueues back for
+    /// as long as they take.
     #[arg(
         long,
         value_name = "WHEN",
@@ -226,7 +239,8 @@ pub(crate) struct DeviceArgs {
     )]
     pub(crate) accel: AccelWord,
 
-    /// How the kernel moves data: auto (what takes fewer instructions), kiocb (files and block devices), bio (block devices)
+    /// How the kernel moves data: auto (what takes fewer instructions), kiocb (files and block
+    /// devices), bio (block devices)
     #[arg(
         long,
         value_name = "ENGINE",
@@ -243,9 +257,9 @@ pub(crate) struct DeviceArgs {
 
     /// Register all memory of the guest with io_uring: less CPU time for each request
     ///
-    /// Pins all of it, so all of it is taken at once, and cannot be given back by ballooning nor be swapped. It counts as locked memory
-    /// (RLIMIT_MEMLOCK) once for each queue thread; what is above the limit is used unpinned, with a warning. Requests whose data are one
-    /// segment gain.
+    /// Pins all of it, so all of it is taken at once, and cannot be given back by ballooning nor be
+    /// swapped. It counts as locked memory (RLIMIT_MEMLOCK) once for each queue thread; what is
+    /// above the limit is used unpinned, with a warning. Requests whose data are one segment gain.
     #[arg(long, help_heading = "Serving options")]
     pub(crate) pin_guest_memory: bool,
 }

@@ -17,9 +17,10 @@ Examples:
 
 /// Show CPUs and nodes, and where a mount is served
 ///
-/// Without MOUNTPOINT: the machine as this process may use it, and the threads, queues and buffers that a mount with
-/// the given options would get here. With MOUNTPOINT: what that mount has got, as its server sees it now. Buffers
-/// are looked up page by page; where the system does not tell (a container), their node is unknown.
+/// Without MOUNTPOINT: the machine as this process may use it, and the threads, queues and buffers
+/// that a mount with the given options would get here. With MOUNTPOINT: what that mount has got, as
+/// its server sees it now. Buffers are looked up page by page; where the system does not tell (a
+/// container), their node is unknown.
 #[derive(Args, Debug)]
 #[command(after_help = TOPOLOGY_EXAMPLES)]
 pub(crate) struct TopologyArgs {

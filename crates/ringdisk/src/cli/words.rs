@@ -31,12 +31,15 @@ pub(crate) enum SandboxWord {
 /// How far a serving process is confined.
 #[derive(Args, Clone, Copy, Debug)]
 pub(crate) struct SandboxArgs {
-    /// Take everything away from the serving process that serving does not need: auto (on for root), on, strict, off
+    /// Take everything away from the serving process that serving does not need: auto (on for
+    /// root), on, strict, off
     ///
-    /// Files but those of the images, system calls, capabilities, operations of rings (docs/sandbox.md). auto goes on where the kernel
-    /// lacks one of these, and says so; on does not. strict is on without new files: `ringdisk ctl snapshot` is refused. Otherwise it
-    /// may put an overlay into the directory of the image, or below one that --allow-path names; other files there are out of reach, so
-    /// `ringdisk ctl backing` to a file that is not in the chain needs --allow-path. Of several disks in one process each can be reached from all.
+    /// Files but those of the images, system calls, capabilities, operations of rings
+    /// (docs/sandbox.md). auto goes on where the kernel lacks one of these, and says so; on does
+    /// not. strict is on without new files: `ringdisk ctl snapshot` is refused. Otherwise it may
+    /// put an overlay into the directory of the image, or below one that --allow-path names; other
+    /// files there are out of reach, so `ringdisk ctl backing` to a file that is not in the chain
+    /// needs --allow-path. Of several disks in one process each can be reached from all.
     #[arg(
         id = "sandbox",
         long = "sandbox",

@@ -85,7 +85,8 @@ fn checked(args: &CheckArgs) -> Result<u8, Failure> {
     Ok(report.verdict().exit_code())
 }
 
-/// The external data file, where the image has one. A header that says nothing certain is for the check to judge.
+/// The external data file, where the image has one. A header that says nothing certain is for the
+/// check to judge.
 ///
 /// Errors: it cannot be opened.
 fn data_file(

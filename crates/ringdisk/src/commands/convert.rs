@@ -1,7 +1,7 @@
 //! `ringdisk convert`: a copy of an image, in another format or shape.
 //!
-//! Promises: nothing of a new target stays when the copy fails or is stopped; a target that was there
-//! before is only then called incomplete when something was written to it.
+//! Promises: nothing of a new target stays when the copy fails or is stopped; a target that was
+//! there before is only then called incomplete when something was written to it.
 
 use std::path::Path;
 use std::sync::Arc;

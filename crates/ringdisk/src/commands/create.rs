@@ -46,7 +46,8 @@ pub(crate) fn run(args: &CreateArgs) -> Result<(), Failure> {
     };
     let size = match (image.size(args.size)?, &backing) {
         (Some(size), _) => size,
-        // QEMU counts the disk of a backing file in sectors; what the user says it repeats as it is.
+        // QEMU counts the disk of a backing file in sectors; what the user says it repeats as it
+        // is.
         (None, Some(backing)) => backing.disk.size().next_multiple_of(SECTOR),
         (None, None) => {
             return Err(usage("the size of the new image is missing")

@@ -95,7 +95,8 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
 
 /// Stops, and waits for the end. Says whom the server waits for.
 ///
-/// Errors: it is still in use, or has not ended, when the time is up; or what it said about its end.
+/// Errors: it is still in use, or has not ended, when the time is up; or what it said about its
+/// end.
 fn stop(
     client: &mut Client,
     command: &Command,

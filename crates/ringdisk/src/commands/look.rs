@@ -77,7 +77,8 @@ pub(crate) fn close<T>(
 
 /// The format of an image by its first bytes.
 ///
-/// Errors: it cannot be read, has a format that we know by name only, or one that its guest may have written.
+/// Errors: it cannot be read, has a format that we know by name only, or one that its guest may
+/// have written.
 pub(crate) async fn format_of(ring: &Ring, storage: &Storage) -> Result<Format, Failure> {
     let name = storage.name().to_owned();
     let head = IoBuf::new(PROBE_LEN, SECTOR_ALIGN);

@@ -40,7 +40,8 @@ use crate::users::{self, Place};
 
 use plan::{FREE, FREE_STOPPED, Plan};
 
-/// Starts the background process. If it was killed before it was ready, nobody else removes what it had made so far.
+/// Starts the background process. If it was killed before it was ready, nobody else removes what it
+/// had made so far.
 ///
 /// Errors: as [`daemonize::run_child`].
 fn run_child(path: &Path) -> Result<u8, Failure> {
@@ -100,7 +101,8 @@ fn serve(
     if let Some(kept) = &kept {
         kept.listens();
     }
-    // Until this process has taken it over, a mount that was kept stays as it is, with the file below it.
+    // Until this process has taken it over, a mount that was kept stays as it is, with the file
+    // below it.
     let mut plan = match &resumed {
         Some((state, _)) => Plan::resumed(args, paths, state, kept.as_ref().and_then(Kept::first))?,
         None => Plan::new(args, paths)?,
@@ -273,7 +275,8 @@ fn serve(
         stop: Box::new(move |signal| {
             let asked = match signal {
                 AT_ONCE => Asked::Again,
-                // The process that keeps the mount counts, and its signals may come beside those of a terminal.
+                // The process that keeps the mount counts, and its signals may come beside those of
+                // a terminal.
                 _ => counted.count(signal != "SIGHUP" && !has_holder),
             };
             commands.cancel();
@@ -333,7 +336,8 @@ fn serve(
     result.map(|()| Exit::Clean.code())
 }
 
-/// Gives the mount to whoever keeps it, unless it comes from there. When this returns, this process may be killed.
+/// Gives the mount to whoever keeps it, unless it comes from there. When this returns, this process
+/// may be killed.
 ///
 /// * `created`: format of the image that was made just now.
 /// * `may_be_top`: whether the next process would take an image that a command puts on top.
@@ -374,7 +378,8 @@ fn park(
 ///
 /// * `disk`: what was served.
 ///
-/// Errors: its connection was aborted, so clients got errors; what was answered cannot be brought to stable storage.
+/// Errors: its connection was aborted, so clients got errors; what was answered cannot be brought
+/// to stable storage.
 fn ended_meanwhile(
     kept: Option<&mut Kept>,
     made: &Made,
@@ -420,7 +425,8 @@ fn ended_meanwhile(
     Ok(Exit::Clean.code())
 }
 
-/// Brings all to stable storage, also what a process before this one has answered, and lets go of the images.
+/// Brings all to stable storage, also what a process before this one has answered, and lets go of
+/// the images.
 ///
 /// Errors: those of the storage.
 fn flush(disk: &Disk) -> Result<(), Failure> {
@@ -476,7 +482,8 @@ fn confine(
 /// Says who uses the mount when a stop has to wait for them.
 ///
 /// * `limit`: how long it waits at most.
-/// * `alive`: the lock of the file below the mount. Who waits for it there waits for the next mount from then on.
+/// * `alive`: the lock of the file below the mount. Who waits for it there waits for the next mount
+///   from then on.
 fn watch_users(
     served: &Served,
     plan: &Plan<'_>,

@@ -1,6 +1,7 @@
 //! How the image that `mount` and `serve` were asked for is opened, or made.
 //!
-//! Promises: names hold also after the process has left its directory; an image that cannot be used says what to do.
+//! Promises: names hold also after the process has left its directory; an image that cannot be used
+//! says what to do.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -39,7 +40,8 @@ pub(crate) struct ImagePlan<'a> {
     pub(crate) top: Option<(PathBuf, Format)>,
     /// Format of the image, if we made it.
     pub(crate) made_format: Option<Format>,
-    /// The part of the disk that is served already, whatever its partition table has become: first byte and length, bytes.
+    /// The part of the disk that is served already, whatever its partition table has become: first
+    /// byte and length, bytes.
     pub(crate) window: Option<(u64, Option<u64>)>,
     /// The format of the raw image was guessed by a process before this one.
     pub(crate) protect_raw: bool,

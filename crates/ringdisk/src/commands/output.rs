@@ -12,7 +12,8 @@ pub(crate) fn json(out: &mut impl Write, value: &Value) -> io::Result<()> {
     let mut text = Vec::new();
     let mut serializer = serde_json::Serializer::with_formatter(&mut text, formatter);
     value.serialize(&mut serializer).map_err(io::Error::from)?;
-    // JSON leaves DEL and the control characters above it as they are, which terminals obey; names come from images and other processes.
+    // JSON leaves DEL and the control characters above it as they are, which terminals obey; names
+    // come from images and other processes.
     let mut shown = String::with_capacity(text.len() + 1);
     for c in String::from_utf8_lossy(&text).chars() {
         match c {

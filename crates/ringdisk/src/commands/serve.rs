@@ -1,7 +1,9 @@
-//! `ringdisk serve`: from the words to disks that virtual machines can use, and from their end to an exit code.
+//! `ringdisk serve`: from the words to disks that virtual machines can use, and from their end to
+//! an exit code.
 //!
-//! Promises: whatever was made on the way (images, sockets, a pid file) is removed again when the start fails; at a clean end
-//! everything but the images is. One disk that breaks down ends alone. Signals are honoured from the first moment.
+//! Promises: whatever was made on the way (images, sockets, a pid file) is removed again when the
+//! start fails; at a clean end everything but the images is. One disk that breaks down ends alone.
+//! Signals are honoured from the first moment.
 
 mod confine;
 mod greet;
@@ -176,7 +178,8 @@ fn serve(
         flag.as_ref().is_some_and(|flag| flag.load(Ordering::Acquire))
     };
     if given.iter().all(is_given) {
-        // The other process speaks to the service manager from now on, and has the pid file as soon as this one has ended.
+        // The other process speaks to the service manager from now on, and has the pid file as soon
+        // as this one has ended.
         if let Some(pidfile) = pidfile {
             pidfile.leave();
         }
@@ -233,7 +236,8 @@ fn plan<'a>(args: &ServeArgs, disk: &'a ServedDisk, place: Place) -> Result<Plan
         shown: Shown::of(disk),
         new: new_image(source, disk.image.as_deref())?,
         image: ImagePlan {
-            // The guest lives on when this process is killed, and was told that its writes are there. A temporary overlay is gone anyway.
+            // The guest lives on when this process is killed, and was told that its writes are
+            // there. A temporary overlay is gone anyway.
             outlives_process: !source.snapshot,
             leaves_directory: args.daemonize,
             inactive: disk.args.device.incoming,
@@ -434,7 +438,8 @@ impl Running {
         self.commands.let_go();
         drop(self.disk);
         drop(self.control);
-        // Who has taken the disk may use its names. With the last disk it gets the pid file, too, which is free when this process has ended.
+        // Who has taken the disk may use its names. With the last disk it gets the pid file, too,
+        // which is free when this process has ended.
         let successor = self.giver.and_then(Giver::end);
         if left.fetch_sub(1, Ordering::AcqRel) == 1 {
             std::mem::forget(successor);

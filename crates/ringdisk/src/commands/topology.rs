@@ -16,7 +16,8 @@ use crate::{serve, topology};
 
 /// Prints it.
 ///
-/// Errors: options that this machine cannot meet; there is no such mount, or its server does not answer.
+/// Errors: options that this machine cannot meet; there is no such mount, or its server does not
+/// answer.
 pub(crate) fn run(args: &TopologyArgs) -> Result<(), Failure> {
     let value = match &args.mountpoint {
         Some(mountpoint) => of_mount(mountpoint)?,

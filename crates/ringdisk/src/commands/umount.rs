@@ -1,7 +1,8 @@
 //! `ringdisk umount`: ends a mount of any process, by its path.
 //!
-//! Promises: nothing that is served is touched. A server that stands still can keep whoever takes its mount away waiting in the kernel,
-//! where no signal ends it (with rings, until the server runs again); so another process does that, and this one ends in time.
+//! Promises: nothing that is served is touched. A server that stands still can keep whoever takes
+//! its mount away waiting in the kernel, where no signal ends it (with rings, until the server runs
+//! again); so another process does that, and this one ends in time.
 
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -21,10 +22,11 @@ use crate::report::{Exit, Failure};
 use crate::terminal::{self, visible};
 use crate::users::{self, Place};
 
-/// Takes the mount away, and waits until its server has flushed, let go of the image and ended. Gives the exit code.
+/// Takes the mount away, and waits until its server has flushed, let go of the image and ended.
+/// Gives the exit code.
 ///
-/// Errors: nothing of ours is mounted there, it is in use, or the system does not allow it; it takes longer than `--timeout`; what the
-/// server said of its end.
+/// Errors: nothing of ours is mounted there, it is in use, or the system does not allow it; it
+/// takes longer than `--timeout`; what the server said of its end.
 pub(crate) fn run(args: &UmountArgs) -> Result<u8, Failure> {
     // Resolved before the mount goes: afterwards the name may lead elsewhere.
     let mountpoint = mountpoint::resolve(&args.mountpoint)?;
@@ -77,11 +79,13 @@ const SAID: Duration = Duration::from_secs(1);
 /// How long the server may take to say whether its images still have their names.
 const NAMES_WAIT: Duration = Duration::from_millis(500);
 
-/// Of a short `--timeout`, the question takes one part in so many: the rest is for the unmount itself, also where the server stands still.
+/// Of a short `--timeout`, the question takes one part in so many: the rest is for the unmount
+/// itself, also where the server stands still.
 const NAMES_PART: u32 = 4;
 
-/// Says which images have lost their names: what a deleted one holds is gone when its server ends. Gives the connection, on which the
-/// server says at last how it has ended. Where it does not answer nothing is said.
+/// Says which images have lost their names: what a deleted one holds is gone when its server ends.
+/// Gives the connection, on which the server says at last how it has ended. Where it does not
+/// answer nothing is said.
 fn ask(mountpoint: &Path, limit: Duration) -> Option<Client> {
     let deadline = Instant::now() + limit;
     let mut client = Client::reach(mountpoint, limit).ok()?;

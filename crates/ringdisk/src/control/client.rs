@@ -1,10 +1,11 @@
 //! The client's side: finds the server of a mount and asks it for one thing.
 //!
-//! Promises: nothing is sent to a socket of somebody else than the mount's owner or root; another user's server says nothing that counts
-//! as ours: no exit code; a server that sends rubbish or lines without end is an error; a server that takes long can be left at any
-//! time, which cancels what it does for us. Nothing that is served is touched, so a server that stands still keeps nobody waiting: what
-//! is mounted where is read from the mount table, and each of its answers has a limit; commands that take long by themselves
-//! have one for a server that is stopped.
+//! Promises: nothing is sent to a socket of somebody else than the mount's owner or root; another
+//! user's server says nothing that counts as ours: no exit code; a server that sends rubbish or
+//! lines without end is an error; a server that takes long can be left at any time, which cancels
+//! what it does for us. Nothing that is served is touched, so a server that stands still keeps
+//! nobody waiting: what is mounted where is read from the mount table, and each of its answers has
+//! a limit; commands that take long by themselves have one for a server that is stopped.
 
 use std::fs;
 use std::io::{self, IoSlice, Read, Write};
@@ -36,7 +37,8 @@ use crate::report::{Exit, Failure};
 /// How often a signal is looked for while the server says nothing.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// How long a server may take to answer unless the user says otherwise: the thread that does has nothing else to do.
+/// How long a server may take to answer unless the user says otherwise: the thread that does has
+/// nothing else to do.
 pub(crate) const ANSWER: Duration = Duration::from_secs(5);
 /// Pause before a server is tried again to which too many others want to talk.
 const FULL: Duration = Duration::from_millis(20);
@@ -49,7 +51,8 @@ const GONE: Duration = Duration::from_secs(60);
 pub(crate) enum Patience {
     /// At most so long.
     Answer(Duration),
-    /// As long as the server works at it; so long where it stands still (stopped by a signal, or by a debugger).
+    /// As long as the server works at it; so long where it stands still (stopped by a signal, or by
+    /// a debugger).
     Work(Duration),
 }
 
@@ -71,7 +74,8 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    /// Connects to the server of the mount at `path`, or of the disk whose vhost-user socket that is.
+    /// Connects to the server of the mount at `path`, or of the disk whose vhost-user socket that
+    /// is.
     ///
     /// * `limit`: for the server to take us.
     ///
@@ -175,7 +179,8 @@ impl Client {
     ///
     /// * `progress`: is kept up to date; when it is cancelled, we leave.
     ///
-    /// Errors: the server's, with its exit code; ours when it cannot be understood or is gone, or does not answer in time.
+    /// Errors: the server's, with its exit code; ours when it cannot be understood or is gone, or
+    /// does not answer in time.
     pub(crate) fn call(
         &mut self,
         command: &Command,
@@ -237,7 +242,8 @@ impl Client {
 
     /// Sends a line.
     ///
-    /// * `writes_below`: with the user's word that this may be done, which lasts until what is returned is dropped.
+    /// * `writes_below`: with the user's word that this may be done, which lasts until what is
+    ///   returned is dropped.
     fn send(&mut self, line: &str, writes_below: bool) -> io::Result<Option<OwnedFd>> {
         if !writes_below {
             return self.stream.write_all(line.as_bytes()).map(|()| None);
@@ -253,7 +259,8 @@ impl Client {
         Ok(Some(kept))
     }
 
-    /// The exit code of a failure that the server tells of. Scripts act upon codes, so another user's server has no say.
+    /// The exit code of a failure that the server tells of. Scripts act upon codes, so another
+    /// user's server has no say.
     fn code_of(&self, said: Option<u8>) -> u8 {
         let known = said.filter(|code| self.is_trusted && Exit::is_failure(*code));
         known.unwrap_or(Exit::General.code())
@@ -297,7 +304,8 @@ impl Client {
                 Err(_) if late && said.is_none() => return None,
                 Err(_) => break,
             }
-            // A server that says one thing after the other has not ended either; nor is it listened to for ever after it has said so.
+            // A server that says one thing after the other has not ended either; nor is it listened
+            // to for ever after it has said so.
             if Instant::now() >= end || progress.is_cancelled() {
                 match said {
                     None => return None,
@@ -320,7 +328,8 @@ impl Client {
         })
     }
 
-    /// Waits, after the end of the connection, until the process is gone, and everything that it held.
+    /// Waits, after the end of the connection, until the process is gone, and everything that it
+    /// held.
     pub(crate) fn wait_for_exit(&self) {
         let Some(process) = &self.process else { return };
         let limit = Timespec::try_from(GONE).ok();
@@ -405,7 +414,8 @@ fn gone(error: &io::Error) -> Failure {
     }
 }
 
-/// The name of the control socket of the disk whose vhost-user socket this may be, and its owner. `None`: it is none.
+/// The name of the control socket of the disk whose vhost-user socket this may be, and its owner.
+/// `None`: it is none.
 fn socket(path: &Path) -> Option<(String, u32)> {
     let real = real_path(path).ok()?;
     let name = name_of_disk(&real);
@@ -419,7 +429,8 @@ fn socket(path: &Path) -> Option<(String, u32)> {
     }
 }
 
-/// Where the control socket may be: a front end that makes the vhost-user socket may be another user's than the server.
+/// Where the control socket may be: a front end that makes the vhost-user socket may be another
+/// user's than the server.
 fn places(name: &str, owner: u32) -> Vec<PathBuf> {
     let mut places = candidates(name, owner);
     if owner != user() {
@@ -428,7 +439,8 @@ fn places(name: &str, owner: u32) -> Vec<PathBuf> {
     places
 }
 
-/// Connects to the first control socket of this name that is there and whose server is the owner's or root's.
+/// Connects to the first control socket of this name that is there and whose server is the owner's
+/// or root's.
 ///
 /// Errors: `WouldBlock` when it does not take us until the deadline.
 fn open(name: &str, owner: u32, deadline: Instant) -> io::Result<UnixStream> {

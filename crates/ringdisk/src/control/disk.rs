@@ -37,7 +37,8 @@ pub(crate) trait Serving: Send + Sync {
     /// The machine, and where the disk is served on it; with the text for people under `text`.
     fn topology(&self) -> Value;
 
-    /// Lets the host kernel move the data, or not. Waits until that is so. Gives whether the kernel serves now; without a guest it may later.
+    /// Lets the host kernel move the data, or not. Waits until that is so. Gives whether the kernel
+    /// serves now; without a guest it may later.
     ///
     /// Errors: why it stays as it is.
     fn switch_accel(&self, _on: bool) -> Result<bool, String> {
@@ -68,7 +69,8 @@ pub(crate) struct DiskControl {
     ended: OnceLock<(u8, String)>,
 }
 
-/// How long the answer to a stop waits until it is known whether the mount is in use, and by whom: 5 s in looks of 20 ms.
+/// How long the answer to a stop waits until it is known whether the mount is in use, and by whom:
+/// 5 s in looks of 20 ms.
 const STOP_LOOK: Duration = Duration::from_millis(20);
 const STOP_LOOKS: u32 = 250;
 /// How often it is looked whether the process is in its sandbox, which takes some milliseconds.
@@ -109,7 +111,8 @@ impl DiskControl {
         DiskControl { stopping: Some(stopping), ..self }
     }
 
-    /// Whether the process enters a sandbox after this ([`DiskControl::confined`]): commands that change the disk wait for that.
+    /// Whether the process enters a sandbox after this ([`DiskControl::confined`]): commands that
+    /// change the disk wait for that.
     pub(crate) fn confined_later(self, is_confined_later: bool) -> DiskControl {
         DiskControl { is_confined_later, ..self }
     }
@@ -182,7 +185,8 @@ impl DiskControl {
         }
     }
 
-    /// What helps when the user or the sandbox of the process is in the way: the kernel says the same of both.
+    /// What helps when the user or the sandbox of the process is in the way: the kernel says the
+    /// same of both.
     fn explain(&self, failure: Failure) -> Failure {
         let is_ours =
             failure.exit == Exit::Permission && !failure.message().contains("--allow-path");
@@ -275,7 +279,8 @@ impl DiskControl {
     ) -> Result<Value, Failure> {
         let usage = |text: String| Failure::new(Exit::Usage, text);
         let disk = self.disk()?;
-        // What is relative is computed when its turn comes: clients and other changes may be faster than this command.
+        // What is relative is computed when its turn comes: clients and other changes may be faster
+        // than this command.
         let size = match wanted.size {
             NewSize::To(0) if disk.size() > 0 => {
                 return Err(usage(String::from("nothing would be left of the disk")));
@@ -294,7 +299,8 @@ impl DiskControl {
             }
         };
         let options = ResizeOptions { shrink: wanted.shrink, preallocation };
-        // Zeroes for a large disk take long: whoever asked for them may have left, and a stop must not wait for them.
+        // Zeroes for a large disk take long: whoever asked for them may have left, and a stop must
+        // not wait for them.
         let resized = disk.resize_unless_cancelled(ring, size, options, progress).await;
         let resized = resized.map_err(Failure::of_change)?;
         Ok(json!({ "old-size": resized.before, "size": resized.after }))

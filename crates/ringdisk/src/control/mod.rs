@@ -1,7 +1,8 @@
-//! The control socket of a mount, or of a disk for virtual machines: how another process of the same user talks to the one that serves.
+//! The control socket of a mount, or of a disk for virtual machines: how another process of the
+//! same user talks to the one that serves.
 //!
-//! Promises: a client that is slow, silent or sends rubbish costs nobody else anything; nothing that
-//! a client sends ends the server; only the owner of the server and root are answered.
+//! Promises: a client that is slow, silent or sends rubbish costs nobody else anything; nothing
+//! that a client sends ends the server; only the owner of the server and root are answered.
 //!
 //! [`protocol`] is what both sides say, [`place`] where they meet, [`server`] runs any set of
 //! [`server::Commands`] (those of a disk are in [`disk`]), [`client`] is the other end.

@@ -4,11 +4,12 @@
 //! appears under its name complete (listening, mode 0600); what dead servers left is removed, what
 //! living ones use is not.
 //!
-//! The socket of a mount is named after the number of the FUSE connection, which the kernel gives to one mount at
-//! a time, so a mount is found by its path whichever way that is written, and never mistaken for
-//! another. It has a second name after that path, by which the server is found when its mount has left the tree (a stop that waits for
-//! users) or is covered by another one. That of a disk for a virtual machine is named after the path of its vhost-user socket, which only one process
-//! serves at a time.
+//! The socket of a mount is named after the number of the FUSE connection, which the kernel gives
+//! to one mount at a time, so a mount is found by its path whichever way that is written, and never
+//! mistaken for another. It has a second name after that path, by which the server is found when
+//! its mount has left the tree (a stop that waits for users) or is covered by another one. That of
+//! a disk for a virtual machine is named after the path of its vhost-user socket, which only one
+//! process serves at a time.
 
 use std::fs::{self, DirBuilder, Permissions};
 use std::io;
@@ -30,7 +31,8 @@ use crate::sandbox;
 /// Longest path of a socket, bytes: `sun_path` (unix(7)) less the final zero.
 pub(crate) const PATH_BYTES_MAX: usize = 107;
 
-/// Sockets that one start looks at for having been left: enough for any machine, and no work without end.
+/// Sockets that one start looks at for having been left: enough for any machine, and no work
+/// without end.
 const STALE_LOOKS_MAX: usize = 1024;
 
 /// A socket that is not complete yet may be another start's; after so long it is not.
@@ -86,11 +88,13 @@ impl Listening {
         self.names().map(|path| (path.clone(), self.identity)).collect()
     }
 
-    /// Gives it a second name, beside the first, which another server that had it loses. Nothing else fails without one.
+    /// Gives it a second name, beside the first, which another server that had it loses. Nothing
+    /// else fails without one.
     pub(crate) fn add_name(&mut self, name: &str) {
         let other = self.path.with_file_name(name);
         let unfinished = self.path.with_file_name(format!("new-{}.sock", std::process::id()));
-        // A hard link: one that was left leads to a socket that nobody has, never to another server.
+        // A hard link: one that was left leads to a socket that nobody has, never to another
+        // server.
         let add = || -> io::Result<()> {
             let _lock = self.path.parent().and_then(|directory| lock(directory, dirlock::START));
             let _ = fs::remove_file(&unfinished);
@@ -112,8 +116,8 @@ fn identity(path: &Path) -> io::Result<(u64, u64)> {
     fs::symlink_metadata(path).map(|meta| (meta.dev(), meta.ino()))
 }
 
-/// The user who started this process, whoever it has become since (`--user`): the owner of its sockets, and with root the only one whom they
-/// obey.
+/// The user who started this process, whoever it has become since (`--user`): the owner of its
+/// sockets, and with root the only one whom they obey.
 pub(crate) fn user() -> u32 {
     static USER: OnceLock<u32> = OnceLock::new();
     *USER.get_or_init(|| rustix::process::geteuid().as_raw())
@@ -150,8 +154,9 @@ pub(crate) fn is_served(mountpoint: &Path) -> bool {
     candidates(&name_of_path(mountpoint), user()).iter().any(|path| connect_now(path).is_ok())
 }
 
-/// Connects to a socket without waiting for its server. Neither the name nor its directory may be a link: the directory can be another
-/// user's, and a link there could lead to any server of ours, which then did what was meant for his.
+/// Connects to a socket without waiting for its server. Neither the name nor its directory may be a
+/// link: the directory can be another user's, and a link there could lead to any server of ours,
+/// which then did what was meant for his.
 ///
 /// Errors: nobody listens; it is no socket; `WouldBlock` when too many wait already.
 pub(crate) fn connect_now(path: &Path) -> io::Result<UnixStream> {
@@ -242,8 +247,9 @@ fn temporary(user: u32) -> String {
     format!("ringdisk-{user}")
 }
 
-/// A user's further directories in `root`: somebody else may have been the first to make the one with the plain name, so that the user's own
-/// has a name that nobody foresees. In the order of their names.
+/// A user's further directories in `root`: somebody else may have been the first to make the one
+/// with the plain name, so that the user's own has a name that nobody foresees. In the order of
+/// their names.
 fn further(root: &Path, user: u32) -> Vec<PathBuf> {
     let beginning = format!("{}-", temporary(user));
     let Ok(entries) = fs::read_dir(root) else { return Vec::new() };
@@ -271,7 +277,8 @@ fn runtime_directory() -> Option<PathBuf> {
     std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from)
 }
 
-/// Whether a directory belongs to us. The runtime directory may be that of the user who called su, and what we make there he can replace.
+/// Whether a directory belongs to us. The runtime directory may be that of the user who called su,
+/// and what we make there he can replace.
 fn is_ours(directory: &Path) -> bool {
     fs::metadata(directory).is_ok_and(|meta| meta.uid() == user())
 }
@@ -289,7 +296,8 @@ pub(crate) fn candidates(name: &str, owner: u32) -> Vec<PathBuf> {
 ///
 /// * `name`: as [`name_of_mount`] and [`name_of_disk`] give it.
 ///
-/// Errors: why none of the directories will do; another process has the name, and does not end within [`DYING`].
+/// Errors: why none of the directories will do; another process has the name, and does not end
+/// within [`DYING`].
 pub(crate) fn listen(name: &str) -> io::Result<Listening> {
     let runtime = runtime_directory().filter(|directory| is_ours(directory));
     let directories = directories(user(), runtime.as_deref());
@@ -323,8 +331,9 @@ fn listen_in(directories: &[PathBuf], name: &str) -> io::Result<Listening> {
     let mut why = io::Error::from(io::ErrorKind::NotFound);
     for directory in directories {
         let result = prepare(directory).and_then(|()| {
-            // One process at a time changes the names in a directory: the number of a mount that is gone is given to the next, so a name
-            // that was seen to be dead may be another's a moment later.
+            // One process at a time changes the names in a directory: the number of a mount that is
+            // gone is given to the next, so a name that was seen to be dead may be another's a
+            // moment later.
             let lock = lock(directory, dirlock::START);
             if lock.is_some() {
                 remove_stale(directory);
@@ -386,7 +395,8 @@ fn bind(directory: &Path, name: &str) -> io::Result<Listening> {
     let _ = fs::remove_file(&unfinished);
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    // The file gets this mode when it is made, less the umask: afterwards the name may be another file's.
+    // The file gets this mode when it is made, less the umask: afterwards the name may be another
+    // file's.
     fchmod(&socket, Mode::from_raw_mode(0o600))?;
     rustix::net::bind(&socket, &SocketAddrUnix::new(&unfinished)?)?;
     let finish = || {

@@ -9,9 +9,10 @@
 //! server: {"ended": {"exit": 12, "desc": "…"}}                     at last, to whoever is connected and waits for nothing else
 //! ```
 //!
-//! Promises: pure; what a server says for people has no control character that a terminal would obey, unless it is part of a result
-//! ([`Reply::Done`]), where whoever shows it sees to that; whatever the bytes are, they become a command or an error that says why not.
-//! Unknown commands and unknown arguments are errors, never ignored.
+//! Promises: pure; what a server says for people has no control character that a terminal would
+//! obey, unless it is part of a result ([`Reply::Done`]), where whoever shows it sees to that;
+//! whatever the bytes are, they become a command or an error that says why not. Unknown commands
+//! and unknown arguments are errors, never ignored.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -96,7 +97,8 @@ pub(crate) struct Accel {
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct Stop {
-    /// Now, whoever uses the mount. Left out where it is not meant, so that older servers understand.
+    /// Now, whoever uses the mount. Left out where it is not meant, so that older servers
+    /// understand.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(crate) force: bool,
 }

@@ -247,7 +247,8 @@ fn welcome<C: Commands>(ring: &Ring, stream: UnixStream, hub: &Rc<Hub<C>>) {
     });
 }
 
-/// Serves one client until it leaves or talks rubbish without end. At the end it is told how that came.
+/// Serves one client until it leaves or talks rubbish without end. At the end it is told how that
+/// came.
 async fn attend<C: Commands>(ring: &Ring, mut lines: Lines, hub: &Hub<C>) {
     if lines.send(ring, &protocol::greeting().to_string()).await.is_err() {
         return;

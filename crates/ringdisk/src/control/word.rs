@@ -1,11 +1,13 @@
 //! A user's word that images below the one on top may be written.
 //!
-//! The process that serves may not write them, and the warden, which opens them for it, cannot ask the user: it hears the process only, which may
-//! have been taken over. So `ringdisk ctl`, which runs outside, makes a pair of sockets, says [`TEXT`] on one, and sends the other with its
-//! command; the process passes it on. The kernel knows who made the pair, and nobody inside can make one.
+//! The process that serves may not write them, and the warden, which opens them for it, cannot ask
+//! the user: it hears the process only, which may have been taken over. So `ringdisk ctl`, which
+//! runs outside, makes a pair of sockets, says [`TEXT`] on one, and sends the other with its
+//! command; the process passes it on. The kernel knows who made the pair, and nobody inside can
+//! make one.
 //!
-//! Promises: the word counts as long as its giver has the other end open, which is until the command is answered; it is root's, or that of
-//! the user of the process.
+//! Promises: the word counts as long as its giver has the other end open, which is until the
+//! command is answered; it is root's, or that of the user of the process.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -29,7 +31,8 @@ pub(crate) fn give() -> io::Result<(OwnedFd, OwnedFd)> {
     Ok((kept, given))
 }
 
-/// Whether a descriptor is such a word: not one of the sockets that the process which passes it on has made itself, or somebody else.
+/// Whether a descriptor is such a word: not one of the sockets that the process which passes it on
+/// has made itself, or somebody else.
 pub(crate) fn is_given(word: &OwnedFd) -> bool {
     let parent = std::os::unix::process::parent_id();
     let is_user = sockopt::socket_peercred(word).is_ok_and(|peer| {

@@ -1,9 +1,11 @@
 //! The small parent that keeps a mount.
 //!
-//! Promises: it opens no image, makes no ring and touches no request: it holds descriptors, starts the process that serves, passes
-//! signals on to it, and sleeps. When that one is killed or panics it starts another, up to 5 times in 10 s of serving (so that one that
-//! dies before it serves cannot go on dying for ever, however slowly); after that, and when the next one cannot start, it ends the mount,
-//! so that clients get errors and nobody hangs. It ends with the code of the process that served, or with 7 when it gave up.
+//! Promises: it opens no image, makes no ring and touches no request: it holds descriptors, starts
+//! the process that serves, passes signals on to it, and sleeps. When that one is killed or panics
+//! it starts another, up to 5 times in 10 s of serving (so that one that dies before it serves
+//! cannot go on dying for ever, however slowly); after that, and when the next one cannot start, it
+//! ends the mount, so that clients get errors and nobody hangs. It ends with the code of the
+//! process that served, or with 7 when it gave up.
 //!
 //! One thread.
 
@@ -44,9 +46,11 @@ use crate::terminal;
 /// So many new processes within [`WINDOW`] of serving; then the mount is given up.
 const RESTARTS_MAX: usize = 5;
 const WINDOW: Duration = Duration::from_secs(10);
-/// How long a new process may take until it takes signals. One that comes earlier would kill it instead of stopping it.
+/// How long a new process may take until it takes signals. One that comes earlier would kill it
+/// instead of stopping it.
 const LISTENS: Duration = Duration::from_secs(2);
-/// How often a process that shall go on is tried to be started, with [`SPAWN_PAUSE`] in between: 2 s.
+/// How often a process that shall go on is tried to be started, with [`SPAWN_PAUSE`] in between: 2
+/// s.
 const SPAWNS_MAX: usize = 10;
 const SPAWN_PAUSE: Duration = Duration::from_millis(200);
 /// What a Rust program ends with after a panic of its main thread.
@@ -101,10 +105,11 @@ struct Holder {
     signals: Signals,
     manager: Notify,
     parked: link::Named,
-    /// All has been parked that will be: what comes later is from a process that may have been taken over.
+    /// All has been parked that will be: what comes later is from a process that may have been
+    /// taken over.
     is_parked: bool,
-    /// Where the mount was asked for. What the serving process says of it counts only for that place: it reads what others wrote, and
-    /// is in a sandbox, which this one is not.
+    /// Where the mount was asked for. What the serving process says of it counts only for that
+    /// place: it reads what others wrote, and is in a sandbox, which this one is not.
     mountpoint: Option<PathBuf>,
     /// What was there at first.
     before: Before,
@@ -148,7 +153,8 @@ pub(crate) fn run(
     background: Option<Background>,
 ) -> Result<u8, Failure> {
     let cannot = |error: &io::Error| Failure::system("cannot keep a mount", error, Exit::General);
-    // Starting a process takes memory, and must not wait for memory that is written to this very mount.
+    // Starting a process takes memory, and must not wait for memory that is written to this very
+    // mount.
     io_flusher::become_one_if(true);
     let directory = std::env::current_dir().map_err(|error| cannot(&error))?;
     let pidfile_path = args.pidfile.as_deref().map(std::path::absolute).transpose();
@@ -231,7 +237,8 @@ fn how(status: ExitStatus) -> String {
 }
 
 impl Holder {
-    /// Starts a serving process. Where memory or processes are short (which may be what the one before it has died of) it tries again.
+    /// Starts a serving process. Where memory or processes are short (which may be what the one
+    /// before it has died of) it tries again.
     ///
     /// Errors: those of [`link::spawn`].
     fn spawn(&self, directory: &Path) -> io::Result<(OwnedFd, Child)> {
@@ -310,8 +317,9 @@ impl Holder {
         }
     }
 
-    /// The signals to pass on. A second one that asks for the end becomes SIGUSR2: the serving process may have got the first one itself
-    /// too, from a terminal or a service manager that signals the whole group, and cannot count them.
+    /// The signals to pass on. A second one that asks for the end becomes SIGUSR2: the serving
+    /// process may have got the first one itself too, from a terminal or a service manager that
+    /// signals the whole group, and cannot count them.
     fn came(&mut self) -> Vec<Signal> {
         let mut all = Vec::new();
         for (signal, stops) in self.signals.take() {
@@ -422,9 +430,11 @@ impl Holder {
         }
     }
 
-    /// Takes the mount away if it is still there: its clients get errors. Then everything that was kept goes.
+    /// Takes the mount away if it is still there: its clients get errors. Then everything that was
+    /// kept goes.
     ///
-    /// * `is_removed`: the serving process has done so; its place and its number may be those of another mount by now.
+    /// * `is_removed`: the serving process has done so; its place and its number may be those of
+    ///   another mount by now.
     fn end_mount(&mut self, is_removed: bool) {
         let parked = std::mem::take(&mut self.parked);
         let (mut first, mut alive, mut devices) = (None, None, Vec::new());
@@ -444,7 +454,8 @@ impl Holder {
             .filter(|(_, parked)| !(is_removed && is_over(parked)))
             && let Some(device) = devices.pop()
         {
-            // On kernels that do not say whose a descriptor is, the number that the process has told at the start: another mount may have it by now.
+            // On kernels that do not say whose a descriptor is, the number that the process has
+            // told at the start: another mount may have it by now.
             let is_known = mount::knows_its_connection(&device)
                 || mount::abort_of(&terms.mountpoint, terms.connection).is_some();
             let mount = Mount::adopt(device, terms.mountpoint.clone(), terms.connection);

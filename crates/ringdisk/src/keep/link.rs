@@ -1,9 +1,10 @@
-//! Between the process that keeps a mount and the one that serves it: a socket pair, whose end is the serving process's standard
-//! input.
+//! Between the process that keeps a mount and the one that serves it: a socket pair, whose end is
+//! the serving process's standard input.
 //!
-//! Promises: no descriptor goes to any other process; everything received is close-on-exec; when one of the two ends, however, the
-//! other sees the end of the socket. To the serving process goes one message, the parked descriptors with their names
-//! (`FDNAMES=a:b`); from it come those of sd_notify(3).
+//! Promises: no descriptor goes to any other process; everything received is close-on-exec; when
+//! one of the two ends, however, the other sees the end of the socket. To the serving process goes
+//! one message, the parked descriptors with their names (`FDNAMES=a:b`); from it come those of
+//! sd_notify(3).
 
 use std::ffi::OsStr;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -24,7 +25,8 @@ use rustix::net::{
 use crate::notify::Notify;
 use crate::report::{Exit, Failure};
 
-/// Set in the environment of the serving process; its value is the pid of the one that keeps the mount.
+/// Set in the environment of the serving process; its value is the pid of the one that keeps the
+/// mount.
 const MARK: &str = "RINGDISK_KEPT_BY";
 /// Set when a service manager listens to the parent.
 const MANAGED: &str = "RINGDISK_MANAGED";
@@ -68,7 +70,8 @@ fn has_socket() -> bool {
         .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Socket)
 }
 
-/// Starts the program anew, with our own arguments, to serve. Gives our end of the socket, which does not block.
+/// Starts the program anew, with our own arguments, to serve. Gives our end of the socket, which
+/// does not block.
 ///
 /// * `directory`: where the arguments are to be understood.
 /// * `parked`: what the process before it has left.
@@ -151,7 +154,8 @@ pub(crate) fn send(
 
 /// Receives one message.
 ///
-/// Errors: EMFILE when descriptors were lost; those of recvmsg(2), but for a socket that does not block and has nothing.
+/// Errors: EMFILE when descriptors were lost; those of recvmsg(2), but for a socket that does not
+/// block and has nothing.
 pub(crate) fn receive(socket: BorrowedFd<'_>) -> io::Result<Received> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
     let mut bytes = vec![0; MESSAGE_BYTES_MAX];

@@ -1,11 +1,13 @@
 //! Which overlays belong to a kept mount.
 //!
-//! The process that serves says which image is on top, and may have been taken over. Beside its own overlays lie images of others, and the next
-//! process, which is not confined yet, would open one of those to write. So the warden, which the serving process cannot reach into, marks
-//! what it makes for the mount: an extended attribute with the mount's own word, which was sealed at the start. Inside no call sets
-//! attributes, and no other image can be opened.
+//! The process that serves says which image is on top, and may have been taken over. Beside its own
+//! overlays lie images of others, and the next process, which is not confined yet, would open one
+//! of those to write. So the warden, which the serving process cannot reach into, marks what it
+//! makes for the mount: an extended attribute with the mount's own word, which was sealed at the
+//! start. Inside no call sets attributes, and no other image can be opened.
 //!
-//! Promises: nothing of the file's bytes is touched; a file system without such attributes has no marks.
+//! Promises: nothing of the file's bytes is touched; a file system without such attributes has no
+//! marks.
 
 use std::fs::File;
 use std::io::{self, Read};

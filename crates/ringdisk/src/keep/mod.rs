@@ -1,11 +1,12 @@
 //! A mount that outlives the process that serves it (`--keep-mount`).
 //!
-//! Promises: every descriptor of the mount, and what else the next process needs, is with somebody who does not serve; a process that
-//! finds them there goes on with that mount, and no request is lost.
+//! Promises: every descriptor of the mount, and what else the next process needs, is with somebody
+//! who does not serve; a process that finds them there goes on with that mount, and no request is
+//! lost.
 //!
 //! Who keeps them ([`role`]):
-//! - a service manager with a place for descriptors (`FDSTORE=1` of sd_notify(3)), which gives them to the next process it
-//!   starts (`LISTEN_FDS`);
+//! - a service manager with a place for descriptors (`FDSTORE=1` of sd_notify(3)), which gives them
+//!   to the next process it starts (`LISTEN_FDS`);
 //! - else a small parent of our own ([`holder`]), which starts the next process itself.
 //!
 //! Both are told in the same words (`notify.rs`); only the way back differs.
@@ -98,7 +99,8 @@ pub(crate) fn role(args: &MountArgs) -> Result<Role, Failure> {
     let names: Vec<String> = parked.iter().map(|(name, _)| name.clone()).collect();
     let found = found(parked)?;
     if found.is_none() && !names.is_empty() {
-        // A mount whose process died before it had parked everything. With the last descriptor it ends, and a new one is made.
+        // A mount whose process died before it had parked everything. With the last descriptor it
+        // ends, and a new one is made.
         names.iter().for_each(|name| notify.unstore(name));
         let _ = notify.barrier();
     }
@@ -109,7 +111,8 @@ pub(crate) fn role(args: &MountArgs) -> Result<Role, Failure> {
     Ok(Role::Serves(Kept::new(notify, None, found)?))
 }
 
-/// Whether a service manager has room for all our descriptors. `FDSTORE` is set by systemd 254 and newer.
+/// Whether a service manager has room for all our descriptors. `FDSTORE` is set by systemd 254 and
+/// newer.
 fn manager_keeps(args: &MountArgs) -> bool {
     let Some(room) = std::env::var("FDSTORE").ok().and_then(|text| text.parse::<usize>().ok())
     else {

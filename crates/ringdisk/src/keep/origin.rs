@@ -1,10 +1,13 @@
 //! What a mount was made with, in memory that nobody can write any more.
 //!
-//! The process that serves reads what others wrote, and is confined because it may be taken over. What it says of its mount later is somebody
-//! else's word then, and those who hear it, the process that keeps the mount and the next one that serves, are not confined. So the first
-//! word, said before the process was confined, counts: where the mount is, what it was made with, whose mountpoint it is.
+//! The process that serves reads what others wrote, and is confined because it may be taken over.
+//! What it says of its mount later is somebody else's word then, and those who hear it, the process
+//! that keeps the mount and the next one that serves, are not confined. So the first word, said
+//! before the process was confined, counts: where the mount is, what it was made with, whose
+//! mountpoint it is.
 //!
-//! Promises: [`seal`] gives memory that cannot be written, cut or mapped for writing; [`open`] takes no other. Control path.
+//! Promises: [`seal`] gives memory that cannot be written, cut or mapped for writing; [`open`]
+//! takes no other. Control path.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -16,7 +19,8 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, memfd_
 /// Seals of memory that stays as it is.
 const SEALS: SealFlags =
     SealFlags::SEAL.union(SealFlags::SHRINK).union(SealFlags::GROW).union(SealFlags::WRITE);
-/// Longest text, bytes: paths of a mountpoint and of the directories of 200 images, each byte escaped.
+/// Longest text, bytes: paths of a mountpoint and of the directories of 200 images, each byte
+/// escaped.
 const TEXT_BYTES_MAX: u64 = 8 << 20;
 
 /// Puts a text into memory of its own.

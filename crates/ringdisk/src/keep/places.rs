@@ -1,7 +1,8 @@
 //! The two places for a state in memory that outlives the process.
 //!
-//! Promises: of two states the newest that was written whole is found, whenever the process was killed, and whatever it left there: the
-//! memory is read, never mapped, so one that is cut meanwhile is an error and no signal. Control path.
+//! Promises: of two states the newest that was written whole is found, whenever the process was
+//! killed, and whatever it left there: the memory is read, never mapped, so one that is cut
+//! meanwhile is an error and no signal. Control path.
 //!
 //! Each place: number, checksum and length (u64 each, native byte order), then the text.
 
@@ -24,7 +25,8 @@ pub(super) fn newest(file: &File) -> Option<(u64, Vec<u8>)> {
     (0..2).filter_map(|place| read(file, place)).max_by_key(|found| found.0)
 }
 
-/// Writes a state with the number that follows the newest one's, in the place of the one before that.
+/// Writes a state with the number that follows the newest one's, in the place of the one before
+/// that.
 ///
 /// Errors: it is too long; memory is short.
 pub(super) fn put(file: &File, number: u64, text: &[u8]) -> io::Result<()> {

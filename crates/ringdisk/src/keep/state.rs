@@ -1,8 +1,9 @@
 //! What the next process has to know of a mount, in memory that outlives the process.
 //!
-//! Promises: the newest state that was written whole is read, whenever a process was killed; a state of another version of ringdisk
-//! is refused in words. Of what a process says after the start only the images count ([`State::with_images_of`]); the rest is what was sealed
-//! at the start ([`super::origin`]). Control path.
+//! Promises: the newest state that was written whole is read, whenever a process was killed; a
+//! state of another version of ringdisk is refused in words. Of what a process says after the start
+//! only the images count ([`State::with_images_of`]); the rest is what was sealed at the start
+//! ([`super::origin`]). Control path.
 //!
 //! The memory is a memfd that is parked beside the descriptors of the mount. Its first page is the
 //! [`FileRecord`]; two places follow, which take turns ([`super::places`]), for JSON.
@@ -50,20 +51,20 @@ pub(crate) struct State {
     format: Option<String>,
     /// The image on top and its format, if a command has put another one there.
     top: Option<(Bytes, String)>,
-    /// What the files of the chain are ([`files_of`]), so that another image that has the name of one by now is not taken for it. Empty: an
-    /// older ringdisk did not say.
+    /// What the files of the chain are ([`files_of`]), so that another image that has the name of
+    /// one by now is not taken for it. Empty: an older ringdisk did not say.
     #[serde(default)]
     files: Vec<(u64, u64)>,
-    /// Those of the image on top at the start, which the mount may write; the others may lie below the disks of others, too. Empty: an
-    /// older ringdisk did not say.
+    /// Those of the image on top at the start, which the mount may write; the others may lie below
+    /// the disks of others, too. Empty: an older ringdisk did not say.
     #[serde(default)]
     tops: Vec<(u64, u64)>,
-    /// The part of the disk that is served, if it is not all of it: first byte and length, bytes. The next process does not look for a
-    /// partition again.
+    /// The part of the disk that is served, if it is not all of it: first byte and length, bytes.
+    /// The next process does not look for a partition again.
     #[serde(default)]
     pub(crate) window: Option<(u64, Option<u64>)>,
-    /// The first sector of the raw image is protected, since its format was guessed. The next process may find it below an overlay, which
-    /// states the format.
+    /// The first sector of the raw image is protected, since its format was guessed. The next
+    /// process may find it below an overlay, which states the format.
     #[serde(default)]
     pub(crate) protect_raw: bool,
     /// What the overlays of this mount are marked with ([`super::mark`]). Empty: they are not.
@@ -149,8 +150,8 @@ impl State {
         parse(&text)
     }
 
-    /// One of these images that the process could not have opened: it was not there at the start, which this is, and was not made, or opened
-    /// to be written, by the warden.
+    /// One of these images that the process could not have opened: it was not there at the start,
+    /// which this is, and was not made, or opened to be written, by the warden.
     ///
     /// * `allowed`: what `--allow-path` names.
     pub(crate) fn stranger<'a>(
@@ -174,8 +175,8 @@ impl State {
         chain.iter().find(is_stranger).map(|layer| &**layer)
     }
 
-    /// Whether a file or device with this name may be written: it was on top at the start, which this is, or was made for this mount, or a
-    /// user had it written by a command.
+    /// Whether a file or device with this name may be written: it was on top at the start, which
+    /// this is, or was made for this mount, or a user had it written by a command.
     pub(crate) fn has_or_made(&self, path: &Path) -> bool {
         let meta = fs::metadata(path).map(|meta| Storage::identity_of(&meta));
         meta.is_ok_and(|id| self.tops().contains(&id)) || mark::is_on(path, &self.mark)
@@ -191,7 +192,8 @@ impl State {
         State { files: files_of(chain), ..self }
     }
 
-    /// One of these images that was not in the chain. (It may have become shorter a moment before the end.)
+    /// One of these images that was not in the chain. (It may have become shorter a moment before
+    /// the end.)
     pub(crate) fn other<'a>(&self, chain: &'a [Arc<Layer>]) -> Option<&'a Layer> {
         let is_other = |layer: &&Arc<Layer>| {
             let files = files_of(std::slice::from_ref(*layer));

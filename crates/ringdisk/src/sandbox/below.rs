@@ -1,12 +1,14 @@
 //! Images that the process inside may only read, and what their headers may name.
 //!
-//! A base may be below the disks of many, so a process that serves one of them has no right to write it. A `ringdisk ctl commit` writes it all
-//! the same: then the warden opens it again for that, on the word of the user who asks, not on that of the process ([`crate::control::word`]).
-//! And a command that changes what a header names has the note of the names changed here ([`ringdisk_disk::names_note`]), which no call
-//! inside can change.
+//! A base may be below the disks of many, so a process that serves one of them has no right to
+//! write it. A `ringdisk ctl commit` writes it all the same: then the warden opens it again for
+//! that, on the word of the user who asks, not on that of the process ([`crate::control::word`]).
+//! And a command that changes what a header names has the note of the names changed here
+//! ([`ringdisk_disk::names_note`]), which no call inside can change.
 //!
-//! Promises: only files that were in the chain when the process was confined, and that carry a note of their own names by then, are opened to
-//! be written; only while somebody who asked for it waits for the answer. What a note names is one of these files, or an overlay that was made here.
+//! Promises: only files that were in the chain when the process was confined, and that carry a note
+//! of their own names by then, are opened to be written; only while somebody who asked for it waits
+//! for the answer. What a note names is one of these files, or an overlay that was made here.
 
 use std::fs;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -23,7 +25,8 @@ use super::overlays::Id;
 use crate::control::word;
 use crate::keep::mark;
 
-/// Words of users that are held at a time: as many as there are clients of a control socket, for some disks.
+/// Words of users that are held at a time: as many as there are clients of a control socket, for
+/// some disks.
 const WORDS_MAX: usize = 64;
 /// Longest note that is read, bytes; longer ones are none of ours.
 const NOTE_BYTES_MAX: usize = 32 << 10;
@@ -51,7 +54,8 @@ struct Held {
     image: Image,
     /// `O_PATH`: while it is open no other file gets its numbers.
     file: OwnedFd,
-    /// It was opened to be written, and may be again until the process says that it needs it no more.
+    /// It was opened to be written, and may be again until the process says that it needs it no
+    /// more.
     is_granted: bool,
 }
 
@@ -96,9 +100,11 @@ impl Below {
     /// Opens a file to write it.
     ///
     /// * `maker`: who must be allowed to; `None`: this process.
-    /// * `mark`: it may become the image on top, which the next process of a kept mount opens to write; empty: there is none.
+    /// * `mark`: it may become the image on top, which the next process of a kept mount opens to
+    ///   write; empty: there is none.
     ///
-    /// Errors: EACCES: it is none of the chain; EKEYREJECTED: no user asks for that; those of open(2).
+    /// Errors: EACCES: it is none of the chain; EKEYREJECTED: no user asks for that; those of
+    /// open(2).
     pub(super) fn write(
         &mut self,
         id: Id,
@@ -116,7 +122,8 @@ impl Below {
             Some(user) => user.look(open)??,
             None => open()?,
         };
-        // From here on its header may say anything. A file system that keeps no notes keeps none of others either.
+        // From here on its header may say anything. A file system that keeps no notes keeps none of
+        // others either.
         if value(open.as_fd()) == Err(Errno::NODATA) {
             let _ = set(open.as_fd(), &held.image.names);
         }
@@ -142,7 +149,8 @@ impl Below {
     ///
     /// * `is_known`: whether a file is one that was made here.
     ///
-    /// Errors: EACCES: it is none of the chain, or names what is none; EKEYREJECTED: no user asks for that; those of setxattr(2).
+    /// Errors: EACCES: it is none of the chain, or names what is none; EKEYREJECTED: no user asks
+    /// for that; those of setxattr(2).
     pub(super) fn note(
         &mut self,
         id: Id,

@@ -1,11 +1,14 @@
 //! What somebody outside of a sandbox does for the process inside.
 //!
-//! Promises: told before the process enters, and no more after that; each duty names one mount, one file, one socket or one directory, and whoever has
-//! taken the process over can ask for these only. A file is removed if its name still leads to it. What belongs to a number is taken hold of
-//! when the duties are told ([`Held`]): the number of a connection, a mount or a file is another one's later.
+//! Promises: told before the process enters, and no more after that; each duty names one mount, one
+//! file, one socket or one directory, and whoever has taken the process over can ask for these
+//! only. A file is removed if its name still leads to it. What belongs to a number is taken hold of
+//! when the duties are told ([`Held`]): the number of a connection, a mount or a file is another
+//! one's later.
 //!
-//! Messages to the one who does it: first, one each, the mount, the files, the sockets and the directories, then the word that this was all: a letter, and
-//! fields between zero bytes. Then orders: a letter and, for a file or a socket, its name.
+//! Messages to the one who does it: first, one each, the mount, the files, the sockets and the
+//! directories, then the word that this was all: a letter, and fields between zero bytes. Then
+//! orders: a letter and, for a file or a socket, its name.
 
 use std::cell::RefCell;
 use std::ffi::OsStr;
@@ -78,7 +81,8 @@ pub(crate) struct Duties {
     pub(crate) maker: Option<User>,
     /// Files of the chains: what may be written on a user's word, and named.
     pub(crate) images: Vec<Image>,
-    /// What they are marked with, for the next process of a kept mount ([`crate::keep::mark`]); empty: nothing.
+    /// What they are marked with, for the next process of a kept mount ([`crate::keep::mark`]);
+    /// empty: nothing.
     pub(crate) mark: String,
 }
 
@@ -89,8 +93,9 @@ pub(super) struct Held {
     place: Option<Place>,
     /// Aborts the mount's connection.
     abort: Option<Abort>,
-    /// Descriptors of the files. While they are open no other file gets the number of one of these: an order may be carried out when the
-    /// process that gave it is gone, and the next one has the name.
+    /// Descriptors of the files. While they are open no other file gets the number of one of these:
+    /// an order may be carried out when the process that gave it is gone, and the next one has the
+    /// name.
     pins: Vec<Option<OwnedFd>>,
     /// New overlays: what was made since is here, too.
     overlays: RefCell<Overlays>,
@@ -105,8 +110,9 @@ impl Held {
         }
     }
 
-    /// Whether the mount has ended: its number and its place may be those of another one by now. Where the kernel cannot be asked, the
-    /// number at its place is what is left to go by, if the mount was seen there.
+    /// Whether the mount has ended: its number and its place may be those of another one by now.
+    /// Where the kernel cannot be asked, the number at its place is what is left to go by, if the
+    /// mount was seen there.
     fn is_gone(&self) -> bool {
         match &self.abort {
             Some(abort) => !abort.is_there(),
@@ -286,8 +292,9 @@ fn unmount((mountpoint, connection): &(PathBuf, u32), how: Unmount) -> Answer {
     }
 }
 
-/// Keeps the numbers of a file from being given to another one: a descriptor that nothing can be read or written by. `None`: its name
-/// leads to something else, as that of a mountpoint does, which would be in use then; or there is no descriptor left.
+/// Keeps the numbers of a file from being given to another one: a descriptor that nothing can be
+/// read or written by. `None`: its name leads to something else, as that of a mountpoint does,
+/// which would be in use then; or there is no descriptor left.
 pub(crate) fn pin(path: &Path, id: (u64, u64)) -> Option<OwnedFd> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = rustix::fs::open(path, flags, Mode::empty()).ok()?;
@@ -297,11 +304,12 @@ pub(crate) fn pin(path: &Path, id: (u64, u64)) -> Option<OwnedFd> {
     ((makedev(now.stx_dev_major, now.stx_dev_minor), now.stx_ino) == id).then_some(file)
 }
 
-/// Removes a file if its name still leads to it, and if it is one that a server makes: a socket, a mountpoint, which is empty, or a pid file. What
-/// a process before this one said of a mountpoint may have been the name of somebody's file.
+/// Removes a file if its name still leads to it, and if it is one that a server makes: a socket, a
+/// mountpoint, which is empty, or a pid file. What a process before this one said of a mountpoint
+/// may have been the name of somebody's file.
 ///
-/// * `is_pinned`: no other file can have its number. One that is not, as what lies below a mount, goes only if it is the empty file that was
-///   made there.
+/// * `is_pinned`: no other file can have its number. One that is not, as what lies below a mount,
+///   goes only if it is the empty file that was made there.
 fn unlink(path: &Path, id: (u64, u64), is_pinned: bool) -> Answer {
     // The process inside cannot: nobody there shall keep others waiting.
     let _lock = path.parent().and_then(|directory| dirlock::lock(directory, dirlock::END));

@@ -1,9 +1,10 @@
 //! The sandbox of a process that serves images.
 //!
-//! Promises: what is served goes on as without it, through every command of `ringdisk ctl` and to the end; what was made is removed by
-//! whoever is outside ([`warden`]). What is in force is told.
+//! Promises: what is served goes on as without it, through every command of `ringdisk ctl` and to
+//! the end; what was made is removed by whoever is outside ([`warden`]). What is in force is told.
 //!
-//! [`images`] is what any server of images needs; a command adds its own and calls [`enter`] when all that takes more has been done.
+//! [`images`] is what any server of images needs; a command adds its own and calls [`enter`] when
+//! all that takes more has been done.
 
 mod below;
 mod duties;
@@ -43,7 +44,8 @@ use warden::Warden;
 /// The process that does what this one may not.
 static WARDEN: OnceLock<Warden> = OnceLock::new();
 
-/// Whether a process with this option is confined. For users who are not root it costs `fusermount3`, which needs to become root: they ask.
+/// Whether a process with this option is confined. For users who are not root it costs
+/// `fusermount3`, which needs to become root: they ask.
 pub(crate) fn is_wanted(word: SandboxWord) -> bool {
     match word {
         SandboxWord::Auto => rustix::process::geteuid().is_root(),
@@ -58,8 +60,9 @@ pub(crate) fn plan(word: SandboxWord) -> Plan {
     surroundings(plan)
 }
 
-/// What serving a disk takes: its images, and what the command line names besides. Nothing else of their directories: overlays of a
-/// `ringdisk ctl snapshot` are made by the warden ([`directory_for`]).
+/// What serving a disk takes: its images, and what the command line names besides. Nothing else of
+/// their directories: overlays of a `ringdisk ctl snapshot` are made by the warden
+/// ([`directory_for`]).
 ///
 /// * `more`: names of files and directories that the command line allows images to lead to.
 /// * `told_within`: of a disk that another process handed over, files count only there.
@@ -73,10 +76,12 @@ pub(crate) fn images(
     let writes = !disk.is_read_only();
     for (depth, layer) in disk.layers().iter().enumerate() {
         for storage in [layer.file(), layer.data_storage()].into_iter().flatten() {
-            // That it is open says nothing: the process before may have opened anything of the system to read.
+            // That it is open says nothing: the process before may have opened anything of the
+            // system to read.
             let is_had = |file: &PathBuf| told_within.is_none_or(|reach| reach.has_open(file));
             if let Some(file) = by_descriptor(storage).filter(is_had) {
-                // What lies below may lie below the disks of others, too: a commit writes there on a user's word ([`below`]).
+                // What lies below may lie below the disks of others, too: a commit writes there on
+                // a user's word ([`below`]).
                 let writes = writes && depth == 0 && storage.is_open_for_writing();
                 plan = if writes { plan.read_write(file) } else { plan.read(file) };
             }
@@ -122,20 +127,23 @@ fn surroundings(plan: Plan) -> Plan {
     }
 }
 
-/// Looks whether a process with this option can be confined, before something is done that cannot be undone.
+/// Looks whether a process with this option can be confined, before something is done that cannot
+/// be undone.
 ///
 /// Errors: something is missing that is insisted on.
 pub(crate) fn check(word: SandboxWord) -> Result<(), Failure> {
     if is_wanted(word) { plan(word).check().map_err(cannot) } else { Ok(()) }
 }
 
-/// Whether a process with this option has been confined in its files, so that what it says may be somebody else's word. Not where this machine
-/// cannot do that: then its commands could put images anywhere, and did as they were told.
+/// Whether a process with this option has been confined in its files, so that what it says may be
+/// somebody else's word. Not where this machine cannot do that: then its commands could put images
+/// anywhere, and did as they were told.
 pub(crate) fn confines_files(word: SandboxWord) -> bool {
     is_wanted(word) && plan(word).insist(true).check().is_ok()
 }
 
-/// Enters, with all threads, and says so. Gives what is in force, in words. All rings are restricted by then.
+/// Enters, with all threads, and says so. Gives what is in force, in words. All rings are
+/// restricted by then.
 ///
 /// Errors: something is missing that was insisted on; a thread could not be confined.
 pub(crate) fn enter(plan: Plan) -> Result<String, Failure> {
@@ -146,8 +154,8 @@ pub(crate) fn enter(plan: Plan) -> Result<String, Failure> {
     Ok(told(&in_force))
 }
 
-/// As [`enter`], for a process that must go on: what is missing, and was insisted on, is an error on the terminal and nothing more. Gives
-/// what is in force, in words.
+/// As [`enter`], for a process that must go on: what is missing, and was insisted on, is an error
+/// on the terminal and nothing more. Gives what is in force, in words.
 pub(crate) fn enter_as_far_as_possible(plan: Plan, word: SandboxWord) -> String {
     let complain = |why: &dyn fmt::Display| {
         let text =
@@ -211,8 +219,8 @@ pub(crate) fn remove_file(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Whether a name still leads to a file of ours. Where a process that is not root's any more may not look, the warden does, before it removes
-/// it.
+/// Whether a name still leads to a file of ours. Where a process that is not root's any more may
+/// not look, the warden does, before it removes it.
 pub(crate) fn may_be(path: &Path, id: (u64, u64)) -> bool {
     match fs::symlink_metadata(path) {
         Ok(meta) => (meta.dev(), meta.ino()) == id,
@@ -220,7 +228,8 @@ pub(crate) fn may_be(path: &Path, id: (u64, u64)) -> bool {
     }
 }
 
-/// Connects to a front end that listens; inside a sandbox, where no socket can be made, the warden does it, if it was told of the name.
+/// Connects to a front end that listens; inside a sandbox, where no socket can be made, the warden
+/// does it, if it was told of the name.
 ///
 /// Errors: nobody listens there.
 pub(crate) fn connect(path: &Path) -> io::Result<OwnedFd> {
@@ -235,7 +244,8 @@ pub(crate) fn is_for_warden(path: &Path) -> bool {
     path.is_absolute()
 }
 
-/// Who uses the mount, as the warden sees it: inside a sandbox other processes cannot be looked at. `None`: there is no warden.
+/// Who uses the mount, as the warden sees it: inside a sandbox other processes cannot be looked at.
+/// `None`: there is no warden.
 pub(crate) fn users() -> Option<Users> {
     WARDEN.get()?.users()
 }

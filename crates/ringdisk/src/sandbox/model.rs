@@ -1,9 +1,11 @@
 //! What a warden may do to files, as a model: for tests, and for the fuzzer.
 //!
-//! Promises of the warden that [`run`] checks, whatever is ordered and whatever others do to the names meanwhile: a file goes if and only if it is
-//! one that the duties name and still has that name; only sockets that the duties name are connected; nothing else changes.
+//! Promises of the warden that [`run`] checks, whatever is ordered and whatever others do to the
+//! names meanwhile: a file goes if and only if it is one that the duties name and still has that
+//! name; only sockets that the duties name are connected; nothing else changes.
 //!
-//! Mounts cannot be had here: duties name one that is not there, and nothing may come of it. (Real ones: `tests/e2e_takeover`.)
+//! Mounts cannot be had here: duties name one that is not there, and nothing may come of it. (Real
+//! ones: `tests/e2e_takeover`.)
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -54,7 +56,8 @@ impl Input<'_> {
     }
 }
 
-/// Runs one sequence of changes and orders. Panics when the warden does what it must not, or not what it must.
+/// Runs one sequence of changes and orders. Panics when the warden does what it must not, or not
+/// what it must.
 ///
 /// * `directory`: empty, and so it is left.
 pub(crate) fn run(directory: &Path, bytes: &[u8]) {
@@ -191,7 +194,8 @@ impl World<'_> {
         let meant = (0..NAMES).find(|name| self.path(*name) == path);
         let file = duties.files.iter().any(|(it, _)| it == path);
         let goes = meant.filter(|_| *what == b'R' && file);
-        // What has the name by now is another file, or it is that one, and one that no server makes.
+        // What has the name by now is another file, or it is that one, and one that no server
+        // makes.
         if let Some(name) = goes
             && let Some(node) = self.names.get(&name).filter(|node| Some(*node) == told.get(&name))
             && (self.is_socket(*node) || !node.is_filled())

@@ -1,13 +1,15 @@
 //! What the warden tells a service manager for the process inside.
 //!
-//! A datagram socket sends to every name of the machine, with descriptors and as the user of its process, and no filter sees to whom: names
-//! are in memory. So the process inside has none. It asks the warden for one of a few words, and the warden makes the message of it: of a text
-//! one line of printable characters, the pid of its own parent, never a descriptor. Whoever has taken the process over can lie to the
-//! manager about this service, and reaches nobody else.
+//! A datagram socket sends to every name of the machine, with descriptors and as the user of its
+//! process, and no filter sees to whom: names are in memory. So the process inside has none. It
+//! asks the warden for one of a few words, and the warden makes the message of it: of a text one
+//! line of printable characters, the pid of its own parent, never a descriptor. Whoever has taken
+//! the process over can lie to the manager about this service, and reaches nobody else.
 //!
-//! A manager hears the main process of a service only, unless it is told otherwise (`NotifyAccess=` of systemd), and that is not the warden. Root
-//! may speak in the name of another process (`SCM_CREDENTIALS`, unix(7)); for others the main process itself says that it is ready and closes its
-//! socket with that, and what comes later is heard with `NotifyAccess=all`.
+//! A manager hears the main process of a service only, unless it is told otherwise (`NotifyAccess=`
+//! of systemd), and that is not the warden. Root may speak in the name of another process
+//! (`SCM_CREDENTIALS`, unix(7)); for others the main process itself says that it is ready and
+//! closes its socket with that, and what comes later is heard with `NotifyAccess=all`.
 
 use super::duties::SAY;
 use crate::notify::{Notify, Word};

@@ -1,6 +1,7 @@
 //! New overlays as the process inside asks for them: the other side of [`super::overlays`].
 //!
-//! Promises: the warden is asked only for what the kernel has refused here, and told what it may let go of.
+//! Promises: the warden is asked only for what the kernel has refused here, and told what it may
+//! let go of.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -109,7 +110,8 @@ fn errno_of(error: &io::Error) -> Errno {
     Errno::from_io_error(error).unwrap_or(Errno::IO)
 }
 
-/// The directory in which a disk may get new overlays: that of the image on top. `None`: it gets none.
+/// The directory in which a disk may get new overlays: that of the image on top. `None`: it gets
+/// none.
 ///
 /// * `told_within`: of a disk that another process handed over, a name counts only there.
 pub(crate) fn directory_for(
@@ -143,8 +145,9 @@ fn files_of(disk: &Disk) -> Vec<Id> {
     storages.flatten().filter_map(|file| Storage::identity(file)).collect()
 }
 
-/// What the warden holds for one disk, as far as this side knows. What it may let go of is told: a file that somebody holds keeps its space when
-/// it has lost its name, and its file system cannot be unmounted.
+/// What the warden holds for one disk, as far as this side knows. What it may let go of is told: a
+/// file that somebody holds keeps its space when it has lost its name, and its file system cannot
+/// be unmounted.
 #[derive(Debug, Default)]
 pub(crate) struct HeldForDisk {
     directory: OnceLock<Id>,

@@ -1,15 +1,17 @@
 //! New overlays of a process in its sandbox.
 //!
-//! Inside, only the images can be opened that were there when the process entered; nothing else of their directories. So the warden makes the
-//! overlay of a `ringdisk ctl snapshot`, and opens it again when a command needs that (`opener.rs` asks for it).
+//! Inside, only the images can be opened that were there when the process entered; nothing else of
+//! their directories. So the warden makes the overlay of a `ringdisk ctl snapshot`, and opens it
+//! again when a command needs that (`opener.rs` asks for it).
 //!
 //! Promises: directories and files are those that it has descriptors of; what they are called
-//! counts when one is made or removed only. A file that was there is never opened, changed or removed: only what was made here is opened again,
-//! or removed while its name still leads to it. No descriptor that could hold a lock stays here, and none of a file or directory that is of
-//! no disk any more. There is a limit to how many are made.
+//! counts when one is made or removed only. A file that was there is never opened, changed or
+//! removed: only what was made here is opened again, or removed while its name still leads to it.
+//! No descriptor that could hold a lock stays here, and none of a file or directory that is of no
+//! disk any more. There is a limit to how many are made.
 //!
-//! Orders: a letter and fields between zero bytes, the first two of which are device and inode number of a directory or file. The answer to one
-//! that fails has the errno in it.
+//! Orders: a letter and fields between zero bytes, the first two of which are device and inode
+//! number of a directory or file. The answer to one that fails has the errno in it.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
@@ -45,7 +47,8 @@ pub(super) const FORGET: u8 = b'z';
 /// A disk that had its overlays in a directory is served no longer.
 pub(super) const LEAVE: u8 = b'l';
 
-/// Files that are held at a time: a chain has 256 images at most, and a process has 1024 descriptors where nobody says otherwise.
+/// Files that are held at a time: a chain has 256 images at most, and a process has 1024
+/// descriptors where nobody says otherwise.
 pub(super) const HELD_MAX: usize = 512;
 /// Files that are made while the process serves: one each ten minutes for a year.
 pub(super) const MADE_MAX: u32 = 1 << 16;
@@ -172,7 +175,8 @@ impl Overlays {
         };
         self.count += 1;
         if !self.mark.is_empty() {
-            // Where it cannot be marked, the next process of the mount does not go on with it, and says so.
+            // Where it cannot be marked, the next process of the mount does not go on with it, and
+            // says so.
             let _ = mark::set(&open, &self.mark);
         }
         // Until it is said what it names it names nothing.
@@ -201,7 +205,8 @@ impl Overlays {
         openat(CWD, link(made.file.as_fd()), access | OFlags::CLOEXEC, Mode::empty())
     }
 
-    /// Changes the note of the names of an image. A file that was made here names what the process says as long as that is known.
+    /// Changes the note of the names of an image. A file that was made here names what the process
+    /// says as long as that is known.
     fn note(&mut self, id: Id, line: &[u8], is_done: bool) -> Result<(), Errno> {
         let made: Vec<Id> = self.files.iter().map(|made| made.id).collect();
         let Ok(index) = self.made(id) else {

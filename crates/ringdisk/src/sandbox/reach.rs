@@ -1,10 +1,12 @@
 //! Where the command line of this process lets images lead.
 //!
-//! A process that goes on with the disk of another one is told names and files by that one, before it is confined itself. If that process
-//! was taken over, it says what it likes: `/etc/shadow` as the image on top, the directory `/etc` as that of an image, a descriptor of a file
-//! below `/proc` as an image. So what is said counts only where the own command line leads to it, too.
+//! A process that goes on with the disk of another one is told names and files by that one, before
+//! it is confined itself. If that process was taken over, it says what it likes: `/etc/shadow` as
+//! the image on top, the directory `/etc` as that of an image, a descriptor of a file below `/proc`
+//! as an image. So what is said counts only where the own command line leads to it, too.
 //!
-//! Promises: a name is judged by where it leads at that moment, links followed. Who says it can make no links inside its sandbox.
+//! Promises: a name is judged by where it leads at that moment, links followed. Who says it can
+//! make no links inside its sandbox.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -40,7 +42,8 @@ impl Reach {
         reach
     }
 
-    /// Whether a name leads to one of the files, or to something in one of the directories, at any depth.
+    /// Whether a name leads to one of the files, or to something in one of the directories, at any
+    /// depth.
     pub(crate) fn has(&self, path: &Path) -> bool {
         let Ok(real) = fs::canonicalize(path) else { return false };
         self.files.contains(&real) || self.directories.iter().any(|it| real.starts_with(it))
@@ -51,7 +54,8 @@ impl Reach {
     /// * `open`: its entry in `/proc/self/fd`.
     pub(crate) fn has_open(&self, open: &Path) -> bool {
         let identity = |meta: fs::Metadata| (meta.dev(), meta.ino());
-        // The kernel says how the file is called now. One without a name has that of another file, or of none.
+        // The kernel says how the file is called now. One without a name has that of another file,
+        // or of none.
         let Ok(name) = fs::read_link(open) else { return false };
         let named = fs::symlink_metadata(&name).map(identity).ok();
         named.is_some() && named == fs::metadata(open).map(identity).ok() && self.has(&name)

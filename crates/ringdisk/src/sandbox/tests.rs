@@ -1,5 +1,5 @@
-//! What is left of a directory of images to a process that serves one of them, tried in a process of its own: a test that is left out by name
-//! is its body.
+//! What is left of a directory of images to a process that serves one of them, tried in a process
+//! of its own: a test that is left out by name is its body.
 
 use std::fs;
 use std::os::unix::fs::symlink;

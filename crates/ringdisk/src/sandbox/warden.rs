@@ -1,13 +1,16 @@
 //! The small process outside of a sandbox.
 //!
-//! Inside landlock nothing can be unmounted, and files can be removed only where all files of a directory can; and a process that may
-//! connect one socket may connect all. So before a process is confined it starts another one, tells it what it will have to do
-//! ([`Duties`]), and asks for that when the time has come. Whoever has taken the serving process over can ask for nothing else.
+//! Inside landlock nothing can be unmounted, and files can be removed only where all files of a
+//! directory can; and a process that may connect one socket may connect all. So before a process is
+//! confined it starts another one, tells it what it will have to do ([`Duties`]), and asks for that
+//! when the time has come. Whoever has taken the serving process over can ask for nothing else.
 //!
-//! Promises: the warden serves nothing, reads and writes no image and holds no descriptor of a mount or of a terminal; it ends with the serving
-//! process, however that ends, and does nothing by itself. Signals to the group do not end it before that.
+//! Promises: the warden serves nothing, reads and writes no image and holds no descriptor of a
+//! mount or of a terminal; it ends with the serving process, however that ends, and does nothing by
+//! itself. Signals to the group do not end it before that.
 //!
-//! Messages over a socket (SOCK_SEQPACKET): duties, then orders; the answer to an order is one letter and words for people, or a descriptor.
+//! Messages over a socket (SOCK_SEQPACKET): duties, then orders; the answer to an order is one
+//! letter and words for people, or a descriptor.
 
 use std::fmt;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -220,7 +223,8 @@ impl Warden {
         answer.fd.ok_or_else(|| io::Error::other(answer.words))
     }
 
-    /// Lets it tell the service manager something. Does not wait: not for an order that takes its time either.
+    /// Lets it tell the service manager something. Does not wait: not for an order that takes its
+    /// time either.
     pub(super) fn say(&self, word: Word, text: &str) {
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         let order = notify::order(word, text);
@@ -248,8 +252,8 @@ pub(crate) fn is_warden() -> bool {
 /// Is one, until the process that it is for has ended.
 pub(crate) fn run() -> u8 {
     let _ = rustix::thread::set_name(c"ringdisk-warden");
-    // Away from the terminal's signals; those that a service manager sends to all processes come all the same, and the end of the other
-    // one is what counts.
+    // Away from the terminal's signals; those that a service manager sends to all processes come
+    // all the same, and the end of the other one is what counts.
     let _ = rustix::process::setsid();
     for signal in [SIGTERM, SIGINT, SIGHUP, SIGUSR1] {
         let _ = signal_hook::flag::register(signal, Arc::new(AtomicBool::new(false)));

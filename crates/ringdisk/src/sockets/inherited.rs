@@ -1,7 +1,7 @@
 //! Sockets that the process was started with: `--socket-fd` and those of a service manager.
 //!
-//! Promises: each is a Unix stream socket, is close-on-exec from now on, and belongs to one disk. Called before the program opens any of
-//! its own.
+//! Promises: each is a Unix stream socket, is close-on-exec from now on, and belongs to one disk.
+//! Called before the program opens any of its own.
 //!
 //! Source: sd_listen_fds(3).
 
@@ -32,7 +32,8 @@ pub(crate) struct Inherited {
 
 /// The inherited sockets of the disks; `None` for those that have another place.
 ///
-/// Errors: a descriptor that is no such socket; not as many sockets of a service manager as disks that want one.
+/// Errors: a descriptor that is no such socket; not as many sockets of a service manager as disks
+/// that want one.
 pub(crate) fn take(disks: &[ServedDisk]) -> Result<Vec<Option<Inherited>>, Failure> {
     // All of them: what is not used must not stay open where a child would have it.
     let mut given = inherited::take("");

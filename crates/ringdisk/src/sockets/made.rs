@@ -1,7 +1,8 @@
 //! Making a socket under a name.
 //!
-//! Promises: it is never open to more users than was asked for, not even for a moment; a name is taken over from a process that is gone,
-//! and from nothing else; of two that start at once one gets it.
+//! Promises: it is never open to more users than was asked for, not even for a moment; a name is
+//! taken over from a process that is gone, and from nothing else; of two that start at once one
+//! gets it.
 
 use std::fs::{self, File, Permissions};
 use std::io;
@@ -24,7 +25,8 @@ use crate::terminal;
 
 /// Front ends that may wait to be taken.
 const BACKLOG: i32 = 16;
-/// Who was killed just when it started another program (its warden) leaves a child that has the socket until its exec.
+/// Who was killed just when it started another program (its warden) leaves a child that has the
+/// socket until its exec.
 const LEFT: Duration = Duration::from_millis(500);
 /// How often it is looked at meanwhile.
 const LOOK: Duration = Duration::from_millis(100);
@@ -36,8 +38,9 @@ pub(crate) struct MadeSocket {
     path: PathBuf,
     /// Device and inode number.
     id: (u64, u64),
-    /// Keeps these numbers from being given to the next file of that name, which they would be when the socket is closed. `None`: of one
-    /// that was handed over it cannot be had, as where there is no descriptor left.
+    /// Keeps these numbers from being given to the next file of that name, which they would be when
+    /// the socket is closed. `None`: of one that was handed over it cannot be had, as where there
+    /// is no descriptor left.
     _pin: Option<OwnedFd>,
 }
 
@@ -79,7 +82,8 @@ impl MadeSocket {
             )
         };
         let whole = std::path::absolute(path).map_err(cannot)?;
-        // One process at a time looks at what is there, removes it, and listens. Without the lock a start at the same moment fails.
+        // One process at a time looks at what is there, removes it, and listens. Without the lock a
+        // start at the same moment fails.
         let _lock = whole.parent().and_then(|directory| lock(directory, dirlock::START));
         if let Some(left) = check(path)? {
             remove(&whole, left).map_err(cannot)?;
@@ -117,8 +121,9 @@ impl Drop for MadeSocket {
     }
 }
 
-/// Gives the socket that was made just now its mode and group. The directory may be another user's, who can put something else in its place
-/// at any moment: so what is changed is held, is a socket, and is ours.
+/// Gives the socket that was made just now its mode and group. The directory may be another user's,
+/// who can put something else in its place at any moment: so what is changed is held, is a socket,
+/// and is ours.
 pub(super) fn open_to(path: &Path, mode: u32, group: Option<u32>) -> io::Result<MadeSocket> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let held = File::from(rustix::fs::open(path, flags, Mode::empty())?);
@@ -143,7 +148,8 @@ fn remove(path: &Path, id: (u64, u64)) -> io::Result<()> {
     if sandbox::may_be(path, id) { sandbox::remove_file(path) } else { Ok(()) }
 }
 
-/// Looks at what has the name now, and changes nothing. Gives device and inode number of a socket that was left.
+/// Looks at what has the name now, and changes nothing. Gives device and inode number of a socket
+/// that was left.
 ///
 /// Errors: somebody listens there, or it is no socket.
 pub(crate) fn check(path: &Path) -> Result<Option<(u64, u64)>, Failure> {

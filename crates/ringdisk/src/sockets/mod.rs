@@ -1,7 +1,7 @@
 //! The sockets that front ends come through: made, inherited, or those of front ends.
 //!
-//! Promises: nothing that somebody uses, and nothing that is no socket, is ever replaced; what was made goes at the end, if it is still
-//! the one that was made. Control path.
+//! Promises: nothing that somebody uses, and nothing that is no socket, is ever replaced; what was
+//! made goes at the end, if it is still the one that was made. Control path.
 
 mod inherited;
 mod made;

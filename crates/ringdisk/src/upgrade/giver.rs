@@ -63,8 +63,9 @@ impl Giver {
         Arc::clone(&self.was_given)
     }
 
-    /// Ends: no successor finds this disk here any more. Gives what tells the one that has taken it, when it is closed, that no name of the
-    /// disk is in use here any longer; `None`: nobody has taken it.
+    /// Ends: no successor finds this disk here any more. Gives what tells the one that has taken
+    /// it, when it is closed, that no name of the disk is in use here any longer; `None`: nobody
+    /// has taken it.
     pub(crate) fn end(mut self) -> Option<UnixStream> {
         self.join()
     }
@@ -72,7 +73,8 @@ impl Giver {
     fn join(&mut self) -> Option<UnixStream> {
         // Ends the thread's waiting.
         let _ = rustix::net::shutdown(&self.listening.listener, rustix::net::Shutdown::Both);
-        // The end of the process must not come before the word that the other one waits for: nobody would have the disk.
+        // The end of the process must not come before the word that the other one waits for: nobody
+        // would have the disk.
         let thread = self.thread.take().filter(|_| self.was_given.load(Ordering::Acquire))?;
         thread.join().ok().flatten()
     }
@@ -92,7 +94,8 @@ struct Ours {
     disk: Weak<Disk>,
 }
 
-/// Waits for a successor that takes the disk. Gives the stream to it; `None`: the waiting was ended.
+/// Waits for a successor that takes the disk. Gives the stream to it; `None`: the waiting was
+/// ended.
 fn wait(listener: &UnixListener, ours: &Ours, given: &AtomicBool) -> Option<UnixStream> {
     while let Some(stream) = next(listener) {
         if !is_trusted(&stream) {

@@ -54,7 +54,8 @@ pub(super) fn receive_word(mut stream: &UnixStream) -> io::Result<Option<u8>> {
     let mut word = [0];
     loop {
         match stream.read(&mut word) {
-            // A socket with a time limit hears of everything that a thread is woken for, also of SIGCONT.
+            // A socket with a time limit hears of everything that a thread is woken for, also of
+            // SIGCONT.
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             count => return Ok((count? > 0).then_some(word[0])),
         }
@@ -134,7 +135,8 @@ impl Read for Until<'_> {
 
 /// Receives a parcel, or why there is none.
 ///
-/// * `limit`: for all of it. The other process may send byte for byte, and a guest stands still meanwhile.
+/// * `limit`: for all of it. The other process may send byte for byte, and a guest stands still
+///   meanwhile.
 ///
 /// Errors: those of the socket; numbers that make no sense; it takes too long.
 pub(super) fn receive(stream: &UnixStream, limit: Duration) -> io::Result<Result<Parcel, Refusal>> {

@@ -1,7 +1,9 @@
-//! What a guest has been shown of its disk, as command lines say it: a process that takes the disk over must show the same.
+//! What a guest has been shown of its disk, as command lines say it: a process that takes the disk
+//! over must show the same.
 //!
-//! Promises: plain values and a comparison; looks at one name in the file system, changes nothing. Both processes make one from their
-//! own words; the old one compares, before anything stands still or is handed over.
+//! Promises: plain values and a comparison; looks at one name in the file system, changes nothing.
+//! Both processes make one from their own words; the old one compares, before anything stands still
+//! or is handed over.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -14,10 +16,12 @@ use crate::cli::{DiscardWord, ServedDisk};
 use crate::terminal::visible;
 use crate::vhost;
 
-/// Device and inode number of a file, device number and 0 of a block device, as [`ringdisk_storage::Storage::identity`].
+/// Device and inode number of a file, device number and 0 of a block device, as
+/// [`ringdisk_storage::Storage::identity`].
 type Identity = (u64, u64);
 
-/// What the words of one disk say. Another version may know other options: those that only one of the two knows are not compared.
+/// What the words of one disk say. Another version may know other options: those that only one of
+/// the two knows are not compared.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct Shown {
@@ -85,9 +89,11 @@ impl Shown {
         Shown { image, options }
     }
 
-    /// What a guest would see change if a process that was given `new` took over from the one that was given this.
+    /// What a guest would see change if a process that was given `new` took over from the one that
+    /// was given this.
     ///
-    /// * `disk`: as it is served now: commands may have put another image on top of the one that was named.
+    /// * `disk`: as it is served now: commands may have put another image on top of the one that
+    ///   was named.
     ///
     /// Errors: each option with both values.
     pub(crate) fn check(&self, new: &Shown, disk: &Disk) -> Result<(), String> {

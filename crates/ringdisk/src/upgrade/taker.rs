@@ -19,10 +19,11 @@ use super::{ASK, GO, READY, STEP, Shown, is_trusted, link};
 use crate::control::place::{candidates, connect_now, name_for_successor, user};
 use crate::report::{Exit, Failure};
 
-/// The old process flushes its disk while the guest still works, and then stands still for as long as it allows itself (`ringdisk_vhost`,
-/// `export/hand_over.rs`): 30 s.
+/// The old process flushes its disk while the guest still works, and then stands still for as long
+/// as it allows itself (`ringdisk_vhost`, `export/hand_over.rs`): 30 s.
 const PARCEL: Duration = Duration::from_secs(40);
-/// A process whose sockets are closed is gone after this time at the latest: it only has memory to give back.
+/// A process whose sockets are closed is gone after this time at the latest: it only has memory to
+/// give back.
 const GONE: Duration = Duration::from_secs(2);
 
 /// The old process, which stands still until this is dropped.
@@ -123,8 +124,8 @@ fn connect(places: &[PathBuf], is_trusted: fn(&UnixStream) -> bool) -> Option<Un
 impl Offer {
     /// Everything is prepared: the old process ends, and its successor goes on.
     ///
-    /// An old process that is killed instead of answering goes on as little as one that has answered: everything that it had is here, as
-    /// it was when it stood still.
+    /// An old process that is killed instead of answering goes on as little as one that has
+    /// answered: everything that it had is here, as it was when it stood still.
     ///
     /// Errors: the old process goes on.
     pub(crate) fn take(mut self) -> Result<Predecessor, Failure> {
@@ -171,7 +172,8 @@ impl Old {
         Old { pidfd, pid, since: Instant::now() }
     }
 
-    /// Whether it is gone, and has served nothing since it was asked: it goes on by itself after [`STEP`] only. Its socket is closed.
+    /// Whether it is gone, and has served nothing since it was asked: it goes on by itself after
+    /// [`STEP`] only. Its socket is closed.
     fn died_while_it_stood_still(&self) -> bool {
         let Some(pidfd) = self.pidfd.as_ref().filter(|_| self.since.elapsed() < STEP) else {
             return false;
@@ -189,12 +191,15 @@ impl Old {
 }
 
 impl Predecessor {
-    /// Waits until the old process is gone, or has removed what it had of this disk: names are free then.
+    /// Waits until the old process is gone, or has removed what it had of this disk: names are free
+    /// then.
     ///
-    /// * `since`: when one began to wait, for the first disk of all. A process of an earlier version that goes on with other disks says
-    ///   nothing, and guests are served without a sandbox meanwhile.
+    /// * `since`: when one began to wait, for the first disk of all. A process of an earlier
+    ///   version that goes on with other disks says nothing, and guests are served without a
+    ///   sandbox meanwhile.
     ///
-    /// Returns it where it has done neither in time: it may have been taken over, and keeps what it has open.
+    /// Returns it where it has done neither in time: it may have been taken over, and keeps what it
+    /// has open.
     pub(crate) fn wait(mut self, since: Instant) -> Option<Lingering> {
         loop {
             // No time at all would be no limit.
@@ -204,7 +209,8 @@ impl Predecessor {
                 return lingering;
             }
             match self.stream.read(&mut [0]) {
-                // The kernel cleans up the ring that the disk was opened on, and interrupts this thread for that.
+                // The kernel cleans up the ring that the disk was opened on, and interrupts this
+                // thread for that.
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if is_end(&error) => return None,
                 Err(_) => return lingering,

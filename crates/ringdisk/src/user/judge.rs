@@ -1,7 +1,8 @@
 //! Whether the owner of images can serve them.
 //!
-//! Promises: what a user may do is asked of the kernel, on a thread that is this user (access(2)), so that lists of access rights and the
-//! directories on the way count; no file is opened, and no word of an image is believed.
+//! Promises: what a user may do is asked of the kernel, on a thread that is this user (access(2)),
+//! so that lists of access rights and the directories on the way count; no file is opened, and no
+//! word of an image is believed.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -60,7 +61,8 @@ fn owner_of_top(disk: &Disk) -> Result<(Identity, String), String> {
 
 /// Whether a user may open all images of the disks again, as they are open now.
 ///
-/// Errors: outside, this process cannot become that user; inside, one that he may not open. Both for people.
+/// Errors: outside, this process cannot become that user; inside, one that he may not open. Both
+/// for people.
 pub(super) fn may_open(user: &Identity, disks: &[&Disk]) -> Result<Result<(), String>, String> {
     let files: Vec<Opened> = disks.iter().flat_map(|disk| files(disk)).collect();
     let look = || files.iter().find(|file| access(&file.path, file.needs).is_err());
@@ -85,7 +87,8 @@ fn files(disk: &Disk) -> Vec<Opened> {
                 continue;
             };
             let shown = name.map_or_else(|| String::from("an image"), quoted);
-            // A temporary image has no name any more, and one that came by a descriptor never had one.
+            // A temporary image has no name any more, and one that came by a descriptor never had
+            // one.
             let named = name.filter(|name| name.is_absolute() && name.exists());
             let named =
                 named.map(|name| Opened { path: name.to_owned(), shown: shown.clone(), needs });

@@ -1,10 +1,12 @@
 //! Which user a process serves as (`--user`).
 //!
-//! Promises: root's powers end when the process enters its sandbox, in the same moment: all that takes root has been done by then, and what
-//! takes root later the warden does. `auto` changes nothing that a command could do before, but what the owner of an image may not
-//! do with it; where that is not so, the process stays root, and says why.
+//! Promises: root's powers end when the process enters its sandbox, in the same moment: all that
+//! takes root has been done by then, and what takes root later the warden does. `auto` changes
+//! nothing that a command could do before, but what the owner of an image may not do with it; where
+//! that is not so, the process stays root, and says why.
 //!
-//! [`Wanted::of`] when the words are read, [`Wanted::decide`] when the images are open, [`Decision::enter`] at the end.
+//! [`Wanted::of`] when the words are read, [`Wanted::decide`] when the images are open,
+//! [`Decision::enter`] at the end.
 
 mod judge;
 mod names;
@@ -104,7 +106,8 @@ impl Decision {
         Decision { stays: Some(why), ..Decision::default() }
     }
 
-    /// Whether something changes: the process will not be able to remove what it made, and perhaps not in a sandbox.
+    /// Whether something changes: the process will not be able to remove what it made, and perhaps
+    /// not in a sandbox.
     pub(crate) fn is_change(&self) -> bool {
         self.becomes.is_some()
     }
@@ -136,10 +139,12 @@ impl Decision {
         }
     }
 
-    /// Enters the sandbox, if one is wanted, as that user. Gives what is in force, in words; `None`: nothing is.
+    /// Enters the sandbox, if one is wanted, as that user. Gives what is in force, in words;
+    /// `None`: nothing is.
     ///
     /// * `word`: whether a sandbox is wanted.
-    /// * `goes_on`: a guest depends on this process, so what fails is complained of and nothing more.
+    /// * `goes_on`: a guest depends on this process, so what fails is complained of and nothing
+    ///   more.
     ///
     /// Errors: those of [`sandbox::enter`]; a thread could not become that user. None if `goes_on`.
     pub(crate) fn enter(

@@ -1,6 +1,7 @@
 //! Names of users.
 //!
-//! Promises: only `/etc/passwd` and `/etc/group` are read: a directory service is a program of others in this process, and root's.
+//! Promises: only `/etc/passwd` and `/etc/group` are read: a directory service is a program of
+//! others in this process, and root's.
 
 use std::fmt;
 use std::fs;

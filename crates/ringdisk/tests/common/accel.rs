@@ -48,7 +48,8 @@ pub(crate) fn by_threads(counters: &Value) -> u64 {
     queues.iter().map(|it| it["requests"].as_u64().expect("a counter")).sum()
 }
 
-/// The kernel has answered at least so many reads and writes, and queue threads none. Gives what is shown of it.
+/// The kernel has answered at least so many reads and writes, and queue threads none. Gives what is
+/// shown of it.
 #[track_caller]
 pub(crate) fn assert_by_kernel(place: &Place, at_least: u64) -> Value {
     let counters = stats(&place.socket);
@@ -130,7 +131,8 @@ pub(crate) fn assert_by_threads_where(
 /// Requests at once in each of the two virtqueues when a daemon is killed: 20 in all.
 const KILL_DEPTH: usize = 10;
 
-/// Kills the daemon again and again with requests in flight, and goes on with another one each time; nothing is lost.
+/// Kills the daemon again and again with requests in flight, and goes on with another one each
+/// time; nothing is lost.
 ///
 /// * `most_us`: a kill comes so long after the requests, at most.
 pub(crate) fn kills(place: &Place, count: u64, requests: u64, most_us: u64, seed: u64) {
@@ -181,8 +183,9 @@ pub(crate) fn kills(place: &Place, count: u64, requests: u64, most_us: u64, seed
     place.judge(&mut load);
 }
 
-/// Reads (`kind` 0) or writes (1) a page by a request of three pages, as drivers do, with `before` in its second page. Gives the status, and
-/// what the page holds afterwards. Such a page is not copied on its way; those of a [`Load`] mostly are.
+/// Reads (`kind` 0) or writes (1) a page by a request of three pages, as drivers do, with `before`
+/// in its second page. Gives the status, and what the page holds afterwards. Such a page is not
+/// copied on its way; those of a [`Load`] mostly are.
 pub(crate) fn aligned(
     vm: &mut Vm,
     queue: usize,

@@ -9,12 +9,14 @@ use ringdisk_testkit::process::until;
 /// `CAP_DAC_OVERRIDE`, `CAP_IPC_LOCK` and `CAP_SYS_RESOURCE`.
 const KEPT: u64 = (1 << 1) | (1 << 14) | (1 << 24);
 
-/// `PF_IO_WORKER` of a thread's flags, and `PF_EXITING`: it is on its way out, and the kernel gives it no filter any more (linux/sched.h).
+/// `PF_IO_WORKER` of a thread's flags, and `PF_EXITING`: it is on its way out, and the kernel gives
+/// it no filter any more (linux/sched.h).
 const IO_WORKER: u32 = 0x10;
 const EXITING: u32 = 0x4;
 
-/// The value of a line of /proc/PID/task/TID/status, of each thread. Not of the kernel's own threads for a ring (`iou-wrk-…`): they run no
-/// code of the process, and each operation has the powers of the thread that asked for it.
+/// The value of a line of /proc/PID/task/TID/status, of each thread. Not of the kernel's own
+/// threads for a ring (`iou-wrk-…`): they run no code of the process, and each operation has the
+/// powers of the thread that asked for it.
 pub(crate) fn of_threads(pid: u32, name: &str) -> Vec<String> {
     let threads = fs::read_dir(format!("/proc/{pid}/task")).expect("a process");
     let value = |path: &Path| {
@@ -29,9 +31,8 @@ pub(crate) fn of_threads(pid: u32, name: &str) -> Vec<String> {
     threads.flatten().filter_map(|entry| value(&entry.path())).collect()
 }
 
-/// Whether a thread is one of the kernel's for a ring, or ends. By its flags: before it runs for the first time it has the name of the thread
-/// that made it.
-/// `None`: it has ended.
+/// Whether a thread is one of the kernel's for a ring, or ends. By its flags: before it runs for
+/// the first time it has the name of the thread that made it. `None`: it has ended.
 fn runs_no_code(task: &Path) -> Option<bool> {
     let stat = fs::read_to_string(task.join("stat")).ok()?;
     // After the name, which may hold anything: state, ppid, pgrp, session, tty, tpgid, flags.

@@ -1,5 +1,5 @@
-//! Disks that tests may overwrite: those that the virtual machine of `tests/vm/run vhost-blk` makes and names in `RINGDISK_TEST_DISKS`
-//! (tests/vm/suites/vhost-blk.job), and no others.
+//! Disks that tests may overwrite: those that the virtual machine of `tests/vm/run vhost-blk` makes
+//! and names in `RINGDISK_TEST_DISKS` (tests/vm/suites/vhost-blk.job), and no others.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -18,7 +18,8 @@ pub(crate) struct Disk {
     _alone: Alone,
 }
 
-/// A disk of which the kernel may serve the first [`SIZE`] bytes, which are zeroes. Says so when there is none.
+/// A disk of which the kernel may serve the first [`SIZE`] bytes, which are zeroes. Says so when
+/// there is none.
 pub(crate) fn disk(name: &str) -> Option<Disk> {
     let disk = as_it_is(name)?;
     clear(&disk.place.image);

@@ -1,7 +1,7 @@
 //! Programs from which system calls are taken away, as the seccomp profile of a container does.
 //!
-//! The filter is for a thread and what it executes; so a test that is left out by name is the launcher, in a process of its own:
-//! [`launch`] in its body, [`Forbidden::command`] for the rest.
+//! The filter is for a thread and what it executes; so a test that is left out by name is the
+//! launcher, in a process of its own: [`launch`] in its body, [`Forbidden::command`] for the rest.
 
 use std::collections::BTreeMap;
 use std::os::unix::process::CommandExt;
@@ -50,8 +50,8 @@ impl Forbidden<'_> {
     }
 }
 
-/// Takes the calls away and becomes the program. Does not return; nothing happens when it was not started by
-/// [`Forbidden::command`].
+/// Takes the calls away and becomes the program. Does not return; nothing happens when it was not
+/// started by [`Forbidden::command`].
 pub(crate) fn launch() {
     let Ok(what) = std::env::var(WORDS) else { return };
     let what: Value = serde_json::from_str(&what).expect("words of a test");

@@ -11,7 +11,8 @@ use ringdisk_testkit::process::until;
 /// How long the kernel may take to let go of what it ends in the background.
 const GONE: Duration = Duration::from_secs(10);
 
-/// Numbers of the whole machine. Others change them too, so a growth says something only after many mounts.
+/// Numbers of the whole machine. Others change them too, so a growth says something only after many
+/// mounts.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Machine {
     /// Open files of all processes and of the kernel (`/proc/sys/fs/file-nr`).
@@ -71,12 +72,14 @@ impl Kept {
         self.connections.insert(connection);
     }
 
-    /// How many different numbers the kernel gave: it takes the number of a connection that is gone again.
+    /// How many different numbers the kernel gave: it takes the number of a connection that is gone
+    /// again.
     pub(crate) fn numbers(&self) -> usize {
         self.connections.len()
     }
 
-    /// Nothing of them is there any more: mounts, connections, sockets, processes, files below `directory` but those in `files`.
+    /// Nothing of them is there any more: mounts, connections, sockets, processes, files below
+    /// `directory` but those in `files`.
     pub(crate) fn assert_nothing(&self, directory: &Path, files: &[&str]) {
         let left = || {
             let mut left = Vec::new();

@@ -12,7 +12,8 @@ pub(crate) struct Mapping {
     len: usize,
 }
 
-// SAFETY: the memory belongs to this value alone; other writers of the file are why bytes are only copied in and out.
+// SAFETY: the memory belongs to this value alone; other writers of the file are why bytes are only
+// copied in and out.
 unsafe impl Send for Mapping {}
 // SAFETY: as above; threads that share it copy bytes and never hold references into it.
 unsafe impl Sync for Mapping {}
@@ -35,7 +36,8 @@ impl Mapping {
 
     pub(crate) fn write(&self, offset: usize, bytes: &[u8]) {
         assert!(offset + bytes.len() <= self.len);
-        // SAFETY: the range was checked; `bytes` is not in the mapping, of which nobody has references.
+        // SAFETY: the range was checked; `bytes` is not in the mapping, of which nobody has
+        // references.
         unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), self.at(offset), bytes.len()) };
     }
 

@@ -153,7 +153,8 @@ pub(crate) fn try_mount(args: &[&str], mountpoint: &Path) -> Finished {
     Process::spawn(command.arg("mount").args(args).arg(mountpoint)).finish(Duration::from_secs(20))
 }
 
-/// It ended by itself with an error of its own: no success, no panic, no signal; and said each of `words`.
+/// It ended by itself with an error of its own: no success, no panic, no signal; and said each of
+/// `words`.
 pub(crate) fn assert_refused(finished: &Finished, words: &[&str]) {
     let output = finished.output();
     let code = finished.code();

@@ -1,5 +1,6 @@
-//! QEMU's own front end: `qemu-img` and `qemu-io` over libblkio. The machine's QEMU may be without it, so this is that of `bench/peer`;
-//! where that is not installed tests say so and are left out (`./test` installs it).
+//! QEMU's own front end: `qemu-img` and `qemu-io` over libblkio. The machine's QEMU may be without
+//! it, so this is that of `bench/peer`; where that is not installed tests say so and are left out
+//! (`./test` installs it).
 
 use std::path::Path;
 use std::process::Command;

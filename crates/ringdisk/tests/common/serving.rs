@@ -226,8 +226,8 @@ pub(crate) fn meanwhile<T: Send>(
     result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
-/// Tries to lock a file again and again while something happens: it must be locked at every moment. Gives what that gives, and how often
-/// the lock was tried.
+/// Tries to lock a file again and again while something happens: it must be locked at every moment.
+/// Gives what that gives, and how often the lock was tried.
 pub(crate) fn locked_while<T>(image: &Path, what: impl FnOnce() -> T) -> (T, u64) {
     let is_done = AtomicBool::new(false);
     let tries = AtomicU64::new(0);
@@ -235,7 +235,8 @@ pub(crate) fn locked_while<T>(image: &Path, what: impl FnOnce() -> T) -> (T, u64
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while !is_done.load(Ordering::Relaxed) {
-                // One of this process on the whole file; those of the other side are on its descriptors.
+                // One of this process on the whole file; those of the other side are on its
+                // descriptors.
                 let got = fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive);
                 assert!(got.is_err(), "the image was free");
                 tries.fetch_add(1, Ordering::Relaxed);

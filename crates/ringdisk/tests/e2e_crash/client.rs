@@ -1,4 +1,5 @@
-//! Clients of a mounted disk that know what must be there: threads that write stamps, flush and compare.
+//! Clients of a mounted disk that know what must be there: threads that write stamps, flush and
+//! compare.
 
 use std::fs::File;
 use std::ops::Range;
@@ -121,8 +122,8 @@ impl Again {
     }
 }
 
-/// Writes and flushes at random until it has made its steps, or `stop` is set, or an error comes. Everything lies in the first `span`
-/// bytes.
+/// Writes and flushes at random until it has made its steps, or `stop` is set, or an error comes.
+/// Everything lies in the first `span` bytes.
 ///
 /// * `file`: the mounted disk.
 pub(crate) fn work(

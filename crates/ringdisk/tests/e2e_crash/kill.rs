@@ -36,8 +36,8 @@ fn kill(mut disk: Mounted, after: Duration) {
     disk.process().wait(Duration::from_secs(60)).expect("a killed process ends");
 }
 
-/// Waits until both jobs of fio have the disk open (one that comes later finds the mountpoint without a disk, and writes to that), and what was
-/// written is read back.
+/// Waits until both jobs of fio have the disk open (one that comes later finds the mountpoint
+/// without a disk, and writes to that), and what was written is read back.
 fn is_reading_back(load: &Process, disk: &Mounted) {
     let begun = until(LIMIT, || {
         let descriptors = std::fs::read_dir(format!("/proc/{}/fd", load.pid())).ok()?;

@@ -1,4 +1,5 @@
-//! Clients that know what must be there: each writes numbered blocks, reads them back, and remembers the last number of each.
+//! Clients that know what must be there: each writes numbered blocks, reads them back, and
+//! remembers the last number of each.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -54,7 +55,8 @@ fn work(disk: &Path, range: Range<u64>, seed: u64, stop: &AtomicBool, done: &Ato
     written
 }
 
-/// `depth` clients work on their parts of `len` bytes while `meanwhile` runs. Returns all that they wrote.
+/// `depth` clients work on their parts of `len` bytes while `meanwhile` runs. Returns all that they
+/// wrote.
 ///
 /// When `meanwhile` panics the mount is ended by force, so that the clients end too.
 pub(crate) fn load(
@@ -87,7 +89,8 @@ pub(crate) fn load(
     })
 }
 
-/// Waits until the clients have got on by so many requests. Panics when they do not within 10 s: a request was lost.
+/// Waits until the clients have got on by so many requests. Panics when they do not within 10 s: a
+/// request was lost.
 pub(crate) fn get_on(done: &AtomicU64, requests: u64, output: impl FnOnce() -> String) {
     let goal = done.load(Ordering::Relaxed) + requests;
     let got = || (done.load(Ordering::Relaxed) >= goal).then_some(());

@@ -1,4 +1,5 @@
-//! A device that is slow to take a write: the write of the dead process lands before anything is carried out again.
+//! A device that is slow to take a write: the write of the dead process lands before anything is
+//! carried out again.
 
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
@@ -18,7 +19,8 @@ use crate::kept::Kept;
 
 pub(crate) const AT: u64 = 64 << 10;
 
-/// The storage of the test, as a file: what a killed process has begun to write to it stays in the kernel until the test lets it go.
+/// The storage of the test, as a file: what a killed process has begun to write to it stays in the
+/// kernel until the test lets it go.
 pub(crate) struct Device {
     sim: SimStorage,
     export: Option<Export>,

@@ -139,7 +139,8 @@ fn who_dies_too_often_is_given_up_and_clients_get_errors() {
     assert_eq!((mount_at(&path), path.exists(), pidfile.exists()), (None, false, false));
 }
 
-/// Runs `meanwhile` while nobody serves: the process that keeps the mount is stopped, and cannot start another one.
+/// Runs `meanwhile` while nobody serves: the process that keeps the mount is stopped, and cannot
+/// start another one.
 fn while_nobody_serves(disk: &mut Kept, meanwhile: impl FnOnce()) {
     let server = disk.server().expect("somebody serves");
     disk.0.process().signal(Signal::STOP);
@@ -158,7 +159,8 @@ fn an_unmount_while_nobody_serves_does_not_hang() {
     let mut disk = Kept::raw(&image, &[]);
     let path = disk.path();
     while_nobody_serves(&mut disk, || {
-        // What the kernel knows of the file by heart is old by then: `umount` without options would look at it, and wait.
+        // What the kernel knows of the file by heart is old by then: `umount` without options would
+        // look at it, and wait.
         std::thread::sleep(Duration::from_millis(1500));
         let begun = Instant::now();
         // It waits for the image to be let go of, which the stopped process does not do.
@@ -195,9 +197,11 @@ fn an_abort_while_nobody_serves_ends_waiting_clients() {
     assert_eq!(finished.code(), Some(0), "{}", finished.output());
 }
 
-/// A program has the file of a kept mount open; something is done to the mount while nobody serves it; clients get errors by that.
+/// A program has the file of a kept mount open; something is done to the mount while nobody serves
+/// it; clients get errors by that.
 ///
-/// The program is another one: who has the file open for writing and starts a program waits for a server, since that closes it.
+/// The program is another one: who has the file open for writing and starts a program waits for a
+/// server, since that closes it.
 fn ends_by_abort(write: bool, abort: impl Fn(&Path)) {
     let (_directory, image) = raw_image(MIB, 1);
     let mut disk = Kept::raw(&image, &[]);
@@ -261,7 +265,8 @@ fn an_abort_that_ends_who_waits_while_nobody_serves_is_no_clean_end() {
         assert!(waits.wait(STOP).is_some_and(|status| !status.success()), "it hangs");
     });
     let finished = disk.0.finish();
-    // Newer kernels forget the abort with the file system, and nothing tells of a client that was not served.
+    // Newer kernels forget the abort with the file system, and nothing tells of a client that was
+    // not served.
     let is_forgotten = crate::common::kernel_is(6, 19) && finished.code() == Some(0);
     assert!(is_forgotten || finished.code() == Some(13), "{}", finished.output());
 }

@@ -12,7 +12,8 @@ use crate::common::{mount, program};
 /// A new process is allowed 5 times in 10 s.
 pub(crate) const PAUSE: Duration = Duration::from_millis(2100);
 
-/// How long the next process may take: the one before it ends only when what it has given to the storage has ended.
+/// How long the next process may take: the one before it ends only when what it has given to the
+/// storage has ended.
 const RESTART: Duration = Duration::from_secs(30);
 
 /// A kept mount.
@@ -75,8 +76,8 @@ pub(crate) fn kill(pid: u32, signal: Signal) {
     }
 }
 
-/// A process that lives (is no zombie) and has this parent. Asks for the children of that process alone: /proc of some other one may
-/// hang (a process that dies while it waits for a mount).
+/// A process that lives (is no zombie) and has this parent. Asks for the children of that process
+/// alone: /proc of some other one may hang (a process that dies while it waits for a mount).
 pub(crate) fn child_of(parent: u32) -> Option<u32> {
     let children =
         std::fs::read_to_string(format!("/proc/{parent}/task/{parent}/children")).ok()?;

@@ -18,8 +18,8 @@ fn kills() -> u64 {
     if full() { 20 } else { 6 }
 }
 
-/// `depth` clients at once; the server is killed again and again; everything is compared while they work, at the end, and once more by a
-/// process that has seen nothing of it.
+/// `depth` clients at once; the server is killed again and again; everything is compared while they
+/// work, at the end, and once more by a process that has seen nothing of it.
 ///
 /// * `span`: bytes of the disk that are written to.
 fn killed_again_and_again(image: &Path, format: &str, span: u64, depth: u64) {
@@ -68,7 +68,8 @@ fn qcow2(depth: u64, options: &str) {
     }
     let directory = scratch();
     let image = directory.path().join("disk.qcow2");
-    // So large that nearly every write needs new space, until the end: an overwrite is not what a kill could lose.
+    // So large that nearly every write needs new space, until the end: an overwrite is not what a
+    // kill could lose.
     images::qcow2(&image, "8G", options);
     killed_again_and_again(&image, "qcow2", 8 << 30, depth);
     let check = run(command(&["qemu-img", "check", "-f", "qcow2", text(&image)]));
@@ -147,8 +148,8 @@ fn fio_sees_no_error_and_no_wrong_byte() {
     disk.stop();
 }
 
-/// A process that is being killed may still be made to read a request. (Entries that were never used are what goes wrong: each round
-/// begins with a new process.)
+/// A process that is being killed may still be made to read a request. (Entries that were never
+/// used are what goes wrong: each round begins with a new process.)
 #[test]
 fn who_asks_at_the_moment_of_the_kill_gets_an_answer() {
     if !needs_root() {

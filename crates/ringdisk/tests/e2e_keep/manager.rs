@@ -1,5 +1,5 @@
-//! A service manager that keeps descriptors: a socket that takes them (sd_notify(3), `FDSTORE=1`), and starts the process again with them
-//! (sd_listen_fds(3)).
+//! A service manager that keeps descriptors: a socket that takes them (sd_notify(3), `FDSTORE=1`),
+//! and starts the process again with them (sd_listen_fds(3)).
 
 use std::io::IoSliceMut;
 use std::mem::MaybeUninit;
@@ -56,7 +56,8 @@ impl Manager {
         }
     }
 
-    /// Hears one message, if there is one. A descriptor that comes with anything but FDSTORE is closed.
+    /// Hears one message, if there is one. A descriptor that comes with anything but FDSTORE is
+    /// closed.
     fn hear(&mut self) {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
         let mut bytes = [0; 4096];
@@ -127,7 +128,8 @@ impl Manager {
                 .env("LISTEN_FDS", raws.len().to_string())
                 .env("LISTEN_FDNAMES", names.join(":"));
         }
-        // SAFETY: between fork and exec only dup2 is called, on numbers; nothing is allocated and no lock taken.
+        // SAFETY: between fork and exec only dup2 is called, on numbers; nothing is allocated and
+        // no lock taken.
         unsafe {
             command.pre_exec(move || {
                 for (raw, place) in raws.iter().zip(3..) {
@@ -159,8 +161,8 @@ fn a_service_manager_keeps_the_mount_and_the_next_process_goes_on_with_it() {
     assert_eq!(names, PARKED);
     assert_eq!(child_of(process.pid()), None, "the manager keeps it; there is no parent of ours");
 
-    // In a process of its own: one that has the disk open cannot start the server of that disk, since each fork closes its copy of the
-    // file, and a close asks the server.
+    // In a process of its own: one that has the disk open cannot start the server of that disk,
+    // since each fork closes its copy of the file, and a close asks the server.
     let file = format!("--filename={}", text(&path));
     let words = [
         "fio",
@@ -310,7 +312,8 @@ fn a_mount_of_another_version_is_refused_and_ends_with_its_manager() {
     }
     let mut manager = Manager::new();
     let (_directory, image, path, _cleared) = killed(&mut manager);
-    // The first state is number 1, in the second place behind the record: number, checksum, length, text.
+    // The first state is number 1, in the second place behind the record: number, checksum, length,
+    // text.
     const STATE_AT: u64 = 4096 + (64 << 10);
     let (_, memory) = manager.kept.iter().find(|(name, _)| name == "ringdisk-state").expect("kept");
     let memory = std::fs::File::from(memory.try_clone().expect("clone"));

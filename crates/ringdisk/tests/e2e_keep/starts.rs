@@ -1,4 +1,5 @@
-//! Deaths and signals around a start: before the mount is ready, between two processes, again and again.
+//! Deaths and signals around a start: before the mount is ready, between two processes, again and
+//! again.
 
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
@@ -115,8 +116,8 @@ fn who_dies_before_it_answers_again_and_again_is_given_up() {
     let device = Device::new();
     let mut disk = Kept::raw(&device.path(), &["--direct", "--threads", "1"]);
     device.hold_next_write();
-    // A process of its own: a file that this one has open would hold up each process that another test starts, since its copy is closed
-    // then, and a close asks the server.
+    // A process of its own: a file that this one has open would hold up each process that another
+    // test starts, since its copy is closed then, and a close asks the server.
     let (output, seek) = (format!("of={}", text(&disk.path())), format!("seek={}", AT / 4096));
     let words = ["dd", "if=/dev/zero", &output, "bs=4k", "count=1", &seek];
     let mut client = Process::spawn(command(&words).args(["oflag=direct", "conv=notrunc,nocreat"]));

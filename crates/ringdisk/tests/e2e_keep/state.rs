@@ -108,7 +108,8 @@ fn overlays_may_lie_after_a_restart_where_they_might_before() {
     disk.stop();
 }
 
-/// It was an image's, with the part of the file that the `json:` name gave, and would be the whole file's.
+/// It was an image's, with the part of the file that the `json:` name gave, and would be the whole
+/// file's.
 #[test]
 fn an_image_that_its_name_does_not_mean_does_not_come_on_top() {
     if !(needs_root() && needs("qemu-img", has("qemu-img"))) {
@@ -176,7 +177,8 @@ fn a_partition_stays_where_it_is_whatever_becomes_of_its_table() {
     disk.stop();
 }
 
-/// The kernel knows the size of the file and its pages; both are right whoever serves. What is appended is there once, in its order.
+/// The kernel knows the size of the file and its pages; both are right whoever serves. What is
+/// appended is there once, in its order.
 fn appended(options: &[&str]) {
     if !needs_root() {
         return;

@@ -1,7 +1,8 @@
 //! The filter of a running process, read from the kernel, and every question that can be put to it.
 //!
-//! Promises: each number that a system call may have, on each machine whose calls the processor takes, with arguments on both sides of every
-//! rule. What passes and is not in the list of needs fails the test, and what is in the list and does not pass does too.
+//! Promises: each number that a system call may have, on each machine whose calls the processor
+//! takes, with arguments on both sides of every rule. What passes and is not in the list of needs
+//! fails the test, and what is in the list and does not pass does too.
 
 use std::collections::BTreeSet;
 

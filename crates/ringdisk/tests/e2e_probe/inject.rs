@@ -1,5 +1,5 @@
-//! System calls as a server: one of its threads stands still, is given registers, and carries out one instruction. Filter, landlock and
-//! capabilities are its own.
+//! System calls as a server: one of its threads stands still, is given registers, and carries out
+//! one instruction. Filter, landlock and capabilities are its own.
 #![cfg(target_arch = "x86_64")]
 
 use std::ffi::CStr;
@@ -49,7 +49,8 @@ impl Puppet {
 
     /// Makes a system call. Gives what it gave.
     ///
-    /// Errors: the errno; or that of no error and more, when the process has been ended by a signal.
+    /// Errors: the errno; or that of no error and more, when the process has been ended by a
+    /// signal.
     pub(crate) fn call(&mut self, call: i64, arguments: [u64; 6]) -> Result<i64, Refused> {
         let before = self.thread.registers();
         let mut registers = before;

@@ -1,7 +1,9 @@
-//! From inside of a running sandbox: what a process that was taken over could do, tried on real servers of each kind.
+//! From inside of a running sandbox: what a process that was taken over could do, tried on real
+//! servers of each kind.
 //!
-//! [`filter`] reads the filter that the kernel has for each thread of a server and asks it about every system call; [`inject`] makes
-//! calls as the server; [`manager`] listens to what is said of it.
+//! [`filter`] reads the filter that the kernel has for each thread of a server and asks it about
+//! every system call; [`inject`] makes calls as the server; [`manager`] listens to what is said of
+//! it.
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -1,4 +1,5 @@
-//! A service manager that hears the main process only, as systemd does by default: it looks at the sender's pid.
+//! A service manager that hears the main process only, as systemd does by default: it looks at the
+//! sender's pid.
 
 use std::fs;
 use std::io::IoSliceMut;
@@ -97,7 +98,8 @@ impl Manager {
         Process::spawn(command.env("NOTIFY_SOCKET", &self.name).env_remove("LISTEN_FDS"))
     }
 
-    /// Says READY, serves without a way to say anything else to anybody, and says STOPPING: all in its own name.
+    /// Says READY, serves without a way to say anything else to anybody, and says STOPPING: all in
+    /// its own name.
     fn follows(&mut self, mut process: Process) {
         let pid = process.pid();
         let (sender, ready) = self.wait_for("READY=1", &process);

@@ -94,7 +94,8 @@ fn assert_walled(pid: u32, calls: &Calls, image: &Path) {
     walls::assert_closed(pid, image);
 }
 
-/// Whatever the list says: calls that reach other processes, users, files' modes or the kernel are on none.
+/// Whatever the list says: calls that reach other processes, users, files' modes or the kernel are
+/// on none.
 #[track_caller]
 fn assert_reaches_nobody(filters: &Filters, pid: u32) {
     let other = u64::from(pid) + 1;
@@ -223,7 +224,8 @@ mod walls {
         c"/proc/1/environ",
         c"/proc/1/cwd/etc/passwd",
     ];
-    /// What the kernel tells everybody, about the machine and about other processes: to list or to read.
+    /// What the kernel tells everybody, about the machine and about other processes: to list or to
+    /// read.
     const TOLD: [&CStr; 24] = [
         c"/proc",
         c"/proc/1",

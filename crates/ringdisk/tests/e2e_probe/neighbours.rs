@@ -1,5 +1,5 @@
-//! What a server could do to other servers, and to root's scripts, by what they share with it: directories of sockets, and its pid
-//! file; and where another user leads root's commands.
+//! What a server could do to other servers, and to root's scripts, by what they share with it:
+//! directories of sockets, and its pid file; and where another user leads root's commands.
 #![cfg(target_arch = "x86_64")]
 
 use std::ffi::CString;

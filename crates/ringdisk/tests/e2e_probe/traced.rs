@@ -68,7 +68,8 @@ impl Traced {
         })?;
         let none = libc::sock_filter { code: 0, jt: 0, jf: 0, k: 0 };
         let mut program = vec![none; usize::try_from(len).expect("a length")];
-        // SAFETY: the place has the length that the kernel has said, and the thread, which stands still, gets no other filter.
+        // SAFETY: the place has the length that the kernel has said, and the thread, which stands
+        // still, gets no other filter.
         let got =
             unsafe { libc::ptrace(SECCOMP_GET_FILTER, self.tid, index, program.as_mut_ptr()) };
         assert_eq!(checked(got)?, len);
@@ -89,7 +90,8 @@ impl Traced {
     #[cfg(target_arch = "x86_64")]
     pub(crate) fn set_registers(&self, registers: &libc::user_regs_struct) {
         let none = null_mut::<libc::c_void>();
-        // SAFETY: the structure lives across the call; what the thread does then is the test's matter.
+        // SAFETY: the structure lives across the call; what the thread does then is the test's
+        // matter.
         let set = unsafe { libc::ptrace(libc::PTRACE_SETREGS, self.tid, none, registers) };
         checked(set).expect("registers");
     }

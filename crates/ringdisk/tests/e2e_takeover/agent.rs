@@ -1,8 +1,9 @@
 //! Whoever has taken a confined process over, as far as its descriptors reach.
 //!
-//! The process is stopped, and its descriptors are copied from outside (pidfd_getfd(2)): the very sockets and memory that it has, so what is
-//! written and sent is what the process itself could write and send. What differs: a message would carry the credentials of this test, if
-//! somebody asked for them, which nobody does.
+//! The process is stopped, and its descriptors are copied from outside (pidfd_getfd(2)): the very
+//! sockets and memory that it has, so what is written and sent is what the process itself could
+//! write and send. What differs: a message would carry the credentials of this test, if somebody
+//! asked for them, which nobody does.
 
 use std::fs::{self, File};
 use std::io::IoSlice;

@@ -1,5 +1,6 @@
-//! What a server that was taken over does to images that its own chain leads to, or that it writes the names of into its own: it may read those
-//! below its disk, and the next start follows no name that it wrote.
+//! What a server that was taken over does to images that its own chain leads to, or that it writes
+//! the names of into its own: it may read those below its disk, and the next start follows no name
+//! that it wrote.
 
 use std::fs::{self, File};
 use std::os::fd::{AsFd, OwnedFd};

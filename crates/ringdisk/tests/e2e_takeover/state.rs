@@ -1,4 +1,5 @@
-//! The memory that a kept mount's process leaves to the next one, and the line to the process that keeps the mount.
+//! The memory that a kept mount's process leaves to the next one, and the line to the process that
+//! keeps the mount.
 
 use std::fs::{self, File};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -299,7 +300,8 @@ fn descriptors_that_come_after_the_start_are_not_kept() {
     others.assert_same();
 }
 
-/// What an image names lies beside it, by the rules of names; of a device that would be every disk of the system.
+/// What an image names lies beside it, by the rules of names; of a device that would be every disk
+/// of the system.
 #[test]
 fn an_image_on_a_device_that_comes_to_name_another_disk_is_not_served() {
     if !(needs_root() && needs("qemu-img", has("qemu-img"))) {

@@ -1,6 +1,7 @@
 //! What a process that was taken over hands to its successor (`serve --upgrade`).
 //!
-//! The parcel is a real one, which this test got by asking as a successor does; it comes changed, over the socket of the process itself.
+//! The parcel is a real one, which this test got by asking as a successor does; it comes changed,
+//! over the socket of the process itself.
 
 use std::fs::{self, File};
 use std::io::{IoSlice, IoSliceMut};
@@ -66,8 +67,9 @@ impl Parcel {
     }
 }
 
-/// The socket on which a process waits for its successor, and its name. The kernel knows it by the name that it had before it listened, so
-/// it is told from the others by a connection that comes there. Its flags are the process's, and stay as they are.
+/// The socket on which a process waits for its successor, and its name. The kernel knows it by the
+/// name that it had before it listened, so it is told from the others by a connection that comes
+/// there. Its flags are the process's, and stay as they are.
 fn listener(agent: &Agent, socket: &Path) -> (UnixListener, PathBuf) {
     let path = successor_of(socket);
     let listens = |socket: &OwnedFd| {
@@ -252,7 +254,8 @@ fn another_file_as_the_image_is_not_served() {
     taken.end();
 }
 
-/// Whoever hands it over has it open to write, and it lies where images of the command line may lie.
+/// Whoever hands it over has it open to write, and it lies where images of the command line may
+/// lie.
 #[test]
 fn a_neighbour_as_the_image_is_not_served() {
     if !needs_root() {

@@ -1,4 +1,5 @@
-//! The line to the warden: nothing but what it was told of at the start can be had, whatever has become of names and numbers since.
+//! The line to the warden: nothing but what it was told of at the start can be had, whatever has
+//! become of names and numbers since.
 
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
@@ -48,7 +49,8 @@ fn what_a_warden_was_not_told_of_cannot_be_had_from_it() {
         Path::new("").to_owned(),
     ];
     for name in &names {
-        // All letters but those of its own mount, and the one of words for a service manager, which has no answer.
+        // All letters but those of its own mount, and the one of words for a service manager, which
+        // has no answer.
         for what in (0..=255).filter(|what| !b"NLFAW".contains(what)) {
             let answer = order(&line, what, name.as_os_str().as_bytes()).expect("it lives");
             let wanted = if what == b'U' { b'D' } else { b'E' };

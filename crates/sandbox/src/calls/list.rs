@@ -1,8 +1,9 @@
 //! The lists.
 //!
-//! Each call was questioned: who makes it inside, and what could somebody do with it who has taken the process over? Who makes it was
-//! seen by running the end-to-end tests with a filter that ends the process for everything else, and by reading libc and the standard
-//! library for what they do when memory is short, a thread panics, or a signal comes.
+//! Each call was questioned: who makes it inside, and what could somebody do with it who has taken
+//! the process over? Who makes it was seen by running the end-to-end tests with a filter that ends
+//! the process for everything else, and by reading libc and the standard library for what they do
+//! when memory is short, a thread panics, or a signal comes.
 
 use libc as c;
 
@@ -43,8 +44,9 @@ const fn bits(value: c::c_int) -> u32 {
     value.cast_unsigned()
 }
 
-/// `CLONE_VM | CLONE_FS | CLONE_FILES | CLONE_SIGHAND | CLONE_THREAD | CLONE_SYSVSEM | CLONE_SETTLS | CLONE_PARENT_SETTID |
-/// CLONE_CHILD_CLEARTID`: what pthread_create(3) of glibc and musl asks for.
+/// `CLONE_VM | CLONE_FS | CLONE_FILES | CLONE_SIGHAND | CLONE_THREAD | CLONE_SYSVSEM |
+/// CLONE_SETTLS | CLONE_PARENT_SETTID | CLONE_CHILD_CLEARTID`: what pthread_create(3) of glibc and
+/// musl asks for.
 const THREAD: u32 = 0x003d_0f00;
 /// `CLONE_DETACHED`, which means nothing and which musl adds.
 const CLONE_DETACHED: u32 = 0x0040_0000;
@@ -141,7 +143,8 @@ pub(super) const ALLOWED: &[Need] = list![
     SYS_getcwd: "names in commands",
     SYS_chdir: "the directory that a process in the background was started in is let go",
     SYS_dup3 [[&[among(1, STANDARD)]]]: "the terminal of a process in the background is let go",
-    // Sockets that are there: no datagram socket is among them, so whoever is written to is who is connected.
+    // Sockets that are there: no datagram socket is among them, so whoever is written to is who is
+    // connected.
     SYS_accept4: "clients of the control socket, a front end, a successor",
     SYS_sendto [[&[argument(4, Is::Null)]]]: "words for them",
     SYS_recvfrom: "words of them",
@@ -179,8 +182,8 @@ pub(super) const VHOST: &[Need] = list![
     SYS_sched_setaffinity: "threads of the kernel that serve virtqueues are bound; their numbers are not known before",
 ];
 
-/// Operations of io_uring_register(2), `IORING_REGISTER_*` of linux/io_uring.h: those that rings are restricted to themselves; of a ring
-/// that has a descriptor, and of one that is registered.
+/// Operations of io_uring_register(2), `IORING_REGISTER_*` of linux/io_uring.h: those that rings
+/// are restricted to themselves; of a ring that has a descriptor, and of one that is registered.
 const REGISTRATIONS: &[u32] = &[
     1,  // UNREGISTER_BUFFERS
     6,  // FILES_UPDATE
@@ -218,8 +221,9 @@ const STANDARD: &[u32] = &[0, 1, 2];
 /// Options of sockets: `SO_RCVTIMEO` and `SO_SNDTIMEO`.
 const TIMEOUTS: &[u32] = &[bits(c::SO_RCVTIMEO), bits(c::SO_SNDTIMEO)];
 
-/// Commands of ioctl(2): of terminals and sockets, and of block devices: sizes, whether it is read-only, discard. (Those of
-/// /dev/fuse belong to the start.) Numbers: asm-generic/ioctls.h, linux/fs.h.
+/// Commands of ioctl(2): of terminals and sockets, and of block devices: sizes, whether it is
+/// read-only, discard. (Those of /dev/fuse belong to the start.) Numbers: asm-generic/ioctls.h,
+/// linux/fs.h.
 const IOCTLS: &[u32] = &[
     0x5401,      // TCGETS
     0x802c_542a, // TCGETS2: isatty(3) of newer libcs
@@ -231,8 +235,8 @@ const IOCTLS: &[u32] = &[
     0x8008_1272, // BLKGETSIZE64
 ];
 
-/// Commands of ioctl(2) that hand rings to the module vhost_blk and take them back: those of include/uapi/linux/vhost.h, and of
-/// kernel/vhost-blk/ringdisk_vhost_blk.h.
+/// Commands of ioctl(2) that hand rings to the module vhost_blk and take them back: those of
+/// include/uapi/linux/vhost.h, and of kernel/vhost-blk/ringdisk_vhost_blk.h.
 const VHOST_IOCTLS: &[u32] = &[
     0x4008_af00, // VHOST_SET_FEATURES
     0x4008_af03, // VHOST_SET_MEM_TABLE
@@ -254,8 +258,9 @@ const VHOST_IOCTLS: &[u32] = &[
     0xc0c8_e806, // RINGDISK_VBLK_STATS
 ];
 
-/// Commands of fcntl(2): descriptors, their flags (F_SETFL is a set of its own), locks, sizes of pipes, seals. None that makes the kernel
-/// send signals: F_SETOWN names any process, and F_SETSIG any signal. Numbers: asm-generic/fcntl.h, linux/fcntl.h.
+/// Commands of fcntl(2): descriptors, their flags (F_SETFL is a set of its own), locks, sizes of
+/// pipes, seals. None that makes the kernel send signals: F_SETOWN names any process, and F_SETSIG
+/// any signal. Numbers: asm-generic/fcntl.h, linux/fcntl.h.
 const FCNTLS: &[u32] = &[
     1,    // F_GETFD
     2,    // F_SETFD
@@ -267,7 +272,8 @@ const FCNTLS: &[u32] = &[
     1034, // F_GET_SEALS
 ];
 
-/// Commands of prctl(2): names of threads and of memory, and where the vDSO is (rustix asks when it first looks at a clock).
+/// Commands of prctl(2): names of threads and of memory, and where the vDSO is (rustix asks when it
+/// first looks at a clock).
 const PRCTLS: &[u32] = &[
     15,          // PR_SET_NAME
     16,          // PR_GET_NAME

@@ -1,7 +1,8 @@
 //! What a list says of one system call: why it is there, and with which arguments.
 //!
-//! Promises: what is written here is all that there is; the filter is made of it, and tests ask [`Need::allows`] what the filter of a
-//! running process has to answer. A filter sees integers. What a pointer leads to it does not, so no rule is about that.
+//! Promises: what is written here is all that there is; the filter is made of it, and tests ask
+//! [`Need::allows`] what the filter of a running process has to answer. A filter sees integers.
+//! What a pointer leads to it does not, so no rule is about that.
 
 use std::fmt;
 
@@ -14,7 +15,8 @@ pub struct Need {
     pub constant: &'static str,
     /// Who makes it, and what for.
     pub why: &'static str,
-    /// With which arguments: those of one of these sets, each of which is a number of conditions that all hold. Empty: with any.
+    /// With which arguments: those of one of these sets, each of which is a number of conditions
+    /// that all hold. Empty: with any.
     pub arguments: &'static [&'static [Argument]],
 }
 
@@ -27,7 +29,8 @@ pub struct Argument {
     pub is: Is,
 }
 
-/// What an argument has to be. All but [`Is::Null`] look at the lower 32 bits only, as the kernel does with an `int`.
+/// What an argument has to be. All but [`Is::Null`] look at the lower 32 bits only, as the kernel
+/// does with an `int`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Is {
     /// One of these.

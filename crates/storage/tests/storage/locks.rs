@@ -77,8 +77,8 @@ fn refused_opener_leaves_no_lock() {
     drop(first);
 }
 
-/// Runs a QEMU tool on the image; returns whether it could open it, and what it said. `None` without the tool: the test is noted as
-/// skipped then.
+/// Runs a QEMU tool on the image; returns whether it could open it, and what it said. `None`
+/// without the tool: the test is noted as skipped then.
 fn qemu(words: &[&str], path: &Path) -> Option<(bool, String)> {
     if !needs(words[0], has(words[0])) {
         return None;

@@ -66,14 +66,16 @@ async fn read(ring: &Ring, storage: &Storage, offset: u64, len: usize) -> Result
     Ok(buf.to_vec()[..done].to_vec())
 }
 
-/// A loop device over a sparse file, with its directory. `None` where there are no loop devices: the test is noted as skipped then.
+/// A loop device over a sparse file, with its directory. `None` where there are no loop devices:
+/// the test is noted as skipped then.
 fn loop_device(len: u64, options: &[&str]) -> Option<(Loop, tempfile::TempDir)> {
     let directory = scratch();
     let device = Loop::attach(&image(directory.path(), "device", len), options);
     device.map(|device| (device, directory))
 }
 
-/// A small file system on a loop mount. `None` where it cannot be made: the test is noted as skipped then.
+/// A small file system on a loop mount. `None` where it cannot be made: the test is noted as
+/// skipped then.
 ///
 /// The directory comes first, so that it is dropped last.
 fn file_system(kind: &str, len: u64) -> Option<(tempfile::TempDir, FileSystem)> {

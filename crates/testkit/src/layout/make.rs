@@ -1,6 +1,7 @@
 //! Making empty images, of any shape that the format allows.
 
-/// What an image is to be like. `Default`: version 3, clusters of 64 KiB, refcounts of 16 bits, 1 MiB.
+/// What an image is to be like. `Default`: version 3, clusters of 64 KiB, refcounts of 16 bits, 1
+/// MiB.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Shape {
     /// 2 or 3.
@@ -46,7 +47,8 @@ impl Default for Shape {
 }
 
 impl Shape {
-    /// The bytes of an image in which nothing is allocated. Its clusters: header, refcount table, first refcount blocks, L1 table.
+    /// The bytes of an image in which nothing is allocated. Its clusters: header, refcount table,
+    /// first refcount blocks, L1 table.
     #[must_use]
     pub fn make(&self) -> Vec<u8> {
         let cluster = 1u64 << self.cluster_bits;

@@ -281,7 +281,8 @@ fn may_share(known: Class, other: Class) -> bool {
     match (known, other) {
         (Data | Compressed, _) => known == other,
         (L2 | SnapshotL2, _) => tables.contains(&other),
-        // Directory and tables are told apart by nobody; a cluster of them has one reference all the same.
+        // Directory and tables are told apart by nobody; a cluster of them has one reference all
+        // the same.
         (Bitmaps, _) => known == other,
         _ => known == other,
     }

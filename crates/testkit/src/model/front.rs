@@ -266,7 +266,8 @@ impl FrontEnd {
 
     /// GET_CONFIG.
     ///
-    /// Errors: it was refused by a reply without payload (`Number(1)`), or the connection was closed.
+    /// Errors: it was refused by a reply without payload (`Number(1)`), or the connection was
+    /// closed.
     pub fn config(&mut self, offset: u32, len: u32) -> Result<Vec<u8>, Refused> {
         let mut payload = halves(&[offset, len, 0]);
         payload.resize(payload.len() + usize::try_from(len).expect("64 bits"), 0);

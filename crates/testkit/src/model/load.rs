@@ -7,7 +7,8 @@ use super::{Cut, Done, Kind, Request, Vm, bits, range};
 use crate::oracle::{Begun, Below, Content, Oracle, SECTOR};
 use crate::sim::Prng;
 
-/// What a range may hold once it was discarded. (A device that does not offer discards is not asked for any.)
+/// What a range may hold once it was discarded. (A device that does not offer discards is not asked
+/// for any.)
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Discards {
     /// Zeroes: what queue threads promise for a file and for a qcow2 image.
@@ -23,7 +24,8 @@ pub struct LoadOptions {
     pub size: u64,
     /// The unit of requests, bytes.
     pub block: u64,
-    /// Bytes of the largest request; with what a slot must hold beside them less than `VmOptions::slot_bytes`.
+    /// Bytes of the largest request; with what a slot must hold beside them less than
+    /// `VmOptions::slot_bytes`.
     pub bytes_max: u64,
     /// Segments of one, at most.
     pub segments: usize,

@@ -239,7 +239,8 @@ impl Vm {
         Ok(())
     }
 
-    /// Goes on with another process behind the device: all that was asked and not answered is still asked.
+    /// Goes on with another process behind the device: all that was asked and not answered is still
+    /// asked.
     ///
     /// Errors: it went away meanwhile.
     pub fn resume(&mut self, front: FrontEnd, rule: BaseRule) -> Result<(), Refused> {
@@ -259,7 +260,8 @@ impl Vm {
         Ok(())
     }
 
-    /// Resets the device and starts it again with new virtqueues in other memory; what was in flight is forgotten.
+    /// Resets the device and starts it again with new virtqueues in other memory; what was in
+    /// flight is forgotten.
     ///
     /// Errors: the device refused something.
     pub fn reset(&mut self) -> Result<(), Refused> {

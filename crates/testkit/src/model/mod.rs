@@ -1,8 +1,9 @@
-//! A virtual machine without a guest: a vhost-user front end that speaks by hand, memory in a memfd, and a driver of virtio-blk that lays
-//! its own rings.
+//! A virtual machine without a guest: a vhost-user front end that speaks by hand, memory in a
+//! memfd, and a driver of virtio-blk that lays its own rings.
 //!
-//! Promises: knows nothing of the code under test but the driver's side of the rings; waits for nothing longer than [`PATIENCE`], and
-//! panics with what it waited for. What the device writes beside the buffers that it was given is found.
+//! Promises: knows nothing of the code under test but the driver's side of the rings; waits for
+//! nothing longer than [`PATIENCE`], and panics with what it waited for. What the device writes
+//! beside the buffers that it was given is found.
 
 mod front;
 mod load;

@@ -90,7 +90,8 @@ impl Queue {
         self.slots.len() - self.free.len()
     }
 
-    /// Adds a request; the device sees it after [`Queue::kick`]. Gives its id, or the request back when there is no room.
+    /// Adds a request; the device sees it after [`Queue::kick`]. Gives its id, or the request back
+    /// when there is no room.
     ///
     /// Errors: the queue is full.
     pub fn add(&mut self, ram: &GuestRam, request: Request) -> Result<u16, Request> {
@@ -143,8 +144,8 @@ impl Queue {
         let _ = rustix::io::write(&self.kick, &1_u64.to_ne_bytes());
     }
 
-    /// Takes an answer if there is one. Panics when it is wrong: of nothing that was asked, with a length that cannot be, or when the
-    /// device has written elsewhere.
+    /// Takes an answer if there is one. Panics when it is wrong: of nothing that was asked, with a
+    /// length that cannot be, or when the device has written elsewhere.
     pub fn reap(&mut self, ram: &GuestRam) -> Option<Done> {
         let used = self.driver.pop_used()?;
         let pending = self.pending[usize::from(used.id)].take();

@@ -24,7 +24,8 @@ pub enum Cut {
     Plain,
     /// Data in so many pieces, header and status by themselves, as drivers do.
     Pieces(usize),
-    /// Anywhere, header and status too: into at most so many segments, at addresses of any alignment.
+    /// Anywhere, header and status too: into at most so many segments, at addresses of any
+    /// alignment.
     Anywhere(usize),
 }
 

@@ -1,13 +1,15 @@
 //! What a disk may hold, given what its clients did: while it runs, and after it lost power.
 //!
-//! Every 512-byte sector that is written carries a stamp of its own place and of the write, so a sector that shows up somewhere else, an
-//! old one that comes back, and one that is half and half are told apart. For each sector the oracle keeps every version that may still
-//! be seen. A version `v` is certainly gone once a write `w` that began after `v` had ended
+//! Every 512-byte sector that is written carries a stamp of its own place and of the write, so a
+//! sector that shows up somewhere else, an old one that comes back, and one that is half and half
+//! are told apart. For each sector the oracle keeps every version that may still be seen. A version
+//! `v` is certainly gone once a write `w` that began after `v` had ended
 //! - has been acknowledged (for a read that began after that), or
-//! - has been made durable by a flush that began after `w` was acknowledged (for a power cut at any time).
+//! - has been made durable by a flush that began after `w` was acknowledged (for a power cut at any
+//!   time).
 //!
-//! Two writes that overlap in time may come in either order; one that failed may have happened or not. Writes of parts of a sector are
-//! judged byte by byte, whole ones as a whole.
+//! Two writes that overlap in time may come in either order; one that failed may have happened or
+//! not. Writes of parts of a sector are judged byte by byte, whole ones as a whole.
 //!
 //! Call [`Oracle::begin`] before an operation and [`Oracle::end`] after it.
 
@@ -193,7 +195,8 @@ impl Oracle {
         Begun { number: 0, begin, range: 0..0 }
     }
 
-    /// A flush succeeded: what was acknowledged before it began stays for ever. (One that failed promises nothing.)
+    /// A flush succeeded: what was acknowledged before it began stays for ever. (One that failed
+    /// promises nothing.)
     pub fn end_flush(&mut self, begun: &Begun) {
         let oldest_read = self.reads.keys().next().copied().unwrap_or(Time::MAX);
         let sectors = std::mem::take(&mut self.unsettled);
@@ -227,13 +230,15 @@ impl Oracle {
         Begun { number: 0, begin, range }
     }
 
-    /// Everything that was acknowledged is durable from now on, and nothing runs: an image that was closed.
+    /// Everything that was acknowledged is durable from now on, and nothing runs: an image that was
+    /// closed.
     pub fn settle(&mut self) {
         let flush = self.begin_flush();
         self.end_flush(&flush);
     }
 
-    /// The power failed and came back: what was not durable may be there or not, and no later flush makes it so.
+    /// The power failed and came back: what was not durable may be there or not, and no later flush
+    /// makes it so.
     pub fn restart(&mut self) {
         let now = self.tick();
         self.reads.clear();
@@ -290,8 +295,9 @@ impl Oracle {
         }
     }
 
-    /// As [`Oracle::restored`], while operations run: each of them comes before it, and is undone by it, or after it. So when one of them
-    /// ends it was not acknowledged ([`Oracle::end`]), and what a read that runs finds cannot be judged ([`Oracle::forget_read`]).
+    /// As [`Oracle::restored`], while operations run: each of them comes before it, and is undone
+    /// by it, or after it. So when one of them ends it was not acknowledged ([`Oracle::end`]), and
+    /// what a read that runs finds cannot be judged ([`Oracle::forget_read`]).
     #[must_use]
     pub fn restored_beside(&self, then: &Oracle) -> Oracle {
         let mut next = self.restored(then);

@@ -1,5 +1,6 @@
-//! What a block device does in another way than a file: its length is fixed, it has no holes, what nobody has written since it became ours
-//! is old bytes, and a discard leaves whatever the device likes.
+//! What a block device does in another way than a file: its length is fixed, it has no holes, what
+//! nobody has written since it became ours is old bytes, and a discard leaves whatever the device
+//! likes.
 //!
 //! Source: the promises of `ringdisk_storage::Storage`, which keeps them for devices of the kernel.
 
@@ -10,7 +11,8 @@ use ringdisk_storage::{Allocation, Errno};
 use super::image::STALE;
 use super::state::{Action, Change, Outcome, State};
 
-/// Larger ranges are never filled with other bytes by a discard: a test that discards all of a large device stays cheap.
+/// Larger ranges are never filled with other bytes by a discard: a test that discards all of a
+/// large device stays cheap.
 const FILLED_MAX: u64 = 1 << 20;
 
 /// Lets an operation take effect on a block device. `None`: it is as on a file.

@@ -1,4 +1,5 @@
-//! Everything that happened to a storage, to be lived through again: every prefix, with every state that a power cut could have left.
+//! Everything that happened to a storage, to be lived through again: every prefix, with every state
+//! that a power cut could have left.
 
 use super::SimStorage;
 use super::image::Image;

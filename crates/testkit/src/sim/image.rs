@@ -1,7 +1,8 @@
 //! Sparse memory with a length: the content of a simulated medium.
 //!
-//! Pages are shared between copies until one of them changes, so a copy costs one reference for each page: thousands of crash
-//! states of one storage fit into memory and are made in microseconds.
+//! Pages are shared between copies until one of them changes, so a copy costs one reference for
+//! each page: thousands of crash states of one storage fit into memory and are made in
+//! microseconds.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,7 +16,8 @@ type Page = Arc<[u8; 4096]>;
 pub(crate) struct Image {
     pages: BTreeMap<u64, Page>,
     len: u64,
-    /// What nobody has written holds [`STALE`]: a block device that was used before. Else such pages are holes.
+    /// What nobody has written holds [`STALE`]: a block device that was used before. Else such
+    /// pages are holes.
     is_stale: bool,
 }
 
@@ -68,7 +70,8 @@ impl Image {
         out
     }
 
-    /// Shows the bytes of a range piece by piece, with the place of each in the range; returns how many there are.
+    /// Shows the bytes of a range piece by piece, with the place of each in the range; returns how
+    /// many there are.
     pub(crate) fn visit(
         &self,
         offset: u64,

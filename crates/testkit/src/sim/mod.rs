@@ -1,12 +1,13 @@
 //! Simulated storage: memory that misbehaves on command.
 //!
-//! [`SimStorage`] is a handle for the test; [`SimStorage::storage`] gives the storage that the code under
-//! test uses. Rules ([`SimStorage::on`]) say what happens to which operation: it fails, ends short, takes
-//! time, waits until the test lets it go (in any order), or never ends. [`SimStorage::power_cut`] leaves what
-//! a disk may leave: everything flushed, and any part of the rest.
+//! [`SimStorage`] is a handle for the test; [`SimStorage::storage`] gives the storage that the code
+//! under test uses. Rules ([`SimStorage::on`]) say what happens to which operation: it fails, ends
+//! short, takes time, waits until the test lets it go (in any order), or never ends.
+//! [`SimStorage::power_cut`] leaves what a disk may leave: everything flushed, and any part of the
+//! rest.
 //!
-//! Deterministic: the same seed and the same order of calls give the same result. Any thread may hold
-//! handles. An operation without a rule takes effect and ends at once.
+//! Deterministic: the same seed and the same order of calls give the same result. Any thread may
+//! hold handles. An operation without a rule takes effect and ends at once.
 //!
 //! ```
 //! use ringdisk_storage::Errno;
@@ -61,7 +62,8 @@ impl SimStorage {
         sim
     }
 
-    /// A block device of `len` bytes that holds old bytes of others: its length is fixed, and a discard leaves what the seed likes.
+    /// A block device of `len` bytes that holds old bytes of others: its length is fixed, and a
+    /// discard leaves what the seed likes.
     pub fn device(len: u64, seed: u64) -> SimStorage {
         let mut state = State::with_image(image::Image::stale(len), seed);
         state.kind = Kind::BlockDevice;
@@ -83,13 +85,14 @@ impl SimStorage {
         self.state().limits = limits;
     }
 
-    /// Lets [`Storage::kind`] say that it is a regular file, for code that asks; nothing else changes. (A block device is made by
-    /// [`SimStorage::device`].)
+    /// Lets [`Storage::kind`] say that it is a regular file, for code that asks; nothing else
+    /// changes. (A block device is made by [`SimStorage::device`].)
     pub fn become_regular(&self) {
         self.state().kind = Kind::Regular;
     }
 
-    /// Makes it storage that zeroes only by writing: where that is not allowed, zeroing is refused and changes nothing.
+    /// Makes it storage that zeroes only by writing: where that is not allowed, zeroing is refused
+    /// and changes nothing.
     pub fn refuse_holes(&self) {
         self.state().refuses_holes = true;
     }
@@ -185,15 +188,17 @@ impl SimStorage {
         power::crash_image(&self.state(), seed).to_vec()
     }
 
-    /// As [`SimStorage::crash_image`], as a storage of its own. Cheap: pages are shared until one side changes them.
+    /// As [`SimStorage::crash_image`], as a storage of its own. Cheap: pages are shared until one
+    /// side changes them.
     #[must_use]
     pub fn crash_state(&self, seed: u64) -> SimStorage {
         let state = self.state();
         SimStorage::after(power::crash_image(&state, seed), &state, seed)
     }
 
-    /// As [`SimStorage::crash_state`], if the last flush that had something to do had left out the changes for which `lost` says so
-    /// (offset and length in bytes): what a missing barrier could leave. `None`: there was no such flush.
+    /// As [`SimStorage::crash_state`], if the last flush that had something to do had left out the
+    /// changes for which `lost` says so (offset and length in bytes): what a missing barrier could
+    /// leave. `None`: there was no such flush.
     #[must_use]
     pub fn crash_state_without_last_flush(
         &self,
@@ -205,8 +210,9 @@ impl SimStorage {
         Some(SimStorage::after(image, &state, seed))
     }
 
-    /// What the last flush that had something to do made durable, and what took effect after it: offsets and lengths in bytes of the
-    /// changes, in their order; (new length, 0) for a change of the length.
+    /// What the last flush that had something to do made durable, and what took effect after it:
+    /// offsets and lengths in bytes of the changes, in their order; (new length, 0) for a change of
+    /// the length.
     pub fn around_last_flush(&self) -> (Ranges, Ranges) {
         let state = self.state();
         let before =
@@ -214,7 +220,8 @@ impl SimStorage {
         (before, state.journal.iter().map(|(_, change)| change.range()).collect())
     }
 
-    /// Whether a flush that had nothing to do came after the one that [`SimStorage::around_last_flush`] is about.
+    /// Whether a flush that had nothing to do came after the one that
+    /// [`SimStorage::around_last_flush`] is about.
     pub fn was_flushed_idly(&self) -> bool {
         self.state().idle_since
     }
@@ -234,7 +241,8 @@ impl SimStorage {
         SimStorage(Arc::new(Mutex::new(state)))
     }
 
-    /// Reads what a reader sees now, without rules, log or ring. Returns the bytes there are: fewer at the end.
+    /// Reads what a reader sees now, without rules, log or ring. Returns the bytes there are: fewer
+    /// at the end.
     pub fn peek(&self, offset: u64, bytes: &mut [u8]) -> usize {
         let len = bytes.len() as u64;
         self.state().image.visit(offset, len, |at, piece| {

@@ -1,8 +1,9 @@
 //! What a power cut leaves.
 //!
-//! A crash state is what was flushed and any part of the rest. Most subsets of many changes look alike (about half of everything), and
-//! the states that hurt are the lopsided ones: only the last change arrived, or all but one. So the seed chooses the shape of the
-//! subset first and its members second.
+//! A crash state is what was flushed and any part of the rest. Most subsets of many changes look
+//! alike (about half of everything), and the states that hurt are the lopsided ones: only the last
+//! change arrived, or all but one. So the seed chooses the shape of the subset first and its
+//! members second.
 
 use ringdisk_storage::Kind;
 
@@ -33,19 +34,20 @@ enum Shape {
     AllBut(u64),
     /// This one alone.
     Only(u64),
-    /// Each that begins in this range of the medium (a table, as likely as not), or each that does not.
+    /// Each that begins in this range of the medium (a table, as likely as not), or each that does
+    /// not.
     Place { start: u64, end: u64, inside: bool },
 }
 
-/// The durable image with any part of the changes that were not flushed, in their order, and of those that were running, in any
-/// order.
+/// The durable image with any part of the changes that were not flushed, in their order, and of
+/// those that were running, in any order.
 pub(crate) fn crash_image(state: &State, seed: u64) -> Image {
     let settled = state.journal.iter().map(|(_, change)| change.clone()).collect();
     compose(state.durable.clone(), settled, running(state), seed)
 }
 
-/// The same as if the last flush had passed over the changes for which `lost` holds: each of them may be missing, whatever came after
-/// it.
+/// The same as if the last flush had passed over the changes for which `lost` holds: each of them
+/// may be missing, whatever came after it.
 pub(crate) fn without_last_flush(
     state: &State,
     seed: u64,

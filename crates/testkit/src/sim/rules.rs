@@ -25,11 +25,13 @@ pub enum Fault {
     Hold,
     /// It never ends and has no effect.
     Hang,
-    /// It claims success at once and has no effect. A flush that lies is a barrier that is missing; reads do not lie.
+    /// It claims success at once and has no effect. A flush that lies is a barrier that is missing;
+    /// reads do not lie.
     Lie,
 }
 
-/// Which operations a rule is for. Built like `When::kind(OpKind::Write).at(0..4096).skip(2).once()`.
+/// Which operations a rule is for. Built like
+/// `When::kind(OpKind::Write).at(0..4096).skip(2).once()`.
 #[derive(Clone, Debug, Default)]
 pub struct When {
     kind: Option<OpKind>,
@@ -56,8 +58,8 @@ impl When {
         When { number: Some(number), ..When::default() }
     }
 
-    /// Only those that touch a byte of `range`; a change of the length: whose last byte lies there. Operations without a range
-    /// (flush) never do.
+    /// Only those that touch a byte of `range`; a change of the length: whose last byte lies there.
+    /// Operations without a range (flush) never do.
     pub fn at(self, range: Range<u64>) -> When {
         When { range: Some(range), ..self }
     }

@@ -1,10 +1,11 @@
 //! BTF, the kernel's description of its types, as far as a comparison of two modules needs it.
 //!
-//! Promises for any bytes: no panic, no endless loop, time and memory in proportion to them; what is not understood is an error. Reads
-//! split BTF (that of a module continues that of the kernel) in the byte order of this machine. Pure.
+//! Promises for any bytes: no panic, no endless loop, time and memory in proportion to them; what
+//! is not understood is an error. Reads split BTF (that of a module continues that of the kernel)
+//! in the byte order of this machine. Pure.
 //!
-//! Own code: the crates there are do not read split BTF, or have licences that we cannot ship. Source: Documentation/bpf/btf.rst,
-//! `include/uapi/linux/btf.h`.
+//! Own code: the crates there are do not read split BTF, or have licences that we cannot ship.
+//! Source: Documentation/bpf/btf.rst, `include/uapi/linux/btf.h`.
 
 #[cfg(test)]
 pub(crate) mod make;

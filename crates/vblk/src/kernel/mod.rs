@@ -1,9 +1,10 @@
 //! The device as the kernel sees it. The only place of this crate with `unsafe`.
 //!
-//! What it rests on: the kernel reads and writes memory of ours at addresses that SET_MEM_TABLE and SET_VRING_ADDR name, but only between
-//! START of a queue and the return of its STOP (`ringdisk_vhost_blk.h`). So a [`Handle`] owns a reference to that memory: a table of regions is
-//! replaced only while no queue is started, the areas of a ring are checked to be as long as the ring needs, and are kept until STOP succeeded.
-//! If STOP fails, the memory is never unmapped.
+//! What it rests on: the kernel reads and writes memory of ours at addresses that SET_MEM_TABLE and
+//! SET_VRING_ADDR name, but only between START of a queue and the return of its STOP
+//! (`ringdisk_vhost_blk.h`). So a [`Handle`] owns a reference to that memory: a table of regions is
+//! replaced only while no queue is started, the areas of a ring are checked to be as long as the
+//! ring needs, and are kept until STOP succeeded. If STOP fails, the memory is never unmapped.
 
 #![allow(unsafe_code)]
 
@@ -75,13 +76,15 @@ impl Handle {
 
     /// SET_OWNER. Workers become threads of this process.
     pub(crate) fn set_owner(&self) -> Result<()> {
-        // A parameter of vhost can make them threads of the kernel, in another cgroup and without NEW_WORKER. Kernels that do not know
-        // this call, or are built without it, do not have the parameter.
+        // A parameter of vhost can make them threads of the kernel, in another cgroup and without
+        // NEW_WORKER. Kernels that do not know this call, or are built without it, do not have the
+        // parameter.
         let _ = self.give(&uapi::SET_FORK_FROM_OWNER, &1);
         self.call(uapi::SET_OWNER, std::ptr::null_mut())
     }
 
-    /// SET_FEATURES. Refused while a queue is started (the module does, too): the length of what it writes depends on them.
+    /// SET_FEATURES. Refused while a queue is started (the module does, too): the length of what it
+    /// writes depends on them.
     pub(crate) fn set_features(&mut self, features: u64) -> Result<()> {
         self.all_stopped()?;
         self.give(&uapi::SET_FEATURES, &features)?;
@@ -110,7 +113,8 @@ impl Handle {
         Ok(())
     }
 
-    /// Lets go of the memory: nothing is started before there is another one. Refused while a queue is started.
+    /// Lets go of the memory: nothing is started before there is another one. Refused while a queue
+    /// is started.
     pub(crate) fn forget_memory(&mut self) -> Result<()> {
         self.all_stopped()?;
         self.memory = None;
@@ -161,8 +165,9 @@ impl Handle {
 
     /// SET_VRING_NUM, _BASE and _ADDR, and START.
     ///
-    /// Errors: `EINVAL` where the areas are shorter than such a ring, which is refused here; `EBUSY` for a queue that is started; those of
-    /// the kernel. Then the queue is stopped, and nothing of it is kept.
+    /// Errors: `EINVAL` where the areas are shorter than such a ring, which is refused here;
+    /// `EBUSY` for a queue that is started; those of the kernel. Then the queue is stopped, and
+    /// nothing of it is kept.
     pub(crate) fn start(&mut self, queue: u16, size: u16, base: u16, areas: Areas) -> Result<()> {
         let index = usize::from(queue);
         if self.started.get(index).ok_or(Errno::NOBUFS)?.is_some() {
@@ -184,7 +189,8 @@ impl Handle {
         self.give(&uapi::SET_VRING_NUM, &state(size))?;
         self.give(&uapi::SET_VRING_BASE, &state(base))?;
         self.give(&uapi::SET_VRING_ADDR, &words)?;
-        // The memory of `areas` and of `self.memory` is there and stays: nothing of this object unmaps it before STOP.
+        // The memory of `areas` and of `self.memory` is there and stays: nothing of this object
+        // unmaps it before STOP.
         self.started[index] = Some(areas);
         let started = self.give(&uapi::START, &queue.into());
         if started.is_err() {
@@ -271,8 +277,9 @@ impl Handle {
     }
 
     fn call(&self, number: Opcode, argument: *mut c_void) -> Result<()> {
-        // SAFETY: `argument` points to what the number stands for (`uapi`, compared with the headers by tests), which lives for the call, and
-        // which the kernel writes only where it was made from an exclusive reference. What it writes later lies in memory that `self`
+        // SAFETY: `argument` points to what the number stands for (`uapi`, compared with the
+        // headers by tests), which lives for the call, and which the kernel writes only where it
+        // was made from an exclusive reference. What it writes later lies in memory that `self`
         // keeps, as the head of this file says.
         unsafe { ioctl(&self.fd, Call { number, argument }) }
     }
@@ -283,7 +290,8 @@ impl Drop for Handle {
         if self.all_stopped().is_ok() || self.stop_all().is_ok() {
             return;
         }
-        // In a child of the owner, or when the process is being killed: others may have the device open, and it runs.
+        // In a child of the owner, or when the process is being killed: others may have the device
+        // open, and it runs.
         std::mem::forget(self.memory.take());
         std::mem::forget(std::mem::take(&mut self.started));
     }
@@ -305,7 +313,8 @@ struct Call {
     argument: *mut c_void,
 }
 
-// SAFETY: gives the kernel the number and the address as they are; `Handle::call` answers for both. It may write.
+// SAFETY: gives the kernel the number and the address as they are; `Handle::call` answers for both.
+// It may write.
 unsafe impl Ioctl for Call {
     type Output = ();
     const IS_MUTATING: bool = true;

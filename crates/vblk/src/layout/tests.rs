@@ -16,7 +16,8 @@ struct Module {
     nameless: u32,
     /// Whether vhost_iotlb is there.
     iotlb: bool,
-    /// What the function takes besides the device: 0: nothing, 1: a number, 2: that number, tagged and constant.
+    /// What the function takes besides the device: 0: nothing, 1: a number, 2: that number, tagged
+    /// and constant.
     takes: u32,
     /// Its name.
     function: &'static str,

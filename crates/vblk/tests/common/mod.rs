@@ -1,4 +1,5 @@
-//! A guest that is none, on a device that is one: memory with odd regions, the model driver of the test kit, and disks to serve.
+//! A guest that is none, on a device that is one: memory with odd regions, the model driver of the
+//! test kit, and disks to serve.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -128,7 +129,8 @@ impl Guest {
         Guest { ram, queues, errors }
     }
 
-    /// The memory as a front end announces it: the rings in the first region, and borders at odd bytes among requests.
+    /// The memory as a front end announces it: the rings in the first region, and borders at odd
+    /// bytes among requests.
     pub(crate) fn memory(&self) -> Arc<Memory> {
         let slots = (self.queues.len() * SLOTS * SLOT_BYTES) as u64;
         let rings = self.ram.taken() - slots;
@@ -181,7 +183,8 @@ impl Guest {
         self.queues[queue].run(&self.ram, request).status
     }
 
-    /// Reads a page into an aligned one, which the model driver never does. Nothing is in flight in the queue.
+    /// Reads a page into an aligned one, which the model driver never does. Nothing is in flight in
+    /// the queue.
     pub(crate) fn read_page(&mut self, queue: usize, sector: u64) -> Vec<u8> {
         let at = self.ram.take(3 * 4096, 4096).unwrap();
         let (page, status) = (at + 4096, at + 2 * 4096);

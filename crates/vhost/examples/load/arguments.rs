@@ -19,7 +19,8 @@ pub(crate) enum Wait {
 pub(crate) struct Arguments {
     pub(crate) socket: PathBuf,
     pub(crate) queues: u16,
-    /// Requests in flight of each queue; when there are fewer numbers than queues they are used in turn.
+    /// Requests in flight of each queue; when there are fewer numbers than queues they are used in
+    /// turn.
     depths: Vec<u16>,
     /// Bytes of a request.
     pub(crate) block: u32,

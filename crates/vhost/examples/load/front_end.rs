@@ -13,7 +13,8 @@ use vmm_sys_util::eventfd::EventFd;
 use crate::arguments::Arguments;
 use crate::lane::Lane;
 
-/// VIRTIO_RING_F_INDIRECT_DESC, VIRTIO_RING_F_EVENT_IDX, VHOST_USER_F_PROTOCOL_FEATURES, VIRTIO_F_VERSION_1.
+/// VIRTIO_RING_F_INDIRECT_DESC, VIRTIO_RING_F_EVENT_IDX, VHOST_USER_F_PROTOCOL_FEATURES,
+/// VIRTIO_F_VERSION_1.
 const INDIRECT: u64 = 1 << 28;
 const EVENT_IDX: u64 = 1 << 29;
 const PROTOCOL: u64 = 1 << 30;

@@ -102,7 +102,8 @@ impl Lane {
         ram: &mut GuestRam,
         (kick, call): (EventFd, EventFd),
     ) -> Result<Lane, Box<dyn std::error::Error>> {
-        // Some servers make the call non-blocking, which is the same for both sides; so no thread sleeps in the read of it.
+        // Some servers make the call non-blocking, which is the same for both sides; so no thread
+        // sleeps in the read of it.
         let sleep = Epoll::new()?;
         let event = EpollEvent::new(EventSet::IN, 0);
         sleep.ctl(ControlOperation::Add, call.as_raw_fd(), event)?;
@@ -149,7 +150,8 @@ impl Lane {
         let mut last = start;
         while self.driver.in_flight() > 0 {
             let mut taken = 0u64;
-            // What the server makes while we look belongs to the batch, but what waits to be sent must not wait for ever.
+            // What the server makes while we look belongs to the batch, but what waits to be sent
+            // must not wait for ever.
             while taken < self.places.len() as u64
                 && let Some(used) = self.driver.pop_used()
             {

@@ -1,11 +1,14 @@
-//! Loads a vhost-user-blk server as the driver of a guest does, without a guest: what can a server do whose client costs little?
+//! Loads a vhost-user-blk server as the driver of a guest does, without a guest: what can a server
+//! do whose client costs little?
 //!
-//! Used by `bench/vhost`; works with every server. Prints one line of JSON: I/Os, seconds, CPU of its own threads, kicks (written),
-//! calls (the server's writes), waits (reads of the call), batches, and the longest pause between two of them. One thread for each
-//! virtqueue. An I/O that fails is counted, and is an error. With `--each` a line for each virtqueue comes first, with what half and 99 % of its requests
-//! did not exceed: those of one thread should be alike.
+//! Used by `bench/vhost`; works with every server. Prints one line of JSON: I/Os, seconds, CPU of
+//! its own threads, kicks (written), calls (the server's writes), waits (reads of the call),
+//! batches, and the longest pause between two of them. One thread for each virtqueue. An I/O that
+//! fails is counted, and is an error. With `--each` a line for each virtqueue comes first, with
+//! what half and 99 % of its requests did not exceed: those of one thread should be alike.
 //!
-//! Nothing is allocated after the start. All that a thread gets back in one look it sends again together, as a block layer does.
+//! Nothing is allocated after the start. All that a thread gets back in one look it sends again
+//! together, as a block layer does.
 
 mod arguments;
 mod front_end;
@@ -64,7 +67,8 @@ fn run(arguments: &Arguments) -> Result<u64, Box<dyn std::error::Error>> {
             .try_fold(Figures::default(), |sum, figures| figures.map(|figures| sum.plus(figures)))
     })?;
     println!("{}", total.json());
-    // The connection, the queues and the guest's memory stay as they are: what does a disk cost that nobody uses?
+    // The connection, the queues and the guest's memory stay as they are: what does a disk cost
+    // that nobody uses?
     std::thread::sleep(Duration::from_secs(arguments.hold_s));
     front_end.stop(arguments.queues)?;
     Ok(total.failed)

@@ -7,8 +7,8 @@ use super::SECTOR_BYTES;
 
 /// Offset of `writeback`, the only field that a driver writes.
 pub(crate) const WRITEBACK_AT: u32 = 32;
-/// Bytes that a front end may ask for: the whole space of a virtio device in vhost-user (`VHOST_USER_MAX_CONFIG_SIZE`). Those behind the
-/// fields are 0.
+/// Bytes that a front end may ask for: the whole space of a virtio device in vhost-user
+/// (`VHOST_USER_MAX_CONFIG_SIZE`). Those behind the fields are 0.
 pub(crate) const SPACE_BYTES: usize = 256;
 /// Segments of a discard or of a request to write zeroes.
 pub(crate) const RANGES_MAX: u32 = 64;

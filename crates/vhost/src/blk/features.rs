@@ -60,8 +60,8 @@ pub(crate) fn offered(offer: Offer) -> u64 {
         | when(offer.packed, RING_PACKED)
 }
 
-/// Whether each write must be durable before it is answered: the driver cannot flush, or has turned the write cache off (virtio 1.3,
-/// section 5.2.5.2).
+/// Whether each write must be durable before it is answered: the driver cannot flush, or has turned
+/// the write cache off (virtio 1.3, section 5.2.5.2).
 ///
 /// * `features`: those that were agreed on.
 /// * `write_cache`: as the configuration space says.

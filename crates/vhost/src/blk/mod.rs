@@ -1,4 +1,5 @@
-//! The block device that a guest sees (virtio 1.3, section 5.2): its numbers, its configuration, and what it does with a request.
+//! The block device that a guest sees (virtio 1.3, section 5.2): its numbers, its configuration,
+//! and what it does with a request.
 
 pub(crate) mod config;
 pub(crate) mod features;

@@ -64,7 +64,8 @@ pub(crate) struct Header {
 }
 
 impl Header {
-    /// Reads a header from bytes that nobody else can change any more. The priority in it is not used.
+    /// Reads a header from bytes that nobody else can change any more. The priority in it is not
+    /// used.
     pub(crate) fn parse(bytes: &[u8; HEADER_BYTES]) -> Header {
         let kind = match le32(bytes, 0) {
             TYPE_IN => Kind::Read,
@@ -78,7 +79,8 @@ impl Header {
         Header { kind, sector: le64(bytes, 8) }
     }
 
-    /// Where the data lie, bytes; `None` when the driver asks for what is not there, or for parts of logical blocks.
+    /// Where the data lie, bytes; `None` when the driver asks for what is not there, or for parts
+    /// of logical blocks.
     ///
     /// * `len`: of the data, bytes.
     /// * `capacity`: of the disk as the driver knows it, bytes.
@@ -102,8 +104,8 @@ pub(crate) struct Range {
 impl Range {
     /// Reads one range.
     ///
-    /// Errors: `Unsupported` for flags that do not belong there, `IoError` for a place that is not on the disk (virtio 1.3, section
-    /// 5.2.6.2).
+    /// Errors: `Unsupported` for flags that do not belong there, `IoError` for a place that is not
+    /// on the disk (virtio 1.3, section 5.2.6.2).
     pub(crate) fn parse(
         bytes: &[u8; RANGE_BYTES],
         kind: Kind,

@@ -1,7 +1,7 @@
 //! What a request does to the disk.
 //!
-//! Queue threads. The bytes of a request are copied once and then used; its data go between guest memory and the storage without a
-//! copy, unless the storage wants another alignment.
+//! Queue threads. The bytes of a request are copied once and then used; its data go between guest
+//! memory and the storage without a copy, unless the storage wants another alignment.
 
 use ringdisk_guest::losses;
 use ringdisk_ring::{Errno, IoBuf};
@@ -11,8 +11,8 @@ use super::request::{HEADER_BYTES, Header, Kind, RANGE_BYTES, Range, Status, ran
 use crate::export::OnError;
 use crate::worker::{Slot, Vring, Worker};
 
-/// Serves the request in `slot`. Returns how many bytes of guest memory were written, from the first that may be: what the used
-/// element says.
+/// Serves the request in `slot`. Returns how many bytes of guest memory were written, from the
+/// first that may be: what the used element says.
 pub(crate) async fn serve(worker: &Worker, vring: &Vring, slot: &Slot) -> u32 {
     let losses_before = losses();
     let mut bytes = [0; HEADER_BYTES];
@@ -37,7 +37,8 @@ pub(crate) async fn serve(worker: &Worker, vring: &Vring, slot: &Slot) -> u32 {
         Kind::Discard | Kind::WriteZeroes => (ranges(worker, slot, header, sent).await, 0),
         Kind::Unknown => (Status::Unsupported, 0),
     };
-    // Memory that goes leaves zeroes of our own, which are on the disk now, or what was read is with nobody: that is no success.
+    // Memory that goes leaves zeroes of our own, which are on the disk now, or what was read is
+    // with nobody: that is no success.
     let is_lost = losses() != losses_before && slot.is_lost();
     let status = if is_lost { Status::IoError } else { status };
     if status != Status::Ok {
@@ -48,7 +49,8 @@ pub(crate) async fn serve(worker: &Worker, vring: &Vring, slot: &Slot) -> u32 {
     }
     slot.write(wanted, &[status as u8]);
     let done = if status == Status::Ok { len } else { 0 };
-    // What was written must be contiguous from the first byte: the status counts where nothing lies before it or all of that was written.
+    // What was written must be contiguous from the first byte: the status counts where nothing lies
+    // before it or all of that was written.
     let written = if done == wanted { writable } else { done };
     vring.with_log(|log| slot.chain.borrow().mark_written(log, writable));
     u32::try_from(written).unwrap_or(u32::MAX)
@@ -182,13 +184,14 @@ async fn write_through(worker: &Worker) -> Result<(), Errno> {
     worker.disk.flush(&worker.ring).await
 }
 
-/// The disk ends where the driver knows that it does, so a short read means that it has shrunk meanwhile.
+/// The disk ends where the driver knows that it does, so a short read means that it has shrunk
+/// meanwhile.
 fn whole(done: usize, buf: &IoBuf) -> Result<(), Errno> {
     if done == buf.len() { Ok(()) } else { Err(Errno::IO) }
 }
 
-/// Does something on the disk. With [`OnError::Stop`] a request that fails is never answered: everything ends, and it is done again by
-/// whoever serves the disk next.
+/// Does something on the disk. With [`OnError::Stop`] a request that fails is never answered:
+/// everything ends, and it is done again by whoever serves the disk next.
 async fn attempt<F, T>(
     worker: &Worker,
     what: &'static str,

@@ -22,7 +22,8 @@ use crate::session::{
 };
 use crate::worker::{Gone, QueueThread, areas};
 
-/// Requests in flight have so long at the end of an export: storage that never answers does not hold the process up.
+/// Requests in flight have so long at the end of an export: storage that never answers does not
+/// hold the process up.
 const END_PATIENCE: Duration = Duration::from_secs(10);
 
 /// The device of one export.
@@ -38,7 +39,8 @@ pub(super) struct Control {
     pub(super) log: Option<Arc<Log>>,
     pub(super) log_event: Option<OwnedFd>,
     pub(super) channel: Option<BackChannel>,
-    /// A front end has been connected since the start, of this process or of one before it: without one there is no guest to migrate.
+    /// A front end has been connected since the start, of this process or of one before it: without
+    /// one there is no guest to migrate.
     pub(super) had_front_end: bool,
     transfer: Option<StateTransfer>,
     pub(super) homes: Homes,
@@ -94,8 +96,8 @@ impl Control {
         &self.threads[usize::from(index) % self.threads.len()]
     }
 
-    /// Whether to go on waiting for a queue thread: not when it is gone or requests are not to be answered any more, and not for ever
-    /// when the export is to end.
+    /// Whether to go on waiting for a queue thread: not when it is gone or requests are not to be
+    /// answered any more, and not for ever when the export is to end.
     pub(super) fn is_patient(&self) -> impl Fn() -> bool + use<> {
         let (device, begun) = (Arc::clone(&self.device), Instant::now());
         move || {
@@ -274,7 +276,8 @@ impl Backend for Control {
         if let Some(area) = &self.inflight {
             area.retire(index);
         }
-        // Without STATUS and RESET_DEVICE this is all that a reset by the guest looks like. A hand-over ends virtqueues otherwise.
+        // Without STATUS and RESET_DEVICE this is all that a reset by the guest looks like. A
+        // hand-over ends virtqueues otherwise.
         if self.device.needs_reset() && self.rings.iter().all(|ring| ring.setup.is_none()) {
             self.device.mend();
         }
@@ -334,7 +337,8 @@ impl Backend for Control {
         let packed = self.device.features() & RING_PACKED != 0;
         let layout = if packed { Layout::Packed } else { Layout::Split };
         let area = Inflight::from_fd(area.fd, area.size, area.offset, queues, queue_size, layout)?;
-        // A driver that has turned the cache off does not do so again because the process behind the device is another one.
+        // A driver that has turned the cache off does not do so again because the process behind
+        // the device is another one.
         if let Some(write_cache) = area.note() {
             self.device.set_write_cache(write_cache != 0);
         }

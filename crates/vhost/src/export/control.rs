@@ -21,13 +21,15 @@ use crate::{Connection, Error, ErrorKind, Received};
 
 /// From the first byte of a message to its last, and for a reply to be taken.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(10);
-/// First pause between two attempts to connect to a front end; each one is longer than the one before, up to the last.
+/// First pause between two attempts to connect to a front end; each one is longer than the one
+/// before, up to the last.
 const CONNECT_FIRST: Duration = Duration::from_millis(100);
 const CONNECT_LAST: Duration = Duration::from_secs(2);
 /// A front end that keeps others waiting has so long until it says that the device is its own.
 const CLAIM: Duration = Duration::from_secs(10);
-/// How often to look whether somebody waits for a disk that nobody uses. A guest that was paused for its migration does not mind a
-/// second more, nor does a front end that comes behind a silent one; an idle disk is to cost nothing that could be measured.
+/// How often to look whether somebody waits for a disk that nobody uses. A guest that was paused
+/// for its migration does not mind a second more, nor does a front end that comes behind a silent
+/// one; an idle disk is to cost nothing that could be measured.
 const LOOK: Duration = Duration::from_secs(1);
 /// Queue threads have so long to end.
 const THREADS_END: Duration = Duration::from_secs(10);
@@ -238,7 +240,8 @@ impl Host {
         end
     }
 
-    /// What ends the waiting for a message: our own signals, and a second front end that is to be sent away.
+    /// What ends the waiting for a message: our own signals, and a second front end that is to be
+    /// sent away.
     fn wake(&mut self) -> rustix::io::Result<OwnedFd> {
         let wake = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let flags = epoll::EventFlags::IN;
@@ -248,7 +251,8 @@ impl Host {
         Ok(wake)
     }
 
-    /// Whether a second front end wakes us now: it is to be sent away, which takes that it can be accepted.
+    /// Whether a second front end wakes us now: it is to be sent away, which takes that it can be
+    /// accepted.
     fn listens(&self) -> bool {
         let refuses = matches!((&self.door, self.second), (Door::Listens(_), Second::Refuse));
         refuses && self.door.closed_for().is_none()
@@ -281,7 +285,8 @@ impl Host {
             if self.is_in_the_way(session, late) {
                 return End::Gone;
             }
-            // A message that is half here comes to its end first, or its connection does; and none is read before this.
+            // A message that is half here comes to its end first, or its connection does; and none
+            // is read before this.
             while connection.is_between_messages()
                 && let Some(request) = self.signals.take_request()
             {
@@ -316,7 +321,8 @@ impl Host {
                 }
                 Ok(Received::Closed) => return End::Gone,
                 Ok(Received::Message { header, payload, fds }) => {
-                    // What becomes of them, none is the last one of its socket before this is dropped.
+                    // What becomes of them, none is the last one of its socket before this is
+                    // dropped.
                     let sockets = match Held::sockets_of(&fds) {
                         Ok(sockets) if sockets.is_empty() || !is_full() => sockets,
                         refused => {
@@ -358,7 +364,8 @@ impl Host {
         self.ends(&error);
     }
 
-    /// A front end can be wrong as often as it likes, and a guest make it so (`SET_CONFIG`): not all of it is told.
+    /// A front end can be wrong as often as it likes, and a guest make it so (`SET_CONFIG`): not
+    /// all of it is told.
     fn complain(&self, kind: Complaint, what: fmt::Arguments<'_>) {
         self.control.device.complain(kind, what);
     }
@@ -367,8 +374,8 @@ impl Host {
         self.complain(Complaint::Connection, format_args!("the connection ends: {error}"));
     }
 
-    /// Whether a front end has done nothing with its connection while another one waits. Alone it may be as silent as it likes: whoever plugs
-    /// a disk in by hand connects long before.
+    /// Whether a front end has done nothing with its connection while another one waits. Alone it
+    /// may be as silent as it likes: whoever plugs a disk in by hand connects long before.
     ///
     /// * `late`: when it should have claimed the device.
     fn is_in_the_way(&self, session: &Session, late: Instant) -> bool {

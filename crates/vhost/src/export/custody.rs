@@ -1,4 +1,5 @@
-//! Whose the disk is: ours, or that of the process which serves the guest after a migration; and what its end writes.
+//! Whose the disk is: ours, or that of the process which serves the guest after a migration; and
+//! what its end writes.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,7 +15,8 @@ const TAKE_OVER: Duration = Duration::from_secs(10);
 const CLOSE_PATIENCE: Duration = Duration::from_secs(300);
 
 impl Control {
-    /// Makes the disk ours before the first virtqueue runs: in a migration another process has had it until now.
+    /// Makes the disk ours before the first virtqueue runs: in a migration another process has had
+    /// it until now.
     pub(super) fn take_disk(&self) -> Result<(), Refusal> {
         if self.disk.is_active() {
             return Ok(());
@@ -31,23 +33,25 @@ impl Control {
         Ok(())
     }
 
-    /// Whether another process may have the disk, should one wait for it: no virtqueue runs, so at most a guest that is paused, or has no
-    /// driver yet, is connected here. Nothing tells us that such a guest has been migrated: front ends speak of the log only while
-    /// virtqueues run, and stay connected for as long as they like.
+    /// Whether another process may have the disk, should one wait for it: no virtqueue runs, so at
+    /// most a guest that is paused, or has no driver yet, is connected here. Nothing tells us that
+    /// such a guest has been migrated: front ends speak of the log only while virtqueues run, and
+    /// stay connected for as long as they like.
     pub(super) fn may_give_disk(&self) -> bool {
         let stands = self.rings.iter().all(|ring| ring.setup.is_none());
         self.had_front_end && stands && self.disk.is_active()
     }
 
-    /// Gives the disk to who waits for it, if it may be given. Who waits is about to run a guest, which ours then has become.
+    /// Gives the disk to who waits for it, if it may be given. Who waits is about to run a guest,
+    /// which ours then has become.
     pub(super) fn give_disk_if_wanted(&self) {
         if self.may_give_disk() && self.disk.is_wanted() {
             self.give_disk();
         }
     }
 
-    /// The guest stands still at the end of a migration: the process that serves it there may have the disk. If it comes back, so does
-    /// the disk.
+    /// The guest stands still at the end of a migration: the process that serves it there may have
+    /// the disk. If it comes back, so does the disk.
     pub(super) fn give_disk(&self) {
         let given = self.threads[0].ask_task(|worker| async move {
             worker.disk.deactivate(&worker.ring).await.map_err(|error| error.to_string())
@@ -69,9 +73,10 @@ impl Control {
         Ok(flushed.wait(self.is_patient())??)
     }
 
-    /// The end of an export whose virtqueues have stopped: makes what was written durable and closes the images. What qcow2 keeps for
-    /// later (dirty bitmaps, clusters that are to be given back) is written then. The flush comes first: closing waits for requests, and
-    /// some may never end.
+    /// The end of an export whose virtqueues have stopped: makes what was written durable and
+    /// closes the images. What qcow2 keeps for later (dirty bitmaps, clusters that are to be given
+    /// back) is written then. The flush comes first: closing waits for requests, and some may never
+    /// end.
     pub(super) fn close(&self) -> Result<(), Refusal> {
         if !self.disk.is_active() {
             return Ok(());

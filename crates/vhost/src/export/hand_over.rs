@@ -1,5 +1,5 @@
-//! What the control thread does when another process takes an export over: everything stands still, is packed, and either goes on
-//! there or, if that fails, here.
+//! What the control thread does when another process takes an export over: everything stands still,
+//! is packed, and either goes on there or, if that fails, here.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TryRecvError, sync_channel};
@@ -20,7 +20,8 @@ use crate::{BackChannel, Connection, Error, ErrorKind};
 
 /// The other process has so long to take everything; the guest stands still meanwhile.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How long what the guest has written may take to reach the storage before that; the guest still works.
+/// How long what the guest has written may take to reach the storage before that; the guest still
+/// works.
 const FLUSHING: Duration = Duration::from_secs(20);
 /// An export has so long to stand still and to be packed.
 const STANDING: Duration = Duration::from_secs(10);
@@ -35,7 +36,8 @@ pub(crate) struct Request {
     verdict: Receiver<()>,
 }
 
-/// An export that stands still because it is being handed over. Dropping it lets the export go on here.
+/// An export that stands still because it is being handed over. Dropping it lets the export go on
+/// here.
 #[derive(Debug)]
 #[must_use = "the guest stands still"]
 pub struct HandedOver {
@@ -43,7 +45,8 @@ pub struct HandedOver {
 }
 
 impl HandedOver {
-    /// The other process goes on: this export ends, and touches nothing any more. `false` when it came too late: this export goes on.
+    /// The other process goes on: this export ends, and touches nothing any more. `false` when it
+    /// came too late: this export goes on.
     #[must_use]
     pub fn commit(self) -> bool {
         // A channel without room: it is taken, or not given.
@@ -51,7 +54,8 @@ impl HandedOver {
     }
 }
 
-/// Asks the control thread for everything; waits until requests in flight are done, but not for ever.
+/// Asks the control thread for everything; waits until requests in flight are done, but not for
+/// ever.
 ///
 /// Errors: why it cannot be handed over at the moment; it goes on then.
 pub(super) fn ask(signals: &Signals) -> Result<(Parcel, HandedOver), Error> {
@@ -67,7 +71,8 @@ fn ask_within(
     let (answer, answered) = sync_channel(1);
     let (verdict, verdict_receiver) = sync_channel(0);
     signals.request(Request { stands, answer, verdict: verdict_receiver });
-    // Whatever is answered later finds that nobody waits, and the export goes on. One that does not get so far says why below.
+    // Whatever is answered later finds that nobody waits, and the export goes on. One that does not
+    // get so far says why below.
     if stood.recv_timeout(flushing) == Err(RecvTimeoutError::Timeout) {
         let text = format!("the disk is not flushed after {} s", flushing.as_secs());
         return Err(Error::new(ErrorKind::Refused, text));
@@ -114,9 +119,11 @@ impl Request {
             let _ = self.answer.send(Err(Error::new(ErrorKind::Refused, why)));
             return Outcome::GoesOn;
         }
-        // A change of the disk may come, for which a flush waits, and which waits for what is in the kernel.
+        // A change of the disk may come, for which a flush waits, and which waits for what is in
+        // the kernel.
         control.take_back_all();
-        // Most of what has to reach the storage does so while the guest still works. A failure comes again below.
+        // Most of what has to reach the storage does so while the guest still works. A failure
+        // comes again below.
         let _ = control.flush();
         if self.stands.send(()).is_err() {
             // It took too long.
@@ -237,7 +244,8 @@ impl Control {
         self.device.set_write_cache(parcel.words.write_cache);
         let lent = match Lent::map(parcel) {
             Ok(lent) => lent,
-            // No virtqueue could run on it. It is the front end's doing, for which other disks of its process do not pay.
+            // No virtqueue could run on it. It is the front end's doing, for which other disks of
+            // its process do not pay.
             Err(error @ ringdisk_guest::Error::FileTooShort { .. }) => {
                 let name = &self.device.name;
                 tracing::warn!("{name}: the front end is let go: its memory is gone: {error}");

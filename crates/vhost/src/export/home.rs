@@ -1,13 +1,16 @@
 //! Queue threads on the node of their virtqueues.
 //!
-//! The front end chooses where the memory of its guest is, and says so to nobody; the pages of the rings tell. When a virtqueue starts and
-//! its pages lie on another node than the CPUs of its thread, the thread moves to the CPUs of that node: every request touches the rings
-//! several times, and the guest's own CPU, which touches them too, is most likely there. What the thread uses for every request goes with it
-//! (`worker::memory` says what, and what cannot). Buffers of the guest may be on any node.
+//! The front end chooses where the memory of its guest is, and says so to nobody; the pages of the
+//! rings tell. When a virtqueue starts and its pages lie on another node than the CPUs of its
+//! thread, the thread moves to the CPUs of that node: every request touches the rings several
+//! times, and the guest's own CPU, which touches them too, is most likely there. What the thread
+//! uses for every request goes with it (`worker::memory` says what, and what cannot). Buffers of
+//! the guest may be on any node.
 //!
-//! Promises: never leaves the CPUs that the user named or that the process may use; a machine with one node, `--numa off`, and a system that
-//! does not tell where pages are (a container without `move_pages`) keep threads where they are. Control thread; one system call for each start
-//! of a virtqueue.
+//! Promises: never leaves the CPUs that the user named or that the process may use; a machine with
+//! one node, `--numa off`, and a system that does not tell where pages are (a container without
+//! `move_pages`) keep threads where they are. Control thread; one system call for each start of a
+//! virtqueue.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -54,8 +57,8 @@ impl Homes {
         Homes { topology, usable, is_off, threads, rings: BTreeMap::new(), views }
     }
 
-    /// A virtqueue runs: looks where its rings are. Gives the node and its CPUs that its thread has to move to, if it has
-    /// to.
+    /// A virtqueue runs: looks where its rings are. Gives the node and its CPUs that its thread has
+    /// to move to, if it has to.
     pub(super) fn started(&mut self, index: u16, areas: &Areas) -> Option<(usize, CpuList)> {
         if self.is_off {
             return None;
@@ -63,7 +66,8 @@ impl Homes {
         let range = |part: &RingMemory| (part.address(), part.len());
         let ranges = [&areas.descriptors, &areas.driver, &areas.device].map(range);
         match pages_by_node(&ranges) {
-            // Those that this process has not touched yet are not told of; the start has touched the indexes.
+            // Those that this process has not touched yet are not told of; the start has touched
+            // the indexes.
             Ok(pages) => self.found(index, &pages.by_node),
             Err(errno) => {
                 tracing::debug!("virtqueue {index}: nobody tells where its rings are: {errno}");
@@ -80,7 +84,8 @@ impl Homes {
         let (node, _) = pages.iter().max_by_key(|(_, count)| **count)?;
         self.rings.insert(index, *node);
         let thread = self.thread_of(index);
-        // A thread with virtqueues of several nodes goes where most of them are, and stays where it is when that is nowhere.
+        // A thread with virtqueues of several nodes goes where most of them are, and stays where it
+        // is when that is nowhere.
         let mut wanted = BTreeMap::<usize, usize>::new();
         for (_, node) in self.rings.iter().filter(|(other, _)| self.thread_of(**other) == thread) {
             *wanted.entry(*node).or_default() += 1;
@@ -102,8 +107,8 @@ impl Homes {
         Some((*home, cpus))
     }
 
-    /// Node of a virtqueue whose thread was there from the start: what others have made for it may not be. `None`: it is elsewhere, or
-    /// nobody knows.
+    /// Node of a virtqueue whose thread was there from the start: what others have made for it may
+    /// not be. `None`: it is elsewhere, or nobody knows.
     pub(super) fn shared(&self, index: u16) -> Option<usize> {
         let node = *self.rings.get(&index).filter(|_| !self.is_off)?;
         let cpus = &self.threads[self.thread_of(index)];

@@ -53,12 +53,13 @@ use sockets::Door;
 
 /// Regions of guest memory that a front end may add.
 const MEM_SLOTS: u16 = 509;
-/// Data segments of a request, as drivers are told: with header and status they fit the smallest queue that front ends make by default
-/// (QEMU: 128 entries).
+/// Data segments of a request, as drivers are told: with header and status they fit the smallest
+/// queue that front ends make by default (QEMU: 128 entries).
 pub(crate) const SEG_MAX: u32 = 126;
 
-/// Whoever switches acceleration waits so long for the control thread's answer. The switch itself waits for as long as requests in flight take:
-/// one that is late is done all the same, and nobody is told.
+/// Whoever switches acceleration waits so long for the control thread's answer. The switch itself
+/// waits for as long as requests in flight take: one that is late is done all the same, and nobody
+/// is told.
 const SWITCHING: Duration = Duration::from_secs(30);
 
 /// Asks an export for a clean stop, from any thread; also after its end.
@@ -77,8 +78,8 @@ impl StopHandle {
 pub struct HandOverHandle(Arc<Signals>);
 
 impl HandOverHandle {
-    /// Makes the export stand still and packs it. It goes on when [`HandedOver`] is dropped, or when the other process takes too long; it
-    /// ends when that is committed.
+    /// Makes the export stand still and packs it. It goes on when [`HandedOver`] is dropped, or
+    /// when the other process takes too long; it ends when that is committed.
     ///
     /// Errors: why that cannot be at the moment; the export goes on.
     pub fn hand_over(&self) -> Result<(Parcel, HandedOver), Error> {
@@ -95,11 +96,12 @@ pub struct AccelHandle {
 }
 
 impl AccelHandle {
-    /// Waits until virtqueues are where they are to be, or half a minute. Gives whether the kernel serves now: without a guest whose
-    /// virtqueues run it will serve the next one.
+    /// Waits until virtqueues are where they are to be, or half a minute. Gives whether the kernel
+    /// serves now: without a guest whose virtqueues run it will serve the next one.
     ///
-    /// Errors: why that cannot be, then the export goes on as it was; or there is no answer yet, as requests in flight are waited for, or no
-    /// export any more: then virtqueues move as soon as they can.
+    /// Errors: why that cannot be, then the export goes on as it was; or there is no answer yet, as
+    /// requests in flight are waited for, or no export any more: then virtqueues move as soon as
+    /// they can.
     pub fn switch(&self, on: bool) -> Result<bool, String> {
         if let Some(why) = self.never {
             return Err(String::from(why));
@@ -165,21 +167,25 @@ pub struct Export {
 }
 
 impl Export {
-    /// Serves from now on: the socket answers when this returns, or when it is released ([`ExportOptions::held`]).
+    /// Serves from now on: the socket answers when this returns, or when it is released
+    /// ([`ExportOptions::held`]).
     ///
-    /// Errors: [`ErrorKind::Usage`] for options that cannot be; those of sockets, threads and rings.
+    /// Errors: [`ErrorKind::Usage`] for options that cannot be; those of sockets, threads and
+    /// rings.
     pub fn start(disk: Arc<Disk>, options: ExportOptions) -> Result<Export, Error> {
         Export::prepare(disk, options, None)?.go()
     }
 
-    /// Takes an export over that another process has packed ([`HandOverHandle::hand_over`]). Nothing runs before [`Prepared::go`], which is
-    /// for when the other process will never go on.
+    /// Takes an export over that another process has packed ([`HandOverHandle::hand_over`]).
+    /// Nothing runs before [`Prepared::go`], which is for when the other process will never go on.
     ///
     /// * `ring`: of the calling thread, to open the disk on.
     /// * `image`: as the other process was given.
-    /// * `options`: where front ends come from is replaced by the socket of the other process, if it had one.
+    /// * `options`: where front ends come from is replaced by the socket of the other process, if
+    ///   it had one.
     ///
-    /// Errors: the parcel is not understood, or does not fit the options; the other process goes on then.
+    /// Errors: the parcel is not understood, or does not fit the options; the other process goes on
+    /// then.
     pub async fn take_over(
         ring: &Ring,
         parcel: Parcel,
@@ -383,7 +389,8 @@ impl Export {
         self.device.broken_reason()
     }
 
-    /// Waits until the export has ended: it was stopped, or the one front end of [`Listen::Stream`] has gone.
+    /// Waits until the export has ended: it was stopped, or the one front end of [`Listen::Stream`]
+    /// has gone.
     ///
     /// Errors: why it ended by itself; the process and its other exports go on.
     pub fn wait(mut self) -> Result<Stats, Error> {

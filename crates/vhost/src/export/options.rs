@@ -40,7 +40,8 @@ pub enum Listen {
 
 type Connect = dyn Fn(&Path) -> io::Result<OwnedFd> + Send + Sync;
 
-/// How [`Listen::Connect`] gets to the front end: by itself, or through somebody who may where this process may not.
+/// How [`Listen::Connect`] gets to the front end: by itself, or through somebody who may where this
+/// process may not.
 #[derive(Clone)]
 pub struct Connector(Arc<Connect>);
 
@@ -132,7 +133,8 @@ pub struct ExportOptions {
     pub listen: Listen,
     /// For [`Listen::Connect`].
     pub connector: Connector,
-    /// No word of a front end is read before [`Export::release`](super::Export::release): those that come wait.
+    /// No word of a front end is read before [`Export::release`](super::Export::release): those
+    /// that come wait.
     pub held: bool,
     /// For a second one.
     pub second: Second,
@@ -142,12 +144,13 @@ pub struct ExportOptions {
     pub queue_size_max: u16,
     /// Queue threads.
     pub threads: Threads,
-    /// CPUs for them, of which each of several threads gets one; `None`: all that this process may use, and the scheduler chooses, within
-    /// a node where there are several.
+    /// CPUs for them, of which each of several threads gets one; `None`: all that this process may
+    /// use, and the scheduler chooses, within a node where there are several.
     pub cpus: Option<CpuList>,
     /// Whether queues are served, and buffers kept, on the node of their memory.
     pub numa: Numa,
-    /// What the guest reads as the serial number, at most [`SERIAL_BYTES_MAX`] bytes of printable ASCII; may be empty.
+    /// What the guest reads as the serial number, at most [`SERIAL_BYTES_MAX`] bytes of printable
+    /// ASCII; may be empty.
     pub serial: String,
     /// Bytes, a power of two, [`BLOCK_SIZE_MIN`]..=[`BLOCK_SIZE_MAX`].
     pub logical_block_size: u32,

@@ -15,7 +15,8 @@ const VERSION: u32 = 1;
 /// Descriptors of one export at most: memory, virtqueues (three each), images of a long chain.
 const FDS_MAX: usize = 2048;
 
-/// All that another process needs to go on with an export: to be sent as it is, the descriptors in this order.
+/// All that another process needs to go on with an export: to be sent as it is, the descriptors in
+/// this order.
 #[derive(Debug)]
 pub struct Parcel {
     /// JSON in a form of its own.
@@ -172,7 +173,8 @@ impl Parcel {
         }
         let mut all = Vec::with_capacity(fds);
         for (role, fd) in words.roles.iter().copied().zip(self.fds) {
-            // An image is judged as one; all else is of a kind that this process may touch without waiting for anybody, whoever says so.
+            // An image is judged as one; all else is of a kind that this process may touch without
+            // waiting for anybody, whoever says so.
             let fd = match role {
                 Role::Image => Ok(fd),
                 _ => vet(fd),

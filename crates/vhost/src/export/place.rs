@@ -1,8 +1,9 @@
 //! Where queue threads run.
 //!
-//! A thread has a CPU to itself only where the user said which CPUs are for disks (`--cpus`). Otherwise nobody here knows what else runs:
-//! other processes like this one choose by the same rule, so that all of them would meet on the same few CPUs while others idle. The
-//! scheduler knows; threads are spread over the nodes, and are otherwise free.
+//! A thread has a CPU to itself only where the user said which CPUs are for disks (`--cpus`).
+//! Otherwise nobody here knows what else runs: other processes like this one choose by the same
+//! rule, so that all of them would meet on the same few CPUs while others idle. The scheduler
+//! knows; threads are spread over the nodes, and are otherwise free.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -14,10 +15,12 @@ use crate::{Error, ErrorKind};
 /// Threads that have been placed in this process: those of the next disk go on behind them.
 pub(super) static PLACED: AtomicUsize = AtomicUsize::new(0);
 
-/// The CPUs of each queue thread, an empty list: where the scheduler wants; and all CPUs that queue threads may be on.
+/// The CPUs of each queue thread, an empty list: where the scheduler wants; and all CPUs that queue
+/// threads may be on.
 ///
-/// With CPUs that were named each of several threads has one, as long as there are enough; a single thread has them all. Else each has those of
-/// a node, the nodes in turn; on a machine with one node, and for a single thread, nothing is bound.
+/// With CPUs that were named each of several threads has one, as long as there are enough; a single
+/// thread has them all. Else each has those of a node, the nodes in turn; on a machine with one
+/// node, and for a single thread, nothing is bound.
 ///
 /// * `placed`: threads of other disks, to which these are added.
 ///

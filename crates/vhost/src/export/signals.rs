@@ -48,7 +48,8 @@ pub(crate) struct Switch {
     pub(crate) answer: SyncSender<Result<bool, String>>,
 }
 
-/// The control thread while it answers requests; when it ends, also by a panic, nobody waits for it.
+/// The control thread while it answers requests; when it ends, also by a panic, nobody waits for
+/// it.
 #[derive(Debug)]
 pub(crate) struct Attended(Arc<Signals>);
 
@@ -147,7 +148,8 @@ impl Signals {
         self.reconsider.swap(false, Ordering::AcqRel)
     }
 
-    /// Somebody wants acceleration on or off. When nobody will answer, the request is dropped at once.
+    /// Somebody wants acceleration on or off. When nobody will answer, the request is dropped at
+    /// once.
     pub(crate) fn switch(&self, switch: Switch) {
         let mut requests = self.requests();
         if !requests.ended {

@@ -11,7 +11,8 @@ use super::options::{Connector, Listen};
 use crate::closing::{Held, is_full};
 use crate::{Error, ErrorKind};
 
-/// First pause after a failure to accept a front end that waits; each one is twice as long as the one before, up to the last.
+/// First pause after a failure to accept a front end that waits; each one is twice as long as the
+/// one before, up to the last.
 const TRY_FIRST: Duration = Duration::from_millis(100);
 const TRY_LAST: Duration = Duration::from_secs(1);
 /// The log is told of such failures so often at most.

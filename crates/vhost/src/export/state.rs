@@ -1,5 +1,5 @@
-//! The internal state of a device, as front ends save and load it (DEVICE_STATE): all of it that a driver cannot set again is whether there
-//! is a write cache.
+//! The internal state of a device, as front ends save and load it (DEVICE_STATE): all of it that a
+//! driver cannot set again is whether there is a write cache.
 
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
@@ -28,7 +28,8 @@ pub(super) enum StateTransfer {
     Loading(Held),
 }
 
-/// Whether the state may go through this: a pipe, a socket or a file. An eventfd, which comes for other things, takes numbers.
+/// Whether the state may go through this: a pipe, a socket or a file. An eventfd, which comes for
+/// other things, takes numbers.
 ///
 /// Errors: it is none of them.
 pub(super) fn check(fd: BorrowedFd<'_>) -> Result<(), Refusal> {
@@ -85,8 +86,8 @@ pub(super) fn load(fd: BorrowedFd<'_>) -> Result<bool, Refusal> {
 /// Position of a file that is read on where it stands.
 const HERE: u64 = u64::MAX;
 
-/// Reads what there is and never waits, though a poll may have told of bytes that are gone (the front end reads its own pipe) or too few for
-/// the socket's SO_RCVLOWAT.
+/// Reads what there is and never waits, though a poll may have told of bytes that are gone (the
+/// front end reads its own pipe) or too few for the socket's SO_RCVLOWAT.
 ///
 /// Errors: EAGAIN when there is nothing.
 fn read_now(fd: BorrowedFd<'_>, into: &mut [u8]) -> Result<usize, Errno> {
@@ -126,13 +127,14 @@ fn write_now(fd: BorrowedFd<'_>, bytes: &[u8]) -> Result<usize, Errno> {
     }
 }
 
-/// Whether it is a file of a local file system (no other one is taken), which waits for nobody but its disk, and may say for ever that without
-/// waiting nothing can be done.
+/// Whether it is a file of a local file system (no other one is taken), which waits for nobody but
+/// its disk, and may say for ever that without waiting nothing can be done.
 fn is_file(fd: BorrowedFd<'_>) -> Result<bool, Errno> {
     Ok(FileType::from_raw_mode(fstat(fd)?.st_mode) == FileType::RegularFile)
 }
 
-/// For pipes before Linux 6.5: the flag of the description, which a front end that means harm can take back.
+/// For pipes before Linux 6.5: the flag of the description, which a front end that means harm can
+/// take back.
 fn without_waiting(fd: BorrowedFd<'_>) -> Result<(), Errno> {
     fcntl_setfl(fd, fcntl_getfl(fd)? | OFlags::NONBLOCK)
 }
@@ -237,7 +239,8 @@ mod tests {
         }
     }
 
-    /// A poll says that there are bytes, and a read that may wait would wait for as many as the front end likes.
+    /// A poll says that there are bytes, and a read that may wait would wait for as many as the
+    /// front end likes.
     #[test]
     fn a_socket_that_wants_more_bytes_than_there_are_is_given_up() {
         let (reader, writer) = sockets();

@@ -60,7 +60,8 @@ impl Control {
         Ok(ends.into_iter().collect::<Result<(), Gone>>()?)
     }
 
-    /// Moves virtqueues that are held to another memory; those that are not in it are taken off their threads.
+    /// Moves virtqueues that are held to another memory; those that are not in it are taken off
+    /// their threads.
     fn show_memory_to_rings(&mut self, memory: &Arc<Memory>) -> Result<(), Refusal> {
         let running: Vec<u16> = (0..self.config.queues).filter(|i| self.runs(*i)).collect();
         for index in running {
@@ -77,7 +78,8 @@ impl Control {
         ring.setup.is_some() && ring.suspended_at.is_none()
     }
 
-    /// Lets a virtqueue that is held use this memory: the file behind its addresses may be another one. `false`: it is not in it.
+    /// Lets a virtqueue that is held use this memory: the file behind its addresses may be another
+    /// one. `false`: it is not in it.
     fn move_ring(&self, memory: &Memory, index: u16) -> Result<bool, Refusal> {
         let Some(setup) = &self.rings[usize::from(index)].setup else { return Ok(false) };
         let Ok(areas) = areas(memory, setup, self.device.features()) else { return Ok(false) };
@@ -125,7 +127,8 @@ impl Control {
             );
         }
         self.check_required()?;
-        // In any case on its thread first, which knows where it goes on, and carries out what a process before us had taken.
+        // In any case on its thread first, which knows where it goes on, and carries out what a
+        // process before us had taken.
         self.put_on_thread(index, base)?;
         self.move_to_kernel(index)?;
         // What the kernel was asked, and refused.
@@ -162,7 +165,8 @@ impl Control {
         self.bring_home(index, &lies)
     }
 
-    /// Moves the thread of a virtqueue to the node where its rings are, with the memory that it uses for every request.
+    /// Moves the thread of a virtqueue to the node where its rings are, with the memory that it
+    /// uses for every request.
     fn bring_home(&mut self, index: u16, areas: &Areas) -> Result<(), Refusal> {
         let moves = self.homes.started(index, areas).map(|(node, cpus)| (node, Some(cpus)));
         // The top of its stack was written by the thread that made it, on whatever node that was.

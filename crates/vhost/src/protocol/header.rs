@@ -49,7 +49,8 @@ impl Header {
         zerocopy::transmute!(*bytes)
     }
 
-    /// Whether the sender waits for an answer even where the message has none of its own. Means something once REPLY_ACK was negotiated.
+    /// Whether the sender waits for an answer even where the message has none of its own. Means
+    /// something once REPLY_ACK was negotiated.
     #[must_use]
     pub fn need_reply(&self) -> bool {
         self.flags & NEED_REPLY != 0

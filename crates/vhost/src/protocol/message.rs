@@ -1,6 +1,7 @@
 //! A request with its payload and descriptors, taken apart.
 //!
-//! Promises: sizes and counts of descriptors are checked here and nowhere else; what the numbers mean is checked by the session.
+//! Promises: sizes and counts of descriptors are checked here and nowhere else; what the numbers
+//! mean is checked by the session.
 
 use std::os::fd::OwnedFd;
 
@@ -13,13 +14,16 @@ use super::payload::{
 use super::request::Request;
 use super::{Header, Malformed};
 
-/// Descriptors with one message: the regions of SET_MEM_TABLE. The specification says 8; the `vhost` crate's front end sends up to 32.
+/// Descriptors with one message: the regions of SET_MEM_TABLE. The specification says 8; the
+/// `vhost` crate's front end sends up to 32.
 pub const FDS_MAX: usize = 32;
 
-/// Bytes of configuration space that a message may carry. Front ends allow themselves 256 (QEMU) or 4096 (the `vhost` crate).
+/// Bytes of configuration space that a message may carry. Front ends allow themselves 256 (QEMU) or
+/// 4096 (the `vhost` crate).
 const CONFIG_BYTES_MAX: usize = 4096;
 
-/// Bytes of a payload: GET_CONFIG of 4096 bytes with its head of 12. SET_MEM_TABLE with 32 regions needs 8 + 32 x 32 = 1032.
+/// Bytes of a payload: GET_CONFIG of 4096 bytes with its head of 12. SET_MEM_TABLE with 32 regions
+/// needs 8 + 32 x 32 = 1032.
 pub const PAYLOAD_BYTES_MAX: usize = size_of::<ConfigHead>() + CONFIG_BYTES_MAX;
 
 /// The number of a virtqueue, in messages that bring a descriptor for it.
@@ -146,7 +150,8 @@ impl Parts<'_> {
                 Message::AddMemReg(self.exactly::<SingleRegion>()?.region, self.fd()?)
             }
             Request::RemMemReg => {
-                // The specification: some front ends send the region's descriptor here too; it is to be closed.
+                // The specification: some front ends send the region's descriptor here too; it is
+                // to be closed.
                 self.fds.pop();
                 Message::RemMemReg(self.exactly::<SingleRegion>()?.region)
             }

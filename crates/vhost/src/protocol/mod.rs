@@ -1,7 +1,8 @@
 //! The vhost-user protocol as bytes: numbers, structures, messages that were taken apart, replies.
 //!
-//! Promises: knows no socket, no thread and no state; whatever bytes and descriptors it is given, it returns a [`Message`] or says what
-//! is wrong with them. Numbers are in the byte order of the machine, as the protocol has it: both sides are on one host.
+//! Promises: knows no socket, no thread and no state; whatever bytes and descriptors it is given,
+//! it returns a [`Message`] or says what is wrong with them. Numbers are in the byte order of the
+//! machine, as the protocol has it: both sides are on one host.
 //!
 //! Source: the vhost-user protocol specification ("interop/vhost-user" of QEMU's documentation).
 

@@ -87,7 +87,8 @@ pub struct ConfigHead {
     pub offset: u32,
     /// How many.
     pub size: u32,
-    /// 0: a write of the driver; 1: a migration restores what the driver cannot write. Front ends set anything in reads.
+    /// 0: a write of the driver; 1: a migration restores what the driver cannot write. Front ends
+    /// set anything in reads.
     pub flags: u32,
 }
 
@@ -95,8 +96,8 @@ pub struct ConfigHead {
 const CONFIG_BASE: u32 = 0x100;
 
 impl ConfigHead {
-    /// First byte within configuration space. Cloud Hypervisor counts from 0x100, others from 0; a block device has less than 0x100 bytes,
-    /// so both can be told apart.
+    /// First byte within configuration space. Cloud Hypervisor counts from 0x100, others from 0; a
+    /// block device has less than 0x100 bytes, so both can be told apart.
     #[must_use]
     pub fn start(&self) -> u32 {
         self.offset.checked_sub(CONFIG_BASE).unwrap_or(self.offset)

@@ -56,7 +56,8 @@ impl Reply {
     }
 }
 
-/// The message that tells a front end, on the other socket, to read configuration space again. No answer is asked for.
+/// The message that tells a front end, on the other socket, to read configuration space again. No
+/// answer is asked for.
 #[must_use]
 pub fn config_change() -> [u8; HEADER_BYTES] {
     zerocopy::transmute!(Header::request(CONFIG_CHANGE_MSG, 0, false))

@@ -1,14 +1,15 @@
 //! What a session asks of the device behind it.
 //!
-//! All of it is called by the control thread, one call at a time, in the order in which the front end sent its messages; a call has
-//! had its effect when it returns. A session never asks for what makes no sense: indexes are in range, a ring that is started does not
-//! run, one that is stopped does.
+//! All of it is called by the control thread, one call at a time, in the order in which the front
+//! end sent its messages; a call has had its effect when it returns. A session never asks for what
+//! makes no sense: indexes are in range, a ring that is started does not run, one that is stopped
+//! does.
 
 use std::fmt;
 use std::os::fd::OwnedFd;
 
-/// Why a back end does not do what it was asked for. The front end is told so, if it asked for an answer; otherwise the connection ends,
-/// because it would believe that it was done.
+/// Why a back end does not do what it was asked for. The front end is told so, if it asked for an
+/// answer; otherwise the connection ends, because it would believe that it was done.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal(String);
 
@@ -50,8 +51,8 @@ impl From<rustix::io::Errno> for Refusal {
     }
 }
 
-/// A piece of guest memory to map. Addresses do not wrap around, and no two regions overlap in the guest; `size` and `mmap_offset` are
-/// not necessarily whole pages.
+/// A piece of guest memory to map. Addresses do not wrap around, and no two regions overlap in the
+/// guest; `size` and `mmap_offset` are not necessarily whole pages.
 #[derive(Debug)]
 pub struct RegionSetup {
     /// Guest-physical address of its first byte.
@@ -66,8 +67,8 @@ pub struct RegionSetup {
     pub fd: OwnedFd,
 }
 
-/// A virtqueue that is to run. Addresses are those of the front end (`user_addr` of a region): not null, aligned as virtio wants it, not
-/// yet translated.
+/// A virtqueue that is to run. Addresses are those of the front end (`user_addr` of a region): not
+/// null, aligned as virtio wants it, not yet translated.
 #[derive(Debug)]
 pub struct VringSetup {
     /// Entries; a power of two unless packed.
@@ -80,11 +81,13 @@ pub struct VringSetup {
     pub available: u64,
     /// Used ring, or device event suppression.
     pub used: u64,
-    /// Where to begin. Split: the next index of the avail ring, at most 65535. Packed: avail in bits 0-14 with its wrap counter in bit 15, used
-    /// in bits 16-30 with its wrap counter in bit 31. With a valid inflight area the split value does not count.
+    /// Where to begin. Split: the next index of the avail ring, at most 65535. Packed: avail in
+    /// bits 0-14 with its wrap counter in bit 15, used in bits 16-30 with its wrap counter in
+    /// bit 31. With a valid inflight area the split value does not count.
     pub base: u32,
-    /// Guest-physical address of the used ring if the front end wants writes to it logged. Front ends that turn F_LOG_ALL on without this
-    /// exist: log the ring then too, at the address that `used` translates to.
+    /// Guest-physical address of the used ring if the front end wants writes to it logged. Front
+    /// ends that turn F_LOG_ALL on without this exist: log the ring then too, at the address that
+    /// `used` translates to.
     pub log: Option<u64>,
     /// The eventfd that the driver kicks.
     pub kick: OwnedFd,
@@ -121,8 +124,8 @@ pub enum ConfigWrite {
 
 /// The device behind a session.
 pub trait Backend {
-    /// The features that the driver took, all of them offered. No ring runs, or nothing but F_LOG_ALL differs from before: then it counts from
-    /// the next write to guest memory on.
+    /// The features that the driver took, all of them offered. No ring runs, or nothing but
+    /// F_LOG_ALL differs from before: then it counts from the next write to guest memory on.
     ///
     /// Errors: a combination that the device cannot do.
     fn set_features(&mut self, features: u64) -> Result<(), Refusal>;
@@ -133,14 +136,16 @@ pub trait Backend {
     /// Whether the device is broken until it is reset.
     fn needs_reset(&self) -> bool;
 
-    /// Back to the beginning: no features, status 0, not broken. All rings were stopped. Memory stays, so does the log, the area of requests in
-    /// flight, call and error eventfds, **and `wce`**: QEMU resets at each stop of the guest and does not set it again.
+    /// Back to the beginning: no features, status 0, not broken. All rings were stopped. Memory
+    /// stays, so does the log, the area of requests in flight, call and error eventfds, **and
+    /// `wce`**: QEMU resets at each stop of the guest and does not set it again.
     fn reset(&mut self);
 
     /// The connection is gone; all rings were stopped. Memory and descriptors are let go.
     fn disconnect(&mut self);
 
-    /// Replaces all of the guest's memory; rings may run meanwhile and go on if they are still in it.
+    /// Replaces all of the guest's memory; rings may run meanwhile and go on if they are still in
+    /// it.
     ///
     /// Errors: cannot be mapped; a ring that runs is not in it. What there was stays.
     fn set_memory(&mut self, regions: Vec<RegionSetup>) -> Result<(), Refusal>;
@@ -150,26 +155,28 @@ pub trait Backend {
     /// Errors: cannot be mapped.
     fn add_region(&mut self, region: RegionSetup) -> Result<(), Refusal>;
 
-    /// One region less, one that was added exactly so. When it returns nothing of it is used any more. Rings in it wait until it is added again
-    /// or they are stopped.
+    /// One region less, one that was added exactly so. When it returns nothing of it is used any
+    /// more. Rings in it wait until it is added again or they are stopped.
     ///
     /// Errors: cannot be taken away; it stays then.
     fn remove_region(&mut self, guest_addr: u64, size: u64, user_addr: u64) -> Result<(), Refusal>;
 
-    /// Runs a virtqueue that does not run. Its call and error eventfds, if any, were or will be given separately. What is in the avail ring
-    /// is looked at without a kick.
+    /// Runs a virtqueue that does not run. Its call and error eventfds, if any, were or will be
+    /// given separately. What is in the avail ring is looked at without a kick.
     ///
     /// Errors: it is not in the guest's memory, or cannot be run; it does not run then.
     fn start_vring(&mut self, index: u16, setup: VringSetup) -> Result<(), Refusal>;
 
-    /// As [`Backend::start_vring`], for one that ran in another process, or here before a hand-over that failed. If its memory was taken
-    /// away before that, it waits as after [`Backend::remove_region`].
+    /// As [`Backend::start_vring`], for one that ran in another process, or here before a hand-over
+    /// that failed. If its memory was taken away before that, it waits as after
+    /// [`Backend::remove_region`].
     ///
     /// Errors: as there.
     fn resume_vring(&mut self, index: u16, setup: VringSetup) -> Result<(), Refusal>;
 
-    /// Stops a virtqueue that runs: no chain is popped any more, those that were are completed. Returns where to begin next time, as
-    /// in [`VringSetup::base`]; for one that is broken, as well as is known. It does not run afterwards, come what may.
+    /// Stops a virtqueue that runs: no chain is popped any more, those that were are completed.
+    /// Returns where to begin next time, as in [`VringSetup::base`]; for one that is broken, as
+    /// well as is known. It does not run afterwards, come what may.
     ///
     /// Errors: requests could not be completed.
     fn stop_vring(&mut self, index: u16) -> Result<u32, Refusal>;
@@ -177,8 +184,8 @@ pub trait Backend {
     /// The front end knows where a virtqueue that does not run goes on, or begins it anew.
     fn retire_vring(&mut self, index: u16);
 
-    /// What to signal when there are used entries; `None`: nothing, the driver polls. Counts at once for a ring that runs, and is kept when
-    /// it stops.
+    /// What to signal when there are used entries; `None`: nothing, the driver polls. Counts at
+    /// once for a ring that runs, and is kept when it stops.
     fn set_vring_call(&mut self, index: u16, call: Option<OwnedFd>) -> Result<(), Refusal>;
 
     /// What to signal when the ring is broken. Kept when it stops.
@@ -190,7 +197,8 @@ pub trait Backend {
     /// A new, zeroed area for requests in flight, for rings as the features say.
     fn get_inflight(&mut self, queues: u16, queue_size: u16) -> Result<InflightArea, Refusal>;
 
-    /// The area to use from the next start of a ring on. May be one of an earlier connection, or of an earlier process.
+    /// The area to use from the next start of a ring on. May be one of an earlier connection, or of
+    /// an earlier process.
     ///
     /// Errors: cannot be mapped, or too small.
     fn set_inflight(
@@ -200,7 +208,8 @@ pub trait Backend {
         queue_size: u16,
     ) -> Result<(), Refusal>;
 
-    /// The dirty log, one bit for 4096 bytes of guest-physical memory. Replaces the one before, also while rings run.
+    /// The dirty log, one bit for 4096 bytes of guest-physical memory. Replaces the one before,
+    /// also while rings run.
     fn set_log(&mut self, fd: OwnedFd, size: u64, offset: u64) -> Result<(), Refusal>;
 
     /// What to signal when something was logged: once for all requests that become visible at once.
@@ -209,13 +218,16 @@ pub trait Backend {
     /// Configuration space from `offset` on; what lies beyond its end is left as it is (zero).
     fn get_config(&mut self, offset: u32, bytes: &mut [u8]) -> Result<(), Refusal>;
 
-    /// A write to configuration space. A refusal is told to a front end that asks, and is no reason to end the connection.
+    /// A write to configuration space. A refusal is told to a front end that asks, and is no reason
+    /// to end the connection.
     fn set_config(&mut self, offset: u32, bytes: &[u8], write: ConfigWrite) -> Result<(), Refusal>;
 
-    /// A socket on which the front end takes [`crate::BackChannel`]'s messages; replaces the one before.
+    /// A socket on which the front end takes [`crate::BackChannel`]'s messages; replaces the one
+    /// before.
     fn set_backend_channel(&mut self, socket: OwnedFd) -> Result<(), Refusal>;
 
-    /// Where internal state is to be written to, or read from, while no ring runs. Returns another descriptor if that one is not used.
+    /// Where internal state is to be written to, or read from, while no ring runs. Returns another
+    /// descriptor if that one is not used.
     fn set_device_state_fd(
         &mut self,
         direction: StateDirection,

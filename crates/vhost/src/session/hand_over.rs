@@ -1,8 +1,9 @@
 //! A session that goes on in another process: the front end notices nothing but a pause.
 //!
-//! Order: the old process calls [`Session::suspend`], sends [`Session::state`] with the socket and what the back end has (memory, log, area
-//! of requests in flight, call and error eventfds, channel); the new one gives those to its own back end, then
-//! [`Session::restore`] and [`Session::resume`]. If that fails, the old one resumes.
+//! Order: the old process calls [`Session::suspend`], sends [`Session::state`] with the socket and
+//! what the back end has (memory, log, area of requests in flight, call and error eventfds,
+//! channel); the new one gives those to its own back end, then [`Session::restore`] and
+//! [`Session::resume`]. If that fails, the old one resumes.
 
 use std::os::fd::OwnedFd;
 
@@ -121,7 +122,8 @@ impl Session {
         Ok(session)
     }
 
-    /// Tells the back end what was negotiated, and starts the rings that are to run. Those that waited for their memory wait again.
+    /// Tells the back end what was negotiated, and starts the rings that are to run. Those that
+    /// waited for their memory wait again.
     ///
     /// Errors: one of them cannot; those before it run.
     pub fn resume(&mut self, backend: &mut dyn Backend) -> Result<(), Error> {

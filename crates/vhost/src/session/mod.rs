@@ -1,14 +1,18 @@
 //! A session: what one front end has said, and what follows from it.
 //!
-//! Promises: no socket, no thread, nothing waits here except in the back end. Whatever a front end sends, the answer is a reply, a
-//! refusal, or an error that ends this connection; it never panics, and what it can make us keep is bounded by the limits in
-//! [`SessionConfig`]. Called by the control thread.
+//! Promises: no socket, no thread, nothing waits here except in the back end. Whatever a front end
+//! sends, the answer is a reply, a refusal, or an error that ends this connection; it never panics,
+//! and what it can make us keep is bounded by the limits in [`SessionConfig`]. Called by the
+//! control thread.
 //!
-//! - A virtqueue runs while it has a kick eventfd and is enabled. SET_VRING_ENABLE 0 drains it, and it goes on where it was;
-//!   GET_VRING_BASE ends it. Without F_PROTOCOL_FEATURES rings are enabled from the beginning.
-//! - A message that could not be done is refused: by a reply if it has one or asked for one, otherwise by the end of the connection, because
-//!   the front end would go on as if it had been done.
-//! - Messages that need a protocol feature are refused without it. Beyond that no order is enforced: the front ends that exist differ.
+//! - A virtqueue runs while it has a kick eventfd and is enabled. SET_VRING_ENABLE 0 drains it, and
+//!   it goes on where it was; GET_VRING_BASE ends it. Without F_PROTOCOL_FEATURES rings are enabled
+//!   from the beginning.
+//! - A message that could not be done is refused: by a reply if it has one or asked for one,
+//!   otherwise by the end of the connection, because the front end would go on as if it had been
+//!   done.
+//! - Messages that need a protocol feature are refused without it. Beyond that no order is
+//!   enforced: the front ends that exist differ.
 
 mod backend;
 mod hand_over;
@@ -32,7 +36,8 @@ use crate::protocol::{Header, Malformed, Message, Reply, Request};
 /// What a session offers, and its limits.
 #[derive(Clone, Copy, Debug)]
 pub struct SessionConfig {
-    /// Virtio features that the device offers. F_PROTOCOL_FEATURES is added, and F_LOG_ALL if there is LOG_SHMFD.
+    /// Virtio features that the device offers. F_PROTOCOL_FEATURES is added, and F_LOG_ALL if there
+    /// is LOG_SHMFD.
     pub features: u64,
     /// Protocol features; what this crate does not implement is left out.
     pub protocol_features: u64,
@@ -124,8 +129,8 @@ impl Session {
         self.protocol_features
     }
 
-    /// Whether the front end has said that the device is its own. All that exist do so at once; further they may go only when a guest
-    /// has a driver (QEMU sends features no earlier).
+    /// Whether the front end has said that the device is its own. All that exist do so at once;
+    /// further they may go only when a guest has a driver (QEMU sends features no earlier).
     #[must_use]
     pub fn is_claimed(&self) -> bool {
         self.claimed

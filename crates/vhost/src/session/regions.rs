@@ -1,4 +1,5 @@
-//! Which regions of memory the front end has given: for counting, for finding them again, and so that none overlap.
+//! Which regions of memory the front end has given: for counting, for finding them again, and so
+//! that none overlap.
 
 use crate::protocol::Region;
 

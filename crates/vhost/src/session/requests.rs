@@ -150,8 +150,8 @@ impl Session {
         Ok(())
     }
 
-    /// Rings stop, features and status go; memory, protocol features, call and error eventfds stay: QEMU sends those before its first
-    /// reset and not again.
+    /// Rings stop, features and status go; memory, protocol features, call and error eventfds stay:
+    /// QEMU sends those before its first reset and not again.
     fn reset(&mut self, backend: &mut dyn Backend) {
         self.stop_all(backend);
         (0..self.config.queues_max).for_each(|index| backend.retire_vring(index));
@@ -161,7 +161,8 @@ impl Session {
         backend.reset();
     }
 
-    /// The specification leaves us the choice between nothing and this: all rings stop, as by GET_VRING_BASE.
+    /// The specification leaves us the choice between nothing and this: all rings stop, as by
+    /// GET_VRING_BASE.
     fn reset_owner(&mut self, backend: &mut dyn Backend) {
         self.stop_all(backend);
         for vring in &mut self.vrings {
@@ -333,7 +334,8 @@ impl Session {
         len: usize,
     ) -> Result<Option<Reply>, Fault> {
         self.check_inflight(asked)?;
-        // What they note goes into the area that they were started with, which would be lost with the process.
+        // What they note goes into the area that they were started with, which would be lost with
+        // the process.
         self.check_at_rest()?;
         let area = backend.get_inflight(asked.num_queues, asked.queue_size)?;
         let answer = Inflight { mmap_size: area.size, mmap_offset: area.offset, ..*asked };

@@ -12,7 +12,8 @@ const AVAILABLE_ALIGN: u64 = 2;
 /// Alignment of a used ring, and of packed event suppression.
 const USED_ALIGN: u64 = 4;
 
-/// Bytes of the largest used ring: flags, index, 32768 elements of 8 bytes, event (virtio 1.3, 2.7).
+/// Bytes of the largest used ring: flags, index, 32768 elements of 8 bytes, event (virtio 1.3,
+/// 2.7).
 const USED_BYTES_MAX: u64 = 6 + 8 * 32768;
 
 /// One virtqueue.
@@ -33,7 +34,8 @@ pub(super) struct Vring {
 impl Vring {
     /// Whether it should run.
     ///
-    /// * `at_once`: rings run without having been enabled, because protocol features were not negotiated.
+    /// * `at_once`: rings run without having been enabled, because protocol features were not
+    ///   negotiated.
     pub(super) fn wanted(&self, at_once: bool) -> bool {
         self.kick.is_some() && self.enabled.unwrap_or(at_once)
     }
@@ -68,8 +70,9 @@ impl Vring {
         })
     }
 
-    /// After a reset: size, address, base, kick and enabled are forgotten. GET_VRING_BASE may still ask where it stood: QEMU up to 8.1
-    /// sets the status to 0 whenever it stops rings, also of a guest that goes on later or elsewhere, and only then asks.
+    /// After a reset: size, address, base, kick and enabled are forgotten. GET_VRING_BASE may still
+    /// ask where it stood: QEMU up to 8.1 sets the status to 0 whenever it stops rings, also of a
+    /// guest that goes on later or elsewhere, and only then asks.
     pub(super) fn reset(&mut self) {
         let stood = self.base_at_reset.unwrap_or(self.base);
         *self = Vring { base_at_reset: Some(stood), ..Vring::default() };

@@ -22,16 +22,19 @@ pub(crate) struct Call {
 #[derive(Debug)]
 struct Event {
     fd: OwnedFd,
-    /// A write to it waits while its counter is full. The flag is the front end's, which may read the same eventfd: it stays as it is.
+    /// A write to it waits while its counter is full. The flag is the front end's, which may read
+    /// the same eventfd: it stays as it is.
     ///
-    /// No write to an eventfd is sure not to wait (tried on Linux 6.18): it cannot be opened a second time with a flag of our own
-    /// (`/proc/self/fd/N`: ENXIO), and `pwritev2` does not take RWF_NOWAIT for it (EOPNOTSUPP). A write by the ring would wait on a
-    /// helper thread of the kernel, which is not worth an operation for each call. So the flag is read once, and if it says that a write
-    /// may wait, the counter is asked before each write.
+    /// No write to an eventfd is sure not to wait (tried on Linux 6.18): it cannot be opened a
+    /// second time with a flag of our own (`/proc/self/fd/N`: ENXIO), and `pwritev2` does not take
+    /// RWF_NOWAIT for it (EOPNOTSUPP). A write by the ring would wait on a helper thread of the
+    /// kernel, which is not worth an operation for each call. So the flag is read once, and if it
+    /// says that a write may wait, the counter is asked before each write.
     ///
-    /// That is for front ends that mean well. One that means harm can clear the flag later, or fill the counter between the question and
-    /// the write: then the write waits, and with it all virtqueues of the thread, until somebody wants something of the thread
-    /// ([`Watch::look`]). The eventfd is let go then.
+    /// That is for front ends that mean well. One that means harm can clear the flag later, or fill
+    /// the counter between the question and the write: then the write waits, and with it all
+    /// virtqueues of the thread, until somebody wants something of the thread ([`Watch::look`]).
+    /// The eventfd is let go then.
     may_block: bool,
 }
 

@@ -1,7 +1,7 @@
 //! The disk, held as it is for somebody who moves its bytes past us.
 //!
-//! Promises: a thread has one hold at most, asked for or granted, and [`Worker::release_disk`] ends it in either state: one that is granted to
-//! nobody any more ends at once. Queue thread.
+//! Promises: a thread has one hold at most, asked for or granted, and [`Worker::release_disk`] ends
+//! it in either state: one that is granted to nobody any more ends at once. Queue thread.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -24,9 +24,11 @@ struct Hold {
 pub(super) struct Held(RefCell<Option<Rc<Hold>>>);
 
 impl Worker {
-    /// Holds the disk until [`Worker::release_disk`]; a task of this thread counts as a request in flight until then.
+    /// Holds the disk until [`Worker::release_disk`]; a task of this thread counts as a request in
+    /// flight until then.
     ///
-    /// Errors: as [`ringdisk_disk::Disk::hold_plain`]; `Busy`, too, when it was released before it was granted.
+    /// Errors: as [`ringdisk_disk::Disk::hold_plain`]; `Busy`, too, when it was released before it
+    /// was granted.
     pub(crate) async fn hold_disk(self: Rc<Worker>) -> Result<Plain, Error> {
         self.release_disk();
         let hold = Rc::new(Hold::default());

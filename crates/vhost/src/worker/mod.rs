@@ -1,7 +1,8 @@
 //! One queue thread: its virtqueues, and the tasks that serve their requests.
 //!
-//! Promises: a request costs no allocation, no lock, and no system call beyond the batch that it is part of. All that is popped,
-//! served and completed in one turn of the loop is made visible to the guest at once, with one call at most.
+//! Promises: a request costs no allocation, no lock, and no system call beyond the batch that it is
+//! part of. All that is popped, served and completed in one turn of the loop is made visible to the
+//! guest at once, with one call at most.
 
 mod call;
 mod hold;
@@ -40,10 +41,12 @@ pub(crate) use vring::{RingStart, Vring, areas, layout};
 
 /// Requests that one thread serves at once; further ones wait in their virtqueues.
 pub(crate) const REQUESTS_MAX: usize = 256;
-/// Requests that are taken before what they lead to is submitted: more would keep the first ones waiting.
+/// Requests that are taken before what they lead to is submitted: more would keep the first ones
+/// waiting.
 const BATCH_MAX: u32 = 32;
 
-/// How often to look whether requests of a process before us were taken: a batch may be all that there is room for.
+/// How often to look whether requests of a process before us were taken: a batch may be all that
+/// there is room for.
 const SETTLE_LOOK: Duration = Duration::from_micros(200);
 
 /// The thread-local side of a queue thread.
@@ -112,7 +115,8 @@ impl Worker {
         })
     }
 
-    /// Memory of the guest from now on. Virtqueues whose requests use what goes must have been held.
+    /// Memory of the guest from now on. Virtqueues whose requests use what goes must have been
+    /// held.
     pub(crate) fn set_memory(&self, memory: Arc<Memory>) {
         let view = match &self.pins {
             Some(pins) => pins.borrow_mut().view(&self.ring, memory),
@@ -144,7 +148,8 @@ impl Worker {
         Ok(())
     }
 
-    /// A batch finds its tasks there; more are made when more requests are with the storage than ever before.
+    /// A batch finds its tasks there; more are made when more requests are with the storage than
+    /// ever before.
     fn add_slots(&self) {
         while self.slots.get() < BATCH_MAX as usize {
             let Some(slot) = self.new_slot() else { break };
@@ -152,8 +157,9 @@ impl Worker {
         }
     }
 
-    /// Waits until all that a process before us had taken is taken again: the base of a virtqueue says that it was, so nobody would ask for it
-    /// any more once the virtqueue has been taken off this thread.
+    /// Waits until all that a process before us had taken is taken again: the base of a virtqueue
+    /// says that it was, so nobody would ask for it any more once the virtqueue has been taken off
+    /// this thread.
     async fn catch_up(&self, vring: &Vring) {
         while !self.device.needs_reset() && vring.is_behind() {
             self.ring.sleep(SETTLE_LOOK).await;
@@ -174,7 +180,8 @@ impl Worker {
         base
     }
 
-    /// Takes no more requests, and waits until none is in flight, not even one that a process before us had taken.
+    /// Takes no more requests, and waits until none is in flight, not even one that a process
+    /// before us had taken.
     pub(crate) async fn hold_all(&self) {
         self.holds_all.set(true);
         let vrings = self.vrings.borrow().clone();
@@ -220,8 +227,8 @@ impl Worker {
         }
     }
 
-    /// Signals an eventfd of a virtqueue that does not run here. Control threads have it done here: a write that waits is found
-    /// ([`Watch`]).
+    /// Signals an eventfd of a virtqueue that does not run here. Control threads have it done here:
+    /// a write that waits is found ([`Watch`]).
     pub(crate) fn signal(&self, fd: OwnedFd) {
         let call = Call::new(&self.watch, &self.device);
         call.set(Some(fd));
@@ -242,7 +249,8 @@ impl Worker {
 
     /// Takes requests off the virtqueues and gives each to a task. Returns how many there were.
     fn dispatch(&self) -> u32 {
-        // A broken device takes nothing in any of its virtqueues, whichever thread they are on (virtio 1.3, section 2.1.2).
+        // A broken device takes nothing in any of its virtqueues, whichever thread they are on
+        // (virtio 1.3, section 2.1.2).
         if self.device.needs_reset() {
             return 0;
         }
@@ -270,7 +278,8 @@ impl Worker {
         taken
     }
 
-    /// A task that waits for a request, a new one if need be; `None` when there are as many as there may be.
+    /// A task that waits for a request, a new one if need be; `None` when there are as many as
+    /// there may be.
     fn take_slot(&self) -> Option<Rc<Slot>> {
         if let Some(slot) = self.idle.borrow_mut().pop() {
             return Some(slot);

@@ -1,7 +1,9 @@
-//! Guest memory as registered buffers of a ring: the kernel does not look its pages up for each request. Pins all of it.
+//! Guest memory as registered buffers of a ring: the kernel does not look its pages up for each
+//! request. Pins all of it.
 //!
-//! A region is registered in pieces, as the kernel takes 1 GiB at most in one slot. A request whose data lie in one segment inside one
-//! piece names its slot; every other request goes the ordinary way.
+//! A region is registered in pieces, as the kernel takes 1 GiB at most in one slot. A request whose
+//! data lie in one segment inside one piece names its slot; every other request goes the ordinary
+//! way.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,13 +12,15 @@ use ringdisk_guest::{Memory, Region, View};
 use ringdisk_ring::{Errno, Ring};
 use rustix::process::{Resource, getrlimit};
 
-/// Bytes of a piece, as a power of two: 1 GiB, the most that the kernel registers in one slot (io_uring/rsrc.c).
+/// Bytes of a piece, as a power of two: 1 GiB, the most that the kernel registers in one slot
+/// (io_uring/rsrc.c).
 const PIECE_SHIFT: u32 = 30;
-/// Slots of the table: guests of almost 4 TiB, for 8 bytes of the kernel's memory each. Its limit is 16384 (`IORING_MAX_REG_BUFFERS`).
+/// Slots of the table: guests of almost 4 TiB, for 8 bytes of the kernel's memory each. Its limit
+/// is 16384 (`IORING_MAX_REG_BUFFERS`).
 const SLOTS: u16 = 4095;
 
-/// Of which regions it was said that they are not pinned, by their guest address and size: each queue thread meets the same limit, one of
-/// them tells.
+/// Of which regions it was said that they are not pinned, by their guest address and size: each
+/// queue thread meets the same limit, one of them tells.
 ///
 /// At most [`TOLD_MAX`]: a front end can announce as many as it likes, one after the other.
 pub(crate) type Told = Mutex<BTreeSet<(u64, u64)>>;
@@ -61,7 +65,8 @@ impl Pins {
         }
     }
 
-    /// Registers what is new, lets go what is gone, and gives a view of it. What cannot be registered is used as it is.
+    /// Registers what is new, lets go what is gone, and gives a view of it. What cannot be
+    /// registered is used as it is.
     pub(super) fn view(&mut self, ring: &Ring, memory: Arc<Memory>) -> View {
         let is_there =
             |pinned: &Pinned| memory.regions().iter().any(|r| Arc::ptr_eq(r, &pinned.region));

@@ -12,8 +12,9 @@ use crate::export::SEG_MAX;
 
 use super::{Vring, Worker};
 
-/// Segments of the longest request that drivers are told to make, with header and status. There are up to 256 slots for each thread, so
-/// room for the longest request that there can be (8 times as much) would cost more memory than anything else does.
+/// Segments of the longest request that drivers are told to make, with header and status. There are
+/// up to 256 slots for each thread, so room for the longest request that there can be (8 times as
+/// much) would cost more memory than anything else does.
 const SEGMENTS_USUAL: usize = SEG_MAX as usize + 2;
 
 /// What a request needs while it is served; reused by the next one.
@@ -34,7 +35,8 @@ struct Request {
 }
 
 impl Default for Slot {
-    /// With room for a request as drivers are told to make them: serving one allocates nothing. A longer one makes room, once.
+    /// With room for a request as drivers are told to make them: serving one allocates nothing. A
+    /// longer one makes room, once.
     fn default() -> Slot {
         Slot {
             chain: RefCell::new(Chain::with_capacity(SEGMENTS_USUAL)),

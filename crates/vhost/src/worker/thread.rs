@@ -29,11 +29,12 @@ const LOOK: Duration = Duration::from_millis(100);
 const SLOTS_PER_REQUEST: usize = 4;
 /// Submission entries: a batch of requests with what belongs to them.
 const ENTRIES: u32 = 256;
-/// Operations in flight at once: a little less than all requests may have, so that the completions that the ring makes room for (twice as
-/// many, and 64) are 2048 and not 4096. All of that room is taken from the start.
+/// Operations in flight at once: a little less than all requests may have, so that the completions
+/// that the ring makes room for (twice as many, and 64) are 2048 and not 4096. All of that room is
+/// taken from the start.
 const SLOTS: usize = REQUESTS_MAX * SLOTS_PER_REQUEST - 32;
-/// Longest poll of virtqueues and storage before a sleep. Waking an idle CPU costs about 75 µs on small machines, so a poll as long as
-/// that loses at most half; it is tried only while it pays.
+/// Longest poll of virtqueues and storage before a sleep. Waking an idle CPU costs about 75 µs on
+/// small machines, so a poll as long as that loses at most half; it is tried only while it pays.
 const POLL: Duration = Duration::from_micros(80);
 
 thread_local! {
@@ -175,7 +176,8 @@ impl QueueThread {
 
     /// The same with something that must not stay when nobody waits for the answer any more.
     ///
-    /// * `undo`: called then, on the thread. Whoever gives up sees to it by itself if the answer has just come.
+    /// * `undo`: called then, on the thread. Whoever gives up sees to it by itself if the answer
+    ///   has just come.
     pub(crate) fn ask_task_or<T, F>(
         &self,
         job: impl FnOnce(Rc<Worker>) -> F + Send + 'static,
@@ -226,7 +228,8 @@ impl QueueThread {
 
 /// The thread.
 fn run(setup: ThreadSetup, ready: &SyncSender<Result<Ready, SetupError>>, stop: &AtomicBool) {
-    // First the CPU, then the memory: pages are taken from the node of the thread that touches them.
+    // First the CPU, then the memory: pages are taken from the node of the thread that touches
+    // them.
     let pin_error =
         (!setup.cpus.is_empty()).then(|| pin_to_cpus(&setup.cpus).err()).flatten().map(|errno| {
             format!("queue thread {} runs unbound: CPU {}: {errno}", setup.index, setup.cpus)

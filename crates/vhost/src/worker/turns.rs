@@ -1,8 +1,9 @@
 //! Whose turn it is among the virtqueues of a thread.
 //!
-//! Promises: each virtqueue gets an equal share of a batch, if it has so many requests; what others leave goes to whoever has more. The next
-//! batch begins with another one. So a virtqueue that has requests is served at least once in as many batches as there are virtqueues,
-//! however much the others ask for.
+//! Promises: each virtqueue gets an equal share of a batch, if it has so many requests; what others
+//! leave goes to whoever has more. The next batch begins with another one. So a virtqueue that has
+//! requests is served at least once in as many batches as there are virtqueues, however much the
+//! others ask for.
 
 use std::cell::Cell;
 
@@ -24,7 +25,8 @@ impl Turns {
         if count == 0 || room == 0 {
             return 0;
         }
-        // No remainders: a thread that polls comes here all the time, and a division takes as long as much of the rest.
+        // No remainders: a thread that polls comes here all the time, and a division takes as long
+        // as much of the rest.
         let first = self.first.get();
         let first = if first < count { first } else { 0 };
         let number_of = |step: usize| {
@@ -37,7 +39,8 @@ impl Turns {
             Err(_) => 1,
         };
         let mut taken = 0;
-        // First to each its share, then what is left to whoever asks first. One place that takes, so that it is compiled into the loop.
+        // First to each its share, then what is left to whoever asks first. One place that takes,
+        // so that it is compiled into the loop.
         for share in [share, room] {
             let mut is_more = false;
             for step in 0..count {

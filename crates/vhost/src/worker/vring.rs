@@ -134,8 +134,9 @@ impl Vring {
 
     /// Waits for kicks: each one ends the thread's sleep, and the loop looks at the virtqueue.
     ///
-    /// The counter of the eventfd is not read, and the poll is not exclusive: the ring of a process that was killed may be waiting on the
-    /// same eventfd for a while, and would take the counter, or the one wake-up that exclusive waiters share.
+    /// The counter of the eventfd is not read, and the poll is not exclusive: the ring of a process
+    /// that was killed may be waiting on the same eventfd for a while, and would take the counter,
+    /// or the one wake-up that exclusive waiters share.
     pub(super) fn listen(
         self: &Rc<Vring>,
         ring: &Ring,
@@ -185,7 +186,8 @@ impl Vring {
         self.holds.get() == 0 && self.queue.borrow_mut().as_mut().is_some_and(Queue::has_next)
     }
 
-    /// Takes the next request into a slot. `None` when there is none, or when the guest has broken the virtqueue.
+    /// Takes the next request into a slot. `None` when there is none, or when the guest has broken
+    /// the virtqueue.
     pub(super) fn pop(&self, view: &View, slot: &Slot, device: &Device) -> Option<Token> {
         let mut queue = self.queue.borrow_mut();
         let queue = queue.as_mut()?;

@@ -1,7 +1,8 @@
 //! A queue thread that is stuck in a call is found, and goes on.
 //!
-//! Nothing else of a queue thread may wait, and no write to an eventfd is sure not to wait (see [`super::call`]). Whoever waits for an answer
-//! of the thread interrupts such a write. The thread says when it makes one: two stores of its own memory, and no system call.
+//! Nothing else of a queue thread may wait, and no write to an eventfd is sure not to wait (see
+//! [`super::call`]). Whoever waits for an answer of the thread interrupts such a write. The thread
+//! says when it makes one: two stores of its own memory, and no system call.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,7 +25,8 @@ impl Watch {
         Ok(Arc::new(Watch { is_calling: AtomicBool::new(false), interrupt }))
     }
 
-    /// A call of the thread itself that may wait: it ends with EINTR when another thread finds it waiting.
+    /// A call of the thread itself that may wait: it ends with EINTR when another thread finds it
+    /// waiting.
     #[inline]
     pub(super) fn call<T>(&self, call: impl FnOnce() -> T) -> T {
         self.is_calling.store(true, Ordering::Release);
@@ -33,7 +35,8 @@ impl Watch {
         result
     }
 
-    /// The thread has not answered for a while. A call that does not wait is not hurt: it is not interrupted.
+    /// The thread has not answered for a while. A call that does not wait is not hurt: it is not
+    /// interrupted.
     pub(crate) fn look(&self) {
         if self.is_calling.load(Ordering::Acquire) {
             self.interrupt.send();

@@ -1,7 +1,7 @@
 //! Storage that keeps account of what is asked of it: where, how often, and by which request.
 //!
-//! A disk is a window of it, and no request may reach what lies beside the window. A request of one sector is known by its place, if the test
-//! writes each sector once.
+//! A disk is a window of it, and no request may reach what lies beside the window. A request of one
+//! sector is known by its place, if the test writes each sector once.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -52,7 +52,8 @@ struct Shared {
 }
 
 impl Ledger {
-    /// Storage with a window of `size` bytes for the disk, and as much at either side that nobody may reach. Its bytes are kept.
+    /// Storage with a window of `size` bytes for the disk, and as much at either side that nobody
+    /// may reach. Its bytes are kept.
     pub(crate) fn of_bytes(size: u64, slow: u64) -> Ledger {
         let window = size..2 * size;
         Ledger::new(window, 3 * size, slow, 50, true)

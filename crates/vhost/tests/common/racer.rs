@@ -1,7 +1,7 @@
 //! A guest whose second CPU changes every byte of a request's memory while the device serves it.
 //!
-//! The driver lays descriptors by hand, and believes nothing that the rings say: the device's counters tell what was served. So whatever the
-//! other CPU does to the rings, this side goes on.
+//! The driver lays descriptors by hand, and believes nothing that the rings say: the device's
+//! counters tell what was served. So whatever the other CPU does to the rings, this side goes on.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -15,7 +15,8 @@ use super::raw::{Descriptor, INDIRECT, NEXT, WRITE, entry};
 
 /// Requests that are laid at once.
 pub(crate) const BURST: usize = 32;
-/// Descriptors of the ring: two bursts of the longest chains, so that none is used again before the device has given it back.
+/// Descriptors of the ring: two bursts of the longest chains, so that none is used again before the
+/// device has given it back.
 pub(crate) const RING: u16 = 512;
 /// Memory of one request: header, segments, data, status, table.
 const ROOM: u64 = 16 << 10;
@@ -292,7 +293,8 @@ impl Switch {
 /// Bytes that are changed at once, at most.
 const AT_ONCE: u64 = 6;
 
-/// The second CPU: changes a few bytes, lets the device see them for a moment, and puts them back. Of each target every byte has its turn.
+/// The second CPU: changes a few bytes, lets the device see them for a moment, and puts them back.
+/// Of each target every byte has its turn.
 pub(crate) fn race(targets: &[RingMemory], switch: &Switch, seed: u64) {
     let mut prng = Prng::new(seed);
     let mut counts: Vec<usize> = vec![0; targets.len()];

@@ -14,7 +14,8 @@ const AVAIL: u16 = 1 << 7;
 /// A descriptor: address, length, flags, and the next one where there is a choice.
 pub(crate) type Descriptor = (u64, u32, u16, u16);
 
-/// Writes descriptors from the first place of a table or ring on; in a packed one the first one's flags last.
+/// Writes descriptors from the first place of a table or ring on; in a packed one the first one's
+/// flags last.
 fn lay(areas: &Areas, layout: Layout, descriptors: &[Descriptor]) {
     for (number, (addr, len, flags, next)) in descriptors.iter().enumerate().rev() {
         let (ring, at) = (&areas.descriptors, number * 16);

@@ -118,8 +118,8 @@ fn strict_wants_the_same_clusters_too() {
     let directory = directory();
     qemu_img(&directory, &["create", "-q", "-f", "qcow2", "a.qcow2", "6M"]);
     qemu_img(&directory, &["create", "-q", "-f", "qcow2", "b.qcow2", "6M"]);
-    // Data at the end too: QEMU counts it as a difference when a hole of one image goes on to its end
-    // and that of the other does not.
+    // Data at the end too: QEMU counts it as a difference when a hole of one image goes on to its
+    // end and that of the other does not.
     let data = ["write -P 1 1M 128k", "write -P 1 6080k 64k"];
     qemu_io(&directory, "qcow2", "a.qcow2", &data);
     qemu_io(&directory, "qcow2", "b.qcow2", &[data[0], data[1], "write -z 4M 64k"]);

@@ -1,9 +1,10 @@
 //! `convert`: one disk is copied to another, whatever their formats.
 //!
-//! Promises: what is known to be zero or not to be there is never read; what reads as zeroes takes no space
-//! in the target unless that was asked for; several pieces are under way at once, and compression
-//! runs on helper threads; with the order kept, writes of the target begin in the order of the disk.
-//! An error or a cancellation waits for the I/O that was begun, so no write arrives afterwards.
+//! Promises: what is known to be zero or not to be there is never read; what reads as zeroes takes
+//! no space in the target unless that was asked for; several pieces are under way at once, and
+//! compression runs on helper threads; with the order kept, writes of the target begin in the order
+//! of the disk. An error or a cancellation waits for the I/O that was begun, so no write arrives
+//! afterwards.
 //!
 //! Runs on the thread that owns the ring. Source of the behaviour: qemu-img(1), "convert".
 
@@ -30,8 +31,8 @@ use order::Order;
 use salvage::Unreadable;
 use walk::Walk;
 
-/// Bytes that are copied at once: enough for a storage to be efficient, and with [`TASKS_MAX`] still
-/// less than processors cache.
+/// Bytes that are copied at once: enough for a storage to be efficient, and with [`TASKS_MAX`]
+/// still less than processors cache.
 const CHUNK_BYTES: u64 = 1 << 20;
 /// Most pieces under way (QEMU's limit).
 pub const TASKS_MAX: usize = 16;
@@ -141,8 +142,9 @@ impl Failure {
 ///
 /// * `progress`: total is the size of the source.
 ///
-/// Errors: `Invalid` for options that make no sense or a target that is too small, `Unsupported` for a
-/// compressed target that is not qcow2, `Cancelled`; those of source and target, with the offset.
+/// Errors: `Invalid` for options that make no sense or a target that is too small, `Unsupported`
+/// for a compressed target that is not qcow2, `Cancelled`; those of source and target, with the
+/// offset.
 pub async fn convert(
     ring: &Ring,
     source: &Disk,
@@ -228,7 +230,8 @@ impl Conversion<'_> {
         }
     }
 
-    /// Ends all tasks after what they are doing. The failure nearest to the start of the disk counts.
+    /// Ends all tasks after what they are doing. The failure nearest to the start of the disk
+    /// counts.
     fn fail(&self, failure: Failure) {
         let mut first = self.failure.borrow_mut();
         if first.is_none_or(|first| failure.offset < first.offset) {

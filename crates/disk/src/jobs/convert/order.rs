@@ -1,7 +1,7 @@
 //! Keeps writes in the order of the disk.
 //!
-//! A piece waits for its turn, begins its last write and passes the turn on: so writes begin in order, and
-//! several are in flight all the same. One thread; a failure lets everybody go.
+//! A piece waits for its turn, begins its last write and passes the turn on: so writes begin in
+//! order, and several are in flight all the same. One thread; a failure lets everybody go.
 
 use std::cell::{Cell, RefCell};
 use std::future::{Future, poll_fn};

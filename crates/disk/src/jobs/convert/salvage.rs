@@ -6,7 +6,8 @@ use ringdisk_ring::IoBuf;
 
 use super::{Conversion, Doing, Failure, SECTOR_BYTES};
 
-/// Unreadable ranges that a report lists; the bytes of further ones are only counted. 64 KiB of memory.
+/// Unreadable ranges that a report lists; the bytes of further ones are only counted. 64 KiB of
+/// memory.
 pub const UNREADABLE_MAX: usize = 4096;
 
 /// Ranges that could not be read.

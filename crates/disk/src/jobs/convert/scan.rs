@@ -18,8 +18,8 @@ pub(super) struct Part {
 
 /// Cuts a buffer into data and zeroes.
 ///
-/// * `sparse`: shortest run of zeroes that counts, bytes; 0: none does. Runs are looked for in steps of
-///   this size, at most 4 KiB.
+/// * `sparse`: shortest run of zeroes that counts, bytes; 0: none does. Runs are looked for in
+///   steps of this size, at most 4 KiB.
 /// * `parts`: is overwritten; in order, covers the buffer.
 pub(super) fn scan(buf: &IoBuf, sparse: usize, parts: &mut Vec<Part>) {
     parts.clear();
@@ -40,8 +40,8 @@ pub(super) fn scan(buf: &IoBuf, sparse: usize, parts: &mut Vec<Part>) {
     }
 }
 
-/// Adds what follows; a run of zeroes that ends and is too short becomes data. (One at the end of the
-/// buffer may go on behind it, so it stays.)
+/// Adds what follows; a run of zeroes that ends and is too short becomes data. (One at the end of
+/// the buffer may go on behind it, so it stays.)
 fn push(parts: &mut Vec<Part>, next: Part, sparse: usize) {
     if let Some(last) = parts.last()
         && last.is_zero

@@ -1,8 +1,8 @@
 //! Cuts the source into pieces of work.
 //!
-//! Promises: pieces come in the order of the disk, cover all of it that has to be touched, and end where
-//! the answer of the source changes; a long run of one answer is asked for once. Where the target is
-//! written in clusters, pieces begin and end at their borders.
+//! Promises: pieces come in the order of the disk, cover all of it that has to be touched, and end
+//! where the answer of the source changes; a long run of one answer is asked for once. Where the
+//! target is written in clusters, pieces begin and end at their borders.
 
 use std::cell::RefCell;
 
@@ -112,8 +112,8 @@ impl<'a> Walk<'a> {
         }
         let (mut end, mut action) = self.ask(ring, at).await?;
         if let Some(unit) = self.unit {
-            // A cluster that is partly to be copied is copied as a whole; answers may be shorter than
-            // a cluster.
+            // A cluster that is partly to be copied is copied as a whole; answers may be shorter
+            // than a cluster.
             let first_end = at.saturating_add(unit).min(self.size);
             while end < first_end && action != Action::Copy {
                 let (next_end, next) = self.ask(ring, end).await?;

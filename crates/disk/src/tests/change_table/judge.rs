@@ -192,8 +192,9 @@ pub(super) async fn judge(ring: &Ring, fixture: &Fixture, cell: Cell) -> Run {
     run
 }
 
-/// After two failures: the disk may answer with errors until it is opened again, and a change may be made of which an error was told;
-/// but what it shows is right. Returns whether all that clients wrote is on the storage.
+/// After two failures: the disk may answer with errors until it is opened again, and a change may
+/// be made of which an error was told; but what it shows is right. Returns whether all that clients
+/// wrote is on the storage.
 ///
 /// * `is_refused`: an error was told.
 async fn after_two(
@@ -238,8 +239,8 @@ fn may_be_made(fixture: &Fixture, model: &mut Model, cell: Cell, is_refused: boo
     }
 }
 
-/// Makes the change while a request is in flight and others come, with a failure in between. Gives what became
-/// of the change, and the kind of the operation that failed.
+/// Makes the change while a request is in flight and others come, with a failure in between. Gives
+/// what became of the change, and the kind of the operation that failed.
 async fn meet(
     ring: &Ring,
     fixture: &Fixture,
@@ -298,7 +299,8 @@ async fn meet(
     for (effect, result) in later().iter().zip(others) {
         let result = result.take().expect("it has ended");
         assert!(result.is_ok() || reached || cell.change.refuses_requests(), "{result:?} {cell:?}");
-        // A client that appends makes a change of the size, so others may come between that and this change.
+        // A client that appends makes a change of the size, so others may come between that and
+        // this change.
         let is_after = cell.request != Request::Append || cell.change != Change::Apply;
         model.apply(effect, result.is_ok() && is_after);
     }
@@ -362,7 +364,8 @@ impl Change {
 
 /// Looks at the images that are left.
 ///
-/// * `is_made`, `is_sound`: the layers are others than before; all that clients wrote is on the storage.
+/// * `is_made`, `is_sound`: the layers are others than before; all that clients wrote is on the
+///   storage.
 async fn look(
     ring: &Ring,
     fixture: &Fixture,

@@ -223,8 +223,9 @@ fn clients_append_while_a_commit_copies() {
             let disk = opened(&ring, &directory, top).await;
             let load = Load::start(&disk, &bytes, 16);
             let commit = start_commit(&ring, &disk, options).await;
-            // Past the end, a gap between, until the commit is over and once more.
-            // Whole sectors: the base may be raw and the top already when it grows, and QEMU rounds the size of a raw image.
+            // Past the end, a gap between, until the commit is over and once more. Whole sectors:
+            // the base may be raw and the top already when it grows, and QEMU rounds the size of a
+            // raw image.
             let data = ringdisk_ring::IoBuf::new(140 * 512, 512);
             data.fill(0x5a);
             let mut appended = 0;

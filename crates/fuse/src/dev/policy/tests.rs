@@ -1,4 +1,5 @@
-//! The rule under simulated loads: each mode of a load has a rate, the policy must find the best and stay there.
+//! The rule under simulated loads: each mode of a load has a rate, the policy must find the best
+//! and stay there.
 
 use super::{Load, Mode, Policy, Polls, WINDOW_NS};
 

@@ -1,8 +1,9 @@
-//! Model of entries that move between queue threads, and of a start: the very source file `custody.rs`, built on simulated atomics,
-//! under orders of steps that the checker chooses.
+//! Model of entries that move between queue threads, and of a start: the very source file
+//! `custody.rs`, built on simulated atomics, under orders of steps that the checker chooses.
 //!
-//! Around it: a kernel that delivers the next request of an entry to the thread that committed the last one; messages between
-//! threads, which may be refused, and among which are some of other mounts; a rule that changes where entries belong at any moment.
+//! Around it: a kernel that delivers the next request of an entry to the thread that committed the
+//! last one; messages between threads, which may be refused, and among which are some of other
+//! mounts; a rule that changes where entries belong at any moment.
 
 #![allow(clippy::duplicate_mod, reason = "the model is the same source on other primitives")]
 
@@ -123,7 +124,8 @@ impl Mount {
         }
     }
 
-    /// As `entry::hand_over`. A message may be refused, or be delivered although its sender is told that it was not.
+    /// As `entry::hand_over`. A message may be refused, or be delivered although its sender is told
+    /// that it was not.
     fn hand_over(&self, index: usize, to: usize) -> bool {
         let custody = &self.entries[index].custody;
         self.touch(index, || ());
@@ -184,7 +186,8 @@ fn every_request_is_served_by_one_thread_wherever_entries_move() {
     check_random(
         || {
             let (mount, threads) = start();
-            // An entry that is lost never comes to rest: the checker reports that this goes on for ever.
+            // An entry that is lost never comes to rest: the checker reports that this goes on for
+            // ever.
             wait_until(|| mount.at_rest.load(Ordering::SeqCst) == ENTRIES);
             mount.end();
             threads.into_iter().for_each(|thread| thread.join().unwrap());

@@ -4,8 +4,8 @@ use ringdisk_testkit::sim::Prng;
 
 use super::{Load, Policy, Spot, Stay, Step, WINDOW_NS};
 
-/// What a client gets done in each spot, requests per window, and requests for each turn of the loop. Figures of this project's own
-/// measurements on two CPUs.
+/// What a client gets done in each spot, requests per window, and requests for each turn of the
+/// loop. Figures of this project's own measurements on two CPUs.
 struct Client {
     home: u64,
     free: u64,

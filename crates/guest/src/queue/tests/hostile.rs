@@ -96,7 +96,8 @@ fn data() -> u64 {
     split().data
 }
 
-/// A memory of small regions that follow one another, behind that of a kit. Gives its first address and the file.
+/// A memory of small regions that follow one another, behind that of a kit. Gives its first address
+/// and the file.
 fn small_regions(kit: &mut Kit, count: u64, bytes: u64) -> (u64, OwnedFd) {
     const AT: u64 = 1 << 40;
     let file = memfd_create(c"small", MemfdFlags::CLOEXEC).unwrap();

@@ -1,4 +1,5 @@
-//! Each byte that is judged is read once: what a driver writes over it meanwhile is never looked at.
+//! Each byte that is judged is read once: what a driver writes over it meanwhile is never looked
+//! at.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -97,7 +98,8 @@ fn every_byte_of_descriptors_tables_and_headers_is_read_once() {
     }
 }
 
-/// Asking whether there is a chain judges nothing that taking it does not look at by itself: of a packed ring the flags, twice then.
+/// Asking whether there is a chain judges nothing that taking it does not look at by itself: of a
+/// packed ring the flags, twice then.
 #[test]
 fn a_look_before_a_chain_is_taken_reads_at_most_the_flags_again() {
     for (layout, most) in [(Layout::Split, 1), (Layout::Packed, 2)] {
@@ -147,7 +149,8 @@ fn cut(ram: &GuestRam, at: u64) -> crate::View {
     crate::View::new(std::sync::Arc::new(crate::Memory::new(regions).expect("two regions")))
 }
 
-/// What a process before us had taken: from its area, which the front end can change, each entry is copied once when the chain is taken again.
+/// What a process before us had taken: from its area, which the front end can change, each entry is
+/// copied once when the chain is taken again.
 #[test]
 fn what_is_taken_again_is_read_once() {
     for layout in [Layout::Split, Layout::Packed] {
@@ -164,7 +167,8 @@ fn what_is_taken_again_is_read_once() {
         let _token = take(&mut kit);
         let found = watch.take();
         assert_eq!(found.values().max(), Some(&1), "{layout:?}: {found:?}");
-        // Of a packed ring the copies in the area count, whose descriptors may be written over by now.
+        // Of a packed ring the copies in the area count, whose descriptors may be written over by
+        // now.
         let ring = bytes(kit.driver.areas().descriptors.guest_addr(), 5 * 16);
         let from_ring = u32::from(layout == Layout::Split);
         assert_eq!(reads(&found, ring), vec![from_ring; 80], "{layout:?}");

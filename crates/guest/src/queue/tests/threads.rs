@@ -1,4 +1,5 @@
-//! A driver and a device on two threads, which sleep whenever they may: a wake-up that is missed would leave both asleep.
+//! A driver and a device on two threads, which sleep whenever they may: a wake-up that is missed
+//! would leave both asleep.
 
 use std::os::fd::OwnedFd;
 use std::sync::Barrier;
@@ -99,8 +100,8 @@ fn two_threads_miss_no_wake_up() {
     configs().for_each(|config| stress(Kit::new(config)));
 }
 
-/// For the thread sanitizer (`./test races`): what one side writes before it shows a chain is ordered before the other side's reads, by nothing
-/// but the rings.
+/// For the thread sanitizer (`./test races`): what one side writes before it shows a chain is
+/// ordered before the other side's reads, by nothing but the rings.
 #[test]
 fn two_threads_on_one_mapping_do_not_race() {
     configs().for_each(|config| stress(Kit::on_one_mapping(config)));

@@ -257,7 +257,8 @@ impl Image {
         self.flush().await
     }
 
-    /// As `Qcow2::run_steps`, with `Work`: its end, or what becomes of it when it is dropped before.
+    /// As `Qcow2::run_steps`, with `Work`: its end, or what becomes of it when it is dropped
+    /// before.
     fn run_steps(&self) -> Result<(), NoSpace> {
         let mut changed = self.changed.load(Ordering::SeqCst);
         let early = (self.mistake == Mistake::CopyFirst).then(|| {

@@ -64,7 +64,8 @@ impl World {
         }
     }
 
-    /// As `assert`. Other threads go on while the one that failed unwinds, and would hide what it said.
+    /// As `assert`. Other threads go on while the one that failed unwinds, and would hide what it
+    /// said.
     pub(super) fn require(&mut self, holds: bool, what: std::fmt::Arguments<'_>) {
         let is_first = !holds && !self.is_broken;
         self.is_broken |= !holds;

@@ -1,7 +1,7 @@
 //! What `ringdisk mount` was asked for: names and options.
 //!
-//! Promises: names hold also after the process has left its directory; the image of a process that was killed is opened only when that
-//! one has let go of it.
+//! Promises: names hold also after the process has left its directory; the image of a process that
+//! was killed is opened only when that one has let go of it.
 
 use std::fs;
 use std::io;
@@ -25,16 +25,19 @@ use crate::serve::Options;
 use crate::signals::Watcher;
 use crate::terminal::{self, shell_word, visible};
 
-/// How long the image of a process that was killed may stay locked: its storage has that long to take what is in flight.
+/// How long the image of a process that was killed may stay locked: its storage has that long to
+/// take what is in flight.
 pub(super) const FREE: Duration = Duration::from_secs(60);
 /// After so long it is said what is waited for.
 const FREE_QUIET: Duration = Duration::from_secs(1);
-/// How long a stop is put off for it: most often the locks go within milliseconds, and then the end is a clean one.
+/// How long a stop is put off for it: most often the locks go within milliseconds, and then the end
+/// is a clean one.
 pub(super) const FREE_STOPPED: Duration = Duration::from_secs(2);
 /// How often one looks.
 const FREE_LOOK: Duration = Duration::from_millis(20);
 
-/// How long a stop waits for users where a service manager waits for us: less than the 90 s after which systemd kills.
+/// How long a stop waits for users where a service manager waits for us: less than the 90 s after
+/// which systemd kills.
 const STOP_MANAGED: Duration = Duration::from_secs(60);
 
 /// What was asked for, with absolute names where they are used after the start.
@@ -143,12 +146,14 @@ impl<'a> Plan<'a> {
         })
     }
 
-    /// Opens the image of a process that is gone, as soon as that has let go of it: its locks stay until the last write that it began
-    /// has landed, and until then nothing may be read or carried out again.
+    /// Opens the image of a process that is gone, as soon as that has let go of it: its locks stay
+    /// until the last write that it began has landed, and until then nothing may be read or carried
+    /// out again.
     ///
     /// * `patience`: how long.
     ///
-    /// Errors: as [`ImagePlan::open`]; the image was not free by then, or not [`FREE_STOPPED`] after a signal came.
+    /// Errors: as [`ImagePlan::open`]; the image was not free by then, or not [`FREE_STOPPED`]
+    /// after a signal came.
     pub(super) fn open_when_free(
         &self,
         watcher: &Watcher,
@@ -184,12 +189,14 @@ impl<'a> Plan<'a> {
         }
     }
 
-    /// The image that clients of a kept mount use is the one that was opened, and no other that has its name by now.
+    /// The image that clients of a kept mount use is the one that was opened, and no other that has
+    /// its name by now.
     ///
     /// Errors: it is another one.
     fn check_same(&self, disk: Arc<Disk>) -> Result<Arc<Disk>, Failure> {
         let layers = disk.layers();
-        // What the process before said can only keep an image from being taken; what was sealed, or was marked outside, counts.
+        // What the process before said can only keep an image from being taken; what was sealed, or
+        // was marked outside, counts.
         let Some(other) = self.kept.as_ref().and_then(|kept| kept.other(&layers)) else {
             return self.check_known(&layers).map(|()| disk);
         };
@@ -204,8 +211,9 @@ impl<'a> Plan<'a> {
         .hint("what was answered is in the file that had this name; mount the one that you want anew"))
     }
 
-    /// The files that the chain leads to were there at the start, or lie where the process before this one might have gone: it was confined,
-    /// and may have been taken over and written the names into its images. This process, which is not confined yet, could open more.
+    /// The files that the chain leads to were there at the start, or lie where the process before
+    /// this one might have gone: it was confined, and may have been taken over and written the
+    /// names into its images. This process, which is not confined yet, could open more.
     ///
     /// Errors: a file from elsewhere.
     fn check_known(&self, layers: &[Arc<Layer>]) -> Result<(), Failure> {
@@ -284,7 +292,8 @@ impl<'a> Plan<'a> {
         top.into_iter().chain(first).collect()
     }
 
-    /// Whether clients were to change the size of what has a fixed one: a partition, or a part of the disk with a size of its own.
+    /// Whether clients were to change the size of what has a fixed one: a partition, or a part of
+    /// the disk with a size of its own.
     pub(super) fn wants_to_size_a_part(&self, disk: &Disk) -> bool {
         let is_fixed = disk.window().is_some_and(|(_, len)| len.is_some());
         is_fixed && (self.args.growable || self.args.resizable)
@@ -320,8 +329,8 @@ impl<'a> Plan<'a> {
     }
 }
 
-/// The image that a command has put on top, as the process before this one says. It was confined, and this one is not yet: what it may not
-/// have opened is not opened for it.
+/// The image that a command has put on top, as the process before this one says. It was confined,
+/// and this one is not yet: what it may not have opened is not opened for it.
 ///
 /// Errors: an image from elsewhere.
 fn checked_top(

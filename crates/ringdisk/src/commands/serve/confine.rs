@@ -1,8 +1,9 @@
 //! The sandbox of a process that serves disks for virtual machines.
 //!
-//! Promises: what is named here is all that serving takes after the start: images of every disk, names that go at the end, front ends that
-//! are connected to again. Main thread, once, when everything has been made and before a front end is listened to; guests of disks that were
-//! taken over (`--upgrade`) are served already, and then nothing that happens here ends the process.
+//! Promises: what is named here is all that serving takes after the start: images of every disk,
+//! names that go at the end, front ends that are connected to again. Main thread, once, when
+//! everything has been made and before a front end is listened to; guests of disks that were taken
+//! over (`--upgrade`) are served already, and then nothing that happens here ends the process.
 
 use std::path::Path;
 
@@ -24,8 +25,9 @@ use crate::user::{Decision, Wanted};
 ///
 /// * `user`: whom the process becomes.
 /// * `notify`: the warden speaks to the service manager from then on.
-/// * `taken`: these disks were another process's, which has nothing of them any more. What is missing then is complained of, however much
-///   it was insisted on: a guest without its disk is worse.
+/// * `taken`: these disks were another process's, which has nothing of them any more. What is
+///   missing then is complained of, however much it was insisted on: a guest without its disk is
+///   worse.
 ///
 /// Errors: those of [`Decision::enter`] and [`Wanted::decide`]; none if `taken`.
 pub(super) fn enter(
@@ -95,8 +97,8 @@ pub(super) fn enter(
     Ok(())
 }
 
-/// Sets a process to do what this one will not be able to; what it cannot do stays possible here. Gives why there is no
-/// such process, too, for people.
+/// Sets a process to do what this one will not be able to; what it cannot do stays possible here.
+/// Gives why there is no such process, too, for people.
 ///
 /// * `vhost`: rings may be handed to the host kernel.
 fn through_warden(plan: Plan, duties: &Duties, vhost: bool) -> (Plan, Option<String>) {

@@ -1,4 +1,5 @@
-//! What `serve` says on a terminal: what is served, how a virtual machine gets it, how it is stopped.
+//! What `serve` says on a terminal: what is served, how a virtual machine gets it, how it is
+//! stopped.
 
 use super::Running;
 use crate::terminal::{bold, say, shell_word};
@@ -39,7 +40,8 @@ fn qemu(disks: &[Shown<'_>]) -> String {
     for (number, Shown { path, connects, queues }) in disks.iter().enumerate() {
         // A comma would end the value.
         let path = path.replace(',', ",,");
-        // QEMU has to come back when this process was killed and another one serves (before QEMU 9.2: reconnect=1).
+        // QEMU has to come back when this process was killed and another one serves (before QEMU
+        // 9.2: reconnect=1).
         let server = if *connects { ",server=on,wait=off" } else { ",reconnect-ms=100" };
         let chardev = format!("socket,id=disk{number},path={path}{server}");
         line.push_str(&format!(

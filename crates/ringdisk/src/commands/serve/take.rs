@@ -28,7 +28,8 @@ use crate::vhost::{self, Served};
 /// A disk that stands still: not served there any more, and not yet here.
 struct Waiting {
     placed: Placed,
-    /// The socket has a name that was made for it, by us or by the process before us: not by a front end or a service manager.
+    /// The socket has a name that was made for it, by us or by the process before us: not by a
+    /// front end or a service manager.
     makes: bool,
     prepared: Prepared,
     offer: Offer,
@@ -48,7 +49,8 @@ struct Taken {
 /// Errors: one of them cannot be had, or not be served here; the other process goes on with all.
 pub(super) fn take_over(plans: Vec<Plan<'_>>, watcher: &Watcher) -> Result<Vec<Running>, Failure> {
     let waiting = plans.into_iter().map(prepare).collect::<Result<Vec<_>, _>>()?;
-    // From here on a signal stops disks that are ours, which takes more than the end of the process.
+    // From here on a signal stops disks that are ours, which takes more than the end of the
+    // process.
     if let Some(signal) = watcher.enter(Phase::Mounting) {
         let text = format!("stopped by {signal} before a disk was taken over");
         return Err(Failure::new(Exit::General, text));
@@ -85,7 +87,8 @@ pub(super) fn take_over(plans: Vec<Plan<'_>>, watcher: &Watcher) -> Result<Vec<R
     Ok(taken.into_iter().map(attend).collect())
 }
 
-/// Says that the process before this one goes on, and with what: if it was taken over, it has that as long as it lives.
+/// Says that the process before this one goes on, and with what: if it was taken over, it has that
+/// as long as it lives.
 fn complain_of(lingering: &Lingering, disk: &Disk, name: &str) {
     let layers = disk.layers();
     let files = layers.iter().flat_map(|layer| [layer.file(), layer.data_storage()]).flatten();
@@ -143,8 +146,9 @@ fn prepare(plan: Plan<'_>) -> Result<Waiting, Failure> {
     Ok(Waiting { placed, makes: plan.args.place.vhost_user_blk.is_some(), prepared, offer })
 }
 
-/// The image on top, as the process before this one hands it over, is one that the command line leads to. That process was confined, and may have
-/// been taken over: what it says counts as little as what it has written into headers, and the notes of the files that they name count
+/// The image on top, as the process before this one hands it over, is one that the command line
+/// leads to. That process was confined, and may have been taken over: what it says counts as little
+/// as what it has written into headers, and the notes of the files that they name count
 /// ([`ringdisk_disk::names_note`]).
 ///
 /// Errors: it is another one.
@@ -163,7 +167,8 @@ fn check_top(disk: &Disk, plan: &Plan<'_>) -> Result<(), Failure> {
         None => plan.image.image.is_none(),
         Some(file) => sandbox::by_descriptor(file).is_some_and(|open| {
             allowed.has_open(&open)
-                // Without a name it is an overlay that goes with its process, or an image that was removed while it was served.
+                // Without a name it is an overlay that goes with its process, or an image that was
+                // removed while it was served.
                 || has_no_name(&open)
                 || is_tied(&layers, &told)
                 || images.iter().any(|image| is_below_told(file, image))
@@ -225,7 +230,8 @@ fn below_of(image: &Path, names: &Names) -> Option<PathBuf> {
     Some(image.parent()?.join(names.backing_path()?))
 }
 
-/// Whether notes lead from an image of the command line down to this file: a command has committed all above into it.
+/// Whether notes lead from an image of the command line down to this file: a command has committed
+/// all above into it.
 fn is_below_told(file: &Storage, image: &Path) -> bool {
     let mut name = fs::canonicalize(image).ok();
     for _ in 0..LAYERS_MAX {

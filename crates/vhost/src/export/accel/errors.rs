@@ -1,7 +1,8 @@
 //! The log of I/O errors that the host kernel gives a guest.
 //!
-//! The module counts them; it keeps neither the place nor the reason, which the log of the kernel may have. So somebody has to look: every
-//! [`KERNEL_LOOK`], when virtqueues come back, and when the front end is gone. Control thread.
+//! The module counts them; it keeps neither the place nor the reason, which the log of the kernel
+//! may have. So somebody has to look: every [`KERNEL_LOOK`], when virtqueues come back, and when
+//! the front end is gone. Control thread.
 
 use std::time::{Duration, Instant};
 
@@ -19,8 +20,8 @@ const WINDOW: Duration = Duration::from_secs(10);
 pub(in crate::export) enum Occasion {
     /// Now and then, while the kernel has virtqueues or something is left to tell.
     Regular,
-    /// Virtqueues have come back. A guest may do that as often as it likes, so the last line may be too fresh: whoever looks
-    /// next tells what is left.
+    /// Virtqueues have come back. A guest may do that as often as it likes, so the last line may be
+    /// too fresh: whoever looks next tells what is left.
     Stopped,
     /// The front end is gone. Nobody looks again soon.
     Last,

@@ -1,8 +1,9 @@
 //! Virtqueues in the host kernel (`kernel/vhost-blk`): when they go there, and how they come back.
 //!
-//! Promises: a virtqueue is on its queue thread or in the kernel, never in both ([`moves`]). While one is in the kernel the disk is held
-//! ([`ringdisk_disk::Disk::hold_plain`]), so that no change of it can begin before all are back. What the kernel refuses costs speed and
-//! nothing else: queue threads serve on. Where they are, and why, is said once for each front end.
+//! Promises: a virtqueue is on its queue thread or in the kernel, never in both ([`moves`]). While
+//! one is in the kernel the disk is held ([`ringdisk_disk::Disk::hold_plain`]), so that no change
+//! of it can begin before all are back. What the kernel refuses costs speed and nothing else: queue
+//! threads serve on. Where they are, and why, is said once for each front end.
 //!
 //! Control thread; what is shown of it is read by any.
 
@@ -62,7 +63,8 @@ pub(super) struct Accel {
     in_kernel: Vec<bool>,
     /// As the module was told, bytes.
     capacity: u64,
-    /// What was last said of where virtqueues are, and why: some messages of front ends take them back for a moment, which is no news.
+    /// What was last said of where virtqueues are, and why: some messages of front ends take them
+    /// back for a moment, which is no news.
     told: Option<(bool, Option<Obstacle>)>,
     errors: KernelErrors,
     pub(super) shown: Arc<Shown>,
@@ -83,7 +85,8 @@ impl Accel {
             let text = format!("--accel require: {why}");
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
-        // A process that serves cannot try again: it may be in a sandbox without a way to the device.
+        // A process that serves cannot try again: it may be in a sandbox without a way to the
+        // device.
         let vblk = vblk.map_err(|error| format!("{error}; {LOOK_AGAIN}"));
         let shown = Arc::new(Shown::new(vblk.as_ref().ok().cloned(), options.engine));
         let in_kernel = vec![false; usize::from(queues)];
@@ -134,7 +137,8 @@ impl Control {
         self.accel.as_ref().is_some_and(Accel::is_used)
     }
 
-    /// Why virtqueues cannot be in the kernel at this moment; `None`: they can. Without acceleration there is nothing to ask.
+    /// Why virtqueues cannot be in the kernel at this moment; `None`: they can. Without
+    /// acceleration there is nothing to ask.
     fn accel_obstacle(&self) -> Option<Obstacle> {
         let accel = self.accel.as_ref()?;
         let (regions_max, ring_max) = match &accel.vblk {
@@ -167,7 +171,8 @@ impl Control {
         })
     }
 
-    /// Looks at the conditions that hold before there is a guest. Gives whether the kernel may serve.
+    /// Looks at the conditions that hold before there is a guest. Gives whether the kernel may
+    /// serve.
     ///
     /// Errors: it is required and cannot be.
     pub(super) fn check_accel(&mut self) -> Result<bool, Error> {
@@ -251,7 +256,8 @@ impl Control {
         }
     }
 
-    /// Switches acceleration off or on (`ringdisk ctl … accel`). Gives whether the kernel serves now; without a guest that may be later.
+    /// Switches acceleration off or on (`ringdisk ctl … accel`). Gives whether the kernel serves
+    /// now; without a guest that may be later.
     ///
     /// Errors: why it cannot.
     pub(super) fn switch_accel(&mut self, on: bool) -> Result<bool, String> {
@@ -281,7 +287,8 @@ impl Control {
         }
     }
 
-    /// Looks whether the kernel has given a virtqueue up: then the device is broken, as on its own threads.
+    /// Looks whether the kernel has given a virtqueue up: then the device is broken, as on its own
+    /// threads.
     pub(super) fn look_at_kernel(&mut self) {
         if !self.uses_kernel() {
             return;
@@ -303,7 +310,8 @@ impl Control {
         }
     }
 
-    /// Signals an eventfd of a virtqueue that is not on its queue thread. A write to it may wait, so this thread makes none.
+    /// Signals an eventfd of a virtqueue that is not on its queue thread. A write to it may wait,
+    /// so this thread makes none.
     fn signal(&self, index: u16, event: BorrowedFd<'_>) {
         let Ok(event) = event.try_clone_to_owned() else { return };
         let signalled = self.thread(index).ask(move |worker| worker.signal(event));
@@ -318,8 +326,9 @@ impl Control {
         self.reconsider_kernel();
     }
 
-    /// The driver has turned the write cache off or on. Gives whether the kernel has done so: off means that all that was answered is durable, too.
-    /// Where it cannot, the virtqueues come back to their threads, which do.
+    /// The driver has turned the write cache off or on. Gives whether the kernel has done so: off
+    /// means that all that was answered is durable, too. Where it cannot, the virtqueues come back
+    /// to their threads, which do.
     pub(super) fn show_cache_to_kernel(&mut self) -> bool {
         if !self.uses_kernel() {
             return false;

@@ -1,7 +1,8 @@
 //! Virtqueues go into the host kernel, and come back.
 //!
-//! Promises: a virtqueue is drained before it moves, in either direction, and nothing is waited for but requests in flight. The disk is
-//! held from before the first one goes until after the last one is back. What the kernel refuses leaves them on their threads. Control thread.
+//! Promises: a virtqueue is drained before it moves, in either direction, and nothing is waited for
+//! but requests in flight. The disk is held from before the first one goes until after the last one
+//! is back. What the kernel refuses leaves them on their threads. Control thread.
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -41,8 +42,9 @@ impl Control {
         Ok(())
     }
 
-    /// Waits for a queue thread while other virtqueues may be in the kernel, which holds the disk. A change of the disk may come now, for which
-    /// the thread's requests wait, and which waits for the hold: then the others come back.
+    /// Waits for a queue thread while other virtqueues may be in the kernel, which holds the disk.
+    /// A change of the disk may come now, for which the thread's requests wait, and which waits for
+    /// the hold: then the others come back.
     pub(in crate::export) fn wait_and_give_way<T>(
         &mut self,
         pending: Pending<T>,
@@ -76,8 +78,8 @@ impl Control {
             err: Some(self.signals.as_fd()),
         };
         if let Some(area) = &self.inflight {
-            // Nothing is in flight at this moment, and what the kernel takes it completes, whatever becomes of us: whoever comes next begins
-            // at the used index.
+            // Nothing is in flight at this moment, and what the kernel takes it completes, whatever
+            // becomes of us: whoever comes next begins at the used index.
             area.retire(index);
         }
         vblk.start(index, ring).map_err(|error| trouble(&error))?;
@@ -94,7 +96,8 @@ impl Control {
         self.make_workers().map_err(Obstacle::Trouble)?;
         let held = self.threads[0].ask_task_or(Worker::hold_disk, Worker::release_disk);
         let Ok(held) = held.wait(self.is_patient()) else {
-            // The answer may have come at this moment. Nobody waits for the thread now, which may be stuck.
+            // The answer may have come at this moment. Nobody waits for the thread now, which may
+            // be stuck.
             drop(self.threads[0].ask(|worker| worker.release_disk()));
             return Err(Obstacle::Trouble(String::from("the queue thread does not answer")));
         };
@@ -171,7 +174,8 @@ impl Control {
 
     /// Drains a virtqueue that is in the kernel and takes it off. Gives its base.
     ///
-    /// Errors: the kernel does not give it back (this process is being killed). It stays there, with its memory and the disk.
+    /// Errors: the kernel does not give it back (this process is being killed). It stays there,
+    /// with its memory and the disk.
     pub(in crate::export) fn stop_in_kernel(&mut self, index: u16) -> Result<u32, Refusal> {
         let Some(accel) = &mut self.accel else { return Err("it is not in the kernel".into()) };
         let stopped = {
@@ -192,8 +196,9 @@ impl Control {
         })
     }
 
-    /// Takes all virtqueues back; they go on, on their threads. What the kernel does not give back (this process is being killed) stays
-    /// there, with its memory and the disk; whoever comes next finds what is in flight in the ring.
+    /// Takes all virtqueues back; they go on, on their threads. What the kernel does not give back
+    /// (this process is being killed) stays there, with its memory and the disk; whoever comes next
+    /// finds what is in flight in the ring.
     pub(in crate::export) fn take_back_all(&mut self) {
         let Some(accel) = &mut self.accel else { return };
         let Ok(vblk) = &accel.vblk else { return };

@@ -6,7 +6,8 @@ use crate::blk::features::{LOG_ALL, RING_PACKED, VERSION_1};
 
 use super::super::options::OnError;
 
-/// Why virtqueues are with their queue threads, though they could be in the kernel. `Display` is a clause that follows "since".
+/// Why virtqueues are with their queue threads, though they could be in the kernel. `Display` is a
+/// clause that follows "since".
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Obstacle {
     /// The module cannot be used; why, and what would help.
@@ -99,7 +100,8 @@ impl fmt::Display for Obstacle {
 }
 
 impl Obstacle {
-    /// Whether it goes away by itself, or somebody wanted it: what must be accelerated (`--accel require`) is served all the same meanwhile.
+    /// Whether it goes away by itself, or somebody wanted it: what must be accelerated (`--accel
+    /// require`) is served all the same meanwhile.
     pub(crate) fn is_passing(&self) -> bool {
         matches!(
             self,
@@ -119,7 +121,8 @@ pub(crate) struct Look<'a> {
     pub(crate) logical_block: u32,
     /// Bytes.
     pub(crate) size: u64,
-    /// Alignment that the file wants of offsets and lengths, bytes; or why the disk is not the bytes of a file.
+    /// Alignment that the file wants of offsets and lengths, bytes; or why the disk is not the
+    /// bytes of a file.
     pub(crate) disk: Result<u32, &'a str>,
     /// Those that were agreed on; `None`: no driver yet.
     pub(crate) features: Option<u64>,
@@ -133,7 +136,8 @@ pub(crate) struct Look<'a> {
     pub(crate) wants_device: bool,
 }
 
-/// What keeps virtqueues out of the kernel; the first of all reasons, those first that last longest.
+/// What keeps virtqueues out of the kernel; the first of all reasons, those first that last
+/// longest.
 pub(crate) fn obstacle(look: &Look<'_>) -> Option<Obstacle> {
     if let Some(why) = look.unusable {
         return Some(Obstacle::Module(why.to_owned()));

@@ -7,7 +7,8 @@ use ringdisk_vblk::{Engine, Stats, Vblk, Worker};
 
 use super::Obstacle;
 
-/// Whoever reads waits so long for the device: while a virtqueue is drained whose storage does not answer, nobody else can use it.
+/// Whoever reads waits so long for the device: while a virtqueue is drained whose storage does not
+/// answer, nobody else can use it.
 const PATIENCE: Duration = Duration::from_millis(200);
 /// And looks so often.
 const PAUSE: Duration = Duration::from_millis(2);
@@ -34,7 +35,8 @@ pub struct Acceleration {
 pub struct QueueInKernel {
     /// Its state, and counters since the start of the export.
     pub stats: Stats,
-    /// The kernel's thread that serves it when it is there; `None` where there is none yet, or it could not be told from others.
+    /// The kernel's thread that serves it when it is there; `None` where there is none yet, or it
+    /// could not be told from others.
     pub worker: Option<u32>,
 }
 
@@ -43,7 +45,8 @@ impl QueueInKernel {
     #[must_use]
     pub fn requests(&self) -> u64 {
         let Stats { reads, writes, flushes, discards, write_zeroes, get_ids, .. } = self.stats;
-        // What it does not know is of none of these kinds; a discard or write zeroes with flags that it does not know counts in both.
+        // What it does not know is of none of these kinds; a discard or write zeroes with flags
+        // that it does not know counts in both.
         let kinds =
             [reads, writes, flushes, discards, write_zeroes, get_ids, self.stats.unsupported];
         kinds.iter().sum::<u64>().saturating_sub(u64::from(self.stats.in_flight))
@@ -88,7 +91,8 @@ impl Shown {
         self.vblk.is_some()
     }
 
-    /// How it is now. Counters are those of the last look when the device is busy with something that does not end.
+    /// How it is now. Counters are those of the last look when the device is busy with something
+    /// that does not end.
     pub(in crate::export) fn read(&self) -> Acceleration {
         let fresh = self.look();
         let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,13 +1,14 @@
 //! Threads of the kernel that serve virtqueues: how many, and where they run.
 //!
-//! Worker `i` of `n` serves the virtqueues `i`, `i + n`, …, and runs where the queue thread of virtqueue `i` does, in whose place it
-//! works. Control thread.
+//! Worker `i` of `n` serves the virtqueues `i`, `i + n`, …, and runs where the queue thread of
+//! virtqueue `i` does, in whose place it works. Control thread.
 
 use super::super::backend::Control;
 use super::{locked, refused};
 
 impl Control {
-    /// Makes the threads of the kernel and gives each its virtqueues. Does nothing when they are made.
+    /// Makes the threads of the kernel and gives each its virtqueues. Does nothing when they are
+    /// made.
     pub(super) fn make_workers(&mut self) -> Result<(), String> {
         let Some(accel) = &mut self.accel else { return Ok(()) };
         if accel.has_workers {
@@ -28,7 +29,8 @@ impl Control {
                 vblk.attach(queue, worker.id).map_err(refused)?;
             }
         }
-        // Those that each device begins with, and that an attempt before this one has left, serve nothing any more.
+        // Those that each device begins with, and that an attempt before this one has left, serve
+        // nothing any more.
         let made = vblk.workers().len() - usize::from(count);
         let idle: Vec<u32> = vblk.workers()[..made].iter().map(|worker| worker.id).collect();
         for worker in idle {
@@ -38,8 +40,9 @@ impl Control {
         Ok(())
     }
 
-    /// The process may be in a sandbox from now on. Threads that the kernel made before, for a guest that was taken over, have the rights of
-    /// then, and nothing takes these from them: others take their place.
+    /// The process may be in a sandbox from now on. Threads that the kernel made before, for a
+    /// guest that was taken over, have the rights of then, and nothing takes these from them:
+    /// others take their place.
     pub(in crate::export) fn renew_workers(&mut self) {
         if self.accel.as_ref().is_none_or(|accel| !accel.has_workers) {
             return;
@@ -51,7 +54,8 @@ impl Control {
         self.reconsider_kernel();
     }
 
-    /// A virtqueue is about to run in the kernel: its worker goes where its queue thread is, which knows the node of its rings.
+    /// A virtqueue is about to run in the kernel: its worker goes where its queue thread is, which
+    /// knows the node of its rings.
     pub(super) fn bring_worker_home(&self, index: u16) {
         let Some(accel) = &self.accel else { return };
         let Ok(vblk) = &accel.vblk else { return };

@@ -1,5 +1,6 @@
-//! The five front ends, each in its own order: QEMU's and libblkio's as recorded; those of Cloud Hypervisor and Firecracker through the
-//! library that they use, in the order of their sources; crosvm's by hand, likewise. Versions and marks: the fact sheet of the project.
+//! The five front ends, each in its own order: QEMU's and libblkio's as recorded; those of Cloud
+//! Hypervisor and Firecracker through the library that they use, in the order of their sources;
+//! crosvm's by hand, likewise. Versions and marks: the fact sheet of the project.
 
 use std::os::unix::net::UnixStream;
 use std::thread::{self, JoinHandle};
@@ -202,7 +203,8 @@ fn crosvm() {
     assert_eq!(peer.ask(Request::CheckDeviceState), 0);
 }
 
-/// Serves a front end on the other end of a socket until it leaves; says what was asked of the back end.
+/// Serves a front end on the other end of a socket until it leaves; says what was asked of the back
+/// end.
 fn serve() -> (UnixStream, JoinHandle<Vec<String>>) {
     let (theirs, ours) = UnixStream::pair().expect("a pair of sockets");
     let server = thread::spawn(move || {

@@ -4,7 +4,8 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Sizes of the payload that a request may have, out of those that are tried, and how many descriptors.
+/// Sizes of the payload that a request may have, out of those that are tried, and how many
+/// descriptors.
 fn shapes(request: Request) -> (&'static [usize], usize) {
     use Request as R;
     match request {
@@ -38,7 +39,8 @@ fn shapes(request: Request) -> (&'static [usize], usize) {
     }
 }
 
-/// A payload that means something, as far as it goes: one region, or four bytes of configuration space.
+/// A payload that means something, as far as it goes: one region, or four bytes of configuration
+/// space.
 fn payload(request: Request, len: usize) -> Vec<u8> {
     let mut bytes = vec![0; 64];
     match request {

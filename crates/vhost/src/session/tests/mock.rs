@@ -1,4 +1,5 @@
-//! A back end that does nothing, but insists on what a session promises. Also used by the fuzz target.
+//! A back end that does nothing, but insists on what a session promises. Also used by the fuzz
+//! target.
 
 use std::collections::HashSet;
 use std::os::fd::OwnedFd;

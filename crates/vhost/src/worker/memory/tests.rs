@@ -1,4 +1,5 @@
-//! On a machine with one node nothing has to move; `tests/vm/run fuse e2e_numa` looks at one with two.
+//! On a machine with one node nothing has to move; `tests/vm/run fuse e2e_numa` looks at one with
+//! two.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -24,7 +24,8 @@ fn memory(regions: &[&Arc<Region>]) -> Arc<Memory> {
     Arc::new(Memory::new(regions.iter().map(|r| Arc::clone(r)).collect()).expect("memory"))
 }
 
-/// Reads a file of ones to an address of the guest. Whether that was an operation of registered memory.
+/// Reads a file of ones to an address of the guest. Whether that was an operation of registered
+/// memory.
 fn is_fixed(runtime: &mut Runtime, view: &View, guest_addr: u64, len: usize) -> bool {
     let mut file = tempfile::tempfile().expect("a file");
     file.write_all(&vec![1; len]).expect("bytes");

@@ -69,8 +69,9 @@ fn source(directory: &TempDir) -> Vec<u8> {
 fn compressed_images_are_read_by_qemu() {
     let directory = directory();
     let expected = source(&directory);
-    // With the longest image file that there may be. A quarter is noise; clusters of 512 bytes hardly get
-    // smaller; with counts of one bit no two share a host cluster; the metadata of large clusters is large.
+    // With the longest image file that there may be. A quarter is noise; clusters of 512 bytes
+    // hardly get smaller; with counts of one bit no two share a host cluster; the metadata of large
+    // clusters is large.
     let images = [
         ("cluster_size=512", 5 << 20),
         ("cluster_size=4k,compression_type=zstd", 2_500_000),
