@@ -8,12 +8,12 @@
 //! Control path; runs on the thread that owns `ring`.
 
 mod guess;
-mod handed;
 mod layer;
 pub(crate) mod locks;
 mod overlay;
 #[cfg(test)]
 pub(crate) mod simulated;
+mod window;
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -26,11 +26,10 @@ use crate::disk::Parts;
 use crate::layer::Layer;
 use crate::name::{FileName, beside, printable, printable_path};
 use crate::names_note::Names;
-use crate::note;
 use crate::resolve::{Access, Held, Opened, Resolver, absolute, identify};
-use crate::{Disk, Error, ErrorKind, Format, ImageOptions, LAYERS_MAX, Source};
+use crate::{Disk, Error, ErrorKind, Format, ImageOptions, LAYERS_MAX, Source, format_note};
 
-use locks::Patience;
+use locks::LockWait;
 
 pub use guess::guess;
 pub(crate) use layer::{
@@ -50,11 +49,11 @@ struct Candidate {
     raw_offset: u64,
     raw_size: Option<u64>,
     without_backing: bool,
-    /// Nobody has called it raw.
+    /// The user has not stated that it is raw.
     is_guarded: bool,
 }
 
-/// What an image says about the file below it.
+/// Name and format of a backing file, as a header states them.
 type Named = (Vec<u8>, Option<String>);
 
 /// State of one open.
@@ -62,13 +61,13 @@ struct Opening<'a> {
     ring: &'a Ring,
     options: &'a ImageOptions,
     resolver: Resolver,
-    /// What the user named: a new name that leads there is the user's word.
-    said: Resolver,
+    /// The paths that the user allowed: a new name in a header may lead there.
+    allowed: Resolver,
     layers: Vec<Layer>,
     /// Files of the chain, one for each layer.
     seen: Vec<(u64, u64)>,
-    /// How long locks are waited for, if at all.
-    patience: Option<Patience>,
+    /// The wait for locks; `None`: locks are tried once.
+    lock_wait: Option<LockWait>,
 }
 
 impl Disk {
@@ -93,7 +92,7 @@ impl Disk {
     }
 }
 
-/// Opens the chain of a backing file that an image of an open disk shall name from now on.
+/// Opens the chain of a backing file that an image of an open disk will name.
 ///
 /// * `layer`: that image.
 /// * `file`, `format`: as they will be written to the header.
@@ -120,7 +119,7 @@ pub(crate) async fn open_below(
     Ok((full, opening.layers))
 }
 
-/// What [`identify`] says about the file of an open storage.
+/// The identity of the file of an open storage, as [`identify`] gives it.
 pub(crate) fn identity_of(storage: &Storage) -> Option<(u64, u64)> {
     let (device, inode) = storage.identity()?;
     match storage.kind() {
@@ -140,7 +139,8 @@ fn check_options(options: &ImageOptions) -> Result<(), Error> {
     }
     if options.partition.is_some() && options.inactive {
         return invalid(
-            "the partition table can be read only when the image is ours; give the offset and the size of the partition",
+            "the partition table can be read only when the image is ours; give the offset and the \
+             size of the partition",
         );
     }
     let has_overlay = options.overlay.is_some() || options.temporary;
@@ -168,10 +168,10 @@ impl<'a> Opening<'a> {
         for path in &options.known_paths {
             resolver.allow(path)?;
         }
-        let said = Resolver::new(&options.allow_paths)?.asking(options.opener.as_ref());
-        let patience = options.wait_for_locks.map(Patience::new);
+        let allowed = Resolver::new(&options.allow_paths)?.asking(options.opener.as_ref());
+        let lock_wait = options.wait_for_locks.map(LockWait::new);
         let (layers, seen) = (Vec::new(), Vec::new());
-        Ok(Opening { ring, options, resolver, said, layers, seen, patience })
+        Ok(Opening { ring, options, resolver, allowed, layers, seen, lock_wait })
     }
 
     /// Opens the image that the user named with all below it.
@@ -182,8 +182,9 @@ impl<'a> Opening<'a> {
         Ok(())
     }
 
-    /// Notes what the header of the image on top names, before somebody else may write it. All of
-    /// it was followed, so it is what the note says, what the user allows, or the first word on it.
+    /// Notes the names in the header of the top image, before clients can make this process write
+    /// other ones. All of them were followed: they are in the note already, or the user allows
+    /// them, or there was no note.
     fn note_names(&self) {
         let top = self.layers.first().filter(|top| self.options.note_names && top.is_writable);
         let Some((top, file)) = top.and_then(|top| Some((top, top.file()?))) else { return };
@@ -192,7 +193,8 @@ impl<'a> Opening<'a> {
             && can_name
         {
             tracing::warn!(
-                "'{}' can keep no note of the files that it names ({errno}): a server that is taken over can write other names there, which \
+                "'{}' can keep no note of the files that it names ({errno}): a server that is \
+                 taken over can write other names there, which \
                  the next start follows in the directory of the image",
                 printable_path(top.name())
             );
@@ -264,7 +266,7 @@ impl<'a> Opening<'a> {
         Access { write: !read_only, direct: self.options.cache.direct() }
     }
 
-    /// Opens for writing, or for reading where that was asked for or fallen back to.
+    /// Opens for writing, or for reading where the options ask for it or allow it as a fallback.
     fn open_held(
         &self,
         held: &Held,
@@ -323,7 +325,7 @@ impl<'a> Opening<'a> {
         Ok(Opened { fd, identity })
     }
 
-    /// Makes a layer of an open file, and opens the file below it.
+    /// Adds the layer of an open file, and opens its backing file.
     ///
     /// * `fallback`: for the top image, so that it can be opened for reading where it cannot be
     ///   written.
@@ -372,8 +374,8 @@ impl<'a> Opening<'a> {
                 format!("backing file '{file}' of '{name}'")
             };
             let asked = layer.file().map(|open| Names::of_layer(&layer).ask(open));
-            if asked.is_some_and(|said| said.other_below) {
-                self.check_said(&file, &name, candidate.directory.as_deref())
+            if asked.is_some_and(|note| note.other_below) {
+                self.check_allowed(&file, &name, candidate.directory.as_deref())
                     .map_err(|error| error.context(context()))?;
             }
             let (full, candidate) = self
@@ -416,9 +418,9 @@ impl<'a> Opening<'a> {
         }
         let path = self.path_of(&parsed, directory)?;
         let opened = self.resolver.open(&path, self.access(true))?;
-        // For reading now, but a commit may write it.
+        // It is opened for reading, but a commit may write it.
         let is_trusted = self.options.trust_base_format && format == Format::Raw;
-        let is_guarded = !is_trusted || note::set_raw(&opened.fd).is_err();
+        let is_guarded = !is_trusted || format_note::set_raw(&opened.fd).is_err();
         let name = beside(of, &parsed);
         let full = if file.starts_with(b"json:") {
             String::from_utf8_lossy(file).into_owned()
@@ -439,21 +441,23 @@ impl<'a> Opening<'a> {
         Ok((full, candidate))
     }
 
-    /// A name in a header that is not the one which is noted at the image: a process that served it
-    /// and was taken over may have written it.
+    /// Checks a name in a header that is not in the note of the image: a process that an attacker
+    /// controlled may have written it.
     ///
-    /// Errors: `NotAllowed`: no path that the user named leads there.
-    fn check_said(&self, file: &[u8], of: &Path, directory: Option<&Path>) -> Result<(), Error> {
+    /// Errors: `NotAllowed`: no path that the user allowed leads there.
+    fn check_allowed(&self, file: &[u8], of: &Path, directory: Option<&Path>) -> Result<(), Error> {
         let path = self.path_of(&FileName::parse(file)?, directory)?;
-        if self.said.open(&path, self.access(true)).is_ok() {
+        if self.allowed.open(&path, self.access(true)).is_ok() {
             return Ok(());
         }
         let (shown, of) = (printable_path(&path), printable_path(of));
         Err(Error::new(
             ErrorKind::NotAllowed,
             format!(
-                "'{of}' did not name this file when it was served last, and it was not changed by ringdisk since: who takes a server over can \
-                 write such names; if it was changed by you or another program, say so once with `--allow-path '{shown}'`"
+                "'{of}' did not name this file when it was served last, and it was not changed by \
+                 ringdisk since: who takes a server over can \
+                 write such names; if it was changed by you or another program, say so once with \
+                 `--allow-path '{shown}'`"
             ),
         ))
     }
@@ -495,7 +499,8 @@ impl<'a> Opening<'a> {
                 )
             })?;
             let is_other = Names::of(image.info()).ask(image.file()).other_data;
-            let checked = if is_other { self.check_said(&file, name, directory) } else { Ok(()) };
+            let checked =
+                if is_other { self.check_allowed(&file, name, directory) } else { Ok(()) };
             checked.map_err(|error| {
                 let (file, name) = (printable(&file), printable_path(name));
                 error.context(format!("data file '{file}' of '{name}'"))
@@ -558,10 +563,11 @@ impl<'a> Opening<'a> {
             return Err(Error::new(ErrorKind::Loop, "it is one of the images of the chain itself"));
         }
         let name = beside(of, &parsed);
-        // Guests write it as they like, now or by a commit: by itself it is raw.
-        if !self.options.read_only && note::set_raw(&opened.fd).is_err() {
+        // Guests may write any bytes to it, now or by a commit: by itself it is raw.
+        if !self.options.read_only && format_note::set_raw(&opened.fd).is_err() {
             tracing::warn!(
-                "'{}' can keep no note that it is raw: say `--format raw` whenever it is used by itself",
+                "'{}' can keep no note that it is raw: say `--format raw` whenever it is used by \
+                 itself",
                 printable_path(&name)
             );
         }
@@ -581,10 +587,10 @@ impl<'a> Opening<'a> {
         }
         let options = storage_options(self.options, read_only);
         let shown = printable_path(name);
-        match &self.patience {
+        match &self.lock_wait {
             None => Storage::from_fd(opened.fd, &shown, &options).map(Arc::new),
-            Some(patience) => {
-                return locks::open_waiting(self.ring, opened.fd, &shown, &options, patience).await;
+            Some(wait) => {
+                return locks::open_waiting(self.ring, opened.fd, &shown, &options, wait).await;
             }
         }
         .map_err(|error| of_storage(&error))
@@ -620,7 +626,7 @@ fn is_about_writing(error: &Error) -> bool {
     )
 }
 
-/// The format of a backing file: what the image states, or nothing.
+/// The format of a backing file: the image must state it.
 fn backing_format(
     stated: Option<&str>,
     name: &FileName,
@@ -628,7 +634,7 @@ fn backing_format(
     of: &Path,
 ) -> Result<Format, Error> {
     let stated = match stated {
-        // QEMU takes the names of its file drivers for "as it is".
+        // The names of QEMU's file drivers mean raw.
         Some("file" | "host_device") => Some(Format::Raw),
         Some(text) => Some(text.parse::<Format>().map_err(|error| {
             let hint = "convert it with `ringdisk convert`, or state its real format with \
