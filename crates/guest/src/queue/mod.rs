@@ -178,8 +178,8 @@ impl Queue {
     ///
     /// Errors: size, base, areas or inflight area do not fit one another.
     pub fn new(config: QueueConfig) -> Result<Queue, Error> {
-        let QueueConfig { layout, size, areas, event_idx, indirect, base, inflight, log, log_addr } =
-            config;
+        let QueueConfig { layout, size, areas, event_idx, indirect, base, .. } = config;
+        let QueueConfig { inflight, log, log_addr, .. } = config;
         areas.check(layout, size, event_idx)?;
         // Memory may have been lost before a reset of the device: the first check finds that.
         let losses = losses().wrapping_sub(1);

@@ -145,8 +145,8 @@ pub(super) const ALLOWED: &[Need] = list![
     SYS_fcntl [[
         &[among(1, FCNTLS)],
         &[among(1, &[bits(c::F_SETFL)]), without(2, bits(c::O_ASYNC))]
-    ]]: "copies of descriptors, byte locks of images, sizes of pipes, seals; nothing that makes the \
-        kernel send signals",
+    ]]: "copies of descriptors, byte locks of images, sizes of pipes, seals; nothing that makes \
+        the kernel send signals",
     SYS_flock [[&[among(1, &[bits(c::LOCK_UN)])]]]: "the lock of a mount is let go; none is taken, \
         for which others would wait",
     // Names. Landlock restricts which.
