@@ -10,12 +10,13 @@
 mod guess;
 mod layer;
 pub(crate) mod locks;
+mod named;
 mod overlay;
 #[cfg(test)]
 pub(crate) mod simulated;
+mod top;
 mod window;
 
-use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -24,10 +25,10 @@ use ringdisk_storage::{Kind, Storage};
 
 use crate::disk::Parts;
 use crate::layer::Layer;
-use crate::name::{FileName, beside, printable, printable_path};
+use crate::name::{printable, printable_path};
 use crate::names_note::Names;
-use crate::resolve::{Access, Held, Opened, Resolver, absolute, identify};
-use crate::{Disk, Error, ErrorKind, Format, ImageOptions, LAYERS_MAX, Source, format_note};
+use crate::resolve::{Access, Held, Opened, Resolver};
+use crate::{Disk, Error, ErrorKind, Format, ImageOptions, LAYERS_MAX, Source};
 
 use locks::LockWait;
 
@@ -119,7 +120,7 @@ pub(crate) async fn open_below(
     Ok((full, opening.layers))
 }
 
-/// The identity of the file of an open storage, as [`identify`] gives it.
+/// The identity of the file of an open storage, as [`crate::resolve::identify`] gives it.
 pub(crate) fn identity_of(storage: &Storage) -> Option<(u64, u64)> {
     let (device, inode) = storage.identity()?;
     match storage.kind() {
@@ -216,113 +217,8 @@ impl<'a> Opening<'a> {
         Ok(())
     }
 
-    /// Opens the image that the user named and finds its format.
-    fn top(
-        &mut self,
-        source: Source,
-        parts: &mut Parts,
-    ) -> Result<(Candidate, Option<Held>), Error> {
-        let mut read_only = self.options.read_only;
-        let (held, opened, name, directory) = match source {
-            Source::Path(path) => {
-                let held = Held::named(&path)?;
-                let directory =
-                    absolute(&path).ok().and_then(|path| path.parent().map(Path::to_path_buf));
-                if let Some(directory) = &directory {
-                    // A directory that cannot be looked into allows nothing; an image that names
-                    // no files does not need it.
-                    let _ = self.resolver.allow(directory);
-                }
-                let opened = self.open_held(&held, &mut read_only, parts)?;
-                (Some(held), opened, path, directory)
-            }
-            Source::Fd(fd, name) => {
-                let opened = self.inherited(fd, &name, &mut read_only, parts)?;
-                (None, opened, PathBuf::from(name), None)
-            }
-        };
-        let shown = printable_path(&name);
-        let format = match self.options.format {
-            Some(format) => format,
-            None => self.guess(&opened.fd, &shown, read_only)?,
-        };
-        let is_guarded = !read_only && self.is_guarded(&opened.fd, &shown)?;
-        let candidate = Candidate {
-            opened,
-            name,
-            directory,
-            format,
-            read_only,
-            raw_offset: 0,
-            raw_size: None,
-            without_backing: self.options.without_backing,
-            is_guarded,
-        };
-        parts.policy.read_only = candidate.read_only;
-        Ok((candidate, held))
-    }
-
     fn access(&self, read_only: bool) -> Access {
         Access { write: !read_only, direct: self.options.cache.direct() }
-    }
-
-    /// Opens for writing, or for reading where the options ask for it or allow it as a fallback.
-    fn open_held(
-        &self,
-        held: &Held,
-        read_only: &mut bool,
-        parts: &mut Parts,
-    ) -> Result<Opened, Error> {
-        match held.open(self.access(*read_only)) {
-            Err(error)
-                if !*read_only
-                    && self.options.auto_read_only
-                    && error.kind() == ErrorKind::PermissionDenied =>
-            {
-                let opened = held.open(self.access(true))?;
-                *read_only = true;
-                parts.read_only_reason = Some(error.to_string());
-                Ok(opened)
-            }
-            Err(error) if !*read_only && error.kind() == ErrorKind::PermissionDenied => {
-                let message = format!("{error}; open it read-only, or ask for write permission");
-                Err(Error::new(error.kind(), message))
-            }
-            result => result,
-        }
-    }
-
-    /// Takes an inherited descriptor as it is.
-    fn inherited(
-        &self,
-        fd: OwnedFd,
-        name: &str,
-        read_only: &mut bool,
-        parts: &mut Parts,
-    ) -> Result<Opened, Error> {
-        let shown = printable(name.as_bytes());
-        let identity = identify(&fd, &shown)?;
-        let flags = rustix::fs::fcntl_getfl(&fd)
-            .map_err(|errno| Error::os(format!("cannot use '{shown}'"), errno))?;
-        let mode = flags & rustix::fs::OFlags::RWMODE;
-        if mode == rustix::fs::OFlags::WRONLY || flags.contains(rustix::fs::OFlags::PATH) {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!("the descriptor '{shown}' cannot be read; open it for reading and writing"),
-            ));
-        }
-        if mode == rustix::fs::OFlags::RDONLY && !*read_only {
-            let reason = format!("the descriptor '{shown}' is open for reading only");
-            if !self.options.auto_read_only {
-                return Err(Error::new(
-                    ErrorKind::PermissionDenied,
-                    format!("{reason}; pass a writable one, or open it read-only"),
-                ));
-            }
-            *read_only = true;
-            parts.read_only_reason = Some(reason);
-        }
-        Ok(Opened { fd, identity })
     }
 
     /// Adds the layer of an open file, and opens its backing file.
@@ -398,85 +294,6 @@ impl<'a> Opening<'a> {
         Ok(next)
     }
 
-    /// Opens the backing file that an image names.
-    ///
-    /// * `of`, `directory`: name of that image, and where its relative names start.
-    fn below(
-        &self,
-        file: &[u8],
-        format: Option<&str>,
-        of: &Path,
-        directory: Option<&Path>,
-    ) -> Result<(String, Candidate), Error> {
-        let parsed = FileName::parse(file)?;
-        let format = backing_format(format, &parsed, file, of)?;
-        if format == Format::Qcow2 && (parsed.raw_offset != 0 || parsed.raw_size.is_some()) {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                "an offset or a size can be given for raw images only",
-            ));
-        }
-        let path = self.path_of(&parsed, directory)?;
-        let opened = self.resolver.open(&path, self.access(true))?;
-        // It is opened for reading, but a commit may write it.
-        let is_trusted = self.options.trust_base_format && format == Format::Raw;
-        let is_guarded = !is_trusted || format_note::set_raw(&opened.fd).is_err();
-        let name = beside(of, &parsed);
-        let full = if file.starts_with(b"json:") {
-            String::from_utf8_lossy(file).into_owned()
-        } else {
-            name.to_string_lossy().into_owned()
-        };
-        let candidate = Candidate {
-            opened,
-            name,
-            directory: path.parent().map(Path::to_path_buf),
-            format,
-            read_only: true,
-            raw_offset: parsed.raw_offset,
-            raw_size: parsed.raw_size,
-            without_backing: parsed.without_backing,
-            is_guarded,
-        };
-        Ok((full, candidate))
-    }
-
-    /// Checks a name in a header that is not in the note of the image: a process that an attacker
-    /// controlled may have written it.
-    ///
-    /// Errors: `NotAllowed`: no path that the user allowed leads there.
-    fn check_allowed(&self, file: &[u8], of: &Path, directory: Option<&Path>) -> Result<(), Error> {
-        let path = self.path_of(&FileName::parse(file)?, directory)?;
-        if self.allowed.open(&path, self.access(true)).is_ok() {
-            return Ok(());
-        }
-        let (shown, of) = (printable_path(&path), printable_path(of));
-        Err(Error::new(
-            ErrorKind::NotAllowed,
-            format!(
-                "'{of}' did not name this file when it was served last, and it was not changed by \
-                 ringdisk since: who takes a server over can \
-                 write such names; if it was changed by you or another program, say so once with \
-                 `--allow-path '{shown}'`"
-            ),
-        ))
-    }
-
-    /// The absolute path of a file that an image names.
-    fn path_of(&self, name: &FileName, directory: Option<&Path>) -> Result<PathBuf, Error> {
-        if name.path.is_absolute() {
-            return Ok(name.path.clone());
-        }
-        match directory.or_else(|| self.resolver.first_directory()) {
-            Some(directory) => Ok(directory.join(&name.path)),
-            None => Err(Error::new(
-                ErrorKind::NotAllowed,
-                "the image was handed over as a descriptor, so its directory is not known; name \
-                 the directory with `--allow-path DIRECTORY`",
-            )),
-        }
-    }
-
     /// A qcow2 layer with its external data file.
     async fn qcow2(
         &self,
@@ -539,42 +356,6 @@ impl<'a> Opening<'a> {
         Ok(layer)
     }
 
-    /// Opens the external data file that an image names.
-    async fn data_file(
-        &self,
-        file: &[u8],
-        of: &Path,
-        directory: Option<&Path>,
-        writable: bool,
-    ) -> Result<(PathBuf, Arc<Storage>), Error> {
-        let parsed = FileName::parse(file)?;
-        if parsed.format == Some(Format::Qcow2)
-            || parsed.raw_offset != 0
-            || parsed.raw_size.is_some()
-        {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "a data file is a plain file or block device, used from its first byte",
-            ));
-        }
-        let path = self.path_of(&parsed, directory)?;
-        let opened = self.resolver.open(&path, self.access(!writable))?;
-        if self.seen.contains(&opened.identity) {
-            return Err(Error::new(ErrorKind::Loop, "it is one of the images of the chain itself"));
-        }
-        let name = beside(of, &parsed);
-        // Guests may write any bytes to it, now or by a commit: by itself it is raw.
-        if !self.options.read_only && format_note::set_raw(&opened.fd).is_err() {
-            tracing::warn!(
-                "'{}' can keep no note that it is raw: say `--format raw` whenever it is used by \
-                 itself",
-                printable_path(&name)
-            );
-        }
-        let storage = self.storage(opened, &name, !writable).await?;
-        Ok((name, storage))
-    }
-
     async fn storage(
         &self,
         opened: Opened,
@@ -624,40 +405,4 @@ fn is_about_writing(error: &Error) -> bool {
         error.kind(),
         ErrorKind::Unsupported | ErrorKind::Corrupt | ErrorKind::PermissionDenied
     )
-}
-
-/// The format of a backing file: the image must state it.
-fn backing_format(
-    stated: Option<&str>,
-    name: &FileName,
-    file: &[u8],
-    of: &Path,
-) -> Result<Format, Error> {
-    let stated = match stated {
-        // The names of QEMU's file drivers mean raw.
-        Some("file" | "host_device") => Some(Format::Raw),
-        Some(text) => Some(text.parse::<Format>().map_err(|error| {
-            let hint = "convert it with `ringdisk convert`, or state its real format with \
-                        `ringdisk rebase -u`";
-            Error::new(error.kind(), format!("{error}; {hint}"))
-        })?),
-        None => None,
-    };
-    match (stated, name.format) {
-        (Some(stated), Some(named)) if stated != named => Err(Error::new(
-            ErrorKind::Invalid,
-            format!("its format is stated as {stated} and named as {named}"),
-        )),
-        (Some(format), _) | (None, Some(format)) => Ok(format),
-        (None, None) => Err(Error::new(
-            ErrorKind::UnknownFormat,
-            format!(
-                "the image does not state the format of its backing file, and guessing it would \
-                 let a guest choose which files are read; state it with \
-                 `ringdisk rebase -u -b '{}' -F FORMAT '{}'` (FORMAT is raw or qcow2)",
-                printable(file),
-                printable_path(of),
-            ),
-        )),
-    }
 }
