@@ -8,6 +8,7 @@ mod documents;
 mod layers;
 mod licences;
 mod metadata;
+mod named_tests;
 mod paths;
 mod tree;
 mod unsafe_code;
