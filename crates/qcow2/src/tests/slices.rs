@@ -1,4 +1,4 @@
-use crate::slices::{SliceCache, SliceIndex};
+use crate::shared::slices::{SliceCache, SliceIndex};
 
 const WORDS: usize = 64;
 
