@@ -13,7 +13,7 @@ use crate::geometry::Geometry;
 use crate::limits::SECTOR;
 use crate::run::ExtentKind;
 
-use crate::shared::region::{MovingRegion, Region};
+use crate::concurrent::region::{MovingRegion, Region};
 use crate::units::{GuestOffset, HostOffset};
 
 /// Bits 9 to 55: host offset of a table or cluster.

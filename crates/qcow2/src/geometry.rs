@@ -1,7 +1,7 @@
 //! Sizes and shifts of one image, worked out once at open. Pure arithmetic.
 
+use crate::concurrent::slices::SliceIndex;
 use crate::limits::SLICE_BYTES_MAX;
-use crate::shared::slices::SliceIndex;
 use crate::units::{GuestCluster, GuestOffset};
 
 /// The numbers that turn a guest offset into indexes.

@@ -22,6 +22,7 @@
 mod bitmaps;
 mod check;
 mod compressed;
+mod concurrent;
 mod create;
 mod engine;
 mod entry;
@@ -36,13 +37,12 @@ mod open;
 mod ops;
 mod refcounts;
 mod run;
-mod shared;
 mod snapshots;
 mod sync;
 mod table;
 mod units;
 
-// The model builds the files of `shared` a second time, on simulated primitives.
+// The model builds the files of `concurrent` a second time, on simulated primitives.
 #[cfg(test)]
 #[allow(clippy::duplicate_mod)]
 mod model;
@@ -53,6 +53,7 @@ pub use check::{CheckHooks, CheckOptions, CheckReport, CheckVerdict, Repair, che
 #[doc(hidden)]
 pub use check::{ImageBytes, check_bytes};
 pub use compressed::{Compressed, compress};
+pub use concurrent::grace::Grace;
 pub use create::{CreateOptions, Preallocation, check_options, create};
 pub use engine::below::{Below, Nothing};
 pub use engine::{CacheCounters, Discard, OpenOptions, Qcow2, WriteBack};
@@ -63,5 +64,4 @@ pub use info::{Info, Snapshot, UnknownExtension};
 pub use measure::{Measure, Measurement, measure_raw};
 pub use ops::{BitmapContents, ResizeOptions, SnapshotMap, SnapshotNeed};
 pub use run::{Extent, ExtentKind};
-pub use shared::grace::Grace;
 pub use units::{GuestCluster, GuestOffset, HostCluster, HostOffset};

@@ -3,6 +3,7 @@
 use ringdisk_ring::Ring;
 use ringdisk_storage::Storage;
 
+use crate::concurrent::region::Region;
 use crate::error::Error;
 use crate::extensions::{u16_at, u32_at, u64_at};
 use crate::header::Header;
@@ -10,7 +11,6 @@ use crate::info::Snapshot;
 use crate::limits::{
     SNAPSHOT_ENTRY_BYTES_MIN as ENTRY_BYTES_MIN, SNAPSHOT_EXTRA_BYTES_MAX, SNAPSHOT_TABLE_BYTES_MAX,
 };
-use crate::shared::region::Region;
 use crate::table::TableReader;
 use crate::units::HostOffset;
 

@@ -13,7 +13,7 @@ use ringdisk_ring::Ring;
 use ringdisk_storage::{Kind, Preallocation, Storage};
 
 use super::Qcow2;
-use crate::shared::registry::Registry;
+use crate::concurrent::registry::Registry;
 use crate::sync::{AtomicU64, Ordering};
 use crate::units::HostCluster;
 

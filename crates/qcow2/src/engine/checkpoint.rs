@@ -21,14 +21,14 @@ use ringdisk_ring::Ring;
 use ringdisk_storage::Storage;
 
 use super::{Discard, Qcow2};
+use crate::concurrent::region::Region;
+use crate::concurrent::registry::{Claim, Registry};
+use crate::concurrent::slices::DirtySlice;
+use crate::concurrent::unlinked::Unlinked;
 use crate::entry::REFCOUNT_TABLE;
 use crate::header::HeaderImage;
 use crate::limits::DIRTY_SLICES_MAX;
 use crate::refcounts::{DirtyRefcounts, DirtyTable, Run};
-use crate::shared::region::Region;
-use crate::shared::registry::{Claim, Registry};
-use crate::shared::slices::DirtySlice;
-use crate::shared::unlinked::Unlinked;
 use crate::sync::{AtomicBool, AtomicU64, Ordering, lock};
 use crate::table::bytes_of;
 use crate::units::HostOffset;

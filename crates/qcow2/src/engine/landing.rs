@@ -5,7 +5,7 @@
 //! ends, and what was to be freed stays allocated until the image is opened again.
 
 use super::Qcow2;
-use crate::shared::grace::Grace;
+use crate::concurrent::grace::Grace;
 use crate::sync::Ordering;
 
 /// A write of data that is under way.

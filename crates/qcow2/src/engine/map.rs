@@ -9,11 +9,11 @@ use rustix::io::Errno;
 use ringdisk_ring::{IoBuf, Ring};
 
 use super::Qcow2;
+use crate::concurrent::flight::Join;
+use crate::concurrent::slices::{Slice, SliceIndex};
 use crate::entry::Lengths;
 use crate::limits::SLICE_BYTES_MAX;
 use crate::run::{Extent, Run};
-use crate::shared::flight::Join;
-use crate::shared::slices::{Slice, SliceIndex};
 use crate::sync::Ordering;
 use crate::units::GuestOffset;
 

@@ -2,10 +2,10 @@
 //!
 //! Promises:
 //! - Only requests that change the mapping of the same guest cluster wait for one another
-//!   ([`registry`](crate::shared::registry)); a write to space that is already there waits for nothing and takes no lock.
+//!   ([`registry`](crate::concurrent::registry)); a write to space that is already there waits for nothing and takes no lock.
 //! - Nothing is linked on stable storage before what it links is ([`checkpoint`]); nothing is used
-//!   again before nobody can refer to it ([`unlinked`](crate::shared::unlinked),
-//!   [`grace`](crate::shared::grace)).
+//!   again before nobody can refer to it ([`unlinked`](crate::concurrent::unlinked),
+//!   [`grace`](crate::concurrent::grace)).
 //! - A write is answered when its data is written and its mapping is changed in memory; a flush
 //!   makes all that was answered before it durable, with two barriers for any number of changes.
 //!
@@ -41,11 +41,11 @@ use ringdisk_storage::Storage;
 use rustix::io::Errno;
 
 use crate::bitmaps::Recording;
+use crate::concurrent::grace::Graces;
+use crate::concurrent::registry::Registry;
+use crate::concurrent::unlinked::UnlinkedClusters;
 use crate::header::HeaderImage;
 use crate::refcounts::{Marks, Refcounts};
-use crate::shared::grace::Graces;
-use crate::shared::registry::Registry;
-use crate::shared::unlinked::UnlinkedClusters;
 use crate::sync::{Arc, AtomicBool, AtomicU64, Mutex};
 use crate::units::HostCluster;
 

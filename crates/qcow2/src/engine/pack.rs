@@ -11,8 +11,8 @@ use ringdisk_ring::{IoBuf, Ring};
 use super::Qcow2;
 use super::action::Words;
 use super::space::ALIGN;
+use crate::concurrent::registry::Registry;
 use crate::refcounts::{Blocked, Run};
-use crate::shared::registry::Registry;
 use crate::sync::{Mutex, lock};
 use crate::units::{GuestOffset, HostOffset};
 

@@ -1,7 +1,7 @@
 //! Waiting for space that is on its way to being free.
 //!
 //! A cluster that was discarded is free once its unlink is on stable storage and every request that
-//! may still use the old mapping has ended ([`unlinked`](crate::shared::unlinked), [`grace`](crate::shared::grace)). A
+//! may still use the old mapping has ended ([`unlinked`](crate::concurrent::unlinked), [`grace`](crate::concurrent::grace)). A
 //! request that finds no space, in the image or on the file system that holds it, waits for that in
 //! place of failing.
 //!

@@ -14,7 +14,7 @@ use crate::header::{DIRTY, KNOWN_AUTOCLEAR};
 use crate::sync::Ordering;
 use crate::units::GuestOffset;
 
-use crate::shared::grace::Grace;
+use crate::concurrent::grace::Grace;
 
 impl Qcow2 {
     /// A request begins that uses a mapping: until the answer is dropped, no cluster that it may

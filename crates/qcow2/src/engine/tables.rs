@@ -11,8 +11,8 @@ use ringdisk_ring::{IoBuf, Ring};
 use super::Qcow2;
 use super::reclaim::is_full;
 use super::space::{ALIGN, write_all};
+use crate::concurrent::slices::SliceIndex;
 use crate::entry::{COPIED, OFFSET_MASK};
-use crate::shared::slices::SliceIndex;
 use crate::sync::{Ordering, lock};
 use crate::units::HostOffset;
 

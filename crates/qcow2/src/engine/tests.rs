@@ -1,9 +1,9 @@
 //! What a write to a part of a cluster needs, for each kind of entry.
 
+use crate::concurrent::region::Region;
 use crate::engine::action::{Action, Copy, Words, bitmap};
 use crate::entry::{COMPRESSED, COPIED, Rules, ZERO};
 use crate::geometry::Geometry;
-use crate::shared::region::Region;
 use crate::units::{HostCluster, HostOffset};
 
 const CLUSTER: u64 = 64 << 10;

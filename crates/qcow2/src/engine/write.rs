@@ -13,7 +13,7 @@ use super::Qcow2;
 use super::action::{Action, Words};
 use super::below::Below;
 use super::reclaim::is_full;
-use crate::shared::slices::SliceIndex;
+use crate::concurrent::slices::SliceIndex;
 use crate::units::{GuestOffset, HostCluster, HostOffset};
 
 /// One range of a request, inside one slice.

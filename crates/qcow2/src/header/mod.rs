@@ -12,6 +12,7 @@ mod write;
 use zerocopy::byteorder::big_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
 
+use crate::concurrent::region::Region;
 use crate::error::{Error, ErrorKind};
 use crate::extensions::{self, Extensions};
 use crate::geometry::Geometry;
@@ -20,7 +21,6 @@ use crate::limits::{
     CLUSTER_BITS_MAX, CLUSTER_BITS_MIN, FILE_NAME_BYTES_MAX, L1_BYTES_MAX,
     REFCOUNT_TABLE_BYTES_MAX, SNAPSHOT_ENTRY_BYTES_MIN, SNAPSHOTS_MAX,
 };
-use crate::shared::region::Region;
 use crate::units::HostOffset;
 
 pub(crate) use image::{HeaderImage, NewHeader};

@@ -7,10 +7,10 @@ mod guard;
 mod sync;
 mod writing;
 
-#[path = "../shared/flight.rs"]
+#[path = "../concurrent/flight.rs"]
 mod flight;
 #[allow(dead_code, unreachable_pub)]
-#[path = "../shared/grace.rs"]
+#[path = "../concurrent/grace.rs"]
 mod grace;
 #[allow(dead_code)]
 #[path = "../refcounts/marks.rs"]
@@ -19,16 +19,16 @@ mod marks;
 #[path = "../refcounts/named.rs"]
 mod named;
 #[allow(dead_code)]
-#[path = "../shared/region.rs"]
+#[path = "../concurrent/region.rs"]
 mod region;
 #[allow(dead_code)]
-#[path = "../shared/registry.rs"]
+#[path = "../concurrent/registry.rs"]
 mod registry;
 // The counters are looked at elsewhere.
 #[allow(dead_code)]
-#[path = "../shared/slices.rs"]
+#[path = "../concurrent/slices.rs"]
 mod slices;
-#[path = "../shared/unlinked.rs"]
+#[path = "../concurrent/unlinked.rs"]
 mod unlinked;
 
 use shuttle::future::block_on;

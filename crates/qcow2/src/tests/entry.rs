@@ -1,9 +1,9 @@
 use rustix::io::Errno;
 
 use crate::ExtentKind;
+use crate::concurrent::region::Region;
 use crate::entry::{Lengths, Rules};
 use crate::geometry::Geometry;
-use crate::shared::region::Region;
 use crate::units::HostOffset;
 
 const COPIED: u64 = 1 << 63;

@@ -313,9 +313,9 @@ fn end_of_item(tokens: &[Token], at: usize) -> usize {
     while tokens.get(index) == Some(&Token::Sign('#')) {
         index = end_of_attribute(tokens, index);
     }
-    let is_use = tokens.get(index..index + 5).is_some_and(|first| {
-        first.iter().any(|token| *token == Token::Word("use".to_owned()))
-    });
+    let is_use = tokens
+        .get(index..index + 5)
+        .is_some_and(|first| first.iter().any(|token| *token == Token::Word("use".to_owned())));
     while let Some(token) = tokens.get(index) {
         match token {
             Token::Sign(';') => return index + 1,
