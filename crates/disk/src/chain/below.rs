@@ -3,7 +3,7 @@
 //! Promises: past the end of the uppermost of these layers everything reads as zeroes; `has_data`
 //! uses tables in memory only and never waits.
 
-use ringdisk_qcow2::{Below, Grace};
+use ringdisk_qcow2::{Below, Grace, GuestOffset};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use super::Chain;
@@ -13,7 +13,8 @@ impl Below for Chain<'_> {
     /// Fills `buf`; past the end of the chain with zeroes.
     ///
     /// Errors: those of the storage; EIO for a damaged image.
-    async fn read(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<(), Errno> {
+    async fn read(&self, ring: &Ring, offset: GuestOffset, buf: &IoBuf) -> Result<(), Errno> {
+        let offset = offset.0;
         let left = self.size().saturating_sub(offset);
         let inside = usize::try_from(left).map_or(buf.len(), |left| left.min(buf.len()));
         if inside < buf.len() {
@@ -28,7 +29,8 @@ impl Below for Chain<'_> {
         Box::pin(self.fill(ring, offset, &buf.slice(0..inside))).await
     }
 
-    fn has_data(&self, offset: u64, len: u64) -> bool {
+    fn has_data(&self, offset: GuestOffset, len: u64) -> bool {
+        let offset = offset.0;
         let end = offset.saturating_add(len).min(self.size());
         // A commit may be about to write data of the layer above there.
         if self.0.iter().any(|layer| layer.is_writable) {

@@ -12,6 +12,7 @@ mod status;
 
 use std::sync::Arc;
 
+use ringdisk_qcow2::GuestOffset;
 use ringdisk_ring::{Errno, Ring};
 
 use crate::layer::{Kind, Layer, Node, of_extent};
@@ -75,7 +76,7 @@ impl<'a> Chain<'a> {
                     let Node::Qcow2(image) = &self.layer(cursor.depth)?.node else {
                         return Err(Errno::IO);
                     };
-                    let extent = image.map(ring, cursor.offset, cursor.len).await?;
+                    let extent = image.map(ring, GuestOffset(cursor.offset), cursor.len).await?;
                     let (len, kind) = of_extent(extent);
                     if let Some(found) = self.take(&mut cursor, len, kind)? {
                         return Ok(found);

@@ -9,6 +9,7 @@ use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::task::{Context, Poll};
 
+use ringdisk_qcow2::GuestOffset;
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use super::{Chain, Found};
@@ -70,10 +71,13 @@ impl Chain<'_> {
                     return Err(Errno::IO);
                 };
                 if buf.is_ours() {
-                    return image.read_compressed_of(ring, cluster, offset, &buf, ahead).await;
+                    return image
+                        .read_compressed_of(ring, cluster, GuestOffset(offset), &buf, ahead)
+                        .await;
                 }
                 let ours = IoBuf::new(buf.len(), COPY_ALIGN);
-                let read = image.read_compressed_of(ring, cluster, offset, &ours, ahead);
+                let read =
+                    image.read_compressed_of(ring, cluster, GuestOffset(offset), &ours, ahead);
                 Box::pin(read).await?;
                 ring.copy(&ours, &buf).await
             }

@@ -10,7 +10,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use ringdisk_qcow2::Below;
+use ringdisk_qcow2::{Below, GuestOffset};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use crate::chain::Chain;
@@ -170,11 +170,11 @@ fn is_same(a: &Layer, b: &Layer) -> bool {
 struct Opaque<'a>(Chain<'a>);
 
 impl Below for Opaque<'_> {
-    async fn read(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<(), Errno> {
+    async fn read(&self, ring: &Ring, offset: GuestOffset, buf: &IoBuf) -> Result<(), Errno> {
         self.0.read(ring, offset, buf).await
     }
 
-    fn has_data(&self, _offset: u64, _len: u64) -> bool {
+    fn has_data(&self, _offset: GuestOffset, _len: u64) -> bool {
         true
     }
 }
@@ -257,8 +257,8 @@ impl Work<'_> {
     /// * `len`: at most the length of a piece.
     async fn compare(self, at: u64, len: u64) -> Result<(), Errno> {
         let (old, new) = (buffer(len), buffer(len));
-        self.old.read(self.ring, at, &old).await?;
-        self.new.read(self.ring, at, &new).await?;
+        self.old.read(self.ring, GuestOffset(at), &old).await?;
+        self.new.read(self.ring, GuestOffset(at), &new).await?;
         let kind = |start: usize, end: usize| {
             let (old, new) = (old.slice(start..end), new.slice(start..end));
             match equal(&old, &new) {
@@ -286,7 +286,9 @@ impl Work<'_> {
                     let graph = self.disk.graph();
                     let image = graph.top_image().ok_or(Errno::OPNOTSUPP)?;
                     let len = (end - start) as u64;
-                    image.write_zeroes(self.ring, offset, len, true, &Opaque(self.old)).await?;
+                    image
+                        .write_zeroes(self.ring, GuestOffset(offset), len, true, &Opaque(self.old))
+                        .await?;
                 }
                 Unit::Data => self.write(offset, &old.slice(start..end)).await?,
             }

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use ringdisk_qcow2::{Compressed, Extent, ExtentKind, Qcow2};
+use ringdisk_qcow2::{Compressed, Extent, ExtentKind, GuestOffset, Qcow2};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_storage::{Kind as StorageKind, Storage};
 
@@ -249,7 +249,7 @@ impl Layer {
     /// Errors: those of the image (EIO for a damaged table).
     pub(crate) fn look(&self, offset: u64, len: u64) -> Result<Option<(u64, Kind)>, Errno> {
         match &self.node {
-            Node::Qcow2(image) => Ok(image.map_cached(offset, len)?.map(of_extent)),
+            Node::Qcow2(image) => Ok(image.map_cached(GuestOffset(offset), len)?.map(of_extent)),
             Node::Raw(raw) => {
                 let offset = raw.offset + offset;
                 Ok(Some((len, Kind::Data { offset })))
@@ -263,8 +263,8 @@ impl Layer {
 /// An extent in this crate's terms.
 pub(crate) fn of_extent(extent: Extent) -> (u64, Kind) {
     let kind = match extent.kind {
-        ExtentKind::Data { offset } => Kind::Data { offset },
-        ExtentKind::Zero { offset } => Kind::Zero { offset },
+        ExtentKind::Data { offset } => Kind::Data { offset: offset.0 },
+        ExtentKind::Zero { offset } => Kind::Zero { offset: offset.map(|offset| offset.0) },
         ExtentKind::Compressed(cluster) => Kind::Compressed(cluster),
         ExtentKind::Unallocated => Kind::Unallocated,
     };

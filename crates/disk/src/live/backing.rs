@@ -10,6 +10,7 @@ use std::iter;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use ringdisk_qcow2::GuestOffset;
 use ringdisk_ring::{Errno, Ring};
 use ringdisk_storage::{Kind, Storage};
 use rustix::fs::{AtFlags, CWD, StatxFlags, major, makedev, minor, statx};
@@ -391,9 +392,9 @@ pub(crate) async fn snapshots_show_the_same(
     for (index, snapshot) in image.info().snapshots.iter().enumerate() {
         let of_qcow2 = |error: ringdisk_qcow2::Error| crate::open::of_qcow2(&error);
         let mut map = image.snapshot_map(ring, index).await.map_err(of_qcow2)?;
-        let mut at = 0;
+        let (mut at, end) = (GuestOffset(0), GuestOffset(end));
         while let Some(range) = map.next_unallocated(ring, at, end).await.map_err(of_qcow2)? {
-            for (offset, len) in pieces(range.start, range.end) {
+            for (offset, len) in pieces(range.start.0, range.end.0) {
                 let compared = match progress.check() {
                     Ok(()) => equal_where_present(ring, old, new, offset, len).await,
                     Err(errno) => Err(errno),
@@ -429,12 +430,12 @@ async fn equal_where_present(
     len: u64,
 ) -> Result<(), Errno> {
     use ringdisk_qcow2::Below;
-    if !old.has_data(offset, len) && !new.has_data(offset, len) {
+    if !old.has_data(GuestOffset(offset), len) && !new.has_data(GuestOffset(offset), len) {
         return Ok(());
     }
     let (a, b) = (buffer(len), buffer(len));
-    old.read(ring, offset, &a).await?;
-    new.read(ring, offset, &b).await?;
+    old.read(ring, GuestOffset(offset), &a).await?;
+    new.read(ring, GuestOffset(offset), &b).await?;
     if equal(&a, &b) { Ok(()) } else { Err(Errno::ILSEQ) }
 }
 

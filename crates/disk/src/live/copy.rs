@@ -8,6 +8,7 @@ use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::task::Poll;
 
+use ringdisk_qcow2::GuestOffset;
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use crate::chain::Chain;
@@ -47,7 +48,9 @@ impl Copier<'_> {
                     let _turn = raw.pass_guard(ring, at, len, Some(&rest)).await?;
                     raw.storage.write(ring, raw.offset + at, &rest).await?
                 }
-                Node::Qcow2(image) => image.write(ring, at, &rest, &self.below).await?,
+                Node::Qcow2(image) => {
+                    image.write(ring, GuestOffset(at), &rest, &self.below).await?
+                }
                 Node::Null(_) => return Err(Errno::OPNOTSUPP),
             };
             if written == 0 {
@@ -65,7 +68,9 @@ impl Copier<'_> {
                 let _turn = raw.pass_guard(ring, offset, len, None).await?;
                 raw.storage.write_zeroes(ring, raw.offset + offset, len, true, true).await
             }
-            Node::Qcow2(image) => image.write_zeroes(ring, offset, len, true, &self.below).await,
+            Node::Qcow2(image) => {
+                image.write_zeroes(ring, GuestOffset(offset), len, true, &self.below).await
+            }
             Node::Null(_) => Err(Errno::OPNOTSUPP),
         }
     }

@@ -8,6 +8,7 @@
 mod qcow2;
 mod raw;
 
+use ringdisk_qcow2::GuestOffset;
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use crate::graph::{Graph, Mark};
@@ -168,7 +169,7 @@ impl Disk {
         let image = graph.top_image().filter(|_| !graph.window.is_part());
         let Some(image) = image else { return Err(Errno::OPNOTSUPP) };
         let _mark = Mark::new(&graph, offset, image.info().cluster_size());
-        image.write_compressed(ring, offset, compressed).await?;
+        image.write_compressed(ring, GuestOffset(offset), compressed).await?;
         self.look_after(ring, image);
         Ok(())
     }

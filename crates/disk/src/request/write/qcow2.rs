@@ -3,7 +3,7 @@
 //! Promises: a write ends as the cache mode requires, and dirty metadata is written back by a task.
 //! The engine holds its own grace and orders its own writes; this module adds the layers below.
 
-use ringdisk_qcow2::Qcow2;
+use ringdisk_qcow2::{GuestOffset, Qcow2};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use crate::Disk;
@@ -19,7 +19,7 @@ impl Disk {
         offset: u64,
         buf: &IoBuf,
     ) -> Result<usize, Errno> {
-        let done = image.write(ring, offset, buf, &graph.below(0)).await?;
+        let done = image.write(ring, GuestOffset(offset), buf, &graph.below(0)).await?;
         self.after(ring, image).await?;
         Ok(done)
     }
@@ -34,7 +34,7 @@ impl Disk {
         len: u64,
         may_unmap: bool,
     ) -> Result<(), Errno> {
-        image.write_zeroes(ring, offset, len, may_unmap, &graph.below(0)).await?;
+        image.write_zeroes(ring, GuestOffset(offset), len, may_unmap, &graph.below(0)).await?;
         self.after(ring, image).await
     }
 
@@ -47,7 +47,7 @@ impl Disk {
         offset: u64,
         len: u64,
     ) -> Result<(), Errno> {
-        image.discard(ring, offset, len, &graph.below(0)).await?;
+        image.discard(ring, GuestOffset(offset), len, &graph.below(0)).await?;
         self.after(ring, image).await
     }
 

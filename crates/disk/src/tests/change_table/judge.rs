@@ -461,7 +461,7 @@ async fn bitmaps(
     let now = read_steps(ring, &disk, 1 << 20).await;
     let mut marked = vec![false; now.len()];
     for range in contents.ranges() {
-        let (start, end) = (usize::try_from(range.start), usize::try_from(range.end));
+        let (start, end) = (usize::try_from(range.start.0), usize::try_from(range.end.0));
         marked[start.expect("small")..end.expect("small")].fill(true);
     }
     let missing = (0..now.len())

@@ -2,15 +2,15 @@
 
 use ringdisk_storage::Storage;
 
+use super::Engine;
 use crate::compressed::Decompressor;
-use crate::engine::Engine;
+use crate::concurrent::flight::Flights;
+use crate::concurrent::slices::{SliceCache, SliceIndex};
 use crate::entry::{Lengths, Rules};
 use crate::error::{Error, ErrorKind};
-use crate::flight::Flights;
 use crate::geometry::Geometry;
 use crate::info::Info;
 use crate::refcounts::Named;
-use crate::slices::{SliceCache, SliceIndex};
 use crate::sync::{Arc, AtomicU64, Mutex};
 
 /// How to open an image.

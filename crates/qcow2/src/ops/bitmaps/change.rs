@@ -7,20 +7,22 @@
 
 use ringdisk_ring::{Errno, Ring};
 
-use super::bits::Bits;
-use super::directory::{
+use super::store;
+use super::update::{self, Update};
+use crate::bitmaps::bits::Bits;
+use crate::bitmaps::directory::{
     self, AUTO, Entry, GRANULARITY_BITS_MAX, GRANULARITY_BITS_MIN, IN_USE, TYPE_DIRTY_TRACKING,
 };
-use super::tables::{self, Place};
-use super::update::{self, Update};
+use crate::bitmaps::tables::{self, Place};
+use crate::engine::Qcow2;
 use crate::error::{Error, ErrorKind};
 use crate::header::{self, HeaderImage};
-use crate::image::Qcow2;
 use crate::limits::{
     BITMAP_BYTES_MAX, BITMAP_DIRECTORY_BYTES_MAX, BITMAP_NAME_BYTES_MAX, BITMAPS_MAX,
     RECORDED_BITMAPS_BYTES_MAX,
 };
 use crate::sync::lock;
+use crate::units::GuestOffset;
 
 /// The default granularity is the size of a cluster, but not outside these bounds.
 const DEFAULT_GRANULARITY_MIN: u64 = 4 << 10;
@@ -45,7 +47,7 @@ impl BitmapContents {
 
     /// The parts of the disk that are marked, in order: byte ranges, whole units of granularity,
     /// cut at the end of the disk.
-    pub fn ranges(&self) -> impl Iterator<Item = std::ops::Range<u64>> + '_ {
+    pub fn ranges(&self) -> impl Iterator<Item = std::ops::Range<GuestOffset>> + '_ {
         self.bits.ranges()
     }
 }
@@ -99,7 +101,7 @@ impl Qcow2 {
         let bits = Bits::new(self.geometry.virtual_size, granularity_bits)
             .ok_or_else(|| self.no_memory_for_bitmap(name))?;
         let mut update = Update::default();
-        let stored = tables::store(self, ring, &bits, &mut update.taken).await;
+        let stored = store::store(self, ring, &bits, &mut update.taken).await;
         let (table_offset, table_entries) = self.or_give_back(stored, &mut update)?;
         entries.push(Entry {
             table_offset,
@@ -372,7 +374,7 @@ impl Qcow2 {
     ) -> Result<(), Error> {
         let mut update = Update::default();
         self.free_contents(ring, &entries[at], &mut update).await;
-        let stored = tables::store(self, ring, bits, &mut update.taken).await;
+        let stored = store::store(self, ring, bits, &mut update.taken).await;
         let (table_offset, table_entries) = self.or_give_back(stored, &mut update)?;
         entries[at].table_offset = table_offset;
         entries[at].table_entries = table_entries;
@@ -399,7 +401,7 @@ impl Qcow2 {
         };
         let autoclear = done.await.map_err(|errno| self.bitmap_io(errno))?;
         self.info.autoclear_features = autoclear;
-        self.info.bitmaps = entries.iter().map(super::listed).collect();
+        self.info.bitmaps = entries.iter().map(crate::bitmaps::listed).collect();
         Ok(())
     }
 

@@ -5,12 +5,13 @@
 //! is never said to overlap.
 
 use super::sync::{AtomicU64, Ordering, spin};
+use crate::units::HostOffset;
 
 /// A range of bytes of the image file.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Region {
-    pub(crate) start: u64,
-    pub(crate) end: u64,
+    pub(crate) start: HostOffset,
+    pub(crate) end: HostOffset,
 }
 
 /// A [`Region`] that can move while requests look at it.
@@ -22,11 +23,18 @@ pub(crate) struct MovingRegion {
     moves: AtomicU64,
 }
 
+impl Region {
+    /// Bytes.
+    pub(crate) fn len(&self) -> u64 {
+        self.end - self.start
+    }
+}
+
 impl MovingRegion {
     pub(crate) fn new(region: Region) -> MovingRegion {
         MovingRegion {
-            start: AtomicU64::new(region.start),
-            end: AtomicU64::new(region.end),
+            start: AtomicU64::new(region.start.0),
+            end: AtomicU64::new(region.end.0),
             moves: AtomicU64::new(0),
         }
     }
@@ -37,16 +45,16 @@ impl MovingRegion {
         self.moves.store(moves + 1, Ordering::Relaxed);
         // Each of these with Release: whoever sees one of them sees that a move has begun.
         self.end.store(0, Ordering::Release);
-        self.start.store(region.start, Ordering::Release);
-        self.end.store(region.end, Ordering::Release);
+        self.start.store(region.start.0, Ordering::Release);
+        self.end.store(region.end.0, Ordering::Release);
         self.moves.store(moves + 2, Ordering::Release);
     }
 
     /// Whether `start..end` touches it.
     #[inline]
-    pub(crate) fn overlaps(&self, start: u64, end: u64) -> bool {
+    pub(crate) fn overlaps(&self, start: HostOffset, end: HostOffset) -> bool {
         // Nearly always false, which needs no second look.
-        self.touches(start, end) && self.surely_overlaps(start, end)
+        self.touches(start.0, end.0) && self.surely_overlaps(start.0, end.0)
     }
 
     fn touches(&self, start: u64, end: u64) -> bool {

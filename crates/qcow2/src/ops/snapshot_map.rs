@@ -9,13 +9,13 @@ use std::ops::Range;
 
 use ringdisk_ring::Ring;
 
+use crate::engine::Qcow2;
 use crate::entry::COMPRESSED;
 use crate::error::Error;
-use crate::image::Qcow2;
 use crate::limits::L1_BYTES_MAX;
-use crate::ops::words_of;
 use crate::run::ExtentKind;
-use crate::table;
+use crate::table::{self, words_of};
+use crate::units::{GuestOffset, HostOffset};
 
 /// A range that an internal snapshot reads from the backing chain.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,8 +24,8 @@ pub struct SnapshotNeed {
     pub id: String,
     /// Its name.
     pub name: String,
-    /// The first such range, bytes of the disk as it was at the snapshot.
-    pub range: Range<u64>,
+    /// The first such range of the disk as it was at the snapshot.
+    pub range: Range<GuestOffset>,
 }
 
 /// The mapping of one internal snapshot, to be asked for the ranges that it does not hold itself.
@@ -60,7 +60,9 @@ impl Qcow2 {
     ) -> Result<Option<SnapshotNeed>, Error> {
         for (index, snapshot) in self.info.snapshots.iter().enumerate() {
             let mut map = self.snapshot_map(ring, index).await?;
-            if let Some(range) = map.next_unallocated(ring, 0, below).await? {
+            if let Some(range) =
+                map.next_unallocated(ring, GuestOffset(0), GuestOffset(below)).await?
+            {
                 let (id, name) = (snapshot.id.clone(), snapshot.name.clone());
                 return Ok(Some(SnapshotNeed { id, name, range }));
             }
@@ -88,7 +90,7 @@ impl Qcow2 {
             return Err(Error::too_large(file.name(), what));
         }
         let cluster_size = self.geometry.cluster_size();
-        if len > 0 && (!offset.is_multiple_of(cluster_size) || offset < cluster_size) {
+        if len > 0 && (!offset.is_multiple_of(cluster_size) || offset < HostOffset(cluster_size)) {
             let what = format!("the L1 table of a snapshot at {offset:#x} cannot be right");
             return Err(Error::corrupt(file.name(), what));
         }
@@ -119,12 +121,12 @@ impl SnapshotMap<'_> {
     pub async fn next_unallocated(
         &mut self,
         ring: &Ring,
-        offset: u64,
-        end: u64,
-    ) -> Result<Option<Range<u64>>, Error> {
-        let end = end.min(self.size);
+        offset: GuestOffset,
+        end: GuestOffset,
+    ) -> Result<Option<Range<GuestOffset>>, Error> {
+        let end = end.min(GuestOffset(self.size));
         let mut at = offset;
-        let mut found: Option<Range<u64>> = None;
+        let mut found: Option<Range<GuestOffset>> = None;
         while at < end {
             let (is_unallocated, stop) = self.piece(ring, at).await?;
             let stop = stop.min(end);
@@ -134,7 +136,7 @@ impl SnapshotMap<'_> {
                 (None, true) => found = Some(at..stop),
                 (None, false) => {}
             }
-            let is_end_of_table = stop.trailing_zeros() >= self.image.geometry.table_shift();
+            let is_end_of_table = stop.0.trailing_zeros() >= self.image.geometry.table_shift();
             if found.is_some() && is_end_of_table {
                 break;
             }
@@ -145,7 +147,7 @@ impl SnapshotMap<'_> {
 
     /// Whether the byte at `at` is left to the backing chain, and where a piece of the same sort
     /// ends: at most at the end of its cluster, or of its table where there is none.
-    async fn piece(&mut self, ring: &Ring, at: u64) -> Result<(bool, u64), Error> {
+    async fn piece(&mut self, ring: &Ring, at: GuestOffset) -> Result<(bool, GuestOffset), Error> {
         let image = self.image;
         let geometry = &image.geometry;
         let corrupt =
@@ -166,12 +168,9 @@ impl SnapshotMap<'_> {
             self.table = Some((index, words));
         }
         let Some((_, Some(words))) = &self.table else {
-            let shift = geometry.table_shift();
-            return Ok((true, ((at >> shift) + 1) << shift));
+            return Ok((true, geometry.table_end(index)));
         };
-        let in_table = (at >> geometry.cluster_bits) & ((1 << geometry.table_bits) - 1);
-        // At most 2^18 entries.
-        let word = usize::try_from(in_table).unwrap_or(0) * geometry.entry_words();
+        let word = geometry.entry_in_table(at >> geometry.cluster_bits) * geometry.entry_words();
         let word_at = |word: usize| words.get(word).copied().unwrap_or(0);
         let entry = word_at(word);
         let bitmap = if geometry.extended { word_at(word + 1) } else { 0 };

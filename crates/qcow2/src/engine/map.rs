@@ -8,13 +8,14 @@ use rustix::io::Errno;
 
 use ringdisk_ring::{IoBuf, Ring};
 
+use super::Qcow2;
+use crate::concurrent::flight::Join;
+use crate::concurrent::slices::{Slice, SliceIndex};
 use crate::entry::Lengths;
-use crate::flight::Join;
-use crate::image::Qcow2;
 use crate::limits::SLICE_BYTES_MAX;
 use crate::run::{Extent, Run};
-use crate::slices::{Slice, SliceIndex};
 use crate::sync::Ordering;
+use crate::units::GuestOffset;
 
 /// What looking at one slice's worth of disk gave.
 enum Step {
@@ -37,8 +38,8 @@ impl Qcow2 {
     /// Errors: `EINVAL` when the range is empty or starts behind the end of the disk; `EIO` when
     /// the table entry of `offset` cannot be right (unaligned, reserved bits set, behind the end
     /// of the file, on top of metadata).
-    pub fn map_cached(&self, offset: u64, len: u64) -> Result<Option<Extent>, Errno> {
-        let left = self.geometry.virtual_size.checked_sub(offset).ok_or(Errno::INVAL)?;
+    pub fn map_cached(&self, offset: GuestOffset, len: u64) -> Result<Option<Extent>, Errno> {
+        let left = self.geometry.virtual_size.checked_sub(offset.0).ok_or(Errno::INVAL)?;
         let end = offset + len.min(left);
         if end == offset {
             return Err(Errno::INVAL);
@@ -69,7 +70,7 @@ impl Qcow2 {
     /// however many requests miss it; only they wait.
     ///
     /// Errors: those of `map_cached`, and what the storage reports for the L2 table.
-    pub async fn map(&self, ring: &Ring, offset: u64, len: u64) -> Result<Extent, Errno> {
+    pub async fn map(&self, ring: &Ring, offset: GuestOffset, len: u64) -> Result<Extent, Errno> {
         loop {
             if let Some(extent) = self.map_cached(offset, len)? {
                 return Ok(extent);
@@ -79,10 +80,16 @@ impl Qcow2 {
     }
 
     /// Adds to `run` what lies from `at` up to the end of its slice or `end`.
-    fn step(&self, at: u64, end: u64, lengths: Lengths, run: &mut Run) -> Result<Step, Errno> {
+    fn step(
+        &self,
+        at: GuestOffset,
+        end: GuestOffset,
+        lengths: Lengths,
+        run: &mut Run,
+    ) -> Result<Step, Errno> {
         let index = self.geometry.slice(at);
         if let Some(slice) = self.slices.find(index) {
-            let slice_end = self.geometry.slice_start(SliceIndex(index.0 + 1)).min(end);
+            let slice_end = self.geometry.slice_end(index).min(end);
             let mut grown = *run;
             let step = self.scan(&slice, at, slice_end, lengths, &mut grown);
             if !slice.still_there() {
@@ -97,7 +104,7 @@ impl Qcow2 {
         if self.rules.l2_table(entry, lengths.file)?.is_some() {
             return Ok(Step::Missing);
         }
-        let table_end = (l1_index as u64 + 1) << self.geometry.table_shift();
+        let table_end = self.geometry.table_end(l1_index);
         let added = run.push(crate::ExtentKind::Unallocated, table_end.min(end) - at);
         Ok(if added { Step::More } else { Step::End })
     }
@@ -106,8 +113,8 @@ impl Qcow2 {
     fn scan(
         &self,
         slice: &Slice<'_>,
-        mut at: u64,
-        end: u64,
+        mut at: GuestOffset,
+        end: GuestOffset,
         lengths: Lengths,
         run: &mut Run,
     ) -> Result<Step, Errno> {
@@ -153,7 +160,7 @@ impl Qcow2 {
         let bytes = self.geometry.slice_bytes();
         let buf = IoBuf::new(bytes, SLICE_BYTES_MAX);
         let offset = table + self.geometry.slice_in_table(slice);
-        if self.file.read(ring, offset, &buf).await? < bytes {
+        if self.file.read(ring, offset.0, &buf).await? < bytes {
             return Err(Errno::IO);
         }
         drop(grace);

@@ -8,17 +8,19 @@ use ringdisk_storage::Storage;
 use crate::bitmaps;
 use crate::check;
 use crate::compressed::Decompressor;
-use crate::entry::{Region, Rules};
+use crate::concurrent::flight::Flights;
+use crate::concurrent::region::Region;
+use crate::concurrent::slices::SliceCache;
+use crate::engine::{OpenOptions, Qcow2};
+use crate::entry::Rules;
 use crate::error::{Error, ErrorKind};
-use crate::flight::Flights;
 use crate::header::{self, Header, Subject};
-use crate::image::{OpenOptions, Qcow2};
 use crate::info::{Bitmap, Info, Snapshot};
 use crate::limits::METADATA_CACHE_BYTES;
-use crate::slices::SliceCache;
 use crate::snapshots;
 use crate::sync::{Arc, AtomicU64, Mutex, Ordering, zeroed_words};
 use crate::table;
+use crate::units::HostOffset;
 
 /// Bytes that are read first: enough for the whole first cluster in most images.
 const FIRST_READ_BYTES: u64 = 64 << 10;
@@ -42,7 +44,7 @@ impl Qcow2 {
             header = read_header(ring, &file, true).await?;
         }
         let (snapshots, snapshot_region, bitmaps, l1) = if options.header_only {
-            (Vec::new(), Region { start: 0, end: 0 }, Vec::new(), Box::default())
+            (Vec::new(), Region::default(), Vec::new(), Box::default())
         } else {
             let (snapshots, region) = snapshots::read(ring, &file, &header).await?;
             let bitmaps = bitmaps::read(ring, &file, &header).await?;
@@ -120,7 +122,7 @@ async fn read_header(ring: &Ring, file: &Storage, writable: bool) -> Result<Head
 async fn read_start(ring: &Ring, file: &Storage, len: u64) -> Result<Vec<u8>, Error> {
     // At most 2 MiB, the largest cluster.
     let len = usize::try_from(len.min(file.len())).unwrap_or(0);
-    table::read(ring, file, 0, len, "the qcow2 header").await
+    table::read(ring, file, HostOffset(0), len, "the qcow2 header").await
 }
 
 /// The L1 table, as far as the disk needs it.
@@ -135,7 +137,7 @@ async fn read_l1(ring: &Ring, file: &Storage, header: &Header) -> Result<Box<[At
         let len = piece.len() * 8;
         let target = buf.slice(0..len);
         let done = file
-            .read(ring, offset, &target)
+            .read(ring, offset.0, &target)
             .await
             .map_err(|errno| Error::io(file.name(), "reading the L1 table", errno))?;
         if done < len {

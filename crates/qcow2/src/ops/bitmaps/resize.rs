@@ -17,10 +17,11 @@ use crate::extensions::BitmapDirectory;
 use crate::header::BITMAPS;
 use crate::limits::{BITMAP_BYTES_MAX, RECORDED_BITMAPS_BYTES_MAX};
 use crate::refcounts::Run;
+use crate::table::{bytes_of, words_of};
+use crate::units::{HostCluster, HostOffset};
 
-use super::entries::{bytes_of, words_of};
-use super::mappings::What;
-use super::transaction::Transaction;
+use super::super::mappings::What;
+use super::super::transaction::Transaction;
 
 /// A table entry: no cluster, all bits are set.
 const ALL_SET: u64 = 1;
@@ -28,7 +29,11 @@ const ALL_SET: u64 = 1;
 /// Resizes all bitmaps of the image from a disk of `old` bytes to one of `new` bytes.
 ///
 /// Errors: `Corrupt`; `InvalidRequest` when a bitmap would be too large.
-pub(super) async fn resize(tx: &mut Transaction<'_>, old: u64, new: u64) -> Result<(), Error> {
+pub(in crate::ops) async fn resize(
+    tx: &mut Transaction<'_>,
+    old: u64,
+    new: u64,
+) -> Result<(), Error> {
     let Some(directory) = directory_of(tx) else { return Ok(()) };
     let cluster_size = tx.geometry.cluster_size();
     let mut entries = directory::read(tx.ring, &tx.file, directory, cluster_size).await?;
@@ -54,7 +59,7 @@ fn directory_of(tx: &Transaction<'_>) -> Option<BitmapDirectory> {
 /// read than the file has.
 ///
 /// Returns whether all were read. Errors: `Io`; those of `found`.
-pub(super) async fn walk<'a>(
+pub(in crate::ops) async fn walk<'a>(
     tx: &mut Transaction<'a>,
     mut found: impl FnMut(&mut Transaction<'a>, What, Run) -> Result<(), Error>,
 ) -> Result<bool, Error> {
@@ -90,7 +95,7 @@ pub(super) async fn walk<'a>(
         found(tx, What::Table, run)?;
         for word in table {
             if let Some(start) = cluster_of(tx, word) {
-                found(tx, What::Data, Run { start, count: 1, zeroed: false })?;
+                found(tx, What::Data, Run::new(start, 1))?;
             }
         }
     }
@@ -100,7 +105,10 @@ pub(super) async fn walk<'a>(
 /// Gives what bitmaps have at or behind the cluster `end` new places.
 ///
 /// Errors: `Corrupt`, `Io`.
-pub(super) async fn move_behind(tx: &mut Transaction<'_>, end: u64) -> Result<(), Error> {
+pub(in crate::ops) async fn move_behind(
+    tx: &mut Transaction<'_>,
+    end: HostCluster,
+) -> Result<(), Error> {
     let Some(directory) = directory_of(tx) else { return Ok(()) };
     let mut entries =
         directory::read(tx.ring, &tx.file, directory, tx.geometry.cluster_size()).await?;
@@ -114,9 +122,9 @@ pub(super) async fn move_behind(tx: &mut Transaction<'_>, end: u64) -> Result<()
             let Some(cluster) = cluster_of(tx, *word).filter(|cluster| *cluster >= end) else {
                 continue;
             };
-            let content = tx.read_cluster(*word & OFFSET_MASK, "a bitmap").await?;
+            let content = tx.read_cluster(HostOffset(*word & OFFSET_MASK), "a bitmap").await?;
             let new = tx.write_new(&content, "a bitmap").await?;
-            *word = new.start << tx.geometry.cluster_bits;
+            *word = (new.start << tx.geometry.cluster_bits).0;
             tx.unref_data(cluster, 1).await?;
             moves = true;
         }
@@ -160,9 +168,9 @@ async fn table_of(tx: &Transaction<'_>, entry: &Entry) -> Result<Vec<u64>, Error
 }
 
 /// The cluster that a word of such a table names.
-fn cluster_of(tx: &Transaction<'_>, word: u64) -> Option<u64> {
-    let cluster = (word & OFFSET_MASK) >> tx.geometry.cluster_bits;
-    (cluster != 0).then_some(cluster)
+fn cluster_of(tx: &Transaction<'_>, word: u64) -> Option<HostCluster> {
+    let cluster = HostOffset(word & OFFSET_MASK) >> tx.geometry.cluster_bits;
+    (cluster != HostCluster(0)).then_some(cluster)
 }
 
 /// Refuses a size with which the bitmaps that record now would not fit into memory any more.
@@ -215,8 +223,7 @@ async fn resize_one(
     let mut table = words_of(&raw);
     let before = table.clone();
     for entry in table.iter().skip(wanted) {
-        let cluster = (entry & OFFSET_MASK) >> tx.geometry.cluster_bits;
-        if cluster != 0 {
+        if let Some(cluster) = cluster_of(tx, *entry) {
             tx.unref_data(cluster, 1).await?;
         }
     }
@@ -250,10 +257,10 @@ async fn clear_behind(
     let Some(entry) = table.get_mut(index).filter(|entry| **entry != 0 && kept != 0) else {
         return Ok(());
     };
-    let offset = *entry & OFFSET_MASK;
+    let offset = HostOffset(*entry & OFFSET_MASK);
     let old = match offset {
-        0 if *entry == ALL_SET => vec![0xff; tx.cluster_bytes()],
-        0 => return Ok(()),
+        HostOffset(0) if *entry == ALL_SET => vec![0xff; tx.cluster_bytes()],
+        HostOffset(0) => return Ok(()),
         offset => tx.read_cluster(offset, "a bitmap").await?,
     };
     let mut content = old.clone();
@@ -263,8 +270,8 @@ async fn clear_behind(
     }
     if content != old {
         let run = tx.write_new(&content, "a bitmap").await?;
-        *entry = run.start << tx.geometry.cluster_bits;
-        if offset != 0 {
+        *entry = (run.start << tx.geometry.cluster_bits).0;
+        if offset != HostOffset(0) {
             tx.unref_data(offset >> tx.geometry.cluster_bits, 1).await?;
         }
     }
@@ -284,18 +291,18 @@ async fn set_behind(
     let index = usize::try_from(first / bits_per_cluster).unwrap_or(usize::MAX);
     let whole = if kept == 0 { index } else { index.saturating_add(1) };
     for entry in table.iter_mut().skip(whole) {
-        let cluster = (*entry & OFFSET_MASK) >> tx.geometry.cluster_bits;
+        let cluster = cluster_of(tx, *entry);
         *entry = ALL_SET;
-        if cluster != 0 {
+        if let Some(cluster) = cluster {
             tx.unref_data(cluster, 1).await?;
         }
     }
     let Some(entry) = table.get_mut(index).filter(|entry| kept != 0 && **entry != ALL_SET) else {
         return Ok(());
     };
-    let offset = *entry & OFFSET_MASK;
+    let offset = HostOffset(*entry & OFFSET_MASK);
     let mut content = match offset {
-        0 => vec![0; tx.cluster_bytes()],
+        HostOffset(0) => vec![0; tx.cluster_bytes()],
         offset => tx.read_cluster(offset, "a bitmap").await?,
     };
     let left = (count - index as u64 * bits_per_cluster).min(bits_per_cluster);
@@ -303,8 +310,8 @@ async fn set_behind(
         content[bit / 8] |= 1 << (bit % 8);
     }
     let run = tx.write_new(&content, "a bitmap").await?;
-    *entry = run.start << tx.geometry.cluster_bits;
-    if offset != 0 {
+    *entry = (run.start << tx.geometry.cluster_bits).0;
+    if offset != HostOffset(0) {
         tx.unref_data(offset >> tx.geometry.cluster_bits, 1).await?;
     }
     Ok(())

@@ -14,18 +14,19 @@ mod streams;
 #[cfg(test)]
 mod tests;
 
+use std::mem::take;
 use std::ops::Range;
 
 use rustix::io::Errno;
 
 use ringdisk_ring::{IoBuf, Ring};
+use ringdisk_storage::Storage;
 
-use crate::image::Qcow2;
 use crate::info::CompressionType;
 use crate::limits::{READ_AHEAD_BYTES, RECENT_CLUSTERS_BYTES};
 use crate::limits::{RECENT_CLUSTERS_MAX, RECENT_CLUSTERS_MIN};
-use crate::run::ExtentKind;
 use crate::sync::{Arc, Mutex, lock};
+use crate::units::{GuestCluster, HostOffset};
 
 use clusters::{Clusters, Look, Ticket};
 use decode::stops_early;
@@ -38,17 +39,17 @@ pub use encode::compress;
 /// Where one compressed cluster lies, as its L2 entry says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Compressed {
-    host_offset: u64,
+    host_offset: HostOffset,
     host_len: u32,
 }
 
 impl Compressed {
-    pub(crate) fn new(host_offset: u64, host_len: u32) -> Compressed {
+    pub(crate) fn new(host_offset: HostOffset, host_len: u32) -> Compressed {
         Compressed { host_offset, host_len }
     }
 
-    /// Byte offset in the image file of the first compressed byte; not aligned.
-    pub fn host_offset(self) -> u64 {
+    /// The first compressed byte in the image file; not aligned.
+    pub fn host_offset(self) -> HostOffset {
         self.host_offset
     }
 
@@ -57,11 +58,24 @@ impl Compressed {
         self.host_len
     }
 
-    /// Byte offset in the image file behind the last compressed byte. The offset of a descriptor
-    /// has less than 62 bits.
-    pub(crate) fn host_end(self) -> u64 {
+    /// The first byte in the image file past the compressed data. The offset of a descriptor has
+    /// less than 62 bits.
+    pub(crate) fn host_end(self) -> HostOffset {
         self.host_offset.saturating_add(u64::from(self.host_len))
     }
+}
+
+/// A part of one compressed cluster, as a request reads it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Part {
+    /// Where the compressed data lies.
+    pub(crate) place: Compressed,
+    /// The guest cluster.
+    pub(crate) first: GuestCluster,
+    /// The last guest cluster that the same request is going to read.
+    pub(crate) last: GuestCluster,
+    /// First byte inside the cluster.
+    pub(crate) start: u64,
 }
 
 /// All that one image needs to read its compressed clusters.
@@ -90,43 +104,41 @@ impl Decompressor {
     /// To be called when host clusters that held compressed data are given up: after the grace
     /// period (no request that could still use the old mapping is in flight) and before anything
     /// else can be put there.
-    pub(crate) fn forget(&self, host: Range<u64>) {
+    pub(crate) fn forget(&self, host: Range<HostOffset>) {
         self.clusters.forget(&host);
     }
 
-    /// Reads a part of `cluster` into `buf`.
+    /// Reads a part of a cluster into `buf`.
     ///
-    /// * `offset`: first byte on the disk.
-    /// * `ahead`: bytes behind `buf` that the same request is going to read.
+    /// * `compressed_at`: the compressed cluster that a guest cluster is mapped to (`None`: it is
+    ///   not compressed), from what is cached. The outer `None` ends the loading ahead.
     ///
     /// Errors: `EINVAL` when the part does not lie in one cluster; `EIO` when the compressed data
-    /// is rubbish; what the storage says.
-    async fn read(
+    /// is damaged; those of the storage.
+    pub(crate) async fn read(
         &self,
         ring: &Ring,
-        image: &Qcow2,
-        cluster: Compressed,
-        offset: u64,
-        ahead: u64,
+        file: &Arc<Storage>,
+        part: Part,
         buf: &IoBuf,
+        compressed_at: impl Fn(GuestCluster) -> Option<Option<Compressed>>,
     ) -> Result<(), Errno> {
         let cluster_size = self.method.cluster_size;
-        let start = usize::try_from(image.geometry.in_cluster(offset)).map_err(|_| Errno::INVAL)?;
+        let start = usize::try_from(part.start).map_err(|_| Errno::INVAL)?;
         let end = start.checked_add(buf.len()).filter(|end| *end <= cluster_size);
         let end = end.ok_or(Errno::INVAL)?;
         if buf.is_empty() {
             return Ok(());
         }
-        let bits = image.geometry.cluster_bits;
-        let last = offset.saturating_add(buf.len() as u64 - 1).saturating_add(ahead);
-        let advice = lock(&self.streams).access(offset >> bits, last >> bits);
-        let part = advice.alone && stops_early(self.method.kind);
-        let need = if part { end } else { cluster_size };
-        let mut load = advice.load;
+        let advice = lock(&self.streams).access(part.first, part.last);
+        let is_part = advice.alone && stops_early(self.method.kind);
+        let need = if is_part { end } else { cluster_size };
+        // Once: a second round looks for this cluster only.
+        let mut ahead = advice.load;
         loop {
-            let (ticket, follower) = match self.clusters.look(cluster, need) {
+            let (ticket, follower) = match self.clusters.look(part.place, need) {
                 Look::Ready(data) => {
-                    self.load(ring, image, None, std::mem::take(&mut load));
+                    self.load(ring, file, None, take(&mut ahead), &compressed_at);
                     buf.copy_from_slice(0, data.get(start..end).ok_or(Errno::IO)?);
                     return Ok(());
                 }
@@ -136,14 +148,14 @@ impl Decompressor {
                     (Some(ticket), follower)
                 }
             };
-            self.load(ring, image, ticket, std::mem::take(&mut load));
+            self.load(ring, file, ticket, take(&mut ahead), &compressed_at);
             let Some(follower) = follower else { return Err(Errno::IO) };
             let data = match follower.await {
                 Some(Ok(data)) => data,
                 Some(Err(errno)) => return Err(errno),
                 None => continue,
             };
-            // Else the load that was waited for was for a smaller part.
+            // Otherwise the load that was waited for was for a smaller part.
             if let Some(part) = data.get(start..end) {
                 buf.copy_from_slice(0, part);
                 return Ok(());
@@ -151,62 +163,28 @@ impl Decompressor {
         }
     }
 
-    /// Starts the load of one cluster and of those in a range of clusters of the disk that are
-    /// compressed and not there.
+    /// Starts the load of one cluster, and of those in a range of guest clusters that are
+    /// compressed and not loaded yet.
     ///
     /// The descriptors are looked up while the caller's request still keeps host clusters from
     /// being used again; from then on [`Decompressor::forget`] knows of the loads.
-    fn load(&self, ring: &Ring, image: &Qcow2, first: Option<Ticket>, range: Range<u64>) {
+    fn load(
+        &self,
+        ring: &Ring,
+        file: &Arc<Storage>,
+        first: Option<Ticket>,
+        range: Range<GuestCluster>,
+        compressed_at: &impl Fn(GuestCluster) -> Option<Option<Compressed>>,
+    ) {
         let mut tickets = Vec::new();
         tickets.extend(first);
-        for cluster in range {
-            let offset = cluster << image.geometry.cluster_bits;
-            if offset >= image.geometry.virtual_size {
-                break;
-            }
-            let Ok(Some(extent)) = image.map_cached(offset, 1) else { break };
-            if let ExtentKind::Compressed(place) = extent.kind {
-                tickets.extend(self.clusters.begin(place));
-            }
+        for cluster in range.start.up_to(range.end) {
+            let Some(found) = compressed_at(cluster) else { break };
+            tickets.extend(found.and_then(|place| self.clusters.begin(place)));
         }
         if !tickets.is_empty() {
-            fetch::start(ring, &image.file, self.method, tickets);
+            fetch::start(ring, file, self.method, tickets);
         }
-    }
-}
-
-impl Qcow2 {
-    /// Reads a part of one compressed cluster. Takes locks for a short look at the clusters that
-    /// were decompressed last; decompression happens on helper threads.
-    ///
-    /// * `offset`: first byte on the disk.
-    /// * `buf`: is filled; must end inside the cluster.
-    ///
-    /// Errors: `EINVAL` when the part does not lie in the cluster, `EIO` when the compressed data
-    /// is rubbish, and what the storage reports.
-    pub async fn read_compressed(
-        &self,
-        ring: &Ring,
-        cluster: Compressed,
-        offset: u64,
-        buf: &IoBuf,
-    ) -> Result<(), Errno> {
-        self.read_compressed_of(ring, cluster, offset, buf, 0).await
-    }
-
-    /// As [`Qcow2::read_compressed`], for the first part of a longer request.
-    ///
-    /// * `ahead`: bytes behind `buf` that the same request is going to read; they are fetched
-    ///   together with this part.
-    pub async fn read_compressed_of(
-        &self,
-        ring: &Ring,
-        cluster: Compressed,
-        offset: u64,
-        buf: &IoBuf,
-        ahead: u64,
-    ) -> Result<(), Errno> {
-        self.decompressor.read(ring, self, cluster, offset, ahead, buf).await
     }
 }
 

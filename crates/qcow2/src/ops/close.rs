@@ -10,18 +10,10 @@ use rustix::io::Errno;
 
 use ringdisk_ring::Ring;
 
+use super::bitmaps::{self, Unsaved};
+use crate::engine::Qcow2;
 use crate::header::DIRTY;
-use crate::image::Qcow2;
-use crate::sync::{Ordering, lock};
-
-/// What becomes of a bitmap for whose bits there is no room, or whose old place cannot be read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Unsaved {
-    /// It is given up, with a warning: nobody can ask for another try.
-    Lost,
-    /// The close fails, and the bitmap goes on recording.
-    Refused,
-}
+use crate::sync::Ordering;
 
 impl Qcow2 {
     /// Ends the use of the image; to be called when no request runs any more. Later changes are
@@ -58,7 +50,7 @@ impl Qcow2 {
             return Ok(());
         }
         self.settle(ring).await?;
-        engine.recording.save(self, ring, unsaved).await?;
+        bitmaps::save(self, ring, unsaved).await?;
         // The image says from here on that its bitmaps are true. If the rest fails and the image
         // goes on, its next change is a first change again and marks them in use.
         engine.half_closed.store(true, Ordering::Release);
@@ -72,31 +64,6 @@ impl Qcow2 {
             .await?;
         }
         engine.half_closed.store(false, Ordering::Release);
-        Ok(())
-    }
-
-    /// Writes everything, frees what is to be freed, and writes the reference counts that follow
-    /// from that.
-    pub(crate) async fn settle(&self, ring: &Ring) -> Result<(), Errno> {
-        let engine = self.engine()?;
-        self.checkpoint_all(ring).await?;
-        // Nobody uses the image now, so what requests left behind is free, unless a write of a
-        // request that was dropped may still land there: that is leaked.
-        let abandoned = std::mem::take(&mut *lock(&engine.abandoned));
-        let is_safe = !engine.landings_lost.load(Ordering::Acquire);
-        let abandoned = if is_safe { abandoned } else { Vec::new() };
-        let mut freed = Vec::new();
-        for (start, count) in abandoned {
-            self.change_refcount(ring, start, count, false, &mut freed).await?;
-        }
-        self.release(ring, freed).await;
-        // One more round for what the first one freed, and one for its counts.
-        for _ in 0..3 {
-            if !engine.limbo.is_busy() && !self.space()?.is_dirty() {
-                break;
-            }
-            self.checkpoint_all(ring).await?;
-        }
         Ok(())
     }
 }

@@ -5,13 +5,14 @@
 //! stored there next.
 
 use super::sync::{AtomicU64, Mutex, Ordering, lock};
+use crate::units::HostCluster;
 
 /// Reference counts that are to go down by one: first host cluster and number of clusters.
-pub(crate) type Unlinked = Vec<(u64, u64)>;
+pub(crate) type Unlinked = Vec<(HostCluster, u64)>;
 
 /// The clusters on their way to being free.
 #[derive(Default)]
-pub(crate) struct Limbo {
+pub(crate) struct UnlinkedClusters {
     state: Mutex<State>,
     /// Whether anything is here; read without the lock.
     busy: AtomicU64,
@@ -25,10 +26,10 @@ struct State {
     durable: Vec<(u64, Unlinked)>,
 }
 
-impl Limbo {
+impl UnlinkedClusters {
     /// `count` references to clusters from `start` on, one each, are gone from the tables in
     /// memory. Called after the change of the table.
-    pub(crate) fn unlink(&self, start: u64, count: u64) {
+    pub(crate) fn unlink(&self, start: HostCluster, count: u64) {
         let mut state = lock(&self.state);
         match state.fresh.last_mut() {
             Some((last, length)) if *last + *length == start => *length += count,

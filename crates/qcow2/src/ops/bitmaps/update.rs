@@ -6,12 +6,13 @@
 
 use ringdisk_ring::{Errno, Ring};
 
-use super::directory::{self, Entry};
-use super::tables::{self, Place};
+use super::store;
+use crate::bitmaps::directory::{self, Entry};
+use crate::bitmaps::tables::Place;
+use crate::engine::Qcow2;
 use crate::error::Error;
 use crate::extensions::BitmapDirectory;
 use crate::header;
-use crate::image::Qcow2;
 use crate::refcounts::Run;
 use crate::sync::lock;
 
@@ -84,7 +85,7 @@ impl Update {
         let space = image.space()?;
         for run in runs {
             if space.first_metadata(run.start, run.count).is_some() {
-                let (file, first) = (image.file.name(), run.start);
+                let (file, first) = (image.file.name(), run.start.0);
                 tracing::warn!(file, first, "a bitmap lies on other metadata: check the image");
             } else {
                 self.old.push(run);
@@ -104,13 +105,13 @@ impl Update {
         let old = lock(&image.engine()?.header).bitmaps();
         if let Some(old) = old.filter(|_| bitmaps_are_valid(image) == Ok(true)) {
             let count = old.len.div_ceil(1 << bits);
-            self.old.push(Run { start: old.offset >> bits, count, zeroed: false });
+            self.old.push(Run::new(old.offset >> bits, count));
         }
         let directory = if entries.is_empty() {
             None
         } else {
             let bytes = directory::to_bytes(entries);
-            let offset = tables::write_clusters(image, ring, &bytes, &mut self.taken).await?;
+            let offset = store::write_clusters(image, ring, &bytes, &mut self.taken).await?;
             let count = u32::try_from(entries.len()).map_err(|_| Errno::FBIG)?;
             let len = bytes.len() as u64;
             image.space()?.mark_metadata(offset >> bits, len.div_ceil(1 << bits));
@@ -168,7 +169,7 @@ pub(crate) fn give_back(image: &Qcow2, taken: Vec<Run>) {
 /// made already.
 async fn give_up(image: &Qcow2, ring: &Ring, old: Vec<Run>) {
     let mut freed = Vec::new();
-    for cluster in old.iter().flat_map(|run| run.start..run.end()) {
+    for cluster in old.iter().flat_map(Run::clusters) {
         if image.space().is_ok_and(|space| space.is_contested(cluster)) {
             // It belongs to the entry for data that names it.
             continue;
@@ -180,7 +181,7 @@ async fn give_up(image: &Qcow2, ring: &Ring, old: Vec<Run>) {
             Err(errno) => Err(errno),
         };
         if let Err(errno) = done {
-            tracing::debug!(cluster, %errno, "a host cluster that is not used stays allocated");
+            tracing::debug!(%cluster, %errno, "a host cluster that is not used stays allocated");
         }
     }
     image.release(ring, freed).await;
