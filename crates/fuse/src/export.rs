@@ -30,7 +30,7 @@ mod options;
 
 pub(crate) use ladder::choose_transport;
 use ladder::{
-    first_mode, is_direct, lend, may_zero_copy, no_passthrough, queue_devices, refusal, ring_error,
+    first_mode, is_direct, lend, may_zero_copy, no_passthrough, queue_devices, refusal,
     why_no_zero_copy,
 };
 pub use options::{ExportOptions, Transport};
@@ -129,10 +129,11 @@ impl Export {
             false => None,
         };
         if rung.is_none() && options.zero_copy == ZeroCopy::On {
-            return Err(Error::new(ErrorKind::Unsupported, "zero-copy needs FUSE over io_uring")
-                .hint(
-                    "leave `--zero-copy on` away, or see `ringdisk mount --help` on --transport",
-                ));
+            return Err(Error::new(
+                ErrorKind::TransportMissing,
+                "zero-copy needs FUSE over io_uring",
+            )
+            .hint("leave `--zero-copy on` away, or see `ringdisk mount --help` on --transport"));
         }
         let mut devices = Some(devices);
         let mut turns = 0;
@@ -155,14 +156,17 @@ impl Export {
             };
             rung = mode.below();
             if options.zero_copy == ZeroCopy::On && mode == RingMode::ZeroCopy {
-                return Err(Error::new(ErrorKind::Unsupported, format!("no zero-copy: {why}"))
-                    .hint("use `--zero-copy auto`, which takes it where it works"));
+                return Err(Error::new(
+                    ErrorKind::TransportMissing,
+                    format!("no zero-copy: {why}"),
+                )
+                .hint("use `--zero-copy auto`, which takes it where it works"));
             }
             match rung {
                 Some(RingMode::Pools) => tracing::info!("no zero-copy: {why}"),
                 Some(_) => tracing::info!("no buffer pools: {why}"),
                 None if wanted == Transport::Uring => {
-                    return Err(Error::new(ErrorKind::Unsupported, why)
+                    return Err(Error::new(ErrorKind::TransportMissing, why)
                         .hint("use `--transport dev`, or `auto`, which takes what works"));
                 }
                 None => {
@@ -250,10 +254,10 @@ impl Export {
                 Ok(queue) => queues.push(queue),
                 // No lower mode of rings would go either.
                 Err(error) if with_rings => {
-                    let why = ring_error(error).to_string();
+                    let why = Error::of_ring(error).to_string();
                     return Ok(Started::RingsRefused(RingMode::Entries, why));
                 }
-                Err(error) => return Err(ring_error(error)),
+                Err(error) => return Err(Error::of_ring(error)),
             }
         }
         topology.warnings.extend(queues.iter().filter_map(|queue| queue.pin_error.clone()));

@@ -360,7 +360,7 @@ impl Keeper {
                 // Who uses it is found by its name as long as it has one.
                 self.in_use.tell(self.open_files());
                 if let Err(error) = self.mount.unmount(Unmount::Lazy) {
-                    tracing::warn!("{error}");
+                    tracing::warn!("{}", error.with_hint());
                 }
                 return false;
             }
@@ -373,7 +373,7 @@ impl Keeper {
         // it again and again. One that opens it after the look is served to its end, so the name
         // goes before the look that counts.
         if let Err(error) = self.mount.unmount(Unmount::Lazy) {
-            tracing::warn!("{error}");
+            tracing::warn!("{}", error.with_hint());
         }
         self.closes()
     }
@@ -549,7 +549,7 @@ impl Keeper {
         for how in [Unmount::Normal, Unmount::Lazy] {
             match self.mount.unmount(how) {
                 Ok(()) => return,
-                Err(error) if how == Unmount::Lazy => tracing::warn!("{error}"),
+                Err(error) if how == Unmount::Lazy => tracing::warn!("{}", error.with_hint()),
                 Err(_) => {}
             }
         }

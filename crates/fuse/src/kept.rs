@@ -286,7 +286,7 @@ pub(crate) fn devices(parked: &Parked) -> Result<Vec<Arc<OwnedFd>>, Error> {
 
 /// What somebody else has to keep.
 ///
-/// Errors: [`ErrorKind::Unsupported`] for a kernel that does not send requests again.
+/// Errors: [`ErrorKind::TransportMissing`] for a kernel that does not send requests again.
 pub(crate) fn park(
     mount: &Mount,
     devices: &[Arc<OwnedFd>],
@@ -300,7 +300,7 @@ pub(crate) fn park(
     let terms = Terms { mountpoint, connection, profile, negotiated, queues: devices.len() };
     if !terms.can_resend() {
         return Err(Error::new(
-            ErrorKind::Unsupported,
+            ErrorKind::TransportMissing,
             "this kernel cannot send unanswered requests to another process",
         )
         .hint("use Linux 6.9 or newer, or leave --keep-mount away"));

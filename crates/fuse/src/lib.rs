@@ -19,7 +19,6 @@
 
 pub mod abi;
 mod dev;
-mod error;
 pub mod export;
 pub mod file;
 mod idle;
@@ -33,10 +32,10 @@ pub mod request;
 mod serve;
 mod uring;
 
-pub use error::{Error, ErrorKind};
 pub use export::{Export, ExportOptions, StopHandle, Transport};
 pub use keeper::HaltReason;
 pub use placement::{Numa, Threads};
+pub use ringdisk_export::{Error, ErrorKind};
 pub use ringdisk_ring::stats::{Histogram, QueueStats, Stats};
 #[doc(hidden)]
 pub use uring::{Refuse, RingEntries, Stay};

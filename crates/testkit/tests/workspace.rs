@@ -9,11 +9,12 @@ use std::process::Command;
 use serde_json::Value;
 
 /// From left to right: a crate may use those before it, never those after it.
-const ORDER: [&str; 10] = [
+const ORDER: [&str; 11] = [
     "ringdisk-ring",
     "ringdisk-storage",
     "ringdisk-qcow2",
     "ringdisk-disk",
+    "ringdisk-export",
     "ringdisk-fuse",
     "ringdisk-guest",
     "ringdisk-vblk",

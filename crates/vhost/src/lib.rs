@@ -17,7 +17,6 @@ mod blk;
 mod closing;
 mod connection;
 mod device;
-mod error;
 pub mod export;
 pub mod protocol;
 pub mod session;
@@ -27,5 +26,5 @@ mod worker;
 
 pub use back_channel::BackChannel;
 pub use connection::{Connection, Received};
-pub use error::{Error, ErrorKind};
 pub use export::{Export, ExportOptions, Listen, StopHandle};
+pub use ringdisk_export::{Error, ErrorKind};

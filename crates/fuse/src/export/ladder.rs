@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use ringdisk_disk::Disk;
-use ringdisk_ring::{Errno, SetupError};
+use ringdisk_ring::Errno;
 
 use super::Transport;
 use crate::mount::{Mount, clone_device};
@@ -36,10 +36,10 @@ pub(super) fn why_no_zero_copy() -> Option<String> {
 
 /// The image file, for the kernel.
 ///
-/// Errors: [`ErrorKind::Unsupported`] with the reason.
+/// Errors: [`ErrorKind::TransportMissing`] with the reason.
 pub(super) fn lend(disk: &Disk) -> Result<OwnedFd, Error> {
     disk.lend().map_err(|error| {
-        Error::new(ErrorKind::Unsupported, format!("no passthrough: {error}"))
+        Error::new(ErrorKind::TransportMissing, format!("no passthrough: {error}"))
             .hint("leave `--passthrough` away")
     })
 }
@@ -47,11 +47,12 @@ pub(super) fn lend(disk: &Disk) -> Result<OwnedFd, Error> {
 pub(super) fn no_passthrough(errno: Errno) -> Error {
     let (kind, why) = match errno {
         Errno::PERM => (ErrorKind::PermissionDenied, "it is for root (CAP_SYS_ADMIN)"),
-        Errno::LOOP => {
-            (ErrorKind::Unsupported, "the image lies on a stacked file system (overlayfs, FUSE)")
-        }
+        Errno::LOOP => (
+            ErrorKind::TransportMissing,
+            "the image lies on a stacked file system (overlayfs, FUSE)",
+        ),
         Errno::NOSYS | Errno::OPNOTSUPP => (
-            ErrorKind::Unsupported,
+            ErrorKind::TransportMissing,
             "the kernel does not have it (Linux 6.9, CONFIG_FUSE_PASSTHROUGH)",
         ),
         _ => (ErrorKind::System, "the kernel does not take the image"),
@@ -81,7 +82,7 @@ pub(super) fn may_zero_copy(disk: &Disk, wanted: ZeroCopy) -> bool {
 
 /// Whether rings are to be tried, and if not why, with what would change that.
 ///
-/// Errors: [`ErrorKind::Unsupported`] when they were asked for and cannot be had.
+/// Errors: [`ErrorKind::TransportMissing`] when they were asked for and cannot be had.
 pub(crate) fn choose_transport(wanted: Transport) -> Result<(bool, Option<String>), Error> {
     let (what, hint) = match (wanted, is_enabled()) {
         (Transport::Dev, _) => return Ok((false, None)),
@@ -96,7 +97,7 @@ pub(crate) fn choose_transport(wanted: Transport) -> Result<(bool, Option<String
         ),
     };
     match wanted {
-        Transport::Uring => Err(Error::new(ErrorKind::Unsupported, what).hint(hint)),
+        Transport::Uring => Err(Error::new(ErrorKind::TransportMissing, what).hint(hint)),
         _ => Ok((false, Some(format!("{what}; {hint}")))),
     }
 }
@@ -109,16 +110,6 @@ pub(super) fn refusal(errno: Option<Errno>) -> String {
         Some(errno) => format!("the kernel refused a ring of this mount ({errno})"),
         None => String::from("the rings of this mount were not ready in time"),
     }
-}
-
-/// No ring can be made for a queue thread.
-pub(super) fn ring_error(error: SetupError) -> Error {
-    let kind = match error {
-        SetupError::Forbidden(_) => ErrorKind::RingForbidden,
-        SetupError::Missing(_) => ErrorKind::Unsupported,
-        SetupError::Limit(_) | SetupError::Other(_) => ErrorKind::System,
-    };
-    Error::new(kind, "the queues could not be started").source(error)
 }
 
 /// One descriptor for each queue: clones, or the first one shared where cloning is not allowed (a

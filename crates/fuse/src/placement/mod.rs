@@ -169,7 +169,7 @@ pub(crate) fn place_again(topology: &Topology, wishes: &Wishes, count: usize) ->
         let anywhere = Wishes { cpus: None, ..wishes };
         let mut placement = place(topology, &anywhere, false).unwrap_or_default();
         placement.threads.resize_with(count, ThreadPlace::default);
-        placement.warnings.push(format!("{error}; threads are on other CPUs"));
+        placement.warnings.push(format!("{}; threads are on other CPUs", error.with_hint()));
         placement
     })
 }

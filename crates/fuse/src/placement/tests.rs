@@ -201,7 +201,7 @@ fn a_list_of_which_nothing_is_left_is_refused_with_the_reason() {
         for rings in [true, false] {
             let wishes = wishes(Threads::Auto, list, Numa::Auto);
             let error = place(&machine.topology(), &wishes, rings).expect_err(list);
-            assert!(error.to_string().contains(words), "{list}: {error}");
+            assert!(error.with_hint().to_string().contains(words), "{list}: {error}");
             assert_eq!(error.kind(), ErrorKind::Usage);
         }
     }

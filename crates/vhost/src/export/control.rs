@@ -371,7 +371,10 @@ impl Host {
     }
 
     fn ends(&self, error: &Error) {
-        self.complain(Complaint::Connection, format_args!("the connection ends: {error}"));
+        self.complain(
+            Complaint::Connection,
+            format_args!("the connection ends: {}", error.with_hint()),
+        );
     }
 
     /// Whether a front end has done nothing with its connection while another one waits. Alone it

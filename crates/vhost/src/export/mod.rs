@@ -23,7 +23,7 @@ use std::time::Duration;
 
 use ringdisk_disk::{Disk, ImageOptions, SizeWatch};
 use ringdisk_ring::stats::Stats;
-use ringdisk_ring::{Ring, SetupError, Topology};
+use ringdisk_ring::{Ring, Topology};
 
 use crate::blk::config::Config;
 use crate::blk::features::{Offer, offered};
@@ -234,7 +234,7 @@ impl Export {
                 pins: pins.clone(),
                 restricted: options.restricted,
             });
-            let thread = thread.map_err(ring_error)?;
+            let thread = thread.map_err(Error::of_ring)?;
             notes.extend(thread.pin_error.clone());
             threads.push(thread);
         }
@@ -412,7 +412,7 @@ impl Drop for Export {
         if self.thread.is_some() {
             self.signals.stop();
             if let Err(error) = self.join() {
-                tracing::warn!("{error}");
+                tracing::warn!("{}", error.with_hint());
             }
         }
     }
@@ -422,13 +422,4 @@ fn stats_of(views: &Views) -> Stats {
     let views = home::locked(views).clone();
     let queues = views.iter().enumerate();
     Stats { queues: queues.map(|(index, q)| q.cells.snapshot(index, q.cpu, &q.ring)).collect() }
-}
-
-fn ring_error(error: SetupError) -> Error {
-    let kind = match error {
-        SetupError::Forbidden(_) => ErrorKind::RingForbidden,
-        SetupError::Missing(_) => ErrorKind::Unsupported,
-        SetupError::Limit(_) | SetupError::Other(_) => ErrorKind::System,
-    };
-    Error::new(kind, "the queue threads could not be started").source(error)
 }
