@@ -7,5 +7,10 @@
 #![forbid(unsafe_code)]
 
 mod error;
+mod options;
+mod placement;
+pub mod stats;
 
 pub use error::{Error, ErrorKind};
+pub use options::{Numa, THREADS_MAX, ThreadOptions, Threads};
+pub use placement::{OwnCpu, cpus_are, cpus_named, cpus_of_threads, usable_cpus};

@@ -23,7 +23,7 @@ use crate::uring::{
     Plan, PoolUses, Refused, RingMode, Rings, Starting, SwitchWatch, ZeroCopy, is_enabled,
 };
 use crate::{Error, ErrorKind};
-use ringdisk_ring::stats::{QueueView, Stats};
+use ringdisk_export::stats::{QueueView, Stats};
 
 mod ladder;
 mod options;
@@ -215,9 +215,9 @@ impl Export {
         let machine = Topology::read();
         let mut placement = match &resume {
             Some(parked) => {
-                placement::place_again(&machine, &options.wishes(), parked.terms.queues)
+                placement::place_again(&machine, &options.thread_options(), parked.terms.queues)
             }
-            None => placement::place(&machine, &options.wishes(), with_rings)?,
+            None => placement::place(&machine, &options.thread_options(), with_rings)?,
         };
         placement
             .try_nodes(machine.nodes.len(), |node| SharedMemory::mapped(1).prefer_node(0..1, node));
@@ -541,13 +541,13 @@ impl Export {
     /// Counters of all queues. Any thread, any time.
     #[must_use]
     pub fn stats(&self) -> Stats {
-        stats_of(&self.queues)
+        Stats::of(&self.queues)
     }
 
     /// Reads the counters later and from elsewhere.
     pub fn stats_reader(&self) -> impl Fn() -> Stats + Send + Sync + 'static {
         let queues = self.queues.clone();
-        move || stats_of(&queues)
+        move || Stats::of(&queues)
     }
 
     /// A handle that asks for a clean stop.
@@ -597,9 +597,4 @@ enum Started {
     RingsRefused(RingMode, String),
     /// The kernel's switch was turned while the mount began; nothing is mounted.
     SwitchTurned,
-}
-
-fn stats_of(queues: &[QueueView]) -> Stats {
-    let queues = queues.iter().enumerate();
-    Stats { queues: queues.map(|(index, q)| q.cells.snapshot(index, q.cpu, &q.ring)).collect() }
 }

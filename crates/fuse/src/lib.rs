@@ -34,9 +34,8 @@ mod uring;
 
 pub use export::{Export, ExportOptions, StopHandle, Transport};
 pub use keeper::HaltReason;
-pub use placement::{Numa, Threads};
-pub use ringdisk_export::{Error, ErrorKind};
-pub use ringdisk_ring::stats::{Histogram, QueueStats, Stats};
+pub use ringdisk_export::stats::{Histogram, QueueStats, Stats};
+pub use ringdisk_export::{Error, ErrorKind, Numa, ThreadOptions, Threads};
 #[doc(hidden)]
 pub use uring::{Refuse, RingEntries, Stay};
 pub use uring::{RingMode, ZeroCopy};

@@ -27,4 +27,4 @@ mod worker;
 pub use back_channel::BackChannel;
 pub use connection::{Connection, Received};
 pub use export::{Export, ExportOptions, Listen, StopHandle};
-pub use ringdisk_export::{Error, ErrorKind};
+pub use ringdisk_export::{Error, ErrorKind, Numa, Threads};

@@ -25,7 +25,7 @@ use ringdisk_testkit::model::{BaseRule, Cut, Request, Vm, VmOptions, ask, bits, 
 use ringdisk_testkit::mount::scratch;
 use ringdisk_testkit::process::until;
 use ringdisk_testkit::sim::Prng;
-use ringdisk_vhost::export::Threads;
+use ringdisk_vhost::Threads;
 use ringdisk_vhost::{Export, ExportOptions, Listen};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};

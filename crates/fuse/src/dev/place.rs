@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::policy::{Load, Mode, Policy, WINDOW_NS};
-use ringdisk_ring::stats::QueueCells;
+use ringdisk_export::stats::QueueCells;
 
 pub(super) const MESSAGE_UPDATE: u32 = 1;
 pub(super) const MESSAGE_LOOK_AGAIN: u32 = 2;

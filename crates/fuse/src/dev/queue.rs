@@ -22,7 +22,7 @@ use crate::idle::{IdleMemory, give_back};
 use crate::keeper::{EndReason, Event, EventSender};
 use crate::placement::{Buffers, ThreadPlace};
 use crate::uring::{MESSAGE_ENTRY, Rings, Starting, register, take_over};
-use ringdisk_ring::stats::{QueueCells, QueueView};
+use ringdisk_export::stats::{QueueCells, QueueView};
 
 use super::entry::serve_entry;
 use super::fetch::Fetch;

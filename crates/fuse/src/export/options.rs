@@ -5,10 +5,10 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use ringdisk_export::{Numa, ThreadOptions, Threads};
 use ringdisk_ring::CpuList;
 
 use crate::kept::Keep;
-use crate::placement::{Numa, Threads, Wishes};
 use crate::uring::{Refuse, RingMode, Stay, ZeroCopy};
 
 /// How requests travel between the kernel and us.
@@ -121,7 +121,7 @@ impl ExportOptions {
     }
 
     /// For the placement of the threads.
-    pub(super) fn wishes(&self) -> Wishes {
-        Wishes { threads: self.threads, cpus: self.cpus.clone(), numa: self.numa }
+    pub(super) fn thread_options(&self) -> ThreadOptions {
+        ThreadOptions { threads: self.threads, cpus: self.cpus.clone(), numa: self.numa }
     }
 }

@@ -2,15 +2,15 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use ringdisk_export::stats::QueueCells;
+use ringdisk_export::{Error, Numa, ThreadOptions, cpus_named};
 use ringdisk_ring::{CpuList, Errno, NodePages, Topology, pages_by_node};
 
-use super::{Numa, Placement, Wishes, place};
-use crate::Error;
+use super::{Placement, place};
 use crate::dev::entry_bytes;
 use crate::export::{QUEUE_DEPTH_DEFAULT, QUEUE_DEPTH_MAX, Transport, choose_transport};
 use crate::negotiate::Profile;
 use crate::uring::{Plan, RingMode};
-use ringdisk_ring::stats::QueueCells;
 
 /// Threads and queues of a mount.
 #[derive(Clone, Debug)]
@@ -96,25 +96,25 @@ pub(crate) struct Sizes<'a> {
     pub(crate) payload_bytes: usize,
 }
 
-/// What a mount with these wishes would get on a machine.
+/// What a mount with these options would get on a machine.
 ///
 /// * `transport`, `queue_depth`: as of a mount.
 ///
-/// Errors: those of a mount with such wishes.
+/// Errors: those of a mount with such options.
 pub fn preview(
     topology: &Topology,
-    wishes: &Wishes,
+    options: &ThreadOptions,
     transport: Transport,
     queue_depth: Option<u32>,
 ) -> Result<MountTopology, Error> {
     let (over_rings, reason) = choose_transport(transport)?;
-    let placement = place(topology, wishes, over_rings)?;
+    let placement = place(topology, options, over_rings)?;
     let payload_bytes = Profile::detect(false).transfer_bytes() as usize;
     let depth = queue_depth.map(|depth| depth.clamp(1, QUEUE_DEPTH_MAX) as usize);
     let plan = over_rings.then(|| Plan::new(&placement, depth, payload_bytes));
     let entries = depth.unwrap_or(QUEUE_DEPTH_DEFAULT as usize);
     let sizes = Sizes { entries, plan: plan.as_ref(), payload_bytes };
-    Ok(MountTopology { reason, ..describe(&placement, wishes.numa, sizes) })
+    Ok(MountTopology { reason, ..describe(&placement, options.numa, sizes) })
 }
 
 /// A placement with sizes, before anything runs.
@@ -169,7 +169,7 @@ impl MountTopology {
         let cpus: CpuList = self.threads.iter().flat_map(|thread| thread.asked.iter()).collect();
         let place = match cpus.is_empty() {
             true => String::from("not bound to a CPU"),
-            false => format!("on {}", super::name(&cpus)),
+            false => format!("on {}", cpus_named(&cpus)),
         };
         let nodes: CpuList = self.threads.iter().filter_map(|thread| thread.node).collect();
         let queues = match self.queues.len() {

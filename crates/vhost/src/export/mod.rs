@@ -22,7 +22,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use ringdisk_disk::{Disk, ImageOptions, SizeWatch};
-use ringdisk_ring::stats::Stats;
+use ringdisk_export::stats::Stats;
 use ringdisk_ring::{Ring, Topology};
 
 use crate::blk::config::Config;
@@ -36,9 +36,9 @@ use crate::{Error, ErrorKind};
 pub use crate::device::Health;
 pub use hand_over::HandedOver;
 pub use options::{
-    BLOCK_SIZE_MAX, BLOCK_SIZE_MIN, Connector, ExportOptions, Listen, Numa, OnError, Packed,
-    QUEUE_SIZE_MAX, QUEUES_MAX, SERIAL_BYTES_MAX, Second, THREADS_MAX, Threads, check_block_size,
-    check_serial, queues_default,
+    BLOCK_SIZE_MAX, BLOCK_SIZE_MIN, Connector, ExportOptions, Listen, OnError, Packed,
+    QUEUE_SIZE_MAX, QUEUES_MAX, SERIAL_BYTES_MAX, Second, check_block_size, check_serial,
+    queues_default,
 };
 pub use parcel::Parcel;
 
@@ -418,8 +418,9 @@ impl Drop for Export {
     }
 }
 
+/// The counters of all queue threads now.
 fn stats_of(views: &Views) -> Stats {
+    // A copy: reading takes longer than the lock may be held.
     let views = home::locked(views).clone();
-    let queues = views.iter().enumerate();
-    Stats { queues: queues.map(|(index, q)| q.cells.snapshot(index, q.cpu, &q.ring)).collect() }
+    Stats::of(&views)
 }

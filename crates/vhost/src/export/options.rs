@@ -9,6 +9,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use ringdisk_export::{Numa, THREADS_MAX, Threads};
 use ringdisk_ring::CpuList;
 
 use super::accel::AccelOptions;
@@ -18,8 +19,6 @@ use crate::{Error, ErrorKind};
 pub const QUEUES_MAX: u16 = 64;
 /// Largest virtqueue, descriptors: the most that QEMU takes for this device.
 pub const QUEUE_SIZE_MAX: u16 = 1024;
-/// Most queue threads: one for each virtqueue.
-pub const THREADS_MAX: u16 = QUEUES_MAX;
 /// Bytes of a serial number (virtio 1.3, 5.2.6: `VIRTIO_BLK_T_GET_ID`).
 pub const SERIAL_BYTES_MAX: usize = 20;
 /// Smallest block, bytes: the sector of the protocol (virtio 1.3, 5.2.4).
@@ -70,26 +69,6 @@ impl fmt::Debug for Connector {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Connector")
     }
-}
-
-/// How many queue threads serve.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Threads {
-    /// One for each virtqueue that is offered, at most as many as there are CPUs.
-    #[default]
-    Auto,
-    /// So many, 1..=[`THREADS_MAX`].
-    Count(u16),
-}
-
-/// Whether nodes matter.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Numa {
-    /// They do, where there are several.
-    #[default]
-    Auto,
-    /// They do not.
-    Off,
 }
 
 /// Whether packed virtqueues are offered.

@@ -22,9 +22,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ringdisk_disk::Disk;
+use ringdisk_export::stats::QueueCells;
 use ringdisk_guest::{Areas, Error, Log, Memory, View};
 use ringdisk_ring::Ring;
-use ringdisk_ring::stats::QueueCells;
 
 use crate::device::Device;
 

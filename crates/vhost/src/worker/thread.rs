@@ -13,7 +13,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ringdisk_disk::Disk;
-use ringdisk_ring::stats::{QueueCells, QueueView};
+use ringdisk_export::stats::{QueueCells, QueueView};
 use ringdisk_ring::{
     Config, Counters, CpuList, Remote, Runtime, SetupError, SpinPolicy, pin_to_cpus,
 };

@@ -8,9 +8,9 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Poll;
 
+use ringdisk_export::stats::QueueCells;
 use ringdisk_guest::inflight::InflightArea as Inflight;
 use ringdisk_guest::{Areas, Broken, Error, Layout, Log, Memory, Queue, QueueConfig, Token, View};
-use ringdisk_ring::stats::QueueCells;
 use ringdisk_ring::{Fd, Parker, Ring};
 
 use super::call::Call;
