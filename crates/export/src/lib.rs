@@ -6,11 +6,21 @@
 
 #![forbid(unsafe_code)]
 
+mod drain;
 mod error;
+mod halt;
 mod options;
+mod pending;
 mod placement;
 pub mod stats;
+mod thread;
+mod trial;
 
+pub use drain::{Admission, wait_drained};
 pub use error::{Error, ErrorKind};
+pub use halt::{HaltReason, close_disk};
 pub use options::{Numa, THREADS_MAX, ThreadOptions, Threads};
-pub use placement::{OwnCpu, cpus_are, cpus_named, cpus_of_threads, usable_cpus};
+pub use pending::{Gone, Pending};
+pub use placement::{OwnCpu, PlacementRule, ThreadPlaces, cpus_are, cpus_named, place_threads};
+pub use thread::{EndThread, QueueThread, QueueWork, Running, ThreadSetup, ask_all, stop_threads};
+pub use trial::{Measured, Pause, Trial, TrialRule, per_second};

@@ -71,18 +71,18 @@ impl ThreadOptions {
     ///
     /// * `auto`: what [`Threads::Auto`] stands for.
     /// * `most`: threads that can have work.
-    /// * `too_many`: the warning for a larger number that the user wrote.
-    pub fn count(
+    /// * `why_most`: why there are no more, for the warning.
+    pub(crate) fn count(
         &self,
         auto: usize,
         most: usize,
-        too_many: impl FnOnce(usize) -> String,
+        why_most: &str,
         warnings: &mut Vec<String>,
     ) -> usize {
         match self.threads {
             Threads::Auto => auto.clamp(1, most),
             Threads::Count(count) if count > most => {
-                warnings.push(too_many(count));
+                warnings.push(format!("{most} queue threads instead of {count}: {why_most}"));
                 most
             }
             Threads::Count(count) => count.max(1),
@@ -111,11 +111,9 @@ mod tests {
     fn more_threads_than_can_have_work_are_a_warning() {
         let asked = |threads| ThreadOptions { threads, ..ThreadOptions::default() };
         let mut warnings = Vec::new();
-        let mut count = |threads| {
-            asked(threads).count(9, 4, |count| format!("4 instead of {count}"), &mut warnings)
-        };
+        let mut count = |threads| asked(threads).count(9, 4, "one for each", &mut warnings);
         assert_eq!((count(Threads::Auto), count(Threads::Count(3))), (4, 3));
         assert_eq!(count(Threads::Count(5)), 4);
-        assert_eq!(warnings, ["4 instead of 5"]);
+        assert_eq!(warnings, ["4 queue threads instead of 5: one for each"]);
     }
 }

@@ -4,9 +4,11 @@
 //! not at hand can be tested. Control path, before an export starts. What the system refuses is a
 //! warning; only a list of CPUs of which none can be used is an error.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use ringdisk_ring::{CpuList, Topology};
 
-use crate::{Error, ErrorKind, Numa, ThreadOptions};
+use crate::{Error, ErrorKind, Numa, THREADS_MAX, ThreadOptions};
 
 /// When each of several queue threads has a CPU of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,7 +28,7 @@ pub enum OwnCpu {
 /// left out with a warning.
 ///
 /// Errors: [`ErrorKind::Usage`] when none of the named CPUs can be used.
-pub fn usable_cpus(
+fn usable_cpus(
     topology: &Topology,
     named: Option<&CpuList>,
     warnings: &mut Vec<String>,
@@ -65,41 +67,77 @@ fn why_left_out(topology: &Topology, named: &CpuList, usable: &CpuList) -> Vec<S
     reasons
 }
 
-/// The CPUs that each queue thread is bound to; an empty list: it runs where the scheduler wants.
+/// What a protocol wants of its queue threads.
+#[derive(Clone, Copy, Debug)]
+pub struct PlacementRule<'a> {
+    /// When a thread has a CPU of its own.
+    pub own: OwnCpu,
+    /// Threads that `auto` makes at most; never more than one for each CPU.
+    pub auto_max: usize,
+    /// Threads that can have work.
+    pub most: usize,
+    /// Why there are no more, for the warning.
+    pub why_most: &'a str,
+    /// Threads of this process that were placed by this rule before: the threads of the next export
+    /// go on behind them.
+    pub placed: Option<&'a AtomicUsize>,
+}
+
+/// Threads that serve any client, as many as CPUs, and placed by the scheduler.
+impl Default for PlacementRule<'_> {
+    fn default() -> Self {
+        PlacementRule {
+            own: OwnCpu::WhereNamed,
+            auto_max: THREADS_MAX,
+            most: THREADS_MAX,
+            why_most: "the most there can be",
+            placed: None,
+        }
+    }
+}
+
+/// Where the queue threads of an export run.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ThreadPlaces {
+    /// CPUs of each thread; an empty list: it runs where the scheduler wants.
+    pub threads: Vec<CpuList>,
+    /// CPUs that queue threads may be on.
+    pub usable: CpuList,
+}
+
+/// Places the queue threads of an export.
 ///
 /// A single thread is bound to the CPUs that the user named, if there are any. Several threads are
 /// spread over the nodes, and each has a CPU or a node as [`OwnCpu`] says; where there are more
 /// threads than CPUs they share them.
 ///
-/// * `usable`: as [`usable_cpus`] gives them.
-/// * `first`: number of the first thread among all threads of this process that are placed so: the
-///   threads of the next export go on behind those of the one before.
-pub fn cpus_of_threads(
+/// Errors: [`ErrorKind::Usage`] for a list of CPUs of which none can be used.
+pub fn place_threads(
     topology: &Topology,
     options: &ThreadOptions,
-    usable: &CpuList,
-    own: OwnCpu,
-    first: usize,
-    count: usize,
-) -> Vec<CpuList> {
+    rule: &PlacementRule<'_>,
+    warnings: &mut Vec<String>,
+) -> Result<ThreadPlaces, Error> {
+    let usable = usable_cpus(topology, options.cpus.as_ref(), warnings)?;
+    let count = options.count(usable.len().min(rule.auto_max), rule.most, rule.why_most, warnings);
+    let first = rule.placed.map_or(0, |placed| placed.fetch_add(count, Ordering::Relaxed));
     let is_named = options.cpus.is_some();
-    if count == 1 {
-        return vec![if is_named { usable.clone() } else { CpuList::default() }];
-    }
-    let has_own = is_named || own == OwnCpu::Always;
+    let has_own = is_named || rule.own == OwnCpu::Always;
     let has_node = options.numa == Numa::Auto && topology.nodes.len() > 1;
-    if !has_own && !has_node {
-        return vec![CpuList::default(); count];
-    }
-    let order: Vec<usize> = match options.numa {
-        Numa::Auto => topology.spread(usable),
-        Numa::Off => usable.iter().collect(),
+    let threads = if count == 1 {
+        vec![if is_named { usable.clone() } else { CpuList::default() }]
+    } else if has_own || has_node {
+        let order: Vec<usize> = match options.numa {
+            Numa::Auto => topology.spread(&usable),
+            Numa::Off => usable.iter().collect(),
+        };
+        let near = |cpu| usable.filter(|other| topology.node_of(other) == topology.node_of(cpu));
+        let cpus = (first..first + count).map(|number| order[number % order.len()]);
+        cpus.map(|cpu| if has_own { [cpu].into_iter().collect() } else { near(cpu) }).collect()
+    } else {
+        vec![CpuList::default(); count]
     };
-    let near = |cpu| usable.filter(|other| topology.node_of(other) == topology.node_of(cpu));
-    (first..first + count)
-        .map(|number| order[number % order.len()])
-        .map(|cpu| if has_own { [cpu].into_iter().collect() } else { near(cpu) })
-        .collect()
+    Ok(ThreadPlaces { threads, usable })
 }
 
 /// `CPU 3`, `CPUs 3-4`.

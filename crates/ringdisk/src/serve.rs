@@ -12,7 +12,7 @@ use ringdisk_disk::Disk;
 use ringdisk_export::{Numa, ThreadOptions};
 use ringdisk_fuse::kept::{Keep, Parked, refuse};
 use ringdisk_fuse::mount::Remover;
-use ringdisk_fuse::placement::{MountTopology, preview};
+use ringdisk_fuse::topology::{MountTopology, preview};
 use ringdisk_fuse::{
     Export, ExportOptions, HaltReason, RingMode, Stats, Stay, StopHandle, Transport, ZeroCopy,
 };
@@ -225,9 +225,9 @@ fn halted(reason: &HaltReason) -> Failure {
             Exit::Storage
         }
         HaltReason::Forced(_) | HaltReason::StillInUse(..) | HaltReason::Aborted(_) => Exit::Forced,
-        HaltReason::Device(_)
-        | HaltReason::Reply(_)
-        | HaltReason::Protocol(_)
+        HaltReason::Device(..)
+        | HaltReason::Reply(..)
+        | HaltReason::Protocol(..)
         | HaltReason::Panicked => Exit::Halted,
     };
     Failure::new(exit, reason.to_string())
@@ -280,7 +280,7 @@ mod tests {
     fn storage_and_transport_have_codes_of_their_own() {
         let timeout = halted(&HaltReason::Timeout(Duration::from_secs(5)));
         assert_eq!(timeout.exit, Exit::Storage);
-        let device = halted(&HaltReason::Device(ringdisk_ring::Errno::IO));
+        let device = halted(&HaltReason::Device("the FUSE device", ringdisk_ring::Errno::IO));
         assert_eq!(device.exit, Exit::Halted);
         assert!(device.message().contains("FUSE device"));
     }

@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 
 use ringdisk_export::Numa;
 use ringdisk_fuse::RingMode;
-use ringdisk_fuse::placement::{MountTopology, Seen, ThreadTopology};
+use ringdisk_fuse::topology::{MountTopology, Seen, ThreadTopology};
 use ringdisk_ring::{CpuList, NodePages, Topology};
 use serde_json::{Map, Value, json};
 
@@ -72,7 +72,7 @@ fn machine_json(machine: &Topology) -> Value {
 }
 
 fn mount_json(mount: &MountTopology) -> Value {
-    let queue = |queue: &ringdisk_fuse::placement::QueueTopology| {
+    let queue = |queue: &ringdisk_fuse::topology::QueueTopology| {
         json!({
             "queue": queue.number,
             "cpu": queue.cpu,
@@ -236,7 +236,7 @@ mod tests {
 
     use ringdisk_export::{ThreadOptions, Threads};
     use ringdisk_fuse::Transport;
-    use ringdisk_fuse::placement::preview;
+    use ringdisk_fuse::topology::preview;
     use ringdisk_ring::Errno;
     use ringdisk_testkit::machine::Machine;
 

@@ -108,7 +108,7 @@ fn content(sector: u64) -> Vec<u8> {
 }
 
 fn start(disk: Arc<Disk>, threads: u16) -> Served {
-    serve(disk, |options| options.threads = Threads::Count(threads))
+    serve(disk, |options| options.threads = Threads::Count(threads.into()))
 }
 
 impl World {
@@ -475,7 +475,7 @@ impl World {
         }
         let options = ExportOptions {
             queues: 8,
-            threads: Threads::Count(self.threads),
+            threads: Threads::Count(self.threads.into()),
             serial: String::from("model"),
             ..ExportOptions::new(Listen::Connect(served.path.clone()))
         };

@@ -1,10 +1,12 @@
 //! Queue threads on machines that are not at hand.
 
+use std::sync::atomic::AtomicUsize;
+
 use ringdisk_ring::{CpuList, Topology};
 use ringdisk_testkit::machine::Machine;
 
-use super::{OwnCpu, cpus_of_threads, usable_cpus};
-use crate::{Error, ErrorKind, Numa, ThreadOptions};
+use super::{OwnCpu, PlacementRule, place_threads, usable_cpus};
+use crate::{Error, ErrorKind, Numa, THREADS_MAX, ThreadOptions, Threads};
 
 fn cpus(text: &str) -> CpuList {
     CpuList::of_kernel(text)
@@ -21,22 +23,27 @@ fn usable(topology: &Topology, named: &str) -> Result<(String, Vec<String>), Err
     Ok((usable.to_string(), warnings))
 }
 
-fn placed(topology: &Topology, named: Option<&str>, own: OwnCpu, count: usize) -> Vec<String> {
-    let options = ThreadOptions { cpus: named.map(cpus), ..ThreadOptions::default() };
-    placed_after(topology, &options, own, 0, count)
-}
-
+/// Places some threads, after so many of other exports.
 fn placed_after(
     topology: &Topology,
     options: &ThreadOptions,
     own: OwnCpu,
-    first: usize,
-    count: usize,
+    before: usize,
 ) -> Vec<String> {
-    let named = options.cpus.as_ref();
-    let usable = usable_cpus(topology, named, &mut Vec::new()).expect("CPUs");
-    let places = cpus_of_threads(topology, options, &usable, own, first, count);
-    places.iter().map(ToString::to_string).collect()
+    let before = AtomicUsize::new(before);
+    let (most, placed) = (THREADS_MAX, Some(&before));
+    let rule = PlacementRule { own, auto_max: most, most, why_most: "the most", placed };
+    let places = place_threads(topology, options, &rule, &mut Vec::new()).expect("CPUs");
+    places.threads.iter().map(ToString::to_string).collect()
+}
+
+fn options(named: Option<&str>, count: usize) -> ThreadOptions {
+    let threads = Threads::Count(count);
+    ThreadOptions { threads, cpus: named.map(cpus), ..ThreadOptions::default() }
+}
+
+fn placed(topology: &Topology, named: Option<&str>, own: OwnCpu, count: usize) -> Vec<String> {
+    placed_after(topology, &options(named, count), own, 0)
 }
 
 #[test]
@@ -93,14 +100,13 @@ fn several_threads_have_a_cpu_each_or_a_node_each() {
 fn on_one_node_and_without_nodes_the_scheduler_chooses() {
     let (one, two) = (Machine::even(4, 1).topology(), Machine::even(4, 2).topology());
     assert_eq!(placed(&one, None, OwnCpu::WhereNamed, 2), ["none", "none"]);
-    let off = ThreadOptions { numa: Numa::Off, ..ThreadOptions::default() };
-    assert_eq!(placed_after(&two, &off, OwnCpu::WhereNamed, 0, 2), ["none", "none"]);
-    assert_eq!(placed_after(&two, &off, OwnCpu::Always, 0, 3), ["0", "1", "2"]);
+    let off = |count| ThreadOptions { numa: Numa::Off, ..options(None, count) };
+    assert_eq!(placed_after(&two, &off(2), OwnCpu::WhereNamed, 0), ["none", "none"]);
+    assert_eq!(placed_after(&two, &off(3), OwnCpu::Always, 0), ["0", "1", "2"]);
 }
 
 #[test]
 fn the_threads_of_the_next_export_go_on_behind_those_before() {
     let machine = Machine::even(8, 2).topology();
-    let options = ThreadOptions::default();
-    assert_eq!(placed_after(&machine, &options, OwnCpu::WhereNamed, 3, 2), ["4-7", "0-3"]);
+    assert_eq!(placed_after(&machine, &options(None, 2), OwnCpu::WhereNamed, 3), ["4-7", "0-3"]);
 }

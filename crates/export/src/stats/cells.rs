@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Instant;
 
 use ringdisk_ring::{Counters, CountersSnapshot, Remote};
 
@@ -88,10 +89,16 @@ impl QueueCells {
         self.latency.add(nanos);
     }
 
-    /// As [`QueueCells::end`], of a request that waited meanwhile: the thread did something else,
+    /// As [`QueueCells::end`], of a request that was fetched at this moment.
+    pub fn end_since(&self, begun: Instant) {
+        self.end(u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX));
+    }
+
+    /// As [`QueueCells::end_since`], of a request that waited meanwhile: the thread did something else,
     /// or slept. One that is served in one go never does, however slow the CPU is, or busy with
     /// others.
-    pub fn end_waited(&self, nanos: u64) {
+    pub fn end_waited_since(&self, begun: Instant) {
+        let nanos = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.end(nanos);
         self.waited_ns.add(nanos);
     }

@@ -9,31 +9,8 @@ use ringdisk_export::{Numa, ThreadOptions, Threads};
 use ringdisk_ring::CpuList;
 
 use crate::kept::Keep;
+use crate::transport::Transport;
 use crate::uring::{Refuse, RingMode, Stay, ZeroCopy};
-
-/// How requests travel between the kernel and us.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Transport {
-    /// The best that the kernel offers.
-    #[default]
-    Auto,
-    /// `/dev/fuse`.
-    Dev,
-    /// FUSE over io_uring (Linux 6.14, with the module parameter `enable_uring`).
-    Uring,
-}
-
-impl Transport {
-    /// As users write it.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Transport::Auto => "auto",
-            Transport::Dev => "dev",
-            Transport::Uring => "uring",
-        }
-    }
-}
 
 /// How to serve a disk as a file.
 #[derive(Clone, Debug)]

@@ -17,7 +17,7 @@ use rustix::mount::{
 
 use super::table::{FSTYPE, SUBTYPE};
 use super::{MountOptions, owner};
-use crate::error::{Error, ErrorKind};
+use crate::{Error, ErrorKind};
 
 /// Type bits of a regular file, in octal as the option wants it; the permissions come with the
 /// first GETATTR.

@@ -19,8 +19,8 @@ use rustix::io::Errno;
 use rustix::mount::UnmountFlags;
 use rustix::process::{getegid, geteuid};
 
-use crate::error::{Error, ErrorKind};
 use crate::reply::notify_inval_inode;
+use crate::{Error, ErrorKind};
 
 mod abort;
 pub mod device;

@@ -12,16 +12,14 @@
 //! cannot be sent to a node: threads are bound, and their buffers are on their node. What cannot be
 //! had is a warning, with the one exception of a list of CPUs of which none can be used.
 
-mod describe;
 mod queues;
 
 use ringdisk_export::{
-    Error, Numa, OwnCpu, THREADS_MAX, ThreadOptions, Threads, cpus_of_threads, usable_cpus,
+    Error, Numa, OwnCpu, PlacementRule, THREADS_MAX, ThreadOptions, ThreadPlaces, Threads,
+    place_threads,
 };
 use ringdisk_ring::{CpuList, Errno, Topology};
 
-pub(crate) use describe::{Buffers, Live, Sizes, describe, watch};
-pub use describe::{MountTopology, QueueTopology, Seen, ThreadTopology, preview};
 pub(crate) use queues::QueuePlace;
 
 /// Threads that `auto` makes at most over `/dev/fuse`: more readers of one shared input queue only
@@ -93,13 +91,14 @@ pub(crate) fn place(
     over_rings: bool,
 ) -> Result<Placement, Error> {
     let mut placement = Placement::default();
-    let warnings = &mut placement.warnings;
-    let usable = usable_cpus(topology, options.cpus.as_ref(), warnings)?;
-    let auto = usable.len().min(if over_rings { THREADS_MAX } else { THREADS_AUTO_MAX_DEV });
-    let too_many =
-        |count| format!("{THREADS_MAX} threads instead of {count}, which is the most there can be");
-    let count = options.count(auto, THREADS_MAX, too_many, warnings);
-    let cpus = cpus_of_threads(topology, options, &usable, OwnCpu::Always, 0, count);
+    let rule = PlacementRule {
+        own: OwnCpu::Always,
+        auto_max: if over_rings { THREADS_MAX } else { THREADS_AUTO_MAX_DEV },
+        ..PlacementRule::default()
+    };
+    let ThreadPlaces { threads, usable } =
+        place_threads(topology, options, &rule, &mut placement.warnings)?;
+    let count = threads.len();
     let thread = |cpus: CpuList| {
         let node = topology.node_of_all(if cpus.is_empty() { &usable } else { &cpus });
         let may_bind = options.numa == Numa::Auto && !topology.has_memory_policy;
@@ -109,7 +108,7 @@ pub(crate) fn place(
         let away = roam.filter(|cpu| !cpus.contains(cpu));
         ThreadPlace { cpus, roam, away, node, memory_node }
     };
-    placement.threads = cpus.into_iter().map(thread).collect();
+    placement.threads = threads.into_iter().map(thread).collect();
     if options.numa == Numa::Auto {
         placement.remarks.extend(about_memory(topology, &placement.threads));
     }

@@ -3,7 +3,8 @@
 use ringdisk_ring::{CpuList, Errno};
 use ringdisk_testkit::machine::Machine;
 
-use super::{MountTopology, Placement, Sizes, describe, place};
+use super::{Placement, place};
+use crate::topology::{MountTopology, Sizes, describe};
 use crate::uring::Plan;
 use ringdisk_export::{ErrorKind, Numa, ThreadOptions, Threads};
 
@@ -15,7 +16,7 @@ fn options(threads: Threads, cpus: &str, numa: Numa) -> ThreadOptions {
 }
 
 fn over_rings(machine: &Machine, options: &ThreadOptions) -> Placement {
-    place(&machine.topology(), wishes, true).expect("a placement")
+    place(&machine.topology(), options, true).expect("a placement")
 }
 
 fn auto(machine: &Machine) -> Placement {
@@ -230,7 +231,7 @@ fn more_threads_than_queues_are_told() {
     assert_eq!(placement.warnings, ["5 threads for 2 queues of the kernel: 3 of them serve none"]);
     let over = over_rings(&Machine::even(2, 1), &options(Threads::Count(65), "", Numa::Auto));
     assert_eq!(over.threads.len(), 64);
-    assert!(over.warnings[0].contains("64 threads instead of 65"), "{over:?}");
+    assert!(over.warnings[0].contains("64 queue threads instead of 65"), "{over:?}");
 }
 
 #[test]

@@ -13,6 +13,7 @@ use ringdisk_export::{Numa, THREADS_MAX, Threads};
 use ringdisk_ring::CpuList;
 
 use super::accel::AccelOptions;
+use crate::device::OnError;
 use crate::{Error, ErrorKind};
 
 /// Most virtqueues of a disk.
@@ -81,16 +82,6 @@ pub enum Packed {
     On,
     /// They are not.
     Off,
-}
-
-/// What an I/O error of the image does, beside the answer that the guest gets.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum OnError {
-    /// It is counted and told; requests go on.
-    #[default]
-    Report,
-    /// It also ends the export.
-    Stop,
 }
 
 /// What happens to a front end that comes while another one is served.

@@ -1,12 +1,12 @@
 //! How many queue threads a disk has, and the CPUs of each.
 //!
-//! Promises: a thread has a CPU of its own only where the user named CPUs ([`OwnCpu`]); the threads
+//! Promises: a thread has a CPU of its own only where the user named CPUs ([`ringdisk_export::OwnCpu`]); the threads
 //! of the next disk of this process go on behind those of the one before.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::AtomicUsize;
 
-use ringdisk_export::{OwnCpu, ThreadOptions, cpus_of_threads, usable_cpus};
-use ringdisk_ring::{CpuList, Topology};
+use ringdisk_export::{PlacementRule, ThreadOptions, ThreadPlaces, place_threads};
+use ringdisk_ring::Topology;
 
 use super::options::ExportOptions;
 use crate::Error;
@@ -14,8 +14,7 @@ use crate::Error;
 /// Threads that have been placed in this process.
 pub(super) static PLACED: AtomicUsize = AtomicUsize::new(0);
 
-/// The CPUs of each queue thread, an empty list: where the scheduler wants; and all CPUs that queue
-/// threads may be on.
+/// Places the queue threads of a disk.
 ///
 /// * `placed`: threads of other disks, to which these are added.
 ///
@@ -25,18 +24,18 @@ pub(super) fn place(
     options: &ExportOptions,
     placed: &AtomicUsize,
     notes: &mut Vec<String>,
-) -> Result<(Vec<CpuList>, CpuList), Error> {
+) -> Result<ThreadPlaces, Error> {
     let ExportOptions { threads, cpus, numa, .. } = options;
     let wanted = ThreadOptions { threads: *threads, cpus: cpus.clone(), numa: *numa };
-    let usable = usable_cpus(topology, wanted.cpus.as_ref(), notes)?;
     let queues = usize::from(options.queues);
-    let too_many =
-        |count| format!("{queues} queue threads instead of {count}: one for each virtqueue");
-    let count = wanted.count(usable.len(), queues, too_many, notes);
-    let first = placed.fetch_add(count, Ordering::Relaxed);
-    let own = OwnCpu::WhereNamed;
-    let places = cpus_of_threads(topology, &wanted, &usable, own, first, count);
-    Ok((places, usable))
+    let rule = PlacementRule {
+        auto_max: queues,
+        most: queues,
+        why_most: "one for each virtqueue",
+        placed: Some(placed),
+        ..PlacementRule::default()
+    };
+    place_threads(topology, &wanted, &rule, notes)
 }
 
 #[cfg(test)]
@@ -44,7 +43,7 @@ mod tests {
     use std::path::PathBuf;
 
     use ringdisk_export::{Numa, Threads};
-    use ringdisk_ring::Node;
+    use ringdisk_ring::{CpuList, Node};
 
     use super::super::options::Listen;
     use super::*;
@@ -76,7 +75,7 @@ mod tests {
     fn placed<const N: usize>(topology: &Topology, disks: [ExportOptions; N]) -> Vec<String> {
         let before = AtomicUsize::new(0);
         let places = disks.iter().flat_map(|options| {
-            place(topology, options, &before, &mut Vec::new()).expect("places").0
+            place(topology, options, &before, &mut Vec::new()).expect("places").threads
         });
         places.map(|cpus| cpus.to_string()).collect()
     }
@@ -115,9 +114,9 @@ mod tests {
     fn cpus_that_cannot_be_used_are_left_out_or_refused() {
         let mut notes = Vec::new();
         let some = options(2, Some("3-9"));
-        let (places, usable) =
-            place(&topology(1), &some, &AtomicUsize::new(0), &mut notes).expect("places");
-        assert_eq!((places, usable), (vec![cpus("3")], cpus("3")));
+        let places = place(&topology(1), &some, &AtomicUsize::new(0), &mut notes);
+        let ThreadPlaces { threads, usable } = places.expect("places");
+        assert_eq!((threads, usable), (vec![cpus("3")], cpus("3")));
         let left_out = "--cpus 3-9: left out: this machine has no CPUs 4-9 (its CPUs are 0-3)";
         assert_eq!(notes, [left_out]);
         let none = options(2, Some("8-9"));

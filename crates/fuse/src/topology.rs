@@ -1,15 +1,16 @@
 //! A placement for people: what a mount would get, and what a mount that serves has got.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use ringdisk_export::stats::QueueCells;
 use ringdisk_export::{Error, Numa, ThreadOptions, cpus_named};
 use ringdisk_ring::{CpuList, Errno, NodePages, Topology, pages_by_node};
 
-use super::{Placement, place};
 use crate::dev::entry_bytes;
-use crate::export::{QUEUE_DEPTH_DEFAULT, QUEUE_DEPTH_MAX, Transport, choose_transport};
 use crate::negotiate::Profile;
+use crate::placement::{Placement, ThreadPlace, place};
+use crate::queue::{Buffers, QUEUE_DEPTH_DEFAULT, QUEUE_DEPTH_MAX};
+use crate::transport::{Transport, choose_transport};
 use crate::uring::{Plan, RingMode};
 
 /// Threads and queues of a mount.
@@ -128,7 +129,7 @@ pub(crate) fn describe(placement: &Placement, numa: Numa, sizes: Sizes<'_>) -> M
         entries: plans[number].entries,
     };
     let queues: Vec<QueueTopology> = (0..plans.len()).map(queue).collect();
-    let thread = |(number, thread): (usize, &super::ThreadPlace)| {
+    let thread = |(number, thread): (usize, &ThreadPlace)| {
         let own = || queues.iter().filter(|queue| queue.thread == number);
         ThreadTopology {
             number,
@@ -180,21 +181,6 @@ impl MountTopology {
         // The headers are next to nothing beside the payloads.
         let mib = (self.memory_bytes_max + (1 << 19)) >> 20;
         format!("{threads} {place} (node {nodes}), {queues}, {entries} entries: at most {mib} MiB")
-    }
-}
-
-/// Addresses and bytes of the buffers of a thread, which it adds itself.
-#[derive(Debug, Default)]
-pub(crate) struct Buffers(Mutex<Vec<(usize, usize)>>);
-
-impl Buffers {
-    /// Any thread, once for each buffer.
-    pub(crate) fn add(&self, start: usize, len_bytes: usize) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push((start, len_bytes));
-    }
-
-    fn all(&self) -> Vec<(usize, usize)> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 

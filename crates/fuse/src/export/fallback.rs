@@ -1,5 +1,7 @@
-//! What a mount takes of what the kernel and the image offer, and why not more: transport, modes of
-//! rings, passthrough, descriptors.
+//! What a mount takes of what the kernel and the image offer, and why not more: modes of rings,
+//! passthrough, descriptors.
+//!
+//! Promises: whatever is refused has a reason that a user understands. Control path.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -7,9 +9,8 @@ use std::sync::Arc;
 use ringdisk_disk::Disk;
 use ringdisk_ring::Errno;
 
-use super::Transport;
 use crate::mount::{Mount, clone_device};
-use crate::uring::{RingMode, ZeroCopy, is_enabled};
+use crate::uring::{RingMode, ZeroCopy};
 use crate::{Error, ErrorKind};
 
 /// The highest mode to try.
@@ -78,28 +79,6 @@ pub(super) fn may_zero_copy(disk: &Disk, wanted: ZeroCopy) -> bool {
         );
     }
     takes || wanted == ZeroCopy::On
-}
-
-/// Whether rings are to be tried, and if not why, with what would change that.
-///
-/// Errors: [`ErrorKind::TransportMissing`] when they were asked for and cannot be had.
-pub(crate) fn choose_transport(wanted: Transport) -> Result<(bool, Option<String>), Error> {
-    let (what, hint) = match (wanted, is_enabled()) {
-        (Transport::Dev, _) => return Ok((false, None)),
-        (_, Some(true)) => return Ok((true, None)),
-        (_, Some(false)) => (
-            "FUSE over io_uring is switched off",
-            "`echo Y > /sys/module/fuse/parameters/enable_uring` (as root) switches it on",
-        ),
-        (_, None) => (
-            "this kernel has no FUSE over io_uring",
-            "Linux 6.14 or newer with CONFIG_FUSE_IO_URING has it",
-        ),
-    };
-    match wanted {
-        Transport::Uring => Err(Error::new(ErrorKind::TransportMissing, what).hint(hint)),
-        _ => Ok((false, Some(format!("{what}; {hint}")))),
-    }
 }
 
 /// Why rings cannot be had.
