@@ -15,6 +15,7 @@ use std::os::unix::process::parent_id;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use ringdisk_messages::Wait;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{
@@ -296,13 +297,7 @@ impl Notify {
                 sent => return Ok(sent.map(|_| ())?),
             }
         }
-        // One descriptor at a time: each has a name of its own.
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        if !descriptors.is_empty() && !control.push(SendAncillaryMessage::ScmRights(descriptors)) {
-            return Err(Errno::TOOBIG.into());
-        }
-        sendmsg_addr(socket, address, &pieces, &mut control, SendFlags::NOSIGNAL)?;
+        ringdisk_messages::send_to(socket, address, &pieces, descriptors, Wait::Never)?;
         Ok(())
     }
 }

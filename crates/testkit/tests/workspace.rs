@@ -9,7 +9,8 @@ use std::process::Command;
 use serde_json::Value;
 
 /// From left to right: a crate may use those before it, never those after it.
-const ORDER: [&str; 10] = [
+const ORDER: [&str; 12] = [
+    "ringdisk-messages",
     "ringdisk-ring",
     "ringdisk-storage",
     "ringdisk-qcow2",
@@ -19,6 +20,7 @@ const ORDER: [&str; 10] = [
     "ringdisk-vblk",
     "ringdisk-vhost",
     "ringdisk-sandbox",
+    "ringdisk-daemon",
     "ringdisk",
 ];
 /// May be used by tests only, and may use all of them.

@@ -9,7 +9,6 @@
 
 use std::fs;
 use std::io::{self, IoSlice, Read, Write};
-use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixStream;
@@ -19,10 +18,10 @@ use std::time::{Duration, Instant};
 use ringdisk_disk::Progress;
 use ringdisk_fuse::mount::table::MountEntry;
 use ringdisk_fuse::mount::{mountpoint, table};
+use ringdisk_messages::Wait;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::retry_on_intr;
 use rustix::net::sockopt::socket_peercred;
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use rustix::process::{PidfdFlags, pidfd_open};
 use serde_json::Value;
 
@@ -249,12 +248,8 @@ impl Client {
             return self.stream.write_all(line.as_bytes()).map(|()| None);
         }
         let (kept, given) = word::give()?;
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        let given = [given.as_fd()];
-        control.push(SendAncillaryMessage::ScmRights(&given));
         let pieces = [IoSlice::new(line.as_bytes())];
-        let sent = sendmsg(&self.stream, &pieces, &mut control, SendFlags::NOSIGNAL)?;
+        let sent = ringdisk_messages::send(&self.stream, &pieces, &[given.as_fd()], Wait::Forever)?;
         self.stream.write_all(line.as_bytes().get(sent..).unwrap_or_default())?;
         Ok(Some(kept))
     }

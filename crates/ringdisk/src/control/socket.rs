@@ -3,14 +3,13 @@
 //! Promises: nothing here blocks the ring's thread; a line is at most as long as the caller says;
 //! a peer that stops in the middle of a line, or does not read, is given up after [`PATIENCE`].
 
-use std::io::IoSliceMut;
-use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+use ringdisk_messages::{Wait, receive};
 use ringdisk_ring::{Errno, Fd, Ring};
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, recvmsg, send};
+use rustix::net::{SendFlags, send};
 
 /// `POLLIN` (poll(2)).
 pub(crate) const POLL_IN: u32 = 0x1;
@@ -96,22 +95,14 @@ impl Lines {
     /// Takes what is there. `false`: the peer is gone.
     fn take(&mut self) -> bool {
         let mut piece = [0; PIECE];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-        let mut pieces = [IoSliceMut::new(&mut piece)];
-        match recvmsg(self.socket.as_fd(), &mut pieces, &mut control, flags) {
-            Ok(received) if received.bytes == 0 => false,
+        match receive(&self.socket, &mut piece, Wait::Never) {
+            Ok(received) if received.len == 0 => false,
             Ok(received) => {
-                let given = control.drain().find_map(|message| match message {
-                    RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
-                    _ => None,
-                });
-                self.word = given.or(self.word.take());
-                self.buffer.extend_from_slice(piece.get(..received.bytes).unwrap_or_default());
+                self.buffer.extend_from_slice(piece.get(..received.len).unwrap_or_default());
+                self.word = received.into_one().or(self.word.take());
                 true
             }
-            Err(errno) => matches!(errno, Errno::AGAIN | Errno::INTR),
+            Err(errno) => errno == Errno::AGAIN,
         }
     }
 

@@ -7,20 +7,16 @@
 //! sd_notify(3).
 
 use std::ffi::OsStr;
-use std::io::{self, IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
+use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
+use ringdisk_messages::{Message, Wait, pair};
 use rustix::fs::{FileType, fstat};
-use rustix::io::{Errno, retry_on_intr};
-use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
-    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg,
-    sendmsg, socketpair,
-};
+use rustix::io::Errno;
+use rustix::net::SocketType;
 
 use crate::notify::Notify;
 use crate::report::{Exit, Failure};
@@ -30,8 +26,6 @@ use crate::report::{Exit, Failure};
 const MARK: &str = "RINGDISK_KEPT_BY";
 /// Set when a service manager listens to the parent.
 const MANAGED: &str = "RINGDISK_MANAGED";
-/// What the kernel takes in one message (SCM_MAX_FD); a mount has 64 queues at most, and two more.
-const DESCRIPTORS_MAX: usize = 253;
 /// Longest message, bytes: names of all descriptors, or a line about a mount with a long path.
 const MESSAGE_BYTES_MAX: usize = 16 << 10;
 
@@ -81,8 +75,7 @@ pub(crate) fn spawn(
     directory: &Path,
     parked: &[(String, OwnedFd)],
 ) -> io::Result<(OwnedFd, Child)> {
-    let (ours, theirs) =
-        socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+    let (ours, theirs) = pair(SocketType::SEQPACKET)?;
     rustix::io::ioctl_fionbio(&ours, true)?;
     let names: Vec<&str> = parked.iter().map(|(name, _)| name.as_str()).collect();
     let descriptors: Vec<BorrowedFd<'_>> = parked.iter().map(|(_, fd)| fd.as_fd()).collect();
@@ -142,13 +135,8 @@ pub(crate) fn send(
     text: &str,
     descriptors: &[BorrowedFd<'_>],
 ) -> io::Result<()> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    if !descriptors.is_empty() && !control.push(SendAncillaryMessage::ScmRights(descriptors)) {
-        return Err(Errno::TOOBIG.into());
-    }
     let pieces = [IoSlice::new(text.as_bytes())];
-    retry_on_intr(|| sendmsg(socket, &pieces, &mut control, SendFlags::NOSIGNAL))?;
+    ringdisk_messages::send(socket, &pieces, descriptors, Wait::Forever)?;
     Ok(())
 }
 
@@ -157,51 +145,35 @@ pub(crate) fn send(
 /// Errors: EMFILE when descriptors were lost; those of recvmsg(2), but for a socket that does not
 /// block and has nothing.
 pub(crate) fn receive(socket: BorrowedFd<'_>) -> io::Result<Received> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
     let mut bytes = vec![0; MESSAGE_BYTES_MAX];
-    loop {
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let mut pieces = [IoSliceMut::new(&mut bytes)];
-        let len = match recvmsg(socket, &mut pieces, &mut control, RecvFlags::CMSG_CLOEXEC) {
-            // Descriptors that did not get a place here are gone.
-            Ok(message) if message.flags.contains(ReturnFlags::CTRUNC) => {
-                return Err(Errno::MFILE.into());
-            }
-            Ok(message) => message.bytes,
-            Err(Errno::INTR) => continue,
+    let message = loop {
+        let received = ringdisk_messages::receive(socket, &mut bytes, Wait::Forever);
+        match received.and_then(Message::whole) {
             Err(Errno::AGAIN) => return Ok(Received::Nothing),
             Err(Errno::CONNRESET) => return Ok(Received::End),
-            Err(errno) => return Err(errno.into()),
-        };
-        let mut descriptors = Vec::new();
-        for message in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(received) = message {
-                descriptors.extend(received);
-            }
+            // No process of this version sends one, and the next one counts.
+            Err(Errno::MSGSIZE) => tracing::warn!("a message that is too long is left out"),
+            message => break message?,
         }
-        // No message of ours is empty.
-        if len == 0 && descriptors.is_empty() {
-            return Ok(Received::End);
-        }
-        return Ok(Received::Message(
-            String::from_utf8_lossy(&bytes[..len]).into_owned(),
-            descriptors,
-        ));
+    };
+    if message.is_end() {
+        return Ok(Received::End);
     }
+    let text = String::from_utf8_lossy(bytes.get(..message.len).unwrap_or_default()).into_owned();
+    Ok(Received::Message(text, message.descriptors))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn pair() -> (OwnedFd, OwnedFd) {
-        socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
-            .expect("sockets")
+    fn sockets() -> (OwnedFd, OwnedFd) {
+        pair(SocketType::SEQPACKET).expect("sockets")
     }
 
     #[test]
     fn descriptors_arrive_with_the_text_and_the_end_is_seen() {
-        let (ours, theirs) = pair();
+        let (ours, theirs) = sockets();
         let file = tempfile::tempfile().expect("file");
         send(ours.as_fd(), "FDNAMES=a:b", &[file.as_fd(), file.as_fd()]).expect("send");
         drop(ours);
@@ -215,7 +187,7 @@ mod tests {
 
     #[test]
     fn a_socket_that_does_not_block_says_that_there_is_nothing() {
-        let (ours, _theirs) = pair();
+        let (ours, _theirs) = sockets();
         rustix::io::ioctl_fionbio(&ours, true).expect("a setting");
         assert!(matches!(receive(ours.as_fd()).expect("receive"), Received::Nothing));
     }

@@ -13,8 +13,7 @@
 //! letter and words for people, or a descriptor.
 
 use std::fmt;
-use std::io::{self, IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
+use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
@@ -25,13 +24,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use ringdisk_fuse::mount::{Remover, Unmount};
 use ringdisk_fuse::{Error, ErrorKind};
+use ringdisk_messages::{Message, Wait};
 use rustix::fs::{FileType, fstat};
-use rustix::io::{Errno, retry_on_intr};
-use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, Shutdown, SocketFlags, SocketType, recvmsg, send, sendmsg,
-    shutdown, socketpair,
-};
+use rustix::io::Errno;
+use rustix::net::{Shutdown, SocketType, shutdown};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 
 use super::duties::{
@@ -83,24 +79,18 @@ impl Line {
     }
 }
 
-/// One message, and the descriptor that came with it.
+/// One message, and the descriptor that came with it. A length of 0: the other end is closed.
+///
+/// Errors: a message that is too long; those of recvmsg(2).
 fn receive(socket: impl AsFd, into: &mut [u8]) -> io::Result<(usize, Option<OwnedFd>)> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    loop {
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let mut pieces = [IoSliceMut::new(&mut *into)];
-        match recvmsg(&socket, &mut pieces, &mut control, RecvFlags::CMSG_CLOEXEC) {
-            Err(Errno::INTR) => {}
-            received => {
-                let len = received?.bytes;
-                let fd = control.drain().find_map(|message| match message {
-                    RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
-                    _ => None,
-                });
-                return Ok((len, fd));
-            }
-        }
-    }
+    let message =
+        ringdisk_messages::receive(socket, into, Wait::Forever).and_then(Message::whole)?;
+    Ok((message.len, message.into_one()))
+}
+
+/// Whether an error of [`receive`] is about one message, and the next one may be whole.
+fn is_partial(error: &io::Error) -> bool {
+    matches!(Errno::from_io_error(error), Some(Errno::MSGSIZE | Errno::MFILE))
 }
 
 /// Sends an answer.
@@ -113,14 +103,7 @@ fn reply(socket: impl AsFd, answer: &Answer) -> io::Result<()> {
 /// Sends one message, with a descriptor.
 fn send_with(socket: impl AsFd, pieces: &[IoSlice<'_>], given: Option<&OwnedFd>) -> io::Result<()> {
     let fds: Vec<_> = given.map(AsFd::as_fd).into_iter().collect();
-    retry_on_intr(|| {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        if !fds.is_empty() {
-            control.push(SendAncillaryMessage::ScmRights(&fds));
-        }
-        sendmsg(&socket, pieces, &mut control, SendFlags::NOSIGNAL)
-    })?;
+    ringdisk_messages::send(socket, pieces, &fds, Wait::Forever)?;
     Ok(())
 }
 
@@ -158,8 +141,7 @@ impl Warden {
     ///
     /// Errors: those of the system; without `/proc` it cannot be done.
     pub(super) fn start(duties: &Duties) -> io::Result<Warden> {
-        let (ours, theirs) =
-            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+        let (ours, theirs) = ringdisk_messages::pair(SocketType::SEQPACKET)?;
         let child = Command::new("/proc/self/exe")
             .arg0("ringdisk-warden")
             .env_clear()
@@ -172,7 +154,7 @@ impl Warden {
             .spawn()?;
         // The command, and with it our copy of its end, is gone: where nobody reads, this fails.
         for message in duties.messages() {
-            retry_on_intr(|| send(&ours, &message, SendFlags::NOSIGNAL))?;
+            send_with(&ours, &[IoSlice::new(&message)], None)?;
         }
         // It has taken hold of what they name, before anything can become another's.
         let mut answer = [0; 1];
@@ -226,9 +208,10 @@ impl Warden {
     /// Lets it tell the service manager something. Does not wait: not for an order that takes its
     /// time either.
     pub(super) fn say(&self, word: Word, text: &str) {
-        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         let order = notify::order(word, text);
-        if let Err(errno) = retry_on_intr(|| send(&self.line.socket, &order, flags)) {
+        let pieces = [IoSlice::new(&order)];
+        let sent = ringdisk_messages::send(&self.line.socket, &pieces, &[], Wait::Never);
+        if let Err(errno) = sent {
             tracing::debug!("the warden does not speak to the service manager: {errno}");
         }
     }
@@ -265,6 +248,13 @@ pub(crate) fn run() -> u8 {
     let speaker = Speaker::new(std::os::unix::process::parent_id());
     loop {
         let (len, given) = match receive(socket, &mut message) {
+            // Of what came only in part nothing is done.
+            Err(error) if is_partial(&error) && held.is_some() => {
+                if reply(socket, &Answer::refused()).is_err() {
+                    return 0;
+                }
+                continue;
+            }
             Ok((0, _)) | Err(_) => return 0,
             Ok(received) => received,
         };

@@ -1,22 +1,15 @@
 //! Parcels over a stream socket: a line with numbers, the descriptors in lots, then the words.
 
-use std::io::{self, IoSlice, IoSliceMut, Read, Write};
-use std::mem::MaybeUninit;
+use std::io::{self, IoSlice, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
+use ringdisk_messages::{DESCRIPTORS_MAX, Message, Wait};
 use ringdisk_vhost::export::Parcel;
-use rustix::io::retry_on_intr;
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
-};
 
 use super::Shown;
 
-/// What the kernel takes in one message (SCM_MAX_FD).
-const LOT: usize = 253;
 /// Longest description, bytes: 500 regions of memory and a chain of 200 images need a tenth.
 const WORDS_MAX: u32 = 4 << 20;
 /// Descriptors at most.
@@ -84,14 +77,10 @@ pub(super) fn send(mut stream: &UnixStream, parcel: &Parcel) -> io::Result<()> {
     let count = |len: usize| u32::try_from(len).map_err(|_| io::ErrorKind::InvalidInput);
     let (words, fds) = (count(parcel.description.len())?, count(parcel.fds.len())?);
     stream.write_all(&[words.to_le_bytes(), fds.to_le_bytes()].concat())?;
-    for lot in parcel.fds.chunks(LOT) {
+    for lot in parcel.fds.chunks(DESCRIPTORS_MAX) {
         let lot: Vec<BorrowedFd<'_>> = lot.iter().map(AsFd::as_fd).collect();
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(LOT))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        control.push(SendAncillaryMessage::ScmRights(&lot));
         // Descriptors travel with at least one byte.
-        let byte = [IoSlice::new(&[0])];
-        retry_on_intr(|| sendmsg(stream, &byte, &mut control, SendFlags::NOSIGNAL))?;
+        ringdisk_messages::send(stream, &[IoSlice::new(&[0])], &lot, Wait::Forever)?;
     }
     stream.write_all(parcel.description.as_bytes())
 }
@@ -152,7 +141,7 @@ pub(super) fn receive(stream: &UnixStream, limit: Duration) -> io::Result<Result
     let mut fds = Vec::new();
     while !is_refusal && fds.len() < count as usize {
         stream.limit()?;
-        receive_lot(stream.stream, &mut fds)?;
+        fds.extend(receive_lot(stream.stream, count as usize - fds.len())?);
     }
     let mut text = vec![0; words as usize];
     stream.read_exact(&mut text)?;
@@ -164,27 +153,14 @@ pub(super) fn receive(stream: &UnixStream, limit: Duration) -> io::Result<Result
     })
 }
 
-fn receive_lot(stream: &UnixStream, fds: &mut Vec<OwnedFd>) -> io::Result<()> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(LOT))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let mut byte = [0];
-    let mut pieces = [IoSliceMut::new(&mut byte)];
-    let message =
-        retry_on_intr(|| recvmsg(stream, &mut pieces, &mut control, RecvFlags::CMSG_CLOEXEC))?;
-    // Descriptors that did not get a place here are gone.
-    if message.flags.contains(ReturnFlags::CTRUNC) {
-        return Err(rustix::io::Errno::MFILE.into());
+/// The next descriptors, at most as many as `left`.
+fn receive_lot(stream: &UnixStream, left: usize) -> io::Result<Vec<OwnedFd>> {
+    let message = ringdisk_messages::receive(stream, &mut [0], Wait::Forever)?.whole()?;
+    match message.descriptors.len() {
+        0 if message.len == 0 => Err(io::ErrorKind::UnexpectedEof.into()),
+        count if (1..=left).contains(&count) => Ok(message.descriptors),
+        _ => Err(io::ErrorKind::InvalidData.into()),
     }
-    if message.bytes == 0 {
-        return Err(io::ErrorKind::UnexpectedEof.into());
-    }
-    let before = fds.len();
-    for message in control.drain() {
-        if let RecvAncillaryMessage::ScmRights(received) = message {
-            fds.extend(received);
-        }
-    }
-    if fds.len() == before { Err(io::ErrorKind::InvalidData.into()) } else { Ok(()) }
 }
 
 #[cfg(test)]
