@@ -4,7 +4,7 @@
 use std::io::IoSlice;
 use std::os::fd::{AsFd, AsRawFd};
 
-use ringdisk_messages::{Message, Wait, pair, receive, send};
+use ringdisk_messages::{Wait, pair, receive, send};
 use rustix::io::Errno;
 use rustix::net::SocketType;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};

@@ -11,42 +11,44 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use plan::{FREE, FREE_STOPPED, Plan};
+use ringdisk_daemon::background::{self, Background};
+use ringdisk_daemon::confine::{self, Confinement, Tasks};
+use ringdisk_daemon::control::disk::DiskControl;
+use ringdisk_daemon::control::registry;
+use ringdisk_daemon::control::server::Server;
+use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::helper;
+use ringdisk_daemon::helper::start::Role;
+use ringdisk_daemon::io_flusher;
+use ringdisk_daemon::keep::{self, Kept, State};
+use ringdisk_daemon::mount_lock;
+use ringdisk_daemon::mount_users::{self, Place};
+use ringdisk_daemon::mountpoint::MountpointState;
+use ringdisk_daemon::new_file::{NewFile, NewFiles};
+use ringdisk_daemon::notify::Notify;
+use ringdisk_daemon::pidfile::Pidfile;
+use ringdisk_daemon::run_as::{Decision, Wanted};
+use ringdisk_daemon::signals::{AT_ONCE, Actions, Phase, Watcher};
+use ringdisk_daemon::stopping::{Asked, Insist, Stopping};
+use ringdisk_daemon::terminal::{self, bold, shell_word};
 use ringdisk_disk::{Disk, Format, Layer};
 use ringdisk_fuse::kept::{Ended, Parked, is_over, remove};
+use ringdisk_fuse::placement::THREADS_AUTO_MAX_DEV;
 use ringdisk_ring::{Config, Runtime, Topology};
 use ringdisk_sandbox::{Calls, CapabilitySet, Keep};
 
-use crate::alive;
-use crate::before::Before;
-use crate::cli::{MountArgs, MountPaths, SandboxWord};
+use crate::cli::{MountArgs, MountPaths, Threads};
 use crate::commands::open::new_image;
-use crate::control::disk::DiskControl;
-use crate::control::place;
-use crate::control::server::Server;
-use crate::daemonize::{self, Background};
-use crate::io_flusher;
-use crate::keep::{self, Kept, Role, State};
-use crate::made::{Fresh, MadeFile};
-use crate::notify::Notify;
-use crate::pidfile::Pidfile;
-use crate::report::{Exit, Failure};
-use crate::sandbox::{self, Duties};
 use crate::serve::{self, Served};
-use crate::signals::{AT_ONCE, Actions, Phase, Watcher};
-use crate::stopping::{Asked, Insist, Stopping};
-use crate::terminal::{self, bold, shell_word};
-use crate::user::{Decision, Wanted};
-use crate::users::{self, Place};
-
-use plan::{FREE, FREE_STOPPED, Plan};
 
 /// Starts the background process. If it was killed before it was ready, nobody else removes what it
 /// had made so far.
 ///
-/// Errors: as [`daemonize::run_child`].
+/// Errors: as [`background::run_child`].
 fn run_child(path: &Path) -> Result<u8, Failure> {
-    let before = Before::of(path);
-    daemonize::run_child().inspect_err(|_| before.restore())
+    let before = MountpointState::of(path);
+    background::run_child().inspect_err(|_| before.restore())
 }
 
 /// Serves until the end. Gives the exit code.
@@ -58,19 +60,30 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
         // Before a process is started that would find it out.
         serve::check_keeps(args)?;
     }
-    let is_kept = args.keep_mount && keep::is_child();
+    let is_kept = args.keep_mount && Role::Kept.is_ours();
     let background = match args.daemonize {
         true if is_kept => None,
-        true if daemonize::is_child() => Some(Background::enter()?),
+        true if Role::Background.is_ours() => Some(Background::enter()?),
         true => return run_child(&paths.mountpoint),
         false => None,
     };
-    let kept = match args.keep_mount.then(|| keep::role(args)).transpose()? {
-        None => None,
-        Some(Role::Holds) => return keep::holder::run(args, &paths.mountpoint, background),
-        Some(Role::Serves(kept)) => Some(kept),
-    };
+    let kept =
+        match args.keep_mount.then(|| keep::role(args.daemonize, queues_max(args))).transpose()? {
+            None => None,
+            Some(keep::Role::Holds) => {
+                return keep::holder::run(args.pidfile.as_deref(), &paths.mountpoint, background);
+            }
+            Some(keep::Role::Serves(kept)) => Some(kept),
+        };
     serve(args, paths, background, kept, user)
+}
+
+/// Queues that a mount with these options has at most, where it may be kept.
+fn queues_max(args: &MountArgs) -> usize {
+    match args.placement.threads {
+        Threads::Auto => THREADS_AUTO_MAX_DEV,
+        Threads::Count(count) => usize::from(count),
+    }
 }
 
 /// Serves until the end, in this process.
@@ -143,7 +156,7 @@ fn serve(
         Some(kept) => kept.take_alive(),
         None => {
             made.mountpoint(&plan.mountpoint)?;
-            alive::hold(&plan.mountpoint)
+            mount_lock::hold(&plan.mountpoint)
         }
     };
     let alive = alive.map(Arc::new);
@@ -212,17 +225,25 @@ fn serve(
     }
     let commands = DiskControl::new(Arc::clone(&disk), handle.clone(), stop);
     let commands = commands.in_stages(Arc::clone(&stopping));
-    let commands = Arc::new(commands.confined_later(sandbox::is_wanted(word)));
+    let commands = Arc::new(commands.confined_later(confine::is_wanted(word)));
     let (control, control_names) = match control(&plan, &served, &commands, word) {
         Some((server, names)) => (Some(server), names),
         None => (None, Vec::new()),
     };
-    if sandbox::is_wanted(word) || user.is_change() {
+    if confine::is_wanted(word) || user.is_change() {
         let mut removed = control_names.clone();
         removed.extend(made.mountpoint_id().map(|id| (plan.mountpoint.clone(), id)));
         removed.extend(pidfile.as_ref().and_then(Pidfile::identity));
         let confinement = plan.confinement(&disk);
-        match confine(confinement, &plan, &disk, &served, removed, &notify, &mut user) {
+        match confine_to(
+            confinement,
+            &plan,
+            &disk,
+            &served,
+            removed,
+            (&notify, kept.as_ref()),
+            &mut user,
+        ) {
             Ok(in_force) => {
                 if let Some(in_force) = in_force {
                     commands.confined(in_force);
@@ -254,7 +275,7 @@ fn serve(
     match background {
         Some(background) => background.ready(),
         // The parent that keeps the mount is in the background; so are we.
-        None if kept.is_some() && args.daemonize => daemonize::let_go(),
+        None if kept.is_some() && args.daemonize => background::let_go(),
         None => {}
     }
     if let Some(kept) = &kept {
@@ -330,9 +351,9 @@ fn serve(
         kept.forget(alive.as_deref());
     }
     if let Some(alive) = &alive {
-        alive::release(alive);
+        mount_lock::release(alive);
     }
-    sandbox::leave();
+    helper::leave();
     result.map(|()| Exit::Clean.code())
 }
 
@@ -444,29 +465,31 @@ fn flush(disk: &Disk) -> Result<(), Failure> {
 /// Takes everything away that serving does not need. Gives what is in force, in words.
 ///
 /// * `removed`: files that go at the end.
-/// * `notify`: the warden speaks to the service manager from then on.
+/// * `notify`: the helper process speaks to the service manager from then on.
 ///
 /// Errors: those of [`Decision::enter`].
-fn confine(
+fn confine_to(
     confinement: ringdisk_sandbox::Plan,
     plan: &Plan<'_>,
     disk: &Disk,
     served: &Served,
-    removed: Vec<sandbox::Named>,
-    notify: &Notify,
+    removed: Vec<helper::Named>,
+    (notify, kept): (&Notify, Option<&Kept>),
     user: &mut Decision,
 ) -> Result<Option<String>, Failure> {
     let mount = served.connection().map(|connection| (plan.mountpoint.clone(), connection));
     let directories = plan.directories(disk);
     let maker = user.user();
     let mark = plan.mark.clone();
-    let images = sandbox::images_of(disk, None);
-    let duties =
-        Duties { mount, files: removed, directories, maker, mark, images, ..Duties::default() };
-    let confinement = match sandbox::set_warden(&duties) {
+    let images = confine::images_of(disk, None);
+    let tasks =
+        Tasks { mount, files: removed, directories, maker, mark, images, ..Tasks::default() };
+    let there = kept.map_or(Ok(None), Kept::ask_for_help);
+    let helper = there.and_then(|there| helper::ours::start(&tasks, there));
+    let confinement = match helper {
         Ok(remover) => {
             served.remove_through(remover);
-            notify.leave_to_warden();
+            notify.leave_to_helper(helper::say);
             confinement
         }
         Err(error) => {
@@ -497,7 +520,7 @@ fn watch_users(
     let shown = shell_word(&plan.mountpoint.display().to_string());
     let (stopping, notify) = (Arc::clone(stopping), Arc::clone(notify));
     served.watch_users(move |open_files| {
-        let found = sandbox::users().or_else(|| place.as_ref().map(users::look));
+        let found = helper::users().or_else(|| place.as_ref().map(mount_users::look));
         let text = found.unwrap_or_default().text(Some(open_files));
         terminal::warn(format_args!(
             "{shown} is in use by {text}: it goes on without its name until they have closed it{most}, and then ends; \
@@ -505,7 +528,7 @@ fn watch_users(
         ));
         notify.in_use(&format!("stopping; still in use by {text}"));
         if let Some(alive) = &alive {
-            alive::release(alive);
+            mount_lock::release(alive);
         }
         stopping.wait_for(text);
     });
@@ -516,17 +539,18 @@ fn control(
     plan: &Plan<'_>,
     served: &Served,
     commands: &Arc<DiskControl>,
-    word: SandboxWord,
-) -> Option<(Server, Vec<sandbox::Named>)> {
+    word: Confinement,
+) -> Option<(Server, Vec<helper::Named>)> {
     let start = || -> Result<_, Failure> {
         // Also of a mount that has left the tree, when this process goes on with it.
         let number = served.connection();
         let number = number.ok_or_else(|| Failure::new(Exit::Mountpoint, "the mount is gone"))?;
         let cannot = |error| Failure::system("no control socket", &error, Exit::General);
-        let mut listening = place::listen(&place::name_of_mount((0, number))).map_err(cannot)?;
-        listening.add_name(&place::name_of_path(&plan.mountpoint));
+        let mut listening =
+            registry::listen(&registry::name_of_mount((0, number))).map_err(cannot)?;
+        listening.add_name(&registry::name_of_path(&plan.mountpoint));
         let named = listening.all_named();
-        let restricted = sandbox::is_wanted(word);
+        let restricted = confine::is_wanted(word);
         let server = Server::start(listening, Arc::clone(commands), restricted).map_err(cannot)?;
         Ok((server, named))
     };
@@ -583,20 +607,20 @@ fn greet(plan: &Plan<'_>, ready: &str) {
 #[derive(Clone, Default)]
 struct Made {
     /// The image, and its data file if it has one.
-    images: Fresh,
+    images: NewFiles,
     files: Arc<Mutex<MadeFiles>>,
 }
 
 #[derive(Default)]
 struct MadeFiles {
-    mountpoint: Option<MadeFile>,
+    mountpoint: Option<NewFile>,
 }
 
 impl Made {
     /// Makes the mountpoint when there is none.
     fn mountpoint(&self, path: &Path) -> Result<(), Failure> {
         let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
-        let made = MadeFile::make_there(path, 0o600).map_err(|error| {
+        let made = NewFile::make_there(path, 0o600).map_err(|error| {
             let doing = format!("cannot make the mountpoint '{}'", path.display());
             Failure::system(doing, &error, Exit::Mountpoint)
         })?;
@@ -607,13 +631,13 @@ impl Made {
     /// The mountpoint that a process before this one has made.
     fn adopt(&self, path: &Path, id: Option<(u64, u64)>) {
         let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
-        files.mountpoint = id.map(|id| MadeFile::adopt(path, id));
+        files.mountpoint = id.map(|id| NewFile::adopt(path, id));
     }
 
     /// Device and inode number of the mountpoint, if we made it.
     fn mountpoint_id(&self) -> Option<(u64, u64)> {
         let files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
-        files.mountpoint.as_ref().map(MadeFile::id)
+        files.mountpoint.as_ref().map(NewFile::id)
     }
 
     /// From now on the image is the user's.

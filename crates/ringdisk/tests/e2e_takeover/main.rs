@@ -5,6 +5,7 @@ mod agent;
 mod chain;
 #[path = "../common/mod.rs"]
 mod common;
+mod helper;
 #[cfg(target_arch = "x86_64")]
 #[path = "../e2e_probe/inject.rs"]
 #[allow(dead_code)]
@@ -19,4 +20,3 @@ mod successor;
 #[path = "../e2e_probe/traced.rs"]
 #[allow(dead_code)]
 mod traced;
-mod warden;

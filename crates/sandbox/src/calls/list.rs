@@ -148,13 +148,13 @@ pub(super) const ALLOWED: &[Need] = list![
     SYS_accept4: "clients of the control socket, a front end, a successor",
     SYS_sendto [[&[argument(4, Is::Null)]]]: "words for them",
     SYS_recvfrom: "words of them",
-    SYS_sendmsg: "orders to the warden; descriptors for a front end, a successor and the warden",
-    SYS_recvmsg: "descriptors of a front end, of `ringdisk ctl` and of the warden",
+    SYS_sendmsg: "orders to the helper process; descriptors for a front end, a successor and the helper process",
+    SYS_recvmsg: "descriptors of a front end, of `ringdisk ctl` and of the helper process",
     SYS_shutdown: "clients are sent away",
     SYS_getsockopt: "who a client is, and of what kind a descriptor",
     SYS_setsockopt [[&[among(1, &[bits(c::SOL_SOCKET)]), among(2, TIMEOUTS)]]]: "how long a successor is waited for",
     // The process that does what we may not, at the end.
-    SYS_wait4: "the warden has ended",
+    SYS_wait4: "the helper process has ended",
     // Older calls of this machine for the same.
     #[cfg(target_arch = "x86_64")]
     SYS_open [[&[without(2, NOT_A_FILE_OF_OURS)]]]: "as openat",
@@ -170,7 +170,7 @@ pub(super) const ALLOWED: &[Need] = list![
     SYS_poll: "as ppoll",
 ];
 
-/// For a plan that makes Unix sockets: `--connect` without a warden that could.
+/// For a plan that makes Unix sockets: `--connect` without a helper process that could.
 pub(super) const SOCKETS: &[Need] = list![
     SYS_socket [[&[among(0, &[bits(c::AF_UNIX)]), argument(1, Is::Bits { mask: 0xf, value: bits(c::SOCK_STREAM) })]]]: "a front end that was restarted, and no datagrams",
     SYS_connect: "a front end that was restarted",

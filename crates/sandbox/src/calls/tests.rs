@@ -13,7 +13,7 @@ fn page() -> String {
     );
     let tables = [
         ("Every process", ALLOWED),
-        ("`serve --connect`, where the warden cannot connect", SOCKETS),
+        ("`serve --connect`, where the helper process cannot connect", SOCKETS),
         ("`serve --accel`", VHOST),
     ];
     for (title, needs) in tables {
