@@ -15,14 +15,14 @@ use ringdisk_guest::driver::{GUEST_BASE, USER_BASE};
 use ringdisk_guest::{Memory, Region};
 use ringdisk_ring::{CpuList, Topology, cpus_of_thread};
 use ringdisk_testkit::limits::descriptors;
-use ringdisk_testkit::model::{Kind, PATIENCE, Request, bits, range};
+use ringdisk_testkit::model::{Kind, Request, TIMEOUT, bits, range};
 use ringdisk_testkit::process::patient;
 use ringdisk_testkit::sim::Prng;
 use ringdisk_vblk::{DiskSetup, Engine, Error, Placement, State, Vblk};
 
 /// Waits until something is so.
 fn until(what: &str, mut is_so: impl FnMut() -> bool) {
-    let end = std::time::Instant::now() + patient(PATIENCE);
+    let end = std::time::Instant::now() + patient(TIMEOUT);
     while !is_so() {
         assert!(std::time::Instant::now() < end, "{what}");
         std::thread::sleep(Duration::from_millis(5));
