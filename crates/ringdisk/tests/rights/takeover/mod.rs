@@ -10,4 +10,3 @@ mod kept;
 mod others;
 mod state;
 mod successor;
-
