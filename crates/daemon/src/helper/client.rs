@@ -29,8 +29,7 @@ use crate::notify::Word;
 #[derive(Debug)]
 pub struct Helper {
     line: Arc<Line>,
-    /// `None`: the process lives on without this one.
-    child: Mutex<Option<Child>>,
+    child: Mutex<Child>,
 }
 
 /// One question at a time; words that have no answer come in between.
@@ -98,19 +97,6 @@ impl Helper {
     /// Errors: those of the system; without `/proc` it cannot be done.
     pub fn start(tasks: &Tasks) -> io::Result<Helper> {
         let (socket, child) = process::start()?;
-        Helper::new(socket, Some(child), tasks)
-    }
-
-    /// Gives the tasks to a process that is there.
-    ///
-    /// * `socket`: this process's end of one to it.
-    ///
-    /// Errors: it does not take them.
-    pub fn over(socket: OwnedFd, tasks: &Tasks) -> io::Result<Helper> {
-        Helper::new(socket, None, tasks)
-    }
-
-    fn new(socket: OwnedFd, child: Option<Child>, tasks: &Tasks) -> io::Result<Helper> {
         // Where nobody reads, this fails: no copy of the other end is left here.
         for message in tasks.messages() {
             send(&socket, &[IoSlice::new(&message)], None)?;
@@ -178,7 +164,6 @@ impl Helper {
     pub fn end(&self) {
         let _turn = self.line.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let _ = shutdown(&self.line.socket, Shutdown::Both);
-        let mut child = self.child.lock().unwrap_or_else(PoisonError::into_inner);
-        let _ = child.as_mut().map(Child::wait);
+        let _ = self.child.lock().unwrap_or_else(PoisonError::into_inner).wait();
     }
 }

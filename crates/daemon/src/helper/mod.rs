@@ -8,9 +8,9 @@
 //! Promises: the helper serves nothing and reads and writes no image; it does nothing unasked, and
 //! what it holds for a confined process it closes when that process ends, however that ends.
 //!
-//! The helper is a child of the serving process ([`process`]), or, for a mount that a process of
-//! ours keeps (`--keep-mount`), that parent ([`crate::keep::holder`]): the code is the same
-//! ([`session`]).
+//! The helper is a child of the serving process ([`process`]). The parent that keeps a mount
+//! (`--keep-mount`, [`crate::keep::holder`]) is another process: when it is killed, the serving
+//! process ends the mount cleanly, and the kernel lets a confined process unmount nothing.
 //!
 //! [`start`] starts this program anew as each of these; [`client`] is the confined process's side;
 //! [`tasks`], [`overlays`] and [`chain`] are the helper's.

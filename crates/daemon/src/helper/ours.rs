@@ -26,17 +26,11 @@ pub fn get() -> Option<&'static Helper> {
     HELPER.get()
 }
 
-/// Gets a helper process for what this one will not be able to do any more.
+/// Starts a helper process for what this one will not be able to do any more.
 ///
-/// * `there`: this process's end of a socket to a process that is the helper; `None`: one is
-///   started.
-///
-/// Errors: it cannot be started, or is gone.
-pub fn start(tasks: &Tasks, there: Option<OwnedFd>) -> io::Result<Arc<dyn Remover>> {
-    let helper = match there {
-        Some(socket) => Helper::over(socket, tasks)?,
-        None => Helper::start(tasks)?,
-    };
+/// Errors: it cannot be started.
+pub fn start(tasks: &Tasks) -> io::Result<Arc<dyn Remover>> {
+    let helper = Helper::start(tasks)?;
     let remover = helper.remover();
     // A process is confined once.
     let _ = HELPER.set(helper);

@@ -7,8 +7,7 @@
 //! ends the mount, so that clients get errors and nobody hangs. It ends with the code of the
 //! process that served, or with 7 when it gave up.
 //!
-//! One thread, and one for the requests of the serving process ([`crate::helper::session`])
-//! once that is confined.
+//! One thread.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -33,7 +32,6 @@ use super::link::{self, Received};
 use super::{ALIVE, ORIGIN, STATE, State};
 use crate::background::Background;
 use crate::failure::{Exit, Failure};
-use crate::helper::session;
 use crate::io_flusher;
 use crate::mount_lock;
 use crate::mountpoint::MountpointState;
@@ -126,8 +124,6 @@ struct Holder {
     insist: Insist,
     /// The present process has said that it stops.
     stops: bool,
-    /// The present process, as long as it may still ask for a helper: until it is ready.
-    may_ask_for_help: Option<u32>,
     /// Since when the present process serves.
     serves_since: Option<Instant>,
     /// For how long those before it have served.
@@ -182,7 +178,6 @@ pub fn run(
         is_at_once: false,
         insist: Insist::default(),
         stops: false,
-        may_ask_for_help: None,
         serves_since: None,
         served: Duration::ZERO,
         restarts: VecDeque::new(),
@@ -268,7 +263,6 @@ impl Holder {
     /// Errors: the pid file cannot be made.
     fn attend(&mut self, socket: &OwnedFd, child: &mut Child) -> Result<ExitStatus, Failure> {
         let pid = Pid::from_child(child);
-        self.may_ask_for_help = Some(child.id());
         let mut is_open = true;
         let begun = Instant::now();
         // The first thing that it says, it says when it takes signals.
@@ -363,10 +357,7 @@ impl Holder {
         } else if value("BARRIER").is_some() {
             // The one who parks waits for this, before it is confined.
             self.is_parked |= !self.parked.is_empty();
-        } else if value(link::HELP).is_some() {
-            self.help(descriptors);
         } else if value("READY").is_some() {
-            self.may_ask_for_help = None;
             self.ready(status)?;
         } else if value("STOPPING").is_some() {
             self.stops = true;
@@ -381,26 +372,6 @@ impl Holder {
         }
         // A barrier's descriptor is closed by now.
         Ok(())
-    }
-
-    /// Is the helper of the present process from now on, on a thread of its own, until that process
-    /// closes its end. It asks once, before it is confined and ready; a request that comes later
-    /// may be an attacker's.
-    fn help(&mut self, descriptors: Vec<OwnedFd>) {
-        let asked = self.may_ask_for_help.take().zip(descriptors.into_iter().next());
-        let Some((server, socket)) = asked else {
-            tracing::warn!("the serving process asks for a helper too late; it gets none");
-            return;
-        };
-        let thread = std::thread::Builder::new().name(String::from("helper"));
-        // Where there is no thread the other end is closed, and the process knows it.
-        let started = thread.spawn(move || match session::run(&socket, server) {
-            Ok(()) => {}
-            Err(error) => tracing::warn!("the requests of the serving process: {error}"),
-        });
-        if let Err(error) = started {
-            tracing::warn!("no thread for the requests of the serving process: {error}");
-        }
     }
 
     /// The mount answers.
@@ -507,110 +478,4 @@ impl Holder {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::os::fd::AsRawFd;
-
-    use super::*;
-
-    fn holder() -> Holder {
-        Holder {
-            signals: Signals { wake: UnixStream::pair().expect("sockets").0, came: Vec::new() },
-            manager: Notify::from_environment(),
-            parked: vec![(String::from("x"), tempfile::tempfile().expect("file").into())],
-            is_parked: false,
-            mountpoint: None,
-            before: MountpointState::of(Path::new("/nowhere")),
-            pidfile_path: None,
-            pidfile: None,
-            background: None,
-            is_ready: true,
-            is_stopping: false,
-            is_at_once: false,
-            insist: Insist::default(),
-            stops: false,
-            may_ask_for_help: None,
-            serves_since: Some(Instant::now()),
-            served: Duration::ZERO,
-            restarts: VecDeque::new(),
-        }
-    }
-
-    const KILLED: i32 = 9;
-    /// As wait(2) has it: the code is in the second byte.
-    const CODE: i32 = 256;
-
-    #[test]
-    fn who_dies_is_replaced_and_who_ends_is_not() {
-        let mut holder = holder();
-        assert_eq!(holder.next(ExitStatus::from_raw(KILLED)), Next::Again);
-        assert_eq!(holder.next(ExitStatus::from_raw(PANICKED * CODE)), Next::Again);
-        assert_eq!(holder.next(ExitStatus::from_raw(0)), Next::End(0));
-        assert_eq!(holder.next(ExitStatus::from_raw(12 * CODE)), Next::End(12));
-    }
-
-    #[test]
-    fn nobody_is_replaced_before_the_mount_is_ready_or_after_a_stop() {
-        let stopping = Holder { stops: true, ..holder() };
-        let starting = Holder { is_ready: false, ..holder() };
-        for mut holder in [stopping, starting] {
-            assert_eq!(holder.next(ExitStatus::from_raw(KILLED)), Next::GiveUp);
-        }
-    }
-
-    #[test]
-    fn who_dies_too_often_is_given_up() {
-        let mut holder = holder();
-        let next = |holder: &mut Holder| holder.next(ExitStatus::from_raw(KILLED));
-        assert!((0..RESTARTS_MAX).all(|_| next(&mut holder) == Next::Again));
-        assert_eq!(next(&mut holder), Next::GiveUp);
-        holder.serves_since = Instant::now().checked_sub(WINDOW + Duration::from_millis(1));
-        assert_eq!(next(&mut holder), Next::Again);
-    }
-
-    #[test]
-    fn time_in_which_nobody_serves_does_not_count() {
-        let mut holder = holder();
-        let mut next = || {
-            std::thread::sleep(Duration::from_millis(2));
-            holder.serves_since = None;
-            holder.next(ExitStatus::from_raw(KILLED))
-        };
-        assert!((0..RESTARTS_MAX).all(|_| next() == Next::Again));
-        assert_eq!((next(), holder.served), (Next::GiveUp, Duration::ZERO));
-    }
-
-    #[test]
-    fn a_mount_that_is_parked_as_a_whole_takes_no_descriptor_any_more() {
-        let mut holder = holder();
-        let file = || vec![OwnedFd::from(tempfile::tempfile().expect("file"))];
-        holder.hear("FDSTORE=1\nFDNAME=ringdisk-fuse-0\nFDPOLL=0", file()).expect("kept");
-        holder.hear("BARRIER=1", file()).expect("closed");
-        let ours: Vec<i32> = holder.parked.iter().map(|(_, fd)| fd.as_raw_fd()).collect();
-        for name in ["ringdisk-fuse-0", "ringdisk-fuse-1", "ringdisk-state"] {
-            holder.hear(&format!("FDSTORE=1\nFDNAME={name}"), file()).expect("ignored");
-        }
-        let now: Vec<i32> = holder.parked.iter().map(|(_, fd)| fd.as_raw_fd()).collect();
-        assert_eq!(now, ours);
-    }
-
-    #[test]
-    fn words_of_the_serving_process_are_taken_apart() {
-        let mut holder = holder();
-        holder.is_ready = false;
-        let file = || vec![OwnedFd::from(tempfile::tempfile().expect("file"))];
-        holder.hear("FDSTORE=1\nFDNAME=ringdisk-a\nFDPOLL=0", file()).expect("kept");
-        holder.hear("FDSTORE=1\nFDNAME=ringdisk-a\nFDPOLL=0", file()).expect("replaced");
-        holder.hear("BARRIER=1", file()).expect("closed");
-        holder.hear("STATUS=READY=1", Vec::new()).expect("a status");
-        holder.hear("FDSTORE=1\nFDNAME=ringdisk-a\nFDPOLL=0", Vec::new()).expect("too late");
-        holder.hear("FDSTORE=1\nFDNAME=ringdisk-b\nFDPOLL=0", file()).expect("too late");
-        assert_eq!((holder.parked.len(), holder.is_ready), (2, false));
-        holder.hear("READY=1\nSTATUS=x", Vec::new()).expect("ready");
-        assert!(holder.is_ready);
-        holder.hear("STOPPING=1", Vec::new()).expect("stops");
-        assert_eq!(holder.next(ExitStatus::from_raw(KILLED)), Next::GiveUp);
-        holder.hear("X_RINGDISK_IN_USE=1\nSTATUS=x", Vec::new()).expect("in use");
-        assert_eq!(holder.next(ExitStatus::from_raw(KILLED)), Next::Again);
-        assert!(holder.is_stopping, "the next process stops too");
-    }
-}
+mod tests;

@@ -11,9 +11,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::process::Child;
 
-use ringdisk_messages::{Message, Wait, pair};
+use ringdisk_messages::{Message, Wait};
 use rustix::io::Errno;
-use rustix::net::SocketType;
 
 use crate::failure::{Exit, Failure};
 use crate::helper::start::{Role, take_socket};
@@ -23,9 +22,6 @@ use crate::notify::Notify;
 const MANAGED: &str = "RINGDISK_MANAGED";
 /// Longest message, bytes: names of all descriptors, or a line about a mount with a long path.
 const MESSAGE_BYTES_MAX: usize = 16 << 10;
-
-/// Asks for a helper, which speaks over the socket that comes with it.
-pub(super) const HELP: &str = "X_RINGDISK_HELP";
 
 /// Descriptors with their names.
 pub(super) type Named = Vec<(String, OwnedFd)>;
@@ -134,18 +130,11 @@ pub(super) fn receive(socket: BorrowedFd<'_>) -> io::Result<Received> {
     Ok(Received::Message(text, message.descriptors))
 }
 
-/// Asks the process at the other end to be this one's helper. Gives this process's end of the
-/// socket for that.
-///
-/// Errors: those of the system.
-pub(super) fn ask_for_help(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
-    let (ours, theirs) = pair(SocketType::SEQPACKET)?;
-    send(socket, &format!("{HELP}=1"), &[theirs.as_fd()])?;
-    Ok(ours)
-}
-
 #[cfg(test)]
 mod tests {
+    use ringdisk_messages::pair;
+    use rustix::net::SocketType;
+
     use super::*;
 
     fn sockets() -> (OwnedFd, OwnedFd) {

@@ -18,7 +18,6 @@ pub mod slots;
 mod state;
 
 use std::fs::File;
-use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
@@ -195,14 +194,6 @@ impl Kept {
     /// Whether a process of ours keeps the mount: it also has the pid file.
     pub fn has_holder(&self) -> bool {
         self.holder.is_some()
-    }
-
-    /// Asks the process that keeps the mount to be this one's helper ([`crate::helper`]). Gives
-    /// this process's end of the socket for that; `None`: no process of ours keeps it.
-    ///
-    /// Errors: those of the system.
-    pub fn ask_for_help(&self) -> io::Result<Option<OwnedFd>> {
-        self.holder.as_ref().map(|holder| link::ask_for_help(holder.as_fd())).transpose()
     }
 
     /// The lock that says that the mount is served, if the process before us took it.

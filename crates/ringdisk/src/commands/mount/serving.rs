@@ -278,8 +278,7 @@ impl<'a> Serving<'a> {
             images: confine::images_of(&self.disk, None),
             ..Tasks::default()
         };
-        let there = self.kept.as_ref().map_or(Ok(None), Kept::ask_for_help);
-        match there.and_then(|there| helper::ours::start(&tasks, there)) {
+        match helper::ours::start(&tasks) {
             Ok(remover) => {
                 served.remove_through(remover);
                 self.notify.leave_to_helper(helper::say);

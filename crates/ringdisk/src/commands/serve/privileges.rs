@@ -102,7 +102,7 @@ pub(super) fn give_up(
 ///
 /// * `vhost`: rings may be handed to the host kernel.
 fn through_helper(plan: Plan, tasks: &Tasks, vhost: bool) -> (Plan, Option<String>) {
-    let helper = helper::ours::start(tasks, None);
+    let helper = helper::ours::start(tasks);
     let is_ours = |front: &Path| helper.is_err() || !helper::is_for_helper(front);
     let sockets = tasks.fronts.iter().any(|front| is_ours(front));
     let plan = plan.calls(Calls { sockets, vhost, ..Calls::default() });
