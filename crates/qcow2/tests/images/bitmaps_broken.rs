@@ -1,7 +1,7 @@
 //! Bitmaps that cannot be right: refused or given up with a message, never a panic, never a worse
 //! image.
 
-use ringdisk_qcow2::{Error, ErrorKind, Nothing, OpenOptions, Qcow2};
+use ringdisk_qcow2::{Error, ErrorKind, GuestOffset, Nothing, OpenOptions, Qcow2};
 use ringdisk_ring::{IoBuf, Ring, Runtime};
 use ringdisk_testkit::sim::SimStorage;
 
@@ -59,7 +59,7 @@ fn try_open(runtime: &mut Runtime, sim: &SimStorage) -> Result<Qcow2, Error> {
 async fn everything(ring: &Ring, image: &mut Qcow2) {
     let buf = IoBuf::new(4096, 4096);
     buf.fill(7);
-    let _ = image.write(ring, 2 * MIB, &buf, &Nothing).await;
+    let _ = image.write(ring, GuestOffset(2 * MIB), &buf, &Nothing).await;
     let _ = image.flush(ring).await;
     if let Ok(contents) = image.bitmap_contents(ring, "one").await {
         let _ = image.bitmap_merge(ring, "two", &contents).await;

@@ -8,7 +8,7 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use ringdisk_qcow2::{ExtentKind, Nothing, OpenOptions, Qcow2};
+use ringdisk_qcow2::{ExtentKind, GuestOffset, Nothing, OpenOptions, Qcow2};
 use ringdisk_ring::{IoBuf, Ring};
 use ringdisk_storage::Storage;
 use ringdisk_testkit::sim::Prng;
@@ -20,17 +20,23 @@ async fn read(image: &Qcow2, ring: &Ring, offset: u64, len: usize) -> Vec<u8> {
     let mut done = 0;
     while done < len {
         let _grace = image.enter();
-        let extent = image.map(ring, offset + done as u64, (len - done) as u64).await.expect("map");
+        let extent = image
+            .map(ring, GuestOffset(offset + done as u64), (len - done) as u64)
+            .await
+            .expect("map");
         let part = IoBuf::new(extent.len as usize, 4096);
         match extent.kind {
             ExtentKind::Data { offset } => {
-                let n = image.data_storage().read(ring, offset, &part).await.expect("read");
+                let n = image.data_storage().read(ring, offset.0, &part).await.expect("read");
                 assert_eq!(n, part.len());
             }
             ExtentKind::Zero { .. } | ExtentKind::Unallocated => {}
             ExtentKind::Compressed(c) => {
                 let within = (offset + done as u64) % image.info().cluster_size();
-                image.read_compressed(ring, c, within, &part).await.expect("compressed");
+                image
+                    .read_compressed(ring, c, GuestOffset(within), &part)
+                    .await
+                    .expect("compressed");
             }
         }
         let end = done + part.len();
@@ -81,20 +87,26 @@ fn run(options: &str, seed: u64, steps: usize) {
                         model[range].fill(byte);
                         let buf = IoBuf::new(len as usize, 4096);
                         buf.fill(byte);
-                        let n = image.write(&ring, offset, &buf, &Nothing).await.expect("write");
+                        let n = image
+                            .write(&ring, GuestOffset(offset), &buf, &Nothing)
+                            .await
+                            .expect("write");
                         assert_eq!(n as u64, len);
                     }
                     6 => {
                         model[range].fill(0);
                         let unmap = prng.below(2) == 0;
                         image
-                            .write_zeroes(&ring, offset, len, unmap, &Nothing)
+                            .write_zeroes(&ring, GuestOffset(offset), len, unmap, &Nothing)
                             .await
                             .expect("zero");
                     }
                     7 => {
                         model[range].fill(0);
-                        image.discard(&ring, offset, len, &Nothing).await.expect("discard");
+                        image
+                            .discard(&ring, GuestOffset(offset), len, &Nothing)
+                            .await
+                            .expect("discard");
                     }
                     8 => image.flush(&ring).await.expect("flush"),
                     _ => {

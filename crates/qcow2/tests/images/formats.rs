@@ -6,7 +6,7 @@
 
 use std::process::Command;
 
-use ringdisk_qcow2::{CompressionType, ExtentKind, OpenOptions, Qcow2};
+use ringdisk_qcow2::{CompressionType, ExtentKind, GuestOffset, OpenOptions, Qcow2};
 
 use crate::common::{Images, KIB, MIB, check, mixed, open, read_all, runtime, try_open_with};
 
@@ -222,7 +222,7 @@ fn nothing_is_read_from_the_image_file_while_the_data_file_is_not_set() {
     images.qemu_io("image", &["write -q -P 1 64k 64k".into()]);
     let image = crate::common::try_open(&mut runtime, &path).expect("a good image");
     let ring = runtime.ring().clone();
-    let mapped = runtime.block_on(image.map(&ring, 64 * KIB, 512));
+    let mapped = runtime.block_on(image.map(&ring, GuestOffset(64 * KIB), 512));
     assert_eq!(mapped, Err(ringdisk_ring::Errno::IO));
 }
 
@@ -373,14 +373,14 @@ fn contiguous_clusters_are_one_extent_across_slices_and_tables() {
     let path = images.create("flat", "cluster_size=512,preallocation=metadata", MIB);
     let image = open(&mut runtime, &path);
     let ring = runtime.ring().clone();
-    let extent = runtime.block_on(image.map(&ring, 0, MIB)).expect("a good image");
+    let extent = runtime.block_on(image.map(&ring, GuestOffset(0), MIB)).expect("a good image");
     assert_eq!(extent.len, 32 * KIB, "only the first slice is loaded");
     // Load the rest.
     read_all(&mut runtime, &image, &[], MIB as usize);
     let mut at = 0;
     let mut extents = 0;
     while at < MIB {
-        let extent = image.map_cached(at, MIB - at).expect("good").expect("cached");
+        let extent = image.map_cached(GuestOffset(at), MIB - at).expect("good").expect("cached");
         assert!(matches!(extent.kind, ExtentKind::Data { .. }));
         at += extent.len;
         extents += 1;
@@ -389,7 +389,8 @@ fn contiguous_clusters_are_one_extent_across_slices_and_tables() {
     assert!(extents <= 40, "{extents} extents");
     let unallocated = images.create("empty", "cluster_size=512", 64 * MIB);
     let image = open(&mut runtime, &unallocated);
-    let extent = image.map_cached(0, u64::MAX).expect("good").expect("no table at all");
+    let extent =
+        image.map_cached(GuestOffset(0), u64::MAX).expect("good").expect("no table at all");
     assert_eq!((extent.len, extent.kind), (64 * MIB, ExtentKind::Unallocated));
 }
 
@@ -409,10 +410,10 @@ fn ranges_outside_the_disk_are_refused() {
     let path = images.create("small", "", MIB);
     let image = open(&mut runtime(), &path);
     let invalid = Err(ringdisk_ring::Errno::INVAL);
-    assert_eq!(image.map_cached(0, 0), invalid);
-    assert_eq!(image.map_cached(MIB, 1), invalid);
-    assert_eq!(image.map_cached(u64::MAX, u64::MAX), invalid);
-    let last = image.map_cached(MIB - 1, u64::MAX).expect("good").expect("no table");
+    assert_eq!(image.map_cached(GuestOffset(0), 0), invalid);
+    assert_eq!(image.map_cached(GuestOffset(MIB), 1), invalid);
+    assert_eq!(image.map_cached(GuestOffset(u64::MAX), u64::MAX), invalid);
+    let last = image.map_cached(GuestOffset(MIB - 1), u64::MAX).expect("good").expect("no table");
     assert_eq!(last.len, 1);
 }
 
@@ -422,7 +423,7 @@ fn a_disk_of_size_zero_opens() {
     let path = images.create("zero", "", 0);
     let image = open(&mut runtime(), &path);
     assert_eq!(image.virtual_size(), 0);
-    assert_eq!(image.map_cached(0, 1), Err(ringdisk_ring::Errno::INVAL));
+    assert_eq!(image.map_cached(GuestOffset(0), 1), Err(ringdisk_ring::Errno::INVAL));
 }
 
 #[test]

@@ -7,7 +7,8 @@ use std::fs::File;
 use std::path::Path;
 
 use ringdisk_qcow2::{
-    CreateOptions, ErrorKind, ExtentKind, Measure, Measurement, Preallocation, Qcow2, measure_raw,
+    CreateOptions, ErrorKind, ExtentKind, GuestOffset, Measure, Measurement, Preallocation, Qcow2,
+    measure_raw,
 };
 use ringdisk_ring::Runtime;
 use ringdisk_storage::Allocation;
@@ -167,14 +168,14 @@ fn data_of(runtime: &mut Runtime, image: &Qcow2, holes: bool) -> Vec<(u64, u64)>
         let mut at = 0;
         while at < image.virtual_size() {
             let left = image.virtual_size() - at;
-            let mut extent = image.map(&ring, at, left).await.expect("a good image");
+            let mut extent = image.map(&ring, GuestOffset(at), left).await.expect("a good image");
             let mut data =
                 matches!(extent.kind, ExtentKind::Data { .. } | ExtentKind::Compressed(_));
             if let ExtentKind::Data { offset } = extent.kind
                 && holes
             {
                 let file = image.data_storage();
-                let run = file.allocation(&ring, offset, extent.len).await.expect("a file");
+                let run = file.allocation(&ring, offset.0, extent.len).await.expect("a file");
                 (data, extent.len) = (run.0 == Allocation::Data, run.1);
             }
             runs.extend(data.then_some((at, extent.len)));

@@ -8,8 +8,8 @@
 use std::fmt;
 
 use ringdisk_qcow2::{
-    CheckVerdict, Error, ImageBytes, Nothing, OpenOptions, Preallocation, Qcow2, ResizeOptions,
-    check_bytes,
+    CheckVerdict, Error, GuestOffset, ImageBytes, Nothing, OpenOptions, Preallocation, Qcow2,
+    ResizeOptions, check_bytes,
 };
 use ringdisk_ring::{Errno, IoBuf, Ring, Runtime};
 use ringdisk_testkit::layout::{Class, Guest, Layout};
@@ -375,7 +375,7 @@ fn an_image_goes_on_after_a_change() {
         for change in CHANGES {
             let buf = IoBuf::new(4096, 4096);
             buf.fill(0x33);
-            let written = image.write(&ring, 64 * KIB, &buf, &Nothing).await;
+            let written = image.write(&ring, GuestOffset(64 * KIB), &buf, &Nothing).await;
             assert_eq!(written, Ok(4096), "before {change:?}");
             let _ = make(change, &mut image, &ring).await;
         }

@@ -4,7 +4,8 @@
 #![allow(clippy::cast_possible_truncation)]
 
 use ringdisk_qcow2::{
-    Below, Error, ErrorKind, ExtentKind, Nothing, OpenOptions, Preallocation, Qcow2, ResizeOptions,
+    Below, Error, ErrorKind, ExtentKind, GuestOffset, Nothing, OpenOptions, Preallocation, Qcow2,
+    ResizeOptions,
 };
 use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
@@ -121,15 +122,15 @@ fn garbage_that_a_snapshot_needs_stays_there() {
 struct Sevens(u64);
 
 impl Below for Sevens {
-    async fn read(&self, _: &Ring, offset: u64, buf: &IoBuf) -> Result<(), Errno> {
-        let inside = self.0.saturating_sub(offset).min(buf.len() as u64) as usize;
+    async fn read(&self, _: &Ring, offset: GuestOffset, buf: &IoBuf) -> Result<(), Errno> {
+        let inside = self.0.saturating_sub(offset.0).min(buf.len() as u64) as usize;
         buf.slice(0..inside).fill(7);
         buf.slice(inside..buf.len()).fill(0);
         Ok(())
     }
 
-    fn has_data(&self, offset: u64, _: u64) -> bool {
-        offset < self.0
+    fn has_data(&self, offset: GuestOffset, _: u64) -> bool {
+        offset < GuestOffset(self.0)
     }
 }
 
@@ -211,7 +212,7 @@ fn zeroes_of_version_2_over_a_longer_backing_file_lie_inside_the_file() {
                 let image = Qcow2::open(&ring, storage(&copy), &OpenOptions::default()).await;
                 let image = image.expect("opens");
                 for at in (2 * MIB..new).step_by(CLUSTER as usize) {
-                    let extent = image.map(&ring, at, CLUSTER).await;
+                    let extent = image.map(&ring, GuestOffset(at), CLUSTER).await;
                     let extent = extent.unwrap_or_else(|errno| panic!("{case}, at {at}: {errno}"));
                     assert!(matches!(extent.kind, ExtentKind::Data { .. }), "{case}");
                 }
@@ -331,7 +332,7 @@ fn changed(subject: &Subject, bitmap: &str) -> Vec<std::ops::Range<u64>> {
         let image = Qcow2::open(&ring, storage(&path), &OpenOptions::default()).await;
         let image = image.expect("an image");
         let contents = image.bitmap_contents(&ring, bitmap).await.expect("a bitmap");
-        contents.ranges().collect()
+        contents.ranges().map(|range| range.start.0..range.end.0).collect()
     })
 }
 
@@ -364,7 +365,8 @@ fn has_places(subject: &mut Subject, range: std::ops::Range<u64>) -> bool {
     subject.with(async |image, ring| {
         let mut at = range.start;
         while at < range.end {
-            let extent = image.map(ring, at, range.end - at).await.expect("a good image");
+            let extent =
+                image.map(ring, GuestOffset(at), range.end - at).await.expect("a good image");
             let place = match extent.kind {
                 ExtentKind::Data { offset } => Some(offset),
                 ExtentKind::Zero { offset } => offset,

@@ -224,7 +224,7 @@ fn need(subject: &mut Subject, below: u64) -> Option<(String, std::ops::Range<u6
     let need = subject
         .with(async |image, ring| image.snapshots_need_backing(ring, below).await)
         .expect("sound tables");
-    need.map(|need| (need.name, need.range))
+    need.map(|need| (need.name, need.range.start.0..need.range.end.0))
 }
 
 #[test]

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::Poll;
 
-use ringdisk_qcow2::{Compressed, ExtentKind, OpenOptions, Qcow2};
+use ringdisk_qcow2::{Compressed, ExtentKind, GuestOffset, OpenOptions, Qcow2};
 use ringdisk_ring::{Errno, IoBuf, Ring, Runtime};
 
 use crate::common::memory::{Control, memory};
@@ -78,7 +78,7 @@ fn a_slice_that_many_requests_miss_is_read_once() {
     let shared = image.clone();
     let extents = run_together(&mut runtime, 20, move |ring, index| {
         let image = shared.clone();
-        async move { image.map(&ring, index as u64 * 512, 512).await }
+        async move { image.map(&ring, GuestOffset(index as u64 * 512), 512).await }
     });
     assert_eq!(extents.len(), 20);
     assert!(
@@ -97,13 +97,13 @@ fn an_error_of_the_load_reaches_all_who_wait_and_the_next_tries_again() {
     let shared = image.clone();
     let errors = run_together(&mut runtime, 5, move |ring, _| {
         let image = shared.clone();
-        async move { image.map(&ring, 0, 512).await }
+        async move { image.map(&ring, GuestOffset(0), 512).await }
     });
     assert_eq!(errors, vec![Err(Errno::IO); 5]);
     assert_eq!(control.reads_at(first), 1);
     *control.failing.lock().expect("lock") = None;
     let ring = runtime.ring().clone();
-    assert!(runtime.block_on(image.map(&ring, 0, 512)).is_ok());
+    assert!(runtime.block_on(image.map(&ring, GuestOffset(0), 512)).is_ok());
 }
 
 #[test]
@@ -113,13 +113,13 @@ fn a_load_that_hangs_stops_only_those_who_need_it() {
     *control.held.lock().expect("lock") = Some(first);
     let ring = runtime.ring().clone();
     runtime.block_on(async {
-        let mut stuck = pin!(image.map(&ring, 0, 512));
+        let mut stuck = pin!(image.map(&ring, GuestOffset(0), 512));
         poll_fn(|context| {
             assert!(stuck.as_mut().poll(context).is_pending());
             Poll::Ready(())
         })
         .await;
-        let other = image.map(&ring, 32 * MIB, 512).await;
+        let other = image.map(&ring, GuestOffset(32 * MIB), 512).await;
         assert!(matches!(other.expect("not held").kind, ExtentKind::Data { .. }));
         control.release();
         assert!(matches!(stuck.await.expect("released").kind, ExtentKind::Data { .. }));
@@ -133,8 +133,8 @@ fn a_cancelled_load_is_taken_over_by_one_who_waits() {
     *control.held.lock().expect("lock") = Some(first);
     let ring = runtime.ring().clone();
     runtime.block_on(async {
-        let mut leader = Box::pin(image.map(&ring, 0, 512));
-        let mut follower = pin!(image.map(&ring, 512, 512));
+        let mut leader = Box::pin(image.map(&ring, GuestOffset(0), 512));
+        let mut follower = pin!(image.map(&ring, GuestOffset(512), 512));
         poll_fn(|context| {
             assert!(leader.as_mut().poll(context).is_pending());
             assert!(follower.as_mut().poll(context).is_pending());
@@ -160,7 +160,7 @@ fn compressed(runtime: &mut Runtime, kind: &str) -> (Arc<Qcow2>, Arc<Control>, C
     let bytes = std::fs::read(images.path("image")).expect("the image");
     let (image, control) = open(runtime, bytes);
     let ring = runtime.ring().clone();
-    let extent = runtime.block_on(image.map(&ring, 0, 1)).expect("a good image");
+    let extent = runtime.block_on(image.map(&ring, GuestOffset(0), 1)).expect("a good image");
     let ExtentKind::Compressed(cluster) = extent.kind else { panic!("{extent:?}") };
     (image, control, cluster)
 }
@@ -177,7 +177,7 @@ fn sequential_small_reads_read_neighbours_together_and_each_cluster_once() {
         let (image, control, cluster) = compressed(&mut runtime, kind);
         let ours = crate::common::read_all(&mut runtime, &image, &[], 4096);
         crate::common::assert_same(kind, &ours, &expected(0, ours.len()));
-        assert_eq!(control.reads_at(cluster.host_offset()), first, "{kind}");
+        assert_eq!(control.reads_at(cluster.host_offset().0), first, "{kind}");
         let reads = control.reads.lock().expect("lock").len();
         // One L2 slice, the first clusters, then half a read-ahead window (16 clusters) at a time.
         assert!(reads <= 12, "{kind}: {reads} reads for 64 clusters");
@@ -189,23 +189,26 @@ fn neighbours_of_a_cluster_that_cannot_be_read_are_read_all_the_same() {
     let mut runtime = runtime();
     for kind in ["zlib", "zstd"] {
         let (image, control, cluster) = compressed(&mut runtime, kind);
-        *control.failing.lock().expect("lock") = Some(cluster.host_offset());
+        *control.failing.lock().expect("lock") = Some(cluster.host_offset().0);
         let ring = runtime.ring().clone();
         runtime.block_on(async {
             let buf = IoBuf::new(64 * KIB as usize, 4096);
             // The start of a request over four clusters, which are one read at first.
             let ahead = 3 * 64 * KIB;
-            let first = image.read_compressed_of(&ring, cluster, 0, &buf, ahead).await;
+            let first = image.read_compressed_of(&ring, cluster, GuestOffset(0), &buf, ahead).await;
             assert_eq!(first, Err(Errno::IO));
             for number in 1..4 {
                 let at = number * 64 * KIB;
-                let extent = image.map(&ring, at, 1).await.expect("a good image");
+                let extent = image.map(&ring, GuestOffset(at), 1).await.expect("a good image");
                 let ExtentKind::Compressed(next) = extent.kind else { panic!("{extent:?}") };
-                image.read_compressed(&ring, next, at, &buf).await.expect("a good cluster");
+                image
+                    .read_compressed(&ring, next, GuestOffset(at), &buf)
+                    .await
+                    .expect("a good cluster");
                 assert_eq!(buf.to_vec(), expected(at, 64 * KIB as usize));
             }
         });
-        assert_eq!(control.reads_at(cluster.host_offset()), 2, "together, then alone");
+        assert_eq!(control.reads_at(cluster.host_offset().0), 2, "together, then alone");
     }
 }
 
@@ -219,7 +222,10 @@ fn several_who_wait_for_one_cluster_decompress_it_once() {
         async move {
             let buf = IoBuf::new(4096, 4096);
             let at = index as u64 * 4096;
-            image.read_compressed(&ring, cluster, at, &buf).await.map(|()| (at, buf.to_vec()))
+            image
+                .read_compressed(&ring, cluster, GuestOffset(at), &buf)
+                .await
+                .map(|()| (at, buf.to_vec()))
         }
     });
     assert_eq!(results.len(), 16);
@@ -227,7 +233,7 @@ fn several_who_wait_for_one_cluster_decompress_it_once() {
         let (at, bytes) = result.expect("a good cluster");
         assert_eq!(bytes, expected(at, 4096));
     }
-    assert_eq!(control.reads_at(cluster.host_offset()), 1);
+    assert_eq!(control.reads_at(cluster.host_offset().0), 1);
 }
 
 #[test]
@@ -237,7 +243,8 @@ fn reads_that_leave_their_compressed_cluster_are_refused() {
     let ring = runtime.ring().clone();
     for (offset, len) in [(0, 64 * KIB as usize + 1), (60 * KIB, 8192), (u64::MAX, 2)] {
         let buf = IoBuf::new(len, 512);
-        let result = runtime.block_on(image.read_compressed(&ring, cluster, offset, &buf));
+        let result =
+            runtime.block_on(image.read_compressed(&ring, cluster, GuestOffset(offset), &buf));
         assert_eq!(result, Err(Errno::INVAL), "{offset} {len}");
     }
 }
@@ -250,10 +257,11 @@ fn a_cluster_of_rubbish_is_an_error_each_time() {
         let ring = runtime.ring().clone();
         let buf = IoBuf::new(512, 512);
         for _ in 0..2 {
-            let result = runtime.block_on(image.read_compressed(&ring, cluster, 0, &buf));
+            let result =
+                runtime.block_on(image.read_compressed(&ring, cluster, GuestOffset(0), &buf));
             assert_eq!(result, Err(Errno::IO), "{kind}");
         }
-        assert_eq!(control.reads_at(cluster.host_offset()), 2);
+        assert_eq!(control.reads_at(cluster.host_offset().0), 2);
     }
 }
 
@@ -264,7 +272,7 @@ fn rubbish(runtime: &mut Runtime, kind: &str) -> (Arc<Qcow2>, Arc<Control>, Comp
     let buf = IoBuf::new(good.file().len() as usize, 4096);
     runtime.block_on(good.file().read(&ring, 0, &buf)).expect("memory");
     let mut bytes = buf.to_vec();
-    let start = cluster.host_offset() as usize;
+    let start = cluster.host_offset().0 as usize;
     bytes[start..start + 40].fill(0xee);
     let (image, control) = open(runtime, bytes);
     (image, control, cluster)

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ringdisk_qcow2::{Nothing, OpenOptions, Qcow2};
+use ringdisk_qcow2::{GuestOffset, Nothing, OpenOptions, Qcow2};
 use ringdisk_ring::IoBuf;
 use ringdisk_storage::{Lock, Storage};
 
@@ -26,10 +26,10 @@ fn allocations(bitmaps: u32) -> u64 {
         let image = Qcow2::open(&ring, storage, &options).await.expect("a good image");
         let buf = IoBuf::new(4096, 4096);
         // The first write marks the bitmaps and loads the L2 table.
-        image.write(&ring, 0, &buf, &Nothing).await.expect("room");
+        image.write(&ring, GuestOffset(0), &buf, &Nothing).await.expect("room");
         let before = ALLOCATIONS.get();
         for number in 0..1000 {
-            image.write(&ring, number * 8192, &buf, &Nothing).await.expect("room");
+            image.write(&ring, GuestOffset(number * 8192), &buf, &Nothing).await.expect("room");
         }
         let allocations = ALLOCATIONS.get() - before;
         image.close(&ring).await.expect("a clean close");

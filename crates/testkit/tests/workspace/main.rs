@@ -3,6 +3,7 @@
 //!
 //! Promises: reads `cargo metadata` and the tree; changes nothing.
 
+mod circles;
 mod dependencies;
 mod documents;
 mod layers;

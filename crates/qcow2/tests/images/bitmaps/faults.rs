@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use ringdisk_qcow2::{CreateOptions, Nothing};
+use ringdisk_qcow2::{CreateOptions, GuestOffset, Nothing};
 use ringdisk_ring::{IoBuf, Runtime};
 use ringdisk_testkit::sim::{Fault, SimStorage, When};
 
@@ -111,9 +111,9 @@ fn a_crash_while_recording_never_leaves_a_stale_bitmap() {
             buf.fill(1);
             let (image, ring) = (&session.image, &session.ring);
             let all = session.runtime.block_on(async {
-                image.write(ring, 64 * KIB, &buf, &Nothing).await?;
+                image.write(ring, GuestOffset(64 * KIB), &buf, &Nothing).await?;
                 image.flush(ring).await?;
-                image.write(ring, MIB, &buf, &Nothing).await?;
+                image.write(ring, GuestOffset(MIB), &buf, &Nothing).await?;
                 image.close(ring).await
             });
             match all {

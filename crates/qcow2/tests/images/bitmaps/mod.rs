@@ -10,7 +10,7 @@ mod session;
 
 use std::path::Path;
 
-use ringdisk_qcow2::{Error, ErrorKind, Nothing, ResizeOptions};
+use ringdisk_qcow2::{Error, ErrorKind, GuestOffset, Nothing, ResizeOptions};
 use ringdisk_ring::{IoBuf, Runtime};
 use session::{Session, Work, according_to_qemu, check, info, ranges};
 
@@ -88,8 +88,8 @@ fn discards_and_zeroes_are_recorded() {
     session
         .runtime
         .block_on(async {
-            image.write_zeroes(ring, 0, 65536, true, &Nothing).await?;
-            image.discard(ring, MIB, 65536, &Nothing).await
+            image.write_zeroes(ring, GuestOffset(0), 65536, true, &Nothing).await?;
+            image.discard(ring, GuestOffset(MIB), 65536, &Nothing).await
         })
         .expect("both work");
     session.close();
@@ -338,7 +338,12 @@ fn operations_save_what_was_recorded_before_and_end_the_use() {
     session.write(MIB, 4096);
     session.add("other", None).expect("added");
     let buf = IoBuf::new(512, 512);
-    let late = session.runtime.block_on(session.image.write(&session.ring, 0, &buf, &Nothing));
+    let late = session.runtime.block_on(session.image.write(
+        &session.ring,
+        GuestOffset(0),
+        &buf,
+        &Nothing,
+    ));
     assert!(late.is_err());
     session.close();
     assert_eq!(ranges(&mut runtime, &path, "bitmap"), [MIB..MIB + 65536]);
@@ -381,11 +386,11 @@ fn a_bitmap_that_cannot_record_is_lost_by_itself_and_the_others_go_on() {
         let table = Session::open(&mut runtime, &path).image.info().bitmaps[0].table_offset;
         let mut bytes = std::fs::read(&path).expect("the image");
         if name == "broken" {
-            bytes[usize::try_from(table).expect("small")] = 0xff;
+            bytes[usize::try_from(table.0).expect("small")] = 0xff;
         }
         if name == "strange" {
             // The entry begins with the offset of the table.
-            let start = table.to_be_bytes();
+            let start = table.0.to_be_bytes();
             let entry = bytes.chunks(8).position(|word| word == start).expect("the directory") * 8;
             bytes[entry + 15] |= 0x10;
         }

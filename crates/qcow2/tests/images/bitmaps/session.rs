@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use ringdisk_qcow2::{Error, Nothing, OpenOptions, Qcow2};
+use ringdisk_qcow2::{Error, GuestOffset, Nothing, OpenOptions, Qcow2};
 use ringdisk_ring::{IoBuf, Ring, Runtime};
 use ringdisk_storage::{Lock, Storage};
 
@@ -43,7 +43,12 @@ impl<'a> Session<'a> {
     pub(crate) fn write(&mut self, offset: u64, len: usize) {
         let buf = IoBuf::new(len, 4096);
         buf.fill(0x5a);
-        let done = self.runtime.block_on(self.image.write(&self.ring, offset, &buf, &Nothing));
+        let done = self.runtime.block_on(self.image.write(
+            &self.ring,
+            GuestOffset(offset),
+            &buf,
+            &Nothing,
+        ));
         assert_eq!(done, Ok(len));
     }
 
@@ -81,7 +86,7 @@ impl<'a> Session<'a> {
 
     pub(crate) fn ranges(&mut self, name: &str) -> Result<Vec<Range<u64>>, Error> {
         let contents = self.runtime.block_on(self.image.bitmap_contents(&self.ring, name))?;
-        Ok(contents.ranges().collect())
+        Ok(contents.ranges().map(|range| range.start.0..range.end.0).collect())
     }
 
     /// Name, in use, records.

@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use ringdisk_qcow2::{Nothing, OpenOptions, Qcow2, Repair, check_bytes};
+use ringdisk_qcow2::{GuestOffset, Nothing, OpenOptions, Qcow2, Repair, check_bytes};
 use ringdisk_ring::{IoBuf, Runtime};
 use ringdisk_testkit::sim::{Prng, SimStorage};
 
@@ -112,7 +112,7 @@ fn write_around(runtime: &mut Runtime, bytes: &[u8], prng: &mut Prng) -> Vec<Str
             let value = 0xa0 | number as u8;
             buf.fill(value);
             // Compressed data may be rubbish, of which nobody else can make sense either.
-            let whole = image.write(&ring, at * cluster, &buf, &Nothing).await;
+            let whole = image.write(&ring, GuestOffset(at * cluster), &buf, &Nothing).await;
             if whole != Ok(cluster as usize) {
                 return Err(format!("writing cluster {at}: {whole:?} ({:?})", image.fault()));
             }

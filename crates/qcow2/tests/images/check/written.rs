@@ -5,7 +5,7 @@
 
 use std::collections::BTreeSet;
 
-use ringdisk_qcow2::{ExtentKind, Nothing, OpenOptions, Qcow2, Repair, check_bytes};
+use ringdisk_qcow2::{ExtentKind, GuestOffset, Nothing, OpenOptions, Qcow2, Repair, check_bytes};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_testkit::layout::Layout;
 use ringdisk_testkit::sim::{Prng, SimStorage};
@@ -38,13 +38,13 @@ async fn alone(ring: &Ring, image: &Qcow2, bytes: &[u8], cluster: u64) -> Vec<bo
         let (mut from, end) = (at, image.virtual_size().min(at + cluster));
         let mut sole = true;
         while from < end {
-            let Ok(extent) = image.map(ring, from, end - from).await else {
+            let Ok(extent) = image.map(ring, GuestOffset(from), end - from).await else {
                 sole = false;
                 break;
             };
             sole &= match extent.kind {
                 ExtentKind::Data { offset } | ExtentKind::Zero { offset: Some(offset) } => {
-                    is_sole(offset)
+                    is_sole(offset.0)
                 }
                 // Neighbours share its cluster.
                 ExtentKind::Compressed(_) => false,
@@ -73,13 +73,13 @@ async fn request(
     };
     touched.extend(from / cluster..(from + len).div_ceil(cluster));
     match prng.below(6) {
-        0 => image.discard(ring, from, len, &Nothing).await,
-        1 => image.write_zeroes(ring, from, len, prng.coin(), &Nothing).await,
+        0 => image.discard(ring, GuestOffset(from), len, &Nothing).await,
+        1 => image.write_zeroes(ring, GuestOffset(from), len, prng.coin(), &Nothing).await,
         2 => image.flush(ring).await,
         _ => {
             let buf = IoBuf::new(len as usize, 4096);
             buf.fill(0x80 | prng.next_u64() as u8);
-            image.write(ring, from, &buf, &Nothing).await.map(drop)
+            image.write(ring, GuestOffset(from), &buf, &Nothing).await.map(drop)
         }
     }
 }
@@ -161,7 +161,7 @@ fn a_table_that_two_parts_of_the_disk_share_is_copied_before_it_changes() {
     runtime.block_on(async {
         let sim = SimStorage::from_image(&bytes, 1);
         let image = Qcow2::open(&ring, sim.storage(), &options).await.expect("an image");
-        assert_eq!(image.write(&ring, 0, &buf, &Nothing).await, Err(Errno::IO));
+        assert_eq!(image.write(&ring, GuestOffset(0), &buf, &Nothing).await, Err(Errno::IO));
     });
     // A repair may keep what was lost as leaks first.
     for _ in 0..2 {
@@ -171,9 +171,12 @@ fn a_table_that_two_parts_of_the_disk_share_is_copied_before_it_changes() {
     assert!(report.is_clean(), "{report:?}");
     runtime.block_on(async {
         let image = Qcow2::open(&ring, sim.storage(), &options).await.expect("an image");
-        assert_eq!(image.write(&ring, 0, &buf, &Nothing).await, Ok(CLUSTER as usize));
+        assert_eq!(image.write(&ring, GuestOffset(0), &buf, &Nothing).await, Ok(CLUSTER as usize));
         assert_eq!(image.flush(&ring).await, Ok(()));
-        assert_eq!(image.write(&ring, (2 << 20) + CLUSTER, &buf, &Nothing).await, Ok(4096));
+        assert_eq!(
+            image.write(&ring, GuestOffset((2 << 20) + CLUSTER), &buf, &Nothing).await,
+            Ok(4096)
+        );
         assert_eq!(image.close(&ring).await, Ok(()));
         let image = Qcow2::open(&ring, sim.storage(), &options).await.expect("an image");
         for (at, value) in [(0, 7), (4096, 1), (2 << 20, 1), ((2 << 20) + CLUSTER, 7), (8192, 1)] {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use imago::file::File as ImagoFile;
 use imago::qcow2::Qcow2 as Imago;
 use imago::{FormatAccess, FormatDriverBuilder, PermissiveImplicitOpenGate};
-use ringdisk_qcow2::{Below, Qcow2, ResizeOptions, compress};
+use ringdisk_qcow2::{Below, GuestOffset, Qcow2, ResizeOptions, compress};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_storage::{Lock, Storage};
 
@@ -33,15 +33,15 @@ pub(crate) fn fill(base: &[u8], at: u64, out: &mut [u8]) {
 struct Base<'a>(&'a [u8]);
 
 impl Below for Base<'_> {
-    async fn read(&self, _: &Ring, offset: u64, buf: &IoBuf) -> Result<(), Errno> {
+    async fn read(&self, _: &Ring, offset: GuestOffset, buf: &IoBuf) -> Result<(), Errno> {
         let mut bytes = vec![0; buf.len()];
-        fill(self.0, offset, &mut bytes);
+        fill(self.0, offset.0, &mut bytes);
         buf.copy_from_slice(0, &bytes);
         Ok(())
     }
 
-    fn has_data(&self, offset: u64, _: u64) -> bool {
-        offset < self.0.len() as u64
+    fn has_data(&self, offset: GuestOffset, _: u64) -> bool {
+        offset < GuestOffset(self.0.len() as u64)
     }
 }
 
@@ -238,16 +238,19 @@ async fn one(
             let buf = buffer(&bytes(len, byte));
             let mut done = 0;
             while done < buf.len() {
-                done +=
-                    disk.write(ring, at + done as u64, &buf.slice(done..buf.len()), base).await?;
+                done += disk
+                    .write(ring, GuestOffset(at + done as u64), &buf.slice(done..buf.len()), base)
+                    .await?;
             }
             Ok(())
         }
-        Op::Zero { at, len, unmap } => disk.write_zeroes(ring, at, len, unmap, base).await,
-        Op::Discard { at, len } => disk.discard(ring, at, len, base).await,
+        Op::Zero { at, len, unmap } => {
+            disk.write_zeroes(ring, GuestOffset(at), len, unmap, base).await
+        }
+        Op::Discard { at, len } => disk.discard(ring, GuestOffset(at), len, base).await,
         Op::Packed { at, byte } => {
             let packed = compress(disk.info().compression, None, &bytes(cluster, byte));
-            disk.write_compressed(ring, at, &packed.expect("it gets smaller")).await
+            disk.write_compressed(ring, GuestOffset(at), &packed.expect("it gets smaller")).await
         }
         Op::Flush => disk.flush(ring).await,
     }

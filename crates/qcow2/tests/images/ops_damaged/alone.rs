@@ -1,7 +1,7 @@
 //! Cases that are no cell of the table: what comes before a change or after it, and images that are
 //! damaged in a way of their own.
 
-use ringdisk_qcow2::{ErrorKind, Nothing, Preallocation, ResizeOptions};
+use ringdisk_qcow2::{ErrorKind, GuestOffset, Nothing, Preallocation, ResizeOptions};
 use ringdisk_ring::Errno;
 use ringdisk_testkit::sim::{OpKind, SimStorage};
 
@@ -31,7 +31,7 @@ fn a_change_looks_again_at_what_was_let_go_since_the_last_one() {
         runtime.block_on(async {
             let mut image = crate::live::open(&ring, &sim, None, &writable()).await.expect("open");
             Change::Grow.make(&ring, &mut image).await.expect("it grows");
-            image.discard(&ring, PLACES[0], CLUSTER, &Nothing).await.expect("discard");
+            image.discard(&ring, GuestOffset(PLACES[0]), CLUSTER, &Nothing).await.expect("discard");
             assert_eq!(image.flush(&ring).await, Ok(()));
             let before = other(&Bytes(sim.image()));
             // It may be refused.
@@ -55,7 +55,7 @@ fn writes_go_round_what_a_snapshot_names_past_the_end_of_the_file() {
         image.snapshot_create(&ring, "n").await.expect("a snapshot");
         let full = buffer(&[0x77; CLUSTER as usize]);
         for at in (7 * MIB..7 * MIB + 256 * KIB).step_by(CLUSTER as usize) {
-            let written = image.write(&ring, at, &full, &Nothing).await;
+            let written = image.write(&ring, GuestOffset(at), &full, &Nothing).await;
             assert_eq!(written, Ok(CLUSTER as usize), "at {at:#x}");
         }
         assert_eq!(image.flush(&ring).await, Ok(()));
@@ -92,7 +92,7 @@ fn what_was_read_before_a_change_is_not_given_away_after_it() {
             // It may be refused.
             let _ = change.make(&ring, &mut image).await;
             let full = buffer(&[0x77; CLUSTER as usize]);
-            let written = image.write(&ring, MIB, &full, &Nothing).await;
+            let written = image.write(&ring, GuestOffset(MIB), &full, &Nothing).await;
             let expected = [Err(Errno::IO), Err(Errno::ROFS), Ok(CLUSTER as usize)];
             assert!(expected.contains(&written), "{change:?}: {written:?}");
             read(&ring, &image, &Nothing, PLACES[1], &mut bytes).await.expect("read");

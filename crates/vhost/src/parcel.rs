@@ -1,0 +1,282 @@
+//! An export on its way to another process: words, and descriptors with their roles.
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use serde::{Deserialize, Serialize};
+
+use crate::closing::Held;
+use crate::protocol::VringAddress;
+use crate::session::{SavedVring, SessionState};
+use crate::vet::vet;
+use crate::{Error, ErrorKind};
+
+/// Form of the description; a program that does not know it refuses.
+const VERSION: u32 = 1;
+/// Descriptors of one export at most: memory, virtqueues (three each), images of a long chain.
+const FDS_MAX: usize = 2048;
+
+/// All that another process needs to go on with an export: to be sent as it is, the descriptors in
+/// this order.
+#[derive(Debug)]
+pub struct Parcel {
+    /// JSON in a form of its own.
+    pub description: String,
+    /// Descriptors; the description says what each is.
+    pub fds: Vec<OwnedFd>,
+}
+
+/// The description.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub(crate) struct Words {
+    version: u32,
+    pub(crate) write_cache: bool,
+    pub(crate) broken: Option<String>,
+    pub(crate) session: Option<SessionWords>,
+    pub(crate) regions: Vec<RegionWords>,
+    pub(crate) inflight: Option<InflightWords>,
+    /// Size and offset, bytes.
+    pub(crate) log: Option<(u64, u64)>,
+    /// As [`ringdisk_disk::HandOver::description`].
+    pub(crate) disk: String,
+    /// What each descriptor is.
+    roles: Vec<Role>,
+}
+
+/// What a descriptor is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Role {
+    Listener,
+    Connection,
+    Region,
+    Kick(u16),
+    Call(u16),
+    Error(u16),
+    Inflight,
+    Log,
+    LogEvent,
+    Channel,
+    Image,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct RegionWords {
+    pub(crate) guest_addr: u64,
+    pub(crate) user_addr: u64,
+    pub(crate) size: u64,
+    pub(crate) mmap_offset: u64,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct InflightWords {
+    pub(crate) size: u64,
+    pub(crate) offset: u64,
+    pub(crate) queues: u16,
+    pub(crate) queue_size: u16,
+    pub(crate) packed: bool,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct SessionWords {
+    features: u64,
+    protocol_features: u64,
+    status: u8,
+    regions: Vec<(u64, u64, u64)>,
+    vrings: Vec<VringWords>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct VringWords {
+    size: Option<u16>,
+    /// Flags, descriptors, used, available, log.
+    address: Option<[u64; 5]>,
+    base: u32,
+    /// Earlier versions do not say it.
+    #[serde(default)]
+    base_at_reset: Option<u32>,
+    enabled: Option<bool>,
+}
+
+/// A parcel that is being packed.
+#[derive(Debug, Default)]
+pub(crate) struct Packing {
+    pub(crate) words: Words,
+    fds: Vec<OwnedFd>,
+}
+
+impl Packing {
+    /// Adds a copy of a descriptor.
+    ///
+    /// Errors: no descriptors are left.
+    pub(crate) fn add(&mut self, role: Role, fd: impl AsFd) -> Result<(), Error> {
+        let copy = fd.as_fd().try_clone_to_owned().map_err(|error| {
+            Error::new(ErrorKind::System, "no descriptors for the hand-over").source(error)
+        })?;
+        self.give(role, copy);
+        Ok(())
+    }
+
+    /// Adds a descriptor.
+    pub(crate) fn give(&mut self, role: Role, fd: OwnedFd) {
+        self.words.roles.push(role);
+        self.fds.push(fd);
+    }
+
+    pub(crate) fn add_session(&mut self, state: SessionState) {
+        let mut vrings = Vec::with_capacity(state.vrings.len());
+        for (index, vring) in (0..).zip(state.vrings) {
+            let SavedVring { size, address, base, base_at_reset, enabled, kick } = vring;
+            let address =
+                address.map(|a| [u64::from(a.flags), a.descriptor, a.used, a.available, a.log]);
+            vrings.push(VringWords { size, address, base, base_at_reset, enabled });
+            if let Some(kick) = kick {
+                self.give(Role::Kick(index), kick);
+            }
+        }
+        let SessionState { features, protocol_features, status, regions, .. } = state;
+        self.words.session =
+            Some(SessionWords { features, protocol_features, status, regions, vrings });
+    }
+
+    pub(crate) fn finish(mut self) -> Result<Parcel, Error> {
+        self.words.version = VERSION;
+        let description = serde_json::to_string(&self.words).map_err(|error| {
+            Error::new(ErrorKind::System, "the export cannot be described").source(error)
+        })?;
+        Ok(Parcel { description, fds: self.fds })
+    }
+}
+
+/// A parcel that was opened.
+#[derive(Debug)]
+pub(crate) struct Unpacked {
+    pub(crate) words: Words,
+    fds: Vec<(Role, OwnedFd)>,
+}
+
+impl Parcel {
+    /// Errors: it is of another version, or damaged.
+    pub(crate) fn open(self) -> Result<Unpacked, Error> {
+        let refuse = |what: String| {
+            Err(Error::new(ErrorKind::Refused, format!("the hand-over is not understood: {what}")))
+        };
+        let words: Words = match serde_json::from_str(&self.description) {
+            Ok(words) => words,
+            Err(error) => return refuse(error.to_string()),
+        };
+        if words.version != VERSION {
+            let version = words.version;
+            return refuse(format!("its version is {version}, this program knows {VERSION}"));
+        }
+        let (roles, fds) = (words.roles.len(), self.fds.len());
+        if roles != fds || fds > FDS_MAX {
+            return refuse(format!("{fds} descriptors came, it names {roles}"));
+        }
+        let mut all = Vec::with_capacity(fds);
+        for (role, fd) in words.roles.iter().copied().zip(self.fds) {
+            // An image is judged as one; all else is of a kind that this process may touch without
+            // waiting for anybody, whoever says so.
+            let fd = match role {
+                Role::Image => Ok(fd),
+                _ => vet(fd),
+            };
+            match fd {
+                Ok(fd) => all.push((role, fd)),
+                Err(what) => return refuse(format!("the descriptor of {role:?} is {what}")),
+            }
+        }
+        Ok(Unpacked { words, fds: all })
+    }
+}
+
+impl Unpacked {
+    /// All descriptors of a role, in their order.
+    pub(crate) fn all(&mut self, role: Role) -> Vec<OwnedFd> {
+        let (taken, left) =
+            std::mem::take(&mut self.fds).into_iter().partition(|(r, _)| *r == role);
+        self.fds = left;
+        let taken: Vec<(Role, OwnedFd)> = taken;
+        taken.into_iter().map(|(_, fd)| fd).collect()
+    }
+
+    /// The descriptor of a role.
+    pub(crate) fn one(&mut self, role: Role) -> Option<OwnedFd> {
+        self.all(role).pop()
+    }
+
+    /// Lets go of all that a front end has lent, and of its connection.
+    pub(crate) fn forget_front_end(&mut self) {
+        self.words.session = None;
+        let is_ours = |role: &Role| matches!(role, Role::Listener | Role::Image);
+        let (kept, gone) = std::mem::take(&mut self.fds).into_iter().partition(|(r, _)| is_ours(r));
+        self.fds = kept;
+        let gone: Vec<(Role, OwnedFd)> = gone;
+        gone.into_iter().for_each(|(_, fd)| drop(Held::from(fd)));
+    }
+
+    /// The session, if a front end was connected.
+    pub(crate) fn session(&mut self) -> Option<SessionState> {
+        let words = self.words.session.take()?;
+        let SessionWords { features, protocol_features, status, regions, vrings } = words;
+        let mut saved = Vec::with_capacity(vrings.len());
+        for (index, vring) in (0..).zip(vrings) {
+            let VringWords { size, address, base, base_at_reset, enabled } = vring;
+            let address = address.map(|[flags, descriptor, used, available, log]| VringAddress {
+                index: u32::from(index),
+                flags: u32::try_from(flags).unwrap_or(u32::MAX),
+                descriptor,
+                used,
+                available,
+                log,
+            });
+            let kick = self.one(Role::Kick(index));
+            saved.push(SavedVring { size, address, base, base_at_reset, enabled, kick });
+        }
+        Some(SessionState { features, protocol_features, status, regions, vrings: saved })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_packed_is_found_again_and_anything_else_is_refused() {
+        let file = tempfile::tempfile().unwrap();
+        let mut packing = Packing::default();
+        packing.words.disk = String::from("{}");
+        packing.words.log = Some((1, u64::MAX));
+        packing.add(Role::Call(3), &file).unwrap();
+        packing.add(Role::Image, &file).unwrap();
+        packing.add(Role::Image, &file).unwrap();
+        let parcel = packing.finish().unwrap();
+        let words = parcel.description.clone();
+        let mut open = parcel.open().unwrap();
+        assert_eq!(open.words.log, Some((1, u64::MAX)));
+        assert_eq!((open.all(Role::Image).len(), open.all(Role::Image).len()), (2, 0));
+        assert!(open.one(Role::Call(2)).is_none() && open.one(Role::Call(3)).is_some());
+        for description in
+            [words.clone(), words.replace("\"version\":1", "\"version\":2"), String::from("{}")]
+        {
+            assert!(Parcel { description, fds: Vec::new() }.open().is_err());
+        }
+    }
+
+    #[test]
+    fn what_waits_for_others_is_refused_as_it_is_from_a_front_end() {
+        let roles = [
+            Role::Listener,
+            Role::Connection,
+            Role::Region,
+            Role::Kick(0),
+            Role::Call(1),
+            Role::Log,
+        ];
+        for role in roles {
+            let mut packing = Packing::default();
+            let network = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+            packing.add(role, &network).unwrap();
+            let error = packing.finish().unwrap().open().expect_err("refused");
+            assert!(error.to_string().contains("is a network socket"), "{error}");
+        }
+    }
+}
