@@ -5,13 +5,12 @@
 use crate::tree::{files, relative, root};
 
 /// Where the words still stand. Parts leave this list when they are clean; none is added.
-const NOT_YET: [&str; 12] = [
+const NOT_YET: [&str; 11] = [
     "CHANGELOG.md",
     "crates/daemon/",
     "crates/disk/",
     "crates/export/",
     "crates/fuse/",
-    "crates/qcow2/",
     "crates/ring/",
     "crates/ringdisk/",
     "crates/sandbox/",
