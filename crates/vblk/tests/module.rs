@@ -353,7 +353,7 @@ fn eventfds_are_changed_while_a_queue_runs_and_let_go_when_it_stops() {
     vblk.set_err(0, None).unwrap();
     vblk.stop(0).unwrap();
 
-    // A kick of a queue that is stopped reaches nobody.
+    // A kick of a stopped queue has no effect.
     let rounds = vblk.stats(0).unwrap().rounds;
     guest.queues[0].kick_anyway();
     std::thread::sleep(Duration::from_millis(50));

@@ -330,7 +330,7 @@ fn start<F: Future<Output = Result<(), Error>> + 'static>(
     result
 }
 
-/// Lets what is held go on until the change has ended, with `NotFound`.
+/// Continues the held operations until the change has ended, with `NotFound`.
 async fn ends_for_want_of_a_name(
     ring: &Ring,
     held: &SimStorage,

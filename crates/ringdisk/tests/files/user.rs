@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use ringdisk_testkit::images::{self, pattern, piece};
-use ringdisk_testkit::limits::{Alone, Sysctl, alone, mount_at, needs, needs_root};
+use ringdisk_testkit::limits::{OpenDevice, Sysctl, alone, mount_at, needs, needs_root};
 use ringdisk_testkit::mount::{Mounted, for_user, text};
 use ringdisk_testkit::process::{LIMIT, Process, command, has, ok, run, until};
 use tempfile::TempDir;
@@ -15,27 +15,6 @@ use crate::common::{MIB, assert_refused, program, raw_image};
 
 /// The user and group `nobody`.
 const NOBODY: u32 = 65534;
-
-/// `/dev/fuse` open to everybody, as udev has it on every distribution; put back when dropped.
-struct OpenDevice {
-    before: u32,
-    _alone: Alone,
-}
-
-impl OpenDevice {
-    fn new() -> OpenDevice {
-        let _alone = alone();
-        let before = std::fs::metadata("/dev/fuse").expect("/dev/fuse").permissions().mode();
-        set_mode("/dev/fuse", 0o666);
-        OpenDevice { before, _alone }
-    }
-}
-
-impl Drop for OpenDevice {
-    fn drop(&mut self) {
-        set_mode("/dev/fuse", self.before & 0o7777);
-    }
-}
 
 fn set_mode(path: &str, mode: u32) {
     let _ = std::fs::set_permissions(path, PermissionsExt::from_mode(mode));
@@ -85,7 +64,7 @@ fn an_ordinary_user_mounts_reads_writes_and_unmounts() {
     if !possible() {
         return;
     }
-    let _device = OpenDevice::new();
+    let _device = OpenDevice::open();
     let user = User::new();
     let disk = Mounted::from_command(&mut user.mount(&["--threads", "2"]), &user.path);
     let copy = user.directory.path().join("copy");
@@ -106,7 +85,7 @@ fn the_sandbox_is_there_for_a_user_who_asks() {
     if !possible() {
         return;
     }
-    let _device = OpenDevice::new();
+    let _device = OpenDevice::open();
     let user = User::new();
     for (word, mode) in [("auto", "Seccomp:\t0"), ("on", "Seccomp:\t2")] {
         let disk =
@@ -129,7 +108,7 @@ fn a_stop_waits_for_the_clients_of_an_ordinary_user() {
     if !possible() {
         return;
     }
-    let _device = OpenDevice::new();
+    let _device = OpenDevice::open();
     let user = User::new();
     let mut disk = Mounted::from_command(&mut user.mount(&[]), &user.path);
     let gate = user.directory.path().join("gate");
@@ -154,7 +133,7 @@ fn others_may_not_look_into_a_users_mount() {
     if !possible() {
         return;
     }
-    let _device = OpenDevice::new();
+    let _device = OpenDevice::open();
     let user = User::new();
     let _disk = Mounted::from_command(&mut user.mount(&[]), &user.path);
     // Root without the user's identity is "others" for FUSE.
@@ -166,7 +145,7 @@ fn a_user_unmounts_with_our_command_and_with_fusermount3() {
     if !possible() {
         return;
     }
-    let _device = OpenDevice::new();
+    let _device = OpenDevice::open();
     let user = User::new();
     let ours = [text(&user.program), "umount", text(&user.path)];
     for words in [&ours[..], &["fusermount3", "-u", text(&user.path)]] {
@@ -182,7 +161,7 @@ fn a_killed_server_of_a_user_can_be_cleared_by_the_user() {
     if !possible() {
         return;
     }
-    let _device = OpenDevice::new();
+    let _device = OpenDevice::open();
     let user = User::new();
     let mut disk = Mounted::from_command(&mut user.mount(&[]), &user.path);
     disk.process().signal(rustix::process::Signal::KILL);
@@ -203,7 +182,7 @@ fn allow_other_without_permission_is_said() {
     ) {
         return;
     }
-    let _device = OpenDevice::new();
+    let _device = OpenDevice::open();
     let user = User::new();
     match Mounted::try_from_command(&mut user.mount(&["--allow-other"]), &user.path) {
         Ok(disk) => assert!(disk.output().contains("allow"), "{}", disk.output()),
@@ -216,7 +195,7 @@ fn an_image_without_permission_is_named() {
     if !possible() {
         return;
     }
-    let _device = OpenDevice::new();
+    let _device = OpenDevice::open();
     let user = User::new();
     std::os::unix::fs::chown(&user.image, Some(0), Some(0)).expect("chown");
     set_mode(text(&user.image), 0o600);
@@ -234,7 +213,7 @@ fn io_uring_forbidden_by_sysctl_is_named() {
     if !possible() {
         return;
     }
-    let _device = OpenDevice::new();
+    let _device = OpenDevice::open();
     // 1 forbids it to ordinary users only, so that other programs of the machine are not disturbed.
     let Some(_setting) = Sysctl::set("kernel/io_uring_disabled", "1") else { return };
     let user = User::new();
@@ -322,7 +301,7 @@ fn no_locked_memory_is_survived_or_named() {
     if !possible() {
         return;
     }
-    let _device = OpenDevice::new();
+    let _device = OpenDevice::open();
     let user = User::new();
     let mut limited =
         command(&["prlimit", "--memlock=0:0", "setpriv", "--reuid=65534", "--regid=65534"]);

@@ -1,4 +1,5 @@
-//! The commands for images, beside those of `qemu-img`, and the command line itself.
+//! The commands for images, beside those of `qemu-img`, the command line itself, and the examples
+//! of the README.
 
 mod chain;
 mod change;
@@ -8,3 +9,4 @@ mod common;
 mod copy;
 mod create;
 mod mount;
+mod readme;

@@ -9,19 +9,15 @@ use crate::tree::{files, relative, root};
 
 const COLUMNS: usize = 100;
 /// Where lines are still wider. Parts leave this list when they are clean; none is added.
-const NOT_YET: [&str; 12] = [
+const NOT_YET: [&str; 8] = [
     "crates/daemon/",
-    "crates/disk/",
     "crates/export/",
     "crates/fuse/",
-    "crates/guest/",
     "crates/ringdisk/",
-    "crates/sandbox/",
-    "crates/vblk/",
     "crates/vhost/",
-    "fuzz/",
     "kernel/",
     "test",
+    "tests/vm/",
 ];
 
 /// How a file is written: what may be wider depends on it.
@@ -72,7 +68,8 @@ fn no_line_is_wider_than_100_columns() {
     for path in files(&root()) {
         let name = relative(&path);
         let Ok(content) = std::fs::read_to_string(&path) else { continue };
-        if NOT_YET.iter().any(|part| name.starts_with(part)) {
+        let is_inside = |part: &&str| part.ends_with('/') && name.starts_with(*part);
+        if NOT_YET.iter().any(|part| is_inside(part) || name == *part) {
             continue;
         }
         let lines = wide_lines(&kind(&path, &content), &content);

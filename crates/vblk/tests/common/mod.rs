@@ -36,7 +36,7 @@ pub(crate) const FEATURES: u64 = bits::VERSION_1
     | bits::DISCARD
     | bits::WRITE_ZEROES;
 
-/// Nobody else has the disks meanwhile.
+/// No other test has the disks meanwhile.
 pub(crate) struct Turn {
     _guard: MutexGuard<'static, ()>,
 }
