@@ -15,10 +15,10 @@ use crate::check::source::{READ_BYTES, Source, pieces_of};
 use crate::check::stop::Stop;
 use crate::check::tables::{self, SnapshotL1};
 use crate::header::{self, Header};
-use crate::limits::{CHECK_BYTES_MAX, CHECK_STRAYS_MAX, CHECK_TABLES_BYTES_MAX, L1_BYTES_MAX};
+use crate::limits::{CHECK_BYTES_MAX, CHECK_PAST_END_MAX, CHECK_TABLES_BYTES_MAX, L1_BYTES_MAX};
 use crate::units::{HostCluster, HostOffset};
 
-/// An L2 table and who refers to it.
+/// An L2 table and the entries that refer to it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct TableUse {
     /// Host offset as it stands in the L1 entry; not always aligned.
@@ -137,11 +137,11 @@ pub(super) struct Scan {
     pub(super) overlaps: Vec<HostCluster>,
     /// Entries of the refcount table.
     pub(super) blocks: Vec<u64>,
-    /// Clusters of what reaches behind the end, and how many entries of the active tree refer to
+    /// Clusters of what reaches past the end, and how many entries of the active tree refer to
     /// each with the COPIED flag and without.
-    pub(super) strays: HashMap<HostCluster, (u64, u64)>,
+    pub(super) past_end: HashMap<HostCluster, (u64, u64)>,
     /// There were too many of them: those that are missing lie below this cluster.
-    pub(super) strays_end: HostCluster,
+    pub(super) past_end_unknown_to: HostCluster,
     /// COPIED flags that are missing in an image with an external data file.
     pub(super) external_flags: u64,
     /// It is not known what some structure refers to.
@@ -200,8 +200,8 @@ pub(super) async fn scan(
         claims: Vec::new(),
         overlaps: Vec::new(),
         blocks: Vec::new(),
-        strays: HashMap::new(),
-        strays_end: HostCluster(0),
+        past_end: HashMap::new(),
+        past_end_unknown_to: HostCluster(0),
         external_flags: 0,
         unknown: false,
         incomplete_snapshots: 0,
@@ -298,7 +298,7 @@ impl Scan {
                     what()
                 )
             });
-            self.stray(offset, len, uses);
+            self.note_past_end(offset, len, uses);
             return Ok(());
         }
         let last = (offset + len - 1) >> self.layout.cluster_bits;
@@ -309,19 +309,19 @@ impl Scan {
         Ok(())
     }
 
-    /// Remembers what points behind the end. A long structure may begin inside the file: that part
+    /// Remembers what points past the end. A long structure may begin inside the file: that part
     /// is not counted, as QEMU does not count it, but it is not free either.
-    pub(super) fn stray(&mut self, offset: HostOffset, len: u64, uses: Uses) {
+    pub(super) fn note_past_end(&mut self, offset: HostOffset, len: u64, uses: Uses) {
         let bits = self.layout.cluster_bits;
         let (first, last) = (offset >> bits, offset.saturating_add(len - 1) >> bits);
         for cluster in first.up_to(last + 1) {
-            if self.strays.len() >= CHECK_STRAYS_MAX && !self.strays.contains_key(&cluster) {
-                self.strays_end = self.strays_end.max(last + 1);
+            if self.past_end.len() >= CHECK_PAST_END_MAX && !self.past_end.contains_key(&cluster) {
+                self.past_end_unknown_to = self.past_end_unknown_to.max(last + 1);
                 // Something inside the file may be in use after all.
                 self.unknown |= cluster < self.layout.clusters();
                 return;
             }
-            let flags = self.strays.entry(cluster).or_default();
+            let flags = self.past_end.entry(cluster).or_default();
             if cluster == first {
                 flags.0 += u64::from(uses.copied);
                 flags.1 += u64::from(uses.plain);
@@ -364,13 +364,13 @@ impl Scan {
         if len == 0 || end.0 <= self.layout.exact_len {
             return false;
         }
-        // Else it was counted as lying behind the end.
+        // Else it was counted as lying past the end.
         if self.layout.may_be_there(offset, len) {
             let exact_len = self.layout.exact_len;
             report.own_finding(1, || {
                 format!(
-                    "ERROR the file ends at {exact_len:#x}, before the end of {what} ({len} bytes at \
-                     {offset:#x})"
+                    "ERROR the file ends at {exact_len:#x}, before the end of {what} ({len} bytes \
+                     at {offset:#x})"
                 )
             });
         }

@@ -1,6 +1,8 @@
 //! The shadow transaction: everything that changes is written to free clusters, then one write of
 //! the first sector of the header makes it true.
 //!
+//! Promises: a crash leaves the old state or the new one, with leaked clusters at most.
+//!
 //! How: changed refcount blocks move to free clusters, each at most once; that takes clusters and
 //! gives others back, which changes further blocks, so it is repeated until nothing is left that
 //! has changed and not moved. The refcount table follows. Everything is written, a barrier, the
@@ -53,7 +55,7 @@ pub(super) struct Transaction<'a> {
     freed: Vec<Run>,
     /// Some of them held data, or bits of a bitmap.
     freed_data: bool,
-    /// The file ends behind the last cluster in use afterwards.
+    /// The file ends past the last cluster in use afterwards.
     shorten: bool,
     /// Refcount blocks that count nothing are given up.
     pub(super) drop_blocks: bool,
@@ -211,7 +213,7 @@ impl<'a> Transaction<'a> {
         if self.counts.is_contested(cluster) {
             return Ok(());
         }
-        // Those of snapshots are not marked, so nobody has seen whether an entry for data names
+        // Tables of snapshots are not marked, so it is not known whether an entry for data names
         // them.
         let was_marked = self.counts.is_metadata(cluster);
         self.unref(cluster, 1).await?;
@@ -494,8 +496,8 @@ impl<'a> Transaction<'a> {
         Ok(())
     }
 
-    /// Makes the change true. Everything that the new header refers to was written by the caller,
-    /// who also set its fields.
+    /// Makes the change true. The caller has written everything that the new header refers to,
+    /// and has set its fields.
     ///
     /// Errors: `Io`; `Corrupt` when what it has freed is still named. The old state is on stable
     /// storage then. Only when the header can neither be written nor be taken back it is not known
@@ -578,7 +580,7 @@ impl<'a> Transaction<'a> {
         self.file.flush(self.ring).await.map_err(|errno| self.io("flushing it", errno))
     }
 
-    /// Afterwards the file ends behind the last cluster in use.
+    /// Afterwards the file ends past the last cluster in use.
     pub(super) fn shorten_file(&mut self) {
         self.shorten = self.file.kind() != Kind::BlockDevice;
     }
@@ -588,7 +590,7 @@ impl<'a> Transaction<'a> {
         self.counts.end() << self.geometry.cluster_bits
     }
 
-    /// Cuts the file behind the last cluster in use. A failure costs space only.
+    /// Cuts the file past the last cluster in use. A failure costs space only.
     async fn cut_file(&mut self) {
         let mut end = self.counts.end();
         while end > HostCluster(1) && self.is_unused(end - 1).await.is_ok_and(|is_unused| is_unused)

@@ -5,12 +5,11 @@
 use crate::tree::{files, relative, root};
 
 /// Where the words still stand. Parts leave this list when they are clean; none is added.
-const NOT_YET: [&str; 9] = [
+const NOT_YET: [&str; 8] = [
     "CHANGELOG.md",
     "crates/daemon/",
     "crates/export/",
     "crates/fuse/",
-    "crates/qcow2/",
     "crates/ringdisk/",
     "crates/vhost/",
     "docs/",
