@@ -5,6 +5,8 @@
 //! image says. What is wrong with single entries goes to the report, counted as `qemu-img check`
 //! counts it (a table that is referenced n times counts n times).
 
+mod found;
+
 use std::collections::HashMap;
 
 use crate::check::bitmaps::LostBitmaps;
@@ -18,26 +20,7 @@ use crate::header::{self, Header};
 use crate::limits::{CHECK_BYTES_MAX, CHECK_PAST_END_MAX, CHECK_TABLES_BYTES_MAX, L1_BYTES_MAX};
 use crate::units::{HostCluster, HostOffset};
 
-/// An L2 table and the entries that refer to it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct TableUse {
-    /// Host offset as it stands in the L1 entry; not always aligned.
-    pub(super) offset: HostOffset,
-    /// Entries of the active L1 table with the COPIED flag.
-    pub(super) copied: u32,
-    /// Entries of the active L1 table without it.
-    pub(super) plain: u32,
-    /// Entries of the active L1 table for the header, which is no table.
-    pub(super) header: u32,
-    /// Entries of L1 tables of snapshots.
-    pub(super) snapshots: u32,
-    /// Number of the one entry that names it, in the active L1 table; [`NO_INDEX`] where there are
-    /// more.
-    pub(super) index: u32,
-}
-
-/// See [`TableUse::index`].
-pub(super) const NO_INDEX: u32 = u32::MAX;
+pub(super) use found::{Claim, CutCompressed, Fixable, Holds, NO_INDEX, TableUse};
 
 /// Where an L1 table lies.
 #[derive(Clone, Copy, Debug)]
@@ -45,80 +28,6 @@ struct Table {
     offset: HostOffset,
     bytes: u64,
     active: bool,
-}
-
-impl TableUse {
-    pub(super) fn active(&self) -> u32 {
-        self.copied.saturating_add(self.plain)
-    }
-
-    pub(super) fn total(&self) -> u32 {
-        self.active().saturating_add(self.snapshots).saturating_add(self.header)
-    }
-}
-
-/// An L2 entry that is made right by itself, in place.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Fixable {
-    /// Host offset of the table.
-    pub(super) table: HostOffset,
-    /// Number of the entry.
-    pub(super) index: u32,
-    /// Its place in the external data file, which is known; `None`: nothing of the entry can be
-    /// kept.
-    pub(super) place: Option<HostOffset>,
-}
-
-/// A compressed cluster of which the file has not all sectors. What is missing need not be part of
-/// it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct CutCompressed {
-    /// Host offset of the table.
-    pub(super) table: HostOffset,
-    /// Number of the entry.
-    pub(super) index: u32,
-    /// Host offset of the data.
-    pub(super) offset: HostOffset,
-}
-
-/// What a cluster of metadata holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Holds {
-    Header,
-    RefcountTable,
-    RefcountBlock,
-    L1,
-    SnapshotL1,
-    Snapshots,
-    L2,
-    Bitmaps,
-}
-
-impl Holds {
-    /// In a message.
-    pub(super) fn words(self) -> &'static str {
-        match self {
-            Holds::Header => "the header",
-            Holds::RefcountTable => "the refcount table",
-            Holds::RefcountBlock => "a refcount block",
-            Holds::L1 => "the L1 table",
-            Holds::SnapshotL1 => "the L1 table of a snapshot",
-            Holds::Snapshots => "the snapshot table",
-            Holds::L2 => "an L2 table",
-            Holds::Bitmaps => "bitmaps",
-        }
-    }
-}
-
-/// A cluster that a structure needs for itself.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Claim {
-    pub(super) cluster: HostCluster,
-    pub(super) holds: Holds,
-    /// References that the structure itself has.
-    pub(super) uses: u32,
-    /// Number of the refcount block.
-    pub(super) block: u32,
 }
 
 /// What one walk found.
