@@ -10,6 +10,7 @@
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use ringdisk_qcow2::HostOffset;
 use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_storage::Storage;
 
@@ -49,8 +50,8 @@ impl SectorGuard {
     /// Whether a request touches the protected bytes.
     ///
     /// * `offset`: where it begins in the file, of which the image may be a part.
-    pub(crate) fn covers(offset: u64) -> bool {
-        offset < PROBE_LEN as u64
+    pub(crate) fn covers(offset: HostOffset) -> bool {
+        offset.0 < PROBE_LEN as u64
     }
 
     /// Admits one write to the first sector of the file, if the sector will still look raw
@@ -67,13 +68,13 @@ impl SectorGuard {
         &self,
         ring: &Ring,
         storage: &Storage,
-        offset: u64,
+        offset: HostOffset,
         len: u64,
         data: Option<&IoBuf>,
     ) -> Result<TaskGuard<'_>, Errno> {
         let guard = self.mutex.lock().await;
         let sector = IoBuf::new(PROBE_LEN, SECTOR_ALIGN);
-        let start = usize::try_from(offset).unwrap_or(PROBE_LEN).min(PROBE_LEN);
+        let start = usize::try_from(offset.0).unwrap_or(PROBE_LEN).min(PROBE_LEN);
         let room = PROBE_LEN - start;
         let count = usize::try_from(len).map_or(room, |len| len.min(room));
         if count < PROBE_LEN {

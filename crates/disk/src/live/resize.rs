@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use ringdisk_qcow2::Preallocation;
+use ringdisk_qcow2::{GuestOffset, Preallocation};
 use ringdisk_ring::{Errno, Ring};
 
 use crate::graph::Window;
@@ -446,7 +446,7 @@ async fn set_end(
     progress: &Progress,
 ) -> Result<(), Errno> {
     use ringdisk_storage::Preallocation as Mode;
-    let end = raw.offset.checked_add(size).ok_or(Errno::FBIG)?;
+    let end = raw.offset.checked_add(size).ok_or(Errno::FBIG)?.0;
     if size < before {
         return raw.storage.set_len(ring, end).await;
     }
@@ -460,7 +460,7 @@ async fn set_end(
     while at < size {
         let len = (size - at).min(piece);
         let result = match progress.check() {
-            Ok(()) => raw.storage.preallocate(ring, raw.offset + at, len, mode).await,
+            Ok(()) => raw.storage.preallocate(ring, raw.host(GuestOffset(at)).0, len, mode).await,
             cancelled => cancelled,
         };
         if let Err(errno) = result {
