@@ -39,9 +39,8 @@ impl SectorGuard {
     pub(crate) fn reason(&self) -> String {
         format!(
             "nobody said that '{}' is raw, or its file system keeps no note of it (an extended \
-             attribute), so writes to its first sector \
-             that would make it look like another format are refused; where such attributes can be \
-             kept, `--format raw` where it is served, \
+             attribute), so writes to its first sector that would make it look like another format \
+             are refused; where such attributes can be kept, `--format raw` where it is served, \
              and `--base-format raw` where it is the base of `ringdisk commit`, allow them",
             printable_path(&self.name)
         )

@@ -404,9 +404,8 @@ pub(crate) async fn snapshots_show_the_same(
                         ErrorKind::Invalid,
                         format!(
                             "the internal snapshot '{}' shows bytes of the old backing file that \
-                             the new one \
-                             does not have; delete the snapshot first, or copy the disk with \
-                             `ringdisk convert`",
+                             the new one does not have; delete the snapshot first, or copy the \
+                             disk with `ringdisk convert`",
                             snapshot.name.escape_debug()
                         ),
                     ),

@@ -173,8 +173,7 @@ fn check_new_top(disk: &Disk, options: CommitOptions) -> Result<(), Error> {
             ErrorKind::Unsupported,
             format!(
                 "the base '{}' would be the image on top, which the next process of a kept mount \
-                 opens by its name, and {why}; or unmount \
-                 the disk and use `ringdisk commit`",
+                 opens by its name, and {why}; or unmount the disk and use `ringdisk commit`",
                 printable_path(base.name())
             ),
         )
@@ -236,9 +235,8 @@ async fn check_snapshots(ring: &Ring, graph: &Graph, options: CommitOptions) -> 
             ErrorKind::Unsupported,
             format!(
                 "'{name}' holds the internal snapshot '{}', which shows the image below from byte \
-                 {} on; a commit would put the \
-                 present bytes of the disk there. Delete the snapshot (`ringdisk snapshot -d`) if \
-                 it is not needed, or keep the chain",
+                 {} on; a commit would put the present bytes of the disk there. Delete the \
+                 snapshot (`ringdisk snapshot -d`) if it is not needed, or keep the chain",
                 printable(need.name.as_bytes()),
                 need.range.start
             ),

@@ -346,8 +346,8 @@ pub(super) fn check_cut(base: &Layer, size: u64) -> Result<(), Error> {
         ErrorKind::Unsupported,
         format!(
             "the base '{name}' has {len} bytes and the disk has {size}, so the base would have to \
-             be cut, but {reason}; make the \
-             disk as large as the base first (resize it to {len}) and commit it then"
+             be cut, but {reason}; make the disk as large as the base first (resize it to {len}) \
+             and commit it then"
         ),
     ))
 }

@@ -477,8 +477,7 @@ async fn set_end(
 fn cannot_lengthen() -> Error {
     Error::os(
         "the kernel writes to the image itself (--passthrough), and its file system has no way to \
-         make a file longer beside \
-         other writers (fallocate)",
+         make a file longer beside other writers (fallocate)",
         Errno::OPNOTSUPP,
     )
 }
@@ -489,8 +488,7 @@ fn would_shrink(window: Window, before: u64, size: u64) -> Error {
         ErrorKind::Invalid,
         format!(
             "{size} bytes are less than the disk has ({before}); what lies behind would be lost, \
-             so \
-             shrinking must be asked for with `--shrink`"
+             so shrinking must be asked for with `--shrink`"
         ),
     )
 }
