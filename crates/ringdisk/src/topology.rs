@@ -4,8 +4,9 @@
 
 use std::fmt::Write as _;
 
+use ringdisk_export::Numa;
 use ringdisk_fuse::RingMode;
-use ringdisk_fuse::placement::{MountTopology, Numa, Seen, ThreadTopology};
+use ringdisk_fuse::topology::{MountTopology, Seen, ThreadTopology};
 use ringdisk_ring::{CpuList, NodePages, Topology};
 use serde_json::{Map, Value, json};
 
@@ -71,7 +72,7 @@ fn machine_json(machine: &Topology) -> Value {
 }
 
 fn mount_json(mount: &MountTopology) -> Value {
-    let queue = |queue: &ringdisk_fuse::placement::QueueTopology| {
+    let queue = |queue: &ringdisk_fuse::topology::QueueTopology| {
         json!({
             "queue": queue.number,
             "cpu": queue.cpu,
@@ -233,17 +234,18 @@ fn memory_text(seen: &Seen) -> String {
 mod tests {
     use std::collections::BTreeMap;
 
-    use ringdisk_fuse::placement::Wishes;
-    use ringdisk_fuse::placement::preview;
-    use ringdisk_fuse::{Threads, Transport};
+    use ringdisk_export::{ThreadOptions, Threads};
+    use ringdisk_fuse::Transport;
+    use ringdisk_fuse::topology::preview;
     use ringdisk_ring::Errno;
     use ringdisk_testkit::machine::Machine;
 
     use super::*;
 
     fn dev(machine: &Topology, threads: usize) -> MountTopology {
-        let wishes = Wishes { threads: Threads::Count(threads), ..Wishes::default() };
-        preview(machine, &wishes, Transport::Dev, Some(8)).expect("a placement")
+        let options =
+            ThreadOptions { threads: Threads::Count(threads), ..ThreadOptions::default() };
+        preview(machine, &options, Transport::Dev, Some(8)).expect("a placement")
     }
 
     #[test]

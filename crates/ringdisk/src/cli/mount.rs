@@ -279,7 +279,9 @@ impl MountArgs {
 mod tests {
     use super::*;
     use crate::cli::words::{CacheSize, DetectZeroesWord, DiscardWord};
-    use crate::cli::{Cli, Command, NumaWord, Threads};
+    use ringdisk_export::Threads;
+
+    use crate::cli::{Cli, Command, NumaWord};
     use clap::Parser;
     use clap::error::ErrorKind;
     use ringdisk_disk::{Cache, Format};

@@ -22,12 +22,13 @@ use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
+use ringdisk_export::Threads;
 use ringdisk_fuse::kept::{Ended, Keep, Parked, ended};
 use ringdisk_fuse::mount::inherited;
 use ringdisk_fuse::placement::THREADS_AUTO_MAX_DEV;
 
 use crate::alive;
-use crate::cli::{MountArgs, Threads};
+use crate::cli::MountArgs;
 use crate::notify::Notify;
 use crate::report::{Exit, Failure};
 use crate::terminal;
@@ -123,7 +124,7 @@ fn manager_keeps(args: &MountArgs) -> bool {
     }
     let queues = match args.placement.threads {
         Threads::Auto => THREADS_AUTO_MAX_DEV,
-        Threads::Count(count) => usize::from(count),
+        Threads::Count(count) => count,
     };
     let needed = queues + 3;
     if room < needed {
