@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
+use ringdisk_qcow2::HostOffset;
 use ringdisk_storage::Storage;
 
 use crate::graph::{Drained, Gateway, Graph, Pass, State, Window};
@@ -160,7 +161,7 @@ impl Disk {
     /// one; to be logged once.
     pub fn protection_reason(&self) -> Option<String> {
         let graph = self.graph();
-        let is_in_sight = SectorGuard::covers(graph.window.start);
+        let is_in_sight = SectorGuard::covers(HostOffset(graph.window.start));
         graph.guard.as_ref().filter(|_| is_in_sight).map(|guard| guard.reason())
     }
 

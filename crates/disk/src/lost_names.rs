@@ -54,8 +54,7 @@ pub(crate) fn check<'a>(
         ErrorKind::NotFound,
         format!(
             "cannot {doing}: {lost}; give it its name back, or copy the disk from where it is \
-             served \
-             before that ends"
+             served before that ends"
         ),
     ))
 }

@@ -103,8 +103,7 @@ impl FromStr for Cache {
                 ErrorKind::Invalid,
                 format!(
                     "unknown cache mode '{}'; known modes: writeback, none, writethrough, \
-                     directsync, \
-                     unsafe",
+                     directsync, unsafe",
                     text.escape_debug()
                 ),
             )),

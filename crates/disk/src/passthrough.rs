@@ -32,7 +32,7 @@ impl Disk {
             return refuse("the image is not raw");
         };
         let policy = self.policy();
-        if graph.window.is_part() || raw.offset != 0 || raw.fixed_size {
+        if graph.window.is_part() || raw.offset.0 != 0 || raw.fixed_size {
             return refuse("the disk is a window in the image");
         }
         if raw.storage.kind() != Kind::Regular {

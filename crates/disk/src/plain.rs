@@ -86,7 +86,7 @@ impl Disk {
         if graph.layers.len() > 1 {
             return refuse("the image has a backing file");
         }
-        if graph.window.is_part() || raw.offset != 0 || raw.fixed_size {
+        if graph.window.is_part() || raw.offset.0 != 0 || raw.fixed_size {
             return refuse("the disk is a window in the image (--offset, --size, --partition)");
         }
         if self.cache() == Cache::Unsafe {

@@ -96,8 +96,7 @@ impl fmt::Display for Error {
             Error::NotMemory => write!(
                 f,
                 "the descriptor is no memory of a guest: a memfd or a file on tmpfs or hugetlbfs \
-                 is needed \
-                 (QEMU: memory-backend-memfd,share=on)"
+                 is needed (QEMU: memory-backend-memfd,share=on)"
             ),
             Error::FileTooShort { file_bytes, end_bytes } => {
                 write!(f, "the file of the memory has {file_bytes} bytes, {end_bytes} are needed")

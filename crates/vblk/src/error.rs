@@ -151,22 +151,19 @@ impl fmt::Display for Error {
                     Some(true) => "load it: modprobe vhost_blk",
                     Some(false) => {
                         "this kernel does not have it: install the package ringdisk-vhost-blk-dkms \
-                         or build it (docs/vhost-blk.md, \
-                         \"Install\"), then modprobe vhost_blk"
+                         or build it (docs/vhost-blk.md, \"Install\"), then modprobe vhost_blk"
                     }
                     None => {
                         "load it: modprobe vhost_blk (when there is no such module: package \
-                         ringdisk-vhost-blk-dkms, or \
-                         docs/vhost-blk.md, \"Install\")"
+                         ringdisk-vhost-blk-dkms, or docs/vhost-blk.md, \"Install\")"
                     }
                 })
             }
             Error::NotAllowed { errno } => write!(
                 f,
                 "{DEVICE}: not allowed ({errno}); give this user read and write permission on it, \
-                 by a group that only the daemon is in: \
-                 write KERNEL==\"vhost-blk\", SUBSYSTEM==\"misc\", GROUP=\"ringdisk\", \
-                 MODE=\"0660\" into \
+                 by a group that only the daemon is in: write KERNEL==\"vhost-blk\", \
+                 SUBSYSTEM==\"misc\", GROUP=\"ringdisk\", MODE=\"0660\" into \
                  /etc/udev/rules.d/60-ringdisk-vhost-blk.rules, then udevadm trigger {DEVICE}"
             ),
             Error::Open { errno } => write!(f, "{DEVICE}: could not be opened: {errno}"),
@@ -178,8 +175,7 @@ impl fmt::Display for Error {
             Error::Version { module, ours } => write!(
                 f,
                 "{DEVICE}: the module speaks version {module}, this program version {ours}; build \
-                 both from the same sources, then \
-                 rmmod vhost_blk and modprobe vhost_blk"
+                 both from the same sources, then rmmod vhost_blk and modprobe vhost_blk"
             ),
             Error::Layout(error) => write!(f, "{DEVICE}: {error}"),
             Error::Queues { queues, limit } => write!(
@@ -189,8 +185,7 @@ impl fmt::Display for Error {
             Error::NotOwner { doing } => write!(
                 f,
                 "{DEVICE}: could not {doing}: not allowed; only the process that opened it may, \
-                 not its children, and no filter of \
-                 system calls may forbid it"
+                 not its children, and no filter of system calls may forbid it"
             ),
             Error::Features { features: 0 } => {
                 write!(
@@ -207,8 +202,7 @@ impl fmt::Display for Error {
             Error::TooManyRegions { regions, limit } => write!(
                 f,
                 "{DEVICE}: the guest's memory has {regions} regions, vhost takes {limit}; give the \
-                 guest fewer, or load vhost with \
-                 max_mem_regions={regions}"
+                 guest fewer, or load vhost with max_mem_regions={regions}"
             ),
             Error::Disk { errno, bio } => {
                 write!(f, "{DEVICE}: the disk cannot be served: {}", disk(*errno, *bio))

@@ -53,8 +53,7 @@ impl fmt::Display for LayoutError {
             LayoutError::Differs(what) => write!(
                 f,
                 "the module vhost_blk was built for another vhost than this kernel's: {what}; \
-                 build it for this kernel (make -C \
-                 kernel/vhost-blk)"
+                 build it for this kernel (make -C kernel/vhost-blk)"
             ),
             LayoutError::Unknown(why) => write!(
                 f,

@@ -14,8 +14,7 @@ impl Below for Chain<'_> {
     ///
     /// Errors: those of the storage; EIO for a damaged image.
     async fn read(&self, ring: &Ring, offset: GuestOffset, buf: &IoBuf) -> Result<(), Errno> {
-        let offset = offset.0;
-        let left = self.size().saturating_sub(offset);
+        let left = self.end().saturating_sub(offset);
         let inside = usize::try_from(left).map_or(buf.len(), |left| left.min(buf.len()));
         if inside < buf.len() {
             buf.slice(inside..buf.len()).fill(0);
@@ -30,8 +29,7 @@ impl Below for Chain<'_> {
     }
 
     fn has_data(&self, offset: GuestOffset, len: u64) -> bool {
-        let offset = offset.0;
-        let end = offset.saturating_add(len).min(self.size());
+        let end = offset.saturating_add(len).min(self.end());
         // A commit may be about to write data of the layer above there.
         if self.0.iter().any(|layer| layer.is_writable) {
             return offset < end;

@@ -42,7 +42,7 @@ pub(crate) struct Found {
 #[derive(Clone, Copy, Debug)]
 struct Cursor {
     depth: usize,
-    offset: u64,
+    offset: GuestOffset,
     len: u64,
 }
 
@@ -59,6 +59,11 @@ impl<'a> Chain<'a> {
         self.0.first().map_or(0, |top| top.size())
     }
 
+    /// The end of the top layer.
+    pub(crate) fn end(self) -> GuestOffset {
+        GuestOffset(self.size())
+    }
+
     /// The layer at a depth that a look-up named.
     pub(crate) fn layer(self, depth: usize) -> Result<&'a Layer, Errno> {
         self.0.get(depth).map(|layer| &**layer).ok_or(Errno::IO)
@@ -67,7 +72,12 @@ impl<'a> Chain<'a> {
     /// The answer for the start of a range.
     ///
     /// * `len`: at least 1; the range lies inside the top layer.
-    pub(crate) async fn locate(self, ring: &Ring, offset: u64, len: u64) -> Result<Found, Errno> {
+    pub(crate) async fn locate(
+        self,
+        ring: &Ring,
+        offset: GuestOffset,
+        len: u64,
+    ) -> Result<Found, Errno> {
         let mut cursor = Cursor::new(offset, len);
         loop {
             match self.walk(&mut cursor)? {
@@ -76,7 +86,7 @@ impl<'a> Chain<'a> {
                     let Node::Qcow2(image) = &self.layer(cursor.depth)?.node else {
                         return Err(Errno::IO);
                     };
-                    let extent = image.map(ring, GuestOffset(cursor.offset), cursor.len).await?;
+                    let extent = image.map(ring, cursor.offset, cursor.len).await?;
                     let (len, kind) = of_extent(extent);
                     if let Some(found) = self.take(&mut cursor, len, kind)? {
                         return Ok(found);
@@ -87,7 +97,11 @@ impl<'a> Chain<'a> {
     }
 
     /// As [`Chain::locate`], `None` when a table has to be loaded first.
-    pub(crate) fn locate_cached(self, offset: u64, len: u64) -> Result<Option<Found>, Errno> {
+    pub(crate) fn locate_cached(
+        self,
+        offset: GuestOffset,
+        len: u64,
+    ) -> Result<Option<Found>, Errno> {
         let mut cursor = Cursor::new(offset, len);
         match self.walk(&mut cursor)? {
             Step::Found(found) => Ok(Some(found)),
@@ -120,7 +134,7 @@ impl<'a> Chain<'a> {
         if matches!(kind, Kind::Unallocated)
             && let Some(below) = self.0.get(cursor.depth + 1)
         {
-            let left = below.size().saturating_sub(cursor.offset);
+            let left = below.end().saturating_sub(cursor.offset);
             if left > 0 {
                 cursor.len = cursor.len.min(left);
                 cursor.depth += 1;
@@ -133,7 +147,7 @@ impl<'a> Chain<'a> {
 }
 
 impl Cursor {
-    fn new(offset: u64, len: u64) -> Cursor {
+    fn new(offset: GuestOffset, len: u64) -> Cursor {
         Cursor { depth: 0, offset, len }
     }
 }

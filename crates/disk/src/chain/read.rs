@@ -27,7 +27,12 @@ impl Chain<'_> {
     /// * `offset`: the range lies inside the top layer.
     ///
     /// Errors: those of the storage; EIO for a damaged image.
-    pub(crate) async fn fill(self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<(), Errno> {
+    pub(crate) async fn fill(
+        self,
+        ring: &Ring,
+        offset: GuestOffset,
+        buf: &IoBuf,
+    ) -> Result<(), Errno> {
         let wanted = buf.len() as u64;
         if wanted == 0 {
             return Ok(());
@@ -51,14 +56,14 @@ impl Chain<'_> {
         self,
         ring: &Ring,
         found: Found,
-        offset: u64,
+        offset: GuestOffset,
         buf: IoBuf,
         ahead: u64,
     ) -> Result<(), Errno> {
         match found.kind {
             Kind::Data { offset: at } => {
                 let storage = self.layer(found.depth)?.data_storage().ok_or(Errno::IO)?;
-                let done = storage.read(ring, at, &buf).await?;
+                let done = storage.read(ring, at.0, &buf).await?;
                 // The last cluster of an image may be longer than its file; a file may have been
                 // cut. Both read as zeroes.
                 if done < buf.len() {
@@ -71,13 +76,10 @@ impl Chain<'_> {
                     return Err(Errno::IO);
                 };
                 if buf.is_ours() {
-                    return image
-                        .read_compressed_of(ring, cluster, GuestOffset(offset), &buf, ahead)
-                        .await;
+                    return image.read_compressed_of(ring, cluster, offset, &buf, ahead).await;
                 }
                 let ours = IoBuf::new(buf.len(), COPY_ALIGN);
-                let read =
-                    image.read_compressed_of(ring, cluster, GuestOffset(offset), &ours, ahead);
+                let read = image.read_compressed_of(ring, cluster, offset, &ours, ahead);
                 Box::pin(read).await?;
                 ring.copy(&ours, &buf).await
             }
@@ -93,7 +95,7 @@ impl Chain<'_> {
         self,
         ring: &Ring,
         first: Found,
-        offset: u64,
+        offset: GuestOffset,
         buf: &IoBuf,
     ) -> Result<(), Errno> {
         let (mut a, mut b, mut c, mut d) = (pin!(None), pin!(None), pin!(None), pin!(None));

@@ -3,6 +3,7 @@
 //! Promises: an answer costs no read of data; the file system is asked for holes only where the
 //! image cannot know them. For the control path and SEEK_DATA/SEEK_HOLE.
 
+use ringdisk_qcow2::{GuestOffset, HostOffset};
 use ringdisk_ring::{Errno, Ring};
 use ringdisk_storage::Allocation;
 
@@ -56,7 +57,7 @@ impl Chain<'_> {
     pub(crate) async fn status(
         self,
         ring: &Ring,
-        offset: u64,
+        offset: GuestOffset,
         len: u64,
     ) -> Result<(BlockStatus, bool), Errno> {
         let mut status = BlockStatus::EMPTY;
@@ -70,13 +71,13 @@ impl Chain<'_> {
         status.present = !matches!(found.kind, Kind::Unallocated);
         match found.kind {
             Kind::Unallocated => {}
-            Kind::Zero { offset } => status.offset = offset,
+            Kind::Zero { offset } => status.offset = offset.map(|offset| offset.0),
             Kind::Untouched => (status.data, status.zero) = (true, false),
             Kind::Compressed(_) => {
                 (status.data, status.zero, status.compressed) = (true, false, true);
             }
             Kind::Data { offset } => {
-                (status.data, status.zero, status.offset) = (true, false, Some(offset));
+                (status.data, status.zero, status.offset) = (true, false, Some(offset.0));
                 holes(ring, layer, offset, &mut status).await?;
             }
         }
@@ -89,7 +90,7 @@ impl Chain<'_> {
 async fn holes(
     ring: &Ring,
     layer: &Layer,
-    offset: u64,
+    offset: HostOffset,
     status: &mut BlockStatus,
 ) -> Result<(), Errno> {
     let raw = matches!(layer.node, Node::Raw(_));
@@ -97,14 +98,14 @@ async fn holes(
         return Ok(());
     }
     let storage = layer.data_storage().ok_or(Errno::IO)?;
-    let left = storage.len().saturating_sub(offset);
+    let left = storage.len().saturating_sub(offset.0);
     if left == 0 {
         // Past the end of the file: it was cut, or its last cluster is not whole.
         status.zero = true;
         return Ok(());
     }
     let len = status.len.min(left);
-    let (allocation, run) = match storage.allocation(ring, offset, len).await {
+    let (allocation, run) = match storage.allocation(ring, offset.0, len).await {
         Ok(answer) => answer,
         // Storage that cannot answer counts as data.
         Err(Errno::OPNOTSUPP | Errno::INVAL) => return Ok(()),

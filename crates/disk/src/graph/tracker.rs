@@ -7,6 +7,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 
+use ringdisk_qcow2::GuestOffset;
 use ringdisk_ring::Errno;
 
 use super::Graph;
@@ -47,7 +48,7 @@ impl Tracker {
             let mut rest = word.load(Ordering::Acquire);
             while rest != 0 {
                 let granule = index as u64 * 64 + u64::from(rest.trailing_zeros());
-                next.set(granule << self.granule_bits, 1 << self.granule_bits);
+                next.set(GuestOffset(granule << self.granule_bits), 1 << self.granule_bits);
                 rest &= rest - 1;
             }
         }
@@ -68,12 +69,14 @@ impl Tracker {
     }
 
     /// Records a range.
-    pub(crate) fn set(&self, offset: u64, len: u64) {
-        let Some(last) = offset.checked_add(len).and_then(|end| end.checked_sub(1)) else { return };
+    pub(crate) fn set(&self, offset: GuestOffset, len: u64) {
+        let Some(last) = offset.0.checked_add(len).and_then(|end| end.checked_sub(1)) else {
+            return;
+        };
         if len == 0 {
             return;
         }
-        for granule in offset >> self.granule_bits..=last >> self.granule_bits {
+        for granule in offset.0 >> self.granule_bits..=last >> self.granule_bits {
             let Some(word) = self.word(granule) else { return };
             let bit = 1 << (granule % 64);
             // Load before the atomic change: writers of one granule would otherwise contend for the
@@ -86,8 +89,8 @@ impl Tracker {
 
     /// Takes the next recorded granule from `offset` on out of the record, as a range of bytes. The
     /// caller reads it after this.
-    pub(crate) fn take(&self, offset: u64) -> Option<(u64, u64)> {
-        let mut granule = (offset + (1 << self.granule_bits) - 1) >> self.granule_bits;
+    pub(crate) fn take(&self, offset: GuestOffset) -> Option<(GuestOffset, u64)> {
+        let mut granule = (offset.0 + (1 << self.granule_bits) - 1) >> self.granule_bits;
         while let Some(word) = self.word(granule) {
             let rest = word.load(Ordering::Acquire) >> (granule % 64);
             if rest == 0 {
@@ -96,15 +99,15 @@ impl Tracker {
             }
             granule += u64::from(rest.trailing_zeros());
             word.fetch_and(!(1 << (granule % 64)), Ordering::AcqRel);
-            return Some((granule << self.granule_bits, 1 << self.granule_bits));
+            return Some((GuestOffset(granule << self.granule_bits), 1 << self.granule_bits));
         }
         None
     }
 
     /// Removes a range of whole granules from the record. The caller reads it after this.
-    pub(crate) fn clear(&self, offset: u64, len: u64) {
-        let end = (offset + len) >> self.granule_bits;
-        for granule in (offset + (1 << self.granule_bits) - 1) >> self.granule_bits..end {
+    pub(crate) fn clear(&self, offset: GuestOffset, len: u64) {
+        let end = (offset.0 + len) >> self.granule_bits;
+        for granule in (offset.0 + (1 << self.granule_bits) - 1) >> self.granule_bits..end {
             if let Some(word) = self.word(granule) {
                 word.fetch_and(!(1 << (granule % 64)), Ordering::AcqRel);
             }
@@ -126,13 +129,13 @@ impl Tracker {
 #[derive(Debug)]
 pub(crate) struct Mark<'a> {
     tracker: Option<&'a Arc<Tracker>>,
-    offset: u64,
+    offset: GuestOffset,
     len: u64,
 }
 
 impl<'a> Mark<'a> {
     /// For a write that begins now.
-    pub(crate) fn new(graph: &'a Graph, offset: u64, len: u64) -> Mark<'a> {
+    pub(crate) fn new(graph: &'a Graph, offset: GuestOffset, len: u64) -> Mark<'a> {
         Mark { tracker: graph.tracker.as_ref(), offset, len }
     }
 }
@@ -152,15 +155,15 @@ mod tests {
     #[test]
     fn recorded_ranges_are_taken_once_and_in_order() {
         let tracker = Tracker::new(100 << 20);
-        tracker.set(0, 1);
-        tracker.set((10 << 20) - 1, 2);
-        tracker.set((100 << 20) - 1, 1);
-        tracker.set(5 << 20, 0);
+        tracker.set(GuestOffset(0), 1);
+        tracker.set(GuestOffset((10 << 20) - 1), 2);
+        tracker.set(GuestOffset((100 << 20) - 1), 1);
+        tracker.set(GuestOffset(5 << 20), 0);
         assert_eq!(tracker.bytes(), 4 * GRANULE_MIN);
-        let mut at = 0;
+        let mut at = GuestOffset(0);
         let mut found = Vec::new();
         while let Some((offset, len)) = tracker.take(at) {
-            found.push(offset);
+            found.push(offset.0);
             at = offset + len;
         }
         let expected = [0, (10 << 20) - GRANULE_MIN, 10 << 20, (100 << 20) - GRANULE_MIN];
@@ -171,14 +174,14 @@ mod tests {
     #[test]
     fn a_record_of_another_size_has_the_same_ranges() {
         let tracker = Tracker::new(100 << 20);
-        tracker.set(5 << 20, 1);
-        tracker.set((100 << 20) - 1, 1);
+        tracker.set(GuestOffset(5 << 20), 1);
+        tracker.set(GuestOffset((100 << 20) - 1), 1);
         let places = |tracker: &Tracker| {
-            let mut at = 0;
+            let mut at = GuestOffset(0);
             std::iter::from_fn(|| {
                 let (offset, len) = tracker.take(at)?;
                 at = offset + len;
-                Some(offset)
+                Some(offset.0)
             })
             .collect::<Vec<_>>()
         };
@@ -194,21 +197,21 @@ mod tests {
     #[test]
     fn only_whole_granules_are_cleared() {
         let tracker = Tracker::new(1 << 20);
-        tracker.set(0, 1 << 20);
-        tracker.clear(1, (128 << 10) - 1);
-        assert_eq!(tracker.take(0), Some((0, GRANULE_MIN)));
-        assert_eq!(tracker.take(0), Some((2 * GRANULE_MIN, GRANULE_MIN)));
+        tracker.set(GuestOffset(0), 1 << 20);
+        tracker.clear(GuestOffset(1), (128 << 10) - 1);
+        assert_eq!(tracker.take(GuestOffset(0)), Some((GuestOffset(0), GRANULE_MIN)));
+        assert_eq!(tracker.take(GuestOffset(0)), Some((GuestOffset(2 * GRANULE_MIN), GRANULE_MIN)));
     }
 
     #[test]
     fn a_huge_disk_has_a_small_bitmap() {
         let tracker = Tracker::new(1 << 50);
         assert!(tracker.words.len() as u64 * 64 <= GRANULES_MAX);
-        tracker.set((1 << 50) - 1, 1);
-        assert!(tracker.take(0).is_some());
+        tracker.set(GuestOffset((1 << 50) - 1), 1);
+        assert!(tracker.take(GuestOffset(0)).is_some());
         // Nothing past the end, and nothing wraps.
-        tracker.set(u64::MAX - 5, 100);
-        tracker.set(1 << 60, 1);
+        tracker.set(GuestOffset(u64::MAX - 5), 100);
+        tracker.set(GuestOffset(1 << 60), 1);
         assert_eq!(tracker.bytes(), 0);
     }
 }

@@ -5,6 +5,8 @@
 //! windows: the graph adds the start of the window once, where a request enters
 //! ([`Graph::place`]). Pure numbers; never fails, allocates or waits.
 
+use ringdisk_qcow2::GuestOffset;
+
 use super::Graph;
 
 /// A range of the disk that the layers make up.
@@ -53,15 +55,14 @@ impl Window {
 }
 
 impl Graph {
-    /// Where a request lies in the layers, and how much of it lies inside the window and the disk,
-    /// bytes.
+    /// The place of a request in the layers, and its length inside the window and the disk, bytes.
     ///
-    /// * `offset`, `len`: as the client says them, any numbers.
+    /// * `offset`, `len`: as the client gives them, any numbers; offsets count from the window.
     #[inline]
-    pub(crate) fn place(&self, offset: u64, len: u64) -> (u64, u64) {
+    pub(crate) fn place(&self, offset: u64, len: u64) -> (GuestOffset, u64) {
         let at = self.window.start.saturating_add(offset);
         let left = self.size().min(self.window.end).saturating_sub(at);
-        (at, len.min(left))
+        (GuestOffset(at), len.min(left))
     }
 
     /// Size as clients see it, bytes.

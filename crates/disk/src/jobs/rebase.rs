@@ -131,7 +131,7 @@ async fn copy_what_differs(
         .map_or(UNIT_MIN, |image| image.info().cluster_size().max(UNIT_MIN));
     let work = Work { ring, disk, top, old, new: Chain(new), above, unit };
     progress.set_total(graph.size());
-    let mut ranges = pieces(0, graph.size());
+    let mut ranges = pieces(GuestOffset(0), GuestOffset(graph.size()));
     all_of(|| {
         let (offset, len) = ranges.next()?;
         Some(async move {
@@ -200,7 +200,7 @@ struct Work<'a> {
 }
 
 impl Work<'_> {
-    async fn range(self, offset: u64, len: u64) -> Result<(), Errno> {
+    async fn range(self, offset: GuestOffset, len: u64) -> Result<(), Errno> {
         let end = offset + len;
         let mut at = offset;
         while at < end {
@@ -217,7 +217,7 @@ impl Work<'_> {
     }
 
     /// Handles a range that is not allocated in the image.
-    async fn hole(self, start: u64, end: u64) -> Result<(), Errno> {
+    async fn hole(self, start: GuestOffset, end: GuestOffset) -> Result<(), Errno> {
         let mut at = start;
         while at < end {
             let (old_zero, old_len) = self.known(self.old, at, end).await?;
@@ -225,10 +225,10 @@ impl Work<'_> {
             let mut run = old_len.min(new_len);
             let mut same = old_zero && new_zero;
             if let Some(above) = self.above
-                && at < above.size()
+                && at < above.end()
                 && !same
             {
-                let len = run.min(above.size() - at);
+                let len = run.min(above.end() - at);
                 let (status, is_cut) = above.status(self.ring, at, len).await?;
                 if !status.present && !is_cut && status.len > 0 {
                     (same, run) = (true, run.min(status.len));
@@ -243,8 +243,13 @@ impl Work<'_> {
     }
 
     /// Whether a chain is known to have zeroes at `at`, and for how many bytes.
-    async fn known(self, chain: Chain<'_>, at: u64, end: u64) -> Result<(bool, u64), Errno> {
-        let left = chain.size().saturating_sub(at);
+    async fn known(
+        self,
+        chain: Chain<'_>,
+        at: GuestOffset,
+        end: GuestOffset,
+    ) -> Result<(bool, u64), Errno> {
+        let left = chain.end().saturating_sub(at);
         if left == 0 {
             return Ok((true, end - at));
         }
@@ -255,10 +260,10 @@ impl Work<'_> {
     /// Copies the units that differ, neighbours in one write: they get neighbouring clusters.
     ///
     /// * `len`: at most the length of a piece.
-    async fn compare(self, at: u64, len: u64) -> Result<(), Errno> {
+    async fn compare(self, at: GuestOffset, len: u64) -> Result<(), Errno> {
         let (old, new) = (buffer(len), buffer(len));
-        self.old.read(self.ring, GuestOffset(at), &old).await?;
-        self.new.read(self.ring, GuestOffset(at), &new).await?;
+        self.old.read(self.ring, at, &old).await?;
+        self.new.read(self.ring, at, &new).await?;
         let kind = |start: usize, end: usize| {
             let (old, new) = (old.slice(start..end), new.slice(start..end));
             match equal(&old, &new) {
@@ -269,7 +274,7 @@ impl Work<'_> {
         };
         // Inside the buffers.
         let unit_end = |start: usize| {
-            let end = ((at + start as u64) / self.unit + 1) * self.unit - at;
+            let end = (at + start as u64).align_down(self.unit) + self.unit - at;
             usize::try_from(end).unwrap_or(usize::MAX).min(old.len())
         };
         let mut start = 0;
@@ -286,9 +291,7 @@ impl Work<'_> {
                     let graph = self.disk.graph();
                     let image = graph.top_image().ok_or(Errno::OPNOTSUPP)?;
                     let len = (end - start) as u64;
-                    image
-                        .write_zeroes(self.ring, GuestOffset(offset), len, true, &Opaque(self.old))
-                        .await?;
+                    image.write_zeroes(self.ring, offset, len, true, &Opaque(self.old)).await?;
                 }
                 Unit::Data => self.write(offset, &old.slice(start..end)).await?,
             }
@@ -297,11 +300,11 @@ impl Work<'_> {
         Ok(())
     }
 
-    async fn write(self, at: u64, old: &IoBuf) -> Result<(), Errno> {
+    async fn write(self, at: GuestOffset, old: &IoBuf) -> Result<(), Errno> {
         let mut done = 0;
         while done < old.len() {
             let rest = old.slice(done..old.len());
-            match self.disk.write(self.ring, at + done as u64, &rest).await? {
+            match self.disk.write(self.ring, (at + done as u64).0, &rest).await? {
                 0 => return Err(Errno::IO),
                 written => done += written,
             }

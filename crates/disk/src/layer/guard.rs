@@ -10,6 +10,7 @@
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use ringdisk_qcow2::HostOffset;
 use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_storage::Storage;
 
@@ -38,9 +39,8 @@ impl SectorGuard {
     pub(crate) fn reason(&self) -> String {
         format!(
             "nobody said that '{}' is raw, or its file system keeps no note of it (an extended \
-             attribute), so writes to its first sector \
-             that would make it look like another format are refused; where such attributes can be \
-             kept, `--format raw` where it is served, \
+             attribute), so writes to its first sector that would make it look like another format \
+             are refused; where such attributes can be kept, `--format raw` where it is served, \
              and `--base-format raw` where it is the base of `ringdisk commit`, allow them",
             printable_path(&self.name)
         )
@@ -49,8 +49,8 @@ impl SectorGuard {
     /// Whether a request touches the protected bytes.
     ///
     /// * `offset`: where it begins in the file, of which the image may be a part.
-    pub(crate) fn covers(offset: u64) -> bool {
-        offset < PROBE_LEN as u64
+    pub(crate) fn covers(offset: HostOffset) -> bool {
+        offset.0 < PROBE_LEN as u64
     }
 
     /// Admits one write to the first sector of the file, if the sector will still look raw
@@ -67,13 +67,13 @@ impl SectorGuard {
         &self,
         ring: &Ring,
         storage: &Storage,
-        offset: u64,
+        offset: HostOffset,
         len: u64,
         data: Option<&IoBuf>,
     ) -> Result<TaskGuard<'_>, Errno> {
         let guard = self.mutex.lock().await;
         let sector = IoBuf::new(PROBE_LEN, SECTOR_ALIGN);
-        let start = usize::try_from(offset).unwrap_or(PROBE_LEN).min(PROBE_LEN);
+        let start = usize::try_from(offset.0).unwrap_or(PROBE_LEN).min(PROBE_LEN);
         let room = PROBE_LEN - start;
         let count = usize::try_from(len).map_or(room, |len| len.min(room));
         if count < PROBE_LEN {

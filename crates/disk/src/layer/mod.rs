@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use ringdisk_qcow2::{Compressed, Extent, ExtentKind, GuestOffset, Qcow2};
+use ringdisk_qcow2::{Compressed, Extent, ExtentKind, GuestOffset, HostOffset, Qcow2};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_storage::{Kind as StorageKind, Storage};
 
@@ -35,8 +35,8 @@ pub(crate) enum Node {
 #[derive(Debug)]
 pub(crate) struct Raw {
     pub(crate) storage: Arc<Storage>,
-    /// First byte of the window in the storage, bytes.
-    pub(crate) offset: u64,
+    /// First byte of the window in the storage.
+    pub(crate) offset: HostOffset,
     /// The user fixed the size of the window.
     pub(crate) fixed_size: bool,
     /// Guard of the first sector, where the user did not state that the image is raw. It stays with
@@ -47,7 +47,7 @@ pub(crate) struct Raw {
 impl Raw {
     /// All of a storage.
     pub(crate) fn new(storage: Arc<Storage>) -> Raw {
-        Raw { storage, offset: 0, fixed_size: false, guard: None }
+        Raw { storage, offset: HostOffset(0), fixed_size: false, guard: None }
     }
 
     /// The same window of the same bytes, by another storage.
@@ -55,14 +55,20 @@ impl Raw {
         Raw { storage, guard: self.guard.clone(), ..*self }
     }
 
+    /// The byte of the storage that holds a byte of the layer.
+    #[inline]
+    pub(crate) fn host(&self, offset: GuestOffset) -> HostOffset {
+        self.offset + offset.0
+    }
+
     /// Whether the size can be changed.
     pub(crate) fn can_resize(&self) -> bool {
         !self.fixed_size && self.storage.kind() != StorageKind::BlockDevice
     }
 
-    /// The guard that a request at `offset` (of the image, bytes) must pass.
-    pub(crate) fn guard_of(&self, offset: u64) -> Option<&SectorGuard> {
-        self.guard.as_deref().filter(|_| SectorGuard::covers(self.offset + offset))
+    /// The guard that a request at `offset` must pass.
+    pub(crate) fn guard_of(&self, offset: GuestOffset) -> Option<&SectorGuard> {
+        self.guard.as_deref().filter(|_| SectorGuard::covers(self.host(offset)))
     }
 
     /// Passes the guard of the first sector, where there is one; the request holds what this
@@ -74,13 +80,13 @@ impl Raw {
     pub(crate) async fn pass_guard(
         &self,
         ring: &Ring,
-        offset: u64,
+        offset: GuestOffset,
         len: u64,
         data: Option<&IoBuf>,
     ) -> Result<Option<TaskGuard<'_>>, Errno> {
         match self.guard_of(offset) {
             Some(guard) => {
-                let admitted = guard.admit(ring, &self.storage, self.offset + offset, len, data);
+                let admitted = guard.admit(ring, &self.storage, self.host(offset), len, data);
                 Ok(Some(admitted.await?))
             }
             None => Ok(None),
@@ -113,9 +119,9 @@ pub struct Layer {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Kind {
     /// Bytes of the layer's data storage.
-    Data { offset: u64 },
+    Data { offset: HostOffset },
     /// Zeroes, with the host offset that is allocated for them, if there is one.
-    Zero { offset: Option<u64> },
+    Zero { offset: Option<HostOffset> },
     /// Part of a compressed cluster.
     Compressed(Compressed),
     /// Nothing here; the layer below decides, and below the last one are zeroes.
@@ -159,6 +165,11 @@ impl Layer {
         self.size.load(Ordering::Acquire)
     }
 
+    /// End of the layer: the byte after its last one.
+    pub(crate) fn end(&self) -> GuestOffset {
+        GuestOffset(self.size())
+    }
+
     /// Format; `None` for a null disk.
     pub fn format(&self) -> Option<Format> {
         match &self.node {
@@ -183,7 +194,7 @@ impl Layer {
     /// here. `None`: the content would be the same.
     pub(crate) fn differs_by_its_name(&self) -> Option<&'static str> {
         match &self.node {
-            Node::Raw(raw) if raw.offset != 0 || raw.fixed_size => {
+            Node::Raw(raw) if raw.offset != HostOffset(0) || raw.fixed_size => {
                 Some("it is a part of a file, and its name means the whole file")
             }
             Node::Qcow2(_) if self.without_backing => {
@@ -247,11 +258,11 @@ impl Layer {
     /// * `len`: bytes wanted; the range lies inside the layer. The answer may be shorter.
     ///
     /// Errors: those of the image (EIO for a damaged table).
-    pub(crate) fn look(&self, offset: u64, len: u64) -> Result<Option<(u64, Kind)>, Errno> {
+    pub(crate) fn look(&self, offset: GuestOffset, len: u64) -> Result<Option<(u64, Kind)>, Errno> {
         match &self.node {
-            Node::Qcow2(image) => Ok(image.map_cached(GuestOffset(offset), len)?.map(of_extent)),
+            Node::Qcow2(image) => Ok(image.map_cached(offset, len)?.map(of_extent)),
             Node::Raw(raw) => {
-                let offset = raw.offset + offset;
+                let offset = raw.host(offset);
                 Ok(Some((len, Kind::Data { offset })))
             }
             Node::Null(null) if null.read_zeroes() => Ok(Some((len, Kind::Zero { offset: None }))),
@@ -263,8 +274,8 @@ impl Layer {
 /// An extent in this crate's terms.
 pub(crate) fn of_extent(extent: Extent) -> (u64, Kind) {
     let kind = match extent.kind {
-        ExtentKind::Data { offset } => Kind::Data { offset: offset.0 },
-        ExtentKind::Zero { offset } => Kind::Zero { offset: offset.map(|offset| offset.0) },
+        ExtentKind::Data { offset } => Kind::Data { offset },
+        ExtentKind::Zero { offset } => Kind::Zero { offset },
         ExtentKind::Compressed(cluster) => Kind::Compressed(cluster),
         ExtentKind::Unallocated => Kind::Unallocated,
     };

@@ -264,7 +264,7 @@ impl Comparison<'_> {
         let tracker = || disk.graph().tracker.clone();
         let size = disk.graph().size();
         progress.set_total(size);
-        let mut ranges = pieces(0, size);
+        let mut ranges = pieces(GuestOffset(0), GuestOffset(size));
         all_of(|| {
             let (offset, len) = ranges.next()?;
             let tracker = tracker();
@@ -287,7 +287,7 @@ impl Comparison<'_> {
                 break;
             }
             before = left;
-            let mut at = 0;
+            let mut at = GuestOffset(0);
             all_of(|| {
                 let (offset, len) = tracker.take(at)?;
                 at = offset + len;
@@ -307,7 +307,7 @@ impl Comparison<'_> {
     async fn beside_clients(
         self,
         disk: &Disk,
-        offset: u64,
+        offset: GuestOffset,
         len: u64,
         progress: &Progress,
     ) -> Result<(), Errno> {
@@ -319,7 +319,7 @@ impl Comparison<'_> {
     /// Compares the recorded ranges while no request is in flight.
     async fn what_is_recorded(self, graph: &Graph, progress: &Progress) -> Result<(), Errno> {
         let Some(tracker) = &graph.tracker else { return Err(Errno::IO) };
-        let mut at = 0;
+        let mut at = GuestOffset(0);
         while let Some((offset, len)) = tracker.take(at) {
             progress.check()?;
             for (offset, len) in pieces(offset, offset + len) {
@@ -332,9 +332,9 @@ impl Comparison<'_> {
 
     /// * `graph`: with the old chain.
     /// * `len`: at most a piece. Bytes past the end of the disk are left out.
-    async fn piece(self, graph: &Graph, offset: u64, len: u64) -> Result<(), Errno> {
+    async fn piece(self, graph: &Graph, offset: GuestOffset, len: u64) -> Result<(), Errno> {
         graph.check()?;
-        let len = len.min(graph.size().saturating_sub(offset));
+        let len = len.min(GuestOffset(graph.size()).saturating_sub(offset));
         let _graces = graph.graces();
         let top = Chain(&graph.layers[..1]);
         same(self.ring, top, graph.below(0), Chain(self.below), offset, len).await
@@ -394,7 +394,7 @@ pub(crate) async fn snapshots_show_the_same(
         let mut map = image.snapshot_map(ring, index).await.map_err(of_qcow2)?;
         let (mut at, end) = (GuestOffset(0), GuestOffset(end));
         while let Some(range) = map.next_unallocated(ring, at, end).await.map_err(of_qcow2)? {
-            for (offset, len) in pieces(range.start.0, range.end.0) {
+            for (offset, len) in pieces(range.start, range.end) {
                 let compared = match progress.check() {
                     Ok(()) => equal_where_present(ring, old, new, offset, len).await,
                     Err(errno) => Err(errno),
@@ -404,9 +404,8 @@ pub(crate) async fn snapshots_show_the_same(
                         ErrorKind::Invalid,
                         format!(
                             "the internal snapshot '{}' shows bytes of the old backing file that \
-                             the new one \
-                             does not have; delete the snapshot first, or copy the disk with \
-                             `ringdisk convert`",
+                             the new one does not have; delete the snapshot first, or copy the \
+                             disk with `ringdisk convert`",
                             snapshot.name.escape_debug()
                         ),
                     ),
@@ -426,16 +425,16 @@ async fn equal_where_present(
     ring: &Ring,
     old: Chain<'_>,
     new: Chain<'_>,
-    offset: u64,
+    offset: GuestOffset,
     len: u64,
 ) -> Result<(), Errno> {
     use ringdisk_qcow2::Below;
-    if !old.has_data(GuestOffset(offset), len) && !new.has_data(GuestOffset(offset), len) {
+    if !old.has_data(offset, len) && !new.has_data(offset, len) {
         return Ok(());
     }
     let (a, b) = (buffer(len), buffer(len));
-    old.read(ring, GuestOffset(offset), &a).await?;
-    new.read(ring, GuestOffset(offset), &b).await?;
+    old.read(ring, offset, &a).await?;
+    new.read(ring, offset, &b).await?;
     if equal(&a, &b) { Ok(()) } else { Err(Errno::ILSEQ) }
 }
 
@@ -447,7 +446,7 @@ async fn same(
     top: Chain<'_>,
     old: Chain<'_>,
     new: Chain<'_>,
-    offset: u64,
+    offset: GuestOffset,
     len: u64,
 ) -> Result<(), Errno> {
     let end = offset + len;

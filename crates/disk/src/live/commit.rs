@@ -14,6 +14,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use ringdisk_qcow2::GuestOffset;
 use ringdisk_ring::{Errno, Ring};
 
 use super::copy::{Copier, all_of, copy_range, pieces};
@@ -172,8 +173,7 @@ fn check_new_top(disk: &Disk, options: CommitOptions) -> Result<(), Error> {
             ErrorKind::Unsupported,
             format!(
                 "the base '{}' would be the image on top, which the next process of a kept mount \
-                 opens by its name, and {why}; or unmount \
-                 the disk and use `ringdisk commit`",
+                 opens by its name, and {why}; or unmount the disk and use `ringdisk commit`",
                 printable_path(base.name())
             ),
         )
@@ -235,9 +235,8 @@ async fn check_snapshots(ring: &Ring, graph: &Graph, options: CommitOptions) -> 
             ErrorKind::Unsupported,
             format!(
                 "'{name}' holds the internal snapshot '{}', which shows the image below from byte \
-                 {} on; a commit would put the \
-                 present bytes of the disk there. Delete the snapshot (`ringdisk snapshot -d`) if \
-                 it is not needed, or keep the chain",
+                 {} on; a commit would put the present bytes of the disk there. Delete the \
+                 snapshot (`ringdisk snapshot -d`) if it is not needed, or keep the chain",
                 printable(need.name.as_bytes()),
                 need.range.start
             ),
@@ -326,7 +325,7 @@ pub(super) async fn grow(
                 return Err(failed(Errno::OPNOTSUPP));
             }
             let end = raw.offset.checked_add(size).ok_or(Errno::FBIG).map_err(failed)?;
-            raw.storage.set_len(ring, end).await.map_err(failed)?;
+            raw.storage.set_len(ring, end.0).await.map_err(failed)?;
             let fresh = in_mode(ring, base, disk.options(), true).await?;
             fresh.size.store(size, Ordering::Release);
             Ok(fresh)
@@ -360,7 +359,7 @@ async fn copy_all(
     // copied twice at worst.
     let tracker = || disk.graph().tracker.clone();
     progress.set_total(size);
-    let mut ranges = pieces(0, size);
+    let mut ranges = pieces(GuestOffset(0), GuestOffset(size));
     all_of(|| {
         let (offset, len) = ranges.next()?;
         let tracker = tracker();
@@ -379,7 +378,7 @@ async fn copy_all(
     if options.top > 0 && base_size > size {
         // The layer hid the bytes of the base past its own end, and no longer will.
         let pass = disk.enter().await;
-        copier(&pass, options)?.zero(ring, size, base_size - size).await?;
+        copier(&pass, options)?.zero(ring, GuestOffset(size), base_size - size).await?;
     }
     let mut before = u64::MAX;
     for _ in 0..PASSES_MAX {
@@ -390,7 +389,7 @@ async fn copy_all(
         }
         before = left;
         progress.add_total(left);
-        let mut at = 0;
+        let mut at = GuestOffset(0);
         all_of(|| {
             let (offset, len) = tracker.take(at)?;
             at = offset + len;
@@ -417,7 +416,7 @@ async fn copy_live(
     disk: &Disk,
     ring: &Ring,
     options: CommitOptions,
-    offset: u64,
+    offset: GuestOffset,
     len: u64,
 ) -> Result<(), Errno> {
     let pass = disk.enter().await;
@@ -446,7 +445,7 @@ async fn last_pass(
     if let Some(tracker) = &graph.tracker {
         tracker.check()?;
         progress.add_total(tracker.bytes());
-        let mut at = 0;
+        let mut at = GuestOffset(0);
         while let Some((offset, len)) = tracker.take(at) {
             progress.check()?;
             for (offset, len) in pieces(offset, offset + len) {

@@ -38,7 +38,12 @@ impl Copier<'_> {
     ///
     /// Errors: EPERM for data that would make the target look like another format; those of the
     /// storage.
-    pub(crate) async fn write(self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<(), Errno> {
+    pub(crate) async fn write(
+        self,
+        ring: &Ring,
+        offset: GuestOffset,
+        buf: &IoBuf,
+    ) -> Result<(), Errno> {
         let mut done = 0;
         while done < buf.len() {
             let (at, rest) = (offset + done as u64, buf.slice(done..buf.len()));
@@ -46,11 +51,9 @@ impl Copier<'_> {
                 Node::Raw(raw) => {
                     let len = rest.len() as u64;
                     let _turn = raw.pass_guard(ring, at, len, Some(&rest)).await?;
-                    raw.storage.write(ring, raw.offset + at, &rest).await?
+                    raw.storage.write(ring, raw.host(at).0, &rest).await?
                 }
-                Node::Qcow2(image) => {
-                    image.write(ring, GuestOffset(at), &rest, &self.below).await?
-                }
+                Node::Qcow2(image) => image.write(ring, at, &rest, &self.below).await?,
                 Node::Null(_) => return Err(Errno::OPNOTSUPP),
             };
             if written == 0 {
@@ -62,15 +65,18 @@ impl Copier<'_> {
     }
 
     /// Makes a range of the target read as zeroes.
-    pub(crate) async fn zero(self, ring: &Ring, offset: u64, len: u64) -> Result<(), Errno> {
+    pub(crate) async fn zero(
+        self,
+        ring: &Ring,
+        offset: GuestOffset,
+        len: u64,
+    ) -> Result<(), Errno> {
         match &self.target.node {
             Node::Raw(raw) => {
                 let _turn = raw.pass_guard(ring, offset, len, None).await?;
-                raw.storage.write_zeroes(ring, raw.offset + offset, len, true, true).await
+                raw.storage.write_zeroes(ring, raw.host(offset).0, len, true, true).await
             }
-            Node::Qcow2(image) => {
-                image.write_zeroes(ring, GuestOffset(offset), len, true, &self.below).await
-            }
+            Node::Qcow2(image) => image.write_zeroes(ring, offset, len, true, &self.below).await,
             Node::Null(_) => Err(Errno::OPNOTSUPP),
         }
     }
@@ -93,10 +99,10 @@ impl Copier<'_> {
 pub(crate) async fn copy_range(
     ring: &Ring,
     copier: Copier<'_>,
-    offset: u64,
+    offset: GuestOffset,
     len: u64,
 ) -> Result<(), Errno> {
-    let end = offset.saturating_add(len).min(copier.from.size());
+    let end = offset.saturating_add(len).min(copier.from.end());
     let mut at = offset;
     let mut buf: Option<IoBuf> = None;
     while at < end {
@@ -164,11 +170,14 @@ pub(crate) async fn all_of<F: Future<Output = Result<(), Errno>>>(
 }
 
 /// The pieces of a range, each at most [`COPY_BYTES`] long and ending at a multiple of it.
-pub(crate) fn pieces(start: u64, end: u64) -> impl Iterator<Item = (u64, u64)> {
+pub(crate) fn pieces(
+    start: GuestOffset,
+    end: GuestOffset,
+) -> impl Iterator<Item = (GuestOffset, u64)> {
     let mut at = start;
     std::iter::from_fn(move || {
         (at < end).then(|| {
-            let stop = ((at / COPY_BYTES + 1) * COPY_BYTES).min(end);
+            let stop = (at.align_down(COPY_BYTES) + COPY_BYTES).min(end);
             let piece = (at, stop - at);
             at = stop;
             piece

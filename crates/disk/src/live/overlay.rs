@@ -145,8 +145,7 @@ fn warn_of_bitmaps(old: &Layer) {
     for bitmap in image.info().bitmaps.iter().filter(|bitmap| bitmap.auto && !bitmap.in_use) {
         tracing::warn!(
             "the bitmap '{}' stays in '{}' and does not record what is written to the overlay; add \
-             one to the \
-             overlay when it is not in use, or commit it, which records",
+             one to the overlay when it is not in use, or commit it, which records",
             bitmap.name.escape_debug(),
             crate::name::printable_path(old.name())
         );

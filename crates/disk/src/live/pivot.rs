@@ -18,6 +18,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use ringdisk_qcow2::GuestOffset;
 use ringdisk_ring::{Errno, Ring};
 
 use super::commit::copier;
@@ -243,7 +244,7 @@ impl<'a, 'b> Last<'a, 'b> {
         check_cut(&layer, size).map_err(Failure::Refused)?;
         match &layer.node {
             Node::Raw(raw) => {
-                let cut = raw.storage.set_len(self.ring, raw.offset + size).await;
+                let cut = raw.storage.set_len(self.ring, raw.host(GuestOffset(size)).0).await;
                 cut.map_err(|errno| named(Error::os("cannot shorten the file", errno)))?;
                 layer.size.store(size, Ordering::Release);
                 close_layer(self.ring, &layer).await.map_err(Failure::Refused)
@@ -252,7 +253,9 @@ impl<'a, 'b> Last<'a, 'b> {
                 let end = size.next_multiple_of(SECTOR_BYTES).min(layer.size());
                 if end > size {
                     let zeroed = async {
-                        copier(&graph, self.options)?.zero(self.ring, size, end - size).await
+                        copier(&graph, self.options)?
+                            .zero(self.ring, GuestOffset(size), end - size)
+                            .await
                     };
                     let zeroed = zeroed.await;
                     zeroed.map_err(|errno| named(Error::os("cannot zero its end", errno)))?;
@@ -343,8 +346,8 @@ pub(super) fn check_cut(base: &Layer, size: u64) -> Result<(), Error> {
         ErrorKind::Unsupported,
         format!(
             "the base '{name}' has {len} bytes and the disk has {size}, so the base would have to \
-             be cut, but {reason}; make the \
-             disk as large as the base first (resize it to {len}) and commit it then"
+             be cut, but {reason}; make the disk as large as the base first (resize it to {len}) \
+             and commit it then"
         ),
     ))
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use ringdisk_qcow2::Preallocation;
+use ringdisk_qcow2::{GuestOffset, Preallocation};
 use ringdisk_ring::{Errno, Ring};
 
 use crate::graph::Window;
@@ -446,7 +446,7 @@ async fn set_end(
     progress: &Progress,
 ) -> Result<(), Errno> {
     use ringdisk_storage::Preallocation as Mode;
-    let end = raw.offset.checked_add(size).ok_or(Errno::FBIG)?;
+    let end = raw.offset.checked_add(size).ok_or(Errno::FBIG)?.0;
     if size < before {
         return raw.storage.set_len(ring, end).await;
     }
@@ -460,7 +460,7 @@ async fn set_end(
     while at < size {
         let len = (size - at).min(piece);
         let result = match progress.check() {
-            Ok(()) => raw.storage.preallocate(ring, raw.offset + at, len, mode).await,
+            Ok(()) => raw.storage.preallocate(ring, raw.host(GuestOffset(at)).0, len, mode).await,
             cancelled => cancelled,
         };
         if let Err(errno) = result {
@@ -477,8 +477,7 @@ async fn set_end(
 fn cannot_lengthen() -> Error {
     Error::os(
         "the kernel writes to the image itself (--passthrough), and its file system has no way to \
-         make a file longer beside \
-         other writers (fallocate)",
+         make a file longer beside other writers (fallocate)",
         Errno::OPNOTSUPP,
     )
 }
@@ -489,8 +488,7 @@ fn would_shrink(window: Window, before: u64, size: u64) -> Error {
         ErrorKind::Invalid,
         format!(
             "{size} bytes are less than the disk has ({before}); what lies behind would be lost, \
-             so \
-             shrinking must be asked for with `--shrink`"
+             so shrinking must be asked for with `--shrink`"
         ),
     )
 }

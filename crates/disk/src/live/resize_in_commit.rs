@@ -8,7 +8,7 @@
 
 use std::sync::Arc;
 
-use ringdisk_qcow2::ResizeOptions;
+use ringdisk_qcow2::{GuestOffset, ResizeOptions};
 use ringdisk_ring::{Errno, Ring};
 
 use super::commit::grow;
@@ -48,7 +48,7 @@ impl Disk {
         let mut tracker = graph.tracker.clone();
         if let (Ok(()), Some(old)) = (&result, &graph.tracker) {
             let next = old.resized(size.max(before));
-            next.set(before.min(size), before.abs_diff(size));
+            next.set(GuestOffset(before.min(size)), before.abs_diff(size));
             if let Some(base) = base
                 && layers[base].size() < size
                 && let Err(error) = self.grow_base(ring, &graph, base, size, &mut layers).await

@@ -80,8 +80,7 @@ fn guessed(shown: &str, probed: Probed, is_noted: bool, is_device: bool) -> Resu
 fn raw_is_asked(shown: &str) -> Error {
     let text = format!(
         "'{shown}' is not a qcow2 image, and nobody said that it is raw: its guest may write \
-         anything into a raw disk, so that is not \
-         guessed; say `--format raw`"
+         anything into a raw disk, so that is not guessed; say `--format raw`"
     );
     Error::new(ErrorKind::UnknownFormat, text)
 }
@@ -100,8 +99,8 @@ fn is_unclear(shown: &str, looks_like: Probed, is_noted: bool) -> Error {
     };
     let text = format!(
         "'{shown}' begins like an image of the format {looks}, but {why}, so its guest may have \
-         written that; say `--format raw` for its \
-         bytes as they are, or `--format qcow2` if it was made as such an image"
+         written that; say `--format raw` for its bytes as they are, or `--format qcow2` if it was \
+         made as such an image"
     );
     Error::new(ErrorKind::UnknownFormat, text)
 }

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-use ringdisk_qcow2::Qcow2;
+use ringdisk_qcow2::{HostOffset, Qcow2};
 use ringdisk_ring::Ring;
 use ringdisk_storage::{Lock, Storage};
 
@@ -90,7 +90,7 @@ pub(crate) fn raw_layer(
             ),
         ));
     };
-    let raw = Raw { offset, fixed_size: size.is_some(), ..Raw::new(storage) };
+    let raw = Raw { offset: HostOffset(offset), fixed_size: size.is_some(), ..Raw::new(storage) };
     let mut layer = Layer::new(Node::Raw(raw), 0);
     layer.size = AtomicU64::new(size.unwrap_or(left));
     Ok(layer)

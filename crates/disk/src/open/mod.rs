@@ -195,8 +195,8 @@ impl<'a> Opening<'a> {
         {
             tracing::warn!(
                 "'{}' can keep no note of the files that it names ({errno}): a server that is \
-                 taken over can write other names there, which \
-                 the next start follows in the directory of the image",
+                 taken over can write other names there, which the next start follows in the \
+                 directory of the image",
                 printable_path(top.name())
             );
         }

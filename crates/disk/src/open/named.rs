@@ -76,9 +76,8 @@ impl Opening<'_> {
             ErrorKind::NotAllowed,
             format!(
                 "'{of}' did not name this file when it was served last, and it was not changed by \
-                 ringdisk since: who takes a server over can \
-                 write such names; if it was changed by you or another program, say so once with \
-                 `--allow-path '{shown}'`"
+                 ringdisk since: who takes a server over can write such names; if it was changed \
+                 by you or another program, say so once with `--allow-path '{shown}'`"
             ),
         ))
     }
@@ -162,8 +161,8 @@ fn backing_format(
             ErrorKind::UnknownFormat,
             format!(
                 "the image does not state the format of its backing file, and guessing it would \
-                 let a guest choose which files are read; state it with \
-                 `ringdisk rebase -u -b '{}' -F FORMAT '{}'` (FORMAT is raw or qcow2)",
+                 let a guest choose which files are read; state it with `ringdisk rebase -u -b \
+                 '{}' -F FORMAT '{}'` (FORMAT is raw or qcow2)",
                 printable(file),
                 printable_path(of),
             ),

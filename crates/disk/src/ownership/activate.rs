@@ -140,7 +140,7 @@ async fn reload_layer(ring: &Ring, old: &Layer, options: &ImageOptions) -> Resul
                 Error::os(format!("cannot find the length of '{}'", storage.name()), errno)
             })?;
             let size = fixed_size.then(|| old.size());
-            let mut fresh = raw_layer(Arc::clone(storage), old.name(), *offset, size)?;
+            let mut fresh = raw_layer(Arc::clone(storage), old.name(), offset.0, size)?;
             fresh.is_writable = old.is_writable;
             if let Node::Raw(raw) = &mut fresh.node {
                 raw.guard.clone_from(guard);

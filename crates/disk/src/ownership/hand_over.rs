@@ -97,7 +97,7 @@ fn layer_state(layer: &Layer) -> Result<LayerState, Error> {
         }
         Node::Raw(raw) => {
             let fixed_size = raw.fixed_size.then(|| layer.size());
-            Kind::Raw { offset: raw.offset, fixed_size }
+            Kind::Raw { offset: raw.offset.0, fixed_size }
         }
         Node::Qcow2(_) => Kind::Qcow2,
     };

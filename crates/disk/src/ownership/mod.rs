@@ -119,8 +119,7 @@ async fn quieten(ring: &Ring, drained: &mut Drained<'_>, state: State) -> Result
                     ErrorKind::Busy,
                     format!(
                         "a write to '{}' was given up and may still be under way in the kernel, so \
-                         nobody can say when the disk \
-                         stands still; stop the process instead",
+                         nobody can say when the disk stands still; stop the process instead",
                         storage.name()
                     ),
                 ));

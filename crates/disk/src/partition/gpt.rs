@@ -76,8 +76,7 @@ pub(super) async fn table(source: &impl Source) -> Result<Table, Error> {
     Err(Error::new(
         ErrorKind::Corrupt,
         "the disk has a GPT whose headers are both damaged (checksums, sizes); repair it with \
-         gdisk, or serve the partition with \
-         --offset and --size",
+         gdisk, or serve the partition with --offset and --size",
     ))
 }
 

@@ -200,8 +200,7 @@ impl Table {
         if end > size {
             return refuse(format!(
                 "it ends at byte {end}, past the end of the disk at {size} bytes: the disk was \
-                 cut, or the table is that of \
-                 another one"
+                 cut, or the table is that of another one"
             ));
         }
         let is_logical = self.scheme == Scheme::Mbr && number > mbr::PRIMARIES;
@@ -212,8 +211,7 @@ impl Table {
         if let Some(other) = other {
             return refuse(format!(
                 "it shares bytes with partition {} (this one has {len} bytes at {start}, that one \
-                 {} at {}), so a write to one \
-                 would change the other{by_hand}",
+                 {} at {}), so a write to one would change the other{by_hand}",
                 other.number, other.len, other.start
             ));
         }

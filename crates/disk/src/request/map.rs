@@ -82,7 +82,7 @@ impl View<'_> {
         match found.kind {
             Kind::Data { offset } => {
                 let storage = chain.layer(found.depth)?.data_storage().ok_or(Errno::IO)?;
-                mapped(Mapping::Data { storage, offset, len })
+                mapped(Mapping::Data { storage, offset: offset.0, len })
             }
             Kind::Zero { .. } if matches!(graph.top().node, Node::Null(_)) => {
                 mapped(Mapping::ReadOnly { len })

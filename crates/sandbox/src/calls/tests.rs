@@ -5,14 +5,12 @@ use super::*;
 
 /// The page that shows the lists, made of them.
 fn page() -> String {
-    let mut page = String::from(
-        "# System calls of a serving process\n\n\
-         What a process may do once it serves ([sandbox](sandbox.md)): made from \
-         `crates/sandbox/src/calls/list.rs` for x86_64 by the test that compares the two \
-         (`RINGDISK_WRITE_PAGES=1` writes this page). Arguments are counted from 1, and a filter \
-         sees integers only: of what a pointer leads to it \
-         knows nothing. Every other call, and every other argument, is answered with `ENOSYS`.\n",
-    );
+    let about = "What a process may do once it serves ([sandbox](sandbox.md)): made from \
+                 `crates/sandbox/src/calls/list.rs` for x86_64 by the test that compares the two \
+                 (`RINGDISK_WRITE_PAGES=1` writes this page). Arguments are counted from 1, and a \
+                 filter sees integers only: of the memory behind a pointer it knows nothing. Every \
+                 other call, and every other argument, is answered with `ENOSYS`.";
+    let mut page = format!("# System calls of a serving process\n\n{}", filled(about, ""));
     let tables = [
         ("Every process", ALLOWED),
         ("`serve --connect`, where the helper process cannot connect", SOCKETS),
@@ -33,7 +31,7 @@ fn page() -> String {
         }
     }
     for (why, names) in groups {
-        let _ = writeln!(page, "- {why}: {}", names.join(", "));
+        page.push_str(&filled(&format!("- {why}: {}", names.join(", ")), "  "));
     }
     page.lines().map(wrapped).collect()
 }
@@ -53,6 +51,23 @@ fn wrapped(line: &str) -> String {
             out = out + space + word;
             columns += space.len() + len;
         }
+    }
+    out + "\n"
+}
+
+/// A paragraph in lines of at most 100 columns, all but the first of which are indented.
+fn filled(text: &str, indent: &str) -> String {
+    let (mut out, mut column) = (String::new(), 0);
+    for word in text.split(' ') {
+        if column > 0 && column + 1 + word.len() > 100 {
+            let _ = write!(out, "\n{indent}");
+            column = indent.len();
+        } else if column > 0 {
+            out.push(' ');
+            column += 1;
+        }
+        out.push_str(word);
+        column += word.len();
     }
     out + "\n"
 }

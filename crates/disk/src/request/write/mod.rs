@@ -12,7 +12,7 @@ use ringdisk_qcow2::GuestOffset;
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use crate::graph::{Graph, Mark};
-use crate::layer::{Node, SectorGuard};
+use crate::layer::Node;
 use crate::options::{DetectZeroes, Discard};
 use crate::{Cache, Disk};
 
@@ -38,7 +38,7 @@ impl Disk {
         }
         let mut buf = buf.slice(0..len);
         let looks_at_data = self.policy().detect_zeroes != DetectZeroes::Off
-            || graph.guard.is_some() && SectorGuard::covers(offset);
+            || matches!(&graph.top().node, Node::Raw(raw) if raw.guard_of(offset).is_some());
         if looks_at_data && !buf.is_ours() {
             buf = ring.in_memory(&buf).await?;
         }
@@ -164,12 +164,12 @@ impl Disk {
         compressed: &[u8],
     ) -> Result<(), Errno> {
         let graph = self.enter().await;
-        self.admit(&graph, offset, 1)?;
+        let (offset, _) = self.admit(&graph, offset, 1)?;
         // A whole cluster may reach past a window.
         let image = graph.top_image().filter(|_| !graph.window.is_part());
         let Some(image) = image else { return Err(Errno::OPNOTSUPP) };
         let _mark = Mark::new(&graph, offset, image.info().cluster_size());
-        image.write_compressed(ring, GuestOffset(offset), compressed).await?;
+        image.write_compressed(ring, offset, compressed).await?;
         self.look_after(ring, image);
         Ok(())
     }
@@ -178,7 +178,7 @@ impl Disk {
     /// the disk, bytes.
     ///
     /// Errors: EIO, EROFS.
-    fn admit(&self, graph: &Graph, offset: u64, len: u64) -> Result<(u64, u64), Errno> {
+    fn admit(&self, graph: &Graph, offset: u64, len: u64) -> Result<(GuestOffset, u64), Errno> {
         graph.check()?;
         if self.is_read_only() {
             return Err(Errno::ROFS);
@@ -191,7 +191,7 @@ impl Disk {
         &self,
         ring: &Ring,
         graph: &Graph,
-        offset: u64,
+        offset: GuestOffset,
         len: u64,
         may_unmap: bool,
     ) -> Result<(), Errno> {

@@ -16,10 +16,10 @@ impl Disk {
         ring: &Ring,
         graph: &Graph,
         image: &Qcow2,
-        offset: u64,
+        offset: GuestOffset,
         buf: &IoBuf,
     ) -> Result<usize, Errno> {
-        let done = image.write(ring, GuestOffset(offset), buf, &graph.below(0)).await?;
+        let done = image.write(ring, offset, buf, &graph.below(0)).await?;
         self.after(ring, image).await?;
         Ok(done)
     }
@@ -30,11 +30,11 @@ impl Disk {
         ring: &Ring,
         graph: &Graph,
         image: &Qcow2,
-        offset: u64,
+        offset: GuestOffset,
         len: u64,
         may_unmap: bool,
     ) -> Result<(), Errno> {
-        image.write_zeroes(ring, GuestOffset(offset), len, may_unmap, &graph.below(0)).await?;
+        image.write_zeroes(ring, offset, len, may_unmap, &graph.below(0)).await?;
         self.after(ring, image).await
     }
 
@@ -44,10 +44,10 @@ impl Disk {
         ring: &Ring,
         graph: &Graph,
         image: &Qcow2,
-        offset: u64,
+        offset: GuestOffset,
         len: u64,
     ) -> Result<(), Errno> {
-        image.discard(ring, GuestOffset(offset), len, &graph.below(0)).await?;
+        image.discard(ring, offset, len, &graph.below(0)).await?;
         self.after(ring, image).await
     }
 

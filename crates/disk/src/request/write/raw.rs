@@ -3,6 +3,7 @@
 //! Promises: a write to the protected first sector is judged and written from one copy, which no
 //! client can change meanwhile.
 
+use ringdisk_qcow2::GuestOffset;
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use crate::Disk;
@@ -15,12 +16,12 @@ impl Disk {
         &self,
         ring: &Ring,
         raw: &Raw,
-        offset: u64,
+        offset: GuestOffset,
         buf: &IoBuf,
     ) -> Result<usize, Errno> {
         let done = match raw.guard_of(offset) {
             Some(guard) => write_guarded(ring, raw, guard, offset, buf).await?,
-            None => raw.storage.write(ring, raw.offset + offset, buf).await?,
+            None => raw.storage.write(ring, raw.host(offset).0, buf).await?,
         };
         if self.cache().sync() {
             raw.storage.flush(ring).await?;
@@ -33,11 +34,11 @@ impl Disk {
         &self,
         ring: &Ring,
         raw: &Raw,
-        offset: u64,
+        offset: GuestOffset,
         len: u64,
     ) -> Result<(), Errno> {
         let _turn = raw.pass_guard(ring, offset, len, None).await?;
-        raw.storage.discard(ring, raw.offset + offset, len).await
+        raw.storage.discard(ring, raw.host(offset).0, len).await
     }
 
     /// Zeroes a range that lies inside the disk.
@@ -47,14 +48,14 @@ impl Disk {
         &self,
         ring: &Ring,
         raw: &Raw,
-        offset: u64,
+        offset: GuestOffset,
         len: u64,
         may_unmap: bool,
         fallback: bool,
     ) -> Result<(), Errno> {
         let _turn = raw.pass_guard(ring, offset, len, None).await?;
-        let at = raw.offset + offset;
-        raw.storage.write_zeroes(ring, at, len, may_unmap, fallback).await?;
+        let at = raw.host(offset);
+        raw.storage.write_zeroes(ring, at.0, len, may_unmap, fallback).await?;
         if self.cache().sync() {
             raw.storage.flush(ring).await?;
         }
@@ -74,19 +75,19 @@ async fn write_guarded(
     ring: &Ring,
     raw: &Raw,
     guard: &SectorGuard,
-    offset: u64,
+    offset: GuestOffset,
     buf: &IoBuf,
 ) -> Result<usize, Errno> {
     let copied = buf.len().min(COPIED);
     let copy = IoBuf::new(copied, SECTOR_ALIGN);
     copy.copy_from_buf(0, &buf.slice(0..copied));
-    let at = raw.offset + offset;
+    let at = raw.host(offset);
     let _turn = guard.admit(ring, &raw.storage, at, copied as u64, Some(&copy)).await?;
-    let done = raw.storage.write(ring, at, &copy).await?;
+    let done = raw.storage.write(ring, at.0, &copy).await?;
     if done < copied || copied == buf.len() {
         return Ok(done);
     }
     // An error after some progress: the caller asks for the rest again, and sees it then.
-    let rest = raw.storage.write(ring, at + copied as u64, &buf.slice(copied..buf.len())).await;
+    let rest = raw.storage.write(ring, (at + copied as u64).0, &buf.slice(copied..buf.len())).await;
     Ok(done + rest.unwrap_or(0))
 }
