@@ -196,7 +196,8 @@ impl<W: QueueWork> QueueThread<W> {
         self.wake();
     }
 
-    /// Waits for the end of the thread. `false` when it did not end in time; it is left behind then.
+    /// Waits for the end of the thread. `false` when it did not end in time; it is left behind
+    /// then.
     ///
     /// * `idle`: called now and then while it has not ended.
     pub fn join(&mut self, deadline: Instant, idle: impl Fn()) -> bool {
