@@ -1,4 +1,5 @@
 """Databases as clients: a file system on a loop device on a mount, and bulk loads into it."""
+
 import glob
 import multiprocessing
 import os
@@ -11,7 +12,9 @@ import time
 
 from .servers import BenchError
 
-CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "ringdisk", "postgresql")
+CACHE = os.path.join(
+    os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "ringdisk", "postgresql"
+)
 PACKAGES = "postgresql-{0} postgresql-client-{0} libpq5"
 
 
@@ -73,8 +76,13 @@ def fill(path, rows):
     base.execute("CREATE TABLE t (k INTEGER PRIMARY KEY, a TEXT, b BLOB)")
     for start in range(0, rows, 1000):
         base.execute("BEGIN")
-        base.executemany("INSERT INTO t VALUES (?, ?, ?)", ((k, f"row {k}", k.to_bytes(8, "little") * 25)
-                                                            for k in range(start, min(rows, start + 1000))))
+        base.executemany(
+            "INSERT INTO t VALUES (?, ?, ?)",
+            (
+                (k, f"row {k}", k.to_bytes(8, "little") * 25)
+                for k in range(start, min(rows, start + 1000))
+            ),
+        )
         base.execute("COMMIT")
     base.execute("CREATE INDEX i ON t (a)")
     base.close()
@@ -82,6 +90,7 @@ def fill(path, rows):
 
 class Sqlite:
     """A database file for each writer."""
+
     name = "SQLite"
 
     def __init__(self, root, quick):
@@ -91,7 +100,10 @@ class Sqlite:
         """Seconds until the same number of rows is there, by so many writers, and durable."""
         paths = [os.path.join(self.root, f"{number}.db") for number in range(writers)]
         start = time.monotonic()
-        running = [multiprocessing.Process(target=fill, args=(path, self.rows // writers)) for path in paths]
+        running = [
+            multiprocessing.Process(target=fill, args=(path, self.rows // writers))
+            for path in paths
+        ]
         together(running)
         os.sync()
         seconds = time.monotonic() - start
@@ -107,10 +119,14 @@ class Sqlite:
 
 
 def postgres_tree():
-    """Directories of the programs and of the library, from this machine or from packages that are unpacked in the cache."""
+    """Directories of the programs and of the library, from this machine or from packages that are
+    unpacked in the cache.
+    """
     for root in ("", os.path.join(CACHE, "root")):
         for programs in sorted(glob.glob(f"{root}/usr/lib/postgresql/*/bin"), reverse=True):
-            if os.path.exists(os.path.join(programs, "initdb")) and os.path.exists(os.path.join(programs, "psql")):
+            if os.path.exists(os.path.join(programs, "initdb")) and os.path.exists(
+                os.path.join(programs, "psql")
+            ):
                 return programs, glob.glob(f"{root}/usr/lib/*-linux-gnu")[0] if root else ""
     if os.path.isdir(CACHE):
         raise BenchError(f"{CACHE} is incomplete: remove it")
@@ -131,6 +147,7 @@ def postgres_tree():
 
 class Postgres:
     """One server, a table for each writer."""
+
     name = "PostgreSQL"
 
     def __init__(self, root, quick):
@@ -141,8 +158,24 @@ class Postgres:
 
     def run(self, program, *args, **more):
         """A program of PostgreSQL, which refuses to be root."""
-        words = ["setpriv", f"--reuid={self.user.pw_uid}", f"--regid={self.user.pw_gid}", "--clear-groups"] if os.getuid() == 0 else []
-        return call(*words, os.path.join(self.programs, program), *args, env=self.environment, cwd="/", **more)
+        words = (
+            [
+                "setpriv",
+                f"--reuid={self.user.pw_uid}",
+                f"--regid={self.user.pw_gid}",
+                "--clear-groups",
+            ]
+            if os.getuid() == 0
+            else []
+        )
+        return call(
+            *words,
+            os.path.join(self.programs, program),
+            *args,
+            env=self.environment,
+            cwd="/",
+            **more,
+        )
 
     def load(self, writers):
         """Seconds until the same number of rows is there, by so many writers, and durable."""
@@ -152,8 +185,21 @@ class Postgres:
         os.chmod(sockets, 0o777)
         try:
             self.run("initdb", "-D", data, "-A", "trust", "-U", "bench", "--no-sync")
-            options = f"-c listen_addresses= -c unix_socket_directories={sockets} -c max_wal_size=4GB -c autovacuum=off -c jit=off"
-            self.run("pg_ctl", "-D", data, "-w", "-l", os.path.join(self.root, "pg.log"), "-o", options, "start")
+            options = (
+                f"-c listen_addresses= -c unix_socket_directories={sockets} -c max_wal_size=4GB -c"
+                " autovacuum=off -c jit=off"
+            )
+            self.run(
+                "pg_ctl",
+                "-D",
+                data,
+                "-w",
+                "-l",
+                os.path.join(self.root, "pg.log"),
+                "-o",
+                options,
+                "start",
+            )
             try:
                 return self.fill(sockets, writers)
             finally:
@@ -164,19 +210,42 @@ class Postgres:
     def fill(self, sockets, writers):
         """The load itself: 10,000 rows in each transaction, an index at the end, a checkpoint."""
         share = self.rows // writers
-        psql = ("psql", "-h", sockets, "-U", "bench", "-d", "postgres", "-q", "-A", "-t", "-v", "ON_ERROR_STOP=1")
+        psql = (
+            "psql",
+            "-h",
+            sockets,
+            "-U",
+            "bench",
+            "-d",
+            "postgres",
+            "-q",
+            "-A",
+            "-t",
+            "-v",
+            "ON_ERROR_STOP=1",
+        )
         start = time.monotonic()
         running = []
         for number in range(writers):
             script = [f"CREATE TABLE t{number} (k bigint, a text, b text);"]
-            script += [f"INSERT INTO t{number} SELECT g, 'row ' || g, repeat(md5(g::text), 5) FROM generate_series({at}, {min(share, at + 10_000) - 1}) g;"
-                       for at in range(0, share, 10_000)]
+            script += [
+                f"INSERT INTO t{number} SELECT g, 'row ' || g, repeat(md5(g::text), 5) FROM"
+                f" generate_series({at}, {min(share, at + 10_000) - 1}) g;"
+                for at in range(0, share, 10_000)
+            ]
             script.append(f"CREATE INDEX ON t{number} (k);")
-            running.append(multiprocessing.Process(target=self.run, args=psql, kwargs={"input": "\n".join(script)}))
+            running.append(
+                multiprocessing.Process(
+                    target=self.run, args=psql, kwargs={"input": "\n".join(script)}
+                )
+            )
         together(running)
         self.run(*psql, "-c", "CHECKPOINT")
         seconds = time.monotonic() - start
-        found = sum(int(self.run(*psql, "-c", f"SELECT count(*) FROM t{number}")) for number in range(writers))
+        found = sum(
+            int(self.run(*psql, "-c", f"SELECT count(*) FROM t{number}"))
+            for number in range(writers)
+        )
         if found != share * writers:
             raise BenchError(f"{found} rows of {share * writers}")
         return seconds

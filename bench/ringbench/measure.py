@@ -1,4 +1,7 @@
-"""Runs the plan: interleaved, repeated, medians. A figure that could not be measured is an error, never a guess."""
+"""Runs the plan: interleaved, repeated, medians. A figure that could not be measured is an error,
+never a guess.
+"""
+
 import os
 import re
 import shutil
@@ -19,7 +22,8 @@ def say(text):
 
 
 class Images:
-    """The images on disk, made on first use: a raw file full of random bytes and the same as qcow2."""
+    """The images on disk, made on first use: a raw file full of random bytes and the same as qcow2.
+    """
 
     def __init__(self, workdir, size):
         self.workdir, self.size, self.made = workdir, size, {}
@@ -68,11 +72,22 @@ def serve(column, image, images, sides, workdir):
 def fio_rows(rows, images, sides, workdir, reps, depth_reps, runtime_s):
     """Measures all rows; every repetition runs each column of a row in turn, in alternating order.
 
-    Returns one dict for each row, `runs` by column in order of repetition. A column that failed has an `errors` entry.
+    Returns one dict for each row, `runs` by column in order of repetition. A column that failed has
+    an `errors` entry.
     """
-    results = {row.name: {"table": row.table, "image": row.image, "case": row.case.name, "columns": row.columns,
-                          "depth": row.case.depth, "direct": row.case.direct,
-                          "runs": {c: [] for c in row.columns}, "errors": []} for row in rows}
+    results = {
+        row.name: {
+            "table": row.table,
+            "image": row.image,
+            "case": row.case.name,
+            "columns": row.columns,
+            "depth": row.case.depth,
+            "direct": row.case.direct,
+            "runs": {c: [] for c in row.columns},
+            "errors": [],
+        }
+        for row in rows
+    }
     for rep in range(max(reps, depth_reps)):
         for row in rows:
             if rep >= (depth_reps if row.table == "depth" else reps):
@@ -88,7 +103,10 @@ def fio_rows(rows, images, sides, workdir, reps, depth_reps, runtime_s):
                     with serve(column, image, images, sides, workdir) as server:
                         run = fio.run(server, row.case, images.size, runtime_s)
                     result["runs"][column].append(run)
-                    say(f"[{rep + 1}] {row.name}: {column} {run['iops'] / 1e3:.1f}k, daemon {run['daemon_us']:.2f} µs")
+                    say(
+                        f"[{rep + 1}] {row.name}: {column} {run['iops'] / 1e3:.1f}k, daemon"
+                        f" {run['daemon_us']:.2f} µs"
+                    )
                 except (BenchError, OSError) as error:
                     result["errors"].append(f"{column}: {error}")
                     result["runs"][column].append(None)
@@ -97,8 +115,14 @@ def fio_rows(rows, images, sides, workdir, reps, depth_reps, runtime_s):
 
 
 def ratio(runs, column, figure):
-    """Median of ringdisk's figure over the same figure of `column` in the same repetition; None without both."""
-    pairs = [(a[figure], b[figure]) for a, b in zip(runs["ringdisk"], runs[column]) if a and b and b[figure]]
+    """Median of ringdisk's figure over the same figure of `column` in the same repetition; None
+    without both.
+    """
+    pairs = [
+        (a[figure], b[figure])
+        for a, b in zip(runs["ringdisk"], runs[column])
+        if a and b and b[figure]
+    ]
     return statistics.median(a / b for a, b in pairs) if pairs else None
 
 
@@ -111,24 +135,43 @@ def summary(row, result):
         if good:
             pick = lambda get: statistics.median(get(v) for v in good)
             result["median"][column] = {
-                "iops": pick(lambda v: v["iops"]), "mib_s": pick(lambda v: v["mib_s"]),
-                "daemon_us": pick(lambda v: v["daemon_us"]), "machine_us": pick(lambda v: v["machine_us"]),
-                **{op: {k: pick(lambda v, op=op, k=k: v[op][k]) for k in ("iops", "mib_s", "latency_us", "p99_us")}
-                   for op in ("read", "write")}}
+                "iops": pick(lambda v: v["iops"]),
+                "mib_s": pick(lambda v: v["mib_s"]),
+                "daemon_us": pick(lambda v: v["daemon_us"]),
+                "machine_us": pick(lambda v: v["machine_us"]),
+                **{
+                    op: {
+                        k: pick(lambda v, op=op, k=k: v[op][k])
+                        for k in ("iops", "mib_s", "latency_us", "p99_us")
+                    }
+                    for op in ("read", "write")
+                },
+            }
     result["ratio"] = {c: ratio(runs, c, "iops") for c in result["columns"] if c != "ringdisk"}
     result["targets"] = []
     for target in row.targets:
         value = ratio(runs, target.column, target.figure)
-        result["targets"].append({"text": target.text(), "bound": target.bound, "at_least": target.at_least,
-                                  "column": target.column, "figure": target.figure, "value": value,
-                                  "met": value is not None and target.met(value)})
+        result["targets"].append(
+            {
+                "text": target.text(),
+                "bound": target.bound,
+                "at_least": target.at_least,
+                "column": target.column,
+                "figure": target.figure,
+                "value": value,
+                "met": value is not None and target.met(value),
+            }
+        )
     return result
 
 
 def depth_gain(results):
     """The verdict of table 2: with 1 ms of latency and O_DIRECT, depth 64 against depth 1."""
-    by_depth = {r["depth"]: r["median"].get("ringdisk", {}).get("iops") for r in results
-                if r["image"] == "null 1 ms" and r["direct"]}
+    by_depth = {
+        r["depth"]: r["median"].get("ringdisk", {}).get("iops")
+        for r in results
+        if r["image"] == "null 1 ms" and r["direct"]
+    }
     if not by_depth:
         return []
     low, high = by_depth.get(1), by_depth.get(64)
@@ -141,18 +184,29 @@ def figure(name, unit, ours, peer, bound=None, at_least=False):
     verdict = None
     if bound is not None:
         verdict = ours is not None and (ours >= bound if at_least else ours <= bound)
-    return {"name": name, "unit": unit, "ringdisk": ours, "qsd": peer, "bound": bound, "at_least": at_least,
-            "met": verdict}
+    return {
+        "name": name,
+        "unit": unit,
+        "ringdisk": ours,
+        "qsd": peer,
+        "bound": bound,
+        "at_least": at_least,
+        "met": verdict,
+    }
 
 
 def syscalls(side, image, depth, ios, workdir):
     """System calls of the server for each random read at `depth`, by `strace -c -f`."""
     if not shutil.which("strace"):
         raise BenchError("strace is not installed")
-    with side.serve(image, workdir) as server, tempfile.NamedTemporaryFile("r", dir=workdir) as table:
+    with side.serve(image, workdir) as server, tempfile.NamedTemporaryFile(
+        "r", dir=workdir
+    ) as table:
         time.sleep(0.5)
-        tracer = subprocess.Popen(["strace", "-c", "-f", "-q", "-o", table.name, "-p", str(server.pid)],
-                                  stderr=subprocess.PIPE)
+        tracer = subprocess.Popen(
+            ["strace", "-c", "-f", "-q", "-o", table.name, "-p", str(server.pid)],
+            stderr=subprocess.PIPE,
+        )
         try:
             time.sleep(0.7)
             if tracer.poll() is not None:
@@ -178,7 +232,9 @@ def syscalls(side, image, depth, ios, workdir):
 
 
 def idle(side, image, workdir, seconds):
-    """RSS in MiB, CPU in percent and context switches in a second of a mount that nobody uses, after it was used once."""
+    """RSS in MiB, CPU in percent and context switches in a second of a mount that nobody uses,
+    after it was used once.
+    """
     with side.serve(image, workdir) as server:
         with open(server.path, "rb") as f:
             f.read(1 << 20)
@@ -200,7 +256,9 @@ def first_byte_ms(side, image, workdir, times):
 
 
 def cost(images, sides, workdir, quick):
-    """The cost table: system calls, memory, start, idle; ringdisk beside QSD. Returns (figures, errors)."""
+    """The cost table: system calls, memory, start, idle; ringdisk beside QSD. Returns (figures,
+    errors).
+    """
     figures, errors = [], []
 
     def both(what, measure):
@@ -225,12 +283,22 @@ def cost(images, sides, workdir, quick):
             line["calls"] = {name: p and p[1] for name, p in zip(("ringdisk", "qsd"), pair)}
             figures.append(line)
     for kind in ("null", "qcow2"):
-        pair = both(f"idle {kind} mount", lambda s: idle(s, images.get(kind), workdir, 2 if quick else 10))
-        for at, (name, unit, bound) in enumerate((("memory (RSS)", "MiB", plan.RSS_MIB_MAX),
-                                                  ("CPU", "%", plan.IDLE_CPU_PERCENT_MAX),
-                                                  ("context switches", "/s", None))):
-            figures.append(figure(f"idle {kind} mount: {name}", unit, *[p and p[at] for p in pair], bound))
-        pair = both(f"start to first byte, {kind}",
-                    lambda s: first_byte_ms(s, images.get(kind), workdir, 3 if quick else 9))
+        pair = both(
+            f"idle {kind} mount", lambda s: idle(s, images.get(kind), workdir, 2 if quick else 10)
+        )
+        for at, (name, unit, bound) in enumerate(
+            (
+                ("memory (RSS)", "MiB", plan.RSS_MIB_MAX),
+                ("CPU", "%", plan.IDLE_CPU_PERCENT_MAX),
+                ("context switches", "/s", None),
+            )
+        ):
+            figures.append(
+                figure(f"idle {kind} mount: {name}", unit, *[p and p[at] for p in pair], bound)
+            )
+        pair = both(
+            f"start to first byte, {kind}",
+            lambda s: first_byte_ms(s, images.get(kind), workdir, 3 if quick else 9),
+        )
         figures.append(figure(f"start to first byte, {kind}", "ms", *pair, plan.FIRST_BYTE_MS_MAX))
     return figures, errors

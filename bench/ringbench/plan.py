@@ -1,15 +1,18 @@
 """What is measured: the tables, their rows and targets. No measuring here.
 
-A row names an image, a fio case, the columns that take part and the targets. A target is a bound on a ratio to another
-column (`"qsd"`) or on a figure of ringdisk itself.
+A row names an image, a fio case, the columns that take part and the targets. A target is a bound on
+a ratio to another column (`"qsd"`) or on a figure of ringdisk itself.
 """
+
 from .fio import Case
 
 TABLES = ("null", "bulk", "file", "depth", "cost")
 
 
 class Target:
-    """`ringdisk`'s `figure` against the same figure of `column` (or None: the figure itself) must be ≥ or ≤ `bound`."""
+    """`ringdisk`'s `figure` against the same figure of `column` (or None: the figure itself) must
+    be ≥ or ≤ `bound`.
+    """
 
     def __init__(self, figure, column, bound, at_least=True):
         self.figure, self.column, self.bound, self.at_least = figure, column, bound, at_least
@@ -30,7 +33,13 @@ class Row:
     """One line of a table: `columns` are names of sides, in the order they are shown."""
 
     def __init__(self, table, image, case, columns, targets=()):
-        self.table, self.image, self.case, self.columns, self.targets = table, image, case, columns, list(targets)
+        self.table, self.image, self.case, self.columns, self.targets = (
+            table,
+            image,
+            case,
+            columns,
+            list(targets),
+        )
 
     @property
     def name(self):
@@ -44,7 +53,9 @@ def faster(bound, column="qsd"):
 
 
 class Bounds:
-    """What one transport is to reach: rates as multiples of QSD's, daemon CPU for each I/O as a share of QSD's."""
+    """What one transport is to reach: rates as multiples of QSD's, daemon CPU for each I/O as a
+    share of QSD's.
+    """
 
     def __init__(self, aio, sync, sync_many, cpu, bulk, file_aio, file_sync, host):
         self.aio, self.sync, self.sync_many, self.cpu, self.bulk = aio, sync, sync_many, cpu, bulk
@@ -56,7 +67,10 @@ class Bounds:
         return Target("daemon_us", "qsd", self.cpu, at_least=False)
 
 
-BOUNDS = {"dev": Bounds(1.3, 1.2, 1.0, 0.7, 3, 1.2, None, 0.85), "uring": Bounds(2, 2.5, 1.6, 0.5, 4.5, 1.25, 1.1, 0.9)}
+BOUNDS = {
+    "dev": Bounds(1.3, 1.2, 1.0, 0.7, 3, 1.2, None, 0.85),
+    "uring": Bounds(2, 2.5, 1.6, 0.5, 4.5, 1.25, 1.1, 0.9),
+}
 # More threads never make a row slower by more than noise, which is about a tenth on these machines.
 TWO_THREADS = Target("iops", "ringdisk-1", 0.9)
 
@@ -69,20 +83,35 @@ def null_rows(quick, bounds):
             for op in ("read", "write"):
                 for order in (["rand"] if quick else ["seq", "rand"]):
                     columns = ["ringdisk", "ringdisk-1", "qsd"]
-                    bound = bounds.aio if engine == "aio" else bounds.sync if jobs == 1 else bounds.sync_many
+                    bound = (
+                        bounds.aio
+                        if engine == "aio"
+                        else bounds.sync if jobs == 1 else bounds.sync_many
+                    )
                     targets = [faster(bound), bounds.cpu_target, TWO_THREADS]
                     if engine == "aio" and jobs == 1:
                         columns.append("qsd-default")
                         targets.append(faster(2.5, "qsd-default"))
-                    rows.append(Row("null", "null", Case(order, op, engine, jobs), columns, targets))
+                    rows.append(
+                        Row("null", "null", Case(order, op, engine, jobs), columns, targets)
+                    )
     return rows
 
 
 def bulk_rows(quick, bounds):
     """Large sequential reads of the null image."""
     sizes = ("1m",) if quick else ("128k", "1m")
-    return [Row("bulk", "null", Case("seq", "read", "aio", jobs, block=block), ["ringdisk", "qsd"], [faster(bounds.bulk)])
-            for block in sizes for jobs in ((1,) if quick else (1, 4))]
+    return [
+        Row(
+            "bulk",
+            "null",
+            Case("seq", "read", "aio", jobs, block=block),
+            ["ringdisk", "qsd"],
+            [faster(bounds.bulk)],
+        )
+        for block in sizes
+        for jobs in ((1,) if quick else (1, 4))
+    ]
 
 
 def file_rows(quick, bounds):
@@ -105,8 +134,15 @@ def file_rows(quick, bounds):
                     rows.append(Row("file", "file", case, columns, targets))
         # The raw file is served once more in the same repetition, next to the qcow2, for the ratio
         # of the two.
-        rows.append(Row("file", "qcow2", Case("rand", "read", "aio", jobs), ["ringdisk", "ringdisk raw", "qsd"],
-                        [Target("iops", "ringdisk raw", 0.97)]))
+        rows.append(
+            Row(
+                "file",
+                "qcow2",
+                Case("rand", "read", "aio", jobs),
+                ["ringdisk", "ringdisk raw", "qsd"],
+                [Target("iops", "ringdisk raw", 0.97)],
+            )
+        )
     return rows
 
 
@@ -125,7 +161,12 @@ def depth_rows(quick, _bounds):
 def rows(tables, quick, transport):
     """All fio rows of the chosen tables, in order, with the targets of a transport."""
     makers = {"null": null_rows, "bulk": bulk_rows, "file": file_rows, "depth": depth_rows}
-    return [row for table in tables if table in makers for row in makers[table](quick, BOUNDS[transport])]
+    return [
+        row
+        for table in tables
+        if table in makers
+        for row in makers[table](quick, BOUNDS[transport])
+    ]
 
 
 # 64 requests at once in place of one: 50 of the possible 64 times.

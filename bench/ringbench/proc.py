@@ -1,4 +1,7 @@
-"""What the kernel counts about a process: CPU time, memory, context switches. Reads /proc only; never changes anything."""
+"""What the kernel counts about a process: CPU time, memory, context switches. Reads /proc only;
+never changes anything.
+"""
+
 import os
 import time
 
@@ -45,7 +48,9 @@ def threads(pid):
 
 
 def run_ns(pid):
-    """Time on a CPU in ns of the threads that are alive (finer than ticks, blind to threads that ended)."""
+    """Time on a CPU in ns of the threads that are alive (finer than ticks, blind to threads that
+    ended).
+    """
     total = 0
     for process, thread in threads(pid):
         try:
@@ -87,9 +92,14 @@ def rss_mib(pid):
 
 
 def own_mib(pid):
-    """Resident memory of the process in MiB that is not shared (RssAnon and RssFile): without the memory of a guest."""
+    """Resident memory of the process in MiB that is not shared (RssAnon and RssFile): without the
+    memory of a guest.
+    """
     with open(f"/proc/{pid}/status") as f:
-        return sum(int(line.split()[1]) for line in f if line.startswith(("RssAnon", "RssFile"))) / 1024
+        return (
+            sum(int(line.split()[1]) for line in f if line.startswith(("RssAnon", "RssFile")))
+            / 1024
+        )
 
 
 def machine_busy_seconds():

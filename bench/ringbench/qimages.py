@@ -1,4 +1,5 @@
 """Images of the qcow2 tables, made by the peer's tools."""
+
 import os
 import random
 import subprocess
@@ -12,7 +13,9 @@ def tool(program, *args):
     """Runs a program of the peer; its output."""
     done = subprocess.run(peer_argv(program, *args), capture_output=True, text=True)
     if done.returncode:
-        raise BenchError(f"{program} {' '.join(args)}: {(done.stderr + done.stdout).strip()[-400:]}")
+        raise BenchError(
+            f"{program} {' '.join(args)}: {(done.stderr + done.stdout).strip()[-400:]}"
+        )
     return done.stdout
 
 
@@ -35,16 +38,21 @@ def random_raw(path, size):
 
 
 def compressible_raw(path, size, seed=3):
-    """A raw file that compresses to about two fifths: words from a small list between random numbers."""
+    """A raw file that compresses to about two fifths: words from a small list between random
+    numbers.
+    """
     chance = random.Random(seed)
-    words = [bytes(chance.randrange(97, 123) for _ in range(chance.randrange(3, 12))) for _ in range(4000)]
+    words = [
+        bytes(chance.randrange(97, 123) for _ in range(chance.randrange(3, 12)))
+        for _ in range(4000)
+    ]
     block = bytearray()
     while len(block) < 16 * MIB:
         block += b" ".join(chance.choice(words) for _ in range(60)) + b" " + os.urandom(48)
     with open(path, "wb") as f:
         for index in range(size // MIB):
             at = (index * 997 * 1021) % (len(block) - MIB)
-            f.write(block[at:at + MIB])
+            f.write(block[at : at + MIB])
         os.fsync(f.fileno())
     return path
 
@@ -69,7 +77,14 @@ def chain(directory, base, size, layers):
     for index in range(layers):
         path = os.path.join(directory, f"layer{layers}-{index}.qcow2")
         create(path, size, f"backing_file={below}", f"backing_fmt={fmt}")
-        tool("qemu-io", "-f", "qcow2", "-c", f"write -q -P {index + 1} {index * step} {step // 2}", path)
+        tool(
+            "qemu-io",
+            "-f",
+            "qcow2",
+            "-c",
+            f"write -q -P {index + 1} {index * step} {step // 2}",
+            path,
+        )
         below, fmt = path, "qcow2"
     return below
 
@@ -79,6 +94,10 @@ def spread(path, size, clusters):
     create(path, size)
     offsets = [size // clusters * index // 65536 * 65536 for index in range(clusters)]
     for at in range(0, clusters, 256):
-        words = [word for offset in offsets[at:at + 256] for word in ("-c", f"write -q -P 7 {offset} 64k")]
+        words = [
+            word
+            for offset in offsets[at : at + 256]
+            for word in ("-c", f"write -q -P 7 {offset} 64k")
+        ]
         tool("qemu-io", "-f", "qcow2", *words, path)
     return offsets

@@ -1,4 +1,7 @@
-"""The qcow2 tables: what each measures. Each function returns a list of figures; a failure is an entry of `errors`."""
+"""The qcow2 tables: what each measures. Each function returns a list of figures; a failure is an
+entry of `errors`.
+"""
+
 import os
 import statistics
 import subprocess
@@ -25,20 +28,43 @@ class Bench:
 
     def ringdisk(self, path, fmt="qcow2", extra=()):
         """ringdisk serving an image with O_DIRECT."""
-        make = lambda mountpoint: [self.binary, "mount", "--threads", str(self.threads), "--direct", "--format", fmt, *extra, path,
-                                   mountpoint]
+        make = lambda mountpoint: [
+            self.binary,
+            "mount",
+            "--threads",
+            str(self.threads),
+            "--direct",
+            "--format",
+            fmt,
+            *extra,
+            path,
+            mountpoint,
+        ]
         return Server("ringdisk", make, self.workdir)
 
     def qsd(self, path, backing=None):
         """The peer serving the same, at its best."""
         image = Image("qcow2", path, backing=backing)
-        return Server("qsd", lambda mountpoint: qsd_command(image, self.threads, mountpoint, True), self.workdir)
+        return Server(
+            "qsd",
+            lambda mountpoint: qsd_command(image, self.threads, mountpoint, True),
+            self.workdir,
+        )
 
 
 def figure(name, value, bound=None, at_least=True, excused=False, **more):
-    """One line of a table; `value` is a ratio or the figure that has the bound, which counts as met when it is `excused`."""
-    met = None if bound is None or value is None else excused or (value >= bound if at_least else value <= bound)
-    say(f"{name}: {value if value is None else round(value, 3)} {more.get('text', '')} {'' if met is None else 'pass' if met else 'MISS'}")
+    """One line of a table; `value` is a ratio or the figure that has the bound, which counts as met
+    when it is `excused`.
+    """
+    met = (
+        None
+        if bound is None or value is None
+        else excused or (value >= bound if at_least else value <= bound)
+    )
+    say(
+        f"{name}: {value if value is None else round(value, 3)} {more.get('text', '')}"
+        f" {'' if met is None else 'pass' if met else 'MISS'}"
+    )
     return {"name": name, "value": value, "bound": bound, "at_least": at_least, "met": met, **more}
 
 
@@ -59,24 +85,42 @@ def against_raw(b):
                     rates, costs = [], []
                     for index in range(b.pairs):
                         order = (image, plain) if index % 2 else (plain, image)
-                        got = {s is image: job.run(s, rw, "4k", depth, jobs, size, seconds=0.4 if b.quick else 1) for s in order}
+                        got = {
+                            s is image: job.run(
+                                s, rw, "4k", depth, jobs, size, seconds=0.4 if b.quick else 1
+                            )
+                            for s in order
+                        }
                         rates.append(got[True]["iops"] / got[False]["iops"])
                         costs.append(got[True]["daemon_us"] / got[False]["daemon_us"])
                     rate, cost = statistics.median(rates), statistics.median(costs)
-                    low, _, high = statistics.quantiles(rates, n=4) if len(rates) > 1 else [rate] * 3
+                    low, _, high = (
+                        statistics.quantiles(rates, n=4) if len(rates) > 1 else [rate] * 3
+                    )
                     spread = (high - low) / 2
                     # Only where the rates spread by more than is missing does the daemon's CPU time
                     # decide.
                     excused = cost <= 1.05 and spread > 0.97 - rate
-                    out.append(figure(f"4k {rw}, depth {depth}, {jobs} job{'s' * (jobs > 1)}", rate, 0.97, excused=excused, cpu=cost,
-                                      spread=spread, text=f"± {spread:.2f}, daemon CPU {cost:.2f} of raw"))
+                    out.append(
+                        figure(
+                            f"4k {rw}, depth {depth}, {jobs} job{'s' * (jobs > 1)}",
+                            rate,
+                            0.97,
+                            excused=excused,
+                            cpu=cost,
+                            spread=spread,
+                            text=f"± {spread:.2f}, daemon CPU {cost:.2f} of raw",
+                        )
+                    )
     os.unlink(qcow2)
     os.unlink(raw)
     return out
 
 
 def fresh(b, name, make, rw, block, depth, ios, bounds, raw_size=None, backing=None):
-    """Writes into an image that is made anew for each run: ringdisk, QSD and (with `raw_size`) a preallocated raw file."""
+    """Writes into an image that is made anew for each run: ringdisk, QSD and (with `raw_size`) a
+    preallocated raw file.
+    """
     runs = {"ringdisk": [], "qsd": [], "raw": []}
     for index in range(b.reps):
         sides = ["ringdisk", "qsd"] + (["raw"] if raw_size else [])
@@ -87,16 +131,34 @@ def fresh(b, name, make, rw, block, depth, ios, bounds, raw_size=None, backing=N
             else:
                 path = make()
             os.sync()
-            serve = {"ringdisk": b.ringdisk, "qsd": lambda p: b.qsd(p, backing), "raw": lambda p: b.ringdisk(p, "raw")}
+            serve = {
+                "ringdisk": b.ringdisk,
+                "qsd": lambda p: b.qsd(p, backing),
+                "raw": lambda p: b.ringdisk(p, "raw"),
+            }
             with serve[side](path) as running:
                 runs[side].append(job.run(running, rw, block, depth, ios=ios, size=raw_size))
             os.unlink(path)
-    median = {side: statistics.median(run["iops"] for run in found) for side, found in runs.items() if found}
-    ratio = lambda other: statistics.median(a["iops"] / c["iops"] for a, c in zip(runs["ringdisk"], runs[other]))
+    median = {
+        side: statistics.median(run["iops"] for run in found)
+        for side, found in runs.items()
+        if found
+    }
+    ratio = lambda other: statistics.median(
+        a["iops"] / c["iops"] for a, c in zip(runs["ringdisk"], runs[other])
+    )
     text = ", ".join(f"{side} {rate:.0f}/s" for side, rate in median.items())
     out = [figure(f"{name}, against QSD", ratio("qsd"), bounds[0], text=text, **{"median": median})]
     if raw_size:
-        out.append(figure(f"{name}, against raw preallocated", ratio("raw"), bounds[1], text=text, median=median))
+        out.append(
+            figure(
+                f"{name}, against raw preallocated",
+                ratio("raw"),
+                bounds[1],
+                text=text,
+                median=median,
+            )
+        )
     return out
 
 
@@ -105,8 +167,19 @@ def allocating(b):
     size = 2 * GIB if b.quick else 10 * GIB
     empty = lambda: qimages.create(b.path("new.qcow2"), size)
     few = 10 if b.quick else 1
-    out = fresh(b, "4k random into an empty image, depth 64", empty, "randwrite", "4k", 64, 40000 // few, (2.0, None))
-    out += fresh(b, "64k sequential, depth 16", empty, "write", "64k", 16, 16000 // few, (1.5, 0.9), GIB)
+    out = fresh(
+        b,
+        "4k random into an empty image, depth 64",
+        empty,
+        "randwrite",
+        "4k",
+        64,
+        40000 // few,
+        (2.0, None),
+    )
+    out += fresh(
+        b, "64k sequential, depth 16", empty, "write", "64k", 16, 16000 // few, (1.5, 0.9), GIB
+    )
     out += fresh(b, "1m sequential, depth 4", empty, "write", "1m", 4, 1000 // few, (1.5, 0.9), GIB)
 
     def zeroed():
@@ -120,9 +193,27 @@ def allocating(b):
             qimages.random_raw(base, GIB)
         return qimages.create(b.path("over.qcow2"), GIB, f"backing_file={base}", "backing_fmt=raw")
 
-    out += fresh(b, "4k random over zero clusters, depth 16", zeroed, "randwrite", "4k", 16, 10000 // few, (1.5, None))
-    out += fresh(b, "4k random over a backing file, depth 16", over, "randwrite", "4k", 16, 10000 // few, (1.5, None),
-                 backing=b.path("full.raw"))
+    out += fresh(
+        b,
+        "4k random over zero clusters, depth 16",
+        zeroed,
+        "randwrite",
+        "4k",
+        16,
+        10000 // few,
+        (1.5, None),
+    )
+    out += fresh(
+        b,
+        "4k random over a backing file, depth 16",
+        over,
+        "randwrite",
+        "4k",
+        16,
+        10000 // few,
+        (1.5, None),
+        backing=b.path("full.raw"),
+    )
     return out
 
 
@@ -141,12 +232,23 @@ def deep(b):
             rates, costs = [], []
             for index in range(b.pairs):
                 order = (chain, one) if index % 2 else (one, chain)
-                got = {s is chain: job.run(s, "randread", "4k", depth, size=size, seconds=0.4 if b.quick else 1) for s in order}
+                got = {
+                    s is chain: job.run(
+                        s, "randread", "4k", depth, size=size, seconds=0.4 if b.quick else 1
+                    )
+                    for s in order
+                }
                 rates.append(got[True]["iops"] / got[False]["iops"])
                 costs.append(got[True]["daemon_us"] / got[False]["daemon_us"])
             cost = statistics.median(costs)
-            out.append(figure(f"16 overlays against one image, 4k randread, depth {depth}", statistics.median(rates), 0.9,
-                              text=f"daemon CPU {cost:.2f} of one image"))
+            out.append(
+                figure(
+                    f"16 overlays against one image, 4k randread, depth {depth}",
+                    statistics.median(rates),
+                    0.9,
+                    text=f"daemon CPU {cost:.2f} of one image",
+                )
+            )
     return out
 
 
@@ -158,21 +260,41 @@ def large(b):
     with b.ringdisk(path) as server:
         got = job.run(server, "randread", "4k", 16, 2, size, seconds=3 if b.quick else 20)
         rss = proc.rss_mib(server.pid)
-        stats = subprocess.run([b.binary, "ctl", server.path, "stats"], capture_output=True, text=True).stdout
+        stats = subprocess.run(
+            [b.binary, "ctl", server.path, "stats"], capture_output=True, text=True
+        ).stdout
         cache = [line.strip() for line in stats.splitlines() if "cache" in line.lower()]
-    out.append(figure(f"{size >> 30} GiB mapped, random reads: memory (MiB)", rss, 150, False,
-                      text=f"{got['iops']:.0f} reads/s; {' '.join(cache)[:200]}"))
+    out.append(
+        figure(
+            f"{size >> 30} GiB mapped, random reads: memory (MiB)",
+            rss,
+            150,
+            False,
+            text=f"{got['iops']:.0f} reads/s; {' '.join(cache)[:200]}",
+        )
+    )
     times = {"ringdisk": [], "qemu-img": []}
     for _ in range(b.reps):
-        for name, command in (("ringdisk", [b.binary, "check", "-q", path]), ("qemu-img", peer_argv("qemu-img", "check", "-q", path))):
+        for name, command in (
+            ("ringdisk", [b.binary, "check", "-q", path]),
+            ("qemu-img", peer_argv("qemu-img", "check", "-q", path)),
+        ):
             start = time.monotonic()
             done = subprocess.run(command, capture_output=True, text=True)
             times[name].append(time.monotonic() - start)
             if done.returncode:
-                b.errors.append(f"check by {name} ended with {done.returncode}: {done.stderr[-300:]}")
+                b.errors.append(
+                    f"check by {name} ended with {done.returncode}: {done.stderr[-300:]}"
+                )
     pair = {name: statistics.median(found) for name, found in times.items()}
-    out.append(figure(f"check of {size >> 30} GiB, against qemu-img", pair["qemu-img"] / pair["ringdisk"], 2.0,
-                      text=f"{pair['ringdisk']:.2f} s against {pair['qemu-img']:.2f} s"))
+    out.append(
+        figure(
+            f"check of {size >> 30} GiB, against qemu-img",
+            pair["qemu-img"] / pair["ringdisk"],
+            2.0,
+            text=f"{pair['ringdisk']:.2f} s against {pair['qemu-img']:.2f} s",
+        )
+    )
     os.unlink(path)
     return out
 
@@ -184,19 +306,35 @@ def compressed(b):
     out = []
     for kind in ("zlib", "zstd"):
         path = qimages.convert(raw, b.path(f"{kind}.qcow2"), "-c", "-o", f"compression_type={kind}")
-        for rw, block, depth in (("read", "64k", 4), ("read", "1m", 4), ("randread", "4k", 16), ("randread", "64k", 4)):
+        for rw, block, depth in (
+            ("read", "64k", 4),
+            ("read", "1m", 4),
+            ("randread", "4k", 16),
+            ("randread", "64k", 4),
+        ):
             runs = {"ringdisk": [], "qsd": []}
             for _ in range(b.reps):
                 for side in runs:
-                    with (b.ringdisk(path) if side == "ringdisk" else b.qsd(path)) as server:
-                        runs[side].append(job.run(server, rw, block, depth, size=size, seconds=1 if b.quick else 2)["iops"])
+                    with b.ringdisk(path) if side == "ringdisk" else b.qsd(path) as server:
+                        runs[side].append(
+                            job.run(
+                                server, rw, block, depth, size=size, seconds=1 if b.quick else 2
+                            )["iops"]
+                        )
             ratio = statistics.median(x / y for x, y in zip(runs["ringdisk"], runs["qsd"]))
-            text = ", ".join(f"{side} {statistics.median(found):.0f}/s" for side, found in runs.items())
+            text = ", ".join(
+                f"{side} {statistics.median(found):.0f}/s" for side, found in runs.items()
+            )
             out.append(figure(f"{kind}: {block} {rw}, depth {depth}", ratio, 1.5, text=text))
         os.unlink(path)
     threads = str(os.cpu_count())
-    for name, words in (("raw to zstd qcow2", ["-f", "raw", "-O", "qcow2", "-c", "-o", "compression_type=zstd", raw]),
-                        ("zstd qcow2 to raw", ["-f", "qcow2", "-O", "raw", b.path("packed.qcow2")])):
+    for name, words in (
+        (
+            "raw to zstd qcow2",
+            ["-f", "raw", "-O", "qcow2", "-c", "-o", "compression_type=zstd", raw],
+        ),
+        ("zstd qcow2 to raw", ["-f", "qcow2", "-O", "raw", b.path("packed.qcow2")]),
+    ):
         times = {"ringdisk": [], "qemu-img": []}
         target = b.path("packed.qcow2" if name.startswith("raw") else "unpacked.raw")
         for _ in range(b.reps):
@@ -205,13 +343,23 @@ def compressed(b):
                     os.unlink(target)
                 command = [b.binary] if side == "ringdisk" else peer_argv("qemu-img")
                 start = time.monotonic()
-                done = subprocess.run([*command, "convert", "-q", "-m", threads, *words, target], capture_output=True, text=True)
+                done = subprocess.run(
+                    [*command, "convert", "-q", "-m", threads, *words, target],
+                    capture_output=True,
+                    text=True,
+                )
                 times[side].append(time.monotonic() - start)
                 if done.returncode:
                     b.errors.append(f"convert by {side}: {done.stderr[-300:]}")
         pair = {side: statistics.median(found) for side, found in times.items()}
-        out.append(figure(f"convert {name}, against qemu-img -m {threads}", pair["qemu-img"] / pair["ringdisk"], 1.3,
-                          text=f"{pair['ringdisk']:.2f} s against {pair['qemu-img']:.2f} s"))
+        out.append(
+            figure(
+                f"convert {name}, against qemu-img -m {threads}",
+                pair["qemu-img"] / pair["ringdisk"],
+                1.3,
+                text=f"{pair['ringdisk']:.2f} s against {pair['qemu-img']:.2f} s",
+            )
+        )
     return out
 
 
@@ -253,12 +401,21 @@ def growth(b):
     mixed = qimages.create(b.path("mixed.qcow2"), size)
     order = sorted(range(0, size, 65536), key=lambda offset: offset * 2654435761 % 4294967296)
     for at in range(0, len(order), 256):
-        words = [word for offset in order[at:at + 256] for word in ("-c", f"write -q -P 5 {offset} 64k")]
+        words = [
+            word
+            for offset in order[at : at + 256]
+            for word in ("-c", f"write -q -P 5 {offset} 64k")
+        ]
         qimages.tool("qemu-io", "-f", "qcow2", *words, mixed)
     cost("every cluster elsewhere (fragmented)", mixed, everywhere)
     return out
 
 
-TABLES = {"raw": ("Fully allocated qcow2 against raw, same export", against_raw), "allocate": ("Writes that allocate", allocating),
-          "deep": ("Deep chains", deep), "large": ("One TiB", large), "compressed": ("Compressed images and convert", compressed),
-          "growth": ("How the cost grows: daemon CPU in µs for each random 4 KiB read, depth 16", growth)}
+TABLES = {
+    "raw": ("Fully allocated qcow2 against raw, same export", against_raw),
+    "allocate": ("Writes that allocate", allocating),
+    "deep": ("Deep chains", deep),
+    "large": ("One TiB", large),
+    "compressed": ("Compressed images and convert", compressed),
+    "growth": ("How the cost grows: daemon CPU in µs for each random 4 KiB read, depth 16", growth),
+}

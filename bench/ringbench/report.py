@@ -1,9 +1,19 @@
 """Results as Markdown. Takes the JSON document, so an old result can be rendered again."""
 
-COLUMN_NAMES = {"ringdisk": "ringdisk", "ringdisk-1": "ringdisk, 1 thread", "qsd": "QSD growable=on",
-                "qsd-default": "QSD default", "host file": "fio on the host file", "ringdisk raw": "ringdisk, raw"}
-TITLES = {"null": "Null image, 4 KiB, O_DIRECT", "bulk": "Null image, large sequential reads",
-          "file": "Raw file and qcow2, 4 KiB, O_DIRECT", "depth": "Depth: fio io_uring randrw 4 KiB"}
+COLUMN_NAMES = {
+    "ringdisk": "ringdisk",
+    "ringdisk-1": "ringdisk, 1 thread",
+    "qsd": "QSD growable=on",
+    "qsd-default": "QSD default",
+    "host file": "fio on the host file",
+    "ringdisk raw": "ringdisk, raw",
+}
+TITLES = {
+    "null": "Null image, 4 KiB, O_DIRECT",
+    "bulk": "Null image, large sequential reads",
+    "file": "Raw file and qcow2, 4 KiB, O_DIRECT",
+    "depth": "Depth: fio io_uring randrw 4 KiB",
+}
 
 
 def transport(doc):
@@ -20,7 +30,11 @@ def number(value):
     """Three significant digits."""
     if value is None:
         return "failed"
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+    return (
+        f"{value:.0f}"
+        if abs(value) >= 100
+        else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+    )
 
 
 def kiops(median):
@@ -38,7 +52,9 @@ def rate_table(table, rows):
     out = [f"### {TITLES[table]}", ""]
     unit = "MiB/s" if table == "bulk" else "kIOPS (CPU µs for each I/O: daemon / machine)"
     out += [f"Median {unit}; ratios are medians of the ratios within a repetition.", ""]
-    out.append("| case | " + " | ".join(COLUMN_NAMES[c] for c in columns) + " | against QSD | targets |")
+    out.append(
+        "| case | " + " | ".join(COLUMN_NAMES[c] for c in columns) + " | against QSD | targets |"
+    )
     out.append("|---|" + "---|" * len(columns) + "---|---|")
     for row in rows:
         cells = []
@@ -51,16 +67,28 @@ def rate_table(table, rows):
             else:
                 cells.append(kiops(median))
         against = row["ratio"].get("qsd")
-        targets = "; ".join(f"{t['text']}: {number(t['value'])} {verdict(t['met'])}" for t in row["targets"])
-        out.append(f"| {row['image']}: {row['case']} | " + " | ".join(cells) +
-                   f" | {number(against)} × | {targets} |")
+        targets = "; ".join(
+            f"{t['text']}: {number(t['value'])} {verdict(t['met'])}" for t in row["targets"]
+        )
+        out.append(
+            f"| {row['image']}: {row['case']} | "
+            + " | ".join(cells)
+            + f" | {number(against)} × | {targets} |"
+        )
     return out + [""]
 
 
 def depth_table(rows):
     """Rows of table 2: reads, writes and their sum, with latency."""
-    out = [f"### {TITLES['depth']}", "", "| image, case | server | reads IOPS | MiB/s | latency µs | writes IOPS | MiB/s "
-           "| latency µs | sum IOPS | sum MiB/s | daemon CPU µs |", "|---|---|---|---|---|---|---|---|---|---|---|"]
+    out = [
+        f"### {TITLES['depth']}",
+        "",
+        (
+            "| image, case | server | reads IOPS | MiB/s | latency µs | writes IOPS | MiB/s "
+            "| latency µs | sum IOPS | sum MiB/s | daemon CPU µs |"
+        ),
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
         for column in row["columns"]:
             m = row["median"].get(column)
@@ -68,32 +96,63 @@ def depth_table(rows):
             if not m:
                 out.append(head + " failed |" + " |" * 8)
                 continue
-            cells = [x for op in ("read", "write") for x in
-                     (f"{m[op]['iops']:.0f}", f"{m[op]['mib_s']:.1f}", number(m[op]["latency_us"]))]
-            out.append(head + " " + " | ".join(cells) +
-                       f" | {m['iops']:.0f} | {m['mib_s']:.1f} | {number(m['daemon_us'])} |")
+            cells = [
+                x
+                for op in ("read", "write")
+                for x in (
+                    f"{m[op]['iops']:.0f}",
+                    f"{m[op]['mib_s']:.1f}",
+                    number(m[op]["latency_us"]),
+                )
+            ]
+            out.append(
+                head
+                + " "
+                + " | ".join(cells)
+                + f" | {m['iops']:.0f} | {m['mib_s']:.1f} | {number(m['daemon_us'])} |"
+            )
     return out + [""]
 
 
 def cost_table(title, figures):
     """Single figures with their bounds."""
-    out = [f"### {title}", "", "| figure | ringdisk | QSD growable=on | target | |", "|---|---|---|---|---|"]
+    out = [
+        f"### {title}",
+        "",
+        "| figure | ringdisk | QSD growable=on | target | |",
+        "|---|---|---|---|---|",
+    ]
     for line in figures:
-        bound = "" if line["bound"] is None else f"{'≥' if line['at_least'] else '≤'} {line['bound']:g}"
+        bound = (
+            "" if line["bound"] is None else f"{'≥' if line['at_least'] else '≤'} {line['bound']:g}"
+        )
         peer = number(line["qsd"]) if not line["at_least"] else ""
-        out.append(f"| {line['name']} {line['unit']} | {number(line['ringdisk'])} | {peer} | {bound} "
-                   f"| {verdict(line['met'])} |")
+        out.append(
+            f"| {line['name']} {line['unit']} | {number(line['ringdisk'])} | {peer} | {bound} "
+            f"| {verdict(line['met'])} |"
+        )
     return out + [""]
 
 
 def markdown(doc):
     """The whole report."""
     m = doc["machine"]
-    out = ["# ringdisk against qemu-storage-daemon", "",
-           f"{doc['date']} · {m['cpus']} CPUs ({m['cpu']}) · Linux {m['kernel']} · {doc['versions']['ringdisk']} · "
-           f"{doc['versions']['qsd']} · {doc['versions']['fio']}", "",
-           f"Made by `{doc['command']}`: {doc['reps']} repetitions ({doc['depth_reps']} of the depth table), "
-           f"{doc['runtime_s']} s each after 1 s of ramp, {doc['threads']} threads each, ringdisk over {transport(doc)}. All servers of a row run in turn within each repetition.", ""]
+    out = [
+        "# " + heading(doc),
+        "",
+        (
+            f"{doc['date']} · {m['cpus']} CPUs ({m['cpu']}) · Linux {m['kernel']} ·"
+            f" {doc['versions']['ringdisk']} · {doc['versions']['qsd']} · {doc['versions']['fio']}"
+        ),
+        "",
+        (
+            f"Made by `{doc['command']}`: {doc['reps']} repetitions ({doc['depth_reps']} of the"
+            f" depth table), {doc['runtime_s']} s each after 1 s of ramp, {doc['threads']} threads"
+            f" each, ringdisk over {transport(doc)}. All servers of a row run in turn within each"
+            " repetition."
+        ),
+        "",
+    ]
     if doc["incomplete"]:
         out += ["**Incomplete: this run was cut short or had failures.**", ""]
     met = sum(1 for t in doc_targets(doc) if t["met"])
@@ -111,47 +170,15 @@ def markdown(doc):
     return "\n".join(out)
 
 
+def heading(doc):
+    """What the page is about: the tables and the transport."""
+    tables = {row["table"] for row in doc["rows"]}
+    what = "Files" if tables == {"file"} else "A disk as a file"
+    return f"{what}, over {transport(doc).strip('`')}: ringdisk against qemu-storage-daemon"
+
+
 def doc_targets(doc):
     """Every target of the document, met or not."""
-    return [t for row in doc["rows"] for t in row["targets"]] + \
-           [f for f in doc["depth_gain"] + doc["cost"] if f["met"] is not None]
-
-
-def summary(doc, name):
-    """The short table of the README: every row that has a target, one line each."""
-    m = doc["machine"]
-    out = [f"Made by `{doc['command']}` on {doc['date']}: {m['cpus']} CPUs ({m['cpu']}), Linux {m['kernel']}, "
-           f"{doc['versions']['qsd']} (`growable=on`, io_uring, O_DIRECT), ringdisk over {transport(doc)}, {doc['threads']} threads each, medians of {doc['reps']} "
-           f"({doc['depth_reps']} of the depth rows). Rates in kIOPS, large reads in MiB/s, in brackets the daemon's CPU µs for each "
-           f"I/O. All figures: [the full report](bench/results/{name}.md), [chart](bench/results/{name}.svg).", ""]
-    if doc["incomplete"]:
-        out += ["**Incomplete: this run was cut short or had failures.**", ""]
-    out += ["| case | ringdisk | QSD | ratio | targets |", "|---|---|---|---|---|"]
-    for row in doc["rows"]:
-        if not row["targets"]:
-            continue
-        cells = []
-        for column in ("ringdisk", "qsd"):
-            median = row["median"].get(column)
-            figure_of = (lambda v: f"{v['mib_s']:.0f} MiB/s") if row["table"] == "bulk" else \
-                (lambda v: f"{v['iops'] / 1e3:.0f}k ({v['daemon_us']:.1f})")
-            cells.append(figure_of(median) if median else "failed")
-        missed = "; ".join(f"{t['text']}: {number(t['value'])} **miss**" for t in row["targets"] if not t["met"])
-        met = sum(1 for t in row["targets"] if t["met"])
-        verdicts = missed or f"all {met} met"
-        out.append(f"| {row['image']}: {row['case']} | {cells[0]} | {cells[1]} | {number(row['ratio'].get('qsd'))} × | {verdicts} |")
-    for line in doc["depth_gain"] + doc["cost"]:
-        if line["bound"] is not None:
-            sign = "≥" if line["at_least"] else "≤"
-            peer = "" if line["at_least"] else f"{number(line['qsd'])} {line['unit']}"
-            out.append(f"| {line['name']} | {number(line['ringdisk'])} {line['unit']} | {peer} | | "
-                       f"{sign} {line['bound']:g}: {verdict(line['met'])} |")
-    return "\n".join(out) + "\n"
-
-
-def into_readme(doc, text, name):
-    """`text` with the part between the two markers of a result replaced by its short table."""
-    begin, end = f"<!-- bench {name}:begin -->", f"<!-- bench {name}:end -->"
-    head, rest = text.split(begin, 1)
-    _, tail = rest.split(end, 1)
-    return f"{head}{begin}\n\n{summary(doc, name)}\n{end}{tail}"
+    return [t for row in doc["rows"] for t in row["targets"]] + [
+        f for f in doc["depth_gain"] + doc["cost"] if f["met"] is not None
+    ]

@@ -1,8 +1,10 @@
 """The servers: how each is started, when it is ready, and that nothing of it stays behind.
 
-A server is a command that serves one file at one mountpoint in the foreground. `Server` is a context manager; whatever
-happens inside, leaving it ends the process (and its children) and removes the mount.
+A server is a command that serves one file at one mountpoint in the foreground. `Server` is a
+context manager; whatever happens inside, leaving it ends the process (and its children) and removes
+the mount.
 """
+
 import collections
 import json
 import os
@@ -46,10 +48,18 @@ def peer_argv(program, *args):
 
 
 class Image:
-    """What is served: `null` (with a latency), a raw `file`, or a `qcow2` (over a raw `backing` file); sizes in bytes, latency in ns."""
+    """What is served: `null` (with a latency), a raw `file`, or a `qcow2` (over a raw `backing`
+    file); sizes in bytes, latency in ns.
+    """
 
     def __init__(self, kind, path=None, size=1 << 30, latency_ns=0, backing=None):
-        self.kind, self.path, self.size, self.latency_ns, self.backing = kind, path, size, latency_ns, backing
+        self.kind, self.path, self.size, self.latency_ns, self.backing = (
+            kind,
+            path,
+            size,
+            latency_ns,
+            backing,
+        )
 
 
 def ringdisk_command(binary, image, threads, mountpoint, transport="auto"):
@@ -65,8 +75,8 @@ def ringdisk_command(binary, image, threads, mountpoint, transport="auto"):
 def qsd_command(image, threads, mountpoint, growable):
     """qemu-storage-daemon: io_uring, O_DIRECT, one iothread for each queue.
 
-    `growable=on` is its best configuration: without it the export does not negotiate ASYNC_DIO, and the kernel runs
-    all direct asynchronous I/O at depth 1. `growable=off` is its default.
+    `growable=on` is its best configuration: without it the export does not negotiate ASYNC_DIO, and
+    the kernel runs all direct asynchronous I/O at depth 1. `growable=off` is its default.
     """
     args, names = [], []
     if threads > 1:
@@ -80,18 +90,31 @@ def qsd_command(image, threads, mountpoint, growable):
         args += ["--blockdev", node]
     else:
         name = "d" if image.kind == "file" else "f"
-        args += ["--blockdev",
-                 f"driver=file,filename={image.path},node-name={name},cache.direct=on,aio=io_uring"]
+        args += [
+            "--blockdev",
+            f"driver=file,filename={image.path},node-name={name},cache.direct=on,aio=io_uring",
+        ]
         if image.kind == "qcow2":
             below = ""
             if image.backing:
                 # Not said, it would be opened with the page cache.
-                args += ["--blockdev", f"driver=file,filename={image.backing},node-name=bf,cache.direct=on,aio=io_uring,read-only=on",
-                         "--blockdev", "driver=raw,file=bf,node-name=b,read-only=on"]
+                args += [
+                    "--blockdev",
+                    "driver=file,node-name=bf,cache.direct=on,aio=io_uring,read-only=on,"
+                    f"filename={image.backing}",
+                    "--blockdev",
+                    "driver=raw,file=bf,node-name=b,read-only=on",
+                ]
                 below = ",backing=b"
             args += ["--blockdev", f"driver=qcow2,file=f,node-name=d{below}"]
-    export = {"type": "fuse", "id": "e", "node-name": "d", "mountpoint": mountpoint, "writable": True,
-              "growable": growable}
+    export = {
+        "type": "fuse",
+        "id": "e",
+        "node-name": "d",
+        "mountpoint": mountpoint,
+        "writable": True,
+        "growable": growable,
+    }
     if names:
         export["iothread"] = names
     return peer_argv("qemu-storage-daemon", *args, "--export", json.dumps(export))
@@ -111,8 +134,12 @@ class Side:
 def sides(binary, threads, transport):
     """All columns by name."""
     return {
-        "ringdisk": Side("ringdisk", lambda image, m: ringdisk_command(binary, image, threads, m, transport)),
-        "ringdisk-1": Side("ringdisk-1", lambda image, m: ringdisk_command(binary, image, 1, m, transport)),
+        "ringdisk": Side(
+            "ringdisk", lambda image, m: ringdisk_command(binary, image, threads, m, transport)
+        ),
+        "ringdisk-1": Side(
+            "ringdisk-1", lambda image, m: ringdisk_command(binary, image, 1, m, transport)
+        ),
         "qsd": Side("qsd", lambda image, m: qsd_command(image, threads, m, True)),
         "qsd-default": Side("qsd-default", lambda image, m: qsd_command(image, threads, m, False)),
     }
@@ -137,10 +164,13 @@ class Server:
         try:
             command = self.make_command(self.path)
             self.started = time.monotonic()
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                            stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
             # Its last lines only: a server in trouble can print gigabytes.
-            threading.Thread(target=lambda: self.said.extend(self.process.stdout), daemon=True).start()
+            threading.Thread(
+                target=lambda: self.said.extend(self.process.stdout), daemon=True
+            ).start()
             self.first_byte_s = self._wait_for_data()
         except OSError as error:
             self.__exit__()
@@ -161,13 +191,17 @@ class Server:
             time.sleep(0.0005)
         time.sleep(0.2)
         said = b"".join(self.said).decode(errors="replace")[-800:].strip()
-        raise BenchError(f"{self.name}: nothing served at {self.path}; it said: {said or '(nothing)'}")
+        raise BenchError(
+            f"{self.name}: nothing served at {self.path}; it said: {said or '(nothing)'}"
+        )
 
     def alive(self):
         """Raises when the server has ended."""
         if self.process.poll() is not None:
             said = b"".join(self.said).decode(errors="replace")[-800:].strip()
-            raise BenchError(f"{self.name}: ended with status {self.process.returncode}; it said: {said}")
+            raise BenchError(
+                f"{self.name}: ended with status {self.process.returncode}; it said: {said}"
+            )
 
     def __exit__(self, *_):
         if self.process is not None:

@@ -1,7 +1,9 @@
 """The tables of vhost-user-blk: what each measures, and its targets.
 
-A row has columns; each repetition measures all of them in turn, in alternating order. A ratio is the median of the ratios within a repetition.
+A row has columns; each repetition measures all of them in turn, in alternating order. A ratio is
+the median of the ratios within a repetition.
 """
+
 import os
 import statistics
 
@@ -16,10 +18,18 @@ NOTHING = "–"
 
 
 class Target:
-    """`figure` of `column` must be ≥ or ≤ `bound` times that of one of `against` (the fastest of those that the row has)."""
+    """`figure` of `column` must be ≥ or ≤ `bound` times that of one of `against` (the fastest of
+    those that the row has).
+    """
 
     def __init__(self, text, column, against, bound, figure="iops", at_least=True):
-        self.text, self.column, self.bound, self.figure, self.at_least = text, column, bound, figure, at_least
+        self.text, self.column, self.bound, self.figure, self.at_least = (
+            text,
+            column,
+            bound,
+            figure,
+            at_least,
+        )
         self.against = (against,) if isinstance(against, str) else against
 
     def judge(self, runs):
@@ -27,10 +37,21 @@ class Target:
         present = [name for name in self.against if any(runs.get(name, []))]
         speed = lambda name: statistics.median(run["iops"] for run in runs[name] if run)
         best = max(present, key=speed, default=None)
-        pairs = [(a[self.figure], b[self.figure]) for a, b in zip(runs.get(self.column, []), runs.get(best, [])) if a and b]
+        pairs = [
+            (a[self.figure], b[self.figure])
+            for a, b in zip(runs.get(self.column, []), runs.get(best, []))
+            if a and b
+        ]
         value = statistics.median(a / b for a, b in pairs) if pairs else None
         met = value is not None and (value >= self.bound if self.at_least else value <= self.bound)
-        return {"text": self.text, "against": best, "bound": self.bound, "at_least": self.at_least, "value": value, "met": met}
+        return {
+            "text": self.text,
+            "against": best,
+            "bound": self.bound,
+            "at_least": self.at_least,
+            "value": value,
+            "met": met,
+        }
 
 
 class Row:
@@ -42,19 +63,25 @@ class Row:
 
 def served(bench, side, kind, load):
     """A run of our driver."""
+
     def measure():
         with bench.serve(side, kind, load.queues) as server:
             bench.run_load(server, load, min(0.2, bench.seconds))
             return bench.run_load(server, load)
+
     return measure
 
 
 def imaged(bench, side, depth, rate):
-    """A run of `qemu-img bench`; the first one, which is short, tells how many I/Os fit into the time."""
+    """A run of `qemu-img bench`; the first one, which is short, tells how many I/Os fit into the
+    time.
+    """
+
     def measure():
         with bench.serve(side, "null") as server:
             first = bench.run_qemu_img(server, depth, rate / 20)
             return bench.run_qemu_img(server, depth, min(first["iops"], 4 * rate))
+
     return measure
 
 
@@ -63,11 +90,17 @@ def libblkio(bench):
     rows = []
     for depth, rate in ((1, 20_000), (32, 800_000), (128, 500_000)):
         columns = {side: imaged(bench, side, depth, rate) for side in ("ringdisk", *QSD)}
-        targets = {1: [Target("≥ 2 × QSD", "ringdisk", QSD, 2)],
-                   32: [Target("≥ 1 × QSD", "ringdisk", QSD, 1),
-                        Target("server CPU ≤ 0.5 × QSD", "ringdisk", QSD, 0.5, "server_us", False)],
-                   128: [Target("≥ 1.6 × QSD", "ringdisk", QSD, 1.6),
-                         Target("≥ own depth 32", "ringdisk", "ringdisk, depth 32", 1)]}[depth]
+        targets = {
+            1: [Target("≥ 2 × QSD", "ringdisk", QSD, 2)],
+            32: [
+                Target("≥ 1 × QSD", "ringdisk", QSD, 1),
+                Target("server CPU ≤ 0.5 × QSD", "ringdisk", QSD, 0.5, "server_us", False),
+            ],
+            128: [
+                Target("≥ 1.6 × QSD", "ringdisk", QSD, 1.6),
+                Target("≥ own depth 32", "ringdisk", "ringdisk, depth 32", 1),
+            ],
+        }[depth]
         if depth == 128:
             columns["ringdisk, depth 32"] = imaged(bench, "ringdisk", 32, 800_000)
         rows.append(Row(f"qemu-img bench, 4 KiB, depth {depth}", columns, targets))
@@ -82,7 +115,13 @@ def driver(bench):
             for depth in (1, 32, 128):
                 load = Load(depth, queues, wait=wait)
                 targets = [] if depth == 1 else [Target(f"≥ {bound} × QSD", "ringdisk", QSD, bound)]
-                rows.append(Row(load.name, {side: served(bench, side, "null", load) for side in ("ringdisk", *QSD)}, targets))
+                rows.append(
+                    Row(
+                        load.name,
+                        {side: served(bench, side, "null", load) for side in ("ringdisk", *QSD)},
+                        targets,
+                    )
+                )
     return rows
 
 
@@ -90,25 +129,42 @@ def files(bench):
     """Rows of the third table: raw and qcow2 of both servers, and the host's file, in one row."""
     rows = []
     cases = [("random", op, 4096, depth) for op in ("read", "write") for depth in (32, 128)]
-    cases += [("sequential", op, 128 << 10, depth) for op in ("read", "write") for depth in (32, 128)]
+    cases += [
+        ("sequential", op, 128 << 10, depth) for op in ("read", "write") for depth in (32, 128)
+    ]
     for order, op, block, depth in cases:
         load = Load(depth, 1, block, op, order)
-        case = fio.Case({"random": "rand", "sequential": "seq"}[order], op, "uring", 1, depth, f"{block >> 10}k")
-        columns = {f"{side} {fmt}": served(bench, side, kind, load)
-                   for fmt, kind in (("raw", "file"), ("qcow2", "qcow2")) for side in ("ringdisk", "qsd")}
+        case = fio.Case(
+            {"random": "rand", "sequential": "seq"}[order], op, "uring", 1, depth, f"{block >> 10}k"
+        )
+        columns = {
+            f"{side} {fmt}": served(bench, side, kind, load)
+            for fmt, kind in (("raw", "file"), ("qcow2", "qcow2"))
+            for side in ("ringdisk", "qsd")
+        }
         columns["host file"] = lambda case=case: bench.run_host(bench.image("file").path, case)
-        targets = [t for fmt in ("raw", "qcow2") for t in
-                   (Target(f"{fmt} ≥ 1.1 × QSD", f"ringdisk {fmt}", f"qsd {fmt}", 1.1),
-                    Target(f"{fmt} ≥ 0.9 × host", f"ringdisk {fmt}", "host file", 0.9))]
+        targets = [
+            t
+            for fmt in ("raw", "qcow2")
+            for t in (
+                Target(f"{fmt} ≥ 1.1 × QSD", f"ringdisk {fmt}", f"qsd {fmt}", 1.1),
+                Target(f"{fmt} ≥ 0.9 × host", f"ringdisk {fmt}", "host file", 0.9),
+            )
+        ]
         targets.append(Target("qcow2 ≥ 0.97 × raw", "ringdisk qcow2", "ringdisk raw", 0.97))
         rows.append(Row(load.name, columns, targets))
     return rows
 
 
 ROWS = {"libblkio": libblkio, "driver": driver, "file": files}
-TITLES = {"libblkio": "Null disk, one queue, `qemu-img bench` (libblkio)", "driver": "Null disk, a driver that costs little",
-          "file": "Files, O_DIRECT", "cost": "Kicks, calls and system calls for each I/O", "idle": "A connected disk that nobody uses",
-          "upgrade": "A new ringdisk takes over from one in use"}
+TITLES = {
+    "libblkio": "Null disk, one queue, `qemu-img bench` (libblkio)",
+    "driver": "Null disk, a driver that costs little",
+    "file": "Files, O_DIRECT",
+    "cost": "Kicks, calls and system calls for each I/O",
+    "idle": "A connected disk that nobody uses",
+    "upgrade": "A new ringdisk takes over from one in use",
+}
 
 
 def measure_rows(table, bench, reps, only):
@@ -122,16 +178,26 @@ def measure_rows(table, bench, reps, only):
             for name in names if rep % 2 == 0 else names[::-1]:
                 try:
                     run = row.columns[name]()
-                    say(f"[{rep + 1}] {row.name}: {name} {run['iops'] / 1e3:.1f}k, server {run['server_us']:.2f} µs, "
-                        f"client {run['client_us']:.2f} µs")
+                    say(
+                        f"[{rep + 1}] {row.name}: {name} {run['iops'] / 1e3:.1f}k, server"
+                        f" {run['server_us']:.2f} µs, client {run['client_us']:.2f} µs"
+                    )
                 except (BenchError, OSError) as error:
                     run = None
                     errors.append(f"{row.name}: {name}: {error}")
                     say(f"[{rep + 1}] {row.name}: {name} FAILED: {error}")
                 runs[name].append(run)
             loads.append(os.getloadavg()[0])
-        results.append({"name": row.name, "columns": {name: summary(found) for name, found in runs.items()}, "load": loads, "reps": reps,
-                        "runs": runs, "targets": [target.judge(runs) for target in row.targets]})
+        results.append(
+            {
+                "name": row.name,
+                "columns": {name: summary(found) for name, found in runs.items()},
+                "load": loads,
+                "reps": reps,
+                "runs": runs,
+                "targets": [target.judge(runs) for target in row.targets],
+            }
+        )
     return results, errors
 
 
@@ -170,10 +236,18 @@ def cost(bench, reps, only):
                     except (BenchError, OSError) as error:
                         errors.append(f"{load.name}: {side}: {error}")
                 if runs:
-                    found[side] = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+                    found[side] = {
+                        key: statistics.median(run[key] for run in runs) for key in runs[0]
+                    }
                     say(f"{load.name}: {side} {found[side]}")
             for key in ("kicks", "calls", "syscalls"):
-                lines.append(single(f"{load.name}: {'system calls' if key == 'syscalls' else key}", "", {s: v[key] for s, v in found.items()}))
+                lines.append(
+                    single(
+                        f"{load.name}: {'system calls' if key == 'syscalls' else key}",
+                        "",
+                        {s: v[key] for s, v in found.items()},
+                    )
+                )
     return lines, errors
 
 
@@ -190,14 +264,26 @@ def idle(bench, reps, only):
                 say(f"idle {kind}: {side} {found[side]}")
             except (BenchError, OSError) as error:
                 errors.append(f"idle {kind}: {side}: {error}")
-        for key, name, unit, bound in (("cpu_percent", "CPU", "%", 0.05), ("switches", "context switches", "/s", None),
-                                       ("memory_mib", "memory beside the guest's", "MiB", 15)):
-            lines.append(single(f"{kind}: {name}", unit, {side: value[key] for side, value in found.items()}, bound))
+        for key, name, unit, bound in (
+            ("cpu_percent", "CPU", "%", 0.05),
+            ("switches", "context switches", "/s", None),
+            ("memory_mib", "memory beside the guest's", "MiB", 15),
+        ):
+            lines.append(
+                single(
+                    f"{kind}: {name}",
+                    unit,
+                    {side: value[key] for side, value in found.items()},
+                    bound,
+                )
+            )
     return lines, errors
 
 
 def upgrade(bench, reps, only):
-    """The longest pause that clients see while one ringdisk takes over from another, of several times; QSD has nothing like it."""
+    """The longest pause that clients see while one ringdisk takes over from another, of several
+    times; QSD has nothing like it.
+    """
     lines, errors = [], []
     for kind, op in (("null", "read"), ("qcow2", "write")):
         for depth in (1, 32):
@@ -214,7 +300,9 @@ def upgrade(bench, reps, only):
                     errors.append(f"{name}: {what}: {error}")
             for what, bound in (("pause of an upgrade", 20), ("pause without one", None)):
                 values = {"ringdisk": max(found[what])} if what in found else {}
-                lines.append(single(f"{name}: longest {what}", "ms", {**values, "qsd": NOTHING}, bound))
+                lines.append(
+                    single(f"{name}: longest {what}", "ms", {**values, "qsd": NOTHING}, bound)
+                )
     return lines, errors
 
 

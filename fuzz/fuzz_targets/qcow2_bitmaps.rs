@@ -29,7 +29,8 @@ async fn visit(ring: &Ring, input: &mut Input<'_>) {
     let _ = format!("{:?}", image.info());
     for _ in 0..8 {
         let names: Vec<String> = image.info().bitmaps.iter().map(|b| b.name.clone()).collect();
-        let pick = |byte: u8| names.get(usize::from(byte) % names.len().max(1)).cloned().unwrap_or_default();
+        let at = |byte: u8| usize::from(byte) % names.len().max(1);
+        let pick = |byte: u8| names.get(at(byte)).cloned().unwrap_or_default();
         let (name, other) = (pick(input.byte()), pick(input.byte()));
         match input.byte() % 7 {
             0 => drop(image.bitmap_remove(ring, &name).await),

@@ -8,7 +8,7 @@ use std::cell::RefCell;
 use std::sync::Arc;
 
 use libfuzzer_sys::fuzz_target;
-use ringdisk_qcow2::{Extent, ExtentKind, OpenOptions, Qcow2};
+use ringdisk_qcow2::{Extent, ExtentKind, GuestOffset, OpenOptions, Qcow2};
 use ringdisk_ring::{Config, Errno, IoBuf, Ring, Runtime};
 use ringdisk_storage::{Allocation, CustomStorage, Limits, LocalFuture, Preallocation, Storage};
 
@@ -129,7 +129,7 @@ async fn visit(ring: &Ring, bytes: Vec<u8>, tiny_cache: bool) {
             _ => scattered,
         };
         let len = if place % 3 == 0 { u64::MAX } else { 1 + place * 700 };
-        if let Ok(extent) = image.map(ring, offset, len).await {
+        if let Ok(extent) = image.map(ring, GuestOffset(offset), len).await {
             look_at(ring, &image, offset, len, extent).await;
         }
     }
@@ -141,14 +141,13 @@ async fn look_at(ring: &Ring, image: &Qcow2, offset: u64, len: u64, extent: Exte
     assert!(offset + extent.len <= image.virtual_size());
     match extent.kind {
         ExtentKind::Data { offset } => {
-            assert!(offset + extent.len <= image.data_storage().len());
+            assert!(offset.0 + extent.len <= image.data_storage().len());
         }
         ExtentKind::Compressed(cluster) => {
-            let in_cluster = offset % image.info().cluster_size();
             let end = cluster.host_offset() + u64::from(cluster.host_len());
-            assert!(end <= image.file().len());
+            assert!(end.0 <= image.file().len());
             let buf = IoBuf::new(extent.len.min(4096) as usize, 512);
-            let _ = image.read_compressed(ring, cluster, in_cluster, &buf).await;
+            let _ = image.read_compressed(ring, cluster, GuestOffset(offset), &buf).await;
         }
         ExtentKind::Zero { .. } | ExtentKind::Unallocated => {}
     }

@@ -101,7 +101,7 @@ fn sound_header(choice: u8, rest: &[u8]) -> Vec<u8> {
         }
     }
     for change in rest.get(1..).unwrap_or_default().chunks_exact(8) {
-        let raw = u64::from_be_bytes([0, 0, 0, change[3], change[4], change[5], change[6], change[7]]);
+        let raw = change[3..8].iter().fold(0, |raw, byte| raw << 8 | u64::from(*byte));
         // Any word of the metadata, most often at the start of a cluster.
         let inside = u64::from(change[1] % if change[2] & 64 == 0 { 24 } else { 64 }) * 8;
         let at = (1 + u64::from(change[0]) % (DATA - 1)) * cluster + inside;

@@ -5,7 +5,9 @@ pub mod rings;
 
 use std::cell::RefCell;
 
-use ringdisk_qcow2::{CheckVerdict, ImageBytes, Nothing, OpenOptions, Qcow2, check_bytes};
+use ringdisk_qcow2::{
+    CheckVerdict, GuestOffset, ImageBytes, Nothing, OpenOptions, Qcow2, check_bytes,
+};
 use ringdisk_ring::{Config, Errno, IoBuf, Ring, Runtime};
 use ringdisk_testkit::layout::Shape;
 use ringdisk_testkit::sim::SimStorage;
@@ -92,15 +94,15 @@ pub async fn operate(
         0..=3 => {
             let buf = IoBuf::new(range.len(), 512);
             buf.fill(byte);
-            let done = image.write(ring, at, &buf, &Nothing).await?;
+            let done = image.write(ring, GuestOffset(at), &buf, &Nothing).await?;
             model[at as usize..at as usize + done].fill(byte);
         }
         4 => {
-            image.write_zeroes(ring, at, len, byte & 1 == 0, &Nothing).await?;
+            image.write_zeroes(ring, GuestOffset(at), len, byte & 1 == 0, &Nothing).await?;
             model[range].fill(0);
         }
         5 => {
-            image.discard(ring, at, len, &Nothing).await?;
+            image.discard(ring, GuestOffset(at), len, &Nothing).await?;
             model[range].fill(0);
         }
         6 => image.flush(ring).await?,

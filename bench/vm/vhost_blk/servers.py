@@ -1,12 +1,15 @@
-"""What a request of a guest costs the host, by each way to serve it over vhost-user: the kernel module under `ringdisk serve`, our userspace
-path, and qemu-storage-daemon. One client for all, the driver of our own of bench/vhost: random reads of 4 KiB, 32 in flight in each queue.
+"""What a request of a guest costs the host, by each way to serve it over vhost-user: the kernel
+module under `ringdisk serve`, our userspace path, and qemu-storage-daemon. One client for all, the
+driver of our own of bench/vhost: random reads of 4 KiB, 32 in flight in each queue.
 
-Runs in the machine of bench/vm/vhost-blk, which has one CPU at work and counts instructions as time: CPU time in ns is instructions. What
-interrupts cost is part of whatever they interrupt.
+Runs in the machine of bench/vm/vhost-blk, which has one CPU at work and counts instructions as
+time: CPU time in ns is instructions. What interrupts cost is part of whatever they interrupt.
 
-Each row is the difference of a long and a short run of the client, so that neither set-up nor hand-over counts. Prints a line `ROW {json}`
-for each; what could not be measured is a line `FAILED …`, and the exit status is 1.
+Each row is the difference of a long and a short run of the client, so that neither set-up nor
+hand-over counts. Prints a line `ROW {json}` for each; what could not be measured is a line `FAILED
+…`, and the exit status is 1.
 """
+
 import argparse
 import json
 import os
@@ -28,7 +31,9 @@ BYTES = 256 << 20
 
 def arguments():
     """The command line."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("ringdisk")
     p.add_argument("load", help="the client")
     p.add_argument("disks", nargs="+", help="block devices and files")
@@ -38,18 +43,46 @@ def arguments():
 
 
 def ours(binary, disk, socket, queues, threads, accel, *more):
-    """ringdisk, with or without the module. Direct I/O on tmpfs wants whole pages, which the module leaves to the guest."""
+    """ringdisk, with or without the module. Direct I/O on tmpfs wants whole pages, which the module
+    leaves to the guest.
+    """
     more = (*more, *(("--logical-block-size", "4096") if disk.startswith("/dev/shm/") else ()))
-    words = [binary, "serve", "--vhost-user-blk", socket, "--queues", str(queues), "--direct", "--format", "raw", disk, "--accel", accel, *more]
-    return [*words, *(["--accel-workers", str(threads)] if accel == "require" else ["--threads", str(threads)])]
+    words = [
+        binary,
+        "serve",
+        "--vhost-user-blk",
+        socket,
+        "--queues",
+        str(queues),
+        "--direct",
+        "--format",
+        "raw",
+        disk,
+        "--accel",
+        accel,
+        *more,
+    ]
+    return [
+        *words,
+        *(["--accel-workers", str(threads)] if accel == "require" else ["--threads", str(threads)]),
+    ]
 
 
 def peers(disk, socket, queues, aio, poll):
     """qemu-storage-daemon with an iothread that polls as it does by default, or not at all."""
-    driver = "host_device" if disk.startswith("/dev/") and not disk.startswith("/dev/shm/") else "file"
-    return peer_argv("qemu-storage-daemon", "--object", "iothread,id=t" + ("" if poll else ",poll-max-ns=0"),
-                     "--blockdev", f"driver={driver},filename={disk},node-name=d,cache.direct=on,aio={aio}", "--export",
-                     f"type=vhost-user-blk,id=e,node-name=d,addr.type=unix,addr.path={socket},writable=on,num-queues={queues},iothread=t")
+    driver = (
+        "host_device" if disk.startswith("/dev/") and not disk.startswith("/dev/shm/") else "file"
+    )
+    return peer_argv(
+        "qemu-storage-daemon",
+        "--object",
+        "iothread,id=t" + ("" if poll else ",poll-max-ns=0"),
+        "--blockdev",
+        f"driver={driver},filename={disk},node-name=d,cache.direct=on,aio={aio}",
+        "--export",
+        "type=vhost-user-blk,id=e,node-name=d,addr.type=unix,"
+        f"addr.path={socket},writable=on,num-queues={queues},iothread=t",
+    )
 
 
 def ways(binary, disk, queues):
@@ -58,11 +91,33 @@ def ways(binary, disk, queues):
     block = os.path.realpath(disk).startswith("/dev/") and not disk.startswith("/dev/shm/")
     for threads in sorted({1, queues}):
         for engine in ("kiocb", "bio") if block else ("kiocb",):
-            out.append((f"module, {engine}", threads, lambda s, t=threads, e=engine: ours(binary, disk, s, queues, t, "require", "--accel-engine", e)))
-        out.append(("userspace", threads, lambda s, t=threads: ours(binary, disk, s, queues, t, "off")))
-    out.append(("userspace, pinned memory", 1, lambda s: ours(binary, disk, s, queues, 1, "off", "--pin-guest-memory")))
+            out.append(
+                (
+                    f"module, {engine}",
+                    threads,
+                    lambda s, t=threads, e=engine: ours(
+                        binary, disk, s, queues, t, "require", "--accel-engine", e
+                    ),
+                )
+            )
+        out.append(
+            ("userspace", threads, lambda s, t=threads: ours(binary, disk, s, queues, t, "off"))
+        )
+    out.append(
+        (
+            "userspace, pinned memory",
+            1,
+            lambda s: ours(binary, disk, s, queues, 1, "off", "--pin-guest-memory"),
+        )
+    )
     for aio, poll in (("io_uring", True), ("native", False)):
-        out.append((f"qsd, {aio}{', polling' * poll}", 1, lambda s, a=aio, p=poll: peers(disk, s, queues, a, p)))
+        out.append(
+            (
+                f"qsd, {aio}{', polling' * poll}",
+                1,
+                lambda s, a=aio, p=poll: peers(disk, s, queues, a, p),
+            )
+        )
     return out
 
 
@@ -74,16 +129,35 @@ def busy_ns():
 
 def counters(server):
     """What the server has cost so far, and all tasks together. Threads that have ended count."""
-    return {"server": sum(proc.clock_seconds(pid) for pid in proc.tree(server.pid)) * 1e9, "switches": proc.switches(server.pid),
-            "machine": busy_ns()}
+    return {
+        "server": sum(proc.clock_seconds(pid) for pid in proc.tree(server.pid)) * 1e9,
+        "switches": proc.switches(server.pid),
+        "machine": busy_ns(),
+    }
 
 
 def run(server, client, queues, seconds):
-    """One run of the client: what it cost, and what the client says. Its connection is still there when counters are read: workers of
+    """One run of the client: what it cost, and what the client says. Its connection is still there
+    when counters are read: workers of
     the module end with it."""
-    words = [client, server.socket, "--queues", str(queues), "--depth", "32", "--size", str(BYTES), "--seconds", str(seconds), "--hold", "1"]
+    words = [
+        client,
+        server.socket,
+        "--queues",
+        str(queues),
+        "--depth",
+        "32",
+        "--size",
+        str(BYTES),
+        "--seconds",
+        str(seconds),
+        "--hold",
+        "1",
+    ]
     before = counters(server)
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         try:
             found = vhost.parse_load(process.stdout.readline(), words)
         except BenchError:
@@ -97,24 +171,41 @@ def run(server, client, queues, seconds):
         process.wait(30)
     server.alive()
     out = {key: after[key] - before[key] for key in after}
-    return out | {key: found[key] for key in ("ios", "kicks", "calls")} | {"client": found["cpu_s"] * 1e9}
+    return (
+        out
+        | {key: found[key] for key in ("ios", "kicks", "calls")}
+        | {"client": found["cpu_s"] * 1e9}
+    )
 
 
 def accelerated(server):
     """Raises unless the module did all of it."""
-    said = subprocess.run([server.binary, "ctl", server.socket, "stats", "--json"], capture_output=True, text=True)
+    said = subprocess.run(
+        [server.binary, "ctl", server.socket, "stats", "--json"], capture_output=True, text=True
+    )
     try:
         stats = json.loads(said.stdout)
-        if not stats["accel"]["on"] or not sum(queue["reads"] for queue in stats["accel"]["queues"]) or sum(q["reads"] for q in stats["queues"]):
+        if (
+            not stats["accel"]["on"]
+            or not sum(queue["reads"] for queue in stats["accel"]["queues"])
+            or sum(q["reads"] for q in stats["queues"])
+        ):
             raise BenchError(f"{server.name}: not by the module alone: {stats['accel']}")
     except (ValueError, KeyError) as error:
-        raise BenchError(f"{server.name}: stats: {said.stdout[-300:]}{said.stderr[-300:]}") from error
+        raise BenchError(
+            f"{server.name}: stats: {said.stdout[-300:]}{said.stderr[-300:]}"
+        ) from error
 
 
 def syscalls(server, client, queues, seconds):
     """System calls of all threads of the server during one run, and its requests."""
     pids = ",".join(map(str, proc.tree(server.pid)))
-    with subprocess.Popen(["perf", "stat", "-x", ",", "-e", SYSCALLS, "-p", pids], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as perf:
+    with subprocess.Popen(
+        ["perf", "stat", "-x", ",", "-e", SYSCALLS, "-p", pids],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as perf:
         # Its first system call that is counted is one of ours: no way to see it ready but to wait.
         subprocess.run(["sleep", "2"], check=True)
         found = run(server, client, queues, seconds)
@@ -129,11 +220,45 @@ def syscalls(server, client, queues, seconds):
 def profile(server, client, queues):
     """The functions of the whole machine that take most, each with its program."""
     with tempfile.TemporaryDirectory(dir="/run") as folder:
-        words = ["perf", "record", "-q", "-a", "-e", "cpu-clock", "-c", "20000", "-o", f"{folder}/data", "--", client, server.socket, "--queues", str(queues),
-                 "--depth", "32", "--size", str(BYTES), "--seconds", "0.2"]
+        words = [
+            "perf",
+            "record",
+            "-q",
+            "-a",
+            "-e",
+            "cpu-clock",
+            "-c",
+            "20000",
+            "-o",
+            f"{folder}/data",
+            "--",
+            client,
+            server.socket,
+            "--queues",
+            str(queues),
+            "--depth",
+            "32",
+            "--size",
+            str(BYTES),
+            "--seconds",
+            "0.2",
+        ]
         subprocess.run(words, stdout=subprocess.DEVNULL, check=True)
-        said = subprocess.run(["perf", "report", "-i", f"{folder}/data", "--stdio", "--percent-limit", "0.4", "--sort", "comm,dso,symbol"],
-                              capture_output=True, text=True)
+        said = subprocess.run(
+            [
+                "perf",
+                "report",
+                "-i",
+                f"{folder}/data",
+                "--stdio",
+                "--percent-limit",
+                "0.4",
+                "--sort",
+                "comm,dso,symbol",
+            ],
+            capture_output=True,
+            text=True,
+        )
     for line in said.stdout.splitlines():
         if line.strip() and not line.startswith("#"):
             print("PROFILE", server.name, queues, line.strip())
@@ -142,19 +267,28 @@ def profile(server, client, queues):
 def row(a, disk, queues, way, folder):
     """One row: the figures of one request."""
     name, threads, command = way
-    with vhost.SocketServer(name, lambda path: command(os.path.join(os.path.dirname(path), "vhost.sock")), folder) as server:
+    with vhost.SocketServer(
+        name, lambda path: command(os.path.join(os.path.dirname(path), "vhost.sock")), folder
+    ) as server:
         server.binary = a.ringdisk
         run(server, a.load, queues, SHORT_S)
         short, long = run(server, a.load, queues, SHORT_S), run(server, a.load, queues, LONG_S)
         ios = long["ios"] - short["ios"]
         found = {key: (long[key] - short[key]) / ios for key in short if key != "ios"}
         found["rest"] = found.pop("machine") - found["client"]
-        (few, few_ios), (many, many_ios) = [syscalls(server, a.load, queues, s) for s in (CALLS_SHORT_S, CALLS_LONG_S)]
+        (few, few_ios), (many, many_ios) = [
+            syscalls(server, a.load, queues, s) for s in (CALLS_SHORT_S, CALLS_LONG_S)
+        ]
         found["syscalls"] = (many - few) / (many_ios - few_ios)
         if a.profile:
             profile(server, a.load, queues)
-    return {"disk": os.path.basename(disk) if not disk.startswith("/dev/shm/") else "tmpfs", "way": name, "queues": queues, "threads": threads,
-            "ios": ios} | found
+    return {
+        "disk": os.path.basename(disk) if not disk.startswith("/dev/shm/") else "tmpfs",
+        "way": name,
+        "queues": queues,
+        "threads": threads,
+        "ios": ios,
+    } | found
 
 
 def main():
@@ -169,9 +303,22 @@ def main():
                         continue
                     try:
                         print("ROW", json.dumps(row(a, disk, queues, way, folder)), flush=True)
-                    except (BenchError, OSError, subprocess.SubprocessError, ZeroDivisionError) as error:
+                    except (
+                        BenchError,
+                        OSError,
+                        subprocess.SubprocessError,
+                        ZeroDivisionError,
+                    ) as error:
                         failed = 1
-                        print("FAILED", disk, queues, way[0], way[1], " ".join(str(error).split()), flush=True)
+                        print(
+                            "FAILED",
+                            disk,
+                            queues,
+                            way[0],
+                            way[1],
+                            " ".join(str(error).split()),
+                            flush=True,
+                        )
     return failed
 
 

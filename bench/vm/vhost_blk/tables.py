@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Tables of bench/vm/vhost-blk: standard input is what a part has printed in the machine. `tables.py module|servers|throughput`."""
+"""Tables of bench/vm/vhost-blk: standard input is what a part has printed in the machine.
+`tables.py module|servers|throughput`.
+"""
+
 import json
 import re
 import statistics
@@ -26,12 +29,20 @@ def driver_rows(lines):
 
 def module(lines):
     """The module alone."""
-    columns = [("instructions: worker", "worker ns", 0), ("all but the guest", "all but the guest's threads ns", 0), ("requests per kick", "per kick", 1),
-               ("per call", "per call", 1), ("per look", "per look", 1), ("switches of workers per request", "switches of workers", 3)]
+    columns = [
+        ("instructions: worker", "worker ns", 0),
+        ("all but the guest", "all but the guest's threads ns", 0),
+        ("requests per kick", "per kick", 1),
+        ("per call", "per call", 1),
+        ("per look", "per look", 1),
+        ("switches of workers per request", "switches of workers", 3),
+    ]
     rows = []
     for *start, said in driver_rows(lines):
         values = [(after(said, word), digits) for _, word, digits in columns]
-        rows.append([*start, *("?" if value is None else f"{value:.{digits}f}" for value, digits in values)])
+        rows.append(
+            [*start, *("?" if value is None else f"{value:.{digits}f}" for value, digits in values)]
+        )
     table(["disk", "engine", "queues", "workers", *(name for name, _, _ in columns)], rows)
 
 
@@ -40,17 +51,54 @@ def servers(lines):
     found = [json.loads(line[4:]) for line in lines if line.startswith("ROW ")]
     for row in found:
         row["machine"] = row["rest"] + row["client"]
-    base = {(row["disk"], row["queues"], row["threads"]): row for row in found if row["way"] == "userspace"}
+    base = {
+        (row["disk"], row["queues"], row["threads"]): row
+        for row in found
+        if row["way"] == "userspace"
+    }
     rows = []
     for row in found:
         mine = base.get((row["disk"], row["queues"], row["threads"]))
         each = lambda key: f"{1 / row[key]:.1f}" if row[key] > 0 else "none"
-        ratios = [f"{row[key] / mine[key]:.2f}" if mine else "?" for key in ("server", "rest", "machine")]
+        ratios = [
+            f"{row[key] / mine[key]:.2f}" if mine else "?" for key in ("server", "rest", "machine")
+        ]
         # A difference of two runs may be a little below zero.
-        rows.append([row["disk"], str(row["queues"]), row["way"], str(row["threads"]), f"{row['server']:.0f}", f"{row['rest']:.0f}", f"{row['client']:.0f}",
-                     *ratios, each("kicks"), each("calls"), f"{max(row['switches'], 0):.3f}", f"{max(row['syscalls'], 0):.3f}"])
-    table(["disk", "queues", "way", "threads", "server", "all but the client", "client", "ratio: server", "all but the client", "all",
-           "requests per kick", "per call", "switches per request", "system calls per request"], rows)
+        rows.append(
+            [
+                row["disk"],
+                str(row["queues"]),
+                row["way"],
+                str(row["threads"]),
+                f"{row['server']:.0f}",
+                f"{row['rest']:.0f}",
+                f"{row['client']:.0f}",
+                *ratios,
+                each("kicks"),
+                each("calls"),
+                f"{max(row['switches'], 0):.3f}",
+                f"{max(row['syscalls'], 0):.3f}",
+            ]
+        )
+    table(
+        [
+            "disk",
+            "queues",
+            "way",
+            "threads",
+            "server",
+            "all but the client",
+            "client",
+            "ratio: server",
+            "all but the client",
+            "all",
+            "requests per kick",
+            "per call",
+            "switches per request",
+            "system calls per request",
+        ],
+        rows,
+    )
     for line in lines:
         if line.startswith("FAILED"):
             print("\nNot measured: " + line[7:].strip())
@@ -72,8 +120,19 @@ def throughput(lines):
     for key in order:
         one, four = (statistics.median(rates[(*key, workers)]) for workers in "14")
         rows.append([*key, f"{one / 1e3:.1f}", f"{four / 1e3:.1f}", f"{four / one:.2f}"])
-    table(["disk", "engine", "4 queues, 1 worker: thousand requests per second (median of 5)", "4 workers", "ratio"], rows)
+    table(
+        [
+            "disk",
+            "engine",
+            "4 queues, 1 worker: thousand requests per second (median of 5)",
+            "4 workers",
+            "ratio",
+        ],
+        rows,
+    )
 
 
 if __name__ == "__main__":
-    {"module": module, "servers": servers, "throughput": throughput}[sys.argv[1]](sys.stdin.readlines())
+    {"module": module, "servers": servers, "throughput": throughput}[sys.argv[1]](
+        sys.stdin.readlines()
+    )

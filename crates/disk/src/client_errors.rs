@@ -1,11 +1,10 @@
-//! The log of I/O errors that clients get: the first of each kind (operation and errno) with where
-//! and why, then counts.
+//! The log of I/O errors that clients get: the first of each kind (operation and errno) with its
+//! place and cause, then counts.
 //!
 //! Promises: costs nothing while nothing fails. [`ClientErrors::record`], which queue threads call,
-//! allocates nothing and waits for nobody: it takes a lock only when that is free (else the error
-//! is counted as one whose kind is not known), and a thread of its own does the writing, so a
-//! standard error that nobody reads holds up no queue. Of each kind at most one line in [`WINDOW`]
-//! is written.
+//! allocates nothing and never waits: it takes the lock only when that is free (else the error
+//! is counted without its kind). A separate thread writes the lines, so a standard error that
+//! is not read holds up no queue. At most one line of each kind is written in [`WINDOW`].
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -17,24 +16,24 @@ use std::time::{Duration, Instant};
 use ringdisk_ring::Errno;
 use ringdisk_storage::Failure;
 
-/// Kinds that are kept apart: six operations with the errno that storage gives. More are counted
-/// together.
+/// Most kinds that are counted separately: six operations with the usual errno values of storage.
+/// Further kinds are counted together.
 const KINDS_MAX: usize = 32;
-/// How often counts are told. A kind that did not come for so long is told again like a new one.
+/// How often counts are logged. A kind that did not occur for so long is new again.
 const WINDOW: Duration = Duration::from_secs(10);
-/// How long the end waits for the last lines: standard error may be a pipe that nobody reads.
-const LAST_WORDS: Duration = Duration::from_millis(500);
+/// How long a drop waits for the last lines: standard error may be a pipe that is not read.
+const FINAL_WAIT: Duration = Duration::from_millis(500);
 
 /// One kind of error.
 #[derive(Clone, Copy, Debug)]
 struct Kind {
     operation: &'static str,
     errno: Errno,
-    /// Where the first one was, bytes.
+    /// Offset of the first one, bytes.
     offset: u64,
     len: u64,
     why: Option<Failure>,
-    is_told: bool,
+    is_logged: bool,
     /// Further ones since the last line.
     more: u64,
 }
@@ -42,19 +41,20 @@ struct Kind {
 /// Shared with the thread that writes.
 struct Shared {
     kinds: Mutex<[Option<Kind>; KINDS_MAX]>,
-    /// Errors that could not be sorted.
+    /// Errors that were counted without their kind.
     others: AtomicU64,
-    /// The thread has something to look at.
+    /// There are errors that the thread has not handled yet.
     is_due: AtomicBool,
     is_ending: AtomicBool,
     window: Duration,
 }
 
-/// Writes errors of one disk's clients down; dropping it writes what is left.
+/// Logs the errors of one disk's clients; dropping it writes the remaining lines.
 pub struct ClientErrors {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
-    /// Disconnected when the thread has ended; the lock is for the compiler, only the end looks.
+    /// Disconnected when the thread has ended. Only the drop reads it; the lock makes the type
+    /// `Sync`.
     ended: Mutex<Receiver<()>>,
 }
 
@@ -64,8 +64,7 @@ impl fmt::Debug for ClientErrors {
     }
 }
 
-/// Whether an error says that something failed, and not that it cannot be done here or was not
-/// allowed.
+/// Whether an error means a failure, not an operation that is unsupported or forbidden here.
 fn is_failure(errno: Errno) -> bool {
     !matches!(
         errno,
@@ -104,23 +103,23 @@ impl ClientErrors {
         ClientErrors { shared, thread, ended: Mutex::new(ended) }
     }
 
-    /// A client gets an error. Queue threads.
+    /// Records an error that a client gets. Called by queue threads.
     ///
     /// * `operation`: such as "a read".
-    /// * `offset`, `len`: bytes; 0 where they mean nothing.
+    /// * `offset`, `len`: bytes; both 0 for an operation without a range.
     #[cold]
     pub fn record(&self, operation: &'static str, offset: u64, len: u64, errno: Errno) {
         if !is_failure(errno) {
             return;
         }
         let why = Failure::take(errno);
-        let kind = Kind { operation, errno, offset, len, why, is_told: false, more: 0 };
-        let is_sorted = match self.shared.kinds.try_lock() {
-            Ok(mut kinds) => sort(&mut kinds, kind),
-            Err(TryLockError::Poisoned(kinds)) => sort(&mut kinds.into_inner(), kind),
+        let kind = Kind { operation, errno, offset, len, why, is_logged: false, more: 0 };
+        let is_counted = match self.shared.kinds.try_lock() {
+            Ok(mut kinds) => count(&mut kinds, kind),
+            Err(TryLockError::Poisoned(kinds)) => count(&mut kinds.into_inner(), kind),
             Err(TryLockError::WouldBlock) => false,
         };
-        if !is_sorted {
+        if !is_counted {
             self.shared.others.fetch_add(1, Ordering::Relaxed);
         }
         if !self.shared.is_due.swap(true, Ordering::AcqRel) {
@@ -129,8 +128,8 @@ impl ClientErrors {
     }
 }
 
-/// Adds an error to those of its kind. Returns whether there is room for the kind.
-fn sort(kinds: &mut [Option<Kind>; KINDS_MAX], new: Kind) -> bool {
+/// Counts an error with its kind. Returns false when the table has no room for the kind.
+fn count(kinds: &mut [Option<Kind>; KINDS_MAX], new: Kind) -> bool {
     for place in kinds {
         match place {
             Some(kind) if (kind.operation, kind.errno) == (new.operation, new.errno) => {
@@ -152,9 +151,9 @@ impl Drop for ClientErrors {
         self.shared.is_ending.store(true, Ordering::Release);
         let Some(thread) = self.thread.take() else { return };
         thread.thread().unpark();
-        // Nothing is ever sent: this waits for the other end to go.
+        // Nothing is ever sent: this waits until the thread has dropped the other end.
         let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let ended = ended.recv_timeout(LAST_WORDS);
+        let ended = ended.recv_timeout(FINAL_WAIT);
         if ended == Err(std::sync::mpsc::RecvTimeoutError::Disconnected) {
             let _ = thread.join();
         }
@@ -171,11 +170,11 @@ impl Shared {
         loop {
             let is_ending = self.is_ending.load(Ordering::Acquire);
             if self.is_due.swap(false, Ordering::AcqRel) {
-                self.tell_new(write);
+                self.log_new(write);
                 window_ends.get_or_insert_with(|| Instant::now() + self.window);
             }
             if is_ending || window_ends.is_some_and(|end| Instant::now() >= end) {
-                let is_quiet = self.tell_more(write);
+                let is_quiet = self.log_counts(write);
                 window_ends = (!is_quiet).then(|| Instant::now() + self.window);
             }
             if is_ending {
@@ -190,17 +189,17 @@ impl Shared {
         }
     }
 
-    /// Tells of kinds that are new.
-    fn tell_new(&self, write: &dyn Fn(&str)) {
+    /// Logs the first error of each new kind.
+    fn log_new(&self, write: &dyn Fn(&str)) {
         for place in 0..KINDS_MAX {
             let new = match &mut self.lock()[place] {
-                Some(kind) if !kind.is_told => {
-                    kind.is_told = true;
+                Some(kind) if !kind.is_logged => {
+                    kind.is_logged = true;
                     *kind
                 }
                 _ => continue,
             };
-            // Not under the lock: this may wait for whoever reads.
+            // Not under the lock: the write may wait for the reader of standard error.
             let Kind { operation, errno, offset, len, why, .. } = new;
             let at = if (offset, len) == (0, 0) {
                 String::new()
@@ -212,9 +211,9 @@ impl Shared {
         }
     }
 
-    /// Tells how many more there were. Returns whether there were none; the kinds are new again
-    /// then.
-    fn tell_more(&self, write: &dyn Fn(&str)) -> bool {
+    /// Logs the counts since the last line. Returns whether there were none; a kind without any is
+    /// removed, so it is new when it occurs again.
+    fn log_counts(&self, write: &dyn Fn(&str)) -> bool {
         let seconds = self.window.as_secs();
         let mut is_quiet = true;
         for place in 0..KINDS_MAX {
@@ -223,7 +222,7 @@ impl Shared {
                     Kind { more: std::mem::take(&mut kind.more), ..*kind }
                 }
                 kind => {
-                    if kind.is_some_and(|kind| kind.is_told) {
+                    if kind.is_some_and(|kind| kind.is_logged) {
                         *kind = None;
                     }
                     continue;
@@ -250,26 +249,26 @@ impl Shared {
 mod tests {
     use super::*;
 
-    /// Errors are told to a channel.
-    fn told(window: Duration) -> (ClientErrors, Receiver<String>) {
-        let (say, said) = channel();
+    /// A log that writes its lines to a channel.
+    fn logged(window: Duration) -> (ClientErrors, Receiver<String>) {
+        let (sender, lines) = channel();
         let errors = ClientErrors::start_with(window, move |text| {
-            let _ = say.send(text.to_owned());
+            let _ = sender.send(text.to_owned());
         });
-        (errors, said)
+        (errors, lines)
     }
 
     const LONG: Duration = Duration::from_secs(3600);
     const LIMIT: Duration = Duration::from_secs(30);
 
     #[test]
-    fn the_first_of_each_kind_is_told_at_once_and_the_others_are_counted() {
-        let (errors, said) = told(LONG);
+    fn the_first_of_each_kind_is_logged_at_once_and_the_others_are_counted() {
+        let (errors, lines) = logged(LONG);
         errors.record("a read", 4096, 512, Errno::IO);
-        let first = said.recv_timeout(LIMIT).expect("told");
+        let first = lines.recv_timeout(LIMIT).expect("a line");
         assert!(first.starts_with("a read of 512 bytes at 4096 failed for a client: "), "{first}");
         errors.record("a flush", 0, 0, Errno::NOSPC);
-        let first = said.recv_timeout(LIMIT).expect("told");
+        let first = lines.recv_timeout(LIMIT).expect("a line");
         assert!(first.starts_with("a flush failed for a client: "), "{first}");
         for _ in 0..1000 {
             errors.record("a read", 8192, 512, Errno::IO);
@@ -277,7 +276,7 @@ mod tests {
         errors.record("a read", 0, 512, Errno::OPNOTSUPP);
         drop(errors);
         // The thread may have had the lock for a moment.
-        let rest: Vec<String> = said.iter().collect();
+        let rest: Vec<String> = lines.iter().collect();
         let counts = rest
             .iter()
             .filter_map(|text| text.split_whitespace().find_map(|word| word.parse::<u64>().ok()));
@@ -286,12 +285,12 @@ mod tests {
     }
 
     #[test]
-    fn counts_are_told_once_in_a_window_and_a_kind_that_rested_is_new() {
-        let (errors, said) = told(Duration::from_millis(50));
+    fn counts_are_logged_once_in_a_window_and_a_kind_that_paused_is_new() {
+        let (errors, lines) = logged(Duration::from_millis(50));
         errors.record("a write", 1, 1, Errno::IO);
-        assert!(said.recv_timeout(LIMIT).expect("told").contains("at 1 failed for a client"));
+        assert!(lines.recv_timeout(LIMIT).expect("a line").contains("at 1 failed for a client"));
         errors.record("a write", 2, 1, Errno::IO);
-        let text = said.recv_timeout(LIMIT).expect("told");
+        let text = lines.recv_timeout(LIMIT).expect("a line");
         assert!(text.contains("1 more times") || text.contains("at 2 failed"), "{text}");
         let is_forgotten = || errors.shared.lock().iter().all(Option::is_none);
         let begun = Instant::now();
@@ -300,19 +299,19 @@ mod tests {
             std::thread::yield_now();
         }
         errors.record("a write", 3, 1, Errno::IO);
-        assert!(said.recv_timeout(LIMIT).expect("told").contains("at 3 failed for a client"));
+        assert!(lines.recv_timeout(LIMIT).expect("a line").contains("at 3 failed for a client"));
     }
 
     #[test]
-    fn a_log_that_nobody_reads_holds_up_nobody() {
+    fn a_log_that_is_not_read_does_not_hold_up_queues() {
         let (open, gate) = channel::<()>();
-        let (say, said) = channel();
+        let (sender, lines) = channel();
         let errors = ClientErrors::start_with(LONG, move |_| {
-            let _ = say.send(());
+            let _ = sender.send(());
             let _ = gate.recv();
         });
         errors.record("a read", 0, 1, Errno::IO);
-        said.recv_timeout(LIMIT).expect("it writes, and waits");
+        lines.recv_timeout(LIMIT).expect("it writes, and waits");
         for _ in 0..10_000 {
             errors.record("a read", 0, 1, Errno::IO);
             errors.record("a write", 0, 1, Errno::NOSPC);
@@ -330,10 +329,10 @@ mod tests {
             offset: 0,
             len: 1,
             why: None,
-            is_told: false,
+            is_logged: false,
             more: 0,
         };
-        let room = (1..100).filter(|number| sort(&mut kinds, kind(*number))).count();
+        let room = (1..100).filter(|number| count(&mut kinds, kind(*number))).count();
         assert_eq!(room, KINDS_MAX);
     }
 }

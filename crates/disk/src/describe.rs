@@ -1,25 +1,22 @@
-//! What `qemu-img info --output=json` says about the layers of a disk, with the same keys in the
-//! same order (QEMU 11).
+//! Description of the layers of a disk as JSON, as `qemu-img info --output=json` prints it.
 //!
-//! Control path. Values that differ on purpose: `virtual-size` of a raw image is its size to the
-//! byte (QEMU rounds up to 512).
+//! Promises: the same keys in the same order as QEMU 11. One value differs on purpose:
+//! `virtual-size` of a raw image is its exact size (QEMU rounds up to 512). Control path.
 
 use ringdisk_qcow2::{Info, Snapshot};
 use ringdisk_storage::Kind as StorageKind;
 use serde_json::{Map, Value, json};
 
 use crate::layer::Layer;
+use crate::limits::SECTOR_BYTES;
 use crate::{Disk, Format};
 
-/// QEMU counts the length of files in sectors of so many bytes.
-const SECTOR: u64 = 512;
-
-/// The whole chain, top first: what `qemu-img info --backing-chain --output=json` prints.
+/// The whole chain, top first, as `qemu-img info --backing-chain --output=json` prints it.
 pub fn chain(disk: &Disk) -> Value {
     Value::Array(disk.layers().iter().map(|it| layer(it)).collect())
 }
 
-/// One layer: what `qemu-img info --output=json` prints about it.
+/// One layer, as `qemu-img info --output=json` prints it.
 pub fn layer(layer: &Layer) -> Value {
     let info = layer.qcow2().map(|image| image.info());
     let mut object = Map::new();
@@ -69,7 +66,7 @@ fn file_child(layer: &Layer) -> Option<Value> {
     };
     Some(json!({
         "children": [],
-        "virtual-size": file.len().next_multiple_of(SECTOR),
+        "virtual-size": file.len().next_multiple_of(SECTOR_BYTES),
         "filename": layer.name().to_string_lossy(),
         "format": format,
         "actual-size": file.allocated_bytes(),

@@ -1,9 +1,8 @@
-//! What an export serves.
+//! A disk: the object that an export serves, shared by all its queue threads.
 //!
-//! Promises: a [`Disk`] is shared by all queue threads. A request enters the graph (`graph/`),
-//! which costs it no lock that it could wait for, and then works on layers that do not change while
-//! it runs; a request whose mapping is cached allocates nothing and touches no reference count that
-//! another thread touches.
+//! Promises: a request enters the graph (`graph/`) without waiting for a lock, and works on layers
+//! that do not change while it runs; a request whose mapping is cached allocates nothing and
+//! touches no reference count that another thread touches.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -11,15 +10,11 @@ use std::sync::{Arc, Weak};
 
 use ringdisk_storage::Storage;
 
-use crate::gate::Gate;
-use crate::graph::{Gateway, Graph, Pass, State};
-use crate::guard::SectorGuard;
-use crate::layer::{Layer, Node, Raw};
+use crate::graph::{Drained, Gateway, Graph, Pass, State, Window};
+use crate::layer::{Layer, Node, Raw, SectorGuard};
 use crate::options::{DetectZeroes, Discard};
+use crate::task_mutex::TaskMutex;
 use crate::watch::{ChainWatch, SizeWatch, Watchers};
-use crate::window::Window;
-use crate::write::resizable;
-use crate::write_back::WriteBacks;
 use crate::{Cache, ImageOptions, NullOptions};
 
 /// Transfer size that a null disk reports, bytes.
@@ -29,27 +24,30 @@ const NULL_TRANSFER: u32 = 4096;
 #[derive(Debug)]
 pub struct Disk {
     gateway: Gateway,
-    /// That of the graph in place, for callers that hold no pass. Bytes.
+    /// Size of the graph in place, for callers that hold no pass. Bytes.
     size: AtomicU64,
     policy: Policy,
     read_only_reason: Option<String>,
-    /// What it was opened with, for files that are opened later.
+    /// The options of the open, for files that are opened later.
     options: ImageOptions,
-    /// Changes of the graph take turns.
-    turns: Gate,
-    /// A long change (a commit, the comparison of backing files) is under way; others are refused.
+    /// Held by each change of the graph, so that changes run one after the other.
+    changes: TaskMutex,
+    /// A long change (a commit, the comparison of backing files) is under way; other changes are
+    /// refused.
     pub(crate) is_busy: AtomicBool,
     /// The kernel has a descriptor of the image.
     pub(crate) is_lent: AtomicBool,
-    /// A duplicate of the descriptor that the kernel has, for its locks.
+    /// A duplicate of the descriptor that the kernel has; it holds the locks.
     pub(crate) lent: std::sync::Mutex<Option<std::os::fd::OwnedFd>>,
     /// Device number of the file system that shows the disk as a file; 0: none.
     pub(crate) shown_on: AtomicU64,
-    /// Held while the length of a lent file is asked and noted.
-    pub(crate) following: Gate,
+    /// Held while the length of a file that the kernel writes is asked and stored.
+    pub(crate) length_check: TaskMutex,
     watchers: Arc<Watchers>,
     chain_watch: ChainWatch,
-    pub(crate) write_backs: WriteBacks,
+    /// A write-back was asked for, and the ring of its task was closed: the next request starts
+    /// another one.
+    pub(crate) is_write_back_orphaned: AtomicBool,
     this: Weak<Disk>,
 }
 
@@ -63,7 +61,7 @@ pub(crate) struct Policy {
     pub(crate) outlives_process: bool,
 }
 
-/// What [`Disk::build`] needs beside the layers.
+/// The parts of a [`Disk`] beside its layers.
 #[derive(Debug, Default)]
 pub(crate) struct Parts {
     pub(crate) policy: Policy,
@@ -88,19 +86,19 @@ impl Policy {
 impl Parts {
     pub(crate) fn new(options: &ImageOptions) -> Parts {
         let state = if options.inactive { State::Inactive } else { State::Active };
-        // Whatever is opened later is opened for use.
+        // Files that are opened later are opened for use.
         let kept = ImageOptions { inactive: false, wait_for_locks: None, ..options.clone() };
         Parts { policy: Policy::new(options), options: kept, state, ..Parts::default() }
     }
 }
 
 impl Disk {
-    /// A disk that keeps nothing; writable, of fixed size.
+    /// A disk that stores nothing; writable, of fixed size.
     pub fn null(options: &NullOptions) -> Arc<Disk> {
         Disk::build(vec![Layer::null(options)], Parts::default())
     }
 
-    /// A raw disk over any storage. The format counts as given, so no sector is protected.
+    /// A raw disk over any storage. The caller states the format, so no sector is protected.
     ///
     /// * `options`: `read_only`, `cache` (flushes only), `discard`, `detect_zeroes`,
     ///   `window_offset` and `window_size` (cut to what the storage has).
@@ -129,15 +127,15 @@ impl Disk {
             policy: parts.policy,
             read_only_reason: parts.read_only_reason,
             options: parts.options,
-            turns: Gate::default(),
+            changes: TaskMutex::default(),
             is_busy: AtomicBool::new(false),
             is_lent: AtomicBool::new(false),
             lent: std::sync::Mutex::default(),
             shown_on: AtomicU64::new(0),
-            following: Gate::default(),
+            length_check: TaskMutex::default(),
             watchers: Arc::default(),
             chain_watch: ChainWatch::default(),
-            write_backs: WriteBacks::default(),
+            is_write_back_orphaned: AtomicBool::new(false),
             this: Weak::clone(this),
         })
     }
@@ -152,7 +150,7 @@ impl Disk {
         self.policy.read_only
     }
 
-    /// Why the disk is read-only although that was not asked for
+    /// Why the disk is read-only although the options did not ask for it
     /// ([`ImageOptions::auto_read_only`]); to be logged once.
     pub fn read_only_reason(&self) -> Option<&str> {
         self.read_only_reason.as_deref()
@@ -166,14 +164,14 @@ impl Disk {
         graph.guard.as_ref().filter(|_| is_in_sight).map(|guard| guard.reason())
     }
 
-    /// Whether the first sector of the raw image at the bottom is protected:
-    /// [`ImageOptions::protect_raw`] of whoever goes on with the disk by its names.
+    /// Whether the first sector of the raw image at the bottom is protected: the value of
+    /// [`ImageOptions::protect_raw`] for a process that opens the disk again by its names.
     pub fn protects_raw(&self) -> bool {
         self.graph().bottom_guard().is_some()
     }
 
-    /// Why a writable image takes no more writes since some moment: its metadata was found damaged,
-    /// or could not be written. `None`: all is well.
+    /// Why a writable image has stopped taking writes: its metadata was found damaged, or could not
+    /// be written. `None`: no fault.
     pub fn fault(&self) -> Option<String> {
         let graph = self.graph();
         if graph.state == State::Broken {
@@ -193,7 +191,7 @@ impl Disk {
             return false;
         }
         match &graph.top().node {
-            Node::Raw(raw) => !self.is_read_only() && resizable(raw),
+            Node::Raw(raw) => !self.is_read_only() && raw.can_resize(),
             Node::Qcow2(_) => !self.is_read_only(),
             Node::Null(_) => false,
         }
@@ -204,9 +202,8 @@ impl Disk {
         1
     }
 
-    /// Bytes that the top image takes on its storage, external data file included; 0 for null. Of a
-    /// window of an image: not more than its size, since nobody counts which of the image's bytes
-    /// are there for it.
+    /// Bytes that the top image takes on its storage, external data file included; 0 for null. For
+    /// a window of an image: at most its size, since the allocation of a part is not counted.
     pub fn allocated_bytes(&self) -> u64 {
         let graph = self.graph();
         let layer = graph.top();
@@ -234,8 +231,8 @@ impl Disk {
         self.policy.cache
     }
 
-    /// The disk is what a file of this file system shows (its device number, as stat(2) says it),
-    /// so no image of its chain may be there: a read would wait for itself.
+    /// Sets the file system (its device number, as stat(2) gives it) on which the disk is mounted
+    /// as a file. No image of the chain may lie there: a read would wait for itself.
     pub fn set_shown_on(&self, device: u64) {
         self.shown_on.store(device, Ordering::Release);
     }
@@ -245,13 +242,13 @@ impl Disk {
         self.graph().layers.clone()
     }
 
-    /// Finds out, for each layer that is there now, whether its storage may be given pages of
-    /// clients as they are ([`ringdisk_storage::Storage::probe_client_pages`]); what may not is
-    /// copied. Blocks for a few reads. Returns whether all may.
+    /// Finds out, for each present layer, whether its storage can use pages of clients without a
+    /// copy ([`ringdisk_storage::Storage::probe_client_pages`]). Blocks for a few reads. Returns
+    /// whether all of them can.
     pub fn probe_client_pages(&self) -> bool {
         let layers = self.layers();
         let storages = layers.iter().filter_map(|layer| layer.data_storage());
-        // All of them, not only up to the first that may not.
+        // All of them are probed, also after one that cannot.
         storages.filter(|storage| !storage.probe_client_pages()).count() == 0
     }
 
@@ -276,6 +273,13 @@ impl Disk {
         opened.or_else(same_file).or_else(spelt)
     }
 
+    /// The part of the image that the disk is: first byte and, where it was given, length, in
+    /// bytes. `None`: the whole image.
+    pub fn window(&self) -> Option<(u64, Option<u64>)> {
+        let window = self.graph().window;
+        window.is_part().then(|| (window.start, window.len()))
+    }
+
     /// Calls `callback` with each new size in bytes, on the thread that made the change; also when
     /// the content changed as a whole (a snapshot was applied), with the size as it is.
     pub fn watch_size(&self, callback: impl Fn(u64) + Send + Sync + 'static) -> SizeWatch {
@@ -283,10 +287,10 @@ impl Disk {
     }
 
     /// Calls `callback` with the layers that are about to become the chain, top first, while no
-    /// request is in flight and before any goes to them. What they show is what the former ones
-    /// show. Whoever hears of them opens them by their names later, so a commit that would put an
-    /// image on top which is another one by its name, or of which `check` says why it may not be,
-    /// is refused from then on. Only the first call counts.
+    /// request is in flight and before any request goes to them. They have the same content as the
+    /// former ones. The caller opens them by their names later: from now on a commit is refused if
+    /// the name of its new top image leads to other content, or if `check` gives a reason against
+    /// that image. Only the first call counts.
     pub fn watch_chain(
         &self,
         check: impl Fn(&Layer) -> Result<(), String> + Send + Sync + 'static,
@@ -302,7 +306,7 @@ impl Disk {
         self.gateway.enter().await
     }
 
-    /// Whether a change has the disk for itself at this moment, so that every request waits for it.
+    /// Whether a change excludes all requests at this moment, so that they wait for it.
     pub fn is_held_by_a_change(&self) -> bool {
         self.gateway.is_closed_alone()
     }
@@ -324,16 +328,35 @@ impl Disk {
         &self.options
     }
 
-    /// Held by each change of the graph, one after the other.
-    pub(crate) fn turns(&self) -> &Gate {
-        &self.turns
+    /// Held by each change of the graph, so that changes run one after the other.
+    pub(crate) fn changes(&self) -> &TaskMutex {
+        &self.changes
     }
 
     pub(crate) fn weak(&self) -> Weak<Disk> {
         Weak::clone(&self.this)
     }
 
-    /// Tells requests to come of a size as clients see it, bytes.
+    /// Puts a new graph in place and calls the watchers.
+    ///
+    /// * `always_tell`: call the watchers of the size also when the size is as before.
+    pub(crate) fn put(&self, drained: &mut Drained<'_>, graph: Graph, always_tell: bool) {
+        let before = drained.graph().visible_size();
+        let size = graph.visible_size();
+        let names = |graph: &Graph| -> Vec<PathBuf> {
+            graph.layers.iter().map(|layer| layer.name().to_owned()).collect()
+        };
+        if names(&graph) != names(drained.graph()) {
+            self.chain_watch().notify(&graph.layers);
+        }
+        drained.replace(graph);
+        self.set_size(size);
+        if always_tell || size != before {
+            self.watchers().notify(size);
+        }
+    }
+
+    /// Sets the size that clients see, bytes.
     pub(crate) fn set_size(&self, size: u64) {
         self.size.store(size, Ordering::Release);
     }

@@ -1,70 +1,97 @@
-//! What an export serves: null, raw and qcow2 images with their backing chains.
+//! The disk that an export serves: a null, raw or qcow2 image with its backing chain.
+//!
+//! A program that only wants to read or change an image uses [`blocking`], without async functions
+//! or rings:
+//!
+//! ```
+//! use ringdisk_disk::blocking::{CreateOptions, Image, create};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let directory = tempfile::tempdir()?;
+//! let path = directory.path().join("disk.qcow2");
+//! create(&path, &CreateOptions { size: 1 << 30, ..CreateOptions::default() })?;
+//!
+//! let image = Image::open(&path)?;
+//! image.write_at(&[7; 4096], 1 << 20)?;
+//! let mut bytes = [0; 4096];
+//! image.read_at(&mut bytes, 1 << 20)?;
+//! assert_eq!(bytes, [7; 4096]);
+//!
+//! for run in image.map(0, image.size())? {
+//!     println!("{} bytes at {}: allocated {}", run.status.len, run.start, run.status.present);
+//! }
+//! image.close()?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! An export uses [`Disk`] on the ring of each of its queue threads.
 //!
 //! Promises:
 //! 1. **No lock, no allocation, no shared reference count** for a request whose mapping is cached.
 //! 2. **An image is not trusted.** The files that it names are opened inside the allowed
-//!    directories only, with the format that the image states; nothing is guessed.
+//!    directories only, with the format that the image states; no format is guessed for them.
 //! 3. **Chains are flat.** Layers are a list and look-ups loop over it, so a deep chain costs no
 //!    stack.
 //! 4. **Nothing from outside ends the process**: malformed images give an [`Error`], failing
 //!    storage gives an errno.
+//!
+//! Modules use one another in one direction only, from left to right:
+//!
+//! ```text
+//! options, name, resolve ◄ layer ◄ chain ◄ graph ◄ disk ◄ request ◄ partition ◄ open
+//! open ◄ live ◄ ownership, jobs      open ◄ blocking
+//! ```
 
 #![forbid(unsafe_code)]
 
-mod below;
+pub mod blocking;
 mod chain;
 mod client_errors;
 pub mod describe;
 mod disk;
 mod error;
-mod gate;
+mod format_note;
 mod graph;
-mod guard;
 pub mod jobs;
 mod layer;
-mod lend;
-mod life;
 mod limits;
 mod live;
-mod lost;
-mod map;
+mod lost_names;
 pub mod name;
 pub mod names_note;
-mod note;
-mod null;
 mod open;
 mod options;
+mod ownership;
 mod partition;
+mod passthrough;
 mod plain;
 pub mod probe;
 mod progress;
-mod read;
+mod request;
 pub mod resolve;
-mod status;
+mod task_mutex;
 #[cfg(test)]
 mod tests;
 mod watch;
-mod window;
-mod write;
-mod write_back;
+pub mod xattr;
 
+pub use chain::{BlockStatus, PIECES_MAX};
 pub use client_errors::ClientErrors;
 pub use disk::Disk;
 pub use error::{Error, ErrorKind};
 pub use layer::Layer;
-pub use life::HandOver;
 pub use limits::BlockLimits;
 pub use live::{
     Backing, CommitOptions, NewSize, OverlayOptions, ResizeOptions, Resized, SnapshotChange,
 };
-pub use map::{Mapped, Mapping, View};
 pub use open::guess;
 pub use options::{Cache, DetectZeroes, Discard, Format, ImageOptions, NullOptions, Source};
+pub use ownership::HandOver;
 pub use plain::Plain;
 pub use progress::Progress;
-pub use read::PIECES_MAX;
+pub use request::{MapEntry, Mapped, Mapping, View};
 pub use ringdisk_ring::Errno;
-pub use status::{BlockStatus, MapEntry};
 pub use watch::{Change, SizeWatch};
 
 /// Layers of a backing chain, top image included. Each holds a descriptor (two with a data file),

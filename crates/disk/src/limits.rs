@@ -1,4 +1,7 @@
 //! Block sizes and limits, for a device that shows the disk to a guest.
+//!
+//! Promises: every size is a power of two, or a multiple of one; requests that do not fit the
+//! limits still work.
 
 use ringdisk_qcow2::Info;
 use ringdisk_storage::Topology;
@@ -6,8 +9,10 @@ use ringdisk_storage::Topology;
 use crate::Disk;
 use crate::options::Discard;
 
+/// Sector of the qcow2 format, of partition tables and of QEMU's counts, bytes.
+pub const SECTOR_BYTES: u64 = 512;
 /// The smallest block, bytes.
-const SECTOR: u32 = 512;
+const BLOCK_MIN: u32 = 512;
 /// Block of a disk that is stored nowhere, bytes.
 const NULL_BLOCK: u32 = 4096;
 /// The largest discard, bytes: a guest that discards a whole disk does so in pieces that other
@@ -17,8 +22,7 @@ const DISCARD_MAX: u64 = 1 << 30;
 /// disk.
 const ZEROES_MAX: u64 = 64 << 20;
 
-/// What requests suit a disk, and what it can do. All in bytes. Requests that do not suit work all
-/// the same.
+/// Block sizes, limits and abilities of a disk. All in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockLimits {
     /// The smallest block that the storage can write without reading first: a power of two, at
@@ -32,8 +36,8 @@ pub struct BlockLimits {
     pub opt_io: u32,
     /// Discards may be tried. Storage may still refuse them (EOPNOTSUPP).
     pub can_discard: bool,
-    /// Discards of whole units of this size, on multiples of it, give space back; what else they
-    /// cover may stay.
+    /// Discards free space in whole units of this size, on multiples of it; the rest of a discard
+    /// may stay allocated.
     pub discard_align: u32,
     /// The largest discard to be sent at once; a multiple of `discard_align`.
     pub discard_max: u64,
@@ -54,7 +58,7 @@ impl Disk {
         let writable = !self.is_read_only();
         let Some(storage) = top.data_storage() else {
             return BlockLimits {
-                logical_block: SECTOR,
+                logical_block: BLOCK_MIN,
                 physical_block: NULL_BLOCK,
                 min_io: NULL_BLOCK,
                 opt_io: 0,
@@ -69,14 +73,14 @@ impl Disk {
         let below = storage.topology();
         let discards = self.policy().discard == Discard::Unmap && writable;
         let info = top.qcow2().map(|image| image.info());
-        // An image gives clusters back to itself, whatever is below.
+        // An image can free clusters for its own use, whatever the storage can do.
         let can_discard = discards && (below.can_discard || info.is_some());
         let discard_align = info.map_or(below.discard_align, |info| unit(info, below));
         let max = below.discard_max.filter(|_| info.is_none());
         let max = max.map_or(DISCARD_MAX, |max| max.min(DISCARD_MAX));
         let align = u64::from(discard_align);
         BlockLimits {
-            logical_block: if self.cache().direct() { below.logical_block } else { SECTOR },
+            logical_block: if self.cache().direct() { below.logical_block } else { BLOCK_MIN },
             physical_block: below.physical_block,
             min_io: below.min_io,
             opt_io: below.opt_io,
@@ -90,9 +94,9 @@ impl Disk {
     }
 }
 
-/// What a qcow2 image can give back: a cluster, or a subcluster where it has them.
+/// The unit that a qcow2 image can free: a cluster, or a subcluster where it has them.
 fn unit(info: &Info, below: Topology) -> u32 {
     let cluster = u32::try_from(info.cluster_size()).unwrap_or(1 << 21);
     let unit = if info.extended_l2 { cluster / 32 } else { cluster };
-    unit.max(below.logical_block).max(SECTOR)
+    unit.max(below.logical_block).max(BLOCK_MIN)
 }

@@ -1,8 +1,9 @@
 //! Names of backing and data files, as an image spells them.
 //!
-//! Pure. Understands plain paths, `file:PATH`, and `json:{…}` descriptions of plain files, nested
-//! or dotted. Everything else is refused by name; nothing is guessed and nothing is opened here.
-//! Source: QEMU's documentation of image file names ("json:" and "file:" pseudo-protocols).
+//! Promises: pure. Understands plain paths, `file:PATH`, and `json:{…}` descriptions of plain
+//! files, nested or dotted. Everything else is refused by name; nothing is guessed and nothing is
+//! opened here. Source: QEMU's documentation of image file names ("json:" and "file:"
+//! pseudo-protocols).
 
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -16,12 +17,12 @@ use crate::{Error, ErrorKind, Format};
 /// extension of at most one cluster, and no path is longer than `PATH_MAX`.
 pub const NAME_BYTES_MAX: usize = 4096;
 
-/// A name taken apart.
+/// A parsed name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileName {
     /// Path of the file, relative to the directory of the image that names it.
     pub path: PathBuf,
-    /// Format, when the name tells it (`json:` only).
+    /// Format, when the name states it (`json:` only).
     pub format: Option<Format>,
     /// First byte of a raw image, bytes (`json:` only).
     pub raw_offset: u64,
@@ -44,7 +45,7 @@ impl FileName {
         }
     }
 
-    /// Takes a name apart.
+    /// Parses a name.
     ///
     /// * `name`: the bytes in the image, without a terminating zero.
     ///

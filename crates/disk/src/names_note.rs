@@ -1,20 +1,20 @@
 //! The note at an image of the files that its header names.
 //!
-//! A process that serves an image may write all of it, its header, too. One that was taken over
-//! writes the name of a neighbour's image there, as backing file or as data file, and whoever opens
-//! the image next, outside of a sandbox, would follow it. So the image keeps what its header named
-//! when the user's word last counted, in the extended attribute [`NAME`]: no call of a process in
-//! its sandbox changes attributes. A header that names something else is not followed, until the
-//! user says so (`--allow-path`).
+//! Promises: opening for reading changes nothing; no byte of the file is touched; an image without
+//! a note, or on a file system without extended attributes, opens as if there were no notes. The
+//! note holds names and no numbers, so it stays true in copies of the image, and when a named file
+//! is replaced by another one of the same name.
 //!
-//! Promises: who only reads changes nothing; nothing of the file's bytes is touched; an image
-//! without a note, and one on a file system without such attributes, is as it was before there were
-//! notes. The note holds names and no numbers, so it stays true when a file is replaced by another
-//! of its name, and in copies of the image.
+//! A process that serves an image may write all of it, including the header. An attacker who
+//! controls that process can write the name of another user's image there, as backing file or data
+//! file, and the next process that opens the image, outside of a sandbox, would follow it. So the
+//! image keeps the names that the header had when the user last decided, in the extended attribute
+//! [`NAME`]: a process in its sandbox has no call that changes attributes. A header with other
+//! names is not followed until the user allows it (`--allow-path`).
 //!
-//! The value: one line, or two while the header changes; in a line the backing file, its format and
-//! the data file, each as in the header, with `%` and two hexadecimal digits for what is no plain
-//! character: `base.qcow2:qcow2;data.raw`.
+//! The value has one line, or two while the header changes. A line holds the backing file, its
+//! format and the data file, each as in the header, with `%` and two hexadecimal digits for each
+//! character that is not plain: `base.qcow2:qcow2;data.raw`.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -22,17 +22,19 @@ use std::path::{Path, PathBuf};
 use ringdisk_qcow2::Info;
 use ringdisk_ring::{Errno, Fd};
 use ringdisk_storage::{Kind, OpenOptions, Storage};
-use rustix::fs::{XattrFlags, getxattr, setxattr};
 
 use crate::layer::Layer;
+use crate::xattr::{Attribute, link};
 
 /// Name of the attribute.
 pub const NAME: &str = "user.ringdisk.names";
 /// Longest value, bytes: two lines with a backing file of 1023 bytes and a data file of 4095, three
 /// characters each at most. What a file system does not take is not noted.
 const VALUE_BYTES_MAX: usize = 2 * 3 * (1023 + 4095) + 64;
+/// The attribute.
+pub const ATTRIBUTE: Attribute = Attribute::new(NAME, VALUE_BYTES_MAX);
 
-/// What a header names, as the note has it.
+/// The names of a header, in the form of the note.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Names {
     /// Backing file and format; empty: none.
@@ -41,9 +43,9 @@ pub struct Names {
     data: String,
 }
 
-/// What a note says about names.
+/// Comparison of a note with the names of a header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Said {
+pub struct NoteCheck {
     /// There is no note.
     pub is_absent: bool,
     /// The image named another backing file, or none.
@@ -85,15 +87,16 @@ impl Names {
         Some(Names { below: below.to_owned(), data: data.to_owned() })
     }
 
-    /// What is noted at the file that a name leads to. `None`: nothing, or not one thing.
+    /// The names in the note of the file that a path leads to. `None`: no note, or one with two
+    /// lines.
     pub fn noted_at(path: &Path) -> Option<Names> {
         let text = value_at(path).ok()??;
         let mut lines = text.lines();
         Names::parse(lines.next()?).filter(|_| lines.next().is_none())
     }
 
-    /// The backing file by its plain name; `None`: there is none, or its name has other characters
-    /// than that.
+    /// The backing file, if its name has plain characters only; `None`: no backing file, or a name
+    /// with other characters.
     pub fn backing_path(&self) -> Option<PathBuf> {
         let (name, _) = self.below.rsplit_once(':')?;
         (!name.contains('%')).then(|| PathBuf::from(name))
@@ -114,41 +117,41 @@ impl Names {
         self.data == other.data
     }
 
-    /// What the note of a file says about these names.
-    pub fn ask(&self, file: &Storage) -> Said {
-        self.said(value(file))
+    /// Compares these names with the note of a file.
+    pub fn ask(&self, file: &Storage) -> NoteCheck {
+        self.compare(value(file))
     }
 
-    /// The same of the file that a name leads to.
-    pub fn ask_at(&self, path: &Path) -> Said {
-        self.said(value_at(path))
+    /// As [`Names::ask`], for the file that a path leads to.
+    pub fn ask_at(&self, path: &Path) -> NoteCheck {
+        self.compare(value_at(path))
     }
 
-    fn said(&self, value: Result<Option<String>, Errno>) -> Said {
-        let said = match value {
+    fn compare(&self, value: Result<Option<String>, Errno>) -> NoteCheck {
+        let text = match value {
             Ok(Some(text)) => text,
-            // Inside of a sandbox nobody can look, and nothing opens there but what was followed
-            // outside.
+            // A process in a sandbox cannot read attributes, and opens only files that the process
+            // outside has checked.
             Ok(None) | Err(Errno::NOSYS) => {
                 let (other_below, other_data, is_exact) = (false, false, false);
-                return Said { is_absent: true, other_below, other_data, is_exact };
+                return NoteCheck { is_absent: true, other_below, other_data, is_exact };
             }
-            // What cannot be read may say anything.
+            // A note that cannot be read may hold any names.
             Err(_) => String::new(),
         };
-        let lines: Vec<Names> = said.lines().filter_map(Names::parse).collect();
-        Said {
+        let lines: Vec<Names> = text.lines().filter_map(Names::parse).collect();
+        NoteCheck {
             is_absent: false,
-            // What names nothing leads nowhere.
+            // A header without names leads to no file.
             other_below: self.has_backing() && !lines.iter().any(|it| it.below == self.below),
             other_data: self.has_data() && !lines.iter().any(|it| it.data == self.data),
             is_exact: lines.len() == 1 && lines[0] == *self,
         }
     }
 
-    /// Notes these names at a file that is about to be served; the user's word counts.
+    /// Notes these names at a file that is about to be served; the user has allowed them.
     ///
-    /// Errors: the file system has no such attributes, or no leave or no room for one.
+    /// Errors: the file system has no such attributes, or refuses this one, or has no space for it.
     pub fn note(&self, file: &Storage) -> Result<(), Errno> {
         if self.ask(file).is_exact {
             return Ok(());
@@ -157,28 +160,29 @@ impl Names {
     }
 }
 
-/// An image was made anew in a file that was there: what is noted at that was another image's.
+/// Replaces the note of a file in which a new image was created: the note was the former image's.
 pub fn renew(file: &Storage, names: &Names) {
     if matches!(value(file), Ok(None)) {
         return;
     }
     if let Err(errno) = set(file, &names.line()) {
         tracing::warn!(
-            "the note of the files that '{}' named is not changed ({errno}): the next start asks for --allow-path",
+            "the note of the files that '{}' named is not changed ({errno}): the next start asks \
+             for --allow-path",
             file.name()
         );
     }
 }
 
-/// Changes the note of an image whose header is about to name other files, or does since. Where
-/// this process may not, the opener does.
+/// Changes the note of an image before and after its header changes. Where this process has no
+/// call for that (a sandbox), the opener does it.
 ///
-/// * `names`: of the header as it will be.
-/// * `is_done`: the header has them; before that the note holds both.
+/// * `names`: of the new header.
+/// * `is_done`: the header has the new names; before that the note holds the old and the new ones.
 pub(crate) fn follow(file: &Storage, names: &Names, is_done: bool, options: &OpenOptions) {
     let line = names.line();
     let result = match value(file) {
-        // It was never served in a sandbox, or cannot have one.
+        // It was never served in a sandbox, or its file system keeps no notes.
         Ok(None) | Err(Errno::OPNOTSUPP) => return,
         Ok(Some(_)) if is_done => set(file, &line),
         Ok(Some(before)) => {
@@ -194,14 +198,15 @@ pub(crate) fn follow(file: &Storage, names: &Names, is_done: bool, options: &Ope
         // It is none of those that have a note.
         Err(Errno::ACCESS) => tracing::debug!("'{}' has no note of its names", file.name()),
         Err(errno) => tracing::warn!(
-            "the note of the files that '{}' names is not changed ({errno}): the next start asks for --allow-path",
+            "the note of the files that '{}' names is not changed ({errno}): the next start asks \
+             for --allow-path",
             file.name()
         ),
     }
 }
 
-/// Notes what the header of a new overlay names. Where this process may not, the opener does, if it
-/// has made the file.
+/// Notes the names of the header of a new overlay. Where this process has no call for that, the
+/// opener does it, if it has created the file.
 ///
 /// * `is_wanted`: [`crate::ImageOptions::note_names`].
 pub(crate) fn note_new(file: &Storage, names: &Names, is_wanted: bool, options: &OpenOptions) {
@@ -215,7 +220,7 @@ pub(crate) fn note_new(file: &Storage, names: &Names, is_wanted: bool, options: 
     }
 }
 
-/// Letters, digits and what names are made of otherwise; the rest in hexadecimal digits.
+/// Letters, digits and the usual punctuation of names; other bytes in hexadecimal digits.
 fn plain(bytes: &[u8]) -> String {
     let mut text = String::with_capacity(bytes.len());
     for &byte in bytes {
@@ -228,12 +233,10 @@ fn plain(bytes: &[u8]) -> String {
     text
 }
 
-/// The name by which attributes of an open file are reached.
+/// The path by which attributes of an open file are reached.
 fn path_of(file: &Storage) -> Option<PathBuf> {
     match file.raw_fd()? {
-        Fd::Raw(fd) if file.kind() == Kind::Regular => {
-            Some(Path::new("/proc/self/fd").join(fd.to_string()))
-        }
+        Fd::Raw(fd) if file.kind() == Kind::Regular => Some(link(fd)),
         _ => None,
     }
 }
@@ -244,21 +247,17 @@ fn value(file: &Storage) -> Result<Option<String>, Errno> {
 }
 
 fn value_at(path: &Path) -> Result<Option<String>, Errno> {
-    let mut value = vec![0; VALUE_BYTES_MAX];
-    match getxattr(path, NAME, &mut value[..]) {
-        Ok(len) => {
-            value.truncate(len);
-            Ok(Some(String::from_utf8(value).unwrap_or_default()))
-        }
-        // No note; a file system without such attributes.
-        Err(Errno::NODATA | Errno::OPNOTSUPP) => Ok(None),
+    match ATTRIBUTE.get_at(path) {
+        Ok(value) => Ok(value.map(|value| String::from_utf8(value).unwrap_or_default())),
+        // A file system without such attributes.
+        Err(Errno::OPNOTSUPP) => Ok(None),
         Err(errno) => Err(errno),
     }
 }
 
 fn set(file: &Storage, text: &str) -> Result<(), Errno> {
     let Some(path) = path_of(file) else { return Err(Errno::OPNOTSUPP) };
-    setxattr(&path, NAME, text.as_bytes(), XattrFlags::empty())
+    ATTRIBUTE.set_at(&path, text.as_bytes())
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! What a caller can choose about an image.
 //!
-//! Plain data with defaults; nothing here opens a file.
+//! Promises: plain data with defaults; nothing here opens a file.
 
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -102,7 +102,8 @@ impl FromStr for Cache {
             _ => Err(Error::new(
                 ErrorKind::Invalid,
                 format!(
-                    "unknown cache mode '{}'; known modes: writeback, none, writethrough, directsync, \
+                    "unknown cache mode '{}'; known modes: writeback, none, writethrough, \
+                     directsync, \
                      unsafe",
                     text.escape_debug()
                 ),
@@ -151,19 +152,19 @@ impl FromStr for DetectZeroes {
 #[derive(Clone, Debug, Default)]
 pub struct ImageOptions {
     /// Format of the top image; `None` probes it, and then a raw image protects its first sector.
-    /// That a file that is written is raw is noted at it (an extended attribute): who probes it
-    /// later finds raw, or is asked, whatever was written. Where it cannot be noted the first
-    /// sector is protected all the same.
+    /// A written file that is raw gets a note of that (an extended attribute): a later probe
+    /// finds raw, or asks the user, whatever was written. Where the file cannot keep the note, the
+    /// first sector is protected.
     pub format: Option<Format>,
-    /// An image that is written must be called raw, or have a note that it is, to be opened as raw.
+    /// A written image is opened as raw only if the user says so, or the image has a note of that.
     pub ask_for_raw: bool,
-    /// The format of the raw image at the bottom was guessed when the disk was opened first, by
-    /// this process or one before it: its first sector is protected although its format is known
+    /// The format of the raw image at the bottom was probed when the disk was opened first, by
+    /// this process or a predecessor: its first sector is protected although the format is stated
     /// now.
     pub protect_raw: bool,
-    /// The user says what the images above say of the format of the raw image at the bottom: its
-    /// first sector is not protected. Without it such an image is protected as one is whose format
-    /// was guessed: who opens it next may guess.
+    /// The user confirms the format that the images above state for the raw image at the bottom:
+    /// its first sector is not protected. Otherwise it is protected as if its format had been
+    /// probed, since the next program that opens it may probe.
     pub trust_base_format: bool,
     /// Open for reading only.
     pub read_only: bool,
@@ -184,11 +185,11 @@ pub struct ImageOptions {
     /// Directories (with all below) and single files that backing and data file names may lead
     /// to, beside the image's own directory.
     pub allow_paths: Vec<PathBuf>,
-    /// The same, which the user did not name: what an image's header names there must be what it
-    /// named before ([`crate::names_note`]).
+    /// As `allow_paths`, but not named by the user: a header may lead there only with the names
+    /// that the note at the image has ([`crate::names_note`]).
     pub known_paths: Vec<PathBuf>,
-    /// The process is confined, and may be taken over then: what the header of the image that is
-    /// written names now is noted, so that what is written there later does not count.
+    /// The process is confined, and an attacker may control it later: the names in the header of
+    /// the written image are noted now, so that names that are written there later do not count.
     pub note_names: bool,
     /// Memory cap of the metadata cache of each qcow2 layer, bytes; `None`: sized by the image.
     pub metadata_cache_bytes: Option<u64>,
@@ -203,28 +204,28 @@ pub struct ImageOptions {
     pub detect_zeroes: DetectZeroes,
     /// Refcounts of the top image are written lazily; `None`: as the image says.
     pub lazy_refcounts: Option<bool>,
-    /// What is written goes to a temporary overlay that vanishes with the disk; the image and its
-    /// chain are opened for reading only.
+    /// Writes go to a temporary overlay that vanishes with the disk; the image and its chain are
+    /// opened for reading only.
     pub temporary: bool,
-    /// What is written goes to this qcow2 overlay over the image; made when there is none.
+    /// Writes go to this qcow2 overlay over the image; created when there is none.
     pub overlay: Option<PathBuf>,
-    /// What was answered outlives the process: a change of the mapping of a qcow2 image is on
-    /// stable storage before the request that made or used it is answered. (Data needs no such
-    /// care: they are with the kernel by then.)
+    /// Answered writes survive the end of the process: a change of the mapping of a qcow2 image is
+    /// on stable storage before the request that made or used it is answered. (Data is in the
+    /// kernel's page cache by then.)
     pub outlives_process: bool,
-    /// Open for a guest that is still running elsewhere: nobody is kept out, no tables are read,
-    /// and requests fail with EBUSY until [`Disk::activate`](crate::Disk::activate).
+    /// Open for a guest that is still running elsewhere: no lock is taken, no tables are read, and
+    /// requests fail with EBUSY until [`Disk::activate`](crate::Disk::activate).
     pub inactive: bool,
     /// How long to wait for the locks of the images, for a process that takes the place of one that
     /// was killed; `None`: not at all.
     pub wait_for_locks: Option<Duration>,
-    /// Open the top image only, whatever backing file it names: what is not in it reads as zeroes.
+    /// Open the top image only, whatever backing file it names: unallocated ranges read as zeroes.
     pub without_backing: bool,
-    /// Asked where this process may not open a file, or make an overlay, itself.
+    /// Opens files and creates overlays where this process may not do it itself.
     pub opener: Option<Arc<dyn Opener>>,
 }
 
-/// Where the top image is.
+/// The place of the top image.
 #[derive(Debug)]
 pub enum Source {
     /// A path that the user named; symbolic links in it are followed.

@@ -1,9 +1,10 @@
-//! A disk whose bytes are those of a file, in the hands of somebody who moves them past us (the
-//! host kernel's vhost-blk).
+//! Freezes the disk's layout while the kernel reads and writes the image directly (`--accel`, the
+//! vhost-blk module).
 //!
-//! Promises: while a disk is held ([`Disk::hold_plain`]) nothing changes its graph: who holds it
-//! counts as a request in flight. A change says before it waits that it is coming, and afterwards
-//! that it is over ([`Disk::watch_changes`]).
+//! Promises: only a disk whose bytes are those of one file is held. While it is held
+//! ([`Disk::hold_plain`]) its graph does not change: the holder counts as a request in flight. A
+//! change reports before it waits that it is coming, and afterwards that it is over
+//! ([`Disk::watch_changes`]).
 
 use std::os::fd::OwnedFd;
 
@@ -15,10 +16,10 @@ use crate::options::{DetectZeroes, Discard};
 use crate::watch::Change;
 use crate::{Cache, Disk, Error, ErrorKind};
 
-/// What it takes to read and write a disk past us.
+/// A disk that is the bytes of one file, for direct access.
 #[derive(Debug)]
 pub struct Plain {
-    /// The description that we use, with its locks.
+    /// A duplicate of this process's descriptor, with its locks.
     pub fd: OwnedFd,
     /// Bytes.
     pub size: u64,
@@ -34,9 +35,9 @@ pub struct Plain {
 
 impl Disk {
     /// Keeps changes of the graph waiting until the future of `with` is done, which should
-    /// therefore end soon after a change was announced. Any ring thread.
+    /// therefore end soon after a change was reported. For any ring thread.
     ///
-    /// * `with`: is given what the disk is made of.
+    /// * `with`: gets the file of the disk.
     ///
     /// Errors: `Unsupported` with the reason when the disk is more than the bytes of a file, or
     /// something looks at them on the way; `Busy` while a change is under way (try again when it is
@@ -52,8 +53,8 @@ impl Disk {
         Ok(result)
     }
 
-    /// Whether [`Disk::hold_plain`] would be refused at this moment. Gives what suits the file, and
-    /// what it is.
+    /// Whether [`Disk::hold_plain`] would be refused at this moment. Gives the limits of the file
+    /// and its kind.
     ///
     /// Errors: as there.
     pub fn check_plain(&self) -> Result<(Limits, Kind), Error> {
@@ -93,12 +94,14 @@ impl Disk {
         }
         if !self.cache().direct() {
             return refuse(
-                "the image is used through the page cache (not with --cache none, on a file system with direct I/O)",
+                "the image is used through the page cache (not with --cache none, on a file system \
+                 with direct I/O)",
             );
         }
         if graph.guard.is_some() {
             return refuse(
-                "nobody said that the image is raw, or its file system keeps no note of that, so its first sector is protected (serve it with --format raw)",
+                "nobody said that the image is raw, or its file system keeps no note of that, so \
+                 its first sector is protected (serve it with --format raw)",
             );
         }
         if policy.detect_zeroes != DetectZeroes::Off {

@@ -1,27 +1,28 @@
-//! Format of an image by its first bytes.
+//! Probes the format of an image by its first bytes.
 //!
-//! Pure. Used for the top image only, when the user gave no format: the format of a backing file is
-//! never guessed. The same test protects the first sector of a probed raw image.
+//! Promises: pure; reads nothing but the bytes it is given. Used for the top image only, when the
+//! user gave no format: the format of a backing file is never probed. The same test protects the
+//! first sector of a probed raw image.
 //! Source: the public format descriptions; each magic is the one that the format's own readers
 //! check.
 
 use crate::{Error, ErrorKind, Format};
 
-/// Bytes that are looked at: one sector.
+/// Length of the probed bytes: one sector.
 pub const PROBE_LEN: usize = 512;
 
-/// What the first sector looks like.
+/// The result of a probe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Probed {
     /// No known magic: raw bytes.
     Raw,
     /// qcow2 version 2 or later.
     Qcow2,
-    /// A format that we know by name and cannot open.
+    /// A format that is known by name and cannot be opened.
     Other(&'static str),
 }
 
-/// Looks at the first bytes of an image.
+/// Probes the first bytes of an image.
 ///
 /// * `head`: the first [`PROBE_LEN`] bytes of the image, fewer if it is shorter.
 pub fn probe(head: &[u8]) -> Probed {

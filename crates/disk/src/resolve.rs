@@ -74,7 +74,7 @@ pub struct Resolver {
     opener: Option<Arc<dyn Opener>>,
 }
 
-/// Where a walk stands: a held directory below an allowed one.
+/// Position of a walk: a held directory below an allowed one.
 struct Place<'a> {
     root: &'a Path,
     root_fd: BorrowedFd<'a>,
@@ -82,7 +82,7 @@ struct Place<'a> {
     below: Vec<OwnedFd>,
 }
 
-/// What one look at the end of a path found.
+/// Result of one step of a walk.
 enum Step {
     Done(OwnedFd),
     /// A link: its text.
@@ -104,7 +104,7 @@ impl Resolver {
         Ok(resolver)
     }
 
-    /// Asks somebody else for files that this process may not open. The way to them is no other.
+    /// Uses `opener` for files that this process may not open. The same paths are allowed.
     #[must_use]
     pub fn asking(self, opener: Option<&Arc<dyn Opener>>) -> Resolver {
         Resolver { opener: opener.cloned(), ..self }
@@ -388,7 +388,7 @@ fn link_text(text: CString) -> Result<Step, WalkError> {
     Ok(Step::Link(PathBuf::from(text)))
 }
 
-/// EAGAIN: somebody had a lease on the file, and is giving it up.
+/// EAGAIN: another process has a lease on the file, which it is giving up.
 fn walk_error(errno: Errno) -> WalkError {
     match errno {
         Errno::AGAIN => WalkError::Raced,

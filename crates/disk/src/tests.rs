@@ -10,7 +10,6 @@ mod crash_under_changes;
 mod draining;
 mod faults;
 mod format_notes;
-mod gate;
 mod guarding;
 mod images;
 mod jobs;
@@ -29,6 +28,7 @@ mod plain;
 mod probing;
 mod raw;
 mod scattered;
+mod task_mutex;
 mod windows;
 mod writing;
 

@@ -1,7 +1,7 @@
-//! Who wants to hear of a new disk size.
+//! Callbacks for a new size, a change of the graph and a new chain of a disk.
 //!
-//! Control path. A callback runs on the thread that changed the size, without any lock held, so it
-//! may register or drop watches itself; it must not block.
+//! Promises: a callback runs on the thread of the change, without any lock of this module held, so
+//! it may register or drop watches itself; it must not block. Control path.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -23,19 +23,19 @@ struct List {
     entries: Vec<(u64, Callback)>,
 }
 
-/// What happens to the graph of a disk.
+/// An event of the graph of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
-    /// A change is about to wait until no request is in flight, and nobody holds the disk.
+    /// A change is about to wait until no request is in flight and no holder has the disk.
     Coming,
     /// It is over; the graph may be another one.
     Over,
 }
 
-/// Hears of changes of the graph.
+/// Callback for changes of the graph.
 pub(crate) type ChangeCallback = Box<dyn Fn(Change) + Send + Sync>;
 
-/// The one that wants to hear of changes of the graph.
+/// The watcher of changes of the graph, if there is one.
 #[derive(Default)]
 pub(crate) struct ChangeWatch(OnceLock<ChangeCallback>);
 
@@ -44,19 +44,19 @@ impl ChangeWatch {
         let _ = self.0.set(callback);
     }
 
-    pub(crate) fn tell(&self, change: Change) {
+    pub(crate) fn notify(&self, change: Change) {
         if let Some(callback) = self.0.get() {
             callback(change);
         }
     }
 }
 
-/// Says whether an image may become the top one, and why not.
+/// Gives the reason why an image may not become the top one.
 type TopCheck = Box<dyn Fn(&Layer) -> Result<(), String> + Send + Sync>;
-/// Hears of the layers that are about to be the chain, top first.
+/// Callback with the layers that are about to be the chain, top first.
 type ChainCallback = Box<dyn Fn(&[Arc<Layer>]) + Send + Sync>;
 
-/// The one that opens the chain by its names later.
+/// The watcher that opens the chain by its names later, if there is one.
 #[derive(Default)]
 pub(crate) struct ChainWatch(OnceLock<(TopCheck, ChainCallback)>);
 
@@ -74,7 +74,7 @@ impl ChainWatch {
         }
     }
 
-    pub(crate) fn tell(&self, chain: &[Arc<Layer>]) {
+    pub(crate) fn notify(&self, chain: &[Arc<Layer>]) {
         if let Some((_, callback)) = self.0.get() {
             callback(chain);
         }
@@ -106,7 +106,7 @@ impl Watchers {
         SizeWatch { watchers: Arc::downgrade(self), id }
     }
 
-    /// Calls everyone.
+    /// Calls all callbacks.
     pub(crate) fn notify(&self, size: u64) {
         let callbacks: Vec<Callback> = {
             let list = self.list();
@@ -117,7 +117,7 @@ impl Watchers {
         }
     }
 
-    /// The list; a panic elsewhere leaves it valid, so poison is ignored.
+    /// The list; a panic of another holder leaves it valid, so poison is ignored.
     fn list(&self) -> MutexGuard<'_, List> {
         self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }

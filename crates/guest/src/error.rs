@@ -1,4 +1,6 @@
-//! What a control thread is told when memory or a queue cannot be had.
+//! Errors of control threads: mapping memory, changing tables, starting queues.
+//!
+//! Promises: each message names the object, the reason and the numbers.
 
 use std::fmt;
 
@@ -12,7 +14,7 @@ pub enum Error {
     System {
         /// What was being done, as "map memory of the guest".
         doing: &'static str,
-        /// Why it failed.
+        /// The error of the system.
         errno: Errno,
     },
     /// The descriptor is no regular file (memfd, tmpfs, hugetlbfs): a device or a pipe is no memory
@@ -32,16 +34,16 @@ pub enum Error {
         /// Bytes.
         size: u64,
     },
-    /// There are as many regions as we take.
+    /// The table has its maximum of regions.
     TooManyRegions {
         /// How many.
         limit: usize,
     },
-    /// The regions are more together than we map.
+    /// All regions together are larger than the limit.
     TooMuchMemory {
         /// All of them, bytes.
         size: u64,
-        /// How much we map, bytes.
+        /// The limit, bytes.
         limit: u64,
     },
     /// The region overlaps another one.
@@ -93,7 +95,8 @@ impl fmt::Display for Error {
             Error::System { doing, errno } => write!(f, "could not {doing}: {errno}"),
             Error::NotMemory => write!(
                 f,
-                "the descriptor is no memory of a guest: a memfd or a file on tmpfs or hugetlbfs is needed \
+                "the descriptor is no memory of a guest: a memfd or a file on tmpfs or hugetlbfs \
+                 is needed \
                  (QEMU: memory-backend-memfd,share=on)"
             ),
             Error::FileTooShort { file_bytes, end_bytes } => {

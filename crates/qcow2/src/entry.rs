@@ -10,10 +10,11 @@ use rustix::io::Errno;
 
 use crate::compressed::Compressed;
 use crate::geometry::Geometry;
+use crate::limits::SECTOR;
 use crate::run::ExtentKind;
 
-use crate::region::MovingRegion;
-pub(crate) use crate::region::Region;
+use crate::concurrent::region::{MovingRegion, Region};
+use crate::units::{GuestOffset, HostOffset};
 
 /// Bits 9 to 55: host offset of a table or cluster.
 pub(crate) const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
@@ -27,8 +28,6 @@ pub(crate) const ZERO: u64 = 1;
 const L1_RESERVED: u64 = !(OFFSET_MASK | COPIED);
 /// Bits 0 to 8 and 56 to 61 (bit 0 is taken out where it has a meaning).
 const L2_RESERVED: u64 = !(OFFSET_MASK | COPIED | COMPRESSED);
-/// Unit of the length of a compressed cluster.
-const SECTOR: u64 = 512;
 
 /// Lengths of the files right now, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,25 +81,25 @@ impl Rules {
     }
 
     /// Whether a range of the image file lies where other things are.
-    pub(crate) fn overlaps_metadata(&self, start: u64, len: u64) -> bool {
+    pub(crate) fn overlaps_metadata(&self, start: HostOffset, len: u64) -> bool {
         let Some(end) = start.checked_add(len) else { return true };
-        start < 1 << self.cluster_bits
+        start < HostOffset(1 << self.cluster_bits)
             || self.metadata.iter().any(|region| region.overlaps(start, end))
     }
 
     /// Host offset of the L2 table that an L1 entry names; `None`: there is no table.
     ///
     /// Errors: `EIO` for an entry that cannot be right.
-    pub(crate) fn l2_table(&self, entry: u64, file_len: u64) -> Result<Option<u64>, Errno> {
+    pub(crate) fn l2_table(&self, entry: u64, file_len: u64) -> Result<Option<HostOffset>, Errno> {
         let cluster_size = 1 << self.cluster_bits;
-        let offset = entry & OFFSET_MASK;
-        if entry & L1_RESERVED != 0 || offset & (cluster_size - 1) != 0 {
+        let offset = HostOffset(entry & OFFSET_MASK);
+        if entry & L1_RESERVED != 0 || !offset.is_multiple_of(cluster_size) {
             return Err(Errno::IO);
         }
-        if offset == 0 {
+        if offset == HostOffset(0) {
             return Ok(None);
         }
-        if offset >= file_len || self.overlaps_metadata(offset, cluster_size) {
+        if offset.0 >= file_len || self.overlaps_metadata(offset, cluster_size) {
             return Err(Errno::IO);
         }
         Ok(Some(offset))
@@ -111,7 +110,7 @@ impl Rules {
     ///
     /// * `guest`: any offset of the disk inside the cluster.
     #[inline]
-    pub(crate) fn check_place(&self, entry: u64, guest: u64) -> Result<(), Errno> {
+    pub(crate) fn check_place(&self, entry: u64, guest: GuestOffset) -> Result<(), Errno> {
         if !self.external {
             return Ok(());
         }
@@ -120,7 +119,7 @@ impl Rules {
         let present = host != 0 || entry & COPIED != 0;
         let misplaced = present
             && entry & COMPRESSED == 0
-            && host != guest >> self.cluster_bits << self.cluster_bits;
+            && host != (guest >> self.cluster_bits << self.cluster_bits).0;
         if misplaced { Err(Errno::IO) } else { Ok(()) }
     }
 
@@ -146,10 +145,10 @@ impl Rules {
         if entry & self.bad_bits != 0 {
             return Err(Errno::IO);
         }
-        let host = entry & OFFSET_MASK;
-        // Host offset 0 is the header, or "none"; in an external data file it is a place like any
-        // other, and bit 63 tells.
-        let present = host != 0 || (self.external && entry & COPIED != 0);
+        let host = HostOffset(entry & OFFSET_MASK);
+        // Host offset 0 is the header, or "none". In an external data file it is a place like any
+        // other, and bit 63 says whether the entry names it.
+        let present = host != HostOffset(0) || (self.external && entry & COPIED != 0);
         if present && !self.external && self.overlaps_metadata(host, cluster_size) {
             return Err(Errno::IO);
         }
@@ -199,16 +198,16 @@ impl Rules {
     }
 
     /// Host offset and length in bytes of a compressed cluster, up to the end of its last sector.
-    pub(crate) fn compressed_place(&self, entry: u64) -> (u64, u64) {
+    pub(crate) fn compressed_place(&self, entry: u64) -> (HostOffset, u64) {
         let host = entry & ((1 << self.compressed_offset_bits) - 1);
         let sectors = (entry & (COMPRESSED - 1)) >> self.compressed_offset_bits;
-        (host, (sectors + 1) * SECTOR - host % SECTOR)
+        (HostOffset(host), (sectors + 1) * SECTOR - host % SECTOR)
     }
 
     /// The entry of a compressed cluster of `len` bytes at `host`.
-    pub(crate) fn compressed_entry(&self, host: u64, len: u64) -> u64 {
-        let sectors = (host + len - 1) / SECTOR - host / SECTOR;
-        COMPRESSED | sectors << self.compressed_offset_bits | host
+    pub(crate) fn compressed_entry(&self, host: HostOffset, len: u64) -> u64 {
+        let sectors = (host.0 + len - 1) / SECTOR - host.0 / SECTOR;
+        COMPRESSED | sectors << self.compressed_offset_bits | host.0
     }
 
     /// The descriptor of a compressed cluster.
@@ -218,7 +217,7 @@ impl Rules {
         }
         let (host, len) = self.compressed_place(entry);
         // The last sector may be cut by the end of the file: what is needed of it is there.
-        let len = len.min(lengths.file.saturating_sub(host));
+        let len = len.min(lengths.file.saturating_sub(host.0));
         if len == 0 || self.overlaps_metadata(host, len) {
             return Err(Errno::IO);
         }
@@ -230,17 +229,17 @@ impl Rules {
 /// Data of a cluster at `host`. The file may end inside its last cluster: the part that is not
 /// there reads as zeroes.
 fn data_piece(
-    host: u64,
+    host: HostOffset,
     in_cluster: u64,
     rest: u64,
     data_len: u64,
 ) -> Result<(ExtentKind, u64), Errno> {
-    if host >= data_len {
+    if host.0 >= data_len {
         return Err(Errno::IO);
     }
     let offset = host + in_cluster;
-    if offset >= data_len {
+    if offset.0 >= data_len {
         return Ok((ExtentKind::Zero { offset: Some(offset) }, rest));
     }
-    Ok((ExtentKind::Data { offset }, rest.min(data_len - offset)))
+    Ok((ExtentKind::Data { offset }, rest.min(data_len - offset.0)))
 }

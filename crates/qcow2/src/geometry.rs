@@ -1,7 +1,8 @@
 //! Sizes and shifts of one image, worked out once at open. Pure arithmetic.
 
+use crate::concurrent::slices::SliceIndex;
 use crate::limits::SLICE_BYTES_MAX;
-use crate::slices::SliceIndex;
+use crate::units::{GuestCluster, GuestOffset};
 
 /// The numbers that turn a guest offset into indexes.
 #[derive(Clone, Copy, Debug)]
@@ -69,24 +70,42 @@ impl Geometry {
     }
 
     /// Index into the L1 table.
-    pub(crate) fn l1_index(&self, offset: u64) -> usize {
+    pub(crate) fn l1_index(&self, offset: GuestOffset) -> usize {
         // At most 2^22: the L1 table is at most 32 MiB.
         #[allow(clippy::cast_possible_truncation)]
-        let index = (offset >> self.table_shift()) as usize;
+        let index = (offset.0 >> self.table_shift()) as usize;
         index
     }
 
     /// Slice that maps `offset`.
-    pub(crate) fn slice(&self, offset: u64) -> SliceIndex {
+    pub(crate) fn slice(&self, offset: GuestOffset) -> SliceIndex {
         // `slices()` fitted when the image was opened.
         #[allow(clippy::cast_possible_truncation)]
-        let index = (offset >> (self.cluster_bits + self.slice_bits)) as u32;
+        let index = (offset.0 >> (self.cluster_bits + self.slice_bits)) as u32;
         SliceIndex(index)
     }
 
     /// First guest offset of `slice`.
-    pub(crate) fn slice_start(&self, slice: SliceIndex) -> u64 {
-        u64::from(slice.0) << (self.cluster_bits + self.slice_bits)
+    pub(crate) fn slice_start(&self, slice: SliceIndex) -> GuestOffset {
+        GuestOffset(u64::from(slice.0) << (self.cluster_bits + self.slice_bits))
+    }
+
+    /// First guest offset past `slice`.
+    pub(crate) fn slice_end(&self, slice: SliceIndex) -> GuestOffset {
+        self.slice_start(SliceIndex(slice.0 + 1))
+    }
+
+    /// First guest offset past what the L1 entry at `index` maps.
+    pub(crate) fn table_end(&self, index: usize) -> GuestOffset {
+        GuestOffset((index as u64 + 1) << self.table_shift())
+    }
+
+    /// Index of the L2 entry of `cluster` inside its table.
+    pub(crate) fn entry_in_table(&self, cluster: GuestCluster) -> usize {
+        // At most 2^18.
+        #[allow(clippy::cast_possible_truncation)]
+        let index = (cluster.0 & ((1 << self.table_bits) - 1)) as usize;
+        index
     }
 
     /// Byte offset of `slice` inside its L2 table.
@@ -96,15 +115,20 @@ impl Geometry {
     }
 
     /// Index of the entry of `offset` inside its slice.
-    pub(crate) fn entry_in_slice(&self, offset: u64) -> usize {
+    pub(crate) fn entry_in_slice(&self, offset: GuestOffset) -> usize {
         // At most 512.
         #[allow(clippy::cast_possible_truncation)]
-        let index = ((offset >> self.cluster_bits) & ((1 << self.slice_bits) - 1)) as usize;
+        let index = ((offset.0 >> self.cluster_bits) & ((1 << self.slice_bits) - 1)) as usize;
         index
     }
 
+    /// The end of the disk.
+    pub(crate) fn end(&self) -> GuestOffset {
+        GuestOffset(self.virtual_size)
+    }
+
     /// Offset inside the cluster.
-    pub(crate) fn in_cluster(&self, offset: u64) -> u64 {
-        offset & (self.cluster_size() - 1)
+    pub(crate) fn in_cluster(&self, offset: GuestOffset) -> u64 {
+        offset.0 & (self.cluster_size() - 1)
     }
 }

@@ -1,5 +1,7 @@
 //! What an image says about itself, for `info` and for the disk layer that opens what it names.
 
+use crate::units::HostOffset;
+
 /// How the compressed clusters of an image are compressed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CompressionType {
@@ -61,7 +63,7 @@ pub struct Snapshot {
     /// Instruction counter of the guest, where the image records one.
     pub instruction_count: Option<u64>,
     /// Host offset of the L1 table of the snapshot. Not checked: only listed here.
-    pub l1_table_offset: u64,
+    pub l1_table_offset: HostOffset,
     /// Entries of that table.
     pub l1_entries: u32,
 }
@@ -79,7 +81,7 @@ pub struct Bitmap {
     /// It records writes whenever the image is open for writing.
     pub auto: bool,
     /// Host offset of the bitmap table.
-    pub table_offset: u64,
+    pub table_offset: HostOffset,
     /// Entries of the bitmap table.
     pub table_entries: u32,
 }
@@ -146,9 +148,9 @@ pub struct Info {
     /// Entries of the L1 table.
     pub l1_entries: u32,
     /// Host offset of the L1 table.
-    pub l1_table_offset: u64,
+    pub l1_table_offset: HostOffset,
     /// Host offset of the refcount table.
-    pub refcount_table_offset: u64,
+    pub refcount_table_offset: HostOffset,
     /// Clusters of the refcount table.
     pub refcount_table_clusters: u32,
 }

@@ -22,52 +22,46 @@
 mod bitmaps;
 mod check;
 mod compressed;
+mod concurrent;
 mod create;
 mod engine;
 mod entry;
 mod error;
 mod extensions;
-mod flight;
 mod geometry;
 mod header;
-mod image;
 mod info;
 pub mod limits;
-mod map;
 mod measure;
 mod open;
 mod ops;
 mod refcounts;
-mod region;
 mod run;
-mod slices;
-mod snapshot_map;
 mod snapshots;
 mod sync;
 mod table;
+mod units;
 
-// The model builds `slices.rs` and `flight.rs` a second time, on simulated primitives.
+// The model builds the files of `concurrent` a second time, on simulated primitives.
 #[cfg(test)]
 #[allow(clippy::duplicate_mod)]
 mod model;
 #[cfg(test)]
 mod tests;
 
-pub use bitmaps::BitmapContents;
 pub use check::{CheckHooks, CheckOptions, CheckReport, CheckVerdict, Repair, check};
 #[doc(hidden)]
 pub use check::{ImageBytes, check_bytes};
 pub use compressed::{Compressed, compress};
+pub use concurrent::grace::Grace;
 pub use create::{CreateOptions, Preallocation, check_options, create};
-pub use engine::WriteBack;
 pub use engine::below::{Below, Nothing};
-pub use engine::grace::Grace;
+pub use engine::{CacheCounters, Discard, OpenOptions, Qcow2, WriteBack};
 pub use error::{Error, ErrorKind};
 pub use header::is_qcow2;
-pub use image::{CacheCounters, Discard, OpenOptions, Qcow2};
 pub use info::{Bitmap, CompressionType, FeatureClass, FeatureName};
 pub use info::{Info, Snapshot, UnknownExtension};
 pub use measure::{Measure, Measurement, measure_raw};
-pub use ops::ResizeOptions;
+pub use ops::{BitmapContents, ResizeOptions, SnapshotMap, SnapshotNeed};
 pub use run::{Extent, ExtentKind};
-pub use snapshot_map::{SnapshotMap, SnapshotNeed};
+pub use units::{GuestCluster, GuestOffset, HostCluster, HostOffset};

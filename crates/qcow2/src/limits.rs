@@ -3,6 +3,11 @@
 //! The bounds on tables are those that QEMU uses, so an image that it accepts is not refused here
 //! for its size.
 
+/// Bytes of a sector: the unit of disk sizes and of the lengths of compressed clusters, and what a
+/// disk writes in one piece or not at all.
+pub(crate) const SECTOR: u64 = 512;
+/// The same as a length in memory.
+pub(crate) const SECTOR_LEN: usize = 512;
 /// Smallest `cluster_bits` of the specification: clusters of 512 bytes.
 pub const CLUSTER_BITS_MIN: u32 = 9;
 /// Largest `cluster_bits`: clusters of 2 MiB.
@@ -13,6 +18,8 @@ pub const L1_BYTES_MAX: u64 = 32 << 20;
 pub const REFCOUNT_TABLE_BYTES_MAX: u64 = 8 << 20;
 /// Most internal snapshots.
 pub const SNAPSHOTS_MAX: u32 = 65_536;
+/// Bytes of an entry of the snapshot table without extra data, id and name.
+pub(crate) const SNAPSHOT_ENTRY_BYTES_MIN: usize = 40;
 /// Largest snapshot table: 65536 snapshots with 1 KiB each.
 pub const SNAPSHOT_TABLE_BYTES_MAX: u64 = SNAPSHOTS_MAX as u64 * 1024;
 /// Most extra data of one snapshot (24 bytes are defined today).

@@ -7,10 +7,7 @@ use crate::bitmaps;
 use crate::create::{CreateOptions, Preallocation, check_layout};
 use crate::error::{Error, ErrorKind};
 use crate::info::Info;
-use crate::limits::L1_BYTES_MAX;
-
-/// Sizes of disks are rounded up to this many bytes.
-const SECTOR: u64 = 512;
+use crate::limits::{L1_BYTES_MAX, SECTOR};
 
 /// Sizes in bytes, with the names of `qemu-img`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,6 +1,7 @@
 //! What a mapping says, and how neighbouring pieces grow into one.
 
 use crate::compressed::Compressed;
+use crate::units::HostOffset;
 
 /// A range of the disk whose bytes are found in one way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,14 +17,14 @@ pub struct Extent {
 pub enum ExtentKind {
     /// In [`data_storage`](crate::Qcow2::data_storage), all of them before its end.
     Data {
-        /// Byte offset there.
-        offset: u64,
+        /// Where it begins there.
+        offset: HostOffset,
     },
     /// Nowhere: they read as zeroes, whatever the backing file says.
     Zero {
-        /// Byte offset in [`data_storage`](crate::Qcow2::data_storage) of space that is reserved
-        /// for them.
-        offset: Option<u64>,
+        /// Where the space that is reserved for them begins in
+        /// [`data_storage`](crate::Qcow2::data_storage).
+        offset: Option<HostOffset>,
     },
     /// In one compressed cluster. The extent never crosses that cluster.
     Compressed(Compressed),

@@ -3,16 +3,16 @@
 use ringdisk_ring::Ring;
 use ringdisk_storage::Storage;
 
-use crate::entry::Region;
+use crate::concurrent::region::Region;
 use crate::error::Error;
 use crate::extensions::{u16_at, u32_at, u64_at};
 use crate::header::Header;
 use crate::info::Snapshot;
-use crate::limits::{SNAPSHOT_EXTRA_BYTES_MAX, SNAPSHOT_TABLE_BYTES_MAX};
+use crate::limits::{
+    SNAPSHOT_ENTRY_BYTES_MIN as ENTRY_BYTES_MIN, SNAPSHOT_EXTRA_BYTES_MAX, SNAPSHOT_TABLE_BYTES_MAX,
+};
 use crate::table::TableReader;
-
-/// Bytes of an entry without extra data, id and name.
-pub(crate) const ENTRY_BYTES_MIN: usize = 40;
+use crate::units::HostOffset;
 
 /// Reads the table. The region is where it lies, rounded up to clusters.
 ///
@@ -73,7 +73,7 @@ async fn entry(table: &mut TableReader<'_>, file: &str) -> Result<Snapshot, Erro
         instruction_count: (extra.len() >= 24)
             .then(|| u64_at(extra, 16))
             .filter(|count| *count != u64::MAX),
-        l1_table_offset: u64_at(&head, 0),
+        l1_table_offset: HostOffset(u64_at(&head, 0)),
         l1_entries: u32_at(&head, 8),
     })
 }

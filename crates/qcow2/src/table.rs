@@ -7,6 +7,7 @@ use ringdisk_ring::{IoBuf, Ring};
 use ringdisk_storage::Storage;
 
 use crate::error::Error;
+use crate::units::HostOffset;
 
 /// Bytes that are read at a time.
 const PIECE_BYTES: usize = 64 << 10;
@@ -17,12 +18,12 @@ const ALIGN: usize = 4096;
 pub(crate) async fn read(
     ring: &Ring,
     storage: &Storage,
-    offset: u64,
+    offset: HostOffset,
     len: usize,
     what: &str,
 ) -> Result<Vec<u8>, Error> {
     let buf = IoBuf::new(len.max(1).next_multiple_of(ALIGN), ALIGN).slice(0..len);
-    match storage.read(ring, offset, &buf).await {
+    match storage.read(ring, offset.0, &buf).await {
         Ok(done) => {
             let mut bytes = buf.to_vec();
             bytes.truncate(done);
@@ -38,9 +39,9 @@ pub(crate) struct TableReader<'a> {
     storage: &'a Storage,
     what: &'static str,
     /// Host offset of the first byte that is not in `bytes`.
-    offset: u64,
+    offset: HostOffset,
     /// Host offset at which the table must end.
-    end: u64,
+    end: HostOffset,
     bytes: Vec<u8>,
     at: usize,
 }
@@ -52,10 +53,10 @@ impl<'a> TableReader<'a> {
         ring: &'a Ring,
         storage: &'a Storage,
         what: &'static str,
-        offset: u64,
+        offset: HostOffset,
         len_max: u64,
     ) -> TableReader<'a> {
-        let end = offset.saturating_add(len_max).min(storage.len());
+        let end = offset.saturating_add(len_max).min(HostOffset(storage.len()));
         TableReader { ring, storage, what, offset, end, bytes: Vec::new(), at: 0 }
     }
 
@@ -86,12 +87,22 @@ impl<'a> TableReader<'a> {
     /// Skips the padding between entries: the last entry of a table may have none.
     pub(crate) async fn align(&mut self) -> Result<(), Error> {
         let position = self.position();
-        let padding = usize::from(position.to_le_bytes()[0] % 8).wrapping_neg() % 8;
+        let padding = usize::from(position.0.to_le_bytes()[0] % 8).wrapping_neg() % 8;
         self.take(padding).await.map(drop)
     }
 
     /// Host offset of the byte that [`take`](TableReader::take) gives next.
-    pub(crate) fn position(&self) -> u64 {
+    pub(crate) fn position(&self) -> HostOffset {
         self.offset - (self.bytes.len() - self.at) as u64
     }
+}
+
+/// The big-endian words of a table, in the byte order of the machine.
+pub(crate) fn words_of(bytes: &[u8]) -> Vec<u64> {
+    bytes.as_chunks::<8>().0.iter().map(|raw| u64::from_be_bytes(*raw)).collect()
+}
+
+/// A table as it is on disk.
+pub(crate) fn bytes_of(words: &[u64]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_be_bytes()).collect()
 }

@@ -1,17 +1,17 @@
 //! I/O memory.
 //!
-//! An [`IoBuf`] is a piece of a region that the kernel may write at any time while an operation
-//! is in flight. So no Rust reference to its bytes ever exists: they are copied in and out through
-//! raw pointers. References are counted locally (no atomics): a buffer belongs to one thread.
+//! Promises: no Rust reference to the bytes of an [`IoBuf`] ever exists, since the kernel may write
+//! them at any time while an operation is in flight; they are copied in and out through raw
+//! pointers. References are counted locally (no atomics): a buffer belongs to one thread.
 //!
 //! A buffer may be **scattered**: several pieces that act as one ([`Scatter`]). Operations take it
-//! as any other, and bytes are copied in and out as usual; only it has no address. Who needs one
-//! asks [`IoBuf::is_contiguous`].
+//! like any other, and bytes are copied in and out as usual, but it has no address. Code that needs
+//! an address checks [`IoBuf::is_contiguous`].
 //!
-//! A buffer may also stand for pages of somebody else that the kernel has put into a slot of the
-//! ring's table ([`IoBuf::client_pages`]): operations reach them, we cannot. Who might meet one
-//! asks [`IoBuf::is_ours`], and moves bytes with [`crate::Ring::copy`] and [`crate::Ring::zero`],
-//! which know all kinds.
+//! A buffer may also stand for pages of a client that the kernel has put into a slot of the ring's
+//! table ([`IoBuf::client_pages`]): operations reach them, this process cannot. Code that may get
+//! such a buffer checks [`IoBuf::is_ours`], and moves bytes with [`crate::Ring::copy`] and
+//! [`crate::Ring::zero`], which handle all kinds.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ops::Range;
@@ -38,8 +38,7 @@ const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 /// Memory that is freed when the last buffer on it goes.
 struct Region {
-    /// Null for pages that are not ours (the kernel counts their bytes from 0) and for scattered
-    /// pieces.
+    /// Null for pages of a client (the kernel counts their bytes from 0) and for scattered pieces.
     start: *mut u8,
     len: usize,
     origin: Origin,
@@ -47,7 +46,7 @@ struct Region {
     fixed: Option<u16>,
 }
 
-/// Where the memory of a region comes from, and so how it goes.
+/// Origin of the memory of a region, which decides how it is freed.
 enum Origin {
     /// A mapping of its own.
     Mapped,
@@ -55,7 +54,7 @@ enum Origin {
     Allocated(Layout),
     /// Memory that several threads use; it lives at least as long as this reference.
     Shared(Arc<SharedMemory>),
-    /// A mapping that somebody else made; it lives at least as long as this value.
+    /// A mapping that its owner made; it lives at least as long as this value.
     Foreign(#[allow(dead_code)] Box<dyn std::any::Any + Send + Sync>),
     /// Pages of a client, in a slot of the ring.
     Client,
@@ -112,9 +111,9 @@ impl Drop for Region {
     }
 }
 
-/// Memory that several threads make buffers of ([`SharedMemory::buffer`]), each for itself. Who
-/// uses it when is for them to agree on: the bytes are as unordered as those of any buffer that the
-/// kernel writes.
+/// Memory of which several threads make buffers ([`SharedMemory::buffer`]), each for itself. The
+/// threads must agree on its use: accesses are not ordered, as with any buffer that the kernel
+/// writes.
 pub struct SharedMemory {
     region: Region,
 }
@@ -137,7 +136,7 @@ impl SharedMemory {
         Arc::new(SharedMemory { region: Region::new(len, align) })
     }
 
-    /// Zeroed memory with pages of its own, however small, of which none is touched yet.
+    /// Zeroed memory with pages of its own, also for a small length; no page is touched yet.
     ///
     /// * `len`: bytes; whole pages are taken.
     pub fn mapped(len: usize) -> Arc<SharedMemory> {
@@ -166,14 +165,13 @@ impl SharedMemory {
         })
     }
 
-    /// Makes pages that are not touched yet come from a node, as long as that has memory (mbind(2),
-    /// `MPOL_PREFERRED`).
+    /// Prefers a NUMA node for pages that are not touched yet (mbind(2), `MPOL_PREFERRED`).
     ///
     /// * `range`: bytes of this memory, whole pages. Panics when it leaves the memory (a
     ///   programming error).
     ///
-    /// Errors: `EINVAL` when the node has no memory for us, or these are not pages of our own;
-    /// `EPERM`, `ENOSYS` where it is forbidden or unknown.
+    /// Errors: `EINVAL` when the node has no memory for this process, or the memory is no private
+    /// mapping; `EPERM`, `ENOSYS` where it is forbidden or unknown.
     pub fn prefer_node(&self, range: Range<usize>, node: usize) -> Result<(), crate::Errno> {
         assert!(range.start <= range.end && range.end <= self.len(), "{range:?} of {}", self.len());
         match self.region.origin {
@@ -218,7 +216,7 @@ impl SharedMemory {
         self.region.start as usize
     }
 
-    /// Asks for small pages until [`IoBuf::populate`]: what is used a little of takes little.
+    /// Asks for small pages until [`IoBuf::populate`]: memory that is used in part takes little.
     pub fn advise_small_pages(&self) {
         if matches!(self.region.origin, Origin::Mapped) {
             let advice = rustix::mm::Advice::LinuxNoHugepage;
@@ -262,8 +260,8 @@ impl IoBuf {
     }
 
     /// Pages of a client that the kernel puts into `slot` of the ring's table while a request
-    /// lasts. Operations on the ring that has them reach them, and fail with `EFAULT` past their
-    /// end or while there are none; nothing else does.
+    /// lasts. Only operations on that ring reach them, and fail with `EFAULT` past their end or
+    /// while there are none.
     ///
     /// * `len`: bytes at most.
     pub fn client_pages(slot: u16, len: usize) -> IoBuf {
@@ -272,17 +270,18 @@ impl IoBuf {
         IoBuf { region: Rc::new(region), offset: 0, len }
     }
 
-    /// Whether the bytes are in our memory: they can be copied and set.
+    /// Whether the bytes are in memory of this process: they can be copied and set.
     pub fn is_ours(&self) -> bool {
         !matches!(self.region.origin, Origin::Client)
     }
 
-    /// Whether the bytes are in our memory in one piece: they have an address.
+    /// Whether the bytes are in memory of this process in one piece: they have an address.
     pub fn is_contiguous(&self) -> bool {
         !matches!(self.region.origin, Origin::Client | Origin::Scattered(_))
     }
 
-    /// Whether this is several pieces ([`Scatter`]): ours, but without an address.
+    /// Whether this is several pieces ([`Scatter`]): in memory of this process, without one
+    /// address.
     pub fn is_scattered(&self) -> bool {
         matches!(self.region.origin, Origin::Scattered(_))
     }
@@ -309,14 +308,14 @@ impl IoBuf {
         self.region.start.wrapping_add(self.offset)
     }
 
-    /// Start address as a number, to compare with an alignment or to hand to the kernel. Of pages
-    /// that are not ours: the offset in them. Of a scattered buffer: nothing that means anything.
+    /// Start address as a number, to compare with an alignment or to give to the kernel. For pages
+    /// of a client: the offset in them. For a scattered buffer: undefined.
     pub fn address(&self) -> usize {
         self.as_mut_ptr() as usize
     }
 
-    /// Whether it has a start address that is a multiple of `align` bytes. Nobody knows that of
-    /// pages that are not ours.
+    /// Whether it has a start address that is a multiple of `align` bytes. False for pages of a
+    /// client, whose address is not known.
     pub fn is_aligned(&self, align: usize) -> bool {
         self.is_contiguous() && self.address().is_multiple_of(align)
     }
@@ -399,8 +398,8 @@ impl IoBuf {
         out
     }
 
-    /// Gives the memory of whole pages inside this buffer back to the system; they read as zeroes
-    /// afterwards. For buffers that are not in use. Does nothing for small buffers.
+    /// Frees the memory of whole pages inside this buffer; they read as zeroes afterwards. For
+    /// buffers that are not in use. Does nothing for small buffers.
     pub fn release_pages(&self) {
         if self.mapping().is_none() {
             return;
@@ -411,7 +410,8 @@ impl IoBuf {
             let from = self.as_mut_ptr().wrapping_add(start - self.address());
             // SAFETY: the range lies inside a private anonymous mapping that this buffer keeps
             // alive; discarding pages changes their content to zeroes, which raw memory allows.
-            // After a populate, small requests would take huge pages again that nobody gives back.
+            // Without it, small requests after a populate would take huge pages that are never
+            // freed.
             unsafe {
                 let (from, len) = (from.cast::<std::ffi::c_void>(), end - start);
                 let _ = rustix::mm::madvise(from, len, rustix::mm::Advice::LinuxDontNeed);
@@ -421,8 +421,8 @@ impl IoBuf {
     }
 
     /// Takes the pages of the first `len` bytes from the system, huge ones where it has them: one
-    /// call in place of many faults, and the kernel finds them faster when it copies. What the
-    /// bytes are does not change. Does nothing for small buffers.
+    /// call in place of many faults, and the kernel finds them faster when it copies. The
+    /// content does not change. Does nothing for small buffers.
     pub fn populate(&self, len: usize) {
         let Some((start, whole)) = self.mapping() else { return };
         // The huge pages that the bytes lie in, as far as they are inside the mapping: those that

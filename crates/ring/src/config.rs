@@ -1,4 +1,6 @@
-//! What a ring is sized and flagged for.
+//! Sizes and switches of a ring.
+//!
+//! Promises: plain data; all memory that follows from it is reserved at start-up.
 
 use crate::SpinPolicy;
 
@@ -14,8 +16,8 @@ pub struct Config {
     pub files: u32,
     /// 128-byte submission entries, as FUSE over io_uring needs them.
     pub sqe128: bool,
-    /// The kernel refuses every operation but those of this crate (`EACCES`), whoever writes into
-    /// the ring.
+    /// The kernel refuses every operation but those of this crate (`EACCES`), whatever code writes
+    /// into the ring.
     pub restricted: bool,
     /// Whether and how long a thread polls before it sleeps.
     pub spin: SpinPolicy,

@@ -1,7 +1,7 @@
 //! Counters of one ring: written by its thread, read by any.
 //!
-//! Single writer: a plain load and store, no read-modify-write, and the block has its own cache
-//! lines, so counting costs a thread nothing that it shares.
+//! Promises: a single writer, so a count is a plain load and store without read-modify-write, and
+//! the block has its own cache lines, so that counting touches no shared line.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -48,11 +48,11 @@ pub struct CountersSnapshot {
     pub cqes: u64,
     /// Enters that were willing to sleep.
     pub sleeps: u64,
-    /// Times that polling found work before its budget ran out.
+    /// Number of polls that found work before their budget ran out.
     pub polls_paid: u64,
-    /// Times that it slept for a set time in place of polling.
+    /// Number of timed sleeps in place of polling.
     pub naps: u64,
-    /// Times that polling did not.
+    /// Number of polls that ended without finding work.
     pub polls_missed: u64,
     /// Submissions forced early because the submission queue was full.
     pub queue_full: u64,

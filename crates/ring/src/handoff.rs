@@ -1,4 +1,4 @@
-//! One value from a helper thread to the task that waits for it.
+//! Passes one value from a helper thread to the task that waits for it.
 //!
 //! Promises: the value arrives exactly once, the waiter is always woken, also when the work panics,
 //! and a waiter that is dropped costs nothing. Built on [`super::sync`], so that the model test can

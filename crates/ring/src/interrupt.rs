@@ -1,9 +1,10 @@
-//! Ending a system call that a thread waits in.
+//! Interrupts a system call in which a thread waits.
 //!
-//! A descriptor that somebody else holds too can be made to wait by them: its flags are shared.
-//! Where no call can be made that is sure not to wait, another thread interrupts it: a signal with
-//! a handler that does nothing makes the call end with EINTR. Any thread; costs the thread that is
-//! watched nothing.
+//! Promises: the call ends with EINTR; the interrupted thread pays nothing before that. Any thread.
+//!
+//! Another process that holds a descriptor too can make it blocking, since its flags are shared.
+//! Where no call is sure not to wait, another thread interrupts it: a signal with an empty handler
+//! makes the call end with EINTR.
 
 use std::sync::OnceLock;
 
@@ -36,7 +37,7 @@ impl Interrupt {
     pub fn send(&self) {
         let process = rustix::process::getpid().as_raw_nonzero().get();
         // SAFETY: tgkill(2) takes three integers. The thread is of this process, or the number is
-        // nobody's, or that of a later thread of this process, whose calls are repeated as after
+        // unused, or that of a later thread of this process, whose calls are repeated as after
         // any signal.
         let _ = unsafe { libc::syscall(libc::SYS_tgkill, process, self.thread, SIGNAL) };
     }
@@ -88,7 +89,7 @@ mod tests {
 
         assert_eq!(ended, Some(Ok(Err(Errno::INTR))));
         thread.join().unwrap();
-        // Nobody is there any more.
+        // The thread has ended.
         interrupt.send();
     }
 }

@@ -1,15 +1,17 @@
-//! Short timed sleeps in place of polling, while the other side of a source is busy without us.
+//! Short timed sleeps (naps) in place of polling, while the client of a source is busy by itself.
 //!
-//! A deep client is a pipeline: it handles what we answered before, one request after the other,
-//! and each time sends a new one. A thread that polls takes these one by one, burns a CPU for the
-//! time between, and fights with the client over the cache lines of the ring. One that sleeps for a
-//! set time finds a batch, and the client notices nothing as long as it still has answers to
-//! handle. So the length is learnt from the one thing that must not suffer: how often requests
-//! come. No kick is asked for meanwhile, since the timer ends the sleep.
+//! Promises: a nap is given up when requests come less often because of it.
+//!
+//! A client at high depth is a pipeline: it handles our answers one after the other, and sends a
+//! new request each time. A thread that polls takes these one by one, burns a CPU for the time
+//! between, and fights with the client over the cache lines of the ring. One that sleeps for a set
+//! time finds a batch, and the client notices nothing as long as it still has answers to handle. So
+//! the length is learnt from the one thing that must not suffer: how often requests come. No kick
+//! is asked for meanwhile, since the timer ends the sleep.
 
 use std::time::Duration;
 
-/// Requests in a window: one look at the clock for all of them.
+/// Requests in a window: the clock is read once for all of them.
 const WINDOW: u32 = 128;
 /// Windows in a row that are taken together while it naps: a nap is about as long as a window.
 const NAPPING_WINDOWS: u32 = 4;
@@ -61,12 +63,12 @@ impl Nap {
         }
     }
 
-    /// How long to sleep now before looking again. Zero: poll.
+    /// Length of the next nap. Zero: poll.
     pub(crate) fn length(&self) -> Duration {
         self.length
     }
 
-    /// A look took `count` requests.
+    /// The loop took `count` requests.
     ///
     /// * `clock`: the time since some fixed moment; asked at the end of a window only.
     pub(crate) fn took(&mut self, count: u32, clock: impl FnOnce() -> Duration) {

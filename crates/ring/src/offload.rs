@@ -1,8 +1,10 @@
 //! Helper threads for work that would block a ring thread.
 //!
+//! Promises: work begins in the order in which it was given; a panic of the work reaches the
+//! waiting task only.
+//!
 //! One pool for the whole process, started when it is first needed. The result comes back through
-//! the waker of the task, i.e. through the ring's eventfd. Work is taken in the order in which it
-//! was given.
+//! the waker of the task, i.e. through the ring's eventfd.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -19,7 +21,7 @@ const THREADS_MAX: usize = 64;
 
 type Work = Box<dyn FnOnce() + Send>;
 
-/// What the helper threads share.
+/// State that the helper threads share.
 struct Pool {
     queue: Mutex<Queue>,
     /// There is work, or a thread that was woken for it is on its way.
@@ -42,14 +44,14 @@ static CPUS: LazyLock<usize> = LazyLock::new(|| {
     counted.unwrap_or(THREADS_MIN)
 });
 
-/// Looks how many CPUs there are, if nobody has yet: in a sandbox the files of a cgroup cannot be
-/// read. Blocks for some reads of small files.
+/// Counts the CPUs now: in a sandbox the files of a cgroup cannot be read later. Blocks for some
+/// reads of small files.
 pub(crate) fn count_cpus() {
     LazyLock::force(&CPUS);
 }
 
-/// Does something on a thread that is bound to no CPU of a queue: the calling one may be. `None`:
-/// no thread can be started.
+/// Runs `work` on a thread that may use all CPUs of the process: the calling thread may be bound to
+/// one. `None`: no thread can be started.
 fn on_all_cpus<T: Send + 'static>(
     name: &str,
     work: impl FnOnce() -> T + Send + 'static,
@@ -68,8 +70,8 @@ static POOL: LazyLock<&'static Pool> = LazyLock::new(|| {
     // For as long as the process lives, like its threads.
     let pool: &'static Pool =
         Box::leak(Box::new(Pool { queue: Mutex::new(queue), filled: Condvar::new() }));
-    // Threads inherit the CPUs of who starts them, and whoever needs the pool first may be bound to
-    // one.
+    // Threads inherit the CPUs of the thread that starts them, and that one may be bound to one
+    // CPU.
     if on_all_cpus("helpers", || pool.start()).is_none() {
         pool.start();
     }
@@ -113,8 +115,8 @@ impl Pool {
             let mut queue = self.queue();
             if queue.threads == 0 {
                 drop(queue);
-                // No helper thread could be started (a limit on processes): slower is better than
-                // not at all.
+                // No helper thread could be started (a limit on processes): the work runs here,
+                // slower.
                 return work();
             }
             queue.work.push_back(work);

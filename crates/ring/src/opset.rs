@@ -1,4 +1,6 @@
-//! Several operations at once, without allocation.
+//! Several operations at once.
+//!
+//! Promises: no allocation; all operations have ended when the wait returns.
 
 use std::future::{Future, poll_fn};
 use std::pin::Pin;

@@ -1,4 +1,6 @@
 //! Waiting for another task of the same thread.
+//!
+//! Promises: no atomics, no allocation; a permit is not lost.
 
 use std::cell::{Cell, RefCell};
 use std::future::{Future, poll_fn};
@@ -7,7 +9,7 @@ use std::task::Poll;
 use crate::Ring;
 use crate::slots::Waiter;
 
-/// A place where one task waits until another task of the same ring lets it go on. A permit given
+/// A task waits here until another task of the same ring gives a permit. A permit given
 /// early is kept; several count as one. No atomics, no allocation.
 #[derive(Debug)]
 pub struct Parker {
@@ -22,7 +24,7 @@ impl Default for Parker {
 }
 
 impl Parker {
-    /// Lets the waiting task, or the next one that waits, go on.
+    /// Gives a permit to the waiting task, or to the next one that waits.
     pub fn unpark(&self, ring: &Ring) {
         self.permit.set(true);
         let waiter = self.waiter.replace(Waiter::None);

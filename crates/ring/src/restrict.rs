@@ -1,12 +1,14 @@
-//! What a ring may do: restrictions that the kernel checks for each entry.
+//! Restrictions of a ring, which the kernel checks for each entry.
 //!
-//! A filter of system calls cannot see inside a ring: whoever may enter one may open files and
-//! connect sockets through it. So a ring is made disabled, told the operations that this crate
-//! submits, and enabled; from then on everything else completes with `EACCES`, for as long as the
-//! ring lives, whoever writes into it.
+//! Promises: an operation that this crate does not submit completes with `EACCES`, for as long as
+//! the ring lives, whatever code writes into the ring.
 //!
-//! Whoever adds an operation to this crate adds it here; the tests of the ring run restricted, so
-//! one that was forgotten fails there.
+//! A filter of system calls cannot see inside a ring: a process that may enter one may open files
+//! and connect sockets through it. So a ring is made disabled, restricted to the operations of this
+//! crate, and enabled.
+//!
+//! An operation that is added to this crate must be added here; the tests of the ring run
+//! restricted, so a missing one fails there.
 
 use std::io;
 
@@ -42,7 +44,7 @@ const REGISTRATIONS: [u8; 6] = [
 /// `IOSQE_*` of the same header.
 const FLAGS: u8 = (1 << 0) | (1 << 2) | (1 << 6);
 
-/// Tells a ring that is not enabled yet what it may do.
+/// Restricts a ring that is not enabled yet.
 ///
 /// * `wide`: 128-byte entries, which carry commands of drivers.
 ///

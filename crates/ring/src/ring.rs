@@ -1,4 +1,7 @@
-//! The handle through which everything on a ring thread submits.
+//! The handle of a ring: operations, tasks and messages of its thread.
+//!
+//! Promises: memory that the kernel may still touch stays in the slot of its operation until the
+//! completion; a full submission queue is submitted early, never an error.
 
 use std::cell::{Cell, RefCell, UnsafeCell};
 use std::collections::VecDeque;
@@ -12,10 +15,6 @@ use std::time::Duration;
 use io_uring::{opcode, squeue, types};
 
 use crate::counters::Counters;
-use crate::courier::Courier;
-use crate::executor::Executor;
-use crate::op::{Fd, Op, Sleep, State, What};
-use crate::remote::Shared;
 use crate::slots::{Completed, Keep, Slots, VECTOR_MAX, Waiter};
 use crate::uring::{Completion, Uring};
 use crate::{Errno, IoBuf, Source};
@@ -36,16 +35,28 @@ macro_rules! on_fd {
     };
 }
 
+mod client_pages;
 mod command;
 mod control;
 mod events;
+mod executor;
 mod memory;
+mod op;
 mod registered;
+mod remote;
 mod scattered;
 
 pub use command::RawCommand;
 pub use events::Readiness;
+pub(crate) use executor::ROOT;
+pub use op::{Fd, Op, Sleep};
+pub use remote::Remote;
 pub(crate) use scattered::Cut;
+
+use client_pages::Pipes;
+use executor::Executor;
+use op::{State, What};
+use remote::Shared;
 use scattered::Way;
 
 /// Marks the user data of a poll linked before an operation; alone: a cancellation.
@@ -70,12 +81,12 @@ pub(crate) struct Inner {
     /// Vectors and times that the kernel reads while an operation is in flight, one a slot.
     vectors: Box<[UnsafeCell<[libc::iovec; VECTOR_MAX]>]>,
     times: Box<[UnsafeCell<types::Timespec>]>,
-    /// Those who wait for a slot.
-    hungry: RefCell<VecDeque<Waiter>>,
-    /// Until this round of the executor ([`Executor::rounds`]) those who waited for a slot look
-    /// whether there is one: who comes now waits until they have. Otherwise a task that has another
-    /// operation as soon as one has ended, and takes its slot again at once, starves all who wait.
-    fed_until: Cell<u64>,
+    /// Tasks that wait for a slot.
+    slot_waiters: RefCell<VecDeque<Waiter>>,
+    /// Until this round of the executor ([`Executor::rounds`]) only tasks that waited for a slot
+    /// may take one; others wait. Otherwise a task that starts another operation as soon as one has
+    /// ended, and takes the free slot at once, starves all waiting tasks.
+    slots_reserved_until: Cell<u64>,
     pub(crate) executor: Executor,
     pub(crate) counters: Arc<Counters>,
     pub(crate) shared: Arc<Shared>,
@@ -85,14 +96,14 @@ pub(crate) struct Inner {
     message_waiter: RefCell<Waiter>,
     files: RefCell<Vec<u32>>,
     registered_buffers: RefCell<Vec<IoBuf>>,
-    /// What moves bytes to and from pages of clients.
-    pub(crate) courier: Courier,
+    /// Pipes that move bytes to and from pages of clients.
+    pub(crate) pipes: Pipes,
     pub(crate) event_armed: Cell<bool>,
     /// Longest poll before a sleep, when it was changed since the loop looked.
     pub(crate) polling: Cell<Option<Duration>>,
     /// No polling for the moment.
     pub(crate) polling_held: Cell<bool>,
-    /// Something else than inline completions is sure to be awaited ([`Ring::wait_past_inline`]).
+    /// A completion that is not inline is sure to come ([`Ring::wait_past_inline`]).
     pub(crate) past_inline: Cell<bool>,
     /// Offloaded work runs on the ring's own thread.
     pub(crate) offloads_here: Cell<bool>,
@@ -139,8 +150,8 @@ impl Inner {
             vectors: unsafe { zeroed(slots as usize) },
             // SAFETY: zeroes are times of no length.
             times: unsafe { zeroed(slots as usize) },
-            hungry: RefCell::new(VecDeque::with_capacity(slots as usize)),
-            fed_until: Cell::new(0),
+            slot_waiters: RefCell::new(VecDeque::with_capacity(slots as usize)),
+            slots_reserved_until: Cell::new(0),
             executor: Executor::new(Arc::clone(&shared)),
             counters: Arc::new(Counters::default()),
             shared,
@@ -149,7 +160,7 @@ impl Inner {
             message_waiter: RefCell::new(Waiter::None),
             files: RefCell::new((0..config.files).rev().collect()),
             registered_buffers: RefCell::new(Vec::new()),
-            courier: Courier::default(),
+            pipes: Pipes::default(),
             event_armed: Cell::new(false),
             polling: Cell::new(None),
             polling_held: Cell::new(false),
@@ -159,7 +170,7 @@ impl Inner {
         })
     }
 
-    /// Takes a slot, or notes that the polled future waits for one.
+    /// Takes a slot, or registers the polled future as waiting for one.
     ///
     /// * `has_waited`: for one operation, false at first.
     pub(crate) fn take_slot(
@@ -168,17 +179,16 @@ impl Inner {
         cx: &Context<'_>,
         has_waited: &mut bool,
     ) -> Result<u32, Keep> {
-        if !*has_waited && self.executor.rounds() < self.fed_until.get() {
+        if !*has_waited && self.executor.rounds() < self.slots_reserved_until.get() {
             *has_waited = true;
-            // Through the waker, as some of those who wait are woken: in the order in which that
-            // was asked for.
+            // By the waker, which wakes waiting tasks in the order of their requests.
             cx.waker().wake_by_ref();
             return Err(keep);
         }
         self.slots.borrow_mut().take(keep).inspect_err(|_| {
             *has_waited = true;
             self.counters.slots_full.add(1);
-            self.hungry.borrow_mut().push_back(self.executor.waiter(cx));
+            self.slot_waiters.borrow_mut().push_back(self.executor.waiter(cx));
         })
     }
 
@@ -186,7 +196,7 @@ impl Inner {
         let result = self.slots.borrow_mut().poll(slot, || self.executor.waiter(cx));
         match result {
             Some(result) => {
-                self.feed_hungry();
+                self.wake_slot_waiters();
                 Poll::Ready(result)
             }
             None => Poll::Pending,
@@ -202,16 +212,16 @@ impl Inner {
         self.poll_slot(slot, cx).map(|result| (result, true))
     }
 
-    /// A slot is free: all who wait for one look again. Some of them may be gone, so waking one
-    /// would not do.
-    fn feed_hungry(&self) {
-        if self.hungry.borrow().is_empty() {
+    /// A slot is free: wakes all tasks that wait for one. Some of them may be gone, so waking one
+    /// is not enough.
+    fn wake_slot_waiters(&self) {
+        if self.slot_waiters.borrow().is_empty() {
             return;
         }
-        // They are polled in the next round, before those who come until its end and are polled in
-        // the one after that.
-        self.fed_until.set(self.executor.rounds() + 2);
-        while let Some(waiter) = { self.hungry.borrow_mut().pop_front() } {
+        // They are polled in the next round; tasks that become ready until its end are polled in
+        // the round after that.
+        self.slots_reserved_until.set(self.executor.rounds() + 2);
+        while let Some(waiter) = { self.slot_waiters.borrow_mut().pop_front() } {
             self.executor.wake(waiter);
         }
     }
@@ -259,8 +269,8 @@ impl Inner {
             }
             What::Timeout(duration) => {
                 let time = self.times[slot as usize].get();
-                // SAFETY: the slot is in flight and belongs to this operation alone, so nobody else
-                // reads or writes its time; the table lives as long as the ring.
+                // SAFETY: the slot is in flight and belongs to this operation alone, so no other
+                // code reads or writes its time; the table lives as long as the ring.
                 unsafe { *time = types::Timespec::from(*duration) };
                 self.push(opcode::Timeout::new(time).build().user_data(user_data));
             }
@@ -270,7 +280,7 @@ impl Inner {
         }
     }
 
-    /// The future of an operation is gone.
+    /// The future of an operation was dropped.
     pub(crate) fn abandon_slot(&self, slot: u32) {
         let user_data = self.slots.borrow().user_data(slot);
         if self.slots.borrow_mut().abandon(slot) {
@@ -282,7 +292,7 @@ impl Inner {
                 tracing::error!("io_uring_enter: {error}");
             }
         } else {
-            self.feed_hungry();
+            self.wake_slot_waiters();
         }
     }
 
@@ -294,7 +304,7 @@ impl Inner {
         }
     }
 
-    /// Deals with one completion.
+    /// Handles one completion.
     pub(crate) fn complete(&self, completion: Completion) {
         self.counters.cqes.add(1);
         match completion.user_data {
@@ -312,7 +322,7 @@ impl Inner {
                     self.slots.borrow_mut().complete(target, completion.result, completion.more);
                 match done {
                     Completed::Wake(waiter) => self.executor.wake(waiter),
-                    Completed::Nobody => self.feed_hungry(),
+                    Completed::Nobody => self.wake_slot_waiters(),
                 }
             }
         }
@@ -429,8 +439,8 @@ impl Ring {
         Op { ring: self.clone(), state: State::InFlight(slot), inline: false }.await
     }
 
-    /// Reads into up to 8 pieces. Errors: `EINVAL` for more, and for one that is scattered or not
-    /// ours.
+    /// Reads into up to 8 pieces. Errors: `EINVAL` for more, and for a scattered buffer or client
+    /// pages.
     pub async fn readv(&self, fd: Fd, offset: u64, bufs: &[IoBuf]) -> Result<u32, Errno> {
         self.vectored(bufs, |vector, count| {
             on_fd!(fd, |fd| opcode::Readv::new(fd, vector, count).offset(offset).build())

@@ -1,7 +1,9 @@
 //! The loop of a ring thread.
 //!
-//! A turn: poll all ready tasks, then one enter that submits what they queued, runs the kernel's
-//! deferred work and waits if nothing is ready, then take all completions.
+//! Promises: the thread sleeps in `io_uring_enter` only, and memory that the kernel may still write
+//! is never freed at the end. A turn: poll all ready tasks, then one enter that submits what they
+//! queued, runs the kernel's deferred work and waits if nothing is ready, then take all
+//! completions.
 
 use std::future::Future;
 use std::pin::pin;
@@ -9,9 +11,8 @@ use std::rc::Rc;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
-use crate::executor::ROOT;
 use crate::nap::Nap;
-use crate::ring::Inner;
+use crate::ring::{Inner, ROOT};
 use crate::{Config, Ring, SetupError, Source, SpinPolicy};
 
 /// How long the end of a ring waits for operations that were cancelled. After that their memory is
@@ -19,8 +20,8 @@ use crate::{Config, Ring, SetupError, Source, SpinPolicy};
 const CLOSE_WAIT: Duration = Duration::from_secs(1);
 
 /// A poll lets another thread of its CPU run after this time, and again whenever it has lasted
-/// twice as long: perhaps the one that it waits for. Each time is a system call, so they must not
-/// be many.
+/// twice as long: it may be the one that the poll waits for. Each time is a system call, so they
+/// must not be many.
 const YIELD_FIRST: Duration = Duration::from_micros(4);
 
 /// Rounds of ready tasks before an enter.
@@ -61,8 +62,8 @@ impl Runtime {
             if let Poll::Ready(output) = inner.executor.poll_root(future.as_mut(), &waker) {
                 return output;
             }
-            // What tasks queue for each other is submitted together; but a task that always wakes
-            // itself must not keep the thread from the kernel.
+            // Entries of tasks that wake each other are submitted together; but a task that always
+            // wakes itself must not keep the thread from the kernel.
             for round in 0..=ROUNDS {
                 inner.shared.receive_local(|task| inner.executor.schedule(task));
                 if round == ROUNDS || !inner.executor.has_ready_tasks() {
@@ -81,7 +82,7 @@ impl Runtime {
         let source = inner.source.borrow().clone();
         let found = source.as_ref().is_some_and(|source| {
             source.publish();
-            self.look(source.as_ref())
+            self.poll_source(source.as_ref())
         });
         let may_wait = may_wait && !found;
         if may_wait
@@ -109,8 +110,8 @@ impl Runtime {
         self.collect();
     }
 
-    /// Takes what a source has. Returns whether there was something.
-    fn look(&mut self, source: &dyn Source) -> bool {
+    /// Takes the requests of a source. Returns whether there were any.
+    fn poll_source(&mut self, source: &dyn Source) -> bool {
         let took = source.look();
         if took > 0 {
             let began = self.began;
@@ -186,7 +187,7 @@ impl Runtime {
         let start = Instant::now();
         let mut yield_at = YIELD_FIRST;
         loop {
-            if source.as_ref().is_some_and(|source| self.look(source.as_ref())) {
+            if source.as_ref().is_some_and(|source| self.poll_source(source.as_ref())) {
                 self.spin.paid();
                 inner.counters.polls_paid.add(1);
                 self.last_sleep = Instant::now();
@@ -194,8 +195,8 @@ impl Runtime {
             }
             if inner.uring.has_work() {
                 // Waits for one completion, so that a poll and the read linked to it are done in
-                // one call. Not with a source: what the kernel has left may end without a
-                // completion, and the source has not been told that we sleep.
+                // one call. Not with a source: deferred work of the kernel may end without a
+                // completion, and the source is not armed for a sleep.
                 self.enter(u32::from(source.is_none()));
                 self.spin.paid();
                 inner.counters.polls_paid.add(1);

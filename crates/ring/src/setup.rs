@@ -1,4 +1,6 @@
-//! Making a ring with the best set of flags that the kernel has.
+//! Makes a ring with the best set of flags that the kernel has.
+//!
+//! Promises: an error says which limit or setting forbids the ring, and what the user can change.
 
 use std::fmt;
 use std::io;
@@ -74,7 +76,7 @@ impl From<io::Error> for SetupError {
     }
 }
 
-/// Whether the kernel has io_uring whatever the system call says: the sysctl exists since Linux
+/// Whether the kernel has io_uring although the system call fails: the sysctl exists since Linux
 /// 6.6.
 fn kernel_has_it() -> bool {
     std::path::Path::new("/proc/sys/kernel/io_uring_disabled").exists()
@@ -91,7 +93,7 @@ fn disabled_sysctl() -> Option<String> {
 const LEVELS: [&str; 3] =
     ["single issuer, deferred task work", "cooperative task work", "no scheduling flags"];
 
-/// What came out: whether completions are posted only inside our own `io_uring_enter`.
+/// The result: whether completions are posted only inside this thread's `io_uring_enter`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Level {
     pub(crate) taskrun_flag: bool,

@@ -1,9 +1,9 @@
-//! Slots: one for each operation in flight. Memory for all is reserved at start-up, and touched
-//! when so many are in flight for the first time: most threads never need most of it.
+//! Slots: one for each operation in flight.
 //!
-//! A slot keeps what the kernel may still touch (buffers, vectors, a time) until the completion
-//! arrives, whoever dropped what meanwhile. A generation in the user data tells a late completion
-//! from the slot's next use.
+//! Promises: a slot keeps the memory that the kernel may still touch (buffers, vectors, a time)
+//! until the completion arrives, also when the future was dropped. A generation in the user data
+//! distinguishes a late completion from the slot's next use. Memory for all slots is reserved at
+//! start-up, and touched only when a slot is used for the first time.
 
 use std::task::Waker;
 
@@ -12,7 +12,7 @@ use crate::IoBuf;
 /// Pieces of a vectored operation.
 pub(crate) const VECTOR_MAX: usize = 8;
 
-/// What the kernel may touch until the completion.
+/// Memory that the kernel may touch until the completion.
 #[derive(Debug)]
 pub(crate) enum Keep {
     Nothing,
@@ -21,7 +21,7 @@ pub(crate) enum Keep {
     Pieces,
 }
 
-/// Who is told of the completion.
+/// The receiver of the completion.
 #[derive(Debug)]
 pub(crate) enum Waiter {
     None,
@@ -35,7 +35,7 @@ pub(crate) enum Waiter {
 enum State {
     Free,
     InFlight,
-    /// The kernel goes on with it, and there is a result to take.
+    /// The kernel continues the operation, and there is a result to take.
     Event(i32),
     /// The future is gone; the slot is freed by the completion.
     Orphan,
@@ -59,7 +59,7 @@ struct Slot {
 }
 
 impl Slot {
-    /// Drops what was kept: the kernel is done with it.
+    /// Drops the kept memory: the kernel no longer uses it.
     fn forget_kept(&mut self) {
         if matches!(std::mem::replace(&mut self.keep, Keep::Nothing), Keep::Pieces) {
             self.pieces.fill(None);
@@ -67,12 +67,12 @@ impl Slot {
     }
 }
 
-/// What a completion means for the executor.
+/// The effect of a completion on the executor.
 #[derive(Debug)]
 pub(crate) enum Completed {
     /// Wake this waiter.
     Wake(Waiter),
-    /// Nobody waits any more, or the completion is stale.
+    /// No task waits any more, or the completion is stale.
     Nobody,
 }
 
@@ -161,7 +161,7 @@ impl Slots {
         None
     }
 
-    /// Takes what an operation that goes on has given so far.
+    /// Takes the results so far of an operation that continues.
     pub(crate) fn take_event(&mut self, index: u32) -> Option<i32> {
         let slot = &mut self.slots[index as usize];
         let State::Event(result) = slot.state else { return None };
@@ -181,8 +181,8 @@ impl Slots {
         false
     }
 
-    /// A completion arrived. Sets of events of an operation that goes on (`more`) add up until they
-    /// are taken.
+    /// A completion arrived. Sets of events of an operation that continues (`more`) add up until
+    /// they are taken.
     pub(crate) fn complete(&mut self, user_data: u64, result: i32, more: bool) -> Completed {
         let index = u32::try_from(user_data & u64::from(u32::MAX)).unwrap_or(u32::MAX);
         let Some(slot) = self.slots.get_mut(index as usize) else { return Completed::Nobody };
@@ -200,7 +200,7 @@ impl Slots {
             }
             State::Orphan if more => Completed::Nobody,
             State::InFlight | State::Event(_) => {
-                // How it ended matters less than what it gave: who goes on hears of it again.
+                // Its events matter more than its end, which the next operation gives again.
                 let ended = if result < 0 && before > 0 { before } else { before | result };
                 slot.state = State::Done(ended);
                 // The kernel is done with the memory: give it back before the future looks.

@@ -1,23 +1,24 @@
 //! Work that comes through shared memory instead of the ring: virtqueues.
+//!
+//! Promises: the loop calls [`Source::arm`] before it sleeps, so no request is missed.
 
-/// Something that the loop of a ring thread looks at in shared memory, in each turn and while it
-/// polls, and that must be told before the thread sleeps. One for each ring
+/// A queue in shared memory that the loop of a ring thread polls in each turn, and that is armed
+/// before the thread sleeps. One for each ring
 /// ([`crate::Ring::set_source`]).
 ///
 /// All methods are called by the loop, on the ring's thread, between polls of tasks: they may wake
 /// tasks and queue entries, and must neither block nor allocate.
 pub trait Source {
-    /// All ready tasks have run: what they finished is made visible to the other side now, once for
-    /// all of it.
+    /// All ready tasks have run: shows the other side everything that they finished, at once.
     fn publish(&self);
 
-    /// Takes the work that is there and wakes the tasks that will do it. Returns how much it is:
-    /// requests, 0 for none. Called in each turn and, while the thread polls, every few
-    /// nanoseconds: reads shared memory only.
+    /// Takes the available requests and wakes the tasks that will serve them. Returns their number.
+    /// Called in each turn and, while the thread polls, every few nanoseconds: reads shared memory
+    /// only.
     fn look(&self) -> u32;
 
-    /// Whether nothing that was taken is unfinished: only the other side can bring work now, so a
-    /// short sleep keeps nothing waiting but that.
+    /// Whether all taken requests are finished: only the other side can bring work now, so a short
+    /// sleep delays nothing else.
     fn rests(&self) -> bool;
 
     /// The thread is about to sleep: asks the other side for a wake-up (that ends up as a
@@ -25,6 +26,6 @@ pub trait Source {
     /// thread does not sleep then.
     fn arm(&self) -> bool;
 
-    /// The thread is awake and will look by itself.
+    /// The thread is awake and will poll by itself.
     fn disarm(&self);
 }

@@ -1,6 +1,7 @@
-//! When to poll before sleeping.
+//! Decides when a thread polls before it sleeps.
 //!
-//! A thread that sleeps pays a wake-up; one that polls takes a CPU that its client may need. Which
+//! Promises: an idle export is never polled; polls that keep missing become rare. A thread that
+//! sleeps pays a wake-up; one that polls takes a CPU that its client may need. Which
 //! is cheaper depends on the client, so the policy tries and learns: a poll that found work pays,
 //! one that did not costs. After misses it pauses, each time for longer; after a long sleep (an
 //! idle export) it does not poll at all.
@@ -52,7 +53,7 @@ impl SpinPolicy {
         }
     }
 
-    /// How long to poll now; zero means: sleep at once.
+    /// Time to poll now; zero: sleep at once.
     pub(crate) fn budget(&mut self) -> Duration {
         if self.cap.is_zero() || self.idle {
             return Duration::ZERO;

@@ -1,5 +1,7 @@
-//! The primitives that threads share, in one place: the model test (`model/`) builds the same
-//! source files on simulated ones.
+//! The synchronisation primitives of `handoff.rs` and `mailbox.rs`.
+//!
+//! Promises: no panic on poison. The model test (`model/`) builds the same source files on
+//! simulated primitives.
 
 pub(crate) use std::sync::{Arc, Mutex};
 

@@ -1,6 +1,6 @@
-//! The kernel's ring, with the crate that maps it hidden behind a few calls.
+//! The kernel's ring: submission, completion and enter, on top of the crate `io-uring`.
 //!
-//! Ring thread only. Never allocates after start-up.
+//! Promises: never allocates after start-up. Ring thread only.
 
 use std::io;
 
@@ -39,7 +39,7 @@ pub(crate) struct Completion {
 
 impl Drop for Uring {
     fn drop(&mut self) {
-        // A registered ring stays open until its thread ends, and with it whatever it keeps.
+        // A registered ring stays open until its thread ends, with all memory and files it keeps.
         let _ = self.submitter.unregister_ring_fd();
     }
 }
@@ -69,7 +69,8 @@ impl Uring {
         }
         if config.restricted {
             restrict(&submitter, config.sqe128)?;
-            // By the thread that uses it: a ring of a single issuer belongs to whoever enables it.
+            // By the thread that uses it: a ring of a single issuer belongs to the thread that
+            // enables it.
             submitter.register_enable_rings()?;
         }
         // A seccomp profile may allow io_uring_setup and forbid this: known now, not when the first

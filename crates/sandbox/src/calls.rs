@@ -1,14 +1,14 @@
-//! Which system calls may be made: seccomp.
+//! Seccomp: which system calls may be made.
 //!
 //! Promises: three answers, the strictest first.
-//! - A call that no correct version of this program makes once it serves, and that somebody who has
-//!   taken it over would make (starting a program, tracing another, mounting, becoming another
-//!   user, loading a module), **ends the process**: what runs then is not us any more. That costs
-//!   no more than any crash: what was flushed is on stable storage, and a kept mount goes on.
+//! - A call that no correct version of this program makes once it serves, and that an attacker who
+//!   controls the process would make (starting a program, tracing another, mounting, changing the
+//!   user, loading a module), **ends the process**. That costs no more than any crash: flushed data
+//!   is on stable storage, and a kept mount continues.
 //! - Every other call that is not on the list is answered with **`ENOSYS`**. A libc or a standard
-//!   library that has learned a new call then falls back to the old one, and a path of ours that
-//!   was forgotten here gets an error, which it handles, in place of a kill, which costs somebody's
-//!   machine its disk. No data depends on it: data goes through rings, which only need
+//!   library with a newer call then falls back to the old one, and a call of this program that is
+//!   missing in the list gets an error, which it handles, instead of ending the process and with it
+//!   the disk of a machine. No data depends on it: data goes through rings, which only need
 //!   io_uring_enter(2).
 //! - The rest is **allowed**, some of it with certain arguments only.
 //!
@@ -27,20 +27,20 @@ mod need;
 use list::{ALLOWED, DEADLY, SOCKETS, VHOST};
 pub use need::{Argument, Is, Need};
 
-/// What a plan needs besides the calls of every plan.
+/// Needs of a plan besides the calls of every plan.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Calls {
-    /// Unix sockets may be made and connected: for who connects again to a peer that was restarted.
+    /// Unix sockets may be made and connected: to connect again to a peer that was restarted.
     pub sockets: bool,
-    /// Rings may be handed to the module vhost_blk, through a device that is open already.
+    /// Rings may be given to the module vhost_blk, through a device that is open already.
     pub vhost: bool,
     /// Single calls more, by number (`libc::SYS_…`), also of those that end the process.
     pub more: Vec<i64>,
 }
 
 impl Calls {
-    /// For a process that removes its mount itself: umount2(2), and what aborts a FUSE connection
-    /// where fusectl is not mounted.
+    /// For a process that removes its mount itself: umount2(2), and the calls that abort a FUSE
+    /// connection where fusectl is not mounted.
     #[must_use]
     pub fn unmounting() -> Calls {
         let more = vec![libc::SYS_umount2, libc::SYS_fsopen, libc::SYS_fsconfig, libc::SYS_fsmount];
@@ -76,7 +76,7 @@ pub(crate) struct Filters {
     pub(crate) allowed: usize,
 }
 
-/// The conditions that stand for one on an argument: any of them will do.
+/// The conditions of seccompiler for one condition on an argument: any of them is enough.
 fn conditions(argument: &Argument) -> Result<Vec<SeccompCondition>, BackendError> {
     let low = SeccompCmpArgLen::Dword;
     let one = |len, operator, value: u64| {

@@ -1,4 +1,6 @@
-//! Root's powers.
+//! Capabilities: the powers of root that are kept.
+//!
+//! Promises: only capabilities that the process has are kept.
 
 use rustix::thread::{CapabilitySet, capabilities};
 
@@ -6,7 +8,7 @@ use rustix::thread::{CapabilitySet, capabilities};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Keep(pub CapabilitySet);
 
-/// Names, for people; the rest has none here because nobody keeps it.
+/// Names, for messages; the others are never kept.
 const NAMES: [(CapabilitySet, &str); 6] = [
     (CapabilitySet::DAC_OVERRIDE, "dac_override"),
     (CapabilitySet::FOWNER, "fowner"),
@@ -17,10 +19,10 @@ const NAMES: [(CapabilitySet, &str); 6] = [
 ];
 
 impl Default for Keep {
-    /// What serving images takes:
+    /// Needed to serve images:
     /// - `CAP_DAC_OVERRIDE`: images belong to others than root, and are opened again when a command
-    ///   changes the chain; which ones is landlock's matter;
-    /// - `CAP_SYS_RESOURCE`: writes go on where a quota of the owner would end them for others;
+    ///   changes the chain; landlock restricts which ones;
+    /// - `CAP_SYS_RESOURCE`: writes are not limited by a quota of the owner;
     /// - `CAP_IPC_LOCK`: memory of buffers that are registered later is not counted against
     ///   RLIMIT_MEMLOCK.
     fn default() -> Keep {
@@ -35,7 +37,7 @@ impl Keep {
     }
 }
 
-/// In words.
+/// As text.
 pub(crate) fn describe(set: CapabilitySet) -> String {
     let names: Vec<&str> =
         NAMES.iter().filter(|(each, _)| set.contains(*each)).map(|(_, name)| *name).collect();

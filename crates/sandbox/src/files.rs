@@ -1,9 +1,9 @@
-//! Which files may be opened: landlock.
+//! Landlock: which files may be opened.
 //!
-//! Promises: a ruleset that denies everything but what it was told; rights that the kernel does not
-//! know are left out. A file or directory that is not there gets no rule: it could not be opened
-//! anyway. With a block device, or a directory that holds some, comes what `/sys` says of them
-//! ([`told_of`]).
+//! Promises: the ruleset denies every file that the plan does not name; rights that the kernel does
+//! not know are left out. A missing file or directory gets no rule: it could not be opened anyway.
+//! A block device, or a directory with block devices, comes with their directories of `/sys`
+//! ([`sys_directory`]).
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -32,7 +32,7 @@ const KNOWN: ABI = ABI::V6;
 /// errata".
 const SIGNALS_BETWEEN_THREADS: i32 = 1 << 1;
 
-/// What may be done with a file, or with everything in a directory.
+/// Rights on a file, or on all files in a directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Right {
     /// A file: read.
@@ -76,8 +76,8 @@ pub(crate) struct Rules {
 
 impl Rules {
     /// Keeps the files of `/proc` that have a rule, for as long as the process lives: a rule is for
-    /// an inode, and `/proc` makes another one when a name that nobody holds has been forgotten, as
-    /// happens when memory is short.
+    /// an inode, and `/proc` makes another one when a name that is not open was dropped from the
+    /// cache, as happens when memory is short.
     pub(crate) fn hold(&self) {
         for file in &self.of_proc {
             match rustix::io::fcntl_dupfd_cloexec(file, 0) {
@@ -118,14 +118,14 @@ pub(crate) fn rules(paths: &[(PathBuf, Right)]) -> Result<Rules, NoRules> {
         // No rule for any port: no TCP.
         .handle_access(AccessNet::from_all(KNOWN))?
         .scope(Scope::AbstractUnixSocket)?;
-    // Each thread enters by itself. Kernels without that repair take the threads of one process for
-    // strangers then, and refuse the signal that interrupts a thread.
+    // Each thread enters by itself. Kernels without that repair treat the threads of one process as
+    // unrelated then, and refuse the signal that interrupts a thread.
     if threads::landlock_repairs() & SIGNALS_BETWEEN_THREADS != 0 {
         ruleset = ruleset.scope(Scope::Signal)?;
     }
     let mut created = ruleset.create()?;
     let (mut count, mut of_proc) = (0, Vec::new());
-    let devices = paths.iter().flat_map(|(path, right)| told_with(path, *right));
+    let devices = paths.iter().flat_map(|(path, right)| sys_directories(path, *right));
     let devices: BTreeSet<PathBuf> = devices.collect();
     let devices: Vec<(PathBuf, Right)> =
         devices.into_iter().map(|path| (path, Right::ReadBelow)).collect();
@@ -148,26 +148,26 @@ pub(crate) fn rules(paths: &[(PathBuf, Right)]) -> Result<Rules, NoRules> {
     Ok(Rules { ruleset, abi, paths: count, of_proc })
 }
 
-/// Directories of `/sys` that are to be read with a path: those of the block devices that it allows
-/// to be opened.
-fn told_with(path: &Path, right: Right) -> Vec<PathBuf> {
+/// Directories of `/sys` that must be readable with a path: those of the block devices that it
+/// allows to open.
+fn sys_directories(path: &Path, right: Right) -> Vec<PathBuf> {
     let Ok(meta) = fs::metadata(path) else { return Vec::new() };
     match right {
         Right::ReadFile | Right::WriteFile if meta.file_type().is_block_device() => {
-            told_of(meta.rdev()).into_iter().collect()
+            sys_directory(meta.rdev()).into_iter().collect()
         }
         Right::ReadBelow | Right::WriteBelow => {
             let entries = fs::read_dir(path).into_iter().flatten().flatten();
             let is_device =
                 |entry: &fs::DirEntry| entry.file_type().is_ok_and(|kind| kind.is_block_device());
             let devices = entries.filter(is_device).filter_map(|entry| entry.metadata().ok());
-            let mut told: Vec<PathBuf> =
-                devices.filter_map(|device| told_of(device.rdev())).collect();
-            if !told.is_empty() {
+            let mut found: Vec<PathBuf> =
+                devices.filter_map(|device| sys_directory(device.rdev())).collect();
+            if !found.is_empty() {
                 // Some are made when they are needed.
-                told.push(PathBuf::from(VIRTUAL_DEVICES));
+                found.push(PathBuf::from(VIRTUAL_DEVICES));
             }
-            told
+            found
         }
         Right::ReadFile | Right::WriteFile => Vec::new(),
     }
@@ -175,7 +175,7 @@ fn told_with(path: &Path, right: Right) -> Vec<PathBuf> {
 
 /// The directory of `/sys` about a block device: sizes and limits of its queue, and the file of a
 /// loop device. For a partition it is that of the whole device, which has the queue.
-fn told_of(device: u64) -> Option<PathBuf> {
+fn sys_directory(device: u64) -> Option<PathBuf> {
     let link = format!("/sys/dev/block/{}:{}", major(device), minor(device));
     let directory = fs::canonicalize(link).ok()?;
     match directory.join("partition").exists() {

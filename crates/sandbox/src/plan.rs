@@ -1,4 +1,6 @@
-//! What shall still be possible, and entering.
+//! The plan of a sandbox: what stays allowed; and entering it.
+//!
+//! Promises: [`Plan::enter`] confines every thread permanently, or says which part is missing.
 
 use std::fmt;
 use std::os::fd::AsFd;
@@ -10,34 +12,35 @@ use rustix::thread::CapabilitySet;
 
 use crate::calls::{self, Calls, Filters};
 use crate::capabilities::{self, Keep};
+use crate::failure::Failure;
 use crate::files::{self, NoRules, Right, Rules};
 use crate::threads::{self, Confinement};
 use crate::user::User;
 
-/// Rights that no file gets that is made inside: nobody runs it, and the group and others do not
+/// Rights that no file gets that is created inside: no one may run it, and group and others may not
 /// write it.
 const NOT_FOR_RUNNING: Mode = Mode::from_raw_mode(0o133);
 
-/// What a process of this program opens once it serves, whatever it serves. Of `/proc` and `/sys`
-/// it is this and nothing else: neither other processes nor the rest of the machine. (What the
-/// kernel says of block devices comes with those: [`crate::files`].)
+/// Files that every serving process of this program opens. Nothing else of `/proc` and `/sys` is
+/// allowed: neither other processes nor the rest of the machine. (The directories of `/sys` about a
+/// block device come with the rule of the device: [`crate::files`].)
 const OWN: [(&str, Right); 7] = [
-    // Its own state: threads, their CPUs and times (`ctl stats`, `ctl topology`), locks of its
-    // files, its mounts, where code is (a backtrace). It holds the tables of its network, too,
-    // which cannot be left out of a directory.
+    // The state of this process: threads, their CPUs and times (`ctl stats`, `ctl topology`), locks
+    // of its files, its mounts, the code of a backtrace. The directory also holds the tables of its
+    // network, which a rule for a directory cannot leave out.
     ("/proc/self", Right::ReadBelow),
-    // glibc looks before it gives memory of a thread's heap back.
+    // glibc reads it before it frees memory of a thread's heap.
     ("/proc/sys/vm/overcommit_memory", Right::ReadFile),
     // CPUs: for `ctl topology`; glibc counts them for its heaps.
     ("/sys/devices/system/cpu/online", Right::ReadFile),
     ("/sys/devices/system/cpu/possible", Right::ReadFile),
-    // Nodes, with their CPUs and memory: where threads and memory of a guest go.
+    // Nodes, with their CPUs and memory: for the placement of threads and guest memory.
     ("/sys/devices/system/node", Right::ReadBelow),
     ("/dev/null", Right::WriteFile),
     ("/dev/zero", Right::ReadFile),
 ];
 
-/// What a serving process still needs. Everything else goes.
+/// The needs of a serving process. Everything else is taken away.
 #[derive(Debug)]
 pub struct Plan {
     paths: Vec<(PathBuf, Right)>,
@@ -45,43 +48,31 @@ pub struct Plan {
     calls: Calls,
     keep: Keep,
     user: Option<User>,
-    is_insisted_on: bool,
+    is_required: bool,
 }
 
-/// What is in force. Shown in one line.
+/// The parts of the sandbox that are in force. Shown in one line.
 #[derive(Clone, Debug)]
 pub struct InForce {
     /// The kernel's version of landlock, and the number of paths with rules.
     pub landlock: Option<(i32, usize)>,
     /// System calls that may be made; `None`: no seccomp.
     pub calls: Option<usize>,
-    /// `None`: not root, so there are none to lose; or they could not be taken
-    /// ([`InForce::missing`]).
+    /// Capabilities that are kept. `None`: the process is not root, so it has none; or they could
+    /// not be dropped ([`InForce::missing`]).
     pub capabilities: Option<CapabilitySet>,
-    /// What could not be had, each with the reason.
+    /// The parts that are missing, each with the reason.
     pub missing: Vec<String>,
 }
 
-/// What is to be put in force.
+/// The prepared parts of the sandbox.
 #[derive(Debug)]
-struct Walls {
+struct Prepared {
     rules: Option<Rules>,
     filters: Option<Filters>,
-    /// Each thread can be told to give something up.
+    /// Every thread can be found and confined.
     reaches_threads: bool,
 }
-
-/// Why a process is not confined as it was insisted on, or not even as it must be for its own sake.
-#[derive(Debug)]
-pub struct Failure(pub String);
-
-impl fmt::Display for Failure {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for Failure {}
 
 impl Default for Plan {
     /// The program's own needs.
@@ -92,7 +83,7 @@ impl Default for Plan {
             calls: Calls::default(),
             keep: Keep::default(),
             user: None,
-            is_insisted_on: false,
+            is_required: false,
         }
     }
 }
@@ -104,10 +95,11 @@ impl Plan {
         Plan::default()
     }
 
-    /// Entering fails where a wall is missing; otherwise that is told in [`InForce::missing`].
+    /// Makes entering fail where a part is missing; otherwise the part is listed in
+    /// [`InForce::missing`].
     #[must_use]
-    pub fn insist(mut self, is_insisted_on: bool) -> Plan {
-        self.is_insisted_on = is_insisted_on;
+    pub fn insist(mut self, is_required: bool) -> Plan {
+        self.is_required = is_required;
         self
     }
 
@@ -116,8 +108,8 @@ impl Plan {
         self
     }
 
-    /// A file or device that may be read. By whatever name: the rule is for what is there when
-    /// entering, so `/proc/self/fd/N` will do.
+    /// A file or device that may be read. The rule is for the file that the name leads to when
+    /// entering, so `/proc/self/fd/N` works too.
     #[must_use]
     pub fn read(self, file: impl Into<PathBuf>) -> Plan {
         self.path(file, Right::ReadFile)
@@ -129,13 +121,13 @@ impl Plan {
         self.path(file, Right::WriteFile)
     }
 
-    /// A directory of which everything may be read, at any depth.
+    /// A directory in which all files may be read, at any depth.
     #[must_use]
     pub fn read_below(self, directory: impl Into<PathBuf>) -> Plan {
         self.path(directory, Right::ReadBelow)
     }
 
-    /// A directory in which, at any depth, files may be read, made, written and removed.
+    /// A directory in which files may be read, created, written and removed, at any depth.
     #[must_use]
     pub fn write_below(self, directory: impl Into<PathBuf>) -> Plan {
         self.path(directory, Right::WriteBelow)
@@ -155,16 +147,16 @@ impl Plan {
         self
     }
 
-    /// The process becomes this user's, and keeps no capability. That is never left out: entering
-    /// fails where it cannot be done.
+    /// The process changes to this user, and keeps no capability. Entering always fails where that
+    /// is not possible.
     #[must_use]
     pub fn user(mut self, user: User) -> Plan {
         self.user = Some(user);
         self
     }
 
-    /// Leaves landlock out: inside, no file system may be unmounted, and the caller has nobody to
-    /// do it.
+    /// Leaves landlock out: inside it no file system can be unmounted, and the caller has no helper
+    /// process for that.
     ///
     /// * `why`: for [`InForce::missing`].
     #[must_use]
@@ -173,20 +165,20 @@ impl Plan {
         self
     }
 
-    /// Looks whether the kernel has what [`Plan::enter`] needs, and changes nothing: for who cannot
-    /// go back later.
+    /// Checks that the kernel has the parts that [`Plan::enter`] needs, and changes nothing: for a
+    /// caller that cannot go back later.
     ///
-    /// Errors: something is missing that was insisted on.
+    /// Errors: a required part is missing.
     pub fn check(&self) -> Result<(), Failure> {
-        self.walls(&mut Vec::new()).map(|_| ())
+        self.prepare(&mut Vec::new()).map(|_| ())
     }
 
-    /// Makes what is to be put in force.
-    fn walls(&self, missing: &mut Vec<String>) -> Result<Walls, Failure> {
+    /// Prepares the parts.
+    fn prepare(&self, missing: &mut Vec<String>) -> Result<Prepared, Failure> {
         let known = threads::are_known().map_err(|errno| {
             format!("no landlock, and capabilities stay: the threads in /proc/self/task: {errno}")
         });
-        let reaches_threads = self.or_note(known, missing)?.is_some();
+        let reaches_threads = self.or_missing(known, missing)?.is_some();
         let rules = match &self.without_files {
             Some(why) => Err(why.clone()),
             None => files::rules(&self.paths).map_err(|no| match no {
@@ -194,19 +186,19 @@ impl Plan {
                 NoRules::Failed(error) => format!("landlock: {error}"),
             }),
         };
-        let rules = self.or_note(rules, missing)?;
+        let rules = self.or_missing(rules, missing)?;
         let filters = calls::filters(&self.calls).map_err(|error| format!("seccomp: {error}"));
-        let filters = self.or_note(filters, missing)?;
-        Ok(Walls { rules: rules.filter(|_| reaches_threads), filters, reaches_threads })
+        let filters = self.or_missing(filters, missing)?;
+        Ok(Prepared { rules: rules.filter(|_| reaches_threads), filters, reaches_threads })
     }
 
-    /// Enters, with all threads, for good.
+    /// Enters the sandbox with all threads, permanently.
     ///
-    /// Errors: something is missing that was insisted on, or a thread cannot be confined; some of
-    /// it may be in force then, so the process had better end.
+    /// Errors: a required part is missing, or a thread cannot be confined; some parts may be in
+    /// force then, so the process should end.
     pub fn enter(self) -> Result<InForce, Failure> {
         let mut missing = Vec::new();
-        let Walls { rules, filters, reaches_threads } = self.walls(&mut missing)?;
+        let Prepared { rules, filters, reaches_threads } = self.prepare(&mut missing)?;
         let is_root = rustix::process::geteuid().is_root();
         let kept = || self.user.map_or_else(|| self.keep.present(), |_| CapabilitySet::empty());
         let capabilities = (is_root && reaches_threads).then(kept);
@@ -225,14 +217,14 @@ impl Plan {
         }
         let mut allowed = None;
         if let Some(filters) = filters {
-            // The filter refuses modes with which a file could be run; libc's own is 0666. No call
-            // inside changes this.
+            // The filter refuses executable modes; libc uses 0666. No call inside changes the
+            // umask.
             umask(umask(NOT_FOR_RUNNING) | NOT_FOR_RUNNING);
             let installed = filters.programs.iter().try_for_each(|program| {
                 seccompiler::apply_filter_all_threads(program)
                     .map_err(|error| format!("seccomp: {error}"))
             });
-            allowed = self.or_note(installed, &mut missing)?.map(|()| filters.allowed);
+            allowed = self.or_missing(installed, &mut missing)?.map(|()| filters.allowed);
         }
         Ok(InForce {
             landlock: rules.map(|rules| {
@@ -245,20 +237,33 @@ impl Plan {
         })
     }
 
-    fn or_note<T>(
+    /// The part, or its reason in `missing`; an error where the part is required.
+    fn or_missing<T>(
         &self,
         result: Result<T, String>,
         missing: &mut Vec<String>,
     ) -> Result<Option<T>, Failure> {
         match result {
             Ok(value) => Ok(Some(value)),
-            Err(why) if self.is_insisted_on => Err(Failure(why)),
+            Err(why) if self.is_required => Err(Failure(why)),
             Err(why) => {
                 missing.push(why);
                 Ok(None)
             }
         }
     }
+}
+
+/// Changes all threads to that user, permanently. No other part of a sandbox is put in force.
+///
+/// Errors: a thread that could not be changed; the threads before it have been, so the process
+/// should end.
+pub fn become_user(user: User) -> Result<(), Failure> {
+    let none = Some(CapabilitySet::empty());
+    let all = Confinement { ruleset: None, user: Some(user), capabilities: none };
+    threads::confine(&all).map(|_| ()).map_err(|error| {
+        Failure(format!("{} cannot become another user: {}", error.thread, error.errno))
+    })
 }
 
 impl fmt::Display for InForce {

@@ -1,14 +1,14 @@
-//! What the kernel does for one thread only, done for every thread of the process.
+//! Confines every thread of the process, where the kernel confines only the calling thread.
 //!
 //! Promises: when [`confine`] returns, every thread (and so every thread that is started later) has
 //! no new privileges, is inside the landlock ruleset, is the other user's, and has lost its
-//! capabilities; otherwise it says which thread has not.
+//! capabilities; otherwise the error names the thread that has not.
 //!
 //! Before Linux 7.0 landlock is for the calling thread, and capabilities and users always are. So
-//! each thread gets a signal, one after the other, and does it in the handler, which makes bare
-//! system calls only. Threads that appear meanwhile are found by looking again. The kernel's own
-//! threads of an io_uring (`iou-wrk-…`) take no signals and run none of our code; they carry out
-//! what a ring is allowed.
+//! each thread gets a signal, one after the other, and confines itself in the handler, which makes
+//! bare system calls only. Threads that appear meanwhile are found by listing them again. The
+//! kernel's own threads of an io_uring (`iou-wrk-…`) take no signals and run no code of the
+//! process; they execute operations that the ring allows.
 #![allow(unsafe_code)]
 
 use std::collections::HashSet;
@@ -25,9 +25,9 @@ use crate::user::User;
 
 /// How long one thread may take: it may be in the middle of a system call that does not end early.
 const LIMIT: Duration = Duration::from_secs(10);
-/// How often one looks.
-const LOOK: Duration = Duration::from_micros(50);
-/// `PF_IO_WORKER` and `PF_USER_WORKER` of the kernel's task flags: threads of the kernel in our
+/// How often the answer of a thread is checked.
+const CHECK_INTERVAL: Duration = Duration::from_micros(50);
+/// `PF_IO_WORKER` and `PF_USER_WORKER` of the kernel's task flags: threads of the kernel in this
 /// process.
 const KERNELS_OWN: u64 = 0x10 | 0x4000;
 /// Where the task flags are behind the name in /proc/PID/stat (proc(5): field 9; the name is field
@@ -36,30 +36,30 @@ const FLAGS_FIELD: usize = 6;
 
 /// The ruleset; -1: none.
 static RULESET: AtomicI32 = AtomicI32::new(-1);
-/// Capabilities that stay.
+/// Capabilities that are kept.
 static STAYING: AtomicU64 = AtomicU64::new(0);
-/// Whether capabilities go at all.
+/// Whether capabilities are dropped.
 static DROPS: AtomicBool = AtomicBool::new(false);
-/// User and group that all become; all ones, which is no user: they stay what they are.
+/// User and group that all threads change to; all ones, which is no user: no change.
 static USER: AtomicU32 = AtomicU32::new(u32::MAX);
 static GROUP: AtomicU32 = AtomicU32::new(u32::MAX);
 /// Threads that have answered, and the errno of the last one.
 static ANSWERS: AtomicU32 = AtomicU32::new(0);
 static RESULT: AtomicI32 = AtomicI32::new(0);
-/// One at a time.
-static TURN: Mutex<()> = Mutex::new(());
+/// Held by one confinement at a time.
+static CONFINING: Mutex<()> = Mutex::new(());
 
-/// What every thread shall lose.
+/// What every thread loses.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Confinement<'a> {
     pub(crate) ruleset: Option<BorrowedFd<'a>>,
-    /// `None`: each stays what it is.
+    /// `None`: no change.
     pub(crate) user: Option<User>,
     /// `None`: capabilities are left alone.
     pub(crate) capabilities: Option<CapabilitySet>,
 }
 
-/// Which thread could not be confined, and why.
+/// A thread that could not be confined, and why.
 #[derive(Debug)]
 pub(crate) struct Unconfined {
     pub(crate) thread: String,
@@ -77,7 +77,7 @@ pub(crate) fn are_known() -> Result<(), Errno> {
 ///
 /// Errors: a thread that could not be; those before it are confined.
 pub(crate) fn confine(confinement: &Confinement<'_>) -> Result<usize, Unconfined> {
-    let _turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let _confining = CONFINING.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let ruleset = confinement.ruleset.map_or(-1, |fd| fd.as_raw_fd());
     RULESET.store(ruleset, Ordering::Release);
     DROPS.store(confinement.capabilities.is_some(), Ordering::Release);
@@ -136,7 +136,7 @@ pub(crate) fn is_kernels_own(thread: i32) -> bool {
     flags.and_then(|flags| flags.parse::<u64>().ok()).is_some_and(|flags| flags & KERNELS_OWN != 0)
 }
 
-/// Does it for the calling thread. In a signal handler: bare system calls only.
+/// Confines the calling thread. In a signal handler: bare system calls only.
 fn confine_this() -> Result<(), Errno> {
     rustix::thread::set_no_new_privs(true)?;
     let ruleset = RULESET.load(Ordering::Acquire);
@@ -173,7 +173,7 @@ fn bound(staying: CapabilitySet) -> Result<(), Errno> {
 }
 
 fn restrict_self(ruleset: i32) -> Result<(), Errno> {
-    // SAFETY: landlock_restrict_self(2) takes two integers and touches no memory of ours.
+    // SAFETY: landlock_restrict_self(2) takes two integers and touches no memory of this process.
     let result = unsafe { libc::syscall(libc::SYS_landlock_restrict_self, ruleset, 0u32) };
     if result == 0 { Ok(()) } else { Err(last_error()) }
 }
@@ -187,7 +187,7 @@ pub(crate) fn landlock_version() -> Result<i32, Errno> {
     i32::try_from(version).ok().filter(|version| *version > 0).ok_or_else(last_error)
 }
 
-/// Bits of the kernel's repaired errors of landlock; none where it does not say.
+/// Bits of the errors of landlock that the kernel has repaired; none where it does not report them.
 pub(crate) fn landlock_repairs() -> i32 {
     const ERRATA: u32 = 2;
     i32::try_from(ask_landlock(ERRATA)).unwrap_or(0).max(0)
@@ -207,7 +207,7 @@ fn last_error() -> Errno {
 }
 
 extern "C" fn on_signal(_: libc::c_int) {
-    // SAFETY: as in `last_error`; what was interrupted finds its errno as it left it.
+    // SAFETY: as in `last_error`; the interrupted code finds its errno unchanged.
     let saved = unsafe { *libc::__errno_location() };
     RESULT.store(confine_this().map_or_else(Errno::raw_os_error, |()| 0), Ordering::Release);
     ANSWERS.fetch_add(1, Ordering::AcqRel);
@@ -215,7 +215,7 @@ extern "C" fn on_signal(_: libc::c_int) {
     unsafe { *libc::__errno_location() = saved };
 }
 
-/// The handler while it is installed; what was there before comes back.
+/// The handler while it is installed; dropping it restores the former one.
 struct Handler {
     signal: libc::c_int,
     before: libc::sigaction,
@@ -228,7 +228,7 @@ impl Handler {
         // SAFETY: `sigaction` is plain integers and a pointer, for which all zero bits are a value.
         let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
         action.sa_sigaction = on_signal as *const () as libc::sighandler_t;
-        // Calls that were interrupted go on.
+        // Interrupted calls continue.
         action.sa_flags = libc::SA_RESTART;
         // SAFETY: as for `action`.
         let mut before: libc::sigaction = unsafe { std::mem::zeroed() };
@@ -243,7 +243,7 @@ impl Handler {
         let before = ANSWERS.load(Ordering::Acquire);
         let process = rustix::process::getpid().as_raw_nonzero().get();
         // SAFETY: tgkill(2) takes three integers; the thread is of this process, or the number is
-        // nobody's.
+        // unused.
         let sent = unsafe { libc::syscall(libc::SYS_tgkill, process, thread, self.signal) };
         if sent != 0 {
             return match last_error() {
@@ -260,7 +260,7 @@ impl Handler {
             if begun.elapsed() > LIMIT {
                 return Err(Errno::TIMEDOUT);
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(CHECK_INTERVAL);
         }
         match RESULT.load(Ordering::Acquire) {
             0 => Ok(()),

@@ -1,9 +1,9 @@
-//! Another user.
+//! Changes a thread to another user.
 //!
 //! Promises: a thread that [`User::put_on`] has changed has this user and this group in all places
 //! (real, effective, saved, file system), no other groups and no capabilities, and no way back. The
-//! kernel does this for each thread; [`crate::Plan::user`] and [`become_user`] do it for all of
-//! them.
+//! kernel does this for each thread; [`crate::Plan::user`] and [`crate::become_user`] do it for all
+//! of them.
 
 use rustix::io::Errno;
 use rustix::process::{DumpableBehavior, Gid, Uid, dumpable_behavior, set_dumpable_behavior};
@@ -11,9 +11,6 @@ use rustix::thread::{
     CapabilitySet, CapabilitySets, set_capabilities, set_thread_groups, set_thread_res_gid,
     set_thread_res_uid,
 };
-
-use crate::plan::Failure;
-use crate::threads::{self, Confinement};
 
 /// A user and one group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,8 +20,8 @@ pub struct User {
 }
 
 impl User {
-    /// `None`: one of the numbers is what the kernel takes for "as it is" (`-1`), or the user is
-    /// root, who can be confined but not become less by this.
+    /// `None`: one of the numbers means "no change" for the kernel (`-1`), or the user is root, who
+    /// loses no rights by this.
     #[must_use]
     pub fn new(uid: u32, gid: u32) -> Option<User> {
         (uid != 0 && uid != u32::MAX && gid != u32::MAX).then_some(User { uid, gid })
@@ -42,7 +39,7 @@ impl User {
         self.gid
     }
 
-    /// Makes the calling thread that user's. Bare system calls, also for a signal handler.
+    /// Changes the calling thread to this user. Bare system calls, also for a signal handler.
     ///
     /// Errors: `PERM` without CAP_SETUID and CAP_SETGID, `INVAL` where this user namespace has no
     /// such user; the thread may have lost its groups then.
@@ -50,9 +47,9 @@ impl User {
         let (uid, gid) = (Uid::from_raw(self.uid), Gid::from_raw(self.gid));
         set_thread_groups(&[])?;
         set_thread_res_gid(gid, gid, gid)?;
-        // The last one: it ends the right to the others.
+        // The last call, since it ends the right to make the others.
         set_thread_res_uid(uid, uid, uid)?;
-        // Gone by now, unless a bit of the thread (SECBIT_NO_SETUID_FIXUP) says otherwise.
+        // The kernel has cleared them already, unless SECBIT_NO_SETUID_FIXUP is set.
         let none = CapabilitySet::empty();
         set_capabilities(
             None,
@@ -60,12 +57,12 @@ impl User {
         )
     }
 
-    /// Looks at something with this user's eyes: on a thread that is his, and ends.
+    /// Runs `look` with the rights of this user, on a thread of its own.
     ///
     /// Errors: those of becoming that user; no thread (`AGAIN`).
     pub fn look<T: Send>(self, look: impl FnOnce() -> T + Send) -> Result<T, Errno> {
-        // A thread with other credentials ends core dumps and the like for the whole process, which
-        // may well stay what it is.
+        // The change of one thread's credentials clears the dumpable flag of the whole process,
+        // which is set again afterwards.
         let before = dumpable_behavior();
         let result = std::thread::scope(|scope| {
             let thread = std::thread::Builder::new().name(String::from("other-user"));
@@ -79,23 +76,12 @@ impl User {
     }
 }
 
-/// Becomes that user with all threads, for good, and nothing else: no other wall is put up.
-///
-/// Errors: a thread that could not; those before it are that user's, so the process had better end.
-pub fn become_user(user: User) -> Result<(), Failure> {
-    let none = Some(CapabilitySet::empty());
-    let all = Confinement { ruleset: None, user: Some(user), capabilities: none };
-    threads::confine(&all).map(|_| ()).map_err(|error| {
-        Failure(format!("{} cannot become another user: {}", error.thread, error.errno))
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn what_the_kernel_takes_for_no_change_and_root_are_no_users() {
+    fn numbers_that_mean_no_change_and_root_are_refused() {
         assert_eq!(User::new(0, 5), None);
         assert_eq!(User::new(u32::MAX, 5), None);
         assert_eq!(User::new(5, u32::MAX), None);

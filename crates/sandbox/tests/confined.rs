@@ -295,7 +295,7 @@ fn memory_does_not_become_executable() {
 fn memory() {
     enter(Plan::new());
     let map = |protection| {
-        // SAFETY: a new mapping of the kernel's choice, which nobody uses.
+        // SAFETY: a new mapping of the kernel's choice, which no code uses.
         unsafe {
             let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
             libc::mmap(std::ptr::null_mut(), 4096, protection, flags, -1, 0)
@@ -342,7 +342,7 @@ fn user() {
     assert_eq!(in_force.capabilities, Some(CapabilitySet::empty()));
     everywhere(&old, || {
         assert_eq!(errno(fs::File::open("/etc/shadow")), libc::EACCES, "the mode of the file");
-        // The kernel shows a process its own, whoever's the files are.
+        // The kernel shows a process its own files, whatever their owner.
         fs::File::open("/proc/self/fd/0").map(drop).expect("our own descriptor");
     });
     all_are_confined();

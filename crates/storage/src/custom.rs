@@ -1,6 +1,6 @@
-//! Storage that is not a file: the simulation of the test kit, later the network.
+//! Storage that is not a file: a trait that the simulation of the test kit implements.
 //!
-//! Futures are boxed, so this is no hot path; they stay on the thread of their ring.
+//! Promises: futures stay on the thread of their ring. They are boxed, so each operation allocates.
 
 use std::fmt::Debug;
 use std::future::Future;
@@ -8,7 +8,7 @@ use std::pin::Pin;
 
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
-use crate::{Allocation, Kind, Limits, Preallocation};
+use crate::kinds::{Allocation, Kind, Limits, Preallocation};
 
 /// A boxed future of a data path result, bound to its thread.
 pub type LocalFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T, Errno>> + 'a>>;

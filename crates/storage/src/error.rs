@@ -1,6 +1,7 @@
-//! What can go wrong when storage is opened, in words for the person who reads it.
+//! The error of opening storage: a kind for programs, a sentence for people.
 //!
-//! Control path only. The data path uses [`rustix::io::Errno`] and nothing else.
+//! Promises: the sentence names the object, the reason and what the user can do. Control path only:
+//! the data path uses [`rustix::io::Errno`] alone.
 
 use rustix::io::Errno;
 
@@ -44,12 +45,12 @@ impl Error {
         Error { kind, context, errno: None, source: None }
     }
 
-    /// Takes the kind from the errno, whose meaning the context tells.
+    /// Takes the kind from the errno, whose meaning the context explains.
     pub(crate) fn explained(context: String, errno: Errno) -> Error {
         Error { source: None, ..Error::system(context, errno) }
     }
 
-    /// Takes the kind from the errno, which is told as the source.
+    /// Takes the kind from the errno, which becomes the source.
     pub(crate) fn system(context: String, errno: Errno) -> Error {
         let kind = match errno {
             Errno::NOENT | Errno::NOTDIR | Errno::NXIO | Errno::NODEV => ErrorKind::NotFound,

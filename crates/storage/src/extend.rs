@@ -1,10 +1,10 @@
 //! Making a regular file longer while others write to it.
 //!
-//! Promises: nothing here ever shortens a file or changes a byte that is in it, whoever writes to
-//! it at the same time: this process, another one, or the kernel for the clients of a file that is
-//! passed through to them. (ftruncate(2) does not promise that: what was appended since the caller
-//! looked at the length is cut off.) So a file may be longer in the end than was asked for. Where
-//! the file system has no operation that promises this, growing is refused.
+//! Promises: nothing here ever shortens a file or changes a byte that is in it, even while this
+//! process, another process, or the kernel (for the clients of a file that is passed through to
+//! them) writes to it. (ftruncate(2) does not promise that: it cuts off bytes that were appended
+//! after the caller read the length.) So a file may become longer than was asked for. Where the
+//! file system has no operation that promises this, growing is refused.
 //!
 //! Ring threads; what is no io_uring operation runs on a helper thread.
 
@@ -17,7 +17,7 @@ use rustix::fs::FallocateFlags;
 use rustix::io::ReadWriteFlags;
 
 use crate::file::{File, end_of};
-use crate::{Kind, Preallocation};
+use crate::kinds::{Kind, Preallocation};
 
 /// Zeroes that are written from one place again and again, bytes.
 const ZEROES_BYTES: usize = 64 << 10;
@@ -77,8 +77,8 @@ impl File {
         if from >= end {
             return Ok(());
         }
-        // A reservation that fails keeps what it got, and only cutting the file would give that
-        // back: better not to begin it.
+        // A reservation that fails keeps the space that it got, and only cutting the file would
+        // free that space: so it is not begun without enough room.
         let owner = Arc::clone(&self.owner);
         if ring.offload(move || free_bytes(owner.as_fd())).await? < end - from {
             return Err(Errno::NOSPC);
@@ -87,8 +87,8 @@ impl File {
     }
 
     /// Writes zeroes at the end until the file is long enough. Each write finds the end itself,
-    /// under the lock of the inode, so it cannot meet what somebody else has appended. Errors:
-    /// `EOPNOTSUPP` with O_DIRECT; those of a write.
+    /// under the lock of the inode, so it never overwrites bytes that another writer has appended.
+    /// Errors: `EOPNOTSUPP` with O_DIRECT; those of a write.
     async fn append_zeroes(
         &self,
         ring: &Ring,
@@ -117,7 +117,7 @@ impl File {
 fn free_bytes(fd: BorrowedFd<'_>) -> Result<u64, Errno> {
     let stat = rustix::fs::fstatvfs(fd)?;
     Ok(match stat.f_blocks {
-        // It does not say (some network file systems).
+        // Some network file systems report nothing.
         0 => u64::MAX,
         _ => stat.f_bfree.saturating_mul(stat.f_frsize),
     })

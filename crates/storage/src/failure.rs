@@ -1,5 +1,4 @@
-//! The last operation of a storage that failed on this thread: the cause in a message about a
-//! request that failed.
+//! The last storage operation that failed on this thread, for the message about the failed request.
 //!
 //! Promises: costs nothing while nothing fails; noting a failure allocates nothing, locks nothing
 //! and makes no system call. Other requests of the thread go on between a failure and its message,

@@ -1,7 +1,7 @@
-//! A regular file or block device that is open: its facts, length and flush.
+//! An open regular file or block device: its properties, length and flush.
 //!
-//! Shared by all queue threads. On the data path nothing here is written except the length (when it
-//! changes), so the cache lines stay shared. Reading is in `read`, writing in `write`, holes and
+//! Promises: shared by all queue threads; the data path writes nothing here except the length (when
+//! it changes), so the cache lines stay shared. Reading is in `read`, writing in `write`, holes and
 //! space in `space`.
 
 use std::future::Future;
@@ -12,9 +12,10 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use ringdisk_ring::{Errno, Fd, Ring};
 
 use crate::gate::Gate;
+use crate::kinds::{Kind, Limits};
 use crate::lock::Held;
+use crate::pages;
 use crate::retry::{Retry, is_passing, once};
-use crate::{Kind, Limits, pages};
 
 /// The largest offset that the kernel takes (loff_t); also keeps -1, "current position" for
 /// io_uring, out.
@@ -31,7 +32,7 @@ pub(crate) fn end_of(offset: u64, len: u64) -> Result<u64, Errno> {
 #[derive(Debug)]
 pub(crate) struct File {
     pub(crate) name: String,
-    /// The descriptor of `owner`, for operations without a look through the reference.
+    /// The descriptor of `owner`, so that an operation does not follow the reference.
     pub(crate) fd: Fd,
     pub(crate) kind: Kind,
     pub(crate) read_only: bool,
@@ -40,7 +41,7 @@ pub(crate) struct File {
     pub(crate) limits: Limits,
     /// Bytes. Only a hint for anything but this process: others can change the file.
     pub(crate) len: AtomicU64,
-    /// Where writes have to be whole blocks; else `None`.
+    /// Coordinates writes where they have to be whole blocks; otherwise `None`.
     pub(crate) gate: Option<Gate>,
     /// The same file without O_DIRECT, for the piece of a block at the end of a regular file whose
     /// length is no multiple of the block. It is another open file description and has the same
@@ -50,8 +51,8 @@ pub(crate) struct File {
     pub(crate) uses_page_cache: AtomicBool,
     /// First flush that failed, as an errno; 0: none.
     pub(crate) flush_failed: AtomicI32,
-    /// It is a block device that does not zero by itself: what `/sys` said when it was opened, or
-    /// what it has answered since.
+    /// A block device that cannot zero a range by itself: as `/sys` said at the open, or as the
+    /// device has answered since.
     pub(crate) refuses_holes: AtomicBool,
     pub(crate) identity: (u64, u64),
     /// Changed on the control path only.
@@ -89,15 +90,15 @@ impl File {
         *self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives the second descriptor the lock of the first. After every look for locks of others: to
-    /// them it is another user.
+    /// Gives the second descriptor the lock of the first. Called after each search for locks of
+    /// other users, since the second descriptor would be found as one.
     pub(crate) fn lock_twin(&self) {
         if let Some(twin) = &self.buffered_twin {
             self.held().copy_to(twin.as_fd());
         }
     }
 
-    /// Takes it away, before a look for locks of others.
+    /// Removes the lock of the second descriptor, before a search for locks of other users.
     pub(crate) fn unlock_twin(&self) {
         if let Some(twin) = &self.buffered_twin {
             self.held().release(twin.as_fd());
@@ -135,13 +136,13 @@ impl File {
                 self.note_len(before, len);
                 return Ok(len);
             }
-            // It changed meanwhile, perhaps after the look.
+            // The length changed meanwhile, perhaps after the system was asked.
         }
-        // It changes all the time: what this process knows is as good.
+        // The length changes all the time: what this process knows is as good.
         Ok(self.len())
     }
 
-    /// Takes over what the system said.
+    /// Takes over the length that the system reported.
     ///
     /// * `before`: the length as this process knew it before it asked.
     fn note_len(&self, before: u64, len: u64) {
@@ -162,12 +163,12 @@ impl File {
 
     /// Makes all completed writes durable, down to the device (fdatasync).
     ///
-    /// Errors: what the kernel reports. After a failure all later flushes fail too, and so do those
-    /// that run at the same time. On the page cache a later success would be a lie: the kernel
-    /// drops pages that it could not write and marks them clean. Past it the kernel may tell one of
-    /// several flushes only, and a device that failed to empty its cache may have lost what was in
-    /// it. Only `ENOSPC` and `EDQUOT` past the page cache are not remembered: they lose nothing
-    /// that was written.
+    /// Errors: those of the kernel. After a failure all later flushes fail too, and so do those
+    /// that run at the same time. With the page cache a later success would be wrong: the kernel
+    /// drops pages that it could not write and marks them clean. With O_DIRECT the kernel may
+    /// report an error to one of several flushes only, and a device that failed to empty its cache
+    /// may have lost what was in it. Only `ENOSPC` and `EDQUOT` with O_DIRECT are not remembered:
+    /// they lose nothing that was written.
     pub(crate) async fn flush(&self, ring: &Ring) -> Result<(), Errno> {
         if self.read_only || self.no_flush {
             return Ok(());
@@ -302,10 +303,10 @@ mod tests {
         let path = directory.path().join("image");
         std::fs::write(&path, [1; 4096]).unwrap();
         let file = open::open(&path, &OpenOptions::default()).unwrap();
-        // Somebody has cut it, …
+        // Another process has cut the file, …
         file.note_len(4096, 1000);
         assert_eq!(file.len(), 1000);
-        // … and two who looked at it then hear the answer after a write.
+        // … and two lengths that were asked for then arrive after a write.
         file.has_grown_to(8192);
         file.note_len(1000, 500);
         assert_eq!(file.len(), 8192);

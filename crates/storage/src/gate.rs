@@ -1,8 +1,8 @@
 //! Keeps read-modify-write cycles apart from other writes to the same blocks.
 //!
-//! With O_DIRECT a write that does not fill whole blocks reads them, changes a part and writes them
-//! back. A write to another part of such a block that ends in between would be lost. So a cycle has
-//! its blocks for itself.
+//! Promises: with O_DIRECT a write that does not fill whole blocks reads them, changes a part and
+//! writes them back. A write to another part of such a block that ends in between would be lost. So
+//! no other write runs in the blocks of a cycle.
 //!
 //! Aligned writes must not pay for that: they count themselves in a counter of their own thread (a
 //! cache line that no other thread touches) and look at one flag that hardly ever changes. Only
@@ -84,7 +84,7 @@ impl Gate {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A pass for an ordinary write, if no read-modify-write cycle is about.
+    /// A pass for an ordinary write, if no read-modify-write cycle waits or runs.
     pub(crate) fn try_shared(&self) -> Option<Pass<'_>> {
         let shard = SHARD.with(|shard| *shard);
         self.shards[shard].0.fetch_add(1, SeqCst);
@@ -101,7 +101,7 @@ impl Gate {
         }
     }
 
-    /// A pass for a read-modify-write cycle on bytes `start..end`: nobody else writes there.
+    /// A pass for a read-modify-write cycle on bytes `start..end`: no other write runs there.
     pub(crate) async fn exclusive(&self, start: u64, end: u64) -> Pass<'_> {
         self.slow(start, end, true).await
     }
@@ -126,7 +126,7 @@ impl Gate {
             debug_assert!(false, "a pass is in the table until it is dropped");
             return Poll::Ready(());
         };
-        // The waker first: a fast pass that ends after the look at its counter finds it.
+        // The waker first: a fast pass that ends after its counter was read finds it.
         table.entries[place].waker = Some(cx.waker().clone());
         let (earlier, rest) = table.entries.split_at(place);
         let free = !earlier.iter().any(|entry| entry.conflicts(&rest[0]));

@@ -1,9 +1,9 @@
-//! Who may hold a lock on a file: a hint for error messages.
+//! Names the processes that may hold a lock on a file, for error messages.
 //!
-//! The kernel names no owner for OFD locks (`l_pid` is -1), but `/proc/PID/fdinfo/FD` lists the
-//! locks of each open file. Only processes that this user may look at are seen, so the answer is a
-//! hint. Control path, after a refusal only. Never fails, never touches the files themselves (which
-//! may be on a file system that hangs).
+//! Promises: never fails, never touches the files themselves (which may be on a file system that
+//! hangs). The kernel names no owner for OFD locks (`l_pid` is -1), but `/proc/PID/fdinfo/FD` lists
+//! the locks of each open file. Only processes that this user may inspect are found, so the answer
+//! is a hint. Control path, after a refusal only.
 
 use std::fs;
 use std::os::fd::BorrowedFd;
@@ -27,7 +27,7 @@ pub(crate) fn describe(fd: BorrowedFd<'_>, byte: Option<u32>) -> String {
     let mut found = Vec::new();
     let others = fs::read_dir("/proc").into_iter().flatten().flatten().take(SCANNED_MAX);
     let others = others.filter_map(|other| other.file_name().to_str()?.parse::<u32>().ok());
-    // In a sandbox there are no others to be seen.
+    // In a sandbox no other process is visible.
     for pid in others.filter(|pid| *pid != own_pid).chain([own_pid]) {
         let files = fs::read_dir(format!("/proc/{pid}/fdinfo")).into_iter().flatten().flatten();
         let holds = files

@@ -1,4 +1,30 @@
-//! Where bytes live: regular files, block devices, and what else behaves like them.
+//! Storage for disk images: regular files, block devices, and custom storage behind a trait.
+//!
+//! ```
+//! use ringdisk_ring::{Config, IoBuf, Runtime};
+//! use ringdisk_storage::{OpenOptions, Storage};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let directory = tempfile::tempdir()?;
+//! let path = directory.path().join("disk.raw");
+//! let storage = Storage::open(&path, &OpenOptions { create: true, ..OpenOptions::default() })?;
+//!
+//! let mut runtime = Runtime::new(Config::default())?;
+//! let ring = runtime.ring().clone();
+//! let content = runtime.block_on(async {
+//!     let buf = IoBuf::new(4096, 4096);
+//!     buf.copy_from_slice(0, b"boot");
+//!     // Written past the end: the file grows.
+//!     storage.write(&ring, 8192, &buf).await?;
+//!     storage.flush(&ring).await?;
+//!     let len = storage.read(&ring, 8192, &buf).await?;
+//!     Ok::<_, ringdisk_storage::Errno>(buf.slice(0..len).to_vec())
+//! })?;
+//! assert_eq!(&content[..4], b"boot");
+//! assert_eq!(storage.len(), 8192 + 4096);
+//! # Ok(())
+//! # }
+//! ```
 //!
 //! Promises:
 //! 1. An aligned read or write of a file is one operation on the caller's ring, to or from the
@@ -11,6 +37,17 @@
 //!    succeeds any more.
 //! 5. Images are locked the way QEMU locks them (module `lock`), so the two refuse each other's
 //!    writers.
+//!
+//! Each module uses only modules in rows above its own (a test of the workspace checks that there
+//! is no circle):
+//!
+//! | row | modules |
+//! |---|---|
+//! | words, system calls | `error`, `failure`, `ffi`, `gate`, `holders`, `kinds`, `opener`, `sysfs` |
+//! | of an open file | `lock`, `options`, `pages`, `probe`, `retry` |
+//! | a file | `file`, `read`, `write`, `extend`, `space` |
+//! | opening | `open`, `reopen` |
+//! | all kinds | `custom`, `storage`, `topology`, `names`, `life`, `outside` |
 //!
 //! [`Storage`] is shared by all queue threads; its asynchronous methods run on the thread of the
 //! ring that they are given. Opening and the plain methods belong to control threads: they may
@@ -26,12 +63,14 @@ mod ffi;
 mod file;
 mod gate;
 mod holders;
+mod kinds;
 mod life;
 mod lock;
 mod names;
 mod open;
 mod opener;
 mod options;
+mod outside;
 mod pages;
 mod probe;
 mod read;
@@ -39,6 +78,7 @@ mod reopen;
 mod retry;
 mod space;
 mod storage;
+mod sysfs;
 #[cfg(test)]
 mod tests;
 mod topology;
@@ -47,9 +87,10 @@ mod write;
 pub use custom::{CustomStorage, LocalFuture};
 pub use error::{Error, ErrorKind};
 pub use failure::Failure;
+pub use kinds::{Allocation, Kind, Limits, Lock, Preallocation};
 pub use names::NameLost;
 pub use opener::Opener;
-pub use options::{Allocation, Kind, Limits, Lock, OpenOptions, Preallocation};
+pub use options::OpenOptions;
 pub use ringdisk_ring::Errno;
 pub use storage::Storage;
 pub use topology::Topology;

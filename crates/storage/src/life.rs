@@ -1,12 +1,14 @@
-//! Storage that changes hands: between two hosts, two processes, or one process and the next.
+//! Locks and descriptors of storage whose ownership moves: to another host, or to a successor
+//! process.
 //!
 //! Control path. Promises:
-//! - Locks are taken and changed on the very open file description that I/O uses. So they last as
-//!   long as the kernel still works on any of it: after a kill, a newcomer gets the lock only when
-//!   the last write of the dead process has ended.
-//! - A lock that is changed is never less than the smaller of the two.
-//! - What was handed over is unlocked by one process only ([`Storage::share_locks`]): a close alone
-//!   never takes the locks away from another process that has a duplicate of the descriptor.
+//! - Locks are taken and changed on the open file description that I/O uses. So they last as long
+//!   as the kernel still runs an operation on it: after a kill, another process gets the lock only
+//!   when the last write of the dead process has ended.
+//! - While a lock changes, the file is protected at least as the weaker of the two locks protects
+//!   it.
+//! - After a hand-over one process only unlocks ([`Storage::share_locks`]): a close alone never
+//!   takes the locks away from a process that has a duplicate of the descriptor.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
@@ -17,16 +19,19 @@ use rustix::fs::Advice;
 
 use crate::error::Error;
 use crate::file::File;
-use crate::{Kind, Lock, OpenOptions, Storage, lock, open};
+use crate::kinds::{Kind, Lock};
+use crate::options::OpenOptions;
+use crate::storage::Storage;
+use crate::{lock, open};
 
 /// Magic numbers (statfs(2)) of ext2 to ext4, XFS, Btrfs, F2FS, bcachefs and tmpfs.
 const LOCAL: [u64; 6] = [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010, 0xca45_1a4e, 0x0102_1994];
 
 impl Storage {
     /// Takes over a descriptor of another process whose open file description has the lock that
-    /// `options` ask for. Its open flags stay as they are, since the other process may go on with
-    /// it. Neither a failure nor the end of this storage unlocks, before [`Storage::share_locks`]
-    /// says that the locks are ours alone.
+    /// `options` ask for. Its open flags stay as they are, since the other process may still use
+    /// it. Neither a failure nor the end of this storage unlocks the file before
+    /// [`Storage::share_locks`] says that the other process does not use the locks any more.
     ///
     /// * `name`: for messages.
     /// * `options`: `create` and `create_new` mean nothing here, and `direct` is as the descriptor
@@ -63,32 +68,32 @@ impl Storage {
         self.file().is_none_or(|file| file.held().is(lock, file.read_only))
     }
 
-    /// Whether nobody is in the way of a lock at this moment. Takes nothing, so it disturbs nobody
-    /// who is about to lock.
+    /// Whether no other user excludes a lock at this moment. Takes no lock, so it disturbs no
+    /// process that is about to take one.
     pub fn may_lock(&self, lock: Lock) -> bool {
         self.file().is_none_or(|file| lock::is_free(file.borrow(), lock, file.read_only))
     }
 
-    /// Tells who has the locks that somebody waits for them here, or does no longer: they may give
-    /// them away of their own accord ([`Storage::is_wanted`]). Nobody is kept out by this.
+    /// Tells the holder of the locks that this process waits for them (or no longer waits), so that
+    /// the holder may release them by itself ([`Storage::is_wanted`]). Excludes no other user.
     pub fn want(&self, wanted: bool) {
         if let Some(file) = self.file() {
             lock::want(file.borrow(), wanted);
         }
     }
 
-    /// Whether somebody else waits for our locks. One quick system call; a request to the server on
-    /// a network file system.
+    /// Whether another process waits for the locks of this one. One quick system call; a request to
+    /// the server on a network file system.
     pub fn is_wanted(&self) -> bool {
         self.file().is_some_and(|file| lock::is_wanted(file.borrow()))
     }
 
-    /// Says whether another process goes on with these locks, by a duplicate of the descriptor: the
-    /// end of this storage does not unlock then.
+    /// Says whether another process keeps using these locks, through a duplicate of the descriptor:
+    /// the end of this storage does not unlock then.
     pub fn share_locks(&self, shared: bool) {
         if let Some(file) = self.file() {
             file.is_shared.store(shared, Ordering::Release);
-            // The second descriptor stays here, and must not stand in the way of the other process.
+            // The second descriptor stays here; its lock must not exclude the other process.
             if shared {
                 file.unlock_twin();
             } else {
@@ -105,14 +110,14 @@ impl Storage {
         self.file().map(|file| rustix::io::fcntl_dupfd_cloexec(file.borrow(), 0)).transpose()
     }
 
-    /// Whether a change whose caller gave up may still happen: then nobody can say that the last
-    /// write has ended, until the process has.
+    /// Whether a change whose caller gave up may still happen: then the last write is known to have
+    /// ended only when the process has ended.
     pub fn may_change_late(&self) -> bool {
         self.file().is_some_and(|file| file.abandoned.load(Ordering::Acquire))
     }
 
-    /// Sees the file as others left it: what this host has cached of it is dropped where another
-    /// host may have written to it, and its length is asked for. Runs on a helper thread.
+    /// Makes changes of other hosts visible: drops cached pages where another host may have written
+    /// to the file, and asks for its length. Runs on a helper thread.
     ///
     /// Errors: those of fdatasync(2) and fstat(2).
     pub async fn catch_up(self: &Arc<Self>, ring: &Ring) -> Result<(), Errno> {
@@ -126,9 +131,8 @@ impl Storage {
 
 impl File {
     fn catch_up(&self) -> Result<(), Errno> {
-        // Another host may have written to a disk or file system that both see. Pages of ours that
-        // are dirty would stay, so they are written first: another process of this host may have
-        // left some.
+        // Another host may have written to a shared disk or file system. The kernel keeps dirty
+        // pages of this host, which another process may have left, so they are written first.
         if !self.no_flush && !self.is_on_this_host() {
             if !self.read_only {
                 rustix::fs::fdatasync(self.borrow())?;
@@ -139,8 +143,8 @@ impl File {
         self.refresh_len().map(drop)
     }
 
-    /// Whether the file system is one that a single host has: all who use the file share its page
-    /// cache, which is worth keeping.
+    /// Whether the file system is local to this host: all users of the file share its page cache,
+    /// which is worth keeping.
     fn is_on_this_host(&self) -> bool {
         let magic = |known: u64| {
             rustix::fs::fstatfs(self.borrow()).is_ok_and(|it| it.f_type.cast_unsigned() == known)

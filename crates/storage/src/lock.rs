@@ -1,7 +1,8 @@
 //! Image locks, as QEMU takes them.
 //!
-//! An image is agreed on through single bytes of the file, each locked *shared* on the open file
-//! description (OFD locks), so that nobody ever waits:
+//! Promises: a lock is held exactly while its bytes are locked, and nothing here waits for one. The
+//! users of an image agree through single bytes of the file, each locked *shared* on the open file
+//! description (OFD locks):
 //!
 //! | byte | says |
 //! |---|---|
@@ -11,28 +12,29 @@
 //!
 //! with the permission numbers of QMP's `BlockPermission`: 0 consistent-read, 1 write, 2
 //! write-unchanged, 3 resize. A newcomer locks its own bytes first, then asks (`F_OFD_GETLK` for an
-//! exclusive lock) whether anybody else has 200 + n for a permission it uses, or 100 + n for one it
-//! does not share. So of two that come at the same time at least one is refused.
+//! exclusive lock) whether another user has 200 + n for a permission it uses, or 100 + n for one it
+//! does not share. So of two users that come at the same time at least one is refused.
 //!
 //! Found by tracing qemu-io, qemu-img 7.2 and qemu-storage-daemon 11.1: a raw writer that shares
 //! all locks 100, 101; a qcow2 writer 100, 101, 103, 201, 203; a backing file 100, 201, 203;
 //! force-share only 100; `qemu-img info` nothing. Block devices are locked on their device node, in
 //! the same way.
 //!
-//! Called when storage is opened or changes hands, on the control thread. Never waits for a lock.
+//! Called on the control thread, when storage is opened or its ownership moves.
 
 use std::os::fd::BorrowedFd;
 
 use rustix::io::Errno;
 
 use crate::error::{Error, ErrorKind};
-use crate::{Lock, ffi, holders};
+use crate::kinds::Lock;
+use crate::{ffi, holders};
 
 /// First byte of the permissions in use.
 const USED: u32 = 100;
 /// First byte of the permissions not shared.
 const UNSHARED: u32 = 200;
-/// Byte of those who wait.
+/// Byte that a waiting process locks.
 const WANTED: u32 = 300;
 
 /// A permission, by its number.
@@ -81,7 +83,7 @@ impl Held {
         (self.used, self.unshared) == request(lock, read_only)
     }
 
-    /// Takes the same for another descriptor of the file, without a look at others.
+    /// Takes the same lock for another descriptor of the file; does not ask for conflicts.
     pub(crate) fn copy_to(self, fd: BorrowedFd<'_>) {
         let _ = take(fd, self.used, self.unshared);
     }
@@ -159,8 +161,8 @@ pub(crate) fn change(
     Ok(new)
 }
 
-/// Whether nobody is in the way of a lock at this moment; takes nothing. Also where nothing can be
-/// locked.
+/// Whether no other user excludes a lock at this moment; takes nothing. True also where nothing can
+/// be locked.
 pub(crate) fn is_free(fd: BorrowedFd<'_>, lock: Lock, read_only: bool) -> bool {
     let (used, unshared) = request(lock, read_only);
     matches!(conflict(fd, used, unshared), Ok(None) | Err(_))
@@ -186,9 +188,8 @@ pub(crate) fn adopt(
     }
 }
 
-/// As [`acquire`], for a descriptor that takes the place of another one of the same file: the old
-/// one's locks are given up. At each moment one of the two holds what it says, so nobody gets in
-/// between.
+/// As [`acquire`], for a descriptor that replaces another one of the same file, whose locks are
+/// released. At each moment one of the two holds its lock, so no other user can lock in between.
 ///
 /// Errors: kind `Locked`; the old descriptor holds its locks again then.
 pub(crate) fn take_over(
@@ -205,17 +206,16 @@ pub(crate) fn take_over(
     }
     let result = acquire(fd, name, lock, read_only);
     if result.is_err() {
-        // Shared locks on bytes that nobody locks exclusively, so this is not refused. Who was in
-        // the way was there before and shared the image with the old descriptor.
+        // Shared locks on bytes that no program locks exclusively, so this is not refused. The
+        // user that excludes the new lock was there before, beside the old descriptor.
         let _ = take(old_fd, old_held.used, old_held.unshared);
     }
     result
 }
 
-/// Takes locks again that went over to another descriptor, which holds its own meanwhile and is
-/// given up after this.
+/// Moves locks back from another descriptor, which took them over before and is closed after this.
 ///
-/// Errors: kind `Locked` when somebody came who excludes us.
+/// Errors: kind `Locked` when another user came meanwhile and excludes the lock.
 pub(crate) fn take_back(
     fd: BorrowedFd<'_>,
     name: &str,
@@ -234,14 +234,14 @@ pub(crate) fn take_back(
     }
 }
 
-/// Says to who has the lock, on this host or another one, that somebody waits for it, or does no
-/// longer. Excludes nobody.
+/// Tells the holder of the lock, on this host or another one, that this process waits for it, or no
+/// longer waits. Excludes no other user.
 pub(crate) fn want(fd: BorrowedFd<'_>, wanted: bool) {
-    // Where there are no locks nobody waits for one.
+    // A file system without locks has no holder to be told.
     let _ = if wanted { ffi::lock_shared(fd, WANTED) } else { ffi::unlock(fd, WANTED) };
 }
 
-/// Whether another open file description says so.
+/// Whether another open file description has said so.
 pub(crate) fn is_wanted(fd: BorrowedFd<'_>) -> bool {
     ffi::is_locked_by_others(fd, WANTED).unwrap_or(false)
 }
@@ -261,12 +261,13 @@ fn give_back_all_but(fd: BorrowedFd<'_>, old: Held, kept: Held) {
     }
 }
 
-/// What stands against us.
+/// The lock of another user that excludes ours.
 struct Conflict {
-    /// The byte that somebody else has locked; `None` when somebody locks exclusively, which
-    /// QEMU never does.
+    /// The byte that the other user has locked; `None`: it holds an exclusive lock, which QEMU
+    /// never takes.
     byte: Option<u32>,
-    /// They use what we do not share (else: they do not share what we use).
+    /// The other user uses what this process does not share; otherwise it does not share what this
+    /// process uses.
     used_by_other: bool,
 }
 

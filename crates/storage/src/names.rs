@@ -1,9 +1,10 @@
 //! Whether a file that is open still has its name.
 //!
-//! A file that was deleted works as before for who has it open, and is gone with the last
-//! descriptor. Whoever records its name somewhere, or moves data into it, has to know. Control
-//! path: a few quick system calls, none of which asks the server of a FUSE file system (which may
-//! be this process) for anything.
+//! A deleted file works as before while it is open, and is gone with its last descriptor. Code that
+//! records the name of a file somewhere, or moves data into the file, has to know that.
+//!
+//! Promises: a few quick system calls, none of which asks the server of a FUSE file system (which
+//! may be this process) for anything. Control path.
 
 use std::os::fd::AsRawFd;
 use std::path::Path;
@@ -11,7 +12,8 @@ use std::path::Path;
 use rustix::fs::{AtFlags, CWD, StatxFlags, makedev};
 
 use crate::file::File;
-use crate::{Kind, Storage};
+use crate::kinds::Kind;
+use crate::storage::Storage;
 
 /// What became of the name of an open file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,11 +41,11 @@ fn lost(file: &File, path: &Path) -> Option<NameLost> {
     if !is_device && rustix::fs::fstat(file.borrow()).is_ok_and(|stat| stat.st_nlink == 0) {
         return Some(NameLost::Deleted);
     }
-    // Of another file system's server nothing is asked, only what the kernel has.
+    // The server of the file system is not asked: the kernel answers with what it has cached.
     let flags = AtFlags::STATX_DONT_SYNC;
     let found = match rustix::fs::statx(CWD, path, flags, StatxFlags::TYPE | StatxFlags::INO) {
         Ok(found) => Some(found),
-        // A file system, or a sandbox, that does not tell: nothing is known.
+        // The file system, or a sandbox, refuses the answer: nothing is known.
         Err(errno) if errno != rustix::io::Errno::NOENT && errno != rustix::io::Errno::NOTDIR => {
             return None;
         }

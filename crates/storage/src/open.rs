@@ -18,8 +18,10 @@ use rustix::io::Errno;
 use crate::error::{Error, ErrorKind};
 use crate::file::{File, real_len};
 use crate::gate::Gate;
-use crate::topology::queue_number;
-use crate::{Kind, Lock, OpenOptions, ffi, lock, probe};
+use crate::kinds::{Kind, Lock};
+use crate::options::OpenOptions;
+use crate::sysfs::queue_number;
+use crate::{ffi, lock, probe};
 
 /// Opens by path.
 pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<File, Error> {
@@ -68,7 +70,7 @@ fn open_or_create(
     } else {
         match open(flags) {
             Err(Errno::NOENT) if options.create => match open(create) {
-                // Somebody else made it meanwhile.
+                // Another process created it meanwhile.
                 Err(Errno::EXIST) => open(flags).map(|fd| (fd, false)),
                 other => other.map(|fd| (fd, true)),
             },
@@ -137,9 +139,9 @@ fn adopt(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<File, Error> 
         if errno == Errno::INVAL { error } else { error.with_source(errno) }
     })?;
     let len = real_len(fd.as_fd(), kind).map_err(system("find the length of"))?;
-    // io_uring polls a file before its first read, and a file of a FUSE file system asks its server
-    // then, until that has said that it has no poll: here, where it may wait, not on the thread
-    // that serves requests.
+    // io_uring polls a file before its first read. The kernel asks the server of a FUSE file system
+    // for that until the server has answered that it has no poll. So the file is polled here, where
+    // the control thread may wait, before a queue thread reads it.
     let _ = poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
     let refuses_holes = kind == Kind::BlockDevice
         && !options.read_only
@@ -257,15 +259,4 @@ pub(crate) fn open_again(
     let access = if read_only { OFlags::RDONLY } else { OFlags::RDWR };
     let opened = rustix::fs::openat(CWD, path, access | more | OFlags::CLOEXEC, Mode::empty());
     options.or_again(opened, fd, read_only)
-}
-
-/// Makes the names of a directory durable, where that means something.
-pub(crate) fn sync_directory(directory: &Path) -> Result<(), Errno> {
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let directory = rustix::fs::openat(CWD, directory, flags, Mode::empty())?;
-    match rustix::fs::fsync(&directory) {
-        // A file system that has no such thing.
-        Err(Errno::INVAL) => Ok(()),
-        result => result,
-    }
 }

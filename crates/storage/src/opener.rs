@@ -1,27 +1,23 @@
 //! Opening what this process may not open itself.
 //!
 //! A process in a sandbox may open the files that it had when it entered, and no others: a file
-//! that was made since cannot be opened again by any name, not even through a descriptor. Somebody
-//! outside does that, and passes the descriptor on.
+//! that was made since cannot be opened again by any name, not even through a descriptor. A process
+//! outside opens it and passes the descriptor on; this is the interface to it.
 //!
-//! Control path; each call may block for as long as the file system takes. Promises: nobody is
-//! asked before the kernel has refused (EACCES), so without a sandbox all is as it was.
+//! Promises: control path only; each call may block for as long as the file system takes.
 
 use std::fmt::Debug;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
-use std::sync::Arc;
 
 use rustix::io::Errno;
 
-use crate::{OpenOptions, Storage, open};
-
-/// Somebody who opens files for a process that may not.
+/// Opens files for a process that may not open them itself.
 pub trait Opener: Debug + Send + Sync {
     /// Makes an empty file, open for reading and writing, with the mode of
-    /// [`OpenOptions::create_new`].
+    /// [`OpenOptions::create_new`](crate::OpenOptions::create_new).
     ///
-    /// Errors: those of open(2); EACCES where that is not his to do.
+    /// Errors: those of open(2); EACCES where the opener does not make such files.
     fn make(&self, path: &Path) -> Result<OwnedFd, Errno>;
 
     /// Opens a file once more: another open file description of the same file.
@@ -45,63 +41,11 @@ pub trait Opener: Debug + Send + Sync {
     /// * `line`: what the header will name, or names.
     /// * `is_done`: the header names it; before that the note holds both.
     ///
-    /// Errors: those of setxattr(2); EACCES where that is not his to do.
+    /// Errors: those of setxattr(2); EACCES where the opener does not change that note.
     fn note(&self, file: BorrowedFd<'_>, line: &[u8], is_done: bool) -> Result<(), Errno>;
 
     /// Makes the names of a directory durable.
     ///
     /// Errors: those of fsync(2), as there.
     fn sync(&self, directory: &Path) -> Result<(), Errno>;
-}
-
-impl OpenOptions {
-    /// Somebody to ask, when this process was refused.
-    fn after(&self, errno: Errno) -> Option<&Arc<dyn Opener>> {
-        self.opener.as_ref().filter(|_| errno == Errno::ACCESS)
-    }
-
-    /// As `result`; where that was refused, the file is made by [`OpenOptions::opener`].
-    pub(crate) fn or_make(
-        &self,
-        result: Result<OwnedFd, Errno>,
-        path: &Path,
-    ) -> Result<OwnedFd, Errno> {
-        result.or_else(|errno| self.after(errno).ok_or(errno)?.make(path))
-    }
-
-    /// As `result`; where that was refused, the file is opened by [`OpenOptions::opener`].
-    pub(crate) fn or_again(
-        &self,
-        result: Result<OwnedFd, Errno>,
-        file: BorrowedFd<'_>,
-        read_only: bool,
-    ) -> Result<OwnedFd, Errno> {
-        result.or_else(|errno| self.after(errno).ok_or(errno)?.again(file, read_only))
-    }
-
-    /// Has the note of an image changed by [`OpenOptions::opener`] ([`Opener::note`]). Storage of
-    /// other kinds has none.
-    ///
-    /// Errors: as there; ENOSYS where nobody can be asked.
-    pub fn note_outside(&self, file: &Storage, line: &[u8], is_done: bool) -> Result<(), Errno> {
-        let Some(file) = file.file() else { return Ok(()) };
-        self.opener.as_ref().ok_or(Errno::NOSYS)?.note(file.borrow(), line, is_done)
-    }
-
-    /// Removes a file that was made with these options and shall not stay.
-    ///
-    /// * `identity`: device and inode.
-    ///
-    /// Errors: those of unlink(2).
-    pub fn remove_made(&self, path: &Path, identity: (u64, u64)) -> Result<(), Errno> {
-        rustix::fs::unlink(path).or_else(|errno| self.after(errno).ok_or(errno)?.remove(identity))
-    }
-
-    /// Makes the names of a directory durable. A file system that has no such thing is no error.
-    ///
-    /// Errors: those of open(2) and fsync(2).
-    pub fn sync_directory(&self, directory: &Path) -> Result<(), Errno> {
-        open::sync_directory(directory)
-            .or_else(|errno| self.after(errno).ok_or(errno)?.sync(directory))
-    }
 }

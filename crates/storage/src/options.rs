@@ -1,8 +1,17 @@
-//! The words of this crate's interface: how to open, what was found, what to ask for.
+//! How to open storage, and what to do where this process may not open a file itself.
+//!
+//! Promises: the [`Opener`] is asked only after the kernel has refused (EACCES), so without a
+//! sandbox nothing changes. Control path; each call may block for as long as the file system takes.
 
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::path::Path;
 use std::sync::Arc;
 
-use crate::Opener;
+use rustix::fs::{CWD, Mode, OFlags};
+use rustix::io::Errno;
+
+use crate::kinds::Lock;
+use crate::opener::Opener;
 
 /// How to open a file or a block device. `Default`: read and write, buffered, locked like QEMU,
 /// never created.
@@ -12,105 +21,67 @@ pub struct OpenOptions {
     pub read_only: bool,
     /// Bypass the page cache (O_DIRECT).
     pub direct: bool,
-    /// Flushes do nothing: for what nobody needs after a crash of the machine.
+    /// Flushes do nothing: for data that is not needed after a crash of the machine.
     pub no_flush: bool,
-    /// What others may do with the image meanwhile.
+    /// What other programs may do with the image meanwhile.
     pub lock: Lock,
     /// Make an empty file (mode 0644 less umask) when there is none.
     pub create: bool,
     /// Make an empty file; fail when there is one.
     pub create_new: bool,
-    /// Asked where this process may not open a file itself.
+    /// Opens files for this process where it may not open them itself.
     pub opener: Option<Arc<dyn Opener>>,
 }
 
-/// Agreement with other users of the image (QEMU's byte locks; advisory). See the module `lock`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Lock {
-    /// [`Lock::Exclusive`] when open for writing, else [`Lock::Shared`].
-    #[default]
-    Auto,
-    /// One writer: others may neither write nor resize. Readers that insist (QEMU: force-share)
-    /// may read.
-    Exclusive,
-    /// Readers: any number, and nobody may write or resize.
-    Shared,
-    /// Read although somebody may be writing: the content can change under the reader. Refused
-    /// only where the other side does not even share reading. Needs `read_only`.
-    ForceShare,
-    /// Open for later: others may do with the image what they like until
-    /// [`crate::Storage::set_lock`] takes another lock. What QEMU holds for an image of a guest
-    /// that is still to come.
-    Inactive,
-    /// No lock is taken and none is looked at.
-    None,
-}
-
-/// What kind of thing holds the bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
-    /// A regular file.
-    Regular,
-    /// A block device.
-    BlockDevice,
-    /// A [`crate::CustomStorage`].
-    Custom,
-}
-
-/// What requests suit the storage best. Any request works; one that does not suit is copied
-/// through another buffer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
-    /// Buffers start at a multiple of this many bytes (power of two; 1 when buffered).
-    pub memory_align: u32,
-    /// Offsets and lengths are multiples of this many bytes (power of two; 1 when buffered).
-    pub offset_align: u32,
-    /// Whether O_DIRECT is in effect.
-    pub direct: bool,
-    /// Bytes a transfer should have, and be a multiple of, to be efficient.
-    pub optimal_transfer: u32,
-    /// Offsets and lengths of a discard count in units of this many bytes; parts of a unit at
-    /// either end may be left alone.
-    pub discard_align: u32,
-}
-
-impl Limits {
-    /// Limits of storage that takes any request as it is.
-    pub const fn byte_granular() -> Limits {
-        Limits {
-            memory_align: 1,
-            offset_align: 1,
-            direct: false,
-            optimal_transfer: 4096,
-            discard_align: 1,
-        }
+impl OpenOptions {
+    /// The opener, when the kernel has refused this process.
+    fn after(&self, errno: Errno) -> Option<&Arc<dyn Opener>> {
+        self.opener.as_ref().filter(|_| errno == Errno::ACCESS)
     }
 
-    /// Whether a transfer needs no copy.
-    pub fn suits(&self, offset: u64, len: usize, address: usize) -> bool {
-        // Both are powers of two, so one mask covers offset and length.
-        (offset | len as u64) & (u64::from(self.offset_align) - 1) == 0
-            && address & (self.memory_align as usize - 1) == 0
+    /// Returns `result`; where that was refused, [`OpenOptions::opener`] makes the file.
+    pub(crate) fn or_make(
+        &self,
+        result: Result<OwnedFd, Errno>,
+        path: &Path,
+    ) -> Result<OwnedFd, Errno> {
+        result.or_else(|errno| self.after(errno).ok_or(errno)?.make(path))
+    }
+
+    /// Returns `result`; where that was refused, [`OpenOptions::opener`] opens the file.
+    pub(crate) fn or_again(
+        &self,
+        result: Result<OwnedFd, Errno>,
+        file: BorrowedFd<'_>,
+        read_only: bool,
+    ) -> Result<OwnedFd, Errno> {
+        result.or_else(|errno| self.after(errno).ok_or(errno)?.again(file, read_only))
+    }
+
+    /// Removes a file that was made with these options and shall not stay.
+    ///
+    /// * `identity`: device and inode.
+    ///
+    /// Errors: those of unlink(2).
+    pub fn remove_made(&self, path: &Path, identity: (u64, u64)) -> Result<(), Errno> {
+        rustix::fs::unlink(path).or_else(|errno| self.after(errno).ok_or(errno)?.remove(identity))
+    }
+
+    /// Makes the names of a directory durable. A file system that has no such thing is no error.
+    ///
+    /// Errors: those of open(2) and fsync(2).
+    pub fn sync_directory(&self, directory: &Path) -> Result<(), Errno> {
+        sync_directory(directory).or_else(|errno| self.after(errno).ok_or(errno)?.sync(directory))
     }
 }
 
-/// What [`crate::Storage::preallocate`] does.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Preallocation {
-    /// Only the length grows.
-    #[default]
-    Off,
-    /// The file system reserves space (fallocate).
-    Falloc,
-    /// Zeroes are written, so that later writes find everything in place.
-    Full,
-}
-
-/// Whether bytes are backed by storage.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Allocation {
-    /// Possibly anything but zeroes.
-    Data,
-    /// A hole: reads as zeroes.
-    Hole,
+/// Makes the names of a directory durable, where that means something.
+fn sync_directory(directory: &Path) -> Result<(), Errno> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let directory = rustix::fs::openat(CWD, directory, flags, Mode::empty())?;
+    match rustix::fs::fsync(&directory) {
+        // A file system that has no such thing.
+        Err(Errno::INVAL) => Ok(()),
+        result => result,
+    }
 }

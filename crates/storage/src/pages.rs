@@ -1,19 +1,19 @@
-//! Whether O_DIRECT may be given memory whose alignment nobody knows.
+//! Finds out whether O_DIRECT can be given memory of unknown alignment.
 //!
-//! Pages of a client come as they are: the client chose where its buffer begins, and we are not
-//! told. A device that needs more than that must say `EINVAL`; then the request goes through memory
-//! of ours. Some do not say it: they store the data in the wrong place and report success (seen
-//! with a RAM disk on Linux 7.3). So it is tried before it is relied on: reads into memory of every
-//! small misalignment, named as a registered buffer as client pages are, must be refused or right,
-//! byte for byte, with nothing touched around them. When in doubt the answer is no.
+//! The client chooses where the buffer in its pages begins, and the server does not learn it. A
+//! device that needs more alignment must answer `EINVAL`; then the request is copied through memory
+//! of the server. Some devices do not: they store the data in the wrong place and report success
+//! (seen with a RAM disk on Linux 7.3). So it is tried first: reads into memory of every small
+//! misalignment, named as a registered buffer as client pages are, must be refused or right, byte
+//! for byte, with nothing changed around them.
 //!
-//! Called on a control thread; blocks for a few dozen small reads.
+//! Promises: when in doubt the answer is no. Control thread; blocks for a few dozen small reads.
 
 use std::os::fd::BorrowedFd;
 
 use ringdisk_ring::{Config, Errno, Fd, IoBuf, Ring, Runtime, SharedMemory};
 
-use crate::Limits;
+use crate::kinds::Limits;
 
 /// Distances from a page boundary that are tried, bytes.
 const OFFSETS: [usize; 14] = [1, 2, 4, 8, 16, 32, 64, 128, 256, 504, 512, 520, 1024, 2056];
@@ -25,7 +25,7 @@ const MEMORY_BYTES: usize = 65536;
 const TARGET: usize = 16384;
 /// Bytes of a read unless blocks are larger: more than a page, so that pages are crossed.
 const READ_BYTES: usize = 8192;
-/// Places of the file that are looked at for bytes that tell.
+/// Places of the file that are searched for suitable bytes.
 const PLACES: u64 = 64;
 
 /// * `len`: of the file, bytes.

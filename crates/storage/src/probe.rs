@@ -1,10 +1,11 @@
-//! Which alignment O_DIRECT asks for on this very file: asked, then tried, never guessed.
+//! Finds the alignment that O_DIRECT needs on a file.
 //!
-//! `statx(STATX_DIOALIGN)` answers on most local file systems since Linux 6.1, block devices name
-//! their logical block size; either answer is verified by a read with exactly that alignment. Where
-//! nothing answers, reads of growing alignment are tried. A read that works at *any* alignment
-//! proves nothing (holes and some network file systems take every read and then refuse writes), so
-//! then a page is assumed, which the strictest file systems accept.
+//! Promises: the alignment was verified by a read. `statx(STATX_DIOALIGN)` answers on most local
+//! file systems since Linux 6.1, block devices name their logical block size; either answer is
+//! verified by a read with exactly that alignment. Without an answer, reads of growing alignment
+//! are tried. A read that works at *any* alignment proves nothing (holes and some network file
+//! systems accept every read and then refuse writes), so then a page is assumed, which the
+//! strictest file systems accept.
 //!
 //! Called when storage is opened, on the control thread; blocks for a read or two.
 
@@ -13,7 +14,7 @@ use std::os::fd::BorrowedFd;
 use rustix::fs::{AtFlags, Stat, StatxFlags};
 use rustix::io::Errno;
 
-use crate::{Kind, Limits};
+use crate::kinds::{Kind, Limits};
 
 /// What suffices on every file system and device seen so far when nothing better is known.
 const SAFE_ALIGN: u32 = 4096;
@@ -126,7 +127,7 @@ fn works(fd: BorrowedFd<'_>, align: Align) -> bool {
     let read = rustix::io::pread(fd, &mut bytes[start..start + offset], align.offset.into());
     match read {
         Err(Errno::INVAL) => false,
-        // At the end of the file the kernel may look at nothing; try where there is something.
+        // At the end of the file the kernel may check nothing; try where there are bytes.
         Ok(0) => rustix::io::pread(fd, &mut bytes[start..start + offset], 0) != Err(Errno::INVAL),
         _ => true,
     }

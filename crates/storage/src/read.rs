@@ -1,8 +1,8 @@
 //! Reading a file.
 //!
-//! A request that suits the limits is one ring operation into the caller's buffer: no allocation,
-//! no lock, no copy. Anything else goes through a bounce buffer of at most [`BOUNCE_MAX`] bytes at
-//! a time. Ring threads.
+//! Promises: a request that suits the limits is one ring operation into the caller's buffer: no
+//! allocation, no lock, no copy. Any other request goes through a bounce buffer of at most
+//! [`BOUNCE_MAX`] bytes at a time. Ring threads.
 
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
@@ -68,7 +68,7 @@ impl File {
         }
     }
 
-    /// Goes on after an error that says nothing of the file.
+    /// Repeats a read after a passing error.
     async fn read_again(
         &self,
         ring: &Ring,
@@ -99,7 +99,7 @@ impl File {
         let mut fruitless = 0;
         let mut retry = Retry::default();
         while done < buf.len() {
-            // Also notices that somebody cut the file.
+            // Also notices that another process has cut the file.
             if offset + done as u64 >= self.ask_len(ring).await? {
                 break;
             }

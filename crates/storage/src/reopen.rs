@@ -1,10 +1,10 @@
-//! The same file once more, in another mode: for an image that becomes a backing file, or the other
-//! way round.
+//! Opens a file again in another mode: for an image that becomes a backing file, or a backing file
+//! that becomes writable.
 //!
-//! Control thread; may block for as long as the file system takes. Promises: the file is reached
-//! through its descriptor, so no name is looked up again; the locks of the old descriptor go over
-//! to the new one without a moment in which another program could take the image; on an error the
-//! old one is as it was.
+//! Promises: the file is reached through its descriptor, so no name is looked up again; the locks of
+//! the old descriptor move to the new one without a moment in which another program could take the
+//! image; on an error the old one is as it was. Control thread; may block for as long as the file
+//! system takes.
 
 use std::sync::Mutex;
 use std::sync::atomic::Ordering;
@@ -14,7 +14,9 @@ use rustix::io::Errno;
 
 use crate::error::Error;
 use crate::file::File;
-use crate::{Lock, OpenOptions, lock, open};
+use crate::kinds::Lock;
+use crate::options::OpenOptions;
+use crate::{lock, open};
 
 /// Opens the file of `old` again; see [`crate::Storage::reopen`].
 pub(crate) fn reopen(old: &File, options: &OpenOptions) -> Result<File, Error> {

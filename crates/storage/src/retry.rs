@@ -1,8 +1,9 @@
-//! Which failures of an operation are none: it is to be tried again.
+//! Repeats operations that failed for a passing reason.
 //!
-//! io_uring completes an operation with `EAGAIN` where it could not wait for something that is
-//! short for the moment (memory, a request of the block layer), and with `EINTR` where a signal or
-//! the end of a worker came between. Clients of a file expect neither. Ring threads.
+//! Promises: clients of a file see neither `EINTR` nor (for about 10 s) `EAGAIN`. io_uring completes
+//! an operation with `EAGAIN` where it could not wait for a resource that is short for the moment
+//! (memory, a request of the block layer), and with `EINTR` where a signal or the end of a worker
+//! interrupted it. Ring threads.
 
 use std::time::Duration;
 
@@ -11,11 +12,11 @@ use ringdisk_ring::{Errno, Op, Ring};
 /// First and longest pause after an `EAGAIN`.
 const PAUSE_MIN: Duration = Duration::from_micros(100);
 const PAUSE_MAX: Duration = Duration::from_millis(100);
-/// Times that an `EAGAIN` is tried again: with these pauses about 10 s. What lasts longer is passed
-/// on.
+/// Attempts after an `EAGAIN`: with these pauses about 10 s. An error that lasts longer is passed
+/// on to the caller.
 const AGAIN_MAX: u32 = 110;
 
-/// Whether an error says nothing of the operation, only of the moment.
+/// Whether an error is a passing one: the same operation may succeed a moment later.
 pub(crate) fn is_passing(errno: Errno) -> bool {
     matches!(errno, Errno::INTR | Errno::AGAIN)
 }
@@ -27,7 +28,7 @@ pub(crate) struct Retry {
 }
 
 impl Retry {
-    /// Whether to try again after this error; has waited where that is of use.
+    /// Whether to try again after this error. Waits first where that helps.
     pub(crate) async fn after(&mut self, ring: &Ring, errno: Errno) -> bool {
         match errno {
             Errno::INTR => true,
@@ -54,7 +55,7 @@ pub(crate) async fn once(operation: Op) -> Result<u32, Errno> {
     match tests::next() {
         None => operation.await,
         Some(tests::Fault::Fail(errno)) => Err(errno),
-        // More may have moved than is told.
+        // More bytes may have moved than are reported.
         Some(tests::Fault::Short(most)) => operation.await.map(|moved| moved.min(most)),
     }
 }

@@ -1,7 +1,7 @@
 //! Length, holes, zeroes and space of a file.
 //!
-//! Ring threads. What can block without being an io_uring operation (lseek for holes, BLKDISCARD)
-//! runs on a helper thread.
+//! Promises: no ring thread blocks; system calls that can block and are no io_uring operations
+//! (lseek for holes, BLKDISCARD) run on a helper thread. Ring threads.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -10,15 +10,16 @@ use std::sync::atomic::Ordering;
 use ringdisk_ring::{Errno, IoBuf, Ring};
 use rustix::fs::{FallocateFlags, SeekFrom};
 
+use crate::ffi;
 use crate::file::{File, end_of};
 use crate::gate::Pass;
+use crate::kinds::{Allocation, Kind, Preallocation};
 use crate::read::BOUNCE_MAX;
 use crate::retry::{Retry, once};
-use crate::{Allocation, Kind, Preallocation, ffi};
 
 impl File {
-    /// Gives space back. On a regular file the bytes read as zeroes afterwards; on a block device
-    /// as whatever the device likes, and parts of a sector at either end stay.
+    /// Frees space. On a regular file the bytes read as zeroes afterwards; on a block device they
+    /// are undefined, and parts of a sector at either end stay.
     ///
     /// Beyond the end of the file nothing happens. Errors: `EOPNOTSUPP` when file system or device
     /// cannot, `EROFS`.
@@ -26,7 +27,7 @@ impl File {
         self.check_writable()?;
         let mut end = end_of(offset, len)?;
         if end > self.len() {
-            // Somebody else may have made it longer.
+            // Another process may have made it longer.
             end = end.min(self.ask_len(ring).await?);
         }
         match self.kind {
@@ -53,8 +54,9 @@ impl File {
     /// Makes bytes read as zeroes; a regular file grows when it must.
     ///
     /// * `may_unmap`: the space may be given back.
-    /// * `fallback`: write zeroes when there is no quick way; else `EOPNOTSUPP`, and nothing has
-    ///   changed. (Parts of blocks at either end are always written, once the middle is zeroed.)
+    /// * `fallback`: write zeroes when there is no quick way; otherwise the error is `EOPNOTSUPP`
+    ///   and nothing has changed. (Parts of blocks at either end are always written, once the
+    ///   middle is zeroed.)
     ///
     /// Errors: the kernel's, `EROFS`, `ENOSPC` past the end of a block device.
     pub(crate) async fn write_zeroes(
@@ -100,9 +102,9 @@ impl File {
             Err(errno) => return Err(errno),
         }
         if self.kind == Kind::Regular && stop > self.len() && stop > self.ask_len(ring).await? {
-            // Punched, and nothing but a write makes this file longer without the risk of cutting
-            // off what others have written behind: the last block is one of this request. After the
-            // pass: the write takes one of its own.
+            // Punched, and only a write makes this file longer without the risk of cutting off
+            // bytes that others have written past the end: so the last block of this request is
+            // written. After the pass has ended, since the write takes one of its own.
             let last = start.max(stop - align);
             self.write_zero_bytes(ring, last, stop).await?;
         }
@@ -115,8 +117,8 @@ impl File {
         !self.refuses_holes.load(Ordering::Relaxed)
     }
 
-    /// What holes in a block device are made of, bytes. Of a page of its cache that is a hole in
-    /// part the kernel zeroes that part before it asks the device, and leaves it so when the device
+    /// Alignment of holes in a block device, bytes. Where a hole covers a part of a cached page, the
+    /// kernel zeroes that part before it asks the device, and leaves it zeroed when the device
     /// refuses.
     fn hole_align(&self) -> u64 {
         let sector = u64::from(self.limits.discard_align);
@@ -167,9 +169,9 @@ impl File {
         Ok(())
     }
 
-    /// Makes the file reach to `end` while others write: setting the length could cut off what one
-    /// of them has just written behind. Where the file system has no way, the length stays, which
-    /// the caller sees. The caller has a pass.
+    /// Makes the file reach to `end` while others write: setting the length could cut off bytes
+    /// that one of them has just written past the end. Where the file system has no operation for
+    /// that, the length stays, which the caller sees. The caller has a pass.
     async fn grow_beside_writers(&self, ring: &Ring, end: u64) -> Result<(), Errno> {
         if self.kind != Kind::Regular || end <= self.len() || end <= self.ask_len(ring).await? {
             return Ok(());
@@ -180,7 +182,7 @@ impl File {
         }
     }
 
-    /// Sets the length if the file is shorter. Nobody else may write past its end meanwhile.
+    /// Sets the length if the file is shorter. No other writer may write past its end meanwhile.
     async fn grow_to(&self, ring: &Ring, end: u64) -> Result<(), Errno> {
         if self.kind == Kind::Regular && end > self.len() && end > self.ask_len(ring).await? {
             self.truncate(ring, end).await?;
@@ -219,7 +221,7 @@ impl File {
     }
 
     /// Prepares space. The file reaches at least to `offset + len` afterwards. With `Off` and
-    /// `Full` nobody else may write past its end meanwhile. Errors: `EOPNOTSUPP` where the file
+    /// `Full` no other writer may write past its end meanwhile. Errors: `EOPNOTSUPP` where the file
     /// system cannot reserve; `EINVAL` for `Full` below the end of the file, since it would
     /// overwrite; `ENOSPC`, `EROFS`, …
     pub(crate) async fn preallocate(
@@ -251,8 +253,8 @@ impl File {
         if mode == Preallocation::Off {
             self.grow_to(ring, end).await?;
         }
-        // The writes below take passes of their own; waiting for one while holding another could
-        // wait for ever.
+        // The writes below take passes of their own; waiting for one while holding another can
+        // deadlock.
         drop(pass);
         if mode == Preallocation::Full {
             self.write_zero_bytes(ring, offset, end).await?;
@@ -261,8 +263,8 @@ impl File {
     }
 
     /// Whether bytes at `offset` are data or a hole, and for how many bytes (at most `len`). At or
-    /// past the end: a hole of 0 bytes. What cannot tell (block devices, some file systems) is
-    /// data.
+    /// past the end: a hole of 0 bytes. Storage that cannot tell holes (block devices, some file
+    /// systems) counts as data.
     pub(crate) async fn allocation(
         &self,
         ring: &Ring,
@@ -317,7 +319,7 @@ fn extent(file: &OwnedFd, offset: u64, end: u64) -> Result<(Allocation, u64), Er
     match rustix::fs::seek(file, SeekFrom::Data(offset)) {
         Ok(data) if data > offset => Ok((Allocation::Hole, data)),
         Ok(_) => match rustix::fs::seek(file, SeekFrom::Hole(offset)) {
-            // Somebody punched between the two calls: the next look tells.
+            // Another process punched a hole between the two calls: the next call reports it.
             Ok(hole) => Ok((Allocation::Data, hole.max(offset + 1))),
             Err(_) => Ok((Allocation::Data, end)),
         },

@@ -1,6 +1,6 @@
-//! The type that all users of this crate hold: one of several kinds of storage.
+//! [`Storage`], the type that all users of this crate hold: one of several kinds of storage.
 //!
-//! Dispatch is a match, so a file costs no indirection.
+//! Promises: dispatch is a match, so a file costs no indirection.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
@@ -12,7 +12,9 @@ use crate::custom::CustomStorage;
 use crate::error::Error;
 use crate::failure;
 use crate::file::{File, end_of};
-use crate::{Allocation, Kind, Limits, OpenOptions, Preallocation, open, reopen};
+use crate::kinds::{Allocation, Kind, Limits, Preallocation};
+use crate::options::OpenOptions;
+use crate::{open, reopen};
 
 /// Something that holds bytes. `Send + Sync`; used as `Arc<Storage>`.
 ///
@@ -49,9 +51,9 @@ impl Storage {
     }
 
     /// Opens the same file again in another mode, through its descriptor, and takes its locks over:
-    /// an image that becomes a backing file, or the other way round. The old storage must not be
-    /// used for more than what its user may finish without a lock. Blocks. Storage of another kind
-    /// is not reopened: `None`.
+    /// for an image that becomes a backing file, or a backing file that becomes writable. The old
+    /// storage has no lock afterwards, so no new request may use it. Blocks. Storage of another
+    /// kind is not reopened: `None`.
     ///
     /// * `options`: `create` and `create_new` mean nothing here.
     ///
@@ -65,8 +67,8 @@ impl Storage {
         }
     }
 
-    /// Whether its descriptor can be written by, whatever it is used for. Storage of another kind:
-    /// whether it is not read-only.
+    /// Whether its descriptor is open for writing, even where the storage is used for reading only.
+    /// Storage of another kind: whether it is not read-only.
     pub fn is_open_for_writing(&self) -> bool {
         match &self.0 {
             Inner::File(file) => rustix::fs::fcntl_getfl(file.borrow())
@@ -75,10 +77,10 @@ impl Storage {
         }
     }
 
-    /// Takes the locks back that went over to `from` by [`Storage::reopen`]; `from` is not used any
-    /// more.
+    /// Takes the locks back that [`Storage::reopen`] moved to `from`, which is not used any more.
     ///
-    /// Errors: kind `Locked` when somebody came meanwhile whom `from` let in.
+    /// Errors: kind `Locked` when another user, which the lock of `from` did not exclude, came
+    /// meanwhile.
     pub fn reclaim(&self, from: &Storage) -> Result<(), Error> {
         match (&self.0, &from.0) {
             (Inner::File(file), Inner::File(from)) => reopen::reclaim(file, from),
@@ -86,7 +88,7 @@ impl Storage {
         }
     }
 
-    /// Of an open file.
+    /// Wraps an open file.
     pub(crate) fn of_file(file: File) -> Storage {
         Storage(Inner::File(file))
     }
@@ -159,9 +161,9 @@ impl Storage {
         }
     }
 
-    /// The descriptor, for those who submit I/O themselves. They keep to [`Storage::limits`], keep
-    /// this storage alive meanwhile, and do not write while O_DIRECT needs whole blocks
-    /// (`offset_align > 1`), since such writes are coordinated in here. `None`: no file.
+    /// The descriptor, for callers that submit I/O themselves. They keep to [`Storage::limits`],
+    /// keep this storage alive meanwhile, and do not write while O_DIRECT needs whole blocks
+    /// (`offset_align > 1`), since this crate coordinates such writes. `None`: no file.
     pub fn raw_fd(&self) -> Option<Fd> {
         match &self.0 {
             Inner::File(file) => Some(file.fd),
@@ -169,13 +171,13 @@ impl Storage {
         }
     }
 
-    /// The same file opened once more through its descriptor, without O_DIRECT; for reading only
-    /// where this storage is. It has the locks that this storage has now, until
-    /// [`Storage::unlock_plain`] or until whoever has got it, such as the kernel for open files of
-    /// clients, has closed it: to a look for the locks of others it is another user, so the lock of
-    /// this storage does not change meanwhile. `None`: not a regular file.
+    /// Opens the same file once more through its descriptor, without O_DIRECT; for reading only
+    /// where this storage is. The new descriptor holds the locks that this storage has now, until
+    /// [`Storage::unlock_plain`], or until its last owner (such as the kernel, for open files of
+    /// clients) has closed it. A search for locks of others finds it as another user, so the lock
+    /// of this storage does not change meanwhile. `None`: not a regular file.
     ///
-    /// Errors: those of open(2); `/proc` is needed, and no sandbox may be in the way.
+    /// Errors: those of open(2); needs `/proc`, and a sandbox must not forbid it.
     pub fn plain_descriptor(&self) -> Result<Option<OwnedFd>, Errno> {
         match &self.0 {
             Inner::File(file) if file.kind == Kind::Regular => {
@@ -188,8 +190,8 @@ impl Storage {
         }
     }
 
-    /// Takes the locks of a [`Storage::plain_descriptor`] away: nobody uses it any more, though it
-    /// may be open for a moment still.
+    /// Releases the locks of a [`Storage::plain_descriptor`] that is not used any more, though it
+    /// may still be open for a moment.
     pub fn unlock_plain(&self, plain: BorrowedFd<'_>) {
         if let Inner::File(file) = &self.0 {
             file.held().release(plain);
@@ -222,9 +224,9 @@ impl Storage {
         }
     }
 
-    /// Finds out whether pages of clients ([`IoBuf::client_pages`]), whose alignment nobody knows,
+    /// Finds out whether pages of clients ([`IoBuf::client_pages`]), whose alignment is not known,
     /// may be given to the kernel as they are; until then, and where not, they are copied. Blocks
-    /// for a few reads. Remembered.
+    /// for a few reads. The answer is remembered.
     pub fn probe_client_pages(&self) -> bool {
         match &self.0 {
             Inner::File(file) => file.probe_client_pages(),
@@ -284,9 +286,9 @@ impl Storage {
         self.noted(result, "a flush", 0, 0)
     }
 
-    /// Gives space back. A regular file then reads as zeroes there, a block device as whatever it
-    /// likes: who needs zeroes calls [`Storage::write_zeroes`] with `may_unmap`. Beyond the end
-    /// nothing happens.
+    /// Frees space. A regular file then reads as zeroes there, a block device returns undefined
+    /// data: callers that need zeroes use [`Storage::write_zeroes`] with `may_unmap`. Beyond the
+    /// end nothing happens.
     ///
     /// Errors: `EOPNOTSUPP` when file system or device cannot.
     pub async fn discard(&self, ring: &Ring, offset: u64, len: u64) -> Result<(), Errno> {
@@ -299,7 +301,7 @@ impl Storage {
 
     /// Makes a range read as zeroes; a regular file grows when it must.
     ///
-    /// * `may_unmap`: the space may be given back; else it stays (or becomes) reserved.
+    /// * `may_unmap`: the space may be freed; otherwise it stays (or becomes) reserved.
     /// * `fallback`: write zeroes where there is no quicker way; without it: `EOPNOTSUPP` then, and
     ///   nothing has changed.
     ///
@@ -331,8 +333,7 @@ impl Storage {
     }
 
     /// Makes a regular file at least `end` bytes long without ever shortening it or changing what
-    /// is in it, whoever else writes to it meanwhile. It may be longer afterwards than was asked
-    /// for.
+    /// is in it, even while others write to it. It may be longer afterwards than was asked for.
     ///
     /// * `from`: where the space that is reserved begins, if it is past the end.
     /// * `mode`: what is prepared. [`Preallocation::Full`] writes zeroes to everything that is
@@ -352,7 +353,7 @@ impl Storage {
     ) -> Result<(), Errno> {
         match &self.0 {
             Inner::File(file) => file.extend(ring, from, end, mode, go_on).await,
-            // Nobody but this process writes to it, and its users do not write past its end.
+            // Only this process writes to it, and its users do not write past its end.
             Inner::Custom(custom) if custom.len() >= end => Ok(()),
             Inner::Custom(custom) if mode == Preallocation::Off => custom.set_len(ring, end).await,
             Inner::Custom(custom) => {
@@ -363,7 +364,7 @@ impl Storage {
     }
 
     /// Prepares space for `offset..offset + len` and lets the storage reach at least to its end.
-    /// But with [`Preallocation::Falloc`] nobody else may write past the end meanwhile.
+    /// Except with [`Preallocation::Falloc`], no other writer may write past the end meanwhile.
     ///
     /// Errors: `EINVAL` for [`Preallocation::Full`] below the end of the file (it would overwrite),
     /// `EOPNOTSUPP` where nothing can be reserved, `ENOSPC`, …
@@ -381,8 +382,8 @@ impl Storage {
     }
 
     /// Whether there is data or a hole at `offset`, and for how many bytes (1 to `len`; the run may
-    /// go on after that). (Hole, 0) at or past the end. What cannot tell is data. Runs on a helper
-    /// thread.
+    /// go on after that). (Hole, 0) at or past the end. Storage that cannot tell holes counts as
+    /// data. Runs on a helper thread.
     pub async fn allocation(
         &self,
         ring: &Ring,

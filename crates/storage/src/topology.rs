@@ -1,16 +1,13 @@
-//! The block sizes and discard limits of what bytes are stored on, for those who show a disk to a
-//! guest.
+//! Block sizes and discard limits of a storage, for exports that present it as a disk to a guest.
 //!
-//! Control path: a few small reads below `/sys`. Where nothing is known the answer is what every
-//! guest can live with.
+//! Promises: where nothing is known, the values are ones that every guest can use. Control path: a
+//! few small reads below `/sys`.
 
-use std::path::PathBuf;
+use crate::kinds::Kind;
+use crate::storage::Storage;
+use crate::sysfs::queue_number;
 
-use rustix::fs::{major, minor};
-
-use crate::{Kind, Storage};
-
-/// What a sector is when nothing says otherwise, bytes.
+/// Sector size where none is reported, bytes.
 const SECTOR: u32 = 512;
 /// The largest block that is passed on, bytes: larger ones (a stripe that is called a block)
 /// confuse guests.
@@ -68,20 +65,6 @@ fn block_size(said: Option<u64>, least: u32) -> u32 {
     said.and_then(|said| u32::try_from(said).ok())
         .filter(|said| said.is_power_of_two() && *said <= BLOCK_MAX)
         .map_or(least, |said| said.max(least))
-}
-
-/// A number that `/sys` shows of the request queue of a block device. Blocks for a read or two.
-/// `None`: it is not shown.
-///
-/// * `device`: its number (`st_rdev`).
-pub(crate) fn queue_number(device: u64, name: &str) -> Option<u64> {
-    let path = format!("/sys/dev/block/{}:{}", major(device), minor(device));
-    // A partition has no queue of its own.
-    let places = ["queue", "../queue"].map(|queue| PathBuf::from(&path).join(queue).join(name));
-    // The name in /sys is a link, and `..` shall go up from what it leads to: the kernel resolves
-    // it so.
-    let text = places.iter().find_map(|place| std::fs::read_to_string(place).ok())?;
-    text.trim().parse().ok()
 }
 
 fn of_device(device: u64, plain: Topology) -> Topology {

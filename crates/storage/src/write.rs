@@ -1,11 +1,11 @@
 //! Writing a file.
 //!
-//! A request that suits the limits is one ring operation from the caller's buffer: no allocation,
-//! no lock, no copy. Anything else is cut into pieces: whole blocks (copied only when the memory is
-//! not one aligned piece), and parts of blocks, which are read, changed and written back while
-//! nobody else writes there (see `gate`). The part of a block at the end of a regular file goes
-//! through a buffered descriptor of the same file, so that the file never gets longer than what was
-//! written. Ring threads.
+//! Promises: a request that suits the limits is one ring operation from the caller's buffer: no
+//! allocation, no lock, no copy. Any other request is cut into pieces: whole blocks (copied only
+//! when the memory is not one aligned piece), and parts of blocks, which are read, changed and
+//! written back while no other write runs there (see `gate`). The part of a block at the end of a
+//! regular file goes through a buffered descriptor of the same file, so that the file never gets
+//! longer than what was written. Ring threads.
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -13,8 +13,8 @@ use std::sync::atomic::Ordering;
 
 use ringdisk_ring::{Errno, Fd, IoBuf, Ring};
 
-use crate::Kind;
 use crate::file::{File, OFFSET_MAX, end_of};
+use crate::kinds::Kind;
 use crate::read::BOUNCE_MAX;
 use crate::retry::{Retry, is_passing, once};
 

@@ -3,13 +3,17 @@
 //! Counts descriptors, threads and mounts by reading /proc; guards put global settings back when
 //! they are dropped.
 
-use std::fs::File;
+use std::fs::{File, Permissions};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, flock};
 use rustix::process::Signal;
 
 pub use crate::skips::{needs, part_needs};
+
+/// Where FUSE file systems are mounted through.
+const DEVICE: &str = "/dev/fuse";
 
 /// Whether all combinations are wanted in place of pairs (`RINGDISK_FULL=1`).
 #[must_use]
@@ -168,6 +172,31 @@ fn lock(operation: FlockOperation) -> Alone {
     let file = file.unwrap_or_else(|error| panic!("{}: {error}", path.display()));
     flock(&file, operation).expect("flock");
     Alone { _file: file }
+}
+
+/// `/dev/fuse` open to every user, as udev has it on every distribution; put back when dropped. No
+/// other test changes or relies on it meanwhile.
+#[derive(Debug)]
+pub struct OpenDevice {
+    before: Permissions,
+    _alone: Alone,
+}
+
+impl OpenDevice {
+    /// Waits for its turn and opens the device.
+    #[must_use]
+    pub fn open() -> OpenDevice {
+        let _alone = alone();
+        let before = std::fs::metadata(DEVICE).expect(DEVICE).permissions();
+        let _ = std::fs::set_permissions(DEVICE, Permissions::from_mode(0o666));
+        OpenDevice { before, _alone }
+    }
+}
+
+impl Drop for OpenDevice {
+    fn drop(&mut self) {
+        let _ = std::fs::set_permissions(DEVICE, self.before.clone());
+    }
 }
 
 /// A kernel setting that is put back when this is dropped.

@@ -90,7 +90,8 @@ fn a_skip_over_two_transports_is_counted_for_each() {
     let path = |name: &str| directory.path().join(name);
     let run = |transport: &str, skip: &str| {
         format!(
-            "== a ({transport})\ntest one ... ok\ntest two ... ok\ntest result: ok. 2 passed; 0 failed; 0 ignored\n{skip}"
+            "== a ({transport})\ntest one ... ok\ntest two ... ok\n\
+             test result: ok. 2 passed; 0 failed; 0 ignored\n{skip}"
         )
     };
     let skip = "@skip\twhole\ta-0123456789abcdef\tone\tmoon\n";
@@ -107,7 +108,8 @@ fn what_a_machine_runs_again_is_counted_once() {
     let one = "== a (uring)\ntest one ... ok\ntest two ... FAILED\n\
                @skip\twhole\ta-0123456789abcdef\tone\tmoon\n\
                test result: FAILED. 1 passed; 1 failed; 0 ignored\n";
-    let all = "== a (uring)\ntest one ... ok\ntest two ... ok\ntest result: ok. 2 passed; 0 failed; 0 ignored\n";
+    let all = "== a (uring)\ntest one ... ok\ntest two ... ok\n\
+               test result: ok. 2 passed; 0 failed; 0 ignored\n";
     let log = [one, "vm: the job begins anew: the emulator made a mistake:\n", all].concat();
     std::fs::write(path("log"), log).expect("a log");
     let words = [Path::new("add"), &path("state"), Path::new("vm"), &path("log"), &path("none")];

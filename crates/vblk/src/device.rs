@@ -1,8 +1,9 @@
 //! The device `/dev/vhost-blk`: a disk whose rings the kernel serves.
 //!
-//! Order of calls: [`Vblk::open`], features, memory, disk, workers; then each ring is started and
-//! stopped, any number of times. While none is started, features, memory and disk can be changed.
-//! One control thread at a time; calls block.
+//! Promises: memory of a started ring is kept until the ring is stopped. Order of calls:
+//! [`Vblk::open`], features, memory, disk, workers; then each ring is started and stopped, any
+//! number of times. While none is started, features, memory and disk can be changed. One control
+//! thread at a time; calls block.
 
 use std::fs;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -24,7 +25,7 @@ const REGIONS_DEFAULT: usize = 64;
 /// `VIRTIO_F_VERSION_1`.
 const VERSION_1: u64 = 1 << 32;
 
-/// Which mechanism carries reads and writes.
+/// The mechanism of reads and writes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Engine {
     /// The module's choice.
@@ -46,7 +47,7 @@ impl Engine {
     }
 }
 
-/// What the module is and can do.
+/// Version and abilities of the module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Info {
@@ -94,7 +95,7 @@ pub struct DiskSetup<'a> {
     pub read_only: bool,
     /// The write cache is off from the beginning, as [`Vblk::set_cache`].
     pub write_through: bool,
-    /// How.
+    /// Mechanism of reads and writes.
     pub engine: Engine,
     /// Logical block as the guest knows it: bytes, a power of two, 512 to 4096, no smaller than the
     /// device's.
@@ -109,11 +110,11 @@ pub struct DiskSetup<'a> {
     pub range_sectors_max: u32,
     /// Bytes, a multiple of `block_bytes`, no more than the file or device has.
     pub capacity: u64,
-    /// What the guest is told as the serial number; padded with zeroes.
+    /// The serial number that the guest sees; padded with zeroes.
     pub id: [u8; 20],
 }
 
-/// What a ring is started with.
+/// Options of a ring that is started.
 #[derive(Debug)]
 pub struct RingSetup<'a> {
     /// Descriptors, a power of two, at most [`Info::ring_max`].
@@ -122,16 +123,17 @@ pub struct RingSetup<'a> {
     pub base: u16,
     /// Memory of the ring, split layout.
     pub areas: Areas,
-    /// Eventfd that the guest kicks. It is looked at once by itself, so no kick is missed.
+    /// Eventfd that the guest kicks. The kernel checks the ring once at the start, so no kick is
+    /// missed.
     pub kick: BorrowedFd<'a>,
-    /// Eventfd that calls the guest; `None`: it looks by itself.
+    /// Eventfd that calls the guest; `None`: the guest polls.
     pub call: Option<BorrowedFd<'a>>,
     /// Eventfd that says that the ring is broken.
     pub err: Option<BorrowedFd<'a>>,
 }
 
-/// A disk whose rings the kernel serves. Dropped, it stops all queues, waits for what is in flight,
-/// and lets go of everything.
+/// A disk whose rings the kernel serves. Dropping it stops all queues, waits for the requests in
+/// flight, and releases everything.
 ///
 /// It keeps the memory of [`Vblk::set_memory`] and of rings that are started. Only the process that
 /// opened it may use it: a child gets [`Error::NotOwner`], and its copy, dropped, leaks that memory
@@ -142,7 +144,7 @@ pub struct Vblk {
     info: Info,
     regions_max: usize,
     workers: Vec<Worker>,
-    /// The worker of each queue, so that it can be told while the kernel is busy with the device.
+    /// The worker of each queue, known also while the kernel is busy with the device.
     serving: Vec<u32>,
 }
 
@@ -172,7 +174,7 @@ impl Vblk {
         Ok(Vblk { handle, info: Info::of(info), regions_max: regions_max(), workers, serving })
     }
 
-    /// What the module is and can do.
+    /// Version and abilities of the module.
     pub fn info(&self) -> &Info {
         &self.info
     }
@@ -187,8 +189,8 @@ impl Vblk {
         self.regions_max
     }
 
-    /// Says what guest and device have agreed on. Bits above those of the device and of rings are
-    /// not looked at by the module and must not be given (such as vhost-user's 30).
+    /// Sets the features that guest and device have negotiated. Bits above those of the device and
+    /// of rings are not looked at by the module and must not be given (such as vhost-user's 30).
     ///
     /// Errors: [`Error::Features`]; a queue is started.
     pub fn set_features(&mut self, features: u64) -> Result<(), Error> {
@@ -204,7 +206,7 @@ impl Vblk {
         self.handle.features()
     }
 
-    /// Says where memory of the guest is: all of it that requests may name. It is kept until it is
+    /// Sets the memory of the guest that requests may name. It is kept until it is
     /// replaced.
     ///
     /// Errors: more regions than [`Vblk::regions_max`]; a queue is started.
@@ -219,7 +221,7 @@ impl Vblk {
         })
     }
 
-    /// Lets go of the memory of [`Vblk::set_memory`], which the kernel does not touch while no
+    /// Releases the memory of [`Vblk::set_memory`], which the kernel does not touch while no
     /// queue is started.
     ///
     /// Errors: a queue is started.
@@ -227,7 +229,7 @@ impl Vblk {
         self.handle.forget_memory().map_err(|errno| Error::of("forget the memory", errno))
     }
 
-    /// Gives it a disk, or takes the one that it has.
+    /// Sets the disk, or removes it.
     ///
     /// Errors: [`Error::Disk`]; a queue is started.
     pub fn set_disk(&mut self, disk: Option<&DiskSetup<'_>>) -> Result<(), Error> {
@@ -316,7 +318,7 @@ impl Vblk {
     }
 
     /// The thread of the worker that serves a queue; `None` where it could not be told from others,
-    /// or there is no such queue. Asks nobody, so it may be called at any time.
+    /// or there is no such queue. Makes no system call, so it may be called at any time.
     pub fn thread_of(&self, queue: u16) -> Option<u32> {
         let id = self.serving.get(usize::from(queue))?;
         self.workers.iter().find(|worker| worker.id == *id)?.tid
@@ -329,7 +331,7 @@ impl Vblk {
         self.handle.worker_of(queue).map_err(|errno| Error::of(doing(), errno))
     }
 
-    /// Hands a ring to the kernel. From its return on requests are taken from it, also those that
+    /// Gives a ring to the kernel. From its return on requests are taken from it, also those that
     /// were there before.
     ///
     /// Errors: the queue is started; there is no disk; features, size, base or memory do not fit; a
@@ -461,7 +463,7 @@ impl Vblk {
         self.handle.set_event(queue, event, fd).map_err(|errno| event_error(queue, fd, errno))
     }
 
-    /// The kernel lets go of the eventfds of a queue. Of one that is stopped nobody uses them, so
+    /// The kernel releases the eventfds of a queue. Those of a stopped queue are not used, so
     /// failures mean nothing.
     fn forget_events(&self, queue: u16) {
         for event in [Event::Kick, Event::Call, Event::Error] {

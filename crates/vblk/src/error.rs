@@ -1,5 +1,6 @@
-//! Why a disk's rings cannot be handed to the kernel, or not be taken back: one line each, with
-//! what the user can do.
+//! Errors of giving a disk's rings to the kernel, or of taking them back.
+//!
+//! Promises: each is one line with the object, the reason and what the user can do.
 
 use std::fmt;
 
@@ -30,7 +31,7 @@ pub enum Error {
         /// What open(2) said.
         errno: Errno,
     },
-    /// The device does not know our ioctls: it is of another module.
+    /// The device does not know the ioctls: it belongs to another module.
     Foreign {
         /// What the kernel said to INFO.
         errno: Errno,
@@ -39,10 +40,10 @@ pub enum Error {
     Version {
         /// That of the module.
         module: u32,
-        /// Ours.
+        /// That of this program.
         ours: u32,
     },
-    /// The module was built for another vhost than the kernel's, or that cannot be found out.
+    /// The module was built for another vhost than the kernel's, or its layout cannot be read.
     Layout(LayoutError),
     /// The module does not make so many queues.
     Queues {
@@ -95,7 +96,7 @@ pub enum Error {
         /// How many there are.
         queues: u16,
     },
-    /// What is asked for needs that the queue, or all of them, are not started.
+    /// The operation needs the queue, or all of them, to be stopped.
     Started {
         /// What was being done, as "start queue 3".
         doing: String,
@@ -117,7 +118,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// What an ioctl that changes something says, where it has no meaning of its own.
+    /// The error of an ioctl without a special meaning.
     pub(crate) fn of(doing: impl Into<String>, errno: Errno) -> Error {
         let doing = doing.into();
         match errno {
@@ -149,29 +150,35 @@ impl fmt::Display for Error {
                 f.write_str(match is_installed {
                     Some(true) => "load it: modprobe vhost_blk",
                     Some(false) => {
-                        "this kernel does not have it: install the package ringdisk-vhost-blk-dkms or build it (docs/vhost-blk.md, \
+                        "this kernel does not have it: install the package ringdisk-vhost-blk-dkms \
+                         or build it (docs/vhost-blk.md, \
                          \"Install\"), then modprobe vhost_blk"
                     }
                     None => {
-                        "load it: modprobe vhost_blk (when there is no such module: package ringdisk-vhost-blk-dkms, or \
+                        "load it: modprobe vhost_blk (when there is no such module: package \
+                         ringdisk-vhost-blk-dkms, or \
                          docs/vhost-blk.md, \"Install\")"
                     }
                 })
             }
             Error::NotAllowed { errno } => write!(
                 f,
-                "{DEVICE}: not allowed ({errno}); give this user read and write permission on it, by a group that only the daemon is in: \
-                 write KERNEL==\"vhost-blk\", SUBSYSTEM==\"misc\", GROUP=\"ringdisk\", MODE=\"0660\" into \
+                "{DEVICE}: not allowed ({errno}); give this user read and write permission on it, \
+                 by a group that only the daemon is in: \
+                 write KERNEL==\"vhost-blk\", SUBSYSTEM==\"misc\", GROUP=\"ringdisk\", \
+                 MODE=\"0660\" into \
                  /etc/udev/rules.d/60-ringdisk-vhost-blk.rules, then udevadm trigger {DEVICE}"
             ),
             Error::Open { errno } => write!(f, "{DEVICE}: could not be opened: {errno}"),
             Error::Foreign { errno } => write!(
                 f,
-                "{DEVICE}: not that of ringdisk ({errno}); another module has made it: rmmod that, then modprobe vhost_blk"
+                "{DEVICE}: not that of ringdisk ({errno}); another module has made it: rmmod that, \
+                 then modprobe vhost_blk"
             ),
             Error::Version { module, ours } => write!(
                 f,
-                "{DEVICE}: the module speaks version {module}, this program version {ours}; build both from the same sources, then \
+                "{DEVICE}: the module speaks version {module}, this program version {ours}; build \
+                 both from the same sources, then \
                  rmmod vhost_blk and modprobe vhost_blk"
             ),
             Error::Layout(error) => write!(f, "{DEVICE}: {error}"),
@@ -181,7 +188,8 @@ impl fmt::Display for Error {
             ),
             Error::NotOwner { doing } => write!(
                 f,
-                "{DEVICE}: could not {doing}: not allowed; only the process that opened it may, not its children, and no filter of \
+                "{DEVICE}: could not {doing}: not allowed; only the process that opened it may, \
+                 not its children, and no filter of \
                  system calls may forbid it"
             ),
             Error::Features { features: 0 } => {
@@ -198,7 +206,8 @@ impl fmt::Display for Error {
             }
             Error::TooManyRegions { regions, limit } => write!(
                 f,
-                "{DEVICE}: the guest's memory has {regions} regions, vhost takes {limit}; give the guest fewer, or load vhost with \
+                "{DEVICE}: the guest's memory has {regions} regions, vhost takes {limit}; give the \
+                 guest fewer, or load vhost with \
                  max_mem_regions={regions}"
             ),
             Error::Disk { errno, bio } => {
@@ -206,7 +215,8 @@ impl fmt::Display for Error {
             }
             Error::Worker { errno } => write!(
                 f,
-                "{DEVICE}: no worker could be made: {errno}; look at the limits of threads (ulimit -u, pids.max of the cgroup)"
+                "{DEVICE}: no worker could be made: {errno}; look at the limits of threads (ulimit \
+                 -u, pids.max of the cgroup)"
             ),
             Error::Ring { queue, why } => write!(f, "{DEVICE}: queue {queue}: {why}"),
             Error::NoQueue { queue, queues } => {
@@ -229,10 +239,12 @@ fn disk(errno: Errno, bio: bool) -> String {
         Errno::BADF => "it is not open for reading, or for writing while the guest may write",
         Errno::FBIG => "it is shorter than the guest was told; align its size, or open it again",
         Errno::INVAL if bio => {
-            "it is no block device, as the engine bio needs, or its blocks are larger than the guest was told"
+            "it is no block device, as the engine bio needs, or its blocks are larger than the \
+             guest was told"
         }
         Errno::INVAL => {
-            "it is neither a file nor a block device, or its blocks are larger than the guest was told"
+            "it is neither a file nor a block device, or its blocks are larger than the guest was \
+             told"
         }
         _ => return errno.to_string(),
     };

@@ -1,9 +1,11 @@
-//! Whether the module was built for the vhost of the kernel that runs.
+//! Checks that the module was built for the vhost of the running kernel.
+//!
+//! Promises: a module whose layout differs, or cannot be read, is refused before it is used.
 //!
 //! The module is built with a copy of vhost's private header, and a kernel without module versions
-//! loads one that was built with a wrong copy, which corrupts memory. So what both say of vhost's
-//! structures, and of the functions that the module calls, is compared in their BTF before the
-//! module is used: what `kernel/vhost-blk/check-layout` does when it is built.
+//! loads one that was built with a wrong copy, which corrupts memory. So vhost's structures, and
+//! the functions that the module calls, are compared in the BTF of both before the module is used,
+//! as `kernel/vhost-blk/check-layout` does at build time.
 //!
 //! Control path: reads some MB of /sys, which takes some ms.
 
@@ -41,7 +43,7 @@ const STRUCTURES_MAX: usize = 256;
 pub enum LayoutError {
     /// It was built for another vhost: the first difference.
     Differs(String),
-    /// Nobody can tell: a file of /sys/kernel/btf, and why it is of no use.
+    /// It cannot be checked: a file of /sys/kernel/btf, and what is wrong with it.
     Unknown(String),
 }
 
@@ -50,12 +52,14 @@ impl fmt::Display for LayoutError {
         match self {
             LayoutError::Differs(what) => write!(
                 f,
-                "the module vhost_blk was built for another vhost than this kernel's: {what}; build it for this kernel (make -C \
+                "the module vhost_blk was built for another vhost than this kernel's: {what}; \
+                 build it for this kernel (make -C \
                  kernel/vhost-blk)"
             ),
             LayoutError::Unknown(why) => write!(
                 f,
-                "whether the module vhost_blk fits this kernel's vhost cannot be told: {why}; it needs a kernel and a module with BTF"
+                "whether the module vhost_blk fits this kernel's vhost cannot be told: {why}; it \
+                 needs a kernel and a module with BTF"
             ),
         }
     }
@@ -86,7 +90,7 @@ fn read(name: &str) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Compares what two modules know of vhost.
+/// Compares the BTF of two modules about vhost.
 ///
 /// * `base`: BTF of the kernel; `vhost`: of its vhost, when that is a module; `ours`: of vhost_blk.
 ///
@@ -220,10 +224,10 @@ impl Structure {
     }
 }
 
-/// Says what types are.
+/// Describes types as text.
 struct Describe<'a> {
     btf: &'a Btf<'a>,
-    /// Bytes and types that were said.
+    /// Bytes and types of the description so far.
     said: usize,
     inside: Vec<String>,
 }
@@ -233,8 +237,8 @@ impl<'a> Describe<'a> {
         Describe { btf, said: 0, inside: Vec::new() }
     }
 
-    /// What a declaration names. Qualifiers and tags (such as __user) change no call. A structure
-    /// without a name is its members.
+    /// Describes the type of a declaration. Qualifiers and tags (such as __user) change no call. A
+    /// structure without a name is its members.
     fn text(&mut self, id: u32, depth: u32) -> Result<String, Bad> {
         if id == 0 {
             return Ok("void".to_owned());
@@ -287,8 +291,8 @@ impl<'a> Describe<'a> {
         Ok(out + " }")
     }
 
-    /// Notes a structure of vhost that lies in another one: its members are compared, too. Those of
-    /// others are in the kernel's public headers, which both were built with.
+    /// Records a structure of vhost inside another one: its members are compared, too. Other
+    /// structures are in the kernel's public headers, which both were built with.
     fn contain(&mut self, id: u32) -> Result<(), Bad> {
         let mut id = id;
         for _ in 0..DEPTH_MAX {

@@ -1,8 +1,10 @@
-//! What the module counts for each queue.
+//! State and counters of each queue, as the module reports them.
+//!
+//! Promises: a state or counter that this program does not know is no error.
 
 use crate::kernel::uapi::{self, StatsWords};
 
-/// What a queue is doing.
+/// State of a queue.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum State {
@@ -11,8 +13,8 @@ pub enum State {
     Idle,
     /// Its ring is served.
     Running,
-    /// The ring is not what the specification wants, or not there: nothing is taken from it until
-    /// it is stopped and started again.
+    /// The ring violates the specification, or its memory is lost: no request is taken until the
+    /// queue is stopped and started again.
     Broken,
     /// Its stop was interrupted.
     Draining,
@@ -40,23 +42,23 @@ pub struct Stats {
     pub errors: u64,
     /// Answered with "not supported".
     pub unsupported: u64,
-    /// Times that the worker looked at the ring.
+    /// Number of times that the worker read the ring.
     pub rounds: u64,
     /// Updates of the used index, each with one decision about a call.
     pub batches: u64,
     /// Reads and writes that were copied because the guest's buffers are misaligned.
     pub bounced: u64,
-    /// Times that one of them had to wait for memory.
+    /// Number of copies that had to wait for memory.
     pub bounce_waits: u64,
     /// Reads and writes that went as a bio.
     pub bios: u64,
-    /// And as a kiocb.
+    /// Reads and writes that went as a kiocb.
     pub kiocbs: u64,
-    /// Times that the ring had more than it may have in flight.
+    /// Number of times that the ring had more requests than may be in flight.
     pub starved: u64,
     /// Requests that were completed after the death of their worker.
     pub orphans: u64,
-    /// Times that the ring became broken.
+    /// Number of times that the ring became broken.
     pub broken: u64,
 }
 

@@ -1,8 +1,8 @@
 //! Workers: threads of the kernel that serve rings.
 //!
-//! They are threads of this process (`vhost-…` in its task list): they inherit CPUs, cgroup and
-//! memory policy from the thread that has them made, and count as its threads do. Control threads
-//! only.
+//! Promises: a worker that cannot be bound to CPUs works unbound, and says why. They are threads of
+//! this process (`vhost-…` in its task list): they inherit CPUs, cgroup and memory policy from the
+//! thread that has them made, and count as its threads do. Control threads only.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -18,13 +18,13 @@ pub struct Worker {
     pub id: u32,
     /// Its thread; `None` where it could not be told from others.
     pub tid: Option<u32>,
-    /// Why it is not bound to the CPUs that were asked for, if it is not. It works, elsewhere.
+    /// Why it is not bound to the requested CPUs, if so. It works on others.
     pub unbound: Option<Errno>,
     /// CPUs that it was bound to; empty: those of the thread that had it made.
     pub cpus: CpuList,
 }
 
-/// Where a thread of this process runs.
+/// Placement of a thread of this process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
     /// Its name, at most 15 bytes.
@@ -36,7 +36,7 @@ pub struct Placement {
 }
 
 impl Placement {
-    /// Reads where a thread runs.
+    /// Reads the placement of a thread.
     ///
     /// * `tid`: of this process.
     ///
@@ -71,9 +71,9 @@ impl Worker {
     }
 }
 
-/// Does something by which the kernel makes a worker, while the calling thread is bound to some
-/// CPUs; afterwards it runs where it ran. Gives what came of it, the worker's thread, and why it
-/// could not be bound.
+/// Runs an operation by which the kernel makes a worker, while the calling thread is bound to some
+/// CPUs; afterwards the thread has its former CPUs. Gives the result, the worker's thread, and why
+/// it could not be bound.
 pub(crate) fn making<T>(
     cpus: Option<&CpuList>,
     make: impl FnOnce() -> T,

@@ -15,14 +15,14 @@ use ringdisk_guest::driver::{GUEST_BASE, USER_BASE};
 use ringdisk_guest::{Memory, Region};
 use ringdisk_ring::{CpuList, Topology, cpus_of_thread};
 use ringdisk_testkit::limits::descriptors;
-use ringdisk_testkit::model::{Kind, PATIENCE, Request, bits, range};
+use ringdisk_testkit::model::{Kind, Request, TIMEOUT, bits, range};
 use ringdisk_testkit::process::patient;
 use ringdisk_testkit::sim::Prng;
 use ringdisk_vblk::{DiskSetup, Engine, Error, Placement, State, Vblk};
 
 /// Waits until something is so.
 fn until(what: &str, mut is_so: impl FnMut() -> bool) {
-    let end = std::time::Instant::now() + patient(PATIENCE);
+    let end = std::time::Instant::now() + patient(TIMEOUT);
     while !is_so() {
         assert!(std::time::Instant::now() < end, "{what}");
         std::thread::sleep(Duration::from_millis(5));
@@ -353,7 +353,7 @@ fn eventfds_are_changed_while_a_queue_runs_and_let_go_when_it_stops() {
     vblk.set_err(0, None).unwrap();
     vblk.stop(0).unwrap();
 
-    // A kick of a queue that is stopped reaches nobody.
+    // A kick of a stopped queue has no effect.
     let rounds = vblk.stats(0).unwrap().rounds;
     guest.queues[0].kick_anyway();
     std::thread::sleep(Duration::from_millis(50));

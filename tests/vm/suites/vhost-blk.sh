@@ -1,6 +1,7 @@
 # Suite "vhost-blk": the kernel module, built for the machine's kernel, and a driver of ours on it
-# (tests/vm/vhost_blk); "module" is the daemon's side of it (crates/vblk/tests/module.rs),
-# "e2e_accel…" `ringdisk serve --accel` (crates/ringdisk/tests). Sourced by tests/vm/run.
+# (tests/vm/vhost_blk); "module" is the daemon's side of it (crates/vblk/tests/module.rs), "accel"
+# `ringdisk serve --accel` (crates/ringdisk/tests/accel), of which a filter such as "accel::memory"
+# takes a part. Sourced by tests/vm/run.
 # shellcheck shell=bash disable=SC2154 # variables of tests/vm/run
 
 # The tests, each with its disk, engine and arguments. Disks are made in the machine
@@ -103,7 +104,7 @@ LIST
 vhost_blk_programs() {
   # The whole workspace, as `./test` builds it: other sets of packages would be other builds.
   cargo test --no-run --manifest-path "$project/Cargo.toml" --workspace --message-format=json >"$run/cargo" || return
-  sed -n 's/.*"reason":"compiler-artifact".*"manifest_path":"\([^"]*\)\/Cargo.toml".*"kind":\["test"\].*"name":"\(module\|e2e_accel[a-z_]*\)","src_path".*"executable":"\([^"]*\)".*/\2 \1 \3/p' \
+  sed -n 's/.*"reason":"compiler-artifact".*"manifest_path":"\([^"]*\)\/Cargo.toml".*"kind":\["test"\].*"name":"\(module\|accel\)","src_path".*"executable":"\([^"]*\)".*/\2 \1 \3/p' \
     "$run/cargo"
 }
 
@@ -133,7 +134,7 @@ vhost_blk_modules() {
 # suite_job FILTER…: builds module, driver and programs of tests, prints the job that runs them.
 suite_job() {
   local module modules name disk engine words each directory program
-  local programs=(module e2e_accel e2e_accel_disks e2e_accel_memory e2e_accel_qemu e2e_accel_refused e2e_accel_threads)
+  local programs=(module accel)
   module=$("$project/kernel/vhost-blk/build" "$(cat "$kernel_dir/version")" 2>"$run/build.log") || { cat "$run/build.log" >&2; return 1; }
   [[ $module == *"/$(cat "$kernel_dir/version")-"* ]] ||
     { echo "vm: no headers of this kernel any more; remove $kernel_dir" >&2; return 1; }
@@ -156,19 +157,19 @@ suite_job() {
   # Minutes of building: only where a filter wants one of them ("kiocb bio default" does not).
   words=
   for name in "${programs[@]}"; do
-    for each in "${@:-}"; do if [[ $name == *"$each"* ]]; then words=1; fi; done
+    for each in "${@:-}"; do if [[ $name == *"$each"* || $each == "$name"::* ]]; then words=1; fi; done
   done
   if [ -z "$words" ]; then echo 'summary'; return; fi
   vhost_blk_programs >"$run/programs" && [ "$(wc -l <"$run/programs")" = ${#programs[@]} ] ||
     { echo "vm: not all programs of tests were built" >&2; return 1; }
   while read -r name directory program; do
     for each in "${@:-}"; do
-      [[ $name == *"$each"* ]] || continue
-      if [ "$name" = e2e_accel_refused ]; then
+      if [[ $name == *"$each"* ]]; then words=; elif [[ $each == "$name"::* ]]; then words=${each#*::}; else continue; fi
+      if [ "$name" = accel ]; then
         modules=$(vhost_blk_modules "$module") || return
         printf 'export RINGDISK_TEST_MODULES=%q\n' "$modules"
       fi
-      printf 'program %q %q %q\n' "$name" "$directory" "$program"
+      echo "program $name $(printf '%q ' "$directory" "$program") $words"
       break
     done
   done <"$run/programs"

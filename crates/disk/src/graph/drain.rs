@@ -1,13 +1,13 @@
-//! A change of the graph: nobody else is inside.
+//! Exclusive access to the graph, for a change of it.
 //!
-//! Promises: the gate closes, requests in flight are waited for without blocking the thread, and
-//! then the change is alone. When it is dropped the gate opens, with the graph that was put in
-//! place last. A change that was dropped while images were half way between two states
+//! Promises: the gate closes, the change waits for the requests in flight without blocking the
+//! thread, and then no request is inside. Dropping [`Drained`] opens the gate, with the graph that
+//! was put in place last. A change that is dropped while images are between two states
 //! ([`Drained::begin`]) leaves a graph that fails every request: serving bytes of an image in an
 //! unknown state would be worse.
 //!
-//! The guards of the copies are held across awaits on purpose: a request only ever tries to take
-//! its copy and suspends when it cannot, so nobody blocks on them.
+//! The write guards of the shards are held across awaits on purpose: a request only tries to take
+//! its shard and suspends when it cannot, so no thread blocks on them.
 
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -17,11 +17,11 @@ use ringdisk_ring::Ring;
 
 use super::sync::lock;
 use super::{Gateway, Graph, State, shards};
-use crate::gate::Pass as Turn;
+use crate::task_mutex::TaskGuard;
 use crate::watch::{Change, ChangeWatch};
 
-/// How often a change looks by itself whether it is alone; see `shards.rs`.
-const LOOK: Duration = Duration::from_millis(5);
+/// How often a waiting change checks by itself for requests in flight; see `shards.rs`.
+const CHECK_INTERVAL: Duration = Duration::from_millis(5);
 
 /// The right to change the graph. Opens the gate on drop.
 pub(crate) struct Drained<'a> {
@@ -30,33 +30,33 @@ pub(crate) struct Drained<'a> {
     graph: Arc<Graph>,
     /// Images are between two states.
     is_under_way: bool,
-    /// Changes take turns; let go after the gate is open.
-    _turn: Turn<'a>,
-    /// The last: who wants to know finds the gate open.
+    /// The lock of changes; released after the gate is open.
+    _turn: TaskGuard<'a>,
+    /// Dropped last: the watcher finds the gate open.
     _over: Over<'a>,
 }
 
-/// Tells that a change is over.
+/// Reports the end of a change to the watcher.
 struct Over<'a>(&'a ChangeWatch);
 
 impl Drop for Over<'_> {
     fn drop(&mut self) {
-        self.0.tell(Change::Over);
+        self.0.notify(Change::Over);
     }
 }
 
 impl Gateway {
     /// Closes the gate and waits until no request is in flight.
     ///
-    /// * `turn`: that of this change; changes take turns.
-    pub(crate) async fn drain<'a>(&'a self, ring: &Ring, turn: Turn<'a>) -> Drained<'a> {
+    /// * `turn`: the lock of changes, held by this one.
+    pub(crate) async fn drain<'a>(&'a self, ring: &Ring, turn: TaskGuard<'a>) -> Drained<'a> {
         let over = Over(&self.change_watch);
         let mut closed = self.shards.close();
-        // Whoever holds the disk from now on waits for this change.
-        self.change_watch.tell(Change::Coming);
+        // A holder of the disk (`Disk::hold_plain`) ends soon after this report.
+        self.change_watch.notify(Change::Coming);
         loop {
             let alone = poll_fn(|context| closed.poll_alone(context));
-            if ring.within(LOOK, alone).await.is_ok() {
+            if ring.within(CHECK_INTERVAL, alone).await.is_ok() {
                 break;
             }
         }

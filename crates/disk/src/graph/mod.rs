@@ -1,9 +1,9 @@
-//! The nodes that an export serves at this moment, and the gate through which requests and changes
-//! reach them.
+//! The layers that an export serves at this moment, and the gate between requests and changes of
+//! them.
 //!
-//! Promises: a request holds its [`Pass`] from its first look at the graph until its last operation
-//! on storage has ended; a change ([`Drained`]) has the graph for itself meanwhile, and what it
-//! puts in place is what every later request sees. A graph is never changed in place.
+//! Promises: a request holds its [`Pass`] from its first access to the graph until its last storage
+//! operation has ended. A change ([`Drained`]) excludes all requests, and every later request sees
+//! the graph that the change put in place. A graph is never changed in place.
 
 mod drain;
 #[cfg(test)]
@@ -12,6 +12,8 @@ mod drain;
 mod model;
 mod shards;
 mod sync;
+mod tracker;
+mod window;
 
 use std::cell::Cell;
 use std::fmt;
@@ -20,15 +22,15 @@ use std::sync::{Arc, Mutex};
 
 use ringdisk_qcow2::{Grace, Qcow2};
 use ringdisk_ring::Errno;
+use ringdisk_storage::Storage;
 
 use crate::chain::Chain;
-use crate::guard::SectorGuard;
-use crate::layer::{Layer, Node};
-use crate::live::Tracker;
+use crate::layer::{Layer, Node, SectorGuard};
 use crate::watch::{ChangeCallback, ChangeWatch};
-use crate::window::Window;
 
 pub(crate) use drain::Drained;
+pub(crate) use tracker::{Mark, Tracker};
+pub(crate) use window::Window;
 
 /// Copies of the graph's pointer; more threads than this share some, which costs time only.
 const SHARDS: usize = 32;
@@ -43,12 +45,12 @@ pub(crate) struct Graph {
     pub(crate) layers: Vec<Arc<Layer>>,
     /// Guard of the first sector, when the top is a probed raw image.
     pub(crate) guard: Option<Arc<SectorGuard>>,
-    /// What is written is noted here, for a commit of the top layer.
+    /// Records which ranges are written, for a commit of the top layer.
     pub(crate) tracker: Option<Arc<Tracker>>,
     /// Indexes of writable qcow2 layers: a reader holds a grace of each.
     writable: [Option<u16>; WRITABLE_MAX],
     pub(crate) state: State,
-    /// What of the disk clients see.
+    /// The part of the disk that clients see.
     pub(crate) window: Window,
 }
 
@@ -57,19 +59,20 @@ pub(crate) struct Graph {
 pub(crate) enum State {
     #[default]
     Active,
-    /// The images are somebody else's: nothing that was read of them counts, and nobody is kept
-    /// out.
+    /// Another process or host owns the images: nothing that is cached of them is valid, and no
+    /// lock is held.
     Inactive,
-    /// All is on stable storage and nothing that was read counts, but the locks are held.
+    /// Everything is on stable storage and nothing that is cached is valid, but the locks are held:
+    /// the disk was handed over.
     Quiet,
-    /// A change went wrong half way, so nothing is known about the images.
+    /// A change failed half way, so the state of the images is unknown.
     Broken,
 }
 
 /// A request in flight, with the graph that it works on.
 pub(crate) type Pass<'a> = shards::Pass<'a, Arc<Graph>>;
 
-/// What a reader holds so that clusters that it looked up are not reused meanwhile.
+/// Held by a reader, so that clusters that it looked up are not reused meanwhile.
 pub(crate) type Graces<'a> = [Option<Grace<'a>>; WRITABLE_MAX];
 
 impl Graph {
@@ -92,7 +95,7 @@ impl Graph {
         graph
     }
 
-    /// The same with other layers; what is noted for a commit is not kept.
+    /// The same with other layers; the record for a commit is not kept.
     pub(crate) fn with_layers(&self, layers: Vec<Arc<Layer>>) -> Graph {
         let mut graph = Graph::new(layers);
         graph.state = self.state;
@@ -130,7 +133,7 @@ impl Graph {
         Chain(&self.layers)
     }
 
-    /// What is below a layer.
+    /// The layers below a layer.
     pub(crate) fn below(&self, depth: usize) -> Chain<'_> {
         Chain(self.layers.get(depth + 1..).unwrap_or_default())
     }
@@ -142,7 +145,7 @@ impl Graph {
     }
 
     /// Refuses requests that cannot be served. Errors: EIO where a change left the graph broken;
-    /// EBUSY while the images are not ours.
+    /// EBUSY while the disk is not active.
     #[inline]
     pub(crate) fn check(&self) -> Result<(), Errno> {
         match self.state {
@@ -163,8 +166,8 @@ impl Graph {
         })
     }
 
-    /// To be held while layers above `base` are read and copied to it: those of the layers that are
-    /// read alone, so that a write to the base can reuse what was freed there.
+    /// To be held while layers above `base` are read and copied to it: the graces of the layers
+    /// that are read, not of the base, so that a write to the base can reuse clusters freed there.
     pub(crate) fn graces_above(&self, base: usize) -> Graces<'_> {
         let mut graces = self.graces();
         for (grace, index) in graces.iter_mut().zip(self.writable) {
@@ -173,6 +176,11 @@ impl Graph {
             }
         }
         graces
+    }
+
+    /// All files, from the top down.
+    pub(crate) fn storages(&self) -> Vec<Arc<Storage>> {
+        self.layers.iter().flat_map(|layer| layer.storages()).cloned().collect()
     }
 
     /// The qcow2 image on top.
@@ -222,7 +230,7 @@ impl Gateway {
         self.shards.is_closed_alone()
     }
 
-    /// Tells `callback` of changes from now on; only the first one.
+    /// Calls `callback` for changes from now on; only the first call of this counts.
     pub(crate) fn watch(&self, callback: ChangeCallback) {
         self.change_watch.set(callback);
     }

@@ -1,5 +1,5 @@
-//! What all requests use and a change replaces: a value in several copies, one for each group of
-//! threads.
+//! A value that all requests read and a change replaces, in several copies (shards), one for each
+//! group of threads.
 //!
 //! Promises:
 //! 1. **A request costs one `try_read`** of the copy of its own threads (about 10 ns with the
@@ -35,12 +35,12 @@ pub(crate) struct Shards<T> {
     shards: Box<[Shard<T>]>,
     /// A change is under way. Read by every request and written by changes only.
     closing: AtomicBool,
-    /// The change has every copy. For those who look on; nothing depends on the moment.
+    /// The change has every copy. For observers only; no ordering depends on it.
     alone: AtomicBool,
     waiting: Mutex<Waiting>,
 }
 
-/// Who waits for whom while a change is under way.
+/// Tasks that wait while a change is under way.
 #[derive(Default)]
 struct Waiting {
     /// The change, for the next request that leaves.

@@ -1,5 +1,7 @@
-//! The primitives that threads share, in one place: the model test (`model/`) builds the same
-//! source file on simulated ones.
+//! The synchronisation primitives of `shards.rs`.
+//!
+//! Promises: none of these functions panics on poison. The model test (`model/`) builds the same
+//! source file on simulated primitives.
 
 pub(crate) use std::sync::atomic::{AtomicBool, Ordering};
 pub(crate) use std::sync::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -12,7 +14,7 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Reads unless somebody writes. Never waits.
+/// A read guard, unless a writer holds the lock. Never waits.
 pub(crate) fn try_read<T>(lock: &RwLock<T>) -> Option<RwLockReadGuard<'_, T>> {
     match lock.try_read() {
         Ok(guard) => Some(guard),
@@ -21,7 +23,7 @@ pub(crate) fn try_read<T>(lock: &RwLock<T>) -> Option<RwLockReadGuard<'_, T>> {
     }
 }
 
-/// Writes unless somebody reads or writes. Never waits.
+/// A write guard, unless a reader or writer holds the lock. Never waits.
 pub(crate) fn try_write<T>(lock: &RwLock<T>) -> Option<RwLockWriteGuard<'_, T>> {
     match lock.try_write() {
         Ok(guard) => Some(guard),

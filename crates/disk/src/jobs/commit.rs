@@ -1,7 +1,7 @@
-//! Commit of an image that nobody serves.
+//! Commit of an image that is not served.
 //!
-//! Promises: what the image holds is in its base, on stable storage, before the image itself is
-//! touched; a commit that ends early, or crashes, leaves a chain that reads the same. This is the
+//! Promises: the data of the image is in its base, on stable storage, before the image itself is
+//! changed; a commit that is cancelled, or crashes, leaves a chain that reads the same. This is the
 //! commit of a disk in use (`live/commit.rs`) without clients.
 
 use std::path::PathBuf;
@@ -12,22 +12,21 @@ use ringdisk_ring::Ring;
 use crate::name::printable_path;
 use crate::{CommitOptions, Disk, Error, ErrorKind, Format, Progress};
 
-/// What `qemu-img commit` is told.
+/// Options of `qemu-img commit`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Commit {
-    /// The image of the chain that takes it all (`-b`); `None`: the one right below.
+    /// The base, an image of the chain (`-b`); `None`: the one right below.
     pub base: Option<PathBuf>,
-    /// What the user says of the format of that image;
-    /// [`ImageOptions::trust_base_format`](crate::ImageOptions::trust_base_format) is for the
-    /// caller to set.
+    /// The format of that image as the user states it; the caller sets
+    /// [`ImageOptions::trust_base_format`](crate::ImageOptions::trust_base_format).
     pub base_format: Option<Format>,
-    /// The image and those between are not emptied afterwards (`-d`). Those between must not be
-    /// used alone any more, and none of them once the base was written to.
+    /// The merged images are not emptied afterwards (`-d`). The ones between top and base must not
+    /// be used alone any more, and none of them once the base was written to.
     pub keep: bool,
 }
 
-/// Writes what an image and those between hold into its base, and empties them: all show the base
-/// then. The base gets the size of the image.
+/// Writes the data of an image, and of the images between, into its base, and empties them: they
+/// all read as the base then. The base gets the size of the image.
 ///
 /// * `disk`: open for writing; closed when the job returns.
 ///

@@ -1,8 +1,8 @@
-//! `compare`: do two disks hold the same bytes?
+//! `compare`: whether two disks hold the same bytes.
 //!
-//! Promises: what both know to be zero is not read; what only one has is read from that one only;
-//! several pieces are read at once, and yet the answer is about the first byte that matters.
-//! Nothing is written.
+//! Promises: ranges that are zero in both disks are not read; a range with data in one disk only is
+//! read from that one only; several pieces are read at once, and the answer is still about the
+//! first difference. Nothing is written.
 //!
 //! Runs on the thread that owns the ring. Source of the behaviour: qemu-img(1), "compare".
 
@@ -14,31 +14,31 @@ use std::cell::{Cell, RefCell};
 use futures_util::future::join_all;
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
-use super::convert::SECTOR_BYTES;
-use crate::gate::Gate;
+use crate::limits::SECTOR_BYTES;
 use crate::name::printable_path;
+use crate::task_mutex::TaskMutex;
 use crate::{BlockStatus, Disk, Error, Progress};
 
 /// Bytes that are compared at once.
 const CHUNK_BYTES: u64 = 1 << 20;
 /// Pieces under way: each reads two disks.
 const TASKS: usize = 4;
-/// Bytes that are looked at together: they stay in the first cache.
+/// Bytes that are compared together: they stay in the first-level cache.
 const BLOCK: usize = 4096;
 /// Alignment of buffers: a page suits every storage.
 const BUFFER_ALIGN: usize = 4096;
 
-/// How to compare.
+/// Options of a comparison.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CompareOptions {
-    /// Sizes, and what is known about each range, must be the same too (`-s`).
+    /// Sizes, and the block status of each range, must be the same too (`-s`).
     pub strict: bool,
 }
 
-/// The answer.
+/// The result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Comparison {
-    /// The same bytes; behind the end of the shorter disk the longer one has zeroes.
+    /// The same bytes; past the end of the shorter disk the longer one has zeroes.
     Identical {
         /// The sizes differ.
         sizes_differ: bool,
@@ -52,7 +52,7 @@ pub enum Comparison {
 pub enum Difference {
     /// In size; with `strict` only.
     Size,
-    /// In what is known about a range; with `strict` only.
+    /// In the block status of a range; with `strict` only.
     Status {
         /// First byte of the range.
         offset: u64,
@@ -67,7 +67,7 @@ pub enum Difference {
 /// How the comparison of a piece ended.
 type Outcome = Result<(), Finding>;
 
-/// What ends a comparison, and where.
+/// The end of a comparison, with its place.
 #[derive(Clone, Copy, Debug)]
 struct Finding {
     offset: u64,
@@ -107,9 +107,9 @@ struct Job<'a> {
     disks: [&'a Disk; 2],
     is_strict: bool,
     progress: &'a Progress,
-    gate: Gate,
+    mutex: TaskMutex,
     at: Cell<u64>,
-    /// What is known: end of the run, and who has to be read (`None`: nobody).
+    /// The present run: its end, and the disks to read (`None`: no disk).
     run: Cell<Option<(u64, Option<Sides>)>>,
     first: RefCell<Option<Finding>>,
 }
@@ -137,7 +137,7 @@ pub async fn compare(
         disks: [left, right],
         is_strict: options.strict,
         progress,
-        gate: Gate::default(),
+        mutex: TaskMutex::default(),
         at: Cell::new(0),
         run: Cell::new(None),
         first: RefCell::default(),
@@ -169,7 +169,7 @@ impl Job<'_> {
     async fn task(&self) {
         let buffers = [CHUNK_BYTES; 2]
             .map(|bytes| IoBuf::new(usize::try_from(bytes).unwrap_or(usize::MAX), BUFFER_ALIGN));
-        // Pieces come in order, so all that lies before a finding is under way.
+        // Pieces come in order, so all pieces before a finding are under way.
         while self.first.borrow().is_none() {
             let piece = match self.next().await {
                 Ok(Some(piece)) => piece,
@@ -192,7 +192,7 @@ impl Job<'_> {
 
     /// The next piece that has to be read; `None` at the end.
     async fn next(&self) -> Result<Option<Piece>, Finding> {
-        let _pass = self.gate.enter().await;
+        let _pass = self.mutex.lock().await;
         let total = self.progress.total();
         loop {
             let at = self.at.get();
@@ -218,13 +218,13 @@ impl Job<'_> {
         }
     }
 
-    /// The run at `at`: its end, and who has to be read.
+    /// The run at `at`: its end, and the disks to read.
     async fn look(&self, at: u64) -> Result<(u64, Option<Sides>), Finding> {
         let left = self.status(at, 0).await?;
         let right = self.status(at, 1).await?;
         let (left, right) = match (left, right) {
             (Some(left), Some(right)) => (left, right),
-            // Behind the end of one disk the other has to be zero.
+            // Past the end of one disk the other must be zero.
             (Some(left), None) => {
                 return Ok((at + left.len, Some(Sides::Left).filter(|_| !left.zero)));
             }
@@ -245,7 +245,7 @@ impl Job<'_> {
         Ok((at + left.len.min(right.len), sides))
     }
 
-    /// What a disk knows; `None` behind its end.
+    /// The block status of a disk; `None` past its end.
     async fn status(&self, at: u64, side: usize) -> Result<Option<BlockStatus>, Finding> {
         let disk = self.disks[side];
         let left = disk.size().saturating_sub(at);
@@ -305,7 +305,7 @@ impl Job<'_> {
     }
 }
 
-/// What has to be the same with `strict`.
+/// The properties that must be the same with `strict`.
 fn marks(status: &BlockStatus) -> (bool, bool, bool, bool, bool) {
     (status.data, status.zero, status.present, status.offset.is_some(), status.compressed)
 }

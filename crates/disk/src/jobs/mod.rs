@@ -1,4 +1,4 @@
-//! Long operations on whole images: what the tools do when nobody serves them.
+//! Long operations of the command-line tools on whole images that are not served.
 //!
 //! Promises: each job is an async function over open disks (or the names of images), reports to a
 //! [`Progress`](crate::Progress), and ends soon after it was cancelled, leaving every image sound.
@@ -8,8 +8,9 @@ mod compare;
 mod convert;
 mod rebase;
 
+pub use crate::limits::SECTOR_BYTES;
 pub use commit::{Commit, commit};
 pub use compare::{CompareOptions, Comparison, Difference, compare};
 pub use convert::{ConvertOptions, ConvertReport, convert};
-pub use convert::{SECTOR_BYTES, SPARSE_BYTES_DEFAULT, TASKS_DEFAULT, TASKS_MAX, UNREADABLE_MAX};
+pub use convert::{SPARSE_BYTES_DEFAULT, TASKS_DEFAULT, TASKS_MAX, UNREADABLE_MAX};
 pub use rebase::{Rebase, rebase};

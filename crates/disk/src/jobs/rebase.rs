@@ -1,16 +1,16 @@
-//! Another backing file for an image that nobody serves.
+//! Changes the backing file of an image that is not served.
 //!
-//! Promises: in safe mode the disk reads the same before, in between and afterwards: wherever the
-//! image has nothing and the two chains differ, what the old one shows is copied into the image,
-//! which is on stable storage before the header names the new backing file; where an internal
-//! snapshot would show other bytes it is refused, since nothing can be copied into a snapshot. In
-//! unsafe mode the header is all that changes. A job that ends early, or crashes, leaves an image
-//! that reads the same (larger, perhaps).
+//! Promises: in safe mode the disk reads the same before, during and after the job: wherever the
+//! image has no data and the two chains differ, the bytes of the old chain are copied into the
+//! image, and are on stable storage before the header names the new backing file. The job is
+//! refused where an internal snapshot would read other bytes, since nothing can be copied into a
+//! snapshot. In unsafe mode only the header changes. A job that is cancelled, or crashes, leaves an
+//! image that reads the same (it may be larger).
 
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use ringdisk_qcow2::Below;
+use ringdisk_qcow2::{Below, GuestOffset};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use crate::chain::Chain;
@@ -20,13 +20,13 @@ use crate::name::{FileName, printable};
 use crate::open::{identity_of, open_below};
 use crate::{Backing, Disk, Error, ErrorKind, ImageOptions, Progress, Source};
 
-/// What differs is found in units of this, bytes, or of a cluster where that is larger.
+/// Differences are found in units of this, bytes, or of a cluster where that is larger.
 const UNIT_MIN: u64 = 64 << 10;
 
-/// What `qemu-img rebase` is told.
+/// Options of `qemu-img rebase`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Rebase {
-    /// The new backing file; `None`: none, and the image holds everything itself.
+    /// The new backing file; `None`: no backing file, so the image holds all data itself.
     pub backing: Option<Backing>,
     /// Only the header changes (`-u`): the old backing file may be gone, and the caller knows that
     /// the new one has the same content.
@@ -60,7 +60,7 @@ pub async fn rebase(
     Ok(())
 }
 
-/// The user names the new backing file, so its directory is allowed as if it were opened itself.
+/// Allows the directory of the new backing file, since the user named it.
 fn allow(
     options: &mut ImageOptions,
     image: &std::path::Path,
@@ -112,7 +112,7 @@ async fn run(
     disk.set_backing_name(ring, job.backing.as_ref()).await
 }
 
-/// Copies what the old chain shows and the new one does not into the top image.
+/// Copies ranges in which the chains differ from the old chain into the top image.
 async fn copy_what_differs(
     ring: &Ring,
     disk: &Disk,
@@ -122,7 +122,7 @@ async fn copy_what_differs(
     let graph = disk.graph();
     let top = Chain(graph.layers.get(..1).unwrap_or_default());
     let old = graph.below(0);
-    // Where the new backing file is one of the old chain, only what lies above it can differ.
+    // If the new backing file is in the old chain, only the layers above it can differ.
     let above = shared(old, new).map(|index| Chain(old.0.get(..index).unwrap_or_default()));
     let unit = top
         .0
@@ -144,15 +144,15 @@ async fn copy_what_differs(
     .await
 }
 
-/// Where in the old chain the new one begins, with all of its layers. (A name can say more than a
-/// file: to leave out what is below, for example.)
+/// Index in the old chain at which the complete new chain begins. (All layers are compared, since a
+/// name can exclude the layers below its file.)
 fn shared(old: Chain<'_>, new: &[Arc<Layer>]) -> Option<usize> {
     let index = old.0.len().checked_sub(new.len()).filter(|_| !new.is_empty())?;
     let is_shared = old.0.iter().skip(index).zip(new).all(|(old, new)| is_same(old, new));
     is_shared.then_some(index)
 }
 
-/// Whether two layers hold the same: one file, taken for the same format, and the same part of it.
+/// Whether two layers are the same part of one file in the same format.
 fn is_same(a: &Layer, b: &Layer) -> bool {
     let identity = |layer: &Layer| layer.file().and_then(|file| identity_of(file));
     let is_one_file = identity(a).is_some() && identity(a) == identity(b);
@@ -166,20 +166,20 @@ fn is_same(a: &Layer, b: &Layer) -> bool {
         }
 }
 
-/// The old chain, which will not be there: zeroes that it shows must be in the image too.
+/// The old chain, which will be gone: zeroes that it shows must be in the image too.
 struct Opaque<'a>(Chain<'a>);
 
 impl Below for Opaque<'_> {
-    async fn read(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<(), Errno> {
+    async fn read(&self, ring: &Ring, offset: GuestOffset, buf: &IoBuf) -> Result<(), Errno> {
         self.0.read(ring, offset, buf).await
     }
 
-    fn has_data(&self, _offset: u64, _len: u64) -> bool {
+    fn has_data(&self, _offset: GuestOffset, _len: u64) -> bool {
         true
     }
 }
 
-/// What becomes of a unit.
+/// What is done with a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Unit {
     Same,
@@ -187,7 +187,7 @@ enum Unit {
     Data,
 }
 
-/// What is compared and where it is copied to.
+/// The chains to compare, and the target of the copies.
 #[derive(Clone, Copy)]
 struct Work<'a> {
     ring: &'a Ring,
@@ -216,7 +216,7 @@ impl Work<'_> {
         Ok(())
     }
 
-    /// A range that the image does not have.
+    /// Handles a range that is not allocated in the image.
     async fn hole(self, start: u64, end: u64) -> Result<(), Errno> {
         let mut at = start;
         while at < end {
@@ -257,8 +257,8 @@ impl Work<'_> {
     /// * `len`: at most the length of a piece.
     async fn compare(self, at: u64, len: u64) -> Result<(), Errno> {
         let (old, new) = (buffer(len), buffer(len));
-        self.old.read(self.ring, at, &old).await?;
-        self.new.read(self.ring, at, &new).await?;
+        self.old.read(self.ring, GuestOffset(at), &old).await?;
+        self.new.read(self.ring, GuestOffset(at), &new).await?;
         let kind = |start: usize, end: usize| {
             let (old, new) = (old.slice(start..end), new.slice(start..end));
             match equal(&old, &new) {
@@ -286,7 +286,9 @@ impl Work<'_> {
                     let graph = self.disk.graph();
                     let image = graph.top_image().ok_or(Errno::OPNOTSUPP)?;
                     let len = (end - start) as u64;
-                    image.write_zeroes(self.ring, offset, len, true, &Opaque(self.old)).await?;
+                    image
+                        .write_zeroes(self.ring, GuestOffset(offset), len, true, &Opaque(self.old))
+                        .await?;
                 }
                 Unit::Data => self.write(offset, &old.slice(start..end)).await?,
             }

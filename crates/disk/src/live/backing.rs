@@ -1,36 +1,37 @@
-//! Another backing file for a disk that is in use.
+//! Changes the backing file of a disk that is in use.
 //!
-//! Promises: the new chain is compared with the old one wherever the top, or an internal snapshot
-//! of it, has nothing itself, so no client sees another byte, now or after a snapshot is applied;
-//! only then the header names it. What clients change meanwhile is noted and compared again, the
-//! last of it while nobody works: a discard may uncover what was hidden when it was compared. They
-//! may change the size of the disk, too (`resize_in_commit.rs`).
+//! Promises: no client sees another byte, now or after an internal snapshot is applied: the header
+//! names the new chain only after it was compared with the old one wherever the top image, or one
+//! of its snapshots, has no data of its own. Ranges that clients change meanwhile are recorded and
+//! compared again (a discard may uncover the backing file), the last of them while no request is in
+//! flight. Clients may also change the size of the disk meanwhile (`resize_in_commit.rs`).
 
 use std::iter;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use ringdisk_qcow2::GuestOffset;
 use ringdisk_ring::{Errno, Ring};
 use ringdisk_storage::{Kind, Storage};
 use rustix::fs::{AtFlags, CWD, StatxFlags, major, makedev, minor, statx};
 
 use super::copy::{all_of, buffer, equal, pieces};
-use super::{Busy, Tracker, check_lasting, offline_layer};
+use super::{Busy, check_lasting, offline_layer, reopen};
 use crate::chain::Chain;
-use crate::graph::Graph;
+use crate::graph::{Drained, Graph, Tracker};
 use crate::layer::Layer;
 use crate::name::{printable, printable_path};
 use crate::names_note::{self, Names};
 use crate::open::open_below;
-use crate::{Disk, Error, ErrorKind, Format, Progress, lost};
+use crate::{Disk, Error, ErrorKind, Format, Progress, lost_names};
 
-/// What is left is compared while nobody works when it is no more than this, bytes: some ten
-/// milliseconds.
+/// The last comparison, without requests, begins when no more than this is left, bytes: it takes
+/// some ten milliseconds.
 const LAST_PASS_BYTES: u64 = 4 << 20;
 /// Or after so many passes.
 const PASSES_MAX: u32 = 16;
 
-/// The backing file that an image shall name.
+/// A backing file, as the header of an image names it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Backing {
     /// As it goes into the header: absolute, or relative to the directory of the image.
@@ -65,103 +66,153 @@ impl Disk {
         backing: Option<Backing>,
         progress: &Progress,
     ) -> Result<(), Error> {
-        let turn = self.turns().enter().await;
+        let turn = self.changes().lock().await;
         self.check_free()?;
         let graph = self.graph();
-        super::reopen::check(graph.top())?;
+        reopen::check(graph.top())?;
         // The old backing files may have lost their names: that is a reason to name another one.
-        lost::check("change the backing file", [&**graph.top()])?;
-        let named = backing.map(|it| (it.file, Some(it.format.name().to_owned())));
-        let (full, below) = match &named {
-            None => (None, Vec::new()),
-            Some(named) => {
-                let file = printable(&named.0);
-                let (full, below) = open_below(ring, self.options(), graph.top(), named.clone())
-                    .await
-                    .map_err(|error| error.context(format!("backing file '{file}'")))?;
-                (Some(full), below)
-            }
-        };
-        self.check_others(&below)?;
-        let below: Vec<Arc<Layer>> = below.into_iter().map(Arc::new).collect();
-        let tracker = Arc::new(Tracker::new(graph.size()));
-        let mut drained = self.gateway().drain(ring, turn).await;
+        lost_names::check("change the backing file", [&**graph.top()])?;
+        let next = NextBacking::open(ring, self, graph.top(), backing).await?;
+        self.check_others(&next.below)?;
+        let comparison = Comparison { ring, below: &next.below };
+
+        let drained = self.gateway().drain(ring, turn).await;
         // Clients may change the size meanwhile; every other change is refused.
         let busy = Busy::begin(self)?;
-        drained.replace(noting(&graph, Some(&tracker)));
-        drop(drained);
-
-        let comparison = Comparison { ring, below: &below };
+        start_recording(drained);
         let compared = comparison.run(self, progress).await;
-        let of_snapshots = match (compared, graph.top_image()) {
+        let snapshots = match (compared, graph.top_image()) {
             (Ok(()), Some(image)) => {
-                // Tables of snapshots do not change meanwhile, also where the image was opened
+                // No change writes tables of snapshots meanwhile, also where the image was opened
                 // again.
-                snapshots_show_the_same(ring, image, graph.below(0), Chain(&below), progress).await
+                let (old, new) = (graph.below(0), Chain(&next.below));
+                snapshots_show_the_same(ring, image, old, new, progress).await
             }
             _ => Ok(()),
         };
-        let turn = self.turns().enter().await;
+
+        let turn = self.changes().lock().await;
         let mut drained = self.gateway().drain(ring, turn).await;
         let compared = match compared {
-            Ok(()) => comparison.what_is_noted(drained.graph(), progress).await,
+            Ok(()) => comparison.what_is_recorded(drained.graph(), progress).await,
             Err(errno) => Err(errno),
         };
-        let graph = Arc::new(noting(drained.graph(), None));
-        drained.replace(Graph::clone(&graph));
-        compared.map_err(refusal)?;
-        of_snapshots?;
-        // Comparing takes long, and the header names the first of these now.
-        lost::check(
-            "change the backing file",
-            iter::once(&**graph.top()).chain(below.iter().map(|it| &**it)),
-        )?;
-
-        let (file, format) = match &named {
-            Some((file, format)) => (Some(file.as_slice()), format.as_deref()),
-            None => (None, None),
+        stop_recording(&mut drained);
+        let done = match compared.map_err(refusal).and(snapshots) {
+            Ok(()) => self.put_backing(ring, &mut drained, next).await,
+            Err(error) => Err(error),
         };
+        // Before the gate opens: the next change must not find this one still under way.
+        drop(busy);
+        done
+    }
+
+    /// The last phase: the header of the top image names the new backing file, and its layers are
+    /// put below the top. No request is in flight.
+    ///
+    /// Errors: as [`Disk::change_backing`]; the disk is as it was.
+    async fn put_backing(
+        &self,
+        ring: &Ring,
+        drained: &mut Drained<'_>,
+        next: NextBacking,
+    ) -> Result<(), Error> {
+        let graph = Arc::clone(drained.graph());
+        // Comparing takes long, and the header names the first of these now.
+        let named = iter::once(&**graph.top()).chain(next.below.iter().map(|it| &**it));
+        lost_names::check("change the backing file", named)?;
+        let (file, format) = next.file_and_format();
         self.note_backing(graph.top(), file, format, false);
-        let (mut top, result) =
-            offline_layer(ring, self, &mut drained, graph.top(), async |ring, image| {
-                let (file, format) = match &named {
-                    Some((file, format)) => (Some(file.as_slice()), format.as_deref()),
-                    None => (None, None),
-                };
-                image.set_backing(ring, file, format).await
-            })
-            .await?;
+        let set = async |ring: &Ring, image: &mut ringdisk_qcow2::Qcow2| {
+            image.set_backing(ring, file, format).await
+        };
+        let (mut top, result) = offline_layer(ring, self, drained, graph.top(), set).await?;
         if let Err(error) = result {
             let mut layers = graph.layers.clone();
             layers[0] = Arc::new(top);
-            self.put(&mut drained, graph.with_layers(layers), false);
+            self.put(drained, graph.with_layers(layers), false);
             return Err(error);
         }
         self.note_backing(&top, file, format, true);
-        top.full_backing_name = full;
+        top.full_backing_name = next.full;
         let mut layers = vec![Arc::new(top)];
-        layers.extend(below);
-        self.put(&mut drained, graph.with_layers(layers), false);
-        drop(busy);
+        layers.extend(next.below);
+        self.put(drained, graph.with_layers(layers), false);
         Ok(())
     }
 }
 
+/// The backing file that the top image will name, with its chain open for reading.
+struct NextBacking {
+    /// Name and format, as the header will state them; `None`: no backing file.
+    named: Option<(Vec<u8>, String)>,
+    full: Option<String>,
+    below: Vec<Arc<Layer>>,
+}
+
+impl NextBacking {
+    /// Opens the chain.
+    ///
+    /// * `top`: the image that will name the file.
+    ///
+    /// Errors: those of opening an image.
+    async fn open(
+        ring: &Ring,
+        disk: &Disk,
+        top: &Layer,
+        backing: Option<Backing>,
+    ) -> Result<NextBacking, Error> {
+        let Some(Backing { file, format }) = backing else {
+            return Ok(NextBacking { named: None, full: None, below: Vec::new() });
+        };
+        let named = (file.clone(), Some(format.name().to_owned()));
+        let (full, below) = open_below(ring, disk.options(), top, named)
+            .await
+            .map_err(|error| error.context(format!("backing file '{}'", printable(&file))))?;
+        Ok(NextBacking {
+            named: Some((file, format.name().to_owned())),
+            full: Some(full),
+            below: below.into_iter().map(Arc::new).collect(),
+        })
+    }
+
+    fn file_and_format(&self) -> (Option<&[u8]>, Option<&str>) {
+        match &self.named {
+            Some((file, format)) => (Some(file), Some(format)),
+            None => (None, None),
+        }
+    }
+}
+
+/// From now on a [`Tracker`] records which ranges clients change.
+fn start_recording(mut drained: Drained<'_>) {
+    let mut graph = Graph::clone(drained.graph());
+    graph.tracker = Some(Arc::new(Tracker::new(graph.size())));
+    drained.replace(graph);
+}
+
+fn stop_recording(drained: &mut Drained<'_>) {
+    let mut graph = Graph::clone(drained.graph());
+    graph.tracker = None;
+    drained.replace(graph);
+}
+
 impl Disk {
     /// Errors: `Invalid` where one of the layers is the disk itself.
-    fn check_others(&self, layers: &[Layer]) -> Result<(), Error> {
+    fn check_others(&self, layers: &[Arc<Layer>]) -> Result<(), Error> {
         let own = self.shown_on.load(Ordering::Acquire);
         let lies_on = |storage: &Storage| match storage.kind() {
             Kind::BlockDevice => behind_loop_device(storage) == Some(own),
             _ => storage.identity().is_some_and(|(on, _)| on == own),
         };
-        let is_own = |layer: &&Layer| own != 0 && layer.storages().any(|it| lies_on(it));
+        let is_own = |layer: &&Arc<Layer>| own != 0 && layer.storages().any(|it| lies_on(it));
         let Some(layer) = layers.iter().find(is_own) else { return Ok(()) };
         let name = printable_path(layer.name());
         Err(Error::new(
             ErrorKind::Invalid,
             format!(
-                "'{name}' is this very disk as it is mounted, which cannot lie below itself; name an image"
+                "'{name}' is this very disk as it is mounted, which cannot lie below itself; name \
+                 an image"
             ),
         ))
     }
@@ -172,21 +223,14 @@ impl Disk {
 fn behind_loop_device(device: &Storage) -> Option<u64> {
     let (number, _) = device.identity()?;
     let place = format!("/sys/dev/block/{}:{}", major(number), minor(number));
-    // Of a partition: beside it.
+    // The device of a partition is its parent directory.
     let file = ["loop/backing_file", "../loop/backing_file"]
         .into_iter()
         .find_map(|name| std::fs::read_to_string(format!("{place}/{name}")).ok())?;
-    // Its server, which may be us, is not asked.
+    // Without asking the file's server, which may be this process.
     let (quietly, nothing) = (AtFlags::STATX_DONT_SYNC, StatxFlags::empty());
     let found = statx(CWD, file.trim_end_matches('\n'), quietly, nothing).ok()?;
     Some(makedev(found.stx_dev_major, found.stx_dev_minor))
-}
-
-/// The same graph, with or without a note of what is changed.
-fn noting(graph: &Graph, tracker: Option<&Arc<Tracker>>) -> Graph {
-    let mut next = graph.clone();
-    next.tracker = tracker.cloned();
-    next
 }
 
 /// Why the change is refused.
@@ -213,9 +257,10 @@ struct Comparison<'a> {
 }
 
 impl Comparison<'_> {
-    /// Compares everything while clients work, and what they change meanwhile until little is left.
+    /// Compares everything while clients work, then the ranges that they changed meanwhile, until
+    /// little is left.
     async fn run(self, disk: &Disk, progress: &Progress) -> Result<(), Errno> {
-        // It is another one when the size of the disk has changed.
+        // A change of the size puts another tracker in place.
         let tracker = || disk.graph().tracker.clone();
         let size = disk.graph().size();
         progress.set_total(size);
@@ -224,7 +269,7 @@ impl Comparison<'_> {
             let (offset, len) = ranges.next()?;
             let tracker = tracker();
             Some(async move {
-                // Before it is looked at: what changes from now on is noted again.
+                // Before the comparison reads it: later changes are recorded again.
                 if let Some(tracker) = tracker {
                     tracker.clear(offset, len);
                 }
@@ -271,8 +316,8 @@ impl Comparison<'_> {
         self.piece(&pass, offset, len).await
     }
 
-    /// Compares what is noted while nobody works.
-    async fn what_is_noted(self, graph: &Graph, progress: &Progress) -> Result<(), Errno> {
+    /// Compares the recorded ranges while no request is in flight.
+    async fn what_is_recorded(self, graph: &Graph, progress: &Progress) -> Result<(), Errno> {
         let Some(tracker) = &graph.tracker else { return Err(Errno::IO) };
         let mut at = 0;
         while let Some((offset, len)) = tracker.take(at) {
@@ -286,7 +331,7 @@ impl Comparison<'_> {
     }
 
     /// * `graph`: with the old chain.
-    /// * `len`: at most a piece. What lies past the end of the disk is left out.
+    /// * `len`: at most a piece. Bytes past the end of the disk are left out.
     async fn piece(self, graph: &Graph, offset: u64, len: u64) -> Result<(), Errno> {
         graph.check()?;
         let len = len.min(graph.size().saturating_sub(offset));
@@ -297,8 +342,8 @@ impl Comparison<'_> {
 }
 
 impl Disk {
-    /// Writes another backing file into the header of the top image; nothing is opened or compared,
-    /// and the disk goes on with the layers that it has. For jobs.
+    /// Writes another backing file into the header of the top image without opening or comparing
+    /// it; the disk keeps its layers. For jobs.
     pub(crate) async fn set_backing_name(
         &self,
         ring: &Ring,
@@ -316,7 +361,7 @@ impl Disk {
         Ok(())
     }
 
-    /// The header of an image names another backing file, or is about to: so does the note at it.
+    /// Updates the note of an image before and after its header names another backing file.
     pub(super) fn note_backing(
         &self,
         layer: &Layer,
@@ -347,9 +392,9 @@ pub(crate) async fn snapshots_show_the_same(
     for (index, snapshot) in image.info().snapshots.iter().enumerate() {
         let of_qcow2 = |error: ringdisk_qcow2::Error| crate::open::of_qcow2(&error);
         let mut map = image.snapshot_map(ring, index).await.map_err(of_qcow2)?;
-        let mut at = 0;
+        let (mut at, end) = (GuestOffset(0), GuestOffset(end));
         while let Some(range) = map.next_unallocated(ring, at, end).await.map_err(of_qcow2)? {
-            for (offset, len) in pieces(range.start, range.end) {
+            for (offset, len) in pieces(range.start.0, range.end.0) {
                 let compared = match progress.check() {
                     Ok(()) => equal_where_present(ring, old, new, offset, len).await,
                     Err(errno) => Err(errno),
@@ -358,8 +403,10 @@ pub(crate) async fn snapshots_show_the_same(
                     Errno::ILSEQ => Error::new(
                         ErrorKind::Invalid,
                         format!(
-                            "the internal snapshot '{}' shows bytes of the old backing file that the new one \
-                             does not have; delete the snapshot first, or copy the disk with `ringdisk convert`",
+                            "the internal snapshot '{}' shows bytes of the old backing file that \
+                             the new one \
+                             does not have; delete the snapshot first, or copy the disk with \
+                             `ringdisk convert`",
                             snapshot.name.escape_debug()
                         ),
                     ),
@@ -372,7 +419,7 @@ pub(crate) async fn snapshots_show_the_same(
     Ok(())
 }
 
-/// Compares a piece of two chains; what is known to be zero in both is not read.
+/// Compares a piece of two chains; a range that is known to be zero in both is not read.
 ///
 /// Errors: EILSEQ where they differ; those of the storage.
 async fn equal_where_present(
@@ -383,12 +430,12 @@ async fn equal_where_present(
     len: u64,
 ) -> Result<(), Errno> {
     use ringdisk_qcow2::Below;
-    if !old.has_data(offset, len) && !new.has_data(offset, len) {
+    if !old.has_data(GuestOffset(offset), len) && !new.has_data(GuestOffset(offset), len) {
         return Ok(());
     }
     let (a, b) = (buffer(len), buffer(len));
-    old.read(ring, offset, &a).await?;
-    new.read(ring, offset, &b).await?;
+    old.read(ring, GuestOffset(offset), &a).await?;
+    new.read(ring, GuestOffset(offset), &b).await?;
     if equal(&a, &b) { Ok(()) } else { Err(Errno::ILSEQ) }
 }
 

@@ -1,14 +1,14 @@
-//! Commit of a disk that is in use: layers are merged into one below them.
+//! Commit of a disk that is in use: layers are merged into a layer below them, the base.
 //!
-//! Promises: the chain reads the same at every moment, also after a crash: what is copied down is
-//! what the layers above show already, and it is on stable storage before anything refers to it.
-//! Clients wait for the beginning and the last step only. When the top layer is merged, what
-//! clients write meanwhile is noted and copied again, in passes that get shorter; the last one runs
-//! while nobody writes.
+//! Promises: the chain reads the same at every moment, also after a crash: the copied bytes are
+//! those that the layers above show already, and they are on stable storage before anything refers
+//! to them. Clients wait for the beginning and the last step only. When the top layer is merged,
+//! ranges that clients write meanwhile are recorded and copied again, in passes that get shorter;
+//! the last pass runs while no request is in flight.
 //!
-//! After a commit of the top layer the layer that it was merged into is the new top. The merged
-//! layers are emptied before the first write to it (`pivot.rs`), so they show what it shows if
-//! somebody opens them again by their old names. Clients may change the size of the disk meanwhile
+//! After a commit of the top layer the base is the new top. The merged layers are emptied before
+//! the first write to the base (`pivot.rs`), so a program that opens them again by their old names
+//! sees the content of the base. Clients may change the size of the disk meanwhile
 //! (`resize_in_commit.rs`).
 
 use std::sync::Arc;
@@ -19,16 +19,18 @@ use ringdisk_ring::{Errno, Ring};
 use super::copy::{Copier, all_of, copy_range, pieces};
 use super::pivot::{Last, check_cut, merged_size, name_of_base};
 use super::reopen::kept_for_writing;
-use super::{Busy, Tracker, check_lasting, close_layer, for_reading, in_mode, offline_on};
+use super::{Busy, check_lasting, close_layer, for_reading, in_mode, offline_on};
 use crate::chain::Chain;
-use crate::graph::{Drained, Graph};
+use crate::graph::{Drained, Graph, Tracker};
 use crate::layer::{Layer, Node};
+use crate::limits::SECTOR_BYTES;
 use crate::name::{printable, printable_path};
-use crate::{Disk, Error, ErrorKind, Progress, lost};
+use crate::{Disk, Error, ErrorKind, Progress, lost_names};
 
-/// The last pass begins when so much is left to copy, bytes: some ten milliseconds.
+/// The last pass begins when no more than this is left to copy, bytes: it takes some ten
+/// milliseconds.
 const LAST_PASS_BYTES: u64 = 4 << 20;
-/// Or after so many passes: clients that write faster than it is copied wait a little longer then.
+/// Or after so many passes: clients that write faster than the copy wait a little longer then.
 const PASSES_MAX: u32 = 16;
 
 /// Which layers are merged; indexes into [`Disk::layers`].
@@ -38,8 +40,8 @@ pub struct CommitOptions {
     pub top: usize,
     /// The layer that it is merged into, with all between.
     pub base: usize,
-    /// The merged layers are left as they are, not emptied. They show a mixture once the base has
-    /// changed, so it is for a disk that ends with the commit.
+    /// The merged layers are not emptied. They show a mixture once the base has changed, so this is
+    /// for a disk that is closed after the commit.
     pub keep_top: bool,
 }
 
@@ -53,10 +55,10 @@ impl Disk {
     ///
     /// * `progress`: can be cancelled until the last step; the chain is as it was then.
     ///
-    /// Errors: `Busy` during another change of this kind; `Cancelled`; `Locked` when somebody else
-    /// uses the base or a merged layer; `Unsupported` where an internal snapshot of a merged layer
-    /// needs what is below, or the base is too long and cannot be cut; those of the storage. The
-    /// chain is as it was.
+    /// Errors: `Busy` during another change of this kind; `Cancelled`; `Locked` when another
+    /// process uses the base or a merged layer; `Unsupported` where an internal snapshot of a
+    /// merged layer needs what is below, or the base is too long and cannot be cut; those of the
+    /// storage. The chain is as it was.
     pub async fn commit(
         &self,
         ring: &Ring,
@@ -79,12 +81,12 @@ async fn run(
     progress: &Progress,
 ) -> Result<(), Error> {
     let top = options.top;
-    let turn = disk.turns().enter().await;
+    let turn = disk.changes().lock().await;
     disk.check_free()?;
     check(&disk.graph(), options)?;
     check_new_top(disk, options)?;
-    lost::check_commit(&disk.graph().layers, options)?;
-    // The turn keeps every other change away, so there is no new snapshot behind this.
+    check_names(&disk.graph().layers, options)?;
+    // The lock of changes excludes every other change, so no snapshot is created after this.
     check_snapshots(ring, &disk.graph(), options).await?;
     let new_name = match top {
         0 => None,
@@ -98,14 +100,14 @@ async fn run(
     let copied = async {
         copy_all(disk, ring, options, progress).await?;
         progress.check()?;
-        // Most of it reaches stable storage while clients still work.
+        // While clients still work, so that the flush of the last step is short.
         let pass = disk.enter().await;
         copier(&pass, options)?.flush(ring).await
     };
     let copied = copied.await;
 
-    // Not `change`: it would refuse on account of this very commit.
-    let turn = disk.turns().enter().await;
+    // Not `change`, which would refuse because this commit is under way.
+    let turn = disk.changes().lock().await;
     let mut drained = disk.gateway().drain(ring, turn).await;
     let finished = match copied {
         Ok(()) => last_pass(ring, &drained, options, progress).await,
@@ -127,9 +129,9 @@ async fn run(
         Last::new(disk, ring, &mut drained, options).go_back().await?;
         return Err(error);
     }
-    // Copying takes long. What the merged layers hold is taken away from here on, so the base must
-    // still have its name.
-    if let Err(error) = lost::check_commit(&drained.graph().layers, options) {
+    // Copying takes long. From here on the merged layers are emptied, so the base must still have
+    // its name.
+    if let Err(error) = check_names(&drained.graph().layers, options) {
         Last::new(disk, ring, &mut drained, options).go_back().await?;
         return Err(error);
     }
@@ -155,10 +157,10 @@ fn check(graph: &Graph, options: CommitOptions) -> Result<(), Error> {
     check_sizes(graph, options)
 }
 
-/// Whoever hears of new chains ([`Disk::watch_chain`]) opens them by their names later, and nobody
-/// else may find another disk then, or none.
+/// Checks the new top image for the watcher of the chain ([`Disk::watch_chain`]), which opens it by
+/// its name later.
 ///
-/// Errors: `Unsupported` for a base that would be another image, or none, by its name.
+/// Errors: `Unsupported` for a base whose name leads to another image, or to none.
 fn check_new_top(disk: &Disk, options: CommitOptions) -> Result<(), Error> {
     let graph = disk.graph();
     let base = &graph.layers[options.base];
@@ -169,7 +171,8 @@ fn check_new_top(disk: &Disk, options: CommitOptions) -> Result<(), Error> {
         Error::new(
             ErrorKind::Unsupported,
             format!(
-                "the base '{}' would be the image on top, which the next process of a kept mount opens by its name, and {why}; or unmount \
+                "the base '{}' would be the image on top, which the next process of a kept mount \
+                 opens by its name, and {why}; or unmount \
                  the disk and use `ringdisk commit`",
                 printable_path(base.name())
             ),
@@ -177,8 +180,8 @@ fn check_new_top(disk: &Disk, options: CommitOptions) -> Result<(), Error> {
     })
 }
 
-/// Whether the layers can be emptied, and the base be cut to the size of the disk. Looks at what is
-/// in memory only.
+/// Whether the layers can be emptied, and the base can be cut to the size of the disk. Reads only
+/// data that is in memory.
 fn check_sizes(graph: &Graph, options: CommitOptions) -> Result<(), Error> {
     let CommitOptions { top, base, keep_top } = options;
     for layer in graph.layers[top..base].iter().filter(|_| !keep_top) {
@@ -187,7 +190,8 @@ fn check_sizes(graph: &Graph, options: CommitOptions) -> Result<(), Error> {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 format!(
-                    "'{name}' is marked as corrupt, so it cannot be emptied; repair it first (`ringdisk check --repair all`)"
+                    "'{name}' is marked as corrupt, so it cannot be emptied; repair it first \
+                     (`ringdisk check --repair all`)"
                 ),
             ));
         }
@@ -199,12 +203,22 @@ fn check_sizes(graph: &Graph, options: CommitOptions) -> Result<(), Error> {
     for layer in graph.layers[top..base].iter().filter(|_| !keep_top) {
         let Some(image) = layer.qcow2() else { continue };
         if layer.size() < size {
-            let long = size.next_multiple_of(512);
+            let long = size.next_multiple_of(SECTOR_BYTES);
             let result = image.check_resize(long, &ringdisk_qcow2::ResizeOptions::default());
             result.map_err(|error| crate::open::of_qcow2(&error))?;
         }
     }
     Ok(())
+}
+
+/// Refuses a commit whose base, or the layer above the merged ones, has lost its name. The merged
+/// layers may have lost theirs: the commit saves their content.
+///
+/// Errors: as [`lost_names::check`].
+fn check_names(layers: &[Arc<Layer>], options: CommitOptions) -> Result<(), Error> {
+    let above = options.top.checked_sub(1).and_then(|above| layers.get(above));
+    let used = above.into_iter().chain(layers.get(options.base));
+    lost_names::check("commit", used.map(|layer| &**layer))
 }
 
 /// Internal snapshots show what is below their image wherever they hold nothing. The base gets the
@@ -220,8 +234,10 @@ async fn check_snapshots(ring: &Ring, graph: &Graph, options: CommitOptions) -> 
         return Err(Error::new(
             ErrorKind::Unsupported,
             format!(
-                "'{name}' holds the internal snapshot '{}', which shows the image below from byte {} on; a commit would put the \
-                 present bytes of the disk there. Delete the snapshot (`ringdisk snapshot -d`) if it is not needed, or keep the chain",
+                "'{name}' holds the internal snapshot '{}', which shows the image below from byte \
+                 {} on; a commit would put the \
+                 present bytes of the disk there. Delete the snapshot (`ringdisk snapshot -d`) if \
+                 it is not needed, or keep the chain",
                 printable(need.name.as_bytes()),
                 need.range.start
             ),
@@ -230,7 +246,7 @@ async fn check_snapshots(ring: &Ring, graph: &Graph, options: CommitOptions) -> 
     Ok(())
 }
 
-/// What is copied where.
+/// The layers to copy, and their target.
 pub(super) fn copier(graph: &Graph, options: CommitOptions) -> Result<Copier<'_>, Errno> {
     graph.check()?;
     let from = graph.layers.get(options.top..options.base).ok_or(Errno::IO)?;
@@ -241,8 +257,8 @@ pub(super) fn copier(graph: &Graph, options: CommitOptions) -> Result<Copier<'_>
     })
 }
 
-/// Makes the base writable and large enough, keeps others away from the layers that will be
-/// emptied, and begins to note what is written to the top.
+/// Makes the base writable and large enough, locks the layers that will be emptied for writing, and
+/// begins to record writes to the top.
 async fn open_layers(
     disk: &Disk,
     ring: &Ring,
@@ -295,7 +311,7 @@ async fn open_each(
     Ok(())
 }
 
-/// Grows the base while nobody writes to it. After an error a qcow2 base was closed.
+/// Grows the base while no request writes to it. After an error a qcow2 base is closed.
 pub(super) async fn grow(
     disk: &Disk,
     ring: &Ring,
@@ -306,7 +322,7 @@ pub(super) async fn grow(
     match &base.node {
         Node::Raw(raw) => {
             let failed = |errno| Error::os("it is smaller and cannot grow", errno);
-            if !crate::write::resizable(raw) {
+            if !raw.can_resize() {
                 return Err(failed(Errno::OPNOTSUPP));
             }
             let end = raw.offset.checked_add(size).ok_or(Errno::FBIG).map_err(failed)?;
@@ -317,7 +333,7 @@ pub(super) async fn grow(
         }
         Node::Qcow2(_) => {
             close_layer(ring, base).await?;
-            let size = size.next_multiple_of(512);
+            let size = size.next_multiple_of(SECTOR_BYTES);
             let grown = offline_on(ring, disk, base, async |ring, image| {
                 image.resize(ring, size, &ringdisk_qcow2::ResizeOptions::default(), &below).await
             });
@@ -328,7 +344,7 @@ pub(super) async fn grow(
     }
 }
 
-/// Copies everything, and then what was written meanwhile until little is left.
+/// Copies everything, then the ranges that were written meanwhile, until little is left.
 async fn copy_all(
     disk: &Disk,
     ring: &Ring,
@@ -340,7 +356,7 @@ async fn copy_all(
         let copier = copier(&pass, options)?;
         (copier.from.size(), copier.target.size())
     };
-    // It is another one when the size of the disk has changed. What is taken from an old one is
+    // A change of the size puts another tracker in place. A range that is taken from an old one is
     // copied twice at worst.
     let tracker = || disk.graph().tracker.clone();
     progress.set_total(size);
@@ -350,7 +366,7 @@ async fn copy_all(
         let tracker = tracker();
         Some(async move {
             progress.check()?;
-            // Before it is read: what is written from now on is noted again.
+            // Before the copy reads it: later writes are recorded again.
             if let Some(tracker) = tracker {
                 tracker.clear(offset, len);
             }
@@ -361,7 +377,7 @@ async fn copy_all(
     })
     .await?;
     if options.top > 0 && base_size > size {
-        // The layer hid what the base has behind its end, and will do so no more.
+        // The layer hid the bytes of the base past its own end, and no longer will.
         let pass = disk.enter().await;
         copier(&pass, options)?.zero(ring, size, base_size - size).await?;
     }
@@ -417,7 +433,7 @@ async fn copy_live(
     Ok(())
 }
 
-/// Copies what is left while nobody writes, and makes the base durable.
+/// Copies the rest while no request is in flight, and makes the base durable.
 async fn last_pass(
     ring: &Ring,
     drained: &Drained<'_>,

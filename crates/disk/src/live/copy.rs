@@ -1,42 +1,43 @@
-//! Copies what layers have into a layer below them.
+//! Copies the allocated ranges of layers into a layer below them.
 //!
-//! Promises: what the layers do not have stays as it is in the target; zeroes are written as
-//! zeroes; up to [`COPIES`] ranges are under way at once, each with a buffer of its own; when one
+//! Promises: ranges that the layers do not hold stay as they are in the target; zeroes are written
+//! as zeroes; up to [`COPIES`] ranges are under way at once, each with its own buffer; when one
 //! fails the others are waited for.
 
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::task::Poll;
 
+use ringdisk_qcow2::GuestOffset;
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use crate::chain::Chain;
 use crate::layer::{Layer, Node};
-use crate::write::pass_guard;
 
-/// Bytes that are copied at once: large enough that storage works in sequence, small enough that a
-/// change of the disk does not wait long for it.
+/// Bytes of one copy: large enough for sequential I/O, small enough that a change of the disk does
+/// not wait long for it.
 pub(crate) const COPY_BYTES: u64 = 1 << 20;
 /// Ranges that are under way at once.
 pub(crate) const COPIES: usize = 4;
 /// Alignment of the buffers: a page suits every device.
 const ALIGN: usize = 4096;
 
-/// Where copies go.
+/// Source and target of a copy.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Copier<'a> {
     /// The layers that are copied, top first.
     pub(crate) from: Chain<'a>,
-    /// The layer that they are copied to; open for writing.
+    /// The layer to copy to; open for writing.
     pub(crate) target: &'a Layer,
-    /// What is below the target.
+    /// The layers below the target.
     pub(crate) below: Chain<'a>,
 }
 
 impl Copier<'_> {
     /// Writes all of `buf`.
     ///
-    /// Errors: EPERM for what would make the target look like another format; those of the storage.
+    /// Errors: EPERM for data that would make the target look like another format; those of the
+    /// storage.
     pub(crate) async fn write(self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<(), Errno> {
         let mut done = 0;
         while done < buf.len() {
@@ -44,10 +45,12 @@ impl Copier<'_> {
             let written = match &self.target.node {
                 Node::Raw(raw) => {
                     let len = rest.len() as u64;
-                    let _turn = pass_guard(ring, raw, at, len, Some(&rest)).await?;
+                    let _turn = raw.pass_guard(ring, at, len, Some(&rest)).await?;
                     raw.storage.write(ring, raw.offset + at, &rest).await?
                 }
-                Node::Qcow2(image) => image.write(ring, at, &rest, &self.below).await?,
+                Node::Qcow2(image) => {
+                    image.write(ring, GuestOffset(at), &rest, &self.below).await?
+                }
                 Node::Null(_) => return Err(Errno::OPNOTSUPP),
             };
             if written == 0 {
@@ -62,15 +65,17 @@ impl Copier<'_> {
     pub(crate) async fn zero(self, ring: &Ring, offset: u64, len: u64) -> Result<(), Errno> {
         match &self.target.node {
             Node::Raw(raw) => {
-                let _turn = pass_guard(ring, raw, offset, len, None).await?;
+                let _turn = raw.pass_guard(ring, offset, len, None).await?;
                 raw.storage.write_zeroes(ring, raw.offset + offset, len, true, true).await
             }
-            Node::Qcow2(image) => image.write_zeroes(ring, offset, len, true, &self.below).await,
+            Node::Qcow2(image) => {
+                image.write_zeroes(ring, GuestOffset(offset), len, true, &self.below).await
+            }
             Node::Null(_) => Err(Errno::OPNOTSUPP),
         }
     }
 
-    /// Makes what was copied durable.
+    /// Makes the copied data durable.
     pub(crate) async fn flush(self, ring: &Ring) -> Result<(), Errno> {
         match &self.target.node {
             Node::Raw(raw) => raw.storage.flush(ring).await,

@@ -1,4 +1,7 @@
-//! A change that goes on when its caller is dropped.
+//! Runs a change as a task of the ring, detached from its caller.
+//!
+//! Promises: dropping the caller's future does not stop the change; the end of the ring gives the
+//! caller an error.
 
 use std::cell::RefCell;
 use std::future::{Future, poll_fn};
@@ -10,14 +13,14 @@ use ringdisk_ring::Ring;
 
 use crate::{Disk, Error, ErrorKind};
 
-/// Where the task leaves its result.
+/// The result of the task, shared with the caller.
 struct Slot<T> {
     value: Option<T>,
     waiter: Option<Waker>,
     is_over: bool,
 }
 
-/// Says that the task is over, also when it was dropped with its ring.
+/// Marks the task as over, also when it was dropped with its ring.
 struct Over<T>(Rc<RefCell<Slot<T>>>);
 
 impl<T> Drop for Over<T> {
@@ -45,7 +48,7 @@ impl Disk {
         T: 'static,
         F: Future<Output = Result<T, Error>> + 'static,
     {
-        // A disk is made in an `Arc` only, and the caller has it.
+        // Every disk is in an `Arc`, and the caller has it.
         let Some(disk) = self.weak().upgrade() else { return Err(ended()) };
         let slot = Rc::new(RefCell::new(Slot { value: None, waiter: None, is_over: false }));
         let over = Over(Rc::clone(&slot));

@@ -1,18 +1,18 @@
-//! Changes of a disk while clients work on it: size, overlays, commits, backing files, snapshots.
+//! Live changes of a disk, while clients use it: size, overlays, commits, backing files, snapshots.
 //!
 //! Promises:
-//! - A change waits for the requests in flight and keeps new ones waiting (never failing) until the
-//!   images are as they shall be; changes take turns. A commit copies, and a change of the backing
-//!   file compares, while clients work, and keeps them waiting for its last step only; other
-//!   changes are refused meanwhile, but for clients that change the size of the disk.
-//! - A change runs to its end when its caller goes away: it is a task of the ring. Where that ends
-//!   too, in the middle, the images are sound but of unknown shape, and the disk answers with
-//!   errors.
-//! - What changes metadata other than by writing runs on an image that nobody else uses: closed,
-//!   opened again on the same storage, changed, closed, opened for requests.
+//! - A change waits for the requests in flight and makes new ones wait (they never fail) until it
+//!   is done; changes run one after the other. A commit copies, and a change of the backing file
+//!   compares, while clients work; clients wait for the last step only. Other changes are refused
+//!   meanwhile, except those of clients that change the size of the disk.
+//! - A change runs to its end when its caller is dropped: it is a task of the ring. If the ring
+//!   ends in the middle of it, the images are sound but the chain is unknown, and the disk answers
+//!   with errors.
+//! - A change of metadata other than by writing runs on an image without requests: it is closed,
+//!   opened again on the same storage, changed, closed, and opened for requests.
 //! - A change that fails leaves the disk as it was.
 //!
-//! Control path, but for [`Mark`].
+//! Control path.
 
 mod backing;
 mod commit;
@@ -24,7 +24,6 @@ mod reopen;
 mod resize;
 mod resize_in_commit;
 mod snapshot;
-mod tracker;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -32,7 +31,7 @@ use std::sync::atomic::Ordering;
 use ringdisk_qcow2::Qcow2;
 use ringdisk_ring::{Errno, Ring};
 
-use crate::graph::{Drained, Graph, State};
+use crate::graph::{Drained, State};
 use crate::layer::{Layer, Node};
 use crate::{Disk, Error, ErrorKind};
 
@@ -44,19 +43,18 @@ pub use overlay::OverlayOptions;
 pub(crate) use reopen::{again, for_reading, in_mode, named_as};
 pub use resize::{NewSize, ResizeOptions, Resized};
 pub use snapshot::SnapshotChange;
-pub(crate) use tracker::{Mark, Tracker};
 
 impl Disk {
-    /// Waits for the turn of a change and for the requests in flight.
+    /// Waits for other changes and for the requests in flight.
     ///
     /// Errors: `Busy` during a commit.
     async fn change(&self, ring: &Ring) -> Result<Drained<'_>, Error> {
-        let turn = self.turns().enter().await;
+        let turn = self.changes().lock().await;
         self.check_free()?;
         Ok(self.gateway().drain(ring, turn).await)
     }
 
-    /// Whether a change may be made now. The caller has the turn.
+    /// Whether a change may be made now. The caller holds the lock of changes.
     ///
     /// Errors: `Busy` during a commit and while the disk is not active; `Io` on one that is broken.
     pub(crate) fn check_free(&self) -> Result<(), Error> {
@@ -82,21 +80,21 @@ impl Disk {
         }
     }
 
-    /// Makes all durable and writes what the images keep in memory: the end of an export. Requests
-    /// that come later fail on a writable qcow2 image. Waits for the requests in flight.
+    /// Makes all writes durable and writes cached metadata: the end of an export. Later requests
+    /// fail on a writable qcow2 image. Waits for the requests in flight.
     ///
-    /// Errors: those of the storage; after one, what clients wrote may not be on stable storage.
+    /// Errors: those of the storage; after one, writes of clients may not be on stable storage.
     pub async fn close(&self, ring: &Ring) -> Result<(), Errno> {
-        let turn = self.turns().enter().await;
+        let turn = self.changes().lock().await;
         let drained = self.gateway().drain(ring, turn).await;
         let graph = drained.graph();
         if matches!(graph.state, State::Inactive | State::Quiet) {
-            // All was on stable storage when it became so.
+            // Everything was put on stable storage when the disk became inactive.
             return Ok(());
         }
         let mut result = graph.check();
         if self.options().temporary {
-            // What is in the overlay is dropped with it.
+            // The overlay vanishes with the disk.
             return result;
         }
         for lost in self.lost_names() {
@@ -104,8 +102,8 @@ impl Disk {
         }
         for layer in graph.layers.iter().filter(|layer| layer.is_writable) {
             let closed = match &layer.node {
-                // Once more where something failed for a moment; what cannot be saved then is given
-                // up.
+                // Tried again after a failure; the second attempt gives up data that it cannot
+                // save.
                 Node::Qcow2(image) => match image.close_for_change(ring).await {
                     Ok(()) => Ok(()),
                     Err(_) => image.close(ring).await,
@@ -120,28 +118,10 @@ impl Disk {
         result
     }
 
-    /// Puts layers in place and tells who wants to know.
+    /// Runs an operation on the top image while no request uses it, and puts the image in place
+    /// again.
     ///
-    /// * `always_tell`: also when the size is as it was.
-    pub(crate) fn put(&self, drained: &mut Drained<'_>, graph: Graph, always_tell: bool) {
-        let before = drained.graph().visible_size();
-        let size = graph.visible_size();
-        let names = |graph: &Graph| -> Vec<std::path::PathBuf> {
-            graph.layers.iter().map(|layer| layer.name().to_owned()).collect()
-        };
-        if names(&graph) != names(drained.graph()) {
-            self.chain_watch().tell(&graph.layers);
-        }
-        drained.replace(graph);
-        self.set_size(size);
-        if always_tell || size != before {
-            self.watchers().notify(size);
-        }
-    }
-
-    /// Runs an operation on the top image while nobody uses it, and puts it in place again.
-    ///
-    /// Errors: as [`offline_layer`]; those of the operation, which has changed nothing then.
+    /// Errors: as [`offline_layer`]; those of the operation, which then has changed nothing.
     async fn offline<T>(
         &self,
         ring: &Ring,
@@ -158,11 +138,11 @@ impl Disk {
     }
 }
 
-/// Runs an operation on the image of a writable layer while nobody uses it. Gives the layer, open
-/// for requests again, and the result.
+/// Runs an operation on the image of a writable layer while no request uses it. Gives the layer,
+/// open for requests again, and the result of the operation.
 ///
-/// Errors: `Unsupported` when it is no qcow2 image; what is left cannot be used, unless the change
-/// has not begun.
+/// Errors: `Unsupported` when it is no qcow2 image; the image could not be opened again, so the
+/// disk is broken if the change has begun ([`Drained::begin`]).
 async fn offline_layer<T>(
     ring: &Ring,
     disk: &Disk,
@@ -176,8 +156,8 @@ async fn offline_layer<T>(
     offline_on(ring, disk, layer, operation).await
 }
 
-/// Closes a writable layer: all is on stable storage then, and nobody may use it. One that cannot
-/// be closed goes on as it was, its bitmaps too.
+/// Closes a writable layer: everything is on stable storage then, and no request may use it. A
+/// layer that cannot be closed stays usable as it was, with its bitmaps.
 pub(crate) async fn close_layer(ring: &Ring, layer: &Layer) -> Result<(), Error> {
     let result = match &layer.node {
         Node::Qcow2(image) if layer.is_writable => match image.flush(ring).await {
@@ -215,12 +195,12 @@ async fn offline_on<T>(
     Ok((again(ring, layer, disk.options(), true).await?, Err(error)))
 }
 
-/// A change that takes long, during which clients may change the size of the disk and nobody
-/// anything else. Lets other changes in when it is dropped.
+/// Marks a long change: meanwhile clients may change the size of the disk, and every other change
+/// is refused. Ends when it is dropped.
 struct Busy<'a>(&'a Disk);
 
 impl<'a> Busy<'a> {
-    /// The caller has the turn.
+    /// The caller holds the lock of changes.
     ///
     /// Errors: `Busy`.
     fn begin(disk: &'a Disk) -> Result<Busy<'a>, Error> {
@@ -248,7 +228,8 @@ fn inactive() -> Error {
 pub(crate) fn busy() -> Error {
     Error::new(
         ErrorKind::Busy,
-        "a commit, or a change of the backing file, of this disk is under way; wait until it is done, or cancel it",
+        "a commit, or a change of the backing file, of this disk is under way; wait until it is \
+         done, or cancel it",
     )
 }
 
@@ -259,8 +240,10 @@ pub(crate) fn broken() -> Error {
     )
 }
 
-/// Errors: `PermissionDenied` on a read-only disk; `Unsupported` on one whose overlay vanishes at
-/// its end: nothing may refer to that, and what is written to it was not meant to stay.
+/// Refuses a change that must last.
+///
+/// Errors: `PermissionDenied` on a read-only disk; `Unsupported` on one with a temporary overlay:
+/// the overlay vanishes with the disk, so no image may refer to it.
 fn check_lasting(disk: &Disk) -> Result<(), Error> {
     if disk.is_read_only() {
         return Err(read_only());

@@ -1,8 +1,8 @@
-//! A new overlay on top of a disk that is in use: an external snapshot.
+//! Puts a new overlay on top of a disk that is in use: an external snapshot.
 //!
-//! Promises: what was on the disk at that moment stays in the former top, which is open for reading
-//! only from then on; the overlay has its name on stable storage before the first write goes to it.
-//! When it cannot be made nothing is left of it.
+//! Promises: the former top keeps the content of that moment, and is open for reading only from
+//! then on; the name of the overlay is on stable storage before the first write goes to it. If it
+//! cannot be created, no file is left behind.
 
 use std::iter;
 use std::path::{Path, PathBuf};
@@ -19,9 +19,9 @@ use crate::open::{
     create_file, of_qcow2, open_qcow2, over, qcow2_layer, remove as remove_file, storage_options,
     sync_directory,
 };
-use crate::{Disk, Error, ErrorKind, ImageOptions, LAYERS_MAX, lost};
+use crate::{Disk, Error, ErrorKind, ImageOptions, LAYERS_MAX, lost_names};
 
-/// What an overlay shall be like.
+/// Options of a new overlay.
 #[derive(Clone, Debug, Default)]
 pub struct OverlayOptions {
     /// Cluster size, refcount width and such. Size and backing file are filled in.
@@ -46,9 +46,9 @@ impl Disk {
         self.add_overlay_in(ring, path.into(), options, create_file).await
     }
 
-    /// As [`Disk::add_overlay`], in a file that the caller makes.
+    /// As [`Disk::add_overlay`], in a file that the caller creates.
     ///
-    /// * `create`: makes the new empty file.
+    /// * `create`: creates the new empty file.
     pub(crate) async fn add_overlay_in(
         &self,
         ring: &Ring,
@@ -70,12 +70,13 @@ impl Disk {
         options: &OverlayOptions,
         create: impl FnOnce(&Path, &ImageOptions) -> Result<Arc<Storage>, Error>,
     ) -> Result<(), Error> {
-        let turn = self.turns().enter().await;
+        let turn = self.changes().lock().await;
         self.check_free()?;
         if self.is_lent() {
             return Err(Error::new(
                 ErrorKind::Unsupported,
-                "the kernel reads and writes the image itself (--passthrough), so nothing can be put above it",
+                "the kernel reads and writes the image itself (--passthrough), so nothing can be \
+                 put above it",
             ));
         }
         let graph = self.graph();
@@ -85,8 +86,8 @@ impl Disk {
                 format!("the chain has {LAYERS_MAX} layers already; commit some of them first"),
             ));
         }
-        lost::check("put an overlay on top", graph.layers.iter().map(|layer| &**layer))?;
-        // Its size cannot change: this is the turn of this change.
+        lost_names::check("put an overlay on top", graph.layers.iter().map(|layer| &**layer))?;
+        // The lock of changes is held, so the size of the top cannot change.
         let made = make(ring, self.options(), path, graph.top(), options, create).await?;
         let mut drained = self.gateway().drain(ring, turn).await;
         let old = Arc::clone(drained.graph().top());
@@ -94,11 +95,12 @@ impl Disk {
             drained.graph().check().map_err(|errno| Error::os("cannot add an overlay", errno))?;
             // Requests in flight may have kept the change waiting for long.
             let used = iter::once(&made).chain(drained.graph().layers.iter().map(|layer| &**layer));
-            lost::check("put an overlay on top", used)?;
+            lost_names::check("put an overlay on top", used)?;
             close_layer(ring, &old).await
         };
         if let Err(error) = closed.await {
-            // What could not be written is in the memory of this image only: it goes on as it is.
+            // Data that could not be written is in the memory of this image only, so the image
+            // stays in use.
             remove(&made, path, self.options());
             return Err(error);
         }
@@ -107,7 +109,7 @@ impl Disk {
             Err(error) => {
                 remove(&made, path, self.options());
                 if old.qcow2().is_some() {
-                    // It was closed: opened again it is what it was.
+                    // It was closed, so it is opened again.
                     drained.begin();
                     let fresh = again(ring, &old, self.options(), true).await?;
                     let mut layers = drained.graph().layers.clone();
@@ -124,25 +126,26 @@ impl Disk {
         layers.push(Arc::new(lower));
         layers.extend(graph.layers.iter().skip(1).cloned());
         self.put(&mut drained, graph.with_layers(layers), false);
-        tell_of_bitmaps(&old);
+        warn_of_bitmaps(&old);
         Ok(())
     }
 }
 
-/// Takes an overlay away that nobody uses. What has taken its name meanwhile is somebody else's.
+/// Removes an unused overlay. A file that has taken its name meanwhile stays.
 fn remove(made: &Layer, path: &Path, options: &ImageOptions) {
     if let Some(file) = made.file().filter(|_| made.lost_name().is_none()) {
         remove_file(file, path, options);
     }
 }
 
-/// Says which bitmaps record no more: they stay true for the image that they are in, and that image
-/// changes no more.
-fn tell_of_bitmaps(old: &Layer) {
+/// Logs which bitmaps no longer record writes: they stay valid for their image, which no longer
+/// changes.
+fn warn_of_bitmaps(old: &Layer) {
     let Some(image) = old.qcow2() else { return };
     for bitmap in image.info().bitmaps.iter().filter(|bitmap| bitmap.auto && !bitmap.in_use) {
         tracing::warn!(
-            "the bitmap '{}' stays in '{}' and does not record what is written to the overlay; add one to the \
+            "the bitmap '{}' stays in '{}' and does not record what is written to the overlay; add \
+             one to the \
              overlay when it is not in use, or commit it, which records",
             bitmap.name.escape_debug(),
             crate::name::printable_path(old.name())

@@ -1,18 +1,19 @@
 //! The last step of a commit: the merged layers are emptied, and the base takes their place.
 //!
-//! Promises: when it begins, the base shows by itself what the chain shows, on stable storage. It
-//! runs while nobody works on the disk, and the chain shows the same after each of its operations,
-//! also after a crash:
+//! Promises: when it begins, the base alone has the content of the chain, on stable storage. It
+//! runs while no request is in flight, and the chain has the same content after each of its
+//! operations, also after a crash:
 //! 1. The merged layers are emptied from the bottom up. (From the top down, an emptied layer would
-//!    uncover what the one below it holds, which is older than what the base has.) Any part of them
-//!    may be gone: the base shows the same. One that ends before what those above it show becomes
-//!    as long: it would hide what only the base has by then.
-//! 2. A base that is longer than the disk is cut; nobody sees what lies there.
+//!    uncover data of the layer below it, which is older than the data of the base.) Any part of a
+//!    merged layer may be lost: the base has the same content. A layer that is shorter than those
+//!    above it is lengthened: it would hide data that only the base has by then.
+//! 2. A base that is longer than the disk is cut; clients never see the bytes past the end.
 //! 3. The base becomes the top, or the layer above the merged ones names it.
 //!
-//! So the former images show the same as the base for as long as the disk has this size, whatever
-//! is written to the base: who opens them again by their old names sees the disk as it is. Whatever
-//! fails, clients go on with the chain as it was, and nothing is written to the base.
+//! So the former images have the same content as the base for as long as the disk has this size,
+//! whatever is written to the base: a program that opens them again by their old names sees the
+//! present disk. If a step fails, clients keep the chain as it was, and nothing is written to the
+//! base.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -23,11 +24,9 @@ use super::commit::copier;
 use super::{CommitOptions, again, close_layer, for_reading, in_mode, offline_on};
 use crate::graph::{Drained, Graph};
 use crate::layer::{Layer, Node};
+use crate::limits::SECTOR_BYTES;
 use crate::name::{FileName, printable, printable_path};
 use crate::{Disk, Error, ErrorKind};
-
-/// Sizes of qcow2 images are multiples of this, bytes.
-const SECTOR: u64 = 512;
 
 /// Name and format of a backing file, as a header states them.
 pub(super) type Named = (Vec<u8>, Option<String>);
@@ -84,13 +83,14 @@ impl<'a, 'b> Last<'a, 'b> {
         }
     }
 
-    /// The chain goes on with the layers that it has; all but the top are for reading again.
+    /// Undoes the preparation: the chain keeps its layers, and all but the top are open for reading
+    /// only again.
     ///
     /// Errors: a layer could not be opened again.
     pub(super) async fn go_back(mut self) -> Result<(), Error> {
         self.drained.begin();
         for index in 1..=self.options.base {
-            // The others are as they were.
+            // The other layers were not opened again.
             if self.layers[index].file().is_some_and(|file| !file.is_read_only()) {
                 self.open_for_reading(index..index + 1).await?;
             }
@@ -119,9 +119,9 @@ impl<'a, 'b> Last<'a, 'b> {
         let CommitOptions { top, base, .. } = self.options;
         let (ring, disk) = (self.ring, self.disk);
         self.empty_merged().await?;
-        // The base has changed below those between, and changes more with the next commit.
+        // The base has changed below the layers between, and changes again with the next commit.
         self.give_up_bitmaps().await?;
-        // What may be refused comes first, while the layer above can still be used as it is.
+        // Steps that may be refused come first, while the layer above is still usable.
         let upper = Arc::clone(&self.layers[top - 1]);
         if top > 1 {
             let opened = in_mode(ring, &upper, disk.options(), true).await;
@@ -164,8 +164,8 @@ impl<'a, 'b> Last<'a, 'b> {
         if keep_top {
             return Ok(());
         }
-        // When clients write to the base, no layer above it may hide what lies past its own end;
-        // else none below the uppermost that is merged what that one shows.
+        // When clients write to the base, no layer above it may hide bytes past its own end.
+        // Otherwise no merged layer may hide bytes that the uppermost merged layer shows.
         let shown = merged_size(self.drained.graph(), self.options);
         for index in (top..base).rev() {
             if index == 0 {
@@ -185,14 +185,13 @@ impl<'a, 'b> Last<'a, 'b> {
         Ok(())
     }
 
-    /// What is written to the base is in no bitmap of the emptied layers, though it changes what
-    /// they show: nobody may believe these bitmaps any more. When the top is merged that is what
-    /// clients write from now on, so it is the last step there. What layers between show has
-    /// changed with the copying.
+    /// Invalidates the bitmaps of the emptied layers: they do not record writes to the base, which
+    /// change the content of these layers. When the top is merged, those are the writes of clients
+    /// from now on, so it is the last step there. For layers between, the copy was such a write.
     async fn give_up_bitmaps(&mut self) -> Result<(), Failure> {
         let CommitOptions { top, base, keep_top } = self.options;
-        // From the bottom up: that of the top is the one that counts, if one of them cannot be
-        // given up.
+        // From the bottom up: the bitmap of the top matters most if one of them cannot be
+        // invalidated.
         for index in (top..base).rev().filter(|_| !keep_top) {
             let layer = Arc::clone(&self.layers[index]);
             let bitmaps = layer.qcow2().map(|image| &image.info().bitmaps[..]).unwrap_or_default();
@@ -207,15 +206,16 @@ impl<'a, 'b> Last<'a, 'b> {
             self.layers[index] = Arc::new(fresh);
             result.map_err(Failure::Refused)?;
             tracing::warn!(
-                "bitmaps of '{}' do not record what is written to the base: the next backup has to be a full one",
+                "bitmaps of '{}' do not record what is written to the base: the next backup has to \
+                 be a full one",
                 printable_path(layer.name())
             );
         }
         Ok(())
     }
 
-    /// Where there is no room for what its bitmaps have recorded (a full file system is why people
-    /// commit) they are lost here: they are given up in the end anyway.
+    /// Closes the top layer. Where there is no space to store its bitmaps (a full file system is a
+    /// usual reason to commit) they are lost here: the last step would invalidate them anyway.
     async fn close_top(&mut self) -> Result<(), Failure> {
         let top = &self.layers[0];
         let Err(error) = close_layer(self.ring, top).await else { return Ok(()) };
@@ -226,8 +226,8 @@ impl<'a, 'b> Last<'a, 'b> {
         }
     }
 
-    /// The base ends where the disk ends, so it shows nothing that the disk does not have. When the
-    /// top layer is merged only: a layer above would hide it.
+    /// Cuts the base to the size of the disk. Only when the top layer is merged: otherwise a layer
+    /// above hides the rest.
     async fn cut_base(&mut self) -> Result<(), Failure> {
         let CommitOptions { top, base, .. } = self.options;
         let graph = Arc::clone(self.drained.graph());
@@ -249,7 +249,7 @@ impl<'a, 'b> Last<'a, 'b> {
                 close_layer(self.ring, &layer).await.map_err(Failure::Refused)
             }
             Node::Qcow2(_) => {
-                let end = size.next_multiple_of(SECTOR).min(layer.size());
+                let end = size.next_multiple_of(SECTOR_BYTES).min(layer.size());
                 if end > size {
                     let zeroed = async {
                         copier(&graph, self.options)?.zero(self.ring, size, end - size).await
@@ -275,8 +275,8 @@ impl<'a, 'b> Last<'a, 'b> {
     async fn open_for_reading(&mut self, range: std::ops::Range<usize>) -> Result<(), Error> {
         for index in range {
             let layer = Arc::clone(&self.layers[index]);
-            // A base that is given up has what the layers above show, so it does not matter whether
-            // it gets there.
+            // Everything in a base that is given up is in the layers above too, so a failed close
+            // loses nothing.
             if let Err(error) = close_layer(self.ring, &layer).await {
                 tracing::warn!("{error}");
             }
@@ -287,22 +287,22 @@ impl<'a, 'b> Last<'a, 'b> {
     }
 }
 
-/// Bytes that merged layers must not hide of what is below them.
+/// Size up to which merged layers must not hide bytes of the layers below them.
 pub(super) fn merged_size(graph: &Graph, options: CommitOptions) -> u64 {
     if options.top == 0 { graph.size() } else { graph.layers[options.top].size() }
 }
 
-/// A disk that becomes smaller.
+/// Options that allow a smaller size.
 const SHRINK: ringdisk_qcow2::ResizeOptions = ringdisk_qcow2::ResizeOptions {
     shrink: true,
     preallocation: ringdisk_qcow2::Preallocation::Off,
 };
 
-/// Empties a merged layer, which was closed: everything that it shows is its backing file's. Gives
-/// the layer, open for writing, and the result. It was and is below a base that shows the same, so
-/// any part of it may be gone after an error.
+/// Empties a merged layer, which was closed: all its content is its backing file's then. Gives the
+/// layer, open for writing, and the result. The base has the same content, so any part of the layer
+/// may be lost after an error.
 ///
-/// * `uncovered`: it is at least so long afterwards, bytes; 0: as it is.
+/// * `uncovered`: the least size afterwards, bytes; 0: the size stays.
 ///
 /// Errors: it cannot be opened again.
 async fn empty_layer(
@@ -326,11 +326,11 @@ async fn empty_layer(
 /// Errors: `Unsupported` with what the user can do.
 pub(super) fn check_cut(base: &Layer, size: u64) -> Result<(), Error> {
     let reason = match &base.node {
-        Node::Raw(raw) if !crate::write::resizable(raw) => {
+        Node::Raw(raw) if !raw.can_resize() => {
             "a block device, or a window of fixed size, cannot become smaller".to_owned()
         }
         Node::Qcow2(image) => {
-            let end = size.next_multiple_of(SECTOR).min(base.size());
+            let end = size.next_multiple_of(SECTOR_BYTES).min(base.size());
             match image.check_resize(end, &SHRINK) {
                 Ok(()) => return Ok(()),
                 Err(error) => error.reason().to_owned(),
@@ -342,13 +342,14 @@ pub(super) fn check_cut(base: &Layer, size: u64) -> Result<(), Error> {
     Err(Error::new(
         ErrorKind::Unsupported,
         format!(
-            "the base '{name}' has {len} bytes and the disk has {size}, so the base would have to be cut, but {reason}; make the \
+            "the base '{name}' has {len} bytes and the disk has {size}, so the base would have to \
+             be cut, but {reason}; make the \
              disk as large as the base first (resize it to {len}) and commit it then"
         ),
     ))
 }
 
-/// Name and format of the base, as the layer above the merged ones shall state them.
+/// Name and format of the base, as the layer above the merged ones will state them.
 pub(super) fn name_of_base(graph: &Graph, options: CommitOptions) -> Result<Named, Error> {
     use std::os::unix::ffi::OsStrExt;
     let upper = &graph.layers[options.top - 1];

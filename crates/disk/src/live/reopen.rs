@@ -1,4 +1,6 @@
-//! The image of a layer opened once more: on the same storage, or on the same file in another mode.
+//! Opens the image of a layer again: on the same storage, or on the same file in another mode.
+//!
+//! Promises: locks move to the new descriptors; on an error the former layer keeps them.
 
 use std::sync::Arc;
 
@@ -66,8 +68,8 @@ pub(crate) async fn again(
     Ok(named_as(qcow2_layer(image, writable), layer))
 }
 
-/// A layer that was written to, for reading only from now on. The former one was closed. Where its
-/// files cannot be opened again in that mode the old ones are used, with their locks.
+/// A written layer, for reading only from now on. The former one was closed. Where its files cannot
+/// be opened again in that mode the old descriptors are used, with their locks.
 pub(crate) async fn for_reading(
     ring: &Ring,
     layer: &Layer,
@@ -89,9 +91,9 @@ pub(crate) async fn for_reading(
 }
 
 /// A layer as `layer` whose files are opened again, for writing or for reading only. The former one
-/// was closed; its locks go over.
+/// was closed; its locks move to the new descriptors.
 ///
-/// Errors: `Locked` when somebody else reads the file that shall be written; `PermissionDenied`.
+/// Errors: `Locked` when another process reads the file that is to be written; `PermissionDenied`.
 /// The former layer is as it was then.
 pub(crate) async fn in_mode(
     ring: &Ring,
@@ -111,8 +113,8 @@ pub(crate) async fn in_mode(
     }
 }
 
-/// A qcow2 layer as `layer`, for reading as before, whose files are open for writing: nobody else
-/// reads or writes them from now on, and it can be changed later without being refused.
+/// A qcow2 layer as `layer`, for reading as before, whose files are open for writing: the locks
+/// exclude other processes from now on, and a later change is not refused.
 ///
 /// Errors: as [`in_mode`]; `Unsupported` for another format.
 pub(super) async fn kept_for_writing(
@@ -153,8 +155,8 @@ async fn qcow2_in_modes(
             Ok(named_as(qcow2_layer(fresh, image), layer))
         }
         Err(error) => {
-            // The locks of both files go back to where they were. What was in the right mode has
-            // kept its own.
+            // The locks of both files move back to the former descriptors. A file that was in the
+            // right mode has kept its descriptor.
             let mut result = Err(error);
             for (old, fresh) in moved.into_iter().filter(|(old, fresh)| !Arc::ptr_eq(old, fresh)) {
                 if let Err(lost) = old.reclaim(&fresh) {
@@ -186,7 +188,7 @@ pub(super) fn layer_of(image: Qcow2, layer: &Layer) -> Layer {
     named_as(qcow2_layer(image, true), layer)
 }
 
-/// Takes the names of another layer over.
+/// Copies the names of another layer.
 pub(crate) fn named_as(mut fresh: Layer, layer: &Layer) -> Layer {
     fresh.name.clone_from(&layer.name);
     fresh.directory.clone_from(&layer.directory);

@@ -1,7 +1,8 @@
-//! The size of a disk that is in use.
+//! Changes the size of a disk that is in use.
 //!
-//! A raw disk grows while clients work: the file first, then what they see. It shrinks, and a qcow2
-//! image changes its size in either direction, while nobody works on it.
+//! Promises: a raw disk grows while clients work: the file first, then the size that clients see.
+//! It shrinks, and a qcow2 image changes its size in either direction, while no request is in
+//! flight. Clients never see a size that the storage does not have.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -10,35 +11,32 @@ use std::time::Duration;
 use ringdisk_qcow2::Preallocation;
 use ringdisk_ring::{Errno, Ring};
 
+use crate::graph::Window;
 use crate::layer::{Layer, Node, Raw};
-use crate::window::Window;
-use crate::write::resizable;
+use crate::limits::SECTOR_BYTES;
 use crate::{Disk, Error, ErrorKind, Progress};
 
-/// Sizes of qcow2 images are multiples of this, bytes.
-const SECTOR: u64 = 512;
-
-/// Zeroes that are written between two looks at whether to go on, bytes.
+/// Zeroes that are written between two checks for a cancellation, bytes.
 const PREPARED_BYTES: u64 = 16 << 20;
 
-/// How a disk changes its size.
+/// Options of a change of the size.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ResizeOptions {
-    /// The new size may be smaller; what lies behind it is lost.
+    /// The new size may be smaller; the bytes past it are lost.
     pub shrink: bool,
-    /// What is prepared in the grown part.
+    /// Preallocation of the grown part.
     pub preallocation: Preallocation,
 }
 
-/// A size that is wished for, bytes. What is relative counts from the size at the moment of the
-/// change: other changes, and clients that append, may have come in between.
+/// A requested size, bytes. A relative one counts from the size at the moment of the change: other
+/// changes, and clients that append, may come before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NewSize {
-    /// This size.
+    /// Exactly this size.
     To(u64),
-    /// So much more.
+    /// This many bytes more.
     Grow(u64),
-    /// So much less.
+    /// This many bytes less.
     Shrink(u64),
 }
 
@@ -51,7 +49,7 @@ impl From<u64> for NewSize {
 impl NewSize {
     /// The new size of a disk of `before` bytes.
     ///
-    /// Errors: `Invalid` where less than nothing would be left, or more than any disk can have.
+    /// Errors: `Invalid` for a size below zero, or larger than any disk can be.
     pub fn apply(self, before: u64) -> Result<u64, Error> {
         let invalid = |text: String| Error::new(ErrorKind::Invalid, text);
         match self {
@@ -70,22 +68,22 @@ impl NewSize {
     }
 }
 
-/// What a change of the size has done, bytes.
+/// Result of a change of the size, bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Resized {
-    /// The size when its turn came.
+    /// The size before the change.
     pub before: u64,
-    /// The size that came of it.
+    /// The size after it.
     pub after: u64,
 }
 
-/// Who wants another size.
+/// The origin of a change of the size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Wish {
-    /// A client names the size.
+enum Requester {
+    /// A client sets the size.
     Client,
-    /// A client needs so much room; more than that is fine.
-    Room,
+    /// A client needs at least this size.
+    ClientAtLeast,
     /// The control path.
     Control,
 }
@@ -95,19 +93,18 @@ enum Wish {
 struct Change {
     size: NewSize,
     options: ResizeOptions,
-    wish: Wish,
-    /// Where the space that is prepared begins, if not at the old end; EOPNOTSUPP when that is
-    /// inside the disk. Bytes.
+    requester: Requester,
+    /// Start of the preallocated space, if not the old end; EOPNOTSUPP when that is inside the
+    /// disk. Bytes.
     from: Option<u64>,
 }
 
 impl Change {
-    fn new(size: NewSize, options: ResizeOptions, wish: Wish) -> Change {
-        Change { size, options, wish, from: None }
+    fn new(size: NewSize, options: ResizeOptions, requester: Requester) -> Change {
+        Change { size, options, requester, from: None }
     }
 
-    /// The new size of a disk of `before` bytes, both of the whole disk; `None`: nothing is to be
-    /// done.
+    /// The new size of a disk of `before` bytes, both of the whole disk; `None`: no change.
     ///
     /// Errors: `Invalid` for a smaller one that was not allowed, EOPNOTSUPP where the space would
     /// begin inside the disk, EFBIG.
@@ -119,7 +116,7 @@ impl Change {
         if self.from.is_some_and(|from| from < window.visible(before)) {
             return Err(Error::os("a disk does not reserve space inside", Errno::OPNOTSUPP));
         }
-        if self.wish == Wish::Room && size <= before {
+        if self.requester == Requester::ClientAtLeast && size <= before {
             return Ok(None);
         }
         if size < before && !self.options.shrink {
@@ -128,69 +125,70 @@ impl Change {
         Ok(Some(size))
     }
 
-    /// After a wait, before anything is changed: whether somebody is still interested. What has
-    /// come meanwhile is looked at first, so that a process that was stopped does not do what its
-    /// client has given up.
+    /// Checks for a cancellation after a wait, before anything is changed. Messages that have
+    /// arrived meanwhile are handled first, so that a process that was stopped (SIGSTOP) does not
+    /// carry out a change that its client has cancelled.
     ///
     /// Errors: `Cancelled`.
-    async fn go_on(&self, ring: &Ring, progress: &Progress) -> Result<(), Error> {
-        if self.wish == Wish::Control {
+    async fn check_cancelled(&self, ring: &Ring, progress: &Progress) -> Result<(), Error> {
+        if self.requester == Requester::Control {
             ring.sleep(Duration::from_nanos(1)).await;
         }
         progress.check().map_err(|errno| Error::os("cannot change the size", errno))
     }
 
-    /// Where in the whole disk the space that is prepared begins.
+    /// Start of the preallocated space in the whole disk, bytes.
     fn start(&self, window: Window, before: u64) -> u64 {
         self.from.map_or(before, |from| window.start.saturating_add(from)).max(before)
     }
 }
 
 impl Disk {
-    /// Changes the size; a grown part reads as zeroes. Concurrent changes take turns.
+    /// Changes the size; a grown part reads as zeroes. Concurrent changes run one after the other.
     ///
-    /// * `size`: bytes; smaller is what was asked for, so the rest is lost.
+    /// * `size`: bytes; it may be smaller, then the rest is lost.
     ///
     /// Errors: EOPNOTSUPP where the size is fixed (null, a block device, a window or partition of
     /// given size, an image whose bitmaps or snapshots forbid it, or a base of a commit under way
     /// that cannot be cut); EROFS; those of the storage (EFBIG, ENOSPC).
     pub async fn resize(&self, ring: &Ring, size: u64) -> Result<(), Errno> {
         let options = ResizeOptions { shrink: true, ..ResizeOptions::default() };
-        self.set_len_for_client(ring, Change::new(NewSize::To(size), options, Wish::Client)).await
+        self.set_len_for_client(ring, Change::new(NewSize::To(size), options, Requester::Client))
+            .await
     }
 
     /// As [`Disk::resize`], but never shrinks it.
     ///
     /// Errors: as [`Disk::resize`]; EINVAL when the disk is larger.
     pub async fn lengthen(&self, ring: &Ring, size: u64) -> Result<(), Errno> {
-        let change = Change::new(NewSize::To(size), ResizeOptions::default(), Wish::Client);
+        let change = Change::new(NewSize::To(size), ResizeOptions::default(), Requester::Client);
         self.set_len_for_client(ring, change).await
     }
 
-    /// Makes the disk at least `size` bytes long; never shrinks it. For writes past the end: those
-    /// that come at once grow to the largest end, in any order.
+    /// Makes the disk at least `size` bytes long; never shrinks it. For writes past the end:
+    /// concurrent ones grow the disk to the largest end, in any order.
     ///
     /// Errors: as [`Disk::resize`].
     pub async fn grow(&self, ring: &Ring, size: u64) -> Result<(), Errno> {
         if size <= self.size() {
             return Ok(());
         }
-        let change = Change::new(NewSize::To(size), ResizeOptions::default(), Wish::Room);
+        let change =
+            Change::new(NewSize::To(size), ResizeOptions::default(), Requester::ClientAtLeast);
         self.set_len_for_client(ring, change).await
     }
 
-    /// Makes the disk `offset + len` bytes long and reserves space for all from `offset` on, so
-    /// that writes there find it.
+    /// Makes the disk `offset + len` bytes long and allocates space from `offset` on.
     ///
     /// * `offset`: bytes, at or past the end of the disk.
     ///
-    /// Errors: as [`Disk::resize`]; EOPNOTSUPP for an offset inside the disk, and where nothing can
-    /// be reserved; ENOSPC. The disk is as it was then, except for what the kernel does with one
-    /// that is lent.
+    /// Errors: as [`Disk::resize`]; EOPNOTSUPP for an offset inside the disk, and where space
+    /// cannot be preallocated; ENOSPC. The disk is as it was then, except that the kernel may have
+    /// lengthened one that is lent.
     pub async fn allocate(&self, ring: &Ring, offset: u64, len: u64) -> Result<(), Errno> {
         let size = offset.checked_add(len).ok_or(Errno::FBIG)?;
         let options = ResizeOptions { shrink: false, preallocation: Preallocation::Falloc };
-        let change = Change::new(NewSize::To(size), options, Wish::Room);
+        let change = Change::new(NewSize::To(size), options, Requester::ClientAtLeast);
         self.set_len_for_client(ring, Change { from: Some(offset), ..change }).await
     }
 
@@ -204,12 +202,13 @@ impl Disk {
         size: impl Into<NewSize>,
         options: ResizeOptions,
     ) -> Result<Resized, Error> {
-        self.set_len(ring, Change::new(size.into(), options, Wish::Control), &Arc::default()).await
+        self.set_len(ring, Change::new(size.into(), options, Requester::Control), &Arc::default())
+            .await
     }
 
-    /// As [`Disk::resize_with`], with an end on the way: what was prepared is cut off again then.
+    /// As [`Disk::resize_with`], but can be cancelled: preallocated space is cut off again then.
     ///
-    /// * `progress`: looked at for a cancel, not counted in.
+    /// * `progress`: only its cancellation is used.
     ///
     /// Errors: as [`Disk::resize_with`]; `Cancelled`.
     pub async fn resize_unless_cancelled(
@@ -219,10 +218,10 @@ impl Disk {
         options: ResizeOptions,
         progress: &Arc<Progress>,
     ) -> Result<Resized, Error> {
-        let result =
-            self.set_len(ring, Change::new(size.into(), options, Wish::Control), progress).await;
-        // What failed for another reason says so, though nobody may want it any more: the size may
-        // be the new one.
+        let result = self
+            .set_len(ring, Change::new(size.into(), options, Requester::Control), progress)
+            .await;
+        // Another failure is reported even after a cancellation: the size may be the new one.
         result.map_err(|error| match error.errno() {
             Some(Errno::CANCELED) => Error::os("cannot change the size", Errno::CANCELED),
             _ => error,
@@ -251,16 +250,15 @@ impl Disk {
             let done = match &graph.top().node {
                 Node::Null(_) => return Err(fixed()),
                 Node::Raw(raw) => {
-                    if !resizable(raw) {
+                    if !raw.can_resize() {
                         return Err(fixed());
                     }
-                    match change.wish {
-                        // Clients' requests are tasks of the ring, which nobody drops before their
-                        // end.
-                        Wish::Client | Wish::Room => {
+                    match change.requester {
+                        // Requests of clients are tasks of the ring, so they run to their end.
+                        Requester::Client | Requester::ClientAtLeast => {
                             self.set_len_raw(ring, change, progress).await?
                         }
-                        Wish::Control => {
+                        Requester::Control => {
                             let progress = Arc::clone(progress);
                             let run = move |disk: Arc<Disk>, ring: Ring| async move {
                                 disk.set_len_raw(&ring, change, &progress).await
@@ -283,17 +281,16 @@ impl Disk {
         }
     }
 
-    /// `None`: when its turn came the top was not raw any more (an overlay was added), and nothing
-    /// was done.
+    /// `None`: nothing was done, since another change has put an overlay on top.
     async fn set_len_raw(
         &self,
         ring: &Ring,
         change: Change,
         progress: &Progress,
     ) -> Result<Option<Resized>, Error> {
-        let turn = self.turns().enter().await;
+        let turn = self.changes().lock().await;
         self.check_free()?;
-        change.go_on(ring, progress).await?;
+        change.check_cancelled(ring, progress).await?;
         let asked = self.follow_length(ring).await;
         asked.map_err(|errno| Error::os("cannot ask for the length", errno))?;
         let graph = self.graph();
@@ -307,11 +304,12 @@ impl Disk {
         let prepared = (change.start(window, before), change.options.preallocation);
         if size < before {
             let drained = self.gateway().drain(ring, turn).await;
-            change.go_on(ring, progress).await?;
+            change.check_cancelled(ring, progress).await?;
             let layer = Arc::clone(drained.graph().top());
             self.move_end(ring, &layer, (before, size), prepared, progress).await?;
         } else {
-            // The turn keeps other changes away; requests in flight do not mind a longer file.
+            // The lock of changes excludes other changes; a longer file does not disturb requests
+            // in flight.
             let result = self.move_end(ring, graph.top(), (before, size), prepared, progress).await;
             drop(turn);
             result?;
@@ -355,21 +353,20 @@ impl Disk {
         Ok(())
     }
 
-    /// `None`: when its turn came the top was not a qcow2 image any more (a commit has ended), and
-    /// nothing was done.
+    /// `None`: nothing was done, since a commit has made a raw image the top.
     async fn set_len_qcow2(
         &self,
         ring: &Ring,
         change: Change,
         progress: &Progress,
     ) -> Result<Option<Resized>, Error> {
-        let turn = self.turns().enter().await;
-        let in_commit = match change.wish {
-            Wish::Client | Wish::Room => self.check_beside_commit()?,
-            Wish::Control => self.check_free().map(|()| false)?,
+        let turn = self.changes().lock().await;
+        let in_commit = match change.requester {
+            Requester::Client | Requester::ClientAtLeast => self.check_beside_commit()?,
+            Requester::Control => self.check_free().map(|()| false)?,
         };
         let mut drained = self.gateway().drain(ring, turn).await;
-        change.go_on(ring, progress).await?;
+        change.check_cancelled(ring, progress).await?;
         if drained.graph().top_image().is_none() {
             return Ok(None);
         }
@@ -377,8 +374,12 @@ impl Disk {
         let Some(size) = change.decide(window, before)? else {
             return Ok(Some(resized(window, before, before)));
         };
-        // The format counts in sectors; a client that writes past the end need not.
-        let size = if change.wish == Wish::Room { size.next_multiple_of(SECTOR) } else { size };
+        // The format counts in sectors; a client may write past the end at any byte.
+        let size = if change.requester == Requester::ClientAtLeast {
+            size.next_multiple_of(SECTOR_BYTES)
+        } else {
+            size
+        };
         if size == before {
             return Ok(Some(resized(window, before, before)));
         }
@@ -390,12 +391,12 @@ impl Disk {
             self.resize_in_commit(ring, &mut drained, size, options).await?;
             return Ok(Some(resized(window, before, size)));
         }
-        let gap_end = change.start(window, before) / SECTOR * SECTOR;
+        let gap_end = change.start(window, before) / SECTOR_BYTES * SECTOR_BYTES;
         let graph = Arc::clone(drained.graph());
         self.offline(ring, &mut drained, false, async |ring, image| {
             let cancelled = || progress.is_cancelled();
             let below = graph.below(0);
-            // Nothing is prepared between the old end and what is to be reserved.
+            // No space is preallocated between the old end and the reserved part.
             let off = ringdisk_qcow2::ResizeOptions::default();
             if gap_end > before {
                 image.resize_unless(ring, gap_end, &off, &below, &cancelled).await?;
@@ -420,11 +421,11 @@ fn resized(window: Window, before: u64, after: u64) -> Resized {
 }
 
 fn mode_of(mode: Preallocation) -> Result<ringdisk_storage::Preallocation, Error> {
-    use ringdisk_storage::Preallocation as Theirs;
+    use ringdisk_storage::Preallocation as Mode;
     match mode {
-        Preallocation::Off => Ok(Theirs::Off),
-        Preallocation::Falloc => Ok(Theirs::Falloc),
-        Preallocation::Full => Ok(Theirs::Full),
+        Preallocation::Off => Ok(Mode::Off),
+        Preallocation::Falloc => Ok(Mode::Falloc),
+        Preallocation::Full => Ok(Mode::Full),
         Preallocation::Metadata => Err(Error::new(
             ErrorKind::Invalid,
             "a raw image has no metadata that could be prepared; write off, falloc or full",
@@ -432,11 +433,11 @@ fn mode_of(mode: Preallocation) -> Result<ringdisk_storage::Preallocation, Error
     }
 }
 
-/// Changes the length of a raw file that only this process writes to, and prepares what is added. A
-/// file that has become longer than the disk by other means is not cut when the disk grows.
+/// Changes the length of a raw file that only this process writes to, and preallocates the added
+/// part. A file that another program has made longer than the disk is not cut when the disk grows.
 ///
 /// * `before`, `size`: the old and the new size of the disk, bytes.
-/// * `from`: where in the disk the part that is prepared begins.
+/// * `from`: start of the preallocated part in the disk, bytes.
 async fn set_end(
     ring: &Ring,
     raw: &Raw,
@@ -463,8 +464,8 @@ async fn set_end(
             cancelled => cancelled,
         };
         if let Err(errno) = result {
-            // Nobody has seen it yet. Also where the length is as it was: space may be reserved
-            // behind the end.
+            // No client has seen the new part yet. Also where the length is unchanged: space may be
+            // allocated past the end.
             let _ = raw.storage.set_len(ring, file_len).await;
             return Err(errno);
         }
@@ -475,7 +476,8 @@ async fn set_end(
 
 fn cannot_lengthen() -> Error {
     Error::os(
-        "the kernel writes to the image itself (--passthrough), and its file system has no way to make a file longer beside \
+        "the kernel writes to the image itself (--passthrough), and its file system has no way to \
+         make a file longer beside \
          other writers (fallocate)",
         Errno::OPNOTSUPP,
     )
@@ -486,14 +488,16 @@ fn would_shrink(window: Window, before: u64, size: u64) -> Error {
     Error::new(
         ErrorKind::Invalid,
         format!(
-            "{size} bytes are less than the disk has ({before}); what lies behind would be lost, so \
+            "{size} bytes are less than the disk has ({before}); what lies behind would be lost, \
+             so \
              shrinking must be asked for with `--shrink`"
         ),
     )
 }
 
 fn fixed_window() -> Error {
-    let text = "the disk is a part of its image (--size or --partition), so its size is fixed; resize the whole disk";
+    let text = "the disk is a part of its image (--size or --partition), so its size is fixed; \
+        resize the whole disk";
     Error::new(ErrorKind::Unsupported, text).with_errno(Some(Errno::OPNOTSUPP))
 }
 

@@ -1,10 +1,10 @@
-//! Another size of the disk while a commit copies it, or backing files are compared: for clients
-//! that append, which never wait for that.
+//! Changes the size of the disk while a commit copies it, or while backing files are compared: for
+//! clients that append, which do not wait for the end of those.
 //!
-//! Promises: the top gets its new size as ever. What is added is noted as if it had been written,
-//! with all that was noted before, so it is copied, or compared, too; the base of a commit grows
-//! with the top. Where the base cannot grow the client does not feel it: the commit fails. A base
-//! that is longer than the disk in the end is cut by the last step of the commit.
+//! Promises: the top gets its new size as without a commit. The added range is recorded as if it
+//! had been written, so it is copied, or compared, too; the base of a commit grows with the top. If
+//! the base cannot grow, the commit fails and not the client's request. The last step of the commit
+//! cuts a base that is longer than the disk.
 
 use std::sync::Arc;
 
@@ -19,8 +19,8 @@ use crate::layer::Layer;
 use crate::{Disk, Error};
 
 impl Disk {
-    /// Changes the size of the top image, which a commit copies at the moment or which lies above
-    /// what it copies, or whose backing files are compared.
+    /// Changes the size of the top image while a commit copies it or layers below it, or while its
+    /// backing files are compared.
     ///
     /// * `size`: bytes, a multiple of 512.
     ///
@@ -64,7 +64,7 @@ impl Disk {
         result
     }
 
-    /// The base holds all that the disk has now.
+    /// Makes the base as long as the disk.
     async fn grow_base(
         &self,
         ring: &Ring,
@@ -80,7 +80,7 @@ impl Disk {
                 Ok(())
             }
             Err(error) => {
-                // It may have been closed. Nothing but the end of the commit needs it now.
+                // It may have been closed. Only the end of the commit needs it now.
                 if layer.qcow2().is_some()
                     && let Ok(fresh) = again(ring, &layer, self.options(), true).await
                 {

@@ -1,19 +1,21 @@
 //! Internal snapshots of a disk that is in use.
+//!
+//! Promises: clients wait while a snapshot is created, applied or deleted; they see no state
+//! between.
 
 use std::sync::Arc;
 
 use ringdisk_ring::Ring;
 
 use super::check_lasting;
-use crate::{Disk, Error, lost};
+use crate::{Disk, Error, lost_names};
 
-/// What is done with an internal snapshot of the top image.
+/// A change of the internal snapshots of the top image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SnapshotChange {
-    /// Takes one of the disk as it is, under this name.
+    /// Creates a snapshot of the present disk with this name.
     Create(String),
-    /// Makes the disk what it was in the snapshot of this id or name; what was written since is
-    /// lost.
+    /// Restores the disk from the snapshot of this id or name; later writes are lost.
     Apply(String),
     /// Removes the snapshot of this id or name.
     Delete(String),
@@ -21,7 +23,7 @@ pub enum SnapshotChange {
 
 impl Disk {
     /// Creates, applies or deletes an internal snapshot of the top image. Clients wait meanwhile.
-    /// After an apply those who watch the size are told, since all content may have changed.
+    /// After an apply the watchers of the size are called, since all content may have changed.
     ///
     /// Errors: `Unsupported` when the top is no qcow2 image, `Invalid` for a name that is not there
     /// or there already, `NotFound` when the name of the image does not lead to it any more,
@@ -29,14 +31,14 @@ impl Disk {
     pub async fn snapshot(&self, ring: &Ring, change: SnapshotChange) -> Result<(), Error> {
         check_lasting(self)?;
         let run = move |disk: Arc<Disk>, ring: Ring| async move {
-            let turn = disk.turns().enter().await;
+            let turn = disk.changes().lock().await;
             disk.check_free()?;
             if matches!(change, SnapshotChange::Create(_)) {
-                lost::check("take a snapshot", [&**disk.graph().top()])?;
+                lost_names::check("take a snapshot", [&**disk.graph().top()])?;
             }
             let mut drained = disk.gateway().drain(&ring, turn).await;
-            let tells = matches!(change, SnapshotChange::Apply(_));
-            disk.offline(&ring, &mut drained, tells, async |ring, image| match &change {
+            let always_tell = matches!(change, SnapshotChange::Apply(_));
+            disk.offline(&ring, &mut drained, always_tell, async |ring, image| match &change {
                 SnapshotChange::Create(name) => image.snapshot_create(ring, name).await.map(drop),
                 SnapshotChange::Apply(name) => image.snapshot_apply(ring, name).await,
                 SnapshotChange::Delete(name) => image.snapshot_delete(ring, name).await,

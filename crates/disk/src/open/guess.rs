@@ -1,8 +1,8 @@
-//! What the top image is: as the user says it, or by its first bytes.
+//! The format of the top image: as the user states it, or probed.
 //!
-//! Promises: what a guest may have written does not decide. A raw image that it writes has to be
-//! called raw; a file that was written as raw ([`crate::note`]), and a device, is never taken for
-//! more than its bytes by a guess.
+//! Promises: data that a guest may have written never decides the format. The user must state that
+//! a raw image which a guest writes is raw; a probe never takes a file that was written as raw
+//! ([`crate::format_note`]), or a device, for anything but raw bytes.
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -12,15 +12,14 @@ use ringdisk_storage::{Kind, Storage};
 
 use super::Opening;
 use crate::name::printable;
-use crate::note;
 use crate::probe::{PROBE_LEN, Probed, choose, probe};
-use crate::{Error, ErrorKind, Format};
+use crate::{Error, ErrorKind, Format, format_note};
 
 /// Block that is read for probing: larger than a sector for descriptors with `O_DIRECT`.
 const PROBE_BLOCK: usize = 4096;
 
 impl Opening<'_> {
-    /// The format of the top image, which the user did not say.
+    /// Probes the format of the top image, which the user did not state.
     ///
     /// Errors: it is not clear, or a guest that may write the image could make it another one.
     pub(super) fn guess(
@@ -30,24 +29,24 @@ impl Opening<'_> {
         read_only: bool,
     ) -> Result<Format, Error> {
         let probed = probe(&first_sector(fd, shown)?);
-        let is_noted = note::is_raw(fd);
+        let is_noted = format_note::is_raw(fd);
         if probed == Probed::Raw && self.options.ask_for_raw && !read_only && !is_noted {
             return Err(raw_is_asked(shown));
         }
-        guessed(shown, probed, is_noted, note::is_device(fd))
+        guessed(shown, probed, is_noted, format_note::is_device(fd))
     }
 
-    /// Whether the first sector of the top image, which is written, is protected, should it be raw.
-    /// Keeps what the user said of its format.
+    /// Whether the first sector of the top image, which is written, is protected in case it is raw.
+    /// Stores the format that the user stated in the note.
     pub(super) fn is_guarded(&self, fd: &OwnedFd, shown: &str) -> Result<bool, Error> {
         match self.options.format {
-            // Other programs guess, too, and see no note.
+            // Other programs probe too, and do not know the note.
             None => Ok(true),
             _ if self.options.protect_raw => Ok(true),
-            Some(Format::Raw) => Ok(note::set_raw(fd).is_err()),
+            Some(Format::Raw) => Ok(format_note::set_raw(fd).is_err()),
             Some(Format::Qcow2) => {
-                if note::is_raw(fd) && probe(&first_sector(fd, shown)?) == Probed::Qcow2 {
-                    note::remove(fd);
+                if format_note::is_raw(fd) && probe(&first_sector(fd, shown)?) == Probed::Qcow2 {
+                    format_note::remove(fd);
                 }
                 Ok(false)
             }
@@ -55,14 +54,14 @@ impl Opening<'_> {
     }
 }
 
-/// The format of an image of which the user did not say it, by its first bytes.
+/// Probes the format of an image that the user did not state.
 ///
 /// * `head`: the first [`PROBE_LEN`] bytes, fewer if it is shorter.
 ///
-/// Errors: `UnknownFormat` where it is not clear: a guest may have written what it looks like.
+/// Errors: `UnknownFormat` where it is not clear: a guest may have written these bytes.
 pub fn guess(storage: &Storage, head: &[u8]) -> Result<Format, Error> {
     let is_noted = match storage.raw_fd() {
-        Some(Fd::Raw(fd)) => note::is_raw_at(&PathBuf::from(format!("/proc/self/fd/{fd}"))),
+        Some(Fd::Raw(fd)) => format_note::is_raw_at(&PathBuf::from(format!("/proc/self/fd/{fd}"))),
         _ => false,
     };
     let is_device = storage.kind() == Kind::BlockDevice;
@@ -77,16 +76,17 @@ fn guessed(shown: &str, probed: Probed, is_noted: bool, is_device: bool) -> Resu
     }
 }
 
-/// A raw image that a guest shall write, of which nobody said that it is raw.
+/// The error for a raw image that a guest will write, without a stated format.
 fn raw_is_asked(shown: &str) -> Error {
     let text = format!(
-        "'{shown}' is not a qcow2 image, and nobody said that it is raw: its guest may write anything into a raw disk, so that is not \
+        "'{shown}' is not a qcow2 image, and nobody said that it is raw: its guest may write \
+         anything into a raw disk, so that is not \
          guessed; say `--format raw`"
     );
     Error::new(ErrorKind::UnknownFormat, text)
 }
 
-/// An image that looks like something that its guest may have written there.
+/// The error for an image whose first bytes its guest may have written.
 fn is_unclear(shown: &str, looks_like: Probed, is_noted: bool) -> Error {
     let looks = match looks_like {
         Probed::Raw => "raw",
@@ -99,7 +99,8 @@ fn is_unclear(shown: &str, looks_like: Probed, is_noted: bool) -> Error {
         "it is a device, which keeps no note of its format"
     };
     let text = format!(
-        "'{shown}' begins like an image of the format {looks}, but {why}, so its guest may have written that; say `--format raw` for its \
+        "'{shown}' begins like an image of the format {looks}, but {why}, so its guest may have \
+         written that; say `--format raw` for its \
          bytes as they are, or `--format qcow2` if it was made as such an image"
     );
     Error::new(ErrorKind::UnknownFormat, text)

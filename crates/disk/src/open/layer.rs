@@ -1,4 +1,6 @@
-//! Layers over open storages; also for changes of a disk that is in use.
+//! Makes layers from open storages, for opening and for live changes of a disk.
+//!
+//! Promises: nothing here looks up a name.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -12,7 +14,7 @@ use crate::layer::{Layer, Node, Raw};
 use crate::name::printable_path;
 use crate::{Cache, Error, ErrorKind, ImageOptions};
 
-/// How the files of a disk are opened.
+/// Options for opening the files of a disk.
 pub(crate) fn storage_options(
     options: &ImageOptions,
     read_only: bool,
@@ -32,7 +34,7 @@ pub(crate) fn lock_of(options: &ImageOptions) -> Lock {
     if options.force_share { Lock::ForceShare } else { Lock::Auto }
 }
 
-/// How a qcow2 image is opened.
+/// Options for opening a qcow2 image.
 fn qcow2_options(options: &ImageOptions, writable: bool) -> ringdisk_qcow2::OpenOptions {
     ringdisk_qcow2::OpenOptions {
         writable: writable && !options.inactive,
@@ -94,8 +96,8 @@ pub(crate) fn raw_layer(
     Ok(layer)
 }
 
-/// Whether an image file holds so much less than its length that its clusters must have been made
-/// in advance. A tenth, or two clusters, may be missing by chance.
+/// Whether an image file has so much less allocated than its length that its clusters must be
+/// preallocated. A difference of a tenth, or of two clusters, may have other reasons.
 fn is_sparse(file: &Storage, cluster_size: u64) -> bool {
     let held = file.allocated_bytes() / cluster_size;
     let clusters = file.len() / cluster_size;
@@ -104,14 +106,14 @@ fn is_sparse(file: &Storage, cluster_size: u64) -> bool {
 
 /// An error of the storage crate in this crate's terms.
 pub(crate) fn of_storage(error: &ringdisk_storage::Error) -> Error {
-    use ringdisk_storage::ErrorKind as Theirs;
+    use ringdisk_storage::ErrorKind as StorageKind;
     let kind = match error.kind() {
-        Theirs::Locked => ErrorKind::Locked,
-        Theirs::NotFound => ErrorKind::NotFound,
-        Theirs::PermissionDenied | Theirs::ReadOnly => ErrorKind::PermissionDenied,
-        Theirs::WrongType => ErrorKind::NotAnImage,
-        Theirs::DirectUnsupported => ErrorKind::Unsupported,
-        Theirs::InvalidInput => ErrorKind::Invalid,
+        StorageKind::Locked => ErrorKind::Locked,
+        StorageKind::NotFound => ErrorKind::NotFound,
+        StorageKind::PermissionDenied | StorageKind::ReadOnly => ErrorKind::PermissionDenied,
+        StorageKind::WrongType => ErrorKind::NotAnImage,
+        StorageKind::DirectUnsupported => ErrorKind::Unsupported,
+        StorageKind::InvalidInput => ErrorKind::Invalid,
         _ => ErrorKind::Io,
     };
     carry(kind, error)
@@ -119,12 +121,12 @@ pub(crate) fn of_storage(error: &ringdisk_storage::Error) -> Error {
 
 /// An error of the qcow2 crate in this crate's terms.
 pub(crate) fn of_qcow2(error: &ringdisk_qcow2::Error) -> Error {
-    use ringdisk_qcow2::ErrorKind as Theirs;
+    use ringdisk_qcow2::ErrorKind as Qcow2Kind;
     let kind = match error.kind() {
-        Theirs::NotQcow2 => ErrorKind::UnknownFormat,
-        Theirs::Corrupt | Theirs::TooLarge => ErrorKind::Corrupt,
-        Theirs::Unsupported | Theirs::Encrypted => ErrorKind::Unsupported,
-        Theirs::InvalidRequest => ErrorKind::Invalid,
+        Qcow2Kind::NotQcow2 => ErrorKind::UnknownFormat,
+        Qcow2Kind::Corrupt | Qcow2Kind::TooLarge => ErrorKind::Corrupt,
+        Qcow2Kind::Unsupported | Qcow2Kind::Encrypted => ErrorKind::Unsupported,
+        Qcow2Kind::InvalidRequest => ErrorKind::Invalid,
         _ => ErrorKind::Io,
     };
     let system = std::error::Error::source(error).and_then(|source| source.downcast_ref());
@@ -132,7 +134,7 @@ pub(crate) fn of_qcow2(error: &ringdisk_qcow2::Error) -> Error {
     carry(kind, error).with_errno(errno)
 }
 
-/// An error of a lower crate in ours: its words, with its cause if it has one.
+/// Converts an error of a lower crate: its message, with its cause if it has one.
 fn carry(kind: ErrorKind, error: &dyn std::error::Error) -> Error {
     match error.source() {
         Some(source) => Error::new(kind, format!("{error}: {source}")),

@@ -1,8 +1,8 @@
-//! Waiting for locks that somebody else still has: of a process that was killed a moment ago, or of
-//! the source of a migration.
+//! Waiting for locks of images that another process still holds: one that was killed a moment ago,
+//! or the source of a migration.
 //!
-//! Promises: while it waits it holds nothing of what it waits for, so it is in nobody's way; it
-//! ends in time, and says then who has the lock. A waiting task blocks no thread.
+//! Promises: a waiting task holds none of the locks, so it hinders no other process; the wait ends
+//! in time, and its error names the process that has the lock. A waiting task blocks no thread.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -15,51 +15,52 @@ use ringdisk_storage::{Lock, OpenOptions, Storage};
 use super::of_storage;
 use crate::{Error, ErrorKind};
 
-/// How often a lock is looked at: a disk that moves stands still meanwhile.
-const LOOK: Duration = Duration::from_millis(10);
+/// How often a lock is tried: a disk serves no request while it moves.
+const RETRY_INTERVAL: Duration = Duration::from_millis(10);
 
-/// How long somebody waits.
+/// A wait for locks, with its timeout.
 #[derive(Debug)]
-pub(crate) struct Patience {
+pub(crate) struct LockWait {
     whole: Duration,
     end: Option<Instant>,
-    /// The caller has gone away.
+    /// The caller was dropped.
     is_over: Arc<AtomicBool>,
 }
 
-/// Ends the wait of a task when its caller goes away.
+/// Ends the wait of a task when its caller is dropped.
 #[derive(Debug)]
-pub(crate) struct EndOfPatience(Arc<AtomicBool>);
+pub(crate) struct EndOfWait(Arc<AtomicBool>);
 
-impl Drop for EndOfPatience {
+impl Drop for EndOfWait {
     fn drop(&mut self) {
         self.0.store(true, Ordering::Release);
     }
 }
 
-impl Patience {
-    /// From now on.
-    pub(crate) fn new(whole: Duration) -> Patience {
-        // A time that cannot be said never comes.
-        Patience { whole, end: Instant::now().checked_add(whole), is_over: Arc::default() }
+impl LockWait {
+    /// A wait that begins now.
+    pub(crate) fn new(whole: Duration) -> LockWait {
+        // A time that overflows never comes.
+        LockWait { whole, end: Instant::now().checked_add(whole), is_over: Arc::default() }
     }
 
-    /// What ends it early.
-    pub(crate) fn end_early(&self) -> EndOfPatience {
-        EndOfPatience(Arc::clone(&self.is_over))
+    /// A guard whose drop ends the wait early.
+    pub(crate) fn end_early(&self) -> EndOfWait {
+        EndOfWait(Arc::clone(&self.is_over))
     }
 
-    /// Waits a little. False: the time is up.
-    async fn wait(&self, ring: &Ring) -> bool {
-        let left = self.end.map_or(LOOK, |end| end.saturating_duration_since(Instant::now()));
+    /// Waits for one interval. False: the time is up.
+    async fn pause(&self, ring: &Ring) -> bool {
+        let left =
+            self.end.map_or(RETRY_INTERVAL, |end| end.saturating_duration_since(Instant::now()));
         if left.is_zero() || self.is_over.load(Ordering::Acquire) {
             return false;
         }
-        ring.sleep(left.min(LOOK)).await;
+        ring.sleep(left.min(RETRY_INTERVAL)).await;
         !self.is_over.load(Ordering::Acquire)
     }
 
-    /// Says that it was waited.
+    /// Adds to an error that this process waited.
     fn explain(&self, error: Error) -> Error {
         if self.whole.is_zero() {
             return error;
@@ -76,13 +77,13 @@ pub(super) async fn open_waiting(
     fd: OwnedFd,
     name: &str,
     options: &OpenOptions,
-    patience: &Patience,
+    wait: &LockWait,
 ) -> Result<Arc<Storage>, Error> {
-    // Nothing of the file but its kind and its alignment is looked at before it is locked.
+    // Only the kind and the alignment of the file are read before it is locked.
     let unlocked = OpenOptions { lock: Lock::None, ..options.clone() };
     let storage = Storage::from_fd(fd, name, &unlocked).map_err(|error| of_storage(&error))?;
     let storages = [Arc::new(storage)];
-    lock_all(ring, &storages, options.lock, Lock::None, patience).await?;
+    lock_all(ring, &storages, options.lock, Lock::None, wait).await?;
     let [storage] = storages;
     let failed = |errno| Error::os(format!("cannot find the length of '{name}'"), errno);
     let asked = Arc::clone(&storage);
@@ -92,7 +93,7 @@ pub(super) async fn open_waiting(
 
 /// Takes the locks of all files, or of none.
 ///
-/// * `without`: what they go back to where not all can be had.
+/// * `without`: the lock that they return to when not all can be taken.
 ///
 /// Errors: `Locked` when the time is up; `Cancelled`.
 pub(crate) async fn lock_all(
@@ -100,24 +101,24 @@ pub(crate) async fn lock_all(
     storages: &[Arc<Storage>],
     lock: Lock,
     without: Lock,
-    patience: &Patience,
+    wait: &LockWait,
 ) -> Result<(), Error> {
     loop {
-        // First without taking anything: two that wait for the same lock would refuse each other,
-        // and one who is about to take it would be refused by us.
+        // First a test that takes nothing: two waiting processes would otherwise refuse each other,
+        // and refuse a third one that is about to take the lock.
         if storages.iter().all(|storage| storage.may_lock(lock))
             && try_all(storages, lock, without).is_ok()
         {
             return Ok(());
         }
-        if !patience.wait(ring).await {
-            if patience.is_over.load(Ordering::Acquire) {
-                // Nobody would use what could be had now.
+        if !wait.pause(ring).await {
+            if wait.is_over.load(Ordering::Acquire) {
+                // No caller would use the locks.
                 return Err(Error::new(ErrorKind::Cancelled, "nobody waits for the disk any more"));
             }
-            // Once more, for the reason.
+            // Once more, for the reason in the error.
             let tried = try_all(storages, lock, without);
-            return tried.map_err(|error| patience.explain(error));
+            return tried.map_err(|error| wait.explain(error));
         }
     }
 }
@@ -132,8 +133,8 @@ fn try_all(storages: &[Arc<Storage>], lock: Lock, without: Lock) -> Result<(), E
     Ok(())
 }
 
-/// Lowers the locks of files; what is lower cannot be refused but by somebody who shares with
-/// nobody, and then nothing is held.
+/// Lowers the locks of files. Only a process with an exclusive lock can refuse a lower lock, and
+/// then no lock is kept.
 pub(crate) fn give_back(storages: &[Arc<Storage>], lock: Lock) {
     for storage in storages {
         if storage.set_lock(lock).is_err() {

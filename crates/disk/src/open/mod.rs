@@ -8,14 +8,15 @@
 //! Control path; runs on the thread that owns `ring`.
 
 mod guess;
-mod handed;
 mod layer;
 pub(crate) mod locks;
+mod named;
 mod overlay;
 #[cfg(test)]
 pub(crate) mod simulated;
+mod top;
+mod window;
 
-use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -24,13 +25,12 @@ use ringdisk_storage::{Kind, Storage};
 
 use crate::disk::Parts;
 use crate::layer::Layer;
-use crate::name::{FileName, beside, printable, printable_path};
+use crate::name::{printable, printable_path};
 use crate::names_note::Names;
-use crate::note;
-use crate::resolve::{Access, Held, Opened, Resolver, absolute, identify};
+use crate::resolve::{Access, Held, Opened, Resolver};
 use crate::{Disk, Error, ErrorKind, Format, ImageOptions, LAYERS_MAX, Source};
 
-use locks::Patience;
+use locks::LockWait;
 
 pub use guess::guess;
 pub(crate) use layer::{
@@ -50,11 +50,11 @@ struct Candidate {
     raw_offset: u64,
     raw_size: Option<u64>,
     without_backing: bool,
-    /// Nobody has called it raw.
+    /// The user has not stated that it is raw.
     is_guarded: bool,
 }
 
-/// What an image says about the file below it.
+/// Name and format of a backing file, as a header states them.
 type Named = (Vec<u8>, Option<String>);
 
 /// State of one open.
@@ -62,13 +62,13 @@ struct Opening<'a> {
     ring: &'a Ring,
     options: &'a ImageOptions,
     resolver: Resolver,
-    /// What the user named: a new name that leads there is the user's word.
-    said: Resolver,
+    /// The paths that the user allowed: a new name in a header may lead there.
+    allowed: Resolver,
     layers: Vec<Layer>,
     /// Files of the chain, one for each layer.
     seen: Vec<(u64, u64)>,
-    /// How long locks are waited for, if at all.
-    patience: Option<Patience>,
+    /// The wait for locks; `None`: locks are tried once.
+    lock_wait: Option<LockWait>,
 }
 
 impl Disk {
@@ -93,7 +93,7 @@ impl Disk {
     }
 }
 
-/// Opens the chain of a backing file that an image of an open disk shall name from now on.
+/// Opens the chain of a backing file that an image of an open disk will name.
 ///
 /// * `layer`: that image.
 /// * `file`, `format`: as they will be written to the header.
@@ -120,7 +120,7 @@ pub(crate) async fn open_below(
     Ok((full, opening.layers))
 }
 
-/// What [`identify`] says about the file of an open storage.
+/// The identity of the file of an open storage, as [`crate::resolve::identify`] gives it.
 pub(crate) fn identity_of(storage: &Storage) -> Option<(u64, u64)> {
     let (device, inode) = storage.identity()?;
     match storage.kind() {
@@ -140,7 +140,8 @@ fn check_options(options: &ImageOptions) -> Result<(), Error> {
     }
     if options.partition.is_some() && options.inactive {
         return invalid(
-            "the partition table can be read only when the image is ours; give the offset and the size of the partition",
+            "the partition table can be read only when the image is ours; give the offset and the \
+             size of the partition",
         );
     }
     let has_overlay = options.overlay.is_some() || options.temporary;
@@ -168,10 +169,10 @@ impl<'a> Opening<'a> {
         for path in &options.known_paths {
             resolver.allow(path)?;
         }
-        let said = Resolver::new(&options.allow_paths)?.asking(options.opener.as_ref());
-        let patience = options.wait_for_locks.map(Patience::new);
+        let allowed = Resolver::new(&options.allow_paths)?.asking(options.opener.as_ref());
+        let lock_wait = options.wait_for_locks.map(LockWait::new);
         let (layers, seen) = (Vec::new(), Vec::new());
-        Ok(Opening { ring, options, resolver, said, layers, seen, patience })
+        Ok(Opening { ring, options, resolver, allowed, layers, seen, lock_wait })
     }
 
     /// Opens the image that the user named with all below it.
@@ -182,8 +183,9 @@ impl<'a> Opening<'a> {
         Ok(())
     }
 
-    /// Notes what the header of the image on top names, before somebody else may write it. All of
-    /// it was followed, so it is what the note says, what the user allows, or the first word on it.
+    /// Notes the names in the header of the top image, before clients can make this process write
+    /// other ones. All of them were followed: they are in the note already, or the user allows
+    /// them, or there was no note.
     fn note_names(&self) {
         let top = self.layers.first().filter(|top| self.options.note_names && top.is_writable);
         let Some((top, file)) = top.and_then(|top| Some((top, top.file()?))) else { return };
@@ -192,7 +194,8 @@ impl<'a> Opening<'a> {
             && can_name
         {
             tracing::warn!(
-                "'{}' can keep no note of the files that it names ({errno}): a server that is taken over can write other names there, which \
+                "'{}' can keep no note of the files that it names ({errno}): a server that is \
+                 taken over can write other names there, which \
                  the next start follows in the directory of the image",
                 printable_path(top.name())
             );
@@ -214,116 +217,11 @@ impl<'a> Opening<'a> {
         Ok(())
     }
 
-    /// Opens the image that the user named and finds its format.
-    fn top(
-        &mut self,
-        source: Source,
-        parts: &mut Parts,
-    ) -> Result<(Candidate, Option<Held>), Error> {
-        let mut read_only = self.options.read_only;
-        let (held, opened, name, directory) = match source {
-            Source::Path(path) => {
-                let held = Held::named(&path)?;
-                let directory =
-                    absolute(&path).ok().and_then(|path| path.parent().map(Path::to_path_buf));
-                if let Some(directory) = &directory {
-                    // A directory that cannot be looked into allows nothing; an image that names
-                    // no files does not need it.
-                    let _ = self.resolver.allow(directory);
-                }
-                let opened = self.open_held(&held, &mut read_only, parts)?;
-                (Some(held), opened, path, directory)
-            }
-            Source::Fd(fd, name) => {
-                let opened = self.inherited(fd, &name, &mut read_only, parts)?;
-                (None, opened, PathBuf::from(name), None)
-            }
-        };
-        let shown = printable_path(&name);
-        let format = match self.options.format {
-            Some(format) => format,
-            None => self.guess(&opened.fd, &shown, read_only)?,
-        };
-        let is_guarded = !read_only && self.is_guarded(&opened.fd, &shown)?;
-        let candidate = Candidate {
-            opened,
-            name,
-            directory,
-            format,
-            read_only,
-            raw_offset: 0,
-            raw_size: None,
-            without_backing: self.options.without_backing,
-            is_guarded,
-        };
-        parts.policy.read_only = candidate.read_only;
-        Ok((candidate, held))
-    }
-
     fn access(&self, read_only: bool) -> Access {
         Access { write: !read_only, direct: self.options.cache.direct() }
     }
 
-    /// Opens for writing, or for reading where that was asked for or fallen back to.
-    fn open_held(
-        &self,
-        held: &Held,
-        read_only: &mut bool,
-        parts: &mut Parts,
-    ) -> Result<Opened, Error> {
-        match held.open(self.access(*read_only)) {
-            Err(error)
-                if !*read_only
-                    && self.options.auto_read_only
-                    && error.kind() == ErrorKind::PermissionDenied =>
-            {
-                let opened = held.open(self.access(true))?;
-                *read_only = true;
-                parts.read_only_reason = Some(error.to_string());
-                Ok(opened)
-            }
-            Err(error) if !*read_only && error.kind() == ErrorKind::PermissionDenied => {
-                let message = format!("{error}; open it read-only, or ask for write permission");
-                Err(Error::new(error.kind(), message))
-            }
-            result => result,
-        }
-    }
-
-    /// Takes an inherited descriptor as it is.
-    fn inherited(
-        &self,
-        fd: OwnedFd,
-        name: &str,
-        read_only: &mut bool,
-        parts: &mut Parts,
-    ) -> Result<Opened, Error> {
-        let shown = printable(name.as_bytes());
-        let identity = identify(&fd, &shown)?;
-        let flags = rustix::fs::fcntl_getfl(&fd)
-            .map_err(|errno| Error::os(format!("cannot use '{shown}'"), errno))?;
-        let mode = flags & rustix::fs::OFlags::RWMODE;
-        if mode == rustix::fs::OFlags::WRONLY || flags.contains(rustix::fs::OFlags::PATH) {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!("the descriptor '{shown}' cannot be read; open it for reading and writing"),
-            ));
-        }
-        if mode == rustix::fs::OFlags::RDONLY && !*read_only {
-            let reason = format!("the descriptor '{shown}' is open for reading only");
-            if !self.options.auto_read_only {
-                return Err(Error::new(
-                    ErrorKind::PermissionDenied,
-                    format!("{reason}; pass a writable one, or open it read-only"),
-                ));
-            }
-            *read_only = true;
-            parts.read_only_reason = Some(reason);
-        }
-        Ok(Opened { fd, identity })
-    }
-
-    /// Makes a layer of an open file, and opens the file below it.
+    /// Adds the layer of an open file, and opens its backing file.
     ///
     /// * `fallback`: for the top image, so that it can be opened for reading where it cannot be
     ///   written.
@@ -372,8 +270,8 @@ impl<'a> Opening<'a> {
                 format!("backing file '{file}' of '{name}'")
             };
             let asked = layer.file().map(|open| Names::of_layer(&layer).ask(open));
-            if asked.is_some_and(|said| said.other_below) {
-                self.check_said(&file, &name, candidate.directory.as_deref())
+            if asked.is_some_and(|note| note.other_below) {
+                self.check_allowed(&file, &name, candidate.directory.as_deref())
                     .map_err(|error| error.context(context()))?;
             }
             let (full, candidate) = self
@@ -394,83 +292,6 @@ impl<'a> Opening<'a> {
             ));
         }
         Ok(next)
-    }
-
-    /// Opens the backing file that an image names.
-    ///
-    /// * `of`, `directory`: name of that image, and where its relative names start.
-    fn below(
-        &self,
-        file: &[u8],
-        format: Option<&str>,
-        of: &Path,
-        directory: Option<&Path>,
-    ) -> Result<(String, Candidate), Error> {
-        let parsed = FileName::parse(file)?;
-        let format = backing_format(format, &parsed, file, of)?;
-        if format == Format::Qcow2 && (parsed.raw_offset != 0 || parsed.raw_size.is_some()) {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                "an offset or a size can be given for raw images only",
-            ));
-        }
-        let path = self.path_of(&parsed, directory)?;
-        let opened = self.resolver.open(&path, self.access(true))?;
-        // For reading now, but a commit may write it.
-        let is_trusted = self.options.trust_base_format && format == Format::Raw;
-        let is_guarded = !is_trusted || note::set_raw(&opened.fd).is_err();
-        let name = beside(of, &parsed);
-        let full = if file.starts_with(b"json:") {
-            String::from_utf8_lossy(file).into_owned()
-        } else {
-            name.to_string_lossy().into_owned()
-        };
-        let candidate = Candidate {
-            opened,
-            name,
-            directory: path.parent().map(Path::to_path_buf),
-            format,
-            read_only: true,
-            raw_offset: parsed.raw_offset,
-            raw_size: parsed.raw_size,
-            without_backing: parsed.without_backing,
-            is_guarded,
-        };
-        Ok((full, candidate))
-    }
-
-    /// A name in a header that is not the one which is noted at the image: a process that served it
-    /// and was taken over may have written it.
-    ///
-    /// Errors: `NotAllowed`: no path that the user named leads there.
-    fn check_said(&self, file: &[u8], of: &Path, directory: Option<&Path>) -> Result<(), Error> {
-        let path = self.path_of(&FileName::parse(file)?, directory)?;
-        if self.said.open(&path, self.access(true)).is_ok() {
-            return Ok(());
-        }
-        let (shown, of) = (printable_path(&path), printable_path(of));
-        Err(Error::new(
-            ErrorKind::NotAllowed,
-            format!(
-                "'{of}' did not name this file when it was served last, and it was not changed by ringdisk since: who takes a server over can \
-                 write such names; if it was changed by you or another program, say so once with `--allow-path '{shown}'`"
-            ),
-        ))
-    }
-
-    /// The absolute path of a file that an image names.
-    fn path_of(&self, name: &FileName, directory: Option<&Path>) -> Result<PathBuf, Error> {
-        if name.path.is_absolute() {
-            return Ok(name.path.clone());
-        }
-        match directory.or_else(|| self.resolver.first_directory()) {
-            Some(directory) => Ok(directory.join(&name.path)),
-            None => Err(Error::new(
-                ErrorKind::NotAllowed,
-                "the image was handed over as a descriptor, so its directory is not known; name \
-                 the directory with `--allow-path DIRECTORY`",
-            )),
-        }
     }
 
     /// A qcow2 layer with its external data file.
@@ -495,7 +316,8 @@ impl<'a> Opening<'a> {
                 )
             })?;
             let is_other = Names::of(image.info()).ask(image.file()).other_data;
-            let checked = if is_other { self.check_said(&file, name, directory) } else { Ok(()) };
+            let checked =
+                if is_other { self.check_allowed(&file, name, directory) } else { Ok(()) };
             checked.map_err(|error| {
                 let (file, name) = (printable(&file), printable_path(name));
                 error.context(format!("data file '{file}' of '{name}'"))
@@ -534,41 +356,6 @@ impl<'a> Opening<'a> {
         Ok(layer)
     }
 
-    /// Opens the external data file that an image names.
-    async fn data_file(
-        &self,
-        file: &[u8],
-        of: &Path,
-        directory: Option<&Path>,
-        writable: bool,
-    ) -> Result<(PathBuf, Arc<Storage>), Error> {
-        let parsed = FileName::parse(file)?;
-        if parsed.format == Some(Format::Qcow2)
-            || parsed.raw_offset != 0
-            || parsed.raw_size.is_some()
-        {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "a data file is a plain file or block device, used from its first byte",
-            ));
-        }
-        let path = self.path_of(&parsed, directory)?;
-        let opened = self.resolver.open(&path, self.access(!writable))?;
-        if self.seen.contains(&opened.identity) {
-            return Err(Error::new(ErrorKind::Loop, "it is one of the images of the chain itself"));
-        }
-        let name = beside(of, &parsed);
-        // Guests write it as they like, now or by a commit: by itself it is raw.
-        if !self.options.read_only && note::set_raw(&opened.fd).is_err() {
-            tracing::warn!(
-                "'{}' can keep no note that it is raw: say `--format raw` whenever it is used by itself",
-                printable_path(&name)
-            );
-        }
-        let storage = self.storage(opened, &name, !writable).await?;
-        Ok((name, storage))
-    }
-
     async fn storage(
         &self,
         opened: Opened,
@@ -581,10 +368,10 @@ impl<'a> Opening<'a> {
         }
         let options = storage_options(self.options, read_only);
         let shown = printable_path(name);
-        match &self.patience {
+        match &self.lock_wait {
             None => Storage::from_fd(opened.fd, &shown, &options).map(Arc::new),
-            Some(patience) => {
-                return locks::open_waiting(self.ring, opened.fd, &shown, &options, patience).await;
+            Some(wait) => {
+                return locks::open_waiting(self.ring, opened.fd, &shown, &options, wait).await;
             }
         }
         .map_err(|error| of_storage(&error))
@@ -618,40 +405,4 @@ fn is_about_writing(error: &Error) -> bool {
         error.kind(),
         ErrorKind::Unsupported | ErrorKind::Corrupt | ErrorKind::PermissionDenied
     )
-}
-
-/// The format of a backing file: what the image states, or nothing.
-fn backing_format(
-    stated: Option<&str>,
-    name: &FileName,
-    file: &[u8],
-    of: &Path,
-) -> Result<Format, Error> {
-    let stated = match stated {
-        // QEMU takes the names of its file drivers for "as it is".
-        Some("file" | "host_device") => Some(Format::Raw),
-        Some(text) => Some(text.parse::<Format>().map_err(|error| {
-            let hint = "convert it with `ringdisk convert`, or state its real format with \
-                        `ringdisk rebase -u`";
-            Error::new(error.kind(), format!("{error}; {hint}"))
-        })?),
-        None => None,
-    };
-    match (stated, name.format) {
-        (Some(stated), Some(named)) if stated != named => Err(Error::new(
-            ErrorKind::Invalid,
-            format!("its format is stated as {stated} and named as {named}"),
-        )),
-        (Some(format), _) | (None, Some(format)) => Ok(format),
-        (None, None) => Err(Error::new(
-            ErrorKind::UnknownFormat,
-            format!(
-                "the image does not state the format of its backing file, and guessing it would \
-                 let a guest choose which files are read; state it with \
-                 `ringdisk rebase -u -b '{}' -F FORMAT '{}'` (FORMAT is raw or qcow2)",
-                printable(file),
-                printable_path(of),
-            ),
-        )),
-    }
 }

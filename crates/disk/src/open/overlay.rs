@@ -1,9 +1,9 @@
-//! An image that is opened with a qcow2 overlay over it: a temporary one, or one that is kept.
+//! Opens an image under a qcow2 overlay: a temporary one, or one that is kept.
 //!
 //! Promises: the image itself and its chain are opened for reading only. A temporary overlay has no
-//! name (or loses it before anything is written), so nothing is left behind whatever happens. A
-//! kept one is made when there is none, with name and format of its backing file; one that is there
-//! must be an overlay of this very image.
+//! name (or loses it before the first write), so no file is ever left behind. A kept overlay is
+//! created if it does not exist, with name and format of its backing file; an existing file must be
+//! an overlay of this image.
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ use crate::layer::Layer;
 use crate::name::printable_path;
 use crate::{Cache, Disk, Error, ErrorKind, Format, ImageOptions, Source};
 
-/// Names that are tried where a file cannot be made without one.
+/// Names that are tried where the file system has no unnamed files.
 const NAMES_MAX: u32 = 100;
 
 /// Opens an image under an overlay.
@@ -57,7 +57,7 @@ async fn temporary(
     let directory = std::env::temp_dir();
     let name = format!("temporary overlay in {}", directory.display());
     let fd = unnamed(&directory)?;
-    // Nobody else can open it, and what is in the page cache vanishes with it.
+    // No other process can open it, so no lock is needed.
     let for_file = ringdisk_storage::OpenOptions {
         lock: Lock::None,
         ..ringdisk_storage::OpenOptions::default()
@@ -73,7 +73,7 @@ async fn temporary(
     let mut layer = qcow2_layer(image, true);
     layer.name = PathBuf::from(name);
     let mut parts = Parts::new(options);
-    // It does not outlive the process, so there is nothing to make durable.
+    // It vanishes with the process, so no flush is needed.
     parts.policy.cache = Cache::Unsafe;
     let mut layers = vec![layer];
     layers.extend(below);
@@ -129,7 +129,7 @@ async fn kept(
     let top = Arc::clone(below.graph().top());
     let identity = top.file().and_then(|file| identity_of(file));
     if !path.exists() {
-        // A window that the image does not have: before anything is made.
+        // Refuses a window that the image does not have, before a file is created.
         below.narrow(ring, &reading).await?;
         make(ring, path, &top, options).await?;
     }
@@ -142,7 +142,7 @@ async fn kept(
     }
     let overlay = ImageOptions {
         format: Some(Format::Qcow2),
-        // The overlay states the format that was found here; the next who opens the image may look
+        // The overlay states the format that was probed here; another program may probe the image
         // again.
         trust_base_format: options.format == Some(Format::Raw) && !options.protect_raw,
         overlay: None,
@@ -170,7 +170,7 @@ async fn kept(
     Ok(disk)
 }
 
-/// Makes a kept overlay over `top`. On an error nothing is left.
+/// Creates a kept overlay over `top`. On an error no file is left.
 async fn make(ring: &Ring, path: &Path, top: &Layer, options: &ImageOptions) -> Result<(), Error> {
     let storage = create_file(path, options)?;
     let create = over(top, path)?;
@@ -194,7 +194,7 @@ pub(crate) fn create_file(path: &Path, options: &ImageOptions) -> Result<Arc<Sto
     Storage::open(path, &options).map(Arc::new).map_err(|error| of_storage(&error))
 }
 
-/// What an empty overlay over `layer` is made with.
+/// Creation options of an empty overlay over `layer`.
 ///
 /// * `path`: of the overlay. The name of the backing file is relative where both are in one
 ///   directory.
@@ -253,11 +253,11 @@ pub(crate) async fn sync_directory(
     ring.offload(move || options.sync_directory(&directory)).await.map_err(failed)
 }
 
-/// Removes an overlay that shall not stay.
+/// Removes an overlay after an error.
 pub(crate) fn remove(storage: &Storage, path: &Path, options: &ImageOptions) {
     let _ = match storage.identity() {
         Some(identity) => storage_options(options, false).remove_made(path, identity),
-        // The storage of a test, which stands for the file.
+        // A simulated storage of a test.
         None => rustix::fs::unlink(path),
     };
 }

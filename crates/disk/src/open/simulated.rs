@@ -1,5 +1,7 @@
-//! Files that a test simulates: a change that makes or opens one by its name gets the simulated
-//! storage. Each thread has its own.
+//! Simulated files for tests: a change that creates or opens one by its name gets the simulated
+//! storage.
+//!
+//! Promises: each thread has its own files.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -8,8 +10,11 @@ use std::sync::Arc;
 
 use ringdisk_storage::Storage;
 
+/// Storages by the names of their files.
+type Files = BTreeMap<PathBuf, Arc<Storage>>;
+
 thread_local! {
-    static FILES: RefCell<BTreeMap<PathBuf, Arc<Storage>>> = const { RefCell::new(BTreeMap::new()) };
+    static FILES: RefCell<Files> = const { RefCell::new(BTreeMap::new()) };
 }
 
 /// Files are simulated until this is dropped.

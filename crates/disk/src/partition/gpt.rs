@@ -10,7 +10,7 @@ use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
 use super::{Partition, Scheme, Source, Table, read};
 use crate::{Error, ErrorKind};
 
-/// Sectors that a table may count in, bytes; nothing in it says which.
+/// Sector sizes that a table may count in, bytes; the table does not state its own.
 const SECTORS: [u64; 2] = [512, 4096];
 /// The largest array of entries that is read, bytes: 8192 entries of the usual size, 64 times what
 /// tools make.
@@ -39,9 +39,9 @@ struct Header {
     array_crc: U32,
 }
 
-/// Bytes of a header that mean something.
+/// Used bytes of a header.
 const HEADER_MIN: usize = size_of::<Header>();
-/// Where its checksum is.
+/// Offset of its checksum.
 const CRC_AT: std::ops::Range<usize> = 16..20;
 
 /// The start of an entry; a name follows.
@@ -67,14 +67,16 @@ pub(super) async fn table(source: &impl Source) -> Result<Table, Error> {
         let last = (source.size() / sector).saturating_sub(1);
         if let Some(table) = table_at(source, sector, last).await? {
             tracing::warn!(
-                "the first header of the GPT is damaged; the one at the end of the disk is used (`sgdisk -e` and gdisk repair it)"
+                "the first header of the GPT is damaged; the one at the end of the disk is used \
+                 (`sgdisk -e` and gdisk repair it)"
             );
             return Ok(table);
         }
     }
     Err(Error::new(
         ErrorKind::Corrupt,
-        "the disk has a GPT whose headers are both damaged (checksums, sizes); repair it with gdisk, or serve the partition with \
+        "the disk has a GPT whose headers are both damaged (checksums, sizes); repair it with \
+         gdisk, or serve the partition with \
          --offset and --size",
     ))
 }
@@ -101,7 +103,7 @@ async fn table_at(source: &impl Source, sector: u64, at: u64) -> Result<Option<T
     Ok(Some(Table { scheme: Scheme::Gpt, partitions, own, damage: None }))
 }
 
-/// The sectors of the table's copy, of which nothing else is used: first byte and length, bytes.
+/// The byte ranges of the table's copy, to protect them: first byte and length, bytes.
 ///
 /// * `at`: the sector of its header.
 async fn copy(source: &impl Source, sector: u64, at: u64) -> Result<Vec<(u64, u64)>, Error> {
@@ -118,7 +120,7 @@ async fn copy(source: &impl Source, sector: u64, at: u64) -> Result<Vec<(u64, u6
     Ok(own)
 }
 
-/// The header of a sector, if it is one whose numbers can be believed.
+/// The header in a sector, if its checksum and numbers are valid.
 ///
 /// * `at`: the sector.
 fn header(bytes: &[u8], at: u64) -> Option<Header> {
@@ -138,7 +140,7 @@ fn header(bytes: &[u8], at: u64) -> Option<Header> {
     is_good.then_some(header)
 }
 
-/// What an entry says; `None` when it is not used.
+/// The partition of an entry; `None` when the entry is unused.
 fn partition(number: u32, bytes: &[u8], header: &Header, sector: u64) -> Option<Partition> {
     let (entry, _) = Entry::read_from_prefix(bytes).ok()?;
     if entry.kind == [0; 16] {

@@ -1,16 +1,16 @@
-//! Partition tables of the kind that DOS began: four entries in the first sector, and chains of
-//! logical partitions.
+//! MBR partition tables: four entries in the first sector, and chains of logical partitions.
 //!
 //! Promises: as `partition`. A chain is followed for [`RECORDS_MAX`] records at most, each of them
 //! once and inside the extended partition. Sectors have 512 bytes, but for a disk that is on a
-//! device with larger ones. What counts as a partition, and so its number, is what the kernel's
-//! `block/partitions/msdos.c` counts.
+//! device with larger ones. Partitions are counted, and so numbered, as the kernel does
+//! (`block/partitions/msdos.c`).
 
 use zerocopy::little_endian::U32;
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
 
-use super::{Partition, SECTOR, Scheme, Source, Table, read};
+use super::{Partition, Scheme, Source, Table, read};
 use crate::Error;
+use crate::limits::SECTOR_BYTES;
 
 /// Partitions with a place in the first sector: the numbers up to this one.
 pub(super) const PRIMARIES: u32 = 4;
@@ -19,7 +19,7 @@ const RECORDS_MAX: usize = 256;
 /// Where the entries are in a sector, bytes.
 const ENTRIES_AT: usize = 446;
 
-/// An entry as it is on disk.
+/// An entry, in its format on disk.
 #[derive(FromBytes, KnownLayout, Immutable, Unaligned, Clone, Copy, Debug)]
 #[repr(C)]
 pub(super) struct Entry {
@@ -59,7 +59,7 @@ impl Entry {
 pub(super) type Entries = [Entry; 4];
 
 /// The entries of a sector with a table. `None`: it has none. A boot sector of a file system has
-/// the same signature, and code where the entries would be: their flags tell.
+/// the same signature, and code in place of the entries, which is found by their flags.
 pub(super) fn entries(sector: &[u8]) -> Option<Entries> {
     let entries = raw_entries(sector)?;
     entries.iter().all(|entry| matches!(entry.flag, 0 | 0x80)).then_some(entries)
@@ -72,7 +72,7 @@ fn raw_entries(sector: &[u8]) -> Option<Entries> {
     (signature == [0x55, 0xaa]).then_some(entries)
 }
 
-/// Whether the table only protects a GPT from programs that know none.
+/// Whether the table only protects a GPT from programs that do not know GPTs.
 pub(super) fn is_protective(entries: &Entries) -> bool {
     entries.iter().any(|entry| entry.kind == 0xee && entry.is_used())
 }
@@ -101,9 +101,9 @@ async fn logical(source: &impl Source, table: &mut Table, extended: &Entry) -> R
     // The record, and how long the entry that leads to it says that it is with its partition.
     let (mut at, mut len) = (base, u64::from(extended.sectors.get()));
     for _ in 0..RECORDS_MAX {
-        let bytes = read(source, at * sector, SECTOR).await?;
+        let bytes = read(source, at * sector, SECTOR_BYTES).await?;
         let Some(entries) = bytes.as_deref().and_then(raw_entries) else {
-            // An extended partition that nobody has put anything into needs no record.
+            // An empty extended partition needs no record.
             let is_damage = at != base || bytes.is_none();
             table.note(is_damage, format!("there is no boot record at sector {at}"));
             return Ok(());

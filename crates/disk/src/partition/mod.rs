@@ -1,9 +1,9 @@
-//! Partitions of a disk: finds the bytes of partition N.
+//! Finds the bytes of partition N of a disk.
 //!
 //! Promises: reads the table through the disk, so it is found in any format and through any chain;
 //! writes nothing. The table is not trusted: whatever it says, memory and reads are bounded by
-//! constants, every number is checked, and a partition whose bytes are not its own (past the end,
-//! over another one, over the table) is refused. Numbers are those of the kernel: the place in the
+//! constants, every number is checked, and a partition that lies past the end, over another one or
+//! over the table is refused. Numbers are those of the kernel: the place in the
 //! table, and from 5 on for logical partitions of an MBR, in the order of their chain.
 //!
 //! Why no library: of those that read such tables, `gpt` 4.1 and `gptman` 3.1 allocate what the
@@ -24,26 +24,24 @@ use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use ringdisk_storage::Kind;
 
+use crate::graph::Window;
 use crate::layer::Node;
-use crate::window::Window;
+use crate::limits::SECTOR_BYTES;
 use crate::{Disk, Error, ErrorKind};
 
-/// Sector of an MBR unless the disk is that of a device with larger ones, and the smaller one of a
-/// GPT, bytes.
-const SECTOR: u64 = 512;
 /// Alignment of buffers: a page suits every storage.
 const BUFFER_ALIGN: usize = 4096;
 /// Partitions that a message names at most.
 const LISTED_MAX: usize = 24;
 
-/// Where a table is read.
+/// The source of a partition table.
 pub(crate) trait Source {
     /// Size of the disk, bytes.
     fn size(&self) -> u64;
 
-    /// Sector that an MBR counts in, bytes; nothing in it says which.
+    /// Sector size that an MBR counts in, bytes; the MBR does not state it.
     fn sector(&self) -> u64 {
-        SECTOR
+        SECTOR_BYTES
     }
 
     /// Reads bytes; fewer at the end of the disk only.
@@ -58,15 +56,15 @@ impl Source for OnDisk<'_> {
         self.1.size()
     }
 
-    /// What the kernel counts in: the logical block of the device whose bytes the disk has, if
-    /// there is one.
+    /// The sector size of the kernel: the logical block of the device at the bottom of the chain,
+    /// if there is one.
     fn sector(&self) -> u64 {
         let layers = self.1.layers();
         let device = layers.last().and_then(|layer| match &layer.node {
             Node::Raw(raw) => Some(&raw.storage).filter(|it| it.kind() == Kind::BlockDevice),
             Node::Qcow2(_) | Node::Null(_) => None,
         });
-        device.map_or(SECTOR, |device| u64::from(device.topology().logical_block))
+        device.map_or(SECTOR_BYTES, |device| u64::from(device.topology().logical_block))
     }
 
     async fn read(&self, offset: u64, len: usize) -> Result<Vec<u8>, Errno> {
@@ -97,9 +95,9 @@ pub(crate) struct Partition {
     pub(crate) start: u64,
     /// Length, bytes.
     pub(crate) len: u64,
-    /// It only holds logical partitions.
+    /// It is a container of logical partitions.
     pub(crate) is_extended: bool,
-    /// Why its numbers make no sense, if they do not.
+    /// The error in its numbers, if there is one.
     pub(crate) fault: Option<&'static str>,
 }
 
@@ -113,14 +111,14 @@ impl Partition {
     }
 }
 
-/// What a disk says about its partitions.
+/// The partition table of a disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Table {
     pub(crate) scheme: Scheme,
     pub(crate) partitions: Vec<Partition>,
-    /// Sectors of the table itself: first byte and length, bytes.
+    /// Byte ranges of the table itself: first byte and length, bytes.
     pub(crate) own: Vec<(u64, u64)>,
-    /// Why the list may not be whole.
+    /// Why the list may be incomplete.
     pub(crate) damage: Option<String>,
 }
 
@@ -128,8 +126,8 @@ pub(crate) struct Table {
 ///
 /// * `name`: what the user calls the disk, for messages.
 ///
-/// Errors: `Invalid` when there is no such partition, or its bytes are not its own; `Corrupt` for a
-/// table that is damaged; those of the storage.
+/// Errors: `Invalid` when there is no such partition, or it shares bytes with another one;
+/// `Corrupt` for a table that is damaged; those of the storage.
 pub(crate) async fn find(
     ring: &Ring,
     disk: &Disk,
@@ -148,11 +146,12 @@ pub(crate) async fn find(
 ///
 /// Errors: as [`find`].
 pub(crate) async fn table(source: &impl Source) -> Result<Table, Error> {
-    let first = read(source, 0, SECTOR).await?;
+    let first = read(source, 0, SECTOR_BYTES).await?;
     let Some(entries) = first.as_deref().and_then(mbr::entries) else {
         return Err(Error::new(
             ErrorKind::Invalid,
-            "there is no partition table on the disk (neither MBR nor GPT); without --partition the whole disk is served",
+            "there is no partition table on the disk (neither MBR nor GPT); without --partition \
+             the whole disk is served",
         ));
     };
     if mbr::is_protective(&entries) {
@@ -200,7 +199,8 @@ impl Table {
         }
         if end > size {
             return refuse(format!(
-                "it ends at byte {end}, past the end of the disk at {size} bytes: the disk was cut, or the table is that of \
+                "it ends at byte {end}, past the end of the disk at {size} bytes: the disk was \
+                 cut, or the table is that of \
                  another one"
             ));
         }
@@ -211,7 +211,8 @@ impl Table {
         });
         if let Some(other) = other {
             return refuse(format!(
-                "it shares bytes with partition {} (this one has {len} bytes at {start}, that one {} at {}), so a write to one \
+                "it shares bytes with partition {} (this one has {len} bytes at {start}, that one \
+                 {} at {}), so a write to one \
                  would change the other{by_hand}",
                 other.number, other.len, other.start
             ));
@@ -222,7 +223,7 @@ impl Table {
         Ok(Window::new(start, Some(len)))
     }
 
-    /// The partitions that are there, for messages.
+    /// The list of partitions, for messages.
     fn list(&self) -> String {
         let table = match self.scheme {
             Scheme::Mbr => "the MBR",

@@ -9,7 +9,7 @@ use ringdisk_ring::Errno;
 use ringdisk_testkit::sim::Prng;
 
 use super::{Source, Table, table};
-use crate::window::Window;
+use crate::graph::Window;
 use crate::{Error, ErrorKind};
 
 /// Reads that one table may cost: a chain of boot records is the longest.

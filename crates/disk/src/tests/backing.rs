@@ -19,6 +19,7 @@ use crate::{
     Backing, CommitOptions, Disk, Error, ErrorKind, Format, ImageOptions, OverlayOptions, Progress,
     SnapshotChange,
 };
+use ringdisk_qcow2::GuestOffset;
 
 const MIB: usize = 1 << 20;
 
@@ -329,7 +330,7 @@ fn start<F: Future<Output = Result<(), Error>> + 'static>(
     result
 }
 
-/// Lets what is held go on until the change has ended, with `NotFound`.
+/// Continues the held operations until the change has ended, with `NotFound`.
 async fn ends_for_want_of_a_name(
     ring: &Ring,
     held: &SimStorage,
@@ -392,7 +393,7 @@ fn a_base_that_is_deleted_while_a_commit_copies_gets_no_data_that_is_taken_from_
         assert_same(&read_steps(&ring, &disk, MIB).await, &bytes);
         let open = ringdisk_qcow2::OpenOptions::default();
         let emptied = ringdisk_qcow2::Qcow2::open(&ring, top.fork(1).storage(), &open).await;
-        let kept = emptied.expect("open").map(&ring, 0, 65536).await.expect("map");
+        let kept = emptied.expect("open").map(&ring, GuestOffset(0), 65536).await.expect("map");
         assert!(matches!(kept.kind, ringdisk_qcow2::ExtentKind::Data { .. }), "{kept:?}");
         // With its name again it takes the data.
         std::fs::rename(&away, &base).expect("rename");

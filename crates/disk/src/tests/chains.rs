@@ -1,4 +1,4 @@
-//! Backing chains: every byte as `qemu-img convert` gives it, and what is refused.
+//! Backing chains: every byte as `qemu-img convert` gives it, and the refusals.
 
 use std::fs;
 use std::path::Path;
@@ -199,7 +199,7 @@ fn rebase_without_format(directory: &TempDir, image: &str, name: &str) {
     let kind = 0xe279_2aca_u32.to_be_bytes();
     let head = &bytes[..4096];
     let at = head.windows(4).position(|window| window == kind).expect("extension");
-    // An extension that nobody knows is ignored.
+    // An unknown extension is ignored.
     bytes[at..at + 4].copy_from_slice(&0x1234_5678_u32.to_be_bytes());
     fs::write(&path, bytes).expect("write");
 }

@@ -66,7 +66,7 @@ fn a_layer_that_cannot_be_opened_again_keeps_the_locks_of_both_of_its_files() {
     run(async |ring| {
         let disk = open(&ring, path("top.qcow2"), &ImageOptions::default()).await.expect("open");
         let mid = std::fs::File::options().write(true).open(path("mid.qcow2")).expect("open");
-        // Whoever opens it now finds no image.
+        // An open finds no image now.
         std::os::unix::fs::FileExt::write_all_at(&mid, b"XFI", 0).expect("write");
         let through = CommitOptions { top: 0, base: 2, keep_top: false };
         let progress = Arc::new(Progress::new());

@@ -139,7 +139,7 @@ async fn judge(ring: &Ring, images: &BTreeMap<String, Vec<u8>>, top: &str, bytes
 }
 
 /// What the uppermost merged image shows by itself, with its name, where it is not the top: the
-/// same for ever, since nobody writes to it.
+/// same for ever, since no client writes to it.
 async fn merged(ring: &Ring, images: &Images, options: CommitOptions) -> (String, Vec<u8>) {
     let mut name = String::from("top.qcow2");
     for _ in 0..options.top {
@@ -359,7 +359,7 @@ fn layers_on_a_full_file_system_are_emptied() {
     });
 }
 
-/// What its bitmaps have recorded needs room when it is saved, and nobody needs it after a commit.
+/// Saving its bitmaps needs space, and no one needs them after a commit.
 #[test]
 fn a_top_with_bitmaps_on_a_full_file_system_is_emptied() {
     let (mut images, mut bytes) = images();

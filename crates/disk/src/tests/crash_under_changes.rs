@@ -44,8 +44,8 @@ const CLUSTER_BITS: u32 = 12;
 const BELOW: Below = Below { disk: 1, len: SIZE / 2 + 700 };
 /// Clients at once.
 const CLIENTS: u64 = 3;
-/// Looks without progress before a run hangs; some of them sleep a millisecond.
-const PATIENCE: u32 = 4000;
+/// Rounds without progress before a run counts as hung; some of them sleep a millisecond.
+const IDLE_ROUNDS_MAX: u32 = 4000;
 
 const TOP: &str = "top.qcow2";
 /// An overlay that is put on top.
@@ -262,7 +262,7 @@ async fn drive(shore: &Rc<Shore>, is_over: &Cell<bool>, prng: &mut Prng) -> Vec<
         if idle > 20 {
             shore.ring.sleep(Duration::from_millis(1)).await;
         }
-        assert!(idle < PATIENCE, "{:?} hangs", shore.what);
+        assert!(idle < IDLE_ROUNDS_MAX, "{:?} hangs", shore.what);
         // The change itself is rich in moments that matter; but for a commit it is short.
         let chance = match (shore.stage.get(), shore.what) {
             (Stage::Under, Change::Commit(..)) => 40,

@@ -8,7 +8,7 @@ use ringdisk_testkit::limits::needs_root;
 use ringdisk_testkit::mount::{FileSystem, Loop};
 
 use super::{buffer, directory, open, run};
-use crate::{Disk, Error, ErrorKind, Format, ImageOptions, note};
+use crate::{Disk, Error, ErrorKind, Format, ImageOptions, format_note};
 
 /// A qcow2 header that names the file beside it as backing file would begin like this.
 const HEADER: &[u8; 8] = b"QFI\xfb\0\0\0\x03";
@@ -77,7 +77,7 @@ fn a_raw_image_that_a_guest_writes_is_called_raw() {
     std::fs::write(&path, vec![0; 1 << 20]).expect("an image");
     run(async |ring| {
         refused(&ring, &path, &guessed(true, false), "nobody said that it is raw").await;
-        // A disk that nobody writes, or that shall be looked at, may be guessed, and gets no note
+        // The format of a disk that is only read may be probed, and the file gets no note
         // by that.
         assert_eq!(format_of(&ring, &path, &guessed(true, true)).await, Some(Format::Raw));
         assert_eq!(format_of(&ring, &path, &guessed(false, false)).await, Some(Format::Raw));
@@ -97,14 +97,14 @@ fn the_user_may_say_that_it_has_become_another_image() {
         assert_eq!(format_of(&ring, &path, &raw(false)).await, Some(Format::Raw));
         let qcow2 = ImageOptions { format: Some(Format::Qcow2), ..ImageOptions::default() };
         open(&ring, &path, &qcow2).await.expect_err("it is none");
-        assert!(note::is_raw(std::fs::File::open(&path).expect("open")));
+        assert!(format_note::is_raw(std::fs::File::open(&path).expect("open")));
         ringdisk_testkit::images::qcow2(&path, "1M", "cluster_size=4k");
         let file = std::fs::File::open(&path).expect("open");
         // Whether qemu-img keeps the file or makes another one is its matter.
-        note::set_raw(&file).expect("a note");
+        format_note::set_raw(&file).expect("a note");
         refused(&ring, &path, &guessed(true, false), "--format qcow2").await;
         assert_eq!(format_of(&ring, &path, &qcow2).await, Some(Format::Qcow2));
-        assert!(!note::is_raw(&file));
+        assert!(!format_note::is_raw(&file));
         assert_eq!(format_of(&ring, &path, &guessed(true, false)).await, Some(Format::Qcow2));
     });
 }
@@ -205,7 +205,7 @@ fn a_disk_that_is_handed_over_has_its_note() {
     run(async |ring| {
         let old = open(&ring, &path, &raw(false)).await.expect("open");
         // A process of before, which kept no notes.
-        note::remove(std::fs::File::open(&path).expect("open"));
+        format_note::remove(std::fs::File::open(&path).expect("open"));
         let handed = old.hand_over(&ring).await.expect("handed over");
         let new = Disk::open_handed(&ring, handed, &raw(false)).await.expect("taken");
         new.take_charge();

@@ -1,5 +1,5 @@
 //! The guard of a raw image whose format was guessed, on all the ways on which bytes get into that
-//! image: whoever opens it next without saying what it is must find raw again, and not an image
+//! image: a program that opens it without a format must find raw again, and not an image
 //! that a guest has written there.
 
 use std::fs::File;
@@ -42,7 +42,7 @@ async fn commit(ring: &Ring, disk: &Disk) -> Result<(), Error> {
     disk.commit(ring, CommitOptions::TOP, &Arc::new(Progress::new())).await
 }
 
-/// Whoever guesses the format of the image finds raw.
+/// A probe of the image finds raw.
 fn is_raw(path: &Path) -> bool {
     std::fs::read(path).expect("read").starts_with(b"\x07\x07\x07\x07")
 }
@@ -220,7 +220,7 @@ fn a_commit_of_an_image_that_nobody_serves_is_refused_unless_the_user_says_raw()
     });
 }
 
-/// What is judged is the beginning of the file, where whoever opens it next looks, also where the
+/// The guard judges the beginning of the file, which a later probe reads, also where the
 /// layer begins some bytes after it.
 #[test]
 fn a_base_that_is_a_part_of_a_file_cannot_make_the_file_look_like_another_format() {

@@ -29,7 +29,7 @@ fn nothing_is_put_above_an_image_that_the_kernel_has() {
         let error = disk.add_overlay(&ring, &over, OverlayOptions::default()).await;
         assert_eq!(error.expect_err("refused").kind(), ErrorKind::Unsupported);
         assert!(!over.exists());
-        // What the kernel does with it shows when somebody asks.
+        // Writes of the kernel show when the length is asked.
         let mut file = std::fs::File::from(lent.as_fd().try_clone_to_owned().expect("dup"));
         file.write_all(&[9; 70_000]).expect("write");
         assert_eq!(disk.size(), 65536);

@@ -271,7 +271,7 @@ fn qemu_sees_the_locks_of_whoever_has_the_disk() {
         let path = directory.path().join(name);
         run(async |ring| {
             let target = open(&ring, &path, &incoming(&options)).await.expect("target");
-            // One that waits keeps nobody out: QEMU is the source.
+            // A waiting disk excludes no process: QEMU is the source.
             assert!(qemu_may_write(&directory, format, name), "{name}");
             target.activate(&ring, WAIT).await.expect("activate");
             assert!(!qemu_may_write(&directory, format, name), "{name}");
@@ -285,7 +285,7 @@ fn qemu_sees_the_locks_of_whoever_has_the_disk() {
             target.deactivate(&ring).await.expect("deactivate");
             assert!(qemu_may_write(&directory, format, name), "{name}");
             if name == "over.qcow2" {
-                // Nobody may write below an overlay that he may not know of.
+                // No process may write below an overlay that it may not know.
                 assert!(!qemu_may_write(&directory, "qcow2", "base.qcow2"));
                 drop(target);
                 assert!(qemu_may_write(&directory, "qcow2", "base.qcow2"));

@@ -1,4 +1,4 @@
-//! The note at an image of the files that its header names: names that somebody writes there later,
+//! The note at an image of the files that its header names: names that an attacker writes later,
 //! inside of a sandbox, are not followed.
 
 use std::fs::OpenOptions;
@@ -19,7 +19,7 @@ fn reading() -> ImageOptions {
     ImageOptions { read_only: true, note_names: false, ..serving() }
 }
 
-/// Somebody who has taken a server over writes another name of the same length into the image.
+/// An attacker who controls a server writes another name of the same length into the image.
 fn forge(image: &Path, name: &str, other: &str) {
     assert_eq!(name.len(), other.len());
     let header = &std::fs::read(image).expect("read")[..4096];
@@ -148,7 +148,7 @@ fn changes_by_commands_go_into_the_note() {
         assert_eq!(disk.close(&ring).await, Ok(()));
         drop(disk);
         assert_eq!(layers(&ring, &path("c.qcow2")).await, 3);
-        // A tool that works while nobody serves.
+        // A tool that works while the image is not served.
         let rebase = Rebase {
             backing: Some(Backing { file: b"your.img".to_vec(), format: Format::Raw }),
             header_only: true,

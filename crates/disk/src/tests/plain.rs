@@ -1,4 +1,4 @@
-//! A disk in the hands of somebody who moves its bytes past us.
+//! A frozen disk, whose bytes the kernel reads and writes directly.
 
 use std::cell::RefCell;
 use std::os::fd::AsFd;

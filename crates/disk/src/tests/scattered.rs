@@ -58,7 +58,7 @@ async fn exercise(ring: &Ring, disk: &Disk, model: &mut [u8], seed: u64) {
     let mut random = Prng::new(seed);
     let mut memory = Memory::new();
     for request in 0..REQUESTS {
-        // As guests do mostly, as firmware may, and as nobody does.
+        // As guests mostly do, as firmware may, and as no guest does.
         let (unit, memory_unit) =
             [(4096u64, 4096), (512, 512), (512, 1), (1, 1)][number(&mut random, 4)];
         let offset = random.below(DISK_BYTES) / unit * unit;

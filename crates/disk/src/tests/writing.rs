@@ -1,4 +1,4 @@
-//! Writable qcow2 disks: what is written, what is given back, what is refused.
+//! Writable qcow2 disks: writes, freed space, refusals.
 
 use std::fs;
 use std::sync::Arc;
@@ -93,7 +93,7 @@ fn a_flush_or_a_second_makes_writes_visible_to_others() {
         // In another cluster, so that metadata is dirty again.
         assert_eq!(disk.write(&ring, 4 << 20, &buffer(&[4])).await, Ok(1));
         assert_eq!(disk.write(&ring, 1, &buffer(&[5])).await, Ok(1));
-        // Nobody flushes; a disk that is slow to may take longer than the second.
+        // No client flushes; a slow disk may take longer than the second.
         let mut seen = 0;
         for _ in 0..300 {
             ring.sleep(Duration::from_millis(100)).await;

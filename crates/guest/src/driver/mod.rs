@@ -1,24 +1,25 @@
 //! The driver's side of virtqueues, without a guest: for tests and benchmarks.
 //!
-//! A [`GuestRam`] is memory as a front end announces it; [`Driver`]s lay their queues into it, add
-//! chains, decide about kicks and take used elements. Nothing allocates after it was made: a driver
-//! is cheap enough to load a device. What a hostile guest writes goes through [`Driver::areas`] and
-//! [`GuestRam::write`].
+//! Promises: nothing allocates after it was made, so a driver is cheap enough to load a device; a
+//! used element that was not in flight is a bug of the device and panics.
 //!
-//! A used element that was not in flight is a bug of the device: it panics.
+//! A [`GuestRam`] is memory as a front end announces it; [`Driver`]s put their queues into it, add
+//! chains, decide about kicks and take used elements. Writes of a hostile guest go through
+//! [`Driver::areas`] and [`GuestRam::write`].
 
 mod packed;
 mod ram;
 mod split;
 
 use crate::Error;
-use crate::queue::{Areas, Layout, Segment};
+use crate::layout::Layout;
+use crate::queue::{Areas, Segment};
 
 use packed::PackedDriver;
 pub use ram::{GUEST_BASE, GuestRam, USER_BASE};
 use split::SplitDriver;
 
-/// What a driver's queue is like.
+/// Options of a driver's queue.
 #[derive(Clone, Copy, Debug)]
 pub struct DriverConfig {
     /// Split or packed.
@@ -153,7 +154,7 @@ impl Driver {
         }
     }
 
-    /// Shows what was added to the device. Gives whether it wants a kick.
+    /// Shows the added chains to the device. Returns whether it wants a kick.
     pub fn publish(&mut self) -> bool {
         match &mut self.ring {
             Ring::Split(ring) => ring.publish(&self.areas),
@@ -177,9 +178,10 @@ impl Driver {
         }
     }
 
-    /// Where a device that knows nothing would go on, as SET_VRING_BASE says it.
+    /// The base for a device without state, in the form of SET_VRING_BASE.
     ///
-    /// * `avail`: behind what was shown to it; otherwise behind what it has used.
+    /// * `avail`: true: after the chains that were shown to it; false: after those that it has
+    ///   used.
     pub fn base(&self, avail: bool) -> u32 {
         match &self.ring {
             Ring::Split(ring) => ring.base(avail),

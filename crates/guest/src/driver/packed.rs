@@ -1,11 +1,13 @@
 //! Driver side of a packed queue.
+//!
+//! Promises: as `driver`.
 
 use std::sync::atomic::{Ordering, fence};
 
 use crate::RingMemory;
-use crate::queue::event::{PACKED_DESCRIPTOR, PACKED_DISABLE, PACKED_WRAP, packed_wants};
-use crate::queue::indirect::INDIRECT;
-use crate::queue::packed::{AVAIL, FLAGS_AT, ID_AT, LEN_AT, Place, USED};
+use crate::layout::descriptor::INDIRECT;
+use crate::layout::event::{PACKED_DESCRIPTOR, PACKED_DISABLE, PACKED_WRAP, packed_wants};
+use crate::layout::packed::{AVAIL, FLAGS_AT, ID_AT, LEN_AT, Place, USED};
 use crate::queue::{Areas, Segment};
 
 use super::Used;

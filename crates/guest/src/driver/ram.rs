@@ -1,4 +1,6 @@
-//! Memory of a guest that there is none of.
+//! Memory of a simulated guest.
+//!
+//! Promises: it is mapped, and zero at first.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -13,12 +15,12 @@ pub const GUEST_BASE: u64 = 0x4000_0000;
 /// Address in the front end where it begins: another one, so that mixing them up is seen.
 pub const USER_BASE: u64 = 0x7f00_0000_0000;
 
-/// A memfd or another file, and our own mapping of it.
+/// A memfd or another file, and this process's mapping of it.
 #[derive(Debug)]
 pub struct GuestRam {
     fd: OwnedFd,
     memory: RingMemory,
-    /// Bytes given away.
+    /// Allocated bytes.
     taken: u64,
     /// The table of a device that shares our mapping.
     shared: Option<Arc<Memory>>,

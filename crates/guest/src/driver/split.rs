@@ -1,10 +1,12 @@
 //! Driver side of a split queue.
+//!
+//! Promises: as `driver`.
 
 use std::sync::atomic::{Ordering, fence};
 
 use crate::RingMemory;
-use crate::queue::event::{NO_NOTIFY, passed};
-use crate::queue::indirect::{INDIRECT, NEXT, WRITE};
+use crate::layout::descriptor::{INDIRECT, NEXT, WRITE};
+use crate::layout::event::{NO_NOTIFY, passed};
 use crate::queue::{Areas, Segment};
 
 use super::Used;

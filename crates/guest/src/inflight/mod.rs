@@ -1,18 +1,15 @@
-//! The inflight area: which chains we have taken and not returned, in memory that outlives us
-//! (vhost-user specification, "Inflight I/O tracking").
+//! The inflight area: the chains that the device has taken and not returned, in memory that
+//! outlives the process (vhost-user specification, "Inflight I/O tracking").
 //!
-//! The front end keeps the area while we are gone and gives it to the process after us. Each write
-//! to it, and to the rings, is one step of a protocol that holds wherever a kill falls between two
-//! steps: a chain that the driver has seen as used is not in flight any more, and every other one
-//! that was taken is taken again. All stores are atomic and in program order.
+//! Promises: wherever a kill falls, a chain that the driver has seen as used is not in flight any
+//! more, and every other taken chain is taken again. So each write to the area, and to the rings,
+//! is one step of a protocol; all stores are atomic and in program order.
 //!
-//! The front end, which is not trusted either, can write the area: what is read from it is checked
-//! like a guest's.
+//! The front end keeps the area after the process has ended and gives it to the successor. It is
+//! not trusted: data that is read from the area is checked like a guest's.
 
 mod packed;
 mod split;
-#[cfg(test)]
-mod steps;
 #[cfg(test)]
 mod tests;
 
@@ -22,21 +19,20 @@ use std::sync::atomic::Ordering;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use crate::Error;
+use crate::layout::{Layout, SIZE_MAX};
 use crate::memory::{Mapping, RingMemory};
-use crate::queue::{Layout, SIZE_MAX};
 
 pub(crate) use packed::{PackedArea, Taken};
 pub(crate) use split::SplitArea;
 
 /// Version of the layout in an area that is in use.
 const VERSION: u16 = 1;
-/// Queues at most: what the device may have (64), and room for front ends that ask for more than
-/// they use.
+/// Most queues: those of a device (64), and room for front ends that ask for more than they use.
 pub const QUEUES_MAX: u16 = 256;
-/// What the device adds at the end: a mark and its own word. Front ends keep an area as it is, and
-/// give it back as long as it was.
+/// Bytes that the device adds at the end: a mark and its own word. Front ends keep an area
+/// unchanged, with its length.
 const NOTE_BYTES: u64 = 64;
-/// The mark, so that an area of somebody else is not read as ours.
+/// The mark, so that the word in an area of another back end is not used.
 const NOTE_MARK: u64 = u64::from_le_bytes(*b"ringdisk");
 /// Each queue's part begins at a cache line, as other back ends have it.
 const PART_ALIGN: u64 = 64;
@@ -45,7 +41,7 @@ const PART_ALIGN: u64 = 64;
 #[derive(Debug)]
 pub struct InflightArea {
     memory: RingMemory,
-    /// Where the device's word is; areas of others have no room for one.
+    /// Offset of the device's word; areas of other back ends have none.
     note: Option<usize>,
     fd: OwnedFd,
     offset: u64,
@@ -107,7 +103,7 @@ impl InflightArea {
         Ok(InflightArea { memory, note, fd, offset: mmap_offset, queues, size, layout })
     }
 
-    /// Keeps a word of the device's own for the process after us.
+    /// Stores the device's word for the successor.
     pub fn set_note(&self, word: u32) {
         if let Some(at) = self.note {
             self.memory.store_u32(at + 8, word, Ordering::Relaxed);
@@ -115,7 +111,7 @@ impl InflightArea {
         }
     }
 
-    /// The word that a process before us has kept, if one has.
+    /// The word that a predecessor has stored, if any.
     pub fn note(&self) -> Option<u32> {
         let at = self.note?;
         let is_ours = self.memory.load_u64(at, Ordering::Acquire) == NOTE_MARK;
@@ -132,12 +128,12 @@ impl InflightArea {
         })
     }
 
-    /// The front end knows where a queue that was stopped goes on, or begins it anew; or somebody
-    /// else serves it, who does not write here. From now on its base counts, or of a split queue
-    /// its used index, in memory of the guest.
+    /// Marks the part of a queue as unused: the front end knows the base of the stopped queue, or
+    /// begins it anew, or another process serves it without this area. From now on its base counts,
+    /// or for a split queue the used index in memory of the guest.
     ///
-    /// Not before: after a kill only the area can say where a packed queue is, and what of a split
-    /// one is in flight.
+    /// Not before: after a kill only the area knows the position of a packed queue, and which
+    /// chains of a split one are in flight.
     pub fn retire(&self, number: u16) {
         let Some(queue) = self.queue(number) else { return };
         match self.layout {
@@ -211,8 +207,8 @@ impl InflightQueue {
         fits.then(|| PackedArea::new(self.memory, size))
     }
 
-    /// Whether it says that a chain is in flight. For reports: what a kill has left half done
-    /// counts too.
+    /// Whether a chain is marked as in flight. For reports: a half-finished step of a killed
+    /// process counts too.
     pub fn is_busy(&self) -> bool {
         match self.layout {
             Layout::Split => split::is_busy(&self.memory, self.size),

@@ -1,21 +1,21 @@
 //! Inflight area of a packed queue.
 //!
-//! `features: u64, version: u16, desc_num: u16, free_head: u16, old_free_head: u16, used_idx: u16,
-//! old_used_idx: u16, used_wrap_counter: u8, old_used_wrap_counter: u8, padding: [u8; 7]`, and from
-//! byte 32 for each descriptor `inflight: u8, padding: u8, next: u16, last: u16, num: u16, counter:
-//! u64, id: u16, flags: u16, len: u32, addr: u64`.
+//! Layout: `features: u64, version: u16, desc_num: u16, free_head: u16, old_free_head: u16,
+//! used_idx: u16, old_used_idx: u16, used_wrap_counter: u8, old_used_wrap_counter: u8, padding:
+//! [u8; 7]`, and from byte 32 for each descriptor `inflight: u8, padding: u8, next: u16, last: u16,
+//! num: u16, counter: u64, id: u16, flags: u16, len: u32, addr: u64`.
 //!
-//! Descriptors are copied here, since used elements are written over them. `old_…` is what is true
-//! of a ring whose next batch the driver does not see yet, the others what is true once it does.
-//! Both free heads are one write, and all that is said of the used place is one: so no kill can
-//! leave an index of one lap with the counter of another.
+//! Promises: descriptors are copied here, since used elements overwrite them. The `old_…` fields
+//! hold while the driver does not see the next batch yet, the others once it does. Both free heads
+//! are one write, and all fields of the used place are one: so no kill leaves an index of one lap
+//! with the counter of another.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use crate::Error;
+use crate::layout::descriptor::Descriptor;
+use crate::layout::packed::{AVAIL, FLAGS_AT, NONE, Place, USED};
 use crate::memory::RingMemory;
-use crate::queue::indirect::Descriptor;
-use crate::queue::packed::{AVAIL, FLAGS_AT, NONE, Place, USED};
 
 use super::VERSION;
 
@@ -71,7 +71,7 @@ pub(crate) struct Head {
     pub(crate) id: u16,
 }
 
-/// What an area that was in use says.
+/// State of an area that was in use.
 #[derive(Debug)]
 pub(crate) struct Found {
     /// Next entry of each.
@@ -84,7 +84,7 @@ pub(crate) struct Found {
     pub(crate) used: Place,
 }
 
-/// It holds nothing any more.
+/// Marks a part as unused.
 pub(super) fn retire(memory: &RingMemory) {
     memory.store_u16(VERSION_AT, 0, Release);
 }
@@ -162,7 +162,7 @@ impl PackedArea {
         }
     }
 
-    /// A chain was taken, all of whose descriptors are noted. It is in flight with the last write.
+    /// A chain was taken, and all its descriptors are copied. It is in flight with the last write.
     #[inline]
     pub(crate) fn take(&mut self, taken: &Taken) {
         let memory = &self.memory;
@@ -181,14 +181,14 @@ impl PackedArea {
         self.memory.store_u16(at(entry, NEXT), next, Release);
     }
 
-    /// What will be true when the driver sees the batch.
+    /// Stores the state that holds once the driver sees the batch.
     #[inline]
     pub(crate) fn promise(&mut self, free: u16, used: Place) {
         self.store_free(free, self.free);
         self.store_used(used, self.used);
     }
 
-    /// The driver sees it.
+    /// The driver sees the batch.
     #[inline]
     pub(crate) fn give(&mut self, slots: impl Iterator<Item = u16>, free: u16, used: Place) {
         for slot in slots {
@@ -199,7 +199,7 @@ impl PackedArea {
         (self.free, self.used) = (free, used);
     }
 
-    /// Finds out what is in flight, and brings ring and area in order.
+    /// Finds the chains in flight, and makes ring and area consistent.
     ///
     /// * `ring`: the descriptors.
     ///
@@ -275,8 +275,8 @@ impl PackedArea {
         Ok((counter, Head { entry: head, last, count, id }))
     }
 
-    /// Used elements of a batch that was not finished: the driver has not come to them, but would
-    /// after our next one.
+    /// Removes used elements of an unfinished batch: the driver has not reached them, but would
+    /// after the next one.
     fn hide_unseen(&self, ring: &RingMemory, taken: u16) {
         let mut place = self.used;
         for _ in 0..taken {

@@ -1,7 +1,8 @@
 //! Inflight area of a split queue.
 //!
-//! `features: u64, version: u16, desc_num: u16, last_batch_head: u16, used_idx: u16`, then for each
-//! descriptor `inflight: u8, padding: [u8; 5], next: u16, counter: u64`.
+//! Promises: as `inflight`. Layout: `features: u64, version: u16, desc_num: u16, last_batch_head:
+//! u16, used_idx: u16`, then for each descriptor `inflight: u8, padding: [u8; 5], next: u16,
+//! counter: u64`.
 
 use std::sync::atomic::Ordering::{Acquire, Release};
 
@@ -34,7 +35,7 @@ pub(super) fn is_busy(memory: &RingMemory, size: u16) -> bool {
         && (0..size).any(|number| memory.load_u8(at(number, INFLIGHT), Acquire) != 0)
 }
 
-/// It holds nothing any more.
+/// Marks a part as unused.
 pub(super) fn retire(memory: &RingMemory) {
     memory.store_u16(VERSION_AT, 0, Release);
 }
@@ -48,7 +49,7 @@ pub(crate) struct SplitArea {
     counter: u64,
     /// As in the area.
     last_batch_head: u16,
-    /// Why what it said did not count.
+    /// Why its content was ignored, if so.
     given_up: Option<&'static str>,
 }
 
@@ -57,7 +58,7 @@ impl SplitArea {
         SplitArea { memory, size, counter: 0, last_batch_head: 0, given_up: None }
     }
 
-    /// Finds out what is in flight; an area that was not in use begins here.
+    /// Finds the chains in flight; an area that was not in use begins here.
     ///
     /// * `used`, `avail`: indexes of the rings. * `again`: gets the first descriptors in flight, in
     ///   the order in which they were taken; at most as many as the queue has.
@@ -105,8 +106,8 @@ impl SplitArea {
         true
     }
 
-    /// The ring was made anew since the area was last used, or somebody has written nonsense:
-    /// nothing in it is in flight.
+    /// The ring was reset since the area was last used, or its content is invalid: no chain is in
+    /// flight.
     fn forget(&mut self, used: u16, why: &'static str) {
         self.given_up = Some(why);
         self.begin(used);
@@ -126,7 +127,7 @@ impl SplitArea {
         (self.counter, self.last_batch_head) = (0, 0);
     }
 
-    /// Why what the area said did not count, if that was so.
+    /// Why the content of the area was ignored, if so.
     pub(crate) fn given_up(&self) -> Option<&'static str> {
         self.given_up
     }

@@ -1,11 +1,13 @@
-//! Devices that are killed before each of their writes, and devices after them.
+//! Devices that are killed before each of their writes, and their successors.
+
+mod steps;
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::driver::{Driver, DriverConfig, GuestRam};
+use crate::layout::Layout;
 use crate::memory::kill;
-use crate::queue::Layout;
 use crate::{Chain, Error, PACKED_BASE, Queue, Segment, Token, View};
 
 use super::InflightArea;
@@ -228,7 +230,7 @@ fn an_area_that_was_kept_in_its_file_is_found_again() {
     let again = InflightArea::from_fd(fd, size, 0, 4, 128, Layout::Split).unwrap();
     assert!(again.queue(3).is_some() && again.queue(4).is_none() && !again.is_busy());
     assert_eq!(again.note(), Some(7));
-    // An area of somebody else has no room for it.
+    // An area of another back end has no room for it.
     let short = InflightArea::from_fd(
         area.fd().try_clone_to_owned().unwrap(),
         parts,
@@ -284,7 +286,7 @@ fn a_split_area_of_a_queue_that_somebody_else_served_meanwhile_says_nothing() {
         device.queue.complete(token, 0);
         device.queue.stop();
         world.area.retire(1);
-        // Whoever it is does not know of the area.
+        // The other process does not know of the area.
         let elsewhere = None;
         let (mut queue, view) =
             crate::queue::tests::device(&world.ram, &world.driver, 1, elsewhere, None);
@@ -306,7 +308,7 @@ fn a_split_area_of_a_queue_that_somebody_else_served_meanwhile_says_nothing() {
 }
 
 /// One more than the queue has would be walked through the list of the last batch, round and round,
-/// and what is in flight be forgotten in silence.
+/// and the chains in flight would be forgotten.
 #[test]
 fn a_batch_that_is_larger_than_its_queue_is_of_another_ring() {
     const USED_IDX: usize = 14;

@@ -1,9 +1,9 @@
-//! Numbers in memory that a guest, or another process, reads and writes at the same time.
+//! Access to numbers in memory that a guest, or another process, reads and writes concurrently.
 //!
-//! Each access is one atomic access, or one copy by volatile reads: what was read is in our memory
-//! then, and stays what it was when it is checked. All numbers are little-endian. Bounds are
-//! checked at every access, against a length that was checked when the area was made; leaving it is
-//! a programming error and panics.
+//! Promises: each access is one atomic access, or one copy by volatile reads, so the value that is
+//! checked is the value that is used. All numbers are little-endian. Bounds are checked at every
+//! access, against a length that was checked when the area was made; leaving it is a programming
+//! error and panics.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
@@ -117,8 +117,7 @@ impl RingMemory {
     number!(load_u32, store_u32, u32, AtomicU32);
     number!(load_u64, store_u64, u64, AtomicU64);
 
-    /// Sets bits of a byte, as one step that no other writer gets between and that no earlier write
-    /// comes after.
+    /// Sets bits of a byte atomically, after all earlier writes.
     #[inline]
     pub fn set_bits(&self, at: usize, bits: u8) {
         let place = self.place::<u8>(at);
@@ -167,12 +166,12 @@ impl RingMemory {
         }
     }
 
-    /// Notes a read, for tests that count them.
+    /// Records a read, for tests that count them.
     #[inline]
     fn note(&self, at: usize, len: usize) {
         #[cfg(any(test, feature = "note-reads"))]
         super::reads::note(self.guest_addr + at as u64, len);
-        // In every other build it is nothing.
+        // Nothing in every other build.
         let _ = (at, len);
     }
 
@@ -216,7 +215,7 @@ pub(crate) mod kill {
         LEFT.set(None);
     }
 
-    /// Nothing of what follows counts, until `resume` of what this gives.
+    /// Pauses the count until `resume` with the returned value.
     pub(crate) fn pause() -> Option<u64> {
         LEFT.take()
     }

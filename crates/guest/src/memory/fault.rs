@@ -1,13 +1,15 @@
-//! Surviving that memory of a guest goes away under us.
+//! Survives faults in guest memory whose file was truncated.
 //!
-//! Who owns the file of a mapping may truncate it, or run out of huge pages; the next touch is a
-//! SIGBUS. One handler for the process, installed once, looks the address up in a fixed table of
-//! our mappings. From the page of the fault to the end of its mapping it puts zeroes of our own (so
-//! that a mapping costs one fault in most cases, and never more than two areas of the kernel's, of
-//! which a process has a limited number), marks the mapping lost, and the access goes on. Faults
-//! elsewhere go to the handler that was there before.
+//! Promises: a fault in a mapping of this crate marks the mapping lost and maps zeroes there, and
+//! the access continues; other faults go to the handler that was installed before. The handler
+//! takes no lock and allocates nothing.
 //!
-//! The handler takes no lock and allocates nothing. A thread that touches a mapping holds a
+//! The owner of the file of a mapping may truncate it, or run out of huge pages; the next access is
+//! a SIGBUS. One handler for the process, installed once, finds the address in a fixed table of
+//! mappings. It maps zeroes from the page of the fault to the end of the mapping, so that a mapping
+//! costs one fault in most cases, and never more than two memory areas of the kernel, of which a
+//! process has a limited number.
+//! A thread that touches a mapping holds a
 //! reference to it, so the entry of a faulting address is neither removed nor reused while the
 //! handler looks at it; entries of others may change, which a sequence number tells. SIGBUS must
 //! not be blocked in threads that touch such memory: a blocked one kills.
@@ -46,7 +48,7 @@ impl Entry {
         }
     }
 
-    /// Only by who holds the lock of `FREE`.
+    /// Only by a thread that holds the lock of `FREE`.
     fn set(&self, start: usize, end: usize, page: usize) {
         let sequence = self.sequence.load(Ordering::Relaxed);
         self.sequence.store(sequence.wrapping_add(1), Ordering::Relaxed);
@@ -79,17 +81,17 @@ static USED: AtomicUsize = AtomicUsize::new(0);
 static FREE: Mutex<Vec<usize>> = Mutex::new(Vec::new());
 /// Faults survived.
 static LOSSES: AtomicU64 = AtomicU64::new(0);
-/// What was done about SIGBUS before us.
+/// The handler of SIGBUS that was installed before.
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 static INSTALLED: OnceLock<Result<(), Errno>> = OnceLock::new();
 
-/// How often memory of a guest was found gone since the process began. While it does not change, no
-/// region was lost.
+/// Number of faults in guest memory since the process began. While it does not change, no region
+/// was lost.
 pub fn losses() -> u64 {
     LOSSES.load(Ordering::Relaxed)
 }
 
-/// The place of a mapping in the table. Given back before the mapping goes.
+/// The place of a mapping in the table. Freed before the mapping is unmapped.
 #[derive(Debug)]
 pub(super) struct Guard(usize);
 
@@ -159,13 +161,13 @@ extern "C" fn on_bus_error(signal: c_int, info: *mut libc::siginfo_t, context: *
     let (code, address) = unsafe { ((*info).si_code, (*info).si_addr().addr()) };
     // SAFETY: the C library's errno of this thread.
     let errno = unsafe { *libc::__errno_location() };
-    // Faults have positive codes, signals of other processes none. "Action optional" reports memory
-    // that nobody is touching.
+    // Faults have positive codes, signals of other processes do not. "Action optional" reports
+    // memory that no thread accesses.
     let is_fault = code > 0 && code != libc::BUS_MCEERR_AO;
     if !(is_fault && survive(address)) {
         pass_on(signal, info, context, code > 0);
     }
-    // SAFETY: as above. The code that was interrupted must not see ours.
+    // SAFETY: as above. The interrupted code must not see the errno of this handler.
     unsafe { *libc::__errno_location() = errno };
 }
 
@@ -174,8 +176,8 @@ fn survive(address: usize) -> bool {
     let used = USED.load(Ordering::Acquire).min(ENTRIES_MAX);
     let found = ENTRIES[..used].iter().find_map(|entry| Some((entry, entry.find(address)?)));
     let Some((entry, (start, end, page))) = found else { return false };
-    // Before anybody can read a zero that the guest has not written: whoever looks after he has
-    // read knows.
+    // Before any thread can read a zero that the guest has not written: a check after the read sees
+    // the mark.
     entry.lost.store(true, Ordering::Release);
     LOSSES.fetch_add(1, Ordering::Release);
     replace(start, end - start) || replace(start, page.min(end - start))
@@ -190,7 +192,7 @@ fn replace(start: usize, len: usize) -> bool {
     got != libc::MAP_FAILED
 }
 
-/// Does what would have been done without us.
+/// Calls the handler that was installed before.
 fn pass_on(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void, from_kernel: bool) {
     let previous = PREVIOUS.get();
     let handler = previous.map_or(libc::SIG_DFL, |action| action.sa_sigaction);

@@ -1,7 +1,7 @@
 //! The log of a live migration: one bit for each page of the guest that was written.
 //!
-//! Pages are marked after they were written and before the guest is told: then the front end, which
-//! takes a bit away and copies the page after that, misses nothing. Any thread.
+//! Promises: pages are marked after they were written and before the guest learns of it, so the
+//! front end, which clears a bit and then copies the page, misses no write. Any thread.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;

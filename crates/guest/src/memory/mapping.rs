@@ -1,6 +1,7 @@
-//! A part of somebody's file, mapped shared.
+//! A shared mapping of a part of a file.
 //!
-//! Made and dropped by control threads; unmapped with the last reference, wherever that is dropped.
+//! Promises: it stays mapped as long as a reference lives. Made and dropped by control threads;
+//! unmapped with the last reference, on any thread.
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -107,7 +108,7 @@ impl Mapping {
 impl Drop for Mapping {
     fn drop(&mut self) {
         drop(self.guard.take());
-        // SAFETY: made by `new` with this length, and nobody holds a reference any more, so no
+        // SAFETY: made by `new` with this length, and no reference is left, so no
         // pointer into it is used again.
         let _ = unsafe { munmap(self.base.cast(), self.mapped) };
     }

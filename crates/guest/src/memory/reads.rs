@@ -1,18 +1,18 @@
-//! Reads of memory that a guest can change, noted for tests.
+//! Records reads of memory that a guest can change, for tests.
 //!
-//! What is judged must be what is used: each byte of a descriptor, a table or a header is read
-//! once, into memory of our own. Data of requests never come here: the kernel moves them, or they
-//! are copied as buffers. Not compiled into programs: tests only, or the feature `note-reads`.
+//! Promises: compiled for tests and with the feature `note-reads` only. Checked bytes must be the
+//! used bytes: each byte of a descriptor, a table or a header is read once, into private memory.
+//! Data of requests never come here: the kernel moves them, or they are copied as buffers.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Somebody watches.
+/// A test records reads.
 static IS_ON: AtomicBool = AtomicBool::new(false);
-/// Which threads, by the beginning of their names, and what they have read: address and bytes.
+/// The recorded threads, by the beginning of their names, and their reads: address and bytes.
 static NOTED: Mutex<(String, Vec<(u64, usize)>)> = Mutex::new((String::new(), Vec::new()));
-/// One watches at a time.
+/// One test records at a time.
 static TURN: Mutex<()> = Mutex::new(());
 
 fn locked<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -36,14 +36,14 @@ fn keep(guest_addr: u64, len: usize) {
     }
 }
 
-/// Reads are noted until this is dropped.
+/// Reads are recorded until this is dropped.
 #[derive(Debug)]
 pub struct Reads {
     _turn: MutexGuard<'static, ()>,
 }
 
 impl Reads {
-    /// Notes reads by threads whose names begin so.
+    /// Records reads by threads whose names begin so.
     #[must_use]
     pub fn of_threads(name: &str) -> Reads {
         let turn = locked(&TURN);

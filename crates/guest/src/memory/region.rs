@@ -1,4 +1,6 @@
 //! A region of a guest's memory, as the front end announces it.
+//!
+//! Promises: it stays mapped as long as a buffer of it lives.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -18,7 +20,7 @@ pub struct Region {
     user_addr: u64,
     size: u64,
     mmap_offset: u64,
-    /// To hand the memory to the process after us.
+    /// For the hand-over of the memory to a successor.
     fd: OwnedFd,
     mapping: Arc<Mapping>,
     shared: Arc<SharedMemory>,
@@ -93,7 +95,7 @@ impl Region {
     }
 
     /// Whether a part of it was found gone (its file was truncated); from there on it reads as
-    /// zeroes and the guest does not see what we write.
+    /// zeroes and the guest does not see writes of this process.
     pub fn is_lost(&self) -> bool {
         self.mapping.is_lost()
     }

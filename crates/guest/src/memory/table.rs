@@ -1,5 +1,6 @@
-//! The memory of a guest: its regions. Never changes; a change makes another table, and who uses
-//! the old one keeps it.
+//! The memory of a guest: a table of regions.
+//!
+//! Promises: a table never changes; a change makes another table, and users of the old one keep it.
 
 use std::sync::Arc;
 
@@ -8,7 +9,7 @@ use crate::Error;
 use super::access::RingMemory;
 use super::region::Region;
 
-/// Regions at most: what QEMU's own back end reports, and 512 slots of KVM without three.
+/// Most regions: the number that QEMU's own back end reports, 512 slots of KVM less three.
 pub const REGIONS_MAX: usize = 509;
 
 /// Memory of one guest, all regions together, bytes: 4 TiB. A process has 128 TiB of addresses (47
@@ -42,8 +43,8 @@ impl Memory {
         Ok(Memory { regions })
     }
 
-    /// Whether regions of these sizes may be one memory: to be asked before they are mapped, since
-    /// addresses are what they take.
+    /// Whether regions of these sizes may be one memory: checked before they are mapped, since they
+    /// use up addresses.
     ///
     /// Errors: more than [`MEMORY_BYTES_MAX`] bytes.
     pub fn check_size(sizes: impl Iterator<Item = u64>) -> Result<(), Error> {

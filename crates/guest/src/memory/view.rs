@@ -1,5 +1,6 @@
-//! A thread's view of the memory of a guest: addresses in, buffers out. Never allocates after it
-//! was made, never locks.
+//! A thread's view of the memory of a guest: gives buffers for guest addresses.
+//!
+//! Promises: never allocates after it was made, never locks.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -10,8 +11,8 @@ use super::access::RingMemory;
 use super::region::Region;
 use super::table::Memory;
 
-/// Regions as buffers of one thread. Not `Send`. Buffers that it gave keep their memory when the
-/// view is gone.
+/// Regions as buffers of one thread. Not `Send`. Its buffers keep their memory after the
+/// view is dropped.
 #[derive(Debug)]
 pub struct View {
     memory: Arc<Memory>,
@@ -21,7 +22,7 @@ pub struct View {
     areas: Vec<RingMemory>,
     /// Bytes of a piece of a region that is registered, as a power of two.
     piece_shift: u32,
-    /// Region of the last hit: guests have one or two that matter.
+    /// Region of the last look-up: guests mostly use one or two.
     last: Cell<usize>,
 }
 
@@ -62,7 +63,7 @@ impl View {
         View { memory, buffers, areas, piece_shift, last: Cell::new(0) }
     }
 
-    /// The memory that is looked at.
+    /// The memory of the view.
     pub fn memory(&self) -> &Arc<Memory> {
         &self.memory
     }
@@ -122,7 +123,7 @@ impl View {
         }
     }
 
-    /// In how many regions these bytes lie, at least one of them; `None` when they are not all in
+    /// The number of regions that hold these bytes, at least one; `None` when not all bytes are in
     /// memory.
     #[inline]
     pub fn regions_of(&self, guest_addr: u64, len: usize) -> Option<usize> {

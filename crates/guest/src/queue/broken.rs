@@ -1,4 +1,6 @@
-//! What a guest can do to its queue.
+//! Violations by which a guest breaks its queue.
+//!
+//! Promises: a violation ends this queue only.
 
 use std::fmt;
 
@@ -8,9 +10,9 @@ use std::fmt;
 pub enum Broken {
     /// The avail index is further ahead than the ring is long.
     AvailJump {
-        /// Where we are.
+        /// The device's index.
         from: u16,
-        /// What the driver wrote.
+        /// The driver's index.
         to: u16,
     },
     /// The avail ring, or a descriptor, names a descriptor that the table does not have.
@@ -20,16 +22,16 @@ pub enum Broken {
         /// Descriptors in the table.
         size: u32,
     },
-    /// A chain was made available that we have not given back.
+    /// A chain was made available that is still in flight.
     InFlight {
         /// Its first descriptor.
         head: u16,
     },
     /// More descriptors were made available than the ring has.
     RingFull,
-    /// A chain has more descriptors than its table, or than we take: it runs in a circle.
+    /// A chain has more descriptors than its table, or than the limit: it is a loop.
     Loop {
-        /// Descriptors that were looked at.
+        /// Descriptors that were read.
         descriptors: u32,
     },
     /// A chain moves 4 GiB or more.
@@ -46,7 +48,7 @@ pub enum Broken {
         /// Bytes.
         len: u32,
     },
-    /// A segment that we read follows one that we write.
+    /// A readable segment follows a writable one.
     Order,
     /// An indirect table, which was not negotiated.
     IndirectRefused,
@@ -84,7 +86,8 @@ impl fmt::Display for Broken {
             Broken::TooLong => write!(f, "a chain moves 4 GiB or more"),
             Broken::Pieces { limit } => write!(
                 f,
-                "a chain lies in more than {limit} pieces: its segments overlap, and go over too many regions of memory"
+                "a chain lies in more than {limit} pieces: its segments overlap, and go over too \
+                 many regions of memory"
             ),
             Broken::Address { addr, len } => {
                 write!(f, "{len} bytes at {addr:#x} are not in memory")

@@ -1,9 +1,9 @@
-//! One descriptor chain: checked segments of memory of the guest, first those to read, then those
-//! to write.
+//! One descriptor chain: checked segments of guest memory, first those to read, then those to
+//! write.
 //!
-//! A chain is a buffer that a task keeps and fills again and again: it allocates when it is made,
-//! and when it needs more room than ever. What it says was copied from the guest and checked; the
-//! bytes themselves may change at any time.
+//! Promises: addresses and lengths were copied from the guest and checked; the bytes themselves may
+//! change at any time. A chain is a buffer that a task keeps and fills again: it allocates when it
+//! is made, and when it needs more room than before.
 
 use std::ops::Range;
 
@@ -13,11 +13,11 @@ use crate::memory::{Log, REGIONS_MAX, View};
 
 use super::broken::Broken;
 
-/// Segments of a chain at most: 1024 of data, a header and a status.
+/// Most segments of a chain: 1024 of data, a header and a status.
 pub const SEGMENTS_MAX: usize = SEGMENTS_LIMIT as usize;
-/// The same, to compare with what the guest says.
+/// The same, in the type of the guest's numbers.
 pub(super) const SEGMENTS_LIMIT: u32 = 1026;
-/// Pieces of a chain at most, each inside one region of memory. Buffers of a driver lie apart, so
+/// Most pieces of a chain, each inside one region of memory. Buffers of a driver lie apart, so
 /// no end of a region is inside two of them, and there are fewer such ends than regions. Without
 /// this limit 1024 segments over 509 small regions would be half a million pieces, which cost 48
 /// bytes each for each request in flight.
@@ -32,7 +32,7 @@ pub struct Segment {
     pub len: u32,
 }
 
-/// What [`crate::Queue::pop`] fills.
+/// The chain that [`crate::Queue::pop`] fills.
 #[derive(Debug)]
 pub struct Chain {
     segments: Vec<Segment>,
@@ -68,12 +68,12 @@ impl Chain {
         (self.segments.as_ptr().addr(), self.segments.capacity() * size_of::<Segment>())
     }
 
-    /// Segments that the guest wrote for us.
+    /// Segments to read: the guest wrote them.
     pub fn readable(&self) -> &[Segment] {
         &self.segments[..self.readable]
     }
 
-    /// Segments that we write for the guest.
+    /// Segments to write for the guest.
     pub fn writable(&self) -> &[Segment] {
         &self.segments[self.readable..]
     }

@@ -1,17 +1,16 @@
 //! Virtqueues, device side: split and packed.
 //!
-//! A queue belongs to one thread for as long as it runs. It never allocates after it was made,
-//! never locks and makes no system call: kicks and calls are eventfds of the caller. Chains are
-//! completed in any order. Completed ones are shown to the driver by [`Queue::publish`], once a
-//! batch, which also says whether the driver wants a call.
+//! Promises: a queue never allocates after it was made, never locks and makes no system call: kicks
+//! and calls are eventfds of the caller. It belongs to one thread for as long as it runs. Chains
+//! are completed in any order; [`Queue::publish`] shows the completed ones to the driver, once for
+//! a batch, and says whether the driver wants a call.
 
 mod broken;
 mod chain;
-pub(crate) mod event;
-pub(crate) mod indirect;
+mod indirect;
 #[cfg(test)]
 mod model;
-pub(crate) mod packed;
+mod packed;
 mod split;
 #[cfg(test)]
 pub(crate) mod tests;
@@ -20,36 +19,27 @@ use std::sync::Arc;
 
 use crate::Error;
 use crate::inflight::InflightQueue;
+use crate::layout::descriptor::DESCRIPTOR_BYTES;
+use crate::layout::packed::EVENT_BYTES;
+use crate::layout::{Layout, SIZE_MAX};
 use crate::memory::{Log, Memory, RingMemory, View, losses};
 
 pub use broken::Broken;
 pub use chain::{Chain, SEGMENTS_MAX, Segment};
-use indirect::DESCRIPTOR_BYTES;
 use packed::Packed;
 use split::Split;
 
-/// Descriptors of a queue at most: what QEMU takes. A chain in flight costs us memory.
-pub const SIZE_MAX: u16 = 1024;
 /// Base of a packed queue that begins: both indexes 0, both wrap counters 1.
 pub const PACKED_BASE: u32 = 0x8000_8000;
-
-/// How descriptors and rings are laid out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Layout {
-    /// virtio 1.3, 2.7.
-    Split,
-    /// virtio 1.3, 2.8; the feature RING_PACKED.
-    Packed,
-}
 
 /// The three parts of a queue in memory of the guest.
 #[derive(Clone, Debug)]
 pub struct Areas {
     /// Descriptor table or descriptor ring.
     pub descriptors: RingMemory,
-    /// Avail ring, or what the driver wants to be told.
+    /// Avail ring (split), or the driver's event suppression (packed).
     pub driver: RingMemory,
-    /// Used ring, or what the device wants to be told.
+    /// Used ring (split), or the device's event suppression (packed).
     pub device: RingMemory,
 }
 
@@ -110,34 +100,35 @@ fn bytes(layout: Layout, size: u16, event_idx: bool) -> Result<(usize, usize), E
     }
     Ok(match layout {
         Layout::Split => split::area_bytes(usize::from(size), event_idx),
-        Layout::Packed => (packed::EVENT_BYTES, packed::EVENT_BYTES),
+        Layout::Packed => (EVENT_BYTES, EVENT_BYTES),
     })
 }
 
-/// What a queue is made of.
+/// Options of a queue.
 #[derive(Debug)]
 pub struct QueueConfig {
     /// Whether RING_PACKED was negotiated.
     pub layout: Layout,
     /// Descriptors: for split queues a power of two, for packed ones any; at most [`SIZE_MAX`].
     pub size: u16,
-    /// Where it is.
+    /// Its areas in guest memory.
     pub areas: Areas,
     /// Whether EVENT_IDX was negotiated.
     pub event_idx: bool,
     /// Whether INDIRECT_DESC was negotiated.
     pub indirect: bool,
-    /// Where to begin, as SET_VRING_BASE says it: the next avail index (split); last avail index in
-    /// bits 0 to 14, its wrap counter in bit 15, the same for used above (packed; [`PACKED_BASE`]
-    /// when nothing was said). Front ends do not know what we had taken: not used by a split queue
-    /// with an inflight area, nor by a packed one whose area was in use.
+    /// The first position, in the form of SET_VRING_BASE: the next avail index (split); last avail
+    /// index in bits 0 to 14, its wrap counter in bit 15, the same for used above (packed;
+    /// [`PACKED_BASE`] for a new queue). Front ends do not know which chains the device had taken:
+    /// the base is not used by a split queue with an inflight area, nor by a packed one whose area
+    /// was in use.
     pub base: u32,
-    /// Chains in flight, in memory that outlives us.
+    /// Chains in flight, in memory that outlives the process.
     pub inflight: Option<InflightQueue>,
     /// Log of a migration.
     pub log: Option<Arc<Log>>,
     /// Address of the guest of the used ring, for the log; the one of its region when the front end
-    /// said none.
+    /// gave none.
     pub log_addr: Option<u64>,
 }
 
@@ -148,7 +139,7 @@ pub struct Token {
     slot: u16,
 }
 
-/// A completed chain, of which the driver does not know yet.
+/// A completed chain that was not published yet.
 #[derive(Clone, Copy, Debug)]
 struct Done {
     slot: u16,
@@ -177,20 +168,20 @@ pub struct Queue {
     broken: Option<Broken>,
     /// [`losses`] when memory was last found whole.
     losses: u64,
-    /// Nothing was published yet: whether the driver was told of what came before us is not known.
+    /// Nothing was published yet: whether a predecessor has called the driver is not known.
     begins: bool,
 }
 
 impl Queue {
-    /// A queue that begins, or goes on where its base or its inflight area says. It looks at the
-    /// rings: the guest may have made chains available long before.
+    /// A queue that begins at its base, or continues at the position in its inflight area. Chains
+    /// that the guest made available before are found.
     ///
     /// Errors: size, base, areas or inflight area do not fit one another.
     pub fn new(config: QueueConfig) -> Result<Queue, Error> {
-        let QueueConfig { layout, size, areas, event_idx, indirect, base, inflight, log, log_addr } =
-            config;
+        let QueueConfig { layout, size, areas, event_idx, indirect, base, .. } = config;
+        let QueueConfig { inflight, log, log_addr, .. } = config;
         areas.check(layout, size, event_idx)?;
-        // Memory may have been lost before, and the device been reset since: the first check looks.
+        // Memory may have been lost before a reset of the device: the first check finds that.
         let losses = losses().wrapping_sub(1);
         let wrong = Error::BadInflight { why: "it was made for the other layout or another size" };
         let ring = match layout {
@@ -221,14 +212,14 @@ impl Queue {
         })
     }
 
-    /// Takes the next chain: first those that a process before us had taken and not returned, in
+    /// Takes the next chain: first the chains that a predecessor had taken and not returned, in
     /// their order, then new ones.
     ///
-    /// * `chain`: is filled. What it says is checked against `view`, and holds for as long as that
-    ///   view does.
+    /// * `chain`: is filled. Its segments are checked against `view`, and valid as long as that
+    ///   view.
     ///
-    /// Gives nothing when there is none. Errors: the guest did what it must not; from then on there
-    /// are none.
+    /// `None`: there is no chain. Errors: the guest violated the protocol; the queue gives no
+    /// chains any more.
     #[inline]
     pub fn pop(&mut self, view: &View, chain: &mut Chain) -> Result<Option<Token>, Broken> {
         if let Some(broken) = self.broken {
@@ -253,7 +244,7 @@ impl Queue {
         }
     }
 
-    /// Returns a chain. The driver learns of it by the next [`Queue::publish`].
+    /// Returns a chain. The next [`Queue::publish`] shows it to the driver.
     ///
     /// * `written`: bytes written for the guest.
     #[inline]
@@ -270,14 +261,14 @@ impl Queue {
         }
     }
 
-    /// Whether chains were completed that the driver does not know of.
+    /// Whether completed chains were not published yet.
     #[inline]
     pub fn has_completed(&self) -> bool {
         !self.batch.is_empty()
     }
 
-    /// Shows all completed chains to the driver. Gives whether it wants a call; the first time it
-    /// is always called, since nobody knows what a process before us said.
+    /// Shows all completed chains to the driver. Returns whether it wants a call; the first time it
+    /// always gets one, since the last call of a predecessor is not known.
     #[inline]
     pub fn publish(&mut self) -> bool {
         if self.batch.is_empty() {
@@ -302,7 +293,7 @@ impl Queue {
             }
     }
 
-    /// Asks for a kick when the next chain comes, before a sleep. Gives whether one has come
+    /// Asks for a kick when the next chain comes, before a sleep. Returns whether one has come
     /// meanwhile: then do not sleep.
     #[inline]
     pub fn enable_kicks(&mut self) -> bool {
@@ -314,7 +305,7 @@ impl Queue {
         self.has_next()
     }
 
-    /// Asks for no kicks while we look ourselves. Some may come all the same.
+    /// Asks for no kicks while the thread polls. Some may still come.
     #[inline]
     pub fn disable_kicks(&mut self) {
         let log = self.log.as_deref();
@@ -324,8 +315,8 @@ impl Queue {
         }
     }
 
-    /// Looks whether memory was lost since the last call: once for each turn of a loop. One read of
-    /// memory that hardly ever changes.
+    /// Checks whether memory was lost since the last call: once for each turn of a loop. One read
+    /// of memory that hardly ever changes.
     ///
     /// Errors: a part of the rings or of `view` is gone; the queue is broken.
     #[inline]
@@ -354,18 +345,18 @@ impl Queue {
         self.broken
     }
 
-    /// Why what the inflight area said did not count, if that was so: nothing was in flight, and
-    /// the area begins anew.
+    /// Why the content of the inflight area was ignored, if so: nothing was in flight, and the area
+    /// begins anew.
     pub fn inflight_given_up(&self) -> Option<&'static str> {
         match &self.ring {
             Ring::Split(ring) => ring.inflight_given_up(),
-            // Its area is refused instead: nothing else says where such a queue is.
+            // Its area is refused instead: only the area knows the position of such a queue.
             Ring::Packed(_) => None,
         }
     }
 
-    /// Whether there is still something that a process before us had taken, to be popped again. Its
-    /// base counts it as taken.
+    /// Whether chains that a predecessor had taken are still to be popped again. The base counts
+    /// them as taken.
     pub fn has_replays(&self) -> bool {
         match &self.ring {
             Ring::Split(ring) => ring.has_replays(),
@@ -373,8 +364,7 @@ impl Queue {
         }
     }
 
-    /// Where it would go on, in the form of [`QueueConfig::base`]. What is in flight is not counted
-    /// as still to come.
+    /// The next position, in the form of [`QueueConfig::base`]. Chains in flight count as taken.
     pub fn base(&self) -> u32 {
         match &self.ring {
             Ring::Split(ring) => ring.base(),
@@ -383,8 +373,8 @@ impl Queue {
     }
 
     /// Ends the queue, drained: publishes what was completed and gives its base for GET_VRING_BASE,
-    /// and whether the driver wants a call. The inflight area goes on to say where the queue is;
-    /// once the front end knows it: [`crate::inflight::InflightArea::retire`].
+    /// and whether the driver wants a call. The inflight area keeps the position of the queue
+    /// until the front end knows it: [`crate::inflight::InflightArea::retire`].
     pub fn stop(mut self) -> (u32, bool) {
         let call = self.publish();
         (self.base(), call)
@@ -405,8 +395,8 @@ impl Queue {
         self.layout
     }
 
-    /// The same rings in another mapping, after a change of the memory. Nothing is in flight. Its
-    /// contents are those of the old one: nothing is looked at anew.
+    /// The same rings in another mapping, after a change of the memory. Nothing is in flight. The
+    /// content is that of the old one, so nothing is read again.
     ///
     /// * `log_addr`: as [`QueueConfig::log_addr`].
     ///
@@ -417,7 +407,7 @@ impl Queue {
             Ring::Split(ring) => ring.set_areas(areas, log_addr),
             Ring::Packed(ring) => ring.set_areas(areas),
         }
-        // A part of it may have gone since it was mapped: the next check looks.
+        // A part may have been lost since it was mapped: the next check finds that.
         self.losses = losses().wrapping_sub(1);
         Ok(())
     }

@@ -1,5 +1,5 @@
-//! Model of how two sides tell each other: the very rules of `event.rs` under orders of steps that
-//! a checker chooses.
+//! Model of the notifications between driver and device: the rules of `layout/event.rs` under
+//! orders of steps that a checker chooses.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use shuttle::sync::atomic::{AtomicU16, AtomicU32, Ordering};
 use shuttle::sync::mpsc::channel;
 use shuttle::{check_random, thread};
 
-use super::event::{PACKED_DESCRIPTOR, PACKED_DISABLE, PACKED_WRAP, packed_wants, passed};
+use crate::layout::event::{PACKED_DESCRIPTOR, PACKED_DISABLE, PACKED_WRAP, packed_wants, passed};
 
 /// Orders to try. Each takes well under a millisecond.
 const SCHEDULES: usize = 3000;

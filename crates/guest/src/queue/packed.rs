@@ -1,78 +1,25 @@
 //! Packed virtqueue, device side (virtio 1.3, 2.8).
 //!
-//! One ring of descriptors that both sides write. Whose a descriptor is, two flags say, compared
-//! with a counter that changes with each lap. Used elements of a batch are written in order, but
-//! the first one's flags last: the driver, which looks in order, sees all or none.
+//! Promises: used elements of a batch are written in order, but the first one's flags last, so the
+//! driver, which reads in order, sees all or none. Both sides write one ring of descriptors; two
+//! flags, compared with a counter that changes with each lap, say which side owns a descriptor.
 
 use std::sync::atomic::{Ordering, fence};
 
 use crate::Error;
 use crate::inflight::{PackedArea, Taken};
+use crate::layout::descriptor::{DESCRIPTOR_BYTES, Descriptor, INDIRECT, NEXT, WRITE};
+use crate::layout::event::{PACKED_DESCRIPTOR, PACKED_DISABLE, PACKED_ENABLE, packed_wants};
+use crate::layout::packed::{AVAIL, EVENT_BYTES, FLAGS_AT, ID_AT, LEN_AT, NONE, Place, USED};
 use crate::memory::{Log, View};
 
 use super::broken::Broken;
 use super::chain::Chain;
-use super::event::{PACKED_DESCRIPTOR, PACKED_DISABLE, PACKED_ENABLE, PACKED_WRAP, packed_wants};
-use super::indirect::{DESCRIPTOR_BYTES, Descriptor, INDIRECT, NEXT, WRITE, add_packed};
+use super::indirect::add_packed;
 use super::{Areas, Done};
 
-/// An event suppression structure: `off_wrap` and `flags`.
-pub(super) const EVENT_BYTES: usize = 4;
-/// Of a descriptor's flags: the driver's lap when it was made available.
-pub(crate) const AVAIL: u16 = 1 << 7;
-/// The device's lap when it was used; as the driver's before.
-pub(crate) const USED: u16 = 1 << 15;
-/// Where length, id and flags are in a descriptor.
-pub(crate) const LEN_AT: usize = 8;
-pub(crate) const ID_AT: usize = 12;
-pub(crate) const FLAGS_AT: usize = 14;
-/// No entry.
-pub(crate) const NONE: u16 = u16::MAX;
-
-/// A place in the ring, and the lap.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Place {
-    pub(crate) index: u16,
-    pub(crate) wrap: bool,
-}
-
-impl Place {
-    /// `count` places on; at most `size`.
-    pub(crate) fn plus(self, count: u16, size: u16) -> Place {
-        let index = u32::from(self.index) + u32::from(count);
-        match index.checked_sub(u32::from(size)) {
-            // Both are less than `size`, which is 16 bits.
-            Some(index) => Place { index: u16::try_from(index).unwrap_or(0), wrap: !self.wrap },
-            None => Place { index: u16::try_from(index).unwrap_or(0), wrap: self.wrap },
-        }
-    }
-
-    /// As in a base of the vhost-user protocol.
-    fn bits(self) -> u16 {
-        self.index | if self.wrap { PACKED_WRAP } else { 0 }
-    }
-
-    fn from_bits(bits: u16) -> Place {
-        Place { index: bits & !PACKED_WRAP, wrap: bits & PACKED_WRAP != 0 }
-    }
-
-    /// Flags of a descriptor that the driver made available in this lap.
-    pub(crate) fn is_available(self, flags: u16) -> bool {
-        (flags & AVAIL != 0) == self.wrap && (flags & USED != 0) != self.wrap
-    }
-
-    /// Flags of one that the device used in this lap.
-    pub(crate) fn is_used(self, flags: u16) -> bool {
-        (flags & AVAIL != 0) == self.wrap && (flags & USED != 0) == self.wrap
-    }
-
-    pub(crate) fn at(self) -> usize {
-        usize::from(self.index) * DESCRIPTOR_BYTES
-    }
-}
-
-/// What we know of a descriptor in flight: an entry for each, in a list of free ones or in one of a
-/// chain. Numbered as in the inflight area.
+/// An entry for each descriptor in flight, in the list of free entries or in the list of a chain.
+/// Numbered as in the inflight area.
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     next: u16,
@@ -100,9 +47,9 @@ pub(super) struct Packed {
     /// Descriptors in flight.
     taken: u16,
     area: Option<PackedArea>,
-    /// Chains that a process before us had taken, the next one last.
+    /// Chains that a predecessor had taken, the next one last.
     again: Vec<u16>,
-    /// What the device's area says.
+    /// The last event suppression that this device has written.
     wish: Option<u32>,
 }
 
@@ -172,13 +119,13 @@ impl Packed {
         })
     }
 
-    /// What the memory says of kicks may be older than what we last wrote.
+    /// Forgets the last written event suppression: the memory may hold an older one.
     pub(super) fn set_areas(&mut self, areas: Areas) {
         self.areas = areas;
         self.wish = None;
     }
 
-    /// What a process before us had taken, and nobody has taken again.
+    /// Whether chains of a predecessor are still to be taken again.
     pub(super) fn has_replays(&self) -> bool {
         !self.again.is_empty()
     }
@@ -194,7 +141,7 @@ impl Packed {
 
     #[inline]
     pub(super) fn has_next(&mut self) -> bool {
-        // A ring that is all in flight shows no descriptor of the driver: what is in it is old.
+        // If all descriptors are in flight, the ring holds no new descriptor of the driver.
         !self.again.is_empty() || self.avail.is_available(self.flags_of_next())
     }
 

@@ -1,17 +1,18 @@
 //! Split virtqueue, device side (virtio 1.3, 2.7).
 //!
-//! Descriptor table, avail ring (driver) and used ring (device). Used elements of a batch are
-//! written first, then the index.
+//! Promises: used elements of a batch are written first, then the index. The parts are the
+//! descriptor table, the avail ring (driver) and the used ring (device).
 
 use std::sync::atomic::{Ordering, fence};
 
 use crate::inflight::SplitArea;
+use crate::layout::descriptor::{DESCRIPTOR_BYTES, Descriptor, INDIRECT, NEXT, WRITE};
+use crate::layout::event::{NO_NOTIFY, passed};
 use crate::memory::{Log, View};
 
 use super::broken::Broken;
 use super::chain::Chain;
-use super::event::{NO_NOTIFY, passed};
-use super::indirect::{DESCRIPTOR_BYTES, Descriptor, INDIRECT, NEXT, WRITE, add_split};
+use super::indirect::add_split;
 use super::{Areas, Done};
 
 /// `flags` and `idx` of both rings, then the entries.
@@ -43,9 +44,10 @@ pub(super) struct Split {
     /// By first descriptor.
     flying: Vec<bool>,
     area: Option<SplitArea>,
-    /// First descriptors that a process before us had taken, the next one last.
+    /// First descriptors of the chains that a predecessor had taken, the next one last.
     again: Vec<u16>,
-    /// What we have written to `used.flags`; before that, a process before us may have.
+    /// The last value that this device has written to `used.flags`; a predecessor may have written
+    /// another one before.
     flags: Option<u16>,
     /// Address of the guest of the used ring, for the log: any number, as the front end says it.
     used_addr: u64,
@@ -95,7 +97,7 @@ impl Split {
         self.area.as_ref().and_then(SplitArea::given_up)
     }
 
-    /// What a process before us had taken, and nobody has taken again.
+    /// Whether chains of a predecessor are still to be taken again.
     pub(super) fn has_replays(&self) -> bool {
         !self.again.is_empty()
     }
@@ -104,7 +106,7 @@ impl Split {
         u32::from(self.next_avail)
     }
 
-    /// What the memory says of kicks may be older than what we last wrote.
+    /// Forgets the last written flags: the memory may hold older ones.
     pub(super) fn set_areas(&mut self, areas: Areas, log_addr: Option<u64>) {
         self.areas = areas;
         self.set_used_addr(log_addr);

@@ -7,6 +7,7 @@
 use std::ops::Range;
 
 use crate::sync::{AtomicU64, Ordering, zeroed_words};
+use crate::units::GuestOffset;
 
 /// One bit for each `1 << granularity_bits` bytes of disk; bit 0 of word 0 is the first.
 pub(crate) struct Bits {
@@ -43,12 +44,12 @@ impl Bits {
     }
 
     /// Marks `len` bytes of disk at `offset`. What lies behind the end is left out.
-    pub(crate) fn set(&self, offset: u64, len: u64) {
-        let end = offset.saturating_add(len).min(self.size);
-        if offset >= end {
+    pub(crate) fn set(&self, offset: GuestOffset, len: u64) {
+        let (start, end) = (offset.0, offset.0.saturating_add(len).min(self.size));
+        if start >= end {
             return;
         }
-        let first = offset >> self.granularity_bits;
+        let first = start >> self.granularity_bits;
         self.set_bits(first..((end - 1) >> self.granularity_bits) + 1);
     }
 
@@ -91,16 +92,16 @@ impl Bits {
         self.words.len()
     }
 
-    /// The ranges of disk whose bits are set, in order: offset and length in bytes, whole units of
-    /// granularity, cut at the end of the disk.
-    pub(crate) fn ranges(&self) -> impl Iterator<Item = Range<u64>> + '_ {
+    /// The ranges of the disk whose bits are set, in order: whole units of granularity, cut at the
+    /// end of the disk.
+    pub(crate) fn ranges(&self) -> impl Iterator<Item = Range<GuestOffset>> + '_ {
         let mut at = 0;
         std::iter::from_fn(move || {
             let start = self.next(at, true)?;
             let end = self.next(start, false).unwrap_or_else(|| self.count());
             at = end;
             let bits = self.granularity_bits;
-            Some(start << bits..(end << bits).min(self.size))
+            Some(GuestOffset(start << bits)..GuestOffset((end << bits).min(self.size)))
         })
     }
 

@@ -11,6 +11,7 @@ use crate::extensions::{BitmapDirectory, u16_at, u32_at, u64_at};
 use crate::header::bad_bitmaps;
 use crate::limits::{BITMAP_DIRECTORY_BYTES_MAX, BITMAP_NAME_BYTES_MAX, BITMAPS_MAX};
 use crate::table::TableReader;
+use crate::units::HostOffset;
 
 /// Bytes of an entry without extra data and name.
 pub(crate) const ENTRY_BYTES_MIN: usize = 24;
@@ -34,7 +35,7 @@ pub(crate) const GRANULARITY_BITS_MAX: u32 = 31;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Entry {
     /// Host offset of the bitmap table.
-    pub(crate) table_offset: u64,
+    pub(crate) table_offset: HostOffset,
     pub(crate) table_entries: u32,
     pub(crate) flags: u32,
     pub(crate) kind: u8,
@@ -99,9 +100,10 @@ pub(crate) async fn read(
             ),
         ));
     }
-    let fits = directory.offset.checked_add(directory.len).is_some_and(|end| end <= storage.len());
+    let fits =
+        directory.offset.checked_add(directory.len).is_some_and(|end| end.0 <= storage.len());
     let aligned = directory.offset.is_multiple_of(cluster_size);
-    if directory.count == 0 || !fits || !aligned || directory.offset == 0 {
+    if directory.count == 0 || !fits || !aligned || directory.offset == HostOffset(0) {
         return Err(bad_bitmaps(
             file,
             format!(
@@ -155,7 +157,7 @@ async fn entry(table: &mut TableReader<'_>, file: &str) -> Result<Entry, Error> 
     let body = table.take((name_len + extra_len) as usize).await?;
     let (extra, name) = body.split_at((extra_len as usize).min(body.len()));
     Ok(Entry {
-        table_offset: u64_at(&head, 0),
+        table_offset: HostOffset(u64_at(&head, 0)),
         table_entries: u32_at(&head, 8),
         flags: u32_at(&head, FLAGS_AT),
         kind,
@@ -169,7 +171,7 @@ async fn entry(table: &mut TableReader<'_>, file: &str) -> Result<Entry, Error> 
 pub(crate) fn to_bytes(entries: &[Entry]) -> Vec<u8> {
     let mut bytes = Vec::new();
     for entry in entries {
-        bytes.extend_from_slice(&entry.table_offset.to_be_bytes());
+        bytes.extend_from_slice(&entry.table_offset.0.to_be_bytes());
         bytes.extend_from_slice(&entry.table_entries.to_be_bytes());
         bytes.extend_from_slice(&entry.flags.to_be_bytes());
         bytes.extend_from_slice(&[entry.kind, entry.granularity_bits]);

@@ -1,20 +1,18 @@
 //! Persistent bitmaps: which parts of the disk were written. Source: qcow2 specification,
 //! "Bitmaps".
 //!
-//! - [`read`]: the list, for `info`;
-//! - [`recording`]: those that record while the image is open for writing;
-//! - [`ops`]: add, remove, clear, enable, disable, merge.
+//! Promises: nothing here writes to an image but [`Recording::begin`], which marks bitmaps as in
+//! use. Adding, changing, saving and resizing them is in `ops/bitmaps`.
 //!
-//! What happens to them when the disk gets another size is in `ops/bitmaps.rs`.
+//! - [`read`]: the list, for `info`;
+//! - [`recording`]: the bitmaps that record while the image is open for writing.
 
-mod bits;
+pub(crate) mod bits;
 pub(crate) mod directory;
-mod ops;
-mod recording;
+pub(crate) mod recording;
 pub(crate) mod tables;
 #[cfg(test)]
 mod tests;
-mod update;
 
 use ringdisk_ring::Ring;
 use ringdisk_storage::Storage;
@@ -23,7 +21,6 @@ use crate::error::Error;
 use crate::header::{self, Header};
 use crate::info::Bitmap;
 
-pub use ops::BitmapContents;
 pub(crate) use recording::Recording;
 
 /// Reads the directory. Empty when the autoclear bit says that the bitmaps are stale.
@@ -49,7 +46,7 @@ pub(crate) fn entry_bytes(name_len: usize) -> u64 {
 }
 
 /// What a list says about one bitmap.
-fn listed(entry: &directory::Entry) -> Bitmap {
+pub(crate) fn listed(entry: &directory::Entry) -> Bitmap {
     Bitmap {
         name: entry.shown(),
         // At most 63: checked when the directory was read.

@@ -19,14 +19,12 @@ use ringdisk_storage::Storage;
 use super::bits::Bits;
 use super::directory::{self, AUTO, Entry, FLAGS_AT, IN_USE};
 use super::tables::{self, Place};
-use super::update::{self, Update};
-use crate::engine::close::Unsaved;
 use crate::error::Error;
 use crate::header::{Header, write_bytes};
-use crate::image::Qcow2;
 use crate::info::Bitmap;
 use crate::limits::RECORDED_BITMAPS_BYTES_MAX;
-use crate::sync::{AtomicBool, AtomicU64, Ordering, lock};
+use crate::sync::{AtomicBool, AtomicU64, Ordering};
+use crate::units::{GuestOffset, HostOffset};
 
 /// The bitmaps of one image that record writes.
 #[derive(Debug, Default)]
@@ -88,7 +86,7 @@ impl Recording {
         wanted.sort_by_key(|(entry, _)| std::cmp::Reverse(entry.granularity_bits));
         let mut room = RECORDED_BITMAPS_BYTES_MAX;
         for (entry, position) in wanted {
-            let flags_at = AtomicU64::new(directory.offset + (position + FLAGS_AT) as u64);
+            let flags_at = AtomicU64::new((directory.offset + (position + FLAGS_AT) as u64).0);
             let (name, flags) = (entry.name.clone(), entry.flags);
             let loaded = match load_one(&place, &entry, &mut room).await {
                 Ok(bits) => Ok(bits),
@@ -112,6 +110,31 @@ impl Recording {
         Ok(recording)
     }
 
+    /// Names and contents of the bitmaps that record.
+    pub(crate) fn contents(&self) -> impl Iterator<Item = (&[u8], &Bits)> {
+        self.recorded.iter().map(|one| (&one.name[..], &one.bits))
+    }
+
+    /// Remembers where the entries are in a directory that was just written.
+    ///
+    /// * `start`: host offset of the directory.
+    pub(crate) fn follow(&self, start: HostOffset, entries: &[Entry]) {
+        for (entry, position) in entries.iter().zip(directory::positions(entries)) {
+            let at = start + (position + FLAGS_AT) as u64;
+            if let Some(one) = self.recorded.iter().find(|one| one.name == entry.name) {
+                one.flags_at.store(at.0, Ordering::Release);
+            }
+            if let Some(one) = self.lost.iter().find(|one| one.name == entry.name) {
+                one.flags_at.store(at.0, Ordering::Release);
+            }
+        }
+    }
+
+    /// The bitmaps were saved: they are not in use any more, until the next change.
+    pub(crate) fn end(&self) {
+        self.begun.store(false, Ordering::Release);
+    }
+
     /// Whether a save has something to do.
     pub(crate) fn has_begun(&self) -> bool {
         self.begun.load(Ordering::Acquire)
@@ -132,7 +155,7 @@ impl Recording {
             // the next open. Those that cannot record stay in use: they may have missed changes
             // before.
             for one in &self.recorded {
-                let at = one.flags_at.load(Ordering::Acquire);
+                let at = HostOffset(one.flags_at.load(Ordering::Acquire));
                 let _ = write_bytes(ring, file, at, &one.flags.to_be_bytes()).await;
             }
             let _ = file.flush(ring).await;
@@ -147,77 +170,17 @@ impl Recording {
         let lost = self.lost.iter().map(|one| (&one.flags_at, one.flags));
         for (flags_at, flags) in recorded.chain(lost) {
             // Four bytes of one sector: marked or not, never something else.
-            let at = flags_at.load(Ordering::Acquire);
+            let at = HostOffset(flags_at.load(Ordering::Acquire));
             write_bytes(ring, file, at, &(flags | IN_USE).to_be_bytes()).await?;
         }
         file.flush(ring).await
     }
 
     /// Records a change of `len` bytes of disk at `offset`. Before the change is made.
-    pub(crate) fn record(&self, offset: u64, len: u64) {
+    pub(crate) fn record(&self, offset: GuestOffset, len: u64) {
         for one in &self.recorded {
             one.bits.set(offset, len);
         }
-    }
-
-    /// Saves the bitmaps: new contents beside the old, then a new directory, switched by one sector
-    /// of the header. To be called when no request runs any more.
-    ///
-    /// * `unsaved`: what becomes of a bitmap for whose contents there is no room. One that is lost
-    ///   stays in use on the storage; that is no error.
-    ///
-    /// Errors: what the storage reports; nothing has changed then.
-    pub(crate) async fn save(
-        &self,
-        image: &Qcow2,
-        ring: &Ring,
-        unsaved: Unsaved,
-    ) -> Result<(), Errno> {
-        if !self.has_begun() || !update::bitmaps_are_valid(image)? {
-            return Ok(());
-        }
-        let Ok(mut entries) = update::entries(image, ring).await else { return Err(Errno::IO) };
-        let place = update::place(image, ring);
-        let mut update = Update::default();
-        let mut saved = 0;
-        for one in &self.recorded {
-            let Some(entry) = entries.iter_mut().find(|entry| entry.name == one.name) else {
-                continue;
-            };
-            match save_one(image, ring, &place, entry, &one.bits, &mut update).await {
-                Ok(()) => saved += 1,
-                Err(failure) => {
-                    let (file, name, reason) = (image.file.name(), entry.shown(), failure.reason);
-                    if unsaved == Unsaved::Refused {
-                        tracing::warn!(file, name, reason, "a bitmap cannot be saved");
-                        update.cancel(image);
-                        return Err(failure.errno);
-                    }
-                    tracing::warn!(file, name, reason, "a bitmap is lost: it could not be saved");
-                }
-            }
-        }
-        if saved > 0 {
-            update.publish(image, ring, &entries).await?;
-            self.follow(image, &entries)?;
-        }
-        self.begun.store(false, Ordering::Release);
-        Ok(())
-    }
-
-    /// Remembers where the entries are in the directory that was just written.
-    fn follow(&self, image: &Qcow2, entries: &[Entry]) -> Result<(), Errno> {
-        let Some(directory) = lock(&image.engine()?.header).bitmaps() else { return Ok(()) };
-        for (entry, position) in entries.iter().zip(directory::positions(entries)) {
-            let at = directory.offset + (position + FLAGS_AT) as u64;
-            if let Some(one) = self.recorded.iter().find(|one| one.name == entry.name) {
-                one.flags_at.store(at, Ordering::Release);
-            }
-            if let Some(one) = self.lost.iter().find(|one| one.name == entry.name) {
-                one.flags_at.store(at, Ordering::Release);
-            }
-        }
-        Ok(())
     }
 }
 
@@ -239,44 +202,4 @@ async fn load_one(
     let bits = place.load(entry).await?;
     *room = left;
     Ok(bits)
-}
-
-/// Why a bitmap was not saved.
-struct Failure {
-    errno: Errno,
-    reason: String,
-}
-
-impl From<Errno> for Failure {
-    fn from(errno: Errno) -> Failure {
-        Failure { errno, reason: errno.to_string() }
-    }
-}
-
-/// Writes the contents of one bitmap to new clusters and lets `entry` point there.
-async fn save_one(
-    image: &Qcow2,
-    ring: &Ring,
-    place: &Place<'_>,
-    entry: &mut Entry,
-    bits: &Bits,
-    update: &mut Update,
-) -> Result<(), Failure> {
-    let old = place.runs(entry).await.map_err(|reason| Failure { errno: Errno::IO, reason })?;
-    let mut taken = Vec::new();
-    let stored = tables::store(image, ring, bits, &mut taken).await;
-    match stored {
-        Ok((table_offset, table_entries)) => {
-            update.taken.append(&mut taken);
-            update.leave(image, old)?;
-            entry.table_offset = table_offset;
-            entry.table_entries = table_entries;
-            entry.flags &= !IN_USE;
-            Ok(())
-        }
-        Err(errno) => {
-            update::give_back(image, taken);
-            Err(errno.into())
-        }
-    }
 }

@@ -2,25 +2,22 @@
 //! "Bitmap table" and "Bitmap data".
 //!
 //! Promises: no offset of a table is followed that is unaligned, in the header or outside the file;
-//! memory is bounded by [`BITMAP_BYTES_MAX`]. New contents go to new clusters; what is there
-//! already is never overwritten.
+//! memory is bounded by [`BITMAP_BYTES_MAX`]. Reads only.
 
-use ringdisk_ring::{Errno, IoBuf, Ring};
+use ringdisk_ring::{IoBuf, Ring};
 use ringdisk_storage::Storage;
 
 use super::bits::{self, Bits};
 use super::directory::{AUTO, Entry, IN_USE};
-use crate::header::write_bytes;
-use crate::image::Qcow2;
 use crate::limits::BITMAP_BYTES_MAX;
 use crate::refcounts::Run;
+use crate::table;
+use crate::units::HostOffset;
 
 /// Bits 9 to 55 of a table entry: host offset of a cluster.
 const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
 /// Without an offset: all bits are ones, not zeroes.
-const ALL_ONES: u64 = 1;
-/// Contents are written in pieces of this size, or of a cluster.
-const PIECE_BYTES: usize = 1 << 20;
+pub(crate) const ALL_ONES: u64 = 1;
 /// Alignment of buffers: a page suits O_DIRECT everywhere.
 const ALIGN: usize = 4096;
 
@@ -85,8 +82,7 @@ impl Place<'_> {
         }
         self.check_place(entry.table_offset, len)?;
         let bytes = self.read(entry.table_offset, len).await?;
-        let words = bytes.as_chunks::<8>().0.iter().map(|raw| u64::from_be_bytes(*raw));
-        let table: Vec<u64> = words.collect();
+        let table = table::words_of(&bytes);
         for word in &table {
             let offset = word & OFFSET_MASK;
             let flag = if offset == 0 { ALL_ONES } else { 0 };
@@ -94,15 +90,15 @@ impl Place<'_> {
                 return Err(format!("its table has an entry with reserved bits ({word:#x})"));
             }
             if offset != 0 {
-                self.check_place(offset, self.cluster_size())?;
+                self.check_place(HostOffset(offset), self.cluster_size())?;
             }
         }
         Ok(table)
     }
 
-    fn check_place(&self, offset: u64, len: u64) -> Result<(), Unreadable> {
-        let inside = offset.checked_add(len).is_some_and(|end| end <= self.end());
-        if offset == 0 || !offset.is_multiple_of(self.cluster_size()) || !inside {
+    fn check_place(&self, offset: HostOffset, len: u64) -> Result<(), Unreadable> {
+        let inside = offset.checked_add(len).is_some_and(|end| end.0 <= self.end());
+        if offset == HostOffset(0) || !offset.is_multiple_of(self.cluster_size()) || !inside {
             return Err(format!("{len} bytes at {offset:#x} are unaligned or outside the file"));
         }
         Ok(())
@@ -114,11 +110,11 @@ impl Place<'_> {
     }
 
     /// Reads bytes; zeroes behind the end of the file.
-    async fn read(&self, offset: u64, len: u64) -> Result<Vec<u8>, Unreadable> {
+    async fn read(&self, offset: HostOffset, len: u64) -> Result<Vec<u8>, Unreadable> {
         let len = usize::try_from(len).map_err(|_| "it is too large".to_owned())?;
         let buf = IoBuf::new(len.max(1), ALIGN).slice(0..len);
         self.file
-            .read(self.ring, offset, &buf)
+            .read(self.ring, offset.0, &buf)
             .await
             .map_err(|errno| format!("reading at {offset:#x} failed: {errno}"))?;
         Ok(buf.to_vec())
@@ -144,7 +140,7 @@ impl Place<'_> {
                 let start = first as u64 * 64;
                 bits.set_bits(start..bits.count().min(start + self.cluster_size() * 8));
             } else if *word != 0 {
-                let bytes = self.read(*word, self.cluster_size()).await?;
+                let bytes = self.read(HostOffset(*word), self.cluster_size()).await?;
                 for (at, raw) in bytes.as_chunks::<8>().0.iter().enumerate() {
                     if first + at < bits.words() {
                         bits.or_word(first + at, u64::from_le_bytes(*raw));
@@ -158,11 +154,7 @@ impl Place<'_> {
     /// All clusters that a bitmap has: its table and its bits. For giving them back.
     pub(crate) async fn runs(&self, entry: &Entry) -> Result<Vec<Run>, Unreadable> {
         let table = self.clusters_of(entry).await?;
-        let run = |offset: u64, count: u64| Run {
-            start: offset >> self.cluster_bits,
-            count,
-            zeroed: false,
-        };
+        let run = |offset: HostOffset, count| Run::new(offset >> self.cluster_bits, count);
         let table_clusters = (u64::from(entry.table_entries) * 8).div_ceil(self.cluster_size());
         let mut runs = vec![run(entry.table_offset, table_clusters)];
         let data = table.iter().map(|word| word & OFFSET_MASK).filter(|offset| *offset != 0);
@@ -170,75 +162,7 @@ impl Place<'_> {
         // A table that names a cluster twice counts as one reference.
         data.sort_unstable();
         data.dedup();
-        runs.extend(data.into_iter().map(|offset| run(offset, 1)));
+        runs.extend(data.into_iter().map(|offset| run(HostOffset(offset), 1)));
         Ok(runs)
     }
-}
-
-/// Writes `bits` to new clusters of `image`, and a table for them. Durable after the next
-/// checkpoint; nothing refers to it yet.
-///
-/// * `taken`: gets the clusters, also when this fails, so that the caller can give them back.
-///
-/// Returns host offset and entries of the table. Errors: `ENOSPC` and what the storage reports.
-pub(crate) async fn store(
-    image: &Qcow2,
-    ring: &Ring,
-    bits: &Bits,
-    taken: &mut Vec<Run>,
-) -> Result<(u64, u32), Errno> {
-    let cluster_bits = image.geometry.cluster_bits;
-    let cluster_size = image.cluster_bytes();
-    let cluster_words = cluster_size / 8;
-    let words = |cluster: usize| cluster * cluster_words..(cluster + 1) * cluster_words;
-    let alike = |cluster, value| words(cluster).all(|index| bits.word(index) == value);
-    let count = bits.bytes().div_ceil(cluster_size as u64);
-    let mut table = vec![0; usize::try_from(count).map_err(|_| Errno::FBIG)?];
-    let mut mixed = Vec::new();
-    for (cluster, entry) in table.iter_mut().enumerate() {
-        if alike(cluster, u64::MAX) {
-            *entry = ALL_ONES;
-        } else if !alike(cluster, 0) {
-            mixed.push(cluster);
-        }
-    }
-    for piece in mixed.chunks((PIECE_BYTES / cluster_size).max(1)) {
-        let mut left = piece;
-        while !left.is_empty() {
-            let run = image.allocate(ring, left.len() as u64, None, false).await?;
-            taken.push(run);
-            let start = run.start << cluster_bits;
-            // No longer than what was asked for.
-            let (now, later) = left.split_at(usize::try_from(run.count).unwrap_or(0));
-            left = later;
-            let mut bytes = Vec::with_capacity(now.len() * cluster_size);
-            for (index, cluster) in now.iter().enumerate() {
-                table[*cluster] = start + (index * cluster_size) as u64;
-                bytes.extend(words(*cluster).flat_map(|index| bits.word(index).to_le_bytes()));
-            }
-            write_bytes(ring, &image.file, start, &bytes).await?;
-        }
-    }
-    let bytes: Vec<u8> = table.iter().flat_map(|word| word.to_be_bytes()).collect();
-    let offset = write_clusters(image, ring, &bytes, taken).await?;
-    Ok((offset, u32::try_from(table.len()).map_err(|_| Errno::FBIG)?))
-}
-
-/// Writes `bytes` to new clusters that follow one another, zeroes behind them. Returns the host
-/// offset.
-pub(crate) async fn write_clusters(
-    image: &Qcow2,
-    ring: &Ring,
-    bytes: &[u8],
-    taken: &mut Vec<Run>,
-) -> Result<u64, Errno> {
-    let cluster_size = image.cluster_bytes();
-    let padded = bytes.len().max(1).next_multiple_of(cluster_size);
-    let run = image.allocate(ring, (padded / cluster_size) as u64, None, true).await?;
-    taken.push(run);
-    let offset = run.start << image.geometry.cluster_bits;
-    let mut bytes = bytes.to_vec();
-    bytes.resize(padded, 0);
-    write_bytes(ring, &image.file, offset, &bytes).await?;
-    Ok(offset)
 }

@@ -1,15 +1,16 @@
 use super::bits::Bits;
 use super::directory::{AUTO, Entry, IN_USE, positions, to_bytes};
 use super::tables::{is_too_large, table_entries};
+use crate::units::{GuestOffset, HostOffset};
 
 fn bits(size: u64, granularity_bits: u32, marks: &[(u64, u64)]) -> Bits {
     let bits = Bits::new(size, granularity_bits).expect("a small bitmap");
-    marks.iter().for_each(|(offset, len)| bits.set(*offset, *len));
+    marks.iter().for_each(|(offset, len)| bits.set(GuestOffset(*offset), *len));
     bits
 }
 
 fn ranges(bits: &Bits) -> Vec<(u64, u64)> {
-    bits.ranges().map(|range| (range.start, range.end)).collect()
+    bits.ranges().map(|range| (range.start.0, range.end.0)).collect()
 }
 
 #[test]
@@ -22,7 +23,7 @@ fn a_mark_covers_every_unit_that_it_touches() {
 fn marks_end_with_the_disk() {
     let bits = bits(10_000, 12, &[(9_999, 1), (10_000, 5), (u64::MAX, 5), (5, 0)]);
     assert_eq!((bits.count(), bits.bytes(), ranges(&bits)), (3, 1, vec![(8192, 10_000)]));
-    bits.set(0, u64::MAX);
+    bits.set(GuestOffset(0), u64::MAX);
     assert_eq!((bits.word(0), ranges(&bits)), (7, vec![(0, 10_000)]));
 }
 
@@ -62,7 +63,7 @@ fn a_disk_without_bytes_has_no_bits() {
 #[test]
 fn entries_are_padded_and_keep_extra_data() {
     let entry = |name: &str, extra: &[u8]| Entry {
-        table_offset: 0x1_0000,
+        table_offset: HostOffset(0x1_0000),
         table_entries: 2,
         flags: IN_USE | AUTO,
         kind: 1,

@@ -9,7 +9,6 @@
 use std::collections::HashMap;
 
 use crate::bitmaps::directory::{AUTO, FLAGS_AT, IN_USE};
-use crate::check::layout::SECTOR;
 use crate::check::rebuild::Patient;
 use crate::check::report::{CheckHooks, CheckReport};
 use crate::check::scan::{Holds, Scan};
@@ -18,7 +17,8 @@ use crate::check::stop::Stop;
 use crate::check::tables::{self, BitmapEntry};
 use crate::extensions::BitmapDirectory;
 use crate::header::{self, Header};
-use crate::limits::CHECK_TABLES_BYTES_MAX;
+use crate::limits::{CHECK_TABLES_BYTES_MAX, SECTOR};
+use crate::units::{HostCluster, HostOffset};
 
 /// Bitmaps that cannot be used.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -65,7 +65,7 @@ struct Seen {
     /// So many claims were there before, sorted.
     claims: usize,
     /// Number of the bitmap that has a cluster.
-    clusters: HashMap<u64, u32>,
+    clusters: HashMap<HostCluster, u32>,
     /// Bytes of tables.
     bytes: u64,
 }
@@ -133,7 +133,7 @@ impl Scan {
         if seen.bytes > CHECK_TABLES_BYTES_MAX {
             return Err(Stop::Memory);
         }
-        if bitmap.offset.checked_add(bytes).is_none_or(|end| end > layout.exact_len) {
+        if bitmap.offset.checked_add(bytes).is_none_or(|end| end.0 > layout.exact_len) {
             return Ok(Err(format!("its table at {:#x} is not inside the file", bitmap.offset)));
         }
         let len = usize::try_from(bytes).map_err(|_| Stop::Memory)?;
@@ -144,12 +144,12 @@ impl Scan {
             Ok(places) => places,
             Err(reason) => return Ok(Err(reason)),
         };
-        if let Some(at) = places.iter().find(|at| **at >= layout.exact_len) {
+        if let Some(at) = places.iter().find(|at| at.0 >= layout.exact_len) {
             return Ok(Err(format!("its bits at {at:#x} lie behind the end of the file")));
         }
         let table = self.clusters(bitmap.offset, bytes);
-        let own: Vec<u64> =
-            table.chain(places.iter().map(|at| at >> layout.cluster_bits)).collect();
+        let own: Vec<HostCluster> =
+            table.chain(places.iter().map(|at| *at >> layout.cluster_bits)).collect();
         if let Err(reason) = self.is_alone(&own, number, seen, report) {
             return Ok(Err(reason));
         }
@@ -164,13 +164,13 @@ impl Scan {
     /// Whether nothing else has the clusters of a bitmap.
     fn is_alone(
         &mut self,
-        clusters: &[u64],
+        clusters: &[HostCluster],
         number: u32,
         seen: &mut Seen,
         report: &mut CheckReport,
     ) -> Result<(), String> {
         for cluster in clusters {
-            let at = cluster << self.layout.cluster_bits;
+            let at = *cluster << self.layout.cluster_bits;
             if let Some(other) = seen.clusters.insert(*cluster, number) {
                 // Nobody knows to which of them it belongs.
                 if other != number {
@@ -193,13 +193,14 @@ impl Scan {
         report.own_finding(1, || format!("ERROR bitmaps cannot be used: {reason}"));
     }
 
-    fn clusters(&self, offset: u64, len: u64) -> impl Iterator<Item = u64> + use<> {
+    fn clusters(&self, offset: HostOffset, len: u64) -> impl Iterator<Item = HostCluster> + use<> {
         let bits = self.layout.cluster_bits;
-        offset >> bits..(offset + len).div_ceil(1 << bits)
+        let end = (offset + len).next_multiple_of(self.layout.cluster_size());
+        (offset >> bits).up_to(end >> bits)
     }
 
     /// What a cluster holds that the header leads to. The first `sorted` claims are.
-    fn holder(&self, cluster: u64, sorted: usize) -> Option<&'static str> {
+    fn holder(&self, cluster: HostCluster, sorted: usize) -> Option<&'static str> {
         let claims = self.claims.get(..sorted).unwrap_or_default();
         let first = claims.partition_point(|claim| claim.cluster < cluster);
         let here = claims.iter().skip(first).take_while(|claim| claim.cluster == cluster);
@@ -230,9 +231,9 @@ pub(super) async fn distrust(patient: Patient<'_>, scan: &Scan) -> Result<Vec<St
             continue;
         }
         let at = directory.offset + (bitmap.place.start + FLAGS_AT) as u64;
-        let sector = at / SECTOR * SECTOR;
+        let sector = at.align_down(SECTOR);
         // The last sector of the file may be cut.
-        let len = usize::try_from(SECTOR.min(reader.len() - sector)).map_err(|_| Stop::Memory)?;
+        let len = usize::try_from(SECTOR.min(reader.len() - sector.0)).map_err(|_| Stop::Memory)?;
         let mut content = reader.read("reading the bitmap directory", sector, len).await?;
         // Inside the sector: entries are aligned to 8.
         let place = usize::try_from(at - sector).unwrap_or(0);

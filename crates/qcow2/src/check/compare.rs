@@ -10,6 +10,7 @@ use crate::check::report::{CheckHooks, CheckReport};
 use crate::check::scan::Scan;
 use crate::check::source::{READ_BYTES, Source};
 use crate::check::stop::Stop;
+use crate::units::{HostCluster, HostOffset};
 
 /// What a comparison says beyond the report.
 #[derive(Clone, Copy, Debug, Default)]
@@ -22,17 +23,17 @@ pub(super) struct Compared {
     pub(super) leaks_with_flags: bool,
     /// Clusters behind the end of the file are counted as used: leaks once the file has grown over
     /// them. `qemu-img check` does not look there.
-    pub(super) counts_behind: bool,
+    pub(super) counts_past_end: bool,
     /// Entries name clusters that are counted as free, or as somebody else's, by blocks that are
     /// right otherwise: one of them may be for another cluster.
     pub(super) suspect: bool,
     /// The last cluster with a refcount or a reference.
-    highest: u64,
+    highest: HostCluster,
 }
 
 /// One past the last cluster that is looked at: those of the file, and one more when something
 /// reaches into it.
-pub(super) fn end_of(scan: &Scan) -> u64 {
+pub(super) fn end_of(scan: &Scan) -> HostCluster {
     let clusters = scan.layout.clusters();
     if scan.counts.get(clusters).total > 0 { clusters + 1 } else { clusters }
 }
@@ -54,10 +55,10 @@ pub(super) async fn compare(
     let mut runs = Findings::new(layout);
     // Blocks that can be read, in the order of what they cover. Others count as zeroes, or cannot
     // be known.
-    let covered = |index: usize| (index as u64) << layout.block_bits() < end;
+    let covered = |index: usize| layout.block_start(index as u64) < end;
     let readable = |index: usize| {
-        let offset = blocks.get(index).map_or(0, |entry| entry & !BLOCK_RESERVED);
-        offset != 0 && layout.in_cluster(offset) == 0 && offset < layout.file_len
+        let offset = HostOffset(blocks.get(index).map_or(0, |entry| entry & !BLOCK_RESERVED));
+        offset != HostOffset(0) && layout.in_cluster(offset) == 0 && offset.0 < layout.file_len
     };
     let places: Vec<usize> =
         (0..blocks.len()).filter(|index| covered(*index) && readable(*index)).collect();
@@ -66,7 +67,7 @@ pub(super) async fn compare(
     source
         .read_all("reading refcount blocks", pieces, |_, piece| {
             for bytes in piece.chunks_exact(layout.cluster_len()) {
-                let block = Block { first: (places[at] as u64) << layout.block_bits(), bytes };
+                let block = Block { first: layout.block_start(places[at] as u64), bytes };
                 block.compare(scan, end, &mut compared, &mut runs, report);
                 at += 1;
             }
@@ -77,23 +78,23 @@ pub(super) async fn compare(
     // What such a block says cannot be known, nor whether it is right.
     let unknown = |index: u64| {
         let entry = usize::try_from(index).ok().and_then(|index| blocks.get(index)).copied();
-        let offset = entry.unwrap_or(0) & !BLOCK_RESERVED;
-        layout.in_cluster(offset) != 0 || i64::try_from(offset).is_err()
+        let offset = HostOffset(entry.unwrap_or(0) & !BLOCK_RESERVED);
+        layout.in_cluster(offset) != 0 || i64::try_from(offset.0).is_err()
     };
     for (index, _) in blocks.iter().enumerate().filter(|(index, _)| unknown(*index as u64)) {
-        let first = (index as u64) << layout.block_bits();
-        let count = end.min(first + (1 << layout.block_bits())).saturating_sub(first);
+        let first = layout.block_start(index as u64);
+        let count = end.min(layout.block_start(index as u64 + 1)).saturating_sub(first);
         report.check_errors += count;
     }
     without_block(scan, end, &mut compared, &mut runs, report, |cluster| {
-        let index = cluster >> layout.block_bits();
+        let index = layout.block_of(cluster);
         let known = usize::try_from(index).is_ok_and(readable) || unknown(index);
         !known
     });
     runs.finish(report);
     strays(source, scan, &blocks, &mut compared, report).await?;
     compared.wrong_flags += scan.external_flags;
-    report.image_end_offset = (compared.highest + 1) << layout.cluster_bits;
+    report.image_end_offset = ((compared.highest + 1) << layout.cluster_bits).0;
     scan.blocks = blocks;
     Ok(compared)
 }
@@ -101,30 +102,32 @@ pub(super) async fn compare(
 /// Clusters whose refcount is 0 because no block covers them.
 fn without_block(
     scan: &mut Scan,
-    end: u64,
+    end: HostCluster,
     compared: &mut Compared,
     runs: &mut Findings,
     report: &mut CheckReport,
-    is_uncovered: impl Fn(u64) -> bool,
+    is_uncovered: impl Fn(HostCluster) -> bool,
 ) {
     let step = REGION_CLUSTERS.min(1 << scan.layout.block_bits());
     let mut overflow = false;
-    for region in 0..end.div_ceil(REGION_CLUSTERS) {
+    for region in 0..end.0.div_ceil(REGION_CLUSTERS) {
         let counts = scan.counts.region(region);
         if matches!(counts, Region::Empty) {
             continue;
         }
-        let first = region * REGION_CLUSTERS;
-        for start in (first..end.min(first + REGION_CLUSTERS)).step_by(1 << step.ilog2()) {
+        let first = HostCluster(region * REGION_CLUSTERS);
+        let starts = first.up_to(end.min(first + REGION_CLUSTERS)).step_by(1 << step.ilog2());
+        for start in starts {
             if !is_uncovered(start) {
                 continue;
             }
-            for cluster in start..end.min(start + step) {
+            for cluster in start.up_to(end.min(start + step)) {
                 let uses = scan.counts.get(cluster);
                 if uses != Uses::default() {
                     overflow |= runs.cluster(cluster, 0, uses, compared, report);
-                    compared.highest =
-                        compared.highest.max(if uses.total > 0 { cluster } else { 0 });
+                    if uses.total > 0 {
+                        compared.highest = compared.highest.max(cluster);
+                    }
                 }
             }
         }
@@ -145,14 +148,14 @@ async fn strays(
     strays.retain(|(_, (copied, plain))| copied + plain > 0);
     strays.sort_unstable();
     for (cluster, (copied, plain)) in strays {
-        let index = usize::try_from(cluster >> layout.block_bits()).unwrap_or(usize::MAX);
-        let offset = blocks.get(index).map_or(0, |entry| entry & !BLOCK_RESERVED);
-        let stored = if offset != 0 && offset < layout.file_len && layout.in_cluster(offset) == 0 {
+        let index = usize::try_from(layout.block_of(cluster)).unwrap_or(usize::MAX);
+        let offset = HostOffset(blocks.get(index).map_or(0, |entry| entry & !BLOCK_RESERVED));
+        let is_readable =
+            offset != HostOffset(0) && offset.0 < layout.file_len && layout.in_cluster(offset) == 0;
+        let stored = if is_readable {
             let len = layout.cluster_len();
             let bytes = source.read("reading a refcount block", offset, len).await?;
-            // Below the entries of a block.
-            let place = cluster & ((1 << layout.block_bits()) - 1);
-            refcount::get(&bytes, layout.refcount_order, usize::try_from(place).unwrap_or(0))
+            refcount::get(&bytes, layout.refcount_order, layout.in_block(cluster))
         } else {
             0
         };
@@ -174,7 +177,7 @@ async fn strays(
 /// One refcount block.
 struct Block<'a> {
     /// The first cluster that it covers.
-    first: u64,
+    first: HostCluster,
     bytes: &'a [u8],
 }
 
@@ -182,23 +185,25 @@ impl Block<'_> {
     fn compare(
         &self,
         scan: &mut Scan,
-        end: u64,
+        end: HostCluster,
         compared: &mut Compared,
         runs: &mut Findings,
         report: &mut CheckReport,
     ) {
         let layout = scan.layout;
         let order = layout.refcount_order;
-        let last = end.min(self.first + (1 << layout.block_bits()));
+        let block_end = self.first + (1 << layout.block_bits());
+        let last = end.min(block_end);
         let (mut overflow, mut right) = (false, 0u64);
         let mut start = self.first;
         while start < last {
-            let stop = last.min((start / REGION_CLUSTERS + 1) * REGION_CLUSTERS);
+            let region = start.0 / REGION_CLUSTERS;
+            let stop = last.min(HostCluster((region + 1) * REGION_CLUSTERS));
             // Both inside the block and the region.
-            let at = usize::try_from(start - self.first).unwrap_or(0);
-            let inside = usize::try_from(start % REGION_CLUSTERS).unwrap_or(0);
+            let at = layout.in_block(start);
+            let inside = usize::try_from(start.0 % REGION_CLUSTERS).unwrap_or(0);
             let count = usize::try_from(stop - start).unwrap_or(0);
-            let counts = scan.counts.region(start / REGION_CLUSTERS);
+            let counts = scan.counts.region(region);
             for place in 0..count {
                 let stored = refcount::get(self.bytes, order, at + place);
                 let uses = match counts {
@@ -224,20 +229,17 @@ impl Block<'_> {
         // A block that is wrong about most of its clusters says nothing about entries.
         compared.suspect |= runs.too_low > 0 && runs.too_low <= right + runs.leaked;
         (runs.too_low, runs.leaked) = (0, 0);
-        let behind = last..self.first + (1 << layout.block_bits());
-        compared.counts_behind |= behind.into_iter().any(|cluster| {
-            // Inside the block.
-            let at = usize::try_from(cluster - self.first).unwrap_or(0);
-            refcount::get(self.bytes, order, at) > 0
-        });
+        compared.counts_past_end |= last
+            .up_to(block_end)
+            .any(|cluster| refcount::get(self.bytes, order, layout.in_block(cluster)) > 0);
         self.note_highest(scan, last, compared);
     }
 
-    fn note_highest(&self, scan: &Scan, last: u64, compared: &mut Compared) {
+    fn note_highest(&self, scan: &Scan, last: HostCluster, compared: &mut Compared) {
         let order = scan.layout.refcount_order;
         let floor = self.first.max(compared.highest);
-        for cluster in (floor..last).rev() {
-            let at = usize::try_from(cluster - self.first).unwrap_or(0);
+        for cluster in floor.up_to(last).rev() {
+            let at = scan.layout.in_block(cluster);
             if refcount::get(self.bytes, order, at) > 0 || scan.counts.get(cluster).total > 0 {
                 compared.highest = cluster;
                 return;
@@ -257,7 +259,7 @@ struct Findings {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Run {
-    first: u64,
+    first: HostCluster,
     count: u64,
     stored: u64,
     counted: u64,
@@ -271,7 +273,7 @@ impl Findings {
     /// Judges one cluster. Returns whether it has more references than fit.
     fn cluster(
         &mut self,
-        cluster: u64,
+        cluster: HostCluster,
         stored: u64,
         uses: Uses,
         compared: &mut Compared,
@@ -310,7 +312,7 @@ impl Findings {
         total > max
     }
 
-    fn add(&mut self, cluster: u64, stored: u64, counted: u64, report: &mut CheckReport) {
+    fn add(&mut self, cluster: HostCluster, stored: u64, counted: u64, report: &mut CheckReport) {
         if let Some(run) = &mut self.run
             && run.first + run.count == cluster
             && (run.stored, run.counted) == (stored, counted)
@@ -351,9 +353,9 @@ struct Neighbours<'a> {
 }
 
 impl Iterator for Neighbours<'_> {
-    type Item = (u64, usize);
+    type Item = (HostOffset, usize);
 
-    fn next(&mut self) -> Option<(u64, usize)> {
+    fn next(&mut self) -> Option<(HostOffset, usize)> {
         let offset = |place: usize| self.blocks.get(place).map_or(0, |at| at & !BLOCK_RESERVED);
         let start = offset(*self.places.first()?);
         let max = usize::try_from(READ_BYTES as u64 / self.size).unwrap_or(1).max(1);
@@ -365,6 +367,6 @@ impl Iterator for Neighbours<'_> {
             .take_while(|(n, place)| offset(**place) == start + *n as u64 * self.size)
             .count();
         self.places = self.places.get(count..).unwrap_or_default();
-        Some((start, usize::try_from(count as u64 * self.size).unwrap_or(0)))
+        Some((HostOffset(start), usize::try_from(count as u64 * self.size).unwrap_or(0)))
     }
 }

@@ -8,6 +8,8 @@
 //! claim to be its only user (COPIED flag) and how many say that they are not. So one pass over the
 //! L2 tables is enough, whatever the refcounts turn out to be.
 
+use crate::units::HostCluster;
+
 /// Clusters of one region: small, so that a few scattered references cost a page each.
 pub(super) const REGION_CLUSTERS: u64 = 1 << REGION_BITS;
 const REGION_BITS: u32 = 12;
@@ -96,15 +98,15 @@ pub(super) struct Counts {
     wide: Vec<u32>,
     /// Narrow slots whose region became wide.
     spare: Vec<u32>,
-    clusters: u64,
+    clusters: HostCluster,
     bytes_max: u64,
 }
 
 impl Counts {
     /// * `clusters`: clusters of the file; those behind cannot be counted.
     /// * `bytes_max`: memory that this may take.
-    pub(super) fn new(clusters: u64, bytes_max: u64) -> Result<Counts, OutOfMemory> {
-        let regions = clusters.div_ceil(REGION_CLUSTERS);
+    pub(super) fn new(clusters: HostCluster, bytes_max: u64) -> Result<Counts, OutOfMemory> {
+        let regions = clusters.0.div_ceil(REGION_CLUSTERS);
         if regions.saturating_mul(4) > bytes_max / 4 {
             return Err(OutOfMemory);
         }
@@ -120,7 +122,7 @@ impl Counts {
     }
 
     /// Clusters that can be counted.
-    pub(super) fn clusters(&self) -> u64 {
+    pub(super) fn clusters(&self) -> HostCluster {
         self.clusters
     }
 
@@ -134,11 +136,11 @@ impl Counts {
     #[inline]
     pub(super) fn add_narrow(
         &mut self,
-        cluster: u64,
+        cluster: HostCluster,
         narrow: u8,
         uses: Uses,
     ) -> Result<(), OutOfMemory> {
-        let region = usize::try_from(cluster >> REGION_BITS).unwrap_or(usize::MAX);
+        let region = usize::try_from(cluster.0 >> REGION_BITS).unwrap_or(usize::MAX);
         if let Some(&slot) = self.directory.get(region)
             && slot & WIDE == 0
         {
@@ -156,11 +158,11 @@ impl Counts {
     }
 
     /// Counts `uses` of `cluster`; see [`add_narrow`](Counts::add_narrow).
-    pub(super) fn add(&mut self, cluster: u64, uses: Uses) -> Result<(), OutOfMemory> {
+    pub(super) fn add(&mut self, cluster: HostCluster, uses: Uses) -> Result<(), OutOfMemory> {
         if cluster >= self.clusters {
             return Ok(());
         }
-        let region = usize::try_from(cluster >> REGION_BITS).map_err(|_| OutOfMemory)?;
+        let region = usize::try_from(cluster.0 >> REGION_BITS).map_err(|_| OutOfMemory)?;
         let mut slot = self.directory[region];
         if slot == 0 {
             slot = self.new_narrow()?;
@@ -182,8 +184,8 @@ impl Counts {
     }
 
     /// Takes references back; the flags stay.
-    pub(super) fn take_back(&mut self, cluster: u64, count: u32) {
-        let Some(&slot) = usize::try_from(cluster >> REGION_BITS)
+    pub(super) fn take_back(&mut self, cluster: HostCluster, count: u32) {
+        let Some(&slot) = usize::try_from(cluster.0 >> REGION_BITS)
             .ok()
             .and_then(|region| self.directory.get(region))
         else {
@@ -207,12 +209,12 @@ impl Counts {
     }
 
     /// The references to `cluster`; none to those beyond the file.
-    pub(super) fn get(&self, cluster: u64) -> Uses {
+    pub(super) fn get(&self, cluster: HostCluster) -> Uses {
         if cluster >= self.clusters {
             return Uses::default();
         }
         let place = place(cluster);
-        match self.region(cluster >> REGION_BITS) {
+        match self.region(cluster.0 >> REGION_BITS) {
             Region::Empty => Uses::default(),
             Region::Narrow(bytes) => Uses::from_narrow(bytes[place]),
             Region::Wide(words) => Uses::from_wide(words[place]),
@@ -271,10 +273,10 @@ impl Counts {
 
 /// Position of a cluster inside its region.
 #[inline]
-fn place(cluster: u64) -> usize {
+fn place(cluster: HostCluster) -> usize {
     // Below REGION.
     #[allow(clippy::cast_possible_truncation)]
-    let place = (cluster & (REGION_CLUSTERS - 1)) as usize;
+    let place = (cluster.0 & (REGION_CLUSTERS - 1)) as usize;
     place
 }
 

@@ -1,15 +1,11 @@
 //! The numbers of one image that every step of a check needs. Pure arithmetic.
 
 use crate::header::{self, Header};
+use crate::limits::SECTOR;
+use crate::units::{HostCluster, HostOffset};
 
-/// Bits 9 to 55: host offset in an L1 or L2 entry.
-pub(super) const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
-/// Bit 63: the reference count is exactly one.
-pub(super) const COPIED: u64 = 1 << 63;
-/// Bit 62 of an L2 entry.
-pub(super) const COMPRESSED: u64 = 1 << 62;
-/// Bit 0 of an L2 entry that is not extended.
-pub(super) const ZERO: u64 = 1;
+pub(super) use crate::entry::{COMPRESSED, COPIED, OFFSET_MASK, ZERO};
+
 /// Bits of an L1 entry that must be zero.
 pub(super) const L1_RESERVED: u64 = !(OFFSET_MASK | COPIED);
 /// Bits of a standard L2 entry that must be zero in every version; see
@@ -17,8 +13,6 @@ pub(super) const L1_RESERVED: u64 = !(OFFSET_MASK | COPIED);
 pub(super) const L2_RESERVED: u64 = !(OFFSET_MASK | COPIED | COMPRESSED | ZERO);
 /// Bits of an entry of the refcount table that must be zero.
 pub(super) const BLOCK_RESERVED: u64 = 0x1ff;
-/// Unit of the length of a compressed cluster, and of what a disk writes at once.
-pub(super) const SECTOR: u64 = 512;
 
 /// See the module.
 #[derive(Clone, Copy, Debug)]
@@ -63,22 +57,40 @@ impl Layout {
         1 << self.cluster_bits
     }
 
-    /// Clusters that the file has, the last one maybe in part.
-    pub(super) fn clusters(&self) -> u64 {
-        self.file_len.div_ceil(self.cluster_size())
+    /// The first cluster past the file. The file may have a part of its last cluster only.
+    pub(super) fn clusters(&self) -> HostCluster {
+        HostCluster(self.file_len.div_ceil(self.cluster_size()))
+    }
+
+    /// Index of the refcount block that counts a cluster.
+    pub(super) fn block_of(&self, cluster: HostCluster) -> u64 {
+        cluster.0 >> self.block_bits()
+    }
+
+    /// The first cluster that the refcount block with this index counts.
+    pub(super) fn block_start(&self, index: u64) -> HostCluster {
+        HostCluster(index << self.block_bits())
+    }
+
+    /// Number of the count of a cluster inside its refcount block.
+    pub(super) fn in_block(&self, cluster: HostCluster) -> usize {
+        // At most 2^24 counts in a block.
+        #[allow(clippy::cast_possible_truncation)]
+        let index = (cluster.0 & ((1 << self.block_bits()) - 1)) as usize;
+        index
     }
 
     /// Offset inside a cluster.
-    pub(super) fn in_cluster(&self, offset: u64) -> u64 {
-        offset & (self.cluster_size() - 1)
+    pub(super) fn in_cluster(&self, offset: HostOffset) -> u64 {
+        offset.0 & (self.cluster_size() - 1)
     }
 
     /// Whether the range may be there: the file may end inside its last cluster, so that up to one
     /// cluster may be missing.
-    pub(super) fn may_be_there(&self, offset: u64, len: u64) -> bool {
+    pub(super) fn may_be_there(&self, offset: HostOffset, len: u64) -> bool {
         offset
             .checked_add(len)
-            .is_some_and(|end| end < self.file_len.saturating_add(self.cluster_size()))
+            .is_some_and(|end| end.0 < self.file_len.saturating_add(self.cluster_size()))
     }
 
     /// Largest refcount that can be stored.
@@ -98,11 +110,11 @@ impl Layout {
     }
 
     /// Place and length in bytes of a compressed cluster.
-    pub(super) fn compressed(&self, entry: u64) -> (u64, u64) {
+    pub(super) fn compressed(&self, entry: u64) -> (HostOffset, u64) {
         let offset_bits = 62 - (self.cluster_bits - 8);
         let offset = entry & ((1 << offset_bits) - 1);
         let sectors = ((entry & (COMPRESSED - 1)) >> offset_bits) + 1;
-        (offset, sectors * SECTOR - offset % SECTOR)
+        (HostOffset(offset), sectors * SECTOR - offset % SECTOR)
     }
 }
 

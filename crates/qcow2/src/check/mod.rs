@@ -44,6 +44,8 @@ use ringdisk_storage::Storage;
 
 use crate::error::Error;
 use crate::header::{self, Header, Subject};
+use crate::limits::{SECTOR, SECTOR_LEN};
+use crate::units::HostOffset;
 
 use compare::Compared;
 use scan::Scan;
@@ -72,8 +74,6 @@ pub struct CheckOptions {
     pub repair: Repair,
 }
 
-/// A file with less than this has no header.
-const SECTOR_LEN: usize = 512;
 /// Bytes that are read first: enough for the whole first cluster in most images.
 const FIRST_READ_BYTES: u64 = 64 << 10;
 
@@ -146,7 +146,7 @@ async fn read_header(source: &impl Source, name: &str) -> Result<Header, Stop> {
     let read = async |len: u64| {
         // At most 2 MiB, the largest cluster.
         let len = usize::try_from(len.min(source.len())).unwrap_or(0);
-        source.read("reading the qcow2 header", 0, len).await
+        source.read("reading the qcow2 header", HostOffset(0), len).await
     };
     let mut head = read(FIRST_READ_BYTES).await?;
     let wanted = header::wanted_bytes(&head).filter(|_| header::is_qcow2(&head));
@@ -170,7 +170,7 @@ async fn examine(
         total_clusters: header
             .geometry
             .virtual_size
-            .next_multiple_of(512)
+            .next_multiple_of(SECTOR)
             .div_ceil(header.geometry.cluster_size()),
         dirty: header.incompatible & header::DIRTY != 0,
         marked_corrupt: header.incompatible & header::CORRUPT != 0,

@@ -16,6 +16,7 @@ use crate::check::scan::{Claim, Holds, NO_INDEX, Scan, TableUse};
 use crate::check::source::Source;
 use crate::check::stop::Stop;
 use crate::extensions::u64_at;
+use crate::units::{GuestOffset, HostCluster, HostOffset};
 
 /// Entries that are named one by one.
 const NAMED_MAX: usize = 100;
@@ -100,7 +101,7 @@ fn table_makes_sense(scan: &Scan) -> bool {
     let layout = scan.layout;
     let named = scan.blocks.iter().filter(|entry| **entry != 0);
     let good = named.clone().filter(|entry| {
-        layout.in_cluster(**entry) == 0
+        layout.in_cluster(HostOffset(**entry)) == 0
             && **entry & OFFSET_MASK == **entry
             && **entry < layout.file_len
     });
@@ -113,7 +114,7 @@ async fn block_makes_sense(source: &impl Source, scan: &Scan, claim: &Claim) -> 
     let layout = scan.layout;
     let at = claim.cluster << layout.cluster_bits;
     let bytes = source.read("reading a refcount block", at, layout.cluster_len()).await?;
-    let first = u64::from(claim.block) << layout.block_bits();
+    let first = layout.block_start(claim.block.into());
     let (mut right, mut wrong) = (0u64, 0u64);
     for place in 0..1u64 << layout.block_bits() {
         // Inside the block.
@@ -146,15 +147,16 @@ fn said(layout: Layout, group: &[Claim]) -> String {
 async fn entries_for(
     source: &impl Source,
     scan: &Scan,
-    clusters: &[u64],
+    clusters: &[HostCluster],
 ) -> Result<Vec<String>, Stop> {
     let layout = scan.layout;
     let mut messages = Vec::new();
-    let is_one = |offset: u64| clusters.binary_search(&(offset >> layout.cluster_bits)).is_ok();
+    let is_one =
+        |offset: HostOffset| clusters.binary_search(&(offset >> layout.cluster_bits)).is_ok();
     let tables = scan
         .tables
         .iter()
-        .filter(|table| layout.in_cluster(table.offset) == 0 && table.offset < layout.file_len);
+        .filter(|table| layout.in_cluster(table.offset) == 0 && table.offset.0 < layout.file_len);
     for table in tables {
         if is_one(table.offset) {
             messages.extend(l1_entry(layout, table));
@@ -167,7 +169,7 @@ async fn entries_for(
         for (index, raw) in bytes.chunks_exact(step).enumerate() {
             let entry = u64_at(raw, 0);
             if is_one(place_of(layout, entry))
-                && place_of(layout, entry) != 0
+                && place_of(layout, entry) != HostOffset(0)
                 && messages.len() < NAMED_MAX
             {
                 let at = table.offset;
@@ -198,11 +200,11 @@ fn l1_entry(layout: Layout, table: &TableUse) -> Option<String> {
 }
 
 /// The offset that an entry names; 0: none.
-fn place_of(layout: Layout, entry: u64) -> u64 {
+fn place_of(layout: Layout, entry: u64) -> HostOffset {
     match layout.kind(entry) {
         EntryKind::Compressed => layout.compressed(entry).0,
-        EntryKind::Allocated if !layout.external => entry & OFFSET_MASK,
-        EntryKind::Allocated | EntryKind::Unallocated => 0,
+        EntryKind::Allocated if !layout.external => HostOffset(entry & OFFSET_MASK),
+        EntryKind::Allocated | EntryKind::Unallocated => HostOffset(0),
     }
 }
 
@@ -211,7 +213,7 @@ fn guest(layout: Layout, table: &TableUse, index: usize) -> String {
     if table.index == NO_INDEX {
         return String::new();
     }
-    let start = u64::from(table.index) * layout.table_bytes();
+    let start = GuestOffset(u64::from(table.index) * layout.table_bytes());
     let at = start + ((index as u64) << layout.cluster_bits);
     format!(" in place of the disk's bytes from {at} on")
 }

@@ -12,6 +12,7 @@ use crate::check::refcount;
 use crate::check::scan::Scan;
 use crate::check::stop::Stop;
 use crate::limits::REFCOUNT_TABLE_BYTES_MAX;
+use crate::units::{HostCluster, HostOffset};
 
 /// Most clusters that are kept though nothing refers to them: about 48 MiB of memory.
 const KEPT_MAX: usize = 1 << 20;
@@ -23,26 +24,26 @@ pub(super) struct Plan<'a> {
     layout: Layout,
     /// Clusters that are in use besides those that were counted, with their refcounts: mostly those
     /// of new structures.
-    fresh: BTreeMap<u64, u64>,
+    fresh: BTreeMap<HostCluster, u64>,
     /// Clusters of structures that the new state does without. The old state needs them to the end.
-    held: BTreeSet<u64>,
+    held: BTreeSet<HostCluster>,
     /// Entries of the new refcount table.
     pub(super) entries: Vec<u64>,
     /// Blocks that are written anew.
     pub(super) rewritten: BTreeSet<u64>,
     queue: Vec<u64>,
     /// No single free cluster lies before this one.
-    cursor: u64,
+    cursor: HostCluster,
     /// Clusters of a storage that cannot grow.
-    limit: Option<u64>,
+    limit: Option<HostCluster>,
 }
 
 impl<'a> Plan<'a> {
     /// * `limit`: clusters that fit on a storage that cannot grow.
-    pub(super) fn new(scan: &'a mut Scan, limit: Option<u64>) -> Plan<'a> {
+    pub(super) fn new(scan: &'a mut Scan, limit: Option<HostCluster>) -> Plan<'a> {
         let layout = scan.layout;
         // What belongs to a structure that reaches behind the end was not counted, and must stay.
-        let kept: BTreeMap<u64, u64> = scan
+        let kept: BTreeMap<HostCluster, u64> = scan
             .strays
             .keys()
             .filter(|at| **at < layout.clusters() && scan.counts.get(**at).total == 0)
@@ -56,7 +57,7 @@ impl<'a> Plan<'a> {
             held: BTreeSet::new(),
             rewritten: BTreeSet::new(),
             queue: Vec::new(),
-            cursor: 0,
+            cursor: HostCluster(0),
             limit,
         };
         for cluster in kept.keys() {
@@ -67,19 +68,20 @@ impl<'a> Plan<'a> {
     }
 
     /// The refcount that a cluster gets.
-    pub(super) fn target(&self, cluster: u64) -> u64 {
+    pub(super) fn target(&self, cluster: HostCluster) -> u64 {
         let counted = || u64::from(self.scan.counts.get(cluster).total);
         self.fresh.get(&cluster).copied().unwrap_or_else(counted).min(self.layout.refcount_max())
     }
 
     /// Drops `count` references to each cluster of a structure that moves.
-    pub(super) fn retire(&mut self, offset: u64, len: u64, count: u32) {
+    pub(super) fn retire(&mut self, offset: HostOffset, len: u64, count: u32) {
         // What lies behind the end was not counted.
         if len == 0 || !self.layout.may_be_there(offset, len) {
             return;
         }
         let bits = self.layout.cluster_bits;
-        for cluster in offset >> bits..=(offset + len - 1) >> bits {
+        let (first, last) = (offset >> bits, (offset + len - 1) >> bits);
+        for cluster in first.up_to(last + 1) {
             self.scan.counts.take_back(cluster, count);
             self.held.insert(cluster);
         }
@@ -88,7 +90,7 @@ impl<'a> Plan<'a> {
     /// Finds `count` neighbouring clusters and gives each `refcount`.
     ///
     /// Errors: `Full` when the storage cannot grow.
-    pub(super) fn allocate(&mut self, count: u64, refcount: u64) -> Result<u64, Stop> {
+    pub(super) fn allocate(&mut self, count: u64, refcount: u64) -> Result<HostCluster, Stop> {
         let mut start = self.cursor;
         let mut at = start;
         while at - start < count {
@@ -110,14 +112,14 @@ impl<'a> Plan<'a> {
             at = next;
             start = at;
         }
-        self.fresh.extend((start..start + count).map(|cluster| (cluster, refcount)));
-        for cluster in start..start + count {
+        self.fresh.extend(start.up_to(start + count).map(|cluster| (cluster, refcount)));
+        for cluster in start.up_to(start + count) {
             self.touch(cluster);
         }
         Ok(start)
     }
 
-    fn is_free(&self, cluster: u64) -> bool {
+    fn is_free(&self, cluster: HostCluster) -> bool {
         let known = cluster < self.layout.clusters() || cluster >= self.scan.strays_end;
         known
             && self.scan.counts.get(cluster).total == 0
@@ -127,8 +129,8 @@ impl<'a> Plan<'a> {
     }
 
     /// The block of this cluster has to be written anew.
-    pub(super) fn touch(&mut self, cluster: u64) {
-        let index = cluster >> self.layout.block_bits();
+    pub(super) fn touch(&mut self, cluster: HostCluster) {
+        let index = self.layout.block_of(cluster);
         if self.rewritten.insert(index) {
             self.queue.push(index);
         }
@@ -143,9 +145,9 @@ impl<'a> Plan<'a> {
                 continue;
             }
             self.entries[index] = 0;
-            let named = entry & !BLOCK_RESERVED;
+            let named = HostOffset(entry & !BLOCK_RESERVED);
             if self.is_counted(entry) {
-                self.retire(entry, size, 1);
+                self.retire(HostOffset(entry), size, 1);
             } else if self.layout.in_cluster(named) == 0 {
                 // Until the header leads to the new table, counts are read from there.
                 self.held.insert(named >> self.layout.cluster_bits);
@@ -156,12 +158,13 @@ impl<'a> Plan<'a> {
     /// Whether the scan counted this entry as a reference.
     fn is_counted(&self, entry: u64) -> bool {
         entry & BLOCK_RESERVED == 0
-            && self.layout.in_cluster(entry) == 0
-            && entry >> self.layout.cluster_bits < self.layout.clusters()
+            && self.layout.in_cluster(HostOffset(entry)) == 0
+            && HostOffset(entry) >> self.layout.cluster_bits < self.layout.clusters()
     }
 
     fn good_block(&self, entry: u64) -> bool {
-        self.is_counted(entry) && self.scan.counts.get(entry >> self.layout.cluster_bits).total == 1
+        self.is_counted(entry)
+            && self.scan.counts.get(HostOffset(entry) >> self.layout.cluster_bits).total == 1
     }
 
     /// Keeps the clusters that a block counts and nothing refers to, where entries are damaged that
@@ -174,12 +177,10 @@ impl<'a> Plan<'a> {
             return Ok(());
         }
         let order = self.layout.refcount_order;
-        let first = index << self.layout.block_bits();
-        let last = self.layout.clusters().min((index + 1) << self.layout.block_bits());
-        for cluster in first..last {
-            // Inside the block.
-            let place = usize::try_from(cluster - first).unwrap_or(0);
-            let stored = refcount::get(block, order, place);
+        let first = self.layout.block_start(index);
+        let last = self.layout.clusters().min(self.layout.block_start(index + 1));
+        for cluster in first.up_to(last) {
+            let stored = refcount::get(block, order, self.layout.in_block(cluster));
             if stored > 0 {
                 self.keep(cluster, stored)?;
             }
@@ -195,10 +196,12 @@ impl<'a> Plan<'a> {
         if self.scan.damaged == 0 {
             return Ok(());
         }
-        let bits = self.layout.block_bits();
-        for index in 0..self.layout.clusters().div_ceil(1 << bits) {
+        let end = self.layout.clusters();
+        for index in 0..end.0.div_ceil(1 << self.layout.block_bits()) {
             if self.entry(index) == 0 {
-                for cluster in index << bits..self.layout.clusters().min((index + 1) << bits) {
+                let (first, last) =
+                    (self.layout.block_start(index), self.layout.block_start(index + 1).min(end));
+                for cluster in first.up_to(last) {
                     self.keep(cluster, 1)?;
                 }
             }
@@ -206,7 +209,7 @@ impl<'a> Plan<'a> {
         Ok(())
     }
 
-    fn keep(&mut self, cluster: u64, refcount: u64) -> Result<(), Stop> {
+    fn keep(&mut self, cluster: HostCluster, refcount: u64) -> Result<(), Stop> {
         let free = self.scan.counts.get(cluster).total == 0
             && !self.held.contains(&cluster)
             && !self.fresh.contains_key(&cluster);
@@ -215,7 +218,7 @@ impl<'a> Plan<'a> {
                 return Err(Stop::Memory);
             }
             self.fresh.insert(cluster, refcount);
-            if self.entry(cluster >> self.layout.block_bits()) == 0 {
+            if self.entry(self.layout.block_of(cluster)) == 0 {
                 self.touch(cluster);
             }
         }
@@ -223,9 +226,10 @@ impl<'a> Plan<'a> {
     }
 
     /// Blocks that can be read: number and host offset, in their order.
-    pub(super) fn blocks(&self) -> Vec<(u64, u64)> {
+    pub(super) fn blocks(&self) -> Vec<(u64, HostOffset)> {
         let entries = self.entries.iter().enumerate();
-        entries.filter(|(_, at)| **at != 0).map(|(index, at)| (index as u64, *at)).collect()
+        let named = entries.filter(|(_, at)| **at != 0);
+        named.map(|(index, at)| (index as u64, HostOffset(*at))).collect()
     }
 
     /// Whether a block says what it should.
@@ -237,18 +241,17 @@ impl<'a> Plan<'a> {
     /// Every cluster in use needs a block.
     pub(super) fn touch_uncovered(&mut self) {
         let end = self.scan.counts.clusters();
-        let block_bits = self.layout.block_bits();
-        for region in 0..end.div_ceil(REGION_CLUSTERS) {
+        for region in 0..end.0.div_ceil(REGION_CLUSTERS) {
             if matches!(self.scan.counts.region(region), Region::Empty) {
                 continue;
             }
-            let mut cluster = region * REGION_CLUSTERS;
+            let mut cluster = HostCluster(region * REGION_CLUSTERS);
             let stop = end.min(cluster + REGION_CLUSTERS);
             while cluster < stop {
-                let index = cluster >> block_bits;
-                let next = (index + 1) << block_bits;
+                let index = self.layout.block_of(cluster);
+                let next = self.layout.block_start(index + 1);
                 let known = self.entry(index) != 0 || self.rewritten.contains(&index);
-                if !known && (cluster..stop.min(next)).any(|at| self.target(at) > 0) {
+                if !known && cluster.up_to(stop.min(next)).any(|at| self.target(at) > 0) {
                     self.touch(cluster);
                 }
                 cluster = next;
@@ -268,8 +271,8 @@ impl<'a> Plan<'a> {
         while let Some(index) = self.queue.pop() {
             let old = self.entry(index);
             if old != 0 {
-                self.retire(old, size, 1);
-                self.touch(old >> self.layout.cluster_bits);
+                self.retire(HostOffset(old), size, 1);
+                self.touch(HostOffset(old) >> self.layout.cluster_bits);
             }
             let place = usize::try_from(index).map_err(|_| Stop::Memory)?;
             if place as u64 * 8 >= REFCOUNT_TABLE_BYTES_MAX {
@@ -282,7 +285,7 @@ impl<'a> Plan<'a> {
                 self.entries.resize(place + 1, 0);
             }
             let cluster = self.allocate(1, 1)?;
-            self.entries[place] = cluster << self.layout.cluster_bits;
+            self.entries[place] = (cluster << self.layout.cluster_bits).0;
         }
         Ok(())
     }
@@ -290,7 +293,7 @@ impl<'a> Plan<'a> {
     /// Gives the refcount table a place: first cluster and number of clusters.
     ///
     /// Errors: `Full`, `Corrupt` when it would be larger than allowed.
-    pub(super) fn place_table(&mut self) -> Result<(u64, u64), Stop> {
+    pub(super) fn place_table(&mut self) -> Result<(HostCluster, u64), Stop> {
         let per_cluster = self.layout.cluster_size() / 8;
         let max = REFCOUNT_TABLE_BYTES_MAX / self.layout.cluster_size();
         loop {
@@ -307,7 +310,7 @@ impl<'a> Plan<'a> {
             if (self.entries.len() as u64).div_ceil(per_cluster) <= clusters {
                 return Ok((start, clusters));
             }
-            for cluster in start..start + clusters {
+            for cluster in start.up_to(start + clusters) {
                 self.fresh.remove(&cluster);
             }
         }
@@ -319,27 +322,24 @@ impl<'a> Plan<'a> {
         block.resize(self.layout.cluster_len(), 0);
         let order = self.layout.refcount_order;
         let max = self.layout.refcount_max();
-        let bits = self.layout.block_bits();
-        let (first, last) = (index << bits, (index + 1) << bits);
+        let (first, last) = (self.layout.block_start(index), self.layout.block_start(index + 1));
         let counts = &self.scan.counts;
         let mut start = first;
         while start < last.min(counts.clusters()) {
-            let stop = last.min((start / REGION_CLUSTERS + 1) * REGION_CLUSTERS);
-            if !matches!(counts.region(start / REGION_CLUSTERS), Region::Empty) {
-                for cluster in start..stop {
+            let region = start.0 / REGION_CLUSTERS;
+            let stop = last.min(HostCluster((region + 1) * REGION_CLUSTERS));
+            if !matches!(counts.region(region), Region::Empty) {
+                for cluster in start.up_to(stop) {
                     let total = u64::from(counts.get(cluster).total).min(max);
                     if total > 0 {
-                        // Inside the block.
-                        let at = usize::try_from(cluster - first).unwrap_or(0);
-                        refcount::set(block, order, at, total);
+                        refcount::set(block, order, self.layout.in_block(cluster), total);
                     }
                 }
             }
             start = stop;
         }
         for (cluster, count) in self.fresh.range(first..last) {
-            let at = usize::try_from(cluster - first).unwrap_or(0);
-            refcount::set(block, order, at, (*count).min(max));
+            refcount::set(block, order, self.layout.in_block(*cluster), (*count).min(max));
         }
     }
 

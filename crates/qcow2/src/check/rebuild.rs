@@ -19,6 +19,7 @@ use crate::check::stop::Stop;
 use crate::check::tables;
 use crate::extensions::{BitmapDirectory, u64_at};
 use crate::header::{self, Header, HeaderImage, Subject, write_bytes};
+use crate::units::{HostCluster, HostOffset};
 
 /// The image that is repaired.
 #[derive(Clone, Copy, Debug)]
@@ -35,7 +36,7 @@ impl Patient<'_> {
         Reader { ring: self.ring, storage: self.storage, data_len: self.data_len }
     }
 
-    pub(super) async fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Stop> {
+    pub(super) async fn write(&self, offset: HostOffset, bytes: &[u8]) -> Result<(), Stop> {
         let written = write_bytes(self.ring, self.storage, offset, bytes).await;
         written.map_err(|errno| Stop::Io("writing new metadata", errno))
     }
@@ -49,7 +50,7 @@ impl Patient<'_> {
     pub(super) async fn head(&self) -> Result<HeaderImage, Stop> {
         let len = usize::try_from(self.storage.len().min(self.header.geometry.cluster_size()));
         let len = len.map_err(|_| Stop::Memory)?;
-        let bytes = self.reader().read("reading the qcow2 header", 0, len).await?;
+        let bytes = self.reader().read("reading the qcow2 header", HostOffset(0), len).await?;
         // As when it was read for the check: tables may lie behind the end.
         let subject = Subject { name: self.storage.name(), len: i64::MAX.unsigned_abs() };
         Ok(HeaderImage::parse(&bytes, subject)?)
@@ -104,7 +105,7 @@ pub(super) async fn rebuild(
     let size = layout.cluster_size();
     let mut head = patient.head().await?;
     let limit = match storage.kind() {
-        Kind::BlockDevice => Some(storage.len() / size),
+        Kind::BlockDevice => Some(HostOffset(storage.len()) >> layout.cluster_bits),
         Kind::Regular | Kind::Custom => None,
     };
     let moved = tables_with_wrong_flags(patient, scan, hooks).await?;
@@ -115,11 +116,7 @@ pub(super) async fn rebuild(
     let bitmaps = bitmaps::new_directory(&patient.reader(), header, scan).await?;
     let lost_snapshots = scan.lost_snapshots.len();
     let mut plan = Plan::new(scan, limit);
-    plan.retire(
-        header.refcount_table.start,
-        header.refcount_table.end - header.refcount_table.start,
-        1,
-    );
+    plan.retire(header.refcount_table.start, header.refcount_table.len(), 1);
     for table in &moved {
         plan.retire(table.offset, size, table.active());
     }
@@ -151,7 +148,7 @@ pub(super) async fn rebuild(
         let lost = u32::try_from(lost_snapshots).unwrap_or(header.snapshots);
         let left = header.snapshots.saturating_sub(lost);
         if left == 0 {
-            head.set_snapshots(0, 0);
+            head.set_snapshots(HostOffset(0), 0);
         } else {
             let place = plan.allocate((bytes.len() as u64).div_ceil(size), 1)?;
             head.set_snapshots(place << layout.cluster_bits, left);
@@ -206,11 +203,11 @@ async fn set_bitmaps(
 struct Move {
     table: TableUse,
     /// Host offset of the copy.
-    place: u64,
+    place: HostOffset,
 }
 
 /// What the COPIED flag of an entry for this place must be, now that the refcounts are right.
-fn wants_copied(layout: Layout, place: u64, target: impl Fn(u64) -> u64) -> bool {
+fn wants_copied(layout: Layout, place: HostOffset, target: impl Fn(HostCluster) -> u64) -> bool {
     layout.external || target(place >> layout.cluster_bits) == 1
 }
 
@@ -231,7 +228,7 @@ fn may_have_wrong_flags(scan: &Scan) -> bool {
         }
         Region::Wide(words) => words.iter().any(|word| wrong(Uses::from_wide(*word))),
     };
-    let regions = scan.counts.clusters().div_ceil(REGION_CLUSTERS);
+    let regions = scan.counts.clusters().0.div_ceil(REGION_CLUSTERS);
     scan.external_flags > 0
         || scan.strays.values().any(|(copied, _)| *copied > 0)
         || (0..regions).any(|region| in_region(&scan.counts, region))
@@ -259,7 +256,9 @@ async fn tables_with_wrong_flags(
     let max = layout.refcount_max();
     let target = |cluster| u64::from(scan.counts.get(cluster).total).min(max);
     let candidates = scan.tables.iter().filter(|table| {
-        table.active() > 0 && layout.in_cluster(table.offset) == 0 && table.offset < layout.file_len
+        table.active() > 0
+            && layout.in_cluster(table.offset) == 0
+            && table.offset.0 < layout.file_len
     });
     let mut left = candidates.clone();
     let mut moved = Vec::new();
@@ -282,7 +281,7 @@ async fn tables_with_wrong_flags(
 }
 
 /// The L2 table with the right flags; `None`: they are right.
-fn correct(layout: Layout, bytes: &[u8], target: impl Fn(u64) -> u64) -> Option<Vec<u8>> {
+fn correct(layout: Layout, bytes: &[u8], target: impl Fn(HostCluster) -> u64) -> Option<Vec<u8>> {
     let step = if layout.extended { 16 } else { 8 };
     let mut corrected: Option<Vec<u8>> = None;
     for at in (0..bytes.len()).step_by(step) {
@@ -290,7 +289,7 @@ fn correct(layout: Layout, bytes: &[u8], target: impl Fn(u64) -> u64) -> Option<
         if entry == 0 || layout.kind(entry) != EntryKind::Allocated {
             continue;
         }
-        let wanted = wants_copied(layout, entry & OFFSET_MASK, &target);
+        let wanted = wants_copied(layout, HostOffset(entry & OFFSET_MASK), &target);
         if wanted != (entry & COPIED != 0) {
             let copy = corrected.get_or_insert_with(|| bytes.to_vec());
             copy[at..at + 8].copy_from_slice(&(entry ^ COPIED).to_be_bytes());
@@ -329,7 +328,7 @@ async fn touch_wrong_blocks(
             let (index, _) = blocks[place];
             plan.keep_leaks(index, bytes)?;
             if !plan.is_right(index, bytes, &mut scratch) {
-                plan.touch(index << layout.block_bits());
+                plan.touch(layout.block_start(index));
             }
             hooks.step(plan.scan().done, plan.scan().total)
         })
@@ -357,7 +356,7 @@ async fn write_l1(
     patient: Patient<'_>,
     plan: &Plan<'_>,
     moves: &[Move],
-    place: u64,
+    place: HostOffset,
 ) -> Result<(), Stop> {
     let layout = plan.scan().layout;
     // At most 32 MiB: bounded by the header.
@@ -367,8 +366,8 @@ async fn write_l1(
     let mut l1 = patient.reader().read("reading the L1 table", start, len).await?;
     for raw in l1.as_chunks_mut::<8>().0 {
         let entry = u64::from_be_bytes(*raw);
-        let offset = entry & OFFSET_MASK;
-        if offset == 0 {
+        let offset = HostOffset(entry & OFFSET_MASK);
+        if offset == HostOffset(0) {
             continue;
         }
         let new = match moves.binary_search_by_key(&offset, |each| each.table.offset) {
@@ -377,7 +376,7 @@ async fn write_l1(
         };
         let copied = plan.target(new >> layout.cluster_bits) == 1;
         let other = entry & !(OFFSET_MASK | COPIED);
-        *raw = (other | new | if copied { COPIED } else { 0 }).to_be_bytes();
+        *raw = (other | new.0 | if copied { COPIED } else { 0 }).to_be_bytes();
     }
     l1.resize(l1.len().next_multiple_of(layout.cluster_len()).max(layout.cluster_len()), 0);
     patient.write(place, &l1).await
@@ -389,14 +388,14 @@ async fn write_blocks(
     plan: &Plan<'_>,
     hooks: CheckHooks<'_>,
 ) -> Result<(), Stop> {
-    let mut places: Vec<(u64, u64)> = Vec::new();
+    let mut places: Vec<(HostOffset, u64)> = Vec::new();
     for index in &plan.rewritten {
         let entry = usize::try_from(*index).ok().and_then(|at| plan.entries.get(at));
-        places.extend(entry.map(|at| (*at, *index)));
+        places.extend(entry.map(|at| (HostOffset(*at), *index)));
     }
     places.sort_unstable();
     let mut waiting = Vec::new();
-    let mut start = 0;
+    let mut start = HostOffset(0);
     let mut block = Vec::new();
     for (at, index) in places {
         hooks.step(plan.scan().done, plan.scan().total)?;

@@ -22,7 +22,7 @@
 use crate::check::bitmaps;
 use crate::check::compare::{self, Compared};
 use crate::check::counts::Uses;
-use crate::check::layout::{BLOCK_RESERVED, COPIED, SECTOR, ZERO};
+use crate::check::layout::{BLOCK_RESERVED, COPIED, ZERO};
 use crate::check::rebuild::{Patient, rebuild};
 use crate::check::refcount;
 use crate::check::report::{CheckHooks, CheckReport, MESSAGES_MAX};
@@ -33,6 +33,8 @@ use crate::check::{Repair, examine, read_header};
 use crate::error::Error;
 use crate::extensions::u64_at;
 use crate::header;
+use crate::limits::{SECTOR, SECTOR_LEN};
+use crate::units::{HostCluster, HostOffset};
 
 /// Most rounds: one for entries, one for refcounts, and two for what only shows then.
 const ROUNDS_MAX: u32 = 4;
@@ -259,8 +261,8 @@ async fn fix_entries(patient: Patient<'_>, scan: &mut Scan) -> Result<Vec<String
         }
         let bytes = if layout.extended { 16 } else { 8 };
         let offset = table + u64::from(index) * bytes;
-        let sector = offset / SECTOR * SECTOR;
-        let mut content = patient.reader().read("reading an L2 table", sector, 512).await?;
+        let sector = offset.align_down(SECTOR);
+        let mut content = patient.reader().read("reading an L2 table", sector, SECTOR_LEN).await?;
         // Inside the sector: entries do not cross sectors.
         let at = usize::try_from(offset - sector).unwrap_or(0);
         let zero_flag = if layout.version >= 3 { ZERO } else { 0 };
@@ -268,7 +270,7 @@ async fn fix_entries(patient: Patient<'_>, scan: &mut Scan) -> Result<Vec<String
             Some(place) => {
                 moved += 1;
                 let zero = if layout.extended { 0 } else { u64_at(&content, at) & zero_flag };
-                (place | COPIED | zero, u64_at(&content, at + 8))
+                (place.0 | COPIED | zero, u64_at(&content, at + 8))
             }
             None => {
                 emptied += 1;
@@ -307,24 +309,23 @@ async fn take_leaks_back(
     let (order, max) = (layout.refcount_order, layout.refcount_max());
     let end = compare::end_of(scan);
     let mut freed = 0;
-    let mut runs: Vec<(u64, u64)> = Vec::new();
+    let mut runs: Vec<(HostCluster, u64)> = Vec::new();
     for (index, entry) in scan.blocks.iter().enumerate() {
-        let first = (index as u64) << layout.block_bits();
-        let at = entry >> layout.cluster_bits;
+        let first = layout.block_start(index as u64);
+        let at = HostOffset(*entry);
         let good = *entry != 0
             && entry & BLOCK_RESERVED == 0
-            && layout.in_cluster(*entry) == 0
-            && scan.counts.get(at).total == 1;
+            && layout.in_cluster(at) == 0
+            && scan.counts.get(at >> layout.cluster_bits).total == 1;
         if !good || first >= end {
             continue;
         }
         hooks.step(scan.done, scan.total)?;
         let len = layout.cluster_len();
-        let mut block = patient.reader().read("reading a refcount block", *entry, len).await?;
+        let mut block = patient.reader().read("reading a refcount block", at, len).await?;
         let before = freed;
-        for cluster in first..end.min(first + (1 << layout.block_bits())) {
-            // Inside the block.
-            let place = usize::try_from(cluster - first).unwrap_or(0);
+        for cluster in first.up_to(end.min(layout.block_start(index as u64 + 1))) {
+            let place = layout.in_block(cluster);
             let stored = refcount::get(&block, order, place);
             let uses = scan.counts.get(cluster);
             let counted = u64::from(uses.total).min(max);
@@ -342,7 +343,7 @@ async fn take_leaks_back(
             if before == 0 {
                 patient.clear_unknown().await?;
             }
-            patient.write(*entry, &block).await?;
+            patient.write(at, &block).await?;
         }
     }
     patient.flush().await?;
@@ -350,7 +351,7 @@ async fn take_leaks_back(
         for (start, count) in runs {
             let (offset, len) = (start << layout.cluster_bits, count << layout.cluster_bits);
             // Only a matter of space: not every storage can.
-            let _ = patient.storage.discard(patient.ring, offset, len).await;
+            let _ = patient.storage.discard(patient.ring, offset.0, len).await;
         }
     }
     Ok(freed)
@@ -361,7 +362,7 @@ pub(super) fn needs_flags(uses: Uses, refcount: u64) -> bool {
     refcount == 1 && uses.plain > 0
 }
 
-fn add_to(runs: &mut Vec<(u64, u64)>, cluster: u64) {
+fn add_to(runs: &mut Vec<(HostCluster, u64)>, cluster: HostCluster) {
     if let Some((start, count)) = runs.last_mut()
         && *start + *count == cluster
     {
@@ -433,7 +434,7 @@ pub(super) async fn rebuild_dirty(patient: Patient<'_>, hooks: CheckHooks<'_>) -
     let right = !compared.too_low
         && compared.wrong_flags == 0
         && !compared.leaks_with_flags
-        && !compared.counts_behind
+        && !compared.counts_past_end
         && !scan.blocks_broken
         && report.leaks == 0;
     if right {

@@ -16,12 +16,13 @@ use crate::check::stop::Stop;
 use crate::check::tables::{self, SnapshotL1};
 use crate::header::{self, Header};
 use crate::limits::{CHECK_BYTES_MAX, CHECK_STRAYS_MAX, CHECK_TABLES_BYTES_MAX, L1_BYTES_MAX};
+use crate::units::{HostCluster, HostOffset};
 
 /// An L2 table and who refers to it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct TableUse {
     /// Host offset as it stands in the L1 entry; not always aligned.
-    pub(super) offset: u64,
+    pub(super) offset: HostOffset,
     /// Entries of the active L1 table with the COPIED flag.
     pub(super) copied: u32,
     /// Entries of the active L1 table without it.
@@ -41,7 +42,7 @@ pub(super) const NO_INDEX: u32 = u32::MAX;
 /// Where an L1 table lies.
 #[derive(Clone, Copy, Debug)]
 struct Table {
-    offset: u64,
+    offset: HostOffset,
     bytes: u64,
     active: bool,
 }
@@ -60,12 +61,12 @@ impl TableUse {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Fixable {
     /// Host offset of the table.
-    pub(super) table: u64,
+    pub(super) table: HostOffset,
     /// Number of the entry.
     pub(super) index: u32,
     /// Its place in the external data file, which is known; `None`: nothing of the entry can be
     /// kept.
-    pub(super) place: Option<u64>,
+    pub(super) place: Option<HostOffset>,
 }
 
 /// A compressed cluster of which the file has not all sectors. What is missing need not be part of
@@ -73,11 +74,11 @@ pub(super) struct Fixable {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct CutCompressed {
     /// Host offset of the table.
-    pub(super) table: u64,
+    pub(super) table: HostOffset,
     /// Number of the entry.
     pub(super) index: u32,
     /// Host offset of the data.
-    pub(super) offset: u64,
+    pub(super) offset: HostOffset,
 }
 
 /// What a cluster of metadata holds.
@@ -112,7 +113,7 @@ impl Holds {
 /// A cluster that a structure needs for itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Claim {
-    pub(super) cluster: u64,
+    pub(super) cluster: HostCluster,
     pub(super) holds: Holds,
     /// References that the structure itself has.
     pub(super) uses: u32,
@@ -133,14 +134,14 @@ pub(super) struct Scan {
     pub(super) claims: Vec<Claim>,
     /// Clusters of metadata that something else refers to too, where it is not known how to make
     /// that right (module `overlaps`).
-    pub(super) overlaps: Vec<u64>,
+    pub(super) overlaps: Vec<HostCluster>,
     /// Entries of the refcount table.
     pub(super) blocks: Vec<u64>,
     /// Clusters of what reaches behind the end, and how many entries of the active tree refer to
     /// each with the COPIED flag and without.
-    pub(super) strays: HashMap<u64, (u64, u64)>,
+    pub(super) strays: HashMap<HostCluster, (u64, u64)>,
     /// There were too many of them: those that are missing lie below this cluster.
-    pub(super) strays_end: u64,
+    pub(super) strays_end: HostCluster,
     /// COPIED flags that are missing in an image with an external data file.
     pub(super) external_flags: u64,
     /// It is not known what some structure refers to.
@@ -200,7 +201,7 @@ pub(super) async fn scan(
         overlaps: Vec::new(),
         blocks: Vec::new(),
         strays: HashMap::new(),
-        strays_end: 0,
+        strays_end: HostCluster(0),
         external_flags: 0,
         unknown: false,
         incomplete_snapshots: 0,
@@ -219,8 +220,8 @@ pub(super) async fn scan(
         done: 0,
         total: 0,
     };
-    scan.count(0, layout.cluster_size(), "the header", report)?;
-    scan.own(0, layout.cluster_size(), Holds::Header);
+    scan.count(HostOffset(0), layout.cluster_size(), "the header", report)?;
+    scan.own(HostOffset(0), layout.cluster_size(), Holds::Header);
     scan.marks(header, report);
     scan.read_refcount_table(source, header).await?;
     let l1_bytes = u64::from(header.l1_entries) * 8;
@@ -251,7 +252,7 @@ impl Scan {
     /// Counts one reference to each cluster of a range of the file.
     pub(super) fn count(
         &mut self,
-        offset: u64,
+        offset: HostOffset,
         len: u64,
         what: &str,
         report: &mut CheckReport,
@@ -266,7 +267,7 @@ impl Scan {
     /// the first cluster.
     pub(super) fn count_uses(
         &mut self,
-        offset: u64,
+        offset: HostOffset,
         len: u64,
         uses: Uses,
         what: impl FnOnce() -> String,
@@ -281,7 +282,7 @@ impl Scan {
 
     fn count_range(
         &mut self,
-        offset: u64,
+        offset: HostOffset,
         len: u64,
         uses: Uses,
         what: impl FnOnce() -> String,
@@ -302,7 +303,7 @@ impl Scan {
         }
         let last = (offset + len - 1) >> self.layout.cluster_bits;
         self.counts.add(first, uses)?;
-        for cluster in first + 1..=last {
+        for cluster in (first + 1).up_to(last + 1) {
             self.counts.add(cluster, Uses::unflagged(uses.total))?;
         }
         Ok(())
@@ -310,10 +311,10 @@ impl Scan {
 
     /// Remembers what points behind the end. A long structure may begin inside the file: that part
     /// is not counted, as QEMU does not count it, but it is not free either.
-    pub(super) fn stray(&mut self, offset: u64, len: u64, uses: Uses) {
+    pub(super) fn stray(&mut self, offset: HostOffset, len: u64, uses: Uses) {
         let bits = self.layout.cluster_bits;
         let (first, last) = (offset >> bits, offset.saturating_add(len - 1) >> bits);
-        for cluster in first..=last {
+        for cluster in first.up_to(last + 1) {
             if self.strays.len() >= CHECK_STRAYS_MAX && !self.strays.contains_key(&cluster) {
                 self.strays_end = self.strays_end.max(last + 1);
                 // Something inside the file may be in use after all.
@@ -329,25 +330,38 @@ impl Scan {
     }
 
     /// Notes that a range holds a structure that shares its clusters with nothing.
-    pub(super) fn own(&mut self, offset: u64, len: u64, holds: Holds) {
+    pub(super) fn own(&mut self, offset: HostOffset, len: u64, holds: Holds) {
         if len == 0 || !self.layout.may_be_there(offset, len) {
             return;
         }
         let bits = self.layout.cluster_bits;
-        let clusters = offset >> bits..=(offset + len - 1) >> bits;
+        let (first, last) = (offset >> bits, (offset + len - 1) >> bits);
+        let clusters = first.up_to(last + 1);
         self.claims.extend(clusters.map(|cluster| Claim { cluster, holds, uses: 1, block: 0 }));
     }
 
     /// Looks whether a table that has to be there as a whole is cut by the end of the file. What it
     /// refers to is not known then. `qemu-img check` takes zeroes for what is missing.
-    pub(super) fn whole(&mut self, offset: u64, len: u64, what: &str, report: &mut CheckReport) {
+    pub(super) fn whole(
+        &mut self,
+        offset: HostOffset,
+        len: u64,
+        what: &str,
+        report: &mut CheckReport,
+    ) {
         self.unknown |= self.named_whole(offset, len, what, report);
     }
 
     /// As [`whole`](Scan::whole), and only says so. Returns whether it is cut.
-    fn named_whole(&mut self, offset: u64, len: u64, what: &str, report: &mut CheckReport) -> bool {
+    fn named_whole(
+        &mut self,
+        offset: HostOffset,
+        len: u64,
+        what: &str,
+        report: &mut CheckReport,
+    ) -> bool {
         let end = offset.saturating_add(len);
-        if len == 0 || end <= self.layout.exact_len {
+        if len == 0 || end.0 <= self.layout.exact_len {
             return false;
         }
         // Else it was counted as lying behind the end.
@@ -392,7 +406,7 @@ impl Scan {
         self.count(offset, bytes, what, report)?;
         self.own(offset, bytes, if active { Holds::L1 } else { Holds::SnapshotL1 });
         self.whole(offset, bytes, what, report);
-        let there = bytes.min(self.layout.file_len.saturating_sub(offset));
+        let there = bytes.min(self.layout.file_len.saturating_sub(offset.0));
         source
             .read_all("reading an L1 table", pieces_of(offset, there), |place, piece| {
                 let first = place * READ_BYTES / 8;
@@ -418,7 +432,7 @@ impl Scan {
         what: &str,
         report: &mut CheckReport,
     ) {
-        let offset = entry & OFFSET_MASK;
+        let offset = HostOffset(entry & OFFSET_MASK);
         let bad = entry & L1_RESERVED != 0 || self.layout.in_cluster(offset) != 0;
         self.damaged += u64::from(bad);
         if entry & L1_RESERVED != 0 {
@@ -434,7 +448,7 @@ impl Scan {
         // An entry for the header counts like any other, only its flag does not.
         match (active, offset, entry & COPIED) {
             (false, _, _) => table.snapshots = 1,
-            (true, 0, _) => table.header = 1,
+            (true, HostOffset(0), _) => table.header = 1,
             (true, _, 0) => table.plain = 1,
             _ => table.copied = 1,
         }
@@ -532,14 +546,14 @@ impl Scan {
         for table in &tables {
             let uses = Uses { total: table.total(), copied: table.copied, plain: table.plain };
             self.count_uses(table.offset, size, uses, || "an L2 table".to_owned(), report)?;
-            if self.layout.in_cluster(table.offset) == 0 && table.offset < self.layout.file_len {
+            if self.layout.in_cluster(table.offset) == 0 && table.offset.0 < self.layout.file_len {
                 let cluster = table.offset >> self.layout.cluster_bits;
                 let claim = Claim { cluster, holds: Holds::L2, uses: table.total(), block: 0 };
                 self.claims.push(claim);
                 self.whole(table.offset, size, "an L2 table", report);
             }
         }
-        let inside = &tables[..tables.partition_point(|t| t.offset < self.layout.file_len)];
+        let inside = &tables[..tables.partition_point(|t| t.offset.0 < self.layout.file_len)];
         self.total += inside.len() as u64 * size;
         let runs = Runs { tables: inside, size };
         let mut at = 0;
@@ -564,7 +578,7 @@ impl Scan {
     ) -> Result<(), Stop> {
         let table = header.refcount_table;
         // At most 8 MiB: bounded by the header.
-        let len = usize::try_from(table.end - table.start).map_err(|_| Stop::Memory)?;
+        let len = usize::try_from(table.len()).map_err(|_| Stop::Memory)?;
         let raw = source.read("reading the refcount table", table.start, len).await?;
         self.blocks = raw.as_chunks::<8>().0.iter().map(|b| u64::from_be_bytes(*b)).collect();
         let blocks = self.blocks.iter().filter(|entry| **entry != 0).count() as u64;
@@ -576,8 +590,8 @@ impl Scan {
     fn refcount_table(&mut self, header: &Header, report: &mut CheckReport) -> Result<(), Stop> {
         let layout = self.layout;
         let table = header.refcount_table;
-        self.count(table.start, table.end - table.start, "the refcount table", report)?;
-        self.own(table.start, table.end - table.start, Holds::RefcountTable);
+        self.count(table.start, table.len(), "the refcount table", report)?;
+        self.own(table.start, table.len(), Holds::RefcountTable);
         let size = layout.cluster_size();
         let max = layout.refcount_max();
         for index in 0..self.blocks.len() {
@@ -585,7 +599,7 @@ impl Scan {
             if entry == 0 {
                 continue;
             }
-            let offset = entry & !BLOCK_RESERVED;
+            let offset = HostOffset(entry & !BLOCK_RESERVED);
             let cluster = offset >> layout.cluster_bits;
             let wrong = if entry & BLOCK_RESERVED != 0 {
                 "reserved bits are set"
@@ -620,9 +634,9 @@ struct Runs<'a> {
 }
 
 impl Iterator for Runs<'_> {
-    type Item = (u64, usize);
+    type Item = (HostOffset, usize);
 
-    fn next(&mut self) -> Option<(u64, usize)> {
+    fn next(&mut self) -> Option<(HostOffset, usize)> {
         let start = self.tables.first()?.offset;
         let max = (READ_BYTES as u64 / self.size).max(1);
         let mut count = 0u64;

@@ -13,6 +13,7 @@ use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_storage::Storage;
 
 use crate::check::stop::Stop;
+use crate::units::HostOffset;
 
 /// Bytes of the largest read: long enough that a disk streams.
 pub(super) const READ_BYTES: usize = 1 << 20;
@@ -22,7 +23,7 @@ const READS: usize = 8;
 const ALIGN: usize = 4096;
 
 /// A piece of the file to be read: offset and length (at most [`READ_BYTES`]).
-pub(super) type Piece = (u64, usize);
+pub(super) type Piece = (HostOffset, usize);
 
 /// Something that holds an image.
 pub(super) trait Source {
@@ -45,7 +46,12 @@ pub(super) trait Source {
     ) -> Result<(), Stop>;
 
     /// Reads one range of any length into memory; the caller has bounded it.
-    async fn read(&self, what: &'static str, offset: u64, len: usize) -> Result<Vec<u8>, Stop> {
+    async fn read(
+        &self,
+        what: &'static str,
+        offset: HostOffset,
+        len: usize,
+    ) -> Result<Vec<u8>, Stop> {
         let mut bytes = Vec::new();
         bytes.try_reserve(len).map_err(|_| Stop::Memory)?;
         self.read_all(what, pieces_of(offset, len as u64), |_, piece| {
@@ -58,7 +64,7 @@ pub(super) trait Source {
 }
 
 /// Cuts a range into pieces.
-pub(super) fn pieces_of(offset: u64, len: u64) -> impl Iterator<Item = Piece> {
+pub(super) fn pieces_of(offset: HostOffset, len: u64) -> impl Iterator<Item = Piece> {
     let end = offset.saturating_add(len);
     let mut at = offset;
     std::iter::from_fn(move || {
@@ -116,12 +122,12 @@ impl<B: ImageBytes + ?Sized> Source for Memory<'_, B> {
     ) -> Result<(), Stop> {
         let mut bytes = Vec::new();
         for (place, (offset, len)) in pieces.enumerate() {
-            if let Some(slice) = self.0.slice(offset, len) {
+            if let Some(slice) = self.0.slice(offset.0, len) {
                 each(place, slice)?;
                 continue;
             }
             bytes.resize(len, 0);
-            self.0.read_into(offset, &mut bytes);
+            self.0.read_into(offset.0, &mut bytes);
             each(place, &bytes)?;
         }
         Ok(())
@@ -142,13 +148,13 @@ impl Reader<'_> {
     fn start(&self, buf: IoBuf, (offset, len): Piece) -> Reading<'_> {
         Box::pin(async move {
             // What lies behind the end is not asked for: the storage may have no such offset.
-            let there = self.storage.len().saturating_sub(offset);
+            let there = self.storage.len().saturating_sub(offset.0);
             let want = usize::try_from(there).unwrap_or(len).min(len);
             // O_DIRECT reads whole blocks into the buffer; the end of a file is short by itself.
             let want = want.next_multiple_of(ALIGN).min(len);
             let result = match want {
                 0 => Ok(0),
-                _ => self.storage.read(self.ring, offset, &buf.slice(0..want)).await,
+                _ => self.storage.read(self.ring, offset.0, &buf.slice(0..want)).await,
             };
             (buf, len, result)
         })

@@ -14,10 +14,11 @@ use crate::check::stop::Stop;
 use crate::extensions::{BitmapDirectory, u16_at, u32_at, u64_at};
 use crate::header::Header;
 use crate::limits::{
-    BITMAP_DIRECTORY_BYTES_MAX, BITMAP_NAME_BYTES_MAX, BITMAPS_MAX, SNAPSHOT_EXTRA_BYTES_MAX,
+    BITMAP_DIRECTORY_BYTES_MAX, BITMAP_NAME_BYTES_MAX, BITMAPS_MAX,
+    SNAPSHOT_ENTRY_BYTES_MIN as ENTRY_BYTES_MIN, SNAPSHOT_EXTRA_BYTES_MAX,
     SNAPSHOT_TABLE_BYTES_MAX,
 };
-use crate::snapshots::ENTRY_BYTES_MIN;
+use crate::units::HostOffset;
 
 /// Bytes of a table that are read at first.
 const FIRST_BYTES: u64 = 64 << 10;
@@ -36,7 +37,7 @@ const BITMAP_EXTRA_BYTES_MAX: u32 = 1024;
 /// The L1 table of one snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct SnapshotL1 {
-    pub(super) offset: u64,
+    pub(super) offset: HostOffset,
     pub(super) entries: u32,
     /// Id and name, for messages.
     pub(super) name: String,
@@ -112,7 +113,7 @@ fn parse_snapshots(
             report.corrupt(1, || format!("ERROR snapshot table entry {number} is incomplete"));
         }
         snapshots.push(SnapshotL1 {
-            offset: u64_at(head, 0),
+            offset: HostOffset(u64_at(head, 0)),
             entries: u32_at(head, 8),
             name: format!(
                 "{} ({})",
@@ -131,7 +132,7 @@ fn parse_snapshots(
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct BitmapEntry {
     /// Host offset and entries of the bitmap table.
-    pub(super) offset: u64,
+    pub(super) offset: HostOffset,
     pub(super) entries: u32,
     pub(super) name: String,
     raw_name: Vec<u8>,
@@ -157,10 +158,10 @@ pub(super) async fn bitmaps(
         return bad(&format!("has {} entries", directory.count));
     }
     let end = directory.offset.checked_add(directory.len);
-    if directory.offset == 0
+    if directory.offset == HostOffset(0)
         || layout.in_cluster(directory.offset) != 0
         || directory.len > BITMAP_DIRECTORY_BYTES_MAX
-        || end.is_none_or(|end| end > source.len())
+        || end.is_none_or(|end| end.0 > source.len())
     {
         return bad(&format!("({} bytes) is not aligned or not inside the file", directory.len));
     }
@@ -204,7 +205,8 @@ fn refuse_doubles(bitmaps: &mut [BitmapEntry]) {
 /// * `disk_bytes`: size of the disk.
 fn bitmap_entry(bytes: &[u8], at: usize, layout: Layout, disk_bytes: u64) -> Option<BitmapEntry> {
     let head = bytes.get(at..at + BITMAP_ENTRY_BYTES)?;
-    let (offset, entries, flags) = (u64_at(head, 0), u32_at(head, 8), u32_at(head, 12));
+    let offset = HostOffset(u64_at(head, 0));
+    let (entries, flags) = (u32_at(head, 8), u32_at(head, 12));
     let (kind, granularity) = (head[16], head[17]);
     let (name_len, extra_len) = (u32::from(u16_at(head, 18)), u32_at(head, 20));
     if name_len > BITMAP_NAME_BYTES_MAX || extra_len > BITMAP_EXTRA_BYTES_MAX {
@@ -233,7 +235,7 @@ fn bitmap_entry(bytes: &[u8], at: usize, layout: Layout, disk_bytes: u64) -> Opt
         Some(format!("its table has {entries} entries"))
     } else if flags & IN_USE == 0 && u64::from(entries) != wanted() {
         Some(format!("its table has {entries} entries, not {}", wanted()))
-    } else if offset == 0 || layout.in_cluster(offset) != 0 {
+    } else if offset == HostOffset(0) || layout.in_cluster(offset) != 0 {
         Some(format!("its table at {offset:#x} is not aligned"))
     } else {
         None
@@ -243,15 +245,17 @@ fn bitmap_entry(bytes: &[u8], at: usize, layout: Layout, disk_bytes: u64) -> Opt
 
 /// The clusters that the words of a bitmap table name, as host offsets; an error says why it cannot
 /// be right.
-pub(super) fn bitmap_clusters(words: &[u64], layout: Layout) -> Result<Vec<u64>, String> {
+pub(super) fn bitmap_clusters(words: &[u64], layout: Layout) -> Result<Vec<HostOffset>, String> {
     let mut clusters = Vec::new();
     for word in words {
-        let offset = word & OFFSET_MASK;
+        let offset = HostOffset(word & OFFSET_MASK);
         let reserved = word & !(OFFSET_MASK | 1) != 0;
-        if reserved || (offset != 0 && (word & 1 != 0 || layout.in_cluster(offset) != 0)) {
+        if reserved
+            || (offset != HostOffset(0) && (word & 1 != 0 || layout.in_cluster(offset) != 0))
+        {
             return Err(format!("the table entry {word:#x} is not allowed"));
         }
-        if offset != 0 {
+        if offset != HostOffset(0) {
             clusters.push(offset);
         }
     }

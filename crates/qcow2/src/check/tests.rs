@@ -13,6 +13,7 @@ use crate::check::{examine, plan, read_header, tables};
 use crate::header::Header;
 
 use crate::check::scan::Scan;
+use crate::units::HostCluster;
 
 /// Runs something that never waits.
 fn at_once<T>(future: impl Future<Output = T>) -> T {
@@ -75,46 +76,47 @@ fn a_small_image_made_by_hand_is_clean() {
 
 #[test]
 fn counts_stay_right_when_they_outgrow_their_narrow_form() {
-    let mut counts = Counts::new(10 * REGION_CLUSTERS, 1 << 30).expect("room");
+    let mut counts = Counts::new(HostCluster(10 * REGION_CLUSTERS), 1 << 30).expect("room");
     let one = Uses { total: 1, copied: 1, plain: 0 };
     let other = Uses { total: 1, copied: 0, plain: 1 };
     for round in 1..40 {
-        counts.add_narrow(7, 0x11, one).expect("room");
-        counts.add(8, other).expect("room");
-        counts.add(9, Uses::unflagged(1)).expect("room");
+        counts.add_narrow(HostCluster(7), 0x11, one).expect("room");
+        counts.add(HostCluster(8), other).expect("room");
+        counts.add(HostCluster(9), Uses::unflagged(1)).expect("room");
         let flags = round.min(15);
-        let uses = counts.get(7);
+        let uses = counts.get(HostCluster(7));
         assert_eq!((uses.total, uses.copied.min(15), uses.plain), (round, flags, 0));
-        let uses = counts.get(8);
+        let uses = counts.get(HostCluster(8));
         assert_eq!((uses.total, uses.copied, uses.plain.min(15)), (round, 0, flags));
-        assert_eq!(counts.get(9), Uses::unflagged(round));
+        assert_eq!(counts.get(HostCluster(9)), Uses::unflagged(round));
     }
-    assert_eq!(counts.get(6), Uses::default());
-    counts.take_back(9, 38);
-    assert_eq!(counts.get(9), Uses::unflagged(1));
-    counts.add(3 * REGION_CLUSTERS, Uses::unflagged(u32::MAX)).expect("room");
-    assert_eq!(counts.get(3 * REGION_CLUSTERS).total, TOTAL_MAX);
+    assert_eq!(counts.get(HostCluster(6)), Uses::default());
+    counts.take_back(HostCluster(9), 38);
+    assert_eq!(counts.get(HostCluster(9)), Uses::unflagged(1));
+    counts.add(HostCluster(3 * REGION_CLUSTERS), Uses::unflagged(u32::MAX)).expect("room");
+    assert_eq!(counts.get(HostCluster(3 * REGION_CLUSTERS)).total, TOTAL_MAX);
 }
 
 #[test]
 fn counts_behind_the_end_are_nothing() {
-    let mut counts = Counts::new(10, 1 << 20).expect("room");
-    counts.add(10, Uses::unflagged(1)).expect("ignored");
-    counts.add_narrow(u64::MAX, 1, Uses::unflagged(1)).expect("ignored");
-    counts.take_back(u64::MAX, 1);
-    assert_eq!(counts.get(10), Uses::default());
-    assert_eq!(counts.get(u64::MAX), Uses::default());
+    let mut counts = Counts::new(HostCluster(10), 1 << 20).expect("room");
+    counts.add(HostCluster(10), Uses::unflagged(1)).expect("ignored");
+    counts.add_narrow(HostCluster(u64::MAX), 1, Uses::unflagged(1)).expect("ignored");
+    counts.take_back(HostCluster(u64::MAX), 1);
+    assert_eq!(counts.get(HostCluster(10)), Uses::default());
+    assert_eq!(counts.get(HostCluster(u64::MAX)), Uses::default());
 }
 
 #[test]
 fn counts_end_with_an_error_at_their_limit() {
-    assert_eq!(Counts::new(u64::MAX, 1 << 30).err(), Some(OutOfMemory));
+    assert_eq!(Counts::new(HostCluster(u64::MAX), 1 << 30).err(), Some(OutOfMemory));
     let limit = 1 << 20;
     // The directory alone would take all of it.
-    assert_eq!(Counts::new(1 << 30, limit).err(), Some(OutOfMemory));
-    let mut counts = Counts::new(1 << 24, limit).expect("room for the directory");
-    let full = (0..1 << 12)
-        .find(|region| counts.add(region * REGION_CLUSTERS, Uses::unflagged(1)).is_err());
+    assert_eq!(Counts::new(HostCluster(1 << 30), limit).err(), Some(OutOfMemory));
+    let mut counts = Counts::new(HostCluster(1 << 24), limit).expect("room for the directory");
+    let full = (0..1 << 12).find(|region| {
+        counts.add(HostCluster(region * REGION_CLUSTERS), Uses::unflagged(1)).is_err()
+    });
     assert!(full.is_some_and(|region| region > 64), "{full:?}");
     assert!(counts.bytes() <= 4 * limit, "{} bytes", counts.bytes());
 }
@@ -160,13 +162,13 @@ fn a_snapshot_entry_gets_the_sizes_that_it_lacks() {
 fn a_storage_that_cannot_grow_and_is_full_has_no_place_for_new_structures() {
     let bytes = image(4);
     let (_, _, mut scan) = scan(&bytes);
-    let mut plan = plan::Plan::new(&mut scan, Some(9));
+    let mut plan = plan::Plan::new(&mut scan, Some(HostCluster(9)));
     assert!(matches!(plan.allocate(1, 1), Err(Stop::Full)));
     let (_, _, mut scan) = self::scan(&bytes);
-    let mut plan = plan::Plan::new(&mut scan, Some(12));
-    assert_eq!(plan.allocate(2, 1).expect("two are left"), 9);
+    let mut plan = plan::Plan::new(&mut scan, Some(HostCluster(12)));
+    assert_eq!(plan.allocate(2, 1).expect("two are left"), HostCluster(9));
     assert!(matches!(plan.allocate(2, 1), Err(Stop::Full)));
-    assert_eq!(plan.allocate(1, 1).expect("one is left"), 11);
+    assert_eq!(plan.allocate(1, 1).expect("one is left"), HostCluster(11));
 }
 
 #[test]
@@ -179,8 +181,8 @@ fn new_structures_keep_away_from_what_points_behind_the_end() {
     let (_, report, mut scan) = scan(&bytes);
     assert!(report.corruptions > 0);
     let mut plan = plan::Plan::new(&mut scan, None);
-    let places: Vec<u64> = (0..4).map(|_| plan.allocate(1, 1).expect("it grows")).collect();
-    assert_eq!(places, [6, 7, 8, 10]);
+    let places: Vec<HostCluster> = (0..4).map(|_| plan.allocate(1, 1).expect("it grows")).collect();
+    assert_eq!(places, [6, 7, 8, 10].map(HostCluster));
 }
 
 #[test]

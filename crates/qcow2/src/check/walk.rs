@@ -9,6 +9,7 @@ use crate::check::stop::Stop;
 use crate::compressed::decompress;
 use crate::header::Header;
 use crate::limits::CHECK_STRAYS_MAX;
+use crate::units::HostOffset;
 
 /// Cut clusters that are decompressed to see what is left of them: an image of a file system ends
 /// in one of them.
@@ -60,9 +61,9 @@ impl Scan {
             if entry == 0 {
                 continue;
             }
-            let offset = entry & place_bits;
+            let offset = HostOffset(entry & place_bits);
             let cluster = offset >> bits;
-            if fast && entry & unusual == 0 && offset != 0 && cluster < clusters {
+            if fast && entry & unusual == 0 && offset != HostOffset(0) && cluster < clusters {
                 walk.place(offset, 1 << bits);
                 let (uses, narrow) = if entry & COPIED == 0 { walk.plain } else { walk.copied };
                 match narrow {
@@ -135,7 +136,7 @@ impl Scan {
             }
             EntryKind::Allocated => {
                 let uses = if entry & COPIED == 0 { walk.plain.0 } else { walk.copied.0 };
-                let offset = entry & OFFSET_MASK;
+                let offset = HostOffset(entry & OFFSET_MASK);
                 if layout.external {
                     // Nobody counts there, so every cluster has exactly one user.
                     if uses.plain > 0 {
@@ -160,7 +161,7 @@ impl Scan {
                 let misplaced = self.misplaced(index, offset, walk, report);
                 let data = if layout.extended { allocated != 0 } else { entry & ZERO == 0 };
                 if let Some(len) =
-                    layout.data_len.filter(|len| data && !misplaced && offset >= *len)
+                    layout.data_len.filter(|len| data && !misplaced && offset.0 >= *len)
                 {
                     report.own_finding(visits, || {
                         format!(
@@ -199,7 +200,7 @@ impl Scan {
     fn misplaced(
         &mut self,
         index: usize,
-        offset: u64,
+        offset: HostOffset,
         walk: &Walk,
         report: &mut CheckReport,
     ) -> bool {
@@ -209,7 +210,7 @@ impl Scan {
             return false;
         }
         let start = u64::from(table.index) * self.layout.table_bytes();
-        let place = start + ((index as u64) << self.layout.cluster_bits);
+        let place = HostOffset(start + ((index as u64) << self.layout.cluster_bits));
         if offset == place {
             return false;
         }
@@ -225,9 +226,9 @@ impl Scan {
     }
 
     /// Remembers a compressed cluster whose last sectors the file does not have.
-    fn note_cut(&mut self, table: u64, index: usize, offset: u64, len: u64) {
+    fn note_cut(&mut self, table: HostOffset, index: usize, offset: HostOffset, len: u64) {
         let layout = self.layout;
-        let is_cut = layout.may_be_there(offset, len) && offset + len > layout.exact_len;
+        let is_cut = layout.may_be_there(offset, len) && (offset + len).0 > layout.exact_len;
         if is_cut
             && self.cut_compressed.len() < CHECK_STRAYS_MAX
             && let Ok(index) = u32::try_from(index)
@@ -252,7 +253,7 @@ impl Scan {
         for (number, cut) in std::mem::take(&mut self.cut_compressed).into_iter().enumerate() {
             hooks.step(self.done, self.total)?;
             // Not more than a cluster.
-            let len = self.layout.exact_len.saturating_sub(cut.offset);
+            let len = self.layout.exact_len.saturating_sub(cut.offset.0);
             let len = usize::try_from(len).map_err(|_| Stop::Memory)?;
             let is_whole = number < CUT_COMPRESSED_MAX && {
                 let input = source.read("reading a compressed cluster", cut.offset, len).await?;
@@ -271,11 +272,11 @@ impl Scan {
         Ok(())
     }
 
-    fn hopeless(&mut self, table: u64, index: usize) {
+    fn hopeless(&mut self, table: HostOffset, index: usize) {
         self.fixable(table, index, None);
     }
 
-    fn fixable(&mut self, table: u64, index: usize, place: Option<u64>) {
+    fn fixable(&mut self, table: HostOffset, index: usize, place: Option<HostOffset>) {
         // The rest is found when the image is checked again.
         if self.fixable.len() < CHECK_STRAYS_MAX
             && let Ok(index) = u32::try_from(index)
@@ -296,7 +297,7 @@ struct Walk {
     fragmented: u64,
     compressed: u64,
     /// Where the next cluster would be if it followed the last one; 0: there was none.
-    next: u64,
+    next: HostOffset,
 }
 
 impl Walk {
@@ -311,15 +312,15 @@ impl Walk {
             allocated: 0,
             fragmented: 0,
             compressed: 0,
-            next: 0,
+            next: HostOffset(0),
         }
     }
 
     /// Notes a cluster that has a place.
     #[inline]
-    fn place(&mut self, offset: u64, size: u64) {
+    fn place(&mut self, offset: HostOffset, size: u64) {
         self.allocated += 1;
-        if self.next != 0 && self.next != offset {
+        if self.next != HostOffset(0) && self.next != offset {
             self.fragmented += 1;
         }
         self.next = offset + size;

@@ -13,6 +13,7 @@ use rustix::io::Errno;
 
 use super::Compressed;
 use crate::sync::{Arc, Mutex, lock};
+use crate::units::HostOffset;
 
 /// Buffers that are kept for the next clusters: of clusters that were pushed out, and of compressed
 /// bytes. Fresh memory costs more than decompressing into it.
@@ -135,10 +136,8 @@ impl Clusters {
 
     /// Drops everything that lies in a range of the image file, and what is being loaded from there
     /// is not kept.
-    pub(super) fn forget(&self, host: &Range<u64>) {
-        let inside = |key: Compressed| {
-            key.host_offset < host.end && host.start < key.host_offset + u64::from(key.host_len)
-        };
+    pub(super) fn forget(&self, host: &Range<HostOffset>) {
+        let inside = |key: Compressed| key.host_offset < host.end && host.start < key.host_end();
         let mut state = lock(&self.state);
         state.kept.retain(|kept| !inside(kept.key));
         state.loading.retain(|loading| !inside(loading.key));

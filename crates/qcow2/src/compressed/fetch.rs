@@ -16,6 +16,7 @@ use super::decode::decompress;
 use crate::info::CompressionType;
 use crate::limits::{COMPRESSED_READ_BYTES, INLINE_DECOMPRESSION_BYTES};
 use crate::sync::Arc;
+use crate::units::HostOffset;
 
 /// Bytes between two clusters that are rather read than skipped: about what the storage moves while
 /// it turns to another operation.
@@ -72,8 +73,8 @@ fn spawn(ring: &Ring, file: &Arc<Storage>, method: Method, tickets: Vec<Ticket>)
 }
 
 async fn fetch(ring: &Ring, file: &Storage, method: Method, tickets: Vec<Ticket>) {
-    let start = tickets.iter().map(|ticket| ticket.place().host_offset()).min().unwrap_or(0);
-    let end = tickets.iter().map(|ticket| ticket.place().host_end()).max().unwrap_or(0);
+    let start = tickets.iter().map(|ticket| ticket.place().host_offset()).min().unwrap_or_default();
+    let end = tickets.iter().map(|ticket| ticket.place().host_end()).max().unwrap_or_default();
     match read(ring, file, start, end).await {
         Ok(bytes) => {
             for ticket in tickets {
@@ -103,8 +104,8 @@ async fn fetch(ring: &Ring, file: &Storage, method: Method, tickets: Vec<Ticket>
 
 /// A piece of the image file.
 struct Bytes {
-    /// Offset of the first byte in the file.
-    start: u64,
+    /// Where the first byte is in the file.
+    start: HostOffset,
     /// Bytes that are there: fewer than asked for when the file ends inside the last sector.
     len: usize,
     buf: IoBuf,
@@ -115,7 +116,10 @@ impl Bytes {
     /// counts.
     fn copy(&self, ticket: &Ticket) -> Result<(Vec<u8>, usize), Errno> {
         let place = ticket.place();
-        let from = place.host_offset().checked_sub(self.start).ok_or(Errno::IO)?;
+        if place.host_offset() < self.start {
+            return Err(Errno::IO);
+        }
+        let from = place.host_offset() - self.start;
         let from = usize::try_from(from).map_err(|_| Errno::IO)?.min(self.len);
         let to = from.saturating_add(place.host_len() as usize).min(self.len);
         let mut bytes = ticket.input(to - from);
@@ -136,14 +140,19 @@ impl Bytes {
 }
 
 /// Reads a range, widened to what suits the storage.
-async fn read(ring: &Ring, file: &Storage, start: u64, end: u64) -> Result<Bytes, Errno> {
+async fn read(
+    ring: &Ring,
+    file: &Storage,
+    start: HostOffset,
+    end: HostOffset,
+) -> Result<Bytes, Errno> {
     let limits = file.limits();
     let align = u64::from(limits.offset_align).max(1);
-    let start = start / align * align;
-    let end = end.checked_next_multiple_of(align).ok_or(Errno::IO)?;
-    let len = usize::try_from(end - start).map_err(|_| Errno::IO)?;
+    let start = start.align_down(align);
+    let end = end.0.checked_next_multiple_of(align).ok_or(Errno::IO)?;
+    let len = usize::try_from(end - start.0).map_err(|_| Errno::IO)?;
     let buf = buffer(len, &limits);
-    let len = file.read(ring, start, &buf.slice(0..len)).await?;
+    let len = file.read(ring, start.0, &buf.slice(0..len)).await?;
     Ok(Bytes { start, len, buf })
 }
 

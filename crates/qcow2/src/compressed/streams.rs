@@ -5,6 +5,8 @@
 
 use std::ops::Range;
 
+use crate::units::GuestCluster;
+
 /// Sequential readers that are told apart; more than this many push each other out.
 const STREAMS: usize = 8;
 /// Clusters behind and before the expected one that still belong to a stream: requests of several
@@ -28,11 +30,11 @@ pub(super) struct Streams {
 #[derive(Clone, Copy, Debug, Default)]
 struct Stream {
     /// First cluster that still belongs to it.
-    from: u64,
+    from: GuestCluster,
     /// End of what its reader asked for so far, cluster.
-    wanted: u64,
+    wanted: GuestCluster,
     /// End of what was to be loaded so far, cluster.
-    loaded: u64,
+    loaded: GuestCluster,
     /// Reads in a row.
     run: u32,
     used: u64,
@@ -44,7 +46,7 @@ pub(super) struct Advice {
     /// The access continues nothing.
     pub(super) alone: bool,
     /// Clusters to load beside the first; may be empty.
-    pub(super) load: Range<u64>,
+    pub(super) load: Range<GuestCluster>,
 }
 
 impl Streams {
@@ -55,20 +57,15 @@ impl Streams {
 
     /// Somebody reads cluster `first`, as the start of a request (or of what is left of it) that
     /// ends in cluster `last`.
-    pub(super) fn access(&mut self, first: u64, last: u64) -> Advice {
+    pub(super) fn access(&mut self, first: GuestCluster, last: GuestCluster) -> Advice {
         self.now += 1;
         let end = last.saturating_add(1).min(first.saturating_add(self.request_max));
         let known = self.streams.iter_mut().find(|stream| {
             stream.used > 0 && stream.from <= first && first <= stream.wanted.saturating_add(SLACK)
         });
         let Some(stream) = known else {
-            let stream = Stream {
-                from: first.saturating_sub(SLACK),
-                wanted: end,
-                loaded: end,
-                run: 0,
-                used: self.now,
-            };
+            let stream =
+                Stream { from: before(first), wanted: end, loaded: end, run: 0, used: self.now };
             if let Some(oldest) = self.streams.iter_mut().min_by_key(|stream| stream.used) {
                 *oldest = stream;
             }
@@ -78,7 +75,7 @@ impl Streams {
         if end > stream.wanted {
             stream.run = stream.run.saturating_add(1);
             stream.wanted = end;
-            stream.from = first.saturating_sub(SLACK);
+            stream.from = before(first);
         }
         let ahead = if stream.run < RUN_MIN {
             0
@@ -95,4 +92,9 @@ impl Streams {
         stream.loaded = until;
         Advice { alone: false, load: start..until }
     }
+}
+
+/// The first cluster that belongs to a stream which reads `first` now.
+fn before(first: GuestCluster) -> GuestCluster {
+    GuestCluster(first.0.saturating_sub(SLACK))
 }

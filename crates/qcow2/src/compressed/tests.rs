@@ -11,11 +11,12 @@ use super::streams::{Advice, Streams};
 use super::{Compressed, compress, decompress};
 use crate::CompressionType::{Zlib, Zstd};
 use crate::sync::Arc;
+use crate::units::{GuestCluster, HostOffset};
 
 const CLUSTER: usize = 4096;
 
 fn place(number: u64) -> Compressed {
-    Compressed::new(number * 1000 + 7, 900)
+    Compressed::new(HostOffset(number * 1000 + 7), 900)
 }
 
 fn load(look: Look) -> Ticket {
@@ -123,8 +124,8 @@ fn what_is_forgotten_is_gone_and_loads_of_it_are_not_kept() {
 fn a_range_beside_a_cluster_does_not_touch_it() {
     let clusters = Arc::new(Clusters::new(CLUSTER, 4));
     fill(load(clusters.look(place(1), CLUSTER)), 1);
-    clusters.forget(&(0..place(1).host_offset()));
-    clusters.forget(&(place(1).host_end()..u64::MAX));
+    clusters.forget(&(HostOffset(0)..place(1).host_offset()));
+    clusters.forget(&(place(1).host_end()..HostOffset(u64::MAX)));
     assert_eq!(byte(clusters.look(place(1), CLUSTER)), Some(1));
 }
 
@@ -144,19 +145,28 @@ fn random_reads_load_nothing_ahead() {
     let mut streams = Streams::new(32, 128);
     for step in 0..1000u64 {
         let at = step.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
-        assert_eq!(streams.access(at, at), Advice { alone: true, load: at + 1..at + 1 });
+        assert_eq!(
+            streams.access(GuestCluster(at), GuestCluster(at)),
+            Advice { alone: true, load: GuestCluster(at + 1)..GuestCluster(at + 1) }
+        );
     }
 }
 
 #[test]
 fn a_request_over_several_clusters_loads_them_at_once_and_no_more() {
     let mut streams = Streams::new(32, 128);
-    assert_eq!(streams.access(100, 115), Advice { alone: false, load: 101..116 });
+    assert_eq!(
+        streams.access(GuestCluster(100), GuestCluster(115)),
+        Advice { alone: false, load: GuestCluster(101)..GuestCluster(116) }
+    );
     for at in 101..116 {
-        assert!(streams.access(at, 115).load.is_empty(), "{at}");
+        assert!(streams.access(GuestCluster(at), GuestCluster(115)).load.is_empty(), "{at}");
     }
     // A huge one: as much as there is room for.
-    assert_eq!(streams.access(5000, 9000).load, 5001..5128);
+    assert_eq!(
+        streams.access(GuestCluster(5000), GuestCluster(9000)).load,
+        GuestCluster(5001)..GuestCluster(5128)
+    );
 }
 
 #[test]
@@ -166,16 +176,16 @@ fn a_sequential_reader_has_each_cluster_loaded_once_and_ahead_of_it() {
     let mut late = 0;
     for at in 0..1000u64 {
         for _ in 0..4 {
-            late += u32::from(at > 0 && !loaded.contains(&at));
-            let advice = streams.access(at, at);
-            for cluster in advice.load {
+            late += u32::from(at > 0 && !loaded.contains(&GuestCluster(at)));
+            let advice = streams.access(GuestCluster(at), GuestCluster(at));
+            for cluster in advice.load.start.up_to(advice.load.end) {
                 assert!(loaded.insert(cluster), "cluster {cluster} twice");
             }
-            loaded.insert(at);
+            loaded.insert(GuestCluster(at));
         }
     }
     assert!(late <= 2, "{late} clusters were not loaded ahead");
-    assert!(loaded.last().is_some_and(|last| *last < 1000 + 32));
+    assert!(loaded.last().is_some_and(|last| *last < GuestCluster(1000 + 32)));
 }
 
 #[test]
@@ -183,12 +193,12 @@ fn several_sequential_readers_do_not_disturb_each_other() {
     let mut streams = Streams::new(32, 128);
     for at in 0..100u64 {
         for reader in 0..8u64 {
-            streams.access(reader * 10_000 + at, reader * 10_000 + at);
+            streams.access(GuestCluster(reader * 10_000 + at), GuestCluster(reader * 10_000 + at));
         }
     }
     for reader in 0..8u64 {
         let at = reader * 10_000 + 100;
-        assert!(!streams.access(at, at).alone, "reader {reader}");
+        assert!(!streams.access(GuestCluster(at), GuestCluster(at)).alone, "reader {reader}");
     }
 }
 

@@ -17,7 +17,9 @@ use self::plan::Plan;
 use crate::error::{Error, ErrorKind};
 use crate::header::{self, HeaderImage, NewHeader};
 use crate::info::CompressionType;
+use crate::limits::SECTOR_LEN;
 use crate::sync::Arc;
+use crate::units::{HostCluster, HostOffset};
 
 /// Tables are made and written in pieces of this size.
 const PIECE_BYTES: u64 = 1 << 20;
@@ -173,7 +175,7 @@ fn prepare_header(file: &str, options: &CreateOptions, plan: &Plan) -> Result<He
     // Both are bounded by the limits of their tables, which `Plan` checked.
     let table_clusters = u32::try_from(plan.refcount_table_clusters).unwrap_or(u32::MAX);
     let l1_entries = u32::try_from(plan.l1_entries).unwrap_or(u32::MAX);
-    header.set_refcount_table(plan.cluster_size(), table_clusters);
+    header.set_refcount_table(HostCluster(1) << plan.cluster_bits, table_clusters);
     if l1_entries > 0 {
         header.set_l1_table(plan.l1_start() << plan.cluster_bits, l1_entries);
     }
@@ -198,8 +200,8 @@ impl Maker<'_> {
     /// Empties the file and gives it its length. Everything reads as zeroes afterwards.
     async fn clear(&self) -> Result<(), Errno> {
         let (ring, plan) = (self.ring, self.plan);
-        let metadata_end = plan.data_start() << plan.cluster_bits;
-        let end = plan.clusters() << plan.cluster_bits;
+        let metadata_end = (plan.data_start() << plan.cluster_bits).0;
+        let end = (plan.clusters() << plan.cluster_bits).0;
         match self.file.set_len(ring, 0).await {
             Ok(()) => {}
             Err(Errno::OPNOTSUPP) => {
@@ -251,8 +253,11 @@ impl Maker<'_> {
 
     async fn write_tables(&self) -> Result<(), Errno> {
         let plan = self.plan;
-        let place = |cluster: u64| cluster << plan.cluster_bits;
-        self.write_words(place(1), plan.refcount_blocks, |at| plan.refcount_table_word(at)).await?;
+        let place = |cluster: HostCluster| cluster << plan.cluster_bits;
+        self.write_words(place(HostCluster(1)), plan.refcount_blocks, |at| {
+            plan.refcount_table_word(at)
+        })
+        .await?;
         self.write_refcounts().await?;
         self.write_words(place(plan.l1_start()), plan.l2_tables, |at| plan.l1_word(at)).await?;
         let l2_words = plan.data_clusters * (plan.entry_bytes / 8);
@@ -262,7 +267,7 @@ impl Maker<'_> {
     /// Writes `count` big-endian words from `offset` on.
     async fn write_words(
         &self,
-        offset: u64,
+        offset: HostOffset,
         count: u64,
         word: impl Fn(u64) -> u64,
     ) -> Result<(), Errno> {
@@ -278,11 +283,11 @@ impl Maker<'_> {
     async fn write_refcounts(&self) -> Result<(), Errno> {
         let plan = self.plan;
         let bits = 1u64 << plan.refcount_order;
-        let len = (plan.clusters() * bits).div_ceil(8);
+        let len = (plan.clusters().0 * bits).div_ceil(8);
         let offset = plan.first_block() << plan.cluster_bits;
         self.write_pieces(offset, len, |range, bytes| {
             for at in range {
-                bytes.push(ones(at, bits, plan.clusters()));
+                bytes.push(ones(at, bits, plan.clusters().0));
             }
         })
         .await
@@ -292,7 +297,7 @@ impl Maker<'_> {
     /// `offset`).
     async fn write_pieces(
         &self,
-        offset: u64,
+        offset: HostOffset,
         len: u64,
         fill: impl Fn(Range<u64>, &mut Vec<u8>),
     ) -> Result<(), Errno> {
@@ -302,7 +307,7 @@ impl Maker<'_> {
             bytes.clear();
             fill(start..len.min(start + PIECE_BYTES), &mut bytes);
             // Whole sectors: what follows up to the end of the cluster is zero anyway.
-            bytes.resize(bytes.len().next_multiple_of(512), 0);
+            bytes.resize(bytes.len().next_multiple_of(SECTOR_LEN), 0);
             header::write_bytes(self.ring, self.file, offset + start, &bytes).await?;
             start += PIECE_BYTES;
         }

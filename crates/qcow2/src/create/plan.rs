@@ -10,11 +10,11 @@ use crate::error::{Error, ErrorKind};
 use crate::header::EXTENDED_L2_CLUSTER_BITS_MIN;
 use crate::info::CompressionType;
 use crate::limits::{
-    CLUSTER_BITS_MAX, CLUSTER_BITS_MIN, FILE_NAME_BYTES_MAX, L1_BYTES_MAX, REFCOUNT_TABLE_BYTES_MAX,
+    CLUSTER_BITS_MAX, CLUSTER_BITS_MIN, FILE_NAME_BYTES_MAX, L1_BYTES_MAX,
+    REFCOUNT_TABLE_BYTES_MAX, SECTOR,
 };
+use crate::units::HostCluster;
 
-/// Sizes of disks are rounded up to this many bytes.
-const SECTOR: u64 = 512;
 /// Longest name of a backing format that QEMU reads.
 const FORMAT_BYTES_MAX: usize = 15;
 
@@ -110,7 +110,7 @@ impl Plan {
     /// Finds how many refcount blocks count everything, themselves included.
     fn count_refcounts(&mut self) {
         loop {
-            let blocks = self.clusters().div_ceil(self.block_entries());
+            let blocks = self.clusters().0.div_ceil(self.block_entries());
             let table = (blocks * 8).div_ceil(self.cluster_size());
             if blocks == self.refcount_blocks && table == self.refcount_table_clusters {
                 return;
@@ -130,32 +130,32 @@ impl Plan {
         (self.cluster_size() * 8) >> self.refcount_order
     }
 
-    pub(super) fn first_block(&self) -> u64 {
-        1 + self.refcount_table_clusters
+    pub(super) fn first_block(&self) -> HostCluster {
+        HostCluster(1 + self.refcount_table_clusters)
     }
 
-    pub(super) fn l1_start(&self) -> u64 {
+    pub(super) fn l1_start(&self) -> HostCluster {
         self.first_block() + self.refcount_blocks
     }
 
-    pub(super) fn l2_start(&self) -> u64 {
+    pub(super) fn l2_start(&self) -> HostCluster {
         self.l1_start() + (self.l1_entries * 8).div_ceil(self.cluster_size())
     }
 
     /// Where data begins; the file has metadata only before this.
-    pub(super) fn data_start(&self) -> u64 {
+    pub(super) fn data_start(&self) -> HostCluster {
         self.l2_start() + self.l2_tables
     }
 
-    /// Clusters of the image file.
-    pub(super) fn clusters(&self) -> u64 {
+    /// The first cluster past the image file.
+    pub(super) fn clusters(&self) -> HostCluster {
         self.data_start() + if self.external { 0 } else { self.data_clusters }
     }
 
     /// An entry of the refcount table.
     pub(super) fn refcount_table_word(&self, index: u64) -> u64 {
         if index < self.refcount_blocks {
-            (self.first_block() + index) << self.cluster_bits
+            ((self.first_block() + index) << self.cluster_bits).0
         } else {
             0
         }
@@ -164,7 +164,7 @@ impl Plan {
     /// An entry of the L1 table.
     pub(super) fn l1_word(&self, index: u64) -> u64 {
         if index < self.l2_tables {
-            (self.l2_start() + index) << self.cluster_bits | COPIED
+            ((self.l2_start() + index) << self.cluster_bits).0 | COPIED
         } else {
             0
         }
@@ -179,8 +179,8 @@ impl Plan {
         if second || entry >= self.data_clusters {
             return 0;
         }
-        let first = if self.external { 0 } else { self.data_start() };
-        (first + entry) << self.cluster_bits | COPIED
+        let first = if self.external { HostCluster(0) } else { self.data_start() };
+        ((first + entry) << self.cluster_bits).0 | COPIED
     }
 }
 

@@ -2,6 +2,7 @@ use super::plan::Plan;
 use super::{CreateOptions, Preallocation, check_options, ones};
 use crate::ErrorKind;
 use crate::info::CompressionType;
+use crate::units::HostCluster;
 
 fn options() -> CreateOptions {
     CreateOptions { size: 1 << 30, ..CreateOptions::default() }
@@ -16,13 +17,16 @@ fn refusal(options: &CreateOptions) -> String {
 #[test]
 fn an_empty_disk_has_four_clusters() {
     let plan = Plan::new("x", &options()).expect("plain options");
-    assert_eq!((plan.l1_entries, plan.l1_start(), plan.clusters()), (2, 3, 4));
+    assert_eq!(
+        (plan.l1_entries, plan.l1_start(), plan.clusters()),
+        (2, HostCluster(3), HostCluster(4))
+    );
 }
 
 #[test]
 fn a_disk_without_bytes_has_no_l1_table() {
     let plan = Plan::new("x", &CreateOptions { size: 0, ..options() }).expect("plain options");
-    assert_eq!((plan.l1_entries, plan.clusters()), (0, 3));
+    assert_eq!((plan.l1_entries, plan.clusters()), (0, HostCluster(3)));
 }
 
 #[test]
@@ -41,8 +45,8 @@ fn refcounts_cover_all_clusters_and_themselves() {
                     assert_eq!((cluster_bits, size), (9, (1 << 36) + 512));
                     continue;
                 };
-                assert!(plan.refcount_blocks * plan.block_entries() >= plan.clusters());
-                assert!((plan.refcount_blocks - 1) * plan.block_entries() < plan.clusters());
+                assert!(plan.refcount_blocks * plan.block_entries() >= plan.clusters().0);
+                assert!((plan.refcount_blocks - 1) * plan.block_entries() < plan.clusters().0);
                 assert!(plan.refcount_table_clusters << cluster_bits >= plan.refcount_blocks * 8);
             }
         }

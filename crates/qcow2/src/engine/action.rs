@@ -7,6 +7,7 @@ use std::ops::Range;
 use rustix::io::Errno;
 
 use crate::entry::{COMPRESSED, COPIED, OFFSET_MASK, Rules};
+use crate::units::{HostCluster, HostOffset};
 
 /// The two words of an L2 entry; the second one is 0 where entries have one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -20,13 +21,13 @@ pub(crate) struct Words {
 pub(crate) enum Action {
     /// The place is ours and the entry stays as it is.
     InPlace {
-        /// Host offset of the cluster, bytes.
-        host: u64,
+        /// Where the cluster begins.
+        host: HostOffset,
     },
     /// The place is ours, but the entry does not call it data yet.
     Reuse {
-        /// Host offset of the cluster, bytes.
-        host: u64,
+        /// Where the cluster begins.
+        host: HostOffset,
         copy: Copy,
     },
     /// A new cluster is needed.
@@ -48,7 +49,7 @@ pub(crate) struct Copy {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Reference {
     /// First host cluster.
-    pub(crate) start: u64,
+    pub(crate) start: HostCluster,
     /// Number of clusters.
     pub(crate) count: u64,
 }
@@ -92,10 +93,12 @@ impl Rules {
             }
             return Ok(());
         }
-        let host = words.entry & OFFSET_MASK;
+        let host = HostOffset(words.entry & OFFSET_MASK);
         let bad = words.entry & self.bad_bits != 0
-            || host != 0 && !self.external && self.overlaps_metadata(host, 1 << self.cluster_bits)
-            || self.external && host != 0 && words.entry & COPIED == 0;
+            || host != HostOffset(0)
+                && !self.external
+                && self.overlaps_metadata(host, 1 << self.cluster_bits)
+            || self.external && host != HostOffset(0) && words.entry & COPIED == 0;
         let torn = self.extended
             && (words.allocated() & words.zeroes() != 0
                 || words.allocated() != 0 && self.host(words).is_none());
@@ -103,9 +106,9 @@ impl Rules {
     }
 
     /// Host offset of the cluster of an entry that is not compressed.
-    pub(crate) fn host(&self, words: Words) -> Option<u64> {
-        let host = words.entry & OFFSET_MASK;
-        let present = host != 0 || self.external && words.entry & COPIED != 0;
+    pub(crate) fn host(&self, words: Words) -> Option<HostOffset> {
+        let host = HostOffset(words.entry & OFFSET_MASK);
+        let present = host != HostOffset(0) || self.external && words.entry & COPIED != 0;
         (words.entry & COMPRESSED == 0 && present).then_some(host)
     }
 

@@ -12,9 +12,10 @@
 use ringdisk_ring::Ring;
 use ringdisk_storage::{Kind, Preallocation, Storage};
 
-use super::registry::Registry;
-use crate::image::Qcow2;
+use super::Qcow2;
+use crate::concurrent::registry::Registry;
 use crate::sync::{AtomicU64, Ordering};
+use crate::units::HostCluster;
 
 /// Least and most that is reserved at once, bytes; in between an eighth of the file.
 const STEP_MIN: u64 = 1 << 20;
@@ -40,9 +41,9 @@ impl Ahead {
 
 impl Qcow2 {
     /// New clusters end at the host cluster `end`: makes sure that there is space behind.
-    pub(super) async fn reach(&self, ring: &Ring, end: u64) {
+    pub(super) async fn reach(&self, ring: &Ring, end: HostCluster) {
         let Ok(engine) = self.engine() else { return };
-        let end = end << self.geometry.cluster_bits;
+        let end = (end << self.geometry.cluster_bits).0;
         if end <= engine.ahead.reached.load(Ordering::Relaxed) {
             return;
         }
@@ -56,13 +57,14 @@ impl Qcow2 {
     }
 
     /// Cuts off what was reserved and not used. Nobody uses the image any more.
-    pub(super) async fn cut(&self, ring: &Ring) {
+    pub(crate) async fn cut(&self, ring: &Ring) {
         let Ok(engine) = self.engine() else { return };
         let reached = engine.ahead.reached.swap(u64::MAX, Ordering::Relaxed);
         if reached == u64::MAX || reached <= engine.ahead.original {
             return;
         }
-        let Ok(used) = self.space().map(|space| space.end() << self.geometry.cluster_bits) else {
+        let Ok(used) = self.space().map(|space| (space.end() << self.geometry.cluster_bits).0)
+        else {
             return;
         };
         let target = used.max(engine.ahead.original);

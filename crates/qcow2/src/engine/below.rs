@@ -6,6 +6,8 @@ use rustix::io::Errno;
 
 use ringdisk_ring::{IoBuf, Ring};
 
+use crate::units::GuestOffset;
+
 /// The backing chain of an image. Runs on the thread of the ring that it is given.
 pub trait Below {
     /// Fills `buf` with what the chain has at `offset` of the disk; zeroes past its end.
@@ -14,13 +16,13 @@ pub trait Below {
     fn read(
         &self,
         ring: &Ring,
-        offset: u64,
+        offset: GuestOffset,
         buf: &IoBuf,
     ) -> impl Future<Output = Result<(), Errno>>;
 
     /// Whether the chain may have anything but zeroes in a range. False is a promise: there is no
     /// chain, or it ends before.
-    fn has_data(&self, offset: u64, len: u64) -> bool;
+    fn has_data(&self, offset: GuestOffset, len: u64) -> bool;
 }
 
 /// No backing file.
@@ -28,12 +30,12 @@ pub trait Below {
 pub struct Nothing;
 
 impl Below for Nothing {
-    async fn read(&self, _ring: &Ring, _offset: u64, buf: &IoBuf) -> Result<(), Errno> {
+    async fn read(&self, _ring: &Ring, _offset: GuestOffset, buf: &IoBuf) -> Result<(), Errno> {
         buf.fill(0);
         Ok(())
     }
 
-    fn has_data(&self, _offset: u64, _len: u64) -> bool {
+    fn has_data(&self, _offset: GuestOffset, _len: u64) -> bool {
         false
     }
 }

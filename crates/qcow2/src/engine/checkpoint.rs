@@ -20,15 +20,18 @@ use rustix::io::Errno;
 use ringdisk_ring::Ring;
 use ringdisk_storage::Storage;
 
-use super::limbo::Unlinked;
-use super::registry::{Claim, Registry};
-use crate::entry::{REFCOUNT_TABLE, Region};
+use super::{Discard, Qcow2};
+use crate::concurrent::region::Region;
+use crate::concurrent::registry::{Claim, Registry};
+use crate::concurrent::slices::DirtySlice;
+use crate::concurrent::unlinked::Unlinked;
+use crate::entry::REFCOUNT_TABLE;
 use crate::header::HeaderImage;
-use crate::image::{Discard, Qcow2};
 use crate::limits::DIRTY_SLICES_MAX;
 use crate::refcounts::{DirtyRefcounts, DirtyTable, Run};
-use crate::slices::DirtySlice;
 use crate::sync::{AtomicBool, AtomicU64, Ordering, lock};
+use crate::table::bytes_of;
+use crate::units::HostOffset;
 
 /// Longest write of neighbouring slices.
 const WRITE_BYTES_MAX: usize = 256 << 10;
@@ -131,6 +134,31 @@ impl Qcow2 {
         self.run_checkpoint(ring, true).await
     }
 
+    /// Writes everything, frees what is to be freed, and writes the reference counts that follow
+    /// from that.
+    pub(crate) async fn settle(&self, ring: &Ring) -> Result<(), Errno> {
+        let engine = self.engine()?;
+        self.checkpoint_all(ring).await?;
+        // Nobody uses the image now, so what requests left behind is free, unless a write of a
+        // request that was dropped may still land there: that is leaked.
+        let abandoned = std::mem::take(&mut *lock(&engine.abandoned));
+        let is_safe = !engine.landings_lost.load(Ordering::Acquire);
+        let abandoned = if is_safe { abandoned } else { Vec::new() };
+        let mut freed = Vec::new();
+        for (start, count) in abandoned {
+            self.change_refcount(ring, start, count, false, &mut freed).await?;
+        }
+        self.release(ring, freed).await;
+        // One more round for what the first one freed, and one for its counts.
+        for _ in 0..3 {
+            if !engine.unlinked.is_busy() && !self.space()?.is_dirty() {
+                break;
+            }
+            self.checkpoint_all(ring).await?;
+        }
+        Ok(())
+    }
+
     /// Whether, and how soon, [`write_back`](Qcow2::write_back) should be called. Says so once for
     /// each call that is needed. For every request that changed something; any thread.
     pub fn wants_write_back(&self) -> WriteBack {
@@ -143,7 +171,7 @@ impl Qcow2 {
         if dirty >= DIRTY_SLICES_MAX && !points.urgent.swap(true, Ordering::Relaxed) {
             return WriteBack::Now;
         }
-        let frees = engine.limbo.is_busy() && !engine.landings_lost.load(Ordering::Relaxed);
+        let frees = engine.unlinked.is_busy() && !engine.landings_lost.load(Ordering::Relaxed);
         let waits = dirty > 0 || frees;
         let helps = || !engine.closed.load(Ordering::Relaxed) && self.check_sound().is_ok();
         if waits && helps() && !points.announced.swap(true, Ordering::Relaxed) {
@@ -245,7 +273,7 @@ impl Qcow2 {
             done: false,
         };
         if let Ok(engine) = self.engine() {
-            work.unlinked = engine.limbo.take_fresh();
+            work.unlinked = engine.unlinked.take_fresh();
             work.slices = self.slices.take_dirty(usize::MAX);
             let mut l1_dirty = lock(&engine.l1_dirty);
             let dirty: BTreeSet<usize> = std::mem::take(&mut l1_dirty);
@@ -277,7 +305,7 @@ impl Qcow2 {
                 let start = lock(&self.engine()?.header).refcount_table().0;
                 for (index, value) in entries {
                     let at = start + u64::from(*index) * 8;
-                    self.write_metadata(ring, at, &value.to_be_bytes()).await?;
+                    self.write_metadata(ring, at, &value.0.to_be_bytes()).await?;
                 }
             }
             DirtyTable::Whole { offset, bytes, clusters, old: _ } => {
@@ -288,7 +316,7 @@ impl Qcow2 {
                     header.set_refcount_table(*offset, clusters_u32);
                 })
                 .await?;
-                let region = Region { start: *offset, end: offset + bytes.len() as u64 };
+                let region = Region { start: *offset, end: *offset + bytes.len() as u64 };
                 self.rules.metadata[REFCOUNT_TABLE].set(region);
             }
         }
@@ -297,20 +325,21 @@ impl Qcow2 {
 
     /// Writes the copies of slices and L1 entries.
     async fn write_tables(&self, ring: &Ring, work: &Work<'_>) -> Result<(), Errno> {
-        let mut pieces: Vec<(u64, Vec<u8>)> = Vec::with_capacity(work.slices.len() + work.l1.len());
+        let mut pieces: Vec<(HostOffset, Vec<u8>)> =
+            Vec::with_capacity(work.slices.len() + work.l1.len());
         for dirty in &work.slices {
             let start = self.geometry.slice_start(dirty.slice);
             // A dirty slice has a table: it was loaded from it.
             let table = self.table_offset(self.geometry.l1_index(start))?.ok_or(Errno::IO)?;
-            let bytes = dirty.words.iter().flat_map(|word| word.to_be_bytes()).collect();
-            pieces.push((table + self.geometry.slice_in_table(dirty.slice), bytes));
+            let at = table + self.geometry.slice_in_table(dirty.slice);
+            pieces.push((at, bytes_of(&dirty.words)));
         }
         let l1 = lock(&self.engine()?.header).l1_table().0;
         for (index, value) in &work.l1 {
             pieces.push((l1 + *index as u64 * 8, value.to_be_bytes().to_vec()));
         }
         pieces.sort_unstable_by_key(|(offset, _)| *offset);
-        let mut merged: Vec<(u64, Vec<u8>)> = Vec::with_capacity(pieces.len());
+        let mut merged: Vec<(HostOffset, Vec<u8>)> = Vec::with_capacity(pieces.len());
         for (offset, bytes) in pieces {
             match merged.last_mut() {
                 Some((start, run))
@@ -326,7 +355,7 @@ impl Qcow2 {
     }
 
     /// Writes pieces of metadata, several at once; waits for all of them also when one fails.
-    async fn write_each(&self, ring: &Ring, pieces: Vec<(u64, &[u8])>) -> Result<(), Errno> {
+    async fn write_each(&self, ring: &Ring, pieces: Vec<(HostOffset, &[u8])>) -> Result<(), Errno> {
         let writes = pieces.into_iter().map(|(at, bytes)| self.write_metadata(ring, at, bytes));
         let results = stream::iter(writes).buffer_unordered(WRITES_AT_ONCE);
         results.fold(Ok(()), |all, one| async move { all.and(one) }).await
@@ -344,7 +373,7 @@ impl Qcow2 {
                 let skipped = space.move_table(run.start, run.count);
                 drop(space);
                 if let Some(skipped) = skipped {
-                    engine.limbo.unlink(skipped.start, skipped.count);
+                    engine.unlinked.unlink(skipped.start, skipped.count);
                 }
             } else {
                 space.give_back(run.start, run.count, false);
@@ -383,7 +412,7 @@ impl Qcow2 {
     /// Frees the clusters that nobody can be using any more. A failure leaks them.
     pub(super) async fn reap(&self, ring: &Ring) {
         let Ok(engine) = self.engine() else { return };
-        let over = engine.limbo.take_passed(|mark| engine.graces.passed(mark));
+        let over = engine.unlinked.take_passed(|mark| engine.graces.passed(mark));
         if over.is_empty() {
             return;
         }
@@ -394,7 +423,7 @@ impl Qcow2 {
                 let some = (start + count - at).min(REAP_AT_ONCE);
                 let result = self.change_refcount(ring, at, some, false, &mut freed).await;
                 if result.is_err() {
-                    tracing::debug!(at, some, "host clusters that are not used stay allocated");
+                    tracing::debug!(%at, some, "host clusters that are not used stay allocated");
                 }
                 at += some;
                 // A discard of a whole disk frees millions: requests must not wait for that.
@@ -421,7 +450,7 @@ impl Qcow2 {
             self.decompressor.forget(offset..offset + len);
             engine.packer.forget(run, bits);
             run.zeroed = engine.options.discard == Discard::Unmap
-                && self.file.discard(ring, offset, len).await.is_ok()
+                && self.file.discard(ring, offset.0, len).await.is_ok()
                 && super::group::grows_with_zeroes(&self.file);
             let Ok(mut space) = self.space() else { return };
             space.unmark_metadata(run.start, run.count);
@@ -446,7 +475,7 @@ impl Work<'_> {
             {
                 unlinked.push((old.start, old.count));
             }
-            engine.limbo.durable(engine.graces.mark(), unlinked);
+            engine.unlinked.durable(engine.graces.mark(), unlinked);
         }
     }
 }
@@ -462,7 +491,7 @@ impl Drop for Work<'_> {
         }
         if let Ok(engine) = self.image.engine() {
             lock(&engine.l1_dirty).extend(self.l1.iter().map(|(index, _)| *index));
-            engine.limbo.put_back(std::mem::take(&mut self.unlinked));
+            engine.unlinked.put_back(std::mem::take(&mut self.unlinked));
         }
     }
 }

@@ -9,12 +9,13 @@ use rustix::io::Errno;
 
 use ringdisk_ring::{IoBuf, Ring};
 
+use super::Qcow2;
 use super::below::Below;
 use super::group::Piece;
 use super::scratch::Scratch;
 use super::space::write_all;
-use crate::ExtentKind;
-use crate::image::Qcow2;
+use crate::run::ExtentKind;
+use crate::units::GuestOffset;
 
 /// Up to this many bytes, old content and data are put together in memory and written at once:
 /// copying them costs less than another operation.
@@ -80,7 +81,7 @@ impl Qcow2 {
         }
         let (start, host) = (piece.base + range.start, piece.host + range.start);
         if len > ZEROES_BYTES && self.reads_zero(start, len, below) {
-            return self.data_storage().write_zeroes(ring, host, len, false, true).await;
+            return self.data_storage().write_zeroes(ring, host.0, len, false, true).await;
         }
         // At most a cluster.
         let scratch = Scratch::take(usize::try_from(len).map_err(|_| Errno::NOMEM)?);
@@ -94,11 +95,11 @@ impl Qcow2 {
     pub(super) async fn read_old<B: Below>(
         &self,
         ring: &Ring,
-        offset: u64,
+        offset: GuestOffset,
         buf: &IoBuf,
         below: &B,
     ) -> Result<(), Errno> {
-        let left = self.virtual_size().saturating_sub(offset);
+        let left = self.geometry.end().saturating_sub(offset);
         let len = usize::try_from(left).map_or(buf.len(), |left| left.min(buf.len()));
         if len < buf.len() {
             buf.slice(len..buf.len()).fill(0);
@@ -112,13 +113,12 @@ impl Qcow2 {
             let part = buf.slice(done..end);
             match extent.kind {
                 ExtentKind::Data { offset } => {
-                    let read = self.data_storage().read(ring, offset, &part).await?;
+                    let read = self.data_storage().read(ring, offset.0, &part).await?;
                     part.slice(read..part.len()).fill(0);
                 }
                 ExtentKind::Zero { .. } => part.fill(0),
                 ExtentKind::Compressed(cluster) => {
-                    let within = self.geometry.in_cluster(at);
-                    self.read_compressed(ring, cluster, within, &part).await?;
+                    self.read_compressed(ring, cluster, at, &part).await?;
                 }
                 ExtentKind::Unallocated if below.has_data(at, part.len() as u64) => {
                     below.read(ring, at, &part).await?;
@@ -131,8 +131,8 @@ impl Qcow2 {
     }
 
     /// Whether a range certainly reads as zeroes, as far as the cache knows.
-    pub(super) fn reads_zero<B: Below>(&self, offset: u64, len: u64, below: &B) -> bool {
-        let end = offset.saturating_add(len).min(self.virtual_size());
+    pub(super) fn reads_zero<B: Below>(&self, offset: GuestOffset, len: u64, below: &B) -> bool {
+        let end = offset.saturating_add(len).min(self.geometry.end());
         let mut at = offset;
         while at < end {
             let Ok(Some(extent)) = self.map_cached(at, end - at) else { return false };

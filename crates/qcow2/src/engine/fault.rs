@@ -8,8 +8,8 @@ use rustix::io::Errno;
 
 use ringdisk_ring::Ring;
 
+use super::Qcow2;
 use crate::header::CORRUPT;
-use crate::image::Qcow2;
 use crate::sync::{AtomicU8, Mutex, Ordering, lock};
 
 /// All is well.

@@ -11,13 +11,14 @@ use rustix::io::Errno;
 
 use ringdisk_ring::{IoBuf, Ring};
 
+use super::Qcow2;
 use super::action::{Action, Copy, Words};
 use super::below::Below;
 use super::write::{Place, Written};
 use crate::entry::COPIED;
-use crate::image::Qcow2;
 use crate::refcounts::Run;
 use crate::sync::lock;
+use crate::units::{GuestOffset, HostCluster, HostOffset};
 
 /// How the clusters of a group are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,17 +31,17 @@ enum Kind {
 /// What one cluster needs.
 struct Need {
     kind: Kind,
-    /// Host offset of the cluster, bytes; 0 for a fresh one.
-    host: u64,
+    /// Where the cluster begins; 0 for a fresh one.
+    host: HostOffset,
     copy: Copy,
 }
 
 /// What is stored in one piece.
 pub(super) struct Piece {
     /// First byte on the disk of the first cluster.
-    pub(super) base: u64,
-    /// Its host offset, bytes.
-    pub(super) host: u64,
+    pub(super) base: GuestOffset,
+    /// Where that lies.
+    pub(super) host: HostOffset,
     /// Bytes from `base` on that get their old content, before the data.
     pub(super) head: Range<u64>,
     /// Bytes from `base` on that get their old content, behind the data.
@@ -58,7 +59,7 @@ impl Qcow2 {
         ring: &Ring,
         place: Place,
         entries: &[Words],
-        goal: Option<u64>,
+        goal: Option<HostCluster>,
         buf: &IoBuf,
         below: &B,
     ) -> Result<Written, Errno> {
@@ -82,7 +83,7 @@ impl Qcow2 {
             Kind::Fresh => self.space_for(ring, base, count as u64, goal).await?,
             // Its content is anything, so what is not data has to be written.
             _ => {
-                let run = Run { start: first.host >> bits, count: count as u64, zeroed: false };
+                let run = Run::new(first.host >> bits, count as u64);
                 (run, Reserved { image: self, run: None })
             }
         };
@@ -99,7 +100,7 @@ impl Qcow2 {
         let start = chunk.start.max(base);
         let end = chunk.end.min(base + ((count as u64) << bits));
         // Inside the chunk, which the buffer holds.
-        let inside = |at: u64| usize::try_from(at - chunk.start).unwrap_or(usize::MAX);
+        let inside = |at: GuestOffset| usize::try_from(at - chunk.start).unwrap_or(usize::MAX);
         let data = buf.slice(inside(start)..inside(end));
         let landing = self.landing(self.enter());
         let stored = self.store(ring, &piece, start - base, &data, below).await;
@@ -110,7 +111,7 @@ impl Qcow2 {
         }
         if first.kind != Kind::InPlace {
             let entry = |index: usize| Words {
-                entry: (host + ((index as u64) << bits)) | COPIED,
+                entry: (host + ((index as u64) << bits)).0 | COPIED,
                 bitmap: self.need(entries, place, index).copy.bitmap,
             };
             let new: Vec<Words> = (0..count).map(entry).collect();
@@ -139,7 +140,7 @@ impl Qcow2 {
                 Need { kind: Kind::InPlace, host, copy }
             }
             Action::Reuse { host, copy } => Need { kind: Kind::Reuse, host, copy },
-            Action::Fresh { copy } => Need { kind: Kind::Fresh, host: 0, copy },
+            Action::Fresh { copy } => Need { kind: Kind::Fresh, host: HostOffset(0), copy },
         }
     }
 
@@ -147,15 +148,16 @@ impl Qcow2 {
     async fn space_for(
         &self,
         ring: &Ring,
-        base: u64,
+        base: GuestOffset,
         count: u64,
-        goal: Option<u64>,
+        goal: Option<HostCluster>,
     ) -> Result<(Run, Reserved<'_>), Errno> {
         if self.info.external_data_file {
             // Data lies in the data file where it lies on the disk.
             let storage = self.data_storage();
-            let zeroed = base >= storage.len() && grows_with_zeroes(storage);
-            let start = base >> self.geometry.cluster_bits;
+            let host = HostOffset(base.0);
+            let zeroed = host.0 >= storage.len() && grows_with_zeroes(storage);
+            let start = host >> self.geometry.cluster_bits;
             return Ok((Run { start, count, zeroed }, Reserved { image: self, run: None }));
         }
         let run = self.allocate_or_reclaim(ring, count, goal).await?;
@@ -169,7 +171,7 @@ impl Qcow2 {
         let engine = self.engine()?;
         for words in entries {
             if let Some(old) = self.rules.reference(*words) {
-                engine.limbo.unlink(old.start, old.count);
+                engine.unlinked.unlink(old.start, old.count);
             }
         }
         Ok(())

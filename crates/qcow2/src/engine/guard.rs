@@ -14,15 +14,16 @@ use rustix::io::Errno;
 use ringdisk_ring::Ring;
 
 use super::Engine;
+use super::Qcow2;
 use super::action::Words;
 use crate::entry::{COMPRESSED, COPIED};
-use crate::image::Qcow2;
 use crate::sync::lock;
+use crate::units::{GuestOffset, HostCluster};
 
 impl Engine {
     /// Whether a cluster may be metadata, so that a write there has to be looked at. No lock.
     #[inline]
-    pub(super) fn may_be_metadata(&self, cluster: u64) -> bool {
+    pub(super) fn may_be_metadata(&self, cluster: HostCluster) -> bool {
         self.marks.may_be(cluster)
     }
 }
@@ -37,7 +38,7 @@ impl Qcow2 {
     ///
     /// * `guest`: any offset of the disk inside the cluster.
     #[inline]
-    pub(super) fn check_entry(&self, words: Words, guest: u64) -> Result<(), Errno> {
+    pub(super) fn check_entry(&self, words: Words, guest: GuestOffset) -> Result<(), Errno> {
         self.rules.check_place(words.entry, guest)?;
         self.rules.check_words(words)?;
         let host = match words.entry & COMPRESSED {
@@ -47,7 +48,7 @@ impl Qcow2 {
         let has_data = || !self.rules.is_zero(words) && (!self.rules.extended || words.has_data());
         match host {
             Some(host)
-                if host >= self.data_storage().len() && (!self.rules.external || has_data()) =>
+                if host.0 >= self.data_storage().len() && (!self.rules.external || has_data()) =>
             {
                 Err(Errno::IO)
             }
@@ -64,7 +65,7 @@ impl Qcow2 {
     pub(super) async fn leading_sound(
         &self,
         ring: &Ring,
-        guest: u64,
+        guest: GuestOffset,
         entries: &[Words],
     ) -> Result<usize, Errno> {
         for (index, words) in entries.iter().enumerate() {
@@ -94,7 +95,7 @@ impl Qcow2 {
     }
 
     /// The first cluster of metadata that an entry refers to.
-    fn metadata_of(&self, words: Words) -> Result<Option<u64>, Errno> {
+    fn metadata_of(&self, words: Words) -> Result<Option<HostCluster>, Errno> {
         let engine = self.engine()?;
         let Some(place) = self.rules.reference(words) else { return Ok(None) };
         if !engine.marks.may_have(place.start, place.count) {
@@ -114,7 +115,7 @@ impl Qcow2 {
             return;
         }
         let step = self.geometry.entry_words();
-        let mut runs: Vec<(u64, u64)> = Vec::new();
+        let mut runs: Vec<(HostCluster, u64)> = Vec::new();
         let mut overlap = None;
         for entry in words.iter().step_by(step).copied() {
             let words = Words { entry, bitmap: 0 };

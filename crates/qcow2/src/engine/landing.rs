@@ -4,8 +4,8 @@
 //! clusters that it goes to must never become somebody else's: the grace of such a request never
 //! ends, and what was to be freed stays allocated until the image is opened again.
 
-use super::grace::Grace;
-use crate::image::Qcow2;
+use super::Qcow2;
+use crate::concurrent::grace::Grace;
 use crate::sync::Ordering;
 
 /// A write of data that is under way.

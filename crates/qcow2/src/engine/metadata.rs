@@ -22,10 +22,11 @@ use rustix::io::Errno;
 
 use ringdisk_ring::{Ring, SharedMemory};
 
+use super::Qcow2;
 use super::space::{ALIGN, write_all};
 use crate::header::HeaderImage;
-use crate::image::Qcow2;
 use crate::sync::{Arc, AtomicU8, Mutex, Ordering, lock};
+use crate::units::HostOffset;
 
 /// How long a write of a request that is gone is waited for: as long as a disk may take that tries
 /// a bad block again.
@@ -47,7 +48,7 @@ pub(super) struct Strays(Mutex<Vec<Stray>>);
 
 struct Stray {
     /// Bytes of the image file.
-    range: Range<u64>,
+    range: Range<HostOffset>,
     state: Arc<AtomicU8>,
     /// What is written, where that is one piece.
     memory: Option<Arc<SharedMemory>>,
@@ -66,7 +67,7 @@ impl Stray {
 
 impl Strays {
     /// Whether a write of `range` would meet one.
-    fn meet(&self, range: &Range<u64>) -> bool {
+    fn meet(&self, range: &Range<HostOffset>) -> bool {
         let mut strays = lock(&self.0);
         strays.retain(|stray| !stray.has_landed());
         strays.iter().any(|stray| stray.range.start < range.end && range.start < stray.range.end)
@@ -126,7 +127,7 @@ impl Qcow2 {
     pub(super) async fn write_metadata(
         &self,
         ring: &Ring,
-        offset: u64,
+        offset: HostOffset,
         bytes: &[u8],
     ) -> Result<(), Errno> {
         let range = offset..offset + bytes.len() as u64;
@@ -147,11 +148,12 @@ impl Qcow2 {
         header: &HeaderImage,
     ) -> Result<(), Errno> {
         if let Some(sector) = header.first_sector() {
-            return self.write_metadata(ring, 0, sector).await;
+            return self.write_metadata(ring, HostOffset(0), sector).await;
         }
         let (file, handle, header) = (Arc::clone(&self.file), ring.clone(), header.clone());
         let work = async move { header.write_first_sector(&handle, &file).await };
-        self.to_its_end(ring, 0..self.geometry.cluster_size(), None, work).await
+        self.to_its_end(ring, HostOffset(0)..HostOffset(self.geometry.cluster_size()), None, work)
+            .await
     }
 
     /// Runs `work` to its end, whatever becomes of the caller, once everything has landed that was
@@ -159,7 +161,7 @@ impl Qcow2 {
     async fn to_its_end(
         &self,
         ring: &Ring,
-        range: Range<u64>,
+        range: Range<HostOffset>,
         memory: Option<Arc<SharedMemory>>,
         work: impl Future<Output = Result<(), Errno>> + 'static,
     ) -> Result<(), Errno> {
@@ -188,7 +190,7 @@ impl Qcow2 {
         result
     }
 
-    async fn wait_for_strays(&self, ring: &Ring, range: &Range<u64>) -> Result<(), Errno> {
+    async fn wait_for_strays(&self, ring: &Ring, range: &Range<HostOffset>) -> Result<(), Errno> {
         let strays = &self.engine()?.strays;
         let began = Instant::now();
         let mut pause = PAUSE_MIN;

@@ -2,9 +2,10 @@
 //!
 //! Promises:
 //! - Only requests that change the mapping of the same guest cluster wait for one another
-//!   ([`registry`]); a write to space that is already there waits for nothing and takes no lock.
+//!   ([`registry`](crate::concurrent::registry)); a write to space that is already there waits for nothing and takes no lock.
 //! - Nothing is linked on stable storage before what it links is ([`checkpoint`]); nothing is used
-//!   again before nobody can refer to it ([`limbo`], [`grace`]).
+//!   again before nobody can refer to it ([`unlinked`](crate::concurrent::unlinked),
+//!   [`grace`](crate::concurrent::grace)).
 //! - A write is answered when its data is written and its mapping is changed in memory; a flush
 //!   makes all that was answered before it durable, with two barriers for any number of changes.
 //!
@@ -14,22 +15,20 @@ pub(crate) mod action;
 mod ahead;
 pub(crate) mod below;
 mod checkpoint;
-pub(crate) mod close;
 mod copy;
+mod decompress;
 mod fault;
-pub(crate) mod grace;
 mod group;
 mod guard;
+mod image;
 mod landing;
-mod limbo;
+mod map;
 mod metadata;
 mod pack;
 mod reclaim;
-pub(crate) mod registry;
 mod scratch;
 mod space;
 mod start;
-pub(crate) mod sync;
 mod tables;
 #[cfg(test)]
 mod tests;
@@ -42,22 +41,23 @@ use ringdisk_storage::Storage;
 use rustix::io::Errno;
 
 use crate::bitmaps::Recording;
+use crate::concurrent::grace::Graces;
+use crate::concurrent::registry::Registry;
+use crate::concurrent::unlinked::UnlinkedClusters;
 use crate::header::HeaderImage;
-use crate::image::{Discard, Qcow2};
 use crate::refcounts::{Marks, Refcounts};
 use crate::sync::{Arc, AtomicBool, AtomicU64, Mutex};
+use crate::units::HostCluster;
 
 use ahead::Ahead;
 use checkpoint::Checkpoints;
 use fault::Fault;
-use grace::Graces;
-use limbo::Limbo;
 use metadata::Strays;
 use pack::Packer;
-use registry::Registry;
 
 pub use checkpoint::WriteBack;
 pub(crate) use group::grows_with_zeroes;
+pub use image::{CacheCounters, Discard, OpenOptions, Qcow2};
 pub(crate) use space::write_all;
 
 /// What a writable image has beside what every image has.
@@ -77,7 +77,7 @@ pub(crate) struct Engine {
     /// Its marks of metadata: asked without its lock before data is written in place.
     marks: Arc<Marks>,
     /// Clusters that are not free yet.
-    limbo: Limbo,
+    pub(crate) unlinked: UnlinkedClusters,
     /// How often clusters left it for good.
     times_freed: AtomicU64,
     /// L1 entries that differ from the image.
@@ -91,25 +91,25 @@ pub(crate) struct Engine {
     strays: Strays,
     fault: Fault,
     /// The first change of the image is prepared.
-    started: AtomicBool,
+    pub(crate) started: AtomicBool,
     start: Registry,
     /// Bitmaps that record writes.
     pub(crate) recording: Recording,
     packer: Packer,
     ahead: Ahead,
     /// Clusters of requests that were dropped in the middle: their I/O may still be under way.
-    abandoned: Mutex<Vec<(u64, u64)>>,
+    abandoned: Mutex<Vec<(HostCluster, u64)>>,
     /// A request was dropped while its write was under way, so nothing is freed any more.
     landings_lost: AtomicBool,
     pub(crate) options: EngineOptions,
     /// Metadata that lies on other metadata, as the open found it.
     pub(crate) overlap: Option<String>,
-    closed: AtomicBool,
+    pub(crate) closed: AtomicBool,
     /// A close has saved the bitmaps and did not get to its end.
-    half_closed: AtomicBool,
+    pub(crate) half_closed: AtomicBool,
     /// A write of the header failed, and so did the write of the old one: either may be on the
     /// storage.
-    header_unknown: AtomicBool,
+    pub(crate) header_unknown: AtomicBool,
     /// Allocations so far.
     pub(crate) allocations: AtomicU64,
     /// Changes of the mapping in memory so far; counted under the lock of what is changed, before
@@ -146,7 +146,7 @@ impl Engine {
             growth: Registry::new(),
             marks: refcounts.marks(),
             refcounts: Mutex::new(refcounts),
-            limbo: Limbo::default(),
+            unlinked: UnlinkedClusters::default(),
             times_freed: AtomicU64::new(0),
             l1_dirty: Mutex::new(BTreeSet::new()),
             header: Mutex::new(header),

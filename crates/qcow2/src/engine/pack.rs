@@ -8,23 +8,24 @@ use rustix::io::Errno;
 
 use ringdisk_ring::{IoBuf, Ring};
 
+use super::Qcow2;
 use super::action::Words;
-use super::registry::Registry;
 use super::space::ALIGN;
-use crate::image::Qcow2;
+use crate::concurrent::registry::Registry;
 use crate::refcounts::{Blocked, Run};
 use crate::sync::{Mutex, lock};
+use crate::units::{GuestOffset, HostOffset};
 
 /// Where the next compressed cluster goes.
 pub(super) struct Packer {
     gate: Registry,
-    /// Host offset of the first free byte, and of the end of its cluster.
-    free: Mutex<(u64, u64)>,
+    /// The first free byte, and the end of its cluster; equal: there is none.
+    free: Mutex<(HostOffset, HostOffset)>,
 }
 
 impl Packer {
     pub(super) fn new() -> Packer {
-        Packer { gate: Registry::new(), free: Mutex::new((0, 0)) }
+        Packer { gate: Registry::new(), free: Mutex::default() }
     }
 }
 
@@ -33,7 +34,7 @@ impl Packer {
     pub(super) fn forget(&self, run: Run, cluster_bits: u32) {
         let mut free = lock(&self.free);
         if (run.start..run.end()).contains(&(free.0 >> cluster_bits)) {
-            *free = (0, 0);
+            *free = Default::default();
         }
     }
 }
@@ -49,12 +50,12 @@ impl Qcow2 {
     pub async fn write_compressed(
         &self,
         ring: &Ring,
-        offset: u64,
+        offset: GuestOffset,
         compressed: &[u8],
     ) -> Result<(), Errno> {
         let size = self.geometry.cluster_size();
         let fits = !compressed.is_empty() && (compressed.len() as u64) < size;
-        let inside = offset.is_multiple_of(size) && offset < self.virtual_size();
+        let inside = offset.is_multiple_of(size) && offset < self.geometry.end();
         if !fits || !inside || self.info.external_data_file {
             return Err(Errno::INVAL);
         }
@@ -62,7 +63,7 @@ impl Qcow2 {
         self.check_sound()?;
         let bits = self.geometry.cluster_bits;
         let cluster = offset >> bits;
-        let _claim = self.engine()?.clusters.claim(cluster, cluster + 1).await;
+        let _claim = self.engine()?.clusters.claim(cluster.0, cluster.0 + 1).await;
         self.ensure_table(ring, self.geometry.l1_index(offset)).await?;
         let slice = self.geometry.slice(offset);
         let index = self.geometry.entry_in_slice(offset);
@@ -75,7 +76,7 @@ impl Qcow2 {
         let host = self.place(ring, len).await?;
         let buf = IoBuf::new(compressed.len(), ALIGN);
         buf.copy_from_slice(0, compressed);
-        let place = host >> bits..((host + len - 1) >> bits) + 1;
+        let (first, last) = (host >> bits, (host + len - 1) >> bits);
         let entry = Words { entry: self.rules.compressed_entry(host, len), bitmap: 0 };
         let result = match self.write_or_reclaim(ring, host, &buf).await {
             Ok(()) => self.set_entries(ring, slice, index, &[entry], true).await,
@@ -83,13 +84,13 @@ impl Qcow2 {
         };
         if result.is_err() {
             // Others may have bytes in the same clusters: only the counts go down.
-            lock(&self.engine()?.abandoned).push((place.start, place.end - place.start));
+            lock(&self.engine()?.abandoned).push((first, last - first + 1));
         }
         result
     }
 
     /// Takes `len` bytes, less than a cluster.
-    async fn place(&self, ring: &Ring, len: u64) -> Result<u64, Errno> {
+    async fn place(&self, ring: &Ring, len: u64) -> Result<HostOffset, Errno> {
         let packer = &self.engine()?.packer;
         let bits = self.geometry.cluster_bits;
         let _gate = packer.gate.claim(0, 1).await;

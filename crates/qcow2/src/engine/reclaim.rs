@@ -1,7 +1,7 @@
 //! Waiting for space that is on its way to being free.
 //!
 //! A cluster that was discarded is free once its unlink is on stable storage and every request that
-//! may still use the old mapping has ended ([`limbo`](super::limbo), [`grace`](super::grace)). A
+//! may still use the old mapping has ended ([`unlinked`](crate::concurrent::unlinked), [`grace`](crate::concurrent::grace)). A
 //! request that finds no space, in the image or on the file system that holds it, waits for that in
 //! place of failing.
 //!
@@ -15,9 +15,10 @@ use rustix::io::Errno;
 
 use ringdisk_ring::{IoBuf, Ring};
 
+use super::Qcow2;
 use super::space::write_all;
-use crate::image::Qcow2;
 use crate::sync::Ordering;
+use crate::units::HostOffset;
 
 /// First pause between two looks at the requests in flight: as long as one on a fast device.
 const PAUSE_MIN: Duration = Duration::from_micros(50);
@@ -60,12 +61,12 @@ impl Qcow2 {
     /// Frees what can be freed now. `None`: requests in flight may still use the rest.
     async fn try_reclaim(&self, ring: &Ring, seen: u64) -> Option<bool> {
         let engine = self.engine().ok()?;
-        // Whoever frees holds it, so what is on its way is either in `limbo` or freed already.
+        // Whoever frees holds it, so what is on its way is either in `unlinked` or freed already.
         let _gate = self.checkpoint_gate().await;
         if self.times_freed() != seen {
             return Some(true);
         }
-        if engine.limbo.has_fresh() {
+        if engine.unlinked.has_fresh() {
             if self.checkpoint_in_gate(ring).await.is_err() {
                 return Some(false);
             }
@@ -75,14 +76,14 @@ impl Qcow2 {
         if self.times_freed() != seen {
             return Some(true);
         }
-        (!engine.limbo.is_busy()).then_some(false)
+        (!engine.unlinked.is_busy()).then_some(false)
     }
 
     /// As [`write_all`], and waits for space like [`reclaim`](Qcow2::reclaim).
     pub(super) async fn write_or_reclaim(
         &self,
         ring: &Ring,
-        offset: u64,
+        offset: HostOffset,
         buf: &IoBuf,
     ) -> Result<(), Errno> {
         loop {

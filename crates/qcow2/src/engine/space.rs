@@ -10,10 +10,11 @@ use rustix::io::Errno;
 use ringdisk_ring::{IoBuf, Ring};
 use ringdisk_storage::Storage;
 
+use super::Qcow2;
 use super::reclaim::is_full;
-use crate::image::Qcow2;
 use crate::refcounts::{Blocked, Refcounts, Run};
 use crate::sync::{MutexGuard, Ordering, lock};
+use crate::units::{HostCluster, HostOffset};
 
 /// Alignment of buffers: a page suits O_DIRECT everywhere.
 pub(super) const ALIGN: usize = 4096;
@@ -37,7 +38,7 @@ impl Qcow2 {
         &self,
         ring: &Ring,
         count: u64,
-        goal: Option<u64>,
+        goal: Option<HostCluster>,
         contiguous: bool,
     ) -> Result<Run, Errno> {
         self.engine()?.allocations.fetch_add(1, Ordering::Relaxed);
@@ -50,7 +51,7 @@ impl Qcow2 {
         &self,
         ring: &Ring,
         count: u64,
-        goal: Option<u64>,
+        goal: Option<HostCluster>,
     ) -> Result<Run, Errno> {
         loop {
             let seen = self.times_freed();
@@ -76,7 +77,7 @@ impl Qcow2 {
     }
 
     /// The reference count of a host cluster.
-    pub(crate) async fn refcount(&self, ring: &Ring, cluster: u64) -> Result<u64, Errno> {
+    pub(crate) async fn refcount(&self, ring: &Ring, cluster: HostCluster) -> Result<u64, Errno> {
         self.with_space(ring, |space| space.get(cluster)).await
     }
 
@@ -90,7 +91,7 @@ impl Qcow2 {
     pub(crate) async fn change_refcount(
         &self,
         ring: &Ring,
-        start: u64,
+        start: HostCluster,
         count: u64,
         up: bool,
         freed: &mut Vec<Run>,
@@ -135,9 +136,9 @@ impl Qcow2 {
         };
         let mut bytes = vec![0; self.cluster_bytes()];
         let buf = IoBuf::new(bytes.len(), ALIGN);
-        if self.file.read(ring, offset, &buf).await? < bytes.len() {
+        if self.file.read(ring, offset.0, &buf).await? < bytes.len() {
             // Short: the file ends inside the block. What is not there counts nothing.
-            let len = self.file.len().saturating_sub(offset);
+            let len = self.file.len().saturating_sub(offset.0);
             if len == 0 {
                 return Err(Errno::IO);
             }
@@ -183,12 +184,12 @@ impl Qcow2 {
 pub(crate) async fn write_all(
     storage: &Storage,
     ring: &Ring,
-    offset: u64,
+    offset: HostOffset,
     buf: &IoBuf,
 ) -> Result<(), Errno> {
     let mut done = 0;
     while done < buf.len() {
-        match storage.write(ring, offset + done as u64, &buf.slice(done..buf.len())).await? {
+        match storage.write(ring, offset.0 + done as u64, &buf.slice(done..buf.len())).await? {
             0 => return Err(Errno::IO),
             written => done += written,
         }

@@ -9,11 +9,12 @@ use rustix::io::Errno;
 
 use ringdisk_ring::Ring;
 
+use super::Qcow2;
 use crate::header::{DIRTY, KNOWN_AUTOCLEAR};
-use crate::image::Qcow2;
 use crate::sync::Ordering;
+use crate::units::GuestOffset;
 
-use super::grace::Grace;
+use crate::concurrent::grace::Grace;
 
 impl Qcow2 {
     /// A request begins that uses a mapping: until the answer is dropped, no cluster that it may
@@ -29,7 +30,7 @@ impl Qcow2 {
     pub(super) async fn begin_change(
         &self,
         ring: &Ring,
-        offset: u64,
+        offset: GuestOffset,
         len: u64,
     ) -> Result<(), Errno> {
         let engine = self.engine()?;

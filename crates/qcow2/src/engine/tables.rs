@@ -8,12 +8,13 @@ use rustix::io::Errno;
 
 use ringdisk_ring::{IoBuf, Ring};
 
+use super::Qcow2;
 use super::reclaim::is_full;
 use super::space::{ALIGN, write_all};
+use crate::concurrent::slices::SliceIndex;
 use crate::entry::{COPIED, OFFSET_MASK};
-use crate::image::Qcow2;
-use crate::slices::SliceIndex;
 use crate::sync::{Ordering, lock};
+use crate::units::HostOffset;
 
 use super::action::Words;
 
@@ -35,7 +36,7 @@ impl Qcow2 {
         let old = self.table_offset(index)?;
         let content = IoBuf::new(self.cluster_bytes(), ALIGN);
         if let Some(old) = old
-            && self.file.read(ring, old, &content).await? < content.len()
+            && self.file.read(ring, old.0, &content).await? < content.len()
         {
             return Err(Errno::IO);
         }
@@ -44,17 +45,17 @@ impl Qcow2 {
             // Together: a checkpoint in between would answer a flush without this entry.
             let mut dirty = lock(&engine.l1_dirty);
             engine.changed.fetch_add(1, Ordering::SeqCst);
-            self.l1.get(index).ok_or(Errno::INVAL)?.store(offset | COPIED, Ordering::Release);
+            self.l1.get(index).ok_or(Errno::INVAL)?.store(offset.0 | COPIED, Ordering::Release);
             dirty.insert(index);
         }
         if let Some(old) = old {
-            engine.limbo.unlink(old >> self.geometry.cluster_bits, 1);
+            engine.unlinked.unlink(old >> self.geometry.cluster_bits, 1);
         }
         Ok(())
     }
 
-    /// Writes a table into a new cluster. Returns its host offset, bytes.
-    async fn store_table(&self, ring: &Ring, content: &IoBuf) -> Result<u64, Errno> {
+    /// Writes a table into a new cluster. Returns where that begins.
+    async fn store_table(&self, ring: &Ring, content: &IoBuf) -> Result<HostOffset, Errno> {
         loop {
             let seen = self.times_freed();
             let run = self.allocate_metadata_or_reclaim(ring).await?;
@@ -74,7 +75,7 @@ impl Qcow2 {
     }
 
     /// Host offset of the table of an L1 entry. Errors: `EIO` when it cannot be right.
-    pub(super) fn table_offset(&self, index: usize) -> Result<Option<u64>, Errno> {
+    pub(super) fn table_offset(&self, index: usize) -> Result<Option<HostOffset>, Errno> {
         let entry = self.l1.get(index).ok_or(Errno::INVAL)?.load(Ordering::Acquire);
         self.rules.l2_table(entry, self.file.len())
     }

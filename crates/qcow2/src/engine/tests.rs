@@ -1,8 +1,10 @@
 //! What a write to a part of a cluster needs, for each kind of entry.
 
+use crate::concurrent::region::Region;
 use crate::engine::action::{Action, Copy, Words, bitmap};
-use crate::entry::{COMPRESSED, COPIED, Region, Rules, ZERO};
+use crate::entry::{COMPRESSED, COPIED, Rules, ZERO};
 use crate::geometry::Geometry;
+use crate::units::{HostCluster, HostOffset};
 
 const CLUSTER: u64 = 64 << 10;
 const SUBCLUSTER: u64 = CLUSTER / 32;
@@ -19,14 +21,14 @@ fn words(entry: u64, bitmap: u64) -> Words {
 #[test]
 fn own_data_is_overwritten_in_place() {
     let action = rules(false).action(words(HOST | COPIED, 0), 100, 200);
-    assert_eq!(action, Action::InPlace { host: HOST });
+    assert_eq!(action, Action::InPlace { host: HostOffset(HOST) });
 }
 
 #[test]
 fn reserved_zeroes_keep_their_place_and_the_rest_of_them_is_written() {
     let action = rules(false).action(words(HOST | COPIED | ZERO, 0), 100, 200);
     let copy = Copy { head: 0..100, tail: 200..CLUSTER, bitmap: 0 };
-    assert_eq!(action, Action::Reuse { host: HOST, copy });
+    assert_eq!(action, Action::Reuse { host: HostOffset(HOST), copy });
 }
 
 #[test]
@@ -50,7 +52,7 @@ fn subclusters_are_filled_up_to_their_borders_only() {
     let nothing = rules(true).action(words(0, bitmap(0, 0b1_0001)), from, to);
     assert_eq!(nothing, Action::Fresh { copy: copy.clone() });
     let own = rules(true).action(words(HOST | COPIED, bitmap(0, 0b1_0001)), from, to);
-    assert_eq!(own, Action::Reuse { host: HOST, copy });
+    assert_eq!(own, Action::Reuse { host: HostOffset(HOST), copy });
 }
 
 #[test]
@@ -59,9 +61,9 @@ fn subclusters_that_are_there_are_not_written_again() {
     let to = 5 * SUBCLUSTER + 512;
     let own = rules(true).action(words(HOST | COPIED, bitmap(0b10_1000, 0)), from, to);
     let copy = Copy { head: from..from, tail: to..to, bitmap: bitmap(0b11_1000, 0) };
-    assert_eq!(own, Action::Reuse { host: HOST, copy });
+    assert_eq!(own, Action::Reuse { host: HostOffset(HOST), copy });
     let all = rules(true).action(words(HOST | COPIED, bitmap(0b11_1000, 0)), from, to);
-    assert_eq!(all, Action::InPlace { host: HOST });
+    assert_eq!(all, Action::InPlace { host: HostOffset(HOST) });
 }
 
 #[test]
@@ -79,10 +81,10 @@ fn subclusters_of_a_snapshot_move_along() {
 #[test]
 fn a_compressed_entry_refers_to_every_cluster_that_it_touches() {
     let rules = rules(false);
-    let entry = rules.compressed_entry(HOST + CLUSTER - 100, 5000);
+    let entry = rules.compressed_entry(HostOffset(HOST + CLUSTER - 100), 5000);
     let reference = rules.reference(words(entry, 0)).expect("a reference");
-    assert_eq!((reference.start, reference.count), (16, 2));
-    assert_eq!(rules.compressed_place(entry).0, HOST + CLUSTER - 100);
+    assert_eq!((reference.start, reference.count), (HostCluster(16), 2));
+    assert_eq!(rules.compressed_place(entry).0, HostOffset(HOST + CLUSTER - 100));
 }
 
 #[test]

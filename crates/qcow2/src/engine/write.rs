@@ -9,20 +9,21 @@ use rustix::io::Errno;
 
 use ringdisk_ring::{IoBuf, Ring};
 
+use super::Qcow2;
 use super::action::{Action, Words};
 use super::below::Below;
 use super::reclaim::is_full;
-use crate::image::Qcow2;
-use crate::slices::SliceIndex;
+use crate::concurrent::slices::SliceIndex;
+use crate::units::{GuestOffset, HostCluster, HostOffset};
 
 /// One range of a request, inside one slice.
 #[derive(Clone, Copy)]
 pub(super) struct Chunk {
     pub(super) slice: SliceIndex,
-    /// First byte on the disk, bytes.
-    pub(super) start: u64,
-    /// First byte behind it.
-    pub(super) end: u64,
+    /// First byte.
+    pub(super) start: GuestOffset,
+    /// First byte past it.
+    pub(super) end: GuestOffset,
 }
 
 /// Where in a chunk a group of clusters begins.
@@ -38,8 +39,8 @@ pub(super) struct Place {
 /// Clusters that were written.
 #[derive(Clone, Copy)]
 pub(super) struct Written {
-    /// Host offset of the first, bytes.
-    pub(super) host: u64,
+    /// Where the first begins.
+    pub(super) host: HostOffset,
     /// How many; at least 1.
     pub(super) clusters: usize,
 }
@@ -55,11 +56,11 @@ impl Qcow2 {
     pub async fn write<B: Below>(
         &self,
         ring: &Ring,
-        offset: u64,
+        offset: GuestOffset,
         buf: &IoBuf,
         below: &B,
     ) -> Result<usize, Errno> {
-        let left = self.virtual_size().saturating_sub(offset);
+        let left = self.geometry.end().saturating_sub(offset);
         let len = usize::try_from(left).map_or(buf.len(), |left| left.min(buf.len()));
         self.begin_change(ring, offset, len as u64).await?;
         let mut done = 0;
@@ -78,7 +79,7 @@ impl Qcow2 {
     pub(super) async fn write_some<B: Below>(
         &self,
         ring: &Ring,
-        offset: u64,
+        offset: GuestOffset,
         buf: &IoBuf,
         below: &B,
     ) -> Result<usize, Errno> {
@@ -88,7 +89,7 @@ impl Qcow2 {
                 // Not longer than the buffer.
                 let len = usize::try_from(len).unwrap_or(buf.len()).min(buf.len());
                 let landing = self.landing(grace);
-                let written = self.data_storage().write(ring, host, &buf.slice(0..len)).await;
+                let written = self.data_storage().write(ring, host.0, &buf.slice(0..len)).await;
                 landing.landed();
                 match written {
                     Ok(0) => return Err(Errno::IO),
@@ -112,16 +113,16 @@ impl Qcow2 {
     /// far as the cache knows; nothing that might be metadata. No lock, no allocation.
     ///
     /// Errors: `EIO` when the entry of `offset` cannot be right.
-    fn own_run(&self, offset: u64, len: u64) -> Result<Option<(u64, u64)>, Errno> {
+    fn own_run(&self, offset: GuestOffset, len: u64) -> Result<Option<(HostOffset, u64)>, Errno> {
         let index = self.geometry.slice(offset);
         let Some(slice) = self.slices.find(index) else { return Ok(None) };
-        let end = self.geometry.slice_start(SliceIndex(index.0 + 1)).min(offset + len);
+        let end = self.geometry.slice_end(index).min(offset + len);
         let step = self.geometry.entry_words();
         let cluster_size = self.geometry.cluster_size();
         let bits = self.geometry.cluster_bits;
         // Metadata is in another file than data otherwise.
         let engine = self.engine.as_deref().filter(|_| !self.info.external_data_file);
-        let mut run: Option<(u64, u64)> = None;
+        let mut run: Option<(HostOffset, u64)> = None;
         let mut at = offset;
         while at < end {
             let word = self.geometry.entry_in_slice(at) * step;
@@ -158,18 +159,18 @@ impl Qcow2 {
     async fn write_new<B: Below>(
         &self,
         ring: &Ring,
-        offset: u64,
+        offset: GuestOffset,
         buf: &IoBuf,
         below: &B,
     ) -> Result<usize, Errno> {
         self.check_sound()?;
         let bits = self.geometry.cluster_bits;
         let slice = self.geometry.slice(offset);
-        let slice_end = self.geometry.slice_start(SliceIndex(slice.0 + 1));
-        let end = (offset + buf.len() as u64).min(slice_end);
+        let end = (offset + buf.len() as u64).min(self.geometry.slice_end(slice));
         let chunk = Chunk { slice, start: offset, end };
         let engine = self.engine()?;
-        let _claim = engine.clusters.claim(offset >> bits, ((end - 1) >> bits) + 1).await;
+        let (first, last) = (offset >> bits, (end - 1) >> bits);
+        let _claim = engine.clusters.claim(first.0, last.0 + 1).await;
         self.ensure_table(ring, self.geometry.l1_index(offset)).await?;
         let first = self.geometry.entry_in_slice(offset);
         let count = self.geometry.entry_in_slice(end - 1) - first + 1;
@@ -218,7 +219,7 @@ impl Qcow2 {
     }
 
     /// The host cluster behind the one of an entry.
-    fn next_host(&self, words: Words) -> Option<u64> {
+    fn next_host(&self, words: Words) -> Option<HostCluster> {
         self.rules.host(words).map(|host| (host >> self.geometry.cluster_bits) + 1)
     }
 }

@@ -13,9 +13,9 @@ use super::action::{Words, bitmap};
 use super::below::Below;
 use super::space::ALIGN;
 use super::write::Chunk;
+use super::{Discard, Qcow2};
 use crate::entry::{COMPRESSED, OFFSET_MASK, Rules, ZERO};
-use crate::image::{Discard, Qcow2};
-use crate::slices::SliceIndex;
+use crate::units::{GuestOffset, HostOffset};
 
 /// Zeroes that are written where the image has no better way go in pieces of this size.
 const PIECE_BYTES: u64 = 1 << 20;
@@ -35,8 +35,8 @@ enum Space {
 struct Change {
     entries: Vec<Words>,
     changed: bool,
-    /// Host ranges to punch now, bytes.
-    punch: Vec<(u64, u64)>,
+    /// Ranges to punch now: first byte and length.
+    punch: Vec<(HostOffset, u64)>,
     /// Clusters (index in the chunk) that the tables cannot zero.
     by_hand: Vec<usize>,
 }
@@ -51,7 +51,7 @@ impl Qcow2 {
     pub async fn write_zeroes<B: Below>(
         &self,
         ring: &Ring,
-        offset: u64,
+        offset: GuestOffset,
         len: u64,
         may_unmap: bool,
         below: &B,
@@ -67,7 +67,7 @@ impl Qcow2 {
     pub async fn discard<B: Below>(
         &self,
         ring: &Ring,
-        offset: u64,
+        offset: GuestOffset,
         len: u64,
         below: &B,
     ) -> Result<(), Errno> {
@@ -83,12 +83,12 @@ impl Qcow2 {
     async fn clear<B: Below>(
         &self,
         ring: &Ring,
-        offset: u64,
+        offset: GuestOffset,
         len: u64,
         space: Space,
         below: &B,
     ) -> Result<(), Errno> {
-        let len = len.min(self.virtual_size().saturating_sub(offset));
+        let len = len.min(self.geometry.end().saturating_sub(offset));
         if len == 0 {
             return Ok(());
         }
@@ -98,7 +98,7 @@ impl Qcow2 {
         let unit = self.geometry.zero_unit();
         let first = offset.next_multiple_of(unit);
         // The end of the disk counts as the end of its cluster.
-        let last = if end == self.virtual_size() { end } else { end / unit * unit };
+        let last = if end == self.geometry.end() { end } else { end.align_down(unit) };
         if first >= last {
             return self.zero_part(ring, offset, end, below).await;
         }
@@ -117,8 +117,8 @@ impl Qcow2 {
     async fn zero_part<B: Below>(
         &self,
         ring: &Ring,
-        mut start: u64,
-        end: u64,
+        mut start: GuestOffset,
+        end: GuestOffset,
         below: &B,
     ) -> Result<(), Errno> {
         while start < end {
@@ -137,7 +137,7 @@ impl Qcow2 {
     async fn write_fully<B: Below>(
         &self,
         ring: &Ring,
-        offset: u64,
+        offset: GuestOffset,
         buf: &IoBuf,
         below: &B,
     ) -> Result<(), Errno> {
@@ -157,26 +157,25 @@ impl Qcow2 {
     async fn clear_chunk<B: Below>(
         &self,
         ring: &Ring,
-        at: u64,
-        last: u64,
+        at: GuestOffset,
+        last: GuestOffset,
         space: Space,
         below: &B,
-    ) -> Result<u64, Errno> {
+    ) -> Result<GuestOffset, Errno> {
         let bits = self.geometry.cluster_bits;
         let slice = self.geometry.slice(at);
-        let end = self.geometry.slice_start(SliceIndex(slice.0 + 1)).min(last);
+        let end = self.geometry.slice_end(slice).min(last);
         let index = self.geometry.l1_index(at);
         if self.table_offset(index)?.is_none() {
-            let table_end = (index as u64 + 1) << self.geometry.table_shift();
-            let end = table_end.min(last);
+            let end = self.geometry.table_end(index).min(last);
             if !below.has_data(at, end - at) && !self.info.data_file_raw {
                 return Ok(end);
             }
         }
         let chunk = Chunk { slice, start: at, end };
         let (end, by_hand) = {
-            let claim = (at >> bits, ((end - 1) >> bits) + 1);
-            let _claim = self.engine()?.clusters.claim(claim.0, claim.1).await;
+            let (first, past) = (at >> bits, ((end - 1) >> bits) + 1);
+            let _claim = self.engine()?.clusters.claim(first.0, past.0).await;
             self.clear_claimed(ring, chunk, space, below).await?
         };
         for (start, end) in by_hand {
@@ -193,7 +192,7 @@ impl Qcow2 {
         mut chunk: Chunk,
         space: Space,
         below: &B,
-    ) -> Result<(u64, Vec<(u64, u64)>), Errno> {
+    ) -> Result<(GuestOffset, Vec<(GuestOffset, GuestOffset)>), Errno> {
         let bits = self.geometry.cluster_bits;
         self.ensure_table(ring, self.geometry.l1_index(chunk.start)).await?;
         let first = self.geometry.entry_in_slice(chunk.start);
@@ -218,7 +217,7 @@ impl Qcow2 {
         for index in 0..count {
             let (start, from, to) = part(index);
             // The last cluster of the disk may be cut.
-            let whole_end = to == self.virtual_size();
+            let whole_end = to == self.geometry.end();
             let to = if whole_end { self.geometry.cluster_size() } else { to - start };
             self.clear_cluster(&mut change, index, (start, from - start, to), space, below);
         }
@@ -226,7 +225,7 @@ impl Qcow2 {
             // The data file by itself has to read like the disk.
             let len = chunk.end - chunk.start;
             let unmap = space != Space::Keep;
-            self.data_storage().write_zeroes(ring, chunk.start, len, unmap, true).await?;
+            self.data_storage().write_zeroes(ring, chunk.start.0, len, unmap, true).await?;
         } else {
             for (host, len) in &change.punch {
                 // That it stays allocated is no harm.
@@ -253,7 +252,7 @@ impl Qcow2 {
         &self,
         change: &mut Change,
         index: usize,
-        range: (u64, u64, u64),
+        range: (GuestOffset, u64, u64),
         space: Space,
         below: &B,
     ) {
@@ -263,7 +262,7 @@ impl Qcow2 {
         let host = self.rules.host(old);
         let own = Rules::is_own(old);
         let empty = old.entry & !ZERO == 0 && host.is_none() && old.bitmap == 0;
-        let covered = self.virtual_size().min(start + cluster_size) - start;
+        let covered = self.geometry.end().min(start + cluster_size) - start;
         if empty && !self.rules.is_zero(old) && !below.has_data(start, covered) {
             return;
         }
@@ -320,9 +319,9 @@ impl Qcow2 {
 /// nobody has written.
 ///
 /// Errors: `EOPNOTSUPP` where the device has no zeroes without a transfer.
-async fn punch(storage: &Storage, ring: &Ring, host: u64, len: u64) -> Result<(), Errno> {
+async fn punch(storage: &Storage, ring: &Ring, host: HostOffset, len: u64) -> Result<(), Errno> {
     match storage.kind() {
-        Kind::BlockDevice => storage.write_zeroes(ring, host, len, true, false).await,
-        _ => storage.discard(ring, host, len).await,
+        Kind::BlockDevice => storage.write_zeroes(ring, host.0, len, true, false).await,
+        _ => storage.discard(ring, host.0, len).await,
     }
 }

@@ -18,10 +18,10 @@ use crate::extensions::{
     u64_at,
 };
 use crate::info::{CompressionType, FeatureClass};
+use crate::limits::SECTOR_LEN;
 use crate::table;
+use crate::units::HostOffset;
 
-/// What a disk writes in one piece or not at all. The whole fixed header lies in the first one.
-pub(super) const SECTOR: usize = 512;
 /// Bytes that are read first: enough for the first cluster of most images.
 const FIRST_READ_BYTES: u64 = 64 << 10;
 /// Length of the headers that we make: with the compression type, and padded.
@@ -83,7 +83,7 @@ pub(super) type Extension = (u32, Vec<u8>);
 pub(crate) struct HeaderImage {
     /// Name of the image file.
     file: String,
-    /// The first cluster as far as it is used, rounded up to [`SECTOR`].
+    /// The first cluster as far as it is used, rounded up to [`SECTOR_LEN`].
     pub(super) bytes: Vec<u8>,
     pub(super) extensions: Vec<Extension>,
     /// Where the extensions lie, end mark included.
@@ -124,7 +124,7 @@ impl HeaderImage {
         let chain = start..start + chain_len;
         let used = name.map_or(chain.end, |name| name.end.max(chain.end));
         let mut bytes = cluster[..used.min(cluster.len())].to_vec();
-        bytes.resize(used.next_multiple_of(SECTOR), 0);
+        bytes.resize(used.next_multiple_of(SECTOR_LEN), 0);
         // What the sector holds behind the used part stays too.
         let keep = bytes.len().min(cluster.len());
         bytes[used..keep].copy_from_slice(&cluster[used..keep]);
@@ -143,7 +143,7 @@ impl HeaderImage {
         let length = if new.version == 2 { LENGTH_V2 } else { LENGTH_NEW };
         let mut header = HeaderImage {
             file: new.file.to_owned(),
-            bytes: vec![0; SECTOR],
+            bytes: vec![0; SECTOR_LEN],
             extensions: Vec::new(),
             chain: length as usize..length as usize,
             backing_file: None,
@@ -198,33 +198,33 @@ impl HeaderImage {
     }
 
     /// Host offset and entries of the active L1 table.
-    pub(crate) fn l1_table(&self) -> (u64, u32) {
-        (u64_at(&self.bytes, L1_OFFSET_AT), u32_at(&self.bytes, L1_ENTRIES_AT))
+    pub(crate) fn l1_table(&self) -> (HostOffset, u32) {
+        (HostOffset(u64_at(&self.bytes, L1_OFFSET_AT)), u32_at(&self.bytes, L1_ENTRIES_AT))
     }
 
-    pub(crate) fn set_l1_table(&mut self, offset: u64, entries: u32) {
-        self.put_u64(L1_OFFSET_AT, offset);
+    pub(crate) fn set_l1_table(&mut self, offset: HostOffset, entries: u32) {
+        self.put_u64(L1_OFFSET_AT, offset.0);
         self.put_u32(L1_ENTRIES_AT, entries);
     }
 
     /// Host offset and clusters of the refcount table.
-    pub(crate) fn refcount_table(&self) -> (u64, u32) {
+    pub(crate) fn refcount_table(&self) -> (HostOffset, u32) {
         let clusters = u32_at(&self.bytes, REFCOUNT_TABLE_CLUSTERS_AT);
-        (u64_at(&self.bytes, REFCOUNT_TABLE_AT), clusters)
+        (HostOffset(u64_at(&self.bytes, REFCOUNT_TABLE_AT)), clusters)
     }
 
-    pub(crate) fn set_refcount_table(&mut self, offset: u64, clusters: u32) {
-        self.put_u64(REFCOUNT_TABLE_AT, offset);
+    pub(crate) fn set_refcount_table(&mut self, offset: HostOffset, clusters: u32) {
+        self.put_u64(REFCOUNT_TABLE_AT, offset.0);
         self.put_u32(REFCOUNT_TABLE_CLUSTERS_AT, clusters);
     }
 
     /// Host offset of the snapshot table and number of snapshots.
-    pub(crate) fn snapshots(&self) -> (u64, u32) {
-        (u64_at(&self.bytes, SNAPSHOTS_OFFSET_AT), u32_at(&self.bytes, SNAPSHOTS_AT))
+    pub(crate) fn snapshots(&self) -> (HostOffset, u32) {
+        (HostOffset(u64_at(&self.bytes, SNAPSHOTS_OFFSET_AT)), u32_at(&self.bytes, SNAPSHOTS_AT))
     }
 
-    pub(crate) fn set_snapshots(&mut self, offset: u64, count: u32) {
-        self.put_u64(SNAPSHOTS_OFFSET_AT, offset);
+    pub(crate) fn set_snapshots(&mut self, offset: HostOffset, count: u32) {
+        self.put_u64(SNAPSHOTS_OFFSET_AT, offset.0);
         self.put_u32(SNAPSHOTS_AT, count);
     }
 
@@ -331,14 +331,14 @@ impl HeaderImage {
         if bytes.len() > 1 << self.cluster_bits() {
             return None;
         }
-        bytes.resize(bytes.len().next_multiple_of(SECTOR), 0);
+        bytes.resize(bytes.len().next_multiple_of(SECTOR_LEN), 0);
         Some(bytes)
     }
 
     fn adopt(&mut self, bytes: Vec<u8>) {
         self.chain.end = self.chain.start + chain(&self.extensions).len();
         // A change inside the first sector is written like any other field.
-        self.laid_out |= self.bytes[SECTOR..] != bytes[SECTOR..];
+        self.laid_out |= self.bytes[SECTOR_LEN..] != bytes[SECTOR_LEN..];
         self.bytes = bytes;
     }
 
@@ -408,5 +408,5 @@ fn feature_names() -> Vec<u8> {
 async fn start_of(ring: &Ring, file: &Storage, len: u64) -> Result<Vec<u8>, Error> {
     // At most 2 MiB, the largest cluster.
     let len = usize::try_from(len.min(file.len())).unwrap_or(0);
-    table::read(ring, file, 0, len, "the qcow2 header").await
+    table::read(ring, file, HostOffset(0), len, "the qcow2 header").await
 }

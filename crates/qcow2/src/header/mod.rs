@@ -12,15 +12,16 @@ mod write;
 use zerocopy::byteorder::big_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
 
-use crate::entry::Region;
+use crate::concurrent::region::Region;
 use crate::error::{Error, ErrorKind};
 use crate::extensions::{self, Extensions};
 use crate::geometry::Geometry;
 use crate::info::{CompressionType, FeatureClass, FeatureName};
 use crate::limits::{
     CLUSTER_BITS_MAX, CLUSTER_BITS_MIN, FILE_NAME_BYTES_MAX, L1_BYTES_MAX,
-    REFCOUNT_TABLE_BYTES_MAX, SNAPSHOTS_MAX,
+    REFCOUNT_TABLE_BYTES_MAX, SNAPSHOT_ENTRY_BYTES_MIN, SNAPSHOTS_MAX,
 };
+use crate::units::HostOffset;
 
 pub(crate) use image::{HeaderImage, NewHeader};
 pub(crate) use write::write_bytes;
@@ -98,7 +99,7 @@ pub(crate) struct Header {
     pub(crate) refcount_table: Region,
     pub(crate) refcount_table_clusters: u32,
     pub(crate) snapshots: u32,
-    pub(crate) snapshots_offset: u64,
+    pub(crate) snapshots_offset: HostOffset,
     pub(crate) backing_file: Option<Vec<u8>>,
     pub(crate) extensions: Extensions,
 }
@@ -269,7 +270,7 @@ fn parse_for(head: &[u8], subject: Subject<'_>, purpose: Purpose) -> Result<Head
         refcount_table,
         refcount_table_clusters: v2.refcount_table_clusters.get(),
         snapshots: v2.nb_snapshots.get(),
-        snapshots_offset: v2.snapshots_offset.get(),
+        snapshots_offset: HostOffset(v2.snapshots_offset.get()),
         backing_file: backing_file.map(|(_, name)| name),
         extensions,
     })
@@ -472,7 +473,9 @@ fn table(
     // `bytes` is at most 64 MiB here, so only the offset can overflow.
     let end = offset.checked_add(bytes).and_then(|end| end.checked_next_multiple_of(cluster_size));
     match end {
-        Some(end) if i64::try_from(end).is_ok() => Ok(Region { start: offset, end }),
+        Some(end) if i64::try_from(end).is_ok() => {
+            Ok(Region { start: HostOffset(offset), end: HostOffset(end) })
+        }
         _ => Err(subject.field(field, shown, "the table ends beyond 2^63")),
     }
 }
@@ -499,8 +502,8 @@ fn l1_table(v2: &HeadV2, geometry: &Geometry, subject: Subject<'_>) -> Result<Re
     }
     let offset = v2.l1_table_offset.get();
     let region = table("l1_table_offset", offset, bytes, geometry.cluster_size(), subject)?;
-    if region.start + bytes > subject.len {
-        return Err(truncated(subject, "the L1 table", region.start + bytes));
+    if region.start.0 + bytes > subject.len {
+        return Err(truncated(subject, "the L1 table", region.start.0 + bytes));
     }
     Ok(region)
 }
@@ -535,8 +538,8 @@ fn refcount_table(
     }
     let offset = v2.refcount_table_offset.get();
     let region = table("refcount_table_offset", offset, bytes, cluster_size, subject)?;
-    if region.start >= subject.len {
-        return Err(truncated(subject, "the refcount table", region.end));
+    if region.start.0 >= subject.len {
+        return Err(truncated(subject, "the refcount table", region.end.0));
     }
     Ok(region)
 }
@@ -553,11 +556,11 @@ fn check_snapshots(v2: &HeadV2, cluster_size: u64, subject: Subject<'_>) -> Resu
             ),
         ));
     }
-    let bytes = u64::from(count) * crate::snapshots::ENTRY_BYTES_MIN as u64;
+    let bytes = u64::from(count) * SNAPSHOT_ENTRY_BYTES_MIN as u64;
     let offset = v2.snapshots_offset.get();
     let region = table("snapshots_offset", offset, bytes, cluster_size, subject)?;
-    if region.start + bytes > subject.len {
-        return Err(truncated(subject, "the snapshot table", region.start + bytes));
+    if region.start.0 + bytes > subject.len {
+        return Err(truncated(subject, "the snapshot table", region.start.0 + bytes));
     }
     Ok(())
 }

@@ -1,20 +1,22 @@
-use super::image::SECTOR;
 use super::write::{Step, steps};
 use super::{HeaderImage, NewHeader, Subject};
 use crate::ErrorKind;
 use crate::extensions::{BitmapDirectory, FEATURE_NAMES};
 use crate::info::{CompressionType, FeatureClass};
+use crate::limits::SECTOR_LEN;
+use crate::units::HostOffset;
 
 const SUBJECT: Subject<'static> = Subject { name: "x", len: 1 << 30 };
-const DIRECTORY: BitmapDirectory = BitmapDirectory { count: 1, offset: 1 << 20, len: 32 };
+const DIRECTORY: BitmapDirectory =
+    BitmapDirectory { count: 1, offset: HostOffset(1 << 20), len: 32 };
 
 /// A header that passes the checks.
 fn header(version: u32, cluster_bits: u32) -> HeaderImage {
     let compression = CompressionType::Zlib;
     let new = NewHeader { file: "x", version, cluster_bits, refcount_order: 4, compression };
     let mut header = HeaderImage::new(&new);
-    header.set_refcount_table(1 << cluster_bits, 1);
-    header.set_l1_table(2 << cluster_bits, 1);
+    header.set_refcount_table(HostOffset(1 << cluster_bits), 1);
+    header.set_l1_table(HostOffset(2 << cluster_bits), 1);
     header.set_size(4096);
     header
 }
@@ -45,9 +47,9 @@ fn meaning(header: &HeaderImage) -> impl PartialEq + std::fmt::Debug + use<> {
 
 /// Puts sectors of `bytes` at `at` into `disk`, those whose bit is set in `chosen`.
 fn write_some(disk: &mut [u8], at: usize, bytes: &[u8], chosen: u64) {
-    for (index, sector) in bytes.chunks(SECTOR).enumerate() {
+    for (index, sector) in bytes.chunks(SECTOR_LEN).enumerate() {
         if chosen >> (index % 64) & 1 != 0 {
-            let at = at + index * SECTOR;
+            let at = at + index * SECTOR_LEN;
             disk[at..at + sector.len()].copy_from_slice(sector);
         }
     }
@@ -79,7 +81,10 @@ fn check_power_cuts(old: &HeaderImage, new: &HeaderImage) -> Vec<u8> {
 fn a_new_header_has_the_fields_and_names_that_qemu_writes() {
     let header = header(3, 16);
     assert_eq!((header.version(), header.cluster_bits(), header.size()), (3, 16, 4096));
-    assert_eq!((header.l1_table(), header.refcount_table()), ((0x20000, 1), (0x10000, 1)));
+    assert_eq!(
+        (header.l1_table(), header.refcount_table()),
+        ((HostOffset(0x20000), 1), (HostOffset(0x10000), 1))
+    );
     let parsed = header.header(SUBJECT.len, true).expect("sound");
     assert_eq!((parsed.header_length, parsed.refcount_order), (112, 4));
     let names = &parsed.extensions.feature_names;
@@ -100,9 +105,9 @@ fn small_clusters_and_version_2_get_no_feature_names() {
 fn a_changed_field_changes_nothing_else() {
     let disk = on_disk(&header(3, 16));
     let mut header = parse(&disk);
-    header.set_snapshots(0x50000, 3);
+    header.set_snapshots(HostOffset(0x50000), 3);
     header.set_incompatible(super::DIRTY);
-    let mut expected = disk[..SECTOR].to_vec();
+    let mut expected = disk[..SECTOR_LEN].to_vec();
     expected[63] = 3;
     expected[69] = 5;
     expected[79] = 1;

@@ -16,8 +16,10 @@
 use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_storage::Storage;
 
-use super::image::{self, HeaderImage, SECTOR};
+use super::image::{self, HeaderImage};
 use crate::extensions::FILLER;
+use crate::limits::SECTOR_LEN;
+use crate::units::HostOffset;
 
 /// Type and length of an extension.
 const EXTENSION_HEAD_BYTES: usize = 8;
@@ -37,13 +39,13 @@ impl HeaderImage {
         if self.laid_out {
             return self.write_steps(ring, file).await;
         }
-        write_bytes(ring, file, 0, &self.bytes[..SECTOR]).await
+        write_bytes(ring, file, HostOffset(0), &self.bytes[..SECTOR_LEN]).await
     }
 
     /// The first 512 bytes, where [`write_first_sector`](HeaderImage::write_first_sector) writes
     /// nothing else.
     pub(crate) fn first_sector(&self) -> Option<&[u8]> {
-        (!self.laid_out).then(|| &self.bytes[..SECTOR])
+        (!self.laid_out).then(|| &self.bytes[..SECTOR_LEN])
     }
 
     /// Writes everything; durable when it returns. See the module for the order.
@@ -68,10 +70,10 @@ impl HeaderImage {
         let old = HeaderImage::read(ring, file).await.map_err(|_| Errno::IO)?;
         for step in steps(&old, self) {
             if !step.behind.is_empty() {
-                write_bytes(ring, file, step.at as u64, &step.behind).await?;
+                write_bytes(ring, file, HostOffset(step.at as u64), &step.behind).await?;
                 file.flush(ring).await?;
             }
-            write_bytes(ring, file, 0, &step.first).await?;
+            write_bytes(ring, file, HostOffset(0), &step.first).await?;
             file.flush(ring).await?;
         }
         Ok(())
@@ -80,7 +82,7 @@ impl HeaderImage {
     /// Writes the header of a new image in one go, which makes it one; durable after the next
     /// flush.
     pub(crate) async fn write_new(&mut self, ring: &Ring, file: &Storage) -> Result<(), Errno> {
-        write_bytes(ring, file, 0, &self.bytes).await?;
+        write_bytes(ring, file, HostOffset(0), &self.bytes).await?;
         self.laid_out = false;
         Ok(())
     }
@@ -97,9 +99,9 @@ pub(super) struct Step {
 
 /// How to get from `old` to `new`.
 pub(super) fn steps(old: &HeaderImage, new: &HeaderImage) -> Vec<Step> {
-    let (first, behind) = new.bytes.split_at(SECTOR);
-    let behind = if old.bytes[SECTOR..].starts_with(behind) { &[] } else { behind };
-    let direct = Step { at: SECTOR, behind: behind.to_vec(), first: first.to_vec() };
+    let (first, behind) = new.bytes.split_at(SECTOR_LEN);
+    let behind = if old.bytes[SECTOR_LEN..].starts_with(behind) { &[] } else { behind };
+    let direct = Step { at: SECTOR_LEN, behind: behind.to_vec(), first: first.to_vec() };
     if is_harmless(old, &direct.behind) {
         return vec![direct];
     }
@@ -108,8 +110,8 @@ pub(super) fn steps(old: &HeaderImage, new: &HeaderImage) -> Vec<Step> {
 
 /// Whether the old header means the same when the bytes behind its first sector are replaced.
 fn is_harmless(old: &HeaderImage, behind: &[u8]) -> bool {
-    [old.chain.clone(), old.name()].into_iter().flatten().filter(|at| *at >= SECTOR).all(|at| {
-        let replaced = behind.get(at - SECTOR);
+    [old.chain.clone(), old.name()].into_iter().flatten().filter(|at| *at >= SECTOR_LEN).all(|at| {
+        let replaced = behind.get(at - SECTOR_LEN);
         replaced.is_none() || replaced == old.bytes.get(at)
     })
 }
@@ -122,10 +124,10 @@ fn detour(old: &HeaderImage, new: &HeaderImage) -> Option<Step> {
     let name_at = if name.is_empty() { 0 } else { at + behind.len() };
     behind.extend_from_slice(name);
     let gap = new.chain.start + EXTENSION_HEAD_BYTES;
-    if at + behind.len() > 1 << new.cluster_bits() || gap > SECTOR {
+    if at + behind.len() > 1 << new.cluster_bits() || gap > SECTOR_LEN {
         return None;
     }
-    let mut first = new.bytes[..SECTOR].to_vec();
+    let mut first = new.bytes[..SECTOR_LEN].to_vec();
     image::put_name(&mut first, name_at, name.len());
     first[new.chain.start..gap - 4].copy_from_slice(&FILLER.to_be_bytes());
     let filled = u32::try_from(at - gap).ok()?;
@@ -139,14 +141,14 @@ fn detour(old: &HeaderImage, new: &HeaderImage) -> Option<Step> {
 pub(crate) async fn write_bytes(
     ring: &Ring,
     file: &Storage,
-    offset: u64,
+    offset: HostOffset,
     bytes: &[u8],
 ) -> Result<(), Errno> {
     let buf = IoBuf::new(bytes.len().max(1), ALIGN).slice(0..bytes.len());
     buf.copy_from_slice(0, bytes);
     let mut done = 0;
     while done < bytes.len() {
-        match file.write(ring, offset + done as u64, &buf.slice(done..bytes.len())).await? {
+        match file.write(ring, offset.0 + done as u64, &buf.slice(done..bytes.len())).await? {
             0 => return Err(Errno::IO),
             n => done += n,
         }

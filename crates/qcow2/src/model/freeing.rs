@@ -1,7 +1,7 @@
 //! Model of how clusters become free: discards, flushes, a write that waits for space and reads,
 //! all at once.
 //!
-//! Real code: `limbo.rs`, `grace.rs`, `registry.rs` (the gate of the checkpoints), `slices.rs` (the
+//! Real code: `unlinked.rs`, `grace.rs`, `registry.rs` (the gate of the checkpoints), `slices.rs` (the
 //! table, and what is dirty in it) and the reference counts, behind a simulated lock.
 //! `checkpoint.rs` and `reclaim.rs` need a ring and a storage: in [`image`] each of their steps has
 //! a method of the same name that does the same in the same order, on a disk in memory ([`world`]).
@@ -47,7 +47,7 @@ enum Mistake {
     SettlesLate,
     /// How often clusters were freed is asked after the attempt to get one.
     SeenLate,
-    /// A write that waits looks at the limbo while a checkpoint runs.
+    /// A write that waits looks at the unlinked clusters while a checkpoint runs.
     NoGate,
 }
 
@@ -100,7 +100,7 @@ fn all_at_once(failures: u64, mistake: Mistake, schedules: usize) {
         }
         (0..=failures).for_each(|_| flush(&image));
         assert_eq!(image.world(|world| world.on_their_way()), 0, "a cluster is lost");
-        assert!(!image.limbo.is_busy());
+        assert!(!image.unlinked.is_busy());
         assert!(block_on(image.write(0)), "a cluster is lost");
         assert!(block_on(image.write(1)), "a cluster is lost");
     };
@@ -142,5 +142,5 @@ mistakes! {
     a_flush_served_by_a_checkpoint_that_failed: 4, ServesFailed, "a flush left changes out";
     settled_without_being_written: 0, SettlesLate, "a flush left changes out";
     freed_between_attempt_and_look: 0, SeenLate, "full, and clusters are free";
-    a_look_at_the_limbo_out_of_turn: 0, NoGate, "full, and clusters are";
+    a_look_at_unlinked_clusters_out_of_turn: 0, NoGate, "full, and clusters are";
 }

@@ -9,6 +9,7 @@ use super::named::Named;
 use super::slices::{SliceCache, SliceIndex};
 use super::sync::{Arc, AtomicU64, Mutex, Ordering, lock};
 use super::{SCHEDULES, WORDS, small_cache};
+use crate::units::HostCluster;
 
 /// The host cluster that everybody wants; 0 is none.
 const CLUSTER: u64 = 70;
@@ -67,8 +68,8 @@ impl Image {
 
     /// As `Qcow2::look_at_loaded`, before the slice is published.
     fn load(&self) {
-        let found = self.marks.may_be(self.entry) && lock(&self.counts).is_metadata;
-        lock(&self.counts).named.insert(self.entry, 1);
+        let found = self.marks.may_be(HostCluster(self.entry)) && lock(&self.counts).is_metadata;
+        lock(&self.counts).named.insert(HostCluster(self.entry), 1);
         if found {
             self.is_corrupt.store(1, Ordering::SeqCst);
         }
@@ -84,7 +85,7 @@ impl Image {
         if !found.still_there() || host == 0 || self.is_corrupt.load(Ordering::SeqCst) != 0 {
             return;
         }
-        if self.marks.may_be(host) && lock(&self.counts).is_metadata {
+        if self.marks.may_be(HostCluster(host)) && lock(&self.counts).is_metadata {
             self.is_corrupt.store(1, Ordering::SeqCst);
             return;
         }
@@ -100,7 +101,7 @@ impl Image {
         {
             let mut counts = lock(&self.counts);
             let is_free = counts.count == 0 && !counts.is_metadata;
-            if !is_free || counts.named.first_in(CLUSTER, 1).is_some() {
+            if !is_free || counts.named.first_in(HostCluster(CLUSTER), 1).is_some() {
                 return false;
             }
             counts.count = 1;
@@ -119,17 +120,17 @@ impl Image {
 
     fn mark(&self, counts: &mut Counts) {
         counts.is_metadata = true;
-        self.marks.set(CLUSTER, 1);
+        self.marks.set(HostCluster(CLUSTER), 1);
     }
 
     /// Other metadata comes and goes in the same word of the marks.
     fn mark_neighbour(&self) {
         for _ in 0..2 {
             let counts = lock(&self.counts);
-            self.marks.set(NEIGHBOUR, 1);
+            self.marks.set(HostCluster(NEIGHBOUR), 1);
             drop(counts);
             let counts = lock(&self.counts);
-            self.marks.clear(NEIGHBOUR, 1);
+            self.marks.clear(HostCluster(NEIGHBOUR), 1);
             drop(counts);
         }
     }
@@ -165,7 +166,7 @@ fn a_free_cluster_that_an_entry_names(take: Take) {
             }
             let content = image.content.load(Ordering::SeqCst);
             assert!(!is_taken || content == TABLE, "data was written over a table");
-            assert!(!is_taken || image.marks.may_be(CLUSTER), "the mark is gone");
+            assert!(!is_taken || image.marks.may_be(HostCluster(CLUSTER)), "the mark is gone");
         },
         SCHEDULES,
     );
@@ -207,7 +208,7 @@ fn data_that_is_in_flight_when_its_cluster_is_freed_lands_before_the_table() {
                 if image.graces.passed(mark) {
                     {
                         let mut counts = lock(&image.counts);
-                        counts.named.remove(CLUSTER, 1);
+                        counts.named.remove(HostCluster(CLUSTER), 1);
                         counts.count = 0;
                     }
                     is_taken = image.store_table(Take::Marked);
@@ -236,24 +237,24 @@ fn a_mark_that_is_shared_stays() {
                 let (marks, counts) = (marks.clone(), counts.clone());
                 thread::spawn(move || {
                     let held = lock(&counts);
-                    marks.set(CLUSTER, 1);
+                    marks.set(HostCluster(CLUSTER), 1);
                     drop(held);
-                    assert!(marks.may_be(CLUSTER), "it is metadata");
+                    assert!(marks.may_be(HostCluster(CLUSTER)), "it is metadata");
                     thread::yield_now();
-                    assert!(marks.may_be(CLUSTER), "and stays so");
+                    assert!(marks.may_be(HostCluster(CLUSTER)), "and stays so");
                 })
             };
             for clear in [false, true] {
                 let held = lock(&counts);
                 if clear {
-                    marks.clear(far, 1);
+                    marks.clear(HostCluster(far), 1);
                 } else {
-                    marks.set(far, 1);
+                    marks.set(HostCluster(far), 1);
                 }
                 drop(held);
             }
             near.join().expect("no panic");
-            assert!(marks.may_be(CLUSTER));
+            assert!(marks.may_be(HostCluster(CLUSTER)));
         },
         SCHEDULES,
     );

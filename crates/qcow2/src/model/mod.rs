@@ -1,5 +1,5 @@
 //! Model of the parts that threads share: the very source files `slices.rs`, `flight.rs`,
-//! `registry.rs`, `grace.rs`, `limbo.rs`, `region.rs`, `marks.rs` and `named.rs`, built on
+//! `registry.rs`, `grace.rs`, `unlinked.rs`, `region.rs`, `marks.rs` and `named.rs`, built on
 //! simulated atomics and locks, under every order of steps that the checker finds.
 
 mod freeing;
@@ -7,13 +7,11 @@ mod guard;
 mod sync;
 mod writing;
 
-#[path = "../flight.rs"]
+#[path = "../concurrent/flight.rs"]
 mod flight;
 #[allow(dead_code, unreachable_pub)]
-#[path = "../engine/grace.rs"]
+#[path = "../concurrent/grace.rs"]
 mod grace;
-#[path = "../engine/limbo.rs"]
-mod limbo;
 #[allow(dead_code)]
 #[path = "../refcounts/marks.rs"]
 mod marks;
@@ -21,15 +19,17 @@ mod marks;
 #[path = "../refcounts/named.rs"]
 mod named;
 #[allow(dead_code)]
-#[path = "../region.rs"]
+#[path = "../concurrent/region.rs"]
 mod region;
 #[allow(dead_code)]
-#[path = "../engine/registry.rs"]
+#[path = "../concurrent/registry.rs"]
 mod registry;
 // The counters are looked at elsewhere.
 #[allow(dead_code)]
-#[path = "../slices.rs"]
+#[path = "../concurrent/slices.rs"]
 mod slices;
+#[path = "../concurrent/unlinked.rs"]
+mod unlinked;
 
 use shuttle::future::block_on;
 use shuttle::{check_random, thread};

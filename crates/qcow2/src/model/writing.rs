@@ -12,6 +12,7 @@ use super::registry::Registry;
 use super::slices::SliceIndex;
 use super::sync::{Arc, AtomicU64, Ordering};
 use super::{SCHEDULES, WORDS, contents, small_cache};
+use crate::units::HostOffset;
 
 #[test]
 fn claims_that_overlap_never_hold_together_and_all_end() {
@@ -152,14 +153,15 @@ fn a_change_is_never_lost_to_eviction() {
 fn a_range_that_neither_place_touches_never_overlaps_a_region_that_moves() {
     check_random(
         || {
-            let places = [(50, 60), (10, 20), (70, 80)].map(|(start, end)| Region { start, end });
+            let places = [(50, 60), (10, 20), (70, 80)]
+                .map(|(start, end)| Region { start: HostOffset(start), end: HostOffset(end) });
             let region = Arc::new(MovingRegion::new(places[0]));
             let looker = {
                 let region = region.clone();
                 thread::spawn(move || {
                     for _ in 0..3 {
-                        assert!(!region.overlaps(30, 31), "between");
-                        assert!(!region.overlaps(65, 66), "behind");
+                        assert!(!region.overlaps(HostOffset(30), HostOffset(31)), "between");
+                        assert!(!region.overlaps(HostOffset(65), HostOffset(66)), "behind");
                     }
                 })
             };
@@ -169,7 +171,9 @@ fn a_range_that_neither_place_touches_never_overlaps_a_region_that_moves() {
             }
             looker.join().expect("looker");
             assert!(
-                !region.overlaps(50, 60) && !region.overlaps(10, 20) && region.overlaps(79, 90)
+                !region.overlaps(HostOffset(50), HostOffset(60))
+                    && !region.overlaps(HostOffset(10), HostOffset(20))
+                    && region.overlaps(HostOffset(79), HostOffset(90))
             );
         },
         SCHEDULES,

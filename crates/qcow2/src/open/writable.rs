@@ -5,14 +5,15 @@ use ringdisk_storage::Storage;
 
 use super::Found;
 use crate::bitmaps::Recording;
+use crate::engine::OpenOptions;
 use crate::engine::{Engine, EngineOptions};
 use crate::entry::{COPIED, OFFSET_MASK};
 use crate::error::Error;
 use crate::header::{HeaderImage, LAZY_REFCOUNTS};
-use crate::image::OpenOptions;
 use crate::refcounts::{RefcountParts, Refcounts};
 use crate::sync::Ordering;
 use crate::table;
+use crate::units::HostOffset;
 
 /// Bits 0 to 8 of a refcount table entry, which are reserved.
 const TABLE_RESERVED: u64 = 0x1ff;
@@ -54,21 +55,25 @@ pub(super) async fn engine(
 }
 
 /// Reads the refcount table and checks its entries.
-async fn refcount_table(ring: &Ring, file: &Storage, found: &Found<'_>) -> Result<Vec<u64>, Error> {
+async fn refcount_table(
+    ring: &Ring,
+    file: &Storage,
+    found: &Found<'_>,
+) -> Result<Vec<HostOffset>, Error> {
     let region = found.header.refcount_table;
     // At most 8 MiB: checked in the header.
-    let len = usize::try_from(region.end - region.start).unwrap_or(0);
+    let len = usize::try_from(region.len()).unwrap_or(0);
     let bytes = table::read(ring, file, region.start, len, "the refcount table").await?;
-    let mut entries: Vec<u64> =
-        bytes.as_chunks::<8>().0.iter().map(|raw| u64::from_be_bytes(*raw)).collect();
-    entries.resize(len / 8, 0);
+    let mut entries: Vec<HostOffset> =
+        table::words_of(&bytes).into_iter().map(HostOffset).collect();
+    entries.resize(len / 8, HostOffset(0));
     let cluster_size = found.header.geometry.cluster_size();
     for (index, entry) in entries.iter().enumerate() {
-        if *entry == 0 {
+        if *entry == HostOffset(0) {
             continue;
         }
-        let bad = entry & TABLE_RESERVED != 0 || !entry.is_multiple_of(cluster_size);
-        if bad || *entry >= file.len() {
+        let bad = entry.0 & TABLE_RESERVED != 0 || !entry.is_multiple_of(cluster_size);
+        if bad || entry.0 >= file.len() {
             return Err(Error::corrupt(
                 file.name(),
                 format!(
@@ -78,7 +83,8 @@ async fn refcount_table(ring: &Ring, file: &Storage, found: &Found<'_>) -> Resul
             ));
         }
     }
-    let mut sorted: Vec<u64> = entries.iter().copied().filter(|entry| *entry != 0).collect();
+    let mut sorted: Vec<HostOffset> =
+        entries.iter().copied().filter(|entry| *entry != HostOffset(0)).collect();
     sorted.sort_unstable();
     if let Some(pair) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
         return Err(Error::corrupt(
@@ -91,18 +97,22 @@ async fn refcount_table(ring: &Ring, file: &Storage, found: &Found<'_>) -> Resul
 
 /// Tells the allocator what it must never hand out. The answer says where two things lie on one
 /// another.
-fn mark_metadata(refcounts: &mut Refcounts, found: &Found<'_>, blocks: &[u64]) -> Option<String> {
+fn mark_metadata(
+    refcounts: &mut Refcounts,
+    found: &Found<'_>,
+    blocks: &[HostOffset],
+) -> Option<String> {
     let header = found.header;
     let bits = header.geometry.cluster_bits;
     let cluster_size = header.geometry.cluster_size();
     let mut overlap = None;
-    for block in blocks.iter().filter(|block| **block != 0) {
+    for block in blocks.iter().filter(|block| **block != HostOffset(0)) {
         let (start, end) = (header.l1_table.start, header.l1_table.end);
-        if *block < end && block + cluster_size > start || *block == 0 {
+        if *block < end && *block + cluster_size > start {
             overlap = Some(format!("the refcount block at {block:#x} lies on the L1 table"));
         }
     }
-    let mut mark = |refcounts: &mut Refcounts, start: u64, len: u64, what: &str| {
+    let mut mark = |refcounts: &mut Refcounts, start: HostOffset, len: u64, what: &str| {
         let (first, count) = (start >> bits, len.div_ceil(cluster_size));
         if count > 0 {
             if let Some(cluster) = refcounts.first_metadata(first, count) {
@@ -122,7 +132,7 @@ fn mark_metadata(refcounts: &mut Refcounts, found: &Found<'_>, blocks: &[u64]) -
         mark(refcounts, snapshot.l1_table_offset, len, "the L1 table of a snapshot");
     }
     let region = found.snapshot_region;
-    mark(refcounts, region.start, region.end - region.start, "the snapshot table");
+    mark(refcounts, region.start, region.len(), "the snapshot table");
     // Entries of several parts of the disk may name one table, if none of them says that it is its
     // own: it is copied before it changes.
     let entries = found.l1.iter().map(|entry| entry.load(Ordering::Relaxed));
@@ -137,7 +147,7 @@ fn mark_metadata(refcounts: &mut Refcounts, found: &Found<'_>, blocks: &[u64]) -
     // Once each where no entry for it has the flag.
     tables.dedup_by(|next, first| next == first && *next & COPIED == 0);
     for entry in tables {
-        mark(refcounts, entry & OFFSET_MASK, cluster_size, "an L2 table");
+        mark(refcounts, HostOffset(entry & OFFSET_MASK), cluster_size, "an L2 table");
     }
     overlap
 }

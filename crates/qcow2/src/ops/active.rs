@@ -9,8 +9,10 @@ use crate::entry::COPIED;
 use crate::error::Error;
 use crate::limits::L1_BYTES_MAX;
 use crate::refcounts::Run;
+use crate::table::{bytes_of, words_of};
+use crate::units::{HostCluster, HostOffset};
 
-use super::entries::{Reader, Reference, bytes_of, words_of};
+use super::entries::{Reader, Reference};
 use super::transaction::Transaction;
 
 /// The active mapping.
@@ -21,7 +23,7 @@ pub(super) struct Active {
     old_l1: Vec<u64>,
     old_run: Run,
     /// L2 tables that this transaction has made, by host offset.
-    fresh: HashSet<u64>,
+    fresh: HashSet<HostOffset>,
     /// The old clusters of the L1 table belong to something else now.
     given_away: bool,
     /// The L1 table gets a new place in any case.
@@ -48,7 +50,7 @@ impl Active {
         &self,
         tx: &Transaction<'_>,
         index: usize,
-    ) -> Result<Option<u64>, Error> {
+    ) -> Result<Option<HostOffset>, Error> {
         let entry = self.l1.get(index).copied().unwrap_or(0);
         tx.reader().table(entry).map_err(|reason| tx.corrupt(reason))
     }
@@ -104,7 +106,7 @@ impl Active {
         let run = tx.write_new(&bytes_of(words), "an L2 table").await?;
         let offset = run.start << tx.geometry.cluster_bits;
         self.fresh.insert(offset);
-        self.l1[index] = offset | COPIED;
+        self.l1[index] = offset.0 | COPIED;
         Ok(())
     }
 
@@ -116,7 +118,7 @@ impl Active {
     ) -> Result<(), Error> {
         if let Some(offset) = self.table_offset(tx, index)? {
             tx.share(offset >> tx.geometry.cluster_bits, 1).await?;
-            self.l1[index] = offset;
+            self.l1[index] = offset.0;
         }
         Ok(())
     }
@@ -180,7 +182,7 @@ impl Active {
             }
             if let Some(offset) = self.table_offset(tx, index)? {
                 let flag = tx.copied(offset >> tx.geometry.cluster_bits).await?;
-                self.l1[index] = offset | flag;
+                self.l1[index] = offset.0 | flag;
             }
         }
         Ok(())
@@ -198,7 +200,7 @@ impl Active {
             match reference {
                 Reference::None => {}
                 Reference::Compressed { start, count } => {
-                    for cluster in start..start + count {
+                    for cluster in start.up_to(start + count) {
                         tx.copied(cluster).await?;
                     }
                 }
@@ -254,7 +256,7 @@ impl Transaction<'_> {
     /// The COPIED flag of a reference to a cluster in use.
     ///
     /// Errors: `Corrupt` when its count is 0, so that it would be given back.
-    async fn copied(&mut self, cluster: u64) -> Result<u64, Error> {
+    async fn copied(&mut self, cluster: HostCluster) -> Result<u64, Error> {
         match self.count(cluster).await? {
             0 => Err(self.corrupt(format!(
                 "host cluster {cluster} is in use, but its refcount is 0, or would be"
@@ -269,9 +271,9 @@ impl Transaction<'_> {
     }
 
     /// The clusters that a table lies in.
-    pub(super) fn clusters_of(&self, offset: u64, len: u64) -> Run {
+    pub(super) fn clusters_of(&self, offset: HostOffset, len: u64) -> Run {
         let bits = self.geometry.cluster_bits;
-        Run { start: offset >> bits, count: len.div_ceil(1 << bits), zeroed: false }
+        Run::new(offset >> bits, len.div_ceil(1 << bits))
     }
 }
 
@@ -280,7 +282,7 @@ impl Transaction<'_> {
 /// Errors: `Corrupt` when it is unaligned or outside the file; `TooLarge`.
 pub(super) async fn read_l1(
     tx: &Transaction<'_>,
-    offset: u64,
+    offset: HostOffset,
     entries: u32,
     what: &str,
 ) -> Result<Vec<u64>, Error> {
@@ -293,7 +295,7 @@ pub(super) async fn read_l1(
         return Ok(Vec::new());
     }
     let cluster_size = tx.geometry.cluster_size();
-    if !offset.is_multiple_of(cluster_size) || offset < cluster_size {
+    if !offset.is_multiple_of(cluster_size) || offset < HostOffset(cluster_size) {
         return Err(tx.corrupt(format!("{what} at {offset:#x} is unaligned or on the header")));
     }
     // At most 32 MiB.

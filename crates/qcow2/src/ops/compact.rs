@@ -10,8 +10,9 @@ use std::collections::HashSet;
 use ringdisk_ring::Ring;
 use ringdisk_storage::Kind;
 
+use crate::engine::Qcow2;
 use crate::error::Error;
-use crate::image::Qcow2;
+use crate::units::HostCluster;
 
 use super::active::Active;
 use super::bitmaps;
@@ -56,8 +57,8 @@ async fn compact(ring: &Ring, image: &mut Qcow2, old_len: u64) -> Result<bool, E
     let mut active = Active::load(&tx).await?;
     let bits = tx.geometry.cluster_bits;
     let old_l1 = active.run();
-    let mut movable: HashSet<u64> = tx.refcount_clusters().into_iter().collect();
-    movable.extend(old_l1.start..old_l1.end());
+    let mut movable: HashSet<HostCluster> = tx.refcount_clusters().into_iter().collect();
+    movable.extend(old_l1.clusters());
     let mut tables = Vec::new();
     for index in 0..active.l1.len() {
         if let Some(offset) = active.table_offset(&tx, index)? {
@@ -69,7 +70,7 @@ async fn compact(ring: &Ring, image: &mut Qcow2, old_len: u64) -> Result<bool, E
     // Their clusters stay where they are unless they lie at the end, or one of them cannot be read.
     let mut of_bitmaps = HashSet::new();
     let all = bitmaps::walk(&mut tx, |_, _, run| {
-        of_bitmaps.extend(run.start..run.end());
+        of_bitmaps.extend(run.clusters());
         Ok(())
     });
     let bitmaps = matches!(all.await, Ok(true)).then_some(of_bitmaps);
@@ -77,8 +78,9 @@ async fn compact(ring: &Ring, image: &mut Qcow2, old_len: u64) -> Result<bool, E
 
     let end = tx.end_of_clusters() >> bits;
     let mut kept = end;
-    while kept > 1 && (movable.contains(&(kept - 1)) || tx.is_unused(kept - 1).await?) {
-        kept -= 1;
+    while kept > HostCluster(1) && (movable.contains(&(kept - 1)) || tx.is_unused(kept - 1).await?)
+    {
+        kept = kept - 1;
     }
     // Room for what moves.
     let (kept, least) = if longer {
@@ -87,7 +89,7 @@ async fn compact(ring: &Ring, image: &mut Qcow2, old_len: u64) -> Result<bool, E
         (kept + needed - holes(&mut tx, kept, needed).await?, 1)
     } else {
         let behind = bitmaps.iter().flatten().filter(|cluster| **cluster >= kept).count() as u64;
-        (kept + others + behind, end / WORTH + 1)
+        (kept + others + behind, end.0 / WORTH + 1)
     };
     if kept.saturating_add(least) > end {
         return Ok(false);
@@ -115,9 +117,9 @@ async fn compact(ring: &Ring, image: &mut Qcow2, old_len: u64) -> Result<bool, E
 }
 
 /// Free clusters below `end`; counts up to `most` of them.
-async fn holes(tx: &mut Transaction<'_>, end: u64, most: u64) -> Result<u64, Error> {
+async fn holes(tx: &mut Transaction<'_>, end: HostCluster, most: u64) -> Result<u64, Error> {
     let mut found = 0;
-    for cluster in 1..end {
+    for cluster in HostCluster(1).up_to(end) {
         if found == most {
             break;
         }

@@ -2,8 +2,8 @@
 
 use ringdisk_ring::Ring;
 
+use crate::engine::Qcow2;
 use crate::error::Error;
-use crate::image::Qcow2;
 use crate::limits::FILE_NAME_BYTES_MAX;
 
 use super::transaction::Transaction;

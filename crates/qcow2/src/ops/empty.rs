@@ -9,18 +9,16 @@
 
 use ringdisk_ring::Ring;
 
+use crate::engine::Qcow2;
 use crate::error::Error;
 use crate::header::{BITMAPS, RAW_EXTERNAL, write_bytes};
-use crate::image::Qcow2;
+use crate::limits::{SECTOR, SECTOR_LEN};
 use crate::refcounts::Run;
 
 use super::active::Active;
 use super::bitmaps;
 use super::resize::ResizeOptions;
 use super::transaction::Transaction;
-
-/// The L1 table is overwritten in pieces of this size: the smallest that a file system has.
-const SECTOR: usize = 512;
 
 impl Qcow2 {
     /// Takes away everything that the disk holds itself: all of it is what the backing file has, or
@@ -52,7 +50,7 @@ impl Qcow2 {
     ///
     /// Errors: as [`Qcow2::resize`].
     pub async fn uncover(&mut self, ring: &Ring, size: u64) -> Result<(), Error> {
-        let size = size.next_multiple_of(512);
+        let size = size.next_multiple_of(SECTOR);
         if size <= self.virtual_size() {
             return Ok(());
         }
@@ -86,7 +84,7 @@ async fn in_place(ring: &Ring, image: &mut Qcow2) -> Result<(), Error> {
     tx.stay_in_place();
     let mut active = Active::load(&tx).await?;
     let run = active.run();
-    for cluster in run.start..run.end() {
+    for cluster in run.clusters() {
         if tx.count(cluster).await? != 1 {
             return Err(tx.corrupt("the L1 table is not counted once, so it is not overwritten"));
         }
@@ -125,10 +123,10 @@ async fn in_place(ring: &Ring, image: &mut Qcow2) -> Result<(), Error> {
 /// have to fill.
 async fn zero_l1(tx: &Transaction<'_>, run: Run, l1: &[u64]) -> Result<(), Error> {
     let start = run.start << tx.geometry.cluster_bits;
-    let zeroes = [0; SECTOR];
-    for (index, entries) in l1.chunks(SECTOR / 8).enumerate() {
+    let zeroes = [0; SECTOR_LEN];
+    for (index, entries) in l1.chunks(SECTOR_LEN / 8).enumerate() {
         if entries.iter().any(|entry| *entry != 0) {
-            let at = start + (index * SECTOR) as u64;
+            let at = start + (index * SECTOR_LEN) as u64;
             let written = write_bytes(tx.ring, &tx.file, at, &zeroes).await;
             written.map_err(|errno| tx.io("writing the L1 table", errno))?;
         }

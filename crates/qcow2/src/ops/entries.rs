@@ -4,6 +4,8 @@
 
 use crate::entry::{COMPRESSED, COPIED, OFFSET_MASK, ZERO};
 use crate::geometry::Geometry;
+use crate::limits::SECTOR;
+use crate::units::{HostCluster, HostOffset};
 
 /// How the entries of one image are read.
 #[derive(Clone, Copy, Debug)]
@@ -22,9 +24,9 @@ pub(super) enum Reference {
     /// Nothing that is counted.
     None,
     /// The clusters that compressed data lies in.
-    Compressed { start: u64, count: u64 },
+    Compressed { start: HostCluster, count: u64 },
     /// One host cluster.
-    Cluster(u64),
+    Cluster(HostCluster),
 }
 
 impl Reader {
@@ -40,19 +42,19 @@ impl Reader {
     /// Host offset of the L2 table of an L1 entry; `None`: there is none.
     ///
     /// Errors: the text says what is wrong with the entry.
-    pub(super) fn table(&self, entry: u64) -> Result<Option<u64>, String> {
-        let offset = entry & OFFSET_MASK;
+    pub(super) fn table(&self, entry: u64) -> Result<Option<HostOffset>, String> {
+        let offset = HostOffset(entry & OFFSET_MASK);
         let bad = entry & !(OFFSET_MASK | COPIED) != 0 || !self.is_aligned(offset);
-        if bad || offset >= self.file_len {
+        if bad || offset.0 >= self.file_len {
             return Err(format!(
                 "the L1 entry {entry:#x} is unaligned, behind the end of the file or has reserved \
                  bits set"
             ));
         }
-        Ok((offset != 0).then_some(offset))
+        Ok((offset != HostOffset(0)).then_some(offset))
     }
 
-    fn is_aligned(&self, offset: u64) -> bool {
+    fn is_aligned(&self, offset: HostOffset) -> bool {
         offset.is_multiple_of(self.geometry.cluster_size())
     }
 
@@ -62,7 +64,7 @@ impl Reader {
     pub(super) fn reference(&self, entry: u64) -> Result<Reference, String> {
         if entry & COMPRESSED != 0 {
             let (host, len) = self.compressed_place(entry);
-            if self.external || host == 0 || host >= self.file_len {
+            if self.external || host == HostOffset(0) || host.0 >= self.file_len {
                 return Err(format!("the L2 entry {entry:#x} of compressed data cannot be right"));
             }
             let bits = self.geometry.cluster_bits;
@@ -71,29 +73,29 @@ impl Reader {
             return Ok(Reference::Compressed { start, count });
         }
         let zero_flag = if self.version >= 3 && !self.geometry.extended { ZERO } else { 0 };
-        let offset = entry & OFFSET_MASK;
+        let offset = HostOffset(entry & OFFSET_MASK);
         if entry & !(OFFSET_MASK | COPIED | zero_flag) != 0 || !self.is_aligned(offset) {
             return Err(format!("the L2 entry {entry:#x} is unaligned or has reserved bits set"));
         }
-        if offset == 0 || self.external {
+        if offset == HostOffset(0) || self.external {
             return Ok(Reference::None);
         }
-        if offset >= self.file_len {
+        if offset.0 >= self.file_len {
             return Err(format!("the L2 entry {entry:#x} lies behind the end of the file"));
         }
         Ok(Reference::Cluster(offset >> self.geometry.cluster_bits))
     }
 
     /// The clusters that entries of an L2 table name, also where these cannot be right.
-    pub(super) fn named(&self, words: &[u64]) -> Vec<(u64, u64)> {
-        let mut runs: Vec<(u64, u64)> = Vec::new();
+    pub(super) fn named(&self, words: &[u64]) -> Vec<(HostCluster, u64)> {
+        let mut runs: Vec<(HostCluster, u64)> = Vec::new();
         let bits = self.geometry.cluster_bits;
         for entry in words.iter().step_by(self.words()) {
             let (host, len) = match entry & COMPRESSED != 0 {
                 true => self.compressed_place(*entry),
-                false => (entry & OFFSET_MASK, 1),
+                false => (HostOffset(entry & OFFSET_MASK), 1),
             };
-            if host == 0 || self.external {
+            if host == HostOffset(0) || self.external {
                 continue;
             }
             let (start, end) = (host >> bits, ((host + len - 1) >> bits) + 1);
@@ -106,17 +108,17 @@ impl Reader {
     }
 
     /// Host offset and length in bytes of compressed data, up to the end of its last sector.
-    fn compressed_place(&self, entry: u64) -> (u64, u64) {
+    fn compressed_place(&self, entry: u64) -> (HostOffset, u64) {
         let offset_bits = 62 - (self.geometry.cluster_bits - 8);
         let host = entry & ((1 << offset_bits) - 1);
         let sectors = (entry & (COMPRESSED - 1)) >> offset_bits;
-        (host, (sectors + 1) * 512 - host % 512)
+        (HostOffset(host), (sectors + 1) * SECTOR - host % SECTOR)
     }
 
     /// All references of entries of an L2 table. Adjacent ones are joined, so each run stands for
     /// one reference to each of its clusters.
-    pub(super) fn references(&self, words: &[u64]) -> Result<Vec<(u64, u64)>, String> {
-        let mut runs: Vec<(u64, u64)> = Vec::new();
+    pub(super) fn references(&self, words: &[u64]) -> Result<Vec<(HostCluster, u64)>, String> {
+        let mut runs: Vec<(HostCluster, u64)> = Vec::new();
         for entry in words.iter().step_by(self.words()) {
             let (start, count) = match self.reference(*entry)? {
                 Reference::None => continue,
@@ -130,14 +132,4 @@ impl Reader {
         }
         Ok(runs)
     }
-}
-
-/// Big-endian words of a table.
-pub(crate) fn words_of(bytes: &[u8]) -> Vec<u64> {
-    bytes.as_chunks::<8>().0.iter().map(|raw| u64::from_be_bytes(*raw)).collect()
-}
-
-/// A table as it is on disk.
-pub(super) fn bytes_of(words: &[u64]) -> Vec<u8> {
-    words.iter().flat_map(|word| word.to_be_bytes()).collect()
 }

@@ -5,15 +5,16 @@ use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_storage::Storage;
 
 use crate::create::Preallocation;
+use crate::engine::Qcow2;
 use crate::engine::below::Below;
 use crate::engine::write_all;
 use crate::entry::{COMPRESSED, COPIED, OFFSET_MASK, ZERO};
 use crate::error::Error;
-use crate::image::Qcow2;
 use crate::refcounts::Run;
 use crate::run::ExtentKind;
 use crate::sync::{Arc, Ordering};
 use crate::table;
+use crate::units::{GuestCluster, GuestOffset, HostOffset};
 
 use super::active::Active;
 use super::transaction::Transaction;
@@ -26,9 +27,9 @@ const ALL_ZERO: u64 = ALL_ALLOCATED << 32;
 
 /// What a resize adds.
 pub(super) struct Growth<'a> {
-    /// Old and new size of the disk in bytes.
-    pub(super) old: u64,
-    pub(super) size: u64,
+    /// Old and new end of the disk.
+    pub(super) old: GuestOffset,
+    pub(super) size: GuestOffset,
     pub(super) preallocation: Preallocation,
     pub(super) data_file: Option<Arc<Storage>>,
     /// Asked between two steps: whether to give up.
@@ -46,7 +47,7 @@ impl Qcow2 {
     ///
     /// Errors: `Corrupt` when it cannot be right, `Io`.
     pub(super) async fn meet_tail(&self, ring: &Ring) -> Result<(), Error> {
-        let size = self.virtual_size();
+        let size = self.geometry.end();
         if self.geometry.in_cluster(size) == 0 {
             return Ok(());
         }
@@ -69,7 +70,7 @@ impl Qcow2 {
         below: &B,
         reserve: bool,
     ) -> Result<Option<Tail>, Error> {
-        let size = self.virtual_size();
+        let size = self.geometry.end();
         let start = size - self.geometry.in_cluster(size);
         if start == size {
             return Ok(None);
@@ -90,7 +91,7 @@ impl Qcow2 {
             let piece = buf.slice(from..from + len);
             let result = match extent.kind {
                 ExtentKind::Data { offset } => {
-                    self.data_storage().read(ring, offset, &piece).await.map(drop)
+                    self.data_storage().read(ring, offset.0, &piece).await.map(drop)
                 }
                 ExtentKind::Compressed(cluster) => {
                     self.read_compressed(ring, cluster, at, &piece).await
@@ -105,26 +106,31 @@ impl Qcow2 {
     }
 
     /// Where the cluster of `start` is, if nobody shares it and it may be written in place, bytes.
-    async fn own_place(&self, ring: &Ring, start: u64) -> Result<Option<u64>, Error> {
+    async fn own_place(
+        &self,
+        ring: &Ring,
+        start: GuestOffset,
+    ) -> Result<Option<HostOffset>, Error> {
         let (entry, _) = self.entry_on_disk(ring, start).await?;
-        let host = entry & OFFSET_MASK;
+        let host = HostOffset(entry & OFFSET_MASK);
         let is_own = entry & COPIED != 0 && entry & COMPRESSED == 0;
-        Ok((is_own && (host != 0 || self.info.external_data_file)).then_some(host))
+        let is_place = host != HostOffset(0) || self.info.external_data_file;
+        Ok((is_own && is_place).then_some(host))
     }
 
     /// Takes space for the rest of the last cluster, which has a place but may be a hole of the
     /// file. What lies there belongs to nobody, and reads as zeroes afterwards. (That of an
     /// external data file comes with the data file.)
     ///
-    /// * `size`: of the disk that is to be, bytes.
+    /// * `size`: new end of the disk.
     pub(super) async fn reserve_tail(
         &self,
         ring: &Ring,
-        size: u64,
+        size: GuestOffset,
         mode: Preallocation,
         cancelled: &dyn Fn() -> bool,
     ) -> Result<(), Error> {
-        let old = self.virtual_size();
+        let old = self.geometry.end();
         let in_use = self.geometry.in_cluster(old);
         let full = match mode {
             Preallocation::Off | Preallocation::Metadata => return Ok(()),
@@ -140,7 +146,7 @@ impl Qcow2 {
         let done = if full {
             write_zero_bytes(ring, &self.file, offset, len, cancelled).await
         } else {
-            self.file.write_zeroes(ring, offset, len, false, true).await
+            self.file.write_zeroes(ring, offset.0, len, false, true).await
         };
         done.map_err(|errno| Error::io(self.file.name(), "preparing space in it", errno))
     }
@@ -153,10 +159,10 @@ impl Qcow2 {
     async fn tail_is_zero<B: Below>(
         &self,
         ring: &Ring,
-        start: u64,
+        start: GuestOffset,
         below: &B,
     ) -> Result<bool, Error> {
-        let size = self.virtual_size();
+        let size = self.geometry.end();
         let (entry, bitmap) = self.entry_on_disk(ring, start).await?;
         let cluster_bytes = self.cluster_bytes();
         // Below a cluster.
@@ -172,16 +178,16 @@ impl Qcow2 {
             }
             return Ok(buf.to_vec()[in_use..].iter().all(|byte| *byte == 0));
         }
-        let host = entry & OFFSET_MASK;
+        let host = HostOffset(entry & OFFSET_MASK);
         let external = self.info.external_data_file;
-        let present = host != 0 || external && entry & COPIED != 0;
+        let present = host != HostOffset(0) || external && entry & COPIED != 0;
         let zero_flag = !self.geometry.extended && self.info.version >= 3 && entry & ZERO != 0;
         if zero_flag {
             return Ok(true);
         }
         if present {
             let storage = self.data_storage();
-            storage.read(ring, host, &buf).await.map_err(|errno| self.tail_io(errno))?;
+            storage.read(ring, host.0, &buf).await.map_err(|errno| self.tail_io(errno))?;
         }
         let content = buf.to_vec();
         let (step, allocated, zeroes) = if self.geometry.extended {
@@ -209,31 +215,35 @@ impl Qcow2 {
 
     /// The words of the L2 entry of `offset` as they are on disk; of a closed image, so they are
     /// right.
-    async fn entry_on_disk(&self, ring: &Ring, offset: u64) -> Result<(u64, u64), Error> {
+    async fn entry_on_disk(&self, ring: &Ring, offset: GuestOffset) -> Result<(u64, u64), Error> {
         let corrupt = |_| Error::corrupt(self.file.name(), "an L1 entry cannot be right");
         let l1 = self.l1.get(self.geometry.l1_index(offset));
         let entry = l1.map_or(0, |entry| entry.load(Ordering::Acquire));
         let Some(l2) = self.rules.l2_table(entry, self.file.len()).map_err(corrupt)? else {
             return Ok((0, 0));
         };
-        let index = (offset >> self.geometry.cluster_bits) & ((1 << self.geometry.table_bits) - 1);
+        let index = self.geometry.entry_in_table(offset >> self.geometry.cluster_bits);
         let entry_bytes = self.geometry.entry_words() * 8;
-        let at = l2 + index * entry_bytes as u64;
+        let at = l2 + (index * entry_bytes) as u64;
         let bytes = table::read(ring, &self.file, at, entry_bytes, "an L2 table").await?;
-        let words = super::entries::words_of(&bytes);
+        let words = table::words_of(&bytes);
         let word = |index: usize| words.get(index).copied().unwrap_or(0);
         Ok((word(0), word(1)))
     }
 }
 
 impl Active {
-    /// Takes away everything behind the last cluster of a disk of `size` bytes.
-    pub(super) async fn cut(&mut self, tx: &mut Transaction<'_>, size: u64) -> Result<(), Error> {
-        let clusters = size.div_ceil(tx.geometry.cluster_size());
-        // At most 2^22 tables, 2^18 entries in each.
-        let table = usize::try_from(clusters >> tx.geometry.table_bits).unwrap_or(usize::MAX);
-        let entries = clusters & ((1 << tx.geometry.table_bits) - 1);
-        let kept_words = usize::try_from(entries).unwrap_or(0) * tx.geometry.entry_words();
+    /// Takes away everything past the last cluster of a disk that ends at `size`.
+    pub(super) async fn cut(
+        &mut self,
+        tx: &mut Transaction<'_>,
+        size: GuestOffset,
+    ) -> Result<(), Error> {
+        let end = GuestCluster(size.0.div_ceil(tx.geometry.cluster_size()));
+        // At most 2^22 tables.
+        let table = usize::try_from(end.0 >> tx.geometry.table_bits).unwrap_or(usize::MAX);
+        let entries = tx.geometry.entry_in_table(end);
+        let kept_words = entries * tx.geometry.entry_words();
         for index in table + usize::from(entries > 0)..self.l1.len() {
             self.drop_table(tx, index).await?;
         }
@@ -263,16 +273,15 @@ impl Growth<'_> {
             self.put_tail(tx, active, &tail).await?;
         }
         let cluster_size = tx.geometry.cluster_size();
-        let first = self.old.div_ceil(cluster_size);
-        let end = self.size.div_ceil(cluster_size);
+        let first = GuestCluster(self.old.0.div_ceil(cluster_size));
+        let end = GuestCluster(self.size.0.div_ceil(cluster_size));
         let per_table = 1u64 << tx.geometry.table_bits;
         let mut cluster = first;
         while cluster < end {
-            let stop = (cluster / per_table + 1) * per_table;
-            let stop = stop.min(end);
+            let stop = GuestCluster((cluster.0 / per_table + 1) * per_table).min(end);
             let rest = (end - cluster) * cluster_size;
             if self.preallocation == Preallocation::Off
-                && !below.has_data(cluster * cluster_size, rest)
+                && !below.has_data(cluster << tx.geometry.cluster_bits, rest)
             {
                 break;
             }
@@ -287,11 +296,11 @@ impl Growth<'_> {
         // file.
         let len = tx.end_of_clusters();
         let has_data = self.preallocation != Preallocation::Off || tx.version < 3;
-        if has_data && tx.file.len() < len {
+        if has_data && tx.file.len() < len.0 {
             // Only that: the last cluster may be one of the old disk, of which the file holds the
             // beginning.
-            let from = tx.file.len().max(len - cluster_size);
-            let grown = tx.file.write_zeroes(tx.ring, from, len - from, true, true);
+            let from = tx.file.len().max(len.0 - cluster_size);
+            let grown = tx.file.write_zeroes(tx.ring, from, len.0 - from, true, true);
             grown.await.map_err(|errno| tx.io("growing it", errno))?;
         }
         Ok(())
@@ -302,18 +311,13 @@ impl Growth<'_> {
         &self,
         tx: &mut Transaction<'_>,
         active: &mut Active,
-        first: u64,
-        end: u64,
+        first: GuestCluster,
+        end: GuestCluster,
         below: &B,
     ) -> Result<(), Error> {
         let geometry = tx.geometry;
         let words_per_entry = geometry.entry_words();
-        // At most 2^22 and 2^18.
-        let index = usize::try_from(first >> geometry.table_bits).unwrap_or(usize::MAX);
-        let entry_of = |cluster: u64| {
-            let entry = cluster & ((1 << geometry.table_bits) - 1);
-            usize::try_from(entry).unwrap_or(0) * words_per_entry
-        };
+        let index = geometry.l1_index(first << geometry.cluster_bits);
         let table = active.table(tx, index).await?;
         let mut words = table.unwrap_or_else(|| vec![0; words_per_entry << geometry.table_bits]);
         let mut changed = false;
@@ -327,7 +331,7 @@ impl Growth<'_> {
             } else if off && tx.version >= 3 {
                 (1, (ZERO, ALL_ZERO))
             } else if self.data_file.is_some() {
-                (1, (at | COPIED, ALL_ALLOCATED))
+                (1, (at.0 | COPIED, ALL_ALLOCATED))
             } else {
                 let wanted = if off { 1 } else { end - cluster };
                 let run = tx.allocate(wanted, false).await?;
@@ -335,10 +339,10 @@ impl Growth<'_> {
                 let flag = if zeroed || geometry.extended { 0 } else { ZERO };
                 let host = run.start << geometry.cluster_bits;
                 let bitmap = if zeroed { ALL_ALLOCATED } else { ALL_ZERO };
-                (run.count, (host | COPIED | flag, bitmap))
+                (run.count, (host.0 | COPIED | flag, bitmap))
             };
             for step in 0..count {
-                let word = entry_of(cluster + step);
+                let word = geometry.entry_in_table(cluster + step) * words_per_entry;
                 if geometry.extended {
                     // The zero flag of a standard entry has no meaning here.
                     words[word] = (entry.0 & !ZERO) + (step << geometry.cluster_bits);
@@ -365,9 +369,11 @@ impl Growth<'_> {
             Preallocation::Metadata | Preallocation::Off if run.zeroed => return Ok(true),
             Preallocation::Metadata if tx.version >= 3 => return Ok(false),
             Preallocation::Metadata | Preallocation::Off => {
-                tx.file.write_zeroes(tx.ring, offset, len, true, true).await
+                tx.file.write_zeroes(tx.ring, offset.0, len, true, true).await
             }
-            Preallocation::Falloc => tx.file.write_zeroes(tx.ring, offset, len, false, true).await,
+            Preallocation::Falloc => {
+                tx.file.write_zeroes(tx.ring, offset.0, len, false, true).await
+            }
             Preallocation::Full => {
                 write_zero_bytes(tx.ring, &tx.file, offset, len, self.cancelled).await
             }
@@ -388,14 +394,12 @@ impl Growth<'_> {
         let words_per_entry = geometry.entry_words();
         let table = active.table(tx, index).await?;
         let mut words = table.unwrap_or_else(|| vec![0; words_per_entry << geometry.table_bits]);
-        let entry = (start >> geometry.cluster_bits) & ((1 << geometry.table_bits) - 1);
-        // At most 2^18 entries.
-        let word = usize::try_from(entry).unwrap_or(0) * words_per_entry;
+        let word = geometry.entry_in_table(start >> geometry.cluster_bits) * words_per_entry;
         let old = words[word];
         let host = if let Some(data) = &self.data_file {
             // In place: nobody sees what lies behind the end, and the rest is what it was.
             let present = old & (OFFSET_MASK | COPIED) != 0;
-            let host = if present { old & OFFSET_MASK } else { start };
+            let host = HostOffset(if present { old & OFFSET_MASK } else { start.0 });
             // Not past the new end, which may be in the same cluster: the file has the size of the
             // disk.
             let len = usize::try_from(self.size - start).unwrap_or(usize::MAX);
@@ -410,7 +414,7 @@ impl Growth<'_> {
             active.unref_entries(tx, &words[word..word + words_per_entry]).await?;
             tx.write_new(&tail.content, "the last cluster").await?.start << geometry.cluster_bits
         };
-        words[word] = host | COPIED;
+        words[word] = host.0 | COPIED;
         if geometry.extended {
             words[word + 1] = ALL_ALLOCATED;
         }
@@ -424,7 +428,7 @@ impl Growth<'_> {
 pub(super) async fn write_zero_bytes(
     ring: &Ring,
     file: &Storage,
-    offset: u64,
+    offset: HostOffset,
     len: u64,
     cancelled: &dyn Fn() -> bool,
 ) -> Result<(), Errno> {

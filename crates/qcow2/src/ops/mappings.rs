@@ -13,15 +13,15 @@ use std::collections::{BTreeSet, HashSet};
 
 use ringdisk_ring::Ring;
 
+use crate::engine::Qcow2;
 use crate::entry::OFFSET_MASK;
 use crate::error::{Error, ErrorKind};
-use crate::image::Qcow2;
 use crate::refcounts::Run;
-use crate::table;
+use crate::table::{self, words_of};
+use crate::units::HostOffset;
 
 use super::active::read_l1;
 use super::bitmaps;
-use super::entries::words_of;
 use super::snapshot_table::SnapshotTable;
 use super::transaction::Transaction;
 
@@ -130,7 +130,7 @@ impl Transaction<'_> {
         let mut seen = HashSet::new();
         let active = Some(self.header.l1_table()).filter(|_| whose == Whose::All);
         let table = SnapshotTable::load(self).await?;
-        let snapshots: BTreeSet<(u64, u32)> =
+        let snapshots: BTreeSet<(HostOffset, u32)> =
             table.entries.iter().map(super::snapshot_table::Entry::l1_table).collect();
         // L1 tables do not overlap, so there is no more of them than the file has.
         let bytes: u64 = snapshots.iter().map(|(_, entries)| u64::from(*entries) * 8).sum();
@@ -150,8 +150,8 @@ impl Transaction<'_> {
                 found(self, user, What::Table, run)?;
             }
             for entry in l1 {
-                let offset = entry & OFFSET_MASK;
-                if offset == 0 || !seen.insert(offset) {
+                let offset = HostOffset(entry & OFFSET_MASK);
+                if offset == HostOffset(0) || !seen.insert(offset) {
                     continue;
                 }
                 let (table, named) = self.named_by(offset, depth).await?;
@@ -168,11 +168,11 @@ impl Transaction<'_> {
     /// these cannot be right.
     ///
     /// Errors: `Io`.
-    async fn named_by(&self, offset: u64, depth: Depth) -> Result<(Run, Vec<Run>), Error> {
+    async fn named_by(&self, offset: HostOffset, depth: Depth) -> Result<(Run, Vec<Run>), Error> {
         let bits = self.geometry.cluster_bits;
         let last = (offset + self.geometry.cluster_size() - 1) >> bits;
         let start = offset >> bits;
-        let table = Run { start, count: last - start + 1, zeroed: false };
+        let table = Run::new(start, last - start + 1);
         let mut runs = Vec::new();
         if depth == Depth::Entries {
             let what = "an L2 table";
@@ -180,7 +180,7 @@ impl Transaction<'_> {
             let bytes =
                 table::read(self.ring, &self.file, offset, self.cluster_bytes(), what).await?;
             let named = self.reader().named(&words_of(&bytes));
-            let run = |(start, count)| Run { start, count, zeroed: false };
+            let run = |(start, count)| Run::new(start, count);
             runs.extend(named.into_iter().map(run));
         }
         Ok((table, runs))

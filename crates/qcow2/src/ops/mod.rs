@@ -17,6 +17,7 @@
 
 mod active;
 mod bitmaps;
+mod close;
 mod compact;
 mod edit;
 mod empty;
@@ -25,6 +26,7 @@ mod grow;
 mod mappings;
 mod resize;
 mod snapshot;
+mod snapshot_map;
 mod snapshot_table;
 #[cfg(test)]
 mod tests;
@@ -32,13 +34,14 @@ mod transaction;
 
 use ringdisk_ring::Ring;
 
+use crate::engine::Qcow2;
 use crate::error::{Error, ErrorKind};
-use crate::image::Qcow2;
 use crate::refcounts::Named;
 use crate::sync::lock;
 
-pub(crate) use entries::words_of;
+pub use bitmaps::BitmapContents;
 pub use resize::ResizeOptions;
+pub use snapshot_map::{SnapshotMap, SnapshotNeed};
 
 impl Qcow2 {
     /// Ends the use of the image before a change: afterwards the file is all there is to know.

@@ -7,18 +7,16 @@
 use ringdisk_ring::{Errno, Ring};
 
 use crate::create::Preallocation;
+use crate::engine::Qcow2;
 use crate::engine::below::Below;
 use crate::error::{Error, ErrorKind};
-use crate::image::Qcow2;
-use crate::limits::L1_BYTES_MAX;
+use crate::limits::{L1_BYTES_MAX, SECTOR};
+use crate::units::{GuestOffset, HostOffset};
 
 use super::active::Active;
 use super::bitmaps;
 use super::grow::Growth;
 use super::transaction::Transaction;
-
-/// Unit of disk sizes in bytes.
-const SECTOR: u64 = 512;
 
 /// How to resize.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -149,7 +147,7 @@ impl Qcow2 {
         let mut tx = Transaction::begin(ring, self)?;
         tx.look().await?;
         let mut active = Active::load(&tx).await?;
-        active.cut(&mut tx, size).await?;
+        active.cut(&mut tx, GuestOffset(size)).await?;
         bitmaps::resize(&mut tx, old, size).await?;
         tx.header.set_size(size);
         // At most 2^22.
@@ -210,7 +208,7 @@ impl Qcow2 {
             return Err(undo(error).await);
         }
         if let Some(mode) = reserved
-            && let Err(error) = self.reserve_tail(ring, size, mode, cancelled).await
+            && let Err(error) = self.reserve_tail(ring, GuestOffset(size), mode, cancelled).await
         {
             return Err(undo(error).await);
         }
@@ -220,10 +218,15 @@ impl Qcow2 {
         let prepared = async {
             tx.look_once().await?;
             let mut active = Active::load(&tx).await?;
-            active.cut(&mut tx, old).await?;
+            active.cut(&mut tx, GuestOffset(old)).await?;
             active.l1.resize(entries, 0);
-            let growth =
-                Growth { old, size, preallocation, data_file: data_file.clone(), cancelled };
+            let growth = Growth {
+                old: GuestOffset(old),
+                size: GuestOffset(size),
+                preallocation,
+                data_file: data_file.clone(),
+                cancelled,
+            };
             growth.run(&mut tx, &mut active, tail, below).await?;
             bitmaps::resize(&mut tx, old, size).await?;
             tx.header.set_size(size);
@@ -262,7 +265,7 @@ impl Qcow2 {
                 data.write_zeroes(ring, old, size - old, false, true).await.map_err(failed)?;
             }
             Preallocation::Full => {
-                super::grow::write_zero_bytes(ring, data, old, size - old, cancelled)
+                super::grow::write_zero_bytes(ring, data, HostOffset(old), size - old, cancelled)
                     .await
                     .map_err(failed)?;
             }

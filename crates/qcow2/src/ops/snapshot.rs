@@ -10,13 +10,14 @@
 
 use ringdisk_ring::Ring;
 
+use crate::engine::Qcow2;
 use crate::entry::COPIED;
 use crate::error::{Error, ErrorKind};
-use crate::image::Qcow2;
 use crate::limits::{L1_BYTES_MAX, SNAPSHOTS_MAX};
+use crate::table::words_of;
+use crate::units::HostOffset;
 
 use super::active::{Active, read_l1};
-use super::entries::words_of;
 use super::snapshot_table::{Entry, SnapshotTable};
 use super::transaction::Transaction;
 
@@ -135,7 +136,7 @@ async fn create(ring: &Ring, image: &mut Qcow2, name: &str) -> Result<String, Er
         active.give_away_l1();
     }
     let id = table.next_id();
-    let l1_offset = if l1_entries > 0 { l1_offset } else { 0 };
+    let l1_offset = if l1_entries > 0 { l1_offset } else { HostOffset(0) };
     table.entries.push(Entry::new(l1_offset, l1_entries, &id, name, tx.header.size()));
     table.finish(&mut tx).await?;
     active.finish(&mut tx, l1_entries as usize).await?;

@@ -4,10 +4,11 @@
 
 use crate::error::Error;
 use crate::extensions::{u16_at, u32_at, u64_at};
+use crate::limits::SNAPSHOT_ENTRY_BYTES_MIN as ENTRY_BYTES_MIN;
 use crate::limits::{SNAPSHOT_EXTRA_BYTES_MAX, SNAPSHOT_TABLE_BYTES_MAX};
 use crate::refcounts::Run;
-use crate::snapshots::ENTRY_BYTES_MIN;
 use crate::table::TableReader;
+use crate::units::HostOffset;
 
 use super::transaction::Transaction;
 
@@ -24,11 +25,17 @@ pub(super) struct Entry {
 
 impl Entry {
     /// A snapshot of a disk of `size` bytes that is taken now.
-    pub(super) fn new(l1_offset: u64, l1_entries: u32, id: &str, name: &str, size: u64) -> Entry {
+    pub(super) fn new(
+        l1_offset: HostOffset,
+        l1_entries: u32,
+        id: &str,
+        name: &str,
+        size: u64,
+    ) -> Entry {
         let now = std::time::SystemTime::now();
         let since_1970 = now.duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
         let mut bytes = Vec::with_capacity(ENTRY_BYTES_MIN + 24 + id.len() + name.len());
-        bytes.extend_from_slice(&l1_offset.to_be_bytes());
+        bytes.extend_from_slice(&l1_offset.0.to_be_bytes());
         bytes.extend_from_slice(&l1_entries.to_be_bytes());
         // Both are short: checked by the caller.
         bytes.extend_from_slice(&u16::try_from(id.len()).unwrap_or(0).to_be_bytes());
@@ -50,8 +57,8 @@ impl Entry {
     }
 
     /// Host offset and entries of its L1 table.
-    pub(super) fn l1_table(&self) -> (u64, u32) {
-        (u64_at(&self.bytes, 0), u32_at(&self.bytes, 8))
+    pub(super) fn l1_table(&self) -> (HostOffset, u32) {
+        (HostOffset(u64_at(&self.bytes, 0)), u32_at(&self.bytes, 8))
     }
 
     fn extra_len(&self) -> usize {
@@ -139,7 +146,7 @@ impl SnapshotTable {
             ));
         }
         let offset = if bytes.is_empty() {
-            0
+            HostOffset(0)
         } else {
             tx.write_new(&bytes, "the snapshot table").await?.start << tx.geometry.cluster_bits
         };

@@ -18,13 +18,14 @@ use ringdisk_storage::{Kind, Storage};
 
 use crate::engine::Engine;
 use crate::engine::write_all;
+use crate::engine::{Discard, Qcow2};
 use crate::error::{Error, ErrorKind};
 use crate::geometry::Geometry;
 use crate::header::{BITMAPS, HeaderImage, RAW_EXTERNAL, write_bytes};
-use crate::image::{Discard, Qcow2};
 use crate::refcounts::{Blocked, DirtyRefcounts, DirtyTable, Refcounts, Run};
 use crate::sync::Arc;
 use crate::table;
+use crate::units::{HostCluster, HostOffset};
 
 /// Changed refcount blocks in memory before they are written, at most.
 const SPILL_BYTES: usize = 8 << 20;
@@ -126,7 +127,7 @@ impl<'a> Transaction<'a> {
     }
 
     /// The count of a cluster.
-    pub(super) async fn count(&mut self, cluster: u64) -> Result<u64, Error> {
+    pub(super) async fn count(&mut self, cluster: HostCluster) -> Result<u64, Error> {
         match self.counts.get(cluster) {
             Ok(count) => Ok(count),
             Err(_) => self.ask(|counts| counts.get(cluster)).await,
@@ -134,18 +135,18 @@ impl<'a> Transaction<'a> {
     }
 
     /// Whether nothing uses a cluster: it is not counted, and no table is known to name it.
-    pub(super) async fn is_unused(&mut self, cluster: u64) -> Result<bool, Error> {
+    pub(super) async fn is_unused(&mut self, cluster: HostCluster) -> Result<bool, Error> {
         Ok(self.count(cluster).await? == 0 && !self.counts.is_named(cluster))
     }
 
     /// One reference more to each cluster of a run that is in use.
-    pub(super) async fn share(&mut self, start: u64, count: u64) -> Result<(), Error> {
+    pub(super) async fn share(&mut self, start: HostCluster, count: u64) -> Result<(), Error> {
         self.ask(|counts| counts.share(start, count)).await?;
         self.spill_some().await
     }
 
     /// One reference less.
-    async fn unref(&mut self, start: u64, count: u64) -> Result<(), Error> {
+    async fn unref(&mut self, start: HostCluster, count: u64) -> Result<(), Error> {
         let mut freed = std::mem::take(&mut self.freed);
         let result = self.ask(|counts| counts.decrement(start, count, &mut freed)).await;
         self.freed = freed;
@@ -156,7 +157,7 @@ impl<'a> Transaction<'a> {
     /// One reference less to data, or to the bits of a bitmap.
     ///
     /// Errors: `Corrupt`, also when metadata lies there, which would be given up with it.
-    pub(super) async fn unref_data(&mut self, start: u64, count: u64) -> Result<(), Error> {
+    pub(super) async fn unref_data(&mut self, start: HostCluster, count: u64) -> Result<(), Error> {
         if let Some(cluster) = self.counts.first_metadata(start, count) {
             return Err(self.corrupt(format!(
                 "an entry for data names host cluster {cluster}, which holds metadata"
@@ -178,18 +179,22 @@ impl<'a> Transaction<'a> {
     }
 
     /// The first cluster of `start..start + count` that was freed.
-    pub(super) fn first_freed(&self, start: u64, count: u64) -> Option<u64> {
+    pub(super) fn first_freed(&self, start: HostCluster, count: u64) -> Option<HostCluster> {
         self.counts.first_held(start, count)
     }
 
     /// One reference less to metadata that a new copy has taken the place of. What an entry for
     /// data names stays counted, and belongs to that entry from now on.
-    pub(super) async fn unref_metadata(&mut self, start: u64, count: u64) -> Result<(), Error> {
+    pub(super) async fn unref_metadata(
+        &mut self,
+        start: HostCluster,
+        count: u64,
+    ) -> Result<(), Error> {
         self.counts.unmark_metadata(start, count);
         let mut at = start;
         while at < start + count {
-            let is_free_to_go = |cluster: &u64| !self.counts.is_contested(*cluster);
-            let run = (at..start + count).take_while(is_free_to_go).count() as u64;
+            let is_free_to_go = |cluster: &HostCluster| !self.counts.is_contested(*cluster);
+            let run = at.up_to(start + count).take_while(is_free_to_go).count() as u64;
             if run > 0 {
                 self.unref(at, run).await?;
             }
@@ -199,7 +204,10 @@ impl<'a> Transaction<'a> {
     }
 
     /// As [`unref_metadata`](Transaction::unref_metadata) for an L2 table that others may use too.
-    pub(super) async fn unref_shared_metadata(&mut self, cluster: u64) -> Result<(), Error> {
+    pub(super) async fn unref_shared_metadata(
+        &mut self,
+        cluster: HostCluster,
+    ) -> Result<(), Error> {
         if self.counts.is_contested(cluster) {
             return Ok(());
         }
@@ -216,12 +224,12 @@ impl<'a> Transaction<'a> {
 
     /// From now on no cluster of the run is taken for something new, whatever its count says: a
     /// table that is on stable storage names it.
-    pub(super) fn note_named(&mut self, start: u64, count: u64) {
+    pub(super) fn note_named(&mut self, start: HostCluster, count: u64) {
         self.counts.note_named(start, count);
     }
 
     /// As [`note_named`](Transaction::note_named), by an entry for data.
-    pub(super) fn note_data(&mut self, start: u64, count: u64) {
+    pub(super) fn note_data(&mut self, start: HostCluster, count: u64) {
         self.counts.note_data(start, count);
     }
 
@@ -241,12 +249,21 @@ impl<'a> Transaction<'a> {
     }
 
     /// Reads one cluster of metadata.
-    pub(super) async fn read_cluster(&self, offset: u64, what: &str) -> Result<Vec<u8>, Error> {
+    pub(super) async fn read_cluster(
+        &self,
+        offset: HostOffset,
+        what: &str,
+    ) -> Result<Vec<u8>, Error> {
         self.read(offset, self.cluster_bytes(), what).await
     }
 
     /// Reads `len` bytes of the image file. Errors: `Corrupt` when it ends before.
-    pub(super) async fn read(&self, offset: u64, len: usize, what: &str) -> Result<Vec<u8>, Error> {
+    pub(super) async fn read(
+        &self,
+        offset: HostOffset,
+        len: usize,
+        what: &str,
+    ) -> Result<Vec<u8>, Error> {
         let bytes = table::read(self.ring, &self.file, offset, len, what).await?;
         if bytes.len() < len {
             return Err(self.corrupt(format!("the file ends inside {what} at {offset:#x}")));
@@ -356,7 +373,7 @@ impl<'a> Transaction<'a> {
             if self.counts.block_offset(index).is_some() && self.moved.insert(index) {
                 let run = self.ask(|counts| counts.allocate(1, None, true)).await?;
                 if let Some(old) = self.counts.move_block(index, run.start) {
-                    self.replaced.push(Run { start: old, count: 1, zeroed: false });
+                    self.replaced.push(Run::new(old, 1));
                 }
             }
         }
@@ -436,28 +453,28 @@ impl<'a> Transaction<'a> {
             if counted {
                 self.unref(cluster, 1).await?;
             } else {
-                self.freed.push(Run { start: cluster, count: 1, zeroed: false });
+                self.freed.push(Run::new(cluster, 1));
             }
         }
         Ok(any)
     }
 
     /// From now on free clusters below `end` are taken first.
-    pub(super) async fn search_below(&mut self, end: u64) -> Result<(), Error> {
+    pub(super) async fn search_below(&mut self, end: HostCluster) -> Result<(), Error> {
         self.ask(|counts| counts.search_below(end)).await
     }
 
     /// Where refcount blocks and the refcount table lie, as cluster numbers.
-    pub(super) fn refcount_clusters(&self) -> Vec<u64> {
+    pub(super) fn refcount_clusters(&self) -> Vec<HostCluster> {
         let table = self.counts.table_run();
         let offsets = (0..self.counts.table_len()).filter_map(|i| self.counts.block_offset(i));
         let blocks = offsets.map(|offset| offset >> self.geometry.cluster_bits);
-        (table.start..table.end()).chain(blocks).collect()
+        table.clusters().chain(blocks).collect()
     }
 
     /// Refcount blocks, and the table, that lie at or behind `cluster` move, all others only if
     /// they change.
-    pub(super) async fn move_blocks_behind(&mut self, cluster: u64) -> Result<(), Error> {
+    pub(super) async fn move_blocks_behind(&mut self, cluster: HostCluster) -> Result<(), Error> {
         let bits = self.geometry.cluster_bits;
         for index in 0..self.counts.table_len() {
             if self.counts.block_offset(index).is_some_and(|offset| offset >> bits >= cluster) {
@@ -522,8 +539,7 @@ impl<'a> Transaction<'a> {
             // given up.
             return Err(self.corrupt("the refcount table did not move with its blocks"));
         };
-        let run =
-            Run { start: offset >> self.geometry.cluster_bits, count: clusters, zeroed: false };
+        let run = Run::new(offset >> self.geometry.cluster_bits, clusters);
         self.write_run(run, &bytes, "the refcount table").await?;
         // At most 8 MiB.
         self.header.set_refcount_table(offset, u32::try_from(clusters).unwrap_or(u32::MAX));
@@ -568,17 +584,18 @@ impl<'a> Transaction<'a> {
     }
 
     /// Where the file has to end for all clusters that were ever counted.
-    pub(super) fn end_of_clusters(&self) -> u64 {
+    pub(super) fn end_of_clusters(&self) -> HostOffset {
         self.counts.end() << self.geometry.cluster_bits
     }
 
     /// Cuts the file behind the last cluster in use. A failure costs space only.
     async fn cut_file(&mut self) {
         let mut end = self.counts.end();
-        while end > 1 && self.is_unused(end - 1).await.is_ok_and(|is_unused| is_unused) {
-            end -= 1;
+        while end > HostCluster(1) && self.is_unused(end - 1).await.is_ok_and(|is_unused| is_unused)
+        {
+            end = end - 1;
         }
-        let len = end << self.geometry.cluster_bits;
+        let len = (end << self.geometry.cluster_bits).0;
         if len < self.file.len() {
             // Not so on a block device.
             let _ = self.file.set_len(self.ring, len).await;
@@ -599,7 +616,8 @@ impl<'a> Transaction<'a> {
         });
         let bits = self.geometry.cluster_bits;
         for run in runs {
-            let punched = self.file.discard(self.ring, run.start << bits, run.count << bits).await;
+            let (offset, len) = (run.start << bits, run.count << bits);
+            let punched = self.file.discard(self.ring, offset.0, len).await;
             if punched.is_err() {
                 return;
             }

@@ -6,6 +6,7 @@
 use super::space::RunSet;
 use super::{Blocked, Refcounts, Run};
 use crate::limits::FREE_RUNS_MAX;
+use crate::units::HostCluster;
 
 impl Refcounts {
     /// Allocates up to `count` adjacent clusters, at least one: their counts go from 0 to 1.
@@ -18,7 +19,7 @@ impl Refcounts {
     pub(crate) fn allocate(
         &mut self,
         count: u64,
-        goal: Option<u64>,
+        goal: Option<HostCluster>,
         contiguous: bool,
     ) -> Result<Run, Blocked> {
         let count = count.max(1);
@@ -68,7 +69,7 @@ impl Refcounts {
     pub(super) fn scan(&mut self) -> Result<bool, Blocked> {
         if self.cursor >= self.end {
             if std::mem::take(&mut self.forgotten) {
-                self.cursor = 0;
+                self.cursor = HostCluster(0);
             }
             return Ok(false);
         }
@@ -76,15 +77,11 @@ impl Refcounts {
             return Ok(false);
         }
         let (index, entry) = self.place(self.cursor);
-        let block_start = index << self.block_bits;
+        let block_start = self.block_start(index);
         let block_end = (block_start + (1 << self.block_bits)).min(self.end);
         let mut found: Vec<Run> = Vec::new();
         match self.look(index)? {
-            None => found.push(Run {
-                start: self.cursor,
-                count: block_end - self.cursor,
-                zeroed: false,
-            }),
+            None => found.push(Run::new(self.cursor, block_end - self.cursor)),
             Some(block) => {
                 // Inside one block.
                 #[allow(clippy::cast_possible_truncation)]
@@ -96,7 +93,7 @@ impl Refcounts {
                     if at > start {
                         let (start, at) = (start as u64, at as u64);
                         let count = at - start;
-                        found.push(Run { start: block_start + start, count, zeroed: false });
+                        found.push(Run::new(block_start + start, count));
                     }
                 }
             }
@@ -116,7 +113,7 @@ impl Refcounts {
             let held = self.held.first_in(start, left).unwrap_or(run.end());
             let known = self.free.first_in(start, left).unwrap_or(run.end());
             let stop = held.min(known);
-            self.free.insert(Run { start, count: stop - start, zeroed: false });
+            self.free.insert(Run::new(start, stop - start));
             let skip = |run: Option<Run>| run.map_or(0, |run| run.count);
             let behind = skip(self.held.at(stop)).max(skip(self.free.at(stop)));
             start = stop + if stop < run.end() { behind.max(1) } else { 0 };
@@ -126,7 +123,7 @@ impl Refcounts {
     /// Allocates from the front of a free run.
     fn take(&mut self, run: Run, count: u64, contiguous: bool) -> Result<Run, Blocked> {
         let count = self.usable(run.start, count.min(run.count), contiguous)?;
-        let used = |_, cluster: u64| {
+        let used = |_, cluster: HostCluster| {
             Blocked::Corrupt(format!("host cluster {cluster} was free and has a refcount now"))
         };
         self.each_entry(run.start, count, |value, cluster| {
@@ -164,7 +161,7 @@ impl Refcounts {
     }
 
     /// Moves the end to where everything before is known.
-    fn skip_to(&mut self, end: u64) {
+    fn skip_to(&mut self, end: HostCluster) {
         if self.cursor >= self.end {
             self.cursor = end;
         }
@@ -173,7 +170,7 @@ impl Refcounts {
 
     /// For clusters whose counts are 0, before they are taken. Errors: `Corrupt` when an L2 entry
     /// names one of them.
-    fn refuse_named(&self, start: u64, count: u64) -> Result<(), Blocked> {
+    fn refuse_named(&self, start: HostCluster, count: u64) -> Result<(), Blocked> {
         match self.named.first_in(start, count) {
             None => Ok(()),
             Some(cluster) => Err(Blocked::Corrupt(format!(
@@ -185,7 +182,7 @@ impl Refcounts {
     /// How many of the clusters have their blocks in memory: all of them when `contiguous`.
     ///
     /// Errors: `Load`, `Create`, `Full` when that is none; `Corrupt` when metadata lies there.
-    fn usable(&self, start: u64, count: u64, contiguous: bool) -> Result<u64, Blocked> {
+    fn usable(&self, start: HostCluster, count: u64, contiguous: bool) -> Result<u64, Blocked> {
         if let Some(cluster) = self.metadata.first_in(start, count) {
             return Err(Blocked::Corrupt(format!(
                 "host cluster {cluster} holds metadata that is in use, but its refcount is 0"
@@ -203,14 +200,14 @@ impl Refcounts {
             match blocked {
                 Some(_) if cluster > start && !contiguous => return Ok(cluster - start),
                 Some(blocked) => return Err(blocked),
-                None => cluster = (index + 1) << self.block_bits,
+                None => cluster = self.block_start(index + 1),
             }
         }
         Ok(count)
     }
 
     /// How many clusters from `start` on have a count of 0, up to `count`. All blocks are there.
-    pub(super) fn free_from(&self, start: u64, count: u64) -> u64 {
+    pub(super) fn free_from(&self, start: HostCluster, count: u64) -> u64 {
         let mut free = 0;
         while free < count {
             let (index, entry) = self.place(start + free);

@@ -9,6 +9,7 @@ use std::ops::Range;
 
 use super::{Blocked, Refcounts, Run};
 use crate::limits::REFCOUNT_CACHE_BYTES;
+use crate::units::HostOffset;
 
 /// Unit in which a changed block is written: a page suits O_DIRECT everywhere.
 const PIECE_BYTES: usize = 4096;
@@ -41,8 +42,8 @@ pub(crate) struct DirtyRefcounts {
 pub(crate) struct DirtyBlock {
     /// Index in the refcount table.
     pub(crate) index: u32,
-    /// Host offset of the first byte of `bytes`.
-    pub(crate) offset: u64,
+    /// Where the first byte of `bytes` goes.
+    pub(crate) offset: HostOffset,
     /// As they are on disk.
     pub(crate) bytes: Vec<u8>,
 }
@@ -53,11 +54,11 @@ pub(crate) enum DirtyTable {
     /// Nothing.
     None,
     /// Entries: index and host offset.
-    Entries(Vec<(u32, u64)>),
+    Entries(Vec<(u32, HostOffset)>),
     /// All of it at a new place, which the header must name before `old` is decremented.
     Whole {
-        /// Host offset.
-        offset: u64,
+        /// The new place.
+        offset: HostOffset,
         /// `clusters` clusters.
         bytes: Vec<u8>,
         /// For the header.
@@ -77,7 +78,7 @@ impl Refcounts {
                 block.used.set(self.now.get());
                 Ok(Some(block))
             }
-            Some(None) if self.table[slot] != 0 => {
+            Some(None) if self.table[slot] != HostOffset(0) => {
                 // The table has at most 2^20 entries.
                 Err(Blocked::Load(u32::try_from(index).unwrap_or(u32::MAX)))
             }
@@ -96,8 +97,8 @@ impl Refcounts {
     }
 
     /// Host offset of a block.
-    pub(crate) fn block_offset(&self, index: u32) -> Option<u64> {
-        self.table.get(index as usize).copied().filter(|offset| *offset != 0)
+    pub(crate) fn block_offset(&self, index: u32) -> Option<HostOffset> {
+        self.table.get(index as usize).copied().filter(|offset| *offset != HostOffset(0))
     }
 
     /// Entries of the table, in memory.
@@ -250,7 +251,7 @@ impl Refcounts {
             self.dirty_entries.clear();
             let mut bytes = Vec::with_capacity(self.table_capacity() * 8);
             for offset in self.table.iter().take(self.table_capacity()) {
-                bytes.extend_from_slice(&offset.to_be_bytes());
+                bytes.extend_from_slice(&offset.0.to_be_bytes());
             }
             bytes.resize(self.table_capacity() * 8, 0);
             return DirtyTable::Whole {
@@ -290,7 +291,7 @@ impl Refcounts {
                 block.is_new = false;
                 continue;
             }
-            let offset = self.table.get(written.index as usize).copied().unwrap_or(0);
+            let offset = self.table.get(written.index as usize).copied().unwrap_or_default();
             let start = usize::try_from(written.offset.saturating_sub(offset)).unwrap_or(0);
             let range = start..(start + written.bytes.len()).min(block.bytes.len());
             if block.changed.is_empty() {

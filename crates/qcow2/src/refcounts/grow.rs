@@ -6,6 +6,7 @@
 //! even where a block covers few clusters.
 
 use super::{Blocked, Refcounts, Run};
+use crate::units::{HostCluster, HostOffset};
 
 /// Free runs that are looked at for a place.
 const LOOKS: usize = 64;
@@ -16,16 +17,16 @@ impl Refcounts {
     /// One at a time for each index.
     ///
     /// Errors: `Load` when there is a block by now; `Full`; `Corrupt`.
-    pub(crate) fn begin_block(&mut self, index: u32) -> Result<u64, Blocked> {
+    pub(crate) fn begin_block(&mut self, index: u32) -> Result<HostCluster, Blocked> {
         if self.block_offset(index).is_some() {
             return Err(Blocked::Load(index));
         }
         if u64::from(index) >= Refcounts::table_entries_max() {
             return Err(Blocked::Full);
         }
-        let first = u64::from(index) << self.block_bits;
-        let behind = first.saturating_add(1 << self.block_bits).min(self.limit);
-        let covers_end = self.can_grow && (first..behind).contains(&self.end);
+        let first = self.block_start(index.into());
+        let past = first.saturating_add(1 << self.block_bits).min(self.limit);
+        let covers_end = self.can_grow && (first..past).contains(&self.end);
         if !covers_end {
             match self.place_elsewhere() {
                 Ok(Some(cluster)) => return Ok(cluster),
@@ -36,7 +37,8 @@ impl Refcounts {
         }
         let cluster = if covers_end { self.end } else { first };
         // Nothing has a count in there; what is marked or held is in use all the same.
-        let cluster = (cluster..behind)
+        let cluster = cluster
+            .up_to(past)
             .find(|cluster| {
                 !self.is_metadata(*cluster)
                     && self.held.at(*cluster).is_none()
@@ -44,7 +46,7 @@ impl Refcounts {
             })
             .ok_or(Blocked::Full)?;
         self.free.remove(cluster, 1);
-        self.held.insert(Run { start: cluster, count: 1, zeroed: false });
+        self.held.insert(Run::new(cluster, 1));
         self.mark_metadata(cluster, 1);
         if cluster >= self.end {
             self.reach(cluster, 1);
@@ -54,7 +56,7 @@ impl Refcounts {
 
     /// A cluster for a block that an existing block covers, counted there already; `None` when
     /// there is none at hand.
-    fn place_elsewhere(&mut self) -> Result<Option<u64>, Blocked> {
+    fn place_elsewhere(&mut self) -> Result<Option<HostCluster>, Blocked> {
         let at_hand = self.free.iter().take(LOOKS).map(|run| run.start).find(|cluster| {
             let (index, _) = self.place(*cluster);
             matches!(self.look(index), Ok(Some(_))) && !self.is_metadata(*cluster)
@@ -69,7 +71,7 @@ impl Refcounts {
     }
 
     /// Takes a cluster and marks it before anything is written there.
-    fn allocate_marked(&mut self, goal: u64) -> Result<u64, Blocked> {
+    fn allocate_marked(&mut self, goal: HostCluster) -> Result<HostCluster, Blocked> {
         let run = self.allocate(1, Some(goal), true)?;
         self.mark_metadata(run.start, 1);
         Ok(run.start)
@@ -77,14 +79,14 @@ impl Refcounts {
 
     /// A new block was written as zeroes at `cluster`, which
     /// [`begin_block`](Refcounts::begin_block) gave. The table in memory names it from now on.
-    pub(crate) fn finish_block(&mut self, index: u32, cluster: u64) {
+    pub(crate) fn finish_block(&mut self, index: u32, cluster: HostCluster) {
         if self.block_offset(index).is_some() {
             self.abort_block(index, cluster);
             return;
         }
         let slot = index as usize;
         if slot >= self.table.len() {
-            self.table.resize(slot + 1, 0);
+            self.table.resize(slot + 1, HostOffset(0));
             self.blocks.resize_with(slot + 1, || None);
         }
         self.table[slot] = cluster << self.cluster_bits;
@@ -102,7 +104,7 @@ impl Refcounts {
 
     /// The block with this index, which is in memory, lies at `cluster` from now on, and is written
     /// there as a whole. Returns its old cluster, which is still counted and marked.
-    pub(crate) fn move_block(&mut self, index: u32, cluster: u64) -> Option<u64> {
+    pub(crate) fn move_block(&mut self, index: u32, cluster: HostCluster) -> Option<HostCluster> {
         let old = self.block_offset(index)?;
         self.table[index as usize] = cluster << self.cluster_bits;
         self.dirty_entries.push(index);
@@ -115,7 +117,10 @@ impl Refcounts {
     /// Returns its cluster, and whether another block still counts that.
     ///
     /// Errors: `Load`.
-    pub(crate) fn drop_block(&mut self, index: u32) -> Result<Option<(u64, bool)>, Blocked> {
+    pub(crate) fn drop_block(
+        &mut self,
+        index: u32,
+    ) -> Result<Option<(HostCluster, bool)>, Blocked> {
         let Some(offset) = self.block_offset(index) else { return Ok(None) };
         let cluster = offset >> self.cluster_bits;
         let Some(block) = self.look(u64::from(index))? else { return Ok(None) };
@@ -131,22 +136,22 @@ impl Refcounts {
         if behind < entries {
             return Ok(None);
         }
-        self.table[index as usize] = 0;
+        self.table[index as usize] = HostOffset(0);
         self.blocks[index as usize] = None;
         self.cached -= 1;
         self.dirty_entries.push(index);
         self.unmark_metadata(cluster, 1);
         if covers_itself {
-            self.held.insert(Run { start: cluster, count: 1, zeroed: false });
+            self.held.insert(Run::new(cluster, 1));
         }
         Ok(Some((cluster, !covers_itself)))
     }
 
     /// A new block is not wanted any more, or could not be written.
-    pub(crate) fn abort_block(&mut self, _index: u32, cluster: u64) {
+    pub(crate) fn abort_block(&mut self, _index: u32, cluster: HostCluster) {
         self.unmark_metadata(cluster, 1);
         if self.held.at(cluster).is_some() {
-            self.release(Run { start: cluster, count: 1, zeroed: false });
+            self.release(Run::new(cluster, 1));
         } else {
             self.give_back(cluster, 1, false);
         }
@@ -176,15 +181,14 @@ impl Refcounts {
     /// to before: the caller frees it once the move is on stable storage (an attempt that failed
     /// may have named it).
     #[must_use]
-    pub(crate) fn move_table(&mut self, start: u64, clusters: u64) -> Option<Run> {
-        let old =
-            std::mem::replace(&mut self.table_run, Run { start, count: clusters, zeroed: false });
+    pub(crate) fn move_table(&mut self, start: HostCluster, clusters: u64) -> Option<Run> {
+        let old = std::mem::replace(&mut self.table_run, Run::new(start, clusters));
         self.mark_metadata(start, clusters);
         let skipped = self.moved_from.is_some().then_some(old);
         self.moved_from.get_or_insert(old);
         if self.table.len() < self.table_capacity() {
             let capacity = self.table_capacity();
-            self.table.resize(capacity, 0);
+            self.table.resize(capacity, HostOffset(0));
             self.blocks.resize_with(capacity, || None);
         }
         skipped

@@ -10,6 +10,7 @@
 //! Memory that nobody touches is not taken.
 
 use super::sync::{AtomicBool, AtomicU64, Ordering, zeroed_words};
+use crate::units::HostCluster;
 
 /// Fewest bits: 4 KiB of memory.
 pub(super) const BITS_MIN: u64 = 1 << 15;
@@ -38,33 +39,33 @@ impl Marks {
 
     /// Whether `cluster` may be metadata. No lock; false is certain for marks that were set before.
     #[inline]
-    pub(crate) fn may_be(&self, cluster: u64) -> bool {
+    pub(crate) fn may_be(&self, cluster: HostCluster) -> bool {
         let (word, bit) = self.place(cluster);
         self.words.get(word).is_none_or(|word| word.load(Ordering::Acquire) & bit != 0)
     }
 
     /// As [`may_be`](Marks::may_be) for any of `count` clusters.
-    pub(crate) fn may_have(&self, start: u64, count: u64) -> bool {
-        (start..start.saturating_add(count)).any(|cluster| self.may_be(cluster))
+    pub(crate) fn may_have(&self, start: HostCluster, count: u64) -> bool {
+        start.up_to(start.saturating_add(count)).any(|cluster| self.may_be(cluster))
     }
 
-    pub(super) fn set(&self, start: u64, count: u64) {
-        if start.saturating_add(count) > self.mask + 1 {
+    pub(super) fn set(&self, start: HostCluster, count: u64) {
+        if start.saturating_add(count) > HostCluster(self.mask + 1) {
             self.is_folded.store(true, Ordering::Relaxed);
         }
         // More than all bits are all bits.
-        for cluster in start..start.saturating_add(count.min(self.mask + 1)) {
+        for cluster in start.up_to(start.saturating_add(count.min(self.mask + 1))) {
             let (word, bit) = self.place(cluster);
             self.words[word].fetch_or(bit, Ordering::Release);
         }
     }
 
     /// Of clusters that are no metadata any more.
-    pub(super) fn clear(&self, start: u64, count: u64) {
+    pub(super) fn clear(&self, start: HostCluster, count: u64) {
         if self.is_folded.load(Ordering::Relaxed) {
             return;
         }
-        for cluster in start..start.saturating_add(count).min(self.mask + 1) {
+        for cluster in start.up_to(start.saturating_add(count).min(HostCluster(self.mask + 1))) {
             let (word, bit) = self.place(cluster);
             self.words[word].fetch_and(!bit, Ordering::Release);
         }
@@ -76,8 +77,8 @@ impl Marks {
         self.mask + 1
     }
 
-    fn place(&self, cluster: u64) -> (usize, u64) {
-        let index = cluster & self.mask;
+    fn place(&self, cluster: HostCluster) -> (usize, u64) {
+        let index = cluster.0 & self.mask;
         // At most 2^26 bits.
         #[allow(clippy::cast_possible_truncation)]
         let word = (index / 64) as usize;

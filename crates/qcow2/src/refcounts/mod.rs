@@ -24,7 +24,6 @@ mod marks;
 mod model;
 mod named;
 mod space;
-mod sync;
 #[cfg(test)]
 mod tests;
 mod width;
@@ -34,7 +33,8 @@ use std::cell::Cell;
 use crate::limits::REFCOUNT_TABLE_BYTES_MAX;
 #[cfg(doc)]
 use crate::limits::{FREE_RUNS_MAX, REFCOUNT_CACHE_BYTES};
-use crate::sync::Arc;
+use crate::sync::{self, Arc};
+use crate::units::{HostCluster, HostOffset};
 
 pub(crate) use blocks::{DirtyRefcounts, DirtyTable};
 pub(crate) use marks::Marks;
@@ -67,8 +67,8 @@ pub(crate) enum Blocked {
 /// Adjacent host clusters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Run {
-    /// Host cluster index (host offset / cluster size).
-    pub(crate) start: u64,
+    /// The first cluster.
+    pub(crate) start: HostCluster,
     /// Clusters.
     pub(crate) count: u64,
     /// Known to read as zeroes.
@@ -76,9 +76,19 @@ pub(crate) struct Run {
 }
 
 impl Run {
-    /// The first cluster behind.
-    pub(crate) fn end(&self) -> u64 {
+    /// The first cluster past the run.
+    pub(crate) fn end(&self) -> HostCluster {
         self.start + self.count
+    }
+
+    /// Clusters from `start` on, of whose content nothing is known.
+    pub(crate) fn new(start: HostCluster, count: u64) -> Run {
+        Run { start, count, zeroed: false }
+    }
+
+    /// All its clusters.
+    pub(crate) fn clusters(&self) -> impl DoubleEndedIterator<Item = HostCluster> + use<> {
+        self.start.up_to(self.end())
     }
 }
 
@@ -91,9 +101,9 @@ pub(crate) struct RefcountParts {
     pub(crate) refcount_order: u32,
     /// The refcount table: host offsets of the blocks, 0 where there is none. Checked: aligned,
     /// inside the file, no duplicates.
-    pub(crate) table: Vec<u64>,
-    /// Host offset of the table.
-    pub(crate) table_offset: u64,
+    pub(crate) table: Vec<HostOffset>,
+    /// Where the table lies.
+    pub(crate) table_offset: HostOffset,
     /// Clusters that the table has on disk.
     pub(crate) table_clusters: u64,
     /// Length of the file in bytes.
@@ -113,7 +123,7 @@ pub(crate) struct Refcounts {
     block_bits: u32,
     width: Width,
     /// Host offset of each block, 0 where there is none. May be longer than the table on disk.
-    table: Vec<u64>,
+    table: Vec<HostOffset>,
     /// Where the table lies on disk.
     table_run: Run,
     /// The table has moved to `table_run` and nobody has written it there yet; this is its old
@@ -140,14 +150,14 @@ pub(crate) struct Refcounts {
     /// Clusters that L2 entries name, as far as those were loaded: not free.
     named: Named,
     /// All clusters from here on were never handed out. Free if their count is 0.
-    end: u64,
+    end: HostCluster,
     /// First cluster that cannot be had.
-    limit: u64,
+    limit: HostCluster,
     can_grow: bool,
     /// Clusters from `end` on read as zeroes.
     end_zeroed: bool,
     /// Below: every free cluster is in `free` or `held`. At most `end`.
-    cursor: u64,
+    cursor: HostCluster,
     /// Free runs below the cursor were forgotten: once it is at the end, it begins again.
     forgotten: bool,
 }
@@ -159,25 +169,21 @@ impl Refcounts {
         let width = Width::new(parts.refcount_order);
         let entries = (parts.table_clusters << cluster_bits) / 8;
         // At most 2^20: the table is at most 8 MiB.
-        table.resize(usize::try_from(entries).unwrap_or(0), 0);
-        let limit_of_format = 1 << (OFFSET_BITS - cluster_bits);
+        table.resize(usize::try_from(entries).unwrap_or(0), HostOffset(0));
+        let limit_of_format = HostCluster(1 << (OFFSET_BITS - cluster_bits));
         let (end, limit) = if can_grow {
-            (file_len.div_ceil(1 << cluster_bits), limit_of_format)
+            (HostCluster(file_len.div_ceil(1 << cluster_bits)), limit_of_format)
         } else {
-            let clusters = (file_len >> cluster_bits).min(limit_of_format);
+            let clusters = (HostOffset(file_len) >> cluster_bits).min(limit_of_format);
             (clusters, clusters)
         };
         // A quarter more than the disk for tables and snapshots.
-        let room = end.max(parts.disk_clusters.saturating_add(parts.disk_clusters / 4));
+        let room = end.0.max(parts.disk_clusters.saturating_add(parts.disk_clusters / 4));
         let mut refcounts = Refcounts {
             cluster_bits,
             block_bits: width.block_bits(cluster_bits),
             width,
-            table_run: Run {
-                start: parts.table_offset >> cluster_bits,
-                count: parts.table_clusters,
-                zeroed: false,
-            },
+            table_run: Run::new(parts.table_offset >> cluster_bits, parts.table_clusters),
             moved_from: None,
             blocks: std::iter::repeat_with(|| None).take(table.len()).collect(),
             cached: 0,
@@ -187,21 +193,21 @@ impl Refcounts {
             free: RunSet::new(),
             held: RunSet::new(),
             metadata: RunSet::new(),
-            marks: Arc::new(Marks::new(room.min(limit))),
+            marks: Arc::new(Marks::new(room.min(limit.0))),
             named: Named::default(),
             end,
             limit,
             can_grow,
             end_zeroed: can_grow && parts.reads_zero_past_end,
-            cursor: 0,
+            cursor: HostCluster(0),
             forgotten: false,
             table,
         };
-        refcounts.mark_metadata(0, 1);
+        refcounts.mark_metadata(HostCluster(0), 1);
         refcounts.mark_metadata(refcounts.table_run.start, refcounts.table_run.count);
         for index in 0..refcounts.table.len() {
             let offset = refcounts.table[index];
-            if offset != 0 {
+            if offset != HostOffset(0) {
                 refcounts.mark_metadata(offset >> cluster_bits, 1);
             }
         }
@@ -211,7 +217,7 @@ impl Refcounts {
     /// The count of `cluster`; 0 where no block covers it.
     ///
     /// Errors: `Load`.
-    pub(crate) fn get(&self, cluster: u64) -> Result<u64, Blocked> {
+    pub(crate) fn get(&self, cluster: HostCluster) -> Result<u64, Blocked> {
         let (index, entry) = self.place(cluster);
         match self.look(index)? {
             Some(block) => Ok(self.width.get(&block.bytes, entry)),
@@ -225,7 +231,7 @@ impl Refcounts {
     /// split large ranges.
     ///
     /// Errors: `Load`, `Create`, `Full`, `Overflow`.
-    pub(crate) fn increment(&mut self, start: u64, count: u64) -> Result<(), Blocked> {
+    pub(crate) fn increment(&mut self, start: HostCluster, count: u64) -> Result<(), Blocked> {
         let max = self.width.max();
         let mut unused = false;
         self.each_entry(start, count, |value, _| {
@@ -243,9 +249,9 @@ impl Refcounts {
     /// As [`increment`](Refcounts::increment) for clusters that are in use already.
     ///
     /// Errors: `Load`, `Overflow`; `Corrupt` when a count is 0.
-    pub(crate) fn share(&mut self, start: u64, count: u64) -> Result<(), Blocked> {
+    pub(crate) fn share(&mut self, start: HostCluster, count: u64) -> Result<(), Blocked> {
         let max = self.width.max();
-        let unused = |cluster: u64| {
+        let unused = |cluster: HostCluster| {
             Blocked::Corrupt(format!("host cluster {cluster} is in use, but its refcount is 0"))
         };
         self.each_entry(start, count, |value, cluster| match value {
@@ -267,11 +273,11 @@ impl Refcounts {
     /// Errors: `Load`; `Corrupt` when a count is 0 already.
     pub(crate) fn decrement(
         &mut self,
-        start: u64,
+        start: HostCluster,
         count: u64,
         freed: &mut Vec<Run>,
     ) -> Result<(), Blocked> {
-        let none = |cluster: u64| {
+        let none = |cluster: HostCluster| {
             Blocked::Corrupt(format!("the refcount of host cluster {cluster} would fall below 0"))
         };
         self.each_entry(
@@ -295,10 +301,10 @@ impl Refcounts {
                 cluster += 1;
                 continue;
             }
-            self.held.insert(Run { start: cluster, count: zeroes, zeroed: false });
+            self.held.insert(Run::new(cluster, zeroes));
             match freed.last_mut() {
                 Some(run) if run.end() == cluster && !run.zeroed => run.count += zeroes,
-                _ => freed.push(Run { start: cluster, count: zeroes, zeroed: false }),
+                _ => freed.push(Run::new(cluster, zeroes)),
             }
             cluster += zeroes;
         }
@@ -311,8 +317,8 @@ impl Refcounts {
     /// * `zeroed`: they still read as zeroes.
     ///
     /// A cluster whose block is not in memory any more stays allocated: a leak, nothing worse.
-    pub(crate) fn give_back(&mut self, start: u64, count: u64, zeroed: bool) {
-        for cluster in start..start.saturating_add(count) {
+    pub(crate) fn give_back(&mut self, start: HostCluster, count: u64, zeroed: bool) {
+        for cluster in start.up_to(start.saturating_add(count)) {
             if self.get(cluster) == Ok(1) {
                 self.named.remove(cluster, 1);
                 self.change(cluster, 1, |_| 0);
@@ -337,7 +343,7 @@ impl Refcounts {
     pub(crate) fn allocate_metadata(
         &mut self,
         count: u64,
-        goal: Option<u64>,
+        goal: Option<HostCluster>,
         contiguous: bool,
     ) -> Result<Run, Blocked> {
         let run = self.allocate(count, goal, contiguous)?;
@@ -346,19 +352,19 @@ impl Refcounts {
     }
 
     /// Never hands these out. Marks do not count: marked twice is marked.
-    pub(crate) fn mark_metadata(&mut self, start: u64, count: u64) {
-        self.metadata.insert(Run { start, count, zeroed: false });
+    pub(crate) fn mark_metadata(&mut self, start: HostCluster, count: u64) {
+        self.metadata.insert(Run::new(start, count));
         self.marks.set(start, count);
     }
 
     /// An L2 entry names these clusters: they are not free before they were
     /// [released](Refcounts::release).
-    pub(crate) fn note_named(&mut self, start: u64, count: u64) {
+    pub(crate) fn note_named(&mut self, start: HostCluster, count: u64) {
         self.named.insert(start, count);
     }
 
     /// As [`note_named`](Refcounts::note_named), by an entry for data.
-    pub(crate) fn note_data(&mut self, start: u64, count: u64) {
+    pub(crate) fn note_data(&mut self, start: HostCluster, count: u64) {
         self.named.insert(start, count);
         let mut at = start;
         let end = start.saturating_add(count);
@@ -369,7 +375,7 @@ impl Refcounts {
     }
 
     /// Whether an entry for data was seen to name this cluster of metadata.
-    pub(crate) fn is_contested(&self, cluster: u64) -> bool {
+    pub(crate) fn is_contested(&self, cluster: HostCluster) -> bool {
         self.named.is_contested(cluster)
     }
 
@@ -384,13 +390,13 @@ impl Refcounts {
     }
 
     /// Whether an L2 entry is known to name a cluster. One that was freed is not named any more.
-    pub(crate) fn is_named(&self, cluster: u64) -> bool {
+    pub(crate) fn is_named(&self, cluster: HostCluster) -> bool {
         self.named.first_in(cluster, 1).is_some() && self.held.at(cluster).is_none()
     }
 
     /// The first cluster of `start..start + count` that was freed and not
     /// [released](Refcounts::release) yet.
-    pub(crate) fn first_held(&self, start: u64, count: u64) -> Option<u64> {
+    pub(crate) fn first_held(&self, start: HostCluster, count: u64) -> Option<HostCluster> {
         self.held.first_in(start, count)
     }
 
@@ -418,7 +424,7 @@ impl Refcounts {
     }
 
     /// They are ordinary clusters again. Before they are released.
-    pub(crate) fn unmark_metadata(&mut self, start: u64, count: u64) {
+    pub(crate) fn unmark_metadata(&mut self, start: HostCluster, count: u64) {
         self.metadata.remove(start, count);
         self.marks.clear(start, count);
     }
@@ -426,33 +432,38 @@ impl Refcounts {
     /// Searches for free clusters below `end`, as far as there is memory for them.
     ///
     /// Errors: `Load`.
-    pub(crate) fn search_below(&mut self, end: u64) -> Result<(), Blocked> {
+    pub(crate) fn search_below(&mut self, end: HostCluster) -> Result<(), Blocked> {
         while self.cursor < end && self.scan()? {}
         Ok(())
     }
 
     /// Whether `cluster` is marked.
-    pub(crate) fn is_metadata(&self, cluster: u64) -> bool {
+    pub(crate) fn is_metadata(&self, cluster: HostCluster) -> bool {
         self.metadata.at(cluster).is_some()
     }
 
     /// The first marked cluster of `start..start + count`: the overlap check before a write.
-    pub(crate) fn first_metadata(&self, start: u64, count: u64) -> Option<u64> {
+    pub(crate) fn first_metadata(&self, start: HostCluster, count: u64) -> Option<HostCluster> {
         self.metadata.first_in(start, count)
     }
 
     /// First cluster that was never handed out and that nothing refers to: where the file ends or
     /// will end.
-    pub(crate) fn end(&self) -> u64 {
+    pub(crate) fn end(&self) -> HostCluster {
         self.end
     }
 
     /// Block index, and entry inside the block.
-    fn place(&self, cluster: u64) -> (u64, usize) {
+    fn place(&self, cluster: HostCluster) -> (u64, usize) {
         // At most 2^24 counts in a block.
         #[allow(clippy::cast_possible_truncation)]
-        let entry = (cluster & ((1 << self.block_bits) - 1)) as usize;
-        (cluster >> self.block_bits, entry)
+        let entry = (cluster.0 & ((1 << self.block_bits) - 1)) as usize;
+        (cluster.0 >> self.block_bits, entry)
+    }
+
+    /// The first cluster that the block with this index counts.
+    fn block_start(&self, index: u64) -> HostCluster {
+        HostCluster(index << self.block_bits)
     }
 
     /// Most entries that the table can have.
@@ -463,9 +474,9 @@ impl Refcounts {
     /// Runs `test` on each count of the range, all of whose blocks must be there.
     fn each_entry(
         &self,
-        start: u64,
+        start: HostCluster,
         count: u64,
-        mut test: impl FnMut(u64, u64) -> Result<(), Blocked>,
+        mut test: impl FnMut(u64, HostCluster) -> Result<(), Blocked>,
     ) -> Result<(), Blocked> {
         let end = start.checked_add(count).filter(|end| *end <= self.limit).ok_or(Blocked::Full)?;
         let mut cluster = start;
@@ -485,7 +496,7 @@ impl Refcounts {
 
     /// Changes each count of the range, all of whose blocks are there (those that are not are left
     /// alone), and makes the blocks dirty.
-    fn change(&mut self, start: u64, count: u64, new: impl Fn(u64) -> u64) {
+    fn change(&mut self, start: HostCluster, count: u64, new: impl Fn(u64) -> u64) {
         let width = self.width;
         let mut cluster = start;
         while cluster < start + count {
@@ -506,7 +517,7 @@ impl Refcounts {
     }
 
     /// The end lies behind everything that has a count. What is skipped is searched later.
-    fn reach(&mut self, start: u64, count: u64) {
+    fn reach(&mut self, start: HostCluster, count: u64) {
         self.end = self.end.max(start + count);
     }
 

@@ -8,6 +8,7 @@ use proptest::test_runner::Config;
 
 use super::tests::small;
 use super::{Blocked, DirtyTable, Refcounts, Run};
+use crate::units::{HostCluster, HostOffset};
 
 #[derive(Clone, Debug)]
 enum Call {
@@ -36,15 +37,15 @@ fn call() -> impl Strategy<Value = Call> {
 struct Model {
     real: Refcounts,
     /// Counts that are not 0.
-    counts: BTreeMap<u64, u64>,
+    counts: BTreeMap<HostCluster, u64>,
     /// Freed, not released.
     held: Vec<Run>,
     /// Handed out at some time.
-    touched: BTreeSet<u64>,
+    touched: BTreeSet<HostCluster>,
     /// Released as zeroes and not handed out since.
-    zeroed: BTreeSet<u64>,
+    zeroed: BTreeSet<HostCluster>,
     /// Blocks as last written.
-    disk: BTreeMap<u64, Vec<u8>>,
+    disk: BTreeMap<HostOffset, Vec<u8>>,
     cluster_bits: u32,
     used: u64,
 }
@@ -55,9 +56,9 @@ impl Model {
         let real = small(cluster_bits, order, used, can_grow);
         Model {
             real,
-            counts: (0..3 + used).map(|cluster| (cluster, 1)).collect(),
+            counts: (0..3 + used).map(|cluster| (HostCluster(cluster), 1)).collect(),
             held: Vec::new(),
-            touched: (0..3 + used).collect(),
+            touched: HostCluster(0).up_to(HostCluster(3 + used)).collect(),
             zeroed: BTreeSet::new(),
             disk: BTreeMap::new(),
             cluster_bits,
@@ -92,7 +93,7 @@ impl Model {
                     Err(blocked) => return Err(blocked),
                 }
             };
-            self.fresh(Run { start: cluster, count: 1, zeroed: false });
+            self.fresh(Run::new(cluster, 1));
             self.real.finish_block(index, cluster);
         }
         panic!("no end in sight");
@@ -100,7 +101,7 @@ impl Model {
 
     /// Clusters that were handed out: free until now, and zero only if nobody had them before.
     fn fresh(&mut self, run: Run) {
-        for cluster in run.start..run.end() {
+        for cluster in run.clusters() {
             assert!(!self.held.iter().any(|held| (held.start..held.end()).contains(&cluster)));
             assert_eq!(self.counts.insert(cluster, 1), None, "cluster {cluster} was in use");
             let zero = self.zeroed.remove(&cluster) || !self.touched.contains(&cluster);
@@ -110,8 +111,8 @@ impl Model {
     }
 
     /// A cluster of data that is in use.
-    fn pick(&self, which: usize) -> Option<u64> {
-        let data: Vec<u64> = self
+    fn pick(&self, which: usize) -> Option<HostCluster> {
+        let data: Vec<HostCluster> = self
             .counts
             .keys()
             .copied()
@@ -158,7 +159,7 @@ impl Model {
                 }
                 let run = self.held.swap_remove(which % self.held.len());
                 if zeroed {
-                    self.zeroed.extend(run.start..run.end());
+                    self.zeroed.extend(run.clusters());
                 }
                 self.real.release(Run { zeroed, ..run });
             }
@@ -193,7 +194,7 @@ impl Model {
         if ok {
             for block in &dirty.blocks {
                 let cluster_size = 1u64 << self.cluster_bits;
-                let start = block.offset / cluster_size * cluster_size;
+                let start = block.offset.align_down(cluster_size);
                 let at = usize::try_from(block.offset - start).expect("small");
                 let cluster_bytes = usize::try_from(cluster_size).expect("small");
                 let bytes = self.disk.entry(start).or_insert_with(|| vec![0; cluster_bytes]);
@@ -210,8 +211,8 @@ impl Model {
     }
 
     fn compare(&mut self) {
-        let end = self.counts.keys().next_back().map_or(0, |last| last + 10) + self.used;
-        for cluster in 0..end {
+        let last = self.counts.keys().next_back().copied().unwrap_or_default();
+        for cluster in HostCluster(0).up_to(last + 10 + self.used) {
             let real = self.run(|real| real.get(cluster));
             assert_eq!(real, Ok(self.counts.get(&cluster).copied().unwrap_or(0)), "{cluster}");
         }

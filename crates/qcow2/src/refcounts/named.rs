@@ -6,6 +6,8 @@
 
 use std::collections::BTreeMap;
 
+use crate::units::HostCluster;
+
 /// Clusters of one chunk: 512 bytes of memory, 256 MiB in clusters of 64 KiB.
 pub(super) const CHUNK_CLUSTERS: u64 = 4096;
 const CHUNK_WORDS: usize = 64;
@@ -26,17 +28,17 @@ pub(crate) struct Named {
 
 impl Named {
     /// Adds clusters.
-    pub(super) fn insert(&mut self, start: u64, count: u64) {
+    pub(super) fn insert(&mut self, start: HostCluster, count: u64) {
         self.clusters.insert(start, count);
     }
 
     /// Adds metadata that an entry for data names.
-    pub(super) fn insert_contested(&mut self, cluster: u64) {
+    pub(super) fn insert_contested(&mut self, cluster: HostCluster) {
         self.contested.insert(cluster, 1);
     }
 
     /// Whether an entry for data names this cluster of metadata.
-    pub(super) fn is_contested(&self, cluster: u64) -> bool {
+    pub(super) fn is_contested(&self, cluster: HostCluster) -> bool {
         self.contested.first_in(cluster, 1).is_some()
     }
 
@@ -51,12 +53,12 @@ impl Named {
     }
 
     /// Takes clusters out.
-    pub(super) fn remove(&mut self, start: u64, count: u64) {
+    pub(super) fn remove(&mut self, start: HostCluster, count: u64) {
         self.clusters.remove(start, count);
     }
 
     /// The first cluster of `start..start + count` that is in the set.
-    pub(super) fn first_in(&self, start: u64, count: u64) -> Option<u64> {
+    pub(super) fn first_in(&self, start: HostCluster, count: u64) -> Option<HostCluster> {
         self.clusters.first_in(start, count)
     }
 
@@ -81,9 +83,9 @@ struct Clusters {
 }
 
 impl Clusters {
-    fn insert(&mut self, start: u64, count: u64) {
-        let end = start.saturating_add(count);
-        let mut at = start;
+    fn insert(&mut self, start: HostCluster, count: u64) {
+        let end = start.saturating_add(count).0;
+        let mut at = start.0;
         while at < end {
             let number = at / CHUNK_CLUSTERS;
             let stop = end.min((number + 1) * CHUNK_CLUSTERS);
@@ -95,8 +97,8 @@ impl Clusters {
         }
     }
 
-    fn remove(&mut self, start: u64, count: u64) {
-        let end = start.saturating_add(count);
+    fn remove(&mut self, start: HostCluster, count: u64) {
+        let (start, end) = (start.0, start.saturating_add(count).0);
         let numbers = start / CHUNK_CLUSTERS..end.div_ceil(CHUNK_CLUSTERS);
         for (number, chunk) in self.chunks.range_mut(numbers) {
             let (first, last) = (number * CHUNK_CLUSTERS, (number + 1) * CHUNK_CLUSTERS);
@@ -105,13 +107,14 @@ impl Clusters {
         }
     }
 
-    fn first_in(&self, start: u64, count: u64) -> Option<u64> {
-        let end = start.saturating_add(count);
+    fn first_in(&self, start: HostCluster, count: u64) -> Option<HostCluster> {
+        let (start, end) = (start.0, start.saturating_add(count).0);
         let numbers = start / CHUNK_CLUSTERS..end.div_ceil(CHUNK_CLUSTERS);
         self.chunks.range(numbers).find_map(|(number, chunk)| {
             let (first, last) = (number * CHUNK_CLUSTERS, (number + 1) * CHUNK_CLUSTERS);
             (start.max(first)..end.min(last))
                 .find(|cluster| chunk[word_of(*cluster)] & bit_of(*cluster) != 0)
+                .map(HostCluster)
         })
     }
 

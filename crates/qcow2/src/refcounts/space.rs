@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::ops::Bound::{Excluded, Unbounded};
 
 use super::Run;
+use crate::units::HostCluster;
 
 /// Runs that one search for a larger run looks at.
 const LOOKS: usize = 256;
@@ -16,22 +17,22 @@ const LOOKS: usize = 256;
 pub(super) struct RunSet {
     /// Runs by their end (the first cluster behind them), so that taking from the front leaves the
     /// key as it is.
-    runs: BTreeMap<u64, Span>,
+    runs: BTreeMap<HostCluster, Span>,
     /// Runs by the logarithm of their length: whether a search can find anything at all.
     classes: [u32; 64],
     /// End of the run at which the next search begins.
-    rover: u64,
+    rover: HostCluster,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Span {
-    start: u64,
+    start: HostCluster,
     zeroed: bool,
 }
 
 impl RunSet {
     pub(super) fn new() -> RunSet {
-        RunSet { runs: BTreeMap::new(), classes: [0; 64], rover: 0 }
+        RunSet { runs: BTreeMap::new(), classes: [0; 64], rover: HostCluster(0) }
     }
 
     /// Runs in the set.
@@ -44,25 +45,25 @@ impl RunSet {
         *class = if up { class.saturating_add(1) } else { class.saturating_sub(1) };
     }
 
-    fn put(&mut self, end: u64, span: Span) {
+    fn put(&mut self, end: HostCluster, span: Span) {
         self.count_class(end - span.start, true);
         self.runs.insert(end, span);
     }
 
-    fn drop_run(&mut self, end: u64) {
+    fn drop_run(&mut self, end: HostCluster) {
         if let Some(span) = self.runs.remove(&end) {
             self.count_class(end - span.start, false);
         }
     }
 
     /// The run with the smallest end behind `cluster`.
-    fn behind(&self, cluster: u64) -> Option<(u64, Span)> {
+    fn behind(&self, cluster: HostCluster) -> Option<(HostCluster, Span)> {
         let (end, span) = self.runs.range((Excluded(cluster), Unbounded)).next()?;
         Some((*end, *span))
     }
 
     /// The rest of the run that `cluster` is in, from `cluster` on.
-    pub(super) fn at(&self, cluster: u64) -> Option<Run> {
+    pub(super) fn at(&self, cluster: HostCluster) -> Option<Run> {
         let (end, span) = self.behind(cluster)?;
         (span.start <= cluster).then(|| Run {
             start: cluster,
@@ -72,7 +73,7 @@ impl RunSet {
     }
 
     /// The first cluster of `start..start + count` that is in the set.
-    pub(super) fn first_in(&self, start: u64, count: u64) -> Option<u64> {
+    pub(super) fn first_in(&self, start: HostCluster, count: u64) -> Option<HostCluster> {
         let (_, span) = self.behind(start)?;
         let first = span.start.max(start);
         (first < start.saturating_add(count)).then_some(first)
@@ -81,14 +82,14 @@ impl RunSet {
     /// The run with the lowest clusters.
     pub(super) fn first(&self) -> Option<Run> {
         let (end, span) = self.runs.first_key_value()?;
-        Some(Run { start: span.start, count: end - span.start, zeroed: span.zeroed })
+        Some(Run { start: span.start, count: *end - span.start, zeroed: span.zeroed })
     }
 
     /// All runs, lowest first.
     pub(super) fn iter(&self) -> impl Iterator<Item = Run> + '_ {
         self.runs.iter().map(|(end, span)| Run {
             start: span.start,
-            count: end - span.start,
+            count: *end - span.start,
             zeroed: span.zeroed,
         })
     }
@@ -111,9 +112,9 @@ impl RunSet {
         let mut found = None;
         for (end, span) in from_rover.chain(from_start).take(looks) {
             seen = *end;
-            if end - span.start >= count {
+            if *end - span.start >= count {
                 found =
-                    Some(Run { start: span.start, count: end - span.start, zeroed: span.zeroed });
+                    Some(Run { start: span.start, count: *end - span.start, zeroed: span.zeroed });
                 break;
             }
         }
@@ -143,7 +144,7 @@ impl RunSet {
     }
 
     /// Takes clusters out; those that are not in the set are ignored.
-    pub(super) fn remove(&mut self, start: u64, count: u64) {
+    pub(super) fn remove(&mut self, start: HostCluster, count: u64) {
         let end = start.saturating_add(count);
         while let Some((other_end, span)) = self.behind(start)
             && span.start < end

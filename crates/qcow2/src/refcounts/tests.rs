@@ -4,6 +4,7 @@ use super::marks::{BITS_MAX, BITS_MIN, Marks};
 use super::named::{CHUNK_CLUSTERS, CHUNKS_MAX, Named};
 use super::width::Width;
 use super::{Blocked, DirtyTable, RefcountParts, Refcounts, Run};
+use crate::units::{HostCluster, HostOffset};
 
 /// An image with clusters of 64 KiB and counts of 16 bits: header, table, one block, and `used`
 /// clusters behind them.
@@ -17,8 +18,8 @@ pub(super) fn small(cluster_bits: u32, order: u32, used: u64, can_grow: bool) ->
     let mut refcounts = Refcounts::new(RefcountParts {
         cluster_bits,
         refcount_order: order,
-        table: vec![2 << cluster_bits],
-        table_offset: 1 << cluster_bits,
+        table: vec![HostOffset(2 << cluster_bits)],
+        table_offset: HostOffset(1 << cluster_bits),
         table_clusters: 1,
         file_len,
         can_grow,
@@ -34,7 +35,7 @@ pub(super) fn small(cluster_bits: u32, order: u32, used: u64, can_grow: bool) ->
 }
 
 fn run(start: u64, count: u64, zeroed: bool) -> Run {
-    Run { start, count, zeroed }
+    Run { start: HostCluster(start), count, zeroed }
 }
 
 #[test]
@@ -82,29 +83,29 @@ fn new_clusters_come_from_the_end_and_read_as_zeroes() {
     let mut refcounts = image(5);
     assert_eq!(refcounts.allocate(1, None, false), Ok(run(8, 1, true)));
     assert_eq!(refcounts.allocate(16, None, false), Ok(run(9, 16, true)));
-    assert_eq!(refcounts.get(24), Ok(1));
-    assert_eq!(refcounts.get(25), Ok(0));
-    assert_eq!(refcounts.allocate(2, Some(25), true), Ok(run(25, 2, true)));
+    assert_eq!(refcounts.get(HostCluster(24)), Ok(1));
+    assert_eq!(refcounts.get(HostCluster(25)), Ok(0));
+    assert_eq!(refcounts.allocate(2, Some(HostCluster(25)), true), Ok(run(25, 2, true)));
 }
 
 #[test]
 fn freed_clusters_are_not_allocatable_before_they_are_released() {
     let mut refcounts = image(5);
     let mut freed = Vec::new();
-    assert_eq!(refcounts.decrement(4, 2, &mut freed), Ok(()));
+    assert_eq!(refcounts.decrement(HostCluster(4), 2, &mut freed), Ok(()));
     assert_eq!(freed, [run(4, 2, false)]);
     assert_eq!(refcounts.allocate(1, None, false), Ok(run(8, 1, true)));
     refcounts.release(run(4, 2, true));
     assert_eq!(refcounts.allocate(1, None, false), Ok(run(4, 1, true)));
-    assert_eq!(refcounts.allocate(1, Some(9), false), Ok(run(9, 1, true)));
-    assert_eq!(refcounts.allocate(1, Some(5), false), Ok(run(5, 1, true)));
+    assert_eq!(refcounts.allocate(1, Some(HostCluster(9)), false), Ok(run(9, 1, true)));
+    assert_eq!(refcounts.allocate(1, Some(HostCluster(5)), false), Ok(run(5, 1, true)));
 }
 
 #[test]
 fn adjacent_free_runs_merge_and_are_zeroed_only_when_both_are() {
     let mut refcounts = image(9);
     let mut freed = Vec::new();
-    refcounts.decrement(4, 4, &mut freed).expect("counted");
+    refcounts.decrement(HostCluster(4), 4, &mut freed).expect("counted");
     refcounts.release(run(4, 1, true));
     refcounts.release(run(6, 2, true));
     refcounts.release(run(5, 1, false));
@@ -114,7 +115,7 @@ fn adjacent_free_runs_merge_and_are_zeroed_only_when_both_are() {
 #[test]
 fn holes_of_an_opened_image_are_found_and_not_known_to_be_zero() {
     let mut refcounts = image(5);
-    refcounts.decrement(6, 1, &mut Vec::new()).expect("counted");
+    refcounts.decrement(HostCluster(6), 1, &mut Vec::new()).expect("counted");
     let dirty = refcounts.take_dirty();
     let mut again = small(16, 4, 5, true);
     again.blocks[0] = None;
@@ -129,28 +130,34 @@ fn holes_of_an_opened_image_are_found_and_not_known_to_be_zero() {
 #[test]
 fn counts_stay_inside_their_width_and_above_zero() {
     let mut refcounts = small(9, 1, 20, true);
-    refcounts.increment(4, 3).expect("1 to 2");
-    refcounts.increment(5, 1).expect("2 to 3");
-    assert_eq!(refcounts.increment(4, 3), Err(Blocked::Overflow));
-    assert_eq!(refcounts.get(4), Ok(2));
+    refcounts.increment(HostCluster(4), 3).expect("1 to 2");
+    refcounts.increment(HostCluster(5), 1).expect("2 to 3");
+    assert_eq!(refcounts.increment(HostCluster(4), 3), Err(Blocked::Overflow));
+    assert_eq!(refcounts.get(HostCluster(4)), Ok(2));
     let mut freed = Vec::new();
-    assert!(matches!(refcounts.decrement(22, 2, &mut freed), Err(Blocked::Corrupt(_))));
-    assert_eq!((freed.len(), refcounts.get(22)), (0, Ok(1)));
-    assert!(matches!(refcounts.decrement(1 << 40, 1, &mut freed), Err(Blocked::Corrupt(_))));
+    assert!(matches!(
+        refcounts.decrement(HostCluster(22), 2, &mut freed),
+        Err(Blocked::Corrupt(_))
+    ));
+    assert_eq!((freed.len(), refcounts.get(HostCluster(22))), (0, Ok(1)));
+    assert!(matches!(
+        refcounts.decrement(HostCluster(1 << 40), 1, &mut freed),
+        Err(Blocked::Corrupt(_))
+    ));
 }
 
 #[test]
 fn metadata_is_never_handed_out() {
     let mut refcounts = image(2);
-    refcounts.decrement(4, 1, &mut Vec::new()).expect("counted");
-    refcounts.mark_metadata(4, 1);
+    refcounts.decrement(HostCluster(4), 1, &mut Vec::new()).expect("counted");
+    refcounts.mark_metadata(HostCluster(4), 1);
     refcounts.release(run(4, 1, false));
     assert!(matches!(refcounts.allocate(1, None, false), Err(Blocked::Corrupt(_))));
-    refcounts.unmark_metadata(4, 1);
+    refcounts.unmark_metadata(HostCluster(4), 1);
     assert_eq!(refcounts.allocate(1, None, false), Ok(run(4, 1, false)));
-    assert!(refcounts.is_metadata(2) && !refcounts.is_metadata(3));
-    assert_eq!(refcounts.first_metadata(1, 9), Some(1));
-    assert_eq!(refcounts.first_metadata(3, 9), None);
+    assert!(refcounts.is_metadata(HostCluster(2)) && !refcounts.is_metadata(HostCluster(3)));
+    assert_eq!(refcounts.first_metadata(HostCluster(1), 9), Some(HostCluster(1)));
+    assert_eq!(refcounts.first_metadata(HostCluster(3), 9), None);
 }
 
 #[test]
@@ -159,15 +166,17 @@ fn a_block_at_the_end_covers_itself() {
     let mut refcounts = small(9, 6, 61, true);
     assert_eq!(refcounts.allocate(1, None, false), Err(Blocked::Create(1)));
     let cluster = refcounts.begin_block(1).expect("room");
-    assert_eq!(cluster, 64);
+    assert_eq!(cluster, HostCluster(64));
     refcounts.finish_block(1, cluster);
-    assert_eq!(refcounts.get(64), Ok(1));
-    assert!(refcounts.is_metadata(64));
+    assert_eq!(refcounts.get(HostCluster(64)), Ok(1));
+    assert!(refcounts.is_metadata(HostCluster(64)));
     assert_eq!(refcounts.allocate(1, None, false), Ok(run(65, 1, true)));
     let dirty = refcounts.take_dirty();
     assert_eq!(dirty.blocks.len(), 1);
-    assert_eq!((dirty.blocks[0].offset, dirty.blocks[0].bytes.len()), (64 << 9, 512));
-    assert!(matches!(&dirty.table, DirtyTable::Entries(entries) if *entries == [(1, 64 << 9)]));
+    assert_eq!((dirty.blocks[0].offset, dirty.blocks[0].bytes.len()), (HostOffset(64 << 9), 512));
+    assert!(
+        matches!(&dirty.table, DirtyTable::Entries(entries) if *entries == [(1, HostOffset(64 << 9))])
+    );
 }
 
 #[test]
@@ -202,7 +211,7 @@ fn long_runs_reach_over_blocks_that_cover_less() {
     assert_eq!(bytes.len() as u64, wants << 9);
     assert_eq!(*old, run(1, 1, false));
     refcounts.written(&dirty, true);
-    assert!(!refcounts.is_metadata(1) && !refcounts.is_dirty());
+    assert!(!refcounts.is_metadata(HostCluster(1)) && !refcounts.is_dirty());
 }
 
 #[test]
@@ -239,22 +248,22 @@ fn a_block_that_counts_nothing_but_itself_can_be_dropped() {
     let mut refcounts = small(9, 6, 61, true);
     let run = with_blocks(&mut refcounts, |refcounts| refcounts.allocate(2, None, true));
     let run = run.expect("room");
-    assert_eq!(run.start, 65);
+    assert_eq!(run.start, HostCluster(65));
     assert_eq!(refcounts.drop_block(1), Ok(None));
-    refcounts.decrement(65, 2, &mut Vec::new()).expect("counted");
-    assert_eq!(refcounts.drop_block(1), Ok(Some((64, false))));
-    assert_eq!((refcounts.block_offset(1), refcounts.get(64)), (None, Ok(0)));
+    refcounts.decrement(HostCluster(65), 2, &mut Vec::new()).expect("counted");
+    assert_eq!(refcounts.drop_block(1), Ok(Some((HostCluster(64), false))));
+    assert_eq!((refcounts.block_offset(1), refcounts.get(HostCluster(64))), (None, Ok(0)));
     // The state on disk still has a block there.
-    assert_eq!(refcounts.allocate(1, Some(64), true), Err(Blocked::Create(1)));
+    assert_eq!(refcounts.allocate(1, Some(HostCluster(64)), true), Err(Blocked::Create(1)));
     let cluster = refcounts.begin_block(1).expect("room");
-    assert!(cluster > 66);
+    assert!(cluster > HostCluster(66));
 }
 
 #[test]
 fn a_moved_block_is_written_whole_at_its_new_place() {
     let mut refcounts = image(5);
     let cluster = refcounts.allocate(1, None, false).expect("room").start;
-    assert_eq!(refcounts.move_block(0, cluster), Some(2));
+    assert_eq!(refcounts.move_block(0, cluster), Some(HostCluster(2)));
     let dirty = refcounts.take_dirty();
     assert_eq!((dirty.blocks[0].offset, dirty.blocks[0].bytes.len()), (cluster << 16, 1 << 16));
     assert!(refcounts.is_metadata(cluster));
@@ -263,9 +272,9 @@ fn a_moved_block_is_written_whole_at_its_new_place() {
 #[test]
 fn a_search_brings_low_holes_before_the_end() {
     let mut refcounts = image(20);
-    refcounts.change(4, 1, |_| 0);
-    refcounts.change(9, 3, |_| 0);
-    refcounts.search_below(23).expect("loaded");
+    refcounts.change(HostCluster(4), 1, |_| 0);
+    refcounts.change(HostCluster(9), 3, |_| 0);
+    refcounts.search_below(HostCluster(23)).expect("loaded");
     assert_eq!(refcounts.allocate(2, None, true), Ok(run(9, 2, false)));
     assert_eq!(refcounts.allocate(1, None, true), Ok(run(4, 1, false)));
     assert_eq!(refcounts.allocate(1, None, true), Ok(run(11, 1, false)));
@@ -274,7 +283,7 @@ fn a_search_brings_low_holes_before_the_end() {
 #[test]
 fn counts_behind_the_end_are_gone_round() {
     let mut refcounts = image(5);
-    refcounts.increment(10, 1).expect("covered");
+    refcounts.increment(HostCluster(10), 1).expect("covered");
     assert_eq!(refcounts.allocate(4, None, true), Ok(run(11, 4, true)));
     // The clusters in between are found by the search.
     assert_eq!(refcounts.allocate(1, None, false), Ok(run(8, 1, false)));
@@ -331,53 +340,58 @@ fn a_cluster_for_metadata_is_marked_when_it_is_taken() {
 #[test]
 fn a_mark_is_seen_until_it_is_cleared() {
     let marks = Marks::new(100);
-    marks.set(63, 3);
+    marks.set(HostCluster(63), 3);
     assert_eq!(
-        (62..67).map(|at| marks.may_be(at)).collect::<Vec<_>>(),
+        (62..67).map(|at| marks.may_be(HostCluster(at))).collect::<Vec<_>>(),
         [false, true, true, true, false]
     );
-    marks.clear(64, 1);
-    assert!(marks.may_be(63) && !marks.may_be(64) && marks.may_be(65));
-    assert!(marks.may_have(60, 4) && !marks.may_have(66, 100));
+    marks.clear(HostCluster(64), 1);
+    assert!(
+        marks.may_be(HostCluster(63))
+            && !marks.may_be(HostCluster(64))
+            && marks.may_be(HostCluster(65))
+    );
+    assert!(marks.may_have(HostCluster(60), 4) && !marks.may_have(HostCluster(66), 100));
 }
 
 #[test]
 fn clusters_that_share_a_bit_are_never_missed() {
     let marks = Marks::new(1);
-    marks.set(5, 1);
-    marks.set(5 + BITS_MIN, 1);
-    marks.clear(5 + BITS_MIN, 1);
-    assert!(marks.may_be(5) && marks.may_be(5 + BITS_MIN));
-    marks.clear(5, 1);
-    assert!(marks.may_be(5 + BITS_MIN), "the other one is still marked");
+    marks.set(HostCluster(5), 1);
+    marks.set(HostCluster(5 + BITS_MIN), 1);
+    marks.clear(HostCluster(5 + BITS_MIN), 1);
+    assert!(marks.may_be(HostCluster(5)) && marks.may_be(HostCluster(5 + BITS_MIN)));
+    marks.clear(HostCluster(5), 1);
+    assert!(marks.may_be(HostCluster(5 + BITS_MIN)), "the other one is still marked");
 }
 
 #[test]
 fn any_number_of_clusters_takes_bounded_memory() {
     let marks = Marks::new(u64::MAX);
     assert_eq!(marks.bits(), BITS_MAX);
-    marks.set(0, u64::MAX);
-    assert!(marks.may_be(0) && marks.may_be(u64::MAX));
+    marks.set(HostCluster(0), u64::MAX);
+    assert!(marks.may_be(HostCluster(0)) && marks.may_be(HostCluster(u64::MAX)));
 }
 
 #[test]
 fn what_is_named_is_found_until_it_is_removed() {
     let mut named = Named::default();
-    named.insert(CHUNK_CLUSTERS - 2, 5);
-    assert_eq!(named.first_in(0, CHUNK_CLUSTERS - 2), None);
-    assert_eq!(named.first_in(0, u64::MAX), Some(CHUNK_CLUSTERS - 2));
-    named.remove(0, CHUNK_CLUSTERS + 1);
-    assert_eq!(named.first_in(0, u64::MAX), Some(CHUNK_CLUSTERS + 1));
-    named.remove(CHUNK_CLUSTERS + 1, 2);
-    assert_eq!(named.first_in(0, u64::MAX), None);
+    named.insert(HostCluster(CHUNK_CLUSTERS - 2), 5);
+    assert_eq!(named.first_in(HostCluster(0), CHUNK_CLUSTERS - 2), None);
+    assert_eq!(named.first_in(HostCluster(0), u64::MAX), Some(HostCluster(CHUNK_CLUSTERS - 2)));
+    named.remove(HostCluster(0), CHUNK_CLUSTERS + 1);
+    assert_eq!(named.first_in(HostCluster(0), u64::MAX), Some(HostCluster(CHUNK_CLUSTERS + 1)));
+    named.remove(HostCluster(CHUNK_CLUSTERS + 1), 2);
+    assert_eq!(named.first_in(HostCluster(0), u64::MAX), None);
 }
 
 #[test]
 fn what_is_named_takes_bounded_memory() {
     let mut named = Named::default();
-    (0..CHUNKS_MAX as u64 + 10).for_each(|chunk| named.insert(chunk * CHUNK_CLUSTERS, 1));
+    (0..CHUNKS_MAX as u64 + 10)
+        .for_each(|chunk| named.insert(HostCluster(chunk * CHUNK_CLUSTERS), 1));
     assert_eq!(named.chunks(), CHUNKS_MAX);
     // Inside what is there already more clusters fit.
-    named.insert(1, 1);
-    assert_eq!(named.first_in(1, 1), Some(1));
+    named.insert(HostCluster(1), 1);
+    assert_eq!(named.first_in(HostCluster(1), 1), Some(HostCluster(1)));
 }

@@ -1,17 +1,19 @@
 use rustix::io::Errno;
 
 use crate::ExtentKind;
-use crate::entry::{Lengths, Region, Rules};
+use crate::concurrent::region::Region;
+use crate::entry::{Lengths, Rules};
 use crate::geometry::Geometry;
+use crate::units::HostOffset;
 
 const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
 const CLUSTER: u64 = 65536;
 const LENGTHS: Lengths = Lengths { file: 100 * CLUSTER, data: 100 * CLUSTER };
 const METADATA: [Region; 3] = [
-    Region { start: 3 * CLUSTER, end: 4 * CLUSTER },
-    Region { start: CLUSTER, end: 2 * CLUSTER },
-    Region { start: 7 * CLUSTER, end: 9 * CLUSTER },
+    Region { start: HostOffset(3 * CLUSTER), end: HostOffset(4 * CLUSTER) },
+    Region { start: HostOffset(CLUSTER), end: HostOffset(2 * CLUSTER) },
+    Region { start: HostOffset(7 * CLUSTER), end: HostOffset(9 * CLUSTER) },
 ];
 
 fn rules(version: u32, extended: bool, external: bool) -> Rules {
@@ -30,17 +32,23 @@ fn extended(entry: u64, bitmap: u64, in_cluster: u64) -> Result<(ExtentKind, u64
 fn standard_entries_mean_what_the_specification_says() {
     let host = 5 * CLUSTER;
     assert_eq!(standard(0), Ok((ExtentKind::Unallocated, CLUSTER)));
-    assert_eq!(standard(host), Ok((ExtentKind::Data { offset: host }, CLUSTER)));
-    assert_eq!(standard(host | COPIED), Ok((ExtentKind::Data { offset: host }, CLUSTER)));
+    assert_eq!(standard(host), Ok((ExtentKind::Data { offset: HostOffset(host) }, CLUSTER)));
+    assert_eq!(
+        standard(host | COPIED),
+        Ok((ExtentKind::Data { offset: HostOffset(host) }, CLUSTER))
+    );
     assert_eq!(standard(1), Ok((ExtentKind::Zero { offset: None }, CLUSTER)));
-    assert_eq!(standard(host | COPIED | 1), Ok((ExtentKind::Zero { offset: Some(host) }, CLUSTER)));
+    assert_eq!(
+        standard(host | COPIED | 1),
+        Ok((ExtentKind::Zero { offset: Some(HostOffset(host)) }, CLUSTER))
+    );
 }
 
 #[test]
 fn the_offset_in_the_cluster_is_added() {
     let piece = rules(3, false, false).piece(5 * CLUSTER, 0, 4096, LENGTHS);
     let offset = 5 * CLUSTER + 4096;
-    assert_eq!(piece, Ok((ExtentKind::Data { offset }, CLUSTER - 4096)));
+    assert_eq!(piece, Ok((ExtentKind::Data { offset: HostOffset(offset) }, CLUSTER - 4096)));
 }
 
 #[test]
@@ -84,20 +92,26 @@ fn the_part_of_the_last_cluster_behind_the_end_of_the_file_reads_as_zeroes() {
     let host = 5 * CLUSTER;
     let data = rules.piece(host, 0, 0, lengths);
     let tail = rules.piece(host, 0, 1000, lengths);
-    assert_eq!(data, Ok((ExtentKind::Data { offset: host }, 1000)));
-    assert_eq!(tail, Ok((ExtentKind::Zero { offset: Some(host + 1000) }, CLUSTER - 1000)));
+    assert_eq!(data, Ok((ExtentKind::Data { offset: HostOffset(host) }, 1000)));
+    assert_eq!(
+        tail,
+        Ok((ExtentKind::Zero { offset: Some(HostOffset(host + 1000)) }, CLUSTER - 1000))
+    );
 }
 
 #[test]
 fn offset_zero_is_a_place_in_an_external_data_file_when_bit_63_is_set() {
     let rules = rules(3, false, true);
     let piece = |entry| rules.piece(entry, 0, 0, LENGTHS);
-    assert_eq!(piece(COPIED), Ok((ExtentKind::Data { offset: 0 }, CLUSTER)));
+    assert_eq!(piece(COPIED), Ok((ExtentKind::Data { offset: HostOffset(0) }, CLUSTER)));
     assert_eq!(piece(0), Ok((ExtentKind::Unallocated, CLUSTER)));
-    assert_eq!(piece(COPIED | 1), Ok((ExtentKind::Zero { offset: Some(0) }, CLUSTER)));
+    assert_eq!(piece(COPIED | 1), Ok((ExtentKind::Zero { offset: Some(HostOffset(0)) }, CLUSTER)));
     // The tables lie in the other file.
     let offset = 3 * CLUSTER;
-    assert_eq!(piece(offset | COPIED), Ok((ExtentKind::Data { offset }, CLUSTER)));
+    assert_eq!(
+        piece(offset | COPIED),
+        Ok((ExtentKind::Data { offset: HostOffset(offset) }, CLUSTER))
+    );
 }
 
 #[test]
@@ -118,7 +132,7 @@ fn a_compressed_entry_gives_offset_and_length() {
     let (kind, len) = standard(COMPRESSED | host | 3 << 54).unwrap();
     let ExtentKind::Compressed(cluster) = kind else { panic!("{kind:?}") };
     assert_eq!(len, CLUSTER);
-    assert_eq!(cluster.host_offset(), host);
+    assert_eq!(cluster.host_offset(), HostOffset(host));
     assert_eq!(u64::from(cluster.host_len()), 4 * 512 - 700 % 512);
 }
 
@@ -158,16 +172,22 @@ fn subclusters_are_data_zeroes_or_unallocated() {
     // 2 KiB each: 0 to 3 data, 4 to 7 zeroes, the rest not allocated.
     let bitmap = 0x0000_00f0_0000_000f;
     let piece = |in_cluster| extended(host | COPIED, bitmap, in_cluster);
-    assert_eq!(piece(0), Ok((ExtentKind::Data { offset: host }, 8192)));
-    assert_eq!(piece(2049), Ok((ExtentKind::Data { offset: host + 2049 }, 8192 - 2049)));
-    assert_eq!(piece(8192), Ok((ExtentKind::Zero { offset: Some(host + 8192) }, 8192)));
+    assert_eq!(piece(0), Ok((ExtentKind::Data { offset: HostOffset(host) }, 8192)));
+    assert_eq!(
+        piece(2049),
+        Ok((ExtentKind::Data { offset: HostOffset(host + 2049) }, 8192 - 2049))
+    );
+    assert_eq!(piece(8192), Ok((ExtentKind::Zero { offset: Some(HostOffset(host + 8192)) }, 8192)));
     assert_eq!(piece(16384), Ok((ExtentKind::Unallocated, CLUSTER - 16384)));
 }
 
 #[test]
 fn a_whole_cluster_of_alike_subclusters_is_one_piece() {
     let host = 5 * CLUSTER;
-    assert_eq!(extended(host, 0xffff_ffff, 0), Ok((ExtentKind::Data { offset: host }, CLUSTER)));
+    assert_eq!(
+        extended(host, 0xffff_ffff, 0),
+        Ok((ExtentKind::Data { offset: HostOffset(host) }, CLUSTER))
+    );
     assert_eq!(
         extended(0, 0xffff_ffff_0000_0000, 0),
         Ok((ExtentKind::Zero { offset: None }, CLUSTER))
@@ -181,7 +201,7 @@ fn the_last_subcluster_ends_with_the_cluster() {
     let host = 5 * CLUSTER;
     let last = CLUSTER - 2048;
     let piece = extended(host, 0x8000_0000, last);
-    assert_eq!(piece, Ok((ExtentKind::Data { offset: host + last }, 2048)));
+    assert_eq!(piece, Ok((ExtentKind::Data { offset: HostOffset(host + last) }, 2048)));
 }
 
 #[test]
@@ -199,7 +219,7 @@ fn l1_entries_are_checked() {
     let table = |entry| rules.l2_table(entry, LENGTHS.file);
     assert_eq!(table(0), Ok(None));
     assert_eq!(table(COPIED), Ok(None));
-    assert_eq!(table(COPIED | (5 * CLUSTER)), Ok(Some(5 * CLUSTER)));
+    assert_eq!(table(COPIED | (5 * CLUSTER)), Ok(Some(HostOffset(5 * CLUSTER))));
     assert_eq!(table(3 * CLUSTER), Err(Errno::IO));
     assert_eq!(table(100 * CLUSTER), Err(Errno::IO));
     for bit in (0..16).chain(56..63) {

@@ -1,4 +1,4 @@
-use crate::slices::{SliceCache, SliceIndex};
+use crate::concurrent::slices::{SliceCache, SliceIndex};
 
 const WORDS: usize = 64;
 

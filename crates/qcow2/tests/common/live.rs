@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use ringdisk_qcow2::{Below, ExtentKind, OpenOptions, Qcow2};
+use ringdisk_qcow2::{Below, ExtentKind, GuestOffset, OpenOptions, Qcow2};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_testkit::oracle;
 use ringdisk_testkit::sim::SimStorage;
@@ -16,15 +16,15 @@ use ringdisk_testkit::sim::SimStorage;
 pub struct Base(pub oracle::Below);
 
 impl Below for Base {
-    async fn read(&self, _: &Ring, offset: u64, buf: &IoBuf) -> Result<(), Errno> {
+    async fn read(&self, _: &Ring, offset: GuestOffset, buf: &IoBuf) -> Result<(), Errno> {
         let mut bytes = vec![0; buf.len()];
-        self.0.fill(offset, &mut bytes);
+        self.0.fill(offset.0, &mut bytes);
         buf.copy_from_slice(0, &bytes);
         Ok(())
     }
 
-    fn has_data(&self, offset: u64, _: u64) -> bool {
-        offset < self.0.len
+    fn has_data(&self, offset: GuestOffset, _: u64) -> bool {
+        offset < GuestOffset(self.0.len)
     }
 }
 
@@ -68,19 +68,19 @@ pub async fn read<B: Below>(
         let at = offset + done as u64;
         let left = bytes.len() - done;
         let grace = image.enter();
-        let extent = image.map(ring, at, left as u64).await?;
+        let extent = image.map(ring, GuestOffset(at), left as u64).await?;
         let len = usize::try_from(extent.len).expect("no longer than asked for");
         let buf = IoBuf::new(len, 512);
         match extent.kind {
             ExtentKind::Data { offset } => {
                 // A file may end inside its last cluster: the rest is zeroes.
-                image.data_storage().read(ring, offset, &buf).await?;
+                image.data_storage().read(ring, offset.0, &buf).await?;
             }
             ExtentKind::Zero { .. } => {}
             ExtentKind::Compressed(cluster) => {
-                image.read_compressed(ring, cluster, at, &buf).await?;
+                image.read_compressed(ring, cluster, GuestOffset(at), &buf).await?;
             }
-            ExtentKind::Unallocated => base.read(ring, at, &buf).await?,
+            ExtentKind::Unallocated => base.read(ring, GuestOffset(at), &buf).await?,
         }
         drop(grace);
         buf.copy_to_slice(0, &mut bytes[done..done + len]);

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
-use ringdisk_qcow2::{Error, Extent, ExtentKind, OpenOptions, Qcow2};
+use ringdisk_qcow2::{Error, Extent, ExtentKind, GuestOffset, OpenOptions, Qcow2};
 use ringdisk_ring::{Config, Errno, IoBuf, Ring, Runtime};
 use ringdisk_storage::{Lock, Storage};
 
@@ -121,7 +121,7 @@ pub async fn read(
     while bytes.len() < len {
         let at = offset + bytes.len() as u64;
         let left = len - bytes.len();
-        let extent = image.map(ring, at, left as u64).await?;
+        let extent = image.map(ring, GuestOffset(at), left as u64).await?;
         bytes.extend(read_extent(ring, image, backing, at, extent).await?);
     }
     Ok(bytes)
@@ -138,12 +138,12 @@ async fn read_extent(
     let buf = IoBuf::new(len, 4096);
     match extent.kind {
         ExtentKind::Data { offset } => {
-            let done = image.data_storage().read(ring, offset, &buf).await?;
+            let done = image.data_storage().read(ring, offset.0, &buf).await?;
             assert_eq!(done, len, "a data extent lies before the end of its file");
         }
         ExtentKind::Zero { .. } => {}
         ExtentKind::Compressed(cluster) => {
-            image.read_compressed(ring, cluster, at, &buf).await?;
+            image.read_compressed(ring, cluster, GuestOffset(at), &buf).await?;
         }
         ExtentKind::Unallocated => {
             let start = backing.len().min(usize::try_from(at).expect("a small image"));

@@ -40,7 +40,8 @@ pub(crate) async fn judge(
         return if case.closed { Err(closed.into()) } else { Ok(()) };
     }
     let contents = image.bitmap_contents(ring, NAME).await.map_err(|error| error.to_string())?;
-    let set: Vec<std::ops::Range<u64>> = contents.ranges().collect();
+    let set: Vec<std::ops::Range<u64>> =
+        contents.ranges().map(|range| range.start.0..range.end.0).collect();
     let is_set = |at: u64| set.iter().any(|range| range.contains(&at));
     for range in world.touched() {
         for at in range.step_by(512) {

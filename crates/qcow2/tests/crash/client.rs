@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 use std::rc::Rc;
 
-use ringdisk_qcow2::{Qcow2, WriteBack};
+use ringdisk_qcow2::{GuestOffset, Qcow2, WriteBack};
 use ringdisk_ring::Ring;
 use ringdisk_testkit::oracle::{Content, Oracle, SECTOR};
 use ringdisk_testkit::sim::Prng;
@@ -126,7 +126,7 @@ impl Client {
         while good && done < buf.len() {
             let rest = buf.slice(done..buf.len());
             let at = range.start + done as u64;
-            let result = self.image.write(&self.ring, at, &rest, &self.base).await;
+            let result = self.image.write(&self.ring, GuestOffset(at), &rest, &self.base).await;
             good = self.shore.result(&format!("write {} {range:x?}", begun.number), &result);
             if result.is_ok_and(|count| count < rest.len()) {
                 self.shore.note(|| format!("{SHORT} {}", begun.number));
@@ -143,8 +143,10 @@ impl Client {
         let begun = self.shore.oracle.borrow_mut().begin(range.clone(), Content::Zero);
         self.shore.note(|| format!("zero {} {range:x?} unmap {may_unmap}", begun.number));
         let len = range.end - range.start;
-        let result =
-            self.image.write_zeroes(&self.ring, range.start, len, may_unmap, &self.base).await;
+        let result = self
+            .image
+            .write_zeroes(&self.ring, GuestOffset(range.start), len, may_unmap, &self.base)
+            .await;
         let good = self.shore.result(&format!("zero {} {range:x?}", begun.number), &result);
         self.shore.note(|| format!("zero {} done", begun.number));
         self.shore.oracle.borrow_mut().end(&begun, good);
@@ -158,7 +160,8 @@ impl Client {
         let begun = self.shore.oracle.borrow_mut().begin(range.clone(), Content::Zero);
         self.shore.note(|| format!("discard {} {range:x?}", begun.number));
         let len = range.end - range.start;
-        let result = self.image.discard(&self.ring, range.start, len, &self.base).await;
+        let result =
+            self.image.discard(&self.ring, GuestOffset(range.start), len, &self.base).await;
         let good = self.shore.result(&format!("discard {} {range:x?}", begun.number), &result);
         self.shore.note(|| format!("discard {} done", begun.number));
         self.shore.oracle.borrow_mut().end(&begun, good);
@@ -199,7 +202,7 @@ impl Client {
         self.shore.note(|| format!("packed {} {start:x}", begun.number));
         let packed = pack(&self.image, &self.shore.oracle.borrow().bytes(&begun));
         let packed = packed.expect("stamps repeat themselves");
-        let result = self.image.write_compressed(&self.ring, start, &packed).await;
+        let result = self.image.write_compressed(&self.ring, GuestOffset(start), &packed).await;
         self.shore.note(|| format!("packed {} {result:?}", begun.number));
         self.shore.oracle.borrow_mut().end(&begun, result.is_ok());
     }

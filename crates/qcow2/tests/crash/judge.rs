@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use ringdisk_qcow2::{CheckVerdict, ImageBytes, OpenOptions, check_bytes};
+use ringdisk_qcow2::{CheckVerdict, GuestOffset, ImageBytes, OpenOptions, check_bytes};
 use ringdisk_ring::{Errno, Runtime};
 use ringdisk_testkit::layout::{Guest, Layout};
 use ringdisk_testkit::limits::part_needs;
@@ -178,7 +178,7 @@ impl Judge {
                 let range = at..(at + 1400).min(region.end);
                 let begun = world.begin(range, Content::Stamped);
                 let buf = buffer(&world.bytes(&begun));
-                let result = image.write(&ring, at, &buf, &base).await;
+                let result = image.write(&ring, GuestOffset(at), &buf, &base).await;
                 world.end(&begun, result == Ok(buf.len()));
                 // There may be no room for more on a full device.
                 if config.medium != Medium::FullDevice || result != Err(Errno::NOSPC) {

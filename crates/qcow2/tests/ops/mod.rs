@@ -10,7 +10,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use ringdisk_qcow2::{
-    CompressionType, Error, Nothing, OpenOptions, Preallocation, Qcow2, ResizeOptions, compress,
+    CompressionType, Error, GuestOffset, Nothing, OpenOptions, Preallocation, Qcow2, ResizeOptions,
+    compress,
 };
 use ringdisk_ring::{IoBuf, Ring, Runtime};
 use ringdisk_storage::{Lock, Storage};
@@ -87,7 +88,7 @@ impl Subject {
         self.with(async |image, ring| {
             let buf = IoBuf::new(len as usize, 4096);
             buf.fill(byte);
-            let done = image.write(ring, offset, &buf, &Nothing).await;
+            let done = image.write(ring, GuestOffset(offset), &buf, &Nothing).await;
             assert_eq!(done, Ok(len as usize));
         });
     }
@@ -95,14 +96,17 @@ impl Subject {
     pub fn zero(&mut self, offset: u64, len: u64, unmap: bool) {
         self.disk[offset as usize..(offset + len) as usize].fill(0);
         self.with(async |image, ring| {
-            image.write_zeroes(ring, offset, len, unmap, &Nothing).await.expect("zeroes");
+            image
+                .write_zeroes(ring, GuestOffset(offset), len, unmap, &Nothing)
+                .await
+                .expect("zeroes");
         });
     }
 
     pub fn discard(&mut self, offset: u64, len: u64) {
         self.disk[offset as usize..(offset + len) as usize].fill(0);
         self.with(async |image, ring| {
-            image.discard(ring, offset, len, &Nothing).await.expect("a discard");
+            image.discard(ring, GuestOffset(offset), len, &Nothing).await.expect("a discard");
         });
     }
 
@@ -115,10 +119,10 @@ impl Subject {
         }
         let content = vec![byte; len as usize];
         let done = self.with(async |image, ring| {
-            image.discard(ring, offset, len, &Nothing).await.expect("a discard");
+            image.discard(ring, GuestOffset(offset), len, &Nothing).await.expect("a discard");
             let kind: CompressionType = image.info().compression;
             let packed = compress(kind, None, &content).expect("one byte");
-            image.write_compressed(ring, offset, &packed).await
+            image.write_compressed(ring, GuestOffset(offset), &packed).await
         });
         let value = if done.is_ok() { byte } else { 0 };
         self.disk[offset as usize..(offset + len) as usize].fill(value);

@@ -1,7 +1,7 @@
 //! What a power cut leaves of discards that the host's storage heard of: clusters that keep their
 //! place, and those of a data file.
 
-use ringdisk_qcow2::{Nothing, OpenOptions};
+use ringdisk_qcow2::{GuestOffset, Nothing, OpenOptions};
 use ringdisk_testkit::layout::Shape;
 use ringdisk_testkit::oracle::Below;
 use ringdisk_testkit::sim::SimStorage;
@@ -39,10 +39,14 @@ fn a_power_cut_after_a_discard_leaves_the_old_bytes_or_zeroes() {
                 let image = open(&ring, &file, data.as_ref(), &options).await.expect("sound");
                 let len = CLUSTERS * CLUSTER;
                 let bytes = buffer(&vec![7; usize::try_from(len).expect("small")]);
-                assert_eq!(image.write(&ring, 0, &bytes, &Nothing).await, Ok(bytes.len()));
+                assert_eq!(
+                    image.write(&ring, GuestOffset(0), &bytes, &Nothing).await,
+                    Ok(bytes.len())
+                );
                 image.flush(&ring).await.expect("a flush");
                 for cluster in 0..CLUSTERS {
-                    let discarded = image.discard(&ring, cluster * CLUSTER, CLUSTER, &Nothing);
+                    let discarded =
+                        image.discard(&ring, GuestOffset(cluster * CLUSTER), CLUSTER, &Nothing);
                     discarded.await.expect("a discard");
                 }
                 for cut in 0..4 {

@@ -21,7 +21,7 @@ use std::time::Instant;
 
 use common::runtime;
 use live::{Base, Shared, buffer, open, writable};
-use ringdisk_qcow2::{ExtentKind, Nothing};
+use ringdisk_qcow2::{ExtentKind, GuestOffset, HostOffset, Nothing};
 use ringdisk_ring::Ring;
 use ringdisk_testkit::layout::{Class, Layout, Shape};
 use ringdisk_testkit::oracle::Below;
@@ -63,7 +63,10 @@ impl Stage {
     }
 
     async fn write(&self, offset: u64, len: usize) {
-        let done = self.image.write(&self.ring, offset, &buffer(&vec![7; len]), &Nothing).await;
+        let done = self
+            .image
+            .write(&self.ring, GuestOffset(offset), &buffer(&vec![7; len]), &Nothing)
+            .await;
         assert_eq!(done, Ok(len));
     }
 
@@ -79,7 +82,8 @@ impl Stage {
     fn spawn_write(&self, name: &'static str, offset: u64, len: usize) {
         let (ring, image) = (self.ring.clone(), self.image.clone());
         self.spawn(name, async move {
-            let done = image.write(&ring, offset, &buffer(&vec![9; len]), &Nothing).await;
+            let done =
+                image.write(&ring, GuestOffset(offset), &buffer(&vec![9; len]), &Nothing).await;
             assert_eq!(done, Ok(len));
         });
     }
@@ -189,15 +193,20 @@ fn writes_and_reads_go_on_while_a_flush_is_under_way() {
 /// the cluster, and tells whether its place was given to another one afterwards.
 async fn is_reused(stage: &Stage, is_dropped: bool) -> bool {
     let (ring, image) = (&stage.ring, &stage.image);
-    let host = async |offset: u64| match image.map(ring, offset, 1).await.expect("a map").kind {
+    let host = async |offset: u64| match image
+        .map(ring, GuestOffset(offset), 1)
+        .await
+        .expect("a map")
+        .kind
+    {
         ExtentKind::Data { offset } => Some(offset),
         _ => None,
     };
     stage.write(0, 4096).await;
     let place = host(0).await.expect("just written");
-    stage.sim.on(When::kind(OpKind::Write).at(place..place + CLUSTER).once(), Fault::Hold);
+    stage.sim.on(When::kind(OpKind::Write).at(place.0..(place + CLUSTER).0).once(), Fault::Hold);
     let data = buffer(&[8; 4096]);
-    let mut write = Box::pin(image.write(ring, 0, &data, &Nothing));
+    let mut write = Box::pin(image.write(ring, GuestOffset(0), &data, &Nothing));
     poll_fn(|context| {
         assert!(write.as_mut().poll(context).is_pending(), "it is held");
         Poll::Ready(())
@@ -209,7 +218,7 @@ async fn is_reused(stage: &Stage, is_dropped: bool) -> bool {
         assert_eq!(stage.sim.release_all(), 1);
         assert_eq!(write.await, Ok(4096));
     }
-    image.discard(ring, 0, CLUSTER, &Nothing).await.expect("a discard");
+    image.discard(ring, GuestOffset(0), CLUSTER, &Nothing).await.expect("a discard");
     for _ in 0..3 {
         image.flush(ring).await.expect("a flush");
     }
@@ -236,7 +245,7 @@ fn a_new_cluster_whose_write_was_dropped_is_given_to_nobody() {
         let ring = stage.ring.clone();
         stage.sim.on(When::kind(OpKind::Write).once(), Fault::Hold);
         let data = buffer(&[8; 4096]);
-        let mut write = Box::pin(stage.image.write(&ring, 0, &data, &Nothing));
+        let mut write = Box::pin(stage.image.write(&ring, GuestOffset(0), &data, &Nothing));
         while stage.sim.held().is_empty() {
             assert!(is_pending(&mut write).await, "nothing was held");
             ring.yield_now().await;
@@ -246,8 +255,12 @@ fn a_new_cluster_whose_write_was_dropped_is_given_to_nobody() {
         let fills = async |stage: &Stage, places: Vec<u64>| {
             for at in places {
                 stage.write(at, 4096).await;
-                let map = stage.image.map(&ring, at, 1).await.expect("a map");
-                assert_ne!(map.kind, ExtentKind::Data { offset: place }, "the cluster at {at}");
+                let map = stage.image.map(&ring, GuestOffset(at), 1).await.expect("a map");
+                assert_ne!(
+                    map.kind,
+                    ExtentKind::Data { offset: HostOffset(place) },
+                    "the cluster at {at}"
+                );
             }
         };
         fills(&stage, (1..30).map(|cluster| cluster * CLUSTER).collect()).await;
@@ -265,7 +278,10 @@ fn discards_stop_nobody() {
         stage.sim.on(When::kind(OpKind::Discard), Fault::Hold);
         let (ring, image) = (stage.ring.clone(), stage.image.clone());
         stage.spawn("discard", async move {
-            image.discard(&ring, 100 * CLUSTER, CLUSTER, &Nothing).await.expect("a discard");
+            image
+                .discard(&ring, GuestOffset(100 * CLUSTER), CLUSTER, &Nothing)
+                .await
+                .expect("a discard");
         });
         stage.spawn_flush("flush");
         stage.spawn_write("same place", 100 * CLUSTER, 512);
@@ -415,11 +431,11 @@ async fn drop_flush_and_change(stage: &Stage, held: When) -> (Record, u64) {
     let held = stage.sim.held()[0];
     drop(flush);
     stage.write(CLUSTER, 512).await;
-    let place = match image.map(ring, CLUSTER, 1).await.expect("a map").kind {
+    let place = match image.map(ring, GuestOffset(CLUSTER), 1).await.expect("a map").kind {
         ExtentKind::Data { offset } => offset,
         other => panic!("{other:?}"),
     };
-    (held, place)
+    (held, place.0)
 }
 
 /// A metadata write of a flush that was dropped is held, and another flush follows.
@@ -443,8 +459,8 @@ async fn the_older_write_lands_first(stage: Stage, held: When) {
     }
     let again =
         Stage::over(stage.ring.clone(), SimStorage::from_image(&stage.sim.durable_image(), 1));
-    let map = again.await.image.map(&stage.ring, CLUSTER, 1).await;
-    assert_eq!(map.expect("a map").kind, ExtentKind::Data { offset: place });
+    let map = again.await.image.map(&stage.ring, GuestOffset(CLUSTER), 1).await;
+    assert_eq!(map.expect("a map").kind, ExtentKind::Data { offset: HostOffset(place) });
 }
 
 #[test]

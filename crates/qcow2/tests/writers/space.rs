@@ -7,7 +7,7 @@ use std::process::Command;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use ringdisk_qcow2::{Nothing, Qcow2};
+use ringdisk_qcow2::{GuestOffset, Nothing, Qcow2};
 use ringdisk_ring::{Errno, Ring};
 use ringdisk_storage::Storage;
 use ringdisk_testkit::limits::needs_root;
@@ -56,7 +56,7 @@ impl Drop for Readers {
 
 async fn write(ring: &Ring, image: &Qcow2, offset: u64, len: u64, value: u8) -> Result<u64, Errno> {
     let data = vec![value; usize::try_from(len).expect("small")];
-    let done = image.write(ring, offset, &buffer(&data), &Nothing).await;
+    let done = image.write(ring, GuestOffset(offset), &buffer(&data), &Nothing).await;
     done.map(|done| done as u64)
 }
 
@@ -87,7 +87,7 @@ fn fill_and_write_again(at: &Path) {
         let readers = Readers::new(&ring, &image);
         for round in 0..ROUNDS {
             let at = (1 + round) * LARGE;
-            image.discard(&ring, at, LARGE, &Nothing).await.expect("a discard");
+            image.discard(&ring, GuestOffset(at), LARGE, &Nothing).await.expect("a discard");
             assert_eq!(write(&ring, &image, at, LARGE, 2).await, Ok(LARGE), "round {round}");
         }
         drop(readers);
@@ -148,7 +148,7 @@ fn a_freed_cluster_is_used_again_after(errno: Errno) {
         let readers = Readers::new(ring, image);
         for round in 0..5 {
             let (from, to) = ((100 + round) * CLUSTER, (101 + round) * CLUSTER);
-            image.discard(ring, from, CLUSTER, &Nothing).await.expect("a discard");
+            image.discard(ring, GuestOffset(from), CLUSTER, &Nothing).await.expect("a discard");
             assert_eq!(write(ring, image, to, 512, 1).await, Ok(512), "round {round}");
         }
         drop(readers);
@@ -162,7 +162,10 @@ fn who_waits_for_space_hears_that_none_can_be_freed() {
         let end = stage.sim.image().len() as u64;
         stage.sim.on(When::kind(OpKind::Write).at(end..u64::MAX), Fault::Fail(Errno::NOSPC));
         let (ring, image) = (&stage.ring, &stage.image);
-        image.discard(ring, 100 * CLUSTER, CLUSTER, &Nothing).await.expect("a discard");
+        image
+            .discard(ring, GuestOffset(100 * CLUSTER), CLUSTER, &Nothing)
+            .await
+            .expect("a discard");
         // What is to be free cannot be made durable.
         stage.sim.on(When::kind(OpKind::Flush), Fault::Fail(Errno::IO));
         assert_eq!(write(ring, image, 0, 512, 1).await, Err(Errno::NOSPC));
@@ -178,10 +181,14 @@ fn who_waits_for_space_is_not_held_up_by_a_write_that_was_dropped() {
         stage.sim.on(When::kind(OpKind::Write).once(), Fault::Hold);
         let (ring, image) = (&stage.ring, &stage.image);
         let data = buffer(&[1; 512]);
-        let mut write_in_place = Box::pin(image.write(ring, 100 * CLUSTER, &data, &Nothing));
+        let mut write_in_place =
+            Box::pin(image.write(ring, GuestOffset(100 * CLUSTER), &data, &Nothing));
         assert!(is_pending(&mut write_in_place).await, "it is held");
         drop(write_in_place);
-        image.discard(ring, 100 * CLUSTER, CLUSTER, &Nothing).await.expect("a discard");
+        image
+            .discard(ring, GuestOffset(100 * CLUSTER), CLUSTER, &Nothing)
+            .await
+            .expect("a discard");
         // Its place never becomes free, since the write may still land there.
         assert_eq!(write(ring, image, 0, 512, 1).await, Err(Errno::NOSPC));
     });

@@ -3,7 +3,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use ringdisk_qcow2::{OpenOptions, Qcow2};
+use ringdisk_qcow2::{GuestOffset, OpenOptions, Qcow2};
 use ringdisk_ring::{Ring, Runtime};
 use ringdisk_storage::{Lock, Storage};
 use ringdisk_testkit::layout::{Guest, Layout, Shape};
@@ -38,19 +38,22 @@ impl Shared {
             0..=9 => {
                 let begun = self.oracle(|oracle| oracle.begin(range.clone(), Content::Stamped));
                 let buf = buffer(&self.oracle(|oracle| oracle.bytes(&begun)));
-                let done = self.image.write(ring, start, &buf, &base).await;
+                let done = self.image.write(ring, GuestOffset(start), &buf, &base).await;
                 assert_eq!(done, Ok(buf.len()));
                 self.oracle(|oracle| oracle.end(&begun, true));
             }
             10 | 11 => {
                 let begun = self.oracle(|oracle| oracle.begin(range, Content::Zero));
                 let unmap = prng.coin();
-                self.image.write_zeroes(ring, start, len, unmap, &base).await.expect("zeroes");
+                self.image
+                    .write_zeroes(ring, GuestOffset(start), len, unmap, &base)
+                    .await
+                    .expect("zeroes");
                 self.oracle(|oracle| oracle.end(&begun, true));
             }
             12 | 13 => {
                 let begun = self.oracle(|oracle| oracle.begin(range, Content::Zero));
-                self.image.discard(ring, start, len, &base).await.expect("a discard");
+                self.image.discard(ring, GuestOffset(start), len, &base).await.expect("a discard");
                 self.oracle(|oracle| oracle.end(&begun, true));
             }
             14 => {

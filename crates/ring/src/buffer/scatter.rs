@@ -1,14 +1,14 @@
 //! Several pieces of memory that act as one buffer: the data of a request whose segments lie apart.
 //!
 //! Promises: a [`Scatter`] that is used again allocates nothing once it had as many pieces; the
-//! pieces of a buffer that somebody holds never change, so the kernel may read their array until an
+//! pieces of a buffer that is still held never change, so the kernel may read their array until an
 //! operation has ended.
 
 use std::rc::Rc;
 
 use super::{IoBuf, Origin, Region};
 
-/// Pieces in the order of their bytes. None is empty, each lies in one region of ours, and no two
+/// Pieces in the order of their bytes. None is empty, each lies in one region, and no two
 /// that follow one another could be one.
 #[derive(Default)]
 pub(super) struct Pieces {
@@ -61,7 +61,7 @@ impl Pieces {
 /// Makes one buffer of several pieces, again and again: one for each request in flight.
 #[derive(Default)]
 pub struct Scatter {
-    /// `None` at first, and after pieces were let go that somebody held.
+    /// `None` at first, and after pieces were released while a buffer of them was still held.
     region: Option<Rc<Region>>,
 }
 
@@ -110,7 +110,7 @@ impl Scatter {
         })
     }
 
-    /// Lets go of all pieces. The memory for them is kept unless a buffer made of them is still
+    /// Releases all pieces. The memory for them is kept unless a buffer made of them is still
     /// held.
     pub fn clear(&mut self) {
         match self.region.as_mut().map(Rc::get_mut) {
@@ -209,8 +209,8 @@ impl IoBuf {
         }
     }
 
-    /// What lies in one place each, in order: the buffer itself unless it is scattered. Nothing for
-    /// an empty one.
+    /// The contiguous parts, in order: the buffer itself unless it is scattered. None for an empty
+    /// one.
     pub fn pieces(&self) -> impl Iterator<Item = IoBuf> + '_ {
         let mut at = 0;
         std::iter::from_fn(move || {
@@ -231,7 +231,7 @@ impl IoBuf {
         })
     }
 
-    /// How the kernel is told of a scattered buffer; `None` for any other.
+    /// The description of a scattered buffer for the kernel; `None` for any other buffer.
     pub(crate) fn vectors(&self) -> Option<Vectors> {
         let pieces = self.region.pieces()?;
         let end = self.offset + self.len;

@@ -51,11 +51,11 @@ fn a_waiter_that_is_dropped_leaves_the_worker_alone_and_frees_the_value() {
 }
 
 #[test]
-fn nothing_put_into_a_mailbox_is_lost_and_the_taker_is_signalled() {
+fn nothing_put_into_a_mailbox_is_lost_and_the_receiver_is_signalled() {
     check_random(
         || {
             let mailbox = Arc::new(Mailbox::default());
-            // The eventfd: a count of signals that the taker waits for.
+            // The eventfd: a count of signals that the receiver waits for.
             let (signal, signals) = channel();
             let senders: Vec<_> = (0..3)
                 .map(|number| {
@@ -71,7 +71,7 @@ fn nothing_put_into_a_mailbox_is_lost_and_the_taker_is_signalled() {
                 .collect();
             let mut got = Vec::new();
             while got.len() < 6 {
-                // A lost signal would leave the taker here for ever: the checker reports a
+                // A lost signal would leave the receiver here for ever: the checker reports a
                 // deadlock.
                 signals.recv().unwrap();
                 got.extend(mailbox.take());

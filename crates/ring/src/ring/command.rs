@@ -3,8 +3,8 @@
 use io_uring::{opcode, squeue};
 
 use super::Ring;
+use super::op::{Fd, Op, State};
 use crate::Errno;
-use crate::op::{Fd, Op, State};
 use crate::slots::Keep;
 
 /// A driver command (`IORING_OP_URING_CMD`), on a ring of 128-byte entries.
@@ -41,7 +41,7 @@ impl Ring {
         if let Err(error) = inner.uring.push_wide(&entry) {
             inner.slots.borrow_mut().complete(user_data, 0, false);
             inner.slots.borrow_mut().abandon(slot);
-            inner.feed_hungry();
+            inner.wake_slot_waiters();
             return Err(error);
         }
         Op { ring: self.clone(), state: State::InFlight(slot), inline: false }.await

@@ -1,5 +1,6 @@
-//! What a task may ask of its thread's loop: other tasks and helpers, polling, and where the loop
-//! stands.
+//! Requests of a task to the loop of its thread: other tasks, helper threads, polling, state.
+//!
+//! Promises: none of them is an operation, so none takes a slot.
 
 use std::future::{Future, poll_fn};
 use std::os::fd::RawFd;
@@ -9,10 +10,10 @@ use std::task::Poll;
 use std::time::Duration;
 
 use super::Ring;
+use super::remote::Remote;
 use crate::Source;
 use crate::counters::Counters;
 use crate::offload;
-use crate::remote::Remote;
 
 impl Ring {
     /// Adds a task to this thread. Allocates: at start-up, not for a request.
@@ -20,8 +21,8 @@ impl Ring {
         self.0.executor.spawn(future);
     }
 
-    /// Runs `work` on a helper thread and awaits its result: for what would block or take long
-    /// (decompression, lseek, ioctl). Allocates. A dropped future lets the work finish unseen.
+    /// Runs `work` on a helper thread and awaits its result: for work that blocks or takes long
+    /// (decompression, lseek, ioctl). Allocates. Dropping the future does not stop the work.
     pub fn offload<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> T + Send + 'static,
@@ -29,8 +30,8 @@ impl Ring {
         offload::run(work, self.0.offloads_here.get())
     }
 
-    /// Lets what is offloaded run at once, on this thread, from now on: for simulations, in which
-    /// nothing may depend on another thread.
+    /// Runs offloaded work at once, on this thread, from now on: for simulations, in which nothing
+    /// may depend on another thread.
     pub fn offload_here(&self) {
         self.0.offloads_here.set(true);
     }
@@ -57,7 +58,7 @@ impl Ring {
         Arc::clone(&self.0.counters)
     }
 
-    /// Makes the loop look at work that comes through shared memory. Once for each ring; a second
+    /// Makes the loop poll a source of work in shared memory. Once for each ring; a second
     /// source is ignored.
     pub fn set_source(&self, source: Rc<dyn Source>) {
         self.0.source.borrow_mut().get_or_insert(source);
@@ -79,22 +80,22 @@ impl Ring {
     ///
     /// Only while an operation is in flight that stands for new work and needs none of the
     /// operations that complete inline; otherwise the thread would wait for a completion that
-    /// nobody causes. Off at first.
+    /// never comes. Off at first.
     pub fn wait_past_inline(&self, on: bool) {
         self.0.past_inline.set(on);
     }
 
-    /// Whether the kernel has told nothing that was not dealt with: no completion waits, nothing is
-    /// about to be submitted, no other task is ready. Only where the kernel leaves its work to our
-    /// enters (DEFER_TASKRUN), so that it stays true until the caller's next await; else false.
+    /// Whether everything is handled: no completion waits, no entry is queued, no other task is
+    /// ready. Only where the kernel defers its work to enters (DEFER_TASKRUN), so that it stays
+    /// true until the caller's next await; else false.
     pub fn is_settled(&self) -> bool {
         let inner = &self.0;
         let is_quiet = !inner.uring.has_work() && inner.uring.queued() == 0;
         inner.uring.can_poll() && is_quiet && !inner.executor.has_ready_tasks()
     }
 
-    /// Number of the loop's present turn: of the enters so far. What completes in one turn was
-    /// there together.
+    /// Number of the present turn of the loop (enters so far). Completions of one turn arrived
+    /// together.
     pub fn turn(&self) -> u64 {
         self.0.counters.enters.get()
     }

@@ -1,13 +1,16 @@
-//! Wake-ups between processes: eventfds that are signalled, descriptors that are watched.
+//! Wake-ups between processes: signals by eventfd, and events of descriptors.
+//!
+//! Promises: a signal takes no slot and nothing waits for it; one watched descriptor takes one
+//! slot.
 
 use std::future::poll_fn;
 use std::task::Poll;
 
 use io_uring::{opcode, squeue, types};
 
+use super::op::{Fd, to_result};
 use super::{Ring, TAG_IGNORE};
 use crate::Errno;
-use crate::op::{Fd, to_result};
 use crate::slots::Keep;
 
 /// What a signal writes.
@@ -15,7 +18,7 @@ static ONE: u64 = 1;
 
 impl Ring {
     /// Adds 1 to an eventfd with the next enter. Nothing waits for it and no slot is used: it costs
-    /// an entry, and no completion unless it fails, which nobody hears of.
+    /// an entry, and no completion unless it fails, which is ignored.
     ///
     /// * `fd`: stays open until the task has waited for something. For one in non-blocking mode the
     ///   enter does it. One in blocking mode is left to a worker thread of the kernel, which costs
@@ -36,7 +39,7 @@ impl Ring {
     }
 }
 
-/// Events of a descriptor ([`Ring::poll_multishot`]). Dropped, it watches no more.
+/// Events of a descriptor ([`Ring::poll_multishot`]). Dropping it ends the watch.
 #[derive(Debug)]
 pub struct Readiness {
     ring: Ring,
@@ -48,8 +51,8 @@ pub struct Readiness {
 
 impl Readiness {
     /// Waits for events and returns them; those of several wake-ups since the last call together.
-    /// What was ready before the first call counts as an event; later on only what happens does,
-    /// whether or not anybody reads the descriptor.
+    /// A descriptor that is ready at the first call counts as an event; later only changes do,
+    /// whether or not the descriptor is read.
     ///
     /// Errors: the kernel's; the next call tries again.
     pub async fn next(&mut self) -> Result<u32, Errno> {

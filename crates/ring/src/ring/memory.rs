@@ -1,15 +1,17 @@
-//! Which memory a ring uses all the time, for who moves it to another node. Control path.
+//! Addresses of the memory that a ring uses, to move it to another NUMA node.
+//!
+//! Promises: memory of the kernel is left out, since it cannot be moved. Control path.
 
 use super::Ring;
 
-/// Address and bytes of what a slice lies in.
+/// Address and length of the memory of a slice, bytes.
 pub(crate) fn range<T>(slice: &[T]) -> (usize, usize) {
     (slice.as_ptr().addr(), size_of_val(slice))
 }
 
 impl Ring {
-    /// Start address and bytes of what this ring has allocated for operations and tasks: what the
-    /// kernel has made for it (the entries of both queues) is not there, and cannot be moved.
+    /// Start address and length of each allocation of this ring for operations and tasks. The
+    /// kernel's memory (the entries of both queues) is left out, since it cannot be moved.
     #[must_use]
     pub fn own_memory(&self) -> Vec<(usize, usize)> {
         let inner = &*self.0;

@@ -1,11 +1,13 @@
-//! What a ring's tables of registered files and buffers hold.
+//! The tables of registered files and buffers of a ring.
+//!
+//! Promises: registered memory stays mapped as long as its registration.
 
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
 
 use super::Ring;
-use crate::op::Fd;
+use super::op::Fd;
 use crate::{Errno, SharedMemory};
 
 impl Ring {
@@ -24,7 +26,7 @@ impl Ring {
         }
     }
 
-    /// Empties a place in the table; the kernel drops its reference on the file.
+    /// Frees a place in the table; the kernel drops its reference on the file.
     pub fn unregister_file(&self, fd: Fd) {
         if let Fd::Fixed(index) = fd {
             if let Err(error) = self.0.uring.submitter().register_files_update(index, &[-1]) {

@@ -1,20 +1,20 @@
 //! Reads and writes of scattered buffers.
 //!
-//! Promises: no allocation unless both ends of the bytes lie inside pieces and there are many; what
-//! the kernel reads (the array, the pieces) lives until the completion.
+//! Promises: no allocation unless both ends of the bytes lie inside pieces and there are many; the
+//! array and the pieces, which the kernel reads, live until the completion.
 
 use io_uring::{opcode, squeue, types};
 
+use super::op::{Fd, Op, What};
 use super::{Inner, Ring};
 use crate::IoBuf;
 use crate::buffer::Vectors;
-use crate::op::{Fd, Op, What};
 use crate::slots::VECTOR_MAX;
 
 /// Pieces of one operation at most (`UIO_MAXIOV`): with more the operation is short.
 const PIECES_MAX: usize = 1024;
 
-/// Which way bytes go.
+/// Direction of the bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
     Read,

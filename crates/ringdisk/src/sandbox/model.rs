@@ -5,7 +5,7 @@
 //! name; only sockets that the duties name are connected; nothing else changes.
 //!
 //! Mounts cannot be had here: duties name one that is not there, and nothing may come of it. (Real
-//! ones: `tests/e2e_takeover`.)
+//! ones: `tests/rights/takeover`.)
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -1,9 +1,10 @@
-//! The lists.
+//! The lists of system calls.
 //!
-//! Each call was questioned: who makes it inside, and what could somebody do with it who has taken
-//! the process over? Who makes it was seen by running the end-to-end tests with a filter that ends
-//! the process for everything else, and by reading libc and the standard library for what they do
-//! when memory is short, a thread panics, or a signal comes.
+//! Promises: each entry states the code that makes the call inside. For each one the question was
+//! what an attacker who controls the process could do with it. The callers were found by running
+//! the end-to-end tests with a filter that ends the process for everything else, and by reading
+//! libc and the standard library for their behaviour when memory is short, a thread panics, or a
+//! signal comes.
 
 use libc as c;
 
@@ -52,7 +53,8 @@ const THREAD: u32 = 0x003d_0f00;
 const CLONE_DETACHED: u32 = 0x0040_0000;
 /// `MFD_EXEC` of linux/memfd.h.
 const MFD_EXEC: u32 = 0x10;
-/// Bits of a mode that no file of ours has: set-user-ID, set-group-ID, sticky, and to be run.
+/// Bits of a mode that no file of this program has: set-user-ID, set-group-ID, sticky, and to be
+/// run.
 const NOT_A_FILE_OF_OURS: u32 = 0o7111;
 
 /// Flags of one read or write, linux/fs.h.
@@ -62,22 +64,30 @@ const RWF_APPEND: u32 = 0x10;
 /// Allowed after the start, in every plan.
 pub(super) const ALLOWED: &[Need] = list![
     // The ring.
-    SYS_io_uring_enter: "all that is served goes through rings; each was restricted to its operations when it was made",
-    SYS_io_uring_register [[&[among(1, REGISTRATIONS)]]]: "buffers and files of a ring that is there",
+    SYS_io_uring_enter: "all that is served goes through rings; each was restricted to its \
+        operations when it was made",
+    SYS_io_uring_register [[&[among(1, REGISTRATIONS)]]]: "buffers and files of a ring that is \
+        there",
     // Memory.
-    SYS_mmap [[&[without(2, bits(c::PROT_EXEC))]]]: "the allocator, stacks of threads, memory of guests, and what a SIGBUS puts in its place",
+    SYS_mmap [[&[without(2, bits(c::PROT_EXEC))]]]: "the allocator, stacks of threads, memory of \
+        guests, and what a SIGBUS puts in its place",
     SYS_munmap: "the same, given back",
     SYS_mremap: "the allocator: large blocks that grow",
-    SYS_mprotect [[&[without(2, bits(c::PROT_EXEC))]]]: "guard pages, and heaps of threads that grow",
-    SYS_madvise [[&[among(2, ADVICE)]]]: "pages that are given back or made large; buffers and memory of guests kept out of dumps and children",
+    SYS_mprotect [[&[without(2, bits(c::PROT_EXEC))]]]: "guard pages, and heaps of threads that \
+        grow",
+    SYS_madvise [[&[among(2, ADVICE)]]]: "pages that are given back or made large; buffers and \
+        memory of guests kept out of dumps and children",
     SYS_brk: "the allocator",
     SYS_mbind: "memory of queues comes from their node",
     SYS_get_mempolicy: "where memory of queues comes from",
-    SYS_move_pages [[&[among(0, &[0])]]]: "on which node a guest's pages are; ours, not those of another process",
-    SYS_memfd_create [[&[without(1, MFD_EXEC)]]]: "the area of requests in flight, which a front end asks for",
+    SYS_move_pages [[&[among(0, &[0])]]]: "on which node a guest's pages are; ours, not those of \
+        another process",
+    SYS_memfd_create [[&[without(1, MFD_EXEC)]]]: "the area of requests in flight, which a front \
+        end asks for",
     SYS_membarrier: "the tables of qcow2 that are read without a lock",
     // Threads and their signals.
-    SYS_clone [[&[argument(0, Is::Bits { mask: !CLONE_DETACHED, value: THREAD })]]]: "threads, and neither processes nor name spaces (clone3 has its flags in memory, so libc takes this one)",
+    SYS_clone [[&[argument(0, Is::Bits { mask: !CLONE_DETACHED, value: THREAD })]]]: "threads, and \
+        neither processes nor name spaces (clone3 has its flags in memory, so libc takes this one)",
     SYS_set_robust_list: "each new thread",
     SYS_rseq: "each new thread",
     SYS_futex: "locks",
@@ -91,13 +101,15 @@ pub(super) const ALLOWED: &[Need] = list![
     SYS_prctl [[&[among(0, PRCTLS)]]]: "names of threads and memory; where the vDSO is",
     SYS_tgkill [[&[argument(0, Is::OurPid)]]]: "a thread that waits is interrupted; abort(3)",
     SYS_sigaltstack: "each new thread",
-    SYS_rt_sigaction: "a fault or abort(3) that ends the process as it would have without a handler",
+    SYS_rt_sigaction: "a fault or abort(3) that ends the process as it would have without a \
+        handler",
     SYS_rt_sigprocmask: "each new thread; abort(3)",
     SYS_rt_sigreturn: "the end of every handler",
     SYS_restart_syscall: "the kernel asks for it after a stop",
-    // Who we are.
+    // Identity of the process.
     SYS_geteuid: "whether a client of the control socket may do as much as we",
-    SYS_prlimit64 [[&[among(0, &[0]), argument(2, Is::Null)]]]: "limits are read: of ourselves, and not changed",
+    SYS_prlimit64 [[&[among(0, &[0]), argument(2, Is::Null)]]]: "limits are read: of ourselves, \
+        and not changed",
     SYS_uname: "the kernel's version, for a message",
     SYS_getrandom: "hash tables",
     // Time.
@@ -109,7 +121,8 @@ pub(super) const ALLOWED: &[Need] = list![
     SYS_epoll_create1: "the control thread of a disk for a machine",
     SYS_epoll_ctl: "the same",
     SYS_epoll_pwait: "the same",
-    SYS_pipe2: "copies between pages of clients and files; the parent that keeps a mount answers through one",
+    SYS_pipe2: "copies between pages of clients and files; the parent that keeps a mount answers \
+        through one",
     SYS_eventfd2: "waking between threads",
     // Bytes of files, pipes and sockets.
     SYS_read: "control threads",
@@ -118,8 +131,10 @@ pub(super) const ALLOWED: &[Need] = list![
     SYS_writev: "control threads, messages",
     SYS_pread64: "headers of images; the state of a kept mount",
     SYS_pwrite64: "the state of a kept mount",
-    SYS_preadv2 [[&[among(5, &[RWF_NOWAIT])]]]: "the state of a device, from a front end that may stop reading or writing",
-    SYS_pwritev2 [[&[among(5, &[RWF_NOWAIT, RWF_APPEND])]]]: "the same; the end of a file that others append to",
+    SYS_preadv2 [[&[among(5, &[RWF_NOWAIT])]]]: "the state of a device, from a front end that may \
+        stop reading or writing",
+    SYS_pwritev2 [[&[among(5, &[RWF_NOWAIT, RWF_APPEND])]]]: "the same; the end of a file that \
+        others append to",
     SYS_lseek: "holes of images",
     SYS_fsync: "what a virtqueue in the kernel has written",
     SYS_fdatasync: "the same",
@@ -127,10 +142,17 @@ pub(super) const ALLOWED: &[Need] = list![
     SYS_ftruncate: "the area of requests in flight",
     SYS_fadvise64: "pages of an image that another machine has changed are dropped",
     SYS_ioctl [[&[among(1, IOCTLS)]]]: "block devices, and whether an output is a terminal",
-    SYS_fcntl [[&[among(1, FCNTLS)], &[among(1, &[bits(c::F_SETFL)]), without(2, bits(c::O_ASYNC))]]]: "copies of descriptors, byte locks of images, sizes of pipes, seals; nothing that makes the kernel send signals",
-    SYS_flock [[&[among(1, &[bits(c::LOCK_UN)])]]]: "the lock of a mount is let go; none is taken, for which others would wait",
-    // Names. Landlock says which.
-    SYS_openat [[&[without(3, NOT_A_FILE_OF_OURS)]]]: "images, backing files step by step, /proc/self, CPUs and nodes; no file that could be run or would run as another user is made (openat2 has its mode in memory)",
+    SYS_fcntl [[
+        &[among(1, FCNTLS)],
+        &[among(1, &[bits(c::F_SETFL)]), without(2, bits(c::O_ASYNC))]
+    ]]: "copies of descriptors, byte locks of images, sizes of pipes, seals; nothing that makes \
+        the kernel send signals",
+    SYS_flock [[&[among(1, &[bits(c::LOCK_UN)])]]]: "the lock of a mount is let go; none is taken, \
+        for which others would wait",
+    // Names. Landlock restricts which.
+    SYS_openat [[&[without(3, NOT_A_FILE_OF_OURS)]]]: "images, backing files step by step, \
+        /proc/self, CPUs and nodes; no file that could be run or would run as another user is made \
+        (openat2 has its mode in memory)",
     SYS_close: "descriptors",
     SYS_newfstatat: "names",
     SYS_fstat: "descriptors",
@@ -143,18 +165,19 @@ pub(super) const ALLOWED: &[Need] = list![
     SYS_getcwd: "names in commands",
     SYS_chdir: "the directory that a process in the background was started in is let go",
     SYS_dup3 [[&[among(1, STANDARD)]]]: "the terminal of a process in the background is let go",
-    // Sockets that are there: no datagram socket is among them, so whoever is written to is who is
-    // connected.
+    // Open sockets: no datagram socket is among them, so data reaches only the connected peer.
     SYS_accept4: "clients of the control socket, a front end, a successor",
     SYS_sendto [[&[argument(4, Is::Null)]]]: "words for them",
     SYS_recvfrom: "words of them",
-    SYS_sendmsg: "orders to the warden; descriptors for a front end, a successor and the warden",
-    SYS_recvmsg: "descriptors of a front end, of `ringdisk ctl` and of the warden",
+    SYS_sendmsg: "orders to the helper process; descriptors for a front end, a successor and the \
+        helper process",
+    SYS_recvmsg: "descriptors of a front end, of `ringdisk ctl` and of the helper process",
     SYS_shutdown: "clients are sent away",
     SYS_getsockopt: "who a client is, and of what kind a descriptor",
-    SYS_setsockopt [[&[among(1, &[bits(c::SOL_SOCKET)]), among(2, TIMEOUTS)]]]: "how long a successor is waited for",
-    // The process that does what we may not, at the end.
-    SYS_wait4: "the warden has ended",
+    SYS_setsockopt [[&[among(1, &[bits(c::SOL_SOCKET)]), among(2, TIMEOUTS)]]]: "how long a \
+        successor is waited for",
+    // The end of the helper process.
+    SYS_wait4: "the helper process has ended",
     // Older calls of this machine for the same.
     #[cfg(target_arch = "x86_64")]
     SYS_open [[&[without(2, NOT_A_FILE_OF_OURS)]]]: "as openat",
@@ -170,16 +193,20 @@ pub(super) const ALLOWED: &[Need] = list![
     SYS_poll: "as ppoll",
 ];
 
-/// For a plan that makes Unix sockets: `--connect` without a warden that could.
+/// For a plan that makes Unix sockets: `--connect` without a helper process that connects.
 pub(super) const SOCKETS: &[Need] = list![
-    SYS_socket [[&[among(0, &[bits(c::AF_UNIX)]), argument(1, Is::Bits { mask: 0xf, value: bits(c::SOCK_STREAM) })]]]: "a front end that was restarted, and no datagrams",
+    SYS_socket [[&[
+        among(0, &[bits(c::AF_UNIX)]),
+        argument(1, Is::Bits { mask: 0xf, value: bits(c::SOCK_STREAM) })
+    ]]]: "a front end that was restarted, and no datagrams",
     SYS_connect: "a front end that was restarted",
 ];
 
-/// For a plan that hands virtqueues to the kernel's module.
+/// For a plan that gives virtqueues to the kernel's module.
 pub(super) const VHOST: &[Need] = list![
     SYS_ioctl [[&[among(1, VHOST_IOCTLS)]]]: "virtqueues are handed to the kernel and taken back",
-    SYS_sched_setaffinity: "threads of the kernel that serve virtqueues are bound; their numbers are not known before",
+    SYS_sched_setaffinity: "threads of the kernel that serve virtqueues are bound; their numbers \
+        are not known before",
 ];
 
 /// Operations of io_uring_register(2), `IORING_REGISTER_*` of linux/io_uring.h: those that rings
@@ -235,7 +262,7 @@ const IOCTLS: &[u32] = &[
     0x8008_1272, // BLKGETSIZE64
 ];
 
-/// Commands of ioctl(2) that hand rings to the module vhost_blk and take them back: those of
+/// Commands of ioctl(2) that give rings to the module vhost_blk and take them back: those of
 /// include/uapi/linux/vhost.h, and of kernel/vhost-blk/ringdisk_vhost_blk.h.
 const VHOST_IOCTLS: &[u32] = &[
     0x4008_af00, // VHOST_SET_FEATURES

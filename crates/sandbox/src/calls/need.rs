@@ -1,8 +1,8 @@
-//! What a list says of one system call: why it is there, and with which arguments.
+//! An entry of a list: one system call, the reason for it, and the allowed arguments.
 //!
-//! Promises: what is written here is all that there is; the filter is made of it, and tests ask
-//! [`Need::allows`] what the filter of a running process has to answer. A filter sees integers.
-//! What a pointer leads to it does not, so no rule is about that.
+//! Promises: the filter is made of these entries only, and [`Need::allows`] gives the answer that
+//! the filter of a running process must give. A filter sees integers, not the memory behind a
+//! pointer, so no rule depends on that memory.
 
 use std::fmt;
 
@@ -13,7 +13,7 @@ pub struct Need {
     pub call: i64,
     /// The constant of libc: `SYS_…`.
     pub constant: &'static str,
-    /// Who makes it, and what for.
+    /// The code that makes it, and its purpose.
     pub why: &'static str,
     /// With which arguments: those of one of these sets, each of which is a number of conditions
     /// that all hold. Empty: with any.
@@ -23,23 +23,23 @@ pub struct Need {
 /// A condition on one argument.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Argument {
-    /// Which one, from 0.
+    /// Index of the argument, from 0.
     pub index: u8,
-    /// What it has to be.
+    /// The required value.
     pub is: Is,
 }
 
-/// What an argument has to be. All but [`Is::Null`] look at the lower 32 bits only, as the kernel
-/// does with an `int`.
+/// Required value of an argument. All but [`Is::Null`] compare the lower 32 bits only, as the
+/// kernel does with an `int`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Is {
     /// One of these.
     In(&'static [u32]),
     /// The bits of `mask` are as in `value`.
     Bits {
-        /// Bits that are looked at.
+        /// Compared bits.
         mask: u32,
-        /// What they are.
+        /// Their value.
         value: u32,
     },
     /// No pointer.
@@ -49,7 +49,7 @@ pub enum Is {
 }
 
 impl Argument {
-    /// Whether a value will do.
+    /// Whether a value meets the condition.
     ///
     /// * `pid`: of the process.
     #[must_use]

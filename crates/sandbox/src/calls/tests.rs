@@ -7,13 +7,15 @@ use super::*;
 fn page() -> String {
     let mut page = String::from(
         "# System calls of a serving process\n\n\
-         What a process may do once it serves ([sandbox](sandbox.md)): made from `crates/sandbox/src/calls/list.rs` for x86_64 by the test that compares the two \
-         (`RINGDISK_WRITE_PAGES=1` writes this page). Arguments are counted from 1, and a filter sees integers only: of what a pointer leads to it \
+         What a process may do once it serves ([sandbox](sandbox.md)): made from \
+         `crates/sandbox/src/calls/list.rs` for x86_64 by the test that compares the two \
+         (`RINGDISK_WRITE_PAGES=1` writes this page). Arguments are counted from 1, and a filter \
+         sees integers only: of what a pointer leads to it \
          knows nothing. Every other call, and every other argument, is answered with `ENOSYS`.\n",
     );
     let tables = [
         ("Every process", ALLOWED),
-        ("`serve --connect`, where the warden cannot connect", SOCKETS),
+        ("`serve --connect`, where the helper process cannot connect", SOCKETS),
         ("`serve --accel`", VHOST),
     ];
     for (title, needs) in tables {

@@ -12,7 +12,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
-use super::{PATIENCE, ask};
+use super::{TIMEOUT, ask};
 use crate::process::{patient, until};
 
 const HEADER_BYTES: usize = 12;
@@ -56,15 +56,15 @@ impl FrontEnd {
     /// Connects to a socket as soon as somebody listens there.
     #[must_use]
     pub fn connect(path: &Path) -> FrontEnd {
-        let stream = until(PATIENCE, || UnixStream::connect(path).ok());
+        let stream = until(TIMEOUT, || UnixStream::connect(path).ok());
         FrontEnd::on(stream.unwrap_or_else(|| panic!("nobody listens at {}", path.display())))
     }
 
     /// Speaks through a socket that is connected.
     #[must_use]
     pub fn on(socket: UnixStream) -> FrontEnd {
-        socket.set_read_timeout(Some(patient(PATIENCE))).expect("a timeout");
-        socket.set_write_timeout(Some(patient(PATIENCE))).expect("a timeout");
+        socket.set_read_timeout(Some(patient(TIMEOUT))).expect("a timeout");
+        socket.set_write_timeout(Some(patient(TIMEOUT))).expect("a timeout");
         FrontEnd { socket, acks: false }
     }
 

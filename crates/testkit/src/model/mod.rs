@@ -2,7 +2,7 @@
 //! memfd, and a driver of virtio-blk that lays its own rings.
 //!
 //! Promises: knows nothing of the code under test but the driver's side of the rings; waits for
-//! nothing longer than [`PATIENCE`], and panics with what it waited for. What the device writes
+//! nothing longer than [`TIMEOUT`], and panics with what it waited for. What the device writes
 //! beside the buffers that it was given is found.
 
 mod front;
@@ -23,7 +23,7 @@ pub use queue::{Done, Queue};
 pub use request::{Cut, Kind, Request, range};
 
 /// Nothing that is waited for takes so long, on a busy machine either.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+pub const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Bits of virtio and vhost-user, written down from the specifications.
 #[expect(missing_docs, reason = "the names are those of the specifications")]

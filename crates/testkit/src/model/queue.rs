@@ -8,7 +8,7 @@ use ringdisk_guest::Segment;
 use ringdisk_guest::driver::{Driver, GuestRam};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
-use super::{PATIENCE, Request};
+use super::{Request, TIMEOUT};
 use crate::process::patient;
 use crate::sim::Prng;
 
@@ -193,7 +193,7 @@ impl Queue {
 
     /// Waits for an answer.
     pub fn wait(&mut self, ram: &GuestRam) -> Done {
-        self.wait_for(ram, patient(PATIENCE)).unwrap_or_else(|| panic!("{}", self.state()))
+        self.wait_for(ram, patient(TIMEOUT)).unwrap_or_else(|| panic!("{}", self.state()))
     }
 
     /// What is known of requests that are not answered, for a message.
@@ -208,7 +208,8 @@ impl Queue {
         let descriptors: Vec<String> =
             descriptors.chunks(8).map(|d| format!("{}{}:{}:{}", d[5], d[4], d[6], d[7])).collect();
         format!(
-            "{} requests are not answered: {:?}; lengths and flags {descriptors:?}, driver {driver:?}, device {device:?}",
+            "{} requests are not answered: {:?}; lengths and flags {descriptors:?}, \
+             driver {driver:?}, device {device:?}",
             self.in_flight(),
             self.driver,
         )

@@ -1,10 +1,10 @@
 //! BTF, the kernel's description of its types, as far as a comparison of two modules needs it.
 //!
-//! Promises for any bytes: no panic, no endless loop, time and memory in proportion to them; what
-//! is not understood is an error. Reads split BTF (that of a module continues that of the kernel)
-//! in the byte order of this machine. Pure.
+//! Promises for any bytes: no panic, no endless loop, time and memory in proportion to them;
+//! unknown data is an error. Reads split BTF (that of a module continues that of the kernel) in the
+//! byte order of this machine. Pure.
 //!
-//! Own code: the crates there are do not read split BTF, or have licences that we cannot ship.
+//! Own code: the existing crates do not read split BTF, or have licences that cannot be shipped.
 //! Source: Documentation/bpf/btf.rst, `include/uapi/linux/btf.h`.
 
 #[cfg(test)]
@@ -47,12 +47,12 @@ const TYPE_BYTES: usize = 12;
 /// Bytes of a name with its end: `KSYM_NAME_LEN` is the longest that the kernel knows.
 const NAME_BYTES: usize = 512;
 
-/// What is wrong with BTF.
+/// Errors of BTF.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Bad {
     /// It is none, of another byte order or version, or its sections are not inside.
     Header,
-    /// A type of a kind that nobody tells the length of.
+    /// A type of a kind whose length is not known.
     Kind(u8),
     /// A type reaches over the end.
     Short,
@@ -82,7 +82,7 @@ pub(crate) struct Btf<'a> {
     strings: &'a [u8],
     /// Where types begin in `types`; the first has the number [`Btf::first`].
     offsets: Vec<usize>,
-    /// Texts before ours are those of the base.
+    /// Texts before this offset are those of the base.
     strings_before: u32,
 }
 

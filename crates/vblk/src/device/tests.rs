@@ -8,7 +8,8 @@ fn no_device_says_what_loads_the_module() {
 
     assert_eq!(
         hint(Some(true)),
-        "/dev/vhost-blk: there is none, the module vhost_blk is not loaded; load it: modprobe vhost_blk"
+        "/dev/vhost-blk: there is none, the module vhost_blk is not loaded; load it: modprobe \
+         vhost_blk"
     );
     assert!(hint(Some(false)).contains("ringdisk-vhost-blk-dkms"));
     assert!(hint(None).contains("modprobe vhost_blk (when"));

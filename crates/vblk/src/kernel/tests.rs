@@ -32,7 +32,8 @@ fn in_c(expressions: &[String]) -> Vec<u64> {
     let prints = expressions.iter().map(|each| format!("printf(\"%llu\\n\", P({each}));\n"));
     let prints: String = prints.collect();
     let text = format!(
-        "#include <stddef.h>\n#include <stdio.h>\n#include <linux/vhost.h>\n#include \"ringdisk_vhost_blk.h\"\n{WORKERS}\n\
+        "#include <stddef.h>\n#include <stdio.h>\n#include \
+         <linux/vhost.h>\n#include \"ringdisk_vhost_blk.h\"\n{WORKERS}\n\
          #define P(x) (unsigned long long)(x)\nint main(void) {{\n{prints}return 0; }}\n"
     );
     std::fs::write(&source, text).unwrap();

@@ -132,13 +132,15 @@ fn the_first_difference_is_named() {
     );
     assert_eq!(
         difference(Module { inside: 8, ..SAME }),
-        "struct vhost_vring_call has ctx at bit 0 (void *) in vhost and ctx at bit 8 (void *) in vhost_blk"
+        "struct vhost_vring_call has ctx at bit 0 (void *) in vhost and ctx at bit 8 (void *) in \
+         vhost_blk"
     );
     assert!(difference(Module { nameless: 32, ..SAME }).contains("y at bit 32: int"));
     assert_eq!(difference(Module { iotlb: false, ..SAME }), "vhost_blk has no struct vhost_iotlb");
     assert_eq!(
         difference(Module { takes: 0, ..SAME }),
-        "vhost_stop is int (struct vhost_dev *, int) in vhost, int (struct vhost_dev *) in vhost_blk"
+        "vhost_stop is int (struct vhost_dev *, int) in vhost, int (struct vhost_dev *) in \
+         vhost_blk"
     );
     assert_eq!(
         difference(Module { function: "vhost_halt", ..SAME }),

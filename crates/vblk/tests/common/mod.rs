@@ -12,7 +12,7 @@ use std::time::Instant;
 use ringdisk_guest::driver::{Driver, DriverConfig, GUEST_BASE, GuestRam, USER_BASE};
 use ringdisk_guest::{Areas, Layout, Memory, Region, Segment};
 use ringdisk_testkit::limits::{needs, part_needs};
-use ringdisk_testkit::model::{Cut, PATIENCE, Queue, Request, bits};
+use ringdisk_testkit::model::{Cut, Queue, Request, TIMEOUT, bits};
 use ringdisk_testkit::process::patient;
 use ringdisk_vblk::{DiskSetup, Engine, Error, RingSetup, Vblk};
 use rustix::event::{EventfdFlags, eventfd};
@@ -36,7 +36,7 @@ pub(crate) const FEATURES: u64 = bits::VERSION_1
     | bits::DISCARD
     | bits::WRITE_ZEROES;
 
-/// Nobody else has the disks meanwhile.
+/// No other test has the disks meanwhile.
 pub(crate) struct Turn {
     _guard: MutexGuard<'static, ()>,
 }
@@ -196,7 +196,7 @@ impl Guest {
         driver.add(&segments, 1).unwrap();
         driver.publish();
         rustix::io::write(kick, &1_u64.to_ne_bytes()).unwrap();
-        let end = Instant::now() + patient(PATIENCE);
+        let end = Instant::now() + patient(TIMEOUT);
         while driver.pop_used().is_none() {
             assert!(Instant::now() < end, "no answer");
             std::thread::yield_now();

@@ -18,7 +18,7 @@ use shards::Shards;
 /// Schedules to try. Each takes well under a millisecond.
 const SCHEDULES: usize = 5000;
 
-/// Makes a change: `next` in all copies, while nobody is inside.
+/// Makes a change: `next` in all copies, while no request is inside.
 fn change(shards: &Shards<u32>, inside: &AtomicUsize, next: u32) {
     let mut closed = shards.close();
     block_on(poll_fn(|context| closed.poll_alone(context)));
@@ -64,7 +64,7 @@ fn requests_see_one_value_and_a_change_sees_no_request() {
 }
 
 #[test]
-fn a_change_that_is_dropped_lets_everybody_in_again() {
+fn a_change_that_is_dropped_lets_requests_in_again() {
     check_random(
         || {
             let shards = Arc::new(Shards::new(0_u32, 2));

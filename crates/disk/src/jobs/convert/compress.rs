@@ -1,4 +1,6 @@
-//! Compressed targets: clusters are compressed in parallel on helper threads and written in order.
+//! Compressed targets of a conversion.
+//!
+//! Promises: clusters are compressed in parallel on helper threads and written in order.
 
 use ringdisk_qcow2::{CompressionType, compress};
 use ringdisk_ring::{Errno, IoBuf};
@@ -8,7 +10,7 @@ use super::walk::Piece;
 use super::{Conversion, ConvertOptions, Doing, Failure, name};
 use crate::{Disk, Error, ErrorKind};
 
-/// How the target compresses.
+/// Compression of the target.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Packing {
     kind: CompressionType,
@@ -18,7 +20,7 @@ pub(super) struct Packing {
     is_sparse: bool,
 }
 
-/// What became of a cluster on a helper thread.
+/// Result of compressing a cluster on a helper thread.
 enum Packed {
     Zero,
     Compressed(Vec<u8>),

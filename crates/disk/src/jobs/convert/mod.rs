@@ -1,7 +1,7 @@
-//! `convert`: one disk is copied to another, whatever their formats.
+//! `convert`: copies one disk to another of any format.
 //!
-//! Promises: what is known to be zero or not to be there is never read; what reads as zeroes takes
-//! no space in the target unless that was asked for; several pieces are under way at once, and
+//! Promises: ranges that are known to be zero or unallocated are never read; zeroes take no space
+//! in the target unless the options ask for it; several pieces are under way at once, and
 //! compression runs on helper threads; with the order kept, writes of the target begin in the order
 //! of the disk. An error or a cancellation waits for the I/O that was begun, so no write arrives
 //! afterwards.
@@ -23,6 +23,7 @@ use std::ops::Range;
 use futures_util::future::join_all;
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
+use crate::limits::SECTOR_BYTES;
 use crate::name::printable_path;
 use crate::{Disk, Error, ErrorKind, Progress};
 
@@ -31,40 +32,38 @@ use order::Order;
 use salvage::Unreadable;
 use walk::Walk;
 
-/// Bytes that are copied at once: enough for a storage to be efficient, and with [`TASKS_MAX`]
-/// still less than processors cache.
+/// Bytes of one copy: enough for a storage to be efficient, and with [`TASKS_MAX`] of them still
+/// less than the cache of a CPU.
 const CHUNK_BYTES: u64 = 1 << 20;
 /// Most pieces under way (QEMU's limit).
 pub const TASKS_MAX: usize = 16;
-/// Pieces under way where nothing is said (QEMU's default).
+/// Default of the pieces under way (QEMU's).
 pub const TASKS_DEFAULT: usize = 8;
-/// Zeroes in a row that take no space where nothing is said, bytes (QEMU's default).
+/// Default of the zeroes in a row that take no space, bytes (QEMU's).
 pub const SPARSE_BYTES_DEFAULT: u64 = 4096;
-/// Smallest piece of zeroes that is looked for, and of an unreadable range, bytes.
-pub const SECTOR_BYTES: u64 = 512;
 /// Alignment of buffers: a page suits every storage.
 const BUFFER_ALIGN: usize = 4096;
 
-/// How to convert.
+/// Options of a conversion.
 #[derive(Clone, Debug)]
 pub struct ConvertOptions {
     /// Pieces under way at once, 1 to [`TASKS_MAX`] (`-m`).
     pub tasks: usize,
     /// Writes need not begin in the order of the disk (`-W`).
     pub out_of_order: bool,
-    /// Zeroes in a row that take no space, bytes (`-S`). 0: nothing is left out, the target is
-    /// allocated as a whole.
+    /// Zeroes in a row that take no space, bytes (`-S`). 0: all zeroes are written, so the target
+    /// is fully allocated.
     pub sparse_bytes: u64,
-    /// Write compressed clusters (`-c`); the target says of which kind.
+    /// Write compressed clusters (`-c`), of the target's compression type.
     pub compressed: bool,
     /// Level of the compression; `None`: the usual one.
     pub level: Option<i32>,
-    /// The target reads as zeroes: it is new, or the user says so (`--target-is-zero`).
+    /// The target reads as zeroes: it is new, or the user states it (`--target-is-zero`).
     pub target_is_zero: bool,
-    /// The target has a backing file with what the source's backing file has (`-B`): only what the
-    /// source's top image holds is copied.
+    /// The target has a backing file with the content of the source's backing file (`-B`): only the
+    /// data of the source's top image is copied.
     pub target_has_backing: bool,
-    /// What cannot be read becomes zeroes (`--salvage`).
+    /// Ranges that cannot be read become zeroes (`--salvage`).
     pub salvage: bool,
 }
 
@@ -83,7 +82,7 @@ impl Default for ConvertOptions {
     }
 }
 
-/// What a conversion did.
+/// Report of a conversion.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ConvertReport {
     /// Bytes that were read from the source.
@@ -99,7 +98,7 @@ pub struct ConvertReport {
 
 pub use salvage::UNREADABLE_MAX;
 
-/// What all tasks of a conversion share.
+/// State that all tasks of a conversion share.
 struct Conversion<'a> {
     ring: &'a Ring,
     source: &'a Disk,
@@ -137,8 +136,8 @@ impl Failure {
     }
 }
 
-/// Copies `source` to `target` and flushes it. The target has at least the size of the source; what
-/// it has behind that stays as it is.
+/// Copies `source` to `target` and flushes it. The target has at least the size of the source;
+/// bytes past that stay as they are.
 ///
 /// * `progress`: total is the size of the source.
 ///

@@ -1,14 +1,15 @@
-//! Keeps writes in the order of the disk.
+//! Keeps writes of a conversion in the order of the disk.
 //!
-//! A piece waits for its turn, begins its last write and passes the turn on: so writes begin in
-//! order, and several are in flight all the same. One thread; a failure lets everybody go.
+//! Promises: writes begin in order, and several are in flight at once: a piece waits for its turn,
+//! begins its last write and passes the turn on. Used by the tasks of one thread; after a failure
+//! no task waits any more.
 
 use std::cell::{Cell, RefCell};
 use std::future::{Future, poll_fn};
 use std::pin::pin;
 use std::task::{Poll, Waker};
 
-/// Whose turn it is.
+/// The piece whose turn it is.
 pub(super) struct Order {
     is_kept: bool,
     next: Cell<u64>,
@@ -17,7 +18,7 @@ pub(super) struct Order {
 }
 
 impl Order {
-    /// * `is_kept`: else nobody waits.
+    /// * `is_kept`: false: no piece waits.
     pub(super) fn new(is_kept: bool) -> Order {
         Order {
             is_kept,
@@ -43,7 +44,7 @@ impl Order {
         .await;
     }
 
-    /// The next piece may go. A second time it means nothing.
+    /// Passes the turn to the next piece. A second call has no effect.
     pub(super) fn pass(&self, number: u64) {
         if self.next.get() != number {
             return;
@@ -69,7 +70,7 @@ impl Order {
         .await
     }
 
-    /// Nobody waits any more.
+    /// Ends all waits.
     pub(super) fn abandon(&self) {
         self.is_abandoned.set(true);
         for (_, waker) in self.waiting.borrow_mut().drain(..) {

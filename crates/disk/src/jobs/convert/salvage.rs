@@ -1,10 +1,13 @@
-//! Reads what can be read of a range that as a whole cannot.
+//! Reads the readable parts of a range whose read failed.
+//!
+//! Promises: unreadable sectors become zeroes and are reported.
 
 use std::ops::Range;
 
 use ringdisk_ring::IoBuf;
 
-use super::{Conversion, Doing, Failure, SECTOR_BYTES};
+use super::{Conversion, Doing, Failure};
+use crate::limits::SECTOR_BYTES;
 
 /// Unreadable ranges that a report lists; the bytes of further ones are only counted. 64 KiB of
 /// memory.
@@ -44,8 +47,7 @@ impl Unreadable {
 }
 
 impl Conversion<'_> {
-    /// Reads a range in halves, and those in halves, down to sectors. What cannot be read becomes
-    /// zeroes.
+    /// Reads a range by halves, down to sectors. A sector that cannot be read becomes zeroes.
     pub(super) async fn salvage(&self, offset: u64, buf: &IoBuf) -> Result<(), Failure> {
         let sector = usize::try_from(SECTOR_BYTES).unwrap_or(1);
         let (left, right) = halves(0..buf.len(), sector);

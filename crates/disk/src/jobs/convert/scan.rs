@@ -1,10 +1,12 @@
-//! Finds zeroes in memory. Pure.
+//! Finds zeroes in memory.
+//!
+//! Promises: pure.
 
 use std::ops::Range;
 
 use ringdisk_ring::IoBuf;
 
-/// Bytes that are looked at together: they stay in the first cache.
+/// Bytes that are tested together: they stay in the first-level cache.
 const BLOCK: usize = 4096;
 
 static ZEROES: [u8; BLOCK] = [0; BLOCK];
@@ -18,8 +20,8 @@ pub(super) struct Part {
 
 /// Cuts a buffer into data and zeroes.
 ///
-/// * `sparse`: shortest run of zeroes that counts, bytes; 0: none does. Runs are looked for in
-///   steps of this size, at most 4 KiB.
+/// * `sparse`: shortest run of zeroes that counts, bytes; 0: no run counts. Runs are found in steps
+///   of this size, at most 4 KiB.
 /// * `parts`: is overwritten; in order, covers the buffer.
 pub(super) fn scan(buf: &IoBuf, sparse: usize, parts: &mut Vec<Part>) {
     parts.clear();
@@ -40,8 +42,8 @@ pub(super) fn scan(buf: &IoBuf, sparse: usize, parts: &mut Vec<Part>) {
     }
 }
 
-/// Adds what follows; a run of zeroes that ends and is too short becomes data. (One at the end of
-/// the buffer may go on behind it, so it stays.)
+/// Adds the next part; a run of zeroes that ends and is too short becomes data. (A run at the end
+/// of the buffer may continue past it, so it stays.)
 fn push(parts: &mut Vec<Part>, next: Part, sparse: usize) {
     if let Some(last) = parts.last()
         && last.is_zero
@@ -55,7 +57,7 @@ fn push(parts: &mut Vec<Part>, next: Part, sparse: usize) {
     join(parts, next);
 }
 
-/// Adds what follows to the last part, if it is alike.
+/// Adds the next part to the last one, if both are of one kind.
 fn join(parts: &mut Vec<Part>, next: Part) {
     match parts.last_mut() {
         Some(last) if last.is_zero == next.is_zero => last.range.end = next.range.end,

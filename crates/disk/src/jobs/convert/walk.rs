@@ -1,15 +1,15 @@
 //! Cuts the source into pieces of work.
 //!
-//! Promises: pieces come in the order of the disk, cover all of it that has to be touched, and end
-//! where the answer of the source changes; a long run of one answer is asked for once. Where the
-//! target is written in clusters, pieces begin and end at their borders.
+//! Promises: pieces come in the order of the disk, cover every range that must be copied or zeroed,
+//! and end where the block status of the source changes; the status of a long run is asked once. If
+//! the target is written in clusters, pieces begin and end at cluster boundaries.
 
 use std::cell::RefCell;
 
 use ringdisk_ring::{Errno, Ring};
 
 use super::{ConvertOptions, Doing, Failure};
-use crate::gate::Gate;
+use crate::task_mutex::TaskMutex;
 use crate::{BlockStatus, Disk, Progress};
 
 /// What to do with a piece.
@@ -17,9 +17,9 @@ use crate::{BlockStatus, Disk, Progress};
 pub(super) enum Action {
     /// Read it and write what is there.
     Copy,
-    /// It is zero, and the target shall be.
+    /// Zero it in the target.
     Zero,
-    /// Nothing.
+    /// Leave it out.
     Skip,
 }
 
@@ -34,7 +34,7 @@ pub(super) struct Piece {
     pub(super) action: Action,
 }
 
-/// The way through the source.
+/// Iteration over the source.
 pub(super) struct Walk<'a> {
     source: &'a Disk,
     options: &'a ConvertOptions,
@@ -42,8 +42,8 @@ pub(super) struct Walk<'a> {
     /// Bytes of a cluster that has to be written as a whole.
     unit: Option<u64>,
     chunk: u64,
-    /// Tasks take turns, since an answer of the source may take time.
-    gate: Gate,
+    /// Held by the task that asks the source, since an answer may take time.
+    mutex: TaskMutex,
     state: RefCell<State>,
 }
 
@@ -51,7 +51,7 @@ pub(super) struct Walk<'a> {
 struct State {
     at: u64,
     number: u64,
-    /// End of the run that is known, and what to do with it.
+    /// End of the present run, and what to do with it.
     run: Option<(u64, Action)>,
 }
 
@@ -64,8 +64,8 @@ impl<'a> Walk<'a> {
         chunk: u64,
     ) -> Walk<'a> {
         let size = source.size();
-        let (gate, state) = (Gate::default(), RefCell::default());
-        Walk { source, options, size, unit, chunk, gate, state }
+        let (mutex, state) = (TaskMutex::default(), RefCell::default());
+        Walk { source, options, size, unit, chunk, mutex, state }
     }
 
     /// Longest piece, bytes.
@@ -79,7 +79,7 @@ impl<'a> Walk<'a> {
         ring: &Ring,
         progress: &Progress,
     ) -> Result<Option<Piece>, Failure> {
-        let _pass = self.gate.enter().await;
+        let _pass = self.mutex.lock().await;
         loop {
             let State { at, number, .. } = *self.state.borrow();
             progress.check().map_err(|errno| Failure::new(Doing::Looking, at, errno))?;
@@ -95,7 +95,7 @@ impl<'a> Walk<'a> {
             }
             // To the next multiple: pieces then suit clusters and pages.
             let border = at - at % self.chunk + self.chunk;
-            // Zeroes that the target makes by itself need no buffer.
+            // Zeroes are written without a buffer.
             let is_cheap = action == Action::Zero && self.options.sparse_bytes > 0;
             let end = if is_cheap { end } else { end.min(border) };
             state.at = end;
@@ -131,12 +131,12 @@ impl<'a> Walk<'a> {
         Ok((end, action))
     }
 
-    /// What the source knows: the end of the run at `at`, and what to do with it.
+    /// Asks the source for the run at `at`: its end, and what to do with it.
     async fn ask(&self, ring: &Ring, at: u64) -> Result<(u64, Action), Failure> {
         let left = self.size - at;
         let (len, action) = match self.source.block_status(ring, at, left).await {
             Ok(status) if status.len > 0 => (status.len.min(left), self.action(&status)),
-            // Reading tells which part is bad.
+            // The read will find the bad part.
             Err(_) if self.options.salvage => (left.min(self.chunk), Action::Copy),
             Ok(_) => return Err(Failure::new(Doing::Looking, at, Errno::IO)),
             Err(errno) => return Err(Failure::new(Doing::Looking, at, errno)),

@@ -1,4 +1,6 @@
-//! Copies one piece.
+//! Copies one piece of a conversion.
+//!
+//! Promises: a piece whose read fails is an error, unless the options salvage it.
 
 use ringdisk_ring::{Errno, IoBuf};
 
@@ -7,7 +9,7 @@ use super::walk::{Action, Piece};
 use super::{Conversion, Doing, Failure};
 
 impl Conversion<'_> {
-    /// Does what is to be done with a piece.
+    /// Copies or zeroes a piece.
     ///
     /// * `buf`: has room for it.
     pub(super) async fn copy(&self, piece: &Piece, buf: &IoBuf) -> Result<(), Failure> {
@@ -54,7 +56,7 @@ impl Conversion<'_> {
         self.report.borrow_mut().read_bytes += buf.len() as u64;
         match self.source.read(self.ring, offset, buf).await {
             Ok(done) => {
-                // The disk is as long as it was, so there is no less.
+                // The size of the disk is unchanged, so the read is not short.
                 buf.slice(done.min(buf.len())..buf.len()).fill(0);
                 Ok(())
             }

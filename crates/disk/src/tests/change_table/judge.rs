@@ -1,4 +1,4 @@
-//! Runs one cell and judges what is left.
+//! Runs one cell and judges the images afterwards.
 
 use std::cell::{Cell as Slot, RefCell};
 use std::future::Future;
@@ -95,7 +95,7 @@ async fn settle(ring: &Ring) {
     }
 }
 
-/// Runs until all tasks have ended; what is held is let go whenever nothing else moves.
+/// Runs until all tasks have ended; held operations continue whenever nothing else moves.
 async fn finish(ring: &Ring, world: &World, left: &Slot<u32>, cell: &Cell) {
     let begun = Instant::now();
     while left.get() > 0 {
@@ -461,7 +461,7 @@ async fn bitmaps(
     let now = read_steps(ring, &disk, 1 << 20).await;
     let mut marked = vec![false; now.len()];
     for range in contents.ranges() {
-        let (start, end) = (usize::try_from(range.start), usize::try_from(range.end));
+        let (start, end) = (usize::try_from(range.start.0), usize::try_from(range.end.0));
         marked[start.expect("small")..end.expect("small")].fill(true);
     }
     let missing = (0..now.len())

@@ -1,5 +1,5 @@
 //! Files that answer at once; those that do not need a mount
-//! (`crates/ringdisk/tests/e2e_stopped.rs`).
+//! (`crates/ringdisk/tests/machine/stopped.rs`).
 
 use super::*;
 

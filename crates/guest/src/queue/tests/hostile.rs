@@ -9,8 +9,8 @@ use proptest::prelude::*;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use crate::driver::{DriverConfig, GUEST_BASE};
-use crate::queue::indirect::{INDIRECT, NEXT, WRITE};
-use crate::queue::packed::AVAIL;
+use crate::layout::descriptor::{INDIRECT, NEXT, WRITE};
+use crate::layout::packed::AVAIL;
 use crate::{Areas, Broken, Error, Layout, Memory, Region, Segment, View};
 
 use super::{Kit, base, config, device_in};

@@ -45,9 +45,10 @@ proptest! {
         let mut choices = choices.into_iter().cycle();
         let mut choose = |of: usize| choices.next().unwrap_or(0) % of.max(1);
         let (mut sent, mut popped, mut done) = (Vec::new(), Vec::new(), 0);
-        let mut waiting = requests.iter().filter(|r| r.indirect || r.segments.len() <= usize::from(size));
+        let fits = |r: &&Request| r.indirect || r.segments.len() <= usize::from(size);
+        let mut waiting = requests.iter().filter(fits);
         let mut next = waiting.next();
-        let total = requests.iter().filter(|r| r.indirect || r.segments.len() <= usize::from(size)).count();
+        let total = requests.iter().filter(fits).count();
         while done < total {
             for _ in 0..choose(8) {
                 let Some(request) = next else { break };

@@ -6,14 +6,15 @@
 use shuttle::thread;
 
 use super::super::grace::Graces;
-use super::super::limbo::Limbo;
 use super::super::registry::Registry;
 use super::super::slices::{SliceCache, SliceIndex};
 use super::super::small_cache;
 use super::super::sync::{Arc, AtomicU64, Mutex, Ordering, lock};
+use super::super::unlinked::UnlinkedClusters;
 use super::world::{CLUSTERS, World, entry, host, version};
 use super::{Mistake, pause};
 use crate::refcounts::{Blocked, DirtyRefcounts, RefcountParts, Refcounts};
+use crate::units::{HostCluster, HostOffset};
 
 /// log2 of the cluster size.
 const BITS: u32 = 9;
@@ -29,7 +30,7 @@ pub(super) struct Image {
     slices: SliceCache,
     counts: Mutex<Refcounts>,
     graces: Graces,
-    pub(super) limbo: Limbo,
+    pub(super) unlinked: UnlinkedClusters,
     gate: Registry,
     wanted: AtomicU64,
     served: AtomicU64,
@@ -47,8 +48,8 @@ impl Image {
         let mut counts = Refcounts::new(RefcountParts {
             cluster_bits: BITS,
             refcount_order: 4,
-            table: vec![2 << BITS],
-            table_offset: 1 << BITS,
+            table: vec![HostOffset(2 << BITS)],
+            table_offset: HostOffset(1 << BITS),
             table_clusters: 1,
             file_len: (CLUSTERS as u64) << BITS,
             can_grow: false,
@@ -66,7 +67,7 @@ impl Image {
             slices,
             counts: Mutex::new(counts),
             graces: Graces::new(),
-            limbo: Limbo::default(),
+            unlinked: UnlinkedClusters::default(),
             gate: Registry::new(),
             wanted: number(),
             served: number(),
@@ -116,7 +117,7 @@ impl Image {
 
     fn unlink(&self, cluster: u64) {
         let index = self.world(|world| world.unlink(cluster));
-        self.limbo.unlink(cluster, 1);
+        self.unlinked.unlink(HostCluster(cluster), 1);
         self.world(|world| world.known(index));
     }
 
@@ -187,8 +188,8 @@ impl Image {
         let mut counts = lock(&self.counts);
         match counts.allocate(1, None, false) {
             Ok(run) => {
-                self.world(|world| world.take(run.start));
-                Some(run.start)
+                self.world(|world| world.take(run.start.0));
+                Some(run.start.0)
             }
             Err(Blocked::Full) => None,
             Err(other) => panic!("{other:?}"),
@@ -205,12 +206,12 @@ impl Image {
     }
 
     async fn try_reclaim(&self, seen: u64) -> Option<bool> {
-        let is_in_turn = self.mistake != Mistake::NoGate || self.limbo.has_fresh();
+        let is_in_turn = self.mistake != Mistake::NoGate || self.unlinked.has_fresh();
         let _gate = if is_in_turn { Some(self.gate.claim(0, 1).await) } else { None };
         if self.times_freed.load(Ordering::SeqCst) != seen {
             return Some(true);
         }
-        if self.limbo.has_fresh() {
+        if self.unlinked.has_fresh() {
             if self.run_steps().is_err() {
                 return Some(false);
             }
@@ -221,7 +222,7 @@ impl Image {
             return Some(true);
         }
         let on_their_way = self.world(|world| world.on_their_way());
-        if self.limbo.is_busy() {
+        if self.unlinked.is_busy() {
             return None;
         }
         self.world(|world| {
@@ -266,7 +267,7 @@ impl Image {
             pause(10);
             slices
         });
-        let mut unlinked = self.limbo.take_fresh();
+        let mut unlinked = self.unlinked.take_fresh();
         let slices = early.unwrap_or_else(|| self.slices.take_dirty(usize::MAX));
         let links = slices.iter().any(|slice| slice.links);
         let counts = {
@@ -283,7 +284,7 @@ impl Image {
             self.disk(|world| world.write_table(&slice.words));
         }
         if self.mistake == Mistake::DurableEarly {
-            self.limbo.durable(self.graces.mark(), std::mem::take(&mut unlinked));
+            self.unlinked.durable(self.graces.mark(), std::mem::take(&mut unlinked));
             self.reap();
         }
         let fails = self.failures.load(Ordering::SeqCst) > 0;
@@ -297,10 +298,10 @@ impl Image {
             lock(&self.counts).written(counts, !fails);
         }
         if fails {
-            self.limbo.put_back(unlinked);
+            self.unlinked.put_back(unlinked);
             return Err(NoSpace);
         }
-        self.limbo.durable(self.graces.mark(), unlinked);
+        self.unlinked.durable(self.graces.mark(), unlinked);
         if self.mistake == Mistake::SettlesLate {
             changed = self.changed.load(Ordering::SeqCst);
         }
@@ -324,7 +325,7 @@ impl Image {
     fn reap(&self) {
         let is_over = |mark| self.mistake == Mistake::NoGrace || self.graces.passed(mark);
         let mut freed = Vec::new();
-        for (start, count) in self.limbo.take_passed(is_over) {
+        for (start, count) in self.unlinked.take_passed(is_over) {
             let result = lock(&self.counts).decrement(start, count, &mut freed);
             result.expect("it is counted");
             thread::yield_now();

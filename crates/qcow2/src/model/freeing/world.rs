@@ -45,7 +45,7 @@ pub(super) struct World {
 /// A cluster that was unlinked.
 struct Unlinked {
     cluster: u64,
-    /// The limbo knows of it.
+    /// It is among the unlinked clusters.
     is_known: bool,
     is_freed: bool,
 }
@@ -111,10 +111,10 @@ impl World {
 
     /// `run` can be allocated, and its space is given back.
     pub(super) fn free(&mut self, run: Run) {
-        for cluster in run.start..run.end() {
-            self.require_unused(cluster);
-            self.is_free[cluster as usize] = true;
-            let same = |one: &&mut Unlinked| one.cluster == cluster && !one.is_freed;
+        for cluster in run.start.up_to(run.end()) {
+            self.require_unused(cluster.0);
+            self.is_free[cluster.0 as usize] = true;
+            let same = |one: &&mut Unlinked| one.cluster == cluster.0 && !one.is_freed;
             self.unlinked.iter_mut().find(same).expect("it was unlinked").is_freed = true;
         }
     }
@@ -147,7 +147,7 @@ impl World {
         self.is_free.contains(&true)
     }
 
-    /// Clusters that the limbo knows of and that are not free.
+    /// Clusters that are unlinked and not free yet.
     pub(super) fn on_their_way(&self) -> usize {
         self.unlinked.iter().filter(|one| one.is_known && !one.is_freed).count()
     }

@@ -1,4 +1,4 @@
-//! On a machine with one node nothing has to move; `tests/vm/run fuse e2e_numa` looks at one with
+//! On a machine with one node nothing has to move; `tests/vm/run fuse machine::numa` looks at one with
 //! two.
 
 use std::sync::Arc;

@@ -1,0 +1,161 @@
+//! Opens a disk that a predecessor process on this host handed over, the successor's side.
+//!
+//! Promises: no name is looked up; each descriptor is checked against the file in the description;
+//! the locks of the predecessor are kept, and a failure leaves them with it.
+
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ringdisk_ring::Ring;
+use ringdisk_storage::{Lock, Storage};
+
+use super::HandOver;
+use super::state::{DiskState, Kind, LayerState};
+use crate::disk::Parts;
+use crate::graph::State;
+use crate::layer::Layer;
+use crate::name::printable_path;
+use crate::names_note::Names;
+use crate::open::{
+    lock_of, of_qcow2, of_storage, open_qcow2, qcow2_layer, raw_layer, storage_options,
+};
+use crate::{Cache, Disk, Error, ErrorKind, ImageOptions, NullOptions, format_note};
+
+impl Disk {
+    /// Opens a disk from the state that [`Disk::hand_over`] of the predecessor gave: the same
+    /// chain, also where names were changed since. Changes no image. The predecessor owns the locks
+    /// until [`Disk::take_charge`].
+    ///
+    /// * `options`: those of the predecessor. Options that describe the image itself (format,
+    ///   window, overlay, read-only) are taken from the state; `O_DIRECT` is as the descriptors
+    ///   have it.
+    ///
+    /// Errors: `Invalid` when description and descriptors do not fit; those of [`Disk::open`].
+    pub async fn open_handed(
+        ring: &Ring,
+        handed: HandOver,
+        options: &ImageOptions,
+    ) -> Result<Arc<Disk>, Error> {
+        let state = DiskState::parse(&handed.description)?;
+        let wanted: usize = state.layers.iter().map(|layer| layer.files.len()).sum();
+        if wanted != handed.fds.len() {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!("the disk has {wanted} files, and {} came with it", handed.fds.len()),
+            ));
+        }
+        let options = ImageOptions {
+            inactive: !state.active,
+            read_only: state.read_only,
+            force_share: options.force_share && state.read_only,
+            ..options.clone()
+        };
+        let mut fds = handed.fds.into_iter();
+        let mut layers = Vec::with_capacity(state.layers.len());
+        for layer in &state.layers {
+            layers.push(open_layer(ring, layer, &mut fds, &options, state.guarded).await?);
+        }
+        let mut parts = Parts::new(&options);
+        parts.state = if state.active { State::Active } else { State::Inactive };
+        parts.read_only_reason = state.read_only_reason;
+        parts.window = state.window;
+        if options.temporary {
+            parts.policy.cache = Cache::Unsafe;
+        }
+        if state.guarded
+            && let Some(bottom) = layers.last_mut()
+        {
+            bottom.protect();
+        }
+        if let Some(top) = layers.first().filter(|top| options.note_names && top.is_writable) {
+            note_if_absent(top);
+        }
+        Ok(Disk::build(layers, parts))
+    }
+}
+
+/// Notes the names in the header of the top image where there is no note; an existing note stays,
+/// even if the header has other names by now.
+fn note_if_absent(top: &Layer) {
+    let Some(file) = top.file() else { return };
+    let names = Names::of_layer(top);
+    if names.ask(file).is_absent
+        && let Err(errno) = names.note(file)
+    {
+        tracing::debug!("'{}' gets no note of its names ({errno})", printable_path(top.name()));
+    }
+}
+
+async fn open_layer(
+    ring: &Ring,
+    state: &LayerState,
+    fds: &mut impl Iterator<Item = OwnedFd>,
+    options: &ImageOptions,
+    guarded: bool,
+) -> Result<Layer, Error> {
+    let misfit = || {
+        let name = printable_path(&state.name);
+        Error::new(ErrorKind::Invalid, format!("the files of '{name}' are not what was announced"))
+    };
+    let mut storages = Vec::with_capacity(state.files.len());
+    let mut is_unnoted = false;
+    for ((identity, read_only), fd) in state.files.iter().zip(fds) {
+        let name = if storages.is_empty() { Some(&state.name) } else { state.data_name.as_ref() };
+        let name = name.unwrap_or(&state.name);
+        // The predecessor may be a version that kept no notes.
+        let is_raw = matches!(state.kind, Kind::Raw { .. }) && !guarded || !storages.is_empty();
+        is_unnoted |= is_raw && !*read_only && format_note::set_raw(&fd).is_err();
+        let storage = adopt(fd, name, *read_only, options)?;
+        if storage.identity() != Some(*identity) || !read_only && !storage.is_open_for_writing() {
+            return Err(misfit());
+        }
+        storages.push(storage);
+    }
+    let mut storages = storages.into_iter();
+    let (file, data) = (storages.next(), storages.next());
+    let mut layer = match (&state.kind, file) {
+        (Kind::Null { size, read_zeroes, latency_ns }, None) => {
+            let latency = Duration::from_nanos(*latency_ns);
+            Layer::null(&NullOptions { size: *size, read_zeroes: *read_zeroes, latency })
+        }
+        (Kind::Raw { offset, fixed_size }, Some(file)) if data.is_none() => {
+            raw_layer(file, &state.name, *offset, *fixed_size)?
+        }
+        (Kind::Qcow2, Some(file)) => {
+            let mut image = open_qcow2(ring, file, options, state.writable).await?;
+            if image.info().external_data_file != data.is_some() {
+                return Err(misfit());
+            }
+            if let Some(data) = data {
+                image.set_data_file(data).map_err(|error| of_qcow2(&error))?;
+            }
+            qcow2_layer(image, state.writable)
+        }
+        _ => return Err(misfit()),
+    };
+    layer.is_writable = state.writable;
+    layer.name.clone_from(&state.name);
+    layer.directory.clone_from(&state.directory);
+    layer.data_name.clone_from(&state.data_name);
+    layer.full_backing_name.clone_from(&state.full_backing_name);
+    layer.without_backing = state.without_backing;
+    if is_unnoted {
+        layer.protect();
+    }
+    Ok(layer)
+}
+
+fn adopt(
+    fd: OwnedFd,
+    name: &Path,
+    read_only: bool,
+    options: &ImageOptions,
+) -> Result<Arc<Storage>, Error> {
+    let lock = if options.inactive { Lock::Inactive } else { lock_of(options) };
+    let options = ringdisk_storage::OpenOptions { lock, ..storage_options(options, read_only) };
+    Storage::adopt(fd, &printable_path(name), &options)
+        .map(Arc::new)
+        .map_err(|error| of_storage(&error))
+}

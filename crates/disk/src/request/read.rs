@@ -1,0 +1,46 @@
+//! Reads of clients.
+//!
+//! Promises: those of `chain/read.rs`; what the window of the disk does not show is never read.
+
+use ringdisk_ring::{Errno, IoBuf, Ring};
+
+use crate::Disk;
+use crate::graph::Graph;
+use crate::layer::Node;
+
+impl Disk {
+    /// Reads into `buf`; short only at the end of the disk, 0 at and past it.
+    ///
+    /// Bytes that the storage has lost since the open (it was cut from outside) read as zeroes.
+    ///
+    /// * `offset`: bytes; any alignment.
+    ///
+    /// Errors: those of the storage; EIO for a damaged image.
+    pub async fn read(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<usize, Errno> {
+        let graph = self.enter().await;
+        graph.check()?;
+        graph.read(ring, offset, buf).await
+    }
+}
+
+impl Graph {
+    /// As [`Disk::read`].
+    pub(crate) async fn read(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<usize, Errno> {
+        let (offset, len) = self.place(offset, buf.len() as u64);
+        // Not longer than the buffer.
+        let len = usize::try_from(len).unwrap_or(usize::MAX).min(buf.len());
+        if let Node::Null(null) = &self.top().node {
+            null.delay(ring).await;
+            if null.read_zeroes() {
+                ring.zero(&buf.slice(0..len)).await?;
+            }
+            return Ok(len);
+        }
+        if len == 0 {
+            return Ok(0);
+        }
+        let _graces = self.graces();
+        self.chain().fill(ring, offset, &buf.slice(0..len)).await?;
+        Ok(len)
+    }
+}

@@ -1,0 +1,215 @@
+//! Writes, flushes, discards and zeroes of clients.
+//!
+//! Promises: a write takes no lock that it could wait for, and allocates nothing once its clusters
+//! are allocated (exception: the first sector of a probed raw image); nothing here grows a disk; a
+//! flush reaches the device unless the user asked for [`Cache::Unsafe`]. The range of a write is
+//! recorded for a commit that is under way, after the write, also when it failed.
+
+mod qcow2;
+mod raw;
+
+use ringdisk_qcow2::GuestOffset;
+use ringdisk_ring::{Errno, IoBuf, Ring};
+
+use crate::graph::{Graph, Mark};
+use crate::layer::{Node, SectorGuard};
+use crate::options::{DetectZeroes, Discard};
+use crate::{Cache, Disk};
+
+impl Disk {
+    /// Writes `buf`; cut at the end of the disk, 0 at and past it. Less than asked means that an
+    /// error came after some progress; write the rest again to see it.
+    ///
+    /// * `offset`: bytes; any alignment.
+    ///
+    /// Errors: EROFS for a read-only disk; EPERM for a write that would change the format of a
+    /// probed raw image; those of the storage.
+    pub async fn write(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<usize, Errno> {
+        let graph = self.enter().await;
+        let (offset, len) = self.admit(&graph, offset, buf.len() as u64)?;
+        // Not longer than the buffer.
+        let len = usize::try_from(len).unwrap_or(usize::MAX).min(buf.len());
+        if let Node::Null(null) = &graph.top().node {
+            null.delay(ring).await;
+            return Ok(len);
+        }
+        if len == 0 {
+            return Ok(0);
+        }
+        let mut buf = buf.slice(0..len);
+        let looks_at_data = self.policy().detect_zeroes != DetectZeroes::Off
+            || graph.guard.is_some() && SectorGuard::covers(offset);
+        if looks_at_data && !buf.is_ours() {
+            buf = ring.in_memory(&buf).await?;
+        }
+        let _mark = Mark::new(&graph, offset, len as u64);
+        if self.policy().detect_zeroes != DetectZeroes::Off && buf.is_zero() {
+            let may_unmap = self.policy().detect_zeroes == DetectZeroes::Unmap
+                && self.policy().discard == Discard::Unmap;
+            self.zero(ring, &graph, offset, len as u64, may_unmap).await?;
+            return Ok(len);
+        }
+        match &graph.top().node {
+            Node::Qcow2(image) => self.write_qcow2(ring, &graph, image, offset, &buf).await,
+            Node::Raw(raw) => self.write_raw(ring, raw, offset, &buf).await,
+            Node::Null(_) => Ok(len),
+        }
+    }
+
+    /// Makes completed writes durable. Does nothing on a read-only disk and with
+    /// [`Cache::Unsafe`].
+    ///
+    /// Errors: those of the storage.
+    pub async fn flush(&self, ring: &Ring) -> Result<(), Errno> {
+        let graph = self.enter().await;
+        graph.check()?;
+        if let Node::Null(null) = &graph.top().node {
+            null.delay(ring).await;
+            return Ok(());
+        }
+        if self.is_read_only() || self.cache() == Cache::Unsafe {
+            return Ok(());
+        }
+        graph.flush(ring).await
+    }
+
+    /// Frees space of the storage. On a regular file and in a qcow2 image the range reads as
+    /// zeroes afterwards; on a block device it reads as anything. [`Disk::punch`] promises zeroes
+    /// everywhere. With [`Discard::Ignore`] nothing happens.
+    ///
+    /// * `offset`, `len`: bytes; the part past the end of the disk is ignored.
+    ///
+    /// Errors: EOPNOTSUPP where the storage cannot (null: always); EROFS; EPERM as
+    /// [`Disk::write`].
+    pub async fn discard(&self, ring: &Ring, offset: u64, len: u64) -> Result<(), Errno> {
+        let graph = self.enter().await;
+        let (offset, len) = self.admit(&graph, offset, len)?;
+        if let Node::Null(_) = &graph.top().node {
+            return Err(Errno::OPNOTSUPP);
+        }
+        if len == 0 || self.policy().discard == Discard::Ignore {
+            return Ok(());
+        }
+        let _mark = Mark::new(&graph, offset, len);
+        match &graph.top().node {
+            Node::Qcow2(image) => self.discard_qcow2(ring, &graph, image, offset, len).await,
+            Node::Raw(raw) => self.discard_raw(ring, raw, offset, len).await,
+            Node::Null(_) => Err(Errno::OPNOTSUPP),
+        }
+    }
+
+    /// Punches a hole, in every discard mode: the range reads as zeroes and its space is freed (in
+    /// a qcow2 image with [`Discard::Ignore`] for use by the image, not by the file system). In a
+    /// raw image zeroes are written only at either end, where a block is zeroed in part.
+    ///
+    /// * `offset`, `len`: bytes; the part past the end of the disk is ignored.
+    ///
+    /// Errors: EOPNOTSUPP where the storage cannot (null: always), and nothing has changed then;
+    /// EROFS; EPERM as [`Disk::write`].
+    pub async fn punch(&self, ring: &Ring, offset: u64, len: u64) -> Result<(), Errno> {
+        let graph = self.enter().await;
+        let (offset, len) = self.admit(&graph, offset, len)?;
+        if let Node::Null(_) = &graph.top().node {
+            return Err(Errno::OPNOTSUPP);
+        }
+        if len == 0 {
+            return Ok(());
+        }
+        let _mark = Mark::new(&graph, offset, len);
+        match &graph.top().node {
+            Node::Qcow2(image) => self.zero_qcow2(ring, &graph, image, offset, len, true).await,
+            Node::Raw(raw) => self.zero_raw(ring, raw, offset, len, true, false).await,
+            Node::Null(_) => Err(Errno::OPNOTSUPP),
+        }
+    }
+
+    /// Makes a range read as zeroes, by writing them where the storage has no better way.
+    ///
+    /// * `offset`, `len`: bytes; the part past the end of the disk is ignored.
+    /// * `may_unmap`: the space may be freed.
+    ///
+    /// Errors: EROFS; EPERM as [`Disk::write`]; those of the storage.
+    pub async fn write_zeroes(
+        &self,
+        ring: &Ring,
+        offset: u64,
+        len: u64,
+        may_unmap: bool,
+    ) -> Result<(), Errno> {
+        let graph = self.enter().await;
+        let (offset, len) = self.admit(&graph, offset, len)?;
+        if let Node::Null(null) = &graph.top().node {
+            null.delay(ring).await;
+            return Ok(());
+        }
+        if len == 0 {
+            return Ok(());
+        }
+        let _mark = Mark::new(&graph, offset, len);
+        self.zero(ring, &graph, offset, len, may_unmap).await
+    }
+
+    /// Writes one whole guest cluster of a qcow2 image in compressed form. For tools: the cluster
+    /// must not be allocated yet.
+    ///
+    /// * `offset`: bytes; a multiple of the cluster size.
+    /// * `compressed`: in the image's own compression type, shorter than a cluster.
+    ///
+    /// Errors: EOPNOTSUPP for other formats and for a window of an image; EROFS; those of the
+    /// image.
+    pub async fn write_compressed(
+        &self,
+        ring: &Ring,
+        offset: u64,
+        compressed: &[u8],
+    ) -> Result<(), Errno> {
+        let graph = self.enter().await;
+        self.admit(&graph, offset, 1)?;
+        // A whole cluster may reach past a window.
+        let image = graph.top_image().filter(|_| !graph.window.is_part());
+        let Some(image) = image else { return Err(Errno::OPNOTSUPP) };
+        let _mark = Mark::new(&graph, offset, image.info().cluster_size());
+        image.write_compressed(ring, GuestOffset(offset), compressed).await?;
+        self.look_after(ring, image);
+        Ok(())
+    }
+
+    /// Checks that a change is allowed, and gives its offset in the layers and its length inside
+    /// the disk, bytes.
+    ///
+    /// Errors: EIO, EROFS.
+    fn admit(&self, graph: &Graph, offset: u64, len: u64) -> Result<(u64, u64), Errno> {
+        graph.check()?;
+        if self.is_read_only() {
+            return Err(Errno::ROFS);
+        }
+        Ok(graph.place(offset, len))
+    }
+
+    /// Zeroes a range that lies inside a raw or qcow2 disk.
+    async fn zero(
+        &self,
+        ring: &Ring,
+        graph: &Graph,
+        offset: u64,
+        len: u64,
+        may_unmap: bool,
+    ) -> Result<(), Errno> {
+        match &graph.top().node {
+            Node::Qcow2(image) => self.zero_qcow2(ring, graph, image, offset, len, may_unmap).await,
+            Node::Raw(raw) => self.zero_raw(ring, raw, offset, len, may_unmap, true).await,
+            Node::Null(_) => Ok(()),
+        }
+    }
+}
+
+impl Graph {
+    /// Makes writes to the top layer durable.
+    pub(crate) async fn flush(&self, ring: &Ring) -> Result<(), Errno> {
+        match &self.top().node {
+            Node::Raw(raw) => raw.storage.flush(ring).await,
+            Node::Qcow2(image) => image.flush(ring).await,
+            Node::Null(_) => Ok(()),
+        }
+    }
+}

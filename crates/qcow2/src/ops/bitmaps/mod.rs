@@ -1,0 +1,19 @@
+//! Changes of persistent bitmaps of an image.
+//!
+//! Promises: each change is there as a whole or not at all after a crash ([`update`]), and nothing
+//! that another program may read is overwritten.
+//!
+//! - [`change`]: add, remove, clear, enable, disable, merge;
+//! - [`save`]: what was recorded, at the close;
+//! - [`resize`]: when the size of the disk changes, and when metadata moves;
+//! - [`store`]: contents to new clusters.
+
+mod change;
+mod resize;
+mod save;
+mod store;
+mod update;
+
+pub use change::BitmapContents;
+pub(super) use resize::{move_behind, resize, walk};
+pub(super) use save::{Unsaved, save};

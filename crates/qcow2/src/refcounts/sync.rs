@@ -1,1 +1,0 @@
-pub(crate) use crate::sync::*;

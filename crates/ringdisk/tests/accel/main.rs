@@ -1,0 +1,11 @@
+//! `ringdisk serve --accel`. What needs the kernel module runs where it is loaded (`tests/vm/run
+//! vhost-blk`), one test at a time.
+
+#[path = "../common/mod.rs"]
+mod common;
+mod disks;
+mod memory;
+mod qemu;
+mod refused;
+mod serving;
+mod threads;

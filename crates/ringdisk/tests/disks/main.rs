@@ -1,0 +1,11 @@
+//! `ringdisk serve`: disks of virtual machines, their upgrades, kills and migrations.
+
+#[path = "../common/mod.rs"]
+mod common;
+mod migrate;
+mod serve;
+mod serve_cli;
+mod serve_qemu;
+mod upgrade;
+mod upgrade_kill;
+mod vhost_kill;

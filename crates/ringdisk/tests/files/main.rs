@@ -1,0 +1,15 @@
+//! Served files: bytes, sizes, errors, ends and crashes, over whichever transport
+//! `RINGDISK_TEST_TRANSPORT` names. `./test uring` runs all of them over io_uring.
+
+mod broken;
+mod bytes;
+mod coherence;
+#[path = "../common/mod.rs"]
+mod common;
+mod crash;
+mod ctl;
+mod lifecycle;
+mod semantics;
+mod storage;
+mod user;
+mod verify;

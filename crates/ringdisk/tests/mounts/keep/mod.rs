@@ -1,0 +1,11 @@
+//! `--keep-mount`: the serving process is killed again and again, and its clients notice nothing.
+
+mod client;
+mod device;
+mod ends;
+mod kept;
+mod kill;
+mod manager;
+mod overlays;
+mod starts;
+mod state;

@@ -1,0 +1,14 @@
+//! What `ringdisk mount` offers beside bytes: how a mount ends, survives and changes while it is in
+//! use, parts of disks, passthrough, zero-copy and io_uring.
+
+mod busy;
+mod client_memory;
+mod commit;
+#[path = "../common/mod.rs"]
+mod common;
+mod given_up;
+mod keep;
+mod passthrough;
+mod refused;
+mod uring;
+mod windows;

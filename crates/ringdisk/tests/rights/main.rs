@@ -1,0 +1,11 @@
+//! What a serving process may still do, and as whom: in its sandbox, with `--user`, and after
+//! somebody has taken it over.
+
+#[path = "../common/mod.rs"]
+mod common;
+mod mount;
+mod overlays;
+mod probe;
+mod run_as;
+mod serve;
+mod takeover;

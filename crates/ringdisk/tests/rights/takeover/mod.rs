@@ -1,0 +1,12 @@
+//! A process in its sandbox that somebody has taken over: what he does through its descriptors (its
+//! memory, its lines to helpers, what it hands to a successor) reaches nothing but its own disk.
+
+mod agent;
+mod chain;
+#[path = "../../mounts/keep/kept.rs"]
+#[allow(dead_code)]
+mod kept;
+mod others;
+mod state;
+mod successor;
+mod warden;

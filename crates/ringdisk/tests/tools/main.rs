@@ -1,0 +1,12 @@
+//! The commands for images, beside those of `qemu-img`, the command line itself, and the examples
+//! of the README.
+
+mod chain;
+mod change;
+mod cli;
+#[path = "../common/mod.rs"]
+mod common;
+mod copy;
+mod create;
+mod mount;
+mod readme;

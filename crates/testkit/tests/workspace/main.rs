@@ -1,0 +1,17 @@
+//! Rules of the workspace that no compiler checks: the order of the crates, dependencies and their
+//! licences, `unsafe`, paths, and the documents.
+//!
+//! Promises: reads `cargo metadata` and the tree; changes nothing.
+
+mod circles;
+mod dependencies;
+mod documents;
+mod layers;
+mod licences;
+mod metadata;
+mod named_tests;
+mod paths;
+mod tree;
+mod unsafe_code;
+mod widths;
+mod words;
