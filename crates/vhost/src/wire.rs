@@ -18,7 +18,7 @@ use crate::closing::Held;
 use crate::vet::vet;
 
 /// Descriptors that the kernel lets through with one message (`SCM_MAX_FD` of net/scm.h). There is
-/// room for all: those for which there is none are closed by whoever receives the message, and
+/// room for all: those for which there is none are closed by the receiver of the message, and
 /// would have to be waited for.
 const SENT_MAX: usize = 253;
 /// Room for the descriptors of one message.
@@ -31,7 +31,7 @@ pub(crate) struct Piece {
     pub(crate) bytes: usize,
     /// There were more descriptors than fit, or than we may open.
     pub(crate) truncated: bool,
-    /// What a descriptor is that was not taken, since somebody else may answer for it.
+    /// What a descriptor is that was not taken, since another process may answer for it.
     pub(crate) foreign: Option<&'static str>,
 }
 

@@ -5,11 +5,11 @@
 mod accel;
 mod backend;
 mod control;
-mod custody;
 pub(crate) mod hand_over;
-mod home;
 mod options;
+mod ownership;
 mod place;
+mod ring_nodes;
 mod sockets;
 mod state;
 mod vrings;
@@ -35,27 +35,29 @@ use crate::{Error, ErrorKind};
 
 pub use crate::device::Health;
 pub use crate::device::OnError;
-pub use crate::parcel::Parcel;
+pub use crate::hand_over_state::HandOverState;
+#[doc(hidden)]
+pub use crate::hand_over_state::HandOverState as Parcel;
 pub use hand_over::HandedOver;
 pub use options::{
     BLOCK_SIZE_MAX, BLOCK_SIZE_MIN, Connector, ExportOptions, Listen, Packed, QUEUE_SIZE_MAX,
     QUEUES_MAX, SERIAL_BYTES_MAX, Second, check_block_size, check_serial, queues_default,
 };
 
-use crate::parcel::{Role, Unpacked};
+use crate::hand_over_state::{Role, Unpacked};
 use crate::signals::{Signals, Switch};
-use accel::{Accel, Shown};
+use accel::{Accel, KernelStatus};
 pub use accel::{AccelOptions, Acceleration, Engine, QueueCounters, QueueInKernel, State};
 use backend::Control;
 use control::Host;
-use home::{Homes, Views};
+use ring_nodes::{RingNodes, Views};
 use sockets::Door;
 
 /// Regions of guest memory that a front end may add.
 const MEM_SLOTS: u16 = 509;
-/// Whoever switches acceleration waits so long for the control thread's answer. The switch itself
-/// waits for as long as requests in flight take: one that is late is done all the same, and nobody
-/// is told.
+/// A thread that switches acceleration waits so long for the control thread's answer. The switch
+/// itself waits for as long as requests in flight take: one that is late is done all the same,
+/// without an answer.
 const SWITCHING: Duration = Duration::from_secs(30);
 
 /// Asks an export for a clean stop, from any thread; also after its end.
@@ -78,7 +80,7 @@ impl HandOverHandle {
     /// when the other process takes too long; it ends when that is committed.
     ///
     /// Errors: why that cannot be at the moment; the export goes on.
-    pub fn hand_over(&self) -> Result<(Parcel, HandedOver), Error> {
+    pub fn hand_over(&self) -> Result<(HandOverState, HandedOver), Error> {
         hand_over::ask(&self.0)
     }
 }
@@ -156,7 +158,7 @@ pub struct Export {
     device: Arc<Device>,
     views: Views,
     notes: Vec<String>,
-    accel: Option<Arc<Shown>>,
+    accel: Option<Arc<KernelStatus>>,
     /// Why the kernel never serves, if that is so.
     never_in_kernel: Option<&'static str>,
     _size_watch: SizeWatch,
@@ -180,28 +182,28 @@ impl Export {
     /// * `options`: where front ends come from is replaced by the socket of the other process, if
     ///   it had one.
     ///
-    /// Errors: the parcel is not understood, or does not fit the options; the other process goes on
+    /// Errors: the state is not understood, or does not fit the options; the other process goes on
     /// then.
     pub async fn take_over(
         ring: &Ring,
-        parcel: Parcel,
+        state: HandOverState,
         image: &ImageOptions,
         mut options: ExportOptions,
     ) -> Result<Prepared, Error> {
-        let mut parcel = parcel.open()?;
-        let disk = hand_over::open_disk(ring, &mut parcel, image).await.map_err(|error| {
+        let mut state = state.open()?;
+        let disk = hand_over::open_disk(ring, &mut state, image).await.map_err(|error| {
             Error::new(ErrorKind::Refused, "the disk cannot be taken over").source(error)
         })?;
-        if let Some(listener) = parcel.one(Role::Listener) {
+        if let Some(listener) = state.one(Role::Listener) {
             options.listen = Listen::Listener(listener);
         }
-        Export::prepare(disk, options, Some(parcel))
+        Export::prepare(disk, options, Some(state))
     }
 
     fn prepare(
         disk: Arc<Disk>,
         options: ExportOptions,
-        parcel: Option<Unpacked>,
+        state: Option<Unpacked>,
     ) -> Result<Prepared, Error> {
         options.check()?;
         let signals = Arc::new(Signals::new(options.held)?);
@@ -236,7 +238,7 @@ impl Export {
         }
         let views = threads.iter().map(|thread| thread.thread.view.clone()).collect();
         let views: Views = Arc::new(Mutex::new(views));
-        let homes = Homes::new(topology, usable, options.numa, placed, Arc::clone(&views));
+        let ring_nodes = RingNodes::new(topology, usable, options.numa, placed, Arc::clone(&views));
         let limits = disk.block_limits();
         let logical = options.logical_block_size;
         let config = Config {
@@ -262,7 +264,7 @@ impl Export {
             (None, _) => Some("it was started with --accel off"),
         };
         let accel = options.accel.map(|accel| Accel::open(accel, options.queues)).transpose()?;
-        let shown = accel.as_ref().map(|accel| Arc::clone(&accel.shown));
+        let status = accel.as_ref().map(|accel| Arc::clone(&accel.status));
         let changed = Arc::clone(&signals);
         let size_watch = disk.watch_size(move |_| changed.changed());
         let mut control = Control::new(
@@ -270,7 +272,7 @@ impl Export {
             Arc::clone(&device),
             config,
             threads,
-            homes,
+            ring_nodes,
             accel,
             Arc::clone(&signals),
         );
@@ -297,9 +299,9 @@ impl Export {
             mem_slots_max: MEM_SLOTS,
         };
         let mut front_end = None;
-        if let Some(mut parcel) = parcel {
-            control.unpack(&mut parcel)?;
-            if let (Some(state), Some(socket)) = (parcel.session(), parcel.one(Role::Connection)) {
+        if let Some(mut state) = state {
+            control.unpack(&mut state)?;
+            if let (Some(state), Some(socket)) = (state.session(), state.one(Role::Connection)) {
                 front_end = Some((Session::restore(session, state)?, socket.into()));
             }
         }
@@ -319,7 +321,7 @@ impl Export {
             device,
             views,
             notes,
-            accel: shown,
+            accel: status,
             never_in_kernel,
             _size_watch: size_watch,
         };
@@ -363,14 +365,14 @@ impl Export {
 
     /// Reads how it is with the host kernel, later and from elsewhere; `None`: it never serves.
     pub fn accel_reader(&self) -> Option<Box<dyn Fn() -> Acceleration + Send + Sync>> {
-        let shown = Arc::clone(self.accel.as_ref()?);
-        Some(Box::new(move || shown.read()))
+        let status = Arc::clone(self.accel.as_ref()?);
+        Some(Box::new(move || status.read()))
     }
 
     /// Whether there is a device through which the host kernel may come to serve.
     #[must_use]
     pub fn has_kernel(&self) -> bool {
-        self.accel.as_ref().is_some_and(|shown| shown.has_kernel())
+        self.accel.as_ref().is_some_and(|status| status.has_kernel())
     }
 
     /// Switches acceleration, from any thread.
@@ -417,6 +419,6 @@ impl Drop for Export {
 /// The counters of all queue threads now.
 fn stats_of(views: &Views) -> Stats {
     // A copy: reading takes longer than the lock may be held.
-    let views = home::locked(views).clone();
+    let views = ring_nodes::locked(views).clone();
     Stats::of(&views)
 }
