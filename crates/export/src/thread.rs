@@ -216,6 +216,16 @@ impl<W: QueueWork> QueueThread<W> {
     }
 }
 
+/// A thread that was not joined is asked to end, and not waited for.
+impl<W> Drop for QueueThread<W> {
+    fn drop(&mut self) {
+        if self.thread.is_some() {
+            self.stop.store(true, Ordering::Release);
+            self.view.remote.run(|_| {});
+        }
+    }
+}
+
 impl<W> fmt::Debug for QueueThread<W> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("QueueThread").field("view", &self.view).finish_non_exhaustive()

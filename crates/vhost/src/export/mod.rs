@@ -11,30 +11,25 @@ mod ownership;
 mod place;
 mod ring_nodes;
 mod sockets;
+mod start;
 mod state;
 mod vrings;
 
+use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
-use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use ringdisk_disk::{Disk, ImageOptions, SizeWatch};
-use ringdisk_export::ThreadPlaces;
 use ringdisk_export::stats::Stats;
-use ringdisk_ring::{Ring, Topology};
+use ringdisk_ring::Ring;
 
-use crate::blk::SEGMENTS_MAX;
-use crate::blk::config::Config;
-use crate::blk::features::{Offer, offered};
 use crate::device::Device;
-use crate::protocol::features as protocol;
-use crate::session::{Session, SessionConfig};
-use crate::worker::{ThreadSetup, WorkerThread};
+use crate::hand_over_state::Role;
+use crate::signals::{Signals, Switch};
 use crate::{Error, ErrorKind};
 
-pub use crate::device::Health;
-pub use crate::device::OnError;
+pub use crate::device::{Health, OnError};
 pub use crate::hand_over_state::HandOverState;
 #[doc(hidden)]
 pub use crate::hand_over_state::HandOverState as Parcel;
@@ -44,17 +39,11 @@ pub use options::{
     QUEUES_MAX, SERIAL_BYTES_MAX, Second, check_block_size, check_serial, queues_default,
 };
 
-use crate::hand_over_state::{Role, Unpacked};
-use crate::signals::{Signals, Switch};
-use accel::{Accel, KernelStatus};
+use accel::KernelStatus;
 pub use accel::{AccelOptions, Acceleration, Engine, QueueCounters, QueueInKernel, State};
-use backend::Control;
 use control::Host;
-use ring_nodes::{RingNodes, Views};
-use sockets::Door;
+use ring_nodes::Views;
 
-/// Regions of guest memory that a front end may add.
-const MEM_SLOTS: u16 = 509;
 /// A thread that switches acceleration waits so long for the control thread's answer. The switch
 /// itself waits for as long as requests in flight take: one that is late is done all the same,
 /// without an answer.
@@ -171,7 +160,7 @@ impl Export {
     /// Errors: [`ErrorKind::Usage`] for options that cannot be; those of sockets, threads and
     /// rings.
     pub fn start(disk: Arc<Disk>, options: ExportOptions) -> Result<Export, Error> {
-        Export::prepare(disk, options, None)?.go()
+        start::prepare(disk, options, None)?.go()
     }
 
     /// Takes an export over that another process has packed ([`HandOverHandle::hand_over`]).
@@ -197,135 +186,7 @@ impl Export {
         if let Some(listener) = state.one(Role::Listener) {
             options.listen = Listen::Listener(listener);
         }
-        Export::prepare(disk, options, Some(state))
-    }
-
-    fn prepare(
-        disk: Arc<Disk>,
-        options: ExportOptions,
-        state: Option<Unpacked>,
-    ) -> Result<Prepared, Error> {
-        options.check()?;
-        let signals = Arc::new(Signals::new(options.held)?);
-        let read_only = options.read_only || disk.is_read_only();
-        let device = Arc::new(Device::new(
-            &options.name,
-            &options.serial,
-            options.logical_block_size,
-            read_only,
-            options.write_cache,
-            options.on_error,
-            Arc::clone(&signals),
-        ));
-        let mut notes = Vec::new();
-        let topology = Topology::read();
-        let places = place::place(&topology, &options, &place::PLACED, &mut notes)?;
-        let ThreadPlaces { threads: placed, usable } = places;
-        let pins = options.pin_guest_memory.then(Arc::default);
-        let mut threads = Vec::with_capacity(placed.len());
-        for (index, cpus) in placed.iter().cloned().enumerate() {
-            let thread = WorkerThread::start(ThreadSetup {
-                index,
-                cpus,
-                disk: Arc::clone(&disk),
-                device: Arc::clone(&device),
-                pins: pins.clone(),
-                restricted: options.restricted,
-            });
-            let thread = thread.map_err(Error::of_ring)?;
-            notes.extend(thread.thread.pin_error.clone());
-            threads.push(thread);
-        }
-        let views = threads.iter().map(|thread| thread.thread.view.clone()).collect();
-        let views: Views = Arc::new(Mutex::new(views));
-        let ring_nodes = RingNodes::new(topology, usable, options.numa, placed, Arc::clone(&views));
-        let limits = disk.block_limits();
-        let logical = options.logical_block_size;
-        let config = Config {
-            seg_max: SEGMENTS_MAX.min(u32::from(options.queue_size_max.max(3) - 2)),
-            logical_block: logical,
-            physical_block: options
-                .physical_block_size
-                .unwrap_or(limits.physical_block)
-                .max(logical),
-            min_transfer: limits.min_io,
-            optimal_transfer: limits.opt_io,
-            discard_align: limits.discard_align,
-            discard_max: limits.discard_max,
-            zeroes_max: limits.zeroes_max,
-            queues: options.queues,
-            may_unmap: limits.zeroes_may_unmap,
-        };
-        let never_in_kernel = match (options.accel, options.packed) {
-            (Some(_), _) => None,
-            (None, Packed::On) => {
-                Some("it was started with --packed on, and the kernel knows no packed virtqueues")
-            }
-            (None, _) => Some("it was started with --accel off"),
-        };
-        let accel = options.accel.map(|accel| Accel::open(accel, options.queues)).transpose()?;
-        let status = accel.as_ref().map(|accel| Arc::clone(&accel.status));
-        let changed = Arc::clone(&signals);
-        let size_watch = disk.watch_size(move |_| changed.changed());
-        let mut control = Control::new(
-            Arc::clone(&disk),
-            Arc::clone(&device),
-            config,
-            threads,
-            ring_nodes,
-            accel,
-            Arc::clone(&signals),
-        );
-        let is_for_kernel = control.check_accel()?;
-        if control.accel.is_some() {
-            let told = Arc::clone(&signals);
-            disk.watch_changes(move |change| told.disk_changes(change));
-        }
-        let offer = Offer {
-            read_only,
-            discard: limits.can_discard,
-            several_queues: options.queues > 1,
-            packed: match options.packed {
-                Packed::Auto => !is_for_kernel,
-                Packed::On => true,
-                Packed::Off => false,
-            },
-        };
-        let session = SessionConfig {
-            features: offered(offer),
-            protocol_features: protocol::ALL,
-            queues_max: options.queues,
-            queue_size_max: options.queue_size_max,
-            mem_slots_max: MEM_SLOTS,
-        };
-        let mut front_end = None;
-        if let Some(mut state) = state {
-            control.unpack(&mut state)?;
-            if let (Some(state), Some(socket)) = (state.session(), state.one(Role::Connection)) {
-                front_end = Some((Session::restore(session, state)?, socket.into()));
-            }
-        }
-        let host = Host {
-            control,
-            door: Door::open(options.listen, options.connector)?,
-            session,
-            second: options.second,
-            signals: Arc::clone(&signals),
-            name: options.name,
-            front_end,
-            is_deaf: false,
-        };
-        let export = Export {
-            thread: None,
-            signals,
-            device,
-            views,
-            notes,
-            accel: status,
-            never_in_kernel,
-            _size_watch: size_watch,
-        };
-        Ok(Prepared { host, export, disk })
+        start::prepare(disk, options, Some(state))
     }
 
     /// Takes front ends from now on, if they had to wait for it ([`ExportOptions::held`]).
