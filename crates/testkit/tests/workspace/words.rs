@@ -5,11 +5,9 @@
 use crate::tree::{files, relative, root};
 
 /// Where the words still stand. Parts leave this list when they are clean; none is added.
-const NOT_YET: [&str; 9] = [
+const NOT_YET: [&str; 7] = [
     "CHANGELOG.md",
     "crates/daemon/",
-    "crates/export/",
-    "crates/fuse/",
     "crates/qcow2/",
     "crates/ringdisk/",
     "crates/vhost/",
