@@ -1,7 +1,7 @@
 //! L1 and L2 entries: what they mean, and whether they may be believed.
 //!
 //! Promises: no offset leaves here that is unaligned, points into the header, the L1 table, the
-//! refcount table or the snapshot table, or starts behind the end of its file. Entries with
+//! refcount table or the snapshot table, or starts past the end of its file. Entries with
 //! reserved bits set are refused: they mean something that we do not know. Pure, never allocates.
 //!
 //! Source: qcow2 specification, "Cluster mapping" and "Extended L2 entries".
@@ -106,7 +106,7 @@ impl Rules {
     }
 
     /// Errors: `EIO` for an entry of an image with an external data file that names another place
-    /// there than that of its guest cluster. Of an image without one nothing is looked at.
+    /// there than that of its guest cluster. An image without one passes.
     ///
     /// * `guest`: any offset of the disk inside the cluster.
     #[inline]
@@ -115,7 +115,7 @@ impl Rules {
             return Ok(());
         }
         let host = entry & OFFSET_MASK;
-        // Place 0 is told from none by bit 63.
+        // Bit 63 distinguishes place 0 from none.
         let present = host != 0 || entry & COPIED != 0;
         let misplaced = present
             && entry & COMPRESSED == 0

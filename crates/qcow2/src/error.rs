@@ -1,7 +1,7 @@
-//! The error of the control path: opening an image.
+//! The error of the control path, such as opening an image.
 //!
-//! Kind for programs, one sentence for people (which file, which field, which value, why, what to
-//! do), and the cause where the system reported one. The data path reports
+//! Promises: a kind for programs, one sentence for people (which file, which field, which value,
+//! why, what to do), and the cause where the system reported one. The data path reports
 //! [`Errno`](ringdisk_ring::Errno) only.
 
 use std::borrow::Cow;

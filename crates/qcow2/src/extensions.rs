@@ -1,7 +1,8 @@
-//! Header extensions: typed, bounded, unknown ones kept. Pure, no I/O.
+//! Parses header extensions.
 //!
-//! Source: qcow2 specification, "Header extensions", "String header extensions", "Feature name
-//! table", "Bitmaps extension", "Full disk encryption header pointer".
+//! Promises: pure, no I/O; their number and sizes are bounded; unknown ones are kept. Source: qcow2
+//! specification, "Header extensions", "String header extensions", "Feature name table", "Bitmaps
+//! extension", "Full disk encryption header pointer".
 
 use crate::error::Error;
 use crate::info::{FeatureClass, FeatureName, UnknownExtension};
@@ -56,7 +57,7 @@ pub(crate) struct Extensions {
     pub(crate) data_file: Option<Vec<u8>>,
     pub(crate) feature_names: Vec<FeatureName>,
     pub(crate) bitmaps: Option<BitmapDirectory>,
-    /// Why the bitmaps extension says nothing, when it is there.
+    /// Why the bitmaps extension cannot be used, when it is there.
     pub(crate) bitmaps_bad: Option<String>,
     pub(crate) unknown: Vec<UnknownExtension>,
 }

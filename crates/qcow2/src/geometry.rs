@@ -1,4 +1,6 @@
-//! Sizes and shifts of one image, worked out once at open. Pure arithmetic.
+//! Sizes and shifts of one image, computed once at the open.
+//!
+//! Promises: pure arithmetic.
 
 use crate::concurrent::slices::SliceIndex;
 use crate::limits::SLICE_BYTES_MAX;

@@ -1,4 +1,7 @@
-//! What an image says about itself, for `info` and for the disk layer that opens what it names.
+//! What an image says about itself, for `info` and for the disk layer that opens the files it
+//! names.
+//!
+//! Promises: plain values.
 
 use crate::units::HostOffset;
 

@@ -1,7 +1,7 @@
-//! Upper bounds of everything whose size an image chooses, checked before any allocation.
+//! Upper bounds of all sizes that an image chooses.
 //!
-//! The bounds on tables are those that QEMU uses, so an image that it accepts is not refused here
-//! for its size.
+//! Promises: they are checked before memory is allocated. The bounds on tables are those that QEMU
+//! uses, so an image that it accepts is not refused here for its size.
 
 /// Bytes of a sector: the unit of disk sizes and of the lengths of compressed clusters, and what a
 /// disk writes in one piece or not at all.
@@ -78,5 +78,5 @@ pub const CHECK_BYTES_MAX: u64 = 2 << 30;
 /// real image has (2000 snapshots with the largest L1 table), so that a sparse file full of
 /// references to the same holes ends.
 pub const CHECK_TABLES_BYTES_MAX: u64 = 64 << 30;
-/// Entries for places behind the end of the file whose flags a check remembers one by one: 32 MiB.
-pub const CHECK_STRAYS_MAX: usize = 1 << 19;
+/// Entries for places past the end of the file whose flags a check remembers one by one: 32 MiB.
+pub const CHECK_PAST_END_MAX: usize = 1 << 19;

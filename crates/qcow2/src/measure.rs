@@ -1,7 +1,7 @@
-//! How much space a new image will take. Pure arithmetic.
+//! The space that a new image will take.
 //!
-//! Promises: the numbers of `qemu-img measure`, to the byte. They are upper bounds: metadata is
-//! counted for a fully allocated disk, and every cluster that data touches.
+//! Promises: pure arithmetic; the numbers of `qemu-img measure`, to the byte. They are upper
+//! bounds: metadata is counted for a fully allocated disk, and every cluster that data touches.
 
 use crate::bitmaps;
 use crate::create::{CreateOptions, Preallocation, check_layout};
@@ -46,10 +46,10 @@ pub struct Measure {
 
 impl Measure {
     /// * `file`: name for messages.
-    /// * `options`: of the new image; the names of files are not looked at.
+    /// * `options`: of the new image; the names of files do not matter.
     /// * `has_source`: there is a disk to be converted, whose data follows by
-    ///   [`data`](Measure::data). With a backing file all of it counts: nobody knows what the two
-    ///   have in common.
+    ///   [`data`](Measure::data). With a backing file all of it counts: it is not known what the
+    ///   two have in common.
     ///
     /// Errors: `InvalidRequest` for a cluster size or refcount width that no image can have;
     /// `TooLarge`.
@@ -89,7 +89,7 @@ impl Measure {
     }
 
     /// Counts a range of the source that is allocated and does not read as zeroes for sure. In
-    /// order; ranges behind the end of the disk do not count.
+    /// order; ranges past the end of the disk do not count.
     pub fn data(&mut self, offset: u64, len: u64) {
         let end = offset.saturating_add(len).min(self.disk_bytes);
         if offset >= end {

@@ -1,4 +1,6 @@
-//! What a mapping says, and how neighbouring pieces grow into one.
+//! Extents, the answer of a look-up, and how neighbouring pieces grow into one.
+//!
+//! Promises: pure; no allocation.
 
 use crate::compressed::Compressed;
 use crate::units::HostOffset;

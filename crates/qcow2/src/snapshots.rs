@@ -1,4 +1,7 @@
-//! The table of internal snapshots: parsed and listed. Source: qcow2 specification, "Snapshots".
+//! The table of internal snapshots: parsed and listed.
+//!
+//! Promises: memory is bounded by [`limits`](crate::limits). Source: qcow2 specification,
+//! "Snapshots".
 
 use ringdisk_ring::Ring;
 use ringdisk_storage::Storage;

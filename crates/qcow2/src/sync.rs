@@ -1,12 +1,14 @@
-//! The primitives that threads share, in one place: the model test (`model/`) builds the same
-//! source files on simulated ones.
+//! Atomics and locks, in one place.
+//!
+//! Promises: code that threads share takes its primitives from here alone, so that the model test
+//! (`model/`) can build the same source files on simulated ones.
 
 pub(crate) use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 pub(crate) use std::sync::{Arc, Mutex, MutexGuard};
 
 use zerocopy::FromZeros;
 
-/// `count` zeroed words, straight from the allocator: pages that nobody touches take no memory.
+/// `count` zeroed words, straight from the allocator: pages that are never touched take no memory.
 /// `None` when the allocator refuses.
 pub(crate) fn zeroed_words(count: usize) -> Option<Box<[AtomicU64]>> {
     <[AtomicU64]>::new_box_zeroed_with_elems(count).ok()

@@ -1,4 +1,4 @@
-//! Reads a table of variable-length entries from the image, piece by piece.
+//! Reads tables from the image: whole ones, and those of variable-length entries piece by piece.
 //!
 //! Promises: memory stays at one piece, and nothing is read beyond the limit that the caller gave,
 //! whatever the lengths inside the table say. Used at open only.

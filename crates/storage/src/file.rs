@@ -210,8 +210,9 @@ impl File {
         let noted = self.flush_failed.compare_exchange(0, errno.raw_os_error(), order.0, order.1);
         if noted.is_ok() {
             tracing::error!(
-                "'{}': a flush failed ({errno}), so what was written since the flush before may be lost; no flush succeeds \
-                 until the file is opened again: look at the disk that holds it",
+                "'{}': a flush failed ({errno}), so what was written since the flush before may \
+                 be lost; no flush succeeds until the file is opened again: look at the disk that \
+                 holds it",
                 self.name
             );
         }

@@ -43,7 +43,8 @@
 //!
 //! | row | modules |
 //! |---|---|
-//! | words, system calls | `error`, `failure`, `ffi`, `gate`, `holders`, `kinds`, `opener`, `sysfs` |
+//! | words | `error`, `failure`, `kinds`, `opener` |
+//! | system calls, waiting | `ffi`, `gate`, `holders`, `sysfs` |
 //! | of an open file | `lock`, `options`, `pages`, `probe`, `retry` |
 //! | a file | `file`, `read`, `write`, `extend`, `space` |
 //! | opening | `open`, `reopen` |

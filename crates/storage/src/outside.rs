@@ -9,8 +9,8 @@ use crate::options::OpenOptions;
 use crate::storage::Storage;
 
 impl OpenOptions {
-    /// Has the note of an image changed by [`OpenOptions::opener`] ([`Opener::note`](crate::Opener::note)). Storage of
-    /// other kinds has none.
+    /// Has the note of an image changed by [`OpenOptions::opener`]
+    /// ([`Opener::note`](crate::Opener::note)). Storage of other kinds has none.
     ///
     /// Errors: as there; ENOSYS where there is no opener.
     pub fn note_outside(&self, file: &Storage, line: &[u8], is_done: bool) -> Result<(), Errno> {

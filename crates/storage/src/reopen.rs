@@ -1,10 +1,10 @@
 //! Opens a file again in another mode: for an image that becomes a backing file, or a backing file
 //! that becomes writable.
 //!
-//! Promises: the file is reached through its descriptor, so no name is looked up again; the locks of
-//! the old descriptor move to the new one without a moment in which another program could take the
-//! image; on an error the old one is as it was. Control thread; may block for as long as the file
-//! system takes.
+//! Promises: the file is reached through its descriptor, so no name is looked up again; the locks
+//! of the old descriptor move to the new one without a moment in which another program could take
+//! the image; on an error the old one is as it was. Control thread; may block for as long as the
+//! file system takes.
 
 use std::sync::Mutex;
 use std::sync::atomic::Ordering;
@@ -29,8 +29,8 @@ pub(crate) fn reopen(old: &File, options: &OpenOptions) -> Result<File, Error> {
                 format!("'{name}' may be read but not written: change its mode")
             }
             Errno::KEYREJECTED => format!(
-                "'{name}' is below the image that is served, and this process may only read it: ask with `ringdisk ctl` of this \
-                 version, whose word it takes to write it"
+                "'{name}' is below the image that is served, and this process may only read it: \
+                 ask with `ringdisk ctl` of this version, whose word it takes to write it"
             ),
             Errno::ROFS => format!("'{name}' is on a read-only file system"),
             Errno::NOENT => format!("cannot open '{name}' again: /proc is not there"),

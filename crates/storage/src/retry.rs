@@ -1,9 +1,9 @@
 //! Repeats operations that failed for a passing reason.
 //!
-//! Promises: clients of a file see neither `EINTR` nor (for about 10 s) `EAGAIN`. io_uring completes
-//! an operation with `EAGAIN` where it could not wait for a resource that is short for the moment
-//! (memory, a request of the block layer), and with `EINTR` where a signal or the end of a worker
-//! interrupted it. Ring threads.
+//! Promises: clients of a file see neither `EINTR` nor (for about 10 s) `EAGAIN`. io_uring
+//! completes an operation with `EAGAIN` where it could not wait for a resource that is short for
+//! the moment (memory, a request of the block layer), and with `EINTR` where a signal or the end of
+//! a worker interrupted it. Ring threads.
 
 use std::time::Duration;
 

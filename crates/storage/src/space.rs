@@ -117,8 +117,8 @@ impl File {
         !self.refuses_holes.load(Ordering::Relaxed)
     }
 
-    /// Alignment of holes in a block device, bytes. Where a hole covers a part of a cached page, the
-    /// kernel zeroes that part before it asks the device, and leaves it zeroed when the device
+    /// Alignment of holes in a block device, bytes. Where a hole covers a part of a cached page,
+    /// the kernel zeroes that part before it asks the device, and leaves it zeroed when the device
     /// refuses.
     fn hole_align(&self) -> u64 {
         let sector = u64::from(self.limits.discard_align);

@@ -263,7 +263,8 @@ impl Storage {
     /// Writes `buf`; a regular file grows when it must. Returns the bytes written: fewer than there
     /// are when an error came after some progress. Not durable before [`Storage::flush`].
     ///
-    /// Errors: `ENOSPC` (also past the end of a block device), `EIO`, `EDQUOT`, `EFBIG`, `EROFS`, …
+    /// Errors: `ENOSPC` (also past the end of a block device), `EIO`, `EDQUOT`, `EFBIG`, `EROFS`,
+    /// …
     pub async fn write(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<usize, Errno> {
         let result = match &self.0 {
             Inner::File(file) => file.write(ring, offset, buf).await,

@@ -1,8 +1,8 @@
 //! The bits of one bitmap in memory.
 //!
 //! Promises: [`Bits::set`] takes no lock and allocates nothing, and writes only to words that
-//! change, so that writers who hit the same places again share clean cache lines. Parts of the disk
-//! that nobody touched take no memory.
+//! change, so that writers of the same places share clean cache lines. Parts of the disk that were
+//! never written take no memory.
 
 use std::ops::Range;
 
@@ -43,7 +43,7 @@ impl Bits {
         self.count().div_ceil(8)
     }
 
-    /// Marks `len` bytes of disk at `offset`. What lies behind the end is left out.
+    /// Marks `len` bytes of disk at `offset`. What lies past the end is left out.
     pub(crate) fn set(&self, offset: GuestOffset, len: u64) {
         let (start, end) = (offset.0, offset.0.saturating_add(len).min(self.size));
         if start >= end {
@@ -72,7 +72,7 @@ impl Bits {
         }
     }
 
-    /// Adds 64 bits at once; those behind the end are left out.
+    /// Adds 64 bits at once; those past the end are left out.
     pub(crate) fn or_word(&self, index: usize, value: u64) {
         let Some(word) = self.words.get(index) else { return };
         let left = self.count() - index as u64 * 64;
@@ -82,7 +82,7 @@ impl Bits {
         }
     }
 
-    /// 64 bits, zeroes behind the end.
+    /// 64 bits, zeroes past the end.
     pub(crate) fn word(&self, index: usize) -> u64 {
         self.words.get(index).map_or(0, |word| word.load(Ordering::Relaxed))
     }

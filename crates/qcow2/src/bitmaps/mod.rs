@@ -51,7 +51,7 @@ pub(crate) fn listed(entry: &directory::Entry) -> Bitmap {
         name: entry.shown(),
         // At most 63: checked when the directory was read.
         granularity_bytes: 1 << entry.granularity_bits,
-        // A bitmap that nobody can use is as good as one that was not saved.
+        // A bitmap that cannot be used counts as one that was not saved.
         in_use: entry.has(directory::IN_USE) || entry.unusable().is_some(),
         auto: entry.has(directory::AUTO),
         table_offset: entry.table_offset,

@@ -2,14 +2,14 @@
 //!
 //! Promises:
 //! - Before the first write the image says, on stable storage, that these bitmaps are in use; after
-//!   a crash nobody trusts them.
+//!   a crash no program trusts them.
 //! - Every write is recorded before it is made: [`Recording::record`] takes no lock, allocates
 //!   nothing and leaves shared cache lines alone where the bits are set already.
 //! - A bitmap becomes valid again only by a save that is complete on stable storage. A save that
 //!   fails changes nothing: the bitmaps are in use as before and go on recording.
 //! - Recording can begin again after a save, at the place where the save has put the directory.
 //! - Bitmaps that do not record (not `auto`) stay valid as they are; those that were left in use by
-//!   somebody else stay so and are not recorded.
+//!   another program stay so and are not recorded.
 //! - One that should record and cannot is lost by itself: it is marked in use with the others and
 //!   stays so. The others go on recording.
 
@@ -143,7 +143,7 @@ impl Recording {
     /// Marks the bitmaps as in use, on stable storage. To be called before the first change of the
     /// disk; again after an error.
     ///
-    /// Errors: what the storage reports; they are as they were then, unless that cannot be written
+    /// Errors: those of the storage; they are as they were then, unless that cannot be written
     /// either.
     pub(crate) async fn begin(&self, ring: &Ring, file: &Storage) -> Result<(), Errno> {
         if self.recorded.is_empty() && self.lost.is_empty() || self.has_begun() {

@@ -109,7 +109,7 @@ impl Place<'_> {
         self.file.len().next_multiple_of(self.cluster_size())
     }
 
-    /// Reads bytes; zeroes behind the end of the file.
+    /// Reads bytes; zeroes past the end of the file.
     async fn read(&self, offset: HostOffset, len: u64) -> Result<Vec<u8>, Unreadable> {
         let len = usize::try_from(len).map_err(|_| "it is too large".to_owned())?;
         let buf = IoBuf::new(len.max(1), ALIGN).slice(0..len);

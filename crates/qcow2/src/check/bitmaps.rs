@@ -1,7 +1,7 @@
 //! The bitmaps of an image that is checked: what they refer to, and which of them cannot be used.
 //!
 //! Promises: a bitmap that cannot be used is given up by itself; what it seems to refer to is not
-//! counted, so it costs no other structure anything. Bitmaps are looked at last: one that lies on
+//! counted, so it costs no other structure anything. Bitmaps are checked last: one that lies on
 //! what the header names is wrong, not what it lies on. Where it lies on what an L1 or L2 entry
 //! names, either may be wrong, and nothing is given up (module `overlaps`). Memory is bounded: one
 //! table at a time, of at most 8 MiB, and an entry for each cluster of the file that a bitmap has.
@@ -9,7 +9,7 @@
 use std::collections::HashMap;
 
 use crate::bitmaps::directory::{AUTO, FLAGS_AT, IN_USE};
-use crate::check::rebuild::Patient;
+use crate::check::rebuild::Image;
 use crate::check::report::{CheckHooks, CheckReport};
 use crate::check::scan::{Holds, Scan};
 use crate::check::source::Source;
@@ -59,7 +59,7 @@ fn directory(header: &Header) -> Option<BitmapDirectory> {
     header.extensions.bitmaps.filter(|_| header.autoclear & header::BITMAPS != 0)
 }
 
-/// What the bitmaps looked at so far have.
+/// The clusters of the bitmaps checked so far.
 #[derive(Default)]
 struct Seen {
     /// So many claims were there before, sorted.
@@ -172,7 +172,7 @@ impl Scan {
         for cluster in clusters {
             let at = *cluster << self.layout.cluster_bits;
             if let Some(other) = seen.clusters.insert(*cluster, number) {
-                // Nobody knows to which of them it belongs.
+                // It is not known to which of them it belongs.
                 if other != number {
                     self.lost_bitmaps.add(other);
                     report.own_finding(1, || {
@@ -215,13 +215,13 @@ impl Scan {
 /// in them. Returns what was done.
 ///
 /// Errors: `Io`.
-pub(super) async fn distrust(patient: Patient<'_>, scan: &Scan) -> Result<Vec<String>, Stop> {
+pub(super) async fn distrust(image: Image<'_>, scan: &Scan) -> Result<Vec<String>, Stop> {
     let lost = &scan.lost_bitmaps;
-    let Some(directory) = directory(patient.header).filter(|_| !lost.all) else {
+    let Some(directory) = directory(image.header).filter(|_| !lost.all) else {
         return Ok(Vec::new());
     };
-    let reader = patient.reader();
-    let Ok(bitmaps) = tables::bitmaps(&reader, patient.header, directory).await? else {
+    let reader = image.reader();
+    let Ok(bitmaps) = tables::bitmaps(&reader, image.header, directory).await? else {
         return Ok(Vec::new());
     };
     let mut said = Vec::new();
@@ -238,14 +238,15 @@ pub(super) async fn distrust(patient: Patient<'_>, scan: &Scan) -> Result<Vec<St
         // Inside the sector: entries are aligned to 8.
         let place = usize::try_from(at - sector).unwrap_or(0);
         content[place..place + 4].copy_from_slice(&(bitmap.flags | IN_USE).to_be_bytes());
-        patient.write(sector, &content).await?;
+        image.write(sector, &content).await?;
         said.push(format!(
-            "Repaired: bitmap '{}' is inconsistent now, as it knows nothing of what the repair changes on the disk",
+            "Repaired: bitmap '{}' is inconsistent now, as it knows nothing of what the repair \
+             changes on the disk",
             bitmap.name
         ));
     }
     if !said.is_empty() {
-        patient.flush().await?;
+        image.flush().await?;
     }
     Ok(said)
 }

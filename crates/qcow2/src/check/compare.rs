@@ -21,17 +21,17 @@ pub(super) struct Compared {
     pub(super) wrong_flags: u64,
     /// A leak can only be taken back together with a change of COPIED flags.
     pub(super) leaks_with_flags: bool,
-    /// Clusters behind the end of the file are counted as used: leaks once the file has grown over
+    /// Clusters past the end of the file are counted as used: leaks once the file has grown over
     /// them. `qemu-img check` does not look there.
     pub(super) counts_past_end: bool,
-    /// Entries name clusters that are counted as free, or as somebody else's, by blocks that are
+    /// Entries name clusters that are counted as free, or as another entry's, by blocks that are
     /// right otherwise: one of them may be for another cluster.
     pub(super) suspect: bool,
     /// The last cluster with a refcount or a reference.
     highest: HostCluster,
 }
 
-/// One past the last cluster that is looked at: those of the file, and one more when something
+/// One past the last cluster that is compared: those of the file, and one more when something
 /// reaches into it.
 pub(super) fn end_of(scan: &Scan) -> HostCluster {
     let clusters = scan.layout.clusters();
@@ -92,7 +92,7 @@ pub(super) async fn compare(
         !known
     });
     runs.finish(report);
-    strays(source, scan, &blocks, &mut compared, report).await?;
+    flags_past_end(source, scan, &blocks, &mut compared, report).await?;
     compared.wrong_flags += scan.external_flags;
     report.image_end_offset = ((compared.highest + 1) << layout.cluster_bits).0;
     scan.blocks = blocks;
@@ -135,8 +135,8 @@ fn without_block(
     scan.overflow |= overflow;
 }
 
-/// Flags of entries that point behind the end: the refcount there is what a block says, mostly 0.
-async fn strays(
+/// Flags of entries that point past the end: the refcount there is what a block says, mostly 0.
+async fn flags_past_end(
     source: &impl Source,
     scan: &Scan,
     blocks: &[u64],
@@ -144,10 +144,10 @@ async fn strays(
     report: &mut CheckReport,
 ) -> Result<(), Stop> {
     let layout = scan.layout;
-    let mut strays: Vec<_> = scan.strays.iter().map(|(at, flags)| (*at, *flags)).collect();
-    strays.retain(|(_, (copied, plain))| copied + plain > 0);
-    strays.sort_unstable();
-    for (cluster, (copied, plain)) in strays {
+    let mut entries: Vec<_> = scan.past_end.iter().map(|(at, flags)| (*at, *flags)).collect();
+    entries.retain(|(_, (copied, plain))| copied + plain > 0);
+    entries.sort_unstable();
+    for (cluster, (copied, plain)) in entries {
         let index = usize::try_from(layout.block_of(cluster)).unwrap_or(usize::MAX);
         let offset = HostOffset(blocks.get(index).map_or(0, |entry| entry & !BLOCK_RESERVED));
         let is_readable =
@@ -211,7 +211,7 @@ impl Block<'_> {
                     Region::Empty => Uses::default(),
                     Region::Narrow(bytes) => {
                         let byte = bytes[inside + place];
-                        // Nearly all clusters: nobody, or one user that says so.
+                        // Nearly all clusters: no user, or one whose entry says so.
                         if (byte == 0 && stored == 0) || (byte == 0x11 && stored == 1) {
                             right += stored;
                             continue;

@@ -80,7 +80,7 @@ pub(super) struct OutOfMemory;
 /// The counts of neighbouring clusters.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Region<'a> {
-    /// Nobody references any of them.
+    /// None of them is referenced.
     Empty,
     /// See [`Uses::from_narrow`].
     Narrow(&'a [u8]),
@@ -111,7 +111,7 @@ impl Counts {
             return Err(OutOfMemory);
         }
         Ok(Counts {
-            // Zeroes from the allocator: pages of it that nobody touches take no memory.
+            // Zeroes from the allocator: pages of it that are never touched take no memory.
             directory: vec![0; usize::try_from(regions).map_err(|_| OutOfMemory)?],
             narrow: Vec::new(),
             wide: Vec::new(),

@@ -1,4 +1,6 @@
-//! The numbers of one image that every step of a check needs. Pure arithmetic.
+//! The numbers of one image that every step of a check needs.
+//!
+//! Promises: pure arithmetic.
 
 use crate::header::{self, Header};
 use crate::limits::SECTOR;
@@ -142,7 +144,7 @@ impl Layout {
             return EntryKind::Compressed;
         }
         let zero = entry & ZERO != 0 && !self.extended;
-        // Offset 0 is a place like any other in an external data file; the COPIED flag tells.
+        // Offset 0 is a place like any other in an external data file; the COPIED flag decides.
         let somewhere = entry & OFFSET_MASK != 0 || (!zero && self.external && entry & COPIED != 0);
         if somewhere { EntryKind::Allocated } else { EntryKind::Unallocated }
     }

@@ -1,4 +1,4 @@
-//! Check and repair of an image that nobody else uses.
+//! Check and repair of an image that no other program uses.
 //!
 //! Promises:
 //! - A check writes nothing. It finds what `qemu-img check` finds and counts it in the same way,
@@ -10,11 +10,11 @@
 //!   `repair`).
 //!
 //! Where QEMU stops at a refcount block that is not aligned the verdict is the same, but the rest
-//! is looked at too. What it does not look for is counted in [`CheckReport::own_findings`] as well.
+//! is checked too. What QEMU does not look for is counted in [`CheckReport::own_findings`] as well.
 //! A bitmap that it does not open an image with is damage here, which a repair removes. Tables
-//! behind the end of the file read as zeroes, as it reads them.
+//! past the end of the file read as zeroes, as it reads them.
 //!
-//! It works on storage, not on an open image, so that it can look at what cannot be opened.
+//! It works on storage, not on an open image, so that it can check what cannot be opened.
 //! Control threads; the ring that it is given serves its reads.
 
 mod bitmaps;
@@ -77,9 +77,9 @@ pub struct CheckOptions {
 /// Bytes that are read first: enough for the whole first cluster in most images.
 const FIRST_READ_BYTES: u64 = 64 << 10;
 
-/// Checks the image in `file`, which nobody else may use meanwhile.
+/// Checks the image in `file`, which no other program may use meanwhile.
 ///
-/// * `data_file`: the external data file, where the image has one. Only its length is looked at;
+/// * `data_file`: the external data file, where the image has one. Only its length is used;
 ///   `None`: every place of it is taken to be there.
 ///
 /// Errors: `Corrupt` when the header or a directory cannot be understood, `Cancelled`, `TooLarge`,
@@ -106,7 +106,7 @@ pub async fn check(
 
 /// Makes the refcounts of an image right that was not closed cleanly, in new structures beside the
 /// old ones, and takes the dirty bit off in the same sector that leads to them. For an open for
-/// writing; nobody else may use the image.
+/// writing; no other program may use the image.
 ///
 /// * `header`: as read from `file`; it has to be read again afterwards.
 ///
@@ -117,8 +117,8 @@ pub(crate) async fn rebuild_refcounts(
     file: &Arc<Storage>,
     header: &Header,
 ) -> Result<(), Error> {
-    let patient = rebuild::Patient { ring, storage: file, header, data_len: None };
-    let rebuilt = repair::rebuild_dirty(patient, CheckHooks::none());
+    let image = rebuild::Image { ring, storage: file, header, data_len: None };
+    let rebuilt = repair::rebuild_dirty(image, CheckHooks::none());
     Box::pin(rebuilt).await.map_err(|stop| stop.into_error(file.name()))
 }
 
@@ -160,7 +160,7 @@ async fn read_header(source: &impl Source, name: &str) -> Result<Header, Stop> {
     Ok(header::parse_for_check(&head, Subject { name, len })?)
 }
 
-/// One complete look at the image.
+/// One complete pass over the image.
 async fn examine(
     source: &impl Source,
     header: &Header,

@@ -109,7 +109,7 @@ fn table_makes_sense(scan: &Scan) -> bool {
     good > 0 && good * 2 > named.count()
 }
 
-/// Whether at least half of what a refcount block says is right, or it says nothing.
+/// Whether at least half of what a refcount block says is right, or the block is empty.
 async fn block_makes_sense(source: &impl Source, scan: &Scan, claim: &Claim) -> Result<bool, Stop> {
     let layout = scan.layout;
     let at = claim.cluster << layout.cluster_bits;
@@ -160,7 +160,7 @@ async fn entries_for(
     for table in tables {
         if is_one(table.offset) {
             messages.extend(l1_entry(layout, table));
-            // What it holds are no entries, or nobody knows.
+            // What it holds are no entries, or it is not known.
             continue;
         }
         let len = layout.cluster_len();
@@ -192,8 +192,8 @@ fn l1_entry(layout: Layout, table: &TableUse) -> Option<String> {
         let bytes = layout.table_bytes();
         let start = u64::from(table.index) * bytes;
         format!(
-            "ERROR L1 table, entry {}: the L2 table at {at:#x} lies there ({bytes} bytes of the disk \
-             from {start} on)",
+            "ERROR L1 table, entry {}: the L2 table at {at:#x} lies there ({bytes} bytes of the \
+             disk from {start} on)",
             table.index
         )
     })

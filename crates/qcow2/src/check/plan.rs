@@ -1,7 +1,7 @@
 //! Plans new refcount structures beside the old ones.
 //!
 //! Promises: nothing that the image refers to is given away: new structures lie in clusters that
-//! neither the old state nor the new one uses otherwise, nor any entry that points behind the end
+//! neither the old state nor the new one uses otherwise, nor any entry that points past the end
 //! of the file. Pure memory; ends, since every block is planned once.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -42,9 +42,9 @@ impl<'a> Plan<'a> {
     /// * `limit`: clusters that fit on a storage that cannot grow.
     pub(super) fn new(scan: &'a mut Scan, limit: Option<HostCluster>) -> Plan<'a> {
         let layout = scan.layout;
-        // What belongs to a structure that reaches behind the end was not counted, and must stay.
+        // What belongs to a structure that reaches past the end was not counted, and must stay.
         let kept: BTreeMap<HostCluster, u64> = scan
-            .strays
+            .past_end
             .keys()
             .filter(|at| **at < layout.clusters() && scan.counts.get(**at).total == 0)
             .map(|at| (*at, 1))
@@ -75,7 +75,7 @@ impl<'a> Plan<'a> {
 
     /// Drops `count` references to each cluster of a structure that moves.
     pub(super) fn retire(&mut self, offset: HostOffset, len: u64, count: u32) {
-        // What lies behind the end was not counted.
+        // What lies past the end was not counted.
         if len == 0 || !self.layout.may_be_there(offset, len) {
             return;
         }
@@ -103,7 +103,7 @@ impl<'a> Plan<'a> {
             }
             let next = match at >= self.layout.clusters() {
                 // What lies in between is not known.
-                true => (at + 1).max(self.scan.strays_end),
+                true => (at + 1).max(self.scan.past_end_unknown_to),
                 false => at + 1,
             };
             if at == self.cursor {
@@ -120,10 +120,10 @@ impl<'a> Plan<'a> {
     }
 
     fn is_free(&self, cluster: HostCluster) -> bool {
-        let known = cluster < self.layout.clusters() || cluster >= self.scan.strays_end;
+        let known = cluster < self.layout.clusters() || cluster >= self.scan.past_end_unknown_to;
         known
             && self.scan.counts.get(cluster).total == 0
-            && !self.scan.strays.contains_key(&cluster)
+            && !self.scan.past_end.contains_key(&cluster)
             && !self.held.contains(&cluster)
             && !self.fresh.contains_key(&cluster)
     }

@@ -23,7 +23,7 @@ use crate::units::{HostCluster, HostOffset};
 
 /// The image that is repaired.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Patient<'a> {
+pub(super) struct Image<'a> {
     pub(super) ring: &'a Ring,
     pub(super) storage: &'a Storage,
     pub(super) header: &'a Header,
@@ -31,7 +31,7 @@ pub(super) struct Patient<'a> {
     pub(super) data_len: Option<u64>,
 }
 
-impl Patient<'_> {
+impl Image<'_> {
     pub(super) fn reader(&self) -> Reader<'_> {
         Reader { ring: self.ring, storage: self.storage, data_len: self.data_len }
     }
@@ -51,7 +51,7 @@ impl Patient<'_> {
         let len = usize::try_from(self.storage.len().min(self.header.geometry.cluster_size()));
         let len = len.map_err(|_| Stop::Memory)?;
         let bytes = self.reader().read("reading the qcow2 header", HostOffset(0), len).await?;
-        // As when it was read for the check: tables may lie behind the end.
+        // As when it was read for the check: tables may lie past the end.
         let subject = Subject { name: self.storage.name(), len: i64::MAX.unsigned_abs() };
         Ok(HeaderImage::parse(&bytes, subject)?)
     }
@@ -95,25 +95,25 @@ impl Patient<'_> {
 ///
 /// Errors: `Full`, `Corrupt` when the image is too long for a refcount table, `Cancelled`, `Io`.
 pub(super) async fn rebuild(
-    patient: Patient<'_>,
+    image: Image<'_>,
     scan: &mut Scan,
     clear_dirty: bool,
     hooks: CheckHooks<'_>,
 ) -> Result<(), Stop> {
-    let Patient { storage, header, .. } = patient;
+    let Image { storage, header, .. } = image;
     let layout = scan.layout;
     let size = layout.cluster_size();
-    let mut head = patient.head().await?;
+    let mut head = image.head().await?;
     let limit = match storage.kind() {
         Kind::BlockDevice => Some(HostOffset(storage.len()) >> layout.cluster_bits),
         Kind::Regular | Kind::Custom => None,
     };
-    let moved = tables_with_wrong_flags(patient, scan, hooks).await?;
+    let moved = tables_with_wrong_flags(image, scan, hooks).await?;
     let moves_l1 = !moved.is_empty() || has_wrong_l1_flags(scan);
     let l1_bytes = u64::from(header.l1_entries) * 8;
-    let snapshots = new_snapshot_table(patient, scan).await?;
+    let snapshots = new_snapshot_table(image, scan).await?;
 
-    let bitmaps = bitmaps::new_directory(&patient.reader(), header, scan).await?;
+    let bitmaps = bitmaps::new_directory(&image.reader(), header, scan).await?;
     let lost_snapshots = scan.lost_snapshots.len();
     let mut plan = Plan::new(scan, limit);
     plan.retire(header.refcount_table.start, header.refcount_table.len(), 1);
@@ -131,7 +131,7 @@ pub(super) async fn rebuild(
     }
     plan.drop_bad_blocks();
     plan.keep_uncovered()?;
-    touch_wrong_blocks(patient, &mut plan, hooks).await?;
+    touch_wrong_blocks(image, &mut plan, hooks).await?;
     plan.touch_uncovered();
 
     let mut moves = Vec::new();
@@ -152,36 +152,36 @@ pub(super) async fn rebuild(
         } else {
             let place = plan.allocate((bytes.len() as u64).div_ceil(size), 1)?;
             head.set_snapshots(place << layout.cluster_bits, left);
-            patient.write(place << layout.cluster_bits, bytes).await?;
+            image.write(place << layout.cluster_bits, bytes).await?;
         }
     }
     if let Some(new) = &bitmaps {
-        set_bitmaps(patient, &mut plan, &mut head, new).await?;
+        set_bitmaps(image, &mut plan, &mut head, new).await?;
     }
     plan.place_blocks()?;
     let (table_at, table_clusters) = plan.place_table()?;
     let table_at = table_at << layout.cluster_bits;
 
-    write_tables(patient, &plan, &moves, hooks).await?;
+    write_tables(image, &plan, &moves, hooks).await?;
     if let Some(place) = l1_place {
-        write_l1(patient, &plan, &moves, place).await?;
+        write_l1(image, &plan, &moves, place).await?;
         head.set_l1_table(place, header.l1_entries);
     }
-    write_blocks(patient, &plan, hooks).await?;
+    write_blocks(image, &plan, hooks).await?;
     let mut table: Vec<u8> = plan.entries.iter().flat_map(|at| at.to_be_bytes()).collect();
     table.resize(usize::try_from(table_clusters * size).map_err(|_| Stop::Memory)?, 0);
-    patient.write(table_at, &table).await?;
+    image.write(table_at, &table).await?;
     // At most 8 MiB of table.
     head.set_refcount_table(table_at, u32::try_from(table_clusters).map_err(|_| Stop::Memory)?);
     if clear_dirty {
         head.set_incompatible(head.incompatible() & !header::DIRTY);
     }
-    patient.switch(&head).await
+    image.switch(&head).await
 }
 
 /// Lets the header name the bitmaps that are left.
 async fn set_bitmaps(
-    patient: Patient<'_>,
+    image: Image<'_>,
     plan: &mut Plan<'_>,
     head: &mut HeaderImage,
     new: &bitmaps::NewDirectory,
@@ -194,7 +194,7 @@ async fn set_bitmaps(
     let layout = plan.scan().layout;
     let len = new.bytes.len() as u64;
     let offset = plan.allocate(len.div_ceil(layout.cluster_size()), 1)? << layout.cluster_bits;
-    patient.write(offset, &new.bytes).await?;
+    image.write(offset, &new.bytes).await?;
     head.set_bitmaps(Some(BitmapDirectory { count: new.count, offset, len }))?;
     Ok(())
 }
@@ -230,7 +230,7 @@ fn may_have_wrong_flags(scan: &Scan) -> bool {
     };
     let regions = scan.counts.clusters().0.div_ceil(REGION_CLUSTERS);
     scan.external_flags > 0
-        || scan.strays.values().any(|(copied, _)| *copied > 0)
+        || scan.past_end.values().any(|(copied, _)| *copied > 0)
         || (0..regions).any(|region| in_region(&scan.counts, region))
 }
 
@@ -245,7 +245,7 @@ fn has_wrong_l1_flags(scan: &Scan) -> bool {
 
 /// The active L2 tables that hold a wrong flag.
 async fn tables_with_wrong_flags(
-    patient: Patient<'_>,
+    image: Image<'_>,
     scan: &Scan,
     hooks: CheckHooks<'_>,
 ) -> Result<Vec<TableUse>, Stop> {
@@ -262,7 +262,7 @@ async fn tables_with_wrong_flags(
     });
     let mut left = candidates.clone();
     let mut moved = Vec::new();
-    patient
+    image
         .reader()
         .read_all(
             "reading L2 tables",
@@ -299,14 +299,14 @@ fn correct(layout: Layout, bytes: &[u8], target: impl Fn(HostCluster) -> u64) ->
 }
 
 /// The snapshot table with what it lacks.
-async fn new_snapshot_table(patient: Patient<'_>, scan: &Scan) -> Result<Option<Vec<u8>>, Stop> {
+async fn new_snapshot_table(image: Image<'_>, scan: &Scan) -> Result<Option<Vec<u8>>, Stop> {
     if scan.incomplete_snapshots == 0 && scan.lost_snapshots.is_empty() {
         return Ok(None);
     }
-    let header = patient.header;
+    let header = image.header;
     // At most 64 MiB: bounded when it was read first.
     let len = usize::try_from(scan.snapshot_table_len).map_err(|_| Stop::Memory)?;
-    let reader = patient.reader();
+    let reader = image.reader();
     let old = reader.read("reading the snapshot table", header.snapshots_offset, len).await?;
     let lost: Vec<u32> = scan.lost_snapshots.iter().map(|(number, _)| *number).collect();
     Ok(Some(tables::completed(&old, header.snapshots, &lost, header.geometry.virtual_size)))
@@ -314,7 +314,7 @@ async fn new_snapshot_table(patient: Patient<'_>, scan: &Scan) -> Result<Option<
 
 /// Compares the blocks that can be read with what they should say.
 async fn touch_wrong_blocks(
-    patient: Patient<'_>,
+    image: Image<'_>,
     plan: &mut Plan<'_>,
     hooks: CheckHooks<'_>,
 ) -> Result<(), Stop> {
@@ -322,7 +322,7 @@ async fn touch_wrong_blocks(
     let blocks = plan.blocks();
     let pieces = blocks.iter().map(|(_, at)| (*at, layout.cluster_len()));
     let mut scratch = Vec::new();
-    patient
+    image
         .reader()
         .read_all("reading refcount blocks", pieces, |place, bytes| {
             let (index, _) = blocks[place];
@@ -336,7 +336,7 @@ async fn touch_wrong_blocks(
 }
 
 async fn write_tables(
-    patient: Patient<'_>,
+    image: Image<'_>,
     plan: &Plan<'_>,
     moves: &[Move],
     hooks: CheckHooks<'_>,
@@ -345,25 +345,25 @@ async fn write_tables(
     for each in moves {
         hooks.step(plan.scan().done, plan.scan().total)?;
         let len = layout.cluster_len();
-        let bytes = patient.reader().read("reading an L2 table", each.table.offset, len).await?;
+        let bytes = image.reader().read("reading an L2 table", each.table.offset, len).await?;
         let bytes = correct(layout, &bytes, |cluster| plan.target(cluster)).unwrap_or(bytes);
-        patient.write(each.place, &bytes).await?;
+        image.write(each.place, &bytes).await?;
     }
     Ok(())
 }
 
 async fn write_l1(
-    patient: Patient<'_>,
+    image: Image<'_>,
     plan: &Plan<'_>,
     moves: &[Move],
     place: HostOffset,
 ) -> Result<(), Stop> {
     let layout = plan.scan().layout;
     // At most 32 MiB: bounded by the header.
-    let len = usize::try_from(u64::from(patient.header.l1_entries) * 8);
+    let len = usize::try_from(u64::from(image.header.l1_entries) * 8);
     let len = len.map_err(|_| Stop::Memory)?;
-    let start = patient.header.l1_table.start;
-    let mut l1 = patient.reader().read("reading the L1 table", start, len).await?;
+    let start = image.header.l1_table.start;
+    let mut l1 = image.reader().read("reading the L1 table", start, len).await?;
     for raw in l1.as_chunks_mut::<8>().0 {
         let entry = u64::from_be_bytes(*raw);
         let offset = HostOffset(entry & OFFSET_MASK);
@@ -379,12 +379,12 @@ async fn write_l1(
         *raw = (other | new.0 | if copied { COPIED } else { 0 }).to_be_bytes();
     }
     l1.resize(l1.len().next_multiple_of(layout.cluster_len()).max(layout.cluster_len()), 0);
-    patient.write(place, &l1).await
+    image.write(place, &l1).await
 }
 
 /// Writes the new blocks, neighbours in one.
 async fn write_blocks(
-    patient: Patient<'_>,
+    image: Image<'_>,
     plan: &Plan<'_>,
     hooks: CheckHooks<'_>,
 ) -> Result<(), Stop> {
@@ -401,7 +401,7 @@ async fn write_blocks(
         hooks.step(plan.scan().done, plan.scan().total)?;
         let follows = start + waiting.len() as u64 == at && waiting.len() < READ_BYTES;
         if !follows && !waiting.is_empty() {
-            patient.write(start, &waiting).await?;
+            image.write(start, &waiting).await?;
             waiting.clear();
         }
         if waiting.is_empty() {
@@ -410,5 +410,5 @@ async fn write_blocks(
         plan.fill(index, &mut block);
         waiting.extend_from_slice(&block);
     }
-    if waiting.is_empty() { Ok(()) } else { patient.write(start, &waiting).await }
+    if waiting.is_empty() { Ok(()) } else { image.write(start, &waiting).await }
 }

@@ -1,9 +1,11 @@
-//! Reading and writing the counts in a refcount block of any width. Pure.
+//! Reads and writes the counts in a refcount block of any width.
+//!
+//! Promises: pure; an index past the end of the block reads as 0 and is not written.
 //!
 //! Source: qcow2 specification, "Host cluster management": counts of less than 8 bits fill a byte
 //! from the low bits up, wider ones are big-endian.
 
-/// The count with this index. 0 behind the end of `block`.
+/// The count with this index. 0 past the end of `block`.
 #[inline]
 pub(super) fn get(block: &[u8], order: u32, index: usize) -> u64 {
     match order {
@@ -29,7 +31,7 @@ pub(super) fn get(block: &[u8], order: u32, index: usize) -> u64 {
     }
 }
 
-/// Sets the count with this index; `value` must fit the width. Nothing behind the end of `block`.
+/// Sets the count with this index; `value` must fit the width. Nothing past the end of `block`.
 pub(super) fn set(block: &mut [u8], order: u32, index: usize, value: u64) {
     // The width bounds the value, so the low bytes are all of it.
     let bytes = value.to_be_bytes();

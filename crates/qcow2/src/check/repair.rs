@@ -23,7 +23,7 @@ use crate::check::bitmaps;
 use crate::check::compare::{self, Compared};
 use crate::check::counts::Uses;
 use crate::check::layout::{BLOCK_RESERVED, COPIED, ZERO};
-use crate::check::rebuild::{Patient, rebuild};
+use crate::check::rebuild::{Image, rebuild};
 use crate::check::refcount;
 use crate::check::report::{CheckHooks, CheckReport, MESSAGES_MAX};
 use crate::check::scan::{Fixable, Scan};
@@ -66,14 +66,14 @@ pub(super) async fn repair(
     let mut report = first.clone();
     let mut actions: Vec<String> = Vec::new();
     for _ in 0..ROUNDS_MAX {
-        let patient = Patient { ring, storage, header: &header, data_len };
-        let old_head = patient.head().await?;
+        let image = Image { ring, storage, header: &header, data_len };
+        let old_head = image.head().await?;
         let old_len = storage.len();
-        let action = match round(patient, &report, &mut scan, compared, what, hooks).await {
+        let action = match round(image, &report, &mut scan, compared, what, hooks).await {
             Ok(Some(action)) => action,
             Ok(None) => break,
             Err(stop) => {
-                patient.cut(old_len).await;
+                image.cut(old_len).await;
                 return Err(stop);
             }
         };
@@ -83,10 +83,10 @@ pub(super) async fn repair(
         (report, scan, compared) = examine(&reader, &new_header, hooks).await?;
         scan.suspect = suspect;
         if report.corruptions > before.corruptions {
-            // Rubbish that takes other metadata for its own can look worse after that moved. The
+            // A damaged table that names other metadata can appear worse after that moved. The
             // old structures are still there.
-            patient.switch(&old_head).await?;
-            patient.cut(old_len).await;
+            image.switch(&old_head).await?;
+            image.cut(old_len).await;
             header = read_header(&reader, storage.name()).await?;
             (report, scan, compared) = examine(&reader, &header, hooks).await?;
             scan.suspect = suspect;
@@ -107,17 +107,17 @@ pub(super) async fn repair(
     actions.extend(why_not(&scan, &report, what, errors).filter(|_| !only_raw_mark));
     drop(scan);
     if only_raw_mark {
-        let patient = Patient { ring, storage, header: &header, data_len };
-        let mut head = patient.head().await?;
+        let image = Image { ring, storage, header: &header, data_len };
+        let mut head = image.head().await?;
         head.set_autoclear(head.autoclear() & !header::RAW_EXTERNAL);
-        patient.switch(&head).await?;
+        image.switch(&head).await?;
         header = read_header(&reader, storage.name()).await?;
         (report, _, _) = examine(&reader, &header, hooks).await?;
         actions.push("Repaired: the mark of a raw data file is removed".to_owned());
     }
     if report.corruptions == 0 && report.check_errors == 0 {
-        let patient = Patient { ring, storage, header: &header, data_len };
-        if clear_marks(patient).await? {
+        let image = Image { ring, storage, header: &header, data_len };
+        if clear_marks(image).await? {
             report.dirty = false;
             report.marked_corrupt = false;
         }
@@ -137,15 +137,16 @@ fn why_not(scan: &Scan, report: &CheckReport, what: Repair, errors: bool) -> Opt
         ))
     } else if scan.nameless_data && !report.is_clean() {
         Some(
-            "Not repaired: the header says that the data is in a data file (incompatible feature bit 2), and names none; if the data is \
-             in the image, that bit is wrong, and a repair that believed it would give all of it back. Name the data file with \
+            "Not repaired: the header says that the data is in a data file (incompatible feature \
+             bit 2), and names none; if the data is in the image, that bit is wrong, and a repair \
+             that believed it would give all of it back. Name the data file with \
              `qemu-img amend -o data_file=FILE`, or clear the bit"
                 .to_owned(),
         )
     } else if !scan.overlaps.is_empty() {
         Some(format!(
-            "Not repaired: entries name metadata, and what they should name may be among the leaked \
-             clusters, so nothing is changed or given back; {way_out}"
+            "Not repaired: entries name metadata, and what they should name may be among the \
+             leaked clusters, so nothing is changed or given back; {way_out}"
         ))
     } else if scan.damaged > 0 && report.leaks > 0 {
         Some(format!(
@@ -155,14 +156,15 @@ fn why_not(scan: &Scan, report: &CheckReport, what: Repair, errors: bool) -> Opt
         ))
     } else if scan.suspect && what == Repair::All && report.leaks > 0 {
         Some(format!(
-            "Not repaired: {} leaked clusters are kept, as they may be what was lost (an entry named a cluster that was counted as \
-             free or as another's, or a snapshot could not be read); look at the disk, then `--repair leaks` gives them back",
+            "Not repaired: {} leaked clusters are kept, as they may be what was lost (an \
+             entry named a cluster that was counted as free or as another's, or a snapshot could \
+             not be read); look at the disk, then `--repair leaks` gives them back",
             report.leaks
         ))
     } else if what == Repair::Leaks && errors && report.leaks > 0 {
         Some(format!(
-            "Not repaired: {} leaked clusters are kept while there are errors, as they may be what a wrong entry should name; \
-             `--repair all` repairs what can be",
+            "Not repaired: {} leaked clusters are kept while there are errors, as they may be \
+             what a wrong entry should name; `--repair all` repairs what can be",
             report.leaks
         ))
     } else if what == Repair::All && (report.corruptions > 0 || report.check_errors > 0) {
@@ -181,7 +183,7 @@ fn wrong(report: &CheckReport) -> (u64, u64) {
 
 /// One step towards a sound image; says what it did. `None`: nothing can be done.
 async fn round(
-    patient: Patient<'_>,
+    image: Image<'_>,
     report: &CheckReport,
     scan: &mut Scan,
     compared: Compared,
@@ -193,7 +195,7 @@ async fn round(
     }
     if what == Repair::All && !scan.fixable.is_empty() {
         // Boxed, as are others below: futures in futures get too deep for the compiler.
-        let said = Box::pin(fix_entries(patient, scan)).await?;
+        let said = Box::pin(fix_entries(image, scan)).await?;
         if !said.is_empty() {
             return Ok(Some(said.join("\n")));
         }
@@ -213,7 +215,7 @@ async fn round(
         Repair::All => true,
     };
     if wants_rebuild && may_rebuild && !scan.overflow {
-        rebuild(patient, scan, what == Repair::All, hooks).await?;
+        rebuild(image, scan, what == Repair::All, hooks).await?;
         let mut text = "Repaired: the refcount structures were written anew".to_owned();
         for (_, name) in &scan.lost_snapshots {
             text +=
@@ -230,7 +232,7 @@ async fn round(
     let errors = report.corruptions > compared.wrong_flags;
     let may_free = what == Repair::All || (what == Repair::Leaks && !errors);
     if report.leaks > 0 && may_free && !scan.keeps_leaks() {
-        let freed = take_leaks_back(patient, scan, report.corruptions == 0, hooks).await?;
+        let freed = take_leaks_back(image, scan, report.corruptions == 0, hooks).await?;
         if freed > 0 {
             return Ok(Some(format!("Repaired: {freed} leaked clusters are free again")));
         }
@@ -240,7 +242,7 @@ async fn round(
 
 /// Makes the L2 entries right that can be, one by one, and empties those of which nothing can be
 /// kept. Returns what was done.
-async fn fix_entries(patient: Patient<'_>, scan: &mut Scan) -> Result<Vec<String>, Stop> {
+async fn fix_entries(image: Image<'_>, scan: &mut Scan) -> Result<Vec<String>, Stop> {
     let layout = scan.layout;
     let (mut emptied, mut moved) = (0u64, 0u64);
     let mut said = Vec::new();
@@ -255,14 +257,14 @@ async fn fix_entries(patient: Patient<'_>, scan: &mut Scan) -> Result<Vec<String
             continue;
         }
         if emptied + moved == 0 {
-            patient.clear_unknown().await?;
-            // The disk changes, and nobody records it.
-            said.extend(Box::pin(bitmaps::distrust(patient, scan)).await?);
+            image.clear_unknown().await?;
+            // The disk changes, and no bitmap records it.
+            said.extend(Box::pin(bitmaps::distrust(image, scan)).await?);
         }
         let bytes = if layout.extended { 16 } else { 8 };
         let offset = table + u64::from(index) * bytes;
         let sector = offset.align_down(SECTOR);
-        let mut content = patient.reader().read("reading an L2 table", sector, SECTOR_LEN).await?;
+        let mut content = image.reader().read("reading an L2 table", sector, SECTOR_LEN).await?;
         // Inside the sector: entries do not cross sectors.
         let at = usize::try_from(offset - sector).unwrap_or(0);
         let zero_flag = if layout.version >= 3 { ZERO } else { 0 };
@@ -281,9 +283,9 @@ async fn fix_entries(patient: Patient<'_>, scan: &mut Scan) -> Result<Vec<String
         if layout.extended {
             content[at + 8..at + 16].copy_from_slice(&u64::to_be_bytes(bitmap));
         }
-        patient.write(sector, &content).await?;
+        image.write(sector, &content).await?;
     }
-    patient.flush().await?;
+    image.flush().await?;
     if emptied > 0 {
         said.push(format!("Repaired: {emptied} broken L2 entries read as zeroes now"));
     }
@@ -300,7 +302,7 @@ async fn fix_entries(patient: Patient<'_>, scan: &mut Scan) -> Result<Vec<String
 ///
 /// * `punch`: gives the space of clusters that are free then back to the file system.
 async fn take_leaks_back(
-    patient: Patient<'_>,
+    image: Image<'_>,
     scan: &Scan,
     punch: bool,
     hooks: CheckHooks<'_>,
@@ -322,14 +324,14 @@ async fn take_leaks_back(
         }
         hooks.step(scan.done, scan.total)?;
         let len = layout.cluster_len();
-        let mut block = patient.reader().read("reading a refcount block", at, len).await?;
+        let mut block = image.reader().read("reading a refcount block", at, len).await?;
         let before = freed;
         for cluster in first.up_to(end.min(layout.block_start(index as u64 + 1))) {
             let place = layout.in_block(cluster);
             let stored = refcount::get(&block, order, place);
             let uses = scan.counts.get(cluster);
             let counted = u64::from(uses.total).min(max);
-            let kept = scan.strays.contains_key(&cluster);
+            let kept = scan.past_end.contains_key(&cluster);
             if stored <= counted || kept || needs_flags(uses, counted) {
                 continue;
             }
@@ -341,17 +343,17 @@ async fn take_leaks_back(
         }
         if freed > before {
             if before == 0 {
-                patient.clear_unknown().await?;
+                image.clear_unknown().await?;
             }
-            patient.write(at, &block).await?;
+            image.write(at, &block).await?;
         }
     }
-    patient.flush().await?;
+    image.flush().await?;
     if punch {
         for (start, count) in runs {
             let (offset, len) = (start << layout.cluster_bits, count << layout.cluster_bits);
             // Only a matter of space: not every storage can.
-            let _ = patient.storage.discard(patient.ring, offset.0, len).await;
+            let _ = image.storage.discard(image.ring, offset.0, len).await;
         }
     }
     Ok(freed)
@@ -373,14 +375,14 @@ fn add_to(runs: &mut Vec<(HostCluster, u64)>, cluster: HostCluster) {
 }
 
 /// Takes the marks off a sound image. Returns whether there were any.
-async fn clear_marks(patient: Patient<'_>) -> Result<bool, Stop> {
+async fn clear_marks(image: Image<'_>) -> Result<bool, Stop> {
     let marks = header::DIRTY | header::CORRUPT;
-    if patient.header.incompatible & marks == 0 {
+    if image.header.incompatible & marks == 0 {
         return Ok(false);
     }
-    let mut head = patient.head().await?;
+    let mut head = image.head().await?;
     head.set_incompatible(head.incompatible() & !marks);
-    patient.switch(&head).await?;
+    image.switch(&head).await?;
     Ok(true)
 }
 
@@ -412,10 +414,10 @@ fn summary(first: CheckReport, last: CheckReport, actions: Vec<String>) -> Check
 ///
 /// Errors: `Corrupt` when the refcounts cannot be made right; those of a repair. The image is then
 /// as it was.
-pub(super) async fn rebuild_dirty(patient: Patient<'_>, hooks: CheckHooks<'_>) -> Result<(), Stop> {
-    let (report, mut scan, compared) = examine(&patient.reader(), patient.header, hooks).await?;
-    // What a snapshot or bitmap refers to that cannot be read is not known, and nobody asked to
-    // give it up.
+pub(super) async fn rebuild_dirty(image: Image<'_>, hooks: CheckHooks<'_>) -> Result<(), Stop> {
+    let (report, mut scan, compared) = examine(&image.reader(), image.header, hooks).await?;
+    // What an unreadable snapshot or bitmap refers to is not known, and the caller has not asked
+    // to give it up.
     if scan.unknown
         || scan.nameless_data
         || scan.overflow
@@ -425,7 +427,7 @@ pub(super) async fn rebuild_dirty(patient: Patient<'_>, hooks: CheckHooks<'_>) -
     {
         let reason = report.messages.into_iter().next().unwrap_or_default();
         return Err(Stop::Error(Error::corrupt(
-            patient.storage.name(),
+            image.storage.name(),
             format!(
                 "the image was not closed cleanly and its refcounts cannot be rebuilt: {reason}"
             ),
@@ -438,18 +440,18 @@ pub(super) async fn rebuild_dirty(patient: Patient<'_>, hooks: CheckHooks<'_>) -
         && !scan.blocks_broken
         && report.leaks == 0;
     if right {
-        return clear_dirty(patient).await;
+        return clear_dirty(image).await;
     }
-    let old_len = patient.storage.len();
-    let rebuilt = rebuild(patient, &mut scan, true, hooks).await;
+    let old_len = image.storage.len();
+    let rebuilt = rebuild(image, &mut scan, true, hooks).await;
     if rebuilt.is_err() {
-        patient.cut(old_len).await;
+        image.cut(old_len).await;
     }
     rebuilt
 }
 
-async fn clear_dirty(patient: Patient<'_>) -> Result<(), Stop> {
-    let mut head = patient.head().await?;
+async fn clear_dirty(image: Image<'_>) -> Result<(), Stop> {
+    let mut head = image.head().await?;
     head.set_incompatible(head.incompatible() & !header::DIRTY);
-    patient.switch(&head).await
+    image.switch(&head).await
 }

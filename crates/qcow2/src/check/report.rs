@@ -1,4 +1,6 @@
-//! What a check found, with the counters of `qemu-img check`.
+//! The report of a check, with the counters of `qemu-img check`.
+//!
+//! Promises: at most [`MESSAGES_MAX`] messages are kept.
 
 use crate::check::stop::Stop;
 
@@ -125,15 +127,15 @@ impl CheckReport {
 /// Progress and cancellation of a long check.
 #[derive(Clone, Copy)]
 pub struct CheckHooks<'a> {
-    /// Is told, now and then, how many of how many bytes of metadata were looked at.
+    /// Called now and then with the bytes of metadata that were read, and their total.
     pub progress: &'a dyn Fn(u64, u64),
-    /// Is asked now and then; true ends the check with kind `Cancelled` as soon as the image is
+    /// Asked now and then; true ends the check with kind `Cancelled` as soon as the image is
     /// whole.
     pub cancelled: &'a dyn Fn() -> bool,
 }
 
 impl CheckHooks<'static> {
-    /// Tells nobody, asks nobody.
+    /// Hooks that do nothing.
     pub fn none() -> CheckHooks<'static> {
         CheckHooks { progress: &|_, _| {}, cancelled: &|| false }
     }
@@ -146,7 +148,7 @@ impl std::fmt::Debug for CheckHooks<'_> {
 }
 
 impl CheckHooks<'_> {
-    /// Errors: `Cancelled` when somebody wants the end.
+    /// Errors: `Cancelled` when the caller wants the end.
     pub(super) fn step(&self, done: u64, total: u64) -> Result<(), Stop> {
         if (self.cancelled)() {
             return Err(Stop::Cancelled);

@@ -1,6 +1,6 @@
-//! Where a check reads from: bytes in memory, or storage with several reads in flight.
+//! The source that a check reads: bytes in memory, or storage with several reads in flight.
 //!
-//! Promises: bytes behind the end of the file read as zeroes, as the last cluster of a file may be
+//! Promises: bytes past the end of the file read as zeroes, as the last cluster of a file may be
 //! cut. The future of a read from memory is ready at once, so the whole check can run without a
 //! ring.
 
@@ -37,7 +37,7 @@ pub(super) trait Source {
 
     /// Reads the pieces and hands them to `each` in their order, with their place in the order.
     ///
-    /// Errors: what the storage reports while reading `what`, and what `each` returns.
+    /// Errors: those of the storage while reading `what`, and what `each` returns.
     async fn read_all(
         &self,
         what: &'static str,
@@ -79,7 +79,7 @@ pub(super) fn pieces_of(offset: HostOffset, len: u64) -> impl Iterator<Item = Pi
 pub trait ImageBytes {
     /// Length in bytes.
     fn image_len(&self) -> u64;
-    /// Fills `out` from byte `offset` on; zeroes behind the end.
+    /// Fills `out` from byte `offset` on; zeroes past the end.
     fn read_into(&self, offset: u64, out: &mut [u8]);
     /// The bytes in place, where they lie in one piece.
     fn slice(&self, offset: u64, len: usize) -> Option<&[u8]> {
@@ -147,7 +147,7 @@ type Reading<'a> = Pin<Box<dyn Future<Output = (IoBuf, usize, Result<usize, Errn
 impl Reader<'_> {
     fn start(&self, buf: IoBuf, (offset, len): Piece) -> Reading<'_> {
         Box::pin(async move {
-            // What lies behind the end is not asked for: the storage may have no such offset.
+            // What lies past the end is not asked for: the storage may have no such offset.
             let there = self.storage.len().saturating_sub(offset.0);
             let want = usize::try_from(there).unwrap_or(len).min(len);
             // O_DIRECT reads whole blocks into the buffer; the end of a file is short by itself.

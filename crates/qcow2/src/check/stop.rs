@@ -1,4 +1,6 @@
-//! Why a check ends early, before anybody knows the name of the file.
+//! Why a check ends early, as an error that does not name the file yet.
+//!
+//! Promises: each reason becomes an error with what the user can do.
 
 use ringdisk_ring::Errno;
 
@@ -6,8 +8,8 @@ use crate::check::counts::OutOfMemory;
 use crate::error::{Error, ErrorKind};
 
 /// What can be done about an image that cannot even be checked.
-const ADVICE: &str = "a check can go no further, and a repair cannot make it right: restore the image \
-                      from a copy";
+const ADVICE: &str = "a check can go no further, and a repair cannot make it right: restore the \
+                      image from a copy";
 
 /// Why a check ended early.
 #[derive(Debug)]

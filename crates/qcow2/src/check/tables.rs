@@ -104,8 +104,8 @@ fn parse_snapshots(
         if too_much {
             report.corrupt(1, || {
                 format!(
-                    "ERROR snapshot table entry {number} has {extra} bytes of extra data, more than \
-                     {SNAPSHOT_EXTRA_BYTES_MAX}"
+                    "ERROR snapshot table entry {number} has {extra} bytes of extra data, more \
+                     than {SNAPSHOT_EXTRA_BYTES_MAX}"
                 )
             });
         }
@@ -184,7 +184,7 @@ pub(super) async fn bitmaps(
     Ok(Ok(bitmaps))
 }
 
-/// Nobody knows which one is meant by a name that two of them have.
+/// A name that two bitmaps have does not say which one is meant: both are unusable.
 fn refuse_doubles(bitmaps: &mut [BitmapEntry]) {
     let mut order: Vec<usize> = (0..bitmaps.len()).collect();
     order.sort_by(|one, other| bitmaps[*one].raw_name.cmp(&bitmaps[*other].raw_name));

@@ -174,7 +174,7 @@ fn a_storage_that_cannot_grow_and_is_full_has_no_place_for_new_structures() {
 #[test]
 fn new_structures_keep_away_from_what_points_behind_the_end() {
     let mut bytes = image(4);
-    // The guest's clusters 1 and 2 are gone; one entry is for the first cluster behind the end.
+    // The guest's clusters 1 and 2 are gone; one entry is for the first cluster past the end.
     bytes[4 * CLUSTER + 8..4 * CLUSTER + 24].fill(0);
     let stray = (1u64 << 63) | (9 * CLUSTER as u64);
     bytes[4 * CLUSTER + 24..4 * CLUSTER + 32].copy_from_slice(&stray.to_be_bytes());

@@ -1,4 +1,6 @@
-//! Counts what one L2 table refers to: the part of a scan that a large image spends its time in.
+//! Counts the references of one L2 table: the part of a scan that takes the time of a large image.
+//!
+//! Promises: reads each entry once; an entry that cannot be right goes to the report.
 
 use crate::check::counts::Uses;
 use crate::check::layout::{COPIED, EntryKind, L2_RESERVED, OFFSET_MASK, ZERO};
@@ -8,7 +10,7 @@ use crate::check::source::Source;
 use crate::check::stop::Stop;
 use crate::compressed::decompress;
 use crate::header::Header;
-use crate::limits::CHECK_STRAYS_MAX;
+use crate::limits::CHECK_PAST_END_MAX;
 use crate::units::HostOffset;
 
 /// Cut clusters that are decompressed to see what is left of them: an image of a file system ends
@@ -102,7 +104,8 @@ impl Scan {
         if layout.has_reserved_zero(entry) {
             report.own_finding(visits, || {
                 format!(
-                    "ERROR L2 table at {table:#x}, entry {index} ({entry:#x}): bit 0 is set, which means nothing in this image"
+                    "ERROR L2 table at {table:#x}, entry {index} ({entry:#x}): bit 0 is set, which \
+                     means nothing in this image"
                 )
             });
             self.damaged += 1;
@@ -138,7 +141,7 @@ impl Scan {
                 let uses = if entry & COPIED == 0 { walk.plain.0 } else { walk.copied.0 };
                 let offset = HostOffset(entry & OFFSET_MASK);
                 if layout.external {
-                    // Nobody counts there, so every cluster has exactly one user.
+                    // No counts exist there, so every cluster has exactly one user.
                     if uses.plain > 0 {
                         self.external_flags += u64::from(uses.plain);
                         report.corrupt(u64::from(uses.plain), || {
@@ -155,7 +158,7 @@ impl Scan {
                 if allocated & zeroes != 0 {
                     wrong(report, "subclusters are both allocated and zero");
                     if !is_rubbish {
-                        self.hopeless(table, index);
+                        self.not_readable(table, index);
                     }
                 }
                 let misplaced = self.misplaced(index, offset, walk, report);
@@ -165,8 +168,8 @@ impl Scan {
                 {
                     report.own_finding(visits, || {
                         format!(
-                            "ERROR L2 table at {table:#x}, entry {index}: the cluster at {offset:#x} lies behind the end of the data \
-                             file at {len:#x}"
+                            "ERROR L2 table at {table:#x}, entry {index}: the cluster at \
+                             {offset:#x} lies behind the end of the data file at {len:#x}"
                         )
                     });
                 }
@@ -176,7 +179,7 @@ impl Scan {
                     if data || is_rubbish {
                         self.damaged += 1;
                     } else {
-                        self.hopeless(table, index);
+                        self.not_readable(table, index);
                     }
                 }
                 walk.place(offset, layout.cluster_size());
@@ -230,7 +233,7 @@ impl Scan {
         let layout = self.layout;
         let is_cut = layout.may_be_there(offset, len) && (offset + len).0 > layout.exact_len;
         if is_cut
-            && self.cut_compressed.len() < CHECK_STRAYS_MAX
+            && self.cut_compressed.len() < CHECK_PAST_END_MAX
             && let Ok(index) = u32::try_from(index)
         {
             self.cut_compressed.push(CutCompressed { table, index, offset });
@@ -263,7 +266,8 @@ impl Scan {
                 self.damaged += 1;
                 report.own_finding(1, || {
                     format!(
-                        "ERROR L2 table at {:#x}, entry {}: the file ends inside the compressed data at {:#x}",
+                        "ERROR L2 table at {:#x}, entry {}: the file ends inside the compressed \
+                         data at {:#x}",
                         cut.table, cut.index, cut.offset
                     )
                 });
@@ -272,13 +276,13 @@ impl Scan {
         Ok(())
     }
 
-    fn hopeless(&mut self, table: HostOffset, index: usize) {
+    fn not_readable(&mut self, table: HostOffset, index: usize) {
         self.fixable(table, index, None);
     }
 
     fn fixable(&mut self, table: HostOffset, index: usize, place: Option<HostOffset>) {
         // The rest is found when the image is checked again.
-        if self.fixable.len() < CHECK_STRAYS_MAX
+        if self.fixable.len() < CHECK_PAST_END_MAX
             && let Ok(index) = u32::try_from(index)
         {
             self.fixable.push(Fixable { table, index, place });

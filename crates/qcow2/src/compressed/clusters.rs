@@ -1,7 +1,7 @@
-//! Decompressed clusters: those that were used last, and those that are on their way.
+//! The cache of decompressed clusters: those that were used last, and those that are being loaded.
 //!
 //! Promises: a cluster is loaded once, however many requests wait for it; what is forgotten while
-//! it is being loaded is not kept; a load that is dropped lets those who wait try again. Any
+//! it is being loaded is not kept; a load that is dropped lets the waiting requests try again. Any
 //! thread; takes a lock for a short search and copies nothing.
 
 use std::future::Future;
@@ -64,7 +64,7 @@ struct Loading {
     flight: Arc<Flight>,
 }
 
-/// One load and those who wait for it.
+/// One load and the requests that wait for it.
 #[derive(Default)]
 struct Flight(Mutex<Wait>);
 
@@ -84,7 +84,7 @@ enum Outcome {
 /// The answer to a reader.
 pub(super) enum Look {
     Ready(Data),
-    /// Somebody loads it.
+    /// Another request loads it.
     Wait(Follower),
     /// The caller has to.
     Load(Ticket),
@@ -168,7 +168,7 @@ impl Clusters {
                 }
             }
         }
-        // Nobody else reads it: its memory is for the next one.
+        // No reader has it: its memory is used for the next one.
         if let Some(bytes) = dropped.and_then(|data| Arc::into_inner(data.bytes)) {
             let mut state = lock(&self.state);
             if state.spare.len() < SPARE_MAX {
@@ -208,7 +208,8 @@ impl Flight {
     }
 }
 
-/// The duty to load a cluster. Goes from thread to thread; dropped, it lets others try.
+/// The right and task to load a cluster. Moves between threads; when it is dropped, another request
+/// may try.
 pub(super) struct Ticket {
     clusters: Arc<Clusters>,
     key: Compressed,
@@ -238,7 +239,7 @@ impl Ticket {
         input
     }
 
-    /// Fills the cluster, keeps it and hands it to those who wait.
+    /// Fills the cluster, keeps it and gives it to the waiting requests.
     ///
     /// * `input`: a buffer that holds the compressed bytes.
     /// * `fill`: gets it, and room for as much of the cluster as is needed.
@@ -254,7 +255,7 @@ impl Ticket {
         self.end(Outcome::Done(result.map(|()| Data { bytes: Arc::new(bytes), valid })));
     }
 
-    /// Reports a failure to those who wait.
+    /// Reports a failure to the waiting requests.
     pub(super) fn fail(mut self, errno: Errno) {
         self.end(Outcome::Done(Err(errno)));
     }
@@ -268,7 +269,7 @@ impl Ticket {
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        // A decoder that panics would do so again for everybody who tries.
+        // A decoder that panics would do so again for each request that tries.
         let panicked = std::thread::panicking();
         self.end(if panicked { Outcome::Done(Err(Errno::IO)) } else { Outcome::Abandoned });
     }

@@ -1,7 +1,7 @@
 //! Decompression of one cluster. Pure; runs on helper threads, which keep one decoder each.
 //!
 //! Promises: never more output than the caller has room for, no window that an image chooses, no
-//! panic on rubbish.
+//! panic on damaged data.
 //! Source: qcow2 specification, "Compressed Clusters Descriptor" and "compression_type".
 
 use std::cell::RefCell;

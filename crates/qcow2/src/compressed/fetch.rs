@@ -1,8 +1,8 @@
 //! Brings compressed bytes from the image file to the helper threads.
 //!
 //! Promises: neighbours are read together, in one aligned operation into a buffer that is used
-//! again; a failure of a common read fails nobody but those whose own bytes cannot be read. Runs as
-//! a task of its own, so a request that is given up takes nothing from the others.
+//! again; a failure of a common read fails only the clusters whose own bytes cannot be read. Runs
+//! as a task of its own, so a request that is given up takes nothing from the others.
 
 use std::cell::RefCell;
 
@@ -182,7 +182,7 @@ fn hand_over(ring: &Ring, method: Method, ticket: Ticket, bytes: &Bytes) {
     if method.cluster_size <= INLINE_DECOMPRESSION_BYTES {
         work();
     } else {
-        // The ticket itself wakes those who wait.
+        // The ticket itself wakes the waiting requests.
         drop(ring.offload(work));
     }
 }

@@ -1,10 +1,10 @@
-//! Compressed clusters: read, decompressed away from the queue thread, kept for a while.
+//! Compressed clusters: read, decompressed on helper threads, and cached.
 //!
 //! Promises: one cluster is read and decompressed once, however many requests wait for it;
 //! neighbours that a request or a sequential reader needs are read in one operation and
 //! decompressed in parallel; sequential small reads decompress each cluster once, ahead of the
-//! reader; a random read decompresses no more than it needs where the format allows that; a cluster
-//! of rubbish is `EIO`; memory is bounded by the limits whatever the compressed bytes say.
+//! reader; a random read decompresses no more than it needs where the format allows that; a damaged
+//! cluster is `EIO`; memory is bounded by the limits whatever the compressed bytes say.
 
 mod clusters;
 mod decode;

@@ -1,4 +1,4 @@
-//! Who reads in order: finds the sequential readers of one image and says how far to load ahead.
+//! Finds the sequential readers of one image and says how far to load ahead.
 //!
 //! Promises: pure arithmetic on a few numbers, no allocation; random reads never load ahead.
 //! Called for compressed clusters only.
@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use crate::units::GuestCluster;
 
-/// Sequential readers that are told apart; more than this many push each other out.
+/// Sequential readers that are distinguished; more than this many push each other out.
 const STREAMS: usize = 8;
 /// Clusters behind and before the expected one that still belong to a stream: requests of several
 /// threads arrive out of order, and clusters that are not compressed are not seen here.
@@ -55,7 +55,7 @@ impl Streams {
         Streams { streams: [Stream::default(); STREAMS], now: 0, ahead_max, request_max }
     }
 
-    /// Somebody reads cluster `first`, as the start of a request (or of what is left of it) that
+    /// A request reads cluster `first`, as the start of a request (or of what is left of it) that
     /// ends in cluster `last`.
     pub(super) fn access(&mut self, first: GuestCluster, last: GuestCluster) -> Advice {
         self.now += 1;

@@ -1,4 +1,4 @@
-//! Loads that are under way: what several requests miss at the same time is loaded once.
+//! Loads in flight: what several requests miss at the same time is loaded once.
 //!
 //! Promises: for each key one caller leads and does the work, the others follow and are woken when
 //! it is done. A leader that is dropped in the middle (its request was cancelled) lets the
@@ -42,7 +42,7 @@ pub(crate) enum Join<'a, K: Copy + PartialEq, V: Clone> {
     Ready(V),
     /// The caller does the work and reports by [`Leader::finish`].
     Lead(Leader<'a, K, V>),
-    /// Somebody else does.
+    /// Another caller does.
     Follow(Follower<V>),
 }
 

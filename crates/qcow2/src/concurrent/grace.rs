@@ -1,4 +1,4 @@
-//! Grace periods: when can no request use an old mapping any more?
+//! Grace periods: tell when no request can use an old mapping any more.
 //!
 //! A cluster that was unlinked may still be read or written by a request that looked before. Such a
 //! request holds a [`Grace`] from before its look-up until its I/O has ended. [`Graces::mark`]
@@ -6,12 +6,12 @@
 //! ended.
 //!
 //! Promises: entering and leaving are two atomic operations on a cache line that threads do not
-//! share (up to [`SHARDS`] threads), no lock, no allocation. Nobody ever waits: who wants to reuse
-//! a cluster asks again later.
+//! share (up to [`SHARDS`] threads), no lock, no allocation. No thread waits: the owner of a
+//! cluster that is to be reused asks again later.
 //!
 //! How: requests count themselves under the parity of the epoch that they saw. The epoch moves from
-//! e to e + 1 only when nobody of e - 1 is left, so at any time only two epochs have requests. A
-//! request that saw e looks again after it has counted itself: if the epoch has moved it starts
+//! e to e + 1 only when no request of e - 1 is left, so at any time only two epochs have requests.
+//! A request that saw e looks again after it has counted itself: if the epoch has moved it starts
 //! over, so a count is never added to an epoch that was found empty. Both sides need one total
 //! order of "count, then look at the epoch" and "move the epoch, then look at the counts", hence
 //! SeqCst.
@@ -97,7 +97,7 @@ impl Graces {
             }
             let moved =
                 self.epoch.compare_exchange(epoch, epoch + 1, Ordering::SeqCst, Ordering::SeqCst);
-            // Somebody else moved it: look again.
+            // Another thread may have moved it: look again.
             let _ = moved;
         }
     }

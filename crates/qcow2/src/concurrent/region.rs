@@ -1,8 +1,8 @@
-//! Where a table lies in the image file, also while it moves.
+//! The place of a table in the image file, which can move while requests read it.
 //!
-//! Promises: a look takes no lock. Whoever looks while the region moves may see no region, but
-//! never one that was nowhere (the old end with the new start): a range that neither place touches
-//! is never said to overlap.
+//! Promises: a reader takes no lock. A reader may see no region while it moves, but never one that
+//! did not exist (the old end with the new start): a range that touches neither place is never
+//! reported to overlap.
 
 use super::sync::{AtomicU64, Ordering, spin};
 use crate::units::HostOffset;
@@ -14,7 +14,7 @@ pub(crate) struct Region {
     pub(crate) end: HostOffset,
 }
 
-/// A [`Region`] that can move while requests look at it.
+/// A [`Region`] that can move while requests read it.
 #[derive(Debug, Default)]
 pub(crate) struct MovingRegion {
     start: AtomicU64,
@@ -43,7 +43,7 @@ impl MovingRegion {
     pub(crate) fn set(&self, region: Region) {
         let moves = self.moves.load(Ordering::Relaxed);
         self.moves.store(moves + 1, Ordering::Relaxed);
-        // Each of these with Release: whoever sees one of them sees that a move has begun.
+        // Each of these with Release: a reader that sees one of them sees that a move has begun.
         self.end.store(0, Ordering::Release);
         self.start.store(region.start.0, Ordering::Release);
         self.end.store(region.end.0, Ordering::Release);
@@ -53,7 +53,7 @@ impl MovingRegion {
     /// Whether `start..end` touches it.
     #[inline]
     pub(crate) fn overlaps(&self, start: HostOffset, end: HostOffset) -> bool {
-        // Nearly always false, which needs no second look.
+        // Nearly always false, which needs no second read.
         self.touches(start.0, end.0) && self.surely_overlaps(start.0, end.0)
     }
 
@@ -61,7 +61,7 @@ impl MovingRegion {
         start < self.end.load(Ordering::Acquire) && end > self.start.load(Ordering::Acquire)
     }
 
-    /// Looks until both ends are of the same place.
+    /// Reads until both ends are of the same place.
     #[cold]
     fn surely_overlaps(&self, start: u64, end: u64) -> bool {
         loop {

@@ -65,7 +65,8 @@ impl Registry {
             let mut state = lock(&self.state);
             let Some(at) = state.claims.iter().position(|entry| entry.id == id) else { return };
             let gone = state.claims.remove(at);
-            // All that it may have held up look again; those behind another one go on waiting.
+            // All claims that it may have blocked are woken; those blocked by another one wait
+            // again.
             for later in &mut state.claims[at..] {
                 if later.overlaps(gone.start, gone.end)
                     && let Some(waker) = later.waker.take()

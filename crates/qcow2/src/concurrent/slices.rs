@@ -10,7 +10,7 @@
 //! - the writer stores the empty tag first and every word with Release after it, and the new tag
 //!   with Release last;
 //! - the reader loads each word with Acquire, so a reader that saw a new word also sees, in its
-//!   second look at the tag, the empty tag or a later one.
+//!   second read of the tag, the empty tag or a later one.
 //!
 //! The generation makes a slot that was evicted and loaded again in between look different. It
 //! would have to be reused 2^32 times within one look-up to be mistaken.

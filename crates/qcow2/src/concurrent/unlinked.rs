@@ -59,7 +59,7 @@ impl UnlinkedClusters {
         }
     }
 
-    /// What nobody can be using any more.
+    /// Takes the clusters that no request can be using any more.
     pub(crate) fn take_passed(&self, passed: impl Fn(u64) -> bool) -> Unlinked {
         let mut state = lock(&self.state);
         let mut done = Vec::new();

@@ -1,4 +1,4 @@
-//! New images.
+//! Makes new images.
 //!
 //! Promises: the header is written last, after a barrier; until then the file is no qcow2 image,
 //! whatever it was before. Options that no image can have are refused before anything is touched.

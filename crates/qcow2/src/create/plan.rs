@@ -1,8 +1,8 @@
-//! What a new image will look like: options checked, every table placed. Pure, no I/O.
+//! Plans a new image: checks the options and places every table.
 //!
-//! Promises: a plan is an image that opens. Order in the file: header, refcount table, refcount
-//! blocks, L1 table, and with preallocation the L2 tables and the data, so that metadata lies
-//! together and data is one run.
+//! Promises: pure, no I/O; a plan is an image that opens. Order in the file: header, refcount
+//! table, refcount blocks, L1 table, and with preallocation the L2 tables and the data, so that
+//! metadata lies together and data is one run.
 
 use crate::create::{CreateOptions, Preallocation};
 use crate::entry::COPIED;

@@ -1,4 +1,6 @@
-//! What writing to a part of one cluster needs: decided from its L2 entry. Pure.
+//! Decides from an L2 entry what a write to a part of its cluster needs.
+//!
+//! Promises: pure; no I/O, no lock.
 //!
 //! Source: qcow2 specification, "Cluster mapping" and "Extended L2 entries".
 
@@ -173,7 +175,7 @@ impl Rules {
                 Action::Reuse { host, copy: Copy { head, tail, bitmap } }
             }
             Some(_) => {
-                // Somebody else's: what it has moves along.
+                // Shared with a snapshot: the data that it has is copied along.
                 let lowest = u64::from(words.allocated().trailing_zeros()) << shift;
                 let highest = u64::from(32 - words.allocated().leading_zeros()) << shift;
                 let head = start.min(lowest)..from;

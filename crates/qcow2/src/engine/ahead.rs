@@ -1,4 +1,4 @@
-//! Letting the image file grow ahead of the writes.
+//! Lets the image file grow ahead of the writes.
 //!
 //! A direct write that makes a file longer takes the file's lock for itself alone and waits; one
 //! into space that the file has does neither. So when new clusters come close to the end of the
@@ -47,7 +47,7 @@ impl Qcow2 {
         if end <= engine.ahead.reached.load(Ordering::Relaxed) {
             return;
         }
-        // Who comes meanwhile goes on without: its write is slower, not wrong.
+        // A request that comes meanwhile goes on without: its write is slower, not wrong.
         let Some(_claim) = engine.ahead.gate.try_claim(0, 1) else { return };
         let start = end.max(self.file.len());
         let step = (start / 8).clamp(STEP_MIN, STEP_MAX).next_multiple_of(1 << 16);
@@ -56,7 +56,7 @@ impl Qcow2 {
         engine.ahead.reached.store(reached, Ordering::Relaxed);
     }
 
-    /// Cuts off what was reserved and not used. Nobody uses the image any more.
+    /// Cuts off what was reserved and not used. No request uses the image any more.
     pub(crate) async fn cut(&self, ring: &Ring) {
         let Ok(engine) = self.engine() else { return };
         let reached = engine.ahead.reached.swap(u64::MAX, Ordering::Relaxed);

@@ -1,4 +1,6 @@
-//! What lies under an image: its backing chain, as far as a write must know it.
+//! [`Below`], the backing chain of an image as a write needs it.
+//!
+//! Promises: implementations run on the thread of the ring that they are given.
 
 use std::future::Future;
 

@@ -1,4 +1,4 @@
-//! Making changes durable: in an order that survives a crash at any point, batched.
+//! Makes changes durable, batched, in an order that survives a crash at any point.
 //!
 //! Promises: a flush that succeeds made everything durable that was answered before it. One
 //! checkpoint serves all flushes that wait for it, and needs two barriers for any number of changes
@@ -40,7 +40,7 @@ const REAP_AT_ONCE: u64 = 512;
 /// Metadata writes in flight.
 const WRITES_AT_ONCE: usize = 16;
 
-/// Whether changes should be written although nobody asked for it yet.
+/// Whether changes should be written although no flush has asked for it yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WriteBack {
     /// No.
@@ -51,7 +51,7 @@ pub enum WriteBack {
     Now,
 }
 
-/// Who waits for which checkpoint.
+/// The flushes that wait, and the checkpoint that runs.
 pub(super) struct Checkpoints {
     /// Held by the one that runs.
     gate: Registry,
@@ -139,10 +139,10 @@ impl Qcow2 {
     pub(crate) async fn settle(&self, ring: &Ring) -> Result<(), Errno> {
         let engine = self.engine()?;
         self.checkpoint_all(ring).await?;
-        // Nobody uses the image now, so what requests left behind is free, unless a write of a
+        // No request uses the image now, so what requests left behind is free, unless a write of a
         // request that was dropped may still land there: that is leaked.
         let abandoned = std::mem::take(&mut *lock(&engine.abandoned));
-        let is_safe = !engine.landings_lost.load(Ordering::Acquire);
+        let is_safe = !engine.write_abandoned.load(Ordering::Acquire);
         let abandoned = if is_safe { abandoned } else { Vec::new() };
         let mut freed = Vec::new();
         for (start, count) in abandoned {
@@ -171,7 +171,7 @@ impl Qcow2 {
         if dirty >= DIRTY_SLICES_MAX && !points.urgent.swap(true, Ordering::Relaxed) {
             return WriteBack::Now;
         }
-        let frees = engine.unlinked.is_busy() && !engine.landings_lost.load(Ordering::Relaxed);
+        let frees = engine.unlinked.is_busy() && !engine.write_abandoned.load(Ordering::Relaxed);
         let waits = dirty > 0 || frees;
         let helps = || !engine.closed.load(Ordering::Relaxed) && self.check_sound().is_ok();
         if waits && helps() && !points.announced.swap(true, Ordering::Relaxed) {
@@ -192,12 +192,12 @@ impl Qcow2 {
         let _ = self.checkpoint(ring).await;
     }
 
-    /// Checkpoints, and whoever frees clusters, take turns.
+    /// Checkpoints, and requests that free clusters, take turns.
     pub(super) async fn checkpoint_gate(&self) -> Option<Claim<'_>> {
         Some(self.engine().ok()?.checkpoints.gate.claim(0, 1).await)
     }
 
-    /// As [`checkpoint`](Qcow2::checkpoint), by who holds the gate.
+    /// As [`checkpoint`](Qcow2::checkpoint), called by the holder of the gate.
     pub(super) async fn checkpoint_in_gate(&self, ring: &Ring) -> Result<(), Errno> {
         self.check_flushable()?;
         self.run_checkpoint(ring, false).await
@@ -409,7 +409,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Frees the clusters that nobody can be using any more. A failure leaks them.
+    /// Frees the clusters that no request can be using any more. A failure leaks them.
     pub(super) async fn reap(&self, ring: &Ring) {
         let Ok(engine) = self.engine() else { return };
         let over = engine.unlinked.take_passed(|mark| engine.graces.passed(mark));

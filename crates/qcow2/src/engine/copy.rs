@@ -1,4 +1,4 @@
-//! Storing data together with the old content around it (copy-on-write).
+//! Stores data together with the old content around it (copy-on-write).
 //!
 //! Promises: only what the data does not cover is read; what is before and behind is read at the
 //! same time; small pieces are written in one operation together with the data, large ones beside

@@ -1,4 +1,4 @@
-//! When an image may not be written any more.
+//! Stops writing to an image that cannot be written safely any more.
 //!
 //! Promises: an image whose metadata would have been overwritten is marked corrupt and takes no
 //! change any more; after a barrier that failed, and after metadata that could not be written, no

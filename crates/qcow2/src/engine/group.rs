@@ -1,4 +1,4 @@
-//! Writing neighbouring clusters together: plan, get space, store, link.
+//! Writes neighbouring clusters together: plan, get space, store, link.
 //!
 //! Promises: clusters of a group are neighbours on the disk and in the storage, and between them
 //! lies nothing but data, so a group is one write, with what is copied before and behind it. Space
@@ -102,9 +102,9 @@ impl Qcow2 {
         // Inside the chunk, which the buffer holds.
         let inside = |at: GuestOffset| usize::try_from(at - chunk.start).unwrap_or(usize::MAX);
         let data = buf.slice(inside(start)..inside(end));
-        let landing = self.landing(self.enter());
+        let write = self.begin_data_write(self.enter());
         let stored = self.store(ring, &piece, start - base, &data, below).await;
-        landing.landed();
+        write.end();
         if let Err(errno) = stored {
             reserved.give_back();
             return Err(errno);

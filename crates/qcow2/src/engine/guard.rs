@@ -1,10 +1,10 @@
-//! Keeping data off metadata: looks at L2 entries before anything is written where they point, or
-//! freed because of them.
+//! Keeps data off metadata: checks L2 entries before data is written where they point, and before
+//! clusters are freed because of them.
 //!
 //! Promises: no write of data lands on a cluster that holds metadata at the time of the check
 //! (header, tables, refcount blocks, what snapshots and bitmaps have), and no entry frees such a
-//! cluster; who tries gets `EIO`, and the image is marked corrupt. A damaged entry stops requests
-//! at its own cluster; its neighbours are served.
+//! cluster; the request that tries gets `EIO`, and the image is marked corrupt. A damaged entry
+//! stops requests at its own cluster; its neighbours are served.
 //!
 //! For writes in place the check is one load ([`Marks`](crate::refcounts::Marks)); what that cannot
 //! rule out, and everything else, is checked here under the lock of the reference counts.
@@ -21,7 +21,7 @@ use crate::sync::lock;
 use crate::units::{GuestOffset, HostCluster};
 
 impl Engine {
-    /// Whether a cluster may be metadata, so that a write there has to be looked at. No lock.
+    /// Whether a cluster may be metadata, so that a write there has to be checked. No lock.
     #[inline]
     pub(super) fn may_be_metadata(&self, cluster: HostCluster) -> bool {
         self.marks.may_be(cluster)
@@ -109,7 +109,7 @@ impl Qcow2 {
     /// the image is marked corrupt.
     ///
     /// * `words`: the slice, in the byte order of the machine.
-    pub(crate) async fn look_at_loaded(&self, ring: &Ring, words: &[u64]) {
+    pub(crate) async fn check_loaded(&self, ring: &Ring, words: &[u64]) {
         let Ok(engine) = self.engine() else { return };
         if self.info.external_data_file {
             return;

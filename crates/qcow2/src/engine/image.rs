@@ -1,4 +1,6 @@
-//! An open image: what all queue threads share.
+//! [`Qcow2`], an open image.
+//!
+//! Promises: `Send + Sync`; all queue threads share one.
 
 use ringdisk_storage::Storage;
 
@@ -32,7 +34,7 @@ pub struct OpenOptions {
     ///
     /// [`limits::METADATA_CACHE_BYTES`]: crate::limits::METADATA_CACHE_BYTES
     pub metadata_cache_bytes: Option<u64>,
-    /// Read the header and nothing else, since somebody may be writing to the image:
+    /// Read the header and nothing else, since another process may be writing to the image:
     /// [`Qcow2::info`] names no snapshots and no bitmaps, and no place of the disk can be looked
     /// up. Not with `writable`.
     pub header_only: bool,

@@ -1,4 +1,4 @@
-//! From a guest offset to where the bytes are.
+//! The look-up: from a guest offset to the place of the bytes.
 //!
 //! Promises: [`Qcow2::map_cached`] takes no lock, allocates nothing, blocks on nothing. An extent
 //! covers at least what is alike up to the end of its L2 slice, and goes on over further slices
@@ -35,8 +35,8 @@ impl Qcow2 {
     ///
     /// `None`: the L2 slice of `offset` is not loaded, use [`map`](Qcow2::map).
     ///
-    /// Errors: `EINVAL` when the range is empty or starts behind the end of the disk; `EIO` when
-    /// the table entry of `offset` cannot be right (unaligned, reserved bits set, behind the end
+    /// Errors: `EINVAL` when the range is empty or starts past the end of the disk; `EIO` when
+    /// the table entry of `offset` cannot be right (unaligned, reserved bits set, past the end
     /// of the file, on top of metadata).
     pub fn map_cached(&self, offset: GuestOffset, len: u64) -> Result<Option<Extent>, Errno> {
         let left = self.geometry.virtual_size.checked_sub(offset.0).ok_or(Errno::INVAL)?;
@@ -69,7 +69,7 @@ impl Qcow2 {
     /// As [`map_cached`](Qcow2::map_cached), and loads what is missing. A slice is loaded once,
     /// however many requests miss it; only they wait.
     ///
-    /// Errors: those of `map_cached`, and what the storage reports for the L2 table.
+    /// Errors: those of `map_cached`, and those of the storage for the L2 table.
     pub async fn map(&self, ring: &Ring, offset: GuestOffset, len: u64) -> Result<Extent, Errno> {
         loop {
             if let Some(extent) = self.map_cached(offset, len)? {
@@ -135,7 +135,7 @@ impl Qcow2 {
         Ok(Step::More)
     }
 
-    /// Brings `slice` into the cache, or waits for whoever does.
+    /// Loads `slice` into the cache, or waits for the request that loads it.
     pub(crate) async fn load(&self, ring: &Ring, slice: SliceIndex) -> Result<(), Errno> {
         match self.loads.join(slice, || self.slices.find(slice).map(drop)) {
             Join::Ready(()) => Ok(()),
@@ -165,7 +165,7 @@ impl Qcow2 {
         }
         drop(grace);
         let words = &words_of(&buf)[..bytes / 8];
-        self.look_at_loaded(ring, words).await;
+        self.check_loaded(ring, words).await;
         while !self.slices.publish(slice, words) {
             // Wherever it could go is dirty. Boxed: rare.
             Box::pin(self.checkpoint(ring)).await?;

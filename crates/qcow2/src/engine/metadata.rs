@@ -1,15 +1,15 @@
-//! Writing metadata that the image refers to already: slices, reference counts, L1 entries, the
+//! Writes of metadata that the image refers to already: slices, reference counts, L1 entries, the
 //! header.
 //!
-//! Promises: two writes of one place never overtake each other, also when the request that began
-//! the first one was dropped: the kernel may carry out a write after the future that asked for it
+//! Promises: two writes of one place never overtake each other, even when the request that began
+//! the first one was dropped. The kernel may carry out a write after the future that asked for it
 //! is gone, and would put the old state over the new one. So each write is a task of its own that
-//! goes on to its end; what was left behind is known here, and who writes there next waits until it
-//! has landed.
+//! goes on to its end; a write whose request is gone is recorded here, and the next write of the
+//! same place waits until it has ended.
 //!
-//! Where the thread of such a task ended, the memory of the write tells: the kernel is done with it
-//! once nobody else holds it. A write that has not landed after [`STRAY_WAIT`] is given up: nothing
-//! can be promised any more, so no flush succeeds until the image is opened again.
+//! Where the thread of such a task has ended, the reference count of the write's memory says when
+//! the kernel is done with it. A write that has not ended after [`ORPHAN_WAIT`] is given up: then
+//! nothing can be promised any more, so no flush succeeds until the image is opened again.
 
 use std::cell::RefCell;
 use std::future::poll_fn;
@@ -28,25 +28,25 @@ use crate::header::HeaderImage;
 use crate::sync::{Arc, AtomicU8, Mutex, Ordering, lock};
 use crate::units::HostOffset;
 
-/// How long a write of a request that is gone is waited for: as long as a disk may take that tries
-/// a bad block again.
-const STRAY_WAIT: Duration = Duration::from_secs(60);
-/// First and longest pause between two looks.
+/// How long the write of a dropped request is waited for: as long as a disk may take that tries a
+/// bad block again.
+const ORPHAN_WAIT: Duration = Duration::from_secs(60);
+/// First and longest pause between two attempts.
 const PAUSE_MIN: Duration = Duration::from_micros(50);
 const PAUSE_MAX: Duration = Duration::from_millis(5);
 
 /// The task goes on.
 const RUNNING: u8 = 0;
-/// The write has ended, well or badly.
+/// The write has ended, with success or an error.
 const ENDED: u8 = 1;
 /// The task was dropped with its ring.
 const DROPPED: u8 = 2;
 
-/// Metadata writes whose requests are gone.
+/// Metadata writes in flight whose requests were dropped.
 #[derive(Default)]
-pub(super) struct Strays(Mutex<Vec<Stray>>);
+pub(super) struct Orphans(Mutex<Vec<Orphan>>);
 
-struct Stray {
+struct Orphan {
     /// Bytes of the image file.
     range: Range<HostOffset>,
     state: Arc<AtomicU8>,
@@ -54,36 +54,38 @@ struct Stray {
     memory: Option<Arc<SharedMemory>>,
 }
 
-impl Stray {
-    fn has_landed(&self) -> bool {
+impl Orphan {
+    fn has_ended(&self) -> bool {
         match self.state.load(Ordering::Acquire) {
             RUNNING => false,
             ENDED => true,
-            // Whoever holds it besides us may be the kernel.
+            // Another reference may be the kernel's.
             _ => self.memory.as_ref().is_some_and(|memory| Arc::strong_count(memory) == 1),
         }
     }
 }
 
-impl Strays {
-    /// Whether a write of `range` would meet one.
-    fn meet(&self, range: &Range<HostOffset>) -> bool {
-        let mut strays = lock(&self.0);
-        strays.retain(|stray| !stray.has_landed());
-        strays.iter().any(|stray| stray.range.start < range.end && range.start < stray.range.end)
+impl Orphans {
+    /// Whether a write in flight overlaps `range`.
+    fn overlap(&self, range: &Range<HostOffset>) -> bool {
+        let mut orphans = lock(&self.0);
+        orphans.retain(|orphan| !orphan.has_ended());
+        let overlaps =
+            |other: &Range<HostOffset>| other.start < range.end && range.start < other.end;
+        orphans.iter().any(|orphan| overlaps(&orphan.range))
     }
 }
 
-/// Result of the task, and who waits for it.
+/// Result of the task, and the waker of the request.
 type Outcome = Rc<RefCell<(Option<Result<(), Errno>>, Option<Waker>)>>;
 
-/// The side of the task.
-struct Duty {
+/// What the task holds.
+struct TaskSide {
     state: Arc<AtomicU8>,
     outcome: Outcome,
 }
 
-impl Duty {
+impl TaskSide {
     fn end(self, result: Result<(), Errno>) {
         self.state.store(ENDED, Ordering::Release);
         let waker = {
@@ -95,25 +97,25 @@ impl Duty {
     }
 }
 
-impl Drop for Duty {
+impl Drop for TaskSide {
     fn drop(&mut self) {
         let order = (Ordering::AcqRel, Ordering::Acquire);
         let _ = self.state.compare_exchange(RUNNING, DROPPED, order.0, order.1);
     }
 }
 
-/// The side of the request.
-struct Watch<'a> {
-    strays: &'a Strays,
-    stray: Option<Stray>,
+/// What the request holds.
+struct RequestSide<'a> {
+    orphans: &'a Orphans,
+    orphan: Option<Orphan>,
 }
 
-impl Drop for Watch<'_> {
+impl Drop for RequestSide<'_> {
     fn drop(&mut self) {
-        if let Some(stray) = self.stray.take()
-            && !stray.has_landed()
+        if let Some(orphan) = self.orphan.take()
+            && !orphan.has_ended()
         {
-            lock(&self.strays.0).push(stray);
+            lock(&self.orphans.0).push(orphan);
         }
     }
 }
@@ -156,8 +158,8 @@ impl Qcow2 {
             .await
     }
 
-    /// Runs `work` to its end, whatever becomes of the caller, once everything has landed that was
-    /// left behind in `range`.
+    /// Runs `work` to its end, even when the caller is dropped, once the earlier writes in flight
+    /// of `range` have ended.
     async fn to_its_end(
         &self,
         ring: &Ring,
@@ -165,15 +167,15 @@ impl Qcow2 {
         memory: Option<Arc<SharedMemory>>,
         work: impl Future<Output = Result<(), Errno>> + 'static,
     ) -> Result<(), Errno> {
-        let strays = &self.engine()?.strays;
-        self.wait_for_strays(ring, &range).await?;
+        let orphans = &self.engine()?.orphans;
+        self.wait_for_orphans(ring, &range).await?;
         let state = Arc::new(AtomicU8::new(RUNNING));
         let outcome = Outcome::default();
-        let duty = Duty { state: Arc::clone(&state), outcome: Rc::clone(&outcome) };
-        let mut watch = Watch { strays, stray: Some(Stray { range, state, memory }) };
+        let task = TaskSide { state: Arc::clone(&state), outcome: Rc::clone(&outcome) };
+        let mut request = RequestSide { orphans, orphan: Some(Orphan { range, state, memory }) };
         ring.spawn(async move {
             let result = work.await;
-            duty.end(result);
+            task.end(result);
         });
         let result = poll_fn(|context| {
             let mut outcome = outcome.borrow_mut();
@@ -186,16 +188,16 @@ impl Qcow2 {
             }
         });
         let result = result.await;
-        watch.stray = None;
+        request.orphan = None;
         result
     }
 
-    async fn wait_for_strays(&self, ring: &Ring, range: &Range<HostOffset>) -> Result<(), Errno> {
-        let strays = &self.engine()?.strays;
+    async fn wait_for_orphans(&self, ring: &Ring, range: &Range<HostOffset>) -> Result<(), Errno> {
+        let orphans = &self.engine()?.orphans;
         let began = Instant::now();
         let mut pause = PAUSE_MIN;
-        while strays.meet(range) {
-            if began.elapsed() >= STRAY_WAIT {
+        while orphans.overlap(range) {
+            if began.elapsed() >= ORPHAN_WAIT {
                 self.note_lost(Errno::IO);
                 return Err(Errno::IO);
             }

@@ -1,27 +1,28 @@
-//! Writing to an open image, while any number of requests run.
+//! The open image: look-ups and writes, while any number of requests run.
 //!
 //! Promises:
 //! - Only requests that change the mapping of the same guest cluster wait for one another
-//!   ([`registry`](crate::concurrent::registry)); a write to space that is already there waits for nothing and takes no lock.
+//!   ([`registry`](crate::concurrent::registry)); a write to space that is already there waits for
+//!   nothing and takes no lock.
 //! - Nothing is linked on stable storage before what it links is ([`checkpoint`]); nothing is used
-//!   again before nobody can refer to it ([`unlinked`](crate::concurrent::unlinked),
+//!   again while a request can refer to it ([`unlinked`](crate::concurrent::unlinked),
 //!   [`grace`](crate::concurrent::grace)).
 //! - A write is answered when its data is written and its mapping is changed in memory; a flush
 //!   makes all that was answered before it durable, with two barriers for any number of changes.
 //!
-//! The order of everything is told in `docs/qcow2.md`.
+//! `docs/qcow2.md` describes the order of all steps.
 
 pub(crate) mod action;
 mod ahead;
 pub(crate) mod below;
 mod checkpoint;
 mod copy;
+mod data_write;
 mod decompress;
 mod fault;
 mod group;
 mod guard;
 mod image;
-mod landing;
 mod map;
 mod metadata;
 mod pack;
@@ -52,7 +53,7 @@ use crate::units::HostCluster;
 use ahead::Ahead;
 use checkpoint::Checkpoints;
 use fault::Fault;
-use metadata::Strays;
+use metadata::Orphans;
 use pack::Packer;
 
 pub use checkpoint::WriteBack;
@@ -78,7 +79,7 @@ pub(crate) struct Engine {
     marks: Arc<Marks>,
     /// Clusters that are not free yet.
     pub(crate) unlinked: UnlinkedClusters,
-    /// How often clusters left it for good.
+    /// Number of times that clusters became free.
     times_freed: AtomicU64,
     /// L1 entries that differ from the image.
     l1_dirty: Mutex<BTreeSet<usize>>,
@@ -87,8 +88,8 @@ pub(crate) struct Engine {
     /// Held while the header is written.
     header_write: Registry,
     checkpoints: Checkpoints,
-    /// Metadata writes whose requests are gone.
-    strays: Strays,
+    /// Metadata writes in flight whose requests were dropped.
+    orphans: Orphans,
     fault: Fault,
     /// The first change of the image is prepared.
     pub(crate) started: AtomicBool,
@@ -100,7 +101,7 @@ pub(crate) struct Engine {
     /// Clusters of requests that were dropped in the middle: their I/O may still be under way.
     abandoned: Mutex<Vec<(HostCluster, u64)>>,
     /// A request was dropped while its write was under way, so nothing is freed any more.
-    landings_lost: AtomicBool,
+    write_abandoned: AtomicBool,
     pub(crate) options: EngineOptions,
     /// Metadata that lies on other metadata, as the open found it.
     pub(crate) overlap: Option<String>,
@@ -152,7 +153,7 @@ impl Engine {
             header: Mutex::new(header),
             header_write: Registry::new(),
             checkpoints: Checkpoints::new(),
-            strays: Strays::default(),
+            orphans: Orphans::default(),
             fault: Fault::default(),
             started: AtomicBool::new(false),
             start: Registry::new(),
@@ -160,7 +161,7 @@ impl Engine {
             packer: Packer::new(),
             ahead: Ahead::new(file),
             abandoned: Mutex::new(Vec::new()),
-            landings_lost: AtomicBool::new(false),
+            write_abandoned: AtomicBool::new(false),
             options,
             overlap,
             closed: AtomicBool::new(false),
@@ -174,7 +175,7 @@ impl Engine {
 }
 
 impl Engine {
-    /// Whether nobody knows which of two headers is on the storage.
+    /// Whether it is unknown which of two headers is on the storage.
     pub(crate) fn header_is_unknown(&self) -> bool {
         self.header_unknown.load(crate::sync::Ordering::Acquire)
     }

@@ -1,4 +1,4 @@
-//! Storing clusters that are compressed: packed one behind the other.
+//! Stores compressed clusters, packed one after another.
 //!
 //! Promises: a host cluster that holds the end of one and the beginning of another is counted for
 //! each; one compressed cluster lies in one piece. As everywhere, data and counts are on stable
@@ -95,7 +95,7 @@ impl Qcow2 {
         let bits = self.geometry.cluster_bits;
         let _gate = packer.gate.claim(0, 1).await;
         // Into the rest of the cluster, when its count can go up. Under the lock of the counts, so
-        // that it has not become somebody else's meanwhile.
+        // that it has not been given to another request meanwhile.
         let counted = self.with_space(ring, |space| {
             let (start, end) = *lock(&packer.free);
             if start == end || space.get(start >> bits)? == 0 {

@@ -1,13 +1,15 @@
 //! Waiting for space that is on its way to being free.
 //!
 //! A cluster that was discarded is free once its unlink is on stable storage and every request that
-//! may still use the old mapping has ended ([`unlinked`](crate::concurrent::unlinked), [`grace`](crate::concurrent::grace)). A
+//! may still use the old mapping has ended ([`unlinked`](crate::concurrent::unlinked),
+//! [`grace`](crate::concurrent::grace)). A
 //! request that finds no space, in the image or on the file system that holds it, waits for that in
 //! place of failing.
 //!
-//! Promises: who waits holds neither a grace nor the gate of the checkpoints, and whoever holds a
-//! grace waits for nothing but storage and that gate: so they never wait for one another. Requests
-//! that begin meanwhile do not prolong the wait. A request fails when nothing is on its way.
+//! Promises: a waiting request holds neither a grace nor the gate of the checkpoints, and a request
+//! that holds a grace waits for nothing but storage and that gate: so they never wait for one
+//! another. Requests that begin meanwhile do not prolong the wait. A request fails when no cluster
+//! is on its way.
 
 use std::time::Duration;
 
@@ -20,7 +22,7 @@ use super::space::write_all;
 use crate::sync::Ordering;
 use crate::units::HostOffset;
 
-/// First pause between two looks at the requests in flight: as long as one on a fast device.
+/// First pause between two checks of the requests in flight: as long as one on a fast device.
 const PAUSE_MIN: Duration = Duration::from_micros(50);
 /// Longest pause: far less than a person or a guest notices.
 const PAUSE_MAX: Duration = Duration::from_millis(5);
@@ -50,7 +52,7 @@ impl Qcow2 {
             match self.try_reclaim(ring, seen).await {
                 Some(answer) => return answer,
                 // A request that was dropped in the middle never ends.
-                None if engine.landings_lost.load(Ordering::Acquire) => return false,
+                None if engine.write_abandoned.load(Ordering::Acquire) => return false,
                 None => {}
             }
             ring.sleep(pause).await;
@@ -61,7 +63,8 @@ impl Qcow2 {
     /// Frees what can be freed now. `None`: requests in flight may still use the rest.
     async fn try_reclaim(&self, ring: &Ring, seen: u64) -> Option<bool> {
         let engine = self.engine().ok()?;
-        // Whoever frees holds it, so what is on its way is either in `unlinked` or freed already.
+        // Clusters are freed under the gate, so those on their way are in `unlinked` or freed
+        // already.
         let _gate = self.checkpoint_gate().await;
         if self.times_freed() != seen {
             return Some(true);

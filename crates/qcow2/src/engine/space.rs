@@ -1,5 +1,5 @@
-//! Getting and giving back host clusters: does the reading and making of refcount blocks that
-//! [`Refcounts`] asks for.
+//! Allocates and frees host clusters: reads and makes the refcount blocks that [`Refcounts`] asks
+//! for.
 //!
 //! Promises: the lock of the reference counts is never held while anything waits; a refcount block
 //! that has to be loaded delays only requests that need it; a block that is made takes its space at

@@ -1,4 +1,4 @@
-//! The first change of an image: features that a change would make untrue are taken back first.
+//! Prepares an image for its first change: removes the marks that a change would make untrue.
 //!
 //! Promises: on stable storage before the first byte changes: autoclear bits that we do not know
 //! are cleared, bitmaps that will not be kept up to date are declared invalid, bitmaps that record

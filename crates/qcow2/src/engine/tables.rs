@@ -1,4 +1,4 @@
-//! L2 tables that a write needs: made when there is none, copied when a snapshot has it too.
+//! The L2 tables that a write needs: made when there is none, copied when a snapshot shares one.
 //!
 //! Promises: a table is whole on the storage before the L1 entry names it in memory, so a slice
 //! that is loaded from it is right; it takes its space at once; requests for other tables do not
@@ -86,7 +86,7 @@ impl Qcow2 {
         Ok(entry & COPIED != 0 && entry & OFFSET_MASK != 0)
     }
 
-    /// The entries of `count` clusters of one slice, from `first` in it. Nobody else may be
+    /// The entries of `count` clusters of one slice, from `first` in it. No other request may be
     /// changing them: the caller has claimed the clusters. All zero where there is no table. They
     /// are not checked: [`leading_sound`](Qcow2::leading_sound) does that.
     ///

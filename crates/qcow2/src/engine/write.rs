@@ -1,4 +1,4 @@
-//! Writing data.
+//! Writes of data.
 //!
 //! Promises: a write to clusters that are the image's own takes no lock, allocates nothing and is
 //! one storage operation for each run. Anything else is claimed, gets its clusters in one go, is
@@ -88,9 +88,9 @@ impl Qcow2 {
             if let Some((host, len)) = self.own_run(offset, buf.len() as u64)? {
                 // Not longer than the buffer.
                 let len = usize::try_from(len).unwrap_or(buf.len()).min(buf.len());
-                let landing = self.landing(grace);
+                let write = self.begin_data_write(grace);
                 let written = self.data_storage().write(ring, host.0, &buf.slice(0..len)).await;
-                landing.landed();
+                write.end();
                 match written {
                     Ok(0) => return Err(Errno::IO),
                     // A hole of a full file system: perhaps space is on its way, and nothing is
@@ -174,13 +174,13 @@ impl Qcow2 {
         self.ensure_table(ring, self.geometry.l1_index(offset)).await?;
         let first = self.geometry.entry_in_slice(offset);
         let count = self.geometry.entry_in_slice(end - 1) - first + 1;
-        // One more at the front: where the neighbour is tells where to go on.
+        // One more at the front: new clusters go after the place of that neighbour.
         let before = usize::from(first > 0);
         let entries = self.entries(ring, slice, first - before, count + before).await?;
         let is_hint = before == 1 && self.rules.check_words(entries[0]).is_ok();
         let mut neighbour = if is_hint { self.next_host(entries[0]) } else { None };
         let entries = &entries[before..];
-        // Clusters that are written, and that were looked at.
+        // Clusters that are written, and that were checked.
         let (mut at, mut sound) = (0, 0);
         let mut done = 0;
         // The last attempt found no space.

@@ -2,7 +2,7 @@
 //!
 //! Promises: whole clusters (subclusters where the image has them) change in the tables only; parts
 //! of one are written as zeroes unless they are zeroes already. Only requests for the same clusters
-//! wait. Space is given back after the change is on stable storage and nobody uses it any more.
+//! wait. Space is freed after the change is on stable storage and no request uses it any more.
 
 use rustix::io::Errno;
 
@@ -316,7 +316,7 @@ impl Qcow2 {
 
 /// Gives the space of clusters back whose old entries a power cut may still bring back: they read
 /// as zeroes afterwards, also on a block device, of which a plain discard may leave bytes that
-/// nobody has written.
+/// were never written.
 ///
 /// Errors: `EOPNOTSUPP` where the device has no zeroes without a transfer.
 async fn punch(storage: &Storage, ring: &Ring, host: HostOffset, len: u64) -> Result<(), Errno> {

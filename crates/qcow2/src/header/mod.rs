@@ -126,7 +126,7 @@ impl Subject<'_> {
 }
 
 /// Bytes at the start of the file that [`parse`] wants: the first cluster, in which everything
-/// that the header names by offset lies. `None` when that cannot be told yet; `parse` then says
+/// that the header names by offset lies. `None` when that is not known yet; `parse` then says
 /// why.
 pub(crate) fn wanted_bytes(head: &[u8]) -> Option<u64> {
     let (v2, _) = HeadV2::read_from_prefix(head).ok()?;
@@ -357,7 +357,8 @@ fn backing_file(
     if offset == 0 {
         return Ok(None);
     }
-    // Also without a name: the extensions end there, so that rubbish would hide some of them.
+    // Also without a name: the extensions end there, so that a wrong offset would hide some of
+    // them.
     let end = if len == 0 { cluster_size + 1 } else { cluster_size };
     if offset < u64::from(header_length) || offset >= end {
         return Err(subject.field(

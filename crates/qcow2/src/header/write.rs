@@ -1,4 +1,4 @@
-//! The header on its way to the file.
+//! Writes the header to the file.
 //!
 //! Promises: a crash at any point leaves the old header or the new one. Everything fixed lies in
 //! the first 512 bytes, which a disk writes in one piece. Extensions and the name of the backing
@@ -50,7 +50,7 @@ impl HeaderImage {
 
     /// Writes everything; durable when it returns. See the module for the order.
     ///
-    /// Errors: what the storage reports, `EIO` too for a header on the file that cannot be read any
+    /// Errors: those of the storage, `EIO` too for a header on the file that cannot be read any
     /// more. The file then has the old header or the new one (perhaps by the detour).
     pub(crate) async fn write_all(&mut self, ring: &Ring, file: &Storage) -> Result<(), Errno> {
         self.write_steps(ring, file).await?;
@@ -137,7 +137,7 @@ fn detour(old: &HeaderImage, new: &HeaderImage) -> Option<Step> {
 
 /// Writes all of `bytes` at `offset`. Durable after the next flush.
 ///
-/// Errors: what the storage reports; `EIO` when it takes nothing.
+/// Errors: those of the storage; `EIO` when it takes nothing.
 pub(crate) async fn write_bytes(
     ring: &Ring,
     file: &Storage,

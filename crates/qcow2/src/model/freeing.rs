@@ -1,11 +1,11 @@
 //! Model of how clusters become free: discards, flushes, a write that waits for space and reads,
 //! all at once.
 //!
-//! Real code: `unlinked.rs`, `grace.rs`, `registry.rs` (the gate of the checkpoints), `slices.rs` (the
-//! table, and what is dirty in it) and the reference counts, behind a simulated lock.
+//! Real code: `unlinked.rs`, `grace.rs`, `registry.rs` (the gate of the checkpoints), `slices.rs`
+//! (the table, and what is dirty in it) and the reference counts, behind a simulated lock.
 //! `checkpoint.rs` and `reclaim.rs` need a ring and a storage: in [`image`] each of their steps has
 //! a method of the same name that does the same in the same order, on a disk in memory ([`world`]).
-//! Who changes them changes that too.
+//! A change of them is made there too.
 //!
 //! For each [`Mistake`] the model finds a schedule that goes wrong: that it sees what it is to see.
 
@@ -94,7 +94,8 @@ fn all_at_once(failures: u64, mistake: Mistake, schedules: usize) {
             spawn(|image| (0..3).for_each(|_| _ = block_on(image.write(2)))),
         ];
         threads.into_iter().for_each(|thread| thread.join().expect("no panic"));
-        // Nobody is inside: all that was unlinked becomes free, and the two clusters can be had.
+        // No request is in flight: all that was unlinked becomes free, and the two clusters can be
+        // had.
         if host(image.entry(2)) != 0 {
             image.discard(2);
         }

@@ -11,7 +11,7 @@ use super::sync::{Arc, AtomicU64, Mutex, Ordering, lock};
 use super::{SCHEDULES, WORDS, small_cache};
 use crate::units::HostCluster;
 
-/// The host cluster that everybody wants; 0 is none.
+/// The host cluster that all threads use; 0 is none.
 const CLUSTER: u64 = 70;
 /// Its bit is in the same word of the marks.
 const NEIGHBOUR: u64 = 71;
@@ -66,7 +66,7 @@ impl Image {
         })
     }
 
-    /// As `Qcow2::look_at_loaded`, before the slice is published.
+    /// As `Qcow2::check_loaded`, before the slice is published.
     fn load(&self) {
         let found = self.marks.may_be(HostCluster(self.entry)) && lock(&self.counts).is_metadata;
         lock(&self.counts).named.insert(HostCluster(self.entry), 1);
@@ -200,7 +200,8 @@ fn data_that_is_in_flight_when_its_cluster_is_freed_lands_before_the_table() {
                     })
                 })
                 .collect();
-            // A discard: the entry goes, and when nobody can use it any more, the cluster is free.
+            // A discard: the entry goes, and when no request can use it any more, the cluster is
+            // free.
             image.slices.update(SLICE, false, true, |words| words.set(0, 0));
             let mark = image.graces.mark();
             let mut is_taken = false;

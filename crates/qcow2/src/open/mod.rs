@@ -1,4 +1,7 @@
-//! Opening an image: header, directories, L1 table.
+//! Opens an image: reads the header, the directories and the L1 table.
+//!
+//! Promises: every size that the image names is bounded before memory is asked for it; names of a
+//! backing file or data file are not followed.
 
 mod writable;
 

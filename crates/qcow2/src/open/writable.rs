@@ -1,4 +1,6 @@
-//! What an open for writing needs beside the rest: reference counts, where metadata lies, bitmaps.
+//! Opens an image for writing: reads the refcount table, marks metadata, loads bitmaps that record.
+//!
+//! Promises: writes nothing; all metadata is marked before the first cluster is allocated.
 
 use ringdisk_ring::Ring;
 use ringdisk_storage::Storage;

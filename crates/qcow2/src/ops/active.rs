@@ -1,4 +1,4 @@
-//! The active L1 table and its L2 tables, as a transaction changes them.
+//! Changes of the active L1 table and its L2 tables in a transaction.
 //!
 //! Promises: an L2 table that changes gets a new place, its old one loses a reference; the L1 table
 //! follows when anything in it changed. Tables of snapshots are never written.

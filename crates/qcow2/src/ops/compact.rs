@@ -1,9 +1,9 @@
-//! After a disk became smaller: metadata at the end of the file moves to the front, so that the
-//! file can end behind the last data.
+//! Moves metadata from the end of the file to the front after a disk became smaller, so that the
+//! file can end after the last data.
 //!
-//! A change writes its new metadata behind everything else, since it may not overwrite the old.
-//! This second change brings it into the space that the first one made free. Data stays where it
-//! is.
+//! Promises: the image is whole before and after; an error costs space only. A change writes its
+//! new metadata after everything else, since it may not overwrite the old. This second change
+//! brings it into the space that the first one made free. Data stays where it is.
 
 use std::collections::HashSet;
 

@@ -1,4 +1,6 @@
-//! A small change: another backing file.
+//! Sets or removes the backing file name.
+//!
+//! Promises: atomic, as all changes; nothing is opened or copied.
 
 use ringdisk_ring::Ring;
 

@@ -1,10 +1,10 @@
-//! An empty disk: everything that it shows is its backing file's.
+//! Empties an image: the disk then shows its backing file.
 //!
 //! Promises: where there is room for the new metadata the change is atomic, as all of them. Where
 //! there is none (the file system is full, which is why images are emptied) it is made in place and
 //! takes no space: the L1 table is overwritten with zeroes and made durable, then the reference
 //! counts follow. A crash on that way leaves a part of the old mapping, and leaked clusters. So
-//! callers that cannot bear a part see to it that the backing file shows what the image shows, as a
+//! a caller that cannot accept that makes the backing file show what the image shows first, as a
 //! commit does.
 
 use ringdisk_ring::Ring;
@@ -64,7 +64,7 @@ impl Qcow2 {
 /// By a transaction, which needs space for what it writes.
 async fn beside(ring: &Ring, image: &mut Qcow2) -> Result<(), Error> {
     let mut tx = Transaction::begin(ring, image)?;
-    tx.look().await?;
+    tx.note_all_named().await?;
     let mut active = Active::load(&tx).await?;
     active.drop_all(&mut tx).await?;
     let entries = active.l1.len();
@@ -109,11 +109,15 @@ async fn in_place(ring: &Ring, image: &mut Qcow2) -> Result<(), Error> {
     let freed = async {
         // What its tables name counts for nothing any more.
         tx.forget_named();
-        tx.look_at_others().await?;
+        tx.note_named_by_others().await?;
         tx.finish_in_place().await
     };
     if let Err(error) = freed.await {
-        tracing::warn!(%error, "the image is empty, but its space could not be freed; `ringdisk check --repair leaks` does that");
+        tracing::warn!(
+            %error,
+            "the image is empty, but its space could not be freed; `ringdisk check --repair leaks` \
+             does that"
+        );
     }
     Ok(())
 }
@@ -138,7 +142,7 @@ async fn uncover(ring: &Ring, image: &mut Qcow2, size: u64) -> Result<(), Error>
     let old = image.virtual_size();
     let entries = image.l1_needed(size).max(u64::from(image.info.l1_entries));
     let mut tx = Transaction::begin(ring, image)?;
-    tx.look().await?;
+    tx.note_all_named().await?;
     let active = Active::load(&tx).await?;
     bitmaps::resize(&mut tx, old, size).await?;
     tx.header.set_size(size);

@@ -1,4 +1,6 @@
-//! What the entries of L1 and L2 tables refer to. Pure.
+//! The host clusters that entries of L1 and L2 tables refer to.
+//!
+//! Promises: pure; no I/O.
 //!
 //! Source: qcow2 specification, "Cluster mapping".
 

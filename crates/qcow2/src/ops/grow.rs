@@ -1,5 +1,7 @@
-//! The part of the disk that a resize adds: zeroes over a longer backing file, the last cluster of
-//! the old disk, preallocation.
+//! Fills the part of the disk that a resize adds: zeroes over a longer backing file, the last
+//! cluster of the old disk, preallocation.
+//!
+//! Promises: what is added reads as zeroes.
 
 use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_storage::Storage;
@@ -105,7 +107,7 @@ impl Qcow2 {
         Ok(Some(Tail { content: buf.to_vec() }))
     }
 
-    /// Where the cluster of `start` is, if nobody shares it and it may be written in place, bytes.
+    /// Where the cluster of `start` is, if it is not shared and may be written in place.
     async fn own_place(
         &self,
         ring: &Ring,
@@ -119,8 +121,8 @@ impl Qcow2 {
     }
 
     /// Takes space for the rest of the last cluster, which has a place but may be a hole of the
-    /// file. What lies there belongs to nobody, and reads as zeroes afterwards. (That of an
-    /// external data file comes with the data file.)
+    /// file. What lies there belongs to no cluster, and reads as zeroes afterwards. (In an external
+    /// data file the resize of that file does this.)
     ///
     /// * `size`: new end of the disk.
     pub(super) async fn reserve_tail(
@@ -155,7 +157,7 @@ impl Qcow2 {
         Error::io(self.file.name(), "reading the last cluster of the disk", errno)
     }
 
-    /// Whether the rest of the last cluster, behind the end of the disk, reads as zeroes.
+    /// Whether the rest of the last cluster, past the end of the disk, reads as zeroes.
     async fn tail_is_zero<B: Below>(
         &self,
         ring: &Ring,
@@ -291,7 +293,7 @@ impl Growth<'_> {
             }
             cluster = stop;
         }
-        // What is counted must not lie behind the end of the file. Without preallocation that is
+        // What is counted must not lie past the end of the file. Without preallocation that is
         // data of version 2 only, which has no other way to say "zeroes" over a longer backing
         // file.
         let len = tx.end_of_clusters();
@@ -397,7 +399,7 @@ impl Growth<'_> {
         let word = geometry.entry_in_table(start >> geometry.cluster_bits) * words_per_entry;
         let old = words[word];
         let host = if let Some(data) = &self.data_file {
-            // In place: nobody sees what lies behind the end, and the rest is what it was.
+            // In place: no request sees what lies past the end, and the rest is what it was.
             let present = old & (OFFSET_MASK | COPIED) != 0;
             let host = HostOffset(if present { old & OFFSET_MASK } else { start.0 });
             // Not past the new end, which may be in the same cluster: the file has the size of the

@@ -1,9 +1,10 @@
-//! What the tables of an image name, for changes of images whose reference counts are wrong.
+//! Walks all tables of an image, for changes of images whose reference counts are wrong.
 //!
-//! A change looks at all of them before it takes a cluster ([`look`](Transaction::look)), growth
-//! once, and again before it is made true, when it has taken references away
-//! ([`refuse_lost`](Transaction::refuse_lost)): no table that stays may name what was freed. That
-//! is so for the tables of the disk, those of internal snapshots, and what bitmaps have.
+//! Promises: a change reads all of them before it takes a cluster
+//! ([`note_all_named`](Transaction::note_all_named); growth does so once), and again before it is
+//! made true, when it has taken references away ([`refuse_lost`](Transaction::refuse_lost)): no
+//! table that stays may name what was freed. That is so for the tables of the disk, those of
+//! internal snapshots, and what bitmaps have.
 //!
 //! What cannot be read has nothing to lose, so it does not stop a change that does not need it.
 //! Memory: one L1 table, and a number for each L2 table; L2 tables that several L1 tables share are
@@ -25,9 +26,9 @@ use super::bitmaps;
 use super::snapshot_table::SnapshotTable;
 use super::transaction::Transaction;
 
-/// Whose tables are looked at.
+/// The tables that are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Whose {
+enum Tables {
     All,
     /// Not those of the disk.
     Others,
@@ -52,11 +53,11 @@ pub(super) enum What {
 
 impl Qcow2 {
     /// From now on nothing is taken for something new that the tables of the image name, whatever
-    /// the counts say. For changes that are no transaction; nobody else uses the image meanwhile.
+    /// the counts say. For changes that are no transaction; no request uses the image meanwhile.
     ///
-    /// Errors: as [`Transaction::look`].
-    pub(crate) async fn look_at_tables(&mut self, ring: &Ring) -> Result<(), Error> {
-        Transaction::begin(ring, self)?.look().await
+    /// Errors: as [`Transaction::note_all_named`].
+    pub(crate) async fn note_named_clusters(&mut self, ring: &Ring) -> Result<(), Error> {
+        Transaction::begin(ring, self)?.note_all_named().await
     }
 }
 
@@ -65,24 +66,24 @@ impl Transaction<'_> {
     /// says.
     ///
     /// Errors: `Io`; `Corrupt` when the snapshot table cannot be read.
-    pub(super) async fn look(&mut self) -> Result<(), Error> {
-        self.look_at(Whose::All).await
+    pub(super) async fn note_all_named(&mut self) -> Result<(), Error> {
+        self.note_named_of(Tables::All).await
     }
 
-    /// As [`look`](Transaction::look), once while the image is open: clients that append to a disk
-    /// make it grow again and again. What was let go since by one of two entries that name it is
-    /// not known to be named any more.
-    pub(super) async fn look_once(&mut self) -> Result<(), Error> {
-        if self.knows_all_named() { Ok(()) } else { self.look().await }
+    /// As [`note_all_named`](Transaction::note_all_named), once while the image is open: clients
+    /// that append to a disk make it grow again and again. What was let go since by one of two
+    /// entries that name it is not known to be named any more.
+    pub(super) async fn note_all_named_once(&mut self) -> Result<(), Error> {
+        if self.knows_all_named() { Ok(()) } else { self.note_all_named().await }
     }
 
-    /// As [`look`](Transaction::look) where nothing is left of the disk.
-    pub(super) async fn look_at_others(&mut self) -> Result<(), Error> {
-        self.look_at(Whose::Others).await
+    /// As [`note_all_named`](Transaction::note_all_named) where nothing is left of the disk.
+    pub(super) async fn note_named_by_others(&mut self) -> Result<(), Error> {
+        self.note_named_of(Tables::Others).await
     }
 
-    async fn look_at(&mut self, whose: Whose) -> Result<(), Error> {
-        self.walk(whose, Depth::Entries, |tx, _, what, run| {
+    async fn note_named_of(&mut self, of: Tables) -> Result<(), Error> {
+        self.walk(of, Depth::Entries, |tx, _, what, run| {
             match what {
                 What::Table => tx.note_named(run.start, run.count),
                 What::Data => tx.note_data(run.start, run.count),
@@ -98,20 +99,20 @@ impl Transaction<'_> {
     ///
     /// Errors: `Corrupt`, `Io`.
     pub(super) async fn refuse_lost(&mut self) -> Result<(), Error> {
-        self.refuse_lost_of(Whose::All).await
+        self.refuse_lost_of(Tables::All).await
     }
 
     /// As [`refuse_lost`](Transaction::refuse_lost) where nothing stays of the disk.
     pub(super) async fn refuse_lost_by_others(&mut self) -> Result<(), Error> {
-        self.refuse_lost_of(Whose::Others).await
+        self.refuse_lost_of(Tables::Others).await
     }
 
-    async fn refuse_lost_of(&mut self, whose: Whose) -> Result<(), Error> {
+    async fn refuse_lost_of(&mut self, of: Tables) -> Result<(), Error> {
         if !self.has_freed() {
             return Ok(());
         }
         let depth = if self.has_freed_data() { Depth::Entries } else { Depth::Tables };
-        self.walk(whose, depth, |tx, user, _, run| match tx.first_freed(run.start, run.count) {
+        self.walk(of, depth, |tx, user, _, run| match tx.first_freed(run.start, run.count) {
             None => Ok(()),
             Some(cluster) => Err(tx.corrupt(format!(
                 "{user} uses host cluster {cluster}, but its refcount does not count that"
@@ -123,12 +124,12 @@ impl Transaction<'_> {
     /// Calls `found` with all that is named, and by what.
     async fn walk(
         &mut self,
-        whose: Whose,
+        of: Tables,
         depth: Depth,
         mut found: impl FnMut(&mut Self, &str, What, Run) -> Result<(), Error>,
     ) -> Result<(), Error> {
         let mut seen = HashSet::new();
-        let active = Some(self.header.l1_table()).filter(|_| whose == Whose::All);
+        let active = Some(self.header.l1_table()).filter(|_| of == Tables::All);
         let table = SnapshotTable::load(self).await?;
         let snapshots: BTreeSet<(HostOffset, u32)> =
             table.entries.iter().map(super::snapshot_table::Entry::l1_table).collect();

@@ -1,5 +1,5 @@
-//! Changes of an image that nobody else uses: internal snapshots, size, emptying, backing file
-//! name.
+//! Changes of an image while no request uses it: internal snapshots, size, emptying, backing file
+//! name, bitmaps, the close.
 //!
 //! Promises:
 //! - A change is there as a whole or not at all, whenever the power fails: everything new is
@@ -12,8 +12,8 @@
 //!   or not counted is refused with a message.
 //!
 //! The image is closed first and opened again afterwards, in place; when that fails too, all
-//! further changes are `EROFS` and the caller opens it anew. The caller sees to it that no request
-//! runs and calls from a ring thread.
+//! further changes are `EROFS` and the caller opens it anew. The caller makes sure that no request
+//! runs, and calls from a ring thread.
 
 mod active;
 mod bitmaps;
@@ -95,7 +95,7 @@ impl Qcow2 {
         }
     }
 
-    /// Somebody else has changed the file since: what entries named counts for nothing.
+    /// Another process has changed the file since: forgets which clusters entries named.
     pub fn forget_names(&self) {
         match self.engine.as_deref() {
             Some(engine) => lock(&engine.refcounts).forget_named(),

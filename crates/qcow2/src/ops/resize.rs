@@ -1,4 +1,4 @@
-//! Another size of the disk.
+//! Changes the size of the disk.
 //!
 //! Promises: what is added reads as zeroes, also over a longer backing file and behind an old end
 //! in the middle of a cluster. What is cut off is given back. The new size shows with everything
@@ -145,7 +145,7 @@ impl Qcow2 {
         let entries = self.l1_needed(size);
         let old = self.virtual_size();
         let mut tx = Transaction::begin(ring, self)?;
-        tx.look().await?;
+        tx.note_all_named().await?;
         let mut active = Active::load(&tx).await?;
         active.cut(&mut tx, GuestOffset(size)).await?;
         bitmaps::resize(&mut tx, old, size).await?;
@@ -216,7 +216,7 @@ impl Qcow2 {
         // At most 2^22.
         let entries = usize::try_from(entries).unwrap_or(0);
         let prepared = async {
-            tx.look_once().await?;
+            tx.note_all_named_once().await?;
             let mut active = Active::load(&tx).await?;
             active.cut(&mut tx, GuestOffset(old)).await?;
             active.l1.resize(entries, 0);
@@ -243,8 +243,8 @@ impl Qcow2 {
         }
     }
 
-    /// The data file gets the new length, and zeroes where the disk grows; what lies there belongs
-    /// to nobody.
+    /// Gives the data file the new length, and zeroes the part where the disk grows: what lies
+    /// there belongs to no cluster.
     async fn grow_data_file(
         &self,
         ring: &Ring,

@@ -1,5 +1,8 @@
 //! Internal snapshots: create, apply, delete.
 //!
+//! Promises: each is there as a whole or not at all after a crash; tables of other snapshots are
+//! never written.
+//!
 //! How references are counted: a cluster of data counts once for each way to it, that is for each
 //! L1 table and each L2 entry below it, also where two L1 tables share an L2 table.
 //!
@@ -121,7 +124,7 @@ async fn create(ring: &Ring, image: &mut Qcow2, name: &str) -> Result<String, Er
     let mut tx = Transaction::begin(ring, image)?;
     let mut table = SnapshotTable::load(&tx).await?;
     let mut active = Active::load(&tx).await?;
-    tx.look().await?;
+    tx.note_all_named().await?;
     let (l1_offset, l1_entries) = tx.header.l1_table();
     for index in 0..active.l1.len() {
         let Some(mut words) = active.table(&mut tx, index).await? else { continue };
@@ -158,7 +161,7 @@ async fn apply(ring: &Ring, image: &mut Qcow2, index: usize) -> Result<(), Error
     let (offset, entries) = entry.l1_table();
     let l1 = read_l1(&tx, offset, entries, "the L1 table of the snapshot").await?;
     let mut active = Active::load(&tx).await?;
-    tx.look().await?;
+    tx.note_all_named().await?;
     // First, so that no count is larger for a moment than before or afterwards. What the snapshot
     // has in common with the disk keeps the reference of the snapshot.
     active.drop_all(&mut tx).await?;
@@ -186,7 +189,7 @@ async fn delete(ring: &Ring, image: &mut Qcow2, index: usize) -> Result<(), Erro
         return Err(tx.corrupt("the snapshot table changed meanwhile"));
     }
     let mut active = Active::load(&tx).await?;
-    tx.look().await?;
+    tx.note_all_named().await?;
     let (offset, entries) = table.entries.remove(index).l1_table();
     let what = "the L1 table of the snapshot";
     let l1 = read_l1(&tx, offset, entries, what).await?;

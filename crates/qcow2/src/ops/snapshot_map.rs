@@ -1,4 +1,4 @@
-//! What an internal snapshot leaves to the backing file.
+//! Finds the ranges that an internal snapshot reads from the backing file.
 //!
 //! Promises: reads the tables of the snapshot and nothing else, one L2 table at a time; writes
 //! nothing, so it may be used while requests run, also on an image that is open for writing: tables

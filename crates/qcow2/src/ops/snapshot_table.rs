@@ -1,4 +1,6 @@
-//! The table of internal snapshots, byte for byte: entries that we did not make stay as they are.
+//! The table of internal snapshots, rewritten byte for byte.
+//!
+//! Promises: entries that ringdisk did not make stay as they are.
 //!
 //! Source: qcow2 specification, "Snapshots".
 
@@ -120,7 +122,7 @@ impl SnapshotTable {
         let largest = self.entries.iter().filter_map(number).max().unwrap_or(0);
         match largest.checked_add(1) {
             Some(next) => next.to_string(),
-            // Somebody used the largest number there is: the first free one.
+            // The largest number there is is taken: the first free one.
             None => (1u64..)
                 .find(|id| self.find(|entry| number(entry) == Some(*id)).is_none())
                 .unwrap_or(0)

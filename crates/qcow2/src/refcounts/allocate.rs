@@ -1,7 +1,9 @@
 //! Finding free clusters.
 //!
-//! The order: what the caller would like; a known free run; what a search of the rest of one block
-//! finds; the end of the file. Where the storage cannot grow: a shorter run, and a search of all.
+//! Promises: an allocation searches the rest of one refcount block at most, unless the storage
+//! cannot grow. The order: the place that the caller asks for; a known free run; a run that the
+//! search of one block finds; the end of the file. Where the storage cannot grow: a shorter run,
+//! and a search of all blocks.
 
 use super::space::RunSet;
 use super::{Blocked, Refcounts, Run};
@@ -80,7 +82,7 @@ impl Refcounts {
         let block_start = self.block_start(index);
         let block_end = (block_start + (1 << self.block_bits)).min(self.end);
         let mut found: Vec<Run> = Vec::new();
-        match self.look(index)? {
+        match self.cached_block(index)? {
             None => found.push(Run::new(self.cursor, block_end - self.cursor)),
             Some(block) => {
                 // Inside one block.
@@ -145,11 +147,11 @@ impl Refcounts {
             }
             let count = self.usable(start, count, contiguous)?;
             let free = self.free_from(start, count);
-            // What a wrong entry names behind the end of the file has no content, and gets none: a
-            // hole.
+            // A cluster past the end of the file that a wrong entry names has no content, and gets
+            // none: it stays a hole.
             let free = self.named.first_in(start, free).map_or(free, |named| named - start);
             if free == 0 || (contiguous && free < count) {
-                // Somebody counted clusters behind the end, or names one: go round them.
+                // Clusters past the end are counted or named already: leave them out.
                 self.skip_to(start + free + 1);
                 self.free.insert(Run { start, count: free, zeroed: self.end_zeroed });
                 continue;
@@ -192,7 +194,7 @@ impl Refcounts {
         let mut cluster = start;
         while cluster < end {
             let (index, _) = self.place(cluster);
-            let blocked = match self.look(index) {
+            let blocked = match self.cached_block(index) {
                 Ok(Some(_)) => None,
                 Ok(None) => Some(self.missing(index)),
                 Err(blocked) => Some(blocked),
@@ -211,7 +213,7 @@ impl Refcounts {
         let mut free = 0;
         while free < count {
             let (index, entry) = self.place(start + free);
-            let Ok(Some(block)) = self.look(index) else { break };
+            let Ok(Some(block)) = self.cached_block(index) else { break };
             let here = (count - free).min((1 << self.block_bits) - entry as u64);
             // Inside one block.
             #[allow(clippy::cast_possible_truncation)]

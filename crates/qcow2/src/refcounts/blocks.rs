@@ -70,7 +70,7 @@ pub(crate) enum DirtyTable {
 
 impl Refcounts {
     /// The block with this index, marked as used; `None` when the table has none.
-    pub(super) fn look(&self, index: u64) -> Result<Option<&Block>, Blocked> {
+    pub(super) fn cached_block(&self, index: u64) -> Result<Option<&Block>, Blocked> {
         // Below the length of the table where it matters.
         let slot = usize::try_from(index).unwrap_or(usize::MAX);
         match self.blocks.get(slot) {
@@ -198,7 +198,7 @@ impl Refcounts {
     ///
     /// Errors: `Load`.
     pub(crate) fn touch_block(&mut self, index: u32) -> Result<(), Blocked> {
-        if self.look(u64::from(index))?.is_some() {
+        if self.cached_block(u64::from(index))?.is_some() {
             self.write_whole(index);
         }
         Ok(())
@@ -222,7 +222,7 @@ impl Refcounts {
     }
 
     /// As [`take_dirty`](Refcounts::take_dirty), but what changed of the table stays to be written:
-    /// for who writes blocks on the way, and the table as a whole in the end.
+    /// for a caller that writes blocks on the way, and the table as a whole in the end.
     pub(crate) fn take_dirty_blocks(&mut self) -> DirtyRefcounts {
         let cluster_size = 1usize << self.cluster_bits;
         let piece = PIECE_BYTES.min(cluster_size);

@@ -1,15 +1,16 @@
 //! New refcount blocks, and a larger refcount table.
 //!
-//! Where a new block lies: the block of the clusters at the end of the file covers itself, as its
-//! first cluster. Another one (a long run that reaches over several blocks, or storage that cannot
-//! grow) lies in a free cluster that an existing block covers, so that long runs can be adjacent
-//! even where a block covers few clusters.
+//! Promises: a place is marked as metadata before anything is written there. Where a new block
+//! lies: the block of the clusters at the end of the file covers itself, as its first cluster.
+//! Another one (a long run that reaches over several blocks, or storage that cannot grow) lies in a
+//! free cluster that an existing block covers, so that long runs can be adjacent even where a block
+//! covers few clusters.
 
 use super::{Blocked, Refcounts, Run};
 use crate::units::{HostCluster, HostOffset};
 
-/// Free runs that are looked at for a place.
-const LOOKS: usize = 64;
+/// Free runs that one search for a place tries.
+const TRIED_RUNS_MAX: usize = 64;
 
 impl Refcounts {
     /// Reserves a host cluster for a new block. The caller writes a cluster of zeroes there and
@@ -57,9 +58,9 @@ impl Refcounts {
     /// A cluster for a block that an existing block covers, counted there already; `None` when
     /// there is none at hand.
     fn place_elsewhere(&mut self) -> Result<Option<HostCluster>, Blocked> {
-        let at_hand = self.free.iter().take(LOOKS).map(|run| run.start).find(|cluster| {
+        let at_hand = self.free.iter().take(TRIED_RUNS_MAX).map(|run| run.start).find(|cluster| {
             let (index, _) = self.place(*cluster);
-            matches!(self.look(index), Ok(Some(_))) && !self.is_metadata(*cluster)
+            matches!(self.cached_block(index), Ok(Some(_))) && !self.is_metadata(*cluster)
         });
         if let Some(cluster) = at_hand {
             return self.allocate_marked(cluster).map(Some);
@@ -123,7 +124,7 @@ impl Refcounts {
     ) -> Result<Option<(HostCluster, bool)>, Blocked> {
         let Some(offset) = self.block_offset(index) else { return Ok(None) };
         let cluster = offset >> self.cluster_bits;
-        let Some(block) = self.look(u64::from(index))? else { return Ok(None) };
+        let Some(block) = self.cached_block(u64::from(index))? else { return Ok(None) };
         let (covering, own) = self.place(cluster);
         let covers_itself = covering == u64::from(index);
         let entries = 1 << self.block_bits;

@@ -1,4 +1,4 @@
-//! Which host clusters may hold metadata, for writers that must not wait: a bit for each cluster.
+//! A bit for each host cluster that may hold metadata, for writers that must not wait.
 //!
 //! Promises: [`Marks::may_be`] is one load from a line that is hardly ever written; it takes no
 //! lock and allocates nothing. It never says no for a cluster that is metadata. Where the image has
@@ -6,8 +6,8 @@
 //! under the lock ([`super::Refcounts::is_metadata`]).
 //!
 //! Set and cleared under the lock of the reference counts, together with what makes a cluster
-//! metadata or frees it: who has had the lock since, or hears from somebody who has, sees the mark.
-//! Memory that nobody touches is not taken.
+//! metadata or frees it: a thread that has held the lock since, or that synchronizes with such a
+//! thread, sees the mark. Memory that is never touched is not taken.
 
 use super::sync::{AtomicBool, AtomicU64, Ordering, zeroed_words};
 use crate::units::HostCluster;

@@ -2,7 +2,7 @@
 //!
 //! Promises: pure memory, never async, never blocks, no I/O. A call that needs a refcount block
 //! that is not in memory changes nothing and says what is missing ([`Blocked`]); the caller brings
-//! it and calls again. Allocating one cluster from a free run or at the end of the file looks at
+//! it and calls again. Allocating one cluster from a free run or at the end of the file reads
 //! one count and allocates no memory. A cluster that is marked as metadata, or that an L2 entry
 //! names which was loaded, is never handed out, whatever the counts say. Memory is bounded: clean
 //! blocks beyond [`REFCOUNT_CACHE_BYTES`] are dropped, and so are free runs beyond
@@ -126,7 +126,7 @@ pub(crate) struct Refcounts {
     table: Vec<HostOffset>,
     /// Where the table lies on disk.
     table_run: Run,
-    /// The table has moved to `table_run` and nobody has written it there yet; this is its old
+    /// The table has moved to `table_run` and is not written there yet; this is its old
     /// place.
     moved_from: Option<Run>,
     /// The blocks in memory; as long as `table`.
@@ -219,7 +219,7 @@ impl Refcounts {
     /// Errors: `Load`.
     pub(crate) fn get(&self, cluster: HostCluster) -> Result<u64, Blocked> {
         let (index, entry) = self.place(cluster);
-        match self.look(index)? {
+        match self.cached_block(index)? {
             Some(block) => Ok(self.width.get(&block.bytes, entry)),
             None => Ok(0),
         }
@@ -311,7 +311,7 @@ impl Refcounts {
         Ok(())
     }
 
-    /// Takes back what [`allocate`](Refcounts::allocate) gave and nobody ever linked: counts go
+    /// Takes back what [`allocate`](Refcounts::allocate) gave and that was never linked: counts go
     /// from 1 to 0 and the clusters are allocatable at once. No I/O into them is in flight.
     ///
     /// * `zeroed`: they still read as zeroes.
@@ -328,7 +328,7 @@ impl Refcounts {
     }
 
     /// Makes clusters allocatable that [`decrement`](Refcounts::decrement) freed: their unlinking
-    /// is durable and nobody uses them any more.
+    /// is durable and no request uses them any more.
     ///
     /// * `run.zeroed`: they were punched and read as zeroes.
     pub(crate) fn release(&mut self, run: Run) {
@@ -379,12 +379,12 @@ impl Refcounts {
         self.named.is_contested(cluster)
     }
 
-    /// All tables were looked at.
+    /// All tables were read.
     pub(crate) fn all_named(&mut self) {
         self.named.complete();
     }
 
-    /// Whether all tables were looked at, since when only what is counted was named.
+    /// Whether all tables were read, since when only what is counted was named.
     pub(crate) fn knows_all_named(&self) -> bool {
         self.named.is_complete()
     }
@@ -400,8 +400,8 @@ impl Refcounts {
         self.held.first_in(start, count)
     }
 
-    /// What L2 entries name, for whoever opens the same file next. What was freed, and is only
-    /// waiting until it may be used again, is not named any more.
+    /// The clusters that L2 entries name, for the next open of the same file. Freed clusters that
+    /// only wait until they may be used again are not named any more.
     pub(crate) fn named(&self) -> Named {
         let mut named = self.named.clone();
         self.held.iter().for_each(|run| named.remove(run.start, run.count));
@@ -482,7 +482,7 @@ impl Refcounts {
         let mut cluster = start;
         while cluster < end {
             let (index, entry) = self.place(cluster);
-            let Some(block) = self.look(index)? else { return Err(self.missing(index)) };
+            let Some(block) = self.cached_block(index)? else { return Err(self.missing(index)) };
             let here = (end - cluster).min((1 << self.block_bits) - entry as u64);
             // Inside one block.
             #[allow(clippy::cast_possible_truncation)]

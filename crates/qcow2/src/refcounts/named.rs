@@ -21,7 +21,7 @@ pub(crate) struct Named {
     /// Metadata that an entry for data names: it is not given up, since a writer that believes the
     /// entry would write into whatever comes to lie there.
     contested: Clusters,
-    /// All tables of the image were looked at. Entries that were written since name what is
+    /// All tables of the image were read. Entries that were written since name what is
     /// counted.
     is_complete: bool,
 }
@@ -42,12 +42,12 @@ impl Named {
         self.contested.first_in(cluster, 1).is_some()
     }
 
-    /// All tables were looked at.
+    /// All tables were read.
     pub(super) fn complete(&mut self) {
         self.is_complete = true;
     }
 
-    /// Whether all tables were looked at.
+    /// Whether all tables were read.
     pub(super) fn is_complete(&self) -> bool {
         self.is_complete
     }

@@ -9,8 +9,8 @@ use std::ops::Bound::{Excluded, Unbounded};
 use super::Run;
 use crate::units::HostCluster;
 
-/// Runs that one search for a larger run looks at.
-const LOOKS: usize = 256;
+/// Runs that one search for a larger run tries.
+const TRIED_RUNS_MAX: usize = 256;
 
 /// A set of clusters.
 #[derive(Clone, Debug)]
@@ -95,7 +95,7 @@ impl RunSet {
     }
 
     /// A run of at least `count` clusters: the first one for a single cluster, else the next one
-    /// behind the last that was found. Looks at a bounded number of runs unless `all`.
+    /// past the last that was found. Tries a bounded number of runs unless `all`.
     pub(super) fn fit(&mut self, count: u64, all: bool) -> Option<Run> {
         let class = count.max(1).ilog2() as usize;
         if self.classes[class..].iter().all(|runs| *runs == 0) {
@@ -104,13 +104,13 @@ impl RunSet {
         if count <= 1 {
             return self.first();
         }
-        let looks = if all { usize::MAX } else { LOOKS };
+        let tries = if all { usize::MAX } else { TRIED_RUNS_MAX };
         let rover = self.rover;
         let from_rover = self.runs.range(rover..);
         let from_start = self.runs.range(..rover);
         let mut seen = rover;
         let mut found = None;
-        for (end, span) in from_rover.chain(from_start).take(looks) {
+        for (end, span) in from_rover.chain(from_start).take(tries) {
             seen = *end;
             if *end - span.start >= count {
                 found =

@@ -174,9 +174,10 @@ fn a_block_at_the_end_covers_itself() {
     let dirty = refcounts.take_dirty();
     assert_eq!(dirty.blocks.len(), 1);
     assert_eq!((dirty.blocks[0].offset, dirty.blocks[0].bytes.len()), (HostOffset(64 << 9), 512));
-    assert!(
-        matches!(&dirty.table, DirtyTable::Entries(entries) if *entries == [(1, HostOffset(64 << 9))])
-    );
+    assert!(matches!(
+        &dirty.table,
+        DirtyTable::Entries(entries) if *entries == [(1, HostOffset(64 << 9))]
+    ));
 }
 
 #[test]
@@ -320,7 +321,7 @@ fn a_cluster_for_metadata_is_marked_when_it_is_taken() {
     let run = refcounts.allocate_metadata(1, None, false).expect("room");
     assert!(refcounts.is_metadata(run.start) && refcounts.marks().may_be(run.start));
     assert_eq!(refcounts.get(run.start), Ok(1));
-    // One that an entry names is not taken, and not marked: neither behind the end of the file,
+    // One that an entry names is not taken, and not marked: neither past the end of the file,
     // where another one is taken,
     let mut refcounts = image(5);
     refcounts.note_named(run.start, 1);

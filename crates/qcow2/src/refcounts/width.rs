@@ -1,8 +1,8 @@
 //! Reference counts inside the bytes of a refcount block, for every width.
 //!
-//! Pure arithmetic on the bytes as they lie on disk. Source: qcow2 specification, "Refcount
-//! blocks": big-endian integers of 1 to 64 bits; of widths below a byte, the first entry lies in
-//! the lowest bits.
+//! Promises: pure arithmetic on the bytes as they are on disk. Source: qcow2 specification,
+//! "Refcount blocks": big-endian integers of 1 to 64 bits; of widths below a byte, the first entry
+//! lies in the lowest bits.
 
 /// Width of the reference counts of one image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -11,7 +11,7 @@ pub(super) struct Width {
     order: u32,
 }
 
-/// Bytes that are looked at together when a block is searched.
+/// Bytes that are compared together when a block is searched.
 const CHUNK_BYTES: usize = 64;
 
 impl Width {
@@ -123,8 +123,8 @@ impl Width {
         to
     }
 
-    /// Whether certainly no count of a chunk is 0; `false` says nothing. Written so that the usual
-    /// width is compared many at a time.
+    /// Whether certainly no count of a chunk is 0; `false` does not mean the opposite. Written so
+    /// that the usual width is compared many at a time.
     fn all_used(self, chunk: &[u8]) -> bool {
         match self.order {
             3 => chunk.iter().fold(true, |used, byte| used & (*byte != 0)),

@@ -109,7 +109,7 @@ pub fn open(runtime: &mut Runtime, path: &Path) -> Qcow2 {
     image
 }
 
-/// Reads `len` bytes at `offset`. Unallocated parts come from `backing`, zeroes behind its end.
+/// Reads `len` bytes at `offset`. Unallocated parts come from `backing`, zeroes past its end.
 pub async fn read(
     ring: &Ring,
     image: &Qcow2,

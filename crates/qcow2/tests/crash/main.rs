@@ -48,7 +48,8 @@ fn simulate(name: &str, percent: u64, wanted: Wanted) {
     }
     let (judged, shown, leaks) = (judge.judged, judge.shown, judge.leaks);
     println!(
-        "{name}: {judged} states of seeds {first}..{seed}, {leaks} with leaks, {shown} shown to qemu-img"
+        "{name}: {judged} states of seeds {first}..{seed}, {leaks} with leaks, {shown} shown to \
+         qemu-img"
     );
 }
 
@@ -68,7 +69,8 @@ fn run(judge: &mut Judge, name: &str, config: Config) {
         });
         panic!(
             "{name}: {what}\n  run again: RINGDISK_CRASH_SEED={seed} RINGDISK_CRASH_STATES=1 \
-             cargo test -p ringdisk-qcow2 --test crash {name}\n  {config:#?}\n  the last operations: {:#?}",
+             cargo test -p ringdisk-qcow2 --test crash {name}\n  {config:#?}\n  the last \
+             operations: {:#?}",
             &trace[from..],
         );
     };

@@ -134,7 +134,7 @@ const NEEDED: [Needed; 18] = [
 ];
 
 /// States without a barrier that are looked at before it counts as one that nobody misses.
-const PATIENCE: u64 = 60_000;
+const STATES_MAX: u64 = 60_000;
 
 /// Runs before one that is never seen counts so too.
 const SEEDS: u64 = 2000;
@@ -145,7 +145,7 @@ fn miss(needed: &[&Needed]) -> Vec<(u64, u64)> {
     let mut judge = Judge::new();
     let mut seed = 1;
     let mut found = vec![(0, 0); needed.len()];
-    while judge.judged < PATIENCE && seed < SEEDS && found.iter().any(|(_, wrong)| *wrong == 0) {
+    while judge.judged < STATES_MAX && seed < SEEDS && found.iter().any(|(_, wrong)| *wrong == 0) {
         let mut runtime = runtime();
         let config = Config::new(seed, needed[0].runs);
         let mut world = World::new(runtime.ring().clone(), config, Taken::WithoutLastFlush);

@@ -32,7 +32,7 @@ const FULL_ROOM: (u64, u64) = (6, 24);
 /// States that are taken at each power cut.
 const STATES: u64 = 5;
 /// Looks without any progress before a run counts as hanging: some of them sleep a millisecond.
-const PATIENCE: u32 = 3000;
+const IDLE_ROUNDS_MAX: u32 = 3000;
 
 /// A state that a power cut may leave, with what may be in it.
 #[derive(Debug)]
@@ -255,7 +255,7 @@ impl World {
                 // A helper thread, or a sleep of the engine.
                 self.ring.sleep(Duration::from_millis(1)).await;
             }
-            if idle > PATIENCE {
+            if idle > IDLE_ROUNDS_MAX {
                 return Err(format!(
                     "{label} hangs: {} tasks wait for nothing",
                     self.running.get()

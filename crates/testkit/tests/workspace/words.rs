@@ -5,10 +5,9 @@
 use crate::tree::{files, relative, root};
 
 /// Where the words still stand. Parts leave this list when they are clean; none is added.
-const NOT_YET: [&str; 7] = [
+const NOT_YET: [&str; 6] = [
     "CHANGELOG.md",
     "crates/daemon/",
-    "crates/qcow2/",
     "crates/ringdisk/",
     "crates/vhost/",
     "docs/",

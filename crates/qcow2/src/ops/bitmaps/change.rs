@@ -1,4 +1,4 @@
-//! What `bitmap` does to an image that nobody else uses: add, remove, clear, enable, disable,
+//! What `bitmap` does to an image that no request uses: add, remove, clear, enable, disable,
 //! merge. Names, limits and refusals are those of `qemu-img bitmap`.
 //!
 //! Promises: each operation is there or not after a crash, and complete on stable storage when it
@@ -164,7 +164,7 @@ impl Qcow2 {
     }
 
     /// Declares all bitmaps that record inconsistent, on stable storage: what the disk shows is
-    /// changed elsewhere from now on (in its backing file, after a commit), and nobody may believe
+    /// changed elsewhere from now on (in its backing file, after a commit), and no reader may trust
     /// them any more. Needs no space.
     ///
     /// Errors: `Io`; they are as they were then. The image is open for writing and was not written
@@ -251,7 +251,7 @@ impl Qcow2 {
             return Err(Error::corrupt(self.file.name(), reason));
         }
         let entries = update::entries(self, ring).await?;
-        self.look_at_tables(ring).await?;
+        self.note_named_clusters(ring).await?;
         Ok(entries)
     }
 
@@ -323,8 +323,8 @@ impl Qcow2 {
         }
         let mib = |bytes: u64| bytes.div_ceil(1 << 20);
         let why = format!(
-            "with a granularity of {} would take {} MiB of memory while it records, beside {} MiB of \
-             other bitmaps: together at most {} MiB",
+            "with a granularity of {} would take {} MiB of memory while it records, beside {} \
+             MiB of other bitmaps: together at most {} MiB",
             1u64 << granularity_bits,
             mib(bytes),
             mib(others),
@@ -352,8 +352,8 @@ impl Qcow2 {
         Ok(at)
     }
 
-    /// Lets the clusters of a bitmap be freed with the update; leaks them where they cannot be
-    /// told.
+    /// Lets the clusters of a bitmap be freed with the update; leaks them where they are not
+    /// known.
     async fn free_contents(&self, ring: &Ring, entry: &Entry, update: &mut Update) {
         let runs = update::place(self, ring).runs(entry).await;
         let left =

@@ -2,8 +2,8 @@
 //! ones set; and when metadata moves to the front of the file.
 //!
 //! Set, since the disk may have been larger before, when the backup was made that the bitmap
-//! belongs to: what was cut off then reads as zeroes now, and that is a change. Who copies by the
-//! bitmap copies some zeroes too many where the disk was never larger.
+//! belongs to: what was cut off then reads as zeroes now, and that is a change. A backup that
+//! copies by the bitmap copies some zeroes too many where the disk was never larger.
 //!
 //! Source: qcow2 specification, "Bitmaps".
 
@@ -183,7 +183,8 @@ fn check_room(tx: &Transaction<'_>, entries: &[Entry], old: u64, new: u64) -> Re
         ErrorKind::InvalidRequest,
         tx.file.name(),
         format!(
-            "with {new} bytes of disk the bitmaps that record would take more than {} MiB of memory",
+            "with {new} bytes of disk the bitmaps that record would take more than {} MiB of \
+             memory",
             RECORDED_BITMAPS_BYTES_MAX >> 20
         ),
         "disable or remove bitmaps with a small granularity first",

@@ -17,7 +17,7 @@ use crate::sync::lock;
 /// What becomes of a bitmap for whose bits there is no room, or whose old place cannot be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Unsaved {
-    /// It is given up, with a warning: nobody can ask for another try.
+    /// It is given up, with a warning: the close cannot be tried again.
     Lost,
     /// The close fails, and the bitmap goes on recording.
     Refused,

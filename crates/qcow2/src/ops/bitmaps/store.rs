@@ -20,7 +20,7 @@ const PIECE_BYTES: usize = 1 << 20;
 ///
 /// * `taken`: gets the clusters, also when this fails, so that the caller can give them back.
 ///
-/// Returns host offset and entries of the table. Errors: `ENOSPC` and what the storage reports.
+/// Returns host offset and entries of the table. Errors: `ENOSPC` and those of the storage.
 pub(crate) async fn store(
     image: &Qcow2,
     ring: &Ring,
@@ -63,7 +63,7 @@ pub(crate) async fn store(
     Ok((offset, u32::try_from(table.len()).map_err(|_| Errno::FBIG)?))
 }
 
-/// Writes `bytes` to new clusters that follow one another, zeroes behind them. Returns the host
+/// Writes `bytes` to new clusters that follow one another, zeroes past them. Returns the host
 /// offset.
 pub(crate) async fn write_clusters(
     image: &Qcow2,

@@ -31,7 +31,7 @@ pub(crate) struct Update {
 impl Update {
     /// Makes `entries` the bitmaps of the image.
     ///
-    /// Errors: `ENOSPC` and what the storage reports; the image has its old bitmaps then (after an
+    /// Errors: `ENOSPC` and those of the storage; the image has its old bitmaps then (after an
     /// error of the last write and of taking it back: either).
     pub(crate) async fn publish(
         mut self,

@@ -112,7 +112,7 @@ impl Damage<'_> {
         self.bytes.len() as u64
     }
 
-    /// A place of a cluster, maybe behind the end.
+    /// A place of a cluster, maybe past the end.
     fn place(&mut self) -> u64 {
         let clusters = self.len() * 2 / self.cluster;
         self.below(clusters) * self.cluster

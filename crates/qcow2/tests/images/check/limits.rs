@@ -125,7 +125,7 @@ fn a_rebuild_that_finds_no_space_is_an_error_and_changes_nothing() {
         bytes[table..table + 8].fill(0);
         let before = check_bytes(&bytes[..]).expect("an image");
         let sim = SimStorage::from_image(&bytes, 1);
-        // No write succeeds behind the end, as on a full disk.
+        // No write succeeds past the end, as on a full disk.
         let behind = bytes.len() as u64..u64::MAX;
         sim.on(When::kind(OpKind::Write).at(behind), Fault::Fail(Errno::NOSPC));
         match repair_on(&mut runtime, &sim, Repair::All) {

@@ -22,7 +22,7 @@ pub(crate) enum Engine {
     Imago,
 }
 
-/// Bytes of the backing file; zeroes behind its end.
+/// Bytes of the backing file; zeroes past its end.
 pub(crate) fn fill(base: &[u8], at: u64, out: &mut [u8]) {
     let start = usize::try_from(at).unwrap_or(usize::MAX).min(base.len());
     let count = out.len().min(base.len() - start);
@@ -139,7 +139,7 @@ fn qemu(
                 Op::Flush => "flush".to_owned(),
             });
             let words: Vec<String> = words.collect();
-            // A process for each packed cluster: QEMU packs on behind the last one even if that was
+            // A process for each packed cluster: QEMU packs on past the last one even if that was
             // freed meanwhile and its host cluster is used for data.
             for some in words.chunk_by(|_, next| !next.starts_with("write -q -c")) {
                 bench.images.qemu_io(path, some);

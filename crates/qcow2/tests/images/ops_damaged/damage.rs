@@ -27,7 +27,7 @@ pub(crate) enum Damage {
     EntryBlock,
     /// And the refcount table.
     EntryCounts,
-    /// An L2 entry, or an L1 entry, names what the disk has 2 MiB further on (behind the last
+    /// An L2 entry, or an L1 entry, names what the disk has 2 MiB further on (past the last
     /// place: at the first).
     EntryOther,
     TableOther,
